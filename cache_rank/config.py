@@ -1,0 +1,126 @@
+"""What both ranks agree on when a cache rank opens: the model's shape and the selection policy."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+import torch
+
+Predictor = Literal["last", "ema", "spade", "ridge"]
+Frame = Literal["post", "pre"]
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class ModelShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The attention layers that the cache rank serves.
+
+    Attributes:
+        layers: number of sparse layers; layer 0 here is the model's first layer that is not dense.
+        query_heads, kv_heads: of one tensor-parallel rank; kv_heads divides query_heads.
+        head_dim: D of queries, keys and values.
+        dtype: of the inference rank's KV pool, a key of DTYPES.
+        scale: factor on attention logits.
+        rotary_frequency: (R / 2,) inverse frequencies; empty when the model has no rotary embedding.
+        rotary_interleaved: rotary pairs are neighbours instead of halves.
+    """
+
+    layers: int
+    query_heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: str
+    scale: float
+    rotary_frequency: tuple[float, ...] = ()
+    rotary_interleaved: bool = False
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return DTYPES[self.dtype]
+
+    @property
+    def bytes_per_token(self) -> int:
+        """K and V of one token over all layers, as the inference rank holds them."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * self.torch_dtype.itemsize
+
+
+class CacheRankConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Selection policy; the flags of the launcher carry the same names.
+
+    Attributes:
+        model: shape of the sparse layers.
+        layers_per_group: consecutive layers packed in one message.
+        sparse_budget: k, tokens in the slots of each (layer, request, kv head).
+        sink_tokens, recent_tokens: always attended; never compete for slots.
+        query_window: W, predecessors the next query is regressed on.
+        query_predictor, query_frame: how the next query is predicted.
+        selection_margin: a token stays while it is among the best k + margin.
+        delta_capacity: most tokens that enter a (layer, request, kv head) in one step.
+        kv_residency: how K and V are held.
+        max_rows: most requests of one step.
+        recall_interval: steps between measurements of recall against exact selection; 0 is never.
+        checksum: both ranks compare checksums of the slots at every step (slow, for debugging).
+
+    Raises:
+        ValueError: a field is out of range.
+    """
+
+    model: ModelShape
+    layers_per_group: int = 6
+    sparse_budget: int = 2048
+    sink_tokens: int = 4
+    recent_tokens: int = 64
+    query_window: int = 16
+    query_predictor: Predictor = "last"
+    query_frame: Frame = "post"
+    selection_margin: int = 256
+    delta_capacity: int = 128
+    kv_residency: str = "bf16"
+    max_rows: int = 256
+    recall_interval: int = 64
+    checksum: bool = False
+
+    def __post_init__(self) -> None:
+        at_least_one = ("layers_per_group", "sparse_budget", "query_window", "delta_capacity", "max_rows")
+        for name in at_least_one:
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name in ("sink_tokens", "recent_tokens", "selection_margin", "recall_interval"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
+        if self.model.dtype not in DTYPES:
+            raise ValueError(f"dtype {self.model.dtype} is not one of {', '.join(DTYPES)}")
+        if self.model.query_heads % self.model.kv_heads:
+            raise ValueError("kv_heads must divide query_heads")
+        if self.query_frame == "pre" and not self.model.rotary_frequency:
+            raise ValueError(
+                "query_frame pre needs a model with rotary position embedding: use post"
+            )
+
+    @property
+    def groups(self) -> tuple[range, ...]:
+        """Layers of each group, counted from the first sparse layer."""
+        layers = self.model.layers
+        step = self.layers_per_group
+        return tuple(range(first, min(first + step, layers)) for first in range(0, layers, step))
+
+    @property
+    def warm_up_steps(self) -> int:
+        """Exchanged steps before a request turns sparse: fill every slot and the query window."""
+        return max(self.query_window, -(-self.sparse_budget // self.delta_capacity)) + 1
+
+    def candidates_after(self, position: int) -> range:
+        """Positions that compete for slots in the step that follows `position`.
+
+        The following step attends to sinks and to its newest `recent_tokens` predecessors anyway.
+        """
+        return range(self.sink_tokens, max(self.sink_tokens, position - self.recent_tokens + 1))
+
+    def filled_after(self, position: int, filled: int) -> int:
+        """Slots in use after the answer to `position`, given how many were in use before it.
+
+        Pure arithmetic, so that both ranks know it without a message.
+        """
+        target = min(self.sparse_budget, len(self.candidates_after(position)))
+        return min(target, filled + self.delta_capacity)

@@ -1,0 +1,187 @@
+"""The one contract between the inference rank and the cache rank.
+
+Control messages travel over ZMQ as msgpack; tensors travel over P2P in the packed layouts below, whose
+sizes follow from control messages alone. A step of R rows exchanges, for each layer group,
+
+    up    queries (R, L, Hq, D), keys (R, L, Hkv, D), values (R, L, Hkv, D)
+    down  header (R, 6) int64, slots (R, L, Hkv, C) int32, keys and values (R, L, Hkv, C, D)
+
+and a bulk shipment of n tokens is keys and values (2, layers, n, Hkv, D).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import msgspec
+import torch
+from torch import Tensor
+
+from cache_rank.config import CacheRankConfig
+
+PROTOCOL_VERSION = 1
+NO_EPOCH = -1
+
+
+class Row(msgspec.Struct, frozen=True, array_like=True):
+    """One request in a step: its epoch, and the position of the token being computed."""
+
+    epoch: int
+    position: int
+
+
+class Open(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """First message. `rendezvous` is a file that only this user can read, for the data channels."""
+
+    config: CacheRankConfig
+    rendezvous: str
+
+
+class Step(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """One decode step; the tensors of each layer group follow on the up channel."""
+
+    step: int
+    rows: list[Row]
+
+
+class Load(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Bulk shipment of tokens [start, start + count); the tensor follows on the bulk channel.
+
+    `start` 0 begins an epoch, whose number must exceed every earlier one.
+    """
+
+    epoch: int
+    start: int
+    count: int
+
+
+class End(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """The epochs are over: finish, abort, retraction and preemption are the same here."""
+
+    epochs: list[int]
+
+
+class Flush(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Every epoch is over."""
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """The process listens for control messages at `endpoint`."""
+
+    endpoint: str
+    pid: int
+
+
+class Opened(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """The data channels are connected; at most `capacity_tokens` tokens fit in memory."""
+
+    capacity_tokens: int
+
+
+class Report(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """What the cache rank holds and has done since it opened.
+
+    Attributes:
+        tokens_held, bytes_held: resident now, over all epochs; bytes include growth space.
+        epochs: live now.
+        overflow_tokens: tokens per (layer, kv head) that waited for a later step, summed.
+        refused_messages: control messages that were malformed, oversized, replayed or out of place.
+        recall, attention_mass: last measured share of the exact top-k that was in the slots, and
+            share of the exact attention probability outside sinks and recents that it captured;
+            NaN before the first measurement.
+    """
+
+    tokens_held: int = 0
+    bytes_held: int = 0
+    epochs: int = 0
+    overflow_tokens: int = 0
+    refused_messages: int = 0
+    recall: float = float("nan")
+    attention_mass: float = float("nan")
+
+
+ToCacheRank = Open | Step | Load | End | Flush
+ToInferenceRank = Ready | Opened | Report
+
+
+class AnswerHeader(NamedTuple):
+    """Columns of the header of a row in a down message."""
+
+    step: int
+    epoch: int
+    resident_tokens: int
+    filled_slots: int
+    shipped_tokens: int
+    checksum: int
+
+
+class UpMessage:
+    """Views into one packed up message: what `rows` requests computed in one layer group."""
+
+    def __init__(self, config: CacheRankConfig, layers: int, rows: int, buffer: Tensor) -> None:
+        """Lay the message out over `buffer`, (up_bytes,) uint8."""
+        model = config.model
+        parts = _split(
+            buffer,
+            model.torch_dtype,
+            (rows, layers, model.query_heads, model.head_dim),
+            (rows, layers, model.kv_heads, model.head_dim),
+            (rows, layers, model.kv_heads, model.head_dim),
+        )
+        self.buffer = buffer
+        self.queries, self.keys, self.values = parts
+
+    @staticmethod
+    def size(config: CacheRankConfig, layers: int, rows: int) -> int:
+        """Bytes of the message."""
+        model = config.model
+        heads = model.query_heads + 2 * model.kv_heads
+        return rows * layers * heads * model.head_dim * model.torch_dtype.itemsize
+
+
+class DownMessage:
+    """Views into one packed down message: what changes in the slots of `rows` requests."""
+
+    def __init__(self, config: CacheRankConfig, layers: int, rows: int, buffer: Tensor) -> None:
+        """Lay the message out over `buffer`, (down_bytes,) uint8."""
+        model, capacity = config.model, config.delta_capacity
+        header_bytes = 8 * rows * len(AnswerHeader._fields)
+        slots_bytes = 4 * rows * layers * model.kv_heads * capacity
+        self.buffer = buffer
+        self.header = buffer[:header_bytes].view(torch.int64).view(rows, -1)
+        self.slots = (
+            buffer[header_bytes : header_bytes + slots_bytes]
+            .view(torch.int32)
+            .view(rows, layers, model.kv_heads, capacity)
+        )
+        content = (rows, layers, model.kv_heads, capacity, model.head_dim)
+        start = _aligned(header_bytes + slots_bytes)
+        self.keys, self.values = _split(buffer[start:], model.torch_dtype, content, content)
+
+    @staticmethod
+    def size(config: CacheRankConfig, layers: int, rows: int) -> int:
+        """Bytes of the message."""
+        model, capacity = config.model, config.delta_capacity
+        entries = rows * layers * model.kv_heads * capacity
+        head = _aligned(8 * rows * len(AnswerHeader._fields) + 4 * entries)
+        return head + 2 * entries * model.head_dim * model.torch_dtype.itemsize
+
+
+def bulk_shape(config: CacheRankConfig, count: int) -> tuple[int, int, int, int, int]:
+    """Shape of a bulk shipment of `count` tokens, in the dtype of the KV pool."""
+    model = config.model
+    return (2, model.layers, count, model.kv_heads, model.head_dim)
+
+
+def _aligned(size: int) -> int:
+    return -(-size // 16) * 16
+
+
+def _split(buffer: Tensor, dtype: torch.dtype, *shapes: tuple[int, ...]) -> list[Tensor]:
+    parts = []
+    start = 0
+    for shape in shapes:
+        stop = start + torch.Size(shape).numel() * dtype.itemsize
+        parts.append(buffer[start:stop].view(dtype).view(shape))
+        start = stop
+    return parts

@@ -1,0 +1,70 @@
+"""Records what the cache rank received and chose, for comparison with the synchronous reference.
+
+Set CACHE_RANK_RECORD to a folder to record; every event becomes one numbered file there.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence as SequenceOf
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cache_rank.protocol import Load, Row, UpMessage
+from cache_rank.sequence import Sequence
+
+RECORD_VARIABLE = "CACHE_RANK_RECORD"
+
+
+class Recorder:
+    """Writes events to a folder, or does nothing when there is none."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self._folder = folder
+        self._events = 0
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+
+    @classmethod
+    def from_environment(cls) -> Recorder:
+        folder = os.environ.get(RECORD_VARIABLE)
+        return cls(Path(folder) if folder else None)
+
+    def record_load(self, message: Load, shipment: Tensor) -> None:
+        """Record a bulk shipment."""
+        if self._folder is not None:
+            self._write({"kind": "load", "epoch": message.epoch, "shipment": shipment})
+
+    def record_step(
+        self,
+        step: int,
+        group: int,
+        layers: range,
+        live: SequenceOf[tuple[int, Row, Sequence]],
+        up: UpMessage,
+    ) -> None:
+        """Record one layer group of a step, with the mirrors after it."""
+        if self._folder is None:
+            return
+        rows = [
+            {
+                "epoch": row.epoch,
+                "position": row.position,
+                "queries": up.queries[index].clone(),
+                "keys": up.keys[index].clone(),
+                "values": up.values[index].clone(),
+                "mirror": sequence.mirror[layers.start : layers.stop].clone(),
+            }
+            for index, row, sequence in live
+        ]
+        self._write({"kind": "step", "step": step, "group": group, "layers": layers, "rows": rows})
+
+    def _write(self, event: dict[str, Any]) -> None:
+        assert self._folder is not None
+        self._events += 1
+        temporary = self._folder / f".{self._events:08d}"
+        torch.save(event, temporary)
+        temporary.rename(self._folder / f"{self._events:08d}.pt")

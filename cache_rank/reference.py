@@ -1,0 +1,96 @@
+"""The synchronous reference: the whole algorithm in one process, one head at a time, in plain torch.
+
+It is what the asynchronous system must equal, selection for selection, and it is meant to be read. A
+decode step at position t of one layer attends to
+
+    sinks [0, s)  +  tokens chosen after step t - 1  +  the newest r predecessors  +  token t
+
+and then chooses the tokens of step t + 1 from everything older than its recent window.
+"""
+
+from __future__ import annotations
+
+import torch
+from cache_rank_kernels.predict.reference import predict_next_query
+from cache_rank_kernels.rotary.reference import align_to_next_position
+from cache_rank_kernels.score.reference import score_tokens
+from torch import Tensor
+
+from cache_rank.config import CacheRankConfig
+
+
+class SynchronousReference:
+    """One request: all its K and V, its queries, and which token sits in which slot."""
+
+    def __init__(self, config: CacheRankConfig, keys: Tensor, values: Tensor) -> None:
+        """Start with the tokens of the bulk shipment, (layers, n, Hkv, D) each."""
+        self.config = config
+        self.keys = [layer.transpose(0, 1) for layer in keys]  # per layer (Hkv, T, D)
+        self.values = [layer.transpose(0, 1) for layer in values]
+        self.queries: list[list[Tensor]] = [[] for _ in keys]  # per layer, newest first, (Hq, D)
+        empty: list[int | None] = [None] * config.sparse_budget
+        self.slots = [[list(empty) for _ in range(config.model.kv_heads)] for _ in keys]
+
+    def append(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> None:
+        """Add the newest token to one layer: query (Hq, D), key and value (Hkv, D)."""
+        self.keys[layer] = torch.cat((self.keys[layer], key.unsqueeze(1)), dim=1)
+        self.values[layer] = torch.cat((self.values[layer], value.unsqueeze(1)), dim=1)
+        window = [query.float(), *self.queries[layer]]
+        self.queries[layer] = window[: self.config.query_window + 1]
+
+    def attended(self, layer: int, kv_head: int, position: int) -> list[int]:
+        """Positions that the step at `position` attends to, in ascending order."""
+        config = self.config
+        first_recent = max(config.sink_tokens, position - config.recent_tokens)
+        chosen = [token for token in self.slots[layer][kv_head] if token is not None]
+        always = [*range(min(config.sink_tokens, position + 1)), *range(first_recent, position + 1)]
+        return sorted(chosen + always)
+
+    def attend(self, layer: int, query: Tensor, position: int) -> Tensor:
+        """Attention output (Hq, D) float32 of the step at `position`, whose token is appended."""
+        group = query.shape[0] // self.config.model.kv_heads
+        outputs = []
+        for kv_head in range(self.config.model.kv_heads):
+            index = torch.tensor(self.attended(layer, kv_head, position))
+            keys = self.keys[layer][kv_head, index].float()
+            values = self.values[layer][kv_head, index].float()
+            heads = query[kv_head * group : (kv_head + 1) * group].float()
+            probability = (heads @ keys.T * self.config.model.scale).softmax(-1)
+            outputs.append(probability @ values)
+        return torch.cat(outputs)
+
+    def select(self, layer: int, position: int) -> None:
+        """Choose the tokens of the step after `position` in one layer."""
+        config = self.config
+        predicted = self._predict(layer)
+        scores = score_tokens(predicted.unsqueeze(0), self.keys[layer].unsqueeze(0), config.model.scale)
+        for kv_head in range(config.model.kv_heads):
+            self._fill_slots(self.slots[layer][kv_head], scores[0, kv_head].tolist(), position)
+
+    def _predict(self, layer: int) -> Tensor:
+        config, window = self.config, self.queries[layer]
+        padding = [torch.zeros_like(window[0])] * (config.query_window + 1 - len(window))
+        queries = torch.stack(window + padding, dim=1)  # (Hq, W + 1, D)
+        if config.query_frame == "pre":
+            frequency = torch.tensor(config.model.rotary_frequency)
+            queries = align_to_next_position(queries, frequency, config.model.rotary_interleaved)
+        return predict_next_query(queries, torch.tensor([len(window)]), config.query_predictor)
+
+    def _fill_slots(self, slots: list[int | None], scores: list[float], position: int) -> None:
+        config = self.config
+        candidates = config.candidates_after(position)
+        ranking = sorted(candidates, key=lambda token: (scores[token], token), reverse=True)
+        rank = {token: place for place, token in enumerate(ranking)}
+
+        stays = config.sparse_budget + config.selection_margin
+        kept = {token for token in slots if token is not None and rank[token] < stays}
+        wanted = min(config.sparse_budget, len(ranking)) - len(kept)
+        resident = {token for token in slots if token is not None}
+        entering = [token for token in ranking if token not in resident]
+        entering = entering[: max(0, min(wanted, config.delta_capacity))]
+
+        empty = [slot for slot, token in enumerate(slots) if token is None]
+        fallen = [slot for slot, token in enumerate(slots) if token is not None and token not in kept]
+        fallen.sort(key=lambda slot: rank[slots[slot] or 0], reverse=True)
+        for token, slot in zip(entering, empty + fallen, strict=False):
+            slots[slot] = token

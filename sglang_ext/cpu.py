@@ -1,0 +1,96 @@
+"""The one place that knows about machines without a GPU.
+
+SGLang imports `sgl_kernel`, whose wheel needs an NVIDIA driver, on every path, and calls it on none that the
+CPU engine takes. Without a driver, a stand-in takes its place before SGLang is imported; whatever would
+really need a kernel then fails by name.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import logging
+import os
+import sys
+import types
+from collections.abc import Sequence
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+_SAID = "SGLANG_EXT_CPU_SAID"
+"""Set in the environment once a process of this launch has said that it runs without a GPU."""
+
+
+@functools.cache
+def has_gpu() -> bool:
+    """Whether an NVIDIA driver can be loaded. Does not initialize CUDA."""
+    if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
+        return False
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True
+
+
+class _Unavailable(type):
+    """A name of `sgl_kernel` that can be imported, and not called."""
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _unavailable(f"{cls.__name__}.{name}")
+
+    def __call__(cls, *_: Any, **__: Any) -> Any:
+        raise RuntimeError(
+            f"{cls.__name__} is a CUDA kernel and this machine has no NVIDIA driver: "
+            "choose an option that runs on CPU"
+        )
+
+
+def _unavailable(name: str) -> _Unavailable:
+    return _Unavailable(name, (), {})
+
+
+class _StandIn(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds `sgl_kernel` and every module below it."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname == "sgl_kernel" or fullname.startswith("sgl_kernel."):
+            return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
+        return None
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> None:
+        return None
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        def missing(name: str) -> _Unavailable:
+            if name.startswith("__"):
+                raise AttributeError(name)
+            return _unavailable(f"{module.__name__}.{name}")
+
+        module.__getattr__ = missing  # type: ignore[method-assign]
+
+
+def install_stand_in() -> None:
+    """Make SGLang importable without a GPU; a no-op with one, and the second time."""
+    if has_gpu() or any(isinstance(finder, _StandIn) for finder in sys.meta_path):
+        return
+    sys.meta_path.insert(0, _StandIn())
+    os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
+
+
+def say_once() -> None:
+    """Log, once a launch, that the ranks are CPU processes."""
+    if not has_gpu() and _SAID not in os.environ:
+        os.environ[_SAID] = "1"
+        logger.warning(
+            "no GPU found: the inference rank and the cache rank are CPU processes, "
+            "and sgl_kernel is a stand-in that cannot compute"
+        )

@@ -1,0 +1,33 @@
+"""`Engine`: SGLang in-process, with a cache rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang.srt.entrypoints import engine
+
+from sglang_ext import processes
+from sglang_ext.server_args import BUNDLED_MODEL, CacheRankServerArgs, UnsupportedError
+
+
+class Engine(engine.Engine):  # type: ignore[misc]
+    """As `sglang.Engine`; takes the arguments of CacheRankServerArgs and serves with a cache rank.
+
+    Without `model_path` it serves the bundled model; `cache_rank_gpus=0` is plain SGLang.
+    """
+
+    server_args_class = CacheRankServerArgs
+    run_scheduler_process_func = staticmethod(processes.run_scheduler_process)
+    run_detokenizer_process_func = staticmethod(processes.run_detokenizer_process)
+
+    def __init__(self, **kwargs: Any) -> None:
+        processes.load_plugin()
+        if "server_args" not in kwargs:
+            kwargs.setdefault("model_path", str(BUNDLED_MODEL))
+            wants_cache_rank = kwargs.get("cache_rank_gpus", 1) > 0
+            if wants_cache_rank and kwargs.get("disable_radix_cache") is False:
+                raise UnsupportedError(
+                    "disable_radix_cache=False: sparse requests leave the pool, so prefixes are "
+                    "not shared; drop the argument."
+                )
+        super().__init__(**kwargs)

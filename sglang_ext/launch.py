@@ -1,0 +1,45 @@
+"""Serve with a cache rank: SGLang's server, its flags, and ours.
+
+    python -m sglang_ext.launch --cache-rank-gpus 1 [any SGLang flag]
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+from sglang_ext.cpu import install_stand_in
+
+# Every process that SGLang spawns runs this module first.
+install_stand_in()
+
+
+def main(argv: Sequence[str]) -> int:
+    """Serve until stopped; the exit status."""
+    from sglang.srt.entrypoints.http_server import launch_server
+    from sglang.srt.utils import kill_process_tree
+
+    from sglang_ext import processes
+    from sglang_ext.server_args import UnsupportedError, parse_server_args, refuse_used_port
+
+    processes.load_plugin()
+    try:
+        server_args = parse_server_args(argv)
+        refuse_used_port(server_args.host, server_args.port)
+    except UnsupportedError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    try:
+        launch_server(
+            server_args,
+            run_scheduler_process_func=processes.run_scheduler_process,
+            run_detokenizer_process_func=processes.run_detokenizer_process,
+        )
+    finally:
+        kill_process_tree(os.getpid(), include_parent=False)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

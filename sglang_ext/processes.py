@@ -1,0 +1,41 @@
+"""Entry points of SGLang's processes, with the plugin known to be live.
+
+SGLang logs the errors of plugins and goes on without them. A server that was asked for a cache rank must
+not serve without one, so each entry point loads the plugin itself and fails when it is not in place.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang_ext.cpu import install_stand_in
+
+install_stand_in()
+
+from sglang.srt.managers import detokenizer_manager, scheduler  # noqa: E402
+from sglang.srt.plugins import load_plugins  # noqa: E402
+
+from sglang_ext import plugin  # noqa: E402
+
+
+def load_plugin() -> None:
+    """Load SGLang's plugins, ours among them.
+
+    Raises:
+        RuntimeError: ours could not be put in place.
+    """
+    # Ours may have no installed metadata (running from a checkout), or be left out by SGLANG_PLUGINS.
+    plugin.register()
+    load_plugins()
+    plugin.assert_live()
+
+
+def run_scheduler_process(*args: Any, **kwargs: Any) -> Any:
+    """SGLang's scheduler process, with the cache rank's hooks."""
+    load_plugin()
+    return scheduler.run_scheduler_process(*args, **kwargs)
+
+
+def run_detokenizer_process(*args: Any, **kwargs: Any) -> Any:
+    """SGLang's detokenizer process; importing this module made SGLang importable without a GPU."""
+    return detokenizer_manager.run_detokenizer_process(*args, **kwargs)
