@@ -105,11 +105,6 @@ class CacheRankConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         step = self.layers_per_group
         return tuple(range(first, min(first + step, layers)) for first in range(0, layers, step))
 
-    @property
-    def warm_up_steps(self) -> int:
-        """Exchanged steps before a request turns sparse: fill every slot and the query window."""
-        return max(self.query_window, -(-self.sparse_budget // self.delta_capacity)) + 1
-
     def candidates_after(self, position: int) -> range:
         """Positions that compete for slots in the step that follows `position`.
 
@@ -122,5 +117,8 @@ class CacheRankConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
         Pure arithmetic, so that both ranks know it without a message.
         """
-        target = min(self.sparse_budget, len(self.candidates_after(position)))
-        return min(target, filled + self.delta_capacity)
+        return min(self.slots_wanted_after(position), filled + self.delta_capacity)
+
+    def slots_wanted_after(self, position: int) -> int:
+        """Slots that the step after `position` can use: one a candidate, at most k."""
+        return min(self.sparse_budget, len(self.candidates_after(position)))

@@ -15,7 +15,8 @@ install_stand_in()
 from sglang.srt.managers import detokenizer_manager, scheduler  # noqa: E402
 from sglang.srt.plugins import load_plugins  # noqa: E402
 
-from sglang_ext import plugin  # noqa: E402
+from sglang_ext import inference_rank, plugin  # noqa: E402
+from sglang_ext.server_args import CacheRankServerArgs  # noqa: E402
 
 
 def load_plugin() -> None:
@@ -30,10 +31,21 @@ def load_plugin() -> None:
     plugin.assert_live()
 
 
-def run_scheduler_process(*args: Any, **kwargs: Any) -> Any:
-    """SGLang's scheduler process, with the cache rank's hooks."""
+def run_scheduler_process(
+    server_args: CacheRankServerArgs,
+    port_args: Any,
+    gpu_id: int,
+    tp_rank: int,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """SGLang's scheduler process, with the cache rank's hooks and its cache rank."""
     load_plugin()
-    return scheduler.run_scheduler_process(*args, **kwargs)
+    if server_args.has_cache_rank:
+        inference_rank.spawn(server_args, tp_rank)
+    return scheduler.run_scheduler_process(
+        server_args, port_args, gpu_id, tp_rank, *args, **kwargs
+    )
 
 
 def run_detokenizer_process(*args: Any, **kwargs: Any) -> Any:

@@ -155,11 +155,11 @@ class Supervisor:
         connection: to the running cache rank, or None while it is down.
         starts: how many times a cache rank was opened.
         start_seconds: how long the last one took from spawn to open.
+        on_report: called in the supervisor's thread with each report, and with an empty one when the
+            cache rank goes down.
     """
 
-    def __init__(
-        self, name: str, address: str, timeout: float, on_report: Callable[[Report], None]
-    ) -> None:
+    def __init__(self, name: str, address: str, timeout: float) -> None:
         """Spawn the first process at once, so that it loads while the model does."""
         self.connection: Connection | None = None
         self.starts = 0
@@ -167,7 +167,7 @@ class Supervisor:
         self._name = name
         self._address = address
         self._timeout = timeout
-        self._on_report = on_report
+        self.on_report: Callable[[Report], None] = lambda report: None
         self._config: CacheRankConfig | None = None
         self._configured = threading.Event()
         self._changed = threading.Condition()
@@ -218,7 +218,7 @@ class Supervisor:
                     return
                 connection.open(self._config)
                 self._publish(connection, time.monotonic() - started)
-                connection.watch(self._on_report)
+                connection.watch(lambda report: self.on_report(report))
             except Exception as error:  # whatever ended it, the rank is down and starts again
                 self._withdraw(connection, error)
             finally:
@@ -253,4 +253,4 @@ class Supervisor:
             elif self.starts == 0:
                 logger.error("%s did not start: %s", self._name, error)
             self._changed.notify_all()
-        self._on_report(Report())
+        self.on_report(Report())

@@ -1,0 +1,196 @@
+"""Every place where we touch SGLang's internals: target, kind of hook, function, and why.
+
+Line numbers refer to SGLang 0.5.16. Each hook does nothing in a process without an inference rank.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import AsyncIterator, Callable
+from typing import Any, NamedTuple
+
+from sglang.srt.plugins.hook_registry import HookType
+from sglang.srt.server_args import get_global_server_args
+
+from sglang_ext import inference_rank
+from sglang_ext.lifecycle import RequestStatistics
+from sglang_ext.server_args import CacheRankServerArgs
+
+META_KEY = "cache_rank"
+
+
+class Hook(NamedTuple):
+    """One hook."""
+
+    target: str
+    kind: HookType
+    function: Callable[..., Any]
+    why: str
+
+
+def _cache_rank_args() -> CacheRankServerArgs | None:
+    args = get_global_server_args()
+    if isinstance(args, CacheRankServerArgs) and args.has_cache_rank:
+        return args
+    return None
+
+
+def add_reserve_rows(shapes: tuple[Any, Any], pool: Any) -> tuple[Any, Any]:
+    """Append the reserve to the K and V buffers of the pool; its nominal size stays as it is."""
+    args = _cache_rank_args()
+    if args is None:
+        return shapes
+    extra = inference_rank.reserve_rows(args)
+    keys, values = shapes
+    return (keys[0] + extra, *keys[1:]), (values[0] + extra, *values[1:])
+
+
+def leave_room_for_reserve(available_bytes: int, configurator: Any, *_: Any, **__: Any) -> int:
+    """Take the reserve's memory out of what the pool is sized by."""
+    args = _cache_rank_args()
+    if args is None:
+        return available_bytes
+    model = configurator.model_config
+    heads = model.get_num_kv_heads(args.tp_size)
+    per_token = 2 * heads * model.head_dim * configurator.kv_cache_dtype.itemsize
+    layers = configurator.layer_info.num_effective_layers
+    return available_bytes - inference_rank.reserve_rows(args) * per_token * layers
+
+
+def run_step(original: Callable[..., Any], worker: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run a batch between `begin_step` and `end_step` when it is a decode step."""
+    rank = inference_rank.current()
+    if rank is None or batch is None:
+        return original(worker, batch, *args, **kwargs)
+    plan = None
+    if batch.forward_mode.is_decode():
+        plan = rank.begin_step(batch.reqs, batch.seq_lens_cpu.tolist())
+    result = original(worker, batch, *args, **kwargs)
+    if plan is not None:
+        rank.end_step(plan)
+    if result.logits_output is not None:
+        result.logits_output.customized_info = {META_KEY: rank.statistics_of(batch.reqs)}
+    return result
+
+
+def end_epoch(pool: Any, request: Any) -> None:
+    """A request's slot is about to be freed."""
+    rank = inference_rank.current()
+    if rank is not None:
+        rank.on_request_freed(request)
+
+
+def end_all_epochs(pool: Any) -> None:
+    """The request pool is about to be cleared."""
+    rank = inference_rank.current()
+    if rank is not None:
+        rank.on_pool_cleared()
+
+
+def retract_orphans(scheduler: Any, running_batch: Any, *_: Any, **__: Any) -> None:
+    """Give requests whose K and V are lost back to the queue, before the next batch is chosen.
+
+    The result of the step that failed is processed later, and skipped for retracted requests.
+    """
+    rank = inference_rank.current()
+    requests = rank.take_requests_to_retract() if rank is not None else []
+    requests = [request for request in requests if not request.finished()]
+    if not requests:
+        return
+    kept = []
+    for index, request in enumerate(running_batch.reqs):
+        if request in requests:
+            running_batch.release_req(index, len(running_batch.reqs), scheduler.server_args)
+        else:
+            kept.append(index)
+    running_batch.filter_batch(keep_indices=kept)
+    running_batch.batch_is_full = False
+    for request in requests:
+        scheduler._add_request_to_queue(request, is_retracted=True)
+
+
+def add_internal_state(result: Any, scheduler: Any, *_: Any, **__: Any) -> Any:
+    """Show the cache rank in `/server_info`."""
+    rank = inference_rank.current()
+    if rank is not None:
+        result.internal_state[META_KEY] = rank.state()
+    return result
+
+
+async def summarize_meta_info(
+    original: Callable[..., AsyncIterator[Any]], manager: Any, request: Any, *args: Any, **kwargs: Any
+) -> AsyncIterator[Any]:
+    """Turn the per-token statistics of a response into one summary."""
+    _check_custom_params(request)
+    async for output in original(manager, request, *args, **kwargs):
+        for item in output if isinstance(output, list) else [output]:
+            meta = item.get("meta_info") or {}
+            if isinstance(meta.get(META_KEY), list):
+                meta[META_KEY] = _summary(meta[META_KEY])
+        yield output
+
+
+def _check_custom_params(request: Any) -> None:
+    params = getattr(request, "sampling_params", None) or {}
+    for one in params if isinstance(params, list) else [params]:
+        wanted = (one.get("custom_params") or {}).get(META_KEY)
+        if wanted is not None and not isinstance(wanted, bool):
+            raise ValueError(f"custom_params.{META_KEY} must be true or false, got {wanted!r}")
+
+
+def _summary(per_token: list[tuple[int, ...] | None]) -> dict[str, int]:
+    last = next((values for values in reversed(per_token) if values is not None), None)
+    names = [field.name for field in dataclasses.fields(RequestStatistics)]
+    return dict(zip(names, last or [0] * len(names), strict=True))
+
+
+HOOKS = (
+    Hook(
+        "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool._kv_buffer_shapes",
+        HookType.AFTER,
+        add_reserve_rows,
+        "memory_pool.py:1990; working sets live in rows that the allocator never hands out",
+    ),
+    Hook(
+        "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._profile_available_bytes",
+        HookType.AFTER,
+        leave_room_for_reserve,
+        "kv_cache_configurator.py:1527; the reserve is part of the same memory",
+    ),
+    Hook(
+        "sglang.srt.managers.tp_worker.TpModelWorker.forward_batch_generation",
+        HookType.AROUND,
+        run_step,
+        "tp_worker.py:529; the one call a step, eager or graph, that sees the requests",
+    ),
+    Hook(
+        "sglang.srt.mem_cache.memory_pool.ReqToTokenPool.free",
+        HookType.BEFORE,
+        end_epoch,
+        "memory_pool.py:307; finish, abort, retraction and preemption all end here",
+    ),
+    Hook(
+        "sglang.srt.mem_cache.memory_pool.ReqToTokenPool.clear",
+        HookType.BEFORE,
+        end_all_epochs,
+        "memory_pool.py:312; flush_cache",
+    ),
+    Hook(
+        "sglang.srt.managers.scheduler.Scheduler.get_next_batch_to_run",
+        HookType.BEFORE,
+        retract_orphans,
+        "scheduler.py:2687; the only point where batches may change and no step is being built",
+    ),
+    Hook(
+        "sglang.srt.managers.scheduler.Scheduler.get_internal_state",
+        HookType.AFTER,
+        add_internal_state,
+        "scheduler.py:3876; /server_info",
+    ),
+    Hook(
+        "sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request",
+        HookType.AROUND,
+        summarize_meta_info,
+        "tokenizer_manager.py; every API's responses pass through it",
+    ),
+)

@@ -1,0 +1,409 @@
+"""The inference rank: table, lifecycle, exchange and supervisor put together, one step at a time.
+
+A decode step runs top to bottom through `begin_step`, then for each layer group `begin_group`, `stage`,
+`end_group`, then `end_step`. Whatever goes wrong with the cache rank in between ends in `_cache_rank_down`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cache_rank.config import ModelShape
+from cache_rank.control import ControlError
+from cache_rank.transport import TransportError
+from sglang_ext.exchange import Exchange, ExchangeCounters, ExchangeRow
+from sglang_ext.lifecycle import Lifecycle, Phase, SparseSequence, prepare_requests
+from sglang_ext.metrics import CacheRankMetrics
+from sglang_ext.server_args import CacheRankServerArgs
+from sglang_ext.supervisor import CacheRankDownError, Supervisor
+from sglang_ext.working_set import Reserve, WorkingSetTable, copy_sinks
+
+logger = logging.getLogger(__name__)
+
+LATE_SECONDS = 1e-3
+"""A step that waited this long for answers counts as late."""
+
+FREE_STRIDE = 64
+"""Covered tokens are freed this many at a time: freeing costs the host a concatenation."""
+
+_DOWN = (TransportError, ControlError, CacheRankDownError)
+
+
+@dataclasses.dataclass(slots=True)
+class StepPlan:
+    """What one decode step does.
+
+    Attributes:
+        attended_lengths: per batch row, tokens that layers over the working-set table attend to.
+        rows: the exchanged requests.
+        sparse: the sparse requests among them.
+        shipping: requests whose prompt is being shipped, and their length.
+        attends_to_everything: the cache rank failed during this step; what is left of it is dense.
+    """
+
+    attended_lengths: list[int]
+    rows: list[ExchangeRow]
+    sparse: list[SparseSequence]
+    shipping: list[tuple[SparseSequence, int]]
+    attends_to_everything: bool = False
+
+
+class InferenceRank:
+    """What a scheduler process holds for its cache rank.
+
+    Attributes:
+        plan: of the decode step being run, or None outside decode.
+    """
+
+    def __init__(self, runner: Any, args: CacheRankServerArgs, tp_rank: int, supervisor: Supervisor):
+        """Open the cache rank for a loaded model.
+
+        Args:
+            runner: SGLang's model runner, its pools allocated.
+            args: the server's arguments.
+            tp_rank: of this process.
+            supervisor: whose process has been spawned.
+
+        Raises:
+            CacheRankDownError: the cache rank did not start.
+            ValueError: a flag does not suit the model.
+        """
+        assert args.dense_layers is not None
+        pool = runner.token_to_kv_pool
+        self.args = args
+        self.dense_layers = args.dense_layers
+        self.inner_backend: str = args.attention_backend
+        self.config = args.cache_rank_config(model_shape(runner, args), args.max_sparse_requests)
+        self.table = WorkingSetTable(runner.req_to_token_pool.req_to_token, self.config)
+        self.plan: StepPlan | None = None
+        self.metrics = CacheRankMetrics(args, tp_rank)
+        self.retractions = 0
+
+        self._keys: list[Tensor] = pool.k_buffer[self.dense_layers :]
+        self._values: list[Tensor] = pool.v_buffer[self.dense_layers :]
+        self._req_to_token: Tensor = runner.req_to_token_pool.req_to_token
+        self._allocator = runner.token_to_kv_pool_allocator
+        first_reserve_row = pool.size + pool.page_size
+        reserve = Reserve(first_reserve_row, reserve_block_rows(args), args.max_sparse_requests)
+        assert pool.k_buffer[0].shape[0] == first_reserve_row + reserve_rows(args)
+        self.lifecycle = Lifecycle(
+            self.config, reserve, args.sparse_threshold, self._req_to_token.shape[1]
+        )
+        self._to_retract: list[SparseSequence] = []
+        self._finished = ExchangeCounters()
+        self._supervisor = supervisor
+        supervisor.on_report = self.metrics.on_report
+        self._exchange: Exchange | None = None
+        supervisor.open(self.config)
+        self._connect()
+
+    # One decode step, in order.
+
+    def begin_step(self, requests: list[Any], lengths: list[int]) -> StepPlan:
+        """Plan a decode step and announce it to the cache rank.
+
+        Args:
+            requests: SGLang's Req objects, in batch order.
+            lengths: of each, the current token included.
+        """
+        self._follow_supervisor()
+        prepare_requests(requests)
+        plan = StepPlan([], [], [], [])
+        rows, positions, sparse = [], [], []
+        for index, (request, length) in enumerate(zip(requests, lengths, strict=True)):
+            position = length - 1
+            sequence = self._sequence_of(request, length)
+            if sequence is not None:
+                self._plan_sequence(plan, sequence, index, position)
+            is_sparse = sequence is not None and sequence.phase is Phase.SPARSE
+            rows.append(request.req_pool_idx)
+            positions.append(position)
+            sparse.append(is_sparse)
+            filled = sequence.filled if sequence is not None else 0
+            plan.attended_lengths.append(self.table.sparse_length(filled) if is_sparse else length)
+        self.table.advance(rows, positions, sparse)
+        self.plan = plan
+        if self._exchange is not None:
+            try:
+                self._exchange.begin_step(plan.rows)
+            except _DOWN as error:
+                self._cache_rank_down(str(error))
+        return plan
+
+    def begin_group(self, plan: StepPlan, group: int) -> None:
+        """Before a group's first layer: its slots hold the selection for this step."""
+        if self._exchange is not None:
+            try:
+                self._exchange.begin_group(group)
+            except _DOWN as error:
+                self._cache_rank_down(str(error))
+
+    def stage(self, plan: StepPlan, layer_in_group: int, q: Tensor, k: Tensor, v: Tensor) -> None:
+        """Keep one layer's tensors for the cache rank: (batch, heads, D) each."""
+        if self._exchange is not None:
+            self._exchange.stage(layer_in_group, q, k, v)
+
+    def end_group(self, plan: StepPlan, group: int) -> None:
+        """After a group's last layer: what the cache rank needs is on its way."""
+        if self._exchange is not None:
+            try:
+                self._exchange.end_group(group)
+            except _DOWN as error:
+                self._cache_rank_down(str(error))
+
+    def end_step(self, plan: StepPlan) -> None:
+        """After the forward pass: account, ship prompts, free what the working set covers."""
+        self.plan = None
+        for row in plan.rows:
+            row.sequence.exchanged += 1
+            row.sequence.filled = row.filled_after
+        for sequence in plan.sparse:
+            sequence.statistics.sparse_steps += 1
+        if self._exchange is None:
+            return
+        if plan.rows:
+            late = self._exchange.waited > LATE_SECONDS
+            for row in plan.rows:
+                row.sequence.statistics.late_steps += late
+            self.metrics.on_step(self._exchange, len(plan.sparse))
+        try:
+            for sequence, length in plan.shipping:
+                stop = min(length, sequence.shipped + self.args.bulk_chunk_tokens)
+                pool_rows = self._req_to_token[sequence.row, sequence.shipped : stop]
+                self._exchange.ship(sequence, pool_rows.to(torch.int64))
+        except _DOWN as error:
+            self._cache_rank_down(str(error))
+            return
+        if self.args.inference_kv == "working-set":
+            for row in plan.rows:
+                if row.sequence.phase is Phase.SPARSE:
+                    self._free_covered(row.sequence, row.position)
+
+    # Events of requests.
+
+    def on_request_freed(self, request: Any) -> None:
+        """SGLang takes back a request's slot: finish, abort, retraction, preemption."""
+        self.table.forget(request.req_pool_idx)
+        sequence = self.lifecycle.end(request.req_pool_idx)
+        if not self.lifecycle.live:
+            self.metrics.on_no_sparse_requests()
+        if sequence is not None and not sequence.orphaned and self._exchange is not None:
+            try:
+                self._exchange.end([sequence.epoch])
+            except _DOWN as error:
+                self._cache_rank_down(str(error))
+
+    def on_pool_cleared(self) -> None:
+        """SGLang empties its pools."""
+        for row in list(self.lifecycle.live):
+            self.lifecycle.end(row)
+        if self._exchange is not None:
+            try:
+                self._exchange.flush()
+            except _DOWN as error:
+                self._cache_rank_down(str(error))
+
+    def take_requests_to_retract(self) -> list[Any]:
+        """Requests whose K and V are gone with a cache rank; SGLang must recompute them."""
+        taken, self._to_retract = self._to_retract, []
+        requests = [sequence.request for sequence in taken if not sequence.ended]
+        for request in requests:
+            request.cache_rank_statistics.retractions += 1
+        self.retractions += len(requests)
+        self.metrics.on_retractions(len(requests))
+        return requests
+
+    def statistics_of(self, requests: list[Any]) -> list[tuple[int, ...]]:
+        """What the responses report so far, one entry a request; see RequestStatistics."""
+        prepare_requests(requests)
+        return [request.cache_rank_statistics.as_tuple() for request in requests]
+
+    def state(self) -> dict[str, Any]:
+        """For `/server_info`."""
+        exchange, connection = self._exchange, self._supervisor.connection
+        counters = dataclasses.asdict(self._finished)
+        if exchange is not None:
+            for name, value in dataclasses.asdict(exchange.counters).items():
+                counters[name] += value
+        return {
+            "up": exchange is not None,
+            "pid": connection.pid if connection is not None else None,
+            "starts": self._supervisor.starts,
+            "start_seconds": self._supervisor.start_seconds,
+            "capacity_tokens": self.lifecycle.capacity_tokens,
+            "sparse_requests": sum(
+                sequence.phase is Phase.SPARSE for sequence in self.lifecycle.live.values()
+            ),
+            "retractions": self.retractions,
+            **counters,
+            **self.metrics.state(),
+        }
+
+    def close(self) -> None:
+        """End the cache rank."""
+        self._supervisor.close()
+
+    # Inside a step.
+
+    def _sequence_of(self, request: Any, length: int) -> SparseSequence | None:
+        sequence = self.lifecycle.live.get(request.req_pool_idx)
+        if sequence is not None:
+            return sequence
+        if self._exchange is None:
+            if length >= self.args.sparse_threshold:
+                self.metrics.on_dense(request, "down")
+            return None
+        reason = self.lifecycle.reason_to_stay_dense(request, length)
+        if reason is None:
+            return self.lifecycle.begin(request)
+        if reason:
+            self.metrics.on_dense(request, reason)
+        return None
+
+    def _plan_sequence(
+        self, plan: StepPlan, sequence: SparseSequence, index: int, position: int
+    ) -> None:
+        if self._exchange is not None and self.lifecycle.enter_step(sequence, position):
+            self.table.enter(sequence.row, position, sequence.block)
+            copy_sinks(
+                self._keys,
+                self._values,
+                self._req_to_token,
+                sequence.row,
+                self.config.sink_tokens,
+                sequence.block,
+            )
+        if sequence.phase is Phase.SPARSE:
+            plan.sparse.append(sequence)
+        if sequence.phase is Phase.SHIPPING:
+            plan.shipping.append((sequence, position + 1))
+        elif not sequence.orphaned:
+            filled = self.config.filled_after(position, sequence.filled)
+            plan.rows.append(ExchangeRow(sequence, index, position, filled))
+
+    def _free_covered(self, sequence: SparseSequence, position: int) -> None:
+        """Free pool rows of tokens that the table no longer refers to."""
+        request = sequence.request
+        covered = position - self.config.recent_tokens
+        start = request.cache_protected_len
+        if covered - start >= FREE_STRIDE or sequence.statistics.sparse_steps == 1:
+            freed = self._req_to_token[sequence.row, start:covered]
+            self._allocator.free(freed.to(torch.int64))
+            # SGLang frees from here on when the request ends.
+            request.cache_protected_len = covered
+
+    # The cache rank comes and goes.
+
+    def _follow_supervisor(self) -> None:
+        connection = self._supervisor.connection
+        if self._exchange is not None and connection is not self._exchange.connection:
+            self._cache_rank_down("its process ended")
+        if self._exchange is None and connection is not None:
+            self._connect()
+
+    def _connect(self) -> None:
+        connection = self._supervisor.connection
+        if connection is None:
+            return
+        self._exchange = Exchange(connection, self.config, self._keys, self._values)
+        self.lifecycle.capacity_tokens = connection.capacity_tokens
+        self.metrics.on_up(True)
+
+    def _cache_rank_down(self, reason: str) -> None:
+        """Go on without a cache rank: dense at once, or with what must be recomputed marked."""
+        exchange, self._exchange = self._exchange, None
+        if exchange is None:
+            return
+        self._supervisor.fail(exchange.connection, reason)
+        for field in dataclasses.fields(ExchangeCounters):
+            total = getattr(self._finished, field.name) + getattr(exchange.counters, field.name)
+            setattr(self._finished, field.name, total)
+        self.metrics.on_up(False)
+        recompute = self.args.inference_kv == "working-set"
+        for row, sequence in list(self.lifecycle.live.items()):
+            is_sparse = sequence.phase is Phase.SPARSE
+            sequence.statistics.stale_steps += is_sparse
+            self.metrics.on_stale(is_sparse)
+            if recompute and is_sparse:
+                sequence.orphaned = True
+                sequence.request.cache_rank_failed = True
+                self._to_retract.append(sequence)
+            else:
+                self.lifecycle.end(row)
+                self.table.forget(row)
+        if self.plan is not None:
+            self.plan.attends_to_everything = not recompute
+
+
+def reserve_block_rows(args: CacheRankServerArgs) -> int:
+    """Pool rows of one request's block in the reserve."""
+    return args.sink_tokens + args.sparse_budget
+
+
+def reserve_rows(args: CacheRankServerArgs) -> int:
+    """Pool rows that the reserve adds to SGLang's."""
+    return reserve_block_rows(args) * args.max_sparse_requests
+
+
+def model_shape(runner: Any, args: CacheRankServerArgs) -> ModelShape:
+    """Read the shape of the sparse layers off a loaded model."""
+    pool = runner.token_to_kv_pool
+    attention = [
+        module for module in runner.model.modules() if type(module).__name__ == "RadixAttention"
+    ]
+    first = attention[0]
+    assert args.dense_layers is not None
+    if len(attention) != len(pool.k_buffer) or first.qk_head_dim != first.v_head_dim:
+        raise ValueError("the model's attention layers do not match its KV pool")
+    return ModelShape(
+        layers=len(pool.k_buffer) - args.dense_layers,
+        query_heads=first.tp_q_head_num,
+        kv_heads=first.tp_k_head_num,
+        head_dim=first.qk_head_dim,
+        dtype=str(pool.dtype).removeprefix("torch."),
+        scale=float(first.scaling),
+        **_rotary(runner.model),
+    )
+
+
+def _rotary(model: torch.nn.Module) -> dict[str, Any]:
+    """Rotary frequencies, whatever scaling the model applies: read off the angles of position 1."""
+    for module in model.modules():
+        cache = getattr(module, "cos_sin_cache", None)
+        if isinstance(cache, Tensor):
+            cos, sin = cache[1].double().chunk(2)
+            return {
+                "rotary_frequency": tuple(torch.atan2(sin, cos).tolist()),
+                "rotary_interleaved": not module.is_neox_style,
+            }
+    return {}
+
+
+_current: InferenceRank | None = None
+_supervisor: Supervisor | None = None
+
+
+def spawn(args: CacheRankServerArgs, tp_rank: int) -> None:
+    """Spawn this scheduler's cache-rank process, so that it loads while the model does."""
+    global _supervisor
+    _supervisor = Supervisor(
+        f"cache-rank-{tp_rank}", args.cache_rank_address, args.cache_rank_timeout
+    )
+
+
+def create(runner: Any, args: CacheRankServerArgs) -> InferenceRank:
+    """Build this process's inference rank; the cache rank was spawned before."""
+    global _current
+    assert _supervisor is not None
+    _current = InferenceRank(runner, args, runner.ps.tp_rank, _supervisor)
+    return _current
+
+
+def current() -> InferenceRank | None:
+    """This process's inference rank, or None when it has none."""
+    return _current

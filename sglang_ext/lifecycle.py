@@ -1,0 +1,171 @@
+"""A request's life as the cache rank sees it: SGLang's events become epochs.
+
+An epoch is one incarnation of a request on one request slot. It begins in the first decode step at or
+beyond the sparse threshold and goes through three phases:
+
+    shipping   dense; the prompt's K and V go to the cache rank, one chunk a step
+    warming    dense; steps are exchanged, slots fill, the query window fills
+    sparse     attends to the working set
+
+Each transition depends on the request's own positions alone, never on timing or batch mates, so the same
+request gives the same tokens. Finish, abort, retraction and preemption all end the epoch in one place.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Sequence
+from typing import Any
+
+from cache_rank.config import CacheRankConfig
+from sglang_ext.working_set import Reserve
+
+
+class Phase(enum.Enum):
+    SHIPPING = enum.auto()
+    WARMING = enum.auto()
+    SPARSE = enum.auto()
+
+
+@dataclasses.dataclass(slots=True)
+class RequestStatistics:
+    """What the response reports of one request, over all its epochs.
+
+    Attributes:
+        sparse_steps: decode steps over the working set.
+        tokens_shipped: tokens that entered slots, per (layer, kv head), summed.
+        late_steps: exchanged steps that waited for an answer.
+        stale_steps: steps whose answer was lost with a cache rank, so that it was not applied.
+        retractions: times SGLang had to recompute it because a cache rank was lost.
+    """
+
+    sparse_steps: int = 0
+    tokens_shipped: int = 0
+    late_steps: int = 0
+    stale_steps: int = 0
+    retractions: int = 0
+
+    def as_tuple(self) -> tuple[int, ...]:
+        """Values in the order of the fields."""
+        return (
+            self.sparse_steps,
+            self.tokens_shipped,
+            self.late_steps,
+            self.stale_steps,
+            self.retractions,
+        )
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class SparseSequence:
+    """Everything the inference rank owns for one epoch.
+
+    Attributes:
+        epoch: its number; only grows.
+        request: SGLang's Req.
+        row: request slot.
+        block: first pool row of its reserve block.
+        reserved_tokens: cache-rank capacity set aside for it.
+        phase: see the module.
+        shipped: tokens sent in bulk so far.
+        exchanged: steps exchanged so far.
+        filled: slots in use in the step being computed.
+        ended: nothing may be written into its block any more.
+        orphaned: the cache rank that held its K and V is gone, and SGLang must recompute it.
+    """
+
+    epoch: int
+    request: Any
+    row: int
+    block: int
+    reserved_tokens: int
+    statistics: RequestStatistics
+    phase: Phase = Phase.SHIPPING
+    shipped: int = 0
+    exchanged: int = 0
+    filled: int = 0
+    ended: bool = False
+    orphaned: bool = False
+
+
+class Lifecycle:
+    """All live epochs of one inference rank."""
+
+    def __init__(
+        self, config: CacheRankConfig, reserve: Reserve, threshold: int, context_length: int
+    ) -> None:
+        self.capacity_tokens = 0
+        self.live: dict[int, SparseSequence] = {}
+        self._config = config
+        self._reserve = reserve
+        self._threshold = threshold
+        self._context_length = context_length
+        self._reserved_tokens = 0
+        self._last_epoch = 0
+
+    def reason_to_stay_dense(self, request: Any, length: int) -> str | None:
+        """Why a request without an epoch may not begin one; an empty string when it is too short."""
+        if length < self._threshold:
+            return ""
+        if (request.sampling_params.custom_params or {}).get("cache_rank") is False:
+            return "asked"
+        if request.cache_rank_failed:
+            return "failed before"
+        if self._reserve.free_blocks == 0:
+            return "max_sparse_requests"
+        if self._reserved_tokens + self._final_length(request) > self.capacity_tokens:
+            return "cache_rank_memory"
+        return None
+
+    def begin(self, request: Any) -> SparseSequence:
+        """Begin an epoch for a request that has no reason to stay dense."""
+        self._last_epoch += 1
+        block = self._reserve.take()
+        assert block is not None
+        sequence = SparseSequence(
+            epoch=self._last_epoch,
+            request=request,
+            row=request.req_pool_idx,
+            block=block,
+            reserved_tokens=self._final_length(request),
+            statistics=request.cache_rank_statistics,
+        )
+        self._reserved_tokens += sequence.reserved_tokens
+        self.live[sequence.row] = sequence
+        return sequence
+
+    def end(self, row: int) -> SparseSequence | None:
+        """End the epoch on a request slot, if there is one."""
+        sequence = self.live.pop(row, None)
+        if sequence is not None:
+            sequence.ended = True
+            self._reserved_tokens -= sequence.reserved_tokens
+            self._reserve.give_back(sequence.block)
+        return sequence
+
+    def enter_step(self, sequence: SparseSequence, position: int) -> bool:
+        """Move an epoch on to the step at `position`; whether it turns sparse there."""
+        if sequence.phase is Phase.SHIPPING and sequence.shipped == position:
+            sequence.phase = Phase.WARMING
+        if sequence.phase is not Phase.WARMING:
+            return False
+        warm = sequence.exchanged > self._config.query_window
+        if warm and sequence.filled == self._config.slots_wanted_after(position - 1):
+            sequence.phase = Phase.SPARSE
+            return True
+        return False
+
+    def _final_length(self, request: Any) -> int:
+        wanted = len(request.origin_input_ids) + (request.sampling_params.max_new_tokens or 0)
+        # One token more than asked for: the overlap schedule runs one step beyond the end.
+        return min(wanted, self._context_length) + 1
+
+
+def prepare_requests(requests: Sequence[Any]) -> None:
+    """Give SGLang's Req objects the attributes that outlive an epoch."""
+    for request in requests:
+        if not hasattr(request, "cache_rank_statistics"):
+            request.cache_rank_statistics = RequestStatistics()
+            request.cache_rank_failed = False
+            request.cache_rank_dense_reason = None

@@ -1,0 +1,177 @@
+"""Prometheus series on SGLang's `/metrics`, and the periodic log line.
+
+Series are created in the scheduler process, which SGLang's multiprocess collector includes. What only the
+cache rank knows arrives in its reports.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import Any
+
+from cache_rank.protocol import Report
+from sglang_ext.exchange import Exchange
+from sglang_ext.server_args import CacheRankServerArgs
+
+logger = logging.getLogger(__name__)
+
+_WAIT_BUCKETS = (1e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 0.1, 0.5, 1.0, 5.0)
+
+
+class CacheRankMetrics:
+    """Counts what happens between the ranks; exports it when SGLang exports metrics."""
+
+    def __init__(self, args: CacheRankServerArgs, tp_rank: int) -> None:
+        self._report = Report()
+        self._log_interval = args.decode_log_interval
+        self._steps_waited = 0
+        self._wait_seconds = 0.0
+        self._log_start = (0, 0.0, 0)
+        self._exported = {"up_bytes": 0, "down_bytes": 0, "bulk_bytes": 0, "tokens_shipped": 0}
+        self._series: _Series | None = None
+        if args.enable_metrics:
+            labels = {
+                "model_name": args.served_model_name,
+                "tp_rank": str(tp_rank),
+                "residency": args.kv_residency,
+            }
+            self._series = _Series(labels)
+
+    def on_up(self, up: bool) -> None:
+        """The cache rank came up or went down."""
+        self._exported = dict.fromkeys(self._exported, 0)
+        if self._series is not None:
+            self._series.up.set(up)
+
+    def on_step(self, exchange: Exchange, sparse_requests: int) -> None:
+        """A step was exchanged."""
+        self._wait_seconds += exchange.waited
+        self._steps_waited += exchange.waited > 1e-3
+        counters = exchange.counters
+        if self._series is not None:
+            self._series.step_wait.observe(exchange.waited)
+            self._series.sparse_requests.set(sparse_requests)
+            for name, last in self._exported.items():
+                value = getattr(counters, name)
+                self._series.increment(name, value - last)
+                self._exported[name] = value
+        if counters.steps % self._log_interval == 0:
+            self._log(exchange, sparse_requests)
+
+    def on_report(self, report: Report) -> None:
+        """The cache rank reported, or went down (an empty report). In the supervisor's thread."""
+        previous, self._report = self._report, report
+        if self._series is not None:
+            self._series.set_report(report, previous)
+
+    def on_stale(self, steps: int) -> None:
+        """Rows of a step whose answer was lost."""
+        if self._series is not None:
+            self._series.stale_steps.inc(steps)
+
+    def on_retractions(self, count: int) -> None:
+        """Requests are recomputed because a cache rank was lost."""
+        if self._series is not None:
+            self._series.retractions.inc(count)
+
+    def on_dense(self, request: Any, reason: str) -> None:
+        """A long request stays dense; counted once a request and reason."""
+        if request.cache_rank_dense_reason != reason:
+            request.cache_rank_dense_reason = reason
+            if self._series is not None:
+                self._series.dense_requests.labels(**self._series.values, reason=reason).inc()
+
+    def on_no_sparse_requests(self) -> None:
+        """No request is sparse any more."""
+        if self._series is not None:
+            self._series.sparse_requests.set(0)
+
+    def state(self) -> dict[str, Any]:
+        """For `/server_info`."""
+        report = self._report
+        return {
+            "tokens_held": report.tokens_held,
+            "bytes_held": report.bytes_held,
+            "epochs": report.epochs,
+            "overflow_tokens": report.overflow_tokens,
+            "refused_messages": report.refused_messages,
+            "recall": None if math.isnan(report.recall) else report.recall,
+            "attention_mass": None if math.isnan(report.attention_mass) else report.attention_mass,
+            "steps_waited": self._steps_waited,
+            "wait_seconds": self._wait_seconds,
+        }
+
+    def _log(self, exchange: Exchange, sparse_requests: int) -> None:
+        steps, wait, shipped = self._log_start
+        counters = exchange.counters
+        self._log_start = (counters.steps, self._wait_seconds, counters.tokens_shipped)
+        interval = max(1, counters.steps - steps) if counters.steps > steps else counters.steps
+        logger.info(
+            "Cache rank decode, #sparse-req: %d, #token held: %d, wait: %.2f ms/step, "
+            "shipped: %.1f tokens/step, recall: %.3f",
+            sparse_requests,
+            self._report.tokens_held,
+            1e3 * (self._wait_seconds - wait) / interval,
+            max(0, counters.tokens_shipped - shipped) / interval,
+            self._report.recall,
+        )
+
+
+class _Series:
+    """The Prometheus series, all with the same label values."""
+
+    def __init__(self, values: dict[str, str]) -> None:
+        # Imported here: SGLang sets the multiprocess folder first.
+        from prometheus_client import Counter, Gauge, Histogram
+
+        self.values = values
+        names = list(values)
+
+        def gauge(name: str, text: str) -> Any:
+            series = Gauge(f"sglang_cache_rank_{name}", text, names, multiprocess_mode="mostrecent")
+            return series.labels(**values)
+
+        def counter(name: str, text: str) -> Any:
+            return Counter(f"sglang_cache_rank_{name}", text, names).labels(**values)
+
+        self.up = gauge("up", "Whether the cache rank is up")
+        self.tokens_held = gauge("tokens_held", "Tokens resident on the cache rank")
+        self.bytes_held = gauge("bytes_held", "Bytes of K and V on the cache rank")
+        self.sparse_requests = gauge("sparse_requests", "Requests decoding over a working set")
+        self.recall = gauge("recall", "Share of the exact top tokens that the slots held")
+        self.attention_mass = gauge("attention_mass", "Attention probability that the slots held")
+        self.overflow = counter("delta_overflow", "Tokens that waited for a later step to enter")
+        self.refused = counter("refused_messages", "Control messages refused by the cache rank")
+        self.stale_steps = counter("stale_steps", "Request steps whose answer was lost")
+        self.retractions = counter("retractions", "Requests recomputed because a cache rank was lost")
+        self._counters = {
+            "tokens_shipped": counter("tokens_shipped", "Tokens that entered slots"),
+            "up_bytes": counter("up_bytes", "Bytes of queries, keys and values sent"),
+            "down_bytes": counter("down_bytes", "Bytes of answers received"),
+            "bulk_bytes": counter("bulk_bytes", "Bytes of prompts shipped"),
+        }
+        self.dense_requests = Counter(
+            "sglang_cache_rank_dense_requests",
+            "Requests beyond the sparse threshold that stay dense",
+            [*names, "reason"],
+        )
+        self.step_wait = Histogram(
+            "sglang_cache_rank_step_wait_seconds",
+            "Time that a decode step waited for the cache rank",
+            names,
+            buckets=_WAIT_BUCKETS,
+        ).labels(**values)
+
+    def increment(self, name: str, amount: int) -> None:
+        if amount > 0:
+            self._counters[name].inc(amount)
+
+    def set_report(self, report: Report, previous: Report) -> None:
+        self.tokens_held.set(report.tokens_held)
+        self.bytes_held.set(report.bytes_held)
+        if not math.isnan(report.recall):
+            self.recall.set(report.recall)
+            self.attention_mass.set(report.attention_mass)
+        self.overflow.inc(max(0, report.overflow_tokens - previous.overflow_tokens))
+        self.refused.inc(max(0, report.refused_messages - previous.refused_messages))

@@ -1,0 +1,51 @@
+"""The plugin entry point: registers our attention backend and hooks with SGLang.
+
+SGLang logs a plugin's error and goes on without it, so whoever needs the plugin calls `assert_live`.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from sglang_ext.cpu import install_stand_in
+
+
+@functools.cache
+def register() -> None:
+    """Register with SGLang; called in every process that loads plugins. Harmless without a cache rank."""
+    install_stand_in()
+    from sglang.srt.layers.attention.attention_registry import register_attention_backend
+    from sglang.srt.plugins.hook_registry import HookRegistry
+    from sglang.srt.server_args import add_attention_backend_choices
+
+    from sglang_ext.hooks import HOOKS
+    from sglang_ext.server_args import BACKEND
+
+    register_attention_backend(BACKEND)(_create_backend)
+    add_attention_backend_choices([BACKEND])
+    for hook in HOOKS:
+        HookRegistry.register(hook.target, hook.function, hook.kind)
+
+
+def assert_live() -> None:
+    """Check that every hook is in place.
+
+    Raises:
+        RuntimeError: naming the hooks that are not, which SGLang has only logged.
+    """
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    from sglang_ext.hooks import HOOKS
+
+    HookRegistry.apply_hooks()
+    missing = [hook.target for hook in HOOKS if hook.target not in HookRegistry._patched]
+    if missing:
+        raise RuntimeError(f"the cache rank's hooks could not be applied: {', '.join(missing)}")
+
+
+def _create_backend(runner: Any) -> Any:
+    from sglang_ext import inference_rank
+    from sglang_ext.attention import CacheRankAttnBackend
+
+    return CacheRankAttnBackend(runner, inference_rank.create(runner, runner.server_args))

@@ -1,0 +1,124 @@
+"""Which pool rows a request attends to: the working-set table and the reserve behind it.
+
+SGLang's attention backends read K and V through a table from request and token to pool row. Built over
+this table instead, the same backend serves dense and sparse requests in one batch. A dense request's row
+is its true row. A sparse request's row is
+
+    sinks | recent tokens and the current one, as a ring | selected tokens
+
+with a short length; keys carry their rotation, so order is free. Sinks and selected tokens live in the
+*reserve*: pool rows beyond those that SGLang's allocator hands out, one block a request. What a reserve row
+holds differs per layer and kv head, which is what makes selection token by token and head by head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from cache_rank_kernels.scatter.reference import copy_tokens
+from torch import Tensor
+
+from cache_rank.config import CacheRankConfig
+
+
+class Reserve:
+    """Blocks of pool rows that SGLang's allocator never sees.
+
+    A block holds the sinks and the k slots of one sparse request.
+    """
+
+    def __init__(self, first_row: int, block_rows: int, blocks: int) -> None:
+        self.block_rows = block_rows
+        self._first_row = first_row
+        self._free = list(range(blocks))[::-1]
+
+    @property
+    def free_blocks(self) -> int:
+        return len(self._free)
+
+    def take(self) -> int | None:
+        """The first pool row of a free block, or None."""
+        return self._first_row + self._free.pop() * self.block_rows if self._free else None
+
+    def give_back(self, first_row: int) -> None:
+        """Free a block."""
+        self._free.append((first_row - self._first_row) // self.block_rows)
+
+
+class WorkingSetTable:
+    """The table of every request slot, dense and sparse.
+
+    Attributes:
+        table: (request slots, width) int32 pool rows, in the place of SGLang's own table.
+    """
+
+    def __init__(self, req_to_token: Tensor, config: CacheRankConfig) -> None:
+        """Start beside SGLang's table, (request slots, context length) int32."""
+        self._true = req_to_token
+        self._sinks = config.sink_tokens
+        self._ring = config.recent_tokens + 1
+        self._slots = config.sparse_budget
+        width = max(req_to_token.shape[1], self._sinks + self._ring + self._slots)
+        self.table = req_to_token.new_zeros((req_to_token.shape[0], width))
+        self._copied: dict[int, int] = {}
+
+    def sparse_length(self, filled_slots: int) -> int:
+        """Tokens that a sparse request attends to."""
+        return self._sinks + self._ring + filled_slots
+
+    def enter(self, row: int, position: int, block: int) -> None:
+        """Make a row sparse, before the step at `position`.
+
+        Args:
+            row: request slot.
+            position: of the current token; at least sinks + recent tokens.
+            block: first pool row of its reserve block.
+        """
+        self._copied.pop(row, None)
+        working_set = self.table[row]
+        reserve = torch.arange(
+            block, block + self._sinks + self._slots, dtype=torch.int32, device=self.table.device
+        )
+        working_set[: self._sinks] = reserve[: self._sinks]
+        after_ring = self._sinks + self._ring
+        working_set[after_ring : after_ring + self._slots] = reserve[self._sinks :]
+        recent = torch.arange(position - self._ring + 1, position + 1, device=self.table.device)
+        working_set[self._sinks + recent % self._ring] = self._true[row, recent]
+
+    def advance(self, rows: Sequence[int], positions: Sequence[int], sparse: Sequence[bool]) -> None:
+        """Add the current token of every request in a batch.
+
+        Args:
+            rows: request slots.
+            positions: of the current tokens.
+            sparse: which rows are sparse; a dense row that is new here is copied whole.
+        """
+        targets = list(positions)
+        for index, (row, position, is_sparse) in enumerate(zip(rows, positions, sparse, strict=True)):
+            if is_sparse:
+                targets[index] = self._sinks + position % self._ring
+            else:
+                if self._copied.get(row) != position:
+                    self.table[row, :position] = self._true[row, :position]
+                self._copied[row] = position + 1
+        index = torch.tensor((rows, positions, targets), device=self.table.device)
+        self.table[index[0], index[2]] = self._true[index[0], index[1]]
+
+    def forget(self, row: int) -> None:
+        """The request slot has a new owner, or its request is dense again."""
+        self._copied.pop(row, None)
+
+
+def copy_sinks(
+    key_buffers: Sequence[Tensor],
+    value_buffers: Sequence[Tensor],
+    req_to_token: Tensor,
+    row: int,
+    sinks: int,
+    block: int,
+) -> None:
+    """Copy a request's first tokens into its reserve block."""
+    source = req_to_token[row, :sinks].to(torch.int64)
+    target = torch.arange(block, block + sinks, device=source.device)
+    copy_tokens(key_buffers, value_buffers, source, target)
