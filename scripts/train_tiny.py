@@ -314,7 +314,7 @@ them. SGLang casts float32 models to float16 unless `--dtype` says otherwise.
 
     {command}
 
-{steps:,} steps of AdamW from random weights. The data are generated; there is no other source.
+{steps:,} steps of AdamW from random weights, seed {seed}. All training data are generated.
 
 ## What it is for
 
@@ -324,9 +324,11 @@ are random, its queries repeat by construction, and its margins are far larger t
 """
 
 
-def write_card(output: Path, task: Task, steps: int, results: list[dict[str, Any]]) -> None:
+def write_card(
+    args: argparse.Namespace, task: Task, steps: int, results: list[dict[str, Any]]
+) -> None:
     """Write the model card, with the numbers measured on the export."""
-    model = Qwen3ForCausalLM.from_pretrained(output)
+    model = Qwen3ForCausalLM.from_pretrained(args.output)
     walk_tokens = task.restatements + 1
     card = CARD.format(
         parameters=model.num_parameters(),
@@ -337,9 +339,10 @@ def write_card(output: Path, task: Task, steps: int, results: list[dict[str, Any
         rows="\n".join(f"| {' | '.join(map(str, result.values()))} |" for result in results),
         command=shlex.join(["python", "-m", "scripts.train_tiny", *sys.argv[1:]]),
         steps=steps,
+        seed=args.seed,
         **model.config.to_dict(),
     )
-    (output / "README.md").write_text(card)
+    (args.output / "README.md").write_text(card)
 
 
 def parse_args() -> argparse.Namespace:
@@ -375,7 +378,7 @@ def main() -> None:
         export(model, tokenizer, args.output)
     results = [evaluate(args.output, task, args.eval_chains, dtype) for dtype in DTYPES]
     if not args.evaluate_only:
-        write_card(args.output, task, steps, results)
+        write_card(args, task, steps, results)
     print(json.dumps(results))
 
 
