@@ -253,7 +253,8 @@ def serve(launch: Launch) -> None:
             link = Link(message.rendezvous, CACHE, launch.address, secret, launch.timeout)
             rank = CacheRank(message.config, link, torch.device("cpu"))
             reports.send(Opened(capacity_tokens=rank.capacity_tokens))
-            logger.info("open: %s", message.config)
+            shape = msgspec.structs.replace(message.config.model, rotary_frequency=())
+            logger.info("open: %s of %s", message.config.kv_residency, shape)
         elif message is None or rank is None:
             reason = f"{type(message).__name__} before Open" if message is not None else None
         elif isinstance(message, Open):

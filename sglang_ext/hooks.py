@@ -90,23 +90,27 @@ def end_all_epochs(pool: Any) -> None:
 def retract_orphans(scheduler: Any, running_batch: Any, *_: Any, **__: Any) -> None:
     """Give requests whose K and V are lost back to the queue, before the next batch is chosen.
 
-    The result of the step that failed is processed later, and skipped for retracted requests.
+    The result of the step that failed is still to be processed, in this turn of the event loop, and is
+    skipped for requests that are retracted then. They must not be admitted again before, so they enter
+    the queue a turn later.
     """
     rank = inference_rank.current()
-    requests = rank.take_requests_to_retract() if rank is not None else []
-    requests = [request for request in requests if not request.finished()]
-    if not requests:
+    if rank is None:
+        return
+    for request in rank.take_requests_to_queue():
+        scheduler._add_request_to_queue(request, is_retracted=True)
+    orphans = rank.take_orphans()
+    if not orphans:
         return
     kept = []
     for index, request in enumerate(running_batch.reqs):
-        if request in requests:
+        if request in orphans and not request.finished():
             running_batch.release_req(index, len(running_batch.reqs), scheduler.server_args)
+            rank.queue_later(request)
         else:
             kept.append(index)
     running_batch.filter_batch(keep_indices=kept)
     running_batch.batch_is_full = False
-    for request in requests:
-        scheduler._add_request_to_queue(request, is_retracted=True)
 
 
 def add_internal_state(result: Any, scheduler: Any, *_: Any, **__: Any) -> Any:

@@ -94,7 +94,8 @@ class InferenceRank:
         self.lifecycle = Lifecycle(
             self.config, reserve, args.sparse_threshold, self._req_to_token.shape[1]
         )
-        self._to_retract: list[SparseSequence] = []
+        self._orphans: list[SparseSequence] = []
+        self._to_queue: list[Any] = []
         self._finished = ExchangeCounters()
         self._supervisor = supervisor
         supervisor.on_report = self.metrics.on_report
@@ -208,15 +209,22 @@ class InferenceRank:
             except _DOWN as error:
                 self._cache_rank_down(str(error))
 
-    def take_requests_to_retract(self) -> list[Any]:
+    def take_orphans(self) -> list[Any]:
         """Requests whose K and V are gone with a cache rank; SGLang must recompute them."""
-        taken, self._to_retract = self._to_retract, []
-        requests = [sequence.request for sequence in taken if not sequence.ended]
-        for request in requests:
-            request.cache_rank_statistics.retractions += 1
-        self.retractions += len(requests)
-        self.metrics.on_retractions(len(requests))
-        return requests
+        taken, self._orphans = self._orphans, []
+        return [sequence.request for sequence in taken if not sequence.ended]
+
+    def queue_later(self, request: Any) -> None:
+        """A request has been retracted and waits for its turn to be queued."""
+        request.cache_rank_statistics.retractions += 1
+        self.retractions += 1
+        self.metrics.on_retraction()
+        self._to_queue.append(request)
+
+    def take_requests_to_queue(self) -> list[Any]:
+        """Requests that were retracted a turn ago."""
+        taken, self._to_queue = self._to_queue, []
+        return taken
 
     def statistics_of(self, requests: list[Any]) -> list[tuple[int, ...]]:
         """What the responses report so far, one entry a request; see RequestStatistics."""
@@ -231,7 +239,7 @@ class InferenceRank:
             for name, value in dataclasses.asdict(exchange.counters).items():
                 counters[name] += value
         return {
-            "up": exchange is not None,
+            "up": connection is not None,
             "pid": connection.pid if connection is not None else None,
             "starts": self._supervisor.starts,
             "start_seconds": self._supervisor.start_seconds,
@@ -312,7 +320,7 @@ class InferenceRank:
             return
         self._exchange = Exchange(connection, self.config, self._keys, self._values)
         self.lifecycle.capacity_tokens = connection.capacity_tokens
-        self.metrics.on_up(True)
+        self.metrics.on_connect()
 
     def _cache_rank_down(self, reason: str) -> None:
         """Go on without a cache rank: dense at once, or with what must be recomputed marked."""
@@ -323,7 +331,6 @@ class InferenceRank:
         for field in dataclasses.fields(ExchangeCounters):
             total = getattr(self._finished, field.name) + getattr(exchange.counters, field.name)
             setattr(self._finished, field.name, total)
-        self.metrics.on_up(False)
         recompute = self.args.inference_kv == "working-set"
         for row, sequence in list(self.lifecycle.live.items()):
             is_sparse = sequence.phase is Phase.SPARSE
@@ -332,7 +339,7 @@ class InferenceRank:
             if recompute and is_sparse:
                 sequence.orphaned = True
                 sequence.request.cache_rank_failed = True
-                self._to_retract.append(sequence)
+                self._orphans.append(sequence)
             else:
                 self.lifecycle.end(row)
                 self.table.forget(row)

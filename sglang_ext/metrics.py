@@ -38,11 +38,10 @@ class CacheRankMetrics:
             }
             self._series = _Series(labels)
 
-    def on_up(self, up: bool) -> None:
-        """The cache rank came up or went down."""
+    def on_connect(self) -> None:
+        """A new exchange begins, whose counters start at zero."""
         self._exported = dict.fromkeys(self._exported, 0)
-        if self._series is not None:
-            self._series.up.set(up)
+        self._log_start = (0, self._wait_seconds, 0)
 
     def on_step(self, exchange: Exchange, sparse_requests: int) -> None:
         """A step was exchanged."""
@@ -59,21 +58,22 @@ class CacheRankMetrics:
         if counters.steps % self._log_interval == 0:
             self._log(exchange, sparse_requests)
 
-    def on_report(self, report: Report) -> None:
-        """The cache rank reported, or went down (an empty report). In the supervisor's thread."""
-        previous, self._report = self._report, report
+    def on_report(self, report: Report | None) -> None:
+        """The cache rank reported, or went down. Called in the supervisor's thread."""
+        previous, self._report = self._report, report or Report()
         if self._series is not None:
-            self._series.set_report(report, previous)
+            self._series.up.set(report is not None)
+            self._series.set_report(self._report, previous)
 
     def on_stale(self, steps: int) -> None:
         """Rows of a step whose answer was lost."""
         if self._series is not None:
             self._series.stale_steps.inc(steps)
 
-    def on_retractions(self, count: int) -> None:
-        """Requests are recomputed because a cache rank was lost."""
+    def on_retraction(self) -> None:
+        """A request is recomputed because a cache rank was lost."""
         if self._series is not None:
-            self._series.retractions.inc(count)
+            self._series.retractions.inc()
 
     def on_dense(self, request: Any, reason: str) -> None:
         """A long request stays dense; counted once a request and reason."""
@@ -106,14 +106,14 @@ class CacheRankMetrics:
         steps, wait, shipped = self._log_start
         counters = exchange.counters
         self._log_start = (counters.steps, self._wait_seconds, counters.tokens_shipped)
-        interval = max(1, counters.steps - steps) if counters.steps > steps else counters.steps
+        interval = counters.steps - steps
         logger.info(
             "Cache rank decode, #sparse-req: %d, #token held: %d, wait: %.2f ms/step, "
             "shipped: %.1f tokens/step, recall: %.3f",
             sparse_requests,
             self._report.tokens_held,
             1e3 * (self._wait_seconds - wait) / interval,
-            max(0, counters.tokens_shipped - shipped) / interval,
+            (counters.tokens_shipped - shipped) / interval,
             self._report.recall,
         )
 

@@ -155,8 +155,8 @@ class Supervisor:
         connection: to the running cache rank, or None while it is down.
         starts: how many times a cache rank was opened.
         start_seconds: how long the last one took from spawn to open.
-        on_report: called in the supervisor's thread with each report, and with an empty one when the
-            cache rank goes down.
+        on_report: called in the supervisor's thread with each report, the first when the cache rank
+            comes up, and with None when it goes down.
     """
 
     def __init__(self, name: str, address: str, timeout: float) -> None:
@@ -167,7 +167,7 @@ class Supervisor:
         self._name = name
         self._address = address
         self._timeout = timeout
-        self.on_report: Callable[[Report], None] = lambda report: None
+        self.on_report: Callable[[Report | None], None] = lambda report: None
         self._config: CacheRankConfig | None = None
         self._configured = threading.Event()
         self._changed = threading.Condition()
@@ -234,6 +234,7 @@ class Supervisor:
             self.start_seconds = seconds
             self.connection = connection
             self._changed.notify_all()
+        self.on_report(Report())
         logger.info(
             "%s is up: process %d, %d tokens fit, started in %.1f s",
             self._name,
@@ -253,4 +254,4 @@ class Supervisor:
             elif self.starts == 0:
                 logger.error("%s did not start: %s", self._name, error)
             self._changed.notify_all()
-        self.on_report(Report())
+        self.on_report(None)

@@ -1,0 +1,162 @@
+"""Runs the real server as a user would, and talks to it over HTTP."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import psutil
+import requests
+
+START_SECONDS = 180
+
+PLAIN = (
+    "--cache-rank-gpus 0 --device cpu --attention-backend torch_native --sampling-backend pytorch "
+    "--grammar-backend none --disable-radix-cache --page-size 1 --max-total-tokens 40000 "
+    "--max-running-requests 64 --dtype float32"
+).split()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Server:
+    """One `python -m sglang_ext.launch`."""
+
+    def __init__(self, arguments: Sequence[str], environment: dict[str, str] | None = None) -> None:
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.log = Path(tempfile.mkstemp(prefix="server-", suffix=".log")[1])
+        command = [sys.executable, "-m", "sglang_ext.launch", "--port", str(self.port)]
+        command += ["--skip-server-warmup", "--log-level-http", "warning", *arguments]
+        with self.log.open("wb") as output:
+            self.process = subprocess.Popen(
+                command,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})},
+                start_new_session=True,
+            )
+
+    def wait_ready(self) -> Server:
+        deadline = time.monotonic() + START_SECONDS
+        while time.monotonic() < deadline:
+            if self.process.poll() is not None:
+                raise RuntimeError(f"server ended: {self.tail()}")
+            with contextlib.suppress(requests.ConnectionError):
+                if requests.get(f"{self.url}/health", timeout=5).status_code == 200:
+                    return self
+            time.sleep(0.2)
+        raise TimeoutError(f"server not ready: {self.tail()}")
+
+    def tail(self) -> str:
+        lines = self.log.read_text(errors="replace").splitlines()
+        return "\n".join(line for line in lines if " HTTP/1.1" not in line)[-6000:]
+
+    def stop(self) -> None:
+        children = []
+        with contextlib.suppress(psutil.NoSuchProcess):
+            children = psutil.Process(self.process.pid).children(recursive=True)
+        self.process.terminate()
+        try:
+            self.process.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        _, alive = psutil.wait_procs(children, timeout=10)
+        for child in alive:
+            child.kill()
+
+    def post(self, path: str, body: dict[str, Any] | None = None, timeout: float = 240) -> Any:
+        return requests.post(f"{self.url}{path}", json=body or {}, timeout=timeout)
+
+    def generate(self, input_ids: Sequence[int], max_new_tokens: int, **options: Any) -> Any:
+        """One request; the response of `/generate`."""
+        parameters = {
+            "max_new_tokens": max_new_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            **options.pop("sampling_params", {}),
+        }
+        body = {"input_ids": list(input_ids), "sampling_params": parameters, **options}
+        response = self.post("/generate", body)
+        response.raise_for_status()
+        return response.json()
+
+    def generate_all(
+        self, prompts: Sequence[Sequence[int]], max_new_tokens: int, **options: Any
+    ) -> list[Any]:
+        """Concurrent requests; responses in the order of the prompts."""
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            calls = [
+                pool.submit(self.generate, prompt, max_new_tokens, **options) for prompt in prompts
+            ]
+            return [call.result() for call in calls]
+
+    def internal_state(self) -> dict[str, Any]:
+        response = requests.get(f"{self.url}/server_info", timeout=30)
+        response.raise_for_status()
+        state: dict[str, Any] = response.json()["internal_states"][0]
+        return state
+
+    def cache_rank(self) -> dict[str, Any]:
+        state: dict[str, Any] = self.internal_state()["cache_rank"]
+        return state
+
+    def wait_for(self, timeout: float, **expected: Any) -> dict[str, Any]:
+        """Wait until the cache rank's state has these values."""
+        deadline = time.monotonic() + timeout
+        while True:
+            state = self.cache_rank()
+            if all(state[name] == value for name, value in expected.items()):
+                return state
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"expected {expected}, state is {state}: {self.tail()}")
+            time.sleep(0.1)
+
+    def metrics(self) -> dict[str, float]:
+        """The cache rank's Prometheus samples, label values dropped and summed over."""
+        samples: dict[str, float] = {}
+        for line in requests.get(f"{self.url}/metrics", timeout=30).text.splitlines():
+            if line.startswith("sglang_cache_rank_"):
+                name, value = line.rsplit(" ", 1)
+                name = name.split("{")[0]
+                samples[name] = samples.get(name, 0.0) + float(value)
+        return samples
+
+    def signal_cache_rank(self, number: int) -> int:
+        """Send a signal to the cache-rank process; its pid."""
+        pid = int(self.cache_rank()["pid"])
+        os.kill(pid, number)
+        return pid
+
+
+@contextlib.contextmanager
+def serve(arguments: Sequence[str], environment: dict[str, str] | None = None) -> Iterator[Server]:
+    """A running server, stopped at the end."""
+    server = Server(arguments, environment)
+    try:
+        yield server.wait_ready()
+    finally:
+        server.stop()
+
+
+def log_probabilities(response: Any) -> list[float]:
+    """Of the generated tokens."""
+    return [entry[0] for entry in response["meta_info"]["output_token_logprobs"]]
+
+
+__all__ = ["PLAIN", "Server", "free_port", "log_probabilities", "serve", "signal"]
