@@ -247,6 +247,7 @@ class InferenceRank:
             "sparse_requests": sum(
                 sequence.phase is Phase.SPARSE for sequence in self.lifecycle.live.values()
             ),
+            "pool_free_tokens": self._allocator.available_size(),
             "retractions": self.retractions,
             **counters,
             **self.metrics.state(),

@@ -1,0 +1,67 @@
+"""Models and servers that integration tests share; a server takes about 25 s to start."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from serving import PLAIN, Server, serve
+
+VOCABULARY = 300
+
+SMALL_CACHE_RANK = (
+    "--sink-tokens 4 --recent-tokens 8 --layers-per-group 2 --query-window 4 --max-sparse-requests 8 "
+    "--bulk-chunk-tokens 64 --recall-interval 8 --max-total-tokens 20000 --enable-metrics "
+    "--dtype float32"
+).split()
+
+
+def random_prompts(lengths: list[int], seed: int = 0) -> list[list[int]]:
+    """Prompts of random tokens."""
+    source = random.Random(seed)
+    return [[source.randrange(5, VOCABULARY - 5) for _ in range(length)] for length in lengths]
+
+
+@pytest.fixture(scope="session")
+def random_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Make a float32 model with random weights; the same arguments give the same folder."""
+    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+    made: dict[tuple[object, ...], Path] = {}
+
+    def make(family: str = "qwen3", layers: int = 4, heads: int = 4, kv_heads: int = 2) -> Path:
+        key = (family, layers, heads, kv_heads)
+        if key not in made:
+            torch.manual_seed(0)
+            config_class, model_class = {
+                "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+                "llama": (LlamaConfig, LlamaForCausalLM),
+            }[family]
+            config = config_class(
+                vocab_size=VOCABULARY,
+                hidden_size=64,
+                intermediate_size=128,
+                num_hidden_layers=layers,
+                num_attention_heads=heads,
+                num_key_value_heads=kv_heads,
+                head_dim=32,
+                max_position_embeddings=2048,
+                initializer_range=0.2,  # spreads attention and next-token probabilities
+                tie_word_embeddings=True,
+            )
+            made[key] = tmp_path_factory.mktemp(f"{family}-{heads}-{kv_heads}")
+            model_class(config).float().save_pretrained(made[key])
+        return made[key]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def plain_server(random_model: Callable[..., Path]) -> Iterator[Server]:
+    """Plain SGLang serving the default random model."""
+    arguments = [*PLAIN, "--model-path", str(random_model()), "--skip-tokenizer-init"]
+    with serve(arguments) as server:
+        yield server

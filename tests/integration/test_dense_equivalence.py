@@ -1,0 +1,101 @@
+"""With a budget of at least the length, sparse decode is dense decode."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from conftest import SMALL_CACHE_RANK, random_prompts
+from serving import Server, log_probabilities, serve
+
+from sglang_ext.server_args import ALLOW_LARGE_BUDGET_VARIABLE, CHECKSUM_VARIABLE
+
+THRESHOLD = 100
+NEW_TOKENS = 60
+# Below, just below, at and above the threshold; the longest needs five bulk chunks.
+PROMPTS = random_prompts([30, 60, 99, 100, 101, 150, 228, 300])
+
+
+@pytest.fixture(scope="module")
+def dense_responses(plain_server: Server) -> list[dict[str, object]]:
+    return [plain_server.generate(p, NEW_TOKENS, return_logprob=True) for p in PROMPTS]
+
+
+@pytest.fixture(scope="module", params=["full", "working-set"])
+def server(request: pytest.FixtureRequest, random_model: Callable[..., Path]) -> Iterator[Server]:
+    arguments = [
+        *SMALL_CACHE_RANK,
+        *("--model-path", str(random_model()), "--skip-tokenizer-init"),
+        *("--sparse-threshold", str(THRESHOLD), "--sparse-budget", "512"),
+        *("--delta-capacity", "64", "--inference-kv", request.param),
+    ]
+    environment = {
+        ALLOW_LARGE_BUDGET_VARIABLE: "1",
+        CHECKSUM_VARIABLE: "1",
+        "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
+    }
+    with serve(arguments, environment) as running:
+        yield running
+
+
+@pytest.mark.parametrize("batch", [1, 2, 5, 8])
+def test_log_probabilities_equal_plain_sglang(
+    server: Server, dense_responses: list[dict[str, object]], batch: int
+) -> None:
+    for first in range(0, len(PROMPTS), batch):
+        prompts = PROMPTS[first : first + batch]
+        responses = server.generate_all(prompts, NEW_TOKENS, return_logprob=True)
+        for prompt, response, dense in zip(
+            prompts, responses, dense_responses[first : first + batch], strict=True
+        ):
+            assert response["output_ids"] == dense["output_ids"]
+            difference = [
+                abs(ours - theirs)
+                for ours, theirs in zip(
+                    log_probabilities(response), log_probabilities(dense), strict=True
+                )
+            ]
+            assert max(difference) < 1e-5
+            # The shortest prompt stays below the threshold to its end, all others turn sparse.
+            sparse_steps = response["meta_info"]["cache_rank"]["sparse_steps"]
+            assert (sparse_steps > 0) == (len(prompt) + NEW_TOKENS > THRESHOLD + 10)
+
+
+def test_a_long_prompt_is_prefilled_in_chunks_first(
+    plain_server: Server, server: Server
+) -> None:
+    (prompt,) = random_prompts([1900], seed=1)
+    dense = plain_server.generate(prompt, 40, return_logprob=True)
+    response = server.generate(prompt, 40, return_logprob=True)
+    assert response["output_ids"] == dense["output_ids"]
+    pairs = zip(log_probabilities(response), log_probabilities(dense), strict=True)
+    # Thirty chunks are shipped one a step: the request is sparse only for the last steps.
+    assert max(abs(ours - theirs) for ours, theirs in pairs) < 1e-5
+
+
+def test_a_request_may_stay_dense(server: Server) -> None:
+    options = {"sampling_params": {"custom_params": {"cache_rank": False}}}
+    response = server.generate(PROMPTS[-1], NEW_TOKENS, **options)
+    assert response["meta_info"]["cache_rank"] == {
+        "sparse_steps": 0,
+        "tokens_shipped": 0,
+        "late_steps": 0,
+        "stale_steps": 0,
+        "retractions": 0,
+    }
+    refused = server.post(
+        "/generate",
+        {"input_ids": [5], "sampling_params": {"custom_params": {"cache_rank": "no"}}},
+    )
+    assert refused.status_code == 400
+    assert "custom_params.cache_rank must be true or false" in refused.text
+
+
+def test_memory_returns_on_both_ranks(server: Server) -> None:
+    free = server.cache_rank()["pool_free_tokens"]
+    server.generate_all(PROMPTS, 20)
+    state = server.wait_for(10, tokens_held=0, bytes_held=0, epochs=0)
+    assert state["pool_free_tokens"] == free
+    assert server.post("/flush_cache").status_code == 200
+    server.generate_all(PROMPTS[-2:], NEW_TOKENS)

@@ -1,0 +1,188 @@
+"""The cache rank is killed, stopped, slowed down and attacked under eight concurrent streams."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import psutil
+import pytest
+import zmq
+from pointer_chase import PointerChase, make_chain
+from serving import Server, serve
+from transformers import AutoTokenizer
+
+from sglang_ext.server_args import ALLOW_LARGE_BUDGET_VARIABLE, BUNDLED_MODEL
+
+TIMEOUT = 2.0
+CHAINS = [make_chain(seed=seed, facts=128, hops=60) for seed in range(8)]
+ARGUMENTS = (
+    "--sparse-threshold 270 --sparse-budget 640 --sink-tokens 4 --recent-tokens 16 --query-window 8 "
+    "--delta-capacity 64 --layers-per-group 1 --bulk-chunk-tokens 128 --max-sparse-requests 8 "
+    f"--recall-interval 8 --max-total-tokens 8000 --enable-metrics --cache-rank-timeout {TIMEOUT}"
+).split()
+
+
+@pytest.fixture(scope="module", params=["full", "working-set"])
+def server(request: pytest.FixtureRequest) -> Iterator[Server]:
+    environment = {
+        ALLOW_LARGE_BUDGET_VARIABLE: "1",
+        "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
+    }
+    with serve([*ARGUMENTS, "--inference-kv", request.param], environment) as running:
+        running.mode = request.param  # type: ignore[attr-defined]
+        yield running
+
+
+class Streams:
+    """Eight chains decoding at once; their answers are unique, so a wrong token shows."""
+
+    def __init__(self, server: Server) -> None:
+        self.server = server
+        self.tokenizer: Any = AutoTokenizer.from_pretrained(BUNDLED_MODEL)
+
+    def run(self, disturb: Callable[[], None] | None = None) -> list[Any]:
+        """Run all chains; `disturb` is called once at least four of them are sparse."""
+        errors: list[BaseException] = []
+
+        def when_sparse() -> None:
+            try:
+                while self.server.cache_rank()["sparse_requests"] < 4:
+                    time.sleep(0.01)
+                assert disturb is not None
+                disturb()
+            except BaseException as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=when_sparse)
+        if disturb is not None:
+            thread.start()
+        prompts = [self.tokenizer(chain.prompt)["input_ids"] for chain in CHAINS]
+        responses = self.server.generate_all(prompts, CHAINS[0].max_tokens)
+        if disturb is not None:
+            thread.join(timeout=60)
+        assert not errors, errors
+        return responses
+
+    def expected(self, chain: PointerChase) -> list[int]:
+        ids: list[int] = self.tokenizer(" ".join(chain.answer_words), add_special_tokens=False)[
+            "input_ids"
+        ]
+        return ids
+
+
+@pytest.fixture(scope="module")
+def streams(server: Server) -> Streams:
+    return Streams(server)
+
+
+def assert_exact(streams: Streams, responses: list[Any]) -> None:
+    """Full attention walks every chain without an error, so must every response."""
+    for chain, response in zip(CHAINS, responses, strict=True):
+        assert response["output_ids"] == streams.expected(chain)
+
+
+def statistics(responses: list[Any], name: str) -> int:
+    return sum(response["meta_info"]["cache_rank"][name] for response in responses)
+
+
+def test_undisturbed(streams: Streams) -> None:
+    responses = streams.run()
+    assert_exact(streams, responses)
+    assert statistics(responses, "stale_steps") == 0
+    assert all(r["meta_info"]["cache_rank"]["sparse_steps"] > 200 for r in responses)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_loss_of_the_cache_rank(server: Server, streams: Streams, number: int) -> None:
+    starts = server.cache_rank()["starts"]
+    seen: dict[str, float] = {}
+
+    def disturb() -> None:
+        server.signal_cache_rank(number)
+        signalled = time.monotonic()
+        while server.metrics()["sglang_cache_rank_up"] and time.monotonic() - signalled < 30:
+            time.sleep(0.05)
+        seen["down_after"] = time.monotonic() - signalled
+
+    responses = streams.run(disturb)
+    assert_exact(streams, responses)
+    # A stopped process is noticed within the timeout; the rest is slack for a busy machine.
+    assert seen["down_after"] < TIMEOUT + 3
+    assert statistics(responses, "stale_steps") > 0
+    if server.mode == "working-set":  # type: ignore[attr-defined]
+        assert statistics(responses, "retractions") > 0
+    else:
+        assert statistics(responses, "retractions") == 0
+
+    server.wait_for(60, up=True, starts=starts + 1)
+    assert server.metrics()["sglang_cache_rank_up"] == 1
+    after = streams.run()
+    assert_exact(streams, after)
+    assert all(response["meta_info"]["cache_rank"]["sparse_steps"] > 200 for response in after)
+
+
+def test_late_answers_are_waited_for(server: Server, streams: Streams) -> None:
+    def disturb() -> None:
+        pid = int(server.cache_rank()["pid"])
+        for _ in range(5):
+            os.kill(pid, signal.SIGSTOP)
+            time.sleep(0.3)
+            os.kill(pid, signal.SIGCONT)
+            time.sleep(0.05)
+
+    starts = server.cache_rank()["starts"]
+    responses = streams.run(disturb)
+    assert_exact(streams, responses)
+    assert statistics(responses, "late_steps") > 0
+    assert statistics(responses, "stale_steps") == 0
+    assert server.cache_rank()["starts"] == starts
+
+
+def test_foreign_control_messages_change_nothing(server: Server, streams: Streams) -> None:
+    def disturb() -> None:
+        process = psutil.Process(int(server.cache_rank()["pid"]))
+        ports = [c.laddr.port for c in process.net_connections("tcp") if c.status == "LISTEN"]
+        assert all(
+            c.laddr.ip == "127.0.0.1" for c in process.net_connections("tcp") if c.laddr
+        )
+        context = zmq.Context()
+        for port in ports:
+            socket = context.socket(zmq.PUSH)
+            socket.setsockopt(zmq.LINGER, 500)
+            socket.connect(f"tcp://127.0.0.1:{port}")
+            for frame in (b"", b"x", b"CRNK" + bytes(60), os.urandom(2_000_000)):
+                socket.send(frame)
+            socket.close()
+        context.term()
+
+    responses = streams.run(disturb)
+    assert_exact(streams, responses)
+    assert statistics(responses, "stale_steps") == 0
+    deadline = time.monotonic() + 10
+    while server.cache_rank()["refused_messages"] < 4 and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert server.cache_rank()["refused_messages"] >= 4
+
+
+def test_the_pool_is_freed_where_it_may_be(server: Server, streams: Streams) -> None:
+    free = server.cache_rank()["pool_free_tokens"]
+    while_sparse: dict[str, int] = {}
+
+    def disturb() -> None:
+        time.sleep(0.2)
+        while_sparse.update(server.cache_rank())
+
+    assert_exact(streams, streams.run(disturb))
+    assert while_sparse["sparse_requests"] == 8
+    used = (free - while_sparse["pool_free_tokens"]) / 8
+    if server.mode == "working-set":  # type: ignore[attr-defined]
+        # The recent window and less than two strides of tokens not yet freed.
+        assert used < 16 + 2 * 64
+    else:
+        assert used > 270
+    assert server.wait_for(10, tokens_held=0)["pool_free_tokens"] == free
