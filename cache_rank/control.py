@@ -12,6 +12,7 @@ import hashlib
 import hmac
 import logging
 import struct
+import time
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -126,13 +127,16 @@ class ControlReceiver(Generic[Message]):
 
     def receive(self, timeout: float) -> Message | None:
         """Return the next valid message, or None when none came within `timeout` seconds."""
-        while self._socket.poll(max(0, round(timeout * 1000))):
+        deadline = time.monotonic() + timeout
+        while self._socket.poll(max(0, round((deadline - time.monotonic()) * 1000))):
             frame = self._socket.recv()
             try:
                 sequence, payload = unseal(self._secret, self._last_sequence, frame)
                 message: Message = self._decoder.decode(payload)
             except (RefusedFrame, msgspec.DecodeError, ValueError) as error:
                 self.refuse(str(error))
+                if time.monotonic() >= deadline:  # a flood of bad frames must not hold us here
+                    return None
                 continue
             self._last_sequence = sequence
             return message

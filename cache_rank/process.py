@@ -143,11 +143,12 @@ class CacheRank:
         ]
         for group, layers in enumerate(self.config.groups):
             self._step_group(message, group, layers, live, timeout)
-        self._last_step = message.step
+        self._last_step = max(self._last_step, message.step)
         return "; ".join(refused.values()) or None
 
     def _refused_rows(self, message: Step) -> dict[int, str]:
         refused = {}
+        epochs: set[int] = set()
         for index, row in enumerate(message.rows):
             sequence = self.sequences.get(row.epoch)
             if sequence is None:
@@ -157,6 +158,9 @@ class CacheRank:
                 refused[index] = f"row at {row.position} of epoch {row.epoch} at {held}"
             elif message.step <= self._last_step:
                 refused[index] = f"row of step {message.step} after step {self._last_step}"
+            elif row.epoch in epochs:
+                refused[index] = f"second row of epoch {row.epoch}"
+            epochs.add(row.epoch)
         return refused
 
     def _step_group(

@@ -65,6 +65,6 @@ class Recorder:
     def _write(self, event: dict[str, Any]) -> None:
         assert self._folder is not None
         self._events += 1
-        temporary = self._folder / f".{self._events:08d}"
+        temporary = self._folder / f"{self._events:08d}.writing"
         torch.save(event, temporary)
         temporary.rename(self._folder / f"{self._events:08d}.pt")
