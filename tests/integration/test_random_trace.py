@@ -1,0 +1,132 @@
+"""A long random trace of arrivals, aborts, retractions and flushes leaves nothing behind.
+
+Both ranks compare checksums of every slot at every step, and SGLang checks its pools after every batch.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import SMALL_CACHE_RANK, random_prompts
+from serving import Server, serve
+
+from sglang_ext.server_args import CHECKSUM_VARIABLE
+
+SEED = 0
+OPERATIONS = 320
+MOST_AT_ONCE = 12
+
+
+def random_operation(source: random.Random) -> tuple[str, *tuple[Any, ...]]:
+    """One operation; lengths lie on both sides of the threshold."""
+    kinds = ("arrive", "decode", "abort", "retract", "flush")
+    (kind,) = source.choices(kinds, weights=(8, 8, 3, 1, 1))
+    if kind == "arrive":
+        sparse_allowed = source.random() < 0.8
+        return kind, source.randint(10, 400), source.randint(1, 150), sparse_allowed
+    if kind == "decode":
+        return kind, source.randint(10, 80)  # milliseconds
+    if kind == "abort":
+        return kind, source.randrange(MOST_AT_ONCE)
+    return (kind,)
+
+
+class Trace:
+    """Applies operations to a server and counts what happened."""
+
+    def __init__(self, server: Server) -> None:
+        self.server = server
+        self.active: dict[str, Future[Any]] = {}
+        self.finished: list[Any] = []
+        self.happened: Counter[str] = Counter()
+        self._names = (f"trace-{index}" for index in itertools.count())
+        self._pool = ThreadPoolExecutor(MOST_AT_ONCE)
+
+    def apply(self, kind: str, *values: Any) -> None:
+        self._collect()
+        getattr(self, kind)(*values)
+        self.happened[kind] += 1
+
+    def arrive(self, prompt_tokens: int, new_tokens: int, sparse: bool) -> None:
+        if len(self.active) == MOST_AT_ONCE:
+            self.decode(50)
+            return
+        name = next(self._names)
+        (prompt,) = random_prompts([prompt_tokens], seed=prompt_tokens)
+        parameters = {} if sparse else {"custom_params": {"cache_rank": False}}
+        self.active[name] = self._pool.submit(
+            self.server.generate, prompt, new_tokens, rid=name, sampling_params=parameters
+        )
+
+    def decode(self, milliseconds: int) -> None:
+        time.sleep(milliseconds / 1000)
+
+    def abort(self, index: int) -> None:
+        if index < len(self.active):
+            name = list(self.active)[index]
+            assert self.server.post("/abort_request", {"rid": name}).status_code == 200
+
+    def retract(self) -> None:
+        self.server.post("/pause_generation", {"mode": "retract"}).raise_for_status()
+        self.server.post("/continue_generation").raise_for_status()
+
+    def flush(self) -> None:
+        # Refused while requests run; that must be harmless, too.
+        assert self.server.post("/flush_cache").status_code in (200, 400)
+
+    def finish(self) -> None:
+        for future in self.active.values():
+            self.finished.append(future.result(timeout=120))
+        self.active.clear()
+        self._pool.shutdown()
+
+    def _collect(self) -> None:
+        for name, future in list(self.active.items()):
+            if future.done():
+                self.finished.append(self.active.pop(name).result())
+
+
+@pytest.mark.parametrize("inference_kv", ["full", "working-set"])
+def test_nothing_is_left_behind(inference_kv: str, random_model: Callable[..., Path]) -> None:
+    arguments = [
+        *SMALL_CACHE_RANK,
+        *("--model-path", str(random_model()), "--skip-tokenizer-init"),
+        *("--sparse-threshold", "100", "--sparse-budget", "32", "--delta-capacity", "8"),
+        *("--selection-margin", "4", "--inference-kv", inference_kv),
+        *("--max-sparse-requests", "6", "--max-total-tokens", "2500"),  # both run out at times
+    ]
+    environment = {
+        CHECKSUM_VARIABLE: "1",
+        "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "2",
+        "SGLANG_TEST_RETRACT": "1",
+        "SGLANG_TEST_RETRACT_INTERVAL": "41",
+    }
+    with serve(arguments, environment) as server:
+        free = server.cache_rank()["pool_free_tokens"]
+
+        trace = Trace(server)
+        source = random.Random(SEED)
+        for _ in range(OPERATIONS):
+            trace.apply(*random_operation(source))
+        trace.finish()
+
+        happened, finished = trace.happened, trace.finished
+        assert min(happened[kind] for kind in ("arrive", "abort", "retract", "flush")) > 9, happened
+        reasons = Counter(r["meta_info"]["finish_reason"]["type"] for r in finished)
+        assert set(reasons) <= {"length", "abort"}
+        assert reasons["length"] > 30
+        statistics = [r["meta_info"].get("cache_rank", {}) for r in finished]
+        assert sum(one.get("sparse_steps", 0) > 0 for one in statistics) > 10
+        state = server.wait_for(15, tokens_held=0, bytes_held=0, epochs=0)
+        assert state["pool_free_tokens"] == free
+        assert state["starts"] == 1
+        assert state["refused_messages"] == 0
+        assert server.post("/flush_cache").status_code == 200
