@@ -1,0 +1,169 @@
+"""The server as its users see it: two commands, OpenAI API, metrics, shutdown."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import psutil
+import pytest
+from openai import OpenAI
+from pointer_chase import make_chain
+from serving import Server
+
+CHAIN = make_chain(seed=7, facts=128, hops=80)
+# A working set of 60 tokens: a tenth of the length that the walk reaches.
+ARGUMENTS = (
+    "--cache-rank-gpus 1 --enable-metrics --sparse-threshold 264 --sparse-budget 40 --sink-tokens 4 "
+    "--recent-tokens 16 --selection-margin 8 --delta-capacity 40 --recall-interval 4"
+).split()
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    running = Server(ARGUMENTS)
+    try:
+        yield running.wait_ready()
+    finally:
+        running.stop()
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> OpenAI:
+    return OpenAI(base_url=f"{server.url}/v1", api_key="none")
+
+
+def chat(client: OpenAI, **options: Any) -> Any:
+    return client.chat.completions.create(
+        model="default",
+        messages=[{"role": "user", "content": CHAIN.prompt}],
+        max_tokens=CHAIN.max_tokens,
+        temperature=0,
+        **options,
+    )
+
+
+def test_a_tenth_of_the_context_walks_the_chain(server: Server, client: OpenAI) -> None:
+    text = "".join(
+        chunk.choices[0].delta.content or "" for chunk in chat(client, stream=True) if chunk.choices
+    )
+    assert CHAIN.grade(text).exact
+    state = server.cache_rank()
+    assert state["tokens_shipped"] > 0
+    assert state["down_bytes"] > 0
+
+
+def test_the_response_reports_its_sparse_steps(client: OpenAI) -> None:
+    completion = chat(client, extra_body={"return_meta_info": True})
+    assert CHAIN.grade(completion.choices[0].message.content).exact
+    statistics = completion.choices[0].meta_info["cache_rank"]
+    assert CHAIN.max_tokens - 40 < statistics["sparse_steps"] < CHAIN.max_tokens
+    assert statistics["tokens_shipped"] > 0
+    assert statistics["stale_steps"] == 0
+
+
+def test_a_request_may_ask_to_stay_dense(client: OpenAI) -> None:
+    body = {"return_meta_info": True, "custom_params": {"cache_rank": False}}
+    completion = chat(client, extra_body=body)
+    assert CHAIN.grade(completion.choices[0].message.content).exact
+    assert completion.choices[0].meta_info["cache_rank"]["sparse_steps"] == 0
+
+
+def test_an_answer_does_not_depend_on_batch_mates(server: Server) -> None:
+    def ask(seed: int) -> Any:
+        chain = make_chain(seed=seed, facts=128, hops=60)
+        parameters = {"max_new_tokens": chain.max_tokens, "temperature": 0}
+        body = {"text": chain.prompt, "sampling_params": parameters, "return_logprob": True}
+        return server.post("/generate", body).json()
+
+    alone = ask(0)
+    with ThreadPoolExecutor(6) as pool:
+        together, *_ = pool.map(ask, range(6))
+    assert together["output_ids"] == alone["output_ids"]
+    ours, mates = alone["meta_info"], together["meta_info"]
+    # Matrix products round differently in a batch, so that near ties may fall the other way.
+    shipped = ours["cache_rank"]["tokens_shipped"]
+    assert mates["cache_rank"]["tokens_shipped"] == pytest.approx(shipped, rel=0.01)
+    assert mates["cache_rank"]["sparse_steps"] == ours["cache_rank"]["sparse_steps"]
+    for one, other in zip(
+        ours["output_token_logprobs"], mates["output_token_logprobs"], strict=True
+    ):
+        assert one[0] == pytest.approx(other[0], abs=1e-4)
+
+
+def test_metrics_are_exported_under_their_names(server: Server, client: OpenAI) -> None:
+    chat(client)
+    server.wait_for(10, tokens_held=0)
+    samples = server.metrics()
+    expected = {
+        "up": 1,
+        "tokens_held": 0,
+        "bytes_held": 0,
+        "sparse_requests": 0,
+        "retractions_total": 0,
+        "stale_steps_total": 0,
+    }
+    for name, value in expected.items():
+        assert samples[f"sglang_cache_rank_{name}"] == value
+    for name in ("tokens_shipped_total", "step_wait_seconds_count", "recall"):
+        assert samples[f"sglang_cache_rank_{name}"] > 0
+    for name in ("delta_overflow_total", "step_wait_seconds_sum"):
+        assert samples[f"sglang_cache_rank_{name}"] >= 0
+
+
+def test_interrupt_leaves_no_process() -> None:
+    running = Server(["--cache-rank-gpus", "1"])
+    try:
+        running.wait_ready()
+        pid = int(running.cache_rank()["pid"])
+        processes = psutil.Process(running.process.pid).children(recursive=True)
+        assert pid in {process.pid for process in processes}
+        running.process.send_signal(signal.SIGINT)
+        running.process.wait(timeout=60)
+        _, alive = psutil.wait_procs(processes, timeout=20)
+        assert alive == []
+    finally:
+        running.stop()
+
+
+def test_a_dead_scheduler_takes_its_cache_rank_with_it() -> None:
+    running = Server(["--cache-rank-gpus", "1"])
+    try:
+        running.wait_ready()
+        cache_rank = psutil.Process(int(running.cache_rank()["pid"]))
+        psutil.Process(cache_rank.ppid()).kill()
+        cache_rank.wait(timeout=20)
+        assert running.process.wait(timeout=60) != 0
+    finally:
+        running.stop()
+
+
+ENGINE_SCRIPT = """
+from sglang_ext import Engine
+
+if __name__ == "__main__":
+    engine = Engine(sparse_threshold=100, sparse_budget=32, sink_tokens=4, recent_tokens=8,
+                    delta_capacity=32, skip_tokenizer_init=True)
+    output = engine.generate(
+        input_ids=list(range(5, 125)),
+        sampling_params={"max_new_tokens": 40, "temperature": 0, "ignore_eos": True},
+    )
+    print("sparse steps:", output["meta_info"]["cache_rank"]["sparse_steps"])
+    engine.shutdown()
+"""
+
+
+def test_the_engine_runs_in_process(tmp_path: Any) -> None:
+    script = tmp_path / "use_engine.py"
+    script.write_text(ENGINE_SCRIPT)
+    started = time.monotonic()
+    result = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=200, check=False
+    )
+    assert "sparse steps: 2" in result.stdout, (result.stdout[-2000:], result.stderr[-4000:])
+    assert time.monotonic() - started < 200
