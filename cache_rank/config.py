@@ -22,8 +22,8 @@ class ModelShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         head_dim: D of queries, keys and values.
         dtype: of the inference rank's KV pool, a key of DTYPES.
         scale: factor on attention logits.
-        rotary_frequency: (R / 2,) inverse frequencies; empty when the model has no rotary embedding.
-        rotary_interleaved: rotary pairs are neighbours instead of halves.
+        rotary_frequency: (R / 2,) inverse frequencies; empty when the model has no rotary
+        embedding. rotary_interleaved: rotary pairs are neighbours instead of halves.
     """
 
     layers: int
@@ -73,7 +73,7 @@ class CacheRankConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     recent_tokens: int = 64
     query_window: int = 16
     query_predictor: Predictor = "last"
-    query_frame: Frame = "post"
+    query_frame: Frame = "pre"
     selection_margin: int = 256
     delta_capacity: int = 128
     kv_residency: str = "bf16"
@@ -82,7 +82,13 @@ class CacheRankConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     checksum: bool = False
 
     def __post_init__(self) -> None:
-        at_least_one = ("layers_per_group", "sparse_budget", "query_window", "delta_capacity", "max_rows")
+        at_least_one = (
+            "layers_per_group",
+            "sparse_budget",
+            "query_window",
+            "delta_capacity",
+            "max_rows",
+        )
         for name in at_least_one:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")

@@ -1,9 +1,9 @@
 """The control channel: authenticated, ordered, typed messages over ZMQ.
 
-A frame is `magic | version | sequence | tag | payload`: the tag is a keyed hash of all the rest under
-the secret of this launch, the sequence number only grows, and the payload is msgpack that must decode to
-one of the message types of the protocol. A frame that fails any of these is refused, counted and logged,
-and changes nothing.
+A frame is `magic | version | sequence | tag | payload`: the tag is a keyed hash of all the rest
+under the secret of this launch, the sequence number only grows, and the payload is msgpack that
+must decode to one of the message types of the protocol. A frame that fails any of these is refused,
+counted and logged, and changes nothing.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class ControlError(RuntimeError):
     """The peer cannot be reached: its queue is full or its socket closed."""
 
 
-class RefusedFrame(ValueError):
+class RefusedFrameError(ValueError):
     """A frame that must not be acted upon."""
 
 
@@ -50,23 +50,23 @@ def unseal(secret: bytes, last_sequence: int, frame: bytes) -> tuple[int, bytes]
     """Check a frame and return its sequence number and payload.
 
     Raises:
-        RefusedFrame: too long, malformed, of another version, unauthenticated or replayed.
+        RefusedFrameError: too long, malformed, of another version, unauthenticated or replayed.
     """
     if len(frame) > MAX_FRAME_BYTES:
-        raise RefusedFrame(f"oversized: {len(frame)} bytes, at most {MAX_FRAME_BYTES}")
+        raise RefusedFrameError(f"oversized: {len(frame)} bytes, at most {MAX_FRAME_BYTES}")
     if len(frame) < _HEAD.size + _TAG_BYTES:
-        raise RefusedFrame(f"truncated: {len(frame)} bytes")
+        raise RefusedFrameError(f"truncated: {len(frame)} bytes")
     head, tag = frame[: _HEAD.size], frame[_HEAD.size : _HEAD.size + _TAG_BYTES]
     payload = frame[_HEAD.size + _TAG_BYTES :]
     magic, version, sequence = _HEAD.unpack(head)
     if magic != _MAGIC:
-        raise RefusedFrame("not a cache-rank frame")
+        raise RefusedFrameError("not a cache-rank frame")
     if version != PROTOCOL_VERSION:
-        raise RefusedFrame(f"protocol version {version}, this side speaks {PROTOCOL_VERSION}")
+        raise RefusedFrameError(f"protocol version {version}, this side speaks {PROTOCOL_VERSION}")
     if not hmac.compare_digest(tag, _tag(secret, head, payload)):
-        raise RefusedFrame("wrong secret")
+        raise RefusedFrameError("wrong secret")
     if sequence <= last_sequence:
-        raise RefusedFrame(f"replayed: sequence {sequence} after {last_sequence}")
+        raise RefusedFrameError(f"replayed: sequence {sequence} after {last_sequence}")
     return sequence, payload
 
 
@@ -133,7 +133,7 @@ class ControlReceiver(Generic[Message]):
             try:
                 sequence, payload = unseal(self._secret, self._last_sequence, frame)
                 message: Message = self._decoder.decode(payload)
-            except (RefusedFrame, msgspec.DecodeError, ValueError) as error:
+            except (RefusedFrameError, msgspec.DecodeError, ValueError) as error:
                 self.refuse(str(error))
                 if time.monotonic() >= deadline:  # a flood of bad frames must not hold us here
                     return None

@@ -1,10 +1,10 @@
-"""The cache-rank process: receive, append, predict, select, pack, send, one layer group after another.
+"""The cache-rank process: receive, append, predict, select, pack, send, group after group.
 
     python -m cache_rank.process < launch line
 
-The parent writes one JSON launch line to standard input and keeps the pipe open; end of file means that
-the parent is gone, and the process exits. Standard output carries one byte every heartbeat, so that the
-parent notices a process that is stopped. Logs go to standard error.
+The parent writes one JSON launch line to standard input and keeps the pipe open; end of file means
+that the parent is gone, and the process exits. Standard output carries one byte every heartbeat, so
+that the parent notices a process that is stopped. Logs go to standard error.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from cache_rank.transport import CACHE, Link, Pending
 logger = logging.getLogger("cache_rank")
 
 HEARTBEAT_SECONDS = 0.25
-REPORT_SECONDS = 1.0
+REPORT_SECONDS = 0.25
 MEMORY_SHARE = 0.5
 """Share of the free memory that resident tokens may take."""
 

@@ -1,7 +1,7 @@
 """The one contract between the inference rank and the cache rank.
 
-Control messages travel over ZMQ as msgpack; tensors travel over P2P in the packed layouts below, whose
-sizes follow from control messages alone. A step of R rows exchanges, for each layer group,
+Control messages travel over ZMQ as msgpack; tensors travel over P2P in the packed layouts below,
+whose sizes follow from control messages alone. A step of R rows exchanges, for each layer group,
 
     up    queries (R, L, Hq, D), keys (R, L, Hkv, D), values (R, L, Hkv, D)
     down  header (R, 6) int64, slots (R, L, Hkv, C) int32, keys and values (R, L, Hkv, C, D)

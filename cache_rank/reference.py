@@ -1,7 +1,7 @@
-"""The synchronous reference: the whole algorithm in one process, one head at a time, in plain torch.
+"""The synchronous reference: the whole algorithm in one process, head by head, in plain torch.
 
-It is what the asynchronous system must equal, selection for selection, and it is meant to be read. A
-decode step at position t of one layer attends to
+It is what the asynchronous system must equal, selection for selection, and it is meant to be read.
+A decode step at position t of one layer attends to
 
     sinks [0, s)  +  tokens chosen after step t - 1  +  the newest r predecessors  +  token t
 
@@ -63,7 +63,9 @@ class SynchronousReference:
         """Choose the tokens of the step after `position` in one layer."""
         config = self.config
         predicted = self._predict(layer)
-        scores = score_tokens(predicted.unsqueeze(0), self.keys[layer].unsqueeze(0), config.model.scale)
+        scores = score_tokens(
+            predicted.unsqueeze(0), self.keys[layer].unsqueeze(0), config.model.scale
+        )
         for kv_head in range(config.model.kv_heads):
             self._fill_slots(self.slots[layer][kv_head], scores[0, kv_head].tolist(), position)
 
@@ -90,7 +92,9 @@ class SynchronousReference:
         entering = entering[: max(0, min(wanted, config.delta_capacity))]
 
         empty = [slot for slot, token in enumerate(slots) if token is None]
-        fallen = [slot for slot, token in enumerate(slots) if token is not None and token not in kept]
+        fallen = [
+            slot for slot, token in enumerate(slots) if token is not None and token not in kept
+        ]
         fallen.sort(key=lambda slot: rank[slots[slot] or 0], reverse=True)
         for token, slot in zip(entering, empty + fallen, strict=False):
             slots[slot] = token

@@ -1,8 +1,8 @@
 """Point-to-point tensors between the two ranks, outside every process group of SGLang.
 
-Three channels, each a two-rank group of its own so that none waits behind another: `up` carries queries,
-keys and values, `down` the answers, `bulk` whole prompts. This file holds the gloo channel; a channel
-over another transport offers the same three methods.
+Three channels, each a two-rank group of its own so that none waits behind another: `up` carries
+queries, keys and values, `down` the answers, `bulk` whole prompts. This file holds the gloo
+channel; a channel over another transport offers the same three methods.
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ from __future__ import annotations
 import hashlib
 import logging
 from datetime import timedelta
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroupGloo, Work
+from torch.distributed.distributed_c10d import FileStore, PrefixStore
 
 logger = logging.getLogger(__name__)
 
@@ -82,11 +83,11 @@ class GlooChannel:
         self.name = name
         self._peer = 1 - rank
         try:
-            store = dist.PrefixStore(name, dist.FileStore(rendezvous, 2))
-            options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-            options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]  # type: ignore[attr-defined]
+            store = PrefixStore(name, FileStore(rendezvous, 2))
+            options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+            options._devices = [ProcessGroupGloo.create_device(hostname=address)]
             options._timeout = timedelta(seconds=timeout)
-            self._group = dist.ProcessGroupGloo(store, rank, 2, options)  # type: ignore[call-arg]
+            self._group: Any = ProcessGroupGloo(store, rank, 2, options)
             self._authenticate(rank, secret, timeout)
         except RuntimeError as error:
             raise TransportError(f"channel {name}: {error}") from error
@@ -120,7 +121,7 @@ class GlooChannel:
 
 
 class _GlooPending:
-    def __init__(self, name: str, tensor: Tensor, work: dist.Work) -> None:
+    def __init__(self, name: str, tensor: Tensor, work: Work) -> None:
         self._name = name
         self._tensor = tensor  # gloo reads and writes it until the work is done
         self._work = work

@@ -13,11 +13,12 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang_ext.inference_rank import InferenceRank, StepPlan
 
 
-class CacheRankAttnBackend(AttentionBackend):  # type: ignore[misc]
+class CacheRankAttnBackend(AttentionBackend):
     """Two instances of the inner backend: one over SGLang's table, one over the working-set table.
 
-    The first serves the dense layers, and every layer of a batch that no step plan belongs to (warm-up
-    runs). The second serves all other layers; for a dense request its rows are the true ones.
+    The first serves the dense layers, and every layer of a batch that no step plan belongs to
+    (warm-up runs). The second serves all other layers; for a dense request its rows are the true
+    ones.
     """
 
     def __init__(self, runner: Any, rank: InferenceRank) -> None:
@@ -57,7 +58,9 @@ class CacheRankAttnBackend(AttentionBackend):  # type: ignore[misc]
         rank, plan = self._rank, self._plan
         sparse_layer = layer.layer_id - rank.dense_layers
         if plan is None or sparse_layer < 0:
-            return self._dense.forward_decode(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
+            return self._dense.forward_decode(
+                q, k, v, layer, forward_batch, save_kv_cache, **kwargs
+            )
         if k is None or v is None:
             raise NotImplementedError(
                 "the model writes K and V in a fused kernel, which hides them from the cache rank"
@@ -96,7 +99,9 @@ class _RunnerOverTable:
 
     def __init__(self, runner: Any, table: torch.Tensor) -> None:
         self._runner = runner
-        self.req_to_token_pool = SimpleNamespace(req_to_token=table, size=runner.req_to_token_pool.size)
+        self.req_to_token_pool = SimpleNamespace(
+            req_to_token=table, size=runner.req_to_token_pool.size
+        )
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._runner, name)

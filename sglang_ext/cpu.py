@@ -1,8 +1,8 @@
 """The one place that knows about machines without a GPU.
 
-SGLang imports `sgl_kernel`, whose wheel needs an NVIDIA driver, on every path, and calls it on none that the
-CPU engine takes. Without a driver, a stand-in takes its place before SGLang is imported; whatever would
-really need a kernel then fails by name.
+SGLang imports `sgl_kernel`, whose wheel needs an NVIDIA driver, on every path, and calls it on none
+that the CPU engine takes. Without a driver, a stand-in takes its place before SGLang is imported;
+whatever would really need a kernel then fails by name.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from sglang_ext import processes
 from sglang_ext.server_args import BUNDLED_MODEL, CacheRankServerArgs, UnsupportedError
 
 
-class Engine(engine.Engine):  # type: ignore[misc]
+class Engine(engine.Engine):
     """As `sglang.Engine`; takes the arguments of CacheRankServerArgs and serves with a cache rank.
 
     Without `model_path` it serves the bundled model; `cache_rank_gpus=0` is plain SGLang.

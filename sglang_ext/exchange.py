@@ -1,7 +1,7 @@
-"""One decode step's exchange with the cache rank: stage, send, receive, scatter, one group at a time.
+"""One decode step's exchange with the cache rank, one layer group at a time.
 
-The answer to step t for a layer group is applied just before that group's attention in the next decode
-step, so the cache rank has a whole step for each group. Nothing here depends on SGLang.
+The answer to step t for a layer group is applied just before that group's attention in the next
+decode step, so the cache rank has a whole step for each group. Nothing here depends on SGLang.
 """
 
 from __future__ import annotations
@@ -74,7 +74,8 @@ class _Answer:
 class Exchange:
     """The inference rank's end of one connection. Dies with the connection.
 
-    Every method raises TransportError, ControlError or CacheRankDownError when the cache rank is down.
+    Every method raises TransportError, ControlError or CacheRankDownError when the cache rank is
+    down.
     """
 
     def __init__(
@@ -95,10 +96,13 @@ class Exchange:
         self._device = key_buffers[0].device
         self._rows: Sequence[ExchangeRow] = ()
         self._batch_index = torch.empty(0, dtype=torch.int64)
+        self._last_batch_index: list[int] = []
         self._staged: UpMessage | None = None
         groups = config.groups
         self._up = [self._buffer(UpMessage.size(config, len(g), config.max_rows)) for g in groups]
-        self._down = [self._buffer(DownMessage.size(config, len(g), config.max_rows)) for g in groups]
+        self._down = [
+            self._buffer(DownMessage.size(config, len(g), config.max_rows)) for g in groups
+        ]
         self._sent: list[Pending | None] = [None] * len(groups)
         self._answers: list[_Answer | None] = [None] * len(groups)
         self._shipments: deque[Pending] = deque()
@@ -113,7 +117,10 @@ class Exchange:
         if not rows:
             return
         self.counters.steps += 1
-        self._batch_index = torch.tensor([row.batch_index for row in rows], device=self._device)
+        batch_index = [row.batch_index for row in rows]
+        if batch_index != self._last_batch_index:  # the same in most steps
+            self._last_batch_index = batch_index
+            self._batch_index = torch.tensor(batch_index, device=self._device)
         announced = [Row(row.sequence.epoch, row.position) for row in rows]
         self.connection.control.send(Step(self.counters.steps, announced))
 
@@ -193,7 +200,12 @@ class Exchange:
             first = row.sequence.block + self._config.sink_tokens
             slots = slice(first, first + row.filled_after)
             held = [
-                torch.stack([buffer[slots].transpose(0, 1) for buffer in buffers[layers.start : layers.stop]])
+                torch.stack(
+                    [
+                        buffer[slots].transpose(0, 1)
+                        for buffer in buffers[layers.start : layers.stop]
+                    ]
+                )
                 for buffers in (self._keys, self._values)
             ]
             if slots_checksum(*held) != AnswerHeader(*columns).checksum:

@@ -57,14 +57,17 @@ def leave_room_for_reserve(available_bytes: int, configurator: Any, *_: Any, **_
     return available_bytes - inference_rank.reserve_rows(args) * per_token * layers
 
 
-def run_step(original: Callable[..., Any], worker: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run a batch between `begin_step` and `end_step` when it is a decode step."""
+def run_step(
+    original: Callable[..., Any], worker: Any, batch: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Run a batch between planning and accounting when it is a decode step."""
     rank = inference_rank.current()
     if rank is None or batch is None:
         return original(worker, batch, *args, **kwargs)
     plan = None
     if batch.forward_mode.is_decode():
-        plan = rank.begin_step(batch.reqs, batch.seq_lens_cpu.tolist())
+        plan = rank.plan_step(batch.reqs, batch.seq_lens_cpu.tolist())
+        rank.announce_step(plan)
     result = original(worker, batch, *args, **kwargs)
     if plan is not None:
         rank.end_step(plan)
@@ -90,9 +93,9 @@ def end_all_epochs(pool: Any) -> None:
 def retract_orphans(scheduler: Any, running_batch: Any, *_: Any, **__: Any) -> None:
     """Give requests whose K and V are lost back to the queue, before the next batch is chosen.
 
-    The result of the step that failed is still to be processed, in this turn of the event loop, and is
-    skipped for requests that are retracted then. They must not be admitted again before, so they enter
-    the queue a turn later.
+    The result of the step that failed is still to be processed, in this turn of the event loop, and
+    is skipped for requests that are retracted then. They must not be admitted again before, so they
+    enter the queue a turn later.
     """
     rank = inference_rank.current()
     if rank is None:
@@ -122,7 +125,11 @@ def add_internal_state(result: Any, scheduler: Any, *_: Any, **__: Any) -> Any:
 
 
 async def summarize_meta_info(
-    original: Callable[..., AsyncIterator[Any]], manager: Any, request: Any, *args: Any, **kwargs: Any
+    original: Callable[..., AsyncIterator[Any]],
+    manager: Any,
+    request: Any,
+    *args: Any,
+    **kwargs: Any,
 ) -> AsyncIterator[Any]:
     """Turn the per-token statistics of a response into one summary."""
     _check_custom_params(request)

@@ -1,14 +1,15 @@
 """The inference rank: table, lifecycle, exchange and supervisor put together, one step at a time.
 
-A decode step runs top to bottom through `begin_step`, then for each layer group `begin_group`, `stage`,
-`end_group`, then `end_step`. Whatever goes wrong with the cache rank in between ends in `_cache_rank_down`.
+A decode step runs top to bottom through `plan_step` and `announce_step`, then for each layer group
+`begin_group`, `stage`, `end_group`, then `end_step`. Whatever goes wrong with the cache rank in
+between ends in `_cache_rank_down`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import logging
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -53,6 +54,21 @@ class StepPlan:
     attends_to_everything: bool = False
 
 
+class Pools(NamedTuple):
+    """SGLang's memory.
+
+    Attributes:
+        req_to_token: (request slots, context length) int32 pool rows.
+        keys, values: per layer (pool rows and reserve rows, Hkv, D).
+        allocator: of pool rows.
+    """
+
+    req_to_token: Tensor
+    keys: list[Tensor]
+    values: list[Tensor]
+    allocator: Any
+
+
 class InferenceRank:
     """What a scheduler process holds for its cache rank.
 
@@ -60,12 +76,20 @@ class InferenceRank:
         plan: of the decode step being run, or None outside decode.
     """
 
-    def __init__(self, runner: Any, args: CacheRankServerArgs, tp_rank: int, supervisor: Supervisor):
+    def __init__(
+        self,
+        args: CacheRankServerArgs,
+        model: ModelShape,
+        pools: Pools,
+        tp_rank: int,
+        supervisor: Supervisor,
+    ) -> None:
         """Open the cache rank for a loaded model.
 
         Args:
-            runner: SGLang's model runner, its pools allocated.
             args: the server's arguments.
+            model: shape of the sparse layers.
+            pools: SGLang's, with the reserve behind them.
             tp_rank: of this process.
             supervisor: whose process has been spawned.
 
@@ -74,25 +98,25 @@ class InferenceRank:
             ValueError: a flag does not suit the model.
         """
         assert args.dense_layers is not None
-        pool = runner.token_to_kv_pool
         self.args = args
         self.dense_layers = args.dense_layers
         self.inner_backend: str = args.attention_backend
-        self.config = args.cache_rank_config(model_shape(runner, args), args.max_sparse_requests)
-        self.table = WorkingSetTable(runner.req_to_token_pool.req_to_token, self.config)
+        self.config = args.cache_rank_config(model, args.max_sparse_requests)
+        self.table = WorkingSetTable(pools.req_to_token, self.config)
         self.plan: StepPlan | None = None
         self.metrics = CacheRankMetrics(args, tp_rank)
         self.retractions = 0
 
-        self._keys: list[Tensor] = pool.k_buffer[self.dense_layers :]
-        self._values: list[Tensor] = pool.v_buffer[self.dense_layers :]
-        self._req_to_token: Tensor = runner.req_to_token_pool.req_to_token
-        self._allocator = runner.token_to_kv_pool_allocator
-        first_reserve_row = pool.size + pool.page_size
-        reserve = Reserve(first_reserve_row, reserve_block_rows(args), args.max_sparse_requests)
-        assert pool.k_buffer[0].shape[0] == first_reserve_row + reserve_rows(args)
+        self._keys = pools.keys[self.dense_layers :]
+        self._values = pools.values[self.dense_layers :]
+        self._req_to_token = pools.req_to_token
+        self._allocator = pools.allocator
+        first_reserve_row = pools.keys[0].shape[0] - reserve_rows(args)
         self.lifecycle = Lifecycle(
-            self.config, reserve, args.sparse_threshold, self._req_to_token.shape[1]
+            self.config,
+            Reserve(first_reserve_row, reserve_block_rows(args), args.max_sparse_requests),
+            args.sparse_threshold,
+            self._req_to_token.shape[1],
         )
         self._orphans: list[SparseSequence] = []
         self._to_queue: list[Any] = []
@@ -105,8 +129,8 @@ class InferenceRank:
 
     # One decode step, in order.
 
-    def begin_step(self, requests: list[Any], lengths: list[int]) -> StepPlan:
-        """Plan a decode step and announce it to the cache rank.
+    def plan_step(self, requests: list[Any], lengths: list[int]) -> StepPlan:
+        """Decide what every request of a decode step does, and bring the table up to date.
 
         Args:
             requests: SGLang's Req objects, in batch order.
@@ -129,12 +153,15 @@ class InferenceRank:
             plan.attended_lengths.append(self.table.sparse_length(filled) if is_sparse else length)
         self.table.advance(rows, positions, sparse)
         self.plan = plan
+        return plan
+
+    def announce_step(self, plan: StepPlan) -> None:
+        """Tell the cache rank which requests the step exchanges."""
         if self._exchange is not None:
             try:
                 self._exchange.begin_step(plan.rows)
             except _DOWN as error:
                 self._cache_rank_down(str(error))
-        return plan
 
     def begin_group(self, plan: StepPlan, group: int) -> None:
         """Before a group's first layer: its slots hold the selection for this step."""
@@ -408,7 +435,16 @@ def create(runner: Any, args: CacheRankServerArgs) -> InferenceRank:
     """Build this process's inference rank; the cache rank was spawned before."""
     global _current
     assert _supervisor is not None
-    _current = InferenceRank(runner, args, runner.ps.tp_rank, _supervisor)
+    pool = runner.token_to_kv_pool
+    pools = Pools(
+        runner.req_to_token_pool.req_to_token,
+        pool.k_buffer,
+        pool.v_buffer,
+        runner.token_to_kv_pool_allocator,
+    )
+    assert pool.k_buffer[0].shape[0] == pool.size + pool.page_size + reserve_rows(args)
+    model = model_shape(runner, args)
+    _current = InferenceRank(args, model, pools, runner.ps.tp_rank, _supervisor)
     return _current
 
 

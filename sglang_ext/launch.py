@@ -1,6 +1,6 @@
 """Serve with a cache rank: SGLang's server, its flags, and ours.
 
-    python -m sglang_ext.launch --cache-rank-gpus 1 [any SGLang flag]
+python -m sglang_ext.launch --cache-rank-gpus 1 [any SGLang flag]
 """
 
 from __future__ import annotations

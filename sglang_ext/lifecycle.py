@@ -1,14 +1,15 @@
 """A request's life as the cache rank sees it: SGLang's events become epochs.
 
-An epoch is one incarnation of a request on one request slot. It begins in the first decode step at or
-beyond the sparse threshold and goes through three phases:
+An epoch is one incarnation of a request on one request slot. It begins in the first decode step at
+or beyond the sparse threshold and goes through three phases:
 
     shipping   dense; the prompt's K and V go to the cache rank, one chunk a step
     warming    dense; steps are exchanged, slots fill, the query window fills
     sparse     attends to the working set
 
-Each transition depends on the request's own positions alone, never on timing or batch mates, so the same
-request gives the same tokens. Finish, abort, retraction and preemption all end the epoch in one place.
+Each transition depends on the request's own positions alone, never on timing or batch mates, so the
+same request gives the same tokens. Finish, abort, retraction and preemption all end the epoch in
+one place.
 """
 
 from __future__ import annotations
@@ -105,7 +106,7 @@ class Lifecycle:
         self._last_epoch = 0
 
     def reason_to_stay_dense(self, request: Any, length: int) -> str | None:
-        """Why a request without an epoch may not begin one; an empty string when it is too short."""
+        """Why a request may not begin an epoch; an empty string when it is too short."""
         if length < self._threshold:
             return ""
         if (request.sampling_params.custom_params or {}).get("cache_rank") is False:

@@ -1,7 +1,7 @@
 """Prometheus series on SGLang's `/metrics`, and the periodic log line.
 
-Series are created in the scheduler process, which SGLang's multiprocess collector includes. What only the
-cache rank knows arrives in its reports.
+Series are created in the scheduler process, which SGLang's multiprocess collector includes. What
+only the cache rank knows arrives in its reports.
 """
 
 from __future__ import annotations
@@ -16,7 +16,22 @@ from sglang_ext.server_args import CacheRankServerArgs
 
 logger = logging.getLogger(__name__)
 
-_WAIT_BUCKETS = (1e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 0.1, 0.5, 1.0, 5.0)
+_WAIT_BUCKETS = (
+    1e-5,
+    5e-5,
+    1e-4,
+    2.5e-4,
+    5e-4,
+    1e-3,
+    2.5e-3,
+    5e-3,
+    1e-2,
+    2.5e-2,
+    0.1,
+    0.5,
+    1.0,
+    5.0,
+)
 
 
 class CacheRankMetrics:
@@ -144,7 +159,9 @@ class _Series:
         self.overflow = counter("delta_overflow", "Tokens that waited for a later step to enter")
         self.refused = counter("refused_messages", "Control messages refused by the cache rank")
         self.stale_steps = counter("stale_steps", "Request steps whose answer was lost")
-        self.retractions = counter("retractions", "Requests recomputed because a cache rank was lost")
+        self.retractions = counter(
+            "retractions", "Requests recomputed because a cache rank was lost"
+        )
         self._counters = {
             "tokens_shipped": counter("tokens_shipped", "Tokens that entered slots"),
             "up_bytes": counter("up_bytes", "Bytes of queries, keys and values sent"),

@@ -1,6 +1,7 @@
 """The plugin entry point: registers our attention backend and hooks with SGLang.
 
-SGLang logs a plugin's error and goes on without it, so whoever needs the plugin calls `assert_live`.
+SGLang logs a plugin's error and goes on without it, so whoever needs the plugin calls
+`assert_live`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from sglang_ext.cpu import install_stand_in
 
 @functools.cache
 def register() -> None:
-    """Register with SGLang; called in every process that loads plugins. Harmless without a cache rank."""
+    """Register with SGLang, in every process that loads plugins. Harmless without a cache rank."""
     install_stand_in()
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
     from sglang.srt.plugins.hook_registry import HookRegistry

@@ -1,7 +1,8 @@
 """Entry points of SGLang's processes, with the plugin known to be live.
 
-SGLang logs the errors of plugins and goes on without them. A server that was asked for a cache rank must
-not serve without one, so each entry point loads the plugin itself and fails when it is not in place.
+SGLang logs the errors of plugins and goes on without them. A server that was asked for a cache rank
+must not serve without one, so each entry point loads the plugin itself and fails when it is not in
+place.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ def load_plugin() -> None:
     Raises:
         RuntimeError: ours could not be put in place.
     """
-    # Ours may have no installed metadata (running from a checkout), or be left out by SGLANG_PLUGINS.
+    # Ours may have no installed metadata (in a checkout), or be left out by SGLANG_PLUGINS.
     plugin.register()
     load_plugins()
     plugin.assert_live()
@@ -43,9 +44,7 @@ def run_scheduler_process(
     load_plugin()
     if server_args.has_cache_rank:
         inference_rank.spawn(server_args, tp_rank)
-    return scheduler.run_scheduler_process(
-        server_args, port_args, gpu_id, tp_rank, *args, **kwargs
-    )
+    return scheduler.run_scheduler_process(server_args, port_args, gpu_id, tp_rank, *args, **kwargs)
 
 
 def run_detokenizer_process(*args: Any, **kwargs: Any) -> Any:

@@ -30,7 +30,7 @@ SUPPORTED_SGLANG = SpecifierSet(">=0.5.16,<0.5.18")
 MAX_HEAD_DIM = 256
 
 ALLOW_LARGE_BUDGET_VARIABLE = "CACHE_RANK_ALLOW_LARGE_BUDGET"
-"""Set to 1 to allow a working set above the sparse threshold: sparse decode then equals dense decode."""
+"""Set to 1 to allow a working set above the sparse threshold: sparse then equals dense decode."""
 
 CHECKSUM_VARIABLE = "CACHE_RANK_CHECKSUM"
 """Set to 1 to compare checksums of every slot on both ranks at every step."""
@@ -44,7 +44,7 @@ class UnsupportedError(ValueError):
 
 
 @dataclasses.dataclass
-class CacheRankServerArgs(ServerArgs):  # type: ignore[misc]
+class CacheRankServerArgs(ServerArgs):
     """SGLang's ServerArgs with the flags of the cache rank.
 
     Raises:
@@ -58,9 +58,7 @@ class CacheRankServerArgs(ServerArgs):  # type: ignore[misc]
             "Without a GPU every rank is a CPU process."
         ),
     ] = 1
-    sparse_threshold: A[
-        int, Arg(help="Length in tokens at which a request turns sparse.")
-    ] = 4096
+    sparse_threshold: A[int, Arg(help="Length in tokens at which a request turns sparse.")] = 4096
     sparse_budget: A[
         int, Arg(help="Tokens that each KV head attends to beside sinks and recent tokens.")
     ] = 2048
@@ -69,17 +67,15 @@ class CacheRankServerArgs(ServerArgs):  # type: ignore[misc]
     layers_per_group: A[
         int, Arg(help="Consecutive layers whose queries and answers share one message.")
     ] = 6
-    query_window: A[
-        int, Arg(help="Earlier queries that the next query is predicted from.")
-    ] = 16
+    query_window: A[int, Arg(help="Earlier queries that the next query is predicted from.")] = 16
     query_predictor: A[
         Literal["last", "ema", "spade", "ridge"],
         Arg(help="How the next query is predicted."),
-    ] = "spade"
+    ] = "last"
     query_frame: A[
         Literal["post", "pre"],
         Arg(help="Predict among queries after or before rotary position embedding."),
-    ] = "post"
+    ] = "pre"
     selection_margin: A[
         int,
         Arg(help="A selected token stays while it ranks within --sparse-budget plus this."),
@@ -128,7 +124,6 @@ class CacheRankServerArgs(ServerArgs):  # type: ignore[misc]
             "They are authenticated, not encrypted: leave them on loopback where you can."
         ),
     ] = "127.0.0.1"
-    inner_attention_backend: A[str | None, Arg(no_cli=True)] = None
 
     def __post_init__(self) -> None:
         _refuse_unknown_sglang()
@@ -227,7 +222,10 @@ class CacheRankServerArgs(ServerArgs):  # type: ignore[misc]
                 "one: drop --speculative-algorithm.",
             ),
             (self.pp_size > 1, "Pipeline parallelism is not supported: drop --pp-size."),
-            (self.dp_size > 1, "Data parallelism is not supported: start one server a replica."),
+            (
+                self.dp_size > 1,
+                "Data parallelism is not supported: drop --dp-size and start one server a replica.",
+            ),
             (self.nnodes > 1, "Both ranks must be on one machine: drop --nnodes."),
             (
                 self.disaggregation_mode != "null",
@@ -235,11 +233,12 @@ class CacheRankServerArgs(ServerArgs):  # type: ignore[misc]
             ),
             (
                 bool(self.enable_lora or self.lora_paths),
-                "LoRA is not supported: merge the adapter into the model, or drop the LoRA flags.",
+                "LoRA is not supported: merge the adapter into the model, or drop --enable-lora "
+                "and --lora-paths.",
             ),
             (
                 self.kv_cache_dtype != "auto",
-                f"--kv-cache-dtype {self.kv_cache_dtype}: the pool must hold the model's own dtype; "
+                f"--kv-cache-dtype {self.kv_cache_dtype}: the pool must hold the model's dtype; "
                 "drop the flag.",
             ),
             (
@@ -258,6 +257,11 @@ class CacheRankServerArgs(ServerArgs):  # type: ignore[misc]
                 "the cache rank's backend; choose the kernels with --attention-backend.",
             ),
             (
+                BACKEND in (self.attention_backend, self.prefill_attention_backend),
+                "--attention-backend and --prefill-attention-backend choose kernels, and "
+                f"{BACKEND} has none of its own: name another backend, or drop the flag.",
+            ),
+            (
                 self.inference_kv == "working-set" and bool(self.dense_layers),
                 f"--dense-layers {self.dense_layers} needs every token on the inference rank: use "
                 "--inference-kv full, or --dense-layers 0.",
@@ -272,7 +276,10 @@ class CacheRankServerArgs(ServerArgs):  # type: ignore[misc]
                 "--dense-layers must not be negative.",
             ),
             (self.max_sparse_requests < 1, "--max-sparse-requests must be at least 1."),
-            (self.bulk_chunk_tokens < 1, "--bulk-chunk-tokens must be at least 1."),
+            (
+                self.bulk_chunk_tokens < 2,
+                "--bulk-chunk-tokens must be at least 2: every step adds one token of its own.",
+            ),
             (
                 not 0.1 <= self.cache_rank_timeout < math.inf,
                 "--cache-rank-timeout must be at least 0.1 seconds.",
@@ -315,10 +322,15 @@ class CacheRankServerArgs(ServerArgs):  # type: ignore[misc]
 
     def _refuse_model(self) -> None:
         """Refuse models whose attention the working set cannot represent."""
+        from sglang.srt.configs.hybrid_arch import mambaish_config
         from sglang.srt.configs.model_config import AttentionArch
 
         model = self.get_model_config()
         name = ", ".join(model.hf_config.architectures or ["this model"])
+        if not model.is_generation:
+            raise UnsupportedError(
+                f"{name} does not generate, so it has no decode steps: use --cache-rank-gpus 0."
+            )
         if model.attention_arch == AttentionArch.MLA:
             raise UnsupportedError(
                 f"{name} uses multi-head latent attention, which is not supported: "
@@ -326,7 +338,8 @@ class CacheRankServerArgs(ServerArgs):  # type: ignore[misc]
             )
         layer_types = getattr(model.hf_text_config, "layer_types", None) or []
         sliding = model.is_hybrid_swa or any(kind != "full_attention" for kind in layer_types)
-        if sliding or (model.sliding_window_size or -1) > 0:
+        linear = mambaish_config(model) is not None
+        if sliding or linear or (model.sliding_window_size or -1) > 0:
             raise UnsupportedError(
                 f"{name} has sliding-window or linear attention layers, which are not supported: "
                 "use --cache-rank-gpus 0."
@@ -390,9 +403,8 @@ def parse_server_args(argv: Sequence[str]) -> CacheRankServerArgs:
     arguments = list(argv)
     if "--config" in arguments:
         arguments = ConfigArgumentMerger(parser).merge_config_with_args(arguments)
-    if not any(word.split("=")[0] in ("--model-path", "--model") for word in arguments):
-        arguments += ["--model-path", str(BUNDLED_MODEL)]
-    parsed = parser.parse_args(arguments)
+    # The last occurrence of a flag wins, however the user spells it.
+    parsed = parser.parse_args(["--model-path", str(BUNDLED_MODEL), *arguments])
     logging.basicConfig(
         level=parsed.log_level.upper(),
         format="[%(asctime)s] %(message)s",
@@ -415,7 +427,9 @@ def _refuse_unknown_sglang() -> None:
 def _looks_missing(model_path: str) -> bool:
     """Whether a path is clearly local and not there; a repository id has one slash at most."""
     path = Path(model_path).expanduser()
-    local = path.is_absolute() or model_path.startswith(("./", "../", "~")) or model_path.count("/") > 1
+    local = (
+        path.is_absolute() or model_path.startswith(("./", "../", "~")) or model_path.count("/") > 1
+    )
     return local and not path.exists()
 
 

@@ -1,7 +1,7 @@
 """Starts the cache-rank process, watches it, and starts it again when it dies.
 
-One thread owns the process from spawn to death. The scheduler only reads `connection`: a live connection, or
-None while the cache rank is down.
+One thread owns the process from spawn to death. The scheduler only reads `connection`: a live
+connection, or None while the cache rank is down.
 """
 
 from __future__ import annotations

@@ -1,14 +1,15 @@
 """Which pool rows a request attends to: the working-set table and the reserve behind it.
 
-SGLang's attention backends read K and V through a table from request and token to pool row. Built over
-this table instead, the same backend serves dense and sparse requests in one batch. A dense request's row
-is its true row. A sparse request's row is
+SGLang's attention backends read K and V through a table from request and token to pool row. Built
+over this table instead, the same backend serves dense and sparse requests in one batch. A dense
+request's row is its true row. A sparse request's row is
 
     sinks | recent tokens and the current one, as a ring | selected tokens
 
-with a short length; keys carry their rotation, so order is free. Sinks and selected tokens live in the
-*reserve*: pool rows beyond those that SGLang's allocator hands out, one block a request. What a reserve row
-holds differs per layer and kv head, which is what makes selection token by token and head by head.
+with a short length; keys carry their rotation, so order is free. Sinks and selected tokens live in
+the *reserve*: pool rows beyond those that SGLang's allocator hands out, one block a request. What a
+reserve row holds differs per layer and kv head, which is what makes selection token by token and
+head by head.
 """
 
 from __future__ import annotations
@@ -86,7 +87,9 @@ class WorkingSetTable:
         recent = torch.arange(position - self._ring + 1, position + 1, device=self.table.device)
         working_set[self._sinks + recent % self._ring] = self._true[row, recent]
 
-    def advance(self, rows: Sequence[int], positions: Sequence[int], sparse: Sequence[bool]) -> None:
+    def advance(
+        self, rows: Sequence[int], positions: Sequence[int], sparse: Sequence[bool]
+    ) -> None:
         """Add the current token of every request in a batch.
 
         Args:
@@ -94,16 +97,20 @@ class WorkingSetTable:
             positions: of the current tokens.
             sparse: which rows are sparse; a dense row that is new here is copied whole.
         """
-        targets = list(positions)
-        for index, (row, position, is_sparse) in enumerate(zip(rows, positions, sparse, strict=True)):
+        sources, targets = [], []
+        for row, position, is_sparse in zip(rows, positions, sparse, strict=True):
+            column = position
             if is_sparse:
-                targets[index] = self._sinks + position % self._ring
+                column = self._sinks + position % self._ring
             else:
                 if self._copied.get(row) != position:
                     self.table[row, :position] = self._true[row, :position]
                 self._copied[row] = position + 1
-        index = torch.tensor((rows, positions, targets), device=self.table.device)
-        self.table[index[0], index[2]] = self._true[index[0], index[1]]
+            sources.append(row * self._true.shape[1] + position)
+            targets.append(row * self.table.shape[1] + column)
+        index = torch.tensor((sources, targets), device=self.table.device)
+        current = self._true.view(-1).index_select(0, index[0])
+        self.table.view(-1).index_copy_(0, index[1], current)
 
     def forget(self, row: int) -> None:
         """The request slot has a new owner, or its request is dense again."""

@@ -1,7 +1,7 @@
 """How the cache rank holds K and V: one file a format, one interface.
 
-A format is added by writing `cache_rank/residency/<name>.py` with a class of the interface below and
-naming it in FORMATS; `--kv-residency` and the format tests pick it up from there.
+A format is added by writing `cache_rank/residency/<name>.py` with a class of the interface below
+and naming it in FORMATS; `--kv-residency` and the format tests pick it up from there.
 """
 
 from __future__ import annotations

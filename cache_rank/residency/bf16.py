@@ -1,4 +1,4 @@
-"""`bf16`: tokens as they came, in the dtype of the KV pool. The reference for every other format."""
+"""`bf16`: tokens as they came, in the pool's dtype. The reference for every other format."""
 
 from __future__ import annotations
 

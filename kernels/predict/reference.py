@@ -76,7 +76,8 @@ def _regression_weights(queries: Tensor, counts: Tensor, softmax: bool) -> Tenso
     gram = predecessors @ predecessors.transpose(-1, -2)
     trace = gram.diagonal(dim1=-2, dim2=-1).sum(-1, keepdim=True)
     ridge = (RIDGE_STRENGTH * trace / available).clamp(min=torch.finfo(gram.dtype).tiny ** 0.5)
-    factor = torch.linalg.cholesky(gram + torch.diag_embed(ridge.expand(gram.shape[:-1])))
+    # Not `cholesky`, which raises for the whole batch when one head holds a NaN or overflows.
+    factor, _ = torch.linalg.cholesky_ex(gram + torch.diag_embed(ridge.expand(gram.shape[:-1])))
     identity = torch.eye(window, device=gram.device, dtype=gram.dtype).expand_as(gram)
     inverse = torch.linalg.solve_triangular(factor, identity, upper=False)
     projected = inverse @ (predecessors @ newest.unsqueeze(-1))  # (..., W, 1)

@@ -25,7 +25,9 @@ def scatter_tokens(
         keys, values: (R, L, Hkv, C, D).
     """
     used = (slots >= 0) & (first_rows >= 0).view(-1, 1, 1, 1)
-    for layer, (key_buffer, value_buffer) in enumerate(zip(key_buffers, value_buffers, strict=True)):
+    for layer, (key_buffer, value_buffer) in enumerate(
+        zip(key_buffers, value_buffers, strict=True)
+    ):
         request, head, entry = used[:, layer].nonzero(as_tuple=True)
         row = first_rows[request] + slots[request, layer, head, entry]
         key_buffer[row, head] = keys[request, layer, head, entry].to(key_buffer.dtype)

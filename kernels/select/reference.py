@@ -90,7 +90,9 @@ def select_tokens(
     kept = filled & (slot_keys >= threshold) if threshold is not None else filled
     wanted = target - kept.sum(-1)  # (L, Hkv)
 
-    resident = torch.zeros(keys.shape[:-1] + (keys.shape[-1] + 1,), dtype=torch.bool, device=keys.device)
+    resident = torch.zeros(
+        (*keys.shape[:-1], keys.shape[-1] + 1), dtype=torch.bool, device=keys.device
+    )
     resident.scatter_(-1, torch.where(filled, mirror, keys.shape[-1]), True)
     outside = keys.masked_fill(resident[..., :-1], _LOWEST)
     best_outside = outside.topk(capacity_used, dim=-1).indices

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from conftest import SMALL_CACHE_RANK, random_prompts
-from serving import Server, log_probabilities, serve
+from workload import SMALL_CACHE_RANK, random_prompts
 
+from scripts.serving import Server, log_probabilities, serve
 from sglang_ext.server_args import ALLOW_LARGE_BUDGET_VARIABLE, CHECKSUM_VARIABLE
 
 THRESHOLD = 100
@@ -62,9 +62,7 @@ def test_log_probabilities_equal_plain_sglang(
             assert (sparse_steps > 0) == (len(prompt) + NEW_TOKENS > THRESHOLD + 10)
 
 
-def test_a_long_prompt_is_prefilled_in_chunks_first(
-    plain_server: Server, server: Server
-) -> None:
+def test_a_long_prompt_is_prefilled_in_chunks_first(plain_server: Server, server: Server) -> None:
     (prompt,) = random_prompts([1900], seed=1)
     dense = plain_server.generate(prompt, 40, return_logprob=True)
     response = server.generate(prompt, 40, return_logprob=True)

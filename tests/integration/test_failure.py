@@ -12,18 +12,19 @@ from typing import Any
 import psutil
 import pytest
 import zmq
-from pointer_chase import PointerChase, make_chain
-from serving import Server, serve
 from transformers import AutoTokenizer
 
+from scripts.pointer_chase import PointerChase, make_chain
+from scripts.serving import Server, serve
 from sglang_ext.server_args import ALLOW_LARGE_BUDGET_VARIABLE, BUNDLED_MODEL
 
 TIMEOUT = 2.0
 CHAINS = [make_chain(seed=seed, facts=128, hops=60) for seed in range(8)]
 ARGUMENTS = (
-    "--sparse-threshold 270 --sparse-budget 640 --sink-tokens 4 --recent-tokens 16 --query-window 8 "
-    "--delta-capacity 64 --layers-per-group 1 --bulk-chunk-tokens 128 --max-sparse-requests 8 "
-    f"--recall-interval 8 --max-total-tokens 8000 --enable-metrics --cache-rank-timeout {TIMEOUT}"
+    "--sparse-threshold 270 --sparse-budget 640 --sink-tokens 4 --recent-tokens 16 "
+    "--query-window 8 --delta-capacity 64 --layers-per-group 1 --bulk-chunk-tokens 128 "
+    f"--max-sparse-requests 8 --recall-interval 8 --max-total-tokens 8000 --enable-metrics "
+    f"--cache-rank-timeout {TIMEOUT}"
 ).split()
 
 
@@ -147,9 +148,7 @@ def test_foreign_control_messages_change_nothing(server: Server, streams: Stream
     def disturb() -> None:
         process = psutil.Process(int(server.cache_rank()["pid"]))
         ports = [c.laddr.port for c in process.net_connections("tcp") if c.status == "LISTEN"]
-        assert all(
-            c.laddr.ip == "127.0.0.1" for c in process.net_connections("tcp") if c.laddr
-        )
+        assert all(c.laddr.ip == "127.0.0.1" for c in process.net_connections("tcp") if c.laddr)
         context = zmq.Context()
         for port in ports:
             socket = context.socket(zmq.PUSH)

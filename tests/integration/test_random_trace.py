@@ -1,6 +1,7 @@
 """A long random trace of arrivals, aborts, retractions and flushes leaves nothing behind.
 
-Both ranks compare checksums of every slot at every step, and SGLang checks its pools after every batch.
+Both ranks compare checksums of every slot at every step, and SGLang checks its pools after every
+batch.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import SMALL_CACHE_RANK, random_prompts
-from serving import Server, serve
+from workload import SMALL_CACHE_RANK, random_prompts
 
+from scripts.serving import Server, serve
 from sglang_ext.server_args import CHECKSUM_VARIABLE
 
 SEED = 0

@@ -13,14 +13,16 @@ from typing import Any
 import psutil
 import pytest
 from openai import OpenAI
-from pointer_chase import make_chain
-from serving import Server
+
+from scripts.pointer_chase import make_chain
+from scripts.serving import Server
 
 CHAIN = make_chain(seed=7, facts=128, hops=80)
 # A working set of 60 tokens: a tenth of the length that the walk reaches.
 ARGUMENTS = (
-    "--cache-rank-gpus 1 --enable-metrics --sparse-threshold 264 --sparse-budget 40 --sink-tokens 4 "
-    "--recent-tokens 16 --selection-margin 8 --delta-capacity 40 --recall-interval 4"
+    "--cache-rank-gpus 1 --enable-metrics --sparse-threshold 264 --sparse-budget 40 "
+    "--sink-tokens 4 --recent-tokens 16 --selection-margin 8 --delta-capacity 40 "
+    "--recall-interval 4"
 ).split()
 
 

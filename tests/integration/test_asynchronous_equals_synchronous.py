@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import SMALL_CACHE_RANK, random_prompts
-from serving import serve
+from workload import SMALL_CACHE_RANK, random_prompts
 
 from cache_rank.config import CacheRankConfig, ModelShape
 from cache_rank.recording import RECORD_VARIABLE
 from cache_rank.reference import SynchronousReference
+from scripts.serving import serve
 
 STEPS = 240
 

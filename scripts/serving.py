@@ -1,10 +1,9 @@
-"""Runs the real server as a user would, and talks to it over HTTP."""
+"""Runs the real server and talks to it over HTTP: for the demo, benchmarks and tests."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -154,6 +153,3 @@ def serve(arguments: Sequence[str], environment: dict[str, str] | None = None) -
 def log_probabilities(response: Any) -> list[float]:
     """Of the generated tokens."""
     return [entry[0] for entry in response["meta_info"]["output_token_logprobs"]]
-
-
-__all__ = ["PLAIN", "Server", "free_port", "log_probabilities", "serve", "signal"]

@@ -1,0 +1,48 @@
+# make demo    serve the bundled model with a cache rank, ask it a question, show what the cache rank did
+# make test    run the test suite
+# make serve   serve; ARGS="..." takes any flag of SGLang and ours
+# make lint    formatter, linter, type checker
+# make bench   host time per decode step, start-up, bytes on the wire, recall of the predictors
+# make clean   remove what the others made
+
+VENV ?= .venv
+# The first interpreter of a supported version; a shim may exist for one that is not installed.
+PYTHON ?= $(shell for p in python3 python3.12 python3.11; do \
+	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null \
+	&& echo $$p && break; done)
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+.PHONY: demo serve test lint bench clean install
+
+demo: install
+	$(BIN)/python -m scripts.demo
+
+serve: install
+	$(BIN)/python -m sglang_ext.launch --cache-rank-gpus 1 $(ARGS)
+
+test: install
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ARGS)
+
+lint: install
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+bench: install
+	$(BIN)/python -m scripts.measure_host_time
+	$(BIN)/python -m scripts.compare_selection
+
+install: $(INSTALLED)
+
+$(INSTALLED): pyproject.toml
+	@test -n "$(PYTHON)" || { echo "error: needs Python 3.11 or 3.12; pass PYTHON=/path/to/it" >&2; exit 1; }
+	@echo "Installing SGLang and this package into $(VENV): about 4 minutes and 9 GB the first time."
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --editable '.[dev]'
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,165 @@
+"""Compare query predictors by what they select, and hysteresis by what it ships.
+
+    python -m scripts.compare_selection [--budget 40] [--chains 4]
+
+Serves the bundled model once and records every query, key and value that reaches the cache rank;
+then replays the record through each predictor in each frame, and through several margins. The true
+query of a step scores the selection that was made for it: recall of the exact top tokens, and the
+attention probability captured. The bundled model restates each key, so its queries repeat: read the
+order of the rows, not their height. The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple, get_args
+
+import msgspec
+import torch
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from transformers import AutoTokenizer
+
+from cache_rank.config import CacheRankConfig, Frame, ModelShape, Predictor
+from cache_rank.prediction import QueryPredictor
+from cache_rank.protocol import DownMessage
+from cache_rank.recall import measure_recall
+from cache_rank.recording import RECORD_VARIABLE
+from cache_rank.sequence import Sequence
+from scripts.pointer_chase import make_chain
+from scripts.serving import serve
+from sglang_ext.server_args import BUNDLED_MODEL
+
+SINKS, RECENT, WINDOW = 4, 16, 16
+CPU = torch.device("cpu")
+
+
+def record(folder: Path, budget: int, chains: int) -> None:
+    """Serve chains and record what the cache rank receives."""
+    flags = (
+        f"--sparse-threshold 264 --sparse-budget {budget} --sink-tokens {SINKS} "
+        f"--recent-tokens {RECENT} --delta-capacity {budget} --query-window {WINDOW}"
+    )
+    tokenizer = AutoTokenizer.from_pretrained(BUNDLED_MODEL)
+    problems = [make_chain(seed=seed, facts=128, hops=80) for seed in range(chains)]
+    with serve(flags.split(), {RECORD_VARIABLE: str(folder)}) as server:
+        prompts = [tokenizer(problem.prompt)["input_ids"] for problem in problems]
+        server.generate_all(prompts, problems[0].max_tokens)
+
+
+def load(folder: Path) -> list[dict[str, Any]]:
+    """Events of a record, in order."""
+    return [torch.load(path, weights_only=False) for path in sorted(folder.glob("*.pt"))]
+
+
+def model_of(events: list[dict[str, Any]]) -> ModelShape:
+    """Shape of the recorded model; the rotary frequencies are the bundled model's."""
+    row = next(event for event in events if event["kind"] == "step")["rows"][0]
+    layers, query_heads, head_dim = row["queries"].shape
+    config = json.loads((BUNDLED_MODEL / "config.json").read_text())
+    exponents = range(0, head_dim, 2)
+    frequency = tuple(config["rope_theta"] ** (-exponent / head_dim) for exponent in exponents)
+    kv_heads = row["keys"].shape[1]
+    return ModelShape(layers, query_heads, kv_heads, head_dim, "float32", head_dim**-0.5, frequency)
+
+
+class StepResult(NamedTuple):
+    """What a step's selection was worth and what it changed."""
+
+    recall: float
+    attention_mass: float
+    entering_mean: float  # tokens a (layer, kv head)
+    entering_most: int  # of any (layer, kv head): what the capacity must allow
+
+
+def replay(config: CacheRankConfig, events: list[dict[str, Any]]) -> Iterator[StepResult]:
+    """Select again from recorded tensors; one result a warm step."""
+    predictor = QueryPredictor(config, CPU)
+    sequences: dict[int, Sequence] = {}
+    layers = range(config.model.layers)
+    for event in events:
+        if event["kind"] == "load":
+            sequence = sequences.setdefault(event["epoch"], Sequence(event["epoch"], config, CPU))
+            sequence.residency.append(layers, event["shipment"][0], event["shipment"][1])
+            continue
+        for row in event["rows"]:
+            sequence, position = sequences[row["epoch"]], row["position"]
+            warm = sequence.window.counts[0] > config.query_window
+            recall, mass = measure_recall(sequence, config, layers, row["queries"], position)
+            sequence.append(layers, row["queries"], row["keys"], row["values"])
+            (predicted,) = predictor.predict([sequence.window], layers)
+            selection = sequence.select(layers, predicted, position)
+            entering = (selection.slots >= 0).sum(-1)
+            if warm:
+                yield StepResult(recall, mass, float(entering.float().mean()), int(entering.max()))
+
+
+def main() -> None:
+    """Record, replay, print."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else "")
+    parser.add_argument("--budget", type=int, default=40)
+    parser.add_argument("--chains", type=int, default=4)
+    options = parser.parse_args()
+    torch.set_grad_enabled(False)
+    console = Console()
+    with tempfile.TemporaryDirectory() as folder:
+        with console.status("serving and recording"):
+            record(Path(folder), options.budget, options.chains)
+        events = load(Path(folder))
+    base = CacheRankConfig(
+        model_of(events),
+        layers_per_group=1,
+        sparse_budget=options.budget,
+        sink_tokens=SINKS,
+        recent_tokens=RECENT,
+        query_window=WINDOW,
+        selection_margin=0,
+        delta_capacity=options.budget,
+    )
+
+    predictors = Table(title=f"Selection by predictor, k = {options.budget}, no margin")
+    for column in ("predictor", "frame", "recall", "attention captured", "entering tokens, mean"):
+        predictors.add_column(column)
+    results: dict[str, Any] = {"machine": platform.platform(), "predictors": {}, "margins": {}}
+    variants = [(name, frame) for name in get_args(Predictor) for frame in get_args(Frame)]
+    for name, frame in track(variants, description="predictors", console=console):
+        config = msgspec.structs.replace(base, query_predictor=name, query_frame=frame)
+        steps = list(replay(config, events))
+        values = [statistics.mean(column) for column in list(zip(*steps, strict=True))[:3]]
+        results["predictors"][f"{name}-{frame}"] = values
+        predictors.add_row(name, frame, *(f"{value:.3f}" for value in values))
+    console.print(predictors)
+
+    margins = Table(title=f"Hysteresis, predictor {base.query_predictor}-{base.query_frame}")
+    head_bytes = 2 * base.model.head_dim * base.model.torch_dtype.itemsize
+    heads = base.model.layers * base.model.kv_heads
+    columns = ("margin", "recall", "attention captured", "entering mean", "p99 of most")
+    for column in (*columns, "useful bytes a step", "message bytes at p99"):
+        margins.add_column(column)
+    for margin in track([0, 5, 10, 20, 40], description="margins", console=console):
+        config = msgspec.structs.replace(base, selection_margin=margin)
+        steps = list(replay(config, events))
+        recall, mass, entering = (
+            statistics.mean(column) for column in list(zip(*steps, strict=True))[:3]
+        )
+        most = sorted(step.entering_most for step in steps)
+        capacity = max(1, most[int(0.99 * len(most))])
+        sized = msgspec.structs.replace(config, delta_capacity=capacity)
+        message = DownMessage.size(sized, config.model.layers, rows=1)
+        useful = round(entering * heads * head_bytes)
+        results["margins"][margin] = [recall, mass, entering, capacity, useful, message]
+        rates = (f"{value:.3f}" for value in (recall, mass, entering))
+        margins.add_row(str(margin), *rates, str(capacity), str(useful), str(message))
+    console.print(margins)
+    print(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()

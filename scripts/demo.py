@@ -1,0 +1,163 @@
+"""Serve the bundled model, ask it a question twice, and show what the cache rank did.
+
+    make demo
+
+The question is a table of 128 facts and a walk through them: 80 hops, each of which needs exactly
+one token of the table, so the program can check every word. It is asked once with dense attention
+and once with a working set of a tenth of the context.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from openai import OpenAI
+from rich.console import Console
+from rich.table import Table
+
+from scripts.pointer_chase import PointerChase, make_chain
+from scripts.serving import Server
+
+SINKS, RECENT, BUDGET = 4, 16, 40
+ARGUMENTS = {
+    "--cache-rank-gpus": 1,
+    "--sparse-threshold": 264,
+    "--sparse-budget": BUDGET,
+    "--sink-tokens": SINKS,
+    "--recent-tokens": RECENT,
+    "--selection-margin": 8,
+    "--delta-capacity": 40,
+    "--recall-interval": 4,
+}
+console = Console()
+
+
+def start_server() -> Server:
+    """Start the server and wait until it answers."""
+    flags = [str(word) for pair in ARGUMENTS.items() for word in pair]
+    console.print(f"[dim]$ python -m sglang_ext.launch {' '.join(flags)}[/dim]", soft_wrap=True)
+    server = Server(flags)
+    with console.status("starting the inference rank and the cache rank (about half a minute)"):
+        return server.wait_ready()
+
+
+def ask(client: OpenAI, chain: PointerChase, sparse: bool) -> Iterator[str]:
+    """Stream the answer to a chain through the OpenAI API."""
+    stream = client.chat.completions.create(
+        model="default",
+        messages=[{"role": "user", "content": chain.prompt}],
+        max_tokens=chain.max_tokens,
+        temperature=0,
+        stream=True,
+        extra_body={"custom_params": {"cache_rank": sparse}},
+    )
+    for chunk in stream:
+        if chunk.choices and chunk.choices[0].delta.content:
+            yield chunk.choices[0].delta.content
+
+
+def show_answer(title: str, chain: PointerChase, pieces: Iterator[str]) -> None:
+    """Print the walk as it arrives, then whether it is right."""
+    console.print(f"\n[bold]{title}[/bold]")
+    console.print(f"  {chain.start}", end="", highlight=False)
+    text, shown = "", 1
+    started = time.monotonic()
+    for piece in pieces:
+        text += piece
+        values = [word[1:] for word in text.split() if word.startswith("d")]
+        for value in values[shown - 1 : -1]:
+            console.print(f" → {value}", end="", highlight=False, soft_wrap=True)
+            shown += 1
+    seconds = time.monotonic() - started
+    grade = chain.grade(text)
+    console.print(f" → {text.split()[-1][1:]}", highlight=False)
+    verdict = "[green]right[/green]" if grade.exact else "[red]wrong[/red]"
+    console.print(
+        f"  {verdict}: {grade.correct_hops} of {chain.hops} hops, final value "
+        f"{text.split()[-1][1:]}, expected {chain.final_value}; {seconds:.1f} s"
+    )
+
+
+class Watch:
+    """Samples what the cache rank holds while a request runs."""
+
+    def __init__(self, server: Server) -> None:
+        self.tokens_held = self.bytes_held = 0
+        self._server = server
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._sample)
+
+    def _sample(self) -> None:
+        while not self._stop.wait(0.05):
+            state = self._server.cache_rank()
+            self.tokens_held = max(self.tokens_held, state["tokens_held"])
+            self.bytes_held = max(self.bytes_held, state["bytes_held"])
+
+    def __enter__(self) -> Watch:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+
+def show_cache_rank(before: dict[str, Any], after: dict[str, Any], watch: Watch) -> None:
+    """Print what the cache rank did between two states."""
+
+    def grown(name: str) -> float:
+        return float(after[name] - before[name])
+
+    steps, shipped = grown("steps"), grown("tokens_shipped")
+    table = Table(title="What the cache rank did", title_justify="left", show_header=False)
+    table.add_column("")
+    table.add_column("", justify="right")
+    rows = {
+        "tokens held": f"{watch.tokens_held}",
+        "memory held": f"{watch.bytes_held / 1e6:.1f} MB",
+        "tokens attended to": f"{SINKS} sinks + {BUDGET} selected + {RECENT} recent + 1",
+        "decode steps exchanged": f"{steps:.0f}",
+        "tokens shipped": f"{shipped:.0f}, {shipped / steps:.1f} a step",
+        "recall against exact selection": f"{after['recall']:.3f}",
+        "attention mass captured": f"{after['attention_mass']:.3f}",
+        "steps that waited": f"{grown('steps_waited'):.0f}",
+        "time waited": f"{1e3 * grown('wait_seconds') / steps:.2f} ms a step",
+    }
+    for name, value in rows.items():
+        table.add_row(name, value)
+    console.print()
+    console.print(table)
+
+
+def main() -> int:
+    """Run the demo; the exit status."""
+    chain = make_chain(seed=7, facts=128, hops=80)
+    server = start_server()
+    try:
+        client = OpenAI(base_url=f"{server.url}/v1", api_key="none")
+        context = 2 * 128 + 3 + chain.max_tokens
+        console.print(
+            f"\n128 facts in random order, then a walk of {chain.hops} hops from {chain.start}: "
+            f"{context} tokens in all."
+        )
+        watch = Watch(server)
+        show_answer("Dense: every token attends to everything", chain, ask(client, chain, False))
+        before = server.cache_rank()
+        with watch:
+            most = SINKS + BUDGET + RECENT + 1
+            title = f"Sparse: at most {most} of {context} tokens, in all layers but the first"
+            show_answer(title, chain, ask(client, chain, True))
+        time.sleep(0.5)  # the last report
+        show_cache_rank(before, server.cache_rank(), watch)
+        console.print(f"\n[dim]server log: {server.log}[/dim]")
+    finally:
+        server.stop()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

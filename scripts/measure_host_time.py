@@ -1,0 +1,143 @@
+"""Measure the host time that a decode step spends in our hooks, and how fast a cache rank starts.
+
+    python -m scripts.measure_host_time [--steps 400]
+
+Runs the inference rank's real code against a real cache-rank process, on made-up tensors in the
+place of a model. `hooks` is what every step pays beside SGLang's own work: planning, the table and
+the accounting. `announce` is the control message. `exchange` is staging, sending, waiting and
+scattering, which on GPUs belongs to streams; with nothing to overlap it, the wait here is the cache
+rank's whole time. The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from cache_rank.config import ModelShape
+from sglang_ext.inference_rank import InferenceRank, Pools, reserve_rows
+from sglang_ext.server_args import CacheRankServerArgs, parse_server_args
+from sglang_ext.supervisor import Supervisor
+
+LENGTH = 600
+LAYERS, QUERY_HEADS, KV_HEADS, HEAD_DIM = 12, 8, 2, 64
+SLOTS, CONTEXT = 64, 4096
+
+
+def make_rank(args: CacheRankServerArgs, supervisor: Supervisor) -> InferenceRank:
+    """An inference rank over pools of random numbers."""
+    rows = SLOTS * CONTEXT // 4 + reserve_rows(args)
+    pools = Pools(
+        req_to_token=torch.arange(SLOTS * CONTEXT, dtype=torch.int32).view(SLOTS, CONTEXT)
+        % (SLOTS * CONTEXT // 4),
+        keys=[torch.randn(rows, KV_HEADS, HEAD_DIM) for _ in range(LAYERS)],
+        values=[torch.randn(rows, KV_HEADS, HEAD_DIM) for _ in range(LAYERS)],
+        allocator=SimpleNamespace(available_size=lambda: rows),
+    )
+    model = ModelShape(LAYERS - 1, QUERY_HEADS, KV_HEADS, HEAD_DIM, "float32", HEAD_DIM**-0.5)
+    return InferenceRank(args, model, pools, tp_rank=0, supervisor=supervisor)
+
+
+def make_request(slot: int) -> Any:
+    """What the inference rank reads of SGLang's Req."""
+    return SimpleNamespace(
+        req_pool_idx=slot,
+        origin_input_ids=range(LENGTH),
+        cache_protected_len=0,
+        sampling_params=SimpleNamespace(custom_params=None, max_new_tokens=2048),
+    )
+
+
+def measure(rank: InferenceRank, batch: int, steps: int) -> dict[str, list[float]]:
+    """Run decode steps; seconds of each part, of each step whose requests are all sparse."""
+    requests = [make_request(slot) for slot in range(1, batch + 1)]
+    queries = torch.randn(batch, QUERY_HEADS, HEAD_DIM)
+    keys = torch.randn(batch, KV_HEADS, HEAD_DIM)
+    seconds: dict[str, list[float]] = {"hooks": [], "announce": [], "exchange": []}
+    for step in range(steps):
+        lengths = [LENGTH + step] * batch
+        started = time.perf_counter()
+        plan = rank.plan_step(requests, lengths)
+        planned = time.perf_counter()
+        rank.announce_step(plan)
+        announced = time.perf_counter()
+        for group, layers in enumerate(rank.config.groups):
+            rank.begin_group(plan, group)
+            for layer in range(len(layers)):
+                rank.stage(plan, layer, queries, keys, keys)
+            rank.end_group(plan, group)
+        exchanged = time.perf_counter()
+        rank.end_step(plan)
+        rank.statistics_of(requests)
+        ended = time.perf_counter()
+        if len(plan.sparse) == batch:
+            seconds["hooks"].append((planned - started) + (ended - exchanged))
+            seconds["announce"].append(announced - planned)
+            seconds["exchange"].append(exchanged - announced)
+    for request in requests:
+        rank.on_request_freed(request)
+    return seconds
+
+
+def quantile(values: list[float], share: float) -> float:
+    """A quantile in microseconds."""
+    return 1e6 * sorted(values)[min(len(values) - 1, int(share * len(values)))]
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else "")
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    torch.set_grad_enabled(False)
+
+    args = parse_server_args(
+        "--sparse-threshold 512 --sparse-budget 256 --delta-capacity 64 --recall-interval 0 "
+        "--log-level warning".split()
+    )
+    supervisor = Supervisor("cache-rank-0", args.cache_rank_address, timeout=60.0)
+    rank = make_rank(args, supervisor)
+    console, table = Console(), Table(title="Host time per decode step, all requests sparse")
+    table.add_column("batch", justify="right")
+    for part in ("hooks", "announce", "exchange"):
+        table.add_column(f"{part} p50", justify="right")
+        table.add_column("p99", justify="right")
+    results: dict[int, dict[str, float]] = {}
+    for batch in options.batches:
+        results[batch] = {
+            f"{part}_{name}": quantile(values, share)
+            for part, values in measure(rank, batch, options.steps).items()
+            for name, share in (("p50", 0.5), ("p99", 0.99))
+        }
+        table.add_row(str(batch), *(f"{value:.0f} µs" for value in results[batch].values()))
+    console.print(table)
+    starts = []
+    for _ in range(5):
+        fresh = Supervisor("cache-rank-0", args.cache_rank_address, timeout=60.0)
+        fresh.open(rank.config)
+        starts.append(fresh.start_seconds)
+        fresh.close()
+    rank.close()
+    console.print(
+        f"start-up of a cache rank, spawn to open: {statistics.median(starts):.2f} s (median of 5)"
+    )
+    print(
+        json.dumps(
+            {"machine": platform.platform(), "microseconds": results, "start_seconds": starts}
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,30 @@
+"""Model shapes small enough to compute by hand, one for each way of sharing kv heads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cache_rank.config import CacheRankConfig, ModelShape
+
+MHA = ModelShape(3, query_heads=2, kv_heads=2, head_dim=8, dtype="float32", scale=8**-0.5)
+GQA = ModelShape(3, query_heads=4, kv_heads=2, head_dim=8, dtype="bfloat16", scale=8**-0.5)
+MQA = ModelShape(3, query_heads=3, kv_heads=1, head_dim=8, dtype="float16", scale=8**-0.5)
+MODELS = {"mha": MHA, "gqa": GQA, "mqa": MQA}
+
+ROTARY_FREQUENCY = tuple(10_000.0 ** (-2 * pair / 8) for pair in range(4))
+
+
+def small_config(model: ModelShape = GQA, **changes: Any) -> CacheRankConfig:
+    """A policy whose every rule shows within a few dozen tokens."""
+    policy: dict[str, Any] = {
+        "layers_per_group": 2,
+        "sparse_budget": 8,
+        "sink_tokens": 2,
+        "recent_tokens": 4,
+        "query_window": 4,
+        "selection_margin": 3,
+        "delta_capacity": 3,
+        "max_rows": 4,
+        "recall_interval": 0,
+    }
+    return CacheRankConfig(model, **{**policy, **changes})

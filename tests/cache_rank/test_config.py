@@ -1,0 +1,145 @@
+"""The policy both ranks agree on: what it refuses, and the arithmetic that both do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from small_models import GQA, MHA, ROTARY_FREQUENCY, small_config
+
+from cache_rank.config import DTYPES, CacheRankConfig
+
+
+@dataclass(frozen=True)
+class Refused:
+    field: str
+    value: Any
+    message: str
+
+
+BELOW_ONE = [
+    Refused(name, value, f"{name} must be at least 1, got {value}")
+    for name in (
+        "layers_per_group",
+        "sparse_budget",
+        "query_window",
+        "delta_capacity",
+        "max_rows",
+    )
+    for value in (0, -3)
+]
+NEGATIVE = [
+    Refused(name, -1, f"{name} must not be negative, got -1")
+    for name in ("sink_tokens", "recent_tokens", "selection_margin", "recall_interval")
+]
+
+
+@pytest.mark.parametrize(
+    "refused", [*BELOW_ONE, *NEGATIVE], ids=lambda refused: f"{refused.field}={refused.value}"
+)
+def test_refuses_what_is_out_of_range_and_names_it(refused: Refused) -> None:
+    with pytest.raises(ValueError, match=refused.message):
+        small_config(**{refused.field: refused.value})
+
+
+@pytest.mark.parametrize(
+    "name", ["sink_tokens", "recent_tokens", "selection_margin", "recall_interval"]
+)
+def test_accepts_zero_where_it_means_none(name: str) -> None:
+    assert getattr(small_config(**{name: 0}), name) == 0
+
+
+def test_refuses_a_dtype_that_no_pool_has() -> None:
+    model = msgspec.structs.replace(GQA, dtype="int8")
+    with pytest.raises(ValueError, match="dtype int8 is not one of float32, bfloat16, float16"):
+        small_config(model)
+
+
+def test_refuses_kv_heads_that_do_not_divide_the_query_heads() -> None:
+    model = msgspec.structs.replace(GQA, query_heads=5)
+    with pytest.raises(ValueError, match="kv_heads must divide query_heads"):
+        small_config(model)
+
+
+def test_refuses_the_pre_frame_without_rotary_embedding() -> None:
+    with pytest.raises(ValueError, match=r"pre needs a model with rotary .* use post"):
+        small_config(query_frame="pre")
+    rotary = msgspec.structs.replace(GQA, rotary_frequency=ROTARY_FREQUENCY)
+    assert small_config(rotary, query_frame="pre").query_frame == "pre"
+
+
+def test_travels_as_msgpack_and_is_checked_again_on_arrival() -> None:
+    config = small_config(msgspec.structs.replace(GQA, rotary_frequency=ROTARY_FREQUENCY))
+    wire = msgspec.msgpack.encode(config)
+    assert msgspec.msgpack.decode(wire, type=CacheRankConfig) == config
+    fields = msgspec.msgpack.decode(wire)
+    for change in (
+        {"sparse_budget": 0},
+        {"query_predictor": "median"},
+        {"query_frame": "sideways"},
+        {"surprise": 1},
+    ):
+        damaged = msgspec.msgpack.encode({**fields, **change})
+        with pytest.raises(msgspec.ValidationError):
+            msgspec.msgpack.decode(damaged, type=CacheRankConfig)
+
+
+@pytest.mark.parametrize("name", DTYPES)
+def test_bytes_per_token_are_those_of_keys_and_values_of_all_layers(name: str) -> None:
+    model = msgspec.structs.replace(MHA, dtype=name)
+    shape = (model.layers, model.kv_heads, model.head_dim)
+    key, value = torch.empty(shape, dtype=model.torch_dtype), torch.empty(shape).to(DTYPES[name])
+    assert model.bytes_per_token == key.nbytes + value.nbytes
+
+
+@settings(deadline=None)
+@given(st.integers(1, 40), st.integers(1, 50))
+def test_groups_are_consecutive_and_cover_every_layer_once(layers: int, per_group: int) -> None:
+    config = small_config(msgspec.structs.replace(GQA, layers=layers), layers_per_group=per_group)
+    groups = config.groups
+    assert [layer for group in groups for layer in group] == list(range(layers))
+    assert all(len(group) == per_group for group in groups[:-1])
+    assert 1 <= len(groups[-1]) <= per_group
+
+
+policies = st.builds(
+    small_config,
+    sparse_budget=st.integers(1, 20),
+    sink_tokens=st.integers(0, 6),
+    recent_tokens=st.integers(0, 10),
+    delta_capacity=st.integers(1, 8),
+)
+
+
+@settings(deadline=None)
+@given(policies, st.integers(0, 60))
+def test_candidates_are_what_the_next_step_does_not_attend_to_anyway(
+    config: CacheRankConfig, position: int
+) -> None:
+    following = position + 1
+    predecessors = range(following)
+    sinks = predecessors[: config.sink_tokens]
+    recent = predecessors[max(0, following - config.recent_tokens) :]
+    others = [token for token in predecessors if token not in sinks and token not in recent]
+    assert list(config.candidates_after(position)) == others
+    assert config.slots_wanted_after(position) == min(config.sparse_budget, len(others))
+
+
+@settings(deadline=None)
+@given(policies, st.integers(0, 30))
+def test_slots_fill_by_the_delta_capacity_until_they_are_wanted_no_more(
+    config: CacheRankConfig, first_position: int
+) -> None:
+    filled = 0
+    for position in range(first_position, first_position + 60):
+        before, filled = filled, config.filled_after(position, filled)
+        wanted = config.slots_wanted_after(position)
+        assert before <= filled <= wanted
+        assert filled == wanted or filled - before == config.delta_capacity
+    candidates = len(config.candidates_after(first_position + 59))
+    assert filled == min(config.sparse_budget, candidates)

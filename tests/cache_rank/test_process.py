@@ -1,0 +1,609 @@
+"""A real cache-rank process, driven over its wire as the inference rank drives it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+import zmq
+from cache_rank_kernels.checksum.reference import slots_checksum
+from small_models import GQA, MHA, MQA, ROTARY_FREQUENCY, small_config
+from torch import Tensor
+
+from cache_rank.config import CacheRankConfig, ModelShape
+from cache_rank.control import MAX_FRAME_BYTES, ControlSender, seal
+from cache_rank.protocol import (
+    NO_EPOCH,
+    AnswerHeader,
+    DownMessage,
+    End,
+    Flush,
+    Load,
+    Open,
+    Report,
+    Row,
+    Step,
+    UpMessage,
+)
+from cache_rank.reference import SynchronousReference
+from cache_rank.transport import TransportError
+from sglang_ext.supervisor import Connection, Supervisor
+
+ADDRESS = "127.0.0.1"
+LONG = 60.0
+"""A timeout that no passing test reaches."""
+
+PREDICTORS = ("last", "ema", "spade", "ridge")
+FRAMES = ("post", "pre")
+
+
+def with_rotary(model: ModelShape, interleaved: bool = False) -> ModelShape:
+    return msgspec.structs.replace(
+        model, rotary_frequency=ROTARY_FREQUENCY, rotary_interleaved=interleaved
+    )
+
+
+class Request:
+    """A request on the inference rank: its stream of tensors, its slots, and what they must hold."""
+
+    def __init__(self, config: CacheRankConfig, epoch: int, prompt: int) -> None:
+        model = config.model
+        self.config = config
+        self.epoch = epoch
+        self.position = prompt
+        """Of the next token."""
+        self._generator = torch.Generator().manual_seed(epoch)
+        self.prompt = self._random(2, model.layers, prompt, model.kv_heads, model.head_dim)
+        self.reference = SynchronousReference(config, *self.prompt)
+        self._query = self._random(model.layers, model.query_heads, model.head_dim).float()
+        slots = (model.layers, model.kv_heads, config.sparse_budget, model.head_dim)
+        self.keys = torch.zeros(slots, dtype=model.torch_dtype)
+        self.values = torch.zeros(slots, dtype=model.torch_dtype)
+        self.filled = 0
+
+    def _random(self, *shape: int) -> Tensor:
+        return torch.randn(shape, generator=self._generator).to(self.config.model.torch_dtype)
+
+    def compute(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The next token's queries, which drift, and keys and values: (layers, heads, D) each."""
+        model = self.config.model
+        noise = self._random(model.layers, model.query_heads, model.head_dim)
+        self._query = 0.9 * self._query + 0.6 * noise.float()
+        keys, values = self._random(2, model.layers, model.kv_heads, model.head_dim)
+        return self._query.to(model.torch_dtype), keys, values
+
+    def choose(self, queries: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Let the reference append the token and choose those of the next step."""
+        for layer in range(self.config.model.layers):
+            self.reference.append(layer, queries[layer], keys[layer], values[layer])
+            self.reference.select(layer, self.position)
+        self.filled = self.config.filled_after(self.position, self.filled)
+        self.position += 1
+
+    def apply(self, layers: range, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Write the answer for a group, (len(layers), Hkv, C[, D]), into the slots."""
+        for layer, head, entry in (slots >= 0).nonzero().tolist():
+            slot = slots[layer, head, entry]
+            self.keys[layers[layer], head, slot] = keys[layer, head, entry]
+            self.values[layers[layer], head, slot] = values[layer, head, entry]
+
+    def assert_slots_are_those_of_the_reference(self) -> None:
+        for layer in range(self.config.model.layers):
+            for head in range(self.config.model.kv_heads):
+                tokens = self.reference.slots[layer][head]
+                assert [token is not None for token in tokens] == [
+                    slot < self.filled for slot in range(len(tokens))
+                ]
+                chosen = torch.tensor(tokens[: self.filled], dtype=torch.int64)
+                for held, source in (
+                    (self.keys, self.reference.keys),
+                    (self.values, self.reference.values),
+                ):
+                    assert torch.equal(
+                        held[layer, head, : self.filled], source[layer][head, chosen]
+                    )
+
+
+@dataclass
+class Reports:
+    """Collects what the cache rank reports, in the supervisor's thread."""
+
+    latest: Report | None = None
+    downs: int = 0
+    _changed: threading.Condition = field(default_factory=threading.Condition)
+
+    def __call__(self, report: Report | None) -> None:
+        with self._changed:
+            self.latest = report
+            self.downs += report is None
+            self._changed.notify_all()
+
+    def wait_for(self, condition: Callable[[Report], bool]) -> None:
+        with self._changed:
+            arrived = self._changed.wait_for(
+                lambda: self.latest is not None and condition(self.latest), timeout=15
+            )
+        assert arrived, f"the last report was {self.latest}"
+
+
+class InferenceRank:
+    """The other end of the wire, without a pool and without SGLang."""
+
+    def __init__(self, config: CacheRankConfig, timeout: float = LONG) -> None:
+        self.config = config
+        self.reports = Reports()
+        self.supervisor = Supervisor("cache rank of a test", ADDRESS, timeout)
+        self.supervisor.on_report = self.reports
+        self.connection = self.supervisor.open(config)
+        self.refused = 0
+        """How many messages the cache rank must have refused so far."""
+        self._step = 0
+        self._epoch = 0
+
+    def new_request(self, prompt: int) -> Request:
+        self._epoch += 1
+        return Request(self.config, self._epoch, prompt)
+
+    def load(self, request: Request, chunk: int | None = None) -> None:
+        """Ship a request's prompt, in chunks."""
+        prompt = request.prompt
+        count = prompt.shape[2]
+        chunk = chunk or count
+        for start in range(0, count, chunk):
+            part = prompt[:, :, start : start + chunk].contiguous()
+            self.send_load(Load(request.epoch, start, part.shape[2]), part)
+
+    def send_load(self, message: Load, shipment: Tensor) -> None:
+        self.connection.control.send(message)
+        self.connection.link.bulk.send(shipment).wait(LONG)
+
+    def arrive(self, prompt: int, chunk: int | None = None) -> Request:
+        request = self.new_request(prompt)
+        self.load(request, chunk)
+        return request
+
+    def announce(self, rows: list[Row], step: int | None = None) -> None:
+        self._step += step is None
+        self.connection.control.send(Step(self._step if step is None else step, rows))
+
+    def exchange_group(self, layers: range, rows: int, tensors: Sequence[Any]) -> DownMessage:
+        """Send a group's tensors and wait for its answer; `tensors` are those of `compute`."""
+        config = self.config
+        size = UpMessage.size(config, len(layers), rows)
+        up = UpMessage(config, len(layers), rows, torch.zeros(size, dtype=torch.uint8))
+        for index, (queries, keys, values) in enumerate(tensors):
+            up.queries[index] = queries[layers.start : layers.stop]
+            up.keys[index] = keys[layers.start : layers.stop]
+            up.values[index] = values[layers.start : layers.stop]
+        sent = self.connection.link.up.send(up.buffer)
+        size = DownMessage.size(config, len(layers), rows)
+        down = DownMessage(config, len(layers), rows, torch.zeros(size, dtype=torch.uint8))
+        self.connection.link.down.receive(down.buffer).wait(LONG)
+        sent.wait(LONG)
+        return down
+
+    def exchange(
+        self, rows: list[Row], tensors: Sequence[Any], step: int | None = None
+    ) -> list[DownMessage]:
+        """One whole step; the answer of every group."""
+        self.announce(rows, step)
+        return [self.exchange_group(layers, len(rows), tensors) for layers in self.config.groups]
+
+    def decode(self, requests: Sequence[Request]) -> None:
+        """One step of some requests, whose answers must be those of the reference."""
+        tensors = [request.compute() for request in requests]
+        rows = [Row(request.epoch, request.position) for request in requests]
+        answers = self.exchange(rows, tensors)
+        for index, (request, computed) in enumerate(zip(requests, tensors, strict=True)):
+            request.choose(*computed)
+            self.check_answers(request, index, answers)
+
+    def check_answers(self, request: Request, index: int, answers: Sequence[DownMessage]) -> None:
+        """Apply a row's answers and compare with the reference, which has chosen already."""
+        for layers, answer in zip(self.config.groups, answers, strict=True):
+            slots = answer.slots[index]
+            request.apply(layers, slots, answer.keys[index], answer.values[index])
+            used = (slice(layers.start, layers.stop), slice(None), slice(request.filled))
+            checksum = slots_checksum(request.keys[used], request.values[used])
+            assert AnswerHeader(*answer.header[index].tolist()) == AnswerHeader(
+                step=self._step,
+                epoch=request.epoch,
+                resident_tokens=request.position,
+                filled_slots=request.filled,
+                shipped_tokens=int((slots >= 0).sum()),
+                checksum=checksum if self.config.checksum else 0,
+            )
+        request.assert_slots_are_those_of_the_reference()
+
+    def end(self, *requests: Request) -> None:
+        self.connection.control.send(End([request.epoch for request in requests]))
+
+    def expect_refused(self, count: int) -> None:
+        """The cache rank counts so many more refused messages, and no others."""
+        self.refused += count
+        self.reports.wait_for(lambda report: report.refused_messages >= self.refused)
+        assert self.reports.latest is not None
+        assert self.reports.latest.refused_messages == self.refused
+
+    def close(self) -> None:
+        self.supervisor.close()
+
+
+@dataclass(frozen=True)
+class Policy:
+    predictor: str
+    frame: str
+    model: ModelShape
+
+    def config(self) -> CacheRankConfig:
+        return small_config(
+            self.model,
+            query_predictor=self.predictor,
+            query_frame=self.frame,
+            sparse_budget=16,
+            recent_tokens=8,
+            query_window=6,
+            selection_margin=4,
+            delta_capacity=4,
+            checksum=True,
+            recall_interval=7,
+        )
+
+
+# Each way of sharing kv heads, each dtype and both rotary layouts meet each frame.
+SHAPES = (
+    with_rotary(MHA),
+    with_rotary(GQA, interleaved=True),
+    with_rotary(MQA),
+    with_rotary(GQA),
+)
+POLICIES = [
+    Policy(predictor, frame, SHAPES[(place + shift) % len(SHAPES)])
+    for shift, frame in enumerate(FRAMES)
+    for place, predictor in enumerate(PREDICTORS)
+]
+
+STEPS = 200
+ARRIVALS = {0: (40, 15), 20: (90, None), 60: (1, None), 130: (7, 3)}
+"""Step -> tokens of the prompt that arrives, and how many a Load ships (None: all)."""
+
+DEPARTURES = {110: 0, 150: 0, 185: 1}
+"""Step -> which of the live requests ends."""
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda p: f"{p.predictor}-{p.frame}")
+def test_selections_equal_the_synchronous_reference_slot_by_slot(policy: Policy) -> None:
+    rank = InferenceRank(policy.config())
+    try:
+        live: list[Request] = []
+        for step in range(STEPS):
+            if step in DEPARTURES:
+                rank.end(live.pop(DEPARTURES[step]))
+            if step in ARRIVALS:
+                live.append(rank.arrive(*ARRIVALS[step]))
+            rank.decode(live if step % 2 else live[::-1])
+        assert rank.supervisor.starts == 1
+    finally:
+        rank.close()
+
+
+@pytest.fixture(scope="module")
+def rank() -> Iterator[InferenceRank]:
+    """One process for all tests that leave it serving."""
+    config = small_config(
+        with_rotary(GQA), query_predictor="ridge", query_frame="pre", checksum=True
+    )
+    rank = InferenceRank(config)
+    yield rank
+    rank.close()
+
+
+@pytest.mark.parametrize("predecessor", ["none", "one"])
+def test_a_group_is_answered_before_the_next_one_is_sent(
+    rank: InferenceRank, predecessor: str
+) -> None:
+    request = rank.arrive(prompt=20)
+    if predecessor == "one":
+        rank.decode([request])
+    tensors = request.compute()
+    rank.announce([Row(request.epoch, request.position)])
+    answers = []
+    for layers in rank.config.groups:
+        # Nothing of later groups is on the wire when this returns.
+        answers.append(rank.exchange_group(layers, 1, [tensors]))
+    request.choose(*tensors)
+    rank.check_answers(request, 0, answers)
+    rank.end(request)
+
+
+def test_the_next_step_may_be_announced_before_the_last_answer_is_read(
+    rank: InferenceRank,
+) -> None:
+    """As the inference rank works: an answer is read in the step after its own."""
+    request = rank.arrive(prompt=20)
+    config, link = rank.config, rank.connection.link
+    pending: list[Any] = [None] * len(config.groups)
+    buffers = []
+    for _ in range(10):
+        tensors = request.compute()
+        rank.announce([Row(request.epoch, request.position)])
+        for group, layers in enumerate(config.groups):
+            if pending[group] is not None:
+                down, receive, sent = pending[group]
+                receive.wait(LONG)
+                sent.wait(LONG)
+                request.apply(layers, down.slots[0], down.keys[0], down.values[0])
+            size = UpMessage.size(config, len(layers), 1)
+            up = UpMessage(config, len(layers), 1, torch.zeros(size, dtype=torch.uint8))
+            group_of = slice(layers.start, layers.stop)
+            up.queries[0], up.keys[0], up.values[0] = (part[group_of] for part in tensors)
+            buffers.append(up)
+            sent = link.up.send(up.buffer)
+            size = DownMessage.size(config, len(layers), 1)
+            down = DownMessage(config, len(layers), 1, torch.zeros(size, dtype=torch.uint8))
+            pending[group] = (down, link.down.receive(down.buffer), sent)
+        if request.position > 20:
+            request.assert_slots_are_those_of_the_reference()
+        request.choose(*tensors)
+    for layers, (down, receive, _) in zip(config.groups, pending, strict=True):
+        receive.wait(LONG)
+        request.apply(layers, down.slots[0], down.keys[0], down.values[0])
+    request.assert_slots_are_those_of_the_reference()
+    rank.end(request)
+
+
+def test_a_poisoned_request_leaves_its_batch_mates_alone(rank: InferenceRank) -> None:
+    healthy, poisoned = rank.arrive(prompt=20), rank.arrive(prompt=20)
+    for step in range(8):
+        requests = [healthy, poisoned]
+        tensors = [request.compute() for request in requests]
+        if step == 2:
+            tensors[1][0][:] = float("nan")
+        rows = [Row(request.epoch, request.position) for request in requests]
+        answers = rank.exchange(rows, tensors)
+        healthy.choose(*tensors[0])
+        rank.check_answers(healthy, 0, answers)
+        poisoned.position += 1
+    rank.end(healthy, poisoned)
+
+
+def assert_refused(answers: Sequence[DownMessage], row: int) -> None:
+    for answer in answers:
+        assert (answer.header[row] == NO_EPOCH).all()
+        assert (answer.slots[row] == -1).all()
+
+
+def test_refused_rows_are_answered_with_no_epoch_and_the_others_are_served(
+    rank: InferenceRank,
+) -> None:
+    request, ended = rank.arrive(prompt=20), rank.arrive(prompt=20)
+    rank.decode([request, ended])
+    rank.end(ended)
+    garbage = ended.compute()
+    never_begun = rank.new_request(prompt=5)
+    bad_rows = [
+        Row(ended.epoch, ended.position),
+        Row(never_begun.epoch, never_begun.position),
+        Row(NO_EPOCH, 0),
+        Row(2**62, 0),
+        Row(request.epoch, request.position - 1),
+        Row(request.epoch, request.position + 2),
+        Row(request.epoch, -1),
+    ]
+    for bad in bad_rows:
+        tensors = request.compute()
+        rows = [bad, Row(request.epoch, request.position)]
+        answers = rank.exchange(rows, [garbage, tensors])
+        assert_refused(answers, 0)
+        request.choose(*tensors)
+        rank.check_answers(request, 1, answers)
+
+        # `bad` is a position relative to a request that has moved on by now.
+    rank.expect_refused(len(bad_rows))
+    rank.end(request)
+
+
+def test_a_second_row_of_one_request_is_refused(rank: InferenceRank) -> None:
+    request = rank.arrive(prompt=20)
+    tensors = request.compute()
+    row = Row(request.epoch, request.position)
+    answers = rank.exchange([row, row], [tensors, tensors])
+    assert_refused(answers, 1)
+    request.choose(*tensors)
+    rank.check_answers(request, 0, answers)
+    rank.decode([request])
+    rank.expect_refused(1)
+    rank.end(request)
+
+
+def test_a_step_that_comes_again_is_refused_whole(rank: InferenceRank) -> None:
+    request = rank.arrive(prompt=20)
+    rank.decode([request])
+    last_step = rank.supervisor and rank._step
+    for step in (last_step, last_step - 1, last_step, 0):
+        garbage = request.compute()
+        rows = [Row(request.epoch, request.position)]
+        assert_refused(rank.exchange(rows, [garbage], step=step), 0)
+    rank.expect_refused(4)
+    # The refused steps left no trace: neither tokens nor a lower step number.
+    request.reference.queries  # noqa: B018
+    rank.decode([request])
+    rank.end(request)
+
+
+def test_loads_and_ends_of_what_is_not_live_are_refused(rank: InferenceRank) -> None:
+    request, ended = rank.arrive(prompt=20), rank.arrive(prompt=20)
+    rank.decode([request])
+    rank.end(ended)
+    unshipped = rank.new_request(prompt=5)
+    bad_loads = [
+        Load(ended.epoch, 20, 5),  # is over
+        Load(ended.epoch, 0, 5),  # an epoch does not begin twice
+        Load(unshipped.epoch, 3, 5),  # does not begin at the beginning
+        Load(request.epoch, 0, 5),  # is there already
+        Load(request.epoch, 20, 5),  # one token behind
+        Load(request.epoch, 22, 5),  # one token ahead
+    ]
+    for bad in bad_loads:
+        rank.send_load(bad, unshipped.prompt)
+    for count in (0, -1, rank.connection.capacity_tokens * 1000):
+        rank.connection.control.send(Load(unshipped.epoch, 0, count))
+    rank.end(ended)
+    rank.connection.control.send(End([unshipped.epoch, 2**40]))
+    rank.expect_refused(len(bad_loads) + 5)
+    rank.decode([request])
+    rank.end(request)
+
+
+def test_a_second_open_is_refused(rank: InferenceRank) -> None:
+    request = rank.arrive(prompt=20)
+    rank.connection.control.send(Open(small_config(MHA), "/nowhere"))
+    rank.decode([request])
+    rank.expect_refused(1)
+    rank.end(request)
+
+
+def test_frames_that_are_not_genuine_are_refused_and_serving_goes_on(rank: InferenceRank) -> None:
+    request = rank.arrive(prompt=20)
+    rank.decode([request])
+    secret = rank.connection._secret
+    flush = msgspec.msgpack.encode(Flush())
+    genuine = seal(secret, 1_000_000, flush)
+    counted = [
+        b"",
+        b"x" * 100,
+        genuine[:-1],
+        genuine + b"x",
+        genuine[:20] + bytes([genuine[20] ^ 1]) + genuine[21:],
+        seal(b"another secret", 1_000_000, flush),
+        seal(secret, 1, flush),  # was seen: the sequence is far beyond
+        seal(secret, 1_000_000, b"\xc1"),
+        seal(secret, 1_000_000, msgspec.msgpack.encode({"type": "Reboot"})),
+        seal(secret, 1_000_000, msgspec.msgpack.encode(Report())),
+        bytes(MAX_FRAME_BYTES + 1),
+    ]
+    endpoint = rank.connection.control._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+    with zmq.Context() as context, context.socket(zmq.PUSH) as stranger:
+        stranger.setsockopt(zmq.LINGER, 1000)
+        stranger.connect(endpoint)
+        for frame in counted:
+            stranger.send(frame)
+        stranger.send(bytes(4 * MAX_FRAME_BYTES + 1))  # cut off by ZMQ, uncounted
+        replaying = ControlSender(context, endpoint, secret)
+        replaying.send(Flush())  # a sender of its own starts at sequence 1
+        rank.expect_refused(len(counted) + 1)
+        replaying.close()
+    for _ in range(3):
+        rank.decode([request])
+    rank.end(request)
+
+
+@pytest.mark.parametrize("ending", ["end", "flush"])
+def test_memory_is_back_to_nothing_when_the_last_request_ends(
+    rank: InferenceRank, ending: str
+) -> None:
+    requests = [rank.arrive(prompt=30), rank.arrive(prompt=300, chunk=100)]
+    rank.decode(requests)
+    rank.reports.wait_for(lambda report: report.tokens_held == 332)
+    assert rank.reports.latest is not None
+    assert rank.reports.latest.epochs == 2
+    assert rank.reports.latest.bytes_held >= 332 * rank.config.model.bytes_per_token
+    if ending == "end":
+        rank.end(*requests)
+    else:
+        rank.connection.control.send(Flush())
+    rank.reports.wait_for(lambda report: report.epochs == 0)
+    assert rank.reports.latest.tokens_held == 0
+    assert rank.reports.latest.bytes_held == 0
+    again = rank.arrive(prompt=20)
+    rank.decode([again])
+    rank.end(again)
+
+
+def test_an_epoch_number_is_never_used_again(rank: InferenceRank) -> None:
+    request = rank.arrive(prompt=20)
+    rank.connection.control.send(Flush())
+    rank.load(request)
+    garbage = request.compute()
+    rows = [Row(request.epoch, request.position)]
+    assert_refused(rank.exchange(rows, [garbage]), 0)
+    rank.expect_refused(2)
+
+
+@pytest.mark.parametrize("moment", ["idle", "waiting-for-tensors"])
+def test_the_process_exits_when_its_standard_input_closes(moment: str) -> None:
+    config = small_config(GQA)
+    connection = Connection("cache rank of a test", ADDRESS, LONG)
+    try:
+        connection.open(config)
+        if moment == "waiting-for-tensors":
+            connection.control.send(Step(1, [Row(1, 1)]))
+            time.sleep(0.2)
+        process = connection._process
+        assert process.poll() is None
+        assert process.stdin is not None
+        process.stdin.close()
+        assert process.wait(timeout=10) == 0
+    finally:
+        connection.close()
+
+
+SILENCE_SECONDS = 1.5
+
+
+@pytest.fixture(scope="module")
+def fragile() -> Iterator[InferenceRank]:
+    """A rank whose cache rank is ended by tests, and starts again."""
+    rank = InferenceRank(small_config(GQA), timeout=SILENCE_SECONDS)
+    yield rank
+    rank.close()
+
+
+def wait_until(condition: Callable[[], bool], seconds: float) -> float:
+    """Wait for a condition; returns how long it took."""
+    started = time.monotonic()
+    while not condition():
+        assert time.monotonic() - started < seconds, "did not happen in time"
+        time.sleep(0.02)
+    return time.monotonic() - started
+
+
+@pytest.mark.parametrize(
+    "ending", [signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM], ids=lambda s: s.name
+)
+def test_a_lost_process_is_withdrawn_and_replaced(
+    fragile: InferenceRank, ending: signal.Signals
+) -> None:
+    supervisor, lost, starts = fragile.supervisor, fragile.connection, fragile.supervisor.starts
+    request = fragile.arrive(prompt=20)
+    fragile.decode([request])
+    downs = fragile.reports.downs
+    answer = lost.link.down.receive(torch.zeros(100, dtype=torch.uint8))
+
+    os.kill(lost.pid, ending)
+    began = time.monotonic()
+    wait_until(lambda: supervisor.connection is not lost, SILENCE_SECONDS + 10)
+    with pytest.raises(TransportError):
+        answer.wait(LONG)
+    assert time.monotonic() - began < SILENCE_SECONDS + 10
+
+    wait_until(lambda: supervisor.starts == starts + 1, LONG)
+    assert fragile.reports.downs == downs + 1
+    assert supervisor.connection is not None
+    assert supervisor.connection.pid != lost.pid
+    with pytest.raises(ProcessLookupError):
+        os.kill(lost.pid, 0)  # reaped
+
+    fragile.connection = supervisor.connection
+    request = fragile.arrive(prompt=20)
+    for _ in range(3):
+        fragile.decode([request])
+    fragile.end(request)

@@ -1,0 +1,165 @@
+"""Packed layouts: both sides compute the same sizes, and the fields tile the buffer."""
+
+from __future__ import annotations
+
+import msgspec
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from small_models import GQA, small_config
+from torch import Tensor
+
+from cache_rank.config import DTYPES, CacheRankConfig, ModelShape
+from cache_rank.protocol import AnswerHeader, DownMessage, Row, Step, UpMessage, bulk_shape
+
+
+@st.composite
+def configs(draw: st.DrawFn) -> CacheRankConfig:
+    """Odd sizes on purpose: nothing about a shape is a multiple of anything."""
+    kv_heads = draw(st.integers(1, 3))
+    model = ModelShape(
+        layers=draw(st.integers(1, 5)),
+        query_heads=kv_heads * draw(st.integers(1, 3)),
+        kv_heads=kv_heads,
+        head_dim=draw(st.integers(1, 9)),
+        dtype=draw(st.sampled_from(sorted(DTYPES))),
+        scale=1.0,
+    )
+    return small_config(
+        model, delta_capacity=draw(st.integers(1, 7)), layers_per_group=draw(st.integers(1, 5))
+    )
+
+
+rows_of_a_step = st.integers(1, 5)
+
+
+def extent(buffer: Tensor, field: Tensor) -> range:
+    """Bytes of the buffer that a field lies over."""
+    assert field.is_contiguous()
+    start = field.data_ptr() - buffer.data_ptr()
+    return range(start, start + field.nbytes)
+
+
+def assert_tiles(buffer: Tensor, fields: dict[str, Tensor], padding: int) -> None:
+    """The fields lie in order, inside the buffer, without overlap; gaps sum to the padding."""
+    previous = 0
+    gaps = 0
+    for field in fields.values():
+        place = extent(buffer, field)
+        assert place.start >= previous
+        assert place.start % field.element_size() == 0
+        gaps += place.start - previous
+        previous = place.stop
+    assert previous == buffer.nbytes
+    assert gaps == padding
+
+
+def assert_fields_are_independent(fields: dict[str, Tensor]) -> None:
+    """What is written into one field is read back from it and from no other."""
+    for number, field in enumerate(fields.values(), start=1):
+        field.fill_(number)
+    for number, field in enumerate(fields.values(), start=1):
+        assert (field == number).all()
+
+
+@settings(deadline=None)
+@given(configs(), rows_of_a_step)
+def test_up_message_fields_tile_the_buffer(config: CacheRankConfig, rows: int) -> None:
+    model = config.model
+    for layers in map(len, config.groups):
+        buffer = torch.zeros(UpMessage.size(config, layers, rows), dtype=torch.uint8)
+        message = UpMessage(config, layers, rows, buffer)
+        assert message.queries.shape == (rows, layers, model.query_heads, model.head_dim)
+        assert message.keys.shape == (rows, layers, model.kv_heads, model.head_dim)
+        assert message.values.shape == message.keys.shape
+        fields = {"queries": message.queries, "keys": message.keys, "values": message.values}
+        assert {field.dtype for field in fields.values()} == {model.torch_dtype}
+        assert_tiles(buffer, fields, padding=0)
+        assert_fields_are_independent(fields)
+
+
+@settings(deadline=None)
+@given(configs(), rows_of_a_step)
+def test_down_message_fields_tile_the_buffer(config: CacheRankConfig, rows: int) -> None:
+    model, capacity = config.model, config.delta_capacity
+    for layers in map(len, config.groups):
+        buffer = torch.zeros(DownMessage.size(config, layers, rows), dtype=torch.uint8)
+        message = DownMessage(config, layers, rows, buffer)
+        entries = (rows, layers, model.kv_heads, capacity)
+        assert message.header.shape == (rows, len(AnswerHeader._fields))
+        assert message.slots.shape == entries
+        assert message.keys.shape == message.values.shape == (*entries, model.head_dim)
+        assert message.header.dtype == torch.int64
+        assert message.slots.dtype == torch.int32
+        assert message.keys.dtype == message.values.dtype == model.torch_dtype
+        fields = {
+            "header": message.header,
+            "slots": message.slots,
+            "keys": message.keys,
+            "values": message.values,
+        }
+        padding = -(message.header.nbytes + message.slots.nbytes) % 16
+        assert_tiles(buffer, fields, padding)
+        assert_fields_are_independent(fields)
+
+
+@settings(deadline=None)
+@given(configs(), rows_of_a_step)
+def test_a_message_laid_over_a_larger_buffer_uses_only_its_own_bytes(
+    config: CacheRankConfig, rows: int
+) -> None:
+    layers = len(config.groups[0])
+    for kind in (UpMessage, DownMessage):
+        size = kind.size(config, layers, rows)
+        larger = torch.full((kind.size(config, layers, rows + 3),), 7, dtype=torch.uint8)
+        kind(config, layers, rows, larger[:size]).keys.fill_(0)
+        assert (larger[size:] == 7).all()
+
+
+@settings(deadline=None)
+@given(configs(), rows_of_a_step)
+def test_what_one_side_packs_the_other_reads(config: CacheRankConfig, rows: int) -> None:
+    layers = len(config.groups[0])
+    for kind in (UpMessage, DownMessage):
+        packed = torch.randint(0, 256, (kind.size(config, layers, rows),), dtype=torch.uint8)
+        received = kind(config, layers, rows, packed.clone())
+        sent = kind(config, layers, rows, packed)
+        assert torch.equal(received.keys.view(torch.uint8), sent.keys.view(torch.uint8))
+        assert torch.equal(received.values.view(torch.uint8), sent.values.view(torch.uint8))
+
+
+@settings(deadline=None)
+@given(configs(), st.integers(1, 9))
+def test_a_bulk_shipment_holds_keys_and_values_of_all_layers(
+    config: CacheRankConfig, count: int
+) -> None:
+    shipment = torch.empty(bulk_shape(config, count), dtype=config.model.torch_dtype)
+    assert shipment.nbytes == count * config.model.bytes_per_token
+    assert shipment[0].shape == (
+        config.model.layers,
+        count,
+        config.model.kv_heads,
+        config.model.head_dim,
+    )
+
+
+def test_header_fields_come_back_by_name() -> None:
+    config = small_config(GQA)
+    buffer = torch.zeros(DownMessage.size(config, 2, 3), dtype=torch.uint8)
+    message = DownMessage(config, 2, 3, buffer)
+    header = AnswerHeader(
+        step=2**40,
+        epoch=7,
+        resident_tokens=100,
+        filled_slots=8,
+        shipped_tokens=3,
+        checksum=2**63 - 1,
+    )
+    message.header[1] = torch.tensor(header)
+    assert AnswerHeader(*message.header[1].tolist()) == header
+
+
+def test_rows_travel_as_arrays() -> None:
+    wire = msgspec.msgpack.encode(Step(step=1, rows=[Row(epoch=5, position=9)]))
+    assert msgspec.msgpack.decode(wire) == {"type": "Step", "step": 1, "rows": [[5, 9]]}
+    assert msgspec.msgpack.decode(wire, type=Step).rows[0].position == 9

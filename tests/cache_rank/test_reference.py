@@ -1,0 +1,191 @@
+"""The synchronous reference against dense attention, and its choice of tokens against the rules."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+import pytest
+import torch
+from small_models import GQA, MODELS, ROTARY_FREQUENCY, small_config
+from torch import Tensor
+
+from cache_rank.config import CacheRankConfig, ModelShape
+from cache_rank.reference import SynchronousReference
+
+UNIT_ROUNDOFF = torch.finfo(torch.float32).eps / 2
+
+
+@dataclass
+class Decode:
+    """A request with random tensors, decoded step by step."""
+
+    config: CacheRankConfig
+    reference: SynchronousReference
+    position: int
+    """Of the next token."""
+
+    @classmethod
+    def start(cls, config: CacheRankConfig, prompt: int) -> Decode:
+        torch.manual_seed(0)
+        model = config.model
+        keys, values = torch.randn(2, model.layers, prompt, model.kv_heads, model.head_dim)
+        dtype = model.torch_dtype
+        return cls(config, SynchronousReference(config, keys.to(dtype), values.to(dtype)), prompt)
+
+    def append(self) -> Tensor:
+        """The token at `position` joins every layer; returns its queries (layers, Hq, D)."""
+        model = self.config.model
+        dtype = model.torch_dtype
+        queries = torch.randn(model.layers, model.query_heads, model.head_dim).to(dtype)
+        for layer in range(model.layers):
+            key, value = torch.randn(2, model.kv_heads, model.head_dim).to(dtype)
+            self.reference.append(layer, queries[layer], key, value)
+        return queries
+
+    def select(self) -> None:
+        for layer in range(self.config.model.layers):
+            self.reference.select(layer, self.position)
+        self.position += 1
+
+
+def dense_attention(reference: SynchronousReference, layer: int, query: Tensor) -> Tensor:
+    """Softmax attention over every token in float64: (Hq, D)."""
+    model = reference.config.model
+    group = model.query_heads // model.kv_heads
+    outputs = []
+    for head, vector in enumerate(query.double()):
+        keys = reference.keys[layer][head // group].double()
+        values = reference.values[layer][head // group].double()
+        outputs.append((keys @ vector * model.scale).softmax(-1) @ values)
+    return torch.stack(outputs)
+
+
+def tolerance(reference: SynchronousReference, layer: int, query: Tensor) -> float:
+    """Logits are sums of D products; softmax and the sum over tokens round in proportion."""
+    model = reference.config.model
+    keys, values = reference.keys[layer].float(), reference.values[layer].float()
+    largest = float(query.float().norm(dim=-1).max() * keys.norm(dim=-1).max()) * model.scale
+    tokens = keys.shape[1]
+    relative = 2 * (model.head_dim + 4) * largest + 2 * tokens
+    return relative * UNIT_ROUNDOFF * float(values.abs().max())
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_with_a_budget_beyond_the_length_attention_is_dense(model: str) -> None:
+    config = small_config(MODELS[model], sparse_budget=100, delta_capacity=100)
+    decode = Decode.start(config, prompt=30)
+    decode.append()
+    decode.select()
+    for _ in range(20):
+        queries = decode.append()
+        for layer in range(config.model.layers):
+            sparse = decode.reference.attend(layer, queries[layer], decode.position)
+            dense = dense_attention(decode.reference, layer, queries[layer])
+            assert sparse.dtype == torch.float32
+            error = (sparse - dense).abs().max()
+            assert error <= tolerance(decode.reference, layer, queries[layer])
+        decode.select()
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_below_the_budget_attention_is_that_of_the_attended_tokens_alone(model: str) -> None:
+    config = small_config(MODELS[model])
+    decode = Decode.start(config, prompt=30)
+    for _ in range(6):
+        queries = decode.append()
+        decode.select()
+    queries = decode.append()
+    reference = decode.reference
+    output = reference.attend(0, queries[0], decode.position)
+    group = config.model.query_heads // config.model.kv_heads
+    for kv_head in range(config.model.kv_heads):
+        kept = torch.tensor(reference.attended(0, kv_head, decode.position))
+        for head in range(kv_head * group, (kv_head + 1) * group):
+            keys = reference.keys[0][kv_head, kept].double()
+            values = reference.values[0][kv_head, kept].double()
+            expected = (keys @ queries[0, head].double() * config.model.scale).softmax(-1) @ values
+            error = (output[head] - expected).abs().max()
+            assert error <= tolerance(reference, 0, queries[0])
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    sinks: int
+    recent: int
+    budget: int
+    prompt: int
+
+
+CASES = (
+    Case("usual", 2, 4, 8, 30),
+    Case("no-sinks", 0, 4, 8, 30),
+    Case("no-recent-tokens", 2, 0, 8, 30),
+    Case("neither", 0, 0, 8, 30),
+    Case("starts-inside-the-sinks", 5, 3, 4, 1),
+    Case("starts-inside-the-recent-window", 1, 10, 4, 5),
+    Case("one-slot", 2, 4, 1, 30),
+)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_attends_to_sinks_slots_recent_tokens_and_the_current_one(case: Case) -> None:
+    config = small_config(
+        sink_tokens=case.sinks, recent_tokens=case.recent, sparse_budget=case.budget
+    )
+    decode = Decode.start(config, case.prompt)
+    for _ in range(25):
+        decode.append()
+        position = decode.position
+        for layer in range(config.model.layers):
+            for kv_head in range(config.model.kv_heads):
+                attended = decode.reference.attended(layer, kv_head, position)
+                slots = decode.reference.slots[layer][kv_head]
+                chosen = {token for token in slots if token is not None}
+                sinks = set(range(min(case.sinks, position + 1)))
+                recent = set(range(max(0, position - case.recent), position + 1))
+                assert attended == sorted(set(attended)), "not ascending, or a token twice"
+                assert set(attended) == chosen | sinks | recent
+                assert not chosen & (sinks | recent), "a slot is wasted"
+                assert position in attended
+        decode.select()
+
+
+def rotary(model: ModelShape) -> ModelShape:
+    return msgspec.structs.replace(model, rotary_frequency=ROTARY_FREQUENCY)
+
+
+@pytest.mark.parametrize("frame", ["post", "pre"])
+@pytest.mark.parametrize("predictor", ["last", "ema", "spade", "ridge"])
+def test_slots_fill_as_the_configuration_says(predictor: str, frame: str) -> None:
+    config = small_config(rotary(GQA), query_predictor=predictor, query_frame=frame)
+    decode = Decode.start(config, prompt=5)
+    filled = 0
+    for _ in range(15):
+        decode.append()
+        filled = config.filled_after(decode.position, filled)
+        decode.select()
+        for slots in (head for layer in decode.reference.slots for head in layer):
+            assert sum(token is not None for token in slots) == filled
+
+
+def test_constant_queries_settle_on_the_exact_top_tokens() -> None:
+    """With `last` and no margin, the same query again and again leaves nothing to exchange."""
+    config = small_config(query_predictor="last", selection_margin=0)
+    decode = Decode.start(config, prompt=60)
+    model = config.model
+    query = torch.randn(model.query_heads, model.head_dim).to(model.torch_dtype)
+    # New keys are zero: no logit, so no competition for tokens with a high one.
+    zero = torch.zeros(model.kv_heads, model.head_dim, dtype=model.torch_dtype)
+    for position in range(60, 66):
+        decode.reference.append(0, query, zero, zero)
+        decode.reference.select(0, position)
+    group = model.query_heads // model.kv_heads
+    candidates = config.candidates_after(65)
+    for kv_head in range(model.kv_heads):
+        keys = decode.reference.keys[0][kv_head].double()
+        heads = query[kv_head * group : (kv_head + 1) * group].double()
+        score = (heads @ keys.T * model.scale).softmax(-1).amax(0).tolist()
+        exact = sorted(candidates, key=lambda t: (score[t], t), reverse=True)
+        assert set(decode.reference.slots[0][kv_head]) == set(exact[: config.sparse_budget])

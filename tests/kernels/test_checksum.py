@@ -1,0 +1,81 @@
+"""The checksum of slots: the same on both ranks, and different when anything has moved."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cache_rank_kernels.checksum.reference import slots_checksum
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def random_slots(dtype: torch.dtype, slots: int = 6) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(0)
+    return torch.randn(2, 3, slots, 8).to(dtype), torch.randn(2, 3, slots, 8).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_equals_a_weighted_sum_of_the_bits(dtype: torch.dtype) -> None:
+    keys, values = random_slots(dtype)
+    integer = torch.int32 if dtype is torch.float32 else torch.int16
+    total = 0
+    for part, tensor in ((1, keys), (2, values)):
+        bits = tensor.flatten().view(integer).tolist()
+        total += part * sum(weight * element for weight, element in enumerate(bits, start=1))
+    assert slots_checksum(keys, values) == total % 2**63
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_depends_on_contents_and_not_on_memory_layout(dtype: torch.dtype) -> None:
+    keys, values = random_slots(dtype)
+    strided = [tensor.transpose(1, 2).contiguous().transpose(1, 2) for tensor in (keys, values)]
+    assert slots_checksum(*strided) == slots_checksum(keys, values)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dimension", [0, 1, 2], ids=["layers", "heads", "slots"])
+def test_changes_when_two_entries_swap(dimension: int, dtype: torch.dtype) -> None:
+    keys, values = random_slots(dtype)
+    count = keys.shape[dimension]
+    original = slots_checksum(keys, values)
+    for first in range(count):
+        for second in range(first + 1, count):
+            order = list(range(count))
+            order[first], order[second] = second, first
+            index = torch.tensor(order)
+            swapped = keys.index_select(dimension, index), values.index_select(dimension, index)
+            assert slots_checksum(*swapped) != original
+            assert slots_checksum(swapped[0], values) != original
+            assert slots_checksum(keys, swapped[1]) != original
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_changes_when_keys_and_values_swap(dtype: torch.dtype) -> None:
+    keys, values = random_slots(dtype)
+    assert slots_checksum(values, keys) != slots_checksum(keys, values)
+
+
+@settings(deadline=None)
+@given(st.sampled_from(DTYPES), st.data())
+def test_changes_with_any_single_bit(dtype: torch.dtype, data: st.DataObject) -> None:
+    keys, values = random_slots(dtype, slots=2)
+    original = slots_checksum(keys, values)
+    damaged = data.draw(st.sampled_from([keys, values]))
+    octets = damaged.view(torch.uint8).flatten()
+    octets[data.draw(st.integers(0, octets.numel() - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    assert slots_checksum(keys, values) != original
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_no_slots_sum_to_zero(dtype: torch.dtype) -> None:
+    assert slots_checksum(*random_slots(dtype, slots=0)) == 0
+
+
+def test_fits_a_signed_64_bit_header_field() -> None:
+    ones = torch.full((4, 8, 512, 16), -1, dtype=torch.int32).view(torch.float32)
+    most = torch.full((4, 8, 512, 16), 2**31 - 1, dtype=torch.int32).view(torch.float32)
+    for contents in (ones, most):
+        assert 0 <= slots_checksum(contents, contents) < 2**63

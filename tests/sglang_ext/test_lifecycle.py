@@ -1,0 +1,334 @@
+"""Epochs: when they begin, how they move on, why they do not begin, and what they give back."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import sglang_ext  # noqa: F401  before anything of SGLang's
+from cache_rank.config import CacheRankConfig, ModelShape
+from sglang_ext.lifecycle import (
+    Lifecycle,
+    Phase,
+    RequestStatistics,
+    SparseSequence,
+    prepare_requests,
+)
+from sglang_ext.working_set import Reserve
+
+THRESHOLD = 12
+CONTEXT = 200
+CONFIG = CacheRankConfig(
+    ModelShape(2, 2, 1, 8, "float32", 1.0),
+    sparse_budget=8,
+    sink_tokens=2,
+    recent_tokens=3,
+    query_window=3,
+    delta_capacity=3,
+    query_frame="post",
+)
+
+
+def lifecycle_with(
+    config: CacheRankConfig = CONFIG, blocks: int = 4, capacity: int = 10_000
+) -> tuple[Lifecycle, Reserve]:
+    """All epochs of one inference rank, connected to a cache rank with this much memory."""
+    reserve = Reserve(500, config.sink_tokens + config.sparse_budget, blocks)
+    lifecycle = Lifecycle(config, reserve, THRESHOLD, CONTEXT)
+    lifecycle.capacity_tokens = capacity
+    return lifecycle, reserve
+
+
+def request_on(
+    slot: int, prompt: int = 20, new_tokens: int | None = 10, custom: dict[str, Any] | None = None
+) -> Any:
+    """A request as SGLang's scheduler holds it."""
+    request = SimpleNamespace(
+        req_pool_idx=slot,
+        origin_input_ids=[0] * prompt,
+        sampling_params=SimpleNamespace(custom_params=custom, max_new_tokens=new_tokens),
+    )
+    prepare_requests([request])
+    return request
+
+
+# Reasons to stay dense.
+
+
+@pytest.mark.parametrize("length", [1, THRESHOLD - 1, THRESHOLD, THRESHOLD + 1])
+def test_an_epoch_may_begin_from_the_threshold_on(length: int) -> None:
+    lifecycle, _ = lifecycle_with()
+    reason = lifecycle.reason_to_stay_dense(request_on(1), length)
+    assert reason == ("" if length < THRESHOLD else None)
+
+
+@pytest.mark.parametrize(
+    ("custom", "reason"),
+    [
+        (None, None),
+        ({}, None),
+        ({"other": False}, None),
+        ({"cache_rank": True}, None),
+        ({"cache_rank": None}, None),
+        ({"cache_rank": False}, "asked"),
+    ],
+)
+def test_a_request_stays_dense_when_it_asks_to(
+    custom: dict[str, Any] | None, reason: str | None
+) -> None:
+    lifecycle, _ = lifecycle_with()
+    assert lifecycle.reason_to_stay_dense(request_on(1, custom=custom), THRESHOLD) == reason
+
+
+def test_a_request_that_lost_a_cache_rank_stays_dense() -> None:
+    lifecycle, _ = lifecycle_with()
+    request = request_on(1)
+    request.cache_rank_failed = True
+    assert lifecycle.reason_to_stay_dense(request, THRESHOLD) == "failed before"
+
+
+def test_only_as_many_requests_are_sparse_as_the_reserve_has_blocks() -> None:
+    lifecycle, _ = lifecycle_with(blocks=2)
+    for slot in (1, 2):
+        lifecycle.begin(request_on(slot))
+    assert lifecycle.reason_to_stay_dense(request_on(3), THRESHOLD) == "max_sparse_requests"
+    lifecycle.end(1)
+    assert lifecycle.reason_to_stay_dense(request_on(3), THRESHOLD) is None
+
+
+@dataclasses.dataclass(frozen=True)
+class Room:
+    prompt: int
+    new_tokens: int | None
+    needed: int
+
+
+@pytest.mark.parametrize(
+    "room",
+    [
+        Room(prompt=20, new_tokens=10, needed=31),
+        Room(prompt=20, new_tokens=None, needed=21),
+        Room(prompt=20, new_tokens=1_000_000, needed=CONTEXT + 1),
+        Room(prompt=CONTEXT - 1, new_tokens=1, needed=CONTEXT + 1),
+    ],
+    ids=str,
+)
+def test_an_epoch_needs_room_for_the_whole_request_and_one_step_more(room: Room) -> None:
+    request = request_on(1, room.prompt, room.new_tokens)
+    lifecycle, _ = lifecycle_with(capacity=room.needed - 1)
+    assert lifecycle.reason_to_stay_dense(request, THRESHOLD) == "cache_rank_memory"
+    lifecycle.capacity_tokens = room.needed
+    assert lifecycle.reason_to_stay_dense(request, THRESHOLD) is None
+
+
+def test_live_epochs_count_against_the_memory_until_they_end() -> None:
+    lifecycle, _ = lifecycle_with(capacity=2 * 31 - 1)
+    lifecycle.begin(request_on(1))
+    assert lifecycle.reason_to_stay_dense(request_on(2), THRESHOLD) == "cache_rank_memory"
+    lifecycle.end(1)
+    assert lifecycle.reason_to_stay_dense(request_on(2), THRESHOLD) is None
+
+
+def test_without_a_cache_rank_there_is_no_memory() -> None:
+    lifecycle, _ = lifecycle_with(capacity=0)
+    assert lifecycle.reason_to_stay_dense(request_on(1), THRESHOLD) == "cache_rank_memory"
+
+
+# Phases.
+
+
+@dataclasses.dataclass(frozen=True)
+class Decoding:
+    """A request from its first decode step beyond the threshold on."""
+
+    first_position: int
+    steps: int
+
+
+def take_step(lifecycle: Lifecycle, sequence: SparseSequence, position: int, chunk: int) -> Phase:
+    """One decode step of one request, as the inference rank runs it; the phase it ran in."""
+    turned = lifecycle.enter_step(sequence, position)
+    phase = sequence.phase
+    assert turned <= (phase is Phase.SPARSE)
+    if phase is Phase.SHIPPING:
+        sequence.shipped = min(position + 1, sequence.shipped + chunk)
+    else:
+        sequence.exchanged += 1
+        sequence.filled = lifecycle._config.filled_after(position, sequence.filled)
+    return phase
+
+
+def expected_phases(config: CacheRankConfig, decoding: Decoding, chunk: int) -> list[Phase]:
+    """Phases by position, from first principles."""
+    phases = []
+    shipped = slots = exchanged = 0
+    sparse = False
+    for position in range(decoding.first_position, decoding.first_position + decoding.steps):
+        if exchanged == 0 and shipped < position:
+            phases.append(Phase.SHIPPING)
+            shipped = min(position + 1, shipped + chunk)
+            continue
+        # Predecessors that are neither sinks nor recent: each of them has a slot, or all slots do.
+        old = max(0, position - config.sink_tokens - config.recent_tokens)
+        full = slots == min(config.sparse_budget, old)
+        sparse = sparse or (exchanged > config.query_window and full)
+        phases.append(Phase.SPARSE if sparse else Phase.WARMING)
+        exchanged += 1
+        older = max(0, position + 1 - config.sink_tokens - config.recent_tokens)
+        slots = min(config.sparse_budget, older, slots + config.delta_capacity)
+    return phases
+
+
+decodings = st.builds(
+    Decoding, first_position=st.integers(THRESHOLD - 1, 40), steps=st.integers(1, 60)
+)
+policies = st.builds(
+    lambda **policy: CacheRankConfig(CONFIG.model, query_frame="post", **policy),
+    sparse_budget=st.integers(1, 20),
+    sink_tokens=st.integers(0, 4),
+    recent_tokens=st.integers(0, 6),
+    query_window=st.integers(1, 6),
+    delta_capacity=st.integers(1, 7),
+)
+chunks = st.integers(2, 64)
+
+
+@settings(deadline=None)
+@given(policies, st.lists(decodings, min_size=1, max_size=4), chunks, st.data())
+def test_phases_depend_on_the_requests_own_positions_alone(
+    config: CacheRankConfig, decodings: list[Decoding], chunk: int, data: st.DataObject
+) -> None:
+    """Whoever its batch mates are, and in whichever order steps come."""
+    lifecycle, _ = lifecycle_with(config)
+    left = {
+        slot: list(range(decoding.first_position, decoding.first_position + decoding.steps))
+        for slot, decoding in enumerate(decodings)
+    }
+    seen: dict[int, list[Phase]] = {slot: [] for slot in left}
+    while any(left.values()):
+        unfinished = [slot for slot, positions in left.items() if positions]
+        slot = data.draw(st.sampled_from(unfinished))
+        sequence = lifecycle.live.get(slot) or lifecycle.begin(request_on(slot))
+        for _ in range(data.draw(st.integers(1, len(left[slot])))):
+            seen[slot].append(take_step(lifecycle, sequence, left[slot].pop(0), chunk))
+        if not left[slot]:
+            lifecycle.end(slot)
+    for slot, decoding in enumerate(decodings):
+        assert seen[slot] == expected_phases(config, decoding, chunk)
+
+
+@settings(deadline=None)
+@given(policies, st.integers(THRESHOLD - 1, 40), chunks)
+def test_every_epoch_turns_sparse_once_and_stays_so(
+    config: CacheRankConfig, first_position: int, chunk: int
+) -> None:
+    lifecycle, _ = lifecycle_with(config)
+    sequence = lifecycle.begin(request_on(1))
+    turns = []
+    for position in range(first_position, first_position + 200):
+        before = sequence.phase
+        take_step(lifecycle, sequence, position, chunk)
+        order = list(Phase)
+        assert order.index(sequence.phase) >= order.index(before)
+        if sequence.phase is Phase.SPARSE and before is not Phase.SPARSE:
+            turns.append(position)
+    assert len(turns) == 1
+
+
+def test_a_prompt_that_is_shipped_in_one_step_warms_in_the_next() -> None:
+    lifecycle, _ = lifecycle_with()
+    sequence = lifecycle.begin(request_on(1))
+    phases = [take_step(lifecycle, sequence, position, 64) for position in range(30, 36)]
+    assert phases == [Phase.SHIPPING] + 4 * [Phase.WARMING] + [Phase.SPARSE]
+
+
+# Ends.
+
+
+def test_the_end_of_an_epoch_is_told_once() -> None:
+    lifecycle, reserve = lifecycle_with()
+    sequence = lifecycle.begin(request_on(7))
+    assert not sequence.ended
+    assert lifecycle.end(3) is None
+    assert lifecycle.end(7) is sequence
+    assert sequence.ended
+    assert lifecycle.end(7) is None
+    assert reserve.free_blocks == 4
+
+
+def test_a_request_that_comes_back_has_a_new_epoch_and_its_old_statistics() -> None:
+    lifecycle, _ = lifecycle_with()
+    request = request_on(1)
+    first = lifecycle.begin(request)
+    first.statistics.sparse_steps = 5
+    first.shipped = first.exchanged = first.filled = 9
+    first.phase = Phase.SPARSE
+    lifecycle.end(1)
+    request.req_pool_idx = 2
+    second = lifecycle.begin(request)
+    assert second.epoch > first.epoch
+    assert second.row == 2
+    assert (second.phase, second.ended, second.orphaned) == (Phase.SHIPPING, False, False)
+    assert (second.shipped, second.exchanged, second.filled) == (0, 0, 0)
+    assert second.statistics is first.statistics is request.cache_rank_statistics
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 7), st.integers(1, 300)), max_size=60))
+def test_epochs_only_grow_and_their_ends_give_everything_back(
+    events: list[tuple[int, int]],
+) -> None:
+    """A slot with an epoch ends it; a slot without one begins one where there is room."""
+    blocks, capacity = 3, 400
+    lifecycle, reserve = lifecycle_with(blocks=blocks, capacity=capacity)
+    epochs: list[int] = []
+    for slot, new_tokens in events:
+        if slot in lifecycle.live:
+            lifecycle.end(slot)
+            continue
+        request = request_on(slot, new_tokens=new_tokens)
+        held = sum(sequence.reserved_tokens for sequence in lifecycle.live.values())
+        needed = min(20 + new_tokens, CONTEXT) + 1
+        reason = None
+        if len(lifecycle.live) == blocks:
+            reason = "max_sparse_requests"
+        elif held + needed > capacity:
+            reason = "cache_rank_memory"
+        assert lifecycle.reason_to_stay_dense(request, THRESHOLD) == reason
+        if reason is None:
+            sequence = lifecycle.begin(request)
+            assert sequence.reserved_tokens == needed
+            epochs.append(sequence.epoch)
+        live = lifecycle.live.values()
+        assert len({sequence.block for sequence in live}) == len(live)
+        assert reserve.free_blocks == blocks - len(live)
+    assert epochs == sorted(set(epochs))
+    for slot in list(lifecycle.live):
+        lifecycle.end(slot)
+    assert reserve.free_blocks == blocks
+    lifecycle.capacity_tokens = 31
+    assert lifecycle.reason_to_stay_dense(request_on(1), THRESHOLD) is None
+
+
+# What a request carries.
+
+
+def test_preparing_a_request_again_keeps_what_it_carries() -> None:
+    request = request_on(1)
+    request.cache_rank_statistics.retractions = 2
+    request.cache_rank_failed = True
+    request.cache_rank_dense_reason = "asked"
+    prepare_requests([request])
+    assert request.cache_rank_statistics.retractions == 2
+    assert (request.cache_rank_failed, request.cache_rank_dense_reason) == (True, "asked")
+
+
+def test_statistics_travel_in_the_order_of_their_fields() -> None:
+    names = [field.name for field in dataclasses.fields(RequestStatistics)]
+    statistics = RequestStatistics(**{name: index for index, name in enumerate(names)})
+    assert statistics.as_tuple() == tuple(range(len(names)))
