@@ -22,8 +22,8 @@ class ModelShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         head_dim: D of queries, keys and values.
         dtype: of the inference rank's KV pool, a key of DTYPES.
         scale: factor on attention logits.
-        rotary_frequency: (R / 2,) inverse frequencies; empty when the model has no rotary
-        embedding. rotary_interleaved: rotary pairs are neighbours instead of halves.
+        rotary_frequency: (R / 2,) inverse frequencies; empty without rotary embedding.
+        rotary_interleaved: rotary pairs are neighbours instead of halves.
     """
 
     layers: int
@@ -99,10 +99,6 @@ class CacheRankConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ValueError(f"dtype {self.model.dtype} is not one of {', '.join(DTYPES)}")
         if self.model.query_heads % self.model.kv_heads:
             raise ValueError("kv_heads must divide query_heads")
-        if self.query_frame == "pre" and not self.model.rotary_frequency:
-            raise ValueError(
-                "query_frame pre needs a model with rotary position embedding: use post"
-            )
 
     @property
     def groups(self) -> tuple[range, ...]:

@@ -34,14 +34,15 @@ class QueryPredictor:
     """Predicts next queries with the configured method in the configured frame.
 
     In the `post` frame the windows are used as they reach attention, each query rotated to its own
-    position; in the `pre` frame rotary differences are removed first (see the rotary kernel).
+    position; in the `pre` frame rotary differences are removed first (see the rotary kernel). The
+    frames are the same for a model without rotary embedding.
     """
 
     def __init__(self, config: CacheRankConfig, device: torch.device) -> None:
         self._method = config.query_predictor
         self._frequency = None
         self._interleaved = config.model.rotary_interleaved
-        if config.query_frame == "pre":
+        if config.query_frame == "pre" and config.model.rotary_frequency:
             self._frequency = torch.tensor(config.model.rotary_frequency, device=device)
 
     def predict(self, windows: Sequence[QueryWindow], layers: range) -> Tensor:

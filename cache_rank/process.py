@@ -160,7 +160,8 @@ class CacheRank:
                 refused[index] = f"row of step {message.step} after step {self._last_step}"
             elif row.epoch in epochs:
                 refused[index] = f"second row of epoch {row.epoch}"
-            epochs.add(row.epoch)
+            else:
+                epochs.add(row.epoch)
         return refused
 
     def _step_group(

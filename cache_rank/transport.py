@@ -14,8 +14,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroupGloo, Work
-from torch.distributed.distributed_c10d import FileStore, PrefixStore
+from torch.distributed import FileStore, PrefixStore, ProcessGroupGloo, Work  # type: ignore[attr-defined]
 
 logger = logging.getLogger(__name__)
 

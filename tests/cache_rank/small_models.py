@@ -22,6 +22,7 @@ def small_config(model: ModelShape = GQA, **changes: Any) -> CacheRankConfig:
         "sink_tokens": 2,
         "recent_tokens": 4,
         "query_window": 4,
+        "query_frame": "post",
         "selection_margin": 3,
         "delta_capacity": 3,
         "max_rows": 4,

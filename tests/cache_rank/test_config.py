@@ -66,13 +66,6 @@ def test_refuses_kv_heads_that_do_not_divide_the_query_heads() -> None:
         small_config(model)
 
 
-def test_refuses_the_pre_frame_without_rotary_embedding() -> None:
-    with pytest.raises(ValueError, match=r"pre needs a model with rotary .* use post"):
-        small_config(query_frame="pre")
-    rotary = msgspec.structs.replace(GQA, rotary_frequency=ROTARY_FREQUENCY)
-    assert small_config(rotary, query_frame="pre").query_frame == "pre"
-
-
 def test_travels_as_msgpack_and_is_checked_again_on_arrival() -> None:
     config = small_config(msgspec.structs.replace(GQA, rotary_frequency=ROTARY_FREQUENCY))
     wire = msgspec.msgpack.encode(config)

@@ -140,6 +140,17 @@ def test_the_pre_frame_predicts_a_purely_rotating_query_exactly(
     assert float(error.max()) <= shrinkage + rounding
 
 
+@pytest.mark.parametrize("method", PREDICTORS)
+def test_without_rotary_embedding_the_frames_are_the_same(method: str) -> None:
+    torch.manual_seed(0)
+    post = small_config(GQA, query_predictor=method, query_frame="post")
+    pre = msgspec.structs.replace(post, query_frame="pre")
+    window = filled_window(post, random_queries(post, 9))
+    layers = range(GQA.layers)
+    predicted = [QueryPredictor(config, CPU).predict([window], layers) for config in (post, pre)]
+    assert torch.equal(*predicted)
+
+
 def test_the_post_frame_does_not_know_of_rotation() -> None:
     config = small_config(ROTARY["halves"], query_predictor="last")
     content = torch.randn(config.model.layers, config.model.query_heads, config.model.head_dim)

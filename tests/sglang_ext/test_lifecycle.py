@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import sglang_ext  # noqa: F401  before anything of SGLang's
 from cache_rank.config import CacheRankConfig, ModelShape
 from sglang_ext.lifecycle import (
     Lifecycle,
@@ -150,7 +149,13 @@ class Decoding:
     steps: int
 
 
-def take_step(lifecycle: Lifecycle, sequence: SparseSequence, position: int, chunk: int) -> Phase:
+def take_step(
+    lifecycle: Lifecycle,
+    sequence: SparseSequence,
+    position: int,
+    chunk: int,
+    config: CacheRankConfig = CONFIG,
+) -> Phase:
     """One decode step of one request, as the inference rank runs it; the phase it ran in."""
     turned = lifecycle.enter_step(sequence, position)
     phase = sequence.phase
@@ -159,7 +164,7 @@ def take_step(lifecycle: Lifecycle, sequence: SparseSequence, position: int, chu
         sequence.shipped = min(position + 1, sequence.shipped + chunk)
     else:
         sequence.exchanged += 1
-        sequence.filled = lifecycle._config.filled_after(position, sequence.filled)
+        sequence.filled = config.filled_after(position, sequence.filled)
     return phase
 
 
@@ -215,7 +220,8 @@ def test_phases_depend_on_the_requests_own_positions_alone(
         slot = data.draw(st.sampled_from(unfinished))
         sequence = lifecycle.live.get(slot) or lifecycle.begin(request_on(slot))
         for _ in range(data.draw(st.integers(1, len(left[slot])))):
-            seen[slot].append(take_step(lifecycle, sequence, left[slot].pop(0), chunk))
+            position = left[slot].pop(0)
+            seen[slot].append(take_step(lifecycle, sequence, position, chunk, config))
         if not left[slot]:
             lifecycle.end(slot)
     for slot, decoding in enumerate(decodings):
@@ -232,7 +238,7 @@ def test_every_epoch_turns_sparse_once_and_stays_so(
     turns = []
     for position in range(first_position, first_position + 200):
         before = sequence.phase
-        take_step(lifecycle, sequence, position, chunk)
+        take_step(lifecycle, sequence, position, chunk, config)
         order = list(Phase)
         assert order.index(sequence.phase) >= order.index(before)
         if sequence.phase is Phase.SPARSE and before is not Phase.SPARSE:

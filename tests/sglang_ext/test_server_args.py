@@ -706,6 +706,14 @@ def test_refuses_a_port_that_somebody_listens_on(address: str) -> None:
     refuse_used_port("0.0.0.0", port)
 
 
+def test_the_port_of_an_outgoing_connection_is_free_to_listen_on() -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        with socket.create_connection(listener.getsockname()) as client:
+            refuse_used_port("127.0.0.1", client.getsockname()[1])
+
+
 # The command itself.
 
 

@@ -16,7 +16,6 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-import sglang_ext  # noqa: F401  before anything of SGLang's
 from cache_rank.config import CacheRankConfig, ModelShape
 from sglang_ext.working_set import Reserve, WorkingSetTable, copy_sinks
 

@@ -1,0 +1,200 @@
+"""Machines without a GPU: what stands in for CUDA kernels, and what imports must not touch."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import sglang_ext
+from sglang_ext import cpu
+
+ROOT = Path(sglang_ext.__file__).parent.parent
+
+
+def run_without_gpu(program: str) -> Any:
+    """What a program prints as JSON, run from the repository root on a machine without a GPU."""
+    completed = subprocess.run(
+        [sys.executable, "-c", f"import json\n{program}"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+        timeout=120,
+    )
+    assert completed.returncode == 0, completed.stderr
+    return json.loads(completed.stdout.splitlines()[-1])
+
+
+IMPORTS = """
+import sglang_ext
+import sgl_kernel
+import sgl_kernel.flash_attn
+from sgl_kernel import fused_add_rmsnorm
+from sgl_kernel.flash_attn import flash_attn_with_kvcache
+from sgl_kernel.quantization.gguf import ggml_dequantize
+
+errors = {}
+for name, call in {
+    "function": lambda: fused_add_rmsnorm(1, eps=2),
+    "attribute": lambda: sgl_kernel.gelu_and_mul(),
+    "submodule": lambda: flash_attn_with_kvcache(),
+    "deep": lambda: ggml_dequantize(),
+    "class": lambda: sgl_kernel.ScalarType.uint(4, None),
+}.items():
+    try:
+        call()
+    except RuntimeError as error:
+        errors[name] = str(error)
+hidden = [name for name in ("__version__", "__path_hooks__") if hasattr(sgl_kernel, name)]
+print(json.dumps({"errors": errors, "hidden": hidden}))
+"""
+
+
+def test_kernels_can_be_imported_and_fail_by_name_when_called() -> None:
+    told = run_without_gpu(IMPORTS)
+    reason = (
+        " is a CUDA kernel and this machine has no NVIDIA driver: choose an option that runs on CPU"
+    )
+    assert told["errors"] == {
+        "function": "sgl_kernel.fused_add_rmsnorm" + reason,
+        "attribute": "sgl_kernel.gelu_and_mul" + reason,
+        "submodule": "sgl_kernel.flash_attn.flash_attn_with_kvcache" + reason,
+        "deep": "sgl_kernel.quantization.gguf.ggml_dequantize" + reason,
+        "class": "sgl_kernel.ScalarType.uint" + reason,
+    }
+    assert told["hidden"] == []
+
+
+def test_importing_the_package_chooses_sglangs_cpu_engine_and_imports_nothing_of_it() -> None:
+    program = """
+import os, sys
+os.environ.pop("SGLANG_USE_CPU_ENGINE", None)
+import sglang_ext
+heavy = [name for name in sys.modules if name.split(".")[0] in ("sglang", "torch")]
+print(json.dumps([os.environ["SGLANG_USE_CPU_ENGINE"], heavy]))
+"""
+    assert run_without_gpu(program) == ["1", []]
+
+
+def test_hugging_faces_kernels_package_is_found_from_the_repository_root() -> None:
+    program = """
+import kernels
+import cache_rank_kernels.scatter.reference as ours
+print(json.dumps([kernels.__file__, hasattr(kernels, "get_kernel"), ours.__file__]))
+"""
+    theirs, is_theirs, ours = run_without_gpu(program)
+    assert (ROOT / "kernels").is_dir()
+    assert Path(theirs).parent.parent.name == "site-packages"
+    assert is_theirs
+    assert Path(ours).parts[-2:] == ("scatter", "reference.py")
+
+
+def test_the_cache_rank_imports_nothing_of_sglang() -> None:
+    program = """
+import sys
+import cache_rank.process
+names = {name.split(".")[0] for name in sys.modules}
+print(json.dumps(sorted(names & {"sglang", "sglang_ext", "sgl_kernel", "cache_rank"})))
+"""
+    assert run_without_gpu(program) == ["cache_rank"]
+
+
+# In this process.
+
+
+def stand_ins() -> int:
+    return sum(isinstance(finder, cpu._StandIn) for finder in sys.meta_path)
+
+
+@pytest.fixture
+def bare_meta_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As before this package was imported."""
+    others = [finder for finder in sys.meta_path if not isinstance(finder, cpu._StandIn)]
+    monkeypatch.setattr(sys, "meta_path", others)
+    monkeypatch.delenv("SGLANG_USE_CPU_ENGINE", raising=False)
+
+
+@pytest.mark.usefixtures("bare_meta_path")
+def test_the_stand_in_is_installed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "has_gpu", lambda: False)
+    cpu.install_stand_in()
+    cpu.install_stand_in()
+    assert stand_ins() == 1
+    assert os.environ["SGLANG_USE_CPU_ENGINE"] == "1"
+
+
+@pytest.mark.usefixtures("bare_meta_path")
+def test_a_machine_with_a_gpu_keeps_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "has_gpu", lambda: True)
+    cpu.install_stand_in()
+    assert stand_ins() == 0
+    assert "SGLANG_USE_CPU_ENGINE" not in os.environ
+
+
+@pytest.mark.usefixtures("bare_meta_path")
+def test_the_users_choice_of_engine_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "has_gpu", lambda: False)
+    monkeypatch.setenv("SGLANG_USE_CPU_ENGINE", "0")
+    cpu.install_stand_in()
+    assert os.environ["SGLANG_USE_CPU_ENGINE"] == "0"
+
+
+@pytest.mark.parametrize("name", ["sgl_kernels", "my.sgl_kernel", "sglang", "kernels"])
+def test_the_stand_in_stands_in_for_nothing_else(name: str) -> None:
+    assert cpu._StandIn().find_spec(name, None) is None
+
+
+def test_hidden_devices_count_as_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu.ctypes, "CDLL", lambda name: name)  # a driver
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert not cpu.has_gpu.__wrapped__()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    assert cpu.has_gpu.__wrapped__()
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert cpu.has_gpu.__wrapped__()
+
+
+def test_no_driver_means_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> None:
+        raise OSError(name)
+
+    monkeypatch.setattr(cpu.ctypes, "CDLL", missing)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert not cpu.has_gpu.__wrapped__()
+
+
+def test_one_process_of_a_launch_says_that_there_is_no_gpu(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(cpu, "has_gpu", lambda: False)
+    monkeypatch.setenv(cpu._SAID, "")
+    monkeypatch.delenv(cpu._SAID)
+    with caplog.at_level(logging.WARNING, logger="sglang_ext.cpu"):
+        cpu.say_once()
+        cpu.say_once()  # as another process would, which inherits the environment
+    assert [record.message for record in caplog.records] == [
+        "no GPU found: the inference rank and the cache rank are CPU processes, "
+        "and sgl_kernel is a stand-in that cannot compute"
+    ]
+
+
+def test_a_machine_with_a_gpu_has_nothing_to_say(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(cpu, "has_gpu", lambda: True)
+    monkeypatch.delenv(cpu._SAID, raising=False)
+    cpu.say_once()
+    assert caplog.records == []
+
+
+def test_the_package_has_no_names_but_its_own() -> None:
+    with pytest.raises(AttributeError, match="'sglang_ext' has no attribute 'Motor'"):
+        importlib.import_module("sglang_ext").Motor  # noqa: B018
