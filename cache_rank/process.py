@@ -52,6 +52,13 @@ logger = logging.getLogger("cache_rank")
 
 HEARTBEAT_SECONDS = 0.25
 REPORT_SECONDS = 0.25
+PEER_SECONDS = 600.0
+"""Longest wait for the inference rank in the middle of a step, which may be slow or compiling; its
+death ends this process at once anyway."""
+
+LINK_SECONDS = 30.0
+"""Longest wait for the inference rank to connect the data channels."""
+
 MEMORY_SHARE = 0.5
 """Share of the free memory that resident tokens may take."""
 
@@ -64,7 +71,6 @@ class Launch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         secret: hexadecimal, of this launch.
         report_endpoint: where the inference rank receives control messages.
         address: to bind the control and data channels to.
-        timeout: seconds without the peer in the middle of a step before giving up.
         log_level: a name of the logging module.
     """
 
@@ -72,7 +78,6 @@ class Launch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     secret: str
     report_endpoint: str
     address: str
-    timeout: float
     log_level: str = "INFO"
 
 
@@ -103,7 +108,7 @@ class CacheRank:
     def _buffer(self, size: int) -> Tensor:
         return torch.zeros(size, dtype=torch.uint8, device=self._device)
 
-    def load(self, message: Load, timeout: float) -> str | None:
+    def load(self, message: Load) -> str | None:
         """Take over a bulk shipment; the reason when it is refused (its tensor is discarded)."""
         config = self.config
         if not 0 < message.count <= self.capacity_tokens:
@@ -111,7 +116,7 @@ class CacheRank:
         shipment = torch.empty(
             bulk_shape(config, message.count), dtype=config.model.torch_dtype, device=self._device
         )
-        self._link.bulk.receive(shipment).wait(timeout)
+        self._link.bulk.receive(shipment).wait(PEER_SECONDS)
         if message.start == 0 and message.epoch > self._last_epoch:
             self._last_epoch = message.epoch
             self.sequences[message.epoch] = Sequence(message.epoch, config, self._device)
@@ -130,7 +135,7 @@ class CacheRank:
         unknown = [epoch for epoch in message.epochs if self.sequences.pop(epoch, None) is None]
         return f"End of epochs {unknown}, which are not live" if unknown else None
 
-    def step(self, message: Step, timeout: float) -> str | None:
+    def step(self, message: Step) -> str | None:
         """Exchange one decode step; the reason when rows of it were refused.
 
         A refused row gets an answer of no epoch, which changes nothing on the inference rank.
@@ -142,7 +147,7 @@ class CacheRank:
             if index not in refused
         ]
         for group, layers in enumerate(self.config.groups):
-            self._step_group(message, group, layers, live, timeout)
+            self._step_group(message, group, layers, live)
         self._last_step = max(self._last_step, message.step)
         return "; ".join(refused.values()) or None
 
@@ -170,13 +175,12 @@ class CacheRank:
         group: int,
         layers: range,
         live: list[tuple[int, Row, Sequence]],
-        timeout: float,
     ) -> None:
         config, rows = self.config, len(message.rows)
         up = UpMessage(
             config, len(layers), rows, self._up[: UpMessage.size(config, len(layers), rows)]
         )
-        self._link.up.receive(up.buffer).wait(timeout)
+        self._link.up.receive(up.buffer).wait(PEER_SECONDS)
         if config.recall_interval and message.step % config.recall_interval == 0 and live:
             index, row, sequence = live[0]
             self.recall, self.attention_mass = measure_recall(
@@ -186,7 +190,7 @@ class CacheRank:
             sequence.append(layers, up.queries[index], up.keys[index], up.values[index])
 
         if (sent := self._sent[group]) is not None:
-            sent.wait(timeout)
+            sent.wait(PEER_SECONDS)
         size = DownMessage.size(config, len(layers), rows)
         down = DownMessage(config, len(layers), rows, self._down[group][:size])
         down.header.fill_(NO_EPOCH)
@@ -255,7 +259,7 @@ def serve(launch: Launch) -> None:
         message = control.receive(timeout=REPORT_SECONDS)
         reason: str | None = None
         if isinstance(message, Open) and rank is None:
-            link = Link(message.rendezvous, CACHE, launch.address, secret, launch.timeout)
+            link = Link(message.rendezvous, CACHE, launch.address, secret, LINK_SECONDS)
             rank = CacheRank(message.config, link, torch.device("cpu"))
             reports.send(Opened(capacity_tokens=rank.capacity_tokens))
             shape = msgspec.structs.replace(message.config.model, rotary_frequency=())
@@ -265,9 +269,9 @@ def serve(launch: Launch) -> None:
         elif isinstance(message, Open):
             reason = "second Open"
         elif isinstance(message, Step):
-            reason = rank.step(message, launch.timeout)
+            reason = rank.step(message)
         elif isinstance(message, Load):
-            reason = rank.load(message, launch.timeout)
+            reason = rank.load(message)
         elif isinstance(message, End):
             reason = rank.end(message)
         elif isinstance(message, Flush):

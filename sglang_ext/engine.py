@@ -7,7 +7,8 @@ from typing import Any
 from sglang.srt.entrypoints import engine
 
 from sglang_ext import processes
-from sglang_ext.server_args import BUNDLED_MODEL, CacheRankServerArgs, UnsupportedError
+from sglang_ext.refusals import UnsupportedError
+from sglang_ext.server_args import BUNDLED_MODEL, CacheRankServerArgs
 
 
 class Engine(engine.Engine):

@@ -234,6 +234,11 @@ class Exchange:
         """Tell the cache rank that epochs are over."""
         self.connection.control.send(End(epochs))
 
+    def close(self) -> None:
+        """Drop the channels of a connection that is down."""
+        self.connection.control.close()
+        self.connection.link.close()
+
     def flush(self) -> None:
         """Tell the cache rank that all epochs are over."""
         self.connection.control.send(Flush())

@@ -29,7 +29,10 @@ class Hook(NamedTuple):
 
 
 def _cache_rank_args() -> CacheRankServerArgs | None:
-    args = get_global_server_args()
+    try:
+        args = get_global_server_args()
+    except ValueError:  # a process that uses parts of SGLang without serving
+        return None
     if isinstance(args, CacheRankServerArgs) and args.has_cache_rank:
         return args
     return None
@@ -72,7 +75,9 @@ def run_step(
     if plan is not None:
         rank.end_step(plan)
     if result.logits_output is not None:
-        result.logits_output.customized_info = {META_KEY: rank.statistics_of(batch.reqs)}
+        info = result.logits_output.customized_info or {}
+        info[META_KEY] = rank.statistics_of(batch.reqs)
+        result.logits_output.customized_info = info
     return result
 
 
@@ -142,9 +147,12 @@ async def summarize_meta_info(
 
 
 def _check_custom_params(request: Any) -> None:
-    params = getattr(request, "sampling_params", None) or {}
+    params = getattr(request, "sampling_params", None)
     for one in params if isinstance(params, list) else [params]:
-        wanted = (one.get("custom_params") or {}).get(META_KEY)
+        custom = one.get("custom_params") if isinstance(one, dict) else None
+        if custom is not None and not isinstance(custom, dict):
+            raise ValueError(f"custom_params must be an object, got {custom!r}")
+        wanted = (custom or {}).get(META_KEY)
         if wanted is not None and not isinstance(wanted, bool):
             raise ValueError(f"custom_params.{META_KEY} must be true or false, got {wanted!r}")
 

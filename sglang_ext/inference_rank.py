@@ -356,6 +356,7 @@ class InferenceRank:
         if exchange is None:
             return
         self._supervisor.fail(exchange.connection, reason)
+        exchange.close()
         for field in dataclasses.fields(ExchangeCounters):
             total = getattr(self._finished, field.name) + getattr(exchange.counters, field.name)
             setattr(self._finished, field.name, total)

@@ -17,19 +17,21 @@ install_stand_in()
 
 def main(argv: Sequence[str]) -> int:
     """Serve until stopped; the exit status."""
-    from sglang.srt.entrypoints.http_server import launch_server
-    from sglang.srt.utils import kill_process_tree
-
     from sglang_ext import processes
-    from sglang_ext.server_args import UnsupportedError, parse_server_args, refuse_used_port
+    from sglang_ext.refusals import refuse_used_port
+    from sglang_ext.server_args import parse_server_args
 
     processes.load_plugin()
     try:
         server_args = parse_server_args(argv)
         refuse_used_port(server_args.host, server_args.port)
-    except UnsupportedError as error:
+    except (ValueError, OSError) as error:  # ours, and SGLang's own complaints about arguments
         print(f"error: {error}", file=sys.stderr)
         return 2
+
+    from sglang.srt.entrypoints.http_server import launch_server
+    from sglang.srt.utils import kill_process_tree
+
     try:
         launch_server(
             server_args,

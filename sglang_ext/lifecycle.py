@@ -112,7 +112,7 @@ class Lifecycle:
         if (request.sampling_params.custom_params or {}).get("cache_rank") is False:
             return "asked"
         if request.cache_rank_failed:
-            return "failed before"
+            return "recomputed"
         if self._reserve.free_blocks == 0:
             return "max_sparse_requests"
         if self._reserved_tokens + self._final_length(request) > self.capacity_tokens:

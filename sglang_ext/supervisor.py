@@ -25,7 +25,7 @@ import zmq
 
 from cache_rank.config import CacheRankConfig
 from cache_rank.control import ControlReceiver, ControlSender
-from cache_rank.process import Launch
+from cache_rank.process import LINK_SECONDS, Launch
 from cache_rank.protocol import Open, Opened, Ready, Report, ToInferenceRank
 from cache_rank.transport import INFERENCE, Link
 
@@ -69,7 +69,6 @@ class Connection:
             secret=self._secret.hex(),
             report_endpoint=self._reports.endpoint,
             address=address,
-            timeout=max(timeout, 10.0),
         )
         self._process = subprocess.Popen(
             [sys.executable, "-m", "cache_rank.process"],
@@ -99,7 +98,7 @@ class Connection:
         try:
             rendezvous = str(Path(folder, "rendezvous"))
             self.control.send(Open(config=config, rendezvous=rendezvous))
-            self.link = Link(rendezvous, INFERENCE, self._address, self._secret, START_SECONDS)
+            self.link = Link(rendezvous, INFERENCE, self._address, self._secret, LINK_SECONDS)
             self.capacity_tokens = self._expect(Opened).capacity_tokens
         finally:
             shutil.rmtree(folder)

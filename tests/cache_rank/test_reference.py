@@ -189,3 +189,25 @@ def test_constant_queries_settle_on_the_exact_top_tokens() -> None:
         score = (heads @ keys.T * model.scale).softmax(-1).amax(0).tolist()
         exact = sorted(candidates, key=lambda t: (score[t], t), reverse=True)
         assert set(decode.reference.slots[0][kv_head]) == set(exact[: config.sparse_budget])
+
+
+def test_a_token_within_the_margin_stays_and_one_beyond_it_leaves() -> None:
+    model = ModelShape(1, query_heads=1, kv_heads=1, head_dim=2, dtype="float32", scale=1.0)
+    config = small_config(
+        model,
+        query_predictor="last",
+        sparse_budget=2,
+        selection_margin=1,
+        sink_tokens=0,
+        recent_tokens=0,
+    )
+    # The first query ranks tokens 0 1 2 3, the second one 2 3 1 0; decoded tokens come last.
+    keys = torch.tensor([[4.0, 1.0], [3.0, 2.0], [2.0, 4.0], [1.0, 3.0]]).view(1, 4, 1, 2)
+    reference = SynchronousReference(config, keys, keys)
+    last = torch.full((1, 2), -9.0)
+    reference.append(0, torch.tensor([[1.0, 0.0]]), last, last)
+    reference.select(0, position=4)
+    assert reference.slots[0][0] == [0, 1]
+    reference.append(0, torch.tensor([[0.0, 1.0]]), last, last)
+    reference.select(0, position=5)
+    assert reference.slots[0][0] == [2, 1]  # 1 is third of k + margin = 3, and 0 is fourth

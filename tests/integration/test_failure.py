@@ -16,7 +16,8 @@ from transformers import AutoTokenizer
 
 from scripts.pointer_chase import PointerChase, make_chain
 from scripts.serving import Server, serve
-from sglang_ext.server_args import ALLOW_LARGE_BUDGET_VARIABLE, BUNDLED_MODEL
+from sglang_ext.refusals import ALLOW_LARGE_BUDGET_VARIABLE
+from sglang_ext.server_args import BUNDLED_MODEL
 
 TIMEOUT = 2.0
 CHAINS = [make_chain(seed=seed, facts=128, hops=60) for seed in range(8)]

@@ -192,7 +192,6 @@ def test_plain_sglang_has_pools_without_reserve(
     assert hooks.leave_room_for_reserve(10_000, CONFIGURATOR) == 10_000
 
 
-@pytest.mark.xfail(reason="SGLang's accessor raises where no arguments are set", strict=True)
 def test_a_process_without_server_arguments_has_pools_without_reserve() -> None:
     assert kv_pool().k_buffer[0].shape == (33, 2, 8)
 
@@ -235,7 +234,8 @@ def batch_of(decode: bool) -> Any:
 @pytest.mark.parametrize("decode", [True, False], ids=["decode", "prefill"])
 def test_decode_steps_alone_are_planned_and_accounted(rank: Mock, decode: bool) -> None:
     batch = batch_of(decode)
-    rank.original.return_value = SimpleNamespace(logits_output=SimpleNamespace())
+    logits = SimpleNamespace(customized_info=None)
+    rank.original.return_value = SimpleNamespace(logits_output=logits)
     result = hooks.run_step(rank.original, "worker", batch)
     called = [name for name, _, _ in rank.mock_calls]
     before, after = called[: called.index("original")], called[called.index("original") + 1 :]
@@ -245,6 +245,14 @@ def test_decode_steps_alone_are_planned_and_accounted(rank: Mock, decode: bool) 
         rank.plan_step.assert_called_once_with(["request"], [7])
         rank.end_step.assert_called_once_with(rank.plan_step.return_value)
     assert result.logits_output.customized_info == {META_KEY: [(1, 2, 3, 4, 5)]}
+
+
+def test_what_others_report_of_a_step_is_kept(rank: Mock) -> None:
+    logits = SimpleNamespace(customized_info={"other": [1]})
+    hooks.run_step(
+        Mock(return_value=SimpleNamespace(logits_output=logits)), "worker", batch_of(False)
+    )
+    assert logits.customized_info == {"other": [1], META_KEY: [(1, 2, 3, 4, 5)]}
 
 
 def test_a_step_without_logits_or_without_batch_passes(rank: Mock) -> None:

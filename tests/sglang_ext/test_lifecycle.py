@@ -88,7 +88,7 @@ def test_a_request_that_lost_a_cache_rank_stays_dense() -> None:
     lifecycle, _ = lifecycle_with()
     request = request_on(1)
     request.cache_rank_failed = True
-    assert lifecycle.reason_to_stay_dense(request, THRESHOLD) == "failed before"
+    assert lifecycle.reason_to_stay_dense(request, THRESHOLD) == "recomputed"
 
 
 def test_only_as_many_requests_are_sparse_as_the_reserve_has_blocks() -> None:

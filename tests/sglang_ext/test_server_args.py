@@ -20,17 +20,19 @@ import pytest
 import transformers
 
 import sglang_ext
-from sglang_ext import server_args
-from sglang_ext.server_args import (
+from sglang_ext import refusals, server_args
+from sglang_ext.refusals import (
     ALLOW_LARGE_BUDGET_VARIABLE,
     BACKEND,
+    UnsupportedError,
+    refuse_used_port,
+)
+from sglang_ext.server_args import (
     BUNDLED_MODEL,
     CACHE_RANK_FIELDS,
     CHECKSUM_VARIABLE,
     CacheRankServerArgs,
-    UnsupportedError,
     parse_server_args,
-    refuse_used_port,
 )
 
 ROOT = Path(sglang_ext.__file__).parent.parent
@@ -51,6 +53,7 @@ def _leave_the_process_as_it_was(monkeypatch: pytest.MonkeyPatch) -> Iterator[No
     environment, level = dict(os.environ), logging.root.level
     handlers, logging.root.handlers = logging.root.handlers, []
     monkeypatch.setattr(server_args, "has_gpu", lambda: False)
+    monkeypatch.setattr(refusals, "has_gpu", lambda: False)
     for variable in (ALLOW_LARGE_BUDGET_VARIABLE, CHECKSUM_VARIABLE):
         os.environ.pop(variable, None)
     yield
@@ -149,15 +152,28 @@ CONFLICTS = [
     ),
     *(
         Refused(
-            f"--cache-rank-gpus {gpus} --tp-size {size}",
-            f"--cache-rank-gpus {gpus} with --tp-size {size}: there is one cache rank for each "
-            "tensor-parallel rank, so give both the same number.",
+            f"--cache-rank-gpus {gpus}",
+            f"--cache-rank-gpus {gpus}: there is one cache rank for each tensor-parallel rank, so "
+            "give 1, or 0 for plain SGLang.",
         )
-        for gpus, size in ((2, 1), (1, 2), (-1, 1))
+        for gpus in (2, -1)
+    ),
+    *(
+        Refused(
+            f"--tp-size 2 --cache-rank-gpus {gpus}",
+            "Tensor parallelism is not supported with a cache rank yet: drop --tp-size.",
+        )
+        for gpus in (1, 2)
     ),
     Refused(
-        "--tp-size 2 --cache-rank-gpus 2",
-        "Tensor parallelism is not supported with a cache rank yet: drop --tp-size.",
+        "--cache-rank-address not.an.address.invalid",
+        "--cache-rank-address not.an.address.invalid is not an address of this machine: give one "
+        "of its interfaces, or drop the flag for loopback.",
+    ),
+    Refused(
+        "--max-sparse-requests 10000000",
+        "--max-sparse-requests 10000000 working sets of Qwen3ForCausalLM take 42025 GB, more than "
+        "this machine has free: lower it, or --sparse-budget.",
     ),
     Refused(
         "--device cuda",
@@ -167,7 +183,7 @@ CONFLICTS = [
     *(
         Refused(
             f"--model-path {path}",
-            f"--model-path {path} does not exist: give a model folder or a Hugging Face "
+            f"--model-path {path} does not exist or has no config.json: give a model folder or a Hugging Face "
             "repository id.",
         )
         for path in ("/nowhere/model", "./nowhere", "../nowhere", "~/nowhere", "two/slashes/deep")

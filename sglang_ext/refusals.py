@@ -1,0 +1,268 @@
+"""What cannot be had together with a cache rank, each refused in one sentence with the remedy."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import math
+import os
+import socket
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+from packaging.specifiers import SpecifierSet
+
+from cache_rank.config import DTYPES, ModelShape
+from sglang_ext.cpu import has_gpu
+
+if TYPE_CHECKING:
+    from sglang_ext.server_args import CacheRankServerArgs
+
+BACKEND = "cache_rank"
+SUPPORTED_SGLANG = SpecifierSet(">=0.5.16,<0.5.18")
+MAX_HEAD_DIM = 256
+
+ALLOW_LARGE_BUDGET_VARIABLE = "CACHE_RANK_ALLOW_LARGE_BUDGET"
+"""Set to 1 to allow a working set above the sparse threshold: sparse then equals dense decode."""
+
+
+class UnsupportedError(ValueError):
+    """The user asked for something that cannot be had together with a cache rank."""
+
+
+def refuse_unknown_sglang() -> None:
+    version = importlib.metadata.version("sglang")
+    if not SUPPORTED_SGLANG.contains(version, prereleases=True):
+        raise UnsupportedError(
+            f"SGLang {version} is outside the tested range {SUPPORTED_SGLANG}: "
+            "pip install 'sglang==0.5.16'."
+        )
+
+
+def refuse_arguments(args: CacheRankServerArgs) -> None:
+    """Refuse what the user explicitly asked for and cannot have."""
+    for asked, message in _conflicts(args):
+        if asked:
+            raise UnsupportedError(message)
+    # The config checks its own ranges; the shape is not known yet and does not matter to them.
+    shape = ModelShape(1, 1, 1, 8, "bfloat16", 1.0, rotary_frequency=(1.0,))
+    try:
+        args.cache_rank_config(shape, max_rows=1)
+    except ValueError as error:
+        flag = str(error).split()[0].replace("_", "-")
+        raise UnsupportedError(f"--{flag} {' '.join(str(error).split()[1:])}.") from None
+    working_set = args.sparse_budget + args.sink_tokens + args.recent_tokens
+    if args.sparse_threshold <= args.sink_tokens + args.recent_tokens:
+        raise UnsupportedError(
+            "--sparse-threshold must exceed --sink-tokens plus --recent-tokens "
+            f"({args.sink_tokens + args.recent_tokens}): raise it."
+        )
+    if working_set > args.sparse_threshold and os.environ.get(ALLOW_LARGE_BUDGET_VARIABLE) != "1":
+        raise UnsupportedError(
+            f"--sparse-budget, --sink-tokens and --recent-tokens add up to {working_set}, more "
+            f"than --sparse-threshold {args.sparse_threshold}: lower the budget or raise the "
+            "threshold."
+        )
+
+
+def _conflicts(args: CacheRankServerArgs) -> list[tuple[bool, str]]:
+    radix = "radix cache: prompts of sparse requests leave the pool, so prefixes are not shared"
+    return [
+        (
+            args.tp_size > 1,
+            "Tensor parallelism is not supported with a cache rank yet: drop --tp-size.",
+        ),
+        (
+            args.cache_rank_gpus != 1,
+            f"--cache-rank-gpus {args.cache_rank_gpus}: there is one cache rank for each "
+            "tensor-parallel rank, so give 1, or 0 for plain SGLang.",
+        ),
+        (
+            (args.device or ("cuda" if has_gpu() else "cpu")) != "cpu",
+            "The cache rank runs on CPU processes only in this version: pass --device cpu, or "
+            "--cache-rank-gpus 0 for plain SGLang.",
+        ),
+        (
+            args.radix_cache_backend is not None
+            or args.enable_hierarchical_cache
+            or args.enable_lmcache
+            or args.enable_session_radix_cache,
+            f"No {radix}; drop --radix-cache-backend, --enable-hierarchical-cache, "
+            "--enable-session-radix-cache and --enable-lmcache.",
+        ),
+        (
+            args.page_size not in (None, 1),
+            f"--page-size {args.page_size}: tokens are selected one by one, so the page size "
+            "must be 1; drop the flag.",
+        ),
+        (
+            args.enable_mixed_chunk,
+            "Prefill and decode rows cannot share a batch: drop --enable-mixed-chunk.",
+        ),
+        (
+            args.speculative_algorithm is not None,
+            "Speculative decoding verifies several queries a step, and the cache rank predicts "
+            "one: drop --speculative-algorithm.",
+        ),
+        (args.pp_size > 1, "Pipeline parallelism is not supported: drop --pp-size."),
+        (
+            args.dp_size > 1,
+            "Data parallelism is not supported: drop --dp-size and start one server a replica.",
+        ),
+        (args.nnodes > 1, "Both ranks must be on one machine: drop --nnodes."),
+        (
+            args.disaggregation_mode != "null",
+            "Prefill/decode disaggregation is not supported: drop --disaggregation-mode.",
+        ),
+        (
+            bool(args.enable_lora or args.lora_paths),
+            "LoRA is not supported: merge the adapter into the model, or drop --enable-lora "
+            "and --lora-paths.",
+        ),
+        (
+            args.kv_cache_dtype != "auto",
+            f"--kv-cache-dtype {args.kv_cache_dtype}: the pool must hold the model's dtype; "
+            "drop the flag.",
+        ),
+        (
+            args.enable_two_batch_overlap or args.enable_pdmux or args.enable_streaming_session,
+            "Two-batch overlap, PD multiplexing and streaming sessions are not supported: drop "
+            "--enable-two-batch-overlap, --enable-pdmux and --enable-streaming-session.",
+        ),
+        (
+            args.is_embedding or args.dllm_algorithm is not None,
+            "Only autoregressive generation has decode steps: drop --is-embedding and "
+            "--dllm-algorithm.",
+        ),
+        (
+            args.decode_attention_backend not in (None, BACKEND),
+            f"--decode-attention-backend {args.decode_attention_backend}: decode goes through "
+            "the cache rank's backend; choose the kernels with --attention-backend.",
+        ),
+        (
+            BACKEND in (args.attention_backend, args.prefill_attention_backend),
+            "--attention-backend and --prefill-attention-backend choose kernels, and "
+            f"{BACKEND} has none of its own: name another backend, or drop the flag.",
+        ),
+        (
+            args.inference_kv == "working-set" and bool(args.dense_layers),
+            f"--dense-layers {args.dense_layers} needs every token on the inference rank: use "
+            "--inference-kv full, or --dense-layers 0.",
+        ),
+        (
+            args.inference_kv == "working-set" and args.disable_overlap_schedule,
+            "--inference-kv working-set needs the overlap schedule to take back a step that "
+            "the cache rank failed in: drop --disable-overlap-schedule.",
+        ),
+        (
+            args.dense_layers is not None and args.dense_layers < 0,
+            "--dense-layers must not be negative.",
+        ),
+        (args.max_sparse_requests < 1, "--max-sparse-requests must be at least 1."),
+        (
+            args.bulk_chunk_tokens < 2,
+            "--bulk-chunk-tokens must be at least 2: every step adds one token of its own.",
+        ),
+        (
+            not 0.1 <= args.cache_rank_timeout < math.inf,
+            "--cache-rank-timeout must be at least 0.1 seconds.",
+        ),
+        (
+            _looks_missing(args.model_path),
+            f"--model-path {args.model_path} does not exist or has no config.json: give a model "
+            "folder or a Hugging Face repository id.",
+        ),
+        (
+            not _can_bind(args.cache_rank_address),
+            f"--cache-rank-address {args.cache_rank_address} is not an address of this machine: "
+            "give one of its interfaces, or drop the flag for loopback.",
+        ),
+    ]
+
+
+def refuse_model(args: CacheRankServerArgs) -> None:
+    """Refuse models whose attention the working set cannot represent."""
+    from sglang.srt.configs.hybrid_arch import mambaish_config
+    from sglang.srt.configs.model_config import AttentionArch
+
+    model = args.get_model_config()
+    name = ", ".join(model.hf_config.architectures or ["this model"])
+    if not model.is_generation:
+        raise UnsupportedError(
+            f"{name} does not generate, so it has no decode steps: use --cache-rank-gpus 0."
+        )
+    if model.attention_arch == AttentionArch.MLA:
+        raise UnsupportedError(
+            f"{name} uses multi-head latent attention, which is not supported: "
+            "use --cache-rank-gpus 0."
+        )
+    layer_types = getattr(model.hf_text_config, "layer_types", None) or []
+    sliding = model.is_hybrid_swa or any(kind != "full_attention" for kind in layer_types)
+    linear = mambaish_config(model) is not None
+    if sliding or linear or (model.sliding_window_size or -1) > 0:
+        raise UnsupportedError(
+            f"{name} has sliding-window or linear attention layers, which are not supported: "
+            "use --cache-rank-gpus 0."
+        )
+    if model.is_multimodal:
+        raise UnsupportedError(
+            f"{name} is multimodal, which is not supported: use --cache-rank-gpus 0."
+        )
+    if model.head_dim > MAX_HEAD_DIM or model.head_dim % 8:
+        raise UnsupportedError(
+            f"{name} has head dimension {model.head_dim}; multiples of 8 up to {MAX_HEAD_DIM} "
+            "are supported: use --cache-rank-gpus 0."
+        )
+    dtype = str(model.dtype).removeprefix("torch.")
+    if dtype not in DTYPES:
+        raise UnsupportedError(f"dtype {dtype} is not supported: use --dtype bfloat16.")
+    layers = model.num_hidden_layers
+    if (args.dense_layers or 0) >= layers:
+        raise UnsupportedError(
+            f"--dense-layers {args.dense_layers} leaves none of the {layers} layers of {name} "
+            "sparse: lower it, or use --cache-rank-gpus 0."
+        )
+    reserve = _reserve_bytes(args, model)
+    if args.device == "cpu" and reserve > psutil.virtual_memory().available:
+        raise UnsupportedError(
+            f"--max-sparse-requests {args.max_sparse_requests} working sets of {name} take "
+            f"{reserve / 1e9:.0f} GB, more than this machine has free: lower it, or "
+            "--sparse-budget."
+        )
+
+
+def _reserve_bytes(args: CacheRankServerArgs, model: Any) -> int:
+    rows = (args.sparse_budget + args.sink_tokens) * args.max_sparse_requests
+    heads = model.get_num_kv_heads(args.tp_size)
+    return 2 * rows * model.num_hidden_layers * heads * model.head_dim * model.dtype.itemsize
+
+
+def refuse_used_port(host: str, port: int) -> None:
+    """Refuse a port that another process listens on.
+
+    Raises:
+        UnsupportedError: it is taken.
+    """
+    for connection in psutil.net_connections(kind="tcp"):
+        address = connection.laddr
+        if connection.status == psutil.CONN_LISTEN and address and address.port == port:
+            raise UnsupportedError(f"Port {port} of {host} is in use: choose another with --port.")
+
+
+def _looks_missing(model_path: str) -> bool:
+    """Whether a path is clearly local and not there; a repository id has one slash at most."""
+    path = Path(model_path).expanduser()
+    local = (
+        path.is_absolute() or model_path.startswith(("./", "../", "~")) or model_path.count("/") > 1
+    )
+    return (local or path.is_dir()) and not (path / "config.json").is_file()
+
+
+def _can_bind(address: str) -> bool:
+    try:
+        family, *_, target = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.bind(target)
+    except OSError:
+        return False
+    return True
