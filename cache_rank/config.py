@@ -35,6 +35,15 @@ class ModelShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     rotary_frequency: tuple[float, ...] = ()
     rotary_interleaved: bool = False
 
+    def __post_init__(self) -> None:
+        for name in ("layers", "query_heads", "kv_heads", "head_dim"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype {self.dtype} is not one of {', '.join(DTYPES)}")
+        if self.query_heads % self.kv_heads:
+            raise ValueError("kv_heads must divide query_heads")
+
     @property
     def torch_dtype(self) -> torch.dtype:
         return DTYPES[self.dtype]
@@ -95,10 +104,6 @@ class CacheRankConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         for name in ("sink_tokens", "recent_tokens", "selection_margin", "recall_interval"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
-        if self.model.dtype not in DTYPES:
-            raise ValueError(f"dtype {self.model.dtype} is not one of {', '.join(DTYPES)}")
-        if self.model.query_heads % self.model.kv_heads:
-            raise ValueError("kv_heads must divide query_heads")
 
     @property
     def groups(self) -> tuple[range, ...]:

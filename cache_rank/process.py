@@ -23,6 +23,7 @@ import zmq
 from setproctitle import setproctitle
 from torch import Tensor
 
+from cache_rank import residency
 from cache_rank.config import CacheRankConfig
 from cache_rank.control import ControlReceiver, ControlSender
 from cache_rank.prediction import QueryPredictor
@@ -85,6 +86,7 @@ class CacheRank:
     """Serves one inference rank, from Open to the end of the process."""
 
     def __init__(self, config: CacheRankConfig, link: Link, device: torch.device) -> None:
+        residency.require_format(config.kv_residency)
         self.config = config
         self.capacity_tokens = _memory_free() // config.model.bytes_per_token
         self.sequences: dict[int, Sequence] = {}
@@ -109,10 +111,14 @@ class CacheRank:
         return torch.zeros(size, dtype=torch.uint8, device=self._device)
 
     def load(self, message: Load) -> str | None:
-        """Take over a bulk shipment; the reason when it is refused (its tensor is discarded)."""
+        """Take over a bulk shipment; the reason when it is refused.
+
+        The tensor of a refused shipment is received and dropped, so that the channel stays in step;
+        only a size that no inference rank ships is refused before.
+        """
         config = self.config
         if not 0 < message.count <= self.capacity_tokens:
-            return f"Load of {message.count} tokens"
+            return f"Load of {message.count} tokens, {self.capacity_tokens} fit"
         shipment = torch.empty(
             bulk_shape(config, message.count), dtype=config.model.torch_dtype, device=self._device
         )

@@ -1,4 +1,7 @@
-"""What cannot be had together with a cache rank, each refused in one sentence with the remedy."""
+"""What cannot be had together with a cache rank, each refused in one sentence with the remedy.
+
+`args` is a CacheRankServerArgs throughout; its module imports this one.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +10,13 @@ import math
 import os
 import socket
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 from packaging.specifiers import SpecifierSet
 
 from cache_rank.config import DTYPES, ModelShape
 from sglang_ext.cpu import has_gpu
-
-if TYPE_CHECKING:
-    from sglang_ext.server_args import CacheRankServerArgs
 
 BACKEND = "cache_rank"
 SUPPORTED_SGLANG = SpecifierSet(">=0.5.16,<0.5.18")
@@ -39,7 +39,7 @@ def refuse_unknown_sglang() -> None:
         )
 
 
-def refuse_arguments(args: CacheRankServerArgs) -> None:
+def refuse_arguments(args: Any) -> None:
     """Refuse what the user explicitly asked for and cannot have."""
     for asked, message in _conflicts(args):
         if asked:
@@ -65,7 +65,7 @@ def refuse_arguments(args: CacheRankServerArgs) -> None:
         )
 
 
-def _conflicts(args: CacheRankServerArgs) -> list[tuple[bool, str]]:
+def _conflicts(args: Any) -> list[tuple[bool, str]]:
     radix = "radix cache: prompts of sparse requests leave the pool, so prefixes are not shared"
     return [
         (
@@ -180,7 +180,7 @@ def _conflicts(args: CacheRankServerArgs) -> list[tuple[bool, str]]:
     ]
 
 
-def refuse_model(args: CacheRankServerArgs) -> None:
+def refuse_model(args: Any) -> None:
     """Refuse models whose attention the working set cannot represent."""
     from sglang.srt.configs.hybrid_arch import mambaish_config
     from sglang.srt.configs.model_config import AttentionArch
@@ -231,7 +231,7 @@ def refuse_model(args: CacheRankServerArgs) -> None:
         )
 
 
-def _reserve_bytes(args: CacheRankServerArgs, model: Any) -> int:
+def _reserve_bytes(args: Any, model: Any) -> int:
     rows = (args.sparse_budget + args.sink_tokens) * args.max_sparse_requests
     heads = model.get_num_kv_heads(args.tp_size)
     return 2 * rows * model.num_hidden_layers * heads * model.head_dim * model.dtype.itemsize

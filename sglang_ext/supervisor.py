@@ -199,9 +199,10 @@ class Supervisor:
 
     def close(self) -> None:
         """End the process and the thread."""
-        self._closing.set()
         self._configured.set()
-        connection, self.connection = self.connection, None
+        with self._changed:
+            self._closing.set()
+            connection, self.connection = self.connection, None
         if connection is not None:
             connection.kill()
         self._thread.join(timeout=5)
@@ -210,8 +211,9 @@ class Supervisor:
         backoff = FIRST_BACKOFF_SECONDS
         while not self._closing.is_set():
             started = time.monotonic()
-            connection = Connection(self._name, self._address, self._timeout)
+            connection = None
             try:
+                connection = Connection(self._name, self._address, self._timeout)
                 self._configured.wait()
                 if self._closing.is_set() or self._config is None:
                     return
@@ -221,7 +223,8 @@ class Supervisor:
             except Exception as error:  # whatever ended it, the rank is down and starts again
                 self._withdraw(connection, error)
             finally:
-                connection.close()
+                if connection is not None:
+                    connection.close()
             if time.monotonic() - started > STABLE_SECONDS:
                 backoff = FIRST_BACKOFF_SECONDS
             self._closing.wait(backoff)
@@ -229,6 +232,8 @@ class Supervisor:
 
     def _publish(self, connection: Connection, seconds: float) -> None:
         with self._changed:
+            if self._closing.is_set():
+                raise CacheRankDownError("closed while it started")
             self.starts += 1
             self.start_seconds = seconds
             self.connection = connection
@@ -242,12 +247,12 @@ class Supervisor:
             seconds,
         )
 
-    def _withdraw(self, connection: Connection, error: Exception) -> None:
+    def _withdraw(self, connection: Connection | None, error: Exception) -> None:
         if self._closing.is_set():
             return
         with self._changed:
             self._failure = str(error)
-            if self.connection is connection:
+            if connection is not None and self.connection is connection:
                 self.connection = None
                 logger.error("%s is down: %s", self._name, error)
             elif self.starts == 0:

@@ -55,12 +55,21 @@ class Residency(Protocol):
 FORMATS: dict[str, type[Bf16Residency]] = {"bf16": Bf16Residency}
 
 
+def require_format(name: str) -> None:
+    """Check that a format exists.
+
+    Raises:
+        ValueError: it does not.
+    """
+    if name not in FORMATS:
+        raise ValueError(f"unknown residency format {name!r}: use one of {', '.join(FORMATS)}")
+
+
 def create(name: str, model: ModelShape, device: torch.device) -> Residency:
     """Start an empty residency.
 
     Raises:
         ValueError: unknown format.
     """
-    if name not in FORMATS:
-        raise ValueError(f"unknown residency format {name!r}: use one of {', '.join(FORMATS)}")
+    require_format(name)
     return FORMATS[name](model, device)

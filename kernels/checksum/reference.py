@@ -7,6 +7,9 @@ from torch import Tensor
 
 _INTEGER_OF_SIZE = {2: torch.int16, 4: torch.int32}
 
+# Odd 62-bit constants that spread the index of an element over all bits of its weight.
+_STRIDE, _MIX = 0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9
+
 
 def slots_checksum(keys: Tensor, values: Tensor) -> int:
     """Sum of all bits, weighted so that swapping slots, heads, layers or K with V changes it.
@@ -18,8 +21,9 @@ def slots_checksum(keys: Tensor, values: Tensor) -> int:
         A non-negative integer below 2^63.
     """
     total = 0
-    for part, tensor in enumerate((keys, values), start=1):
+    for part, tensor in enumerate((keys, values)):
         bits = tensor.contiguous().view(_INTEGER_OF_SIZE[tensor.element_size()]).to(torch.int64)
-        weight = torch.arange(1, bits.numel() + 1, device=bits.device).view(bits.shape)
-        total += part * int((bits * weight).sum())
+        index = torch.arange(1, bits.numel() + 1, device=bits.device) * _STRIDE + part
+        weight = (index ^ (index >> 29)) * _MIX  # wraps around, on purpose
+        total += int((bits * weight.view(bits.shape)).sum())
     return total & ((1 << 63) - 1)

@@ -41,7 +41,7 @@ def rank_keys(scores: Tensor, candidates: range) -> Tensor:
         (..., T) int64.
     """
     # Adding zero turns -0.0 into 0.0, which would otherwise order differently.
-    bits = (torch.nan_to_num(scores, nan=-torch.inf) + 0.0).contiguous().view(torch.int32)
+    bits = (torch.where(scores.isnan(), -torch.inf, scores) + 0.0).contiguous().view(torch.int32)
     ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     position = torch.arange(scores.shape[-1], device=scores.device)
     keys = (ordered.to(torch.int64) << 32) | position

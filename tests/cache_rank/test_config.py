@@ -55,15 +55,19 @@ def test_accepts_zero_where_it_means_none(name: str) -> None:
 
 
 def test_refuses_a_dtype_that_no_pool_has() -> None:
-    model = msgspec.structs.replace(GQA, dtype="int8")
     with pytest.raises(ValueError, match="dtype int8 is not one of float32, bfloat16, float16"):
-        small_config(model)
+        msgspec.structs.replace(GQA, dtype="int8")
 
 
 def test_refuses_kv_heads_that_do_not_divide_the_query_heads() -> None:
-    model = msgspec.structs.replace(GQA, query_heads=5)
     with pytest.raises(ValueError, match="kv_heads must divide query_heads"):
-        small_config(model)
+        msgspec.structs.replace(GQA, query_heads=5)
+
+
+@pytest.mark.parametrize("name", ["layers", "query_heads", "kv_heads", "head_dim"])
+def test_refuses_a_shape_without(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
+        msgspec.structs.replace(GQA, **{name: 0})
 
 
 def test_travels_as_msgpack_and_is_checked_again_on_arrival() -> None:

@@ -183,8 +183,8 @@ CONFLICTS = [
     *(
         Refused(
             f"--model-path {path}",
-            f"--model-path {path} does not exist or has no config.json: give a model folder or a Hugging Face "
-            "repository id.",
+            f"--model-path {path} does not exist or has no config.json: give a model folder or a "
+            "Hugging Face repository id.",
         )
         for path in ("/nowhere/model", "./nowhere", "../nowhere", "~/nowhere", "two/slashes/deep")
     ),
