@@ -24,7 +24,8 @@ from rich.console import Console
 from rich.table import Table
 
 from cache_rank.config import ModelShape
-from sglang_ext.inference_rank import InferenceRank, Pools, reserve_rows
+from sglang_ext.inference_rank import InferenceRank
+from sglang_ext.model_runner import Pools, reserve_rows
 from sglang_ext.server_args import CacheRankServerArgs, parse_server_args
 from sglang_ext.supervisor import Supervisor
 
@@ -72,10 +73,10 @@ def measure(rank: InferenceRank, batch: int, steps: int) -> dict[str, list[float
         rank.announce_step(plan)
         announced = time.perf_counter()
         for group, layers in enumerate(rank.config.groups):
-            rank.begin_group(plan, group)
+            rank.begin_group(group)
             for layer in range(len(layers)):
-                rank.stage(plan, layer, queries, keys, keys)
-            rank.end_group(plan, group)
+                rank.stage(layer, queries, keys, keys)
+            rank.end_group(group)
         exchanged = time.perf_counter()
         rank.end_step(plan)
         rank.statistics_of(requests)

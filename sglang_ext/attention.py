@@ -67,9 +67,8 @@ class CacheRankAttnBackend(AttentionBackend):
             )
         group, layer_in_group = divmod(sparse_layer, rank.config.layers_per_group)
         if layer_in_group == 0:
-            rank.begin_group(plan, group)
+            rank.begin_group(group)
         rank.stage(
-            plan,
             layer_in_group,
             q.view(-1, layer.tp_q_head_num, layer.qk_head_dim),
             k.view(-1, layer.tp_k_head_num, layer.qk_head_dim),
@@ -81,7 +80,7 @@ class CacheRankAttnBackend(AttentionBackend):
             inner, view = self._sparse, self._sparse_view
         output = inner.forward_decode(q, k, v, layer, view, save_kv_cache, **kwargs)
         if layer_in_group == len(rank.config.groups[group]) - 1:
-            rank.end_group(plan, group)
+            rank.end_group(group)
         return output
 
     def forward_extend(self, *args: Any, **kwargs: Any) -> torch.Tensor:

@@ -14,6 +14,7 @@ from sglang.srt.server_args import get_global_server_args
 
 from sglang_ext import inference_rank
 from sglang_ext.lifecycle import RequestStatistics
+from sglang_ext.model_runner import reserve_rows
 from sglang_ext.server_args import CacheRankServerArgs
 
 META_KEY = "cache_rank"
@@ -43,7 +44,7 @@ def add_reserve_rows(shapes: tuple[Any, Any], pool: Any) -> tuple[Any, Any]:
     args = _cache_rank_args()
     if args is None:
         return shapes
-    extra = inference_rank.reserve_rows(args)
+    extra = reserve_rows(args)
     keys, values = shapes
     return (keys[0] + extra, *keys[1:]), (values[0] + extra, *values[1:])
 
@@ -57,7 +58,7 @@ def leave_room_for_reserve(available_bytes: int, configurator: Any, *_: Any, **_
     heads = model.get_num_kv_heads(args.tp_size)
     per_token = 2 * heads * model.head_dim * configurator.kv_cache_dtype.itemsize
     layers = configurator.layer_info.num_effective_layers
-    return available_bytes - inference_rank.reserve_rows(args) * per_token * layers
+    return available_bytes - reserve_rows(args) * per_token * layers
 
 
 def run_step(

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +21,13 @@ from cache_rank.transport import TransportError
 from sglang_ext.exchange import Exchange, ExchangeCounters, ExchangeRow
 from sglang_ext.lifecycle import Lifecycle, Phase, SparseSequence, prepare_requests
 from sglang_ext.metrics import CacheRankMetrics
+from sglang_ext.model_runner import (
+    Pools,
+    model_shape,
+    pools_of,
+    reserve_block_rows,
+    reserve_rows,
+)
 from sglang_ext.server_args import CacheRankServerArgs
 from sglang_ext.supervisor import CacheRankDownError, Supervisor
 from sglang_ext.working_set import Reserve, WorkingSetTable, copy_sinks
@@ -31,8 +39,6 @@ LATE_SECONDS = 1e-3
 
 FREE_STRIDE = 64
 """Covered tokens are freed this many at a time: freeing costs the host a concatenation."""
-
-_DOWN = (TransportError, ControlError, CacheRankDownError)
 
 
 @dataclasses.dataclass(slots=True)
@@ -52,21 +58,6 @@ class StepPlan:
     sparse: list[SparseSequence]
     shipping: list[tuple[SparseSequence, int]]
     attends_to_everything: bool = False
-
-
-class Pools(NamedTuple):
-    """SGLang's memory.
-
-    Attributes:
-        req_to_token: (request slots, context length) int32 pool rows.
-        keys, values: per layer (pool rows and reserve rows, Hkv, D).
-        allocator: of pool rows.
-    """
-
-    req_to_token: Tensor
-    keys: list[Tensor]
-    values: list[Tensor]
-    allocator: Any
 
 
 class InferenceRank:
@@ -157,32 +148,20 @@ class InferenceRank:
 
     def announce_step(self, plan: StepPlan) -> None:
         """Tell the cache rank which requests the step exchanges."""
-        if self._exchange is not None:
-            try:
-                self._exchange.begin_step(plan.rows)
-            except _DOWN as error:
-                self._cache_rank_down(str(error))
+        self._attempt(lambda exchange: exchange.begin_step(plan.rows))
 
-    def begin_group(self, plan: StepPlan, group: int) -> None:
+    def begin_group(self, group: int) -> None:
         """Before a group's first layer: its slots hold the selection for this step."""
-        if self._exchange is not None:
-            try:
-                self._exchange.begin_group(group)
-            except _DOWN as error:
-                self._cache_rank_down(str(error))
+        self._attempt(lambda exchange: exchange.begin_group(group))
 
-    def stage(self, plan: StepPlan, layer_in_group: int, q: Tensor, k: Tensor, v: Tensor) -> None:
+    def stage(self, layer_in_group: int, q: Tensor, k: Tensor, v: Tensor) -> None:
         """Keep one layer's tensors for the cache rank: (batch, heads, D) each."""
         if self._exchange is not None:
             self._exchange.stage(layer_in_group, q, k, v)
 
-    def end_group(self, plan: StepPlan, group: int) -> None:
+    def end_group(self, group: int) -> None:
         """After a group's last layer: what the cache rank needs is on its way."""
-        if self._exchange is not None:
-            try:
-                self._exchange.end_group(group)
-            except _DOWN as error:
-                self._cache_rank_down(str(error))
+        self._attempt(lambda exchange: exchange.end_group(group))
 
     def end_step(self, plan: StepPlan) -> None:
         """After the forward pass: account, ship prompts, free what the working set covers."""
@@ -199,15 +178,9 @@ class InferenceRank:
             for row in plan.rows:
                 row.sequence.statistics.late_steps += late
             self.metrics.on_step(self._exchange, len(plan.sparse))
-        try:
-            for sequence, length in plan.shipping:
-                stop = min(length, sequence.shipped + self.args.bulk_chunk_tokens)
-                pool_rows = self._req_to_token[sequence.row, sequence.shipped : stop]
-                self._exchange.ship(sequence, pool_rows.to(torch.int64))
-        except _DOWN as error:
-            self._cache_rank_down(str(error))
-            return
-        if self.args.inference_kv == "working-set":
+        for sequence, length in plan.shipping:
+            self._ship_chunk(sequence, length)
+        if self._exchange is not None and self.args.inference_kv == "working-set":
             for row in plan.rows:
                 if row.sequence.phase is Phase.SPARSE:
                     self._free_covered(row.sequence, row.position)
@@ -220,21 +193,15 @@ class InferenceRank:
         sequence = self.lifecycle.end(request.req_pool_idx)
         if not self.lifecycle.live:
             self.metrics.on_no_sparse_requests()
-        if sequence is not None and not sequence.orphaned and self._exchange is not None:
-            try:
-                self._exchange.end([sequence.epoch])
-            except _DOWN as error:
-                self._cache_rank_down(str(error))
+        if sequence is not None and not sequence.orphaned:
+            epoch = sequence.epoch
+            self._attempt(lambda exchange: exchange.end([epoch]))
 
     def on_pool_cleared(self) -> None:
         """SGLang empties its pools."""
         for row in list(self.lifecycle.live):
             self.lifecycle.end(row)
-        if self._exchange is not None:
-            try:
-                self._exchange.flush()
-            except _DOWN as error:
-                self._cache_rank_down(str(error))
+        self._attempt(lambda exchange: exchange.flush())
 
     def take_orphans(self) -> list[Any]:
         """Requests whose K and V are gone with a cache rank; SGLang must recompute them."""
@@ -322,18 +289,33 @@ class InferenceRank:
             filled = self.config.filled_after(position, sequence.filled)
             plan.rows.append(ExchangeRow(sequence, index, position, filled))
 
+    def _ship_chunk(self, sequence: SparseSequence, length: int) -> None:
+        """Ship the next tokens of a request that has `length` in the pool."""
+        stop = min(length, sequence.shipped + self.args.bulk_chunk_tokens)
+        pool_rows = self._req_to_token[sequence.row, sequence.shipped : stop].to(torch.int64)
+        self._attempt(lambda exchange: exchange.ship(sequence, pool_rows))
+
     def _free_covered(self, sequence: SparseSequence, position: int) -> None:
         """Free pool rows of tokens that the table no longer refers to."""
         request = sequence.request
         covered = position - self.config.recent_tokens
         start = request.cache_protected_len
-        if covered - start >= FREE_STRIDE or sequence.statistics.sparse_steps == 1:
+        if covered - start >= FREE_STRIDE:
             freed = self._req_to_token[sequence.row, start:covered]
             self._allocator.free(freed.to(torch.int64))
             # SGLang frees from here on when the request ends.
             request.cache_protected_len = covered
 
     # The cache rank comes and goes.
+
+    def _attempt(self, action: Callable[[Exchange], None]) -> None:
+        """Do something with the cache rank, if it is up and stays up."""
+        if self._exchange is None:
+            return
+        try:
+            action(self._exchange)
+        except (TransportError, ControlError, CacheRankDownError) as error:
+            self._cache_rank_down(str(error))
 
     def _follow_supervisor(self) -> None:
         connection = self._supervisor.connection
@@ -376,50 +358,6 @@ class InferenceRank:
             self.plan.attends_to_everything = not recompute
 
 
-def reserve_block_rows(args: CacheRankServerArgs) -> int:
-    """Pool rows of one request's block in the reserve."""
-    return args.sink_tokens + args.sparse_budget
-
-
-def reserve_rows(args: CacheRankServerArgs) -> int:
-    """Pool rows that the reserve adds to SGLang's."""
-    return reserve_block_rows(args) * args.max_sparse_requests
-
-
-def model_shape(runner: Any, args: CacheRankServerArgs) -> ModelShape:
-    """Read the shape of the sparse layers off a loaded model."""
-    pool = runner.token_to_kv_pool
-    attention = [
-        module for module in runner.model.modules() if type(module).__name__ == "RadixAttention"
-    ]
-    first = attention[0]
-    assert args.dense_layers is not None
-    if len(attention) != len(pool.k_buffer) or first.qk_head_dim != first.v_head_dim:
-        raise ValueError("the model's attention layers do not match its KV pool")
-    return ModelShape(
-        layers=len(pool.k_buffer) - args.dense_layers,
-        query_heads=first.tp_q_head_num,
-        kv_heads=first.tp_k_head_num,
-        head_dim=first.qk_head_dim,
-        dtype=str(pool.dtype).removeprefix("torch."),
-        scale=float(first.scaling),
-        **_rotary(runner.model),
-    )
-
-
-def _rotary(model: torch.nn.Module) -> dict[str, Any]:
-    """Rotary frequencies, whatever scaling the model applies: read off the angles of position 1."""
-    for module in model.modules():
-        cache = getattr(module, "cos_sin_cache", None)
-        if isinstance(cache, Tensor):
-            cos, sin = cache[1].double().chunk(2)
-            return {
-                "rotary_frequency": tuple(torch.atan2(sin, cos).tolist()),
-                "rotary_interleaved": not module.is_neox_style,
-            }
-    return {}
-
-
 _current: InferenceRank | None = None
 _supervisor: Supervisor | None = None
 
@@ -436,16 +374,9 @@ def create(runner: Any, args: CacheRankServerArgs) -> InferenceRank:
     """Build this process's inference rank; the cache rank was spawned before."""
     global _current
     assert _supervisor is not None
-    pool = runner.token_to_kv_pool
-    pools = Pools(
-        runner.req_to_token_pool.req_to_token,
-        pool.k_buffer,
-        pool.v_buffer,
-        runner.token_to_kv_pool_allocator,
+    _current = InferenceRank(
+        args, model_shape(runner, args), pools_of(runner, args), runner.ps.tp_rank, _supervisor
     )
-    assert pool.k_buffer[0].shape[0] == pool.size + pool.page_size + reserve_rows(args)
-    model = model_shape(runner, args)
-    _current = InferenceRank(args, model, pools, runner.ps.tp_rank, _supervisor)
     return _current
 
 

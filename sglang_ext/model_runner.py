@@ -1,0 +1,82 @@
+"""What we read off SGLang's model runner: its pools and the shape of its attention layers."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from cache_rank.config import ModelShape
+from sglang_ext.server_args import CacheRankServerArgs
+
+
+class Pools(NamedTuple):
+    """SGLang's memory.
+
+    Attributes:
+        req_to_token: (request slots, context length) int32 pool rows.
+        keys, values: per layer (pool rows and reserve rows, Hkv, D).
+        allocator: of pool rows.
+    """
+
+    req_to_token: Tensor
+    keys: list[Tensor]
+    values: list[Tensor]
+    allocator: Any
+
+
+def pools_of(runner: Any, args: CacheRankServerArgs) -> Pools:
+    """SGLang's pools, whose buffers have been made with the reserve behind them."""
+    pool = runner.token_to_kv_pool
+    assert pool.k_buffer[0].shape[0] == pool.size + pool.page_size + reserve_rows(args)
+    return Pools(
+        runner.req_to_token_pool.req_to_token,
+        pool.k_buffer,
+        pool.v_buffer,
+        runner.token_to_kv_pool_allocator,
+    )
+
+
+def reserve_block_rows(args: CacheRankServerArgs) -> int:
+    """Pool rows of one request's block in the reserve."""
+    return args.sink_tokens + args.sparse_budget
+
+
+def reserve_rows(args: CacheRankServerArgs) -> int:
+    """Pool rows that the reserve adds to SGLang's."""
+    return reserve_block_rows(args) * args.max_sparse_requests
+
+
+def model_shape(runner: Any, args: CacheRankServerArgs) -> ModelShape:
+    """Read the shape of the sparse layers off a loaded model."""
+    pool = runner.token_to_kv_pool
+    attention = [
+        module for module in runner.model.modules() if type(module).__name__ == "RadixAttention"
+    ]
+    first = attention[0]
+    assert args.dense_layers is not None
+    if len(attention) != len(pool.k_buffer) or first.qk_head_dim != first.v_head_dim:
+        raise ValueError("the model's attention layers do not match its KV pool")
+    return ModelShape(
+        layers=len(pool.k_buffer) - args.dense_layers,
+        query_heads=first.tp_q_head_num,
+        kv_heads=first.tp_k_head_num,
+        head_dim=first.qk_head_dim,
+        dtype=str(pool.dtype).removeprefix("torch."),
+        scale=float(first.scaling),
+        **_rotary(runner.model),
+    )
+
+
+def _rotary(model: torch.nn.Module) -> dict[str, Any]:
+    """Rotary frequencies, whatever scaling the model applies: read off the angles of position 1."""
+    for module in model.modules():
+        cache = getattr(module, "cos_sin_cache", None)
+        if isinstance(cache, Tensor):
+            cos, sin = cache[1].double().chunk(2)
+            return {
+                "rotary_frequency": tuple(torch.atan2(sin, cos).tolist()),
+                "rotary_interleaved": not module.is_neox_style,
+            }
+    return {}
