@@ -84,6 +84,8 @@ def install_stand_in() -> None:
         return
     sys.meta_path.insert(0, _StandIn())
     os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
+    # The two ranks share the cores; threads that spin for a core the other rank has cost most.
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // 2)))
 
 
 def say_once() -> None:

@@ -48,5 +48,11 @@ def assert_live() -> None:
 def _create_backend(runner: Any) -> Any:
     from sglang_ext import inference_rank
     from sglang_ext.attention import CacheRankAttnBackend
+    from sglang_ext.server_args import CacheRankServerArgs
 
+    if not isinstance(runner.server_args, CacheRankServerArgs):
+        raise RuntimeError(
+            "the attention backend cache_rank needs a cache rank: "
+            "start the server with python -m sglang_ext.launch"
+        )
     return CacheRankAttnBackend(runner, inference_rank.create(runner, runner.server_args))
