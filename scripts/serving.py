@@ -22,7 +22,7 @@ START_SECONDS = 180
 PLAIN = (
     "--cache-rank-gpus 0 --device cpu --attention-backend torch_native --sampling-backend pytorch "
     "--grammar-backend none --disable-radix-cache --page-size 1 --max-total-tokens 40000 "
-    "--max-running-requests 64 --dtype float32"
+    "--max-running-requests 64 --dtype float32 --sleep-on-idle"
 ).split()
 
 

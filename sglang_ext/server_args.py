@@ -156,6 +156,7 @@ class CacheRankServerArgs(ServerArgs):
                 self._set("sampling_backend", "pytorch", "the CPU engine's sampler")
             if self.grammar_backend is None:
                 self._set("grammar_backend", "none", "grammar kernels need a GPU")
+            self._set("sleep_on_idle", True, "an idle scheduler would take a core from the others")
             if self.max_total_tokens is None:
                 self._set("max_total_tokens", _CPU_POOL_TOKENS, "host memory is shared")
             if self.max_running_requests is None:

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import psutil
 import pytest
 from openai import OpenAI
 
@@ -116,56 +111,3 @@ def test_metrics_are_exported_under_their_names(server: Server, client: OpenAI) 
         assert samples[f"sglang_cache_rank_{name}"] > 0
     for name in ("delta_overflow_total", "step_wait_seconds_sum"):
         assert samples[f"sglang_cache_rank_{name}"] >= 0
-
-
-def test_interrupt_leaves_no_process() -> None:
-    running = Server(["--cache-rank-gpus", "1"])
-    try:
-        running.wait_ready()
-        pid = int(running.cache_rank()["pid"])
-        processes = psutil.Process(running.process.pid).children(recursive=True)
-        assert pid in {process.pid for process in processes}
-        running.process.send_signal(signal.SIGINT)
-        running.process.wait(timeout=60)
-        _, alive = psutil.wait_procs(processes, timeout=20)
-        assert alive == []
-    finally:
-        running.stop()
-
-
-def test_a_dead_scheduler_takes_its_cache_rank_with_it() -> None:
-    running = Server(["--cache-rank-gpus", "1"])
-    try:
-        running.wait_ready()
-        cache_rank = psutil.Process(int(running.cache_rank()["pid"]))
-        psutil.Process(cache_rank.ppid()).kill()
-        cache_rank.wait(timeout=20)
-        assert running.process.wait(timeout=60) != 0
-    finally:
-        running.stop()
-
-
-ENGINE_SCRIPT = """
-from sglang_ext import Engine
-
-if __name__ == "__main__":
-    engine = Engine(sparse_threshold=100, sparse_budget=32, sink_tokens=4, recent_tokens=8,
-                    delta_capacity=32, skip_tokenizer_init=True)
-    output = engine.generate(
-        input_ids=list(range(5, 125)),
-        sampling_params={"max_new_tokens": 40, "temperature": 0, "ignore_eos": True},
-    )
-    print("sparse steps:", output["meta_info"]["cache_rank"]["sparse_steps"])
-    engine.shutdown()
-"""
-
-
-def test_the_engine_runs_in_process(tmp_path: Any) -> None:
-    script = tmp_path / "use_engine.py"
-    script.write_text(ENGINE_SCRIPT)
-    started = time.monotonic()
-    result = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, timeout=200, check=False
-    )
-    assert "sparse steps: 2" in result.stdout, (result.stdout[-2000:], result.stderr[-4000:])
-    assert time.monotonic() - started < 200
