@@ -41,8 +41,9 @@ def rank_keys(scores: Tensor, candidates: range) -> Tensor:
         (..., T) int64.
     """
     # Adding zero turns -0.0 into 0.0, which would otherwise order differently.
-    bits = (torch.where(scores.isnan(), -torch.inf, scores) + 0.0).contiguous().view(torch.int32)
+    bits = (scores + 0.0).contiguous().view(torch.int32)
     ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    ordered = ordered.masked_fill(scores.isnan(), torch.iinfo(torch.int32).min + 1)
     position = torch.arange(scores.shape[-1], device=scores.device)
     keys = (ordered.to(torch.int64) << 32) | position
     competes = (position >= candidates.start) & (position < candidates.stop)
