@@ -8,15 +8,12 @@ channel; a channel over another transport offers the same three methods.
 from __future__ import annotations
 
 import hashlib
-import logging
 from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.distributed import FileStore, PrefixStore, ProcessGroupGloo, Work  # type: ignore[attr-defined]
-
-logger = logging.getLogger(__name__)
 
 INFERENCE, CACHE = 0, 1
 

@@ -32,6 +32,8 @@ from cache_rank.transport import Pending
 from sglang_ext.lifecycle import SparseSequence
 from sglang_ext.supervisor import CacheRankDownError, Connection
 
+LATE_SECONDS = 1e-3
+
 MAX_SHIPMENTS_UNDER_WAY = 4
 """Each holds a copy of its tokens; the next one waits for the oldest."""
 
@@ -106,6 +108,11 @@ class Exchange:
         self._sent: list[Pending | None] = [None] * len(groups)
         self._answers: list[_Answer | None] = [None] * len(groups)
         self._shipments: deque[Pending] = deque()
+
+    @property
+    def was_late(self) -> bool:
+        """Whether the current step waited long enough for answers to count as late."""
+        return self.waited > LATE_SECONDS
 
     def _buffer(self, size: int) -> Tensor:
         return torch.empty(size, dtype=torch.uint8, device=self._device)

@@ -34,9 +34,6 @@ from sglang_ext.working_set import Reserve, WorkingSetTable, copy_sinks
 
 logger = logging.getLogger(__name__)
 
-LATE_SECONDS = 1e-3
-"""A step that waited this long for answers counts as late."""
-
 FREE_STRIDE = 64
 """Covered tokens are freed this many at a time: freeing costs the host a concatenation."""
 
@@ -174,7 +171,7 @@ class InferenceRank:
         if self._exchange is None:
             return
         if plan.rows:
-            late = self._exchange.waited > LATE_SECONDS
+            late = self._exchange.was_late
             for row in plan.rows:
                 row.sequence.statistics.late_steps += late
             self.metrics.on_step(self._exchange, len(plan.sparse))

@@ -61,7 +61,7 @@ class CacheRankMetrics:
     def on_step(self, exchange: Exchange, sparse_requests: int) -> None:
         """A step was exchanged."""
         self._wait_seconds += exchange.waited
-        self._steps_waited += exchange.waited > 1e-3
+        self._steps_waited += exchange.was_late
         counters = exchange.counters
         if self._series is not None:
             self._series.step_wait.observe(exchange.waited)
