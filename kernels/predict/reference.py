@@ -17,6 +17,7 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
+from cache_rank_kernels.rotary.reference import align_to_next_position
 from torch import Tensor
 
 PredictionMethod = Literal["last", "ema", "spade", "ridge"]
@@ -60,6 +61,47 @@ def predict_next_query(queries: Tensor, counts: Tensor, method: PredictionMethod
         # A single query has no predecessor to regress on: repeat it.
         return torch.where((counts > 1).unsqueeze(-1), predicted, queries[..., 0, :])
     raise ValueError(f"unknown query predictor {method!r}: use last, ema, spade or ridge")
+
+
+def predict_step(
+    query_ring: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    counts: Tensor,
+    first_layer: int,
+    frequency: Tensor | None,
+    interleaved: bool,
+    method: PredictionMethod,
+    out: Tensor,
+) -> None:
+    """Predict the query of the next decode step for every row, layer and head of a group.
+
+    Args:
+        query_ring: (slots, layers, Hq, W + 1, D), any float dtype; the query of position p is in
+            entry p % (W + 1).
+        slots: (R,) int32, the state slot of each row; negative skips the row.
+        positions: (R,) int32, the position of each row's newest query.
+        counts: (R,) int32, how many of each row's newest queries are valid, 1 to W + 1.
+        first_layer: index of the group's first layer in the ring.
+        frequency: (rotary_dim / 2,) float32: every query is rotated to the position after the
+            newest first (see the rotary reference). None: the queries are used as they are.
+        interleaved: pairs of rotated dimensions are neighbours instead of halves.
+        method: see `predict_next_query`.
+        out: (R, L, Hq, D) float32, written in place; skipped rows keep what they hold.
+
+    Raises:
+        ValueError: unknown method.
+    """
+    row = (slots >= 0).nonzero().squeeze(-1)
+    layers, ring = out.shape[1], query_ring.shape[3]
+    age = torch.arange(ring, device=query_ring.device)
+    entry = (positions[row].to(torch.int64).unsqueeze(-1) - age) % ring  # (rows, W + 1)
+    windows = query_ring[slots[row].to(torch.int64), first_layer : first_layer + layers]
+    entry = entry.view(-1, 1, 1, ring, 1).expand_as(windows)
+    queries = windows.gather(3, entry)  # newest first
+    if frequency is not None:
+        queries = align_to_next_position(queries, frequency, interleaved)
+    out[row] = predict_next_query(queries, counts[row].view(-1, 1, 1), method)
 
 
 def _regression_weights(queries: Tensor, counts: Tensor, softmax: bool) -> Tensor:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 
 def score_tokens(queries: Tensor, keys: Tensor, scale: float) -> Tensor:
-    """Score every cached token for every kv head (AsyncSpade section 4.2).
+    """Score every cached token of one sequence for every kv head (AsyncSpade section 4.2).
 
     A token's score is the largest log-probability that any query head of the group gives it:
     raw logits of different heads are not comparable, and their mean hides a head that needs the
@@ -25,3 +27,57 @@ def score_tokens(queries: Tensor, keys: Tensor, scale: float) -> Tensor:
     grouped = queries.float().reshape(layers, kv_heads, -1, head_dim)
     logits = (grouped @ keys.float().transpose(-1, -2)) * scale  # (L, Hkv, G, T)
     return torch.log_softmax(logits, dim=-1).amax(dim=-2)
+
+
+class ScoreWorkspace(NamedTuple):
+    """Scratch of one launch; see triton.py. The reference needs none."""
+
+    logits: Tensor
+    partial: Tensor
+    arrived: Tensor
+
+
+def score_workspace(
+    rows: int, layers: int, kv_heads: int, group: int, capacity: int, device: torch.device
+) -> ScoreWorkspace:
+    """Scratch for `rows` rows of up to `capacity` tokens: none."""
+    empty = torch.empty(0, device=device)
+    return ScoreWorkspace(empty, empty, empty)
+
+
+def score_step(
+    queries: Tensor,
+    key_pool: Tensor,
+    page_table: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    first_layer: int,
+    scale: float,
+    workspace: ScoreWorkspace,
+    out: Tensor,
+) -> None:
+    """Score the resident tokens of every row of a step, read through the page table.
+
+    Args:
+        queries: (R, L, Hq, D) float32.
+        key_pool: (pages, layers, Hkv, P, D), any float dtype, 8 bit included.
+        page_table: (R, max pages) int32.
+        slots: (R,) int32; a row of slot -1 is left alone.
+        positions: (R,) int32; tokens [0, position] are scored.
+        first_layer: of the L layers in the pool.
+        scale: factor on the logits.
+        workspace: of `score_workspace`.
+        out: (R, L, Hkv, capacity) float32; entries of other tokens keep what they hold.
+    """
+    layers, page_tokens = queries.shape[1], key_pool.shape[3]
+    for row, (slot, position) in enumerate(zip(slots.tolist(), positions.tolist(), strict=True)):
+        if slot < 0:
+            continue
+        pages = page_table[row, : position // page_tokens + 1].to(torch.int64)
+        keys = key_pool[:, first_layer : first_layer + layers]
+        if keys.dtype == torch.float8_e4m3fn:  # torch indexes no 8-bit floats on CPU
+            keys = keys.view(torch.uint8)[pages].view(keys.dtype)
+        else:
+            keys = keys[pages]  # (pages, L, Hkv, P, D)
+        keys = keys.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, : position + 1]
+        out[row, :, :, : position + 1] = score_tokens(queries[row], keys, scale)

@@ -18,10 +18,10 @@ class Selection(NamedTuple):
     """What changes in the slots of each (layer, kv head).
 
     Attributes:
-        mirror: (L, Hkv, k) int64, the token position in each slot after the change; -1 is empty.
-        entering: (L, Hkv, capacity) int64, positions of the tokens that enter, best first; -1 pads.
-        slots: (L, Hkv, capacity) int32, the slot that each entering token takes; -1 pads.
-        overflow: (L, Hkv) int64, how many more tokens would have entered at unlimited capacity.
+        mirror: (L, Hkv, k) int32, the token position in each slot after the change; -1 is empty.
+        entering: (L, Hkv, C) int32, positions of the tokens that enter, ascending; -1 pads.
+        slots: (L, Hkv, C) int32, the slot that each entering token takes; -1 pads.
+        overflow: (L, Hkv) int32, how many more tokens would have entered at unlimited capacity.
     """
 
     mirror: Tensor
@@ -63,58 +63,117 @@ def top_tokens(scores: Tensor, candidates: range, count: int) -> Tensor:
 def select_tokens(
     scores: Tensor, mirror: Tensor, candidates: range, margin: int, capacity: int
 ) -> Selection:
-    """Choose the tokens of the next step and how the slots change.
+    """Choose the tokens of one sequence's next step and how its slots change.
 
     The target is the k best candidates. A token already in a slot stays unless it falls out of the
-    best k + margin. Tokens enter best first, at most `capacity`; they take empty slots in order,
-    then the slots of the worst tokens that fell out. What does not fit keeps its old token.
+    best k + margin. The best tokens that are in no slot enter, at most `capacity` of them. In the
+    order of their positions they take the empty slots, then the slots of the tokens that fell out,
+    both in ascending order. What does not fit keeps its old token.
 
     Args:
         scores: (L, Hkv, T) float32.
-        mirror: (L, Hkv, k) int64 positions, -1 where empty. Empty slots form the tail.
-        candidates: the positions that compete.
+        mirror: (L, Hkv, k) int32 positions, -1 where empty.
+        candidates: the positions that compete, within [0, T).
         margin: how far beyond k a token may fall before it leaves.
-        capacity: most tokens that may enter a (layer, kv head).
+        capacity: most tokens that may enter a (layer, kv head), C in the shapes.
 
     Returns:
         The change; the given mirror is not modified.
     """
-    budget = mirror.shape[-1]
+    budget, tokens = mirror.shape[-1], scores.shape[-1]
     target = min(budget, len(candidates))
-    capacity_used = min(capacity, target)
+    most = min(capacity, target)
     keys = rank_keys(scores, candidates)
 
-    kept_depth = min(budget + margin, len(candidates))
-    threshold = keys.topk(kept_depth, dim=-1).values[..., -1:] if kept_depth else None
-    filled = mirror != EMPTY
-    slot_keys = torch.where(filled, keys.gather(-1, mirror.clamp(min=0)), _LOWEST)
-    kept = filled & (slot_keys >= threshold) if threshold is not None else filled
-    wanted = target - kept.sum(-1)  # (L, Hkv)
+    competes = (mirror >= candidates.start) & (mirror < candidates.stop)
+    slot_keys = keys.gather(-1, torch.where(competes, mirror, 0).to(torch.int64))
+    stays = torch.zeros_like(competes)
+    if len(candidates):
+        depth = min(budget + margin, len(candidates))
+        stays = competes & (slot_keys >= keys.topk(depth, dim=-1).values[..., -1:])
+    wanted = target - stays.sum(-1)  # (L, Hkv)
 
-    resident = torch.zeros(
-        (*keys.shape[:-1], keys.shape[-1] + 1), dtype=torch.bool, device=keys.device
-    )
-    resident.scatter_(-1, torch.where(filled, mirror, keys.shape[-1]), True)
-    outside = keys.masked_fill(resident[..., :-1], _LOWEST)
-    best_outside = outside.topk(capacity_used, dim=-1).indices
-    order = torch.arange(capacity_used, device=scores.device)
-    enters = order < wanted.clamp(max=capacity_used).unsqueeze(-1)
+    resident = torch.zeros((*keys.shape[:-1], tokens + 1), dtype=torch.bool, device=keys.device)
+    resident.scatter_(-1, torch.where(competes, mirror, tokens).to(torch.int64), True)
+    best = keys.masked_fill(resident[..., :-1], _LOWEST).topk(most, dim=-1).indices
+    used = torch.arange(most, device=keys.device) < wanted.unsqueeze(-1)
+    # Unused entries, which `tokens` stands for, sort last.
+    entering = torch.where(used, best, tokens).sort(-1).values.to(torch.int32)
+    entering = torch.where(used, entering, EMPTY)
 
-    slot_order = torch.arange(budget, device=scores.device) + _LOWEST
-    leave_order = torch.where(filled, slot_keys, slot_order)
-    leave_order = leave_order.masked_fill(kept, torch.iinfo(torch.int64).max)
-    taken = leave_order.argsort(dim=-1, stable=True)[..., :capacity_used]
-
-    entering = torch.where(enters, best_outside, EMPTY)
-    slots = torch.where(enters, taken, EMPTY)
-    new_mirror = mirror.clone()
+    slot_order = torch.where(mirror == EMPTY, 0, torch.where(stays, 2, 1))
+    taken = slot_order.argsort(dim=-1, stable=True)[..., :most]
+    after = mirror.clone()
     # Unused entries write a slot's own token back, into a slot that no used entry takes.
-    new_mirror.scatter_(-1, taken, torch.where(enters, best_outside, mirror.gather(-1, taken)))
+    after.scatter_(-1, taken, torch.where(used, entering, mirror.gather(-1, taken)))
 
-    padding = (0, capacity - capacity_used)
+    padding = (0, capacity - most)
+    slots = torch.where(used, taken, EMPTY).to(torch.int32)
     return Selection(
-        mirror=new_mirror,
+        mirror=after,
         entering=torch.nn.functional.pad(entering, padding, value=EMPTY),
-        slots=torch.nn.functional.pad(slots, padding, value=EMPTY).to(torch.int32),
-        overflow=(wanted - capacity_used).clamp(min=0),
+        slots=torch.nn.functional.pad(slots, padding, value=EMPTY),
+        overflow=(wanted - capacity).clamp(min=0).to(torch.int32),
     )
+
+
+def select_workspace(
+    rows: int, layers: int, kv_heads: int, budget: int, margin: int, device: torch.device
+) -> Tensor:
+    """Scratch of one launch: none. See triton.py."""
+    return torch.empty((0, 0), dtype=torch.int64, device=device)
+
+
+def select_step(
+    scores: Tensor,
+    mirror: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    first_layer: int,
+    sink_tokens: int,
+    recent_tokens: int,
+    margin: int,
+    workspace: Tensor,
+    entering: Tensor,
+    entering_slots: Tensor,
+    counts: Tensor,
+) -> None:
+    """Apply `select_tokens` to every row of a step.
+
+    The first `sink_tokens` tokens and the newest `recent_tokens` are attended to anyway and do not
+    compete.
+
+    Args:
+        scores: (R, L, Hkv, capacity) float32, of tokens [0, position]; may be overwritten.
+        mirror: (slots, layers, Hkv, k) int32, changed in place.
+        slots: (R,) int32 state slots, no two the same; for a row of slot -1 nothing enters.
+        positions: (R,) int32, of each row's current token.
+        first_layer: of the L layers in the mirror.
+        sink_tokens: how many of the oldest tokens do not compete.
+        recent_tokens: how many of the newest tokens do not compete.
+        margin: how far beyond k a token may fall before it leaves.
+        workspace: of `select_workspace`.
+        entering: (R, L, Hkv, C) int32, written: see `Selection.entering`.
+        entering_slots: (R, L, Hkv, C) int32, written: see `Selection.slots`.
+        counts: (R, 2) int32, added to: tokens that entered, and tokens that capacity kept out.
+    """
+    layers = scores.shape[1]
+    entering.fill_(EMPTY)
+    entering_slots.fill_(EMPTY)
+    for row, (slot, position) in enumerate(zip(slots.tolist(), positions.tolist(), strict=True)):
+        if slot < 0:
+            continue
+        tokens = position + 1
+        working_set = mirror[slot, first_layer : first_layer + layers]
+        change = select_tokens(
+            scores[row, :, :, :tokens],
+            working_set,
+            range(sink_tokens, max(sink_tokens, tokens - recent_tokens)),
+            margin,
+            entering.shape[-1],
+        )
+        working_set.copy_(change.mirror)
+        entering[row] = change.entering
+        entering_slots[row] = change.slots
+        counts[row, 0] += (change.entering != EMPTY).sum().to(torch.int32)
+        counts[row, 1] += change.overflow.sum().to(torch.int32)

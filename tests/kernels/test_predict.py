@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from cache_rank_kernels.predict import reference, triton
 from cache_rank_kernels.predict.reference import (
     EMA_DECAY,
     RIDGE_STRENGTH,
     PredictionMethod,
     predict_next_query,
 )
+from cache_rank_kernels.rotary.reference import align_to_next_position
 from torch import Tensor
 
 METHODS: tuple[PredictionMethod, ...] = ("last", "ema", "spade", "ridge")
@@ -230,3 +232,205 @@ def test_spade_favours_what_followed_the_most_similar_queries() -> None:
 def test_unknown_method_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match=r"'median'.*use last, ema, spade or ridge"):
         predict_next_query(torch.zeros(2, 4), torch.tensor(1), "median")  # type: ignore[arg-type]
+
+
+POISON = 7.0
+FIRST_LAYER = 1
+
+
+@dataclass(frozen=True)
+class Step:
+    """Rings of queries in which some rows of a step are, and where the rows are in them."""
+
+    query_ring: Tensor
+    slots: Tensor
+    positions: Tensor
+    counts: Tensor
+    frequency: Tensor | None
+    interleaved: bool
+    layers: int
+
+    def predicted_by(self, implementation, method: PredictionMethod) -> Tensor:
+        _, _, query_heads, _, head_dim = self.query_ring.shape
+        shape = (len(self.slots), self.layers, query_heads, head_dim)
+        out = torch.full(shape, POISON, device=self.query_ring.device)
+        implementation.predict_step(
+            self.query_ring,
+            self.slots,
+            self.positions,
+            self.counts,
+            FIRST_LAYER,
+            self.frequency,
+            self.interleaved,
+            method,
+            out,
+        )
+        return out
+
+
+def step_of(
+    device: torch.device,
+    counts: list[int],
+    window: int = 4,
+    head_dim: int = 16,
+    layers: int = 1,
+    query_heads: int = 2,
+    stream: Stream = STREAMS[1],
+    dtype: torch.dtype = torch.float32,
+    rotary_dim: int = 0,
+    interleaved: bool = False,
+) -> Step:
+    """Rows in the slots R - 1 .. 0, at positions that begin at any entry of the ring."""
+    rows, ring = len(counts), window + 1
+    shape = (rows + 1, layers + 2, query_heads, ring, head_dim)
+    frequency = 100.0 ** -torch.linspace(0, 1, rotary_dim // 2)
+    integers = {"dtype": torch.int32, "device": device}
+    return Step(
+        stream.sample(*shape).to(device, dtype),
+        torch.arange(rows - 1, -1, -1, **integers),
+        torch.tensor([max(0, count - 1) + 3 * row for row, count in enumerate(counts)], **integers),
+        torch.tensor(counts, **integers),
+        frequency.to(device) if rotary_dim else None,
+        interleaved,
+        layers,
+    )
+
+
+def assert_close(actual: Tensor, expected: Tensor, tolerance: float) -> None:
+    """Every predicted query, relative to the largest of its step."""
+    error = (actual - expected).norm(dim=-1).amax()
+    assert float(error) <= tolerance * float(expected.norm(dim=-1).amax())
+
+
+@pytest.mark.parametrize("rotary_dim", [0, 16, 8])
+@pytest.mark.parametrize("method", METHODS)
+def test_a_step_predicts_each_row_from_its_own_ring(
+    method: PredictionMethod, rotary_dim: int
+) -> None:
+    step = step_of(torch.device("cpu"), [1, 2, 5, 4, 5], layers=2, rotary_dim=rotary_dim)
+    step.slots[3] = -1
+    predicted = step.predicted_by(reference, method)
+    for row, (slot, position, count) in enumerate(
+        zip(step.slots.tolist(), step.positions.tolist(), step.counts.tolist(), strict=True)
+    ):
+        if slot < 0:
+            assert (predicted[row] == POISON).all()
+            continue
+        newest_first = [(position - age) % 5 for age in range(5)]
+        queries = step.query_ring[slot, FIRST_LAYER : FIRST_LAYER + 2][:, :, newest_first]
+        if step.frequency is not None:
+            queries = align_to_next_position(queries, step.frequency, step.interleaved)
+        expected = predict_next_query(queries, torch.tensor(count), method)
+        # A batch of another size may be multiplied in another order.
+        torch.testing.assert_close(predicted[row], expected, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("stream", STREAMS[:2], ids=lambda stream: stream.name)
+@pytest.mark.parametrize("window", [1, 2, 4, 7, 16])
+@pytest.mark.parametrize("method", METHODS)
+def test_triton_equals_reference(
+    device: torch.device, method: PredictionMethod, window: int, stream: Stream
+) -> None:
+    counts = sorted({1, 2, (window + 2) // 2, window, window + 1})
+    step = step_of(device, counts, window, 32, 2 if window < 4 else 1, 2, stream)
+    expected = step.predicted_by(reference, method)
+    assert_close(step.predicted_by(triton, method), expected, 1e-4)
+
+
+@pytest.mark.parametrize("method", ["spade", "ridge"])
+def test_triton_of_almost_constant_queries(device: torch.device, method: PredictionMethod) -> None:
+    step = step_of(device, [9, 17], 16, 64, stream=STREAMS[2])
+    # Each may be off by what the conditioning of the Gram matrix makes of rounding.
+    expected = step.predicted_by(reference, method)
+    assert_close(step.predicted_by(triton, method), expected, 5e-4)
+
+
+@pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "neighbours"])
+@pytest.mark.parametrize(("head_dim", "rotary_dim"), [(16, 16), (16, 4), (32, 24), (64, 64)])
+@pytest.mark.parametrize("method", METHODS)
+def test_triton_aligns_queries_as_the_reference(
+    device: torch.device,
+    method: PredictionMethod,
+    head_dim: int,
+    rotary_dim: int,
+    interleaved: bool,
+) -> None:
+    step = step_of(device, [5, 3, 1], 4, head_dim, rotary_dim=rotary_dim, interleaved=interleaved)
+    expected = step.predicted_by(reference, method)
+    assert_close(step.predicted_by(triton, method), expected, 1e-4)
+    still = replace(step, frequency=None).predicted_by(reference, method)
+    assert not torch.allclose(expected, still, atol=1e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("method", METHODS)
+def test_triton_of_narrow_queries(
+    device: torch.device, method: PredictionMethod, dtype: torch.dtype
+) -> None:
+    step = step_of(device, [9, 4], 8, 32, dtype=dtype, rotary_dim=32)
+    assert_close(step.predicted_by(triton, method), step.predicted_by(reference, method), 1e-4)
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-3, 1e3])
+@pytest.mark.parametrize("method", METHODS)
+def test_triton_at_any_head_norm(
+    device: torch.device, method: PredictionMethod, scale: float
+) -> None:
+    step = step_of(device, [1, 2, 5])
+    step.query_ring.mul_(scale)
+    assert_close(step.predicted_by(triton, method), step.predicted_by(reference, method), 1e-4)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_triton_skips_refused_rows(device: torch.device, method: PredictionMethod) -> None:
+    step = step_of(device, [5, 5, 5])
+    step.slots[1] = -1
+    predicted = step.predicted_by(triton, method)
+    assert (predicted[1] == POISON).all()
+    expected = step.predicted_by(reference, method)
+    assert_close(predicted[[0, 2]], expected[[0, 2]], 1e-4)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_triton_keeps_poisoned_and_invalid_entries_apart(
+    device: torch.device, method: PredictionMethod
+) -> None:
+    step = step_of(device, [3, 5], layers=2, query_heads=3)
+    expected = step.predicted_by(triton, method)
+    # Row 0 is at position 2 in slot 1: entries 3 and 4 are of an earlier owner.
+    step.query_ring[1, :, :, 3:] = math.nan
+    step.query_ring[0, FIRST_LAYER, 1] = math.nan
+    predicted = step.predicted_by(triton, method)
+    assert torch.equal(predicted[0], expected[0])
+    assert torch.equal(predicted[1, 1], expected[1, 1])
+    assert torch.equal(predicted[1, 0, ::2], expected[1, 0, ::2])
+    assert predicted[1, 0, 1].isnan().all()
+
+
+@pytest.mark.parametrize("implementation", [reference, triton], ids=["reference", "triton"])
+def test_a_step_of_an_unknown_method_raises(device: torch.device, implementation) -> None:
+    with pytest.raises(ValueError, match="unknown query predictor 'median'"):
+        step_of(device, [1]).predicted_by(implementation, "median")  # type: ignore[arg-type]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("rotary_dim", [0, 64, 128])
+@pytest.mark.parametrize("window", [16, 32])
+@pytest.mark.parametrize("method", METHODS)
+def test_triton_at_full_size(
+    method: PredictionMethod, window: int, rotary_dim: int, dtype: torch.dtype
+) -> None:
+    step = step_of(
+        torch.device("cuda"),
+        [window + 1] * 12 + [window, 3, 2, 1],
+        window,
+        128,
+        6,
+        32,
+        STREAMS[1],
+        dtype,
+        rotary_dim,
+    )
+    assert_close(step.predicted_by(triton, method), step.predicted_by(reference, method), 1e-4)

@@ -1,17 +1,20 @@
-"""Scatter of shipped tokens and copies between pool rows, bit for bit against loops."""
+"""Scatter of shipped tokens and copies of tokens: reference against loops, Triton against it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from cache_rank_kernels.scatter.reference import copy_tokens, scatter_tokens
+from cache_rank_kernels.scatter import reference, triton
+from cache_rank_kernels.scatter.reference import LayerBuffers, layer_buffers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 BITS = {2: torch.int16, 4: torch.int32}
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+POISON = 7
 
 
 def same_bits(left: Tensor, right: Tensor) -> bool:
@@ -19,122 +22,372 @@ def same_bits(left: Tensor, right: Tensor) -> bool:
     return torch.equal(left.contiguous().view(integer), right.contiguous().view(integer))
 
 
+def same_buffers(left: LayerBuffers, right: LayerBuffers) -> bool:
+    return all(map(same_bits, left.tensors, right.tensors))
+
+
+def copy_of(buffers: LayerBuffers) -> LayerBuffers:
+    return layer_buffers([tensor.clone() for tensor in buffers.tensors])
+
+
 @dataclass(frozen=True)
 class Shipment:
-    """Answers to some requests, and the pool they are written into."""
+    """Answers to the rows of a step, and the pool that they are written into."""
 
-    key_buffers: list[Tensor]
-    value_buffers: list[Tensor]
+    key_rows: LayerBuffers
+    value_rows: LayerBuffers
     first_rows: Tensor
-    slots: Tensor
+    header: Tensor
+    expected: Tensor
+    entering_slots: Tensor
     keys: Tensor
     values: Tensor
 
-    def expected(self) -> tuple[list[Tensor], list[Tensor]]:
-        key_buffers = [buffer.clone() for buffer in self.key_buffers]
-        value_buffers = [buffer.clone() for buffer in self.value_buffers]
-        requests, layers, heads, entries = self.slots.shape
-        for request in range(requests):
+    def written_by_loops(self) -> tuple[LayerBuffers, LayerBuffers, list[int]]:
+        key_rows, value_rows = copy_of(self.key_rows), copy_of(self.value_rows)
+        rows, layers, heads, entries = self.entering_slots.shape
+        applied = []
+        for row in range(rows):
+            matches = self.header[row].tolist()[:4] == self.expected[row].tolist()
+            applied.append(int(matches and int(self.first_rows[row]) >= 0))
+            if not applied[-1]:
+                continue
             for layer in range(layers):
                 for head in range(heads):
                     for entry in range(entries):
-                        place = (request, layer, head, entry)
-                        if self.slots[place] < 0 or self.first_rows[request] < 0:
+                        place = (row, layer, head, entry)
+                        if self.entering_slots[place] < 0:
                             continue
-                        row = int(self.first_rows[request] + self.slots[place])
-                        key_buffers[layer][row, head] = self.keys[place]
-                        value_buffers[layer][row, head] = self.values[place]
-        return key_buffers, value_buffers
+                        target = int(self.first_rows[row] + self.entering_slots[place])
+                        key_rows.tensors[layer][target, head] = self.keys[place]
+                        value_rows.tensors[layer][target, head] = self.values[place]
+        return key_rows, value_rows, applied
+
+    def written_by(self, implementation) -> tuple[LayerBuffers, LayerBuffers, list[int]]:
+        key_rows, value_rows = copy_of(self.key_rows), copy_of(self.value_rows)
+        applied = torch.full_like(self.first_rows, POISON)
+        implementation.scatter_step(
+            key_rows,
+            value_rows,
+            self.first_rows,
+            self.header,
+            self.expected,
+            self.entering_slots,
+            self.keys,
+            self.values,
+            applied,
+        )
+        return key_rows, value_rows, applied.tolist()
 
 
-@st.composite
-def shipments(draw: st.DrawFn) -> Shipment:
-    """Requests own disjoint blocks of the pool; some are skipped, some entries are padding."""
-    requests, layers, heads = draw(st.tuples(*[st.integers(1, 3)] * 3))
-    entries, slots, head_dim = draw(st.tuples(*[st.integers(1, 4)] * 3))
-    entries = min(entries, slots)
-    torch.manual_seed(draw(st.integers(0, 2**16)))
-    dtype = draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
-
-    def random(*shape: int) -> Tensor:
-        return torch.randn(shape).to(dtype)
-
-    blocks = torch.randperm(requests)
-    skipped = torch.tensor(draw(st.lists(st.booleans(), min_size=requests, max_size=requests)))
-    chosen = torch.rand(requests, layers, heads, slots).argsort(-1)[..., :entries]
-    padding = torch.rand(chosen.shape) < 0.3
-    return Shipment(
-        [random(requests * slots + 2, heads, head_dim) for _ in range(layers)],
-        [random(requests * slots + 2, heads, head_dim) for _ in range(layers)],
-        torch.where(skipped, -1, blocks * slots + 1),
-        torch.where(padding, -1, chosen).to(torch.int32),
-        random(requests, layers, heads, entries, head_dim),
-        random(requests, layers, heads, entries, head_dim),
+def random_buffers(shape: tuple[int, ...], layers: int, device, dtype, generator) -> LayerBuffers:
+    return layer_buffers(
+        [torch.randn(shape, generator=generator).to(device, dtype) for _ in range(layers)]
     )
+
+
+def random_shipment(
+    device: torch.device,
+    rows: int,
+    layers: int,
+    kv_heads: int,
+    entries: int,
+    slots: int,
+    head_dim: int,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+) -> Shipment:
+    """Rows own disjoint blocks of the pool; some entries are padding."""
+    generator = torch.Generator().manual_seed(seed)
+    blocks = torch.randperm(rows, generator=generator)
+    chosen = torch.rand((rows, layers, kv_heads, slots), generator=generator).argsort(-1)
+    chosen = chosen[..., :entries]
+    padding = torch.rand(chosen.shape, generator=generator) < 0.3
+    header = torch.randint(-(2**40), 2**40, (rows, 6), generator=generator)
+    content = torch.randn((2, *chosen.shape, head_dim), generator=generator).to(device, dtype)
+    pool = (rows * slots + 2, kv_heads, head_dim)
+    return Shipment(
+        random_buffers(pool, layers, device, dtype, generator),
+        random_buffers(pool, layers, device, dtype, generator),
+        (blocks * slots + 1).to(device, torch.int32),
+        header.to(device),
+        header[:, :4].contiguous().to(device),
+        torch.where(padding, -1, chosen).to(device, torch.int32),
+        content[0],
+        content[1],
+    )
+
+
+def assert_same_writes(left, right) -> None:
+    assert left[2] == right[2]
+    assert same_buffers(left[0], right[0])
+    assert same_buffers(left[1], right[1])
 
 
 @settings(deadline=None)
-@given(shipments())
-def test_each_token_is_written_to_its_slot_and_nothing_else_changes(shipment: Shipment) -> None:
-    expected_keys, expected_values = shipment.expected()
-    scatter_tokens(
-        shipment.key_buffers,
-        shipment.value_buffers,
-        shipment.first_rows,
-        shipment.slots,
-        shipment.keys,
-        shipment.values,
+@given(
+    st.tuples(*[st.integers(1, 3)] * 3),
+    st.tuples(*[st.integers(1, 4)] * 3),
+    st.sampled_from(DTYPES),
+    st.integers(0, 2**16),
+    st.data(),
+)
+def test_reference_writes_each_token_to_its_slot_and_nothing_else(
+    shape, size, dtype, seed, data: st.DataObject
+) -> None:
+    rows, layers, kv_heads = shape
+    entries, slots, head_dim = min(size[:2]), size[1], size[2]
+    shipment = random_shipment(
+        torch.device("cpu"), rows, layers, kv_heads, entries, slots, head_dim, dtype, seed
     )
-    for written, expected in zip(shipment.key_buffers, expected_keys, strict=True):
-        assert same_bits(written, expected)
-    for written, expected in zip(shipment.value_buffers, expected_values, strict=True):
-        assert same_bits(written, expected)
-
-
-def test_a_skipped_request_writes_nothing() -> None:
-    buffer = torch.zeros(8, 1, 2)
-    scatter_tokens(
-        [buffer],
-        [buffer],
-        torch.tensor([-1]),
-        torch.tensor([[[[0, 1]]]]),
-        torch.ones(1, 1, 1, 2, 2),
-        torch.ones(1, 1, 1, 2, 2),
-    )
-    assert torch.equal(buffer, torch.zeros_like(buffer))
+    for row in range(rows):
+        fate = data.draw(st.sampled_from(["applied", "skipped", "other header"]))
+        if fate == "skipped":
+            shipment.first_rows[row] = -1
+        elif fate == "other header":
+            shipment.header[row, data.draw(st.integers(0, 3))] += 1
+    assert_same_writes(shipment.written_by(reference), shipment.written_by_loops())
 
 
 def test_heads_of_one_row_take_different_tokens() -> None:
-    keys, values = torch.zeros(4, 2, 1), torch.zeros(4, 2, 1)
-    scatter_tokens(
-        [keys],
-        [values],
-        torch.tensor([1]),
+    keys, values = layer_buffers([torch.zeros(4, 2, 1)]), layer_buffers([torch.zeros(4, 2, 1)])
+    header = torch.zeros(1, 6, dtype=torch.int64)
+    applied = torch.full((1,), POISON, dtype=torch.int32)
+    reference.scatter_step(
+        keys,
+        values,
+        torch.tensor([1], dtype=torch.int32),
+        header,
+        header[:, :4],
         torch.tensor([[[[0], [2]]]], dtype=torch.int32),
         torch.tensor([[[[[5.0]], [[6.0]]]]]),
         torch.tensor([[[[[7.0]], [[8.0]]]]]),
+        applied,
     )
-    assert keys.squeeze(-1).tolist() == [[0, 0], [5, 0], [0, 0], [0, 6]]
-    assert values.squeeze(-1).tolist() == [[0, 0], [7, 0], [0, 0], [0, 8]]
+    assert keys.tensors[0].squeeze(-1).tolist() == [[0, 0], [5, 0], [0, 0], [0, 6]]
+    assert values.tensors[0].squeeze(-1).tolist() == [[0, 0], [7, 0], [0, 0], [0, 8]]
+    assert applied.tolist() == [1]
 
 
-def test_tokens_are_converted_to_the_dtype_of_the_pool() -> None:
-    buffer = torch.zeros(2, 1, 3, dtype=torch.bfloat16)
-    token = torch.tensor([1.0, 1.0 + 2**-9, -3.1415926]).view(1, 1, 1, 1, 3)
-    first_slot = torch.zeros(1, 1, 1, 1, dtype=torch.int32)
-    scatter_tokens([buffer], [buffer.clone()], torch.tensor([0]), first_slot, token, token)
-    assert torch.equal(buffer[0, 0], token.flatten().bfloat16())
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("rows", "layers", "kv_heads", "entries", "slots", "head_dim"),
+    [(1, 1, 1, 1, 1, 16), (3, 2, 2, 5, 7, 16), (2, 3, 1, 8, 8, 64), (2, 1, 3, 3, 9, 128)],
+)
+def test_triton_equals_reference(
+    device: torch.device,
+    rows: int,
+    layers: int,
+    kv_heads: int,
+    entries: int,
+    slots: int,
+    head_dim: int,
+    dtype: torch.dtype,
+) -> None:
+    shipment = random_shipment(device, rows, layers, kv_heads, entries, slots, head_dim, dtype)
+    assert_same_writes(shipment.written_by(triton), shipment.written_by(reference))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_copies_whole_tokens_between_rows(dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
-    keys = [torch.randn(10, 3, 4).to(dtype) for _ in range(2)]
-    values = [torch.randn(10, 3, 4).to(dtype) for _ in range(2)]
-    before = [buffer.clone() for buffer in (*keys, *values)]
-    source, target = torch.tensor([7, 2, 5]), torch.tensor([0, 9, 1])
-    copy_tokens(keys, values, source, target)
-    for buffer, old in zip((*keys, *values), before, strict=True):
+def test_more_entries_than_one_program_takes(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(triton, "_BLOCK_ELEMENTS", 64)
+    shipment = random_shipment(device, 2, 2, 2, 11, 13, 16)
+    assert_same_writes(shipment.written_by(triton), shipment.written_by(reference))
+
+
+@pytest.mark.parametrize("implementation", [reference, triton], ids=["reference", "triton"])
+@pytest.mark.parametrize("column", [0, 1, 2, 3, "first row"])
+def test_a_row_of_another_step_writes_nothing(
+    device: torch.device, implementation, column: int | str
+) -> None:
+    slots = 4
+    shipment = random_shipment(device, 3, 2, 2, 3, slots, 16)
+    first = int(shipment.first_rows[1])
+    if isinstance(column, int):
+        shipment.header[1, column] += 2**33  # beyond 32 bits
+    else:
+        shipment.first_rows[1] = -1
+    keys, values, applied = shipment.written_by(implementation)
+    assert applied == [1, 0, 1]
+    for written, before in ((keys, shipment.key_rows), (values, shipment.value_rows)):
+        for layer, old in zip(written.tensors, before.tensors, strict=True):
+            assert torch.equal(layer[first : first + slots], old[first : first + slots])
+            assert not torch.equal(layer, old)
+
+
+@pytest.mark.parametrize("implementation", [reference, triton], ids=["reference", "triton"])
+def test_the_last_two_columns_of_a_header_do_not_matter(
+    device: torch.device, implementation
+) -> None:
+    shipment = random_shipment(device, 2, 1, 1, 2, 2, 16)
+    shipment.header[:, 4:] += 1
+    assert shipment.written_by(implementation)[2] == [1, 1]
+
+
+@pytest.mark.parametrize("implementation", [reference, triton], ids=["reference", "triton"])
+def test_rows_without_entries_are_applied(device: torch.device, implementation) -> None:
+    shipment = random_shipment(device, 2, 1, 1, 0, 2, 16)
+    keys, values, applied = shipment.written_by(implementation)
+    assert applied == [1, 1]
+    assert same_buffers(keys, shipment.key_rows)
+    assert same_buffers(values, shipment.value_rows)
+
+
+@pytest.mark.parametrize("implementation", [reference, triton], ids=["reference", "triton"])
+def test_no_rows(device: torch.device, implementation) -> None:
+    shipment = random_shipment(device, 0, 1, 1, 2, 2, 16)
+    assert shipment.written_by(implementation)[2] == []
+
+
+def test_tokens_are_converted_to_the_dtype_of_the_pool(device: torch.device) -> None:
+    shipment = random_shipment(device, 2, 1, 2, 2, 2, 16)
+    # Not bfloat16: the interpreter cuts the bits off that should be rounded.
+    narrow = [
+        layer_buffers([tensor.half() for tensor in buffers.tensors])
+        for buffers in (shipment.key_rows, shipment.value_rows)
+    ]
+    shipment = replace(shipment, key_rows=narrow[0], value_rows=narrow[1])
+    by_loops = shipment.written_by_loops()
+    assert_same_writes(shipment.written_by(reference), by_loops)
+    assert_same_writes(shipment.written_by(triton), by_loops)
+
+
+def random_pool(
+    device: torch.device, dtype: torch.dtype, kv_heads: int = 3, head_dim: int = 16, rows: int = 10
+) -> tuple[LayerBuffers, LayerBuffers]:
+    generator = torch.Generator().manual_seed(0)
+    shape = (rows, kv_heads, head_dim)
+    keys = random_buffers(shape, 2, device, dtype, generator)
+    return keys, random_buffers(shape, 2, device, dtype, generator)
+
+
+@pytest.mark.parametrize("implementation", [reference, triton], ids=["reference", "triton"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows", [[], [4], [7, 2, 5], [0, 0, 9, 1, 1]], ids=str)
+def test_collects_whole_tokens_of_all_layers(
+    device: torch.device, implementation, dtype: torch.dtype, rows: list[int]
+) -> None:
+    keys, values = random_pool(device, dtype)
+    out = torch.full((2, 2, len(rows), 3, 16), POISON, dtype=dtype, device=device)
+    index = torch.tensor(rows, dtype=torch.int64, device=device)
+    implementation.collect_tokens(keys, values, index, out)
+    for part, buffers in zip(out, (keys, values), strict=True):
+        for layer, buffer in zip(part, buffers.tensors, strict=True):
+            for place, row in enumerate(rows):
+                assert same_bits(layer[place], buffer[row])
+
+
+@pytest.mark.parametrize("implementation", [reference, triton], ids=["reference", "triton"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("moves", [{}, {0: 7}, {0: 7, 9: 2, 1: 5}], ids=str)
+def test_copies_whole_tokens_between_rows(
+    device: torch.device, implementation, dtype: torch.dtype, moves: dict[int, int]
+) -> None:
+    keys, values = random_pool(device, dtype)
+    before = [buffer.clone() for buffer in (*keys.tensors, *values.tensors)]
+    source = torch.tensor(list(moves.values()), dtype=torch.int64, device=device)
+    target = torch.tensor(list(moves), dtype=torch.int64, device=device)
+    implementation.copy_tokens(keys, values, source, target)
+    for buffer, old in zip((*keys.tensors, *values.tensors), before, strict=True):
         for row in range(10):
-            origin = {0: 7, 9: 2, 1: 5}.get(row, row)
-            assert same_bits(buffer[row], old[origin])
+            assert same_bits(buffer[row], old[moves.get(row, row)])
+
+
+def test_collecting_and_copying_by_several_programs(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(triton, "_BLOCK_ELEMENTS", 64)
+    keys, values = random_pool(device, torch.float32, rows=20)
+    rows = torch.tensor([3, 9, 4, 0, 11], device=device)
+    collected, expected = torch.zeros((2, 2, 2, 5, 3, 16), device=device)
+    triton.collect_tokens(keys, values, rows, collected)
+    reference.collect_tokens(keys, values, rows, expected)
+    assert torch.equal(collected, expected)
+    target = torch.tensor([1, 19, 8, 10, 2], device=device)
+    triton.copy_tokens(keys, values, rows, target)
+    reference.collect_tokens(keys, values, target, collected)
+    assert torch.equal(collected, expected)
+
+
+def test_buffers_of_different_kinds_are_refused() -> None:
+    buffer = torch.zeros(4, 2, 8)
+    for other in (buffer[:3], buffer.half(), torch.zeros(4, 8, 2).transpose(1, 2)):
+        with pytest.raises(ValueError, match="buffer"):
+            layer_buffers([buffer, other])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_triton_at_full_size(dtype: torch.dtype) -> None:
+    device = torch.device("cuda")
+    shipment = random_shipment(device, 16, 6, 8, 96, 512, 128, dtype)
+    shipment.first_rows[3] = -1
+    shipment.header[5, 3] += 1
+    assert_same_writes(shipment.written_by(triton), shipment.written_by(reference))
+    rows = torch.randperm(16 * 512, device=device)[:4096]
+    collected, expected = torch.zeros((2, 2, 6, 4096, 8, 128), dtype=dtype, device=device)
+    triton.collect_tokens(shipment.key_rows, shipment.value_rows, rows, collected)
+    reference.collect_tokens(shipment.key_rows, shipment.value_rows, rows, expected)
+    assert torch.equal(collected, expected)
+    keys, values = copy_of(shipment.key_rows), copy_of(shipment.value_rows)
+    triton.copy_tokens(keys, values, rows[:2048], rows[2048:])
+    reference.copy_tokens(shipment.key_rows, shipment.value_rows, rows[:2048], rows[2048:])
+    assert same_buffers(keys, shipment.key_rows)
+    assert same_buffers(values, shipment.value_rows)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_pools_of_more_than_2_31_elements() -> None:
+    device = torch.device("cuda")
+    rows = 2**31 // (8 * 128) + 64
+    keys = layer_buffers([torch.zeros((rows, 8, 128), dtype=torch.bfloat16, device=device)])
+    shipment = random_shipment(device, 1, 1, 8, 4, 32, 128, torch.bfloat16)
+    shipment.entering_slots.clamp_(min=0)
+    first = torch.tensor([rows - 32], dtype=torch.int32, device=device)
+    shipment = replace(shipment, key_rows=keys, value_rows=keys, first_rows=first)
+    applied = torch.zeros_like(first)
+    triton.scatter_step(
+        keys,
+        keys,
+        first,
+        shipment.header,
+        shipment.expected,
+        shipment.entering_slots,
+        shipment.keys,
+        shipment.keys,
+        applied,
+    )
+    assert applied.tolist() == [1]
+    for head in range(8):
+        for entry, slot in enumerate(shipment.entering_slots[0, 0, head].tolist()):
+            if slot > 0:  # clamped entries all go to slot 0
+                written = keys.tensors[0][rows - 32 + slot, head]
+                assert torch.equal(written, shipment.keys[0, 0, head, entry])
+
+
+def test_nothing_is_applied_once_the_host_refuses(device: torch.device) -> None:
+    for implementation in (reference, triton):
+        buffers = [layer_buffers([torch.zeros((4, 1, 16), device=device)]) for _ in range(2)]
+        header = torch.zeros((1, 6), dtype=torch.int64, device=device)
+        applied = torch.full((1,), 7, dtype=torch.int32, device=device)
+        accepts = torch.ones(1, dtype=torch.int32)
+        if device.type == "cuda":
+            accepts = accepts.pin_memory()
+        for accepted in (0, 1):
+            accepts[0] = accepted
+            implementation.scatter_step(
+                *buffers,
+                torch.ones(1, dtype=torch.int32, device=device),
+                header,
+                header[:, :4].contiguous(),
+                torch.zeros((1, 1, 1, 1), dtype=torch.int32, device=device),
+                torch.ones((1, 1, 1, 1, 16), device=device),
+                torch.ones((1, 1, 1, 1, 16), device=device),
+                applied,
+                accepts,
+            )
+            assert int(applied) == accepted
+            assert float(buffers[0].tensors[0].sum()) == 16 * accepted

@@ -1,12 +1,15 @@
-"""Selection against a plain Python statement of the same rules, over scores full of ties."""
+"""Selection: reference against the rules in plain Python, Triton against the reference."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import pytest
 import torch
+from cache_rank_kernels.select import reference, triton
 from cache_rank_kernels.select.reference import (
     EMPTY,
     Selection,
@@ -48,11 +51,11 @@ def python_select(
     resident = [token for token in mirror if token != EMPTY]
     kept = [token for token in resident if token in ranking[: budget + margin]]
     wanted = min(budget, len(ranking)) - len(kept)
-    entering = [token for token in ranking if token not in resident][: min(wanted, capacity)]
+    outside = [token for token in ranking if token not in resident]
+    entering = sorted(outside[: min(wanted, capacity)])
 
     empty = [slot for slot, token in enumerate(mirror) if token == EMPTY]
     fallen = [slot for slot, token in enumerate(mirror) if token != EMPTY and token not in kept]
-    fallen.sort(key=lambda slot: -ranking.index(mirror[slot]))  # worst first
     slots = (empty + fallen)[: len(entering)]
     after = list(mirror)
     for slot, token in zip(slots, entering, strict=True):
@@ -72,7 +75,7 @@ class Policy:
         return range(self.sinks, max(self.sinks, tokens - self.recent))
 
     def empty_mirror(self) -> Tensor:
-        return torch.full((LAYERS, HEADS, self.budget), EMPTY)
+        return torch.full((LAYERS, HEADS, self.budget), EMPTY, dtype=torch.int32)
 
     def apply(self, scores: Tensor, mirror: Tensor) -> Selection:
         candidates = self.candidates(scores.shape[-1])
@@ -208,7 +211,7 @@ def test_constant_scores_without_margin_converge_to_the_exact_top(shape: Shape) 
 
 def test_a_token_within_the_margin_stays_and_one_beyond_it_leaves() -> None:
     policy = Policy(budget=2, margin=1, capacity=2, sinks=0, recent=0)
-    mirror = torch.tensor([0, 1]).expand(LAYERS, HEADS, -1)
+    mirror = torch.tensor([0, 1], dtype=torch.int32).expand(LAYERS, HEADS, -1)
     # Token 1 is third best, within k + margin = 3; token 0 is fourth.
     scores = torch.tensor([-4.0, -3.0, -1.0, -2.0]).expand(LAYERS, HEADS, -1)
     change = policy.apply(scores, mirror)
@@ -217,15 +220,32 @@ def test_a_token_within_the_margin_stays_and_one_beyond_it_leaves() -> None:
     assert change.slots[0, 0].tolist() == [0, EMPTY]
 
 
-def test_the_worst_token_leaves_first_and_the_best_enters_first() -> None:
+def test_the_best_enter_and_take_the_slots_in_ascending_order() -> None:
     policy = Policy(budget=3, margin=0, capacity=2, sinks=0, recent=0)
-    mirror = torch.tensor([1, 0, 2]).expand(LAYERS, HEADS, -1)
+    mirror = torch.tensor([1, 0, 2], dtype=torch.int32).expand(LAYERS, HEADS, -1)
     scores = torch.tensor([-9.0, -8.0, -7.0, -2.0, -1.0, -3.0]).expand(LAYERS, HEADS, -1)
     change = policy.apply(scores, mirror)
-    assert change.entering[0, 0].tolist() == [4, 3]
-    assert change.slots[0, 0].tolist() == [1, 0]
+    assert change.entering[0, 0].tolist() == [3, 4]
+    assert change.slots[0, 0].tolist() == [0, 1]
     assert change.mirror[0, 0].tolist() == [3, 4, 2]
     assert change.overflow[0, 0] == 1
+
+
+def test_empty_slots_fill_before_others_are_taken() -> None:
+    policy = Policy(budget=4, margin=0, capacity=3, sinks=0, recent=0)
+    mirror = torch.tensor([0, EMPTY, 1, EMPTY], dtype=torch.int32).expand(LAYERS, HEADS, -1)
+    scores = torch.arange(8.0).expand(LAYERS, HEADS, -1)
+    change = policy.apply(scores, mirror)
+    assert change.entering[0, 0].tolist() == [5, 6, 7]
+    assert change.slots[0, 0].tolist() == [1, 3, 0]
+    assert change.mirror[0, 0].tolist() == [7, 5, 1, 6]
+
+
+def test_a_token_that_no_longer_competes_gives_its_slot_up() -> None:
+    policy = Policy(budget=2, margin=9, capacity=2, sinks=1, recent=0)
+    mirror = torch.tensor([0, 9], dtype=torch.int32).expand(LAYERS, HEADS, -1)
+    change = policy.apply(torch.zeros(LAYERS, HEADS, 4), mirror)
+    assert change.mirror[0, 0].tolist() == [2, 3]
 
 
 def test_heads_are_chosen_independently() -> None:
@@ -267,3 +287,198 @@ def test_top_tokens_are_the_head_of_the_ranking(
     candidates = range(start, data.draw(st.integers(start, len(scores))))
     best = top_tokens(torch.tensor(scores), candidates, count)
     assert best.tolist() == python_ranking(scores, candidates)[:count]
+
+
+class Outputs(NamedTuple):
+    entering: Tensor
+    entering_slots: Tensor
+    counts: Tensor
+
+
+def int32(values: Sequence[int], device: torch.device) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=device)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Rows of a step, of a state with ten slots and a layer before those of the group."""
+
+    name: str
+    positions: tuple[int, ...]
+    slots: tuple[int, ...]
+    policy: Policy
+    scores: str = "random"
+    groups: int = 64
+    list_capacity: int = 0  # 0: of `select_workspace`
+    layers: int = 1
+    kv_heads: int = 1
+
+    def empty_mirror(self, device: torch.device) -> Tensor:
+        shape = (10, self.layers + 1, self.kv_heads, self.policy.budget)
+        return torch.full(shape, EMPTY, dtype=torch.int32, device=device)
+
+    def draw_scores(self, generator: torch.Generator, row_capacity: int) -> Tensor:
+        shape = (len(self.positions), self.layers, self.kv_heads, row_capacity)
+        scores = torch.randn(shape, generator=generator)
+        match self.scores:
+            case "ties":
+                scores = scores.round()
+            case "equal":
+                scores.fill_(-1.0)
+            case "not-finite":
+                scores[scores > 1.0] = math.nan
+                scores[scores < -0.3] = -math.inf
+                scores[..., ::7] = -0.0
+                scores[..., ::9] = 0.0
+            case "nan":
+                scores.fill_(math.nan)
+            case "best-share-a-group":
+                scores[..., 3 :: self.groups] += 100.0
+        return scores
+
+    def select(
+        self, implementation, scores: Tensor, mirror: Tensor, grown: int, **options: int
+    ) -> Outputs:
+        """Change the mirror in place; the rows have grown by that many tokens."""
+        device, policy = mirror.device, self.policy
+        shape = (*scores.shape[:3], policy.capacity)
+        outputs = Outputs(
+            torch.full(shape, 77, dtype=torch.int32, device=device),
+            torch.full(shape, 77, dtype=torch.int32, device=device),
+            torch.full((len(self.slots), 2), 5, dtype=torch.int32, device=device),
+        )
+        workspace = implementation.select_workspace(
+            len(self.slots), self.layers, self.kv_heads, policy.budget, policy.margin, device
+        )
+        if self.list_capacity:
+            workspace = workspace[:, : self.list_capacity].contiguous()
+        implementation.select_step(
+            scores.to(device, copy=True),
+            mirror,
+            int32(self.slots, device),
+            int32([position + grown for position in self.positions], device),
+            1,
+            policy.sinks,
+            policy.recent,
+            policy.margin,
+            workspace,
+            *outputs,
+            **options,
+        )
+        return outputs
+
+
+def test_reference_step_selects_for_every_row_alone() -> None:
+    batch = Batch("", (30, 3, 2, 17), (4, 0, -1, 9), Policy(5, 2, 3), layers=2)
+    scores = batch.draw_scores(torch.Generator().manual_seed(0), 40)
+    mirror = batch.empty_mirror(torch.device("cpu"))
+    mirror[4, 1:] = torch.arange(1, 6)
+    before = mirror.clone()
+    outputs = batch.select(reference, scores, mirror, 0)
+    for row, (position, slot) in enumerate(zip(batch.positions, batch.slots, strict=True)):
+        if slot < 0:
+            assert (outputs.entering[row] == EMPTY).all()
+            assert (outputs.entering_slots[row] == EMPTY).all()
+            assert outputs.counts[row].tolist() == [5, 5]
+            continue
+        change = batch.policy.apply(scores[row, :, :, : position + 1], before[slot, 1:])
+        assert torch.equal(mirror[slot, 1:], change.mirror)
+        assert torch.equal(outputs.entering[row], change.entering)
+        assert torch.equal(outputs.entering_slots[row], change.slots)
+        entered = int((change.entering != EMPTY).sum())
+        assert outputs.counts[row].tolist() == [5 + entered, 5 + int(change.overflow.sum())]
+    untouched = [slot for slot in range(10) if slot not in batch.slots]
+    assert torch.equal(mirror[untouched], before[untouched])
+    assert torch.equal(mirror[:, 0], before[:, 0])
+
+
+LONG, RAGGED = (110,), (110, 60, 3, 2, 20)
+SMALL = Policy(budget=12, margin=4, capacity=7)
+
+BATCHES = (
+    Batch("ragged", RAGGED, (7, 0, 3, 9, -1), SMALL, layers=2, kv_heads=2),
+    Batch("ties", LONG, (0,), SMALL, "ties"),
+    Batch("ties-in-a-short-list", LONG, (0,), SMALL, "ties", 32, 16),
+    Batch("equal", LONG, (0,), SMALL, "equal"),
+    Batch("equal-in-a-short-list", LONG, (0,), SMALL, "equal", 64, 20),
+    Batch("not-finite", LONG, (0,), SMALL, "not-finite"),
+    Batch("not-finite-in-a-short-list", LONG, (0,), SMALL, "not-finite", 32, 20),
+    Batch("nan", LONG, (0,), SMALL, "nan", 64, 20),
+    Batch("best-share-a-group", LONG, (0,), SMALL, "best-share-a-group", 32, 16),
+    Batch("budget-of-all-tokens", (31,), (2,), Policy(32, 0, 18, sinks=0, recent=0)),
+    Batch("budget-beyond-all-tokens", (31,), (2,), Policy(50, 8, 33, sinks=0, recent=0)),
+    Batch("one-slot", (31,), (2,), Policy(1, 0, 1)),
+    Batch("capacity-beyond-slots", (90,), (2,), Policy(5, 0, 20)),
+    Batch("margin-beyond-candidates", (50,), (2,), Policy(8, 100, 3)),
+    Batch("one-token", (0,), (0,), Policy(3, 1, 2, sinks=0, recent=0)),
+)
+
+
+def assert_steps_agree(
+    batch: Batch, device: torch.device, mirror: Tensor, steps: list[Tensor], **options: int
+) -> Tensor:
+    """Select by both, each carrying its mirror over, while every row grows by a token a step."""
+    reference_mirror = mirror.clone()
+    for grown, scores in enumerate(steps):
+        expected = batch.select(reference, scores, reference_mirror, grown)
+        actual = batch.select(triton, scores, mirror, grown, **options)
+        for name in Outputs._fields:
+            assert torch.equal(getattr(actual, name), getattr(expected, name)), (grown, name)
+        assert torch.equal(mirror, reference_mirror), grown
+    return mirror
+
+
+@pytest.mark.parametrize("batch", BATCHES, ids=lambda batch: batch.name)
+def test_triton_equals_reference_step_after_step(batch: Batch, device: torch.device) -> None:
+    generator = torch.Generator().manual_seed(1)
+    steps = [batch.draw_scores(generator, max(batch.positions) + 4) for _ in range(3)]
+    mirror = batch.empty_mirror(device)
+    assert_steps_agree(batch, device, mirror, steps, groups=batch.groups)
+
+
+def test_triton_fills_slots_that_are_empty_or_stale(device: torch.device) -> None:
+    """Gaps in the mirror, and tokens that do not compete, some of them beyond the row."""
+    batch = Batch("", (60, 40), (1, 2), Policy(12, 2, 5, sinks=2, recent=3))
+    mirror = batch.empty_mirror(device)
+    mirror[..., ::3] = int32([1, 9, 5000, 59], device)
+    steps = [batch.draw_scores(torch.Generator().manual_seed(2), 64) for _ in range(2)]
+    assert_steps_agree(batch, device, mirror, steps, groups=batch.groups)
+
+
+def test_triton_of_no_rows(device: torch.device) -> None:
+    batch = Batch("", (), (), SMALL)
+    mirror = batch.empty_mirror(device)
+    batch.select(triton, torch.empty((0, 1, 1, 8)), mirror, 0)
+    assert (mirror == EMPTY).all()
+
+
+FULL_POLICY = Policy(budget=2048, margin=256, capacity=128, sinks=4, recent=64)
+FULL_BATCHES = (
+    Batch("32k", (32700,) * 6, tuple(range(6)), FULL_POLICY, layers=8, kv_heads=8),
+    Batch("128k", (131000, 99999, 2500, 300), (1, 0, 3, 2), FULL_POLICY, layers=2, kv_heads=8),
+    Batch("32k-ties", (32700,) * 2, (0, 1), FULL_POLICY, "ties", layers=2, kv_heads=8),
+    Batch("32k-equal", (32700,) * 2, (0, 1), FULL_POLICY, "equal", layers=2, kv_heads=8),
+)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("batch", FULL_BATCHES, ids=lambda batch: batch.name)
+@pytest.mark.parametrize("filled", [False, True], ids=["empty", "filled"])
+def test_triton_at_full_size(batch: Batch, filled: bool) -> None:
+    """Scores drift from step to step, as those of a sequence do."""
+    device = torch.device("cuda")
+    generator = torch.Generator().manual_seed(3)
+    row_capacity = max(batch.positions) + 5
+    steps = [batch.draw_scores(generator, row_capacity)]
+    for _ in range(3):
+        fresh = batch.draw_scores(generator, row_capacity)
+        steps.append(0.98 * steps[-1] + 0.2 * fresh if batch.scores == "random" else fresh)
+    mirror = batch.empty_mirror(device)
+    if filled:
+        for row, (position, slot) in enumerate(zip(batch.positions, batch.slots, strict=True)):
+            candidates = batch.policy.candidates(position + 1)
+            best = top_tokens(steps[0][row].to(device), candidates, batch.policy.budget)
+            mirror[slot, 1:, :, : best.shape[-1]] = best.to(torch.int32)
+        steps = steps[1:]
+    assert_steps_agree(batch, device, mirror, steps)

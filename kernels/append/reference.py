@@ -1,0 +1,89 @@
+"""Append of a step's tokens to the paged pools, plain torch: the specification."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+FP8_LARGEST = 448.0
+
+
+def append_step(
+    up: Tensor,
+    key_pool: Tensor,
+    value_pool: Tensor,
+    query_ring: Tensor,
+    page_table: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    first_layer: int,
+    score_pool: Tensor | None = None,
+) -> None:
+    """Store the newest query, key and value of every row, for the layers of a group.
+
+    Args:
+        up: (R, L, Hq + 2 Hkv, D), per row and layer the query heads, then the key heads, then the
+            value heads.
+        key_pool, value_pool: (pages, layers, Hkv, P, D), written in place.
+        query_ring: (slots, layers, Hq, W + 1, D), written in place; position p takes entry
+            p % (W + 1).
+        page_table: (R, max pages) int32, the pages of each row's sequence in order; entries beyond
+            the page of the row's position are not read.
+        slots: (R,) int32, the state slot of each row; negative skips the row.
+        positions: (R,) int32, the position of each row's token.
+        first_layer: index of the group's first layer in the pools and the ring.
+        score_pool: (pages, layers, Hkv, P, D) float8_e4m3fn, a second copy of the keys.
+    """
+    row = (slots >= 0).nonzero().squeeze(-1)
+    position = positions[row].to(torch.int64)
+    slot = slots[row].to(torch.int64)
+    query_heads, ring = query_ring.shape[2:4]
+    kv_heads, page_tokens = key_pool.shape[2:4]
+    page = page_table[row, position // page_tokens].to(torch.int64)
+    layer = torch.arange(first_layer, first_layer + up.shape[1], device=up.device)
+
+    tokens = up[row]  # (rows, L, Hq + 2 Hkv, D)
+    queries, keys = tokens[:, :, :query_heads], tokens[:, :, query_heads : query_heads + kv_heads]
+    values = tokens[:, :, query_heads + kv_heads :]
+    offset = (position % page_tokens).unsqueeze(-1)
+    entry = (position % ring).unsqueeze(-1)
+    query_ring[slot.unsqueeze(-1), layer, :, entry] = queries.to(query_ring.dtype)
+    key_pool[page.unsqueeze(-1), layer, :, offset] = keys.to(key_pool.dtype)
+    value_pool[page.unsqueeze(-1), layer, :, offset] = values.to(value_pool.dtype)
+    if score_pool is not None:
+        # Copied as bytes: torch indexes no 8-bit floats on CPU.
+        coarse = round_to_fp8(keys).view(torch.uint8)
+        score_pool.view(torch.uint8)[page.unsqueeze(-1), layer, :, offset] = coarse
+
+
+def load_tokens(
+    shipment: Tensor,
+    key_pool: Tensor,
+    value_pool: Tensor,
+    pages: Tensor,
+    start: int,
+    score_pool: Tensor | None = None,
+) -> None:
+    """Store consecutive tokens of one sequence, all layers.
+
+    Args:
+        shipment: (2, layers, n, Hkv, D), keys and values.
+        key_pool, value_pool: (pages, layers, Hkv, P, D), written in place.
+        pages: (pages of the sequence,) int32, in order.
+        start: position of the first token.
+        score_pool: see `append_step`.
+    """
+    page_tokens = key_pool.shape[3]
+    positions = torch.arange(start, start + shipment.shape[2], device=shipment.device)
+    page, offset = pages[positions // page_tokens].to(torch.int64), positions % page_tokens
+    keys, values = shipment.transpose(1, 2)  # (n, layers, Hkv, D) each
+    key_pool[page, :, :, offset] = keys.to(key_pool.dtype)
+    value_pool[page, :, :, offset] = values.to(value_pool.dtype)
+    if score_pool is not None:
+        coarse = round_to_fp8(keys).view(torch.uint8)
+        score_pool.view(torch.uint8)[page, :, :, offset] = coarse
+
+
+def round_to_fp8(keys: Tensor) -> Tensor:
+    """To float8_e4m3fn, with what is out of its range at its largest number."""
+    return keys.float().clamp(-FP8_LARGEST, FP8_LARGEST).to(torch.float8_e4m3fn)

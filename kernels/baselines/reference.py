@@ -1,0 +1,227 @@
+"""Synchronous token selection with the current query, plain torch: the specification.
+
+What Quest, TOVA, a sliding window and an exact oracle need, over SGLang's own pool: a token is
+found through `req_to_token`, (request slots, context) int32 pool rows. `slots (B,)` are the request
+slots of a batch and `lengths (B,)` their tokens, the current one included; both any integer dtype.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Budget(NamedTuple):
+    """Which tokens a decode step attends to: sinks, the newest, and the best of those between.
+
+    Tokens are chosen by whole pages; a page of one token is a token.
+
+    Attributes:
+        sinks: first tokens, always attended; a multiple of `page`.
+        recent: tokens before the current one, always attended, up to a page more.
+        selected: of the rest; a multiple of `page`.
+        page: tokens that are chosen together.
+    """
+
+    sinks: int
+    recent: int
+    selected: int
+    page: int
+
+    @classmethod
+    def of_pages(cls, sinks: int, recent: int, selected: int, page: int) -> Budget:
+        """Round up to whole pages."""
+        return cls(-(-sinks // page) * page, recent, -(-selected // page) * page, page)
+
+    @property
+    def width(self) -> int:
+        """Most tokens that a row attends to."""
+        return self.sinks + self.selected + self.recent + self.page
+
+    def sinks_of(self, lengths: Tensor) -> Tensor:
+        """(B,) tokens before the first candidate."""
+        return lengths.clamp(max=self.sinks)
+
+    def recent_start_of(self, lengths: Tensor) -> Tensor:
+        """(B,) first token after the last candidate: the candidates are what lies between."""
+        wanted = (lengths - 1 - self.recent).clamp(min=0) // self.page * self.page
+        return torch.maximum(wanted, self.sinks_of(lengths))
+
+    def attended_of(self, lengths: Tensor) -> Tensor:
+        """(B,) tokens that are attended to; all, while the candidates fit in `selected`."""
+        sinks, recent_start = self.sinks_of(lengths), self.recent_start_of(lengths)
+        chosen = (recent_start - sinks).clamp(max=self.selected)
+        return sinks + lengths - recent_start + chosen
+
+
+class ScoreWorkspace(NamedTuple):
+    """Scratch of `score_tokens`; see triton.py. The reference needs none."""
+
+    logits: Tensor
+    partial: Tensor
+
+
+def score_workspace(
+    rows: int, kv_heads: int, group: int, capacity: int, device: torch.device
+) -> ScoreWorkspace:
+    """Scratch for rows of up to `capacity` tokens: none."""
+    empty = torch.empty(0, device=device)
+    return ScoreWorkspace(empty, empty)
+
+
+def build_bounds(
+    keys: Tensor,
+    req_to_token: Tensor,
+    slots: Tensor,
+    starts: Tensor,
+    stops: Tensor,
+    max_pages: int,
+    page: int,
+    pool_page: int,
+    bounds: Tensor,
+) -> None:
+    """Take the bounds of every page that the tokens [start, stop) of a row complete (Quest).
+
+    Args:
+        keys: (pool rows, Hkv, D).
+        req_to_token, slots: see above.
+        starts, stops: (B,) tokens before and after.
+        max_pages: at least the pages that a row completes.
+        page: tokens of a page.
+        pool_page: tokens of a page of the pool, 1 or `page`.
+        bounds: (pool rows / pool_page, Hkv, 2, D) of the keys' dtype: largest and smallest value of
+            each channel. A page's entry is that of its first token.
+    """
+    for slot, start, stop in zip(slots.tolist(), starts.tolist(), stops.tolist(), strict=True):
+        for index in range(start // page, stop // page):
+            rows = req_to_token[slot, index * page : (index + 1) * page].to(torch.int64)
+            tokens = keys[rows]
+            bounds[rows[0] // pool_page, :, 0] = tokens.amax(dim=0)
+            bounds[rows[0] // pool_page, :, 1] = tokens.amin(dim=0)
+
+
+def score_pages(
+    queries: Tensor,
+    bounds: Tensor,
+    req_to_token: Tensor,
+    slots: Tensor,
+    lengths: Tensor,
+    budget: Budget,
+    pool_page: int,
+    out: Tensor,
+) -> None:
+    """Bound the logits of every candidate page from above (Quest section 3.2).
+
+    The bound of a head is sum_d max(q_d * min_d, q_d * max_d), that of a kv head the largest of its
+    group. A row whose candidates are all taken may be left alone.
+
+    Args:
+        queries: (B, Hq, D) current queries.
+        bounds: of `build_bounds`.
+        req_to_token, slots, lengths: see above.
+        budget: what is a candidate.
+        pool_page: tokens of a page of the pool.
+        out: (B, Hkv, pages) float32; entries of pages that are no candidates keep what they hold.
+    """
+    kv_heads = bounds.shape[1]
+    first, last = _candidate_pages(lengths, budget)
+    for row, slot in enumerate(slots.tolist()):
+        pages = torch.arange(first[row], last[row], device=bounds.device)
+        entries = req_to_token[slot, pages * budget.page].to(torch.int64) // pool_page
+        largest, smallest = bounds[entries].float().unbind(dim=2)  # (pages, Hkv, D)
+        query = queries[row].float().reshape(kv_heads, -1, 1, queries.shape[-1])
+        bound = torch.maximum(
+            query * largest.transpose(0, 1)[:, None], query * smallest.transpose(0, 1)[:, None]
+        ).sum(dim=-1)
+        out[row, :, first[row] : last[row]] = bound.amax(dim=1)
+
+
+def score_tokens(
+    queries: Tensor,
+    keys: Tensor,
+    req_to_token: Tensor,
+    slots: Tensor,
+    lengths: Tensor,
+    budget: Budget,
+    scale: float,
+    shared: bool,
+    workspace: ScoreWorkspace,
+    out: Tensor,
+) -> None:
+    """Score every token exactly with the current query.
+
+    For a set of each kv head, a token's score is the largest log-probability that a head of the
+    group gives it; for a set that all heads share (TOVA), the mean of all heads' probabilities.
+    A row whose candidates are all taken may be left alone.
+
+    Args:
+        queries: (B, Hq, D) current queries.
+        keys: (pool rows, Hkv, D).
+        req_to_token, slots, lengths: see above.
+        budget: what is a candidate.
+        scale: factor on the logits.
+        shared: whether all heads share a set.
+        workspace: of `score_workspace`.
+        out: (B, Hkv, capacity) float32, or (B, 1, capacity) for a shared set; only entries of
+            candidates mean something afterwards.
+    """
+    kv_heads = keys.shape[1]
+    for row, (slot, length) in enumerate(zip(slots.tolist(), lengths.tolist(), strict=True)):
+        tokens = keys[req_to_token[slot, :length].to(torch.int64)].float()  # (T, Hkv, D)
+        query = queries[row].float().reshape(kv_heads, -1, queries.shape[-1])
+        logits = (query @ tokens.permute(1, 2, 0)) * scale  # (Hkv, G, T)
+        log_probabilities = torch.log_softmax(logits, dim=-1)
+        if shared:
+            out[row, 0, :length] = log_probabilities.exp().mean(dim=(0, 1))
+        else:
+            out[row, :, :length] = log_probabilities.amax(dim=1)
+
+
+def select(
+    scores: Tensor,
+    req_to_token: Tensor,
+    slots: Tensor,
+    lengths: Tensor,
+    budget: Budget,
+    out: Tensor,
+) -> None:
+    """List what each row attends to: sinks, then the newest tokens, then the best candidates.
+
+    Higher scores first, ties toward the newer page, NaN below everything. Candidates are listed
+    from the newest page to the oldest, the tokens of a page in their order.
+
+    Args:
+        scores: (B, H, capacity / page) float32; H is 1 where all heads share a set.
+        req_to_token, slots, lengths: see above.
+        budget: what is attended to.
+        out: (B, H, width) int32: pool row * H + head. `attended_of` says how many are written.
+    """
+    page = budget.page
+    heads = scores.shape[1]
+    first, last = _candidate_pages(lengths, budget)
+    recent_start = budget.recent_start_of(lengths).tolist()
+    sinks = budget.sinks_of(lengths).tolist()
+    for row, (slot, length) in enumerate(zip(slots.tolist(), lengths.tolist(), strict=True)):
+        for head in range(heads):
+            candidates = torch.arange(first[row], last[row], device=scores.device)
+            wanted = min(budget.selected // page, len(candidates))
+            if wanted < len(candidates):
+                score = scores[row, head, first[row] : last[row]].flip(0)
+                score = score.masked_fill(score.isnan(), -torch.inf)
+                order = score.sort(descending=True, stable=True).indices[:wanted]
+                chosen = last[row] - 1 - order.sort().values
+            else:
+                chosen = candidates.flip(0)
+            tokens = [*range(sinks[row]), *range(recent_start[row], length)]
+            tokens += [first * page + i for first in chosen.tolist() for i in range(page)]
+            rows = req_to_token[slot, torch.tensor(tokens, device=out.device)]
+            out[row, head, : len(tokens)] = rows * heads + head
+
+
+def _candidate_pages(lengths: Tensor, budget: Budget) -> tuple[list[int], list[int]]:
+    """Of each row, the first candidate page and the page after the last."""
+    first = -(-budget.sinks_of(lengths) // budget.page)
+    last = budget.recent_start_of(lengths) // budget.page
+    return first.tolist(), torch.maximum(first, last).tolist()

@@ -1,0 +1,37 @@
+"""Flags by which work on one stream waits for work on another, plain torch: the specification.
+
+A CUDA event that a graph records is set when the graph runs, so a wait that the host issues before
+that, while an earlier graph still runs, does not wait for it. A flag that counts does not have the
+problem: a wait names the count it waits for.
+"""
+
+from __future__ import annotations
+
+import time
+
+from torch import Tensor
+
+
+def signal(flags: Tensor, index: int, count: Tensor | int) -> None:
+    """Set a flag, when all earlier work of the stream is done.
+
+    Args:
+        flags: int64, of which entry `index` is written. Counts only grow.
+        index: which flag.
+        count: its value, or (1,) int64 that holds it when the work runs.
+    """
+    flags[index] = count
+
+
+def wait_for(flags: Tensor, index: int, count: Tensor | int, accepts: Tensor) -> None:
+    """Hold the stream until a flag has reached a count.
+
+    Args:
+        flags: int64.
+        index: which flag.
+        count: least value, or (1,) int64 that holds it when the work runs.
+        accepts: (1,) int32; the wait ends when it is 0. It may be pinned host memory, so that the
+            host can end a wait for something that will never happen.
+    """
+    while int(flags[index]) < int(count) and int(accepts):
+        time.sleep(1e-4)

@@ -1,0 +1,70 @@
+"""Flags by which work on one stream waits for work on another, Triton.
+
+A wait is one warp that polls, so it takes nothing from what runs beside it.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_POLLS = 64
+"""Reads of the flag between looks at the host's memory, which is far away."""
+
+
+def signal(flags: Tensor, index: int, count: Tensor | int) -> None:
+    """See the reference."""
+    on_device = isinstance(count, Tensor)
+    _signal[(1,)](
+        flags,
+        index,
+        count if on_device else flags,
+        0 if on_device else count,
+        count_on_device=on_device,
+        num_warps=1,
+    )
+
+
+def wait_for(flags: Tensor, index: int, count: Tensor | int, accepts: Tensor) -> None:
+    """See the reference."""
+    on_device = isinstance(count, Tensor)
+    _wait_for[(1,)](
+        flags,
+        index,
+        count if on_device else flags,
+        0 if on_device else count,
+        accepts,
+        count_on_device=on_device,
+        polls=_POLLS,
+        num_warps=1,
+    )
+
+
+@triton.jit(
+    do_not_specialize=["index", "count"],
+    do_not_specialize_on_alignment=["flags", "counts"],
+)
+def _signal(flags, index, counts, count, count_on_device: tl.constexpr):
+    if count_on_device:
+        tl.store(flags + index, tl.load(counts))
+    else:
+        tl.store(flags + index, count.to(tl.int64))
+
+
+@triton.jit(
+    do_not_specialize=["index", "count"],
+    do_not_specialize_on_alignment=["flags", "counts", "accepts"],
+)
+def _wait_for(
+    flags, index, counts, count, accepts, count_on_device: tl.constexpr, polls: tl.constexpr
+):
+    least = tl.load(counts) if count_on_device else count.to(tl.int64)
+    held = tl.load(flags + index, volatile=True)
+    accepted = 1
+    while (held < least) & (accepted != 0):
+        left = polls
+        while (held < least) & (left > 0):
+            held = tl.load(flags + index, volatile=True)
+            left -= 1
+        accepted = tl.load(accepts, volatile=True)

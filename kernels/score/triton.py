@@ -1,0 +1,242 @@
+"""Token scoring in one pass over the keys, Triton.
+
+A score needs the log-sum-exp over all tokens of its sequence, which is known only after the last
+key has been read. Keys are too many to be read twice: 16 bytes of logits a token (four heads) are
+kept instead of 256 bytes of key. The programs of one (row, layer, kv head) unit write the logits of
+their tokens to scratch, and the last of them to arrive turns the unit's logits, which are still in
+the L2 cache, into scores.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from cache_rank_kernels.score.reference import ScoreWorkspace
+from torch import Tensor
+
+CHUNK_TOKENS = 1024
+"""Tokens of one program."""
+
+_BLOCK = 128
+_FINISH_BLOCK = 1024
+
+
+def _padded_group(group: int) -> int:
+    return int(triton.next_power_of_2(group))
+
+
+def score_workspace(
+    rows: int, layers: int, kv_heads: int, group: int, capacity: int, device: torch.device
+) -> ScoreWorkspace:
+    """Scratch for `rows` rows of up to `capacity` tokens.
+
+    It may be used by one launch after another on one stream.
+    """
+    units, padded = rows * layers * kv_heads, _padded_group(group)
+    chunks = triton.cdiv(capacity, CHUNK_TOKENS)
+    return ScoreWorkspace(
+        logits=torch.empty((units, capacity, padded), dtype=torch.float32, device=device),
+        partial=torch.empty((units, chunks, 2, padded), dtype=torch.float32, device=device),
+        arrived=torch.zeros(units, dtype=torch.int32, device=device),
+    )
+
+
+def score_step(
+    queries: Tensor,
+    key_pool: Tensor,
+    page_table: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    first_layer: int,
+    scale: float,
+    workspace: ScoreWorkspace,
+    out: Tensor,
+    block: int = _BLOCK,
+    warps: int = 4,
+    stages: int = 3,
+) -> None:
+    """See the reference. One launch; P must be a multiple of the block."""
+    rows, layers, query_heads, head_dim = queries.shape
+    kv_heads, page_tokens = key_pool.shape[2], key_pool.shape[3]
+    capacity = out.shape[-1]
+    block = min(block, page_tokens)
+    group = query_heads // kv_heads
+    padded = _padded_group(group)
+    chunks = triton.cdiv(capacity, CHUNK_TOKENS)
+    units = rows * layers * kv_heads
+    assert page_tokens % block == 0
+    assert queries.is_contiguous()
+    assert key_pool.is_contiguous()
+    assert out.is_contiguous()
+    assert workspace.arrived.numel() >= units
+    assert workspace.logits.numel() >= units * capacity * padded
+    _score[(chunks, units)](
+        queries,
+        key_pool,
+        page_table,
+        slots,
+        positions,
+        *workspace,
+        out,
+        first_layer,
+        scale,
+        key_pool.shape[1],
+        page_table.stride(0),
+        capacity,
+        LAYERS=layers,
+        KV_HEADS=kv_heads,
+        GROUP=group,
+        PADDED=padded,
+        PARTS=max(4, 16 // padded),
+        HEAD_DIM=head_dim,
+        PAGE=page_tokens,
+        CHUNK=CHUNK_TOKENS,
+        BLOCK=block,
+        MAX_CHUNKS=triton.next_power_of_2(chunks),
+        FINISH_BLOCK=_FINISH_BLOCK,
+        # The interpreter multiplies no bfloat16.
+        EXACT=key_pool.dtype == torch.float32 or not key_pool.is_cuda,
+        COARSE=key_pool.dtype == torch.float8_e4m3fn,
+        num_warps=warps,
+        num_stages=stages,
+    )
+
+
+@triton.jit
+def _load_query_parts(
+    queries,
+    GROUP: tl.constexpr,
+    PADDED: tl.constexpr,
+    PARTS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    dtype: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    """Float32 queries as sums of numbers of the keys' dtype.
+
+    The matrix unit needs 16 columns and a group has four heads or so: four parts a head make the
+    product nearly as exact as float32 at no cost. Part p counts for STEP ** -p.
+
+    Returns:
+        (PARTS * PADDED, D) parts of queries scaled by a power of two, and (PARTS * PADDED,) what
+        the product of each with a key must be multiplied by.
+    """
+    column = tl.arange(0, PARTS * PADDED)
+    head = column % PADDED
+    part = column // PADDED
+    dims = tl.arange(0, HEAD_DIM)
+    query = tl.load(
+        queries + head[:, None] * HEAD_DIM + dims[None, :], mask=head[:, None] < GROUP, other=0.0
+    )
+    largest = tl.maximum(tl.max(tl.abs(query), axis=1), 1e-30)
+    unit = tl.exp2(tl.ceil(tl.log2(largest)) - 7.0)  # the largest is at most 128 units
+    rest = query / unit[:, None]
+    chosen = tl.zeros_like(rest).to(dtype)
+    weight = tl.zeros_like(unit)
+    factor = 1.0
+    for index in tl.static_range(4):
+        rounded = rest.to(dtype)
+        chosen = tl.where((part == index)[:, None], rounded, chosen)
+        weight = tl.where(part == index, unit * factor, weight)
+        rest = (rest - rounded.to(tl.float32)) * STEP
+        factor = factor / STEP
+    return chosen, weight
+
+
+@triton.jit(do_not_specialize=["first_layer", "page_stride", "capacity"])
+def _score(
+    queries,
+    keys,
+    page_table,
+    slots,
+    positions,
+    logits,
+    partial,
+    arrived,
+    out,
+    first_layer,
+    scale,
+    pool_layers,
+    page_stride,
+    capacity,
+    LAYERS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    PADDED: tl.constexpr,
+    PARTS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PAGE: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+    MAX_CHUNKS: tl.constexpr,
+    FINISH_BLOCK: tl.constexpr,
+    EXACT: tl.constexpr,
+    COARSE: tl.constexpr,
+):
+    chunk = tl.program_id(0)
+    unit = tl.program_id(1)
+    row = unit // (LAYERS * KV_HEADS)
+    layer = (unit // KV_HEADS) % LAYERS
+    head = unit % KV_HEADS
+    tokens = tl.load(positions + row) + 1
+    start = chunk * CHUNK
+    if tl.load(slots + row) >= 0 and start < tokens:
+        dtype: tl.constexpr = tl.float32 if EXACT else keys.dtype.element_ty
+        # Significant bits of a number of the dtype, which the next part must make up for.
+        step: tl.constexpr = 16.0 if COARSE else 128.0
+        unit_queries = queries + ((row * LAYERS + layer) * KV_HEADS + head) * GROUP * HEAD_DIM
+        parts, weight = _load_query_parts(unit_queries, GROUP, PADDED, PARTS, HEAD_DIM, dtype, step)
+        parts, weight = tl.trans(parts), weight * scale
+        unit_logits = logits + unit.to(tl.int64) * capacity * PADDED
+        heads = tl.arange(0, PADDED)
+        dims = tl.arange(0, HEAD_DIM)
+        largest = tl.full((PADDED,), -float("inf"), tl.float32)
+        total = tl.zeros((PADDED,), tl.float32)
+        for block in range(start, tl.minimum(start + CHUNK, tokens), BLOCK):
+            token = block + tl.arange(0, BLOCK)
+            resident = token < tokens
+            page = tl.load(page_table + row * page_stride + block // PAGE).to(tl.int64)
+            tile = ((page * pool_layers + first_layer + layer) * KV_HEADS + head) * PAGE
+            in_page = (token % PAGE)[:, None] * HEAD_DIM + dims[None, :]
+            key = tl.load(keys + tile * HEAD_DIM + in_page, mask=resident[:, None], other=0.0).to(
+                dtype
+            )
+            product = tl.dot(key, parts, input_precision="ieee") * weight[None, :]
+            logit = tl.sum(tl.reshape(product, (BLOCK, PARTS, PADDED)), axis=1)
+            tl.store(
+                unit_logits + token[:, None] * PADDED + heads[None, :], logit, resident[:, None]
+            )
+            logit = tl.where(resident[:, None], logit, -float("inf"))
+            larger = tl.maximum(largest, tl.max(logit, axis=0))
+            total = total * tl.exp(largest - larger) + tl.sum(
+                tl.exp(logit - larger[None, :]), axis=0
+            )
+            largest = larger
+
+        max_chunks = tl.cdiv(capacity, CHUNK)
+        unit_partial = partial + unit * max_chunks * 2 * PADDED
+        tl.store(unit_partial + chunk * 2 * PADDED + heads, largest)
+        tl.store(unit_partial + (chunk * 2 + 1) * PADDED + heads, total)
+        tl.debug_barrier()
+        if tl.atomic_add(arrived + unit, 1, sem="acq_rel") == tl.cdiv(tokens, CHUNK) - 1:
+            tl.store(arrived + unit, 0)  # for the next launch
+            chunks = tl.arange(0, MAX_CHUNKS)
+            at = chunks[:, None] * 2 * PADDED + heads[None, :]
+            used = (chunks < tl.cdiv(tokens, CHUNK))[:, None]
+            # Written by other multiprocessors: read from the L2 cache.
+            maxima = tl.load(unit_partial + at, used, -float("inf"), cache_modifier=".cg")
+            totals = tl.load(unit_partial + PADDED + at, used, 0.0, cache_modifier=".cg")
+            greatest = tl.max(maxima, axis=0)
+            log_sum = greatest + tl.log(tl.sum(totals * tl.exp(maxima - greatest[None, :]), axis=0))
+            log_sum = tl.where(heads < GROUP, log_sum, float("inf"))
+            for block in range(0, tokens, FINISH_BLOCK):
+                token = block + tl.arange(0, FINISH_BLOCK)
+                logit = tl.load(
+                    unit_logits + token[:, None] * PADDED + heads[None, :],
+                    mask=(token < tokens)[:, None],
+                    other=0.0,
+                    cache_modifier=".cg",
+                )
+                score = tl.max(logit - log_sum[None, :], axis=1)
+                tl.store(out + unit.to(tl.int64) * capacity + token, score, token < tokens)

@@ -1,0 +1,355 @@
+"""Top-k with hysteresis, one program a (row, layer, kv head), Triton.
+
+Sorting a row would be far too slow, so thresholds are found by bisection: count what lies at or
+above a probe, halve the interval. To count over the whole row each time would still be too slow.
+The row is therefore read once for the maxima of strided groups of tokens, which stay in registers.
+If `n` group maxima lie at or above some key, so do the `n` best tokens: a bound that leaves few
+more tokens than needed. They are listed in a second pass, which skips the groups below the bound,
+and the exact thresholds are found on the list.
+
+A working set hardly changes from step to step, so tokens in slots are taken out of the row first
+and counted apart. The list then holds the few of the best that are in no slot.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_LOWEST = tl.constexpr(-(2**31))
+"""Key of what does not compete."""
+_FLOOR = tl.constexpr(-(2**31) + 1)
+"""Key of a NaN, the lowest of a token that competes."""
+_LOWEST_RANK = tl.constexpr(-(2**63))
+_RESIDENT = tl.constexpr(-1)
+"""Score bits of a token in a slot: a NaN that no arithmetic produces."""
+
+
+def _default_groups(budget: int, margin: int) -> int:
+    """Half as many again as are counted, or the bound would be far too low for an empty mirror."""
+    return max(1024, int(triton.next_power_of_2((budget + margin) * 3 // 2)))
+
+
+def select_workspace(
+    rows: int, layers: int, kv_heads: int, budget: int, margin: int, device: torch.device
+) -> Tensor:
+    """Scratch for `rows` rows of any length: the list of each (row, layer, kv head).
+
+    It may be used by one launch after another on one stream.
+
+    Returns:
+        (R * L * Hkv, entries) int64.
+    """
+    shape = (rows * layers * kv_heads, 2 * _default_groups(budget, margin))
+    return torch.empty(shape, dtype=torch.int64, device=device)
+
+
+def select_step(
+    scores: Tensor,
+    mirror: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    first_layer: int,
+    sink_tokens: int,
+    recent_tokens: int,
+    margin: int,
+    workspace: Tensor,
+    entering: Tensor,
+    entering_slots: Tensor,
+    counts: Tensor,
+    groups: int | None = None,
+    warps: int | None = None,
+) -> None:
+    """See the reference. One launch.
+
+    Overwrites the scores of tokens in slots. A NaN score whose 32 bits are all ones, which no
+    arithmetic produces, does not compete.
+
+    Args:
+        groups: how many groups the tokens of a row form, a power of two from 32. Only time depends
+            on it.
+        warps: of one program.
+    """
+    rows, layers, kv_heads, row_capacity = scores.shape
+    budget, capacity = mirror.shape[-1], entering.shape[-1]
+    units = rows * layers * kv_heads
+    groups = groups or _default_groups(budget, margin)
+    warps = warps or min(32, max(1, groups // 256))
+    for tensor in (scores, mirror, slots, positions, workspace, entering, entering_slots, counts):
+        assert tensor.is_contiguous()
+    assert mirror.shape[2] == kv_heads
+    assert entering.shape == entering_slots.shape == (*scores.shape[:3], capacity)
+    assert workspace.shape[0] >= units
+    assert workspace.shape[1] >= budget + margin
+    if units == 0:
+        return
+    _select[(units,)](
+        scores.view(torch.int32),
+        mirror,
+        slots,
+        positions,
+        workspace,
+        entering,
+        entering_slots,
+        counts,
+        row_capacity,
+        mirror.shape[1],
+        first_layer,
+        sink_tokens,
+        recent_tokens,
+        workspace.shape[1],
+        LAYERS=layers,
+        KV_HEADS=kv_heads,
+        BUDGET=budget,
+        MARGIN=margin,
+        CAPACITY=capacity,
+        GROUPS=groups,
+        SLOTS=max(256, triton.next_power_of_2(budget)),
+        ENTERING=triton.next_power_of_2(capacity),
+        num_warps=warps,
+        maxnreg=min(255, max(64, 1024 // warps)),  # two programs a multiprocessor
+    )
+
+
+@triton.jit
+def _order_keys(bits):
+    """int32 keys in the order of the float32 scores with these bits."""
+    keys = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    keys = tl.where(bits == _LOWEST, 0, keys)  # -0.0 equals 0.0
+    keys = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, _FLOOR, keys)
+    return tl.where(bits == _RESIDENT, _LOWEST, keys)
+
+
+@triton.jit
+def _load_keys(scores, token, mask, start, stop):
+    """Keys of the given tokens; `_LOWEST` for those masked and those outside [start, stop)."""
+    bits = tl.load(scores + token, mask=mask, other=_RESIDENT)
+    return tl.where((token >= start) & (token < stop), _order_keys(bits), _LOWEST)
+
+
+@triton.jit
+def _ranks(keys, token):
+    """int64, unique: by key, then the newer token first. As `rank_keys` of the reference."""
+    return (keys.to(tl.int64) << 32) | token.to(tl.int64)
+
+
+@triton.jit
+def _middle(low, high):
+    """Mean, rounded down, of integers whose sum might overflow."""
+    return (low & high) + ((low ^ high) >> 1)
+
+
+@triton.jit
+def _narrow(low, high, probe, found, fewest, most):
+    """One step of a bisection for a bound that `fewest` to `most` lie at or above.
+
+    `found` lie at or above the probe. Returns the new interval and probe. The probe equals the
+    lower end when the search is over: that end is the bound.
+    """
+    low = tl.where(found >= fewest, probe, low)
+    high = tl.where(found > most, high, probe)
+    return low, high, _middle(low, high)
+
+
+@triton.jit
+def _group_maxima(scores, start, stop, GROUPS: tl.constexpr):
+    """Largest key of each group; token t belongs to group t % GROUPS."""
+    maxima = tl.full((GROUPS,), _LOWEST, tl.int32)
+    for first in range(0, stop, GROUPS):
+        token = first + tl.arange(0, GROUPS)
+        maxima = tl.maximum(maxima, _load_keys(scores, token, token < stop, start, stop))
+    return maxima
+
+
+@triton.jit
+def _find_key_bound(maxima, slot_keys, highest, needed):
+    """A key that at least `needed` tokens reach, and not many more."""
+    low = tl.full((), _FLOOR, tl.int32)
+    high = highest + 1
+    # The lowest group is a better first guess than the middle of all numbers.
+    guess = tl.min(tl.where(maxima > _LOWEST, maxima, highest))
+    probe = tl.where(guess > low, guess, _middle(low, high))
+    while probe > low:
+        found = tl.sum((maxima >= probe).to(tl.int32)) + tl.sum((slot_keys >= probe).to(tl.int32))
+        low, high, probe = _narrow(low, high, probe, found, needed, needed + needed // 16)
+    return low
+
+
+@triton.jit
+def _list_outsiders(
+    scores, start, stop, maxima, bound, entries, list_capacity, GROUPS: tl.constexpr
+):
+    """Write the ranks at or above the bound, in token order; returns how many there are.
+
+    Those beyond the capacity of the list are only counted.
+    """
+    passing_groups = maxima >= (bound >> 32).to(tl.int32)
+    listed = 0
+    for first in range(0, stop, GROUPS):
+        token = first + tl.arange(0, GROUPS)
+        keys = _load_keys(scores, token, passing_groups & (token < stop), start, stop)
+        ranks = _ranks(keys, token)
+        passes = (ranks >= bound).to(tl.int32)
+        index = listed + tl.cumsum(passes) - 1
+        tl.store(entries + index, ranks, mask=(passes > 0) & (index < list_capacity))
+        listed += tl.sum(passes)
+    return listed
+
+
+@triton.jit
+def _raise_bound(scores, start, stop, slot_ranks, low, high, fewest, most, GROUPS: tl.constexpr):
+    """Find a bound that few enough reach by reading the row again and again.
+
+    This happens where a mass of tokens share a score or the best share their groups.
+    """
+    probe = _middle(low, high)
+    while probe > low:
+        reach = tl.zeros((GROUPS,), tl.int32)
+        for first in range(0, stop, GROUPS):
+            token = first + tl.arange(0, GROUPS)
+            keys = _load_keys(scores, token, token < stop, start, stop)
+            reach += (_ranks(keys, token) >= probe).to(tl.int32)
+        found = tl.sum(reach) + tl.sum((slot_ranks >= probe).to(tl.int32))
+        low, high, probe = _narrow(low, high, probe, found, fewest, most)
+    return low
+
+
+@triton.jit
+def _find_rank(slot_ranks, entries, listed, low, high, count, SLOTS: tl.constexpr):
+    """A rank that exactly `count` of the given slots and the list reach."""
+    probe = _middle(low, high)
+    while probe > low:
+        reach = (slot_ranks >= probe).to(tl.int32)
+        for first in range(0, listed, SLOTS):
+            index = first + tl.arange(0, SLOTS)
+            ranks = tl.load(entries + index, mask=index < listed, other=_LOWEST_RANK)
+            reach += (ranks >= probe).to(tl.int32)
+        low, high, probe = _narrow(low, high, probe, tl.sum(reach), count, count)
+    return low
+
+
+@triton.jit
+def _write_entering(entries, listed, threshold, entering, SLOTS: tl.constexpr):
+    """Write the listed tokens that reach the threshold: the list is in token order."""
+    written = 0
+    for first in range(0, listed, SLOTS):
+        index = first + tl.arange(0, SLOTS)
+        ranks = tl.load(entries + index, mask=index < listed, other=_LOWEST_RANK)
+        enters = (ranks >= threshold).to(tl.int32)
+        order = written + tl.cumsum(enters) - 1
+        tl.store(entering + order, (ranks & 0x7FFFFFFF).to(tl.int32), mask=enters > 0)
+        written += tl.sum(enters)
+
+
+@triton.jit
+def _fill_slots(mirror, stays, entering, entering_slots, count, BUDGET: tl.constexpr, slot):
+    """Put the entering tokens into empty slots, then into those whose token does not stay."""
+    inside = slot < BUDGET
+    token = tl.load(mirror + slot, mask=inside, other=0)
+    empty = (inside & (token < 0)).to(tl.int32)
+    left = (inside & (token >= 0) & (stays == 0)).to(tl.int32)
+    order = tl.where(empty > 0, tl.cumsum(empty), tl.sum(empty) + tl.cumsum(left)) - 1
+    takes = (empty + left > 0) & (order < count)
+    tl.store(mirror + slot, tl.load(entering + order, mask=takes), mask=takes)
+    tl.store(entering_slots + order, slot, mask=takes)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "row_capacity",
+        "state_layers",
+        "first_layer",
+        "sink_tokens",
+        "recent_tokens",
+        "list_capacity",
+    ]
+)
+def _select(
+    scores,
+    mirror,
+    slots,
+    positions,
+    workspace,
+    entering,
+    entering_slots,
+    counts,
+    row_capacity,
+    state_layers,
+    first_layer,
+    sink_tokens,
+    recent_tokens,
+    list_capacity,
+    LAYERS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    BUDGET: tl.constexpr,
+    MARGIN: tl.constexpr,
+    CAPACITY: tl.constexpr,
+    GROUPS: tl.constexpr,
+    SLOTS: tl.constexpr,
+    ENTERING: tl.constexpr,
+):
+    unit = tl.program_id(0).to(tl.int64)
+    row = unit // (LAYERS * KV_HEADS)
+    layer_head = unit % (LAYERS * KV_HEADS)
+    state_slot = tl.load(slots + row).to(tl.int64)
+    entering += unit * CAPACITY
+    entering_slots += unit * CAPACITY
+    enter_count = 0
+
+    if state_slot >= 0:
+        scores += unit * row_capacity
+        mirror += ((state_slot * state_layers + first_layer) * KV_HEADS + layer_head) * BUDGET
+        entries = workspace + unit * list_capacity
+        start = sink_tokens
+        stop = tl.load(positions + row) - recent_tokens + 1
+        stop = tl.where(stop > start, stop, 0)
+        candidates = tl.maximum(stop - start, 0)
+
+        slot = tl.arange(0, SLOTS)
+        token = tl.load(mirror + slot, mask=slot < BUDGET, other=-1)
+        competes = (token >= start) & (token < stop)
+        token = tl.where(competes, token, 0)
+        slot_keys = tl.where(competes, _load_keys(scores, token, competes, start, stop), _LOWEST)
+        slot_ranks = _ranks(slot_keys, token)
+        tl.debug_barrier()
+        tl.store(scores + token, tl.full((SLOTS,), _RESIDENT, tl.int32), mask=competes)
+        tl.debug_barrier()
+
+        maxima = _group_maxima(scores, start, stop, GROUPS)
+        highest = tl.maximum(tl.max(maxima), tl.max(slot_keys))
+        depth = tl.minimum(BUDGET + MARGIN, candidates)
+        bound = _find_key_bound(maxima, slot_keys, highest, depth).to(tl.int64) << 32
+        above_all = (highest.to(tl.int64) + 1) << 32
+        listed = _list_outsiders(scores, start, stop, maxima, bound, entries, list_capacity, GROUPS)
+        if listed > list_capacity:
+            bound = _raise_bound(
+                scores, start, stop, slot_ranks, bound, above_all, depth, list_capacity, GROUPS
+            )
+            tl.debug_barrier()
+            listed = _list_outsiders(
+                scores, start, stop, maxima, bound, entries, list_capacity, GROUPS
+            )
+        tl.debug_barrier()
+
+        stay_rank = _find_rank(slot_ranks, entries, listed, bound, above_all, depth, SLOTS)
+        stays = (slot_ranks >= stay_rank).to(tl.int32)
+        wanted = tl.minimum(BUDGET, candidates) - tl.sum(stays)
+        enter_count = tl.minimum(wanted, CAPACITY)
+        if enter_count > 0:
+            # Who enters is among the best `depth`.
+            none = tl.full((SLOTS,), _LOWEST_RANK, tl.int64)
+            enter_rank = _find_rank(none, entries, listed, stay_rank, above_all, enter_count, SLOTS)
+            _write_entering(entries, listed, enter_rank, entering, SLOTS)
+            tl.debug_barrier()
+            _fill_slots(mirror, stays, entering, entering_slots, enter_count, BUDGET, slot)
+            tl.atomic_add(counts + row * 2, enter_count)
+            if wanted > CAPACITY:
+                tl.atomic_add(counts + row * 2 + 1, wanted - CAPACITY)
+
+    pad = tl.arange(0, ENTERING)
+    padded = (pad >= enter_count) & (pad < CAPACITY)
+    nothing = tl.full((ENTERING,), -1, tl.int32)
+    tl.store(entering + pad, nothing, mask=padded)
+    tl.store(entering_slots + pad, nothing, mask=padded)

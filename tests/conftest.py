@@ -1,0 +1,16 @@
+"""Without a GPU, Triton kernels run in Triton's interpreter, in this process only."""
+
+import importlib
+import os
+from pathlib import Path
+
+import torch
+
+if not torch.cuda.is_available():
+    # Triton reads the variable when a kernel is defined, its own library included. Servers that
+    # tests start must not inherit it.
+    os.environ["TRITON_INTERPRET"] = "1"
+    importlib.import_module("triton.experimental.gluon")  # the interpreter imports it later
+    for kernel in sorted((Path(__file__).parents[1] / "kernels").glob("*/triton.py")):
+        importlib.import_module(f"cache_rank_kernels.{kernel.parent.name}.triton")
+    del os.environ["TRITON_INTERPRET"]

@@ -1,0 +1,100 @@
+"""Flags: signals set them, waits end at the count or when the host says so."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+from cache_rank_kernels.gate import reference, triton
+
+
+@pytest.fixture(params=[reference, triton], ids=["reference", "triton"])
+def implementation(request: pytest.FixtureRequest, device: torch.device):
+    return request.param
+
+
+def host_flag(device: torch.device, value: int) -> torch.Tensor:
+    flag = torch.full((1,), value, dtype=torch.int32)
+    return flag.pin_memory() if device.type == "cuda" else flag
+
+
+def test_signals_set_one_flag_by_value_or_by_what_memory_holds(
+    implementation, device: torch.device
+) -> None:
+    flags = torch.zeros(3, dtype=torch.int64, device=device)
+    implementation.signal(flags, 1, 1 << 40)
+    implementation.signal(flags, 2, torch.tensor([7, 9], device=device)[1:])
+    assert flags.tolist() == [0, 1 << 40, 9]
+
+
+@pytest.mark.parametrize("count", [5, 4])
+def test_a_wait_for_what_has_happened_ends(
+    implementation, device: torch.device, count: int
+) -> None:
+    flags = torch.tensor([0, 5], device=device)
+    implementation.wait_for(flags, 1, count, host_flag(device, 1))
+    implementation.wait_for(flags, 1, torch.tensor([count], device=device), host_flag(device, 1))
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def test_a_wait_for_what_never_happens_ends_when_the_host_says_so(
+    implementation, device: torch.device
+) -> None:
+    flags = torch.zeros(1, dtype=torch.int64, device=device)
+    accepts = host_flag(device, 1)
+
+    def refuse() -> None:
+        time.sleep(0.2)
+        accepts[0] = 0
+
+    thread = threading.Thread(target=refuse)
+    thread.start()
+    started = time.monotonic()
+    implementation.wait_for(flags, 0, 1, accepts)
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    assert time.monotonic() - started > 0.1
+    thread.join()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_side_stream_waits_for_graphs_that_have_not_begun() -> None:
+    """Graphs queued back to back write a counter and signal; the side stream copies it each time.
+
+    The host queues everything ahead: a wait that did not count would let copies run early.
+    """
+    device = torch.device("cuda")
+    flags = torch.zeros(2, dtype=torch.int64, device=device)
+    tick = torch.zeros(1, dtype=torch.int64, device=device)
+    value = torch.zeros(1, dtype=torch.int64, device=device)
+    accepts = host_flag(device, 1)
+    work = torch.randn(2048, 2048, device=device)
+
+    def body() -> None:
+        triton.wait_for(flags, 1, value, accepts)  # the copy of the step before is done
+        tick.add_(1)
+        (work @ work).sum()
+        value.add_(1)
+        triton.signal(flags, 0, tick)
+
+    for implementation_call in range(2):
+        body()
+        triton.signal(flags, 1, implementation_call + 1)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        body()
+    side = torch.cuda.Stream()
+    seen = torch.zeros(200, dtype=torch.int64, device=device)
+    for step in range(200):
+        graph.replay()
+        with torch.cuda.stream(side):
+            triton.wait_for(flags, 0, step + 3, accepts)
+            seen[step : step + 1].copy_(value)
+            triton.signal(flags, 1, step + 3)
+    torch.cuda.synchronize()
+    assert seen.tolist() == list(range(3, 203))

@@ -1,0 +1,157 @@
+"""Gather of the tokens to ship: reference against loops, Triton against it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cache_rank_kernels.gather import reference, triton
+from torch import Tensor
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+IMPLEMENTATIONS = pytest.mark.parametrize(
+    "implementation", [reference, triton], ids=["reference", "triton"]
+)
+POISON = 7.0
+FIRST_LAYER = 1
+
+
+def random_entering(
+    tokens: list[int], layers: int, kv_heads: int, capacity: int, generator: torch.Generator
+) -> Tensor:
+    """(R, L, Hkv, C) int32: ascending positions below each row's tokens, padded at the end."""
+    entering = torch.full((len(tokens), layers, kv_heads, capacity), -1, dtype=torch.int32)
+    for row, count in enumerate(tokens):
+        for layer in range(layers):
+            for head in range(kv_heads):
+                enters = int(torch.randint(min(count, capacity) + 1, (), generator=generator))
+                chosen = torch.randperm(count, generator=generator)[:enters].sort().values
+                entering[row, layer, head, :enters] = chosen.to(torch.int32)
+    return entering
+
+
+def random_step(
+    device: torch.device,
+    tokens: list[int],
+    slots: list[int],
+    dtype: torch.dtype = torch.float32,
+    layers: int = 2,
+    kv_heads: int = 2,
+    head_dim: int = 16,
+    capacity: int = 5,
+    page_tokens: int = 8,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, int, Tensor]:
+    """What `gather_step` reads."""
+    generator = torch.Generator().manual_seed(0)
+    rows, max_pages = len(tokens), max(tokens, default=0) // page_tokens + 2
+    shape = (rows * max_pages, layers + 2, kv_heads, page_tokens, head_dim)
+    keys, values = torch.randn((2, *shape), generator=generator).to(device, dtype)
+    table = torch.randperm(rows * max_pages, generator=generator).view(rows, max_pages)
+    for row, count in enumerate(tokens):
+        table[row, (count + page_tokens - 1) // page_tokens :] = 2**30  # must not be followed
+    return (
+        keys,
+        values,
+        table.to(device, torch.int32),
+        torch.tensor(slots, dtype=torch.int32, device=device),
+        FIRST_LAYER,
+        random_entering(tokens, layers, kv_heads, capacity, generator).to(device),
+    )
+
+
+def poisoned(step) -> Tensor:
+    keys, entering = step[0], step[-1]
+    shape = (2, *entering.shape, keys.shape[-1])
+    return torch.full(shape, POISON, dtype=keys.dtype, device=keys.device)
+
+
+def gather(implementation, step) -> Tensor:
+    out = poisoned(step)
+    implementation.gather_step(*step, out[0], out[1])
+    return out
+
+
+def gather_by_loops(step) -> Tensor:
+    keys, values, table, slots, first_layer, entering = step
+    page_tokens = keys.shape[3]
+    out = poisoned(step)
+    for place in (entering >= 0).nonzero().tolist():
+        row, layer, head, entry = place
+        if slots[row] < 0:
+            continue
+        position = int(entering[row, layer, head, entry])
+        page = int(table[row, position // page_tokens])
+        source = (page, first_layer + layer, head, position % page_tokens)
+        out[0, row, layer, head, entry] = keys[source]
+        out[1, row, layer, head, entry] = values[source]
+    return out
+
+
+@pytest.mark.parametrize(
+    ("tokens", "slots"),
+    [
+        ([], []),
+        ([0], [0]),
+        ([1], [0]),
+        ([9], [-1]),
+        ([8, 30, 0, 17], [3, 0, 1, -1]),
+    ],
+    ids=str,
+)
+@IMPLEMENTATIONS
+def test_reads_the_tokens_that_enter_and_leaves_padding_alone(
+    device: torch.device, implementation, tokens: list[int], slots: list[int]
+) -> None:
+    step = random_step(device, tokens, slots)
+    assert torch.equal(gather(implementation, step), gather_by_loops(step))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("layers", "kv_heads", "head_dim", "capacity"),
+    [(1, 1, 16, 1), (3, 2, 32, 7), (1, 3, 64, 40), (2, 1, 128, 20)],
+)
+def test_triton_equals_reference(
+    device: torch.device,
+    layers: int,
+    kv_heads: int,
+    head_dim: int,
+    capacity: int,
+    dtype: torch.dtype,
+) -> None:
+    step = random_step(device, [50, 33], [1, 0], dtype, layers, kv_heads, head_dim, capacity)
+    assert torch.equal(gather(triton, step), gather(reference, step))
+
+
+@IMPLEMENTATIONS
+def test_padding_between_the_entries(device: torch.device, implementation) -> None:
+    step = random_step(device, [20, 20], [0, 1])
+    step[-1][:, :, :, 1:3] = -1
+    assert torch.equal(gather(implementation, step), gather_by_loops(step))
+
+
+@IMPLEMENTATIONS
+def test_nothing_can_enter(device: torch.device, implementation) -> None:
+    step = random_step(device, [20], [0], capacity=0)
+    assert gather(implementation, step).numel() == 0
+
+
+def test_more_entries_than_one_program_takes(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(triton, "_BLOCK_ELEMENTS", 64)
+    step = random_step(device, [40, 30], [0, 1], capacity=19)
+    assert torch.equal(gather(triton, step), gather(reference, step))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_pools_of_more_than_2_31_elements() -> None:
+    device = torch.device("cuda")
+    keys = torch.randn((256, 36, 8, 256, 128), dtype=torch.bfloat16, device=device)
+    values = keys.flip(0)
+    table = torch.randperm(256, device=device).view(2, 128).to(torch.int32)
+    slots = torch.tensor([1, 0], dtype=torch.int32, device=device)
+    generator = torch.Generator().manual_seed(0)
+    entering = random_entering([128 * 256, 100 * 256 + 3], 6, 8, 96, generator).to(device)
+    step = (keys, values, table, slots, 30, entering)
+    assert torch.equal(gather(triton, step), gather(reference, step))

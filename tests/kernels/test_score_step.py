@@ -1,0 +1,103 @@
+"""Scoring through the page table: reference against one sequence at a time, Triton against it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cache_rank_kernels.score import reference, triton
+
+PAGE = 16
+
+
+def random_step(
+    device: torch.device,
+    positions: list[int],
+    slots: list[int],
+    dtype: torch.dtype = torch.float32,
+    layers: int = 2,
+    kv_heads: int = 2,
+    group: int = 2,
+    head_dim: int = 16,
+    page: int = PAGE,
+):
+    generator = torch.Generator().manual_seed(3)
+    rows, pages = len(positions), max(positions) // page + 1
+    pool = torch.randn((rows * pages, layers + 1, kv_heads, page, head_dim), generator=generator)
+    queries = torch.randn((rows, layers, kv_heads * group, head_dim), generator=generator) * 2
+    table = torch.randperm(rows * pages, generator=generator).view(rows, pages).to(torch.int32)
+    to_device = lambda values: torch.tensor(values, dtype=torch.int32, device=device)  # noqa: E731
+    return (
+        queries.to(device),
+        pool.to(device, dtype),
+        table.to(device),
+        to_device(slots),
+        to_device(positions),
+        1,
+        head_dim**-0.5,
+    )
+
+
+def score(implementation, step, capacity: int) -> torch.Tensor:
+    queries, pool = step[0], step[1]
+    rows, layers, query_heads, _ = queries.shape
+    kv_heads = pool.shape[2]
+    out = torch.full((rows, layers, kv_heads, capacity), 7.0, device=queries.device)
+    workspace = implementation.score_workspace(
+        rows, layers, kv_heads, query_heads // kv_heads, capacity, queries.device
+    )
+    for _ in range(2):  # the workspace is ready for the next launch
+        implementation.score_step(*step, workspace, out)
+    return out
+
+
+def test_reference_scores_every_row_through_its_own_pages() -> None:
+    step = random_step(torch.device("cpu"), [0, 15, 40], [2, 0, 1])
+    queries, pool, table, _, positions, first, scale = step
+    out = score(reference, step, 48)
+    for row, position in enumerate(positions.tolist()):
+        keys = torch.stack(
+            [
+                pool[table[row, token // PAGE], first:, :, token % PAGE]
+                for token in range(position + 1)
+            ],
+            dim=2,
+        )
+        expected = reference.score_tokens(queries[row], keys, scale)
+        assert torch.equal(out[row, :, :, : position + 1], expected)
+        assert (out[row, :, :, position + 1 :] == 7.0).all()
+
+
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_triton_equals_reference(
+    device: torch.device, group: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(triton, "CHUNK_TOKENS", 32)  # several programs a row
+    step = random_step(device, [0, 31, 70, 5], [1, 0, 3, -1], dtype, group=group)
+    actual, expected = score(triton, step, 80), score(reference, step, 80)
+    assert (actual[3] == 7.0).all()
+    torch.testing.assert_close(actual, expected, atol=3e-5, rtol=1e-5)
+
+
+def test_triton_with_one_layer_one_head_and_one_token(device: torch.device) -> None:
+    step = random_step(device, [0], [0], layers=1, kv_heads=1, group=1)
+    torch.testing.assert_close(score(triton, step, 1), torch.zeros((1, 1, 1, 1), device=device))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("group", [1, 4, 8])
+def test_triton_at_full_size(group: int) -> None:
+    step = random_step(
+        torch.device("cuda"),
+        [32767, 20001, 255, 131071],
+        [0, 1, 2, 3],
+        torch.bfloat16,
+        layers=3,
+        kv_heads=8,
+        group=group,
+        head_dim=128,
+        page=256,
+    )
+    actual, expected = score(triton, step, 131072), score(reference, step, 131072)
+    torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-5)
