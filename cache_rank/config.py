@@ -9,6 +9,8 @@ import torch
 
 Predictor = Literal["last", "ema", "spade", "ridge"]
 Frame = Literal["post", "pre"]
+ScoreKeys = Literal["resident", "fp8"]
+OptionValue = int | float | str
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -67,6 +69,8 @@ class CacheRankConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         selection_margin: a token stays while it is among the best k + margin.
         delta_capacity: most tokens that enter a (layer, request, kv head) in one step.
         kv_residency: how K and V are held.
+        kv_residency_options: of that format, which checks them.
+        score_keys: score by the keys as they are held, or by a copy of them in 8 bits.
         max_rows: most requests of one step.
         recall_interval: steps between measurements of recall against exact selection; 0 is never.
         checksum: both ranks compare checksums of the slots at every step (slow, for debugging).
@@ -86,6 +90,8 @@ class CacheRankConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     selection_margin: int = 256
     delta_capacity: int = 128
     kv_residency: str = "bf16"
+    kv_residency_options: dict[str, OptionValue] = msgspec.field(default_factory=dict)
+    score_keys: ScoreKeys = "resident"
     max_rows: int = 256
     recall_interval: int = 64
     checksum: bool = False

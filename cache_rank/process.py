@@ -14,6 +14,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -24,12 +25,10 @@ from setproctitle import setproctitle
 from torch import Tensor
 
 from cache_rank import residency
-from cache_rank.config import CacheRankConfig
 from cache_rank.control import ControlReceiver, ControlSender
-from cache_rank.prediction import QueryPredictor
+from cache_rank.copies import Readback
 from cache_rank.protocol import (
     NO_EPOCH,
-    AnswerHeader,
     DownMessage,
     End,
     Flush,
@@ -44,9 +43,9 @@ from cache_rank.protocol import (
     UpMessage,
     bulk_shape,
 )
-from cache_rank.recall import measure_recall
 from cache_rank.recording import Recorder
-from cache_rank.sequence import Sequence
+from cache_rank.selector import Selector, SelectorStep
+from cache_rank.timeline import Timeline
 from cache_rank.transport import CACHE, Link, Pending
 
 logger = logging.getLogger("cache_rank")
@@ -61,7 +60,11 @@ LINK_SECONDS = 30.0
 """Longest wait for the inference rank to connect the data channels."""
 
 MEMORY_SHARE = 0.5
-"""Share of the free memory that resident tokens may take."""
+CPU_MEMORY_BYTES = 8 << 30
+"""Most of the free host memory that resident tokens may take; touched only as it is used."""
+
+GPU_MEMORY_SHARE = 0.9
+"""The same for a GPU; the rest is for scores and messages."""
 
 
 class Launch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -72,6 +75,7 @@ class Launch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         secret: hexadecimal, of this launch.
         report_endpoint: where the inference rank receives control messages.
         address: to bind the control and data channels to.
+        device: of the tensors, as torch names it.
         log_level: a name of the logging module.
     """
 
@@ -79,35 +83,56 @@ class Launch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     secret: str
     report_endpoint: str
     address: str
+    device: str = "cpu"
     log_level: str = "INFO"
 
 
 class CacheRank:
     """Serves one inference rank, from Open to the end of the process."""
 
-    def __init__(self, config: CacheRankConfig, link: Link, device: torch.device) -> None:
-        residency.require_format(config.kv_residency)
+    def __init__(self, message: Open, link: Link, device: torch.device) -> None:
+        config = message.config
+        residency.require_format(config)
         self.config = config
-        self.capacity_tokens = _memory_free() // config.model.bytes_per_token
-        self.sequences: dict[int, Sequence] = {}
-        self.overflow_tokens = 0
-        self.recall = self.attention_mass = float("nan")
+        self.selector = Selector(config, device, _memory_for_tokens(device))
         self._link = link
         self._device = device
-        self._predictor = QueryPredictor(config, device)
         self._recorder = Recorder.from_environment()
+        self._timeline = Timeline(message.trace, device)
+        self._overflow = Readback()
         self._last_epoch = 0
         self._last_step = 0
-        largest = max(len(layers) for layers in config.groups)
-        self._up = self._buffer(UpMessage.size(config, largest, config.max_rows))
-        # One buffer a group: the answer of a group is still under way while the next is computed.
-        self._down = [
-            self._buffer(DownMessage.size(config, len(layers), config.max_rows))
-            for layers in config.groups
-        ]
+        # One buffer a group: on a GPU several groups are under way at once.
+        self._up = [self._buffer(UpMessage, layers) for layers in config.groups]
+        self._down = [self._buffer(DownMessage, layers) for layers in config.groups]
+        self._taken: list[torch.cuda.Event | None] = [None] * len(config.groups)
         self._sent: list[Pending | None] = [None] * len(config.groups)
+        self._loaded: dict[int, torch.cuda.Event] = {}
+        self._warm_up()
 
-    def _buffer(self, size: int) -> Tensor:
+    def _warm_up(self) -> None:
+        """Serve one step of a sequence of our own, so that no request waits for compilation."""
+        config, selector = self.config, self.selector
+        shipment = torch.zeros(
+            bulk_shape(config, 1), dtype=config.model.torch_dtype, device=self._device
+        )
+        selector.load(selector.begin(NO_EPOCH), shipment)
+        step = selector.begin_step(0, [Row(NO_EPOCH, 1)])
+        for group, layers in enumerate(config.groups):
+            up_size = UpMessage.size(config, len(layers), 1)
+            down_size = DownMessage.size(config, len(layers), 1)
+            up = UpMessage(config, len(layers), 1, self._up[group][:up_size])
+            down = DownMessage(config, len(layers), 1, self._down[group][:down_size])
+            selector.append(step, group, up)
+            scores = selector.score(step, group, self._timeline)
+            with selector.selecting():
+                selector.answer(step, group, scores, down, self._timeline)
+        selector.end(NO_EPOCH)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    def _buffer(self, message: type[UpMessage] | type[DownMessage], layers: range) -> Tensor:
+        size = message.size(self.config, len(layers), self.config.max_rows)
         return torch.zeros(size, dtype=torch.uint8, device=self._device)
 
     def load(self, message: Load) -> str | None:
@@ -116,56 +141,108 @@ class CacheRank:
         The tensor of a refused shipment is received and dropped, so that the channel stays in step;
         only a size that no inference rank ships is refused before.
         """
-        config = self.config
-        if not 0 < message.count <= self.capacity_tokens:
-            return f"Load of {message.count} tokens, {self.capacity_tokens} fit"
-        shipment = torch.empty(
-            bulk_shape(config, message.count), dtype=config.model.torch_dtype, device=self._device
-        )
-        self._link.bulk.receive(shipment).wait(PEER_SECONDS)
+        config, selector = self.config, self.selector
+        if not 0 < message.count <= selector.capacity_tokens:
+            return f"Load of {message.count} tokens, {selector.capacity_tokens} fit"
+        with self._link.in_background():
+            shipment = torch.empty(
+                bulk_shape(config, message.count),
+                dtype=config.model.torch_dtype,
+                device=self._device,
+            )
+            # Steps of ended epochs may still write into the pages that this shipment gets.
+            after = self._mark(torch.cuda.default_stream()) if shipment.is_cuda else None
+            self._link.bulk.receive(shipment, after).wait(PEER_SECONDS)
+            return self._load(message, shipment)
+
+    def _load(self, message: Load, shipment: Tensor) -> str | None:
+        selector = self.selector
         if message.start == 0 and message.epoch > self._last_epoch:
+            if selector.is_full:
+                return f"Load for epoch {message.epoch}: {self.config.max_rows} epochs are live"
             self._last_epoch = message.epoch
-            self.sequences[message.epoch] = Sequence(message.epoch, config, self._device)
-        sequence = self.sequences.get(message.epoch)
+            selector.begin(message.epoch)
+        sequence = selector.sequences.get(message.epoch)
         if sequence is None:
             return f"Load for epoch {message.epoch}, which is not live"
-        if sequence.residency.tokens != message.start:
-            held = sequence.residency.tokens
+        if sequence.tokens != message.start:
+            held = sequence.tokens
             return f"Load at {message.start} for epoch {message.epoch}, which holds {held} tokens"
-        sequence.residency.append(range(config.model.layers), shipment[0], shipment[1])
+        selector.load(sequence, shipment)
+        if shipment.is_cuda:
+            self._loaded[message.epoch] = self._mark()
         self._recorder.record_load(message, shipment)
         return None
 
-    def end(self, message: End) -> str | None:
+    def end(self, epochs: Iterable[int]) -> str | None:
         """Forget epochs; the reason when one of them was not live."""
-        unknown = [epoch for epoch in message.epochs if self.sequences.pop(epoch, None) is None]
+        for epoch in epochs:
+            self._loaded.pop(epoch, None)
+        unknown = [epoch for epoch in epochs if not self.selector.end(epoch)]
         return f"End of epochs {unknown}, which are not live" if unknown else None
+
+    def flush(self) -> None:
+        """Forget every epoch."""
+        self.end(list(self.selector.sequences))
 
     def step(self, message: Step) -> str | None:
         """Exchange one decode step; the reason when rows of it were refused.
 
-        A refused row gets an answer of no epoch, which changes nothing on the inference rank.
+        A refused row gets an answer of no epoch, which changes nothing on the inference rank. A
+        number of rows that no inference rank sends is refused before anything is received.
         """
+        if not 0 < len(message.rows) <= self.config.max_rows:
+            return f"Step of {len(message.rows)} rows, 1 to {self.config.max_rows} were agreed"
         refused = self._refused_rows(message)
-        live = [
-            (index, row, self.sequences[row.epoch])
-            for index, row in enumerate(message.rows)
-            if index not in refused
-        ]
-        for group, layers in enumerate(self.config.groups):
-            self._step_group(message, group, layers, live)
+        for row in message.rows:
+            if (loaded := self._loaded.pop(row.epoch, None)) is not None:
+                torch.cuda.current_stream().wait_event(loaded)
+        step = self.selector.begin_step(message.step, message.rows, refused.keys())
+        self._timeline.begin_step(message.step, message.traced)
+        for group in range(len(self.config.groups)):
+            # Not posted before the answer to the group before is queued: should the host have to
+            # wait for the device in between, that answer is what both ranks are waiting for.
+            up, received = self._receive(group, len(message.rows))
+            self._timeline.begin(group, "score")
+            received.wait(PEER_SECONDS)
+            self._timeline.mark("receive", "score")
+            self.selector.append(step, group, up)
+            if up.buffer.is_cuda:
+                self._taken[group] = self._mark()
+            self._timeline.mark("append", "score")
+            scores = self.selector.score(step, group, self._timeline)
+            with self.selector.selecting():
+                self._answer(step, group, scores)
+                self._recorder.record_step(self.selector, step, group, up)
+        with self.selector.selecting():
+            self.selector.end_step(step)
         self._last_step = max(self._last_step, message.step)
         return "; ".join(refused.values()) or None
+
+    def _receive(self, group: int, rows: int) -> tuple[UpMessage, Pending]:
+        layers = len(self.config.groups[group])
+        size = UpMessage.size(self.config, layers, rows)
+        up = UpMessage(self.config, layers, rows, self._up[group][:size])
+        return up, self._link.up.receive(up.buffer, self._taken[group])
+
+    def _answer(self, step: SelectorStep, group: int, scores: Tensor) -> None:
+        if (sent := self._sent[group]) is not None:
+            sent.wait(PEER_SECONDS)
+        layers, rows = len(self.config.groups[group]), step.rows.slots.shape[0]
+        size = DownMessage.size(self.config, layers, rows)
+        down = DownMessage(self.config, layers, rows, self._down[group][:size])
+        self.selector.answer(step, group, scores, down, self._timeline)
+        self._sent[group] = self._link.down.send(down.buffer)
 
     def _refused_rows(self, message: Step) -> dict[int, str]:
         refused = {}
         epochs: set[int] = set()
         for index, row in enumerate(message.rows):
-            sequence = self.sequences.get(row.epoch)
+            sequence = self.selector.sequences.get(row.epoch)
             if sequence is None:
                 refused[index] = f"row of epoch {row.epoch}, which is not live"
-            elif row.position != sequence.residency.tokens:
-                held = sequence.residency.tokens
+            elif row.position != sequence.tokens:
+                held = sequence.tokens
                 refused[index] = f"row at {row.position} of epoch {row.epoch} at {held}"
             elif message.step <= self._last_step:
                 refused[index] = f"row of step {message.step} after step {self._last_step}"
@@ -175,78 +252,26 @@ class CacheRank:
                 epochs.add(row.epoch)
         return refused
 
-    def _step_group(
-        self,
-        message: Step,
-        group: int,
-        layers: range,
-        live: list[tuple[int, Row, Sequence]],
-    ) -> None:
-        config, rows = self.config, len(message.rows)
-        up = UpMessage(
-            config, len(layers), rows, self._up[: UpMessage.size(config, len(layers), rows)]
-        )
-        self._link.up.receive(up.buffer).wait(PEER_SECONDS)
-        if config.recall_interval and message.step % config.recall_interval == 0 and live:
-            index, row, sequence = live[0]
-            self.recall, self.attention_mass = measure_recall(
-                sequence, config, layers, up.queries[index], row.position
-            )
-        for index, _, sequence in live:
-            sequence.append(layers, up.queries[index], up.keys[index], up.values[index])
-
-        if (sent := self._sent[group]) is not None:
-            sent.wait(PEER_SECONDS)
-        size = DownMessage.size(config, len(layers), rows)
-        down = DownMessage(config, len(layers), rows, self._down[group][:size])
-        down.header.fill_(NO_EPOCH)
-        down.slots.fill_(-1)
-        if live:
-            windows = [sequence.window for _, _, sequence in live]
-            predicted = self._predictor.predict(windows, layers)
-            for queries, (index, row, sequence) in zip(predicted, live, strict=True):
-                self._answer(message.step, layers, sequence, row, queries, down, index)
-        self._sent[group] = self._link.down.send(down.buffer)
-        self._recorder.record_step(message.step, group, layers, live, up)
-
-    def _answer(
-        self,
-        step: int,
-        layers: range,
-        sequence: Sequence,
-        row: Row,
-        predicted: Tensor,
-        down: DownMessage,
-        index: int,
-    ) -> None:
-        selection = sequence.select(layers, predicted, row.position)
-        keys, values = sequence.residency.gather(layers, selection.entering)
-        down.slots[index] = selection.slots
-        down.keys[index] = keys
-        down.values[index] = values
-        self.overflow_tokens += int(selection.overflow.sum())
-        header = AnswerHeader(
-            step=step,
-            epoch=row.epoch,
-            resident_tokens=row.position + 1,
-            filled_slots=sequence.filled[layers.start],
-            shipped_tokens=int((selection.slots >= 0).sum()),
-            checksum=sequence.checksum(layers) if self.config.checksum else 0,
-        )
-        down.header[index] = torch.tensor(header, dtype=torch.int64)
-
     def report(self, refused_messages: int) -> Report:
-        """Summarize what is held and what has been done."""
-        held = self.sequences.values()
+        """Summarize what is held and what has been done; device counters are a report old."""
+        overflow, recall = self._overflow.value(), self.selector.recall.value()
+        with self.selector.selecting():
+            self._overflow.start(self.selector.overflow)
+        measured = recall.tolist() if recall is not None else [float("nan")] * 2
         return Report(
-            tokens_held=sum(sequence.residency.tokens for sequence in held),
-            bytes_held=sum(sequence.residency.bytes_held for sequence in held),
-            epochs=len(self.sequences),
-            overflow_tokens=self.overflow_tokens,
+            tokens_held=self.selector.tokens_held,
+            bytes_held=self.selector.bytes_held,
+            epochs=len(self.selector.sequences),
+            overflow_tokens=int(overflow) if overflow is not None else 0,
             refused_messages=refused_messages,
-            recall=self.recall,
-            attention_mass=self.attention_mass,
+            recall=measured[0],
+            attention_mass=measured[1],
         )
+
+    def _mark(self, stream: torch.cuda.Stream | None = None) -> torch.cuda.Event:
+        event = torch.cuda.Event()
+        event.record(stream or torch.cuda.current_stream())
+        return event
 
 
 def serve(launch: Launch) -> None:
@@ -265,9 +290,10 @@ def serve(launch: Launch) -> None:
         message = control.receive(timeout=REPORT_SECONDS)
         reason: str | None = None
         if isinstance(message, Open) and rank is None:
-            link = Link(message.rendezvous, CACHE, launch.address, secret, LINK_SECONDS)
-            rank = CacheRank(message.config, link, torch.device("cpu"))
-            reports.send(Opened(capacity_tokens=rank.capacity_tokens))
+            device = torch.device(launch.device)
+            link = Link(message.rendezvous, CACHE, device, launch.address, secret, LINK_SECONDS)
+            rank = CacheRank(message, link, device)
+            reports.send(Opened(capacity_tokens=rank.selector.capacity_tokens))
             shape = msgspec.structs.replace(message.config.model, rotary_frequency=())
             logger.info("open: %s of %s", message.config.kv_residency, shape)
         elif message is None or rank is None:
@@ -279,9 +305,9 @@ def serve(launch: Launch) -> None:
         elif isinstance(message, Load):
             reason = rank.load(message)
         elif isinstance(message, End):
-            reason = rank.end(message)
+            reason = rank.end(message.epochs)
         elif isinstance(message, Flush):
-            rank.sequences.clear()
+            rank.flush()
         if reason:
             control.refuse(reason)
         if rank is not None and time.monotonic() - last_report > REPORT_SECONDS:
@@ -289,8 +315,11 @@ def serve(launch: Launch) -> None:
             reports.send(rank.report(control.refused))
 
 
-def _memory_free() -> int:
-    return int(psutil.virtual_memory().available * MEMORY_SHARE)
+def _memory_for_tokens(device: torch.device) -> int:
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return int(free * GPU_MEMORY_SHARE)
+    return min(int(psutil.virtual_memory().available * MEMORY_SHARE), CPU_MEMORY_BYTES)
 
 
 def _beat() -> None:
@@ -320,6 +349,8 @@ def main() -> None:
     )
     setproctitle(launch.name)
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // 2))
+    if launch.device != "cpu":
+        torch.cuda.set_device(launch.device)
     torch.set_grad_enabled(False)
     for target in (_beat, _watch_parent):
         threading.Thread(target=target, daemon=True).start()

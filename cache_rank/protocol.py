@@ -3,7 +3,7 @@
 Control messages travel over ZMQ as msgpack; tensors travel over P2P in the packed layouts below,
 whose sizes follow from control messages alone. A step of R rows exchanges, for each layer group,
 
-    up    queries (R, L, Hq, D), keys (R, L, Hkv, D), values (R, L, Hkv, D)
+    up    per row and layer its queries, keys and values (R, L, Hq + 2 Hkv, D)
     down  header (R, 6) int64, slots (R, L, Hkv, C) int32, keys and values (R, L, Hkv, C, D)
 
 and a bulk shipment of n tokens is keys and values (2, layers, n, Hkv, D).
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from cache_rank.config import CacheRankConfig
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 NO_EPOCH = -1
 
 
@@ -31,17 +31,28 @@ class Row(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Open(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """First message. `rendezvous` is a file that only this user can read, for the data channels."""
+    """First message.
+
+    Attributes:
+        config: what both sides agree on.
+        rendezvous: how the data channels find each other, one entry a channel; see transport.py.
+        trace: file to append the timeline of traced steps to; empty for none.
+    """
 
     config: CacheRankConfig
-    rendezvous: str
+    rendezvous: list[bytes]
+    trace: str = ""
 
 
 class Step(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """One decode step; the tensors of each layer group follow on the up channel."""
+    """One decode step; the tensors of each layer group follow on the up channel.
+
+    `traced` asks for its timeline.
+    """
 
     step: int
     rows: list[Row]
+    traced: bool = False
 
 
 class Load(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -116,20 +127,25 @@ class AnswerHeader(NamedTuple):
 
 
 class UpMessage:
-    """Views into one packed up message: what `rows` requests computed in one layer group."""
+    """Views into one packed up message: what `rows` requests computed in one layer group.
+
+    Rows follow each other, so that the place of a row does not depend on how many there are.
+
+    Attributes:
+        buffer: (bytes,) uint8.
+        tokens: (rows, layers, Hq + 2 Hkv, D) in the dtype of the KV pool.
+        queries, keys, values: its parts, by heads.
+    """
 
     def __init__(self, config: CacheRankConfig, layers: int, rows: int, buffer: Tensor) -> None:
-        """Lay the message out over `buffer`, (up_bytes,) uint8."""
+        """Lay the message out over a buffer of its size."""
         model = config.model
-        parts = _split(
-            buffer,
-            model.torch_dtype,
-            (rows, layers, model.query_heads, model.head_dim),
-            (rows, layers, model.kv_heads, model.head_dim),
-            (rows, layers, model.kv_heads, model.head_dim),
-        )
+        heads = model.query_heads + 2 * model.kv_heads
         self.buffer = buffer
-        self.queries, self.keys, self.values = parts
+        self.tokens = buffer.view(model.torch_dtype).view(rows, layers, heads, model.head_dim)
+        self.queries, self.keys, self.values = self.tokens.split(
+            (model.query_heads, model.kv_heads, model.kv_heads), dim=2
+        )
 
     @staticmethod
     def size(config: CacheRankConfig, layers: int, rows: int) -> int:

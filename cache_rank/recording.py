@@ -6,15 +6,14 @@ Set CACHE_RANK_RECORD to a folder to record; every event becomes one numbered fi
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence as SequenceOf
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from cache_rank.protocol import Load, Row, UpMessage
-from cache_rank.sequence import Sequence
+from cache_rank.protocol import Load, UpMessage
+from cache_rank.selector import Selector, SelectorStep
 
 RECORD_VARIABLE = "CACHE_RANK_RECORD"
 
@@ -36,31 +35,28 @@ class Recorder:
     def record_load(self, message: Load, shipment: Tensor) -> None:
         """Record a bulk shipment."""
         if self._folder is not None:
-            self._write({"kind": "load", "epoch": message.epoch, "shipment": shipment})
+            self._write({"kind": "load", "epoch": message.epoch, "shipment": shipment.cpu()})
 
     def record_step(
-        self,
-        step: int,
-        group: int,
-        layers: range,
-        live: SequenceOf[tuple[int, Row, Sequence]],
-        up: UpMessage,
+        self, selector: Selector, step: SelectorStep, group: int, up: UpMessage
     ) -> None:
         """Record one layer group of a step, with the mirrors after it."""
         if self._folder is None:
             return
+        layers = selector.config.groups[group]
         rows = [
             {
                 "epoch": row.epoch,
                 "position": row.position,
-                "queries": up.queries[index].clone(),
-                "keys": up.keys[index].clone(),
-                "values": up.values[index].clone(),
-                "mirror": sequence.mirror[layers.start : layers.stop].clone(),
+                "queries": up.queries[index].cpu().clone(),
+                "keys": up.keys[index].cpu().clone(),
+                "values": up.values[index].cpu().clone(),
+                "mirror": selector.mirror(sequence, layers).cpu().clone(),
             }
-            for index, row, sequence in live
+            for index, row, sequence in step.live
         ]
-        self._write({"kind": "step", "step": step, "group": group, "layers": layers, "rows": rows})
+        event = {"kind": "step", "step": step.number, "group": group, "layers": layers}
+        self._write({**event, "rows": rows})
 
     def _write(self, event: dict[str, Any]) -> None:
         assert self._folder is not None

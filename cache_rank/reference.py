@@ -89,12 +89,11 @@ class SynchronousReference:
         wanted = min(config.sparse_budget, len(ranking)) - len(kept)
         resident = {token for token in slots if token is not None}
         entering = [token for token in ranking if token not in resident]
-        entering = entering[: max(0, min(wanted, config.delta_capacity))]
+        entering = sorted(entering[: max(0, min(wanted, config.delta_capacity))])
 
         empty = [slot for slot, token in enumerate(slots) if token is None]
         fallen = [
             slot for slot, token in enumerate(slots) if token is not None and token not in kept
         ]
-        fallen.sort(key=lambda slot: rank[slots[slot] or 0], reverse=True)
         for token, slot in zip(entering, empty + fallen, strict=False):
             slots[slot] = token

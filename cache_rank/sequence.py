@@ -1,67 +1,37 @@
-"""Everything the cache rank owns for one epoch: residency, query window, mirror."""
+"""What the cache rank's host knows of one epoch; its tensors are in the selector's state."""
 
 from __future__ import annotations
 
-import torch
-from cache_rank_kernels.checksum.reference import slots_checksum
-from cache_rank_kernels.select.reference import EMPTY, Selection, select_tokens
-from torch import Tensor
+import dataclasses
 
-from cache_rank import residency
 from cache_rank.config import CacheRankConfig
-from cache_rank.prediction import QueryWindow
 
 
+@dataclasses.dataclass(slots=True)
 class Sequence:
     """One incarnation of a request on the inference rank.
 
     Attributes:
-        residency: K and V of all its tokens.
-        window: its newest queries.
-        mirror: (layers, Hkv, k) int64, which token sits in which slot on the inference rank.
-        filled: per layer, how many slots are in use.
+        epoch: its number.
+        slot: its place in the selector's state tensors.
+        pages: that hold its K and V, in order.
+        tokens: resident tokens.
+        queries: of its newest tokens that are in the query ring, at most W + 1.
+        used: slots of its working set in use in its last step.
+        filled: slots in use once the answer to its last step is applied.
     """
 
-    def __init__(self, epoch: int, config: CacheRankConfig, device: torch.device) -> None:
-        model = config.model
-        self.epoch = epoch
-        self.residency = residency.create(config.kv_residency, model, device)
-        self.window = QueryWindow(config, device)
-        self.mirror = torch.full(
-            (model.layers, model.kv_heads, config.sparse_budget), EMPTY, device=device
-        )
-        self.filled = [0] * model.layers
-        self._config = config
+    epoch: int
+    slot: int
+    pages: list[int] = dataclasses.field(default_factory=list)
+    tokens: int = 0
+    queries: int = 0
+    used: int = 0
+    filled: int = 0
 
-    def append(self, layers: range, queries: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Take over one decoded token: (len(layers), heads, D) each."""
-        self.residency.append(layers, keys.unsqueeze(1), values.unsqueeze(1))
-        self.window.push(layers, queries)
-
-    def select(self, layers: range, predicted: Tensor, position: int) -> Selection:
-        """Choose the tokens of the step after `position` and update the mirror.
-
-        Args:
-            layers: which layers.
-            predicted: (len(layers), Hq, D) next queries.
-            position: of the newest resident token.
-        """
-        config = self._config
-        group = slice(layers.start, layers.stop)
-        selection = select_tokens(
-            self.residency.score(layers, predicted, config.model.scale),
-            self.mirror[group],
-            config.candidates_after(position),
-            config.selection_margin,
-            config.delta_capacity,
-        )
-        self.mirror[group] = selection.mirror
-        filled = config.filled_after(position, self.filled[layers.start])
-        self.filled[group] = [filled] * len(layers)
-        return selection
-
-    def checksum(self, layers: range) -> int:
-        """Checksum of the slots in use, as the inference rank must hold them."""
-        filled = self.filled[layers.start]
-        mirror = self.mirror[layers.start : layers.stop, :, :filled]
-        return slots_checksum(*self.residency.gather(layers, mirror))
+    def advance(self, config: CacheRankConfig, position: int) -> None:
+        """Account for the step at `position`."""
+        self.tokens = position + 1
+        self.queries = min(self.queries + 1, config.query_window + 1)
+        self.used = self.filled
+        self.filled = config.filled_after(position, self.filled)

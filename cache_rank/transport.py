@@ -2,12 +2,16 @@
 
 Three channels, each a two-rank group of its own so that none waits behind another: `up` carries
 queries, keys and values, `down` the answers, `bulk` whole prompts. This file holds the gloo
-channel; a channel over another transport offers the same three methods.
+channel, for ranks on CPUs; nccl.py holds the one for GPUs.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import secrets
+import threading
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -16,6 +20,7 @@ from torch import Tensor
 from torch.distributed import FileStore, PrefixStore, ProcessGroupGloo, Work  # type: ignore[attr-defined]
 
 INFERENCE, CACHE = 0, 1
+ABORT_SECONDS = 10.0
 
 
 class TransportError(RuntimeError):
@@ -26,19 +31,26 @@ class Pending(Protocol):
     """A transfer under way."""
 
     def wait(self, timeout: float) -> None:
-        """Return when the tensor may be used again.
+        """Make what follows wait for the transfer: the host, or on a GPU the current stream.
 
         Raises:
-            TransportError: not done within `timeout` seconds, or never to be done.
+            TransportError: on a CPU, not done within `timeout` seconds, or never to be done.
         """
 
 
 class Channel(Protocol):
-    """Ordered transfers between the two ranks."""
+    """Ordered transfers between the two ranks.
 
-    def send(self, tensor: Tensor) -> Pending: ...
+    On a GPU a transfer begins after the event `after`, or without one after all work queued on the
+    current stream. CPU channels take no notice of it.
+    """
 
-    def receive(self, tensor: Tensor) -> Pending: ...
+    def send(self, tensor: Tensor, after: torch.cuda.Event | None = None) -> Pending: ...
+
+    def receive(self, tensor: Tensor, after: torch.cuda.Event | None = None) -> Pending: ...
+
+    def abort(self) -> None:
+        """End transfers whose peer is gone, with arbitrary contents. Safe from any thread."""
 
     def close(self) -> None: ...
 
@@ -46,14 +58,23 @@ class Channel(Protocol):
 class Link:
     """The channels between an inference rank and its cache rank."""
 
+    NAMES = ("up", "down", "bulk")
+
     def __init__(
-        self, rendezvous: str, rank: int, address: str, secret: bytes, timeout: float
+        self,
+        rendezvous: list[bytes],
+        rank: int,
+        device: torch.device,
+        address: str,
+        secret: bytes,
+        timeout: float,
     ) -> None:
         """Connect all channels; both sides call this at about the same time.
 
         Args:
-            rendezvous: path of a file that only this user can read.
+            rendezvous: of `make_rendezvous`.
             rank: INFERENCE or CACHE.
+            device: where the tensors of this rank are.
             address: host name or IP of the interface that the channels bind to.
             secret: of this launch; each channel proves that both ends know it.
             timeout: seconds for the peer to appear.
@@ -61,13 +82,59 @@ class Link:
         Raises:
             TransportError: the peer did not appear, or does not know the secret.
         """
-        self.up: Channel = GlooChannel(rendezvous, "up", rank, address, secret, timeout)
-        self.down: Channel = GlooChannel(rendezvous, "down", rank, address, secret, timeout)
-        self.bulk: Channel = GlooChannel(rendezvous, "bulk", rank, address, secret, timeout)
+        self._on_gpu = device.type == "cuda"
+        channels: list[Any] = []
+        for name, meeting in zip(self.NAMES, rendezvous, strict=True):
+            if self._on_gpu:
+                from cache_rank.nccl import NcclChannel
+
+                channels.append(NcclChannel(name, meeting, rank, device, timeout))
+            else:
+                path = meeting.decode()
+                channels.append(GlooChannel(path, name, rank, address, secret, timeout))
+        self.up: Channel = channels[0]
+        self.down: Channel = channels[1]
+        self.bulk: Channel = channels[2]
+        self._bulk_stream = channels[2].stream if self._on_gpu else None
+
+    @contextlib.contextmanager
+    def in_background(self) -> Iterator[None]:
+        """On a GPU, work queued inside runs on the bulk channel's stream, beside the steps."""
+        if self._bulk_stream is None:
+            yield
+        else:
+            with torch.cuda.stream(self._bulk_stream):
+                yield
+
+    def abort(self) -> None:
+        """End transfers whose peer is gone, with arbitrary contents. Safe from any thread."""
+        # At once: a channel frees memory when it has ended, which waits for the others' transfers.
+        threads = [
+            threading.Thread(target=channel.abort, daemon=True)
+            for channel in (self.up, self.down, self.bulk)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(ABORT_SECONDS)
 
     def close(self) -> None:
+        """Drop the channels, whose transfers have ended."""
         for channel in (self.up, self.down, self.bulk):
             channel.close()
+
+
+def make_rendezvous(device: torch.device, folder: str) -> list[bytes]:
+    """What both ranks need to connect a link; made by the inference rank.
+
+    For CPUs a file a channel, in a folder that only this user can read; for GPUs a secret of NCCL,
+    which travels on the authenticated control channel.
+    """
+    if device.type != "cuda":
+        return [f"{folder}/{name}-{secrets.token_hex(4)}".encode() for name in Link.NAMES]
+    from cache_rank.nccl import unique_id
+
+    return [unique_id() for _ in Link.NAMES]
 
 
 class GlooChannel:
@@ -100,17 +167,20 @@ class GlooChannel:
         if not torch.equal(received, proof(self._peer)):
             raise TransportError(f"channel {self.name}: the peer does not know the secret")
 
-    def send(self, tensor: Tensor) -> Pending:
+    def send(self, tensor: Tensor, after: torch.cuda.Event | None = None) -> Pending:
         try:
             return _GlooPending(self.name, tensor, self._group.send([tensor], self._peer, 0))
         except RuntimeError as error:
             raise TransportError(f"channel {self.name}: {error}") from error
 
-    def receive(self, tensor: Tensor) -> Pending:
+    def receive(self, tensor: Tensor, after: torch.cuda.Event | None = None) -> Pending:
         try:
             return _GlooPending(self.name, tensor, self._group.recv([tensor], self._peer, 0))
         except RuntimeError as error:
             raise TransportError(f"channel {self.name}: {error}") from error
+
+    def abort(self) -> None:
+        """Nothing to do: gloo notices by itself that its peer is gone."""
 
     def close(self) -> None:
         del self._group

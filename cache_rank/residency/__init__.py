@@ -6,70 +6,171 @@ and naming it in FORMATS; `--kv-residency` and the format tests pick it up from 
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Mapping
+from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from cache_rank.config import ModelShape
+from cache_rank.config import CacheRankConfig, OptionValue
 from cache_rank.residency.bf16 import Bf16Residency
 
 
+class StepRows(NamedTuple):
+    """The requests of a step, on the device.
+
+    Attributes:
+        slots: (R,) int32 places in the state tensors; -1 is a refused row.
+        positions: (R,) int32 of the current tokens.
+        counts: (R,) int32 queries in the ring, the current one included.
+        page_table: (R, max pages) int32 pages of each row, in order.
+        header: (R, 6) int64, see AnswerHeader.
+        capacity: no row has more tokens after the step.
+    """
+
+    slots: Tensor
+    positions: Tensor
+    counts: Tensor
+    page_table: Tensor
+    header: Tensor
+    capacity: int
+
+
 class Residency(Protocol):
-    """The K and V of one sequence, all layers, tokens in order of position."""
+    """K and V of all sequences, in pages of PAGE_TOKENS tokens."""
 
-    @property
-    def tokens(self) -> int:
-        """How many tokens are resident."""
+    lossless: ClassVar[bool]
+    """Whether tokens are read back as they came."""
 
-    @property
-    def bytes_held(self) -> int:
-        """Memory in use, growth space included."""
+    runs_on_gpu: ClassVar[bool]
+    """Whether its kernels exist for GPUs too."""
 
-    def append(self, layers: range, keys: Tensor, values: Tensor) -> None:
-        """Append n tokens to some layers; every layer gets the same tokens before the next ones.
+    page_bytes: int
+    """Memory of one page, all layers."""
 
-        Args:
-            layers: which layers.
-            keys, values: (len(layers), n, Hkv, D) in the dtype of the KV pool.
+    def __init__(self, config: CacheRankConfig, pages: int, device: torch.device) -> None: ...
+
+    @staticmethod
+    def validate(options: Mapping[str, OptionValue]) -> None:
+        """Check options of this format.
+
+        Raises:
+            ValueError: unknown or out of range; names those that there are, with their ranges.
         """
 
-    def score(self, layers: range, queries: Tensor, scale: float) -> Tensor:
-        """Score all tokens resident in these layers: (len(layers), Hkv, T) float32.
+    @staticmethod
+    def fixed_bytes(config: CacheRankConfig) -> int:
+        """Memory beside the pages, however few tokens are held."""
+
+    @staticmethod
+    def bytes_per_token(config: CacheRankConfig) -> int:
+        """Memory of one token, all layers, metadata included."""
+
+    def load(self, pages: Tensor, slot: int, start: int, shipment: Tensor) -> None:
+        """Write a bulk shipment.
 
         Args:
-            layers: which layers.
-            queries: (len(layers), Hq, D) float32.
-            scale: factor on the logits.
+            pages: (pages,) int32 of the sequence.
+            slot: of the sequence, see StepRows.
+            start: position of the first token.
+            shipment: (2, layers, n, Hkv, D), keys and values.
         """
 
-    def gather(self, layers: range, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Read tokens back: keys and values (len(layers), Hkv, n, D) in the pool's dtype.
+    def append(self, rows: StepRows, layers: range, up: Tensor, query_ring: Tensor) -> None:
+        """Take over one token a row, and its queries.
 
         Args:
+            rows: of the step.
             layers: which layers.
-            positions: (len(layers), Hkv, n) int64; negative entries give arbitrary tokens.
+            up: (R, len(layers), Hq + 2 Hkv, D), see UpMessage.
+            query_ring: (slots, layers, Hq, W + 1, D), written in place.
+        """
+
+    def score(
+        self, rows: StepRows, layers: range, queries: Tensor, turn: int, exact: bool = False
+    ) -> Tensor:
+        """Score all resident tokens: (R, len(layers), Hkv, >= capacity) float32.
+
+        The result is valid until the next call with the same turn.
+
+        Args:
+            rows: of the step.
+            layers: which layers.
+            queries: (R, len(layers), Hq, D) float32.
+            turn: 0 or 1.
+            exact: by the most exact keys there are, for measurements.
+        """
+
+    def gather(
+        self, rows: StepRows, layers: range, entering: Tensor, keys: Tensor, values: Tensor
+    ) -> None:
+        """Read tokens back into a message.
+
+        Args:
+            rows: of the step.
+            layers: which layers.
+            entering: (R, len(layers), Hkv, C) int32 positions; -1 leaves its entry alone.
+            keys, values: (R, len(layers), Hkv, C, D), written in place.
+        """
+
+    def read(
+        self, pages: Tensor, slot: int, layers: range, positions: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Read tokens of one sequence: keys and values (len(layers), Hkv, n, D).
+
+        Args:
+            pages: (pages,) int32 of the sequence.
+            slot: of the sequence.
+            layers: which layers.
+            positions: (len(layers), Hkv, n) int64.
         """
 
 
-FORMATS: dict[str, type[Bf16Residency]] = {"bf16": Bf16Residency}
+FORMATS: dict[str, type[Residency]] = {"bf16": Bf16Residency}
 
 
-def require_format(name: str) -> None:
-    """Check that a format exists.
+def require_format(config: CacheRankConfig) -> None:
+    """Check that the configured format exists and can do what is configured beside it.
 
     Raises:
-        ValueError: it does not.
+        ValueError: it does not; the message begins with the field at fault.
     """
+    name = config.kv_residency
     if name not in FORMATS:
-        raise ValueError(f"unknown residency format {name!r}: use one of {', '.join(FORMATS)}")
+        raise ValueError(f"kv_residency {name}: unknown; use one of {', '.join(FORMATS)}")
+    FORMATS[name].validate(config.kv_residency_options)
+    if FORMATS[name].lossless:
+        return
+    if config.score_keys != "resident":
+        raise ValueError(
+            f"score_keys {config.score_keys}: {name} scores by its own codes; drop it, and choose "
+            "a reading with kv_residency_options"
+        )
+    if config.checksum:
+        raise ValueError(
+            f"kv_residency {name}: checksums compare tokens bit for bit, and tokens that were "
+            "shipped before they were encoded differ; use bf16, or no checksums"
+        )
 
 
-def create(name: str, model: ModelShape, device: torch.device) -> Residency:
-    """Start an empty residency.
+def create(config: CacheRankConfig, pages: int, device: torch.device) -> Residency:
+    """Memory for `pages` pages in the configured format.
 
     Raises:
-        ValueError: unknown format.
+        ValueError: the format does not exist, or not for this device.
     """
-    require_format(name)
-    return FORMATS[name](model, device)
+    require_format(config)
+    format_class = FORMATS[config.kv_residency]
+    if device.type == "cuda" and not format_class.runs_on_gpu:
+        raise ValueError(f"kv_residency {config.kv_residency} runs on CPUs only; use bf16 on GPUs")
+    return format_class(config, pages, device)
+
+
+def bytes_per_token(config: CacheRankConfig) -> int:
+    """Memory of one token in the configured format."""
+    return FORMATS[config.kv_residency].bytes_per_token(config)
+
+
+def fixed_bytes(config: CacheRankConfig) -> int:
+    """Memory that the configured format takes beside its pages."""
+    return FORMATS[config.kv_residency].fixed_bytes(config)

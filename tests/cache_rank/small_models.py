@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
 from cache_rank.config import CacheRankConfig, ModelShape
 
 MHA = ModelShape(3, query_heads=2, kv_heads=2, head_dim=8, dtype="float32", scale=8**-0.5)
@@ -12,6 +14,12 @@ MQA = ModelShape(3, query_heads=3, kv_heads=1, head_dim=8, dtype="float16", scal
 MODELS = {"mha": MHA, "gqa": GQA, "mqa": MQA}
 
 ROTARY_FREQUENCY = tuple(10_000.0 ** (-2 * pair / 8) for pair in range(4))
+
+
+def with_rotary(model: ModelShape, interleaved: bool = False) -> ModelShape:
+    return msgspec.structs.replace(
+        model, rotary_frequency=ROTARY_FREQUENCY, rotary_interleaved=interleaved
+    )
 
 
 def small_config(model: ModelShape = GQA, **changes: Any) -> CacheRankConfig:

@@ -15,7 +15,8 @@ import pytest
 import torch
 import zmq
 from cache_rank_kernels.checksum.reference import slots_checksum
-from small_models import GQA, MHA, MQA, ROTARY_FREQUENCY, small_config
+from modelled_request import Request
+from small_models import GQA, MHA, MQA, small_config, with_rotary
 from torch import Tensor
 
 from cache_rank.config import CacheRankConfig, ModelShape
@@ -33,83 +34,15 @@ from cache_rank.protocol import (
     Step,
     UpMessage,
 )
-from cache_rank.reference import SynchronousReference
 from cache_rank.transport import TransportError
-from sglang_ext.supervisor import Connection, Supervisor
+from sglang_ext.supervisor import Connection, Place, Supervisor
 
-ADDRESS = "127.0.0.1"
+PLACE = Place("127.0.0.1")
 LONG = 60.0
 """A timeout that no passing test reaches."""
 
 PREDICTORS = ("last", "ema", "spade", "ridge")
 FRAMES = ("post", "pre")
-
-
-def with_rotary(model: ModelShape, interleaved: bool = False) -> ModelShape:
-    return msgspec.structs.replace(
-        model, rotary_frequency=ROTARY_FREQUENCY, rotary_interleaved=interleaved
-    )
-
-
-class Request:
-    """A request on the inference rank: its stream of tensors, its slots and their reference."""
-
-    def __init__(self, config: CacheRankConfig, epoch: int, prompt: int) -> None:
-        model = config.model
-        self.config = config
-        self.epoch = epoch
-        self.position = prompt
-        """Of the next token."""
-        self._generator = torch.Generator().manual_seed(epoch)
-        self.prompt = self._random(2, model.layers, prompt, model.kv_heads, model.head_dim)
-        self.reference = SynchronousReference(config, *self.prompt)
-        self._query = self._random(model.layers, model.query_heads, model.head_dim).float()
-        slots = (model.layers, model.kv_heads, config.sparse_budget, model.head_dim)
-        self.keys = torch.zeros(slots, dtype=model.torch_dtype)
-        self.values = torch.zeros(slots, dtype=model.torch_dtype)
-        self.filled = 0
-
-    def _random(self, *shape: int) -> Tensor:
-        return torch.randn(shape, generator=self._generator).to(self.config.model.torch_dtype)
-
-    def compute(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The next token's queries, which drift, and keys and values: (layers, heads, D) each."""
-        model = self.config.model
-        noise = self._random(model.layers, model.query_heads, model.head_dim)
-        self._query = 0.9 * self._query + 0.6 * noise.float()
-        keys, values = self._random(2, model.layers, model.kv_heads, model.head_dim)
-        return self._query.to(model.torch_dtype), keys, values
-
-    def choose(self, queries: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Let the reference append the token and choose those of the next step."""
-        for layer in range(self.config.model.layers):
-            self.reference.append(layer, queries[layer], keys[layer], values[layer])
-            self.reference.select(layer, self.position)
-        self.filled = self.config.filled_after(self.position, self.filled)
-        self.position += 1
-
-    def apply(self, layers: range, slots: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Write the answer for a group, (len(layers), Hkv, C[, D]), into the slots."""
-        for layer, head, entry in (slots >= 0).nonzero().tolist():
-            slot = slots[layer, head, entry]
-            self.keys[layers[layer], head, slot] = keys[layer, head, entry]
-            self.values[layers[layer], head, slot] = values[layer, head, entry]
-
-    def assert_slots_are_those_of_the_reference(self) -> None:
-        for layer in range(self.config.model.layers):
-            for head in range(self.config.model.kv_heads):
-                tokens = self.reference.slots[layer][head]
-                assert [token is not None for token in tokens] == [
-                    slot < self.filled for slot in range(len(tokens))
-                ]
-                chosen = torch.tensor(tokens[: self.filled], dtype=torch.int64)
-                for held, source in (
-                    (self.keys, self.reference.keys),
-                    (self.values, self.reference.values),
-                ):
-                    assert torch.equal(
-                        held[layer, head, : self.filled], source[layer][head, chosen]
-                    )
 
 
 @dataclass
@@ -140,7 +73,7 @@ class InferenceRank:
     def __init__(self, config: CacheRankConfig, timeout: float = LONG) -> None:
         self.config = config
         self.reports = Reports()
-        self.supervisor = Supervisor("cache rank of a test", ADDRESS, timeout)
+        self.supervisor = Supervisor("cache rank of a test", PLACE, timeout)
         self.supervisor.on_report = self.reports
         self.connection = self.supervisor.open(config)
         self.refused = 0
@@ -473,7 +406,7 @@ def test_loads_and_ends_of_what_is_not_live_are_refused(rank: InferenceRank) -> 
 
 def test_a_second_open_is_refused(rank: InferenceRank) -> None:
     request = rank.arrive(prompt=20)
-    rank.connection.control.send(Open(small_config(MHA), "/nowhere"))
+    rank.connection.control.send(Open(small_config(MHA), [b"/nowhere"]))
     rank.decode([request])
     rank.expect_refused(1)
     rank.end(request)
@@ -549,7 +482,7 @@ def test_an_epoch_number_is_never_used_again(rank: InferenceRank) -> None:
 @pytest.mark.parametrize("moment", ["idle", "waiting-for-tensors"])
 def test_the_process_exits_when_its_standard_input_closes(moment: str) -> None:
     config = small_config(GQA)
-    connection = Connection("cache rank of a test", ADDRESS, LONG)
+    connection = Connection("cache rank of a test", PLACE, LONG)
     try:
         connection.open(config)
         if moment == "waiting-for-tensors":

@@ -10,7 +10,7 @@ from small_models import GQA, small_config
 from torch import Tensor
 
 from cache_rank.config import DTYPES, CacheRankConfig, ModelShape
-from cache_rank.protocol import AnswerHeader, DownMessage, Row, Step, UpMessage, bulk_shape
+from cache_rank.protocol import AnswerHeader, DownMessage, Open, Row, Step, UpMessage, bulk_shape
 
 
 @st.composite
@@ -36,6 +36,7 @@ rows_of_a_step = st.integers(1, 5)
 def extent(buffer: Tensor, field: Tensor) -> range:
     """Bytes of the buffer that a field lies over."""
     assert field.is_contiguous()
+    assert buffer.is_contiguous()
     start = field.data_ptr() - buffer.data_ptr()
     return range(start, start + field.nbytes)
 
@@ -74,8 +75,28 @@ def test_up_message_fields_tile_the_buffer(config: CacheRankConfig, rows: int) -
         assert message.values.shape == message.keys.shape
         fields = {"queries": message.queries, "keys": message.keys, "values": message.values}
         assert {field.dtype for field in fields.values()} == {model.torch_dtype}
-        assert_tiles(buffer, fields, padding=0)
+        assert_tiles(buffer, {"tokens": message.tokens}, padding=0)
+        for row in range(rows):
+            for layer in range(layers):
+                heads = {name: field[row, layer] for name, field in fields.items()}
+                assert_tiles(message.tokens[row, layer].view(torch.uint8), heads, padding=0)
         assert_fields_are_independent(fields)
+
+
+@settings(deadline=None)
+@given(configs(), rows_of_a_step)
+def test_the_place_of_a_row_does_not_depend_on_how_many_there_are(
+    config: CacheRankConfig, rows: int
+) -> None:
+    """A captured graph stages rows before it is known how many a step exchanges."""
+    layers = len(config.groups[0])
+    size = UpMessage.size(config, layers, rows)
+    larger = torch.randint(0, 256, (UpMessage.size(config, layers, rows + 3),), dtype=torch.uint8)
+    few, many = (
+        UpMessage(config, layers, count, larger[:end]).tokens.view(torch.uint8)
+        for count, end in ((rows, size), (rows + 3, None))
+    )
+    assert torch.equal(few, many[:rows])
 
 
 @settings(deadline=None)
@@ -126,6 +147,8 @@ def test_what_one_side_packs_the_other_reads(config: CacheRankConfig, rows: int)
         sent = kind(config, layers, rows, packed)
         assert torch.equal(received.keys.view(torch.uint8), sent.keys.view(torch.uint8))
         assert torch.equal(received.values.view(torch.uint8), sent.values.view(torch.uint8))
+        if isinstance(received, UpMessage):
+            assert torch.equal(received.queries.view(torch.uint8), sent.queries.view(torch.uint8))
 
 
 @settings(deadline=None)
@@ -161,5 +184,17 @@ def test_header_fields_come_back_by_name() -> None:
 
 def test_rows_travel_as_arrays() -> None:
     wire = msgspec.msgpack.encode(Step(step=1, rows=[Row(epoch=5, position=9)]))
-    assert msgspec.msgpack.decode(wire) == {"type": "Step", "step": 1, "rows": [[5, 9]]}
+    assert msgspec.msgpack.decode(wire) == {
+        "type": "Step",
+        "step": 1,
+        "rows": [[5, 9]],
+        "traced": False,
+    }
     assert msgspec.msgpack.decode(wire, type=Step).rows[0].position == 9
+
+
+def test_the_rendezvous_travels_as_bytes() -> None:
+    """It is a path, or a secret of NCCL that no text encoding holds."""
+    message = Open(small_config(GQA), [b"/a/path", bytes(range(128)), b""], trace="/a/file")
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=Open) == message
+    assert Open(small_config(GQA), []).trace == ""

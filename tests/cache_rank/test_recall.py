@@ -2,55 +2,51 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
+from cache_rank_kernels.score.reference import score_tokens
+from cache_rank_kernels.select.reference import EMPTY, select_tokens
 from small_models import MODELS, small_config
 from torch import Tensor
 
 from cache_rank.config import CacheRankConfig
 from cache_rank.recall import measure_recall
-from cache_rank.sequence import Sequence
 
-CPU = torch.device("cpu")
 TOKENS = 40
 
 
-def sequence_of(config: CacheRankConfig, keys: Tensor) -> Sequence:
-    """A sequence that holds keys (layers, tokens, Hkv, D); its values do not matter."""
-    sequence = Sequence(1, config, CPU)
-    sequence.residency.append(range(config.model.layers), keys, keys)
-    return sequence
-
-
-def random_sequence(config: CacheRankConfig) -> Sequence:
+def random_keys(config: CacheRankConfig) -> Tensor:
+    """Resident keys (layers, Hkv, tokens, D)."""
     torch.manual_seed(0)
     model = config.model
-    keys = torch.randn(model.layers, TOKENS, model.kv_heads, model.head_dim)
-    return sequence_of(config, keys.to(model.torch_dtype))
+    keys = torch.randn(model.layers, model.kv_heads, TOKENS, model.head_dim)
+    return keys.to(model.torch_dtype)
 
 
-def fill_slots(sequence: Sequence, layers: range, tokens: list[int]) -> None:
-    """Put the same tokens into the slots of every head of some layers."""
-    sequence.mirror[layers.start : layers.stop, :, : len(tokens)] = torch.tensor(tokens)
-    for layer in layers:
-        sequence.filled[layer] = len(tokens)
+def random_queries(config: CacheRankConfig, layers: int) -> Tensor:
+    return torch.randn(layers, config.model.query_heads, config.model.head_dim)
+
+
+def slots_of(config: CacheRankConfig, layers: int, tokens: list[int]) -> Tensor:
+    """The same tokens in the slots of every head."""
+    return torch.tensor(tokens, dtype=torch.int32).expand(layers, config.model.kv_heads, -1)
 
 
 def by_hand(
-    sequence: Sequence, config: CacheRankConfig, layer: int, query: Tensor, held: list[int]
+    config: CacheRankConfig, keys: Tensor, query: Tensor, held: list[int]
 ) -> tuple[float, float]:
-    """Mean over the kv heads of one layer; `query` is (Hq, D), `held` the tokens in its slots."""
+    """Mean over the kv heads of one layer, whose keys are (Hkv, tokens, D).
+
+    `query` is (Hq, D), `held` the tokens in its slots.
+    """
     model = config.model
     group = model.query_heads // model.kv_heads
-    everything = torch.arange(TOKENS).expand(1, model.kv_heads, -1)
-    keys = sequence.residency.gather(range(layer, layer + 1), everything)[0][0].double()
     candidates = range(config.sink_tokens, TOKENS - config.recent_tokens)
     recalls, masses = [], []
     for kv_head in range(model.kv_heads):
         heads = query[kv_head * group : (kv_head + 1) * group].double()
-        probability = (heads @ keys[kv_head].T * model.scale).softmax(-1).amax(0).tolist()
+        logits = heads @ keys[kv_head].double().T * model.scale
+        probability = logits.softmax(-1).amax(0).tolist()
         ranking = sorted(candidates, key=lambda t: (probability[t], t), reverse=True)
         exact = ranking[: len(held)]
         recalls.append(len(set(exact) & set(held)) / len(held))
@@ -58,62 +54,69 @@ def by_hand(
     return sum(recalls) / len(recalls), sum(masses) / len(masses)
 
 
+@pytest.mark.parametrize("beyond", [0, 1, 60])
 @pytest.mark.parametrize("held", [[5], [7, 2, 30, 11], list(range(2, 10))], ids=len)
 @pytest.mark.parametrize("model", MODELS)
-def test_equals_counting_by_hand(model: str, held: list[int]) -> None:
+def test_equals_counting_by_hand(model: str, held: list[int], beyond: int) -> None:
     config = small_config(MODELS[model])
-    sequence = random_sequence(config)
+    keys = random_keys(config)
     layers = range(1, 3)
-    queries = torch.randn(2, config.model.query_heads, config.model.head_dim)
-    fill_slots(sequence, layers, held)
-    recall, mass = measure_recall(sequence, config, layers, queries, TOKENS)
-    expected = [by_hand(sequence, config, layer, queries[layer - 1], held) for layer in layers]
+    queries = random_queries(config, 2)
+    scores = score_tokens(queries, keys[1:3], config.model.scale)
+    # What a score buffer holds beyond the tokens is not looked at.
+    garbage = torch.full((*scores.shape[:2], beyond), float("nan"))
+    scores = torch.cat((scores, garbage), dim=-1)
+    recall, mass = measure_recall(scores, slots_of(config, 2, held), config, TOKENS)
+    expected = [by_hand(config, keys[layer], queries[layer - 1], held) for layer in layers]
     # Means of a few float32 ratios; the recalls are ratios of small integers.
-    assert recall == pytest.approx(sum(r for r, _ in expected) / 2, rel=1e-6)
-    assert mass == pytest.approx(sum(m for _, m in expected) / 2, rel=1e-4)
+    assert float(recall) == pytest.approx(sum(r for r, _ in expected) / 2, rel=1e-6)
+    assert float(mass) == pytest.approx(sum(m for _, m in expected) / 2, rel=1e-4)
 
 
 def test_exact_selection_has_full_recall_and_no_selection_holds_more_mass() -> None:
     config = small_config(MODELS["mha"])
-    sequence = random_sequence(config)
-    layers = range(0, 1)
-    queries = torch.randn(1, config.model.query_heads, config.model.head_dim)
+    keys, queries = random_keys(config)[:1], random_queries(config, 1)
+    scores = score_tokens(queries, keys, config.model.scale)
+    candidates = config.candidates_after(TOKENS - 1)
+    mirror = slots_of(config, 1, [EMPTY] * config.sparse_budget).clone()
     # Several selections, because a step ships at most `delta_capacity` tokens.
     for _ in range(config.sparse_budget):
-        sequence.select(layers, queries, TOKENS - 1)
-    recall, mass = measure_recall(sequence, config, layers, queries, TOKENS)
+        mirror = select_tokens(
+            scores, mirror, candidates, config.selection_margin, config.delta_capacity
+        ).mirror
+    recall, mass = measure_recall(scores, mirror, config, TOKENS).tolist()
     assert recall == 1.0
-    fill_slots(sequence, layers, list(range(2, 10)))
-    _, other_mass = measure_recall(sequence, config, layers, queries, TOKENS)
+    other = slots_of(config, 1, list(range(2, 10)))
+    _, other_mass = measure_recall(scores, other, config, TOKENS).tolist()
     assert 0 < other_mass < mass <= 1 + 1e-6
 
 
 def test_slots_that_hold_every_candidate_hold_all_the_mass() -> None:
     config = small_config(sparse_budget=TOKENS)
-    sequence = random_sequence(config)
-    layers = range(0, 2)
-    fill_slots(sequence, layers, list(config.candidates_after(TOKENS - 1)))
-    queries = torch.randn(2, config.model.query_heads, config.model.head_dim)
-    recall, mass = measure_recall(sequence, config, layers, queries, TOKENS)
+    keys, queries = random_keys(config)[:2], random_queries(config, 2)
+    scores = score_tokens(queries, keys, config.model.scale)
+    slots = slots_of(config, 2, list(config.candidates_after(TOKENS - 1)))
+    recall, mass = measure_recall(scores, slots, config, TOKENS).tolist()
     assert recall == 1.0
     assert mass == pytest.approx(1.0, abs=TOKENS * torch.finfo(torch.float32).eps)
 
 
 def test_no_slots_in_use_is_not_a_number() -> None:
     config = small_config()
-    sequence = random_sequence(config)
-    queries = torch.randn(3, config.model.query_heads, config.model.head_dim)
-    measured = measure_recall(sequence, config, range(3), queries, TOKENS)
-    assert all(math.isnan(value) for value in measured)
+    keys, queries = random_keys(config), random_queries(config, 3)
+    scores = score_tokens(queries, keys, config.model.scale)
+    measured = measure_recall(scores, slots_of(config, 3, []), config, TOKENS)
+    assert measured.shape == (2,)
+    assert measured.isnan().all()
 
 
 def test_measuring_changes_nothing() -> None:
     config = small_config()
-    sequence = random_sequence(config)
-    fill_slots(sequence, range(3), [4, 9])
-    mirror = sequence.mirror.clone()
-    queries = torch.randn(3, config.model.query_heads, config.model.head_dim)
-    first = measure_recall(sequence, config, range(3), queries, TOKENS)
-    assert measure_recall(sequence, config, range(3), queries, TOKENS) == first
-    assert torch.equal(sequence.mirror, mirror)
-    assert sequence.residency.tokens == TOKENS
+    keys, queries = random_keys(config), random_queries(config, 3)
+    scores = score_tokens(queries, keys, config.model.scale)
+    slots = slots_of(config, 3, [4, 9]).clone()
+    before = scores.clone(), slots.clone()
+    first = measure_recall(scores, slots, config, TOKENS)
+    assert torch.equal(measure_recall(scores, slots, config, TOKENS), first)
+    assert torch.equal(scores, before[0])
+    assert torch.equal(slots, before[1])

@@ -15,9 +15,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from cache_rank.transport import CACHE, INFERENCE, Link, TransportError
+from cache_rank.transport import CACHE, INFERENCE, Link, TransportError, make_rendezvous
 
 ADDRESS = "127.0.0.1"
+CPU = torch.device("cpu")
 SECRET = b"the secret of this launch"
 CONNECT_SECONDS = 60.0
 LONG = 60.0
@@ -64,11 +65,14 @@ def do_nothing(link: Link, pipe: Connection) -> None:
 
 
 def run_peer(
-    behaviour: Callable[[Link, Connection], None], rendezvous: str, secret: bytes, pipe: Connection
+    behaviour: Callable[[Link, Connection], None],
+    rendezvous: list[bytes],
+    secret: bytes,
+    pipe: Connection,
 ) -> None:
     """The cache rank's side, in a process of its own."""
     try:
-        link = Link(rendezvous, CACHE, ADDRESS, secret, CONNECT_SECONDS)
+        link = Link(rendezvous, CACHE, CPU, ADDRESS, secret, CONNECT_SECONDS)
         behaviour(link, pipe)
         link.close()
     except TransportError as error:
@@ -79,10 +83,13 @@ class Peer:
     """A process that runs one behaviour at the other end of a link."""
 
     def __init__(
-        self, rendezvous: Path, behaviour: Callable[[Link, Connection], None], secret: bytes
+        self,
+        rendezvous: list[bytes],
+        behaviour: Callable[[Link, Connection], None],
+        secret: bytes,
     ) -> None:
         context = multiprocessing.get_context("spawn")
-        self.rendezvous = str(rendezvous)
+        self.rendezvous = rendezvous
         self.pipe, other_end = context.Pipe()
         self.process: BaseProcess = context.Process(
             target=run_peer, args=(behaviour, self.rendezvous, secret, other_end), daemon=True
@@ -90,7 +97,7 @@ class Peer:
         self.process.start()
 
     def connect(self) -> Link:
-        return Link(self.rendezvous, INFERENCE, ADDRESS, SECRET, CONNECT_SECONDS)
+        return Link(self.rendezvous, INFERENCE, CPU, ADDRESS, SECRET, CONNECT_SECONDS)
 
     def signal(self, number: int) -> None:
         assert self.process.pid is not None
@@ -106,7 +113,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Peer]]:
     peers: list[Peer] = []
 
     def start_peer(behaviour: Callable[[Link, Connection], None], secret: bytes = SECRET) -> Peer:
-        peers.append(Peer(tmp_path / "rendezvous", behaviour, secret))
+        peers.append(Peer(make_rendezvous(CPU, str(tmp_path)), behaviour, secret))
         return peers[-1]
 
     yield start_peer
@@ -152,7 +159,7 @@ def test_a_peer_with_another_secret_is_refused_by_both_sides(start: Callable[...
 def test_a_peer_that_never_appears_is_given_up(tmp_path: Path) -> None:
     started = time.monotonic()
     with pytest.raises(TransportError, match="channel up"):
-        Link(str(tmp_path / "rendezvous"), INFERENCE, ADDRESS, SECRET, 0.5)
+        Link(make_rendezvous(CPU, str(tmp_path)), INFERENCE, CPU, ADDRESS, SECRET, 0.5)
     assert time.monotonic() - started < SOON
 
 
@@ -185,3 +192,29 @@ def test_a_stopped_peer_fails_a_transfer_after_the_timeout(start: Callable[..., 
     with pytest.raises(TransportError, match="channel up"):
         link.up.send(torch.zeros(16 << 20)).wait(0.5)
     assert time.monotonic() - started < 2 * SOON
+
+
+def test_every_link_meets_in_files_of_its_own(tmp_path: Path) -> None:
+    meetings = [meeting for _ in range(3) for meeting in make_rendezvous(CPU, str(tmp_path))]
+    assert len(set(meetings)) == len(meetings) == 3 * len(Link.NAMES)
+    for meeting in meetings:
+        assert Path(meeting.decode()).parent == tmp_path
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("ending", ["killed", "stopped"])
+def test_a_link_can_be_aborted_and_closed_whatever_its_peer_does(
+    start: Callable[..., Peer], ending: str
+) -> None:
+    peer = start(do_nothing)
+    link = peer.connect()
+    with link.in_background():
+        pending = link.bulk.receive(torch.empty(10))
+    peer.signal(signal.SIGKILL if ending == "killed" else signal.SIGSTOP)
+    started = time.monotonic()
+    link.abort()
+    link.abort()
+    with pytest.raises(TransportError, match="channel bulk"):
+        pending.wait(0.5)
+    link.close()
+    assert time.monotonic() - started < SOON

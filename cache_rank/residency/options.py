@@ -1,0 +1,80 @@
+"""Options of a residency format: which names there are, and which values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from cache_rank.config import OptionValue
+
+
+class Between(NamedTuple):
+    """A number of a closed range."""
+
+    least: float
+    most: float
+
+    def accepts(self, value: OptionValue) -> bool:
+        """Whether `value` is in the range."""
+        return not isinstance(value, str) and self.least <= value <= self.most
+
+    def __str__(self) -> str:
+        return f"from {self.least:g} to {self.most:g}"
+
+
+class OneOf(NamedTuple):
+    """One of a few values."""
+
+    choices: tuple[OptionValue, ...]
+
+    def accepts(self, value: OptionValue) -> bool:
+        """Whether `value` is a choice."""
+        return value in self.choices
+
+    def __str__(self) -> str:
+        return " or ".join(str(choice) for choice in self.choices)
+
+
+def require_options(
+    format_name: str,
+    options: Mapping[str, OptionValue],
+    allowed: Mapping[str, Between | OneOf],
+) -> None:
+    """Check that every option is known and in range.
+
+    Raises:
+        ValueError: one is not; names the allowed options with their ranges.
+    """
+    described = ", ".join(f"{name} {values}" for name, values in allowed.items())
+    for name, value in options.items():
+        if name not in allowed or not allowed[name].accepts(value):
+            raise ValueError(
+                f"kv_residency_options {name}={value}: {format_name} takes "
+                f"{described or 'no options'}"
+            )
+
+
+def parse_options(text: str) -> dict[str, OptionValue]:
+    """Options written as name=value, separated by commas.
+
+    Raises:
+        ValueError: an entry is not of that form, or a name is given twice.
+    """
+    options: dict[str, OptionValue] = {}
+    for entry in filter(None, (part.strip() for part in text.split(","))):
+        name, equals, value = (part.strip() for part in entry.partition("="))
+        if not (name and equals and value):
+            raise ValueError(f"kv_residency_options {entry}: write name=value, comma, name=value")
+        if name in options:
+            raise ValueError(f"kv_residency_options {name}={value}: {name} is given twice")
+        options[name] = _number(value)
+    return options
+
+
+def _number(text: str) -> OptionValue:
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text

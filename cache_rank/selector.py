@@ -1,0 +1,323 @@
+"""The cache rank's computation: append, predict, score, select, gather, one layer group at a time.
+
+It holds the state of all sequences in a few tensors, so that each operation is one kernel over all
+rows of a step. It knows no channels: process.py receives its inputs and sends its outputs.
+
+On a GPU, scoring runs on the current stream and selection on another: scoring is bound by memory
+and selection by latency, so the selection of one group hides behind the scoring of the next.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Iterator
+from collections.abc import Sequence as SequenceOf
+from typing import NamedTuple
+
+import torch
+from cache_rank_kernels.checksum.reference import slots_checksum
+from cache_rank_kernels.select.reference import EMPTY
+from torch import Tensor
+
+from cache_rank import residency
+from cache_rank.config import CacheRankConfig
+from cache_rank.copies import Readback, upload
+from cache_rank.operations import operations_for
+from cache_rank.pages import PAGE_TOKENS, PageAllocator
+from cache_rank.protocol import NO_EPOCH, AnswerHeader, DownMessage, Row, UpMessage
+from cache_rank.recall import measure_recall
+from cache_rank.residency import StepRows
+from cache_rank.sequence import Sequence
+from cache_rank.timeline import Timeline
+
+_CHECKSUM = AnswerHeader._fields.index("checksum")
+_SHIPPED = AnswerHeader._fields.index("shipped_tokens")
+
+
+SCORES_UNDER_WAY = 2
+"""Score buffers: one is read by selection while the next group is scored into the other."""
+
+
+class SelectorStep(NamedTuple):
+    """One step under way.
+
+    Attributes:
+        number: of the step.
+        rows: on the device.
+        live: the rows that are exchanged: their index, row and sequence.
+        changed: (groups, R, 2) int32: tokens that entered, and that must wait for a later step.
+    """
+
+    number: int
+    rows: StepRows
+    live: SequenceOf[tuple[int, Row, Sequence]]
+    changed: Tensor
+
+
+class Selector:
+    """All sequences of one cache rank.
+
+    Attributes:
+        sequences: by epoch.
+        pages: of the resident memory.
+        capacity_tokens: how many tokens fit.
+    """
+
+    def __init__(self, config: CacheRankConfig, device: torch.device, memory_bytes: int) -> None:
+        """Take about `memory_bytes` for resident tokens, and some for working memory beside."""
+        model, slots = config.model, config.max_rows
+        self.config = config
+        self.sequences: dict[int, Sequence] = {}
+        page_bytes = PAGE_TOKENS * residency.bytes_per_token(config)
+        paged_bytes = max(0, memory_bytes - residency.fixed_bytes(config))
+        self.pages = PageAllocator(paged_bytes // page_bytes)
+        # Each sequence may leave its last page almost empty.
+        self.capacity_tokens = max(0, self.pages.pages - slots) * PAGE_TOKENS
+        self.overflow = torch.zeros((), dtype=torch.int64, device=device)
+        self.recall = Readback()
+        self._device = device
+        self._operations = operations_for(device)
+        self._residency = residency.create(config, self.pages.pages, device)
+        self._free_slots = list(range(slots))[::-1]
+        self._select_stream = (
+            torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
+        )
+        self._answered: list[torch.cuda.Event | None] = [None] * SCORES_UNDER_WAY
+        heads, window = model.query_heads, config.query_window + 1
+        self._query_ring = torch.zeros(
+            (slots, model.layers, heads, window, model.head_dim),
+            dtype=model.torch_dtype,
+            device=device,
+        )
+        self._mirror = torch.full(
+            (slots, model.layers, model.kv_heads, config.sparse_budget),
+            EMPTY,
+            dtype=torch.int32,
+            device=device,
+        )
+        self._frequency: Tensor | None = None
+        if config.query_frame == "pre" and model.rotary_frequency:
+            self._frequency = torch.tensor(model.rotary_frequency, device=device)
+        largest_group = max(len(layers) for layers in config.groups)
+        self._entering = torch.empty(
+            slots * largest_group * model.kv_heads * config.delta_capacity,
+            dtype=torch.int32,
+            device=device,
+        )
+        self._workspace = self._operations.select_workspace(
+            slots,
+            largest_group,
+            model.kv_heads,
+            config.sparse_budget,
+            config.selection_margin,
+            device,
+        )
+
+    @property
+    def tokens_held(self) -> int:
+        """Tokens resident now."""
+        return sum(sequence.tokens for sequence in self.sequences.values())
+
+    @property
+    def bytes_held(self) -> int:
+        """Memory of the pages in use."""
+        return (self.pages.pages - self.pages.free) * self._residency.page_bytes
+
+    @property
+    def is_full(self) -> bool:
+        """Whether no further sequence can begin."""
+        return not self._free_slots
+
+    def begin(self, epoch: int) -> Sequence:
+        """Begin an epoch, when not full."""
+        slot = self._free_slots.pop()
+        with self.selecting():
+            self._mirror[slot].fill_(EMPTY)
+        self.sequences[epoch] = Sequence(epoch, slot)
+        return self.sequences[epoch]
+
+    def end(self, epoch: int) -> bool:
+        """Forget an epoch; whether it was live."""
+        sequence = self.sequences.pop(epoch, None)
+        if sequence is None:
+            return False
+        self.pages.give_back(sequence.pages)
+        self._free_slots.append(sequence.slot)
+        return True
+
+    def load(self, sequence: Sequence, shipment: Tensor) -> None:
+        """Add tokens of a prompt, (2, layers, n, Hkv, D)."""
+        start = sequence.tokens
+        sequence.tokens += shipment.shape[2]
+        self.pages.extend(sequence.pages, sequence.tokens)
+        self._residency.load(self._pages_of(sequence), sequence.slot, start, shipment)
+
+    def begin_step(
+        self, number: int, rows: SequenceOf[Row], refused: Collection[int] = ()
+    ) -> SelectorStep:
+        """Begin a step over rows, of which some are refused by index; all others are live."""
+        live = [
+            (index, row, self.sequences[row.epoch])
+            for index, row in enumerate(rows)
+            if index not in refused
+        ]
+        count = len(rows)
+        slots, positions, counts = ([-1] * count, [0] * count, [0] * count)
+        header = [[NO_EPOCH] * len(AnswerHeader._fields)] * count
+        for index, row, sequence in live:
+            self.pages.extend(sequence.pages, row.position + 1)
+            sequence.advance(self.config, row.position)
+            slots[index], positions[index] = sequence.slot, row.position
+            counts[index] = sequence.queries
+            answer = AnswerHeader(number, row.epoch, row.position + 1, sequence.filled, 0, 0)
+            header[index] = list(answer)
+        page_table = torch.zeros(
+            (count, max((len(sequence.pages) for _, _, sequence in live), default=1)),
+            dtype=torch.int32,
+        )
+        for index, _, sequence in live:
+            page_table[index, : len(sequence.pages)] = torch.tensor(sequence.pages)
+        small = torch.tensor((slots, positions, counts), dtype=torch.int32)
+        small, page_table, headers = upload((small, page_table, torch.tensor(header)), self._device)
+        step_rows = StepRows(
+            small[0], small[1], small[2], page_table, headers, capacity=max(positions) + 1
+        )
+        changed = torch.zeros(
+            (len(self.config.groups), count, 2), dtype=torch.int32, device=self._device
+        )
+        if self._select_stream is not None:
+            # The next step begins, and its tensors are allocated, before this one is selected.
+            for tensor in (small, page_table, headers, changed):
+                tensor.record_stream(self._select_stream)
+        return SelectorStep(number, step_rows, live, changed)
+
+    @contextlib.contextmanager
+    def selecting(self) -> Iterator[None]:
+        """On a GPU, work queued inside runs on the stream of selection."""
+        if self._select_stream is None:
+            yield
+        else:
+            with torch.cuda.stream(self._select_stream):
+                yield
+
+    def append(self, step: SelectorStep, group: int, up: UpMessage) -> None:
+        """Take over what the inference rank computed in a group."""
+        layers = self.config.groups[group]
+        if self._is_measured(step, group):
+            self._measure_recall(step, layers, up.queries[step.live[0][0]])
+        self._residency.append(step.rows, layers, up.tokens, self._query_ring)
+
+    def score(self, step: SelectorStep, group: int, timeline: Timeline) -> Tensor:
+        """Predict the next queries and score all tokens by them.
+
+        Returns:
+            (R, L, Hkv, capacity) float32, for `answer`; valid until the group after next is scored.
+        """
+        config, layers, rows = self.config, self.config.groups[group], step.rows
+        model, count = config.model, rows.slots.shape[0]
+        predicted = torch.empty(
+            (count, len(layers), model.query_heads, model.head_dim), device=self._device
+        )
+        self._operations.predict_step(
+            self._query_ring,
+            rows.slots,
+            rows.positions,
+            rows.counts,
+            layers.start,
+            self._frequency,
+            model.rotary_interleaved,
+            config.query_predictor,
+            predicted,
+        )
+        timeline.mark("predict", "score")
+        turn = group % SCORES_UNDER_WAY
+        if (answered := self._answered[turn]) is not None:
+            torch.cuda.current_stream().wait_event(answered)
+        scores = self._residency.score(rows, layers, predicted, turn)
+        if self._select_stream is not None:
+            self._select_stream.wait_stream(torch.cuda.current_stream())
+        timeline.mark("score", "score")
+        return scores
+
+    def answer(
+        self,
+        step: SelectorStep,
+        group: int,
+        scores: Tensor,
+        down: DownMessage,
+        timeline: Timeline,
+    ) -> None:
+        """Choose the tokens of the next step, and lay out what changes; called while selecting."""
+        config, layers, rows = self.config, self.config.groups[group], step.rows
+        timeline.begin(group, "select")
+        entering = self._entering[: down.slots.numel()].view(down.slots.shape)
+        self._operations.select_step(
+            scores,
+            self._mirror,
+            rows.slots,
+            rows.positions,
+            layers.start,
+            config.sink_tokens,
+            config.recent_tokens,
+            config.selection_margin,
+            self._workspace,
+            entering,
+            down.slots,
+            step.changed[group],
+        )
+        timeline.mark("select", "select")
+        if self._select_stream is not None:
+            self._answered[group % SCORES_UNDER_WAY] = self._select_stream.record_event()
+        self._residency.gather(rows, layers, entering, down.keys, down.values)
+        down.header.copy_(rows.header)
+        down.header[:, _SHIPPED] += step.changed[group, :, 0]  # 0 so far; refused rows stay
+        if config.checksum:
+            for index, _, sequence in step.live:
+                down.header[index, _CHECKSUM] = self._checksum(sequence, layers)
+        timeline.mark("gather", "select")
+
+    def end_step(self, step: SelectorStep) -> None:
+        """All groups have been answered; called while selecting."""
+        self.overflow += step.changed[..., 1].sum()
+
+    def mirror(self, sequence: Sequence, layers: range) -> Tensor:
+        """Which token sits in which slot, (len(layers), Hkv, k) int32; a view."""
+        return self._mirror[sequence.slot, layers.start : layers.stop]
+
+    def _pages_of(self, sequence: Sequence) -> Tensor:
+        pages: Tensor
+        (pages,) = upload((torch.tensor(sequence.pages, dtype=torch.int32),), self._device)
+        return pages
+
+    def _is_measured(self, step: SelectorStep, group: int) -> bool:
+        """One group at a time, so that measuring never costs a step much."""
+        interval = self.config.recall_interval
+        if not interval or step.number % interval or not step.live:
+            return False
+        return step.number // interval % len(self.config.groups) == group
+
+    def _measure_recall(self, step: SelectorStep, layers: range, queries: Tensor) -> None:
+        index, row, sequence = step.live[0]
+        used = self.mirror(sequence, layers)[..., : sequence.used]
+        if sequence.used == 0:
+            return
+        one, all_rows = slice(index, index + 1), step.rows
+        rows = StepRows(
+            all_rows.slots[one],
+            all_rows.positions[one] - 1,  # the current token is not resident yet
+            all_rows.counts[one],
+            all_rows.page_table[one],
+            all_rows.header[one],
+            capacity=row.position,
+        )
+        if self._select_stream is not None:
+            torch.cuda.current_stream().wait_stream(self._select_stream)
+        scores = self._residency.score(
+            rows, layers, queries.float().unsqueeze(0), turn=0, exact=True
+        )
+        self.recall.start(measure_recall(scores[0], used, self.config, row.position))
+
+    def _checksum(self, sequence: Sequence, layers: range) -> int:
+        mirror = self.mirror(sequence, layers)[..., : sequence.filled].to(torch.int64)
+        pages = self._pages_of(sequence)
+        return slots_checksum(*self._residency.read(pages, sequence.slot, layers, mirror))

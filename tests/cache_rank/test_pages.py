@@ -1,0 +1,92 @@
+"""Pages: handed out once, all of them, and given back."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cache_rank.pages import PAGE_TOKENS, OutOfPagesError, PageAllocator
+
+
+@pytest.mark.parametrize(
+    ("tokens", "pages"),
+    [
+        (0, 0),
+        (1, 1),
+        (PAGE_TOKENS - 1, 1),
+        (PAGE_TOKENS, 1),
+        (PAGE_TOKENS + 1, 2),
+        (5 * PAGE_TOKENS, 5),
+    ],
+)
+def test_a_sequence_gets_the_pages_that_its_tokens_need(tokens: int, pages: int) -> None:
+    allocator = PageAllocator(5)
+    held: list[int] = []
+    allocator.extend(held, tokens)
+    assert len(held) == pages
+    assert allocator.free == 5 - pages
+    assert len(set(held)) == pages
+    assert set(held) <= set(range(5))
+
+
+def test_pages_come_only_when_the_last_one_is_full() -> None:
+    allocator = PageAllocator(3)
+    held: list[int] = []
+    for tokens in range(1, 3 * PAGE_TOKENS + 1):
+        before = list(held)
+        allocator.extend(held, tokens)
+        assert held[: len(before)] == before, "earlier pages keep their place"
+        assert len(held) == (tokens - 1) // PAGE_TOKENS + 1
+
+
+def test_fewer_tokens_than_are_held_take_nothing_away() -> None:
+    allocator = PageAllocator(3)
+    held: list[int] = []
+    allocator.extend(held, 2 * PAGE_TOKENS)
+    before = list(held)
+    allocator.extend(held, 3)
+    assert (held, allocator.free) == (before, 1)
+
+
+def test_running_out_changes_nothing() -> None:
+    allocator = PageAllocator(3)
+    other: list[int] = []
+    allocator.extend(other, 1)
+    held: list[int] = []
+    allocator.extend(held, 1)
+    before = list(held)
+    with pytest.raises(OutOfPagesError, match="2 pages wanted, 1 free"):
+        allocator.extend(held, 2 * PAGE_TOKENS + 1)
+    assert (held, allocator.free) == (before, 1)
+    allocator.extend(held, 2 * PAGE_TOKENS)
+    assert allocator.free == 0
+    with pytest.raises(OutOfPagesError):
+        PageAllocator(0).extend([], 1)
+
+
+@settings(deadline=None)
+@given(
+    pages=st.integers(0, 6),
+    events=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 4 * PAGE_TOKENS)), max_size=40),
+)
+def test_every_page_is_free_or_one_sequences(pages: int, events: list[tuple[int, int]]) -> None:
+    """An event is a sequence and how many tokens it must hold; 0 ends it."""
+    allocator = PageAllocator(pages)
+    sequences: list[list[int]] = [[] for _ in range(4)]
+    for sequence, tokens in events:
+        held = sequences[sequence]
+        if tokens == 0:
+            allocator.give_back(held)
+            assert held == []
+        else:
+            missing = max(0, -(-tokens // PAGE_TOKENS) - len(held))
+            if missing > allocator.free:
+                with pytest.raises(OutOfPagesError):
+                    allocator.extend(held, tokens)
+            else:
+                allocator.extend(held, tokens)
+        taken = [page for held in sequences for page in held]
+        assert len(set(taken)) == len(taken)
+        assert set(taken) <= set(range(pages))
+        assert allocator.free == pages - len(taken)

@@ -1,0 +1,123 @@
+"""Predictions from a ring of queries, in the frame of the cache rank's configuration."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+import msgspec
+import pytest
+import torch
+from cache_rank_kernels.predict.reference import RIDGE_STRENGTH
+from small_models import GQA, ROTARY_FREQUENCY, small_config, with_rotary
+from torch import Tensor
+
+from cache_rank.config import CacheRankConfig, Predictor
+from cache_rank.protocol import Row, UpMessage
+from cache_rank.selector import Selector
+from cache_rank.timeline import Timeline
+
+PREDICTORS = get_args(Predictor)
+UNIT_ROUNDOFF = torch.finfo(torch.float32).eps / 2
+FLOAT32 = msgspec.structs.replace(GQA, dtype="float32")
+ROTARY = {
+    "halves": with_rotary(FLOAT32),
+    "interleaved": with_rotary(FLOAT32, interleaved=True),
+    "partial": msgspec.structs.replace(FLOAT32, rotary_frequency=ROTARY_FREQUENCY[:2]),
+}
+
+
+def rotate(content: Tensor, position: int, config: CacheRankConfig) -> Tensor:
+    """Rotate content (..., D) to a position in float64, pair by pair, as complex numbers."""
+    model = config.model
+    half = len(model.rotary_frequency)
+    rotated = content.double()
+    for pair, frequency in enumerate(model.rotary_frequency):
+        places = (2 * pair, 2 * pair + 1) if model.rotary_interleaved else (pair, pair + half)
+        real, imaginary = (content[..., place].double() for place in places)
+        angle = torch.tensor(position * frequency, dtype=torch.float64)
+        turned = torch.complex(real, imaginary) * torch.polar(torch.ones_like(angle), angle)
+        rotated[..., places[0]], rotated[..., places[1]] = turned.real, turned.imag
+    return rotated
+
+
+def predicted_after(
+    queries: Tensor, prompt: int, config: CacheRankConfig, monkeypatch: pytest.MonkeyPatch
+) -> Tensor:
+    """What a selector predicts after a prompt and steps of queries (steps, layers, Hq, D).
+
+    Returns:
+        (layers, Hq, D) float32.
+    """
+    model = config.model
+    selector = Selector(config, torch.device("cpu"), 1 << 24)
+    predicted: list[Tensor] = []
+
+    def keep(rows: object, layers: range, queries: Tensor, turn: int) -> Tensor:
+        predicted.append(queries[0].clone())
+        return torch.empty(0)
+
+    monkeypatch.setattr(selector._residency, "score", keep)
+    shipment = torch.zeros((2, model.layers, prompt, model.kv_heads, model.head_dim))
+    selector.load(selector.begin(1), shipment)
+    for number, query in enumerate(queries):
+        predicted.clear()
+        step = selector.begin_step(number, [Row(1, prompt + number)])
+        for group, layers in enumerate(config.groups):
+            size = UpMessage.size(config, len(layers), 1)
+            up = UpMessage(config, len(layers), 1, torch.zeros(size, dtype=torch.uint8))
+            up.queries[0] = query[layers.start : layers.stop]
+            selector.append(step, group, up)
+            selector.score(step, group, Timeline("", torch.device("cpu")))
+    return torch.cat(predicted)
+
+
+@pytest.mark.parametrize("pushed", [1, 2, 3, 9])
+@pytest.mark.parametrize("rotary", ROTARY)
+@pytest.mark.parametrize("method", PREDICTORS)
+def test_the_pre_frame_predicts_a_purely_rotating_query_exactly(
+    method: str, rotary: str, pushed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights of `last`, `ema` and `spade` sum to one; of `ridge` to one less its strength."""
+    torch.manual_seed(0)
+    config = small_config(ROTARY[rotary], query_predictor=method, query_frame="pre")
+    model = config.model
+    content = torch.randn(model.layers, model.query_heads, model.head_dim)
+    position = 1000
+    own = range(position - pushed + 1, position + 1)
+    queries = torch.stack([rotate(content, p, config) for p in own]).float()
+    predicted = predicted_after(queries, own.start, config, monkeypatch)
+    truth = rotate(content, position + 1, config)
+    # Queries round to float32, angles of up to W + 1 to half an ulp, products and sums a few times.
+    rounding = (2 * (config.query_window + 1) + 12) * UNIT_ROUNDOFF
+    shrinkage = RIDGE_STRENGTH if method == "ridge" and pushed > 1 else 0.0
+    error = (predicted - truth).norm(dim=-1) / truth.norm(dim=-1)
+    assert float(error.max()) <= shrinkage + rounding
+
+
+@pytest.mark.parametrize("method", PREDICTORS)
+def test_without_rotary_embedding_the_frames_are_the_same(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    post = small_config(FLOAT32, query_predictor=method, query_frame="post")
+    pre = msgspec.structs.replace(post, query_frame="pre")
+    queries = torch.randn(9, FLOAT32.layers, FLOAT32.query_heads, FLOAT32.head_dim)
+    predicted = [predicted_after(queries, 7, config, monkeypatch) for config in (post, pre)]
+    assert torch.equal(*predicted)
+
+
+def test_the_post_frame_does_not_know_of_rotation(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = small_config(ROTARY["halves"], query_predictor="last")
+    query = torch.randn(1, FLOAT32.layers, FLOAT32.query_heads, FLOAT32.head_dim)
+    assert torch.equal(predicted_after(query, 7, config, monkeypatch), query[0])
+
+
+@pytest.mark.parametrize("prompt", range(1, 8))
+def test_a_prediction_does_not_depend_on_where_the_ring_begins(
+    prompt: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    config = small_config(FLOAT32, query_predictor="spade")
+    queries = torch.randn(7, FLOAT32.layers, FLOAT32.query_heads, FLOAT32.head_dim)
+    expected = predicted_after(queries[-5:], 20, config, monkeypatch)
+    assert torch.equal(predicted_after(queries, prompt, config, monkeypatch), expected)

@@ -1,0 +1,436 @@
+"""All sequences of a cache rank at once, against one synchronous reference a request."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import pytest
+import torch
+from cache_rank_kernels.checksum.reference import slots_checksum
+from cache_rank_kernels.score.reference import score_tokens
+from cache_rank_kernels.select.reference import EMPTY
+from modelled_request import Request
+from small_models import GQA, MODELS, small_config, with_rotary
+from torch import Tensor
+
+from cache_rank import residency
+from cache_rank.config import CacheRankConfig
+from cache_rank.pages import PAGE_TOKENS, OutOfPagesError
+from cache_rank.protocol import NO_EPOCH, AnswerHeader, DownMessage, Row, UpMessage
+from cache_rank.recall import measure_recall
+from cache_rank.selector import Selector
+from cache_rank.timeline import Timeline
+
+CPU = torch.device("cpu")
+PAGES = 12
+
+
+class Served:
+    """A selector, driven as the process drives it."""
+
+    def __init__(self, config: CacheRankConfig, pages: int = PAGES) -> None:
+        self.config = config
+        token = residency.bytes_per_token(config)
+        self.selector = Selector(config, CPU, pages * PAGE_TOKENS * token)
+        self.steps = 0
+        self._timeline = Timeline("", CPU)
+
+    def arrive(self, epoch: int, prompt: int, chunk: int | None = None) -> Request:
+        request = Request(self.config, epoch, prompt)
+        sequence = self.selector.begin(epoch)
+        for start in range(0, prompt, chunk or prompt):
+            self.selector.load(sequence, request.prompt[:, :, start : start + (chunk or prompt)])
+        assert sequence.tokens == prompt
+        return request
+
+    def exchange(
+        self, rows: Sequence[Row], tensors: Sequence[Any], refused: Collection[int] = ()
+    ) -> list[DownMessage]:
+        """One step; `tensors` are those of `Request.compute`, one entry a row."""
+        config, selector, answers = self.config, self.selector, []
+        self.steps += 1
+        step = selector.begin_step(self.steps, rows, refused)
+        for group, layers in enumerate(config.groups):
+            size = UpMessage.size(config, len(layers), len(rows))
+            up = UpMessage(config, len(layers), len(rows), torch.zeros(size, dtype=torch.uint8))
+            for index, (queries, keys, values) in enumerate(tensors):
+                up.queries[index] = queries[layers.start : layers.stop]
+                up.keys[index] = keys[layers.start : layers.stop]
+                up.values[index] = values[layers.start : layers.stop]
+            selector.append(step, group, up)
+            scores = selector.score(step, group, self._timeline)
+            size = DownMessage.size(config, len(layers), len(rows))
+            down = DownMessage(config, len(layers), len(rows), torch.ones(size, dtype=torch.uint8))
+            with selector.selecting():
+                selector.answer(step, group, scores, down, self._timeline)
+            answers.append(down)
+        with selector.selecting():
+            selector.end_step(step)
+        return answers
+
+    def decode(self, requests: Sequence[Request]) -> None:
+        """One step of some requests, whose answers must be those of the reference."""
+        tensors = [request.compute() for request in requests]
+        answers = self.exchange([row_of(request) for request in requests], tensors)
+        for index, (request, computed) in enumerate(zip(requests, tensors, strict=True)):
+            request.choose(*computed)
+            self.check(request, index, answers)
+
+    def check(self, request: Request, index: int, answers: Sequence[DownMessage]) -> None:
+        """Apply a row's answers and compare with the reference, which has chosen already."""
+        config = self.config
+        sequence = self.selector.sequences[request.epoch]
+        for layers, answer in zip(config.groups, answers, strict=True):
+            slots = answer.slots[index]
+            request.apply(layers, slots, answer.keys[index], answer.values[index])
+            used = (slice(layers.start, layers.stop), slice(None), slice(request.filled))
+            checksum = slots_checksum(request.keys[used], request.values[used])
+            assert AnswerHeader(*answer.header[index].tolist()) == AnswerHeader(
+                step=self.steps,
+                epoch=request.epoch,
+                resident_tokens=request.position,
+                filled_slots=request.filled,
+                shipped_tokens=int((slots >= 0).sum()),
+                checksum=checksum if config.checksum else 0,
+            )
+            chosen = self.selector.mirror(sequence, layers).tolist()
+            assert chosen == [
+                [[EMPTY if token is None else token for token in head] for head in layer]
+                for layer in request.reference.slots[layers.start : layers.stop]
+            ]
+        request.assert_slots_are_those_of_the_reference()
+
+    def end(self, *requests: Request) -> None:
+        for request in requests:
+            assert self.selector.end(request.epoch)
+
+
+def row_of(request: Request) -> Row:
+    return Row(request.epoch, request.position)
+
+
+PROMPTS = (1, 45, PAGE_TOKENS - 3, PAGE_TOKENS + 44)
+"""Short, usual, crossing into a second page, and beyond it."""
+
+
+@pytest.mark.parametrize("frame", ["post", "pre"])
+@pytest.mark.parametrize("predictor", ["last", "ema", "spade", "ridge"])
+@pytest.mark.parametrize("model", MODELS)
+def test_a_step_of_rows_of_any_length_equals_the_reference_row_by_row(
+    model: str, predictor: str, frame: str
+) -> None:
+    config = small_config(
+        with_rotary(MODELS[model], interleaved=model == "gqa"),
+        query_predictor=predictor,
+        query_frame=frame,
+        checksum=True,
+    )
+    served = Served(config)
+    requests = [served.arrive(epoch + 1, prompt) for epoch, prompt in enumerate(PROMPTS)]
+    for batch in (
+        *([requests] * 4),
+        requests[::-1],
+        requests[1:2],  # the others skip a step
+        [requests[2], requests[0]],
+        *([requests[1:]] * 3),
+        [requests[3], requests[0], requests[2]],
+    ):
+        served.decode(batch)
+    assert int(served.selector.overflow) > 0
+
+
+@pytest.mark.parametrize("layers_per_group", [1, 2, 3])
+def test_groups_of_any_size_equal_the_reference(layers_per_group: int) -> None:
+    served = Served(small_config(layers_per_group=layers_per_group))
+    requests = [served.arrive(1, 30), served.arrive(2, 60, chunk=25)]
+    for _ in range(12):
+        served.decode(requests)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_scoring_by_a_copy_of_the_keys_changes_nothing_else(model: str) -> None:
+    """The keys are ones that the copy holds exactly, so that the reference scores the same."""
+    served = Served(small_config(MODELS[model], score_keys="fp8", checksum=True))
+    requests = [served.arrive(epoch + 1, prompt) for epoch, prompt in enumerate(PROMPTS)]
+    for _ in range(8):
+        served.decode(requests)
+
+
+def assert_refused(answers: Sequence[DownMessage], row: int) -> None:
+    for answer in answers:
+        assert (answer.header[row] == NO_EPOCH).all()
+        assert (answer.slots[row] == -1).all()
+
+
+def vars_of(sequence: Any) -> dict[str, Any]:
+    return {name: getattr(sequence, name) for name in type(sequence).__slots__} | {
+        "pages": list(sequence.pages)
+    }
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_a_refused_row_changes_nothing(place: int) -> None:
+    served = Served(small_config(checksum=True, recall_interval=1))
+    bystander = served.arrive(1, 40)
+    requests = [served.arrive(2, 30), served.arrive(3, 280)]
+    served.decode([bystander, *requests])
+    selector = served.selector
+    sequence = selector.sequences[1]
+    before = vars_of(sequence)
+    mirror = selector.mirror(sequence, range(3)).clone()
+    for bad in (row_of(bystander), Row(77, 0), Row(1, 2**40), Row(NO_EPOCH, -1)):
+        tensors = [request.compute() for request in requests]
+        rows = [row_of(request) for request in requests]
+        garbage = tuple(torch.full_like(part, float("nan")) for part in tensors[0])
+        rows.insert(place, bad)
+        tensors.insert(place, garbage)
+        answers = served.exchange(rows, tensors, refused={place})
+        assert_refused(answers, place)
+        del tensors[place]
+        live = [index for index in range(3) if index != place]
+        for request, computed, index in zip(requests, tensors, live, strict=True):
+            request.choose(*computed)
+            served.check(request, index, answers)
+        assert vars_of(sequence) == before
+        assert torch.equal(selector.mirror(sequence, range(3)), mirror)
+    served.decode([bystander, *requests])
+
+
+def test_a_step_may_have_refused_rows_only() -> None:
+    served = Served(small_config(recall_interval=1))
+    request = served.arrive(1, 40)
+    overflow = int(served.selector.overflow)
+    answers = served.exchange([row_of(request)] * 2, [request.compute()] * 2, refused=[0, 1])
+    for row in range(2):
+        assert_refused(answers, row)
+    assert int(served.selector.overflow) == overflow
+    assert served.selector.recall.value() is None
+    served.decode([request])
+
+
+def test_a_poisoned_row_leaves_its_batch_mates_alone() -> None:
+    served = Served(small_config(query_predictor="ridge"))
+    healthy, poisoned = served.arrive(1, 30), served.arrive(2, 30)
+    for step in range(8):
+        tensors = [request.compute() for request in (healthy, poisoned)]
+        if step == 2:
+            for part in tensors[1]:
+                part.fill_(float("nan"))
+        rows = [row_of(healthy), row_of(poisoned)]
+        answers = served.exchange(rows, tensors)
+        healthy.choose(*tensors[0])
+        served.check(healthy, 0, answers)
+        poisoned.position += 1
+    served.end(poisoned)
+    # Whoever takes its slot and pages is healthy.
+    successor = served.arrive(3, 30)
+    for _ in range(8):
+        served.decode([successor, healthy])
+
+
+def test_slots_and_pages_of_ended_epochs_are_used_again() -> None:
+    served = Served(small_config(checksum=True), pages=4)
+    selector = served.selector
+    lasting = served.arrive(1, 20)
+    slots, pages = set(), set()
+    for epoch in range(2, 12):
+        request = served.arrive(epoch, 2 * PAGE_TOKENS - 4)
+        sequence = selector.sequences[epoch]
+        assert (selector.mirror(sequence, range(3)) == EMPTY).all()
+        for _ in range(8):  # into a third page
+            served.decode([lasting, request])
+        slots.add(sequence.slot)
+        pages.update(sequence.pages)
+        assert len(sequence.pages) == 3
+        assert selector.pages.free == 0
+        served.end(request)
+        assert selector.pages.free == 3
+        assert epoch not in selector.sequences
+    assert len(slots) == 1
+    assert len(pages) == 3
+    served.end(lasting)
+    assert selector.pages.free == 4
+    assert (selector.tokens_held, selector.bytes_held) == (0, 0)
+
+
+def test_the_end_of_an_epoch_that_is_not_live_is_told_apart() -> None:
+    served = Served(small_config())
+    served.arrive(1, 5)
+    assert served.selector.end(1)
+    assert not served.selector.end(1)
+    assert not served.selector.end(2)
+
+
+def test_it_is_full_when_every_slot_is_taken() -> None:
+    config = small_config(max_rows=3)
+    served = Served(config)
+    requests = []
+    for epoch in range(1, 4):
+        assert not served.selector.is_full
+        requests.append(served.arrive(epoch, 10))
+    assert served.selector.is_full
+    assert len({sequence.slot for sequence in served.selector.sequences.values()}) == 3
+    served.end(requests[1])
+    assert not served.selector.is_full
+
+
+@pytest.mark.parametrize("worst", [True, False], ids=["all-just-begun-a-page", "one-large"])
+def test_what_fits_by_capacity_fits_however_it_is_divided(worst: bool) -> None:
+    config = small_config(max_rows=4)
+    served = Served(config, pages=12)
+    selector = served.selector
+    assert selector.capacity_tokens == 8 * PAGE_TOKENS
+    first = [2 * PAGE_TOKENS + 1] * 3 if worst else [1] * 3
+    counts = [*first, selector.capacity_tokens - sum(first)]
+    model = config.model
+    for epoch, count in enumerate(counts, start=1):
+        shape = (2, model.layers, count, model.kv_heads, model.head_dim)
+        selector.load(selector.begin(epoch), torch.zeros(shape, dtype=model.torch_dtype))
+    assert selector.tokens_held == selector.capacity_tokens
+    assert selector.bytes_held >= selector.capacity_tokens * model.bytes_per_token
+    assert selector.bytes_held <= 12 * PAGE_TOKENS * model.bytes_per_token
+
+
+def test_memory_below_a_page_a_row_holds_nothing_by_capacity() -> None:
+    config = small_config(max_rows=4)
+    for pages in (0, 1, 4):
+        assert Served(config, pages).selector.capacity_tokens == 0
+    assert Served(config, 5).selector.capacity_tokens == PAGE_TOKENS
+
+
+def test_more_than_fits_is_an_error() -> None:
+    served = Served(small_config(), pages=2)
+    with pytest.raises(OutOfPagesError):
+        served.arrive(1, 2 * PAGE_TOKENS + 1)
+
+
+def test_it_counts_what_it_holds() -> None:
+    served = Served(small_config())
+    selector = served.selector
+    page = PAGE_TOKENS * GQA.bytes_per_token
+    assert (selector.tokens_held, selector.bytes_held) == (0, 0)
+    requests = [served.arrive(1, 10), served.arrive(2, PAGE_TOKENS)]
+    assert (selector.tokens_held, selector.bytes_held) == (PAGE_TOKENS + 10, 2 * page)
+    served.decode(requests)
+    assert (selector.tokens_held, selector.bytes_held) == (PAGE_TOKENS + 12, 3 * page)
+    served.end(requests[1])
+    assert (selector.tokens_held, selector.bytes_held) == (11, page)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_overflow_counts_tokens_that_waited(rows: int) -> None:
+    """With a margin that lets no token fall, 8 slots fill at 3 a step: 5, then 2 tokens wait."""
+    served = Served(small_config(selection_margin=1000))
+    requests = [served.arrive(epoch + 1, 50 + 10 * epoch) for epoch in range(rows)]
+    heads = GQA.layers * GQA.kv_heads * rows
+    for waited in (5, 7, 7, 7):
+        served.decode(requests)
+        assert int(served.selector.overflow) == waited * heads
+
+
+def test_nothing_overflows_at_the_capacity_of_the_budget() -> None:
+    served = Served(small_config(delta_capacity=8))
+    request = served.arrive(1, 50)
+    for _ in range(10):
+        served.decode([request])
+    assert int(served.selector.overflow) == 0
+
+
+def recall_by_hand(
+    request: Request, layers: range, queries: Tensor, used: int
+) -> tuple[float, float]:
+    """Of the slots that the reference holds before the step whose true queries are given."""
+    config = request.config
+    group = slice(layers.start, layers.stop)
+    keys = torch.stack(request.reference.keys[group])
+    scores = score_tokens(queries[group], keys, config.model.scale)
+    slots = torch.tensor(
+        [[head[:used] for head in layer] for layer in request.reference.slots[group]]
+    )
+    recall, mass = measure_recall(scores, slots, config, request.position).tolist()
+    return recall, mass
+
+
+def test_recall_is_measured_in_one_group_after_the_other() -> None:
+    config = small_config(recall_interval=2)
+    served = Served(config)
+    # The first row of a step is the one that is measured.
+    requests = [served.arrive(1, 50), served.arrive(2, 70)]
+    measured = []
+    last = None
+    for _ in range(12):
+        tensors = [request.compute() for request in requests]
+        expected = None
+        number = served.steps + 1
+        first = requests[0]
+        if number % 2 == 0 and first.filled:
+            group = number // 2 % len(config.groups)
+            measured.append(group)
+            expected = recall_by_hand(first, config.groups[group], tensors[0][0], first.filled)
+        answers = served.exchange([row_of(request) for request in requests], tensors)
+        for index, (request, computed) in enumerate(zip(requests, tensors, strict=True)):
+            request.choose(*computed)
+            served.check(request, index, answers)
+        value = served.selector.recall.value()
+        if expected is not None:
+            assert value is not None
+            # The order of summation may differ with the strides of a score buffer.
+            assert value.tolist() == pytest.approx(expected, rel=1e-5)
+            last = value
+        else:
+            assert value is last
+    assert set(measured) == set(range(len(config.groups)))
+
+
+def test_recall_is_exact_whatever_selection_scores_by() -> None:
+    config = small_config(score_keys="fp8", recall_interval=1, layers_per_group=3)
+    served = Served(config)
+    request = served.arrive(1, 60)
+    # No copy in 8 bits tells these keys apart.
+    request.reference.keys = [1 + keys / 100 for keys in request.reference.keys]
+    shipment = torch.stack([torch.stack(request.reference.keys).transpose(1, 2), request.prompt[1]])
+    served.selector.end(1)
+    sequence = served.selector.begin(1)
+    served.selector.load(sequence, shipment)
+    layers = config.groups[0]
+    for _ in range(6):
+        queries, keys, values = request.compute()
+        keys = 1 + keys / 100
+        mirror = served.selector.mirror(sequence, layers)[..., : sequence.filled].clone()
+        resident = torch.stack(request.reference.keys)
+        served.exchange([row_of(request)], [(queries, keys, values)])
+        if mirror.numel():
+            scores = score_tokens(queries, resident, config.model.scale)
+            expected = measure_recall(scores, mirror, config, request.position)
+            value = served.selector.recall.value()
+            assert value is not None
+            assert value.tolist() == pytest.approx(expected.tolist(), rel=1e-5)
+        request.choose(queries, keys, values)
+
+
+def test_a_step_before_any_slot_is_in_use_is_not_measured() -> None:
+    served = Served(small_config(recall_interval=1))
+    request = served.arrive(1, 1)
+    for _ in range(4):  # up to the sinks and the recent tokens, there is nothing to select
+        served.decode([request])
+    assert request.filled == 0
+    assert served.selector.recall.value() is None
+
+
+def test_recall_is_never_measured_at_interval_zero() -> None:
+    served = Served(small_config(recall_interval=0))
+    request = served.arrive(1, 50)
+    for _ in range(8):
+        served.decode([request])
+    assert served.selector.recall.value() is None
+
+
+def test_measuring_recall_changes_no_selection() -> None:
+    served = Served(small_config(recall_interval=1, checksum=True))
+    requests = [served.arrive(1, 50), served.arrive(2, PAGE_TOKENS - 2)]
+    for _ in range(10):
+        served.decode(requests)
+    value = served.selector.recall.value()
+    assert value is not None
+    assert ((value > 0) & (value <= 1 + 1e-6)).all()
