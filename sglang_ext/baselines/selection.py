@@ -1,0 +1,218 @@
+"""What each baseline attends to: lists of pool rows, from the current query, before attention.
+
+`window` and `tova` have one list a request, `quest` and `oracle` one a request and kv head. All
+attend to the same number of tokens: sinks, `--sparse-budget` chosen ones, recent ones and the
+current one. A request that has no more tokens than that attends to everything.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from typing import Any
+
+import torch
+from cache_rank_kernels.baselines.reference import Budget, ScoreWorkspace
+from torch import Tensor
+
+QUEST_PAGE = 16
+"""Tokens of a page, as in the paper."""
+
+PER_HEAD = {"window": False, "tova": False, "quest": True, "oracle": True}
+"""Of every mode, whether each kv head has a list of its own."""
+
+
+@dataclasses.dataclass(slots=True)
+class Step:
+    """What a decode step's layers share.
+
+    Attributes:
+        slots: (B,) request slots.
+        lengths: (B,) tokens, the current one included.
+        before: (B,) tokens before the current one.
+        attended: (B * H,) int32 tokens that each list holds; H is 1 or Hkv.
+        lists: (B, H, width) int32 pool row * H + head.
+        scores: (B, H, pages) float32, or None.
+        workspace: scratch of exact scores, or None.
+    """
+
+    slots: Tensor
+    lengths: Tensor
+    before: Tensor
+    attended: Tensor
+    lists: Tensor
+    scores: Tensor | None
+    workspace: ScoreWorkspace | None
+
+
+class Selection:
+    """Lists of one mode over SGLang's pools.
+
+    Attributes:
+        heads: lists a request, H.
+        budget: what is attended to.
+    """
+
+    def __init__(
+        self,
+        mode: str,
+        budget: Budget,
+        req_to_token: Tensor,
+        keys: list[Tensor],
+        query_heads: int,
+        scale: float,
+        pool_page: int,
+    ) -> None:
+        """Allocate what outlives a step: for `quest`, the bounds of every page of the pool.
+
+        Args:
+            mode: of `PER_HEAD`.
+            budget: what is attended to.
+            req_to_token: (request slots, context) int32.
+            keys: of each sparse layer, (pool rows, Hkv, D).
+            query_heads: Hq.
+            scale: factor on the logits.
+            pool_page: tokens of a page of the pool.
+        """
+        self.mode = mode
+        self.budget = budget
+        self._req_to_token = req_to_token
+        self._keys = keys
+        self._scale = scale
+        self._pool_page = pool_page
+        rows, self._kv_heads, head_dim = keys[0].shape
+        self._group = query_heads // self._kv_heads
+        self.heads = self._kv_heads if PER_HEAD[mode] else 1
+        kind = "triton" if keys[0].is_cuda else "reference"
+        self._kernels: Any = importlib.import_module(f"cache_rank_kernels.baselines.{kind}")
+        self.bounds = (
+            [key.new_zeros((rows // pool_page, self._kv_heads, 2, head_dim)) for key in keys]
+            if mode == "quest"
+            else []
+        )
+
+    def begin_step(self, slots: Tensor, lengths: Tensor) -> Step:
+        """Prepare a decode step; the operations can be captured in a CUDA graph.
+
+        Args:
+            slots: (B,) request slots.
+            lengths: (B,) tokens, the current one included.
+        """
+        rows, device = slots.shape[0], slots.device
+        attended = self.budget.attended_of(lengths).to(torch.int32)
+        step = Step(
+            slots=slots,
+            lengths=lengths,
+            before=lengths - 1,
+            attended=attended[:, None].expand(rows, self.heads).reshape(-1),
+            lists=self._req_to_token.new_zeros((rows, self.heads, self.budget.width)),
+            scores=None,
+            workspace=None,
+        )
+        capacity = self._req_to_token.shape[1]
+        if self.mode == "window":
+            self._list_window(step, attended)
+            return step
+        pages = -(-capacity // self.budget.page)
+        step.scores = torch.empty((rows, self.heads, pages), dtype=torch.float32, device=device)
+        if self.mode != "quest":
+            step.workspace = self._kernels.score_workspace(
+                rows, self._kv_heads, self._group, capacity, device
+            )
+        return step
+
+    def select(self, step: Step, layer: int, queries: Tensor) -> None:
+        """Write one layer's lists, after its keys of the current token.
+
+        Args:
+            step: of `begin_step`.
+            layer: index of the sparse layer.
+            queries: (B, Hq, D) contiguous.
+        """
+        if self.mode == "window":
+            return
+        where = (self._req_to_token, step.slots, step.lengths, self.budget)
+        if self.mode == "quest":
+            self._build_bounds(layer, step.slots, step.before, step.lengths, 1)
+            self._kernels.score_pages(
+                queries, self.bounds[layer], *where, self._pool_page, step.scores
+            )
+        else:
+            self._kernels.score_tokens(
+                queries,
+                self._keys[layer],
+                *where,
+                self._scale,
+                self.mode == "tova",
+                step.workspace,
+                step.scores,
+            )
+        self._kernels.select(step.scores, *where, step.lists)
+
+    def on_prefill(self, slots: Tensor, before: Tensor, after: Tensor, most: int) -> None:
+        """Prompts have grown: take the bounds of the pages that became complete.
+
+        Args:
+            slots: (B,) request slots.
+            before, after: (B,) tokens.
+            most: tokens that a prompt has grown by, at most.
+        """
+        for layer in range(len(self.bounds)):
+            self._build_bounds(layer, slots, before, after, most // self.budget.page + 1)
+
+    def _build_bounds(
+        self, layer: int, slots: Tensor, before: Tensor, after: Tensor, max_pages: int
+    ) -> None:
+        self._kernels.build_bounds(
+            self._keys[layer],
+            self._req_to_token,
+            slots,
+            before,
+            after,
+            max_pages,
+            self.budget.page,
+            self._pool_page,
+            self.bounds[layer],
+        )
+
+    def _list_window(self, step: Step, attended: Tensor) -> None:
+        """The sinks and the newest tokens, the same in every layer."""
+        index = torch.arange(self.budget.width, device=attended.device)
+        skipped = (step.lengths - attended)[:, None]
+        tokens = torch.where(index < self.budget.sinks, index, index + skipped)
+        tokens = tokens.clamp(max=self._req_to_token.shape[1] - 1)
+        slots = step.slots.to(torch.int64)[:, None]
+        step.lists[:, 0] = self._req_to_token[slots, tokens]
+
+
+def attend(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    lists: Tensor,
+    attended: Tensor,
+    scale: float,
+) -> Tensor:
+    """Attention over lists of pool rows, plain torch.
+
+    Args:
+        queries: (B, Hq, D).
+        keys, values: (pool rows, Hkv, D).
+        lists: (B, H, width) int32 pool row * H + head.
+        attended: (B * H,) tokens of each list.
+        scale: factor on the logits.
+
+    Returns:
+        (B, Hq, D) of the queries' dtype.
+    """
+    rows, heads, width = lists.shape
+    kv_heads = keys.shape[1]
+    entries = lists.to(torch.int64) // heads
+    own = torch.arange(kv_heads, device=keys.device)[None, :, None]
+    entries = entries.expand(rows, kv_heads, width)
+    listed = torch.arange(width, device=keys.device) < attended.view(rows, heads, 1)
+    grouped = queries.float().reshape(rows, kv_heads, -1, queries.shape[-1])
+    logits = (grouped @ keys[entries, own].float().transpose(-1, -2)) * scale
+    logits = logits.masked_fill(~listed[:, :, None], -torch.inf)
+    output = logits.softmax(dim=-1) @ values[entries, own].float()
+    return output.reshape(queries.shape).to(queries.dtype)

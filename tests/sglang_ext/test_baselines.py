@@ -1,0 +1,285 @@
+"""The lists that baselines attend to, attention over them, and what the flags accept."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+import torch
+from cache_rank_kernels.baselines.reference import Budget
+from torch import Tensor
+
+from sglang_ext import baselines, hooks, refusals, server_args
+from sglang_ext.baselines.attention import BaselineAttnBackend
+from sglang_ext.baselines.selection import PER_HEAD, QUEST_PAGE, Selection, attend
+from sglang_ext.refusals import UnsupportedError
+from sglang_ext.server_args import CacheRankServerArgs, parse_server_args
+
+SINKS, RECENT, BUDGET = 3, 6, 16
+HEADS, KV_HEADS, HEAD_DIM, CONTEXT, LAYERS = 6, 2, 8, 96, 2
+SCALE = HEAD_DIM**-0.5
+
+
+class Pools:
+    """A pool of shuffled pages and requests of these lengths in it."""
+
+    def __init__(self, lengths: list[int], pool_page: int = 1) -> None:
+        generator = torch.Generator().manual_seed(0)
+        requests = len(lengths) + 1
+        rows = requests * CONTEXT
+        order = torch.randperm(rows // pool_page, generator=generator)[:, None] * pool_page
+        table = (order + torch.arange(pool_page)).reshape(requests, CONTEXT)
+        self.table = table.to(torch.int32)
+        shape = (LAYERS, rows, KV_HEADS, HEAD_DIM)
+        self.keys = list(torch.randn(shape, generator=generator))
+        self.values = list(torch.randn(shape, generator=generator))
+        self.queries = torch.randn((len(lengths), HEADS, HEAD_DIM), generator=generator)
+        self.slots = torch.arange(1, requests).flip(0)
+        self.lengths = torch.tensor(lengths)
+
+    def selection(self, mode: str, budget: int = BUDGET, pool_page: int = 1) -> Selection:
+        page = QUEST_PAGE if mode == "quest" else 1
+        return Selection(
+            mode,
+            Budget.of_pages(SINKS, RECENT, budget, page),
+            self.table,
+            self.keys,
+            HEADS,
+            SCALE,
+            pool_page,
+        )
+
+    def attend(self, selection: Selection, layer: int) -> Tensor:
+        step = selection.begin_step(self.slots, self.lengths)
+        selection.select(step, layer, self.queries)
+        return attend(
+            self.queries, self.keys[layer], self.values[layer], step.lists, step.attended, SCALE
+        )
+
+    def attend_to(self, layer: int, tokens: Any) -> Tensor:
+        """Attention to `tokens(row, kv head)`."""
+        output = torch.empty_like(self.queries)
+        for row, slot in enumerate(self.slots.tolist()):
+            for head in range(HEADS):
+                kv_head = head * KV_HEADS // HEADS
+                rows = self.table[slot, tokens(row, kv_head)].to(torch.int64)
+                logits = self.keys[layer][rows, kv_head] @ self.queries[row, head] * SCALE
+                output[row, head] = logits.softmax(dim=0) @ self.values[layer][rows, kv_head]
+        return output
+
+    def listed(self, selection: Selection, layer: int) -> list[list[set[int]]]:
+        """The tokens of every list."""
+        step = selection.begin_step(self.slots, self.lengths)
+        selection.select(step, layer, self.queries)
+        attended = step.attended.view(len(self.lengths), selection.heads)
+        found = []
+        for row, slot in enumerate(self.slots.tolist()):
+            token_of = {int(pool_row): token for token, pool_row in enumerate(self.table[slot])}
+            rows = []
+            for head in range(selection.heads):
+                entries = step.lists[row, head, : attended[row, head]]
+                assert (entries % selection.heads == head).all()
+                tokens = [token_of[int(entry) // selection.heads] for entry in entries]
+                assert len(set(tokens)) == len(tokens)
+                rows.append(set(tokens))
+            found.append(rows)
+        return found
+
+
+LENGTHS = [1, 2, 9, 10, 25, 26, 27, 60, 96]
+
+
+@pytest.mark.parametrize("mode", PER_HEAD)
+def test_a_budget_of_at_least_the_length_is_dense(mode: str) -> None:
+    pools = Pools(LENGTHS)
+    found = pools.attend(pools.selection(mode, budget=128), 1)
+    expected = pools.attend_to(1, lambda row, head: torch.arange(LENGTHS[row]))
+    assert torch.allclose(found, expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("mode", PER_HEAD)
+def test_attention_is_over_what_is_listed(mode: str) -> None:
+    pools = Pools(LENGTHS)
+    selection = pools.selection(mode)
+    prefill(selection, pools, torch.zeros_like(pools.lengths), pools.lengths)
+    listed = pools.listed(selection, 0)
+    found = pools.attend(selection, 0)
+    expected = pools.attend_to(
+        0, lambda row, head: torch.tensor(sorted(listed[row][head % selection.heads]))
+    )
+    assert torch.allclose(found, expected, atol=1e-5)
+
+
+def prefill(selection: Selection, pools: Pools, before: Tensor, after: Tensor) -> None:
+    selection.on_prefill(pools.slots, before, after, int((after - before).max()))
+
+
+def scored(pools: Pools, mode: str, row: int, head: int) -> list[float]:
+    """Probability of every token of layer 0."""
+    slot, length = int(pools.slots[row]), int(pools.lengths[row])
+    rows = pools.table[slot, :length].to(torch.int64)
+    group = HEADS // KV_HEADS
+    logits = torch.stack(
+        [pools.keys[0][rows, q // group] @ pools.queries[row, q] * SCALE for q in range(HEADS)]
+    )
+    probabilities = logits.softmax(dim=-1)
+    if mode == "tova":
+        return probabilities.mean(dim=0).tolist()
+    if mode == "oracle":
+        return probabilities[head * group : (head + 1) * group].amax(dim=0).tolist()
+    return list(map(float, range(length)))  # window: the newest
+
+
+@pytest.mark.parametrize("mode", ["window", "tova", "oracle"])
+def test_lists_are_the_sinks_the_recent_tokens_and_the_best(mode: str) -> None:
+    pools = Pools(LENGTHS)
+    selection = pools.selection(mode)
+    assert selection.heads == (KV_HEADS if mode == "oracle" else 1)
+    for row, lists in enumerate(pools.listed(selection, 0)):
+        length = LENGTHS[row]
+        for head, found in enumerate(lists):
+            score = scored(pools, mode, row, head)
+            between = range(SINKS, length - 1 - RECENT)
+            best = sorted(between, key=lambda token: -score[token])[:BUDGET]
+            always = {*range(min(SINKS, length)), *range(max(0, length - 1 - RECENT), length)}
+            assert found == always | set(best)
+
+
+@pytest.mark.parametrize("pool_page", [1, QUEST_PAGE])
+def test_quest_knows_pages_from_prompts_in_chunks_and_from_decode(pool_page: int) -> None:
+    lengths = [90, 41, 96]
+    pools = Pools(lengths, pool_page)
+    whole, grown = (pools.selection("quest", QUEST_PAGE, pool_page) for _ in range(2))
+    prefill(whole, pools, torch.zeros_like(pools.lengths), pools.lengths)
+    prefill(grown, pools, torch.tensor([0, 0, 0]), torch.tensor([20, 16, 47]))
+    prefill(grown, pools, torch.tensor([20, 16, 47]), torch.tensor([50, 17, 48]))
+    final = pools.lengths
+    for added in range(100):
+        pools.lengths = torch.minimum(torch.tensor([51, 18, 49]) + added, final)
+        step = grown.begin_step(pools.slots, pools.lengths)
+        for layer in range(LAYERS):
+            grown.select(step, layer, pools.queries)
+    assert torch.equal(pools.lengths, final)
+    for ours, theirs in zip(grown.bounds, whole.bounds, strict=True):
+        assert torch.equal(ours, theirs)
+    # One page of 16 of those between the first and those that hold the 6 recent tokens.
+    for lists, length in zip(pools.listed(whole, 0), lengths, strict=True):
+        newest = range((length - 1 - RECENT) // QUEST_PAGE * QUEST_PAGE, length)
+        for found in lists:
+            assert {*range(QUEST_PAGE), *newest} <= found
+            assert len(found) == QUEST_PAGE + len(newest) + QUEST_PAGE
+    (only, _), _, _ = pools.listed(whole, 0)
+    assert only == best_page_by_hand(pools, 0)
+
+
+def best_page_by_hand(pools: Pools, row: int) -> set[int]:
+    slot, length = int(pools.slots[row]), int(pools.lengths[row])
+    first_recent = (length - 1 - RECENT) // QUEST_PAGE
+    bounds = {}
+    for page in range(1, first_recent):
+        tokens = pools.table[slot, page * QUEST_PAGE : (page + 1) * QUEST_PAGE].to(torch.int64)
+        keys = pools.keys[0][tokens, 0]
+        queries = pools.queries[row, : HEADS // KV_HEADS, None]
+        bounds[page] = float((queries * keys).amax(dim=1).sum(dim=-1).max())
+    best = max(bounds, key=lambda page: bounds[page])
+    pages = [*range(first_recent * QUEST_PAGE, length), *range(QUEST_PAGE)]
+    return {*pages, *range(best * QUEST_PAGE, (best + 1) * QUEST_PAGE)}
+
+
+def test_a_request_that_just_exceeds_the_budget_leaves_one_token_out() -> None:
+    total = SINKS + BUDGET + RECENT + 1
+    pools = Pools([total, total + 1])
+    for mode in ("window", "tova", "oracle"):
+        (whole, *_), (short, *_) = pools.listed(pools.selection(mode), 0)
+        assert len(whole) == len(short) == total
+
+
+# What SGLang sees of it.
+
+
+@pytest.fixture
+def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (server_args, refusals):
+        monkeypatch.setattr(module, "has_gpu", lambda: False, raising=False)
+
+
+def baseline(mode: str, *flags: str) -> CacheRankServerArgs:
+    return parse_server_args(["--decode-mode", mode, "--cache-rank-gpus", "0", *flags])
+
+
+@pytest.mark.usefixtures("_no_gpu")
+@pytest.mark.parametrize("mode", baselines.MODES)
+def test_a_baseline_decodes_in_our_backend_without_a_cache_rank(mode: str) -> None:
+    args = baseline(mode)
+    assert not args.has_cache_rank
+    assert args.decode_attention_backend == refusals.BACKEND
+    assert args.disable_radix_cache
+    assert (args.page_size, args.dense_layers) == (1, 1)
+    # The threshold plays no part.
+    assert baseline(mode, "--sparse-threshold", "1").sparse_threshold == 1
+
+
+@pytest.mark.usefixtures("_no_gpu")
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (
+            "--cache-rank-gpus 1",
+            "--decode-mode quest selects on the inference rank: add --cache-rank-gpus 0, or drop "
+            "--decode-mode.",
+        ),
+        (
+            "--inference-kv working-set",
+            "--decode-mode quest keeps every token on the inference rank: drop --inference-kv.",
+        ),
+        (
+            "--enable-mixed-chunk",
+            "Prefill and decode rows cannot share a batch: drop --enable-mixed-chunk.",
+        ),
+        ("--sparse-budget 0", "--sparse-budget must be at least 1, got 0."),
+        (
+            "--page-size 16",
+            "--page-size 16: tokens are selected one by one, so the page size must be 1; drop the "
+            "flag.",
+        ),
+    ],
+)
+def test_refuses_with_the_remedy(flags: str, message: str) -> None:
+    with pytest.raises(UnsupportedError) as caught:
+        baseline("quest", *flags.split())
+    assert str(caught.value) == message
+
+
+def test_quest_takes_its_bounds_out_of_the_pools_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    for mode, left in (("quest", 1600), ("oracle", 1700)):
+        args: Any = Mock(spec=CacheRankServerArgs, decode_mode=mode, is_baseline=True)
+        monkeypatch.setattr(hooks, "get_global_server_args", lambda args=args: args)
+        assert hooks.leave_room_for_reserve(1700, Mock()) == left
+
+
+def test_prefills_alone_reach_the_baseline(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = Mock()
+    monkeypatch.setattr(baselines, "_current", backend)
+    for is_extend in (True, False):
+        batch = SimpleNamespace(
+            forward_mode=SimpleNamespace(is_extend=lambda is_extend=is_extend: is_extend)
+        )
+        assert hooks.after_forward("result", "runner", batch) is None
+    backend.on_extend.assert_called_once()
+
+
+@pytest.mark.parametrize("mode", ["quest", "tova"])
+def test_only_quest_keeps_something_of_a_prefill(mode: str) -> None:
+    backend: Any = BaselineAttnBackend.__new__(BaselineAttnBackend)
+    backend.selection = Mock(mode=mode)
+    batch = SimpleNamespace(
+        req_pool_indices="slots",
+        extend_prefix_lens="before",
+        seq_lens="after",
+        extend_seq_lens_cpu=[3, 9, 4],
+    )
+    backend.on_extend(batch)
+    calls = [("slots", "before", "after", 9)] if mode == "quest" else []
+    assert [call.args for call in backend.selection.on_prefill.mock_calls] == calls
