@@ -28,17 +28,18 @@ from rich.table import Table
 from transformers import AutoTokenizer
 
 from cache_rank.config import CacheRankConfig, Frame, ModelShape, Predictor
-from cache_rank.prediction import QueryPredictor
-from cache_rank.protocol import DownMessage
-from cache_rank.recall import measure_recall
+from cache_rank.protocol import DownMessage, Row, UpMessage
 from cache_rank.recording import RECORD_VARIABLE
-from cache_rank.sequence import Sequence
+from cache_rank.selector import Selector
+from cache_rank.timeline import Timeline
 from scripts.pointer_chase import make_chain
 from scripts.serving import serve
 from sglang_ext.server_args import BUNDLED_MODEL
 
 SINKS, RECENT, WINDOW = 4, 16, 16
 CPU = torch.device("cpu")
+MEMORY_BYTES = 1 << 30
+"""For resident tokens; touched only as it is used."""
 
 
 def record(folder: Path, budget: int, chains: int) -> None:
@@ -80,25 +81,33 @@ class StepResult(NamedTuple):
 
 
 def replay(config: CacheRankConfig, events: list[dict[str, Any]]) -> Iterator[StepResult]:
-    """Select again from recorded tensors; one result a warm step."""
-    predictor = QueryPredictor(config, CPU)
-    sequences: dict[int, Sequence] = {}
-    layers = range(config.model.layers)
-    for event in events:
+    """Select again from recorded tensors, one request a step; one result a warm step."""
+    selector, timeline = Selector(config, CPU, MEMORY_BYTES), Timeline("", CPU)
+    (layers,) = config.groups
+    up = UpMessage(config, len(layers), 1, _buffer(UpMessage.size(config, len(layers), 1)))
+    down = DownMessage(config, len(layers), 1, _buffer(DownMessage.size(config, len(layers), 1)))
+    for number, event in enumerate(events):
         if event["kind"] == "load":
-            sequence = sequences.setdefault(event["epoch"], Sequence(event["epoch"], config, CPU))
-            sequence.residency.append(layers, event["shipment"][0], event["shipment"][1])
+            sequence = selector.sequences.get(event["epoch"]) or selector.begin(event["epoch"])
+            selector.load(sequence, event["shipment"])
             continue
         for row in event["rows"]:
-            sequence, position = sequences[row["epoch"]], row["position"]
-            warm = sequence.window.counts[0] > config.query_window
-            recall, mass = measure_recall(sequence, config, layers, row["queries"], position)
-            sequence.append(layers, row["queries"], row["keys"], row["values"])
-            (predicted,) = predictor.predict([sequence.window], layers)
-            selection = sequence.select(layers, predicted, position)
-            entering = (selection.slots >= 0).sum(-1)
-            if warm:
+            warm = selector.sequences[row["epoch"]].queries > config.query_window
+            step = selector.begin_step(number, [Row(row["epoch"], row["position"])])
+            up.queries[0], up.keys[0], up.values[0] = row["queries"], row["keys"], row["values"]
+            selector.append(step, 0, up)
+            scores = selector.score(step, 0, timeline)
+            selector.answer(step, 0, scores, down, timeline)
+            selector.end_step(step)
+            measured = selector.recall.value()
+            if warm and measured is not None:
+                recall, mass = measured.tolist()
+                entering = (down.slots >= 0).sum(-1)
                 yield StepResult(recall, mass, float(entering.float().mean()), int(entering.max()))
+
+
+def _buffer(size: int) -> torch.Tensor:
+    return torch.zeros(size, dtype=torch.uint8)
 
 
 def main() -> None:
@@ -113,15 +122,18 @@ def main() -> None:
         with console.status("serving and recording"):
             record(Path(folder), options.budget, options.chains)
         events = load(Path(folder))
+    model = model_of(events)
     base = CacheRankConfig(
-        model_of(events),
-        layers_per_group=1,
+        model,
+        layers_per_group=model.layers,
         sparse_budget=options.budget,
         sink_tokens=SINKS,
         recent_tokens=RECENT,
         query_window=WINDOW,
         selection_margin=0,
         delta_capacity=options.budget,
+        max_rows=len({event["epoch"] for event in events if event["kind"] == "load"}),
+        recall_interval=1,
     )
 
     predictors = Table(title=f"Selection by predictor, k = {options.budget}, no margin")

@@ -27,7 +27,7 @@ from cache_rank.config import ModelShape
 from sglang_ext.inference_rank import InferenceRank
 from sglang_ext.model_runner import Pools, reserve_rows
 from sglang_ext.server_args import CacheRankServerArgs, parse_server_args
-from sglang_ext.supervisor import Supervisor
+from sglang_ext.supervisor import Place, Supervisor
 
 LENGTH = 600
 # Few and small layers: a host that waits long for a slow cache rank measures its own cold caches.
@@ -73,10 +73,10 @@ def measure(rank: InferenceRank, batch: int, steps: int) -> dict[str, list[float
         rank.announce_step(plan)
         announced = time.perf_counter()
         for group, layers in enumerate(rank.config.groups):
-            rank.begin_group(group)
+            rank.gate.begin_group(group)
             for layer in range(len(layers)):
-                rank.stage(layer, queries, keys, keys)
-            rank.end_group(group)
+                rank.gate.stage(group, layer, queries, keys, keys)
+            rank.gate.end_group(group)
         exchanged = time.perf_counter()
         rank.end_step(plan)
         rank.statistics_of(requests)
@@ -105,10 +105,11 @@ def main() -> None:
     torch.set_grad_enabled(False)
 
     args = parse_server_args(
-        "--sparse-threshold 512 --sparse-budget 64 --delta-capacity 16 --recall-interval 0 "
-        "--log-level warning".split()
+        "--device cpu --sparse-threshold 512 --sparse-budget 64 --delta-capacity 16 "
+        "--recall-interval 0 --log-level warning".split()
     )
-    supervisor = Supervisor("cache-rank-0", args.cache_rank_address, timeout=60.0)
+    place = Place(args.cache_rank_address)
+    supervisor = Supervisor("cache-rank-0", place, timeout=60.0)
     rank = make_rank(args, supervisor)
     console, table = Console(), Table(title="Host time per decode step, all requests sparse")
     table.add_column("batch", justify="right")
@@ -126,7 +127,7 @@ def main() -> None:
     console.print(table)
     starts = []
     for _ in range(5):
-        fresh = Supervisor("cache-rank-0", args.cache_rank_address, timeout=60.0)
+        fresh = Supervisor("cache-rank-0", place, timeout=60.0)
         fresh.open(rank.config)
         starts.append(fresh.start_seconds)
         fresh.close()

@@ -55,7 +55,7 @@ class Server:
         while time.monotonic() < deadline:
             if self.process.poll() is not None:
                 raise RuntimeError(f"server ended: {self.tail()}")
-            with contextlib.suppress(requests.ConnectionError):
+            with contextlib.suppress(requests.ConnectionError, requests.Timeout):
                 if requests.get(f"{self.url}/health", timeout=5).status_code == 200:
                     return self
             time.sleep(0.2)

@@ -199,7 +199,7 @@ def train(
         logits = model.lm_head(hidden[scored])
         loss = torch.nn.functional.cross_entropy(logits, targets)
         optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         is_value = targets >= first_value

@@ -16,9 +16,10 @@ from sglang_ext.inference_rank import InferenceRank, StepPlan
 class CacheRankAttnBackend(AttentionBackend):
     """Two instances of the inner backend: one over SGLang's table, one over the working-set table.
 
-    The first serves the dense layers, and every layer of a batch that no step plan belongs to
-    (warm-up runs). The second serves all other layers; for a dense request its rows are the true
-    ones.
+    The first serves the dense layers. The second serves all others; for a dense request its rows
+    are the true ones. On a CPU the first also serves every layer of a batch that no step plan
+    belongs to (warm-up runs), and of a step during which the cache rank was lost; on a GPU, where
+    the forward pass is a captured graph, the second always does.
     """
 
     def __init__(self, runner: Any, rank: InferenceRank) -> None:
@@ -28,22 +29,49 @@ class CacheRankAttnBackend(AttentionBackend):
         self.req_to_token_pool = runner.req_to_token_pool
         self.needs_cpu_seq_lens = True
         self._rank = rank
+        self._is_captured = rank.device.type == "cuda"
         self._dense = build(runner)
         self._sparse = build(_RunnerOverTable(runner, rank.table.table))
         self._plan: StepPlan | None = None
         self._sparse_view: Any = None
 
-    def init_forward_metadata(self, forward_batch: Any) -> None:
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        self._dense.init_cuda_graph_state(max_bs, max_num_tokens)
+        self._sparse.init_cuda_graph_state(max_bs, max_num_tokens)
+
+    def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
+        """Before a captured forward pass, or the capture of one."""
         self._plan = self._rank.plan
+        if self._rank.dense_layers:
+            self._dense.init_forward_metadata_out_graph(forward_batch, in_capture)
+        self._sparse.init_forward_metadata_out_graph(self._view(forward_batch), in_capture)
+
+    def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
+        self._rank.gate.begin_forward()
+        if self._rank.dense_layers:
+            self._dense.init_forward_metadata_in_graph(forward_batch)
+        self._sparse.init_forward_metadata_in_graph(self._view(forward_batch))
+
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        """Before a forward pass that is not captured."""
+        self._plan = self._rank.plan
+        self._rank.gate.begin_forward()
         self._dense.init_forward_metadata(forward_batch)
-        if self._plan is not None:
-            view = copy.copy(forward_batch)
-            lengths = torch.tensor(self._plan.attended_lengths)
-            view.seq_lens = lengths.to(forward_batch.seq_lens)
-            view.seq_lens_cpu = lengths
-            view.seq_lens_sum = sum(self._plan.attended_lengths)
-            self._sparse_view = view
-            self._sparse.init_forward_metadata(view)
+        if self._is_captured or self._plan is not None:
+            self._sparse_view = self._view(forward_batch)
+            self._sparse.init_forward_metadata(self._sparse_view)
+
+    def _view(self, forward_batch: Any) -> Any:
+        """The batch as layers over the working-set table see it: its lengths are shorter."""
+        if self._plan is None:
+            return forward_batch
+        view = copy.copy(forward_batch)
+        lengths = self._plan.attended_lengths
+        batch = forward_batch.batch_size
+        view.seq_lens = self._plan.lengths[:batch].to(forward_batch.seq_lens.dtype)
+        view.seq_lens_cpu = torch.tensor(lengths + [1] * (batch - len(lengths)))
+        view.seq_lens_sum = sum(lengths)
+        return view
 
     def forward_decode(
         self,
@@ -57,7 +85,7 @@ class CacheRankAttnBackend(AttentionBackend):
     ) -> torch.Tensor:
         rank, plan = self._rank, self._plan
         sparse_layer = layer.layer_id - rank.dense_layers
-        if plan is None or sparse_layer < 0:
+        if sparse_layer < 0 or (plan is None and not self._is_captured):
             return self._dense.forward_decode(
                 q, k, v, layer, forward_batch, save_kv_cache, **kwargs
             )
@@ -67,20 +95,22 @@ class CacheRankAttnBackend(AttentionBackend):
             )
         group, layer_in_group = divmod(sparse_layer, rank.config.layers_per_group)
         if layer_in_group == 0:
-            rank.begin_group(group)
-        rank.stage(
+            rank.gate.begin_group(group)
+        rank.gate.stage(
+            group,
             layer_in_group,
             q.view(-1, layer.tp_q_head_num, layer.qk_head_dim),
             k.view(-1, layer.tp_k_head_num, layer.qk_head_dim),
             v.view(-1, layer.tp_v_head_num, layer.v_head_dim),
         )
-        if plan.attends_to_everything:
-            inner, view = self._dense, forward_batch
-        else:
-            inner, view = self._sparse, self._sparse_view
+        inner, view = self._sparse, forward_batch
+        if not self._is_captured:
+            view = self._sparse_view
+            if plan is not None and plan.attends_to_everything:
+                inner, view = self._dense, forward_batch
         output = inner.forward_decode(q, k, v, layer, view, save_kv_cache, **kwargs)
         if layer_in_group == len(rank.config.groups[group]) - 1:
-            rank.end_group(group)
+            rank.gate.end_group(group)
         return output
 
     def forward_extend(self, *args: Any, **kwargs: Any) -> torch.Tensor:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from sglang.srt.plugins.hook_registry import HookType
 from sglang.srt.server_args import get_global_server_args
 
-from sglang_ext import inference_rank
+from sglang_ext import baselines, inference_rank
 from sglang_ext.lifecycle import RequestStatistics
 from sglang_ext.model_runner import reserve_rows
 from sglang_ext.server_args import CacheRankServerArgs
@@ -29,14 +29,17 @@ class Hook(NamedTuple):
     why: str
 
 
-def _cache_rank_args() -> CacheRankServerArgs | None:
+def _our_args() -> CacheRankServerArgs | None:
     try:
         args = get_global_server_args()
     except ValueError:  # a process that uses parts of SGLang without serving
         return None
-    if isinstance(args, CacheRankServerArgs) and args.has_cache_rank:
-        return args
-    return None
+    return args if isinstance(args, CacheRankServerArgs) else None
+
+
+def _cache_rank_args() -> CacheRankServerArgs | None:
+    args = _our_args()
+    return args if args is not None and args.has_cache_rank else None
 
 
 def add_reserve_rows(shapes: tuple[Any, Any], pool: Any) -> tuple[Any, Any]:
@@ -50,9 +53,11 @@ def add_reserve_rows(shapes: tuple[Any, Any], pool: Any) -> tuple[Any, Any]:
 
 
 def leave_room_for_reserve(available_bytes: int, configurator: Any, *_: Any, **__: Any) -> int:
-    """Take the reserve's memory out of what the pool is sized by."""
-    args = _cache_rank_args()
-    if args is None:
+    """Take the memory of the reserve, or of a baseline, out of what the pool is sized by."""
+    args = _our_args()
+    if args is not None and args.is_baseline:
+        return available_bytes - baselines.memory_beside_pool(args, available_bytes)
+    if args is None or not args.has_cache_rank:
         return available_bytes
     model = configurator.model_config
     heads = model.get_num_kv_heads(args.tp_size)
@@ -82,6 +87,13 @@ def run_step(
     return result
 
 
+def after_forward(result: Any, runner: Any, forward_batch: Any, *_: Any, **__: Any) -> None:
+    """Let a baseline see what prefills have written."""
+    backend = baselines.current()
+    if backend is not None and forward_batch.forward_mode.is_extend():
+        backend.on_extend(forward_batch)
+
+
 def end_epoch(pool: Any, request: Any) -> None:
     """A request's slot is about to be freed."""
     rank = inference_rank.current()
@@ -96,8 +108,8 @@ def end_all_epochs(pool: Any) -> None:
         rank.on_pool_cleared()
 
 
-def retract_orphans(scheduler: Any, running_batch: Any, *_: Any, **__: Any) -> None:
-    """Give requests whose K and V are lost back to the queue, before the next batch is chosen.
+def before_next_batch(scheduler: Any, running_batch: Any, *_: Any, **__: Any) -> None:
+    """Free what is covered, and give requests whose K and V are lost back to the queue.
 
     The result of the step that failed is still to be processed, in this turn of the event loop, and
     is skipped for requests that are retracted then. They must not be admitted again before, so they
@@ -106,6 +118,8 @@ def retract_orphans(scheduler: Any, running_batch: Any, *_: Any, **__: Any) -> N
     rank = inference_rank.current()
     if rank is None:
         return
+    if rank.free_covered():
+        running_batch.batch_is_full = False  # SGLang looks again only when a request ends
     for request in rank.take_requests_to_queue():
         scheduler._add_request_to_queue(request, is_retracted=True)
     orphans = rank.take_orphans()
@@ -184,6 +198,12 @@ HOOKS = (
         "tp_worker.py:529; the one call a step, eager or graph, that sees the requests",
     ),
     Hook(
+        "sglang.srt.model_executor.model_runner.ModelRunner.forward",
+        HookType.AFTER,
+        after_forward,
+        "model_runner.py:1382; prefill goes to another backend than decode, eager or graph",
+    ),
+    Hook(
         "sglang.srt.mem_cache.memory_pool.ReqToTokenPool.free",
         HookType.BEFORE,
         end_epoch,
@@ -198,7 +218,7 @@ HOOKS = (
     Hook(
         "sglang.srt.managers.scheduler.Scheduler.get_next_batch_to_run",
         HookType.BEFORE,
-        retract_orphans,
+        before_next_batch,
         "scheduler.py:2687; the only point where batches may change and no step is being built",
     ),
     Hook(

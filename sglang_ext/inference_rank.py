@@ -9,16 +9,26 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from cache_rank.config import ModelShape
 from cache_rank.control import ControlError
+from cache_rank.copies import upload
+from cache_rank.operations import operations_for
 from cache_rank.transport import TransportError
-from sglang_ext.exchange import Exchange, ExchangeCounters, ExchangeRow
+from sglang_ext.exchange import (
+    Exchange,
+    ExchangeCounters,
+    ExchangeRow,
+    HostExchange,
+    HostGate,
+    WorkingSetRows,
+)
 from sglang_ext.lifecycle import Lifecycle, Phase, SparseSequence, prepare_requests
 from sglang_ext.metrics import CacheRankMetrics
 from sglang_ext.model_runner import (
@@ -29,10 +39,17 @@ from sglang_ext.model_runner import (
     reserve_rows,
 )
 from sglang_ext.server_args import CacheRankServerArgs
-from sglang_ext.supervisor import CacheRankDownError, Supervisor
-from sglang_ext.working_set import Reserve, WorkingSetTable, copy_sinks
+from sglang_ext.supervisor import CacheRankDownError, Place, Supervisor
+from sglang_ext.tracing import Tracer
+from sglang_ext.working_set import Reserve, WorkingSetTable
+
+if TYPE_CHECKING:
+    from sglang_ext.gate import DeviceGate
 
 logger = logging.getLogger(__name__)
+
+GRAPH_PADDING = 256
+"""A captured graph may be for more rows than there are request slots."""
 
 FREE_STRIDE = 64
 """Covered tokens are freed this many at a time: freeing costs the host a concatenation."""
@@ -44,6 +61,7 @@ class StepPlan:
 
     Attributes:
         attended_lengths: per batch row, tokens that layers over the working-set table attend to.
+        lengths: the same on the device of the model, (max batch,) int64, 1 beyond the batch.
         rows: the exchanged requests.
         sparse: the sparse requests among them.
         shipping: requests whose prompt is being shipped, and their length.
@@ -51,6 +69,7 @@ class StepPlan:
     """
 
     attended_lengths: list[int]
+    lengths: Tensor
     rows: list[ExchangeRow]
     sparse: list[SparseSequence]
     shipping: list[tuple[SparseSequence, int]]
@@ -92,11 +111,16 @@ class InferenceRank:
         self.config = args.cache_rank_config(model, args.max_sparse_requests)
         self.table = WorkingSetTable(pools.req_to_token, self.config)
         self.plan: StepPlan | None = None
+        self.device = pools.req_to_token.device
+        """Of the model's tensors."""
         self.metrics = CacheRankMetrics(args, tp_rank)
         self.retractions = 0
 
-        self._keys = pools.keys[self.dense_layers :]
-        self._values = pools.values[self.dense_layers :]
+        self._working_sets = WorkingSetRows(
+            self.config, pools.keys[self.dense_layers :], pools.values[self.dense_layers :]
+        )
+        self._operations = operations_for(self.device)
+        self._max_batch = pools.req_to_token.shape[0] + GRAPH_PADDING
         self._req_to_token = pools.req_to_token
         self._allocator = pools.allocator
         first_reserve_row = pools.keys[0].shape[0] - reserve_rows(args)
@@ -112,6 +136,13 @@ class InferenceRank:
         self._supervisor = supervisor
         supervisor.on_report = self.metrics.on_report
         self._exchange: Exchange | None = None
+        self._to_free: list[tuple[SparseSequence, int]] = []
+        self.gate: DeviceGate | HostGate = HostGate(self.attempt)
+        if self.device.type == "cuda":
+            from sglang_ext.gate import DeviceGate
+
+            self.gate = DeviceGate(self.config, self._max_batch, self.device)
+        self._tracer = Tracer(args.trace, args.trace_steps) if args.trace else None
         supervisor.open(self.config)
         self._connect()
 
@@ -126,7 +157,7 @@ class InferenceRank:
         """
         self._follow_supervisor()
         prepare_requests(requests)
-        plan = StepPlan([], [], [], [])
+        plan = StepPlan([], torch.empty(0), [], [], [])
         rows, positions, sparse = [], [], []
         for index, (request, length) in enumerate(zip(requests, lengths, strict=True)):
             position = length - 1
@@ -139,30 +170,36 @@ class InferenceRank:
             sparse.append(is_sparse)
             filled = sequence.filled if sequence is not None else 0
             plan.attended_lengths.append(self.table.sparse_length(filled) if is_sparse else length)
-        self.table.advance(rows, positions, sparse)
+        self._upload(plan, self.table.plan_advance(rows, positions, sparse))
         self.plan = plan
         return plan
 
+    def _upload(self, plan: StepPlan, advance: Tensor) -> None:
+        """Bring what the step's kernels read to the device, in one copy."""
+        padding = self._max_batch - len(plan.attended_lengths)
+        lengths = torch.tensor(plan.attended_lengths + [1] * padding)
+        exchanged = torch.full((self._max_batch,), -1, dtype=torch.int32)
+        for index, row in enumerate(plan.rows):
+            exchanged[row.batch_index] = index
+        steps = self.gate.plan_step(bool(plan.rows))
+        advance, plan.lengths, exchanged, steps = upload(
+            (advance, lengths, exchanged, steps), self.device
+        )
+        self.table.advance(advance)
+        self.gate.begin_step(exchanged, steps)
+
     def announce_step(self, plan: StepPlan) -> None:
         """Tell the cache rank which requests the step exchanges."""
-        self._attempt(lambda exchange: exchange.begin_step(plan.rows))
-
-    def begin_group(self, group: int) -> None:
-        """Before a group's first layer: its slots hold the selection for this step."""
-        self._attempt(lambda exchange: exchange.begin_group(group))
-
-    def stage(self, layer_in_group: int, q: Tensor, k: Tensor, v: Tensor) -> None:
-        """Keep one layer's tensors for the cache rank: (batch, heads, D) each."""
-        if self._exchange is not None:
-            self._exchange.stage(layer_in_group, q, k, v)
-
-    def end_group(self, group: int) -> None:
-        """After a group's last layer: what the cache rank needs is on its way."""
-        self._attempt(lambda exchange: exchange.end_group(group))
+        traced = self._tracer is not None and self._tracer.wants(len(plan.sparse))
+        self.attempt(lambda exchange: exchange.begin_step(plan.rows, traced))
 
     def end_step(self, plan: StepPlan) -> None:
-        """After the forward pass: account, ship prompts, free what the working set covers."""
+        """After the forward pass: account, ship prompts, free what the working set covers.
+
+        On a GPU the forward pass has been queued, not computed.
+        """
         self.plan = None
+        self.attempt(lambda exchange: exchange.end_step())
         for row in plan.rows:
             row.sequence.exchanged += 1
             row.sequence.filled = row.filled_after
@@ -171,16 +208,20 @@ class InferenceRank:
         if self._exchange is None:
             return
         if plan.rows:
-            late = self._exchange.was_late
-            for row in plan.rows:
-                row.sequence.statistics.late_steps += late
-            self.metrics.on_step(self._exchange, len(plan.sparse))
+            self._account(self._exchange, plan)
         for sequence, length in plan.shipping:
             self._ship_chunk(sequence, length)
         if self._exchange is not None and self.args.inference_kv == "working-set":
             for row in plan.rows:
                 if row.sequence.phase is Phase.SPARSE:
-                    self._free_covered(row.sequence, row.position)
+                    self._free_later(row.sequence, row.position)
+
+    def _account(self, exchange: Exchange, plan: StepPlan) -> None:
+        for row in plan.rows:
+            row.sequence.statistics.late_steps += exchange.was_late
+        self.metrics.on_step(exchange, len(plan.sparse))
+        if self._tracer is not None:
+            self._tracer.end_step(exchange)
 
     # Events of requests.
 
@@ -192,13 +233,13 @@ class InferenceRank:
             self.metrics.on_no_sparse_requests()
         if sequence is not None and not sequence.orphaned:
             epoch = sequence.epoch
-            self._attempt(lambda exchange: exchange.end([epoch]))
+            self.attempt(lambda exchange: exchange.end([epoch]))
 
     def on_pool_cleared(self) -> None:
         """SGLang empties its pools."""
         for row in list(self.lifecycle.live):
             self.lifecycle.end(row)
-        self._attempt(lambda exchange: exchange.flush())
+        self.attempt(lambda exchange: exchange.flush())
 
     def take_orphans(self) -> list[Any]:
         """Requests whose K and V are gone with a cache rank; SGLang must recompute them."""
@@ -270,14 +311,7 @@ class InferenceRank:
     ) -> None:
         if self._exchange is not None and self.lifecycle.enter_step(sequence, position):
             self.table.enter(sequence.row, position, sequence.block)
-            copy_sinks(
-                self._keys,
-                self._values,
-                self._req_to_token,
-                sequence.row,
-                self.config.sink_tokens,
-                sequence.block,
-            )
+            self._copy_sinks(sequence)
         if sequence.phase is Phase.SPARSE:
             plan.sparse.append(sequence)
         if sequence.phase is Phase.SHIPPING:
@@ -290,22 +324,46 @@ class InferenceRank:
         """Ship the next tokens of a request that has `length` in the pool."""
         stop = min(length, sequence.shipped + self.args.bulk_chunk_tokens)
         pool_rows = self._req_to_token[sequence.row, sequence.shipped : stop].to(torch.int64)
-        self._attempt(lambda exchange: exchange.ship(sequence, pool_rows))
+        self.attempt(lambda exchange: exchange.ship(sequence, pool_rows))
 
-    def _free_covered(self, sequence: SparseSequence, position: int) -> None:
-        """Free pool rows of tokens that the table no longer refers to."""
-        request = sequence.request
+    def _copy_sinks(self, sequence: SparseSequence) -> None:
+        """Copy a request's first tokens into its reserve block."""
+        sinks = self.config.sink_tokens
+        if sinks:
+            source = self._req_to_token[sequence.row, :sinks].to(torch.int64)
+            target = torch.arange(sequence.block, sequence.block + sinks, device=self.device)
+            self._operations.copy_tokens(
+                self._working_sets.keys, self._working_sets.values, source, target
+            )
+
+    def _free_later(self, sequence: SparseSequence, position: int) -> None:
+        """Note that the table no longer refers to the tokens before the recent window."""
         covered = position - self.config.recent_tokens
-        start = request.cache_protected_len
-        if covered - start >= FREE_STRIDE:
-            freed = self._req_to_token[sequence.row, start:covered]
+        if covered - sequence.request.cache_protected_len >= FREE_STRIDE:
+            self._to_free.append((sequence, covered))
+
+    def free_covered(self) -> bool:
+        """Free pool rows that no table refers to, on the stream that SGLang allocates on.
+
+        Returns:
+            Whether there were any.
+        """
+        freed_any = False
+        waiting, self._to_free = self._to_free, []
+        for sequence, covered in waiting:
+            request = sequence.request
+            if sequence.ended or sequence.orphaned or covered <= request.cache_protected_len:
+                continue
+            freed = self._req_to_token[sequence.row, request.cache_protected_len : covered]
             self._allocator.free(freed.to(torch.int64))
             # SGLang frees from here on when the request ends.
             request.cache_protected_len = covered
+            freed_any = True
+        return freed_any
 
     # The cache rank comes and goes.
 
-    def _attempt(self, action: Callable[[Exchange], None]) -> None:
+    def attempt(self, action: Callable[[Any], None]) -> None:
         """Do something with the cache rank, if it is up and stays up."""
         if self._exchange is None:
             return
@@ -325,7 +383,12 @@ class InferenceRank:
         connection = self._supervisor.connection
         if connection is None:
             return
-        self._exchange = Exchange(connection, self.config, self._keys, self._values)
+        if isinstance(self.gate, HostGate):
+            self._exchange = HostExchange(connection, self.config, self._working_sets)
+        else:
+            from sglang_ext.device_exchange import DeviceExchange
+
+            self._exchange = DeviceExchange(connection, self.config, self._working_sets, self.gate)
         self.lifecycle.capacity_tokens = connection.capacity_tokens
         self.metrics.on_connect()
 
@@ -359,12 +422,19 @@ _current: InferenceRank | None = None
 _supervisor: Supervisor | None = None
 
 
-def spawn(args: CacheRankServerArgs, tp_rank: int) -> None:
+def spawn(args: CacheRankServerArgs, tp_rank: int, gpu_id: int) -> None:
     """Spawn this scheduler's cache-rank process, so that it loads while the model does."""
     global _supervisor
-    _supervisor = Supervisor(
-        f"cache-rank-{tp_rank}", args.cache_rank_address, args.cache_rank_timeout
-    )
+    place = Place(args.cache_rank_address, trace=args.trace or "")
+    if args.device == "cuda":
+        from cache_rank.nccl import prepare_environment
+
+        prepare_environment(os.environ, args.cache_rank_address)
+        place = place._replace(
+            inference_device=f"cuda:{gpu_id}",
+            cache_device=f"cuda:{args.first_cache_rank_gpu + tp_rank}",
+        )
+    _supervisor = Supervisor(f"cache-rank-{tp_rank}", place, args.cache_rank_timeout)
 
 
 def create(runner: Any, args: CacheRankServerArgs) -> InferenceRank:

@@ -46,7 +46,7 @@ def assert_live() -> None:
 
 
 def _create_backend(runner: Any) -> Any:
-    from sglang_ext import inference_rank
+    from sglang_ext import baselines, inference_rank
     from sglang_ext.attention import CacheRankAttnBackend
     from sglang_ext.server_args import CacheRankServerArgs
 
@@ -55,4 +55,6 @@ def _create_backend(runner: Any) -> Any:
             "the attention backend cache_rank needs a cache rank: "
             "start the server with python -m sglang_ext.launch"
         )
+    if runner.server_args.is_baseline:
+        return baselines.create_backend(runner, runner.server_args)
     return CacheRankAttnBackend(runner, inference_rank.create(runner, runner.server_args))

@@ -43,7 +43,7 @@ def run_scheduler_process(
     """SGLang's scheduler process, with the cache rank's hooks and its cache rank."""
     load_plugin()
     if server_args.has_cache_rank:
-        inference_rank.spawn(server_args, tp_rank)
+        inference_rank.spawn(server_args, tp_rank, gpu_id)
     return scheduler.run_scheduler_process(server_args, port_args, gpu_id, tp_rank, *args, **kwargs)
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import torch
 from packaging.specifiers import SpecifierSet
 
 from cache_rank.config import DTYPES, ModelShape
@@ -51,6 +52,8 @@ def refuse_arguments(args: Any) -> None:
     except ValueError as error:
         flag = str(error).split()[0].replace("_", "-")
         raise UnsupportedError(f"--{flag} {' '.join(str(error).split()[1:])}.") from None
+    if args.is_baseline:
+        return
     working_set = args.sparse_budget + args.sink_tokens + args.recent_tokens
     if args.sparse_threshold <= args.sink_tokens + args.recent_tokens:
         raise UnsupportedError(
@@ -65,7 +68,37 @@ def refuse_arguments(args: Any) -> None:
         )
 
 
+def _gpu_conflicts(args: Any) -> list[tuple[bool, str]]:
+    if not has_gpu() or args.device == "cpu" or args.is_baseline:
+        return []
+    own = range(args.base_gpu_id, args.base_gpu_id + args.tp_size * args.gpu_id_step)
+    first, present = args.first_cache_rank_gpu, torch.cuda.device_count()
+    return [
+        (
+            first in own,
+            f"--cache-rank-base-gpu-id {first} is SGLang's own GPU: a cache rank needs another; "
+            "drop the flag to take the next one.",
+        ),
+        (
+            first + args.cache_rank_gpus > present,
+            f"The cache rank would run on GPU {first}, and this machine has {present}: pass "
+            "--cache-rank-base-gpu-id, add a GPU, or pass --cache-rank-gpus 0 for plain SGLang.",
+        ),
+        (
+            args.attention_backend not in (None, "fa3", "triton"),
+            f"--attention-backend {args.attention_backend}: decode over working sets in CUDA "
+            "graphs is tested with fa3 and triton; pass one of them.",
+        ),
+        (
+            args.cuda_graph_backend_decode not in (None, "full", "disabled"),
+            f"--cuda-graph-backend-decode {args.cuda_graph_backend_decode}: the exchange is gated "
+            "inside one full graph; pass full, or drop the flag.",
+        ),
+    ]
+
+
 def _conflicts(args: Any) -> list[tuple[bool, str]]:
+    page = args.baseline_page_size if args.is_baseline else 1
     radix = "radix cache: prompts of sparse requests leave the pool, so prefixes are not shared"
     return [
         (
@@ -73,15 +106,35 @@ def _conflicts(args: Any) -> list[tuple[bool, str]]:
             "Tensor parallelism is not supported with a cache rank yet: drop --tp-size.",
         ),
         (
-            args.cache_rank_gpus != 1,
+            args.is_baseline and args.cache_rank_gpus != 0,
+            f"--decode-mode {args.decode_mode} selects on the inference rank: add "
+            "--cache-rank-gpus 0, or drop --decode-mode.",
+        ),
+        (
+            args.is_baseline and args.inference_kv == "working-set",
+            f"--decode-mode {args.decode_mode} keeps every token on the inference rank: drop "
+            "--inference-kv.",
+        ),
+        (
+            not args.is_baseline and args.cache_rank_gpus != 1,
             f"--cache-rank-gpus {args.cache_rank_gpus}: there is one cache rank for each "
             "tensor-parallel rank, so give 1, or 0 for plain SGLang.",
         ),
         (
-            (args.device or ("cuda" if has_gpu() else "cpu")) != "cpu",
-            "The cache rank runs on CPU processes only in this version: pass --device cpu, or "
-            "--cache-rank-gpus 0 for plain SGLang.",
+            args.device not in (None, "cpu", "cuda"),
+            f"--device {args.device}: the cache rank runs on NVIDIA GPUs and on CPUs; pass "
+            "--device cuda or cpu, or --cache-rank-gpus 0 for plain SGLang.",
         ),
+        (
+            args.device == "cuda" and not has_gpu(),
+            "--device cuda: this machine has no usable NVIDIA GPU; pass --device cpu, or drop the "
+            "flag.",
+        ),
+        (
+            args.trace_steps < 1,
+            f"--trace-steps {args.trace_steps}: at least one step must be traced; pass 1 or more.",
+        ),
+        *_gpu_conflicts(args),
         (
             args.radix_cache_backend is not None
             or args.enable_hierarchical_cache
@@ -91,9 +144,10 @@ def _conflicts(args: Any) -> list[tuple[bool, str]]:
             "--enable-session-radix-cache and --enable-lmcache.",
         ),
         (
-            args.page_size not in (None, 1),
-            f"--page-size {args.page_size}: tokens are selected one by one, so the page size "
-            "must be 1; drop the flag.",
+            args.page_size not in (None, page),
+            f"--page-size {args.page_size}: tokens are selected "
+            f"{'one by one' if page == 1 else 'by pages'}, so the page size must be {page}; drop "
+            "the flag.",
         ),
         (
             args.enable_mixed_chunk,
@@ -182,6 +236,16 @@ def _conflicts(args: Any) -> list[tuple[bool, str]]:
 
 def refuse_model(args: Any) -> None:
     """Refuse models whose attention the working set cannot represent."""
+    try:
+        _refuse_model(args)
+    except UnsupportedError as error:
+        if not args.is_baseline:
+            raise
+        remedy = str(error).replace("use --cache-rank-gpus 0", "drop --decode-mode")
+        raise UnsupportedError(remedy) from None
+
+
+def _refuse_model(args: Any) -> None:
     from sglang.srt.configs.hybrid_arch import mambaish_config
     from sglang.srt.configs.model_config import AttentionArch
 
@@ -222,6 +286,8 @@ def refuse_model(args: Any) -> None:
             f"--dense-layers {args.dense_layers} leaves none of the {layers} layers of {name} "
             "sparse: lower it, or use --cache-rank-gpus 0."
         )
+    if args.is_baseline:
+        return
     reserve = _reserve_bytes(args, model)
     if args.device == "cpu" and reserve > psutil.virtual_memory().available:
         raise UnsupportedError(

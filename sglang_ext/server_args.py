@@ -11,11 +11,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from sglang.srt.arg_groups.arg_utils import A, Arg, add_cli_args_from_dataclass
 from sglang.srt.server_args import ServerArgs
 
 from cache_rank.config import CacheRankConfig, ModelShape
-from cache_rank.residency import FORMATS
+from cache_rank.residency import FORMATS, require_format
+from cache_rank.residency.options import parse_options
+from sglang_ext.baselines.selection import QUEST_PAGE
 from sglang_ext.cpu import has_gpu, say_once
 from sglang_ext.refusals import BACKEND, refuse_arguments, refuse_model, refuse_unknown_sglang
 
@@ -44,6 +47,16 @@ class CacheRankServerArgs(ServerArgs):
             "Without a GPU every rank is a CPU process."
         ),
     ] = 1
+    decode_mode: A[
+        Literal["cache-rank", "quest", "window", "tova", "oracle"],
+        Arg(
+            help="How sparse layers decode. All but cache-rank are synchronous baselines on the "
+            "inference rank and need --cache-rank-gpus 0: they select with the current query and "
+            "share --sparse-budget, --sink-tokens, --recent-tokens and --dense-layers. They have "
+            "no threshold: a request attends to everything while it has no more tokens than these "
+            "add up to."
+        ),
+    ] = "cache-rank"
     sparse_threshold: A[int, Arg(help="Length in tokens at which a request turns sparse.")] = 4096
     sparse_budget: A[
         int, Arg(help="Tokens that each KV head attends to beside sinks and recent tokens.")
@@ -87,6 +100,17 @@ class CacheRankServerArgs(ServerArgs):
         str,
         Arg(help="How the cache rank holds K and V; bf16 is as they came.", choices=list(FORMATS)),
     ] = "bf16"
+    kv_residency_options: A[
+        str,
+        Arg(help="Options of --kv-residency, as name=value separated by commas."),
+    ] = ""
+    score_keys: A[
+        Literal["resident", "fp8"],
+        Arg(
+            help="Score tokens by their keys as they are held, or by a copy in 8 bits, which "
+            "halves what the cache rank reads in a step and takes a quarter more of its memory."
+        ),
+    ] = "resident"
     max_sparse_requests: A[
         int,
         Arg(help="Requests that can be sparse at once; each reserves a working set of pool rows."),
@@ -103,6 +127,18 @@ class CacheRankServerArgs(ServerArgs):
         float,
         Arg(help="Seconds without an answer after which a cache rank counts as down."),
     ] = 5.0
+    cache_rank_base_gpu_id: A[
+        int | None,
+        Arg(help="GPU of the first cache rank. Default: the one after SGLang's own GPUs."),
+    ] = None
+    trace: A[
+        str | None,
+        Arg(
+            help="Write a timeline of a few decode steps of both ranks to this file; Perfetto and "
+            "Chrome read it."
+        ),
+    ] = None
+    trace_steps: A[int, Arg(help="Decode steps that --trace covers.")] = 8
     cache_rank_address: A[
         str,
         Arg(
@@ -113,7 +149,7 @@ class CacheRankServerArgs(ServerArgs):
 
     def __post_init__(self) -> None:
         refuse_unknown_sglang()
-        if self.cache_rank_gpus == 0:
+        if self.cache_rank_gpus == 0 and not self.is_baseline:
             super().__post_init__()
             return
         refuse_arguments(self)
@@ -126,6 +162,24 @@ class CacheRankServerArgs(ServerArgs):
         """Whether this server has a cache rank."""
         return self.cache_rank_gpus > 0
 
+    @property
+    def is_baseline(self) -> bool:
+        """Whether decode is one of the synchronous baselines."""
+        return self.decode_mode != "cache-rank"
+
+    @property
+    def baseline_page_size(self) -> int:
+        """Page size of a baseline: Quest's own, which SGLang can have only on a GPU."""
+        on_gpu = has_gpu() and self.device != "cpu"
+        return QUEST_PAGE if self.decode_mode == "quest" and on_gpu else 1
+
+    @property
+    def first_cache_rank_gpu(self) -> int:
+        """The GPU of tensor-parallel rank 0's cache rank."""
+        if self.cache_rank_base_gpu_id is not None:
+            return self.cache_rank_base_gpu_id
+        return self.base_gpu_id + self.tp_size * self.gpu_id_step
+
     def cache_rank_config(self, model: ModelShape, max_rows: int) -> CacheRankConfig:
         """What the cache rank is opened with.
 
@@ -133,23 +187,30 @@ class CacheRankServerArgs(ServerArgs):
             ValueError: a flag is out of range.
         """
         same = {field: getattr(self, field) for field in _SHARED_FIELDS}
-        return CacheRankConfig(
+        config = CacheRankConfig(
             model=model,
             max_rows=max_rows,
+            kv_residency_options=parse_options(self.kv_residency_options),
             checksum=os.environ.get(CHECKSUM_VARIABLE) == "1",
             **same,
         )
+        require_format(config)
+        return config
 
     def _set_required(self) -> None:
         """Set what the cache rank needs, and say so."""
         if self.dense_layers is None:
             self.dense_layers = 0 if self.inference_kv == "working-set" else 1
         self._set("disable_radix_cache", True, "sparse requests leave the pool")
-        self._set("page_size", 1, "tokens are selected one by one")
+        if self.is_baseline:
+            self._set("page_size", self.baseline_page_size, "what is selected together")
+        else:
+            self._set("page_size", 1, "tokens are selected one by one")
         if not has_gpu():
             say_once()
             self._set("device", "cpu", "no GPU found")
-        if self.device == "cpu":
+        device: str | None = self.device  # type: ignore[has-type]
+        if device == "cpu":
             if self.attention_backend is None:
                 self._set("attention_backend", "torch_native", "the CPU engine's backend")
             if self.sampling_backend is None:
@@ -163,6 +224,12 @@ class CacheRankServerArgs(ServerArgs):
                 self._set("max_running_requests", _CPU_RUNNING_REQUESTS, "host memory is shared")
             if self.dtype == "auto" and _config_dtype(self.model_path) == "float32":
                 self._set("dtype", "float32", "the checkpoint's own")
+        if device in (None, "cuda") and has_gpu():
+            self.device = "cuda"
+            if self.attention_backend is None:
+                hopper = torch.cuda.get_device_capability()[0] == 9
+                chosen = "fa3" if hopper else "triton"
+                self._set("attention_backend", chosen, "kernels of this GPU")
         self._set("decode_attention_backend", BACKEND, "sparse decode over the working set")
 
     def _set(self, field: str, value: Any, reason: str) -> None:
@@ -182,6 +249,7 @@ _SHARED_FIELDS = (
     "selection_margin",
     "delta_capacity",
     "kv_residency",
+    "score_keys",
     "recall_interval",
 )
 

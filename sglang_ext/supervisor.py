@@ -17,17 +17,17 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
+import torch
 import zmq
 
 from cache_rank.config import CacheRankConfig
 from cache_rank.control import ControlReceiver, ControlSender
 from cache_rank.process import LINK_SECONDS, Launch
 from cache_rank.protocol import Open, Opened, Ready, Report, ToInferenceRank
-from cache_rank.transport import INFERENCE, Link
+from cache_rank.transport import INFERENCE, Link, make_rendezvous
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +44,21 @@ class CacheRankDownError(RuntimeError):
     """The cache rank died, stopped, or did not answer in time."""
 
 
+class Place(NamedTuple):
+    """Where the two ranks are.
+
+    Attributes:
+        address: host name or IP of the interface that the channels bind to.
+        inference_device, cache_device: as torch names them.
+        trace: file that the cache rank appends its timeline to; empty for none.
+    """
+
+    address: str
+    inference_device: str = "cpu"
+    cache_device: str = "cpu"
+    trace: str = ""
+
+
 class Connection:
     """One running cache-rank process and the channels to it.
 
@@ -52,13 +67,18 @@ class Connection:
         link: the data channels; used by the scheduler thread only.
         capacity_tokens: how many tokens fit in the cache rank's memory.
         pid: of the process.
+        before_abort: called before transfers under way are cut off, from any thread.
+        check: called a few times a second by the watching thread; raises CacheRankDownError.
     """
 
-    def __init__(self, name: str, address: str, timeout: float) -> None:
+    def __init__(self, name: str, place: Place, timeout: float) -> None:
         """Spawn the process; it is not ready yet."""
         self.timeout = timeout
         self.capacity_tokens = 0
-        self._address = address
+        self.before_abort: Callable[[], None] = lambda: None
+        self.check: Callable[[], None] = lambda: None
+        self._place = place
+        address = place.address
         self._secret = secrets.token_bytes(32)
         self._context: zmq.Context[Any] = zmq.Context()
         self._reports: ControlReceiver[ToInferenceRank] = ControlReceiver(
@@ -69,6 +89,7 @@ class Connection:
             secret=self._secret.hex(),
             report_endpoint=self._reports.endpoint,
             address=address,
+            device=place.cache_device,
         )
         self._process = subprocess.Popen(
             [sys.executable, "-m", "cache_rank.process"],
@@ -85,6 +106,8 @@ class Connection:
         self.pid = self._process.pid
         self.control: ControlSender
         self.link: Link
+        self._is_linked = False
+        self._cut_off = threading.Lock()
 
     def open(self, config: CacheRankConfig) -> None:
         """Wait until the process is ready, and connect the data channels.
@@ -96,9 +119,13 @@ class Connection:
         self.control = ControlSender(self._context, ready.endpoint, self._secret)
         folder = tempfile.mkdtemp(prefix="cache-rank-")  # readable by this user only
         try:
-            rendezvous = str(Path(folder, "rendezvous"))
-            self.control.send(Open(config=config, rendezvous=rendezvous))
-            self.link = Link(rendezvous, INFERENCE, self._address, self._secret, LINK_SECONDS)
+            device = torch.device(self._place.inference_device)
+            rendezvous = make_rendezvous(device, folder)
+            self.control.send(Open(config, rendezvous, self._place.trace))
+            self.link = Link(
+                rendezvous, INFERENCE, device, self._place.address, self._secret, LINK_SECONDS
+            )
+            self._is_linked = True
             self.capacity_tokens = self._expect(Opened).capacity_tokens
         finally:
             shutil.rmtree(folder)
@@ -123,6 +150,7 @@ class Connection:
             if isinstance(message, Report):
                 on_report(message)
             self._check_alive()
+            self.check()
 
     def _check_alive(self) -> None:
         while select.select([self._heartbeat], [], [], 0)[0]:
@@ -134,8 +162,13 @@ class Connection:
             raise CacheRankDownError(f"process {self.pid} is silent for {self.timeout:g} s")
 
     def kill(self) -> None:
-        """End the process, whatever state it is in. Safe from any thread."""
+        """End the process, whatever state it is in. Safe from any thread, and more than once."""
         self._process.kill()
+        with self._cut_off:
+            if self._is_linked:
+                self._is_linked = False
+                self.before_abort()
+                self.link.abort()
 
     def close(self) -> None:
         """Kill and reap the process, and close what belongs to the watching thread."""
@@ -158,13 +191,13 @@ class Supervisor:
             comes up, and with None when it goes down.
     """
 
-    def __init__(self, name: str, address: str, timeout: float) -> None:
+    def __init__(self, name: str, place: Place, timeout: float) -> None:
         """Spawn the first process at once, so that it loads while the model does."""
         self.connection: Connection | None = None
         self.starts = 0
         self.start_seconds = 0.0
         self._name = name
-        self._address = address
+        self._place = place
         self._timeout = timeout
         self.on_report: Callable[[Report | None], None] = lambda report: None
         self._config: CacheRankConfig | None = None
@@ -213,7 +246,7 @@ class Supervisor:
             started = time.monotonic()
             connection = None
             try:
-                connection = Connection(self._name, self._address, self._timeout)
+                connection = Connection(self._name, self._place, self._timeout)
                 self._configured.wait()
                 if self._closing.is_set() or self._config is None:
                     return

@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from cache_rank_kernels.scatter.reference import copy_tokens
 from torch import Tensor
 
 from cache_rank.config import CacheRankConfig
@@ -87,15 +86,18 @@ class WorkingSetTable:
         recent = torch.arange(position - self._ring + 1, position + 1, device=self.table.device)
         working_set[self._sinks + recent % self._ring] = self._true[row, recent]
 
-    def advance(
+    def plan_advance(
         self, rows: Sequence[int], positions: Sequence[int], sparse: Sequence[bool]
-    ) -> None:
-        """Add the current token of every request in a batch.
+    ) -> Tensor:
+        """Where the current token of every request in a batch comes from and goes to.
 
         Args:
             rows: request slots.
             positions: of the current tokens.
             sparse: which rows are sparse; a dense row that is new here is copied whole.
+
+        Returns:
+            (2, batch) int64 on the host, for `advance`.
         """
         sources, targets = [], []
         for row, position, is_sparse in zip(rows, positions, sparse, strict=True):
@@ -108,24 +110,17 @@ class WorkingSetTable:
                 self._copied[row] = position + 1
             sources.append(row * self._true.shape[1] + position)
             targets.append(row * self.table.shape[1] + column)
-        index = torch.tensor((sources, targets), device=self.table.device)
-        current = self._true.view(-1).index_select(0, index[0])
-        self.table.view(-1).index_copy_(0, index[1], current)
+        return torch.tensor((sources, targets))
+
+    def advance(self, planned: Tensor) -> None:
+        """Add the current token of every request in a batch.
+
+        Args:
+            planned: of `plan_advance`, on the device.
+        """
+        current = self._true.view(-1).index_select(0, planned[0])
+        self.table.view(-1).index_copy_(0, planned[1], current)
 
     def forget(self, row: int) -> None:
         """The request slot has a new owner, or its request is dense again."""
         self._copied.pop(row, None)
-
-
-def copy_sinks(
-    key_buffers: Sequence[Tensor],
-    value_buffers: Sequence[Tensor],
-    req_to_token: Tensor,
-    row: int,
-    sinks: int,
-    block: int,
-) -> None:
-    """Copy a request's first tokens into its reserve block."""
-    source = req_to_token[row, :sinks].to(torch.int64)
-    target = torch.arange(block, block + sinks, device=source.device)
-    copy_tokens(key_buffers, value_buffers, source, target)

@@ -127,7 +127,7 @@ def test_hooks_before_sglangs_functions_leave_their_arguments_alone() -> None:
     untouched = Mock()
     assert hooks.end_epoch(untouched, untouched) is None
     assert hooks.end_all_epochs(untouched) is None
-    assert hooks.retract_orphans(untouched, untouched, untouched) is None
+    assert hooks.before_next_batch(untouched, untouched, untouched) is None
     assert untouched.mock_calls == []
 
 
@@ -222,6 +222,7 @@ def rank(monkeypatch: pytest.MonkeyPatch) -> Mock:
     rank.statistics_of.return_value = [(1, 2, 3, 4, 5)]
     rank.take_requests_to_queue.return_value = []
     rank.take_orphans.return_value = []
+    rank.free_covered.return_value = False
     monkeypatch.setattr(inference_rank, "_current", rank)
     return rank
 
@@ -239,10 +240,11 @@ def test_decode_steps_alone_are_planned_and_accounted(rank: Mock, decode: bool) 
     result = hooks.run_step(rank.original, "worker", batch)
     called = [name for name, _, _ in rank.mock_calls]
     before, after = called[: called.index("original")], called[called.index("original") + 1 :]
-    assert before[:1] == (["plan_step"] if decode else [])
+    assert before == (["plan_step", "announce_step"] if decode else [])
     assert after == [*(["end_step"] if decode else []), "statistics_of"]
     if decode:
         rank.plan_step.assert_called_once_with(["request"], [7])
+        rank.announce_step.assert_called_once_with(rank.plan_step.return_value)
         rank.end_step.assert_called_once_with(rank.plan_step.return_value)
     assert result.logits_output.customized_info == {META_KEY: [(1, 2, 3, 4, 5)]}
 
@@ -286,7 +288,7 @@ def test_orphans_leave_the_batch_and_are_queued_a_turn_later(rank: Mock) -> None
     done.finished.return_value = True
     rank.take_orphans.return_value = [orphan, done]
     scheduler, batch = Mock(), running_batch_of([kept, orphan, done])
-    hooks.retract_orphans(scheduler, batch)
+    hooks.before_next_batch(scheduler, batch)
     batch.release_req.assert_called_once_with(1, 3, scheduler.server_args)
     batch.filter_batch.assert_called_once_with(keep_indices=[0, 2])
     assert batch.batch_is_full is False
@@ -296,8 +298,17 @@ def test_orphans_leave_the_batch_and_are_queued_a_turn_later(rank: Mock) -> None
     rank.take_orphans.return_value = []
     rank.take_requests_to_queue.return_value = [orphan]
     batch = running_batch_of([kept, done])
-    hooks.retract_orphans(scheduler, batch)
+    hooks.before_next_batch(scheduler, batch)
     scheduler._add_request_to_queue.assert_called_once_with(orphan, is_retracted=True)
+    assert batch.mock_calls == []
+    assert batch.batch_is_full is True
+
+
+def test_the_batch_is_not_full_any_more_when_covered_tokens_were_freed(rank: Mock) -> None:
+    rank.free_covered.return_value = True
+    batch = running_batch_of([Mock()])
+    hooks.before_next_batch(Mock(), batch)
+    assert batch.batch_is_full is False
     assert batch.mock_calls == []
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers
 
 import sglang_ext
@@ -175,10 +176,13 @@ CONFLICTS = [
         "--max-sparse-requests 10000000 working sets of Qwen3ForCausalLM take 42025 GB, more than "
         "this machine has free: lower it, or --sparse-budget.",
     ),
-    Refused(
-        "--device cuda",
-        "The cache rank runs on CPU processes only in this version: pass --device cpu, or "
-        "--cache-rank-gpus 0 for plain SGLang.",
+    *(
+        Refused(
+            f"--device {device}",
+            f"--device {device}: the cache rank runs on NVIDIA GPUs and on CPUs; pass --device "
+            "cuda or cpu, or --cache-rank-gpus 0 for plain SGLang.",
+        )
+        for device in ("npu", "xpu")
     ),
     *(
         Refused(
@@ -247,6 +251,85 @@ def test_refuses_with_the_flag_and_the_remedy(refused: Refused) -> None:
         parse_server_args(refused.flags.split())
     assert str(caught.value) == refused.message
     assert refused.flags.split()[0] in refused.message
+
+
+def pretend_gpus(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(refusals, "has_gpu", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+
+
+@dataclass(frozen=True)
+class RefusedOnGpus(Refused):
+    gpus: int = 2
+
+
+NO_GPU_LEFT = (
+    "The cache rank would run on GPU {}, and this machine has {}: pass --cache-rank-base-gpu-id, "
+    "add a GPU, or pass --cache-rank-gpus 0 for plain SGLang."
+)
+
+
+@pytest.mark.parametrize(
+    "refused",
+    [
+        RefusedOnGpus(
+            "--cache-rank-base-gpu-id 0",
+            "--cache-rank-base-gpu-id 0 is SGLang's own GPU: a cache rank needs another; drop the "
+            "flag to take the next one.",
+        ),
+        RefusedOnGpus(
+            "--cache-rank-base-gpu-id 1 --base-gpu-id 1",
+            "--cache-rank-base-gpu-id 1 is SGLang's own GPU: a cache rank needs another; drop the "
+            "flag to take the next one.",
+        ),
+        RefusedOnGpus("", NO_GPU_LEFT.format(1, 1), gpus=1),
+        RefusedOnGpus("--device cuda", NO_GPU_LEFT.format(1, 1), gpus=1),
+        RefusedOnGpus("--base-gpu-id 1", NO_GPU_LEFT.format(2, 2)),
+        RefusedOnGpus("--gpu-id-step 2", NO_GPU_LEFT.format(2, 2)),
+        RefusedOnGpus("--cache-rank-base-gpu-id 2", NO_GPU_LEFT.format(2, 2)),
+        RefusedOnGpus(
+            "--attention-backend flashinfer",
+            "--attention-backend flashinfer: decode over working sets in CUDA graphs is tested "
+            "with fa3 and triton; pass one of them.",
+        ),
+        RefusedOnGpus(
+            "--cuda-graph-backend-decode breakable",
+            "--cuda-graph-backend-decode breakable: the exchange is gated inside one full graph; "
+            "pass full, or drop the flag.",
+        ),
+    ],
+    ids=lambda refused: f"{refused.flags or 'nothing'} with {refused.gpus}",
+)
+def test_refuses_gpus_that_cannot_be_had(
+    refused: RefusedOnGpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend_gpus(refused.gpus, monkeypatch)
+    with pytest.raises(UnsupportedError) as caught:
+        parse_server_args(refused.flags.split())
+    assert str(caught.value) == refused.message
+
+
+@pytest.mark.parametrize(
+    "flags", ["", "--cache-rank-base-gpu-id 0", "--attention-backend torch_native"]
+)
+def test_cpu_ranks_of_a_machine_with_gpus_need_none_of_them(
+    flags: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend_gpus(1, monkeypatch)
+    assert parse_server_args(["--device", "cpu", *flags.split()]).device == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("flags", "gpu"),
+    [
+        ("", 1),
+        ("--base-gpu-id 3", 4),
+        ("--base-gpu-id 1 --gpu-id-step 2", 3),
+        ("--cache-rank-base-gpu-id 0 --base-gpu-id 1", 0),
+    ],
+)
+def test_the_cache_rank_takes_the_gpu_after_sglangs_own(flags: str, gpu: int) -> None:
+    assert parse_server_args(flags.split()).first_cache_rank_gpu == gpu
 
 
 @pytest.mark.parametrize("flag", ["--attention-backend", "--prefill-attention-backend"])
@@ -605,6 +688,7 @@ def test_the_config_of_the_cache_rank_carries_the_flags(monkeypatch: pytest.Monk
         "selection_margin": 11,
         "delta_capacity": 13,
         "kv_residency": "bf16",
+        "score_keys": "fp8",
         "recall_interval": 17,
     }
     flags = [
@@ -643,6 +727,8 @@ class Misspelled:
         Misspelled("--query-predictor median", "--query-predictor: invalid choice: 'median'"),
         Misspelled("--query-frame middle", "--query-frame: invalid choice: 'middle'"),
         Misspelled("--inference-kv none", "--inference-kv: invalid choice: 'none'"),
+        Misspelled("--score-keys fp3", "--score-keys: invalid choice: 'fp3'"),
+        Misspelled("--trace-steps few", "--trace-steps: invalid int value: 'few'"),
         Misspelled("--kv-residency fp3", "--kv-residency: invalid choice: 'fp3'"),
         Misspelled(
             "--cache-rank-timeout soon", "--cache-rank-timeout: invalid float value: 'soon'"

@@ -17,11 +17,21 @@ from hypothesis.stateful import (
 )
 
 from cache_rank.config import CacheRankConfig, ModelShape
-from sglang_ext.working_set import Reserve, WorkingSetTable, copy_sinks
+from sglang_ext.working_set import Reserve, WorkingSetTable
 
 SLOTS = 4
 CONTEXT = 40
 FIRST_RESERVE_ROW = 1000
+
+
+def advance(
+    table: WorkingSetTable, rows: list[int], positions: list[int], sparse: list[bool]
+) -> None:
+    """Both halves: what the host decides, and what the device does."""
+    planned = table.plan_advance(rows, positions, sparse)
+    assert planned.shape == (2, len(rows))
+    assert planned.dtype == torch.int64
+    table.advance(planned)
 
 
 def small_config(**changes: Any) -> CacheRankConfig:
@@ -123,7 +133,7 @@ class TableTrace(RuleBasedStateMachine):
     def step(self, batch: list[int]) -> None:
         requests = [self.requests[slot] for slot in batch]
         positions = [request.position for request in requests]
-        self.table.advance(batch, positions, [request.block is not None for request in requests])
+        advance(self.table, batch, positions, [request.block is not None for request in requests])
         for slot, request in zip(batch, requests, strict=True):
             self.check(slot, request)
             wanted = min(self.config.sparse_budget, request.filled + self.config.delta_capacity)
@@ -201,7 +211,7 @@ def test_the_ring_keeps_the_newest_tokens_however_often_it_wraps() -> None:
     first = config.sink_tokens + config.recent_tokens  # the earliest: nothing is left to select
     table.enter(1, first, FIRST_RESERVE_ROW)
     for position in range(first, CONTEXT):
-        table.advance([1], [position], [True])
+        advance(table, [1], [position], [True])
         ring = sparse_rows(table, 0)[config.sink_tokens :]
         assert sorted(ring) == true[1, position - config.recent_tokens : position + 1].tolist()
 
@@ -209,18 +219,18 @@ def test_the_ring_keeps_the_newest_tokens_however_often_it_wraps() -> None:
 def test_a_row_that_skipped_steps_as_a_dense_one_is_copied_whole() -> None:
     true = torch.arange(2 * CONTEXT, dtype=torch.int32).view(2, CONTEXT)
     table = WorkingSetTable(true, small_config())
-    table.advance([1], [4], [False])
-    table.advance([1], [9], [False])
+    advance(table, [1], [4], [False])
+    advance(table, [1], [9], [False])
     assert table.table[1, :10].tolist() == true[1, :10].tolist()
 
 
 def test_a_forgotten_row_shows_nothing_of_its_former_request() -> None:
     true = torch.arange(2 * CONTEXT, dtype=torch.int32).view(2, CONTEXT)
     table = WorkingSetTable(true, small_config())
-    table.advance([1], [7], [False])
+    advance(table, [1], [7], [False])
     table.forget(1)
     true[1] += 500
-    table.advance([1], [8], [False])  # the very position that the former request would be at
+    advance(table, [1], [8], [False])  # the very position that the former request would be at
     assert table.table[1, :9].tolist() == true[1, :9].tolist()
 
 
@@ -228,9 +238,9 @@ def test_the_table_leaves_sglangs_own_alone() -> None:
     true = torch.arange(2 * CONTEXT, dtype=torch.int32).view(2, CONTEXT)
     before = true.clone()
     table = WorkingSetTable(true, small_config())
-    table.advance([0, 1], [20, 30], [False, False])
+    advance(table, [0, 1], [20, 30], [False, False])
     table.enter(1, 31, FIRST_RESERVE_ROW)
-    table.advance([1, 0], [31, 21], [True, False])
+    advance(table, [1, 0], [31, 21], [True, False])
     assert torch.equal(true, before)
     assert table.table.dtype == true.dtype
 
@@ -255,19 +265,3 @@ def test_reserve_hands_out_disjoint_blocks_until_none_is_left(
         end = FIRST_RESERVE_ROW + blocks * block_rows
         assert all(FIRST_RESERVE_ROW <= row < end for row in rows)
         assert reserve.free_blocks == blocks - len(held)
-
-
-@pytest.mark.parametrize("sinks", [0, 1, 4])
-def test_sinks_are_copied_into_the_block_and_nowhere_else(sinks: int) -> None:
-    generator = torch.Generator().manual_seed(0)
-    keys, values = (
-        [torch.randn((30, 2, 3), generator=generator) for _ in range(2)] for _ in range(2)
-    )
-    before = [buffer.clone() for buffer in (*keys, *values)]
-    true = torch.tensor([[0] * 6, [9, 3, 7, 5, 1, 2]], dtype=torch.int32)
-    copy_sinks(keys, values, true, 1, sinks, block=20)
-    for buffer, old in zip((*keys, *values), before, strict=True):
-        expected = old.clone()
-        for token in range(sinks):
-            expected[20 + token] = old[true[1, token].item()]
-        assert torch.equal(buffer, expected)

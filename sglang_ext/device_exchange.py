@@ -1,0 +1,310 @@
+"""The exchange between two GPUs: queued on side streams, gated by flags, never waited for.
+
+Right after the forward pass of a step has been queued, this queues for each layer group
+
+    up stream        when the group is computed, send its staging buffer
+    down stream      when the group is computed, receive its answer, not earlier: a receive that
+                     waits occupies multiprocessors
+    scatter stream   when the answer has come, write it into the slots; then the slots are `applied`
+
+so the host never waits, and the next forward pass waits inside the graph only for what is late. A
+receive is queued only behind the send that it answers, and the cache rank does the same: should the
+driver make a host wait for its device in between, both sides can still go on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+
+import torch
+from cache_rank_kernels.gate import triton as gate
+from torch import Tensor
+
+from cache_rank.config import CacheRankConfig
+from cache_rank.copies import Readback, upload
+from cache_rank.nccl import NcclChannel
+from cache_rank.protocol import AnswerHeader, DownMessage, bulk_shape
+from cache_rank.timeline import Span
+from cache_rank.transport import Pending
+from sglang_ext.exchange import Exchange, ExchangeRow, WorkingSetRows, check_slots
+from sglang_ext.gate import DeviceGate, StepTimes
+from sglang_ext.lifecycle import SparseSequence
+from sglang_ext.supervisor import CacheRankDownError, Connection
+
+_SHIPPED = AnswerHeader._fields.index("shipped_tokens")
+MAX_SHIPMENTS_UNDER_WAY = 64
+"""Each holds a copy of its tokens; when there are more, the forward pass waits for the oldest."""
+
+
+class _StepUnderWay:
+    """What the host looks at once the device is done with a step's answers."""
+
+    def __init__(self, number: int, rows: Sequence[ExchangeRow]) -> None:
+        self.number = number
+        self.rows = rows
+        self.queued = time.monotonic()
+        self.outcome = Readback()
+        self.done = torch.cuda.Event()
+
+
+class DeviceExchange(Exchange):
+    """Between ranks that have a GPU each."""
+
+    def __init__(
+        self,
+        connection: Connection,
+        config: CacheRankConfig,
+        rows: WorkingSetRows,
+        gate_of_forward: DeviceGate,
+    ) -> None:
+        super().__init__(connection, config, rows)
+        self._gate = gate_of_forward
+        self._scatter_stream = torch.cuda.Stream(self._device, priority=-1)
+        self._down = [
+            torch.zeros(
+                DownMessage.size(config, len(layers), config.max_rows),
+                dtype=torch.uint8,
+                device=self._device,
+            )
+            for layers in config.groups
+        ]
+        self._first_rows = torch.empty(0, dtype=torch.int32, device=self._device)
+        self._header = torch.empty((0, 4), dtype=torch.int64, device=self._device)
+        # Guards what the supervisor's thread reads.
+        self._lock = threading.Lock()
+        self._under_way: deque[_StepUnderWay] = deque()
+        self._transfers: list[tuple[str, int, int, torch.cuda.Event, torch.cuda.Event]] = []
+        self._times: list[StepTimes] = []
+        self._traced_steps: set[int] = set()
+        self._is_traced = False
+        self._shipments: deque[Pending] = deque()
+        self._warm_up()
+        connection.before_abort = gate_of_forward.close
+        connection.check = self._check_deadline
+        self._gate.open()
+
+    def _warm_up(self) -> None:
+        """Run each kernel once, on nothing, so that no request waits for it to compile."""
+        config, padding = self._config, torch.zeros(1, dtype=torch.int64, device=self._device)
+        sets = self._working_sets
+        shipment = torch.empty(
+            bulk_shape(config, 1), dtype=config.model.torch_dtype, device=self._device
+        )
+        self._operations.collect_tokens(sets.keys, sets.values, padding, shipment)
+        self._operations.copy_tokens(sets.keys, sets.values, padding, padding)
+        nobody = torch.full((1,), -1, dtype=torch.int32, device=self._device)
+        expected = torch.full((1, 4), -1, dtype=torch.int64, device=self._device)
+        for group, layers in enumerate(config.groups):
+            size = DownMessage.size(config, len(layers), 1)
+            message = DownMessage(config, len(layers), 1, self._down[group][:size])
+            self._operations.scatter_step(
+                *sets.groups[group],
+                nobody,
+                message.header,
+                expected,
+                message.slots,
+                message.keys,
+                message.values,
+                nobody.clone(),
+                self._gate.accepts,
+            )
+            gate.signal(self._gate.applied, group, 0)
+            gate.wait_for(self._gate.computed, group, 0, self._gate.accepts)
+        with torch.cuda.stream(self._scatter_stream):
+            # Memory for the small tensors of this stream: to get it later may stop the device.
+            counts = torch.zeros((2, config.max_rows), dtype=torch.int32, device=self._device)
+            Readback().start(torch.stack((counts.sum(0), counts[0].clone())))
+
+    def begin_step(self, rows: Sequence[ExchangeRow], traced: bool = False) -> None:
+        """Announce a step and upload what its scatter needs."""
+        self._settle()
+        super().begin_step(rows, traced)
+        self._is_traced = traced
+        if traced:
+            self._traced_steps.add(self.counters.steps)
+        if not rows:
+            return
+        first_rows = [self._working_sets.first_slot(row.sequence) for row in rows]
+        expected = [self._expected(row, self.counters.steps) for row in rows]
+        self._first_rows, self._header = upload(
+            (torch.tensor(first_rows, dtype=torch.int32), torch.tensor(expected)), self._device
+        )
+        for tensor in (self._first_rows, self._header):
+            tensor.record_stream(self._scatter_stream)
+
+    def end_step(self) -> None:
+        """Queue the exchange of every group, behind the forward pass that has just been queued."""
+        if not self._rows:
+            return
+        self._gate.clock.end_step(self.counters.steps)
+        count = len(self._rows)
+        step = _StepUnderWay(self.counters.steps, self._rows)
+        with torch.cuda.stream(self._scatter_stream):
+            applied = torch.zeros(
+                (len(self._config.groups), count), dtype=torch.int32, device=self._device
+            )
+        shipped = []
+        for group in range(len(self._config.groups)):
+            shipped.append(self._exchange_group(group, applied[group]))
+        with torch.cuda.stream(self._scatter_stream):
+            step.outcome.start(torch.stack((applied.sum(0), torch.stack(shipped).sum(0))))
+            step.done.record()
+        with self._lock:
+            self._under_way.append(step)
+        self._gate.end_step()
+
+    def _exchange_group(self, group: int, applied: Tensor) -> Tensor:
+        """Queue one group; the tokens shipped to each row, to be read on the scatter stream."""
+        up, down = self.connection.link.up, self.connection.link.down
+        assert isinstance(up, NcclChannel)
+        assert isinstance(down, NcclChannel)
+        layers, count = len(self._config.groups[group]), len(self._rows)
+        up_bytes, down_bytes = self._message_sizes(group)
+        with torch.cuda.stream(up.stream):
+            gate.wait_for(self._gate.computed, group, self._gate.step, self._gate.accepts)
+        computed = up.stream.record_event()
+        staged = self._gate.staging[group].view(torch.uint8).view(-1)[:up_bytes]
+        with self._traced("send", group, up.stream, computed):
+            up.send(staged, computed)
+        message = DownMessage(self._config, layers, count, self._down[group][:down_bytes])
+        with self._traced("receive", group, down.stream, computed):
+            received = down.receive(message.buffer, computed)
+        self.counters.up_bytes += up_bytes
+        self.counters.down_bytes += down_bytes
+        with torch.cuda.stream(self._scatter_stream):
+            received.wait(self.connection.timeout)
+            with self._traced("scatter", group, self._scatter_stream):
+                self._operations.scatter_step(
+                    *self._working_sets.groups[group],
+                    self._first_rows,
+                    message.header,
+                    self._header,
+                    message.slots,
+                    message.keys,
+                    message.values,
+                    applied,
+                    self._gate.accepts,
+                )
+            if self._config.checksum:
+                self._compare_checksums(group, message)
+            gate.signal(self._gate.applied, group, self._gate.step)
+            return message.header[:, _SHIPPED].clone()
+
+    def ship(self, sequence: SparseSequence, pool_rows: Tensor) -> None:
+        if len(self._shipments) == MAX_SHIPMENTS_UNDER_WAY:
+            self._shipments.popleft().wait(self.connection.timeout)
+        shipment = self._collect(sequence, pool_rows)
+        self._shipments.append(self.connection.link.bulk.send(shipment))
+        with self.connection.link.in_background():
+            shipment.record_stream(torch.cuda.current_stream())
+
+    def close(self) -> None:
+        self._gate.close()
+        super().close()
+
+    def spans(self) -> list[Span]:
+        self._read_clock()
+        transfers, self._transfers = self._transfers, []
+        times, self._times = self._times, []
+        torch.cuda.synchronize(self._device)
+        offset = self._gate.clock.host_offset()
+        now = torch.cuda.Event(enable_timing=True)
+        now.record()
+        now.synchronize()
+        host = time.monotonic_ns() / 1e3
+        spans = [
+            Span(
+                name,
+                host - 1e3 * start.elapsed_time(now),
+                host - 1e3 * stop.elapsed_time(now),
+                step,
+                group,
+                lane=name,
+            )
+            for name, step, group, start, stop in transfers
+        ]
+        for step_times in times:
+            spans += self._layer_spans(step_times, offset)
+        return spans
+
+    def _layer_spans(self, times: StepTimes, offset: int) -> list[Span]:
+        spans = []
+        layers = [(stamp + offset) / 1e3 for stamp in times.layers]
+        waits = self._gate.clock.waits(times)
+        for group, (members, wait) in enumerate(zip(self._config.groups, waits, strict=True)):
+            start, stop = layers[members.start], layers[min(members.stop, len(layers) - 1)]
+            spans.append(Span("wait", start - 1e6 * wait, start, times.step, group))
+            if group + 1 < len(waits):
+                stop -= 1e6 * waits[group + 1]
+            spans.append(Span("group", start, stop, times.step, group))
+            for layer in members[:-1]:
+                span = (layers[layer], layers[layer + 1], times.step, group)
+                spans.append(Span(f"layer {layer}", *span, lane="layers"))
+        return spans
+
+    def _read_clock(self) -> None:
+        while (times := self._gate.clock.completed()) is not None:
+            self.waited = sum(self._gate.clock.waits(times))
+            if times.step in self._traced_steps:
+                self._times.append(times)
+
+    def _settle(self) -> None:
+        """Account for the steps that the device is done with."""
+        self._read_clock()
+        while self._under_way and self._under_way[0].done.query():
+            with self._lock:
+                step = self._under_way.popleft()
+            outcome = step.outcome.value()
+            assert outcome is not None
+            applied, shipped = outcome.tolist()
+            for row, times, tokens in zip(step.rows, applied, shipped, strict=True):
+                if times != len(self._config.groups) and not row.sequence.ended:
+                    raise CacheRankDownError(
+                        f"the answer to step {step.number} is not for epoch {row.sequence.epoch}"
+                    )
+                row.sequence.statistics.tokens_shipped += tokens
+                self.counters.tokens_shipped += tokens
+
+    def _check_deadline(self) -> None:
+        """Called by the supervisor's thread.
+
+        Raises:
+            CacheRankDownError: an answer is overdue.
+        """
+        with self._lock:
+            oldest = self._under_way[0] if self._under_way else None
+        if oldest is None or oldest.done.query():
+            return
+        late = time.monotonic() - oldest.queued
+        if late > self.connection.timeout:
+            raise CacheRankDownError(f"no answer to step {oldest.number} in {late:.1f} s")
+
+    def _compare_checksums(self, group: int, message: DownMessage) -> None:
+        for row, columns in zip(self._rows, message.header.tolist(), strict=True):
+            if not row.sequence.ended:
+                held = self._working_sets.checksum(group, row.sequence, row.filled_after)
+                check_slots(row, held, AnswerHeader(*columns).checksum)
+
+    @contextlib.contextmanager
+    def _traced(
+        self,
+        name: str,
+        group: int,
+        stream: torch.cuda.Stream,
+        after: torch.cuda.Event | None = None,
+    ) -> Iterator[None]:
+        """Time what is queued inside on a stream, when the step is traced."""
+        if not self._is_traced:
+            yield
+            return
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        if after is not None:
+            stream.wait_event(after)
+        start.record(stream)
+        yield
+        stop.record(stream)
+        self._transfers.append((name, self.counters.steps, group, start, stop))

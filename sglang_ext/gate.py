@@ -1,0 +1,192 @@
+"""Where the model's forward pass and the exchange meet on a GPU.
+
+The forward pass may be a captured graph, so all that it touches here stays where it is for the life
+of the process: staging buffers, flags, and the index that says which batch rows are exchanged. In
+the forward pass, for each layer group,
+
+    begin_group   wait until the slots hold the answer to the step before: `applied`
+    stage         copy q, k and v of each layer to the staging buffer
+    end_group     the staging buffer is complete, and the slots have been read: `computed`
+
+The exchange, outside the graph, waits for `computed` and sets `applied`. Both are flags that hold
+the number of a step (kernels/gate says why they are not events). Steps are numbered through all
+connections, so that a flag never holds too much.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections import deque
+from itertools import pairwise
+from statistics import median
+
+import torch
+from cache_rank_kernels.gate import triton as gate
+from cache_rank_kernels.pack import triton as pack
+from torch import Tensor
+
+from cache_rank.config import CacheRankConfig
+from cache_rank.copies import Readback
+
+_STAMPS_UNDER_WAY = 4
+
+
+class DeviceGate:
+    """Buffers and flags of one inference rank on a GPU.
+
+    Attributes:
+        step: number of the last step that exchanges rows.
+        staging: per group (max rows, L, Hq + 2 Hkv, D), the up messages.
+        computed, applied: (groups,) int64, see the module.
+        exchange_index: (max batch,) int32, the exchange row of each batch row, or -1.
+        accepts: (1,) int32 in host memory that the device reads: 0 once answers under way will not
+            come, which ends every wait for them.
+    """
+
+    def __init__(self, config: CacheRankConfig, max_batch: int, device: torch.device) -> None:
+        model = config.model
+        heads = model.query_heads + 2 * model.kv_heads
+        self.step = 0
+        self.staging = [
+            torch.zeros(
+                (config.max_rows, len(layers), heads, model.head_dim),
+                dtype=model.torch_dtype,
+                device=device,
+            )
+            for layers in config.groups
+        ]
+        self.computed = torch.zeros(len(config.groups), dtype=torch.int64, device=device)
+        self.applied = torch.zeros_like(self.computed)
+        self.exchange_index = torch.full((max_batch,), -1, dtype=torch.int32, device=device)
+        self.accepts = torch.zeros(1, dtype=torch.int32).pin_memory()
+        self.clock = StepClock(config, device)
+        # What the forward pass waits for, and what it sets.
+        self._steps = torch.zeros(2, dtype=torch.int64, device=device)
+        self._answered = 0
+        self._config = config
+
+    def plan_step(self, exchanges: bool) -> Tensor:
+        """Number a step: (2,) int64 on the host, for `begin_step`."""
+        self.step += exchanges
+        return torch.tensor((self._answered, self.step))
+
+    def begin_step(self, exchanged: Tensor, steps: Tensor) -> None:
+        """Set what the forward pass that follows reads.
+
+        Args:
+            exchanged: (max batch,) int32, the exchange row of each batch row, or -1.
+            steps: of `plan_step`, on the device.
+        """
+        self.exchange_index.copy_(exchanged)
+        self._steps.copy_(steps)
+
+    def end_step(self) -> None:
+        """The answers to the step are under way: the next step waits for them."""
+        self._answered = self.step
+
+    def open(self) -> None:
+        """A cache rank is connected."""
+        self.accepts[0] = 1
+
+    def close(self) -> None:
+        """No answer will come any more. Safe from any thread."""
+        self.accepts[0] = 0
+        self._answered = 0
+
+    def begin_forward(self) -> None:
+        """The forward pass of a decode step begins."""
+        pack.stamp(self.clock.stamps, 0)
+
+    def begin_group(self, group: int) -> None:
+        """Let the group's layers wait for their slots."""
+        gate.wait_for(self.applied, group, self._steps[:1], self.accepts)
+
+    def stage(
+        self, group: int, layer_in_group: int, queries: Tensor, keys: Tensor, values: Tensor
+    ) -> None:
+        """Copy one layer's tensors of the exchanged rows: (batch, heads, D) each."""
+        layer = self._config.groups[group][layer_in_group]
+        pack.pack_layer(
+            self.staging[group],
+            self.exchange_index[: queries.shape[0]],
+            layer_in_group,
+            queries,
+            keys,
+            values,
+            self.clock.stamps,
+            1 + layer,
+        )
+
+    def end_group(self, group: int) -> None:
+        """The group's layers have been computed."""
+        gate.signal(self.computed, group, self._steps[1:])
+
+
+@dataclasses.dataclass(slots=True)
+class StepTimes:
+    """When the layers of a step were reached, in nanoseconds of the GPU's timer.
+
+    Attributes:
+        step: its number.
+        start: of the forward pass.
+        layers: when each sparse layer's attention could begin.
+    """
+
+    step: int
+    start: int
+    layers: list[int]
+
+
+class StepClock:
+    """Timestamps that the staging kernels leave, read a few steps later."""
+
+    def __init__(self, config: CacheRankConfig, device: torch.device) -> None:
+        self.stamps = torch.zeros(config.model.layers + 1, dtype=torch.int64, device=device)
+        self._first_layers = [layers.start for layers in config.groups]
+        self._under_way: deque[tuple[int, Readback]] = deque()
+        self._spare = [Readback() for _ in range(_STAMPS_UNDER_WAY)]
+        self._before_first = float("inf")
+
+    def end_step(self, step: int) -> None:
+        """Copy the step's stamps, after the forward pass; a step is skipped when none are spare."""
+        if self._spare:
+            readback = self._spare.pop()
+            readback.start(self.stamps)
+            self._under_way.append((step, readback))
+
+    def completed(self) -> StepTimes | None:
+        """The oldest step whose stamps have arrived."""
+        if not self._under_way:
+            return None
+        step, readback = self._under_way[0]
+        stamps = readback.value()
+        if stamps is None:
+            return None
+        start, *layers = stamps.tolist()
+        self._under_way.popleft()
+        self._spare.append(readback)
+        return StepTimes(step, start, layers)
+
+    def host_offset(self) -> int:
+        """Nanoseconds to add to a stamp to get the host's monotonic clock; stops the device."""
+        stamp = torch.zeros(1, dtype=torch.int64, device=self.stamps.device)
+        pack.stamp(stamp, 0)
+        torch.cuda.current_stream().synchronize()
+        return time.monotonic_ns() - int(stamp)
+
+    def waits(self, times: StepTimes) -> list[float]:
+        """Seconds that each group of a step waited for its slots.
+
+        Not measured by itself, which would cost kernels: the time from one layer to the next is the
+        same within groups, and what the first layer of a group takes longer is the wait.
+        """
+        layers = times.layers
+        steps = [after - before for before, after in pairwise(layers)]
+        first = set(self._first_layers)
+        within = [step for layer, step in enumerate(steps, start=1) if layer not in first]
+        usual = median(within) if within else min(steps, default=0)
+        self._before_first = min(self._before_first, layers[0] - times.start)
+        waits = [layers[0] - times.start - self._before_first]
+        waits += [steps[layer - 1] - usual for layer in self._first_layers[1:]]
+        return [max(0.0, wait) * 1e-9 for wait in waits]

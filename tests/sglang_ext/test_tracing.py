@@ -1,0 +1,71 @@
+"""Which decode steps `--trace` covers, and when their spans are written."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from unittest.mock import Mock
+
+import pytest
+
+from cache_rank.timeline import Span
+from sglang_ext.tracing import WARM_UP_STEPS, Tracer
+
+ENOUGH = WARM_UP_STEPS + 60
+
+
+def run(tracer: Tracer, sparse: list[int]) -> tuple[list[int], list[int]]:
+    """Steps with so many sparse requests: which are traced, and after which spans are read."""
+    exchange = Mock()
+    traced, written = [], []
+    for step, requests in enumerate(sparse):
+        if tracer.wants(requests):
+            traced.append(step)
+        exchange.spans.reset_mock()
+        exchange.spans.return_value = [Span("wait", 0, 1, step, 0)]
+        tracer.end_step(exchange)
+        if exchange.spans.called:
+            written.append(step)
+    return traced, written
+
+
+@pytest.mark.parametrize("steps", [1, 8, 20])
+def test_consecutive_steps_are_traced_once_after_some_to_warm_up(
+    steps: int, tmp_path: Path
+) -> None:
+    path = tmp_path / "trace"
+    traced, written = run(Tracer(str(path), steps), [1] * ENOUGH)
+    assert traced == list(range(WARM_UP_STEPS, WARM_UP_STEPS + steps))
+    assert len(written) == 1
+    assert traced[-1] < written[0]
+    events = json.loads(path.read_text().rstrip().rstrip(",") + "]")
+    assert [event["args"]["step"] for event in events] == written
+    assert {event["pid"] for event in events} == {"inference rank"}
+
+
+def test_steps_without_sparse_requests_do_not_count(tmp_path: Path) -> None:
+    dense_first = [0] * 50 + [3] * ENOUGH
+    traced, written = run(Tracer(str(tmp_path / "trace"), 4), dense_first)
+    assert traced == list(range(50 + WARM_UP_STEPS, 50 + WARM_UP_STEPS + 4))
+    assert len(written) == 1
+
+
+def test_a_dense_step_between_is_not_traced(tmp_path: Path) -> None:
+    sparse = [2] * (WARM_UP_STEPS + 2) + [0, 0] + [1] * ENOUGH
+    traced, written = run(Tracer(str(tmp_path / "trace"), 4), sparse)
+    first = WARM_UP_STEPS
+    assert traced == [first, first + 1, first + 4, first + 5]
+    assert len(written) == 1
+
+
+def test_a_server_that_stays_dense_traces_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "trace"
+    assert run(Tracer(str(path), 4), [0] * ENOUGH) == ([], [])
+    assert path.read_text() == "[\n"
+
+
+def test_the_file_is_begun_before_the_cache_rank_appends_to_it(tmp_path: Path) -> None:
+    path = tmp_path / "trace"
+    path.write_text("of another launch")
+    Tracer(str(path), 4)
+    assert path.read_text() == "[\n"
