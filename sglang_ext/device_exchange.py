@@ -130,11 +130,10 @@ class DeviceExchange(Exchange):
             return
         first_rows = [self._working_sets.first_slot(row.sequence) for row in rows]
         expected = [self._expected(row, self.counters.steps) for row in rows]
-        self._first_rows, self._header = upload(
-            (torch.tensor(first_rows, dtype=torch.int32), torch.tensor(expected)), self._device
-        )
-        for tensor in (self._first_rows, self._header):
-            tensor.record_stream(self._scatter_stream)
+        with torch.cuda.stream(self._scatter_stream):
+            self._first_rows, self._header = upload(
+                (torch.tensor(first_rows, dtype=torch.int32), torch.tensor(expected)), self._device
+            )
 
     def end_step(self) -> None:
         """Queue the exchange of every group, behind the forward pass that has just been queued."""
