@@ -27,6 +27,7 @@ from torch import Tensor
 from cache_rank import residency
 from cache_rank.control import ControlReceiver, ControlSender
 from cache_rank.copies import Readback
+from cache_rank.link import Link
 from cache_rank.protocol import (
     NO_EPOCH,
     DownMessage,
@@ -46,7 +47,7 @@ from cache_rank.protocol import (
 from cache_rank.recording import Recorder
 from cache_rank.selector import Selector, SelectorStep
 from cache_rank.timeline import Timeline
-from cache_rank.transport import CACHE, Link, Pending
+from cache_rank.transport import CACHE, Pending
 
 logger = logging.getLogger("cache_rank")
 

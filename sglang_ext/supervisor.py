@@ -25,9 +25,10 @@ import zmq
 
 from cache_rank.config import CacheRankConfig
 from cache_rank.control import ControlReceiver, ControlSender
+from cache_rank.link import Link, make_rendezvous
 from cache_rank.process import LINK_SECONDS, Launch
 from cache_rank.protocol import Open, Opened, Ready, Report, ToInferenceRank
-from cache_rank.transport import INFERENCE, Link, make_rendezvous
+from cache_rank.transport import INFERENCE
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from cache_rank.transport import CACHE, INFERENCE, Link, TransportError, make_rendezvous
+from cache_rank.link import Link, make_rendezvous
+from cache_rank.transport import CACHE, INFERENCE, TransportError
 
 ADDRESS = "127.0.0.1"
 CPU = torch.device("cpu")
