@@ -46,7 +46,8 @@ class _StepUnderWay:
     def __init__(self, number: int, rows: Sequence[ExchangeRow]) -> None:
         self.number = number
         self.rows = rows
-        self.queued = time.monotonic()
+        self.waiting_since: float | None = None
+        self.computed = torch.cuda.Event()
         self.outcome = Readback()
         self.done = torch.cuda.Event()
 
@@ -142,6 +143,7 @@ class DeviceExchange(Exchange):
         self._gate.clock.end_step(self.counters.steps)
         count = len(self._rows)
         step = _StepUnderWay(self.counters.steps, self._rows)
+        step.computed.record()  # on the stream of the forward pass
         with torch.cuda.stream(self._scatter_stream):
             applied = torch.zeros(
                 (len(self._config.groups), count), dtype=torch.int32, device=self._device
@@ -272,13 +274,17 @@ class DeviceExchange(Exchange):
         """Called by the supervisor's thread.
 
         Raises:
-            CacheRankDownError: an answer is overdue.
+            CacheRankDownError: an answer is overdue, counted from when the step was computed: long
+                prompts may be computed before it.
         """
         with self._lock:
             oldest = self._under_way[0] if self._under_way else None
-        if oldest is None or oldest.done.query():
+        if oldest is None or oldest.done.query() or not oldest.computed.query():
             return
-        late = time.monotonic() - oldest.queued
+        now = time.monotonic()
+        if oldest.waiting_since is None:
+            oldest.waiting_since = now
+        late = now - oldest.waiting_since
         if late > self.connection.timeout:
             raise CacheRankDownError(f"no answer to step {oldest.number} in {late:.1f} s")
 

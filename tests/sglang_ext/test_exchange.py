@@ -396,19 +396,26 @@ class UnderWay:
     """Stands for a step whose answers the device has or has not applied."""
 
     def __init__(
-        self, number: int, age: float, done: bool, outcome: Any = None, rows: Any = ()
+        self,
+        number: int,
+        age: float,
+        done: bool,
+        outcome: Any = None,
+        rows: Any = (),
+        computed: bool = True,
     ) -> None:
         self.number = number
         self.age = age
         self.rows = rows
         self.done = SimpleNamespace(query=lambda: done)
         self.outcome = SimpleNamespace(value=lambda: outcome)
-        self.queued = 0.0
+        self.computed = SimpleNamespace(query=lambda: computed)
+        self.waiting_since: float | None = None
 
 
 def device_exchange(*steps: UnderWay, timeout: float = 5.0) -> Any:
     for step in steps:
-        step.queued = time.monotonic() - step.age
+        step.waiting_since = time.monotonic() - step.age
     exchange: Any = object.__new__(DeviceExchange)
     exchange._lock = threading.Lock()
     exchange._under_way = deque(steps)
@@ -427,8 +434,9 @@ def device_exchange(*steps: UnderWay, timeout: float = 5.0) -> Any:
         (UnderWay(7, age=60, done=True),),
         (UnderWay(7, age=60, done=True), UnderWay(8, age=60, done=False)),
         (UnderWay(7, age=4, done=False), UnderWay(8, age=0, done=False)),
+        (UnderWay(7, age=60, done=False, computed=False),),
     ],
-    ids=["idle", "young", "done", "done-before-an-old-one", "two-young"],
+    ids=["idle", "young", "done", "done-before-an-old-one", "two-young", "not-computed"],
 )
 def test_answers_in_time_are_waited_for(steps: tuple[UnderWay, ...]) -> None:
     device_exchange(*steps)._check_deadline()
@@ -437,6 +445,17 @@ def test_answers_in_time_are_waited_for(steps: tuple[UnderWay, ...]) -> None:
 def test_an_overdue_answer_means_the_cache_rank_is_down() -> None:
     exchange = device_exchange(UnderWay(7, age=6, done=False), UnderWay(8, age=1, done=False))
     with pytest.raises(CacheRankDownError, match=r"no answer to step 7 in 6\.\d s"):
+        exchange._check_deadline()
+
+
+def test_the_wait_for_an_answer_begins_when_its_step_has_been_computed() -> None:
+    step = UnderWay(7, age=0, done=False)
+    exchange = device_exchange(step)
+    step.waiting_since = None
+    exchange._check_deadline()
+    assert step.waiting_since is not None
+    step.waiting_since -= 6
+    with pytest.raises(CacheRankDownError):
         exchange._check_deadline()
 
 
