@@ -14,6 +14,8 @@ from torch import Tensor
 
 from cache_rank.config import CacheRankConfig, OptionValue
 from cache_rank.residency.bf16 import Bf16Residency
+from cache_rank.residency.lynx import LynxResidency
+from cache_rank.residency.quantspec import QuantSpecResidency
 
 
 class StepRows(NamedTuple):
@@ -126,7 +128,11 @@ class Residency(Protocol):
         """
 
 
-FORMATS: dict[str, type[Residency]] = {"bf16": Bf16Residency}
+FORMATS: dict[str, type[Residency]] = {
+    "bf16": Bf16Residency,
+    "lynx": LynxResidency,
+    "quantspec": QuantSpecResidency,
+}
 
 
 def require_format(config: CacheRankConfig) -> None:
@@ -144,7 +150,7 @@ def require_format(config: CacheRankConfig) -> None:
     if config.score_keys != "resident":
         raise ValueError(
             f"score_keys {config.score_keys}: {name} scores by its own codes; drop it, and choose "
-            "a reading with kv_residency_options"
+            "a reading among the options of the format"
         )
     if config.checksum:
         raise ValueError(

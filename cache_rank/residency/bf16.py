@@ -7,7 +7,7 @@ to read in every step, for a quarter more memory. What is shipped is exact eithe
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -27,8 +27,8 @@ _SCORES_ROUNDING = 4096
 class Bf16Residency:
     """Pools of (pages, layers, Hkv, PAGE_TOKENS, D)."""
 
-    lossless = True
-    runs_on_gpu = True
+    lossless: ClassVar[bool] = True
+    runs_on_gpu: ClassVar[bool] = True
 
     @staticmethod
     def validate(options: Mapping[str, OptionValue]) -> None:

@@ -35,11 +35,11 @@ class OneOf(NamedTuple):
         return " or ".join(str(choice) for choice in self.choices)
 
 
-def require_options(
-    format_name: str,
-    options: Mapping[str, OptionValue],
-    allowed: Mapping[str, Between | OneOf],
-) -> None:
+Ranges = Mapping[str, Between | OneOf]
+"""What each option of a format may be."""
+
+
+def require_options(format_name: str, options: Mapping[str, OptionValue], allowed: Ranges) -> None:
     """Check that every option is known and in range.
 
     Raises:
@@ -64,7 +64,7 @@ def parse_options(text: str) -> dict[str, OptionValue]:
     for entry in filter(None, (part.strip() for part in text.split(","))):
         name, equals, value = (part.strip() for part in entry.partition("="))
         if not (name and equals and value):
-            raise ValueError(f"kv_residency_options {entry}: write name=value, comma, name=value")
+            raise ValueError(f"kv_residency_options {entry}: write name=value, separated by commas")
         if name in options:
             raise ValueError(f"kv_residency_options {name}={value}: {name} is given twice")
         options[name] = _number(value)

@@ -222,6 +222,28 @@ OUT_OF_RANGE = [
         for value in ("0", "-1", "0.05", "inf", "nan")
     ),
     Refused("--dense-layers -1", "--dense-layers must not be negative."),
+    Refused(
+        "--kv-residency-options alpha=0 --kv-residency lynx",
+        "--kv-residency-options alpha=0: lynx takes alpha from 0.01 to 1000, reading anchor or "
+        "full.",
+    ),
+    Refused(
+        "--kv-residency-options reading=4",
+        "--kv-residency-options reading=4: bf16 takes no options.",
+    ),
+    Refused(
+        "--kv-residency-options reading=4,alpha --kv-residency quantspec",
+        "--kv-residency-options alpha: write name=value, separated by commas.",
+    ),
+    Refused(
+        "--kv-residency-options reading=4,reading=8 --kv-residency quantspec",
+        "--kv-residency-options reading=8: reading is given twice.",
+    ),
+    Refused(
+        "--score-keys fp8 --kv-residency lynx",
+        "--score-keys fp8: lynx scores by its own codes; drop it, and choose a reading among the "
+        "options of the format.",
+    ),
     *(
         Refused(
             f"--sparse-threshold {value}",
@@ -296,6 +318,14 @@ NO_GPU_LEFT = (
             "--cuda-graph-backend-decode breakable",
             "--cuda-graph-backend-decode breakable: the exchange is gated inside one full graph; "
             "pass full, or drop the flag.",
+        ),
+        *(
+            RefusedOnGpus(
+                f"--kv-residency {name}",
+                f"--kv-residency {name}: there are no GPU kernels for it yet; use bf16 on GPUs, or "
+                "--device cpu.",
+            )
+            for name in ("lynx", "quantspec")
         ),
     ],
     ids=lambda refused: f"{refused.flags or 'nothing'} with {refused.gpus}",
@@ -703,6 +733,17 @@ def test_the_config_of_the_cache_rank_carries_the_flags(monkeypatch: pytest.Monk
     assert (config.model, config.max_rows, config.checksum) == (model, 6, False)
     monkeypatch.setenv(CHECKSUM_VARIABLE, "1")
     assert args.cache_rank_config(model, max_rows=6).checksum
+
+
+def test_options_of_the_residency_are_numbers_where_they_can_be() -> None:
+    model = server_args.ModelShape(1, 1, 1, 8, "float32", 1.0)
+    for given, options in (
+        ("alpha=5, reading=anchor", {"alpha": 5, "reading": "anchor"}),
+        ("alpha=0.5", {"alpha": 0.5}),
+        ("", {}),
+    ):
+        args = parse_server_args(["--kv-residency", "lynx", "--kv-residency-options", given])
+        assert args.cache_rank_config(model, max_rows=6).kv_residency_options == options
 
 
 def test_the_arguments_survive_pickling() -> None:

@@ -1,0 +1,184 @@
+"""Hierarchical logarithmic quantization (Lynx section 4.1, Algorithm 1): the specification.
+
+A page of 256 tokens is normalized per channel along the tokens, in chunks of 32, and the magnitude
+|f| in [0, 1] of a centred element becomes a level on a logarithmic scale (Eq. 3), split into two
+signed nibbles: the anchor, readable alone, and the residual.
+
+    level I  = round( ln(1 + α|f|) / ln(1 + α) · 120 )        0..120
+    V        = (I + 7) >> 4                                   0..7
+    anchor   = V, or -V - 1 of a negative element             -8..7, keeps the sign of a zero
+    residual = 16 V - I                                       -8..7
+
+The paper scales to 127, where V reaches 8 and does not fit a nibble with its sign; and it takes the
+sign of what the normalization made non-negative, where the sign of the centred element is meant.
+
+Everything is comparisons, table look-ups and single float32 additions, subtractions,
+multiplications and divisions in a fixed order, so that codes are the same bits on every device and
+however many pages are encoded at once.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+from cache_rank_kernels.nibbles.reference import pack_nibbles, unpack_nibbles
+from torch import Tensor
+
+PAGE = 256
+"""Tokens that are normalized together."""
+
+CHUNK = 32
+"""Consecutive tokens of a page with a mean and a spread of their own."""
+
+LEVELS = 120
+"""Of a magnitude, beside 0."""
+
+DEFAULT_ALPHA = 3.0
+
+
+class LynxCodes(NamedTuple):
+    """Codes of tokens, and the numbers they are relative to.
+
+    A page has an entry of the last four for each stretch of tokens that shares it. Codes are
+    aligned when every token has an entry of its own, or all share one: see `align`.
+
+    Attributes:
+        anchor: (..., P, D / 2) uint8 packed signed nibbles.
+        residual: (..., P, D / 2) uint8 packed signed nibbles.
+        minimum: (..., 1, D) float32, γ_min.
+        span: (..., 1, D) float32, γ_scale.
+        mean: (..., P / CHUNK, D) float16, μ in units of the span, above the minimum.
+        spread: (..., P / CHUNK, D) float16, σ in units of the span.
+    """
+
+    anchor: Tensor
+    residual: Tensor
+    minimum: Tensor
+    span: Tensor
+    mean: Tensor
+    spread: Tensor
+
+
+def encode_page(tokens: Tensor, alpha: float = DEFAULT_ALPHA) -> LynxCodes:
+    """Quantize complete pages, each once and for all.
+
+    Args:
+        tokens: (..., P, D) keys or values, any float dtype; P is PAGE, or another number of chunks.
+        alpha: α > 0 of the logarithmic scale: the larger, the finer near the mean.
+
+    Returns:
+        Codes. Tokens that are not finite, or span more than float32, leave a span that is not.
+    """
+    page = tokens.float()
+    minimum = page.amin(dim=-2, keepdim=True)
+    span = page.amax(dim=-2, keepdim=True) - minimum
+    chunks = _divide(page - minimum, span).unflatten(-2, (-1, CHUNK))  # (..., P / C, C, D)
+    # Rounded to what is stored before anything is taken relative to it.
+    mean = (_sum_of_chunk(chunks) / CHUNK).to(torch.float16)
+    centred = chunks - mean.float()
+    spread = centred.abs().amax(dim=-2, keepdim=True).to(torch.float16)
+    negative = (centred < 0).flatten(-3, -2)
+    fraction = _divide(centred.abs(), spread.float()).flatten(-3, -2).contiguous()
+    level = torch.bucketize(fraction, _boundaries(alpha, fraction.device)).to(torch.int16)
+    magnitude = (level + 7) >> 4
+    anchor = torch.where(negative, -magnitude - 1, magnitude)
+    residual = 16 * magnitude - level
+    return LynxCodes(
+        pack_nibbles(anchor),
+        pack_nibbles(residual),
+        minimum,
+        span,
+        mean.squeeze(-2),
+        spread.squeeze(-2),
+    )
+
+
+def align(codes: LynxCodes) -> LynxCodes:
+    """Repeat the entries of stretches of tokens, so that every token has its own or all share."""
+    tokens = codes.anchor.shape[-2]
+
+    def repeat(entries: Tensor) -> Tensor:
+        return entries.repeat_interleave(tokens // entries.shape[-2], dim=-2)
+
+    return codes._replace(mean=repeat(codes.mean), spread=repeat(codes.spread))
+
+
+def decode_tokens(codes: LynxCodes, alpha: float = DEFAULT_ALPHA, full: bool = True) -> Tensor:
+    """Decode aligned codes: |f| = ((1 + α)^(I / 120) - 1) / α, then undo the normalizations.
+
+    Args:
+        codes: of n tokens; see `align`.
+        alpha: that they were encoded with.
+        full: read anchor and residual; else the anchor alone, as if the residual were 0.
+
+    Returns:
+        (..., n, D) float32.
+    """
+    anchor = unpack_nibbles(codes.anchor, signed=True)
+    negative = anchor < 0
+    level = 16 * torch.where(negative, -anchor - 1, anchor)
+    if full:
+        level = level - unpack_nibbles(codes.residual, signed=True)
+    fraction = _fractions(alpha, level.device)[level.to(torch.int64)]
+    fraction = torch.where(negative, -fraction, fraction)
+    return codes.minimum + codes.span * (codes.mean.float() + codes.spread.float() * fraction)
+
+
+def decode_page(codes: LynxCodes, alpha: float = DEFAULT_ALPHA, full: bool = True) -> Tensor:
+    """Decode complete pages: (..., P, D) float32; see `decode_tokens`."""
+    return decode_tokens(align(codes), alpha, full)
+
+
+def score_page(
+    queries: Tensor,
+    codes: LynxCodes,
+    scale: float,
+    alpha: float = DEFAULT_ALPHA,
+    full: bool = True,
+) -> Tensor:
+    """Attention logits of complete pages of keys.
+
+    Args:
+        queries: (..., G, D) float32, the query heads of the kv head that the keys are of.
+        codes: of keys, (..., P, D).
+        scale: factor on the logits.
+        alpha, full: see `decode_tokens`.
+
+    Returns:
+        (..., G, P) float32.
+    """
+    return (queries @ decode_page(codes, alpha, full).transpose(-1, -2)) * scale
+
+
+def _fraction_of(level: float, alpha: float) -> float:
+    return float(((1 + alpha) ** (level / LEVELS) - 1) / alpha)
+
+
+@functools.lru_cache(maxsize=16)
+def _fractions(alpha: float, device: torch.device) -> Tensor:
+    """(LEVELS + 1,) float32: |f| of every level."""
+    return torch.tensor([_fraction_of(level, alpha) for level in range(LEVELS + 1)], device=device)
+
+
+@functools.lru_cache(maxsize=16)
+def _boundaries(alpha: float, device: torch.device) -> Tensor:
+    """(LEVELS,) float32: |f| above which a level is rounded up to the next."""
+    return torch.tensor(
+        [_fraction_of(level + 0.5, alpha) for level in range(LEVELS)], device=device
+    )
+
+
+def _divide(numerator: Tensor, denominator: Tensor) -> Tensor:
+    """The quotient, and 0 where the denominator is 0: there all elements are the same."""
+    quotient = numerator / denominator
+    return torch.where(denominator == 0, torch.zeros_like(quotient), quotient)
+
+
+def _sum_of_chunk(chunks: Tensor) -> Tensor:
+    """Sum over dim -2, by halves: torch's own order depends on shapes and strides."""
+    while chunks.shape[-2] > 1:
+        half = chunks.shape[-2] // 2
+        chunks = chunks[..., :half, :] + chunks[..., half:, :]
+    return chunks

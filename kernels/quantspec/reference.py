@@ -1,0 +1,109 @@
+"""Hierarchical 4-bit + 4-bit quantization (QuantSpec sections 4.2-4.3, Appendix D): specification.
+
+Keys are quantized per channel along a group of 128 tokens, values per token along the head
+dimension, both asymmetrically into an upper nibble, and its error symmetrically into a lower one:
+
+    S = (max - min) / 15,  Z = min
+    upper = clip(round((x - Z) / S), 0, 15)
+    lower = clip(round((x - Z - S upper) / (S / 16)), -8, 7)
+    4 bit:  S upper + Z            8 bit:  S upper + (S / 16) lower + Z
+
+Single float32 operations in a fixed order (round is half to even), so that codes are the same bits
+on every device and however many groups are encoded at once.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from cache_rank_kernels.nibbles.reference import pack_nibbles, unpack_nibbles
+from torch import Tensor
+
+GROUP = 128
+"""Tokens that are quantized together; the newest of them, at least, stay in full precision."""
+
+
+class QuantSpecCodes(NamedTuple):
+    """Codes of tokens, and the numbers they are relative to.
+
+    Attributes:
+        upper: (..., n, D / 2) uint8 packed nibbles.
+        lower: (..., n, D / 2) uint8 packed signed nibbles.
+        scale: float32, S: (..., 1, D) of a group of keys, (..., n, 1) of values.
+        zero: as scale, Z.
+    """
+
+    upper: Tensor
+    lower: Tensor
+    scale: Tensor
+    zero: Tensor
+
+
+def encode_keys(tokens: Tensor) -> QuantSpecCodes:
+    """Quantize complete groups of keys per channel.
+
+    Args:
+        tokens: (..., GROUP, D), any float dtype; another number of tokens is one group too.
+
+    Returns:
+        Codes, with scale and zero (..., 1, D). Tokens that are not finite, or span more than
+        float32, leave a scale that is not finite.
+    """
+    return _encode(tokens, dim=-2)
+
+
+def encode_values(tokens: Tensor) -> QuantSpecCodes:
+    """Quantize values per token: as `encode_keys`, with scale and zero (..., n, 1)."""
+    return _encode(tokens, dim=-1)
+
+
+def _encode(tokens: Tensor, dim: int) -> QuantSpecCodes:
+    exact = tokens.float()
+    zero = exact.amin(dim=dim, keepdim=True)
+    scale = (exact.amax(dim=dim, keepdim=True) - zero) / 15
+    offset = exact - zero
+    upper = _quotient(offset, scale).round().clamp(0, 15)
+    lower = _quotient(offset - scale * upper, scale / 16).round().clamp(-8, 7)
+    return QuantSpecCodes(_pack(upper), _pack(lower), scale, zero)
+
+
+def decode(codes: QuantSpecCodes, bits: int = 8) -> Tensor:
+    """Decode keys or values.
+
+    Args:
+        codes: of one group, or of any tokens with the scale and zero of each.
+        bits: 4 reads the upper nibbles alone, 8 both.
+
+    Returns:
+        (..., n, D) float32.
+    """
+    offset = codes.scale * unpack_nibbles(codes.upper, signed=False)
+    if bits == 8:
+        offset = offset + codes.scale / 16 * unpack_nibbles(codes.lower, signed=True)
+    return offset + codes.zero
+
+
+def score_keys(queries: Tensor, codes: QuantSpecCodes, scale: float, bits: int = 8) -> Tensor:
+    """Attention logits of keys.
+
+    Args:
+        queries: (..., G, D) float32, the query heads of the kv head that the keys are of.
+        codes: of keys, see `decode`.
+        scale: factor on the logits.
+        bits: 4 or 8, see `decode`.
+
+    Returns:
+        (..., G, n) float32.
+    """
+    return (queries @ decode(codes, bits).transpose(-1, -2)) * scale
+
+
+def _quotient(numerator: Tensor, denominator: Tensor) -> Tensor:
+    """The quotient, and 0 where the denominator is 0: there all elements are the same."""
+    quotient = numerator / denominator
+    return torch.where(denominator == 0, torch.zeros_like(quotient), quotient)
+
+
+def _pack(codes: Tensor) -> Tensor:
+    return pack_nibbles(codes.nan_to_num())  # the scale tells that they mean nothing

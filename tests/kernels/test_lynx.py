@@ -1,0 +1,194 @@
+"""Lynx codes: their ranges, the error of decoding them, and that nothing but the tokens matters."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from cache_rank_kernels.lynx.reference import (
+    CHUNK,
+    LEVELS,
+    PAGE,
+    LynxCodes,
+    align,
+    decode_page,
+    decode_tokens,
+    encode_page,
+    score_page,
+)
+from cache_rank_kernels.nibbles.reference import pack_nibbles, unpack_nibbles
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from quantization_cases import (
+    laplace_with_outlier_channels,
+    normalized_error,
+    tokens,
+    uniform_quantization,
+)
+from torch import Tensor
+
+pages = tokens((CHUNK, 3 * CHUNK, PAGE))
+alphas = st.sampled_from((0.01, 1.0, 3.0, 50.0))
+HALF = torch.finfo(torch.float16)
+SINGLE = torch.finfo(torch.float32)
+
+
+def magnitude_of(level: float, alpha: float) -> float:
+    return ((1 + alpha) ** (level / LEVELS) - 1) / alpha
+
+
+def largest_error(alpha: float, full: bool) -> float:
+    """Of a decoded |f|, when nothing else is rounded."""
+    if full:
+        return magnitude_of(LEVELS, alpha) - magnitude_of(LEVELS - 0.5, alpha)
+    errors = []
+    for read in range(0, LEVELS, 16):
+        for level in (read - 7.5, read + 8.5):
+            bounded = magnitude_of(min(max(level, 0), LEVELS), alpha)
+            errors.append(abs(bounded - magnitude_of(read, alpha)))
+    return max(errors)
+
+
+def levels_and_signs(codes: LynxCodes) -> tuple[Tensor, Tensor]:
+    anchor = unpack_nibbles(codes.anchor, signed=True)
+    magnitude = torch.where(anchor < 0, -anchor - 1, anchor)
+    return 16 * magnitude - unpack_nibbles(codes.residual, signed=True), anchor < 0
+
+
+@given(st.lists(st.integers(-8, 7), min_size=2, max_size=16).filter(lambda c: len(c) % 2 == 0))
+def test_nibbles_come_back_and_the_even_channel_is_low(codes: list[int]) -> None:
+    packed = pack_nibbles(torch.tensor([codes]))
+    assert packed.dtype == torch.uint8
+    assert unpack_nibbles(packed, signed=True).tolist() == [codes]
+    assert unpack_nibbles(packed, signed=False).tolist() == [[code % 16 for code in codes]]
+    assert packed[0, 0] == codes[0] % 16 + 16 * (codes[1] % 16)
+
+
+@settings(deadline=None, max_examples=60)
+@given(page=pages, alpha=alphas, full=st.booleans())
+def test_decoding_is_within_a_step(page: Tensor, alpha: float, full: bool) -> None:
+    codes = encode_page(page, alpha)
+    decoded = decode_page(codes, alpha, full)
+    assert decoded.dtype == torch.float32
+    assert decoded.shape == page.shape
+    spread = align(codes).spread.double()
+    # The stored spread may be half a unit of float16 too small, or too small for float16.
+    of_spread = largest_error(alpha, full) + HALF.eps
+    allowed = codes.span.double() * (spread * of_spread + HALF.smallest_normal * HALF.eps)
+    allowed += 4 * SINGLE.eps * (codes.minimum.abs() + codes.span).double() + SINGLE.smallest_normal
+    assert ((page.double() - decoded.double()).abs() <= allowed).all()
+
+
+@settings(deadline=None, max_examples=30)
+@given(page=pages, alpha=alphas)
+def test_levels_fill_both_nibbles_and_no_more(page: Tensor, alpha: float) -> None:
+    codes = encode_page(page, alpha)
+    levels, _ = levels_and_signs(codes)
+    assert levels.min() >= 0
+    assert levels.max() <= LEVELS
+    for plane in codes[:2]:
+        assert plane.dtype == torch.uint8
+        assert plane.shape == (*page.shape[:-1], page.shape[-1] // 2)
+
+
+def test_the_extremes_of_both_nibbles_are_reached() -> None:
+    codes = encode_page(torch.randn(PAGE, 64, generator=torch.Generator().manual_seed(0)))
+    for plane in codes[:2]:
+        read = unpack_nibbles(plane, signed=True)
+        assert (read.min(), read.max()) == (-8, 7)
+
+
+@settings(deadline=None, max_examples=30)
+@given(page=pages)
+def test_the_sign_of_the_smallest_elements_is_kept(page: Tensor) -> None:
+    codes = encode_page(page)
+    _, negative = levels_and_signs(codes)
+    quotient = (page.float() - codes.minimum) / codes.span
+    normalized = torch.where(codes.span == 0, torch.zeros_like(quotient), quotient)
+    assert torch.equal(negative, normalized < align(codes).mean.float())
+
+
+def test_codes_are_those_of_the_formula() -> None:
+    generator = torch.Generator().manual_seed(5)
+    page = torch.randn(PAGE, 2, generator=generator)
+    codes = encode_page(page)
+    levels, negative = levels_and_signs(codes)
+    aligned, alpha, compared = align(codes), 3.0, 0
+    for token in range(PAGE):
+        for channel in range(2):
+            column = page[:, channel].double()
+            span = float(column.max() - column.min())
+            element = (float(column[token]) - float(column.min())) / span
+            chunk = (column[token // CHUNK * CHUNK :][:CHUNK] - column.min()) / span
+            assert float(aligned.mean[token, channel]) == pytest.approx(
+                float(chunk.mean()), rel=2**-11, abs=1e-6
+            )
+            centred = element - float(aligned.mean[token, channel])
+            fraction = min(1.0, abs(centred) / float(aligned.spread[token, channel]))
+            level = math.log1p(alpha * fraction) / math.log1p(alpha) * LEVELS
+            if abs(level % 1 - 0.5) < 1e-3 or abs(centred) < 1e-6:
+                continue  # a tie, but for float32
+            compared += 1
+            assert int(levels[token, channel]) == round(level)
+            assert bool(negative[token, channel]) == (centred < 0)
+            magnitude = (round(level) + 7) >> 4
+            anchor = -magnitude - 1 if centred < 0 else magnitude
+            assert unpack_nibbles(codes.anchor, signed=True)[token, channel] == anchor
+    assert compared > 500
+
+
+@settings(deadline=None, max_examples=20)
+@given(page=pages)
+def test_codes_do_not_depend_on_what_is_encoded_beside(page: Tensor) -> None:
+    together = encode_page(page)
+    for head in range(page.shape[0]):
+        alone = encode_page(page[head].clone())
+        strided = encode_page(page[head].t().contiguous().t())
+        for one, other, third in zip(together, alone, strided, strict=True):
+            assert torch.equal(one[head], other)
+            assert torch.equal(other, third)
+
+
+def test_constant_channels_come_back_exactly() -> None:
+    page = torch.tensor([0.0, -3.25, 1e30, 7e-41]).expand(PAGE, 4)
+    for full in (True, False):
+        assert torch.equal(decode_page(encode_page(page), full=full), page)
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_not_finite_shows_in_the_span(wrong: float) -> None:
+    page = torch.randn(2, PAGE, 8)
+    page[1, 77, 5] = wrong
+    finite = encode_page(page).span.isfinite()
+    assert not finite[1, 0, 5]
+    assert finite.sum() == 15
+
+
+def test_tokens_are_decoded_one_by_one_as_in_their_page() -> None:
+    page = torch.randn(3, PAGE, 16)
+    codes, whole = encode_page(page), decode_page(encode_page(page))
+    aligned = align(codes)
+    chosen = torch.tensor([255, 0, 31, 32, 100, 100])
+    part = LynxCodes(*(plane[:, chosen] if plane.shape[1] > 1 else plane for plane in aligned))
+    assert torch.equal(decode_tokens(part), whole[:, chosen])
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_scores_are_those_of_the_decoded_keys(full: bool) -> None:
+    generator = torch.Generator().manual_seed(1)
+    codes = encode_page(torch.randn(3, PAGE, 16, generator=generator), alpha=5.0)
+    queries = torch.randn(3, 4, 16, generator=generator)
+    scores = score_page(queries, codes, 0.25, alpha=5.0, full=full)
+    decoded = decode_page(codes, alpha=5.0, full=full)
+    expected = torch.einsum("hgd,htd->hgt", queries, decoded) * 0.25
+    torch.testing.assert_close(scores, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dim", [-2, -1], ids=["per channel", "per token"])
+def test_closer_than_even_steps_of_the_same_bits(dim: int) -> None:
+    exact = laplace_with_outlier_channels()
+    codes = encode_page(exact)
+    for bits, full in ((8, True), (4, False)):
+        even = normalized_error(exact, uniform_quantization(exact, bits, dim))
+        assert normalized_error(exact, decode_page(codes, full=full)) < even / 1.5

@@ -1,0 +1,137 @@
+"""QuantSpec codes: their ranges, the error of decoding them, and that only the tokens matter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from cache_rank_kernels.nibbles.reference import unpack_nibbles
+from cache_rank_kernels.quantspec.reference import (
+    GROUP,
+    QuantSpecCodes,
+    decode,
+    encode_keys,
+    encode_values,
+    score_keys,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from quantization_cases import (
+    laplace_with_outlier_channels,
+    normalized_error,
+    tokens,
+    uniform_quantization,
+)
+from torch import Tensor
+
+Encode = Callable[[Tensor], QuantSpecCodes]
+groups = tokens((1, 40, GROUP))
+encoders = st.sampled_from((encode_keys, encode_values))
+either = pytest.mark.parametrize(
+    ("encode", "dim"), [(encode_keys, -2), (encode_values, -1)], ids=["keys", "values"]
+)
+SINGLE = torch.finfo(torch.float32)
+
+
+@settings(deadline=None, max_examples=60)
+@given(group=groups, encode=encoders)
+def test_decoding_is_within_a_step(group: Tensor, encode: Encode) -> None:
+    codes = encode(group)
+    scale = codes.scale.double()
+    slack = 4 * SINGLE.eps * (codes.zero.abs().double() + 16 * scale) + SINGLE.smallest_normal
+    for bits, step in ((4, scale / 2), (8, scale / 16)):
+        decoded = decode(codes, bits)
+        assert decoded.dtype == torch.float32
+        assert decoded.shape == group.shape
+        assert ((group.double() - decoded.double()).abs() <= step + slack).all()
+    # The lower nibble cannot round up to 8, so only there is the error above half its step.
+    lower = unpack_nibbles(codes.lower, signed=True)
+    error = (group.double() - decode(codes).double()).abs()
+    assert (error <= torch.where(lower == 7, scale / 16, scale / 32) + slack).all()
+
+
+@settings(deadline=None, max_examples=30)
+@given(group=groups)
+def test_keys_share_a_scale_a_channel_and_values_one_a_token(group: Tensor) -> None:
+    heads, count, head_dim = group.shape
+    for codes, shape in (
+        (encode_keys(group), (heads, 1, head_dim)),
+        (encode_values(group), (heads, count, 1)),
+    ):
+        assert codes.scale.shape == codes.zero.shape == shape
+        assert codes.scale.dtype == codes.zero.dtype == torch.float32
+        assert codes.upper.shape == codes.lower.shape == (heads, count, head_dim // 2)
+        assert codes.upper.dtype == codes.lower.dtype == torch.uint8
+    if count % 2 == 0:
+        transposed = decode(encode_values(group.transpose(-1, -2)))
+        assert torch.equal(decode(encode_keys(group)), transposed.transpose(-1, -2))
+
+
+@either
+def test_codes_are_those_of_the_formula(encode: Encode, dim: int) -> None:
+    group = torch.randn(GROUP, 32, generator=torch.Generator().manual_seed(2)).double()
+    codes = encode(group.float())
+    smallest = group.amin(dim, keepdim=True)
+    scale = (group.amax(dim, keepdim=True) - smallest) / 15
+    exact_upper = (group - smallest) / scale
+    upper = unpack_nibbles(codes.upper, signed=False)
+    lower = unpack_nibbles(codes.lower, signed=True)
+    exact_lower = (exact_upper - upper) * 16
+    for read, exact, bounds in ((upper, exact_upper, (0, 15)), (lower, exact_lower, (-8, 7))):
+        clear = (exact % 1 - 0.5).abs() > 1e-3  # not a tie, but for float32
+        assert torch.equal(read[clear].double(), exact.round().clamp(*bounds)[clear])
+        assert (read.min(), read.max()) == bounds
+        assert clear.float().mean() > 0.99
+
+
+@settings(deadline=None, max_examples=20)
+@given(group=groups, encode=encoders)
+def test_codes_do_not_depend_on_what_is_encoded_beside(group: Tensor, encode: Encode) -> None:
+    together = encode(group)
+    for head in range(group.shape[0]):
+        alone = encode(group[head].clone())
+        strided = encode(group[head].t().contiguous().t())
+        for one, other, third in zip(together, alone, strided, strict=True):
+            assert torch.equal(one[head], other)
+            assert torch.equal(other, third)
+
+
+@either
+def test_constants_come_back_exactly(encode: Encode, dim: int) -> None:
+    constants = torch.tensor([0.0, -3.25, 1e30, 7e-41])
+    group = constants.expand(GROUP, 4) if dim == -2 else constants.unsqueeze(-1).expand(4, 16)
+    for bits in (4, 8):
+        assert torch.equal(decode(encode(group), bits), group)
+
+
+@either
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_not_finite_shows_in_the_scale(encode: Encode, dim: int, wrong: float) -> None:
+    group = torch.randn(2, GROUP, 8)
+    group[1, 77, 5] = wrong
+    finite = encode(group).scale.isfinite()
+    assert not finite[(1, 0, 5) if dim == -2 else (1, 77, 0)]
+    assert finite.sum() == finite.numel() - 1
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_scores_are_those_of_the_decoded_keys(bits: int) -> None:
+    generator = torch.Generator().manual_seed(1)
+    codes = encode_keys(torch.randn(3, GROUP, 16, generator=generator))
+    queries = torch.randn(3, 4, 16, generator=generator)
+    expected = torch.einsum("hgd,htd->hgt", queries, decode(codes, bits)) * 0.25
+    scores = score_keys(queries, codes, 0.25, bits)
+    torch.testing.assert_close(scores, expected, rtol=1e-5, atol=1e-5)
+
+
+@either
+def test_both_nibbles_are_within_a_lower_step_of_direct_8_bits(encode: Encode, dim: int) -> None:
+    exact = laplace_with_outlier_channels().unflatten(1, (-1, GROUP))
+    codes = encode(exact)
+    direct = uniform_quantization(exact, 8, dim)
+    excess = (decode(codes) - exact).abs() - (direct - exact).abs()
+    assert (excess <= codes.scale / 16 * (1 + 1e-4)).all()
+    error = normalized_error(exact, decode(codes))
+    assert error < 1.5 * normalized_error(exact, direct)
+    assert error < normalized_error(exact, decode(codes, 4)) / 100
