@@ -14,6 +14,7 @@ from torch import Tensor
 
 from cache_rank.config import CacheRankConfig, OptionValue
 from cache_rank.residency.bf16 import Bf16Residency
+from cache_rank.residency.hack import HackResidency
 from cache_rank.residency.lynx import LynxResidency
 from cache_rank.residency.quantspec import QuantSpecResidency
 
@@ -132,6 +133,7 @@ FORMATS: dict[str, type[Residency]] = {
     "bf16": Bf16Residency,
     "lynx": LynxResidency,
     "quantspec": QuantSpecResidency,
+    "hack": HackResidency,
 }
 
 

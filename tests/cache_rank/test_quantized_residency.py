@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from cache_rank_kernels.hack import reference as hack
 from cache_rank_kernels.lynx import reference as lynx
 from cache_rank_kernels.quantspec import reference as quantspec
 from cache_rank_kernels.score.reference import score_tokens
@@ -26,15 +27,20 @@ from cache_rank.residency.coded import CodedResidency
 
 CPU = torch.device("cpu")
 PAGES = 12
-COARSE = {"lynx": {"reading": "anchor"}, "quantspec": {"reading": 4}}
+COARSE: dict[str, dict[str, Any]] = {
+    "lynx": {"reading": "anchor"},
+    "quantspec": {"reading": 4},
+    "hack": {},
+}
 every_format = pytest.mark.parametrize("name", COARSE)
 SINGLE = msgspec.structs.replace(GQA, dtype="float32")
 
 
 def coded_tokens(name: str, resident: int) -> int:
-    if name == "lynx":
-        return resident // 256 * 256
-    return max(0, resident // 128 - 1) * 128
+    if name == "quantspec":
+        return max(0, resident // 128 - 1) * 128
+    group = {"lynx": 256, "hack": 64}[name]
+    return resident // group * group
 
 
 def decoded(
@@ -48,6 +54,12 @@ def decoded(
     if name == "lynx":
         pages = complete.unflatten(-2, (-1, 256))
         groups = lynx.decode_page(lynx.encode_page(pages, alpha), alpha, fine)
+    elif name == "hack":
+        if is_keys:
+            groups = hack.decode_keys(hack.encode_keys(complete, 2, 64), 2, 64)
+        else:
+            groups = hack.decode_values(hack.encode_values(complete, 2, 64), 2, 64)
+        return torch.cat((groups, rest.float()), dim=-2)
     else:
         encode = quantspec.encode_keys if is_keys else quantspec.encode_values
         groups = quantspec.decode(encode(complete.unflatten(-2, (-1, 128))), 8 if fine else 4)
@@ -74,17 +86,17 @@ class Held:
         model: ModelShape = GQA,
         slot: int = 1,
         beside: Held | None = None,
-        seed: int = 0,
+        tokens_seed: int = 0,
         **options: Any,
     ) -> Held:
         config = small_config(model, kv_residency=name, kv_residency_options=options)
         held = beside.residency if beside else residency.create(config, PAGES, CPU)
         assert isinstance(held, CodedResidency)
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator().manual_seed(tokens_seed)
         shape = (2, model.layers, model.kv_heads, count, model.head_dim)
         keys, values = torch.randn(shape, generator=generator).to(model.torch_dtype)
         pages = list(range(PAGES))
-        random.Random(seed).shuffle(pages)
+        random.Random(tokens_seed).shuffle(pages)
         return cls(config, held, keys, values, slot, pages)
 
     @classmethod
@@ -135,6 +147,7 @@ class Held:
             .permute(1, 2, 0, 3, 4)
             .flatten(2, 3)[:, :, : coded * plane.shape[3] // PAGE_TOKENS]
             .contiguous()
+            .view(torch.uint8)
             .numpy()
             .tobytes()
             for planes in self.residency._planes
@@ -206,13 +219,13 @@ def test_codes_are_the_same_bits_however_tokens_arrive(name: str, data: st.DataO
 def test_sequences_that_share_steps_are_encoded_as_alone(name: str) -> None:
     """Token by token through several groups, at different positions of them."""
     left = Held.empty(name, 530, slot=0)
-    right = Held.empty(name, 600, slot=3, beside=left, seed=1)
+    right = Held.empty(name, 600, slot=3, beside=left, tokens_seed=1)
     left.pages, right.pages = left.pages[:3], left.pages[3:6]
     right.load(70)
     while left.resident < 530:
         append_together([left, right])
     for held, seed in ((left, 0), (right, 1)):
-        whole = Held.whole(name, 530 if held is left else 600, seed=seed)
+        whole = Held.whole(name, 530 if held is left else 600, tokens_seed=seed)
         assert held.codes() == whole.codes()
         for one, other in zip(held.read(), whole.read(), strict=True):
             assert torch.equal(one, other)
@@ -252,10 +265,15 @@ def test_a_group_is_encoded_when_it_is_complete_and_never_again(name: str) -> No
         if before and not torch.equal(before[-1], keys[:, :, :position]):
             changes.append(position + 1)
         before = [keys]
-    assert changes == [256, 512] if name == "lynx" else [256, 384, 512]
+    expected = {
+        "lynx": [256, 512],
+        "quantspec": [256, 384, 512],
+        "hack": list(range(64, 600, 64)),
+    }
+    assert changes == expected[name]
 
 
-@every_format
+@pytest.mark.parametrize("name", ["lynx", "quantspec"])
 @pytest.mark.parametrize("count", [5, 130, 256, 300, 700, 2900])
 @pytest.mark.parametrize("coarse", [False, True])
 def test_scores_are_those_of_the_decoded_keys(name: str, count: int, coarse: bool) -> None:
@@ -269,6 +287,59 @@ def test_scores_are_those_of_the_decoded_keys(name: str, count: int, coarse: boo
         torch.testing.assert_close(held.score(queries, exact), expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("count", [5, 64, 130, 2900])
+def test_scores_of_hack_take_the_query_in_8_bits_but_for_the_newest_keys(count: int) -> None:
+    held = Held.whole("hack", count, model=SINGLE)
+    generator = torch.Generator().manual_seed(2)
+    queries = torch.randn(SINGLE.layers, SINGLE.query_heads, SINGLE.head_dim, generator=generator)
+    keys = decoded("hack", held.keys, is_keys=True)
+    expected = score_tokens(queries, keys, SINGLE.scale)
+    torch.testing.assert_close(held.score(queries, exact=True), expected, rtol=1e-5, atol=1e-5)
+
+    grouped = queries.unflatten(1, (SINGLE.kv_heads, -1))
+    in_8_bits = hack.decode_keys(hack.encode_multipliers(grouped, 64), 8, 64)
+    coded = coded_tokens("hack", count)
+    parts = (
+        in_8_bits @ keys[:, :, :coded].transpose(-1, -2),
+        grouped @ keys[:, :, coded:].transpose(-1, -2),
+    )
+    logits = torch.cat(parts, dim=-1) * SINGLE.scale
+    expected = torch.log_softmax(logits, dim=-1).amax(dim=-2)
+    torch.testing.assert_close(held.score(queries), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("partition", [16, 32, 64])
+@pytest.mark.parametrize("seed", [None, 0, 7])
+@pytest.mark.parametrize("bits", [2, 4])
+def test_hack_encodes_by_its_options(bits: int, partition: int, seed: int | None) -> None:
+    options: dict[str, Any] = {"bits": bits, "partition": partition}
+    if seed is not None:
+        options |= {"rounding": "stochastic", "seed": seed}
+    model = ModelShape(3, 2, 1, 96, "bfloat16", 1.0)  # partitions of channels are not all full
+    held = Held.whole("hack", 150, model=model, **options)
+    by_steps = Held.empty("hack", 150, model=model, **options)
+    for count in (50, 13, 64):
+        by_steps.load(count)
+        by_steps.append()
+    by_steps.load(20)
+    assert held.codes() == by_steps.codes()
+    keys, values = (part[:, :, :128] for part in (held.keys, held.values))
+    found_keys, found_values = held.read(range(128))
+    for found, expected in (
+        (
+            found_keys,
+            hack.decode_keys(hack.encode_keys(keys, bits, partition, seed), bits, partition),
+        ),
+        (
+            found_values,
+            hack.decode_values(hack.encode_values(values, bits, partition, seed), bits, partition),
+        ),
+    ):
+        assert torch.equal(found, expected.to(found.dtype))
+    config = held.config
+    assert msgspec.json.decode(msgspec.json.encode(config), type=CacheRankConfig) == config
+
+
 def test_alpha_is_that_of_the_options() -> None:
     held = Held.whole("lynx", 256, model=SINGLE, alpha=20)
     assert torch.equal(held.read()[0], decoded("lynx", held.keys, is_keys=True, alpha=20))
@@ -278,7 +349,7 @@ def test_alpha_is_that_of_the_options() -> None:
 @every_format
 def test_gather_is_decoded_in_full_whatever_scores_read(name: str) -> None:
     left = Held.empty(name, 700, slot=2, **COARSE[name])
-    right = Held.empty(name, 300, slot=0, beside=left, seed=1)
+    right = Held.empty(name, 300, slot=0, beside=left, tokens_seed=1)
     left.pages, right.pages = left.pages[:3], left.pages[3:6]
     left.load(700)
     right.load(300)
@@ -306,12 +377,12 @@ def test_gather_is_decoded_in_full_whatever_scores_read(name: str) -> None:
 def test_pages_and_slots_serve_one_sequence_after_another(name: str) -> None:
     first = Held.whole(name, 700)
     for count in (300, 1, 513):
-        following = Held.empty(name, count, beside=first, seed=count)
+        following = Held.empty(name, count, beside=first, tokens_seed=count)
         following.pages = first.pages[::-1]
         following.load(count - 1 if count > 1 else 1)
         while following.resident < count:
             following.append()
-        alone = Held.whole(name, count, seed=count)
+        alone = Held.whole(name, count, tokens_seed=count)
         for one, other in zip(following.read(), alone.read(), strict=True):
             assert torch.equal(one, other)
         queries = torch.randn(len(alone.layers), GQA.query_heads, GQA.head_dim)
@@ -330,7 +401,10 @@ def test_a_token_takes_the_bytes_of_its_codes_and_of_what_they_are_relative_to(
         "lynx": elements + elements * 8 // 256 + elements * 4 // 32,
         # A byte an element; 2 float32 a channel and group of keys, and a token of values.
         "quantspec": elements + heads * (head_dim * 8 // 128 + 8),
+        # 2 bits an element; 2 bfloat16 and a byte a partition, of 64 elements.
+        "hack": elements // 4 + elements * 5 // 64,
     }
+    rings_of = {"lynx": 256, "quantspec": 256, "hack": 64}
     for name, expected in by_name.items():
         config = small_config(model, kv_residency=name)
         assert residency.bytes_per_token(config) == expected
@@ -340,7 +414,8 @@ def test_a_token_takes_the_bytes_of_its_codes_and_of_what_they_are_relative_to(
         planes = [plane for planes in held._planes for plane in planes]
         assert held.page_bytes * PAGES == sum(plane.nbytes for plane in planes)
         rings = sum(ring.nbytes for ring in held._rings)
-        assert residency.fixed_bytes(config) == rings == 4 * 256 * model.bytes_per_token
+        assert residency.fixed_bytes(config) == rings
+        assert rings == 4 * rings_of[name] * model.bytes_per_token
 
 
 @every_format
@@ -356,7 +431,7 @@ def test_what_is_not_finite_is_refused_with_its_layer_and_head(
         held.load(400)
     by_steps = Held.empty(name, 400)
     getattr(by_steps, part)[2, 1, 77, 3] = wrong
-    by_steps.load(255)
+    by_steps.load(127 if name == "hack" else 255)
     with pytest.raises(ValueError, match=message):
         by_steps.append()
 
@@ -387,6 +462,14 @@ def test_what_decodes_beyond_the_range_of_the_dtype_stays_finite(name: str) -> N
         ("lynx", {"reading": 4}, "reading=4: lynx takes"),
         ("quantspec", {"reading": 5}, "reading=5: quantspec takes reading 4 or 8"),
         ("quantspec", {"group": 64}, "group=64: quantspec takes"),
+        (
+            "hack",
+            {"bits": 3},
+            "bits=3: hack takes bits 2 or 4, partition 16 or 32 or 64, rounding nearest or "
+            "stochastic, seed from 0 to 65535",
+        ),
+        ("hack", {"seed": 0.5}, r"seed=0\.5: hack takes a whole number"),
+        ("hack", {"seed": float("nan")}, "seed=nan: hack takes bits"),
     ],
 )
 def test_options_are_refused_with_those_that_there_are(

@@ -325,7 +325,7 @@ NO_GPU_LEFT = (
                 f"--kv-residency {name}: there are no GPU kernels for it yet; use bf16 on GPUs, or "
                 "--device cpu.",
             )
-            for name in ("lynx", "quantspec")
+            for name in ("lynx", "quantspec", "hack")
         ),
     ],
     ids=lambda refused: f"{refused.flags or 'nothing'} with {refused.gpus}",

@@ -1,0 +1,348 @@
+"""HACK codes: their error, that products on them are those of what they decode to, and rounding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from cache_rank_kernels.hack.reference import (
+    GROUP,
+    HackCodes,
+    attention_output,
+    decode_keys,
+    decode_values,
+    encode_keys,
+    encode_multipliers,
+    encode_values,
+    pack,
+    score_keys,
+    unpack,
+)
+from cache_rank_kernels.score.reference import score_tokens
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from quantization_cases import (
+    laplace_with_outlier_channels,
+    normalized_error,
+    tokens,
+    uniform_quantization,
+)
+from torch import Tensor
+
+# Codes of 2 bits fill bytes when channels are a multiple of 4: 4, 16, 28 or 128 of them.
+groups = tokens((1, 40, GROUP, 3 * GROUP)).map(lambda group: torch.cat((group, -group), dim=-1))
+widths = st.sampled_from((2, 4, 8))
+partitions = st.sampled_from((16, 32, 64))
+seeds = st.one_of(st.none(), st.integers(0, 65535))
+either = pytest.mark.parametrize(
+    ("encode", "decode"),
+    [(encode_keys, decode_keys), (encode_values, decode_values)],
+    ids=["keys", "values"],
+)
+SINGLE = torch.finfo(torch.float32)
+
+
+def of_each(entries: Tensor, partition: int, count: int, dim: int) -> Tensor:
+    """What a partition shares, repeated for each of its elements."""
+    return entries.repeat_interleave(partition, dim=dim).narrow(dim, 0, count)
+
+
+def largest_error(
+    codes: HackCodes, bits: int, partition: int, shape: torch.Size, dim: int, of_step: float
+) -> Tensor:
+    """Of decoding, float64: so much of a step, and what storing a step in its dtype rounds."""
+    dtype = torch.finfo(codes.scale.dtype)
+    most = 2**bits - 1
+    step, minimum = (
+        of_each(entries, partition, shape[dim], dim).double()
+        for entries in (codes.scale, codes.minimum)
+    )
+    rounded = most * (dtype.eps / 2 * step + dtype.smallest_normal * dtype.eps)
+    return of_step * step + rounded + 4 * SINGLE.eps * (minimum.abs() + most * step)
+
+
+@settings(deadline=None, max_examples=30)
+@given(bits=widths, data=st.data())
+def test_packed_codes_come_back_and_the_first_is_lowest(bits: int, data: st.DataObject) -> None:
+    count = 8 // bits * data.draw(st.integers(1, 5))
+    codes = data.draw(st.lists(st.integers(0, 2**bits - 1), min_size=count, max_size=count))
+    packed = pack(torch.tensor([codes]), bits)
+    assert packed.dtype == torch.uint8
+    assert packed.shape == (1, count * bits // 8)
+    assert unpack(packed, bits).tolist() == [codes]
+    number = sum(code << (index * bits) for index, code in enumerate(codes[: 8 // bits]))
+    assert packed[0, 0] == number
+
+
+@settings(deadline=None, max_examples=80)
+@given(group=groups, bits=widths, partition=partitions, seed=seeds, by_channel=st.booleans())
+def test_decoding_is_within_a_step(
+    group: Tensor, bits: int, partition: int, seed: int | None, by_channel: bool
+) -> None:
+    encode, decode = (encode_values, decode_values) if by_channel else (encode_keys, decode_keys)
+    dim = -2 if by_channel else -1
+    codes = encode(group, bits, partition, seed)
+    decoded = decode(codes, bits, partition)
+    assert decoded.dtype == torch.float32
+    assert decoded.shape == group.shape
+    of_step = 0.5 if seed is None else 1.0
+    allowed = largest_error(codes, bits, partition, group.shape, dim, of_step)
+    assert ((group.double() - decoded.double()).abs() <= allowed).all()
+
+
+@settings(deadline=None, max_examples=40)
+@given(group=groups, bits=widths, partition=partitions, seed=seeds)
+def test_a_partition_has_its_minimum_its_scale_and_the_sum_of_its_codes(
+    group: Tensor, bits: int, partition: int, seed: int | None
+) -> None:
+    heads, count, head_dim = group.shape
+    for encode, dim, shape in (
+        (encode_keys, -1, (heads, count, -(-head_dim // partition))),
+        (encode_values, -2, (heads, -(-count // partition), head_dim)),
+    ):
+        codes = encode(group, bits, partition, seed)
+        assert codes.codes.shape == (heads, count, head_dim * bits // 8)
+        assert codes.minimum.dtype == codes.scale.dtype == group.dtype
+        found = unpack(codes.codes, bits).long()
+        for entries, expected in (
+            (codes.minimum, [part.amin(dim) for part in group.split(partition, dim)]),
+            (codes.sums, [part.sum(dim) for part in found.split(partition, dim)]),
+        ):
+            assert entries.shape == shape
+            assert torch.equal(entries, torch.stack(expected, dim).to(entries.dtype))
+        assert codes.sums.element_size() == (1 if (2**bits - 1) * partition < 256 else 2)
+
+
+@either
+@pytest.mark.parametrize("bits", [2, 4])
+def test_codes_are_those_of_the_formula(
+    encode: Callable[..., HackCodes], decode: Callable[..., Tensor], bits: int
+) -> None:
+    group = torch.randn(GROUP, GROUP, generator=torch.Generator().manual_seed(2)).double()
+    dim = -1 if encode is encode_keys else -2
+    smallest = group.amin(dim, keepdim=True)
+    step = (group.amax(dim, keepdim=True) - smallest) / (2**bits - 1)
+    exact = (group - smallest) / step
+    found = unpack(encode(group.float(), bits, GROUP).codes, bits)
+    clear = (exact % 1 - 0.5).abs() > 1e-3  # not a tie, but for float32
+    assert torch.equal(found[clear].double(), exact.round()[clear])
+    assert clear.float().mean() > 0.99
+
+
+@settings(deadline=None, max_examples=20)
+@given(group=groups, bits=widths, seed=seeds, by_channel=st.booleans())
+def test_codes_do_not_depend_on_what_is_encoded_beside(
+    group: Tensor, bits: int, seed: int | None, by_channel: bool
+) -> None:
+    encode = encode_values if by_channel else encode_keys
+    together = encode(group, bits, 32, seed)
+    for head in range(group.shape[0]):
+        alone = encode(group[head].clone(), bits, 32, seed)
+        strided = encode(group[head].t().contiguous().t(), bits, 32, seed)
+        for one, other, third in zip(together, alone, strided, strict=True):
+            assert torch.equal(one[head], other)
+            assert torch.equal(other, third)
+
+
+@pytest.mark.parametrize("seed", [None, 5])
+def test_keys_are_encoded_each_by_itself(seed: int | None) -> None:
+    keys = torch.randn(3, GROUP, 128)
+    together = encode_keys(keys, 2, 64, seed)
+    for token in (0, 17, GROUP - 1):
+        alone = encode_keys(keys[:, token : token + 1], 2, 64, seed)
+        for one, other in zip(together, alone, strict=True):
+            assert torch.equal(one[:, token : token + 1], other)
+
+
+@pytest.mark.parametrize("bits", [2, 4])
+def test_values_are_decoded_one_by_one_as_in_their_group(bits: int) -> None:
+    codes = encode_values(torch.randn(2, 3 * GROUP, 16), bits, 32)
+    whole = decode_values(codes, bits, 32)
+    chosen = torch.tensor([191, 0, 31, 32, 100, 100])
+    part = HackCodes(codes.codes[:, chosen], *(plane[:, chosen // 32] for plane in codes[1:]))
+    assert torch.equal(decode_values(part, bits, 1), whole[:, chosen])
+
+
+@either
+@pytest.mark.parametrize("seed", [None, 5])
+def test_constants_come_back_exactly(
+    encode: Callable[..., HackCodes], decode: Callable[..., Tensor], seed: int | None
+) -> None:
+    constants = torch.tensor([0.0, -3.25, 1e30, 7e-41])
+    group = constants.expand(GROUP, 4) if encode is encode_values else constants[:, None]
+    group = group.expand(-1, 4 if encode is encode_values else 96)
+    assert torch.equal(decode(encode(group, 2, 64, seed), 2, 64), group)
+
+
+@either
+@pytest.mark.parametrize("seed", [None, 5])
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_not_finite_shows_in_what_codes_are_relative_to(
+    encode: Callable[..., HackCodes],
+    decode: Callable[..., Tensor],
+    seed: int | None,
+    wrong: float,
+) -> None:
+    group = torch.randn(2, 2 * GROUP, 2 * GROUP)
+    group[1, 77, 5] = wrong
+    codes = encode(group, 2, GROUP, seed)
+    finite = codes.minimum.isfinite() & codes.scale.isfinite()
+    assert not finite[(1, 77, 0) if encode is encode_keys else (1, 1, 5)]
+    assert finite.sum() == finite.numel() - 1
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    shape=st.tuples(st.integers(1, 3), st.integers(1, 5), st.sampled_from((1, 64, 70))),
+    head_dim=st.sampled_from((8, 64, 96, 128)),
+    bits=st.sampled_from((2, 4)),
+    partition=partitions,
+    offset=st.sampled_from((0.0, -30.0, 1000.0)),
+    seed=seeds,
+)
+def test_products_on_codes_are_those_of_what_they_decode_to(
+    shape: tuple[int, int, int],
+    head_dim: int,
+    bits: int,
+    partition: int,
+    offset: float,
+    seed: int | None,
+) -> None:
+    """To the rounding of a handful of float32 operations a partition."""
+    heads, group, count = shape
+    generator = torch.Generator().manual_seed(head_dim + count)
+    matrix = torch.randn(heads, count, head_dim, generator=generator) + offset
+    queries = torch.randn(heads, group, head_dim, generator=generator)
+    newest = torch.randn(heads, 3, head_dim, generator=generator)
+    probabilities = torch.randn(heads, group, count + 3, generator=generator).softmax(-1)
+
+    keys = encode_keys(matrix, bits, partition, seed)
+    values = encode_values(matrix, bits, partition, seed)
+    coded = probabilities[..., :count]
+    rest = probabilities[..., count:].double() @ newest.double()
+    for found, left, right, added in (
+        (
+            score_keys(queries, keys, 0.25, bits, partition) * 4,
+            encode_multipliers(queries, partition),
+            decode_keys(keys, bits, partition).transpose(-1, -2),
+            torch.zeros(()),
+        ),
+        (
+            attention_output(probabilities, values, newest, bits, partition),
+            encode_multipliers(coded, partition),
+            decode_values(values, bits, partition),
+            rest,
+        ),
+    ):
+        multipliers = decode_keys(left, 8, partition).double()
+        expected = multipliers @ right.double() + added
+        # Terms may cancel: the four are of the size of the ranges, not of the elements.
+        largest = of_each(left.minimum.abs() + 255 * left.scale, partition, right.shape[-2], -1)
+        sizes = largest.double() @ right.double().abs().amax(-1, keepdim=True)
+        steps = 8 + 4 * -(-right.shape[-2] // partition)
+        assert ((found.double() - expected).abs() <= 4 * steps * SINGLE.eps * (sizes + 1)).all()
+
+
+def test_the_product_of_codes_is_exact_in_float32() -> None:
+    """At the largest sums, in 64 terms of 255 times 15."""
+    most = torch.full((1, 1, 64), 255.0)
+    most[..., 0] = 0
+    keys = torch.full((1, 3, 64), 15.0)
+    keys[..., -1] = 0
+    score = score_keys(most, encode_keys(keys, 4, 64), 1.0, 4, 64)
+    assert (score == 255 * 15 * 62).all()
+
+
+def test_newest_values_are_not_quantized() -> None:
+    newest = torch.randn(2, 5, 16, dtype=torch.bfloat16)
+    probabilities = torch.randn(2, 3, 5).softmax(-1)
+    none = encode_values(newest[:, :0].float().new_zeros(2, 64, 16), 2, 64)
+    none = HackCodes(*(plane[:, :0] for plane in none))
+    found = attention_output(probabilities, none, newest, 2, 64)
+    assert torch.equal(found, probabilities @ newest.float())
+
+
+@pytest.mark.parametrize("bits", [2, 4])
+def test_a_score_is_off_by_at_most_twice_the_largest_error_of_a_logit(bits: int) -> None:
+    generator = torch.Generator().manual_seed(3)
+    keys = torch.randn(2, 3, 256, 64, generator=generator)
+    queries = torch.randn(2, 3, 4, 64, generator=generator)
+    logits = queries @ keys.transpose(-1, -2) / 8
+    on_codes = score_keys(queries, encode_keys(keys, bits, 64), 1 / 8, bits, 64)
+    scores = torch.log_softmax(on_codes, dim=-1).amax(dim=-2)
+    exact = score_tokens(queries.flatten(1, 2), keys, 1 / 8)
+    largest = (on_codes - logits).abs().amax(dim=(-1, -2))
+    error = (scores - exact).abs().amax(dim=-1)
+    assert (error <= 2 * largest + 1e-5).all()
+    assert (error > 0).all()
+
+
+@either
+@pytest.mark.parametrize("bits", [2, 4])
+def test_stochastic_rounding_keeps_the_mean(
+    encode: Callable[..., HackCodes], decode: Callable[..., Tensor], bits: int
+) -> None:
+    """Over seeds, of every element: the mean of n is off by five of its deviations at most."""
+    group = torch.randn(GROUP, GROUP, generator=torch.Generator().manual_seed(4))
+    repeated = 300
+    mean = torch.zeros_like(group, dtype=torch.float64)
+    for seed in range(repeated):
+        mean += decode(encode(group, bits, GROUP, seed), bits, GROUP) / repeated
+    codes = encode(group, bits, GROUP)
+    step = of_each(codes.scale, GROUP, GROUP, -1 if encode is encode_keys else -2).double()
+    assert ((mean - group).abs() <= 5 * 0.5 * step / repeated**0.5 + 1e-6).all()
+    assert (mean - group).mean().abs() < 5 * 0.5 * step.max() / (repeated * GROUP**2) ** 0.5
+    assert normalized_error(group, mean) < normalized_error(group, decode(codes, bits, GROUP)) / 30
+
+
+@either
+def test_stochastic_rounding_is_a_function_of_the_seed(
+    encode: Callable[..., HackCodes], decode: Callable[..., Tensor]
+) -> None:
+    group = torch.randn(3, GROUP, 16)
+    state = torch.get_rng_state()
+    one, again, other = (encode(group, 2, 16, seed).codes for seed in (1, 1, 2))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(one, again)
+    assert not torch.equal(one, other)
+    # So do equal ones, of which a partition has many.
+    equal = torch.full((4, GROUP), 0.4)
+    equal[:, :2] = torch.tensor([0.0, 1.0])
+    equal = equal.t() if encode is encode_values else equal
+    rounded = decode(encode(equal, 2, GROUP, 1), 2, GROUP)[equal == 0.4]
+    assert (rounded > 0.4).double().mean() == pytest.approx(0.2, abs=0.12)
+    # Elements round independently of their neighbours, although their seed is the same.
+    up = (unpack(one, 2) > unpack(encode(group, 2, 16, 0).codes, 2)).double().flatten(0, 1)
+    assert 0.05 < up.mean() < 0.4
+    correlation = torch.corrcoef(torch.stack((up[:, :-1].flatten(), up[:, 1:].flatten())))
+    assert correlation[0, 1].abs() < 0.1
+
+
+@pytest.mark.parametrize("bits", [2, 4])
+@pytest.mark.parametrize("part", ["keys", "values"])
+def test_errors_are_those_of_even_steps_and_twice_that_when_stochastic(
+    part: str, bits: int
+) -> None:
+    exact = torch.randn(4, 4 * GROUP, 64, generator=torch.Generator().manual_seed(6))
+    outliers = laplace_with_outlier_channels(4)
+    encode, decode = {
+        "keys": (encode_keys, decode_keys),
+        "values": (encode_values, decode_values),
+    }[part]
+
+    def error(tokens: Tensor, seed: int | None = None) -> float:
+        return normalized_error(tokens, decode(encode(tokens, bits, 64, seed), bits, 64))
+
+    for given_tokens in (exact, outliers):
+        even = uniform_quantization(
+            given_tokens.unflatten(-2, (-1, 64)), bits, -1 if part == "keys" else -2
+        )
+        measured = error(given_tokens)
+        assert measured == pytest.approx(
+            normalized_error(given_tokens, even.flatten(-3, -2)), rel=1e-3
+        )
+        assert measured < error(given_tokens, seed=0)
+    # A rounding error is even in [-1/2, 1/2] of a step, or of variance f (1 - f) there.
+    assert error(exact, seed=0) == pytest.approx(2 * error(exact), rel=0.05)
+    assert error(exact) < {2: 0.22, 4: 0.009}[bits]
