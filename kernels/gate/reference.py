@@ -1,8 +1,8 @@
 """Flags by which work on one stream waits for work on another, plain torch: the specification.
 
-A CUDA event that a graph records is set when the graph runs, so a wait that the host issues before
-that, while an earlier graph still runs, does not wait for it. A flag that counts does not have the
-problem: a wait names the count it waits for.
+With CUDA events that a graph records, a wait that was queued while an earlier run of the graph was
+under way appeared to be satisfied by that run. A flag that counts leaves no doubt: a wait names the
+count it waits for.
 """
 
 from __future__ import annotations
