@@ -58,6 +58,7 @@ def test_sinks_are_copied_into_the_block_and_nowhere_else(sinks: int) -> None:
 
 def test_a_step_brings_lengths_and_exchanged_rows_to_the_device() -> None:
     rank = rank_of(_max_batch=6, device=CPU, table=Mock(), gate=Mock())
+    rank.gate.plan_step.return_value = torch.tensor([7, 8])
     plan = StepPlan([9, 4, 7], torch.empty(0), [], [], [])
     plan.rows = [ExchangeRow(sequence_of(), index, 5, 0) for index in (2, 0)]
     planned = torch.tensor([[1, 2, 3], [4, 5, 6]])
@@ -65,7 +66,9 @@ def test_a_step_brings_lengths_and_exchanged_rows_to_the_device() -> None:
     assert plan.lengths.tolist() == [9, 4, 7, 1, 1, 1]
     ((advance,), _) = rank.table.advance.call_args
     assert torch.equal(advance, planned)
-    ((exchanged,), _) = rank.gate.begin_step.call_args
+    rank.gate.plan_step.assert_called_once_with(True)
+    ((exchanged, steps), _) = rank.gate.begin_step.call_args
+    assert steps.tolist() == [7, 8]
     assert exchanged.dtype == torch.int32
     assert exchanged.tolist() == [1, -1, 0, -1, -1, -1]
 
