@@ -231,10 +231,10 @@ class HostExchange(Exchange):
         self.waited = 0.0
         self._traced = traced
         super().begin_step(rows, traced)
-        batch = max((row.batch_index for row in rows), default=-1) + 1
-        self._batch_index = torch.full((batch,), -1, dtype=torch.int32)
+        exchanged = [-1] * (max((row.batch_index for row in rows), default=-1) + 1)
         for index, row in enumerate(rows):
-            self._batch_index[row.batch_index] = index
+            exchanged[row.batch_index] = index
+        self._batch_index = torch.tensor(exchanged, dtype=torch.int32)
 
     def begin_group(self, group: int) -> None:
         """Apply the answer that this group's attention needs, and open its staging buffer."""

@@ -120,7 +120,10 @@ class InferenceRank:
             self.config, pools.keys[self.dense_layers :], pools.values[self.dense_layers :]
         )
         self._operations = operations_for(self.device)
-        self._max_batch = pools.req_to_token.shape[0] + GRAPH_PADDING
+        self._max_batch = pools.req_to_token.shape[0]
+        if self.device.type == "cuda":
+            self._max_batch += GRAPH_PADDING
+        self._unit_lengths, self._nobody = [1] * self._max_batch, [-1] * self._max_batch
         self._req_to_token = pools.req_to_token
         self._allocator = pools.allocator
         first_reserve_row = pools.keys[0].shape[0] - reserve_rows(args)
@@ -176,17 +179,18 @@ class InferenceRank:
 
     def _upload(self, plan: StepPlan, advance: Tensor) -> None:
         """Bring what the step's kernels read to the device, in one copy."""
-        padding = self._max_batch - len(plan.attended_lengths)
-        lengths = torch.tensor(plan.attended_lengths + [1] * padding)
-        exchanged = torch.full((self._max_batch,), -1, dtype=torch.int32)
+        # Lists first: setting elements of a tensor one by one takes the host long.
+        lengths = [*plan.attended_lengths, *self._unit_lengths[len(plan.attended_lengths) :]]
+        exchanged = self._nobody.copy()
         for index, row in enumerate(plan.rows):
             exchanged[row.batch_index] = index
         steps = self.gate.plan_step(bool(plan.rows))
-        advance, plan.lengths, exchanged, steps = upload(
-            (advance, lengths, exchanged, steps), self.device
+        advance, plan.lengths, exchange_index, steps = upload(
+            (advance, torch.tensor(lengths), torch.tensor(exchanged, dtype=torch.int32), steps),
+            self.device,
         )
         self.table.advance(advance)
-        self.gate.begin_step(exchanged, steps)
+        self.gate.begin_step(exchange_index, steps)
 
     def announce_step(self, plan: StepPlan) -> None:
         """Tell the cache rank which requests the step exchanges."""

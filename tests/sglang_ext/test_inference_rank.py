@@ -57,7 +57,8 @@ def test_sinks_are_copied_into_the_block_and_nowhere_else(sinks: int) -> None:
 
 
 def test_a_step_brings_lengths_and_exchanged_rows_to_the_device() -> None:
-    rank = rank_of(_max_batch=6, device=CPU, table=Mock(), gate=Mock())
+    lists = {"_unit_lengths": [1] * 6, "_nobody": [-1] * 6}
+    rank = rank_of(device=CPU, table=Mock(), gate=Mock(), **lists)
     rank.gate.plan_step.return_value = torch.tensor([7, 8])
     plan = StepPlan([9, 4, 7], torch.empty(0), [], [], [])
     plan.rows = [ExchangeRow(sequence_of(), index, 5, 0) for index in (2, 0)]
