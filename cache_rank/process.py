@@ -119,14 +119,11 @@ class CacheRank:
         )
         selector.load(selector.begin(NO_EPOCH), shipment)
         step = selector.begin_step(0, [Row(NO_EPOCH, 1)])
-        for group, layers in enumerate(config.groups):
-            up_size = UpMessage.size(config, len(layers), 1)
-            down_size = DownMessage.size(config, len(layers), 1)
-            up = UpMessage(config, len(layers), 1, self._up[group][:up_size])
-            down = DownMessage(config, len(layers), 1, self._down[group][:down_size])
-            selector.append(step, group, up)
+        for group in range(len(config.groups)):
+            selector.append(step, group, self._up_message(group, 1))
             scores = selector.score(step, group, self._timeline)
             with selector.selecting():
+                down = self._down_message(group, 1)
                 selector.answer(step, group, scores, down, self._timeline)
         selector.end(NO_EPOCH)
         if self._device.type == "cuda":
@@ -220,18 +217,24 @@ class CacheRank:
         self._last_step = max(self._last_step, message.step)
         return "; ".join(refused.values()) or None
 
-    def _receive(self, group: int, rows: int) -> tuple[UpMessage, Pending]:
+    def _up_message(self, group: int, rows: int) -> UpMessage:
         layers = len(self.config.groups[group])
         size = UpMessage.size(self.config, layers, rows)
-        up = UpMessage(self.config, layers, rows, self._up[group][:size])
+        return UpMessage(self.config, layers, rows, self._up[group][:size])
+
+    def _down_message(self, group: int, rows: int) -> DownMessage:
+        layers = len(self.config.groups[group])
+        size = DownMessage.size(self.config, layers, rows)
+        return DownMessage(self.config, layers, rows, self._down[group][:size])
+
+    def _receive(self, group: int, rows: int) -> tuple[UpMessage, Pending]:
+        up = self._up_message(group, rows)
         return up, self._link.up.receive(up.buffer, self._taken[group])
 
     def _answer(self, step: SelectorStep, group: int, scores: Tensor) -> None:
         if (sent := self._sent[group]) is not None:
             sent.wait(PEER_SECONDS)
-        layers, rows = len(self.config.groups[group]), step.rows.slots.shape[0]
-        size = DownMessage.size(self.config, layers, rows)
-        down = DownMessage(self.config, layers, rows, self._down[group][:size])
+        down = self._down_message(group, step.rows.slots.shape[0])
         self.selector.answer(step, group, scores, down, self._timeline)
         self._sent[group] = self._link.down.send(down.buffer)
 
