@@ -75,6 +75,9 @@ class DeviceExchange(Exchange):
         ]
         self._first_rows = torch.empty(0, dtype=torch.int32, device=self._device)
         self._header = torch.empty((0, 4), dtype=torch.int64, device=self._device)
+        # What the gate accepts, as of the last answer that came: every program of a scatter reads
+        # it, and reads of the host's memory are slow.
+        self._accepts = torch.zeros(1, dtype=torch.int32, device=self._device)
         # Guards what the supervisor's thread reads.
         self._lock = threading.Lock()
         self._under_way: deque[_StepUnderWay] = deque()
@@ -111,7 +114,7 @@ class DeviceExchange(Exchange):
                 message.keys,
                 message.values,
                 nobody.clone(),
-                self._gate.accepts,
+                self._accepts,
             )
             gate.signal(self._gate.applied, group, 0)
             gate.wait_for(self._gate.computed, group, 0, self._gate.accepts)
@@ -178,6 +181,7 @@ class DeviceExchange(Exchange):
         self.counters.down_bytes += down_bytes
         with torch.cuda.stream(self._scatter_stream):
             received.wait(self.connection.timeout)
+            self._accepts.copy_(self._gate.accepts, non_blocking=True)
             with self._traced("scatter", group, self._scatter_stream):
                 self._operations.scatter_step(
                     *self._working_sets.groups[group],
@@ -188,7 +192,7 @@ class DeviceExchange(Exchange):
                     message.keys,
                     message.values,
                     applied,
-                    self._gate.accepts,
+                    self._accepts,
                 )
             if self._config.checksum:
                 self._compare_checksums(group, message)

@@ -67,12 +67,11 @@ def scatter_step(
         entering_slots: (R, L, Hkv, C) int32, the slot of each token; negative is padding.
         keys, values: (R, L, Hkv, C, D).
         applied: (R,) int32, written in place: 1 if the row was applied, else 0.
-        accepts: (1,) int32; no row is applied when it is 0. It may be pinned host memory, so that
-            the host can stop a scatter that is queued.
+        accepts: (1,) int32; no row is applied when it is 0.
     """
     matches = (header[:, :4] == expected).all(-1) & (first_rows >= 0)
     if accepts is not None:
-        matches &= accepts.to(matches.device) != 0
+        matches &= accepts != 0
     applied.copy_(matches)
     used = (entering_slots >= 0) & matches.view(-1, 1, 1, 1)
     for layer, (key_buffer, value_buffer) in enumerate(

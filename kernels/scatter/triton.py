@@ -157,7 +157,7 @@ def _scatter(
     first_row = tl.load(first_rows + row).to(tl.int64)
     applies = (tl.sum(differs.to(tl.int32), 0) == 0) & (first_row >= 0)
     if may_refuse:
-        applies &= tl.load(accepts, volatile=True) != 0
+        applies &= tl.load(accepts) != 0
     if (unit == 0) & (block == 0):
         tl.store(applied + row, applies.to(tl.int32))
     if not applies:

@@ -337,5 +337,6 @@ def test_large_batches_on_a_gpu(shared: bool) -> None:
     )
     for module, out in ((kernels, found), (reference, expected)):
         module.score_pages(given.queries, bounds, *given[2:], pages, 16, out)
-    assert torch.allclose(found, expected, atol=1e-2)
+    chosen = must_choose(given, pages)
+    torch.testing.assert_close(found[chosen], expected[chosen], atol=1e-2, rtol=1e-5)
     compare_lists(given, pages, found)

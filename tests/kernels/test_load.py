@@ -98,4 +98,5 @@ def test_scores_by_the_copy_equal_scores_by_the_same_keys_in_full_precision() ->
         workspace = implementation.score_workspace(2, 2, 8, 4, 1024, out.device)
         implementation.score_step(queries, keys, table, slots, positions, 0, 0.09, workspace, out)
         scores.append(out)
-    torch.testing.assert_close(scores[0], scores[1], atol=1e-4, rtol=1e-5)
+    # Products of 8-bit numbers are summed to about 14 bits on Hopper.
+    torch.testing.assert_close(scores[0], scores[1], atol=4e-3, rtol=1e-4)
