@@ -43,12 +43,36 @@ class Operations:
     select_workspace: Callable[..., Any]
 
 
+@dataclasses.dataclass(frozen=True)
+class CodedOperations:
+    """One implementation of the operations on codes; kernels/coded/reference.py says what each
+    does. The plain torch version serves every format, each has Triton kernels of its own."""
+
+    encode_groups: Callable[..., None]
+    gather_codes: Callable[..., None]
+    score_codes: Callable[..., None]
+
+
+def implementation_for(device: torch.device) -> str:
+    """The module of a kernel's folder that is for tensors on `device`."""
+    return "triton" if device.type == "cuda" else "reference"
+
+
 def operations_for(device: torch.device) -> Operations:
     """The operations for tensors on `device`."""
-    implementation = "triton" if device.type == "cuda" else "reference"
+    implementation = implementation_for(device)
     return Operations(
         **{
             name: getattr(import_module(f"cache_rank_kernels.{folder}.{implementation}"), name)
             for name, folder in _FOLDER_OF.items()
         }
     )
+
+
+def coded_operations_for(device: torch.device, folder: str) -> CodedOperations:
+    """The operations on codes for tensors on `device`, of the format with kernels in `folder`."""
+    implementation = implementation_for(device)
+    folder = folder if implementation == "triton" else "coded"
+    module = import_module(f"cache_rank_kernels.{folder}.{implementation}")
+    names = [field.name for field in dataclasses.fields(CodedOperations)]
+    return CodedOperations(**{name: getattr(module, name) for name in names})

@@ -16,6 +16,7 @@ from cache_rank.config import CacheRankConfig, OptionValue
 from cache_rank.residency.bf16 import Bf16Residency
 from cache_rank.residency.hack import HackResidency
 from cache_rank.residency.lynx import LynxResidency
+from cache_rank.residency.mosaickv import MosaicKVResidency
 from cache_rank.residency.quantspec import QuantSpecResidency
 
 
@@ -134,6 +135,7 @@ FORMATS: dict[str, type[Residency]] = {
     "lynx": LynxResidency,
     "quantspec": QuantSpecResidency,
     "hack": HackResidency,
+    "mosaickv": MosaicKVResidency,
 }
 
 

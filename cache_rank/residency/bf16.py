@@ -7,7 +7,7 @@ to read in every step, for a quarter more memory. What is shipped is exact eithe
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
@@ -16,12 +16,10 @@ from cache_rank.config import CacheRankConfig, OptionValue
 from cache_rank.operations import operations_for
 from cache_rank.pages import PAGE_TOKENS
 from cache_rank.residency.options import require_options
+from cache_rank.residency.scores import ScoreBuffers
 
 if TYPE_CHECKING:
     from cache_rank.residency import StepRows
-
-_SCORES_ROUNDING = 4096
-"""Score buffers grow by this many tokens, so that they rarely grow."""
 
 
 class Bf16Residency:
@@ -56,9 +54,7 @@ class Bf16Residency:
         self._model = model
         self._device = device
         self._operations = operations_for(device)
-        self._scores = [torch.empty(0, device=device)] * 2
-        self._workspace: Any = None
-        self._workspace_for = (0, 0, 0)
+        self._scores = ScoreBuffers(model, self._operations, device)
 
     def load(self, pages: Tensor, slot: int, start: int, shipment: Tensor) -> None:
         self._operations.load_tokens(
@@ -81,9 +77,7 @@ class Bf16Residency:
     def score(
         self, rows: StepRows, layers: range, queries: Tensor, turn: int, exact: bool = False
     ) -> Tensor:
-        model, count = self._model, queries.shape[0]
-        capacity = -(-rows.capacity // _SCORES_ROUNDING) * _SCORES_ROUNDING
-        out = self._scores_buffer(count, len(layers), capacity, turn)
+        workspace, out = self._scores.take(queries.shape[0], len(layers), rows.capacity, turn)
         coarse = self._coarse_keys
         self._operations.score_step(
             queries,
@@ -92,8 +86,8 @@ class Bf16Residency:
             rows.slots,
             rows.positions,
             layers.start,
-            model.scale,
-            self._workspace,
+            self._model.scale,
+            workspace,
             out,
         )
         return out
@@ -119,27 +113,3 @@ class Bf16Residency:
         head = torch.arange(self._model.kv_heads, device=self._device).view(1, -1, 1)
         index = (pages[positions // PAGE_TOKENS], layer, head, positions % PAGE_TOKENS)
         return self._keys[index], self._values[index]
-
-    def _scores_buffer(self, rows: int, layers: int, capacity: int, turn: int) -> Tensor:
-        model = self._model
-        shape = (rows, layers, model.kv_heads, capacity)
-        size = rows * layers * model.kv_heads * capacity
-        if self._scores[turn].numel() < size:
-            self._scores[turn] = torch.empty(size, dtype=torch.float32, device=self._device)
-        needed = (rows, layers, capacity)
-        if any(have < need for have, need in zip(self._workspace_for, needed, strict=True)):
-            have = self._workspace_for
-            self._workspace_for = (
-                max(have[0], rows),
-                max(have[1], layers),
-                max(have[2], capacity),
-            )
-            self._workspace = self._operations.score_workspace(
-                self._workspace_for[0],
-                self._workspace_for[1],
-                model.kv_heads,
-                model.query_heads // model.kv_heads,
-                self._workspace_for[2],
-                self._device,
-            )
-        return self._scores[turn][:size].view(shape)

@@ -7,24 +7,14 @@ is shipped is decoded.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import ClassVar
 
-import torch
-from cache_rank_kernels.hack.reference import (
-    GROUP,
-    HackCodes,
-    decode_keys,
-    decode_values,
-    encode_keys,
-    encode_values,
-    score_keys,
-    sums_dtype,
-)
-from torch import Tensor
+from cache_rank_kernels.coded.reference import Codec
+from cache_rank_kernels.hack.reference import GROUP, HackCodec
 
 from cache_rank.config import CacheRankConfig, OptionValue
-from cache_rank.residency.coded import Codec, CodedResidency, Plane
+from cache_rank.residency.coded import CodedResidency
 from cache_rank.residency.options import Between, OneOf, Ranges, require_options
 
 OPTIONS: Ranges = {
@@ -35,49 +25,11 @@ OPTIONS: Ranges = {
 }
 
 
-class HackCodec:
-    """Of keys, in partitions of channels, or of values, in partitions of tokens."""
-
-    def __init__(self, config: CacheRankConfig, of_keys: bool) -> None:
-        options = config.kv_residency_options
-        self._bits = int(options.get("bits", 2))
-        self._partition = int(options.get("partition", 64))
-        self._seed = None
-        if options.get("rounding") == "stochastic":
-            self._seed = int(options.get("seed", 0))
-        self._dtype = config.model.torch_dtype
-        self._of_keys = of_keys
-
-    def planes(self, head_dim: int) -> tuple[Plane, ...]:
-        if self._of_keys:
-            entries, width = GROUP, -(-head_dim // self._partition)
-        else:
-            entries, width = GROUP // self._partition, head_dim
-        codes = Plane(GROUP, head_dim * self._bits // 8, torch.uint8)
-        relative_to = Plane(entries, width, self._dtype)
-        sums = Plane(entries, width, sums_dtype(self._bits, self._partition))
-        return codes, relative_to, relative_to, sums  # as in HackCodes
-
-    def encode(self, tokens: Tensor) -> HackCodes:
-        encode = encode_keys if self._of_keys else encode_values
-        return encode(tokens, self._bits, self._partition, self._seed)
-
-    def decode(self, entries: Sequence[Tensor]) -> Tensor:
-        if self._of_keys:
-            return decode_keys(HackCodes(*entries), self._bits, self._partition)
-        return decode_values(HackCodes(*entries), self._bits, partition=1)
-
-    def score(self, queries: Tensor, planes: Sequence[Tensor], scale: float, exact: bool) -> Tensor:
-        codes = HackCodes(*planes)
-        if exact:  # the query as it is
-            keys = decode_keys(codes, self._bits, self._partition)
-            return (queries @ keys.transpose(-1, -2)) * scale
-        return score_keys(queries, codes, scale, self._bits, self._partition)
-
-
 class HackResidency(CodedResidency):
     """Groups of GROUP tokens; the newest, incomplete group is in full precision."""
 
+    runs_on_gpu: ClassVar[bool] = True
+    kernels: ClassVar[str] = "hack"
     group_tokens: ClassVar[int] = GROUP
     full_groups: ClassVar[int] = 0
 
@@ -90,4 +42,10 @@ class HackResidency(CodedResidency):
 
     @classmethod
     def codecs(cls, config: CacheRankConfig) -> tuple[Codec, Codec]:
-        return HackCodec(config, of_keys=True), HackCodec(config, of_keys=False)
+        options, dtype = config.kv_residency_options, config.model.torch_dtype
+        bits, partition = int(options.get("bits", 2)), int(options.get("partition", 64))
+        seed = int(options.get("seed", 0)) if options.get("rounding") == "stochastic" else None
+        return (
+            HackCodec(True, dtype, bits, partition, seed),
+            HackCodec(False, dtype, bits, partition, seed),
+        )

@@ -6,23 +6,14 @@ read both, or with the option `reading=anchor` half the bytes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import ClassVar
 
-import torch
-from cache_rank_kernels.lynx.reference import (
-    CHUNK,
-    DEFAULT_ALPHA,
-    PAGE,
-    LynxCodes,
-    decode_tokens,
-    encode_page,
-    score_page,
-)
-from torch import Tensor
+from cache_rank_kernels.coded.reference import Codec
+from cache_rank_kernels.lynx.reference import DEFAULT_ALPHA, PAGE, LynxCodec
 
 from cache_rank.config import CacheRankConfig, OptionValue
-from cache_rank.residency.coded import Codec, CodedResidency, Plane
+from cache_rank.residency.coded import CodedResidency
 from cache_rank.residency.options import Between, OneOf, Ranges, require_options
 
 OPTIONS: Ranges = {
@@ -31,33 +22,11 @@ OPTIONS: Ranges = {
 }
 
 
-class LynxCodec:
-    """Of keys and of values alike."""
-
-    def __init__(self, options: Mapping[str, OptionValue]) -> None:
-        self._alpha = float(options.get("alpha", DEFAULT_ALPHA))
-        self._scores_in_full = options.get("reading", "full") == "full"
-
-    def planes(self, head_dim: int) -> tuple[Plane, ...]:
-        codes = Plane(PAGE, head_dim // 2, torch.uint8)
-        of_page = Plane(1, head_dim, torch.float32)
-        of_chunk = Plane(PAGE // CHUNK, head_dim, torch.float16)
-        return codes, codes, of_page, of_page, of_chunk, of_chunk  # as in LynxCodes
-
-    def encode(self, tokens: Tensor) -> LynxCodes:
-        return encode_page(tokens, self._alpha)
-
-    def decode(self, entries: Sequence[Tensor]) -> Tensor:
-        return decode_tokens(LynxCodes(*entries), self._alpha)
-
-    def score(self, queries: Tensor, planes: Sequence[Tensor], scale: float, exact: bool) -> Tensor:
-        full = exact or self._scores_in_full
-        return score_page(queries, LynxCodes(*planes), scale, self._alpha, full)
-
-
 class LynxResidency(CodedResidency):
     """Pages of PAGE tokens; the newest, incomplete page is in full precision."""
 
+    runs_on_gpu: ClassVar[bool] = True
+    kernels: ClassVar[str] = "lynx"
     group_tokens: ClassVar[int] = PAGE
     full_groups: ClassVar[int] = 0
 
@@ -67,5 +36,7 @@ class LynxResidency(CodedResidency):
 
     @classmethod
     def codecs(cls, config: CacheRankConfig) -> tuple[Codec, Codec]:
-        codec = LynxCodec(config.kv_residency_options)
+        options = config.kv_residency_options
+        alpha = float(options.get("alpha", DEFAULT_ALPHA))
+        codec = LynxCodec(alpha, scores_in_full=options.get("reading", "full") == "full")
         return codec, codec

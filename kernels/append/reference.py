@@ -28,7 +28,8 @@ def append_step(
         query_ring: (slots, layers, Hq, W + 1, D), written in place; position p takes entry
             p % (W + 1).
         page_table: (R, max pages) int32, the pages of each row's sequence in order; entries beyond
-            the page of the row's position are not read.
+            the page of the row's position are not read. Positions beyond the table begin it anew:
+            a table of one page makes of that page a ring of the newest tokens.
         slots: (R,) int32, the state slot of each row; negative skips the row.
         positions: (R,) int32, the position of each row's token.
         first_layer: index of the group's first layer in the pools and the ring.
@@ -39,7 +40,7 @@ def append_step(
     slot = slots[row].to(torch.int64)
     query_heads, ring = query_ring.shape[2:4]
     kv_heads, page_tokens = key_pool.shape[2:4]
-    page = page_table[row, position // page_tokens].to(torch.int64)
+    page = page_table[row, position // page_tokens % page_table.shape[1]].to(torch.int64)
     layer = torch.arange(first_layer, first_layer + up.shape[1], device=up.device)
 
     tokens = up[row]  # (rows, L, Hq + 2 Hkv, D)
@@ -69,14 +70,18 @@ def load_tokens(
     Args:
         shipment: (2, layers, n, Hkv, D), keys and values.
         key_pool, value_pool: (pages, layers, Hkv, P, D), written in place.
-        pages: (pages of the sequence,) int32, in order.
+        pages: (pages of the sequence,) int32, in order; positions beyond them begin them anew, and
+            the newest tokens are kept, as in `append_step`.
         start: position of the first token.
         score_pool: see `append_step`.
     """
     page_tokens = key_pool.shape[3]
-    positions = torch.arange(start, start + shipment.shape[2], device=shipment.device)
-    page, offset = pages[positions // page_tokens].to(torch.int64), positions % page_tokens
-    keys, values = shipment.transpose(1, 2)  # (n, layers, Hkv, D) each
+    stop = start + shipment.shape[2]
+    first = max(start, stop - pages.shape[0] * page_tokens)
+    positions = torch.arange(first, stop, device=shipment.device)
+    page = pages[positions // page_tokens % pages.shape[0]].to(torch.int64)
+    offset = positions % page_tokens
+    keys, values = shipment[:, :, first - start :].transpose(1, 2)  # (n, layers, Hkv, D) each
     key_pool[page, :, :, offset] = keys.to(key_pool.dtype)
     value_pool[page, :, :, offset] = values.to(value_pool.dtype)
     if score_pool is not None:

@@ -42,6 +42,7 @@ def append_step(
         positions,
         first_layer,
         page_table.stride(0),
+        page_table.shape[1],
         has_score_pool=score_pool is not None,
         layers=layers,
         pool_layers=pool_layers,
@@ -55,7 +56,7 @@ def append_step(
 
 
 @triton.jit(
-    do_not_specialize=["first_layer", "page_stride"],
+    do_not_specialize=["first_layer", "page_stride", "max_pages"],
     do_not_specialize_on_alignment=["page_table", "slots", "positions"],
 )
 def _append(
@@ -69,6 +70,7 @@ def _append(
     positions,
     first_layer,
     page_stride,
+    max_pages,
     has_score_pool: tl.constexpr,
     layers: tl.constexpr,
     pool_layers: tl.constexpr,
@@ -84,7 +86,8 @@ def _append(
     if slot < 0:
         return
     position = tl.load(positions + row)
-    page = tl.load(page_table + row * page_stride + position // page_tokens).to(tl.int64)
+    entry = position // page_tokens % max_pages
+    page = tl.load(page_table + row * page_stride + entry).to(tl.int64)
 
     heads: tl.constexpr = query_heads + 2 * kv_heads
     head = tl.program_id(2) * block_heads + tl.arange(0, block_heads)[:, None]
@@ -132,7 +135,8 @@ def load_tokens(
     assert key_pool.is_contiguous()
     assert value_pool.is_contiguous()
     block_tokens = max(1, _BLOCK_ELEMENTS // head_dim)
-    _load[(triton.cdiv(count, block_tokens), layers * kv_heads, 2)](
+    skipped = max(0, count - pages.shape[0] * page_tokens)
+    _load[(triton.cdiv(count - skipped, block_tokens), layers * kv_heads, 2)](
         shipment,
         key_pool,
         value_pool,
@@ -140,6 +144,8 @@ def load_tokens(
         pages,
         start,
         count,
+        skipped,
+        pages.shape[0],
         has_score_pool=score_pool is not None,
         layers=layers,
         kv_heads=kv_heads,
@@ -150,7 +156,7 @@ def load_tokens(
 
 
 @triton.jit(
-    do_not_specialize=["start", "count"],
+    do_not_specialize=["start", "count", "skipped", "page_count"],
     do_not_specialize_on_alignment=["pages"],
 )
 def _load(
@@ -161,6 +167,8 @@ def _load(
     pages,
     start,
     count,
+    skipped,
+    page_count,
     has_score_pool: tl.constexpr,
     layers: tl.constexpr,
     kv_heads: tl.constexpr,
@@ -168,7 +176,7 @@ def _load(
     head_dim: tl.constexpr,
     block_tokens: tl.constexpr,
 ):
-    index = tl.program_id(0) * block_tokens + tl.arange(0, block_tokens)
+    index = skipped + tl.program_id(0) * block_tokens + tl.arange(0, block_tokens)
     layer, head = tl.program_id(1) // kv_heads, tl.program_id(1) % kv_heads
     part = tl.program_id(2)
     is_token = (index < count)[:, None]
@@ -178,7 +186,8 @@ def _load(
     content = tl.load(shipment + source, mask=is_token)
 
     position = start + index
-    page = tl.load(pages + position // page_tokens, mask=index < count, other=0).to(tl.int64)
+    entry = position // page_tokens % page_count
+    page = tl.load(pages + entry, mask=index < count, other=0).to(tl.int64)
     row = ((page * layers + layer) * kv_heads + head) * page_tokens + position % page_tokens
     target = row[:, None] * head_dim + dims
     content = content.to(key_pool.dtype.element_ty)

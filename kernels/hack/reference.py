@@ -22,9 +22,11 @@ whatever batches and order groups are encoded.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+from cache_rank_kernels.coded.reference import Plane
 from torch import Tensor
 
 GROUP = 64
@@ -41,7 +43,7 @@ class HackCodes(NamedTuple):
     those of values, and they are (..., Z, columns). Z = ceil(length / Π).
 
     Attributes:
-        codes: (..., rows, columns · b / 8) uint8, the first column in the lowest bits.
+        codes: (..., rows, columns · b / 8) uint8, see `pack`.
         minimum: m, in the dtype of the elements.
         scale: s, in the dtype of the elements.
         sums: of the codes of a partition, uint8 if they fit, else int16.
@@ -157,9 +159,59 @@ def attention_output(
     return output + _product(multipliers, values, partition)
 
 
+class HackCodec(NamedTuple):
+    """Encodes keys, in partitions of channels, or values, of tokens; see coded/reference.py.
+
+    Attributes:
+        of_keys: whether they are keys.
+        dtype: of the tokens.
+        bits, partition, seed: see `encode_keys`.
+    """
+
+    of_keys: bool
+    dtype: torch.dtype
+    bits: int = 2
+    partition: int = 64
+    seed: int | None = None
+
+    def planes(self, head_dim: int) -> tuple[Plane, ...]:
+        """As in HackCodes."""
+        if self.of_keys:
+            entries, width = GROUP, -(-head_dim // self.partition)
+        else:
+            entries, width = GROUP // self.partition, head_dim
+        codes = Plane(GROUP, head_dim * self.bits // 8, torch.uint8)
+        relative_to = Plane(entries, width, self.dtype)
+        sums = Plane(entries, width, sums_dtype(self.bits, self.partition))
+        return codes, relative_to, relative_to, sums
+
+    def encode(self, tokens: Tensor) -> HackCodes:
+        """Encode complete groups."""
+        encode = encode_keys if self.of_keys else encode_values
+        return encode(tokens, self.bits, self.partition, self.seed)
+
+    def decode(self, entries: Sequence[Tensor]) -> Tensor:
+        """Decode tokens."""
+        if self.of_keys:
+            return decode_keys(HackCodes(*entries), self.bits, self.partition)
+        return decode_values(HackCodes(*entries), self.bits, partition=1)
+
+    def score(self, queries: Tensor, planes: Sequence[Tensor], scale: float, exact: bool) -> Tensor:
+        """Logits of groups of keys: on codes, or exactly by queries as they are."""
+        codes = HackCodes(*planes)
+        if exact:
+            keys = decode_keys(codes, self.bits, self.partition)
+            return (queries @ keys.transpose(-1, -2)) * scale
+        return score_keys(queries, codes, scale, self.bits, self.partition)
+
+
 def pack(codes: Tensor, bits: int) -> Tensor:
-    """Pack codes, (..., D) integers below 2^bits, to (..., D · bits / 8) uint8."""
-    parts = codes.to(torch.uint8).unflatten(-1, (-1, 8 // bits)).unbind(-1)
+    """Pack codes, (..., D) integers below 2^bits, to (..., D · bits / 8) uint8.
+
+    Codes that are D · bits / 8 columns apart share a byte, the first in the lowest bits: a shift
+    and a mask unpack a stretch of columns in order.
+    """
+    parts = codes.to(torch.uint8).chunk(8 // bits, dim=-1)
     packed = torch.zeros_like(parts[0])
     for index, part in enumerate(parts):
         packed |= part << (index * bits)
@@ -169,7 +221,7 @@ def pack(codes: Tensor, bits: int) -> Tensor:
 def unpack(packed: Tensor, bits: int) -> Tensor:
     """Unpack codes: (..., D · bits / 8) uint8 to (..., D) uint8."""
     parts = [packed >> shift & (1 << bits) - 1 for shift in range(0, 8, bits)]
-    return torch.stack(parts, dim=-1).flatten(-2)
+    return torch.cat(parts, dim=-1)
 
 
 def sums_dtype(bits: int, partition: int) -> torch.dtype:
@@ -195,7 +247,7 @@ def _encode_partition(
     """Codes (..., up to Π), and minimum, scale and sum (..., 1) each."""
     most = (1 << bits) - 1
     exact = elements.float()
-    minimum = exact.amin(dim=-1, keepdim=True)
+    minimum = exact.amin(dim=-1, keepdim=True) + 0.0  # of 0 and -0 either may be the smaller
     # Rounded to what is stored before anything is taken relative to it.
     scale = ((exact.amax(dim=-1, keepdim=True) - minimum) / most).to(elements.dtype)
     offset = _quotient(exact - minimum, scale.float())
@@ -243,7 +295,7 @@ def _uniform(seed: int, minimum: Tensor, scale: Tensor, elements: Tensor) -> Ten
     What arrives together, and where it is kept, has no part in it.
     """
     place = torch.arange(elements.shape[-1], device=elements.device)
-    state = _mix(place + seed * 0x10001)
+    state = _mix((place + seed * 0x10001) & 0xFFFFFFFF)
     for numbers in (minimum, scale, elements):
         state = _mix(state ^ (numbers.contiguous().view(torch.int32).to(torch.int64) & 0xFFFFFFFF))
     return (state >> 8).float() / (1 << 24)

@@ -20,9 +20,11 @@ however many pages are encoded at once.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+from cache_rank_kernels.coded.reference import Plane
 from cache_rank_kernels.nibbles.reference import pack_nibbles, unpack_nibbles
 from torch import Tensor
 
@@ -81,7 +83,7 @@ def encode_page(tokens: Tensor, alpha: float = DEFAULT_ALPHA) -> LynxCodes:
     spread = centred.abs().amax(dim=-2, keepdim=True).to(torch.float16)
     negative = (centred < 0).flatten(-3, -2)
     fraction = _divide(centred.abs(), spread.float()).flatten(-3, -2).contiguous()
-    level = torch.bucketize(fraction, _boundaries(alpha, fraction.device)).to(torch.int16)
+    level = torch.bucketize(fraction, boundaries_of_levels(alpha, fraction.device)).to(torch.int16)
     magnitude = (level + 7) >> 4
     anchor = torch.where(negative, -magnitude - 1, magnitude)
     residual = 16 * magnitude - level
@@ -121,7 +123,7 @@ def decode_tokens(codes: LynxCodes, alpha: float = DEFAULT_ALPHA, full: bool = T
     level = 16 * torch.where(negative, -anchor - 1, anchor)
     if full:
         level = level - unpack_nibbles(codes.residual, signed=True)
-    fraction = _fractions(alpha, level.device)[level.to(torch.int64)]
+    fraction = fractions_of_levels(alpha, level.device)[level.to(torch.int64)]
     fraction = torch.where(negative, -fraction, fraction)
     return codes.minimum + codes.span * (codes.mean.float() + codes.spread.float() * fraction)
 
@@ -152,22 +154,57 @@ def score_page(
     return (queries @ decode_page(codes, alpha, full).transpose(-1, -2)) * scale
 
 
-def _fraction_of(level: float, alpha: float) -> float:
+class LynxCodec(NamedTuple):
+    """Encodes keys and values alike; see coded/reference.py.
+
+    Attributes:
+        alpha: α > 0 of the logarithmic scale.
+        scores_in_full: whether scores read residuals too.
+    """
+
+    alpha: float = DEFAULT_ALPHA
+    scores_in_full: bool = True
+
+    def planes(self, head_dim: int) -> tuple[Plane, ...]:
+        """As in LynxCodes."""
+        codes = Plane(PAGE, head_dim // 2, torch.uint8)
+        of_page = Plane(1, head_dim, torch.float32)
+        of_chunk = Plane(PAGE // CHUNK, head_dim, torch.float16)
+        return codes, codes, of_page, of_page, of_chunk, of_chunk
+
+    def encode(self, tokens: Tensor) -> LynxCodes:
+        """Encode complete pages."""
+        return encode_page(tokens, self.alpha)
+
+    def decode(self, entries: Sequence[Tensor]) -> Tensor:
+        """Decode tokens from anchors and residuals."""
+        return decode_tokens(LynxCodes(*entries), self.alpha)
+
+    def reads_in_full(self, exact: bool) -> bool:
+        """Whether scores read residuals too."""
+        return exact or self.scores_in_full
+
+    def score(self, queries: Tensor, planes: Sequence[Tensor], scale: float, exact: bool) -> Tensor:
+        """Logits of pages of keys."""
+        full = self.reads_in_full(exact)
+        return score_page(queries, LynxCodes(*planes), scale, self.alpha, full)
+
+
+def fraction_of(level: float, alpha: float) -> float:
+    """|f| of a level, whole or between two."""
     return float(((1 + alpha) ** (level / LEVELS) - 1) / alpha)
 
 
 @functools.lru_cache(maxsize=16)
-def _fractions(alpha: float, device: torch.device) -> Tensor:
+def fractions_of_levels(alpha: float, device: torch.device) -> Tensor:
     """(LEVELS + 1,) float32: |f| of every level."""
-    return torch.tensor([_fraction_of(level, alpha) for level in range(LEVELS + 1)], device=device)
+    return torch.tensor([fraction_of(level, alpha) for level in range(LEVELS + 1)], device=device)
 
 
 @functools.lru_cache(maxsize=16)
-def _boundaries(alpha: float, device: torch.device) -> Tensor:
+def boundaries_of_levels(alpha: float, device: torch.device) -> Tensor:
     """(LEVELS,) float32: |f| above which a level is rounded up to the next."""
-    return torch.tensor(
-        [_fraction_of(level + 0.5, alpha) for level in range(LEVELS)], device=device
-    )
+    return torch.tensor([fraction_of(level + 0.5, alpha) for level in range(LEVELS)], device=device)
 
 
 def _divide(numerator: Tensor, denominator: Tensor) -> Tensor:

@@ -1,7 +1,8 @@
 """Packed 4-bit codes, plain torch: the specification.
 
-Two neighbouring channels of a token share a byte, the even one in the low nibble, so that the codes
-of one token are contiguous and can be read alone. Signed codes are in two's complement.
+Channels i and i + D / 2 of a token share a byte, the first in the low nibble: the codes of one
+token are contiguous and can be read alone, and a mask or a shift unpacks half of its channels, in
+order. Signed codes are in two's complement.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ def pack_nibbles(codes: Tensor) -> Tensor:
     Returns:
         (..., D / 2) uint8.
     """
-    low, high = (codes.to(torch.int16) & 15).unflatten(-1, (-1, 2)).unbind(-1)
+    low, high = (codes.to(torch.int16) & 15).chunk(2, dim=-1)
     return (low | high << 4).to(torch.uint8)
 
 
 def unpack_nibbles(packed: Tensor, signed: bool) -> Tensor:
     """Unpack codes: (..., D / 2) uint8 to (..., D) int16 in [0, 15], or [-8, 7] if signed."""
-    codes = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2).to(torch.int16)
+    codes = torch.cat((packed & 15, packed >> 4), dim=-1).to(torch.int16)
     return (codes ^ 8) - 8 if signed else codes

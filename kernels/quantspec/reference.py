@@ -8,15 +8,19 @@ dimension, both asymmetrically into an upper nibble, and its error symmetrically
     lower = clip(round((x - Z - S upper) / (S / 16)), -8, 7)
     4 bit:  S upper + Z            8 bit:  S upper + (S / 16) lower + Z
 
+S and Z are stored in the dtype of the elements, where Z is exact.
+
 Single float32 operations in a fixed order (round is half to even), so that codes are the same bits
 on every device and however many groups are encoded at once.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+from cache_rank_kernels.coded.reference import Plane
 from cache_rank_kernels.nibbles.reference import pack_nibbles, unpack_nibbles
 from torch import Tensor
 
@@ -30,7 +34,7 @@ class QuantSpecCodes(NamedTuple):
     Attributes:
         upper: (..., n, D / 2) uint8 packed nibbles.
         lower: (..., n, D / 2) uint8 packed signed nibbles.
-        scale: float32, S: (..., 1, D) of a group of keys, (..., n, 1) of values.
+        scale: S in the dtype of the tokens: (..., 1, D) of a group of keys, (..., n, 1) of values.
         zero: as scale, Z.
     """
 
@@ -61,11 +65,14 @@ def encode_values(tokens: Tensor) -> QuantSpecCodes:
 def _encode(tokens: Tensor, dim: int) -> QuantSpecCodes:
     exact = tokens.float()
     zero = exact.amin(dim=dim, keepdim=True)
-    scale = (exact.amax(dim=dim, keepdim=True) - zero) / 15
+    span = exact.amax(dim=dim, keepdim=True) - zero
+    # By a tensor: on a GPU torch divides by a number as it multiplies with its inverse.
+    stored = (span / torch.full_like(span, 15)).to(tokens.dtype)
+    scale = stored.float()  # rounded to what is stored before anything is taken relative to it
     offset = exact - zero
     upper = _quotient(offset, scale).round().clamp(0, 15)
     lower = _quotient(offset - scale * upper, scale / 16).round().clamp(-8, 7)
-    return QuantSpecCodes(_pack(upper), _pack(lower), scale, zero)
+    return QuantSpecCodes(_pack(upper), _pack(lower), stored, zero.to(tokens.dtype))
 
 
 def decode(codes: QuantSpecCodes, bits: int = 8) -> Tensor:
@@ -78,10 +85,11 @@ def decode(codes: QuantSpecCodes, bits: int = 8) -> Tensor:
     Returns:
         (..., n, D) float32.
     """
-    offset = codes.scale * unpack_nibbles(codes.upper, signed=False)
+    scale = codes.scale.float()
+    offset = scale * unpack_nibbles(codes.upper, signed=False)
     if bits == 8:
-        offset = offset + codes.scale / 16 * unpack_nibbles(codes.lower, signed=True)
-    return offset + codes.zero
+        offset = offset + scale / 16 * unpack_nibbles(codes.lower, signed=True)
+    return offset + codes.zero.float()
 
 
 def score_keys(queries: Tensor, codes: QuantSpecCodes, scale: float, bits: int = 8) -> Tensor:
@@ -97,6 +105,42 @@ def score_keys(queries: Tensor, codes: QuantSpecCodes, scale: float, bits: int =
         (..., G, n) float32.
     """
     return (queries @ decode(codes, bits).transpose(-1, -2)) * scale
+
+
+class QuantSpecCodec(NamedTuple):
+    """Encodes keys, per channel, or values, per token; see coded/reference.py.
+
+    Attributes:
+        per_channel: whether they are keys.
+        dtype: of the tokens.
+        score_bits: that scores read, 4 or 8.
+    """
+
+    per_channel: bool
+    dtype: torch.dtype
+    score_bits: int = 8
+
+    def planes(self, head_dim: int) -> tuple[Plane, ...]:
+        """As in QuantSpecCodes."""
+        codes = Plane(GROUP, head_dim // 2, torch.uint8)
+        relative_to = Plane(*((1, head_dim) if self.per_channel else (GROUP, 1)), self.dtype)
+        return codes, codes, relative_to, relative_to
+
+    def encode(self, tokens: Tensor) -> QuantSpecCodes:
+        """Encode complete groups."""
+        return encode_keys(tokens) if self.per_channel else encode_values(tokens)
+
+    def decode(self, entries: Sequence[Tensor]) -> Tensor:
+        """Decode tokens from both nibbles."""
+        return decode(QuantSpecCodes(*entries))
+
+    def bits(self, exact: bool) -> int:
+        """How many bits of a key scores read."""
+        return 8 if exact else self.score_bits
+
+    def score(self, queries: Tensor, planes: Sequence[Tensor], scale: float, exact: bool) -> Tensor:
+        """Logits of groups of keys."""
+        return score_keys(queries, QuantSpecCodes(*planes), scale, self.bits(exact))
 
 
 def _quotient(numerator: Tensor, denominator: Tensor) -> Tensor:

@@ -5,6 +5,10 @@ key has been read. Keys are too many to be read twice: 16 bytes of logits a toke
 kept instead of 256 bytes of key. The programs of one (row, layer, kv head) unit write the logits of
 their tokens to scratch, and the last of them to arrive turns the unit's logits, which are still in
 the L2 cache, into scores.
+
+Every format scores in this way, and differs in how the logits of a block of keys are computed: its
+kernel calls `store_logits` for each block of codes, `score_full_precision` for keys as they came,
+and `finish_unit`.
 """
 
 from __future__ import annotations
@@ -42,6 +46,35 @@ def score_workspace(
     )
 
 
+def score_grid(out: Tensor) -> tuple[int, int]:
+    """Programs of a launch that writes scores (R, L, Hkv, capacity): chunks, and units."""
+    rows, layers, kv_heads, capacity = out.shape
+    return triton.cdiv(capacity, CHUNK_TOKENS), rows * layers * kv_heads
+
+
+def score_constants(queries: Tensor, workspace: ScoreWorkspace, out: Tensor) -> dict[str, int]:
+    """What kernels that score have in common; checks the tensors that they all take."""
+    _, layers, query_heads, head_dim = queries.shape
+    kv_heads, capacity = out.shape[2:]
+    chunks, units = score_grid(out)
+    padded = _padded_group(query_heads // kv_heads)
+    assert queries.is_contiguous()
+    assert out.is_contiguous()
+    assert workspace.arrived.numel() >= units
+    assert workspace.logits.numel() >= units * capacity * padded
+    return {
+        "LAYERS": layers,
+        "KV_HEADS": kv_heads,
+        "GROUP": query_heads // kv_heads,
+        "PADDED": padded,
+        "PARTS": max(4, 16 // padded),  # the matrix unit has at least 16 columns
+        "HEAD_DIM": head_dim,
+        "CHUNK": CHUNK_TOKENS,
+        "MAX_CHUNKS": triton.next_power_of_2(chunks),
+        "FINISH_BLOCK": _FINISH_BLOCK,
+    }
+
+
 def score_step(
     queries: Tensor,
     key_pool: Tensor,
@@ -57,21 +90,11 @@ def score_step(
     stages: int = 3,
 ) -> None:
     """See the reference. One launch; P must be a multiple of the block."""
-    rows, layers, query_heads, head_dim = queries.shape
-    kv_heads, page_tokens = key_pool.shape[2], key_pool.shape[3]
-    capacity = out.shape[-1]
+    page_tokens = key_pool.shape[3]
     block = min(block, page_tokens)
-    group = query_heads // kv_heads
-    padded = _padded_group(group)
-    chunks = triton.cdiv(capacity, CHUNK_TOKENS)
-    units = rows * layers * kv_heads
     assert page_tokens % block == 0
-    assert queries.is_contiguous()
     assert key_pool.is_contiguous()
-    assert out.is_contiguous()
-    assert workspace.arrived.numel() >= units
-    assert workspace.logits.numel() >= units * capacity * padded
-    _score[(chunks, units)](
+    _score[score_grid(out)](
         queries,
         key_pool,
         page_table,
@@ -83,28 +106,24 @@ def score_step(
         scale,
         key_pool.shape[1],
         page_table.stride(0),
-        capacity,
-        LAYERS=layers,
-        KV_HEADS=kv_heads,
-        GROUP=group,
-        PADDED=padded,
-        PARTS=max(4, 16 // padded),
-        HEAD_DIM=head_dim,
+        out.shape[-1],
+        **score_constants(queries, workspace, out),
         PAGE=page_tokens,
-        CHUNK=CHUNK_TOKENS,
         BLOCK=block,
-        MAX_CHUNKS=triton.next_power_of_2(chunks),
-        FINISH_BLOCK=_FINISH_BLOCK,
-        # The interpreter multiplies no bfloat16.
-        EXACT=key_pool.dtype == torch.float32 or not key_pool.is_cuda,
+        EXACT=multiplies_float32(key_pool),
         COARSE=key_pool.dtype == torch.float8_e4m3fn,
         num_warps=warps,
         num_stages=stages,
     )
 
 
+def multiplies_float32(keys: Tensor) -> bool:
+    """Whether keys are multiplied as float32: they are, or the interpreter multiplies them."""
+    return keys.dtype == torch.float32 or not keys.is_cuda
+
+
 @triton.jit
-def _load_query_parts(
+def load_query_parts(
     queries,
     GROUP: tl.constexpr,
     PADDED: tl.constexpr,
@@ -144,7 +163,122 @@ def _load_query_parts(
     return chosen, weight
 
 
-@triton.jit(do_not_specialize=["first_layer", "page_stride", "capacity"])
+@triton.jit
+def store_logits(logit, token, resident, unit_logits, PADDED: tl.constexpr):
+    """Write logits, (BLOCK, PADDED) float32, of the tokens (BLOCK,) that are resident."""
+    at = token[:, None] * PADDED + tl.arange(0, PADDED)[None, :]
+    tl.store(unit_logits + at, logit, mask=resident[:, None])
+
+
+@triton.jit
+def score_full_precision(
+    unit_queries,
+    keys,
+    pages,
+    first,
+    last,
+    layer,
+    head,
+    scale,
+    pool_layers,
+    unit_logits,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    PADDED: tl.constexpr,
+    PARTS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    IS_RING: tl.constexpr,
+    STAGES: tl.constexpr,
+    EXACT: tl.constexpr,
+    COARSE: tl.constexpr,
+):
+    """Write the logits of keys as they came, tokens [first, last), to scratch.
+
+    Args:
+        unit_queries: the unit's queries, (GROUP, D) float32.
+        keys: (pages, layers, Hkv, PAGE, D) of any float dtype.
+        pages: of the sequence; of a ring the one page.
+        first: a multiple of BLOCK, which divides PAGE.
+        layer, head: of the keys.
+        unit_logits: scratch of the unit.
+        STAGES: blocks under way at once; None takes that of the launch.
+    """
+    dtype: tl.constexpr = tl.float32 if EXACT else keys.dtype.element_ty
+    # Significant bits of a number of the dtype, which the next part must make up for.
+    step: tl.constexpr = 16.0 if COARSE else 128.0
+    parts, weight = load_query_parts(unit_queries, GROUP, PADDED, PARTS, HEAD_DIM, dtype, step)
+    parts, weight = tl.trans(parts), weight * scale
+    dims = tl.arange(0, HEAD_DIM)
+    for block in tl.range(first, last, BLOCK, num_stages=STAGES):
+        token = block + tl.arange(0, BLOCK)
+        resident = token < last
+        page = tl.load(pages + (0 if IS_RING else block // PAGE)).to(tl.int64)
+        tile = ((page * pool_layers + layer) * KV_HEADS + head) * PAGE
+        in_page = (token % PAGE)[:, None] * HEAD_DIM + dims[None, :]
+        key = tl.load(keys + tile * HEAD_DIM + in_page, mask=resident[:, None], other=0.0).to(dtype)
+        product = tl.dot(key, parts, input_precision="ieee") * weight[None, :]
+        logit = tl.sum(tl.reshape(product, (BLOCK, PARTS, PADDED)), axis=1)
+        store_logits(logit, token, resident, unit_logits, PADDED)
+
+
+@triton.jit
+def finish_unit(
+    chunk,
+    tokens,
+    unit_logits,
+    unit_partial,
+    unit_arrived,
+    unit_out,
+    GROUP: tl.constexpr,
+    PADDED: tl.constexpr,
+    CHUNK: tl.constexpr,
+    MAX_CHUNKS: tl.constexpr,
+    FINISH_BLOCK: tl.constexpr,
+):
+    """Take a chunk's logits into the log-sum-exp of its unit; the last one writes the scores."""
+    heads = tl.arange(0, PADDED)
+    # Once for all tokens of the chunk: in every block it would cost the other warps two waits.
+    tl.debug_barrier()
+    own = chunk * CHUNK + tl.arange(0, CHUNK)
+    own_logits = tl.load(
+        unit_logits + own[:, None] * PADDED + heads[None, :],
+        mask=(own < tokens)[:, None],
+        other=-float("inf"),
+    )
+    largest = tl.max(own_logits, axis=0)
+    total = tl.sum(tl.exp(own_logits - largest[None, :]), axis=0)
+    tl.store(unit_partial + chunk * 2 * PADDED + heads, largest)
+    tl.store(unit_partial + (chunk * 2 + 1) * PADDED + heads, total)
+    tl.debug_barrier()
+    if tl.atomic_add(unit_arrived, 1, sem="acq_rel") == tl.cdiv(tokens, CHUNK) - 1:
+        tl.store(unit_arrived, 0)  # for the next launch
+        chunks = tl.arange(0, MAX_CHUNKS)
+        at = chunks[:, None] * 2 * PADDED + heads[None, :]
+        used = (chunks < tl.cdiv(tokens, CHUNK))[:, None]
+        # Written by other multiprocessors: read from the L2 cache.
+        maxima = tl.load(unit_partial + at, used, -float("inf"), cache_modifier=".cg")
+        totals = tl.load(unit_partial + PADDED + at, used, 0.0, cache_modifier=".cg")
+        greatest = tl.max(maxima, axis=0)
+        log_sum = greatest + tl.log(tl.sum(totals * tl.exp(maxima - greatest[None, :]), axis=0))
+        log_sum = tl.where(heads < GROUP, log_sum, float("inf"))
+        for block in range(0, tokens, FINISH_BLOCK):
+            token = block + tl.arange(0, FINISH_BLOCK)
+            logit = tl.load(
+                unit_logits + token[:, None] * PADDED + heads[None, :],
+                mask=(token < tokens)[:, None],
+                other=0.0,
+                cache_modifier=".cg",
+            )
+            score = tl.max(logit - log_sum[None, :], axis=1)
+            tl.store(unit_out + token, score, token < tokens)
+
+
+@triton.jit(
+    do_not_specialize=["first_layer", "page_stride", "capacity"],
+    do_not_specialize_on_alignment=["page_table", "slots", "positions"],
+)
 def _score(
     queries,
     keys,
@@ -166,77 +300,53 @@ def _score(
     PADDED: tl.constexpr,
     PARTS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    PAGE: tl.constexpr,
     CHUNK: tl.constexpr,
-    BLOCK: tl.constexpr,
     MAX_CHUNKS: tl.constexpr,
     FINISH_BLOCK: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK: tl.constexpr,
     EXACT: tl.constexpr,
     COARSE: tl.constexpr,
 ):
-    chunk = tl.program_id(0)
-    unit = tl.program_id(1)
+    chunk, unit = tl.program_id(0), tl.program_id(1).to(tl.int64)
     row = unit // (LAYERS * KV_HEADS)
-    layer = (unit // KV_HEADS) % LAYERS
-    head = unit % KV_HEADS
     tokens = tl.load(positions + row) + 1
     start = chunk * CHUNK
     if tl.load(slots + row) >= 0 and start < tokens:
-        dtype: tl.constexpr = tl.float32 if EXACT else keys.dtype.element_ty
-        # Significant bits of a number of the dtype, which the next part must make up for.
-        step: tl.constexpr = 16.0 if COARSE else 128.0
-        unit_queries = queries + ((row * LAYERS + layer) * KV_HEADS + head) * GROUP * HEAD_DIM
-        parts, weight = _load_query_parts(unit_queries, GROUP, PADDED, PARTS, HEAD_DIM, dtype, step)
-        parts, weight = tl.trans(parts), weight * scale
-        unit_logits = logits + unit.to(tl.int64) * capacity * PADDED
-        heads = tl.arange(0, PADDED)
-        dims = tl.arange(0, HEAD_DIM)
-        largest = tl.full((PADDED,), -float("inf"), tl.float32)
-        total = tl.zeros((PADDED,), tl.float32)
-        for block in range(start, tl.minimum(start + CHUNK, tokens), BLOCK):
-            token = block + tl.arange(0, BLOCK)
-            resident = token < tokens
-            page = tl.load(page_table + row * page_stride + block // PAGE).to(tl.int64)
-            tile = ((page * pool_layers + first_layer + layer) * KV_HEADS + head) * PAGE
-            in_page = (token % PAGE)[:, None] * HEAD_DIM + dims[None, :]
-            key = tl.load(keys + tile * HEAD_DIM + in_page, mask=resident[:, None], other=0.0).to(
-                dtype
-            )
-            product = tl.dot(key, parts, input_precision="ieee") * weight[None, :]
-            logit = tl.sum(tl.reshape(product, (BLOCK, PARTS, PADDED)), axis=1)
-            tl.store(
-                unit_logits + token[:, None] * PADDED + heads[None, :], logit, resident[:, None]
-            )
-            logit = tl.where(resident[:, None], logit, -float("inf"))
-            larger = tl.maximum(largest, tl.max(logit, axis=0))
-            total = total * tl.exp(largest - larger) + tl.sum(
-                tl.exp(logit - larger[None, :]), axis=0
-            )
-            largest = larger
-
-        max_chunks = tl.cdiv(capacity, CHUNK)
-        unit_partial = partial + unit * max_chunks * 2 * PADDED
-        tl.store(unit_partial + chunk * 2 * PADDED + heads, largest)
-        tl.store(unit_partial + (chunk * 2 + 1) * PADDED + heads, total)
-        tl.debug_barrier()
-        if tl.atomic_add(arrived + unit, 1, sem="acq_rel") == tl.cdiv(tokens, CHUNK) - 1:
-            tl.store(arrived + unit, 0)  # for the next launch
-            chunks = tl.arange(0, MAX_CHUNKS)
-            at = chunks[:, None] * 2 * PADDED + heads[None, :]
-            used = (chunks < tl.cdiv(tokens, CHUNK))[:, None]
-            # Written by other multiprocessors: read from the L2 cache.
-            maxima = tl.load(unit_partial + at, used, -float("inf"), cache_modifier=".cg")
-            totals = tl.load(unit_partial + PADDED + at, used, 0.0, cache_modifier=".cg")
-            greatest = tl.max(maxima, axis=0)
-            log_sum = greatest + tl.log(tl.sum(totals * tl.exp(maxima - greatest[None, :]), axis=0))
-            log_sum = tl.where(heads < GROUP, log_sum, float("inf"))
-            for block in range(0, tokens, FINISH_BLOCK):
-                token = block + tl.arange(0, FINISH_BLOCK)
-                logit = tl.load(
-                    unit_logits + token[:, None] * PADDED + heads[None, :],
-                    mask=(token < tokens)[:, None],
-                    other=0.0,
-                    cache_modifier=".cg",
-                )
-                score = tl.max(logit - log_sum[None, :], axis=1)
-                tl.store(out + unit.to(tl.int64) * capacity + token, score, token < tokens)
+        unit_logits = logits + unit * capacity * PADDED
+        score_full_precision(
+            queries + unit * GROUP * HEAD_DIM,
+            keys,
+            page_table + row * page_stride,
+            start,
+            tl.minimum(start + CHUNK, tokens),
+            first_layer + (unit // KV_HEADS) % LAYERS,
+            unit % KV_HEADS,
+            scale,
+            pool_layers,
+            unit_logits,
+            KV_HEADS,
+            GROUP,
+            PADDED,
+            PARTS,
+            HEAD_DIM,
+            PAGE,
+            BLOCK,
+            False,
+            None,
+            EXACT,
+            COARSE,
+        )
+        finish_unit(
+            chunk,
+            tokens,
+            unit_logits,
+            partial + unit * tl.cdiv(capacity, CHUNK) * 2 * PADDED,
+            arrived + unit,
+            out + unit * capacity,
+            GROUP,
+            PADDED,
+            CHUNK,
+            MAX_CHUNKS,
+            FINISH_BLOCK,
+        )

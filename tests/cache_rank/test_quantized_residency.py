@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from small_models import GQA, MODELS, small_config
 from torch import Tensor
 
-from cache_rank import residency
+from cache_rank import operations, residency
 from cache_rank.config import CacheRankConfig, ModelShape
 from cache_rank.pages import PAGE_TOKENS
 from cache_rank.protocol import AnswerHeader
@@ -32,6 +32,14 @@ COARSE: dict[str, dict[str, Any]] = {
     "quantspec": {"reading": 4},
     "hack": {},
 }
+WITH_KERNELS = ("quantspec", "lynx")
+
+
+def score_tolerance(name: str, coarse: bool) -> float:
+    """Kernels round queries to 15 bits, and Lynx's anchors to 8."""
+    return 0.1 if name == "lynx" and coarse else 5e-3
+
+
 every_format = pytest.mark.parametrize("name", COARSE)
 SINGLE = msgspec.structs.replace(GQA, dtype="float32")
 
@@ -87,14 +95,16 @@ class Held:
         slot: int = 1,
         beside: Held | None = None,
         tokens_seed: int = 0,
+        device: torch.device = CPU,
         **options: Any,
     ) -> Held:
         config = small_config(model, kv_residency=name, kv_residency_options=options)
-        held = beside.residency if beside else residency.create(config, PAGES, CPU)
+        held = beside.residency if beside else residency.create(config, PAGES, device)
         assert isinstance(held, CodedResidency)
         generator = torch.Generator().manual_seed(tokens_seed)
         shape = (2, model.layers, model.kv_heads, count, model.head_dim)
-        keys, values = torch.randn(shape, generator=generator).to(model.torch_dtype)
+        tokens = torch.randn(shape, generator=generator).to(model.torch_dtype)
+        keys, values = tokens.to(held._device)
         pages = list(range(PAGES))
         random.Random(tokens_seed).shuffle(pages)
         return cls(config, held, keys, values, slot, pages)
@@ -107,7 +117,7 @@ class Held:
 
     @property
     def page_table(self) -> Tensor:
-        return torch.tensor(self.pages, dtype=torch.int32)
+        return torch.tensor(self.pages, dtype=torch.int32, device=self.keys.device)
 
     @property
     def layers(self) -> range:
@@ -116,6 +126,7 @@ class Held:
     def load(self, count: int) -> None:
         part = slice(self.resident, self.resident + count)
         shipment = torch.stack((self.keys, self.values))[:, :, :, part].transpose(2, 3)
+        shipment = shipment.contiguous()
         self.residency.load(self.page_table, self.slot, self.resident, shipment)
         self.resident += count
 
@@ -127,7 +138,7 @@ class Held:
         return rows_of([self], [position])
 
     def read(self, positions: range | None = None) -> tuple[Tensor, Tensor]:
-        index = torch.tensor(positions or range(self.resident))
+        index = torch.tensor(positions or range(self.resident), device=self.keys.device)
         shape = (*self.keys.shape[:2], len(index))
         return self.residency.read(
             self.page_table, self.slot, self.layers, index.expand(shape).contiguous()
@@ -148,20 +159,22 @@ class Held:
             .flatten(2, 3)[:, :, : coded * plane.shape[3] // PAGE_TOKENS]
             .contiguous()
             .view(torch.uint8)
+            .cpu()
             .numpy()
             .tobytes()
-            for planes in self.residency._planes
+            for planes in self.residency._tokens.planes
             for plane in planes
         ]
 
 
 def rows_of(sequences: list[Held], positions: list[int]) -> StepRows:
+    device = sequences[0].keys.device
     return StepRows(
-        torch.tensor([held.slot for held in sequences], dtype=torch.int32),
-        torch.tensor(positions, dtype=torch.int32),
-        torch.ones(len(sequences), dtype=torch.int32),
+        torch.tensor([held.slot for held in sequences], dtype=torch.int32, device=device),
+        torch.tensor(positions, dtype=torch.int32, device=device),
+        torch.ones(len(sequences), dtype=torch.int32, device=device),
         torch.stack([held.page_table for held in sequences]),
-        torch.zeros((len(sequences), len(AnswerHeader._fields)), dtype=torch.int64),
+        torch.zeros((len(sequences), len(AnswerHeader._fields)), dtype=torch.int64, device=device),
         capacity=max(positions) + 1,
     )
 
@@ -170,7 +183,7 @@ def append_together(sequences: list[Held]) -> None:
     """The next token of every sequence of one residency, in two groups of layers."""
     model = sequences[0].config.model
     ring = torch.zeros((4, model.layers, model.query_heads, 5, model.head_dim)).to(
-        model.torch_dtype
+        sequences[0].keys
     )
     rows = rows_of(sequences, [held.resident for held in sequences])
     for layers in (range(0, 2), range(2, model.layers)):
@@ -399,8 +412,8 @@ def test_a_token_takes_the_bytes_of_its_codes_and_of_what_they_are_relative_to(
     by_name = {
         # A byte an element; a page has 2 float32 a channel, a chunk 2 float16.
         "lynx": elements + elements * 8 // 256 + elements * 4 // 32,
-        # A byte an element; 2 float32 a channel and group of keys, and a token of values.
-        "quantspec": elements + heads * (head_dim * 8 // 128 + 8),
+        # A byte an element; 2 bfloat16 a channel and group of keys, and a token of values.
+        "quantspec": elements + heads * (head_dim * 4 // 128 + 4),
         # 2 bits an element; 2 bfloat16 and a byte a partition, of 64 elements.
         "hack": elements // 4 + elements * 5 // 64,
     }
@@ -411,9 +424,9 @@ def test_a_token_takes_the_bytes_of_its_codes_and_of_what_they_are_relative_to(
         assert expected < 0.6 * model.bytes_per_token
         held = residency.create(config, PAGES, CPU)
         assert isinstance(held, CodedResidency)
-        planes = [plane for planes in held._planes for plane in planes]
+        planes = [plane for planes in held._tokens.planes for plane in planes]
         assert held.page_bytes * PAGES == sum(plane.nbytes for plane in planes)
-        rings = sum(ring.nbytes for ring in held._rings)
+        rings = sum(ring.nbytes for ring in held._tokens.rings)
         assert residency.fixed_bytes(config) == rings
         assert rings == 4 * rings_of[name] * model.bytes_per_token
 
@@ -502,7 +515,79 @@ def test_what_codes_cannot_be_combined_with_is_refused(
         residency.create(small_config(kv_residency=name, **changes), PAGES, CPU)
 
 
-@every_format
-def test_gpus_are_refused(name: str) -> None:
-    with pytest.raises(ValueError, match=f"kv_residency {name} runs on CPUs only; use bf16"):
-        residency.create(small_config(kv_residency=name), PAGES, torch.device("cuda"))
+def test_formats_without_kernels_are_refused_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(residency.FORMATS["hack"], "runs_on_gpu", False)
+    with pytest.raises(ValueError, match="kv_residency hack runs on CPUs only; use bf16"):
+        residency.create(small_config(kv_residency="hack"), PAGES, torch.device("cuda"))
+    assert all(residency.FORMATS[name].runs_on_gpu for name in WITH_KERNELS)
+
+
+def held_after_arrivals(
+    name: str, model: ModelShape, device: torch.device, **options: Any
+) -> tuple[Held, list[Tensor]]:
+    """A sequence that came by shipments and steps, beside another; what its messages and scores
+    said."""
+    held = Held.empty(name, 700, model=model, device=device, **options)
+    other = Held.empty(name, 140, model=model, slot=3, beside=held, tokens_seed=1)
+    held.pages, other.pages = held.pages[:3], held.pages[3:6]
+    held.load(510)
+    other.load(126)
+    for _ in range(3):
+        append_together([held, other])
+    held.load(186)
+    held.append()
+    generator = torch.Generator().manual_seed(3)
+    queries = torch.randn(model.layers, model.query_heads, model.head_dim, generator=generator)
+    said = [held.score(queries.to(device)), other.score(queries.to(device), exact=True)]
+    entering = torch.randint(-9, 128, (2, 2, model.kv_heads, 50), generator=generator)
+    entering[0] += torch.where(entering[0] >= 0, 572, 0)
+    out = torch.full((2, *entering.shape, model.head_dim), 7.0, dtype=model.torch_dtype)
+    out, entering = out.to(device), entering.to(device, torch.int32)
+    rows = rows_of([held, other], [699, 128])
+    held.residency.gather(rows, range(1, 3), entering, out[0], out[1])
+    return held, [out, *held.read(), *other.read(), *said]
+
+
+@pytest.mark.parametrize("name", WITH_KERNELS)
+@pytest.mark.parametrize(("model", "coarse"), [("mha", False), ("mqa", True)])
+def test_kernels_hold_and_say_what_the_references_do(
+    name: str, model: str, coarse: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = COARSE[name] if coarse else {}
+    expected, expected_said = held_after_arrivals(name, MODELS[model], CPU, **options)
+    monkeypatch.setattr(operations, "implementation_for", lambda device: "triton")
+    held, said = held_after_arrivals(name, MODELS[model], CPU, **options)
+    assert held.codes() == expected.codes()
+    for one, other in zip(said[:-2], expected_said[:-2], strict=True):
+        assert torch.equal(one, other)
+    for one, other in zip(said[-2:], expected_said[-2:], strict=True):
+        torch.testing.assert_close(one, other, atol=score_tolerance(name, coarse), rtol=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("name", WITH_KERNELS)
+@pytest.mark.parametrize("coarse", [False, True])
+def test_gpus_hold_and_say_what_cpus_do(name: str, coarse: bool) -> None:
+    model = ModelShape(3, 8, 2, 128, "bfloat16", 128**-0.5)
+    options = COARSE[name] if coarse else {}
+    expected, expected_said = held_after_arrivals(name, model, CPU, **options)
+    held, said = held_after_arrivals(name, model, torch.device("cuda"), **options)
+    assert held.codes() == expected.codes()
+    for one, other in zip(said[:-2], expected_said[:-2], strict=True):
+        assert torch.equal(one.cpu(), other)
+    for one, other in zip(said[-2:], expected_said[-2:], strict=True):
+        torch.testing.assert_close(one.cpu(), other, atol=score_tolerance(name, coarse), rtol=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("name", WITH_KERNELS)
+def test_gpus_refuse_what_is_not_finite_some_steps_later(name: str) -> None:
+    held = Held.empty(name, 700, device=torch.device("cuda"))
+    held.values[2, 1, 77, 3] = float("nan")
+    with pytest.raises(ValueError, match="values of layer 2, kv head 1 are not finite"):  # noqa: PT012
+        held.load(600)
+        for _ in range(100):
+            torch.cuda.synchronize()
+            held.append()

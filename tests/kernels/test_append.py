@@ -158,6 +158,17 @@ def test_a_sequence_fills_its_pages_token_by_token(device: torch.device, impleme
         assert torch.equal(ring[0, 1:3, :, position % 5], tokens[position, :, :4])
 
 
+@IMPLEMENTATIONS
+def test_a_table_of_one_page_makes_of_it_a_ring(device: torch.device, implementation) -> None:
+    step = random_step(device, [7, 29, 5], [2, -1, 0])
+    slots = step.slots.unsqueeze(1)
+    step = Step(step.up, step.pools, slots, step.slots, step.positions)
+    in_page = Step(step.up, step.pools, slots, step.slots, step.positions % 8)
+    keys, values, _ = in_page.appended_by_loops()
+    found = step.appended_by(implementation)
+    assert_same_pools(found[:2], (keys, values))
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_pools_of_more_than_2_31_elements() -> None:

@@ -66,6 +66,23 @@ def test_triton_loads_what_the_reference_loads(
         assert torch.equal(expected.float(), actual.float())
 
 
+@pytest.mark.parametrize("implementation", [reference, triton], ids=["reference", "triton"])
+@pytest.mark.parametrize("pages", [[3], [3, 1]])
+@pytest.mark.parametrize(("start", "count"), [(0, 1), (2, 4), (5, 8), (3, 21)])
+def test_pages_that_are_a_ring_keep_the_newest_tokens(
+    device: torch.device, implementation, pages: list[int], start: int, count: int
+) -> None:
+    shipment = random_shipment(device, torch.float32, count)
+    keys, values, _ = pools(device, torch.float32)
+    ring = torch.tensor(pages, dtype=torch.int32, device=device)
+    implementation.load_tokens(shipment, keys, values, ring, start)
+    expected = torch.full((2, *keys.shape), 7.0, device=device)
+    for token in range(count):  # the later of two tokens in one place stays
+        page = pages[(start + token) // PAGE % len(pages)]
+        expected[:, page, :, :, (start + token) % PAGE] = shipment[:, :, token]
+    assert torch.equal(torch.stack((keys, values)), expected)
+
+
 def test_append_keeps_the_copy_beside_the_keys(device: torch.device) -> None:
     up = torch.randint(-8, 8, (2, 1, 2 * HEADS + 2 * HEADS, DIM)).to(device, torch.float32)
     slots = torch.tensor([1, -1], dtype=torch.int32, device=device)

@@ -60,7 +60,7 @@ def test_keys_share_a_scale_a_channel_and_values_one_a_token(group: Tensor) -> N
         (encode_values(group), (heads, count, 1)),
     ):
         assert codes.scale.shape == codes.zero.shape == shape
-        assert codes.scale.dtype == codes.zero.dtype == torch.float32
+        assert codes.scale.dtype == codes.zero.dtype == group.dtype
         assert codes.upper.shape == codes.lower.shape == (heads, count, head_dim // 2)
         assert codes.upper.dtype == codes.lower.dtype == torch.uint8
     if count % 2 == 0:

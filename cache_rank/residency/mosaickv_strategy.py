@@ -1,0 +1,154 @@
+"""Strategies of `mosaickv`: how a segment is compressed (MosaicKV sections 4.3 and 5.5).
+
+A strategy is of one layer and segment. The rotations are of each kv head, of keys and of values by
+themselves; rate, element group and block are shared by all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from cache_rank_kernels.mosaickv.reference import (
+    PackedVectors,
+    bitmap_bytes,
+    encode,
+    lost_energy,
+    mean_keys,
+    rotation_of,
+    unexplained_variance,
+)
+from torch import Tensor
+
+from cache_rank.config import ModelShape, OptionValue
+from cache_rank.pages import PAGE_TOKENS
+
+_AUTO: Mapping[str, tuple[float, ...]] = {
+    "rate": (87.5, 75, 62.5),
+    "group": (4, 2, 1),
+    "block": (16, 8, 4, 1),
+}
+"""What `auto` chooses from, what compresses most first."""
+
+_SAMPLE_TOKENS = 1024
+"""Tokens of a segment, evenly spaced, that its rate and element group are chosen by."""
+
+
+class Strategy(NamedTuple):
+    """How tokens of one layer are compressed.
+
+    Attributes:
+        kept: r, elements that each vector keeps.
+        group: neighbouring elements that share a bit.
+        block: tokens of a per-block key; 1 is none, and tokens are scored by themselves.
+        rotations: (2, Hkv, D, C) of keys and of values, in the dtype of the pool.
+    """
+
+    kept: int
+    group: int
+    block: int
+    rotations: Tensor
+
+
+class CompressedTokens(NamedTuple):
+    """n successive tokens of one layer.
+
+    Attributes:
+        strategy: that they are compressed by.
+        keys, values: (Hkv, n, r).
+        block_keys: (Hkv, n / block, r), or (Hkv, 0, r) for blocks of 1.
+        loss: (n,) float64, the share of energy that is lost, of the mean vector.
+    """
+
+    strategy: Strategy
+    keys: PackedVectors
+    values: PackedVectors
+    block_keys: PackedVectors
+    loss: Tensor
+
+
+class Candidates:
+    """The strategies that there are to choose from, and the memory that any of them may need.
+
+    Attributes:
+        channels: C, that are left after truncation; a multiple of every group.
+        kept: most elements of a vector.
+        bitmap_bytes: most bytes of a bitmap.
+        page_blocks: most per-block keys of a page.
+    """
+
+    def __init__(self, options: Mapping[str, OptionValue], model: ModelShape) -> None:
+        rates, groups, blocks = (_candidates(options, name) for name in ("rate", "group", "block"))
+        head_dim = model.head_dim
+        self._groups = tuple(int(group) for group in groups if head_dim % group == 0)
+        if not self._groups:
+            raise ValueError(
+                f"kv_residency_options group={options['group']}: does not divide the head "
+                f"dimension {head_dim}"
+            )
+        largest = self._groups[0]
+        left = head_dim - int(head_dim * float(options.get("dropped", 25)) / 100)
+        self.channels = -(-left // largest) * largest
+        self._choices = [
+            (self._elements(head_dim * (1 - rate / 100), group), group)
+            for rate in rates
+            for group in self._groups
+        ]
+        self._blocks = tuple(int(block) for block in blocks)
+        self.kept = max(kept for kept, _ in self._choices)
+        self.bitmap_bytes = bitmap_bytes(self.channels, self._groups[-1])
+        self.page_blocks = max(PAGE_TOKENS // block if block > 1 else 0 for block in self._blocks)
+        self._largest_loss = float(options.get("loss", 0.05))
+        self._largest_variance = float(options.get("variance", 0.5))
+
+    def _elements(self, wanted: float, group: int) -> int:
+        """The most that are not more than wanted, in whole groups, but at least one group."""
+        return min(self.channels, max(1, int(wanted) // group) * group)
+
+    def choose(self, tokens: Tensor, covariance: Tensor) -> Strategy:
+        """The strategy of a finished segment of one layer.
+
+        The paper wants the highest rate and the largest group whose loss is below a threshold, and
+        does not say which of the two goes first: here the rate does. Where none is below it, the
+        last one loses least and is taken. Blocks are chosen by their variance in the same way, and
+        where the mean of as few as 4 keys says little of them, there are none.
+
+        Args:
+            tokens: (2, Hkv, n, D), keys and values; n is a multiple of 16.
+            covariance: (2, Hkv, D, D) float64.
+        """
+        rotations = rotation_of(covariance, self.channels).to(tokens.dtype)
+        sample = tokens[:, :, :: -(-tokens.shape[2] // _SAMPLE_TOKENS)]
+        for kept, group in self._choices:
+            packed = encode(sample, rotations, kept, group)
+            if lost_energy(sample, packed).mean() <= self._largest_loss:
+                break
+        for block in self._blocks:
+            if unexplained_variance(tokens[0], block).mean() <= self._largest_variance:
+                break
+        return Strategy(kept, group, block, rotations)
+
+
+def compress(tokens: Tensor, strategy: Strategy) -> CompressedTokens:
+    """Compress keys and values of one layer, (2, Hkv, n, D); n is a multiple of the block."""
+    keys, values = (
+        encode(part, rotation, strategy.kept, strategy.group)
+        for part, rotation in zip(tokens, strategy.rotations, strict=True)
+    )
+    blocked = tokens[0] if strategy.block > 1 else tokens[0, :, :0]
+    means = mean_keys(blocked, strategy.block)
+    block_keys = encode(means, strategy.rotations[0], strategy.kept, strategy.group)
+    losses = torch.stack((lost_energy(tokens[0], keys), lost_energy(tokens[1], values)))
+    return CompressedTokens(strategy, keys, values, block_keys, losses.mean(dim=(0, 1)))
+
+
+def strategy_bytes(channels: int, model: ModelShape) -> int:
+    """Memory of one segment's strategies, all layers."""
+    rotation = model.head_dim * channels * model.torch_dtype.itemsize
+    return 2 * model.layers * model.kv_heads * rotation
+
+
+def _candidates(options: Mapping[str, OptionValue], name: str) -> tuple[float, ...]:
+    value = options.get(name, "auto")
+    return _AUTO[name] if isinstance(value, str) else (value,)

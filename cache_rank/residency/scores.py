@@ -1,0 +1,46 @@
+"""Memory that scores are written to, and the scratch of computing them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cache_rank.config import ModelShape
+from cache_rank.operations import Operations
+
+_ROUNDING = 4096
+"""Buffers grow by this many tokens, so that they rarely grow."""
+
+
+class ScoreBuffers:
+    """Two buffers of scores, one a turn, and one workspace: what is scored is scored in turn."""
+
+    def __init__(self, model: ModelShape, operations: Operations, device: torch.device) -> None:
+        self._model = model
+        self._operations = operations
+        self._device = device
+        self._scores = [torch.empty(0, device=device)] * 2
+        self._workspace: Any = None
+        self._workspace_for = (0, 0, 0)
+
+    def take(self, rows: int, layers: int, capacity: int, turn: int) -> tuple[Any, Tensor]:
+        """The workspace, and (rows, layers, Hkv, >= capacity) float32 for scores.
+
+        Either holds until the next call with the same turn.
+        """
+        capacity = -(-capacity // _ROUNDING) * _ROUNDING
+        kv_heads = self._model.kv_heads
+        size = rows * layers * kv_heads * capacity
+        if self._scores[turn].numel() < size:
+            self._scores[turn] = torch.empty(size, dtype=torch.float32, device=self._device)
+        scores = self._scores[turn][:size].view(rows, layers, kv_heads, capacity)
+        needed = (rows, layers, capacity)
+        if any(have < need for have, need in zip(self._workspace_for, needed, strict=True)):
+            rows, layers, capacity = map(max, self._workspace_for, needed)
+            self._workspace_for = (rows, layers, capacity)
+            self._workspace = self._operations.score_workspace(
+                rows, layers, kv_heads, self._model.query_heads // kv_heads, capacity, self._device
+            )
+        return self._workspace, scores

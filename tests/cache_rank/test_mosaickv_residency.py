@@ -1,0 +1,812 @@
+"""`mosaickv`: where segments end, which strategy each token has and when, and what scores read."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from cache_rank_kernels.mosaickv.reference import decode, rotation_of, score_packed
+from cache_rank_kernels.score.reference import score_tokens
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from modelled_request import Request
+from small_models import GQA, MHA, MODELS, small_config
+from torch import Tensor
+
+from cache_rank import residency
+from cache_rank.config import CacheRankConfig, ModelShape
+from cache_rank.pages import PAGE_TOKENS
+from cache_rank.protocol import AnswerHeader, DownMessage, Row, UpMessage
+from cache_rank.residency import StepRows
+from cache_rank.residency.mosaickv import MosaicKVResidency
+from cache_rank.residency.mosaickv_segments import (
+    BUFFER_TOKENS,
+    OPENING_TOKENS,
+    SegmentLengths,
+)
+from cache_rank.residency.mosaickv_strategy import Candidates, Strategy, compress
+from cache_rank.selector import Selector
+from cache_rank.timeline import Timeline
+
+CPU = torch.device("cpu")
+PAGES = 16
+DENSE: dict[str, Any] = {"rate": 0, "dropped": 0}
+SHORT: dict[str, Any] = {"segment": 512, "threshold": 20, "variance": 0.75}
+"""Segments of 128 to 512 tokens, some in blocks; their own strategies are due after 64 more."""
+WIDE = ModelShape(2, 4, 2, 64, "float32", 1 / 8)
+
+
+def drifting(model: ModelShape, count: int, seed: int = 0) -> Tensor:
+    """K and V, (2, layers, Hkv, count, D), of few directions that change every 300 tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (2, model.layers, model.kv_heads)
+    parts = []
+    for first in range(0, count, 300):
+        basis = torch.randn((*shape, 3, model.head_dim), generator=generator)
+        weights = torch.randn((*shape, min(300, count - first), 3), generator=generator)
+        parts.append(weights @ basis)
+    noise = torch.randn((*shape, count, model.head_dim), generator=generator)
+    return (torch.cat(parts, dim=3) + 0.1 * noise).to(model.torch_dtype)
+
+
+@dataclass
+class Held:
+    """A sequence in a residency; tokens are (2, layers, Hkv, count, D)."""
+
+    config: CacheRankConfig
+    residency: MosaicKVResidency
+    tokens: Tensor
+    slot: int
+    pages: list[int]
+    resident: int = 0
+
+    @classmethod
+    def empty(
+        cls,
+        tokens: Tensor,
+        model: ModelShape = MHA,
+        slot: int = 1,
+        beside: Held | None = None,
+        **options: Any,
+    ) -> Held:
+        config = small_config(model, kv_residency="mosaickv", kv_residency_options=options)
+        held = beside.residency if beside else residency.create(config, PAGES, CPU)
+        assert isinstance(held, MosaicKVResidency)
+        pages = list(range(PAGES))
+        random.Random(slot).shuffle(pages)
+        return cls(config, held, tokens, slot, pages)
+
+    @classmethod
+    def whole(cls, tokens: Tensor, model: ModelShape = MHA, **options: Any) -> Held:
+        held = cls.empty(tokens, model, **options)
+        held.load(tokens.shape[3])
+        return held
+
+    @property
+    def layers(self) -> range:
+        return range(self.config.model.layers)
+
+    @property
+    def segments(self) -> Any:
+        return self.residency._segments[self.slot]
+
+    def load(self, count: int) -> None:
+        shipment = self.tokens[:, :, :, self.resident : self.resident + count].transpose(2, 3)
+        self.residency.load(torch.tensor(self.pages), self.slot, self.resident, shipment)
+        self.resident += count
+
+    def append(self) -> None:
+        """The next token, layer by layer."""
+        model = self.config.model
+        ring = torch.zeros((4, model.layers, model.query_heads, 5, model.head_dim))
+        rows = self.rows(self.resident)
+        for layer in self.layers:
+            keys, values = self.tokens[:, layer, :, self.resident]
+            up = torch.cat((ring[0, 0, :, 0].to(keys.dtype), keys, values))
+            self.residency.append(rows, range(layer, layer + 1), up.view(1, 1, *up.shape), ring)
+        self.resident += 1
+
+    def rows(self, position: int) -> StepRows:
+        return StepRows(
+            torch.tensor([self.slot], dtype=torch.int32),
+            torch.tensor([position], dtype=torch.int32),
+            torch.ones(1, dtype=torch.int32),
+            torch.tensor([self.pages], dtype=torch.int32),
+            torch.zeros((1, len(AnswerHeader._fields)), dtype=torch.int64),
+            capacity=position + 1,
+        )
+
+    def read(self) -> Tensor:
+        positions = torch.arange(self.resident).expand(*self.tokens.shape[1:3], -1)
+        pages = torch.tensor(self.pages)
+        return torch.stack(self.residency.read(pages, self.slot, self.layers, positions))
+
+    def score(self, queries: Tensor, exact: bool = False) -> Tensor:
+        rows = self.rows(self.resident - 1)
+        return self.residency.score(rows, self.layers, queries.unsqueeze(0), 0, exact)[0]
+
+    def queries(self, seed: int = 5) -> Tensor:
+        model = self.config.model
+        generator = torch.Generator().manual_seed(seed)
+        return torch.randn((model.layers, model.query_heads, model.head_dim), generator=generator)
+
+    def strategies(self, layer: int = 0) -> list[Strategy]:
+        """Of each buffer in the pages."""
+        packed = self.segments.packed_tokens(layer)
+        return [run.strategy for run in self.segments.runs(layer, packed, BUFFER_TOKENS)]
+
+    def codes(self) -> list[bytes]:
+        """Of all that is in the pages, with the rotations that it is relative to."""
+        found = []
+        pages, held = torch.tensor(self.pages), self.residency._pages
+        heads = torch.arange(self.config.model.kv_heads).unsqueeze(-1)
+        for layer in self.layers:
+            packed = self.segments.packed_tokens(layer)
+            for first, last, strategy in self.segments.runs(layer, packed, 4096):
+                position = torch.arange(first, last)
+                blocks = position[:: strategy.block]
+                vectors_of_run = [*held.tokens(pages, layer, heads, position, strategy)]
+                if strategy.block > 1:
+                    vectors_of_run.append(held.block_keys(pages, layer, blocks, strategy))
+                for vectors in (*vectors_of_run, (strategy.rotations,)):
+                    found += [
+                        part.contiguous().view(torch.uint8).numpy().tobytes() for part in vectors
+                    ]
+        return found
+
+
+@dataclass
+class Expected:
+    """What a sequence should hold, from the whole of it at once."""
+
+    ends: list[int]
+    strategies: list[list[Strategy]]
+    buffers: list[int]
+
+    @classmethod
+    def of(cls, held: Held) -> Expected:
+        options, model = held.config.kv_residency_options, held.config.model
+        candidates = Candidates(options, model)
+        lengths = SegmentLengths(int(options["segment"]), float(options["threshold"]))
+        count = held.resident // BUFFER_TOKENS * BUFFER_TOKENS
+        ends: list[int] = []
+        strategies: list[list[Strategy]] = []
+        temporary: list[int] = []  # strategy that each buffer is first compressed by
+        losses: list[float] = []
+
+        def due(index: int) -> int:
+            return ends[index] + (lengths.delay if index else 0)
+
+        start = 0
+        for last in range(BUFFER_TOKENS, count + 1, BUFFER_TOKENS):
+            first = last - BUFFER_TOKENS
+            if last <= OPENING_TOKENS:
+                temporary.append(0)
+            else:
+                temporary.append(max(i for i in range(len(ends)) if due(i) <= first))
+                part = held.tokens[..., first:last, :]
+                losses.append(
+                    sum(
+                        float(compress(part[:, layer], strategy).loss.sum())
+                        for layer, strategy in enumerate(strategies[temporary[-1]])
+                    )
+                    / model.layers
+                )
+            length = last - start
+            if last == OPENING_TOKENS or (
+                last > OPENING_TOKENS
+                and length >= lengths.least
+                and (length == lengths.most or sum(losses) > lengths.threshold)
+            ):
+                segment = held.tokens[..., start:last, :]
+                exact = segment.double()
+                covariance = exact.transpose(-1, -2) @ exact
+                strategies.append(
+                    [
+                        candidates.choose(segment[:, layer], covariance[:, layer])
+                        for layer in range(model.layers)
+                    ]
+                )
+                ends.append(last)
+                start, losses = last, []
+        buffers = temporary if count >= OPENING_TOKENS else []
+        for index, end in enumerate(ends):
+            if due(index) <= count:
+                begin = ends[index - 1] if index else 0
+                size = (end - begin) // BUFFER_TOKENS
+                buffers[begin // BUFFER_TOKENS : end // BUFFER_TOKENS] = [index] * size
+        return cls(ends, strategies, buffers)
+
+    def decoded(self, held: Held) -> Tensor:
+        """(2, layers, Hkv, resident, D) float32."""
+        out = held.tokens[:, :, :, : held.resident].float().clone()
+        for buffer, index in enumerate(self.buffers):
+            part = slice(buffer * BUFFER_TOKENS, (buffer + 1) * BUFFER_TOKENS)
+            for layer, strategy in enumerate(self.strategies[index]):
+                compressed = compress(held.tokens[:, layer, :, part], strategy)
+                for side, vectors in enumerate((compressed.keys, compressed.values)):
+                    rotation = strategy.rotations[side]
+                    out[side, layer, :, part] = decode(vectors, rotation, strategy.group)
+        return out
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        SHORT,
+        {**SHORT, "threshold": 0},
+        {**SHORT, "threshold": 65536},
+        {**SHORT, "rate": 75, "group": 2, "block": 8},
+        {**SHORT, "segment": 1024, "loss": 0.3, "variance": 1},
+    ],
+)
+@pytest.mark.parametrize("count", [255, 256, 700, 1500])
+def test_every_buffer_has_the_strategy_of_its_segment_or_the_newest_before_it(
+    count: int, options: dict[str, Any]
+) -> None:
+    held = Held.whole(drifting(MHA, count), **options)
+    expected = Expected.of(held)
+    for layer in held.layers:
+        found = held.strategies(layer)
+        assert len(found) == len(expected.buffers)
+        for strategy, index in zip(found, expected.buffers, strict=True):
+            wanted = expected.strategies[index][layer]
+            assert strategy[:3] == wanted[:3]
+            # The columns of a rotation are eigenvectors, up to their sign.
+            assert torch.allclose(strategy.rotations.abs(), wanted.rotations.abs(), atol=1e-4)
+    torch.testing.assert_close(held.read(), expected.decoded(held), rtol=1e-3, atol=1e-3)
+    packed = len(expected.buffers) * BUFFER_TOKENS
+    assert torch.equal(held.read()[..., packed:, :], held.tokens[..., packed:, :])
+
+
+def test_segments_end_where_their_tokens_are_lost_and_at_their_longest() -> None:
+    tokens = drifting(MHA, 2000)
+    ends = {
+        threshold: Expected.of(Held.whole(tokens, segment=512, threshold=threshold)).ends
+        for threshold in (0, 20, 65536)
+    }
+    assert ends[0] == [256, *range(384, 2001, 128)]
+    assert ends[65536] == [256, 768, 1280, 1792]
+    lengths = [last - first for first, last in zip(ends[20], ends[20][1:], strict=False)]
+    assert len(set(lengths)) > 1
+    assert all(128 <= length <= 512 for length in lengths)
+
+
+@settings(deadline=None, max_examples=25)
+@given(data=st.data())
+def test_codes_and_scores_are_the_same_bits_however_tokens_arrive(data: st.DataObject) -> None:
+    size = st.one_of(st.just(1), st.integers(2, 70), st.integers(200, 700))
+    sizes = data.draw(st.lists(size, min_size=1, max_size=6))
+    model = MODELS[data.draw(st.sampled_from(sorted(MODELS)))]
+    tokens = drifting(model, sum(sizes))
+    held, whole = Held.empty(tokens, model, **SHORT), Held.whole(tokens, model, **SHORT)
+    for count in sizes:
+        if count == 1:
+            held.append()
+        else:
+            held.load(count)
+    assert held.codes() == whole.codes()
+    assert torch.equal(held.read(), whole.read())
+    for exact in (False, True):
+        queries = held.queries()
+        assert torch.equal(held.score(queries, exact), whole.score(queries, exact))
+
+
+def test_token_by_token_equals_the_whole_through_several_segments() -> None:
+    tokens = drifting(GQA, 1000)
+    held = Held.empty(tokens, GQA, **SHORT)
+    while held.resident < 1000:
+        held.append()
+    assert len(held.segments._strategies) > 2
+    assert held.codes() == Held.whole(tokens, GQA, **SHORT).codes()
+
+
+class Immediately(Executor):
+    """The thread is done before anything else happens."""
+
+    def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        future.set_result(function(*args, **kwargs))
+        return future
+
+
+class WhenAsked(Future[Any]):
+    """The thread is so slow that whoever needs its result waits for all of it."""
+
+    def __init__(self, function: Callable[[], Any]) -> None:
+        super().__init__()
+        self._function = function
+
+    def result(self, timeout: float | None = None) -> Any:
+        return self._function()
+
+
+class AtLast(Executor):
+    """Nothing happens before the result is asked for."""
+
+    def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        return WhenAsked(lambda: function(*args, **kwargs))
+
+
+@pytest.mark.parametrize("executor", [Immediately, AtLast])
+def test_nothing_depends_on_how_long_the_thread_takes(executor: type[Executor]) -> None:
+    tokens = drifting(MHA, 1200)
+    held, other = (Held.empty(tokens, **SHORT) for _ in range(2))
+    held.residency._executor = executor()  # type: ignore[assignment]
+    queries = held.queries()
+    for count in (300, 200, 90, 31, 1, 1, 200, 377):
+        for one in (held, other):
+            one.load(count)
+        assert held.codes() == other.codes()
+        assert torch.equal(held.score(queries), other.score(queries))
+
+
+def test_the_thread_is_another_and_a_step_does_not_wait_before_the_result_is_due() -> None:
+    held = Held.empty(drifting(MHA, 500), segment=512, threshold=0)
+    held.load(383)
+    thread, go_on = [], threading.Event()
+
+    def wait() -> None:
+        thread.append(threading.current_thread())
+        assert go_on.wait(60)
+
+    held.residency._executor.submit(wait)
+    held.append()  # the segment of 128 tokens ends, and its own strategy waits for `wait`
+    before = held.read()
+    while held.resident < 384 + 64 - 1:
+        held.append()
+    assert torch.equal(held.read()[..., :384, :], before)
+    go_on.set()
+    held.append()
+    assert not torch.equal(held.read()[..., 256:384, :], before[..., 256:, :])
+    assert thread[0] is not threading.current_thread()
+
+
+def test_a_token_changes_when_its_buffer_is_complete_and_when_its_segment_is_due() -> None:
+    held = Held.empty(drifting(MHA, 900), segment=512, threshold=65536)
+    changes: dict[int, list[int]] = {token: [] for token in range(900)}
+    before = torch.empty((2, 3, 2, 0, 8))
+    for resident in range(1, 901):
+        held.append()
+        now = held.read()
+        changed = (now[..., :-1, :] != before).flatten(0, 2).any(dim=0).any(dim=-1)
+        for token in changed.nonzero().squeeze(-1).tolist():
+            changes[token].append(resident)
+        before = now
+    # The last token of a buffer is compressed as it arrives.
+    for token, found in changes.items():
+        complete = token - token % BUFFER_TOKENS + BUFFER_TOKENS
+        expected = [complete if token >= OPENING_TOKENS else OPENING_TOKENS]
+        expected = [resident for resident in expected if token + 1 < resident <= 900]
+        if OPENING_TOKENS <= token < 768:
+            expected.append(768 + 64)
+        assert found == expected
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("count", [1, 31, 256, 300, 1200])
+def test_all_elements_of_all_channels_are_dense_but_for_rounding(model: str, count: int) -> None:
+    shape = MODELS[model]
+    held = Held.whole(drifting(shape, count), shape, segment=512, scored=100, **DENSE)
+    eps = torch.finfo(shape.torch_dtype).eps
+    for found, source in zip(held.read(), held.tokens, strict=True):
+        assert (found.float() - source.float()).abs().max() <= 8 * eps * source.float().abs().max()
+    queries = held.queries()
+    expected = score_tokens(queries, held.tokens[0], shape.scale)
+    for exact in (False, True):
+        torch.testing.assert_close(
+            held.score(queries, exact), expected, rtol=16 * eps, atol=64 * eps
+        )
+
+
+@pytest.mark.parametrize("count", [40, 300, 1500])
+def test_exact_scores_are_those_of_the_decoded_keys(count: int) -> None:
+    held = Held.whole(drifting(MHA, count), **SHORT)
+    queries = held.queries()
+    expected = score_tokens(queries, held.read()[0], MHA.scale)
+    torch.testing.assert_close(held.score(queries, exact=True), expected, rtol=1e-4, atol=1e-4)
+    by_tokens = Held.whole(drifting(MHA, count), **SHORT, scored=100)
+    assert torch.equal(by_tokens.score(queries), held.score(queries, exact=True))
+
+
+@pytest.mark.parametrize(("scored", "wanted"), [(0, 11), (10, 152), (25, 379)])
+@pytest.mark.parametrize("options", [{"block": 4}, {"block": 16}, {}])
+def test_tokens_of_the_best_blocks_are_scored_and_others_keep_their_block(
+    scored: int, wanted: int, options: dict[str, Any]
+) -> None:
+    held = Held.whole(drifting(MHA, 1515), **SHORT, **options, scored=scored)
+    queries, found = held.queries(), held.score(held.queries())
+    grouped = queries.unflatten(1, (MHA.kv_heads, -1))
+    pages, inner = torch.tensor(held.pages), held.residency._pages
+    keys = held.read()[0]
+    blocks = set()
+    for layer in held.layers:
+        packed = held.segments.packed_tokens(layer)
+        by_token = (grouped[layer] @ keys[layer].transpose(-1, -2)) * MHA.scale
+        logits = by_token.clone()
+        for first, last, strategy in held.segments.runs(layer, packed, 4096):
+            blocks.add(strategy.block)
+            if strategy.block == 1:
+                continue
+            position = torch.arange(first, last, strategy.block)
+            vectors = inner.block_keys(pages, layer, position, strategy)
+            of_blocks = score_packed(
+                grouped[layer], vectors, strategy.rotations[0], strategy.group, MHA.scale
+            )
+            logits[..., first:last] = of_blocks.repeat_interleave(strategy.block, dim=-1)
+        coarse = logits.log_softmax(dim=-1).amax(dim=1)[:, :packed]
+        for head in range(MHA.kv_heads):
+            order = sorted(range(packed), key=lambda token: (-float(coarse[head, token]), -token))
+            logits[head, :, order[:wanted]] = by_token[head][:, order[:wanted]]
+        expected = logits.log_softmax(dim=-1).amax(dim=1)
+        torch.testing.assert_close(found[layer], expected, rtol=1e-4, atol=1e-4)
+    assert blocks == {options["block"]} if "block" in options else len(blocks) > 1
+
+
+def test_enough_tokens_are_scored_for_the_budget() -> None:
+    """Tokens that are almost all of a selection are never chosen by their blocks alone."""
+    tokens = drifting(WIDE, 2000)
+    config = small_config(
+        WIDE,
+        kv_residency="mosaickv",
+        kv_residency_options={"scored": 0, "block": 16},
+        sparse_budget=1900,
+        selection_margin=50,
+    )
+    held = Held.empty(tokens, WIDE)
+    created = residency.create(config, PAGES, CPU)
+    assert isinstance(created, MosaicKVResidency)
+    held.residency = created
+    held.load(2000)
+    exact, found = held.score(held.queries(), exact=True), held.score(held.queries())
+    assert (~torch.isclose(exact, found, atol=0.02)).sum(dim=-1).max() <= 50
+
+
+def test_going_from_blocks_to_tokens_loses_few_of_the_tokens_that_matter() -> None:
+    """Recall of the best 64 of 3000, where successive keys are alike."""
+    generator = torch.Generator().manual_seed(3)
+    shape = (2, WIDE.layers, WIDE.kv_heads)
+    basis = torch.randn((*shape, 12, 64), generator=generator) / 12**0.5
+    weights = [torch.randn((*shape, 12), generator=generator)]
+    for _ in range(2999):
+        step = torch.randn((*shape, 12), generator=generator)
+        weights.append(0.9 * weights[-1] + 0.19**0.5 * step)
+    noise = 0.1 * torch.randn((*shape, 3000, 64), generator=generator)
+    tokens = torch.stack(weights, dim=3) @ basis + noise
+
+    def recall(**options: Any) -> float:
+        held = Held.whole(tokens, WIDE, segment=1024, **options)
+        assert {strategy.block for strategy in held.strategies()} & {4, 8, 16}
+        best = score_tokens(held.queries(), tokens[0], WIDE.scale).topk(64).indices
+        found = held.score(held.queries()).topk(64).indices
+        return float((best.unsqueeze(-1) == found.unsqueeze(-2)).any(dim=-1).float().mean())
+
+    assert recall(**DENSE, scored=100) > 0.99
+    assert recall(**DENSE, scored=25) > 0.9
+    assert recall(**DENSE, scored=0) < 0.7
+    assert recall(scored=25) > recall(scored=100) - 0.05
+
+
+@pytest.mark.parametrize(("directions", "expected"), [(2, (8, 4)), (20, (16, 4)), (64, (24, 1))])
+def test_the_highest_rate_and_the_largest_group_without_much_loss_are_chosen(
+    directions: int, expected: tuple[int, int]
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    basis = torch.randn((2, 2, directions, 64), generator=generator)
+    tokens = torch.randn((2, 2, 512, directions), generator=generator) @ basis
+    exact = tokens.double()
+    strategy = Candidates({"loss": 0.1}, WIDE).choose(tokens, exact.transpose(-1, -2) @ exact)
+    assert (strategy.kept, strategy.group) == expected
+    assert strategy.rotations.shape == (2, 2, 64, 48)
+    rotation = rotation_of(exact.transpose(-1, -2) @ exact, 48).float()
+    assert torch.equal(strategy.rotations, rotation)
+
+
+@pytest.mark.parametrize(("alike", "block"), [(1, 1), (4, 4), (8, 8), (16, 16), (64, 16)])
+def test_the_largest_blocks_of_keys_that_are_alike_are_chosen(alike: int, block: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    keys = torch.randn((2, 1, 512 // alike, 64), generator=generator)
+    tokens = keys.repeat_interleave(alike, dim=2).expand(2, 2, -1, -1)
+    exact = tokens.double()
+    candidates = Candidates({"variance": 0.25}, WIDE)
+    assert candidates.choose(tokens, exact.transpose(-1, -2) @ exact).block == block
+
+
+def test_the_loss_of_a_token_is_that_of_its_mean_vector() -> None:
+    tokens = drifting(MHA, 64)[:, 0]
+    exact = tokens.double()
+    strategy = Candidates({}, MHA).choose(tokens, exact.transpose(-1, -2) @ exact)
+    found = compress(tokens, strategy)
+    decoded = torch.stack(
+        [
+            decode(vectors, rotation, strategy.group)
+            for vectors, rotation in zip(
+                (found.keys, found.values), strategy.rotations, strict=True
+            )
+        ]
+    )
+    lost = (exact - decoded).square().sum(dim=-1) / exact.square().sum(dim=-1)
+    torch.testing.assert_close(found.loss, lost.mean(dim=(0, 1)), rtol=1e-4, atol=1e-5)
+
+
+def test_nothing_more_is_computed_for_a_sequence_that_has_ended() -> None:
+    held = Held.empty(drifting(MHA, 400), segment=512, threshold=0)
+    held.load(383)
+    go_on = threading.Event()
+    busy = held.residency._executor.submit(go_on.wait, 60)
+    held.append()  # the segment waits for its strategy
+    waiting = held.segments._recompression.result
+    again = Held.empty(drifting(MHA, 10), beside=held)
+    again.load(10)
+    assert waiting.cancelled()
+    go_on.set()
+    assert busy.result()
+
+
+def test_options_fix_what_is_chosen() -> None:
+    tokens = drifting(WIDE, 900)
+    held = Held.whole(tokens, WIDE, rate=62.5, group=2, block=16, dropped=50, segment=512)
+    assert len(held.segments._strategies) > 1
+    for strategy in held.strategies():
+        assert strategy[:3] == (24, 2, 16)
+        assert strategy.rotations.shape == (2, 2, 64, 32)
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -float("inf"), 3e38])
+@pytest.mark.parametrize("part", ["keys", "values"])
+@pytest.mark.parametrize("position", [77, 290])
+def test_what_is_not_finite_is_refused_with_its_layer_and_head(
+    wrong: float, part: str, position: int
+) -> None:
+    tokens = drifting(MHA, 400)
+    tokens[("keys", "values").index(part), 2, 1, position, 3] = wrong
+    message = f"{part} of layer 2, kv head 1 are not finite, or span more than float32"
+    with pytest.raises(ValueError, match=message):
+        Held.whole(tokens)
+    by_steps = Held.empty(tokens)
+    by_steps.load(95 if position == 77 else 319)
+    with pytest.raises(ValueError, match=message):
+        by_steps.append()
+
+
+@settings(deadline=None, max_examples=20)
+@given(
+    model=st.sampled_from(sorted(MODELS)),
+    kind=st.sampled_from(("constant", "zero", "large", "tiny", "outlier channel", "outlier token")),
+    count=st.integers(250, 800),
+)
+def test_channels_of_any_kind_are_served(model: str, kind: str, count: int) -> None:
+    shape = MODELS[model]
+    tokens = drifting(shape, count).float()
+    largest = torch.finfo(shape.torch_dtype).max / 100
+    if kind == "constant":
+        tokens = torch.ones_like(tokens) * 3
+    elif kind == "zero":
+        tokens = torch.zeros_like(tokens)
+    elif kind == "large":
+        tokens = (tokens.sign() * largest).clamp(-1e36, 1e36)
+    elif kind == "tiny":
+        tokens *= 1e-6
+    elif kind == "outlier channel":
+        tokens[..., 3] *= 1000
+    else:
+        tokens[..., count // 2, :] *= 1000
+    held = Held.whole(tokens.to(shape.torch_dtype), shape, **SHORT)
+    found = held.read()
+    assert found.isfinite().all()
+    if kind in ("constant", "zero"):  # one direction, which any strategy keeps
+        torch.testing.assert_close(found, held.tokens, rtol=0.02, atol=0)
+    scores = held.score(held.queries(), exact=True)
+    assert (scores <= 0).all()
+
+
+def test_pages_and_slots_serve_one_sequence_after_another() -> None:
+    first = Held.whole(drifting(MHA, 1000), **SHORT)
+    for count in (300, 1, 700):
+        tokens = drifting(MHA, count, seed=count)
+        following = Held.empty(tokens, beside=first, **SHORT)
+        following.pages = first.pages[::-1]
+        following.load(count)
+        alone = Held.whole(tokens, **SHORT)
+        assert torch.equal(following.read(), alone.read())
+        assert torch.equal(following.score(alone.queries()), alone.score(alone.queries()))
+
+
+def test_a_sequence_whose_page_another_one_has_is_forgotten() -> None:
+    first = Held.empty(drifting(MHA, 600), slot=0, **SHORT)
+    second = Held.empty(drifting(MHA, 600, seed=1), slot=2, beside=first, **SHORT)
+    third = Held.empty(drifting(MHA, 600, seed=2), slot=3, beside=first, **SHORT)
+    first.pages, second.pages, third.pages = [0, 1, 2], [3, 4, 5], [6, 7, 1]
+    for held in (first, second):
+        held.load(600)
+    third.load(512)
+    assert set(first.residency._segments) == {0, 2, 3}
+    third.load(1)
+    assert set(first.residency._segments) == {2, 3}
+    assert torch.equal(second.read(), Held.whole(second.tokens, **SHORT).read())
+    # The slot of the first begins again, on a page that it had.
+    again = Held.empty(drifting(MHA, 100, seed=3), slot=0, beside=first, **SHORT)
+    again.pages = [0]
+    again.load(100)
+    third.load(87)
+    assert set(first.residency._segments) == {0, 2, 3}
+
+
+@pytest.mark.parametrize(
+    ("options", "of_vector"),
+    [
+        ({}, 24 * 2 + 6),
+        ({"rate": 75}, 16 * 2 + 6),
+        ({"rate": 75, "group": 4, "dropped": 0}, 16 * 2 + 2),
+        (DENSE, 64 * 2 + 8),
+    ],
+)
+def test_a_token_takes_the_bytes_of_the_largest_candidate(
+    options: dict[str, Any], of_vector: int
+) -> None:
+    model = msgspec.structs.replace(WIDE, dtype="bfloat16")
+    config = small_config(
+        model, kv_residency="mosaickv", kv_residency_options={**options, "block": 8}
+    )
+    heads = model.layers * model.kv_heads
+    channels = 64 if options.get("dropped") == 0 else 48
+    rotations = -(-heads * 2 * 64 * channels * 2 // 2048)
+    assert (
+        residency.bytes_per_token(config)
+        == (2 * heads + heads // 8) * of_vector + -(-(heads % 8) * of_vector // 8) + rotations
+    )
+    held = residency.create(config, PAGES, CPU)
+    assert isinstance(held, MosaicKVResidency)
+    planes = [
+        plane
+        for vectors in (held._pages._keys, held._pages._values, held._pages._block_keys)
+        for plane in (vectors._elements, vectors._bitmap)
+    ]
+    assert sum(plane.nbytes for plane in planes) <= PAGES * held.page_bytes
+    assert held.page_bytes == PAGE_TOKENS * residency.bytes_per_token(config)
+    assert options == DENSE or held.page_bytes < 0.62 * PAGE_TOKENS * model.bytes_per_token
+
+
+@pytest.mark.parametrize("options", [SHORT, {**SHORT, "threshold": 0}])
+def test_memory_beside_the_pages_is_bounded_by_what_is_accounted_for(
+    options: dict[str, Any],
+) -> None:
+    held = Held.empty(drifting(MHA, 3000), **options)
+    config, lengths = held.config, SegmentLengths(512, 0)
+    rotations = 2 * 3 * 2 * 8 * 8 * 4
+    covariance = 3 * 2 * 2 * 8 * 8 * 8
+    codes = lengths.most * residency.bytes_per_token(config)
+    originals = lengths.originals * MHA.bytes_per_token
+    assert residency.fixed_bytes(config) <= 4 * (originals + codes + 2 * covariance + rotations)
+    assert residency.fixed_bytes(config) >= 4 * (originals + 2 * covariance + rotations)
+    most = 0
+    while held.resident < 3000:
+        held.load(20)
+        segments = held.segments
+        most = max(most, sum(part.nbytes for part in segments._originals))
+        assert segments._covariance.nbytes == covariance
+        strategies = [part.rotations.nbytes for of in segments._strategies for part in of]
+        assert sum(strategies) <= rotations * (1 + held.resident / lengths.least)
+    assert most <= originals
+    assert most > 0.3 * originals
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_selections_are_those_of_the_synchronous_reference_where_nothing_is_lost(
+    model: str,
+) -> None:
+    """Through the end of a segment, and the step from which its own rotation serves."""
+    shape = msgspec.structs.replace(MODELS[model], dtype="float32")
+    config = small_config(
+        shape,
+        kv_residency="mosaickv",
+        kv_residency_options={**DENSE, "segment": 512, "threshold": 0},
+    )
+    memory = residency.fixed_bytes(config) + 4 * PAGE_TOKENS * residency.bytes_per_token(config)
+    selector, request = Selector(config, CPU, memory), Request(config, epoch=1, prompt=350)
+    sequence = selector.begin(1)
+    selector.load(sequence, request.prompt)
+    for number in range(110):
+        step = selector.begin_step(number, [Row(1, request.position)])
+        computed = request.compute()
+        request.choose(*computed)
+        for group, layers in enumerate(config.groups):
+            up, down = (
+                message(
+                    config,
+                    len(layers),
+                    1,
+                    torch.zeros(message.size(config, len(layers), 1), dtype=torch.uint8),
+                )
+                for message in (UpMessage, DownMessage)
+            )
+            part = slice(layers.start, layers.stop)
+            for destination, tensor in zip((up.queries, up.keys, up.values), computed, strict=True):
+                destination[0] = tensor[part]
+            selector.append(step, group, up)
+            scores = selector.score(step, group, Timeline("", CPU))
+            selector.answer(step, group, scores, down, Timeline("", CPU))
+            slots, keys, values = (getattr(down, name)[0] for name in ("slots", "keys", "values"))
+            request.apply(layers, slots, keys, values)
+            for layer in layers:
+                expected = torch.tensor(
+                    [
+                        [-1 if token is None else token for token in tokens]
+                        for tokens in request.reference.slots[layer]
+                    ]
+                )
+                found = selector.mirror(sequence, range(layer, layer + 1))[0]
+                assert torch.equal(found.long(), expected)
+        selector.end_step(step)
+    for layer in range(shape.layers):
+        index = torch.tensor(request.reference.slots[layer])
+        for head, tokens in enumerate(index):
+            for held, source in (
+                (request.keys, request.reference.keys),
+                (request.values, request.reference.values),
+            ):
+                torch.testing.assert_close(
+                    held[layer, head], source[layer][head, tokens], rtol=1e-4, atol=1e-4
+                )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"rate": 50},
+            "kv_residency_options rate=50: mosaickv takes rate auto or 0 or 62.5 or 75 or 87.5, "
+            "group auto or 1 or 2 or 4, block auto or 1 or 4 or 8 or 16, dropped from 0 to 75, "
+            "loss from 0 to 1, variance from 0 to 1, segment 512 or 1024 or 2048 or 4096 or 8192 "
+            "or 16384 or 32768 or 65536, threshold from 0 to 65536, scored from 0 to 100",
+        ),
+        ({"group": 3}, "group=3: mosaickv takes"),
+        ({"block": 32}, "block=32: mosaickv takes"),
+        ({"dropped": 100}, "dropped=100: mosaickv takes"),
+        ({"segment": 1000}, "segment=1000: mosaickv takes"),
+        ({"threshold": float("nan")}, "threshold=nan: mosaickv takes"),
+        ({"loss": "small"}, "loss=small: mosaickv takes"),
+        ({"bits": 2}, "bits=2: mosaickv takes"),
+    ],
+)
+def test_options_are_refused_with_those_that_there_are(
+    options: dict[str, Any], message: str
+) -> None:
+    config = small_config(kv_residency="mosaickv", kv_residency_options=options)
+    with pytest.raises(ValueError, match=message):
+        residency.create(config, PAGES, CPU)
+
+
+def test_a_group_that_does_not_divide_the_head_dimension_is_refused_or_not_chosen() -> None:
+    model = msgspec.structs.replace(GQA, head_dim=6)
+    config = small_config(model, kv_residency="mosaickv", kv_residency_options={"group": 4})
+    with pytest.raises(ValueError, match="group=4: does not divide the head dimension 6"):
+        residency.create(config, PAGES, CPU)
+    held = Held.whole(drifting(model, 600), model, **SHORT)
+    assert {strategy.group for strategy in held.strategies()} <= {1, 2}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"score_keys": "fp8"}, "score_keys fp8: mosaickv scores by its own codes"),
+        ({"checksum": True}, "kv_residency mosaickv: checksums compare tokens bit for bit"),
+    ],
+)
+def test_what_codes_cannot_be_combined_with_is_refused(
+    changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        residency.create(small_config(kv_residency="mosaickv", **changes), PAGES, CPU)
+
+
+def test_gpus_are_refused() -> None:
+    with pytest.raises(ValueError, match="kv_residency mosaickv runs on CPUs only; use bf16"):
+        residency.create(small_config(kv_residency="mosaickv"), PAGES, torch.device("cuda"))

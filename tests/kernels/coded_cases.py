@@ -1,0 +1,194 @@
+"""Sequences that are held as codes, and every format whose steps have Triton kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import pytest
+import torch
+from cache_rank_kernels.append import reference as append
+from cache_rank_kernels.coded import reference
+from cache_rank_kernels.coded.reference import Codec, CodedTokens
+from cache_rank_kernels.lynx import reference as lynx_reference
+from cache_rank_kernels.lynx.reference import LynxCodec
+from cache_rank_kernels.quantspec.reference import QuantSpecCodec
+from torch import Tensor
+
+PAGE = 256
+SLOTS, LAYERS, KV_HEADS = 4, 2, 2
+
+
+@dataclass(frozen=True)
+class Format:
+    """One way of holding codes.
+
+    Attributes:
+        name: of the folder of its kernels.
+        codecs: of keys and values, for tokens of a dtype.
+        group_tokens, ring: as in CodedTokens.
+        largest_scale: of the planes of keys, what a query is multiplied with before codes are.
+        largest_code: what it is multiplied with then.
+        rounding_on_gpu: how far that may be off there.
+        round_reference: makes the reference round as the kernels do everywhere.
+    """
+
+    name: str
+    codecs: Callable[[torch.dtype], tuple[Codec, Codec]]
+    group_tokens: int
+    ring: int
+    largest_scale: Callable[[tuple[Tensor, ...]], float]
+    largest_code: float
+    rounding_on_gpu: float = 0.0
+    round_reference: Callable[[pytest.MonkeyPatch], None] = lambda monkeypatch: None
+
+    @property
+    def triton(self) -> Any:
+        return import_module(f"cache_rank_kernels.{self.name}.triton")
+
+
+def largest(numbers: Tensor) -> float:
+    """Of those that were written."""
+    return float(numbers[numbers.isfinite()].abs().max())
+
+
+def quantspec(bits: int) -> Format:
+    return Format(
+        "quantspec",
+        lambda dtype: (QuantSpecCodec(True, dtype, bits), QuantSpecCodec(False, dtype)),
+        128,
+        256,
+        lambda planes: largest(planes[2]),
+        15 if bits == 4 else 8,
+    )
+
+
+def round_anchors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To 127ths of the largest: scores by anchors alone multiply integers of 8 bits."""
+    exact = lynx_reference.fractions_of_levels
+
+    def rounded(alpha: float, device: torch.device) -> Tensor:
+        fractions = exact(alpha, device)
+        unit = fractions[7 * 16] / 127
+        return (fractions / unit).round() * unit
+
+    monkeypatch.setattr(lynx_reference, "fractions_of_levels", rounded)
+
+
+def lynx(in_full: bool, alpha: float = 3.0) -> Format:
+    codec = LynxCodec(alpha, scores_in_full=in_full)
+    as_integers = not in_full and alpha < 10
+    return Format(
+        "lynx",
+        lambda dtype: (codec, codec),
+        256,
+        256,
+        lambda planes: largest(planes[3]) * largest(planes[5]),
+        1,
+        rounding_on_gpu=0.0 if as_integers else 2**-11,  # half precision
+        round_reference=round_anchors if as_integers else lambda monkeypatch: None,
+    )
+
+
+READINGS = {
+    "quantspec 4": quantspec(4),
+    "quantspec 8": quantspec(8),
+    "lynx anchor": lynx(in_full=False),
+    "lynx anchor, large alpha": lynx(in_full=False, alpha=50.0),
+    "lynx full": lynx(in_full=True),
+}
+FORMATS = {"quantspec": quantspec(8), "lynx": lynx(in_full=True)}
+every_format = pytest.mark.parametrize("held_as", FORMATS.values(), ids=FORMATS)
+every_reading = pytest.mark.parametrize("held_as", READINGS.values(), ids=READINGS)
+
+
+def require_rounding(device: torch.device, dtype: torch.dtype) -> None:
+    if device.type == "cpu" and dtype == torch.bfloat16:
+        pytest.skip("the interpreter rounds to bfloat16 toward zero")
+
+
+def empty(
+    held_as: Format,
+    device: torch.device,
+    dtype: torch.dtype,
+    pages: int = 12,
+    layers: int = LAYERS,
+    kv_heads: int = KV_HEADS,
+    head_dim: int | None = None,
+) -> CodedTokens:
+    """No tokens yet; what was never written is not a number, or an odd code."""
+    if head_dim is None:  # matrix units multiply no fewer channels than 64
+        head_dim = 64 if device.type == "cuda" else 16
+    codecs = held_as.codecs(dtype)
+
+    def planes(codec: Codec) -> tuple[Tensor, ...]:
+        groups = PAGE // held_as.group_tokens
+        return tuple(
+            torch.full(
+                (pages, layers, kv_heads, groups * plane.entries, plane.width),
+                float("nan") if plane.dtype.is_floating_point else 0xA7,
+                dtype=plane.dtype,
+                device=device,
+            )
+            for plane in codec.planes(head_dim)
+        )
+
+    ring = torch.full(
+        (SLOTS, layers, kv_heads, held_as.ring, head_dim), float("nan"), dtype=dtype, device=device
+    )
+    return CodedTokens(
+        codecs=codecs,
+        planes=(planes(codecs[0]), planes(codecs[1])),
+        rings=(ring, ring.clone()),
+        resident=torch.zeros((SLOTS, layers), dtype=torch.int32, device=device),
+        not_finite=torch.zeros(1, dtype=torch.int32, device=device),
+        group_tokens=held_as.group_tokens,
+        page_tokens=PAGE,
+    )
+
+
+def copy_of(tokens: CodedTokens) -> CodedTokens:
+    keys, values = (tuple(plane.clone() for plane in planes) for planes in tokens.planes)
+    return tokens._replace(
+        planes=(keys, values),
+        rings=(tokens.rings[0].clone(), tokens.rings[1].clone()),
+        resident=tokens.resident.clone(),
+        not_finite=tokens.not_finite.clone(),
+    )
+
+
+def on(device: torch.device, *numbers: int) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.int32, device=device)
+
+
+def random_shipment(tokens: CodedTokens, count: int, seed: int = 0) -> Tensor:
+    """(2, layers, count, Hkv, D) with a few channels that are constant, or far from 0."""
+    ring = tokens.rings[0]
+    _, layers, kv_heads, _, head_dim = ring.shape
+    generator = torch.Generator().manual_seed(seed)
+    shipment = torch.randn((2, layers, count, kv_heads, head_dim), generator=generator)
+    shipment[..., 1] = 0.75
+    shipment[..., 2] += 20
+    shipment[..., head_dim // 2 + 3] *= 9
+    return shipment.to(ring.device, ring.dtype)
+
+
+def load(tokens: CodedTokens, pages: Tensor, slot: int, start: int, shipment: Tensor) -> None:
+    """As a residency does, by the references."""
+    slots, starts = on(pages.device, slot), on(pages.device, start)
+    layers = range(shipment.shape[1])
+    count = shipment.shape[2]
+    reference.encode_groups(tokens, pages[None], slots, starts, count, layers, shipment)
+    append.load_tokens(shipment, *tokens.rings, slots, start)
+
+
+def assert_same(left: CodedTokens, right: CodedTokens) -> None:
+    """The same bits everywhere."""
+    for one, other in zip(
+        (*left.planes[0], *left.planes[1], *left.rings, left.resident, left.not_finite),
+        (*right.planes[0], *right.planes[1], *right.rings, right.resident, right.not_finite),
+        strict=True,
+    ):
+        assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))

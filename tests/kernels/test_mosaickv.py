@@ -1,0 +1,352 @@
+"""Packed vectors: which elements are kept, where they go, and products with them.
+
+The reference is tested against loops and dense products, and Triton against the reference.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cache_rank_kernels.mosaickv import triton
+from cache_rank_kernels.mosaickv.reference import (
+    PackedVectors,
+    attention_output,
+    bitmap_bytes,
+    decode,
+    encode,
+    lost_energy,
+    mean_keys,
+    pack_vectors,
+    rotate,
+    rotation_of,
+    score_packed,
+    unexplained_variance,
+    unpack_vectors,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from quantization_cases import tokens
+from torch import Tensor
+
+groups = st.sampled_from((1, 2, 4))
+# A group divides the channels: those of any head dimension, times 4.
+vectors = tokens((1, 5, 33)).map(lambda part: torch.cat((part, -part, part / 3, part), dim=-1))
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[Tensor, int, int]:
+    """(heads, n, C) float32 vectors, r and g."""
+    rotated, group = draw(vectors).float(), draw(groups)
+    kept = group * draw(st.integers(1, rotated.shape[-1] // group))
+    return rotated, kept, group
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def covariance_of(part: Tensor) -> Tensor:
+    return part.double().transpose(-1, -2) @ part.double()
+
+
+def kept_channels(vector: list[float], kept: int, group: int) -> list[int]:
+    """Of one vector, by sorting its groups in plain Python."""
+    largest = max(map(abs, vector))
+    if largest < torch.finfo(torch.float32).tiny:
+        largest = 1.0
+
+    def energy(index: int) -> float:
+        part = torch.tensor(vector[index * group : (index + 1) * group])
+        return float((part / largest).square().sum())
+
+    order = sorted(range(len(vector) // group), key=lambda index: (-energy(index), index))
+    return sorted(
+        channel
+        for index in order[: kept // group]
+        for channel in range(index * group, (index + 1) * group)
+    )
+
+
+@settings(deadline=None, max_examples=40)
+@given(case=cases())
+def test_each_vector_keeps_its_own_largest_groups(case: tuple[Tensor, int, int]) -> None:
+    rotated, kept, group = case
+    channels = rotated.shape[-1]
+    packed = pack_vectors(rotated, kept, group, torch.float32)
+    assert packed.elements.shape == (*rotated.shape[:-1], kept)
+    assert packed.bitmap.shape == (*rotated.shape[:-1], bitmap_bytes(channels, group))
+    assert packed.bitmap.dtype == torch.uint8
+    for vector, elements, bitmap in zip(
+        rotated.flatten(0, 1).tolist(),
+        packed.elements.flatten(0, 1).tolist(),
+        packed.bitmap.flatten(0, 1).tolist(),
+        strict=True,
+    ):
+        expected = kept_channels(vector, kept, group)
+        assert elements == [vector[channel] for channel in expected]
+        bits = int.from_bytes(bytes(bitmap), "little")
+        assert bits == sum(1 << index for index in {channel // group for channel in expected})
+
+
+@settings(deadline=None, max_examples=40)
+@given(case=cases(), dtype=st.sampled_from(DTYPES))
+def test_unpacked_vectors_have_zeros_for_what_was_not_kept(
+    case: tuple[Tensor, int, int], dtype: torch.dtype
+) -> None:
+    rotated, kept, group = case
+    limit = torch.finfo(dtype).max
+    packed = pack_vectors(rotated, kept, group, dtype)
+    assert packed.elements.dtype == dtype
+    unpacked = unpack_vectors(packed, rotated.shape[-1], group)
+    stored = rotated.clamp(-limit, limit).to(dtype).float()
+    assert torch.equal(unpacked, torch.where(unpacked == 0, 0.0, stored))
+    assert unpacked.isfinite().all()
+    if kept == rotated.shape[-1]:
+        assert torch.equal(unpacked, stored)
+
+
+def test_ties_are_kept_toward_the_first_channels() -> None:
+    packed = pack_vectors(torch.tensor([[1.0, -1, 1, 1, -1, 1, 1, 1]]), 4, 2, torch.float32)
+    assert packed.elements.tolist() == [[1, -1, 1, 1]]
+    assert packed.bitmap.tolist() == [[0b0011]]
+    of_many = pack_vectors(torch.ones(3, 128), 20, 1, torch.float32)
+    assert of_many.bitmap.tolist() == [[255, 255, 15, *[0] * 13]] * 3
+
+
+@pytest.mark.parametrize("factor", [1e-30, 1.0, 1e30])
+def test_groups_are_compared_at_any_magnitude(factor: float) -> None:
+    rotated = torch.tensor([[1.0, 1, 2, 0, 1, 1.5, 0, 1]]) * factor
+    packed = pack_vectors(rotated, 4, 2, torch.float32)
+    assert packed.bitmap.tolist() == [[0b0110]]
+
+
+@pytest.mark.parametrize("channels", [8, 6, 1])
+def test_a_rotation_has_the_directions_of_most_energy(channels: int) -> None:
+    part = normal(3, 100, 8) * torch.tensor([1.0, 9, 2, 8, 3, 7, 4, 6])
+    part = rotate(part, torch.linalg.qr(normal(8, 8, seed=1)).Q)
+    rotation = rotation_of(covariance_of(part), channels)
+    assert rotation.shape == (3, 8, channels)
+    identity = torch.eye(channels, dtype=torch.float64).expand(3, -1, -1)
+    torch.testing.assert_close(rotation.transpose(-1, -2) @ rotation, identity)
+    energy = (part.double() @ rotation).square().sum(dim=-2)
+    assert (energy[:, :-1] >= energy[:, 1:]).all()
+    lost = part.double().square().sum(dim=(-2, -1)) - energy.sum(dim=-1)
+    smallest = torch.linalg.eigvalsh(covariance_of(part))[:, : 8 - channels].sum(dim=-1)
+    torch.testing.assert_close(lost, smallest, rtol=1e-9, atol=1e-6)
+
+
+@pytest.mark.parametrize("part", [torch.zeros(2, 5, 8), torch.full((2, 5, 8), 3.0)])
+def test_constant_vectors_are_encoded_without_loss(part: Tensor) -> None:
+    rotation = rotation_of(covariance_of(part), 6)
+    packed = encode(part, rotation, 1, 1)
+    torch.testing.assert_close(decode(packed, rotation, 1), part)
+    torch.testing.assert_close(lost_energy(part, packed), torch.zeros(2, 5, dtype=torch.float64))
+
+
+@settings(deadline=None, max_examples=40)
+@given(part=tokens((1, 5, 40)), data=st.data())
+def test_what_decoding_misses_is_the_lost_energy(part: Tensor, data: st.DataObject) -> None:
+    part = torch.cat((part, part.flip(-1)), dim=-1)
+    head_dim = part.shape[-1]
+    group = data.draw(st.sampled_from((1, 2)))
+    channels = group * data.draw(st.integers(1, head_dim // group))
+    kept = group * data.draw(st.integers(1, channels // group))
+    rotation = rotation_of(covariance_of(part), channels)
+    stored = lost_energy(part, encode(part, rotation, kept, group))
+    assert ((stored >= 0) & (stored <= 1)).all()
+
+    exact = part.float().clamp(-1e30, 1e30)  # whose norm is far from the end of the range
+    packed = encode(exact, rotation, kept, group)
+    missed = (exact.double() - decode(packed, rotation, group).double()).square().sum(dim=-1)
+    energy = exact.double().square().sum(dim=-1)
+    is_normal = energy > 1e-60
+    share = missed[is_normal] / energy[is_normal]
+    difference = share - lost_energy(exact, packed)[is_normal]
+    assert (difference.abs() <= head_dim * torch.finfo(torch.float32).eps).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_all_elements_of_all_channels_are_the_dense_products(dtype: torch.dtype) -> None:
+    """r = D, and no channel is truncated."""
+    keys, values = normal(2, 3, 40, 16).to(dtype)
+    queries, probabilities = normal(3, 2, 16, seed=1), normal(3, 2, 40, seed=2).softmax(-1)
+    of_keys, of_values = (rotation_of(covariance_of(part), 16) for part in (keys, values))
+    for group in (1, 2, 4):
+        packed_keys, packed_values = (
+            encode(keys, of_keys, 16, group),
+            encode(values, of_values, 16, group),
+        )
+        tolerance = {"rtol": 0.0, "atol": 16 * torch.finfo(dtype).eps}
+        torch.testing.assert_close(decode(packed_keys, of_keys, group), keys.float(), **tolerance)
+        torch.testing.assert_close(
+            score_packed(queries, packed_keys, of_keys, group, 0.25),
+            (queries @ keys.float().transpose(-1, -2)) * 0.25,
+            **tolerance,
+        )
+        torch.testing.assert_close(
+            attention_output(probabilities, packed_values, of_values, group),
+            probabilities @ values.float(),
+            **tolerance,
+        )
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    shape=st.tuples(st.integers(1, 3), st.integers(1, 4), st.integers(0, 40)),
+    head_dim=st.sampled_from((4, 8, 36)),
+    group=groups,
+    data=st.data(),
+)
+def test_products_with_packed_vectors_are_those_with_decoded_ones(
+    shape: tuple[int, int, int], head_dim: int, group: int, data: st.DataObject
+) -> None:
+    heads, queries_of_head, count = shape
+    channels = group * data.draw(st.integers(1, head_dim // group))
+    kept = group * data.draw(st.integers(1, channels // group))
+    part, queries = normal(heads, count, head_dim), normal(heads, queries_of_head, head_dim)
+    rotation = rotation_of(covariance_of(part), channels)
+    packed = encode(part, rotation, kept, group)
+    decoded = decode(packed, rotation, group)
+    found = score_packed(queries, packed, rotation, group, 0.5)
+    expected = (queries @ decoded.transpose(-1, -2)) * 0.5
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    probabilities = normal(heads, queries_of_head, count).softmax(dim=-1)
+    found = attention_output(probabilities, packed, rotation, group)
+    torch.testing.assert_close(found, probabilities @ decoded, rtol=1e-5, atol=1e-5)
+
+
+def test_elements_of_each_vector_keep_more_than_channels_for_all() -> None:
+    """Figure 4: elements that matter are not where the most important channels are."""
+    part = normal(2, 256, 64) * normal(2, 256, 64, seed=1).square()
+    rotation = rotation_of(covariance_of(part), 64)
+    lost = [
+        float(lost_energy(part, encode(part, rotation, 16, group)).mean()) for group in (1, 2, 4)
+    ]
+    uniform = PackedVectors(rotate(part, rotation)[..., :16], torch.empty(0))
+    assert lost[0] < lost[1] < lost[2] < float(lost_energy(part, uniform).mean())
+    assert lost[0] < 0.5 * float(lost_energy(part, uniform).mean())
+
+
+def test_truncated_channels_cost_what_they_hold() -> None:
+    part = normal(2, 100, 8) * torch.tensor([8.0, 7, 6, 5, 4, 3, 1e-4, 1e-4])
+    covariance = covariance_of(part)
+    whole, truncated = rotation_of(covariance, 8), rotation_of(covariance, 6)
+    for kept in (2, 6):
+        one, other = encode(part, whole, kept, 1), encode(part, truncated, kept, 1)
+        torch.testing.assert_close(one.elements, other.elements)
+        assert torch.equal(one.bitmap, other.bitmap)
+    lost = lost_energy(part, encode(part, truncated, 6, 1))
+    assert lost.max() < 1e-6
+
+
+@pytest.mark.parametrize("block", [4, 8, 16])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_block_keys_are_means(block: int, dtype: torch.dtype) -> None:
+    keys = normal(2, 48, 8).to(dtype)
+    means = mean_keys(keys, block)
+    assert means.dtype == dtype
+    assert means.shape == (2, 48 // block, 8)
+    for index in range(48 // block):
+        part = keys[:, index * block : (index + 1) * block].double()
+        assert torch.equal(means[:, index], (part.sum(dim=1) / block).to(dtype))
+
+
+@settings(deadline=None, max_examples=30)
+@given(part=tokens((16, 48)), block=st.sampled_from((4, 8, 16)))
+def test_variance_within_blocks_is_a_share_that_grows_with_them(part: Tensor, block: int) -> None:
+    share = unexplained_variance(part, block)
+    assert share.shape == part.shape[:1]
+    assert ((share >= 0) & (share <= 1)).all()
+    assert (share + 1e-9 >= unexplained_variance(part, block // 2)).all()
+
+
+def test_variance_within_blocks_is_nothing_where_all_keys_of_a_block_are_the_same() -> None:
+    means = normal(2, 6, 8)
+    keys = means.repeat_interleave(8, dim=1)
+    assert unexplained_variance(keys, 8).max() < 1e-12
+    assert unexplained_variance(keys, 16).min() > 0.1
+    assert unexplained_variance(torch.ones(2, 16, 8), 16).tolist() == [0, 0]
+    assert unexplained_variance(normal(1, 4096, 8), 4) == pytest.approx(3 / 4, abs=0.03)
+
+
+def assert_triton_equals_reference(
+    rotated: Tensor, kept: int, group: int, dtype: torch.dtype, heads: int
+) -> None:
+    """Of (units, n, C) float32 vectors, and of `heads` queries of each unit."""
+    units, _, channels = rotated.shape
+    packed = pack_vectors(rotated, kept, group, dtype)
+    for found, expected in zip(
+        triton.pack_vectors(rotated, kept, group, dtype), packed, strict=True
+    ):
+        assert found.dtype == expected.dtype
+        assert torch.equal(found, expected)
+    unpacked = unpack_vectors(packed, channels, group)
+    assert torch.equal(triton.unpack_vectors(packed, channels, group), unpacked)
+
+    queries = normal(units, heads, 2 * channels).to(rotated.device)
+    rotation = torch.linalg.qr(normal(units, 2 * channels, channels, seed=1)).Q.to(rotated.device)
+    found = triton.score_packed(queries, packed, rotation, group, 0.125)
+    exact = rotate(queries, rotation).double() @ unpacked.double().transpose(-1, -2) * 0.125
+    # Each of the two sums C products, whose rounding is of the magnitude of the products.
+    magnitude = rotate(queries, rotation).abs() @ unpacked.abs().transpose(-1, -2) * 0.125
+    bound = channels * torch.finfo(torch.float32).eps * magnitude.double()
+    expected = score_packed(queries, packed, rotation, group, 0.125)
+    for part in (found, expected):
+        assert ((part.double() - exact).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("units", "count", "channels", "kept", "group", "heads"),
+    [
+        (1, 1, 1, 1, 1, 1),
+        (1, 0, 8, 4, 1, 2),
+        (2, 17, 6, 6, 1, 3),
+        (2, 40, 48, 8, 1, 4),
+        (3, 5, 48, 16, 2, 1),
+        (1, 33, 96, 36, 4, 7),
+        (1, 16, 128, 128, 4, 17),
+        (2, 3, 128, 48, 1, 4),
+    ],
+)
+def test_triton_equals_reference(
+    device: torch.device,
+    units: int,
+    count: int,
+    channels: int,
+    kept: int,
+    group: int,
+    heads: int,
+    dtype: torch.dtype,
+) -> None:
+    rotated = normal(units, count, channels).to(device)
+    assert_triton_equals_reference(rotated, kept, group, dtype, heads)
+
+
+@pytest.mark.parametrize("group", [1, 2, 4])
+@pytest.mark.parametrize("kind", ["ties", "zeros", "large", "tiny", "signs"])
+def test_triton_keeps_the_elements_of_the_reference(
+    device: torch.device, kind: str, group: int
+) -> None:
+    rotated = {
+        "ties": normal(2, 20, 32).round(),
+        "zeros": normal(2, 20, 32) * (normal(2, 20, 32, seed=1) > 1),
+        "large": normal(2, 20, 32).sign() * 3e38,
+        "tiny": normal(2, 20, 32) * 1e-40,
+        "signs": normal(2, 20, 32).sign(),
+    }[kind].to(device)
+    for found, expected in zip(
+        triton.pack_vectors(rotated, 12, group, torch.float16),
+        pack_vectors(rotated, 12, group, torch.float16),
+        strict=True,
+    ):
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("group", [1, 2, 4])
+def test_large_segments_on_a_gpu(group: int) -> None:
+    rotated = normal(8, 65536, 96).cuda()
+    assert_triton_equals_reference(rotated, 32, group, torch.bfloat16, heads=4)
