@@ -351,7 +351,7 @@ class Batch:
             len(self.slots), self.layers, self.kv_heads, policy.budget, policy.margin, device
         )
         if self.list_capacity:
-            workspace = workspace[:, : self.list_capacity].contiguous()
+            workspace = workspace[:, : 1 + self.list_capacity + self.groups // 2].contiguous()
         implementation.select_step(
             scores.to(device, copy=True),
             mirror,
