@@ -68,10 +68,10 @@ def select_step(
     entering: Tensor,
     entering_slots: Tensor,
     counts: Tensor,
+    filled: bool = False,
     groups: int | None = None,
     warps: int | None = None,
-    resident_programs: int = 3,
-    unroll: int = 4,
+    resident_programs: int = 2,
 ) -> None:
     """See the reference. One launch.
 
@@ -80,16 +80,15 @@ def select_step(
 
     Args:
         groups: how many groups the tokens of a row form, a power of two from 32. Only time depends
-            on it.
+            on it, and on what follows.
         warps: of one program.
         resident_programs: that a multiprocessor should have registers for.
-        unroll: how many tokens of each group are on their way at once.
     """
     rows, layers, kv_heads, row_capacity = scores.shape
     budget, capacity = mirror.shape[-1], entering.shape[-1]
     units = rows * layers * kv_heads
-    groups = groups or _default_groups(budget, margin)
-    warps = warps or min(32, max(1, groups // 256))
+    groups = groups or _default_groups(budget, margin) // (2 if filled else 1)
+    warps = warps or min(16, max(1, groups // 128))
     for tensor in (scores, mirror, slots, positions, workspace, entering, entering_slots, counts):
         assert tensor.is_contiguous()
     assert mirror.shape[2] == kv_heads
@@ -121,7 +120,6 @@ def select_step(
         GROUPS=groups,
         SLOTS=max(256, triton.next_power_of_2(budget)),
         ENTERING=triton.next_power_of_2(capacity),
-        UNROLL=unroll,
         num_warps=warps,
         maxnreg=_registers(warps, resident_programs),
     )
@@ -194,10 +192,10 @@ def _narrow(low, high, reached, fewest, most):
 
 
 @triton.jit
-def _group_maxima(scores, start, stop, GROUPS: tl.constexpr, UNROLL: tl.constexpr):
+def _group_maxima(scores, start, stop, GROUPS: tl.constexpr):
     """Largest key of each group; token t belongs to group t % GROUPS."""
     maxima = tl.full((GROUPS,), _LOWEST, tl.int32)
-    for first in tl.range(0, stop, GROUPS, loop_unroll_factor=UNROLL):
+    for first in range(0, stop, GROUPS):
         token = first + tl.arange(0, GROUPS)
         maxima = tl.maximum(maxima, _load_keys(scores, token, token < stop, start, stop))
     return maxima
@@ -357,7 +355,6 @@ def _select(
     GROUPS: tl.constexpr,
     SLOTS: tl.constexpr,
     ENTERING: tl.constexpr,
-    UNROLL: tl.constexpr,
 ):
     unit = tl.program_id(0).to(tl.int64)
     row = unit // (LAYERS * KV_HEADS)
@@ -388,7 +385,7 @@ def _select(
         tl.store(scores + token, tl.full((SLOTS,), _RESIDENT, tl.int32), mask=competes)
         tl.debug_barrier()
 
-        maxima = _group_maxima(scores, start, stop, GROUPS, UNROLL)
+        maxima = _group_maxima(scores, start, stop, GROUPS)
         highest = tl.maximum(tl.max(maxima), tl.max(slot_keys))
         depth = tl.minimum(BUDGET + MARGIN, candidates)
         bound = _find_key_bound(maxima, slot_keys, highest, depth).to(tl.int64) << 32

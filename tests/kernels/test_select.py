@@ -481,4 +481,4 @@ def test_triton_at_full_size(batch: Batch, filled: bool) -> None:
             best = top_tokens(steps[0][row].to(device), candidates, batch.policy.budget)
             mirror[slot, 1:, :, : best.shape[-1]] = best.to(torch.int32)
         steps = steps[1:]
-    assert_steps_agree(batch, device, mirror, steps)
+    assert_steps_agree(batch, device, mirror, steps, filled=filled)
