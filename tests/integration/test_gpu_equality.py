@@ -1,4 +1,4 @@
-"""On two GPUs, in batches and a step behind, a cache rank does what it does for one request alone."""
+"""On two GPUs, in batches and a step behind: the same selections as for one request alone."""
 
 from __future__ import annotations
 
