@@ -32,6 +32,27 @@ def upload(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     ]
 
 
+class StepNumbers:
+    """Integers that every step brings to the device, always to the same place.
+
+    Kernels in captured graphs read them there.
+
+    Attributes:
+        on_device: (size,) int64.
+    """
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        self.on_device = torch.zeros(size, dtype=torch.int64, device=device)
+
+    def upload(self, numbers: Sequence[int]) -> None:
+        """Replace the first of them, on the current stream, behind what reads the old ones."""
+        # From a list: setting elements of a tensor one by one takes the host long.
+        host = torch.tensor(numbers)
+        if self.on_device.is_cuda:
+            host = host.pin_memory()
+        self.on_device[: host.shape[0]].copy_(host, non_blocking=True)
+
+
 class Readback:
     """Device tensors to the host, read some time after they were computed."""
 

@@ -19,8 +19,9 @@ from cache_rank.transport import INFERENCE, Pending, TransportError
 
 _UNIQUE_ID_BYTES = 128
 _UINT8 = 1  # ncclUint8
-_MAX_CHANNELS = "8"
-"""A receive that waits occupies this many multiprocessors at most; eight carry about 200 GB/s."""
+_MAX_CHANNELS = "2"
+"""A receive that waits occupies this many multiprocessors, and the forward pass feels it: kernels
+of as many programs as there are multiprocessors then take two turns."""
 
 
 class _UniqueId(ctypes.Structure):

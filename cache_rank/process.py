@@ -112,22 +112,34 @@ class CacheRank:
         self._warm_up()
 
     def _warm_up(self) -> None:
-        """Serve one step of a sequence of our own, so that no request waits for compilation."""
+        """Serve a sequence of our own until its slots are full, so that no request waits.
+
+        On a GPU the first launch of every kernel compiles or loads it, and memory is taken. On a
+        CPU there is nothing to gain beyond the first step.
+        """
         config, selector = self.config, self.selector
+        on_gpu = self._device.type == "cuda"
+        tokens = config.sink_tokens + config.recent_tokens + config.sparse_budget if on_gpu else 1
+        tokens = min(tokens, selector.capacity_tokens) or 1
         shipment = torch.zeros(
-            bulk_shape(config, 1), dtype=config.model.torch_dtype, device=self._device
+            bulk_shape(config, tokens), dtype=config.model.torch_dtype, device=self._device
         )
-        selector.load(selector.begin(NO_EPOCH), shipment)
-        step = selector.begin_step(0, [Row(NO_EPOCH, 1)])
-        for group in range(len(config.groups)):
-            selector.append(step, group, self._up_message(group, 1))
-            scores = selector.score(step, group, self._timeline)
-            with selector.selecting():
-                down = self._down_message(group, 1)
-                selector.answer(step, group, scores, down, self._timeline)
+        sequence = selector.begin(NO_EPOCH)
+        selector.load(sequence, shipment)
+        wanted = config.slots_wanted_after(tokens)
+        while sequence.filled < wanted or sequence.tokens == tokens:
+            # As step 0, which is one of those whose recall is measured.
+            step = selector.begin_step(0, [Row(NO_EPOCH, sequence.tokens)])
+            for group in range(len(config.groups)):
+                selector.append(step, group, self._up_message(group, 1))
+                scores = selector.score(step, group, self._timeline)
+                with selector.selecting():
+                    down = self._down_message(group, 1)
+                    selector.answer(step, group, scores, down, self._timeline)
         selector.end(NO_EPOCH)
-        if self._device.type == "cuda":
+        if on_gpu:
             torch.cuda.synchronize(self._device)
+        selector.recall = Readback()
 
     def _buffer(self, message: type[UpMessage] | type[DownMessage], layers: range) -> Tensor:
         size = message.size(self.config, len(layers), self.config.max_rows)

@@ -264,6 +264,7 @@ class Selector:
             entering,
             down.slots,
             step.changed[group],
+            filled=all(sequence.filled == config.sparse_budget for _, _, sequence in step.live),
         )
         timeline.mark("select", "select")
         if self._select_stream is not None:

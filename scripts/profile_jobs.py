@@ -224,7 +224,9 @@ def make_job(wish: Wish, settings: Settings, out: Path) -> Job:
         "skip_tokenizer_init": True,
         "disable_radix_cache": True,
         "context_length": longest + ROOM_FOR_OUTPUT,
-        "max_running_requests": max(batches),
+        # SGLang counts a request twice while its prompt is computed in chunks, and would leave the
+        # last one of the batch in the queue.
+        "max_running_requests": max(batches) + 1,
         "chunked_prefill_size": 8192,
         "stream_interval": 1,
         "log_level": "info",

@@ -10,22 +10,26 @@ Right after the forward pass of a step has been queued, this queues for each lay
 so the host never waits, and the next forward pass waits inside the graph only for what is late. A
 receive is queued only behind the send that it answers, and the cache rank does the same: should the
 driver make a host wait for its device in between, both sides can still go on.
+
+What surrounds the transfers is captured in small graphs, one a group and number of rows: launched
+one by one, the kernels would take the host longer than the whole step. The transfers are not.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from cache_rank_kernels.gate import triton as gate
 from torch import Tensor
 
 from cache_rank.config import CacheRankConfig
-from cache_rank.copies import Readback, upload
+from cache_rank.copies import Readback, StepNumbers
 from cache_rank.nccl import NcclChannel
 from cache_rank.protocol import AnswerHeader, DownMessage, bulk_shape
 from cache_rank.timeline import Span
@@ -64,6 +68,10 @@ class DeviceExchange(Exchange):
     ) -> None:
         super().__init__(connection, config, rows)
         self._gate = gate_of_forward
+        up, down = connection.link.up, connection.link.down
+        assert isinstance(up, NcclChannel)
+        assert isinstance(down, NcclChannel)
+        self._up_channel, self._down_channel = up, down
         self._scatter_stream = torch.cuda.Stream(self._device, priority=-1)
         self._down = [
             torch.zeros(
@@ -73,8 +81,15 @@ class DeviceExchange(Exchange):
             )
             for layers in config.groups
         ]
-        self._first_rows = torch.empty(0, dtype=torch.int32, device=self._device)
-        self._header = torch.empty((0, 4), dtype=torch.int64, device=self._device)
+        rows_at_most = config.max_rows
+        # For the scatter stream: number of the step, first pool rows, expected headers.
+        self._numbers = StepNumbers(1 + 5 * rows_at_most, self._device)
+        # For the up stream, which is ahead of it.
+        self._awaited = StepNumbers(1, self._device)
+        # Of the rows of each group: whether they were applied, and how many tokens they brought.
+        self._outcome = torch.zeros(
+            (2, len(config.groups), rows_at_most), dtype=torch.int64, device=self._device
+        )
         # What the gate accepts, as of the last answer that came: every program of a scatter reads
         # it, and reads of the host's memory are slow.
         self._accepts = torch.zeros(1, dtype=torch.int32, device=self._device)
@@ -87,6 +102,18 @@ class DeviceExchange(Exchange):
         self._is_traced = False
         self._shipments: deque[Pending] = deque()
         self._warm_up()
+        self._waits = [
+            self._capture(up.stream, functools.partial(self._wait, group))
+            for group in range(len(config.groups))
+        ]
+        # A comparison of checksums stops the device, which no graph can.
+        self._applies = {
+            (group, count): self._capture(
+                self._scatter_stream, functools.partial(self._apply, group, count)
+            )
+            for count in range(1, 0 if config.checksum else rows_at_most + 1)
+            for group in range(len(config.groups))
+        }
         connection.before_abort = gate_of_forward.close
         connection.check = self._check_deadline
         self._gate.open()
@@ -100,28 +127,22 @@ class DeviceExchange(Exchange):
         )
         self._operations.collect_tokens(sets.keys, sets.values, padding, shipment)
         self._operations.copy_tokens(sets.keys, sets.values, padding, padding)
-        nobody = torch.full((1,), -1, dtype=torch.int32, device=self._device)
-        expected = torch.full((1, 4), -1, dtype=torch.int64, device=self._device)
-        for group, layers in enumerate(config.groups):
-            size = DownMessage.size(config, len(layers), 1)
-            message = DownMessage(config, len(layers), 1, self._down[group][:size])
-            self._operations.scatter_step(
-                *sets.groups[group],
-                nobody,
-                message.header,
-                expected,
-                message.slots,
-                message.keys,
-                message.values,
-                nobody.clone(),
-                self._accepts,
-            )
-            gate.signal(self._gate.applied, group, 0)
-            gate.wait_for(self._gate.computed, group, 0, self._gate.accepts)
-        with torch.cuda.stream(self._scatter_stream):
-            # Memory for the small tensors of this stream: to get it later may stop the device.
-            counts = torch.zeros((2, config.max_rows), dtype=torch.int32, device=self._device)
-            Readback().start(torch.stack((counts.sum(0), counts[0].clone())))
+        self._numbers.upload([0, *[-1] * (5 * config.max_rows)])
+        for group in range(len(config.groups)):
+            self._apply(group, 1)
+            self._wait(group)
+        Readback().start(self._outcome)
+        torch.cuda.synchronize(self._device)
+
+    @staticmethod
+    def _capture(stream: torch.cuda.Stream, action: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(stream):
+            # Other threads of the process may use the device meanwhile.
+            graph.capture_begin(capture_error_mode="thread_local")
+            action()
+            graph.capture_end()
+        return graph
 
     def begin_step(self, rows: Sequence[ExchangeRow], traced: bool = False) -> None:
         """Announce a step and upload what its scatter needs."""
@@ -133,71 +154,86 @@ class DeviceExchange(Exchange):
         if not rows:
             return
         first_rows = [self._working_sets.first_slot(row.sequence) for row in rows]
-        expected = [self._expected(row, self.counters.steps) for row in rows]
+        unused = [-1] * (self._config.max_rows - len(rows))
+        numbers = [self._gate.step, *first_rows, *unused]
+        for row in rows:
+            numbers += self._expected(row, self.counters.steps)
         with torch.cuda.stream(self._scatter_stream):
-            self._first_rows, self._header = upload(
-                (torch.tensor(first_rows, dtype=torch.int32), torch.tensor(expected)), self._device
-            )
+            self._numbers.upload(numbers)
 
     def end_step(self) -> None:
         """Queue the exchange of every group, behind the forward pass that has just been queued."""
         if not self._rows:
             return
         self._gate.clock.end_step(self.counters.steps)
-        count = len(self._rows)
         step = _StepUnderWay(self.counters.steps, self._rows)
         step.computed.record()  # on the stream of the forward pass
+        received = self._queue_transfers()
         with torch.cuda.stream(self._scatter_stream):
-            applied = torch.zeros(
-                (len(self._config.groups), count), dtype=torch.int32, device=self._device
-            )
-        shipped = []
-        for group in range(len(self._config.groups)):
-            shipped.append(self._exchange_group(group, applied[group]))
-        with torch.cuda.stream(self._scatter_stream):
-            step.outcome.start(torch.stack((applied.sum(0), torch.stack(shipped).sum(0))))
+            for group, pending in enumerate(received):
+                pending.wait(self.connection.timeout)
+                with self._traced("scatter", group, self._scatter_stream):
+                    if self._applies:
+                        self._applies[group, len(self._rows)].replay()
+                    else:
+                        self._apply(group, len(self._rows))
+            step.outcome.start(self._outcome)
             step.done.record()
         with self._lock:
             self._under_way.append(step)
         self._gate.end_step()
 
-    def _exchange_group(self, group: int, applied: Tensor) -> Tensor:
-        """Queue one group; the tokens shipped to each row, to be read on the scatter stream."""
-        up, down = self.connection.link.up, self.connection.link.down
-        assert isinstance(up, NcclChannel)
-        assert isinstance(down, NcclChannel)
-        layers, count = len(self._config.groups[group]), len(self._rows)
-        up_bytes, down_bytes = self._message_sizes(group)
+    def _queue_transfers(self) -> list[Pending]:
+        """Queue what is sent when a group is computed, and the receive of its answer."""
+        up, down = self._up_channel, self._down_channel
+        received = []
         with torch.cuda.stream(up.stream):
-            gate.wait_for(self._gate.computed, group, self._gate.step, self._gate.accepts)
-        computed = up.stream.record_event()
-        staged = self._gate.staging[group].view(torch.uint8).view(-1)[:up_bytes]
-        with self._traced("send", group, up.stream, computed):
-            up.send(staged, computed)
-        message = DownMessage(self._config, layers, count, self._down[group][:down_bytes])
-        with self._traced("receive", group, down.stream, computed):
-            received = down.receive(message.buffer, computed)
-        self.counters.up_bytes += up_bytes
-        self.counters.down_bytes += down_bytes
-        with torch.cuda.stream(self._scatter_stream):
-            received.wait(self.connection.timeout)
-            self._accepts.copy_(self._gate.accepts, non_blocking=True)
-            with self._traced("scatter", group, self._scatter_stream):
-                self._operations.scatter_step(
-                    *self._working_sets.groups[group],
-                    self._first_rows,
-                    message.header,
-                    self._header,
-                    message.slots,
-                    message.keys,
-                    message.values,
-                    applied,
-                    self._accepts,
-                )
-            if self._config.checksum:
-                self._compare_checksums(group, message)
-            gate.signal(self._gate.applied, group, self._gate.step)
-            return message.header[:, _SHIPPED].clone()
+            self._awaited.upload([self._gate.step])
+            for group, wait in enumerate(self._waits):
+                wait.replay()
+                computed = up.stream.record_event()
+                up_bytes, down_bytes = self._message_sizes(group)
+                staged = self._gate.staging[group].view(torch.uint8).view(-1)[:up_bytes]
+                with self._traced("send", group, up.stream, computed):
+                    up.send(staged, computed)
+                with self._traced("receive", group, down.stream, computed):
+                    received.append(down.receive(self._down[group][:down_bytes], computed))
+                self.counters.up_bytes += up_bytes
+                self.counters.down_bytes += down_bytes
+        return received
+
+    def _wait(self, group: int) -> None:
+        """Wait until the group is computed; for the up stream."""
+        gate.wait_for(self._gate.computed, group, self._awaited.on_device, self._gate.accepts)
+
+    def _apply(self, group: int, count: int) -> None:
+        """Write the answer that has come to so many rows into their slots; for the scatter stream.
+
+        It reads and writes nothing but what stays where it is.
+        """
+        rows_at_most, layers = self._config.max_rows, len(self._config.groups[group])
+        number, first_rows, expected = self._numbers.on_device.split(
+            (1, rows_at_most, 4 * rows_at_most)
+        )
+        size = DownMessage.size(self._config, layers, count)
+        message = DownMessage(self._config, layers, count, self._down[group][:size])
+        applied, shipped = self._outcome[:, group, :count]
+        self._accepts.copy_(self._gate.accepts, non_blocking=True)
+        self._operations.scatter_step(
+            *self._working_sets.groups[group],
+            first_rows[:count],
+            message.header,
+            expected[: 4 * count].view(count, 4),
+            message.slots,
+            message.keys,
+            message.values,
+            applied,
+            self._accepts,
+        )
+        shipped.copy_(message.header[:, _SHIPPED])
+        if self._config.checksum and self._rows:
+            self._compare_checksums(group, message)
+        gate.signal(self._gate.applied, group, number)
 
     def ship(self, sequence: SparseSequence, pool_rows: Tensor) -> None:
         if len(self._shipments) == MAX_SHIPMENTS_UNDER_WAY:
@@ -265,7 +301,7 @@ class DeviceExchange(Exchange):
                 step = self._under_way.popleft()
             outcome = step.outcome.value()
             assert outcome is not None
-            applied, shipped = outcome.tolist()
+            applied, shipped = outcome[..., : len(step.rows)].sum(dim=1).tolist()
             for row, times, tokens in zip(step.rows, applied, shipped, strict=True):
                 if times != len(self._config.groups) and not row.sequence.ended:
                     raise CacheRankDownError(

@@ -344,12 +344,9 @@ class HostGate:
         """Act through `attempt`, which does something with the HostExchange while it is up."""
         self._attempt = attempt
 
-    def plan_step(self, exchanges: bool) -> Tensor:
+    def plan_step(self, exchanges: bool) -> tuple[int, int]:
         """Steps need no numbers here."""
-        return torch.zeros(0, dtype=torch.int64)
-
-    def begin_step(self, exchanged: Tensor, steps: Tensor) -> None:
-        """Nothing to prepare."""
+        return 0, 0
 
     def begin_forward(self) -> None:
         """Nothing to time."""

@@ -39,13 +39,19 @@ class DeviceGate:
         step: number of the last step that exchanges rows.
         staging: per group (max rows, L, Hq + 2 Hkv, D), the up messages.
         computed, applied: (groups,) int64, see the module.
-        exchange_index: (max batch,) int32, the exchange row of each batch row, or -1.
         accepts: (1,) int32 in host memory that the device reads: 0 once answers under way will not
             come, which ends every wait for them.
     """
 
-    def __init__(self, config: CacheRankConfig, max_batch: int, device: torch.device) -> None:
-        model = config.model
+    def __init__(self, config: CacheRankConfig, steps: Tensor, exchange_index: Tensor) -> None:
+        """Read, in every forward pass, two tensors that the caller fills before it.
+
+        Args:
+            config: agreed with the cache rank.
+            steps: (2,) int64, of `plan_step`.
+            exchange_index: (max batch,) int64, the exchange row of each batch row, or -1.
+        """
+        model, device = config.model, steps.device
         heads = model.query_heads + 2 * model.kv_heads
         self.step = 0
         self.staging = [
@@ -58,28 +64,16 @@ class DeviceGate:
         ]
         self.computed = torch.zeros(len(config.groups), dtype=torch.int64, device=device)
         self.applied = torch.zeros_like(self.computed)
-        self.exchange_index = torch.full((max_batch,), -1, dtype=torch.int32, device=device)
         self.accepts = torch.zeros(1, dtype=torch.int32).pin_memory()
         self.clock = StepClock(config, device)
-        # What the forward pass waits for, and what it sets.
-        self._steps = torch.zeros(2, dtype=torch.int64, device=device)
+        self._steps, self._exchange_index = steps, exchange_index
         self._answered = 0
         self._config = config
 
-    def plan_step(self, exchanges: bool) -> Tensor:
-        """Number a step: (2,) int64 on the host, for `begin_step`."""
+    def plan_step(self, exchanges: bool) -> tuple[int, int]:
+        """Number a step: what its forward pass waits for, and what it sets."""
         self.step += exchanges
-        return torch.tensor((self._answered, self.step))
-
-    def begin_step(self, exchanged: Tensor, steps: Tensor) -> None:
-        """Set what the forward pass that follows reads.
-
-        Args:
-            exchanged: (max batch,) int32, the exchange row of each batch row, or -1.
-            steps: of `plan_step`, on the device.
-        """
-        self.exchange_index.copy_(exchanged)
-        self._steps.copy_(steps)
+        return self._answered, self.step
 
     def end_step(self) -> None:
         """The answers to the step are under way: the next step waits for them."""
@@ -109,7 +103,7 @@ class DeviceGate:
         layer = self._config.groups[group][layer_in_group]
         pack.pack_layer(
             self.staging[group],
-            self.exchange_index[: queries.shape[0]],
+            self._exchange_index[: queries.shape[0]],
             layer_in_group,
             queries,
             keys,

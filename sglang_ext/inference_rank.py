@@ -18,7 +18,7 @@ from torch import Tensor
 
 from cache_rank.config import ModelShape
 from cache_rank.control import ControlError
-from cache_rank.copies import upload
+from cache_rank.copies import StepNumbers
 from cache_rank.operations import operations_for
 from cache_rank.transport import TransportError
 from sglang_ext.exchange import (
@@ -50,6 +50,9 @@ logger = logging.getLogger(__name__)
 
 GRAPH_PADDING = 256
 """A captured graph may be for more rows than there are request slots."""
+
+GATE_NUMBERS = 2
+"""Step numbers that a gate plans."""
 
 FREE_STRIDE = 64
 """Covered tokens are freed this many at a time: freeing costs the host a concatenation."""
@@ -123,7 +126,11 @@ class InferenceRank:
         self._max_batch = pools.req_to_token.shape[0]
         if self.device.type == "cuda":
             self._max_batch += GRAPH_PADDING
+        # In this order: the gate's step numbers, exchange rows, lengths, and the table's advance.
+        self._numbers = StepNumbers(GATE_NUMBERS + 4 * self._max_batch, self.device)
+        self._lengths = self._numbers.on_device[GATE_NUMBERS + self._max_batch :][: self._max_batch]
         self._unit_lengths, self._nobody = [1] * self._max_batch, [-1] * self._max_batch
+        self._numbers.upload([*[0] * GATE_NUMBERS, *self._nobody, *self._unit_lengths])
         self._req_to_token = pools.req_to_token
         self._allocator = pools.allocator
         first_reserve_row = pools.keys[0].shape[0] - reserve_rows(args)
@@ -144,7 +151,12 @@ class InferenceRank:
         if self.device.type == "cuda":
             from sglang_ext.gate import DeviceGate
 
-            self.gate = DeviceGate(self.config, self._max_batch, self.device)
+            numbers = self._numbers.on_device
+            self.gate = DeviceGate(
+                self.config,
+                numbers[:GATE_NUMBERS],
+                numbers[GATE_NUMBERS:][: self._max_batch],
+            )
         self._tracer = Tracer(args.trace, args.trace_steps) if args.trace else None
         supervisor.open(self.config)
         self._connect()
@@ -177,20 +189,25 @@ class InferenceRank:
         self.plan = plan
         return plan
 
-    def _upload(self, plan: StepPlan, advance: Tensor) -> None:
+    def _upload(self, plan: StepPlan, advance: tuple[list[int], list[int]]) -> None:
         """Bring what the step's kernels read to the device, in one copy."""
-        # Lists first: setting elements of a tensor one by one takes the host long.
-        lengths = [*plan.attended_lengths, *self._unit_lengths[len(plan.attended_lengths) :]]
+        count = len(plan.attended_lengths)
         exchanged = self._nobody.copy()
         for index, row in enumerate(plan.rows):
             exchanged[row.batch_index] = index
-        steps = self.gate.plan_step(bool(plan.rows))
-        advance, plan.lengths, exchange_index, steps = upload(
-            (advance, torch.tensor(lengths), torch.tensor(exchanged, dtype=torch.int32), steps),
-            self.device,
+        self._numbers.upload(
+            [
+                *self.gate.plan_step(bool(plan.rows)),
+                *exchanged,
+                *plan.attended_lengths,
+                *self._unit_lengths[count:],
+                *advance[0],
+                *advance[1],
+            ]
         )
-        self.table.advance(advance)
-        self.gate.begin_step(exchange_index, steps)
+        plan.lengths = self._lengths
+        first = GATE_NUMBERS + 2 * self._max_batch
+        self.table.advance(*self._numbers.on_device[first : first + 2 * count].split(count))
 
     def announce_step(self, plan: StepPlan) -> None:
         """Tell the cache rank which requests the step exchanges."""

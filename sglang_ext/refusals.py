@@ -97,7 +97,7 @@ def _gpu_conflicts(args: Any) -> list[tuple[bool, str]]:
         ),
         (
             args.kv_residency in FORMATS and not FORMATS[args.kv_residency].runs_on_gpu,
-            f"--kv-residency {args.kv_residency}: there are no GPU kernels for it yet; use bf16 "
+            f"--kv-residency {args.kv_residency}: it runs on CPUs only yet; use another format "
             "on GPUs, or --device cpu.",
         ),
     ]

@@ -88,7 +88,7 @@ class WorkingSetTable:
 
     def plan_advance(
         self, rows: Sequence[int], positions: Sequence[int], sparse: Sequence[bool]
-    ) -> Tensor:
+    ) -> tuple[list[int], list[int]]:
         """Where the current token of every request in a batch comes from and goes to.
 
         Args:
@@ -97,7 +97,7 @@ class WorkingSetTable:
             sparse: which rows are sparse; a dense row that is new here is copied whole.
 
         Returns:
-            (2, batch) int64 on the host, for `advance`.
+            Places in the two flattened tables, for `advance`.
         """
         sources, targets = [], []
         for row, position, is_sparse in zip(rows, positions, sparse, strict=True):
@@ -110,16 +110,16 @@ class WorkingSetTable:
                 self._copied[row] = position + 1
             sources.append(row * self._true.shape[1] + position)
             targets.append(row * self.table.shape[1] + column)
-        return torch.tensor((sources, targets))
+        return sources, targets
 
-    def advance(self, planned: Tensor) -> None:
+    def advance(self, sources: Tensor, targets: Tensor) -> None:
         """Add the current token of every request in a batch.
 
         Args:
-            planned: of `plan_advance`, on the device.
+            sources, targets: (batch,) int64 of `plan_advance`, on the device.
         """
-        current = self._true.view(-1).index_select(0, planned[0])
-        self.table.view(-1).index_copy_(0, planned[1], current)
+        current = self._true.view(-1).index_select(0, sources)
+        self.table.view(-1).index_copy_(0, targets, current)
 
     def forget(self, row: int) -> None:
         """The request slot has a new owner, or its request is dense again."""

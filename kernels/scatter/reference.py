@@ -61,12 +61,13 @@ def scatter_step(
 
     Args:
         key_rows, value_rows: L layers of (pool rows, Hkv, D), written in place.
-        first_rows: (R,) int32, the pool row of slot 0 of each row; negative skips the row.
+        first_rows: (R,) integers, the pool row of slot 0 of each row; negative skips the row.
         header: (R, 6) int64, of which the first four columns count.
         expected: (R, 4) int64.
-        entering_slots: (R, L, Hkv, C) int32, the slot of each token; negative is padding.
+        entering_slots: (R, L, Hkv, C) int32, the slot of each token; negative is padding, and comes
+            last.
         keys, values: (R, L, Hkv, C, D).
-        applied: (R,) int32, written in place: 1 if the row was applied, else 0.
+        applied: (R,) integers, written in place: 1 if the row was applied, else 0.
         accepts: (1,) int32; no row is applied when it is 0.
     """
     matches = (header[:, :4] == expected).all(-1) & (first_rows >= 0)

@@ -37,10 +37,7 @@ def scatter_step(
     assert expected.is_contiguous()
     assert len(key_rows.tensors) == len(value_rows.tensors) == layers
     assert key_rows.tensors[0].shape[1:] == (kv_heads, head_dim)
-    block_entries = _block_rows(capacity, head_dim)
-    # A row without entries is still marked as applied.
-    blocks = max(1, triton.cdiv(capacity, block_entries))
-    _scatter[(rows, layers * kv_heads, blocks)](
+    _scatter[(rows, layers * kv_heads)](
         key_rows.pointers,
         value_rows.pointers,
         first_rows,
@@ -56,7 +53,7 @@ def scatter_step(
         kv_heads=kv_heads,
         capacity=capacity,
         head_dim=head_dim,
-        block_entries=block_entries,
+        block_entries=_block_rows(capacity, head_dim),
         dtype=_DTYPES[key_rows.tensors[0].dtype],
     )
 
@@ -151,30 +148,37 @@ def _scatter(
     block_entries: tl.constexpr,
     dtype: tl.constexpr,
 ):
-    row, unit, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    row, unit = tl.program_id(0), tl.program_id(1)
     column = tl.arange(0, 4)
     differs = tl.load(header + row * 6 + column) != tl.load(expected + row * 4 + column)
     first_row = tl.load(first_rows + row).to(tl.int64)
     applies = (tl.sum(differs.to(tl.int32), 0) == 0) & (first_row >= 0)
     if may_refuse:
         applies &= tl.load(accepts) != 0
-    if (unit == 0) & (block == 0):
+    if unit == 0:
         tl.store(applied + row, applies.to(tl.int32))
     if not applies:
         return
 
-    entry = block * block_entries + tl.arange(0, block_entries)
-    source = (row.to(tl.int64) * layers * kv_heads + unit) * capacity + entry
-    slot = tl.load(entering_slots + source, mask=entry < capacity, other=-1)
-    dims = tl.arange(0, head_dim)[None, :]
-    used = (slot >= 0)[:, None]
-    source = source[:, None] * head_dim + dims
-    target = ((first_row + slot) * kv_heads + unit % kv_heads)[:, None] * head_dim + dims
-    key = tl.load(keys + source, mask=used)
-    value = tl.load(values + source, mask=used)
     layer = unit // kv_heads
-    tl.store(_layer_buffer(key_pointers, layer, dtype) + target, key.to(dtype), mask=used)
-    tl.store(_layer_buffer(value_pointers, layer, dtype) + target, value.to(dtype), mask=used)
+    layer_keys = _layer_buffer(key_pointers, layer, dtype)
+    layer_values = _layer_buffer(value_pointers, layer, dtype)
+    first_entry = (row.to(tl.int64) * layers * kv_heads + unit) * capacity
+    dims = tl.arange(0, head_dim)[None, :]
+    # Most entries are padding: it comes last, and what follows it is not looked at.
+    block, ends = 0, 0
+    while (block < capacity) & (ends == 0):
+        entry = block + tl.arange(0, block_entries)
+        slot = tl.load(entering_slots + first_entry + entry, mask=entry < capacity, other=-1)
+        used = (slot >= 0)[:, None]
+        source = (first_entry + entry)[:, None] * head_dim + dims
+        target = ((first_row + slot) * kv_heads + unit % kv_heads)[:, None] * head_dim + dims
+        key = tl.load(keys + source, mask=used)
+        value = tl.load(values + source, mask=used)
+        tl.store(layer_keys + target, key.to(dtype), mask=used)
+        tl.store(layer_values + target, value.to(dtype), mask=used)
+        block += block_entries
+        ends = tl.max((slot < 0).to(tl.int32), 0)
 
 
 @triton.jit(

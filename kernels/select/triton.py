@@ -1,7 +1,8 @@
 """Top-k with hysteresis, one program a (row, layer, kv head), Triton.
 
-Sorting a row would be far too slow, so thresholds are found by bisection: count what lies at or
-above a probe, halve the interval. To count over the whole row each time would still be too slow.
+Sorting a row would be far too slow, so thresholds are found by search: count what lies at or above
+three probes, keep a quarter of the interval. To count over the whole row each time would still be
+too slow.
 The row is therefore read once for the maxima of strided groups of tokens, which stay in registers.
 If `n` group maxima lie at or above some key, so do the `n` best tokens: a bound that leaves few
 more tokens than needed. They are listed in a second pass, which skips the groups below the bound,
@@ -35,15 +36,23 @@ def _default_groups(budget: int, margin: int) -> int:
 def select_workspace(
     rows: int, layers: int, kv_heads: int, budget: int, margin: int, device: torch.device
 ) -> Tensor:
-    """Scratch for `rows` rows of any length: the list of each (row, layer, kv head).
+    """Scratch for `rows` rows of any length.
+
+    For each (row, layer, kv head), two counters, the list of its tokens and that of its groups.
 
     It may be used by one launch after another on one stream.
 
     Returns:
-        (R * L * Hkv, entries) int64.
+        (R * L * Hkv, width) int64.
     """
-    shape = (rows * layers * kv_heads, 2 * _default_groups(budget, margin))
-    return torch.empty(shape, dtype=torch.int64, device=device)
+    groups = _default_groups(budget, margin)
+    width = 1 + 2 * groups + groups // 2
+    return torch.empty((rows * layers * kv_heads, width), dtype=torch.int64, device=device)
+
+
+def _registers(warps: int, programs: int) -> int:
+    """Of a thread, if so many programs are to share a multiprocessor's 64 K."""
+    return min(255, max(32, 65536 // (32 * warps * programs) // 8 * 8))
 
 
 def select_step(
@@ -59,8 +68,10 @@ def select_step(
     entering: Tensor,
     entering_slots: Tensor,
     counts: Tensor,
+    filled: bool = False,
     groups: int | None = None,
     warps: int | None = None,
+    resident_programs: int = 2,
 ) -> None:
     """See the reference. One launch.
 
@@ -69,20 +80,21 @@ def select_step(
 
     Args:
         groups: how many groups the tokens of a row form, a power of two from 32. Only time depends
-            on it.
+            on it, and on what follows.
         warps: of one program.
+        resident_programs: that a multiprocessor should have registers for.
     """
     rows, layers, kv_heads, row_capacity = scores.shape
     budget, capacity = mirror.shape[-1], entering.shape[-1]
     units = rows * layers * kv_heads
-    groups = groups or _default_groups(budget, margin)
-    warps = warps or min(32, max(1, groups // 256))
+    groups = groups or _default_groups(budget, margin) // (2 if filled else 1)
+    warps = warps or min(16, max(1, groups // 128))
     for tensor in (scores, mirror, slots, positions, workspace, entering, entering_slots, counts):
         assert tensor.is_contiguous()
     assert mirror.shape[2] == kv_heads
     assert entering.shape == entering_slots.shape == (*scores.shape[:3], capacity)
     assert workspace.shape[0] >= units
-    assert workspace.shape[1] >= budget + margin
+    assert workspace.shape[1] - 1 - groups // 2 >= budget + margin
     if units == 0:
         return
     _select[(units,)](
@@ -99,7 +111,7 @@ def select_step(
         first_layer,
         sink_tokens,
         recent_tokens,
-        workspace.shape[1],
+        workspace.shape[1] - 1 - groups // 2,
         LAYERS=layers,
         KV_HEADS=kv_heads,
         BUDGET=budget,
@@ -109,7 +121,7 @@ def select_step(
         SLOTS=max(256, triton.next_power_of_2(budget)),
         ENTERING=triton.next_power_of_2(capacity),
         num_warps=warps,
-        maxnreg=min(255, max(64, 1024 // warps)),  # two programs a multiprocessor
+        maxnreg=_registers(warps, resident_programs),
     )
 
 
@@ -142,15 +154,41 @@ def _middle(low, high):
 
 
 @triton.jit
-def _narrow(low, high, probe, found, fewest, most):
-    """One step of a bisection for a bound that `fewest` to `most` lie at or above.
+def _quarters(low, high):
+    """The numbers that cut an interval into four."""
+    half = _middle(low, high)
+    return _middle(low, half), half, _middle(half, high)
 
-    `found` lie at or above the probe. Returns the new interval and probe. The probe equals the
-    lower end when the search is over: that end is the bound.
+
+@triton.jit
+def _reaching(numbers, low, high):
+    """Which of the quarters each number reaches: three counters of 21 bits, to be summed."""
+    first, second, third = _quarters(low, high)
+    reached = (numbers >= first).to(tl.int64)
+    reached += (numbers >= second).to(tl.int64) << 21
+    return reached + ((numbers >= third).to(tl.int64) << 42)
+
+
+@triton.jit
+def _narrow(low, high, reached, fewest, most):
+    """One step of a search for a bound that `fewest` to `most` numbers lie at or above.
+
+    `reached` is the sum of `_reaching` over all numbers. Of the four quarters of the interval the
+    one with the bound is left, or nothing beside the bound when a quarter's end is one.
     """
-    low = tl.where(found >= fewest, probe, low)
-    high = tl.where(found > most, high, probe)
-    return low, high, _middle(low, high)
+    first, second, third = _quarters(low, high)
+    by_first = reached & 0x1FFFFF
+    by_second = (reached >> 21) & 0x1FFFFF
+    by_third = reached >> 42
+    enough = tl.where(by_second >= fewest, by_second, by_first)
+    found = tl.where(by_third >= fewest, by_third, enough)
+    above = tl.where(by_third < fewest, third, high)
+    above = tl.where(by_second < fewest, second, above)
+    above = tl.where(by_first < fewest, first, above)
+    low = tl.where(by_first >= fewest, first, low)
+    low = tl.where(by_second >= fewest, second, low)
+    low = tl.where(by_third >= fewest, third, low)
+    return low, tl.where((found >= fewest) & (found <= most), low, above)
 
 
 @triton.jit
@@ -169,33 +207,50 @@ def _find_key_bound(maxima, slot_keys, highest, needed):
     low = tl.full((), _FLOOR, tl.int32)
     high = highest + 1
     # The lowest group is a better first guess than the middle of all numbers.
-    guess = tl.min(tl.where(maxima > _LOWEST, maxima, highest))
-    probe = tl.where(guess > low, guess, _middle(low, high))
-    while probe > low:
-        found = tl.sum((maxima >= probe).to(tl.int32)) + tl.sum((slot_keys >= probe).to(tl.int32))
-        low, high, probe = _narrow(low, high, probe, found, needed, needed + needed // 16)
+    guess = tl.maximum(tl.min(tl.where(maxima > _LOWEST, maxima, highest)), low)
+    found = tl.sum((maxima >= guess).to(tl.int32)) + tl.sum((slot_keys >= guess).to(tl.int32))
+    low = tl.where(found >= needed, guess, low)
+    high = tl.where(found >= needed, high, guess)
+    while _middle(low, high) > low:
+        reached = tl.sum(_reaching(maxima, low, high)) + tl.sum(_reaching(slot_keys, low, high))
+        low, high = _narrow(low, high, reached, needed, needed + needed // 16)
     return low
 
 
 @triton.jit
-def _list_outsiders(
-    scores, start, stop, maxima, bound, entries, list_capacity, GROUPS: tl.constexpr
-):
-    """Write the ranks at or above the bound, in token order; returns how many there are.
+def _append(entries, counter, capacity, values, mask, SIZE: tl.constexpr):
+    """Append the masked values to a list, in any order; beyond its capacity they only count."""
+    one = tl.full((SIZE,), 1, tl.int32)
+    index = tl.atomic_add(counter + tl.zeros((SIZE,), tl.int32), one, mask, sem="relaxed")
+    tl.store(entries + index, values, mask=mask & (index < capacity))
 
-    Those beyond the capacity of the list are only counted.
+
+@triton.jit
+def _list_outsiders(
+    scores, start, stop, maxima, bound, counters, entries, list_capacity, GROUPS: tl.constexpr
+):
+    """Write the ranks at or above the bound, in any order; returns how many there are.
+
+    Those beyond the capacity of the list are only counted. The groups that pass are listed first,
+    at the end of the list's memory, so that only their tokens are looked at.
     """
-    passing_groups = maxima >= (bound >> 32).to(tl.int32)
-    listed = 0
-    for first in range(0, stop, GROUPS):
-        token = first + tl.arange(0, GROUPS)
-        keys = _load_keys(scores, token, passing_groups & (token < stop), start, stop)
+    tl.store(counters + tl.arange(0, 2), tl.zeros((2,), tl.int32))
+    tl.debug_barrier()
+    passes = maxima >= (bound >> 32).to(tl.int32)
+    groups = (entries + list_capacity).to(tl.pointer_type(tl.int32))
+    _append(groups, counters, GROUPS, tl.arange(0, GROUPS), passes, GROUPS)
+    tl.debug_barrier()
+    rounds = tl.cdiv(stop, GROUPS)
+    looked_at = tl.load(counters, volatile=True) * rounds
+    for first in range(0, looked_at, GROUPS):
+        index = first + tl.arange(0, GROUPS)
+        group = tl.load(groups + index // rounds, mask=index < looked_at, other=0)
+        token = group + index % rounds * GROUPS
+        keys = _load_keys(scores, token, (index < looked_at) & (token < stop), start, stop)
         ranks = _ranks(keys, token)
-        passes = (ranks >= bound).to(tl.int32)
-        index = listed + tl.cumsum(passes) - 1
-        tl.store(entries + index, ranks, mask=(passes > 0) & (index < list_capacity))
-        listed += tl.sum(passes)
-    return listed
+        _append(entries, counters + 1, list_capacity, ranks, ranks >= bound, GROUPS)
+    tl.debug_barrier()
+    return tl.load(counters + 1, volatile=True)
 
 
 @triton.jit
@@ -204,35 +259,35 @@ def _raise_bound(scores, start, stop, slot_ranks, low, high, fewest, most, GROUP
 
     This happens where a mass of tokens share a score or the best share their groups.
     """
-    probe = _middle(low, high)
-    while probe > low:
-        reach = tl.zeros((GROUPS,), tl.int32)
+    while _middle(low, high) > low:
+        reached = tl.zeros((GROUPS,), tl.int64)
         for first in range(0, stop, GROUPS):
             token = first + tl.arange(0, GROUPS)
             keys = _load_keys(scores, token, token < stop, start, stop)
-            reach += (_ranks(keys, token) >= probe).to(tl.int32)
-        found = tl.sum(reach) + tl.sum((slot_ranks >= probe).to(tl.int32))
-        low, high, probe = _narrow(low, high, probe, found, fewest, most)
+            reached += _reaching(_ranks(keys, token), low, high)
+        found = tl.sum(reached) + tl.sum(_reaching(slot_ranks, low, high))
+        low, high = _narrow(low, high, found, fewest, most)
     return low
 
 
 @triton.jit
 def _find_rank(slot_ranks, entries, listed, low, high, count, SLOTS: tl.constexpr):
     """A rank that exactly `count` of the given slots and the list reach."""
-    probe = _middle(low, high)
-    while probe > low:
-        reach = (slot_ranks >= probe).to(tl.int32)
+    while _middle(low, high) > low:
+        reached = _reaching(slot_ranks, low, high)
         for first in range(0, listed, SLOTS):
             index = first + tl.arange(0, SLOTS)
             ranks = tl.load(entries + index, mask=index < listed, other=_LOWEST_RANK)
-            reach += (ranks >= probe).to(tl.int32)
-        low, high, probe = _narrow(low, high, probe, tl.sum(reach), count, count)
+            reached += _reaching(ranks, low, high)
+        low, high = _narrow(low, high, tl.sum(reached), count, count)
     return low
 
 
 @triton.jit
-def _write_entering(entries, listed, threshold, entering, SLOTS: tl.constexpr):
-    """Write the listed tokens that reach the threshold: the list is in token order."""
+def _write_entering(
+    entries, listed, threshold, entering, count, SLOTS: tl.constexpr, ENTERING: tl.constexpr
+):
+    """Write the listed tokens that reach the threshold, `count` of them, in token order."""
     written = 0
     for first in range(0, listed, SLOTS):
         index = first + tl.arange(0, SLOTS)
@@ -241,6 +296,17 @@ def _write_entering(entries, listed, threshold, entering, SLOTS: tl.constexpr):
         order = written + tl.cumsum(enters) - 1
         tl.store(entering + order, (ranks & 0x7FFFFFFF).to(tl.int32), mask=enters > 0)
         written += tl.sum(enters)
+    tl.debug_barrier()
+    place = tl.arange(0, ENTERING)
+    used = place < count
+    token = tl.load(entering + place, mask=used, other=0)
+    order = tl.zeros((ENTERING,), tl.int32)
+    for first in range(0, count, 16):
+        other = first + tl.arange(0, 16)
+        others = tl.load(entering + other, mask=other < count, other=0x7FFFFFFF)
+        order += tl.sum((others[None, :] < token[:, None]).to(tl.int32), axis=1)
+    tl.debug_barrier()
+    tl.store(entering + order, token, mask=used)
 
 
 @triton.jit
@@ -301,7 +367,9 @@ def _select(
     if state_slot >= 0:
         scores += unit * row_capacity
         mirror += ((state_slot * state_layers + first_layer) * KV_HEADS + layer_head) * BUDGET
-        entries = workspace + unit * list_capacity
+        scratch = workspace + unit * (1 + list_capacity + GROUPS // 2)
+        counters = scratch.to(tl.pointer_type(tl.int32))
+        entries = scratch + 1
         start = sink_tokens
         stop = tl.load(positions + row) - recent_tokens + 1
         stop = tl.where(stop > start, stop, 0)
@@ -322,16 +390,16 @@ def _select(
         depth = tl.minimum(BUDGET + MARGIN, candidates)
         bound = _find_key_bound(maxima, slot_keys, highest, depth).to(tl.int64) << 32
         above_all = (highest.to(tl.int64) + 1) << 32
-        listed = _list_outsiders(scores, start, stop, maxima, bound, entries, list_capacity, GROUPS)
+        listed = _list_outsiders(
+            scores, start, stop, maxima, bound, counters, entries, list_capacity, GROUPS
+        )
         if listed > list_capacity:
             bound = _raise_bound(
                 scores, start, stop, slot_ranks, bound, above_all, depth, list_capacity, GROUPS
             )
-            tl.debug_barrier()
             listed = _list_outsiders(
-                scores, start, stop, maxima, bound, entries, list_capacity, GROUPS
+                scores, start, stop, maxima, bound, counters, entries, list_capacity, GROUPS
             )
-        tl.debug_barrier()
 
         stay_rank = _find_rank(slot_ranks, entries, listed, bound, above_all, depth, SLOTS)
         stays = (slot_ranks >= stay_rank).to(tl.int32)
@@ -341,7 +409,7 @@ def _select(
             # Who enters is among the best `depth`.
             none = tl.full((SLOTS,), _LOWEST_RANK, tl.int64)
             enter_rank = _find_rank(none, entries, listed, stay_rank, above_all, enter_count, SLOTS)
-            _write_entering(entries, listed, enter_rank, entering, SLOTS)
+            _write_entering(entries, listed, enter_rank, entering, enter_count, SLOTS, ENTERING)
             tl.debug_barrier()
             _fill_slots(mirror, stays, entering, entering_slots, enter_count, BUDGET, slot)
             tl.atomic_add(counts + row * 2, enter_count)

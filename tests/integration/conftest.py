@@ -52,3 +52,26 @@ def plain_server(random_model: Callable[..., Path]) -> Iterator[Server]:
     arguments = [*PLAIN, "--model-path", str(random_model()), "--skip-tokenizer-init"]
     with serve(arguments) as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def deep_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Six layers with random weights, in bfloat16, of a head size that every kernel build has."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=300,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=6,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=8192,
+        initializer_range=0.1,
+        tie_word_embeddings=True,
+    )
+    folder = tmp_path_factory.mktemp("deep")
+    Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    return folder

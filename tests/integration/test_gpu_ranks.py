@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import requests
 import torch
-from workload import random_prompts
+from workload import GPU_FLAGS, random_prompts
 
 from scripts.pointer_chase import make_chain
 from scripts.serving import Server, serve
@@ -25,11 +25,6 @@ pytestmark = [
     pytest.mark.timeout(600),
 ]
 
-GPU_FLAGS = (
-    "--dtype bfloat16 --attention-backend fa3 --cuda-graph-backend-prefill disabled "
-    "--cuda-graph-bs-decode 1 2 4 8 --max-running-requests 16 --max-total-tokens 100000 "
-    "--sampling-backend pytorch --grammar-backend none"
-).split()
 CHAIN_FLAGS = (
     "--sparse-threshold 264 --sparse-budget 40 --sink-tokens 4 --recent-tokens 16 "
     "--selection-margin 8 --delta-capacity 40 --recall-interval 4"
@@ -84,29 +79,6 @@ def test_every_request_finishes_when_the_cache_rank_is_lost(
     killer.join()
     # A step under way keeps its last selection, which may cost the hop that it computes.
     assert min(hops for hops, _ in results) >= 78
-
-
-@pytest.fixture(scope="module")
-def deep_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Six layers with random weights, in bfloat16, of a head size that every kernel build has."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=300,
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=6,
-        num_attention_heads=8,
-        num_key_value_heads=2,
-        head_dim=64,
-        max_position_embeddings=8192,
-        initializer_range=0.1,
-        tie_word_embeddings=True,
-    )
-    folder = tmp_path_factory.mktemp("deep")
-    Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
-    return folder
 
 
 @pytest.mark.parametrize("inference_kv", ["full", "working-set"])

@@ -12,6 +12,12 @@ SMALL_CACHE_RANK = (
     "--max-total-tokens 20000 --enable-metrics --dtype float32"
 ).split()
 
+GPU_FLAGS = (
+    "--dtype bfloat16 --attention-backend fa3 --cuda-graph-backend-prefill disabled "
+    "--cuda-graph-bs-decode 1 2 4 8 --max-running-requests 16 --max-total-tokens 100000 "
+    "--sampling-backend pytorch --grammar-backend none"
+).split()
+
 
 def random_prompts(lengths: list[int], seed: int = 0) -> list[list[int]]:
     """Prompts of random tokens."""

@@ -97,12 +97,13 @@ def random_shipment(
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
 ) -> Shipment:
-    """Rows own disjoint blocks of the pool; some entries are padding."""
+    """Rows own disjoint blocks of the pool; the last entries are padding."""
     generator = torch.Generator().manual_seed(seed)
     blocks = torch.randperm(rows, generator=generator)
     chosen = torch.rand((rows, layers, kv_heads, slots), generator=generator).argsort(-1)
     chosen = chosen[..., :entries]
-    padding = torch.rand(chosen.shape, generator=generator) < 0.3
+    used = torch.randint(0, entries + 1, (*chosen.shape[:3], 1), generator=generator)
+    padding = torch.arange(entries) >= used
     header = torch.randint(-(2**40), 2**40, (rows, 6), generator=generator)
     content = torch.randn((2, *chosen.shape, head_dim), generator=generator).to(device, dtype)
     pool = (rows * slots + 2, kv_heads, head_dim)

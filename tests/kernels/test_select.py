@@ -351,7 +351,7 @@ class Batch:
             len(self.slots), self.layers, self.kv_heads, policy.budget, policy.margin, device
         )
         if self.list_capacity:
-            workspace = workspace[:, : self.list_capacity].contiguous()
+            workspace = workspace[:, : 1 + self.list_capacity + self.groups // 2].contiguous()
         implementation.select_step(
             scores.to(device, copy=True),
             mirror,
@@ -481,4 +481,4 @@ def test_triton_at_full_size(batch: Batch, filled: bool) -> None:
             best = top_tokens(steps[0][row].to(device), candidates, batch.policy.budget)
             mirror[slot, 1:, :, : best.shape[-1]] = best.to(torch.int32)
         steps = steps[1:]
-    assert_steps_agree(batch, device, mirror, steps)
+    assert_steps_agree(batch, device, mirror, steps, filled=filled)

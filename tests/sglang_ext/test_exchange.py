@@ -381,7 +381,7 @@ def test_the_gate_of_cpu_ranks_acts_in_the_forward_pass_while_the_exchange_is_up
             return lambda *arguments: happened.append(f"{name}{arguments}")
 
     gate = HostGate(lambda action: action(Recorded()))
-    gate.begin_step(torch.empty(0), gate.plan_step(True))
+    assert gate.plan_step(True) == (0, 0)
     gate.begin_forward()
     gate.begin_group(1)
     gate.stage(1, 2, *("qkv"))  # type: ignore[arg-type]
@@ -459,6 +459,15 @@ def test_the_wait_for_an_answer_begins_when_its_step_has_been_computed() -> None
         exchange._check_deadline()
 
 
+def outcome(*rows: tuple[int, int]) -> torch.Tensor:
+    """Of all groups: rows that were applied in so many groups, with so many tokens in all."""
+    found = torch.zeros((2, len(CONFIG.groups), CONFIG.max_rows), dtype=torch.int64)
+    for row, (applied, tokens) in enumerate(rows):
+        found[0, :applied, row] = 1
+        found[1, 0, row] = tokens
+    return found
+
+
 def row_of(epoch: int, ended: bool = False) -> Any:
     sequence = SparseSequence(epoch, None, epoch, 0, 0, RequestStatistics(), ended=ended)
     return SimpleNamespace(sequence=sequence)
@@ -468,10 +477,10 @@ def test_steps_are_accounted_for_in_order_when_the_device_is_done() -> None:
     rows = [row_of(1), row_of(2)]
     groups = len(CONFIG.groups)
     exchange = device_exchange(
-        UnderWay(1, 1, True, torch.tensor([[groups, groups], [10, 20]]), rows),
-        UnderWay(2, 1, True, torch.tensor([[groups], [5]]), rows[1:]),
+        UnderWay(1, 1, True, outcome((groups, 10), (groups, 20)), rows),
+        UnderWay(2, 1, True, outcome((groups, 5)), rows[1:]),
         UnderWay(3, 1, False),
-        UnderWay(4, 1, True, torch.tensor([[groups], [5]]), rows[1:]),
+        UnderWay(4, 1, True, outcome((groups, 5)), rows[1:]),
     )
     exchange._settle()
     assert [step.number for step in exchange._under_way] == [3, 4]
@@ -481,7 +490,7 @@ def test_steps_are_accounted_for_in_order_when_the_device_is_done() -> None:
 
 def test_an_answer_that_was_not_applied_means_the_cache_rank_is_down_unless_it_ended() -> None:
     groups = len(CONFIG.groups)
-    lost = torch.tensor([[groups, groups - 1], [3, 4]])
+    lost = outcome((groups, 3), (groups - 1, 4))
     device_exchange(UnderWay(1, 1, True, lost, [row_of(1), row_of(2, ended=True)]))._settle()
     with pytest.raises(CacheRankDownError, match="the answer to step 1 is not for epoch 2"):
         device_exchange(UnderWay(1, 1, True, lost, [row_of(1), row_of(2)]))._settle()

@@ -10,6 +10,7 @@ import pytest
 import torch
 from test_working_set import small_config
 
+from cache_rank.copies import StepNumbers
 from cache_rank.operations import operations_for
 from sglang_ext import inference_rank
 from sglang_ext.exchange import WorkingSetRows
@@ -57,21 +58,26 @@ def test_sinks_are_copied_into_the_block_and_nowhere_else(sinks: int) -> None:
 
 
 def test_a_step_brings_lengths_and_exchanged_rows_to_the_device() -> None:
-    lists = {"_unit_lengths": [1] * 6, "_nobody": [-1] * 6}
-    rank = rank_of(device=CPU, table=Mock(), gate=Mock(), **lists)
-    rank.gate.plan_step.return_value = torch.tensor([7, 8])
+    numbers = StepNumbers(2 + 4 * 6, CPU)
+    rank = rank_of(
+        table=Mock(),
+        gate=Mock(),
+        _unit_lengths=[1] * 6,
+        _nobody=[-1] * 6,
+        _max_batch=6,
+        _numbers=numbers,
+        _lengths=numbers.on_device[8:14],
+    )
+    rank.gate.plan_step.return_value = (7, 8)
     plan = StepPlan([9, 4, 7], torch.empty(0), [], [], [])
     plan.rows = [ExchangeRow(sequence_of(), index, 5, 0) for index in (2, 0)]
-    planned = torch.tensor([[1, 2, 3], [4, 5, 6]])
-    rank._upload(plan, planned)
+    rank._upload(plan, ([1, 2, 3], [4, 5, 6]))
     assert plan.lengths.tolist() == [9, 4, 7, 1, 1, 1]
-    ((advance,), _) = rank.table.advance.call_args
-    assert torch.equal(advance, planned)
+    ((sources, targets), _) = rank.table.advance.call_args
+    assert sources.tolist() == [1, 2, 3]
+    assert targets.tolist() == [4, 5, 6]
     rank.gate.plan_step.assert_called_once_with(True)
-    ((exchanged, steps), _) = rank.gate.begin_step.call_args
-    assert steps.tolist() == [7, 8]
-    assert exchanged.dtype == torch.int32
-    assert exchanged.tolist() == [1, -1, 0, -1, -1, -1]
+    assert numbers.on_device[:8].tolist() == [7, 8, 1, -1, 0, -1, -1, -1]
 
 
 # Tokens that the working set covers.

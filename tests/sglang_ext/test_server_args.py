@@ -319,13 +319,10 @@ NO_GPU_LEFT = (
             "--cuda-graph-backend-decode breakable: the exchange is gated inside one full graph; "
             "pass full, or drop the flag.",
         ),
-        *(
-            RefusedOnGpus(
-                f"--kv-residency {name}",
-                f"--kv-residency {name}: there are no GPU kernels for it yet; use bf16 on GPUs, or "
-                "--device cpu.",
-            )
-            for name in ("lynx", "quantspec", "hack")
+        RefusedOnGpus(
+            "--kv-residency mosaickv",
+            "--kv-residency mosaickv: it runs on CPUs only yet; use another format on GPUs, or "
+            "--device cpu.",
         ),
     ],
     ids=lambda refused: f"{refused.flags or 'nothing'} with {refused.gpus}",

@@ -28,10 +28,9 @@ def advance(
     table: WorkingSetTable, rows: list[int], positions: list[int], sparse: list[bool]
 ) -> None:
     """Both halves: what the host decides, and what the device does."""
-    planned = table.plan_advance(rows, positions, sparse)
-    assert planned.shape == (2, len(rows))
-    assert planned.dtype == torch.int64
-    table.advance(planned)
+    sources, targets = table.plan_advance(rows, positions, sparse)
+    assert len(sources) == len(targets) == len(rows)
+    table.advance(torch.tensor(sources), torch.tensor(targets))
 
 
 def small_config(**changes: Any) -> CacheRankConfig:

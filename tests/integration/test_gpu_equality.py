@@ -1,0 +1,125 @@
+"""On two GPUs, in batches and a step behind: the same selections as for one request alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from workload import GPU_FLAGS, random_prompts
+
+from cache_rank.config import CacheRankConfig, ModelShape
+from cache_rank.protocol import DownMessage, Row, UpMessage
+from cache_rank.recording import RECORD_VARIABLE
+from cache_rank.selector import Selector
+from cache_rank.timeline import Timeline
+from scripts.serving import log_probabilities, serve
+from sglang_ext.refusals import ALLOW_LARGE_BUDGET_VARIABLE
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+    pytest.mark.timeout(600),
+]
+
+BUDGET, CAPACITY, MARGIN, RECENT, GROUP_LAYERS = 256, 32, 32, 32, 2
+FLAGS = (
+    f"--skip-tokenizer-init --layers-per-group {GROUP_LAYERS} --dense-layers 0 "
+    f"--sparse-threshold 600 --recent-tokens {RECENT} --delta-capacity {CAPACITY} "
+    f"--selection-margin {MARGIN} --query-frame post --bulk-chunk-tokens 256"
+).split()
+PROMPTS = [700, 1500, 900, 2500, 650, 1100, 800, 2000, 700, 1300, 1000, 600]
+TOKENS = [1000, 300, 700, 500, 900, 400, 600, 1000, 500, 400, 300, 600]
+
+
+def test_selections_equal_those_of_each_request_alone(deep_model: Path, tmp_path: Path) -> None:
+    """Twelve requests of different lengths, eight at a time, over 1 000 steps."""
+    flags = [*GPU_FLAGS, *FLAGS, "--model-path", str(deep_model), "--sparse-budget", str(BUDGET)]
+    flags += ["--max-sparse-requests", "8"]
+    with serve(flags, {RECORD_VARIABLE: str(tmp_path)}) as server, ThreadPoolExecutor(8) as pool:
+        responses = list(pool.map(server.generate, random_prompts(PROMPTS), TOKENS))
+    sparse_steps = sum(r["meta_info"]["cache_rank"]["sparse_steps"] for r in responses)
+    assert sparse_steps > 0.9 * sum(TOKENS)
+
+    config = CacheRankConfig(
+        ModelShape(6, 8, 2, 64, "bfloat16", 64**-0.5),
+        layers_per_group=GROUP_LAYERS,
+        sparse_budget=BUDGET,
+        recent_tokens=RECENT,
+        query_frame="post",
+        selection_margin=MARGIN,
+        delta_capacity=CAPACITY,
+        max_rows=1,
+    )
+    events = [torch.load(path, weights_only=False) for path in sorted(tmp_path.glob("*.pt"))]
+    steps = {event["step"] for event in events if event["kind"] == "step"}
+    assert len(steps) > 1000
+    compared = sum(replay(config, events, epoch) for epoch in range(1, len(PROMPTS) + 1))
+    assert compared == sum(len(e["rows"]) for e in events if e["kind"] == "step")
+
+
+def replay(config: CacheRankConfig, events: list[Any], epoch: int) -> int:
+    """Select for one request alone, waiting for every step; how many selections were compared."""
+    device = torch.device("cuda")
+    selector = Selector(config, device, 4 << 30)
+    sequence, timeline, compared = selector.begin(epoch), Timeline("", device), 0
+    for event in events:
+        if event["kind"] == "load":
+            if event["epoch"] == epoch:
+                selector.load(sequence, event["shipment"].to(device))
+            continue
+        group, layers = event["group"], len(event["layers"])
+        for row in (row for row in event["rows"] if row["epoch"] == epoch):
+            if group == 0:
+                step = selector.begin_step(event["step"], [Row(epoch, row["position"])])
+            up, down = (
+                message(
+                    config,
+                    layers,
+                    1,
+                    torch.zeros(message.size(config, layers, 1), dtype=torch.uint8, device=device),
+                )
+                for message in (UpMessage, DownMessage)
+            )
+            for part in ("queries", "keys", "values"):
+                getattr(up, part)[0] = row[part]
+            selector.append(step, group, up)
+            scores = selector.score(step, group, timeline)
+            with selector.selecting():
+                selector.answer(step, group, scores, down, timeline)
+            torch.cuda.synchronize()
+            mirror = selector.mirror(sequence, event["layers"])
+            assert torch.equal(mirror.cpu(), row["mirror"]), (event["step"], group, epoch)
+            compared += 1
+    return compared
+
+
+@pytest.fixture(scope="module")
+def generous_budget(deep_model: Path) -> Iterator[Any]:
+    """A server whose budget is no less than any length."""
+    flags = [*GPU_FLAGS, *FLAGS, "--model-path", str(deep_model), "--sparse-budget", "4096"]
+    with serve(flags, {ALLOW_LARGE_BUDGET_VARIABLE: "1"}) as server:
+        yield server
+
+
+def test_log_probabilities_equal_dense_ones_when_every_token_is_selected(
+    generous_budget: Any,
+) -> None:
+    prompts = random_prompts([650, 900, 1300, 700])
+    dense = {"sampling_params": {"custom_params": {"cache_rank": False}}}
+    for found, expected in zip(
+        generous_budget.generate_all(prompts, 200, return_logprob=True),
+        generous_budget.generate_all(prompts, 200, return_logprob=True, **dense),
+        strict=True,
+    ):
+        assert found["meta_info"]["cache_rank"]["sparse_steps"] > 100
+        assert expected["meta_info"]["cache_rank"]["sparse_steps"] == 0
+        # Where two tokens are equally likely, rounding decides, and the rest is another text.
+        pairs = zip(found["output_ids"], expected["output_ids"], strict=True)
+        same = next((i for i, (ours, theirs) in enumerate(pairs) if ours != theirs), 200)
+        assert same > 20
+        ours, theirs = log_probabilities(found)[:same], log_probabilities(expected)[:same]
+        assert max(abs(a - b) for a, b in zip(ours, theirs, strict=True)) < 0.1
