@@ -95,7 +95,7 @@ def measure(
         exact: of the sample.
         variant: format and options.
         budget: k.
-        rows: requests to time a step of; all are the same sequence.
+        rows: requests to time a step of; all hold the same sequence.
         repeats: of a timed call; the median counts.
     """
     config = config_for(sample, variant, budget, rows)
@@ -110,6 +110,8 @@ def measure(
         return measurement
 
     loading = _seconds(held.load, sample.keys.device, repeats)
+    for row in range(1, rows):
+        held.load(row)
     scores = [held.step(position) for position in sample.positions]
     token_bytes = residency.bytes_per_token(config)
     elements = sample.keys[:, :, 0].numel()
@@ -133,8 +135,10 @@ class _Held:
         self._device = sample.keys.device
         self._layers = range(config.model.layers)
         pages = -(-sample.tokens // PAGE_TOKENS)
-        self._residency = residency.create(config, pages, self._device)
-        self._pages = torch.arange(pages, dtype=torch.int32, device=self._device)
+        self._residency = residency.create(config, rows * pages, self._device)
+        # Rows share nothing, or a cache would hold what is to be timed.
+        self._pages = torch.arange(rows * pages, dtype=torch.int32, device=self._device)
+        self._pages = self._pages.view(rows, pages)
         model = config.model
         ring = (config.max_rows, model.layers, model.query_heads, 2, model.head_dim)
         self._query_ring = torch.zeros(ring, dtype=model.torch_dtype, device=self._device)
@@ -143,7 +147,7 @@ class _Held:
         tokens = torch.stack((sample.keys[:, :, loaded], sample.values[:, :, loaded]))
         self._shipment = tokens.transpose(2, 3).contiguous()
 
-        # For timing: a request each row, all of which read the same sequence.
+        # For timing: a request each row, all of which hold the same sequence.
         generator = torch.Generator().manual_seed(0)
         heads = (rows, model.layers, model.kv_heads)
         count = min(config.delta_capacity, sample.tokens)
@@ -152,9 +156,9 @@ class _Held:
         wire = (*heads, count, model.head_dim)
         self._wire = torch.empty((2, *wire), dtype=model.torch_dtype, device=self._device)
 
-    def load(self) -> None:
+    def load(self, row: int = 0) -> None:
         """Ship what comes before the first query."""
-        self._residency.load(self._pages, 0, 0, self._shipment)
+        self._residency.load(self._pages[row], row, 0, self._shipment)
 
     def step(self, position: int) -> Tensor:
         """Append the token, and score by its query: (layers, Hkv, position + 1) float32."""
@@ -172,7 +176,7 @@ class _Held:
         positions = torch.arange(self._sample.tokens, device=self._device)
         shape = self._sample.keys.shape[:3]
         return self._residency.read(
-            self._pages, 0, self._layers, positions.expand(shape).contiguous()
+            self._pages[0], 0, self._layers, positions.expand(shape).contiguous()
         )
 
     def score(self) -> None:
@@ -193,8 +197,9 @@ class _Held:
         header = torch.zeros(
             (rows, len(AnswerHeader._fields)), dtype=torch.int64, device=self._device
         )
-        table = self._pages.expand(rows, -1).contiguous()
-        return StepRows(numbers(0), numbers(position), numbers(1), table, header, position + 1)
+        slots = torch.arange(rows, dtype=torch.int32, device=self._device)
+        table = self._pages[:rows].contiguous()
+        return StepRows(slots, numbers(position), numbers(1), table, header, position + 1)
 
 
 def _seconds(action: Callable[[], None], device: torch.device, repeats: int) -> float:

@@ -10,8 +10,9 @@ from torch import Tensor
 from cache_rank.config import ModelShape
 from cache_rank.operations import Operations
 
-_ROUNDING = 4096
-"""Buffers grow by this many tokens, so that they rarely grow."""
+_TOKENS = 4096
+_ROWS = 8
+"""Buffers grow by so many tokens, and by so many rows, so that they rarely grow."""
 
 
 class ScoreBuffers:
@@ -30,13 +31,16 @@ class ScoreBuffers:
 
         Either holds until the next call with the same turn.
         """
-        capacity = -(-capacity // _ROUNDING) * _ROUNDING
+        capacity = -(-capacity // _TOKENS) * _TOKENS
         kv_heads = self._model.kv_heads
         size = rows * layers * kv_heads * capacity
+        rounded_rows = -(-rows // _ROWS) * _ROWS if self._device.type == "cuda" else rows
         if self._scores[turn].numel() < size:
-            self._scores[turn] = torch.empty(size, dtype=torch.float32, device=self._device)
+            self._scores[turn] = torch.empty(
+                size // rows * rounded_rows, dtype=torch.float32, device=self._device
+            )
         scores = self._scores[turn][:size].view(rows, layers, kv_heads, capacity)
-        needed = (rows, layers, capacity)
+        needed = (rounded_rows, layers, capacity)
         if any(have < need for have, need in zip(self._workspace_for, needed, strict=True)):
             rows, layers, capacity = map(max, self._workspace_for, needed)
             self._workspace_for = (rows, layers, capacity)

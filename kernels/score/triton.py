@@ -24,6 +24,8 @@ CHUNK_TOKENS = 1024
 
 _BLOCK = 128
 _FINISH_BLOCK = 1024
+_USUAL_CHUNKS = 128
+"""A sequence that grows beyond so many is compiled for again."""
 
 
 def _padded_group(group: int) -> int:
@@ -70,7 +72,7 @@ def score_constants(queries: Tensor, workspace: ScoreWorkspace, out: Tensor) -> 
         "PARTS": max(4, 16 // padded),  # the matrix unit has at least 16 columns
         "HEAD_DIM": head_dim,
         "CHUNK": CHUNK_TOKENS,
-        "MAX_CHUNKS": triton.next_power_of_2(chunks),
+        "MAX_CHUNKS": max(_USUAL_CHUNKS, triton.next_power_of_2(chunks)),
         "FINISH_BLOCK": _FINISH_BLOCK,
     }
 
