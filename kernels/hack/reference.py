@@ -248,8 +248,9 @@ def _encode_partition(
     most = (1 << bits) - 1
     exact = elements.float()
     minimum = exact.amin(dim=-1, keepdim=True) + 0.0  # of 0 and -0 either may be the smaller
-    # Rounded to what is stored before anything is taken relative to it.
-    scale = ((exact.amax(dim=-1, keepdim=True) - minimum) / most).to(elements.dtype)
+    # Divided by a tensor: by a number, some devices multiply with the inverse.
+    scale = (exact.amax(dim=-1, keepdim=True) - minimum) / torch.full_like(minimum, most)
+    scale = scale.to(elements.dtype)  # as stored, before anything is taken relative to it
     offset = _quotient(exact - minimum, scale.float())
     if seed is None:
         rounded = offset.round()

@@ -166,19 +166,20 @@ def _scatter(
     first_entry = (row.to(tl.int64) * layers * kv_heads + unit) * capacity
     dims = tl.arange(0, head_dim)[None, :]
     # Most entries are padding: it comes last, and what follows it is not looked at.
-    block, ends = 0, 0
-    while (block < capacity) & (ends == 0):
-        entry = block + tl.arange(0, block_entries)
-        slot = tl.load(entering_slots + first_entry + entry, mask=entry < capacity, other=-1)
-        used = (slot >= 0)[:, None]
-        source = (first_entry + entry)[:, None] * head_dim + dims
-        target = ((first_row + slot) * kv_heads + unit % kv_heads)[:, None] * head_dim + dims
-        key = tl.load(keys + source, mask=used)
-        value = tl.load(values + source, mask=used)
-        tl.store(layer_keys + target, key.to(dtype), mask=used)
-        tl.store(layer_values + target, value.to(dtype), mask=used)
-        block += block_entries
-        ends = tl.max((slot < 0).to(tl.int32), 0)
+    if capacity > 0:
+        block, ends = 0, 0
+        while (block < capacity) & (ends == 0):
+            entry = block + tl.arange(0, block_entries)
+            slot = tl.load(entering_slots + first_entry + entry, mask=entry < capacity, other=-1)
+            used = (slot >= 0)[:, None]
+            source = (first_entry + entry)[:, None] * head_dim + dims
+            target = ((first_row + slot) * kv_heads + unit % kv_heads)[:, None] * head_dim + dims
+            key = tl.load(keys + source, mask=used)
+            value = tl.load(values + source, mask=used)
+            tl.store(layer_keys + target, key.to(dtype), mask=used)
+            tl.store(layer_values + target, value.to(dtype), mask=used)
+            block += block_entries
+            ends = tl.max((slot < 0).to(tl.int32), 0)
 
 
 @triton.jit(
