@@ -10,10 +10,18 @@ from torch import Tensor
 _ALIGNMENT = 16
 
 
-def upload(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+def upload(
+    tensors: Sequence[Tensor], device: torch.device, into: Tensor | None = None
+) -> list[Tensor]:
     """Copy host tensors to the device in one copy, on the current stream.
 
     A stream other than the current one that uses them must be recorded on the first.
+
+    Args:
+        tensors: of any dtypes and shapes.
+        device: where they are wanted.
+        into: uint8 memory of a GPU to take, in which tensors of the same shapes always lie at the
+            same places; new memory without it.
     """
     if device.type != "cuda":
         return [tensor.clone() for tensor in tensors]
@@ -25,7 +33,10 @@ def upload(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     host = torch.empty(size, dtype=torch.uint8, pin_memory=True)
     for start, tensor in zip(starts, tensors, strict=True):
         host[start : start + tensor.nbytes].view(tensor.dtype).copy_(tensor.reshape(-1))
-    packed = host.to(device, non_blocking=True)
+    if into is None:
+        packed = host.to(device, non_blocking=True)
+    else:
+        packed = into[:size].copy_(host, non_blocking=True)
     return [
         packed[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
         for start, tensor in zip(starts, tensors, strict=True)

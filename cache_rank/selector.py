@@ -4,12 +4,15 @@ It holds the state of all sequences in a few tensors, so that each operation is 
 rows of a step. It knows no channels: process.py receives its inputs and sends its outputs.
 
 On a GPU, scoring runs on the current stream and selection on another: scoring is bound by memory
-and selection by latency, so the selection of one group hides behind the scoring of the next.
+and selection by latency, so the selection of one group hides behind the scoring of the next. What
+is queued for a group is captured in graphs, because the host would take longer than the device: all
+that they read or write stays where it is from step to step of as many rows and tokens.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Collection, Iterator
 from collections.abc import Sequence as SequenceOf
 from typing import NamedTuple
@@ -22,6 +25,7 @@ from torch import Tensor
 from cache_rank import residency
 from cache_rank.config import CacheRankConfig
 from cache_rank.copies import Readback, upload
+from cache_rank.graphs import Captures
 from cache_rank.operations import operations_for
 from cache_rank.pages import PAGE_TOKENS, PageAllocator
 from cache_rank.protocol import NO_EPOCH, AnswerHeader, DownMessage, Row, UpMessage
@@ -33,9 +37,14 @@ from cache_rank.timeline import Timeline
 _CHECKSUM = AnswerHeader._fields.index("checksum")
 _SHIPPED = AnswerHeader._fields.index("shipped_tokens")
 
-
 SCORES_UNDER_WAY = 2
 """Score buffers: one is read by selection while the next group is scored into the other."""
+
+_PAGES_ROUNDING = 16
+"""On a GPU, the pages of a step are rounded up to so many, so that graphs serve many steps."""
+
+_STEP_BYTES = 1024
+"""At least what a row of a step uploads beside its pages."""
 
 
 class SelectorStep(NamedTuple):
@@ -44,12 +53,16 @@ class SelectorStep(NamedTuple):
     Attributes:
         number: of the step.
         rows: on the device.
+        selecting_rows: the same, in memory of the stream of selection, which is behind.
+        key: two steps of the same key differ only in what their rows hold.
         live: the rows that are exchanged: their index, row and sequence.
         changed: (groups, R, 2) int32: tokens that entered, and that must wait for a later step.
     """
 
     number: int
     rows: StepRows
+    selecting_rows: StepRows
+    key: tuple[int, ...]
     live: SequenceOf[tuple[int, Row, Sequence]]
     changed: Tensor
 
@@ -83,6 +96,14 @@ class Selector:
             torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
         )
         self._answered: list[torch.cuda.Event | None] = [None] * SCORES_UNDER_WAY
+        self._captures = Captures(device)
+        self._scores_at = 0
+        self._step_memory: list[Tensor] = []
+        if device.type == "cuda":
+            step_bytes = slots * (_STEP_BYTES + 4 * (self.pages.pages + _PAGES_ROUNDING))
+            self._step_memory = [
+                torch.empty(step_bytes, dtype=torch.uint8, device=device) for _ in range(2)
+            ]
         heads, window = model.query_heads, config.query_window + 1
         self._query_ring = torch.zeros(
             (slots, model.layers, heads, window, model.head_dim),
@@ -99,6 +120,12 @@ class Selector:
         if config.query_frame == "pre" and model.rotary_frequency:
             self._frequency = torch.tensor(model.rotary_frequency, device=device)
         largest_group = max(len(layers) for layers in config.groups)
+        self._predicted = torch.empty(
+            slots * largest_group * heads * model.head_dim, dtype=torch.float32, device=device
+        )
+        self._changed = torch.zeros(
+            (len(config.groups), slots, 2), dtype=torch.int32, device=device
+        )
         self._entering = torch.empty(
             slots * largest_group * model.kv_heads * config.delta_capacity,
             dtype=torch.int32,
@@ -171,25 +198,38 @@ class Selector:
             counts[index] = sequence.queries
             answer = AnswerHeader(number, row.epoch, row.position + 1, sequence.filled, 0, 0)
             header[index] = list(answer)
-        page_table = torch.zeros(
-            (count, max((len(sequence.pages) for _, _, sequence in live), default=1)),
-            dtype=torch.int32,
-        )
+        width = max((len(sequence.pages) for _, _, sequence in live), default=1)
+        if self._select_stream is not None:
+            width = -(-width // _PAGES_ROUNDING) * _PAGES_ROUNDING
+        page_table = torch.zeros((count, width), dtype=torch.int32)
         for index, _, sequence in live:
             page_table[index, : len(sequence.pages)] = torch.tensor(sequence.pages)
         small = torch.tensor((slots, positions, counts), dtype=torch.int32)
-        small, page_table, headers = upload((small, page_table, torch.tensor(header)), self._device)
-        step_rows = StepRows(
-            small[0], small[1], small[2], page_table, headers, capacity=max(positions) + 1
-        )
-        changed = torch.zeros(
-            (len(self.config.groups), count, 2), dtype=torch.int32, device=self._device
-        )
-        if self._select_stream is not None:
-            # The next step begins, and its tensors are allocated, before this one is selected.
-            for tensor in (small, page_table, headers, changed):
-                tensor.record_stream(self._select_stream)
-        return SelectorStep(number, step_rows, live, changed)
+        on_host = (small, page_table, torch.tensor(header))
+        changed = self._changed[:, :count]
+        filled = all(sequence.filled == self.config.sparse_budget for _, _, sequence in live)
+        if self._select_stream is None:
+            changed.zero_()
+            step_rows = self._step_rows(upload(on_host, self._device), max(positions) + 1)
+            return SelectorStep(number, step_rows, step_rows, (filled,), live, changed)
+
+        capacity = width * PAGE_TOKENS
+        for_scoring, for_selecting = self._step_memory
+        step_rows = self._step_rows(upload(on_host, self._device, for_scoring), capacity)
+        with self.selecting():
+            changed.zero_()
+            selecting_rows = self._step_rows(upload(on_host, self._device, for_selecting), capacity)
+        scores_at = self._residency.prepare(count, len(self.config.groups[0]), capacity)
+        if scores_at != self._scores_at:
+            self._captures.clear()
+            self._scores_at = scores_at
+        key = (filled, count, width)
+        return SelectorStep(number, step_rows, selecting_rows, key, live, changed)
+
+    @staticmethod
+    def _step_rows(uploaded: SequenceOf[Tensor], capacity: int) -> StepRows:
+        small, page_table, header = uploaded
+        return StepRows(small[0], small[1], small[2], page_table, header, capacity)
 
     @contextlib.contextmanager
     def selecting(self) -> Iterator[None]:
@@ -205,7 +245,10 @@ class Selector:
         layers = self.config.groups[group]
         if self._is_measured(step, group):
             self._measure_recall(step, layers, up.queries[step.live[0][0]])
-        self._residency.append(step.rows, layers, up.tokens, self._query_ring)
+        self._captures.run(
+            ("append", group, step.key, up.buffer.data_ptr()),
+            lambda: self._residency.append(step.rows, layers, up.tokens, self._query_ring),
+        )
 
     def score(self, step: SelectorStep, group: int, timeline: Timeline) -> Tensor:
         """Predict the next queries and score all tokens by them.
@@ -213,11 +256,27 @@ class Selector:
         Returns:
             (R, L, Hkv, capacity) float32, for `answer`; valid until the group after next is scored.
         """
-        config, layers, rows = self.config, self.config.groups[group], step.rows
-        model, count = config.model, rows.slots.shape[0]
-        predicted = torch.empty(
-            (count, len(layers), model.query_heads, model.head_dim), device=self._device
+        predicted = self._captures.run(
+            ("predict", group, step.key), lambda: self._predict(step, group)
         )
+        timeline.mark("predict", "score")
+        turn = group % SCORES_UNDER_WAY
+        if (answered := self._answered[turn]) is not None:
+            torch.cuda.current_stream().wait_event(answered)
+        scores = self._captures.run(
+            ("score", group, step.key),
+            lambda: self._residency.score(step.rows, self.config.groups[group], predicted, turn),
+        )
+        if self._select_stream is not None:
+            self._select_stream.wait_stream(torch.cuda.current_stream())
+        timeline.mark("score", "score")
+        return scores
+
+    def _predict(self, step: SelectorStep, group: int) -> Tensor:
+        config, layers, rows = self.config, self.config.groups[group], step.rows
+        model = config.model
+        shape = (rows.slots.shape[0], len(layers), model.query_heads, model.head_dim)
+        predicted = self._predicted[: math.prod(shape)].view(shape)
         self._operations.predict_step(
             self._query_ring,
             rows.slots,
@@ -229,15 +288,7 @@ class Selector:
             config.query_predictor,
             predicted,
         )
-        timeline.mark("predict", "score")
-        turn = group % SCORES_UNDER_WAY
-        if (answered := self._answered[turn]) is not None:
-            torch.cuda.current_stream().wait_event(answered)
-        scores = self._residency.score(rows, layers, predicted, turn)
-        if self._select_stream is not None:
-            self._select_stream.wait_stream(torch.cuda.current_stream())
-        timeline.mark("score", "score")
-        return scores
+        return predicted
 
     def answer(
         self,
@@ -248,38 +299,56 @@ class Selector:
         timeline: Timeline,
     ) -> None:
         """Choose the tokens of the next step, and lay out what changes; called while selecting."""
-        config, layers, rows = self.config, self.config.groups[group], step.rows
         timeline.begin(group, "select")
-        entering = self._entering[: down.slots.numel()].view(down.slots.shape)
+        message = down.buffer.data_ptr()
+        self._captures.run(
+            ("select", group, step.key, message),
+            lambda: self._select(step, group, scores, down),
+        )
+        timeline.mark("select", "select")
+        if self._select_stream is not None:
+            self._answered[group % SCORES_UNDER_WAY] = self._select_stream.record_event()
+        self._captures.run(
+            ("gather", group, step.key, message), lambda: self._gather(step, group, down)
+        )
+        if self.config.checksum:
+            for index, _, sequence in step.live:
+                checksum = self._checksum(sequence, self.config.groups[group])
+                down.header[index, _CHECKSUM] = checksum
+        timeline.mark("gather", "select")
+
+    def _select(self, step: SelectorStep, group: int, scores: Tensor, down: DownMessage) -> None:
+        config, rows = self.config, step.selecting_rows
         self._operations.select_step(
             scores,
             self._mirror,
             rows.slots,
             rows.positions,
-            layers.start,
+            config.groups[group].start,
             config.sink_tokens,
             config.recent_tokens,
             config.selection_margin,
             self._workspace,
-            entering,
+            self._entering_of(down),
             down.slots,
             step.changed[group],
-            filled=all(sequence.filled == config.sparse_budget for _, _, sequence in step.live),
+            filled=bool(step.key[0]),
         )
-        timeline.mark("select", "select")
-        if self._select_stream is not None:
-            self._answered[group % SCORES_UNDER_WAY] = self._select_stream.record_event()
+
+    def _gather(self, step: SelectorStep, group: int, down: DownMessage) -> None:
+        layers, rows = self.config.groups[group], step.selecting_rows
+        entering = self._entering_of(down)
         self._residency.gather(rows, layers, entering, down.keys, down.values)
         down.header.copy_(rows.header)
         down.header[:, _SHIPPED] += step.changed[group, :, 0]  # 0 so far; refused rows stay
-        if config.checksum:
-            for index, _, sequence in step.live:
-                down.header[index, _CHECKSUM] = self._checksum(sequence, layers)
-        timeline.mark("gather", "select")
+
+    def _entering_of(self, down: DownMessage) -> Tensor:
+        return self._entering[: down.slots.numel()].view(down.slots.shape)
 
     def end_step(self, step: SelectorStep) -> None:
         """All groups have been answered; called while selecting."""
         self.overflow += step.changed[..., 1].sum()
+        self._residency.check()
 
     def mirror(self, sequence: Sequence, layers: range) -> Tensor:
         """Which token sits in which slot, (len(layers), Hkv, k) int32; a view."""

@@ -22,7 +22,7 @@ import functools
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from cache_rank_kernels.gate import triton as gate
@@ -30,6 +30,7 @@ from torch import Tensor
 
 from cache_rank.config import CacheRankConfig
 from cache_rank.copies import Readback, StepNumbers
+from cache_rank.graphs import capture
 from cache_rank.nccl import NcclChannel
 from cache_rank.protocol import AnswerHeader, DownMessage, bulk_shape
 from cache_rank.timeline import Span
@@ -103,14 +104,11 @@ class DeviceExchange(Exchange):
         self._shipments: deque[Pending] = deque()
         self._warm_up()
         self._waits = [
-            self._capture(up.stream, functools.partial(self._wait, group))
-            for group in range(len(config.groups))
+            capture(functools.partial(self._wait, group)) for group in range(len(config.groups))
         ]
         # A comparison of checksums stops the device, which no graph can.
         self._applies = {
-            (group, count): self._capture(
-                self._scatter_stream, functools.partial(self._apply, group, count)
-            )
+            (group, count): capture(functools.partial(self._apply, group, count))
             for count in range(1, 0 if config.checksum else rows_at_most + 1)
             for group in range(len(config.groups))
         }
@@ -133,16 +131,6 @@ class DeviceExchange(Exchange):
             self._wait(group)
         Readback().start(self._outcome)
         torch.cuda.synchronize(self._device)
-
-    @staticmethod
-    def _capture(stream: torch.cuda.Stream, action: Callable[[], None]) -> torch.cuda.CUDAGraph:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(stream):
-            # Other threads of the process may use the device meanwhile.
-            graph.capture_begin(capture_error_mode="thread_local")
-            action()
-            graph.capture_end()
-        return graph
 
     def begin_step(self, rows: Sequence[ExchangeRow], traced: bool = False) -> None:
         """Announce a step and upload what its scatter needs."""

@@ -90,6 +90,20 @@ class Residency(Protocol):
             query_ring: (slots, layers, Hq, W + 1, D), written in place.
         """
 
+    def prepare(self, rows: int, layers: int, capacity: int) -> int:
+        """Make room for scores of so many rows, layers and tokens.
+
+        Returns:
+            A number that changes whenever the memory that scores take has moved.
+        """
+
+    def check(self) -> None:
+        """Say what was found wrong with tokens meanwhile; on a GPU, some steps later.
+
+        Raises:
+            ValueError: some cannot be held.
+        """
+
     def score(
         self, rows: StepRows, layers: range, queries: Tensor, turn: int, exact: bool = False
     ) -> Tensor:

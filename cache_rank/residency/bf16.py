@@ -74,6 +74,12 @@ class Bf16Residency:
             self._coarse_keys,
         )
 
+    def prepare(self, rows: int, layers: int, capacity: int) -> int:
+        return self._scores.prepare(rows, layers, capacity)
+
+    def check(self) -> None:
+        """Whatever came can be held."""
+
     def score(
         self, rows: StepRows, layers: range, queries: Tensor, turn: int, exact: bool = False
     ) -> Tensor:

@@ -110,7 +110,7 @@ class CodedResidency:
             shipment,
         )
         self._operations.load_tokens(shipment, *self._tokens.rings, slots, start)
-        self._refuse_not_finite()
+        self.check()
 
     def append(self, rows: StepRows, layers: range, up: Tensor, query_ring: Tensor) -> None:
         self._operations.append_step(
@@ -125,7 +125,11 @@ class CodedResidency:
         self._coded_operations.encode_groups(
             self._tokens, rows.page_table, rows.slots, rows.positions, 1, layers
         )
-        self._refuse_not_finite()
+        if self._device.type != "cuda":
+            self.check()
+
+    def prepare(self, rows: int, layers: int, capacity: int) -> int:
+        return self._scores.prepare(rows, layers, capacity)
 
     def score(
         self, rows: StepRows, layers: range, queries: Tensor, turn: int, exact: bool = False
@@ -177,12 +181,7 @@ class CodedResidency:
         shape = (*positions.shape, self._model.head_dim)
         return keys.view(shape), values.view(shape)
 
-    def _refuse_not_finite(self) -> None:
-        """Say what could not be encoded; on a GPU some calls later, because none waits for it.
-
-        Raises:
-            ValueError: some tokens were not finite, or span more than float32.
-        """
+    def check(self) -> None:
         place = self._not_finite.value()
         if place is not None and int(place) == 0:
             self._not_finite.start(self._tokens.not_finite)

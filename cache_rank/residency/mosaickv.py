@@ -139,6 +139,12 @@ class MosaicKVResidency:
             tokens = torch.stack((keys[row], values[row])).unsqueeze(3)  # (2, L, Hkv, 1, D)
             self._take(rows.page_table[row], slot, layers, position, tokens)
 
+    def prepare(self, rows: int, layers: int, capacity: int) -> int:
+        return 0  # scores take new memory every time
+
+    def check(self) -> None:
+        """What cannot be held is refused as it comes."""
+
     def score(
         self, rows: StepRows, layers: range, queries: Tensor, turn: int, exact: bool = False
     ) -> Tensor:

@@ -25,6 +25,13 @@ class ScoreBuffers:
         self._scores = [torch.empty(0, device=device)] * 2
         self._workspace: Any = None
         self._workspace_for = (0, 0, 0)
+        self._moves = 0
+
+    def prepare(self, rows: int, layers: int, capacity: int) -> int:
+        """See Residency.prepare."""
+        for turn in range(len(self._scores)):
+            self.take(rows, layers, capacity, turn)
+        return self._moves
 
     def take(self, rows: int, layers: int, capacity: int, turn: int) -> tuple[Any, Tensor]:
         """The workspace, and (rows, layers, Hkv, >= capacity) float32 for scores.
@@ -36,6 +43,7 @@ class ScoreBuffers:
         size = rows * layers * kv_heads * capacity
         rounded_rows = -(-rows // _ROWS) * _ROWS if self._device.type == "cuda" else rows
         if self._scores[turn].numel() < size:
+            self._moved()
             self._scores[turn] = torch.empty(
                 size // rows * rounded_rows, dtype=torch.float32, device=self._device
             )
@@ -44,7 +52,13 @@ class ScoreBuffers:
         if any(have < need for have, need in zip(self._workspace_for, needed, strict=True)):
             rows, layers, capacity = map(max, self._workspace_for, needed)
             self._workspace_for = (rows, layers, capacity)
+            self._moved()
             self._workspace = self._operations.score_workspace(
                 rows, layers, kv_heads, self._model.query_heads // kv_heads, capacity, self._device
             )
         return self._workspace, scores
+
+    def _moved(self) -> None:
+        self._moves += 1
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)  # selection may be reading on another stream

@@ -1,0 +1,73 @@
+"""Work that is queued again and again, captured in CUDA graphs: one launch instead of many."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any, TypeVar
+
+import torch
+
+Result = TypeVar("Result")
+
+MOST_GRAPHS = 4096
+"""When there are more, all are dropped: some key changes that should not."""
+
+
+def capture(action: Callable[[], Any]) -> torch.cuda.CUDAGraph:
+    """Capture what an action queues on the current stream, to be replayed on any.
+
+    The action has run before, so that its kernels are compiled. It allocates nothing, waits for no
+    other stream, and what it reads and writes stays where it is. Other streams, and other threads
+    of the process, may use the device meanwhile.
+    """
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.stream(torch.cuda.Stream()):  # the default stream cannot be captured
+        graph.capture_begin(capture_error_mode="thread_local")
+        try:
+            action()
+        finally:
+            graph.capture_end()
+    return graph
+
+
+class Captures:
+    """Runs actions, on a GPU from graphs."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._captures = device.type == "cuda"
+        self._seen: set[Hashable] = set()
+        self._graphs: dict[Hashable, tuple[torch.cuda.CUDAGraph, Any]] = {}
+
+    def run(self, key: Hashable, action: Callable[[], Result]) -> Result:
+        """Do what an action does; see `capture` for what it must be like.
+
+        Args:
+            key: two actions of the same key do the same, with the same memory.
+            action: run as it is at first, which compiles its kernels; then captured.
+
+        Returns:
+            What it returned when it was captured.
+        """
+        if not self._captures:
+            return action()
+        if key in self._graphs:
+            graph, result = self._graphs[key]
+            graph.replay()
+            return result
+        if key not in self._seen:
+            self._seen.add(key)
+            return action()
+        if len(self._graphs) >= MOST_GRAPHS:
+            self.clear()
+        results: list[Result] = []
+        graph = capture(lambda: results.append(action()))
+        self._graphs[key] = (graph, results[0])
+        graph.replay()
+        return results[0]
+
+    def clear(self) -> None:
+        """Forget all graphs: what they read or write has moved."""
+        if self._graphs:
+            torch.cuda.synchronize()  # none of them is running
+        self._graphs.clear()
+        self._seen.clear()
