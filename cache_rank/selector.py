@@ -92,6 +92,8 @@ class Selector:
         self._operations = operations_for(device)
         self._residency = residency.create(config, self.pages.pages, device)
         self._free_slots = list(range(slots))[::-1]
+        # Pages of the sequence in each slot, so that no step builds its page table from lists.
+        self._slot_pages = torch.zeros((slots, max(1, self.pages.pages)), dtype=torch.int32)
         self._select_stream = (
             torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
         )
@@ -176,7 +178,7 @@ class Selector:
         """Add tokens of a prompt, (2, layers, n, Hkv, D)."""
         start = sequence.tokens
         sequence.tokens += shipment.shape[2]
-        self.pages.extend(sequence.pages, sequence.tokens)
+        self._extend(sequence, sequence.tokens)
         self._residency.load(self._pages_of(sequence), sequence.slot, start, shipment)
 
     def begin_step(
@@ -192,7 +194,7 @@ class Selector:
         slots, positions, counts = ([-1] * count, [0] * count, [0] * count)
         header = [[NO_EPOCH] * len(AnswerHeader._fields)] * count
         for index, row, sequence in live:
-            self.pages.extend(sequence.pages, row.position + 1)
+            self._extend(sequence, row.position + 1)
             sequence.advance(self.config, row.position)
             slots[index], positions[index] = sequence.slot, row.position
             counts[index] = sequence.queries
@@ -201,9 +203,7 @@ class Selector:
         width = max((len(sequence.pages) for _, _, sequence in live), default=1)
         if self._select_stream is not None:
             width = -(-width // _PAGES_ROUNDING) * _PAGES_ROUNDING
-        page_table = torch.zeros((count, width), dtype=torch.int32)
-        for index, _, sequence in live:
-            page_table[index, : len(sequence.pages)] = torch.tensor(sequence.pages)
+        page_table = self._slot_pages[[max(slot, 0) for slot in slots], :width]
         small = torch.tensor((slots, positions, counts), dtype=torch.int32)
         on_host = (small, page_table, torch.tensor(header))
         changed = self._changed[:, :count]
@@ -354,9 +354,16 @@ class Selector:
         """Which token sits in which slot, (len(layers), Hkv, k) int32; a view."""
         return self._mirror[sequence.slot, layers.start : layers.stop]
 
+    def _extend(self, sequence: Sequence, tokens: int) -> None:
+        held = len(sequence.pages)
+        self.pages.extend(sequence.pages, tokens)
+        if len(sequence.pages) > held:
+            new = torch.tensor(sequence.pages[held:], dtype=torch.int32)
+            self._slot_pages[sequence.slot, held : held + len(new)] = new
+
     def _pages_of(self, sequence: Sequence) -> Tensor:
         pages: Tensor
-        (pages,) = upload((torch.tensor(sequence.pages, dtype=torch.int32),), self._device)
+        (pages,) = upload((self._slot_pages[sequence.slot, : len(sequence.pages)],), self._device)
         return pages
 
     def _is_measured(self, step: SelectorStep, group: int) -> bool:
