@@ -10,6 +10,7 @@ import torch
 Predictor = Literal["last", "ema", "spade", "ridge"]
 Frame = Literal["post", "pre"]
 ScoreKeys = Literal["resident", "fp8"]
+WireDtype = Literal["bf16", "fp8"]
 OptionValue = int | float | str
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -71,6 +72,8 @@ class CacheRankConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         kv_residency: how K and V are held.
         kv_residency_options: of that format, which checks them.
         score_keys: score by the keys as they are held, or by a copy of them in 8 bits.
+        wire_dtype: of the keys and values of an answer; bf16 is the KV pool's own dtype, whichever
+            it is, and fp8 is float8_e4m3fn.
         max_rows: most requests of one step.
         recall_interval: steps between measurements of recall against exact selection; 0 is never.
         checksum: both ranks compare checksums of the slots at every step (slow, for debugging).
@@ -92,6 +95,7 @@ class CacheRankConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kv_residency: str = "bf16"
     kv_residency_options: dict[str, OptionValue] = msgspec.field(default_factory=dict)
     score_keys: ScoreKeys = "resident"
+    wire_dtype: WireDtype = "bf16"
     max_rows: int = 256
     recall_interval: int = 64
     checksum: bool = False
@@ -110,6 +114,16 @@ class CacheRankConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         for name in ("sink_tokens", "recent_tokens", "selection_margin", "recall_interval"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
+        if self.checksum and self.wire_dtype != "bf16":
+            raise ValueError(
+                f"wire_dtype {self.wire_dtype}: checksums compare tokens bit for bit, and shipped "
+                "ones are rounded; use bf16, or no checksums"
+            )
+
+    @property
+    def wire_torch_dtype(self) -> torch.dtype:
+        """Of the keys and values of an answer."""
+        return torch.float8_e4m3fn if self.wire_dtype == "fp8" else self.model.torch_dtype
 
     @property
     def groups(self) -> tuple[range, ...]:

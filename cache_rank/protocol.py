@@ -6,11 +6,13 @@ whose sizes follow from control messages alone. A step of R rows exchanges, for 
     up    per row and layer its queries, keys and values (R, L, Hq + 2 Hkv, D)
     down  header (R, 6) int64, slots (R, L, Hkv, C) int32, keys and values (R, L, Hkv, C, D)
 
-and a bulk shipment of n tokens is keys and values (2, layers, n, Hkv, D).
+and a bulk shipment of n tokens is keys and values (2, layers, n, Hkv, D). Tokens are in the dtype
+of the KV pool, and in a down message in the wire dtype.
 """
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import msgspec
@@ -19,7 +21,7 @@ from torch import Tensor
 
 from cache_rank.config import CacheRankConfig
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 NO_EPOCH = -1
 
 
@@ -156,48 +158,58 @@ class UpMessage:
 
 
 class DownMessage:
-    """Views into one packed down message: what changes in the slots of `rows` requests."""
+    """Views into one packed down message: what changes in the slots of `rows` requests.
+
+    Tokens travel decoded, in the wire dtype, even where they are held as codes: they are chosen one
+    by one, and each would need what its codes are relative to. That is a minimum and a scale for
+    each channel of a group of keys, or in some formats of values: of 128 channels at least 512
+    bytes, where the decoded key or value in bfloat16 is 256.
+
+    Attributes:
+        buffer: (bytes,) uint8.
+        header: (rows, 6) int64, see AnswerHeader.
+        slots: (rows, layers, Hkv, C) int32; -1 is padding, and comes last.
+        keys, values: (rows, layers, Hkv, C, D) in the wire dtype.
+    """
 
     def __init__(self, config: CacheRankConfig, layers: int, rows: int, buffer: Tensor) -> None:
-        """Lay the message out over `buffer`, (down_bytes,) uint8."""
-        model, capacity = config.model, config.delta_capacity
-        header_bytes = 8 * rows * len(AnswerHeader._fields)
-        slots_bytes = 4 * rows * layers * model.kv_heads * capacity
+        """Lay the message out over a buffer of its size."""
         self.buffer = buffer
-        self.header = buffer[:header_bytes].view(torch.int64).view(rows, -1)
-        self.slots = (
-            buffer[header_bytes : header_bytes + slots_bytes]
-            .view(torch.int32)
-            .view(rows, layers, model.kv_heads, capacity)
-        )
-        content = (rows, layers, model.kv_heads, capacity, model.head_dim)
-        start = _aligned(header_bytes + slots_bytes)
-        self.keys, self.values = _split(buffer[start:], model.torch_dtype, content, content)
+        views, start = [], 0
+        for part in self._parts(config, layers, rows):
+            views.append(buffer[start : start + part.bytes].view(part.dtype).view(part.shape))
+            start += part.aligned_bytes
+        self.header, self.slots, self.keys, self.values = views
+
+    @classmethod
+    def size(cls, config: CacheRankConfig, layers: int, rows: int) -> int:
+        """Bytes of the message."""
+        return sum(part.aligned_bytes for part in cls._parts(config, layers, rows))
 
     @staticmethod
-    def size(config: CacheRankConfig, layers: int, rows: int) -> int:
-        """Bytes of the message."""
-        model, capacity = config.model, config.delta_capacity
-        entries = rows * layers * model.kv_heads * capacity
-        head = _aligned(8 * rows * len(AnswerHeader._fields) + 4 * entries)
-        return head + 2 * entries * model.head_dim * model.torch_dtype.itemsize
+    def _parts(config: CacheRankConfig, layers: int, rows: int) -> tuple[_Part, ...]:
+        entries = (rows, layers, config.model.kv_heads, config.delta_capacity)
+        tokens = _Part(config.wire_torch_dtype, (*entries, config.model.head_dim))
+        header = _Part(torch.int64, (rows, len(AnswerHeader._fields)))
+        return header, _Part(torch.int32, entries), tokens, tokens
+
+
+class _Part(NamedTuple):
+    """One tensor of a message; the next begins at a multiple of 16 bytes, for wide loads."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def aligned_bytes(self) -> int:
+        return -(-self.bytes // 16) * 16
 
 
 def bulk_shape(config: CacheRankConfig, count: int) -> tuple[int, int, int, int, int]:
     """Shape of a bulk shipment of `count` tokens, in the dtype of the KV pool."""
     model = config.model
     return (2, model.layers, count, model.kv_heads, model.head_dim)
-
-
-def _aligned(size: int) -> int:
-    return -(-size // 16) * 16
-
-
-def _split(buffer: Tensor, dtype: torch.dtype, *shapes: tuple[int, ...]) -> list[Tensor]:
-    parts = []
-    start = 0
-    for shape in shapes:
-        stop = start + torch.Size(shape).numel() * dtype.itemsize
-        parts.append(buffer[start:stop].view(dtype).view(shape))
-        start = stop
-    return parts

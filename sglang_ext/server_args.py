@@ -111,6 +111,14 @@ class CacheRankServerArgs(ServerArgs):
             "halves what the cache rank reads in a step and takes a quarter more of its memory."
         ),
     ] = "resident"
+    wire_dtype: A[
+        Literal["bf16", "fp8"],
+        Arg(
+            help="How K and V travel back to the inference rank: bf16 is in the KV pool's own "
+            "dtype, even if that is another; fp8 is rounded to e4m3, which halves an answer where "
+            "steps wait for the link."
+        ),
+    ] = "bf16"
     max_sparse_requests: A[
         int,
         Arg(help="Requests that can be sparse at once; each reserves a working set of pool rows."),
@@ -250,6 +258,7 @@ _SHARED_FIELDS = (
     "delta_capacity",
     "kv_residency",
     "score_keys",
+    "wire_dtype",
     "recall_interval",
 )
 

@@ -128,7 +128,8 @@ class Residency(Protocol):
             rows: of the step.
             layers: which layers.
             entering: (R, len(layers), Hkv, C) int32 positions; -1 leaves its entry alone.
-            keys, values: (R, len(layers), Hkv, C, D), written in place.
+            keys, values: (R, len(layers), Hkv, C, D) in the pool's dtype or in float8_e4m3fn,
+                rounded from that; written in place.
         """
 
     def read(

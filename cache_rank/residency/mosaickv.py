@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
+from cache_rank_kernels.fp8.reference import convert
 from cache_rank_kernels.mosaickv.reference import decode, score_packed
 from torch import Tensor
 
@@ -175,7 +176,7 @@ class MosaicKVResidency:
                 entering[row, index, head, entry].to(torch.int64),
             )
             for out, part in zip((keys, values), found, strict=True):
-                out[row, index, head, entry] = part
+                out[row, index, head, entry] = convert(part, out.dtype)
 
     def read(
         self, pages: Tensor, slot: int, layers: range, positions: Tensor

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import torch
+from cache_rank_kernels.fp8.reference import round_to_fp8
 from torch import Tensor
-
-FP8_LARGEST = 448.0
 
 
 def append_step(
@@ -52,9 +51,7 @@ def append_step(
     key_pool[page.unsqueeze(-1), layer, :, offset] = keys.to(key_pool.dtype)
     value_pool[page.unsqueeze(-1), layer, :, offset] = values.to(value_pool.dtype)
     if score_pool is not None:
-        # Copied as bytes: torch indexes no 8-bit floats on CPU.
-        coarse = round_to_fp8(keys).view(torch.uint8)
-        score_pool.view(torch.uint8)[page.unsqueeze(-1), layer, :, offset] = coarse
+        score_pool[page.unsqueeze(-1), layer, :, offset] = round_to_fp8(keys)
 
 
 def load_tokens(
@@ -85,10 +82,4 @@ def load_tokens(
     key_pool[page, :, :, offset] = keys.to(key_pool.dtype)
     value_pool[page, :, :, offset] = values.to(value_pool.dtype)
     if score_pool is not None:
-        coarse = round_to_fp8(keys).view(torch.uint8)
-        score_pool.view(torch.uint8)[page, :, :, offset] = coarse
-
-
-def round_to_fp8(keys: Tensor) -> Tensor:
-    """To float8_e4m3fn, with what is out of its range at its largest number."""
-    return keys.float().clamp(-FP8_LARGEST, FP8_LARGEST).to(torch.float8_e4m3fn)
+        score_pool[page, :, :, offset] = round_to_fp8(keys)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from cache_rank_kernels.fp8.triton import round_to_fp8
 from torch import Tensor
 
 _BLOCK_ELEMENTS = 2048
@@ -106,18 +107,12 @@ def _append(
     is_key = (key_head >= 0) & (key_head < kv_heads)
     tl.store(key_pool + in_pool + dims, content, mask=is_key)
     if has_score_pool:
-        tl.store(score_pool + in_pool + dims, _to_fp8(content), mask=is_key)
+        tl.store(score_pool + in_pool + dims, round_to_fp8(content), mask=is_key)
 
     value_head = key_head - kv_heads
     in_pool = ((first_key + value_head) * page_tokens + position % page_tokens) * head_dim
     is_value = (value_head >= 0) & (value_head < kv_heads)
     tl.store(value_pool + in_pool + dims, content, mask=is_value)
-
-
-@triton.jit
-def _to_fp8(content):
-    largest: tl.constexpr = 448.0
-    return tl.clamp(content.to(tl.float32), -largest, largest).to(tl.float8e4nv)
 
 
 def load_tokens(
@@ -194,6 +189,6 @@ def _load(
     if part == 0:
         tl.store(key_pool + target, content, mask=is_token)
         if has_score_pool:
-            tl.store(score_pool + target, _to_fp8(content), mask=is_token)
+            tl.store(score_pool + target, round_to_fp8(content), mask=is_token)
     else:
         tl.store(value_pool + target, content, mask=is_token)

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import torch
+from cache_rank_kernels.fp8.reference import convert
 from cache_rank_kernels.score.reference import ScoreWorkspace
 from torch import Tensor
 
@@ -163,8 +164,9 @@ def gather_codes(
         positions: (R,) int32 of the step.
         first_layer: of the L layers.
         entering: (R, L, Hkv, C) int32 token positions; negative is padding.
-        out_keys, out_values: (R, L, Hkv, C, D) in the dtype of the rings, written in place; entries
-            of padding and of skipped rows keep what they hold.
+        out_keys, out_values: (R, L, Hkv, C, D) in the dtype of the rings, or rounded from that to
+            float8_e4m3fn; written in place; entries of padding and of skipped rows keep what they
+            hold.
     """
     used = (entering >= 0) & (slots >= 0).view(-1, 1, 1, 1)
     row, layer, head, entry = used.nonzero(as_tuple=True)
@@ -174,7 +176,7 @@ def gather_codes(
     slot = slots[row].to(torch.int64)
     found = read_tokens(tokens, page, slot, layer + first_layer, head, position, resident)
     for out, part in zip((out_keys, out_values), found, strict=True):
-        out[row, layer, head, entry] = part
+        out[row, layer, head, entry] = convert(part, out.dtype)
 
 
 def read_tokens(

@@ -15,6 +15,7 @@ from typing import Any
 import triton
 import triton.language as tl
 from cache_rank_kernels.coded.reference import CodedTokens
+from cache_rank_kernels.fp8.triton import convert
 from torch import Tensor
 
 _GATHERED_ELEMENTS = 2048
@@ -209,7 +210,7 @@ def store_gathered(
     source = in_ring[:, None] * HEAD_DIM + dims[None, :]
     newest = tl.load(ring + source, mask=(used & ~is_coded)[:, None], other=0.0)
     decoded = tl.clamp(decoded, -largest, largest).to(newest.dtype)
-    content = tl.where(is_coded[:, None], decoded, newest)
+    content = convert(tl.where(is_coded[:, None], decoded, newest), out.dtype.element_ty)
     tl.store(out + target[:, None] * HEAD_DIM + dims[None, :], content, mask=used[:, None])
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from cache_rank_kernels.fp8.triton import convert
 from torch import Tensor
 
 _BLOCK_ELEMENTS = 2048
@@ -90,5 +91,5 @@ def _gather(
     used = used[:, None]
     key = tl.load(key_pool + source, mask=used)
     value = tl.load(value_pool + source, mask=used)
-    tl.store(out_keys + target, key, mask=used)
-    tl.store(out_values + target, value, mask=used)
+    tl.store(out_keys + target, convert(key, out_keys.dtype.element_ty), mask=used)
+    tl.store(out_values + target, convert(value, out_values.dtype.element_ty), mask=used)

@@ -125,7 +125,7 @@ def gather_codes(
         fractions_of_levels(_codec(tokens).alpha, slots.device),
         first_layer,
         page_table.stride(0),
-        torch.finfo(out_keys.dtype).max,
+        torch.finfo(tokens.rings[0].dtype).max,
         **sharing,
         **layout_constants(tokens),
         CHUNK=CHUNK,

@@ -100,7 +100,7 @@ def gather_codes(
         out_values,
         first_layer,
         page_table.stride(0),
-        torch.finfo(out_keys.dtype).max,
+        torch.finfo(tokens.rings[0].dtype).max,
         **sharing,
         **layout_constants(tokens),
         enable_fp_fusion=False,

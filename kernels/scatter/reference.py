@@ -66,7 +66,7 @@ def scatter_step(
         expected: (R, 4) int64.
         entering_slots: (R, L, Hkv, C) int32, the slot of each token; negative is padding, and comes
             last.
-        keys, values: (R, L, Hkv, C, D).
+        keys, values: (R, L, Hkv, C, D) in any float dtype, 8 bit included.
         applied: (R,) integers, written in place: 1 if the row was applied, else 0.
         accepts: (1,) int32; no row is applied when it is 0.
     """

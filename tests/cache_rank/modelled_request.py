@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from cache_rank_kernels.append.reference import round_to_fp8
+from cache_rank_kernels.fp8.reference import convert, round_to_fp8
 from torch import Tensor
 
 from cache_rank.config import CacheRankConfig
@@ -73,6 +73,5 @@ class Request:
                     (self.keys, self.reference.keys),
                     (self.values, self.reference.values),
                 ):
-                    assert torch.equal(
-                        held[layer, head, : self.filled], source[layer][head, chosen]
-                    )
+                    shipped = convert(source[layer][head, chosen], self.config.wire_torch_dtype)
+                    assert torch.equal(held[layer, head, : self.filled], shipped.to(held.dtype))

@@ -54,6 +54,13 @@ def test_accepts_zero_where_it_means_none(name: str) -> None:
     assert getattr(small_config(**{name: 0}), name) == 0
 
 
+def test_refuses_checksums_of_tokens_that_are_rounded() -> None:
+    assert small_config(wire_dtype="fp8").wire_torch_dtype == torch.float8_e4m3fn
+    assert small_config(MHA, checksum=True).wire_torch_dtype == torch.float32
+    with pytest.raises(ValueError, match="wire_dtype fp8: checksums compare tokens bit for bit"):
+        small_config(wire_dtype="fp8", checksum=True)
+
+
 def test_refuses_a_dtype_that_no_pool_has() -> None:
     with pytest.raises(ValueError, match="dtype int8 is not one of float32, bfloat16, float16"):
         msgspec.structs.replace(GQA, dtype="int8")

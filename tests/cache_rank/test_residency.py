@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import msgspec
 import pytest
 import torch
-from cache_rank_kernels.append.reference import round_to_fp8
+from cache_rank_kernels.fp8.reference import convert, round_to_fp8
 from cache_rank_kernels.score.reference import score_tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -254,20 +254,22 @@ def two_on_one(name: str, left: Tokens, right: Tokens) -> tuple[Held, Held]:
 
 
 @every_format
-def test_gather_leaves_padding_and_refused_rows_alone(name: str) -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
+def test_gather_leaves_padding_and_refused_rows_alone(name: str, dtype: torch.dtype) -> None:
     left, right = two_on_one(name, Tokens.sample(400), Tokens.sample(300, seed=1))
     layers = range(1, 3)
     entering = torch.tensor([5, -1, 299, -1], dtype=torch.int32).expand(3, 2, 2, -1).contiguous()
     shape = (*entering.shape, left.tokens.model.head_dim)
-    keys, values = (torch.full(shape, 7.0, dtype=left.tokens.model.torch_dtype) for _ in range(2))
+    keys, values = (torch.full(shape, 7.0, dtype=dtype) for _ in range(2))
     rows = rows_of([left, right, right], [399, 299, 299], refused=(1,))
     left.residency.gather(rows, layers, entering, keys, values)
     for part, read in ((keys, 0), (values, 1)):
-        assert (part[:, :, :, [1, 3]] == 7).all()
-        assert (part[1] == 7).all()
+        assert (part[:, :, :, [1, 3]].float() == 7).all()
+        assert (part[1].float() == 7).all()
         for row, held in ((0, left), (2, right)):
             expected = held.read(layers, entering[row, :, :, [0, 2]].to(torch.int64))[read]
-            assert torch.equal(part[row, :, :, [0, 2]], expected)
+            assert expected.dtype == left.tokens.model.torch_dtype == torch.bfloat16
+            assert torch.equal(part[row, :, :, [0, 2]], convert(expected, dtype))
 
 
 @every_lossless_format

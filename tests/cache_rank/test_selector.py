@@ -157,6 +157,15 @@ def test_scoring_by_a_copy_of_the_keys_changes_nothing_else(model: str) -> None:
         served.decode(requests)
 
 
+@pytest.mark.parametrize("model", MODELS)
+def test_tokens_shipped_in_8_bits_are_the_same_tokens_rounded(model: str) -> None:
+    served = Served(small_config(MODELS[model], wire_dtype="fp8"))
+    requests = [served.arrive(epoch + 1, prompt) for epoch, prompt in enumerate(PROMPTS)]
+    for _ in range(8):
+        served.decode(requests)
+    assert max(request.filled for request in requests) == served.config.sparse_budget
+
+
 def assert_refused(answers: Sequence[DownMessage], row: int) -> None:
     for answer in answers:
         assert (answer.header[row] == NO_EPOCH).all()

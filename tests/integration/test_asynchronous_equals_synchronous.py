@@ -21,7 +21,10 @@ STEPS = 240
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One predictor on one kind of model; between them all head layouts and both modes occur."""
+    """One predictor on one kind of model; between them all head layouts and both modes occur.
+
+    What is selected follows from what the cache rank holds, however it travels back.
+    """
 
     predictor: str
     frame: str
@@ -29,6 +32,7 @@ class Case:
     heads: int
     kv_heads: int
     inference_kv: str
+    wire_dtype: str = "bf16"
 
     def __str__(self) -> str:
         return f"{self.predictor}-{self.frame}-{self.family}-{self.heads}-{self.kv_heads}"
@@ -37,7 +41,7 @@ class Case:
 CASES = [
     Case("last", "post", "llama", 4, 4, "full"),
     Case("ema", "pre", "qwen3", 4, 1, "working-set"),
-    Case("spade", "post", "qwen3", 4, 2, "full"),
+    Case("spade", "post", "qwen3", 4, 2, "full", wire_dtype="fp8"),
     Case("ridge", "pre", "llama", 4, 2, "working-set"),
 ]
 
@@ -54,7 +58,7 @@ def test_selections_equal_the_synchronous_reference(
         *("--sparse-threshold", "120", "--sparse-budget", str(budget)),
         *("--delta-capacity", str(capacity), "--selection-margin", str(margin)),
         *("--query-predictor", case.predictor, "--query-frame", case.frame),
-        *("--inference-kv", case.inference_kv),
+        *("--inference-kv", case.inference_kv, "--wire-dtype", case.wire_dtype),
     ]
     with serve(arguments, {RECORD_VARIABLE: str(tmp_path)}) as server:
         # Of different lengths, so that requests turn sparse and end at different steps.

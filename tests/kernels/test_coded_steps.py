@@ -8,6 +8,7 @@ import pytest
 import torch
 from cache_rank_kernels.coded import reference
 from cache_rank_kernels.coded.reference import CodedTokens
+from cache_rank_kernels.fp8.reference import round_to_fp8
 from cache_rank_kernels.score import triton as score
 from coded_cases import (
     FORMATS,
@@ -123,11 +124,16 @@ def test_triton_gathers_what_the_reference_gathers(
     found = []
     for gather_codes in (reference.gather_codes, held_as.triton.gather_codes):
         shape = (*entering.shape, head_dim_of(tokens))
-        outs = [torch.full(shape, 7.0, dtype=dtype, device=device) for _ in range(2)]
-        gather_codes(tokens, *rows, 1, entering, *outs)
-        found.append(torch.stack(outs))
-    assert torch.equal(*found)
-    assert found[0].isfinite().all()
+        for shipped_as in (dtype, torch.float8_e4m3fn):
+            outs = [torch.full(shape, 7.0, dtype=shipped_as, device=device) for _ in range(2)]
+            gather_codes(tokens, *rows, 1, entering, *outs)
+            found.append(torch.stack(outs))
+    as_held, rounded, *by_triton = found
+    assert torch.equal(as_held, by_triton[0])
+    assert as_held.isfinite().all()
+    expected = round_to_fp8(as_held).view(torch.uint8)
+    assert torch.equal(rounded.view(torch.uint8), expected)
+    assert torch.equal(by_triton[1].view(torch.uint8), expected)
     assert (found[0][:, entering < 0] == 7.0).all()
     assert (found[0][:, 1] == 7.0).all()
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from cache_rank_kernels.coded import reference
 from cache_rank_kernels.coded.reference import CodedTokens
+from cache_rank_kernels.fp8.reference import round_to_fp8
 from cache_rank_kernels.hack import triton
 from cache_rank_kernels.hack.reference import GROUP, HackCodec
 from cache_rank_kernels.score import triton as score
@@ -181,13 +182,19 @@ def test_triton_gathers_what_the_reference_gathers(
     rows = (table[[2, 1, 0, 3]], on(device, 2, -1, 0, 3), positions)
     found = []
     for gather_codes in (reference.gather_codes, triton.gather_codes):
-        outs = torch.full((2, *entering.shape, head_dim), 7.0, dtype=dtype, device=device)
-        gather_codes(tokens, *rows, 1, entering, outs[0], outs[1])
-        found.append(outs)
-    assert torch.equal(*found)
-    assert found[0].isfinite().all()
-    assert (found[0][:, entering < 0] == 7.0).all()
-    assert (found[0][:, 1] == 7.0).all()
+        for shipped_as in (dtype, torch.float8_e4m3fn):
+            shape = (2, *entering.shape, head_dim)
+            outs = torch.full(shape, 7.0, dtype=shipped_as, device=device)
+            gather_codes(tokens, *rows, 1, entering, outs[0], outs[1])
+            found.append(outs)
+    as_held, rounded, *by_triton = found
+    assert torch.equal(as_held, by_triton[0])
+    assert as_held.isfinite().all()
+    assert (as_held[:, entering < 0] == 7.0).all()
+    assert (as_held[:, 1] == 7.0).all()
+    expected = round_to_fp8(as_held).view(torch.uint8)
+    assert torch.equal(rounded.view(torch.uint8), expected)
+    assert torch.equal(by_triton[1].view(torch.uint8), expected)
 
 
 @pytest.mark.parametrize("exact", [False, True], ids=["on codes", "exact"])

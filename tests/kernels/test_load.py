@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from cache_rank_kernels.append import reference, triton
+from cache_rank_kernels.fp8.reference import round_to_fp8
 from cache_rank_kernels.score import reference as score_reference
 from cache_rank_kernels.score import triton as score_triton
 
@@ -104,7 +105,7 @@ def test_append_keeps_the_copy_beside_the_keys(device: torch.device) -> None:
 def test_scores_by_the_copy_equal_scores_by_the_same_keys_in_full_precision() -> None:
     generator = torch.Generator("cuda").manual_seed(0)
     pool = torch.randn((8, 2, 8, 256, 128), generator=generator, device="cuda")
-    coarse = reference.round_to_fp8(pool)
+    coarse = round_to_fp8(pool)
     queries = torch.randn((2, 2, 32, 128), generator=generator, device="cuda")
     table = torch.arange(8, device="cuda", dtype=torch.int32).view(2, 4)
     slots = torch.tensor([0, 1], device="cuda", dtype=torch.int32)

@@ -11,8 +11,10 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
+from cache_rank_kernels.fp8.reference import convert
 from torch import Tensor
 
 from cache_rank.config import CacheRankConfig, ModelShape
@@ -208,11 +210,15 @@ class InferenceSide:
                 assert (tokens >= 0).all()
                 for buffers in (self.keys, self.values):
                     held = buffers[layer][first : first + sequence.filled, head]
-                    assert torch.equal(held, buffers[layer][request.first_row + tokens, head])
+                    source = buffers[layer][request.first_row + tokens, head]
+                    shipped = convert(source, self.config.wire_torch_dtype)
+                    assert torch.equal(held, shipped.to(held.dtype))
 
 
-def test_slots_hold_what_the_cache_rank_chose() -> None:
-    side = InferenceSide()
+@pytest.mark.parametrize("wire", ["bf16", "fp8"])
+def test_slots_hold_what_the_cache_rank_chose(wire: str) -> None:
+    checksum = CONFIG.checksum and wire == "bf16"
+    side = InferenceSide(msgspec.structs.replace(CONFIG, wire_dtype=wire, checksum=checksum))
     first, second = side.arrive(40), side.arrive(25)
     batches: list[list[Decoding | None]] = [
         [first, second],

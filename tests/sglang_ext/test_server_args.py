@@ -716,6 +716,7 @@ def test_the_config_of_the_cache_rank_carries_the_flags(monkeypatch: pytest.Monk
         "delta_capacity": 13,
         "kv_residency": "bf16",
         "score_keys": "fp8",
+        "wire_dtype": "bf16",
         "recall_interval": 17,
     }
     flags = [
@@ -730,6 +731,19 @@ def test_the_config_of_the_cache_rank_carries_the_flags(monkeypatch: pytest.Monk
     assert (config.model, config.max_rows, config.checksum) == (model, 6, False)
     monkeypatch.setenv(CHECKSUM_VARIABLE, "1")
     assert args.cache_rank_config(model, max_rows=6).checksum
+
+
+def test_checksums_of_rounded_tokens_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = server_args.ModelShape(1, 1, 1, 8, "bfloat16", 1.0)
+    config = parse_server_args(["--wire-dtype", "fp8"]).cache_rank_config(model, max_rows=6)
+    assert config.wire_torch_dtype == torch.float8_e4m3fn
+    monkeypatch.setenv(CHECKSUM_VARIABLE, "1")
+    message = (
+        "--wire-dtype fp8: checksums compare tokens bit for bit, and shipped ones are rounded; use "
+        "bf16, or no checksums."
+    )
+    with pytest.raises(UnsupportedError, match=f"^{re.escape(message)}$"):
+        parse_server_args(["--wire-dtype", "fp8"])
 
 
 def test_options_of_the_residency_are_numbers_where_they_can_be() -> None:
@@ -766,6 +780,7 @@ class Misspelled:
         Misspelled("--query-frame middle", "--query-frame: invalid choice: 'middle'"),
         Misspelled("--inference-kv none", "--inference-kv: invalid choice: 'none'"),
         Misspelled("--score-keys fp3", "--score-keys: invalid choice: 'fp3'"),
+        Misspelled("--wire-dtype float8", "--wire-dtype: invalid choice: 'float8'"),
         Misspelled("--trace-steps few", "--trace-steps: invalid int value: 'few'"),
         Misspelled("--kv-residency fp3", "--kv-residency: invalid choice: 'fp3'"),
         Misspelled(

@@ -1,0 +1,67 @@
+"""On the real engine, a residency format changes decode by its error and by nothing else."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from workload import SMALL_CACHE_RANK, random_prompts
+
+from scripts.serving import log_probabilities, serve
+from sglang_ext.refusals import ALLOW_LARGE_BUDGET_VARIABLE
+
+NEW_TOKENS = 120
+PROMPTS = random_prompts([900, 700])
+DENSE = {"sampling_params": {"custom_params": {"cache_rank": False}}}
+
+
+class Format(NamedTuple):
+    """A format, and what its errors may do to a log-probability on average."""
+
+    name: str
+    options: str
+    most: float
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.options}".strip()
+
+
+FORMATS = [
+    Format("bf16", "", 1e-5),
+    Format("lynx", "", 2e-3),
+    Format("quantspec", "", 3e-3),
+    Format("hack", "bits=4", 3e-2),
+    Format("mosaickv", "", 1e-1),
+]
+
+
+@pytest.mark.parametrize("held", FORMATS, ids=str)
+def test_log_probabilities_differ_by_the_error_of_the_format(
+    held: Format, random_model: Callable[..., Path]
+) -> None:
+    """Every token is selected, so nothing but how it is held sets sparse decode apart."""
+    flags = [
+        *SMALL_CACHE_RANK,
+        *("--model-path", str(random_model()), "--skip-tokenizer-init"),
+        *("--sparse-threshold", "500", "--sparse-budget", "1400", "--delta-capacity", "128"),
+        *("--kv-residency", held.name),
+    ]
+    if held.options:
+        flags += ["--kv-residency-options", held.options]
+    with serve(flags, {ALLOW_LARGE_BUDGET_VARIABLE: "1"}) as server:
+        dense = server.generate_all(PROMPTS, NEW_TOKENS, return_logprob=True, **DENSE)
+        found = server.generate_all(PROMPTS, NEW_TOKENS, return_logprob=True)
+    differences = []
+    for ours, theirs in zip(found, dense, strict=True):
+        assert ours["meta_info"]["cache_rank"]["sparse_steps"] > 80
+        # The texts part where the two best tokens are closer than the error.
+        pairs = zip(ours["output_ids"], theirs["output_ids"], strict=True)
+        same = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
+        sides = log_probabilities(ours)[:same], log_probabilities(theirs)[:same]
+        differences += [abs(one - other) for one, other in zip(*sides, strict=True)]
+    assert len(differences) > 50
+    assert statistics.mean(differences) <= held.most
