@@ -157,6 +157,18 @@ def note_not_finite(
 
 
 @triton.jit
+def quotient(numerator, denominator):
+    """The float32 quotient, and 0 where the denominator is 0: there all elements are the same."""
+    return tl.where(denominator == 0.0, 0.0, tl.div_rn(numerator, denominator))
+
+
+@triton.jit
+def nearest_integers(numbers):
+    """Float32 below 2^22 to the nearest integers, half to even."""
+    return (numbers + 12582912.0) - 12582912.0
+
+
+@triton.jit
 def is_finite(numbers):
     """Of float32."""
     return tl.abs(numbers) < float("inf")

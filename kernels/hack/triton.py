@@ -21,7 +21,9 @@ from cache_rank_kernels.coded.triton import (
     is_finite,
     layout_constants,
     load_group,
+    nearest_integers,
     note_not_finite,
+    quotient,
     store_gathered,
     tokens_to_gather,
 )
@@ -171,17 +173,6 @@ def _code_constants(tokens: CodedTokens) -> dict[str, Any]:
 
 
 @triton.jit
-def _rounded(numbers):
-    """Float32 below 2^22 to the nearest integers, half to even."""
-    return (numbers + 12582912.0) - 12582912.0
-
-
-@triton.jit
-def _quotient(numerator, denominator):
-    return tl.where(denominator == 0.0, 0.0, tl.div_rn(numerator, denominator))
-
-
-@triton.jit
 def _mixed(state):
     """uint32, scrambled as by the reference."""
     for _ in tl.static_range(2):
@@ -226,9 +217,9 @@ def _encode_partitions(
     largest = tl.max(exact, axis=AXIS, keep_dims=True)
     stored = tl.div_rn(largest - minimum, most * 1.0).to(scales.dtype.element_ty)
     scale = stored.to(tl.float32)
-    offset = _quotient(exact - minimum, scale)
+    offset = quotient(exact - minimum, scale)
     if SEED is None:
-        rounded = _rounded(offset)
+        rounded = nearest_integers(offset)
     else:
         rounded = tl.floor(offset + _uniform(place, minimum, scale, exact, SEED))
     codes = tl.clamp(rounded, 0.0, most * 1.0).to(tl.int32)
@@ -540,7 +531,7 @@ def _asm(INSTRUCTIONS: tl.constexpr, packed):
 @triton.jit
 def _query_codes(query, minimum, scale):
     """8-bit codes of queries, float32 in [0, 255], by the formulas of the reference."""
-    return tl.clamp(_rounded(tl.div_rn(query - minimum, scale)), 0.0, 255.0)
+    return tl.clamp(nearest_integers(tl.div_rn(query - minimum, scale)), 0.0, 255.0)
 
 
 @triton.jit

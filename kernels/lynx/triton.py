@@ -33,6 +33,7 @@ from cache_rank_kernels.coded.triton import (
     note_not_finite,
     power_below,
     query_digits,
+    quotient,
     store_gathered,
     sum_of_digits,
     tokens_to_gather,
@@ -254,11 +255,6 @@ def _anchor_instructions(alpha: float) -> str:
 
 
 @triton.jit
-def _quotient(numerator, denominator):
-    return tl.where(denominator == 0.0, 0.0, tl.div_rn(numerator, denominator))
-
-
-@triton.jit
 def _sum_of_chunks(chunks, COUNT: tl.constexpr, CHUNK: tl.constexpr, CHANNELS: tl.constexpr):
     """Sums of (COUNT, CHUNK, CHANNELS) over each chunk, by halves, as the reference adds."""
     half: tl.constexpr = CHUNK // 2
@@ -304,7 +300,7 @@ def _encode_channels(
     span = tl.max(page, axis=0) - minimum
     tl.store(minimums + group * HEAD_DIM + channel, minimum)
     tl.store(spans + group * HEAD_DIM + channel, span)
-    normalized = _quotient(page - minimum[None, :], span[None, :])
+    normalized = quotient(page - minimum[None, :], span[None, :])
     chunks = tl.reshape(normalized, (count, CHUNK, CHANNELS))
     mean = (_sum_of_chunks(chunks, count, CHUNK, CHANNELS) * (1 / CHUNK)).to(tl.float16)
     centred = chunks - mean.to(tl.float32)[:, None, :]
@@ -312,7 +308,7 @@ def _encode_channels(
     at = (group * count + tl.arange(0, count))[:, None] * HEAD_DIM + channel[None, :]
     tl.store(means + at, mean)
     tl.store(spreads + at, spread)
-    level = _level_of(_quotient(tl.abs(centred), spread.to(tl.float32)[:, None, :]), boundaries)
+    level = _level_of(quotient(tl.abs(centred), spread.to(tl.float32)[:, None, :]), boundaries)
     magnitude = (level + 7) >> 4
     anchor = tl.where(centred < 0.0, -magnitude - 1, magnitude)
     residual = 16 * magnitude - level

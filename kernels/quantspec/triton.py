@@ -25,9 +25,11 @@ from cache_rank_kernels.coded.triton import (
     layout_constants,
     load_group,
     load_query_half,
+    nearest_integers,
     note_not_finite,
     power_below,
     query_digits,
+    quotient,
     store_gathered,
     sum_of_digits,
     tokens_to_gather,
@@ -154,23 +156,12 @@ def score_codes(
 
 
 @triton.jit
-def _rounded(numbers):
-    """Float32 below 2^22 to the nearest integers, half to even."""
-    return (numbers + 12582912.0) - 12582912.0
-
-
-@triton.jit
-def _quotient(numerator, denominator):
-    return tl.where(denominator == 0.0, 0.0, tl.div_rn(numerator, denominator))
-
-
-@triton.jit
 def _nibbles(exact, scale, zero):
     """Upper and lower codes, float32 like `exact`, by the formulas of the reference."""
     offset = exact - zero
-    upper = tl.clamp(_rounded(_quotient(offset, scale)), 0.0, 15.0)
-    lower = _quotient(offset - scale * upper, scale * 0.0625)
-    return upper, tl.clamp(_rounded(lower), -8.0, 7.0)
+    upper = tl.clamp(nearest_integers(quotient(offset, scale)), 0.0, 15.0)
+    lower = quotient(offset - scale * upper, scale * 0.0625)
+    return upper, tl.clamp(nearest_integers(lower), -8.0, 7.0)
 
 
 @triton.jit

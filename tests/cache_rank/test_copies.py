@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cache_rank.copies import Readback, upload
+from cache_rank.copies import Readback, StepNumbers, upload
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -79,3 +79,25 @@ def test_a_later_tensor_takes_the_place_of_one_that_was_not_read(device: torch.d
     value = readback.value()
     assert value is not None
     assert value.tolist() == [8, 9]
+
+
+def test_numbers_of_a_step_are_always_at_the_same_place(device: torch.device) -> None:
+    numbers = StepNumbers(5, device)
+    place = numbers.on_device.data_ptr()
+    numbers.upload([1, -2, 2**40])
+    assert numbers.on_device.tolist() == [1, -2, 2**40, 0, 0]
+    numbers.upload([9])
+    assert numbers.on_device.tolist() == [9, -2, 2**40, 0, 0]
+    assert numbers.on_device.data_ptr() == place
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_uploads_into_memory_lie_at_the_same_places() -> None:
+    device = torch.device("cuda")
+    memory = torch.empty(4096, dtype=torch.uint8, device=device)
+    first = upload(TENSORS, device, memory)
+    again = upload(TENSORS, device, memory)
+    for one, other, given in zip(first, again, TENSORS, strict=True):
+        assert one.data_ptr() == other.data_ptr()
+        torch.testing.assert_close(other.cpu(), given, rtol=0, atol=0, equal_nan=True)

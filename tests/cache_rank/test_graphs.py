@@ -1,0 +1,62 @@
+"""Captured work does what the action does, from whatever its memory holds when it is replayed."""
+
+import pytest
+import torch
+
+from cache_rank.graphs import Captures
+
+
+class Doubled:
+    """An action on memory that stays where it is, which counts how often it runs on the host."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.given = torch.zeros(4, device=device)
+        self.out = torch.zeros(4, device=device)
+        self.runs = 0
+
+    def __call__(self) -> torch.Tensor:
+        self.runs += 1
+        torch.mul(self.given, 2, out=self.out)
+        return self.out
+
+
+def check(captures: Captures, action: Doubled, key: str, value: float) -> None:
+    action.given.fill_(value)
+    assert captures.run(key, action) is action.out
+    assert action.out.tolist() == [2 * value] * 4
+
+
+def test_on_a_cpu_every_call_is_the_action() -> None:
+    captures, action = Captures(torch.device("cpu")), Doubled(torch.device("cpu"))
+    for turn in range(4):
+        check(captures, action, "doubled", turn)
+    captures.clear()
+    assert action.runs == 4
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_on_a_gpu_the_action_runs_once_is_captured_and_then_replayed() -> None:
+    captures, action = Captures(torch.device("cuda")), Doubled(torch.device("cuda"))
+    for turn in range(5):
+        check(captures, action, "doubled", turn)
+    assert action.runs == 2
+
+    other = Doubled(torch.device("cuda"))
+    check(captures, other, "other", 7)
+    assert (other.runs, action.runs) == (1, 2)
+
+    captures.clear()
+    for turn in range(3):
+        check(captures, action, "doubled", turn)
+    assert action.runs == 4
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_graph_is_replayed_on_the_stream_that_asks() -> None:
+    captures, action = Captures(torch.device("cuda")), Doubled(torch.device("cuda"))
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for turn in range(4):
+            check(captures, action, "doubled", turn)
