@@ -64,7 +64,7 @@ class StepPlan:
 
     Attributes:
         attended_lengths: per batch row, tokens that layers over the working-set table attend to.
-        lengths: the same on the device of the model, (max batch,) int64, 1 beyond the batch.
+        lengths: the same, int64, on the device of the model; on a GPU (max batch,), 1 beyond it.
         rows: the exchanged requests.
         sparse: the sparse requests among them.
         shipping: requests whose prompt is being shipped, and their length.
@@ -128,9 +128,7 @@ class InferenceRank:
             self._max_batch += GRAPH_PADDING
         # In this order: the gate's step numbers, exchange rows, lengths, and the table's advance.
         self._numbers = StepNumbers(GATE_NUMBERS + 4 * self._max_batch, self.device)
-        self._lengths = self._numbers.on_device[GATE_NUMBERS + self._max_batch :][: self._max_batch]
-        self._unit_lengths, self._nobody = [1] * self._max_batch, [-1] * self._max_batch
-        self._numbers.upload([*[0] * GATE_NUMBERS, *self._nobody, *self._unit_lengths])
+        self._numbers.upload([*[0] * GATE_NUMBERS, *[-1] * self._max_batch])
         self._req_to_token = pools.req_to_token
         self._allocator = pools.allocator
         first_reserve_row = pools.keys[0].shape[0] - reserve_rows(args)
@@ -192,22 +190,17 @@ class InferenceRank:
     def _upload(self, plan: StepPlan, advance: tuple[list[int], list[int]]) -> None:
         """Bring what the step's kernels read to the device, in one copy."""
         count = len(plan.attended_lengths)
-        exchanged = self._nobody.copy()
+        # A captured graph may be for more rows than there are, and reads at fixed places.
+        batch = self._max_batch if self.device.type == "cuda" else count
+        exchanged = [-1] * batch
         for index, row in enumerate(plan.rows):
             exchanged[row.batch_index] = index
-        self._numbers.upload(
-            [
-                *self.gate.plan_step(bool(plan.rows)),
-                *exchanged,
-                *plan.attended_lengths,
-                *self._unit_lengths[count:],
-                *advance[0],
-                *advance[1],
-            ]
-        )
-        plan.lengths = self._lengths
-        first = GATE_NUMBERS + 2 * self._max_batch
-        self.table.advance(*self._numbers.on_device[first : first + 2 * count].split(count))
+        lengths = plan.attended_lengths + [1] * (batch - count)
+        steps = self.gate.plan_step(bool(plan.rows))
+        self._numbers.upload([*steps, *exchanged, *lengths, *advance[0], *advance[1]])
+        after_rows = self._numbers.on_device[GATE_NUMBERS + batch :]
+        plan.lengths, advance_numbers = after_rows[:batch], after_rows[batch:]
+        self.table.advance(advance_numbers[:count], advance_numbers[count : 2 * count])
 
     def announce_step(self, plan: StepPlan) -> None:
         """Tell the cache rank which requests the step exchanges."""

@@ -57,27 +57,24 @@ def test_sinks_are_copied_into_the_block_and_nowhere_else(sinks: int) -> None:
         assert torch.equal(buffer, expected)
 
 
-def test_a_step_brings_lengths_and_exchanged_rows_to_the_device() -> None:
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_step_brings_lengths_and_exchanged_rows_to_the_device(device: str) -> None:
+    """A captured graph, on a GPU, reads rows beyond those of the batch."""
     numbers = StepNumbers(2 + 4 * 6, CPU)
     rank = rank_of(
-        table=Mock(),
-        gate=Mock(),
-        _unit_lengths=[1] * 6,
-        _nobody=[-1] * 6,
-        _max_batch=6,
-        _numbers=numbers,
-        _lengths=numbers.on_device[8:14],
+        device=torch.device(device), table=Mock(), gate=Mock(), _max_batch=6, _numbers=numbers
     )
     rank.gate.plan_step.return_value = (7, 8)
     plan = StepPlan([9, 4, 7], torch.empty(0), [], [], [])
     plan.rows = [ExchangeRow(sequence_of(), index, 5, 0) for index in (2, 0)]
     rank._upload(plan, ([1, 2, 3], [4, 5, 6]))
-    assert plan.lengths.tolist() == [9, 4, 7, 1, 1, 1]
+    padding = 3 if device == "cuda" else 0
+    assert plan.lengths.tolist() == [9, 4, 7] + [1] * padding
     ((sources, targets), _) = rank.table.advance.call_args
     assert sources.tolist() == [1, 2, 3]
     assert targets.tolist() == [4, 5, 6]
     rank.gate.plan_step.assert_called_once_with(True)
-    assert numbers.on_device[:8].tolist() == [7, 8, 1, -1, 0, -1, -1, -1]
+    assert numbers.on_device[: 5 + padding].tolist() == [7, 8, 1, -1, 0] + [-1] * padding
 
 
 # Tokens that the working set covers.
