@@ -9,8 +9,8 @@ import torch
 
 Result = TypeVar("Result")
 
-MOST_GRAPHS = 4096
-"""When there are more, all are dropped: some key changes that should not."""
+MOST_KEYS = 4096
+"""When there are more, all graphs are dropped: some key changes that should not."""
 
 
 def capture(action: Callable[[], Any]) -> torch.cuda.CUDAGraph:
@@ -55,10 +55,10 @@ class Captures:
             graph.replay()
             return result
         if key not in self._seen:
+            if len(self._seen) >= MOST_KEYS:
+                self.clear()
             self._seen.add(key)
             return action()
-        if len(self._graphs) >= MOST_GRAPHS:
-            self.clear()
         results: list[Result] = []
         graph = capture(lambda: results.append(action()))
         self._graphs[key] = (graph, results[0])

@@ -44,7 +44,7 @@ _PAGES_ROUNDING = 16
 """On a GPU, the pages of a step are rounded up to so many, so that graphs serve many steps."""
 
 _STEP_BYTES = 1024
-"""At least what a row of a step uploads beside its pages."""
+"""More than a row of a step uploads beside its pages."""
 
 
 class SelectorStep(NamedTuple):
