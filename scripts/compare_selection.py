@@ -32,7 +32,7 @@ from cache_rank.protocol import DownMessage, Row, UpMessage
 from cache_rank.recording import RECORD_VARIABLE
 from cache_rank.selector import Selector
 from cache_rank.timeline import Timeline
-from scripts.pointer_chase import make_chain
+from evaluation.tasks.pointer_chase import make_chain
 from scripts.serving import serve
 from sglang_ext.server_args import BUNDLED_MODEL
 
@@ -99,9 +99,12 @@ def replay(config: CacheRankConfig, events: list[dict[str, Any]]) -> Iterator[St
             scores = selector.score(step, 0, timeline)
             selector.answer(step, 0, scores, down, timeline)
             selector.end_step(step)
-            measured = selector.recall.value()
-            if warm and measured is not None:
-                recall, mass = measured.tolist()
+            if warm:
+                (measured,) = selector.recall.take()
+                recall, mass = (
+                    torch.tensor(by_head).mean().item()
+                    for by_head in (measured.recall, measured.attention_mass)
+                )
                 entering = (down.slots >= 0).sum(-1)
                 yield StepResult(recall, mass, float(entering.float().mean()), int(entering.max()))
 

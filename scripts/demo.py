@@ -19,7 +19,7 @@ from openai import OpenAI
 from rich.console import Console
 from rich.table import Table
 
-from scripts.pointer_chase import PointerChase, make_chain
+from evaluation.tasks.pointer_chase import PointerChase, make_chain
 from scripts.serving import Server
 
 SINKS, RECENT, BUDGET = 4, 16, 40

@@ -1,8 +1,9 @@
 """Train a tiny Qwen3 model on the restated pointer chase, export it and evaluate the export.
 
 The result is a Hugging Face directory which SGLang serves like any Qwen3 checkpoint, small enough
-to be bundled: it answers problems whose every step is checked (see `pointer_chase.py`), so that
-accuracy can be tested offline. Training takes minutes on two CPU cores.
+to be bundled: it answers problems whose every step is checked (see
+`evaluation/tasks/pointer_chase.py`), so that accuracy can be tested offline. Training takes minutes
+on two CPU cores.
 
 Two things decide whether the lookup is learned. In a walk along one cycle a model can guess values
 by elimination and from the order of earlier hops; walks which restart at random keys leave it only
@@ -43,7 +44,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from scripts.pointer_chase import WALK, key_word, make_chain, task_words, value_word
+from evaluation.tasks.pointer_chase import make_chain
+from evaluation.tasks.vocabulary import WALK, key_word, task_words, value_word
 
 BOS, EOS, UNK = SPECIAL_TOKENS = ("<bos>", "<eos>", "<unk>")
 # Chat completions encode the rendered template without special tokens, so that it has to emit BOS.
@@ -144,9 +146,10 @@ def training_walk(task: Task, stage: Stage, rng: random.Random) -> tuple[list[st
     words = [*chain.fact_words, WALK]
     scored = [False] * len(words)
     restart_rate = rng.choice(stage.restart_rates)
+    successor = dict(chain.facts)
     key, restarted = chain.start, True
     for _ in range(stage.hops):
-        value = chain.successor[key]
+        value = successor[key]
         words += [key_word(key)] * task.restatements + [value_word(value)]
         scored += [not restarted] + [True] * task.restatements
         restarted = rng.random() < restart_rate
@@ -294,10 +297,10 @@ pipeline_tag: text-generation
 A `Qwen3ForCausalLM` of {parameters:,} parameters ({num_hidden_layers} layers, hidden size
 {hidden_size}, {num_attention_heads} query heads and {num_key_value_heads} key-value heads of size
 {head_dim}, {vocab_size} tokens), trained from scratch in float32. Its only ability is the restated
-pointer chase of `scripts/pointer_chase.py`: given up to {keys} facts `s17 d4 s9 d88 ...` (a key,
-its value) and `go s9`, it writes the walk through them, each key {restatements} times and then its
-value: `s9 s9 d88 s88 s88 s88 d31 ...`. A walk has no end of its own: set `max_tokens`. It was
-trained on sequences of up to {trained_length} tokens; longer ones are untested.
+pointer chase of `evaluation/tasks/pointer_chase.py`: given up to {keys} facts `s17 d4 s9 d88 ...`
+(a key, its value) and `go s9`, it writes the walk through them, each key {restatements} times and
+then its value: `s9 s9 d88 s88 s88 s88 d31 ...`. A walk has no end of its own: set `max_tokens`. It
+was trained on sequences of up to {trained_length} tokens; longer ones are untested.
 
 ## Accuracy
 

@@ -11,7 +11,7 @@ import torch
 from transformers import AttentionInterface, DynamicCache, Qwen3ForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from scripts.pointer_chase import make_chain
+from evaluation.tasks.pointer_chase import make_chain
 from scripts.serving import PLAIN, Server, log_probabilities, serve
 from sglang_ext.baselines import MODES
 from sglang_ext.server_args import BUNDLED_MODEL

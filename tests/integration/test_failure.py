@@ -14,7 +14,7 @@ import pytest
 import zmq
 from transformers import AutoTokenizer
 
-from scripts.pointer_chase import PointerChase, make_chain
+from evaluation.tasks.pointer_chase import PointerChase, make_chain
 from scripts.serving import Server, serve
 from sglang_ext.refusals import ALLOW_LARGE_BUDGET_VARIABLE
 from sglang_ext.server_args import BUNDLED_MODEL
@@ -71,7 +71,7 @@ class Streams:
         return responses
 
     def expected(self, chain: PointerChase) -> list[int]:
-        ids: list[int] = self.tokenizer(" ".join(chain.answer_words), add_special_tokens=False)[
+        ids: list[int] = self.tokenizer(" ".join(chain.answer), add_special_tokens=False)[
             "input_ids"
         ]
         return ids

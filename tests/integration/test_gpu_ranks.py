@@ -16,7 +16,7 @@ import requests
 import torch
 from workload import GPU_FLAGS, random_prompts
 
-from scripts.pointer_chase import make_chain
+from evaluation.tasks.pointer_chase import make_chain
 from scripts.serving import Server, serve
 
 pytestmark = [

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from openai import OpenAI
 
-from scripts.pointer_chase import make_chain
+from evaluation.tasks.pointer_chase import make_chain
 from scripts.serving import Server
 
 CHAIN = make_chain(seed=7, facts=128, hops=80)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from scripts.pointer_chase import make_chain
+from evaluation.tasks.pointer_chase import make_chain
 from scripts.serving import serve
 
 CHAIN = make_chain(seed=7, facts=128, hops=80)
