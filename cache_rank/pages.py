@@ -5,6 +5,13 @@ from __future__ import annotations
 PAGE_TOKENS = 256
 """Tokens of a page. All layers and kv heads of a token are on the same page."""
 
+ROLLBACK_TOKENS = 32
+"""How many fewer tokens than it ever held a sequence can be truncated to.
+
+Speculative decoding appends a few drafted tokens a step and takes back those that are rejected.
+Formats keep what they need for so many, in full precision: more would cost memory in every slot.
+"""
+
 
 class OutOfPagesError(RuntimeError):
     """The resident memory is full; the inference rank reserves capacity, so it should not be."""
@@ -33,7 +40,12 @@ class PageAllocator:
             raise OutOfPagesError(f"{missing} pages wanted, {len(self._free)} free")
         held.extend(self._free.pop() for _ in range(missing))
 
+    def shrink(self, held: list[int], tokens: int) -> None:
+        """Take the pages out of `held` that its first `tokens` tokens do not need."""
+        needed = -(-tokens // PAGE_TOKENS)
+        self._free.extend(held[needed:])
+        del held[needed:]
+
     def give_back(self, held: list[int]) -> None:
         """Take all pages out of `held`."""
-        self._free.extend(held)
-        held.clear()
+        self.shrink(held, 0)

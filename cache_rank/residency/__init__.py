@@ -90,6 +90,15 @@ class Residency(Protocol):
             query_ring: (slots, layers, Hq, W + 1, D), written in place.
         """
 
+    def truncate(self, pages: Tensor, slot: int, tokens: int) -> None:
+        """Forget the newest tokens of a sequence: what is left is the same bits as without them.
+
+        Args:
+            pages: (pages,) int32 of the sequence, with those of the forgotten tokens.
+            slot: of the sequence.
+            tokens: that stay; at most ROLLBACK_TOKENS fewer than the sequence ever held.
+        """
+
     def prepare(self, rows: int, layers: int, capacity: int) -> int:
         """Make room for scores of so many rows, layers and tokens.
 

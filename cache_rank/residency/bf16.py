@@ -74,6 +74,9 @@ class Bf16Residency:
             self._coarse_keys,
         )
 
+    def truncate(self, pages: Tensor, slot: int, tokens: int) -> None:
+        """What is there beyond the tokens of a sequence is not read."""
+
     def prepare(self, rows: int, layers: int, capacity: int) -> int:
         return self._scores.prepare(rows, layers, capacity)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from cache_rank.config import CacheRankConfig
 from cache_rank.copies import Readback, upload
 from cache_rank.operations import coded_operations_for, operations_for
-from cache_rank.pages import PAGE_TOKENS
+from cache_rank.pages import PAGE_TOKENS, ROLLBACK_TOKENS
 from cache_rank.residency.scores import ScoreBuffers
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class CodedResidency:
     """Folder of the format's Triton kernels, when it runs on GPUs."""
 
     group_tokens: ClassVar[int]
-    """Tokens that are encoded together; divides PAGE_TOKENS."""
+    """Tokens that are encoded together; divides PAGE_TOKENS, and more than ROLLBACK_TOKENS."""
 
     full_groups: ClassVar[int]
     """Newest complete groups that stay in full precision."""
@@ -47,7 +47,7 @@ class CodedResidency:
     @classmethod
     def ring_tokens(cls) -> int:
         """Tokens of a slot's ring."""
-        return cls.group_tokens * (cls.full_groups + 1)
+        return cls.group_tokens * (cls.full_groups + 1) + ROLLBACK_TOKENS
 
     @classmethod
     def bytes_per_token(cls, config: CacheRankConfig) -> int:
@@ -127,6 +127,9 @@ class CodedResidency:
         )
         if self._device.type != "cuda":
             self.check()
+
+    def truncate(self, pages: Tensor, slot: int, tokens: int) -> None:
+        self._tokens.resident[slot].fill_(tokens)
 
     def prepare(self, rows: int, layers: int, capacity: int) -> int:
         return self._scores.prepare(rows, layers, capacity)

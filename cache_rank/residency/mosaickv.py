@@ -100,7 +100,7 @@ class MosaicKVResidency:
         of_slot = (
             lengths.originals * model.bytes_per_token
             + lengths.most * PackedPages.bytes_per_token(candidates, model)
-            + 2 * covariance  # of the finished segment, and of the one that has begun
+            + 3 * covariance  # of the finished segment, and of the next one now and a buffer ago
             + strategy_bytes(candidates.channels, model)  # of the opening
         )
         return config.max_rows * of_slot
@@ -139,6 +139,13 @@ class MosaicKVResidency:
             query_ring[slot, layers.start : layers.stop, :, entry] = queries[row]
             tokens = torch.stack((keys[row], values[row])).unsqueeze(3)  # (2, L, Hkv, 1, D)
             self._take(rows.page_table[row], slot, layers, position, tokens)
+
+    def truncate(self, pages: Tensor, slot: int, tokens: int) -> None:
+        for layer, start, compressed in self._segments[slot].truncate(tokens):
+            self._pages.write(pages, layer, start, compressed)
+        for page in pages[-(-tokens // PAGE_TOKENS) :].tolist():
+            if self._holders.get(page) == slot:
+                del self._holders[page]  # it may serve another sequence while this one goes on
 
     def prepare(self, rows: int, layers: int, capacity: int) -> int:
         return 0  # scores take new memory every time

@@ -14,10 +14,14 @@ long the thread took. Until then the previous strategy serves the tokens that fo
 The paper cuts input tokens by length alone, which it can since a prompt is there as a whole. Here
 prompts come in chunks, and what is loaded may be output of a request that was served densely or is
 computed again: the rule of output tokens holds for all.
+
+A sequence that is truncated forgets tokens of two buffers at most. What followed from the newest
+complete one is undone by going back to the state before it, which is kept until the next.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Iterator
 from concurrent.futures import Executor, Future
@@ -27,15 +31,19 @@ import torch
 from torch import Tensor
 
 from cache_rank.config import ModelShape
+from cache_rank.pages import ROLLBACK_TOKENS
 from cache_rank.residency.mosaickv_strategy import (
     Candidates,
     CompressedTokens,
     Strategy,
     compress,
+    recompress,
 )
 
 BUFFER_TOKENS = 32
 """Newest tokens that wait in full precision until they are so many (section 5.3)."""
+
+assert BUFFER_TOKENS >= ROLLBACK_TOKENS, "or truncation might undo two buffers"
 
 OPENING_TOKENS = 256
 """Tokens of the first segment, which has no previous strategy."""
@@ -68,7 +76,7 @@ class SegmentLengths(NamedTuple):
     @property
     def originals(self) -> int:
         """Most tokens of a sequence that are held in full precision."""
-        return self.most + self.delay
+        return self.most + self.delay + BUFFER_TOKENS
 
 
 class Write(NamedTuple):
@@ -102,6 +110,41 @@ class _Recompression(NamedTuple):
     result: Future[list[CompressedTokens]]
 
 
+@dataclasses.dataclass
+class _State:
+    """What follows from a sequence's complete buffers.
+
+    Attributes:
+        tokens: in complete buffers, of the layers that have most.
+        first: of the segment that is not finished yet.
+        losses: (layers,) float64, accumulated in that segment.
+        covariance: (2, Hkv, D, D) float64 of each layer, of that segment's keys and values.
+        strategies: of each finished segment whose own serves, for each layer.
+        strategy_of: for each buffer in the pages, which of them.
+        recompression: under way.
+        first_original: that is still needed in full precision.
+    """
+
+    tokens: int
+    first: int
+    losses: Tensor
+    covariance: list[Tensor]
+    strategies: list[list[Strategy]] = dataclasses.field(default_factory=list)
+    strategy_of: list[int] = dataclasses.field(default_factory=list)
+    recompression: _Recompression | None = None
+    first_original: int = 0
+
+    def copied(self) -> _State:
+        """Changes of either do not show in the other; tensors but for losses are never changed."""
+        return dataclasses.replace(
+            self,
+            losses=self.losses.clone(),
+            covariance=list(self.covariance),
+            strategies=list(self.strategies),
+            strategy_of=list(self.strategy_of),
+        )
+
+
 class Segments:
     """One sequence: which strategy each of its tokens has, and those that are not in the pages.
 
@@ -123,22 +166,22 @@ class Segments:
         self._executor = executor
         self._originals: list[Tensor] = []  # buffers, (2, layers, Hkv, BUFFER_TOKENS, D) each
         self._first_original = 0
-        self._strategies: list[list[Strategy]] = []  # of each finished segment, for each layer
-        self._strategy_of: list[int] = []  # for each buffer in the pages
-        self._recompression: _Recompression | None = None
-        self._begin_segment(0)
+        self._state = _State(0, 0, self._no_losses(), self._no_covariance())
+        self._before = self._state
+        """Without the newest complete buffer."""
 
-    def _begin_segment(self, first: int) -> None:
+    def _no_losses(self) -> Tensor:
+        return torch.zeros(self._model.layers, dtype=torch.float64)
+
+    def _no_covariance(self) -> list[Tensor]:
         model = self._model
-        self._first = first
-        self._losses = torch.zeros(model.layers, dtype=torch.float64)
-        self._covariance = torch.zeros(
-            (model.layers, 2, model.kv_heads, model.head_dim, model.head_dim), dtype=torch.float64
-        )
+        shape = (2, model.kv_heads, model.head_dim, model.head_dim)
+        return [torch.zeros(shape, dtype=torch.float64)] * model.layers
 
     def packed_tokens(self, layer: int) -> int:
         """How many of a layer's tokens are in the pages; the rest is in `newest`."""
-        return self.resident[layer] // BUFFER_TOKENS * BUFFER_TOKENS if self._strategies else 0
+        complete = self.resident[layer] // BUFFER_TOKENS * BUFFER_TOKENS
+        return complete if self._state.strategies else 0
 
     def newest(self, layer: int, first: int, last: int) -> Tensor:
         """Tokens that are not in the pages, as they came: (2, Hkv, last - first, D)."""
@@ -156,18 +199,20 @@ class Segments:
             longest: tokens of a run, a multiple of BUFFER_TOKENS.
         """
         first = 0
-        buffers = self._strategy_of[: -(-last // BUFFER_TOKENS)]
+        buffers = self._state.strategy_of[: -(-last // BUFFER_TOKENS)]
         for index, group in itertools.groupby(buffers):
             end = min(first + sum(BUFFER_TOKENS for _ in group), last)
             for start in range(first, end, longest):
-                yield Run(start, min(start + longest, end), self._strategies[index][layer])
+                strategy = self._state.strategies[index][layer]
+                yield Run(start, min(start + longest, end), strategy)
             first = end
 
     def strategies(self, layer: int, positions: Tensor) -> Iterator[tuple[Tensor, Strategy]]:
         """Each strategy of some tokens in the pages, and which of them, as indices."""
-        of_token = torch.tensor(self._strategy_of)[positions // BUFFER_TOKENS]
+        state = self._state
+        of_token = torch.tensor(state.strategy_of)[positions // BUFFER_TOKENS]
         for index in of_token.unique().tolist():
-            yield (of_token == index).nonzero().squeeze(-1), self._strategies[index][layer]
+            yield (of_token == index).nonzero().squeeze(-1), state.strategies[index][layer]
 
     def append(self, layers: range, first: int, tokens: Tensor) -> list[Write]:
         """Take over the next tokens of some layers, which end with a buffer or before.
@@ -191,6 +236,10 @@ class Segments:
         if resident % BUFFER_TOKENS:
             return []
         _refuse_not_finite(buffer[:, group], layers)
+        if self._state.tokens < resident:  # the first layers that get here
+            self._drop_originals()
+            self._before, self._state = self._state, self._state.copied()
+            self._state.tokens = resident
         writes = []
         for layer in layers:
             writes += self._compress(layer, resident - BUFFER_TOKENS, buffer[:, layer])
@@ -198,10 +247,37 @@ class Segments:
             writes += self._advance(resident)
         return writes
 
+    def truncate(self, tokens: int) -> list[Write]:
+        """Forget all but the first tokens, at most ROLLBACK_TOKENS fewer than there ever were.
+
+        Returns:
+            What is to be written to the pages, now.
+        """
+        self.resident = [tokens] * self._model.layers
+        if tokens >= self._state.tokens:
+            return []
+        undone, self._state = self._state, self._before
+        if undone.recompression is not self._state.recompression:
+            _cancel(undone.recompression)
+        if len(undone.strategies) == len(self._state.strategies) or not self._state.strategies:
+            return []
+        return self._by_former_strategies(self._state.recompression)
+
+    def _by_former_strategies(self, finished: _Recompression | None) -> list[Write]:
+        """A finished segment as it was compressed before its own strategy served."""
+        assert finished is not None
+        state, writes = self._state, []
+        for first in range(finished.first, finished.last, BUFFER_TOKENS):
+            strategies = state.strategies[state.strategy_of[first // BUFFER_TOKENS]]
+            for layer, strategy in enumerate(strategies):
+                writes.append(
+                    Write(layer, first, compress(self._buffer(first)[:, layer], strategy))
+                )
+        return writes
+
     def end(self) -> None:
         """Compute nothing more for the sequence."""
-        if self._recompression is not None:
-            self._recompression.result.cancel()
+        _cancel(self._state.recompression)
 
     def _buffer(self, position: int) -> Tensor:
         model = self._model
@@ -211,74 +287,65 @@ class Segments:
             self._originals.append(torch.empty(shape, dtype=model.torch_dtype))
         return self._originals[index]
 
+    def _drop_originals(self) -> None:
+        """Those that not even the state before the next buffer needs."""
+        del self._originals[: (self._state.first_original - self._first_original) // BUFFER_TOKENS]
+        self._first_original = self._state.first_original
+
     def _compress(self, layer: int, first: int, buffer: Tensor) -> list[Write]:
         """Account for a complete buffer, (2, Hkv, BUFFER_TOKENS, D), and compress it."""
-        exact = buffer.double()
-        self._covariance[layer] += exact.transpose(-1, -2) @ exact
-        if not self._strategies:
+        state, exact = self._state, buffer.double()
+        state.covariance[layer] = state.covariance[layer] + exact.transpose(-1, -2) @ exact
+        if not state.strategies:
             return []
-        if len(self._strategy_of) == first // BUFFER_TOKENS:  # the first layer that gets here
-            self._strategy_of.append(len(self._strategies) - 1)
-        tokens = compress(buffer, self._strategies[-1][layer])
-        self._losses[layer] += tokens.loss.sum()
+        if len(state.strategy_of) == first // BUFFER_TOKENS:  # the first layer that gets here
+            state.strategy_of.append(len(state.strategies) - 1)
+        tokens = compress(buffer, state.strategies[-1][layer])
+        state.losses[layer] += tokens.loss.sum()
         return [Write(layer, first, tokens)]
 
     def _advance(self, resident: int) -> list[Write]:
         """All layers have so many tokens, in complete buffers."""
-        if self._is_finished(resident - self._first):
+        state = self._state
+        if self._is_finished(resident - state.first):
             self._finish(resident)
-        if self._recompression is not None and self._recompression.due == resident:
-            return self._switch(self._recompression)
+        if state.recompression is not None and state.recompression.due == resident:
+            return self._switch(state.recompression)
         return []
 
     def _is_finished(self, length: int) -> bool:
-        if not self._strategies:
+        if not self._state.strategies:
             return length == OPENING_TOKENS
         lengths = self._lengths
-        is_lossy = float(self._losses.mean()) > lengths.threshold
+        is_lossy = float(self._state.losses.mean()) > lengths.threshold
         return length == lengths.most or (length >= lengths.least and is_lossy)
 
     def _finish(self, last: int) -> None:
+        state = self._state
         start, stop = (
-            (position - self._first_original) // BUFFER_TOKENS for position in (self._first, last)
+            (position - self._first_original) // BUFFER_TOKENS for position in (state.first, last)
         )
         result = self._executor.submit(
-            recompress, self._originals[start:stop], self._covariance, self._candidates
+            recompress, self._originals[start:stop], state.covariance, self._candidates
         )
-        due = last + self._lengths.delay if self._strategies else last
-        self._recompression = _Recompression(self._first, last, due, result)
-        self._begin_segment(last)
+        due = last + self._lengths.delay if state.strategies else last
+        state.recompression = _Recompression(state.first, last, due, result)
+        state.first, state.losses, state.covariance = last, self._no_losses(), self._no_covariance()
 
     def _switch(self, finished: _Recompression) -> list[Write]:
-        """Let the finished segment's own strategy serve, and drop the copy of its tokens."""
-        layers = finished.result.result()
+        """Let the finished segment's own strategy serve; the copy of its tokens is not needed."""
+        state, layers = self._state, finished.result.result()
         first, last = finished.first // BUFFER_TOKENS, finished.last // BUFFER_TOKENS
-        self._strategy_of[first:last] = [len(self._strategies)] * (last - first)
-        self._strategies.append([tokens.strategy for tokens in layers])
-        del self._originals[: last - self._first_original // BUFFER_TOKENS]
-        self._first_original = finished.last
-        self._recompression = None
+        state.strategy_of[first:last] = [len(state.strategies)] * (last - first)
+        state.strategies.append([tokens.strategy for tokens in layers])
+        state.first_original = finished.last
+        state.recompression = None
         return [Write(layer, finished.first, tokens) for layer, tokens in enumerate(layers)]
 
 
-def recompress(
-    buffers: list[Tensor], covariance: Tensor, candidates: Candidates
-) -> list[CompressedTokens]:
-    """Choose the strategies of a finished segment, and compress it by them.
-
-    Args:
-        buffers: (2, layers, Hkv, BUFFER_TOKENS, D) each, all of its tokens.
-        covariance: (layers, 2, Hkv, D, D) float64, of its keys and values.
-        candidates: to choose from.
-
-    Returns:
-        Of each layer.
-    """
-    found = []
-    for layer, of_layer in enumerate(covariance):
-        tokens = torch.cat([buffer[:, layer] for buffer in buffers], dim=2)
-        found.append(compress(tokens, candidates.choose(tokens, of_layer)))
-    return found
+def _cancel(recompression: _Recompression | None) -> None:
+    if recompression is not None:
+        recompression.result.cancel()
 
 
 def _refuse_not_finite(buffer: Tensor, layers: range) -> None:

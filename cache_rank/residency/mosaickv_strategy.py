@@ -143,6 +143,26 @@ def compress(tokens: Tensor, strategy: Strategy) -> CompressedTokens:
     return CompressedTokens(strategy, keys, values, block_keys, losses.mean(dim=(0, 1)))
 
 
+def recompress(
+    buffers: list[Tensor], covariance: list[Tensor], candidates: Candidates
+) -> list[CompressedTokens]:
+    """Choose the strategies of a finished segment, and compress it by them.
+
+    Args:
+        buffers: (2, layers, Hkv, n, D) each, all of its tokens.
+        covariance: (2, Hkv, D, D) float64 of each layer, of its keys and values.
+        candidates: to choose from.
+
+    Returns:
+        Of each layer.
+    """
+    found = []
+    for layer, of_layer in enumerate(covariance):
+        tokens = torch.cat([buffer[:, layer] for buffer in buffers], dim=2)
+        found.append(compress(tokens, candidates.choose(tokens, of_layer)))
+    return found
+
+
 def strategy_bytes(channels: int, model: ModelShape) -> int:
     """Memory of one segment's strategies, all layers."""
     rotation = model.head_dim * channels * model.torch_dtype.itemsize

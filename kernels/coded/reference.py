@@ -9,6 +9,11 @@ What reads a step's tokens may still run while the next step is appended. The ri
 group more than stays in full precision, so the entry that the next token takes is that of a token
 that this step reads from codes already; and the codes that the next token completes are of tokens
 that this step reads from the ring.
+
+A sequence may also be truncated: it forgets its newest tokens. Fewer resident tokens may mean fewer
+codes, and tokens that were encoded already are read from the ring again, bit for bit as if the
+others had never come. The ring has them still if it has as many entries beyond whole groups as
+tokens are forgotten.
 """
 
 from __future__ import annotations
@@ -76,7 +81,8 @@ class CodedTokens(NamedTuple):
         codecs: of keys and of values.
         planes: of keys and of values, each (pages, layers, Hkv, entries of a page, width).
         rings: of keys and of values, (slots, layers, Hkv, ring, D); position p is in entry
-            p % ring. The ring holds a group more than what stays in full precision.
+            p % ring. The ring holds a group more than what stays in full precision, and fewer
+            than another group for tokens that may be forgotten.
         resident: (slots, layers) int32, how many tokens `encode_groups` saw last; steps follow
             positions instead.
         not_finite: (1,) int32, 0 until tokens were encoded that are not finite, or span more than
@@ -94,10 +100,15 @@ class CodedTokens(NamedTuple):
     group_tokens: int
     page_tokens: int
 
+    @property
+    def full_tokens(self) -> int:
+        """Tokens of the newest complete groups, which stay in full precision."""
+        return (self.rings[0].shape[3] // self.group_tokens - 1) * self.group_tokens
+
     def coded(self, resident: int) -> int:
         """How many of a sequence's tokens are held as codes; the rest is in the ring."""
         complete = resident // self.group_tokens * self.group_tokens
-        return max(0, complete - (self.rings[0].shape[3] - self.group_tokens))
+        return max(0, complete - self.full_tokens)
 
 
 def encode_groups(
@@ -198,7 +209,7 @@ def read_tokens(
         resident: (n,) tokens of its sequence.
     """
     size, ring_tokens = tokens.group_tokens, tokens.rings[0].shape[3]
-    coded = resident // size * size - (ring_tokens - size)
+    coded = resident // size * size - tokens.full_tokens
     is_coded = (position < coded).nonzero().squeeze(-1)
     place = (page[is_coded], layer[is_coded], head[is_coded])
     offset = position[is_coded] % tokens.page_tokens

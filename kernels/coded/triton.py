@@ -70,7 +70,8 @@ def digit_columns(queries: Tensor, out: Tensor, digits: int) -> int:
 @triton.jit
 def coded_tokens(resident, GROUP_TOKENS: tl.constexpr, RING: tl.constexpr):
     """How many of a sequence's tokens are held as codes."""
-    return tl.maximum(resident // GROUP_TOKENS * GROUP_TOKENS - (RING - GROUP_TOKENS), 0)
+    full: tl.constexpr = RING // GROUP_TOKENS - 1
+    return tl.maximum((resident // GROUP_TOKENS - full) * GROUP_TOKENS, 0)
 
 
 @triton.jit

@@ -49,6 +49,21 @@ def test_fewer_tokens_than_are_held_take_nothing_away() -> None:
     assert (held, allocator.free) == (before, 1)
 
 
+@pytest.mark.parametrize(("tokens", "pages"), [(3 * PAGE_TOKENS, 3), (257, 2), (256, 1), (0, 0)])
+def test_a_sequence_gives_back_the_pages_that_fewer_tokens_do_not_need(
+    tokens: int, pages: int
+) -> None:
+    allocator = PageAllocator(4)
+    held: list[int] = []
+    allocator.extend(held, 3 * PAGE_TOKENS)
+    before = list(held)
+    allocator.shrink(held, tokens)
+    assert held == before[:pages]
+    assert allocator.free == 4 - pages
+    allocator.extend(held, 4 * PAGE_TOKENS)
+    assert sorted(held) == list(range(4))
+
+
 def test_running_out_changes_nothing() -> None:
     allocator = PageAllocator(3)
     other: list[int] = []

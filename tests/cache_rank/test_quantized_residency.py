@@ -417,7 +417,7 @@ def test_a_token_takes_the_bytes_of_its_codes_and_of_what_they_are_relative_to(
         # 2 bits an element; 2 bfloat16 and a byte a partition, of 64 elements.
         "hack": elements // 4 + elements * 5 // 64,
     }
-    rings_of = {"lynx": 256, "quantspec": 256, "hack": 64}
+    rings_of = {"lynx": 256 + 32, "quantspec": 256 + 32, "hack": 64 + 32}
     for name, expected in by_name.items():
         config = small_config(model, kv_residency=name)
         assert residency.bytes_per_token(config) == expected

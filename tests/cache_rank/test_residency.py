@@ -17,7 +17,7 @@ from torch import Tensor
 
 from cache_rank import residency
 from cache_rank.config import DTYPES, CacheRankConfig, ModelShape
-from cache_rank.pages import PAGE_TOKENS
+from cache_rank.pages import PAGE_TOKENS, ROLLBACK_TOKENS
 from cache_rank.protocol import AnswerHeader
 from cache_rank.residency import FORMATS, Residency, StepRows
 
@@ -128,6 +128,20 @@ class Held:
         )
         return torch.cat(parts, dim=1).unsqueeze(0)
 
+    def arrive(self, count: int) -> None:
+        """In a shipment, or a single token in a step of groups of two layers."""
+        if count > 1:
+            self.load(count)
+        elif count:
+            for first in range(0, self.tokens.model.layers, 2):
+                self.append(range(first, min(first + 2, self.tokens.model.layers)))
+            self.resident += 1
+
+    def truncate(self, count: int) -> None:
+        pages = torch.tensor(self.pages, dtype=torch.int32)
+        self.residency.truncate(pages, self.slot, count)
+        self.resident = count
+
     def read(self, layers: range, positions: Tensor) -> tuple[Tensor, Tensor]:
         pages = torch.tensor(self.pages, dtype=torch.int32)
         return self.residency.read(pages, self.slot, layers, positions)
@@ -192,6 +206,39 @@ def test_contents_do_not_depend_on_how_tokens_arrived(
         for first in range(0, tokens.model.layers, layers_per_group):
             held.append(range(first, min(first + layers_per_group, tokens.model.layers)))
         held.resident += 1
+    assert_hold_the_same(held, Held.whole(name, tokens))
+
+
+@st.composite
+def drafts(draw: st.DrawFn) -> tuple[int, int, int]:
+    """Tokens that are drafted, how many of them stay for a second draft, and tokens of that."""
+    first = draw(st.integers(0, ROLLBACK_TOKENS))
+    stays = draw(st.integers(0, first))
+    return first, stays, draw(st.integers(0, ROLLBACK_TOKENS - stays))
+
+
+@every_format
+@settings(deadline=None, max_examples=40)
+@given(data=st.data())
+def test_a_truncated_sequence_is_as_if_its_other_tokens_had_never_come(
+    name: str, data: st.DataObject
+) -> None:
+    near_group_ends = st.sampled_from([*range(30, 35), *range(62, 67), *range(125, 131), 256, 300])
+    sizes = data.draw(st.lists(st.one_of(st.just(1), near_group_ends), min_size=1, max_size=6))
+    tokens = Tokens.sample(sum(sizes))
+    drafted = Tokens.sample(tokens.count + ROLLBACK_TOKENS, seed=7)
+    held = Held.empty(name, tokens)
+    for size in sizes:
+        held.arrive(size)
+        kept = held.resident
+        first, stays, second = data.draw(drafts())
+        held.tokens = drafted
+        held.arrive(first)
+        held.truncate(kept + stays)
+        for count in (second - 1, 1) if second else ():
+            held.arrive(count)
+        held.truncate(kept)
+        held.tokens = tokens
     assert_hold_the_same(held, Held.whole(name, tokens))
 
 

@@ -59,7 +59,7 @@ def quantspec(bits: int) -> Format:
         "quantspec",
         lambda dtype: (QuantSpecCodec(True, dtype, bits), QuantSpecCodec(False, dtype)),
         128,
-        256,
+        256 + 32,
         lambda planes: largest(planes[2]),
         15 if bits == 4 else 8,
     )
@@ -84,7 +84,7 @@ def lynx(in_full: bool, alpha: float = 3.0) -> Format:
         "lynx",
         lambda dtype: (codec, codec),
         256,
-        256,
+        256 + 32,
         lambda planes: largest(planes[3]) * largest(planes[5]),
         1,
         rounding_on_gpu=0.0 if as_integers else 2**-11,  # half precision

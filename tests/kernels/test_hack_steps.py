@@ -39,7 +39,7 @@ def hack(bits: int = 2, partition: int = 64, seed: int | None = None) -> Format:
             HackCodec(False, dtype, bits, partition, seed),
         ),
         group_tokens=GROUP,
-        ring=GROUP,
+        ring=GROUP + 32,
         largest_scale=lambda planes: largest(planes[2]),
         largest_code=2**bits - 1,
     )
@@ -134,7 +134,7 @@ def test_triton_encodes_of_a_step_what_the_reference_encodes(
     for slot in range(4):
         load(tokens, table[slot], slot, 0, random_shipment(tokens, 127, seed=slot))
         for ring in tokens.rings:
-            ring[slot, :, :, 63] = slot - 1.5
+            ring[slot, :, :, 127 % ring.shape[3]] = slot - 1.5
     found = []
     for encode_groups in (reference.encode_groups, triton.encode_groups):
         found.append(copy_of(tokens))
