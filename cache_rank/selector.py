@@ -177,9 +177,31 @@ class Selector:
     def load(self, sequence: Sequence, shipment: Tensor) -> None:
         """Add tokens of a prompt, (2, layers, n, Hkv, D)."""
         start = sequence.tokens
-        sequence.tokens += shipment.shape[2]
+        sequence.extend(start + shipment.shape[2])
         self._extend(sequence, sequence.tokens)
         self._residency.load(self._pages_of(sequence), sequence.slot, start, shipment)
+
+    def truncate(self, sequence: Sequence, tokens: int) -> None:
+        """Forget all but the first `tokens` tokens, as rejected drafts of speculative decoding are.
+
+        What stays is held, and scores, as if the others had never come. Their queries are forgotten
+        with them, so that the next are predicted from fewer until as many have come again. Slots
+        keep their tokens until the next answer, also those that are recent once more: until then
+        the recent tokens of a working set begin where they did. See `Sequence.truncate`.
+
+        Raises:
+            ValueError: too many are to be forgotten; nothing has changed.
+        """
+        pages = self._pages_of(sequence)
+        forgets = tokens != sequence.tokens
+        sequence.truncate(self.config, tokens)
+        if not forgets:
+            return
+        self._residency.truncate(pages, sequence.slot, tokens)
+        self.pages.shrink(sequence.pages, tokens)
+        if sequence.filled == 0:
+            with self.selecting():
+                self._mirror[sequence.slot].fill_(EMPTY)
 
     def begin_step(
         self, number: int, rows: SequenceOf[Row], refused: Collection[int] = ()
