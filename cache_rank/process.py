@@ -133,9 +133,8 @@ class CacheRank:
             for group in range(len(config.groups)):
                 selector.append(step, group, self._up_message(group, 1))
                 scores = selector.score(step, group, self._timeline)
-                with selector.selecting():
-                    down = self._down_message(group, 1)
-                    selector.answer(step, group, scores, down, self._timeline)
+                down = self._down_message(group, 1)
+                selector.answer(step, group, scores, down, self._timeline)
         selector.end(NO_EPOCH)
         if on_gpu:
             torch.cuda.synchronize(self._device)
@@ -213,19 +212,17 @@ class CacheRank:
             # Not posted before the answer to the group before is queued: should the host have to
             # wait for the device in between, that answer is what both ranks are waiting for.
             up, received = self._receive(group, len(message.rows))
-            self._timeline.begin(group, "score")
+            self._timeline.begin(group)
             received.wait(PEER_SECONDS)
-            self._timeline.mark("receive", "score")
+            self._timeline.mark("receive")
             self.selector.append(step, group, up)
             if up.buffer.is_cuda:
                 self._taken[group] = self._mark()
-            self._timeline.mark("append", "score")
+            self._timeline.mark("append")
             scores = self.selector.score(step, group, self._timeline)
-            with self.selector.selecting():
-                self._answer(step, group, scores)
-                self._recorder.record_step(self.selector, step, group, up)
-        with self.selector.selecting():
-            self.selector.end_step(step)
+            self._answer(step, group, scores)
+            self._recorder.record_step(self.selector, step, group, up)
+        self.selector.end_step(step)
         self._last_step = max(self._last_step, message.step)
         return "; ".join(refused.values()) or None
 
@@ -271,8 +268,7 @@ class CacheRank:
     def report(self, refused_messages: int) -> Report:
         """Summarize what is held and what has been done; device counters are a report old."""
         overflow, recall = self._overflow.value(), self.selector.recall.value()
-        with self.selector.selecting():
-            self._overflow.start(self.selector.overflow)
+        self._overflow.start(self.selector.overflow)
         measured = recall.tolist() if recall is not None else [float("nan")] * 2
         return Report(
             tokens_held=self.selector.tokens_held,

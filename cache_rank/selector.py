@@ -3,17 +3,16 @@
 It holds the state of all sequences in a few tensors, so that each operation is one kernel over all
 rows of a step. It knows no channels: process.py receives its inputs and sends its outputs.
 
-On a GPU, scoring runs on the current stream and selection on another: scoring is bound by memory
-and selection by latency, so the selection of one group hides behind the scoring of the next. What
-is queued for a group is captured in graphs, because the host would take longer than the device: all
-that they read or write stays where it is from step to step of as many rows and tokens.
+Everything runs on one stream: scoring is bound by memory, and what runs beside it takes longer by
+more than it hides. What is queued for a group is captured in graphs, because the host would take
+longer than the device: all that they read or write stays where it is from step to step of as many
+rows and tokens.
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from collections.abc import Sequence as SequenceOf
 from typing import NamedTuple
 
@@ -37,9 +36,6 @@ from cache_rank.timeline import Timeline
 _CHECKSUM = AnswerHeader._fields.index("checksum")
 _SHIPPED = AnswerHeader._fields.index("shipped_tokens")
 
-SCORES_UNDER_WAY = 2
-"""Score buffers: one is read by selection while the next group is scored into the other."""
-
 _PAGES_ROUNDING = 16
 """On a GPU, the pages of a step are rounded up to so many, so that graphs serve many steps."""
 
@@ -53,7 +49,6 @@ class SelectorStep(NamedTuple):
     Attributes:
         number: of the step.
         rows: on the device.
-        selecting_rows: the same, in memory of the stream of selection, which is behind.
         key: two steps of the same key differ only in what their rows hold.
         live: the rows that are exchanged: their index, row and sequence.
         changed: (groups, R, 2) int32: tokens that entered, and that must wait for a later step.
@@ -61,7 +56,6 @@ class SelectorStep(NamedTuple):
 
     number: int
     rows: StepRows
-    selecting_rows: StepRows
     key: tuple[int, ...]
     live: SequenceOf[tuple[int, Row, Sequence]]
     changed: Tensor
@@ -94,18 +88,12 @@ class Selector:
         self._free_slots = list(range(slots))[::-1]
         # Pages of the sequence in each slot, so that no step builds its page table from lists.
         self._slot_pages = torch.zeros((slots, max(1, self.pages.pages)), dtype=torch.int32)
-        self._select_stream = (
-            torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
-        )
-        self._answered: list[torch.cuda.Event | None] = [None] * SCORES_UNDER_WAY
         self._captures = Captures(device)
         self._scores_at = 0
-        self._step_memory: list[Tensor] = []
+        self._step_memory: Tensor | None = None
         if device.type == "cuda":
             step_bytes = slots * (_STEP_BYTES + 4 * (self.pages.pages + _PAGES_ROUNDING))
-            self._step_memory = [
-                torch.empty(step_bytes, dtype=torch.uint8, device=device) for _ in range(2)
-            ]
+            self._step_memory = torch.empty(step_bytes, dtype=torch.uint8, device=device)
         heads, window = model.query_heads, config.query_window + 1
         self._query_ring = torch.zeros(
             (slots, model.layers, heads, window, model.head_dim),
@@ -160,8 +148,7 @@ class Selector:
     def begin(self, epoch: int) -> Sequence:
         """Begin an epoch, when not full."""
         slot = self._free_slots.pop()
-        with self.selecting():
-            self._mirror[slot].fill_(EMPTY)
+        self._mirror[slot].fill_(EMPTY)
         self.sequences[epoch] = Sequence(epoch, slot)
         return self.sequences[epoch]
 
@@ -223,44 +210,22 @@ class Selector:
             answer = AnswerHeader(number, row.epoch, row.position + 1, sequence.filled, 0, 0)
             header[index] = list(answer)
         width = max((len(sequence.pages) for _, _, sequence in live), default=1)
-        if self._select_stream is not None:
+        on_gpu = self._step_memory is not None
+        if on_gpu:
             width = -(-width // _PAGES_ROUNDING) * _PAGES_ROUNDING
         page_table = self._slot_pages[[max(slot, 0) for slot in slots], :width]
         small = torch.tensor((slots, positions, counts), dtype=torch.int32)
         on_host = (small, page_table, torch.tensor(header))
-        changed = self._changed[:, :count]
+        changed = self._changed[:, :count].zero_()
         filled = all(sequence.filled == self.config.sparse_budget for _, _, sequence in live)
-        if self._select_stream is None:
-            changed.zero_()
-            step_rows = self._step_rows(upload(on_host, self._device), max(positions) + 1)
-            return SelectorStep(number, step_rows, step_rows, (filled,), live, changed)
-
-        capacity = width * PAGE_TOKENS
-        for_scoring, for_selecting = self._step_memory
-        step_rows = self._step_rows(upload(on_host, self._device, for_scoring), capacity)
-        with self.selecting():
-            changed.zero_()
-            selecting_rows = self._step_rows(upload(on_host, self._device, for_selecting), capacity)
+        capacity = width * PAGE_TOKENS if on_gpu else max(positions) + 1
+        numbers, table, headers = upload(on_host, self._device, self._step_memory)
+        step_rows = StepRows(numbers[0], numbers[1], numbers[2], table, headers, capacity)
         scores_at = self._residency.prepare(count, len(self.config.groups[0]), capacity)
         if scores_at != self._scores_at:
             self._captures.clear()
             self._scores_at = scores_at
-        key = (filled, count, width)
-        return SelectorStep(number, step_rows, selecting_rows, key, live, changed)
-
-    @staticmethod
-    def _step_rows(uploaded: SequenceOf[Tensor], capacity: int) -> StepRows:
-        small, page_table, header = uploaded
-        return StepRows(small[0], small[1], small[2], page_table, header, capacity)
-
-    @contextlib.contextmanager
-    def selecting(self) -> Iterator[None]:
-        """On a GPU, work queued inside runs on the stream of selection."""
-        if self._select_stream is None:
-            yield
-        else:
-            with torch.cuda.stream(self._select_stream):
-                yield
+        return SelectorStep(number, step_rows, (filled, count, width), live, changed)
 
     def append(self, step: SelectorStep, group: int, up: UpMessage) -> None:
         """Take over what the inference rank computed in a group."""
@@ -276,22 +241,17 @@ class Selector:
         """Predict the next queries and score all tokens by them.
 
         Returns:
-            (R, L, Hkv, capacity) float32, for `answer`; valid until the group after next is scored.
+            (R, L, Hkv, capacity) float32, for `answer`; valid until the next group is scored.
         """
         predicted = self._captures.run(
             ("predict", group, step.key), lambda: self._predict(step, group)
         )
-        timeline.mark("predict", "score")
-        turn = group % SCORES_UNDER_WAY
-        if (answered := self._answered[turn]) is not None:
-            torch.cuda.current_stream().wait_event(answered)
+        timeline.mark("predict")
         scores = self._captures.run(
             ("score", group, step.key),
-            lambda: self._residency.score(step.rows, self.config.groups[group], predicted, turn),
+            lambda: self._residency.score(step.rows, self.config.groups[group], predicted),
         )
-        if self._select_stream is not None:
-            self._select_stream.wait_stream(torch.cuda.current_stream())
-        timeline.mark("score", "score")
+        timeline.mark("score")
         return scores
 
     def _predict(self, step: SelectorStep, group: int) -> Tensor:
@@ -320,16 +280,13 @@ class Selector:
         down: DownMessage,
         timeline: Timeline,
     ) -> None:
-        """Choose the tokens of the next step, and lay out what changes; called while selecting."""
-        timeline.begin(group, "select")
+        """Choose the tokens of the next step, and lay out what changes."""
         message = down.buffer.data_ptr()
         self._captures.run(
             ("select", group, step.key, message),
             lambda: self._select(step, group, scores, down),
         )
-        timeline.mark("select", "select")
-        if self._select_stream is not None:
-            self._answered[group % SCORES_UNDER_WAY] = self._select_stream.record_event()
+        timeline.mark("select")
         self._captures.run(
             ("gather", group, step.key, message), lambda: self._gather(step, group, down)
         )
@@ -337,10 +294,10 @@ class Selector:
             for index, _, sequence in step.live:
                 checksum = self._checksum(sequence, self.config.groups[group])
                 down.header[index, _CHECKSUM] = checksum
-        timeline.mark("gather", "select")
+        timeline.mark("gather")
 
     def _select(self, step: SelectorStep, group: int, scores: Tensor, down: DownMessage) -> None:
-        config, rows = self.config, step.selecting_rows
+        config, rows = self.config, step.rows
         self._operations.select_step(
             scores,
             self._mirror,
@@ -358,7 +315,7 @@ class Selector:
         )
 
     def _gather(self, step: SelectorStep, group: int, down: DownMessage) -> None:
-        layers, rows = self.config.groups[group], step.selecting_rows
+        layers, rows = self.config.groups[group], step.rows
         entering = self._entering_of(down)
         self._residency.gather(rows, layers, entering, down.keys, down.values)
         down.header.copy_(rows.header)
@@ -368,7 +325,7 @@ class Selector:
         return self._entering[: down.slots.numel()].view(down.slots.shape)
 
     def end_step(self, step: SelectorStep) -> None:
-        """All groups have been answered; called while selecting."""
+        """All groups have been answered."""
         self.overflow += step.changed[..., 1].sum()
         self._residency.check()
 
@@ -409,11 +366,7 @@ class Selector:
             all_rows.header[one],
             capacity=row.position,
         )
-        if self._select_stream is not None:
-            torch.cuda.current_stream().wait_stream(self._select_stream)
-        scores = self._residency.score(
-            rows, layers, queries.float().unsqueeze(0), turn=0, exact=True
-        )
+        scores = self._residency.score(rows, layers, queries.float().unsqueeze(0), exact=True)
         self.recall.start(measure_recall(scores[0], used, self.config, row.position))
 
     def _checksum(self, sequence: Sequence, layers: range) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterable
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -69,9 +70,9 @@ class TraceFile:
 
 
 class Timeline:
-    """Marks on the streams of the cache rank; does nothing between traced steps.
+    """Marks on the stream of the cache rank; does nothing between traced steps.
 
-    A lane is a stream. A mark ends the span that began at the lane's mark before it.
+    A mark ends the span that began at the mark before it.
     """
 
     def __init__(self, path: str, device: torch.device) -> None:
@@ -88,12 +89,12 @@ class Timeline:
         self._tracing = traced and self._file is not None
         self._step = step
 
-    def begin(self, group: int, lane: str) -> None:
-        """Begin work on a layer group: what came before on the lane is no span."""
+    def begin(self, group: int) -> None:
+        """Begin work on a layer group: what came before is no span."""
         self._group = group
-        self.mark("", lane)
+        self.mark("")
 
-    def mark(self, name: str, lane: str) -> None:
+    def mark(self, name: str) -> None:
         """End a span, unless it has no name, and begin the next, on the current stream."""
         if not self._tracing:
             return
@@ -101,7 +102,7 @@ class Timeline:
         if self._on_gpu:
             when = torch.cuda.Event(enable_timing=True)
             when.record()
-        self._marks.append(_Mark(name, lane, self._step, self._group, when))
+        self._marks.append(_Mark(name, self._step, self._group, when))
 
     def flush(self) -> None:
         """Write the spans of the traced steps; waits for the device to finish them."""
@@ -109,14 +110,11 @@ class Timeline:
             return
         marks, self._marks = self._marks, []
         times = self._times([mark.when for mark in marks])
-        last: dict[str, float] = {}
-        spans = []
-        for mark, stop in zip(marks, times, strict=True):
-            if mark.name:
-                start = last[mark.lane]
-                spans.append(Span(mark.name, start, stop, mark.step, mark.group, mark.lane))
-            last[mark.lane] = stop
-        self._file.write(spans)
+        self._file.write(
+            Span(mark.name, start, stop, mark.step, mark.group)
+            for mark, (start, stop) in zip(marks[1:], pairwise(times), strict=True)
+            if mark.name
+        )
 
     def _times(self, marks: list[torch.cuda.Event | float]) -> list[float]:
         if not self._on_gpu:
@@ -131,7 +129,6 @@ class Timeline:
 
 class _Mark(NamedTuple):
     name: str
-    lane: str
     step: int
     group: int
     when: torch.cuda.Event | float

@@ -168,7 +168,7 @@ class _Held:
         up = torch.cat(parts, dim=1).unsqueeze(0)
         self._residency.append(rows, self._layers, up, self._query_ring)
         queries = query.float().unsqueeze(0)
-        scores = self._residency.score(rows, self._layers, queries, turn=0)
+        scores = self._residency.score(rows, self._layers, queries)
         return scores[0, ..., : position + 1].clone()
 
     def read(self) -> tuple[Tensor, Tensor]:
@@ -183,7 +183,7 @@ class _Held:
         """Score every row by the newest query."""
         rows = self._step_rows(self._sample.tokens - 1, self._rows)
         queries = self._sample.queries[-1:].float().expand(self._rows, -1, -1, -1).contiguous()
-        self._residency.score(rows, self._layers, queries, turn=0)
+        self._residency.score(rows, self._layers, queries)
 
     def gather(self) -> None:
         """Read as many tokens of every row as a step ships at most."""

@@ -245,14 +245,9 @@ def step_time(config: CacheRankConfig, rows: int, tokens: int, steps: int = 24) 
             up = UpMessage(config, len(layers), rows, drift[group].view(torch.uint8).view(-1))
             selector.append(step, group, up)
             scores = selector.score(step, group, timeline)
-            with selector.selecting():
-                down = DownMessage(config, len(layers), rows, downs[group])
-                selector.answer(step, group, scores, down, timeline)
-        with selector.selecting():
-            selector.end_step(step)
-            done = torch.cuda.Event()
-            done.record()
-        torch.cuda.current_stream().wait_event(done)
+            down = DownMessage(config, len(layers), rows, downs[group])
+            selector.answer(step, group, scores, down, timeline)
+        selector.end_step(step)
 
     return microseconds(step, steps)
 

@@ -5,7 +5,7 @@ of the process: staging buffers, flags, and the index that says which batch rows
 the forward pass, for each layer group,
 
     begin_group   wait until the slots hold the answer to the step before: `applied`
-    stage         copy q, k and v of each layer to the staging buffer
+    stage         copy q, k and v of each layer to the staging buffer, beside its attention
     end_group     the staging buffer is complete, and the slots have been read: `computed`
 
 The exchange, outside the graph, waits for `computed` and sets `applied`. Both are flags that hold
@@ -67,6 +67,9 @@ class DeviceGate:
         self.accepts = torch.zeros(1, dtype=torch.int32).pin_memory()
         self.clock = StepClock(config, device)
         self._steps, self._exchange_index = steps, exchange_index
+        self._pack_stream = torch.cuda.Stream(device)
+        # What is being packed: its memory must not be used again before that is done.
+        self._packing: list[Tensor] = []
         self._answered = 0
         self._config = config
 
@@ -101,19 +104,24 @@ class DeviceGate:
     ) -> None:
         """Copy one layer's tensors of the exchanged rows: (batch, heads, D) each."""
         layer = self._config.groups[group][layer_in_group]
-        pack.pack_layer(
-            self.staging[group],
-            self._exchange_index[: queries.shape[0]],
-            layer_in_group,
-            queries,
-            keys,
-            values,
-            self.clock.stamps,
-            1 + layer,
-        )
+        self._packing += queries, keys, values
+        self._pack_stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._pack_stream):
+            pack.pack_layer(
+                self.staging[group],
+                self._exchange_index[: queries.shape[0]],
+                layer_in_group,
+                queries,
+                keys,
+                values,
+                self.clock.stamps,
+                1 + layer,
+            )
 
     def end_group(self, group: int) -> None:
         """The group's layers have been computed."""
+        torch.cuda.current_stream().wait_stream(self._pack_stream)
+        self._packing.clear()
         gate.signal(self.computed, group, self._steps[1:])
 
 

@@ -113,18 +113,15 @@ class Residency(Protocol):
             ValueError: some cannot be held.
         """
 
-    def score(
-        self, rows: StepRows, layers: range, queries: Tensor, turn: int, exact: bool = False
-    ) -> Tensor:
+    def score(self, rows: StepRows, layers: range, queries: Tensor, exact: bool = False) -> Tensor:
         """Score all resident tokens: (R, len(layers), Hkv, >= capacity) float32.
 
-        The result is valid until the next call with the same turn.
+        The result is valid until the next call.
 
         Args:
             rows: of the step.
             layers: which layers.
             queries: (R, len(layers), Hq, D) float32.
-            turn: 0 or 1.
             exact: by the most exact keys there are, for measurements.
         """
 

@@ -83,10 +83,8 @@ class Bf16Residency:
     def check(self) -> None:
         """Whatever came can be held."""
 
-    def score(
-        self, rows: StepRows, layers: range, queries: Tensor, turn: int, exact: bool = False
-    ) -> Tensor:
-        workspace, out = self._scores.take(queries.shape[0], len(layers), rows.capacity, turn)
+    def score(self, rows: StepRows, layers: range, queries: Tensor, exact: bool = False) -> Tensor:
+        workspace, out = self._scores.take(queries.shape[0], len(layers), rows.capacity)
         coarse = self._coarse_keys
         self._operations.score_step(
             queries,

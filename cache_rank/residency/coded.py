@@ -134,10 +134,8 @@ class CodedResidency:
     def prepare(self, rows: int, layers: int, capacity: int) -> int:
         return self._scores.prepare(rows, layers, capacity)
 
-    def score(
-        self, rows: StepRows, layers: range, queries: Tensor, turn: int, exact: bool = False
-    ) -> Tensor:
-        workspace, out = self._scores.take(queries.shape[0], len(layers), rows.capacity, turn)
+    def score(self, rows: StepRows, layers: range, queries: Tensor, exact: bool = False) -> Tensor:
+        workspace, out = self._scores.take(queries.shape[0], len(layers), rows.capacity)
         self._coded_operations.score_codes(
             self._tokens,
             queries,

@@ -153,9 +153,7 @@ class MosaicKVResidency:
     def check(self) -> None:
         """What cannot be held is refused as it comes."""
 
-    def score(
-        self, rows: StepRows, layers: range, queries: Tensor, turn: int, exact: bool = False
-    ) -> Tensor:
+    def score(self, rows: StepRows, layers: range, queries: Tensor, exact: bool = False) -> Tensor:
         shape = (queries.shape[0], len(layers), self._model.kv_heads, rows.capacity)
         out = torch.empty(shape, dtype=torch.float32)
         grouped = queries.unflatten(2, (self._model.kv_heads, -1))  # (R, L, Hkv, G, D)

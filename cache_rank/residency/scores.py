@@ -16,38 +16,37 @@ _ROWS = 8
 
 
 class ScoreBuffers:
-    """Two buffers of scores, one a turn, and one workspace: what is scored is scored in turn."""
+    """A buffer of scores and a workspace, which grow when a step needs more."""
 
     def __init__(self, model: ModelShape, operations: Operations, device: torch.device) -> None:
         self._model = model
         self._operations = operations
         self._device = device
-        self._scores = [torch.empty(0, device=device)] * 2
+        self._scores = torch.empty(0, device=device)
         self._workspace: Any = None
         self._workspace_for = (0, 0, 0)
         self._moves = 0
 
     def prepare(self, rows: int, layers: int, capacity: int) -> int:
         """See Residency.prepare."""
-        for turn in range(len(self._scores)):
-            self.take(rows, layers, capacity, turn)
+        self.take(rows, layers, capacity)
         return self._moves
 
-    def take(self, rows: int, layers: int, capacity: int, turn: int) -> tuple[Any, Tensor]:
+    def take(self, rows: int, layers: int, capacity: int) -> tuple[Any, Tensor]:
         """The workspace, and (rows, layers, Hkv, >= capacity) float32 for scores.
 
-        Either holds until the next call with the same turn.
+        Either holds until the next call.
         """
         capacity = -(-capacity // _TOKENS) * _TOKENS
         kv_heads = self._model.kv_heads
         size = rows * layers * kv_heads * capacity
         rounded_rows = -(-rows // _ROWS) * _ROWS if self._device.type == "cuda" else rows
-        if self._scores[turn].numel() < size:
+        if self._scores.numel() < size:
             self._moved()
-            self._scores[turn] = torch.empty(
+            self._scores = torch.empty(
                 size // rows * rounded_rows, dtype=torch.float32, device=self._device
             )
-        scores = self._scores[turn][:size].view(rows, layers, kv_heads, capacity)
+        scores = self._scores[:size].view(rows, layers, kv_heads, capacity)
         needed = (rounded_rows, layers, capacity)
         if any(have < need for have, need in zip(self._workspace_for, needed, strict=True)):
             rows, layers, capacity = map(max, self._workspace_for, needed)
@@ -60,5 +59,3 @@ class ScoreBuffers:
 
     def _moved(self) -> None:
         self._moves += 1
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)  # selection may be reading on another stream

@@ -148,7 +148,7 @@ class Held:
 
     def score(self, layers: range, queries: Tensor, position: int, exact: bool = False) -> Tensor:
         """Scores of the tokens up to `position`, which must be resident."""
-        scores = self.residency.score(self.rows(position), layers, queries.unsqueeze(0), 0, exact)
+        scores = self.residency.score(self.rows(position), layers, queries.unsqueeze(0), exact)
         assert scores.dtype == torch.float32
         assert scores.shape[:3] == (1, len(layers), self.tokens.model.kv_heads)
         assert scores.shape[3] > position
@@ -384,7 +384,7 @@ def test_every_row_scores_its_own_tokens(name: str) -> None:
     layers = left.tokens.all_layers
     queries = torch.stack([left.tokens.queries() for _ in range(3)])
     rows = rows_of([right, left, left], [299, 350, 399], refused=(1,))
-    together = left.residency.score(rows, layers, queries, turn=1)
+    together = left.residency.score(rows, layers, queries)
     assert torch.equal(together[0, :, :, :300], right.score(layers, queries[0], 299))
     assert torch.equal(together[2, :, :, :400], left.score(layers, queries[2], 399))
 
@@ -409,21 +409,18 @@ def test_scores_of_any_size_follow_each_other(name: str) -> None:
 
 
 @every_format
-def test_scores_are_valid_until_the_next_of_their_turn(name: str) -> None:
+def test_scores_do_not_depend_on_those_before(name: str) -> None:
     torch.manual_seed(0)
     tokens = Tokens.sample(300)
     held = Held.whole(name, tokens)
     queries = torch.randn(3, *tokens.queries().shape)
     rows, layers = held.rows(299), tokens.all_layers
-    first = held.residency.score(rows, layers, queries[:1], turn=0)
-    second = held.residency.score(rows, layers, queries[1:2], turn=1)
-    expected = [part[..., :300].clone() for part in (first, second)]
-    assert not torch.equal(*expected)
-    third = held.residency.score(rows, layers, queries[2:], turn=0)
-    assert torch.equal(second[..., :300], expected[1])
-    assert torch.equal(third[0, ..., :300], held.score(layers, queries[2], 299))
-    again = held.residency.score(rows, layers, queries[:1], turn=1)
-    assert torch.equal(again[..., :300], expected[0])
+    first, second, again = (
+        held.residency.score(rows, layers, queries[index : index + 1])[..., :300].clone()
+        for index in (0, 1, 0)
+    )
+    assert not torch.equal(first, second)
+    assert torch.equal(first, again)
 
 
 @every_format

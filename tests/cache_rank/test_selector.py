@@ -62,11 +62,9 @@ class Served:
             scores = selector.score(step, group, self._timeline)
             size = DownMessage.size(config, len(layers), len(rows))
             down = DownMessage(config, len(layers), len(rows), torch.ones(size, dtype=torch.uint8))
-            with selector.selecting():
-                selector.answer(step, group, scores, down, self._timeline)
+            selector.answer(step, group, scores, down, self._timeline)
             answers.append(down)
-        with selector.selecting():
-            selector.end_step(step)
+        selector.end_step(step)
         return answers
 
     def decode(self, requests: Sequence[Request]) -> None:

@@ -110,16 +110,14 @@ def test_both_ranks_append_whole_lines_to_one_file(tmp_path: Path) -> None:
 
 
 def run_step(timeline: Timeline, step: int, traced: bool, groups: int = 2) -> None:
-    """Two lanes whose marks lie between each other's, as scoring and selection do."""
     timeline.begin_step(step, traced)
     for group in range(groups):
-        timeline.begin(group, "score")
+        timeline.begin(group)
         time.sleep(0.002)
-        timeline.mark("receive", "score")
-        timeline.mark("score", "score")
-        timeline.begin(group, "select")
+        timeline.mark("receive")
+        timeline.mark("score")
         time.sleep(0.001)
-        timeline.mark("select", "select")
+        timeline.mark("select")
 
 
 def test_traced_steps_are_written_by_the_first_that_is_not(tmp_path: Path) -> None:
@@ -134,14 +132,11 @@ def test_traced_steps_are_written_by_the_first_that_is_not(tmp_path: Path) -> No
     after = time.monotonic_ns() / 1e3
     run_step(timeline, 4, traced=False)
     events = events_of(path)
-    assert [
-        (event["name"], event["tid"], event["args"]["step"], event["args"]["group"])
-        for event in events
-    ] == [
-        (name, lane, step, group)
+    assert [(event["name"], event["args"]["step"], event["args"]["group"]) for event in events] == [
+        (name, step, group)
         for step in (2, 3)
         for group in (0, 1)
-        for name, lane in (("receive", "score"), ("score", "score"), ("select", "select"))
+        for name in ("receive", "score", "select")
     ]
     assert {event["pid"] for event in events} == {"cache rank"}
     for event in events:
@@ -150,11 +145,9 @@ def test_traced_steps_are_written_by_the_first_that_is_not(tmp_path: Path) -> No
             assert event["dur"] >= 2000
         if event["name"] == "select":
             assert event["dur"] >= 1000
-    for lane in ("score", "select"):
-        own = [event for event in events if event["tid"] == lane]
-        for previous, event in itertools.pairwise(own):
-            # Rounding of a sum of floats of 1e12 or so microseconds.
-            assert event["ts"] >= previous["ts"] + previous["dur"] - 0.01
+    for previous, event in itertools.pairwise(events):
+        # Rounding of a sum of floats of 1e12 or so microseconds.
+        assert event["ts"] >= previous["ts"] + previous["dur"] - 0.01
     run_step(timeline, 5, traced=False)
     assert events_of(path) == events
 

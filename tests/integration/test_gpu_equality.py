@@ -88,8 +88,7 @@ def replay(config: CacheRankConfig, events: list[Any], epoch: int) -> int:
                 getattr(up, part)[0] = row[part]
             selector.append(step, group, up)
             scores = selector.score(step, group, timeline)
-            with selector.selecting():
-                selector.answer(step, group, scores, down, timeline)
+            selector.answer(step, group, scores, down, timeline)
             torch.cuda.synchronize()
             mirror = selector.mirror(sequence, event["layers"])
             assert torch.equal(mirror.cpu(), row["mirror"]), (event["step"], group, epoch)
