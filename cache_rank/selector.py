@@ -187,8 +187,7 @@ class Selector:
         self._residency.truncate(pages, sequence.slot, tokens)
         self.pages.shrink(sequence.pages, tokens)
         if sequence.filled == 0:
-            with self.selecting():
-                self._mirror[sequence.slot].fill_(EMPTY)
+            self._mirror[sequence.slot].fill_(EMPTY)
 
     def begin_step(
         self, number: int, rows: SequenceOf[Row], refused: Collection[int] = ()
