@@ -23,6 +23,7 @@ import platform
 import shlex
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -82,6 +83,7 @@ def parse_args() -> argparse.Namespace:
     )
     parser.add_argument("--seed", type=int, default=0, help="of the weights and the training data")
     parser.add_argument("--minutes", type=float, help="of training; else the recipe's steps")
+    parser.add_argument("--learning-rate", type=float, help="peak; else the recipe's")
     parser.add_argument(
         "--device", choices=["auto", "cpu", "cuda"], default="auto", help="to train and grade on"
     )
@@ -101,6 +103,8 @@ def main() -> None:
     args = parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     recipe = RECIPES[args.recipe]
+    if args.learning_rate:
+        recipe = replace(recipe, learning_rate=args.learning_rate)
     with logging_redirect_tqdm():
         making = None if args.grade_only else train(args, recipe)
     if args.skip_grading:
