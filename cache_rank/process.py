@@ -53,6 +53,9 @@ logger = logging.getLogger("cache_rank")
 
 HEARTBEAT_SECONDS = 0.25
 REPORT_SECONDS = 0.25
+MOST_MEASUREMENTS = 16
+"""A report comes early when so many wait for it: each is a few kilobytes."""
+
 PEER_SECONDS = 600.0
 """Longest wait for the inference rank in the middle of a step, which may be slow or compiling; its
 death ends this process at once anyway."""
@@ -127,8 +130,13 @@ class CacheRank:
         sequence = selector.begin(NO_EPOCH)
         selector.load(sequence, shipment)
         wanted = config.slots_wanted_after(tokens)
-        while sequence.filled < wanted or sequence.tokens == tokens:
-            # As step 0, which is one of those whose recall is measured.
+        earlier = config.query_window + 1 if on_gpu else 0
+        while (
+            sequence.tokens == tokens
+            or sequence.used < wanted
+            or sequence.earlier_queries < earlier
+        ):
+            # As step 0, which is one of those that are measured: the last one is.
             step = selector.begin_step(0, [Row(NO_EPOCH, sequence.tokens)])
             for group in range(len(config.groups)):
                 selector.append(step, group, self._up_message(group, 1))
@@ -138,7 +146,7 @@ class CacheRank:
         selector.end(NO_EPOCH)
         if on_gpu:
             torch.cuda.synchronize(self._device)
-        selector.recall = Readback()
+        selector.recall.take()
 
     def _buffer(self, message: type[UpMessage] | type[DownMessage], layers: range) -> Tensor:
         size = message.size(self.config, len(layers), self.config.max_rows)
@@ -267,17 +275,15 @@ class CacheRank:
 
     def report(self, refused_messages: int) -> Report:
         """Summarize what is held and what has been done; device counters are a report old."""
-        overflow, recall = self._overflow.value(), self.selector.recall.value()
+        overflow = self._overflow.value()
         self._overflow.start(self.selector.overflow)
-        measured = recall.tolist() if recall is not None else [float("nan")] * 2
         return Report(
             tokens_held=self.selector.tokens_held,
             bytes_held=self.selector.bytes_held,
             epochs=len(self.selector.sequences),
             overflow_tokens=int(overflow) if overflow is not None else 0,
             refused_messages=refused_messages,
-            recall=measured[0],
-            attention_mass=measured[1],
+            measurements=self.selector.recall.take(),
         )
 
     def _mark(self, stream: torch.cuda.Stream | None = None) -> torch.cuda.Event:
@@ -322,7 +328,10 @@ def serve(launch: Launch) -> None:
             rank.flush()
         if reason:
             control.refuse(reason)
-        if rank is not None and time.monotonic() - last_report > REPORT_SECONDS:
+        if rank is not None and (
+            time.monotonic() - last_report > REPORT_SECONDS
+            or rank.selector.recall.waiting >= MOST_MEASUREMENTS
+        ):
             last_report = time.monotonic()
             reports.send(rank.report(control.refused))
 

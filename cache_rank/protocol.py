@@ -21,7 +21,7 @@ from torch import Tensor
 
 from cache_rank.config import CacheRankConfig
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 NO_EPOCH = -1
 
 
@@ -91,6 +91,27 @@ class Opened(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     capacity_tokens: int
 
 
+class Measurement(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What one measured step says of one request and L layers; see recall.py for the meaning.
+
+    Attributes:
+        epoch: of the request.
+        first_layer: of the L layers, counted from the first sparse layer.
+        recall, attention_mass: (L, Hkv).
+        query_cosine: (L, Hq).
+        prediction_overlap: (L, Hkv).
+        overlap: (distances, L, Hkv), one for each of `recall.overlap_distances`.
+    """
+
+    epoch: int
+    first_layer: int
+    recall: list[list[float]]
+    attention_mass: list[list[float]]
+    query_cosine: list[list[float]]
+    prediction_overlap: list[list[float]]
+    overlap: list[list[list[float]]]
+
+
 class Report(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """What the cache rank holds and has done since it opened.
 
@@ -99,9 +120,7 @@ class Report(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
         epochs: live now.
         overflow_tokens: tokens per (layer, kv head) that waited for a later step, summed.
         refused_messages: control messages that were malformed, oversized, replayed or out of place.
-        recall, attention_mass: last measured share of the exact top-k that was in the slots, and
-            share of the exact attention probability outside sinks and recents that it captured;
-            NaN before the first measurement.
+        measurements: of selections, since the last report.
     """
 
     tokens_held: int = 0
@@ -109,8 +128,7 @@ class Report(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     epochs: int = 0
     overflow_tokens: int = 0
     refused_messages: int = 0
-    recall: float = float("nan")
-    attention_mass: float = float("nan")
+    measurements: list[Measurement] = []
 
 
 ToCacheRank = Open | Step | Load | End | Flush

@@ -1,12 +1,53 @@
-"""How good a selection was: measured when the true query of its step has arrived."""
+"""How good a selection was, and how alike queries are: measured when a step's true query arrives.
+
+A measured step takes one layer group of one request. It compares, for each layer and head,
+
+    recall              the tokens in the slots with the exact top k by the true query
+    attention mass      the attention probability that the slots held
+    query cosine        the prediction, made a step ago, with the true query
+    prediction overlap  the exact top k by both of these (AsyncSpade Fig. 5, with the shift)
+    overlap             the exact top k by the true query and by an earlier one (Eq. 1, Fig. 4)
+
+The tokens that compete are those of the measured step every time, and k is the slots in use.
+"""
 
 from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from cache_rank_kernels.select.reference import top_tokens
 from torch import Tensor
 
 from cache_rank.config import CacheRankConfig
+from cache_rank.copies import Readback
+from cache_rank.protocol import Measurement
+
+
+def overlap_distances(window: int) -> tuple[int, ...]:
+    """How many steps before a measured one the queries are that it is compared with: 1, 2, 4, ...
+
+    Args:
+        window: W; as many queries are held at least, and the largest distance is at most W.
+    """
+    return tuple(1 << power for power in range(window.bit_length()))
+
+
+def overlap_ratio(first: Tensor, second: Tensor, tokens: int) -> Tensor:
+    """Share of tokens that two selections have in common (AsyncSpade Eq. 1).
+
+    Args:
+        first, second: (..., k) integer positions within [0, tokens), each at most once.
+        tokens: resident.
+
+    Returns:
+        (...) float32.
+    """
+    chosen = torch.zeros((*first.shape[:-1], tokens), dtype=torch.bool, device=first.device)
+    chosen.scatter_(-1, first.to(torch.int64), True)
+    return chosen.gather(-1, second.to(torch.int64)).float().mean(-1)
 
 
 def measure_recall(
@@ -21,20 +62,93 @@ def measure_recall(
         position: of the step.
 
     Returns:
-        (2,) float32: the share of the exact top tokens that sat in slots, and the share of
+        (2, L, Hkv) float32: the share of the exact top tokens that sat in slots, and the share of
         attention probability (the largest of each head group) outside sinks and recent tokens that
-        the slots held, each averaged over layers and kv heads; NaN when no slot is in use.
+        the slots held; NaN when no slot is in use.
     """
-    filled = mirror.shape[-1]
-    if filled == 0:
-        return torch.full((2,), float("nan"), device=scores.device)
     candidates = config.candidates_after(position - 1)
-    scores = scores[..., :position]
-    exact = top_tokens(scores, candidates, filled)
-    selected = torch.zeros_like(scores, dtype=torch.bool)
-    selected.scatter_(-1, mirror.to(torch.int64), True)
-    recall = selected.gather(-1, exact).float().mean()
-    probability = scores.exp()[..., candidates.start : candidates.stop]
-    held = (probability * selected[..., candidates.start : candidates.stop]).sum(-1)
-    mass = (held / probability.sum(-1).clamp(min=1e-30)).mean()
-    return torch.stack((recall, mass))
+    scores, mirror = scores[..., :position], mirror.to(torch.int64)
+    exact = top_tokens(scores, candidates, mirror.shape[-1])
+    probability = scores[..., : candidates.stop].exp()
+    held = probability.gather(-1, mirror).sum(-1)
+    mass = held / probability[..., candidates.start :].sum(-1).clamp(min=1e-30)
+    mass = mass if mirror.shape[-1] else torch.full_like(mass, float("nan"))
+    return torch.stack((overlap_ratio(mirror, exact, position), mass))
+
+
+class _Waiting(NamedTuple):
+    """A measurement on its way to the host: (L, columns), see `RecallMeter.measure`."""
+
+    epoch: int
+    layers: range
+    values: Readback
+
+
+class RecallMeter:
+    """Measures steps, and keeps the results until they are on the host and taken."""
+
+    def __init__(self, config: CacheRankConfig) -> None:
+        self._config = config
+        self._distances = overlap_distances(config.query_window)
+        self._waiting: deque[_Waiting] = deque()
+
+    @property
+    def waiting(self) -> int:
+        """Measurements that were not taken."""
+        return len(self._waiting)
+
+    def measure(
+        self,
+        epoch: int,
+        position: int,
+        layers: range,
+        mirror: Tensor,
+        queries: Tensor,
+        predicted: Tensor,
+        query_ring: Tensor,
+        score: Callable[[Tensor], Tensor],
+    ) -> None:
+        """Measure one request's step at `position`, before its token is appended.
+
+        Nothing waits for the device.
+
+        Args:
+            epoch: of the request.
+            position: of the token being computed.
+            layers: of the group.
+            mirror: (L, Hkv, k) integer, the tokens in the slots that the step uses; k at least 1.
+            queries: (L, Hq, D), the true queries.
+            predicted: (L, Hq, D) float32, what they were predicted to be.
+            query_ring: (L, Hq, W + 1, D), the true queries of the steps before; that of position p
+                is entry p % (W + 1).
+            score: exact scores (L, Hkv, >= position) float32 of the resident tokens by given
+                queries, valid until its next call.
+        """
+        candidates = self._config.candidates_after(position - 1)
+        slots = mirror.shape[-1]
+        queries = queries.float()
+        scores = score(queries)
+        exact = top_tokens(scores[..., :position], candidates, slots)
+        columns = [*measure_recall(scores, mirror, self._config, position)]
+        entries = [(position - distance) % query_ring.shape[2] for distance in self._distances]
+        for other in (predicted, *(query_ring[:, :, entry].float() for entry in entries)):
+            chosen = top_tokens(score(other)[..., :position], candidates, slots)
+            columns.append(overlap_ratio(exact, chosen, position))
+        columns.append(torch.nn.functional.cosine_similarity(queries, predicted, dim=-1))
+        values = Readback()
+        values.start(torch.cat(columns, dim=-1))
+        self._waiting.append(_Waiting(epoch, layers, values))
+
+    def take(self) -> list[Measurement]:
+        """Take the measurements that are on the host, oldest first."""
+        taken = []
+        while self._waiting and (values := self._waiting[0].values.value()) is not None:
+            epoch, layers, _ = self._waiting.popleft()
+            kv_heads, distances = self._config.model.kv_heads, len(self._distances)
+            by_kv_head = values[:, : (3 + distances) * kv_heads].unflatten(-1, (-1, kv_heads))
+            recall, mass, prediction, *overlap = by_kv_head.transpose(0, 1).tolist()
+            cosine = values[:, (3 + distances) * kv_heads :].tolist()
+            taken.append(
+                Measurement(epoch, layers.start, recall, mass, cosine, prediction, overlap)
+            )
+        return taken

@@ -62,14 +62,15 @@ class SynchronousReference:
     def select(self, layer: int, position: int) -> None:
         """Choose the tokens of the step after `position` in one layer."""
         config = self.config
-        predicted = self._predict(layer)
+        predicted = self.predict(layer)
         scores = score_tokens(
             predicted.unsqueeze(0), self.keys[layer].unsqueeze(0), config.model.scale
         )
         for kv_head in range(config.model.kv_heads):
             self._fill_slots(self.slots[layer][kv_head], scores[0, kv_head].tolist(), position)
 
-    def _predict(self, layer: int) -> Tensor:
+    def predict(self, layer: int) -> Tensor:
+        """The query (Hq, D) float32 that the step to come is expected to have in one layer."""
         config, window = self.config, self.queries[layer]
         padding = [torch.zeros_like(window[0])] * (config.query_window + 1 - len(window))
         queries = torch.stack(window + padding, dim=1)  # (Hq, W + 1, D)

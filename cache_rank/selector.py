@@ -23,12 +23,12 @@ from torch import Tensor
 
 from cache_rank import residency
 from cache_rank.config import CacheRankConfig
-from cache_rank.copies import Readback, upload
+from cache_rank.copies import upload
 from cache_rank.graphs import Captures
 from cache_rank.operations import operations_for
 from cache_rank.pages import PAGE_TOKENS, PageAllocator
 from cache_rank.protocol import NO_EPOCH, AnswerHeader, DownMessage, Row, UpMessage
-from cache_rank.recall import measure_recall
+from cache_rank.recall import RecallMeter
 from cache_rank.residency import StepRows
 from cache_rank.sequence import Sequence
 from cache_rank.timeline import Timeline
@@ -67,6 +67,7 @@ class Selector:
     Attributes:
         sequences: by epoch.
         pages: of the resident memory.
+        recall: what was measured of steps.
         capacity_tokens: how many tokens fit.
     """
 
@@ -81,7 +82,7 @@ class Selector:
         # Each sequence may leave its last page almost empty.
         self.capacity_tokens = max(0, self.pages.pages - slots) * PAGE_TOKENS
         self.overflow = torch.zeros((), dtype=torch.int64, device=device)
-        self.recall = Readback()
+        self.recall = RecallMeter(config)
         self._device = device
         self._operations = operations_for(device)
         self._residency = residency.create(config, self.pages.pages, device)
@@ -229,8 +230,8 @@ class Selector:
     def append(self, step: SelectorStep, group: int, up: UpMessage) -> None:
         """Take over what the inference rank computed in a group."""
         layers = self.config.groups[group]
-        if self._is_measured(step, group):
-            self._measure_recall(step, layers, up.queries[step.live[0][0]])
+        if (measured := self._measured_row(step, group)) is not None:
+            self._measure(step, layers, up, *measured)
         self._captures.run(
             ("append", group, step.key, up.buffer.data_ptr()),
             lambda: self._residency.append(step.rows, layers, up.tokens, self._query_ring),
@@ -243,7 +244,8 @@ class Selector:
             (R, L, Hkv, capacity) float32, for `answer`; valid until the next group is scored.
         """
         predicted = self._captures.run(
-            ("predict", group, step.key), lambda: self._predict(step, group)
+            ("predict", group, step.key),
+            lambda: self._predict(step.rows, self.config.groups[group]),
         )
         timeline.mark("predict")
         scores = self._captures.run(
@@ -253,9 +255,8 @@ class Selector:
         timeline.mark("score")
         return scores
 
-    def _predict(self, step: SelectorStep, group: int) -> Tensor:
-        config, layers, rows = self.config, self.config.groups[group], step.rows
-        model = config.model
+    def _predict(self, rows: StepRows, layers: range) -> Tensor:
+        config, model = self.config, self.config.model
         shape = (rows.slots.shape[0], len(layers), model.query_heads, model.head_dim)
         predicted = self._predicted[: math.prod(shape)].view(shape)
         self._operations.predict_step(
@@ -344,18 +345,30 @@ class Selector:
         (pages,) = upload((self._slot_pages[sequence.slot, : len(sequence.pages)],), self._device)
         return pages
 
-    def _is_measured(self, step: SelectorStep, group: int) -> bool:
-        """One group at a time, so that measuring never costs a step much."""
-        interval = self.config.recall_interval
-        if not interval or step.number % interval or not step.live:
-            return False
-        return step.number // interval % len(self.config.groups) == group
+    def _measured_row(self, step: SelectorStep, group: int) -> tuple[int, Row, Sequence] | None:
+        """The live row whose selection is measured in a group, if there is one.
 
-    def _measure_recall(self, step: SelectorStep, layers: range, queries: Tensor) -> None:
-        index, row, sequence = step.live[0]
-        used = self.mirror(sequence, layers)[..., : sequence.used]
-        if sequence.used == 0:
-            return
+        One group and row at a time, in turn, so that measuring never costs a step much.
+        """
+        config = self.config
+        if not config.recall_interval or step.number % config.recall_interval or not step.live:
+            return None
+        turn, measured_group = divmod(step.number // config.recall_interval, len(config.groups))
+        index, row, sequence = step.live[turn % len(step.live)]
+        # What the inference rank waits for before a request turns sparse.
+        is_warm = sequence.earlier_queries > config.query_window
+        is_sparse = is_warm and sequence.used == config.slots_wanted_after(row.position - 1) > 0
+        return (index, row, sequence) if is_sparse and group == measured_group else None
+
+    def _measure(
+        self,
+        step: SelectorStep,
+        layers: range,
+        up: UpMessage,
+        index: int,
+        row: Row,
+        sequence: Sequence,
+    ) -> None:
         one, all_rows = slice(index, index + 1), step.rows
         rows = StepRows(
             all_rows.slots[one],
@@ -365,8 +378,21 @@ class Selector:
             all_rows.header[one],
             capacity=row.position,
         )
-        scores = self._residency.score(rows, layers, queries.float().unsqueeze(0), exact=True)
-        self.recall.start(measure_recall(scores[0], used, self.config, row.position))
+
+        def score(queries: Tensor) -> Tensor:
+            one_row = queries.contiguous().unsqueeze(0)
+            return self._residency.score(rows, layers, one_row, exact=True)[0]
+
+        self.recall.measure(
+            row.epoch,
+            row.position,
+            layers,
+            self.mirror(sequence, layers)[..., : sequence.used],
+            up.queries[index],
+            self._predict(rows, layers)[0],
+            self._query_ring[sequence.slot, layers.start : layers.stop],
+            score,
+        )
 
     def _checksum(self, sequence: Sequence, layers: range) -> int:
         mirror = self.mirror(sequence, layers)[..., : sequence.filled].to(torch.int64)

@@ -18,6 +18,8 @@ class Sequence:
         pages: that hold its K and V, in order.
         tokens: resident tokens.
         longest: most tokens that were ever resident.
+        earlier_queries: in the query ring before its last step, at most W + 1: what the query of
+            that step was predicted from.
         queries: of its newest tokens that are in the query ring, at most W + 1.
         used: slots of its working set in use in its last step.
         filled: slots in use once the answer to its last step is applied.
@@ -28,6 +30,7 @@ class Sequence:
     pages: list[int] = dataclasses.field(default_factory=list)
     tokens: int = 0
     longest: int = 0
+    earlier_queries: int = 0
     queries: int = 0
     used: int = 0
     filled: int = 0
@@ -63,6 +66,7 @@ class Sequence:
     def advance(self, config: CacheRankConfig, position: int) -> None:
         """Account for the step at `position`."""
         self.extend(position + 1)
+        self.earlier_queries = self.queries
         self.queries = min(self.queries + 1, config.query_window + 1)
         self.used = self.filled
         self.filled = config.filled_after(position, self.filled)

@@ -92,19 +92,15 @@ def replay(config: CacheRankConfig, events: list[dict[str, Any]]) -> Iterator[St
             selector.load(sequence, event["shipment"])
             continue
         for row in event["rows"]:
-            warm = selector.sequences[row["epoch"]].queries > config.query_window
             step = selector.begin_step(number, [Row(row["epoch"], row["position"])])
             up.queries[0], up.keys[0], up.values[0] = row["queries"], row["keys"], row["values"]
             selector.append(step, 0, up)
             scores = selector.score(step, 0, timeline)
             selector.answer(step, 0, scores, down, timeline)
             selector.end_step(step)
-            if warm:
-                (measured,) = selector.recall.take()
-                recall, mass = (
-                    torch.tensor(by_head).mean().item()
-                    for by_head in (measured.recall, measured.attention_mass)
-                )
+            for measured in selector.recall.take():
+                by_head = (measured.recall, measured.attention_mass)
+                recall, mass = (float(torch.tensor(heads).mean()) for heads in by_head)
                 entering = (down.slots >= 0).sum(-1)
                 yield StepResult(recall, mass, float(entering.float().mean()), int(entering.max()))
 

@@ -117,7 +117,7 @@ def compare(
         chosen = top_tokens(found[..., :position], candidates, config.sparse_budget)
         selected.append(measure_recall(true, chosen, config, position))
     measurement.score_error = _error(centred)
-    measurement.recall, measurement.attention_mass = torch.stack(selected).mean(0).tolist()
+    measurement.recall, measurement.attention_mass = torch.stack(selected).mean((0, 2, 3)).tolist()
 
 
 def _error(pairs: Sequence[tuple[Tensor, Tensor]]) -> float | None:

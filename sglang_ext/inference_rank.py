@@ -116,7 +116,7 @@ class InferenceRank:
         self.plan: StepPlan | None = None
         self.device = pools.req_to_token.device
         """Of the model's tensors."""
-        self.metrics = CacheRankMetrics(args, tp_rank)
+        self.metrics = CacheRankMetrics(args, self.config, tp_rank)
         self.retractions = 0
 
         self._working_sets = WorkingSetRows(
@@ -219,6 +219,7 @@ class InferenceRank:
             row.sequence.filled = row.filled_after
         for sequence in plan.sparse:
             sequence.statistics.sparse_steps += 1
+        self.lifecycle.note_measured(self.metrics.recall.take_requests())
         if self._exchange is None:
             return
         if plan.rows:
@@ -272,7 +273,7 @@ class InferenceRank:
         taken, self._to_queue = self._to_queue, []
         return taken
 
-    def statistics_of(self, requests: list[Any]) -> list[tuple[int, ...]]:
+    def statistics_of(self, requests: list[Any]) -> list[tuple[int | float | None, ...]]:
         """What the responses report so far, one entry a request; see RequestStatistics."""
         prepare_requests(requests)
         return [request.cache_rank_statistics.as_tuple() for request in requests]

@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from cache_rank.config import CacheRankConfig
+from sglang_ext.recall import MeasuredRequest
 from sglang_ext.working_set import Reserve
 
 
@@ -39,6 +40,8 @@ class RequestStatistics:
         late_steps: exchanged steps that waited for an answer.
         stale_steps: steps whose answer was lost with a cache rank, so that it was not applied.
         retractions: times SGLang had to recompute it because a cache rank was lost.
+        recall_measurements: of its steps, each of one layer group, that were reported in time.
+        recall, attention_mass: their means; None without any.
     """
 
     sparse_steps: int = 0
@@ -46,8 +49,18 @@ class RequestStatistics:
     late_steps: int = 0
     stale_steps: int = 0
     retractions: int = 0
+    recall_measurements: int = 0
+    recall: float | None = None
+    attention_mass: float | None = None
 
-    def as_tuple(self) -> tuple[int, ...]:
+    def add_measured(self, recall: float, attention_mass: float) -> None:
+        """Add a measurement to the means."""
+        self.recall_measurements += 1
+        share = 1 / self.recall_measurements
+        self.recall = (1 - share) * (self.recall or 0.0) + share * recall
+        self.attention_mass = (1 - share) * (self.attention_mass or 0.0) + share * attention_mass
+
+    def as_tuple(self) -> tuple[int | float | None, ...]:
         """Values in the order of the fields."""
         return (
             self.sparse_steps,
@@ -55,6 +68,9 @@ class RequestStatistics:
             self.late_steps,
             self.stale_steps,
             self.retractions,
+            self.recall_measurements,
+            self.recall,
+            self.attention_mass,
         )
 
 
@@ -156,6 +172,15 @@ class Lifecycle:
             sequence.phase = Phase.SPARSE
             return True
         return False
+
+    def note_measured(self, measured: Sequence[MeasuredRequest]) -> None:
+        """Add measurements to the statistics of requests that have not ended meanwhile."""
+        if not measured:
+            return
+        by_epoch = {sequence.epoch: sequence for sequence in self.live.values()}
+        for epoch, recall, attention_mass in measured:
+            if epoch in by_epoch:
+                by_epoch[epoch].statistics.add_measured(recall, attention_mass)
 
     def _final_length(self, request: Any) -> int:
         wanted = len(request.origin_input_ids) + (request.sampling_params.max_new_tokens or 0)

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Mapping
 from typing import Any
 
+from cache_rank.config import CacheRankConfig
 from cache_rank.protocol import Report
 from sglang_ext.exchange import Exchange
+from sglang_ext.recall import LayerMeans, RecallStatistics
 from sglang_ext.server_args import CacheRankServerArgs
 
 logger = logging.getLogger(__name__)
@@ -35,9 +38,15 @@ _WAIT_BUCKETS = (
 
 
 class CacheRankMetrics:
-    """Counts what happens between the ranks; exports it when SGLang exports metrics."""
+    """Counts what happens between the ranks; exports it when SGLang exports metrics.
 
-    def __init__(self, args: CacheRankServerArgs, tp_rank: int) -> None:
+    Attributes:
+        recall: what the cache rank measured of selections.
+    """
+
+    def __init__(self, args: CacheRankServerArgs, config: CacheRankConfig, tp_rank: int) -> None:
+        assert args.dense_layers is not None
+        self.recall = RecallStatistics(config, args.dense_layers)
         self._report = Report()
         self._log_interval = args.decode_log_interval
         self._steps_waited = 0
@@ -76,6 +85,10 @@ class CacheRankMetrics:
     def on_report(self, report: Report | None) -> None:
         """The cache rank reported, or went down. Called in the supervisor's thread."""
         previous, self._report = self._report, report or Report()
+        for measurement in self._report.measurements:
+            by_layer = self.recall.add(measurement)
+            if self._series is not None and by_layer:
+                self._series.set_recall(by_layer)
         if self._series is not None:
             self._series.up.set(report is not None)
             self._series.set_report(self._report, previous)
@@ -104,15 +117,15 @@ class CacheRankMetrics:
 
     def state(self) -> dict[str, Any]:
         """For `/server_info`."""
-        report = self._report
+        report, latest = self._report, self.recall.latest
         return {
             "tokens_held": report.tokens_held,
             "bytes_held": report.bytes_held,
             "epochs": report.epochs,
             "overflow_tokens": report.overflow_tokens,
             "refused_messages": report.refused_messages,
-            "recall": None if math.isnan(report.recall) else report.recall,
-            "attention_mass": None if math.isnan(report.attention_mass) else report.attention_mass,
+            **(latest._asdict() if latest else dict.fromkeys(LayerMeans._fields)),
+            "recall_by_head": self.recall.by_head(),
             "steps_waited": self._steps_waited,
             "wait_seconds": self._wait_seconds,
         }
@@ -122,6 +135,7 @@ class CacheRankMetrics:
         counters = exchange.counters
         self._log_start = (counters.steps, self._wait_seconds, counters.tokens_shipped)
         interval = counters.steps - steps
+        latest = self.recall.latest
         logger.info(
             "Cache rank decode, #sparse-req: %d, #token held: %d, wait: %.2f ms/step, "
             "shipped: %.1f tokens/step, recall: %.3f",
@@ -129,7 +143,7 @@ class CacheRankMetrics:
             self._report.tokens_held,
             1e3 * (self._wait_seconds - wait) / interval,
             (counters.tokens_shipped - shipped) / interval,
-            self._report.recall,
+            latest.recall if latest else math.nan,
         )
 
 
@@ -154,8 +168,24 @@ class _Series:
         self.tokens_held = gauge("tokens_held", "Tokens resident on the cache rank")
         self.bytes_held = gauge("bytes_held", "Bytes of K and V on the cache rank")
         self.sparse_requests = gauge("sparse_requests", "Requests decoding over a working set")
-        self.recall = gauge("recall", "Share of the exact top tokens that the slots held")
-        self.attention_mass = gauge("attention_mass", "Attention probability that the slots held")
+        self.measurements = counter(
+            "recall_measurements", "Measurements of one layer group's recall"
+        )
+        measured = {
+            "recall": "Share of the exact top tokens that the slots held",
+            "attention_mass": "Share of attention probability that the slots held",
+            "query_cosine": "Cosine of predicted and true queries",
+        }
+        self._measured = {name: gauge(name, text) for name, text in measured.items()}
+        self._measured_by_layer = {
+            name: Gauge(
+                f"sglang_cache_rank_layer_{name}",
+                f"{text}, last measured of a layer",
+                [*names, "layer"],
+                multiprocess_mode="mostrecent",
+            )
+            for name, text in measured.items()
+        }
         self.overflow = counter("delta_overflow", "Tokens that waited for a later step to enter")
         self.refused = counter("refused_messages", "Control messages refused by the cache rank")
         self.stale_steps = counter("stale_steps", "Request steps whose answer was lost")
@@ -187,8 +217,13 @@ class _Series:
     def set_report(self, report: Report, previous: Report) -> None:
         self.tokens_held.set(report.tokens_held)
         self.bytes_held.set(report.bytes_held)
-        if not math.isnan(report.recall):
-            self.recall.set(report.recall)
-            self.attention_mass.set(report.attention_mass)
         self.overflow.inc(max(0, report.overflow_tokens - previous.overflow_tokens))
         self.refused.inc(max(0, report.refused_messages - previous.refused_messages))
+
+    def set_recall(self, by_layer: Mapping[int, LayerMeans]) -> None:
+        self.measurements.inc()
+        for name, series in self._measured_by_layer.items():
+            of_layers = {layer: getattr(means, name) for layer, means in by_layer.items()}
+            self._measured[name].set(sum(of_layers.values()) / len(of_layers))
+            for layer, value in of_layers.items():
+                series.labels(**self.values, layer=layer).set(value)

@@ -28,6 +28,7 @@ from cache_rank.protocol import (
     End,
     Flush,
     Load,
+    Measurement,
     Open,
     Report,
     Row,
@@ -51,12 +52,14 @@ class Reports:
 
     latest: Report | None = None
     downs: int = 0
+    measurements: list[Measurement] = field(default_factory=list)
     _changed: threading.Condition = field(default_factory=threading.Condition)
 
     def __call__(self, report: Report | None) -> None:
         with self._changed:
             self.latest = report
             self.downs += report is None
+            self.measurements += report.measurements if report else []
             self._changed.notify_all()
 
     def wait_for(self, condition: Callable[[Report], bool]) -> None:
@@ -226,8 +229,15 @@ def test_selections_equal_the_synchronous_reference_slot_by_slot(policy: Policy)
                 live.append(rank.arrive(*ARRIVALS[step]))
             rank.decode(live if step % 2 else live[::-1])
         assert rank.supervisor.starts == 1
-        rank.reports.wait_for(lambda report: 0 < report.recall <= 1)
-        rank.reports.wait_for(lambda report: 0 < report.attention_mass <= 1 + 1e-6)
+        config = rank.config
+        rank.reports.wait_for(lambda _: len(rank.reports.measurements) >= 20)
+        measured = rank.reports.measurements
+        assert {one.epoch for one in measured} == {1, 2, 3, 4}
+        assert {one.first_layer for one in measured} == {layers.start for layers in config.groups}
+        for one in measured:
+            shares = torch.tensor([one.recall, one.attention_mass])
+            assert ((shares > 0) & (shares <= 1 + 1e-6)).all()
+            assert torch.tensor(one.query_cosine).abs().max() <= 1 + 1e-6
     finally:
         rank.close()
 

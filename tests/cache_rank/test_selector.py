@@ -9,16 +9,16 @@ import pytest
 import torch
 from cache_rank_kernels.checksum.reference import slots_checksum
 from cache_rank_kernels.score.reference import score_tokens
-from cache_rank_kernels.select.reference import EMPTY
+from cache_rank_kernels.select.reference import EMPTY, top_tokens
 from modelled_request import Request
 from small_models import GQA, MODELS, small_config, with_rotary
 from torch import Tensor
 
 from cache_rank import residency
-from cache_rank.config import CacheRankConfig
+from cache_rank.config import CacheRankConfig, Frame, Predictor
 from cache_rank.pages import PAGE_TOKENS, OutOfPagesError
 from cache_rank.protocol import NO_EPOCH, AnswerHeader, DownMessage, Row, UpMessage
-from cache_rank.recall import measure_recall
+from cache_rank.recall import measure_recall, overlap_distances, overlap_ratio
 from cache_rank.selector import Selector
 from cache_rank.timeline import Timeline
 
@@ -212,7 +212,7 @@ def test_a_step_may_have_refused_rows_only() -> None:
     for row in range(2):
         assert_refused(answers, row)
     assert int(served.selector.overflow) == overflow
-    assert served.selector.recall.value() is None
+    assert served.selector.recall.waiting == 0
     served.decode([request])
 
 
@@ -344,56 +344,87 @@ def test_nothing_overflows_at_the_capacity_of_the_budget() -> None:
     assert int(served.selector.overflow) == 0
 
 
-def recall_by_hand(
-    request: Request, layers: range, queries: Tensor, used: int
-) -> tuple[float, float]:
-    """Of the slots that the reference holds before the step whose true queries are given."""
-    config = request.config
+def measure_by_hand(
+    request: Request, layers: range, queries: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Of the step whose true queries are given, from the state that the reference is in before it.
+
+    Returns:
+        Recall and mass (2, L, Hkv), cosines (L, Hq), overlap by prediction (L, Hkv) and by
+        distance (distances, L, Hkv).
+    """
+    config, reference = request.config, request.reference
+    position, used = request.position, request.filled
     group = slice(layers.start, layers.stop)
-    keys = torch.stack(request.reference.keys[group])
-    scores = score_tokens(queries[group], keys, config.model.scale)
-    slots = torch.tensor(
-        [[head[:used] for head in layer] for layer in request.reference.slots[group]]
+    keys = torch.stack(reference.keys[group])
+    slots = torch.tensor([[head[:used] for head in layer] for layer in reference.slots[group]])
+
+    def scores_by(some: Tensor) -> Tensor:
+        return score_tokens(some, keys, config.model.scale)
+
+    def chosen(some: Tensor) -> Tensor:
+        return top_tokens(scores_by(some), config.candidates_after(position - 1), used)
+
+    true = queries[group]
+    predicted = torch.stack([reference.predict(layer) for layer in layers])
+    earlier = [
+        torch.stack([reference.queries[layer][distance - 1] for layer in layers])
+        for distance in overlap_distances(config.query_window)
+    ]
+    overlaps = [
+        overlap_ratio(chosen(true), chosen(other), position) for other in (predicted, *earlier)
+    ]
+    cosines = torch.nn.functional.cosine_similarity(true.float(), predicted, dim=-1)
+    return (
+        measure_recall(scores_by(true), slots, config, position),
+        cosines,
+        overlaps[0],
+        torch.stack(overlaps[1:]),
     )
-    recall, mass = measure_recall(scores, slots, config, request.position).tolist()
-    return recall, mass
 
 
-def test_recall_is_measured_in_one_group_after_the_other() -> None:
-    config = small_config(recall_interval=2)
+@pytest.mark.parametrize(("predictor", "frame"), [("last", "pre"), ("ridge", "post")])
+def test_groups_and_rows_are_measured_in_turn(predictor: Predictor, frame: Frame) -> None:
+    config = small_config(
+        with_rotary(GQA), recall_interval=2, query_predictor=predictor, query_frame=frame
+    )
     served = Served(config)
-    # The first row of a step is the one that is measured.
     requests = [served.arrive(1, 50), served.arrive(2, 70)]
-    measured = []
-    last = None
-    for _ in range(12):
+    measured = set()
+    for exchanged in range(16):
         tensors = [request.compute() for request in requests]
-        expected = None
         number = served.steps + 1
-        first = requests[0]
-        if number % 2 == 0 and first.filled:
-            group = number // 2 % len(config.groups)
-            measured.append(group)
-            expected = recall_by_hand(first, config.groups[group], tensors[0][0], first.filled)
+        expected = None
+        # The window is full, and the slots are: the request is sparse.
+        if number % 2 == 0 and exchanged > config.query_window:
+            turn, group = divmod(number // 2, len(config.groups))
+            row, layers = turn % 2, config.groups[group]
+            expected = measure_by_hand(requests[row], layers, tensors[row][0])
+            measured.add((requests[row].epoch, layers.start))
         answers = served.exchange([row_of(request) for request in requests], tensors)
         for index, (request, computed) in enumerate(zip(requests, tensors, strict=True)):
             request.choose(*computed)
             served.check(request, index, answers)
-        value = served.selector.recall.value()
-        if expected is not None:
-            assert value is not None
-            # The order of summation may differ with the strides of a score buffer.
-            assert value.tolist() == pytest.approx(expected, rel=1e-5)
-            last = value
-        else:
-            assert value is last
-    assert set(measured) == set(range(len(config.groups)))
+        taken = served.selector.recall.take()
+        if expected is None:
+            assert taken == []
+            continue
+        (found,) = taken
+        assert (found.epoch, found.first_layer) == (requests[row].epoch, layers.start)
+        shares, cosines, prediction, overlap = expected
+        # The order of summation may differ with the strides of a score buffer.
+        torch.testing.assert_close(torch.tensor([found.recall, found.attention_mass]), shares)
+        torch.testing.assert_close(torch.tensor(found.query_cosine), cosines)
+        assert torch.tensor(found.prediction_overlap).equal(prediction)
+        assert torch.tensor(found.overlap).equal(overlap)
+    assert measured == {(epoch, layers.start) for epoch in (1, 2) for layers in config.groups}
 
 
 def test_recall_is_exact_whatever_selection_scores_by() -> None:
     config = small_config(score_keys="fp8", recall_interval=1, layers_per_group=3)
     served = Served(config)
     request = served.arrive(1, 60)
+    measured = 0
     # No copy in 8 bits tells these keys apart.
     request.reference.keys = [1 + keys / 100 for keys in request.reference.keys]
     shipment = torch.stack([torch.stack(request.reference.keys).transpose(1, 2), request.prompt[1]])
@@ -401,43 +432,50 @@ def test_recall_is_exact_whatever_selection_scores_by() -> None:
     sequence = served.selector.begin(1)
     served.selector.load(sequence, shipment)
     layers = config.groups[0]
-    for _ in range(6):
+    for _ in range(8):
         queries, keys, values = request.compute()
         keys = 1 + keys / 100
         mirror = served.selector.mirror(sequence, layers)[..., : sequence.filled].clone()
         resident = torch.stack(request.reference.keys)
         served.exchange([row_of(request)], [(queries, keys, values)])
-        if mirror.numel():
+        for found in served.selector.recall.take():
+            measured += 1
             scores = score_tokens(queries, resident, config.model.scale)
             expected = measure_recall(scores, mirror, config, request.position)
-            value = served.selector.recall.value()
-            assert value is not None
-            assert value.tolist() == pytest.approx(expected.tolist(), rel=1e-5)
+            torch.testing.assert_close(torch.tensor([found.recall, found.attention_mass]), expected)
         request.choose(queries, keys, values)
+    assert measured == 8 - config.query_window - 1
 
 
-def test_a_step_before_any_slot_is_in_use_is_not_measured() -> None:
-    served = Served(small_config(recall_interval=1))
-    request = served.arrive(1, 1)
-    for _ in range(4):  # up to the sinks and the recent tokens, there is nothing to select
-        served.decode([request])
-    assert request.filled == 0
-    assert served.selector.recall.value() is None
+def test_a_request_that_is_not_sparse_yet_is_not_measured() -> None:
+    config = small_config(recall_interval=1, layers_per_group=3, query_window=2, delta_capacity=2)
+    served = Served(config)
+    # One has nothing to select; the other has a full window one step before full slots.
+    for epoch, prompt in ((1, 1), (2, 50)):
+        request = served.arrive(epoch, prompt)
+        for _ in range(4):
+            served.decode([request])
+        assert served.selector.recall.take() == []
+    assert request.filled == config.sparse_budget
+    served.decode([request])
+    assert len(served.selector.recall.take()) == 1
 
 
-def test_recall_is_never_measured_at_interval_zero() -> None:
+def test_nothing_is_measured_at_interval_zero() -> None:
     served = Served(small_config(recall_interval=0))
     request = served.arrive(1, 50)
     for _ in range(8):
         served.decode([request])
-    assert served.selector.recall.value() is None
+    assert served.selector.recall.take() == []
 
 
-def test_measuring_recall_changes_no_selection() -> None:
+def test_measuring_changes_no_selection() -> None:
     served = Served(small_config(recall_interval=1, checksum=True))
     requests = [served.arrive(1, 50), served.arrive(2, PAGE_TOKENS - 2)]
     for _ in range(10):
         served.decode(requests)
-    value = served.selector.recall.value()
-    assert value is not None
-    assert ((value > 0) & (value <= 1 + 1e-6)).all()
+    taken = served.selector.recall.take()
+    assert len(taken) == 5
+    for found in taken:
+        shares = torch.tensor([found.recall, found.attention_mass])
+        assert ((shares > 0) & (shares <= 1 + 1e-6)).all()

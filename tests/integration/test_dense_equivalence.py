@@ -82,6 +82,9 @@ def test_a_request_may_stay_dense(server: Server) -> None:
         "late_steps": 0,
         "stale_steps": 0,
         "retractions": 0,
+        "recall_measurements": 0,
+        "recall": None,
+        "attention_mass": None,
     }
     refused = server.post(
         "/generate",

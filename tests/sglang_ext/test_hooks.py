@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import pkgutil
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -323,23 +323,28 @@ def test_the_internal_state_shows_the_cache_rank(rank: Mock) -> None:
 
 # What responses report, and what requests may ask.
 
-NAMES = ["sparse_steps", "tokens_shipped", "late_steps", "stale_steps", "retractions"]
+NAMES = [
+    *("sparse_steps", "tokens_shipped", "late_steps", "stale_steps", "retractions"),
+    *("recall_measurements", "recall", "attention_mass"),
+]
+NOTHING = (0, 0, 0, 0, 0, 0, None, None)
+EARLY, LATE = (1, 2, 3, 4, 5, 0, None, None), (6, 7, 8, 9, 10, 2, 0.5, 0.75)
 
 
 @pytest.mark.parametrize(
     ("per_token", "values"),
     [
-        ([], [0, 0, 0, 0, 0]),
-        ([None], [0, 0, 0, 0, 0]),
-        ([None, None, None], [0, 0, 0, 0, 0]),
-        ([(1, 2, 3, 4, 5)], [1, 2, 3, 4, 5]),
-        ([(1, 2, 3, 4, 5), (6, 7, 8, 9, 10)], [6, 7, 8, 9, 10]),
-        ([None, (1, 2, 3, 4, 5), None], [1, 2, 3, 4, 5]),
+        ([], NOTHING),
+        ([None], NOTHING),
+        ([None, None, None], NOTHING),
+        ([EARLY], EARLY),
+        ([EARLY, LATE], LATE),
+        ([None, EARLY, None], EARLY),
     ],
     ids=str,
 )
-def test_the_summary_is_the_last_that_is_known(per_token: list[Any], values: list[int]) -> None:
-    assert hooks._summary(per_token) == dict(zip(NAMES, values, strict=True))
+def test_the_summary_is_the_last_that_is_known(per_token: list[Any], values: Any) -> None:
+    assert hooks._summary(per_token) == summary_of(values)
 
 
 def test_the_summary_reads_statistics_in_the_order_they_are_written() -> None:
@@ -350,6 +355,9 @@ def test_the_summary_reads_statistics_in_the_order_they_are_written() -> None:
         "late_steps": 3,
         "stale_steps": 0,
         "retractions": 5,
+        "recall_measurements": 0,
+        "recall": None,
+        "attention_mass": None,
     }
 
 
@@ -409,31 +417,31 @@ def responses(outputs: list[Any], sampling_params: Any = None) -> list[Any]:
     return asyncio.run(collect())
 
 
-def summary_of(*values: int) -> dict[str, int]:
+def summary_of(values: Sequence[Any]) -> dict[str, Any]:
     return dict(zip(NAMES, values, strict=True))
 
 
 def test_each_response_of_a_stream_has_its_own_summary() -> None:
     stream = [
         {"text": "a", "meta_info": {META_KEY: [None], "id": "x"}},
-        {"text": "b", "meta_info": {META_KEY: [None, (1, 0, 0, 0, 0)], "id": "x"}},
+        {"text": "b", "meta_info": {META_KEY: [None, EARLY], "id": "x"}},
     ]
     assert responses(stream) == [
-        {"text": "a", "meta_info": {META_KEY: summary_of(0, 0, 0, 0, 0), "id": "x"}},
-        {"text": "b", "meta_info": {META_KEY: summary_of(1, 0, 0, 0, 0), "id": "x"}},
+        {"text": "a", "meta_info": {META_KEY: summary_of(NOTHING), "id": "x"}},
+        {"text": "b", "meta_info": {META_KEY: summary_of(EARLY), "id": "x"}},
     ]
 
 
 def test_each_response_of_a_batch_has_its_own_summary() -> None:
     batch = [
-        {"meta_info": {META_KEY: [(1, 0, 0, 0, 0)]}},
+        {"meta_info": {META_KEY: [EARLY]}},
         {"meta_info": {META_KEY: [None]}},
-        {"meta_info": {META_KEY: [(2, 4, 0, 0, 1), None]}},
+        {"meta_info": {META_KEY: [LATE, None]}},
     ]
     assert [item["meta_info"][META_KEY] for item in responses([batch])[0]] == [
-        summary_of(1, 0, 0, 0, 0),
-        summary_of(0, 0, 0, 0, 0),
-        summary_of(2, 4, 0, 0, 1),
+        summary_of(EARLY),
+        summary_of(NOTHING),
+        summary_of(LATE),
     ]
 
 
@@ -448,7 +456,7 @@ def test_responses_without_statistics_pass_unchanged() -> None:
 
 
 def test_a_summary_that_is_already_one_passes_unchanged() -> None:
-    summary = summary_of(1, 2, 3, 4, 5)
+    summary = summary_of(LATE)
     assert responses([{"meta_info": {META_KEY: dict(summary)}}]) == [
         {"meta_info": {META_KEY: summary}}
     ]

@@ -18,6 +18,7 @@ from sglang_ext.lifecycle import (
     SparseSequence,
     prepare_requests,
 )
+from sglang_ext.recall import MeasuredRequest
 from sglang_ext.working_set import Reserve
 
 THRESHOLD = 12
@@ -338,3 +339,24 @@ def test_statistics_travel_in_the_order_of_their_fields() -> None:
     names = [field.name for field in dataclasses.fields(RequestStatistics)]
     statistics = RequestStatistics(**{name: index for index, name in enumerate(names)})
     assert statistics.as_tuple() == tuple(range(len(names)))
+
+
+def test_measurements_reach_the_request_of_their_epoch_while_it_lives() -> None:
+    lifecycle, _ = lifecycle_with()
+    first, second = (lifecycle.begin(request_on(slot)) for slot in (1, 2))
+    lifecycle.note_measured([])
+    lifecycle.end(2)
+    assert first.statistics.recall is None
+    measured = [
+        MeasuredRequest(first.epoch, 0.5, 0.75),
+        MeasuredRequest(second.epoch, 0.1, 0.1),
+        MeasuredRequest(first.epoch, 1.0, 0.25),
+        MeasuredRequest(first.epoch, 0.0, 0.5),
+    ]
+    lifecycle.note_measured(measured[:2])
+    assert (first.statistics.recall, first.statistics.attention_mass) == (0.5, 0.75)
+    lifecycle.note_measured(measured[2:])
+    assert first.statistics.recall_measurements == 3
+    assert first.statistics.recall == pytest.approx(0.5)
+    assert first.statistics.attention_mass == pytest.approx(0.5)
+    assert second.statistics == RequestStatistics()
