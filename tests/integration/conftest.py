@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from workload import VOCABULARY
+from workload import TENTH_OF_THE_CONTEXT, VOCABULARY
 
 from scripts.serving import PLAIN, Server, serve
 
@@ -51,6 +51,13 @@ def plain_server(random_model: Callable[..., Path]) -> Iterator[Server]:
     """Plain SGLang serving the default random model."""
     arguments = [*PLAIN, "--model-path", str(random_model()), "--skip-tokenizer-init"]
     with serve(arguments) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def bundled_server() -> Iterator[Server]:
+    """The bundled model with a cache rank."""
+    with serve(TENTH_OF_THE_CONTEXT) as server:
         yield server
 
 

@@ -12,6 +12,13 @@ SMALL_CACHE_RANK = (
     "--max-total-tokens 20000 --enable-metrics --dtype float32"
 ).split()
 
+# A working set of 60 tokens: a tenth of the length that a walk of 80 hops reaches.
+TENTH_OF_THE_CONTEXT = (
+    "--cache-rank-gpus 1 --enable-metrics --sparse-threshold 264 --sparse-budget 40 "
+    "--sink-tokens 4 --recent-tokens 16 --selection-margin 8 --delta-capacity 40 "
+    "--recall-interval 4"
+).split()
+
 GPU_FLAGS = (
     "--dtype bfloat16 --attention-backend fa3 --cuda-graph-backend-prefill disabled "
     "--cuda-graph-bs-decode 1 2 4 8 --max-running-requests 16 --max-total-tokens 100000 "
