@@ -9,7 +9,7 @@
 
 Each system runs in a process of its own, with a deadline: one that fails is a line in the table,
 and its log is in OUT/logs. Results are written as they come; `--resume` measures what is missing.
-Weights are random numbers in the shapes of `model_shapes`: their values do not change the time.
+Weights are random numbers in the shapes of `model_shapes`; see profile_weights for which.
 """
 
 from __future__ import annotations

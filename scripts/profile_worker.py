@@ -24,7 +24,14 @@ from typing import Any
 
 import msgspec
 
-from scripts.profile_jobs import CAPACITY_BATCHES, Job, Shape, unmeasurable
+from scripts.profile_jobs import (
+    BUNDLED,
+    CAPACITY_BATCHES,
+    Job,
+    Shape,
+    model_config,
+    unmeasurable,
+)
 from scripts.profile_records import (
     Measurement,
     Message,
@@ -33,6 +40,7 @@ from scripts.profile_records import (
     summarize,
     wire_between,
 )
+from scripts.profile_weights import norms_for_unit_logits
 
 REPORT_INTERVAL = 16
 """Tokens between two reports of a request that is not the witness."""
@@ -279,6 +287,9 @@ def run_worker(result_file: Path) -> None:
 
         engine = Engine(**job.engine)
         try:
+            if job.model != BUNDLED:
+                _, config = model_config(job.model)
+                engine.update_weights_from_tensor(norms_for_unit_logits(config))
             bench = Bench(engine, job)
             say(Message("ready", machine=_machine(bench)))
             for shape in job.shapes:

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import msgspec
 import pytest
+import torch
 
 from scripts import profile_report
 from scripts.profile_jobs import (
@@ -22,6 +23,7 @@ from scripts.profile_jobs import (
     Shape,
     Wish,
     make_job,
+    model_config,
     parse_system,
     table2,
     unmeasurable,
@@ -40,6 +42,7 @@ from scripts.profile_records import (
     wire_between,
 )
 from scripts.profile_tpot import _Reader, make_jobs, parse_options
+from scripts.profile_weights import DUMMY_LARGEST, norms_for_unit_logits
 from scripts.profile_worker import (
     NotMeasuredError,
     Stream,
@@ -464,3 +467,32 @@ class TestCommandLine:
         options = parse_options("--shapes 1x10 --systems dense --model nothing".split())
         with pytest.raises(ValueError, match="no model"):
             make_jobs(options, Results())
+
+
+class TestWeights:
+    @pytest.mark.parametrize("name", ["qwen3-8b", "llama-3.1-8b"])
+    def test_logits_have_about_unit_variance(self, name: str) -> None:
+        config = model_config(name)[1]
+        norms = dict(norms_for_unit_logits(config))
+        assert {int(name.split(".")[2]) for name in norms} == set(
+            range(config["num_hidden_layers"])
+        )
+        torch.manual_seed(0)
+        hidden, head_dim = config["hidden_size"], 128
+        normalized = torch.nn.functional.rms_norm(torch.randn(200, hidden), (hidden,))
+        normalized *= norms["model.layers.3.input_layernorm.weight"].float()
+        projected = [
+            normalized @ torch.empty(hidden, head_dim).uniform_(-DUMMY_LARGEST, DUMMY_LARGEST)
+            for _ in range(2)
+        ]
+        if name.startswith("qwen3"):
+            projected = [
+                torch.nn.functional.rms_norm(
+                    part,
+                    (head_dim,),
+                    norms[f"model.layers.3.self_attn.{which}_norm.weight"].float(),
+                )
+                for part, which in zip(projected, "qk", strict=True)
+            ]
+        logits = projected[0] @ projected[1].T * head_dim**-0.5
+        assert 0.8 < float(logits.std()) < 1.2
