@@ -32,9 +32,9 @@ from cache_rank import residency
 from cache_rank.config import CacheRankConfig, ModelShape
 from cache_rank.protocol import Load, Report, bulk_shape
 from cache_rank.residency import FORMATS
+from evaluation.presentation import number, table
 from scripts.format_measurements import Variant
 from scripts.profile_jobs import model_config
-from scripts.profile_report import number, table
 from sglang_ext.supervisor import Connection, Place, Supervisor
 
 PATIENCE_SECONDS = 600.0

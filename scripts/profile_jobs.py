@@ -13,6 +13,8 @@ from typing import Any
 
 import msgspec
 
+from evaluation.systems import parse_label
+
 MODEL_SHAPES = Path(__file__).parent / "model_shapes"
 BUNDLED = "bundled"
 # Named here as well: importing sglang_ext's name imports SGLang, which takes a while.
@@ -106,18 +108,9 @@ def parse_system(label: str) -> tuple[System, dict[str, Any]]:
     Raises:
         ValueError: there is no such system, or an argument is not NAME=VALUE.
     """
-    name, _, changes = label.partition(":")
+    name, changed = parse_label(label)
     if name not in SYSTEMS:
         raise ValueError(f"no system {name!r}: choose from {', '.join(SYSTEMS)}")
-    changed: dict[str, Any] = {}
-    for change in filter(None, changes.split(",")):
-        key, equals, value = change.partition("=")
-        if not equals:
-            raise ValueError(f"{label!r}: write NAME:ARGUMENT=VALUE,ARGUMENT=VALUE")
-        try:
-            changed[key] = json.loads(value)
-        except json.JSONDecodeError:
-            changed[key] = value
     return SYSTEMS[name], changed
 
 

@@ -5,20 +5,15 @@ from __future__ import annotations
 import importlib
 import json
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from evaluation.presentation import COLOURS, number, table
 from scripts.profile_jobs import TABLE2, TABLE2_FLOOR, Job, Shape, Table2Row, model_config
 from scripts.profile_records import Measurement, Results, Wire
-
-# Okabe and Ito's colours, which colour-blind readers can tell apart.
-COLOURS = (
-    *("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#999999"),
-    *("#000000", "#5B3A8C", "#8C6D31"),
-)
 
 
 def write_results(results: Results, out: Path) -> list[Path]:
@@ -37,16 +32,6 @@ def write_results(results: Results, out: Path) -> list[Path]:
 def read_results(path: Path) -> Results:
     """Read a `results.json`."""
     return msgspec.json.decode(path.read_bytes(), type=Results)
-
-
-def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table; all but the first two columns are numbers."""
-    rule = ["---" if column < 2 else "---:" for column in range(len(header))]
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in (header, rule, *rows))
-
-
-def number(value: float | None, digits: int = 2) -> str:
-    return "–" if value is None else f"{value:.{digits}f}"
 
 
 def floor_of(results: Results, measurement: Measurement) -> float | None:

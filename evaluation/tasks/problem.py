@@ -61,6 +61,11 @@ class Problem(ABC):
         return (True,) * len(self.answer)
 
     @property
+    def stated_words(self) -> int:
+        """Words of prompt and answer before the first lookup: what a sparse cache must hold."""
+        return len(self.prompt.split())
+
+    @property
     def max_tokens(self) -> int:
         """Length of the decode; an answer has no end of its own and is cut here."""
         return len(self.answer)

@@ -50,6 +50,11 @@ class SelfWritten(Problem):
         return self._example.determined
 
     @property
+    def stated_words(self) -> int:
+        """The table, which is part of the answer, and `go`."""
+        return 2 * self.keys + 1
+
+    @property
     def hops(self) -> int:
         """Values of the walk."""
         return self.length

@@ -1,0 +1,95 @@
+"""Writes what `evaluate` found: JSON, Markdown tables, and plots (evaluation/plots.py)."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from evaluation.plots import write_plots
+from evaluation.presentation import number, table
+from evaluation.statistics import Estimate
+from evaluation.summary import Result, Run
+from evaluation.tasks import TASKS
+
+HEADER = (
+    *("system", "changed", "k", "exact chain", "minus dense", "hop accuracy", "correct prefix"),
+    *("output tokens", "sparse steps", "stale", "MFLOPs a token", "bits"),
+)
+
+
+class Report(msgspec.Struct):
+    """What `results.json` holds."""
+
+    run: Run
+    results: list[Result]
+
+
+def write_report(run: Run, results: list[Result], out: Path) -> list[Path]:
+    """Write all files into a folder; their paths. No plots if matplotlib is not installed."""
+    out.mkdir(parents=True, exist_ok=True)
+    encoded = msgspec.json.format(msgspec.json.encode(Report(run, results)), indent=2)
+    files = {"results.json": encoded.decode(), "results.md": markdown(run, results)}
+    for name, text in files.items():
+        (out / name).write_text(text + "\n")
+    return [*(out / name for name in files), *write_plots(results, out)]
+
+
+def read_report(path: Path) -> Report:
+    """Read a `results.json`."""
+    return msgspec.json.decode(path.read_bytes(), type=Report)
+
+
+def markdown(run: Run, results: Sequence[Result]) -> str:
+    """A table for each set of problems."""
+    machine = [str(value) for value in run.machine.values() if value]
+    settings = ", ".join(f"{name} {value}" for name, value in run.settings.items())
+    parts = [
+        "# Accuracy",
+        f"`{shlex.join(run.command)}`",
+        f"{', '.join(machine)}. Sparse systems: {settings}. KV pool: {run.dtype}.",
+        "Brackets are 95% intervals over problems (bootstrap, paired for differences). Of n "
+        "right ones out of n, they say nothing: an error rate of 3/n is not excluded.",
+    ]
+    for problems in dict.fromkeys(result.cell.problems for result in results):
+        model, task, dials = problems
+        there = [result for result in results if result.cell.problems == problems]
+        chains = sorted({result.chains for result in there})
+        parts += [
+            f"## {task}: {dials}",
+            f"Model {Path(model).name}; {'–'.join(map(str, chains))} problems of "
+            f"{there[0].hops} hops. Exposes: {TASKS[task].exposes}.",
+            table(HEADER, map(_cells, there)),
+        ]
+    parts += [f"{label} failed: {reason}" for label, reason in run.failures.items()]
+    return "\n\n".join(parts)
+
+
+def _cells(result: Result) -> list[str]:
+    changes = dict(result.system.changes)
+    budget = changes.pop("sparse_budget", None)
+    flops = None if result.flops is None else result.flops / 1e6
+    return [
+        result.system.name,
+        ", ".join(f"{name} {value}" for name, value in changes.items()),
+        "–" if budget is None else str(budget),
+        interval(result.exact),
+        interval(result.exact_difference),
+        interval(result.hop_accuracy, 3),
+        interval(result.correct_prefix, 1),
+        number(result.output_tokens.value, 0),
+        "–" if result.sparse_steps is None else f"{100 * result.sparse_steps:.1f} %",
+        "–" if result.sparse_steps is None else f"{100 * result.stale_steps:.1f} %",
+        number(flops, 3),
+        number(result.bits, 2),
+    ]
+
+
+def interval(estimate: Estimate | None, digits: int = 2) -> str:
+    """A mean and its interval, which is left out where it is a point."""
+    if estimate is None:
+        return "–"
+    value, low, high = (f"{part:.{digits}f}" for part in estimate)
+    return value if low == high == value else f"{value} [{low}, {high}]"

@@ -1,0 +1,74 @@
+"""Sends problems to a running server, many at once, and grades what comes back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from typing import Any
+
+import requests
+
+from evaluation.outcomes import Cell, Outcome
+from evaluation.tasks import TASKS, Problem
+
+REQUEST_SECONDS = 3600.0
+
+
+def run_cell(url: str, cell: Cell, seeds: Iterable[int], concurrency: int) -> Iterator[Outcome]:
+    """Decode a cell's problems; outcomes in the order in which they end.
+
+    Args:
+        url: of the server.
+        cell: what to run.
+        seeds: of the problems.
+        concurrency: requests at once.
+
+    Raises:
+        requests.RequestException: the server refused a problem or is gone.
+        ValueError: the task does not take the dials.
+    """
+    problems = {seed: TASKS[cell.task].make(seed, **cell.dials) for seed in seeds}
+    with ThreadPoolExecutor(concurrency) as pool:
+        calls = {pool.submit(_decode, url, problem): seed for seed, problem in problems.items()}
+        try:
+            for call in as_completed(calls):
+                seed = calls[call]
+                yield _outcome(cell, seed, problems[seed], call.result())
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def server_info(url: str) -> dict[str, Any]:
+    """What the server says about itself: its arguments and versions."""
+    response = requests.get(f"{url}/server_info", timeout=30)
+    response.raise_for_status()
+    info: dict[str, Any] = response.json()
+    return info
+
+
+def _decode(url: str, problem: Problem) -> dict[str, Any]:
+    sampling = {"max_new_tokens": problem.max_tokens, **problem.sampling}
+    body = {"text": problem.prompt, "sampling_params": sampling}
+    response = requests.post(f"{url}/generate", json=body, timeout=REQUEST_SECONDS)
+    response.raise_for_status()
+    decoded: dict[str, Any] = response.json()
+    return decoded
+
+
+def _outcome(cell: Cell, seed: int, problem: Problem, decoded: dict[str, Any]) -> Outcome:
+    grade = problem.grade(decoded["text"])
+    meta = decoded["meta_info"]
+    cache_rank = meta.get("cache_rank") or {}
+    return Outcome(
+        cell,
+        seed,
+        grade.correct_hops,
+        grade.correct_prefix_hops,
+        grade.hops,
+        grade.exact,
+        meta["prompt_tokens"],
+        meta["completion_tokens"],
+        cache_rank.get("sparse_steps"),
+        cache_rank.get("late_steps", 0),
+        cache_rank.get("stale_steps", 0),
+    )
