@@ -1,0 +1,102 @@
+"""Figures of what a server measured, from a state as `/server_info` shows it."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cache_rank.config import CacheRankConfig, ModelShape
+from cache_rank.protocol import Measurement
+from scripts.plot import SETTINGS, main, read_state
+from sglang_ext.recall import RecallStatistics
+
+pytest.importorskip("matplotlib")
+
+
+def server_info(layers: int, kv_heads: int, measured: bool = True) -> dict[str, Any]:
+    """As `/server_info` of a server whose layers recall all the better the deeper they are."""
+    model = ModelShape(layers, 2 * kv_heads, kv_heads, 8, "float32", 1.0)
+    statistics = RecallStatistics(CacheRankConfig(model, query_window=8), first_layer=1)
+
+    def heads(scale: float, count: int = kv_heads) -> list[list[float]]:
+        return [
+            [scale * (layer + 1) / layers - head / 100 for head in range(count)]
+            for layer in range(layers)
+        ]
+
+    cosines = heads(0.99, 2 * kv_heads)
+    overlaps = [heads(1 / distance) for distance in (1, 2, 4, 8)]
+    if measured:
+        statistics.add(Measurement(1, 0, heads(1), heads(0.9), cosines, heads(0.8), overlaps))
+    return {
+        **dict.fromkeys(SETTINGS, 0),
+        "model_path": "/models/Some-8B",
+        "internal_states": [{"cache_rank": {"recall_by_head": statistics.by_head()}}],
+    }
+
+
+def saved(folder: Path, info: dict[str, Any]) -> Path:
+    path = folder / "server_info.json"
+    path.write_text(json.dumps(info))
+    return path
+
+
+@pytest.mark.parametrize(("layers", "kv_heads"), [(1, 2), (35, 8)])
+def test_it_draws_maps_and_curves_and_keeps_what_they_are_drawn_from(
+    tmp_path: Path, layers: int, kv_heads: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    info = server_info(layers, kv_heads)
+    out = tmp_path / "out"
+    assert main(["recall", "--file", str(saved(tmp_path, info)), "--output", str(out)]) == 0
+    names = {
+        "recall.json",
+        *(f"recall-{n}.{s}" for n in ("heads", "overlap") for s in ("png", "svg")),
+    }
+    assert {path.name for path in out.iterdir()} == names
+    assert set(capsys.readouterr().out.split()) == {str(out / name) for name in names}
+    for path in out.glob("*.png"):
+        head = path.read_bytes()[:24]
+        width, height = struct.unpack(">II", head[16:])
+        assert head.startswith(b"\x89PNG")
+        assert min(width, height) > 300
+    for path in out.glob("*.svg"):
+        text = path.read_text()
+        assert "Some-8B" in text
+        assert "measurements of each layer" in text
+
+    state = json.loads((out / "recall.json").read_text())
+    assert state["measured"] == info["internal_states"][0]["cache_rank"]["recall_by_head"]
+    assert state["settings"].keys() == set(SETTINGS)
+    # What was written is as good as the server, and gives the same figures.
+    again = tmp_path / "again"
+    assert main(["recall", "--file", str(out / "recall.json"), "--output", str(again)]) == 0
+    for path in out.iterdir():
+        assert (again / path.name).read_bytes() == path.read_bytes()
+
+
+def test_a_server_that_measured_nothing_is_told_what_it_takes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = saved(tmp_path, server_info(2, 2, measured=False))
+    assert main(["recall", "--file", str(path), "--output", str(tmp_path / "out")]) == 1
+    assert "--recall-interval" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_server_without_a_cache_rank_is_told_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = saved(tmp_path, {"internal_states": [{}]})
+    assert main(["recall", "--file", str(path)]) == 1
+    assert "no cache rank" in capsys.readouterr().err
+
+
+def test_settings_are_those_of_the_server(tmp_path: Path) -> None:
+    info = {**server_info(1, 1), "sparse_budget": 40, "unrelated": 1}
+    state = read_state(None, saved(tmp_path, info))
+    assert state["settings"]["sparse_budget"] == 40
+    assert "unrelated" not in state["settings"]
