@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from evaluation.benchmarks.comparison import Comparison, Report, Summary
+from evaluation.presentation import COLOURS, number, table
 from evaluation.statistics import Estimate
-
-# Okabe and Ito's blue, which is told from grey by readers of every colour vision.
-_COLOUR, _GREY = "#0072B2", "#999999"
 
 
 def write_report(report: Report, out: Path) -> list[Path]:
@@ -49,7 +46,7 @@ def markdown(report: Report) -> str:
             [name, *(f"`{_plain(value)}`" for value in values)]
             for name, values in report.server_differences.items()
         ]
-        parts += ["What differs:", _table(["", baseline, system], rows)]
+        parts += ["What differs:", table(["", baseline, system], rows)]
     counters = [
         [benchmark, name, *(f"{side.get(name, 0):.1f}".removesuffix(".0") for side in sides)]
         for benchmark, sides in report.counters.items()
@@ -58,7 +55,7 @@ def markdown(report: Report) -> str:
     if counters:
         parts += [
             "The cache ranks during the runs:",
-            _table(["benchmark", "", baseline, system], counters),
+            table(["benchmark", "", baseline, system], counters),
         ]
     return "\n\n".join(parts)
 
@@ -77,7 +74,7 @@ def _accuracy_table(report: Report) -> str:
         ]
         for c in report.comparisons
     ]
-    return _table([*header, "questions better / worse"], rows)
+    return table([*header, "questions better / worse"], rows)
 
 
 def _length_table(report: Report) -> str:
@@ -90,23 +87,22 @@ def _length_table(report: Report) -> str:
             _length_row(comparison, report.names[1], comparison.system, comparison.tokens_ratio),
         )
     ]
-    return _table([*header, "cut", "none", "failed", "seconds"], rows)
+    return table([*header, "cut", "none", "failed", "seconds"], rows)
 
 
 def _length_row(
     comparison: Comparison, name: str, summary: Summary, ratio: Estimate | None
 ) -> list[str]:
-    per_right = summary.tokens_per_right_answer
     return [
         comparison.benchmark,
         name,
         f"{summary.tokens.value:.0f}",
         _interval(ratio, digits=3) if ratio else "",
-        "–" if per_right is None else f"{per_right:.0f}",
+        number(summary.tokens_per_right_answer, 0),
         f"{100 * summary.truncated:.1f}%",
         f"{100 * summary.unanswered:.1f}%",
         f"{100 * summary.failed:.1f}%",
-        f"{summary.seconds:.1f}",
+        number(summary.seconds, 1),
     ]
 
 
@@ -117,25 +113,20 @@ def _settings_table(report: Report) -> str:
         for name in names
         if any(settings[name] not in (None, "") for settings in report.settings.values())
     ]
-    return _table(["", *report.settings], rows)
+    return table(["", *report.settings], rows)
 
 
 def _interval(
     estimate: Estimate, scale: float = 1, unit: str = "", digits: int = 1, sign: bool = False
 ) -> str:
     plus = "+" if sign else ""
-    value, low, high = (f"{scale * number:{plus}.{digits}f}" for number in estimate)
+    value, low, high = (f"{scale * end:{plus}.{digits}f}" for end in estimate)
     return f"{value}{unit} [{low}, {high}]"
 
 
 def _plain(value: Any) -> str:
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     return text.replace("|", "/").replace("\n", " ").strip() or "–"
-
-
-def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    rule = ["---"] * len(header)
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in (header, rule, *rows))
 
 
 def _plot(report: Report, path: Path) -> None:
@@ -153,10 +144,10 @@ def _plot(report: Report, path: Path) -> None:
     )
     for panel, label, equal, scale, estimates in series:
         for line, estimate in enumerate(estimates):
-            value, low, high = (scale * number for number in estimate)
-            panel.plot([low, high], [line, line], color=_COLOUR, linewidth=2)
-            panel.plot([value], [line], "o", color=_COLOUR)
-        panel.axvline(equal, color=_GREY, linewidth=1)
+            value, low, high = (scale * end for end in estimate)
+            panel.plot([low, high], [line, line], color=COLOURS[0], linewidth=2)
+            panel.plot([value], [line], "o", color=COLOURS[0])
+        panel.axvline(equal, color=COLOURS[7], linewidth=1)
         panel.set_xlabel(label)
         panel.spines[["top", "right", "left"]].set_visible(False)
     axes[0].set_yticks(range(len(comparisons)), [c.benchmark for c in comparisons])
