@@ -38,7 +38,7 @@ from evaluation.training.recipes import RECIPES, Recipe
 from evaluation.training.tokenizer import make_tokenizer
 
 
-def train(args: argparse.Namespace, recipe: Recipe) -> Making:
+def train(args: argparse.Namespace, recipe: Recipe) -> None:
     """Train and export."""
     sizes = recipe.sizes
     tokenizer = make_tokenizer(recipe.words, sizes.max_position_embeddings)
@@ -49,25 +49,26 @@ def train(args: argparse.Namespace, recipe: Recipe) -> Making:
     model.to(args.device)
     dtype = getattr(torch, recipe.dtypes[0])
 
+    on_gpu = model.device.type == "cuda"
+    began = time.monotonic()
+
     def checkpoint() -> None:
         export(model, tokenizer, args.output, dtype)
+        Making(
+            command=shlex.join(["python", "-m", "scripts.train", *sys.argv[1:]]),
+            device=torch.cuda.get_device_name() if on_gpu else f"{platform.machine()} CPU",
+            precision="bfloat16 with float32 weights" if on_gpu else "float32",
+            parameters=model.num_parameters(),
+            steps=training.steps,
+            tokens=training.tokens,
+            minutes=round((time.monotonic() - began) / 60, 1),
+            seed=args.seed,
+        ).save(args.output)
 
     seconds = None if args.minutes is None else 60 * args.minutes
     training = Training(model, recipe, tokenizer.get_vocab(), args.seed, seconds, checkpoint)
-    began = time.monotonic()
     training.run()
     checkpoint()
-    on_gpu = model.device.type == "cuda"
-    return Making(
-        command=shlex.join(["python", "-m", "scripts.train", *sys.argv[1:]]),
-        device=torch.cuda.get_device_name() if on_gpu else f"{platform.machine()} CPU",
-        precision="bfloat16 with float32 weights" if on_gpu else "float32",
-        parameters=model.num_parameters(),
-        steps=training.steps,
-        tokens=training.tokens,
-        minutes=(time.monotonic() - began) / 60,
-        seed=args.seed,
-    )
 
 
 def parse_args() -> argparse.Namespace:
@@ -88,7 +89,9 @@ def parse_args() -> argparse.Namespace:
         "--device", choices=["auto", "cpu", "cuda"], default="auto", help="to train and grade on"
     )
     parser.add_argument("--chains", type=int, help="problems to grade; else the recipe's")
-    parser.add_argument("--grade-only", action="store_true", help="grade what is in --output")
+    parser.add_argument(
+        "--grade-only", action="store_true", help="grade what is in --output, and write its card"
+    )
     parser.add_argument("--skip-grading", action="store_true", help="write no card")
     args = parser.parse_args()
     if RECIPES[args.recipe].starts_from and not (args.start or args.grade_only):
@@ -106,13 +109,14 @@ def main() -> None:
     if args.learning_rate:
         recipe = replace(recipe, learning_rate=args.learning_rate)
     with logging_redirect_tqdm():
-        making = None if args.grade_only else train(args, recipe)
+        if not args.grade_only:
+            train(args, recipe)
     if args.skip_grading:
         return
     problems = [recipe.problem(seed) for seed in range(args.chains or recipe.chains)]
     results = [grade_export(args.output, problems, d, args.device) for d in recipe.dtypes]
-    if making:
-        write_card(args.output, args.recipe, recipe, making, results)
+    if (args.output / Making.FILE).exists():
+        write_card(args.output, args.recipe, recipe, results)
     print(json.dumps(results))
 
 

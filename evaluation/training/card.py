@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from transformers import AutoConfig
 
@@ -46,7 +47,7 @@ to float16 unless `--dtype` says otherwise.
 
     {command}
 
-{steps:,} steps of AdamW over {tokens:,} tokens on {device}, {minutes:.1f} minutes, seed {seed}. All
+{steps:,} steps of AdamW over {tokens:,} tokens on {device}, {minutes} minutes, seed {seed}. All
 training data are generated.
 
 ## What it is for
@@ -70,6 +71,8 @@ class Making:
         seed: of the weights and the data.
     """
 
+    FILE: ClassVar[str] = "training.json"
+
     command: str
     device: str
     precision: str
@@ -79,17 +82,25 @@ class Making:
     minutes: float
     seed: int
 
+    def save(self, folder: Path) -> None:
+        """Keep it beside the weights, so that an export can be graded another time."""
+        (folder / self.FILE).write_text(json.dumps(asdict(self), indent=2) + "\n")
+
+    @classmethod
+    def load(cls, folder: Path) -> Making:
+        """Read what `save` wrote."""
+        return cls(**json.loads((folder / cls.FILE).read_text()))
+
 
 def write_card(
-    output: Path, name: str, recipe: Recipe, making: Making, results: Sequence[Mapping[str, Any]]
+    output: Path, name: str, recipe: Recipe, results: Sequence[Mapping[str, Any]]
 ) -> None:
     """Write `README.md` beside the weights.
 
     Args:
-        output: the export.
+        output: the export, with its `Making`.
         name: of the recipe.
         recipe: that it was trained by.
-        making: how.
         results: of `accuracy.grade_export`.
     """
     sampled = recipe.problem(0).sampling["temperature"] > 0
@@ -97,7 +108,7 @@ def write_card(
     stages = [*recipe.curriculum, *(stage for _, stage in recipe.final)]
     card = CARD.format(
         **AutoConfig.from_pretrained(output).to_dict(),
-        **asdict(making),
+        **asdict(Making.load(output)),
         name=name,
         task=recipe.task,
         exposes=TASKS[recipe.task].exposes,

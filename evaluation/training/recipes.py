@@ -169,7 +169,7 @@ RECIPES = {
             (1, _texts("variable-tracking", chains=6, hops=16, filler=8)),
             (1, _texts("variable-tracking", chains=8, hops=8)),
         ),
-        final_steps=1200,
+        final_steps=3000,
         learning_rate=2e-3,
     ),
     "needle": Recipe(
@@ -187,7 +187,7 @@ RECIPES = {
             (1, _texts("needle", filler=16)),
             (1, _texts("needle", needles=30, asked=24)),
         ),
-        final_steps=1200,
+        final_steps=3000,
         learning_rate=2e-3,
     ),
     "addition": Recipe(
@@ -205,7 +205,7 @@ RECIPES = {
             (2, _texts("addition", digits=128)),
             (1, _texts("addition", digits=16)),
         ),
-        final_steps=1200,
+        final_steps=3000,
         learning_rate=2e-3,
     ),
     "pointer-chase-1024": Recipe(

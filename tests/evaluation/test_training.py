@@ -207,7 +207,8 @@ def test_an_export_is_graded_and_described(tmp_path: Path) -> None:
     assert result["exact_chain"] == 0.0  # nothing was trained
     assert result["smallest_margin"] > 0
     making = Making("python", "CPU", "float32", model.num_parameters(), 1, 2, 0.5, 0)
-    write_card(tmp_path / "model", "small", recipe, making, [result])
+    making.save(tmp_path / "model")
+    write_card(tmp_path / "model", "small", recipe, [result])
     card = (tmp_path / "model/README.md").read_text()
     assert "# small: a small Qwen3 for one task" in card
     assert "| float32 | 2 |" in card
