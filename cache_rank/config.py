@@ -75,7 +75,7 @@ class CacheRankConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         wire_dtype: of the keys and values of an answer; bf16 is the KV pool's own dtype, whichever
             it is, and fp8 is float8_e4m3fn.
         max_rows: most requests of one step.
-        recall_interval: steps between measurements of recall against exact selection, see
+        recall_interval: of so many steps, recall against exact selection is measured in one, see
             recall.py; 0 is never.
         checksum: both ranks compare checksums of the slots at every step (slow, for debugging).
 

@@ -25,6 +25,25 @@ from cache_rank.config import CacheRankConfig
 from cache_rank.copies import Readback
 from cache_rank.protocol import Measurement
 
+GOLDEN_RATIO = (5**0.5 - 1) / 2
+
+
+def measured_turn(step: int, interval: int) -> int | None:
+    """How many measured steps come before this one; None if it is none itself.
+
+    Of every `interval` steps one is measured, and not the same one each time: a text may repeat
+    itself, and so may how well its queries are predicted. Multiples of the golden ratio spread
+    evenly, and so does every n-th of them: those of one layer group and row.
+
+    Args:
+        step: number of a step.
+        interval: 0 measures none.
+    """
+    if not interval:
+        return None
+    turn, place = divmod(step, interval)
+    return turn if place == int(turn * GOLDEN_RATIO % 1 * interval) else None
+
 
 def overlap_distances(window: int) -> tuple[int, ...]:
     """How many steps before a measured one the queries are that it is compared with: 1, 2, 4, ...

@@ -28,7 +28,7 @@ from cache_rank.graphs import Captures
 from cache_rank.operations import operations_for
 from cache_rank.pages import PAGE_TOKENS, PageAllocator
 from cache_rank.protocol import NO_EPOCH, AnswerHeader, DownMessage, Row, UpMessage
-from cache_rank.recall import RecallMeter
+from cache_rank.recall import RecallMeter, measured_turn
 from cache_rank.residency import StepRows
 from cache_rank.sequence import Sequence
 from cache_rank.timeline import Timeline
@@ -351,14 +351,14 @@ class Selector:
         One group and row at a time, in turn, so that measuring never costs a step much.
         """
         config = self.config
-        if not config.recall_interval or step.number % config.recall_interval or not step.live:
+        turn = measured_turn(step.number, config.recall_interval)
+        if turn is None or turn % len(config.groups) != group or not step.live:
             return None
-        turn, measured_group = divmod(step.number // config.recall_interval, len(config.groups))
-        index, row, sequence = step.live[turn % len(step.live)]
+        index, row, sequence = step.live[turn // len(config.groups) % len(step.live)]
         # What the inference rank waits for before a request turns sparse.
         is_warm = sequence.earlier_queries > config.query_window
         is_sparse = is_warm and sequence.used == config.slots_wanted_after(row.position - 1) > 0
-        return (index, row, sequence) if is_sparse and group == measured_group else None
+        return (index, row, sequence) if is_sparse else None
 
     def _measure(
         self,

@@ -130,9 +130,9 @@ class CacheRankServerArgs(ServerArgs):
     recall_interval: A[
         int,
         Arg(
-            help="Steps between measurements of recall against exact selection; 0 is never. A "
-            "measured step scores one layer group of one request 3 + log2(query window) times more "
-            "than it does anyway: by the true query, by its prediction and by earlier queries."
+            help="Of so many steps, recall against exact selection is measured in one; 0 is never. "
+            "Such a step scores one layer group of one request 3 + log2(query window) times more "
+            "than others: by the true query, by its prediction and by earlier queries."
         ),
     ] = 64
     cache_rank_timeout: A[

@@ -10,7 +10,13 @@ from small_models import MODELS, small_config
 from torch import Tensor
 
 from cache_rank.config import CacheRankConfig
-from cache_rank.recall import RecallMeter, measure_recall, overlap_distances, overlap_ratio
+from cache_rank.recall import (
+    RecallMeter,
+    measure_recall,
+    measured_turn,
+    overlap_distances,
+    overlap_ratio,
+)
 
 TOKENS = 40
 
@@ -134,6 +140,34 @@ def test_measuring_changes_nothing() -> None:
     assert torch.equal(measure_recall(scores, slots, config, TOKENS), first)
     assert torch.equal(scores, before[0])
     assert torch.equal(slots, before[1])
+
+
+@pytest.mark.parametrize("interval", [1, 2, 7, 64])
+def test_one_step_of_each_interval_is_measured(interval: int) -> None:
+    turns = [measured_turn(step, interval) for step in range(50 * interval)]
+    for turn in range(50):
+        within = turns[turn * interval : (turn + 1) * interval]
+        assert within.count(turn) == 1
+        assert within.count(None) == interval - 1
+    assert turns[0] == 0  # which the process warms up by
+
+
+def test_no_step_is_measured_at_interval_zero() -> None:
+    assert [measured_turn(step, 0) for step in range(10)] == [None] * 10
+
+
+@pytest.mark.parametrize("period", [2, 3, 4, 8])
+@pytest.mark.parametrize("groups", [1, 2, 3, 6])
+def test_every_group_sees_all_of_a_text_that_repeats_itself(period: int, groups: int) -> None:
+    interval = 8
+    seen = torch.zeros(groups, period)
+    for step in range(400 * groups * interval):
+        turn = measured_turn(step, interval)
+        if turn is not None:
+            seen[turn % groups, step % period] += 1
+    assert (seen.sum(1) == 400).all()
+    # 8 places of an interval cannot be shared out evenly among 3 places of a period.
+    assert (seen / 400 - 1 / period).abs().max() < (0.1 if period == 3 else 0.02)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,12 @@ from cache_rank import residency
 from cache_rank.config import CacheRankConfig, Frame, Predictor
 from cache_rank.pages import PAGE_TOKENS, OutOfPagesError
 from cache_rank.protocol import NO_EPOCH, AnswerHeader, DownMessage, Row, UpMessage
-from cache_rank.recall import measure_recall, overlap_distances, overlap_ratio
+from cache_rank.recall import (
+    measure_recall,
+    measured_turn,
+    overlap_distances,
+    overlap_ratio,
+)
 from cache_rank.selector import Selector
 from cache_rank.timeline import Timeline
 
@@ -393,12 +398,11 @@ def test_groups_and_rows_are_measured_in_turn(predictor: Predictor, frame: Frame
     measured = set()
     for exchanged in range(16):
         tensors = [request.compute() for request in requests]
-        number = served.steps + 1
         expected = None
+        turn = measured_turn(served.steps + 1, interval=2)
         # The window is full, and the slots are: the request is sparse.
-        if number % 2 == 0 and exchanged > config.query_window:
-            turn, group = divmod(number // 2, len(config.groups))
-            row, layers = turn % 2, config.groups[group]
+        if turn is not None and exchanged > config.query_window:
+            row, layers = turn // 2 % 2, config.groups[turn % 2]
             expected = measure_by_hand(requests[row], layers, tensors[row][0])
             measured.add((requests[row].epoch, layers.start))
         answers = served.exchange([row_of(request) for request in requests], tensors)
