@@ -1,8 +1,8 @@
 """The benchmark command as its users run it: one server, dense and sparse, and a comparison.
 
-The questions are three pointer chases, which the bundled model can walk. It puts no answer in a box:
-the prompt file tells the harness to grade the last value of the walk, which is right only if every
-hop before it is.
+The questions are three pointer chases, which the bundled model can walk. It puts no answer in a
+box: the prompt file tells the harness to grade the last value of the walk, which is right only if
+every hop before it is.
 """
 
 from __future__ import annotations
@@ -106,6 +106,15 @@ def test_a_run_that_was_never_sparse_says_so(ask: Command, tmp_path: Path) -> No
     run = read_run(tmp_path / "custom")
     assert (run.record.questions, run.answers.correct.sum()) == (2, 0)
     assert "this is a dense run" in run.record.warnings[0]
+
+
+def test_requests_without_room_on_the_cache_rank_are_counted(ask: Command, tmp_path: Path) -> None:
+    # 48 requests at a time, and working sets for 32.
+    finished = ask(tmp_path, "--n-repeats", "16", "--num-threads", "48", "--max-tokens", "40")
+    assert finished.returncode == 0, finished.stderr
+    record = read_run(tmp_path / "custom").record
+    assert 0 < record.counters.dense_requests["max_sparse_requests"] <= 16
+    assert "dense steps (max_sparse_requests): lower --num-threads" in finished.stdout
 
 
 def test_what_could_not_be_compared_is_refused(ask: Command, systems: Path, tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -13,21 +12,11 @@ from evaluation.tasks.pointer_chase import make_chain
 from scripts.serving import Server
 
 CHAIN = make_chain(seed=7, facts=128, hops=80)
-# A working set of 60 tokens: a tenth of the length that the walk reaches.
-ARGUMENTS = (
-    "--cache-rank-gpus 1 --enable-metrics --sparse-threshold 264 --sparse-budget 40 "
-    "--sink-tokens 4 --recent-tokens 16 --selection-margin 8 --delta-capacity 40 "
-    "--recall-interval 4"
-).split()
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    running = Server(ARGUMENTS)
-    try:
-        yield running.wait_ready()
-    finally:
-        running.stop()
+def server(bundled_server: Server) -> Server:
+    return bundled_server
 
 
 @pytest.fixture(scope="module")
