@@ -9,9 +9,17 @@ from typing import Any
 import requests
 
 from evaluation.outcomes import Cell, Outcome
+from evaluation.systems import DENSE
 from evaluation.tasks import TASKS, Problem
 
 REQUEST_SECONDS = 3600.0
+
+RECORDED = (
+    *("version", "model_path", "dtype", "attention_backend", "decode_mode", "cache_rank_gpus"),
+    *("sparse_threshold", "sparse_budget", "sink_tokens", "recent_tokens", "dense_layers"),
+    *("query_predictor", "query_frame", "query_window", "selection_margin", "delta_capacity"),
+    *("kv_residency", "kv_residency_options", "score_keys", "wire_dtype", "inference_kv"),
+)
 
 
 def run_cell(url: str, cell: Cell, seeds: Iterable[int], concurrency: int) -> Iterator[Outcome]:
@@ -29,7 +37,10 @@ def run_cell(url: str, cell: Cell, seeds: Iterable[int], concurrency: int) -> It
     """
     problems = {seed: TASKS[cell.task].make(seed, **cell.dials) for seed in seeds}
     with ThreadPoolExecutor(concurrency) as pool:
-        calls = {pool.submit(_decode, url, problem): seed for seed, problem in problems.items()}
+        calls = {
+            pool.submit(_decode, url, problem, cell.system == DENSE): seed
+            for seed, problem in problems.items()
+        }
         try:
             for call in as_completed(calls):
                 seed = calls[call]
@@ -38,16 +49,22 @@ def run_cell(url: str, cell: Cell, seeds: Iterable[int], concurrency: int) -> It
             pool.shutdown(cancel_futures=True)
 
 
-def server_info(url: str) -> dict[str, Any]:
-    """What the server says about itself: its arguments and versions."""
+def describe_server(url: str) -> dict[str, Any]:
+    """What the server says of itself that bears on accuracy: RECORDED of its arguments.
+
+    Raises:
+        requests.RequestException: there is no server.
+    """
     response = requests.get(f"{url}/server_info", timeout=30)
     response.raise_for_status()
-    info: dict[str, Any] = response.json()
-    return info
+    info = response.json()
+    return {name: info[name] for name in RECORDED if name in info}
 
 
-def _decode(url: str, problem: Problem) -> dict[str, Any]:
-    sampling = {"max_new_tokens": problem.max_tokens, **problem.sampling}
+def _decode(url: str, problem: Problem, dense: bool) -> dict[str, Any]:
+    sampling: dict[str, Any] = {"max_new_tokens": problem.max_tokens, **problem.sampling}
+    if dense:  # also on a server which has a cache rank
+        sampling["custom_params"] = {"cache_rank": False}
     body = {"text": problem.prompt, "sampling_params": sampling}
     response = requests.post(f"{url}/generate", json=body, timeout=REQUEST_SECONDS)
     response.raise_for_status()

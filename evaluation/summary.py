@@ -31,6 +31,7 @@ class Run(msgspec.Struct):
         machine: what it ran on, and versions.
         settings: arguments of the sparse systems, see `evaluation.systems.POLICY`.
         dtype: of the KV pool.
+        servers: what each said of itself, by label; see `evaluation.runner.RECORDED`.
         failures: of servers, by label.
     """
 
@@ -38,6 +39,7 @@ class Run(msgspec.Struct):
     machine: dict[str, Any]
     settings: dict[str, Any]
     dtype: str
+    servers: dict[str, dict[str, Any]] = {}
     failures: dict[str, str] = {}
 
 

@@ -32,7 +32,7 @@ from tqdm import tqdm
 from evaluation.outcomes import Cell, OutcomeFile, seeds_done
 from evaluation.presets import PRESETS
 from evaluation.report import write_report
-from evaluation.runner import run_cell
+from evaluation.runner import describe_server, run_cell
 from evaluation.summary import BUNDLED, Run, model_config, summarize
 from evaluation.systems import POLICY, System, parse_label
 from evaluation.tasks import TASKS
@@ -139,6 +139,7 @@ class Evaluation:
         self._done = seeds_done(file.read())
         self._servers: set[Server] = set()
         self._stopping = False
+        self.servers: dict[str, dict[str, Any]] = {}
         self.failures: dict[str, str] = {}
 
     def run(self, jobs: Sequence[Job]) -> None:
@@ -171,6 +172,7 @@ class Evaluation:
         try:
             with self._url(job, seats) as url:
                 bar.set_description(job.system.label)
+                self.servers[job.system.label] = describe_server(url)
                 for cell in job.cells:
                     seeds = missing[cell.key]
                     for outcome in run_cell(url, cell, seeds, self._options.concurrency):
@@ -270,7 +272,6 @@ def describe_run(options: argparse.Namespace, argv: Sequence[str]) -> Run:
 def main(argv: Sequence[str]) -> int:
     """Evaluate; the exit status."""
     options = parse_options(argv)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     header, file = options.out / "run.json", OutcomeFile(options.out / "outcomes.jsonl")
     run = describe_run(options, argv)
     earlier = msgspec.json.decode(header.read_bytes(), type=Run) if header.is_file() else None
@@ -283,11 +284,12 @@ def main(argv: Sequence[str]) -> int:
             sys.exit(f"{options.out} has results: pass --resume, or another --out")
         if earlier is not None and earlier.settings != run.settings:
             sys.exit(f"{header} has other settings: {earlier.settings}")
+        known = earlier.servers if earlier is not None else {}
         file.drop_half_line()
         evaluation = Evaluation(options, file)
         header.write_bytes(msgspec.json.encode(run))
         evaluation.run(make_jobs(options))
-        run.failures = evaluation.failures
+        run.servers, run.failures = known | evaluation.servers, evaluation.failures
         header.write_bytes(msgspec.json.encode(run))
     for path in write_report(run, summarize(file.read(), run), options.out):
         print(path)
@@ -295,4 +297,5 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     sys.exit(main(sys.argv[1:]))

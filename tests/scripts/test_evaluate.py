@@ -1,0 +1,89 @@
+"""The parts of evaluate that need no server."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from evaluation.presets import PRESETS
+from scripts.evaluate import Seats, make_jobs, parse_options, server_flags
+
+
+def options_of(*arguments: str) -> object:
+    return parse_options(["--out", "out", "--gpus", *arguments])
+
+
+def test_a_preset_is_the_default() -> None:
+    options = parse_options(["--out", "out", "--gpus"])
+    assert options.systems == list(PRESETS["budgets"].systems)
+    assert options.budgets == [16, 32, 64]
+    # Dense decoding has no budget: one server, and one of each other system for every budget.
+    assert len(make_jobs(options)) == 1 + 5 * 3
+
+
+def test_another_task_has_its_own_dials() -> None:
+    options = parse_options(["--out", "out", "--task", "addition", "--gpus"])
+    assert options.dials == [{}]
+    (job, *_) = make_jobs(options)
+    assert job.longest == (4 * 64 + 3) + (5 * 64 - 1) + 1
+
+
+def test_a_server_has_room_for_its_problems() -> None:
+    arguments = "--out out --chains 4 --systems cache-rank --budgets 16 --gpus 0 1 --model M"
+    options = parse_options([*arguments.split(), "--base-url", "http://x"])
+    (job,) = make_jobs(options)
+    flags = server_flags(job, options)
+    assert flags[flags.index("--cuda-graph-bs-decode") + 1 :][:3] == ["1", "2", "4"]
+    assert flags[flags.index("--max-running-requests") + 1] == "4"
+    assert flags[flags.index("--model-path") + 1] == "M"
+    # 128 facts, `go`, the start key and <bos>.
+    assert flags[flags.index("--sparse-threshold") + 1] == "259"
+
+
+def test_a_self_written_table_is_written_densely() -> None:
+    options = parse_options("--out out --task self-written --dials hops=9,keys=32 --gpus".split())
+    assert make_jobs(options)[0].threshold == 1 + 2 * 32 + 1
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "--chains 1",
+        "--base-url http://x --systems quest --budgets 1 2",
+        "--model /nowhere",
+        "--dials facts",
+    ],
+)
+def test_wrong_options_are_refused(arguments: str) -> None:
+    with pytest.raises(SystemExit):
+        parse_options(["--out", "out", *arguments.split()])
+
+
+def test_gpus_are_shared_out() -> None:
+    seats = Seats(["0", "1", "0"])
+    with seats.take(2) as pair:
+        assert pair == ["0", "1"]
+        with seats.take(1) as one:
+            assert one == ["0"]
+            waited = threading.Event()
+
+            def wait() -> None:
+                with seats.take(1):
+                    waited.set()
+
+            thread = threading.Thread(target=wait)
+            thread.start()
+            assert not waited.wait(0.05)
+        thread.join(10)
+        assert waited.is_set()
+    with seats.take(2) as pair:
+        assert pair == ["0", "1"]
+
+
+def test_results_are_not_overwritten(tmp_path: Path) -> None:
+    from scripts.evaluate import main
+
+    with pytest.raises(SystemExit, match="nothing to render"):
+        main(["--out", str(tmp_path), "--render"])
