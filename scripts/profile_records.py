@@ -237,7 +237,7 @@ def trace_events(text: str) -> Iterator[dict[str, Any]]:
 
 
 def reduce_trace(path: Path, wire: Wire | None) -> TraceTimes | None:
-    """Reduce a trace to the steps of a measurement, or to all it has if it has none of them."""
+    """Reduce a trace to the steps of a measurement; None when it has none of them."""
     if not path.is_file():
         return None
     timed = [
@@ -246,8 +246,7 @@ def reduce_trace(path: Path, wire: Wire | None) -> TraceTimes | None:
         if isinstance(event.get("dur"), int | float) and "step" in (event.get("args") or {})
     ]
     if wire is not None:
-        measured = [e for e in timed if wire.first_step <= e["args"]["step"] <= wire.last_step]
-        timed = measured or timed
+        timed = [e for e in timed if wire.first_step <= e["args"]["step"] <= wire.last_step]
     if not timed:
         return None
 

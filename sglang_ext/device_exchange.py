@@ -3,8 +3,8 @@
 Right after the forward pass of a step has been queued, this queues for each layer group
 
     up stream        when the group is computed, send its staging buffer
-    down stream      when the group is computed, receive its answer, not earlier: a receive that
-                     waits occupies multiprocessors
+    down stream      when the next group is computed, receive the answer, not earlier: a receive
+                     that waits occupies multiprocessors, which the forward pass feels
     scatter stream   when the answer has come, write it into the slots; then the slots are `applied`
 
 so the host never waits, and the next forward pass waits inside the graph only for what is late. A
@@ -172,23 +172,29 @@ class DeviceExchange(Exchange):
         self._gate.end_step()
 
     def _queue_transfers(self) -> list[Pending]:
-        """Queue what is sent when a group is computed, and the receive of its answer."""
-        up, down = self._up_channel, self._down_channel
-        received = []
+        """Queue what is sent when a group is computed, and the receives of the answers."""
+        up, received = self._up_channel, []
+        last = len(self._waits) - 1
         with torch.cuda.stream(up.stream):
             self._awaited.upload([self._gate.step])
             for group, wait in enumerate(self._waits):
                 wait.replay()
                 computed = up.stream.record_event()
-                up_bytes, down_bytes = self._message_sizes(group)
+                up_bytes, _ = self._message_sizes(group)
                 staged = self._gate.staging[group].view(torch.uint8).view(-1)[:up_bytes]
                 with self._traced("send", group, up.stream, computed):
                     up.send(staged, computed)
-                with self._traced("receive", group, down.stream, computed):
-                    received.append(down.receive(self._down[group][:down_bytes], computed))
                 self.counters.up_bytes += up_bytes
-                self.counters.down_bytes += down_bytes
+                if group:
+                    received.append(self._receive(group - 1, computed))
+            received.append(self._receive(last, computed))
         return received
+
+    def _receive(self, group: int, after: torch.cuda.Event) -> Pending:
+        down, (_, size) = self._down_channel, self._message_sizes(group)
+        self.counters.down_bytes += size
+        with self._traced("receive", group, down.stream, after):
+            return down.receive(self._down[group][:size], after)
 
     def _wait(self, group: int) -> None:
         """Wait until the group is computed; for the up stream."""
