@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 _ALIGNMENT = 16
+
+_STAGES = 4
+"""More than the steps that a host is ahead of its device."""
 
 
 def upload(
@@ -43,25 +47,63 @@ def upload(
     ]
 
 
+class Field(NamedTuple):
+    """A place for so many numbers, and what stands where a step brings fewer."""
+
+    size: int
+    filler: int
+
+
 class StepNumbers:
-    """Integers that every step brings to the device, always to the same place.
+    """Integers that every step brings to the device, always to the same places.
 
     Kernels in captured graphs read them there.
-
-    Attributes:
-        on_device: (size,) int64.
     """
 
-    def __init__(self, size: int, device: torch.device) -> None:
-        self.on_device = torch.zeros(size, dtype=torch.int64, device=device)
+    def __init__(self, device: torch.device, **fields: Field) -> None:
+        self._fields: dict[str, tuple[slice, int]] = {}
+        size = 0
+        for name, field in fields.items():
+            self._fields[name] = slice(size, size + field.size), field.filler
+            size += field.size
+        self._on_device = torch.empty(size, dtype=torch.int64, device=device)
+        if device.type == "cuda":
+            self._stages = [
+                _Stage(torch.empty(size, dtype=torch.int64, pin_memory=True))
+                for _ in range(_STAGES)
+            ]
+        else:
+            self._stages = [_Stage(self._on_device)]
+        self._turn = 0
+        self.upload()
 
-    def upload(self, numbers: Sequence[int]) -> None:
-        """Replace the first of them, on the current stream, behind what reads the old ones."""
-        # From a list: setting elements of a tensor one by one takes the host long.
-        host = torch.tensor(numbers)
-        if self.on_device.is_cuda:
-            host = host.pin_memory()
-        self.on_device[: host.shape[0]].copy_(host, non_blocking=True)
+    def __getitem__(self, name: str) -> Tensor:
+        """A field on the device, (size,) int64."""
+        return self._on_device[self._fields[name][0]]
+
+    def upload(self, **numbers: Sequence[int]) -> None:
+        """Replace all fields, on the current stream, behind what reads the old ones."""
+        stage = self._stages[self._turn]
+        self._turn = (self._turn + 1) % len(self._stages)
+        if stage.uploaded is not None:
+            stage.uploaded.synchronize()  # steps ago, so this never waits
+        for name, (place, filler) in self._fields.items():
+            new, field = numbers.get(name, ()), stage.numbers[place]
+            field[: len(new)] = new
+            field[len(new) :] = filler
+        if self._on_device.is_cuda:
+            self._on_device.copy_(stage.tensor, non_blocking=True)
+            stage.uploaded = torch.cuda.current_stream().record_event(stage.uploaded)
+
+
+class _Stage:
+    """Host memory that a copy to the device is made from."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+        # Writing to an array takes the host a fraction of building a tensor from a list.
+        self.numbers = tensor.numpy()
+        self.uploaded: torch.cuda.Event | None = None
 
 
 class Readback:

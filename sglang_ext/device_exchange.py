@@ -29,7 +29,7 @@ from cache_rank_kernels.gate import triton as gate
 from torch import Tensor
 
 from cache_rank.config import CacheRankConfig
-from cache_rank.copies import Readback, StepNumbers
+from cache_rank.copies import Field, Readback, StepNumbers
 from cache_rank.graphs import capture
 from cache_rank.nccl import NcclChannel
 from cache_rank.protocol import AnswerHeader, DownMessage, bulk_shape
@@ -83,10 +83,15 @@ class DeviceExchange(Exchange):
             for layers in config.groups
         ]
         rows_at_most = config.max_rows
-        # For the scatter stream: number of the step, first pool rows, expected headers.
-        self._numbers = StepNumbers(1 + 5 * rows_at_most, self._device)
+        # For the scatter stream.
+        self._numbers = StepNumbers(
+            self._device,
+            step=Field(1, 0),
+            first_rows=Field(rows_at_most, -1),
+            expected=Field(4 * rows_at_most, -1),
+        )
         # For the up stream, which is ahead of it.
-        self._awaited = StepNumbers(1, self._device)
+        self._awaited = StepNumbers(self._device, step=Field(1, 0))
         # Of the rows of each group: whether they were applied, and how many tokens they brought.
         self._outcome = torch.zeros(
             (2, len(config.groups), rows_at_most), dtype=torch.int64, device=self._device
@@ -125,7 +130,6 @@ class DeviceExchange(Exchange):
         )
         self._operations.collect_tokens(sets.keys, sets.values, padding, shipment)
         self._operations.copy_tokens(sets.keys, sets.values, padding, padding)
-        self._numbers.upload([0, *[-1] * (5 * config.max_rows)])
         for group in range(len(config.groups)):
             self._apply(group, 1)
             self._wait(group)
@@ -141,13 +145,15 @@ class DeviceExchange(Exchange):
             self._traced_steps.add(self.counters.steps)
         if not rows:
             return
-        first_rows = [self._working_sets.first_slot(row.sequence) for row in rows]
-        unused = [-1] * (self._config.max_rows - len(rows))
-        numbers = [self._gate.step, *first_rows, *unused]
+        expected: list[int] = []
         for row in rows:
-            numbers += self._expected(row, self.counters.steps)
+            expected += self._expected(row, self.counters.steps)
         with torch.cuda.stream(self._scatter_stream):
-            self._numbers.upload(numbers)
+            self._numbers.upload(
+                step=[self._gate.step],
+                first_rows=[self._working_sets.first_slot(row.sequence) for row in rows],
+                expected=expected,
+            )
 
     def end_step(self) -> None:
         """Queue the exchange of every group, behind the forward pass that has just been queued."""
@@ -176,7 +182,7 @@ class DeviceExchange(Exchange):
         up, received = self._up_channel, []
         last = len(self._waits) - 1
         with torch.cuda.stream(up.stream):
-            self._awaited.upload([self._gate.step])
+            self._awaited.upload(step=[self._gate.step])
             for group, wait in enumerate(self._waits):
                 wait.replay()
                 computed = up.stream.record_event()
@@ -198,26 +204,23 @@ class DeviceExchange(Exchange):
 
     def _wait(self, group: int) -> None:
         """Wait until the group is computed; for the up stream."""
-        gate.wait_for(self._gate.computed, group, self._awaited.on_device, self._gate.accepts)
+        gate.wait_for(self._gate.computed, group, self._awaited["step"], self._gate.accepts)
 
     def _apply(self, group: int, count: int) -> None:
         """Write the answer that has come to so many rows into their slots; for the scatter stream.
 
         It reads and writes nothing but what stays where it is.
         """
-        rows_at_most, layers = self._config.max_rows, len(self._config.groups[group])
-        number, first_rows, expected = self._numbers.on_device.split(
-            (1, rows_at_most, 4 * rows_at_most)
-        )
+        layers, numbers = len(self._config.groups[group]), self._numbers
         size = DownMessage.size(self._config, layers, count)
         message = DownMessage(self._config, layers, count, self._down[group][:size])
         applied, shipped = self._outcome[:, group, :count]
         self._accepts.copy_(self._gate.accepts, non_blocking=True)
         self._operations.scatter_step(
             *self._working_sets.groups[group],
-            first_rows[:count],
+            numbers["first_rows"][:count],
             message.header,
-            expected[: 4 * count].view(count, 4),
+            numbers["expected"][: 4 * count].view(count, 4),
             message.slots,
             message.keys,
             message.values,
@@ -227,7 +230,7 @@ class DeviceExchange(Exchange):
         shipped.copy_(message.header[:, _SHIPPED])
         if self._config.checksum and self._rows:
             self._compare_checksums(group, message)
-        gate.signal(self._gate.applied, group, number)
+        gate.signal(self._gate.applied, group, numbers["step"])
 
     def ship(self, sequence: SparseSequence, pool_rows: Tensor) -> None:
         if len(self._shipments) == MAX_SHIPMENTS_UNDER_WAY:

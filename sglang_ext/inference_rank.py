@@ -18,7 +18,7 @@ from torch import Tensor
 
 from cache_rank.config import ModelShape
 from cache_rank.control import ControlError
-from cache_rank.copies import StepNumbers
+from cache_rank.copies import Field, StepNumbers
 from cache_rank.operations import operations_for
 from cache_rank.transport import TransportError
 from sglang_ext.exchange import (
@@ -64,7 +64,7 @@ class StepPlan:
 
     Attributes:
         attended_lengths: per batch row, tokens that layers over the working-set table attend to.
-        lengths: the same, int64, on the device of the model; on a GPU (max batch,), 1 beyond it.
+        lengths: the same, (max batch,) int64 on the device of the model, 1 beyond the batch.
         rows: the exchanged requests.
         sparse: the sparse requests among them.
         shipping: requests whose prompt is being shipped, and their length.
@@ -126,9 +126,15 @@ class InferenceRank:
         self._max_batch = pools.req_to_token.shape[0]
         if self.device.type == "cuda":
             self._max_batch += GRAPH_PADDING
-        # In this order: the gate's step numbers, exchange rows, lengths, and the table's advance.
-        self._numbers = StepNumbers(GATE_NUMBERS + 4 * self._max_batch, self.device)
-        self._numbers.upload([*[0] * GATE_NUMBERS, *[-1] * self._max_batch])
+        # A captured graph may be for more rows than a step has.
+        self._numbers = StepNumbers(
+            self.device,
+            steps=Field(GATE_NUMBERS, 0),
+            exchanged=Field(self._max_batch, -1),
+            lengths=Field(self._max_batch, 1),
+            sources=Field(self._max_batch, 0),
+            targets=Field(self._max_batch, 0),
+        )
         self._req_to_token = pools.req_to_token
         self._allocator = pools.allocator
         first_reserve_row = pools.keys[0].shape[0] - reserve_rows(args)
@@ -149,12 +155,7 @@ class InferenceRank:
         if self.device.type == "cuda":
             from sglang_ext.gate import DeviceGate
 
-            numbers = self._numbers.on_device
-            self.gate = DeviceGate(
-                self.config,
-                numbers[:GATE_NUMBERS],
-                numbers[GATE_NUMBERS:][: self._max_batch],
-            )
+            self.gate = DeviceGate(self.config, self._numbers["steps"], self._numbers["exchanged"])
         self._tracer = Tracer(args.trace, args.trace_steps) if args.trace else None
         supervisor.open(self.config)
         self._connect()
@@ -190,17 +191,19 @@ class InferenceRank:
     def _upload(self, plan: StepPlan, advance: tuple[list[int], list[int]]) -> None:
         """Bring what the step's kernels read to the device, in one copy."""
         count = len(plan.attended_lengths)
-        # A captured graph may be for more rows than there are, and reads at fixed places.
-        batch = self._max_batch if self.device.type == "cuda" else count
-        exchanged = [-1] * batch
+        exchanged = [-1] * count
         for index, row in enumerate(plan.rows):
             exchanged[row.batch_index] = index
-        lengths = plan.attended_lengths + [1] * (batch - count)
-        steps = self.gate.plan_step(bool(plan.rows))
-        self._numbers.upload([*steps, *exchanged, *lengths, *advance[0], *advance[1]])
-        after_rows = self._numbers.on_device[GATE_NUMBERS + batch :]
-        plan.lengths, advance_numbers = after_rows[:batch], after_rows[batch:]
-        self.table.advance(advance_numbers[:count], advance_numbers[count : 2 * count])
+        sources, targets = advance
+        self._numbers.upload(
+            steps=self.gate.plan_step(bool(plan.rows)),
+            exchanged=exchanged,
+            lengths=plan.attended_lengths,
+            sources=sources,
+            targets=targets,
+        )
+        plan.lengths = self._numbers["lengths"]
+        self.table.advance(self._numbers["sources"][:count], self._numbers["targets"][:count])
 
     def announce_step(self, plan: StepPlan) -> None:
         """Tell the cache rank which requests the step exchanges."""
