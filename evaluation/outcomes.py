@@ -14,7 +14,7 @@ class Cell(msgspec.Struct, frozen=True):
     """What is held fixed while problems vary.
 
     Attributes:
-        model: `bundled`, or its folder.
+        model: see `evaluation.checkpoints`.
         system: label, see `evaluation.systems`.
         task: of TASKS.
         dials: of the task, but for the seed.

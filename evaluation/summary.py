@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-import json
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -14,13 +11,11 @@ from cache_rank.config import CacheRankConfig, ModelShape
 from cache_rank.residency import FORMATS
 from cache_rank.residency.options import parse_options
 from evaluation import flops, statistics
+from evaluation.checkpoints import model_config
 from evaluation.flops import ModelSize
 from evaluation.outcomes import Cell, Outcome
 from evaluation.statistics import Estimate
 from evaluation.systems import CACHE_RANK, DENSE, System
-
-BUNDLED = "bundled"
-BUNDLED_FOLDER = Path(__file__).parents[1] / "sglang_ext" / "bundled_model"
 
 
 class Run(msgspec.Struct):
@@ -136,14 +131,6 @@ def _result(cell: Cell, of_seed: dict[int, Outcome], dense: dict[int, Outcome], 
         cache_rank_flops=work[1],
         bits=_bits(cell, run),
     )
-
-
-@functools.cache
-def model_config(model: str) -> dict[str, Any] | None:
-    """Configuration of a model: `bundled` or a folder; None if it is elsewhere."""
-    path = (BUNDLED_FOLDER if model == BUNDLED else Path(model)) / "config.json"
-    config: dict[str, Any] | None = json.loads(path.read_text()) if path.is_file() else None
-    return config
 
 
 def _work(cell: Cell, outcomes: Sequence[Outcome], run: Run) -> tuple[float | None, float | None]:

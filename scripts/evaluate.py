@@ -29,11 +29,12 @@ from typing import Any
 import msgspec
 from tqdm import tqdm
 
+from evaluation.checkpoints import BUNDLED, folder_of, model_config, trained_for
 from evaluation.outcomes import Cell, OutcomeFile, seeds_done
 from evaluation.presets import PRESETS
 from evaluation.report import write_report
 from evaluation.runner import describe_server, run_cell
-from evaluation.summary import BUNDLED, Run, model_config, summarize
+from evaluation.summary import Run, summarize
 from evaluation.systems import POLICY, System, parse_label
 from evaluation.tasks import TASKS
 from scripts.profile_machine import describe, visible_gpus
@@ -125,7 +126,7 @@ def server_flags(job: Job, options: argparse.Namespace) -> list[str]:
     return [
         *machine,
         *("--max-running-requests", str(requests), "--max-total-tokens", str(pool)),
-        *([] if options.model == BUNDLED else ["--model-path", options.model]),
+        *("--model-path", str(folder_of(options.model))),
         *job.system.flags(options.settings, job.threshold, requests),
         *options.server_flags,
     ]
@@ -221,8 +222,8 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
     add("--out", type=Path, required=True, help="folder of the results")
     presets = "; ".join(f"{name}: {preset.question}" for name, preset in PRESETS.items())
     add("--preset", choices=list(PRESETS), default="budgets", help=presets)
-    add("--model", default=BUNDLED, help="a folder; default: the bundled model")
-    add("--task", choices=list(TASKS), help="default: the preset's")
+    add("--model", default=BUNDLED, help="a folder, or the name of one in evaluation/models")
+    add("--task", choices=list(TASKS), help="default: what the model is trained for")
     add("--dials", type=parse_dials, nargs="+", metavar="NAME=VALUE,...", help="one cell each")
     add("--systems", nargs="+", metavar="LABEL", help="NAME or NAME:ARGUMENT=VALUE,...")
     add("--budgets", type=int, nargs="+", metavar="K", help="of systems that name none")
@@ -238,7 +239,13 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
     add("--resume", action="store_true", help="run what is missing in --out")
     add("--render", action="store_true", help="only write tables and plots again")
     options = parser.parse_args(argv)
+    if options.model != BUNDLED and not options.base_url and model_config(options.model) is None:
+        parser.error(f"--model {options.model}: has no config.json")
     preset = PRESETS[options.preset]
+    if options.task is None and options.dials is None and options.model != BUNDLED:
+        trained = trained_for(options.model)
+        if trained is not None:
+            options.task, options.dials = trained.task, [trained.dials]
     if options.task is None:
         options.task = preset.task
     elif options.task != preset.task and options.dials is None:
@@ -253,8 +260,6 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
         parser.error("--chains must be at least 2: an interval needs several problems")
     if options.base_url and len(options.systems) * len(options.budgets) > 1:
         parser.error("--base-url serves one system: name one in --systems, with one of --budgets")
-    if options.model != BUNDLED and not options.base_url and model_config(options.model) is None:
-        parser.error(f"--model {options.model}: has no config.json")
     return options
 
 

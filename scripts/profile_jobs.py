@@ -13,12 +13,10 @@ from typing import Any
 
 import msgspec
 
+from evaluation.checkpoints import BUNDLED, BUNDLED_FOLDER
 from evaluation.systems import parse_label
 
 MODEL_SHAPES = Path(__file__).parent / "model_shapes"
-BUNDLED = "bundled"
-# Named here as well: importing sglang_ext's name imports SGLang, which takes a while.
-BUNDLED_FOLDER = Path(__file__).parents[1] / "sglang_ext" / "bundled_model"
 ROOM_FOR_OUTPUT = 4096
 """Tokens that a sequence may grow by: shipping its prompt, settling, and the measured steps."""
 

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from evaluation.checkpoints import BUNDLED, model_config
 from evaluation.flops import ModelSize, decode_token, scoring
 from evaluation.outcomes import Cell, Outcome, OutcomeFile, seeds_done
 from evaluation.report import markdown, read_report, write_report
-from evaluation.summary import BUNDLED, Run, model_config, summarize
+from evaluation.summary import Run, summarize
 from evaluation.systems import POLICY
 
 RUN = Run(["python", "-m", "scripts.evaluate"], {"platform": "here", "cpus": 2}, POLICY, "float32")

@@ -37,9 +37,20 @@ def test_a_server_has_room_for_its_problems() -> None:
     flags = server_flags(job, options)
     assert flags[flags.index("--cuda-graph-bs-decode") + 1 :][:3] == ["1", "2", "4"]
     assert flags[flags.index("--max-running-requests") + 1] == "4"
-    assert flags[flags.index("--model-path") + 1] == "M"
+    assert flags[flags.index("--model-path") + 1] == "M"  # whose task is not known
     # 128 facts, `go`, the start key and <bos>.
     assert flags[flags.index("--sparse-threshold") + 1] == "259"
+
+
+def test_a_trained_model_has_its_task(tmp_path: Path) -> None:
+    folder = tmp_path / "self-written-1024"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    options = parse_options(["--out", "out", "--gpus", "--model", str(folder)])
+    assert (options.task, options.dials) == ("self-written", [{"keys": 1024, "hops": 1000}])
+    named = [*("--task", "pointer-chase"), *("--dials", "facts=9,hops=9")]
+    options = parse_options(["--out", "out", "--gpus", "--model", str(folder), *named])
+    assert (options.task, options.dials) == ("pointer-chase", [{"facts": 9, "hops": 9}])
 
 
 def test_a_self_written_table_is_written_densely() -> None:
