@@ -24,8 +24,8 @@ from typing import Any
 
 import msgspec
 
+from evaluation.checkpoints import BUNDLED
 from scripts.profile_jobs import (
-    BUNDLED,
     CAPACITY_BATCHES,
     Job,
     Shape,
