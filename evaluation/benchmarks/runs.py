@@ -21,6 +21,7 @@ from evaluation.benchmarks import harness
 from evaluation.benchmarks.harness import Answers, Sampling
 from evaluation.benchmarks.questions import (
     Benchmark,
+    Question,
     digest,
     read_questions,
     write_questions,
@@ -128,7 +129,7 @@ def run_benchmark(
         )
     sparse = server.has_cache_rank and not dense
     threads = _threads(server, sampling, threads, sparse)
-    questions = (read_questions(dataset) if dataset else benchmark.load())[:num_questions]
+    questions = (read_questions(dataset) if dataset else _load(benchmark))[:num_questions]
 
     folder.mkdir(parents=True)
     asked = folder / "questions.jsonl"
@@ -197,6 +198,13 @@ def read_run(folder: Path) -> Run:
         raise ValueError(f"{asked} is not the file that the questions were asked from")
     questions = [question["id"] for question in read_questions(asked)]
     return Run(folder, record, harness.read_answers(folder, questions, record.sampling.repeats))
+
+
+def _load(benchmark: Benchmark) -> list[Question]:
+    try:
+        return benchmark.load()
+    except OSError as error:  # what the hub's library raises without access is one, too
+        raise OSError(f"{error}\nWithout access to the hub, give --from-dataset") from error
 
 
 def _threads(server: Server, sampling: Sampling, wanted: int | None, sparse: bool) -> int:
