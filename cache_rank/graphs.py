@@ -12,6 +12,9 @@ Result = TypeVar("Result")
 MOST_KEYS = 4096
 """When there are more, all graphs are dropped: some key changes that should not."""
 
+CAPTURES_A_STEP = 4
+"""A capture takes the host longer than what is captured; one step must not wait for all of them."""
+
 
 def capture(action: Callable[[], Any]) -> torch.cuda.CUDAGraph:
     """Capture what an action queues on the current stream, to be replayed on any.
@@ -35,18 +38,23 @@ class Captures:
 
     def __init__(self, device: torch.device) -> None:
         self._captures = device.type == "cuda"
+        self._left = 0
         self._seen: set[Hashable] = set()
         self._graphs: dict[Hashable, tuple[torch.cuda.CUDAGraph, Any]] = {}
+
+    def begin_step(self) -> None:
+        """Allow a few captures more."""
+        self._left = CAPTURES_A_STEP
 
     def run(self, key: Hashable, action: Callable[[], Result]) -> Result:
         """Do what an action does; see `capture` for what it must be like.
 
         Args:
             key: two actions of the same key do the same, with the same memory.
-            action: run as it is at first, which compiles its kernels; then captured.
+            action: run as it is at first, which compiles its kernels; later captured.
 
         Returns:
-            What it returned when it was captured.
+            What it returned now, or when it was captured.
         """
         if not self._captures:
             return action()
@@ -59,6 +67,9 @@ class Captures:
                 self.clear()
             self._seen.add(key)
             return action()
+        if not self._left:
+            return action()
+        self._left -= 1
         results: list[Result] = []
         graph = capture(lambda: results.append(action()))
         self._graphs[key] = (graph, results[0])

@@ -221,6 +221,7 @@ class Selector:
         capacity = width * PAGE_TOKENS if on_gpu else max(positions) + 1
         numbers, table, headers = upload(on_host, self._device, self._step_memory)
         step_rows = StepRows(numbers[0], numbers[1], numbers[2], table, headers, capacity)
+        self._captures.begin_step()
         scores_at = self._residency.prepare(count, len(self.config.groups[0]), capacity)
         if scores_at != self._scores_at:
             self._captures.clear()

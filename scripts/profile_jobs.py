@@ -134,6 +134,7 @@ class Settings(msgspec.Struct):
         memory_fraction: of a GPU that SGLang takes for weights and KV pool.
         engine: further engine arguments of every system.
         trace: systems with a cache rank write a trace.
+        arrival: also measure the steps while one more request comes to a cache rank.
     """
 
     sparse_budget: int = 2048
@@ -147,6 +148,7 @@ class Settings(msgspec.Struct):
     memory_fraction: float = 0.85
     engine: dict[str, Any] = msgspec.field(default_factory=dict)
     trace: bool = False
+    arrival: bool = False
 
 
 class Job(msgspec.Struct):
@@ -170,6 +172,11 @@ class Job(msgspec.Struct):
     settings: Settings
     capacity: int = 0
     trace: str = ""
+
+    @property
+    def measures_arrival(self) -> bool:
+        """Whether one more request comes when a batch has been measured."""
+        return self.cache_rank and self.settings.arrival
 
     @property
     def name(self) -> str:
@@ -207,6 +214,8 @@ def make_job(wish: Wish, settings: Settings, out: Path) -> Job:
         budget = changed.pop("sparse_budget", settings.sparse_budget)
         shapes, capacity = sorted({Shape(shape.batch, budget) for shape in shapes}), 0
     batches = {shape.batch for shape in shapes} | set(CAPACITY_BATCHES if capacity else ())
+    if settings.arrival and system.cache_rank:
+        batches |= {shape.batch + 1 for shape in shapes}
     longest = max([capacity, *(shape.context for shape in shapes)])
 
     folder, config = model_config(wish.model)

@@ -51,6 +51,19 @@ class Wire(msgspec.Struct, frozen=True):
     wait_ms: float
 
 
+class Arrival(msgspec.Struct, frozen=True):
+    """Decode steps of a batch while the prompt of one more request is shipped to the cache rank.
+
+    Attributes:
+        steps: after the prompt was computed, until the request was sparse.
+        median_ms, longest_ms: of these steps.
+    """
+
+    steps: int
+    median_ms: float
+    longest_ms: float
+
+
 class TraceTimes(msgspec.Struct, frozen=True):
     """A trace reduced.
 
@@ -100,6 +113,7 @@ class Measurement(msgspec.Struct):
     sparse_steps: int | None = None
     late_steps: int | None = None
     wire: Wire | None = None
+    arrival: Arrival | None = None
     trace: TraceTimes | None = None
     started: float = 0.0
     ended: float = 0.0

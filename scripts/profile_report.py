@@ -64,6 +64,10 @@ def markdown(results: Results) -> str:
         traced = [m for m in results.measurements if m.model == model and m.trace]
         if traced:
             parts += ["Both ranks, from the trace:", trace_table(traced)]
+        arrivals = [m for m in results.measurements if m.model == model and m.arrival]
+        if arrivals:
+            parts += ["Steps while the prompt of one more request is shipped:"]
+            parts += [arrival_table(arrivals)]
     if results.experiment == "table2":
         parts += ["## Cache management beside inference", table2_table(results)]
     if results.experiment == "quest-time":
@@ -126,6 +130,25 @@ def wire_cells(wire: Wire | None) -> list[str]:
         number(wire.down_bytes / 1e6),
         number(wire.bulk_bytes / 1e9),
     ]
+
+
+def arrival_table(measurements: Sequence[Measurement]) -> str:
+    """What an arrival costs the requests that decode."""
+    header = ["batch × context", "system", "TPOT ms", "steps", "median ms", "longest ms"]
+    rows = []
+    for m in measurements:
+        assert m.arrival is not None
+        rows.append(
+            [
+                f"{m.shape.batch} × {m.shape.context}",
+                m.system,
+                number(m.tpot_ms),
+                str(m.arrival.steps),
+                number(m.arrival.median_ms),
+                number(m.arrival.longest_ms),
+            ]
+        )
+    return table(header, rows)
 
 
 def trace_table(traced: Sequence[Measurement]) -> str:

@@ -256,6 +256,7 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
     add("--memory-fraction", type=float, default=0.85, help="of a GPU, for weights and KV pool")
     add("--engine-args", type=json.loads, default={}, help="JSON object of engine arguments")
     add("--trace", action="store_true", help="trace both ranks; costs time in the step")
+    add("--arrival", action="store_true", help="also time steps while one more prompt is shipped")
     add("--gpus", help="indices of the GPUs to use, separated by commas; default: all")
     add("--concurrent", action="store_true", help="run jobs on different GPUs at the same time")
     add("--worker-seconds", type=float, default=600.0, help="deadline of one system")
@@ -300,6 +301,7 @@ def make_jobs(options: argparse.Namespace, results: Results) -> list[Job]:
         memory_fraction=options.memory_fraction,
         engine=options.engine_args,
         trace=options.trace or options.experiment == "table2",
+        arrival=options.arrival,
     )
     jobs = []
     for wish in make_wishes(options):

@@ -14,8 +14,10 @@ import asyncio
 import contextlib
 import dataclasses
 import importlib.metadata
+import itertools
 import math
 import random
+import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -33,6 +35,7 @@ from scripts.profile_jobs import (
     unmeasurable,
 )
 from scripts.profile_records import (
+    Arrival,
     Measurement,
     Message,
     fitting_batch,
@@ -113,8 +116,10 @@ def plan_batch(
         settle = settings.skip_steps
     steps = settings.repeats * settings.window
     most = waves * shipping + settle + steps + 4 * REPORT_INTERVAL
+    if job.measures_arrival:
+        most += shipping + settle + 4 * REPORT_INTERVAL
     most = min(most, job.engine["context_length"] - shape.context - 1)
-    needed = shape.batch * (shape.context + most)
+    needed = (shape.batch + job.measures_arrival) * (shape.context + most)
     covers = job.cache_rank and arguments.inference_kv == "working-set"
     if needed > pool_tokens and not covers:
         raise NotMeasuredError(f"does not fit: {needed} tokens, pool of {pool_tokens}")
@@ -128,6 +133,17 @@ def make_prompts(shape: Shape, vocabulary: int, seed: int) -> list[list[int]]:
     generator = random.Random(f"{seed} {shape}")
     low = min(256, vocabulary // 2)  # leave out special tokens of small vocabularies
     return [generator.choices(range(low, vocabulary), k=shape.context) for _ in range(shape.batch)]
+
+
+def arrival_of(witness: Stream, arriving: Stream) -> Arrival:
+    """Steps of the witness between the first and the last report of the one that arrived."""
+    begun, ended = arriving.arrivals[0][1], arriving.arrivals[-1][1]
+    steps = [
+        1e3 * (now - then) / (more - tokens)
+        for (tokens, then), (more, now) in itertools.pairwise(witness.arrivals)
+        if begun <= then and now <= ended
+    ]
+    return Arrival(len(steps), statistics.median(steps), max(steps))
 
 
 def progress_of(stream: Stream, cache_rank: bool) -> int:
@@ -164,8 +180,9 @@ class Bench:
         return measurement
 
     async def _measure(self, measurement: Measurement, plan: Plan) -> None:
-        shape = measurement.shape
-        prompts = make_prompts(shape, self._job.vocabulary, self._job.settings.seed)
+        shape, cache_rank = measurement.shape, self._job.cache_rank
+        vocabulary, seed = self._job.vocabulary, self._job.settings.seed
+        prompts = make_prompts(shape, vocabulary, seed)
         streams = [Stream() for _ in prompts]
         changed = asyncio.Event()
         begun = time.perf_counter()
@@ -187,7 +204,7 @@ class Bench:
                 changed.clear()
                 await changed.wait()
 
-        cache_rank, witness = self._job.cache_rank, streams[0]
+        witness = streams[0]
         try:
             async with asyncio.timeout(self._job.settings.shape_seconds):
                 await until(
@@ -199,6 +216,14 @@ class Bench:
                 first = witness.tokens + 2  # not the step that answered
                 await until(lambda: witness.tokens >= first + plan.steps)
                 after = await self._state()
+                if self._job.measures_arrival:
+                    (prompt,) = make_prompts(Shape(1, shape.context), vocabulary, seed)
+                    arriving = Stream()
+                    following = self._follow(arriving, prompt, plan.most_tokens, 1, changed)
+                    tasks.append(asyncio.create_task(following))
+                    streams.append(arriving)
+                    await until(lambda: progress_of(arriving, cache_rank) > 0)
+                    measurement.arrival = arrival_of(witness, arriving)
         except TimeoutError:
             raise NotMeasuredError(f"ran out of time; {self._situation(streams, plan)}") from None
         finally:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from cache_rank.graphs import Captures
+from cache_rank.graphs import CAPTURES_A_STEP, Captures
 
 
 class Doubled:
@@ -22,6 +22,7 @@ class Doubled:
 
 def check(captures: Captures, action: Doubled, key: str, value: float) -> None:
     action.given.fill_(value)
+    captures.begin_step()
     assert captures.run(key, action) is action.out
     assert action.out.tolist() == [2 * value] * 4
 
@@ -60,3 +61,18 @@ def test_a_graph_is_replayed_on_the_stream_that_asks() -> None:
     with torch.cuda.stream(stream):
         for turn in range(4):
             check(captures, action, "doubled", turn)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_step_captures_a_few_actions_and_runs_the_others_as_they_are() -> None:
+    captures = Captures(torch.device("cuda"))
+    actions = [Doubled(torch.device("cuda")) for _ in range(2 * CAPTURES_A_STEP)]
+    for step in range(4):
+        captures.begin_step()
+        for key, action in enumerate(actions):
+            action.given.fill_(step)
+            captures.run(key, action)
+            assert action.out.tolist() == [2 * step] * 4
+    # Once to compile; the second half once more in the step that captured the first.
+    assert [action.runs for action in actions] == [2] * CAPTURES_A_STEP + [3] * CAPTURES_A_STEP

@@ -46,6 +46,7 @@ from scripts.profile_weights import DUMMY_LARGEST, norms_for_unit_logits
 from scripts.profile_worker import (
     NotMeasuredError,
     Stream,
+    arrival_of,
     make_prompts,
     plan_batch,
     progress_of,
@@ -465,6 +466,24 @@ class TestCommandLine:
         options = parse_options("--shapes 1x10 --systems dense --model nothing".split())
         with pytest.raises(ValueError, match="no model"):
             make_jobs(options, Results())
+
+
+class TestArrival:
+    def test_a_cache_rank_has_room_for_one_more(self) -> None:
+        job, plain = job_of("cache-rank", SHAPE, arrival=True), job_of("dense", SHAPE, arrival=True)
+        assert job.engine["max_sparse_requests"] == SHAPE.batch + 1
+        assert job.engine["cuda_graph_bs_decode"] == [SHAPE.batch, SHAPE.batch + 1]
+        assert plain.engine["cuda_graph_bs_decode"] == [SHAPE.batch]
+        assert (job.measures_arrival, plain.measures_arrival) == (True, False)
+
+    def test_steps_count_between_the_reports_of_the_one_that_arrived(self) -> None:
+        witness, arriving = Stream(), Stream()
+        witness.arrivals = [(1, 0.0), (2, 1.0), (3, 1.010), (5, 1.050), (6, 1.055), (7, 9.0)]
+        arriving.arrivals = [(1, 1.0), (2, 1.03), (3, 1.055)]
+        found = arrival_of(witness, arriving)
+        assert found.steps == 3
+        assert found.median_ms == pytest.approx(10)
+        assert found.longest_ms == pytest.approx(20)
 
 
 class TestWeights:
