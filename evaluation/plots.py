@@ -134,8 +134,8 @@ def _lengths(results: Sequence[Result], title: str, out: Path, suffix: str) -> l
         if index >= MOST_CURVES:
             style["linestyle"] = "dotted"
         axes.plot(range(result.hops + 1), [1.0, *result.survival], **style)
-    _finish(axes, "chains without a mistake so far", "length, hops")
-    axes.set_title(title, fontsize=10)
+    _finish(axes, title, "length, hops")
+    axes.set_ylabel("chains without a mistake so far")
     figure.legend(fontsize=8, frameon=False, loc="outside right center")
     return _save(pyplot, figure, out / f"length-{suffix}")
 

@@ -1,7 +1,7 @@
 """The experiments that have a name: which systems on which problems.
 
-All are written for the bundled model on a machine without a GPU, where they take minutes to an
-hour; another model, task, dials, systems or budgets are given on the command line.
+All are written for small models on a machine without a GPU, where they take minutes to an hour;
+another model, task, dials, systems or budgets are given on the command line.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any, get_args
 import msgspec
 
 from cache_rank.config import Frame, Predictor
+from evaluation.checkpoints import BUNDLED
 from evaluation.systems import CACHE_RANK, DECODE_MODES, DENSE
 
 Dials = dict[str, Any]
@@ -30,6 +31,7 @@ class Preset(msgspec.Struct, frozen=True):
         systems: labels.
         task: of TASKS.
         dials: of the task, one cell each.
+        model: see `evaluation.checkpoints`.
         budgets: k of the systems whose labels name none.
     """
 
@@ -38,6 +40,7 @@ class Preset(msgspec.Struct, frozen=True):
     task: str = "pointer-chase"
     dials: tuple[Dials, ...] = (BUNDLED_CHASE,)
     budgets: tuple[int, ...] = (64,)
+    model: str = BUNDLED
 
 
 def _predictor_windows() -> tuple[str, ...]:
@@ -78,7 +81,8 @@ PRESETS = {
     "jumps": Preset(
         "What does it cost to select one step late, by how often a query repeats?",
         (DENSE, "oracle", *PREDICTORS),
-        dials=tuple({**BUNDLED_CHASE, "restatements": r} for r in (1, 2, 3, 4)),
+        dials=tuple({**BUNDLED_CHASE, "restatements": r, "announced": True} for r in (1, 2, 3, 4)),
+        model="pointer-chase-128-mixed",
     ),
     "predictors": Preset(
         "Which predictor, in which frame, from how many queries, with how much hysteresis?",

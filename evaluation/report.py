@@ -44,7 +44,7 @@ def read_report(path: Path) -> Report:
 
 def markdown(run: Run, results: Sequence[Result]) -> str:
     """A table for each set of problems."""
-    machine = [str(value) for value in run.machine.values() if value]
+    machine = [f"{name} {value}" for name, value in run.machine.items() if value]
     settings = ", ".join(f"{name} {value}" for name, value in run.settings.items())
     parts = [
         "# Accuracy",

@@ -15,7 +15,7 @@ from evaluation.checkpoints import model_config
 from evaluation.flops import ModelSize
 from evaluation.outcomes import Cell, Outcome
 from evaluation.statistics import Estimate
-from evaluation.systems import CACHE_RANK, DENSE, System
+from evaluation.systems import CACHE_RANK, DENSE, NAMES, System
 
 
 class Run(msgspec.Struct):
@@ -81,7 +81,7 @@ class Result(msgspec.Struct):
 
 
 def summarize(outcomes: Iterable[Outcome], run: Run) -> list[Result]:
-    """One result a cell, in the order in which cells first came; chains of one are left out.
+    """One result a cell of two or more problems, in the order of NAMES and then of budgets.
 
     A difference to dense decoding is over the problems that both decoded.
     """
@@ -95,7 +95,12 @@ def summarize(outcomes: Iterable[Outcome], run: Run) -> list[Result]:
         cell = next(iter(of_seed.values())).cell
         dense = by_cell.get((*cell.problems, DENSE), {})
         results.append(_result(cell, of_seed, dense, run))
-    return results
+    return sorted(results, key=_place)
+
+
+def _place(result: Result) -> tuple[int, int]:
+    system = result.system
+    return NAMES.index(system.name), system.changes.get("sparse_budget", 0)
 
 
 def _result(cell: Cell, of_seed: dict[int, Outcome], dense: dict[int, Outcome], run: Run) -> Result:

@@ -29,7 +29,7 @@ from typing import Any
 import msgspec
 from tqdm import tqdm
 
-from evaluation.checkpoints import BUNDLED, folder_of, model_config, trained_for
+from evaluation.checkpoints import folder_of, model_config, trained_for
 from evaluation.outcomes import Cell, OutcomeFile, seeds_done
 from evaluation.presets import PRESETS
 from evaluation.report import write_report
@@ -42,6 +42,8 @@ from scripts.serving import PLAIN, Server
 
 GRAPH_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
 PARTS = ("sglang", "torch")
+REASON = 300
+"""Characters of the last line of a failure that a report quotes."""
 
 
 class Job(msgspec.Struct):
@@ -180,7 +182,8 @@ class Evaluation:
                         self._file.append(outcome)
                         bar.update()
         except Exception as error:
-            self.failures[job.system.label] = f"{type(error).__name__}: {error}"
+            reason = str(error).strip().rpartition("\n")[2][-REASON:]
+            self.failures[job.system.label] = f"{type(error).__name__}: {reason}"
             bar.write(f"{job.system.label} failed: {str(error)[-1500:]}", file=sys.stderr)
 
     @contextlib.contextmanager
@@ -222,7 +225,7 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
     add("--out", type=Path, required=True, help="folder of the results")
     presets = "; ".join(f"{name}: {preset.question}" for name, preset in PRESETS.items())
     add("--preset", choices=list(PRESETS), default="budgets", help=presets)
-    add("--model", default=BUNDLED, help="a folder, or the name of one in evaluation/models")
+    add("--model", help="a folder, or the name of one in evaluation/models; default: the preset's")
     add("--task", choices=list(TASKS), help="default: what the model is trained for")
     add("--dials", type=parse_dials, nargs="+", metavar="NAME=VALUE,...", help="one cell each")
     add("--systems", nargs="+", metavar="LABEL", help="NAME or NAME:ARGUMENT=VALUE,...")
@@ -239,13 +242,15 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
     add("--resume", action="store_true", help="run what is missing in --out")
     add("--render", action="store_true", help="only write tables and plots again")
     options = parser.parse_args(argv)
-    if options.model != BUNDLED and not options.base_url and model_config(options.model) is None:
-        parser.error(f"--model {options.model}: has no config.json")
     preset = PRESETS[options.preset]
-    if options.task is None and options.dials is None and options.model != BUNDLED:
+    options.model = options.model or preset.model
+    other = folder_of(options.model).name != folder_of(preset.model).name
+    if other and options.task is None and options.dials is None:
         trained = trained_for(options.model)
         if trained is not None:
             options.task, options.dials = trained.task, [trained.dials]
+    if not options.base_url and model_config(options.model) is None:
+        parser.error(f"--model {options.model}: has no config.json")
     if options.task is None:
         options.task = preset.task
     elif options.task != preset.task and options.dials is None:
@@ -265,7 +270,7 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
 
 def describe_run(options: argparse.Namespace, argv: Sequence[str]) -> Run:
     """How this run is made."""
-    versions = {part: f"{part} {importlib.metadata.version(part)}" for part in PARTS}
+    versions = {part: importlib.metadata.version(part) for part in PARTS}
     return Run(
         ["python", "-m", "scripts.evaluate", *argv],
         {**describe(options.gpus), **versions},
