@@ -44,8 +44,10 @@ from cache_rank.protocol import (
     UpMessage,
     bulk_shape,
 )
+from cache_rank.recall import measured_step
 from cache_rank.recording import Recorder
 from cache_rank.selector import Selector, SelectorStep
+from cache_rank.sequence import Sequence
 from cache_rank.timeline import Timeline
 from cache_rank.transport import CACHE, Pending
 
@@ -117,8 +119,9 @@ class CacheRank:
     def _warm_up(self) -> None:
         """Serve a sequence of our own until its slots are full, so that no request waits.
 
-        On a GPU the first launch of every kernel compiles or loads it, and memory is taken. On a
-        CPU there is nothing to gain beyond the first step.
+        On a GPU the first launch of every kernel compiles or loads it, and memory is taken; so
+        every layer group is measured once too. On a CPU there is nothing to gain beyond the first
+        step.
         """
         config, selector = self.config, self.selector
         on_gpu = self._device.type == "cuda"
@@ -130,23 +133,24 @@ class CacheRank:
         sequence = selector.begin(NO_EPOCH)
         selector.load(sequence, shipment)
         wanted = config.slots_wanted_after(tokens)
-        earlier = config.query_window + 1 if on_gpu else 0
-        while (
-            sequence.tokens == tokens
-            or sequence.used < wanted
-            or sequence.earlier_queries < earlier
-        ):
-            # As step 0, which is one of those that are measured: the last one is.
-            step = selector.begin_step(0, [Row(NO_EPOCH, sequence.tokens)])
-            for group in range(len(config.groups)):
-                selector.append(step, group, self._up_message(group, 1))
-                scores = selector.score(step, group, self._timeline)
-                down = self._down_message(group, 1)
-                selector.answer(step, group, scores, down, self._timeline)
+        queries = config.query_window + 1 if on_gpu else 1
+        while sequence.filled < wanted or sequence.queries < queries:
+            self._warm_up_step(sequence, 0)
+        for turn in range(len(config.groups) if on_gpu else 0):
+            self._warm_up_step(sequence, measured_step(turn, config.recall_interval))
         selector.end(NO_EPOCH)
         if on_gpu:
             torch.cuda.synchronize(self._device)
         selector.recall.take()
+
+    def _warm_up_step(self, sequence: Sequence, number: int) -> None:
+        selector = self.selector
+        step = selector.begin_step(number, [Row(sequence.epoch, sequence.tokens)])
+        for group in range(len(self.config.groups)):
+            selector.append(step, group, self._up_message(group, 1))
+            scores = selector.score(step, group, self._timeline)
+            down = self._down_message(group, 1)
+            selector.answer(step, group, scores, down, self._timeline)
 
     def _buffer(self, message: type[UpMessage] | type[DownMessage], layers: range) -> Tensor:
         size = message.size(self.config, len(layers), self.config.max_rows)

@@ -28,21 +28,25 @@ from cache_rank.protocol import Measurement
 GOLDEN_RATIO = (5**0.5 - 1) / 2
 
 
-def measured_turn(step: int, interval: int) -> int | None:
-    """How many measured steps come before this one; None if it is none itself.
+def measured_step(turn: int, interval: int) -> int:
+    """Number of the measured step that so many come before.
 
     Of every `interval` steps one is measured, and not the same one each time: a text may repeat
     itself, and so may how well its queries are predicted. Multiples of the golden ratio spread
     evenly, and so does every n-th of them: those of one layer group and row.
+    """
+    return turn * interval + int(turn * GOLDEN_RATIO % 1 * interval)
+
+
+def measured_turn(step: int, interval: int) -> int | None:
+    """How many measured steps come before this one; None if it is none itself.
 
     Args:
         step: number of a step.
-        interval: 0 measures none.
+        interval: see `measured_step`; 0 measures none.
     """
-    if not interval:
-        return None
-    turn, place = divmod(step, interval)
-    return turn if place == int(turn * GOLDEN_RATIO % 1 * interval) else None
+    turn = step // interval if interval else 0
+    return turn if interval and step == measured_step(turn, interval) else None
 
 
 def overlap_distances(window: int) -> tuple[int, ...]:

@@ -370,13 +370,15 @@ class Selector:
         row: Row,
         sequence: Sequence,
     ) -> None:
-        one, all_rows = slice(index, index + 1), step.rows
+        slots, positions, counts, page_table, header, _ = step.rows
+        one = slice(index, index + 1)
+        # Copies, because kernels are compiled anew for numbers that lie at odd addresses.
         rows = StepRows(
-            all_rows.slots[one],
-            all_rows.positions[one] - 1,  # the current token is not resident yet
-            all_rows.counts[one],
-            all_rows.page_table[one],
-            all_rows.header[one],
+            slots[one].clone(),
+            positions[one] - 1,  # the current token is not resident yet
+            counts[one].clone(),
+            page_table[one].clone(),
+            header[one],
             capacity=row.position,
         )
 

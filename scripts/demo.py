@@ -9,6 +9,7 @@ and once with a working set of a tenth of the context.
 
 from __future__ import annotations
 
+import statistics
 import sys
 import threading
 import time
@@ -106,6 +107,11 @@ class Watch:
         self._thread.join()
 
 
+def mean_over_heads(state: dict[str, Any], name: str) -> float:
+    """Of what was measured since the server started, all layers and heads."""
+    return statistics.mean(value for heads in state["recall_by_head"][name] for value in heads)
+
+
 def show_cache_rank(before: dict[str, Any], after: dict[str, Any], watch: Watch) -> None:
     """Print what the cache rank did between two states."""
 
@@ -122,8 +128,8 @@ def show_cache_rank(before: dict[str, Any], after: dict[str, Any], watch: Watch)
         "tokens attended to": f"{SINKS} sinks + {BUDGET} selected + {RECENT} recent + 1",
         "decode steps exchanged": f"{steps:.0f}",
         "tokens shipped": f"{shipped:.0f}, {shipped / steps:.1f} a step",
-        "recall against exact selection": f"{after['recall']:.3f}",
-        "attention mass captured": f"{after['attention_mass']:.3f}",
+        "recall against exact selection": f"{mean_over_heads(after, 'recall'):.3f}",
+        "attention mass captured": f"{mean_over_heads(after, 'attention_mass'):.3f}",
         "steps that waited": f"{grown('steps_waited'):.0f}",
         "time waited": f"{1e3 * grown('wait_seconds') / steps:.2f} ms a step",
     }

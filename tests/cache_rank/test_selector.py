@@ -15,7 +15,7 @@ from small_models import GQA, MODELS, small_config, with_rotary
 from torch import Tensor
 
 from cache_rank import residency
-from cache_rank.config import CacheRankConfig, Frame, Predictor
+from cache_rank.config import CacheRankConfig, Frame, ModelShape, Predictor
 from cache_rank.pages import PAGE_TOKENS, OutOfPagesError
 from cache_rank.protocol import NO_EPOCH, AnswerHeader, DownMessage, Row, UpMessage
 from cache_rank.recall import (
@@ -34,18 +34,22 @@ PAGES = 12
 class Served:
     """A selector, driven as the process drives it."""
 
-    def __init__(self, config: CacheRankConfig, pages: int = PAGES) -> None:
+    def __init__(
+        self, config: CacheRankConfig, pages: int = PAGES, device: torch.device = CPU
+    ) -> None:
         self.config = config
         token = residency.bytes_per_token(config)
-        self.selector = Selector(config, CPU, pages * PAGE_TOKENS * token)
+        self.selector = Selector(config, device, pages * PAGE_TOKENS * token)
         self.steps = 0
-        self._timeline = Timeline("", CPU)
+        self._device = device
+        self._timeline = Timeline("", device)
 
     def arrive(self, epoch: int, prompt: int, chunk: int | None = None) -> Request:
         request = Request(self.config, epoch, prompt)
         sequence = self.selector.begin(epoch)
         for start in range(0, prompt, chunk or prompt):
-            self.selector.load(sequence, request.prompt[:, :, start : start + (chunk or prompt)])
+            shipment = request.prompt[:, :, start : start + (chunk or prompt)]
+            self.selector.load(sequence, shipment.to(self._device))
         assert sequence.tokens == prompt
         return request
 
@@ -58,7 +62,8 @@ class Served:
         step = selector.begin_step(self.steps, rows, refused)
         for group, layers in enumerate(config.groups):
             size = UpMessage.size(config, len(layers), len(rows))
-            up = UpMessage(config, len(layers), len(rows), torch.zeros(size, dtype=torch.uint8))
+            buffer = torch.zeros(size, dtype=torch.uint8, device=self._device)
+            up = UpMessage(config, len(layers), len(rows), buffer)
             for index, (queries, keys, values) in enumerate(tensors):
                 up.queries[index] = queries[layers.start : layers.stop]
                 up.keys[index] = keys[layers.start : layers.stop]
@@ -66,7 +71,8 @@ class Served:
             selector.append(step, group, up)
             scores = selector.score(step, group, self._timeline)
             size = DownMessage.size(config, len(layers), len(rows))
-            down = DownMessage(config, len(layers), len(rows), torch.ones(size, dtype=torch.uint8))
+            buffer = torch.ones(size, dtype=torch.uint8, device=self._device)
+            down = DownMessage(config, len(layers), len(rows), buffer)
             selector.answer(step, group, scores, down, self._timeline)
             answers.append(down)
         selector.end_step(step)
@@ -483,3 +489,39 @@ def test_measuring_changes_no_selection() -> None:
     for found in taken:
         shares = torch.tensor([found.recall, found.attention_mass])
         assert ((shares > 0) & (shares <= 1 + 1e-6)).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("predictor", ["last", "spade"])
+def test_a_gpu_measures_what_a_cpu_measures(predictor: Predictor) -> None:
+    model = ModelShape(3, query_heads=8, kv_heads=2, head_dim=64, dtype="bfloat16", scale=64**-0.5)
+    config = small_config(
+        with_rotary(model),
+        query_predictor=predictor,
+        query_frame="pre",
+        sparse_budget=64,
+        delta_capacity=64,
+        recall_interval=2,
+    )
+    taken = []
+    for device in (CPU, torch.device("cuda")):
+        served = Served(config, device=device)
+        requests = [served.arrive(1, 500), served.arrive(2, 300)]
+        for _ in range(30):
+            tensors = [request.compute() for request in requests]
+            served.exchange([row_of(request) for request in requests], tensors)
+            for request in requests:
+                request.position += 1
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        taken.append(served.selector.recall.take())
+    assert len(taken[0]) == len(taken[1]) > 10
+    for expected, found in zip(*taken, strict=True):
+        assert (found.epoch, found.first_layer) == (expected.epoch, expected.first_layer)
+        cosines = torch.tensor(found.query_cosine) - torch.tensor(expected.query_cosine)
+        assert cosines.abs().max() < 1e-3
+        for name in ("recall", "attention_mass", "prediction_overlap", "overlap"):
+            shares = torch.tensor(getattr(found, name)) - torch.tensor(getattr(expected, name))
+            # Scores are rounded otherwise, so that a few of 64 tokens may be others.
+            assert shares.abs().max() < 0.08, name

@@ -62,6 +62,10 @@ def test_sparse_chains_are_exact_alone_and_together(chain_server: Server) -> Non
         for hops, statistics in walk(chain_server, chains):
             assert hops == 80
             assert statistics["sparse_steps"] > 200
+    by_head = state(chain_server)["recall_by_head"]
+    assert by_head["measurements"][0] > 50
+    for heads in (*by_head["recall"], *by_head["attention_mass"], *by_head["query_cosine"]):
+        assert all(0.2 < share <= 1 for share in heads)
 
 
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
