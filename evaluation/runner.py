@@ -65,7 +65,8 @@ def _decode(url: str, problem: Problem, dense: bool) -> dict[str, Any]:
     sampling: dict[str, Any] = {"max_new_tokens": problem.max_tokens, **problem.sampling}
     if dense:  # also on a server which has a cache rank
         sampling["custom_params"] = {"cache_rank": False}
-    body = {"text": problem.prompt, "sampling_params": sampling}
+    # SGLang refuses an empty text; a space is no word, and leaves <bos>.
+    body = {"text": problem.prompt or " ", "sampling_params": sampling}
     response = requests.post(f"{url}/generate", json=body, timeout=REQUEST_SECONDS)
     response.raise_for_status()
     decoded: dict[str, Any] = response.json()

@@ -12,8 +12,8 @@ Each hop needs exactly one earlier token and no error can be recovered from, so 
 exact chains is the probability of a correct hop to the power of the number of hops: a sensitive
 measure of what a sparse or compressed KV cache loses. Restating gives the lookup a query which
 repeats itself, and so tolerates a selection up to `restatements - 1` steps old; it is a dial, not a
-property of natural text. With one statement the query that a lookup needs is new at the very step
-which looks up, and nothing before it tells: no prediction from earlier queries can find the fact.
+property of natural text. With one statement, the step which looks up is the first to have the key:
+a selection from earlier queries has only the value before, which names the same number, to go by.
 
 Usage:
 
@@ -107,7 +107,7 @@ def make_chain(
 TASK = Task(
     "pointer-chase",
     "a lookup that misses its one token, or comes too late for it: r statements of a key allow a "
-    "selection that is r - 1 steps old, and r = 1 defeats every one-step-ahead prediction",
+    "selection that is r - 1 steps old, and r = 1 is adversarial to every one-step-ahead prediction",
     make_chain,
     tuple(restatements_word(r) for r in range(1, MOST_ANNOUNCED + 1)),
 )

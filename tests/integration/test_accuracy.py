@@ -10,11 +10,12 @@ from evaluation.report import read_report
 from scripts import evaluate
 from scripts.serving import Server
 
-SHORT = "--dials facts=128,hops=30 --chains 4 --gpus --out".split()
+CHAINS = "--chains 4 --gpus --out".split()
 
 
 def test_evaluates_a_running_server(bundled_server: Server, tmp_path: Path) -> None:
-    command = [*SHORT, str(tmp_path), "--base-url", bundled_server.url]
+    command = [*CHAINS, str(tmp_path), "--base-url", bundled_server.url]
+    command += ["--dials", "facts=128,hops=30"]
     assert evaluate.main([*command, "--systems", "dense", "--budgets", "40"]) == 0
     ours = [*command, "--systems", "cache-rank", "--budgets", "40"]
     with pytest.raises(SystemExit, match="--resume"):
@@ -33,3 +34,13 @@ def test_evaluates_a_running_server(bundled_server: Server, tmp_path: Path) -> N
     assert evaluate.main([*ours, "--resume"]) == 0
     assert (tmp_path / "outcomes.jsonl").read_bytes() == before
     assert (tmp_path / "results.md").exists()
+
+
+def test_a_problem_may_have_no_prompt(bundled_server: Server, tmp_path: Path) -> None:
+    command = [*CHAINS, str(tmp_path), "--base-url", bundled_server.url, "--systems", "dense"]
+    task = "--budgets 40 --task self-written --dials hops=2,keys=8".split()
+    assert evaluate.main([*command, *task]) == 0
+    (result,) = read_report(tmp_path / "results.json").results
+    # This model has not learned to write tables; what it writes instead is graded.
+    assert result.output_tokens.value == 2 * 8 + 1 + 2 * 4
+    assert result.exact.value == 0.0
