@@ -18,7 +18,8 @@ class Batch(NamedTuple):
         tokens: what the model reads, int64.
         labels: the token after each of them, int64.
         weights: of each label in the loss, float32; 0 where nothing determines it.
-        hops: labels whose accuracy says how far training is, bool: those that take a look-up.
+        hops: labels whose accuracy says how far training is, bool: those that take a look-up,
+            and no restatement.
     """
 
     tokens: torch.Tensor
