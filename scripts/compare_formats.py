@@ -20,12 +20,12 @@ from tqdm import tqdm
 
 from cache_rank.pages import PAGE_TOKENS
 from cache_rank.residency import FORMATS
+from profiling.machine import describe, visible_gpus
 from scripts.format_baselines import measure_uniform
 from scripts.format_measurements import Variant, config_for, measure, variants
 from scripts.format_quality import Exact
 from scripts.format_report import Comparison, markdown, write_comparison
 from scripts.format_samples import Sample, read_recording
-from scripts.profile_machine import describe, visible_gpus
 from scripts.synthetic_kv import synthetic_sample
 
 SHAPES = {

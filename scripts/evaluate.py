@@ -37,7 +37,7 @@ from evaluation.runner import describe_server, run_cell
 from evaluation.summary import Run, summarize
 from evaluation.systems import POLICY, System, parse_label
 from evaluation.tasks import TASKS
-from scripts.profile_machine import describe, visible_gpus
+from profiling.machine import describe, visible_gpus
 from scripts.serving import PLAIN, Server
 
 GRAPH_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)

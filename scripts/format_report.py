@@ -20,7 +20,7 @@ class Comparison(msgspec.Struct):
 
     Attributes:
         command: that was run, in words.
-        machine: see `profile_machine.describe`.
+        machine: see `profiling.machine.describe`.
         source: of the sample.
         tokens, steps: of the sample, and of them those with queries.
         budget: k.

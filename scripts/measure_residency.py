@@ -33,8 +33,8 @@ from cache_rank.config import CacheRankConfig, ModelShape
 from cache_rank.protocol import Load, Report, bulk_shape
 from cache_rank.residency import FORMATS
 from evaluation.presentation import number, table
+from profiling.jobs import model_config
 from scripts.format_measurements import Variant
-from scripts.profile_jobs import model_config
 from sglang_ext.supervisor import Connection, Place, Supervisor
 
 PATIENCE_SECONDS = 600.0
@@ -77,7 +77,7 @@ class Occupied(msgspec.Struct):
 
 
 def shape_of(model: str) -> ModelShape:
-    """All attention layers of a model that `profile_jobs.model_config` finds, in bfloat16.
+    """All attention layers of a model that `profiling.jobs.model_config` finds, in bfloat16.
 
     Raises:
         ValueError: there is no such model.
@@ -189,7 +189,7 @@ def main(argv: Sequence[str]) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--model", default="qwen3-8b", help="a name in scripts/model_shapes, or a folder")
+    add("--model", default="qwen3-8b", help="a name in profiling/model_shapes, or a folder")
     add("--tokens", type=int, default=32768)
     add("--chunk", type=int, default=512, help="tokens of a shipment")
     add("--formats", default=",".join(FORMATS), help="separated by commas; default: all")

@@ -11,7 +11,7 @@ from evaluation import flops
 from evaluation.flops import ModelSize
 
 SMALL = ModelSize(layers=3, hidden=5, query_heads=4, kv_heads=2, head_dim=7, intermediate=11)
-SHAPES = Path(__file__).parents[2] / "scripts" / "model_shapes"
+SHAPES = Path(__file__).parents[2] / "profiling" / "model_shapes"
 
 
 def qwen3_8b() -> ModelSize:

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from scripts.profile_jobs import Job, Shape
+from profiling.jobs import Job, Shape
 
 MANAGEMENT = ("append", "predict", "score", "select", "gather")
 """Events of the cache rank that are work, as opposed to waiting for messages."""

@@ -10,8 +10,8 @@ import msgspec
 import pytest
 import torch
 
-from scripts import profile_report
-from scripts.profile_jobs import (
+from profiling import report
+from profiling.jobs import (
     CAPACITY_BATCHES,
     EXPERIMENTS,
     MODEL_SHAPES,
@@ -28,7 +28,7 @@ from scripts.profile_jobs import (
     table2,
     unmeasurable,
 )
-from scripts.profile_records import (
+from profiling.records import (
     Measurement,
     Results,
     TraceTimes,
@@ -41,9 +41,9 @@ from scripts.profile_records import (
     trace_events,
     wire_between,
 )
-from scripts.profile_tpot import _Reader, make_jobs, parse_options
-from scripts.profile_weights import DUMMY_LARGEST, norms_for_unit_logits
-from scripts.profile_worker import (
+from profiling.runner import _Reader
+from profiling.weights import DUMMY_LARGEST, norms_for_unit_logits
+from profiling.worker import (
     NotMeasuredError,
     Stream,
     arrival_of,
@@ -51,6 +51,7 @@ from scripts.profile_worker import (
     plan_batch,
     progress_of,
 )
+from scripts.profile_tpot import make_jobs, parse_options
 
 MODEL = "qwen3-8b"
 SHAPE = Shape(8, 32768)
@@ -389,7 +390,7 @@ def row_of(text: str, *cells: str) -> list[str]:
 
 class TestReport:
     def test_table(self) -> None:
-        text = profile_report.markdown(example())
+        text = report.markdown(example())
         row = row_of(text, "8 × 32768", "cache-rank")
         assert row[2:7] == ["6.10", "6.10–6.10", "6.10", "1311", "1.02"]
         assert row[-1] == "100.0 + 20.5"
@@ -411,42 +412,42 @@ class TestReport:
         ours.trace = TraceTimes(10, {}, 7.0, 3.0)
         ours.wire = wire_between({}, {}, {"steps": 10, "down_bytes": 6e8})
         results.measurements = [measured(first.model, TABLE2_FLOOR, first.floor, 6.0), ours]
-        row = row_of(profile_report.markdown(results), first.model, "8 × 32768, 2048", "6")
+        row = row_of(report.markdown(results), first.model, "8 × 32768, 2048", "6")
         # Six of 36 layers; 60 MB in 6 ms; 2.4 GB of bf16 K and V in 6 ms.
         assert row[3:7] == ["1.00", "0.50", "0.50", "10.00"]
         assert float(row[7]) == pytest.approx(2 * 2 * 36 * 8 * 128 * 8 * 2048 / 6e6, abs=0.01)
-        missing = row_of(profile_report.markdown(results), "qwen3-32b")
+        missing = row_of(report.markdown(results), "qwen3-32b")
         assert missing[3:7] == ["–"] * 4
 
     def test_quest_share(self) -> None:
         results = example("quest-time")
-        assert profile_report.quest_share(results, MODEL, SHAPE) == pytest.approx(0.2)
-        assert profile_report.quest_share(results, MODEL, Shape(1, 1)) is None
-        row = row_of(profile_report.markdown(results), MODEL, "8 × 32768")
+        assert report.quest_share(results, MODEL, SHAPE) == pytest.approx(0.2)
+        assert report.quest_share(results, MODEL, Shape(1, 1)) is None
+        row = row_of(report.markdown(results), MODEL, "8 × 32768")
         assert row[2:] == ["10.00", "8.00", "20.0 %"]
 
     def test_written_and_read_again(self, tmp_path: Path) -> None:
         results = example()
         results.jobs = [job_of("dense")]
-        files = profile_report.write_results(results, tmp_path)
+        files = report.write_results(results, tmp_path)
         assert [path.name for path in files] == ["results.json", "results.md"]
         assert sorted(tmp_path.iterdir()) == sorted(files)
-        assert profile_report.read_results(files[0]) == results
+        assert report.read_results(files[0]) == results
 
     @pytest.mark.parametrize("experiment", ["", "table2", "quest-time"])
     def test_plots(self, tmp_path: Path, experiment: str) -> None:
         pytest.importorskip("matplotlib")
         results = example(experiment)
-        plots = profile_report.write_plots(results, tmp_path)
+        plots = report.write_plots(results, tmp_path)
         assert plots[0].name == f"tpot-{MODEL}.png"
         assert len(plots) == 1 + bool(experiment)
         assert all(path.read_bytes().startswith(b"\x89PNG") for path in plots)
 
     def test_no_plot_of_nothing(self, tmp_path: Path) -> None:
-        assert profile_report.write_plots(Results(), tmp_path) == []
+        assert report.write_plots(Results(), tmp_path) == []
 
     def test_jobs_are_described(self) -> None:
-        text = profile_report.describe_jobs([job_of("cache-rank", capacity=32768)])
+        text = report.describe_jobs([job_of("cache-rank", capacity=32768)])
         assert "8x32768" in text
         assert "largest batch of 32768" in text
 

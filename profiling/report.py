@@ -12,8 +12,8 @@ from typing import Any
 import msgspec
 
 from evaluation.presentation import COLOURS, number, table
-from scripts.profile_jobs import TABLE2, TABLE2_FLOOR, Job, Shape, Table2Row, model_config
-from scripts.profile_records import Measurement, Results, Wire
+from profiling.jobs import TABLE2, TABLE2_FLOOR, Job, Shape, Table2Row, model_config
+from profiling.records import Measurement, Results, Wire
 
 
 def write_results(results: Results, out: Path) -> list[Path]:

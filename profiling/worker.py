@@ -1,6 +1,6 @@
 """One engine, in a process of its own, and the shapes that it measures.
 
-    python -m scripts.profile_tpot --worker RESULT_FILE   < job.json
+    python -m profiling.worker RESULT_FILE   < job.json
 
 Every system is measured alike: all requests of a batch stream; the first, the *witness*, reports
 every token, and the others now and then, so that reporting does not become what is measured. Once
@@ -27,14 +27,14 @@ from typing import Any
 import msgspec
 
 from evaluation.checkpoints import BUNDLED
-from scripts.profile_jobs import (
+from profiling.jobs import (
     CAPACITY_BATCHES,
     Job,
     Shape,
     model_config,
     unmeasurable,
 )
-from scripts.profile_records import (
+from profiling.records import (
     Arrival,
     Measurement,
     Message,
@@ -43,7 +43,7 @@ from scripts.profile_records import (
     summarize,
     wire_between,
 )
-from scripts.profile_weights import norms_for_unit_logits
+from profiling.weights import norms_for_unit_logits
 
 REPORT_INTERVAL = 16
 """Tokens between two reports of a request that is not the witness."""
@@ -357,3 +357,7 @@ def _machine(bench: Bench) -> dict[str, Any]:
         "pool_tokens": bench.pool_tokens,
         "cache_rank_tokens": bench.cache_rank_tokens,
     }
+
+
+if __name__ == "__main__":
+    run_worker(Path(sys.argv[1]))

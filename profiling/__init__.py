@@ -1,0 +1,1 @@
+"""How fast decode is: what `scripts/profile_tpot.py` runs, records and reports."""
