@@ -107,7 +107,7 @@ def make_chain(
 TASK = Task(
     "pointer-chase",
     "a lookup that misses its one token, or comes too late for it: r statements of a key allow a "
-    "selection that is r - 1 steps old, and r = 1 is adversarial to every one-step-ahead prediction",
+    "selection that is r - 1 steps old, and r = 1 is adversarial to predicting a step ahead",
     make_chain,
     tuple(restatements_word(r) for r in range(1, MOST_ANNOUNCED + 1)),
 )
