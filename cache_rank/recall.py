@@ -90,13 +90,18 @@ def measure_recall(
         the slots held; NaN when no slot is in use.
     """
     candidates = config.candidates_after(position - 1)
-    scores, mirror = scores[..., :position], mirror.to(torch.int64)
-    exact = top_tokens(scores, candidates, mirror.shape[-1])
+    exact = top_tokens(scores[..., :position], candidates, mirror.shape[-1])
+    return torch.stack(
+        (overlap_ratio(mirror, exact, position), _attention_mass(scores, mirror, candidates))
+    )
+
+
+def _attention_mass(scores: Tensor, mirror: Tensor, candidates: range) -> Tensor:
+    """The share of the candidates' attention probability that slots held, (L, Hkv)."""
     probability = scores[..., : candidates.stop].exp()
-    held = probability.gather(-1, mirror).sum(-1)
+    held = probability.gather(-1, mirror.to(torch.int64)).sum(-1)
     mass = held / probability[..., candidates.start :].sum(-1).clamp(min=1e-30)
-    mass = mass if mirror.shape[-1] else torch.full_like(mass, float("nan"))
-    return torch.stack((overlap_ratio(mirror, exact, position), mass))
+    return mass if mirror.shape[-1] else torch.full_like(mass, float("nan"))
 
 
 class _Waiting(NamedTuple):
@@ -152,7 +157,10 @@ class RecallMeter:
         queries = queries.float()
         scores = score(queries)
         exact = top_tokens(scores[..., :position], candidates, slots)
-        columns = [*measure_recall(scores, mirror, self._config, position)]
+        columns = [
+            overlap_ratio(mirror, exact, position),
+            _attention_mass(scores, mirror, candidates),
+        ]
         entries = [(position - distance) % query_ring.shape[2] for distance in self._distances]
         for other in (predicted, *(query_ring[:, :, entry].float() for entry in entries)):
             chosen = top_tokens(score(other)[..., :position], candidates, slots)
