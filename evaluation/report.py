@@ -53,6 +53,12 @@ def markdown(run: Run, results: Sequence[Result]) -> str:
         "Brackets are 95% intervals over problems (bootstrap, paired for differences). Of n "
         "right ones out of n, they say nothing: an error rate of 3/n is not excluded.",
     ]
+    for model, task in dict.fromkeys(result.cell.problems[:2] for result in results):
+        there = [result for result in results if result.cell.problems[:2] == (model, task)]
+        name = varying_dial(there)
+        if name:
+            text = f"Exact chains and, in parentheses, hop accuracy, by {name}. Model "
+            parts += [f"## {task} by {name}", f"{text}{Path(model).name}.", by_dial(there, name)]
     for problems in dict.fromkeys(result.cell.problems for result in results):
         model, task, dials = problems
         there = [result for result in results if result.cell.problems == problems]
@@ -65,6 +71,30 @@ def markdown(run: Run, results: Sequence[Result]) -> str:
         ]
     parts += [f"{label} failed: {reason}" for label, reason in run.failures.items()]
     return "\n\n".join(parts)
+
+
+def varying_dial(results: Sequence[Result]) -> str | None:
+    """The one dial in which problems differ, if there is one."""
+    values: dict[str, set[str]] = {}
+    for result in results:
+        for name, value in result.cell.dials.items():
+            values.setdefault(name, set()).add(str(value))
+    varying = [name for name, found in values.items() if len(found) > 1]
+    return varying[0] if len(varying) == 1 else None
+
+
+def by_dial(results: Sequence[Result], name: str) -> str:
+    """Accuracy of each system at each value of a dial."""
+    columns = sorted({result.cell.dials[name] for result in results if name in result.cell.dials})
+    found = {(r.cell.system, r.cell.dials.get(name)): r for r in results}
+    rows = []
+    for label in dict.fromkeys(result.cell.system for result in results):
+        cells = [found.get((label, column)) for column in columns]
+        shown = [
+            "–" if r is None else f"{r.exact.value:.2f} ({r.hop_accuracy.value:.3f})" for r in cells
+        ]
+        rows.append([label, *shown])
+    return table(("system", *(f"{name} {column}" for column in columns)), rows)
 
 
 def _cells(result: Result) -> list[str]:

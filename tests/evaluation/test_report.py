@@ -116,7 +116,7 @@ def test_half_a_line_is_dropped(tmp_path: Path) -> None:
 
 
 def test_a_report_is_written_and_read(tmp_path: Path) -> None:
-    outcomes = outcomes_of("dense", [10, 10, 10])
+    outcomes = outcomes_of("dense", [10, 10, 10], restatements=3)
     for r in (1, 3):
         for k in (16, 64):
             label = f"cache-rank:sparse_budget={k}"
@@ -127,6 +127,7 @@ def test_a_report_is_written_and_read(tmp_path: Path) -> None:
     text = (tmp_path / "results.md").read_text()
     assert "| cache-rank |  | 16 | 0.67 [" in text
     assert "restatements=3" in text
+    assert "| cache-rank:sparse_budget=64 | 0.67 (0.800) | 0.67 (0.800) |" in text
     drawn = {file.name for file in files}
     assert {"restatements-pointer-chase-bundled.png", "budget-pointer-chase-bundled-2.svg"} <= drawn
     assert all(file.stat().st_size > 0 for file in files)
