@@ -181,6 +181,7 @@ RECIPES = {
         curriculum=(
             _texts("needle", needles=8, words=2, asked=8),
             _texts("needle", needles=16, words=4, asked=8),
+            _texts("needle", needles=20, words=4, asked=12),
         ),
         final=(
             (4, _texts("needle")),
