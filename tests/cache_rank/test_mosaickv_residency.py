@@ -134,7 +134,7 @@ class Held:
 
     def score(self, queries: Tensor, exact: bool = False) -> Tensor:
         rows = self.rows(self.resident - 1)
-        return self.residency.score(rows, self.layers, queries.unsqueeze(0), 0, exact)[0]
+        return self.residency.score(rows, self.layers, queries.unsqueeze(0), exact)[0]
 
     def queries(self, seed: int = 5) -> Tensor:
         model = self.config.model

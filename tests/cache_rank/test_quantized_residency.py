@@ -146,7 +146,7 @@ class Held:
 
     def score(self, queries: Tensor, exact: bool = False) -> Tensor:
         rows = self.rows(self.resident - 1)
-        scores = self.residency.score(rows, self.layers, queries.unsqueeze(0), 0, exact)
+        scores = self.residency.score(rows, self.layers, queries.unsqueeze(0), exact)
         return scores[0, ..., : self.resident].clone()
 
     def codes(self) -> list[bytes]:
