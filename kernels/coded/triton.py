@@ -1,304 +1,382 @@
-"""What the kernels of formats that hold codes share, Triton.
+"""The three launches on tokens held as codes, for every format, Triton.
 
-A format's folder has three launches, `encode_groups`, `gather_codes` and `score_codes`, which the
-reference here specifies. Its kernels are what is its own: how a group becomes codes, how codes
-become tokens, and what the logits of a group are. Which group a program encodes, where its tokens
-are, where gathered tokens go and how a query is multiplied with integers is here.
-
-Channels are handled in two halves, as bytes of nibbles hold them: [0, D / 2) and [D / 2, D).
+The reference here specifies them. What is a format's own is in its folder, as a `Format`: how a
+group becomes codes, how codes become tokens of a message, and what the logits of keys are. Its
+functions are compiled into the kernels here, which know which group a program encodes, which tokens
+it gathers, and what becomes of logits. See `cache_rank_kernels.coded.parts` for what they use.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
+import torch
 import triton
 import triton.language as tl
+from cache_rank_kernels.coded.format import Format, Layout
 from cache_rank_kernels.coded.reference import CodedTokens
-from cache_rank_kernels.fp8.triton import convert
+from cache_rank_kernels.score.reference import ScoreWorkspace
+from cache_rank_kernels.score.triton import (
+    finish_unit,
+    multiplies_float32,
+    score_constants,
+    score_full_precision,
+    score_grid,
+)
 from torch import Tensor
 
 _GATHERED_ELEMENTS = 2048
-
-_LEAST_COLUMNS = 8
-"""Of a product on a matrix unit."""
+_RING_BLOCK = 64
 
 
-def layout_constants(tokens: CodedTokens) -> dict[str, int]:
-    """Sizes that address pages and rings; checks that both can be addressed."""
-    _, layers, kv_heads, ring, head_dim = tokens.rings[0].shape
-    assert all(ring.is_contiguous() for ring in tokens.rings)
-    assert all(plane.is_contiguous() for planes in tokens.planes for plane in planes)
-    return {
-        "POOL_LAYERS": layers,
-        "KV_HEADS": kv_heads,
-        "HEAD_DIM": head_dim,
-        "RING": ring,
-        "PAGE": tokens.page_tokens,
-        "GROUP_TOKENS": tokens.group_tokens,
-    }
-
-
-def encode_grid(
-    tokens: CodedTokens, slots: Tensor, count: int, layers: range, shipment: Tensor | None
-) -> tuple[int, int, int]:
-    """Programs that encode: groups of a row, keys and values of (layer, kv head), rows."""
+def encode_groups(
+    of: Format,
+    tokens: CodedTokens,
+    page_table: Tensor,
+    slots: Tensor,
+    starts: Tensor,
+    count: int,
+    layers: range,
+    shipment: Tensor | None = None,
+    warps: int = 8,
+) -> None:
+    """See the reference. One launch; D is a power of two."""
     assert shipment is None or (shipment.is_contiguous() and slots.shape[0] == 1)
+    layout, own = Layout.of(tokens), of.encoding(tokens)
     most_groups = triton.cdiv(count, tokens.group_tokens)
-    return most_groups, len(layers) * tokens.rings[0].shape[2] * 2, slots.shape[0]
+    # Groups of a row, keys and values of (layer, kv head), rows.
+    _encode[(most_groups, len(layers) * layout.kv_heads * 2, slots.shape[0])](
+        *tokens.planes,
+        *tokens.rings,
+        own.tables,
+        shipment,
+        page_table,
+        slots,
+        starts,
+        tokens.resident,
+        tokens.not_finite,
+        layers.start,
+        count,
+        page_table.stride(0),
+        ENCODE=of.encode,
+        KEYS_AS_VALUES=of.keys_as_values,
+        LAYOUT=layout,
+        OWN=own.constants,
+        num_warps=warps,
+        enable_fp_fusion=False,  # the same bits as the reference
+    )
 
 
-def gather_arguments(
-    entering: Tensor, *outs: Tensor
-) -> tuple[tuple[int, int, int], dict[str, Any]]:
-    """Programs that gather, and the constants of how they share the entries."""
+def gather_codes(
+    of: Format,
+    tokens: CodedTokens,
+    page_table: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    first_layer: int,
+    entering: Tensor,
+    out_keys: Tensor,
+    out_values: Tensor,
+) -> None:
+    """See the reference. One launch; D is a power of two."""
     rows, layers, kv_heads, capacity = entering.shape
-    head_dim = outs[0].shape[-1]
+    layout, own = Layout.of(tokens), of.encoding(tokens)
     assert entering.is_contiguous()
-    assert all(out.is_contiguous() and out.shape[:-1] == entering.shape for out in outs)
-    block = max(1, min(_GATHERED_ELEMENTS // head_dim, triton.next_power_of_2(capacity)))
-    grid = (triton.cdiv(capacity, block), layers * kv_heads, rows)
-    return grid, {"LAYERS": layers, "CAPACITY": capacity, "BLOCK": block}
+    for out in (out_keys, out_values):
+        assert out.is_contiguous()
+        assert out.shape == (*entering.shape, layout.head_dim)
+    block = min(_GATHERED_ELEMENTS // layout.head_dim, triton.next_power_of_2(capacity))
+    block = max(1, block)
+    _gather[(triton.cdiv(capacity, block), layers * kv_heads, rows)](
+        *tokens.planes,
+        *tokens.rings,
+        own.tables,
+        page_table,
+        slots,
+        positions,
+        entering,
+        out_keys,
+        out_values,
+        first_layer,
+        page_table.stride(0),
+        torch.finfo(tokens.rings[0].dtype).max,
+        LAYERS=layers,
+        CAPACITY=capacity,
+        BLOCK=block,
+        GATHER=of.gather,
+        LAYOUT=layout,
+        OWN=own.constants,
+        enable_fp_fusion=False,
+    )
 
 
-def digit_columns(queries: Tensor, out: Tensor, digits: int) -> int:
-    """Columns of a query head: one a digit, and more of them 0 as the matrix unit needs them."""
-    group = triton.next_power_of_2(queries.shape[2] // out.shape[2])
-    return max(triton.next_power_of_2(digits), _LEAST_COLUMNS // group)
+def score_codes(
+    of: Format,
+    tokens: CodedTokens,
+    queries: Tensor,
+    page_table: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    first_layer: int,
+    scale: float,
+    workspace: ScoreWorkspace,
+    out: Tensor,
+    exact: bool = False,
+    warps: int = 4,
+    stages: int = 3,
+    **options: int,
+) -> None:
+    """See the reference. One launch; D is a power of two, on a GPU of at least 64.
+
+    Args:
+        options: of the format, on which only time and the last bits depend.
+    """
+    own, key_ring = of.scoring(tokens, queries, out, exact, **options), tokens.rings[0]
+    _score[score_grid(out)](
+        queries,
+        tokens.planes[0],
+        key_ring,
+        own.tables,
+        page_table,
+        slots,
+        positions,
+        *workspace,
+        out,
+        first_layer,
+        scale,
+        page_table.stride(0),
+        out.shape[-1],
+        **score_constants(queries, workspace, out),
+        RING_BLOCK=_RING_BLOCK,
+        STAGES=stages,
+        LOGITS=of.logits,
+        LAYOUT=Layout.of(tokens),
+        OWN=own.constants,
+        EXACT=multiplies_float32(key_ring),
+        INTERPRETED=not key_ring.is_cuda,
+        num_warps=warps,
+    )
 
 
 @triton.jit
-def coded_tokens(resident, GROUP_TOKENS: tl.constexpr, RING: tl.constexpr):
+def _coded_tokens(resident, LAYOUT: tl.constexpr):
     """How many of a sequence's tokens are held as codes."""
-    full: tl.constexpr = RING // GROUP_TOKENS - 1
-    return tl.maximum((resident // GROUP_TOKENS - full) * GROUP_TOKENS, 0)
+    full: tl.constexpr = LAYOUT.ring // LAYOUT.group_tokens - 1
+    return tl.maximum((resident // LAYOUT.group_tokens - full) * LAYOUT.group_tokens, 0)
 
 
-@triton.jit
-def group_to_encode(
+@triton.jit(
+    do_not_specialize=["first_layer", "count", "page_stride"],
+    do_not_specialize_on_alignment=["page_table", "slots", "starts"],
+)
+def _encode(
+    key_planes,
+    value_planes,
+    key_ring,
+    value_ring,
+    tables,
+    shipment,
     page_table,
     slots,
     starts,
-    page_stride,
     resident,
+    not_finite,
     first_layer,
     count,
-    POOL_LAYERS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    PAGE: tl.constexpr,
-    RING: tl.constexpr,
-    GROUP_TOKENS: tl.constexpr,
+    page_stride,
+    ENCODE: tl.constexpr,
+    KEYS_AS_VALUES: tl.constexpr,
+    LAYOUT: tl.constexpr,
+    OWN: tl.constexpr,
 ):
-    """Which group the program of an `encode_grid` encodes, if any; notes what is resident.
-
-    Returns:
-        Whether there is one; 0 for keys or 1 for values; the row's first new position; the group's
-        first position; its index among the groups of (page, layer, kv head); and the index of
-        (slot, layer, kv head) among those of the ring.
-    """
     row = tl.program_id(2)
     slot = tl.load(slots + row).to(tl.int64)
     start = tl.load(starts + row)
     unit, part = tl.program_id(1) // 2, tl.program_id(1) % 2
-    layer, head = first_layer + unit // KV_HEADS, unit % KV_HEADS
-    first = coded_tokens(start, GROUP_TOKENS, RING) + tl.program_id(0) * GROUP_TOKENS
-    exists = (slot >= 0) & (first < coded_tokens(start + count, GROUP_TOKENS, RING))
+    layer, head = first_layer + unit // LAYOUT.kv_heads, unit % LAYOUT.kv_heads
+    first = _coded_tokens(start, LAYOUT) + tl.program_id(0) * LAYOUT.group_tokens
+    exists = (slot >= 0) & (first < _coded_tokens(start + count, LAYOUT))
     if (slot >= 0) & (tl.program_id(0) == 0) & (head == 0) & (part == 0):
-        tl.store(resident + slot * POOL_LAYERS + layer, start + count)
-    page = tl.load(page_table + row * page_stride + first // PAGE, mask=exists, other=0)
-    tile = (page.to(tl.int64) * POOL_LAYERS + layer) * KV_HEADS + head
-    group = tile * (PAGE // GROUP_TOKENS) + first % PAGE // GROUP_TOKENS
-    return exists, part, start, first, group, (slot * POOL_LAYERS + layer) * KV_HEADS + head
-
-
-@triton.jit
-def load_group(
-    ring,
-    shipment,
-    part,
-    start,
-    first,
-    ring_unit,
-    count,
-    dims,
-    POOL_LAYERS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    RING: tl.constexpr,
-    GROUP_TOKENS: tl.constexpr,
-):
-    """Channels `dims` of a group as they came, (GROUP_TOKENS, len(dims)) float32.
-
-    From the shipment what it brings, if there is one, and from the ring what was there before.
-    """
-    position = first + tl.arange(0, GROUP_TOKENS)
-    held = (ring_unit * RING + position % RING)[:, None] * HEAD_DIM + dims[None, :]
-    if shipment is None:
-        return tl.load(ring + held).to(tl.float32)
+        tl.store(resident + slot * LAYOUT.layers + layer, start + count)
+    if not exists:
+        return
+    page = tl.load(page_table + row * page_stride + first // LAYOUT.page).to(tl.int64)
+    tile = (page * LAYOUT.layers + layer) * LAYOUT.kv_heads + head
+    group = tile * (LAYOUT.page // LAYOUT.group_tokens)
+    group += first % LAYOUT.page // LAYOUT.group_tokens
+    ring_unit = (slot * LAYOUT.layers + layer) * LAYOUT.kv_heads + head
+    if KEYS_AS_VALUES:
+        if part == 0:
+            ring, planes = key_ring, key_planes
+        else:
+            ring, planes = value_ring, value_planes
+        source = (ring, shipment, part, start, first, ring_unit, count)
+        finite = ENCODE(planes, group, source, tables, True, LAYOUT, OWN)
+    elif part == 0:
+        source = (key_ring, shipment, 0, start, first, ring_unit, count)
+        finite = ENCODE(key_planes, group, source, tables, True, LAYOUT, OWN)
     else:
-        is_new = (position >= start)[:, None]
-        layer_and_head = ring_unit % (POOL_LAYERS * KV_HEADS)
-        layer, head = layer_and_head // KV_HEADS, layer_and_head % KV_HEADS
-        token = (part * POOL_LAYERS + layer) * count + position - start
-        shipped = (token * KV_HEADS + head)[:, None] * HEAD_DIM + dims[None, :]
-        old = tl.load(ring + held, mask=~is_new, other=0.0).to(tl.float32)
-        # To the dtype of the ring and back, as if it had waited there.
-        new = tl.load(shipment + shipped, mask=is_new, other=0.0).to(ring.dtype.element_ty)
-        return tl.where(is_new, new.to(tl.float32), old)
-
-
-@triton.jit
-def note_not_finite(
-    not_finite, is_finite, part, ring_unit, POOL_LAYERS: tl.constexpr, KV_HEADS: tl.constexpr
-):
-    """Leave word of a group that cannot be encoded; see `CodedTokens.not_finite`."""
-    if tl.min(is_finite.to(tl.int32)) == 0:
-        units: tl.constexpr = POOL_LAYERS * KV_HEADS
+        source = (value_ring, shipment, 1, start, first, ring_unit, count)
+        finite = ENCODE(value_planes, group, source, tables, False, LAYOUT, OWN)
+    if finite == 0:  # see `CodedTokens.not_finite`
+        units: tl.constexpr = LAYOUT.layers * LAYOUT.kv_heads
         tl.atomic_max(not_finite, (1 + part * units + ring_unit % units).to(tl.int32))
 
 
-@triton.jit
-def quotient(numerator, denominator):
-    """The float32 quotient, and 0 where the denominator is 0: there all elements are the same."""
-    return tl.where(denominator == 0.0, 0.0, tl.div_rn(numerator, denominator))
-
-
-@triton.jit
-def nearest_integers(numbers):
-    """Float32 below 2^22 to the nearest integers, half to even."""
-    return (numbers + 12582912.0) - 12582912.0
-
-
-@triton.jit
-def is_finite(numbers):
-    """Of float32."""
-    return tl.abs(numbers) < float("inf")
-
-
-@triton.jit
-def tokens_to_gather(
+@triton.jit(
+    do_not_specialize=["first_layer", "page_stride"],
+    do_not_specialize_on_alignment=["page_table", "slots", "positions", "entering"],
+)
+def _gather(
+    key_planes,
+    value_planes,
+    key_ring,
+    value_ring,
+    tables,
     page_table,
     slots,
     positions,
     entering,
+    out_keys,
+    out_values,
     first_layer,
     page_stride,
+    largest,
     LAYERS: tl.constexpr,
     CAPACITY: tl.constexpr,
     BLOCK: tl.constexpr,
-    POOL_LAYERS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    PAGE: tl.constexpr,
-    RING: tl.constexpr,
-    GROUP_TOKENS: tl.constexpr,
+    GATHER: tl.constexpr,
+    LAYOUT: tl.constexpr,
+    OWN: tl.constexpr,
 ):
-    """The entries of a program of a `gather_arguments` grid.
-
-    Returns:
-        (BLOCK,) int64 index of each in the message; whether it is used; whether it is held as
-        codes; its index among the tokens of pages, (pages, layers, Hkv, P); and among those of
-        rings.
-    """
     row, unit = tl.program_id(2).to(tl.int64), tl.program_id(1)
     slot = tl.load(slots + row).to(tl.int64)
-    coded = coded_tokens(tl.load(positions + row) + 1, GROUP_TOKENS, RING)
-    layer, head = first_layer + unit // KV_HEADS, unit % KV_HEADS
+    coded = _coded_tokens(tl.load(positions + row) + 1, LAYOUT)
+    layer, head = first_layer + unit // LAYOUT.kv_heads, unit % LAYOUT.kv_heads
     entry = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    target = (row * LAYERS * KV_HEADS + unit) * CAPACITY + entry
+    target = (row * LAYERS * LAYOUT.kv_heads + unit) * CAPACITY + entry
     position = tl.load(entering + target, mask=(entry < CAPACITY) & (slot >= 0), other=-1)
     used = position >= 0
     is_coded = used & (position < coded)
-    page = tl.load(page_table + row * page_stride + position // PAGE, mask=is_coded, other=0)
-    tile = (page.to(tl.int64) * POOL_LAYERS + layer) * KV_HEADS + head
-    ring_unit = (slot * POOL_LAYERS + layer) * KV_HEADS + head
-    return target, used, is_coded, tile * PAGE + position % PAGE, ring_unit * RING + position % RING
+    page_at = row * page_stride + position // LAYOUT.page
+    page = tl.load(page_table + page_at, mask=is_coded, other=0).to(tl.int64)
+    tile = (page * LAYOUT.layers + layer) * LAYOUT.kv_heads + head
+    token = tile * LAYOUT.page + position % LAYOUT.page
+    ring_unit = (slot * LAYOUT.layers + layer) * LAYOUT.kv_heads + head
+    in_ring = ring_unit * LAYOUT.ring + position % LAYOUT.ring
+    for is_values in tl.static_range(2):
+        ring = value_ring if is_values else key_ring
+        out = out_values if is_values else out_keys
+        GATHER(
+            value_planes if is_values else key_planes,
+            token,
+            is_coded,
+            (ring, out, target, used, is_coded, in_ring, largest),
+            tables,
+            is_values == 0,
+            LAYOUT,
+            OWN,
+        )
 
 
-@triton.jit
-def store_gathered(
-    out, decoded, ring, target, used, is_coded, in_ring, dims, largest, HEAD_DIM: tl.constexpr
-):
-    """Write channels `dims` of tokens to a message: as decoded, (BLOCK, len(dims)) float32, or as
-    they came. What decodes beyond the dtype's range is its largest number."""
-    source = in_ring[:, None] * HEAD_DIM + dims[None, :]
-    newest = tl.load(ring + source, mask=(used & ~is_coded)[:, None], other=0.0)
-    decoded = tl.clamp(decoded, -largest, largest).to(newest.dtype)
-    content = convert(tl.where(is_coded[:, None], decoded, newest), out.dtype.element_ty)
-    tl.store(out + target[:, None] * HEAD_DIM + dims[None, :], content, mask=used[:, None])
-
-
-@triton.jit
-def load_query_half(
-    unit_queries, half, scale, GROUP: tl.constexpr, PADDED: tl.constexpr, HEAD_DIM: tl.constexpr
-):
-    """Half 0 or 1 of the channels of a unit's queries, times `scale`: (PADDED, D / 2) float32."""
-    heads = tl.arange(0, PADDED)
-    dims = half * (HEAD_DIM // 2) + tl.arange(0, HEAD_DIM // 2)
-    at = heads[:, None] * HEAD_DIM + dims[None, :]
-    return tl.load(unit_queries + at, mask=(heads < GROUP)[:, None], other=0.0) * scale
-
-
-@triton.jit
-def power_below(numbers):
-    """The largest power of two that is no larger: exact, and of 0 a tiny one."""
-    bits = tl.maximum(numbers, 1e-30).to(tl.int32, bitcast=True)
-    return (bits & 0x7F800000).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def query_digits(
-    query,
-    unit,
-    DIGITS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    ROWS: tl.constexpr,
-    HALF: tl.constexpr,
-):
-    """Float queries in 2 or 3 digits of 8 bits, for exact products with 8-bit integers.
-
-    Rounded to a multiple of unit · 2^(3 - 8 DIGITS), so that no element is off by more than
-    2^(2 - 8 DIGITS) of the largest.
-
-    Args:
-        query: (ROWS, HALF) float32, below 2 units.
-        unit: (ROWS,) of `power_below`.
-
-    Returns:
-        (ROWS * COLUMNS, HALF) int8: of a row its digits, the most significant first, and zeros.
-    """
-    # The bits of 1.5 · 2^23 + an integer are those of 1.5 · 2^23, 0x4B400000, + the integer.
-    fixed = query * (_digit_range(DIGITS) / unit)[:, None] + 12582912.0
-    bias: tl.constexpr = 0x8080 if DIGITS == 2 else 0x808080  # 128 in each digit
-    biased = fixed.to(tl.int32, bitcast=True) + (bias - 0x4B400000)
-    column = tl.arange(0, COLUMNS)[None, :, None]
-    byte = (biased[:, None, :] >> 8 * tl.maximum(DIGITS - 1 - column, 0)) & 255
-    digit = tl.where(column < DIGITS, byte - 128, 0).to(tl.int8)
-    return tl.reshape(digit, (ROWS * COLUMNS, HALF))
-
-
-@triton.jit
-def sum_of_digits(
-    products,
-    DIGITS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+@triton.jit(
+    do_not_specialize=["first_layer", "page_stride", "capacity"],
+    do_not_specialize_on_alignment=["page_table", "slots", "positions"],
+)
+def _score(
+    queries,
+    key_planes,
+    key_ring,
+    tables,
+    page_table,
+    slots,
+    positions,
+    logits,
+    partial,
+    arrived,
+    out,
+    first_layer,
+    scale,
+    page_stride,
+    capacity,
+    LAYERS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
     PADDED: tl.constexpr,
-    TOKENS: tl.constexpr,
+    PARTS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    CHUNK: tl.constexpr,
+    MAX_CHUNKS: tl.constexpr,
+    FINISH_BLOCK: tl.constexpr,
+    RING_BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+    LOGITS: tl.constexpr,
+    LAYOUT: tl.constexpr,
+    OWN: tl.constexpr,
+    EXACT: tl.constexpr,
+    INTERPRETED: tl.constexpr,
 ):
-    """Products with float queries, in their units, from those with the digits.
-
-    Args:
-        products: (TOKENS, PADDED * COLUMNS) int32, each below 2^24.
-
-    Returns:
-        (TOKENS, PADDED) float32.
-    """
-    digit = tl.arange(0, PADDED * COLUMNS) % COLUMNS
-    weight = tl.exp2(8.0 * (DIGITS - 1 - digit)) / _digit_range(DIGITS)
-    weighted = tl.reshape(products.to(tl.float32) * weight[None, :], (TOKENS, PADDED, COLUMNS))
-    return tl.sum(weighted, axis=2)
-
-
-@triton.jit
-def _digit_range(DIGITS: tl.constexpr):
-    """What `query_digits` makes of a unit: twice that, and the bias, fit the digits."""
-    return 8192.0 if DIGITS == 2 else 2097152.0
+    chunk, unit = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    row = unit // (LAYERS * KV_HEADS)
+    slot = tl.load(slots + row).to(tl.int64)
+    tokens = tl.load(positions + row) + 1
+    start = chunk * CHUNK
+    if (slot >= 0) & (start < tokens):
+        layer, head = first_layer + (unit // KV_HEADS) % LAYERS, unit % KV_HEADS
+        unit_queries = queries + unit * GROUP * HEAD_DIM
+        unit_logits = logits + unit * capacity * PADDED
+        stop = tl.minimum(start + CHUNK, tokens)
+        coded = _coded_tokens(tokens, LAYOUT)
+        LOGITS(
+            key_planes,
+            unit_queries,
+            page_table + row * page_stride,
+            layer,
+            head,
+            start,
+            tl.minimum(coded, stop),
+            scale,
+            unit_logits,
+            tables,
+            GROUP,
+            PADDED,
+            STAGES,
+            INTERPRETED,
+            LAYOUT,
+            OWN,
+        )
+        if coded < stop:
+            score_full_precision(
+                unit_queries,
+                key_ring,
+                slots + row,
+                tl.maximum(coded, start),
+                stop,
+                layer,
+                head,
+                scale,
+                LAYOUT.layers,
+                unit_logits,
+                KV_HEADS,
+                GROUP,
+                PADDED,
+                PARTS,
+                HEAD_DIM,
+                LAYOUT.ring,
+                RING_BLOCK,
+                True,
+                1,  # few tokens: shared memory is for the codes
+                EXACT,
+                False,
+            )
+        finish_unit(
+            chunk,
+            tokens,
+            unit_logits,
+            partial + unit * tl.cdiv(capacity, CHUNK) * 2 * PADDED,
+            arrived + unit,
+            out + unit * capacity,
+            GROUP,
+            PADDED,
+            CHUNK,
+            MAX_CHUNKS,
+            FINISH_BLOCK,
+        )
