@@ -67,11 +67,18 @@ class Seats:
 
     def __init__(self, gpus: Sequence[str]) -> None:
         self._free = list(gpus)
+        self._different = len(set(gpus))
         self._changed = threading.Condition()
 
     @contextlib.contextmanager
     def take(self, count: int) -> Iterator[list[str]]:
-        """Wait for `count` different GPUs, in the order in which they were listed."""
+        """Wait for `count` different GPUs, in the order in which they were listed.
+
+        Raises:
+            ValueError: there are not so many.
+        """
+        if count > self._different:
+            raise ValueError(f"needs {count} GPUs, and {self._different} are listed")
         with self._changed:
             self._changed.wait_for(lambda: len(set(self._free)) >= count)
             taken = list(dict.fromkeys(self._free))[:count]
@@ -295,10 +302,14 @@ def main(argv: Sequence[str]) -> int:
         if earlier is not None and earlier.settings != run.settings:
             sys.exit(f"{header} has other settings: {earlier.settings}")
         known = earlier.servers if earlier is not None else {}
+        try:
+            jobs = make_jobs(options)
+        except (TypeError, ValueError) as error:  # a dial's name, or its value
+            sys.exit(f"error: {error}")
         file.drop_half_line()
         evaluation = Evaluation(options, file)
         header.write_bytes(msgspec.json.encode(run))
-        evaluation.run(make_jobs(options))
+        evaluation.run(jobs)
         run.servers, run.failures = known | evaluation.servers, evaluation.failures
         header.write_bytes(msgspec.json.encode(run))
     for path in write_report(run, summarize(file.read(), run), options.out):

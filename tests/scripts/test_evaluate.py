@@ -8,11 +8,7 @@ from pathlib import Path
 import pytest
 
 from evaluation.presets import PRESETS
-from scripts.evaluate import Seats, make_jobs, parse_options, server_flags
-
-
-def options_of(*arguments: str) -> object:
-    return parse_options(["--out", "out", "--gpus", *arguments])
+from scripts.evaluate import Seats, main, make_jobs, parse_options, server_flags
 
 
 def test_a_preset_is_the_default() -> None:
@@ -93,8 +89,18 @@ def test_gpus_are_shared_out() -> None:
         assert pair == ["0", "1"]
 
 
-def test_results_are_not_overwritten(tmp_path: Path) -> None:
-    from scripts.evaluate import main
+def test_too_few_gpus_are_an_error_and_not_a_wait() -> None:
+    with pytest.raises(ValueError, match="needs 2 GPUs"), Seats(["0", "0"]).take(2):
+        pass
 
+
+@pytest.mark.parametrize("arguments", ["--dials hops=9", "--dials facts=9,hopes=9", "--systems no"])
+def test_wrong_problems_are_refused(arguments: str, tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="error"):
+        main(["--out", str(tmp_path), *arguments.split()])
+    assert not (tmp_path / "run.json").exists()
+
+
+def test_there_must_be_something_to_render(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="nothing to render"):
         main(["--out", str(tmp_path), "--render"])
