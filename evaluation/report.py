@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -48,7 +47,7 @@ def markdown(run: Run, results: Sequence[Result]) -> str:
     settings = ", ".join(f"{name} {value}" for name, value in run.settings.items())
     parts = [
         "# Accuracy",
-        f"`{shlex.join(run.command)}`",
+        "\n".join(f"    {command}" for command in run.commands),
         f"{', '.join(machine)}. Sparse systems: {settings}. KV pool: {run.dtype}.",
         "Brackets are 95% intervals over problems (bootstrap, paired for differences). Of n "
         "right ones out of n, they say nothing: an error rate of 3/n is not excluded.",

@@ -22,7 +22,7 @@ class Run(msgspec.Struct):
     """How outcomes came about.
 
     Attributes:
-        command: that was run, in words.
+        commands: that were run, the first one and those which resumed it.
         machine: what it ran on, and versions.
         settings: arguments of the sparse systems, see `evaluation.systems.POLICY`.
         dtype: of the KV pool.
@@ -30,7 +30,7 @@ class Run(msgspec.Struct):
         failures: of servers, by label.
     """
 
-    command: list[str]
+    commands: list[str]
     machine: dict[str, Any]
     settings: dict[str, Any]
     dtype: str

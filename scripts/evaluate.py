@@ -279,7 +279,7 @@ def describe_run(options: argparse.Namespace, argv: Sequence[str]) -> Run:
     """How this run is made."""
     versions = {part: importlib.metadata.version(part) for part in PARTS}
     return Run(
-        ["python", "-m", "scripts.evaluate", *argv],
+        [shlex.join(["python", "-m", "scripts.evaluate", *argv])],
         {**describe(options.gpus), **versions},
         options.settings,
         "bfloat16" if options.gpus else "float32",
@@ -301,7 +301,9 @@ def main(argv: Sequence[str]) -> int:
             sys.exit(f"{options.out} has results: pass --resume, or another --out")
         if earlier is not None and earlier.settings != run.settings:
             sys.exit(f"{header} has other settings: {earlier.settings}")
-        known = earlier.servers if earlier is not None else {}
+        if earlier is not None:
+            run.servers = earlier.servers
+            run.commands = list(dict.fromkeys([*earlier.commands, *run.commands]))
         try:
             jobs = make_jobs(options)
         except (TypeError, ValueError) as error:  # a dial's name, or its value
@@ -310,7 +312,7 @@ def main(argv: Sequence[str]) -> int:
         evaluation = Evaluation(options, file)
         header.write_bytes(msgspec.json.encode(run))
         evaluation.run(jobs)
-        run.servers, run.failures = known | evaluation.servers, evaluation.failures
+        run.servers, run.failures = run.servers | evaluation.servers, evaluation.failures
         header.write_bytes(msgspec.json.encode(run))
     for path in write_report(run, summarize(file.read(), run), options.out):
         print(path)

@@ -13,7 +13,7 @@ from evaluation.report import markdown, read_report, write_report
 from evaluation.summary import Run, summarize
 from evaluation.systems import POLICY
 
-RUN = Run(["python", "-m", "scripts.evaluate"], {"platform": "here", "cpus": 2}, POLICY, "float32")
+RUN = Run(["python -m scripts.evaluate"], {"platform": "here", "cpus": 2}, POLICY, "float32")
 DIALS = {"facts": 128, "hops": 10}
 
 
@@ -134,5 +134,5 @@ def test_a_report_is_written_and_read(tmp_path: Path) -> None:
 
 
 def test_failures_are_reported() -> None:
-    run = Run(RUN.command, RUN.machine, RUN.settings, RUN.dtype, failures={"quest": "no memory"})
+    run = Run(RUN.commands, RUN.machine, RUN.settings, RUN.dtype, failures={"quest": "no memory"})
     assert "quest failed: no memory" in markdown(run, [])
