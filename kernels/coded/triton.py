@@ -324,7 +324,7 @@ def _score(
         unit_queries = queries + unit * GROUP * HEAD_DIM
         unit_logits = logits + unit * capacity * PADDED
         stop = tl.minimum(start + CHUNK, tokens)
-        coded = _coded_tokens(tokens, LAYOUT)
+        coded = tl.minimum(_coded_tokens(tokens, LAYOUT), stop)
         LOGITS(
             key_planes,
             unit_queries,
@@ -332,7 +332,7 @@ def _score(
             layer,
             head,
             start,
-            tl.minimum(coded, stop),
+            coded,
             scale,
             unit_logits,
             tables,
