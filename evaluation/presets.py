@@ -75,7 +75,15 @@ def _formats() -> tuple[str, ...]:
 PRESETS = {
     "budgets": Preset(
         "How many tokens of each KV head does a system need?",
-        (DENSE, *DECODE_MODES, CACHE_RANK),
+        (
+            *(DENSE, *DECODE_MODES, CACHE_RANK),
+            # Less than a page of Quest, and still enough for some.
+            *(
+                f"{name}:sparse_budget={k}"
+                for name in ("tova", "oracle", CACHE_RANK)
+                for k in (4, 8)
+            ),
+        ),
         budgets=(16, 32, 64),
     ),
     "jumps": Preset(
