@@ -32,6 +32,9 @@ class Axis(NamedTuple):
     hidden: frozenset[str] = frozenset()
 
 
+SELF_EXPLANATORY = ("query_", "kv_residency")
+"""Arguments whose values are words that need no name before them."""
+
 BUDGET_ONLY = frozenset({"sparse_budget"})
 BUDGET = Axis(
     "budget",
@@ -73,11 +76,15 @@ def write_plots(results: Sequence[Result], out: Path) -> list[Path]:
     return files
 
 
-def curve_name(result: Result, axis: Axis) -> str:
-    """The label of a result without what the axis shows."""
-    system = result.system
-    changes = {name: value for name, value in system.changes.items() if name not in axis.hidden}
-    return System(system.name, changes).label
+def curve_name(system: System, hidden: frozenset[str] = frozenset()) -> str:
+    """A label for readers: `cache-rank: ridge, pre`, without the hidden arguments."""
+    changes = [
+        str(value) if name.startswith(SELF_EXPLANATORY) and isinstance(value, str)
+        else f"{name} {value}"
+        for name, value in system.changes.items()
+        if name not in hidden
+    ]  # fmt: skip
+    return f"{system.name}: {', '.join(changes)}" if changes else system.name
 
 
 def _against(
@@ -87,9 +94,10 @@ def _against(
     placed = [result for result in results if axis.value(result) is not None]
     if len({axis.value(result) for result in placed}) < 2:
         return []
+    hidden = axis.hidden | _common(placed)
     curves: dict[str, list[Result]] = {}
     for result in placed:
-        curves.setdefault(curve_name(result, axis), []).append(result)
+        curves.setdefault(curve_name(result.system, hidden), []).append(result)
     pyplot = importlib.import_module("matplotlib.pyplot")
     figure, panels = pyplot.subplots(1, 2, figsize=(12, 4.5), layout="constrained", sharey=True)
     for index, (name, points) in enumerate(curves.items()):
@@ -114,12 +122,21 @@ def _against(
             line = {"color": "black", "linestyle": "dashed", "linewidth": 1, "label": DENSE}
             panels[0].axhline(dense.exact.value, **line)
             panels[1].axhline(dense.hop_accuracy.value, **line)
+    if axis is RESTATEMENTS:
+        for axes in panels:
+            axes.xaxis.get_major_locator().set_params(integer=True)
     for axes, title_of_panel in zip(panels, ("exact chains", "hop accuracy"), strict=True):
         _finish(axes, title_of_panel, axis.label)
     figure.suptitle(title, fontsize=10)
     handles, texts = panels[0].get_legend_handles_labels()
     figure.legend(handles, texts, fontsize=8, frameon=False, loc="outside right center")
     return _save(pyplot, figure, out / f"{axis.name}-{suffix}")
+
+
+def _common(results: Sequence[Result]) -> frozenset[str]:
+    """The budget, if all systems which have one have the same."""
+    budgets = {BUDGET.value(result) for result in results} - {None}
+    return BUDGET_ONLY if len(budgets) < 2 else frozenset()
 
 
 def _lengths(results: Sequence[Result], title: str, out: Path, suffix: str) -> list[Path]:
@@ -129,7 +146,7 @@ def _lengths(results: Sequence[Result], title: str, out: Path, suffix: str) -> l
     pyplot = importlib.import_module("matplotlib.pyplot")
     figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
     for index, result in enumerate(results):
-        style = _style(index, result.cell.system)
+        style = _style(index, curve_name(result.system, _common(results)))
         style.pop("marker")
         if index >= MOST_CURVES:
             style["linestyle"] = "dotted"

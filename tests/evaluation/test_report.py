@@ -9,9 +9,10 @@ import pytest
 from evaluation.checkpoints import BUNDLED, model_config
 from evaluation.flops import ModelSize, decode_token, scoring
 from evaluation.outcomes import Cell, Outcome, OutcomeFile, seeds_done
+from evaluation.plots import curve_name
 from evaluation.report import markdown, read_report, write_report
 from evaluation.summary import Run, summarize
-from evaluation.systems import POLICY
+from evaluation.systems import POLICY, System
 
 RUN = Run(["python -m scripts.evaluate"], {"platform": "here", "cpus": 2}, POLICY, "float32")
 DIALS = {"facts": 128, "hops": 10}
@@ -131,6 +132,19 @@ def test_a_report_is_written_and_read(tmp_path: Path) -> None:
     drawn = {file.name for file in files}
     assert {"restatements-pointer-chase-bundled.png", "budget-pointer-chase-bundled-2.svg"} <= drawn
     assert all(file.stat().st_size > 0 for file in files)
+
+
+@pytest.mark.parametrize(
+    ("label", "name"),
+    [
+        ("dense", "dense"),
+        ("quest:sparse_budget=16", "quest"),
+        ("cache-rank:query_predictor=ridge,query_frame=pre", "cache-rank: ridge, pre"),
+        ("cache-rank:wire_dtype=fp8,query_window=4", "cache-rank: wire_dtype fp8, query_window 4"),
+    ],
+)
+def test_curves_are_named_for_readers(label: str, name: str) -> None:
+    assert curve_name(System.parse(label), frozenset({"sparse_budget"})) == name
 
 
 def test_failures_are_reported() -> None:
