@@ -566,15 +566,18 @@ def test_the_loss_of_a_token_is_that_of_its_mean_vector() -> None:
     torch.testing.assert_close(found.loss, lost.mean(dim=(0, 1)), rtol=1e-4, atol=1e-5)
 
 
-def test_nothing_more_is_computed_for_a_sequence_that_has_ended() -> None:
+@pytest.mark.parametrize("ends_by", ["another sequence", "truncation"])
+def test_nothing_more_is_computed_for_a_segment_that_is_forgotten(ends_by: str) -> None:
     held = Held.empty(drifting(MHA, 400), segment=512, threshold=0)
     held.load(383)
     go_on = threading.Event()
     busy = held.residency._executor.submit(go_on.wait, 60)
     held.append()  # the segment waits for its strategy
-    waiting = held.segments._recompression.result
-    again = Held.empty(drifting(MHA, 10), beside=held)
-    again.load(10)
+    waiting = held.segments._state.recompression.result
+    if ends_by == "truncation":
+        held.truncate(383)
+    else:
+        Held.empty(drifting(MHA, 10), beside=held).load(10)
     assert waiting.cancelled()
     go_on.set()
     assert busy.result()
