@@ -233,8 +233,9 @@ class Bench:
         measurement.prefill_seconds = max(stream.arrivals[0][1] for stream in streams) - begun
         measurement.wire = wire_between(start, before, after)
         if cache_rank:
-            measurement.sparse_steps = min(s.statistics["sparse_steps"] for s in streams)
-            measurement.late_steps = max(s.statistics.get("late_steps", 0) for s in streams)
+            batch = streams[: shape.batch]  # without one that arrived
+            measurement.sparse_steps = min(s.statistics["sparse_steps"] for s in batch)
+            measurement.late_steps = max(s.statistics.get("late_steps", 0) for s in batch)
         measurement.attended_tokens = self._attended(shape, first + plan.steps / 2)
 
     async def _follow(

@@ -138,8 +138,7 @@ class BaselineAttnBackend(AttentionBackend):
         self, queries: Tensor, keys: Tensor, values: Tensor, layer: Any, step: Step
     ) -> Tensor:
         """FlashAttention-3 as flashattention_backend.py calls it, over the lists of the step."""
-        from sgl_kernel.flash_attn import get_scheduler_metadata
-        from sglang.kernels.ops.attention.flash_attention import flash_attn_with_kvcache
+        from sgl_kernel.flash_attn import flash_attn_with_kvcache, get_scheduler_metadata
 
         units = step.attended.shape[0]
         heads = self.selection.heads
