@@ -319,9 +319,8 @@ def grouped_bars(
     """A bar for each group and series, and a line across each group that has a floor."""
     pyplot = importlib.import_module("matplotlib.pyplot")
     width = 0.8 / max(1, len(series))
-    figure, axes = pyplot.subplots(
-        figsize=(max(6.0, 1.5 + 0.4 * len(groups) * (len(series) + 1)), 4.5), layout="constrained"
-    )
+    wide = max(7.0, 1.0 + 0.5 * len(groups) * (len(series) + 1))
+    figure, axes = pyplot.subplots(figsize=(wide, 4.0 + 0.25 * len(series)), layout="constrained")
     for index, (name, values) in enumerate(series.items()):
         places = [group - 0.4 + (index + 0.5) * width for group in range(len(groups))]
         there = [(x, y) for x, y in zip(places, values, strict=True) if y is not None]
@@ -341,7 +340,7 @@ def grouped_bars(
     axes.set_xlabel(group_label)
     axes.set_title(title)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    figure.legend(fontsize=8, frameon=False, loc="outside lower center")
     figure.savefig(path, dpi=150)
     pyplot.close(figure)
 
