@@ -63,6 +63,7 @@ class System(msgspec.Struct, frozen=True):
         cache_rank: it has one, so a request decodes densely until its prompt has been shipped.
         sparse: takes the flags of the sparse policy.
         at_budget: is run at a context of the sparse budget, whatever the shape's.
+        cache_step: is the cache rank's step alone, without an engine.
     """
 
     arguments: dict[str, Any]
@@ -70,6 +71,7 @@ class System(msgspec.Struct, frozen=True):
     cache_rank: bool = False
     sparse: bool = False
     at_budget: bool = False
+    cache_step: bool = False
 
 
 def _plain(gpus: int = 1, at_budget: bool = False, **arguments: Any) -> System:
@@ -97,6 +99,7 @@ SYSTEMS = {
     "oracle": _decode_mode("oracle"),
     "cache-rank": _cache_rank("full"),
     "cache-rank-working-set": _cache_rank("working-set"),
+    "cache-step": System({}, cache_step=True),
 }
 
 
@@ -160,6 +163,7 @@ class Job(msgspec.Struct):
         shapes: as run.
         capacity: context whose largest fitting batch is searched for; 0 is none.
         trace: where the cache rank's trace is written; empty for none.
+        cache_step: measure the cache rank's step alone; `engine` holds fields of its configuration.
     """
 
     model: str
@@ -172,6 +176,7 @@ class Job(msgspec.Struct):
     settings: Settings
     capacity: int = 0
     trace: str = ""
+    cache_step: bool = False
 
     @property
     def measures_arrival(self) -> bool:
@@ -207,6 +212,8 @@ def model_config(model: str) -> tuple[Path, dict[str, Any]]:
 def make_job(wish: Wish, settings: Settings, out: Path) -> Job:
     """The engine of a wish, and its shapes as run."""
     system, changed = parse_system(wish.system)
+    if system.cache_step:
+        return _cache_step_job(wish, settings, changed)
     shapes, capacity = list(wish.shapes), settings.capacity
     if system.at_budget:
         if capacity:  # which batch will fit is not known yet
@@ -281,8 +288,25 @@ def make_job(wish: Wish, settings: Settings, out: Path) -> Job:
     return job
 
 
+def _cache_step_job(wish: Wish, settings: Settings, changed: dict[str, Any]) -> Job:
+    _, config = model_config(wish.model)
+    return Job(
+        wish.model,
+        wish.system,
+        0 if wish.model == BUNDLED else 1,
+        False,
+        {"sparse_budget": settings.sparse_budget, **changed},
+        list(wish.shapes),
+        config["vocab_size"],
+        settings,
+        cache_step=True,
+    )
+
+
 def unmeasurable(job: Job, shape: Shape) -> str:
     """Why a shape makes no sense for a job, or nothing."""
+    if job.cache_step:
+        return ""
     threshold = job.engine.get("sparse_threshold", 0)
     if shape.context < threshold:
         return f"context is below --sparse-threshold {threshold}"
@@ -301,12 +325,7 @@ class Table2Row(msgspec.Struct, frozen=True):
 
     @property
     def system(self) -> str:
-        # A cache rank holds all tokens and the inference rank what it selected, as in the paper;
-        # the dense K and V of the larger model would not fit beside its weights.
-        return (
-            f"cache-rank-working-set:sparse_budget={self.budget},"
-            f"layers_per_group={self.layers_per_group}"
-        )
+        return f"cache-step:sparse_budget={self.budget},layers_per_group={self.layers_per_group}"
 
     @property
     def floor(self) -> Shape:

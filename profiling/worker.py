@@ -26,7 +26,9 @@ from typing import Any
 
 import msgspec
 
+from cache_rank.config import CacheRankConfig
 from evaluation.checkpoints import BUNDLED
+from profiling.cache_step import measure_cache_step, shape_of
 from profiling.jobs import (
     CAPACITY_BATCHES,
     Job,
@@ -38,6 +40,7 @@ from profiling.records import (
     Arrival,
     Measurement,
     Message,
+    Wire,
     fitting_batch,
     step_times,
     summarize,
@@ -304,12 +307,15 @@ class Bench:
 def run_worker(result_file: Path) -> None:
     """Run the job on standard input, and append what happens to the result file, line by line."""
     job = msgspec.json.decode(sys.stdin.buffer.read(), type=Job)
-    from sglang_ext import Engine
-
     with result_file.open("ab", buffering=0) as results:
 
         def say(message: Message) -> None:
             results.write(msgspec.json.encode(message) + b"\n")
+
+        if job.cache_step:
+            _measure_cache_steps(job, say)
+            return
+        from sglang_ext import Engine
 
         engine = Engine(**job.engine)
         try:
@@ -326,6 +332,30 @@ def run_worker(result_file: Path) -> None:
         finally:
             with contextlib.suppress(Exception):
                 engine.shutdown()
+
+
+def _measure_cache_steps(job: Job, say: Callable[[Message], None]) -> None:
+    """Measure the step of a cache rank alone, at each shape."""
+    import torch
+
+    torch.set_grad_enabled(False)
+    device = torch.device("cuda" if job.gpus else "cpu")
+    model = shape_of(model_config(job.model)[1])
+    say(Message("ready", machine=_versions()))
+    for shape in job.shapes:
+        say(Message("begin", shape))
+        measurement = Measurement(job.model, job.system, shape, started=time.time())
+        fields = {"model": model, "max_rows": shape.batch, **job.engine}
+        config = msgspec.convert(fields, CacheRankConfig)
+        settings = job.settings
+        found = measure_cache_step(
+            config, shape.context, settings.repeats * settings.window, device
+        )
+        summarize(measurement, found.seconds, settings.window)
+        shipped = float(found.tokens_shipped)
+        measurement.wire = Wire(1, 1, found.up_bytes, found.down_bytes, 0, shipped, 0, 0)
+        measurement.ended = time.time()
+        say(Message("end", shape, measurement))
 
 
 def _search_capacity(bench: Bench, job: Job, say: Callable[[Message], None]) -> None:
@@ -353,11 +383,14 @@ def _search_capacity(bench: Bench, job: Job, say: Callable[[Message], None]) -> 
 
 def _machine(bench: Bench) -> dict[str, Any]:
     return {
-        "torch": importlib.metadata.version("torch"),
-        "sglang": importlib.metadata.version("sglang"),
+        **_versions(),
         "pool_tokens": bench.pool_tokens,
         "cache_rank_tokens": bench.cache_rank_tokens,
     }
+
+
+def _versions() -> dict[str, Any]:
+    return {name: importlib.metadata.version(name) for name in ("torch", "sglang")}
 
 
 if __name__ == "__main__":

@@ -15,9 +15,9 @@ from cache_rank.config import DTYPES, CacheRankConfig, ModelShape, OptionValue, 
 from cache_rank.pages import PAGE_TOKENS
 from cache_rank.protocol import AnswerHeader
 from cache_rank.residency import FORMATS, StepRows
+from profiling.cache_step import median_microseconds
 from scripts.format_quality import Exact, Measurement, Throughput, compare
 from scripts.format_samples import Sample
-from scripts.profile_kernels import microseconds
 
 
 class Variant(NamedTuple):
@@ -205,7 +205,7 @@ class _Held:
 def _seconds(action: Callable[[], None], device: torch.device, repeats: int) -> float:
     """Median time of an action, warmed up."""
     if device.type == "cuda":
-        return 1e-6 * microseconds(action, repeats)
+        return 1e-6 * median_microseconds(action, repeats)
     times = []
     for _ in range(repeats + 1):
         start = time.perf_counter()

@@ -33,6 +33,7 @@ from cache_rank.config import CacheRankConfig, ModelShape
 from cache_rank.protocol import Load, Report, bulk_shape
 from cache_rank.residency import FORMATS
 from evaluation.presentation import number, table
+from profiling.cache_step import shape_of
 from profiling.jobs import model_config
 from scripts.format_measurements import Variant
 from sglang_ext.supervisor import Connection, Place, Supervisor
@@ -74,25 +75,6 @@ class Occupied(msgspec.Struct):
     fixed: int
     reported: int
     grown: int
-
-
-def shape_of(model: str) -> ModelShape:
-    """All attention layers of a model that `profiling.jobs.model_config` finds, in bfloat16.
-
-    Raises:
-        ValueError: there is no such model.
-    """
-    _, config = model_config(model)
-    heads, hidden = config["num_attention_heads"], config["hidden_size"]
-    head_dim = config.get("head_dim") or hidden // heads
-    return ModelShape(
-        config["num_hidden_layers"],
-        heads,
-        config.get("num_key_value_heads") or heads,
-        head_dim,
-        "bfloat16",
-        head_dim**-0.5,
-    )
 
 
 def measure(model: ModelShape, variant: Variant, tokens: int, chunk: int) -> Occupied:
@@ -201,7 +183,7 @@ def main(argv: Sequence[str]) -> int:
         parser.error("--tokens and --chunk must be at least 1")
     torch.set_grad_enabled(False)
     try:
-        model = shape_of(options.model)
+        model = shape_of(model_config(options.model)[1])
     except ValueError as error:
         parser.error(f"--model: {error}")
     occupied = []

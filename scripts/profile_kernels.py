@@ -28,40 +28,20 @@ from rich.table import Table
 from cache_rank.config import CacheRankConfig, ModelShape
 from cache_rank.operations import operations_for
 from cache_rank.pages import PAGE_TOKENS
-from cache_rank.protocol import DownMessage, Row, UpMessage, bulk_shape
-from cache_rank.selector import Selector
-from cache_rank.timeline import Timeline
+from profiling.cache_step import measure_cache_step, median_microseconds
 
 LAYERS, QUERY_HEADS, KV_HEADS, HEAD_DIM = 36, 32, 8, 128
 GROUP_LAYERS = 6
-HEAD_START_CYCLES = 2_000_000
-"""About a millisecond."""
-
+STEPS = 24
+"""Whole steps that are timed."""
 CPU = torch.device("cpu")
-
-
-def microseconds(action: Callable[[], Any], repeats: int = 20) -> float:
-    """Median time of an action on the device, after two that warm up."""
-    times = []
-    for repeat in range(repeats + 2):
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda.synchronize()
-        # Longer than the host takes to queue the action, which is not what is timed.
-        torch.cuda._sleep(HEAD_START_CYCLES)
-        start.record()
-        action()
-        stop.record()
-        torch.cuda.synchronize()
-        if repeat > 1:
-            times.append(1e3 * start.elapsed_time(stop))
-    return statistics.median(times)
 
 
 def copy_bandwidth(device: torch.device) -> float:
     """Bytes a second that a large copy reads and writes."""
     source = torch.empty(1 << 32, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    return 2 * source.nbytes / (1e-6 * microseconds(lambda: target.copy_(source)))
+    return 2 * source.nbytes / (1e-6 * median_microseconds(lambda: target.copy_(source)))
 
 
 def kernel_rows(config: CacheRankConfig, rows: int, tokens: int) -> list[dict[str, Any]]:
@@ -97,8 +77,8 @@ def kernel_rows(config: CacheRankConfig, rows: int, tokens: int) -> list[dict[st
     results = [
         {
             "kernel": f"score, {name} keys",
-            "us": microseconds(score(triton, held)),
-            "torch_us": microseconds(score(torch_only, held), 3) if held is keys else None,
+            "us": median_microseconds(score(triton, held)),
+            "torch_us": median_microseconds(score(torch_only, held), 3) if held is keys else None,
             "bytes": held.nbytes,
         }
         for name, held in (("bf16", keys), ("fp8", coarse))
@@ -152,8 +132,8 @@ def kernel_rows(config: CacheRankConfig, rows: int, tokens: int) -> list[dict[st
     results.append(
         {
             "kernel": f"select, {units} rows, {entered:.0f} of {budget} enter",
-            "us": microseconds(select_again) - microseconds(restore),
-            "torch_us": microseconds(lambda: torch.topk(fresh, budget, dim=-1)),
+            "us": median_microseconds(select_again) - median_microseconds(restore),
+            "torch_us": median_microseconds(lambda: torch.topk(fresh, budget, dim=-1)),
             "bytes": fresh.nbytes,
         }
     )
@@ -171,8 +151,8 @@ def kernel_rows(config: CacheRankConfig, rows: int, tokens: int) -> list[dict[st
     results.append(
         {
             "kernel": f"gather, {capacity} tokens a row",
-            "us": microseconds(gather(triton)),
-            "torch_us": microseconds(gather(torch_only)),
+            "us": median_microseconds(gather(triton)),
+            "torch_us": median_microseconds(gather(torch_only)),
             "bytes": moved,
         }
     )
@@ -204,52 +184,12 @@ def kernel_rows(config: CacheRankConfig, rows: int, tokens: int) -> list[dict[st
     results.append(
         {
             "kernel": f"scatter, {capacity} tokens a row",
-            "us": microseconds(scatter(triton)),
-            "torch_us": microseconds(scatter(torch_only)),
+            "us": median_microseconds(scatter(triton)),
+            "torch_us": median_microseconds(scatter(torch_only)),
             "bytes": moved,
         }
     )
     return results
-
-
-def step_time(config: CacheRankConfig, rows: int, tokens: int, steps: int = 24) -> float:
-    """Median time of a whole step of the selector, in microseconds."""
-    device = torch.device("cuda")
-    generator = torch.Generator(device).manual_seed(0)
-    page_bytes = PAGE_TOKENS * config.model.bytes_per_token * 5 // 4
-    pages = rows * (tokens // PAGE_TOKENS + 2) + config.max_rows
-    selector = Selector(config, device, pages * page_bytes)
-
-    def random(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16)
-
-    for epoch in range(1, rows + 1):
-        sequence = selector.begin(epoch)
-        for _ in range(0, tokens, 4096):
-            selector.load(sequence, random(*bulk_shape(config, min(4096, tokens))))
-    timeline = Timeline("", device)
-    heads = config.model.query_heads + 2 * config.model.kv_heads
-    drift = [random(rows, len(layers), heads, HEAD_DIM) for layers in config.groups]
-    downs = [
-        torch.zeros(DownMessage.size(config, len(g), rows), dtype=torch.uint8, device=device)
-        for g in config.groups
-    ]
-    numbers = iter(range(1, 1000))
-
-    def step() -> None:
-        number = next(numbers)
-        announced = [Row(epoch, tokens - 1 + number) for epoch in range(1, rows + 1)]
-        step = selector.begin_step(number, announced)
-        for group, layers in enumerate(config.groups):
-            drift[group].add_(0.1 * random(*drift[group].shape))
-            up = UpMessage(config, len(layers), rows, drift[group].view(torch.uint8).view(-1))
-            selector.append(step, group, up)
-            scores = selector.score(step, group, timeline)
-            down = DownMessage(config, len(layers), rows, downs[group])
-            selector.answer(step, group, scores, down, timeline)
-        selector.end_step(step)
-
-    return microseconds(step, steps)
 
 
 def main() -> None:
@@ -273,7 +213,8 @@ def main() -> None:
     torch.cuda.empty_cache()
     for keys in track(("resident", "fp8"), description="steps", console=console):
         variant = msgspec.structs.replace(config, score_keys=keys)
-        time = step_time(variant, options.rows, options.tokens)
+        found = measure_cache_step(variant, options.tokens, STEPS, torch.device("cuda"))
+        time = 1e6 * statistics.median(found.seconds)
         rows.append({"kernel": f"whole step, score keys {keys}", "us": time})
         torch.cuda.empty_cache()
 

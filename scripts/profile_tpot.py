@@ -101,7 +101,7 @@ def make_jobs(options: argparse.Namespace, results: Results) -> list[Job]:
         capacity=options.capacity,
         memory_fraction=options.memory_fraction,
         engine=options.engine_args,
-        trace=options.trace or options.experiment == "table2",
+        trace=options.trace,
         arrival=options.arrival,
     )
     jobs = []

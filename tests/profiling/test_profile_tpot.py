@@ -10,7 +10,9 @@ import msgspec
 import pytest
 import torch
 
+from cache_rank.config import CacheRankConfig, ModelShape
 from profiling import report
+from profiling.cache_step import measure_cache_step, shape_of
 from profiling.jobs import (
     CAPACITY_BATCHES,
     EXPERIMENTS,
@@ -51,7 +53,7 @@ from profiling.worker import (
     plan_batch,
     progress_of,
 )
-from scripts.profile_tpot import make_jobs, parse_options
+from scripts.profile_tpot import main, make_jobs, parse_options
 
 MODEL = "qwen3-8b"
 SHAPE = Shape(8, 32768)
@@ -408,8 +410,7 @@ class TestReport:
     def test_table2(self) -> None:
         results = Results("table2")
         first = TABLE2[0]
-        ours = measured(first.model, first.system, first.shape, 7.0)
-        ours.trace = TraceTimes(10, {}, 7.0, 3.0)
+        ours = measured(first.model, first.system, first.shape, 3.0)
         ours.wire = wire_between({}, {}, {"steps": 10, "down_bytes": 6e8})
         results.measurements = [measured(first.model, TABLE2_FLOOR, first.floor, 6.0), ours]
         row = row_of(report.markdown(results), first.model, "8 × 32768, 2048", "6")
@@ -514,3 +515,40 @@ class TestWeights:
             ]
         logits = projected[0] @ projected[1].T * head_dim**-0.5
         assert 0.8 < float(logits.std()) < 1.2
+
+
+class TestCacheStep:
+    def test_shapes_are_those_of_the_model(self) -> None:
+        for name in ("qwen3-8b", "llama-3.1-8b"):
+            shape = shape_of(model_config(name)[1])
+            assert (shape.query_heads, shape.kv_heads, shape.head_dim) == (32, 8, 128)
+            assert len(shape.rotary_frequency) == 64
+            assert shape.rotary_frequency[0] == 1
+
+    def test_steps_are_timed_once_the_slots_are_full(self) -> None:
+        model = ModelShape(4, 4, 2, 16, "float32", 0.25)
+        config = CacheRankConfig(
+            model,
+            layers_per_group=3,
+            sparse_budget=40,
+            selection_margin=0,
+            delta_capacity=16,
+            max_rows=2,
+        )
+        found = measure_cache_step(config, 512, 5, torch.device("cpu"))
+        assert len(found.seconds) == 5
+        assert min(found.seconds) > 0
+        # q, k and v of two requests, float32.
+        assert found.up_bytes == 2 * 4 * (4 + 2 * 2) * 16 * 4
+        assert 0 < found.tokens_shipped < 2 * 4 * 2 * 16
+        assert found.down_bytes > 2 * 4 * 2 * 16 * 2 * 16 * 4
+
+    def test_no_engine_is_needed(self, tmp_path: Path) -> None:
+        out = tmp_path / "results"
+        arguments = "--model bundled --shapes 1x512 --systems cache-step:layers_per_group=1"
+        options = ["--sparse-budget", "32", "--window", "4", "--out", str(out)]
+        assert main([*arguments.split(), *options]) == 0
+        (measured,) = report.read_results(out / "results.json").measurements
+        assert measured.failure == ""
+        assert measured.tpot_ms is not None
+        assert measured.wire is not None

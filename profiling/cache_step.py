@@ -1,0 +1,143 @@
+"""The cache rank's step alone: no engine and no channels, so one GPU and seconds suffice."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from cache_rank.config import CacheRankConfig, ModelShape
+from cache_rank.pages import PAGE_TOKENS
+from cache_rank.protocol import AnswerHeader, DownMessage, Row, UpMessage, bulk_shape
+from cache_rank.residency import bytes_per_token, fixed_bytes
+from cache_rank.selector import Selector
+from cache_rank.timeline import Timeline
+
+HEAD_START_CYCLES = 2_000_000
+"""About a millisecond."""
+
+LOADED_TOKENS = 4096
+DRIFT = 0.1
+"""Of the standard deviation of queries, keys and values, that each step adds to those before."""
+
+
+class CacheStep(NamedTuple):
+    """What was measured.
+
+    Attributes:
+        seconds: of each step.
+        up_bytes, down_bytes: of its messages.
+        tokens_shipped: in the last step, over all layers and KV heads.
+    """
+
+    seconds: list[float]
+    up_bytes: int
+    down_bytes: int
+    tokens_shipped: int
+
+
+def shape_of(config: dict[str, Any], dtype: str = "bfloat16") -> ModelShape:
+    """All attention layers of a model, from its config.json."""
+    heads, hidden = config["num_attention_heads"], config["hidden_size"]
+    head_dim = config.get("head_dim") or hidden // heads
+    base = float(config.get("rope_theta") or config.get("rope_parameters", {})["rope_theta"])
+    return ModelShape(
+        config["num_hidden_layers"],
+        heads,
+        config.get("num_key_value_heads") or heads,
+        head_dim,
+        dtype,
+        head_dim**-0.5,
+        tuple(base ** (-2 * pair / head_dim) for pair in range(head_dim // 2)),
+    )
+
+
+def device_seconds(action: Callable[[], Any], device: torch.device) -> float:
+    """How long a device takes for what an action queues."""
+    if device.type != "cuda":
+        started = time.perf_counter()
+        action()
+        return time.perf_counter() - started
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    # Longer than the host takes to queue the action, which is not what is timed.
+    torch.cuda._sleep(HEAD_START_CYCLES)
+    start.record()
+    action()
+    stop.record()
+    torch.cuda.synchronize()
+    return 1e-3 * start.elapsed_time(stop)
+
+
+def measure_cache_step(
+    config: CacheRankConfig, tokens: int, steps: int, device: torch.device
+) -> CacheStep:
+    """Time steps over `config.max_rows` sequences whose slots are full.
+
+    Queries, keys and values are random numbers that drift.
+
+    Args:
+        config: of the cache rank.
+        tokens: of each sequence, a multiple of PAGE_TOKENS.
+        steps: that are timed.
+        device: where it runs.
+    """
+    rows, model = config.max_rows, config.model
+    fill = -(-config.sparse_budget // config.delta_capacity)
+    pages = rows * (1 + -(-(tokens + fill + steps) // PAGE_TOKENS) + 1)
+    page_bytes = PAGE_TOKENS * bytes_per_token(config)
+    selector = Selector(config, device, pages * page_bytes + fixed_bytes(config))
+    generator = torch.Generator(device).manual_seed(0)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, device=device, dtype=model.torch_dtype)
+
+    for epoch in range(1, rows + 1):
+        sequence = selector.begin(epoch)
+        for start in range(0, tokens, LOADED_TOKENS):
+            count = min(LOADED_TOKENS, tokens - start)
+            selector.load(sequence, random(*bulk_shape(config, count)))
+    heads = model.query_heads + 2 * model.kv_heads
+    current = [random(rows, len(layers), heads, model.head_dim) for layers in config.groups]
+    ups = [
+        UpMessage(config, len(layers), rows, tensor.view(torch.uint8).view(-1))
+        for layers, tensor in zip(config.groups, current, strict=True)
+    ]
+    sizes = [DownMessage.size(config, len(layers), rows) for layers in config.groups]
+    downs = [
+        DownMessage(config, len(layers), rows, torch.zeros(size, dtype=torch.uint8, device=device))
+        for layers, size in zip(config.groups, sizes, strict=True)
+    ]
+    timeline = Timeline("", device)
+
+    def step(number: int) -> None:
+        announced = [Row(epoch, tokens - 1 + number) for epoch in range(1, rows + 1)]
+        step = selector.begin_step(number, announced)
+        for group, (up, down) in enumerate(zip(ups, downs, strict=True)):
+            selector.append(step, group, up)
+            scores = selector.score(step, group, timeline)
+            selector.answer(step, group, scores, down, timeline)
+        selector.end_step(step)
+
+    seconds = []
+    for number in range(1, 1 + fill + steps):
+        for tensor in current:
+            tensor.add_(DRIFT * random(*tensor.shape))
+        seconds.append(device_seconds(lambda number=number: step(number), device))  # type: ignore[misc]
+    shipped = AnswerHeader._fields.index("shipped_tokens")
+    return CacheStep(
+        seconds[fill:],
+        sum(up.buffer.nbytes for up in ups),
+        sum(sizes),
+        sum(int(down.header[:, shipped].sum()) for down in downs),
+    )
+
+
+def median_microseconds(action: Callable[[], Any], repeats: int = 20) -> float:
+    """Median time of an action on the GPU, after two that warm up."""
+    device = torch.device("cuda")
+    times = [device_seconds(action, device) for _ in range(repeats + 2)]
+    return 1e6 * statistics.median(times[2:])
