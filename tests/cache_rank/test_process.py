@@ -172,6 +172,8 @@ class InferenceRank:
         assert self.reports.latest.refused_messages == self.refused
 
     def close(self) -> None:
+        # Else the socket and its context are garbage together, and the context waits for it.
+        self.connection.control.close()
         self.supervisor.close()
 
 
@@ -236,8 +238,9 @@ def test_selections_equal_the_synchronous_reference_slot_by_slot(policy: Policy)
         assert {one.first_layer for one in measured} == {layers.start for layers in config.groups}
         for one in measured:
             shares = torch.tensor([one.recall, one.attention_mass])
-            assert ((shares > 0) & (shares <= 1 + 1e-6)).all()
+            assert ((shares >= 0) & (shares <= 1 + 1e-6)).all()
             assert torch.tensor(one.query_cosine).abs().max() <= 1 + 1e-6
+        assert max(share for one in measured for heads in one.recall for share in heads) > 0
     finally:
         rank.close()
 
