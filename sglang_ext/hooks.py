@@ -118,7 +118,7 @@ def before_next_batch(scheduler: Any, running_batch: Any, *_: Any, **__: Any) ->
     rank = inference_rank.current()
     if rank is None:
         return
-    if rank.free_covered():
+    if rank.covered.free():
         running_batch.batch_is_full = False  # SGLang looks again only when a request ends
     for request in rank.take_requests_to_queue():
         scheduler._add_request_to_queue(request, is_retracted=True)

@@ -21,6 +21,7 @@ from cache_rank.control import ControlError
 from cache_rank.copies import Field, StepNumbers
 from cache_rank.operations import operations_for
 from cache_rank.transport import TransportError
+from sglang_ext.covered import CoveredTokens
 from sglang_ext.exchange import (
     Exchange,
     ExchangeCounters,
@@ -54,9 +55,6 @@ GRAPH_PADDING = 256
 GATE_NUMBERS = 2
 """Step numbers that a gate plans."""
 
-FREE_STRIDE = 64
-"""Covered tokens are freed this many at a time: freeing costs the host a concatenation."""
-
 
 @dataclasses.dataclass(slots=True)
 class StepPlan:
@@ -84,6 +82,7 @@ class InferenceRank:
 
     Attributes:
         plan: of the decode step being run, or None outside decode.
+        covered: tokens whose pool rows are to be freed.
     """
 
     def __init__(
@@ -116,6 +115,7 @@ class InferenceRank:
         self.plan: StepPlan | None = None
         self.device = pools.req_to_token.device
         """Of the model's tensors."""
+        self.covered = CoveredTokens(pools.req_to_token, pools.allocator, self.config.recent_tokens)
         self.metrics = CacheRankMetrics(args, self.config, tp_rank)
         self.retractions = 0
 
@@ -150,7 +150,6 @@ class InferenceRank:
         self._supervisor = supervisor
         supervisor.on_report = self.metrics.on_report
         self._exchange: Exchange | None = None
-        self._to_free: list[tuple[SparseSequence, int]] = []
         self.gate: DeviceGate | HostGate = HostGate(self.attempt)
         if self.device.type == "cuda":
             from sglang_ext.gate import DeviceGate
@@ -232,7 +231,7 @@ class InferenceRank:
         if self._exchange is not None and self.args.inference_kv == "working-set":
             for row in plan.rows:
                 if row.sequence.phase is Phase.SPARSE:
-                    self._free_later(row.sequence, row.position)
+                    self.covered.note(row.sequence, row.position)
 
     def _account(self, exchange: Exchange, plan: StepPlan) -> None:
         for row in plan.rows:
@@ -353,31 +352,6 @@ class InferenceRank:
             self._operations.copy_tokens(
                 self._working_sets.keys, self._working_sets.values, source, target
             )
-
-    def _free_later(self, sequence: SparseSequence, position: int) -> None:
-        """Note that the table no longer refers to the tokens before the recent window."""
-        covered = position - self.config.recent_tokens
-        if covered - sequence.request.cache_protected_len >= FREE_STRIDE:
-            self._to_free.append((sequence, covered))
-
-    def free_covered(self) -> bool:
-        """Free pool rows that no table refers to, on the stream that SGLang allocates on.
-
-        Returns:
-            Whether there were any.
-        """
-        freed_any = False
-        waiting, self._to_free = self._to_free, []
-        for sequence, covered in waiting:
-            request = sequence.request
-            if sequence.ended or sequence.orphaned or covered <= request.cache_protected_len:
-                continue
-            freed = self._req_to_token[sequence.row, request.cache_protected_len : covered]
-            self._allocator.free(freed.to(torch.int64))
-            # SGLang frees from here on when the request ends.
-            request.cache_protected_len = covered
-            freed_any = True
-        return freed_any
 
     # The cache rank comes and goes.
 

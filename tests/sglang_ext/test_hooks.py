@@ -222,7 +222,7 @@ def rank(monkeypatch: pytest.MonkeyPatch) -> Mock:
     rank.statistics_of.return_value = [(1, 2, 3, 4, 5)]
     rank.take_requests_to_queue.return_value = []
     rank.take_orphans.return_value = []
-    rank.free_covered.return_value = False
+    rank.covered.free.return_value = False
     monkeypatch.setattr(inference_rank, "_current", rank)
     return rank
 
@@ -305,7 +305,7 @@ def test_orphans_leave_the_batch_and_are_queued_a_turn_later(rank: Mock) -> None
 
 
 def test_the_batch_is_not_full_any_more_when_covered_tokens_were_freed(rank: Mock) -> None:
-    rank.free_covered.return_value = True
+    rank.covered.free.return_value = True
     batch = running_batch_of([Mock()])
     hooks.before_next_batch(Mock(), batch)
     assert batch.batch_is_full is False

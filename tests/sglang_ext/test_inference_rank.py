@@ -14,7 +14,7 @@ from cache_rank.copies import Field, StepNumbers
 from cache_rank.operations import operations_for
 from sglang_ext import inference_rank
 from sglang_ext.exchange import WorkingSetRows
-from sglang_ext.inference_rank import FREE_STRIDE, ExchangeRow, InferenceRank, StepPlan
+from sglang_ext.inference_rank import ExchangeRow, InferenceRank, StepPlan
 from sglang_ext.lifecycle import RequestStatistics, SparseSequence
 from sglang_ext.supervisor import Place
 
@@ -79,86 +79,6 @@ def test_a_step_brings_lengths_and_exchanged_rows_to_the_device() -> None:
     rank.gate.plan_step.assert_called_once_with(True)
     assert numbers["steps"].tolist() == [7, 8]
     assert numbers["exchanged"].tolist() == [1, -1, 0, -1, -1, -1]
-
-
-# Tokens that the working set covers.
-
-RECENT = 3
-PROMPT_IN_POOL = 10
-
-
-def freeing_rank() -> Any:
-    true = torch.arange(4 * 500, dtype=torch.int32).view(4, 500)
-    return rank_of(
-        config=small_config(recent_tokens=RECENT),
-        _to_free=[],
-        _req_to_token=true,
-        _allocator=SimpleNamespace(freed=[], free=None),
-    )
-
-
-def freed(rank: Any) -> list[int]:
-    """Pool rows freed by one call."""
-    rows: list[int] = []
-
-    def free(pool_rows: torch.Tensor) -> None:
-        assert pool_rows.dtype == torch.int64
-        rows.extend(pool_rows.tolist())
-
-    rank._allocator.free = free
-    assert rank.free_covered() == bool(rows)
-    return rows
-
-
-def request_of(protected: int = 0) -> Any:
-    return SimpleNamespace(cache_protected_len=protected)
-
-
-def test_covered_tokens_are_freed_some_at_a_time_each_once() -> None:
-    rank = freeing_rank()
-    sequence = sequence_of(row=2, request=request_of())
-    gone: list[int] = []
-    for position in range(PROMPT_IN_POOL, 300):
-        rank._free_later(sequence, position)
-        rows = freed(rank)
-        covered = position - RECENT
-        assert len(rows) in (0, FREE_STRIDE)
-        gone += rows
-        assert covered - FREE_STRIDE < len(gone) <= max(0, covered)
-        assert sequence.request.cache_protected_len == len(gone), "SGLang frees the rest"
-    assert gone == rank._req_to_token[2, : len(gone)].tolist()
-
-
-def test_what_sglang_protects_is_not_freed() -> None:
-    rank = freeing_rank()
-    sequence = sequence_of(row=1, request=request_of(protected=50))
-    rank._free_later(sequence, 50 + RECENT + FREE_STRIDE - 1)
-    assert freed(rank) == []
-    rank._free_later(sequence, 50 + RECENT + FREE_STRIDE)
-    assert freed(rank) == rank._req_to_token[1, 50 : 50 + FREE_STRIDE].tolist()
-
-
-@pytest.mark.parametrize("change", ["ended", "orphaned", "protected"])
-def test_nothing_of_a_request_that_left_meanwhile_is_freed(change: str) -> None:
-    rank = freeing_rank()
-    sequence = sequence_of(row=1, request=request_of())
-    rank._free_later(sequence, 200)
-    if change == "protected":
-        sequence.request.cache_protected_len = 200
-    else:
-        setattr(sequence, change, True)
-    before = sequence.request.cache_protected_len
-    assert freed(rank) == []
-    assert sequence.request.cache_protected_len == before
-
-
-def test_a_request_that_is_noted_twice_is_freed_once() -> None:
-    rank = freeing_rank()
-    sequence = sequence_of(row=1, request=request_of())
-    rank._free_later(sequence, 100)
-    rank._free_later(sequence, 101)
-    assert freed(rank) == rank._req_to_token[1, : 101 - RECENT].tolist()
-    assert freed(rank) == []
 
 
 # Where the ranks are.

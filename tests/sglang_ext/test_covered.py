@@ -1,0 +1,93 @@
+"""Tokens that the working set covers go back to the pool, each once, some at a time."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from sglang_ext.covered import FREE_STRIDE, CoveredTokens
+from sglang_ext.lifecycle import RequestStatistics, SparseSequence
+
+RECENT = 3
+PROMPT_IN_POOL = 10
+REQ_TO_TOKEN = torch.arange(4 * 500, dtype=torch.int32).view(4, 500)
+
+
+class Allocator:
+    """SGLang's, as far as it is used."""
+
+    def __init__(self) -> None:
+        self.freed: list[int] = []
+
+    def free(self, pool_rows: torch.Tensor) -> None:
+        assert pool_rows.dtype == torch.int64
+        self.freed += pool_rows.tolist()
+
+
+@pytest.fixture
+def allocator() -> Allocator:
+    return Allocator()
+
+
+@pytest.fixture
+def covered(allocator: Allocator) -> CoveredTokens:
+    return CoveredTokens(REQ_TO_TOKEN, allocator, RECENT)
+
+
+def sequence_of(row: int, protected: int = 0) -> Any:
+    request = SimpleNamespace(cache_protected_len=protected)
+    return SparseSequence(1, request, row, 0, 0, RequestStatistics())
+
+
+def test_tokens_are_freed_some_at_a_time_each_once(
+    covered: CoveredTokens, allocator: Allocator
+) -> None:
+    sequence = sequence_of(row=2)
+    for position in range(PROMPT_IN_POOL, 300):
+        before = len(allocator.freed)
+        covered.note(sequence, position)
+        freed_any = covered.free()
+        gone = len(allocator.freed)
+        assert gone - before == (FREE_STRIDE if freed_any else 0)
+        assert position - RECENT - FREE_STRIDE < gone <= max(0, position - RECENT)
+        assert sequence.request.cache_protected_len == gone, "SGLang frees the rest"
+    assert allocator.freed == REQ_TO_TOKEN[2, : len(allocator.freed)].tolist()
+
+
+def test_what_sglang_protects_is_not_freed(covered: CoveredTokens, allocator: Allocator) -> None:
+    sequence = sequence_of(row=1, protected=50)
+    covered.note(sequence, 50 + RECENT + FREE_STRIDE - 1)
+    assert not covered.free()
+    covered.note(sequence, 50 + RECENT + FREE_STRIDE)
+    assert covered.free()
+    assert allocator.freed == REQ_TO_TOKEN[1, 50 : 50 + FREE_STRIDE].tolist()
+
+
+@pytest.mark.parametrize("change", ["ended", "orphaned", "protected"])
+def test_nothing_of_a_request_that_left_meanwhile_is_freed(
+    covered: CoveredTokens, allocator: Allocator, change: str
+) -> None:
+    sequence = sequence_of(row=1)
+    covered.note(sequence, 200)
+    if change == "protected":
+        sequence.request.cache_protected_len = 200
+    else:
+        setattr(sequence, change, True)
+    before = sequence.request.cache_protected_len
+    assert not covered.free()
+    assert allocator.freed == []
+    assert sequence.request.cache_protected_len == before
+
+
+def test_a_request_that_is_noted_twice_is_freed_once(
+    covered: CoveredTokens, allocator: Allocator
+) -> None:
+    sequence = sequence_of(row=1)
+    covered.note(sequence, 100)
+    covered.note(sequence, 101)
+    assert covered.free()
+    assert allocator.freed == REQ_TO_TOKEN[1, : 101 - RECENT].tolist()
+    assert not covered.free()
