@@ -8,6 +8,7 @@ last stages mix the restart rates.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -20,8 +21,23 @@ from evaluation.training.batches import SAMPLED, Batch
 from evaluation.training.tokenizer import BOS
 
 
+class _GeneratedStage(ABC):
+    """Makes its batches on the device that they are for."""
+
+    def batches(
+        self, vocabulary: Mapping[str, int], seed: int, device: torch.device
+    ) -> Iterator[Batch]:
+        generator = torch.Generator(device).manual_seed(seed)
+        while True:
+            yield self._batch(vocabulary, generator)
+
+    @abstractmethod
+    def _batch(self, vocabulary: Mapping[str, int], generator: torch.Generator) -> Batch:
+        """Another batch."""
+
+
 @dataclass(frozen=True)
-class WalkStage:
+class WalkStage(_GeneratedStage):
     """Tables in the prompt, and walks through them.
 
     Attributes:
@@ -58,13 +74,6 @@ class WalkStage:
     def length(self) -> int:
         # The model reads BOS, the facts, `go` and all words of the walk but the last.
         return 1 + 2 * self.stated + (len(self.restatements) > 1) + self.walk_tokens
-
-    def batches(
-        self, vocabulary: Mapping[str, int], seed: int, device: torch.device
-    ) -> Iterator[Batch]:
-        generator = torch.Generator(device).manual_seed(seed)
-        while True:
-            yield self._batch(vocabulary, generator)
 
     def _batch(self, vocabulary: Mapping[str, int], generator: torch.Generator) -> Batch:
         device = generator.device
@@ -111,7 +120,7 @@ class WalkStage:
 
 
 @dataclass(frozen=True)
-class SelfWrittenStage:
+class SelfWrittenStage(_GeneratedStage):
     """The model writes the table itself, then the walk.
 
     The table names all keys in ascending order from a random one, each with a random value. What
@@ -135,13 +144,6 @@ class SelfWrittenStage:
     @property
     def length(self) -> int:
         return 1 + 2 * self.keys + self.hops * (self.restatements + 1)
-
-    def batches(
-        self, vocabulary: Mapping[str, int], seed: int, device: torch.device
-    ) -> Iterator[Batch]:
-        generator = torch.Generator(device).manual_seed(seed)
-        while True:
-            yield self._batch(vocabulary, generator)
 
     def _batch(self, vocabulary: Mapping[str, int], generator: torch.Generator) -> Batch:
         device = generator.device
