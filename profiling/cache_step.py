@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +13,7 @@ import torch
 from cache_rank.config import CacheRankConfig, ModelShape
 from cache_rank.pages import PAGE_TOKENS
 from cache_rank.protocol import AnswerHeader, DownMessage, Row, UpMessage, bulk_shape
-from cache_rank.residency import bytes_per_token, fixed_bytes
+from cache_rank.residency import bytes_per_token, fixed_bytes, require_format
 from cache_rank.selector import Selector
 from cache_rank.timeline import Timeline
 
@@ -81,13 +82,17 @@ def measure_cache_step(
 
     Args:
         config: of the cache rank.
-        tokens: of each sequence, a multiple of PAGE_TOKENS.
+        tokens: of each sequence.
         steps: that are timed.
         device: where it runs.
+
+    Raises:
+        ValueError: the configured format does not exist, or not for this device.
     """
+    require_format(config)
     rows, model = config.max_rows, config.model
     fill = -(-config.sparse_budget // config.delta_capacity)
-    pages = rows * (1 + -(-(tokens + fill + steps) // PAGE_TOKENS) + 1)
+    pages = rows * -(-(tokens + fill + steps) // PAGE_TOKENS)
     page_bytes = PAGE_TOKENS * bytes_per_token(config)
     selector = Selector(config, device, pages * page_bytes + fixed_bytes(config))
     generator = torch.Generator(device).manual_seed(0)
@@ -126,7 +131,7 @@ def measure_cache_step(
     for number in range(1, 1 + fill + steps):
         for tensor in current:
             tensor.add_(DRIFT * random(*tensor.shape))
-        seconds.append(device_seconds(lambda number=number: step(number), device))  # type: ignore[misc]
+        seconds.append(device_seconds(partial(step, number), device))
     shipped = AnswerHeader._fields.index("shipped_tokens")
     return CacheStep(
         seconds[fill:],
