@@ -3,10 +3,10 @@
 It holds the state of all sequences in a few tensors, so that each operation is one kernel over all
 rows of a step. It knows no channels: process.py receives its inputs and sends its outputs.
 
-Everything runs on one stream: scoring is bound by memory, and what runs beside it takes longer by
-more than it hides. What is queued for a group is captured in graphs, because the host would take
-longer than the device: all that they read or write stays where it is from step to step of as many
-rows and tokens.
+Everything runs on one stream: the programs of a scoring fill the multiprocessors, and a selection
+beside it would find hardly any room. What is queued for a group is captured in graphs, because the
+host would take longer than the device: all that they read or write stays where it is from step to
+step of as many rows and tokens.
 """
 
 from __future__ import annotations
