@@ -305,9 +305,6 @@ class InferenceRank:
     def close(self) -> None:
         """End the cache rank."""
         self._supervisor.close()
-        if self._exchange is not None:
-            # Else the socket and its context are garbage together, and the context waits for it.
-            self._exchange.connection.control.close()
 
     # Inside a step.
 

@@ -232,13 +232,15 @@ class Supervisor:
         connection.kill()
 
     def close(self) -> None:
-        """End the process and the thread."""
+        """End the process and the thread; called by the thread that sends to the cache rank."""
         self._configured.set()
         with self._changed:
             self._closing.set()
             connection, self.connection = self.connection, None
         if connection is not None:
             connection.kill()
+            # Else the socket and its context are garbage together, and the context waits for it.
+            connection.control.close()
         self._thread.join(timeout=5)
 
     def _run(self) -> None:

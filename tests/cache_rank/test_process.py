@@ -172,8 +172,6 @@ class InferenceRank:
         assert self.reports.latest.refused_messages == self.refused
 
     def close(self) -> None:
-        # Else the socket and its context are garbage together, and the context waits for it.
-        self.connection.control.close()
         self.supervisor.close()
 
 
