@@ -311,9 +311,11 @@ def main(argv: Sequence[str]) -> int:
         file.drop_half_line()
         evaluation = Evaluation(options, file)
         header.write_bytes(msgspec.json.encode(run))
-        evaluation.run(jobs)
-        run.servers, run.failures = run.servers | evaluation.servers, evaluation.failures
-        header.write_bytes(msgspec.json.encode(run))
+        try:
+            evaluation.run(jobs)
+        finally:  # also of an interrupted run, whose outcomes count
+            run.servers, run.failures = run.servers | evaluation.servers, evaluation.failures
+            header.write_bytes(msgspec.json.encode(run))
     for path in write_report(run, summarize(file.read(), run), options.out):
         print(path)
     return 1 if run.failures else 0
