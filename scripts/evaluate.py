@@ -189,6 +189,8 @@ class Evaluation:
                         self._file.append(outcome)
                         bar.update()
         except Exception as error:
+            if self._stopping:  # it did not fail, it was stopped
+                return
             reason = str(error).strip().rpartition("\n")[2][-REASON:]
             self.failures[job.system.label] = f"{type(error).__name__}: {reason}"
             bar.write(f"{job.system.label} failed: {str(error)[-1500:]}", file=sys.stderr)
