@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 _ALIGNMENT = 16
@@ -61,36 +63,39 @@ class StepNumbers:
     """
 
     def __init__(self, device: torch.device, **fields: Field) -> None:
-        self._fields: dict[str, tuple[slice, int]] = {}
-        size = 0
-        for name, field in fields.items():
-            self._fields[name] = slice(size, size + field.size), field.filler
-            size += field.size
+        size = sum(field.size for field in fields.values())
         self._on_device = torch.empty(size, dtype=torch.int64, device=device)
+        sizes = [field.size for field in fields.values()]
+        self._views = dict(zip(fields, self._on_device.split(sizes), strict=True))
+        self._first: dict[tuple[str, int], Tensor] = {}
         if device.type == "cuda":
             self._stages = [
-                _Stage(torch.empty(size, dtype=torch.int64, pin_memory=True))
+                _Stage(torch.empty(size, dtype=torch.int64, pin_memory=True), fields)
                 for _ in range(_STAGES)
             ]
         else:
-            self._stages = [_Stage(self._on_device)]
+            self._stages = [_Stage(self._on_device, fields)]
         self._turn = 0
         self.upload()
 
     def __getitem__(self, name: str) -> Tensor:
         """A field on the device, (size,) int64."""
-        return self._on_device[self._fields[name][0]]
+        return self._views[name]
 
-    def upload(self, **numbers: Sequence[int]) -> None:
+    def first(self, name: str, count: int) -> Tensor:
+        """The first numbers of a field on the device, (count,) int64."""
+        key = name, count
+        if key not in self._first:
+            self._first[key] = self._views[name][:count]
+        return self._first[key]
+
+    def upload(self, **numbers: Sequence[int] | NDArray[np.int64]) -> None:
         """Replace all fields, on the current stream, behind what reads the old ones."""
         stage = self._stages[self._turn]
         self._turn = (self._turn + 1) % len(self._stages)
         if stage.uploaded is not None:
             stage.uploaded.synchronize()  # steps ago, so this never waits
-        for name, (place, filler) in self._fields.items():
-            new, field = numbers.get(name, ()), stage.numbers[place]
-            field[: len(new)] = new
-            field[len(new) :] = filler
+        stage.write(numbers)
         if self._on_device.is_cuda:
             self._on_device.copy_(stage.tensor, non_blocking=True)
             stage.uploaded = torch.cuda.current_stream().record_event(stage.uploaded)
@@ -99,11 +104,29 @@ class StepNumbers:
 class _Stage:
     """Host memory that a copy to the device is made from."""
 
-    def __init__(self, tensor: Tensor) -> None:
+    def __init__(self, tensor: Tensor, fields: Mapping[str, Field]) -> None:
         self.tensor = tensor
-        # Writing to an array takes the host a fraction of building a tensor from a list.
-        self.numbers = tensor.numpy()
         self.uploaded: torch.cuda.Event | None = None
+        # Writing to an array takes the host a fraction of building a tensor from a list.
+        sizes = [field.size for field in fields.values()]
+        arrays = np.split(tensor.numpy(), np.cumsum(sizes)[:-1])
+        self._fields = [
+            (name, array, field.filler)
+            for (name, field), array in zip(fields.items(), arrays, strict=True)
+        ]
+        self._written = dict.fromkeys(fields, 0)
+        for _, array, filler in self._fields:
+            array.fill(filler)
+
+    def write(self, numbers: Mapping[str, Sequence[int] | NDArray[np.int64]]) -> None:
+        """Write the numbers of a step, and fillers over what is left of the step before."""
+        for name, array, filler in self._fields:
+            new = numbers.get(name, ())
+            count, before = len(new), self._written[name]
+            array[:count] = new
+            if count < before:
+                array[count:before] = filler
+            self._written[name] = count
 
 
 class Readback:
@@ -123,6 +146,12 @@ class Readback:
         self._host.copy_(tensor, non_blocking=True)
         self._done = self._done or torch.cuda.Event()
         self._done.record()
+
+    def wait(self) -> Tensor | None:
+        """The last tensor, when it has come, or None when there is none."""
+        if self._done is not None:
+            self._done.synchronize()
+        return self._host
 
     def value(self) -> Tensor | None:
         """The last tensor, or None while it is under way or when there is none."""

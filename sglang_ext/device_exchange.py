@@ -19,10 +19,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 from cache_rank_kernels.gate import triton as gate
@@ -35,7 +36,7 @@ from cache_rank.nccl import NcclChannel
 from cache_rank.protocol import AnswerHeader, DownMessage, bulk_shape
 from cache_rank.timeline import Span
 from cache_rank.transport import Pending
-from sglang_ext.exchange import Exchange, ExchangeRow, WorkingSetRows, check_slots
+from sglang_ext.exchange import Exchange, ExchangedRows, WorkingSetRows
 from sglang_ext.gate import DeviceGate, StepTimes
 from sglang_ext.lifecycle import SparseSequence
 from sglang_ext.supervisor import CacheRankDownError, Connection
@@ -44,16 +45,18 @@ _SHIPPED = AnswerHeader._fields.index("shipped_tokens")
 MAX_SHIPMENTS_UNDER_WAY = 64
 """Each holds a copy of its tokens; when there are more, the forward pass waits for the oldest."""
 
+_UNTIMED = contextlib.nullcontext()
+
 
 class _StepUnderWay:
     """What the host looks at once the device is done with a step's answers."""
 
-    def __init__(self, number: int, rows: Sequence[ExchangeRow]) -> None:
+    def __init__(self, number: int, rows: ExchangedRows, outcome: Readback) -> None:
         self.number = number
         self.rows = rows
         self.waiting_since: float | None = None
         self.computed = torch.cuda.Event()
-        self.outcome = Readback()
+        self.outcome = outcome
         self.done = torch.cuda.Event()
 
 
@@ -102,11 +105,14 @@ class DeviceExchange(Exchange):
         # Guards what the supervisor's thread reads.
         self._lock = threading.Lock()
         self._under_way: deque[_StepUnderWay] = deque()
+        # Pinned memory is made once for each step that is under way at the same time.
+        self._spare_outcomes: list[Readback] = []
         self._transfers: list[tuple[str, int, int, torch.cuda.Event, torch.cuda.Event]] = []
         self._times: list[StepTimes] = []
         self._traced_steps: set[int] = set()
         self._is_traced = False
         self._shipments: deque[Pending] = deque()
+        self._buffers_of: dict[int, list[tuple[Tensor, Tensor]]] = {}
         self._warm_up()
         self._waits = [
             capture(functools.partial(self._wait, group)) for group in range(len(config.groups))
@@ -136,41 +142,36 @@ class DeviceExchange(Exchange):
         Readback().start(self._outcome)
         torch.cuda.synchronize(self._device)
 
-    def begin_step(self, rows: Sequence[ExchangeRow], traced: bool = False) -> None:
-        """Announce a step and upload what its scatter needs."""
+    def begin_step(self, rows: ExchangedRows, traced: bool = False) -> None:
         self._settle()
         super().begin_step(rows, traced)
         self._is_traced = traced
         if traced:
             self._traced_steps.add(self.counters.steps)
-        if not rows:
-            return
-        expected: list[int] = []
-        for row in rows:
-            expected += self._expected(row, self.counters.steps)
-        with torch.cuda.stream(self._scatter_stream):
-            self._numbers.upload(
-                step=[self._gate.step],
-                first_rows=[self._working_sets.first_slot(row.sequence) for row in rows],
-                expected=expected,
-            )
 
     def end_step(self) -> None:
         """Queue the exchange of every group, behind the forward pass that has just been queued."""
-        if not self._rows:
+        rows = self._rows
+        if not rows:
             return
         self._gate.clock.end_step(self.counters.steps)
-        step = _StepUnderWay(self.counters.steps, self._rows)
+        outcome = self._spare_outcomes.pop() if self._spare_outcomes else Readback()
+        step = _StepUnderWay(self.counters.steps, rows, outcome)
         step.computed.record()  # on the stream of the forward pass
         received = self._queue_transfers()
         with torch.cuda.stream(self._scatter_stream):
+            self._numbers.upload(
+                step=[self._gate.step],
+                first_rows=[self._working_sets.first_slot(sequence) for sequence in rows.sequences],
+                expected=list(itertools.chain.from_iterable(rows.headers(step.number))),
+            )
             for group, pending in enumerate(received):
                 pending.wait(self.connection.timeout)
                 with self._traced("scatter", group, self._scatter_stream):
                     if self._applies:
-                        self._applies[group, len(self._rows)].replay()
+                        self._applies[group, len(rows)].replay()
                     else:
-                        self._apply(group, len(self._rows))
+                        self._apply(group, len(rows))
             step.outcome.start(self._outcome)
             step.done.record()
         with self._lock:
@@ -180,27 +181,37 @@ class DeviceExchange(Exchange):
     def _queue_transfers(self) -> list[Pending]:
         """Queue what is sent when a group is computed, and the receives of the answers."""
         up, received = self._up_channel, []
-        last = len(self._waits) - 1
+        buffers = self._buffers()
         with torch.cuda.stream(up.stream):
             self._awaited.upload(step=[self._gate.step])
-            for group, wait in enumerate(self._waits):
+            for group, (wait, (staged, _)) in enumerate(zip(self._waits, buffers, strict=True)):
                 wait.replay()
                 computed = up.stream.record_event()
-                up_bytes, _ = self._message_sizes(group)
-                staged = self._gate.staging[group].view(torch.uint8).view(-1)[:up_bytes]
                 with self._traced("send", group, up.stream, computed):
                     up.send(staged, computed)
-                self.counters.up_bytes += up_bytes
                 if group:
-                    received.append(self._receive(group - 1, computed))
-            received.append(self._receive(last, computed))
+                    received.append(self._receive(group - 1, buffers[group - 1][1], computed))
+            received.append(self._receive(len(buffers) - 1, buffers[-1][1], computed))
+        self.counters.up_bytes += sum(staged.nbytes for staged, _ in buffers)
+        self.counters.down_bytes += sum(answer.nbytes for _, answer in buffers)
         return received
 
-    def _receive(self, group: int, after: torch.cuda.Event) -> Pending:
-        down, (_, size) = self._down_channel, self._message_sizes(group)
-        self.counters.down_bytes += size
+    def _buffers(self) -> list[tuple[Tensor, Tensor]]:
+        """What is sent and received of each group, in a step of so many rows."""
+        rows = len(self._rows)
+        if rows not in self._buffers_of:
+            self._buffers_of[rows] = [
+                (staging.view(torch.uint8).view(-1)[:up_bytes], answer[:down_bytes])
+                for staging, answer, (up_bytes, down_bytes) in zip(
+                    self._gate.staging, self._down, self._message_sizes(), strict=True
+                )
+            ]
+        return self._buffers_of[rows]
+
+    def _receive(self, group: int, buffer: Tensor, after: torch.cuda.Event) -> Pending:
+        down = self._down_channel
         with self._traced("receive", group, down.stream, after):
-            return down.receive(self._down[group][:size], after)
+            return down.receive(buffer, after)
 
     def _wait(self, group: int) -> None:
         """Wait until the group is computed; for the up stream."""
@@ -229,7 +240,7 @@ class DeviceExchange(Exchange):
         )
         shipped.copy_(message.header[:, _SHIPPED])
         if self._config.checksum and self._rows:
-            self._compare_checksums(group, message)
+            self._compare_checksums(group, self._rows, message)
         gate.signal(self._gate.applied, group, numbers["step"])
 
     def ship(self, sequence: SparseSequence, pool_rows: Tensor) -> None:
@@ -298,13 +309,14 @@ class DeviceExchange(Exchange):
                 step = self._under_way.popleft()
             outcome = step.outcome.value()
             assert outcome is not None
-            applied, shipped = outcome[..., : len(step.rows)].sum(dim=1).tolist()
-            for row, times, tokens in zip(step.rows, applied, shipped, strict=True):
-                if times != len(self._config.groups) and not row.sequence.ended:
+            applied, shipped = outcome.numpy()[..., : len(step.rows)].sum(axis=1).tolist()
+            self._spare_outcomes.append(step.outcome)
+            for sequence, times, tokens in zip(step.rows.sequences, applied, shipped, strict=True):
+                if times != outcome.shape[1] and not sequence.ended:
                     raise CacheRankDownError(
-                        f"the answer to step {step.number} is not for epoch {row.sequence.epoch}"
+                        f"the answer to step {step.number} is not for epoch {sequence.epoch}"
                     )
-                row.sequence.statistics.tokens_shipped += tokens
+                sequence.statistics.tokens_shipped += tokens
                 self.counters.tokens_shipped += tokens
 
     def _check_deadline(self) -> None:
@@ -325,24 +337,20 @@ class DeviceExchange(Exchange):
         if late > self.connection.timeout:
             raise CacheRankDownError(f"no answer to step {oldest.number} in {late:.1f} s")
 
-    def _compare_checksums(self, group: int, message: DownMessage) -> None:
-        for row, columns in zip(self._rows, message.header.tolist(), strict=True):
-            if not row.sequence.ended:
-                held = self._working_sets.checksum(group, row.sequence, row.filled_after)
-                check_slots(row, held, AnswerHeader(*columns).checksum)
-
-    @contextlib.contextmanager
     def _traced(
         self,
         name: str,
         group: int,
         stream: torch.cuda.Stream,
         after: torch.cuda.Event | None = None,
-    ) -> Iterator[None]:
+    ) -> contextlib.AbstractContextManager[None]:
         """Time what is queued inside on a stream, when the step is traced."""
-        if not self._is_traced:
-            yield
-            return
+        return self._timed(name, group, stream, after) if self._is_traced else _UNTIMED
+
+    @contextlib.contextmanager
+    def _timed(
+        self, name: str, group: int, stream: torch.cuda.Stream, after: torch.cuda.Event | None
+    ) -> Iterator[None]:
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         if after is not None:
             stream.wait_event(after)

@@ -46,19 +46,51 @@ MAX_SHIPMENTS_UNDER_WAY = 4
 
 
 @dataclasses.dataclass(slots=True)
-class ExchangeRow:
-    """One request in the exchange of a step.
+class ExchangedRows:
+    """The requests in the exchange of a step.
+
+    Lists and not arrays: of so few numbers a step, each kind of array operation costs the host more
+    than all of them.
 
     Attributes:
-        batch_index: its row in the batch.
-        position: of its current token.
+        sequences: of each.
+        batch_indices: their rows in the batch.
+        positions: of their current tokens.
         filled_after: slots in use once the answer to this step is applied.
     """
 
-    sequence: SparseSequence
-    batch_index: int
-    position: int
-    filled_after: int
+    sequences: list[SparseSequence] = dataclasses.field(default_factory=list)
+    batch_indices: list[int] = dataclasses.field(default_factory=list)
+    positions: list[int] = dataclasses.field(default_factory=list)
+    filled_after: list[int] = dataclasses.field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.sequences)
+
+    def add(
+        self, sequence: SparseSequence, batch_index: int, position: int, filled_after: int
+    ) -> None:
+        """Add a request."""
+        self.sequences.append(sequence)
+        self.batch_indices.append(batch_index)
+        self.positions.append(position)
+        self.filled_after.append(filled_after)
+
+    def of_batch(self, batch: int) -> list[int]:
+        """Which of these each row of the batch is, or -1."""
+        indices = [-1] * batch
+        for row, index in enumerate(self.batch_indices):
+            indices[index] = row
+        return indices
+
+    def headers(self, step: int) -> list[tuple[int, int, int, int]]:
+        """What the header of the answer to a step begins with, of each request."""
+        return [
+            (step, sequence.epoch, position + 1, filled)
+            for sequence, position, filled in zip(
+                self.sequences, self.positions, self.filled_after, strict=True
+            )
+        ]
 
 
 @dataclasses.dataclass(slots=True)
@@ -131,19 +163,21 @@ class Exchange(ABC):
         self._working_sets = rows
         self._device = rows.keys.tensors[0].device
         self._operations = operations_for(self._device)
-        self._rows: Sequence[ExchangeRow] = ()
+        self._rows = ExchangedRows()
+        self._sizes: dict[int, list[tuple[int, int]]] = {}
 
     @property
     def was_late(self) -> bool:
         """Whether the step waited long enough for answers to count as late."""
         return self.waited > LATE_SECONDS
 
-    def begin_step(self, rows: Sequence[ExchangeRow], traced: bool = False) -> None:
+    def begin_step(self, rows: ExchangedRows, traced: bool = False) -> None:
         """Announce a step; with no rows, nothing is exchanged and old answers are still applied."""
         self._rows = rows
         if rows:
             self.counters.steps += 1
-            announced = [Row(row.sequence.epoch, row.position) for row in rows]
+            epochs = [sequence.epoch for sequence in rows.sequences]
+            announced = list(map(Row, epochs, rows.positions))
             self.connection.control.send(Step(self.counters.steps, announced, traced))
 
     @abstractmethod
@@ -171,17 +205,38 @@ class Exchange(ABC):
         self.connection.control.close()
         self.connection.link.close()
 
-    def _message_sizes(self, group: int) -> tuple[int, int]:
-        """Bytes of the up and the down message of the current step."""
-        layers, rows = len(self._config.groups[group]), len(self._rows)
-        return (
-            UpMessage.size(self._config, layers, rows),
-            DownMessage.size(self._config, layers, rows),
-        )
+    def _message_sizes(self) -> list[tuple[int, int]]:
+        """Bytes of the up and the down message of the current step, of each group."""
+        rows = len(self._rows)
+        if rows not in self._sizes:
+            self._sizes[rows] = [
+                (
+                    UpMessage.size(self._config, len(layers), rows),
+                    DownMessage.size(self._config, len(layers), rows),
+                )
+                for layers in self._config.groups
+            ]
+        return self._sizes[rows]
 
-    def _expected(self, row: ExchangeRow, step: int) -> tuple[int, int, int, int]:
-        """The first columns that the header of a row's answer must have."""
-        return step, row.sequence.epoch, row.position + 1, row.filled_after
+    def _compare_checksums(self, group: int, rows: ExchangedRows, message: DownMessage) -> None:
+        """Compare the slots in use with the cache rank's mirror of them; stops the device.
+
+        Raises:
+            AssertionError: they differ.
+        """
+        headers = message.header.tolist()
+        for sequence, position, filled, columns in zip(
+            rows.sequences, rows.positions, rows.filled_after, headers, strict=True
+        ):
+            if sequence.ended:
+                continue
+            if (
+                self._working_sets.checksum(group, sequence, filled)
+                != AnswerHeader(*columns).checksum
+            ):
+                raise AssertionError(
+                    f"slots of epoch {sequence.epoch} at {position} differ from the mirror"
+                )
 
     def _collect(self, sequence: SparseSequence, pool_rows: Tensor) -> Tensor:
         """Copy a prompt's tokens out of the pool, and announce them."""
@@ -203,7 +258,7 @@ class Exchange(ABC):
 @dataclasses.dataclass(slots=True)
 class _Answer:
     step: int
-    rows: Sequence[ExchangeRow]
+    rows: ExchangedRows
     message: DownMessage
     pending: Pending
 
@@ -227,14 +282,12 @@ class HostExchange(Exchange):
         self._group_start = 0.0
         self._spans: list[Span] = []
 
-    def begin_step(self, rows: Sequence[ExchangeRow], traced: bool = False) -> None:
+    def begin_step(self, rows: ExchangedRows, traced: bool = False) -> None:
         self.waited = 0.0
         self._traced = traced
         super().begin_step(rows, traced)
-        exchanged = [-1] * (max((row.batch_index for row in rows), default=-1) + 1)
-        for index, row in enumerate(rows):
-            exchanged[row.batch_index] = index
-        self._batch_index = torch.tensor(exchanged, dtype=torch.int32)
+        batch = max(rows.batch_indices, default=-1) + 1
+        self._batch_index = torch.tensor(rows.of_batch(batch), dtype=torch.int32)
 
     def begin_group(self, group: int) -> None:
         """Apply the answer that this group's attention needs, and open its staging buffer."""
@@ -246,7 +299,7 @@ class HostExchange(Exchange):
             if (sent := self._sent[group]) is not None:
                 sent.wait(self.connection.timeout)
             layers = len(self._config.groups[group])
-            size, _ = self._message_sizes(group)
+            size, _ = self._message_sizes()[group]
             self._staged = UpMessage(self._config, layers, len(self._rows), self._up[group][:size])
 
     def stage(self, layer_in_group: int, queries: Tensor, keys: Tensor, values: Tensor) -> None:
@@ -270,7 +323,7 @@ class HostExchange(Exchange):
         self._trace("group", group, self._group_start)
         self._sent[group] = self.connection.link.up.send(staged.buffer)
         layers = len(self._config.groups[group])
-        _, size = self._message_sizes(group)
+        _, size = self._message_sizes()[group]
         message = DownMessage(self._config, layers, len(self._rows), self._down[group][:size])
         # After the send it answers: a receive must never be what a send waits behind.
         pending = self.connection.link.down.receive(message.buffer)
@@ -304,20 +357,20 @@ class HostExchange(Exchange):
 
         started = time.monotonic()
         message, rows, working_sets = answer.message, answer.rows, self._working_sets
-        first_rows, expected = [], []
-        for row, columns in zip(rows, message.header.tolist(), strict=True):
+        first_rows, expected = [], rows.headers(answer.step)
+        for sequence, columns, wanted in zip(
+            rows.sequences, message.header.tolist(), expected, strict=True
+        ):
             header = AnswerHeader(*columns)
-            expected.append(self._expected(row, answer.step))
-            if row.sequence.ended:
+            if sequence.ended:
                 first_rows.append(-1)
                 continue
-            if header[:4] != expected[-1]:
+            if header[:4] != wanted:
                 raise CacheRankDownError(
-                    f"answered (step, epoch, resident, filled) {header[:4]}, "
-                    f"expected {expected[-1]}"
+                    f"answered (step, epoch, resident, filled) {header[:4]}, expected {wanted}"
                 )
-            first_rows.append(working_sets.first_slot(row.sequence))
-            row.sequence.statistics.tokens_shipped += header.shipped_tokens
+            first_rows.append(working_sets.first_slot(sequence))
+            sequence.statistics.tokens_shipped += header.shipped_tokens
             self.counters.tokens_shipped += header.shipped_tokens
         self._operations.scatter_step(
             *working_sets.groups[group],
@@ -331,10 +384,7 @@ class HostExchange(Exchange):
         )
         self._trace("scatter", group, started)
         if self._config.checksum:
-            for row, columns in zip(rows, message.header.tolist(), strict=True):
-                if not row.sequence.ended:
-                    held = working_sets.checksum(group, row.sequence, row.filled_after)
-                    check_slots(row, held, AnswerHeader(*columns).checksum)
+            self._compare_checksums(group, rows, message)
 
 
 class HostGate:
@@ -362,18 +412,6 @@ class HostGate:
     def end_group(self, group: int) -> None:
         """After a group's last layer: what the cache rank needs is on its way."""
         self._attempt(lambda exchange: exchange.end_group(group))
-
-
-def check_slots(row: ExchangeRow, held: int, mirror: int) -> None:
-    """Compare the checksums of slots and mirror.
-
-    Raises:
-        AssertionError: they differ.
-    """
-    if held != mirror:
-        raise AssertionError(
-            f"slots of epoch {row.sequence.epoch} at {row.position} differ from the mirror"
-        )
 
 
 def _buffer(size: int) -> Tensor:

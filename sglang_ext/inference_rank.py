@@ -14,67 +14,24 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from cache_rank.config import ModelShape
 from cache_rank.control import ControlError
-from cache_rank.copies import Field, StepNumbers
-from cache_rank.operations import operations_for
 from cache_rank.transport import TransportError
 from sglang_ext.covered import CoveredTokens
-from sglang_ext.exchange import (
-    Exchange,
-    ExchangeCounters,
-    ExchangeRow,
-    HostExchange,
-    HostGate,
-    WorkingSetRows,
-)
-from sglang_ext.lifecycle import Lifecycle, Phase, SparseSequence, prepare_requests
+from sglang_ext.exchange import Exchange, ExchangeCounters, HostExchange, HostGate
+from sglang_ext.lifecycle import Phase, SparseSequence, prepare_requests
 from sglang_ext.metrics import CacheRankMetrics
-from sglang_ext.model_runner import (
-    Pools,
-    model_shape,
-    pools_of,
-    reserve_block_rows,
-    reserve_rows,
-)
+from sglang_ext.model_runner import Pools, model_shape, pools_of
 from sglang_ext.server_args import CacheRankServerArgs
+from sglang_ext.step_plan import StepPlan, StepPlanner
 from sglang_ext.supervisor import CacheRankDownError, Place, Supervisor
 from sglang_ext.tracing import Tracer
-from sglang_ext.working_set import Reserve, WorkingSetTable
 
 if TYPE_CHECKING:
     from sglang_ext.gate import DeviceGate
 
 logger = logging.getLogger(__name__)
-
-GRAPH_PADDING = 256
-"""A captured graph may be for more rows than there are request slots."""
-
-GATE_NUMBERS = 2
-"""Step numbers that a gate plans."""
-
-
-@dataclasses.dataclass(slots=True)
-class StepPlan:
-    """What one decode step does.
-
-    Attributes:
-        attended_lengths: per batch row, tokens that layers over the working-set table attend to.
-        lengths: the same, (max batch,) int64 on the device of the model, 1 beyond the batch.
-        rows: the exchanged requests.
-        sparse: the sparse requests among them.
-        shipping: requests whose prompt is being shipped, and their length.
-        attends_to_everything: the cache rank failed during this step; what is left of it is dense.
-    """
-
-    attended_lengths: list[int]
-    lengths: Tensor
-    rows: list[ExchangeRow]
-    sparse: list[SparseSequence]
-    shipping: list[tuple[SparseSequence, int]]
-    attends_to_everything: bool = False
 
 
 class InferenceRank:
@@ -111,7 +68,6 @@ class InferenceRank:
         self.dense_layers = args.dense_layers
         self.inner_backend: str = args.attention_backend
         self.config = args.cache_rank_config(model, args.max_sparse_requests)
-        self.table = WorkingSetTable(pools.req_to_token, self.config)
         self.plan: StepPlan | None = None
         self.device = pools.req_to_token.device
         """Of the model's tensors."""
@@ -119,31 +75,11 @@ class InferenceRank:
         self.metrics = CacheRankMetrics(args, self.config, tp_rank)
         self.retractions = 0
 
-        self._working_sets = WorkingSetRows(
-            self.config, pools.keys[self.dense_layers :], pools.values[self.dense_layers :]
-        )
-        self._operations = operations_for(self.device)
-        self._max_batch = pools.req_to_token.shape[0]
-        if self.device.type == "cuda":
-            self._max_batch += GRAPH_PADDING
-        # A captured graph may be for more rows than a step has.
-        self._numbers = StepNumbers(
-            self.device,
-            steps=Field(GATE_NUMBERS, 0),
-            exchanged=Field(self._max_batch, -1),
-            lengths=Field(self._max_batch, 1),
-            sources=Field(self._max_batch, 0),
-            targets=Field(self._max_batch, 0),
-        )
+        self._planner = StepPlanner(args, self.config, pools, self.metrics)
+        self.table, self.lifecycle = self._planner.table, self._planner.lifecycle
+        self._working_sets = self._planner.working_sets
         self._req_to_token = pools.req_to_token
         self._allocator = pools.allocator
-        first_reserve_row = pools.keys[0].shape[0] - reserve_rows(args)
-        self.lifecycle = Lifecycle(
-            self.config,
-            Reserve(first_reserve_row, reserve_block_rows(args), args.max_sparse_requests),
-            args.sparse_threshold,
-            self._req_to_token.shape[1],
-        )
         self._orphans: list[SparseSequence] = []
         self._to_queue: list[Any] = []
         self._finished = ExchangeCounters()
@@ -154,7 +90,8 @@ class InferenceRank:
         if self.device.type == "cuda":
             from sglang_ext.gate import DeviceGate
 
-            self.gate = DeviceGate(self.config, self._numbers["steps"], self._numbers["exchanged"])
+            numbers = self._planner.numbers
+            self.gate = DeviceGate(self.config, numbers["steps"], numbers["exchanged"])
         self._tracer = Tracer(args.trace, args.trace_steps) if args.trace else None
         supervisor.open(self.config)
         self._connect()
@@ -169,40 +106,10 @@ class InferenceRank:
             lengths: of each, the current token included.
         """
         self._follow_supervisor()
-        prepare_requests(requests)
-        plan = StepPlan([], torch.empty(0), [], [], [])
-        rows, positions, sparse = [], [], []
-        for index, (request, length) in enumerate(zip(requests, lengths, strict=True)):
-            position = length - 1
-            sequence = self._sequence_of(request, length)
-            if sequence is not None:
-                self._plan_sequence(plan, sequence, index, position)
-            is_sparse = sequence is not None and sequence.phase is Phase.SPARSE
-            rows.append(request.req_pool_idx)
-            positions.append(position)
-            sparse.append(is_sparse)
-            filled = sequence.filled if sequence is not None else 0
-            plan.attended_lengths.append(self.table.sparse_length(filled) if is_sparse else length)
-        self._upload(plan, self.table.plan_advance(rows, positions, sparse))
+        plan = self._planner.plan(requests, lengths, self._exchange is not None)
+        self._planner.upload(plan, self.gate.plan_step(bool(plan.rows)))
         self.plan = plan
         return plan
-
-    def _upload(self, plan: StepPlan, advance: tuple[list[int], list[int]]) -> None:
-        """Bring what the step's kernels read to the device, in one copy."""
-        count = len(plan.attended_lengths)
-        exchanged = [-1] * count
-        for index, row in enumerate(plan.rows):
-            exchanged[row.batch_index] = index
-        sources, targets = advance
-        self._numbers.upload(
-            steps=self.gate.plan_step(bool(plan.rows)),
-            exchanged=exchanged,
-            lengths=plan.attended_lengths,
-            sources=sources,
-            targets=targets,
-        )
-        plan.lengths = self._numbers["lengths"]
-        self.table.advance(self._numbers["sources"][:count], self._numbers["targets"][:count])
 
     def announce_step(self, plan: StepPlan) -> None:
         """Tell the cache rank which requests the step exchanges."""
@@ -216,26 +123,28 @@ class InferenceRank:
         """
         self.plan = None
         self.attempt(lambda exchange: exchange.end_step())
-        for row in plan.rows:
-            row.sequence.exchanged += 1
-            row.sequence.filled = row.filled_after
+        rows = plan.rows
+        for sequence, filled in zip(rows.sequences, rows.filled_after, strict=True):
+            sequence.exchanged += 1
+            sequence.filled = filled
         for sequence in plan.sparse:
             sequence.statistics.sparse_steps += 1
         self.lifecycle.note_measured(self.metrics.recall.take_requests())
         if self._exchange is None:
             return
-        if plan.rows:
+        if rows:
             self._account(self._exchange, plan)
         for sequence, length in plan.shipping:
             self._ship_chunk(sequence, length)
         if self._exchange is not None and self.args.inference_kv == "working-set":
-            for row in plan.rows:
-                if row.sequence.phase is Phase.SPARSE:
-                    self.covered.note(row.sequence, row.position)
+            for sequence, position in zip(rows.sequences, rows.positions, strict=True):
+                if sequence.phase is Phase.SPARSE:
+                    self.covered.note(sequence, position)
 
     def _account(self, exchange: Exchange, plan: StepPlan) -> None:
-        for row in plan.rows:
-            row.sequence.statistics.late_steps += exchange.was_late
+        if exchange.was_late:
+            for sequence in plan.rows.sequences:
+                sequence.statistics.late_steps += 1
         self.metrics.on_step(exchange, len(plan.sparse))
         if self._tracer is not None:
             self._tracer.end_step(exchange)
@@ -308,50 +217,11 @@ class InferenceRank:
 
     # Inside a step.
 
-    def _sequence_of(self, request: Any, length: int) -> SparseSequence | None:
-        sequence = self.lifecycle.live.get(request.req_pool_idx)
-        if sequence is not None:
-            return sequence
-        if self._exchange is None:
-            if length >= self.args.sparse_threshold:
-                self.metrics.on_dense(request, "down")
-            return None
-        reason = self.lifecycle.reason_to_stay_dense(request, length)
-        if reason is None:
-            return self.lifecycle.begin(request)
-        if reason:
-            self.metrics.on_dense(request, reason)
-        return None
-
-    def _plan_sequence(
-        self, plan: StepPlan, sequence: SparseSequence, index: int, position: int
-    ) -> None:
-        if self._exchange is not None and self.lifecycle.enter_step(sequence, position):
-            self.table.enter(sequence.row, position, sequence.block)
-            self._copy_sinks(sequence)
-        if sequence.phase is Phase.SPARSE:
-            plan.sparse.append(sequence)
-        if sequence.phase is Phase.SHIPPING:
-            plan.shipping.append((sequence, position + 1))
-        elif not sequence.orphaned:
-            filled = self.config.filled_after(position, sequence.filled)
-            plan.rows.append(ExchangeRow(sequence, index, position, filled))
-
     def _ship_chunk(self, sequence: SparseSequence, length: int) -> None:
         """Ship the next tokens of a request that has `length` in the pool."""
         stop = min(length, sequence.shipped + self.args.bulk_chunk_tokens)
         pool_rows = self._req_to_token[sequence.row, sequence.shipped : stop].to(torch.int64)
         self.attempt(lambda exchange: exchange.ship(sequence, pool_rows))
-
-    def _copy_sinks(self, sequence: SparseSequence) -> None:
-        """Copy a request's first tokens into its reserve block."""
-        sinks = self.config.sink_tokens
-        if sinks:
-            source = self._req_to_token[sequence.row, :sinks].to(torch.int64)
-            target = torch.arange(sequence.block, sequence.block + sinks, device=self.device)
-            self._operations.copy_tokens(
-                self._working_sets.keys, self._working_sets.values, source, target
-            )
 
     # The cache rank comes and goes.
 

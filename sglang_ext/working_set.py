@@ -14,8 +14,6 @@ head by head.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -62,6 +60,8 @@ class WorkingSetTable:
         width = max(req_to_token.shape[1], self._sinks + self._ring + self._slots)
         self.table = req_to_token.new_zeros((req_to_token.shape[0], width))
         self._copied: dict[int, int] = {}
+        self._true_width, self._width = req_to_token.shape[1], width
+        self._flat_true, self._flat_table = req_to_token.view(-1), self.table.view(-1)
 
     def sparse_length(self, filled_slots: int) -> int:
         """Tokens that a sparse request attends to."""
@@ -86,40 +86,34 @@ class WorkingSetTable:
         recent = torch.arange(position - self._ring + 1, position + 1, device=self.table.device)
         working_set[self._sinks + recent % self._ring] = self._true[row, recent]
 
-    def plan_advance(
-        self, rows: Sequence[int], positions: Sequence[int], sparse: Sequence[bool]
-    ) -> tuple[list[int], list[int]]:
-        """Where the current token of every request in a batch comes from and goes to.
+    def plan_advance(self, row: int, position: int, is_sparse: bool) -> tuple[int, int]:
+        """Where the current token of a request comes from and goes to.
 
         Args:
-            rows: request slots.
-            positions: of the current tokens.
-            sparse: which rows are sparse; a dense row that is new here is copied whole.
+            row: request slot.
+            position: of the current token.
+            is_sparse: whether the row is sparse; a dense row that is new here is copied whole.
 
         Returns:
             Places in the two flattened tables, for `advance`.
         """
-        sources, targets = [], []
-        for row, position, is_sparse in zip(rows, positions, sparse, strict=True):
-            column = position
-            if is_sparse:
-                column = self._sinks + position % self._ring
-            else:
-                if self._copied.get(row) != position:
-                    self.table[row, :position] = self._true[row, :position]
-                self._copied[row] = position + 1
-            sources.append(row * self._true.shape[1] + position)
-            targets.append(row * self.table.shape[1] + column)
-        return sources, targets
+        column = position
+        if is_sparse:
+            column = self._sinks + position % self._ring
+        else:
+            if self._copied.get(row) != position:
+                self.table[row, :position] = self._true[row, :position]
+            self._copied[row] = position + 1
+        return row * self._true_width + position, row * self._width + column
 
     def advance(self, sources: Tensor, targets: Tensor) -> None:
         """Add the current token of every request in a batch.
 
         Args:
-            sources, targets: (batch,) int64 of `plan_advance`, on the device.
+            sources, targets: (B,) int64 of `plan_advance`, on the device.
         """
-        current = self._true.view(-1).index_select(0, sources)
-        self.table.view(-1).index_copy_(0, targets, current)
+        current = self._flat_true.index_select(0, sources)
+        self._flat_table.index_copy_(0, targets, current)
 
     def forget(self, row: int) -> None:
         """The request slot has a new owner, or its request is dense again."""

@@ -7,7 +7,7 @@ import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,11 +24,10 @@ from cache_rank.timeline import Timeline
 from sglang_ext.device_exchange import DeviceExchange
 from sglang_ext.exchange import (
     MAX_SHIPMENTS_UNDER_WAY,
-    ExchangeRow,
+    ExchangedRows,
     HostExchange,
     HostGate,
     WorkingSetRows,
-    check_slots,
 )
 from sglang_ext.lifecycle import RequestStatistics, SparseSequence
 from sglang_ext.supervisor import CacheRankDownError
@@ -141,9 +140,18 @@ class Decoding:
     first_row: int
     position: int
 
-    def row(self, batch_index: int) -> ExchangeRow:
-        filled = CONFIG.filled_after(self.position, self.sequence.filled)
-        return ExchangeRow(self.sequence, batch_index, self.position, filled)
+    @property
+    def filled_after(self) -> int:
+        return CONFIG.filled_after(self.position, self.sequence.filled)
+
+
+def rows_of(batch: Sequence[Decoding | None]) -> ExchangedRows:
+    """The requests of a batch; None is a row that is not exchanged."""
+    rows = ExchangedRows()
+    for index, request in enumerate(batch):
+        if request is not None:
+            rows.add(request.sequence, index, request.position, request.filled_after)
+    return rows
 
 
 class InferenceSide:
@@ -176,7 +184,7 @@ class InferenceSide:
         """One decode step; None is a row of the batch that is not exchanged."""
         exchange, config = self.exchange, self.config
         live = [(index, request) for index, request in enumerate(batch) if request is not None]
-        exchange.begin_step([request.row(index) for index, request in live], traced)
+        exchange.begin_step(rows_of(batch), traced)
         for group, layers in enumerate(config.groups):
             exchange.begin_group(group)
             for layer_in_group, layer in enumerate(layers):
@@ -189,13 +197,13 @@ class InferenceSide:
                 exchange.stage(layer_in_group, queries, keys, values)
             exchange.end_group(group)
         exchange.end_step()
-        for index, request in live:
-            request.sequence.filled = request.row(index).filled_after
+        for _, request in live:
+            request.sequence.filled = request.filled_after
             request.position += 1
 
     def apply_answers(self) -> None:
         """As the next step does, group by group."""
-        self.exchange.begin_step([])
+        self.exchange.begin_step(ExchangedRows())
         for group in range(len(self.config.groups)):
             self.exchange.begin_group(group)
             self.exchange.end_group(group)
@@ -329,7 +337,6 @@ def test_slots_that_differ_from_the_mirror_are_an_error() -> None:
     side.connection.answered = corrupt
     with pytest.raises(AssertionError, match="slots of epoch 1 at 40 differ from the mirror"):
         side.apply_answers()
-    check_slots(request.row(0), 7, 7)
 
 
 def test_only_so_many_shipments_are_under_way() -> None:
@@ -407,12 +414,12 @@ class UnderWay:
         age: float,
         done: bool,
         outcome: Any = None,
-        rows: Any = (),
+        rows: ExchangedRows | None = None,
         computed: bool = True,
     ) -> None:
         self.number = number
         self.age = age
-        self.rows = rows
+        self.rows = rows or ExchangedRows()
         self.done = SimpleNamespace(query=lambda: done)
         self.outcome = SimpleNamespace(value=lambda: outcome)
         self.computed = SimpleNamespace(query=lambda: computed)
@@ -425,6 +432,7 @@ def device_exchange(*steps: UnderWay, timeout: float = 5.0) -> Any:
     exchange: Any = object.__new__(DeviceExchange)
     exchange._lock = threading.Lock()
     exchange._under_way = deque(steps)
+    exchange._spare_outcomes = []
     exchange._config = CONFIG
     exchange._read_clock = lambda: None
     exchange.connection = SimpleNamespace(timeout=timeout)
@@ -474,29 +482,34 @@ def outcome(*rows: tuple[int, int]) -> torch.Tensor:
     return found
 
 
-def row_of(epoch: int, ended: bool = False) -> Any:
+def decoding(epoch: int, ended: bool = False) -> Decoding:
     sequence = SparseSequence(epoch, None, epoch, 0, 0, RequestStatistics(), ended=ended)
-    return SimpleNamespace(sequence=sequence)
+    return Decoding(sequence, 0, 20)
 
 
 def test_steps_are_accounted_for_in_order_when_the_device_is_done() -> None:
-    rows = [row_of(1), row_of(2)]
+    requests = [decoding(1), decoding(2)]
+    rows, second = rows_of(requests), rows_of([None, requests[1]])
     groups = len(CONFIG.groups)
     exchange = device_exchange(
         UnderWay(1, 1, True, outcome((groups, 10), (groups, 20)), rows),
-        UnderWay(2, 1, True, outcome((groups, 5)), rows[1:]),
+        UnderWay(2, 1, True, outcome((groups, 5)), second),
         UnderWay(3, 1, False),
-        UnderWay(4, 1, True, outcome((groups, 5)), rows[1:]),
+        UnderWay(4, 1, True, outcome((groups, 5)), second),
     )
     exchange._settle()
     assert [step.number for step in exchange._under_way] == [3, 4]
-    assert [row.sequence.statistics.tokens_shipped for row in rows] == [10, 25]
+    assert [request.sequence.statistics.tokens_shipped for request in requests] == [10, 25]
     assert exchange.counters.tokens_shipped == 35
+    spare = [outcome.value() for outcome in exchange._spare_outcomes]
+    assert len(spare) == 2, "host memory of steps that are over is used again"
 
 
 def test_an_answer_that_was_not_applied_means_the_cache_rank_is_down_unless_it_ended() -> None:
     groups = len(CONFIG.groups)
     lost = outcome((groups, 3), (groups - 1, 4))
-    device_exchange(UnderWay(1, 1, True, lost, [row_of(1), row_of(2, ended=True)]))._settle()
+    device_exchange(
+        UnderWay(1, 1, True, lost, rows_of([decoding(1), decoding(2, ended=True)]))
+    )._settle()
     with pytest.raises(CacheRankDownError, match="the answer to step 1 is not for epoch 2"):
-        device_exchange(UnderWay(1, 1, True, lost, [row_of(1), row_of(2)]))._settle()
+        device_exchange(UnderWay(1, 1, True, lost, rows_of([decoding(1), decoding(2)])))._settle()

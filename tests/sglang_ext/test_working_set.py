@@ -28,9 +28,9 @@ def advance(
     table: WorkingSetTable, rows: list[int], positions: list[int], sparse: list[bool]
 ) -> None:
     """Both halves: what the host decides, and what the device does."""
-    sources, targets = table.plan_advance(rows, positions, sparse)
-    assert len(sources) == len(targets) == len(rows)
-    table.advance(torch.tensor(sources), torch.tensor(targets))
+    moves = [table.plan_advance(*row) for row in zip(rows, positions, sparse, strict=True)]
+    sources, targets = torch.tensor(moves).unbind(1)
+    table.advance(sources, targets)
 
 
 def small_config(**changes: Any) -> CacheRankConfig:

@@ -1,0 +1,126 @@
+"""What requests do in a step, and what of it goes to the device."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+import torch
+from test_working_set import small_config
+
+from sglang_ext.lifecycle import Phase, RequestStatistics, SparseSequence
+from sglang_ext.model_runner import Pools, reserve_rows
+from sglang_ext.step_plan import StepPlanner
+
+CONFIG = small_config(query_window=2)
+SLOTS, CONTEXT = 6, 64
+ARGS: Any = SimpleNamespace(
+    dense_layers=0,
+    sparse_threshold=12,
+    sink_tokens=CONFIG.sink_tokens,
+    sparse_budget=CONFIG.sparse_budget,
+    max_sparse_requests=2,
+)
+FIRST_BLOCK = SLOTS * CONTEXT
+
+
+def planner_of(**changes: Any) -> StepPlanner:
+    """A planner whose pool holds the tokens of every request slot in a row."""
+    config = small_config(query_window=2, **changes)
+    generator = torch.Generator().manual_seed(0)
+    rows = FIRST_BLOCK + reserve_rows(ARGS)
+    keys, values = (
+        [torch.randn((rows, 1, 8), generator=generator) for _ in range(2)] for _ in range(2)
+    )
+    true = torch.arange(FIRST_BLOCK, dtype=torch.int32).view(SLOTS, CONTEXT)
+    planner = StepPlanner(ARGS, config, Pools(true, keys, values, None), Mock())
+    planner.lifecycle.capacity_tokens = 1000
+    return planner
+
+
+def request_on(slot: int) -> Any:
+    params = SimpleNamespace(custom_params=None, max_new_tokens=20)
+    return SimpleNamespace(req_pool_idx=slot, origin_input_ids=[0] * 12, sampling_params=params)
+
+
+@pytest.mark.parametrize("sinks", [0, 1, 2])
+def test_sinks_are_copied_into_the_block_and_nowhere_else(sinks: int) -> None:
+    planner = planner_of(sink_tokens=sinks)
+    buffers = [*planner.working_sets.keys.tensors, *planner.working_sets.values.tensors]
+    before = [buffer.clone() for buffer in buffers]
+    planner._copy_sinks(SparseSequence(1, None, 3, FIRST_BLOCK + 2, 0, RequestStatistics()))
+    for buffer, old in zip(buffers, before, strict=True):
+        expected = old.clone()
+        for token in range(sinks):
+            expected[FIRST_BLOCK + 2 + token] = old[3 * CONTEXT + token]
+        assert torch.equal(buffer, expected)
+
+
+def test_a_request_goes_from_shipping_over_warming_to_its_working_set() -> None:
+    planner, request, short = planner_of(), request_on(4), request_on(2)
+    phases = []
+    for step in range(8):
+        length = 14 + step
+        plan = planner.plan([short, request], [3 + step, length], True)
+        planner.upload(plan, (step, step))
+        (sequence,) = planner.lifecycle.live.values()
+        phases.append(sequence.phase)
+        dense = [3 + step, length]
+        if sequence.phase is Phase.SHIPPING:
+            assert plan.shipping == [(sequence, length)]
+            assert not plan.rows
+            sequence.shipped = length
+            assert plan.attended_lengths == dense
+            continue
+        assert plan.shipping == []
+        rows = plan.rows
+        assert (rows.sequences, rows.batch_indices) == ([sequence], [1])
+        assert rows.positions == [length - 1]
+        assert rows.filled_after == [CONFIG.filled_after(length - 1, sequence.filled)]
+        assert planner.numbers["exchanged"].tolist() == [-1, 0, -1, -1, -1, -1]
+        if sequence.phase is Phase.SPARSE:
+            assert plan.sparse == [sequence]
+            dense[1] = planner.table.sparse_length(sequence.filled)
+        else:
+            assert plan.sparse == []
+        assert plan.attended_lengths == dense
+        sequence.filled = rows.filled_after[0]
+        sequence.exchanged += 1
+    assert phases == [Phase.SHIPPING, *[Phase.WARMING] * 3, *[Phase.SPARSE] * 4]
+
+
+def test_a_step_brings_its_numbers_to_the_device() -> None:
+    """A captured graph reads rows beyond those of the batch."""
+    planner = planner_of()
+    plan = planner.plan([request_on(5), request_on(1)], [9, 4], True)
+    planner.upload(plan, (7, 8))
+    assert plan.lengths.tolist() == [9, 4, 1, 1, 1, 1]
+    assert planner.numbers["steps"].tolist() == [7, 8]
+    assert planner.numbers["exchanged"].tolist() == [-1] * SLOTS
+    table, true = planner.table.table, torch.arange(FIRST_BLOCK).view(SLOTS, CONTEXT)
+    assert table[5, :9].tolist() == true[5, :9].tolist()
+    assert table[1, :4].tolist() == true[1, :4].tolist()
+
+
+def test_without_a_cache_rank_no_epoch_begins_and_long_requests_are_counted() -> None:
+    planner, metrics = planner_of(), Mock()
+    planner._metrics = metrics
+    long, short = request_on(1), request_on(2)
+    plan = planner.plan([long, short], [12, 11], False)
+    assert planner.lifecycle.live == {}
+    assert plan.attended_lengths == [12, 11]
+    metrics.on_dense.assert_called_once_with(long, "down")
+
+
+def test_an_orphan_keeps_its_working_set_and_is_not_exchanged() -> None:
+    planner, request = planner_of(), request_on(3)
+    planner.plan([request], [14], True)
+    (sequence,) = planner.lifecycle.live.values()
+    sequence.phase, sequence.filled, sequence.orphaned = Phase.SPARSE, 4, True
+    for is_up in (False, True):
+        plan = planner.plan([request], [15], is_up)
+        assert plan.sparse == [sequence]
+        assert not plan.rows
+        assert plan.attended_lengths == [planner.table.sparse_length(4)]
