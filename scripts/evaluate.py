@@ -134,7 +134,8 @@ def server_flags(job: Job, options: argparse.Namespace) -> list[str]:
         machine = PLAIN[2:]  # without the choice of plain SGLang
     return [
         *machine,
-        *("--max-running-requests", str(requests), "--max-total-tokens", str(pool)),
+        # SGLang counts a request twice while its prompt is computed in chunks.
+        *("--max-running-requests", str(requests + 1), "--max-total-tokens", str(pool)),
         *("--model-path", str(folder_of(options.model))),
         *job.system.flags(options.settings, job.threshold, requests),
         *options.server_flags,

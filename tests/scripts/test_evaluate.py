@@ -34,7 +34,7 @@ def test_a_server_has_room_for_its_problems() -> None:
     (job,) = make_jobs(options)
     flags = server_flags(job, options)
     assert flags[flags.index("--cuda-graph-bs-decode") + 1 :][:3] == ["1", "2", "4"]
-    assert flags[flags.index("--max-running-requests") + 1] == "4"
+    assert flags[flags.index("--max-running-requests") + 1] == "5"  # one counts twice in chunks
     assert flags[flags.index("--model-path") + 1] == "M"  # whose task is not known
     # 128 facts, `go`, the start key and <bos>.
     assert flags[flags.index("--sparse-threshold") + 1] == "259"
