@@ -283,7 +283,7 @@ def describe_run(options: argparse.Namespace, argv: Sequence[str]) -> Run:
     versions = {part: importlib.metadata.version(part) for part in PARTS}
     return Run(
         [shlex.join(["python", "-m", "scripts.evaluate", *argv])],
-        {**describe(options.gpus), **versions},
+        {**describe(list(dict.fromkeys(options.gpus))), **versions},
         options.settings,
         "bfloat16" if options.gpus else "float32",
     )
