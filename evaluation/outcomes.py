@@ -46,6 +46,7 @@ class Outcome(msgspec.Struct, frozen=True):
         prompt_tokens, output_tokens: as the server counts them.
         sparse_steps: decode steps over a working set; None for a server without a cache rank.
         late_steps, stale_steps: see the README; steps that waited, and that missed their selection.
+        recall, attention_mass: means over its measured steps, see docs/recall.md; None without any.
     """
 
     cell: Cell
@@ -59,6 +60,8 @@ class Outcome(msgspec.Struct, frozen=True):
     sparse_steps: int | None = None
     late_steps: int = 0
     stale_steps: int = 0
+    recall: float | None = None
+    attention_mass: float | None = None
 
 
 class OutcomeFile:

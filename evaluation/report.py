@@ -15,7 +15,7 @@ from evaluation.tasks import TASKS
 
 HEADER = (
     *("system", "changed", "k", "exact chain", "minus dense", "hop accuracy", "correct prefix"),
-    *("output tokens", "sparse steps", "stale", "MFLOPs a token", "bits"),
+    *("output tokens", "sparse steps", "stale", "recall", "mass", "MFLOPs a token", "bits"),
 )
 
 
@@ -111,6 +111,8 @@ def _cells(result: Result) -> list[str]:
         number(result.output_tokens.value, 0),
         "–" if result.sparse_steps is None else f"{100 * result.sparse_steps:.1f} %",
         "–" if result.sparse_steps is None else f"{100 * result.stale_steps:.1f} %",
+        number(result.recall, 3),
+        number(result.attention_mass, 3),
         number(flops, 3),
         number(result.bits, 2),
     ]

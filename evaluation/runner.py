@@ -89,4 +89,6 @@ def _outcome(cell: Cell, seed: int, problem: Problem, decoded: dict[str, Any]) -
         cache_rank.get("sparse_steps"),
         cache_rank.get("late_steps", 0),
         cache_rank.get("stale_steps", 0),
+        cache_rank.get("recall"),
+        cache_rank.get("attention_mass"),
     )

@@ -53,6 +53,8 @@ class Result(msgspec.Struct):
         output_tokens: of a problem.
         sparse_steps: fraction of decode steps over a working set; None without a cache rank.
         late_steps, stale_steps: fractions of the sparse ones.
+        recall, attention_mass: means over problems, see docs/recall.md; None where none was
+            measured.
         flops: of the inference rank, a token; None if the model's configuration is unknown.
         cache_rank_flops: of the cache rank's scores, a token.
         bits: of an element of K or V on the cache rank, metadata included.
@@ -70,6 +72,8 @@ class Result(msgspec.Struct):
     sparse_steps: float | None
     late_steps: float
     stale_steps: float
+    recall: float | None
+    attention_mass: float | None
     flops: float | None
     cache_rank_flops: float | None
     bits: float | None
@@ -132,10 +136,17 @@ def _result(cell: Cell, of_seed: dict[int, Outcome], dense: dict[int, Outcome], 
         sparse_steps=sum(sparse) / steps if sparse else None,
         late_steps=sum(o.late_steps for o in ordered) / max(1, sum(sparse)),
         stale_steps=sum(o.stale_steps for o in ordered) / max(1, sum(sparse)),
+        recall=_mean_of_measured(o.recall for o in ordered),
+        attention_mass=_mean_of_measured(o.attention_mass for o in ordered),
         flops=work[0],
         cache_rank_flops=work[1],
         bits=_bits(cell, run),
     )
+
+
+def _mean_of_measured(values: Iterable[float | None]) -> float | None:
+    measured = [value for value in values if value is not None]
+    return sum(measured) / len(measured) if measured else None
 
 
 def _work(cell: Cell, outcomes: Sequence[Outcome], run: Run) -> tuple[float | None, float | None]:
