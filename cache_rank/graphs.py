@@ -46,17 +46,18 @@ class Captures:
         """Allow a few captures more."""
         self._left = CAPTURES_A_STEP
 
-    def run(self, key: Hashable, action: Callable[[], Result]) -> Result:
+    def run(self, key: Hashable | None, action: Callable[[], Result]) -> Result:
         """Do what an action does; see `capture` for what it must be like.
 
         Args:
-            key: two actions of the same key do the same, with the same memory.
+            key: two actions of the same key do the same, with the same memory; an action of none
+                is never captured.
             action: run as it is at first, which compiles its kernels; later captured.
 
         Returns:
             What it returned now, or when it was captured.
         """
-        if not self._captures:
+        if not self._captures or key is None:
             return action()
         if key in self._graphs:
             graph, result = self._graphs[key]

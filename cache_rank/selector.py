@@ -158,6 +158,7 @@ class Selector:
         sequence = self.sequences.pop(epoch, None)
         if sequence is None:
             return False
+        self._residency.end(sequence.slot)
         self.pages.give_back(sequence.pages)
         self._free_slots.append(sequence.slot)
         return True
@@ -220,7 +221,8 @@ class Selector:
         filled = all(sequence.filled == self.config.sparse_budget for _, _, sequence in live)
         capacity = width * PAGE_TOKENS if on_gpu else max(positions) + 1
         numbers, table, headers = upload(on_host, self._device, self._step_memory)
-        step_rows = StepRows(numbers[0], numbers[1], numbers[2], table, headers, capacity)
+        known = list(zip(slots, positions, strict=True))
+        step_rows = StepRows(numbers[0], numbers[1], numbers[2], table, headers, capacity, known)
         self._captures.begin_step()
         scores_at = self._residency.prepare(count, len(self.config.groups[0]), capacity)
         if scores_at != self._scores_at:
@@ -233,8 +235,9 @@ class Selector:
         layers = self.config.groups[group]
         if (measured := self._measured_row(step, group)) is not None:
             self._measure(step, layers, up, *measured)
+        key = ("append", group, step.key, up.buffer.data_ptr())
         self._captures.run(
-            ("append", group, step.key, up.buffer.data_ptr()),
+            key if self._residency.captures_append else None,
             lambda: self._residency.append(step.rows, layers, up.tokens, self._query_ring),
         )
 
@@ -370,7 +373,7 @@ class Selector:
         row: Row,
         sequence: Sequence,
     ) -> None:
-        slots, positions, counts, page_table, header, _ = step.rows
+        slots, positions, counts, page_table, header = step.rows[:5]
         one = slice(index, index + 1)
         # Copies, because kernels are compiled anew for numbers that lie at odd addresses.
         rows = StepRows(

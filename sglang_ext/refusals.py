@@ -17,7 +17,6 @@ import torch
 from packaging.specifiers import SpecifierSet
 
 from cache_rank.config import DTYPES, ModelShape
-from cache_rank.residency import FORMATS
 from sglang_ext.cpu import has_gpu
 
 BACKEND = "cache_rank"
@@ -94,11 +93,6 @@ def _gpu_conflicts(args: Any) -> list[tuple[bool, str]]:
             args.cuda_graph_backend_decode not in (None, "full", "disabled"),
             f"--cuda-graph-backend-decode {args.cuda_graph_backend_decode}: the exchange is gated "
             "inside one full graph; pass full, or drop the flag.",
-        ),
-        (
-            args.kv_residency in FORMATS and not FORMATS[args.kv_residency].runs_on_gpu,
-            f"--kv-residency {args.kv_residency}: it runs on CPUs only yet; use another format "
-            "on GPUs, or --device cpu.",
         ),
     ]
 

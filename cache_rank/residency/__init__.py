@@ -6,7 +6,7 @@ and naming it in FORMATS; `--kv-residency` and the format tests pick it up from 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import ClassVar, NamedTuple, Protocol
 
 import torch
@@ -30,6 +30,7 @@ class StepRows(NamedTuple):
         page_table: (R, max pages) int32 pages of each row, in order.
         header: (R, 6) int64, see AnswerHeader.
         capacity: no row has more tokens after the step.
+        on_host: slot and position of each row, known without asking the device.
     """
 
     slots: Tensor
@@ -38,6 +39,13 @@ class StepRows(NamedTuple):
     page_table: Tensor
     header: Tensor
     capacity: int
+    on_host: Sequence[tuple[int, int]] | None = None
+
+    def numbers(self) -> Sequence[tuple[int, int]]:
+        """Slot and position of each row, on the host."""
+        if self.on_host is not None:
+            return self.on_host
+        return list(zip(self.slots.tolist(), self.positions.tolist(), strict=True))
 
 
 class Residency(Protocol):
@@ -46,8 +54,8 @@ class Residency(Protocol):
     lossless: ClassVar[bool]
     """Whether tokens are read back as they came."""
 
-    runs_on_gpu: ClassVar[bool]
-    """Whether its kernels exist for GPUs too."""
+    captures_append: ClassVar[bool]
+    """Whether every append of as many rows queues the same work, so that graphs can capture it."""
 
     page_bytes: int
     """Memory of one page, all layers."""
@@ -98,6 +106,9 @@ class Residency(Protocol):
             slot: of the sequence.
             tokens: that stay; at most ROLLBACK_TOKENS fewer than the sequence ever held.
         """
+
+    def end(self, slot: int) -> None:
+        """A sequence has ended; its slot may begin another."""
 
     def prepare(self, rows: int, layers: int, capacity: int) -> int:
         """Make room for scores of so many rows, layers and tokens.
@@ -188,13 +199,10 @@ def create(config: CacheRankConfig, pages: int, device: torch.device) -> Residen
     """Memory for `pages` pages in the configured format.
 
     Raises:
-        ValueError: the format does not exist, or not for this device.
+        ValueError: the format does not exist, or cannot do what is configured.
     """
     require_format(config)
-    format_class = FORMATS[config.kv_residency]
-    if device.type == "cuda" and not format_class.runs_on_gpu:
-        raise ValueError(f"kv_residency {config.kv_residency} runs on CPUs only; use bf16 on GPUs")
-    return format_class(config, pages, device)
+    return FORMATS[config.kv_residency](config, pages, device)
 
 
 def bytes_per_token(config: CacheRankConfig) -> int:

@@ -26,7 +26,7 @@ class Bf16Residency:
     """Pools of (pages, layers, Hkv, PAGE_TOKENS, D)."""
 
     lossless: ClassVar[bool] = True
-    runs_on_gpu: ClassVar[bool] = True
+    captures_append: ClassVar[bool] = True
 
     @staticmethod
     def validate(options: Mapping[str, OptionValue]) -> None:
@@ -54,7 +54,7 @@ class Bf16Residency:
         self._model = model
         self._device = device
         self._operations = operations_for(device)
-        self._scores = ScoreBuffers(model, self._operations, device)
+        self._scores = ScoreBuffers(model, self._operations.score_workspace, device)
 
     def load(self, pages: Tensor, slot: int, start: int, shipment: Tensor) -> None:
         self._operations.load_tokens(
@@ -76,6 +76,9 @@ class Bf16Residency:
 
     def truncate(self, pages: Tensor, slot: int, tokens: int) -> None:
         """What is there beyond the tokens of a sequence is not read."""
+
+    def end(self, slot: int) -> None:
+        """What is there of a sequence that has ended is not read."""
 
     def prepare(self, rows: int, layers: int, capacity: int) -> int:
         return self._scores.prepare(rows, layers, capacity)

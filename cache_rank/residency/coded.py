@@ -28,7 +28,7 @@ class CodedResidency:
     """
 
     lossless: ClassVar[bool] = False
-    runs_on_gpu: ClassVar[bool] = False
+    captures_append: ClassVar[bool] = True
 
     kernels: ClassVar[str] = ""
     """Folder of the format's Triton kernels, when it runs on GPUs."""
@@ -67,7 +67,7 @@ class CodedResidency:
         self._device = device
         self._operations = operations_for(device)
         self._coded_operations = coded_operations_for(device, self.kernels)
-        self._scores = ScoreBuffers(model, self._operations, device)
+        self._scores = ScoreBuffers(model, self._operations.score_workspace, device)
         codecs = self.codecs(config)
         ring = (config.max_rows, model.layers, model.kv_heads, self.ring_tokens(), model.head_dim)
         self._tokens = CodedTokens(
@@ -130,6 +130,9 @@ class CodedResidency:
 
     def truncate(self, pages: Tensor, slot: int, tokens: int) -> None:
         self._tokens.resident[slot].fill_(tokens)
+
+    def end(self, slot: int) -> None:
+        """What is there of a sequence that has ended is not read."""
 
     def prepare(self, rows: int, layers: int, capacity: int) -> int:
         return self._scores.prepare(rows, layers, capacity)

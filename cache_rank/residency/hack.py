@@ -28,7 +28,6 @@ OPTIONS: Ranges = {
 class HackResidency(CodedResidency):
     """Groups of GROUP tokens; the newest, incomplete group is in full precision."""
 
-    runs_on_gpu: ClassVar[bool] = True
     kernels: ClassVar[str] = "hack"
     group_tokens: ClassVar[int] = GROUP
     full_groups: ClassVar[int] = 0

@@ -25,7 +25,6 @@ OPTIONS: Ranges = {
 class LynxResidency(CodedResidency):
     """Pages of PAGE tokens; the newest, incomplete page is in full precision."""
 
-    runs_on_gpu: ClassVar[bool] = True
     kernels: ClassVar[str] = "lynx"
     group_tokens: ClassVar[int] = PAGE
     full_groups: ClassVar[int] = 0

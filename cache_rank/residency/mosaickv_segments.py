@@ -22,34 +22,23 @@ complete one is undone by going back to the state before it, which is kept until
 from __future__ import annotations
 
 import dataclasses
-import itertools
-from collections.abc import Iterator
 from concurrent.futures import Executor, Future
 from typing import NamedTuple
 
 import torch
+from cache_rank_kernels.mosaickv.store import newest_tokens
 from torch import Tensor
 
 from cache_rank.config import ModelShape
+from cache_rank.copies import Readback
 from cache_rank.pages import ROLLBACK_TOKENS
-from cache_rank.residency.mosaickv_strategy import (
-    Candidates,
-    CompressedTokens,
-    Strategy,
-    compress,
-    recompress,
-)
-
-BUFFER_TOKENS = 32
-"""Newest tokens that wait in full precision until they are so many (section 5.3)."""
+from cache_rank.residency.mosaickv_memory import BUFFER_TOKENS, PackedMemory
+from cache_rank.residency.mosaickv_strategy import Candidates, CompressedTokens, recompress
 
 assert BUFFER_TOKENS >= ROLLBACK_TOKENS, "or truncation might undo two buffers"
 
 OPENING_TOKENS = 256
 """Tokens of the first segment, which has no previous strategy."""
-
-_LARGEST_NORM = torch.finfo(torch.float32).max / 2
-"""Of a vector, so that its rotated elements are float32 whatever is rounded."""
 
 
 class SegmentLengths(NamedTuple):
@@ -79,28 +68,6 @@ class SegmentLengths(NamedTuple):
         return self.most + self.delay + BUFFER_TOKENS
 
 
-class Write(NamedTuple):
-    """Tokens to be written to the pages, over what is there.
-
-    Attributes:
-        layer: that they are of.
-        first: position of the first.
-        tokens: as compressed by the strategy that is now theirs.
-    """
-
-    layer: int
-    first: int
-    tokens: CompressedTokens
-
-
-class Run(NamedTuple):
-    """Successive tokens of one strategy, positions first to last - 1."""
-
-    first: int
-    last: int
-    strategy: Strategy
-
-
 class _Recompression(NamedTuple):
     """A finished segment, on its way to its own strategy."""
 
@@ -119,20 +86,20 @@ class _State:
         first: of the segment that is not finished yet.
         losses: (layers,) float64, accumulated in that segment.
         covariance: (2, Hkv, D, D) float64 of each layer, of that segment's keys and values.
-        strategies: of each finished segment whose own serves, for each layer.
+        strategies: of each finished segment whose own serve, their row in the tables.
         strategy_of: for each buffer in the pages, which of them.
         recompression: under way.
-        first_original: that is still needed in full precision.
+        loss: mean of the losses on its way to the host, if it may end the segment.
     """
 
     tokens: int
     first: int
     losses: Tensor
     covariance: list[Tensor]
-    strategies: list[list[Strategy]] = dataclasses.field(default_factory=list)
+    strategies: list[int] = dataclasses.field(default_factory=list)
     strategy_of: list[int] = dataclasses.field(default_factory=list)
     recompression: _Recompression | None = None
-    first_original: int = 0
+    loss: Readback | None = None
 
     def copied(self) -> _State:
         """Changes of either do not show in the other; tensors but for losses are never changed."""
@@ -146,10 +113,10 @@ class _State:
 
 
 class Segments:
-    """One sequence: which strategy each of its tokens has, and those that are not in the pages.
+    """One sequence: which strategy each of its tokens has.
 
     Attributes:
-        resident: tokens of each layer.
+        resident: tokens of each layer, all of them in the ring of the slot when they come.
     """
 
     def __init__(
@@ -158,203 +125,153 @@ class Segments:
         candidates: Candidates,
         lengths: SegmentLengths,
         executor: Executor,
+        memory: PackedMemory,
+        slot: int,
     ) -> None:
         self.resident = [0] * model.layers
         self._model = model
         self._candidates = candidates
         self._lengths = lengths
         self._executor = executor
-        self._originals: list[Tensor] = []  # buffers, (2, layers, Hkv, BUFFER_TOKENS, D) each
-        self._first_original = 0
+        self._memory = memory
+        self._slot = slot
         self._state = _State(0, 0, self._no_losses(), self._no_covariance())
         self._before = self._state
         """Without the newest complete buffer."""
+        memory.begin(slot)
 
     def _no_losses(self) -> Tensor:
-        return torch.zeros(self._model.layers, dtype=torch.float64)
+        device = self._memory.store.rings[0].device
+        return torch.zeros(self._model.layers, dtype=torch.float64, device=device)
 
     def _no_covariance(self) -> list[Tensor]:
-        model = self._model
+        model, device = self._model, self._memory.store.rings[0].device
         shape = (2, model.kv_heads, model.head_dim, model.head_dim)
-        return [torch.zeros(shape, dtype=torch.float64)] * model.layers
+        return [torch.zeros(shape, dtype=torch.float64, device=device)] * model.layers
 
-    def packed_tokens(self, layer: int) -> int:
-        """How many of a layer's tokens are in the pages; the rest is in `newest`."""
-        complete = self.resident[layer] // BUFFER_TOKENS * BUFFER_TOKENS
-        return complete if self._state.strategies else 0
-
-    def newest(self, layer: int, first: int, last: int) -> Tensor:
-        """Tokens that are not in the pages, as they came: (2, Hkv, last - first, D)."""
-        start = first - first % BUFFER_TOKENS
-        buffers = [self._buffer(position) for position in range(start, last, BUFFER_TOKENS)]
-        tokens = [buffer[:, layer] for buffer in buffers]
-        return torch.cat(tokens, dim=2)[:, :, first - start : last - start]
-
-    def runs(self, layer: int, last: int, longest: int) -> Iterator[Run]:
-        """The strategies of a layer's tokens in the pages before `last`, in order.
+    def append(self, pages: Tensor, layers: range, resident: int) -> None:
+        """The next tokens of some layers are in the ring; they end with a buffer or before.
 
         Args:
-            layer: whose.
-            last: at most `packed_tokens`.
-            longest: tokens of a run, a multiple of BUFFER_TOKENS.
-        """
-        first = 0
-        buffers = self._state.strategy_of[: -(-last // BUFFER_TOKENS)]
-        for index, group in itertools.groupby(buffers):
-            end = min(first + sum(BUFFER_TOKENS for _ in group), last)
-            for start in range(first, end, longest):
-                strategy = self._state.strategies[index][layer]
-                yield Run(start, min(start + longest, end), strategy)
-            first = end
-
-    def strategies(self, layer: int, positions: Tensor) -> Iterator[tuple[Tensor, Strategy]]:
-        """Each strategy of some tokens in the pages, and which of them, as indices."""
-        state = self._state
-        of_token = torch.tensor(state.strategy_of)[positions // BUFFER_TOKENS]
-        for index in of_token.unique().tolist():
-            yield (of_token == index).nonzero().squeeze(-1), state.strategies[index][layer]
-
-    def append(self, layers: range, first: int, tokens: Tensor) -> list[Write]:
-        """Take over the next tokens of some layers, which end with a buffer or before.
-
-        Args:
+            pages: (pages,) int32 of the sequence.
             layers: whose. All layers take one token over before any takes another buffer.
-            first: position of the first.
-            tokens: (2, len(layers), Hkv, n, D), keys and values.
-
-        Returns:
-            What is to be written to the pages, now.
+            resident: tokens of these layers.
 
         Raises:
             ValueError: a token of a complete buffer is not finite.
         """
-        resident, entry = first + tokens.shape[3], first % BUFFER_TOKENS
-        group = slice(layers.start, layers.stop)
-        buffer = self._buffer(first)
-        buffer[:, group, :, entry : entry + tokens.shape[3]] = tokens
-        self.resident[group] = [resident] * len(layers)
+        self.resident[layers.start : layers.stop] = [resident] * len(layers)
         if resident % BUFFER_TOKENS:
-            return []
-        _refuse_not_finite(buffer[:, group], layers)
+            return
+        first = resident - BUFFER_TOKENS
+        buffer = self._memory.buffer(self._slot, layers, first)
+        self._memory.require_finite(buffer, layers)
         if self._state.tokens < resident:  # the first layers that get here
-            self._drop_originals()
+            self._end_if_lossy(wait=True)
             self._before, self._state = self._state, self._state.copied()
             self._state.tokens = resident
-        writes = []
-        for layer in layers:
-            writes += self._compress(layer, resident - BUFFER_TOKENS, buffer[:, layer])
+        exact, state = buffer.double(), self._state
+        for index, layer in enumerate(layers):
+            of_layer = exact[:, index]
+            state.covariance[layer] = (
+                state.covariance[layer] + of_layer.transpose(-1, -2) @ of_layer
+            )
+        if state.strategies:
+            self._compress(pages, layers, first)
         if min(self.resident) == resident:
-            writes += self._advance(resident)
-        return writes
+            self._advance(pages, resident)
 
-    def truncate(self, tokens: int) -> list[Write]:
-        """Forget all but the first tokens, at most ROLLBACK_TOKENS fewer than there ever were.
-
-        Returns:
-            What is to be written to the pages, now.
-        """
+    def truncate(self, pages: Tensor, tokens: int) -> None:
+        """Forget all but the first tokens, at most ROLLBACK_TOKENS fewer than there ever were."""
         self.resident = [tokens] * self._model.layers
         if tokens >= self._state.tokens:
-            return []
+            return
         undone, self._state = self._state, self._before
-        if undone.recompression is not self._state.recompression:
+        state = self._state
+        if undone.recompression is not state.recompression:
             _cancel(undone.recompression)
-        if len(undone.strategies) == len(self._state.strategies) or not self._state.strategies:
-            return []
-        return self._by_former_strategies(self._state.recompression)
+        if len(undone.strategies) > len(state.strategies):
+            self._memory.release(undone.strategies[len(state.strategies) :])
+            if state.strategies:
+                self._compress_as_before(pages)
+        self._memory.restore(self._slot, state.strategy_of, len(state.strategies))
 
-    def _by_former_strategies(self, finished: _Recompression | None) -> list[Write]:
-        """A finished segment as it was compressed before its own strategy served."""
-        assert finished is not None
-        state, writes = self._state, []
-        for first in range(finished.first, finished.last, BUFFER_TOKENS):
-            strategies = state.strategies[state.strategy_of[first // BUFFER_TOKENS]]
-            for layer, strategy in enumerate(strategies):
-                writes.append(
-                    Write(layer, first, compress(self._buffer(first)[:, layer], strategy))
-                )
-        return writes
+    def _compress_as_before(self, pages: Tensor) -> None:
+        """Compress a finished segment as it was before its own strategy served."""
+        state = self._state
+        assert state.recompression is not None
+        every_layer = range(self._model.layers)
+        for first in range(state.recompression.first, state.recompression.last, BUFFER_TOKENS):
+            row = state.strategies[state.strategy_of[first // BUFFER_TOKENS]]
+            self._memory.compress(pages, self._slot, row, every_layer, first)
 
     def end(self) -> None:
-        """Compute nothing more for the sequence."""
+        """Compute nothing more for the sequence, and hold nothing of it."""
         _cancel(self._state.recompression)
+        self._memory.release(self._state.strategies)
 
-    def _buffer(self, position: int) -> Tensor:
-        model = self._model
-        index = (position - self._first_original) // BUFFER_TOKENS
-        if index == len(self._originals):
-            shape = (2, model.layers, model.kv_heads, BUFFER_TOKENS, model.head_dim)
-            self._originals.append(torch.empty(shape, dtype=model.torch_dtype))
-        return self._originals[index]
+    def _compress(self, pages: Tensor, layers: range, first: int) -> None:
+        """Compress a complete buffer by the newest strategy, and account for what that loses."""
+        state, index = self._state, len(self._state.strategies) - 1
+        if len(state.strategy_of) == first // BUFFER_TOKENS:  # the first layers that get here
+            state.strategy_of.append(index)
+            self._memory.assign(self._slot, first, first + BUFFER_TOKENS, index)
+        losses = self._memory.compress(pages, self._slot, state.strategies[index], layers, first)
+        state.losses[layers.start : layers.stop] += losses
 
-    def _drop_originals(self) -> None:
-        """Those that not even the state before the next buffer needs."""
-        del self._originals[: (self._state.first_original - self._first_original) // BUFFER_TOKENS]
-        self._first_original = self._state.first_original
-
-    def _compress(self, layer: int, first: int, buffer: Tensor) -> list[Write]:
-        """Account for a complete buffer, (2, Hkv, BUFFER_TOKENS, D), and compress it."""
-        state, exact = self._state, buffer.double()
-        state.covariance[layer] = state.covariance[layer] + exact.transpose(-1, -2) @ exact
-        if not state.strategies:
-            return []
-        if len(state.strategy_of) == first // BUFFER_TOKENS:  # the first layer that gets here
-            state.strategy_of.append(len(state.strategies) - 1)
-        tokens = compress(buffer, state.strategies[-1][layer])
-        state.losses[layer] += tokens.loss.sum()
-        return [Write(layer, first, tokens)]
-
-    def _advance(self, resident: int) -> list[Write]:
+    def _advance(self, pages: Tensor, resident: int) -> None:
         """All layers have so many tokens, in complete buffers."""
-        state = self._state
-        if self._is_finished(resident - state.first):
+        state, length = self._state, resident - self._state.first
+        if length == (self._lengths.most if state.strategies else OPENING_TOKENS):
             self._finish(resident)
+        elif state.strategies and length >= self._lengths.least:
+            state.loss = Readback()
+            state.loss.start(state.losses.mean())
+            self._end_if_lossy(wait=False)
         if state.recompression is not None and state.recompression.due == resident:
-            return self._switch(state.recompression)
-        return []
+            self._switch(pages, state.recompression)
 
-    def _is_finished(self, length: int) -> bool:
-        if not self._state.strategies:
-            return length == OPENING_TOKENS
-        lengths = self._lengths
-        is_lossy = float(self._state.losses.mean()) > lengths.threshold
-        return length == lengths.most or (length >= lengths.least and is_lossy)
+    def _end_if_lossy(self, wait: bool) -> None:
+        """Finish the segment with the newest complete buffer, if it has lost enough.
+
+        On a GPU the loss is known later, but before anything depends on it: when the next buffer is
+        complete.
+        """
+        state = self._state
+        if state.loss is None:
+            return
+        loss = state.loss.wait() if wait else state.loss.value()
+        if loss is not None:
+            state.loss = None
+            if float(loss) > self._lengths.threshold:
+                self._finish(state.tokens)
 
     def _finish(self, last: int) -> None:
-        state = self._state
-        start, stop = (
-            (position - self._first_original) // BUFFER_TOKENS for position in (state.first, last)
-        )
+        state, first = self._state, self._state.first
+
+        def tokens_of(layer: int) -> Tensor:
+            return newest_tokens(self._memory.store, self._slot, layer, first, last)
+
         result = self._executor.submit(
-            recompress, self._originals[start:stop], state.covariance, self._candidates
+            self._memory.beside(recompress), tokens_of, state.covariance, self._candidates
         )
         due = last + self._lengths.delay if state.strategies else last
-        state.recompression = _Recompression(state.first, last, due, result)
+        state.recompression = _Recompression(first, last, due, result)
         state.first, state.losses, state.covariance = last, self._no_losses(), self._no_covariance()
 
-    def _switch(self, finished: _Recompression) -> list[Write]:
-        """Let the finished segment's own strategy serve; the copy of its tokens is not needed."""
-        state, layers = self._state, finished.result.result()
+    def _switch(self, pages: Tensor, finished: _Recompression) -> None:
+        """Let the finished segment's own strategy serve."""
+        state, layers = self._state, self._memory.adopt(finished.result.result())
+        index = len(state.strategies)
+        state.strategies.append(self._memory.add(self._slot, index, layers))
         first, last = finished.first // BUFFER_TOKENS, finished.last // BUFFER_TOKENS
-        state.strategy_of[first:last] = [len(state.strategies)] * (last - first)
-        state.strategies.append([tokens.strategy for tokens in layers])
-        state.first_original = finished.last
+        state.strategy_of[first:last] = [index] * (last - first)
+        self._memory.assign(self._slot, finished.first, finished.last, index)
+        for layer, tokens in enumerate(layers):
+            self._memory.write(pages, layer, finished.first, tokens)
         state.recompression = None
-        return [Write(layer, finished.first, tokens) for layer, tokens in enumerate(layers)]
 
 
 def _cancel(recompression: _Recompression | None) -> None:
     if recompression is not None:
         recompression.result.cancel()
-
-
-def _refuse_not_finite(buffer: Tensor, layers: range) -> None:
-    """Refuse keys and values, (2, len(layers), Hkv, BUFFER_TOKENS, D), that cannot be rotated."""
-    norms = buffer.double().square().sum(dim=-1).sqrt()
-    refused = ~(norms <= _LARGEST_NORM)
-    if refused.any():
-        part, layer, head, _ = refused.nonzero()[0].tolist()
-        raise ValueError(
-            f"{('keys', 'values')[part]} of layer {layers.start + layer}, kv head {head} are not "
-            "finite, or span more than float32"
-        )

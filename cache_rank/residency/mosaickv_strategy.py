@@ -6,21 +6,23 @@ themselves; rate, element group and block are shared by all of them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from importlib import import_module
 from typing import NamedTuple
 
-import torch
-from cache_rank_kernels.mosaickv.reference import (
+from cache_rank_kernels.mosaickv.store import Strategy
+from cache_rank_kernels.mosaickv.vectors import (
     PackedVectors,
     bitmap_bytes,
-    encode,
     lost_energy,
     mean_keys,
+    rotate,
     rotation_of,
     unexplained_variance,
 )
 from torch import Tensor
 
+from cache_rank import operations
 from cache_rank.config import ModelShape, OptionValue
 from cache_rank.pages import PAGE_TOKENS
 
@@ -35,22 +37,6 @@ _SAMPLE_TOKENS = 1024
 """Tokens of a segment, evenly spaced, that its rate and element group are chosen by."""
 
 
-class Strategy(NamedTuple):
-    """How tokens of one layer are compressed.
-
-    Attributes:
-        kept: r, elements that each vector keeps.
-        group: neighbouring elements that share a bit.
-        block: tokens of a per-block key; 1 is none, and tokens are scored by themselves.
-        rotations: (2, Hkv, D, C) of keys and of values, in the dtype of the pool.
-    """
-
-    kept: int
-    group: int
-    block: int
-    rotations: Tensor
-
-
 class CompressedTokens(NamedTuple):
     """n successive tokens of one layer.
 
@@ -58,14 +44,12 @@ class CompressedTokens(NamedTuple):
         strategy: that they are compressed by.
         keys, values: (Hkv, n, r).
         block_keys: (Hkv, n / block, r), or (Hkv, 0, r) for blocks of 1.
-        loss: (n,) float64, the share of energy that is lost, of the mean vector.
     """
 
     strategy: Strategy
     keys: PackedVectors
     values: PackedVectors
     block_keys: PackedVectors
-    loss: Tensor
 
 
 class Candidates:
@@ -130,6 +114,17 @@ class Candidates:
         return Strategy(kept, group, block, rotations)
 
 
+def encode(tokens: Tensor, rotation: Tensor, kept: int, group: int) -> PackedVectors:
+    """As `encode` of the reference, by the kernel of the tokens' device."""
+    kernels = import_module(
+        f"cache_rank_kernels.mosaickv.{operations.implementation_for(tokens.device)}"
+    )
+    packed: PackedVectors = kernels.pack_vectors(
+        rotate(tokens, rotation), kept, group, tokens.dtype
+    )
+    return packed
+
+
 def compress(tokens: Tensor, strategy: Strategy) -> CompressedTokens:
     """Compress keys and values of one layer, (2, Hkv, n, D); n is a multiple of the block."""
     keys, values = (
@@ -139,17 +134,16 @@ def compress(tokens: Tensor, strategy: Strategy) -> CompressedTokens:
     blocked = tokens[0] if strategy.block > 1 else tokens[0, :, :0]
     means = mean_keys(blocked, strategy.block)
     block_keys = encode(means, strategy.rotations[0], strategy.kept, strategy.group)
-    losses = torch.stack((lost_energy(tokens[0], keys), lost_energy(tokens[1], values)))
-    return CompressedTokens(strategy, keys, values, block_keys, losses.mean(dim=(0, 1)))
+    return CompressedTokens(strategy, keys, values, block_keys)
 
 
 def recompress(
-    buffers: list[Tensor], covariance: list[Tensor], candidates: Candidates
+    tokens_of: Callable[[int], Tensor], covariance: list[Tensor], candidates: Candidates
 ) -> list[CompressedTokens]:
     """Choose the strategies of a finished segment, and compress it by them.
 
     Args:
-        buffers: (2, layers, Hkv, n, D) each, all of its tokens.
+        tokens_of: a layer, (2, Hkv, n, D), all tokens of the segment.
         covariance: (2, Hkv, D, D) float64 of each layer, of its keys and values.
         candidates: to choose from.
 
@@ -158,7 +152,7 @@ def recompress(
     """
     found = []
     for layer, of_layer in enumerate(covariance):
-        tokens = torch.cat([buffer[:, layer] for buffer in buffers], dim=2)
+        tokens = tokens_of(layer)
         found.append(compress(tokens, candidates.choose(tokens, of_layer)))
     return found
 

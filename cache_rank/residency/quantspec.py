@@ -22,7 +22,6 @@ OPTIONS: Ranges = {"reading": OneOf((4, 8))}
 class QuantSpecResidency(CodedResidency):
     """Groups of GROUP tokens; the newest complete group stays in full precision."""
 
-    runs_on_gpu: ClassVar[bool] = True
     kernels: ClassVar[str] = "quantspec"
     group_tokens: ClassVar[int] = GROUP
     full_groups: ClassVar[int] = 1

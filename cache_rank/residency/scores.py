@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from cache_rank.config import ModelShape
-from cache_rank.operations import Operations
 
 _TOKENS = 4096
 _ROWS = 8
@@ -18,9 +18,12 @@ _ROWS = 8
 class ScoreBuffers:
     """A buffer of scores and a workspace, which grow when a step needs more."""
 
-    def __init__(self, model: ModelShape, operations: Operations, device: torch.device) -> None:
+    def __init__(
+        self, model: ModelShape, workspace: Callable[..., Any], device: torch.device
+    ) -> None:
+        """With `workspace`, which makes one as `score_workspace` of kernels/score does."""
         self._model = model
-        self._operations = operations
+        self._make_workspace = workspace
         self._device = device
         self._scores = torch.empty(0, device=device)
         self._workspace: Any = None
@@ -52,7 +55,7 @@ class ScoreBuffers:
             rows, layers, capacity = map(max, self._workspace_for, needed)
             self._workspace_for = (rows, layers, capacity)
             self._moved()
-            self._workspace = self._operations.score_workspace(
+            self._workspace = self._make_workspace(
                 rows, layers, kv_heads, self._model.query_heads // kv_heads, capacity, self._device
             )
         return self._workspace, scores

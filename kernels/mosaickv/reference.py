@@ -1,197 +1,336 @@
-"""Packed vectors of rotated keys and values (MosaicKV sections 4.2 and 5.1-5.3): the specification.
+"""The operations of `mosaickv` (MosaicKV sections 4.2, 5.3, 5.4), plain torch: the specification.
 
-The columns of a rotation R are the eigenvectors of a covariance KᵀK, largest eigenvalue first. In
-that frame few elements of a vector carry most of its energy. The last columns are left out for all
-vectors (channel truncation, section 5.2). Of the C channels that are left, each vector keeps r
-elements of its own, those of largest magnitude, beside a bitmap of which they are (section 5.1):
-
-    y = x R,   x ≈ unpack(pack(y)) Rᵀ
-
-With an element group of g, g neighbouring channels share a bit, and the groups of most energy are
-kept. The paper moves channels that are selected together next to each other, and does not say how;
-here neighbours are those of similar eigenvalue, which are selected about as often.
-
-A product with packed vectors rotates the other side once and not the vectors (section 5.3):
-q·x = (q R)·y. What is lost is measured as energy, since R is orthonormal.
+Tokens are in a `PackedStore`, as packed vectors; `vectors` says what these are.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
+from cache_rank_kernels.fp8.reference import convert
+from cache_rank_kernels.mosaickv.store import (
+    PackedStore,
+    Run,
+    load_vectors,
+    newest_tokens,
+    packed_tokens,
+    runs_of,
+    store_vectors,
+    strategy_at,
+)
+from cache_rank_kernels.mosaickv.vectors import (
+    PackedVectors,
+    attention_output,
+    bitmap_bytes,
+    decode,
+    encode,
+    lost_energy,
+    mean_keys,
+    pack_vectors,
+    rotate,
+    rotation_of,
+    score_packed,
+    unexplained_variance,
+    unpack_vectors,
+)
 from torch import Tensor
 
+__all__ = [
+    "PackedVectors",
+    "attention_output",
+    "bitmap_bytes",
+    "compress_buffer",
+    "decode",
+    "encode",
+    "gather_packed",
+    "lost_energy",
+    "mean_keys",
+    "pack_vectors",
+    "read_packed",
+    "rotate",
+    "rotation_of",
+    "score_packed",
+    "score_packed_step",
+    "score_packed_workspace",
+    "unexplained_variance",
+    "unpack_vectors",
+]
 
-class PackedVectors(NamedTuple):
-    """Vectors of C channels, of which each keeps r elements.
+_TILE_TOKENS = 4096
+"""Tokens of one sequence that are unpacked at once for scoring."""
 
-    Attributes:
-        elements: (..., n, r) in the dtype of what was encoded, ascending by channel.
-        bitmap: (..., n, ceil(C / g / 8)) uint8, a bit an element group, the first one lowest.
-    """
-
-    elements: Tensor
-    bitmap: Tensor
-
-
-def rotation_of(covariance: Tensor, channels: int) -> Tensor:
-    """The rotation that concentrates energy (sections 2.3 and 5.5).
-
-    Args:
-        covariance: (..., D, D), the sum of xᵀx over vectors; not centred, as in the paper.
-        channels: C, how many to keep.
-
-    Returns:
-        (..., D, C) float64, orthonormal columns, largest eigenvalue first.
-    """
-    _, vectors = torch.linalg.eigh(covariance.double())  # ascending
-    return vectors.flip(-1)[..., :channels].contiguous()
-
-
-def rotate(vectors: Tensor, rotation: Tensor) -> Tensor:
-    """x R: (..., n, D) and (..., D, C), both of any float dtype, to (..., n, C) float32."""
-    return vectors.float() @ rotation.float()
+_DECODED_TOKENS = 512
+"""Tokens that are decoded at once, each beside a copy of its rotation."""
 
 
-def bitmap_bytes(channels: int, group: int) -> int:
-    """Of one vector."""
-    return -(-channels // (8 * group))
-
-
-def pack_vectors(rotated: Tensor, kept: int, group: int, dtype: torch.dtype) -> PackedVectors:
-    """Keep each vector's largest elements (section 4.2, stage 1).
-
-    Args:
-        rotated: (..., n, C) float32.
-        kept: r, a multiple of the group, at most C.
-        group: g, which divides C.
-        dtype: of the elements; what is beyond its range becomes its largest number.
-
-    Returns:
-        Packed vectors. Ties are kept toward the first channels.
-    """
-    groups = rotated.unflatten(-1, (-1, group))  # (..., n, C / g, g)
-    largest = rotated.abs().amax(dim=-1, keepdim=True).unsqueeze(-1)
-    # Relative to the largest element, so that squares neither overflow nor vanish; but for vectors
-    # of nothing but subnormal numbers, which not every device divides by.
-    is_normal = largest >= torch.finfo(torch.float32).tiny
-    relative = groups / torch.where(is_normal, largest, torch.ones_like(largest))
-    energy = torch.zeros_like(relative[..., 0])
-    for part in relative.unbind(dim=-1):  # in order, so that ties are the same on every device
-        energy = energy + part.square()
-    order = energy.sort(dim=-1, descending=True, stable=True).indices
-    chosen = order[..., : kept // group].sort(dim=-1).values
-    elements = groups.gather(-2, chosen.unsqueeze(-1).expand(*chosen.shape, group)).flatten(-2)
-    limit = torch.finfo(dtype).max
-    bits = torch.zeros_like(energy, dtype=torch.uint8).scatter_(-1, chosen, 1)
-    return PackedVectors(elements.clamp(-limit, limit).to(dtype), _pack_bits(bits))
-
-
-def unpack_vectors(packed: PackedVectors, channels: int, group: int) -> Tensor:
-    """Vectors with zeros for what was not kept: (..., n, C) float32."""
-    shifts = torch.arange(8, dtype=torch.uint8, device=packed.bitmap.device)
-    bits = (packed.bitmap.unsqueeze(-1) >> shifts & 1).flatten(-2)[..., : channels // group]
-    is_kept = bits.repeat_interleave(group, dim=-1)
-    rank = is_kept.cumsum(dim=-1) - 1  # int64: where among the elements a kept channel is
-    elements = packed.elements.float().gather(-1, rank.clamp(min=0))
-    return elements * is_kept
-
-
-def encode(tokens: Tensor, rotation: Tensor, kept: int, group: int) -> PackedVectors:
-    """Rotate and pack: (..., n, D) to packed vectors in the dtype of `tokens`."""
-    return pack_vectors(rotate(tokens, rotation), kept, group, tokens.dtype)
-
-
-def decode(packed: PackedVectors, rotation: Tensor, group: int) -> Tensor:
-    """Unpack and rotate back, with the arguments of `encode`: (..., n, D) float32."""
-    unpacked = unpack_vectors(packed, rotation.shape[-1], group)
-    return unpacked @ rotation.float().transpose(-1, -2)
-
-
-def mean_keys(keys: Tensor, block: int) -> Tensor:
-    """Per-block keys (section 4.2, stage 2): (..., n, D) to (..., n / block, D), in its dtype."""
-    return keys.double().unflatten(-2, (-1, block)).mean(dim=-2).to(keys.dtype)
-
-
-def score_packed(
-    queries: Tensor, packed: PackedVectors, rotation: Tensor, group: int, scale: float
+def compress_buffer(
+    store: PackedStore, page: Tensor, slot: int, row: int, layers: range, first: int
 ) -> Tensor:
-    """Attention logits of packed keys, or of packed per-block keys (section 5.3).
+    """Compress a buffer of tokens from the ring to the pages.
 
     Args:
-        queries: (..., G, D) float32, the query heads of the kv head that the keys are of.
-        packed: (..., n, r).
-        rotation: (..., D, C) that the keys were encoded with.
-        group: that the keys were encoded with.
+        store: written in place.
+        page: (1,) int32, where the buffer is to be.
+        slot: of the sequence.
+        row: of the strategies, in the tables.
+        layers: whose tokens.
+        first: position of the first token.
+
+    Returns:
+        (len(layers),) float64, the share of energy that a token loses, of the mean vector, summed
+        over the buffer.
+    """
+    last, losses = first + store.buffer_tokens, []
+    head = torch.arange(store.rings[0].shape[2], device=page.device).unsqueeze(-1)
+    position = torch.arange(first, last, device=page.device) % store.page_tokens
+    for layer in layers:
+        strategy = strategy_at(store, row, layer)
+        tokens = newest_tokens(store, slot, layer, first, last)
+        losses.append(torch.zeros((), dtype=torch.float64, device=page.device))
+        for vectors, part, rotation in zip(
+            (store.keys, store.values), tokens, strategy.rotations, strict=True
+        ):
+            packed = encode(part, rotation, strategy.kept, strategy.group)
+            store_vectors(store, vectors, page, layer, head, position, packed)
+            losses[-1] += lost_energy(part, packed).mean(dim=0).sum() / 2
+        if strategy.block > 1:
+            means = mean_keys(tokens[0], strategy.block)
+            packed = encode(means, strategy.rotations[0], strategy.kept, strategy.group)
+            blocks = position[:: strategy.block]
+            store_vectors(store, store.block_keys, page, layer, head, blocks, packed)
+    return torch.stack(losses)
+
+
+def gather_packed(
+    store: PackedStore,
+    page_table: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    first_layer: int,
+    entering: Tensor,
+    out_keys: Tensor,
+    out_values: Tensor,
+) -> None:
+    """Read tokens into a message: decoded, or as they came where they are not in the pages.
+
+    Args:
+        store: that they are in.
+        page_table: (R, max pages) int32, pages of each row.
+        slots: (R,) int32; a row of slot -1 is left alone.
+        positions: (R,) int32, of the newest token of each row.
+        first_layer: of the L layers in the store.
+        entering: (R, L, Hkv, C) int32 positions; an entry of -1 is left alone.
+        out_keys, out_values: (R, L, Hkv, C, D) in the rings' dtype or in float8_e4m3fn, rounded
+            from that; written in place.
+    """
+    used = (entering >= 0) & (slots >= 0).view(-1, 1, 1, 1)
+    for row, index in used.flatten(2).any(dim=-1).nonzero().tolist():
+        head, entry = used[row, index].nonzero(as_tuple=True)
+        found = _read_layer(
+            store,
+            page_table[row],
+            int(slots[row]),
+            first_layer + index,
+            int(positions[row]) + 1,
+            head,
+            entering[row, index, head, entry].to(torch.int64),
+        )
+        for out, part in zip((out_keys, out_values), found, strict=True):
+            out[row, index, head, entry] = convert(part, out.dtype)
+
+
+def read_packed(
+    store: PackedStore, pages: Tensor, slot: int, layers: range, tokens: int, positions: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Read tokens of one sequence, as `gather_packed` does.
+
+    Args:
+        store: that they are in.
+        pages: (pages,) int32 of the sequence.
+        slot: of the sequence.
+        layers: whose tokens.
+        tokens: of the sequence.
+        positions: (len(layers), Hkv, n) int64.
+
+    Returns:
+        Keys and values, (len(layers), Hkv, n, D) each in the rings' dtype.
+    """
+    _, _, kv_heads, _, head_dim = store.rings[0].shape
+    head = torch.arange(kv_heads, device=pages.device).unsqueeze(-1).expand(positions.shape[1:])
+    found = [
+        _read_layer(store, pages, slot, layer, tokens, head.flatten(), of_layer.flatten())
+        for layer, of_layer in zip(layers, positions, strict=True)
+    ]
+    keys, values = torch.stack(found, dim=1).view(2, *positions.shape, head_dim)
+    return keys, values
+
+
+def _read_layer(
+    store: PackedStore,
+    pages: Tensor,
+    slot: int,
+    layer: int,
+    tokens: int,
+    head: Tensor,
+    position: Tensor,
+) -> Tensor:
+    """Tokens of a layer, each of a head and position of its own: (2, n, D)."""
+    ring, dtype = store.rings[0].shape[3], store.rings[0].dtype
+    packed, largest = packed_tokens(store, slot, tokens), torch.finfo(dtype).max
+    out = torch.stack([of[slot, layer, head, position % ring] for of in store.rings])
+    strategies = store.strategy_of[slot, position // store.buffer_tokens]
+    strategies = torch.where(position < packed, strategies, -1)
+    for index in strategies.unique().tolist():
+        if index < 0:
+            continue
+        strategy = strategy_at(store, int(store.rows[slot, index]), layer)
+        for part in (strategies == index).nonzero().squeeze(-1).split(_DECODED_TOKENS):
+            # One product a token, so that no bit of it depends on what else is asked for.
+            of_token = head[part].unsqueeze(-1), position[part].unsqueeze(-1)
+            for side, vectors in enumerate((store.keys, store.values)):
+                coded = load_vectors(store, vectors, pages, layer, *of_token, strategy)
+                decoded = decode(coded, strategy.rotations[side, head[part]], strategy.group)
+                out[side, part] = decoded.squeeze(1).clamp(-largest, largest).to(dtype)
+    return out
+
+
+def score_packed_workspace(
+    store: PackedStore, rows: int, layers: int, group: int, capacity: int, strategies: int
+) -> None:
+    """Scratch for `rows` rows of up to `capacity` tokens and `strategies` strategies: none."""
+
+
+def score_packed_step(
+    store: PackedStore,
+    queries: Tensor,
+    page_table: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    first_layer: int,
+    scale: float,
+    scored: tuple[int, int],
+    workspace: None,
+    out: Tensor,
+    exact: bool = False,
+) -> None:
+    """Score the resident tokens of every row of a step.
+
+    All blocks are scored by their mean keys, and then the tokens of the best blocks by their own
+    (section 4.2, stage 2). A token elsewhere keeps the logit of its block, which is a better guess
+    than none, for itself and for the sum that probabilities are relative to.
+
+    Args:
+        store: that they are in.
+        queries: (R, L, Hq, D) float32.
+        page_table: (R, max pages) int32, pages of each row.
+        slots: (R,) int32; a row of slot -1 is left alone.
+        positions: (R,) int32; tokens [0, position] are scored.
+        first_layer: of the L layers in the store.
         scale: factor on the logits.
-
-    Returns:
-        (..., G, n) float32.
+        scored: how many tokens of each kv head are scored by themselves: millionths of a row's
+            tokens, and the fewest; the last of the blocks may be scored in part.
+        workspace: of `score_packed_workspace`.
+        out: (R, L, Hkv, capacity) float32; entries of other tokens keep what they hold.
+        exact: score all tokens by themselves.
     """
-    keys = unpack_vectors(packed, rotation.shape[-1], group)
-    return (rotate(queries, rotation) @ keys.transpose(-1, -2)) * scale
+    grouped = queries.unflatten(2, (out.shape[2], -1))  # (R, L, Hkv, G, D)
+    for row, (slot, position) in enumerate(zip(slots.tolist(), positions.tolist(), strict=True)):
+        resident = position + 1
+        wanted = max(-(-resident * scored[0] // 1_000_000), scored[1])
+        for index in range(queries.shape[1] if slot >= 0 else 0):
+            logits = _logits(
+                store,
+                grouped[row, index],
+                page_table[row],
+                slot,
+                first_layer + index,
+                resident,
+                resident if exact else wanted,
+                scale,
+            )
+            out[row, index, :, :resident] = _scores(logits)
 
 
-def attention_output(
-    probabilities: Tensor, packed: PackedVectors, rotation: Tensor, group: int
+def _scores(logits: Tensor) -> Tensor:
+    """The largest log-probability over the heads of a group: (Hkv, G, T) to (Hkv, T)."""
+    return torch.log_softmax(logits, dim=-1).amax(dim=-2)
+
+
+def _logits(
+    store: PackedStore,
+    queries: Tensor,
+    pages: Tensor,
+    slot: int,
+    layer: int,
+    resident: int,
+    wanted: int,
+    scale: float,
 ) -> Tensor:
-    """Attention output of packed values, summed in the rotated frame and rotated back once.
+    """Logits of a sequence's first tokens, (Hkv, G, resident); queries (Hkv, G, D)."""
+    packed = packed_tokens(store, slot, resident)
+    runs = list(runs_of(store, slot, layer, packed, _TILE_TOKENS))
+    by_token = wanted >= packed
+    logits = []
+    for run in runs:
+        in_blocks = not by_token and run.strategy.block > 1
+        logits.append(_score_run(store, queries, pages, layer, run, in_blocks, scale))
+    if packed < resident:
+        keys = newest_tokens(store, slot, layer, packed, resident)[0].float()
+        logits.append((queries @ keys.transpose(-1, -2)) * scale)
+    together = torch.cat(logits, dim=-1)
+    if not by_token:
+        _refine(store, together, queries, pages, layer, runs, wanted, scale)
+    return together
+
+
+def _score_run(
+    store: PackedStore,
+    queries: Tensor,
+    pages: Tensor,
+    layer: int,
+    run: Run,
+    in_blocks: bool,
+    scale: float,
+) -> Tensor:
+    """Logits of a run, by the keys of its tokens or of their blocks: (Hkv, G, n)."""
+    strategy, vectors = run.strategy, store.block_keys if in_blocks else store.keys
+    block = strategy.block if in_blocks else 1
+    head = torch.arange(queries.shape[0], device=queries.device).unsqueeze(-1)
+    position = torch.arange(run.first, run.last, block, device=queries.device)
+    keys = load_vectors(store, vectors, pages, layer, head, position, strategy)
+    logits = score_packed(queries, keys, strategy.rotations[0], strategy.group, scale)
+    return logits.repeat_interleave(block, dim=-1) if in_blocks else logits
+
+
+def _refine(
+    store: PackedStore,
+    logits: Tensor,
+    queries: Tensor,
+    pages: Tensor,
+    layer: int,
+    runs: list[Run],
+    wanted: int,
+    scale: float,
+) -> None:
+    """Score the tokens of the best blocks by their own keys, `wanted` tokens of each kv head.
 
     Args:
-        probabilities: (..., G, n) float32.
-        packed: (..., n, r) values.
-        rotation: (..., D, C) that the values were encoded with.
-        group: that the values were encoded with.
-
-    Returns:
-        (..., G, D) float32 (section 5.3).
+        store: that they are in.
+        logits: (Hkv, G, T), of tokens by their blocks; written in place.
+        queries: (Hkv, G, D).
+        pages: of the sequence.
+        layer: that they are of.
+        runs: that cover the tokens in the pages.
+        wanted: fewer than those; the last of the blocks may be scored in part.
+        scale: factor on the logits.
     """
-    values = unpack_vectors(packed, rotation.shape[-1], group)
-    return (probabilities @ values) @ rotation.float().transpose(-1, -2)
-
-
-def lost_energy(tokens: Tensor, packed: PackedVectors) -> Tensor:
-    """The share of each vector's energy that its elements do not keep.
-
-    The paper's compression loss (section 5.5) compares vectors with what is left of them, in a
-    measure that it does not give; this is |x - x̂|² / |x|².
-
-    Args:
-        tokens: (..., n, D), before they were rotated.
-        packed: the same vectors.
-
-    Returns:
-        (..., n) float64, from 0 to 1; 0 for a vector of zeros.
-    """
-    energy = tokens.double().square().sum(dim=-1)
-    kept = packed.elements.double().square().sum(dim=-1)
-    share = 1 - kept / torch.where(energy == 0, torch.ones_like(energy), energy)
-    return torch.where(energy == 0, torch.zeros_like(share), share.clamp(min=0))
-
-
-def unexplained_variance(keys: Tensor, block: int) -> Tensor:
-    """How much of the variance of keys is within blocks, and so lost to per-block keys.
-
-    The paper compares the variance within blocks with a threshold (section 5.5) and gives no unit;
-    here it is relative to the variance of all keys, so that a threshold holds for any model.
-
-    Args:
-        keys: (..., n, D).
-        block: tokens of a block, which divides n.
-
-    Returns:
-        (...) float64, from 0 to 1; 0 for keys that are all the same.
-    """
-    exact = keys.double()
-    blocks = exact.unflatten(-2, (-1, block))
-    within = (blocks - blocks.mean(dim=-2, keepdim=True)).square().sum(dim=(-3, -2, -1))
-    total = (exact - exact.mean(dim=-2, keepdim=True)).square().sum(dim=(-2, -1))
-    return torch.where(total == 0, torch.zeros_like(total), within / total).clamp(0, 1)
-
-
-def _pack_bits(bits: Tensor) -> Tensor:
-    """(..., n) uint8 of 0 and 1 to (..., ceil(n / 8)) uint8."""
-    padded = torch.nn.functional.pad(bits, (0, -bits.shape[-1] % 8))
-    shifts = torch.arange(8, dtype=torch.uint8, device=bits.device)
-    return (padded.unflatten(-1, (-1, 8)) << shifts).sum(dim=-1, dtype=torch.uint8)
+    newest_first = _scores(logits)[:, : runs[-1].last].flip(-1)
+    order = newest_first.sort(dim=-1, descending=True, stable=True).indices
+    best = (runs[-1].last - 1 - order[:, :wanted]).sort(dim=-1).values  # (Hkv, wanted)
+    for head, of_head in enumerate(best):
+        for run in (run for run in runs if run.strategy.block > 1):
+            position = of_head[(of_head >= run.first) & (of_head < run.last)]
+            strategy, which = run.strategy, torch.tensor(head, device=position.device)
+            keys = load_vectors(store, store.keys, pages, layer, which, position, strategy)
+            logits[head, :, position] = score_packed(
+                queries[head], keys, strategy.rotations[0, head], strategy.group, scale
+            )

@@ -515,13 +515,6 @@ def test_what_codes_cannot_be_combined_with_is_refused(
         residency.create(small_config(kv_residency=name, **changes), PAGES, CPU)
 
 
-def test_formats_without_kernels_are_refused_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(residency.FORMATS["hack"], "runs_on_gpu", False)
-    with pytest.raises(ValueError, match="kv_residency hack runs on CPUs only; use bf16"):
-        residency.create(small_config(kv_residency="hack"), PAGES, torch.device("cuda"))
-    assert all(residency.FORMATS[name].runs_on_gpu for name in WITH_KERNELS)
-
-
 def held_after_arrivals(
     name: str, model: ModelShape, device: torch.device, **options: Any
 ) -> tuple[Held, list[Tensor]]:

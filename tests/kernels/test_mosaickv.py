@@ -271,43 +271,30 @@ def test_variance_within_blocks_is_nothing_where_all_keys_of_a_block_are_the_sam
 
 
 def assert_triton_equals_reference(
-    rotated: Tensor, kept: int, group: int, dtype: torch.dtype, heads: int
+    rotated: Tensor, kept: int, group: int, dtype: torch.dtype
 ) -> None:
-    """Of (units, n, C) float32 vectors, and of `heads` queries of each unit."""
-    units, _, channels = rotated.shape
-    packed = pack_vectors(rotated, kept, group, dtype)
+    """Of (units, n, C) float32 vectors."""
     for found, expected in zip(
-        triton.pack_vectors(rotated, kept, group, dtype), packed, strict=True
+        triton.pack_vectors(rotated, kept, group, dtype),
+        pack_vectors(rotated, kept, group, dtype),
+        strict=True,
     ):
         assert found.dtype == expected.dtype
         assert torch.equal(found, expected)
-    unpacked = unpack_vectors(packed, channels, group)
-    assert torch.equal(triton.unpack_vectors(packed, channels, group), unpacked)
-
-    queries = normal(units, heads, 2 * channels).to(rotated.device)
-    rotation = torch.linalg.qr(normal(units, 2 * channels, channels, seed=1)).Q.to(rotated.device)
-    found = triton.score_packed(queries, packed, rotation, group, 0.125)
-    exact = rotate(queries, rotation).double() @ unpacked.double().transpose(-1, -2) * 0.125
-    # Each of the two sums C products, whose rounding is of the magnitude of the products.
-    magnitude = rotate(queries, rotation).abs() @ unpacked.abs().transpose(-1, -2) * 0.125
-    bound = channels * torch.finfo(torch.float32).eps * magnitude.double()
-    expected = score_packed(queries, packed, rotation, group, 0.125)
-    for part in (found, expected):
-        assert ((part.double() - exact).abs() <= bound).all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
-    ("units", "count", "channels", "kept", "group", "heads"),
+    ("units", "count", "channels", "kept", "group"),
     [
-        (1, 1, 1, 1, 1, 1),
-        (1, 0, 8, 4, 1, 2),
-        (2, 17, 6, 6, 1, 3),
-        (2, 40, 48, 8, 1, 4),
-        (3, 5, 48, 16, 2, 1),
-        (1, 33, 96, 36, 4, 7),
-        (1, 16, 128, 128, 4, 17),
-        (2, 3, 128, 48, 1, 4),
+        (1, 1, 1, 1, 1),
+        (1, 0, 8, 4, 1),
+        (2, 17, 6, 6, 1),
+        (2, 40, 48, 8, 1),
+        (3, 5, 48, 16, 2),
+        (1, 33, 96, 36, 4),
+        (1, 16, 128, 128, 4),
+        (2, 3, 128, 48, 1),
     ],
 )
 def test_triton_equals_reference(
@@ -317,11 +304,10 @@ def test_triton_equals_reference(
     channels: int,
     kept: int,
     group: int,
-    heads: int,
     dtype: torch.dtype,
 ) -> None:
     rotated = normal(units, count, channels).to(device)
-    assert_triton_equals_reference(rotated, kept, group, dtype, heads)
+    assert_triton_equals_reference(rotated, kept, group, dtype)
 
 
 @pytest.mark.parametrize("group", [1, 2, 4])
@@ -349,4 +335,4 @@ def test_triton_keeps_the_elements_of_the_reference(
 @pytest.mark.parametrize("group", [1, 2, 4])
 def test_large_segments_on_a_gpu(group: int) -> None:
     rotated = normal(8, 65536, 96).cuda()
-    assert_triton_equals_reference(rotated, 32, group, torch.bfloat16, heads=4)
+    assert_triton_equals_reference(rotated, 32, group, torch.bfloat16)

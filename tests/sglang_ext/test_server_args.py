@@ -319,11 +319,6 @@ NO_GPU_LEFT = (
             "--cuda-graph-backend-decode breakable: the exchange is gated inside one full graph; "
             "pass full, or drop the flag.",
         ),
-        RefusedOnGpus(
-            "--kv-residency mosaickv",
-            "--kv-residency mosaickv: it runs on CPUs only yet; use another format on GPUs, or "
-            "--device cpu.",
-        ),
     ],
     ids=lambda refused: f"{refused.flags or 'nothing'} with {refused.gpus}",
 )

@@ -1,0 +1,192 @@
+"""Compression of a buffer of newest tokens by a strategy that there is, Triton.
+
+Of a buffer's keys all means are rotated that any block may want, and those of the strategy's block
+are kept: 14 vectors beside 32.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from cache_rank_kernels.mosaickv.layout import Layout
+from cache_rank_kernels.mosaickv.packing import pack_rows, rounded
+from cache_rank_kernels.mosaickv.store import PackedStore
+from torch import Tensor
+
+_BUFFER = 32
+"""Tokens, rows of a product."""
+
+_MEANS = 16
+"""Rows of a product: 8 means of 4 keys, 4 of 8, 2 of 16, and none."""
+
+_ROWS = _BUFFER + _MEANS
+
+
+def compress_buffer(
+    store: PackedStore, page: Tensor, slot: int, row: int, layers: range, first: int
+) -> Tensor:
+    """See the reference. Two launches, whose result is that of any others with the same buffer."""
+    layout = Layout.of(store)
+    assert layout.buffer == _BUFFER
+    keys, values = store.rings
+    units = len(layers) * layout.kv_heads
+    rotated = torch.empty(
+        (units, 2, _ROWS, layout.columns), dtype=torch.float32, device=keys.device
+    )
+    losses = torch.empty((len(layers), layout.kv_heads, 2), dtype=torch.float64, device=keys.device)
+    numbers = (slot, row, layers.start, first)
+    _rotate[(units, 2)](
+        keys,
+        values,
+        store.rotations,
+        rotated,
+        *numbers,
+        LAYOUT=layout,
+        EXACT=not keys.is_cuda or keys.dtype == torch.float32,
+        num_warps=8,
+    )
+    _pack_buffer[(2, units, 2)](
+        keys,
+        values,
+        tuple(store.keys),
+        tuple(store.values),
+        tuple(store.block_keys),
+        store.numbers,
+        rotated,
+        losses,
+        page,
+        *numbers,
+        torch.finfo(keys.dtype).max,
+        LAYOUT=layout,
+        enable_fp_fusion=False,  # groups of the same energy as in the reference
+    )
+    return losses.mean(dim=(1, 2))
+
+
+@triton.jit
+def _load_buffer(keys, values, part, slot, layer, head, first, LAYOUT: tl.constexpr):
+    """(buffer, D) tokens as they came."""
+    unit = (slot.to(tl.int64) * LAYOUT.layers + layer) * LAYOUT.kv_heads + head
+    token = unit * LAYOUT.ring + first % LAYOUT.ring + tl.arange(0, LAYOUT.buffer)
+    at = token[:, None] * LAYOUT.head_dim + tl.arange(0, LAYOUT.head_dim)[None, :]
+    return tl.load((keys if part == 0 else values) + at)
+
+
+@triton.jit(do_not_specialize=["slot", "row", "first_layer", "first"])
+def _rotate(
+    keys,
+    values,
+    rotations,
+    rotated,
+    slot,
+    row,
+    first_layer,
+    first,
+    LAYOUT: tl.constexpr,
+    EXACT: tl.constexpr,
+):
+    """Rotate tokens, and of keys the means of blocks, to rows of COLUMNS float32."""
+    unit, part = tl.program_id(0), tl.program_id(1)
+    layer, head = first_layer + unit // LAYOUT.kv_heads, unit % LAYOUT.kv_heads
+    dtype: tl.constexpr = tl.float32 if EXACT else keys.dtype.element_ty
+    dims, channel = tl.arange(0, LAYOUT.head_dim), tl.arange(0, LAYOUT.columns)
+    matrix = ((row.to(tl.int64) * LAYOUT.layers + layer) * 2 + part) * LAYOUT.kv_heads + head
+    at = (matrix * LAYOUT.head_dim + dims)[:, None] * LAYOUT.channels + channel[None, :]
+    is_channel = (channel < LAYOUT.channels)[None, :]
+    rotation = tl.load(rotations + at, mask=is_channel, other=0.0).to(dtype)
+
+    tokens = _load_buffer(keys, values, part, slot, layer, head, first, LAYOUT)
+    product = tl.dot(tokens.to(dtype), rotation, input_precision="ieee")
+    target = rotated + (unit * 2 + part).to(tl.int64) * 48 * LAYOUT.columns
+    token = tl.arange(0, LAYOUT.buffer)
+    tl.store(target + token[:, None] * LAYOUT.columns + channel[None, :], product)
+    if part == 0:
+        mean = tl.arange(0, 16)
+        block = tl.where(mean < 8, 4, tl.where(mean < 12, 8, 16))
+        index = mean - tl.where(mean < 8, 0, tl.where(mean < 12, 8, 12))
+        is_in_block = (token[None, :] // block[:, None] == index[:, None]).to(tl.float32)
+        weight = is_in_block / block[:, None]
+        means = tl.dot(weight, tokens.to(tl.float32), input_precision="ieee")
+        means = rounded(means, keys.dtype.element_ty).to(dtype)
+        of_means = tl.dot(means, rotation, input_precision="ieee")
+        target += LAYOUT.buffer * LAYOUT.columns
+        tl.store(target + mean[:, None] * LAYOUT.columns + channel[None, :], of_means)
+
+
+@triton.jit(
+    do_not_specialize=["slot", "row", "first_layer", "first", "limit"],
+    do_not_specialize_on_alignment=["page"],
+)
+def _pack_buffer(
+    keys,
+    values,
+    packed_keys,
+    packed_values,
+    packed_blocks,
+    numbers,
+    rotated,
+    losses,
+    page,
+    slot,
+    row,
+    first_layer,
+    first,
+    limit,
+    LAYOUT: tl.constexpr,
+):
+    """Pack the rows of `_rotate`, tokens or means, into the page."""
+    is_means, unit, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    layer, head = first_layer + unit // LAYOUT.kv_heads, unit % LAYOUT.kv_heads
+    of_strategy = numbers + (row.to(tl.int64) * LAYOUT.layers + layer) * 3
+    kept, group = tl.load(of_strategy), tl.load(of_strategy + 1)
+    block = tl.load(of_strategy + 2)
+    width = (LAYOUT.channels // group + 7) // 8
+    rows = (unit * 2 + part).to(tl.int64) * 48
+    tile = (tl.load(page).to(tl.int64) * LAYOUT.layers + layer) * LAYOUT.kv_heads + head
+    in_page = first % LAYOUT.page
+    index = tl.arange(0, 32)
+    if is_means == 0:
+        entry = tile * LAYOUT.page + in_page + index
+        if part == 0:
+            elements, bitmap = packed_keys
+        else:
+            elements, bitmap = packed_values
+        targets = (elements, bitmap, entry * LAYOUT.kept, entry * LAYOUT.bytes, width)
+        is_token = index < 32
+        stored = pack_rows(
+            rotated,
+            rows + index,
+            is_token,
+            targets,
+            kept,
+            group,
+            limit,
+            LAYOUT.channels,
+            LAYOUT.columns,
+            LAYOUT.columns,
+        )
+        tokens = _load_buffer(keys, values, part, slot, layer, head, first, LAYOUT).to(tl.float64)
+        energy = tl.sum(tokens * tokens, axis=1)
+        exact = stored.to(tl.float64)
+        share = 1 - tl.sum(exact * exact, axis=1) / tl.where(energy == 0, 1, energy)
+        share = tl.where(energy == 0, 0, tl.maximum(share, 0))
+        tl.store(losses + unit * 2 + part, tl.sum(share, axis=0))
+    elif (part == 0) & (block > 1):
+        first_mean = tl.where(block == 4, 0, tl.where(block == 8, 8, 12))
+        entry = in_page + index * block
+        entry = tile * LAYOUT.page_blocks + entry * LAYOUT.page_blocks // LAYOUT.page
+        elements, bitmap = packed_blocks
+        targets = (elements, bitmap, entry * LAYOUT.kept, entry * LAYOUT.bytes, width)
+        pack_rows(
+            rotated,
+            rows + 32 + first_mean + index,
+            index < 32 // block,
+            targets,
+            kept,
+            group,
+            limit,
+            LAYOUT.channels,
+            LAYOUT.columns,
+            LAYOUT.columns,
+        )

@@ -1,0 +1,142 @@
+"""Packed vectors in kernels of `mosaickv`, Triton: how one is made of a rotated vector, and read.
+
+Rate, element group and block are numbers that kernels load and not constants that they are compiled
+for: there are 27 strategies, and the first segment that has one must not wait for a compiler.
+
+Where an element of a packed vector belongs follows from how many bits are set before its own. That
+count is a product with a triangular matrix of ones, on the matrix unit, exact in float16: a prefix
+sum of two dimensions is what Triton 3.6 miscompiles in some layouts.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+_LARGEST_GROUP = tl.constexpr(4)
+"""Of neighbouring elements that share a bit."""
+
+_SMALLEST_NORMAL = tl.constexpr(2.0**-126)
+
+_LEAST_COLUMNS = 16
+"""Of a product on a matrix unit."""
+
+
+def columns_for(channels: int) -> int:
+    """Channels of a vector in a kernel: a power of two, those beyond its own are 0."""
+    return max(_LEAST_COLUMNS, int(triton.next_power_of_2(channels)))
+
+
+@triton.jit
+def rounded(numbers, dtype: tl.constexpr):
+    """Finite float32 in another dtype: the interpreter cuts off what a GPU rounds to bfloat16."""
+    if dtype == tl.bfloat16:
+        bits = numbers.to(tl.uint32, bitcast=True)
+        bits += 0x7FFF + ((bits >> 16) & 1)
+        numbers = (bits & 0xFFFF0000).to(tl.float32, bitcast=True)
+    return numbers.to(dtype)
+
+
+@triton.jit
+def _set_before(bits, COLUMNS: tl.constexpr):
+    """How many bits of a row, (vectors, COLUMNS) of 0 and 1, are set before each: int32."""
+    index = tl.arange(0, COLUMNS)
+    ones = (index[:, None] < index[None, :]).to(tl.float16)
+    return tl.dot(bits.to(tl.float16), ones).to(tl.int32)
+
+
+@triton.jit
+def _relative_energy(rotated, first, largest, used, group):
+    """Of groups whose first elements are at `first`, in squares of the largest of the vector."""
+    part = tl.div_rn(tl.load(rotated + first, mask=used, other=0.0), largest)
+    energy = part * part
+    for element in tl.static_range(1, _LARGEST_GROUP):
+        is_part = used & (element < group)
+        part = tl.div_rn(tl.load(rotated + first + element, mask=is_part, other=0.0), largest)
+        energy += part * part
+    return energy
+
+
+@triton.jit
+def pack_rows(
+    rotated,
+    vector,
+    is_vector,
+    targets,
+    kept,
+    group,
+    limit,
+    CHANNELS: tl.constexpr,
+    STRIDE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Pack rotated vectors; the same bits as `pack_vectors` of the reference.
+
+    Args:
+        rotated: rows of STRIDE float32, of which the first CHANNELS are of the vector.
+        vector: (vectors,) int64 rows.
+        is_vector: (vectors,) whether there is one.
+        targets: elements and bitmap, of each (vectors,) int64 entries the first element and the
+            first byte, and bytes of a bitmap.
+        kept, group: r and g.
+        limit: largest number of the elements' dtype.
+
+    Returns:
+        (vectors, COLUMNS) float32, what was stored of each channel.
+    """
+    elements, bitmap, first_element, first_byte, width = targets
+    channel = tl.arange(0, COLUMNS)
+    of_group = channel // group
+    used = is_vector[:, None] & (channel < CHANNELS)[None, :]
+    content = tl.load(rotated + vector[:, None] * STRIDE + channel[None, :], mask=used, other=0.0)
+    largest = tl.max(tl.abs(content), axis=1)
+    largest = tl.where(largest >= _SMALLEST_NORMAL, largest, 1.0)
+    first = vector[:, None] * STRIDE + (of_group * group)[None, :]
+    energy = _relative_energy(rotated, first, largest[:, None], used, group)
+
+    # A group's rank is how many others are ahead of it: more energy, or as much and before it.
+    rank = tl.zeros(content.shape, tl.int32)
+    for other in range(CHANNELS // group):
+        at = vector * STRIDE + other * group
+        other_energy = _relative_energy(rotated, at, largest, is_vector, group)[:, None]
+        is_tied = (other_energy == energy) & (other < of_group)[None, :]
+        rank += ((other_energy > energy) | is_tied).to(tl.int32)
+    chosen = used & (rank < kept // group)
+
+    bits = chosen.to(tl.int32)
+    place = _set_before(bits, COLUMNS)
+    stored = rounded(tl.clamp(content, -limit, limit), elements.dtype.element_ty)
+    # No more than r, also of a vector that is not finite and has no order.
+    tl.store(elements + first_element[:, None] + place, stored, mask=chosen & (place < kept))
+    is_first = (channel % group == 0)[None, :]
+    for byte in tl.static_range((CHANNELS + 7) // 8):
+        in_byte = is_first & (of_group // 8 == byte)[None, :]
+        packed = tl.sum(tl.where(in_byte, bits << (of_group % 8)[None, :], 0), axis=1)
+        tl.store(bitmap + first_byte + byte, packed.to(tl.uint8), is_vector & (byte < width))
+    return tl.where(chosen, stored.to(tl.float32), 0.0)
+
+
+@triton.jit
+def load_rows(
+    elements,
+    bitmap,
+    entry,
+    used,
+    group,
+    KEPT: tl.constexpr,
+    BYTES: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Unpack vectors, (vectors,) int64 entries of KEPT elements and BYTES bytes.
+
+    Returns:
+        (vectors, COLUMNS) in the elements' dtype, 0 for what was not kept.
+    """
+    channel = tl.arange(0, COLUMNS)
+    bit = channel // group
+    is_channel = used[:, None] & (channel < CHANNELS)[None, :]
+    byte = tl.load(bitmap + entry[:, None] * BYTES + (bit // 8)[None, :], mask=is_channel, other=0)
+    bits = (byte.to(tl.int32) >> (bit % 8)[None, :]) & 1
+    source = elements + entry[:, None] * KEPT + _set_before(bits, COLUMNS)
+    return tl.load(source, mask=bits == 1, other=0.0)

@@ -1,0 +1,197 @@
+"""Packed vectors of rotated keys and values (MosaicKV sections 4.2 and 5.1-5.3), plain torch.
+
+The columns of a rotation R are the eigenvectors of a covariance KᵀK, largest eigenvalue first. In
+that frame few elements of a vector carry most of its energy. The last columns are left out for all
+vectors (channel truncation, section 5.2). Of the C channels that are left, each vector keeps r
+elements of its own, those of largest magnitude, beside a bitmap of which they are (section 5.1):
+
+    y = x R,   x ≈ unpack(pack(y)) Rᵀ
+
+With an element group of g, g neighbouring channels share a bit, and the groups of most energy are
+kept. The paper moves channels that are selected together next to each other, and does not say how;
+here neighbours are those of similar eigenvalue, which are selected about as often.
+
+A product with packed vectors rotates the other side once and not the vectors (section 5.3):
+q·x = (q R)·y. What is lost is measured as energy, since R is orthonormal.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class PackedVectors(NamedTuple):
+    """Vectors of C channels, of which each keeps r elements.
+
+    Attributes:
+        elements: (..., n, r) in the dtype of what was encoded, ascending by channel.
+        bitmap: (..., n, ceil(C / g / 8)) uint8, a bit an element group, the first one lowest.
+    """
+
+    elements: Tensor
+    bitmap: Tensor
+
+
+def rotation_of(covariance: Tensor, channels: int) -> Tensor:
+    """The rotation that concentrates energy (sections 2.3 and 5.5).
+
+    Args:
+        covariance: (..., D, D), the sum of xᵀx over vectors; not centred, as in the paper.
+        channels: C, how many to keep.
+
+    Returns:
+        (..., D, C) float64, orthonormal columns, largest eigenvalue first.
+    """
+    _, vectors = torch.linalg.eigh(covariance.double())  # ascending
+    return vectors.flip(-1)[..., :channels].contiguous()
+
+
+def rotate(vectors: Tensor, rotation: Tensor) -> Tensor:
+    """x R: (..., n, D) and (..., D, C), both of any float dtype, to (..., n, C) float32."""
+    return vectors.float() @ rotation.float()
+
+
+def bitmap_bytes(channels: int, group: int) -> int:
+    """Of one vector."""
+    return -(-channels // (8 * group))
+
+
+def pack_vectors(rotated: Tensor, kept: int, group: int, dtype: torch.dtype) -> PackedVectors:
+    """Keep each vector's largest elements (section 4.2, stage 1).
+
+    Args:
+        rotated: (..., n, C) float32.
+        kept: r, a multiple of the group, at most C.
+        group: g, which divides C.
+        dtype: of the elements; what is beyond its range becomes its largest number.
+
+    Returns:
+        Packed vectors. Ties are kept toward the first channels.
+    """
+    groups = rotated.unflatten(-1, (-1, group))  # (..., n, C / g, g)
+    largest = rotated.abs().amax(dim=-1, keepdim=True).unsqueeze(-1)
+    # Relative to the largest element, so that squares neither overflow nor vanish; but for vectors
+    # of nothing but subnormal numbers, which not every device divides by.
+    is_normal = largest >= torch.finfo(torch.float32).tiny
+    relative = groups / torch.where(is_normal, largest, torch.ones_like(largest))
+    energy = torch.zeros_like(relative[..., 0])
+    for part in relative.unbind(dim=-1):  # in order, so that ties are the same on every device
+        energy = energy + part.square()
+    order = energy.sort(dim=-1, descending=True, stable=True).indices
+    chosen = order[..., : kept // group].sort(dim=-1).values
+    elements = groups.gather(-2, chosen.unsqueeze(-1).expand(*chosen.shape, group)).flatten(-2)
+    limit = torch.finfo(dtype).max
+    bits = torch.zeros_like(energy, dtype=torch.uint8).scatter_(-1, chosen, 1)
+    return PackedVectors(elements.clamp(-limit, limit).to(dtype), _pack_bits(bits))
+
+
+def unpack_vectors(packed: PackedVectors, channels: int, group: int) -> Tensor:
+    """Vectors with zeros for what was not kept: (..., n, C) float32."""
+    shifts = torch.arange(8, dtype=torch.uint8, device=packed.bitmap.device)
+    bits = (packed.bitmap.unsqueeze(-1) >> shifts & 1).flatten(-2)[..., : channels // group]
+    is_kept = bits.repeat_interleave(group, dim=-1)
+    rank = is_kept.cumsum(dim=-1) - 1  # int64: where among the elements a kept channel is
+    elements = packed.elements.float().gather(-1, rank.clamp(min=0))
+    return elements * is_kept
+
+
+def encode(tokens: Tensor, rotation: Tensor, kept: int, group: int) -> PackedVectors:
+    """Rotate and pack: (..., n, D) to packed vectors in the dtype of `tokens`."""
+    return pack_vectors(rotate(tokens, rotation), kept, group, tokens.dtype)
+
+
+def decode(packed: PackedVectors, rotation: Tensor, group: int) -> Tensor:
+    """Unpack and rotate back, with the arguments of `encode`: (..., n, D) float32."""
+    unpacked = unpack_vectors(packed, rotation.shape[-1], group)
+    return unpacked @ rotation.float().transpose(-1, -2)
+
+
+def mean_keys(keys: Tensor, block: int) -> Tensor:
+    """Per-block keys (section 4.2, stage 2): (..., n, D) to (..., n / block, D), in its dtype."""
+    return keys.double().unflatten(-2, (-1, block)).mean(dim=-2).to(keys.dtype)
+
+
+def score_packed(
+    queries: Tensor, packed: PackedVectors, rotation: Tensor, group: int, scale: float
+) -> Tensor:
+    """Attention logits of packed keys, or of packed per-block keys (section 5.3).
+
+    Args:
+        queries: (..., G, D) float32, the query heads of the kv head that the keys are of.
+        packed: (..., n, r).
+        rotation: (..., D, C) that the keys were encoded with.
+        group: that the keys were encoded with.
+        scale: factor on the logits.
+
+    Returns:
+        (..., G, n) float32.
+    """
+    keys = unpack_vectors(packed, rotation.shape[-1], group)
+    return (rotate(queries, rotation) @ keys.transpose(-1, -2)) * scale
+
+
+def attention_output(
+    probabilities: Tensor, packed: PackedVectors, rotation: Tensor, group: int
+) -> Tensor:
+    """Attention output of packed values, summed in the rotated frame and rotated back once.
+
+    Args:
+        probabilities: (..., G, n) float32.
+        packed: (..., n, r) values.
+        rotation: (..., D, C) that the values were encoded with.
+        group: that the values were encoded with.
+
+    Returns:
+        (..., G, D) float32 (section 5.3).
+    """
+    values = unpack_vectors(packed, rotation.shape[-1], group)
+    return (probabilities @ values) @ rotation.float().transpose(-1, -2)
+
+
+def lost_energy(tokens: Tensor, packed: PackedVectors) -> Tensor:
+    """The share of each vector's energy that its elements do not keep.
+
+    The paper's compression loss (section 5.5) compares vectors with what is left of them, in a
+    measure that it does not give; this is |x - x̂|² / |x|².
+
+    Args:
+        tokens: (..., n, D), before they were rotated.
+        packed: the same vectors.
+
+    Returns:
+        (..., n) float64, from 0 to 1; 0 for a vector of zeros.
+    """
+    energy = tokens.double().square().sum(dim=-1)
+    kept = packed.elements.double().square().sum(dim=-1)
+    share = 1 - kept / torch.where(energy == 0, torch.ones_like(energy), energy)
+    return torch.where(energy == 0, torch.zeros_like(share), share.clamp(min=0))
+
+
+def unexplained_variance(keys: Tensor, block: int) -> Tensor:
+    """How much of the variance of keys is within blocks, and so lost to per-block keys.
+
+    The paper compares the variance within blocks with a threshold (section 5.5) and gives no unit;
+    here it is relative to the variance of all keys, so that a threshold holds for any model.
+
+    Args:
+        keys: (..., n, D).
+        block: tokens of a block, which divides n.
+
+    Returns:
+        (...) float64, from 0 to 1; 0 for keys that are all the same.
+    """
+    exact = keys.double()
+    blocks = exact.unflatten(-2, (-1, block))
+    within = (blocks - blocks.mean(dim=-2, keepdim=True)).square().sum(dim=(-3, -2, -1))
+    total = (exact - exact.mean(dim=-2, keepdim=True)).square().sum(dim=(-2, -1))
+    return torch.where(total == 0, torch.zeros_like(total), within / total).clamp(0, 1)
+
+
+def _pack_bits(bits: Tensor) -> Tensor:
+    """(..., n) uint8 of 0 and 1 to (..., ceil(n / 8)) uint8."""
+    padded = torch.nn.functional.pad(bits, (0, -bits.shape[-1] % 8))
+    shifts = torch.arange(8, dtype=torch.uint8, device=bits.device)
+    return (padded.unflatten(-1, (-1, 8)) << shifts).sum(dim=-1, dtype=torch.uint8)

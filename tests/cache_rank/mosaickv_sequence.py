@@ -1,0 +1,177 @@
+"""A sequence in the `mosaickv` residency, driven as the selector drives it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from cache_rank_kernels.mosaickv.store import Run, Strategy, load_vectors, packed_tokens, runs_of
+from small_models import MHA, small_config
+from torch import Tensor
+
+from cache_rank import residency
+from cache_rank.config import CacheRankConfig, ModelShape
+from cache_rank.protocol import AnswerHeader
+from cache_rank.residency import StepRows
+from cache_rank.residency.mosaickv import MosaicKVResidency
+from cache_rank.residency.mosaickv_memory import BUFFER_TOKENS
+
+CPU = torch.device("cpu")
+PAGES = 16
+DENSE: dict[str, Any] = {"rate": 0, "dropped": 0}
+SHORT: dict[str, Any] = {"segment": 512, "threshold": 20, "variance": 0.75}
+"""Segments of 128 to 512 tokens, some in blocks; their own strategies are due after 64 more."""
+WIDE = ModelShape(2, 4, 2, 64, "float32", 1 / 8)
+
+
+def drifting(model: ModelShape, count: int, seed: int = 0) -> Tensor:
+    """K and V, (2, layers, Hkv, count, D), of few directions that change every 300 tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (2, model.layers, model.kv_heads)
+    parts = []
+    for first in range(0, count, 300):
+        basis = torch.randn((*shape, 3, model.head_dim), generator=generator)
+        weights = torch.randn((*shape, min(300, count - first), 3), generator=generator)
+        parts.append(weights @ basis)
+    noise = torch.randn((*shape, count, model.head_dim), generator=generator)
+    return (torch.cat(parts, dim=3) + 0.1 * noise).to(model.torch_dtype)
+
+
+@dataclass
+class Held:
+    """A sequence in a residency; tokens are (2, layers, Hkv, count, D)."""
+
+    config: CacheRankConfig
+    residency: MosaicKVResidency
+    tokens: Tensor
+    slot: int
+    pages: list[int]
+    resident: int = 0
+
+    @classmethod
+    def empty(
+        cls,
+        tokens: Tensor,
+        model: ModelShape = MHA,
+        slot: int = 1,
+        beside: Held | None = None,
+        device: torch.device = CPU,
+        **options: Any,
+    ) -> Held:
+        config = small_config(model, kv_residency="mosaickv", kv_residency_options=options)
+        held = beside.residency if beside else residency.create(config, PAGES, device)
+        assert isinstance(held, MosaicKVResidency)
+        pages = list(range(PAGES))
+        random.Random(slot).shuffle(pages)
+        return cls(config, held, tokens.to(device), slot, pages)
+
+    @classmethod
+    def whole(cls, tokens: Tensor, model: ModelShape = MHA, **options: Any) -> Held:
+        held = cls.empty(tokens, model, **options)
+        held.load(tokens.shape[3])
+        return held
+
+    def truncate(self, tokens: int) -> None:
+        self.residency.truncate(self.page_table, self.slot, tokens)
+        self.resident = tokens
+
+    @property
+    def page_table(self) -> Tensor:
+        return torch.tensor(self.pages, dtype=torch.int32, device=self.tokens.device)
+
+    @property
+    def layers(self) -> range:
+        return range(self.config.model.layers)
+
+    @property
+    def segments(self) -> Any:
+        return self.residency._segments[self.slot]
+
+    def load(self, count: int) -> None:
+        shipment = self.tokens[:, :, :, self.resident : self.resident + count].transpose(2, 3)
+        self.residency.load(self.page_table, self.slot, self.resident, shipment)
+        self.resident += count
+
+    def append(self) -> None:
+        """The next token, layer by layer."""
+        model, device = self.config.model, self.tokens.device
+        shape = (4, model.layers, model.query_heads, 5, model.head_dim)
+        ring = torch.zeros(shape, dtype=model.torch_dtype, device=device)
+        rows = self.rows(self.resident)
+        for layer in self.layers:
+            keys, values = self.tokens[:, layer, :, self.resident]
+            up = torch.cat((ring[0, 0, :, 0], keys, values))
+            self.residency.append(rows, range(layer, layer + 1), up.view(1, 1, *up.shape), ring)
+        self.resident += 1
+
+    def rows(self, position: int) -> StepRows:
+        device = self.tokens.device
+        return StepRows(
+            torch.tensor([self.slot], dtype=torch.int32, device=device),
+            torch.tensor([position], dtype=torch.int32, device=device),
+            torch.ones(1, dtype=torch.int32, device=device),
+            self.page_table.unsqueeze(0),
+            torch.zeros((1, len(AnswerHeader._fields)), dtype=torch.int64, device=device),
+            capacity=position + 1,
+        )
+
+    def read(self) -> Tensor:
+        positions = torch.arange(self.resident, device=self.tokens.device)
+        positions = positions.expand(*self.tokens.shape[1:3], -1)
+        found = self.residency.read(self.page_table, self.slot, self.layers, positions)
+        return torch.stack(found)
+
+    def score(self, queries: Tensor, exact: bool = False) -> Tensor:
+        """Of queries (layers, Hq, D), all tokens: (layers, Hkv, resident)."""
+        rows, one_row = self.rows(self.resident - 1), queries.unsqueeze(0).to(self.tokens.device)
+        scores = self.residency.score(rows, self.layers, one_row, exact)
+        return scores[0, ..., : self.resident].clone()
+
+    def queries(self, seed: int = 5) -> Tensor:
+        model = self.config.model
+        generator = torch.Generator().manual_seed(seed)
+        return torch.randn((model.layers, model.query_heads, model.head_dim), generator=generator)
+
+    def strategies(self, layer: int = 0) -> list[Strategy]:
+        """Of each buffer in the pages."""
+        return [run.strategy for run in self.runs(layer, BUFFER_TOKENS)]
+
+    def runs(self, layer: int, longest: int = 4096) -> list[Run]:
+        """The strategies of the tokens in the pages."""
+        store = self.residency._memory.store
+        packed = packed_tokens(store, self.slot, self.resident)
+        return list(runs_of(store, self.slot, layer, packed, longest))
+
+    def codes(self) -> list[bytes]:
+        """Of all that is in the pages, with the rotations that it is relative to."""
+        found = []
+        pages, store = torch.tensor(self.pages), self.residency._memory.store
+        heads = torch.arange(self.config.model.kv_heads).unsqueeze(-1)
+        for layer in self.layers:
+            for first, last, strategy in self.runs(layer):
+                position = torch.arange(first, last)
+                planes = [(store.keys, position), (store.values, position)]
+                if strategy.block > 1:
+                    planes.append((store.block_keys, position[:: strategy.block]))
+                vectors_of_run = [
+                    load_vectors(store, plane, pages, layer, heads, place, strategy)
+                    for plane, place in planes
+                ]
+                for vectors in (*vectors_of_run, (strategy.rotations,)):
+                    found += [
+                        part.contiguous().view(torch.uint8).numpy().tobytes() for part in vectors
+                    ]
+        return found
+
+
+class Immediately(Executor):
+    """The thread is done before anything else happens."""
+
+    def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        future.set_result(function(*args, **kwargs))
+        return future
