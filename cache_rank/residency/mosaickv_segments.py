@@ -172,7 +172,7 @@ class Segments:
             self._state.tokens = resident
         exact, state = buffer.double(), self._state
         for index, layer in enumerate(layers):
-            of_layer = exact[:, index]
+            of_layer = exact[:, index].contiguous()
             state.covariance[layer] = (
                 state.covariance[layer] + of_layer.transpose(-1, -2) @ of_layer
             )
@@ -252,10 +252,15 @@ class Segments:
         def tokens_of(layer: int) -> Tensor:
             return newest_tokens(self._memory.store, self._slot, layer, first, last)
 
-        result = self._executor.submit(
-            self._memory.beside(recompress), tokens_of, state.covariance, self._candidates
-        )
-        due = last + self._lengths.delay if state.strategies else last
+        result: Future[list[CompressedTokens]]
+        if state.strategies:
+            due = last + self._lengths.delay
+            result = self._executor.submit(
+                self._memory.beside(recompress), tokens_of, state.covariance, self._candidates
+            )
+        else:  # the opening, which waits for no other sequence's
+            due, result = last, Future()
+            result.set_result(recompress(tokens_of, state.covariance, self._candidates))
         state.recompression = _Recompression(first, last, due, result)
         state.first, state.losses, state.covariance = last, self._no_losses(), self._no_covariance()
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import NamedTuple
 
+import torch
 from cache_rank_kernels.mosaickv.store import Strategy
 from cache_rank_kernels.mosaickv.vectors import (
     PackedVectors,
@@ -65,6 +66,7 @@ class Candidates:
     def __init__(self, options: Mapping[str, OptionValue], model: ModelShape) -> None:
         rates, groups, blocks = (_candidates(options, name) for name in ("rate", "group", "block"))
         head_dim = model.head_dim
+        self._dtype = model.torch_dtype
         self._groups = tuple(int(group) for group in groups if head_dim % group == 0)
         if not self._groups:
             raise ValueError(
@@ -90,7 +92,11 @@ class Candidates:
         """The most that are not more than wanted, in whole groups, but at least one group."""
         return min(self.channels, max(1, int(wanted) // group) * group)
 
-    def choose(self, tokens: Tensor, covariance: Tensor) -> Strategy:
+    def rotations(self, covariance: Tensor) -> Tensor:
+        """Of covariances (..., D, D): (..., D, C) in the dtype of the pool."""
+        return rotation_of(covariance, self.channels).to(self._dtype)
+
+    def choose(self, tokens: Tensor, rotations: Tensor) -> Strategy:
         """The strategy of a finished segment of one layer.
 
         The paper wants the highest rate and the largest group whose loss is below a threshold, and
@@ -100,12 +106,12 @@ class Candidates:
 
         Args:
             tokens: (2, Hkv, n, D), keys and values; n is a multiple of 16.
-            covariance: (2, Hkv, D, D) float64.
+            rotations: (2, Hkv, D, C) of their covariance.
         """
-        rotations = rotation_of(covariance, self.channels).to(tokens.dtype)
         sample = tokens[:, :, :: -(-tokens.shape[2] // _SAMPLE_TOKENS)]
+        rotated = rotate(sample, rotations)
         for kept, group in self._choices:
-            packed = encode(sample, rotations, kept, group)
+            packed = pack_vectors(rotated, kept, group, tokens.dtype)
             if lost_energy(sample, packed).mean() <= self._largest_loss:
                 break
         for block in self._blocks:
@@ -114,26 +120,27 @@ class Candidates:
         return Strategy(kept, group, block, rotations)
 
 
-def encode(tokens: Tensor, rotation: Tensor, kept: int, group: int) -> PackedVectors:
-    """As `encode` of the reference, by the kernel of the tokens' device."""
+def pack_vectors(rotated: Tensor, kept: int, group: int, dtype: torch.dtype) -> PackedVectors:
+    """As `pack_vectors` of the reference, by the kernel of the device."""
     kernels = import_module(
-        f"cache_rank_kernels.mosaickv.{operations.implementation_for(tokens.device)}"
+        f"cache_rank_kernels.mosaickv.{operations.implementation_for(rotated.device)}"
     )
-    packed: PackedVectors = kernels.pack_vectors(
-        rotate(tokens, rotation), kept, group, tokens.dtype
-    )
+    packed: PackedVectors = kernels.pack_vectors(rotated, kept, group, dtype)
     return packed
 
 
 def compress(tokens: Tensor, strategy: Strategy) -> CompressedTokens:
     """Compress keys and values of one layer, (2, Hkv, n, D); n is a multiple of the block."""
-    keys, values = (
-        encode(part, rotation, strategy.kept, strategy.group)
-        for part, rotation in zip(tokens, strategy.rotations, strict=True)
+    kept, group, block, rotations = strategy
+    blocked = tokens[0] if block > 1 else tokens[0, :, :0]
+    keys, values, block_keys = (
+        pack_vectors(rotate(part, rotation), kept, group, part.dtype)
+        for part, rotation in (
+            (tokens[0], rotations[0]),
+            (tokens[1], rotations[1]),
+            (mean_keys(blocked, block), rotations[0]),
+        )
     )
-    blocked = tokens[0] if strategy.block > 1 else tokens[0, :, :0]
-    means = mean_keys(blocked, strategy.block)
-    block_keys = encode(means, strategy.rotations[0], strategy.kept, strategy.group)
     return CompressedTokens(strategy, keys, values, block_keys)
 
 
@@ -151,9 +158,10 @@ def recompress(
         Of each layer.
     """
     found = []
-    for layer, of_layer in enumerate(covariance):
+    # Those of all layers at once: on a GPU, each by itself would take as long as all.
+    for layer, rotations in enumerate(candidates.rotations(torch.stack(covariance))):
         tokens = tokens_of(layer)
-        found.append(compress(tokens, candidates.choose(tokens, of_layer)))
+        found.append(compress(tokens, candidates.choose(tokens, rotations)))
     return found
 
 

@@ -106,7 +106,9 @@ class Expected:
                 covariance = exact.transpose(-1, -2) @ exact
                 strategies.append(
                     [
-                        candidates.choose(segment[:, layer], covariance[:, layer])
+                        candidates.choose(
+                            segment[:, layer], candidates.rotations(covariance[:, layer])
+                        )
                         for layer in range(model.layers)
                     ]
                 )
@@ -416,7 +418,8 @@ def test_the_highest_rate_and_the_largest_group_without_much_loss_are_chosen(
     basis = torch.randn((2, 2, directions, 64), generator=generator)
     tokens = torch.randn((2, 2, 512, directions), generator=generator) @ basis
     exact = tokens.double()
-    strategy = Candidates({"loss": 0.1}, WIDE).choose(tokens, exact.transpose(-1, -2) @ exact)
+    candidates = Candidates({"loss": 0.1}, WIDE)
+    strategy = candidates.choose(tokens, candidates.rotations(exact.transpose(-1, -2) @ exact))
     assert (strategy.kept, strategy.group) == expected
     assert strategy.rotations.shape == (2, 2, 64, 48)
     rotation = rotation_of(exact.transpose(-1, -2) @ exact, 48).float()
@@ -430,13 +433,15 @@ def test_the_largest_blocks_of_keys_that_are_alike_are_chosen(alike: int, block:
     tokens = keys.repeat_interleave(alike, dim=2).expand(2, 2, -1, -1)
     exact = tokens.double()
     candidates = Candidates({"variance": 0.25}, WIDE)
-    assert candidates.choose(tokens, exact.transpose(-1, -2) @ exact).block == block
+    rotations = candidates.rotations(exact.transpose(-1, -2) @ exact)
+    assert candidates.choose(tokens, rotations).block == block
 
 
 def test_the_loss_of_a_token_is_that_of_its_mean_vector() -> None:
     tokens = drifting(MHA, 64)[:, 0]
     exact = tokens.double()
-    strategy = Candidates({}, MHA).choose(tokens, exact.transpose(-1, -2) @ exact)
+    candidates = Candidates({}, MHA)
+    strategy = candidates.choose(tokens, candidates.rotations(exact.transpose(-1, -2) @ exact))
     found = compress(tokens, strategy)
     decoded = torch.stack(
         [
