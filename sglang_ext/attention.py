@@ -67,10 +67,11 @@ class CacheRankAttnBackend(AttentionBackend):
         if self._plan is None:
             return forward_batch
         view = copy.copy(forward_batch)
-        lengths = self._plan.attended_lengths
+        lengths, on_device = self._plan.attended_lengths, self._plan.lengths
         batch = forward_batch.batch_size
-        view.seq_lens = self._plan.lengths[:batch].to(forward_batch.seq_lens.dtype)
         view.seq_lens_cpu = torch.tensor(lengths + [1] * (batch - len(lengths)))
+        seq_lens = view.seq_lens_cpu if on_device is None else on_device[:batch]
+        view.seq_lens = seq_lens.to(forward_batch.seq_lens.dtype)
         view.seq_lens_sum = sum(lengths)
         return view
 

@@ -285,9 +285,10 @@ class HostExchange(Exchange):
     def begin_step(self, rows: ExchangedRows, traced: bool = False) -> None:
         self.waited = 0.0
         self._traced = traced
+        if rows.batch_indices != self._rows.batch_indices:
+            batch = max(rows.batch_indices, default=-1) + 1
+            self._batch_index = torch.tensor(rows.of_batch(batch), dtype=torch.int32)
         super().begin_step(rows, traced)
-        batch = max(rows.batch_indices, default=-1) + 1
-        self._batch_index = torch.tensor(rows.of_batch(batch), dtype=torch.int32)
 
     def begin_group(self, group: int) -> None:
         """Apply the answer that this group's attention needs, and open its staging buffer."""

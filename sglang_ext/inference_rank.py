@@ -24,7 +24,7 @@ from sglang_ext.lifecycle import Phase, SparseSequence, prepare_requests
 from sglang_ext.metrics import CacheRankMetrics
 from sglang_ext.model_runner import Pools, model_shape, pools_of
 from sglang_ext.server_args import CacheRankServerArgs
-from sglang_ext.step_plan import StepPlan, StepPlanner
+from sglang_ext.step_plan import StepPlan, StepPlanner, step_numbers
 from sglang_ext.supervisor import CacheRankDownError, Place, Supervisor
 from sglang_ext.tracing import Tracer
 
@@ -75,7 +75,14 @@ class InferenceRank:
         self.metrics = CacheRankMetrics(args, self.config, tp_rank)
         self.retractions = 0
 
-        self._planner = StepPlanner(args, self.config, pools, self.metrics)
+        self.gate: DeviceGate | HostGate = HostGate(self.attempt)
+        numbers = None
+        if self.device.type == "cuda":
+            from sglang_ext.gate import DeviceGate
+
+            numbers = step_numbers(self.device, pools.req_to_token.shape[0])
+            self.gate = DeviceGate(self.config, numbers["steps"], numbers["exchanged"])
+        self._planner = StepPlanner(args, self.config, pools, self.metrics, numbers)
         self.table, self.lifecycle = self._planner.table, self._planner.lifecycle
         self._working_sets = self._planner.working_sets
         self._req_to_token = pools.req_to_token
@@ -86,12 +93,6 @@ class InferenceRank:
         self._supervisor = supervisor
         supervisor.on_report = self.metrics.on_report
         self._exchange: Exchange | None = None
-        self.gate: DeviceGate | HostGate = HostGate(self.attempt)
-        if self.device.type == "cuda":
-            from sglang_ext.gate import DeviceGate
-
-            numbers = self._planner.numbers
-            self.gate = DeviceGate(self.config, numbers["steps"], numbers["exchanged"])
         self._tracer = Tracer(args.trace, args.trace_steps) if args.trace else None
         supervisor.open(self.config)
         self._connect()
@@ -107,7 +108,7 @@ class InferenceRank:
         """
         self._follow_supervisor()
         plan = self._planner.plan(requests, lengths, self._exchange is not None)
-        self._planner.upload(plan, self.gate.plan_step(bool(plan.rows)))
+        self._planner.advance(plan, self.gate.plan_step(bool(plan.rows)))
         self.plan = plan
         return plan
 
@@ -123,8 +124,7 @@ class InferenceRank:
         """
         self.plan = None
         self.attempt(lambda exchange: exchange.end_step())
-        rows = plan.rows
-        for sequence, filled in zip(rows.sequences, rows.filled_after, strict=True):
+        for sequence, filled in plan.unsettled:
             sequence.exchanged += 1
             sequence.filled = filled
         for sequence in plan.sparse:
@@ -132,12 +132,12 @@ class InferenceRank:
         self.lifecycle.note_measured(self.metrics.recall.take_requests())
         if self._exchange is None:
             return
-        if rows:
+        if plan.rows:
             self._account(self._exchange, plan)
         for sequence, length in plan.shipping:
             self._ship_chunk(sequence, length)
         if self._exchange is not None and self.args.inference_kv == "working-set":
-            for sequence, position in zip(rows.sequences, rows.positions, strict=True):
+            for sequence, position in zip(plan.rows.sequences, plan.rows.positions, strict=True):
                 if sequence.phase is Phase.SPARSE:
                     self.covered.note(sequence, position)
 

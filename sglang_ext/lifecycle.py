@@ -86,7 +86,7 @@ class SparseSequence:
         reserved_tokens: cache-rank capacity set aside for it.
         phase: see the module.
         shipped: tokens sent in bulk so far.
-        exchanged: steps exchanged so far.
+        exchanged: steps exchanged so far, counted until it has settled: sparse, all slots in use.
         filled: slots in use in the step being computed.
         ended: nothing may be written into its block any more.
         orphaned: the cache rank that held its K and V is gone, and SGLang must recompute it.

@@ -36,24 +36,44 @@ class StepPlan:
     """What one decode step does.
 
     Attributes:
-        lengths: (max batch,) int64 on the device of the model, `attended_lengths` once they are
-            uploaded, and 1 beyond the batch.
         attended_lengths: per batch row, tokens that layers over the working-set table attend to.
-        sources, targets: per batch row, see WorkingSetTable.advance.
+        lengths: the same on a GPU, (max batch,) int64, 1 beyond the batch.
+        sources, targets: per batch row, see WorkingSetTable.plan_advance.
         rows: the exchanged requests.
+        unsettled: those among them that are still to turn sparse or to fill their slots, and slots
+            in use after the step.
         sparse: the sparse requests.
         shipping: requests whose prompt is being shipped, and their length.
         attends_to_everything: the cache rank failed during this step; what is left of it is dense.
     """
 
-    lengths: Tensor
     attended_lengths: list[int] = dataclasses.field(default_factory=list)
+    lengths: Tensor | None = None
     sources: list[int] = dataclasses.field(default_factory=list)
     targets: list[int] = dataclasses.field(default_factory=list)
     rows: ExchangedRows = dataclasses.field(default_factory=ExchangedRows)
+    unsettled: list[tuple[SparseSequence, int]] = dataclasses.field(default_factory=list)
     sparse: list[SparseSequence] = dataclasses.field(default_factory=list)
     shipping: list[tuple[SparseSequence, int]] = dataclasses.field(default_factory=list)
     attends_to_everything: bool = False
+
+
+def step_numbers(device: torch.device, request_slots: int) -> StepNumbers:
+    """What the kernels of a step read on a device.
+
+    Returns:
+        Numbers `steps` of the gate, `exchanged` as ExchangedRows.of_batch, and `lengths`, `sources`
+        and `targets` as in StepPlan.
+    """
+    batch_at_most = request_slots + GRAPH_PADDING
+    return StepNumbers(
+        device,
+        steps=Field(GATE_NUMBERS, 0),
+        exchanged=Field(batch_at_most, -1),
+        lengths=Field(batch_at_most, 1),
+        sources=Field(batch_at_most, 0),
+        targets=Field(batch_at_most, 0),
+    )
 
 
 class StepPlanner:
@@ -63,8 +83,6 @@ class StepPlanner:
         lifecycle: the epochs, which move on as their steps are planned.
         table: the working-set table, which is brought up to date.
         working_sets: where its sparse rows point to.
-        numbers: what the kernels of a step read on the device: `steps` of the gate, `exchanged` as
-            ExchangedRows.of_batch, `lengths`, `sources` and `targets` as in StepPlan.
     """
 
     def __init__(
@@ -73,7 +91,17 @@ class StepPlanner:
         config: CacheRankConfig,
         pools: Pools,
         metrics: CacheRankMetrics,
+        numbers: StepNumbers | None,
     ) -> None:
+        """Begin with no epoch.
+
+        Args:
+            args: the server's arguments.
+            config: agreed with the cache rank.
+            pools: SGLang's, with the reserve behind them.
+            metrics: told of requests that stay dense.
+            numbers: of `step_numbers`; without any, the tables must be in the host's memory.
+        """
         assert args.dense_layers is not None
         self.table = WorkingSetTable(pools.req_to_token, config)
         self.working_sets = WorkingSetRows(
@@ -90,23 +118,11 @@ class StepPlanner:
             pools.req_to_token.shape[1],
         )
         self._config = config
+        self._numbers = numbers
         self._threshold = args.sparse_threshold
         self._metrics = metrics
         self._req_to_token = pools.req_to_token
-        device = pools.req_to_token.device
-        self._operations = operations_for(device)
-        batch_at_most = pools.req_to_token.shape[0]
-        if device.type == "cuda":
-            batch_at_most += GRAPH_PADDING
-        # A captured graph may be for more rows than a step has.
-        self.numbers = StepNumbers(
-            device,
-            steps=Field(GATE_NUMBERS, 0),
-            exchanged=Field(batch_at_most, -1),
-            lengths=Field(batch_at_most, 1),
-            sources=Field(batch_at_most, 0),
-            targets=Field(batch_at_most, 0),
-        )
+        self._operations = operations_for(pools.req_to_token.device)
 
     def plan(self, requests: Sequence[Any], lengths: Sequence[int], is_up: bool) -> StepPlan:
         """Decide what every request of a decode step does.
@@ -118,23 +134,25 @@ class StepPlanner:
         """
         prepare_requests(requests)
         live, table, budget = self.lifecycle.live, self.table, self._config.sparse_budget
-        plan = StepPlan(self.numbers["lengths"])
+        shipping, sparse = Phase.SHIPPING, Phase.SPARSE  # slow to look up in every row
+        plan = StepPlan()
         for index, (request, length) in enumerate(zip(requests, lengths, strict=True)):
             slot, position, is_sparse = request.req_pool_idx, length - 1, False
             sequence = live.get(slot) or self._begin(request, length, is_up)
             if sequence is not None:
-                if is_up and sequence.phase is not Phase.SPARSE:
+                if sequence.phase is not sparse and is_up:
                     self._enter_step(sequence, position)
-                is_sparse = sequence.phase is Phase.SPARSE
-                filled = sequence.filled
+                phase, filled = sequence.phase, sequence.filled
+                is_sparse = phase is sparse
                 if is_sparse:
                     plan.sparse.append(sequence)
                     length = table.sparse_length(filled)
-                elif sequence.phase is Phase.SHIPPING:
+                elif phase is shipping:
                     plan.shipping.append((sequence, length))
-                if sequence.phase is not Phase.SHIPPING and not sequence.orphaned:
-                    if filled != budget:  # which stays as it is
+                if phase is not shipping and not sequence.orphaned:
+                    if not is_sparse or filled != budget:
                         filled = self._config.filled_after(position, filled)
+                        plan.unsettled.append((sequence, filled))
                     plan.rows.add(sequence, index, position, filled)
             plan.attended_lengths.append(length)
             source, target = table.plan_advance(slot, position, is_sparse)
@@ -142,24 +160,26 @@ class StepPlanner:
             plan.targets.append(target)
         return plan
 
-    def upload(self, plan: StepPlan, steps: tuple[int, int]) -> None:
-        """Bring what the step's kernels read to the device, and the table up to date.
+    def advance(self, plan: StepPlan, steps: tuple[int, int]) -> None:
+        """Bring the table up to date, and to the device what the step's kernels read.
 
         Args:
             plan: of the step.
             steps: as the gate numbers it.
         """
-        count = len(plan.attended_lengths)
-        self.numbers.upload(
+        numbers, count = self._numbers, len(plan.attended_lengths)
+        if numbers is None:
+            self.table.advance_in_host_memory(plan.sources, plan.targets)
+            return
+        numbers.upload(
             steps=steps,
             exchanged=plan.rows.of_batch(count),
             lengths=plan.attended_lengths,
             sources=plan.sources,
             targets=plan.targets,
         )
-        self.table.advance(
-            self.numbers.first("sources", count), self.numbers.first("targets", count)
-        )
+        plan.lengths = numbers["lengths"]
+        self.table.advance(numbers.first("sources", count), numbers.first("targets", count))
 
     def _begin(self, request: Any, length: int, is_up: bool) -> SparseSequence | None:
         """Begin an epoch, unless the request is too short or there is a reason against it."""

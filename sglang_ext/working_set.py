@@ -14,6 +14,8 @@ head by head.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
@@ -62,6 +64,9 @@ class WorkingSetTable:
         self._copied: dict[int, int] = {}
         self._true_width, self._width = req_to_token.shape[1], width
         self._flat_true, self._flat_table = req_to_token.view(-1), self.table.view(-1)
+        self._in_host_memory: tuple[memoryview, memoryview] | None = None
+        if not req_to_token.is_cuda:
+            self._in_host_memory = self._flat_true.numpy().data, self._flat_table.numpy().data
 
     def sparse_length(self, filled_slots: int) -> int:
         """Tokens that a sparse request attends to."""
@@ -114,6 +119,17 @@ class WorkingSetTable:
         """
         current = self._flat_true.index_select(0, sources)
         self._flat_table.index_copy_(0, targets, current)
+
+    def advance_in_host_memory(self, sources: Iterable[int], targets: Iterable[int]) -> None:
+        """The same for tables of a CPU: torch would take far longer for so few numbers.
+
+        Args:
+            sources, targets: of `plan_advance`.
+        """
+        assert self._in_host_memory is not None
+        true, table = self._in_host_memory
+        for source, target in zip(sources, targets, strict=True):
+            table[target] = true[source]
 
     def forget(self, row: int) -> None:
         """The request slot has a new owner, or its request is dense again."""

@@ -10,9 +10,10 @@ import pytest
 import torch
 from test_working_set import small_config
 
+from cache_rank.copies import StepNumbers
 from sglang_ext.lifecycle import Phase, RequestStatistics, SparseSequence
 from sglang_ext.model_runner import Pools, reserve_rows
-from sglang_ext.step_plan import StepPlanner
+from sglang_ext.step_plan import GRAPH_PADDING, StepPlanner, step_numbers
 
 CONFIG = small_config(query_window=2)
 SLOTS, CONTEXT = 6, 64
@@ -26,7 +27,7 @@ ARGS: Any = SimpleNamespace(
 FIRST_BLOCK = SLOTS * CONTEXT
 
 
-def planner_of(**changes: Any) -> StepPlanner:
+def planner_of(numbers: StepNumbers | None = None, **changes: Any) -> StepPlanner:
     """A planner whose pool holds the tokens of every request slot in a row."""
     config = small_config(query_window=2, **changes)
     generator = torch.Generator().manual_seed(0)
@@ -35,7 +36,7 @@ def planner_of(**changes: Any) -> StepPlanner:
         [torch.randn((rows, 1, 8), generator=generator) for _ in range(2)] for _ in range(2)
     )
     true = torch.arange(FIRST_BLOCK, dtype=torch.int32).view(SLOTS, CONTEXT)
-    planner = StepPlanner(ARGS, config, Pools(true, keys, values, None), Mock())
+    planner = StepPlanner(ARGS, config, Pools(true, keys, values, None), Mock(), numbers)
     planner.lifecycle.capacity_tokens = 1000
     return planner
 
@@ -64,7 +65,7 @@ def test_a_request_goes_from_shipping_over_warming_to_its_working_set() -> None:
     for step in range(8):
         length = 14 + step
         plan = planner.plan([short, request], [3 + step, length], True)
-        planner.upload(plan, (step, step))
+        planner.advance(plan, (step, step))
         (sequence,) = planner.lifecycle.live.values()
         phases.append(sequence.phase)
         dense = [3 + step, length]
@@ -79,7 +80,8 @@ def test_a_request_goes_from_shipping_over_warming_to_its_working_set() -> None:
         assert (rows.sequences, rows.batch_indices) == ([sequence], [1])
         assert rows.positions == [length - 1]
         assert rows.filled_after == [CONFIG.filled_after(length - 1, sequence.filled)]
-        assert planner.numbers["exchanged"].tolist() == [-1, 0, -1, -1, -1, -1]
+        settled = sequence.phase is Phase.SPARSE and sequence.filled == CONFIG.sparse_budget
+        assert plan.unsettled == ([] if settled else [(sequence, rows.filled_after[0])])
         if sequence.phase is Phase.SPARSE:
             assert plan.sparse == [sequence]
             dense[1] = planner.table.sparse_length(sequence.filled)
@@ -91,17 +93,32 @@ def test_a_request_goes_from_shipping_over_warming_to_its_working_set() -> None:
     assert phases == [Phase.SHIPPING, *[Phase.WARMING] * 3, *[Phase.SPARSE] * 4]
 
 
+@pytest.mark.parametrize("on_device", [False, True])
+def test_the_table_is_advanced_before_the_step(on_device: bool) -> None:
+    numbers = step_numbers(torch.device("cpu"), SLOTS) if on_device else None
+    planner = planner_of(numbers)
+    true = torch.arange(FIRST_BLOCK).view(SLOTS, CONTEXT)
+    for step in range(3):
+        plan = planner.plan([request_on(5), request_on(1)], [9 + step, 4 + step], True)
+        planner.advance(plan, (7, 8))
+        for slot, length in ((5, 9 + step), (1, 4 + step)):
+            assert planner.table.table[slot, :length].tolist() == true[slot, :length].tolist()
+
+
 def test_a_step_brings_its_numbers_to_the_device() -> None:
     """A captured graph reads rows beyond those of the batch."""
-    planner = planner_of()
-    plan = planner.plan([request_on(5), request_on(1)], [9, 4], True)
-    planner.upload(plan, (7, 8))
-    assert plan.lengths.tolist() == [9, 4, 1, 1, 1, 1]
-    assert planner.numbers["steps"].tolist() == [7, 8]
-    assert planner.numbers["exchanged"].tolist() == [-1] * SLOTS
-    table, true = planner.table.table, torch.arange(FIRST_BLOCK).view(SLOTS, CONTEXT)
-    assert table[5, :9].tolist() == true[5, :9].tolist()
-    assert table[1, :4].tolist() == true[1, :4].tolist()
+    numbers = step_numbers(torch.device("cpu"), SLOTS)
+    planner = planner_of(numbers)
+    requests = [request_on(5), request_on(1)]
+    planner.plan(requests, [9, 13], True)
+    planner.lifecycle.live[1].shipped = 13
+    plan = planner.plan(requests, [10, 14], True)
+    planner.advance(plan, (7, 8))
+    padding = GRAPH_PADDING + SLOTS - 2
+    assert plan.lengths is not None
+    assert plan.lengths.tolist() == [10, 14] + [1] * padding
+    assert numbers["steps"].tolist() == [7, 8]
+    assert numbers["exchanged"].tolist() == [-1, 0] + [-1] * padding
 
 
 def test_without_a_cache_rank_no_epoch_begins_and_long_requests_are_counted() -> None:
