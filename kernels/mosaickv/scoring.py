@@ -1,9 +1,9 @@
 """Scores of packed keys, blocks first and then the tokens of the best blocks, Triton.
 
-    _rotate     the queries, by the keys' rotation of each strategy of their sequence
-    _score      logits of all tokens, those in blocks by their block, and scores of them
-    _bound      of each kv head, the score that the wanted number of tokens reach
-    _score      logits of these tokens by their own keys, and scores again
+    rotate_queries  by the rotation of each strategy of their sequence
+    _score          logits of all tokens, those in blocks by their block, and scores of them
+    bound_unit      of each kv head, the score that the wanted number of tokens reach
+    _score          logits of these tokens by their own keys, and scores again
 
 Where every token is scored by itself, the first two are all.
 """
@@ -15,9 +15,11 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
+from cache_rank_kernels.mosaickv.bounds import BOUND_TOKENS, bound_unit, wanted_tokens
 from cache_rank_kernels.mosaickv.gathering import packed_tokens
 from cache_rank_kernels.mosaickv.layout import Layout
 from cache_rank_kernels.mosaickv.packing import load_rows
+from cache_rank_kernels.mosaickv.queries import rotate_queries
 from cache_rank_kernels.mosaickv.store import PackedStore
 from cache_rank_kernels.score.reference import ScoreWorkspace
 from cache_rank_kernels.score.triton import (
@@ -34,11 +36,6 @@ from torch import Tensor
 
 _VECTORS = 32
 """Multiplied at once."""
-
-_BOUND_TOKENS = 2048
-"""Looked at at once."""
-
-MILLION = tl.constexpr(1_000_000)
 
 
 class PackedWorkspace(NamedTuple):
@@ -98,22 +95,10 @@ def score_packed_step(
     strategies = workspace.rotated.shape[1]
     assert workspace.rotated.shape[0] >= units
     in_table = (store.strategy_of, store.rows, slots, positions)
-    _rotate[(strategies, units)](
-        queries,
-        store.rotations,
-        store.rows,
-        slots,
-        workspace.rotated,
-        first_layer,
-        strategies,
-        LAYERS=constants["LAYERS"],
-        GROUP=constants["GROUP"],
-        ROWS=max(16, constants["PADDED"]),
-        LAYOUT=layout,
-    )
+    rotate_queries(store, queries, slots, first_layer, workspace.rotated)
     for refines in (False,) if exact else (False, True):
         if refines:
-            _bound[(units,)](
+            bound_unit[(units,)](
                 out,
                 store.strategy_of,
                 slots,
@@ -123,7 +108,7 @@ def score_packed_step(
                 *scored,
                 out.shape[-1],
                 UNITS=constants["LAYERS"] * layout.kv_heads,
-                BLOCK=_BOUND_TOKENS,
+                BLOCK=BOUND_TOKENS,
                 LAYOUT=layout,
                 num_warps=8,
             )
@@ -153,118 +138,6 @@ def score_packed_step(
             LAYOUT=layout,
             EXACT=multiplies_float32(key_ring),
         )
-
-
-@triton.jit(
-    do_not_specialize=["first_layer", "strategies"],
-    do_not_specialize_on_alignment=["slots"],
-)
-def _rotate(
-    queries,
-    rotations,
-    rows,
-    slots,
-    rotated,
-    first_layer,
-    strategies,
-    LAYERS: tl.constexpr,
-    GROUP: tl.constexpr,
-    ROWS: tl.constexpr,
-    LAYOUT: tl.constexpr,
-):
-    strategy, unit = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    slot = tl.load(slots + unit // (LAYERS * LAYOUT.kv_heads)).to(tl.int64)
-    is_strategy = (slot >= 0) & (strategy < LAYOUT.strategies)
-    table = tl.load(rows + slot * LAYOUT.strategies + strategy, mask=is_strategy, other=-1)
-    if table < 0:
-        return
-    layer = first_layer + (unit // LAYOUT.kv_heads) % LAYERS
-    matrix = (table.to(tl.int64) * LAYOUT.layers + layer) * 2 * LAYOUT.kv_heads
-    matrix += unit % LAYOUT.kv_heads
-    head, channel = tl.arange(0, ROWS)[:, None], tl.arange(0, LAYOUT.columns)[None, :]
-    dims = tl.arange(0, LAYOUT.head_dim)
-    query_at = (unit * GROUP + head) * LAYOUT.head_dim + dims[None, :]
-    query = tl.load(queries + query_at, mask=head < GROUP, other=0.0)
-    at = (matrix * LAYOUT.head_dim + dims)[:, None] * LAYOUT.channels + channel
-    rotation = tl.load(rotations + at, mask=channel < LAYOUT.channels, other=0.0)
-    product = tl.dot(query, rotation.to(tl.float32), input_precision="ieee")
-    target = rotated + (unit * strategies + strategy) * GROUP * LAYOUT.columns
-    tl.store(target + head * LAYOUT.columns + channel, product, mask=head < GROUP)
-
-
-@triton.jit
-def _wanted(tokens, millionths, fewest):
-    """How many tokens are scored by themselves."""
-    share = (tokens.to(tl.int64) * millionths + (MILLION - 1)) // MILLION
-    return tl.maximum(share, fewest).to(tl.int32)
-
-
-@triton.jit
-def _order_keys(scores):
-    """Integers from 0 to 2^32 in the order of float32 scores."""
-    bits = (scores + 0.0).to(tl.int32, bitcast=True)
-    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) + 2147483648
-
-
-@triton.jit(
-    do_not_specialize=["millionths", "fewest", "capacity"],
-    do_not_specialize_on_alignment=["slots", "positions"],
-)
-def _bound(
-    scores,
-    strategy_of,
-    slots,
-    positions,
-    bounds,
-    oldest,
-    millionths,
-    fewest,
-    capacity,
-    UNITS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    LAYOUT: tl.constexpr,
-):
-    """Of the tokens in the pages, newer ones first where scores are the same."""
-    unit = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slots + unit // UNITS).to(tl.int64)
-    if slot < 0:
-        return
-    tokens = tl.load(positions + unit // UNITS) + 1
-    packed = packed_tokens(strategy_of + slot * LAYOUT.buffers, tokens, LAYOUT)
-    wanted = _wanted(tokens, millionths, fewest)
-    if wanted >= packed:
-        return
-    of_unit = scores + unit * capacity
-    index = tl.arange(0, BLOCK)
-    bound = tl.zeros((), tl.int64)
-    step = tl.full((), 1 << 31, tl.int64)
-    while step > 0:
-        reached = tl.zeros((BLOCK,), tl.int32)
-        for first in range(0, packed, BLOCK):
-            is_token = first + index < packed
-            score = tl.load(of_unit + first + index, mask=is_token, other=0.0)
-            reached += (is_token & (_order_keys(score) >= bound + step)).to(tl.int32)
-        bound = tl.where(tl.sum(reached) >= wanted, bound + step, bound)
-        step = step >> 1
-    above = tl.zeros((BLOCK,), tl.int32)
-    for first in range(0, packed, BLOCK):
-        is_token = first + index < packed
-        score = tl.load(of_unit + first + index, mask=is_token, other=0.0)
-        above += (is_token & (_order_keys(score) > bound)).to(tl.int32)
-    missing = wanted - tl.sum(above)
-    last_tie = packed
-    for turn in range(0, tl.cdiv(packed, BLOCK)):  # from the newest on
-        token = (tl.cdiv(packed, BLOCK) - 1 - turn) * BLOCK + index
-        score = tl.load(of_unit + token, mask=token < packed, other=0.0)
-        is_tie = ((token < packed) & (_order_keys(score) == bound)).to(tl.int32)
-        count = tl.sum(is_tie)
-        newer = count - tl.cumsum(is_tie)
-        found = tl.max(tl.where((newer + is_tie >= missing) & (is_tie > 0), token, -1))
-        last_tie = tl.where((missing > 0) & (count >= missing), found, last_tie)
-        missing -= count
-    key = (bound - 2147483648).to(tl.int32)
-    tl.store(bounds + unit, (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True))
-    tl.store(oldest + unit, last_tie)
 
 
 @triton.jit
@@ -396,7 +269,7 @@ def _score(
         return
     unit_strategies = strategy_of + slot * LAYOUT.buffers
     packed = packed_tokens(unit_strategies, tokens, LAYOUT)
-    in_blocks = (_wanted(tokens, millionths, fewest) < packed) & (not BY_TOKEN)
+    in_blocks = (wanted_tokens(tokens, millionths, fewest) < packed) & (not BY_TOKEN)
     if REFINES & (in_blocks == 0):
         return
     layer, head = first_layer + (unit // KV_HEADS) % LAYERS, unit % KV_HEADS

@@ -1,0 +1,85 @@
+"""Which tokens of the best blocks are scored by themselves, Triton."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from cache_rank_kernels.mosaickv.gathering import packed_tokens
+
+BOUND_TOKENS = 2048
+"""Tokens of a row that are looked at at once."""
+
+
+@triton.jit
+def wanted_tokens(tokens, millionths, fewest):
+    """How many tokens are scored by themselves."""
+    share = (tokens.to(tl.int64) * millionths + 999999) // 1000000
+    return tl.maximum(share, fewest).to(tl.int32)
+
+
+@triton.jit
+def _order_keys(scores):
+    """Integers from 0 to 2^32 in the order of float32 scores."""
+    bits = (scores + 0.0).to(tl.int32, bitcast=True)
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) + 2147483648
+
+
+@triton.jit(
+    do_not_specialize=["millionths", "fewest", "capacity"],
+    do_not_specialize_on_alignment=["slots", "positions"],
+)
+def bound_unit(
+    scores,
+    strategy_of,
+    slots,
+    positions,
+    bounds,
+    oldest,
+    millionths,
+    fewest,
+    capacity,
+    UNITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LAYOUT: tl.constexpr,
+):
+    """Of the tokens in the pages, newer ones first where scores are the same."""
+    unit = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + unit // UNITS).to(tl.int64)
+    if slot < 0:
+        return
+    tokens = tl.load(positions + unit // UNITS) + 1
+    packed = packed_tokens(strategy_of + slot * LAYOUT.buffers, tokens, LAYOUT)
+    wanted = wanted_tokens(tokens, millionths, fewest)
+    if wanted >= packed:
+        return
+    of_unit = scores + unit * capacity
+    index = tl.arange(0, BLOCK)
+    bound = tl.zeros((), tl.int64)
+    step = tl.full((), 1 << 31, tl.int64)
+    while step > 0:
+        reached = tl.zeros((BLOCK,), tl.int32)
+        for first in range(0, packed, BLOCK):
+            is_token = first + index < packed
+            score = tl.load(of_unit + first + index, mask=is_token, other=0.0)
+            reached += (is_token & (_order_keys(score) >= bound + step)).to(tl.int32)
+        bound = tl.where(tl.sum(reached) >= wanted, bound + step, bound)
+        step = step >> 1
+    above = tl.zeros((BLOCK,), tl.int32)
+    for first in range(0, packed, BLOCK):
+        is_token = first + index < packed
+        score = tl.load(of_unit + first + index, mask=is_token, other=0.0)
+        above += (is_token & (_order_keys(score) > bound)).to(tl.int32)
+    missing = wanted - tl.sum(above)
+    last_tie = packed
+    for turn in range(0, tl.cdiv(packed, BLOCK)):  # from the newest on
+        token = (tl.cdiv(packed, BLOCK) - 1 - turn) * BLOCK + index
+        score = tl.load(of_unit + token, mask=token < packed, other=0.0)
+        is_tie = ((token < packed) & (_order_keys(score) == bound)).to(tl.int32)
+        count = tl.sum(is_tie)
+        newer = count - tl.cumsum(is_tie)
+        found = tl.max(tl.where((newer + is_tie >= missing) & (is_tie > 0), token, -1))
+        last_tie = tl.where((missing > 0) & (count >= missing), found, last_tie)
+        missing -= count
+    key = (bound - 2147483648).to(tl.int32)
+    tl.store(bounds + unit, (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True))
+    tl.store(oldest + unit, last_tie)
