@@ -104,7 +104,8 @@ class Selection:
             slots=slots,
             lengths=lengths,
             before=lengths - 1,
-            attended=attended[:, None].expand(rows, self.heads).reshape(-1),
+            # Of one row, a reshape would be a view that FlashAttention refuses.
+            attended=attended[:, None].expand(rows, self.heads).reshape(-1).contiguous(),
             lists=self._req_to_token.new_zeros((rows, self.heads, self.budget.width)),
             scores=None,
             workspace=None,

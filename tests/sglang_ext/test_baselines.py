@@ -100,6 +100,15 @@ def test_a_budget_of_at_least_the_length_is_dense(mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", PER_HEAD)
+@pytest.mark.parametrize("lengths", [[60], [60, 9]])
+def test_lengths_of_lists_are_as_flash_attention_wants_them(mode: str, lengths: list[int]) -> None:
+    pools = Pools(lengths)
+    step = pools.selection(mode).begin_step(pools.slots, pools.lengths)
+    assert step.attended.is_contiguous()
+    assert step.attended.dtype == torch.int32
+
+
+@pytest.mark.parametrize("mode", PER_HEAD)
 def test_attention_is_over_what_is_listed(mode: str) -> None:
     pools = Pools(LENGTHS)
     selection = pools.selection(mode)
