@@ -13,11 +13,14 @@ from typing import Any
 
 from cache_rank.config import CacheRankConfig
 from cache_rank.protocol import Report
-from sglang_ext.exchange import Exchange
+from sglang_ext.exchange import Exchange, ExchangeCounters
 from sglang_ext.recall import LayerMeans, RecallStatistics
 from sglang_ext.server_args import CacheRankServerArgs
 
 logger = logging.getLogger(__name__)
+
+EXPORT_STEPS = 16
+"""Counters are exported every so many steps, and when no request is sparse any more."""
 
 _WAIT_BUCKETS = (
     1e-5,
@@ -52,7 +55,9 @@ class CacheRankMetrics:
         self._steps_waited = 0
         self._wait_seconds = 0.0
         self._log_start = (0, 0.0, 0)
+        self._counters = ExchangeCounters()
         self._exported = {"up_bytes": 0, "down_bytes": 0, "bulk_bytes": 0, "tokens_shipped": 0}
+        self._sparse_requests = 0
         self._series: _Series | None = None
         if args.enable_metrics:
             labels = {
@@ -64,6 +69,8 @@ class CacheRankMetrics:
 
     def on_connect(self) -> None:
         """A new exchange begins, whose counters start at zero."""
+        self._export_counters()
+        self._counters = ExchangeCounters()
         self._exported = dict.fromkeys(self._exported, 0)
         self._log_start = (0, self._wait_seconds, 0)
 
@@ -71,14 +78,12 @@ class CacheRankMetrics:
         """A step was exchanged."""
         self._wait_seconds += exchange.waited
         self._steps_waited += exchange.was_late
-        counters = exchange.counters
+        counters = self._counters = exchange.counters
         if self._series is not None:
             self._series.step_wait.observe(exchange.waited)
-            self._series.sparse_requests.set(sparse_requests)
-            for name, last in self._exported.items():
-                value = getattr(counters, name)
-                self._series.increment(name, value - last)
-                self._exported[name] = value
+            self._set_sparse_requests(sparse_requests)
+            if counters.steps % EXPORT_STEPS == 0:
+                self._export_counters()
         if counters.steps % self._log_interval == 0:
             self._log(exchange, sparse_requests)
 
@@ -112,8 +117,8 @@ class CacheRankMetrics:
 
     def on_no_sparse_requests(self) -> None:
         """No request is sparse any more."""
-        if self._series is not None:
-            self._series.sparse_requests.set(0)
+        self._set_sparse_requests(0)
+        self._export_counters()
 
     def state(self) -> dict[str, Any]:
         """For `/server_info`."""
@@ -129,6 +134,20 @@ class CacheRankMetrics:
             "steps_waited": self._steps_waited,
             "wait_seconds": self._wait_seconds,
         }
+
+    def _set_sparse_requests(self, requests: int) -> None:
+        if self._series is not None and requests != self._sparse_requests:
+            self._series.sparse_requests.set(requests)
+            self._sparse_requests = requests
+
+    def _export_counters(self) -> None:
+        """Export what was counted since the last time."""
+        if self._series is None:
+            return
+        for name, last in self._exported.items():
+            value = getattr(self._counters, name)
+            self._series.increment(name, value - last)
+            self._exported[name] = value
 
     def _log(self, exchange: Exchange, sparse_requests: int) -> None:
         steps, wait, shipped = self._log_start
@@ -168,6 +187,7 @@ class _Series:
         self.tokens_held = gauge("tokens_held", "Tokens resident on the cache rank")
         self.bytes_held = gauge("bytes_held", "Bytes of K and V on the cache rank")
         self.sparse_requests = gauge("sparse_requests", "Requests decoding over a working set")
+        self.sparse_requests.set(0)
         self.measurements = counter(
             "recall_measurements", "Measurements of one layer group's recall"
         )

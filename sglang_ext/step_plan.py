@@ -150,7 +150,7 @@ class StepPlanner:
                 elif phase is shipping:
                     plan.shipping.append((sequence, length))
                 if phase is not shipping and not sequence.orphaned:
-                    if not is_sparse or filled != budget:
+                    if not is_sparse or filled != budget:  # else all slots stay in use
                         filled = self._config.filled_after(position, filled)
                         plan.unsettled.append((sequence, filled))
                     plan.rows.add(sequence, index, position, filled)
