@@ -126,14 +126,6 @@ class PackedMemory:
         self.store.strategy_of[slot].fill_(-1)
         self.store.rows[slot].fill_(-1)
 
-    def buffer(self, slot: int, layers: range, first: int) -> Tensor:
-        """Tokens from the ring, as they came: (2, len(layers), Hkv, BUFFER_TOKENS, D)."""
-        entry = first % self.store.rings[0].shape[3]
-        group = slice(layers.start, layers.stop)
-        return torch.stack(
-            [ring[slot, group, :, entry : entry + BUFFER_TOKENS] for ring in self.store.rings]
-        )
-
     def adopt(self, tokens: list[CompressedTokens]) -> list[CompressedTokens]:
         """Tokens of a segment from another thread, to be used on the current stream."""
         if self._beside is not None:
@@ -196,12 +188,22 @@ class PackedMemory:
         )
         return losses
 
-    def require_finite(self, buffer: Tensor, layers: range) -> None:
-        """Check keys and values, (2, len(layers), Hkv, n, D), which cannot be rotated if not.
+    def add_covariance(
+        self, slot: int, layers: range, first: int, before: Tensor, after: Tensor
+    ) -> None:
+        """See `add_covariance` of the reference."""
+        self.operations.add_covariance(self.store, slot, layers, first, before, after)
+
+    def require_finite(self, slot: int, layers: range, first: int) -> None:
+        """Check a buffer of a slot, which cannot be rotated if not.
 
         Raises:
-            ValueError: some are not finite; on a GPU `check` says so.
+            ValueError: some of its tokens are not finite; on a GPU `check` says so.
         """
+        group, entry = slice(layers.start, layers.stop), first % self.store.rings[0].shape[3]
+        buffer = torch.stack(
+            [ring[slot, group, :, entry : entry + BUFFER_TOKENS] for ring in self.store.rings]
+        )
         norms = buffer.double().square().sum(dim=-1).sqrt()
         refused = (~(norms <= _LARGEST_NORM)).any(dim=-1)
         found = (self._places[:, layers.start : layers.stop] * refused).amax()

@@ -85,7 +85,7 @@ class _State:
         tokens: in complete buffers, of the layers that have most.
         first: of the segment that is not finished yet.
         losses: (layers,) float64, accumulated in that segment.
-        covariance: (2, Hkv, D, D) float64 of each layer, of that segment's keys and values.
+        covariance: (layers, 2, Hkv, D, D) float64, of that segment's keys and values.
         strategies: of each finished segment whose own serve, their row in the tables.
         strategy_of: for each buffer in the pages, which of them.
         recompression: under way.
@@ -95,18 +95,18 @@ class _State:
     tokens: int
     first: int
     losses: Tensor
-    covariance: list[Tensor]
+    covariance: Tensor
     strategies: list[int] = dataclasses.field(default_factory=list)
     strategy_of: list[int] = dataclasses.field(default_factory=list)
     recompression: _Recompression | None = None
     loss: Readback | None = None
 
     def copied(self) -> _State:
-        """Changes of either do not show in the other; tensors but for losses are never changed."""
+        """Changes of either do not show in the other; the covariance is still to be computed."""
         return dataclasses.replace(
             self,
             losses=self.losses.clone(),
-            covariance=list(self.covariance),
+            covariance=torch.empty_like(self.covariance),
             strategies=list(self.strategies),
             strategy_of=list(self.strategy_of),
         )
@@ -144,10 +144,10 @@ class Segments:
         device = self._memory.store.rings[0].device
         return torch.zeros(self._model.layers, dtype=torch.float64, device=device)
 
-    def _no_covariance(self) -> list[Tensor]:
+    def _no_covariance(self) -> Tensor:
         model, device = self._model, self._memory.store.rings[0].device
-        shape = (2, model.kv_heads, model.head_dim, model.head_dim)
-        return [torch.zeros(shape, dtype=torch.float64, device=device)] * model.layers
+        shape = (model.layers, 2, model.kv_heads, model.head_dim, model.head_dim)
+        return torch.zeros(shape, dtype=torch.float64, device=device)
 
     def append(self, pages: Tensor, layers: range, resident: int) -> None:
         """The next tokens of some layers are in the ring; they end with a buffer or before.
@@ -164,18 +164,15 @@ class Segments:
         if resident % BUFFER_TOKENS:
             return
         first = resident - BUFFER_TOKENS
-        buffer = self._memory.buffer(self._slot, layers, first)
-        self._memory.require_finite(buffer, layers)
+        self._memory.require_finite(self._slot, layers, first)
         if self._state.tokens < resident:  # the first layers that get here
             self._end_if_lossy(wait=True)
             self._before, self._state = self._state, self._state.copied()
             self._state.tokens = resident
-        exact, state = buffer.double(), self._state
-        for index, layer in enumerate(layers):
-            of_layer = exact[:, index].contiguous()
-            state.covariance[layer] = (
-                state.covariance[layer] + of_layer.transpose(-1, -2) @ of_layer
-            )
+        state = self._state
+        self._memory.add_covariance(
+            self._slot, layers, first, self._before.covariance, state.covariance
+        )
         if state.strategies:
             self._compress(pages, layers, first)
         if min(self.resident) == resident:

@@ -145,13 +145,13 @@ def compress(tokens: Tensor, strategy: Strategy) -> CompressedTokens:
 
 
 def recompress(
-    tokens_of: Callable[[int], Tensor], covariance: list[Tensor], candidates: Candidates
+    tokens_of: Callable[[int], Tensor], covariance: Tensor, candidates: Candidates
 ) -> list[CompressedTokens]:
     """Choose the strategies of a finished segment, and compress it by them.
 
     Args:
         tokens_of: a layer, (2, Hkv, n, D), all tokens of the segment.
-        covariance: (2, Hkv, D, D) float64 of each layer, of its keys and values.
+        covariance: (layers, 2, Hkv, D, D) float64, of its keys and values.
         candidates: to choose from.
 
     Returns:
@@ -159,7 +159,7 @@ def recompress(
     """
     found = []
     # Those of all layers at once: on a GPU, each by itself would take as long as all.
-    for layer, rotations in enumerate(candidates.rotations(torch.stack(covariance))):
+    for layer, rotations in enumerate(candidates.rotations(covariance)):
         tokens = tokens_of(layer)
         found.append(compress(tokens, candidates.choose(tokens, rotations)))
     return found

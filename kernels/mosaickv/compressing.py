@@ -1,4 +1,4 @@
-"""Compression of a buffer of newest tokens by a strategy that there is, Triton.
+"""What becomes of a buffer of newest tokens, Triton: covariances, and codes of a strategy.
 
 Of a buffer's keys all means are rotated that any block may want, and those of the strategy's block
 are kept: 14 vectors beside 32.
@@ -21,6 +21,32 @@ _MEANS = 16
 """Rows of a product: 8 means of 4 keys, 4 of 8, 2 of 16, and none."""
 
 _ROWS = _BUFFER + _MEANS
+
+
+_COVARIANCE_TILE = 64
+"""Channels of a program, and others that they are multiplied with."""
+
+
+def add_covariance(
+    store: PackedStore, slot: int, layers: range, first: int, before: Tensor, after: Tensor
+) -> None:
+    """See the reference. One launch; D is a power of two."""
+    layout, (keys, values) = Layout.of(store), store.rings
+    assert before.is_contiguous()
+    assert after.is_contiguous()
+    tile = min(_COVARIANCE_TILE, layout.head_dim)
+    tiles = layout.head_dim // tile
+    _covariance[(len(layers) * layout.kv_heads * 2, tiles, tiles)](
+        keys,
+        values,
+        before,
+        after,
+        slot,
+        layers.start,
+        first,
+        TILE=tile,
+        LAYOUT=layout,
+    )
 
 
 def compress_buffer(
@@ -71,6 +97,36 @@ def _load_buffer(keys, values, part, slot, layer, head, first, LAYOUT: tl.conste
     token = unit * LAYOUT.ring + first % LAYOUT.ring + tl.arange(0, LAYOUT.buffer)
     at = token[:, None] * LAYOUT.head_dim + tl.arange(0, LAYOUT.head_dim)[None, :]
     return tl.load((keys if part == 0 else values) + at)
+
+
+@triton.jit(do_not_specialize=["slot", "first_layer", "first"])
+def _covariance(
+    keys,
+    values,
+    before,
+    after,
+    slot,
+    first_layer,
+    first,
+    TILE: tl.constexpr,
+    LAYOUT: tl.constexpr,
+):
+    unit, part = tl.program_id(0) // 2, tl.program_id(0) % 2
+    layer, head = first_layer + unit // LAYOUT.kv_heads, unit % LAYOUT.kv_heads
+    index = tl.arange(0, TILE)
+    row, column = tl.program_id(1) * TILE + index, tl.program_id(2) * TILE + index
+    source = (slot.to(tl.int64) * LAYOUT.layers + layer) * LAYOUT.kv_heads + head
+    ring = keys if part == 0 else values
+    ring += (source * LAYOUT.ring + first % LAYOUT.ring) * LAYOUT.head_dim
+    matrix = (layer.to(tl.int64) * 2 + part) * LAYOUT.kv_heads + head
+    at = (matrix * LAYOUT.head_dim + row)[:, None] * LAYOUT.head_dim + column[None, :]
+    # No product of the matrix unit: squares of what float32 holds may be beyond it.
+    product = tl.zeros((TILE, TILE), tl.float64)
+    for token in range(LAYOUT.buffer):
+        one = tl.load(ring + token * LAYOUT.head_dim + row).to(tl.float64)
+        other = tl.load(ring + token * LAYOUT.head_dim + column).to(tl.float64)
+        product += one[:, None] * other[None, :]
+    tl.store(after + at, tl.load(before + at) + product)
 
 
 @triton.jit(do_not_specialize=["slot", "row", "first_layer", "first"])

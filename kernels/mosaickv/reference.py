@@ -36,6 +36,7 @@ from torch import Tensor
 
 __all__ = [
     "PackedVectors",
+    "add_covariance",
     "attention_output",
     "bitmap_bytes",
     "compress_buffer",
@@ -60,6 +61,24 @@ _TILE_TOKENS = 4096
 
 _DECODED_TOKENS = 512
 """Tokens that are decoded at once, each beside a copy of its rotation."""
+
+
+def add_covariance(
+    store: PackedStore, slot: int, layers: range, first: int, before: Tensor, after: Tensor
+) -> None:
+    """Add a buffer of tokens x from the ring to covariances, the sums of xᵀx (section 5.5).
+
+    Args:
+        store: that the tokens are in.
+        slot: of the sequence.
+        layers: whose tokens.
+        first: position of the first token.
+        before, after: (layers, 2, Hkv, D, D) float64, of keys and of values; what is written are
+            the given layers of `after`.
+    """
+    for layer in layers:
+        tokens = newest_tokens(store, slot, layer, first, first + store.buffer_tokens).double()
+        after[layer] = before[layer] + tokens.transpose(-1, -2) @ tokens
 
 
 def compress_buffer(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from cache_rank_kernels.mosaickv.compressing import compress_buffer
+from cache_rank_kernels.mosaickv.compressing import add_covariance, compress_buffer
 from cache_rank_kernels.mosaickv.gathering import gather_packed
 from cache_rank_kernels.mosaickv.packing import columns_for, pack_rows
 from cache_rank_kernels.mosaickv.scoring import score_packed_step, score_packed_workspace
@@ -17,6 +17,7 @@ from cache_rank_kernels.mosaickv.vectors import PackedVectors, bitmap_bytes
 from torch import Tensor
 
 __all__ = [
+    "add_covariance",
     "compress_buffer",
     "gather_packed",
     "pack_vectors",
