@@ -6,7 +6,8 @@ rows of a step. It knows no channels: process.py receives its inputs and sends i
 Everything runs on one stream: the programs of a scoring fill the multiprocessors, and a selection
 beside it would find hardly any room. What is queued for a group is captured in graphs, because the
 host would take longer than the device: all that they read or write stays where it is from step to
-step of as many rows and tokens.
+step of as many rows and tokens. Not captured are appends of a format that queues more in some
+steps, see `Residency.captures_append`.
 """
 
 from __future__ import annotations
