@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from cache_rank_kernels.mosaickv.gathering import packed_tokens
 
-BOUND_TOKENS = 2048
+BOUND_TOKENS = 8192
 """Tokens of a row that are looked at at once."""
 
 

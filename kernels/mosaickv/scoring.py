@@ -110,7 +110,7 @@ def score_packed_step(
                 UNITS=constants["LAYERS"] * layout.kv_heads,
                 BLOCK=BOUND_TOKENS,
                 LAYOUT=layout,
-                num_warps=8,
+                num_warps=16,
             )
         _score[(chunks, units)](
             queries,
