@@ -211,12 +211,12 @@ class PackedMemory:
         if self._beside is None:
             self.check()
 
-    def check(self) -> None:
-        """See Residency.check."""
-        place = self._found.value()
+    def check(self, wait: bool = False) -> None:
+        """See Residency.check; or wait for the device, and say what was found in all that came."""
+        place = self._found.wait() if wait else self._found.value()
         if place is not None and int(place) == 0:
             self._found.start(self._not_finite)
-            place = self._found.value()
+            place = self._found.wait() if wait else self._found.value()
         if place is None or int(place) == 0:
             return
         layer, head = divmod(int(place) - 1, self._model.kv_heads)

@@ -256,6 +256,7 @@ class Segments:
                 self._memory.beside(recompress), tokens_of, state.covariance, self._candidates
             )
         else:  # the opening, which waits for no other sequence's
+            self._memory.check(wait=True)
             due, result = last, Future()
             result.set_result(recompress(tokens_of, state.covariance, self._candidates))
         state.recompression = _Recompression(first, last, due, result)

@@ -149,9 +149,11 @@ def test_a_gpu_holds_the_same_bits_however_tokens_arrive() -> None:
 
 @pytest.mark.gpu
 @needs_gpu
-def test_gpus_refuse_what_is_not_finite_some_steps_later() -> None:
+@pytest.mark.parametrize("position", [77, 290])
+def test_gpus_refuse_what_is_not_finite_before_it_is_rotated(position: int) -> None:
+    """At the latest some steps later."""
     held = Held.empty(drifting(LARGE, 700), LARGE, device=torch.device("cuda"), **SHORT)
-    held.tokens[1, 2, 1, 290, 3] = float("nan")
+    held.tokens[1, 2, 1, position, 3] = float("nan")
     with pytest.raises(ValueError, match="values of layer 2, kv head 1 are not finite"):  # noqa: PT012
         held.load(330)
         for _ in range(100):
