@@ -25,7 +25,7 @@ def _order_keys(scores):
 
 
 @triton.jit(
-    do_not_specialize=["millionths", "fewest", "capacity"],
+    do_not_specialize=["millionths", "fewest", "capacity", "buffers"],
     do_not_specialize_on_alignment=["slots", "positions"],
 )
 def bound_unit(
@@ -38,6 +38,7 @@ def bound_unit(
     millionths,
     fewest,
     capacity,
+    buffers,
     UNITS: tl.constexpr,
     BLOCK: tl.constexpr,
     LAYOUT: tl.constexpr,
@@ -48,7 +49,7 @@ def bound_unit(
     if slot < 0:
         return
     tokens = tl.load(positions + unit // UNITS) + 1
-    packed = packed_tokens(strategy_of + slot * LAYOUT.buffers, tokens, LAYOUT)
+    packed = packed_tokens(strategy_of + slot * buffers, tokens, LAYOUT)
     wanted = wanted_tokens(tokens, millionths, fewest)
     if wanted >= packed:
         return

@@ -49,6 +49,8 @@ def gather_packed(
         out_values,
         first_layer,
         page_table.stride(0),
+        store.strategy_of.shape[1],
+        store.rows.shape[1],
         torch.finfo(keys.dtype).max,
         LAYERS=layers,
         CAPACITY=capacity,
@@ -67,7 +69,7 @@ def packed_tokens(strategy_of, tokens, LAYOUT: tl.constexpr):
 
 
 @triton.jit(
-    do_not_specialize=["first_layer", "page_stride", "limit"],
+    do_not_specialize=["first_layer", "page_stride", "buffers", "strategies", "limit"],
     do_not_specialize_on_alignment=["page_table", "slots", "positions", "entering"],
 )
 def _gather(
@@ -87,6 +89,8 @@ def _gather(
     out_values,
     first_layer,
     page_stride,
+    buffers,
+    strategies,
     limit,
     LAYERS: tl.constexpr,
     CAPACITY: tl.constexpr,
@@ -104,7 +108,7 @@ def _gather(
     if tl.max(position) < 0:
         return
     layer, head = first_layer + unit // LAYOUT.kv_heads, unit % LAYOUT.kv_heads
-    of_slot = strategy_of + slot * LAYOUT.buffers
+    of_slot = strategy_of + slot * buffers
     packed = packed_tokens(of_slot, tl.load(positions + row) + 1, LAYOUT)
     is_packed = used & (position < packed)
     page_at = row * page_stride + position // LAYOUT.page
@@ -135,7 +139,7 @@ def _gather(
         own = tl.sum(tl.where(index == turn, strategy, 0), axis=0)
         earlier = tl.sum(((strategy == own) & (index < turn)).to(tl.int32), axis=0)
         if (own >= 0) & (earlier == 0):
-            table = tl.load(rows + slot * LAYOUT.strategies + own).to(tl.int64)
+            table = tl.load(rows + slot * strategies + own).to(tl.int64)
             group = tl.load(numbers + (table * LAYOUT.layers + layer) * 3 + 1)
             vectors = load_rows(
                 elements,

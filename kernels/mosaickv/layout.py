@@ -9,7 +9,7 @@ from cache_rank_kernels.mosaickv.store import PackedStore
 
 
 class Layout(NamedTuple):
-    """Sizes of a `PackedStore`.
+    """Sizes of a `PackedStore` that do not depend on how much memory there is.
 
     Attributes:
         layers, kv_heads, head_dim, ring: of the rings.
@@ -19,8 +19,6 @@ class Layout(NamedTuple):
         page: tokens of a page.
         page_blocks: per-block keys of a page.
         buffer: tokens that are compressed together.
-        buffers: of a slot.
-        strategies: of a slot.
     """
 
     layers: int
@@ -34,8 +32,6 @@ class Layout(NamedTuple):
     page: int
     page_blocks: int
     buffer: int
-    buffers: int
-    strategies: int
 
     @classmethod
     def of(cls, store: PackedStore) -> Layout:
@@ -57,6 +53,4 @@ class Layout(NamedTuple):
             store.page_tokens,
             store.block_keys.elements.shape[-2],
             store.buffer_tokens,
-            store.strategy_of.shape[1],
-            store.rows.shape[1],
         )

@@ -34,6 +34,7 @@ def rotate_queries(
         rotated,
         first_layer,
         strategies,
+        store.rows.shape[1],
         LAYERS=layers,
         GROUP=group,
         ROWS=max(16, triton.next_power_of_2(group)),  # of a product
@@ -43,7 +44,7 @@ def rotate_queries(
 
 
 @triton.jit(
-    do_not_specialize=["first_layer", "strategies"],
+    do_not_specialize=["first_layer", "strategies", "in_table"],
     do_not_specialize_on_alignment=["slots"],
 )
 def _rotate(
@@ -54,6 +55,7 @@ def _rotate(
     rotated,
     first_layer,
     strategies,
+    in_table,
     LAYERS: tl.constexpr,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
@@ -61,8 +63,8 @@ def _rotate(
 ):
     strategy, unit = tl.program_id(0), tl.program_id(1).to(tl.int64)
     slot = tl.load(slots + unit // (LAYERS * LAYOUT.kv_heads)).to(tl.int64)
-    is_strategy = (slot >= 0) & (strategy < LAYOUT.strategies)
-    table = tl.load(rows + slot * LAYOUT.strategies + strategy, mask=is_strategy, other=-1)
+    is_strategy = (slot >= 0) & (strategy < in_table)
+    table = tl.load(rows + slot * in_table + strategy, mask=is_strategy, other=-1)
     if table < 0:
         return
     layer = first_layer + (unit // LAYOUT.kv_heads) % LAYERS

@@ -94,7 +94,6 @@ def score_packed_step(
     key_ring, (chunks, units) = store.rings[0], score_grid(out)
     strategies = workspace.rotated.shape[1]
     assert workspace.rotated.shape[0] >= units
-    in_table = (store.strategy_of, store.rows, slots, positions)
     rotate_queries(store, queries, slots, first_layer, workspace.rotated)
     for refines in (False,) if exact else (False, True):
         if refines:
@@ -107,6 +106,7 @@ def score_packed_step(
                 workspace.oldest,
                 *scored,
                 out.shape[-1],
+                store.strategy_of.shape[1],
                 UNITS=constants["LAYERS"] * layout.kv_heads,
                 BLOCK=BOUND_TOKENS,
                 LAYOUT=layout,
@@ -118,7 +118,10 @@ def score_packed_step(
             tuple(store.keys),
             tuple(store.block_keys),
             key_ring,
-            *in_table,
+            store.strategy_of,
+            store.rows,
+            slots,
+            positions,
             store.numbers,
             page_table,
             workspace.bounds,
@@ -131,6 +134,8 @@ def score_packed_step(
             out.shape[-1],
             *scored,
             strategies,
+            store.strategy_of.shape[1],
+            store.rows.shape[1],
             **constants,
             VECTORS=_VECTORS,
             BY_TOKEN=exact,
@@ -216,7 +221,8 @@ def _score_strategy(
 
 @triton.jit(
     do_not_specialize=[
-        *("first_layer", "page_stride", "capacity", "millionths", "fewest", "strategies"),
+        *("first_layer", "page_stride", "capacity", "millionths", "fewest"),
+        *("strategies", "buffers", "in_table"),
     ],
     do_not_specialize_on_alignment=["page_table", "slots", "positions"],
 )
@@ -245,6 +251,8 @@ def _score(
     millionths,
     fewest,
     strategies,
+    buffers,
+    in_table,
     LAYERS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -267,7 +275,7 @@ def _score(
     start = chunk * CHUNK
     if (slot < 0) | (start >= tokens):
         return
-    unit_strategies = strategy_of + slot * LAYOUT.buffers
+    unit_strategies = strategy_of + slot * buffers
     packed = packed_tokens(unit_strategies, tokens, LAYOUT)
     in_blocks = (wanted_tokens(tokens, millionths, fewest) < packed) & (not BY_TOKEN)
     if REFINES & (in_blocks == 0):
@@ -290,7 +298,7 @@ def _score(
             strategy = tl.sum(tl.where(buffer == turn, of_page, 0), axis=0)
             earlier = tl.sum(((of_page == strategy) & (buffer < turn)).to(tl.int32), axis=0)
             if (strategy >= 0) & (earlier == 0):
-                row_of = tl.load(rows + slot * LAYOUT.strategies + strategy).to(tl.int64)
+                row_of = tl.load(rows + slot * in_table + strategy).to(tl.int64)
                 _score_strategy(
                     strategy,
                     in_blocks & (not REFINES),
