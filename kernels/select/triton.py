@@ -6,7 +6,7 @@ too slow.
 The row is therefore read once for the maxima of strided groups of tokens, which stay in registers.
 If `n` group maxima lie at or above some key, so do the `n` best tokens: a bound that leaves few
 more tokens than needed. They are listed in a second pass, which skips the groups below the bound,
-and the exact thresholds are found on the list.
+and the exact thresholds are found on the list, which fits into registers too.
 
 A working set hardly changes from step to step, so tokens in slots are taken out of the row first
 and counted apart. The list then holds the few of the best that are in no slot.
@@ -29,8 +29,17 @@ _RESIDENT = tl.constexpr(-1)
 
 
 def _default_groups(budget: int, margin: int) -> int:
-    """Half as many again as are counted, or the bound would be far too low for an empty mirror."""
-    return max(1024, int(triton.next_power_of_2((budget + margin) * 3 // 2)))
+    """How many groups the tokens of a row form, and how many of them can be listed.
+
+    Where no token in a slot is among the best, as in an empty mirror, `n` maxima must reach the
+    bound. Of g groups of random tokens -g log(1 - n/g) tokens then do: few enough where g > 1.75 n.
+    """
+    return max(1024, int(triton.next_power_of_2((budget + margin) * 7 // 4)))
+
+
+def _workspace_width(groups: int) -> int:
+    """In 8 bytes: two counters, a list of ranks and one of groups, which are 4 bytes each."""
+    return 1 + groups + groups // 2
 
 
 def select_workspace(
@@ -45,8 +54,7 @@ def select_workspace(
     Returns:
         (R * L * Hkv, width) int64.
     """
-    groups = _default_groups(budget, margin)
-    width = 1 + 2 * groups + groups // 2
+    width = _workspace_width(_default_groups(budget, margin))
     return torch.empty((rows * layers * kv_heads, width), dtype=torch.int64, device=device)
 
 
@@ -68,10 +76,10 @@ def select_step(
     entering: Tensor,
     entering_slots: Tensor,
     counts: Tensor,
-    filled: bool = False,
     groups: int | None = None,
     warps: int | None = None,
     resident_programs: int = 2,
+    ahead: int = 1,
 ) -> None:
     """See the reference. One launch.
 
@@ -79,22 +87,23 @@ def select_step(
     arithmetic produces, does not compete.
 
     Args:
-        groups: how many groups the tokens of a row form, a power of two from 32. Only time depends
-            on it, and on what follows.
+        groups: how many groups the tokens of a row form, and tokens a list, a power of two, at
+            least k + margin. Only time depends on it, and on what follows.
         warps: of one program.
         resident_programs: that a multiprocessor should have registers for.
     """
     rows, layers, kv_heads, row_capacity = scores.shape
     budget, capacity = mirror.shape[-1], entering.shape[-1]
     units = rows * layers * kv_heads
-    groups = groups or _default_groups(budget, margin) // (2 if filled else 1)
-    warps = warps or min(16, max(1, groups // 128))
+    groups = groups or _default_groups(budget, margin)
+    warps = warps or min(16, max(1, groups // 256))
     for tensor in (scores, mirror, slots, positions, workspace, entering, entering_slots, counts):
         assert tensor.is_contiguous()
     assert mirror.shape[2] == kv_heads
     assert entering.shape == entering_slots.shape == (*scores.shape[:3], capacity)
     assert workspace.shape[0] >= units
-    assert workspace.shape[1] - 1 - groups // 2 >= budget + margin
+    assert workspace.shape[1] >= _workspace_width(groups)
+    assert groups >= budget + margin
     if units == 0:
         return
     _select[(units,)](
@@ -111,7 +120,7 @@ def select_step(
         first_layer,
         sink_tokens,
         recent_tokens,
-        workspace.shape[1] - 1 - groups // 2,
+        workspace.shape[1],
         LAYERS=layers,
         KV_HEADS=kv_heads,
         BUDGET=budget,
@@ -120,6 +129,7 @@ def select_step(
         GROUPS=groups,
         SLOTS=max(256, triton.next_power_of_2(budget)),
         ENTERING=triton.next_power_of_2(capacity),
+        AHEAD=ahead,
         num_warps=warps,
         maxnreg=_registers(warps, resident_programs),
     )
@@ -192,12 +202,13 @@ def _narrow(low, high, reached, fewest, most):
 
 
 @triton.jit
-def _group_maxima(scores, start, stop, GROUPS: tl.constexpr):
+def _group_maxima(scores, start, stop, GROUPS: tl.constexpr, AHEAD: tl.constexpr):
     """Largest key of each group; token t belongs to group t % GROUPS."""
     maxima = tl.full((GROUPS,), _LOWEST, tl.int32)
-    for first in range(0, stop, GROUPS):
-        token = first + tl.arange(0, GROUPS)
-        maxima = tl.maximum(maxima, _load_keys(scores, token, token < stop, start, stop))
+    for first in range(0, stop, GROUPS * AHEAD):
+        for part in tl.static_range(AHEAD):
+            token = first + part * GROUPS + tl.arange(0, GROUPS)
+            maxima = tl.maximum(maxima, _load_keys(scores, token, token < stop, start, stop))
     return maxima
 
 
@@ -227,17 +238,17 @@ def _append(entries, counter, capacity, values, mask, SIZE: tl.constexpr):
 
 @triton.jit
 def _list_outsiders(
-    scores, start, stop, maxima, bound, counters, entries, list_capacity, GROUPS: tl.constexpr
+    scores, start, stop, maxima, bound, counters, entries, GROUPS: tl.constexpr
 ):
     """Write the ranks at or above the bound, in any order; returns how many there are.
 
-    Those beyond the capacity of the list are only counted. The groups that pass are listed first,
-    at the end of the list's memory, so that only their tokens are looked at.
+    Those beyond GROUPS are only counted. The groups that pass are listed first, behind the list, so
+    that only their tokens are looked at.
     """
     tl.store(counters + tl.arange(0, 2), tl.zeros((2,), tl.int32))
     tl.debug_barrier()
     passes = maxima >= (bound >> 32).to(tl.int32)
-    groups = (entries + list_capacity).to(tl.pointer_type(tl.int32))
+    groups = (entries + GROUPS).to(tl.pointer_type(tl.int32))
     _append(groups, counters, GROUPS, tl.arange(0, GROUPS), passes, GROUPS)
     tl.debug_barrier()
     rounds = tl.cdiv(stop, GROUPS)
@@ -248,7 +259,7 @@ def _list_outsiders(
         token = group + index % rounds * GROUPS
         keys = _load_keys(scores, token, (index < looked_at) & (token < stop), start, stop)
         ranks = _ranks(keys, token)
-        _append(entries, counters + 1, list_capacity, ranks, ranks >= bound, GROUPS)
+        _append(entries, counters + 1, GROUPS, ranks, ranks >= bound, GROUPS)
     tl.debug_barrier()
     return tl.load(counters + 1, volatile=True)
 
@@ -271,31 +282,21 @@ def _raise_bound(scores, start, stop, slot_ranks, low, high, fewest, most, GROUP
 
 
 @triton.jit
-def _find_rank(slot_ranks, entries, listed, low, high, count, SLOTS: tl.constexpr):
-    """A rank that exactly `count` of the given slots and the list reach."""
+def _find_rank(ranks, low, high, count, slot_ranks=None):
+    """A rank that exactly `count` of the given ones reach."""
     while _middle(low, high) > low:
-        reached = _reaching(slot_ranks, low, high)
-        for first in range(0, listed, SLOTS):
-            index = first + tl.arange(0, SLOTS)
-            ranks = tl.load(entries + index, mask=index < listed, other=_LOWEST_RANK)
-            reached += _reaching(ranks, low, high)
-        low, high = _narrow(low, high, tl.sum(reached), count, count)
+        reached = tl.sum(_reaching(ranks, low, high))
+        if slot_ranks is not None:
+            reached += tl.sum(_reaching(slot_ranks, low, high))
+        low, high = _narrow(low, high, reached, count, count)
     return low
 
 
 @triton.jit
-def _write_entering(
-    entries, listed, threshold, entering, count, SLOTS: tl.constexpr, ENTERING: tl.constexpr
-):
-    """Write the listed tokens that reach the threshold, `count` of them, in token order."""
-    written = 0
-    for first in range(0, listed, SLOTS):
-        index = first + tl.arange(0, SLOTS)
-        ranks = tl.load(entries + index, mask=index < listed, other=_LOWEST_RANK)
-        enters = (ranks >= threshold).to(tl.int32)
-        order = written + tl.cumsum(enters) - 1
-        tl.store(entering + order, (ranks & 0x7FFFFFFF).to(tl.int32), mask=enters > 0)
-        written += tl.sum(enters)
+def _write_entering(enters, ranks, entering, count, ENTERING: tl.constexpr):
+    """Write the tokens that enter, `count` of the listed ones, in token order."""
+    order = tl.cumsum(enters.to(tl.int32)) - 1
+    tl.store(entering + order, (ranks & 0x7FFFFFFF).to(tl.int32), mask=enters)
     tl.debug_barrier()
     place = tl.arange(0, ENTERING)
     used = place < count
@@ -329,7 +330,7 @@ def _fill_slots(mirror, stays, entering, entering_slots, count, BUDGET: tl.const
         "first_layer",
         "sink_tokens",
         "recent_tokens",
-        "list_capacity",
+        "workspace_width",
     ]
 )
 def _select(
@@ -346,7 +347,7 @@ def _select(
     first_layer,
     sink_tokens,
     recent_tokens,
-    list_capacity,
+    workspace_width,
     LAYERS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     BUDGET: tl.constexpr,
@@ -355,6 +356,7 @@ def _select(
     GROUPS: tl.constexpr,
     SLOTS: tl.constexpr,
     ENTERING: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):
     unit = tl.program_id(0).to(tl.int64)
     row = unit // (LAYERS * KV_HEADS)
@@ -367,7 +369,7 @@ def _select(
     if state_slot >= 0:
         scores += unit * row_capacity
         mirror += ((state_slot * state_layers + first_layer) * KV_HEADS + layer_head) * BUDGET
-        scratch = workspace + unit * (1 + list_capacity + GROUPS // 2)
+        scratch = workspace + unit * workspace_width
         counters = scratch.to(tl.pointer_type(tl.int32))
         entries = scratch + 1
         start = sink_tokens
@@ -385,31 +387,28 @@ def _select(
         tl.store(scores + token, tl.full((SLOTS,), _RESIDENT, tl.int32), mask=competes)
         tl.debug_barrier()
 
-        maxima = _group_maxima(scores, start, stop, GROUPS)
+        maxima = _group_maxima(scores, start, stop, GROUPS, AHEAD)
         highest = tl.maximum(tl.max(maxima), tl.max(slot_keys))
         depth = tl.minimum(BUDGET + MARGIN, candidates)
         bound = _find_key_bound(maxima, slot_keys, highest, depth).to(tl.int64) << 32
         above_all = (highest.to(tl.int64) + 1) << 32
-        listed = _list_outsiders(
-            scores, start, stop, maxima, bound, counters, entries, list_capacity, GROUPS
-        )
-        if listed > list_capacity:
+        listed = _list_outsiders(scores, start, stop, maxima, bound, counters, entries, GROUPS)
+        if listed > GROUPS:
             bound = _raise_bound(
-                scores, start, stop, slot_ranks, bound, above_all, depth, list_capacity, GROUPS
+                scores, start, stop, slot_ranks, bound, above_all, depth, GROUPS, GROUPS
             )
-            listed = _list_outsiders(
-                scores, start, stop, maxima, bound, counters, entries, list_capacity, GROUPS
-            )
+            listed = _list_outsiders(scores, start, stop, maxima, bound, counters, entries, GROUPS)
+        index = tl.arange(0, GROUPS)
+        ranks = tl.load(entries + index, mask=index < listed, other=_LOWEST_RANK)
 
-        stay_rank = _find_rank(slot_ranks, entries, listed, bound, above_all, depth, SLOTS)
+        stay_rank = _find_rank(ranks, bound, above_all, depth, slot_ranks)
         stays = (slot_ranks >= stay_rank).to(tl.int32)
         wanted = tl.minimum(BUDGET, candidates) - tl.sum(stays)
         enter_count = tl.minimum(wanted, CAPACITY)
         if enter_count > 0:
             # Who enters is among the best `depth`.
-            none = tl.full((SLOTS,), _LOWEST_RANK, tl.int64)
-            enter_rank = _find_rank(none, entries, listed, stay_rank, above_all, enter_count, SLOTS)
-            _write_entering(entries, listed, enter_rank, entering, enter_count, SLOTS, ENTERING)
+            enter_rank = _find_rank(ranks, stay_rank, above_all, enter_count)
+            _write_entering(ranks >= enter_rank, ranks, entering, enter_count, ENTERING)
             tl.debug_barrier()
             _fill_slots(mirror, stays, entering, entering_slots, enter_count, BUDGET, slot)
             tl.atomic_add(counts + row * 2, enter_count)
