@@ -20,6 +20,7 @@ from cache_rank_kernels.score.triton import (
     score_constants,
     score_full_precision,
     score_grid,
+    scratch,
 )
 from torch import Tensor
 
@@ -120,6 +121,7 @@ def score_codes(
     workspace: ScoreWorkspace,
     out: Tensor,
     exact: bool = False,
+    rounded: bool | None = None,
     warps: int = 4,
     stages: int = 3,
     **options: int,
@@ -127,6 +129,7 @@ def score_codes(
     """See the reference. One launch; D is a power of two, on a GPU of at least 64.
 
     Args:
+        rounded: keep logits in float16; by default unless scores are to be exact.
         options: of the format, on which only time and the last bits depend.
     """
     own, key_ring = of.scoring(tokens, queries, out, exact, **options), tokens.rings[0]
@@ -138,7 +141,7 @@ def score_codes(
         page_table,
         slots,
         positions,
-        *workspace,
+        *scratch(workspace, not exact if rounded is None else rounded),
         out,
         first_layer,
         scale,

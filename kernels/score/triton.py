@@ -6,6 +6,9 @@ kept instead of 256 bytes of key. The programs of one (row, layer, kv head) unit
 their tokens to scratch, and the last of them to arrive turns the unit's logits, which are still in
 the L2 cache, into scores.
 
+Logits of keys that are rounded themselves are kept in float16: it rounds them by less, and beside
+codes of 4 bits 16 bytes of logits, written and read, would be a third of all memory traffic.
+
 Every format scores in this way, and differs in how the logits of a block of keys are computed: its
 kernel calls `store_logits` for each block of codes, `score_full_precision` for keys as they came,
 and `finish_unit`.
@@ -48,6 +51,12 @@ def score_workspace(
     )
 
 
+def scratch(workspace: ScoreWorkspace, rounded: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """What a kernel that scores is given of it: logits in float16 if they may be rounded."""
+    logits = workspace.logits.view(torch.float16) if rounded else workspace.logits
+    return logits, workspace.partial, workspace.arrived
+
+
 def score_grid(out: Tensor) -> tuple[int, int]:
     """Programs of a launch that writes scores (R, L, Hkv, capacity): chunks, and units."""
     rows, layers, kv_heads, capacity = out.shape
@@ -87,11 +96,17 @@ def score_step(
     scale: float,
     workspace: ScoreWorkspace,
     out: Tensor,
+    rounded: bool | None = None,
     block: int = _BLOCK,
     warps: int = 4,
     stages: int = 3,
 ) -> None:
-    """See the reference. One launch; P must be a multiple of the block."""
+    """See the reference. One launch; P must be a multiple of the block.
+
+    Args:
+        rounded: keep logits in float16; by default those of 8-bit keys.
+    """
+    coarse = key_pool.dtype == torch.float8_e4m3fn
     page_tokens = key_pool.shape[3]
     block = min(block, page_tokens)
     assert page_tokens % block == 0
@@ -102,7 +117,7 @@ def score_step(
         page_table,
         slots,
         positions,
-        *workspace,
+        *scratch(workspace, coarse if rounded is None else rounded),
         out,
         first_layer,
         scale,
@@ -113,7 +128,7 @@ def score_step(
         PAGE=page_tokens,
         BLOCK=block,
         EXACT=multiplies_float32(key_pool),
-        COARSE=key_pool.dtype == torch.float8_e4m3fn,
+        COARSE=coarse,
         num_warps=warps,
         num_stages=stages,
     )
@@ -169,6 +184,8 @@ def load_query_parts(
 def store_logits(logit, token, resident, unit_logits, PADDED: tl.constexpr):
     """Write logits, (BLOCK, PADDED) float32, of the tokens (BLOCK,) that are resident."""
     at = token[:, None] * PADDED + tl.arange(0, PADDED)[None, :]
+    if unit_logits.dtype.element_ty == tl.float16:
+        logit = tl.clamp(logit, -65504.0, 65504.0)
     tl.store(unit_logits + at, logit, mask=resident[:, None])
 
 
@@ -248,7 +265,7 @@ def finish_unit(
         unit_logits + own[:, None] * PADDED + heads[None, :],
         mask=(own < tokens)[:, None],
         other=-float("inf"),
-    )
+    ).to(tl.float32)
     largest = tl.max(own_logits, axis=0)
     total = tl.sum(tl.exp(own_logits - largest[None, :]), axis=0)
     tl.store(unit_partial + chunk * 2 * PADDED + heads, largest)
@@ -273,7 +290,7 @@ def finish_unit(
                 other=0.0,
                 cache_modifier=".cg",
             )
-            score = tl.max(logit - log_sum[None, :], axis=1)
+            score = tl.max(logit.to(tl.float32) - log_sum[None, :], axis=1)
             tl.store(unit_out + token, score, token < tokens)
 
 

@@ -237,9 +237,7 @@ def _append(entries, counter, capacity, values, mask, SIZE: tl.constexpr):
 
 
 @triton.jit
-def _list_outsiders(
-    scores, start, stop, maxima, bound, counters, entries, GROUPS: tl.constexpr
-):
+def _list_outsiders(scores, start, stop, maxima, bound, counters, entries, GROUPS: tl.constexpr):
     """Write the ranks at or above the bound, in any order; returns how many there are.
 
     Those beyond GROUPS are only counted. The groups that pass are listed first, behind the list, so

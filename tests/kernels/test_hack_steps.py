@@ -75,6 +75,7 @@ def scored(
     rows: tuple[Tensor, Tensor, Tensor],
     capacity: int,
     exact: bool = False,
+    **options: Any,
 ) -> Tensor:
     """Of layers from the second on."""
     count, layers, query_heads, head_dim = queries.shape
@@ -83,7 +84,7 @@ def scored(
     workspace = score.score_workspace(
         count, layers, kv_heads, query_heads // kv_heads, capacity, device
     )
-    score_codes(tokens, queries, *rows, 1, head_dim**-0.5, workspace, out, exact)
+    score_codes(tokens, queries, *rows, 1, head_dim**-0.5, workspace, out, exact, **options)
     return out
 
 
@@ -226,8 +227,8 @@ def test_triton_scores_as_the_reference(
     queries = queries.to(device)
     rows = (table[[0, 3, 1, 3]], on(device, 0, -1, 1, 3), on(device, 299, 5, 0, 511))
     found = [
-        scored(implementation.score_codes, tokens, queries, rows, 513, exact)
-        for implementation in (reference, triton)
+        scored(implementation.score_codes, tokens, queries, rows, 513, exact, **options)
+        for implementation, options in ((reference, {}), (triton, {"rounded": False}))
     ]
     torch.testing.assert_close(*found, atol=rounding(tokens, queries), rtol=1e-6)
     assert (found[1][1] == 7.0).all()
@@ -271,8 +272,8 @@ def test_triton_at_full_size(held_as: Format, group: int, head_dim: int) -> None
     rows = (pages[None], on(device, 1), on(device, count - 1))
     for exact in (False, True):
         found = [
-            scored(implementation.score_codes, tokens, queries, rows, 20480, exact)
-            for implementation in (reference, triton)
+            scored(implementation.score_codes, tokens, queries, rows, 20480, exact, **options)
+            for implementation, options in ((reference, {}), (triton, {"rounded": False}))
         ]
         # Keys of the ring are bfloat16, with which products of queries in parts are less exact.
         allowed = rounding(tokens, queries) + 1e-3

@@ -111,10 +111,14 @@ def test_scores_by_the_copy_equal_scores_by_the_same_keys_in_full_precision() ->
     slots = torch.tensor([0, 1], device="cuda", dtype=torch.int32)
     positions = torch.tensor([1023, 700], device="cuda", dtype=torch.int32)
     scores = []
-    for implementation, keys in ((score_reference, coarse.float()), (score_triton, coarse)):
+    for implementation, keys, options in (
+        (score_reference, coarse.float(), {}),
+        (score_triton, coarse, {"rounded": False}),
+    ):
         out = torch.zeros((2, 2, 8, 1024), device="cuda")
         workspace = implementation.score_workspace(2, 2, 8, 4, 1024, out.device)
-        implementation.score_step(queries, keys, table, slots, positions, 0, 0.09, workspace, out)
+        rows = (table, slots, positions)
+        implementation.score_step(queries, keys, *rows, 0, 0.09, workspace, out, **options)
         scores.append(out)
     # Products of 8-bit numbers are summed to about 14 bits on Hopper.
     torch.testing.assert_close(scores[0], scores[1], atol=4e-3, rtol=1e-4)

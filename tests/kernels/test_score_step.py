@@ -84,6 +84,23 @@ def test_triton_with_one_layer_one_head_and_one_token(device: torch.device) -> N
     torch.testing.assert_close(score(triton, step, 1), torch.zeros((1, 1, 1, 1), device=device))
 
 
+@pytest.mark.parametrize("factor", [1.0, 1e5], ids=["usual", "beyond float16"])
+def test_scores_of_rounded_logits_are_those_of_float16_logits(
+    device: torch.device, factor: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(triton, "CHUNK_TOKENS", 32)
+    queries, *rest = random_step(device, [70], [0], group=4)
+    queries *= factor
+    workspace = triton.score_workspace(1, 2, 2, 4, 71, device)
+    out = torch.empty((1, 2, 2, 71), device=device)
+    triton.score_step(queries, *rest, workspace, out)
+    logits = workspace.logits.clamp(-65504, 65504).half().float()  # (L * Hkv, T, G)
+    expected = torch.log_softmax(logits, dim=1).amax(dim=-1)
+    triton.score_step(queries, *rest, workspace, out, rounded=True)
+    float32 = 1e-5 + 1e-7 * float(logits.abs().max())
+    torch.testing.assert_close(out.flatten(0, 2), expected, atol=float32, rtol=1e-5)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("group", [1, 4, 8])
