@@ -316,7 +316,6 @@ class Selector:
             self._entering_of(down),
             down.slots,
             step.changed[group],
-            filled=bool(step.key[0]),
         )
 
     def _gather(self, step: SelectorStep, group: int, down: DownMessage) -> None:
