@@ -1,8 +1,8 @@
 """Top-k with hysteresis, one program a (row, layer, kv head), Triton.
 
 Sorting a row would be far too slow, so thresholds are found by search: count what lies at or above
-three probes, keep a quarter of the interval. To count over the whole row each time would still be
-too slow.
+two probes, keep a third of the interval. To count over the whole row each time would still be too
+slow.
 The row is therefore read once for the maxima of strided groups of tokens, which stay in registers.
 If `n` group maxima lie at or above some key, so do the `n` best tokens: a bound that leaves few
 more tokens than needed. They are listed in a second pass, which skips the groups below the bound,
@@ -10,6 +10,9 @@ and the exact thresholds are found on the list, which fits into registers too.
 
 A working set hardly changes from step to step, so tokens in slots are taken out of the row first
 and counted apart. The list then holds the few of the best that are in no slot.
+
+Counting is bound by instructions: everything in registers is held in vectors of the same width,
+so that a count is one sum, and as 32-bit keys, with the tokens, which decide ties, beside them.
 """
 
 from __future__ import annotations
@@ -28,18 +31,18 @@ _RESIDENT = tl.constexpr(-1)
 """Score bits of a token in a slot: a NaN that no arithmetic produces."""
 
 
-def _default_groups(budget: int, margin: int) -> int:
-    """How many groups the tokens of a row form, and how many of them can be listed.
+def _default_width(budget: int, margin: int) -> int:
+    """Of vectors: half the groups of a row, and half of the tokens that can be listed.
 
     Where no token in a slot is among the best, as in an empty mirror, `n` maxima must reach the
     bound. Of g groups of random tokens -g log(1 - n/g) tokens then do: few enough where g > 1.75 n.
     """
-    return max(1024, int(triton.next_power_of_2((budget + margin) * 7 // 4)))
+    return max(512, int(triton.next_power_of_2(max(budget, (budget + margin) * 7 // 8))))
 
 
-def _workspace_width(groups: int) -> int:
-    """In 8 bytes: two counters, a list of ranks and one of groups, which are 4 bytes each."""
-    return 1 + groups + groups // 2
+def _workspace_width(width: int) -> int:
+    """In 8 bytes: two counters, a list of ranks, and one of groups, which are 4 bytes each."""
+    return 1 + 2 * width + width
 
 
 def select_workspace(
@@ -54,7 +57,7 @@ def select_workspace(
     Returns:
         (R * L * Hkv, width) int64.
     """
-    width = _workspace_width(_default_groups(budget, margin))
+    width = _workspace_width(_default_width(budget, margin))
     return torch.empty((rows * layers * kv_heads, width), dtype=torch.int64, device=device)
 
 
@@ -76,34 +79,34 @@ def select_step(
     entering: Tensor,
     entering_slots: Tensor,
     counts: Tensor,
-    groups: int | None = None,
+    width: int | None = None,
     warps: int | None = None,
     resident_programs: int = 2,
-    ahead: int = 1,
 ) -> None:
-    """See the reference. One launch.
+    """See the reference. One launch; T < 2**31 and k + margin < 2**15.
 
     Overwrites the scores of tokens in slots. A NaN score whose 32 bits are all ones, which no
     arithmetic produces, does not compete.
 
     Args:
-        groups: how many groups the tokens of a row form, and tokens a list, a power of two, at
-            least k + margin. Only time depends on it, and on what follows.
+        width: of vectors, a power of two, at least k and half of k + margin. Only time depends on
+            it, and on what follows.
         warps: of one program.
         resident_programs: that a multiprocessor should have registers for.
     """
     rows, layers, kv_heads, row_capacity = scores.shape
     budget, capacity = mirror.shape[-1], entering.shape[-1]
     units = rows * layers * kv_heads
-    groups = groups or _default_groups(budget, margin)
-    warps = warps or min(16, max(1, groups // 256))
+    width = width or _default_width(budget, margin)
+    warps = warps or min(16, max(1, width // 128))
     for tensor in (scores, mirror, slots, positions, workspace, entering, entering_slots, counts):
         assert tensor.is_contiguous()
     assert mirror.shape[2] == kv_heads
     assert entering.shape == entering_slots.shape == (*scores.shape[:3], capacity)
     assert workspace.shape[0] >= units
-    assert workspace.shape[1] >= _workspace_width(groups)
-    assert groups >= budget + margin
+    assert workspace.shape[1] >= _workspace_width(width)
+    assert width >= budget
+    assert budget + margin <= 2 * width < 1 << 16
     if units == 0:
         return
     _select[(units,)](
@@ -126,10 +129,8 @@ def select_step(
         BUDGET=budget,
         MARGIN=margin,
         CAPACITY=capacity,
-        GROUPS=groups,
-        SLOTS=max(256, triton.next_power_of_2(budget)),
+        WIDTH=width,
         ENTERING=triton.next_power_of_2(capacity),
-        AHEAD=ahead,
         num_warps=warps,
         maxnreg=_registers(warps, resident_programs),
     )
@@ -158,74 +159,90 @@ def _ranks(keys, token):
 
 
 @triton.jit
-def _middle(low, high):
-    """Mean, rounded down, of integers whose sum might overflow."""
-    return (low & high) + ((low ^ high) >> 1)
+def _distance(low, high):
+    """Unsigned, since it may be beyond the signed numbers."""
+    unsigned: tl.constexpr = tl.uint64 if low.dtype == tl.int64 else tl.uint32
+    return high.to(unsigned) - low.to(unsigned)
 
 
 @triton.jit
-def _quarters(low, high):
-    """The numbers that cut an interval into four."""
-    half = _middle(low, high)
-    return _middle(low, half), half, _middle(half, high)
+def _thirds(low, high):
+    """The numbers that cut an interval, of more than one number, into three."""
+    third = ((_distance(low, high) + 2) // 3).to(low.dtype)
+    return low + third, tl.minimum(high - third, low + third) + third
 
 
 @triton.jit
-def _reaching(numbers, low, high):
-    """Which of the quarters each number reaches: three counters of 21 bits, to be summed."""
-    first, second, third = _quarters(low, high)
-    reached = (numbers >= first).to(tl.int64)
-    reached += (numbers >= second).to(tl.int64) << 21
-    return reached + ((numbers >= third).to(tl.int64) << 42)
+def _reaching(numbers, first, second):
+    """Which of two probes each number reaches: two counters, to be summed."""
+    field: tl.constexpr = numbers.dtype.primitive_bitwidth // 2
+    reached = (numbers >= first).to(numbers.dtype)
+    return reached + ((numbers >= second).to(numbers.dtype) << field)
 
 
 @triton.jit
-def _narrow(low, high, reached, fewest, most):
+def _narrow(low, high, first, second, reached, fewest, most):
     """One step of a search for a bound that `fewest` to `most` numbers lie at or above.
 
-    `reached` is the sum of `_reaching` over all numbers. Of the four quarters of the interval the
-    one with the bound is left, or nothing beside the bound when a quarter's end is one.
+    `reached` is the sum of `_reaching` over all numbers. Of the three parts of the interval the
+    one with the bound is left, or nothing beside the bound when a part's end is one.
     """
-    first, second, third = _quarters(low, high)
-    by_first = reached & 0x1FFFFF
-    by_second = (reached >> 21) & 0x1FFFFF
-    by_third = reached >> 42
-    enough = tl.where(by_second >= fewest, by_second, by_first)
-    found = tl.where(by_third >= fewest, by_third, enough)
-    above = tl.where(by_third < fewest, third, high)
-    above = tl.where(by_second < fewest, second, above)
+    field: tl.constexpr = reached.dtype.primitive_bitwidth // 2
+    by_first = reached & ((1 << field) - 1)
+    by_second = (reached >> field) & ((1 << field) - 1)
+    found = tl.where(by_second >= fewest, by_second, by_first)
+    above = tl.where(by_second < fewest, second, high)
     above = tl.where(by_first < fewest, first, above)
     low = tl.where(by_first >= fewest, first, low)
     low = tl.where(by_second >= fewest, second, low)
-    low = tl.where(by_third >= fewest, third, low)
     return low, tl.where((found >= fewest) & (found <= most), low, above)
 
 
 @triton.jit
-def _group_maxima(scores, start, stop, GROUPS: tl.constexpr, AHEAD: tl.constexpr):
-    """Largest key of each group; token t belongs to group t % GROUPS."""
-    maxima = tl.full((GROUPS,), _LOWEST, tl.int32)
-    for first in range(0, stop, GROUPS * AHEAD):
-        for part in tl.static_range(AHEAD):
-            token = first + part * GROUPS + tl.arange(0, GROUPS)
-            maxima = tl.maximum(maxima, _load_keys(scores, token, token < stop, start, stop))
-    return maxima
+def _search(vectors, low, high, fewest, most):
+    """A bound that `fewest` to `most` of the numbers in the vectors, of int32, lie at or above.
+
+    At least `fewest` lie at or above `low`, and fewer at or above `high`. Where ties allow no such
+    bound, the highest that `fewest` reach.
+    """
+    while _distance(low, high) > 1:
+        first, second = _thirds(low, high)
+        reached = _reaching(vectors[0], first, second)
+        for index in tl.static_range(1, len(vectors)):
+            reached += _reaching(vectors[index], first, second)
+        low, high = _narrow(low, high, first, second, tl.sum(reached), fewest, most)
+    return low
+
+
+@triton.jit
+def _group_maxima(scores, start, stop, WIDTH: tl.constexpr):
+    """Largest key of each group, in two vectors; token t belongs to group t % (2 * WIDTH)."""
+    lower = tl.full((WIDTH,), _LOWEST, tl.int32)
+    upper = tl.full((WIDTH,), _LOWEST, tl.int32)
+    for first in range(0, stop, 2 * WIDTH):
+        token = first + tl.arange(0, WIDTH)
+        lower = tl.maximum(lower, _load_keys(scores, token, token < stop, start, stop))
+        token += WIDTH
+        upper = tl.maximum(upper, _load_keys(scores, token, token < stop, start, stop))
+    return lower, upper
 
 
 @triton.jit
 def _find_key_bound(maxima, slot_keys, highest, needed):
     """A key that at least `needed` tokens reach, and not many more."""
+    lower, upper = maxima
     low = tl.full((), _FLOOR, tl.int32)
     high = highest + 1
     # The lowest group is a better first guess than the middle of all numbers.
-    guess = tl.maximum(tl.min(tl.where(maxima > _LOWEST, maxima, highest)), low)
-    found = tl.sum((maxima >= guess).to(tl.int32)) + tl.sum((slot_keys >= guess).to(tl.int32))
+    lowest = tl.minimum(
+        tl.where(lower > _LOWEST, lower, highest), tl.where(upper > _LOWEST, upper, highest)
+    )
+    guess = tl.maximum(tl.min(lowest), low)
+    found = (lower >= guess).to(tl.int32) + (upper >= guess).to(tl.int32)
+    found = tl.sum(found + (slot_keys >= guess).to(tl.int32))
     low = tl.where(found >= needed, guess, low)
     high = tl.where(found >= needed, high, guess)
-    while _middle(low, high) > low:
-        reached = tl.sum(_reaching(maxima, low, high)) + tl.sum(_reaching(slot_keys, low, high))
-        low, high = _narrow(low, high, reached, needed, needed + needed // 16)
-    return low
+    return _search((lower, upper, slot_keys), low, high, needed, needed + needed // 16)
 
 
 @triton.jit
@@ -237,75 +254,100 @@ def _append(entries, counter, capacity, values, mask, SIZE: tl.constexpr):
 
 
 @triton.jit
-def _list_outsiders(scores, start, stop, maxima, bound, counters, entries, GROUPS: tl.constexpr):
+def _list_outsiders(scores, start, stop, maxima, bound, counters, entries, WIDTH: tl.constexpr):
     """Write the ranks at or above the bound, in any order; returns how many there are.
 
-    Those beyond GROUPS are only counted. The groups that pass are listed first, behind the list, so
-    that only their tokens are looked at.
+    Those beyond 2 * WIDTH are only counted. The groups that pass are listed first, behind the
+    list, so that only their tokens are looked at.
     """
+    size: tl.constexpr = 2 * WIDTH
     tl.store(counters + tl.arange(0, 2), tl.zeros((2,), tl.int32))
     tl.debug_barrier()
-    passes = maxima >= (bound >> 32).to(tl.int32)
-    groups = (entries + GROUPS).to(tl.pointer_type(tl.int32))
-    _append(groups, counters, GROUPS, tl.arange(0, GROUPS), passes, GROUPS)
+    key = (bound >> 32).to(tl.int32)
+    groups = (entries + size).to(tl.pointer_type(tl.int32))
+    for half in tl.static_range(2):
+        numbers = half * WIDTH + tl.arange(0, WIDTH)
+        _append(groups, counters, size, numbers, maxima[half] >= key, WIDTH)
     tl.debug_barrier()
-    rounds = tl.cdiv(stop, GROUPS)
+    # Tokens of a group. Never one, whose reciprocal would have 33 bits.
+    rounds = tl.maximum(tl.cdiv(stop, size), 2)
+    reciprocal = ((1 << 32) // rounds.to(tl.int64) + 1).to(tl.uint32)
     looked_at = tl.load(counters, volatile=True) * rounds
-    for first in range(0, looked_at, GROUPS):
-        index = first + tl.arange(0, GROUPS)
-        group = tl.load(groups + index // rounds, mask=index < looked_at, other=0)
-        token = group + index % rounds * GROUPS
+    for first in range(0, looked_at, size):
+        index = first + tl.arange(0, size)
+        entry = tl.umulhi(index.to(tl.uint32), reciprocal).to(tl.int32)  # index // rounds
+        group = tl.load(groups + entry, mask=index < looked_at, other=0)
+        token = group + (index - entry * rounds) * size
         keys = _load_keys(scores, token, (index < looked_at) & (token < stop), start, stop)
         ranks = _ranks(keys, token)
-        _append(entries, counters + 1, GROUPS, ranks, ranks >= bound, GROUPS)
+        _append(entries, counters + 1, size, ranks, ranks >= bound, size)
     tl.debug_barrier()
     return tl.load(counters + 1, volatile=True)
 
 
 @triton.jit
-def _raise_bound(scores, start, stop, slot_ranks, low, high, fewest, most, GROUPS: tl.constexpr):
+def _raise_bound(scores, start, stop, slot_ranks, low, high, fewest, WIDTH: tl.constexpr):
     """Find a bound that few enough reach by reading the row again and again.
 
     This happens where a mass of tokens share a score or the best share their groups.
     """
-    while _middle(low, high) > low:
-        reached = tl.zeros((GROUPS,), tl.int64)
-        for first in range(0, stop, GROUPS):
-            token = first + tl.arange(0, GROUPS)
+    while _distance(low, high) > 1:
+        first, second = _thirds(low, high)
+        reached = _reaching(slot_ranks, first, second)
+        for begin in range(0, stop, WIDTH):
+            token = begin + tl.arange(0, WIDTH)
             keys = _load_keys(scores, token, token < stop, start, stop)
-            reached += _reaching(_ranks(keys, token), low, high)
-        found = tl.sum(reached) + tl.sum(_reaching(slot_ranks, low, high))
-        low, high = _narrow(low, high, found, fewest, most)
+            reached += _reaching(_ranks(keys, token), first, second)
+        low, high = _narrow(low, high, first, second, tl.sum(reached), fewest, 2 * WIDTH)
     return low
 
 
 @triton.jit
-def _find_rank(ranks, low, high, count, slot_ranks=None):
-    """A rank that exactly `count` of the given ones reach."""
-    while _middle(low, high) > low:
-        reached = tl.sum(_reaching(ranks, low, high))
-        if slot_ranks is not None:
-            reached += tl.sum(_reaching(slot_ranks, low, high))
-        low, high = _narrow(low, high, reached, count, count)
-    return low
+def _find_rank(keys, tokens, low, high, count):
+    """Key and token of the rank that exactly `count` of those in the vectors reach."""
+    key = _search(keys, low, high, count, count)
+    # Usually nothing shares the key, and every token reaches zero.
+    sharing = tl.zeros_like(tokens[0])
+    above = tl.zeros_like(tokens[0])
+    for index in tl.static_range(len(keys)):
+        sharing += (keys[index] == key).to(tl.int32)
+        above += (keys[index] > key).to(tl.int32)
+    sharing, above = tl.sum(sharing), tl.sum(above)
+    token = tl.zeros_like(key)
+    if above + sharing > count:
+        newest = (tl.where(keys[0] == key, tokens[0], -1),)
+        for index in tl.static_range(1, len(keys)):
+            more = tl.where(keys[index] == key, tokens[index], -1)
+            newest = newest + (more,)  # noqa: RUF005 - Triton unpacks no tuples
+        token = _search(newest, token, token + 0x7FFFFFFF, count - above, count - above)
+    return key, token
 
 
 @triton.jit
-def _write_entering(enters, ranks, entering, count, ENTERING: tl.constexpr):
-    """Write the tokens that enter, `count` of the listed ones, in token order."""
-    order = tl.cumsum(enters.to(tl.int32)) - 1
-    tl.store(entering + order, (ranks & 0x7FFFFFFF).to(tl.int32), mask=enters)
+def _write_entering(keys, tokens, key, token, entering, count, ENTERING: tl.constexpr):
+    """Write the tokens of the ranks that reach the given one, `count` of them, in token order."""
+    written = 0
+    for index in tl.static_range(len(keys)):
+        enters = _reaches(keys[index], tokens[index], key, token)
+        order = written + tl.cumsum(enters.to(tl.int32)) - 1
+        tl.store(entering + order, tokens[index], mask=enters)
+        written += tl.sum(enters.to(tl.int32))
     tl.debug_barrier()
     place = tl.arange(0, ENTERING)
     used = place < count
-    token = tl.load(entering + place, mask=used, other=0)
+    found = tl.load(entering + place, mask=used, other=0)
     order = tl.zeros((ENTERING,), tl.int32)
     for first in range(0, count, 16):
         other = first + tl.arange(0, 16)
         others = tl.load(entering + other, mask=other < count, other=0x7FFFFFFF)
-        order += tl.sum((others[None, :] < token[:, None]).to(tl.int32), axis=1)
+        order += tl.sum((others[None, :] < found[:, None]).to(tl.int32), axis=1)
     tl.debug_barrier()
-    tl.store(entering + order, token, mask=used)
+    tl.store(entering + order, found, mask=used)
+
+
+@triton.jit
+def _reaches(keys, tokens, key, token):
+    return (keys > key) | ((keys == key) & (tokens >= token))
 
 
 @triton.jit
@@ -351,10 +393,8 @@ def _select(
     BUDGET: tl.constexpr,
     MARGIN: tl.constexpr,
     CAPACITY: tl.constexpr,
-    GROUPS: tl.constexpr,
-    SLOTS: tl.constexpr,
+    WIDTH: tl.constexpr,
     ENTERING: tl.constexpr,
-    AHEAD: tl.constexpr,
 ):
     unit = tl.program_id(0).to(tl.int64)
     row = unit // (LAYERS * KV_HEADS)
@@ -375,38 +415,47 @@ def _select(
         stop = tl.where(stop > start, stop, 0)
         candidates = tl.maximum(stop - start, 0)
 
-        slot = tl.arange(0, SLOTS)
-        token = tl.load(mirror + slot, mask=slot < BUDGET, other=-1)
-        competes = (token >= start) & (token < stop)
-        token = tl.where(competes, token, 0)
-        slot_keys = tl.where(competes, _load_keys(scores, token, competes, start, stop), _LOWEST)
-        slot_ranks = _ranks(slot_keys, token)
+        slot = tl.arange(0, WIDTH)
+        slot_tokens = tl.load(mirror + slot, mask=slot < BUDGET, other=-1)
+        competes = (slot_tokens >= start) & (slot_tokens < stop)
+        slot_tokens = tl.where(competes, slot_tokens, 0)
+        slot_keys = _load_keys(scores, slot_tokens, competes, start, stop)
+        slot_keys = tl.where(competes, slot_keys, _LOWEST)
         tl.debug_barrier()
-        tl.store(scores + token, tl.full((SLOTS,), _RESIDENT, tl.int32), mask=competes)
+        tl.store(scores + slot_tokens, tl.full((WIDTH,), _RESIDENT, tl.int32), mask=competes)
         tl.debug_barrier()
 
-        maxima = _group_maxima(scores, start, stop, GROUPS, AHEAD)
-        highest = tl.maximum(tl.max(maxima), tl.max(slot_keys))
+        maxima = _group_maxima(scores, start, stop, WIDTH)
+        highest = tl.max(tl.maximum(tl.maximum(maxima[0], maxima[1]), slot_keys))
         depth = tl.minimum(BUDGET + MARGIN, candidates)
-        bound = _find_key_bound(maxima, slot_keys, highest, depth).to(tl.int64) << 32
-        above_all = (highest.to(tl.int64) + 1) << 32
-        listed = _list_outsiders(scores, start, stop, maxima, bound, counters, entries, GROUPS)
-        if listed > GROUPS:
-            bound = _raise_bound(
-                scores, start, stop, slot_ranks, bound, above_all, depth, GROUPS, GROUPS
-            )
-            listed = _list_outsiders(scores, start, stop, maxima, bound, counters, entries, GROUPS)
-        index = tl.arange(0, GROUPS)
-        ranks = tl.load(entries + index, mask=index < listed, other=_LOWEST_RANK)
+        low = _find_key_bound(maxima, slot_keys, highest, depth)
+        bound = low.to(tl.int64) << 32
+        listed = _list_outsiders(scores, start, stop, maxima, bound, counters, entries, WIDTH)
+        if listed > 2 * WIDTH:
+            slot_ranks = _ranks(slot_keys, slot_tokens)
+            high = (highest.to(tl.int64) + 1) << 32
+            bound = _raise_bound(scores, start, stop, slot_ranks, bound, high, depth, WIDTH)
+            low = (bound >> 32).to(tl.int32)
+            listed = _list_outsiders(scores, start, stop, maxima, bound, counters, entries, WIDTH)
+        lower = tl.load(entries + slot, mask=slot < listed, other=_LOWEST_RANK)
+        upper = tl.load(entries + WIDTH + slot, mask=WIDTH + slot < listed, other=_LOWEST_RANK)
+        keys = ((lower >> 32).to(tl.int32), (upper >> 32).to(tl.int32))
+        tokens = (lower.to(tl.int32), upper.to(tl.int32))
 
-        stay_rank = _find_rank(ranks, bound, above_all, depth, slot_ranks)
-        stays = (slot_ranks >= stay_rank).to(tl.int32)
+        key, token = _find_rank(
+            (keys[0], keys[1], slot_keys),
+            (tokens[0], tokens[1], slot_tokens),
+            low,
+            highest + 1,
+            depth,
+        )
+        stays = _reaches(slot_keys, slot_tokens, key, token).to(tl.int32)
         wanted = tl.minimum(BUDGET, candidates) - tl.sum(stays)
         enter_count = tl.minimum(wanted, CAPACITY)
         if enter_count > 0:
             # Who enters is among the best `depth`.
-            enter_rank = _find_rank(ranks, stay_rank, above_all, enter_count)
-            _write_entering(ranks >= enter_rank, ranks, entering, enter_count, ENTERING)
+            key, token = _find_rank(keys, tokens, key, highest + 1, enter_count)
+            _write_entering(keys, tokens, key, token, entering, enter_count, ENTERING)
             tl.debug_barrier()
             _fill_slots(mirror, stays, entering, entering_slots, enter_count, BUDGET, slot)
             tl.atomic_add(counts + row * 2, enter_count)

@@ -584,3 +584,4 @@ def test_gpus_refuse_what_is_not_finite_some_steps_later(name: str) -> None:
         for _ in range(100):
             torch.cuda.synchronize()
             held.append()
+            held.residency.check()

@@ -308,7 +308,7 @@ class Batch:
     slots: tuple[int, ...]
     policy: Policy
     scores: str = "random"
-    groups: int = 64
+    width: int = 32
     layers: int = 1
     kv_heads: int = 1
 
@@ -332,7 +332,7 @@ class Batch:
             case "nan":
                 scores.fill_(math.nan)
             case "best-share-a-group":
-                scores[..., 3 :: self.groups] += 100.0
+                scores[..., 3 :: 2 * self.width] += 100.0
         return scores
 
     def select(
@@ -403,10 +403,10 @@ BATCHES = (
     Batch("nan", LONG, (0,), SMALL, "nan", 16),
     Batch("best-share-a-group", LONG, (0,), SMALL, "best-share-a-group", 16),
     Batch("budget-of-all-tokens", (31,), (2,), Policy(32, 0, 18, sinks=0, recent=0)),
-    Batch("budget-beyond-all-tokens", (31,), (2,), Policy(50, 8, 33, sinks=0, recent=0)),
+    Batch("budget-beyond-all-tokens", (31,), (2,), Policy(50, 8, 33, sinks=0, recent=0), width=64),
     Batch("one-slot", (31,), (2,), Policy(1, 0, 1)),
     Batch("capacity-beyond-slots", (90,), (2,), Policy(5, 0, 20)),
-    Batch("margin-beyond-candidates", (50,), (2,), Policy(8, 100, 3), groups=128),
+    Batch("margin-beyond-candidates", (50,), (2,), Policy(8, 100, 3), width=64),
     Batch("one-token", (0,), (0,), Policy(3, 1, 2, sinks=0, recent=0)),
 )
 
@@ -430,7 +430,7 @@ def test_triton_equals_reference_step_after_step(batch: Batch, device: torch.dev
     generator = torch.Generator().manual_seed(1)
     steps = [batch.draw_scores(generator, max(batch.positions) + 4) for _ in range(3)]
     mirror = batch.empty_mirror(device)
-    assert_steps_agree(batch, device, mirror, steps, groups=batch.groups)
+    assert_steps_agree(batch, device, mirror, steps, width=batch.width)
 
 
 def test_triton_fills_slots_that_are_empty_or_stale(device: torch.device) -> None:
@@ -439,7 +439,7 @@ def test_triton_fills_slots_that_are_empty_or_stale(device: torch.device) -> Non
     mirror = batch.empty_mirror(device)
     mirror[..., ::3] = int32([1, 9, 5000, 59], device)
     steps = [batch.draw_scores(torch.Generator().manual_seed(2), 64) for _ in range(2)]
-    assert_steps_agree(batch, device, mirror, steps, groups=batch.groups)
+    assert_steps_agree(batch, device, mirror, steps, width=batch.width)
 
 
 def test_triton_of_no_rows(device: torch.device) -> None:
