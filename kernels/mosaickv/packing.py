@@ -4,9 +4,8 @@ Rate, element group and block are numbers that kernels load and not constants th
 for: there are 27 strategies, and the first segment that has one must not wait for a compiler.
 
 Where an element of a packed vector belongs follows from how many bits are set before its own. That
-count is, in a run of 16 bits, a product with a triangular matrix of ones, on the matrix unit, exact
-in float16, and a sum over earlier runs: a prefix sum of two dimensions is what Triton 3.6
-miscompiles in some layouts.
+count is a product with a triangular matrix of ones, on the matrix unit, exact in float16: a prefix
+sum of two dimensions is what Triton 3.6 miscompiles in some layouts.
 """
 
 from __future__ import annotations
@@ -39,17 +38,11 @@ def rounded(numbers, dtype: tl.constexpr):
 
 
 @triton.jit
-def _set_before(bits, VECTORS: tl.constexpr, COLUMNS: tl.constexpr):
-    """How many bits of a row, (VECTORS, COLUMNS) of 0 and 1, are set before each: int32."""
-    runs: tl.constexpr = COLUMNS // 16
-    index, run = tl.arange(0, 16), tl.arange(0, runs)
+def _set_before(bits, COLUMNS: tl.constexpr):
+    """How many bits of a row, (vectors, COLUMNS) of 0 and 1, are set before each: int32."""
+    index = tl.arange(0, COLUMNS)
     ones = (index[:, None] < index[None, :]).to(tl.float16)
-    rows = tl.reshape(bits, (VECTORS * runs, 16))
-    before = tl.reshape(tl.dot(rows.to(tl.float16), ones), (VECTORS, runs, 16)).to(tl.int32)
-    of_run = tl.sum(tl.reshape(bits, (VECTORS, runs, 16)), axis=2)
-    is_earlier = (run[:, None] < run[None, :]).to(tl.int32)
-    earlier = tl.sum(of_run[:, :, None] * is_earlier[None, :, :], axis=1)
-    return tl.reshape(before + earlier[:, :, None], (VECTORS, COLUMNS))
+    return tl.dot(bits.to(tl.float16), ones).to(tl.int32)
 
 
 @triton.jit
@@ -111,7 +104,7 @@ def pack_rows(
     chosen = used & (rank < kept // group)
 
     bits = chosen.to(tl.int32)
-    place = _set_before(bits, vector.shape[0], COLUMNS)
+    place = _set_before(bits, COLUMNS)
     stored = rounded(tl.clamp(content, -limit, limit), elements.dtype.element_ty)
     # No more than r, also of a vector that is not finite and has no order.
     tl.store(elements + first_element[:, None] + place, stored, mask=chosen & (place < kept))
@@ -145,5 +138,5 @@ def load_rows(
     is_channel = used[:, None] & (channel < CHANNELS)[None, :]
     byte = tl.load(bitmap + entry[:, None] * BYTES + (bit // 8)[None, :], mask=is_channel, other=0)
     bits = (byte.to(tl.int32) >> (bit % 8)[None, :]) & 1
-    source = elements + entry[:, None] * KEPT + _set_before(bits, entry.shape[0], COLUMNS)
+    source = elements + entry[:, None] * KEPT + _set_before(bits, COLUMNS)
     return tl.load(source, mask=bits == 1, other=0.0)
