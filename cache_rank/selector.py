@@ -219,7 +219,6 @@ class Selector:
         small = torch.tensor((slots, positions, counts), dtype=torch.int32)
         on_host = (small, page_table, torch.tensor(header))
         changed = self._changed[:, :count].zero_()
-        filled = all(sequence.filled == self.config.sparse_budget for _, _, sequence in live)
         capacity = width * PAGE_TOKENS if on_gpu else max(positions) + 1
         numbers, table, headers = upload(on_host, self._device, self._step_memory)
         known = list(zip(slots, positions, strict=True))
@@ -229,7 +228,7 @@ class Selector:
         if scores_at != self._scores_at:
             self._captures.clear()
             self._scores_at = scores_at
-        return SelectorStep(number, step_rows, (filled, count, width), live, changed)
+        return SelectorStep(number, step_rows, (count, width), live, changed)
 
     def append(self, step: SelectorStep, group: int, up: UpMessage) -> None:
         """Take over what the inference rank computed in a group."""

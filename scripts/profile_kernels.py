@@ -94,7 +94,7 @@ def kernel_rows(config: CacheRankConfig, rows: int, tokens: int) -> list[dict[st
         rows, GROUP_LAYERS, KV_HEADS, budget, config.selection_margin, device
     )
 
-    def select(filled: bool) -> None:
+    def select() -> None:
         triton.select_step(
             scores,
             mirror,
@@ -108,12 +108,11 @@ def kernel_rows(config: CacheRankConfig, rows: int, tokens: int) -> list[dict[st
             entering,
             entering_slots,
             changed,
-            filled=filled,
         )
 
     for _ in range(2 * budget // capacity):  # fill the slots
         scores.copy_(fresh)
-        select(filled=False)
+        select()
     noisy = fresh + 0.05 * torch.randn(fresh.shape, generator=generator, device=device)
     filled_slots = mirror.clone()
 
@@ -124,7 +123,7 @@ def kernel_rows(config: CacheRankConfig, rows: int, tokens: int) -> list[dict[st
 
     def select_again() -> None:
         restore()
-        select(filled=True)
+        select()
 
     units = rows * GROUP_LAYERS * KV_HEADS
     select_again()

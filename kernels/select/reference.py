@@ -137,7 +137,6 @@ def select_step(
     entering: Tensor,
     entering_slots: Tensor,
     counts: Tensor,
-    filled: bool = False,
 ) -> None:
     """Apply `select_tokens` to every row of a step.
 
@@ -157,7 +156,6 @@ def select_step(
         entering: (R, L, Hkv, C) int32, written: see `Selection.entering`.
         entering_slots: (R, L, Hkv, C) int32, written: see `Selection.slots`.
         counts: (R, 2) int32, added to: tokens that entered, and tokens that capacity kept out.
-        filled: expect tokens in nearly all slots; only time depends on it.
     """
     layers = scores.shape[1]
     entering.fill_(EMPTY)
