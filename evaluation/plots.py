@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from evaluation.presentation import COLOURS
 from evaluation.statistics import Estimate
 from evaluation.summary import Result
 from evaluation.systems import DENSE, System
+from presentation import COLOURS
 
 MARKERS = "osD^vPX*<>hd"
 MOST_CURVES = len(COLOURS)

@@ -8,10 +8,10 @@ from pathlib import Path
 import msgspec
 
 from evaluation.plots import write_plots
-from evaluation.presentation import number, table
 from evaluation.statistics import Estimate
 from evaluation.summary import Result, Run
 from evaluation.tasks import TASKS
+from presentation import number, table
 
 HEADER = (
     *("system", "changed", "k", "exact chain", "minus dense", "hop accuracy", "correct prefix"),

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from evaluation.presentation import COLOURS, number, table
+from presentation import COLOURS, number, table
 from profiling.jobs import TABLE2, TABLE2_FLOOR, Job, Shape, Table2Row, model_config
 from profiling.records import Measurement, Results, Wire
 

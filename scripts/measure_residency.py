@@ -32,10 +32,10 @@ from cache_rank import residency
 from cache_rank.config import CacheRankConfig, ModelShape
 from cache_rank.protocol import Load, Report, bulk_shape
 from cache_rank.residency import FORMATS
-from evaluation.presentation import number, table
+from comparison.measurements import Variant
+from presentation import number, table
 from profiling.cache_step import shape_of
 from profiling.jobs import model_config
-from scripts.format_measurements import Variant
 from sglang_ext.supervisor import Connection, Place, Supervisor
 
 PATIENCE_SECONDS = 600.0

@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 
 from evaluation.benchmarks.comparison import Comparison, Report, Summary
-from evaluation.presentation import COLOURS, number, table
 from evaluation.statistics import Estimate
+from presentation import COLOURS, number, table
 
 
 def write_report(report: Report, out: Path) -> list[Path]:

@@ -14,13 +14,13 @@ from cache_rank.recording import Recorder
 from cache_rank.residency import FORMATS
 from cache_rank.selector import Selector
 from cache_rank.timeline import Timeline
+from comparison.measurements import Variant, config_for, measure, variants
+from comparison.quality import Exact, Measurement
+from comparison.report import Comparison, read_comparison
+from comparison.samples import Sample, read_recording
+from comparison.synthetic import OUTLIER_CHANNELS, OUTLIER_MAGNITUDE, synthetic_sample
+from comparison.uniform import measure_uniform, uniform_quantization
 from scripts.compare_formats import compare_formats, main, make_sample, parse_options
-from scripts.format_baselines import measure_uniform, uniform_quantization
-from scripts.format_measurements import Variant, config_for, measure, variants
-from scripts.format_quality import Exact, Measurement
-from scripts.format_report import Comparison, read_comparison
-from scripts.format_samples import Sample, read_recording
-from scripts.synthetic_kv import OUTLIER_CHANNELS, OUTLIER_MAGNITUDE, synthetic_sample
 
 CPU = torch.device("cpu")
 TINY = "--tokens 600 --layers 1 --query-heads 4 --head-dim 32 --steps 2 --budget 32 --repeats 1"

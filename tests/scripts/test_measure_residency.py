@@ -6,9 +6,9 @@ import pytest
 
 from cache_rank.config import ModelShape
 from cache_rank.pages import PAGE_TOKENS
+from comparison.measurements import Variant
 from profiling.cache_step import shape_of
 from profiling.jobs import model_config
-from scripts.format_measurements import Variant
 from scripts.measure_residency import main, markdown, measure
 
 MODEL = ModelShape(8, 8, 8, 128, "bfloat16", 128**-0.5)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from scripts.format_samples import Sample
+from comparison.samples import Sample
 
 ROTARY_BASE = 1e6
 OUTLIER_CHANNELS = 4

@@ -9,8 +9,8 @@ from typing import Any
 
 import msgspec
 
-from evaluation.presentation import COLOURS, number, table
-from scripts.format_quality import Measurement, Throughput
+from comparison.quality import Measurement, Throughput
+from presentation import COLOURS, number, table
 
 MARKERS = "os^DvPX*<>"
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from cache_rank.config import CacheRankConfig
 from cache_rank.pages import PAGE_TOKENS
 from cache_rank.recall import measure_recall
-from scripts.format_samples import Sample
+from comparison.samples import Sample
 
 
 class Throughput(msgspec.Struct, frozen=True):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor, float32
 
 from cache_rank.config import CacheRankConfig
-from scripts.format_quality import Exact, Measurement, compare, scores_of
-from scripts.format_samples import Sample
+from comparison.quality import Exact, Measurement, compare, scores_of
+from comparison.samples import Sample
 
 UNIFORM_GROUP = 128
 """Tokens that share a scale in the uniform baselines per channel."""

@@ -15,9 +15,9 @@ from cache_rank.config import DTYPES, CacheRankConfig, ModelShape, OptionValue, 
 from cache_rank.pages import PAGE_TOKENS
 from cache_rank.protocol import AnswerHeader
 from cache_rank.residency import FORMATS, StepRows
+from comparison.quality import Exact, Measurement, Throughput, compare
+from comparison.samples import Sample
 from profiling.cache_step import median_microseconds
-from scripts.format_quality import Exact, Measurement, Throughput, compare
-from scripts.format_samples import Sample
 
 
 class Variant(NamedTuple):
