@@ -83,7 +83,7 @@ def select_step(
     warps: int | None = None,
     resident_programs: int = 2,
 ) -> None:
-    """See the reference. One launch; T < 2**31 and k + margin < 2**15.
+    """See the reference. One launch; T of up to a million, k + margin of up to 2**15.
 
     Overwrites the scores of tokens in slots. A NaN score whose 32 bits are all ones, which no
     arithmetic produces, does not compete.
@@ -106,7 +106,8 @@ def select_step(
     assert workspace.shape[0] >= units
     assert workspace.shape[1] >= _workspace_width(width)
     assert width >= budget
-    assert budget + margin <= 2 * width < 1 << 16
+    assert budget + margin <= 2 * width < 1 << 16  # a count takes 16 bits
+    assert row_capacity**2 < width << 33  # or the reciprocal of a group's size would not be exact
     if units == 0:
         return
     _select[(units,)](

@@ -404,6 +404,7 @@ BATCHES = (
     Batch("best-share-a-group", LONG, (0,), SMALL, "best-share-a-group", 16),
     Batch("budget-of-all-tokens", (31,), (2,), Policy(32, 0, 18, sinks=0, recent=0)),
     Batch("budget-beyond-all-tokens", (31,), (2,), Policy(50, 8, 33, sinks=0, recent=0), width=64),
+    Batch("seven-tokens-a-group", LONG, (0,), Policy(5, 2, 3), width=8),
     Batch("one-slot", (31,), (2,), Policy(1, 0, 1)),
     Batch("capacity-beyond-slots", (90,), (2,), Policy(5, 0, 20)),
     Batch("margin-beyond-candidates", (50,), (2,), Policy(8, 100, 3), width=64),
