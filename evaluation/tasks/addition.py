@@ -91,8 +91,7 @@ def make_addition(seed: int, digits: int = 64, keys: int = 128, restatements: in
 
 TASK = Task(
     "addition",
-    "a step that needs two distant tokens at once; they move on by one position at a time, so that "
-    "whole pages serve well here",
+    "a step that needs two distant tokens at once, which move on by one position at a time",
     make_addition,
     (PLUS, *CARRIES),
 )
