@@ -34,6 +34,9 @@ LAYERS, QUERY_HEADS, KV_HEADS, HEAD_DIM = 36, 32, 8, 128
 GROUP_LAYERS = 6
 STEPS = 24
 """Whole steps that are timed."""
+DRIFTS = ((1.0, 0.02), (1.0, 0.1), (0.0, 1.0))
+"""What is left of scores when slots are selected again, and what is added: from hardly anything to
+scores that have nothing to do with those before."""
 CPU = torch.device("cpu")
 
 
@@ -113,11 +116,10 @@ def kernel_rows(config: CacheRankConfig, rows: int, tokens: int) -> list[dict[st
     for _ in range(2 * budget // capacity):  # fill the slots
         scores.copy_(fresh)
         select()
-    noisy = fresh + 0.05 * torch.randn(fresh.shape, generator=generator, device=device)
-    filled_slots = mirror.clone()
+    filled_slots, current = mirror.clone(), fresh
 
     def restore() -> None:
-        scores.copy_(noisy)
+        scores.copy_(current)
         mirror.copy_(filled_slots)
         changed.zero_()
 
@@ -126,16 +128,19 @@ def kernel_rows(config: CacheRankConfig, rows: int, tokens: int) -> list[dict[st
         select()
 
     units = rows * GROUP_LAYERS * KV_HEADS
-    select_again()
-    entered = int(changed[:, 0].sum()) / units
-    results.append(
-        {
-            "kernel": f"select, {units} rows, {entered:.0f} of {budget} enter",
-            "us": median_microseconds(select_again) - median_microseconds(restore),
-            "torch_us": median_microseconds(lambda: torch.topk(fresh, budget, dim=-1)),
-            "bytes": fresh.nbytes,
-        }
-    )
+    for kept, drift in DRIFTS:
+        noise = torch.randn(fresh.shape, generator=generator, device=device)
+        current = kept * fresh + drift * noise
+        select_again()
+        entered = int(changed[:, 0].sum()) / units
+        results.append(
+            {
+                "kernel": f"select, {units} rows, {entered:.0f} of {budget} enter",
+                "us": median_microseconds(select_again) - median_microseconds(restore),
+                "torch_us": median_microseconds(lambda: torch.topk(fresh, budget, dim=-1)),
+                "bytes": fresh.nbytes,
+            }
+        )
     out = torch.empty((*heads, capacity, HEAD_DIM), dtype=torch.bfloat16, device=device)
     out_values = torch.empty_like(out)
     everywhere = torch.randint(0, tokens, entering.shape, generator=generator, device=device)
