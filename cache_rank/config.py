@@ -6,6 +6,7 @@ from typing import Literal
 
 import msgspec
 import torch
+from cache_rank_kernels.select.reference import MOST_SLOTS
 
 Predictor = Literal["last", "ema", "spade", "ridge"]
 Frame = Literal["post", "pre"]
@@ -115,6 +116,14 @@ class CacheRankConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         for name in ("sink_tokens", "recent_tokens", "selection_margin", "recall_interval"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
+        budget, margin = self.sparse_budget, self.selection_margin
+        if budget > MOST_SLOTS:
+            raise ValueError(f"sparse_budget must be at most {MOST_SLOTS}, got {budget}")
+        if budget + margin > 2 * MOST_SLOTS:
+            raise ValueError(
+                f"selection_margin must be at most {2 * MOST_SLOTS - budget} beside sparse_budget "
+                f"{budget}, got {margin}"
+            )
         if self.checksum and self.wire_dtype != "bf16":
             raise ValueError(
                 f"wire_dtype {self.wire_dtype}: checksums compare tokens bit for bit, and shipped "

@@ -10,6 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+MOST_SLOTS = 1 << 14
+"""Largest k of the Triton kernel, which holds k + margin of up to twice as many in registers."""
 EMPTY = -1
 _LOWEST = torch.iinfo(torch.int64).min
 

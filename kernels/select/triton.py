@@ -20,6 +20,16 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from cache_rank_kernels.select.reference import MOST_SLOTS
+from cache_rank_kernels.select.search import (
+    distance,
+    find_rank,
+    narrow,
+    reaches,
+    reaching,
+    search,
+    thirds,
+)
 from torch import Tensor
 
 _LOWEST = tl.constexpr(-(2**31))
@@ -37,7 +47,8 @@ def _default_width(budget: int, margin: int) -> int:
     Where no token in a slot is among the best, as in an empty mirror, `n` maxima must reach the
     bound. Of g groups of random tokens -g log(1 - n/g) tokens then do: few enough where g > 1.75 n.
     """
-    return max(512, int(triton.next_power_of_2(max(budget, (budget + margin) * 7 // 8))))
+    width = int(triton.next_power_of_2(max(budget, (budget + margin) * 7 // 8)))
+    return min(max(512, width), MOST_SLOTS)
 
 
 def _workspace_width(width: int) -> int:
@@ -83,7 +94,7 @@ def select_step(
     warps: int | None = None,
     resident_programs: int = 2,
 ) -> None:
-    """See the reference. One launch; T of up to a million, k + margin of up to 2**15.
+    """See the reference. One launch; rows of up to a million tokens.
 
     Overwrites the scores of tokens in slots. A NaN score whose 32 bits are all ones, which no
     arithmetic produces, does not compete.
@@ -106,7 +117,7 @@ def select_step(
     assert workspace.shape[0] >= units
     assert workspace.shape[1] >= _workspace_width(width)
     assert width >= budget
-    assert budget + margin <= 2 * width < 1 << 16  # a count takes 16 bits
+    assert budget + margin <= 2 * width <= 2 * MOST_SLOTS  # a count takes 16 bits
     assert row_capacity**2 < width << 33  # or the reciprocal of a group's size would not be exact
     if units == 0:
         return
@@ -160,62 +171,6 @@ def _ranks(keys, token):
 
 
 @triton.jit
-def _distance(low, high):
-    """Unsigned, since it may be beyond the signed numbers."""
-    unsigned: tl.constexpr = tl.uint64 if low.dtype == tl.int64 else tl.uint32
-    return high.to(unsigned) - low.to(unsigned)
-
-
-@triton.jit
-def _thirds(low, high):
-    """The numbers that cut an interval, of more than one number, into three."""
-    third = ((_distance(low, high) + 2) // 3).to(low.dtype)
-    return low + third, tl.minimum(high - third, low + third) + third
-
-
-@triton.jit
-def _reaching(numbers, first, second):
-    """Which of two probes each number reaches: two counters, to be summed."""
-    field: tl.constexpr = numbers.dtype.primitive_bitwidth // 2
-    reached = (numbers >= first).to(numbers.dtype)
-    return reached + ((numbers >= second).to(numbers.dtype) << field)
-
-
-@triton.jit
-def _narrow(low, high, first, second, reached, fewest, most):
-    """One step of a search for a bound that `fewest` to `most` numbers lie at or above.
-
-    `reached` is the sum of `_reaching` over all numbers. Of the three parts of the interval the
-    one with the bound is left, or nothing beside the bound when a part's end is one.
-    """
-    field: tl.constexpr = reached.dtype.primitive_bitwidth // 2
-    by_first = reached & ((1 << field) - 1)
-    by_second = (reached >> field) & ((1 << field) - 1)
-    found = tl.where(by_second >= fewest, by_second, by_first)
-    above = tl.where(by_second < fewest, second, high)
-    above = tl.where(by_first < fewest, first, above)
-    low = tl.where(by_first >= fewest, first, low)
-    low = tl.where(by_second >= fewest, second, low)
-    return low, tl.where((found >= fewest) & (found <= most), low, above)
-
-
-@triton.jit
-def _search(vectors, low, high, fewest, most):
-    """A bound that `fewest` to `most` of the numbers in the vectors, of int32, lie at or above.
-
-    At least `fewest` lie at or above `low`, and fewer at or above `high`. Where ties allow no such
-    bound, the highest that `fewest` reach.
-    """
-    while _distance(low, high) > 1:
-        first, second = _thirds(low, high)
-        reached = _reaching(vectors[0], first, second)
-        for index in tl.static_range(1, len(vectors)):
-            reached += _reaching(vectors[index], first, second)
-        low, high = _narrow(low, high, first, second, tl.sum(reached), fewest, most)
-    return low
-
-
-@triton.jit
 def _group_maxima(scores, start, stop, WIDTH: tl.constexpr):
     """Largest key of each group, in two vectors; token t belongs to group t % (2 * WIDTH)."""
     lower = tl.full((WIDTH,), _LOWEST, tl.int32)
@@ -243,7 +198,7 @@ def _find_key_bound(maxima, slot_keys, highest, needed):
     found = tl.sum(found + (slot_keys >= guess).to(tl.int32))
     low = tl.where(found >= needed, guess, low)
     high = tl.where(found >= needed, high, guess)
-    return _search((lower, upper, slot_keys), low, high, needed, needed + needed // 16)
+    return search((lower, upper, slot_keys), low, high, needed, needed + needed // 16)
 
 
 @triton.jit
@@ -292,36 +247,15 @@ def _raise_bound(scores, start, stop, slot_ranks, low, high, fewest, WIDTH: tl.c
 
     This happens where a mass of tokens share a score or the best share their groups.
     """
-    while _distance(low, high) > 1:
-        first, second = _thirds(low, high)
-        reached = _reaching(slot_ranks, first, second)
+    while distance(low, high) > 1:
+        first, second = thirds(low, high)
+        reached = reaching(slot_ranks, first, second)
         for begin in range(0, stop, WIDTH):
             token = begin + tl.arange(0, WIDTH)
             keys = _load_keys(scores, token, token < stop, start, stop)
-            reached += _reaching(_ranks(keys, token), first, second)
-        low, high = _narrow(low, high, first, second, tl.sum(reached), fewest, 2 * WIDTH)
+            reached += reaching(_ranks(keys, token), first, second)
+        low, high = narrow(low, high, first, second, tl.sum(reached), fewest, 2 * WIDTH)
     return low
-
-
-@triton.jit
-def _find_rank(keys, tokens, low, high, count):
-    """Key and token of the rank that exactly `count` of those in the vectors reach."""
-    key = _search(keys, low, high, count, count)
-    # Usually nothing shares the key, and every token reaches zero.
-    sharing = tl.zeros_like(tokens[0])
-    above = tl.zeros_like(tokens[0])
-    for index in tl.static_range(len(keys)):
-        sharing += (keys[index] == key).to(tl.int32)
-        above += (keys[index] > key).to(tl.int32)
-    sharing, above = tl.sum(sharing), tl.sum(above)
-    token = tl.zeros_like(key)
-    if above + sharing > count:
-        newest = (tl.where(keys[0] == key, tokens[0], -1),)
-        for index in tl.static_range(1, len(keys)):
-            more = tl.where(keys[index] == key, tokens[index], -1)
-            newest = newest + (more,)  # noqa: RUF005 - Triton unpacks no tuples
-        token = _search(newest, token, token + 0x7FFFFFFF, count - above, count - above)
-    return key, token
 
 
 @triton.jit
@@ -329,7 +263,7 @@ def _write_entering(keys, tokens, key, token, entering, count, ENTERING: tl.cons
     """Write the tokens of the ranks that reach the given one, `count` of them, in token order."""
     written = 0
     for index in tl.static_range(len(keys)):
-        enters = _reaches(keys[index], tokens[index], key, token)
+        enters = reaches(keys[index], tokens[index], key, token)
         order = written + tl.cumsum(enters.to(tl.int32)) - 1
         tl.store(entering + order, tokens[index], mask=enters)
         written += tl.sum(enters.to(tl.int32))
@@ -344,11 +278,6 @@ def _write_entering(keys, tokens, key, token, entering, count, ENTERING: tl.cons
         order += tl.sum((others[None, :] < found[:, None]).to(tl.int32), axis=1)
     tl.debug_barrier()
     tl.store(entering + order, found, mask=used)
-
-
-@triton.jit
-def _reaches(keys, tokens, key, token):
-    return (keys > key) | ((keys == key) & (tokens >= token))
 
 
 @triton.jit
@@ -443,19 +372,19 @@ def _select(
         keys = ((lower >> 32).to(tl.int32), (upper >> 32).to(tl.int32))
         tokens = (lower.to(tl.int32), upper.to(tl.int32))
 
-        key, token = _find_rank(
+        key, token = find_rank(
             (keys[0], keys[1], slot_keys),
             (tokens[0], tokens[1], slot_tokens),
             low,
             highest + 1,
             depth,
         )
-        stays = _reaches(slot_keys, slot_tokens, key, token).to(tl.int32)
+        stays = reaches(slot_keys, slot_tokens, key, token).to(tl.int32)
         wanted = tl.minimum(BUDGET, candidates) - tl.sum(stays)
         enter_count = tl.minimum(wanted, CAPACITY)
         if enter_count > 0:
             # Who enters is among the best `depth`.
-            key, token = _find_rank(keys, tokens, key, highest + 1, enter_count)
+            key, token = find_rank(keys, tokens, key, highest + 1, enter_count)
             _write_entering(keys, tokens, key, token, entering, enter_count, ENTERING)
             tl.debug_barrier()
             _fill_slots(mirror, stays, entering, entering_slots, enter_count, BUDGET, slot)

@@ -54,6 +54,15 @@ def test_accepts_zero_where_it_means_none(name: str) -> None:
     assert getattr(small_config(**{name: 0}), name) == 0
 
 
+def test_refuses_more_slots_than_selection_holds() -> None:
+    assert small_config(sparse_budget=16384, selection_margin=16384).sparse_budget == 16384
+    with pytest.raises(ValueError, match="sparse_budget must be at most 16384, got 16385"):
+        small_config(sparse_budget=16385)
+    message = "selection_margin must be at most 16384 beside sparse_budget 16384, got 16385"
+    with pytest.raises(ValueError, match=message):
+        small_config(sparse_budget=16384, selection_margin=16385)
+
+
 def test_refuses_checksums_of_tokens_that_are_rounded() -> None:
     assert small_config(wire_dtype="fp8").wire_torch_dtype == torch.float8_e4m3fn
     assert small_config(MHA, checksum=True).wire_torch_dtype == torch.float32

@@ -12,6 +12,7 @@ import torch
 from cache_rank_kernels.select import reference, triton
 from cache_rank_kernels.select.reference import (
     EMPTY,
+    MOST_SLOTS,
     Selection,
     rank_keys,
     select_tokens,
@@ -456,6 +457,7 @@ FULL_BATCHES = (
     Batch("128k", (131000, 99999, 2500, 300), (1, 0, 3, 2), FULL_POLICY, layers=2, kv_heads=8),
     Batch("32k-ties", (32700,) * 2, (0, 1), FULL_POLICY, "ties", layers=2, kv_heads=8),
     Batch("32k-equal", (32700,) * 2, (0, 1), FULL_POLICY, "equal", layers=2, kv_heads=8),
+    Batch("most-slots", (60000,) * 2, (0, 1), Policy(MOST_SLOTS, MOST_SLOTS, 512)),
 )
 
 
