@@ -12,9 +12,10 @@ from cache_rank_kernels.coded.reference import Codec, CodedTokens, read_tokens
 from torch import Tensor
 
 from cache_rank.config import CacheRankConfig
-from cache_rank.copies import Readback, upload
+from cache_rank.copies import upload
 from cache_rank.operations import coded_operations_for, operations_for
 from cache_rank.pages import PAGE_TOKENS, ROLLBACK_TOKENS
+from cache_rank.residency.not_finite import NotFinite
 from cache_rank.residency.scores import ScoreBuffers
 
 if TYPE_CHECKING:
@@ -68,6 +69,7 @@ class CodedResidency:
         self._operations = operations_for(device)
         self._coded_operations = coded_operations_for(device, self.kernels)
         self._scores = ScoreBuffers(model, self._operations.score_workspace, device)
+        self._not_finite = NotFinite(model, device)
         codecs = self.codecs(config)
         ring = (config.max_rows, model.layers, model.kv_heads, self.ring_tokens(), model.head_dim)
         self._tokens = CodedTokens(
@@ -78,12 +80,10 @@ class CodedResidency:
                 torch.empty(ring, dtype=model.torch_dtype, device=device),
             ),
             resident=torch.zeros((config.max_rows, model.layers), dtype=torch.int32, device=device),
-            not_finite=torch.zeros(1, dtype=torch.int32, device=device),
+            not_finite=self._not_finite.flags,
             group_tokens=self.group_tokens,
             page_tokens=PAGE_TOKENS,
         )
-        self._not_finite = Readback()
-        self._not_finite.start(self._tokens.not_finite)
 
     def _planes(self, codec: Codec, pages: int) -> tuple[Tensor, ...]:
         model, groups = self._model, PAGE_TOKENS // self.group_tokens
@@ -186,16 +186,4 @@ class CodedResidency:
         return keys.view(shape), values.view(shape)
 
     def check(self) -> None:
-        place = self._not_finite.value()
-        if place is not None and int(place) == 0:
-            self._not_finite.start(self._tokens.not_finite)
-            place = self._not_finite.value()
-        if place is None or int(place) == 0:
-            return
-        model = self._model
-        layer, head = divmod(int(place) - 1, model.kv_heads)
-        part, layer = divmod(layer, model.layers)
-        raise ValueError(
-            f"{('keys', 'values')[part]} of layer {layer}, kv head {head} are not finite, or span "
-            "more than float32"
-        )
+        self._not_finite.check()

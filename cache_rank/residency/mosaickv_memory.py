@@ -20,9 +20,10 @@ from torch import Tensor
 
 from cache_rank import operations
 from cache_rank.config import ModelShape
-from cache_rank.copies import Readback, upload
+from cache_rank.copies import upload
 from cache_rank.pages import PAGE_TOKENS
 from cache_rank.residency.mosaickv_strategy import Candidates, CompressedTokens
+from cache_rank.residency.not_finite import NotFinite
 
 BUFFER_TOKENS = 32
 """Newest tokens that wait in full precision until they are so many (section 5.3)."""
@@ -82,7 +83,6 @@ class PackedMemory:
         self.operations: Any = import_module(
             f"cache_rank_kernels.mosaickv.{operations.implementation_for(device)}"
         )
-        self._model = model
         self._device = device
 
         def vectors(entries: int) -> PackedVectors:
@@ -114,11 +114,8 @@ class PackedMemory:
         )
         self._free_rows = list(range(sizes.rows))[::-1]
         self._heads = torch.arange(model.kv_heads, device=device).unsqueeze(-1)
-        places = torch.arange(1, 2 * model.layers * model.kv_heads + 1, device=device)
-        self._places = places.view(2, model.layers, model.kv_heads)
-        self._not_finite = torch.zeros((), dtype=torch.int64, device=device)
-        self._found = Readback()
-        self._found.start(self._not_finite)
+        # A flag a slot: other sequences may be loading beside a step, on a stream of their own.
+        self._not_finite = NotFinite(model, device, flags=sizes.slots)
         self._beside = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def begin(self, slot: int) -> None:
@@ -206,25 +203,13 @@ class PackedMemory:
         )
         norms = buffer.double().square().sum(dim=-1).sqrt()
         refused = (~(norms <= _LARGEST_NORM)).any(dim=-1)
-        found = (self._places[:, layers.start : layers.stop] * refused).amax()
-        torch.maximum(self._not_finite, found, out=self._not_finite)
+        self._not_finite.note(slot, layers, refused)
         if self._beside is None:
             self.check()
 
     def check(self, wait: bool = False) -> None:
         """See Residency.check; or wait for the device, and say what was found in all that came."""
-        place = self._found.wait() if wait else self._found.value()
-        if place is not None and int(place) == 0:
-            self._found.start(self._not_finite)
-            place = self._found.wait() if wait else self._found.value()
-        if place is None or int(place) == 0:
-            return
-        layer, head = divmod(int(place) - 1, self._model.kv_heads)
-        part, layer = divmod(layer, self._model.layers)
-        raise ValueError(
-            f"{('keys', 'values')[part]} of layer {layer}, kv head {head} are not finite, or span "
-            "more than float32"
-        )
+        self._not_finite.check(wait)
 
     def beside(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """For another thread: a function that sees what is queued now, beside what comes later.
