@@ -48,7 +48,6 @@ class Measurement(msgspec.Struct):
         recall: share of the exact k best candidates that are among the k best by the scores.
         attention_mass: of the candidates' attention, what these hold.
         encode, score, gather: throughput; None of a baseline.
-        failure: why there is nothing else.
     """
 
     format: str
@@ -64,7 +63,6 @@ class Measurement(msgspec.Struct):
     encode: Throughput | None = None
     score: Throughput | None = None
     gather: Throughput | None = None
-    failure: str = ""
 
 
 class Exact(NamedTuple):

@@ -57,7 +57,6 @@ def markdown(comparison: Comparison) -> str:
     """Both tables."""
     machine = comparison.machine
     where = [*machine.get("gpus", []), machine.get("platform", ""), f"{machine.get('cpus')} cores"]
-    measured = [m for m in comparison.measurements if not m.failure]
     parts = [
         "# Residency formats",
         f"`{shlex.join(comparison.command)}`",
@@ -65,13 +64,12 @@ def markdown(comparison: Comparison) -> str:
         f"Data: {comparison.source}. Selection: k = {comparison.budget}, by the true queries of "
         f"the newest {comparison.steps} tokens.",
         "## Error and selection",
-        quality_table(measured),
+        quality_table(comparison.measurements),
         "## Throughput",
         f"Loading a sequence; scoring, and gathering for, {comparison.rows} of them at once. A "
         "token is one in all layers and KV heads.",
-        throughput_table(measured),
+        throughput_table(comparison.measurements),
     ]
-    parts += [f"{m.format}: {m.failure}." for m in comparison.measurements if m.failure]
     return "\n\n".join(parts)
 
 

@@ -87,7 +87,7 @@ def measure_cache_step(
         device: where it runs.
 
     Raises:
-        ValueError: the configured format does not exist, or not for this device.
+        ValueError: the configured format does not exist, or cannot do what is configured.
     """
     require_format(config)
     rows, model = config.max_rows, config.model
