@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import statistics
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -15,9 +13,9 @@ from cache_rank.config import DTYPES, CacheRankConfig, ModelShape, OptionValue, 
 from cache_rank.pages import PAGE_TOKENS
 from cache_rank.protocol import AnswerHeader
 from cache_rank.residency import FORMATS, StepRows
+from cache_rank.timing import median_microseconds
 from comparison.quality import Exact, Measurement, Throughput, compare
 from comparison.samples import Sample
-from profiling.cache_step import median_microseconds
 
 
 class Variant(NamedTuple):
@@ -103,8 +101,8 @@ def measure(
     if variant.score_keys != "resident":
         options = f"score keys {variant.score_keys}"
     measurement = Measurement(variant.format, options, key_bits=variant.key_bits)
-    held = _Held(sample, config, rows)
-    loading = _seconds(held.load, sample.keys.device, repeats)
+    held, device = _Held(sample, config, rows), sample.keys.device
+    loading = median_microseconds(held.load, repeats, device)
     for row in range(1, rows):
         held.load(row)
     scores = [held.step(position) for position in sample.positions]
@@ -113,8 +111,8 @@ def measure(
     measurement.bits = 8 * token_bytes / (2 * elements)
     compare(measurement, sample, exact, *held.read(), scores, config)
 
-    scoring = _seconds(held.score, sample.keys.device, repeats)
-    gathering = _seconds(held.gather, sample.keys.device, repeats)
+    scoring = median_microseconds(held.score, repeats, device)
+    gathering = median_microseconds(held.gather, repeats, device)
     key_bytes = None if variant.key_bits is None else variant.key_bits / 8 * elements
     measurement.encode = _throughput(sample.positions.start, loading, token_bytes)
     measurement.score = _throughput(rows * sample.tokens, scoring, key_bytes)
@@ -197,18 +195,6 @@ class _Held:
         return StepRows(slots, numbers(position), numbers(1), table, header, position + 1)
 
 
-def _seconds(action: Callable[[], None], device: torch.device, repeats: int) -> float:
-    """Median time of an action, warmed up."""
-    if device.type == "cuda":
-        return 1e-6 * median_microseconds(action, repeats)
-    times = []
-    for _ in range(repeats + 1):
-        start = time.perf_counter()
-        action()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times[1:])
-
-
-def _throughput(tokens: int, seconds: float, token_bytes: float | None) -> Throughput:
-    rate = tokens / seconds
+def _throughput(tokens: int, microseconds: float, token_bytes: float | None) -> Throughput:
+    rate = 1e6 * tokens / microseconds
     return Throughput(rate, None if token_bytes is None else 1e-9 * rate * token_bytes)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
-import time
-from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,9 +13,7 @@ from cache_rank.protocol import AnswerHeader, DownMessage, Row, UpMessage, bulk_
 from cache_rank.residency import bytes_per_token, fixed_bytes, require_format
 from cache_rank.selector import Selector
 from cache_rank.timeline import Timeline
-
-HEAD_START_CYCLES = 2_000_000
-"""About a millisecond."""
+from cache_rank.timing import device_seconds
 
 LOADED_TOKENS = 4096
 DRIFT = 0.1
@@ -54,23 +49,6 @@ def shape_of(config: dict[str, Any], dtype: str = "bfloat16") -> ModelShape:
         head_dim**-0.5,
         tuple(base ** (-2 * pair / head_dim) for pair in range(head_dim // 2)),
     )
-
-
-def device_seconds(action: Callable[[], Any], device: torch.device) -> float:
-    """How long a device takes for what an action queues."""
-    if device.type != "cuda":
-        started = time.perf_counter()
-        action()
-        return time.perf_counter() - started
-    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda.synchronize()
-    # Longer than the host takes to queue the action, which is not what is timed.
-    torch.cuda._sleep(HEAD_START_CYCLES)
-    start.record()
-    action()
-    stop.record()
-    torch.cuda.synchronize()
-    return 1e-3 * start.elapsed_time(stop)
 
 
 def measure_cache_step(
@@ -139,10 +117,3 @@ def measure_cache_step(
         sum(sizes),
         sum(int(down.header[:, shipped].sum()) for down in downs),
     )
-
-
-def median_microseconds(action: Callable[[], Any], repeats: int = 20) -> float:
-    """Median time of an action on the GPU, after two that warm up."""
-    device = torch.device("cuda")
-    times = [device_seconds(action, device) for _ in range(repeats + 2)]
-    return 1e6 * statistics.median(times[2:])
