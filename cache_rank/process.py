@@ -14,7 +14,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Collection
 from typing import Any
 
 import msgspec
@@ -195,10 +195,11 @@ class CacheRank:
         self._recorder.record_load(message, shipment)
         return None
 
-    def end(self, epochs: Iterable[int]) -> str | None:
+    def end(self, epochs: Collection[int]) -> str | None:
         """Forget epochs; the reason when one of them was not live."""
         for epoch in epochs:
-            self._loaded.pop(epoch, None)
+            # One that is under way still writes into pages and strategies that others get next.
+            self._wait_for_load(epoch)
         unknown = [epoch for epoch in epochs if not self.selector.end(epoch)]
         return f"End of epochs {unknown}, which are not live" if unknown else None
 
@@ -216,8 +217,7 @@ class CacheRank:
             return f"Step of {len(message.rows)} rows, 1 to {self.config.max_rows} were agreed"
         refused = self._refused_rows(message)
         for row in message.rows:
-            if (loaded := self._loaded.pop(row.epoch, None)) is not None:
-                torch.cuda.current_stream().wait_event(loaded)
+            self._wait_for_load(row.epoch)
         step = self.selector.begin_step(message.step, message.rows, refused.keys())
         self._timeline.begin_step(message.step, message.traced)
         for group in range(len(self.config.groups)):
@@ -237,6 +237,11 @@ class CacheRank:
         self.selector.end_step(step)
         self._last_step = max(self._last_step, message.step)
         return "; ".join(refused.values()) or None
+
+    def _wait_for_load(self, epoch: int) -> None:
+        """Let the steps that follow wait for what was last loaded of an epoch, on the device."""
+        if (loaded := self._loaded.pop(epoch, None)) is not None:
+            torch.cuda.current_stream().wait_event(loaded)
 
     def _up_message(self, group: int, rows: int) -> UpMessage:
         layers = len(self.config.groups[group])

@@ -1,0 +1,141 @@
+"""Prompts are loaded beside the steps: on one GPU, what a late load may write into."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import pytest
+import torch
+from modelled_request import Request
+from small_models import small_config
+from torch import Tensor
+
+from cache_rank import process
+from cache_rank.config import ModelShape
+from cache_rank.pages import PAGE_TOKENS
+from cache_rank.protocol import Load, Open, Row, Step, UpMessage
+
+MODEL = ModelShape(3, query_heads=8, kv_heads=2, head_dim=64, dtype="bfloat16", scale=64**-0.5)
+MEMORY_BYTES = 1 << 24
+PROMPT = PAGE_TOKENS - 8
+LATE_CYCLES = 2_000_000_000
+"""About a second, of which the host needs a small part to queue a step."""
+
+
+class Channel:
+    """A channel whose peer is on the same GPU: what is received is there already.
+
+    As with NCCL, transfers are queued on the channel's own stream.
+    """
+
+    def __init__(self) -> None:
+        self.stream = torch.cuda.Stream()
+        self.late_cycles = 0
+        self._sent: list[Tensor] = []
+        self._received = 0
+
+    def put(self, tensor: Tensor) -> None:
+        """As the peer sends; not in the middle of a test, because it waits for the device."""
+        self._sent.append(tensor.to("cuda"))
+
+    def send(self, tensor: Tensor, after: torch.cuda.Event | None = None) -> Channel:
+        return self
+
+    def receive(self, tensor: Tensor, after: torch.cuda.Event | None = None) -> Channel:
+        if after is None:
+            self.stream.wait_stream(torch.cuda.current_stream())
+        else:
+            self.stream.wait_event(after)
+        with torch.cuda.stream(self.stream):
+            torch.cuda._sleep(self.late_cycles)
+            tensor.copy_(self._sent[self._received])
+        self._received += 1
+        return self
+
+    def wait(self, timeout: float) -> None:
+        torch.cuda.current_stream().wait_stream(self.stream)
+
+
+class Link:
+    """The cache rank's end of three such channels."""
+
+    def __init__(self) -> None:
+        self.up, self.down, self.bulk = Channel(), Channel(), Channel()
+
+    def in_background(self) -> AbstractContextManager[Any]:
+        return torch.cuda.stream(self.bulk.stream)
+
+
+class Driven:
+    """A cache rank on a GPU, and the inference rank's side of its link."""
+
+    def __init__(self) -> None:
+        self.config = small_config(MODEL)
+        self.link: Any = Link()
+        self.rank = process.CacheRank(Open(self.config, []), self.link, torch.device("cuda"))
+        self._steps = 0
+
+    def put_token(self, request: Request) -> Tensor:
+        """Put a request's next token on the wire; its K and V, (2, layers, Hkv, D)."""
+        queries, keys, values = request.compute()
+        for layers in self.config.groups:
+            size = UpMessage.size(self.config, len(layers), 1)
+            up = UpMessage(self.config, len(layers), 1, torch.zeros(size, dtype=torch.uint8))
+            group = slice(layers.start, layers.stop)
+            up.queries[0], up.keys[0], up.values[0] = queries[group], keys[group], values[group]
+            self.link.up.put(up.buffer)
+        return torch.stack((keys, values))
+
+    def step(self, request: Request) -> None:
+        self._steps += 1
+        rows = [Row(request.epoch, request.position)]
+        assert self.rank.step(Step(self._steps, rows)) is None
+        request.position += 1
+
+    def load(self, request: Request) -> None:
+        assert self.rank.load(Load(request.epoch, 0, request.prompt.shape[2])) is None
+
+    def pages_of(self, request: Request) -> list[int]:
+        return list(self.rank.selector.sequences[request.epoch].pages)
+
+    def held(self, request: Request, first: int) -> Tensor:
+        """K and V of a request's tokens from `first` on, (2, layers, Hkv, n, D)."""
+        selector = self.rank.selector
+        sequence = selector.sequences[request.epoch]
+        positions = torch.arange(first, sequence.tokens, device="cuda")
+        positions = positions.expand(MODEL.layers, MODEL.kv_heads, -1)
+        pages, layers = selector._pages_of(sequence), range(MODEL.layers)
+        held = selector._residency.read(pages, sequence.slot, layers, positions)
+        return torch.stack(held).cpu()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_late_load_of_an_ended_epoch_leaves_the_next_owner_of_its_pages_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(process, "_memory_for_tokens", lambda device: MEMORY_BYTES)
+    driven = Driven()
+    owner, ended = (Request(driven.config, epoch, PROMPT) for epoch in (1, 2))
+    bulk = driven.link.bulk
+    bulk.put(owner.prompt)
+    bulk.put(ended.prompt)
+    driven.load(owner)
+    written = []
+    for _ in range(PAGE_TOKENS - PROMPT):  # its page is full then, and every kernel compiled
+        written.append(driven.put_token(owner))
+        driven.step(owner)
+    written.append(driven.put_token(owner))
+    torch.cuda.synchronize()
+
+    bulk.late_cycles = LATE_CYCLES
+    driven.load(ended)
+    freed = driven.pages_of(ended)
+    assert driven.rank.end([ended.epoch]) is None
+    driven.step(owner)
+    assert not bulk.stream.query(), "the load was not late"
+
+    assert driven.pages_of(owner)[1:] == freed
+    torch.cuda.synchronize()
+    assert torch.equal(driven.held(owner, PROMPT), torch.stack(written, dim=3))
