@@ -155,8 +155,7 @@ class InferenceRank:
         """SGLang takes back a request's slot: finish, abort, retraction, preemption."""
         self.table.forget(request.req_pool_idx)
         sequence = self.lifecycle.end(request.req_pool_idx)
-        if not self.lifecycle.live:
-            self.metrics.on_no_sparse_requests()
+        self._note_if_none_is_live()
         if sequence is not None and not sequence.orphaned:
             epoch = sequence.epoch
             self.attempt(lambda exchange: exchange.end([epoch]))
@@ -165,7 +164,12 @@ class InferenceRank:
         """SGLang empties its pools."""
         for row in list(self.lifecycle.live):
             self.lifecycle.end(row)
+        self._note_if_none_is_live()
         self.attempt(lambda exchange: exchange.flush())
+
+    def _note_if_none_is_live(self) -> None:
+        if not self.lifecycle.live:
+            self.metrics.on_no_sparse_requests()
 
     def take_orphans(self) -> list[Any]:
         """Requests whose K and V are gone with a cache rank; SGLang must recompute them."""
@@ -252,7 +256,7 @@ class InferenceRank:
 
             self._exchange = DeviceExchange(connection, self.config, self._working_sets, self.gate)
         self.lifecycle.capacity_tokens = connection.capacity_tokens
-        self.metrics.on_connect()
+        self.metrics.on_connect(self._exchange.counters)
 
     def _cache_rank_down(self, reason: str) -> None:
         """Go on without a cache rank: dense at once, or with what must be recomputed marked."""
@@ -276,6 +280,7 @@ class InferenceRank:
             else:
                 self.lifecycle.end(row)
                 self.table.forget(row)
+        self._note_if_none_is_live()
         if self.plan is not None:
             self.plan.attends_to_everything = not recompute
 

@@ -67,10 +67,10 @@ class CacheRankMetrics:
             }
             self._series = _Series(labels)
 
-    def on_connect(self) -> None:
-        """A new exchange begins, whose counters start at zero."""
+    def on_connect(self, counters: ExchangeCounters) -> None:
+        """A new exchange begins, whose counters start at zero and go on."""
         self._export_counters()
-        self._counters = ExchangeCounters()
+        self._counters = counters
         self._exported = dict.fromkeys(self._exported, 0)
         self._log_start = (0, self._wait_seconds, 0)
 
@@ -78,7 +78,7 @@ class CacheRankMetrics:
         """A step was exchanged."""
         self._wait_seconds += exchange.waited
         self._steps_waited += exchange.was_late
-        counters = self._counters = exchange.counters
+        counters = self._counters
         if self._series is not None:
             self._series.step_wait.observe(exchange.waited)
             self._set_sparse_requests(sparse_requests)

@@ -1,0 +1,147 @@
+"""An inference rank without SGLang, which loses the real cache rank that it has."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from test_metrics import exported, own_series
+
+from cache_rank.config import CacheRankConfig, ModelShape
+from sglang_ext.inference_rank import InferenceRank
+from sglang_ext.lifecycle import Phase
+from sglang_ext.model_runner import Pools, reserve_rows
+from sglang_ext.supervisor import Place, Supervisor
+
+MODEL = ModelShape(2, query_heads=2, kv_heads=1, head_dim=64, dtype="float32", scale=1 / 8)
+SLOTS, CONTEXT, PROMPT = 3, 400, 150
+MOST_STEPS = 100
+LONG = 60.0
+"""A timeout that no passing test reaches."""
+
+
+def config_of(model: ModelShape, max_rows: int) -> CacheRankConfig:
+    return CacheRankConfig(
+        model,
+        layers_per_group=1,
+        sparse_budget=8,
+        sink_tokens=2,
+        recent_tokens=4,
+        query_window=2,
+        selection_margin=2,
+        delta_capacity=8,
+        max_rows=max_rows,
+        kv_residency="hack",  # refuses what is not finite
+        recall_interval=0,
+    )
+
+
+ARGS: Any = SimpleNamespace(
+    attention_backend="torch_native",
+    bulk_chunk_tokens=CONTEXT,
+    cache_rank_config=config_of,
+    decode_log_interval=1000,
+    dense_layers=0,
+    enable_metrics=True,
+    inference_kv="full",
+    kv_residency="bf16",
+    max_sparse_requests=2,
+    served_model_name="model",
+    sink_tokens=2,
+    sparse_budget=8,
+    sparse_threshold=100,
+    trace=None,
+)
+
+
+class Decoding:
+    """A server's decode steps, of one request a slot."""
+
+    def __init__(self) -> None:
+        rows = SLOTS * CONTEXT + reserve_rows(ARGS)
+        generator = torch.Generator().manual_seed(0)
+        self.keys, self.values = (
+            [torch.randn((rows, 1, 64), generator=generator) for _ in range(2)] for _ in range(2)
+        )
+        self.tokens = torch.arange(SLOTS * CONTEXT, dtype=torch.int32).view(SLOTS, CONTEXT)
+        self.supervisor = Supervisor("cache rank of a test", Place("127.0.0.1"), LONG)
+        pools = Pools(self.tokens, self.keys, self.values, None)
+        self.rank = InferenceRank(ARGS, MODEL, pools, 0, self.supervisor)
+        self._generator = generator
+
+    def arrive(self, slot: int) -> Any:
+        params = SimpleNamespace(custom_params=None, max_new_tokens=CONTEXT - PROMPT)
+        return SimpleNamespace(
+            req_pool_idx=slot,
+            origin_input_ids=[0] * PROMPT,
+            sampling_params=params,
+            length=PROMPT,
+        )
+
+    def step(self, request: Any) -> None:
+        """A decode step of one request, as hooks and attention make it."""
+        rank = self.rank
+        request.length += 1
+        plan = rank.plan_step([request], [request.length])
+        rank.announce_step(plan)
+        for group in range(MODEL.layers):
+            rank.gate.begin_group(group)
+            queries, keys, values = (
+                torch.randn((1, heads, 64), generator=self._generator) for heads in (2, 1, 1)
+            )
+            rank.gate.stage(group, 0, queries, keys, values)
+            rank.gate.end_group(group)
+        rank.end_step(plan)
+
+    def step_until(self, request: Any, condition: Callable[[], bool]) -> None:
+        """Decode, with a cache rank or none, until something has happened."""
+        for _ in range(MOST_STEPS):
+            if condition():
+                return
+            self.step(request)
+            self.wait_until(lambda: self.supervisor.connection is not None)
+        raise AssertionError(f"did not happen in {MOST_STEPS} steps")
+
+    def wait_until(self, condition: Callable[[], bool]) -> None:
+        stop = time.monotonic() + LONG
+        while not condition():
+            assert time.monotonic() < stop, "did not happen in time"
+            time.sleep(0.02)
+
+    def phase_of(self, request: Any) -> Phase | None:
+        sequence = self.rank.lifecycle.live.get(request.req_pool_idx)
+        return sequence.phase if sequence is not None else None
+
+
+@pytest.fixture(scope="module")
+def decoding() -> Iterator[Decoding]:
+    """One inference rank for all tests, each with a request slot of its own."""
+    with own_series():
+        decoding = Decoding()
+        yield decoding
+        decoding.rank.close()
+
+
+def test_a_loss_leaves_no_sparse_request_and_no_count_behind(decoding: Decoding) -> None:
+    rank, request = decoding.rank, decoding.arrive(slot=1)
+    decoding.step_until(request, lambda: decoding.phase_of(request) is Phase.SPARSE)
+    assert exported("sparse_requests") == 1
+    assert exported("up_bytes_total") == 0, "too few steps to be exported"
+
+    lost = decoding.supervisor.connection
+    assert lost is not None
+    os.kill(lost.pid, signal.SIGKILL)
+    decoding.wait_until(lambda: decoding.supervisor.connection is not lost)
+    decoding.step(request)
+    assert exported("sparse_requests") == 0
+    assert exported("up_bytes_total") == rank._finished.up_bytes > 0
+
+    decoding.step_until(request, lambda: decoding.phase_of(request) is Phase.SPARSE)
+    rank.on_request_freed(request)
+    assert exported("sparse_requests") == 0
