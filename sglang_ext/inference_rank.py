@@ -273,6 +273,7 @@ class InferenceRank:
             is_sparse = sequence.phase is Phase.SPARSE
             sequence.statistics.stale_steps += is_sparse
             self.metrics.on_stale(is_sparse)
+            sequence.request.cache_rank_losses += 1
             if recompute and is_sparse:
                 sequence.orphaned = True
                 sequence.request.cache_rank_failed = True

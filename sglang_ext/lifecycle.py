@@ -23,6 +23,10 @@ from cache_rank.config import CacheRankConfig
 from sglang_ext.recall import MeasuredRequest
 from sglang_ext.working_set import Reserve
 
+MOST_LOSSES = 2
+"""A request that was in so many cache ranks when they were lost stays dense: it may be the cause,
+as one is whose keys are not finite, and would end every cache rank that it is shipped to."""
+
 
 class Phase(enum.Enum):
     SHIPPING = enum.auto()
@@ -129,6 +133,8 @@ class Lifecycle:
             return "asked"
         if request.cache_rank_failed:
             return "recomputed"
+        if request.cache_rank_losses >= MOST_LOSSES:
+            return "cache_rank_losses"
         if self._reserve.free_blocks == 0:
             return "max_sparse_requests"
         if self._reserved_tokens + self._final_length(request) > self.capacity_tokens:
@@ -194,4 +200,5 @@ def prepare_requests(requests: Sequence[Any]) -> None:
         if not hasattr(request, "cache_rank_statistics"):
             request.cache_rank_statistics = RequestStatistics()
             request.cache_rank_failed = False
+            request.cache_rank_losses = 0
             request.cache_rank_dense_reason = None

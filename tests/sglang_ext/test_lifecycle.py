@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from cache_rank.config import CacheRankConfig, ModelShape
 from sglang_ext.lifecycle import (
+    MOST_LOSSES,
     Lifecycle,
     Phase,
     RequestStatistics,
@@ -90,6 +91,19 @@ def test_a_request_that_lost_a_cache_rank_stays_dense() -> None:
     request = request_on(1)
     request.cache_rank_failed = True
     assert lifecycle.reason_to_stay_dense(request, THRESHOLD) == "recomputed"
+
+
+@pytest.mark.parametrize(
+    ("losses", "reason"),
+    [(0, None), (MOST_LOSSES - 1, None), (MOST_LOSSES, "cache_rank_losses")],
+)
+def test_a_request_that_may_have_ended_cache_ranks_stays_dense(
+    losses: int, reason: str | None
+) -> None:
+    lifecycle, _ = lifecycle_with()
+    request = request_on(1)
+    request.cache_rank_losses = losses
+    assert lifecycle.reason_to_stay_dense(request, THRESHOLD) == reason
 
 
 def test_only_as_many_requests_are_sparse_as_the_reserve_has_blocks() -> None:
@@ -329,10 +343,12 @@ def test_preparing_a_request_again_keeps_what_it_carries() -> None:
     request = request_on(1)
     request.cache_rank_statistics.retractions = 2
     request.cache_rank_failed = True
+    request.cache_rank_losses = 1
     request.cache_rank_dense_reason = "asked"
     prepare_requests([request])
     assert request.cache_rank_statistics.retractions == 2
-    assert (request.cache_rank_failed, request.cache_rank_dense_reason) == (True, "asked")
+    assert (request.cache_rank_failed, request.cache_rank_losses) == (True, 1)
+    assert request.cache_rank_dense_reason == "asked"
 
 
 def test_statistics_travel_in_the_order_of_their_fields() -> None:

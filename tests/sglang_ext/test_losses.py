@@ -15,7 +15,7 @@ from test_metrics import exported, own_series
 
 from cache_rank.config import CacheRankConfig, ModelShape
 from sglang_ext.inference_rank import InferenceRank
-from sglang_ext.lifecycle import Phase
+from sglang_ext.lifecycle import MOST_LOSSES, Phase, prepare_requests
 from sglang_ext.model_runner import Pools, reserve_rows
 from sglang_ext.supervisor import Place, Supervisor
 
@@ -77,12 +77,14 @@ class Decoding:
 
     def arrive(self, slot: int) -> Any:
         params = SimpleNamespace(custom_params=None, max_new_tokens=CONTEXT - PROMPT)
-        return SimpleNamespace(
+        request = SimpleNamespace(
             req_pool_idx=slot,
             origin_input_ids=[0] * PROMPT,
             sampling_params=params,
             length=PROMPT,
         )
+        prepare_requests([request])
+        return request
 
     def step(self, request: Any) -> None:
         """A decode step of one request, as hooks and attention make it."""
@@ -145,3 +147,23 @@ def test_a_loss_leaves_no_sparse_request_and_no_count_behind(decoding: Decoding)
     decoding.step_until(request, lambda: decoding.phase_of(request) is Phase.SPARSE)
     rank.on_request_freed(request)
     assert exported("sparse_requests") == 0
+
+
+def test_a_request_that_ends_cache_ranks_is_shipped_to_no_third(decoding: Decoding) -> None:
+    rank, request = decoding.rank, decoding.arrive(slot=2)
+    starts = decoding.supervisor.starts
+    decoding.keys[1][2 * CONTEXT + 5] = float("nan")
+    decoding.step_until(request, lambda: request.cache_rank_losses == MOST_LOSSES)
+    decoding.wait_until(lambda: decoding.supervisor.starts == starts + MOST_LOSSES)
+    connection = decoding.supervisor.connection
+    for _ in range(5):
+        decoding.step(request)
+        assert decoding.phase_of(request) is None
+    assert request.cache_rank_dense_reason == "cache_rank_losses"
+
+    # Who comes next is served by the cache rank that is left.
+    rank.on_request_freed(request)
+    healthy = decoding.arrive(slot=1)
+    decoding.step_until(healthy, lambda: decoding.phase_of(healthy) is Phase.SPARSE)
+    assert decoding.supervisor.connection is connection
+    rank.on_request_freed(healthy)
