@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from cache_rank_kernels.mosaickv.gathering import packed_tokens
+from cache_rank_kernels.mosaickv.packing import tokens_in_pages
 
 BOUND_TOKENS = 8192
 """Tokens of a row that are looked at at once."""
@@ -43,13 +43,30 @@ def bound_unit(
     BLOCK: tl.constexpr,
     LAYOUT: tl.constexpr,
 ):
-    """Of the tokens in the pages, newer ones first where scores are the same."""
+    """Write which tokens of a unit, a row's kv head of a layer, are scored by themselves.
+
+    These are the wanted number of the tokens in the pages: those with a score above the bound, and
+    of those whose score is the bound, the newest. Nothing is written of a row of slot -1, nor where
+    no fewer tokens are wanted than are in the pages.
+
+    Args:
+        scores: (units, capacity) float32, of tokens by their blocks.
+        strategy_of: (slots, buffers) int32, see `PackedStore`.
+        slots, positions: (R,) int32, of each row.
+        bounds: (units,) float32, written: the score that the wanted number of tokens reach.
+        oldest: (units,) int32, written: of the tokens with that score, the oldest that is wanted.
+        millionths: of a row's tokens, that are wanted.
+        fewest: tokens that are wanted of any row.
+        capacity, buffers: row lengths of `scores` and `strategy_of`.
+        UNITS: of a row.
+        BLOCK: tokens that are looked at at once.
+    """
     unit = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + unit // UNITS).to(tl.int64)
     if slot < 0:
         return
     tokens = tl.load(positions + unit // UNITS) + 1
-    packed = packed_tokens(strategy_of + slot * buffers, tokens, LAYOUT)
+    packed = tokens_in_pages(strategy_of + slot * buffers, tokens, LAYOUT)
     wanted = wanted_tokens(tokens, millionths, fewest)
     if wanted >= packed:
         return

@@ -14,14 +14,8 @@ from cache_rank_kernels.mosaickv.packing import pack_rows, rounded
 from cache_rank_kernels.mosaickv.store import PackedStore
 from torch import Tensor
 
-_BUFFER = 32
-"""Tokens, rows of a product."""
-
-_MEANS = 16
-"""Rows of a product: 8 means of 4 keys, 4 of 8, 2 of 16, and none."""
-
-_ROWS = _BUFFER + _MEANS
-
+_MEANS = tl.constexpr(16)
+"""Rows of a product, half of a buffer: 8 means of 4 keys, 4 of 8, 2 of 16, and 2 unused."""
 
 _COVARIANCE_TILE = 64
 """Channels of a program, and others that they are multiplied with."""
@@ -54,12 +48,11 @@ def compress_buffer(
 ) -> Tensor:
     """See the reference. Two launches, whose result is that of any others with the same buffer."""
     layout = Layout.of(store)
-    assert layout.buffer == _BUFFER
+    assert layout.buffer == 2 * _MEANS.value
     keys, values = store.rings
     units = len(layers) * layout.kv_heads
-    rotated = torch.empty(
-        (units, 2, _ROWS, layout.columns), dtype=torch.float32, device=keys.device
-    )
+    vectors = (units, 2, layout.buffer + _MEANS.value, layout.columns)
+    rotated = torch.empty(vectors, dtype=torch.float32, device=keys.device)
     losses = torch.empty((len(layers), layout.kv_heads, 2), dtype=torch.float64, device=keys.device)
     numbers = (slot, row, layers.start, first)
     _rotate[(units, 2)](
@@ -129,6 +122,12 @@ def _covariance(
     tl.store(after + at, tl.load(before + at) + product)
 
 
+@triton.jit
+def _first_mean(block, LAYOUT: tl.constexpr):
+    """Which of a buffer's means is the first of blocks of that size: behind all smaller ones."""
+    return LAYOUT.buffer // 2 - 2 * LAYOUT.buffer // block
+
+
 @triton.jit(do_not_specialize=["slot", "row", "first_layer", "first"])
 def _rotate(
     keys,
@@ -154,13 +153,14 @@ def _rotate(
 
     tokens = _load_buffer(keys, values, part, slot, layer, head, first, LAYOUT)
     product = tl.dot(tokens.to(dtype), rotation, input_precision="ieee")
-    target = rotated + (unit * 2 + part).to(tl.int64) * 48 * LAYOUT.columns
+    target = rotated + (unit * 2 + part).to(tl.int64) * (LAYOUT.buffer + _MEANS) * LAYOUT.columns
     token = tl.arange(0, LAYOUT.buffer)
     tl.store(target + token[:, None] * LAYOUT.columns + channel[None, :], product)
     if part == 0:
-        mean = tl.arange(0, 16)
-        block = tl.where(mean < 8, 4, tl.where(mean < 12, 8, 16))
-        index = mean - tl.where(mean < 8, 0, tl.where(mean < 12, 8, 12))
+        mean = tl.arange(0, _MEANS)
+        block = tl.where(mean < _first_mean(16, LAYOUT), 8, 16)
+        block = tl.where(mean < _first_mean(8, LAYOUT), 4, block)
+        index = mean - _first_mean(block, LAYOUT)
         is_in_block = (token[None, :] // block[:, None] == index[:, None]).to(tl.float32)
         weight = is_in_block / block[:, None]
         means = tl.dot(weight, tokens.to(tl.float32), input_precision="ieee")
@@ -198,10 +198,11 @@ def _pack_buffer(
     kept, group = tl.load(of_strategy), tl.load(of_strategy + 1)
     block = tl.load(of_strategy + 2)
     width = (LAYOUT.channels // group + 7) // 8
-    rows = (unit * 2 + part).to(tl.int64) * 48
+    rows = (unit * 2 + part).to(tl.int64) * (LAYOUT.buffer + _MEANS)
     tile = (tl.load(page).to(tl.int64) * LAYOUT.layers + layer) * LAYOUT.kv_heads + head
     in_page = first % LAYOUT.page
-    index = tl.arange(0, 32)
+    buffer: tl.constexpr = LAYOUT.buffer
+    index = tl.arange(0, buffer)
     if is_means == 0:
         entry = tile * LAYOUT.page + in_page + index
         if part == 0:
@@ -209,11 +210,10 @@ def _pack_buffer(
         else:
             elements, bitmap = packed_values
         targets = (elements, bitmap, entry * LAYOUT.kept, entry * LAYOUT.bytes, width)
-        is_token = index < 32
         stored = pack_rows(
             rotated,
             rows + index,
-            is_token,
+            tl.full((buffer,), True, tl.int1),
             targets,
             kept,
             group,
@@ -229,15 +229,14 @@ def _pack_buffer(
         share = tl.where(energy == 0, 0, tl.maximum(share, 0))
         tl.store(losses + unit * 2 + part, tl.sum(share, axis=0))
     elif (part == 0) & (block > 1):
-        first_mean = tl.where(block == 4, 0, tl.where(block == 8, 8, 12))
         entry = in_page + index * block
         entry = tile * LAYOUT.page_blocks + entry * LAYOUT.page_blocks // LAYOUT.page
         elements, bitmap = packed_blocks
         targets = (elements, bitmap, entry * LAYOUT.kept, entry * LAYOUT.bytes, width)
         pack_rows(
             rotated,
-            rows + 32 + first_mean + index,
-            index < 32 // block,
+            rows + buffer + _first_mean(block, LAYOUT) + index,
+            index < buffer // block,
             targets,
             kept,
             group,

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from cache_rank_kernels.fp8.triton import convert
 from cache_rank_kernels.mosaickv.layout import Layout
-from cache_rank_kernels.mosaickv.packing import load_rows, rounded
+from cache_rank_kernels.mosaickv.packing import load_rows, rounded, tokens_in_pages
 from cache_rank_kernels.mosaickv.store import PackedStore
 from torch import Tensor
 
@@ -61,13 +61,6 @@ def gather_packed(
     )
 
 
-@triton.jit
-def packed_tokens(strategy_of, tokens, LAYOUT: tl.constexpr):
-    """How many of a sequence's tokens are in the pages, from the strategies of its slot."""
-    complete = tokens // LAYOUT.buffer * LAYOUT.buffer
-    return tl.where(tl.load(strategy_of) >= 0, complete, 0)
-
-
 @triton.jit(
     do_not_specialize=["first_layer", "page_stride", "buffers", "strategies", "limit"],
     do_not_specialize_on_alignment=["page_table", "slots", "positions", "entering"],
@@ -109,7 +102,7 @@ def _gather(
         return
     layer, head = first_layer + unit // LAYOUT.kv_heads, unit % LAYOUT.kv_heads
     of_slot = strategy_of + slot * buffers
-    packed = packed_tokens(of_slot, tl.load(positions + row) + 1, LAYOUT)
+    packed = tokens_in_pages(of_slot, tl.load(positions + row) + 1, LAYOUT)
     is_packed = used & (position < packed)
     page_at = row * page_stride + position // LAYOUT.page
     page = tl.load(page_table + page_at, mask=is_packed, other=0).to(tl.int64)

@@ -1,4 +1,4 @@
-"""Packed vectors in kernels of `mosaickv`, Triton: how one is made of a rotated vector, and read.
+"""Packed vectors in kernels of `mosaickv`, Triton: how they are made and read, and of which tokens.
 
 Rate, element group and block are numbers that kernels load and not constants that they are compiled
 for: there are 27 strategies, and the first segment that has one must not wait for a compiler.
@@ -140,3 +140,10 @@ def load_rows(
     bits = (byte.to(tl.int32) >> (bit % 8)[None, :]) & 1
     source = elements + entry[:, None] * KEPT + _set_before(bits, COLUMNS)
     return tl.load(source, mask=bits == 1, other=0.0)
+
+
+@triton.jit
+def tokens_in_pages(strategy_of, tokens, LAYOUT: tl.constexpr):
+    """How many of a sequence's tokens are in the pages, from the strategies of its slot."""
+    complete = tokens // LAYOUT.buffer * LAYOUT.buffer
+    return tl.where(tl.load(strategy_of) >= 0, complete, 0)

@@ -18,42 +18,23 @@ from cache_rank_kernels.mosaickv.store import (
     strategy_at,
 )
 from cache_rank_kernels.mosaickv.vectors import (
-    PackedVectors,
-    attention_output,
-    bitmap_bytes,
     decode,
     encode,
     lost_energy,
     mean_keys,
     pack_vectors,
-    rotate,
-    rotation_of,
     score_packed,
-    unexplained_variance,
-    unpack_vectors,
 )
 from torch import Tensor
 
 __all__ = [
-    "PackedVectors",
     "add_covariance",
-    "attention_output",
-    "bitmap_bytes",
     "compress_buffer",
-    "decode",
-    "encode",
     "gather_packed",
-    "lost_energy",
-    "mean_keys",
     "pack_vectors",
     "read_packed",
-    "rotate",
-    "rotation_of",
-    "score_packed",
     "score_packed_step",
     "score_packed_workspace",
-    "unexplained_variance",
-    "unpack_vectors",
 ]
 
 _TILE_TOKENS = 4096

@@ -16,9 +16,8 @@ import torch
 import triton
 import triton.language as tl
 from cache_rank_kernels.mosaickv.bounds import BOUND_TOKENS, bound_unit, wanted_tokens
-from cache_rank_kernels.mosaickv.gathering import packed_tokens
 from cache_rank_kernels.mosaickv.layout import Layout
-from cache_rank_kernels.mosaickv.packing import load_rows
+from cache_rank_kernels.mosaickv.packing import load_rows, tokens_in_pages
 from cache_rank_kernels.mosaickv.queries import rotate_queries
 from cache_rank_kernels.mosaickv.store import PackedStore
 from cache_rank_kernels.score.reference import ScoreWorkspace
@@ -276,7 +275,7 @@ def _score(
     if (slot < 0) | (start >= tokens):
         return
     unit_strategies = strategy_of + slot * buffers
-    packed = packed_tokens(unit_strategies, tokens, LAYOUT)
+    packed = tokens_in_pages(unit_strategies, tokens, LAYOUT)
     in_blocks = (wanted_tokens(tokens, millionths, fewest) < packed) & (not BY_TOKEN)
     if REFINES & (in_blocks == 0):
         return

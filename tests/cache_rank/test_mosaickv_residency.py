@@ -11,16 +11,16 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from cache_rank_kernels.mosaickv.reference import (
-    decode,
-    lost_energy,
-    rotation_of,
-    score_packed,
-)
 from cache_rank_kernels.mosaickv.store import (
     Strategy,
     load_vectors,
     packed_tokens,
+)
+from cache_rank_kernels.mosaickv.vectors import (
+    decode,
+    lost_energy,
+    rotation_of,
+    score_packed,
 )
 from cache_rank_kernels.score.reference import score_tokens
 from hypothesis import given, settings

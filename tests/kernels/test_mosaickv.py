@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 from cache_rank_kernels.mosaickv import triton
-from cache_rank_kernels.mosaickv.reference import (
+from cache_rank_kernels.mosaickv.vectors import (
     PackedVectors,
     attention_output,
     bitmap_bytes,
