@@ -19,7 +19,8 @@ from cache_rank.config import ModelShape
 from cache_rank.control import ControlError
 from cache_rank.transport import TransportError
 from sglang_ext.covered import CoveredTokens
-from sglang_ext.exchange import Exchange, ExchangeCounters, HostExchange, HostGate
+from sglang_ext.exchange import Exchange, ExchangeCounters
+from sglang_ext.host_exchange import HostExchange, HostGate
 from sglang_ext.lifecycle import Phase, SparseSequence, prepare_requests
 from sglang_ext.metrics import CacheRankMetrics
 from sglang_ext.model_runner import Pools, model_shape, pools_of

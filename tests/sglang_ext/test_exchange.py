@@ -22,13 +22,8 @@ from cache_rank.protocol import AnswerHeader, DownMessage, End, Flush, Load, Row
 from cache_rank.selector import Selector, SelectorStep
 from cache_rank.timeline import Timeline
 from sglang_ext.device_exchange import DeviceExchange
-from sglang_ext.exchange import (
-    MAX_SHIPMENTS_UNDER_WAY,
-    ExchangedRows,
-    HostExchange,
-    HostGate,
-    WorkingSetRows,
-)
+from sglang_ext.exchange import ExchangedRows, WorkingSetRows
+from sglang_ext.host_exchange import MAX_SHIPMENTS_UNDER_WAY, HostExchange, HostGate
 from sglang_ext.lifecycle import RequestStatistics, SparseSequence
 from sglang_ext.supervisor import CacheRankDownError
 
