@@ -29,9 +29,11 @@ POLICY: dict[str, Any] = {
     "query_predictor": "last",
     "query_frame": "pre",
     "query_window": 16,
+    "recall_interval": 4,
 }
 """Arguments of the sparse systems where neither a label nor the user says otherwise: a small model
-attends to few tokens and repeats queries, and its first layer keeps count of where it is."""
+attends to few tokens and repeats queries, and its first layer keeps count of where it is. Its answers
+are short, so that recall has to be measured often."""
 
 _SHARED = ("sparse_budget", "sink_tokens", "recent_tokens", "dense_layers")
 """What the baselines take of POLICY."""
