@@ -32,7 +32,7 @@ POLICY: dict[str, Any] = {
     "recall_interval": 4,
 }
 """Arguments of the sparse systems where neither a label nor the user says otherwise: a small model
-attends to few tokens and repeats queries, and its first layer keeps count of where it is. Its answers
+attends to few tokens and repeats queries, and its first layer keeps count of where it is. Answers
 are short, so that recall has to be measured often."""
 
 _SHARED = ("sparse_budget", "sink_tokens", "recent_tokens", "dense_layers")
