@@ -65,11 +65,11 @@ death ends this process at once anyway."""
 LINK_SECONDS = 30.0
 """Longest wait for the inference rank to connect the data channels."""
 
-MEMORY_SHARE = 0.5
+MEMORY_FRACTION = 0.5
 CPU_MEMORY_BYTES = 8 << 30
-"""Most of the free host memory that resident tokens may take; touched only as it is used."""
+"""Of the free host memory, and at most, for tokens unless told; touched only as it is used."""
 
-GPU_MEMORY_SHARE = 0.9
+GPU_MEMORY_FRACTION = 0.9
 """The same for a GPU; the rest is for scores and messages."""
 
 
@@ -100,7 +100,9 @@ class CacheRank:
         config = message.config
         residency.require_format(config)
         self.config = config
-        self.selector = Selector(config, device, _memory_for_tokens(device))
+        self.selector = Selector(
+            config, device, _memory_for_tokens(device, message.memory_fraction)
+        )
         self._link = link
         self._device = device
         self._recorder = Recorder.from_environment()
@@ -345,11 +347,14 @@ def serve(launch: Launch) -> None:
             reports.send(rank.report(control.refused))
 
 
-def _memory_for_tokens(device: torch.device) -> int:
+def _memory_for_tokens(device: torch.device, fraction: float | None) -> int:
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
-        return int(free * GPU_MEMORY_SHARE)
-    return min(int(psutil.virtual_memory().available * MEMORY_SHARE), CPU_MEMORY_BYTES)
+        return int(free * (fraction or GPU_MEMORY_FRACTION))
+    free = psutil.virtual_memory().available
+    if fraction:
+        return int(free * fraction)
+    return min(int(free * MEMORY_FRACTION), CPU_MEMORY_BYTES)
 
 
 def _beat() -> None:

@@ -294,7 +294,11 @@ _supervisor: Supervisor | None = None
 def spawn(args: CacheRankServerArgs, tp_rank: int, gpu_id: int) -> None:
     """Spawn this scheduler's cache-rank process, so that it loads while the model does."""
     global _supervisor
-    place = Place(args.cache_rank_address, trace=args.trace or "")
+    place = Place(
+        args.cache_rank_address,
+        trace=args.trace or "",
+        memory_fraction=args.cache_rank_mem_fraction,
+    )
     if args.device == "cuda":
         from cache_rank.nccl import prepare_environment
 

@@ -222,6 +222,10 @@ def _conflicts(args: Any) -> list[tuple[bool, str]]:
             "--cache-rank-timeout must be at least 0.1 seconds.",
         ),
         (
+            args.cache_rank_mem_fraction is not None and not 0 < args.cache_rank_mem_fraction <= 1,
+            "--cache-rank-mem-fraction must be above 0 and at most 1.",
+        ),
+        (
             _looks_missing(args.model_path),
             f"--model-path {args.model_path} does not exist or has no config.json: give a model "
             "folder or a Hugging Face repository id.",

@@ -143,6 +143,14 @@ class CacheRankServerArgs(ServerArgs):
         int | None,
         Arg(help="GPU of the first cache rank. Default: the one after SGLang's own GPUs."),
     ] = None
+    cache_rank_mem_fraction: A[
+        float | None,
+        Arg(
+            help="Share of the free memory of its GPU that a cache rank takes for tokens; the rest "
+            "is for scores and messages. Default: 0.9; without a GPU, half of the host's, 8 GiB at "
+            "most."
+        ),
+    ] = None
     trace: A[
         str | None,
         Arg(

@@ -52,12 +52,15 @@ class Place(NamedTuple):
         address: host name or IP of the interface that the channels bind to.
         inference_device, cache_device: as torch names them.
         trace: file that the cache rank appends its timeline to; empty for none.
+        memory_fraction: of the free memory, which the cache rank takes for tokens; None leaves it
+            to the cache rank.
     """
 
     address: str
     inference_device: str = "cpu"
     cache_device: str = "cpu"
     trace: str = ""
+    memory_fraction: float | None = None
 
 
 class Connection:
@@ -120,11 +123,12 @@ class Connection:
         self.control = ControlSender(self._context, ready.endpoint, self._secret)
         folder = tempfile.mkdtemp(prefix="cache-rank-")  # readable by this user only
         try:
-            device = torch.device(self._place.inference_device)
+            place = self._place
+            device = torch.device(place.inference_device)
             rendezvous = make_rendezvous(device, folder)
-            self.control.send(Open(config, rendezvous, self._place.trace))
+            self.control.send(Open(config, rendezvous, place.trace, place.memory_fraction))
             self.link = Link(
-                rendezvous, INFERENCE, device, self._place.address, self._secret, LINK_SECONDS
+                rendezvous, INFERENCE, device, place.address, self._secret, LINK_SECONDS
             )
             self._is_linked = True
             self.capacity_tokens = self._expect(Opened).capacity_tokens

@@ -73,10 +73,12 @@ class Reports:
 class InferenceRank:
     """The other end of the wire, without a pool and without SGLang."""
 
-    def __init__(self, config: CacheRankConfig, timeout: float = LONG) -> None:
+    def __init__(
+        self, config: CacheRankConfig, timeout: float = LONG, place: Place = PLACE
+    ) -> None:
         self.config = config
         self.reports = Reports()
-        self.supervisor = Supervisor("cache rank of a test", PLACE, timeout)
+        self.supervisor = Supervisor("cache rank of a test", place, timeout)
         self.supervisor.on_report = self.reports
         self.connection = self.supervisor.open(config)
         self.refused = 0
@@ -241,6 +243,15 @@ def test_selections_equal_the_synchronous_reference_slot_by_slot(policy: Policy)
         assert max(share for one in measured for heads in one.recall for share in heads) > 0
     finally:
         rank.close()
+
+
+def test_tokens_take_the_share_of_the_memory_that_they_were_given() -> None:
+    capacities = []
+    for fraction in (0.01, 0.02):
+        rank = InferenceRank(small_config(GQA), place=Place("127.0.0.1", memory_fraction=fraction))
+        capacities.append(rank.connection.capacity_tokens)
+        rank.close()
+    assert capacities[1] / capacities[0] == pytest.approx(2, rel=0.3)  # what is free changes
 
 
 @pytest.fixture(scope="module")

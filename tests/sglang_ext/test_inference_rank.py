@@ -22,19 +22,20 @@ def places(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Place, float]]:
     return spawned
 
 
-def args_of(device: str, trace: str | None = None) -> Any:
+def args_of(device: str, trace: str | None = None, memory: float | None = None) -> Any:
     return SimpleNamespace(
         device=device,
         trace=trace,
         cache_rank_address="127.0.0.1",
         cache_rank_timeout=5.0,
+        cache_rank_mem_fraction=memory,
         first_cache_rank_gpu=4,
     )
 
 
 def test_cpu_ranks_are_on_the_cpu(places: list[tuple[str, Place, float]]) -> None:
-    inference_rank.spawn(args_of("cpu", "/a/trace"), 0, 0)
-    place = Place("127.0.0.1", "cpu", "cpu", "/a/trace")
+    inference_rank.spawn(args_of("cpu", "/a/trace", 0.5), 0, 0)
+    place = Place("127.0.0.1", "cpu", "cpu", "/a/trace", 0.5)
     assert places == [("cache-rank-0", place, 5.0)]
     assert inference_rank.os.environ == {}
 

@@ -221,6 +221,13 @@ OUT_OF_RANGE = [
         )
         for value in ("0", "-1", "0.05", "inf", "nan")
     ),
+    *(
+        Refused(
+            f"--cache-rank-mem-fraction {value}",
+            "--cache-rank-mem-fraction must be above 0 and at most 1.",
+        )
+        for value in ("0", "-0.5", "1.1", "nan")
+    ),
     Refused("--dense-layers -1", "--dense-layers must not be negative."),
     Refused(
         "--kv-residency-options alpha=0 --kv-residency lynx",
@@ -392,6 +399,7 @@ def test_the_environment_allows_a_working_set_above_the_threshold(
         "--bulk-chunk-tokens 2",
         "--max-sparse-requests 1",
         "--cache-rank-timeout 0.1",
+        "--cache-rank-mem-fraction 1.0",
         "--layers-per-group 1000",
         "--page-size 1",
         "--tp-size 1",
