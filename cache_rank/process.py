@@ -100,9 +100,14 @@ class CacheRank:
         config = message.config
         residency.require_format(config)
         self.config = config
-        self.selector = Selector(
-            config, device, _memory_for_tokens(device, message.memory_fraction)
-        )
+        memory = _memory_for_tokens(device, message.memory_fraction)
+        self.selector = Selector(config, device, memory)
+        if self.selector.pages.pages == 0:
+            raise ValueError(
+                f"{memory / 1e9:.3f} GB hold no page of tokens beside what {config.max_rows} "
+                "requests take in any case: raise --cache-rank-mem-fraction, or lower "
+                "--max-sparse-requests"
+            )
         self._link = link
         self._device = device
         self._recorder = Recorder.from_environment()

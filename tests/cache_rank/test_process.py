@@ -36,7 +36,7 @@ from cache_rank.protocol import (
     UpMessage,
 )
 from cache_rank.transport import TransportError
-from sglang_ext.supervisor import Connection, Place, Supervisor
+from sglang_ext.supervisor import CacheRankDownError, Connection, Place, Supervisor
 
 PLACE = Place("127.0.0.1")
 LONG = 60.0
@@ -252,6 +252,14 @@ def test_tokens_take_the_share_of_the_memory_that_they_were_given() -> None:
         capacities.append(rank.connection.capacity_tokens)
         rank.close()
     assert capacities[1] / capacities[0] == pytest.approx(2, rel=0.3)  # what is free changes
+
+
+def test_says_what_to_do_when_no_token_fits(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(CacheRankDownError, match="cannot start"):
+        InferenceRank(small_config(GQA), place=Place("127.0.0.1", memory_fraction=1e-9))
+    assert (
+        "raise --cache-rank-mem-fraction, or lower --max-sparse-requests" in capfd.readouterr().err
+    )
 
 
 @pytest.fixture(scope="module")
