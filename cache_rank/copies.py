@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 _ALIGNMENT = 16
@@ -89,7 +88,7 @@ class StepNumbers:
             self._first[key] = self._views[name][:count]
         return self._first[key]
 
-    def upload(self, **numbers: Sequence[int] | NDArray[np.int64]) -> None:
+    def upload(self, **numbers: Sequence[int]) -> None:
         """Replace all fields, on the current stream, behind what reads the old ones."""
         stage = self._stages[self._turn]
         self._turn = (self._turn + 1) % len(self._stages)
@@ -118,7 +117,7 @@ class _Stage:
         for _, array, filler in self._fields:
             array.fill(filler)
 
-    def write(self, numbers: Mapping[str, Sequence[int] | NDArray[np.int64]]) -> None:
+    def write(self, numbers: Mapping[str, Sequence[int]]) -> None:
         """Write the numbers of a step, and fillers over what is left of the step before."""
         for name, array, filler in self._fields:
             new = numbers.get(name, ())
