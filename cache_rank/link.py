@@ -1,34 +1,47 @@
 """The channels between an inference rank and its cache rank.
 
-Three, each a two-rank group of its own so that none waits behind another: `up` carries queries,
-keys and values, `down` the answers, `bulk` whole prompts.
+Three, so that none waits behind another: `up` carries queries, keys and values, `down` the answers,
+`bulk` whole prompts.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import secrets
 import threading
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
+from cache_rank.config import CacheRankConfig
 from cache_rank.gloo import GlooChannel
 from cache_rank.nccl import NcclChannel, unique_id
-from cache_rank.transport import Channel
+from cache_rank.peer import PeerChannel
+from cache_rank.protocol import DownMessage, UpMessage
+from cache_rank.transport import CACHE, INFERENCE, Channel
+
+TransferBackend = Literal["gloo", "peer", "nccl"]
+"""What carries the steps: gloo between CPUs, copies into the peer's memory or NCCL between GPUs."""
 
 ABORT_SECONDS = 10.0
 
 
 class Link:
-    """The channels between an inference rank and its cache rank."""
+    """The channels between an inference rank and its cache rank.
+
+    Attributes:
+        up, down, bulk: see the module. A lane of the first two is a layer group.
+        buffers: what this rank receives in a step, one a layer group: (bytes,) uint8.
+    """
 
     NAMES = ("up", "down", "bulk")
 
     def __init__(
         self,
-        rendezvous: list[bytes],
+        config: CacheRankConfig,
+        rendezvous: dict[str, bytes],
         rank: int,
         device: torch.device,
         address: str,
@@ -38,6 +51,7 @@ class Link:
         """Connect all channels; both sides call this at about the same time.
 
         Args:
+            config: agreed, which gives the sizes of messages.
             rendezvous: of `make_rendezvous`.
             rank: INFERENCE or CACHE.
             device: where the tensors of this rank are.
@@ -49,17 +63,30 @@ class Link:
             TransportError: the peer did not appear, or does not know the secret.
         """
         self._on_gpu = device.type == "cuda"
-        channels: list[Any] = []
-        for name, meeting in zip(self.NAMES, rendezvous, strict=True):
+        channels: dict[str, Any] = {}
+        for name, meeting in rendezvous.items():
             if self._on_gpu:
-                channels.append(NcclChannel(name, meeting, rank, device, timeout))
+                channels[name] = NcclChannel(name, meeting, rank, device, timeout)
             else:
                 path = meeting.decode()
-                channels.append(GlooChannel(path, name, rank, address, secret, timeout))
-        self.up: Channel = channels[0]
-        self.down: Channel = channels[1]
-        self.bulk: Channel = channels[2]
-        self._bulk_stream = channels[2].stream if self._on_gpu else None
+                channels[name] = GlooChannel(path, name, rank, address, secret, timeout)
+        up, down = (_sizes(message, config) for message in (UpMessage, DownMessage))
+        nothing: list[int] = []
+        if "up" in channels:
+            received = down if rank == INFERENCE else up
+            self.buffers = [
+                torch.zeros(size, dtype=torch.uint8, device=device) for size in received
+            ]
+        else:
+            exchange = functools.partial(channels["bulk"].exchange, timeout=timeout)
+            for name, sizes, sender in (("up", up, INFERENCE), ("down", down, CACHE)):
+                ways = (sizes, nothing) if rank == sender else (nothing, sizes)
+                channels[name] = PeerChannel(name, device, *ways, exchange)
+            self.buffers = channels["down" if rank == INFERENCE else "up"].buffers
+        self.up: Channel = channels["up"]
+        self.down: Channel = channels["down"]
+        self.bulk: Channel = channels["bulk"]
+        self._bulk_stream = channels["bulk"].stream if self._on_gpu else None
 
     @contextlib.contextmanager
     def in_background(self) -> Iterator[None]:
@@ -83,17 +110,34 @@ class Link:
             thread.join(ABORT_SECONDS)
 
     def close(self) -> None:
-        """Drop the channels, whose transfers have ended."""
+        """Drop the channels, whose peer has ended."""
         for channel in (self.up, self.down, self.bulk):
             channel.close()
 
 
-def make_rendezvous(device: torch.device, folder: str) -> list[bytes]:
-    """What both ranks need to connect a link; made by the inference rank.
+def _sizes(message: type[UpMessage] | type[DownMessage], config: CacheRankConfig) -> list[int]:
+    """Bytes of the largest message of each layer group."""
+    return [message.size(config, len(layers), config.max_rows) for layers in config.groups]
+
+
+def make_rendezvous(backend: TransferBackend, folder: str) -> dict[str, bytes]:
+    """What both ranks need to connect each channel; made by the inference rank.
 
     For CPUs a file a channel, in a folder that only this user can read; for GPUs a secret of NCCL,
-    which travels on the authenticated control channel.
+    which travels on the authenticated control channel. Channels that are not named copy into the
+    peer's memory, and find it over `bulk`.
     """
-    if device.type != "cuda":
-        return [f"{folder}/{name}-{secrets.token_hex(4)}".encode() for name in Link.NAMES]
-    return [unique_id() for _ in Link.NAMES]
+    if backend == "gloo":
+        return {name: f"{folder}/{name}-{secrets.token_hex(4)}".encode() for name in Link.NAMES}
+    return {name: unique_id() for name in (Link.NAMES if backend == "nccl" else ("bulk",))}
+
+
+def transfer_backend(
+    wanted: Literal["auto", "peer", "nccl"], inference: torch.device, cache: torch.device
+) -> TransferBackend:
+    """What carries the steps between two devices."""
+    if inference.type != "cuda":
+        return "gloo"
+    if wanted != "auto":
+        return wanted
+    return "peer" if torch.cuda.can_device_access_peer(inference, cache) else "nccl"

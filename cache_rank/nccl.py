@@ -15,7 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cache_rank.transport import INFERENCE, Pending, TransportError
+from cache_rank.transport import (
+    INFERENCE,
+    Pending,
+    StreamPending,
+    TransportError,
+    queue_behind,
+)
 
 _UNIQUE_ID_BYTES = 128
 _UINT8 = 1  # ncclUint8
@@ -132,6 +138,25 @@ class NcclChannel:
         probe = torch.zeros(1 << 20, dtype=torch.uint8, device=self._device)
         sends = (rank == INFERENCE) == (self.name != "down")
         (self.send(probe) if sends else self.receive(probe)).wait(timeout)
+        self._finish(timeout)
+
+    def exchange(self, given: bytes, timeout: float) -> bytes:
+        """Give the peer some bytes and return as many that it gives; the host waits.
+
+        Raises:
+            TransportError: it gave none within `timeout` seconds.
+        """
+        sent = torch.frombuffer(bytearray(given), dtype=torch.uint8).to(self._device)
+        received = torch.empty_like(sent)
+        # In the same order on both sides, as on any channel.
+        transfers = [(self.send, sent), (self.receive, received)]
+        for transfer, tensor in transfers if self._peer != INFERENCE else reversed(transfers):
+            transfer(tensor)
+        self._finish(timeout)
+        return bytes(received.tolist())
+
+    def _finish(self, timeout: float) -> None:
+        """Let the host wait for all transfers."""
         done = threading.Event()
 
         def finish() -> None:
@@ -144,18 +169,17 @@ class NcclChannel:
             self.abort()
             raise TransportError(f"channel {self.name}: no answer in {timeout:g} s")
 
-    def send(self, tensor: Tensor, after: torch.cuda.Event | None = None) -> Pending:
+    def send(self, tensor: Tensor, after: torch.cuda.Event | None = None, lane: int = 0) -> Pending:
         return self._transfer("ncclSend", tensor, after)
 
-    def receive(self, tensor: Tensor, after: torch.cuda.Event | None = None) -> Pending:
+    def receive(
+        self, tensor: Tensor, after: torch.cuda.Event | None = None, lane: int = 0
+    ) -> Pending:
         return self._transfer("ncclRecv", tensor, after)
 
     def _transfer(self, name: str, tensor: Tensor, after: torch.cuda.Event | None) -> Pending:
         assert tensor.is_contiguous()
-        if after is None:
-            self.stream.wait_stream(torch.cuda.current_stream())
-        else:
-            self.stream.wait_event(after)
+        queue_behind(after, self.stream)
         with self._lock:
             if not self._open:
                 raise TransportError(f"channel {self.name} is closed")
@@ -168,7 +192,7 @@ class NcclChannel:
                 self._communicator,
                 self.stream.cuda_stream,
             )
-        return _NcclPending(tensor, self.stream)
+        return StreamPending(tensor, self.stream)
 
     def abort(self) -> None:
         """End every transfer under way. Safe from any thread, and more than once."""
@@ -180,13 +204,3 @@ class NcclChannel:
 
     def close(self) -> None:
         self.abort()
-
-
-class _NcclPending:
-    def __init__(self, tensor: Tensor, stream: torch.cuda.Stream) -> None:
-        self._tensor = tensor  # NCCL reads and writes it until the transfer is done
-        self._done = torch.cuda.Event()
-        self._done.record(stream)
-
-    def wait(self, timeout: float) -> None:
-        torch.cuda.current_stream().wait_event(self._done)

@@ -116,8 +116,8 @@ class CacheRank:
         self._last_epoch = 0
         self._last_step = 0
         # One buffer a group: on a GPU several groups are under way at once.
-        self._up = [self._buffer(UpMessage, layers) for layers in config.groups]
-        self._down = [self._buffer(DownMessage, layers) for layers in config.groups]
+        self._up = link.buffers
+        self._down = [self._buffer(layers) for layers in config.groups]
         self._taken: list[torch.cuda.Event | None] = [None] * len(config.groups)
         self._sent: list[Pending | None] = [None] * len(config.groups)
         self._loaded: dict[int, torch.cuda.Event] = {}
@@ -159,8 +159,8 @@ class CacheRank:
             down = self._down_message(group, 1)
             selector.answer(step, group, scores, down, self._timeline)
 
-    def _buffer(self, message: type[UpMessage] | type[DownMessage], layers: range) -> Tensor:
-        size = message.size(self.config, len(layers), self.config.max_rows)
+    def _buffer(self, layers: range) -> Tensor:
+        size = DownMessage.size(self.config, len(layers), self.config.max_rows)
         return torch.zeros(size, dtype=torch.uint8, device=self._device)
 
     def load(self, message: Load) -> str | None:
@@ -262,14 +262,14 @@ class CacheRank:
 
     def _receive(self, group: int, rows: int) -> tuple[UpMessage, Pending]:
         up = self._up_message(group, rows)
-        return up, self._link.up.receive(up.buffer, self._taken[group])
+        return up, self._link.up.receive(up.buffer, self._taken[group], lane=group)
 
     def _answer(self, step: SelectorStep, group: int, scores: Tensor) -> None:
         if (sent := self._sent[group]) is not None:
             sent.wait(PEER_SECONDS)
         down = self._down_message(group, step.rows.slots.shape[0])
         self.selector.answer(step, group, scores, down, self._timeline)
-        self._sent[group] = self._link.down.send(down.buffer)
+        self._sent[group] = self._link.down.send(down.buffer, lane=group)
 
     def _refused_rows(self, message: Step) -> dict[int, str]:
         refused = {}
@@ -325,7 +325,8 @@ def serve(launch: Launch) -> None:
         reason: str | None = None
         if isinstance(message, Open) and rank is None:
             device = torch.device(launch.device)
-            link = Link(message.rendezvous, CACHE, device, launch.address, secret, LINK_SECONDS)
+            ends = (message.rendezvous, CACHE, device, launch.address, secret)
+            link = Link(message.config, *ends, LINK_SECONDS)
             rank = CacheRank(message, link, device)
             reports.send(Opened(capacity_tokens=rank.selector.capacity_tokens))
             shape = msgspec.structs.replace(message.config.model, rotary_frequency=())

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from cache_rank.config import CacheRankConfig
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 NO_EPOCH = -1
 
 
@@ -37,13 +37,13 @@ class Open(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
 
     Attributes:
         config: what both sides agree on.
-        rendezvous: how the data channels find each other, one entry a channel; see transport.py.
+        rendezvous: how the data channels find each other, by name; see link.py.
         trace: file to append the timeline of traced steps to; empty for none.
         memory_fraction: of the free memory, for tokens; None leaves it to the cache rank.
     """
 
     config: CacheRankConfig
-    rendezvous: list[bytes]
+    rendezvous: dict[str, bytes]
     trace: str = ""
     memory_fraction: float | None = None
 

@@ -1,15 +1,17 @@
-"""Time the answers of a decode step between two GPUs, by how many channels NCCL may use.
+"""Time the answers of a decode step between two GPUs, by what carries them.
 
     python -m scripts.profile_wire [--batches 8 16] [--channels 2 4 8] [--json FILE]
 
-Answers have the size that they have in a step, and are sent one after the other while nothing else
-runs: what a step needs for its transfers at the least. NCCL reads its settings once, so every line
-is measured by two processes of its own. `NCCL_MAX_P2P_NCHANNELS` sets the channels of a server.
+Copies into the peer's memory, and NCCL by how many channels it may use. Answers have the size that
+they have in a step, and are sent one after the other while nothing else runs: what a step needs for
+its transfers at the least. NCCL reads its settings once, so every line is measured by two processes
+of its own. `NCCL_MAX_P2P_NCHANNELS` sets the channels of a server.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import multiprocessing
 import os
@@ -24,6 +26,7 @@ import torch
 
 from cache_rank.config import CacheRankConfig, WireDtype
 from cache_rank.nccl import NcclChannel, prepare_environment, unique_id
+from cache_rank.peer import PeerChannel
 from cache_rank.protocol import DownMessage
 from cache_rank.transport import CACHE, INFERENCE
 from presentation import table
@@ -40,7 +43,7 @@ class Wire(NamedTuple):
     """One line.
 
     Attributes:
-        channels: that NCCL may use.
+        channels: that NCCL may use; 0 for copies into the peer's memory.
         batch: requests of a step.
         message_bytes: of the answer of a layer group.
         message_us: median time of one.
@@ -85,7 +88,7 @@ def _side(
     identities: Queue[bytes],
     lines: Queue[Wire],
 ) -> None:
-    os.environ["NCCL_MAX_P2P_NCHANNELS"] = str(channels)
+    os.environ["NCCL_MAX_P2P_NCHANNELS"] = str(channels or 1)
     prepare_environment(os.environ, LOOPBACK)
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
@@ -94,10 +97,15 @@ def _side(
         identities.put(identity := unique_id())
     else:
         identity = identities.get(timeout=SECONDS)
-    channel = NcclChannel("down", identity, rank, device, SECONDS)
+    nccl = NcclChannel("bulk", identity, rank, device, SECONDS)
+    channel = nccl if channels else _peer_channel(rank, device, messages, nccl)
     transfer = channel.send if rank == CACHE else channel.receive
+    largest = messages[max(messages)]
+    lanes = [torch.zeros(size, dtype=torch.uint8, device=device) for size in largest]
+    if isinstance(channel, PeerChannel) and rank == INFERENCE:
+        lanes = channel.buffers
     for batch, sizes in messages.items():
-        buffers = [torch.zeros(size, dtype=torch.uint8, device=device) for size in sizes]
+        buffers = [lane[:size] for lane, size in zip(lanes, sizes, strict=True)]
         times = {
             count: statistics.median(_time(channel, transfer, buffers[:count]))
             for count in (1, len(buffers))
@@ -107,15 +115,26 @@ def _side(
     channel.close()
 
 
-def _time(channel: NcclChannel, transfer: Any, buffers: Sequence[torch.Tensor]) -> list[float]:
+def _peer_channel(
+    rank: int, device: torch.device, messages: dict[int, tuple[int, ...]], nccl: NcclChannel
+) -> PeerChannel:
+    ways = [messages[max(messages)], ()]
+    sends, receives = ways if rank == CACHE else reversed(ways)
+    exchange = functools.partial(nccl.exchange, timeout=SECONDS)
+    return PeerChannel("down", device, sends, receives, exchange)
+
+
+def _time(
+    channel: NcclChannel | PeerChannel, transfer: Any, buffers: Sequence[torch.Tensor]
+) -> list[float]:
     """Microseconds of transferring all the buffers, several times after two that warm up."""
     times = []
     for _ in range(REPEATS + 2):
         torch.cuda.synchronize()
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record(channel.stream)
-        for buffer in buffers:
-            transfer(buffer)
+        for lane, buffer in enumerate(buffers):
+            transfer(buffer, lane=lane)
         stop.record(channel.stream)
         stop.synchronize()
         times.append(1e3 * start.elapsed_time(stop))
@@ -148,11 +167,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         batch: tuple(DownMessage.size(config, len(layers), batch) for layers in config.groups)
         for batch in args.batches
     }
-    wires = [wire for channels in args.channels for wire in measure(channels, messages)]
-    header = ("channels", "batch", "MB a group", "group µs", "step ms", "GB/s")
+    wires = [wire for channels in (0, *args.channels) for wire in measure(channels, messages)]
+    header = ("carried by", "batch", "MB a group", "group µs", "step ms", "GB/s")
     rows = [
         (
-            *(str(wire.channels), str(wire.batch), f"{wire.message_bytes / 1e6:.1f}"),
+            f"NCCL, {wire.channels} channels" if wire.channels else "peer copies",
+            *(str(wire.batch), f"{wire.message_bytes / 1e6:.1f}"),
             *(f"{wire.message_us:.0f}", f"{wire.step_us / 1e3:.2f}"),
             f"{sum(messages[wire.batch]) / wire.step_us / 1e3:.0f}",
         )

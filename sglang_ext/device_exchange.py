@@ -33,6 +33,7 @@ from cache_rank.config import CacheRankConfig
 from cache_rank.copies import Field, Readback, StepNumbers
 from cache_rank.graphs import capture
 from cache_rank.nccl import NcclChannel
+from cache_rank.peer import PeerChannel
 from cache_rank.protocol import AnswerHeader, DownMessage, bulk_shape
 from cache_rank.timeline import Span
 from cache_rank.transport import Pending
@@ -73,18 +74,11 @@ class DeviceExchange(Exchange):
         super().__init__(connection, config, rows)
         self._gate = gate_of_forward
         up, down = connection.link.up, connection.link.down
-        assert isinstance(up, NcclChannel)
-        assert isinstance(down, NcclChannel)
+        assert isinstance(up, NcclChannel | PeerChannel)
+        assert isinstance(down, NcclChannel | PeerChannel)
         self._up_channel, self._down_channel = up, down
         self._scatter_stream = torch.cuda.Stream(self._device, priority=-1)
-        self._down = [
-            torch.zeros(
-                DownMessage.size(config, len(layers), config.max_rows),
-                dtype=torch.uint8,
-                device=self._device,
-            )
-            for layers in config.groups
-        ]
+        self._down = connection.link.buffers
         rows_at_most = config.max_rows
         # For the scatter stream.
         self._numbers = StepNumbers(
@@ -188,7 +182,7 @@ class DeviceExchange(Exchange):
                 wait.replay()
                 computed = up.stream.record_event()
                 with self._traced("send", group, up.stream, computed):
-                    up.send(staged, computed)
+                    up.send(staged, computed, lane=group)
                 if group:
                     received.append(self._receive(group - 1, buffers[group - 1][1], computed))
             received.append(self._receive(len(buffers) - 1, buffers[-1][1], computed))
@@ -211,7 +205,7 @@ class DeviceExchange(Exchange):
     def _receive(self, group: int, buffer: Tensor, after: torch.cuda.Event) -> Pending:
         down = self._down_channel
         with self._traced("receive", group, down.stream, after):
-            return down.receive(buffer, after)
+            return down.receive(buffer, after, lane=group)
 
     def _wait(self, group: int) -> None:
         """Wait until the group is computed; for the up stream."""

@@ -42,7 +42,7 @@ class HostExchange(Exchange):
         self._staged: UpMessage | None = None
         groups = config.groups
         self._up = [_buffer(UpMessage.size(config, len(g), config.max_rows)) for g in groups]
-        self._down = [_buffer(DownMessage.size(config, len(g), config.max_rows)) for g in groups]
+        self._down = connection.link.buffers
         self._sent: list[Pending | None] = [None] * len(groups)
         self._answers: list[_Answer | None] = [None] * len(groups)
         self._shipments: deque[Pending] = deque()
@@ -90,12 +90,12 @@ class HostExchange(Exchange):
         if staged is None:
             return
         self._trace("group", group, self._group_start)
-        self._sent[group] = self.connection.link.up.send(staged.buffer)
+        self._sent[group] = self.connection.link.up.send(staged.buffer, lane=group)
         layers = len(self._config.groups[group])
         _, size = self._message_sizes()[group]
         message = DownMessage(self._config, layers, len(self._rows), self._down[group][:size])
         # After the send it answers: a receive must never be what a send waits behind.
-        pending = self.connection.link.down.receive(message.buffer)
+        pending = self.connection.link.down.receive(message.buffer, lane=group)
         self._answers[group] = _Answer(self.counters.steps, self._rows, message, pending)
         self.counters.up_bytes += staged.buffer.nbytes
         self.counters.down_bytes += message.buffer.nbytes

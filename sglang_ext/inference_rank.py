@@ -306,6 +306,7 @@ def spawn(args: CacheRankServerArgs, tp_rank: int, gpu_id: int) -> None:
         place = place._replace(
             inference_device=f"cuda:{gpu_id}",
             cache_device=f"cuda:{args.first_cache_rank_gpu + tp_rank}",
+            transfer_backend=args.cache_rank_transfer_backend,
         )
     _supervisor = Supervisor(f"cache-rank-{tp_rank}", place, args.cache_rank_timeout)
 

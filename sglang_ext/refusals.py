@@ -85,6 +85,14 @@ def _gpu_conflicts(args: Any) -> list[tuple[bool, str]]:
             "--cache-rank-base-gpu-id, add a GPU, or pass --cache-rank-gpus 0 for plain SGLang.",
         ),
         (
+            args.cache_rank_transfer_backend == "peer"
+            and first not in own
+            and first < present
+            and not torch.cuda.can_device_access_peer(own.start, first),
+            f"--cache-rank-transfer-backend peer: GPU {own.start} cannot reach the memory of GPU "
+            f"{first}; pass nccl, or drop the flag.",
+        ),
+        (
             args.attention_backend not in (None, "fa3", "triton"),
             f"--attention-backend {args.attention_backend}: decode over working sets in CUDA "
             "graphs is tested with fa3 and triton; pass one of them.",
@@ -129,6 +137,11 @@ def _conflicts(args: Any) -> list[tuple[bool, str]]:
             args.device == "cuda" and not has_gpu(),
             "--device cuda: this machine has no usable NVIDIA GPU; pass --device cpu, or drop the "
             "flag.",
+        ),
+        (
+            args.cache_rank_transfer_backend != "auto" and (args.device == "cpu" or not has_gpu()),
+            f"--cache-rank-transfer-backend {args.cache_rank_transfer_backend}: between GPUs only; "
+            "drop the flag.",
         ),
         (
             args.trace_steps < 1,

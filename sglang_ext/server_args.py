@@ -135,6 +135,13 @@ class CacheRankServerArgs(ServerArgs):
             "than others: by the true query, by its prediction and by earlier queries."
         ),
     ] = 64
+    cache_rank_transfer_backend: A[
+        Literal["auto", "peer", "nccl"],
+        Arg(
+            help="What carries the steps between GPUs: copies into the peer's memory, which take "
+            "no multiprocessor, or NCCL. auto is peer where a GPU reaches the other's memory."
+        ),
+    ] = "auto"
     cache_rank_timeout: A[
         float,
         Arg(help="Seconds without an answer after which a cache rank counts as down."),

@@ -17,7 +17,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 import torch
@@ -25,7 +25,7 @@ import zmq
 
 from cache_rank.config import CacheRankConfig
 from cache_rank.control import ControlReceiver, ControlSender
-from cache_rank.link import Link, make_rendezvous
+from cache_rank.link import Link, make_rendezvous, transfer_backend
 from cache_rank.process import LINK_SECONDS, Launch
 from cache_rank.protocol import Open, Opened, Ready, Report, ToInferenceRank
 from cache_rank.transport import INFERENCE
@@ -54,6 +54,7 @@ class Place(NamedTuple):
         trace: file that the cache rank appends its timeline to; empty for none.
         memory_fraction: of the free memory, which the cache rank takes for tokens; None leaves it
             to the cache rank.
+        transfer_backend: that the user wants between them.
     """
 
     address: str
@@ -61,6 +62,7 @@ class Place(NamedTuple):
     cache_device: str = "cpu"
     trace: str = ""
     memory_fraction: float | None = None
+    transfer_backend: Literal["auto", "peer", "nccl"] = "auto"
 
 
 class Connection:
@@ -110,7 +112,7 @@ class Connection:
         self.pid = self._process.pid
         self.control: ControlSender
         self.link: Link
-        self._is_linked = False
+        self._is_linked = self._was_linked = False
         self._cut_off = threading.Lock()
 
     def open(self, config: CacheRankConfig) -> None:
@@ -125,12 +127,14 @@ class Connection:
         try:
             place = self._place
             device = torch.device(place.inference_device)
-            rendezvous = make_rendezvous(device, folder)
-            self.control.send(Open(config, rendezvous, place.trace, place.memory_fraction))
-            self.link = Link(
-                rendezvous, INFERENCE, device, place.address, self._secret, LINK_SECONDS
+            backend = transfer_backend(
+                place.transfer_backend, device, torch.device(place.cache_device)
             )
-            self._is_linked = True
+            rendezvous = make_rendezvous(backend, folder)
+            self.control.send(Open(config, rendezvous, place.trace, place.memory_fraction))
+            ends = (rendezvous, INFERENCE, device, place.address, self._secret)
+            self.link = Link(config, *ends, LINK_SECONDS)
+            self._is_linked = self._was_linked = True
             self.capacity_tokens = self._expect(Opened).capacity_tokens
         finally:
             shutil.rmtree(folder)
@@ -179,6 +183,9 @@ class Connection:
         """Kill and reap the process, and close what belongs to the watching thread."""
         self.kill()
         self._process.wait()
+        if self._was_linked:
+            # What the process queued before it was killed may have kept a transfer waiting.
+            self.link.abort()
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
                 pipe.close()

@@ -10,9 +10,10 @@ import torch
 from modelled_request import Request
 from small_models import small_config
 from torch import Tensor
+from torch.cuda import Event
 
 from cache_rank import process
-from cache_rank.config import ModelShape
+from cache_rank.config import CacheRankConfig, ModelShape
 from cache_rank.pages import PAGE_TOKENS
 from cache_rank.protocol import Load, Open, Row, Step, UpMessage
 
@@ -39,10 +40,10 @@ class Channel:
         """As the peer sends; not in the middle of a test, because it waits for the device."""
         self._sent.append(tensor.to("cuda"))
 
-    def send(self, tensor: Tensor, after: torch.cuda.Event | None = None) -> Channel:
+    def send(self, tensor: Tensor, after: Event | None = None, lane: int = 0) -> Channel:
         return self
 
-    def receive(self, tensor: Tensor, after: torch.cuda.Event | None = None) -> Channel:
+    def receive(self, tensor: Tensor, after: Event | None = None, lane: int = 0) -> Channel:
         if after is None:
             self.stream.wait_stream(torch.cuda.current_stream())
         else:
@@ -60,8 +61,10 @@ class Channel:
 class Link:
     """The cache rank's end of three such channels."""
 
-    def __init__(self) -> None:
+    def __init__(self, config: CacheRankConfig) -> None:
         self.up, self.down, self.bulk = Channel(), Channel(), Channel()
+        sizes = [UpMessage.size(config, len(layers), config.max_rows) for layers in config.groups]
+        self.buffers = [torch.zeros(size, dtype=torch.uint8, device="cuda") for size in sizes]
 
     def in_background(self) -> AbstractContextManager[Any]:
         return torch.cuda.stream(self.bulk.stream)
@@ -72,8 +75,8 @@ class Driven:
 
     def __init__(self) -> None:
         self.config = small_config(MODEL)
-        self.link: Any = Link()
-        self.rank = process.CacheRank(Open(self.config, []), self.link, torch.device("cuda"))
+        self.link: Any = Link(self.config)
+        self.rank = process.CacheRank(Open(self.config, {}), self.link, torch.device("cuda"))
         self._steps = 0
 
     def put_token(self, request: Request) -> Tensor:
@@ -115,7 +118,7 @@ class Driven:
 def test_a_late_load_of_an_ended_epoch_leaves_the_next_owner_of_its_pages_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(process, "_memory_for_tokens", lambda device: MEMORY_BYTES)
+    monkeypatch.setattr(process, "_memory_for_tokens", lambda *of: MEMORY_BYTES)
     driven = Driven()
     owner, ended = (Request(driven.config, epoch, PROMPT) for epoch in (1, 2))
     bulk = driven.link.bulk

@@ -436,7 +436,7 @@ def test_loads_and_ends_of_what_is_not_live_are_refused(rank: InferenceRank) -> 
 
 def test_a_second_open_is_refused(rank: InferenceRank) -> None:
     request = rank.arrive(prompt=20)
-    rank.connection.control.send(Open(small_config(MHA), [b"/nowhere"]))
+    rank.connection.control.send(Open(small_config(MHA), {"up": b"/nowhere"}))
     rank.decode([request])
     rank.expect_refused(1)
     rank.end(request)

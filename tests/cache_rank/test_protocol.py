@@ -215,7 +215,11 @@ def test_rows_travel_as_arrays() -> None:
 
 def test_the_rendezvous_travels_as_bytes() -> None:
     """It is a path, or a secret of NCCL that no text encoding holds."""
-    message = Open(small_config(GQA), [b"/a/path", bytes(range(128)), b""], trace="/a/file")
+    message = Open(
+        small_config(GQA),
+        {"up": b"/a/path", "down": bytes(range(128)), "bulk": b""},
+        trace="/a/file",
+    )
     message = msgspec.structs.replace(message, memory_fraction=0.25)
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=Open) == message
-    assert Open(small_config(GQA), []).trace == ""
+    assert Open(small_config(GQA), {}).trace == ""

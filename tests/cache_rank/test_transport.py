@@ -10,16 +10,19 @@ from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from small_models import small_config
 from torch import Tensor
 
-from cache_rank.link import Link, make_rendezvous
+from cache_rank.link import Link, make_rendezvous, transfer_backend
 from cache_rank.transport import CACHE, INFERENCE, TransportError
 
 ADDRESS = "127.0.0.1"
 CPU = torch.device("cpu")
+CONFIG = small_config()
 SECRET = b"the secret of this launch"
 CONNECT_SECONDS = 60.0
 LONG = 60.0
@@ -67,13 +70,13 @@ def do_nothing(link: Link, pipe: Connection) -> None:
 
 def run_peer(
     behaviour: Callable[[Link, Connection], None],
-    rendezvous: list[bytes],
+    rendezvous: dict[str, bytes],
     secret: bytes,
     pipe: Connection,
 ) -> None:
     """The cache rank's side, in a process of its own."""
     try:
-        link = Link(rendezvous, CACHE, CPU, ADDRESS, secret, CONNECT_SECONDS)
+        link = Link(CONFIG, rendezvous, CACHE, CPU, ADDRESS, secret, CONNECT_SECONDS)
         behaviour(link, pipe)
         link.close()
     except TransportError as error:
@@ -85,7 +88,7 @@ class Peer:
 
     def __init__(
         self,
-        rendezvous: list[bytes],
+        rendezvous: dict[str, bytes],
         behaviour: Callable[[Link, Connection], None],
         secret: bytes,
     ) -> None:
@@ -98,7 +101,7 @@ class Peer:
         self.process.start()
 
     def connect(self) -> Link:
-        return Link(self.rendezvous, INFERENCE, CPU, ADDRESS, SECRET, CONNECT_SECONDS)
+        return Link(CONFIG, self.rendezvous, INFERENCE, CPU, ADDRESS, SECRET, CONNECT_SECONDS)
 
     def signal(self, number: int) -> None:
         assert self.process.pid is not None
@@ -114,7 +117,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Peer]]:
     peers: list[Peer] = []
 
     def start_peer(behaviour: Callable[[Link, Connection], None], secret: bytes = SECRET) -> Peer:
-        peers.append(Peer(make_rendezvous(CPU, str(tmp_path)), behaviour, secret))
+        peers.append(Peer(make_rendezvous("gloo", str(tmp_path)), behaviour, secret))
         return peers[-1]
 
     yield start_peer
@@ -159,8 +162,9 @@ def test_a_peer_with_another_secret_is_refused_by_both_sides(start: Callable[...
 
 def test_a_peer_that_never_appears_is_given_up(tmp_path: Path) -> None:
     started = time.monotonic()
+    meeting = make_rendezvous("gloo", str(tmp_path))
     with pytest.raises(TransportError, match="channel up"):
-        Link(make_rendezvous(CPU, str(tmp_path)), INFERENCE, CPU, ADDRESS, SECRET, 0.5)
+        Link(CONFIG, meeting, INFERENCE, CPU, ADDRESS, SECRET, 0.5)
     assert time.monotonic() - started < SOON
 
 
@@ -196,7 +200,8 @@ def test_a_stopped_peer_fails_a_transfer_after_the_timeout(start: Callable[..., 
 
 
 def test_every_link_meets_in_files_of_its_own(tmp_path: Path) -> None:
-    meetings = [meeting for _ in range(3) for meeting in make_rendezvous(CPU, str(tmp_path))]
+    made = [make_rendezvous("gloo", str(tmp_path)) for _ in range(3)]
+    meetings = [meeting for rendezvous in made for meeting in rendezvous.values()]
     assert len(set(meetings)) == len(meetings) == 3 * len(Link.NAMES)
     for meeting in meetings:
         assert Path(meeting.decode()).parent == tmp_path
@@ -219,3 +224,21 @@ def test_a_link_can_be_aborted_and_closed_whatever_its_peer_does(
         pending.wait(0.5)
     link.close()
     assert time.monotonic() - started < SOON
+
+
+@pytest.mark.parametrize(
+    ("wanted", "reachable", "backend"),
+    [
+        ("auto", True, "peer"),
+        ("auto", False, "nccl"),
+        ("nccl", True, "nccl"),
+        ("peer", True, "peer"),
+    ],
+)
+def test_gpus_that_reach_each_other_copy_unless_nccl_is_wanted(
+    wanted: Any, reachable: bool, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: reachable)
+    gpus = torch.device("cuda:0"), torch.device("cuda:1")
+    assert transfer_backend(wanted, *gpus) == backend
+    assert transfer_backend("auto", CPU, CPU) == "gloo"

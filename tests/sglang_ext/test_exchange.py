@@ -75,6 +75,10 @@ class CacheRankInProcess:
             up=SimpleNamespace(send=self._take_up),
             down=SimpleNamespace(receive=self._give_down),
             bulk=SimpleNamespace(send=self._take_bulk),
+            buffers=[
+                torch.empty(DownMessage.size(config, len(layers), config.max_rows)).byte()
+                for layers in config.groups
+            ],
         )
         self.selector = Selector(config, CPU, 1 << 22)
         self._loads: deque[Load] = deque()
@@ -99,8 +103,9 @@ class CacheRankInProcess:
         self.selector.load(self.selector.sequences[load.epoch], shipment)
         return Transfer(self.log, "bulk", lambda: None)
 
-    def _take_up(self, buffer: Tensor) -> Transfer:
+    def _take_up(self, buffer: Tensor, lane: int) -> Transfer:
         group = next(self._groups)
+        assert lane == group
         self.log.append(f"send {group}")
         assert self._step is not None
         step, layers = self._step, self.config.groups[group]
@@ -108,8 +113,9 @@ class CacheRankInProcess:
         self.selector.append(step, group, up)
         return Transfer(self.log, f"send {group}", lambda: None)
 
-    def _give_down(self, buffer: Tensor) -> Transfer:
+    def _give_down(self, buffer: Tensor, lane: int) -> Transfer:
         group = next(self._receives)
+        assert lane == group
         self.log.append(f"receive {group}")
         assert self._step is not None
         step, layers = self._step, self.config.groups[group]

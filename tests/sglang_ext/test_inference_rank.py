@@ -29,6 +29,7 @@ def args_of(device: str, trace: str | None = None, memory: float | None = None) 
         cache_rank_address="127.0.0.1",
         cache_rank_timeout=5.0,
         cache_rank_mem_fraction=memory,
+        cache_rank_transfer_backend="nccl",
         first_cache_rank_gpu=4,
     )
 
@@ -44,5 +45,6 @@ def test_gpu_ranks_are_on_the_gpus_that_they_were_given(
     places: list[tuple[str, Place, float]],
 ) -> None:
     inference_rank.spawn(args_of("cuda"), 1, 3)
-    assert places == [("cache-rank-1", Place("127.0.0.1", "cuda:3", "cuda:5"), 5.0)]
+    place = Place("127.0.0.1", "cuda:3", "cuda:5", transfer_backend="nccl")
+    assert places == [("cache-rank-1", place, 5.0)]
     assert inference_rank.os.environ["NCCL_SOCKET_IFNAME"] == "lo"

@@ -178,6 +178,13 @@ CONFLICTS = [
     ),
     *(
         Refused(
+            f"--cache-rank-transfer-backend {backend}",
+            f"--cache-rank-transfer-backend {backend}: between GPUs only; drop the flag.",
+        )
+        for backend in ("peer", "nccl")
+    ),
+    *(
+        Refused(
             f"--device {device}",
             f"--device {device}: the cache rank runs on NVIDIA GPUs and on CPUs; pass --device "
             "cuda or cpu, or --cache-rank-gpus 0 for plain SGLang.",
@@ -285,6 +292,7 @@ def test_refuses_with_the_flag_and_the_remedy(refused: Refused) -> None:
 def pretend_gpus(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(refusals, "has_gpu", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: False)
 
 
 @dataclass(frozen=True)
@@ -316,6 +324,11 @@ NO_GPU_LEFT = (
         RefusedOnGpus("--base-gpu-id 1", NO_GPU_LEFT.format(2, 2)),
         RefusedOnGpus("--gpu-id-step 2", NO_GPU_LEFT.format(2, 2)),
         RefusedOnGpus("--cache-rank-base-gpu-id 2", NO_GPU_LEFT.format(2, 2)),
+        RefusedOnGpus(
+            "--cache-rank-transfer-backend peer",
+            "--cache-rank-transfer-backend peer: GPU 0 cannot reach the memory of GPU 1; pass "
+            "nccl, or drop the flag.",
+        ),
         RefusedOnGpus(
             "--attention-backend flashinfer",
             "--attention-backend flashinfer: decode over working sets in CUDA graphs is tested "
