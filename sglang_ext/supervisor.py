@@ -25,7 +25,7 @@ import zmq
 
 from cache_rank.config import CacheRankConfig
 from cache_rank.control import ControlReceiver, ControlSender
-from cache_rank.link import Link, make_rendezvous, transfer_backend
+from cache_rank.link import Link, TransferBackend, make_rendezvous, transfer_backend
 from cache_rank.process import LINK_SECONDS, Launch
 from cache_rank.protocol import Open, Opened, Ready, Report, ToInferenceRank
 from cache_rank.transport import INFERENCE
@@ -72,6 +72,7 @@ class Connection:
         control: to send control messages; used by the scheduler thread only.
         link: the data channels; used by the scheduler thread only.
         capacity_tokens: how many tokens fit in the cache rank's memory.
+        transfer_backend: what carries the steps.
         pid: of the process.
         before_abort: called before transfers under way are cut off, from any thread.
         check: called a few times a second by the watching thread; raises CacheRankDownError.
@@ -112,6 +113,7 @@ class Connection:
         self.pid = self._process.pid
         self.control: ControlSender
         self.link: Link
+        self.transfer_backend: TransferBackend
         self._is_linked = self._was_linked = False
         self._cut_off = threading.Lock()
 
@@ -131,6 +133,7 @@ class Connection:
                 place.transfer_backend, device, torch.device(place.cache_device)
             )
             rendezvous = make_rendezvous(backend, folder)
+            self.transfer_backend = backend
             self.control.send(Open(config, rendezvous, place.trace, place.memory_fraction))
             ends = (rendezvous, INFERENCE, device, place.address, self._secret)
             self.link = Link(config, *ends, LINK_SECONDS)
@@ -287,10 +290,11 @@ class Supervisor:
             self._changed.notify_all()
         self.on_report(Report())
         logger.info(
-            "%s is up: process %d, %d tokens fit, started in %.1f s",
+            "%s is up: process %d, %d tokens fit, steps go by %s, started in %.1f s",
             self._name,
             connection.pid,
             connection.capacity_tokens,
+            connection.transfer_backend,
             seconds,
         )
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
-import signal
 import time
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
@@ -41,21 +39,24 @@ def message(number: int, lane: int, device: str = "cuda") -> Tensor:
 
 def send_rounds(form: Form, pipe: Connection) -> None:
     channel = form(LANES, [])
-    for number in range(ROUNDS):
-        for lane in range(len(LANES)):
-            channel.send(message(number, lane), lane=lane)
+    under_way = [
+        channel.send(message(number, lane), lane=lane)
+        for number in range(ROUNDS)
+        for lane in range(len(LANES))
+    ]
     torch.cuda.synchronize()
+    del under_way  # which hold what is sent
     pipe.send("sent")
     pipe.recv()
 
 
 def send_one_and_die(form: Form, pipe: Connection) -> None:
     channel = form(LANES, LANES)
-    channel.send(message(0, 0))
-    channel.receive(channel.buffers[0])
+    under_way = channel.send(message(0, 0)), channel.receive(channel.buffers[0])
     torch.cuda.Stream().synchronize()
     pipe.send("queued")
     pipe.recv()
+    del under_way
 
 
 def run_peer(
@@ -90,7 +91,7 @@ class Peer:
         assert self.pipe.recv() == said
 
     def kill(self) -> None:
-        os.kill(self.process.pid, signal.SIGKILL)
+        self.process.kill()
         self.process.join()
 
 
@@ -150,8 +151,9 @@ def test_abort_ends_transfers_of_a_killed_peer_and_the_device_goes_on(
     assert torch.equal(channel.buffers[0], message(0, 0))
     peer.expect("queued")
     channel.receive(channel.buffers[1], lane=1)  # never sent
-    channel.send(message(0, 2), lane=2)  # never received, but for what was lent
-    channel.send(message(0, 2), lane=2)
+    answer = message(0, 2)
+    for _ in range(2):
+        channel.send(answer, lane=2)  # lent once
     peer.kill()
     assert not channel.stream.record_event().query()
 
@@ -168,4 +170,4 @@ def test_abort_ends_transfers_of_a_killed_peer_and_the_device_goes_on(
 
 def test_memory_that_nobody_shares_is_refused() -> None:
     with pytest.raises(TransportError, match="cuIpcOpenMemHandle"):
-        PeerChannel("down", torch.device("cuda"), [], LANES, lambda given: bytes(64))
+        PeerChannel("down", torch.device("cuda", 0), [], LANES, lambda given: bytes(64))
