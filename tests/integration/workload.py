@@ -22,7 +22,7 @@ TENTH_OF_THE_CONTEXT = (
 GPU_FLAGS = (
     "--dtype bfloat16 --attention-backend fa3 --cuda-graph-backend-prefill disabled "
     "--cuda-graph-bs-decode 1 2 4 8 --max-running-requests 16 --max-total-tokens 100000 "
-    "--sampling-backend pytorch --grammar-backend none"
+    "--sampling-backend pytorch --grammar-backend none --cache-rank-mem-fraction 0.2"
 ).split()
 
 
