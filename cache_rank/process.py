@@ -1,4 +1,4 @@
-"""The cache-rank process: receive, append, predict, select, pack, send, group after group.
+"""The cache-rank process: its launch, its control loop and its signs of life.
 
     python -m cache_rank.process < launch line
 
@@ -14,42 +14,18 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Collection
 from typing import Any
 
 import msgspec
-import psutil
 import torch
 import zmq
 from setproctitle import setproctitle
-from torch import Tensor
 
-from cache_rank import residency
 from cache_rank.control import ControlReceiver, ControlSender
-from cache_rank.copies import Readback
 from cache_rank.link import Link
-from cache_rank.protocol import (
-    NO_EPOCH,
-    DownMessage,
-    End,
-    Flush,
-    Load,
-    Open,
-    Opened,
-    Ready,
-    Report,
-    Row,
-    Step,
-    ToCacheRank,
-    UpMessage,
-    bulk_shape,
-)
-from cache_rank.recall import measured_step
-from cache_rank.recording import Recorder
-from cache_rank.selector import Selector, SelectorStep
-from cache_rank.sequence import Sequence
-from cache_rank.timeline import Timeline
-from cache_rank.transport import CACHE, Pending
+from cache_rank.protocol import End, Flush, Load, Open, Opened, Ready, Step, ToCacheRank
+from cache_rank.rank import CacheRank
+from cache_rank.transport import CACHE
 
 logger = logging.getLogger("cache_rank")
 
@@ -58,19 +34,8 @@ REPORT_SECONDS = 0.25
 MOST_MEASUREMENTS = 16
 """A report comes early when so many wait for it: each is a few kilobytes."""
 
-PEER_SECONDS = 600.0
-"""Longest wait for the inference rank in the middle of a step, which may be slow or compiling; its
-death ends this process at once anyway."""
-
 LINK_SECONDS = 30.0
 """Longest wait for the inference rank to connect the data channels."""
-
-MEMORY_FRACTION = 0.5
-CPU_MEMORY_BYTES = 8 << 30
-"""Of the free host memory, and at most, for tokens unless told; touched only as it is used."""
-
-GPU_MEMORY_FRACTION = 0.9
-"""The same for a GPU; the rest is for scores and messages."""
 
 
 class Launch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -91,221 +56,6 @@ class Launch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     address: str
     device: str = "cpu"
     log_level: str = "INFO"
-
-
-class CacheRank:
-    """Serves one inference rank, from Open to the end of the process."""
-
-    def __init__(self, message: Open, link: Link, device: torch.device) -> None:
-        config = message.config
-        residency.require_format(config)
-        self.config = config
-        memory = _memory_for_tokens(device, message.memory_fraction)
-        self.selector = Selector(config, device, memory)
-        if self.selector.pages.pages == 0:
-            raise ValueError(
-                f"{memory / 1e9:.3f} GB hold no page of tokens beside what {config.max_rows} "
-                "requests take in any case: raise --cache-rank-mem-fraction, or lower "
-                "--max-sparse-requests"
-            )
-        self._link = link
-        self._device = device
-        self._recorder = Recorder.from_environment()
-        self._timeline = Timeline(message.trace, device)
-        self._overflow = Readback()
-        self._last_epoch = 0
-        self._last_step = 0
-        # One buffer a group: on a GPU several groups are under way at once.
-        self._up = link.buffers
-        self._down = [self._buffer(layers) for layers in config.groups]
-        self._taken: list[torch.cuda.Event | None] = [None] * len(config.groups)
-        self._sent: list[Pending | None] = [None] * len(config.groups)
-        self._loaded: dict[int, torch.cuda.Event] = {}
-        self._warm_up()
-
-    def _warm_up(self) -> None:
-        """Serve a sequence of our own until its slots are full, so that no request waits.
-
-        On a GPU the first launch of every kernel compiles or loads it, and memory is taken; so
-        every layer group is measured once too. On a CPU there is nothing to gain beyond the first
-        step.
-        """
-        config, selector = self.config, self.selector
-        on_gpu = self._device.type == "cuda"
-        tokens = config.sink_tokens + config.recent_tokens + config.sparse_budget if on_gpu else 1
-        tokens = min(tokens, selector.capacity_tokens) or 1
-        shipment = torch.zeros(
-            bulk_shape(config, tokens), dtype=config.model.torch_dtype, device=self._device
-        )
-        sequence = selector.begin(NO_EPOCH)
-        selector.load(sequence, shipment)
-        wanted = config.slots_wanted_after(tokens)
-        queries = config.query_window + 1 if on_gpu else 1
-        while sequence.filled < wanted or sequence.queries < queries:
-            self._warm_up_step(sequence, 0)
-        for turn in range(len(config.groups) if on_gpu else 0):
-            self._warm_up_step(sequence, measured_step(turn, config.recall_interval))
-        selector.end(NO_EPOCH)
-        if on_gpu:
-            torch.cuda.synchronize(self._device)
-        selector.recall.take()
-
-    def _warm_up_step(self, sequence: Sequence, number: int) -> None:
-        selector = self.selector
-        step = selector.begin_step(number, [Row(sequence.epoch, sequence.tokens)])
-        for group in range(len(self.config.groups)):
-            selector.append(step, group, self._up_message(group, 1))
-            scores = selector.score(step, group, self._timeline)
-            down = self._down_message(group, 1)
-            selector.answer(step, group, scores, down, self._timeline)
-
-    def _buffer(self, layers: range) -> Tensor:
-        size = DownMessage.size(self.config, len(layers), self.config.max_rows)
-        return torch.zeros(size, dtype=torch.uint8, device=self._device)
-
-    def load(self, message: Load) -> str | None:
-        """Take over a bulk shipment; the reason when it is refused.
-
-        The tensor of a refused shipment is received and dropped, so that the channel stays in step;
-        only a size that no inference rank ships is refused before.
-        """
-        config, selector = self.config, self.selector
-        if not 0 < message.count <= selector.capacity_tokens:
-            return f"Load of {message.count} tokens, {selector.capacity_tokens} fit"
-        with self._link.in_background():
-            shipment = torch.empty(
-                bulk_shape(config, message.count),
-                dtype=config.model.torch_dtype,
-                device=self._device,
-            )
-            # Steps of ended epochs may still write into the pages that this shipment gets.
-            after = self._mark(torch.cuda.default_stream()) if shipment.is_cuda else None
-            self._link.bulk.receive(shipment, after).wait(PEER_SECONDS)
-            return self._load(message, shipment)
-
-    def _load(self, message: Load, shipment: Tensor) -> str | None:
-        selector = self.selector
-        if message.start == 0 and message.epoch > self._last_epoch:
-            if selector.is_full:
-                return f"Load for epoch {message.epoch}: {self.config.max_rows} epochs are live"
-            self._last_epoch = message.epoch
-            selector.begin(message.epoch)
-        sequence = selector.sequences.get(message.epoch)
-        if sequence is None:
-            return f"Load for epoch {message.epoch}, which is not live"
-        if sequence.tokens != message.start:
-            held = sequence.tokens
-            return f"Load at {message.start} for epoch {message.epoch}, which holds {held} tokens"
-        selector.load(sequence, shipment)
-        if shipment.is_cuda:
-            self._loaded[message.epoch] = self._mark()
-        self._recorder.record_load(message, shipment)
-        return None
-
-    def end(self, epochs: Collection[int]) -> str | None:
-        """Forget epochs; the reason when one of them was not live."""
-        for epoch in epochs:
-            # One that is under way still writes into pages and strategies that others get next.
-            self._wait_for_load(epoch)
-        unknown = [epoch for epoch in epochs if not self.selector.end(epoch)]
-        return f"End of epochs {unknown}, which are not live" if unknown else None
-
-    def flush(self) -> None:
-        """Forget every epoch."""
-        self.end(list(self.selector.sequences))
-
-    def step(self, message: Step) -> str | None:
-        """Exchange one decode step; the reason when rows of it were refused.
-
-        A refused row gets an answer of no epoch, which changes nothing on the inference rank. A
-        number of rows that no inference rank sends is refused before anything is received.
-        """
-        if not 0 < len(message.rows) <= self.config.max_rows:
-            return f"Step of {len(message.rows)} rows, 1 to {self.config.max_rows} were agreed"
-        refused = self._refused_rows(message)
-        for row in message.rows:
-            self._wait_for_load(row.epoch)
-        step = self.selector.begin_step(message.step, message.rows, refused.keys())
-        self._timeline.begin_step(message.step, message.traced)
-        for group in range(len(self.config.groups)):
-            # Not posted before the answer to the group before is queued: should the host have to
-            # wait for the device in between, that answer is what both ranks are waiting for.
-            up, received = self._receive(group, len(message.rows))
-            self._timeline.begin(group)
-            received.wait(PEER_SECONDS)
-            self._timeline.mark("receive")
-            self.selector.append(step, group, up)
-            if up.buffer.is_cuda:
-                self._taken[group] = self._mark()
-            self._timeline.mark("append")
-            scores = self.selector.score(step, group, self._timeline)
-            self._answer(step, group, scores)
-            self._recorder.record_step(self.selector, step, group, up)
-        self.selector.end_step(step)
-        self._last_step = max(self._last_step, message.step)
-        return "; ".join(refused.values()) or None
-
-    def _wait_for_load(self, epoch: int) -> None:
-        """Let the steps that follow wait for what was last loaded of an epoch, on the device."""
-        if (loaded := self._loaded.pop(epoch, None)) is not None:
-            torch.cuda.current_stream().wait_event(loaded)
-
-    def _up_message(self, group: int, rows: int) -> UpMessage:
-        layers = len(self.config.groups[group])
-        size = UpMessage.size(self.config, layers, rows)
-        return UpMessage(self.config, layers, rows, self._up[group][:size])
-
-    def _down_message(self, group: int, rows: int) -> DownMessage:
-        layers = len(self.config.groups[group])
-        size = DownMessage.size(self.config, layers, rows)
-        return DownMessage(self.config, layers, rows, self._down[group][:size])
-
-    def _receive(self, group: int, rows: int) -> tuple[UpMessage, Pending]:
-        up = self._up_message(group, rows)
-        return up, self._link.up.receive(up.buffer, self._taken[group], lane=group)
-
-    def _answer(self, step: SelectorStep, group: int, scores: Tensor) -> None:
-        if (sent := self._sent[group]) is not None:
-            sent.wait(PEER_SECONDS)
-        down = self._down_message(group, step.rows.slots.shape[0])
-        self.selector.answer(step, group, scores, down, self._timeline)
-        self._sent[group] = self._link.down.send(down.buffer, lane=group)
-
-    def _refused_rows(self, message: Step) -> dict[int, str]:
-        refused = {}
-        epochs: set[int] = set()
-        for index, row in enumerate(message.rows):
-            sequence = self.selector.sequences.get(row.epoch)
-            if sequence is None:
-                refused[index] = f"row of epoch {row.epoch}, which is not live"
-            elif row.position != sequence.tokens:
-                held = sequence.tokens
-                refused[index] = f"row at {row.position} of epoch {row.epoch} at {held}"
-            elif message.step <= self._last_step:
-                refused[index] = f"row of step {message.step} after step {self._last_step}"
-            elif row.epoch in epochs:
-                refused[index] = f"second row of epoch {row.epoch}"
-            else:
-                epochs.add(row.epoch)
-        return refused
-
-    def report(self, refused_messages: int) -> Report:
-        """Summarize what is held and what has been done; device counters are a report old."""
-        overflow = self._overflow.value()
-        self._overflow.start(self.selector.overflow)
-        return Report(
-            tokens_held=self.selector.tokens_held,
-            bytes_held=self.selector.bytes_held,
-            epochs=len(self.selector.sequences),
-            overflow_tokens=int(overflow) if overflow is not None else 0,
-            refused_messages=refused_messages,
-            measurements=self.selector.recall.take(),
-        )
-
-    def _mark(self, stream: torch.cuda.Stream | None = None) -> torch.cuda.Event:
-        event = torch.cuda.Event()
-        event.record(stream or torch.cuda.current_stream())
-        return event
 
 
 def serve(launch: Launch) -> None:
@@ -351,16 +101,6 @@ def serve(launch: Launch) -> None:
         ):
             last_report = time.monotonic()
             reports.send(rank.report(control.refused))
-
-
-def _memory_for_tokens(device: torch.device, fraction: float | None) -> int:
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return int(free * (fraction or GPU_MEMORY_FRACTION))
-    free = psutil.virtual_memory().available
-    if fraction:
-        return int(free * fraction)
-    return min(int(free * MEMORY_FRACTION), CPU_MEMORY_BYTES)
 
 
 def _beat() -> None:

@@ -1,7 +1,7 @@
 """The cache rank's computation: append, predict, score, select, gather, one layer group at a time.
 
 It holds the state of all sequences in a few tensors, so that each operation is one kernel over all
-rows of a step. It knows no channels: process.py receives its inputs and sends its outputs.
+rows of a step. It knows no channels: rank.py receives its inputs and sends its outputs.
 
 Everything runs on one stream: the programs of a scoring fill the multiprocessors, and a selection
 beside it would find hardly any room. What is queued for a group is captured in graphs, because the

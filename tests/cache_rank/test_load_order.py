@@ -12,7 +12,7 @@ from small_models import small_config
 from torch import Tensor
 from torch.cuda import Event
 
-from cache_rank import process
+from cache_rank import rank
 from cache_rank.config import CacheRankConfig, ModelShape
 from cache_rank.pages import PAGE_TOKENS
 from cache_rank.protocol import Load, Open, Row, Step, UpMessage
@@ -76,7 +76,7 @@ class Driven:
     def __init__(self) -> None:
         self.config = small_config(MODEL)
         self.link: Any = Link(self.config)
-        self.rank = process.CacheRank(Open(self.config, {}), self.link, torch.device("cuda"))
+        self.rank = rank.CacheRank(Open(self.config, {}), self.link, torch.device("cuda"))
         self._steps = 0
 
     def put_token(self, request: Request) -> Tensor:
@@ -118,7 +118,7 @@ class Driven:
 def test_a_late_load_of_an_ended_epoch_leaves_the_next_owner_of_its_pages_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(process, "_memory_for_tokens", lambda *of: MEMORY_BYTES)
+    monkeypatch.setattr(rank, "_memory_for_tokens", lambda *of: MEMORY_BYTES)
     driven = Driven()
     owner, ended = (Request(driven.config, epoch, PROMPT) for epoch in (1, 2))
     bulk = driven.link.bulk
