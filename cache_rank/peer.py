@@ -91,7 +91,13 @@ class _PeerMemory:
     def __init__(self, handle: bytes, sizes: Sequence[int], context: Any) -> None:
         opened = driver.CUipcMemHandle()
         ctypes.memmove(opened.getPtr(), handle, _HANDLE_BYTES)
-        pointer = _call(driver.cuIpcOpenMemHandle, opened, _PEER_ACCESS)
+        try:
+            pointer = _call(driver.cuIpcOpenMemHandle, opened, _PEER_ACCESS)
+        except TransportError as error:
+            raise TransportError(
+                f"the GPUs cannot map each other's memory here ({error}); "
+                "--cache-rank-transfer-backend nccl does without"
+            ) from error
         weakref.finalize(self, _unmap, context, pointer).atexit = False
         self.address = int(pointer)
         self.buffers = [self.address + offset for offset in _offsets(sizes)[:-1]]
