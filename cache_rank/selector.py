@@ -1,7 +1,8 @@
 """The cache rank's computation: append, predict, score, select, gather, one layer group at a time.
 
-It holds the state of all sequences in a few tensors, so that each operation is one kernel over all
-rows of a step. It knows no channels: rank.py receives its inputs and sends its outputs.
+The state of all sequences is in a few tensors, of the residency, the query ring and the mirror, so
+that each operation is one kernel over all rows of a step. The selector knows no channels: rank.py
+receives its inputs and sends its outputs.
 
 Everything runs on one stream: the programs of a scoring fill the multiprocessors, and a selection
 beside it would find hardly any room. What is queued for a group is captured in graphs, because the
@@ -12,23 +13,22 @@ steps, see `Residency.captures_append`.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection
 from collections.abc import Sequence as SequenceOf
 from typing import NamedTuple
 
 import torch
 from cache_rank_kernels.checksum.reference import slots_checksum
-from cache_rank_kernels.select.reference import EMPTY
 from torch import Tensor
 
 from cache_rank import residency
 from cache_rank.config import CacheRankConfig
 from cache_rank.copies import upload
 from cache_rank.graphs import Captures
-from cache_rank.operations import operations_for
+from cache_rank.mirror import Mirror
 from cache_rank.pages import PAGE_TOKENS, PageAllocator
 from cache_rank.protocol import NO_EPOCH, AnswerHeader, DownMessage, Row, UpMessage
+from cache_rank.query_ring import QueryRing
 from cache_rank.recall import RecallMeter, measured_turn
 from cache_rank.residency import StepRows
 from cache_rank.sequence import Sequence
@@ -74,7 +74,7 @@ class Selector:
 
     def __init__(self, config: CacheRankConfig, device: torch.device, memory_bytes: int) -> None:
         """Take about `memory_bytes` for resident tokens, and some for working memory beside."""
-        model, slots = config.model, config.max_rows
+        slots = config.max_rows
         self.config = config
         self.sequences: dict[int, Sequence] = {}
         page_bytes = PAGE_TOKENS * residency.bytes_per_token(config)
@@ -85,7 +85,6 @@ class Selector:
         self.overflow = torch.zeros((), dtype=torch.int64, device=device)
         self.recall = RecallMeter(config)
         self._device = device
-        self._operations = operations_for(device)
         self._residency = residency.create(config, self.pages.pages, device)
         self._free_slots = list(range(slots))[::-1]
         # Pages of the sequence in each slot, so that no step builds its page table from lists.
@@ -96,41 +95,8 @@ class Selector:
         if device.type == "cuda":
             step_bytes = slots * (_STEP_BYTES + 4 * (self.pages.pages + _PAGES_ROUNDING))
             self._step_memory = torch.empty(step_bytes, dtype=torch.uint8, device=device)
-        heads, window = model.query_heads, config.query_window + 1
-        self._query_ring = torch.zeros(
-            (slots, model.layers, heads, window, model.head_dim),
-            dtype=model.torch_dtype,
-            device=device,
-        )
-        self._mirror = torch.full(
-            (slots, model.layers, model.kv_heads, config.sparse_budget),
-            EMPTY,
-            dtype=torch.int32,
-            device=device,
-        )
-        self._frequency: Tensor | None = None
-        if config.query_frame == "pre" and model.rotary_frequency:
-            self._frequency = torch.tensor(model.rotary_frequency, device=device)
-        largest_group = max(len(layers) for layers in config.groups)
-        self._predicted = torch.empty(
-            slots * largest_group * heads * model.head_dim, dtype=torch.float32, device=device
-        )
-        self._changed = torch.zeros(
-            (len(config.groups), slots, 2), dtype=torch.int32, device=device
-        )
-        self._entering = torch.empty(
-            slots * largest_group * model.kv_heads * config.delta_capacity,
-            dtype=torch.int32,
-            device=device,
-        )
-        self._workspace = self._operations.select_workspace(
-            slots,
-            largest_group,
-            model.kv_heads,
-            config.sparse_budget,
-            config.selection_margin,
-            device,
-        )
+        self._queries = QueryRing(config, device)
+        self._mirror = Mirror(config, device)
 
     @property
     def tokens_held(self) -> int:
@@ -150,7 +116,7 @@ class Selector:
     def begin(self, epoch: int) -> Sequence:
         """Begin an epoch, when not full."""
         slot = self._free_slots.pop()
-        self._mirror[slot].fill_(EMPTY)
+        self._mirror.clear(slot)
         self.sequences[epoch] = Sequence(epoch, slot)
         return self.sequences[epoch]
 
@@ -190,7 +156,7 @@ class Selector:
         self._residency.truncate(pages, sequence.slot, tokens)
         self.pages.shrink(sequence.pages, tokens)
         if sequence.filled == 0:
-            self._mirror[sequence.slot].fill_(EMPTY)
+            self._mirror.clear(sequence.slot)
 
     def begin_step(
         self, number: int, rows: SequenceOf[Row], refused: Collection[int] = ()
@@ -218,7 +184,7 @@ class Selector:
         page_table = self._slot_pages[[max(slot, 0) for slot in slots], :width]
         small = torch.tensor((slots, positions, counts), dtype=torch.int32)
         on_host = (small, page_table, torch.tensor(header))
-        changed = self._changed[:, :count].zero_()
+        changed = self._mirror.begin_step(count)
         capacity = width * PAGE_TOKENS if on_gpu else max(positions) + 1
         numbers, table, headers = upload(on_host, self._device, self._step_memory)
         known = list(zip(slots, positions, strict=True))
@@ -238,7 +204,7 @@ class Selector:
         key = ("append", group, step.key, up.buffer.data_ptr())
         self._captures.run(
             key if self._residency.captures_append else None,
-            lambda: self._residency.append(step.rows, layers, up.tokens, self._query_ring),
+            lambda: self._residency.append(step.rows, layers, up.tokens, self._queries.entries),
         )
 
     def score(self, step: SelectorStep, group: int, timeline: Timeline) -> Tensor:
@@ -249,7 +215,7 @@ class Selector:
         """
         predicted = self._captures.run(
             ("predict", group, step.key),
-            lambda: self._predict(step.rows, self.config.groups[group]),
+            lambda: self._queries.predict(step.rows, self.config.groups[group]),
         )
         timeline.mark("predict")
         scores = self._captures.run(
@@ -258,23 +224,6 @@ class Selector:
         )
         timeline.mark("score")
         return scores
-
-    def _predict(self, rows: StepRows, layers: range) -> Tensor:
-        config, model = self.config, self.config.model
-        shape = (rows.slots.shape[0], len(layers), model.query_heads, model.head_dim)
-        predicted = self._predicted[: math.prod(shape)].view(shape)
-        self._operations.predict_step(
-            self._query_ring,
-            rows.slots,
-            rows.positions,
-            rows.counts,
-            layers.start,
-            self._frequency,
-            model.rotary_interleaved,
-            config.query_predictor,
-            predicted,
-        )
-        return predicted
 
     def answer(
         self,
@@ -288,7 +237,9 @@ class Selector:
         message = down.buffer.data_ptr()
         self._captures.run(
             ("select", group, step.key, message),
-            lambda: self._select(step, group, scores, down),
+            lambda: self._mirror.select(
+                step.rows, self.config.groups[group], scores, down.slots, step.changed[group]
+            ),
         )
         timeline.mark("select")
         self._captures.run(
@@ -300,32 +251,12 @@ class Selector:
                 down.header[index, _CHECKSUM] = checksum
         timeline.mark("gather")
 
-    def _select(self, step: SelectorStep, group: int, scores: Tensor, down: DownMessage) -> None:
-        config, rows = self.config, step.rows
-        self._operations.select_step(
-            scores,
-            self._mirror,
-            rows.slots,
-            rows.positions,
-            config.groups[group].start,
-            config.sink_tokens,
-            config.recent_tokens,
-            config.selection_margin,
-            self._workspace,
-            self._entering_of(down),
-            down.slots,
-            step.changed[group],
-        )
-
     def _gather(self, step: SelectorStep, group: int, down: DownMessage) -> None:
         layers, rows = self.config.groups[group], step.rows
-        entering = self._entering_of(down)
+        entering = self._mirror.entering(down.slots)
         self._residency.gather(rows, layers, entering, down.keys, down.values)
         down.header.copy_(rows.header)
         down.header[:, _SHIPPED] += step.changed[group, :, 0]  # 0 so far; refused rows stay
-
-    def _entering_of(self, down: DownMessage) -> Tensor:
-        return self._entering[: down.slots.numel()].view(down.slots.shape)
 
     def end_step(self, step: SelectorStep) -> None:
         """All groups have been answered."""
@@ -334,7 +265,7 @@ class Selector:
 
     def mirror(self, sequence: Sequence, layers: range) -> Tensor:
         """Which token sits in which slot, (len(layers), Hkv, k) int32; a view."""
-        return self._mirror[sequence.slot, layers.start : layers.stop]
+        return self._mirror.tokens(sequence.slot, layers)
 
     def _extend(self, sequence: Sequence, tokens: int) -> None:
         held = len(sequence.pages)
@@ -394,8 +325,8 @@ class Selector:
             layers,
             self.mirror(sequence, layers)[..., : sequence.used],
             up.queries[index],
-            self._predict(rows, layers)[0],
-            self._query_ring[sequence.slot, layers.start : layers.stop],
+            self._queries.predict(rows, layers)[0],
+            self._queries.entries[sequence.slot, layers.start : layers.stop],
             score,
         )
 

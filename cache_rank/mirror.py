@@ -1,0 +1,94 @@
+"""Which token sits in which slot of the inference rank's working sets, as the cache rank chose."""
+
+from __future__ import annotations
+
+import torch
+from cache_rank_kernels.select.reference import EMPTY
+from torch import Tensor
+
+from cache_rank.config import CacheRankConfig
+from cache_rank.operations import operations_for
+from cache_rank.residency import StepRows
+
+
+class Mirror:
+    """Slots of all sequences, and memory for changes to them: both stay where they are."""
+
+    def __init__(self, config: CacheRankConfig, device: torch.device) -> None:
+        model, slots = config.model, config.max_rows
+        self._config = config
+        self._operations = operations_for(device)
+        self._tokens = torch.full(
+            (slots, model.layers, model.kv_heads, config.sparse_budget),
+            EMPTY,
+            dtype=torch.int32,
+            device=device,
+        )
+        self._changed = torch.zeros(
+            (len(config.groups), slots, 2), dtype=torch.int32, device=device
+        )
+        largest_group = max(len(layers) for layers in config.groups)
+        self._entering = torch.empty(
+            slots * largest_group * model.kv_heads * config.delta_capacity,
+            dtype=torch.int32,
+            device=device,
+        )
+        self._workspace = self._operations.select_workspace(
+            slots,
+            largest_group,
+            model.kv_heads,
+            config.sparse_budget,
+            config.selection_margin,
+            device,
+        )
+
+    def tokens(self, slot: int, layers: range) -> Tensor:
+        """Which token sits in which slot, (len(layers), Hkv, k) int32, -1 where empty; a view.
+
+        Args:
+            slot: of the sequence, see StepRows.
+            layers: which layers.
+        """
+        return self._tokens[slot, layers.start : layers.stop]
+
+    def clear(self, slot: int) -> None:
+        """Empty the slots of a sequence; see `tokens`."""
+        self._tokens[slot].fill_(EMPTY)
+
+    def begin_step(self, rows: int) -> Tensor:
+        """Count anew what a step of so many rows changes: (groups, R, 2) int32, see `select`."""
+        return self._changed[:, :rows].zero_()
+
+    def select(
+        self, rows: StepRows, layers: range, scores: Tensor, slots: Tensor, changed: Tensor
+    ) -> None:
+        """Choose the tokens of the next step, with hysteresis, and put them into slots.
+
+        Args:
+            rows: of the step.
+            layers: of the group.
+            scores: (R, len(layers), Hkv, capacity) float32; may be overwritten.
+            slots: (R, len(layers), Hkv, C) int32, written: where tokens enter; -1 is padding. Which
+                tokens these are, `entering` says.
+            changed: (R, 2) int32, added to: tokens that entered, and that must wait for a later
+                step.
+        """
+        config = self._config
+        self._operations.select_step(
+            scores,
+            self._tokens,
+            rows.slots,
+            rows.positions,
+            layers.start,
+            config.sink_tokens,
+            config.recent_tokens,
+            config.selection_margin,
+            self._workspace,
+            self.entering(slots),
+            slots,
+            changed,
+        )
+
+    def entering(self, slots: Tensor) -> Tensor:
+        """The tokens that the last `select` put into these slots, of their shape, int32; a view."""
+        return self._entering[: slots.numel()].view(slots.shape)

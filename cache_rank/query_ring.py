@@ -1,0 +1,66 @@
+"""The true queries of the newest tokens, and the next queries as they predict them."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from cache_rank.config import CacheRankConfig
+from cache_rank.operations import operations_for
+from cache_rank.residency import StepRows
+
+
+class QueryRing:
+    """Queries of all sequences, and memory for predictions: both stay where they are.
+
+    Attributes:
+        entries: (slots, layers, Hq, W + 1, D) in the model's dtype; the query of position p is
+            entry p % (W + 1). `Residency.append` writes them.
+    """
+
+    def __init__(self, config: CacheRankConfig, device: torch.device) -> None:
+        model, slots = config.model, config.max_rows
+        heads, window = model.query_heads, config.query_window + 1
+        self.entries = torch.zeros(
+            (slots, model.layers, heads, window, model.head_dim),
+            dtype=model.torch_dtype,
+            device=device,
+        )
+        self._config = config
+        self._operations = operations_for(device)
+        self._frequency: Tensor | None = None
+        if config.query_frame == "pre" and model.rotary_frequency:
+            self._frequency = torch.tensor(model.rotary_frequency, device=device)
+        largest_group = max(len(layers) for layers in config.groups)
+        self._predicted = torch.empty(
+            slots * largest_group * heads * model.head_dim, dtype=torch.float32, device=device
+        )
+
+    def predict(self, rows: StepRows, layers: range) -> Tensor:
+        """Predict the queries of the tokens after those of a step.
+
+        Args:
+            rows: of the step; their queries are in the ring.
+            layers: of one group.
+
+        Returns:
+            (R, len(layers), Hq, D) float32, valid until the next call; a refused row holds
+            anything.
+        """
+        config, model = self._config, self._config.model
+        shape = (rows.slots.shape[0], len(layers), model.query_heads, model.head_dim)
+        predicted = self._predicted[: math.prod(shape)].view(shape)
+        self._operations.predict_step(
+            self.entries,
+            rows.slots,
+            rows.positions,
+            rows.counts,
+            layers.start,
+            self._frequency,
+            model.rotary_interleaved,
+            config.query_predictor,
+            predicted,
+        )
+        return predicted
