@@ -172,7 +172,7 @@ def _check_custom_params(request: Any) -> None:
             raise ValueError(f"custom_params.{META_KEY} must be true or false, got {wanted!r}")
 
 
-def _summary(per_token: list[tuple[int | float | None, ...] | None]) -> dict[str, Any]:
+def _summary(per_token: list[tuple[int | float | str | None, ...] | None]) -> dict[str, Any]:
     last = next((values for values in reversed(per_token) if values is not None), None)
     names = [field.name for field in dataclasses.fields(RequestStatistics)]
     return dict(zip(names, last or RequestStatistics().as_tuple(), strict=True))

@@ -189,7 +189,7 @@ class InferenceRank:
         taken, self._to_queue = self._to_queue, []
         return taken
 
-    def statistics_of(self, requests: list[Any]) -> list[tuple[int | float | None, ...]]:
+    def statistics_of(self, requests: list[Any]) -> list[tuple[int | float | str | None, ...]]:
         """What the responses report so far, one entry a request; see RequestStatistics."""
         prepare_requests(requests)
         return [request.cache_rank_statistics.as_tuple() for request in requests]

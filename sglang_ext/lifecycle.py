@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 from cache_rank.config import CacheRankConfig
 from sglang_ext.recall import MeasuredRequest
@@ -26,6 +26,32 @@ from sglang_ext.working_set import Reserve
 MOST_LOSSES = 2
 """A request that was in so many cache ranks when they were lost stays dense: it may be the cause,
 as one is whose keys are not finite, and would end every cache rank that it is shipped to."""
+
+
+DenseReason = Literal[
+    "prefill",
+    "below_threshold",
+    "asked",
+    "recomputed",
+    "cache_rank_losses",
+    "down",
+    "max_sparse_requests",
+    "cache_rank_memory",
+    "shipping",
+    "warming",
+]
+"""Why a request attends to everything; responses and metrics name these.
+
+    prefill              it has not decoded yet
+    below_threshold      it is shorter than the sparse threshold
+    asked                its custom_params say so
+    recomputed           it was sparse when a cache rank was lost, and SGLang recomputed it
+    cache_rank_losses    it was there when MOST_LOSSES cache ranks were lost
+    down                 there is no cache rank at the moment
+    max_sparse_requests  no block of the reserve is free
+    cache_rank_memory    the cache rank has no room for all of its tokens
+    shipping, warming    its epoch is in this phase
+"""
 
 
 class Phase(enum.Enum):
@@ -40,6 +66,7 @@ class RequestStatistics:
 
     Attributes:
         sparse_steps: decode steps over the working set.
+        dense_reason: why the last decode step attended to everything; None when it did not.
         tokens_shipped: tokens that entered slots, per (layer, kv head), summed.
         late_steps: exchanged steps that waited for an answer.
         stale_steps: steps whose answer was lost with a cache rank, so that it was not applied.
@@ -49,6 +76,7 @@ class RequestStatistics:
     """
 
     sparse_steps: int = 0
+    dense_reason: DenseReason | None = "prefill"
     tokens_shipped: int = 0
     late_steps: int = 0
     stale_steps: int = 0
@@ -64,10 +92,11 @@ class RequestStatistics:
         self.recall = (1 - share) * (self.recall or 0.0) + share * recall
         self.attention_mass = (1 - share) * (self.attention_mass or 0.0) + share * attention_mass
 
-    def as_tuple(self) -> tuple[int | float | None, ...]:
+    def as_tuple(self) -> tuple[int | float | str | None, ...]:
         """Values in the order of the fields."""
         return (
             self.sparse_steps,
+            self.dense_reason,
             self.tokens_shipped,
             self.late_steps,
             self.stale_steps,
@@ -125,16 +154,18 @@ class Lifecycle:
         self._reserved_tokens = 0
         self._last_epoch = 0
 
-    def reason_to_stay_dense(self, request: Any, length: int) -> str | None:
-        """Why a request may not begin an epoch; an empty string when it is too short."""
+    def reason_to_stay_dense(self, request: Any, length: int, is_up: bool) -> DenseReason | None:
+        """Why a request may not begin an epoch: what is its own first, then what may pass."""
         if length < self._threshold:
-            return ""
+            return "below_threshold"
         if (request.sampling_params.custom_params or {}).get("cache_rank") is False:
             return "asked"
         if request.cache_rank_failed:
             return "recomputed"
         if request.cache_rank_losses >= MOST_LOSSES:
             return "cache_rank_losses"
+        if not is_up:
+            return "down"
         if self._reserve.free_blocks == 0:
             return "max_sparse_requests"
         if self._reserved_tokens + self._final_length(request) > self.capacity_tokens:
@@ -146,6 +177,7 @@ class Lifecycle:
         self._last_epoch += 1
         block = self._reserve.take()
         assert block is not None
+        request.cache_rank_statistics.dense_reason = "shipping"
         sequence = SparseSequence(
             epoch=self._last_epoch,
             request=request,
@@ -171,11 +203,13 @@ class Lifecycle:
         """Move an epoch on to the step at `position`; whether it turns sparse there."""
         if sequence.phase is Phase.SHIPPING and sequence.shipped == position:
             sequence.phase = Phase.WARMING
+            sequence.statistics.dense_reason = "warming"
         if sequence.phase is not Phase.WARMING:
             return False
         warm = sequence.exchanged > self._config.query_window
         if warm and sequence.filled == self._config.slots_wanted_after(position - 1):
             sequence.phase = Phase.SPARSE
+            sequence.statistics.dense_reason = None
             return True
         return False
 
@@ -201,4 +235,4 @@ def prepare_requests(requests: Sequence[Any]) -> None:
             request.cache_rank_statistics = RequestStatistics()
             request.cache_rank_failed = False
             request.cache_rank_losses = 0
-            request.cache_rank_dense_reason = None
+            request.cache_rank_dense_reasons = set()

@@ -14,6 +14,7 @@ from typing import Any
 from cache_rank.config import CacheRankConfig
 from cache_rank.protocol import Report
 from sglang_ext.exchange import Exchange, ExchangeCounters
+from sglang_ext.lifecycle import DenseReason
 from sglang_ext.recall import LayerMeans, RecallStatistics
 from sglang_ext.server_args import CacheRankServerArgs
 
@@ -108,10 +109,10 @@ class CacheRankMetrics:
         if self._series is not None:
             self._series.retractions.inc()
 
-    def on_dense(self, request: Any, reason: str) -> None:
+    def on_dense(self, request: Any, reason: DenseReason) -> None:
         """A long request stays dense; counted once a request and reason."""
-        if request.cache_rank_dense_reason != reason:
-            request.cache_rank_dense_reason = reason
+        if reason not in request.cache_rank_dense_reasons:
+            request.cache_rank_dense_reasons.add(reason)
             if self._series is not None:
                 self._series.dense_requests.labels(**self._series.values, reason=reason).inc()
 

@@ -119,7 +119,6 @@ class StepPlanner:
         )
         self._config = config
         self._numbers = numbers
-        self._threshold = args.sparse_threshold
         self._metrics = metrics
         self._req_to_token = pools.req_to_token
         self._operations = operations_for(pools.req_to_token.device)
@@ -182,15 +181,15 @@ class StepPlanner:
         self.table.advance(numbers.first("sources", count), numbers.first("targets", count))
 
     def _begin(self, request: Any, length: int, is_up: bool) -> SparseSequence | None:
-        """Begin an epoch, unless the request is too short or there is a reason against it."""
-        if is_up:
-            reason = self.lifecycle.reason_to_stay_dense(request, length)
-        else:
-            reason = "down" if length >= self._threshold else ""
+        """Begin an epoch, unless there is a reason against it."""
+        reason = self.lifecycle.reason_to_stay_dense(request, length, is_up)
         if reason is None:
             return self.lifecycle.begin(request)
-        if reason:
-            self._metrics.on_dense(request, reason)
+        statistics = request.cache_rank_statistics
+        if statistics.dense_reason != reason:
+            statistics.dense_reason = reason
+            if reason != "below_threshold":
+                self._metrics.on_dense(request, reason)
         return None
 
     def _enter_step(self, sequence: SparseSequence, position: int) -> None:

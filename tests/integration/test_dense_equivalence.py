@@ -59,8 +59,10 @@ def test_log_probabilities_equal_plain_sglang(
             ]
             assert max(difference) < 1e-5
             # The shortest prompt stays below the threshold to its end, all others turn sparse.
-            sparse_steps = response["meta_info"]["cache_rank"]["sparse_steps"]
-            assert (sparse_steps > 0) == (len(prompt) + NEW_TOKENS > THRESHOLD + 10)
+            statistics = response["meta_info"]["cache_rank"]
+            is_long = len(prompt) + NEW_TOKENS > THRESHOLD + 10
+            assert (statistics["sparse_steps"] > 0) == is_long
+            assert statistics["dense_reason"] == (None if is_long else "below_threshold")
 
 
 def test_a_long_prompt_is_prefilled_in_chunks_first(plain_server: Server, server: Server) -> None:
@@ -78,6 +80,7 @@ def test_a_request_may_stay_dense(server: Server) -> None:
     response = server.generate(PROMPTS[-1], NEW_TOKENS, **options)
     assert response["meta_info"]["cache_rank"] == {
         "sparse_steps": 0,
+        "dense_reason": "asked",
         "tokens_shipped": 0,
         "late_steps": 0,
         "stale_steps": 0,

@@ -49,6 +49,7 @@ def test_the_response_reports_its_sparse_steps(client: OpenAI) -> None:
     assert CHAIN.grade(completion.choices[0].message.content).exact
     statistics = completion.choices[0].meta_info["cache_rank"]
     assert CHAIN.max_tokens - 40 < statistics["sparse_steps"] < CHAIN.max_tokens
+    assert statistics["dense_reason"] is None
     assert statistics["tokens_shipped"] > 0
     assert statistics["stale_steps"] == 0
     assert statistics["recall_measurements"] > 0
@@ -62,6 +63,7 @@ def test_a_request_may_ask_to_stay_dense(client: OpenAI) -> None:
     assert CHAIN.grade(completion.choices[0].message.content).exact
     statistics = completion.choices[0].meta_info["cache_rank"]
     assert statistics["sparse_steps"] == statistics["recall_measurements"] == 0
+    assert statistics["dense_reason"] == "asked"
 
 
 def test_an_answer_does_not_depend_on_batch_mates(server: Server) -> None:

@@ -324,11 +324,11 @@ def test_the_internal_state_shows_the_cache_rank(rank: Mock) -> None:
 # What responses report, and what requests may ask.
 
 NAMES = [
-    *("sparse_steps", "tokens_shipped", "late_steps", "stale_steps", "retractions"),
-    *("recall_measurements", "recall", "attention_mass"),
+    *("sparse_steps", "dense_reason", "tokens_shipped", "late_steps", "stale_steps"),
+    *("retractions", "recall_measurements", "recall", "attention_mass"),
 ]
-NOTHING = (0, 0, 0, 0, 0, 0, None, None)
-EARLY, LATE = (1, 2, 3, 4, 5, 0, None, None), (6, 7, 8, 9, 10, 2, 0.5, 0.75)
+NOTHING = (0, "prefill", 0, 0, 0, 0, 0, None, None)
+EARLY, LATE = (1, "down", 2, 3, 4, 5, 0, None, None), (6, None, 7, 8, 9, 10, 2, 0.5, 0.75)
 
 
 @pytest.mark.parametrize(
@@ -348,9 +348,12 @@ def test_the_summary_is_the_last_that_is_known(per_token: list[Any], values: Any
 
 
 def test_the_summary_reads_statistics_in_the_order_they_are_written() -> None:
-    statistics = RequestStatistics(sparse_steps=1, late_steps=3, retractions=5)
+    statistics = RequestStatistics(
+        sparse_steps=1, dense_reason="recomputed", late_steps=3, retractions=5
+    )
     assert hooks._summary([statistics.as_tuple()]) == {
         "sparse_steps": 1,
+        "dense_reason": "recomputed",
         "tokens_shipped": 0,
         "late_steps": 3,
         "stale_steps": 0,

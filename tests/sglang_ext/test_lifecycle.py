@@ -64,8 +64,8 @@ def request_on(
 @pytest.mark.parametrize("length", [1, THRESHOLD - 1, THRESHOLD, THRESHOLD + 1])
 def test_an_epoch_may_begin_from_the_threshold_on(length: int) -> None:
     lifecycle, _ = lifecycle_with()
-    reason = lifecycle.reason_to_stay_dense(request_on(1), length)
-    assert reason == ("" if length < THRESHOLD else None)
+    reason = lifecycle.reason_to_stay_dense(request_on(1), length, is_up=True)
+    assert reason == ("below_threshold" if length < THRESHOLD else None)
 
 
 @pytest.mark.parametrize(
@@ -83,14 +83,17 @@ def test_a_request_stays_dense_when_it_asks_to(
     custom: dict[str, Any] | None, reason: str | None
 ) -> None:
     lifecycle, _ = lifecycle_with()
-    assert lifecycle.reason_to_stay_dense(request_on(1, custom=custom), THRESHOLD) == reason
+    assert (
+        lifecycle.reason_to_stay_dense(request_on(1, custom=custom), THRESHOLD, is_up=True)
+        == reason
+    )
 
 
 def test_a_request_that_lost_a_cache_rank_stays_dense() -> None:
     lifecycle, _ = lifecycle_with()
     request = request_on(1)
     request.cache_rank_failed = True
-    assert lifecycle.reason_to_stay_dense(request, THRESHOLD) == "recomputed"
+    assert lifecycle.reason_to_stay_dense(request, THRESHOLD, is_up=True) == "recomputed"
 
 
 @pytest.mark.parametrize(
@@ -103,16 +106,19 @@ def test_a_request_that_may_have_ended_cache_ranks_stays_dense(
     lifecycle, _ = lifecycle_with()
     request = request_on(1)
     request.cache_rank_losses = losses
-    assert lifecycle.reason_to_stay_dense(request, THRESHOLD) == reason
+    assert lifecycle.reason_to_stay_dense(request, THRESHOLD, is_up=True) == reason
 
 
 def test_only_as_many_requests_are_sparse_as_the_reserve_has_blocks() -> None:
     lifecycle, _ = lifecycle_with(blocks=2)
     for slot in (1, 2):
         lifecycle.begin(request_on(slot))
-    assert lifecycle.reason_to_stay_dense(request_on(3), THRESHOLD) == "max_sparse_requests"
+    assert (
+        lifecycle.reason_to_stay_dense(request_on(3), THRESHOLD, is_up=True)
+        == "max_sparse_requests"
+    )
     lifecycle.end(1)
-    assert lifecycle.reason_to_stay_dense(request_on(3), THRESHOLD) is None
+    assert lifecycle.reason_to_stay_dense(request_on(3), THRESHOLD, is_up=True) is None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,22 +141,52 @@ class Room:
 def test_an_epoch_needs_room_for_the_whole_request_and_one_step_more(room: Room) -> None:
     request = request_on(1, room.prompt, room.new_tokens)
     lifecycle, _ = lifecycle_with(capacity=room.needed - 1)
-    assert lifecycle.reason_to_stay_dense(request, THRESHOLD) == "cache_rank_memory"
+    assert lifecycle.reason_to_stay_dense(request, THRESHOLD, is_up=True) == "cache_rank_memory"
     lifecycle.capacity_tokens = room.needed
-    assert lifecycle.reason_to_stay_dense(request, THRESHOLD) is None
+    assert lifecycle.reason_to_stay_dense(request, THRESHOLD, is_up=True) is None
 
 
 def test_live_epochs_count_against_the_memory_until_they_end() -> None:
     lifecycle, _ = lifecycle_with(capacity=2 * 31 - 1)
     lifecycle.begin(request_on(1))
-    assert lifecycle.reason_to_stay_dense(request_on(2), THRESHOLD) == "cache_rank_memory"
+    assert (
+        lifecycle.reason_to_stay_dense(request_on(2), THRESHOLD, is_up=True) == "cache_rank_memory"
+    )
     lifecycle.end(1)
-    assert lifecycle.reason_to_stay_dense(request_on(2), THRESHOLD) is None
+    assert lifecycle.reason_to_stay_dense(request_on(2), THRESHOLD, is_up=True) is None
 
 
 def test_without_a_cache_rank_there_is_no_memory() -> None:
     lifecycle, _ = lifecycle_with(capacity=0)
-    assert lifecycle.reason_to_stay_dense(request_on(1), THRESHOLD) == "cache_rank_memory"
+    assert (
+        lifecycle.reason_to_stay_dense(request_on(1), THRESHOLD, is_up=True) == "cache_rank_memory"
+    )
+
+
+def test_without_a_cache_rank_no_epoch_may_begin() -> None:
+    lifecycle, _ = lifecycle_with()
+    request = request_on(1)
+    reason = lifecycle.reason_to_stay_dense(request, THRESHOLD, is_up=False)
+    assert reason == "down"
+    assert lifecycle.reason_to_stay_dense(request, THRESHOLD, is_up=True) is None
+
+
+@pytest.mark.parametrize("is_up", [True, False])
+def test_a_request_says_the_same_of_itself_whatever_the_cache_rank_does(is_up: bool) -> None:
+    """With no memory and no block left either."""
+    lifecycle, _ = lifecycle_with(blocks=0, capacity=0)
+
+    def reason(request: Any, length: int = THRESHOLD) -> str | None:
+        return lifecycle.reason_to_stay_dense(request, length, is_up)
+
+    request = request_on(1)
+    assert reason(request, THRESHOLD - 1) == "below_threshold"
+    assert reason(request) == ("max_sparse_requests" if is_up else "down")
+    request.cache_rank_losses = MOST_LOSSES
+    assert reason(request) == "cache_rank_losses"
+    request.cache_rank_failed = True
+    assert reason(request) == "recomputed"
+    assert reason(request_on(1, custom={"cache_rank": False})) == "asked"
 
 
 # Phases.
@@ -264,8 +300,12 @@ def test_every_epoch_turns_sparse_once_and_stays_so(
 def test_a_prompt_that_is_shipped_in_one_step_warms_in_the_next() -> None:
     lifecycle, _ = lifecycle_with()
     sequence = lifecycle.begin(request_on(1))
-    phases = [take_step(lifecycle, sequence, position, 64) for position in range(30, 36)]
+    phases, reasons = [], []
+    for position in range(30, 36):
+        phases.append(take_step(lifecycle, sequence, position, 64))
+        reasons.append(sequence.statistics.dense_reason)
     assert phases == [Phase.SHIPPING] + 4 * [Phase.WARMING] + [Phase.SPARSE]
+    assert reasons == ["shipping"] + 4 * ["warming"] + [None]
 
 
 # Ends.
@@ -320,7 +360,7 @@ def test_epochs_only_grow_and_their_ends_give_everything_back(
             reason = "max_sparse_requests"
         elif held + needed > capacity:
             reason = "cache_rank_memory"
-        assert lifecycle.reason_to_stay_dense(request, THRESHOLD) == reason
+        assert lifecycle.reason_to_stay_dense(request, THRESHOLD, is_up=True) == reason
         if reason is None:
             sequence = lifecycle.begin(request)
             assert sequence.reserved_tokens == needed
@@ -333,7 +373,7 @@ def test_epochs_only_grow_and_their_ends_give_everything_back(
         lifecycle.end(slot)
     assert reserve.free_blocks == blocks
     lifecycle.capacity_tokens = 31
-    assert lifecycle.reason_to_stay_dense(request_on(1), THRESHOLD) is None
+    assert lifecycle.reason_to_stay_dense(request_on(1), THRESHOLD, is_up=True) is None
 
 
 # What a request carries.
@@ -344,16 +384,17 @@ def test_preparing_a_request_again_keeps_what_it_carries() -> None:
     request.cache_rank_statistics.retractions = 2
     request.cache_rank_failed = True
     request.cache_rank_losses = 1
-    request.cache_rank_dense_reason = "asked"
+    request.cache_rank_dense_reasons.add("asked")
     prepare_requests([request])
     assert request.cache_rank_statistics.retractions == 2
     assert (request.cache_rank_failed, request.cache_rank_losses) == (True, 1)
-    assert request.cache_rank_dense_reason == "asked"
+    assert request.cache_rank_dense_reasons == {"asked"}
 
 
 def test_statistics_travel_in_the_order_of_their_fields() -> None:
     names = [field.name for field in dataclasses.fields(RequestStatistics)]
-    statistics = RequestStatistics(**{name: index for index, name in enumerate(names)})
+    values: dict[str, Any] = {name: index for index, name in enumerate(names)}
+    statistics = RequestStatistics(**values)
     assert statistics.as_tuple() == tuple(range(len(names)))
 
 
@@ -375,4 +416,4 @@ def test_measurements_reach_the_request_of_their_epoch_while_it_lives() -> None:
     assert first.statistics.recall_measurements == 3
     assert first.statistics.recall == pytest.approx(0.5)
     assert first.statistics.attention_mass == pytest.approx(0.5)
-    assert second.statistics == RequestStatistics()
+    assert second.statistics == RequestStatistics(dense_reason="shipping")

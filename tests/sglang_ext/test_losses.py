@@ -159,7 +159,7 @@ def test_a_request_that_ends_cache_ranks_is_shipped_to_no_third(decoding: Decodi
     for _ in range(5):
         decoding.step(request)
         assert decoding.phase_of(request) is None
-    assert request.cache_rank_dense_reason == "cache_rank_losses"
+    assert request.cache_rank_statistics.dense_reason == "cache_rank_losses"
 
     # Who comes next is served by the cache rank that is left.
     rank.on_request_freed(request)

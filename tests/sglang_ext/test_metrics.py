@@ -105,6 +105,19 @@ def test_counts_of_a_lost_cache_rank_and_of_the_next_one_add_up(
     assert exported("up_bytes_total") == (EXPORT_STEPS + 5) * UP_BYTES
 
 
+def test_a_request_that_stays_dense_is_counted_once_a_reason(exchanging: Exchanging) -> None:
+    def counted(reason: str) -> float | None:
+        labels = {"model_name": "model", "tp_rank": "0", "residency": "bf16", "reason": reason}
+        return REGISTRY.get_sample_value("sglang_cache_rank_dense_requests_total", labels)
+
+    first, second = (SimpleNamespace(cache_rank_dense_reasons=set()) for _ in range(2))
+    for _ in range(2):
+        exchanging.metrics.on_dense(first, "max_sparse_requests")
+        exchanging.metrics.on_dense(first, "down")
+    exchanging.metrics.on_dense(second, "down")
+    assert (counted("max_sparse_requests"), counted("down"), counted("asked")) == (1, 2, None)
+
+
 def test_the_gauge_follows_the_sparse_requests(exchanging: Exchanging) -> None:
     assert exported("sparse_requests") == 0
     for requests in (1, 3, 2):

@@ -125,10 +125,45 @@ def test_without_a_cache_rank_no_epoch_begins_and_long_requests_are_counted() ->
     planner, metrics = planner_of(), Mock()
     planner._metrics = metrics
     long, short = request_on(1), request_on(2)
-    plan = planner.plan([long, short], [12, 11], False)
-    assert planner.lifecycle.live == {}
-    assert plan.attended_lengths == [12, 11]
+    for _ in range(2):
+        plan = planner.plan([long, short], [12, 11], False)
+        assert planner.lifecycle.live == {}
+        assert plan.attended_lengths == [12, 11]
     metrics.on_dense.assert_called_once_with(long, "down")
+    assert long.cache_rank_statistics.dense_reason == "down"
+    assert short.cache_rank_statistics.dense_reason == "below_threshold"
+
+
+def test_a_request_says_why_its_last_step_was_dense() -> None:
+    """Here another has the memory of the cache rank, and then gives it back."""
+    planner, other, request = planner_of(), request_on(1), request_on(2)
+    planner.lifecycle.capacity_tokens = 40  # of the 33 that each of them needs
+    reasons = []
+    for step in range(10):
+        length = 9 + step
+        requests, lengths = [request], [length]
+        if step < 5:
+            requests, lengths = [other, request], [20 + step, length]
+        elif step == 5:
+            planner.lifecycle.end(1)
+        plan = planner.plan(requests, lengths, is_up=step != 4)
+        reasons.append(request.cache_rank_statistics.dense_reason)
+        for sequence, length in plan.shipping:
+            sequence.shipped = length
+        for sequence, filled in plan.unsettled:
+            sequence.exchanged, sequence.filled = sequence.exchanged + 1, filled
+    assert reasons == [
+        *["below_threshold"] * 3,
+        *["cache_rank_memory", "down", "shipping"],
+        *["warming"] * 3,
+        None,
+    ]
+    # Who comes back in another slot keeps it until its next step.
+    planner.lifecycle.end(2)
+    request.req_pool_idx = 3
+    assert request.cache_rank_statistics.dense_reason is None
+    planner.plan([request], [19], False)
+    assert request.cache_rank_statistics.dense_reason == "down"
 
 
 def test_an_orphan_keeps_its_working_set_and_is_not_exchanged() -> None:
