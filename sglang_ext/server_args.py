@@ -177,9 +177,12 @@ class CacheRankServerArgs(ServerArgs):
     def __post_init__(self) -> None:
         refuse_unknown_sglang()
         if self.cache_rank_gpus == 0 and not self.is_baseline:
+            self._say_ignored("without a cache rank", ())
             super().__post_init__()
             return
         refuse_arguments(self)
+        if self.is_baseline:
+            self._say_ignored(f"with --decode-mode {self.decode_mode}", _BASELINE_FIELDS)
         self._set_required()
         super().__post_init__()
         refuse_model(self)
@@ -259,6 +262,18 @@ class CacheRankServerArgs(ServerArgs):
                 self._set("attention_backend", chosen, "kernels of this GPU")
         self._set("decode_attention_backend", BACKEND, "sparse decode over the working set")
 
+    def _say_ignored(self, when: str, heeded: Sequence[str]) -> None:
+        """Log which of our flags are not at their defaults and have no effect."""
+        ignored = [
+            f"--{field.name.replace('_', '-')}"
+            for field in dataclasses.fields(self)
+            if field.name in CACHE_RANK_FIELDS
+            and field.name not in ("cache_rank_gpus", "decode_mode", *heeded)
+            and getattr(self, field.name) != field.default
+        ]
+        if ignored:
+            logger.warning("%s these have no effect: %s", when, ", ".join(ignored))
+
     def _set(self, field: str, value: Any, reason: str) -> None:
         if getattr(self, field) != value:
             setattr(self, field, value)
@@ -280,6 +295,8 @@ _SHARED_FIELDS = (
     "wire_dtype",
     "recall_interval",
 )
+
+_BASELINE_FIELDS = ("sparse_budget", "sink_tokens", "recent_tokens", "dense_layers")
 
 CACHE_RANK_FIELDS = [
     field.name

@@ -669,6 +669,50 @@ def test_without_a_cache_rank_it_is_plain_sglang() -> None:
     assert args.dtype == "auto"
 
 
+BASELINE = "--cache-rank-gpus 0 --decode-mode tova"
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        ("--cache-rank-gpus 0", None),
+        ("--cache-rank-gpus 0 --kv-residency bf16 --dtype float32 --page-size 16", None),
+        (
+            "--cache-rank-gpus 0 --wire-dtype fp8 --kv-residency lynx",
+            "without a cache rank these have no effect: --kv-residency, --wire-dtype",
+        ),
+        (
+            "--cache-rank-gpus 0 --dense-layers 1 --sparse-budget 0 --cache-rank-base-gpu-id 0",
+            "without a cache rank these have no effect: --sparse-budget, --dense-layers, "
+            "--cache-rank-base-gpu-id",
+        ),
+        (f"{BASELINE} --sparse-budget 8 --sink-tokens 1 --recent-tokens 2 --dense-layers 0", None),
+        (
+            f"{BASELINE} --sparse-budget 8 --sparse-threshold 80 --trace t.json",
+            "with --decode-mode tova these have no effect: --sparse-threshold, --trace",
+        ),
+        ("--wire-dtype fp8 --kv-residency lynx", None),
+    ],
+)
+def test_one_line_names_the_flags_that_are_ignored(
+    flags: str, line: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parse_server_args(["--device", "cpu", *flags.split()])
+    logged = capsys.readouterr().err.splitlines()
+    said = [each.split("] ", 1)[1] for each in logged if "no effect" in each]
+    assert said == ([] if line is None else [line])
+
+
+def test_every_flag_of_ours_is_named_without_a_cache_rank(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    own = [name for name in CACHE_RANK_FIELDS if name not in ("cache_rank_gpus", "decode_mode")]
+    given: dict[str, Any] = dict.fromkeys(own, "another")
+    CacheRankServerArgs(model_path=str(BUNDLED_MODEL), device="cpu", cache_rank_gpus=0, **given)
+    flags = ", ".join(f"--{name.replace('_', '-')}" for name in own)
+    assert caplog.messages.count(f"without a cache rank these have no effect: {flags}") == 1
+
+
 def test_without_a_cache_rank_no_model_is_refused(tmp_path: Path) -> None:
     model = Model("windowed", "MistralConfig", "MistralForCausalLM", (("sliding_window", 8),))
     flags = f"--cache-rank-gpus 0 --device cpu --model-path {model.write(tmp_path)}"
