@@ -1,18 +1,20 @@
 """Measure the host time that a decode step spends in our hooks, and how fast a cache rank starts.
 
-    python -m scripts.measure_host_time [--steps 400]
+    python -m scripts.measure_host_time [--steps 400] [--device cuda]
 
 Runs the inference rank's real code against a real cache-rank process, on made-up tensors in the
 place of a model. `hooks` is what every step pays beside SGLang's own work: planning, the table and
-the accounting. `announce` is the control message. `exchange` is staging, sending, waiting and
-scattering, which on GPUs belongs to streams; with nothing to overlap it, the wait here is the cache
-rank's whole time. The last line is one JSON object.
+the accounting. `announce` is the control message. `exchange` is, on CPUs, staging, sending, waiting
+and scattering; with nothing to overlap it, the wait is the cache rank's whole time. On two GPUs, in
+the shape of Qwen3-8B, it is queueing all of that on streams: what is staged is staged by SGLang's
+graph there, and nothing waits. The last line is one JSON object.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import statistics
 import time
@@ -24,28 +26,35 @@ from rich.console import Console
 from rich.table import Table
 
 from cache_rank.config import ModelShape
+from cache_rank.nccl import prepare_environment
 from sglang_ext.inference_rank import InferenceRank
 from sglang_ext.model_runner import Pools, reserve_rows
 from sglang_ext.server_args import CacheRankServerArgs, parse_server_args
 from sglang_ext.supervisor import Place, Supervisor
 
 LENGTH = 600
-# Few and small layers: a host that waits long for a slow cache rank measures its own cold caches.
-LAYERS, QUERY_HEADS, KV_HEADS, HEAD_DIM = 2, 4, 2, 64
+MODELS = {
+    # Few and small layers: a host that waits long for a slow cache rank measures its cold caches.
+    "cpu": ModelShape(1, 4, 2, 64, "float32", 64**-0.5),
+    "cuda": ModelShape(35, 32, 8, 128, "bfloat16", 128**-0.5),
+}
+"""Layers that are exchanged; one before them is dense."""
+
 SLOTS, CONTEXT = 64, 4096
 
 
 def make_rank(args: CacheRankServerArgs, supervisor: Supervisor) -> InferenceRank:
     """An inference rank over pools of random numbers."""
+    model, device = MODELS[args.device], torch.device(args.device)
     rows = SLOTS * CONTEXT // 4 + reserve_rows(args)
-    pools = Pools(
-        req_to_token=torch.arange(SLOTS * CONTEXT, dtype=torch.int32).view(SLOTS, CONTEXT)
-        % (SLOTS * CONTEXT // 4),
-        keys=[torch.randn(rows, KV_HEADS, HEAD_DIM) for _ in range(LAYERS)],
-        values=[torch.randn(rows, KV_HEADS, HEAD_DIM) for _ in range(LAYERS)],
-        allocator=SimpleNamespace(available_size=lambda: rows),
-    )
-    model = ModelShape(LAYERS - 1, QUERY_HEADS, KV_HEADS, HEAD_DIM, "float32", HEAD_DIM**-0.5)
+    table = torch.arange(SLOTS * CONTEXT, dtype=torch.int32, device=device).view(SLOTS, CONTEXT)
+
+    def pool() -> list[torch.Tensor]:
+        shape, kind = (rows, model.kv_heads, model.head_dim), model.torch_dtype
+        return [torch.randn(shape, dtype=kind, device=device) for _ in range(model.layers + 1)]
+
+    allocator = SimpleNamespace(available_size=lambda: rows)
+    pools = Pools(table % (SLOTS * CONTEXT // 4), pool(), pool(), allocator)
     return InferenceRank(args, model, pools, tp_rank=0, supervisor=supervisor)
 
 
@@ -62,8 +71,12 @@ def make_request(slot: int) -> Any:
 def measure(rank: InferenceRank, batch: int, steps: int) -> dict[str, list[float]]:
     """Run decode steps; seconds of each part, of each step whose requests are all sparse."""
     requests = [make_request(slot) for slot in range(1, batch + 1)]
-    queries = torch.randn(batch, QUERY_HEADS, HEAD_DIM)
-    keys = torch.randn(batch, KV_HEADS, HEAD_DIM)
+    model, on_gpu = rank.config.model, rank.device.type == "cuda"
+    heads = model.query_heads + model.kv_heads
+    made = torch.randn(batch, heads, model.head_dim, dtype=model.torch_dtype, device=rank.device)
+    queries, keys = (
+        part.contiguous() for part in made.split([model.query_heads, model.kv_heads], 1)
+    )
     seconds: dict[str, list[float]] = {"hooks": [], "announce": [], "exchange": []}
     for step in range(steps):
         lengths = [LENGTH + step] * batch
@@ -72,6 +85,7 @@ def measure(rank: InferenceRank, batch: int, steps: int) -> dict[str, list[float
         planned = time.perf_counter()
         rank.announce_step(plan)
         announced = time.perf_counter()
+        rank.gate.begin_forward()
         for group, layers in enumerate(rank.config.groups):
             rank.gate.begin_group(group)
             for layer in range(len(layers)):
@@ -79,12 +93,17 @@ def measure(rank: InferenceRank, batch: int, steps: int) -> dict[str, list[float
             rank.gate.end_group(group)
         exchanged = time.perf_counter()
         rank.end_step(plan)
+        queued = time.perf_counter()
         rank.statistics_of(requests)
         ended = time.perf_counter()
+        if on_gpu:
+            torch.cuda.synchronize()
         if len(plan.sparse) == batch:
-            seconds["hooks"].append((planned - started) + (ended - exchanged))
+            staged, finished = exchanged - announced, queued - exchanged
             seconds["announce"].append(announced - planned)
-            seconds["exchange"].append(exchanged - announced)
+            seconds["exchange"].append(finished if on_gpu else staged)
+            rest = (planned - started) + (ended - queued)
+            seconds["hooks"].append(rest if on_gpu else rest + finished)
     for request in requests:
         rank.on_request_freed(request)
     return seconds
@@ -99,16 +118,20 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else "")
     parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--device", choices=list(MODELS), default="cpu")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
     options = parser.parse_args()
     torch.set_num_threads(1)
     torch.set_grad_enabled(False)
 
     args = parse_server_args(
-        "--device cpu --sparse-threshold 512 --sparse-budget 64 --delta-capacity 16 "
+        f"--device {options.device} --sparse-threshold 512 --sparse-budget 64 --delta-capacity 16 "
         "--recall-interval 0 --log-level warning".split()
     )
     place = Place(args.cache_rank_address)
+    if options.device == "cuda":
+        prepare_environment(os.environ, args.cache_rank_address)
+        place = place._replace(inference_device="cuda:0", cache_device="cuda:1")
     supervisor = Supervisor("cache-rank-0", place, timeout=60.0)
     rank = make_rank(args, supervisor)
     console, table = Console(), Table(title="Host time per decode step, all requests sparse")
