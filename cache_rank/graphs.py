@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+import contextlib
+import gc
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -24,13 +26,27 @@ def capture(action: Callable[[], Any]) -> torch.cuda.CUDAGraph:
     of the process, may use the device meanwhile.
     """
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.stream(torch.cuda.Stream()):  # the default stream cannot be captured
+    with (
+        torch.cuda.stream(torch.cuda.Stream()),  # the default stream cannot be captured
+        _no_garbage_collection(),  # which may free memory or graphs, and end the capture
+    ):
         graph.capture_begin(capture_error_mode="thread_local")
         try:
             action()
         finally:
             graph.capture_end()
     return graph
+
+
+@contextlib.contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 class Captures:

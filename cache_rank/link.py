@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import secrets
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any, Literal
 
@@ -24,6 +26,8 @@ from cache_rank.transport import CACHE, INFERENCE, Channel
 
 TransferBackend = Literal["gloo", "peer", "nccl"]
 """What carries the steps: gloo between CPUs, copies into the peer's memory or NCCL between GPUs."""
+
+logger = logging.getLogger(__name__)
 
 ABORT_SECONDS = 10.0
 
@@ -64,29 +68,37 @@ class Link:
         """
         self._on_gpu = device.type == "cuda"
         channels: dict[str, Any] = {}
-        for name, meeting in rendezvous.items():
-            if self._on_gpu:
-                channels[name] = NcclChannel(name, meeting, rank, device, timeout)
+        with contextlib.ExitStack() as on_failure:
+
+            def formed(name: str, channel: Channel) -> None:
+                channels[name] = channel
+                on_failure.callback(channel.abort)
+
+            for name, meeting in rendezvous.items():
+                if self._on_gpu:
+                    formed(name, NcclChannel(name, meeting, rank, device, timeout))
+                else:
+                    path = meeting.decode()
+                    formed(name, GlooChannel(path, name, rank, address, secret, timeout))
+            up, down = (_sizes(message, config) for message in (UpMessage, DownMessage))
+            nothing: list[int] = []
+            if "up" in channels:
+                received = down if rank == INFERENCE else up
+                self.buffers = [
+                    torch.zeros(size, dtype=torch.uint8, device=device) for size in received
+                ]
             else:
-                path = meeting.decode()
-                channels[name] = GlooChannel(path, name, rank, address, secret, timeout)
-        up, down = (_sizes(message, config) for message in (UpMessage, DownMessage))
-        nothing: list[int] = []
-        if "up" in channels:
-            received = down if rank == INFERENCE else up
-            self.buffers = [
-                torch.zeros(size, dtype=torch.uint8, device=device) for size in received
-            ]
-        else:
-            exchange = functools.partial(channels["bulk"].exchange, timeout=timeout)
-            for name, sizes, sender in (("up", up, INFERENCE), ("down", down, CACHE)):
-                ways = (sizes, nothing) if rank == sender else (nothing, sizes)
-                channels[name] = PeerChannel(name, device, *ways, exchange)
-            self.buffers = channels["down" if rank == INFERENCE else "up"].buffers
+                exchange = functools.partial(channels["bulk"].exchange, timeout=timeout)
+                for name, sizes, sender in (("up", up, INFERENCE), ("down", down, CACHE)):
+                    ways = (sizes, nothing) if rank == sender else (nothing, sizes)
+                    formed(name, PeerChannel(name, device, *ways, exchange))
+                self.buffers = channels["down" if rank == INFERENCE else "up"].buffers
+            on_failure.pop_all()
         self.up: Channel = channels["up"]
         self.down: Channel = channels["down"]
         self.bulk: Channel = channels["bulk"]
         self._bulk_stream = channels["bulk"].stream if self._on_gpu else None
+        self._peer_channels = [c for c in channels.values() if isinstance(c, PeerChannel)]
 
     @contextlib.contextmanager
     def in_background(self) -> Iterator[None]:
@@ -99,15 +111,28 @@ class Link:
 
     def abort(self) -> None:
         """End transfers whose peer is gone, with arbitrary contents. Safe from any thread."""
-        # At once: a channel frees memory when it has ended, which waits for the others' transfers.
-        threads = [
-            threading.Thread(target=channel.abort, daemon=True)
-            for channel in (self.up, self.down, self.bulk)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(ABORT_SECONDS)
+        # NCCL frees memory when a channel has ended, which waits for the transfers of all others.
+        steps, bulk = [self.up, self.down], [self.bulk]
+        for channels in [steps, bulk] if self._peer_channels else [steps + bulk]:
+            threads = [threading.Thread(target=each.abort, daemon=True) for each in channels]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join(ABORT_SECONDS)
+
+    def finish(self) -> None:
+        """Abort until nothing is under way, now that the peer's process has ended.
+
+        What it had queued may still have come after the first `abort`, and have made it undone.
+        """
+        deadline = time.monotonic() + ABORT_SECONDS
+        self.abort()
+        while not all(each.is_idle for each in self._peer_channels):
+            if time.monotonic() > deadline:
+                logger.warning("transfers of a lost peer are still under way")
+                return
+            time.sleep(0.05)
+            self.abort()
 
     def close(self) -> None:
         """Drop the channels, whose peer has ended."""

@@ -29,6 +29,9 @@ from cache_rank.transport import Pending, StreamPending, TransportError, queue_b
 _LENT, _ARRIVED, _BUFFERS = 0, 128, 256
 """Where things are in the memory of a channel's end, in bytes; buffers are so aligned, too."""
 
+_SHARED_AT_ONCE = 2 << 20
+"""What a peer can map is whole blocks of this size: nothing else should be in them."""
+
 _HANDLE_BYTES = 64
 _AT_LEAST = driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ.value
 _AFTER_WRITES = driver.CUstreamWriteValue_flags.CU_STREAM_WRITE_VALUE_DEFAULT.value
@@ -54,8 +57,13 @@ class _OwnMemory:
     """The counters and buffers of this end, which the peer maps; freed with its last buffer."""
 
     def __init__(self, sizes: Sequence[int], context: Any) -> None:
-        *offsets, size = _offsets(sizes)
-        pointer = _call(driver.cuMemAlloc, size)
+        *offsets, end = _offsets(sizes)
+        size = -(-end // _SHARED_AT_ONCE) * _SHARED_AT_ONCE
+        try:
+            pointer = _call(driver.cuMemAlloc, size)
+        except TransportError:
+            torch.cuda.empty_cache()  # what torch keeps of an earlier connection, for one
+            pointer = _call(driver.cuMemAlloc, size)
         weakref.finalize(self, _free, context, pointer).atexit = False
         _call(driver.cuMemsetD8, pointer, 0, size)
         _call(driver.cuCtxSynchronize)
@@ -147,7 +155,8 @@ class PeerChannel:
         self.stream = torch.cuda.Stream(device, priority=-1)
         self.stream.synchronize()  # so that the thread has a context
         self._context = _call(driver.cuCtxGetCurrent)
-        self._releasing = torch.cuda.Stream(device)
+        # Of the same priority, so that no stream on which graphs are captured is among them.
+        self._releasing = torch.cuda.Stream(device, priority=-1)
         self._own = own = _OwnMemory(receives, self._context)
         self.buffers = own.buffers(device)
         self._peer = _PeerMemory(exchange(own.handle), sends, self._context)
@@ -192,14 +201,18 @@ class PeerChannel:
     def _set(self, stream: torch.cuda.Stream, address: int, count: int) -> None:
         _call(driver.cuStreamWriteValue64, stream.cuda_stream, address, count, _AFTER_WRITES)
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether no transfer is under way."""
+        return self.stream.query()
+
     def abort(self) -> None:
         """End every transfer under way. Safe from any thread, and more than once.
 
         A peer that still runs may count on and so leave a transfer waiting: once it is gone, this
-        must be called again.
+        must be called until the channel is idle.
         """
-        with self._lock:
-            self._open = False
+        self._open = False
         _call(driver.cuCtxSetCurrent, self._context)
         for counter in (_LENT, _ARRIVED):
             self._set(self._releasing, self._own.address + counter, _RELEASED)

@@ -247,6 +247,8 @@ class DeviceExchange(Exchange):
 
     def close(self) -> None:
         self._gate.close()
+        # Else the connection keeps this exchange, its graphs and its buffers.
+        self.connection.before_abort = self.connection.check = lambda: None
         super().close()
 
     def spans(self) -> list[Span]:

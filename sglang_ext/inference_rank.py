@@ -244,7 +244,10 @@ class InferenceRank:
         if self._exchange is not None and connection is not self._exchange.connection:
             self._cache_rank_down("its process ended")
         if self._exchange is None and connection is not None:
-            self._connect()
+            try:
+                self._connect()
+            except RuntimeError as error:  # decode goes on without it, and another is started
+                self._supervisor.fail(connection, str(error))
 
     def _connect(self) -> None:
         connection = self._supervisor.connection

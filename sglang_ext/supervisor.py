@@ -187,8 +187,7 @@ class Connection:
         self.kill()
         self._process.wait()
         if self._was_linked:
-            # What the process queued before it was killed may have kept a transfer waiting.
-            self.link.abort()
+            self.link.finish()
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
                 pipe.close()

@@ -14,10 +14,12 @@ import torch
 from test_metrics import exported, own_series
 
 from cache_rank.config import CacheRankConfig, ModelShape
+from sglang_ext import inference_rank
+from sglang_ext.host_exchange import HostExchange
 from sglang_ext.inference_rank import InferenceRank
 from sglang_ext.lifecycle import MOST_LOSSES, Phase, prepare_requests
 from sglang_ext.model_runner import Pools, reserve_rows
-from sglang_ext.supervisor import Place, Supervisor
+from sglang_ext.supervisor import Connection, Place, Supervisor
 
 MODEL = ModelShape(2, query_heads=2, kv_heads=1, head_dim=64, dtype="float32", scale=1 / 8)
 SLOTS, CONTEXT, PROMPT = 3, 400, 150
@@ -167,3 +169,27 @@ def test_a_request_that_ends_cache_ranks_is_shipped_to_no_third(decoding: Decodi
     decoding.step_until(healthy, lambda: decoding.phase_of(healthy) is Phase.SPARSE)
     assert decoding.supervisor.connection is connection
     rank.on_request_freed(healthy)
+
+
+def test_a_connection_that_cannot_be_used_is_given_up_for_another(
+    decoding: Decoding, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank, request = decoding.rank, decoding.arrive(slot=1)
+    decoding.step_until(request, lambda: decoding.phase_of(request) is Phase.SPARSE)
+    lost, made, refused = decoding.supervisor.connection, inference_rank.HostExchange, []
+
+    def exchange(connection: Connection, *rest: Any) -> HostExchange:
+        if not refused:
+            refused.append(connection)
+            raise RuntimeError("no memory for its buffers")
+        return made(connection, *rest)
+
+    monkeypatch.setattr(inference_rank, "HostExchange", exchange)
+    assert lost is not None
+    os.kill(lost.pid, signal.SIGKILL)
+    decoding.wait_until(lambda: decoding.supervisor.connection is not lost)
+    decoding.step_until(request, lambda: bool(refused))
+    assert decoding.phase_of(request) is None
+    decoding.step_until(request, lambda: decoding.phase_of(request) is Phase.SPARSE)
+    assert decoding.supervisor.connection not in (lost, refused[0])
+    rank.on_request_freed(request)
