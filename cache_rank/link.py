@@ -21,7 +21,7 @@ from cache_rank.config import CacheRankConfig
 from cache_rank.gloo import GlooChannel
 from cache_rank.nccl import NcclChannel, unique_id
 from cache_rank.peer import PeerChannel
-from cache_rank.protocol import DownMessage, UpMessage
+from cache_rank.protocol import DownMessage, UpMessage, group_sizes
 from cache_rank.transport import CACHE, INFERENCE, Channel
 
 TransferBackend = Literal["gloo", "peer", "nccl"]
@@ -80,7 +80,10 @@ class Link:
                 else:
                     path = meeting.decode()
                     formed(name, GlooChannel(path, name, rank, address, secret, timeout))
-            up, down = (_sizes(message, config) for message in (UpMessage, DownMessage))
+            up, down = (
+                group_sizes(message, config, config.max_rows)
+                for message in (UpMessage, DownMessage)
+            )
             nothing: list[int] = []
             if "up" in channels:
                 received = down if rank == INFERENCE else up
@@ -138,11 +141,6 @@ class Link:
         """Drop the channels, whose peer has ended."""
         for channel in (self.up, self.down, self.bulk):
             channel.close()
-
-
-def _sizes(message: type[UpMessage] | type[DownMessage], config: CacheRankConfig) -> list[int]:
-    """Bytes of the largest message of each layer group."""
-    return [message.size(config, len(layers), config.max_rows) for layers in config.groups]
 
 
 def make_rendezvous(backend: TransferBackend, folder: str) -> dict[str, bytes]:

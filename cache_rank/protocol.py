@@ -214,6 +214,13 @@ class DownMessage:
         return header, _Part(torch.int32, entries), tokens, tokens
 
 
+def group_sizes(
+    message: type[UpMessage] | type[DownMessage], config: CacheRankConfig, rows: int
+) -> list[int]:
+    """Bytes of each layer group's message in a step of so many rows."""
+    return [message.size(config, len(layers), rows) for layers in config.groups]
+
+
 class _Part(NamedTuple):
     """One tensor of a message; the next begins at a multiple of 16 bytes, for wide loads."""
 

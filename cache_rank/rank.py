@@ -24,6 +24,7 @@ from cache_rank.protocol import (
     Step,
     UpMessage,
     bulk_shape,
+    group_sizes,
 )
 from cache_rank.recall import measured_step
 from cache_rank.recording import Recorder
@@ -68,7 +69,10 @@ class CacheRank:
         self._last_step = 0
         # One buffer a group: on a GPU several groups are under way at once.
         self._up = link.buffers
-        self._down = [self._buffer(layers) for layers in config.groups]
+        self._down = [
+            torch.zeros(size, dtype=torch.uint8, device=device)
+            for size in group_sizes(DownMessage, config, config.max_rows)
+        ]
         self._taken: list[torch.cuda.Event | None] = [None] * len(config.groups)
         self._sent: list[Pending | None] = [None] * len(config.groups)
         self._loaded: dict[int, torch.cuda.Event] = {}
@@ -109,10 +113,6 @@ class CacheRank:
             scores = selector.score(step, group, self._timeline)
             down = self._down_message(group, 1)
             selector.answer(step, group, scores, down, self._timeline)
-
-    def _buffer(self, layers: range) -> Tensor:
-        size = DownMessage.size(self.config, len(layers), self.config.max_rows)
-        return torch.zeros(size, dtype=torch.uint8, device=self._device)
 
     def load(self, message: Load) -> str | None:
         """Take over a bulk shipment; the reason when it is refused.

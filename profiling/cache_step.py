@@ -9,7 +9,14 @@ import torch
 
 from cache_rank.config import CacheRankConfig, ModelShape
 from cache_rank.pages import PAGE_TOKENS
-from cache_rank.protocol import AnswerHeader, DownMessage, Row, UpMessage, bulk_shape
+from cache_rank.protocol import (
+    AnswerHeader,
+    DownMessage,
+    Row,
+    UpMessage,
+    bulk_shape,
+    group_sizes,
+)
 from cache_rank.residency import bytes_per_token, fixed_bytes, require_format
 from cache_rank.selector import Selector
 from cache_rank.timeline import Timeline
@@ -89,7 +96,7 @@ def measure_cache_step(
         UpMessage(config, len(layers), rows, tensor.view(torch.uint8).view(-1))
         for layers, tensor in zip(config.groups, current, strict=True)
     ]
-    sizes = [DownMessage.size(config, len(layers), rows) for layers in config.groups]
+    sizes = group_sizes(DownMessage, config, rows)
     downs = [
         DownMessage(config, len(layers), rows, torch.zeros(size, dtype=torch.uint8, device=device))
         for layers, size in zip(config.groups, sizes, strict=True)

@@ -27,7 +27,7 @@ import torch
 from cache_rank.config import CacheRankConfig, WireDtype
 from cache_rank.nccl import NcclChannel, prepare_environment, unique_id
 from cache_rank.peer import PeerChannel
-from cache_rank.protocol import DownMessage
+from cache_rank.protocol import DownMessage, group_sizes
 from cache_rank.transport import CACHE, INFERENCE
 from presentation import table
 from profiling.cache_step import shape_of
@@ -163,10 +163,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         delta_capacity=args.delta_capacity,
         wire_dtype=args.wire_dtype,
     )
-    messages = {
-        batch: tuple(DownMessage.size(config, len(layers), batch) for layers in config.groups)
-        for batch in args.batches
-    }
+    messages = {batch: tuple(group_sizes(DownMessage, config, batch)) for batch in args.batches}
     wires = [wire for channels in (0, *args.channels) for wire in measure(channels, messages)]
     header = ("carried by", "batch", "MB a group", "group µs", "step ms", "GB/s")
     rows = [

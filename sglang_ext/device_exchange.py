@@ -4,7 +4,7 @@ Right after the forward pass of a step has been queued, this queues for each lay
 
     up stream        when the group is computed, send its staging buffer
     down stream      when the next group is computed, receive the answer, not earlier: a receive
-                     that waits occupies multiprocessors, which the forward pass feels
+                     of NCCL that waits occupies multiprocessors, which the forward pass feels
     scatter stream   when the answer has come, write it into the slots; then the slots are `applied`
 
 so the host never waits, and the next forward pass waits inside the graph only for what is late. A

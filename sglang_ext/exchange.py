@@ -30,6 +30,7 @@ from cache_rank.protocol import (
     Step,
     UpMessage,
     bulk_shape,
+    group_sizes,
 )
 from cache_rank.timeline import Span
 from sglang_ext.lifecycle import SparseSequence
@@ -202,13 +203,10 @@ class Exchange(ABC):
         """Bytes of the up and the down message of the current step, of each group."""
         rows = len(self._rows)
         if rows not in self._sizes:
-            self._sizes[rows] = [
-                (
-                    UpMessage.size(self._config, len(layers), rows),
-                    DownMessage.size(self._config, len(layers), rows),
-                )
-                for layers in self._config.groups
-            ]
+            up, down = (
+                group_sizes(message, self._config, rows) for message in (UpMessage, DownMessage)
+            )
+            self._sizes[rows] = list(zip(up, down, strict=True))
         return self._sizes[rows]
 
     def _compare_checksums(self, group: int, rows: ExchangedRows, message: DownMessage) -> None:

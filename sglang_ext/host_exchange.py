@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from cache_rank.config import CacheRankConfig
-from cache_rank.protocol import AnswerHeader, DownMessage, UpMessage
+from cache_rank.protocol import AnswerHeader, DownMessage, UpMessage, group_sizes
 from cache_rank.timeline import Span
 from cache_rank.transport import Pending
 from sglang_ext.exchange import Exchange, ExchangedRows, WorkingSetRows
@@ -41,7 +41,10 @@ class HostExchange(Exchange):
         self._batch_index = torch.empty(0, dtype=torch.int32)
         self._staged: UpMessage | None = None
         groups = config.groups
-        self._up = [_buffer(UpMessage.size(config, len(g), config.max_rows)) for g in groups]
+        self._up = [
+            torch.empty(size, dtype=torch.uint8)
+            for size in group_sizes(UpMessage, config, config.max_rows)
+        ]
         self._down = connection.link.buffers
         self._sent: list[Pending | None] = [None] * len(groups)
         self._answers: list[_Answer | None] = [None] * len(groups)
@@ -181,7 +184,3 @@ class HostGate:
     def end_group(self, group: int) -> None:
         """After a group's last layer: what the cache rank needs is on its way."""
         self._attempt(lambda exchange: exchange.end_group(group))
-
-
-def _buffer(size: int) -> Tensor:
-    return torch.empty(size, dtype=torch.uint8)

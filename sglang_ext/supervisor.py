@@ -114,7 +114,7 @@ class Connection:
         self.control: ControlSender
         self.link: Link
         self.transfer_backend: TransferBackend
-        self._is_linked = self._was_linked = False
+        self._is_linked = False
         self._cut_off = threading.Lock()
 
     def open(self, config: CacheRankConfig) -> None:
@@ -137,7 +137,7 @@ class Connection:
             self.control.send(Open(config, rendezvous, place.trace, place.memory_fraction))
             ends = (rendezvous, INFERENCE, device, place.address, self._secret)
             self.link = Link(config, *ends, LINK_SECONDS)
-            self._is_linked = self._was_linked = True
+            self._is_linked = True
             self.capacity_tokens = self._expect(Opened).capacity_tokens
         finally:
             shutil.rmtree(folder)
@@ -178,7 +178,6 @@ class Connection:
         self._process.kill()
         with self._cut_off:
             if self._is_linked:
-                self._is_linked = False
                 self.before_abort()
                 self.link.abort()
 
@@ -186,7 +185,7 @@ class Connection:
         """Kill and reap the process, and close what belongs to the watching thread."""
         self.kill()
         self._process.wait()
-        if self._was_linked:
+        if self._is_linked:
             self.link.finish()
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
