@@ -1,81 +1,110 @@
 """Channels whose transfers are copies into the peer's memory, by the copy engines of the GPUs.
 
-A receive lends the peer a buffer, and a send copies into it. Counters in device memory say when;
-the hardware that feeds a stream waits for them:
+A receive lends the peer a buffer, and a send copies into it. Counters say when; the hardware that
+feeds a stream waits for them:
 
     sender      waits until its `lent` has come to n; copies; sets the peer's `arrived` to n
     receiver    sets the peer's `lent` to n; waits until its `arrived` has come to n
 
 so that neither copies nor waits take a multiprocessor, of which NCCL keeps several while a receive
-waits. Each rank waits for memory of its own alone, which it can write itself when the peer is gone.
-Both GPUs are of one machine and reach each other's memory (CUDA IPC).
+waits. Buffers are in the memory of the GPUs, which reach each other's (CUDA IPC). Counters are in
+host memory that both ranks share: a host ends waits for a peer that is gone by writing it, without
+the driver, in which another thread may be waiting for the device. Both GPUs are of one machine.
 """
 
 from __future__ import annotations
 
 import ctypes
 import itertools
+import mmap
+import os
+import secrets
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from cuda.bindings import driver  # type: ignore[import-untyped]
 from torch import Tensor
 
+from cache_rank.stream_memory import call, wait_until, write
 from cache_rank.transport import Pending, StreamPending, TransportError, queue_behind
 
-_LENT, _ARRIVED, _BUFFERS = 0, 128, 256
-"""Where things are in the memory of a channel's end, in bytes; buffers are so aligned, too."""
+_LENT, _ARRIVED = 0, 128
+"""Where the counters of an end are in its page, in bytes."""
 
+_ALIGNMENT = 256
 _SHARED_AT_ONCE = 2 << 20
-"""What a peer can map is whole blocks of this size: nothing else should be in them."""
+"""What a peer can map of a GPU is whole blocks of this size: nothing else should be in them."""
 
-_HANDLE_BYTES = 64
-_AT_LEAST = driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ.value
-_AFTER_WRITES = driver.CUstreamWriteValue_flags.CU_STREAM_WRITE_VALUE_DEFAULT.value
+_SHARED_MEMORY = Path("/dev/shm")
+_NAME_BYTES, _HANDLE_BYTES = 40, 64
 _PEER_ACCESS = driver.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS.value
+_FOR_DEVICES = driver.CU_MEMHOSTREGISTER_PORTABLE | driver.CU_MEMHOSTREGISTER_DEVICEMAP
 _RELEASED = 1 << 62
 """More than any count, so that it ends every wait."""
 
 
-def _call(function: Callable[..., Any], *arguments: Any) -> Any:
-    status, *values = function(*arguments)
-    if status != driver.CUresult.CUDA_SUCCESS:
-        raise TransportError(f"{function.__name__}: {status.name}")
-    return values[0] if values else None
-
-
 def _offsets(sizes: Sequence[int]) -> list[int]:
     """Where buffers of so many bytes begin, and where the last one ends."""
-    spaces = (-(-size // _BUFFERS) * _BUFFERS for size in sizes)
-    return list(itertools.accumulate(spaces, initial=_BUFFERS))
+    spaces = (-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes)
+    return list(itertools.accumulate(spaces, initial=0))
+
+
+class _Counters:
+    """The counters of one end, in a page that both ranks share.
+
+    Attributes:
+        address: as the GPU of this process sees the page.
+    """
+
+    def __init__(self, path: Path, context: Any, creates: bool = False) -> None:
+        """Map the page of a file that only this user can read; `creates` makes it, of zeros."""
+        flags = os.O_RDWR | (os.O_CREAT | os.O_EXCL if creates else 0)
+        descriptor = os.open(path, flags, 0o600)
+        try:
+            if creates:
+                os.ftruncate(descriptor, mmap.PAGESIZE)
+            page = mmap.mmap(descriptor, mmap.PAGESIZE)
+        finally:
+            os.close(descriptor)
+        self._page = (ctypes.c_int64 * (mmap.PAGESIZE // 8)).from_buffer(page)
+        pointer = ctypes.addressof(self._page)
+        call(driver.cuMemHostRegister, pointer, mmap.PAGESIZE, _FOR_DEVICES)
+        weakref.finalize(self, _unregister, context, pointer, self._page).atexit = False
+        self.address = int(call(driver.cuMemHostGetDevicePointer, pointer, 0))
+
+    def release(self) -> None:
+        """End every wait for these counters."""
+        for counter in (_LENT, _ARRIVED):
+            self._page[counter // 8] = _RELEASED
 
 
 class _OwnMemory:
-    """The counters and buffers of this end, which the peer maps; freed with its last buffer."""
+    """The buffers of this end, which the peer maps; freed with the last view of them."""
 
     def __init__(self, sizes: Sequence[int], context: Any) -> None:
         *offsets, end = _offsets(sizes)
-        size = -(-end // _SHARED_AT_ONCE) * _SHARED_AT_ONCE
+        size = max(-(-end // _SHARED_AT_ONCE), 1) * _SHARED_AT_ONCE
         try:
-            pointer = _call(driver.cuMemAlloc, size)
+            pointer = call(driver.cuMemAlloc, size)
         except TransportError:
             torch.cuda.empty_cache()  # what torch keeps of an earlier connection, for one
-            pointer = _call(driver.cuMemAlloc, size)
+            pointer = call(driver.cuMemAlloc, size)
         weakref.finalize(self, _free, context, pointer).atexit = False
-        _call(driver.cuMemsetD8, pointer, 0, size)
-        _call(driver.cuCtxSynchronize)
-        self.address = int(pointer)
-        handle = _call(driver.cuIpcGetMemHandle, pointer)
+        call(driver.cuMemsetD8, pointer, 0, size)
+        call(driver.cuCtxSynchronize)
+        handle = call(driver.cuIpcGetMemHandle, pointer)
         self.handle = ctypes.string_at(handle.getPtr(), _HANDLE_BYTES)
+        self._address = int(pointer)
         self._buffers = list(zip(offsets, sizes, strict=True))
 
     def buffers(self, device: torch.device) -> list[Tensor]:
         """Views of the buffers, (bytes,) uint8 each, which keep the memory."""
         return [
-            torch.as_tensor(_Bytes(self, self.address + offset, size), device=device)
+            torch.as_tensor(_Bytes(self, self._address + offset, size), device=device)
             for offset, size in self._buffers
         ]
 
@@ -94,21 +123,20 @@ class _Bytes:
 
 
 class _PeerMemory:
-    """The counters and buffers of the other end, mapped; unmapped once nothing is under way."""
+    """The buffers of the other end, mapped; unmapped once nothing is under way."""
 
     def __init__(self, handle: bytes, sizes: Sequence[int], context: Any) -> None:
         opened = driver.CUipcMemHandle()
         ctypes.memmove(opened.getPtr(), handle, _HANDLE_BYTES)
         try:
-            pointer = _call(driver.cuIpcOpenMemHandle, opened, _PEER_ACCESS)
+            pointer = call(driver.cuIpcOpenMemHandle, opened, _PEER_ACCESS)
         except TransportError as error:
             raise TransportError(
                 f"the GPUs cannot map each other's memory here ({error}); "
                 "--cache-rank-transfer-backend nccl does without"
             ) from error
         weakref.finalize(self, _unmap, context, pointer).atexit = False
-        self.address = int(pointer)
-        self.buffers = [self.address + offset for offset in _offsets(sizes)[:-1]]
+        self.buffers = [int(pointer) + offset for offset in _offsets(sizes)[:-1]]
 
 
 def _free(context: Any, pointer: Any) -> None:
@@ -120,6 +148,13 @@ def _unmap(context: Any, pointer: Any) -> None:
     driver.cuCtxSetCurrent(context)
     driver.cuCtxSynchronize()
     driver.cuIpcCloseMemHandle(pointer)
+
+
+def _unregister(context: Any, pointer: int, page: Any) -> None:
+    driver.cuCtxSetCurrent(context)
+    driver.cuCtxSynchronize()
+    driver.cuMemHostUnregister(pointer)
+    del page  # which has kept it mapped
 
 
 class PeerChannel:
@@ -154,12 +189,19 @@ class PeerChannel:
         self.name = name
         self.stream = torch.cuda.Stream(device, priority=-1)
         self.stream.synchronize()  # so that the thread has a context
-        self._context = _call(driver.cuCtxGetCurrent)
-        # Of the same priority, so that no stream on which graphs are captured is among them.
-        self._releasing = torch.cuda.Stream(device, priority=-1)
-        self._own = own = _OwnMemory(receives, self._context)
+        context = call(driver.cuCtxGetCurrent)
+        self._own = own = _OwnMemory(receives, context)
         self.buffers = own.buffers(device)
-        self._peer = _PeerMemory(exchange(own.handle), sends, self._context)
+        path = _SHARED_MEMORY / f"cache-rank-{secrets.token_hex(8)}"
+        self._counters = _Counters(path, context, creates=True)
+        try:
+            told = exchange(path.name.ljust(_NAME_BYTES).encode() + own.handle)
+            peer_path = _SHARED_MEMORY / Path(told[:_NAME_BYTES].decode().strip()).name
+            self._peer_counters = _Counters(peer_path, context)
+            self._peer = _PeerMemory(told[_NAME_BYTES:], sends, context)
+            exchange(b"mapped")
+        finally:
+            path.unlink()
         self._sends = sends
         self._sent = self._received = 0
         self._open = True
@@ -172,10 +214,10 @@ class PeerChannel:
         with self._lock:
             self._require_open()
             self._sent += 1
-            self._wait_for(_LENT, self._sent)
+            wait_until(self.stream, self._counters.address + _LENT, self._sent)
             source, target = tensor.data_ptr(), self._peer.buffers[lane]
-            _call(driver.cuMemcpyAsync, target, source, tensor.nbytes, self.stream.cuda_stream)
-            self._set(self.stream, self._peer.address + _ARRIVED, self._sent)
+            call(driver.cuMemcpyAsync, target, source, tensor.nbytes, self.stream.cuda_stream)
+            write(self.stream, self._peer_counters.address + _ARRIVED, self._sent)
         return StreamPending(tensor, self.stream)
 
     def receive(
@@ -186,20 +228,13 @@ class PeerChannel:
         with self._lock:
             self._require_open()
             self._received += 1
-            self._set(self.stream, self._peer.address + _LENT, self._received)
-            self._wait_for(_ARRIVED, self._received)
+            write(self.stream, self._peer_counters.address + _LENT, self._received)
+            wait_until(self.stream, self._counters.address + _ARRIVED, self._received)
         return StreamPending(tensor, self.stream)
 
     def _require_open(self) -> None:
         if not self._open:
             raise TransportError(f"channel {self.name} is closed")
-
-    def _wait_for(self, counter: int, count: int) -> None:
-        address = self._own.address + counter
-        _call(driver.cuStreamWaitValue64, self.stream.cuda_stream, address, count, _AT_LEAST)
-
-    def _set(self, stream: torch.cuda.Stream, address: int, count: int) -> None:
-        _call(driver.cuStreamWriteValue64, stream.cuda_stream, address, count, _AFTER_WRITES)
 
     @property
     def is_idle(self) -> bool:
@@ -213,9 +248,7 @@ class PeerChannel:
         must be called until the channel is idle.
         """
         self._open = False
-        _call(driver.cuCtxSetCurrent, self._context)
-        for counter in (_LENT, _ARRIVED):
-            self._set(self._releasing, self._own.address + counter, _RELEASED)
+        self._counters.release()
 
     def close(self) -> None:
         self.abort()

@@ -35,6 +35,7 @@ from cache_rank.graphs import capture
 from cache_rank.nccl import NcclChannel
 from cache_rank.peer import PeerChannel
 from cache_rank.protocol import AnswerHeader, DownMessage, bulk_shape
+from cache_rank.stream_memory import wait_until
 from cache_rank.timeline import Span
 from cache_rank.transport import Pending
 from sglang_ext.exchange import Exchange, ExchangedRows, WorkingSetRows
@@ -87,8 +88,6 @@ class DeviceExchange(Exchange):
             first_rows=Field(rows_at_most, -1),
             expected=Field(4 * rows_at_most, -1),
         )
-        # For the up stream, which is ahead of it.
-        self._awaited = StepNumbers(self._device, step=Field(1, 0))
         # Of the rows of each group: whether they were applied, and how many tokens they brought.
         self._outcome = torch.zeros(
             (2, len(config.groups), rows_at_most), dtype=torch.int64, device=self._device
@@ -108,9 +107,6 @@ class DeviceExchange(Exchange):
         self._shipments: deque[Pending] = deque()
         self._buffers_of: dict[int, list[tuple[Tensor, Tensor]]] = {}
         self._warm_up()
-        self._waits = [
-            capture(functools.partial(self._wait, group)) for group in range(len(config.groups))
-        ]
         # A comparison of checksums stops the device, which no graph can.
         self._applies = {
             (group, count): capture(functools.partial(self._apply, group, count))
@@ -132,7 +128,6 @@ class DeviceExchange(Exchange):
         self._operations.copy_tokens(sets.keys, sets.values, padding, padding)
         for group in range(len(config.groups)):
             self._apply(group, 1)
-            self._wait(group)
         Readback().start(self._outcome)
         torch.cuda.synchronize(self._device)
 
@@ -175,11 +170,11 @@ class DeviceExchange(Exchange):
     def _queue_transfers(self) -> list[Pending]:
         """Queue what is sent when a group is computed, and the receives of the answers."""
         up, received = self._up_channel, []
-        buffers = self._buffers()
+        buffers, flags = self._buffers(), self._gate.computed
         with torch.cuda.stream(up.stream):
-            self._awaited.upload(step=[self._gate.step])
-            for group, (wait, (staged, _)) in enumerate(zip(self._waits, buffers, strict=True)):
-                wait.replay()
+            for group, (staged, _) in enumerate(buffers):
+                # Every forward pass that is queued comes to its end, with or without answers.
+                wait_until(up.stream, flags.data_ptr() + group * flags.itemsize, self._gate.step)
                 computed = up.stream.record_event()
                 with self._traced("send", group, up.stream, computed):
                     up.send(staged, computed, lane=group)
@@ -206,10 +201,6 @@ class DeviceExchange(Exchange):
         down = self._down_channel
         with self._traced("receive", group, down.stream, after):
             return down.receive(buffer, after, lane=group)
-
-    def _wait(self, group: int) -> None:
-        """Wait until the group is computed; for the up stream."""
-        gate.wait_for(self._gate.computed, group, self._awaited["step"], self._gate.accepts)
 
     def _apply(self, group: int, count: int) -> None:
         """Write the answer that has come to so many rows into their slots; for the scatter stream.

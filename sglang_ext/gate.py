@@ -5,8 +5,11 @@ of the process: staging buffers, flags, and the index that says which batch rows
 the forward pass, for each layer group,
 
     begin_group   wait until the slots hold the answer to the step before: `applied`
-    stage         copy q, k and v of each layer to the staging buffer, beside its attention
+    stage         copy q, k and v of each layer to the staging buffer
     end_group     the staging buffer is complete, and the slots have been read: `computed`
+
+All of it is queued on a stream beside the layers, and the wait for the next group's slots right
+after a group's last attention, so that only an answer that is late holds up the layers.
 
 The exchange, outside the graph, waits for `computed` and sets `applied`. Both are flags that hold
 the number of a step (kernels/gate says why they are not events). Steps are numbered through all
@@ -67,7 +70,7 @@ class DeviceGate:
         self.accepts = torch.zeros(1, dtype=torch.int32).pin_memory()
         self.clock = StepClock(config, device)
         self._steps, self._exchange_index = steps, exchange_index
-        self._pack_stream = torch.cuda.Stream(device)
+        self._side_stream = torch.cuda.Stream(device)
         # What is being packed: its memory must not be used again before that is done.
         self._packing: list[Tensor] = []
         self._answered = 0
@@ -93,11 +96,14 @@ class DeviceGate:
 
     def begin_forward(self) -> None:
         """The forward pass of a decode step begins."""
-        pack.stamp(self.clock.stamps, 0)
+        self._side_stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._side_stream):
+            pack.stamp(self.clock.stamps, 0)
+            self._wait_for_slots(0)
 
     def begin_group(self, group: int) -> None:
         """Let the group's layers wait for their slots."""
-        gate.wait_for(self.applied, group, self._steps[:1], self.accepts)
+        self._join()
 
     def stage(
         self, group: int, layer_in_group: int, queries: Tensor, keys: Tensor, values: Tensor
@@ -105,8 +111,8 @@ class DeviceGate:
         """Copy one layer's tensors of the exchanged rows: (batch, heads, D) each."""
         layer = self._config.groups[group][layer_in_group]
         self._packing += queries, keys, values
-        self._pack_stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._pack_stream):
+        self._side_stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._side_stream):
             pack.pack_layer(
                 self.staging[group],
                 self._exchange_index[: queries.shape[0]],
@@ -120,9 +126,21 @@ class DeviceGate:
 
     def end_group(self, group: int) -> None:
         """The group's layers have been computed."""
-        torch.cuda.current_stream().wait_stream(self._pack_stream)
+        self._side_stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._side_stream):
+            gate.signal(self.computed, group, self._steps[1:])
+            if group + 1 < len(self._config.groups):
+                self._wait_for_slots(group + 1)
+        if group + 1 == len(self._config.groups):
+            self._join()
+
+    def _wait_for_slots(self, group: int) -> None:
+        gate.wait_for(self.applied, group, self._steps[:1], self.accepts)
+
+    def _join(self) -> None:
+        """Let the forward pass wait for what has been queued beside it."""
+        torch.cuda.current_stream().wait_stream(self._side_stream)
         self._packing.clear()
-        gate.signal(self.computed, group, self._steps[1:])
 
 
 @dataclasses.dataclass(slots=True)
