@@ -56,7 +56,8 @@ class CacheRankAttnBackend(AttentionBackend):
     def init_forward_metadata(self, forward_batch: Any) -> None:
         """Before a forward pass that is not captured."""
         self._plan = self._rank.plan
-        self._rank.gate.begin_forward()
+        if forward_batch.forward_mode.is_decode():
+            self._rank.gate.begin_forward()
         self._dense.init_forward_metadata(forward_batch)
         if self._is_captured or self._plan is not None:
             self._sparse_view = self._view(forward_batch)
