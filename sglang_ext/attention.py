@@ -48,7 +48,8 @@ class CacheRankAttnBackend(AttentionBackend):
         self._sparse.init_forward_metadata_out_graph(self._view(forward_batch), in_capture)
 
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
-        self._rank.gate.begin_forward()
+        if forward_batch.forward_mode.is_decode():
+            self._rank.gate.begin_forward()
         if self._rank.dense_layers:
             self._dense.init_forward_metadata_in_graph(forward_batch)
         self._sparse.init_forward_metadata_in_graph(self._view(forward_batch))
