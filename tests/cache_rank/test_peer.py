@@ -170,4 +170,6 @@ def test_abort_ends_transfers_of_a_killed_peer_and_the_device_goes_on(
 
 def test_memory_that_nobody_shares_is_refused() -> None:
     with pytest.raises(TransportError, match="cuIpcOpenMemHandle"):
-        PeerChannel("down", torch.device("cuda", 0), [], LANES, lambda given: given[:40] + bytes(64))
+        PeerChannel(
+            "down", torch.device("cuda", 0), [], LANES, lambda given: given[:40] + bytes(64)
+        )
