@@ -97,7 +97,7 @@ class Runner:
                 self._changed.notify_all()
 
     def _run_job(self, index: int, job: Job, gpus: list[str]) -> None:
-        if job.gpus:
+        if not job.cache_step:
             job.engine.setdefault("port", FIRST_PORT + 200 * (index % 100))
         folder = self._out / "logs"
         folder.mkdir(parents=True, exist_ok=True)
