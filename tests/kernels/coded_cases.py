@@ -67,6 +67,7 @@ def quantspec(bits: int) -> Format:
 
 def round_anchors(monkeypatch: pytest.MonkeyPatch) -> None:
     """To 127ths of the largest: scores by anchors alone multiply integers of 8 bits."""
+    import_module("cache_rank_kernels.lynx.triton")  # else it would keep the rounded table
     exact = lynx_reference.fractions_of_levels
 
     def rounded(alpha: float, device: torch.device) -> Tensor:
