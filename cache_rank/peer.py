@@ -190,18 +190,18 @@ class PeerChannel:
         self.stream = torch.cuda.Stream(device, priority=-1)
         self.stream.synchronize()  # so that the thread has a context
         context = call(driver.cuCtxGetCurrent)
-        self._own = own = _OwnMemory(receives, context)
-        self.buffers = own.buffers(device)
+        self._own = _OwnMemory(receives, context)
+        self.buffers = self._own.buffers(device)
         path = _SHARED_MEMORY / f"cache-rank-{secrets.token_hex(8)}"
-        self._counters = _Counters(path, context, creates=True)
         try:
-            told = exchange(path.name.ljust(_NAME_BYTES).encode() + own.handle)
+            self._counters = _Counters(path, context, creates=True)
+            told = exchange(path.name.ljust(_NAME_BYTES).encode() + self._own.handle)
             peer_path = _SHARED_MEMORY / Path(told[:_NAME_BYTES].decode().strip()).name
             self._peer_counters = _Counters(peer_path, context)
             self._peer = _PeerMemory(told[_NAME_BYTES:], sends, context)
             exchange(b"mapped")
         finally:
-            path.unlink()
+            path.unlink(missing_ok=True)
         self._sends = sends
         self._sent = self._received = 0
         self._open = True
