@@ -18,16 +18,22 @@ CAPTURES_A_STEP = 4
 """A capture takes the host longer than what is captured; one step must not wait for all of them."""
 
 
-def capture(action: Callable[[], Any]) -> torch.cuda.CUDAGraph:
+def capture(
+    action: Callable[[], Any], stream: torch.cuda.Stream | None = None
+) -> torch.cuda.CUDAGraph:
     """Capture what an action queues on the current stream, to be replayed on any.
 
     The action has run before, so that its kernels are compiled. It allocates nothing, waits for no
     other stream, and what it reads and writes stays where it is. Other streams, and other threads
     of the process, may use the device meanwhile.
+
+    Args:
+        action: what to capture.
+        stream: the current one inside, where it matters; not the default one.
     """
     graph = torch.cuda.CUDAGraph()
     with (
-        torch.cuda.stream(torch.cuda.Stream()),  # the default stream cannot be captured
+        torch.cuda.stream(stream or torch.cuda.Stream()),  # the default one cannot be captured
         _no_garbage_collection(),  # which may free memory or graphs, and end the capture
     ):
         graph.capture_begin(capture_error_mode="thread_local")

@@ -11,7 +11,6 @@ import functools
 import logging
 import secrets
 import threading
-import time
 from collections.abc import Iterator
 from typing import Any, Literal
 
@@ -72,7 +71,7 @@ class Link:
 
             def formed(name: str, channel: Channel) -> None:
                 channels[name] = channel
-                on_failure.callback(channel.abort)
+                on_failure.callback(_undo, channel)
 
             for name, meeting in rendezvous.items():
                 if self._on_gpu:
@@ -124,23 +123,23 @@ class Link:
                 thread.join(ABORT_SECONDS)
 
     def finish(self) -> None:
-        """Abort until nothing is under way, now that the peer's process has ended.
-
-        What it had queued may still have come after the first `abort`, and have made it undone.
-        """
-        deadline = time.monotonic() + ABORT_SECONDS
+        """Abort until nothing is under way, now that the peer's process has ended."""
         self.abort()
-        while not all(each.is_idle for each in self._peer_channels):
-            if time.monotonic() > deadline:
-                logger.warning("transfers of a lost peer are still under way")
-                return
-            time.sleep(0.05)
-            self.abort()
+        for channel in self._peer_channels:
+            if not channel.finish(ABORT_SECONDS):
+                logger.warning("transfers of a lost peer are still under way on %s", channel.name)
 
     def close(self) -> None:
         """Drop the channels, whose peer has ended."""
         for channel in (self.up, self.down, self.bulk):
             channel.close()
+
+
+def _undo(channel: Channel) -> None:
+    """Drop a channel on which nothing is under way."""
+    channel.abort()
+    if isinstance(channel, PeerChannel):
+        channel.finish(timeout=0)
 
 
 def make_rendezvous(backend: TransferBackend, folder: str) -> dict[str, bytes]:

@@ -1,27 +1,31 @@
 """Channels whose transfers are copies into the peer's memory, by the copy engines of the GPUs.
 
-A receive lends the peer a buffer, and a send copies into it. Counters say when; the hardware that
-feeds a stream waits for them:
+A receive lends the peer a buffer, and a send copies into it. Two flags a lane say when; the
+hardware that feeds a stream waits for them:
 
-    sender      waits until its `lent` has come to n; copies; sets the peer's `arrived` to n
-    receiver    sets the peer's `lent` to n; waits until its `arrived` has come to n
+    sender      takes its `lent`; copies; raises the peer's `arrived`
+    receiver    raises the peer's `lent`; takes its `arrived`
 
 so that neither copies nor waits take a multiprocessor, of which NCCL keeps several while a receive
-waits. Buffers are in the memory of the GPUs, which reach each other's (CUDA IPC). Counters are in
-host memory that both ranks share: a host ends waits for a peer that is gone by writing it, without
-the driver, in which another thread may be waiting for the device. Both GPUs are of one machine.
+waits. Buffers are in the memory of the GPUs, which reach each other's (CUDA IPC). Flags are in host
+memory that both ranks share: a host ends waits for a peer that is gone by writing it, without the
+driver, in which another thread may be waiting for the device. Both GPUs are of one machine.
+
+A transfer is the same calls every time, so graphs can hold it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import itertools
 import mmap
 import os
 import secrets
 import threading
+import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +33,15 @@ import torch
 from cuda.bindings import driver  # type: ignore[import-untyped]
 from torch import Tensor
 
-from cache_rank.stream_memory import call, wait_until, write
+from cache_rank.stream_memory import FlagMoves, call
 from cache_rank.transport import Pending, StreamPending, TransportError, queue_behind
 
-_LENT, _ARRIVED = 0, 128
-"""Where the counters of an end are in its page, in bytes."""
+_LENT, _ARRIVED = 0, 64
+_LANE_BYTES = 128
+"""Where the flags of a lane are in its end's memory, and where those of the next lane begin."""
+
+_RAISE_SECONDS = 1e-3
+"""Between two times that all flags are raised for a peer that is gone."""
 
 _ALIGNMENT = 256
 _SHARED_AT_ONCE = 2 << 20
@@ -43,8 +51,6 @@ _SHARED_MEMORY = Path("/dev/shm")
 _NAME_BYTES, _HANDLE_BYTES = 40, 64
 _PEER_ACCESS = driver.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS.value
 _FOR_DEVICES = driver.CU_MEMHOSTREGISTER_PORTABLE | driver.CU_MEMHOSTREGISTER_DEVICEMAP
-_RELEASED = 1 << 62
-"""More than any count, so that it ends every wait."""
 
 
 def _offsets(sizes: Sequence[int]) -> list[int]:
@@ -53,33 +59,37 @@ def _offsets(sizes: Sequence[int]) -> list[int]:
     return list(itertools.accumulate(spaces, initial=0))
 
 
-class _Counters:
-    """The counters of one end, in a page that both ranks share.
+class _Flags:
+    """The flags of one end, in host memory that both ranks share.
 
     Attributes:
-        address: as the GPU of this process sees the page.
+        address: as the GPU of this process sees them.
     """
 
-    def __init__(self, path: Path, context: Any, creates: bool = False) -> None:
-        """Map the page of a file that only this user can read; `creates` makes it, of zeros."""
-        flags = os.O_RDWR | (os.O_CREAT | os.O_EXCL if creates else 0)
-        descriptor = os.open(path, flags, 0o600)
+    def __init__(self, path: Path, lanes: int, context: Any, creates: bool = False) -> None:
+        """Map a file that only this user can read; `creates` makes it, of zeros."""
+        size = -(-lanes * _LANE_BYTES // mmap.PAGESIZE) * mmap.PAGESIZE
+        how = os.O_RDWR | (os.O_CREAT | os.O_EXCL if creates else 0)
+        descriptor = os.open(path, how, 0o600)
         try:
             if creates:
-                os.ftruncate(descriptor, mmap.PAGESIZE)
-            page = mmap.mmap(descriptor, mmap.PAGESIZE)
+                os.ftruncate(descriptor, size)
+            mapped = mmap.mmap(descriptor, size)
         finally:
             os.close(descriptor)
-        self._page = (ctypes.c_int64 * (mmap.PAGESIZE // 8)).from_buffer(page)
-        pointer = ctypes.addressof(self._page)
-        call(driver.cuMemHostRegister, pointer, mmap.PAGESIZE, _FOR_DEVICES)
-        weakref.finalize(self, _unregister, context, pointer, self._page).atexit = False
+        self._held = (ctypes.c_int64 * (size // 8)).from_buffer(mapped)
+        pointer = ctypes.addressof(self._held)
+        call(driver.cuMemHostRegister, pointer, size, _FOR_DEVICES)
+        weakref.finalize(self, _unregister, context, pointer, self._held).atexit = False
         self.address = int(call(driver.cuMemHostGetDevicePointer, pointer, 0))
 
-    def release(self) -> None:
-        """End every wait for these counters."""
-        for counter in (_LENT, _ARRIVED):
-            self._page[counter // 8] = _RELEASED
+    def of(self, lane: int, flag: int) -> int:
+        """Where a flag is, as the GPU of this process sees it."""
+        return self.address + lane * _LANE_BYTES + flag
+
+    def raise_all(self) -> None:
+        """End what is waiting for any of these flags now."""
+        self._held[:] = [1] * len(self._held)
 
 
 class _OwnMemory:
@@ -150,11 +160,11 @@ def _unmap(context: Any, pointer: Any) -> None:
     driver.cuIpcCloseMemHandle(pointer)
 
 
-def _unregister(context: Any, pointer: int, page: Any) -> None:
+def _unregister(context: Any, pointer: int, held: Any) -> None:
     driver.cuCtxSetCurrent(context)
     driver.cuCtxSynchronize()
     driver.cuMemHostUnregister(pointer)
-    del page  # which has kept it mapped
+    del held  # which has kept it mapped
 
 
 class PeerChannel:
@@ -193,31 +203,39 @@ class PeerChannel:
         self._own = _OwnMemory(receives, context)
         self.buffers = self._own.buffers(device)
         path = _SHARED_MEMORY / f"cache-rank-{secrets.token_hex(8)}"
+        lanes = max(len(sends), len(receives))
+        self._flags = _Flags(path, lanes, context, creates=True)
         try:
-            self._counters = _Counters(path, context, creates=True)
             told = exchange(path.name.ljust(_NAME_BYTES).encode() + self._own.handle)
             peer_path = _SHARED_MEMORY / Path(told[:_NAME_BYTES].decode().strip()).name
-            self._peer_counters = _Counters(peer_path, context)
+            self._peer_flags = _Flags(peer_path, lanes, context)
             self._peer = _PeerMemory(told[_NAME_BYTES:], sends, context)
             exchange(b"mapped")
         finally:
             path.unlink(missing_ok=True)
         self._sends = sends
-        self._sent = self._received = 0
+        own, peers = self._flags, self._peer_flags
+        self._takes_lent = [FlagMoves(taken=[own.of(lane, _LENT)]) for lane in range(len(sends))]
+        self._raises_arrived = [
+            FlagMoves(raised=[peers.of(lane, _ARRIVED)]) for lane in range(len(sends))
+        ]
+        self._receives = [
+            FlagMoves(raised=[peers.of(lane, _LENT)], taken=[own.of(lane, _ARRIVED)])
+            for lane in range(len(receives))
+        ]
         self._open = True
         self._lock = threading.Lock()
+        self._first_abort, self._finished = threading.Lock(), threading.Event()
 
     def send(self, tensor: Tensor, after: torch.cuda.Event | None = None, lane: int = 0) -> Pending:
         assert tensor.is_contiguous()
         assert tensor.nbytes <= self._sends[lane]
         queue_behind(after, self.stream)
-        with self._lock:
-            self._require_open()
-            self._sent += 1
-            wait_until(self.stream, self._counters.address + _LENT, self._sent)
+        with self.queueing():
+            self._takes_lent[lane].queue(self.stream)
             source, target = tensor.data_ptr(), self._peer.buffers[lane]
             call(driver.cuMemcpyAsync, target, source, tensor.nbytes, self.stream.cuda_stream)
-            write(self.stream, self._peer_counters.address + _ARRIVED, self._sent)
+            self._raises_arrived[lane].queue(self.stream)
         return StreamPending(tensor, self.stream)
 
     def receive(
@@ -225,30 +243,50 @@ class PeerChannel:
     ) -> Pending:
         assert tensor.data_ptr() == self.buffers[lane].data_ptr(), "not the buffer of this lane"
         queue_behind(after, self.stream)
-        with self._lock:
-            self._require_open()
-            self._received += 1
-            write(self.stream, self._peer_counters.address + _LENT, self._received)
-            wait_until(self.stream, self._counters.address + _ARRIVED, self._received)
+        with self.queueing():
+            self._receives[lane].queue(self.stream)
         return StreamPending(tensor, self.stream)
 
-    def _require_open(self) -> None:
-        if not self._open:
-            raise TransportError(f"channel {self.name} is closed")
+    @contextlib.contextmanager
+    def queueing(self) -> Iterator[None]:
+        """Transfers are queued inside, or a graph that holds some.
+
+        Raises:
+            TransportError: the channel is closed.
+        """
+        with self._lock:
+            if not self._open:
+                raise TransportError(f"channel {self.name} is closed")
+            yield
 
     @property
     def is_idle(self) -> bool:
-        """Whether no transfer is under way."""
-        return self.stream.query()
+        """Whether no transfer is under way; after `abort`, whether none will ever be."""
+        return not self._lock.locked() and self.stream.query()
 
     def abort(self) -> None:
-        """End every transfer under way. Safe from any thread, and more than once.
+        """End every transfer under way, until `finish`. Safe from any thread, and more than once.
 
-        A peer that still runs may count on and so leave a transfer waiting: once it is gone, this
-        must be called until the channel is idle.
+        Transfers that are queued lower the flags that they take, and a peer that still runs its
+        own. So a thread raises all flags again and again, and asks nothing of the driver, in which
+        another thread may be waiting for these very transfers.
         """
         self._open = False
-        self._counters.release()
+        if self._first_abort.acquire(blocking=False):
+            threading.Thread(target=self._end_transfers, daemon=True).start()
+
+    def _end_transfers(self) -> None:
+        while not self._finished.wait(_RAISE_SECONDS):
+            self._flags.raise_all()
+
+    def finish(self, timeout: float) -> bool:
+        """Abort until nothing is under way, now that the peer has ended; whether that is so."""
+        self.abort()
+        deadline = time.monotonic() + timeout
+        while not (idle := self.is_idle) and time.monotonic() < deadline:
+            time.sleep(_RAISE_SECONDS)
+        self._finished.set()
+        return idle
 
     def close(self) -> None:
         self.abort()

@@ -1,11 +1,13 @@
-"""Counters in memory for which the hardware that feeds a stream waits, of one GPU or two.
+"""Flags in memory for which the hardware that feeds a stream waits, of one GPU or two.
 
-Unlike a kernel that polls, such a wait takes nothing of a multiprocessor.
+Unlike a kernel that polls, such a wait takes nothing of a multiprocessor. Flags are int64, 0 or 1.
+To take one is to wait until it is raised and to lower it again: so the same moves do for every
+step, and graphs can hold them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +17,8 @@ from cache_rank.transport import TransportError
 
 _AT_LEAST = driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ.value
 _AFTER_WRITES = driver.CUstreamWriteValue_flags.CU_STREAM_WRITE_VALUE_DEFAULT.value
+_WAIT = driver.CUstreamBatchMemOpType.CU_STREAM_MEM_OP_WAIT_VALUE_64
+_WRITE = driver.CUstreamBatchMemOpType.CU_STREAM_MEM_OP_WRITE_VALUE_64
 
 
 def call(function: Callable[..., Any], *arguments: Any) -> Any:
@@ -29,11 +33,41 @@ def call(function: Callable[..., Any], *arguments: Any) -> Any:
     return values[0] if values else None
 
 
-def wait_until(stream: torch.cuda.Stream, address: int, count: int) -> None:
-    """Hold a stream until an int64 of this GPU has come to `count`."""
-    call(driver.cuStreamWaitValue64, stream.cuda_stream, address, count, _AT_LEAST)
+class FlagMoves:
+    """Flags that a stream raises, and then those that it takes."""
+
+    def __init__(self, raised: Sequence[int] = (), taken: Sequence[int] = ()) -> None:
+        """Describe the moves.
+
+        Args:
+            raised: addresses, in the memory of any GPU, or host memory, that is mapped.
+            taken: addresses, in memory of this GPU or the host's.
+        """
+        self._operations = [_write(address, 1) for address in raised]
+        for address in taken:
+            self._operations += _wait(address), _write(address, 0)
+
+    def queue(self, stream: torch.cuda.Stream) -> None:
+        """Raise flags when all earlier work of a stream is done, then hold it until it has taken
+        the others, one after the other.
+        """
+        operations = self._operations
+        call(driver.cuStreamBatchMemOp, stream.cuda_stream, len(operations), operations, 0)
 
 
-def write(stream: torch.cuda.Stream, address: int, count: int) -> None:
-    """Set an int64, of this GPU or a mapped one, when all earlier work of a stream is done."""
-    call(driver.cuStreamWriteValue64, stream.cuda_stream, address, count, _AFTER_WRITES)
+def _wait(address: int) -> Any:
+    operation = driver.CUstreamBatchMemOpParams()
+    operation.waitValue.operation = _WAIT
+    operation.waitValue.address = address
+    operation.waitValue.value64 = 1
+    operation.waitValue.flags = _AT_LEAST
+    return operation
+
+
+def _write(address: int, value: int) -> Any:
+    operation = driver.CUstreamBatchMemOpParams()
+    operation.writeValue.operation = _WRITE
+    operation.writeValue.address = address
+    operation.writeValue.value64 = value
+    operation.writeValue.flags = _AFTER_WRITES
+    return operation

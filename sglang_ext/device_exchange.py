@@ -1,29 +1,17 @@
 """The exchange between two GPUs: queued on side streams, gated by flags, never waited for.
 
-Right after the forward pass of a step has been queued, this queues for each layer group
-
-    up stream        when the group is computed, send its staging buffer
-    down stream      when the next group is computed, receive the answer, not earlier: a receive
-                     of NCCL that waits occupies multiprocessors, which the forward pass feels
-    scatter stream   when the answer has come, write it into the slots; then the slots are `applied`
-
-so the host never waits, and the next forward pass waits inside the graph only for what is late. A
-receive is queued only behind the send that it answers, and the cache rank does the same: should the
-driver make a host wait for its device in between, both sides can still go on.
-
-What surrounds the transfers is captured in small graphs, one a group and number of rows: launched
-one by one, the kernels would take the host longer than the whole step. The transfers are not.
+Right after the forward pass of a step has been queued, this queues, for each layer group, that what
+it staged is sent, and that the answer is written into the slots when it has come
+(step_transfers.py). So the host never waits, and the next forward pass waits inside its graph only
+for what is late.
 """
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
 
 import torch
 from cache_rank_kernels.gate import triton as gate
@@ -31,23 +19,26 @@ from torch import Tensor
 
 from cache_rank.config import CacheRankConfig
 from cache_rank.copies import Field, Readback, StepNumbers
-from cache_rank.graphs import capture
 from cache_rank.nccl import NcclChannel
 from cache_rank.peer import PeerChannel
 from cache_rank.protocol import AnswerHeader, DownMessage, bulk_shape
-from cache_rank.stream_memory import wait_until
 from cache_rank.timeline import Span
 from cache_rank.transport import Pending
 from sglang_ext.exchange import Exchange, ExchangedRows, WorkingSetRows
 from sglang_ext.gate import DeviceGate, StepTimes
 from sglang_ext.lifecycle import SparseSequence
+from sglang_ext.step_transfers import (
+    CopiedTransfers,
+    GroupMessages,
+    NcclTransfers,
+    StepParts,
+    StepTransfers,
+)
 from sglang_ext.supervisor import CacheRankDownError, Connection
 
 _SHIPPED = AnswerHeader._fields.index("shipped_tokens")
 MAX_SHIPMENTS_UNDER_WAY = 64
 """Each holds a copy of its tokens; when there are more, the forward pass waits for the oldest."""
-
-_UNTIMED = contextlib.nullcontext()
 
 
 class _StepUnderWay:
@@ -74,11 +65,6 @@ class DeviceExchange(Exchange):
     ) -> None:
         super().__init__(connection, config, rows)
         self._gate = gate_of_forward
-        up, down = connection.link.up, connection.link.down
-        assert isinstance(up, NcclChannel | PeerChannel)
-        assert isinstance(down, NcclChannel | PeerChannel)
-        self._up_channel, self._down_channel = up, down
-        self._scatter_stream = torch.cuda.Stream(self._device, priority=-1)
         self._down = connection.link.buffers
         rows_at_most = config.max_rows
         # For the scatter stream.
@@ -103,19 +89,12 @@ class DeviceExchange(Exchange):
         self._under_way: deque[_StepUnderWay] = deque()
         # Pinned memory is made once for each step that is under way at the same time.
         self._spare_outcomes: list[Readback] = []
-        self._transfers: list[tuple[str, int, int, torch.cuda.Event, torch.cuda.Event]] = []
         self._times: list[StepTimes] = []
         self._traced_steps: set[int] = set()
-        self._is_traced = False
         self._shipments: deque[Pending] = deque()
-        self._buffers_of: dict[int, list[tuple[Tensor, Tensor]]] = {}
+        self._messages_of: dict[int, list[GroupMessages]] = {}
         self._warm_up()
-        # A comparison of checksums stops the device, which no graph can.
-        self._applies = {
-            (group, count): capture(functools.partial(self._apply, group, count))
-            for count in range(1, 0 if config.checksum else rows_at_most + 1)
-            for group in range(len(config.groups))
-        }
+        self._transfers = self._make_transfers()
         connection.before_abort = gate_of_forward.close
         connection.check = self._check_deadline
         self._gate.open()
@@ -132,12 +111,30 @@ class DeviceExchange(Exchange):
         for group in range(len(config.groups)):
             self._apply(group, 1)
         Readback().start(self._outcome)
+        self._gate.computed.zero_()  # steps of a connection that was lost may have raised them
         torch.cuda.synchronize(self._device)
+
+    def _make_transfers(self) -> StepTransfers:
+        parts = StepParts(
+            self._gate.computed,
+            self._messages,
+            self._apply,
+            self._config.max_rows,
+            # A comparison of checksums stops the device, which no graph can.
+            captures=not self._config.checksum,
+            timeout=self.connection.timeout,
+        )
+        up, down = self.connection.link.up, self.connection.link.down
+        if isinstance(up, PeerChannel) and isinstance(down, PeerChannel):
+            return CopiedTransfers(parts, up, down)
+        assert isinstance(up, NcclChannel)
+        assert isinstance(down, NcclChannel)
+        return NcclTransfers(parts, up, down)
 
     def begin_step(self, rows: ExchangedRows, traced: bool = False) -> None:
         self._settle()
         super().begin_step(rows, traced)
-        self._is_traced = traced
+        self._transfers.times.begin_step(self.counters.steps if traced else None)
         if traced:
             self._traced_steps.add(self.counters.steps)
 
@@ -150,66 +147,37 @@ class DeviceExchange(Exchange):
         outcome = self._spare_outcomes.pop() if self._spare_outcomes else Readback()
         step = _StepUnderWay(self.counters.steps, rows, outcome)
         step.computed.record()  # on the stream of the forward pass
-        received = self._queue_transfers()
-        with torch.cuda.stream(self._scatter_stream):
+        transfers = self._transfers
+        with torch.cuda.stream(transfers.scatter_stream):
             self._numbers.upload(
                 step=[self._gate.step],
                 first_rows=[self._working_sets.first_slot(sequence) for sequence in rows.sequences],
                 expected=list(itertools.chain.from_iterable(rows.headers(step.number))),
             )
-            for group, pending in enumerate(received):
-                pending.wait(self.connection.timeout)
-                with self._traced("scatter", group, self._scatter_stream):
-                    if self._applies:
-                        self._applies[group, len(rows)].replay()
-                    else:
-                        self._apply(group, len(rows))
+        transfers.queue(len(rows))
+        with torch.cuda.stream(transfers.scatter_stream):
             step.outcome.start(self._outcome)
             step.done.record()
+        for staged, answer in self._messages(len(rows)):
+            self.counters.up_bytes += staged.nbytes
+            self.counters.down_bytes += answer.nbytes
         with self._lock:
             self._under_way.append(step)
         self._gate.end_step()
 
-    def _queue_transfers(self) -> list[Pending]:
-        """Queue what is sent when a group is computed, and the receives of the answers."""
-        up, received = self._up_channel, []
-        buffers, flags = self._buffers(), self._gate.computed
-        with torch.cuda.stream(up.stream):
-            for group, (staged, _) in enumerate(buffers):
-                # Every forward pass that is queued comes to its end, with or without answers.
-                wait_until(up.stream, flags.data_ptr() + group * flags.itemsize, self._gate.step)
-                computed = up.stream.record_event()
-                with self._traced("send", group, up.stream, computed):
-                    up.send(staged, computed, lane=group)
-                if group:
-                    received.append(self._receive(group - 1, buffers[group - 1][1], computed))
-            received.append(self._receive(len(buffers) - 1, buffers[-1][1], computed))
-        self.counters.up_bytes += sum(staged.nbytes for staged, _ in buffers)
-        self.counters.down_bytes += sum(answer.nbytes for _, answer in buffers)
-        return received
-
-    def _buffers(self) -> list[tuple[Tensor, Tensor]]:
+    def _messages(self, rows: int) -> list[GroupMessages]:
         """What is sent and received of each group, in a step of so many rows."""
-        rows = len(self._rows)
-        if rows not in self._buffers_of:
-            self._buffers_of[rows] = [
-                (staging.view(torch.uint8).view(-1)[:up_bytes], answer[:down_bytes])
+        if rows not in self._messages_of:
+            self._messages_of[rows] = [
+                GroupMessages(staging.view(torch.uint8).view(-1)[:up_bytes], answer[:down_bytes])
                 for staging, answer, (up_bytes, down_bytes) in zip(
-                    self._gate.staging, self._down, self._message_sizes(), strict=True
+                    self._gate.staging, self._down, self._message_sizes(rows), strict=True
                 )
             ]
-        return self._buffers_of[rows]
-
-    def _receive(self, group: int, buffer: Tensor, after: torch.cuda.Event) -> Pending:
-        down = self._down_channel
-        with self._traced("receive", group, down.stream, after):
-            return down.receive(buffer, after, lane=group)
+        return self._messages_of[rows]
 
     def _apply(self, group: int, count: int) -> None:
-        """Write the answer that has come to so many rows into their slots; for the scatter stream.
-
-        It reads and writes nothing but what stays where it is.
-        """
+        """Write the answer that has come to so many rows into their slots; see StepParts."""
         layers, numbers = len(self._config.groups[group]), self._numbers
         size = DownMessage.size(self._config, layers, count)
         message = DownMessage(self._config, layers, count, self._down[group][:size])
@@ -241,31 +209,16 @@ class DeviceExchange(Exchange):
 
     def close(self) -> None:
         self._gate.close()
-        # Else the connection keeps this exchange, its graphs and its buffers.
+        # Else the connection keeps this exchange, its graphs and its buffers, and they each other.
         self.connection.before_abort = self.connection.check = lambda: None
+        del self._transfers
         super().close()
 
     def spans(self) -> list[Span]:
         self._read_clock()
-        transfers, self._transfers = self._transfers, []
         times, self._times = self._times, []
-        torch.cuda.synchronize(self._device)
+        spans = self._transfers.times.take_spans()
         offset = self._gate.clock.host_offset()
-        now = torch.cuda.Event(enable_timing=True)
-        now.record()
-        now.synchronize()
-        host = time.monotonic_ns() / 1e3
-        spans = [
-            Span(
-                name,
-                host - 1e3 * start.elapsed_time(now),
-                host - 1e3 * stop.elapsed_time(now),
-                step,
-                group,
-                lane=name,
-            )
-            for name, step, group, start, stop in transfers
-        ]
         for step_times in times:
             spans += self._layer_spans(step_times, offset)
         return spans
@@ -326,25 +279,3 @@ class DeviceExchange(Exchange):
         late = now - oldest.waiting_since
         if late > self.connection.timeout:
             raise CacheRankDownError(f"no answer to step {oldest.number} in {late:.1f} s")
-
-    def _traced(
-        self,
-        name: str,
-        group: int,
-        stream: torch.cuda.Stream,
-        after: torch.cuda.Event | None = None,
-    ) -> contextlib.AbstractContextManager[None]:
-        """Time what is queued inside on a stream, when the step is traced."""
-        return self._timed(name, group, stream, after) if self._is_traced else _UNTIMED
-
-    @contextlib.contextmanager
-    def _timed(
-        self, name: str, group: int, stream: torch.cuda.Stream, after: torch.cuda.Event | None
-    ) -> Iterator[None]:
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        if after is not None:
-            stream.wait_event(after)
-        start.record(stream)
-        yield
-        stop.record(stream)
-        self._transfers.append((name, self.counters.steps, group, start, stop))

@@ -199,9 +199,8 @@ class Exchange(ABC):
         self.connection.control.close()
         self.connection.link.close()
 
-    def _message_sizes(self) -> list[tuple[int, int]]:
-        """Bytes of the up and the down message of the current step, of each group."""
-        rows = len(self._rows)
+    def _message_sizes(self, rows: int) -> list[tuple[int, int]]:
+        """Bytes of the up and the down message of each group, in a step of so many rows."""
         if rows not in self._sizes:
             up, down = (
                 group_sizes(message, self._config, rows) for message in (UpMessage, DownMessage)

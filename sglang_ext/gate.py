@@ -11,9 +11,9 @@ the forward pass, for each layer group,
 All of it is queued on a stream beside the layers, and the wait for the next group's slots right
 after a group's last attention, so that only an answer that is late holds up the layers.
 
-The exchange, outside the graph, waits for `computed` and sets `applied`. Both are flags that hold
-the number of a step (kernels/gate says why they are not events). Steps are numbered through all
-connections, so that a flag never holds too much.
+The exchange, outside the graph, takes `computed`, a flag that is raised in steps that exchange
+something, and sets `applied` to the number of the step. kernels/gate says why they are not events.
+Steps are numbered through all connections, so that `applied` never holds too much.
 """
 
 from __future__ import annotations
@@ -77,9 +77,9 @@ class DeviceGate:
         self._config = config
 
     def plan_step(self, exchanges: bool) -> tuple[int, int]:
-        """Number a step: what its forward pass waits for, and what it sets."""
+        """Number a step: what its forward pass waits for, and whether it raises `computed`."""
         self.step += exchanges
-        return self._answered, self.step
+        return self._answered, int(exchanges)
 
     def end_step(self) -> None:
         """The answers to the step are under way: the next step waits for them."""

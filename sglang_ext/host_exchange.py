@@ -71,7 +71,7 @@ class HostExchange(Exchange):
             if (sent := self._sent[group]) is not None:
                 sent.wait(self.connection.timeout)
             layers = len(self._config.groups[group])
-            size, _ = self._message_sizes()[group]
+            size, _ = self._message_sizes(len(self._rows))[group]
             self._staged = UpMessage(self._config, layers, len(self._rows), self._up[group][:size])
 
     def stage(self, layer_in_group: int, queries: Tensor, keys: Tensor, values: Tensor) -> None:
@@ -95,7 +95,7 @@ class HostExchange(Exchange):
         self._trace("group", group, self._group_start)
         self._sent[group] = self.connection.link.up.send(staged.buffer, lane=group)
         layers = len(self._config.groups[group])
-        _, size = self._message_sizes()[group]
+        _, size = self._message_sizes(len(self._rows))[group]
         message = DownMessage(self._config, layers, len(self._rows), self._down[group][:size])
         # After the send it answers: a receive must never be what a send waits behind.
         pending = self.connection.link.down.receive(message.buffer, lane=group)

@@ -16,11 +16,13 @@ def signal(flags: Tensor, index: int, count: Tensor | int) -> None:
     """Set a flag, when all earlier work of the stream is done.
 
     Args:
-        flags: int64, of which entry `index` is written. Counts only grow.
+        flags: int64, of which entry `index` is written.
         index: which flag.
-        count: its value, or (1,) int64 that holds it when the work runs.
+        count: its value, or (1,) int64 that holds it when the work runs: of 0, the flag stays as
+            it is.
     """
-    flags[index] = count
+    if not isinstance(count, Tensor) or int(count):
+        flags[index] = count
 
 
 def wait_for(flags: Tensor, index: int, count: Tensor | int, accepts: Tensor) -> None:

@@ -47,7 +47,8 @@ def wait_for(flags: Tensor, index: int, count: Tensor | int, accepts: Tensor) ->
 )
 def _signal(flags, index, counts, count, count_on_device: tl.constexpr):
     if count_on_device:
-        tl.store(flags + index, tl.load(counts))
+        held = tl.load(counts)
+        tl.store(flags + index, held, mask=held != 0)
     else:
         tl.store(flags + index, count.to(tl.int64))
 

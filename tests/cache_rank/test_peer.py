@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import time
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from typing import Any
@@ -12,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from cache_rank.graphs import capture
 from cache_rank.peer import PeerChannel
 from cache_rank.transport import TransportError
 
@@ -46,6 +46,26 @@ def send_rounds(form: Form, pipe: Connection) -> None:
     ]
     torch.cuda.synchronize()
     del under_way  # which hold what is sent
+    pipe.send("sent")
+    pipe.recv()
+
+
+def send_graphs(form: Form, pipe: Connection) -> None:
+    channel = form(LANES, [])
+    tick = torch.zeros(1, dtype=torch.uint8, device="cuda")
+    sent = [torch.zeros(size, dtype=torch.uint8, device="cuda") for size in LANES]
+
+    def send() -> None:
+        tick.add_(1)
+        for lane, tensor in enumerate(sent):
+            tensor.copy_(tick.expand_as(tensor))
+            channel.send(tensor, lane=lane)
+
+    graph = capture(send, channel.stream)
+    with torch.cuda.stream(channel.stream):
+        for _ in range(ROUNDS):
+            graph.replay()
+    torch.cuda.synchronize()
     pipe.send("sent")
     pipe.recv()
 
@@ -108,15 +128,6 @@ def start() -> Iterator[Callable[..., Peer]]:
         peer.kill()
 
 
-def finishes(stream: torch.cuda.Stream) -> bool:
-    """Whether a stream comes to its end."""
-    done = stream.record_event()
-    deadline = time.monotonic() + LONG
-    while not done.query() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return done.query()
-
-
 def test_every_message_arrives_in_its_lane_and_none_before_the_buffer_is_lent(
     start: Callable[..., Peer],
 ) -> None:
@@ -142,6 +153,28 @@ def test_buffers_begin_as_zeros_where_their_lanes_want_them(start: Callable[...,
         channel.receive(channel.buffers[1], lane=0)
 
 
+def test_graphs_hold_transfers_and_keep_their_order(start: Callable[..., Peer]) -> None:
+    channel = start(send_graphs).form([], LANES)
+    row = torch.zeros(1, dtype=torch.int64, device="cuda")
+    seen = torch.zeros((ROUNDS + 1, len(LANES), 2), dtype=torch.uint8, device="cuda")
+
+    def receive() -> None:
+        for lane, buffer in enumerate(channel.buffers):
+            channel.receive(buffer, lane=lane)
+            ends_of_buffer = torch.stack([buffer.min(), buffer.max()])
+            seen[:, lane].index_copy_(0, row, ends_of_buffer[None])
+        row.add_(1)
+
+    graph = capture(receive, channel.stream)
+    with torch.cuda.stream(channel.stream):
+        for _ in range(ROUNDS):
+            graph.replay()
+            torch.cuda._sleep(A_WHILE)
+    torch.cuda.synchronize()
+    rounds = torch.arange(1, ROUNDS + 1, dtype=torch.uint8, device="cuda")
+    assert torch.equal(seen[:ROUNDS], rounds[:, None, None].expand(-1, len(LANES), 2))
+
+
 def test_abort_ends_transfers_of_a_killed_peer_and_the_device_goes_on(
     start: Callable[..., Peer],
 ) -> None:
@@ -151,15 +184,16 @@ def test_abort_ends_transfers_of_a_killed_peer_and_the_device_goes_on(
     assert torch.equal(channel.buffers[0], message(0, 0))
     peer.expect("queued")
     channel.receive(channel.buffers[1], lane=1)  # never sent
-    answer = message(0, 2)
+    answer = message(0, 0)
     for _ in range(2):
-        channel.send(answer, lane=2)  # lent once
+        channel.send(answer, lane=0)  # lent once
     peer.kill()
-    assert not channel.stream.record_event().query()
+    assert not channel.is_idle
 
-    for _ in range(2):
-        channel.abort()
-    assert finishes(channel.stream)
+    channel.abort()
+    torch.cuda.synchronize()  # ends without another word of the host's
+    assert channel.finish(LONG)
+    assert channel.finish(LONG)
     for transfer in (channel.send, channel.receive):
         with pytest.raises(TransportError, match="down is closed"):
             transfer(channel.buffers[0])

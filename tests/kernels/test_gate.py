@@ -26,6 +26,7 @@ def test_signals_set_one_flag_by_value_or_by_what_memory_holds(
     flags = torch.zeros(3, dtype=torch.int64, device=device)
     implementation.signal(flags, 1, 1 << 40)
     implementation.signal(flags, 2, torch.tensor([7, 9], device=device)[1:])
+    implementation.signal(flags, 1, torch.zeros(1, dtype=torch.int64, device=device))
     assert flags.tolist() == [0, 1 << 40, 9]
 
 
