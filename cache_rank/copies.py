@@ -69,11 +69,11 @@ class StepNumbers:
         self._first: dict[tuple[str, int], Tensor] = {}
         if device.type == "cuda":
             self._stages = [
-                _Stage(torch.empty(size, dtype=torch.int64, pin_memory=True), fields)
+                StagedNumbers(torch.empty(size, dtype=torch.int64, pin_memory=True), fields)
                 for _ in range(_STAGES)
             ]
         else:
-            self._stages = [_Stage(self._on_device, fields)]
+            self._stages = [StagedNumbers(self._on_device, fields)]
         self._turn = 0
         self.upload()
 
@@ -100,8 +100,8 @@ class StepNumbers:
             stage.uploaded = torch.cuda.current_stream().record_event(stage.uploaded)
 
 
-class _Stage:
-    """Host memory that a copy to the device is made from."""
+class StagedNumbers:
+    """The numbers of a step in host memory, which the device gets a copy of."""
 
     def __init__(self, tensor: Tensor, fields: Mapping[str, Field]) -> None:
         self.tensor = tensor

@@ -8,6 +8,7 @@ for what is late.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import threading
 import time
@@ -18,7 +19,8 @@ from cache_rank_kernels.gate import triton as gate
 from torch import Tensor
 
 from cache_rank.config import CacheRankConfig
-from cache_rank.copies import Field, Readback, StepNumbers
+from cache_rank.copies import Field
+from cache_rank.mailbox import Inbox, Outbox
 from cache_rank.nccl import NcclChannel
 from cache_rank.peer import PeerChannel
 from cache_rank.protocol import AnswerHeader, DownMessage, bulk_shape
@@ -41,16 +43,21 @@ MAX_SHIPMENTS_UNDER_WAY = 64
 """Each holds a copy of its tokens; when there are more, the forward pass waits for the oldest."""
 
 
+@dataclasses.dataclass(slots=True)
 class _StepUnderWay:
-    """What the host looks at once the device is done with a step's answers."""
+    """What the host looks at once the device is done with a step's answers.
 
-    def __init__(self, number: int, rows: ExchangedRows, outcome: Readback) -> None:
-        self.number = number
-        self.rows = rows
-        self.waiting_since: float | None = None
-        self.computed = torch.cuda.Event()
-        self.outcome = outcome
-        self.done = torch.cuda.Event()
+    Attributes:
+        step: of this exchange.
+        number: that the gate gave it.
+        rows: of the step.
+        waiting_since: when it was first seen to be computed and not answered.
+    """
+
+    step: int
+    number: int
+    rows: ExchangedRows
+    waiting_since: float | None = None
 
 
 class DeviceExchange(Exchange):
@@ -68,7 +75,7 @@ class DeviceExchange(Exchange):
         self._down = connection.link.buffers
         rows_at_most = config.max_rows
         # For the scatter stream.
-        self._numbers = StepNumbers(
+        self._numbers = Outbox(
             self._device,
             step=Field(1, 0),
             first_rows=Field(rows_at_most, -1),
@@ -78,6 +85,7 @@ class DeviceExchange(Exchange):
         self._outcome = torch.zeros(
             (2, len(config.groups), rows_at_most), dtype=torch.int64, device=self._device
         )
+        self._applied = Inbox(self._outcome)
         # What the gate accepts, as of the last answer that came: every program of a scatter reads
         # it, and reads of the host's memory are slow.
         self._accepts = torch.zeros(1, dtype=torch.int32, device=self._device)
@@ -87,8 +95,6 @@ class DeviceExchange(Exchange):
         # Guards what the supervisor's thread reads.
         self._lock = threading.Lock()
         self._under_way: deque[_StepUnderWay] = deque()
-        # Pinned memory is made once for each step that is under way at the same time.
-        self._spare_outcomes: list[Readback] = []
         self._times: list[StepTimes] = []
         self._traced_steps: set[int] = set()
         self._shipments: deque[Pending] = deque()
@@ -108,9 +114,9 @@ class DeviceExchange(Exchange):
         )
         self._operations.collect_tokens(sets.keys, sets.values, padding, shipment)
         self._operations.copy_tokens(sets.keys, sets.values, padding, padding)
+        self._numbers.write()
         for group in range(len(config.groups)):
             self._apply(group, 1)
-        Readback().start(self._outcome)
         self._gate.computed.zero_()  # steps of a connection that was lost may have raised them
         torch.cuda.synchronize(self._device)
 
@@ -143,26 +149,19 @@ class DeviceExchange(Exchange):
         rows = self._rows
         if not rows:
             return
-        self._gate.clock.end_step(self.counters.steps)
-        outcome = self._spare_outcomes.pop() if self._spare_outcomes else Readback()
-        step = _StepUnderWay(self.counters.steps, rows, outcome)
-        step.computed.record()  # on the stream of the forward pass
-        transfers = self._transfers
-        with torch.cuda.stream(transfers.scatter_stream):
-            self._numbers.upload(
-                step=[self._gate.step],
-                first_rows=[self._working_sets.first_slot(sequence) for sequence in rows.sequences],
-                expected=list(itertools.chain.from_iterable(rows.headers(step.number))),
-            )
-        transfers.queue(len(rows))
-        with torch.cuda.stream(transfers.scatter_stream):
-            step.outcome.start(self._outcome)
-            step.done.record()
+        step, number = self.counters.steps, self._gate.step
+        self._gate.clock.expect(number, step)
+        self._numbers.write(
+            step=[number],
+            first_rows=[self._working_sets.first_slot(sequence) for sequence in rows.sequences],
+            expected=list(itertools.chain.from_iterable(rows.headers(step))),
+        )
+        self._transfers.queue(len(rows))
         for staged, answer in self._messages(len(rows)):
             self.counters.up_bytes += staged.nbytes
             self.counters.down_bytes += answer.nbytes
         with self._lock:
-            self._under_way.append(step)
+            self._under_way.append(_StepUnderWay(step, number, rows))
         self._gate.end_step()
 
     def _messages(self, rows: int) -> list[GroupMessages]:
@@ -179,6 +178,8 @@ class DeviceExchange(Exchange):
     def _apply(self, group: int, count: int) -> None:
         """Write the answer that has come to so many rows into their slots; see StepParts."""
         layers, numbers = len(self._config.groups[group]), self._numbers
+        if group == 0:
+            numbers.collect()
         size = DownMessage.size(self._config, layers, count)
         message = DownMessage(self._config, layers, count, self._down[group][:size])
         applied, shipped = self._outcome[:, group, :count]
@@ -198,6 +199,8 @@ class DeviceExchange(Exchange):
         if self._config.checksum and self._rows:
             self._compare_checksums(group, self._rows, message)
         gate.signal(self._gate.applied, group, numbers["step"])
+        if group + 1 == len(self._config.groups):
+            self._applied.post(numbers["step"])
 
     def ship(self, sequence: SparseSequence, pool_rows: Tensor) -> None:
         if len(self._shipments) == MAX_SHIPMENTS_UNDER_WAY:
@@ -247,17 +250,16 @@ class DeviceExchange(Exchange):
     def _settle(self) -> None:
         """Account for the steps that the device is done with."""
         self._read_clock()
-        while self._under_way and self._under_way[0].done.query():
+        newest = self._applied.newest
+        while self._under_way and self._under_way[0].number <= newest:
             with self._lock:
                 step = self._under_way.popleft()
-            outcome = step.outcome.value()
-            assert outcome is not None
-            applied, shipped = outcome.numpy()[..., : len(step.rows)].sum(axis=1).tolist()
-            self._spare_outcomes.append(step.outcome)
+            outcome = self._applied.letter(step.number)
+            applied, shipped = outcome[..., : len(step.rows)].sum(axis=1).tolist()
             for sequence, times, tokens in zip(step.rows.sequences, applied, shipped, strict=True):
-                if times != outcome.shape[1] and not sequence.ended:
+                if times != len(self._config.groups) and not sequence.ended:
                     raise CacheRankDownError(
-                        f"the answer to step {step.number} is not for epoch {sequence.epoch}"
+                        f"the answer to step {step.step} is not for epoch {sequence.epoch}"
                     )
                 sequence.statistics.tokens_shipped += tokens
                 self.counters.tokens_shipped += tokens
@@ -271,11 +273,13 @@ class DeviceExchange(Exchange):
         """
         with self._lock:
             oldest = self._under_way[0] if self._under_way else None
-        if oldest is None or oldest.done.query() or not oldest.computed.query():
+        if oldest is None or oldest.number <= self._applied.newest:
             return
+        if oldest.number > self._gate.clock.newest:
+            return  # not computed
         now = time.monotonic()
         if oldest.waiting_since is None:
             oldest.waiting_since = now
         late = now - oldest.waiting_since
         if late > self.connection.timeout:
-            raise CacheRankDownError(f"no answer to step {oldest.number} in {late:.1f} s")
+            raise CacheRankDownError(f"no answer to step {oldest.step} in {late:.1f} s")

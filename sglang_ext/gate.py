@@ -8,6 +8,8 @@ the forward pass, for each layer group,
     stage         copy q, k and v of each layer to the staging buffer
     end_group     the staging buffer is complete, and the slots have been read: `computed`
 
+and at its end, the host is told when layers were reached.
+
 All of it is queued on a stream beside the layers, and the wait for the next group's slots right
 after a group's last attention, so that only an answer that is late holds up the layers.
 
@@ -30,9 +32,7 @@ from cache_rank_kernels.pack import triton as pack
 from torch import Tensor
 
 from cache_rank.config import CacheRankConfig
-from cache_rank.copies import Readback
-
-_STAMPS_UNDER_WAY = 4
+from cache_rank.mailbox import LETTERS, Inbox
 
 
 class DeviceGate:
@@ -77,9 +77,11 @@ class DeviceGate:
         self._config = config
 
     def plan_step(self, exchanges: bool) -> tuple[int, int]:
-        """Number a step: what its forward pass waits for, and whether it raises `computed`."""
+        """Number a step: what its forward pass waits for, and its number or, if it exchanges
+        nothing, 0.
+        """
         self.step += exchanges
-        return self._answered, int(exchanges)
+        return self._answered, self.step if exchanges else 0
 
     def end_step(self) -> None:
         """The answers to the step are under way: the next step waits for them."""
@@ -131,6 +133,8 @@ class DeviceGate:
             gate.signal(self.computed, group, self._steps[1:])
             if group + 1 < len(self._config.groups):
                 self._wait_for_slots(group + 1)
+            else:
+                self.clock.report(self._steps[1:])
         if group + 1 == len(self._config.groups):
             self._join()
 
@@ -164,28 +168,29 @@ class StepClock:
     def __init__(self, config: CacheRankConfig, device: torch.device) -> None:
         self.stamps = torch.zeros(config.model.layers + 1, dtype=torch.int64, device=device)
         self._first_layers = [layers.start for layers in config.groups]
-        self._under_way: deque[tuple[int, Readback]] = deque()
-        self._spare = [Readback() for _ in range(_STAMPS_UNDER_WAY)]
+        self._reported = Inbox(self.stamps)
+        self._under_way: deque[tuple[int, int]] = deque(maxlen=LETTERS)
         self._before_first = float("inf")
 
-    def end_step(self, step: int) -> None:
-        """Copy the step's stamps, after the forward pass; a step is skipped when none are spare."""
-        if self._spare:
-            readback = self._spare.pop()
-            readback.start(self.stamps)
-            self._under_way.append((step, readback))
+    def report(self, number: Tensor) -> None:
+        """Queue that the host gets the stamps of a step, which are complete; see Inbox.post."""
+        self._reported.post(number)
+
+    def expect(self, number: int, step: int) -> None:
+        """The forward pass of a step, which the gate gave a number, has been queued."""
+        self._under_way.append((number, step))
+
+    @property
+    def newest(self) -> int:
+        """Number of the last step whose forward pass is known to have been computed."""
+        return self._reported.newest
 
     def completed(self) -> StepTimes | None:
         """The oldest step whose stamps have arrived."""
-        if not self._under_way:
+        if not self._under_way or self._under_way[0][0] > self._reported.newest:
             return None
-        step, readback = self._under_way[0]
-        stamps = readback.value()
-        if stamps is None:
-            return None
-        start, *layers = stamps.tolist()
-        self._under_way.popleft()
-        self._spare.append(readback)
+        number, step = self._under_way.popleft()
+        start, *layers = self._reported.letter(number).tolist()
         return StepTimes(step, start, layers)
 
     def host_offset(self) -> int:

@@ -21,7 +21,7 @@ from cache_rank.config import CacheRankConfig, ModelShape
 from cache_rank.protocol import AnswerHeader, DownMessage, End, Flush, Load, Row, Step, UpMessage
 from cache_rank.selector import Selector, SelectorStep
 from cache_rank.timeline import Timeline
-from sglang_ext.device_exchange import DeviceExchange
+from sglang_ext.device_exchange import DeviceExchange, _StepUnderWay
 from sglang_ext.exchange import ExchangedRows, WorkingSetRows
 from sglang_ext.host_exchange import MAX_SHIPMENTS_UNDER_WAY, HostExchange, HostGate
 from sglang_ext.lifecycle import RequestStatistics, SparseSequence
@@ -406,66 +406,60 @@ def test_the_gate_of_cpu_ranks_acts_in_the_forward_pass_while_the_exchange_is_up
 # The exchange of GPU ranks: what its host watches.
 
 
-class UnderWay:
-    """Stands for a step whose answers the device has or has not applied."""
+class Letters:
+    """Stands for what came from the device, up to the newest number."""
 
-    def __init__(
-        self,
-        number: int,
-        age: float,
-        done: bool,
-        outcome: Any = None,
-        rows: ExchangedRows | None = None,
-        computed: bool = True,
-    ) -> None:
-        self.number = number
-        self.age = age
-        self.rows = rows or ExchangedRows()
-        self.done = SimpleNamespace(query=lambda: done)
-        self.outcome = SimpleNamespace(value=lambda: outcome)
-        self.computed = SimpleNamespace(query=lambda: computed)
-        self.waiting_since: float | None = None
+    def __init__(self, newest: int, **letters: Any) -> None:
+        self.newest = newest
+        self.letter = lambda number: letters[f"of_{number}"]
 
 
-def device_exchange(*steps: UnderWay, timeout: float = 5.0) -> Any:
-    for step in steps:
-        step.waiting_since = time.monotonic() - step.age
+def under_way(number: int, age: float = 1.0, rows: ExchangedRows | None = None) -> _StepUnderWay:
+    return _StepUnderWay(number, number, rows or ExchangedRows(), time.monotonic() - age)
+
+
+def device_exchange(*steps: _StepUnderWay, applied: Letters, computed: int = 99) -> Any:
     exchange: Any = object.__new__(DeviceExchange)
     exchange._lock = threading.Lock()
     exchange._under_way = deque(steps)
-    exchange._spare_outcomes = []
+    exchange._applied = applied
+    exchange._gate = SimpleNamespace(clock=Letters(computed))
     exchange._config = CONFIG
     exchange._read_clock = lambda: None
-    exchange.connection = SimpleNamespace(timeout=timeout)
+    exchange.connection = SimpleNamespace(timeout=5.0)
     exchange.counters = SimpleNamespace(tokens_shipped=0)
     return exchange
 
 
 @pytest.mark.parametrize(
-    "steps",
+    ("ages", "applied", "computed"),
     [
-        (),
-        (UnderWay(7, age=4, done=False),),
-        (UnderWay(7, age=60, done=True),),
-        (UnderWay(7, age=60, done=True), UnderWay(8, age=60, done=False)),
-        (UnderWay(7, age=4, done=False), UnderWay(8, age=0, done=False)),
-        (UnderWay(7, age=60, done=False, computed=False),),
+        ({}, 0, 0),
+        ({7: 4}, 6, 7),
+        ({7: 60}, 7, 7),
+        ({7: 60, 8: 60}, 7, 8),
+        ({7: 4, 8: 0}, 6, 8),
+        ({7: 60}, 6, 6),
     ],
     ids=["idle", "young", "done", "done-before-an-old-one", "two-young", "not-computed"],
 )
-def test_answers_in_time_are_waited_for(steps: tuple[UnderWay, ...]) -> None:
-    device_exchange(*steps)._check_deadline()
+def test_answers_in_time_are_waited_for(
+    ages: dict[int, float], applied: int, computed: int
+) -> None:
+    steps = [under_way(number, age) for number, age in ages.items()]
+    device_exchange(*steps, applied=Letters(applied), computed=computed)._check_deadline()
 
 
 def test_an_overdue_answer_means_the_cache_rank_is_down() -> None:
-    exchange = device_exchange(UnderWay(7, age=6, done=False), UnderWay(8, age=1, done=False))
+    steps = under_way(7, age=6), under_way(8, age=1)
+    exchange = device_exchange(*steps, applied=Letters(6), computed=8)
     with pytest.raises(CacheRankDownError, match=r"no answer to step 7 in 6\.\d s"):
         exchange._check_deadline()
 
 
 def test_the_wait_for_an_answer_begins_when_its_step_has_been_computed() -> None:
-    step = UnderWay(7, age=0, done=False)
-    exchange = device_exchange(step)
+    step = under_way(7)
+    exchange = device_exchange(step, applied=Letters(6), computed=7)
     step.waiting_since = None
     exchange._check_deadline()
     assert step.waiting_since is not None
@@ -474,13 +468,13 @@ def test_the_wait_for_an_answer_begins_when_its_step_has_been_computed() -> None
         exchange._check_deadline()
 
 
-def outcome(*rows: tuple[int, int]) -> torch.Tensor:
+def outcome(*rows: tuple[int, int]) -> Any:
     """Of all groups: rows that were applied in so many groups, with so many tokens in all."""
     found = torch.zeros((2, len(CONFIG.groups), CONFIG.max_rows), dtype=torch.int64)
     for row, (applied, tokens) in enumerate(rows):
         found[0, :applied, row] = 1
         found[1, 0, row] = tokens
-    return found
+    return found.numpy()
 
 
 def decoding(epoch: int, ended: bool = False) -> Decoding:
@@ -492,25 +486,24 @@ def test_steps_are_accounted_for_in_order_when_the_device_is_done() -> None:
     requests = [decoding(1), decoding(2)]
     rows, second = rows_of(requests), rows_of([None, requests[1]])
     groups = len(CONFIG.groups)
+    came = Letters(2, of_1=outcome((groups, 10), (groups, 20)), of_2=outcome((groups, 5)))
     exchange = device_exchange(
-        UnderWay(1, 1, True, outcome((groups, 10), (groups, 20)), rows),
-        UnderWay(2, 1, True, outcome((groups, 5)), second),
-        UnderWay(3, 1, False),
-        UnderWay(4, 1, True, outcome((groups, 5)), second),
+        under_way(1, rows=rows),
+        under_way(2, rows=second),
+        under_way(3, rows=second),
+        applied=came,
     )
     exchange._settle()
-    assert [step.number for step in exchange._under_way] == [3, 4]
+    assert [step.number for step in exchange._under_way] == [3]
     assert [request.sequence.statistics.tokens_shipped for request in requests] == [10, 25]
     assert exchange.counters.tokens_shipped == 35
-    spare = [outcome.value() for outcome in exchange._spare_outcomes]
-    assert len(spare) == 2, "host memory of steps that are over is used again"
 
 
 def test_an_answer_that_was_not_applied_means_the_cache_rank_is_down_unless_it_ended() -> None:
     groups = len(CONFIG.groups)
-    lost = outcome((groups, 3), (groups - 1, 4))
-    device_exchange(
-        UnderWay(1, 1, True, lost, rows_of([decoding(1), decoding(2, ended=True)]))
-    )._settle()
+    came = Letters(1, of_1=outcome((groups, 3), (groups - 1, 4)))
+    ended = rows_of([decoding(1), decoding(2, ended=True)])
+    device_exchange(under_way(1, rows=ended), applied=came)._settle()
+    exchange = device_exchange(under_way(1, rows=rows_of([decoding(1), decoding(2)])), applied=came)
     with pytest.raises(CacheRankDownError, match="the answer to step 1 is not for epoch 2"):
-        device_exchange(UnderWay(1, 1, True, lost, rows_of([decoding(1), decoding(2)])))._settle()
+        exchange._settle()

@@ -1,0 +1,80 @@
+"""Numbers between a host and its GPU without a call of the driver: in host memory that both see."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from cache_rank_kernels.gate import triton as gate
+from cache_rank_kernels.mailbox import triton as mailbox
+from torch import Tensor
+
+from cache_rank.copies import Field, StagedNumbers
+
+LETTERS = 16
+"""That a box holds: far more than the steps that a host is ahead of its device, or behind it."""
+
+
+class Outbox:
+    """Integers that every step brings to a GPU without a call of the driver.
+
+    Work that is queued, or held by a graph, collects what the host has written, one step after the
+    other.
+    """
+
+    def __init__(self, device: torch.device, **fields: Field) -> None:
+        size = sum(field.size for field in fields.values())
+        self._box = torch.zeros((LETTERS, size), dtype=torch.int64, pin_memory=True)
+        self._stages = [StagedNumbers(letter, fields) for letter in self._box]
+        self._turn = 0
+        self._collected = torch.zeros(1, dtype=torch.int64, device=device)
+        self._on_device = torch.zeros(size, dtype=torch.int64, device=device)
+        sizes = [field.size for field in fields.values()]
+        self._views = dict(zip(fields, self._on_device.split(sizes), strict=True))
+
+    def __getitem__(self, name: str) -> Tensor:
+        """A field on the device, (size,) int64."""
+        return self._views[name]
+
+    def write(self, **numbers: Sequence[int]) -> None:
+        """Write the numbers of the next step; those of LETTERS steps before have been collected."""
+        self._stages[self._turn].write(numbers)
+        self._turn = (self._turn + 1) % LETTERS
+
+    def collect(self) -> None:
+        """Replace all fields by those of the next step, on the current stream."""
+        mailbox.collect(self._box, self._collected, self._on_device)
+
+
+class Inbox:
+    """Integers of a GPU that the host sees without a call of the driver, the newest LETTERS."""
+
+    def __init__(self, values: Tensor) -> None:
+        """Bring a tensor, int64."""
+        self._values = values
+        box = torch.zeros((LETTERS, values.numel()), dtype=torch.int64, pin_memory=True)
+        newest = torch.zeros(1, dtype=torch.int64, pin_memory=True)
+        self._box, self._newest = box, newest
+        self._letters, self._newest_seen = box.view(LETTERS, *values.shape).numpy(), newest.numpy()
+
+    def post(self, number: Tensor) -> None:
+        """Bring the tensor as it is then, on the current stream.
+
+        Args:
+            number: (1,) int64 of the device: numbers grow; of 0, nothing is brought.
+        """
+        mailbox.post(self._values, self._box, number)
+        # A kernel of its own, so that the letter is there when its number is.
+        gate.signal(self._newest, 0, number)
+
+    @property
+    def newest(self) -> int:
+        """The greatest number that has come; not one before it is still to come."""
+        return int(self._newest_seen[0])
+
+    def letter(self, number: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """What came by a number, which is one of the newest LETTERS; changes when more come."""
+        letter: np.ndarray[Any, np.dtype[np.int64]] = self._letters[number % LETTERS]
+        return letter

@@ -1,0 +1,33 @@
+"""Letters between a host and its device, plain torch: the specification.
+
+A box is pinned memory of the host, (letters, width) int64, which the device sees too. Work that is
+queued, or held by a graph, takes and leaves letters there in turn, without a call of the driver.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+def collect(box: Tensor, turn: Tensor, into: Tensor) -> None:
+    """Take the next letter.
+
+    Args:
+        box: (letters, width) int64.
+        turn: (1,) int64, letters taken before; counted here.
+        into: (width,) int64, where the letter goes.
+    """
+    into.copy_(box[int(turn) % box.shape[0]])
+    turn += 1
+
+
+def post(values: Tensor, box: Tensor, number: Tensor) -> None:
+    """Leave a letter in the place of the one that came so many letters before.
+
+    Args:
+        values: int64, of any shape: the letter.
+        box: (letters, elements of `values`) int64.
+        number: (1,) int64, of the letter; of 0, none is left.
+    """
+    if int(number):
+        box[int(number) % box.shape[0]] = values.reshape(-1)
