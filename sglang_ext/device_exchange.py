@@ -183,7 +183,7 @@ class DeviceExchange(Exchange):
         size = DownMessage.size(self._config, layers, count)
         message = DownMessage(self._config, layers, count, self._down[group][:size])
         applied, shipped = self._outcome[:, group, :count]
-        self._accepts.copy_(self._gate.accepts, non_blocking=True)
+        gate.refresh(self._accepts, self._gate.accepts)
         self._operations.scatter_step(
             *self._working_sets.groups[group],
             numbers["first_rows"][:count],

@@ -25,6 +25,16 @@ def signal(flags: Tensor, index: int, count: Tensor | int) -> None:
         flags[index] = count
 
 
+def refresh(copy: Tensor, source: Tensor) -> None:
+    """Copy a number to where kernels read it faster.
+
+    Args:
+        copy: (1,), of the dtype of `source`.
+        source: (1,), which may be pinned host memory that the host changes.
+    """
+    copy.copy_(source)
+
+
 def wait_for(flags: Tensor, index: int, count: Tensor | int, accepts: Tensor) -> None:
     """Hold the stream until a flag has reached a count.
 

@@ -26,6 +26,11 @@ def signal(flags: Tensor, index: int, count: Tensor | int) -> None:
     )
 
 
+def refresh(copy: Tensor, source: Tensor) -> None:
+    """See the reference."""
+    _refresh[(1,)](copy, source, num_warps=1)
+
+
 def wait_for(flags: Tensor, index: int, count: Tensor | int, accepts: Tensor) -> None:
     """See the reference."""
     on_device = isinstance(count, Tensor)
@@ -51,6 +56,11 @@ def _signal(flags, index, counts, count, count_on_device: tl.constexpr):
         tl.store(flags + index, held, mask=held != 0)
     else:
         tl.store(flags + index, count.to(tl.int64))
+
+
+@triton.jit(do_not_specialize_on_alignment=["copy", "source"])
+def _refresh(copy, source):
+    tl.store(copy, tl.load(source, volatile=True))
 
 
 @triton.jit(

@@ -30,6 +30,14 @@ def test_signals_set_one_flag_by_value_or_by_what_memory_holds(
     assert flags.tolist() == [0, 1 << 40, 9]
 
 
+def test_a_copy_follows_what_the_host_says(implementation, device: torch.device) -> None:
+    source, copy = host_flag(device, 0), torch.full((1,), 7, dtype=torch.int32, device=device)
+    for said in (0, 1, 0):
+        source[0] = said
+        implementation.refresh(copy, source)
+        assert copy.tolist() == [said]
+
+
 @pytest.mark.parametrize("count", [5, 4])
 def test_a_wait_for_what_has_happened_ends(
     implementation, device: torch.device, count: int
