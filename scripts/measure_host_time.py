@@ -120,6 +120,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--device", choices=list(MODELS), default="cpu")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--starts", type=int, default=5, help="of a cache rank, that are timed")
     options = parser.parse_args()
     torch.set_num_threads(1)
     torch.set_grad_enabled(False)
@@ -149,15 +150,15 @@ def main() -> None:
         table.add_row(str(batch), *(f"{value:.0f} µs" for value in results[batch].values()))
     console.print(table)
     starts = []
-    for _ in range(5):
+    for _ in range(options.starts):
         fresh = Supervisor("cache-rank-0", place, timeout=60.0)
         fresh.open(rank.config)
         starts.append(fresh.start_seconds)
         fresh.close()
     rank.close()
-    console.print(
-        f"start-up of a cache rank, spawn to open: {statistics.median(starts):.2f} s (median of 5)"
-    )
+    if starts:
+        median = f"{statistics.median(starts):.2f} s (median of {len(starts)})"
+        console.print(f"start-up of a cache rank, spawn to open: {median}")
     print(
         json.dumps(
             {"machine": platform.platform(), "microseconds": results, "start_seconds": starts}
