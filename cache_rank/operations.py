@@ -11,20 +11,17 @@ import torch
 
 _FOLDER_OF = {
     "append_step": "append",
-    "collect_letter": "mailbox",
     "collect_tokens": "scatter",
     "copy_tokens": "scatter",
     "gather_step": "gather",
     "load_tokens": "append",
     "pack_layer": "pack",
-    "post_letter": "mailbox",
     "predict_step": "predict",
     "scatter_step": "scatter",
     "score_step": "score",
     "score_workspace": "score",
     "select_step": "select",
     "select_workspace": "select",
-    "signal": "gate",
 }
 
 
@@ -33,20 +30,17 @@ class Operations:
     """One implementation of every operation; kernels/<folder>/reference.py says what each does."""
 
     append_step: Callable[..., None]
-    collect_letter: Callable[..., None]
     collect_tokens: Callable[..., None]
     copy_tokens: Callable[..., None]
     gather_step: Callable[..., None]
     load_tokens: Callable[..., None]
     pack_layer: Callable[..., None]
-    post_letter: Callable[..., None]
     predict_step: Callable[..., None]
     scatter_step: Callable[..., None]
     score_step: Callable[..., None]
     score_workspace: Callable[..., Any]
     select_step: Callable[..., None]
     select_workspace: Callable[..., Any]
-    signal: Callable[..., None]
 
 
 @dataclasses.dataclass(frozen=True)

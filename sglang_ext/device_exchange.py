@@ -19,7 +19,8 @@ from cache_rank_kernels.gate import triton as gate
 from torch import Tensor
 
 from cache_rank.config import CacheRankConfig
-from cache_rank.mailbox import Field, Inbox, Outbox
+from cache_rank.copies import Field
+from cache_rank.mailbox import Inbox, Outbox
 from cache_rank.nccl import NcclChannel
 from cache_rank.peer import PeerChannel
 from cache_rank.protocol import AnswerHeader, DownMessage, bulk_shape

@@ -8,7 +8,6 @@ goes there in one copy.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,8 +15,7 @@ import torch
 from torch import Tensor
 
 from cache_rank.config import CacheRankConfig
-from cache_rank.graphs import Captures
-from cache_rank.mailbox import Field, Outbox
+from cache_rank.copies import Field, StepNumbers
 from cache_rank.operations import operations_for
 from sglang_ext.exchange import ExchangedRows, WorkingSetRows
 from sglang_ext.lifecycle import Lifecycle, Phase, SparseSequence, prepare_requests
@@ -60,7 +58,7 @@ class StepPlan:
     attends_to_everything: bool = False
 
 
-def step_numbers(device: torch.device, request_slots: int) -> Outbox:
+def step_numbers(device: torch.device, request_slots: int) -> StepNumbers:
     """What the kernels of a step read on a device.
 
     Returns:
@@ -68,7 +66,7 @@ def step_numbers(device: torch.device, request_slots: int) -> Outbox:
         and `targets` as in StepPlan.
     """
     batch_at_most = request_slots + GRAPH_PADDING
-    return Outbox(
+    return StepNumbers(
         device,
         steps=Field(GATE_NUMBERS, 0),
         exchanged=Field(batch_at_most, -1),
@@ -93,7 +91,7 @@ class StepPlanner:
         config: CacheRankConfig,
         pools: Pools,
         metrics: CacheRankMetrics,
-        numbers: Outbox | None,
+        numbers: StepNumbers | None,
     ) -> None:
         """Begin with no epoch.
 
@@ -121,7 +119,6 @@ class StepPlanner:
         )
         self._config = config
         self._numbers = numbers
-        self._captures = Captures(pools.req_to_token.device)
         self._metrics = metrics
         self._req_to_token = pools.req_to_token
         self._operations = operations_for(pools.req_to_token.device)
@@ -173,7 +170,7 @@ class StepPlanner:
         if numbers is None:
             self.table.advance_in_host_memory(plan.sources, plan.targets)
             return
-        numbers.write(
+        numbers.upload(
             steps=steps,
             exchanged=plan.rows.of_batch(count),
             lengths=plan.attended_lengths,
@@ -181,12 +178,6 @@ class StepPlanner:
             targets=plan.targets,
         )
         plan.lengths = numbers["lengths"]
-        self._captures.begin_step()
-        self._captures.run(count, functools.partial(self._advance, numbers, count))
-
-    def _advance(self, numbers: Outbox, count: int) -> None:
-        """Queue what `advance` brings to the device."""
-        numbers.collect()
         self.table.advance(numbers.first("sources", count), numbers.first("targets", count))
 
     def _begin(self, request: Any, length: int, is_up: bool) -> SparseSequence | None:

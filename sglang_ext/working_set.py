@@ -64,7 +64,6 @@ class WorkingSetTable:
         self._copied: dict[int, int] = {}
         self._true_width, self._width = req_to_token.shape[1], width
         self._flat_true, self._flat_table = req_to_token.view(-1), self.table.view(-1)
-        self._current = req_to_token.new_empty(req_to_token.shape[0])
         self._in_host_memory: tuple[memoryview, memoryview] | None = None
         if not req_to_token.is_cuda:
             self._in_host_memory = self._flat_true.numpy().data, self._flat_table.numpy().data
@@ -118,8 +117,7 @@ class WorkingSetTable:
         Args:
             sources, targets: (B,) int64 of `plan_advance`, on the device.
         """
-        current = self._current[: sources.shape[0]]
-        torch.index_select(self._flat_true, 0, sources, out=current)
+        current = self._flat_true.index_select(0, sources)
         self._flat_table.index_copy_(0, targets, current)
 
     def advance_in_host_memory(self, sources: Iterable[int], targets: Iterable[int]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import Tensor
 
 
-def collect_letter(box: Tensor, turn: Tensor, into: Tensor) -> None:
+def collect(box: Tensor, turn: Tensor, into: Tensor) -> None:
     """Take the next letter.
 
     Args:
@@ -21,7 +21,7 @@ def collect_letter(box: Tensor, turn: Tensor, into: Tensor) -> None:
     turn += 1
 
 
-def post_letter(values: Tensor, box: Tensor, number: Tensor) -> None:
+def post(values: Tensor, box: Tensor, number: Tensor) -> None:
     """Leave a letter in the place of the one that came so many letters before.
 
     Args:

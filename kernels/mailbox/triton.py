@@ -7,13 +7,13 @@ import triton.language as tl
 from torch import Tensor
 
 
-def collect_letter(box: Tensor, turn: Tensor, into: Tensor) -> None:
+def collect(box: Tensor, turn: Tensor, into: Tensor) -> None:
     """See the reference."""
     letters, width = box.shape
     _collect[(1,)](box, turn, into, letters, width, block=triton.next_power_of_2(width))
 
 
-def post_letter(values: Tensor, box: Tensor, number: Tensor) -> None:
+def post(values: Tensor, box: Tensor, number: Tensor) -> None:
     """See the reference."""
     letters, width = box.shape
     assert values.is_contiguous()

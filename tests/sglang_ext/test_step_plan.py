@@ -10,7 +10,7 @@ import pytest
 import torch
 from test_working_set import small_config
 
-from cache_rank.mailbox import Outbox
+from cache_rank.copies import StepNumbers
 from sglang_ext.lifecycle import Phase, RequestStatistics, SparseSequence
 from sglang_ext.model_runner import Pools, reserve_rows
 from sglang_ext.step_plan import GRAPH_PADDING, StepPlanner, step_numbers
@@ -27,7 +27,7 @@ ARGS: Any = SimpleNamespace(
 FIRST_BLOCK = SLOTS * CONTEXT
 
 
-def planner_of(numbers: Outbox | None = None, **changes: Any) -> StepPlanner:
+def planner_of(numbers: StepNumbers | None = None, **changes: Any) -> StepPlanner:
     """A planner whose pool holds the tokens of every request slot in a row."""
     config = small_config(query_window=2, **changes)
     generator = torch.Generator().manual_seed(0)

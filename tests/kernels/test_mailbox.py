@@ -29,7 +29,7 @@ def test_letters_are_taken_in_turn(implementation, device: torch.device, width: 
     turn = torch.zeros(1, dtype=torch.int64, device=device)
     around = torch.full((width + 2,), -7, dtype=torch.int64, device=device)
     for number in range(7):
-        implementation.collect_letter(box, turn, around[1:-1])
+        implementation.collect(box, turn, around[1:-1])
         assert around.tolist() == [-7, *box[number % 3].tolist(), -7]
         assert turn.tolist() == [number + 1]
 
@@ -41,10 +41,10 @@ def test_letters_are_left_where_their_number_says(
     values = torch.arange(torch.Size(shape).numel(), device=device).view(shape)
     box = host_box(device, 4, values.numel()).fill_(-1)
     for number in (1, 2, 7, 1 << 40):
-        implementation.post_letter(values + number, box, torch.tensor([number], device=device))
+        implementation.post(values + number, box, torch.tensor([number], device=device))
         settle(device)
         assert box[number % 4].tolist() == (values + number).view(-1).tolist()
     before = box.clone()
-    implementation.post_letter(values, box, torch.zeros(1, dtype=torch.int64, device=device))
+    implementation.post(values, box, torch.zeros(1, dtype=torch.int64, device=device))
     settle(device)
     assert torch.equal(box, before)
