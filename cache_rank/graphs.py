@@ -25,7 +25,7 @@ def capture(
 
     The action has run before, so that its kernels are compiled. It allocates nothing, waits for no
     other stream, and what it reads and writes stays where it is. Other streams, and other threads
-    of the process, may use the device meanwhile.
+    of the process, may use the device meanwhile, but none may wait for all of it.
 
     Args:
         action: what to capture.

@@ -123,7 +123,7 @@ class Link:
                 thread.join(ABORT_SECONDS)
 
     def finish(self) -> None:
-        """Abort until nothing is under way, now that the peer's process has ended."""
+        """Abort until nothing is under way, now that the peer has ended, or is about to."""
         self.abort()
         for channel in self._peer_channels:
             if not channel.finish(ABORT_SECONDS):

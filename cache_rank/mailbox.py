@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib import import_module
 from typing import Any
 
 import numpy as np
 import torch
-from cache_rank_kernels.gate import triton as gate
-from cache_rank_kernels.mailbox import triton as mailbox
 from torch import Tensor
 
 from cache_rank.copies import Field, StagedNumbers
+from cache_rank.operations import implementation_for
 
 LETTERS = 16
 """That a box holds: far more than the steps that a host is ahead of its device, or behind it."""
@@ -26,7 +26,8 @@ class Outbox:
 
     def __init__(self, device: torch.device, **fields: Field) -> None:
         size = sum(field.size for field in fields.values())
-        self._box = torch.zeros((LETTERS, size), dtype=torch.int64, pin_memory=True)
+        self._box = _box(device, LETTERS, size)
+        self._kernels = _kernels(device)
         self._stages = [StagedNumbers(letter, fields) for letter in self._box]
         self._turn = 0
         self._collected = torch.zeros(1, dtype=torch.int64, device=device)
@@ -45,7 +46,7 @@ class Outbox:
 
     def collect(self) -> None:
         """Replace all fields by those of the next step, on the current stream."""
-        mailbox.collect(self._box, self._collected, self._on_device)
+        self._kernels.collect(self._box, self._collected, self._on_device)
 
 
 class Inbox:
@@ -54,10 +55,11 @@ class Inbox:
     def __init__(self, values: Tensor) -> None:
         """Bring a tensor, int64."""
         self._values = values
-        box = torch.zeros((LETTERS, values.numel()), dtype=torch.int64, pin_memory=True)
-        newest = torch.zeros(1, dtype=torch.int64, pin_memory=True)
-        self._box, self._newest = box, newest
-        self._letters, self._newest_seen = box.view(LETTERS, *values.shape).numpy(), newest.numpy()
+        self._box = _box(values.device, LETTERS, values.numel())
+        self._newest = _box(values.device, 1, 1)[0]
+        self._letters = self._box.view(LETTERS, *values.shape).numpy()
+        self._newest_seen = self._newest.numpy()
+        self._kernels = _kernels(values.device)
 
     def post(self, number: Tensor) -> None:
         """Bring the tensor as it is then, on the current stream.
@@ -65,9 +67,7 @@ class Inbox:
         Args:
             number: (1,) int64 of the device: numbers grow; of 0, nothing is brought.
         """
-        mailbox.post(self._values, self._box, number)
-        # A kernel of its own, so that the letter is there when its number is.
-        gate.signal(self._newest, 0, number)
+        self._kernels.post(self._values, self._box, self._newest, number)
 
     @property
     def newest(self) -> int:
@@ -78,3 +78,12 @@ class Inbox:
         """What came by a number, which is one of the newest LETTERS; changes when more come."""
         letter: np.ndarray[Any, np.dtype[np.int64]] = self._letters[number % LETTERS]
         return letter
+
+
+def _box(device: torch.device, letters: int, width: int) -> Tensor:
+    """Host memory that a device sees, (letters, width) int64 zeros."""
+    return torch.zeros((letters, width), dtype=torch.int64, pin_memory=device.type == "cuda")
+
+
+def _kernels(device: torch.device) -> Any:
+    return import_module(f"cache_rank_kernels.mailbox.{implementation_for(device)}")

@@ -225,7 +225,9 @@ class PeerChannel:
         ]
         self._open = True
         self._lock = threading.Lock()
-        self._first_abort, self._finished = threading.Lock(), threading.Event()
+        self._finished = threading.Event()
+        self._ending = threading.Thread(target=self._end_transfers, daemon=True)
+        self._starting = threading.Lock()
 
     def send(self, tensor: Tensor, after: torch.cuda.Event | None = None, lane: int = 0) -> Pending:
         assert tensor.is_contiguous()
@@ -272,20 +274,23 @@ class PeerChannel:
         another thread may be waiting for these very transfers.
         """
         self._open = False
-        if self._first_abort.acquire(blocking=False):
-            threading.Thread(target=self._end_transfers, daemon=True).start()
+        with self._starting:
+            if self._ending.ident is None:
+                self._ending.start()
 
     def _end_transfers(self) -> None:
+        self._flags.raise_all()
         while not self._finished.wait(_RAISE_SECONDS):
             self._flags.raise_all()
 
     def finish(self, timeout: float) -> bool:
-        """Abort until nothing is under way, now that the peer has ended; whether that is so."""
+        """Abort until nothing is under way any more; whether that came within `timeout` seconds."""
         self.abort()
         deadline = time.monotonic() + timeout
         while not (idle := self.is_idle) and time.monotonic() < deadline:
             time.sleep(_RAISE_SECONDS)
-        self._finished.set()
+        if idle:
+            self._finished.set()
         return idle
 
     def close(self) -> None:

@@ -1,8 +1,8 @@
 """Flags in memory for which the hardware that feeds a stream waits, of one GPU or two.
 
-Unlike a kernel that polls, such a wait takes nothing of a multiprocessor. Flags are int64, 0 or 1.
-To take one is to wait until it is raised and to lower it again: so the same moves do for every
-step, and graphs can hold them.
+Unlike a kernel that polls, such a wait takes nothing of a multiprocessor. Flags are int64, and
+raised when they are not 0. To take one is to wait until it is raised and to lower it again: so the
+same moves do for every step, and graphs can hold them.
 """
 
 from __future__ import annotations
@@ -34,16 +34,23 @@ def call(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 class FlagMoves:
-    """Flags that a stream raises, and then those that it takes."""
+    """Flags that a stream raises, then those that it waits for, then those that it takes."""
 
-    def __init__(self, raised: Sequence[int] = (), taken: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        raised: Sequence[int] = (),
+        awaited: Sequence[int] = (),
+        taken: Sequence[int] = (),
+    ) -> None:
         """Describe the moves.
 
         Args:
             raised: addresses, in the memory of any GPU, or host memory, that is mapped.
-            taken: addresses, in memory of this GPU or the host's.
+            awaited: addresses, in memory of this GPU or the host's.
+            taken: addresses of flags that are 0 or 1, there.
         """
         self._operations = [_write(address, 1) for address in raised]
+        self._operations += [_wait(address) for address in awaited]
         for address in taken:
             self._operations += _wait(address), _write(address, 0)
 

@@ -117,6 +117,7 @@ class DeviceExchange(Exchange):
         self._numbers.write()
         for group in range(len(config.groups)):
             self._apply(group, 1)
+        gate.lower_flag(self._gate.computed, 0)
         self._gate.computed.zero_()  # steps of a connection that was lost may have raised them
         torch.cuda.synchronize(self._device)
 
@@ -212,10 +213,13 @@ class DeviceExchange(Exchange):
 
     def close(self) -> None:
         self._gate.close()
-        # Else the connection keeps this exchange, its graphs and its buffers, and they each other.
+        # Else the connection keeps this exchange, its graphs and its buffers.
         self.connection.before_abort = self.connection.check = lambda: None
-        del self._transfers
         super().close()
+        # What is still queued writes what would be freed: it ends, for transfers have been ended.
+        self.connection.link.finish()
+        self._transfers.scatter_stream.synchronize()
+        del self._transfers  # which holds a method of this exchange
 
     def spans(self) -> list[Span]:
         self._read_clock()

@@ -14,8 +14,9 @@ All of it is queued on a stream beside the layers, and the wait for the next gro
 after a group's last attention, so that only an answer that is late holds up the layers.
 
 The exchange, outside the graph, takes `computed`, a flag that is raised in steps that exchange
-something, and sets `applied` to the number of the step. kernels/gate says why they are not events.
-Steps are numbered through all connections, so that `applied` never holds too much.
+something, by one forward pass each, and sets `applied` to the number of the step. kernels/gate says
+why they are not events. Steps are numbered through all connections, so that `applied` never holds
+too much.
 """
 
 from __future__ import annotations
@@ -130,7 +131,7 @@ class DeviceGate:
         """The group's layers have been computed."""
         self._side_stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._side_stream):
-            gate.signal(self.computed, group, self._steps[1:])
+            gate.raise_flag(self.computed, group, self._steps[1:])
             if group + 1 < len(self._config.groups):
                 self._wait_for_slots(group + 1)
             else:

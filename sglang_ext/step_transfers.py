@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
+from cache_rank_kernels.gate import triton as gate
 from torch import Tensor
 
 from cache_rank.graphs import capture
@@ -44,7 +45,8 @@ class StepParts(NamedTuple):
     """What the transfers of a step are made of.
 
     Attributes:
-        computed: (groups,) int64 flags, raised by the forward pass when a group is staged.
+        computed: (groups,) int64 flags, raised by every forward pass when a group is staged: they
+            count, because nothing holds back forward passes once the gate is closed.
         messages: of each group, for so many rows; always the same memory.
         apply: queues what is done with the answer of a group to so many rows, on the current
             stream. It reads and writes nothing but what stays where it is.
@@ -140,10 +142,18 @@ class StepTransfers(ABC):
         self.times = TransferTimes()
         self._parts = parts
         flags = parts.computed
-        self._takes_computed = [
-            FlagMoves(taken=[flags.data_ptr() + group * flags.itemsize])
+        self._waits = [
+            FlagMoves(awaited=[flags.data_ptr() + group * flags.itemsize])
             for group in range(flags.shape[0])
         ]
+
+    def _take_computed(self, group: int, stream: torch.cuda.Stream) -> None:
+        """Hold a stream, the current one, until a group of its step is computed.
+
+        Every forward pass that is queued comes to its end, with or without answers.
+        """
+        self._waits[group].queue(stream)
+        gate.lower_flag(self._parts.computed, group)
 
     @abstractmethod
     def queue(self, rows: int) -> None:
@@ -185,8 +195,7 @@ class CopiedTransfers(StepTransfers):
     def _send(self, rows: int) -> None:
         stream = self._up.stream
         for group, messages in enumerate(self._parts.messages(rows)):
-            # Every forward pass that is queued comes to its end, with or without answers.
-            self._takes_computed[group].queue(stream)
+            self._take_computed(group, stream)
             with self.times.of("send", group, stream):
                 self._up.send(messages.staged, lane=group)
 
@@ -233,7 +242,7 @@ class NcclTransfers(StepTransfers):
         messages = self._parts.messages(rows)
         with torch.cuda.stream(up.stream):
             for group, (staged, _) in enumerate(messages):
-                self._takes_computed[group].queue(up.stream)
+                self._take_computed(group, up.stream)
                 computed = up.stream.record_event()
                 with self.times.of("send", group, up.stream, computed):
                     up.send(staged, computed, lane=group)

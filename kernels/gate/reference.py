@@ -2,7 +2,7 @@
 
 With CUDA events that a graph records, a wait that was queued while an earlier run of the graph was
 under way appeared to be satisfied by that run. A flag that counts leaves no doubt: a wait names the
-count it waits for.
+count it waits for, or takes one of those that it counts.
 """
 
 from __future__ import annotations
@@ -16,13 +16,27 @@ def signal(flags: Tensor, index: int, count: Tensor | int) -> None:
     """Set a flag, when all earlier work of the stream is done.
 
     Args:
-        flags: int64, of which entry `index` is written.
+        flags: int64, of which entry `index` is written. Counts only grow.
         index: which flag.
-        count: its value, or (1,) int64 that holds it when the work runs: of 0, the flag stays as
-            it is.
+        count: its value, or (1,) int64 that holds it when the work runs.
     """
-    if not isinstance(count, Tensor) or int(count):
-        flags[index] = count
+    flags[index] = count
+
+
+def raise_flag(flags: Tensor, index: int, number: Tensor) -> None:
+    """Raise a flag once more, when all earlier work of the stream is done.
+
+    Args:
+        flags: int64, how often each has been raised and not been lowered.
+        index: which flag.
+        number: (1,) int64; of 0, the flag stays as it is.
+    """
+    flags[index] += int(number) != 0
+
+
+def lower_flag(flags: Tensor, index: int) -> None:
+    """Lower a flag once, which has been seen to be raised."""
+    flags[index] -= 1
 
 
 def refresh(copy: Tensor, source: Tensor) -> None:

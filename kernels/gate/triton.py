@@ -26,6 +26,16 @@ def signal(flags: Tensor, index: int, count: Tensor | int) -> None:
     )
 
 
+def raise_flag(flags: Tensor, index: int, number: Tensor) -> None:
+    """See the reference."""
+    _raise_flag[(1,)](flags, index, number, num_warps=1)
+
+
+def lower_flag(flags: Tensor, index: int) -> None:
+    """See the reference."""
+    _lower_flag[(1,)](flags, index, num_warps=1)
+
+
 def refresh(copy: Tensor, source: Tensor) -> None:
     """See the reference."""
     _refresh[(1,)](copy, source, num_warps=1)
@@ -52,10 +62,20 @@ def wait_for(flags: Tensor, index: int, count: Tensor | int, accepts: Tensor) ->
 )
 def _signal(flags, index, counts, count, count_on_device: tl.constexpr):
     if count_on_device:
-        held = tl.load(counts)
-        tl.store(flags + index, held, mask=held != 0)
+        tl.store(flags + index, tl.load(counts))
     else:
         tl.store(flags + index, count.to(tl.int64))
+
+
+# Flags are raised and lowered on streams that do not wait for each other.
+@triton.jit(do_not_specialize=["index"], do_not_specialize_on_alignment=["flags", "number"])
+def _raise_flag(flags, index, number):
+    tl.atomic_add(flags + index, (tl.load(number) != 0).to(tl.int64))
+
+
+@triton.jit(do_not_specialize=["index"], do_not_specialize_on_alignment=["flags"])
+def _lower_flag(flags, index):
+    tl.atomic_add(flags + index, tl.full((), -1, tl.int64))
 
 
 @triton.jit(do_not_specialize_on_alignment=["copy", "source"])

@@ -21,13 +21,15 @@ def collect(box: Tensor, turn: Tensor, into: Tensor) -> None:
     turn += 1
 
 
-def post(values: Tensor, box: Tensor, number: Tensor) -> None:
-    """Leave a letter in the place of the one that came so many letters before.
+def post(values: Tensor, box: Tensor, newest: Tensor, number: Tensor) -> None:
+    """Leave a letter in the place of the one that came so many letters before, then its number.
 
     Args:
         values: int64, of any shape: the letter.
         box: (letters, elements of `values`) int64.
+        newest: (1,) int64 beside the box: who sees a number there sees its letter.
         number: (1,) int64, of the letter; of 0, none is left.
     """
     if int(number):
         box[int(number) % box.shape[0]] = values.reshape(-1)
+        newest.copy_(number)

@@ -68,21 +68,55 @@ def test_sparse_chains_are_exact_alone_and_together(chain_server: Server) -> Non
         assert all(0.2 < share <= 1 for share in heads)
 
 
+def wait_until_up(server: Server, starts: int = 1) -> dict[str, Any]:
+    """State of a server whose cache rank has been started so often and is up."""
+    deadline = time.monotonic() + 60
+    while not (found := state(server))["up"] or found["starts"] < starts:
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    return found
+
+
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
 def test_every_request_finishes_when_the_cache_rank_is_lost(
     chain_server: Server, sent: signal.Signals
 ) -> None:
-    deadline = time.monotonic() + 60
-    while not state(chain_server)["up"]:
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
-    pid = state(chain_server)["pid"]
-    killer = threading.Timer(0.3, os.kill, (pid, sent))
+    before = wait_until_up(chain_server)
+    killer = threading.Timer(0.3, os.kill, (before["pid"], sent))
     killer.start()
     results = walk(chain_server, CHAINS)
     killer.join()
     # A step under way keeps its last selection, which may cost the hop that it computes.
     assert min(hops for hops, _ in results) >= 78
+    wait_until_up(chain_server, before["starts"] + 1)
+    ((hops, statistics),) = walk(chain_server, CHAINS[:1])
+    assert hops == 80
+    assert statistics["sparse_steps"] > 200
+
+
+def deep_flags(model: Path) -> list[str]:
+    return (
+        f"--model-path {model} --skip-tokenizer-init --layers-per-group 1 --dense-layers 0 "
+        "--sparse-threshold 1024 --sparse-budget 512 --recent-tokens 32 --delta-capacity 64 "
+        "--bulk-chunk-tokens 256"
+    ).split()
+
+
+@pytest.mark.parametrize("backend", ["peer", "nccl"])
+def test_a_cache_rank_of_many_groups_is_lost_and_comes_back(deep_model: Path, backend: str) -> None:
+    flags = [*deep_flags(deep_model), "--cache-rank-transfer-backend", backend]
+    prompts = random_prompts([3000, 700, 1500, 4000])
+    with serve([*GPU_FLAGS, *flags]) as server:
+        for starts in (1, 2, 3):
+            pid = wait_until_up(server, starts)["pid"]
+            killer = threading.Timer(1.0, os.kill, (pid, signal.SIGKILL))
+            killer.start()
+            responses = server.generate_all(prompts, 300)
+            killer.join()
+            assert [len(response["output_ids"]) for response in responses] == [300] * 4
+        wait_until_up(server, 4)
+        responses = server.generate_all(prompts, 300)
+        assert max(r["meta_info"]["cache_rank"]["sparse_steps"] for r in responses) > 50
 
 
 @pytest.mark.parametrize("inference_kv", ["full", "working-set"])
@@ -91,11 +125,7 @@ def test_slots_equal_the_mirror_over_many_groups(
     deep_model: Path, inference_kv: str, checksum: str
 ) -> None:
     """With checksums every step is compared; without, the host runs ahead as it does in use."""
-    flags = (
-        f"--model-path {deep_model} --skip-tokenizer-init --layers-per-group 1 "
-        f"--dense-layers 0 --inference-kv {inference_kv} --sparse-threshold 1024 "
-        "--sparse-budget 512 --recent-tokens 32 --delta-capacity 64 --bulk-chunk-tokens 256"
-    ).split()
+    flags = [*deep_flags(deep_model), "--inference-kv", inference_kv]
     environment = {"CACHE_RANK_CHECKSUM": checksum}
     with serve([*GPU_FLAGS, *flags], environment) as server:
         responses = server.generate_all(random_prompts([3000, 700, 1500, 4000]), 600)

@@ -26,8 +26,17 @@ def test_signals_set_one_flag_by_value_or_by_what_memory_holds(
     flags = torch.zeros(3, dtype=torch.int64, device=device)
     implementation.signal(flags, 1, 1 << 40)
     implementation.signal(flags, 2, torch.tensor([7, 9], device=device)[1:])
-    implementation.signal(flags, 1, torch.zeros(1, dtype=torch.int64, device=device))
     assert flags.tolist() == [0, 1 << 40, 9]
+
+
+def test_flags_count_how_often_they_are_raised(implementation, device: torch.device) -> None:
+    flags = torch.zeros(3, dtype=torch.int64, device=device)
+    for number in (5, 0, 1 << 40, 6):
+        implementation.raise_flag(flags, 1, torch.tensor([number], device=device))
+    assert flags.tolist() == [0, 3, 0]
+    implementation.lower_flag(flags, 1)
+    implementation.raise_flag(flags, 2, torch.ones(1, dtype=torch.int64, device=device))
+    assert flags.tolist() == [0, 2, 1]
 
 
 def test_a_copy_follows_what_the_host_says(implementation, device: torch.device) -> None:

@@ -39,12 +39,15 @@ def test_letters_are_left_where_their_number_says(
     implementation, device: torch.device, shape: tuple[int, ...]
 ) -> None:
     values = torch.arange(torch.Size(shape).numel(), device=device).view(shape)
-    box = host_box(device, 4, values.numel()).fill_(-1)
+    box, newest = host_box(device, 4, values.numel()).fill_(-1), host_box(device, 1, 1)[0]
     for number in (1, 2, 7, 1 << 40):
-        implementation.post(values + number, box, torch.tensor([number], device=device))
+        given = torch.tensor([number], device=device)
+        implementation.post(values + number, box, newest, given)
         settle(device)
+        assert newest.tolist() == [number]
         assert box[number % 4].tolist() == (values + number).view(-1).tolist()
     before = box.clone()
-    implementation.post(values, box, torch.zeros(1, dtype=torch.int64, device=device))
+    implementation.post(values, box, newest, torch.zeros(1, dtype=torch.int64, device=device))
     settle(device)
     assert torch.equal(box, before)
+    assert newest.tolist() == [1 << 40]
