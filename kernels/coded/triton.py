@@ -124,12 +124,14 @@ def score_codes(
     rounded: bool | None = None,
     warps: int = 4,
     stages: int = 3,
+    registers: int | None = None,
     **options: int,
 ) -> None:
     """See the reference. One launch; D is a power of two, on a GPU of at least 64.
 
     Args:
         rounded: keep logits in float16; by default unless scores are to be exact.
+        registers: most of a thread.
         options: of the format, on which only time and the last bits depend.
     """
     own, key_ring = of.scoring(tokens, queries, out, exact, **options), tokens.rings[0]
@@ -156,6 +158,7 @@ def score_codes(
         EXACT=multiplies_float32(key_ring),
         INTERPRETED=not key_ring.is_cuda,
         num_warps=warps,
+        maxnreg=registers,
     )
 
 

@@ -1,14 +1,14 @@
 """Lynx codes on a GPU, Triton; coded/triton.py says what each function here does.
 
-A channel's minimum and span hold for a page and its mean and spread for a chunk, so that they are
-multiplied with the query, once a chunk, and the query with the signed fractions alone:
+A channel's minimum and span hold for a page, so that they are multiplied with the query, once a
+block; its mean and spread for a chunk, whose mean is multiplied with the query, and its spread with
+the signed fractions of each token:
 
-    q·k = Σ (q span spread) f + Σ q (minimum + span mean)
+    q·k = Σ (q span) (spread f) + Σ q (minimum + span mean)
 """
 
 from __future__ import annotations
 
-import math
 from functools import lru_cache, partial
 from typing import NamedTuple
 
@@ -21,28 +21,21 @@ from cache_rank_kernels.coded.parts import (
     digit_columns,
     is_finite,
     load_group,
-    load_query_half,
     power_below,
-    query_digits,
     quotient,
     store_gathered,
-    sum_of_digits,
 )
 from cache_rank_kernels.coded.reference import CodedTokens
 from cache_rank_kernels.lynx.fractions import (
-    anchor_fractions,
-    anchor_instructions,
-    anchor_table,
-    anchor_unit,
-    anchors_are_integers,
-    full_fractions,
-    half_parts,
+    half_part,
+    instructions,
+    keys_of_codes,
     magnitude_of,
-    signed_levels,
 )
 from cache_rank_kernels.lynx.reference import (
     CHUNK,
     LEVELS,
+    PAGE,
     LynxCodec,
     boundaries_of_levels,
     fractions_of_levels,
@@ -68,19 +61,16 @@ class _Scoring(NamedTuple):
     Attributes:
         chunk: tokens of a chunk.
         chunks: of a block; a warp deals with one of them when there are as many warps.
+        columns: of the product, of a query head.
         in_full: read residuals too.
-        as_integers: multiply anchors as integers, if they are read alone.
-        instructions: that look them up.
-        digits, columns: of queries that are multiplied with integers, and of each of their heads.
+        instructions: that make keys of codes.
     """
 
     chunk: int
     chunks: int
-    in_full: bool
-    as_integers: bool
-    instructions: str
-    digits: int
     columns: int
+    in_full: bool
+    instructions: str
 
 
 def _codec(tokens: CodedTokens) -> LynxCodec:
@@ -97,32 +87,13 @@ def _encoding(tokens: CodedTokens) -> Own:
 
 
 def _scoring(
-    tokens: CodedTokens,
-    queries: Tensor,
-    out: Tensor,
-    exact: bool,
-    digits: int = 2,
-    chunks: int = 4,
+    tokens: CodedTokens, queries: Tensor, out: Tensor, exact: bool, chunks: int = PAGE // CHUNK
 ) -> Own:
-    """For anchors, queries are rounded to 2 or 3 `digits`; see `query_digits`."""
     codec = _codec(tokens)
-    alpha = codec.alpha
-    tables = (
-        anchor_table(alpha, queries.device),
-        math.log2(1 + alpha) / LEVELS,
-        1 / alpha,
-        anchor_unit(alpha),
-    )
-    constants = _Scoring(
-        CHUNK,
-        chunks,
-        codec.reads_in_full(exact),
-        anchors_are_integers(alpha),
-        anchor_instructions(alpha),
-        digits,
-        digit_columns(queries, out, digits),
-    )
-    return Own(tables, constants)
+    alpha, in_full = codec.alpha, codec.reads_in_full(exact)
+    columns = digit_columns(queries, out, 2)
+    constants = _Scoring(CHUNK, chunks, columns, in_full, instructions(alpha, in_full))
+    return Own((fractions_of_levels(alpha, queries.device),), constants)
 
 
 @lru_cache(maxsize=16)
@@ -263,46 +234,6 @@ def _gather(
 
 
 @triton.jit
-def _fold(
-    query,
-    channel,
-    page_at,
-    chunk_at,
-    planes,
-    CHUNKS: tl.constexpr,
-    PADDED: tl.constexpr,
-    HALF: tl.constexpr,
-):
-    """Queries of each chunk, for its fractions, and their products with the rest of a key.
-
-    Args:
-        query: (PADDED, HALF) float32.
-        channel: (HALF,) channels.
-        page_at, chunk_at: of channel 0 of the page, and of (CHUNKS,) chunks.
-
-    Returns:
-        (CHUNKS * PADDED, HALF) queries; (CHUNKS, PADDED, HALF) products, to be summed; and
-        (PADDED,) what no query exceeds.
-    """
-    _, _, minimums, spans, means, spreads = planes
-    span = tl.load(spans + page_at + channel)
-    minimum = tl.load(minimums + page_at + channel)
-    at = chunk_at[:, None] + channel[None, :]
-    spread = tl.load(spreads + at).to(tl.float32) * span[None, :]
-    offset = tl.load(means + at).to(tl.float32) * span[None, :] + minimum[None, :]
-    folded = tl.reshape(query[None, :, :] * spread[:, None, :], (CHUNKS * PADDED, HALF))
-    # A spread is at most 1, in units of the span.
-    largest = tl.max(tl.abs(query * span[None, :]), axis=1)
-    return folded, query[None, :, :] * offset[:, None, :], largest
-
-
-@triton.jit
-def _by_chunk(parts, CHUNKS: tl.constexpr, COLUMNS: tl.constexpr, HALF: tl.constexpr):
-    """The right operand of a product a chunk, (CHUNKS, HALF, COLUMNS)."""
-    return tl.permute(tl.reshape(parts, (CHUNKS, COLUMNS, HALF)), (0, 2, 1))
-
-
-@triton.jit
 def _logits(
     planes,
     queries,
@@ -322,72 +253,73 @@ def _logits(
     OWN: tl.constexpr,
 ):
     """See `Format`."""
-    table, log2_step, inverse_alpha, anchor_unit = tables
-    instructions: tl.constexpr = OWN.instructions
+    anchors, residuals, minimums, spans, means, spreads = planes
     chunks: tl.constexpr = OWN.chunks
     columns: tl.constexpr = PADDED * OWN.columns
     half: tl.constexpr = LAYOUT.head_dim // 2
     block: tl.constexpr = chunks * OWN.chunk
-    rows: tl.constexpr = chunks * PADDED
-    low_query = load_query_half(queries, 0, scale, GROUP, PADDED, LAYOUT.head_dim)
-    high_query = load_query_half(queries, 1, scale, GROUP, PADDED, LAYOUT.head_dim)
+    dtype: tl.constexpr = tl.float32 if INTERPRETED else tl.float16
+    instructions: tl.constexpr = OWN.instructions
+    column = tl.arange(0, columns)
+    part = column % OWN.columns
     dims = tl.arange(0, half)
-    for first in tl.range(start, coded_stop, block, num_stages=STAGES):
+    query_at = (column // OWN.columns)[:, None] * LAYOUT.head_dim + dims[None, :]
+    used = ((column // OWN.columns < GROUP) & (part < 2))[:, None]
+    low_query = tl.load(queries + query_at, mask=used, other=0.0) * scale
+    high_query = tl.load(queries + query_at + half, mask=used, other=0.0) * scale
+    for first in tl.range(start, coded_stop, LAYOUT.group_tokens, num_stages=STAGES):
         page = tl.load(pages + first // LAYOUT.page).to(tl.int64)
         tile = (page * LAYOUT.layers + layer) * LAYOUT.kv_heads + head
         in_pool = tile * LAYOUT.page + first % LAYOUT.page
-        page_at = in_pool // LAYOUT.group_tokens * LAYOUT.head_dim
-        chunk_at = (in_pool // OWN.chunk + tl.arange(0, chunks)) * LAYOUT.head_dim
-        low_folded, low_rest, low_largest = _fold(
-            low_query, dims, page_at, chunk_at, planes, chunks, PADDED, half
-        )
-        high_folded, high_rest, high_largest = _fold(
-            high_query, dims + half, page_at, chunk_at, planes, chunks, PADDED, half
-        )
-        head_unit = power_below(tl.maximum(low_largest, high_largest))
-        query_unit = tl.reshape(tl.broadcast_to(head_unit[None, :], (chunks, PADDED)), (rows,))
+        channel = in_pool // LAYOUT.group_tokens * LAYOUT.head_dim + dims
+        low_folded = low_query * tl.load(spans + channel)[None, :]
+        high_folded = high_query * tl.load(spans + channel + half)[None, :]
+        unit = power_below(tl.max(tl.maximum(tl.abs(low_folded), tl.abs(high_folded)), axis=1))
+        low_parts = _by_chunk(half_part(low_folded, part, unit, dtype), chunks)
+        high_parts = _by_chunk(half_part(high_folded, part, unit, dtype), chunks)
+        low_rest = low_query * tl.load(minimums + channel)[None, :]
+        high_rest = high_query * tl.load(minimums + channel + half)[None, :]
+        rest = tl.where(part == 0, tl.sum(low_rest + high_rest, axis=1), 0.0)
+        weight = tl.where(part == 0, unit, unit / 2048)
 
-        at_chunk = tl.arange(0, chunks)[:, None, None] * OWN.chunk
-        in_chunk = tl.arange(0, OWN.chunk)[None, :, None]
-        at = (in_pool + at_chunk + in_chunk) * half + dims[None, None, :]
-        anchor_bytes = tl.load(planes[0] + at)
-        if OWN.in_full or not OWN.as_integers:
-            dtype: tl.constexpr = tl.float32 if INTERPRETED else tl.float16
-            residual_bytes = tl.load(planes[1] + at) if OWN.in_full else tl.zeros_like(anchor_bytes)
-            low_levels, high_levels = signed_levels(anchor_bytes, residual_bytes, INTERPRETED)
-            low = full_fractions(low_levels, log2_step, inverse_alpha, dtype, INTERPRETED)
-            high = full_fractions(high_levels, log2_step, inverse_alpha, dtype, INTERPRETED)
-            low_folded *= (1 / query_unit)[:, None]
-            high_folded *= (1 / query_unit)[:, None]
-            low_parts = half_parts(low_folded, OWN.columns, rows, half, dtype)
-            high_parts = half_parts(high_folded, OWN.columns, rows, half, dtype)
-            low_parts = _by_chunk(low_parts, chunks, columns, half)
-            high_parts = _by_chunk(high_parts, chunks, columns, half)
-            products = tl.dot(low, low_parts, input_precision="ieee")
+        for block_of_page in tl.static_range(LAYOUT.group_tokens // block):
+            chunk = in_pool // OWN.chunk + block_of_page * chunks + tl.arange(0, chunks)
+            of_chunk = chunk[:, None, None] * LAYOUT.head_dim + dims[None, None, :]
+            in_chunk = tl.arange(0, OWN.chunk)[None, :, None]
+            at = (chunk[:, None, None] * OWN.chunk + in_chunk) * half + dims[None, None, :]
+            anchor_bytes = tl.load(anchors + at)
+            low, high = keys_of_codes(
+                anchor_bytes,
+                tl.load(residuals + at) if OWN.in_full else anchor_bytes,
+                tl.load(spreads + of_chunk),
+                tl.load(spreads + of_chunk + half),
+                tables[0],
+                instructions,
+                OWN.in_full,
+                INTERPRETED,
+            )
+            low_mean = tl.broadcast_to(tl.load(means + of_chunk).to(dtype), low.shape)
+            high_mean = tl.broadcast_to(tl.load(means + of_chunk + half).to(dtype), low.shape)
+            products = tl.dot(low_mean, low_parts, input_precision="ieee")
+            products = tl.dot(high_mean, high_parts, products, input_precision="ieee")
+            products = tl.dot(low, low_parts, products, input_precision="ieee")
             products = tl.dot(high, high_parts, products, input_precision="ieee")
-            weight = tl.where(tl.arange(0, columns) % OWN.columns == 0, 1.0, 1 / 2048)
-            weighted = tl.reshape(products * weight, (block, PADDED, OWN.columns))
-            of_codes = tl.sum(weighted, axis=2)
-        else:
-            low, high = anchor_fractions(anchor_bytes, table, instructions, INTERPRETED)
-            low_parts = query_digits(low_folded, query_unit, OWN.digits, OWN.columns, rows, half)
-            high_parts = query_digits(high_folded, query_unit, OWN.digits, OWN.columns, rows, half)
-            low_parts = _by_chunk(low_parts, chunks, columns, half)
-            high_parts = _by_chunk(high_parts, chunks, columns, half)
-            products = tl.dot(low, low_parts, out_dtype=tl.int32)
-            products = tl.dot(high, high_parts, products, out_dtype=tl.int32)
-            products = tl.reshape(products, (block, columns))
-            of_codes = sum_of_digits(products, OWN.digits, OWN.columns, PADDED, block)
-            head_unit *= anchor_unit
-        of_codes = tl.reshape(of_codes * head_unit[None, :], (chunks, OWN.chunk, PADDED))
-        rest = tl.sum(low_rest + high_rest, axis=2)
-        logit = tl.reshape(of_codes + rest[:, None, :], (block, PADDED))
-        token = first + tl.arange(0, block)
-        store_logits(logit, token, token < coded_stop, logits, PADDED)
+            weighted = products * weight + rest
+            logit = tl.sum(tl.reshape(weighted, (block, PADDED, OWN.columns)), axis=2)
+            token = first + block_of_page * block + tl.arange(0, block)
+            store_logits(logit, token, token < coded_stop, logits, PADDED)
+
+
+@triton.jit
+def _by_chunk(parts, CHUNKS: tl.constexpr):
+    """The right operand of a product a chunk, (CHUNKS, HALF, COLUMNS), from (COLUMNS, HALF)."""
+    operand = tl.trans(parts)[None, :, :]
+    return tl.broadcast_to(operand, (CHUNKS, operand.shape[1], operand.shape[2]))
 
 
 FORMAT = Format(_encode, _gather, _logits, _encoding, _scoring, keys_as_values=True)
 
 encode_groups = partial(coded.encode_groups, FORMAT)
 gather_codes = partial(coded.gather_codes, FORMAT)
-score_codes = partial(coded.score_codes, FORMAT)
+# A warp a chunk, and two blocks of a page on a multiprocessor, which 16 warps keep busy.
+score_codes = partial(coded.score_codes, FORMAT, warps=8, stages=2, registers=128)

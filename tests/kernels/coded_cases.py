@@ -12,7 +12,6 @@ import torch
 from cache_rank_kernels.append import reference as append
 from cache_rank_kernels.coded import reference
 from cache_rank_kernels.coded.reference import Codec, CodedTokens
-from cache_rank_kernels.lynx import reference as lynx_reference
 from cache_rank_kernels.lynx.reference import LynxCodec
 from cache_rank_kernels.quantspec.reference import QuantSpecCodec
 from torch import Tensor
@@ -32,7 +31,6 @@ class Format:
         largest_scale: of the planes of keys, what a query is multiplied with before codes are.
         largest_code: what it is multiplied with then.
         rounding_on_gpu: how far that may be off there.
-        round_reference: makes the reference round as the kernels do everywhere.
     """
 
     name: str
@@ -42,7 +40,6 @@ class Format:
     largest_scale: Callable[[tuple[Tensor, ...]], float]
     largest_code: float
     rounding_on_gpu: float = 0.0
-    round_reference: Callable[[pytest.MonkeyPatch], None] = lambda monkeypatch: None
 
     @property
     def triton(self) -> Any:
@@ -65,22 +62,8 @@ def quantspec(bits: int) -> Format:
     )
 
 
-def round_anchors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """To 127ths of the largest: scores by anchors alone multiply integers of 8 bits."""
-    import_module("cache_rank_kernels.lynx.triton")  # else it would keep the rounded table
-    exact = lynx_reference.fractions_of_levels
-
-    def rounded(alpha: float, device: torch.device) -> Tensor:
-        fractions = exact(alpha, device)
-        unit = fractions[7 * 16] / 127
-        return (fractions / unit).round() * unit
-
-    monkeypatch.setattr(lynx_reference, "fractions_of_levels", rounded)
-
-
 def lynx(in_full: bool, alpha: float = 3.0) -> Format:
     codec = LynxCodec(alpha, scores_in_full=in_full)
-    as_integers = not in_full and alpha < 10
     return Format(
         "lynx",
         lambda dtype: (codec, codec),
@@ -88,8 +71,7 @@ def lynx(in_full: bool, alpha: float = 3.0) -> Format:
         256 + 32,
         lambda planes: largest(planes[3]) * largest(planes[5]),
         1,
-        rounding_on_gpu=0.0 if as_integers else 2**-11,  # half precision
-        round_reference=round_anchors if as_integers else lambda monkeypatch: None,
+        rounding_on_gpu=2**-11,  # half precision
     )
 
 

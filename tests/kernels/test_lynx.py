@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+import re
 
+import numpy as np
 import pytest
 import torch
+from cache_rank_kernels.lynx.fractions import instructions
 from cache_rank_kernels.lynx.reference import (
     CHUNK,
     LEVELS,
@@ -15,6 +18,7 @@ from cache_rank_kernels.lynx.reference import (
     decode_page,
     decode_tokens,
     encode_page,
+    fraction_of,
     score_page,
 )
 from cache_rank_kernels.nibbles.reference import pack_nibbles, unpack_nibbles
@@ -192,3 +196,91 @@ def test_closer_than_even_steps_of_the_same_bits(dim: int) -> None:
     for bits, full in ((8, True), (4, False)):
         even = normalized_error(exact, uniform_quantization(exact, bits, dim))
         assert normalized_error(exact, decode_page(codes, full=full)) < even / 1.5
+
+
+def run_instructions(text: str, operands: list[np.ndarray]) -> list[np.ndarray]:
+    """The four results of `instructions`: as a GPU runs them, by the definitions of PTX."""
+    registers = {f"${4 + index}": words for index, words in enumerate(operands)}
+
+    def value(name: str) -> np.ndarray:
+        return registers[name] if name in registers else np.uint32(int(name, 0))
+
+    def halves(name: str) -> np.ndarray:
+        words = np.broadcast_to(value(name), operands[0].shape)
+        return np.ascontiguousarray(words).view(np.float16).astype(np.float64)
+
+    for line in re.findall(r"(\w+\.[\w.]+) ([^;]+);", text.split(";", 1)[1]):
+        operation, (target, *sources) = line[0], line[1].replace(" ", "").split(",")
+        if "f16x2" in operation:
+            numbers = [halves(source) for source in sources]
+            match operation.split(".")[0]:
+                case "add":
+                    exact = numbers[0] + numbers[1]
+                case "mul":
+                    exact = numbers[0] * numbers[1]
+                case "fma":
+                    exact = numbers[0] * numbers[1] + numbers[2]
+            found = exact.astype(np.float16).view(np.uint32)
+        else:
+            words = [value(source) for source in sources]
+            match operation:
+                case "and.b32":
+                    found = words[0] & words[1]
+                case "sub.u32":
+                    found = words[0] - words[1]
+                case "shr.b32":
+                    found = words[0] >> words[1]
+                case "shl.b32":
+                    found = words[0] << words[1]
+                case "mov.b32":
+                    found = words[0]
+                case "lop3.b32":
+                    found = np.zeros_like(operands[0])
+                    for case in range(8):  # of bits of the three words
+                        if int(sources[3], 0) >> case & 1:
+                            bits = [
+                                word if case >> (2 - place) & 1 else ~word
+                                for place, word in enumerate(words[:3])
+                            ]
+                            found = found | bits[0] & bits[1] & bits[2]
+                case "prmt.b32":
+                    pool = [words[index // 4] >> np.uint32(8 * (index % 4)) for index in range(8)]
+                    found = np.zeros_like(operands[0])
+                    for place in range(4):
+                        chosen = words[2] >> np.uint32(4 * place) & 15
+                        assert np.all(chosen < 8)
+                        byte = np.choose(chosen, pool) & 255
+                        found = found | byte << np.uint32(8 * place)
+                case _:
+                    raise AssertionError(operation)
+        registers[target] = found.astype(np.uint32)
+    return [registers[f"${index}"] for index in range(4)]
+
+
+@pytest.mark.parametrize("alpha", [0.01, 0.3, 1.0, 3.0, 10.0, 50.0, 1000.0])
+@pytest.mark.parametrize("in_full", [False, True])
+def test_instructions_of_a_gpu_make_fractions_of_every_code(alpha: float, in_full: bool) -> None:
+    """Of the 16 anchors and 16 residuals in each of the eight nibbles, beside any others."""
+    generator = np.random.default_rng(0)
+    count = 20_000
+    anchors = generator.integers(0, 1 << 32, count, dtype=np.uint32)
+    residuals = generator.integers(0, 1 << 32, count, dtype=np.uint32)
+    spreads = generator.uniform(0.25, 1, (4, count, 2)).astype(np.float16)
+    spread_words = [np.ascontiguousarray(spread).view(np.uint32)[:, 0] for spread in spreads]
+    found = run_instructions(instructions(alpha, in_full), [anchors, residuals, *spread_words])
+    for byte in range(4):
+        for is_high in (False, True):
+            shift = np.uint32(8 * byte + 4 * is_high)
+            anchor = ((anchors >> shift & 15).astype(np.int64) ^ 8) - 8
+            residual = ((residuals >> shift & 15).astype(np.int64) ^ 8) - 8
+            magnitude = np.where(anchor < 0, -anchor - 1, anchor)
+            level = 16 * magnitude - (residual if in_full else 0)
+            coded = (level >= 0) & (level <= LEVELS)
+            table = np.array([fraction_of(level, alpha) for level in range(LEVELS + 1)])
+            expected = table[np.where(coded, level, 0)]
+            spread = spreads[2 * is_high + byte // 2, :, byte % 2].astype(np.float64)
+            expected *= np.where(anchor < 0, -spread, spread)
+            keys = found[2 * is_high + byte // 2].view(np.float16).reshape(-1, 2)[:, byte % 2]
+            error = np.abs(keys.astype(np.float64) - expected)[coded]
+            assert error.max() < (8e-4 if in_full else 5e-4)
+            assert np.sqrt(np.mean(error**2)) < 2e-4
