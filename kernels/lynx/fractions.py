@@ -5,10 +5,10 @@ In half precision, an element's signed fraction f times its channel's spread. Wi
 
     |f| = F + (F + 1 / α) (exp(-λ r) - 1)
 
-where F is one of 8 numbers, looked up, and the last factor a polynomial of r that is 0 where r is. So
-no element takes an exponential or a conversion, and every instruction deals with two of them, or
-with eight: on a GPU it is arithmetic that binds here, not memory. In units of the spread the key
-is off by 4e-4 at most and 1.3e-4 in the root mean square, a twentieth of what its level rounds.
+where F is one of 8 numbers, looked up, and the last factor a polynomial of r that is 0 where r is.
+No element takes an exponential or a conversion, and every instruction deals with two of them, or
+with eight: on a GPU it is arithmetic that binds here, not memory. In units of the spread the key is
+off by 4e-4 at most and by 1.3e-4 in the root mean square, a twentieth of what its level rounds.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ import struct
 import torch
 import triton
 import triton.language as tl
-from cache_rank_kernels.lynx.reference import LEVELS, fraction_of
+from cache_rank_kernels.lynx.reference import CHUNK, LEVELS, PAGE, fraction_of
+from torch import Tensor
 
 _ALLOWED = 2.0**-12
 """Error of a fraction by the polynomial, of the rounding of half precision beside it."""
@@ -45,16 +46,16 @@ def instructions(alpha: float, in_full: bool) -> str:
     """Instructions that make keys of four bytes of anchors, and of residuals if they are read.
 
     Operands are, of channels two by two: the low and the high keys; bytes of anchors and of
-    residuals; low and high spreads.
+    residuals; low and high spreads; and both of `table_words`, four times.
 
     `prmt` takes four of eight bytes, by the low three bits of four nibbles: bytes 0 and 1 of the
     fractions of two bytes of anchors. A nibble of residuals becomes the lowest bits of 1024, or
     those above them: whichever it is in place for. 0x28, 0x6A and 0x78 are (a ^ b) & c,
     (a & b) ^ c and a ^ (b & c).
     """
-    table = [_half(fraction_of(16 * anchor, alpha)) for anchor in range(8)]
     low_bytes, high_bytes = (
-        f"{_word(table[:4], shift)}, {_word(table[4:], shift)}" for shift in (0, 8)
+        f"{words}, 0x{_bytes_of_fractions(range(4, 8), alpha, byte):08x}"
+        for byte, words in enumerate(("$10", "$14"))
     )
     lines = """
         and.b32 sign, $4, 0x88888888;
@@ -122,11 +123,21 @@ def _pair(number: float) -> str:
     return f"0x{_half(number) * 0x10001:08x}"
 
 
-def _word(numbers: list[int], shift: int) -> str:
-    """A byte of each of four numbers, that of the first the lowest."""
-    return (
-        f"0x{sum((number >> shift & 255) << 8 * place for place, number in enumerate(numbers)):08x}"
-    )
+def _bytes_of_fractions(anchors: range, alpha: float, byte: int) -> int:
+    """Byte 0 or 1 of the fractions of four anchors, that of the first the lowest of a word."""
+    fractions = [_half(fraction_of(16 * anchor, alpha)) for anchor in anchors]
+    return sum((bits >> 8 * byte & 255) << 8 * place for place, bits in enumerate(fractions))
+
+
+@functools.lru_cache(maxsize=16)
+def table_words(alpha: float, device: torch.device) -> Tensor:
+    """(2, PAGE / CHUNK) int32: bytes 0 and 1 of the fractions of anchors 0 to 3, once a chunk.
+
+    A compiler that knows them to be the same for all threads copies them to a register wherever
+    they are used; so every warp loads its own.
+    """
+    words = torch.tensor([_bytes_of_fractions(range(4), alpha, byte) for byte in (0, 1)])
+    return words.to(device, torch.int32)[:, None].repeat(1, PAGE // CHUNK)
 
 
 @triton.jit
@@ -135,6 +146,7 @@ def keys_of_codes(
     residuals,
     low_spread,
     high_spread,
+    words,
     table,
     INSTRUCTIONS: tl.constexpr,
     IN_FULL: tl.constexpr,
@@ -145,6 +157,7 @@ def keys_of_codes(
     Args:
         anchors, residuals: uint8 of any shape; residuals that are not read are anything.
         low_spread, high_spread: float16, of the channels in the low and in the high nibbles.
+        words: both of `table_words`.
         table: of `fractions_of_levels`.
 
     Returns:
@@ -157,8 +170,8 @@ def keys_of_codes(
     else:
         return tl.inline_asm_elementwise(
             INSTRUCTIONS,
-            "=r,=r,=r,=r,r,r,r,r,r,r",
-            [anchors, residuals, low_spread, high_spread],
+            "=r,=r,=r,=r,r,r,r,r,r,r,r,r,r,r,r,r,r,r",
+            [anchors, residuals, low_spread, high_spread, words[0], words[1]],
             dtype=(tl.float16, tl.float16),
             is_pure=True,
             pack=4,

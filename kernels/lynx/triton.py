@@ -31,6 +31,7 @@ from cache_rank_kernels.lynx.fractions import (
     instructions,
     keys_of_codes,
     magnitude_of,
+    table_words,
 )
 from cache_rank_kernels.lynx.reference import (
     CHUNK,
@@ -48,6 +49,10 @@ _ENCODED_CHANNELS = 16
 """Of each half that are encoded at once: as many as registers hold pages of."""
 
 
+_SCORED_ELEMENTS = 16384
+"""Of a block of keys: as many as 128 threads have registers for."""
+
+
 class _Encoding(NamedTuple):
     """Tokens of a chunk, and channels of each half that are encoded at once."""
 
@@ -60,7 +65,7 @@ class _Scoring(NamedTuple):
 
     Attributes:
         chunk: tokens of a chunk.
-        chunks: of a block; a warp deals with one of them when there are as many warps.
+        chunks: of a block; with 128 channels, a warp deals with one of them.
         columns: of the product, of a query head.
         in_full: read residuals too.
         instructions: that make keys of codes.
@@ -87,13 +92,15 @@ def _encoding(tokens: CodedTokens) -> Own:
 
 
 def _scoring(
-    tokens: CodedTokens, queries: Tensor, out: Tensor, exact: bool, chunks: int = PAGE // CHUNK
+    tokens: CodedTokens, queries: Tensor, out: Tensor, exact: bool, chunks: int | None = None
 ) -> Own:
-    codec = _codec(tokens)
+    codec, head_dim = _codec(tokens), queries.shape[-1]
     alpha, in_full = codec.alpha, codec.reads_in_full(exact)
+    chunks = chunks or min(PAGE // CHUNK, max(1, _SCORED_ELEMENTS // (CHUNK * head_dim)))
     columns = digit_columns(queries, out, 2)
     constants = _Scoring(CHUNK, chunks, columns, in_full, instructions(alpha, in_full))
-    return Own((fractions_of_levels(alpha, queries.device),), constants)
+    device = queries.device
+    return Own((fractions_of_levels(alpha, device), table_words(alpha, device)), constants)
 
 
 @lru_cache(maxsize=16)
@@ -267,7 +274,9 @@ def _logits(
     used = ((column // OWN.columns < GROUP) & (part < 2))[:, None]
     low_query = tl.load(queries + query_at, mask=used, other=0.0) * scale
     high_query = tl.load(queries + query_at + half, mask=used, other=0.0) * scale
-    for first in tl.range(start, coded_stop, LAYOUT.group_tokens, num_stages=STAGES):
+    word_at = tables[1] + tl.arange(0, chunks)[:, None, None]
+    words = (tl.load(word_at), tl.load(word_at + LAYOUT.group_tokens // OWN.chunk))
+    for first in tl.range(start, coded_stop, block, num_stages=STAGES):
         page = tl.load(pages + first // LAYOUT.page).to(tl.int64)
         tile = (page * LAYOUT.layers + layer) * LAYOUT.kv_heads + head
         in_pool = tile * LAYOUT.page + first % LAYOUT.page
@@ -282,32 +291,32 @@ def _logits(
         rest = tl.where(part == 0, tl.sum(low_rest + high_rest, axis=1), 0.0)
         weight = tl.where(part == 0, unit, unit / 2048)
 
-        for block_of_page in tl.static_range(LAYOUT.group_tokens // block):
-            chunk = in_pool // OWN.chunk + block_of_page * chunks + tl.arange(0, chunks)
-            of_chunk = chunk[:, None, None] * LAYOUT.head_dim + dims[None, None, :]
-            in_chunk = tl.arange(0, OWN.chunk)[None, :, None]
-            at = (chunk[:, None, None] * OWN.chunk + in_chunk) * half + dims[None, None, :]
-            anchor_bytes = tl.load(anchors + at)
-            low, high = keys_of_codes(
-                anchor_bytes,
-                tl.load(residuals + at) if OWN.in_full else anchor_bytes,
-                tl.load(spreads + of_chunk),
-                tl.load(spreads + of_chunk + half),
-                tables[0],
-                instructions,
-                OWN.in_full,
-                INTERPRETED,
-            )
-            low_mean = tl.broadcast_to(tl.load(means + of_chunk).to(dtype), low.shape)
-            high_mean = tl.broadcast_to(tl.load(means + of_chunk + half).to(dtype), low.shape)
-            products = tl.dot(low_mean, low_parts, input_precision="ieee")
-            products = tl.dot(high_mean, high_parts, products, input_precision="ieee")
-            products = tl.dot(low, low_parts, products, input_precision="ieee")
-            products = tl.dot(high, high_parts, products, input_precision="ieee")
-            weighted = products * weight + rest
-            logit = tl.sum(tl.reshape(weighted, (block, PADDED, OWN.columns)), axis=2)
-            token = first + block_of_page * block + tl.arange(0, block)
-            store_logits(logit, token, token < coded_stop, logits, PADDED)
+        chunk = in_pool // OWN.chunk + tl.arange(0, chunks)
+        of_chunk = chunk[:, None, None] * LAYOUT.head_dim + dims[None, None, :]
+        in_chunk = tl.arange(0, OWN.chunk)[None, :, None]
+        at = (chunk[:, None, None] * OWN.chunk + in_chunk) * half + dims[None, None, :]
+        anchor_bytes = tl.load(anchors + at)
+        low, high = keys_of_codes(
+            anchor_bytes,
+            tl.load(residuals + at) if OWN.in_full else anchor_bytes,
+            tl.load(spreads + of_chunk),
+            tl.load(spreads + of_chunk + half),
+            words,
+            tables[0],
+            instructions,
+            OWN.in_full,
+            INTERPRETED,
+        )
+        low_mean = tl.broadcast_to(tl.load(means + of_chunk).to(dtype), low.shape)
+        high_mean = tl.broadcast_to(tl.load(means + of_chunk + half).to(dtype), low.shape)
+        products = tl.dot(low_mean, low_parts, input_precision="ieee")
+        products = tl.dot(high_mean, high_parts, products, input_precision="ieee")
+        products = tl.dot(low, low_parts, products, input_precision="ieee")
+        products = tl.dot(high, high_parts, products, input_precision="ieee")
+        weighted = products * weight + rest
+        logit = tl.sum(tl.reshape(weighted, (block, PADDED, OWN.columns)), axis=2)
+        token = first + tl.arange(0, block)
+        store_logits(logit, token, token < coded_stop, logits, PADDED)
 
 
 @triton.jit
@@ -321,5 +330,6 @@ FORMAT = Format(_encode, _gather, _logits, _encoding, _scoring, keys_as_values=T
 
 encode_groups = partial(coded.encode_groups, FORMAT)
 gather_codes = partial(coded.gather_codes, FORMAT)
-# A warp a chunk, and two blocks of a page on a multiprocessor, which 16 warps keep busy.
-score_codes = partial(coded.score_codes, FORMAT, warps=8, stages=2, registers=128)
+# The page table is read some stages before the keys, of which two blocks are under way then. With
+# so many registers 16 warps share a multiprocessor.
+score_codes = partial(coded.score_codes, FORMAT, stages=5, registers=128)

@@ -8,7 +8,7 @@ import re
 import numpy as np
 import pytest
 import torch
-from cache_rank_kernels.lynx.fractions import instructions
+from cache_rank_kernels.lynx.fractions import instructions, table_words
 from cache_rank_kernels.lynx.reference import (
     CHUNK,
     LEVELS,
@@ -267,7 +267,10 @@ def test_instructions_of_a_gpu_make_fractions_of_every_code(alpha: float, in_ful
     residuals = generator.integers(0, 1 << 32, count, dtype=np.uint32)
     spreads = generator.uniform(0.25, 1, (4, count, 2)).astype(np.float16)
     spread_words = [np.ascontiguousarray(spread).view(np.uint32)[:, 0] for spread in spreads]
-    found = run_instructions(instructions(alpha, in_full), [anchors, residuals, *spread_words])
+    words = table_words(alpha, torch.device("cpu"))[:, :4].flatten().numpy().view(np.uint32)
+    table = [np.full(count, word) for word in words]
+    operands = [anchors, residuals, *spread_words, *table]
+    found = run_instructions(instructions(alpha, in_full), operands)
     for byte in range(4):
         for is_high in (False, True):
             shift = np.uint32(8 * byte + 4 * is_high)
@@ -276,8 +279,8 @@ def test_instructions_of_a_gpu_make_fractions_of_every_code(alpha: float, in_ful
             magnitude = np.where(anchor < 0, -anchor - 1, anchor)
             level = 16 * magnitude - (residual if in_full else 0)
             coded = (level >= 0) & (level <= LEVELS)
-            table = np.array([fraction_of(level, alpha) for level in range(LEVELS + 1)])
-            expected = table[np.where(coded, level, 0)]
+            fractions = np.array([fraction_of(level, alpha) for level in range(LEVELS + 1)])
+            expected = fractions[np.where(coded, level, 0)]
             spread = spreads[2 * is_high + byte // 2, :, byte % 2].astype(np.float64)
             expected *= np.where(anchor < 0, -spread, spread)
             keys = found[2 * is_high + byte // 2].view(np.float16).reshape(-1, 2)[:, byte % 2]
