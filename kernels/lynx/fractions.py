@@ -46,7 +46,8 @@ def instructions(alpha: float, in_full: bool) -> str:
     """Instructions that make keys of four bytes of anchors, and of residuals if they are read.
 
     Operands are, of channels two by two: the low and the high keys; bytes of anchors and of
-    residuals; low and high spreads; and both of `table_words`, four times.
+    residuals; low and high spreads; and both of `table_words`, four times. Results are written before
+    all operands are read.
 
     `prmt` takes four of eight bytes, by the low three bits of four nibbles: bytes 0 and 1 of the
     fractions of two bytes of anchors. A nibble of residuals becomes the lowest bits of 1024, or
@@ -170,7 +171,7 @@ def keys_of_codes(
     else:
         return tl.inline_asm_elementwise(
             INSTRUCTIONS,
-            "=r,=r,=r,=r,r,r,r,r,r,r,r,r,r,r,r,r,r,r",
+            "=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r,r,r,r,r,r,r",
             [anchors, residuals, low_spread, high_spread, words[0], words[1]],
             dtype=(tl.float16, tl.float16),
             is_pure=True,
