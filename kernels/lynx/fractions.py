@@ -46,8 +46,8 @@ def instructions(alpha: float, in_full: bool) -> str:
     """Instructions that make keys of four bytes of anchors, and of residuals if they are read.
 
     Operands are, of channels two by two: the low and the high keys; bytes of anchors and of
-    residuals; low and high spreads; and both of `table_words`, four times. Results are written before
-    all operands are read.
+    residuals; low and high spreads; and both of `table_words`, four times. Some results are written
+    before all operands are read.
 
     `prmt` takes four of eight bytes, by the low three bits of four nibbles: bytes 0 and 1 of the
     fractions of two bytes of anchors. A nibble of residuals becomes the lowest bits of 1024, or
