@@ -59,7 +59,7 @@ class Candidates:
     Attributes:
         channels: C, that are left after truncation; a multiple of every group.
         kept: most elements of a vector.
-        bitmap_bytes: most bytes of a bitmap.
+        bitmap_bytes: most bytes of a bitmap, in whole words of 4.
         page_blocks: most per-block keys of a page.
     """
 
@@ -83,7 +83,7 @@ class Candidates:
         ]
         self._blocks = tuple(int(block) for block in blocks)
         self.kept = max(kept for kept, _ in self._choices)
-        self.bitmap_bytes = bitmap_bytes(self.channels, self._groups[-1])
+        self.bitmap_bytes = -(-bitmap_bytes(self.channels, self._groups[-1]) // 4) * 4
         self.page_blocks = max(PAGE_TOKENS // block if block > 1 else 0 for block in self._blocks)
         self._largest_loss = float(options.get("loss", 0.05))
         self._largest_variance = float(options.get("variance", 0.5))

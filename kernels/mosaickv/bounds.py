@@ -5,9 +5,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from cache_rank_kernels.mosaickv.packing import tokens_in_pages
+from cache_rank_kernels.select.search import distance, search, thirds
 
 BOUND_TOKENS = 8192
 """Tokens of a row that are looked at at once."""
+
+_LOWEST = tl.constexpr(-(2**31))
+_HIGHEST = tl.constexpr(0x7F800001)
+"""One more than the key of an infinite score."""
+_STRATEGIES = tl.constexpr(32)
+"""That are looked at at once."""
 
 
 @triton.jit
@@ -18,86 +25,189 @@ def wanted_tokens(tokens, millionths, fewest):
 
 
 @triton.jit
-def _order_keys(scores):
-    """Integers from 0 to 2^32 in the order of float32 scores."""
-    bits = (scores + 0.0).to(tl.int32, bitcast=True)
-    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) + 2147483648
+def list_wanted(scores, bound, oldest, first, last, listed, CHUNK: tl.constexpr):
+    """List which of the tokens [first, last), at most CHUNK, are scored by themselves.
+
+    Args:
+        scores: of the unit.
+        bound, oldest: of `bound_unit`.
+        listed: written, how far each of them is from the first one.
+
+    Returns:
+        How many they are.
+    """
+    tl.debug_barrier()  # the list may still be read
+    index = tl.arange(0, CHUNK)
+    token = first + index
+    score = tl.load(scores + token, mask=token < last, other=-float("inf"))
+    is_best = (score > bound) | ((score == bound) & (token >= oldest))
+    wanted = ((token < last) & is_best).to(tl.int32)
+    tl.store(listed + tl.cumsum(wanted) - wanted, index, mask=wanted > 0)
+    tl.debug_barrier()
+    return tl.sum(wanted)
+
+
+@triton.jit
+def _has_blocks(rows_of_slot, numbers, layer, strategies, LAYOUT: tl.constexpr):
+    """Whether a strategy of a sequence scores a layer's tokens by blocks."""
+    largest = tl.zeros((), tl.int32)
+    for first in range(0, strategies, _STRATEGIES):
+        index = first + tl.arange(0, _STRATEGIES)
+        row = tl.load(rows_of_slot + index, mask=index < strategies, other=-1).to(tl.int64)
+        at = (row * LAYOUT.layers + layer) * 3 + 2
+        largest = tl.maximum(largest, tl.max(tl.load(numbers + at, mask=row >= 0, other=1)))
+    return largest > 1
+
+
+@triton.jit
+def _load_keys(scores, token, packed):
+    """int32 in the order of float32 scores, of those tokens that are in the pages."""
+    bits = (tl.load(scores + token, mask=token < packed, other=0.0) + 0.0).to(
+        tl.int32, bitcast=True
+    )
+    return tl.where(token < packed, bits ^ ((bits >> 31) & 0x7FFFFFFF), _LOWEST)
+
+
+@triton.jit
+def _narrowed(scores, packed, wanted, BLOCK: tl.constexpr):
+    """An interval with the key that `wanted` tokens reach, and few others.
+
+    Returns:
+        Its ends, of which fewer tokens reach the second; how many those are; and how many keys are
+        in the interval, more than BLOCK only where these are all the same.
+    """
+    low, high = tl.full((), _LOWEST, tl.int32), tl.full((), _HIGHEST, tl.int32)
+    reach_low, reach_high = packed, tl.zeros((), tl.int32)
+    index = tl.arange(0, BLOCK)
+    while (reach_low - reach_high > BLOCK) & (distance(low, high) > 1):
+        first, second = thirds(low, high)
+        by_first, by_second = tl.zeros((BLOCK,), tl.int32), tl.zeros((BLOCK,), tl.int32)
+        for start in range(0, packed, BLOCK):
+            key = _load_keys(scores, start + index, packed)
+            by_first += (key >= first).to(tl.int32)
+            by_second += (key >= second).to(tl.int32)
+        reach_first, reach_second = tl.sum(by_first), tl.sum(by_second)
+        high = tl.where(reach_second < wanted, second, high)
+        reach_high = tl.where(reach_second < wanted, reach_second, reach_high)
+        high = tl.where(reach_first < wanted, first, high)
+        reach_high = tl.where(reach_first < wanted, reach_first, reach_high)
+        low = tl.where(reach_first >= wanted, first, low)
+        reach_low = tl.where(reach_first >= wanted, reach_first, reach_low)
+        low = tl.where(reach_second >= wanted, second, low)
+        reach_low = tl.where(reach_second >= wanted, reach_second, reach_low)
+    return low, high, reach_high, reach_low - reach_high
+
+
+@triton.jit
+def _found_among(scores, packed, low, high, wanted, listed, BLOCK: tl.constexpr):
+    """The highest key in an interval that `wanted` of the keys in it reach, or one above others.
+
+    `listed` is scratch for at most BLOCK keys.
+    """
+    index, count = tl.arange(0, BLOCK), tl.zeros((), tl.int32)
+    for start in range(0, packed, BLOCK):
+        key = _load_keys(scores, start + index, packed)
+        inside = ((start + index < packed) & (key >= low) & (key < high)).to(tl.int32)
+        tl.store(listed + count + tl.cumsum(inside) - inside, key, mask=inside > 0)
+        count += tl.sum(inside)
+    tl.debug_barrier()
+    keys = tl.load(listed + index, mask=index < count, other=_LOWEST)
+    return search((keys,), low, high, wanted, wanted)
+
+
+@triton.jit
+def _oldest_of(scores, packed, bound, wanted, BLOCK: tl.constexpr):
+    """Of the tokens whose key is the bound, the oldest that is wanted."""
+    index = tl.arange(0, BLOCK)
+    above = tl.zeros((BLOCK,), tl.int32)
+    for start in range(0, packed, BLOCK):
+        above += (_load_keys(scores, start + index, packed) > bound).to(tl.int32)
+    missing, oldest = wanted - tl.sum(above), packed
+    start = tl.cdiv(packed, BLOCK) * BLOCK
+    while (missing > 0) & (start > 0):  # from the newest on
+        start -= BLOCK
+        token = start + index
+        is_tie = _load_keys(scores, token, packed) == bound
+        ties = (is_tie & (token < packed)).to(tl.int32)
+        count = tl.sum(ties)
+        if count >= missing:
+            newer = count - tl.cumsum(ties)
+            oldest = tl.max(tl.where((newer + ties >= missing) & (ties > 0), token, -1))
+        missing -= count
+    return oldest
 
 
 @triton.jit(
-    do_not_specialize=["millionths", "fewest", "capacity", "buffers"],
+    do_not_specialize=[
+        *("first_layer", "millionths", "fewest", "capacity", "strategies"),
+        *("buffers", "in_table"),
+    ],
     do_not_specialize_on_alignment=["slots", "positions"],
 )
 def bound_unit(
     scores,
     strategy_of,
+    rows,
+    numbers,
     slots,
     positions,
+    listed,
     bounds,
     oldest,
+    first_layer,
     millionths,
     fewest,
     capacity,
+    strategies,
     buffers,
-    UNITS: tl.constexpr,
+    in_table,
+    LAYERS: tl.constexpr,
     BLOCK: tl.constexpr,
     LAYOUT: tl.constexpr,
 ):
     """Write which tokens of a unit, a row's kv head of a layer, are scored by themselves.
 
     These are the wanted number of the tokens in the pages: those with a score above the bound, and
-    of those whose score is the bound, the newest. Nothing is written of a row of slot -1, nor where
-    no fewer tokens are wanted than are in the pages.
+    of those whose score is the bound, the newest. The bound is infinite where no fewer tokens are
+    wanted than are in the pages, or none of them is in a block. Nothing is written of a row of
+    slot -1.
 
     Args:
         scores: (units, capacity) float32, of tokens by their blocks.
-        strategy_of: (slots, buffers) int32, see `PackedStore`.
+        strategy_of, rows, numbers: see `PackedStore`.
         slots, positions: (R,) int32, of each row.
+        listed: (units, capacity) int32 scratch.
         bounds: (units,) float32, written: the score that the wanted number of tokens reach.
         oldest: (units,) int32, written: of the tokens with that score, the oldest that is wanted.
+        first_layer: of the LAYERS layers of a row in the store.
         millionths: of a row's tokens, that are wanted.
         fewest: tokens that are wanted of any row.
-        capacity, buffers: row lengths of `scores` and `strategy_of`.
-        UNITS: of a row.
+        capacity: row length of `scores` and `listed`.
+        strategies: most of a sequence.
+        buffers, in_table: row lengths of `strategy_of` and `rows`.
         BLOCK: tokens that are looked at at once.
     """
     unit = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slots + unit // UNITS).to(tl.int64)
+    row = unit // (LAYERS * LAYOUT.kv_heads)
+    slot = tl.load(slots + row).to(tl.int64)
     if slot < 0:
         return
-    tokens = tl.load(positions + unit // UNITS) + 1
+    tokens = tl.load(positions + row) + 1
     packed = tokens_in_pages(strategy_of + slot * buffers, tokens, LAYOUT)
     wanted = wanted_tokens(tokens, millionths, fewest)
-    if wanted >= packed:
+    layer = first_layer + unit // LAYOUT.kv_heads % LAYERS
+    most = tl.minimum(strategies, in_table)
+    in_blocks = _has_blocks(rows + slot * in_table, numbers, layer, most, LAYOUT)
+    if (wanted >= packed) | (in_blocks == 0):
+        tl.store(bounds + unit, float("inf"))
         return
     of_unit = scores + unit * capacity
-    index = tl.arange(0, BLOCK)
-    bound = tl.zeros((), tl.int64)
-    step = tl.full((), 1 << 31, tl.int64)
-    while step > 0:
-        reached = tl.zeros((BLOCK,), tl.int32)
-        for first in range(0, packed, BLOCK):
-            is_token = first + index < packed
-            score = tl.load(of_unit + first + index, mask=is_token, other=0.0)
-            reached += (is_token & (_order_keys(score) >= bound + step)).to(tl.int32)
-        bound = tl.where(tl.sum(reached) >= wanted, bound + step, bound)
-        step = step >> 1
-    above = tl.zeros((BLOCK,), tl.int32)
-    for first in range(0, packed, BLOCK):
-        is_token = first + index < packed
-        score = tl.load(of_unit + first + index, mask=is_token, other=0.0)
-        above += (is_token & (_order_keys(score) > bound)).to(tl.int32)
-    missing = wanted - tl.sum(above)
-    last_tie = packed
-    for turn in range(0, tl.cdiv(packed, BLOCK)):  # from the newest on
-        token = (tl.cdiv(packed, BLOCK) - 1 - turn) * BLOCK + index
-        score = tl.load(of_unit + token, mask=token < packed, other=0.0)
-        is_tie = ((token < packed) & (_order_keys(score) == bound)).to(tl.int32)
-        count = tl.sum(is_tie)
-        newer = count - tl.cumsum(is_tie)
-        found = tl.max(tl.where((newer + is_tie >= missing) & (is_tie > 0), token, -1))
-        last_tie = tl.where((missing > 0) & (count >= missing), found, last_tie)
-        missing -= count
-    key = (bound - 2147483648).to(tl.int32)
-    tl.store(bounds + unit, (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True))
-    tl.store(oldest + unit, last_tie)
+    bound, high, reach_high, count = _narrowed(of_unit, packed, wanted, BLOCK)
+    if count <= BLOCK:
+        bound = _found_among(
+            of_unit, packed, bound, high, wanted - reach_high, listed + unit * capacity, BLOCK
+        )
+    last = _oldest_of(of_unit, packed, bound, wanted, BLOCK)
+    key = bound ^ ((bound >> 31) & 0x7FFFFFFF)
+    tl.store(bounds + unit, key.to(tl.float32, bitcast=True))
+    tl.store(oldest + unit, last)

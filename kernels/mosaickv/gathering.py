@@ -7,12 +7,16 @@ import triton
 import triton.language as tl
 from cache_rank_kernels.fp8.triton import convert
 from cache_rank_kernels.mosaickv.layout import Layout
-from cache_rank_kernels.mosaickv.packing import load_rows, rounded, tokens_in_pages
+from cache_rank_kernels.mosaickv.packing import rounded, tokens_in_pages
 from cache_rank_kernels.mosaickv.store import PackedStore
+from cache_rank_kernels.mosaickv.unpacking import in_words, no_word, unpack_part
 from torch import Tensor
 
-_ENTRIES = 16
-"""Of a program: rows of a product."""
+_ENTRIES = 32
+"""Of a program: rows of a product, for which each of their rotations is read once."""
+
+_REGISTERS = 128
+"""Of a thread, so that four programs share a multiprocessor: what they wait for is memory."""
 
 
 def gather_packed(
@@ -35,8 +39,8 @@ def gather_packed(
     _gather[(triton.cdiv(capacity, _ENTRIES), layers * kv_heads, rows * 2)](
         keys,
         values,
-        tuple(store.keys),
-        tuple(store.values),
+        in_words(store.keys),
+        in_words(store.values),
         store.strategy_of,
         store.rows,
         store.numbers,
@@ -57,7 +61,7 @@ def gather_packed(
         ENTRIES=_ENTRIES,
         LAYOUT=layout,
         EXACT=not keys.is_cuda or keys.dtype == torch.float32,
-        num_warps=8,
+        maxnreg=_REGISTERS,
     )
 
 
@@ -111,45 +115,39 @@ def _gather(
     strategy = tl.load(of_slot + position // LAYOUT.buffer, mask=is_packed, other=-1)
 
     dtype: tl.constexpr = tl.float32 if EXACT else keys.dtype.element_ty
-    dims, channel = tl.arange(0, LAYOUT.head_dim), tl.arange(0, LAYOUT.columns)
-    index = tl.arange(0, ENTRIES)
+    dims, channel = tl.arange(0, LAYOUT.head_dim), tl.arange(0, LAYOUT.part)
     ring_unit = (slot * LAYOUT.layers + layer) * LAYOUT.kv_heads + head
     in_ring = ring_unit * LAYOUT.ring + position % LAYOUT.ring
     in_ring = in_ring[:, None] * LAYOUT.head_dim + dims[None, :]
     is_newest = (used & ~is_packed)[:, None]
     if part == 0:
         newest = tl.load(keys + in_ring, mask=is_newest, other=0.0)
-        elements, bitmap = packed_keys
+        vectors = packed_keys
         out = out_keys
     else:
         newest = tl.load(values + in_ring, mask=is_newest, other=0.0)
-        elements, bitmap = packed_values
+        vectors = packed_values
         out = out_values
     # A product with the rotation of each strategy, in which the other entries are 0.
     head_dim: tl.constexpr = LAYOUT.head_dim
+    parts: tl.constexpr = LAYOUT.parts
     decoded = tl.zeros((ENTRIES, head_dim), tl.float32)
-    for turn in range(ENTRIES):
-        own = tl.sum(tl.where(index == turn, strategy, 0), axis=0)
-        earlier = tl.sum(((strategy == own) & (index < turn)).to(tl.int32), axis=0)
-        if (own >= 0) & (earlier == 0):
-            table = tl.load(rows + slot * strategies + own).to(tl.int64)
-            group = tl.load(numbers + (table * LAYOUT.layers + layer) * 3 + 1)
-            vectors = load_rows(
-                elements,
-                bitmap,
-                token,
-                strategy == own,
-                group,
-                LAYOUT.kept,
-                LAYOUT.bytes,
-                LAYOUT.channels,
-                LAYOUT.columns,
-            ).to(dtype)
-            matrix = ((table * LAYOUT.layers + layer) * 2 + part) * LAYOUT.kv_heads + head
-            at = (matrix * LAYOUT.head_dim + dims)[None, :] * LAYOUT.channels + channel[:, None]
-            is_channel = (channel < LAYOUT.channels)[:, None]
-            rotation = tl.load(rotations + at, mask=is_channel, other=0.0).to(dtype)
-            decoded = tl.dot(vectors, rotation, decoded, input_precision="ieee")
+    own = tl.max(strategy)
+    while own >= 0:
+        table = tl.load(rows + slot * strategies + own).to(tl.int64)
+        group = tl.load(numbers + (table * LAYOUT.layers + layer) * 3 + 1)
+        matrix = ((table * LAYOUT.layers + layer) * 2 + part) * LAYOUT.kv_heads + head
+        rotation = rotations + matrix * LAYOUT.head_dim * LAYOUT.channels
+        word, before = no_word(token)
+        for index in tl.static_range(parts):
+            content, word, before = unpack_part(
+                vectors, token, strategy == own, word, before, index, group, LAYOUT
+            )
+            of_part = index * LAYOUT.part + channel[:, None]
+            at = dims[None, :] * LAYOUT.channels + of_part
+            columns = tl.load(rotation + at, mask=of_part < LAYOUT.channels, other=0.0)
+            decoded = tl.dot(content.to(dtype), columns.to(dtype), decoded, input_precision="ieee")
+        own = tl.max(tl.where(strategy < own, strategy, -1))
     decoded = rounded(tl.clamp(decoded, -limit, limit), newest.dtype)
     content = convert(tl.where(is_packed[:, None], decoded, newest), out.dtype.element_ty)
     tl.store(out + target[:, None] * LAYOUT.head_dim + dims[None, :], content, mask=used[:, None])

@@ -15,6 +15,8 @@ class Layout(NamedTuple):
         layers, kv_heads, head_dim, ring: of the rings.
         channels: C.
         columns: C, as kernels hold them.
+        part: channels that are unpacked at once, at most those of a word of a bitmap.
+        parts: that all channels are in.
         kept, bytes: elements and bytes of a bitmap that a packed vector has room for.
         page: tokens of a page.
         page_blocks: per-block keys of a page.
@@ -27,6 +29,8 @@ class Layout(NamedTuple):
     ring: int
     channels: int
     columns: int
+    part: int
+    parts: int
     kept: int
     bytes: int
     page: int
@@ -40,6 +44,8 @@ class Layout(NamedTuple):
             assert tensor.is_contiguous()
         _, layers, kv_heads, ring, head_dim = store.rings[0].shape
         channels = store.rotations.shape[-1]
+        part = min(columns_for(channels), 32)
+        assert store.keys.bitmap.shape[-1] % 4 == 0
         assert ring % store.buffer_tokens == 0
         return cls(
             layers,
@@ -48,6 +54,8 @@ class Layout(NamedTuple):
             ring,
             channels,
             columns_for(channels),
+            part,
+            -(-channels // part),
             store.keys.elements.shape[-1],
             store.keys.bitmap.shape[-1],
             store.page_tokens,

@@ -1,11 +1,11 @@
-"""Packed vectors in kernels of `mosaickv`, Triton: how they are made and read, and of which tokens.
+"""Packed vectors in kernels of `mosaickv`, Triton: how they are made, and of which tokens.
 
 Rate, element group and block are numbers that kernels load and not constants that they are compiled
 for: there are 27 strategies, and the first segment that has one must not wait for a compiler.
 
-Where an element of a packed vector belongs follows from how many bits are set before its own. That
+Where an element of a packed vector belongs follows from how many elements are kept before it. That
 count is a product with a triangular matrix of ones, on the matrix unit, exact in float16: a prefix
-sum of two dimensions is what Triton 3.6 miscompiles in some layouts.
+sum of two dimensions is what Triton 3.6 miscompiles in some layouts. `unpacking` counts bits.
 """
 
 from __future__ import annotations
@@ -58,6 +58,33 @@ def _relative_energy(rotated, first, largest, used, group):
 
 
 @triton.jit
+def _of_most_energy(energy, used, kept, COLUMNS: tl.constexpr):
+    """Which elements of each vector have most energy, the first ones of those that have the same.
+
+    The elements of a group have its energy, and so are chosen together. What `kept` elements reach
+    is found a bit at a time: numbers that are not negative are in the order of their bits.
+
+    Args:
+        energy: (vectors, COLUMNS) float32, not negative.
+        used: of the same shape, whether there is such an element.
+        kept: r, a multiple of the group.
+
+    Returns:
+        1 or 0: (vectors, COLUMNS) int32.
+    """
+    key = tl.where(used, energy.to(tl.int32, bitcast=True), -1)
+    bound = tl.zeros((energy.shape[0],), tl.int32)
+    for turn in range(31):
+        higher = bound | (1 << (30 - turn))
+        reached = tl.sum((key >= higher[:, None]).to(tl.int32), axis=1)
+        bound = tl.where(reached >= kept, higher, bound)
+    above = (key > bound[:, None]).to(tl.int32)
+    tied = (key == bound[:, None]).to(tl.int32)
+    missing = kept - tl.sum(above, axis=1)
+    return above + tied * (_set_before(tied, COLUMNS) < missing[:, None]).to(tl.int32)
+
+
+@triton.jit
 def pack_rows(
     rotated,
     vector,
@@ -94,16 +121,8 @@ def pack_rows(
     first = vector[:, None] * STRIDE + (of_group * group)[None, :]
     energy = _relative_energy(rotated, first, largest[:, None], used, group)
 
-    # A group's rank is how many others are ahead of it: more energy, or as much and before it.
-    rank = tl.zeros(content.shape, tl.int32)
-    for other in range(CHANNELS // group):
-        at = vector * STRIDE + other * group
-        other_energy = _relative_energy(rotated, at, largest, is_vector, group)[:, None]
-        is_tied = (other_energy == energy) & (other < of_group)[None, :]
-        rank += ((other_energy > energy) | is_tied).to(tl.int32)
-    chosen = used & (rank < kept // group)
-
-    bits = chosen.to(tl.int32)
+    bits = _of_most_energy(energy, used, kept, COLUMNS)
+    chosen = bits > 0
     place = _set_before(bits, COLUMNS)
     stored = rounded(tl.clamp(content, -limit, limit), elements.dtype.element_ty)
     # No more than r, also of a vector that is not finite and has no order.
@@ -114,32 +133,6 @@ def pack_rows(
         packed = tl.sum(tl.where(in_byte, bits << (of_group % 8)[None, :], 0), axis=1)
         tl.store(bitmap + first_byte + byte, packed.to(tl.uint8), is_vector & (byte < width))
     return tl.where(chosen, stored.to(tl.float32), 0.0)
-
-
-@triton.jit
-def load_rows(
-    elements,
-    bitmap,
-    entry,
-    used,
-    group,
-    KEPT: tl.constexpr,
-    BYTES: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    """Unpack vectors, (vectors,) int64 entries of KEPT elements and BYTES bytes.
-
-    Returns:
-        (vectors, COLUMNS) in the elements' dtype, 0 for what was not kept.
-    """
-    channel = tl.arange(0, COLUMNS)
-    bit = channel // group
-    is_channel = used[:, None] & (channel < CHANNELS)[None, :]
-    byte = tl.load(bitmap + entry[:, None] * BYTES + (bit // 8)[None, :], mask=is_channel, other=0)
-    bits = (byte.to(tl.int32) >> (bit % 8)[None, :]) & 1
-    source = elements + entry[:, None] * KEPT + _set_before(bits, COLUMNS)
-    return tl.load(source, mask=bits == 1, other=0.0)
 
 
 @triton.jit

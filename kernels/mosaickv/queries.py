@@ -2,15 +2,52 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+import torch
 import triton
 import triton.language as tl
 from cache_rank_kernels.mosaickv.layout import Layout
 from cache_rank_kernels.mosaickv.store import PackedStore
+from cache_rank_kernels.score.triton import load_query_parts
 from torch import Tensor
 
 
+class RotatedQueries(NamedTuple):
+    """Queries of each unit, a row's kv head of a layer, in the frame of each strategy.
+
+    Attributes:
+        exact: (units, strategies, G, columns) float32.
+        parts: (units, strategies, PARTS * PADDED, columns), of `load_query_parts`: numbers of the
+            dtype that keys are multiplied in.
+        weights: (units, strategies, PARTS * PADDED) float32 of the parts.
+    """
+
+    exact: Tensor
+    parts: Tensor
+    weights: Tensor
+
+
+def rotated_queries(
+    store: PackedStore, units: int, strategies: int, group: int, parts: int, exact: bool
+) -> RotatedQueries:
+    """Memory for so many; `parts` is PARTS * PADDED, and `exact` whether these are float32."""
+    layout, (ring, _) = Layout.of(store), store.rings
+    shape, dtype = (units, strategies, parts), torch.float32 if exact else ring.dtype
+    return RotatedQueries(
+        torch.empty((units, strategies, group, layout.columns), device=ring.device),
+        torch.empty((*shape, layout.columns), dtype=dtype, device=ring.device),
+        torch.empty(shape, device=ring.device),
+    )
+
+
 def rotate_queries(
-    store: PackedStore, queries: Tensor, slots: Tensor, first_layer: int, rotated: Tensor
+    store: PackedStore,
+    queries: Tensor,
+    slots: Tensor,
+    first_layer: int,
+    padded: int,
+    rotated: RotatedQueries,
 ) -> None:
     """Rotate the queries of every row as the keys of each strategy of its sequence are. One launch.
 
@@ -19,11 +56,12 @@ def rotate_queries(
         queries: (R, L, Hq, D) float32.
         slots: (R,) int32; a row of slot -1 is left alone.
         first_layer: of the L layers in the store.
-        rotated: (>= R * L * Hkv, strategies, G, columns) float32, written in place.
+        padded: PADDED, query heads of a kv head and unused ones.
+        rotated: of at least R * L * Hkv units, written in place.
     """
     layout = Layout.of(store)
     rows, layers, query_heads, _ = queries.shape
-    strategies, group = rotated.shape[1:3]
+    strategies, group = rotated.exact.shape[1:3]
     assert queries.is_contiguous()
     assert group == query_heads // layout.kv_heads
     _rotate[(strategies, rows * layers * layout.kv_heads)](
@@ -31,12 +69,14 @@ def rotate_queries(
         store.rotations,
         store.rows,
         slots,
-        rotated,
+        *rotated,
         first_layer,
         strategies,
         store.rows.shape[1],
         LAYERS=layers,
         GROUP=group,
+        PADDED=padded,
+        PARTS=rotated.parts.shape[2] // padded,
         ROWS=max(16, triton.next_power_of_2(group)),  # of a product
         LAYOUT=layout,
         num_warps=8,
@@ -52,12 +92,16 @@ def _rotate(
     rotations,
     rows,
     slots,
-    rotated,
+    exact,
+    parts,
+    weights,
     first_layer,
     strategies,
     in_table,
     LAYERS: tl.constexpr,
     GROUP: tl.constexpr,
+    PADDED: tl.constexpr,
+    PARTS: tl.constexpr,
     ROWS: tl.constexpr,
     LAYOUT: tl.constexpr,
 ):
@@ -77,5 +121,12 @@ def _rotate(
     at = (matrix * LAYOUT.head_dim + dims)[:, None] * LAYOUT.channels + channel
     rotation = tl.load(rotations + at, mask=channel < LAYOUT.channels, other=0.0)
     product = tl.dot(query, rotation.to(tl.float32), input_precision="ieee")
-    target = rotated + (unit * strategies + strategy) * GROUP * LAYOUT.columns
-    tl.store(target + head * LAYOUT.columns + channel, product, mask=head < GROUP)
+    target = unit * strategies + strategy
+    own = exact + target * GROUP * LAYOUT.columns
+    tl.store(own + head * LAYOUT.columns + channel, product, mask=head < GROUP)
+    tl.debug_barrier()  # parts are taken of queries in memory
+    dtype: tl.constexpr = parts.dtype.element_ty
+    found, weight = load_query_parts(own, GROUP, PADDED, PARTS, LAYOUT.columns, dtype, 128.0)
+    row = target * PARTS * PADDED + tl.arange(0, PARTS * PADDED)
+    tl.store(parts + row[:, None] * LAYOUT.columns + channel, found)
+    tl.store(weights + row, weight)

@@ -15,26 +15,34 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
-from cache_rank_kernels.mosaickv.bounds import BOUND_TOKENS, bound_unit, wanted_tokens
+from cache_rank_kernels.mosaickv.bounds import (
+    BOUND_TOKENS,
+    bound_unit,
+    list_wanted,
+    wanted_tokens,
+)
 from cache_rank_kernels.mosaickv.layout import Layout
-from cache_rank_kernels.mosaickv.packing import load_rows, tokens_in_pages
-from cache_rank_kernels.mosaickv.queries import rotate_queries
+from cache_rank_kernels.mosaickv.logits import load_queries, run_at, score_vectors
+from cache_rank_kernels.mosaickv.packing import tokens_in_pages
+from cache_rank_kernels.mosaickv.queries import RotatedQueries, rotate_queries, rotated_queries
 from cache_rank_kernels.mosaickv.store import PackedStore
+from cache_rank_kernels.mosaickv.unpacking import in_words
 from cache_rank_kernels.score.reference import ScoreWorkspace
 from cache_rank_kernels.score.triton import (
     finish_unit,
-    load_query_parts,
     multiplies_float32,
     score_constants,
     score_full_precision,
     score_grid,
     score_workspace,
-    store_logits,
 )
 from torch import Tensor
 
-_VECTORS = 32
-"""Multiplied at once."""
+_VECTORS = 64
+"""Multiplied at once, by four warps."""
+
+_REGISTERS = 168
+"""Of a thread, so that three programs share a multiprocessor: what they wait for is memory."""
 
 
 class PackedWorkspace(NamedTuple):
@@ -42,13 +50,15 @@ class PackedWorkspace(NamedTuple):
 
     Attributes:
         of_tokens: as of other formats.
-        rotated: (units, strategies, G, columns) float32 queries.
+        rotated: queries of each unit and strategy.
+        listed: (units, capacity) int32, of each chunk the tokens that are scored by themselves.
         bounds: (units,) float32 scores.
         oldest: (units,) int32, of the tokens with such a score the oldest that is scored.
     """
 
     of_tokens: ScoreWorkspace
-    rotated: Tensor
+    rotated: RotatedQueries
+    listed: Tensor
     bounds: Tensor
     oldest: Tensor
 
@@ -66,10 +76,13 @@ def score_packed_workspace(
     It may be used by one launch after another on one stream.
     """
     layout, device = Layout.of(store), store.strategy_of.device
-    units = rows * layers * layout.kv_heads
+    units, exact = rows * layers * layout.kv_heads, multiplies_float32(store.rings[0])
+    of_tokens = score_workspace(rows, layers, layout.kv_heads, group, capacity, device)
+    columns = max(4 * of_tokens.logits.shape[-1], 16)  # of a product, see `score_constants`
     return PackedWorkspace(
-        score_workspace(rows, layers, layout.kv_heads, group, capacity, device),
-        torch.empty((units, strategies, group, layout.columns), device=device),
+        of_tokens,
+        rotated_queries(store, units, strategies, group, columns, exact),
+        torch.empty((units, capacity), dtype=torch.int32, device=device),
         torch.empty(units, device=device),
         torch.empty(units, dtype=torch.int32, device=device),
     )
@@ -91,31 +104,40 @@ def score_packed_step(
     """See the reference. Four launches, or two where all tokens are scored by themselves."""
     layout, constants = Layout.of(store), score_constants(queries, workspace.of_tokens, out)
     key_ring, (chunks, units) = store.rings[0], score_grid(out)
-    strategies = workspace.rotated.shape[1]
-    assert workspace.rotated.shape[0] >= units
-    rotate_queries(store, queries, slots, first_layer, workspace.rotated)
+    rotated = workspace.rotated
+    strategies = rotated.parts.shape[1]
+    assert rotated.parts.shape[0] >= units
+    assert rotated.parts.shape[2] == constants["PARTS"] * constants["PADDED"]
+    rotate_queries(store, queries, slots, first_layer, constants["PADDED"], rotated)
     for refines in (False,) if exact else (False, True):
         if refines:
             bound_unit[(units,)](
                 out,
                 store.strategy_of,
+                store.rows,
+                store.numbers,
                 slots,
                 positions,
+                workspace.listed,
                 workspace.bounds,
                 workspace.oldest,
+                first_layer,
                 *scored,
                 out.shape[-1],
+                strategies,
                 store.strategy_of.shape[1],
-                UNITS=constants["LAYERS"] * layout.kv_heads,
+                store.rows.shape[1],
+                LAYERS=constants["LAYERS"],
                 BLOCK=BOUND_TOKENS,
                 LAYOUT=layout,
                 num_warps=16,
             )
         _score[(chunks, units)](
             queries,
-            workspace.rotated,
-            tuple(store.keys),
-            tuple(store.block_keys),
+            rotated.parts,
+            rotated.weights,
+            in_words(store.keys),
+            in_words(store.block_keys),
             key_ring,
             store.strategy_of,
             store.rows,
@@ -123,6 +145,7 @@ def score_packed_step(
             positions,
             store.numbers,
             page_table,
+            workspace.listed,
             workspace.bounds,
             workspace.oldest,
             *workspace.of_tokens,
@@ -141,81 +164,8 @@ def score_packed_step(
             REFINES=refines,
             LAYOUT=layout,
             EXACT=multiplies_float32(key_ring),
+            maxnreg=_REGISTERS,
         )
-
-
-@triton.jit
-def _score_strategy(
-    strategy,
-    in_blocks,
-    start,
-    packed,
-    tile,
-    keys,
-    block_keys,
-    unit_strategies,
-    table,
-    rotated,
-    refining,
-    scale,
-    unit_logits,
-    GROUP: tl.constexpr,
-    PADDED: tl.constexpr,
-    PARTS: tl.constexpr,
-    VECTORS: tl.constexpr,
-    REFINES: tl.constexpr,
-    LAYOUT: tl.constexpr,
-    EXACT: tl.constexpr,
-):
-    """Logits of the tokens of a page that have a strategy.
-
-    Args:
-        strategy: of the sequence.
-        in_blocks: whether tokens are scored by blocks.
-        start, packed: the page's first token, and the end of those in pages.
-        tile: (page, layer, kv head).
-        table: r, g and the tokens of a block.
-        rotated: the unit's queries for the strategy, (GROUP, columns) float32.
-        refining: the unit's scores, and the bounds of those whose tokens are to be scored.
-    """
-    group, block = tl.load(table + 1), tl.load(table + 2)
-    elements, bitmap = keys
-    page_entries, stride = LAYOUT.page, 1
-    if in_blocks & (block > 1):
-        elements, bitmap = block_keys
-        page_entries, stride = LAYOUT.page_blocks, block
-    dtype: tl.constexpr = tl.float32 if EXACT else elements.dtype.element_ty
-    parts, weight = load_query_parts(rotated, GROUP, PADDED, PARTS, LAYOUT.columns, dtype, 128.0)
-    parts, weight = tl.trans(parts), weight * scale
-    index = tl.arange(0, VECTORS) * stride
-    for first in range(0, LAYOUT.page, VECTORS * stride):
-        in_page = first + index
-        token = start + in_page
-        is_token = (in_page < LAYOUT.page) & (token < packed)
-        other = tl.load(unit_strategies + token // LAYOUT.buffer, mask=is_token, other=-1)
-        used = other == strategy
-        if REFINES:
-            scores, bound, oldest = refining
-            score = tl.load(scores + token, mask=used, other=-float("inf"))
-            is_best = (score > bound) | ((score == bound) & (token >= oldest))
-            used = used & is_best & (block > 1)
-        if tl.max(used.to(tl.int32), axis=0) > 0:
-            entry = tile * page_entries + in_page * page_entries // LAYOUT.page
-            key = load_rows(
-                elements,
-                bitmap,
-                entry,
-                used,
-                group,
-                LAYOUT.kept,
-                LAYOUT.bytes,
-                LAYOUT.channels,
-                LAYOUT.columns,
-            )
-            product = tl.dot(key.to(dtype), parts, input_precision="ieee") * weight[None, :]
-            logit = tl.sum(tl.reshape(product, (VECTORS, PARTS, PADDED)), axis=1)
-            for place in range(stride):
-                store_logits(logit, token + place, used, unit_logits, PADDED)
 
 
 @triton.jit(
@@ -227,7 +177,8 @@ def _score_strategy(
 )
 def _score(
     queries,
-    rotated,
+    query_parts,
+    query_weights,
     keys,
     block_keys,
     key_ring,
@@ -237,6 +188,7 @@ def _score(
     positions,
     numbers,
     page_table,
+    listed,
     bounds,
     oldest,
     logits,
@@ -277,49 +229,63 @@ def _score(
     unit_strategies = strategy_of + slot * buffers
     packed = tokens_in_pages(unit_strategies, tokens, LAYOUT)
     in_blocks = (wanted_tokens(tokens, millionths, fewest) < packed) & (not BY_TOKEN)
-    if REFINES & (in_blocks == 0):
-        return
+    bound = float("inf")
+    if REFINES:
+        bound = tl.load(bounds + unit)
+        if bound == float("inf"):
+            return
     layer, head = first_layer + (unit // KV_HEADS) % LAYERS, unit % KV_HEADS
     unit_logits = logits + unit * capacity * PADDED
     unit_out = out + unit * capacity
+    chunk_list = listed + unit * capacity + start
+    pages = page_table + row * page_stride
     stop = tl.minimum(start + CHUNK, tokens)
-    refining = None
-    if REFINES:
-        refining = (unit_out, tl.load(bounds + unit), tl.load(oldest + unit))
-    buffer = tl.arange(0, LAYOUT.page // LAYOUT.buffer)
-    for page_start in range(start, tl.minimum(stop, packed), LAYOUT.page):
-        is_packed = page_start + buffer * LAYOUT.buffer < packed
-        own = page_start // LAYOUT.buffer + buffer
-        of_page = tl.load(unit_strategies + own, mask=is_packed, other=-1)
-        page = tl.load(page_table + row * page_stride + page_start // LAYOUT.page).to(tl.int64)
-        tile = (page * LAYOUT.layers + layer) * KV_HEADS + head
-        for turn in range(LAYOUT.page // LAYOUT.buffer):
-            strategy = tl.sum(tl.where(buffer == turn, of_page, 0), axis=0)
-            earlier = tl.sum(((of_page == strategy) & (buffer < turn)).to(tl.int32), axis=0)
-            if (strategy >= 0) & (earlier == 0):
-                row_of = tl.load(rows + slot * in_table + strategy).to(tl.int64)
-                _score_strategy(
-                    strategy,
-                    in_blocks & (not REFINES),
-                    page_start,
-                    packed,
-                    tile,
-                    keys,
-                    block_keys,
-                    unit_strategies,
-                    numbers + (row_of * LAYOUT.layers + layer) * 3,
-                    rotated + (unit * strategies + strategy) * GROUP * LAYOUT.columns,
-                    refining,
-                    scale,
-                    unit_logits,
-                    GROUP,
-                    PADDED,
-                    PARTS,
-                    VECTORS,
-                    REFINES,
-                    LAYOUT,
-                    EXACT,
+    first, last_packed = start, tl.minimum(stop, packed)
+    while first < last_packed:
+        strategy, last = run_at(unit_strategies, first, last_packed, CHUNK // LAYOUT.buffer, LAYOUT)
+        table = tl.load(rows + slot * in_table + strategy).to(tl.int64) * LAYOUT.layers + layer
+        group, block = tl.load(numbers + table * 3 + 1), tl.load(numbers + table * 3 + 2)
+        elements, bitmap = keys
+        page_entries, stride, count = LAYOUT.page, 1, last - first
+        if REFINES:
+            count = 0
+            if block > 1:
+                count = list_wanted(
+                    unit_out, bound, tl.load(oldest + unit), first, last, chunk_list, CHUNK
                 )
+        elif in_blocks & (block > 1):
+            elements, bitmap = block_keys
+            page_entries, stride, count = LAYOUT.page_blocks, block, (last - first) // block
+        of_unit = unit * strategies * PARTS * PADDED
+        own_queries, weight = load_queries(
+            query_parts + of_unit * LAYOUT.columns,
+            query_weights + of_unit,
+            strategy,
+            PARTS * PADDED,
+            LAYOUT,
+        )
+        score_vectors(
+            (elements, bitmap),
+            first,
+            count,
+            stride,
+            chunk_list,
+            pages,
+            layer,
+            head,
+            page_entries,
+            group,
+            own_queries,
+            weight * scale,
+            unit_logits,
+            PADDED,
+            PARTS,
+            VECTORS,
+            REFINES,
+            LAYOUT,
+            EXACT,
+        )
+        first = last
     if (not REFINES) & (packed < stop):
         score_full_precision(
             queries + unit * GROUP * HEAD_DIM,

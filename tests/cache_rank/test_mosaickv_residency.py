@@ -559,9 +559,9 @@ def test_a_sequence_that_has_ended_leaves_its_strategies_to_others() -> None:
 @pytest.mark.parametrize(
     ("options", "of_vector"),
     [
-        ({}, 24 * 2 + 6),
-        ({"rate": 75}, 16 * 2 + 6),
-        ({"rate": 75, "group": 4, "dropped": 0}, 16 * 2 + 2),
+        ({}, 24 * 2 + 8),  # bitmaps are whole words
+        ({"rate": 75}, 16 * 2 + 8),
+        ({"rate": 75, "group": 4, "dropped": 0}, 16 * 2 + 4),
         (DENSE, 64 * 2 + 8),
     ],
 )
