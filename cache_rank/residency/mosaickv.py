@@ -25,7 +25,7 @@ from cache_rank.config import CacheRankConfig, OptionValue
 from cache_rank.copies import upload
 from cache_rank.operations import operations_for
 from cache_rank.pages import PAGE_TOKENS
-from cache_rank.residency.mosaickv_memory import BUFFER_TOKENS, MemorySizes, PackedMemory
+from cache_rank.residency.mosaickv_memory import MemorySizes, PackedMemory
 from cache_rank.residency.mosaickv_segments import SegmentLengths, Segments
 from cache_rank.residency.mosaickv_strategy import Candidates, strategy_bytes
 from cache_rank.residency.options import Between, OneOf, Ranges, require_options
@@ -130,12 +130,13 @@ class MosaicKVResidency:
         segments, every_layer = self._segments[slot], range(self._model.layers)
         (place,) = upload((torch.tensor([slot], dtype=torch.int32),), self._device)
         stop = start + shipment.shape[2]
-        # A buffer at a time: what is compressed next may still lie where a later one goes.
-        for first in range(start - start % BUFFER_TOKENS, stop, BUFFER_TOKENS):
-            begin, end = max(first, start), min(first + BUFFER_TOKENS, stop)
+        begin = start
+        while begin < stop:  # what is compressed next may still lie where later tokens go
+            end = segments.at_once(stop)
             part = shipment[:, :, begin - start : end - start].contiguous()
             self._operations.load_tokens(part, *self._memory.store.rings, place, begin)
             segments.append(pages, every_layer, end)
+            begin = end
 
     def append(self, rows: StepRows, layers: range, up: Tensor, query_ring: Tensor) -> None:
         on_host = rows.numbers()

@@ -177,31 +177,35 @@ class PackedMemory:
         for vectors, place, packed in parts:
             store_vectors(self.store, vectors, pages, layer, self._heads, place, packed)
 
-    def compress(self, pages: Tensor, slot: int, row: int, layers: range, first: int) -> Tensor:
-        """See `compress_buffer`; pages are those of the sequence."""
-        page = first // PAGE_TOKENS
-        losses: Tensor = self.operations.compress_buffer(
-            self.store, pages[page : page + 1], slot, row, layers, first
-        )
-        return losses
+    def compress(
+        self,
+        pages: Tensor,
+        slot: int,
+        row: int,
+        layers: range,
+        first: int,
+        last: int,
+        losses: Tensor,
+    ) -> None:
+        """See `compress_buffers` of the reference."""
+        self.operations.compress_buffers(self.store, pages, slot, row, layers, first, last, losses)
 
     def add_covariance(
-        self, slot: int, layers: range, first: int, before: Tensor, after: Tensor
+        self, slot: int, layers: range, first: int, last: int, before: Tensor, after: Tensor
     ) -> None:
         """See `add_covariance` of the reference."""
-        self.operations.add_covariance(self.store, slot, layers, first, before, after)
+        self.operations.add_covariance(self.store, slot, layers, first, last, before, after)
 
-    def require_finite(self, slot: int, layers: range, first: int) -> None:
-        """Check a buffer of a slot, which cannot be rotated if not.
+    def require_finite(self, slot: int, layers: range, first: int, last: int) -> None:
+        """Check tokens of a slot, which cannot be rotated if not.
 
         Raises:
             ValueError: some of its tokens are not finite; on a GPU `check` says so.
         """
-        group, entry = slice(layers.start, layers.stop), first % self.store.rings[0].shape[3]
-        buffer = torch.stack(
-            [ring[slot, group, :, entry : entry + BUFFER_TOKENS] for ring in self.store.rings]
-        )
-        norms = buffer.double().square().sum(dim=-1).sqrt()
+        group, rings = slice(layers.start, layers.stop), self.store.rings
+        entry = torch.arange(first, last, device=self._device) % rings[0].shape[3]
+        tokens = torch.stack([ring[slot][group, :, entry] for ring in rings])
+        norms = torch.linalg.vector_norm(tokens, dim=-1, dtype=torch.float64)
         refused = (~(norms <= _LARGEST_NORM)).any(dim=-1)
         self._not_finite.note(slot, layers, refused)
         if self._beside is None:

@@ -15,6 +15,9 @@ The paper cuts input tokens by length alone, which it can since a prompt is ther
 prompts come in chunks, and what is loaded may be output of a request that was served densely or is
 computed again: the rule of output tokens holds for all.
 
+Buffers of a shipment are compressed several at once, where nothing is decided between them: the
+losses of a segment are known to stay below the threshold, since no token loses more than itself.
+
 A sequence that is truncated forgets tokens of two buffers at most. What followed from the newest
 complete one is undone by going back to the state before it, which is kept until the next.
 """
@@ -39,6 +42,9 @@ assert BUFFER_TOKENS >= ROLLBACK_TOKENS, "or truncation might undo two buffers"
 
 OPENING_TOKENS = 256
 """Tokens of the first segment, which has no previous strategy."""
+
+_MOST_BUFFERS = 8
+"""That are compressed at once: more take more scratch, and not much less time each."""
 
 
 class SegmentLengths(NamedTuple):
@@ -89,7 +95,9 @@ class _State:
         strategies: of each finished segment whose own serve, their row in the tables.
         strategy_of: for each buffer in the pages, which of them.
         recompression: under way.
-        loss: mean of the losses on its way to the host, if it may end the segment.
+        loss, loss_at: mean of the losses on its way to the host, and the tokens it is of.
+        lost: mean of the losses that the host knows.
+        lost_at: tokens that it knows them of.
     """
 
     tokens: int
@@ -100,6 +108,13 @@ class _State:
     strategy_of: list[int] = dataclasses.field(default_factory=list)
     recompression: _Recompression | None = None
     loss: Readback | None = None
+    loss_at: int = 0
+    lost: float = 0.0
+    lost_at: int = 0
+
+    def most_lost(self) -> float:
+        """What the mean of the losses is at most."""
+        return self.lost + (self.tokens - self.lost_at)
 
     def copied(self) -> _State:
         """Changes of either do not show in the other; the covariance is still to be computed."""
@@ -149,13 +164,30 @@ class Segments:
         shape = (model.layers, 2, model.kv_heads, model.head_dim, model.head_dim)
         return torch.zeros(shape, dtype=torch.float64, device=device)
 
+    def at_once(self, stop: int) -> int:
+        """How many tokens all layers may have after an `append`, of `stop` that there are."""
+        self._end_if_lossy(wait=True)
+        state, lengths = self._state, self._lengths
+        if stop < state.tokens + BUFFER_TOKENS:
+            return stop
+        last = state.first + (lengths.most if state.strategies else OPENING_TOKENS)
+        if state.recompression is not None:
+            last = min(last, state.recompression.due)
+        if state.strategies:  # with more tokens than these, losses may end the segment
+            spared = int(max(0.0, lengths.threshold - state.lost))
+            undecided = max(state.first + lengths.least - BUFFER_TOKENS, state.lost_at + spared)
+            last = min(last, max(undecided, state.tokens) + BUFFER_TOKENS)
+        last = min(last, stop, state.tokens + _MOST_BUFFERS * BUFFER_TOKENS)
+        return last // BUFFER_TOKENS * BUFFER_TOKENS
+
     def append(self, pages: Tensor, layers: range, resident: int) -> None:
-        """The next tokens of some layers are in the ring; they end with a buffer or before.
+        """The next tokens of some layers are in the ring.
 
         Args:
             pages: (pages,) int32 of the sequence.
             layers: whose. All layers take one token over before any takes another buffer.
-            resident: tokens of these layers.
+            resident: tokens of these layers. They end with a buffer or before; those of all layers
+                may end where `at_once` says.
 
         Raises:
             ValueError: a token of a complete buffer is not finite.
@@ -163,20 +195,31 @@ class Segments:
         self.resident[layers.start : layers.stop] = [resident] * len(layers)
         if resident % BUFFER_TOKENS:
             return
-        first = resident - BUFFER_TOKENS
-        self._memory.require_finite(self._slot, layers, first)
-        if self._state.tokens < resident:  # the first layers that get here
+        taken, first = self._state.tokens, resident - BUFFER_TOKENS
+        self._memory.require_finite(self._slot, layers, min(taken, first), resident)
+        if taken < resident:  # the first layers that get here
             self._end_if_lossy(wait=True)
+            if taken < first:
+                self._take(pages, layers, taken, first, self._state.covariance)
+                self._state.tokens = first
             self._before, self._state = self._state, self._state.copied()
             self._state.tokens = resident
-        state = self._state
-        self._memory.add_covariance(
-            self._slot, layers, first, self._before.covariance, state.covariance
-        )
-        if state.strategies:
-            self._compress(pages, layers, first)
+        self._take(pages, layers, first, resident, self._before.covariance)
         if min(self.resident) == resident:
             self._advance(pages, resident)
+
+    def _take(self, pages: Tensor, layers: range, first: int, last: int, before: Tensor) -> None:
+        """Account for complete buffers, and compress them by the newest strategy."""
+        state, memory = self._state, self._memory
+        memory.add_covariance(self._slot, layers, first, last, before, state.covariance)
+        if not state.strategies:
+            return
+        index = len(state.strategies) - 1
+        if len(state.strategy_of) == first // BUFFER_TOKENS:  # the first layers that get here
+            state.strategy_of += [index] * ((last - first) // BUFFER_TOKENS)
+            memory.assign(self._slot, first, last, index)
+        row = state.strategies[index]
+        memory.compress(pages, self._slot, row, layers, first, last, state.losses)
 
     def truncate(self, pages: Tensor, tokens: int) -> None:
         """Forget all but the first tokens, at most ROLLBACK_TOKENS fewer than there ever were."""
@@ -197,24 +240,16 @@ class Segments:
         """Compress a finished segment as it was before its own strategy served."""
         state = self._state
         assert state.recompression is not None
-        every_layer = range(self._model.layers)
+        every_layer, losses = range(self._model.layers), self._no_losses()
         for first in range(state.recompression.first, state.recompression.last, BUFFER_TOKENS):
             row = state.strategies[state.strategy_of[first // BUFFER_TOKENS]]
-            self._memory.compress(pages, self._slot, row, every_layer, first)
+            last = first + BUFFER_TOKENS
+            self._memory.compress(pages, self._slot, row, every_layer, first, last, losses)
 
     def end(self) -> None:
         """Compute nothing more for the sequence, and hold nothing of it."""
         _cancel(self._state.recompression)
         self._memory.release(self._state.strategies)
-
-    def _compress(self, pages: Tensor, layers: range, first: int) -> None:
-        """Compress a complete buffer by the newest strategy, and account for what that loses."""
-        state, index = self._state, len(self._state.strategies) - 1
-        if len(state.strategy_of) == first // BUFFER_TOKENS:  # the first layers that get here
-            state.strategy_of.append(index)
-            self._memory.assign(self._slot, first, first + BUFFER_TOKENS, index)
-        losses = self._memory.compress(pages, self._slot, state.strategies[index], layers, first)
-        state.losses[layers.start : layers.stop] += losses
 
     def _advance(self, pages: Tensor, resident: int) -> None:
         """All layers have so many tokens, in complete buffers."""
@@ -222,7 +257,7 @@ class Segments:
         if length == (self._lengths.most if state.strategies else OPENING_TOKENS):
             self._finish(resident)
         elif state.strategies and length >= self._lengths.least:
-            state.loss = Readback()
+            state.loss, state.loss_at = Readback(), resident
             state.loss.start(state.losses.mean())
             self._end_if_lossy(wait=False)
         if state.recompression is not None and state.recompression.due == resident:
@@ -232,15 +267,16 @@ class Segments:
         """Finish the segment with the newest complete buffer, if it has lost enough.
 
         On a GPU the loss is known later, but before anything depends on it: when the next buffer is
-        complete.
+        complete. Nothing does where it cannot be enough.
         """
         state = self._state
         if state.loss is None:
             return
-        loss = state.loss.wait() if wait else state.loss.value()
+        must_know = wait and state.most_lost() > self._lengths.threshold
+        loss = state.loss.wait() if must_know else state.loss.value()
         if loss is not None:
-            state.loss = None
-            if float(loss) > self._lengths.threshold:
+            state.loss, state.lost, state.lost_at = None, float(loss), state.loss_at
+            if state.lost > self._lengths.threshold:
                 self._finish(state.tokens)
 
     def _finish(self, last: int) -> None:
@@ -261,6 +297,7 @@ class Segments:
             result.set_result(recompress(tokens_of, state.covariance, self._candidates))
         state.recompression = _Recompression(first, last, due, result)
         state.first, state.losses, state.covariance = last, self._no_losses(), self._no_covariance()
+        state.loss, state.lost, state.lost_at = None, 0.0, last
 
     def _switch(self, pages: Tensor, finished: _Recompression) -> None:
         """Let the finished segment's own strategy serve."""

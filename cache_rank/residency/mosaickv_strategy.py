@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from importlib import import_module
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from cache_rank_kernels.mosaickv.store import Strategy
@@ -18,7 +18,6 @@ from cache_rank_kernels.mosaickv.vectors import (
     lost_energy,
     mean_keys,
     rotate,
-    rotation_of,
     unexplained_variance,
 )
 from torch import Tensor
@@ -94,7 +93,8 @@ class Candidates:
 
     def rotations(self, covariance: Tensor) -> Tensor:
         """Of covariances (..., D, D): (..., D, C) in the dtype of the pool."""
-        return rotation_of(covariance, self.channels).to(self._dtype)
+        rotations: Tensor = _kernels(covariance).rotation_of(covariance, self.channels)
+        return rotations.to(self._dtype)
 
     def choose(self, tokens: Tensor, rotations: Tensor) -> Strategy:
         """The strategy of a finished segment of one layer.
@@ -122,10 +122,7 @@ class Candidates:
 
 def pack_vectors(rotated: Tensor, kept: int, group: int, dtype: torch.dtype) -> PackedVectors:
     """As `pack_vectors` of the reference, by the kernel of the device."""
-    kernels = import_module(
-        f"cache_rank_kernels.mosaickv.{operations.implementation_for(rotated.device)}"
-    )
-    packed: PackedVectors = kernels.pack_vectors(rotated, kept, group, dtype)
+    packed: PackedVectors = _kernels(rotated).pack_vectors(rotated, kept, group, dtype)
     return packed
 
 
@@ -169,6 +166,12 @@ def strategy_bytes(channels: int, model: ModelShape) -> int:
     """Memory of one segment's strategies, all layers."""
     rotation = model.head_dim * channels * model.torch_dtype.itemsize
     return 2 * model.layers * model.kv_heads * rotation
+
+
+def _kernels(tensor: Tensor) -> Any:
+    """Of the device that a tensor is on."""
+    implementation = operations.implementation_for(tensor.device)
+    return import_module(f"cache_rank_kernels.mosaickv.{implementation}")
 
 
 def _candidates(options: Mapping[str, OptionValue], name: str) -> tuple[float, ...]:

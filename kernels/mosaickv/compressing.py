@@ -1,4 +1,4 @@
-"""What becomes of a buffer of newest tokens, Triton: covariances, and codes of a strategy.
+"""What becomes of buffers of newest tokens, Triton: covariances, and codes of a strategy.
 
 Of a buffer's keys all means are rotated that any block may want, and those of the strategy's block
 are kept: 14 vectors beside 32.
@@ -22,7 +22,13 @@ _COVARIANCE_TILE = 64
 
 
 def add_covariance(
-    store: PackedStore, slot: int, layers: range, first: int, before: Tensor, after: Tensor
+    store: PackedStore,
+    slot: int,
+    layers: range,
+    first: int,
+    last: int,
+    before: Tensor,
+    after: Tensor,
 ) -> None:
     """See the reference. One launch; D is a power of two."""
     layout, (keys, values) = Layout.of(store), store.rings
@@ -38,24 +44,35 @@ def add_covariance(
         slot,
         layers.start,
         first,
+        last,
         TILE=tile,
         LAYOUT=layout,
     )
 
 
-def compress_buffer(
-    store: PackedStore, page: Tensor, slot: int, row: int, layers: range, first: int
-) -> Tensor:
-    """See the reference. Two launches, whose result is that of any others with the same buffer."""
-    layout = Layout.of(store)
+def compress_buffers(
+    store: PackedStore,
+    pages: Tensor,
+    slot: int,
+    row: int,
+    layers: range,
+    first: int,
+    last: int,
+    losses: Tensor,
+) -> None:
+    """See the reference. Three launches, and scratch of 48 rotated vectors a buffer.
+
+    What becomes of a buffer does not depend on which others come with it.
+    """
+    layout, buffers = Layout.of(store), (last - first) // store.buffer_tokens
     assert layout.buffer == 2 * _MEANS.value
     keys, values = store.rings
     units = len(layers) * layout.kv_heads
-    vectors = (units, 2, layout.buffer + _MEANS.value, layout.columns)
+    vectors = (buffers, units, 2, layout.buffer + _MEANS.value, layout.columns)
     rotated = torch.empty(vectors, dtype=torch.float32, device=keys.device)
-    losses = torch.empty((len(layers), layout.kv_heads, 2), dtype=torch.float64, device=keys.device)
+    lost = torch.empty((buffers, units, 2), dtype=torch.float64, device=keys.device)
     numbers = (slot, row, layers.start, first)
-    _rotate[(units, 2)](
+    _rotate[(units, 2, buffers)](
         keys,
         values,
         store.rotations,
@@ -65,7 +82,7 @@ def compress_buffer(
         EXACT=not keys.is_cuda or keys.dtype == torch.float32,
         num_warps=8,
     )
-    _pack_buffer[(2, units, 2)](
+    _pack_buffer[(2 * buffers, units, 2)](
         keys,
         values,
         tuple(store.keys),
@@ -73,14 +90,22 @@ def compress_buffer(
         tuple(store.block_keys),
         store.numbers,
         rotated,
-        losses,
-        page,
+        lost,
+        pages,
         *numbers,
         torch.finfo(keys.dtype).max,
         LAYOUT=layout,
         enable_fp_fusion=False,  # groups of the same energy as in the reference
     )
-    return losses.mean(dim=(1, 2))
+    _add_losses[(len(layers),)](
+        lost,
+        losses,
+        layers.start,
+        buffers,
+        VECTORS=2 * layout.kv_heads,
+        PADDED=triton.next_power_of_2(2 * layout.kv_heads),
+        num_warps=1,
+    )
 
 
 @triton.jit
@@ -92,7 +117,7 @@ def _load_buffer(keys, values, part, slot, layer, head, first, LAYOUT: tl.conste
     return tl.load((keys if part == 0 else values) + at)
 
 
-@triton.jit(do_not_specialize=["slot", "first_layer", "first"])
+@triton.jit(do_not_specialize=["slot", "first_layer", "first", "last"])
 def _covariance(
     keys,
     values,
@@ -101,6 +126,7 @@ def _covariance(
     slot,
     first_layer,
     first,
+    last,
     TILE: tl.constexpr,
     LAYOUT: tl.constexpr,
 ):
@@ -110,16 +136,20 @@ def _covariance(
     row, column = tl.program_id(1) * TILE + index, tl.program_id(2) * TILE + index
     source = (slot.to(tl.int64) * LAYOUT.layers + layer) * LAYOUT.kv_heads + head
     ring = keys if part == 0 else values
-    ring += (source * LAYOUT.ring + first % LAYOUT.ring) * LAYOUT.head_dim
+    ring += source * LAYOUT.ring * LAYOUT.head_dim
     matrix = (layer.to(tl.int64) * 2 + part) * LAYOUT.kv_heads + head
     at = (matrix * LAYOUT.head_dim + row)[:, None] * LAYOUT.head_dim + column[None, :]
     # No product of the matrix unit: squares of what float32 holds may be beyond it.
-    product = tl.zeros((TILE, TILE), tl.float64)
-    for token in range(LAYOUT.buffer):
-        one = tl.load(ring + token * LAYOUT.head_dim + row).to(tl.float64)
-        other = tl.load(ring + token * LAYOUT.head_dim + column).to(tl.float64)
-        product += one[:, None] * other[None, :]
-    tl.store(after + at, tl.load(before + at) + product)
+    total = tl.load(before + at)
+    for start in range(first, last, LAYOUT.buffer):
+        tokens = ring + start % LAYOUT.ring * LAYOUT.head_dim
+        product = tl.zeros((TILE, TILE), tl.float64)
+        for token in range(LAYOUT.buffer):
+            one = tl.load(tokens + token * LAYOUT.head_dim + row).to(tl.float64)
+            other = tl.load(tokens + token * LAYOUT.head_dim + column).to(tl.float64)
+            product += one[:, None] * other[None, :]
+        total += product
+    tl.store(after + at, total)
 
 
 @triton.jit
@@ -142,8 +172,9 @@ def _rotate(
     EXACT: tl.constexpr,
 ):
     """Rotate tokens, and of keys the means of blocks, to rows of COLUMNS float32."""
-    unit, part = tl.program_id(0), tl.program_id(1)
+    unit, part, buffer = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     layer, head = first_layer + unit // LAYOUT.kv_heads, unit % LAYOUT.kv_heads
+    first += buffer * LAYOUT.buffer
     dtype: tl.constexpr = tl.float32 if EXACT else keys.dtype.element_ty
     dims, channel = tl.arange(0, LAYOUT.head_dim), tl.arange(0, LAYOUT.columns)
     matrix = ((row.to(tl.int64) * LAYOUT.layers + layer) * 2 + part) * LAYOUT.kv_heads + head
@@ -153,7 +184,8 @@ def _rotate(
 
     tokens = _load_buffer(keys, values, part, slot, layer, head, first, LAYOUT)
     product = tl.dot(tokens.to(dtype), rotation, input_precision="ieee")
-    target = rotated + (unit * 2 + part).to(tl.int64) * (LAYOUT.buffer + _MEANS) * LAYOUT.columns
+    own = ((buffer.to(tl.int64) * tl.num_programs(0) + unit) * 2 + part) * (LAYOUT.buffer + _MEANS)
+    target = rotated + own * LAYOUT.columns
     token = tl.arange(0, LAYOUT.buffer)
     tl.store(target + token[:, None] * LAYOUT.columns + channel[None, :], product)
     if part == 0:
@@ -172,7 +204,7 @@ def _rotate(
 
 @triton.jit(
     do_not_specialize=["slot", "row", "first_layer", "first", "limit"],
-    do_not_specialize_on_alignment=["page"],
+    do_not_specialize_on_alignment=["pages"],
 )
 def _pack_buffer(
     keys,
@@ -182,8 +214,8 @@ def _pack_buffer(
     packed_blocks,
     numbers,
     rotated,
-    losses,
-    page,
+    lost,
+    pages,
     slot,
     row,
     first_layer,
@@ -191,15 +223,18 @@ def _pack_buffer(
     limit,
     LAYOUT: tl.constexpr,
 ):
-    """Pack the rows of `_rotate`, tokens or means, into the page."""
-    is_means, unit, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    """Pack the rows of `_rotate`, tokens or means, into the pages."""
+    is_means, unit, part = tl.program_id(0) % 2, tl.program_id(1), tl.program_id(2)
+    own = (tl.program_id(0) // 2 * tl.num_programs(1) + unit).to(tl.int64) * 2 + part
+    first += tl.program_id(0) // 2 * LAYOUT.buffer
     layer, head = first_layer + unit // LAYOUT.kv_heads, unit % LAYOUT.kv_heads
     of_strategy = numbers + (row.to(tl.int64) * LAYOUT.layers + layer) * 3
     kept, group = tl.load(of_strategy), tl.load(of_strategy + 1)
     block = tl.load(of_strategy + 2)
     width = (LAYOUT.channels // group + 7) // 8
-    rows = (unit * 2 + part).to(tl.int64) * (LAYOUT.buffer + _MEANS)
-    tile = (tl.load(page).to(tl.int64) * LAYOUT.layers + layer) * LAYOUT.kv_heads + head
+    rows = own * (LAYOUT.buffer + _MEANS)
+    page = tl.load(pages + first // LAYOUT.page).to(tl.int64)
+    tile = (page * LAYOUT.layers + layer) * LAYOUT.kv_heads + head
     in_page = first % LAYOUT.page
     buffer: tl.constexpr = LAYOUT.buffer
     index = tl.arange(0, buffer)
@@ -227,7 +262,7 @@ def _pack_buffer(
         exact = stored.to(tl.float64)
         share = 1 - tl.sum(exact * exact, axis=1) / tl.where(energy == 0, 1, energy)
         share = tl.where(energy == 0, 0, tl.maximum(share, 0))
-        tl.store(losses + unit * 2 + part, tl.sum(share, axis=0))
+        tl.store(lost + own, tl.sum(share, axis=0))
     elif (part == 0) & (block > 1):
         entry = in_page + index * block
         entry = tile * LAYOUT.page_blocks + entry * LAYOUT.page_blocks // LAYOUT.page
@@ -245,3 +280,15 @@ def _pack_buffer(
             LAYOUT.columns,
             LAYOUT.columns,
         )
+
+
+@triton.jit(do_not_specialize=["first_layer", "buffers"])
+def _add_losses(lost, losses, first_layer, buffers, VECTORS: tl.constexpr, PADDED: tl.constexpr):
+    """Add the mean of the VECTORS of a layer, of one buffer after another."""
+    layer, index = tl.program_id(0), tl.arange(0, PADDED)
+    total = tl.load(losses + first_layer + layer)
+    for buffer in range(buffers):
+        of_layer = lost + (buffer * tl.num_programs(0) + layer) * VECTORS
+        shares = tl.load(of_layer + index, mask=index < VECTORS, other=0.0)
+        total += tl.sum(shares, axis=0) / VECTORS
+    tl.store(losses + first_layer + layer, total)

@@ -10,6 +10,7 @@ from cache_rank_kernels.fp8.reference import convert
 from cache_rank_kernels.mosaickv.store import (
     PackedStore,
     Run,
+    Strategy,
     load_vectors,
     newest_tokens,
     packed_tokens,
@@ -23,16 +24,18 @@ from cache_rank_kernels.mosaickv.vectors import (
     lost_energy,
     mean_keys,
     pack_vectors,
+    rotation_of,
     score_packed,
 )
 from torch import Tensor
 
 __all__ = [
     "add_covariance",
-    "compress_buffer",
+    "compress_buffers",
     "gather_packed",
     "pack_vectors",
     "read_packed",
+    "rotation_of",
     "score_packed_step",
     "score_packed_workspace",
 ]
@@ -45,59 +48,82 @@ _DECODED_TOKENS = 512
 
 
 def add_covariance(
-    store: PackedStore, slot: int, layers: range, first: int, before: Tensor, after: Tensor
+    store: PackedStore,
+    slot: int,
+    layers: range,
+    first: int,
+    last: int,
+    before: Tensor,
+    after: Tensor,
 ) -> None:
-    """Add a buffer of tokens x from the ring to covariances, the sums of xᵀx (section 5.5).
+    """Add tokens x from the ring to covariances, the sums of xᵀx (section 5.5).
+
+    A buffer is summed up by itself, and then added: no bit depends on how many come at once.
 
     Args:
         store: that the tokens are in.
         slot: of the sequence.
         layers: whose tokens.
-        first: position of the first token.
-        before, after: (layers, 2, Hkv, D, D) float64, of keys and of values; what is written are
-            the given layers of `after`.
+        first, last: positions of the first token and behind the last one, of whole buffers.
+        before, after: (layers, 2, Hkv, D, D) float64, of keys and of values, or the same tensor;
+            what is written are the given layers of `after`.
     """
     for layer in layers:
-        tokens = newest_tokens(store, slot, layer, first, first + store.buffer_tokens).double()
-        after[layer] = before[layer] + tokens.transpose(-1, -2) @ tokens
+        after[layer] = before[layer]
+        for start in range(first, last, store.buffer_tokens):
+            tokens = newest_tokens(store, slot, layer, start, start + store.buffer_tokens).double()
+            after[layer] += tokens.transpose(-1, -2) @ tokens
 
 
-def compress_buffer(
-    store: PackedStore, page: Tensor, slot: int, row: int, layers: range, first: int
-) -> Tensor:
-    """Compress a buffer of tokens from the ring to the pages.
+def compress_buffers(
+    store: PackedStore,
+    pages: Tensor,
+    slot: int,
+    row: int,
+    layers: range,
+    first: int,
+    last: int,
+    losses: Tensor,
+) -> None:
+    """Compress tokens from the ring to the pages.
 
     Args:
         store: written in place.
-        page: (1,) int32, where the buffer is to be.
+        pages: (pages,) int32 of the sequence.
         slot: of the sequence.
         row: of the strategies, in the tables.
         layers: whose tokens.
-        first: position of the first token.
-
-    Returns:
-        (len(layers),) float64, the share of energy that a token loses, of the mean vector, summed
-        over the buffer.
+        first, last: positions of the first token and behind the last one, of whole buffers.
+        losses: (layers,) float64; to those of the given layers the share of energy that a token
+            loses, of the mean vector, is added, summed over one buffer after another.
     """
-    last, losses = first + store.buffer_tokens, []
-    head = torch.arange(store.rings[0].shape[2], device=page.device).unsqueeze(-1)
-    position = torch.arange(first, last, device=page.device) % store.page_tokens
     for layer in layers:
         strategy = strategy_at(store, row, layer)
-        tokens = newest_tokens(store, slot, layer, first, last)
-        losses.append(torch.zeros((), dtype=torch.float64, device=page.device))
-        for vectors, part, rotation in zip(
-            (store.keys, store.values), tokens, strategy.rotations, strict=True
-        ):
-            packed = encode(part, rotation, strategy.kept, strategy.group)
-            store_vectors(store, vectors, page, layer, head, position, packed)
-            losses[-1] += lost_energy(part, packed).mean(dim=0).sum() / 2
-        if strategy.block > 1:
-            means = mean_keys(tokens[0], strategy.block)
-            packed = encode(means, strategy.rotations[0], strategy.kept, strategy.group)
-            blocks = position[:: strategy.block]
-            store_vectors(store, store.block_keys, page, layer, head, blocks, packed)
-    return torch.stack(losses)
+        for start in range(first, last, store.buffer_tokens):
+            losses[layer] += _compress_buffer(store, pages, slot, layer, strategy, start)
+
+
+def _compress_buffer(
+    store: PackedStore, pages: Tensor, slot: int, layer: int, strategy: Strategy, first: int
+) -> Tensor:
+    """Compress a buffer of a layer; what it loses."""
+    last = first + store.buffer_tokens
+    head = torch.arange(store.rings[0].shape[2], device=pages.device).unsqueeze(-1)
+    position = torch.arange(first, last, device=pages.device)
+    tokens = newest_tokens(store, slot, layer, first, last)
+    lost = torch.zeros((), dtype=torch.float64, device=pages.device)
+    for vectors, part, rotation in zip(
+        (store.keys, store.values), tokens, strategy.rotations, strict=True
+    ):
+        packed = encode(part, rotation, strategy.kept, strategy.group)
+        store_vectors(store, vectors, pages, layer, head, position, packed)
+        lost += lost_energy(part, packed).mean(dim=0).sum() / 2
+    if strategy.block > 1:
+        means = mean_keys(tokens[0], strategy.block)
+        packed = encode(means, strategy.rotations[0], strategy.kept, strategy.group)
+        blocks = position[:: strategy.block]
+        store_vectors(store, store.block_keys, pages, layer, head, blocks, packed)
+    return lost
 
 
 def gather_packed(

@@ -1,7 +1,8 @@
 """The operations of `mosaickv` on a GPU, Triton.
 
-Packing of whole segments is here; what every step does is in `compressing`, `scoring` and
-`gathering`, and packed vectors in kernels in `packing`.
+Packing of whole segments is here, and their rotations are in `eigenvectors`; what every step does
+is in `compressing`, `scoring` and `gathering`, and packed vectors in kernels in `packing` and
+`unpacking`.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from cache_rank_kernels.mosaickv.compressing import add_covariance, compress_buffer
+from cache_rank_kernels.mosaickv.compressing import add_covariance, compress_buffers
+from cache_rank_kernels.mosaickv.eigenvectors import rotation_of
 from cache_rank_kernels.mosaickv.gathering import gather_packed
 from cache_rank_kernels.mosaickv.packing import columns_for, pack_rows
 from cache_rank_kernels.mosaickv.scoring import score_packed_step, score_packed_workspace
@@ -18,9 +20,10 @@ from torch import Tensor
 
 __all__ = [
     "add_covariance",
-    "compress_buffer",
+    "compress_buffers",
     "gather_packed",
     "pack_vectors",
+    "rotation_of",
     "score_packed_step",
     "score_packed_workspace",
 ]

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from cache_rank_kernels.mosaickv import triton
 from mosaickv_sequence import CPU, SHORT, Held, Immediately, drifting
 from small_models import small_config
 from torch import Tensor
@@ -109,6 +110,42 @@ def test_kernels_hold_and_say_what_the_references_do(
     for one, other in zip(found, expected, strict=True):
         assert_agree(one, other)
     assert len({tuple(said.strategies[0]) for said in expected}) > 2
+
+
+@pytest.mark.parametrize("dropped", [0, 25, 45])
+@pytest.mark.parametrize("group", [1, 2, 4])
+def test_kernels_read_bitmaps_of_several_words(group: int, dropped: int) -> None:
+    """Of 128, 96 or 72 channels; what is read was written by torch."""
+    if torch.cuda.is_available():
+        pytest.skip("the GPU runs them")
+    model = ModelShape(1, 4, 1, 128, "bfloat16", 128**-0.5)
+    options = {**SHORT, "rate": 62.5, "group": group, "dropped": dropped, "block": 8}
+    expected, found = (Held.whole(drifting(model, 300), model, **options) for _ in range(2))
+    found.residency._memory.operations = triton
+    queries = expected.queries()
+    for exact in (False, True):
+        torch.testing.assert_close(
+            found.score(queries, exact), expected.score(queries, exact), rtol=0, atol=1e-4
+        )
+    # Decoded numbers are rounded to bfloat16, from sums in another order.
+    one, other = (Said.of(held).shipped[..., 1:, :] for held in (found, expected))
+    torch.testing.assert_close(one, other, rtol=2**-7, atol=1e-4)
+
+
+def test_kernels_hold_the_same_bits_however_many_buffers_come_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("the GPU runs them")
+    monkeypatch.setattr(operations, "implementation_for", lambda device: "triton")
+    found = []
+    for sizes in ((460,), (256, *(40,) * 5, 4)):
+        held = Held.empty(drifting(ONE_LAYER, 460), ONE_LAYER, **SHORT)
+        held.residency._executor = Immediately()  # type: ignore[assignment]
+        for count in sizes:
+            held.load(count)
+        found.append((held.codes(), held.segments._state.losses.tolist()))
+    assert found[0] == found[1]
 
 
 @pytest.mark.gpu

@@ -8,6 +8,8 @@ from __future__ import annotations
 import pytest
 import torch
 from cache_rank_kernels.mosaickv import triton
+from cache_rank_kernels.mosaickv.bounds import bound_unit
+from cache_rank_kernels.mosaickv.layout import Layout
 from cache_rank_kernels.mosaickv.vectors import (
     PackedVectors,
     attention_output,
@@ -328,6 +330,105 @@ def test_triton_keeps_the_elements_of_the_reference(
         strict=True,
     ):
         assert torch.equal(found, expected)
+
+
+def assert_rotates_like_reference(covariance: Tensor, channels: int) -> None:
+    """But for signs, and for the order of directions with the same energy."""
+    found, expected = (
+        function(covariance, channels).cpu() for function in (triton.rotation_of, rotation_of)
+    )
+    assert found.dtype == torch.float64
+    assert found.shape == expected.shape
+    identity = torch.eye(channels, dtype=torch.float64).expand(*found.shape[:-2], -1, -1)
+    torch.testing.assert_close(found.transpose(-1, -2) @ found, identity, rtol=0, atol=1e-12)
+    exact = covariance.double().cpu()
+    found, expected = (part.transpose(-1, -2) @ exact @ part for part in (found, expected))
+    scale = float(exact.abs().max())
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-11 * scale)
+
+
+@pytest.mark.parametrize(("dims", "channels"), [(1, 1), (2, 2), (4, 3), (16, 12)])
+def test_rotations_by_triton_are_eigenvectors(
+    device: torch.device, dims: int, channels: int
+) -> None:
+    part = normal(2, 1, 50, dims) * torch.logspace(0, -3, dims)
+    part = rotate(part, torch.linalg.qr(normal(dims, dims, seed=1)).Q)
+    assert_rotates_like_reference(covariance_of(part).to(device), channels)
+
+
+@pytest.mark.parametrize("kind", ["zeros", "same", "diagonal", "large", "tiny"])
+def test_rotations_by_triton_of_unusual_covariances(device: torch.device, kind: str) -> None:
+    part = {
+        "zeros": torch.zeros(1, 20, 8),
+        "same": torch.full((1, 20, 8), 3.0),
+        "diagonal": torch.eye(8).unsqueeze(0),
+        "large": normal(1, 20, 8) * 1e37,
+        "tiny": normal(1, 20, 8) * 1e-37,
+    }[kind]
+    assert_rotates_like_reference(covariance_of(part).to(device), 6)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_rotations_of_a_model_on_a_gpu() -> None:
+    part = normal(6, 2, 8, 300, 128) * torch.logspace(1, -2, 128)
+    part = rotate(part, torch.linalg.qr(normal(6, 2, 8, 128, 128, seed=1)).Q)
+    covariance = covariance_of(part).cuda()
+    assert_rotates_like_reference(covariance, 96)
+    some = covariance[2:4, :, 3:5]
+    assert torch.equal(
+        triton.rotation_of(some, 96), triton.rotation_of(covariance, 96)[2:4, :, 3:5]
+    )
+
+
+@pytest.mark.parametrize("wanted", [1, 70, 200, 351])
+@pytest.mark.parametrize("kind", ["normal", "blocks", "same", "infinite"])
+def test_bounds_leave_as_many_tokens_as_are_wanted(
+    device: torch.device, kind: str, wanted: int
+) -> None:
+    """The best ones, and of those with the same score the newest; of more than fit at once."""
+    capacity, packed = 400, 352
+    scores = {
+        "normal": normal(capacity),
+        "blocks": normal(capacity // 16).repeat_interleave(16),
+        "same": torch.zeros(capacity),
+        "infinite": torch.where(normal(capacity) > 0, normal(capacity), -float("inf")),
+    }[kind]
+
+    def integers(*numbers: int) -> Tensor:
+        return torch.tensor(numbers, dtype=torch.int32, device=device)
+
+    bounds, oldest = torch.empty(1, device=device), integers(0)
+    layout = Layout(1, 1, 8, 64, 8, 16, 16, 1, 8, 4, 256, 64, 32)
+    bound_unit[(1,)](
+        scores.to(device),
+        torch.zeros((1, 13), dtype=torch.int32, device=device),
+        integers(0),
+        integers(8, 1, 16),
+        integers(0),
+        integers(packed + 4),
+        torch.empty(capacity, dtype=torch.int32, device=device),
+        bounds,
+        oldest,
+        0,
+        0,
+        wanted,
+        capacity,
+        1,
+        13,
+        1,
+        LAYERS=1,
+        BLOCK=64,
+        LAYOUT=layout,
+    )
+    order = sorted(range(packed), key=lambda token: (-float(scores[token]), -token))
+    bound, first = float(bounds), int(oldest)
+    chosen = {
+        token
+        for token in range(packed)
+        if float(scores[token]) > bound or (float(scores[token]) == bound and token >= first)
+    }
+    assert chosen == set(order[:wanted])
 
 
 @pytest.mark.gpu
