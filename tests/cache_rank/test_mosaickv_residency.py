@@ -40,8 +40,10 @@ from small_models import GQA, MHA, MODELS, small_config
 from torch import Tensor
 
 from cache_rank import residency
+from cache_rank.copies import Readback
 from cache_rank.pages import PAGE_TOKENS
 from cache_rank.protocol import DownMessage, Row, UpMessage
+from cache_rank.residency import mosaickv_segments
 from cache_rank.residency.mosaickv import MosaicKVResidency
 from cache_rank.residency.mosaickv_memory import BUFFER_TOKENS
 from cache_rank.residency.mosaickv_segments import OPENING_TOKENS, SegmentLengths
@@ -235,6 +237,34 @@ def test_nothing_depends_on_how_long_the_thread_takes(executor: type[Executor]) 
             one.load(count)
         assert held.codes() == other.codes()
         assert torch.equal(held.score(queries), other.score(queries))
+
+
+class OnlyWhenWaitedFor(Readback):
+    """A device so slow that nothing has come before it is waited for."""
+
+    def value(self) -> Tensor | None:
+        return None
+
+
+@pytest.mark.parametrize("threshold", [0, 20, 60, 300])
+def test_nothing_depends_on_how_soon_losses_are_known(
+    threshold: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {**SHORT, "threshold": threshold}
+    tokens = drifting(MHA, 2000)
+    whole = Held.whole(tokens, **options)
+    at_hand = Held.empty(tokens, **options)
+    while at_hand.resident < 2000:
+        at_hand.load(min(BUFFER_TOKENS, 2000 - at_hand.resident))
+    monkeypatch.setattr(mosaickv_segments, "Readback", OnlyWhenWaitedFor)
+    late = Held.empty(tokens, **options)
+    for count in (300, 500, 1, 31, 1, 700, 200, -20, 40, 247):
+        if count < 0:
+            late.truncate(late.resident + count)
+        else:
+            late.load(count)
+    assert late.resident == 2000
+    assert late.codes() == at_hand.codes() == whole.codes()
 
 
 @pytest.mark.parametrize("executor", [None, Immediately, AtLast])
