@@ -182,7 +182,7 @@ def bound_unit(
         first_layer: of the LAYERS layers of a row in the store.
         millionths: of a row's tokens, that are wanted.
         fewest: tokens that are wanted of any row.
-        capacity: row length of `scores` and `listed`.
+        capacity: row length of `scores` and `listed`, a multiple of 16.
         strategies: most of a sequence.
         buffers, in_table: row lengths of `strategy_of` and `rows`.
         BLOCK: tokens that are looked at at once.
@@ -201,11 +201,12 @@ def bound_unit(
     if (wanted >= packed) | (in_blocks == 0):
         tl.store(bounds + unit, float("inf"))
         return
-    of_unit = scores + unit * capacity
+    start = tl.multiple_of(unit * capacity, 16)
+    of_unit = scores + start
     bound, high, reach_high, count = _narrowed(of_unit, packed, wanted, BLOCK)
     if count <= BLOCK:
         bound = _found_among(
-            of_unit, packed, bound, high, wanted - reach_high, listed + unit * capacity, BLOCK
+            of_unit, packed, bound, high, wanted - reach_high, listed + start, BLOCK
         )
     last = _oldest_of(of_unit, packed, bound, wanted, BLOCK)
     key = bound ^ ((bound >> 31) & 0x7FFFFFFF)

@@ -101,11 +101,15 @@ def score_packed_step(
     out: Tensor,
     exact: bool = False,
 ) -> None:
-    """See the reference. Four launches, or two where all tokens are scored by themselves."""
+    """See the reference, with a capacity that 16 divides.
+
+    Four launches, or two where all tokens are scored by themselves.
+    """
     layout, constants = Layout.of(store), score_constants(queries, workspace.of_tokens, out)
     key_ring, (chunks, units) = store.rings[0], score_grid(out)
     rotated = workspace.rotated
     strategies = rotated.parts.shape[1]
+    assert out.shape[-1] % 16 == 0
     assert rotated.parts.shape[0] >= units
     assert rotated.parts.shape[2] == constants["PARTS"] * constants["PADDED"]
     rotate_queries(store, queries, slots, first_layer, constants["PADDED"], rotated)
