@@ -204,8 +204,8 @@ class PeerChannel:
         self.buffers = self._own.buffers(device)
         path = _SHARED_MEMORY / f"cache-rank-{secrets.token_hex(8)}"
         lanes = max(len(sends), len(receives))
-        self._flags = _Flags(path, lanes, context, creates=True)
         try:
+            self._flags = _Flags(path, lanes, context, creates=True)
             told = exchange(path.name.ljust(_NAME_BYTES).encode() + self._own.handle)
             peer_path = _SHARED_MEMORY / Path(told[:_NAME_BYTES].decode().strip()).name
             self._peer_flags = _Flags(peer_path, lanes, context)
