@@ -89,9 +89,6 @@ class DeviceExchange(Exchange):
         # What the gate accepts, as of the last answer that came: every program of a scatter reads
         # it, and reads of the host's memory are slow.
         self._accepts = torch.zeros(1, dtype=torch.int32, device=self._device)
-        # Scatters that are queued when a connection is lost still write these.
-        for tensor in (self._numbers["step"], self._outcome, self._accepts):
-            tensor.record_stream(self._scatter_stream)
         # Guards what the supervisor's thread reads.
         self._lock = threading.Lock()
         self._under_way: deque[_StepUnderWay] = deque()
