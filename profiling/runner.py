@@ -59,7 +59,7 @@ class Runner:
         try:
             for index, job in enumerate(self._jobs):
                 if job.gpus > len(self._gpus):
-                    self._fail(job, f"needs {job.gpus} GPUs, found {len(self._gpus)}", set())
+                    self._fail(job, f"needs {job.gpus} GPUs, found {len(self._gpus)}", [])
                     continue
                 gpus = self._take(job.gpus)
                 thread = threading.Thread(target=self._run_and_give_back, args=(index, job, gpus))
@@ -89,7 +89,7 @@ class Runner:
         try:
             self._run_job(index, job, gpus)
         except Exception as error:  # a job must not take the others down
-            self._fail(job, f"{type(error).__name__}: {error}", set())
+            self._fail(job, f"{type(error).__name__}: {error}", [])
         finally:
             with self._changed:
                 self._running -= 1
@@ -147,7 +147,7 @@ class Runner:
         if self._stopping.is_set() and not ended:
             return
         reason = explain_failure(tail, ready, ran_out)
-        self._fail(job, f"{reason}: see logs/{log.name}", {m.shape for m in measured})
+        self._fail(job, f"{reason}: see logs/{log.name}", measured)
 
     def _note(self, job: Job, gpus: list[str], message: Message, seen: list[Measurement]) -> None:
         if message.kind == "ready":
@@ -160,6 +160,8 @@ class Runner:
                 gpus, measurement.started, measurement.ended
             )
             seen.append(measurement)
+            if measurement.shape not in job.shapes and not measurement.capacity_search:
+                self._bar.total += 1  # a batch that the search for the largest one gave up
             self._add([measurement])
 
     def _add_traces(self, job: Job, measured: list[Measurement]) -> None:
@@ -170,11 +172,12 @@ class Runner:
                 measurement.trace = reduce_trace(Path(job.trace), measurement.wire)
         self._add([])
 
-    def _fail(self, job: Job, reason: str, measured: set[Shape]) -> None:
+    def _fail(self, job: Job, reason: str, measured: list[Measurement]) -> None:
         """Make lines of the shapes that a job did not come to."""
-        shapes = [shape for shape in job.shapes if shape not in measured]
+        seen = {measurement.shape for measurement in measured}
+        shapes = [shape for shape in job.shapes if shape not in seen]
         failed = [Measurement(job.model, job.system, shape, reason) for shape in shapes]
-        if job.capacity and not any(shape.context == job.capacity for shape in measured):
+        if job.capacity and not any(measurement.capacity_search for measurement in measured):
             shape = Shape(1, job.capacity)
             failed.append(Measurement(job.model, job.system, shape, reason, capacity_search=True))
         self._add(failed)

@@ -12,6 +12,14 @@ import torch
 
 from cache_rank.config import CacheRankConfig, ModelShape
 from profiling import report
+from profiling.bench import (
+    NotMeasuredError,
+    Stream,
+    arrival_of,
+    make_prompts,
+    plan_batch,
+    progress_of,
+)
 from profiling.cache_step import measure_cache_step, shape_of
 from profiling.jobs import (
     CAPACITY_BATCHES,
@@ -32,6 +40,7 @@ from profiling.jobs import (
 )
 from profiling.records import (
     Measurement,
+    Message,
     Results,
     TraceTimes,
     explain_failure,
@@ -45,14 +54,7 @@ from profiling.records import (
 )
 from profiling.runner import _Reader
 from profiling.weights import DUMMY_LARGEST, norms_for_unit_logits
-from profiling.worker import (
-    NotMeasuredError,
-    Stream,
-    arrival_of,
-    make_prompts,
-    plan_batch,
-    progress_of,
-)
+from profiling.worker import search_capacity
 from scripts.profile_tpot import main, make_jobs, parse_options
 
 MODEL = "qwen3-8b"
@@ -337,12 +339,33 @@ class TestWorker:
         job = job_of("cache-rank-working-set")
         one = plan_batch(job, SHAPE, arguments, 1 << 20, 1 << 20)
         two = plan_batch(job, SHAPE, arguments, 1 << 17, 1 << 20)
-        assert two.most_tokens == one.most_tokens + 64
+        assert two.most_tokens == one.most_tokens + 2 * 64
 
     @pytest.mark.parametrize(("pool", "cache_rank"), [(1 << 17, 1 << 20), (1 << 20, 1 << 17)])
     def test_what_does_not_fit_is_not_tried(self, pool: int, cache_rank: int) -> None:
         with pytest.raises(NotMeasuredError, match="does not fit"):
             plan_batch(job_of("cache-rank"), SHAPE, ARGUMENTS, pool, cache_rank)
+
+    @pytest.mark.parametrize(("most", "found"), [(48, 48), (20, 16), (7, None)])
+    def test_the_largest_batch_that_is_measured_is_the_capacity(
+        self, most: int, found: int | None
+    ) -> None:
+        """Beside it, why larger ones were not measured."""
+        bench = SimpleNamespace(
+            pool_tokens=50 * 1000,
+            measure=lambda shape: Measurement(
+                "m", "dense", shape, "" if shape.batch <= most else "a request ended"
+            ),
+        )
+        said: list[Message] = []
+        search_capacity(bench, job_of("dense", capacity=600), said.append)
+        ended = [message.measurement for message in said if message.measurement]
+        assert [m.shape.batch for m in ended if m.capacity_search and not m.failure] == (
+            [found] if found else []
+        )
+        assert sum(m.capacity_search for m in ended) == 1
+        tried = [m.shape.batch for m in ended if not m.capacity_search]
+        assert tried == [batch for batch in (48, 32, 24, 16, 8) if batch > most]
 
     def test_progress(self) -> None:
         stream = Stream([(1, 0.0), (40, 1.0)], {"sparse_steps": 12})
