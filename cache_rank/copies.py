@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -55,6 +54,12 @@ class Field(NamedTuple):
     filler: int
 
 
+def split_fields(tensor: Tensor, fields: Mapping[str, Field]) -> dict[str, Tensor]:
+    """The places of fields that fill a tensor together, by name: (size,) each."""
+    places = tensor.split([field.size for field in fields.values()])
+    return dict(zip(fields, places, strict=True))
+
+
 class StepNumbers:
     """Integers that every step brings to the device, always to the same places.
 
@@ -64,8 +69,7 @@ class StepNumbers:
     def __init__(self, device: torch.device, **fields: Field) -> None:
         size = sum(field.size for field in fields.values())
         self._on_device = torch.empty(size, dtype=torch.int64, device=device)
-        sizes = [field.size for field in fields.values()]
-        self._views = dict(zip(fields, self._on_device.split(sizes), strict=True))
+        self._views = split_fields(self._on_device, fields)
         self._first: dict[tuple[str, int], Tensor] = {}
         if device.type == "cuda":
             self._stages = [
@@ -107,11 +111,9 @@ class StagedNumbers:
         self.tensor = tensor
         self.uploaded: torch.cuda.Event | None = None
         # Writing to an array takes the host a fraction of building a tensor from a list.
-        sizes = [field.size for field in fields.values()]
-        arrays = np.split(tensor.numpy(), np.cumsum(sizes)[:-1])
         self._fields = [
-            (name, array, field.filler)
-            for (name, field), array in zip(fields.items(), arrays, strict=True)
+            (name, place.numpy(), fields[name].filler)
+            for name, place in split_fields(tensor, fields).items()
         ]
         self._written = dict.fromkeys(fields, 0)
         for _, array, filler in self._fields:

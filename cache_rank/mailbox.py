@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cache_rank.copies import Field, StagedNumbers
+from cache_rank.copies import Field, StagedNumbers, split_fields
 from cache_rank.operations import implementation_for
 
 LETTERS = 16
@@ -32,15 +32,16 @@ class Outbox:
         self._turn = 0
         self._collected = torch.zeros(1, dtype=torch.int64, device=device)
         self._on_device = torch.zeros(size, dtype=torch.int64, device=device)
-        sizes = [field.size for field in fields.values()]
-        self._views = dict(zip(fields, self._on_device.split(sizes), strict=True))
+        self._views = split_fields(self._on_device, fields)
 
     def __getitem__(self, name: str) -> Tensor:
         """A field on the device, (size,) int64."""
         return self._views[name]
 
     def write(self, **numbers: Sequence[int]) -> None:
-        """Write the numbers of the next step; those of LETTERS steps before have been collected."""
+        """Write the numbers of the next step. No more than LETTERS may wait to be collected: the
+        forward pass of a step waits for the one before, so that a host is a few ahead at most.
+        """
         self._stages[self._turn].write(numbers)
         self._turn = (self._turn + 1) % LETTERS
 

@@ -102,7 +102,13 @@ class _OwnMemory:
             pointer = call(driver.cuMemAlloc, size)
         except TransportError:
             torch.cuda.empty_cache()  # what torch keeps of an earlier connection, for one
-            pointer = call(driver.cuMemAlloc, size)
+            try:
+                pointer = call(driver.cuMemAlloc, size)
+            except TransportError as error:
+                raise TransportError(
+                    f"no room for {size / 1e9:.2f} GB of messages ({error}): lower "
+                    "--max-sparse-requests, --delta-capacity or --mem-fraction-static"
+                ) from error
         weakref.finalize(self, _free, context, pointer).atexit = False
         call(driver.cuMemsetD8, pointer, 0, size)
         call(driver.cuCtxSynchronize)
@@ -170,7 +176,8 @@ def _unregister(context: Any, pointer: int, held: Any) -> None:
 class PeerChannel:
     """A channel of two ranks, each with a GPU of its own, that copies into buffers agreed before.
 
-    Transfers are queued as those of an `NcclChannel` are, and ended by `abort` as those are.
+    Transfers are queued as those of an `NcclChannel` are. `abort` ends them, and keeps ending what
+    is still to come, until `finish` has seen that nothing is.
 
     Attributes:
         buffers: to receive into, one a lane: (bytes,) uint8.
@@ -209,6 +216,7 @@ class PeerChannel:
             told = exchange(path.name.ljust(_NAME_BYTES).encode() + self._own.handle)
             peer_path = _SHARED_MEMORY / Path(told[:_NAME_BYTES].decode().strip()).name
             self._peer_flags = _Flags(peer_path, lanes, context)
+            peer_path.unlink(missing_ok=True)  # the peer may be killed before it does
             self._peer = _PeerMemory(told[_NAME_BYTES:], sends, context)
             exchange(b"mapped")
         finally:
@@ -226,7 +234,7 @@ class PeerChannel:
         self._open = True
         self._lock = threading.Lock()
         self._finished = threading.Event()
-        self._ending = threading.Thread(target=self._end_transfers, daemon=True)
+        self._ending: threading.Thread | None = None
         self._starting = threading.Lock()
 
     def send(self, tensor: Tensor, after: torch.cuda.Event | None = None, lane: int = 0) -> Pending:
@@ -275,7 +283,8 @@ class PeerChannel:
         """
         self._open = False
         with self._starting:
-            if self._ending.ident is None:
+            if self._ending is None:
+                self._ending = threading.Thread(target=self._end_transfers, daemon=True)
                 self._ending.start()
 
     def _end_transfers(self) -> None:

@@ -1,7 +1,7 @@
 """Flags in memory for which the hardware that feeds a stream waits, of one GPU or two.
 
 Unlike a kernel that polls, such a wait takes nothing of a multiprocessor. Flags are int64, and
-raised when they are not 0. To take one is to wait until it is raised and to lower it again: so the
+raised from 1 on. To take one is to wait until it is raised and to lower it again: so the
 same moves do for every step, and graphs can hold them.
 """
 

@@ -246,7 +246,7 @@ class Bench:
         changed.set()
 
     async def _abort(self, tasks: list[asyncio.Task[None]]) -> None:
-        """End all requests and wait until the pool is free again."""
+        """End all requests, and give the engine time to free what they held."""
         self._manager.abort_request(abort_all=True)
         _, pending = await asyncio.wait(tasks, timeout=ABORT_SECONDS)
         for task in pending:

@@ -160,7 +160,7 @@ class Runner:
                 gpus, measurement.started, measurement.ended
             )
             seen.append(measurement)
-            if measurement.shape not in job.shapes and not measurement.capacity_search:
+            if len(seen) > len(job.shapes) and not measurement.capacity_search:
                 self._bar.total += 1  # a batch that the search for the largest one gave up
             self._add([measurement])
 

@@ -194,7 +194,7 @@ class DeviceExchange(Exchange):
             self._accepts,
         )
         shipped.copy_(message.header[:, _SHIPPED])
-        if self._config.checksum and self._rows:
+        if self._config.checksum and self._rows and int(self._accepts):
             self._compare_checksums(group, self._rows, message)
         gate.signal(self._gate.applied, group, numbers["step"])
         if group + 1 == len(self._config.groups):
@@ -213,7 +213,8 @@ class DeviceExchange(Exchange):
         # Else the connection keeps this exchange, its graphs and its buffers.
         self.connection.before_abort = self.connection.check = lambda: None
         super().close()
-        # What is still queued writes what would be freed: it ends, for transfers have been ended.
+        # What is still queued writes memory that is freed with this exchange. It comes to its end,
+        # because `finish` ends every transfer that it waits for.
         self.connection.link.finish()
         self._transfers.scatter_stream.synchronize()
         del self._transfers  # which holds a method of this exchange

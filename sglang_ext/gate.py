@@ -16,7 +16,8 @@ after a group's last attention, so that only an answer that is late holds up the
 The exchange, outside the graph, takes `computed`, a flag that is raised in steps that exchange
 something, by one forward pass each, and sets `applied` to the number of the step. kernels/gate says
 why they are not events. Steps are numbered through all connections, so that `applied` never holds
-too much.
+too much. A step that is planned is one forward pass, and its flags are taken once: were it run
+twice, every message after it would be a step late.
 """
 
 from __future__ import annotations
@@ -90,6 +91,7 @@ class DeviceGate:
 
     def open(self) -> None:
         """A cache rank is connected."""
+        self.clock.forget()  # a wait that a loss ended is none of this connection's
         self.accepts[0] = 1
 
     def close(self) -> None:
@@ -180,6 +182,10 @@ class StepClock:
     def expect(self, number: int, step: int) -> None:
         """The forward pass of a step, which the gate gave a number, has been queued."""
         self._under_way.append((number, step))
+
+    def forget(self) -> None:
+        """Leave out the steps whose stamps have not been read."""
+        self._under_way.clear()
 
     @property
     def newest(self) -> int:

@@ -118,6 +118,8 @@ def before_next_batch(scheduler: Any, running_batch: Any, *_: Any, **__: Any) ->
     rank = inference_rank.current()
     if rank is None:
         return
+    if not rank.lifecycle.live:
+        rank.follow_supervisor()  # as steps do: a lost cache rank keeps memory until then
     if rank.covered.free():
         running_batch.batch_is_full = False  # SGLang looks again only when a request ends
     for request in rank.take_requests_to_queue():

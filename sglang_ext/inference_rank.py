@@ -107,7 +107,7 @@ class InferenceRank:
             requests: SGLang's Req objects, in batch order.
             lengths: of each, the current token included.
         """
-        self._follow_supervisor()
+        self.follow_supervisor()
         plan = self._planner.plan(requests, lengths, self._exchange is not None)
         self._planner.advance(plan, self.gate.plan_step(bool(plan.rows)))
         self.plan = plan
@@ -239,7 +239,8 @@ class InferenceRank:
         except (TransportError, ControlError, CacheRankDownError) as error:
             self._cache_rank_down(str(error))
 
-    def _follow_supervisor(self) -> None:
+    def follow_supervisor(self) -> None:
+        """Let go of a cache rank that has ended, and connect to one that has been started."""
         connection = self._supervisor.connection
         if self._exchange is not None and connection is not self._exchange.connection:
             self._cache_rank_down("its process ended")

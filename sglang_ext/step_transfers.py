@@ -150,7 +150,8 @@ class StepTransfers(ABC):
     def _take_computed(self, group: int, stream: torch.cuda.Stream) -> None:
         """Hold a stream, the current one, until a group of its step is computed.
 
-        Every forward pass that is queued comes to its end, with or without answers.
+        There is no deadline: every forward pass that is queued comes to its end, with answers or
+        without.
         """
         self._waits[group].queue(stream)
         gate.lower_flag(self._parts.computed, group)
@@ -160,7 +161,8 @@ class StepTransfers(ABC):
         """Queue the transfers of a step of so many rows, whose forward pass has been queued.
 
         Raises:
-            TransportError: a channel is closed.
+            TransportError: a channel is closed. What is to be sent may have been queued, and what
+                is to be received not: this is of no use any more.
         """
 
 

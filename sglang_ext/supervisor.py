@@ -272,7 +272,10 @@ class Supervisor:
                 self._withdraw(connection, error)
             finally:
                 if connection is not None:
-                    connection.close()
+                    try:
+                        connection.close()
+                    except Exception:  # else nobody would start another
+                        logger.exception("%s: a lost connection did not close", self._name)
             if time.monotonic() - started > STABLE_SECONDS:
                 backoff = FIRST_BACKOFF_SECONDS
             self._closing.wait(backoff)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -77,15 +78,36 @@ def wait_until_up(server: Server, starts: int = 1) -> dict[str, Any]:
     return found
 
 
+@contextlib.contextmanager
+def lose_while_sparse(
+    server: Server, pid: int, sent: signal.Signals, requests_at_least: int
+) -> Iterator[None]:
+    """Send a cache rank a signal once so many of the requests made inside are sparse."""
+
+    def lose() -> None:
+        deadline = time.monotonic() + 60
+        while state(server)["sparse_requests"] < requests_at_least:
+            if time.monotonic() > deadline:
+                return  # the requests say that nothing was lost
+            time.sleep(0.01)
+        os.kill(pid, sent)
+
+    loser = threading.Thread(target=lose)
+    loser.start()
+    try:
+        yield
+    finally:
+        loser.join()
+
+
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
 def test_every_request_finishes_when_the_cache_rank_is_lost(
     chain_server: Server, sent: signal.Signals
 ) -> None:
     before = wait_until_up(chain_server)
-    killer = threading.Timer(0.3, os.kill, (before["pid"], sent))
-    killer.start()
-    results = walk(chain_server, CHAINS)
-    killer.join()
+    with lose_while_sparse(chain_server, before["pid"], sent, requests_at_least=4):
+        results = walk(chain_server, CHAINS)
+    assert sum(statistics["stale_steps"] for _, statistics in results) > 0
     # A step under way keeps its last selection, which may cost the hop that it computes.
     assert min(hops for hops, _ in results) >= 78
     wait_until_up(chain_server, before["starts"] + 1)
@@ -109,14 +131,16 @@ def test_a_cache_rank_of_many_groups_is_lost_and_comes_back(deep_model: Path, ba
     with serve([*GPU_FLAGS, *flags]) as server:
         for starts in (1, 2, 3):
             pid = wait_until_up(server, starts)["pid"]
-            killer = threading.Timer(1.0, os.kill, (pid, signal.SIGKILL))
-            killer.start()
-            responses = server.generate_all(prompts, 300)
-            killer.join()
+            with lose_while_sparse(server, pid, signal.SIGKILL, requests_at_least=1):
+                responses = server.generate_all(prompts, 300)
+            statistics = [response["meta_info"]["cache_rank"] for response in responses]
+            assert sum(each["stale_steps"] for each in statistics) > 0
             assert [len(response["output_ids"]) for response in responses] == [300] * 4
         wait_until_up(server, 4)
         responses = server.generate_all(prompts, 300)
-        assert max(r["meta_info"]["cache_rank"]["sparse_steps"] for r in responses) > 50
+        steps = [response["meta_info"]["cache_rank"]["sparse_steps"] for response in responses]
+        long = [len(prompt) > 1024 for prompt in prompts]
+        assert [count > 50 for count in steps] == long, steps
 
 
 @pytest.mark.parametrize("inference_kv", ["full", "working-set"])

@@ -304,6 +304,14 @@ def test_orphans_leave_the_batch_and_are_queued_a_turn_later(rank: Mock) -> None
     assert batch.batch_is_full is True
 
 
+@pytest.mark.parametrize("live", [{}, {1: Mock()}], ids=["idle", "exchanging"])
+def test_a_lost_cache_rank_is_noticed_while_nothing_decodes(rank: Mock, live: Any) -> None:
+    rank.lifecycle.live = live
+    rank.take_orphans.return_value = rank.take_requests_to_queue.return_value = []
+    hooks.before_next_batch(Mock(), running_batch_of([]))
+    assert rank.follow_supervisor.called == (not live)
+
+
 def test_the_batch_is_not_full_any_more_when_covered_tokens_were_freed(rank: Mock) -> None:
     rank.covered.free.return_value = True
     batch = running_batch_of([Mock()])

@@ -151,6 +151,39 @@ def test_a_loss_leaves_no_sparse_request_and_no_count_behind(decoding: Decoding)
     assert exported("sparse_requests") == 0
 
 
+def test_an_idle_rank_lets_go_of_one_that_ended_and_takes_the_next(decoding: Decoding) -> None:
+    rank, lost = decoding.rank, decoding.supervisor.connection
+    exchange = rank._exchange
+    assert lost is not None
+    os.kill(lost.pid, signal.SIGKILL)
+
+    def follow() -> bool:
+        rank.follow_supervisor()
+        return rank._exchange is not exchange
+
+    decoding.wait_until(follow)
+    decoding.wait_until(lambda: decoding.supervisor.connection is not None)
+    rank.follow_supervisor()
+    assert rank._exchange is not None
+    assert rank._exchange.connection is decoding.supervisor.connection is not lost
+
+
+def test_another_is_started_when_a_lost_connection_cannot_be_closed(
+    decoding: Decoding, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lost, closed = decoding.supervisor.connection, Connection.close
+    assert lost is not None
+
+    def close(connection: Connection) -> None:
+        closed(connection)
+        if connection is lost:
+            raise RuntimeError("the device does not answer")
+
+    monkeypatch.setattr(Connection, "close", close)
+    os.kill(lost.pid, signal.SIGKILL)
+    decoding.wait_until(lambda: decoding.supervisor.connection not in (None, lost))
+
+
 def test_a_request_that_ends_cache_ranks_is_shipped_to_no_third(decoding: Decoding) -> None:
     rank, request = decoding.rank, decoding.arrive(slot=2)
     starts = decoding.supervisor.starts
