@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 from sglang.srt.plugins.hook_registry import HookType
 from sglang.srt.server_args import get_global_server_args
 
+from cache_rank.config import ModelShape
 from sglang_ext import baselines, inference_rank
 from sglang_ext.lifecycle import RequestStatistics
-from sglang_ext.model_runner import reserve_rows
+from sglang_ext.model_runner import message_bytes, reserve_rows
 from sglang_ext.server_args import CacheRankServerArgs
 
 META_KEY = "cache_rank"
@@ -53,17 +54,26 @@ def add_reserve_rows(shapes: tuple[Any, Any], pool: Any) -> tuple[Any, Any]:
 
 
 def leave_room_for_reserve(available_bytes: int, configurator: Any, *_: Any, **__: Any) -> int:
-    """Take the memory of the reserve, or of a baseline, out of what the pool is sized by."""
+    """Take the memory of the reserve and of messages, or of a baseline, out of the pool's share."""
     args = _our_args()
     if args is not None and args.is_baseline:
         return available_bytes - baselines.memory_beside_pool(args, available_bytes)
     if args is None or not args.has_cache_rank:
         return available_bytes
     model = configurator.model_config
-    heads = model.get_num_kv_heads(args.tp_size)
-    per_token = 2 * heads * model.head_dim * configurator.kv_cache_dtype.itemsize
-    layers = configurator.layer_info.num_effective_layers
-    return available_bytes - reserve_rows(args) * per_token * layers
+    layers, dtype = configurator.layer_info.num_effective_layers, configurator.kv_cache_dtype
+    assert args.dense_layers is not None
+    shape = ModelShape(
+        layers - args.dense_layers,
+        model.num_attention_heads // args.tp_size,
+        model.get_num_kv_heads(args.tp_size),
+        model.head_dim,
+        str(dtype).removeprefix("torch."),
+        scale=1.0,
+    )
+    per_token = 2 * shape.kv_heads * shape.head_dim * dtype.itemsize
+    reserve = reserve_rows(args) * per_token * layers
+    return available_bytes - reserve - message_bytes(args, shape)
 
 
 def run_step(

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from cache_rank.config import ModelShape
+from cache_rank.protocol import DownMessage, UpMessage, group_sizes
 from sglang_ext.server_args import CacheRankServerArgs
 
 
@@ -46,6 +47,13 @@ def reserve_block_rows(args: CacheRankServerArgs) -> int:
 def reserve_rows(args: CacheRankServerArgs) -> int:
     """Pool rows that the reserve adds to SGLang's."""
     return reserve_block_rows(args) * args.max_sparse_requests
+
+
+def message_bytes(args: CacheRankServerArgs, shape: ModelShape) -> int:
+    """Of the buffers that messages of all sparse requests are staged and received in."""
+    config = args.cache_rank_config(shape, args.max_sparse_requests)
+    kinds = (UpMessage, DownMessage)
+    return sum(sum(group_sizes(kind, config, config.max_rows)) for kind in kinds)
 
 
 def model_shape(runner: Any, args: CacheRankServerArgs) -> ModelShape:
