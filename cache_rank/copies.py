@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 _ALIGNMENT = 16
-
-_STAGES = 4
-"""More than the steps that a host is ahead of its device."""
 
 
 def upload(
@@ -45,89 +41,6 @@ def upload(
         packed[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
         for start, tensor in zip(starts, tensors, strict=True)
     ]
-
-
-class Field(NamedTuple):
-    """A place for so many numbers, and what stands where a step brings fewer."""
-
-    size: int
-    filler: int
-
-
-def split_fields(tensor: Tensor, fields: Mapping[str, Field]) -> dict[str, Tensor]:
-    """The places of fields that fill a tensor together, by name: (size,) each."""
-    places = tensor.split([field.size for field in fields.values()])
-    return dict(zip(fields, places, strict=True))
-
-
-class StepNumbers:
-    """Integers that every step brings to the device, always to the same places.
-
-    Kernels in captured graphs read them there.
-    """
-
-    def __init__(self, device: torch.device, **fields: Field) -> None:
-        size = sum(field.size for field in fields.values())
-        self._on_device = torch.empty(size, dtype=torch.int64, device=device)
-        self._views = split_fields(self._on_device, fields)
-        self._first: dict[tuple[str, int], Tensor] = {}
-        if device.type == "cuda":
-            self._stages = [
-                StagedNumbers(torch.empty(size, dtype=torch.int64, pin_memory=True), fields)
-                for _ in range(_STAGES)
-            ]
-        else:
-            self._stages = [StagedNumbers(self._on_device, fields)]
-        self._turn = 0
-        self.upload()
-
-    def __getitem__(self, name: str) -> Tensor:
-        """A field on the device, (size,) int64."""
-        return self._views[name]
-
-    def first(self, name: str, count: int) -> Tensor:
-        """The first numbers of a field on the device, (count,) int64."""
-        key = name, count
-        if key not in self._first:
-            self._first[key] = self._views[name][:count]
-        return self._first[key]
-
-    def upload(self, **numbers: Sequence[int]) -> None:
-        """Replace all fields, on the current stream, behind what reads the old ones."""
-        stage = self._stages[self._turn]
-        self._turn = (self._turn + 1) % len(self._stages)
-        if stage.uploaded is not None:
-            stage.uploaded.synchronize()  # steps ago, so this never waits
-        stage.write(numbers)
-        if self._on_device.is_cuda:
-            self._on_device.copy_(stage.tensor, non_blocking=True)
-            stage.uploaded = torch.cuda.current_stream().record_event(stage.uploaded)
-
-
-class StagedNumbers:
-    """The numbers of a step in host memory, which the device gets a copy of."""
-
-    def __init__(self, tensor: Tensor, fields: Mapping[str, Field]) -> None:
-        self.tensor = tensor
-        self.uploaded: torch.cuda.Event | None = None
-        # Writing to an array takes the host a fraction of building a tensor from a list.
-        self._fields = [
-            (name, place.numpy(), fields[name].filler)
-            for name, place in split_fields(tensor, fields).items()
-        ]
-        self._written = dict.fromkeys(fields, 0)
-        for _, array, filler in self._fields:
-            array.fill(filler)
-
-    def write(self, numbers: Mapping[str, Sequence[int]]) -> None:
-        """Write the numbers of a step, and fillers over what is left of the step before."""
-        for name, array, filler in self._fields:
-            new = numbers.get(name, ())
-            count, before = len(new), self._written[name]
-            array[:count] = new
-            if count < before:
-                array[count:before] = filler
-            self._written[name] = count
 
 
 class Readback:

@@ -23,9 +23,9 @@ def capture(
 ) -> torch.cuda.CUDAGraph:
     """Capture what an action queues on the current stream, to be replayed on any.
 
-    The action has run before, so that its kernels are compiled. It allocates nothing, waits for no
-    other stream, and what it reads and writes stays where it is. Other streams, and other threads
-    of the process, may use the device meanwhile, but none may wait for all of it.
+    The action has run before, so that its kernels are compiled. It waits for no other stream, and
+    what it reads and writes stays where it is; what it allocates, the graph keeps. Other streams,
+    and other threads of the process, may use the device meanwhile, but none may wait for all of it.
 
     Args:
         action: what to capture.

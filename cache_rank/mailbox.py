@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import import_module
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from cache_rank_kernels.mailbox.reference import parts
 from torch import Tensor
 
-from cache_rank.copies import Field, StagedNumbers, split_fields
 from cache_rank.operations import implementation_for
 
 LETTERS = 16
 """That a box holds: far more than the steps that a host is ahead of its device, or behind it."""
+
+
+class Field(NamedTuple):
+    """A place for so many numbers, and what stands where a step brings fewer."""
+
+    size: int
+    filler: int
+
+
+def _split(tensor: Tensor, fields: Mapping[str, Field]) -> dict[str, Tensor]:
+    """The places of fields that fill a tensor together, by name: (size,) each."""
+    places = tensor.split([field.size for field in fields.values()])
+    return dict(zip(fields, places, strict=True))
 
 
 class Outbox:
@@ -28,11 +41,11 @@ class Outbox:
         size = sum(field.size for field in fields.values())
         self._box = _box(device, LETTERS, size)
         self._kernels = _kernels(device)
-        self._stages = [StagedNumbers(letter, fields) for letter in self._box]
+        self._letters = [_Letter(letter, fields) for letter in self._box]
         self._turn = 0
-        self._collected = torch.zeros(1, dtype=torch.int64, device=device)
+        self._collected = torch.zeros(parts(size), dtype=torch.int64, device=device)
         self._on_device = torch.zeros(size, dtype=torch.int64, device=device)
-        self._views = split_fields(self._on_device, fields)
+        self._views = _split(self._on_device, fields)
 
     def __getitem__(self, name: str) -> Tensor:
         """A field on the device, (size,) int64."""
@@ -42,12 +55,36 @@ class Outbox:
         """Write the numbers of the next step. No more than LETTERS may wait to be collected: the
         forward pass of a step waits for the one before, so that a host is a few ahead at most.
         """
-        self._stages[self._turn].write(numbers)
+        self._letters[self._turn].write(numbers)
         self._turn = (self._turn + 1) % LETTERS
 
     def collect(self) -> None:
         """Replace all fields by those of the next step, on the current stream."""
         self._kernels.collect(self._box, self._collected, self._on_device)
+
+
+class _Letter:
+    """The numbers of a step in host memory."""
+
+    def __init__(self, tensor: Tensor, fields: Mapping[str, Field]) -> None:
+        # Writing to an array takes the host a fraction of building a tensor from a list.
+        self._fields = [
+            (name, place.numpy(), fields[name].filler)
+            for name, place in _split(tensor, fields).items()
+        ]
+        self._written = dict.fromkeys(fields, 0)
+        for _, array, filler in self._fields:
+            array.fill(filler)
+
+    def write(self, numbers: Mapping[str, Sequence[int]]) -> None:
+        """Write the numbers of a step, and fillers over what is left of the step before."""
+        for name, array, filler in self._fields:
+            new = numbers.get(name, ())
+            count, before = len(new), self._written[name]
+            array[:count] = new
+            if count < before:
+                array[count:before] = filler
+            self._written[name] = count
 
 
 class Inbox:

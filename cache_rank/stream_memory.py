@@ -33,6 +33,15 @@ def call(function: Callable[..., Any], *arguments: Any) -> Any:
     return values[0] if values else None
 
 
+def launch(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> None:
+    """Replay a graph on a stream, for the host in a fraction of the time that torch takes.
+
+    Raises:
+        TransportError: the driver's answer.
+    """
+    call(driver.cuGraphLaunch, graph.raw_cuda_graph_exec(), stream.cuda_stream)
+
+
 class FlagMoves:
     """Flags that a stream raises, then those that it waits for, then those that it takes."""
 

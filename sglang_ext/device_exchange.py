@@ -19,8 +19,7 @@ from cache_rank_kernels.gate import triton as gate
 from torch import Tensor
 
 from cache_rank.config import CacheRankConfig
-from cache_rank.copies import Field
-from cache_rank.mailbox import Inbox, Outbox
+from cache_rank.mailbox import Field, Inbox, Outbox
 from cache_rank.nccl import NcclChannel
 from cache_rank.peer import PeerChannel
 from cache_rank.protocol import AnswerHeader, DownMessage, bulk_shape
@@ -96,6 +95,7 @@ class DeviceExchange(Exchange):
         self._traced_steps: set[int] = set()
         self._shipments: deque[Pending] = deque()
         self._messages_of: dict[int, list[GroupMessages]] = {}
+        self._bytes_of: dict[int, tuple[int, int]] = {}
         self._warm_up()
         self._transfers = self._make_transfers()
         connection.before_abort = gate_of_forward.close
@@ -155,9 +155,9 @@ class DeviceExchange(Exchange):
             expected=list(itertools.chain.from_iterable(rows.headers(step))),
         )
         self._transfers.queue(len(rows))
-        for staged, answer in self._messages(len(rows)):
-            self.counters.up_bytes += staged.nbytes
-            self.counters.down_bytes += answer.nbytes
+        up, down = self._bytes(len(rows))
+        self.counters.up_bytes += up
+        self.counters.down_bytes += down
         with self._lock:
             self._under_way.append(_StepUnderWay(step, number, rows))
         self._gate.end_step()
@@ -172,6 +172,13 @@ class DeviceExchange(Exchange):
                 )
             ]
         return self._messages_of[rows]
+
+    def _bytes(self, rows: int) -> tuple[int, int]:
+        """Sent and received in a step of so many rows."""
+        if rows not in self._bytes_of:
+            up, down = zip(*self._message_sizes(rows), strict=True)
+            self._bytes_of[rows] = sum(up), sum(down)
+        return self._bytes_of[rows]
 
     def _apply(self, group: int, count: int) -> None:
         """Write the answer that has come to so many rows into their slots; see StepParts."""

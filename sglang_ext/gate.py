@@ -170,7 +170,8 @@ class StepClock:
 
     def __init__(self, config: CacheRankConfig, device: torch.device) -> None:
         self.stamps = torch.zeros(config.model.layers + 1, dtype=torch.int64, device=device)
-        self._first_layers = [layers.start for layers in config.groups]
+        self._first_layers = [layers.start for layers in config.groups[1:]]
+        self._others = [layer for layers in config.groups for layer in layers[1:]]
         self._reported = Inbox(self.stamps)
         self._under_way: deque[tuple[int, int]] = deque(maxlen=LETTERS)
         self._before_first = float("inf")
@@ -214,11 +215,11 @@ class StepClock:
         same within groups, and what the first layer of a group takes longer is the wait.
         """
         layers = times.layers
+        before_first = layers[0] - times.start
+        self._before_first = min(self._before_first, before_first)
         steps = [after - before for before, after in pairwise(layers)]
-        first = set(self._first_layers)
-        within = [step for layer, step in enumerate(steps, start=1) if layer not in first]
+        within = [steps[layer - 1] for layer in self._others]
         usual = median(within) if within else min(steps, default=0)
-        self._before_first = min(self._before_first, layers[0] - times.start)
-        waits = [layers[0] - times.start - self._before_first]
-        waits += [steps[layer - 1] - usual for layer in self._first_layers[1:]]
+        waits = [before_first - self._before_first]
+        waits += [steps[layer - 1] - usual for layer in self._first_layers]
         return [max(0.0, wait) * 1e-9 for wait in waits]

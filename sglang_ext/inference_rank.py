@@ -25,7 +25,7 @@ from sglang_ext.lifecycle import Phase, SparseSequence, prepare_requests
 from sglang_ext.metrics import CacheRankMetrics
 from sglang_ext.model_runner import Pools, model_shape, pools_of
 from sglang_ext.server_args import CacheRankServerArgs
-from sglang_ext.step_plan import StepPlan, StepPlanner, step_numbers
+from sglang_ext.step_plan import StepPlan, StepPlanner
 from sglang_ext.supervisor import CacheRankDownError, Place, Supervisor
 from sglang_ext.tracing import Tracer
 
@@ -76,14 +76,14 @@ class InferenceRank:
         self.metrics = CacheRankMetrics(args, self.config, tp_rank)
         self.retractions = 0
 
+        self._planner = StepPlanner(
+            args, self.config, pools, self.metrics, by_kernels=self.device.type == "cuda"
+        )
         self.gate: DeviceGate | HostGate = HostGate(self.attempt)
-        numbers = None
-        if self.device.type == "cuda":
+        if (numbers := self._planner.numbers) is not None:
             from sglang_ext.gate import DeviceGate
 
-            numbers = step_numbers(self.device, pools.req_to_token.shape[0])
             self.gate = DeviceGate(self.config, numbers["steps"], numbers["exchanged"])
-        self._planner = StepPlanner(args, self.config, pools, self.metrics, numbers)
         self.table, self.lifecycle = self._planner.table, self._planner.lifecycle
         self._working_sets = self._planner.working_sets
         self._req_to_token = pools.req_to_token

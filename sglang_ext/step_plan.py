@@ -2,7 +2,7 @@
 
 Of so few numbers a step, lists cost the host less than arrays and tensors do: every kind of tensor
 operation is code that the forward pass has pushed out of the caches. What the device needs to know
-goes there in one copy.
+goes there by host memory that both see, and one graph takes it and brings the table up to date.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from cache_rank.config import CacheRankConfig
-from cache_rank.copies import Field, StepNumbers
+from cache_rank.graphs import capture
+from cache_rank.mailbox import Field, Outbox
 from cache_rank.operations import operations_for
 from sglang_ext.exchange import ExchangedRows, WorkingSetRows
 from sglang_ext.lifecycle import Lifecycle, Phase, SparseSequence, prepare_requests
@@ -58,21 +59,15 @@ class StepPlan:
     attends_to_everything: bool = False
 
 
-def step_numbers(device: torch.device, request_slots: int) -> StepNumbers:
-    """What the kernels of a step read on a device.
-
-    Returns:
-        Numbers `steps` of the gate, `exchanged` as ExchangedRows.of_batch, and `lengths`, `sources`
-        and `targets` as in StepPlan.
-    """
-    batch_at_most = request_slots + GRAPH_PADDING
-    return StepNumbers(
-        device,
+def _step_numbers(table: WorkingSetTable) -> Outbox:
+    batch_at_most = table.table.shape[0] + GRAPH_PADDING
+    return Outbox(
+        table.table.device,
         steps=Field(GATE_NUMBERS, 0),
         exchanged=Field(batch_at_most, -1),
         lengths=Field(batch_at_most, 1),
         sources=Field(batch_at_most, 0),
-        targets=Field(batch_at_most, 0),
+        targets=Field(batch_at_most, table.nowhere),
     )
 
 
@@ -83,6 +78,9 @@ class StepPlanner:
         lifecycle: the epochs, which move on as their steps are planned.
         table: the working-set table, which is brought up to date.
         working_sets: where its sparse rows point to.
+        numbers: what the kernels of a step read, if they bring the table up to date: `steps` of
+            the gate, `exchanged` as ExchangedRows.of_batch, and `lengths`, `sources` and `targets`
+            as in StepPlan.
     """
 
     def __init__(
@@ -91,7 +89,7 @@ class StepPlanner:
         config: CacheRankConfig,
         pools: Pools,
         metrics: CacheRankMetrics,
-        numbers: StepNumbers | None,
+        by_kernels: bool,
     ) -> None:
         """Begin with no epoch.
 
@@ -100,7 +98,8 @@ class StepPlanner:
             config: agreed with the cache rank.
             pools: SGLang's, with the reserve behind them.
             metrics: told of requests that stay dense.
-            numbers: of `step_numbers`; without any, the tables must be in the host's memory.
+            by_kernels: whether kernels bring the table up to date; else the host, in whose memory
+                it is.
         """
         assert args.dense_layers is not None
         self.table = WorkingSetTable(pools.req_to_token, config)
@@ -117,11 +116,17 @@ class StepPlanner:
             args.sparse_threshold,
             pools.req_to_token.shape[1],
         )
+        self.numbers = _step_numbers(self.table) if by_kernels else None
         self._config = config
-        self._numbers = numbers
         self._metrics = metrics
         self._req_to_token = pools.req_to_token
         self._operations = operations_for(pools.req_to_token.device)
+        self._advance = self._advance_by_kernels
+        if self.numbers is not None:
+            self.numbers.write()
+            self._advance()  # graphs of the forward pass are captured over the fillers
+            if pools.req_to_token.is_cuda:
+                self._advance = capture(self._advance).replay
 
     def plan(self, requests: Sequence[Any], lengths: Sequence[int], is_up: bool) -> StepPlan:
         """Decide what every request of a decode step does.
@@ -166,19 +171,24 @@ class StepPlanner:
             plan: of the step.
             steps: as the gate numbers it.
         """
-        numbers, count = self._numbers, len(plan.attended_lengths)
+        numbers = self.numbers
         if numbers is None:
             self.table.advance_in_host_memory(plan.sources, plan.targets)
             return
-        numbers.upload(
+        numbers.write(
             steps=steps,
-            exchanged=plan.rows.of_batch(count),
+            exchanged=plan.rows.of_batch(len(plan.attended_lengths)),
             lengths=plan.attended_lengths,
             sources=plan.sources,
             targets=plan.targets,
         )
+        self._advance()
         plan.lengths = numbers["lengths"]
-        self.table.advance(numbers.first("sources", count), numbers.first("targets", count))
+
+    def _advance_by_kernels(self) -> None:
+        assert self.numbers is not None
+        self.numbers.collect()
+        self.table.advance(self.numbers["sources"], self.numbers["targets"])
 
     def _begin(self, request: Any, length: int, is_up: bool) -> SparseSequence | None:
         """Begin an epoch, unless there is a reason against it."""

@@ -27,7 +27,7 @@ from torch import Tensor
 from cache_rank.graphs import capture
 from cache_rank.nccl import NcclChannel
 from cache_rank.peer import PeerChannel
-from cache_rank.stream_memory import FlagMoves
+from cache_rank.stream_memory import FlagMoves, launch
 from cache_rank.timeline import Span
 from cache_rank.transport import Pending
 
@@ -189,10 +189,10 @@ class CopiedTransfers(StepTransfers):
             with torch.cuda.stream(self._down.stream):
                 self._take_answers(rows)
             return
-        with torch.cuda.stream(self._up.stream), self._up.queueing():
-            send.replay()
-        with torch.cuda.stream(self._down.stream), self._down.queueing():
-            take_answers.replay()
+        with self._up.queueing():
+            launch(send, self._up.stream)
+        with self._down.queueing():
+            launch(take_answers, self._down.stream)
 
     def _send(self, rows: int) -> None:
         stream = self._up.stream

@@ -51,6 +51,7 @@ class WorkingSetTable:
 
     Attributes:
         table: (request slots, width) int32 pool rows, in the place of SGLang's own table.
+        nowhere: a place behind it, see `plan_advance`, that no request has.
     """
 
     def __init__(self, req_to_token: Tensor, config: CacheRankConfig) -> None:
@@ -60,10 +61,12 @@ class WorkingSetTable:
         self._ring = config.recent_tokens + 1
         self._slots = config.sparse_budget
         width = max(req_to_token.shape[1], self._sinks + self._ring + self._slots)
-        self.table = req_to_token.new_zeros((req_to_token.shape[0], width))
+        self.nowhere = req_to_token.shape[0] * width
+        self._flat_true = req_to_token.view(-1)
+        self._flat_table = req_to_token.new_zeros(self.nowhere + 1)
+        self.table = self._flat_table[: self.nowhere].view(-1, width)
         self._copied: dict[int, int] = {}
         self._true_width, self._width = req_to_token.shape[1], width
-        self._flat_true, self._flat_table = req_to_token.view(-1), self.table.view(-1)
         self._in_host_memory: tuple[memoryview, memoryview] | None = None
         if not req_to_token.is_cuda:
             self._in_host_memory = self._flat_true.numpy().data, self._flat_table.numpy().data
@@ -115,7 +118,8 @@ class WorkingSetTable:
         """Add the current token of every request in a batch.
 
         Args:
-            sources, targets: (B,) int64 of `plan_advance`, on the device.
+            sources, targets: (B,) int64 of `plan_advance`, on the device; beyond the batch, any
+                source may go `nowhere`.
         """
         current = self._flat_true.index_select(0, sources)
         self._flat_table.index_copy_(0, targets, current)

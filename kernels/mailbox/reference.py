@@ -8,17 +8,26 @@ from __future__ import annotations
 
 from torch import Tensor
 
+PART = 1024
+"""Numbers of a letter that one program takes."""
 
-def collect(box: Tensor, turn: Tensor, into: Tensor) -> None:
+
+def parts(width: int) -> int:
+    """How many programs take a letter of so many numbers."""
+    return -(-width // PART)
+
+
+def collect(box: Tensor, turns: Tensor, into: Tensor) -> None:
     """Take the next letter.
 
     Args:
         box: (letters, width) int64.
-        turn: (1,) int64, letters taken before; counted here.
+        turns: (parts,) int64, letters taken before, counted here: by each program for itself, as
+            none knows when the others have read theirs.
         into: (width,) int64, where the letter goes.
     """
-    into.copy_(box[int(turn) % box.shape[0]])
-    turn += 1
+    into.copy_(box[int(turns[0]) % box.shape[0]])
+    turns += 1
 
 
 def post(values: Tensor, box: Tensor, newest: Tensor, number: Tensor) -> None:

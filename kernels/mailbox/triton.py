@@ -1,40 +1,40 @@
-"""Letters between a host and its device, Triton: one small program each."""
+"""Letters between a host and its device, Triton."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+from cache_rank_kernels.mailbox.reference import PART, parts
 from torch import Tensor
 
 
-def collect(box: Tensor, turn: Tensor, into: Tensor) -> None:
+def collect(box: Tensor, turns: Tensor, into: Tensor) -> None:
     """See the reference."""
     letters, width = box.shape
-    _collect[(1,)](box, turn, into, letters, width, **_shape(width))
+    assert turns.shape[0] == parts(width)
+    _collect[(parts(width),)](box, turns, into, letters, width, part=PART)
 
 
 def post(values: Tensor, box: Tensor, newest: Tensor, number: Tensor) -> None:
     """See the reference."""
     letters, width = box.shape
     assert values.is_contiguous()
-    _post[(1,)](values, box, newest, number, letters, width, **_shape(width))
-
-
-def _shape(width: int) -> dict[str, int]:
     block = triton.next_power_of_2(width)
-    return {"block": block, "num_warps": min(max(block // 1024, 1), 32)}
+    warps = min(max(block // 1024, 1), 32)
+    _post[(1,)](values, box, newest, number, letters, width, block=block, num_warps=warps)
 
 
-@triton.jit(do_not_specialize_on_alignment=["box", "turn", "into"])
-def _collect(box, turn, into, letters, width, block: tl.constexpr):
-    before = tl.load(turn)
-    columns = tl.arange(0, block)
+@triton.jit(do_not_specialize_on_alignment=["box", "turns", "into"])
+def _collect(box, turns, into, letters, width, part: tl.constexpr):
+    program = tl.program_id(0)
+    before = tl.load(turns + program)
+    columns = program * part + tl.arange(0, part)
     held = columns < width
     # Not what a cache of the device may hold of the host's memory.
     letter = tl.load(box + before % letters * width + columns, mask=held, volatile=True)
     tl.store(into + columns, letter, mask=held)
     tl.debug_barrier()  # every thread has read the turn
-    tl.store(turn, before + 1)
+    tl.store(turns + program, before + 1)
 
 
 @triton.jit(do_not_specialize_on_alignment=["values", "box", "newest", "number"])

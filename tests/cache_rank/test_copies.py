@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cache_rank.copies import Field, Readback, StepNumbers, upload
+from cache_rank.copies import Readback, upload
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -79,28 +79,6 @@ def test_a_later_tensor_takes_the_place_of_one_that_was_not_read(device: torch.d
     value = readback.value()
     assert value is not None
     assert value.tolist() == [8, 9]
-
-
-def test_numbers_of_a_step_are_always_at_the_same_place(device: torch.device) -> None:
-    numbers = StepNumbers(device, step=Field(1, 0), rows=Field(4, -1), lengths=Field(2, 1))
-    places = [numbers[name].data_ptr() for name in ("step", "rows", "lengths")]
-
-    def on_device() -> list[list[int]]:
-        assert [numbers[name].data_ptr() for name in ("step", "rows", "lengths")] == places
-        return [numbers[name].tolist() for name in ("step", "rows", "lengths")]
-
-    assert on_device() == [[0], [-1, -1, -1, -1], [1, 1]]
-    for step in range(7):  # more than there are stages
-        numbers.upload(step=[step], rows=[step + 2**40, -5, 3], lengths=[8, 9])
-        assert on_device() == [[step], [step + 2**40, -5, 3, -1], [8, 9]]
-    numbers.upload(step=[9], lengths=[4])
-    assert on_device() == [[9], [-1, -1, -1, -1], [4, 1]]
-
-
-def test_more_numbers_than_a_field_has_are_refused(device: torch.device) -> None:
-    numbers = StepNumbers(device, rows=Field(2, -1), lengths=Field(2, 1))
-    with pytest.raises(ValueError, match="3"):
-        numbers.upload(rows=[1, 2, 3])
 
 
 @pytest.mark.gpu

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cache_rank.copies import Field
-from cache_rank.mailbox import LETTERS, Inbox, Outbox
+from cache_rank.mailbox import LETTERS, Field, Inbox, Outbox
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -10,10 +10,10 @@ import pytest
 import torch
 from test_working_set import small_config
 
-from cache_rank.copies import StepNumbers
+from cache_rank.mailbox import LETTERS
 from sglang_ext.lifecycle import Phase, RequestStatistics, SparseSequence
 from sglang_ext.model_runner import Pools, reserve_rows
-from sglang_ext.step_plan import GRAPH_PADDING, StepPlanner, step_numbers
+from sglang_ext.step_plan import GRAPH_PADDING, StepPlanner
 
 CONFIG = small_config(query_window=2)
 SLOTS, CONTEXT = 6, 64
@@ -27,16 +27,17 @@ ARGS: Any = SimpleNamespace(
 FIRST_BLOCK = SLOTS * CONTEXT
 
 
-def planner_of(numbers: StepNumbers | None = None, **changes: Any) -> StepPlanner:
+def planner_of(by_kernels: bool = False, device: str = "cpu", **changes: Any) -> StepPlanner:
     """A planner whose pool holds the tokens of every request slot in a row."""
     config = small_config(query_window=2, **changes)
     generator = torch.Generator().manual_seed(0)
     rows = FIRST_BLOCK + reserve_rows(ARGS)
     keys, values = (
-        [torch.randn((rows, 1, 8), generator=generator) for _ in range(2)] for _ in range(2)
+        [torch.randn((rows, 1, 8), generator=generator).to(device) for _ in range(2)]
+        for _ in range(2)
     )
-    true = torch.arange(FIRST_BLOCK, dtype=torch.int32).view(SLOTS, CONTEXT)
-    planner = StepPlanner(ARGS, config, Pools(true, keys, values, None), Mock(), numbers)
+    true = torch.arange(FIRST_BLOCK, dtype=torch.int32, device=device).view(SLOTS, CONTEXT)
+    planner = StepPlanner(ARGS, config, Pools(true, keys, values, None), Mock(), by_kernels)
     planner.lifecycle.capacity_tokens = 1000
     return planner
 
@@ -93,22 +94,39 @@ def test_a_request_goes_from_shipping_over_warming_to_its_working_set() -> None:
     assert phases == [Phase.SHIPPING, *[Phase.WARMING] * 3, *[Phase.SPARSE] * 4]
 
 
-@pytest.mark.parametrize("on_device", [False, True])
-def test_the_table_is_advanced_before_the_step(on_device: bool) -> None:
-    numbers = step_numbers(torch.device("cpu"), SLOTS) if on_device else None
-    planner = planner_of(numbers)
+@pytest.mark.parametrize(
+    ("by_kernels", "device"),
+    [
+        (False, "cpu"),
+        (True, "cpu"),
+        pytest.param(True, "cuda", marks=pytest.mark.gpu),
+    ],
+)
+def test_the_table_is_advanced_before_the_step(by_kernels: bool, device: str) -> None:
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+    planner = planner_of(by_kernels, device)
     true = torch.arange(FIRST_BLOCK).view(SLOTS, CONTEXT)
-    for step in range(3):
-        plan = planner.plan([request_on(5), request_on(1)], [9 + step, 4 + step], True)
+    for step in range(2 * LETTERS):
+        requests, lengths = [request_on(5), request_on(1)], [9 + step, 4 + step]
+        if step % 3 == 1:  # a batch that is smaller than the one before
+            requests, lengths = requests[:1], lengths[:1]
+        plan = planner.plan(requests, lengths, False)
         planner.advance(plan, (7, 8))
-        for slot, length in ((5, 9 + step), (1, 4 + step)):
+        for request, length in zip(requests, lengths, strict=True):
+            slot = request.req_pool_idx
             assert planner.table.table[slot, :length].tolist() == true[slot, :length].tolist()
+    others = [slot for slot in range(SLOTS) if slot not in (1, 5)]
+    assert not planner.table.table[others].any()
 
 
 def test_a_step_brings_its_numbers_to_the_device() -> None:
-    """A captured graph reads rows beyond those of the batch."""
-    numbers = step_numbers(torch.device("cpu"), SLOTS)
-    planner = planner_of(numbers)
+    """A captured graph reads rows beyond those of the batch, and is captured before any step."""
+    planner = planner_of(by_kernels=True)
+    numbers = planner.numbers
+    assert numbers is not None
+    assert set(numbers["lengths"].tolist()) == {1}
+    assert set(numbers["exchanged"].tolist()) == {-1}
     requests = [request_on(5), request_on(1)]
     planner.plan(requests, [9, 13], True)
     planner.lifecycle.live[1].shipped = 13
