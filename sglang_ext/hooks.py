@@ -15,7 +15,7 @@ from sglang.srt.server_args import get_global_server_args
 from cache_rank.config import ModelShape
 from sglang_ext import baselines, inference_rank
 from sglang_ext.lifecycle import RequestStatistics
-from sglang_ext.model_runner import message_bytes, reserve_rows
+from sglang_ext.model_runner import kept_rows, message_bytes, reserve_rows
 from sglang_ext.server_args import CacheRankServerArgs
 
 META_KEY = "cache_rank"
@@ -53,8 +53,19 @@ def add_reserve_rows(shapes: tuple[Any, Any], pool: Any) -> tuple[Any, Any]:
     return (keys[0] + extra, *keys[1:]), (values[0] + extra, *values[1:])
 
 
+def add_kept_rows(result: None, pool: Any) -> None:
+    """Give dense layers rows for the tokens whose pool rows are freed."""
+    args = _cache_rank_args()
+    if args is None or not (extra := kept_rows(args)):
+        return
+    for buffers in (pool.k_buffer, pool.v_buffer):
+        for layer in range(args.dense_layers):
+            rows, *shape = buffers[layer].shape
+            buffers[layer] = buffers[layer].new_zeros((rows + extra, *shape))
+
+
 def leave_room_for_reserve(available_bytes: int, configurator: Any, *_: Any, **__: Any) -> int:
-    """Take the memory of the reserve and of messages, or of a baseline, out of the pool's share."""
+    """Take the memory behind the pool and of messages, or of a baseline, out of its share."""
     args = _our_args()
     if args is not None and args.is_baseline:
         return available_bytes - baselines.memory_beside_pool(args, available_bytes)
@@ -62,7 +73,6 @@ def leave_room_for_reserve(available_bytes: int, configurator: Any, *_: Any, **_
         return available_bytes
     model = configurator.model_config
     layers, dtype = configurator.layer_info.num_effective_layers, configurator.kv_cache_dtype
-    assert args.dense_layers is not None
     shape = ModelShape(
         layers - args.dense_layers,
         model.num_attention_heads // args.tp_size,
@@ -72,8 +82,8 @@ def leave_room_for_reserve(available_bytes: int, configurator: Any, *_: Any, **_
         scale=1.0,
     )
     per_token = 2 * shape.kv_heads * shape.head_dim * dtype.itemsize
-    reserve = reserve_rows(args) * per_token * layers
-    return available_bytes - reserve - message_bytes(args, shape)
+    behind = per_token * (layers * reserve_rows(args) + args.dense_layers * kept_rows(args))
+    return available_bytes - behind - message_bytes(args, shape)
 
 
 def run_step(
@@ -198,10 +208,16 @@ HOOKS = (
         "memory_pool.py:1990; working sets live in rows that the allocator never hands out",
     ),
     Hook(
+        "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool._create_buffers_normal",
+        HookType.AFTER,
+        add_kept_rows,
+        "memory_pool.py:1982; dense layers keep tokens that lose their pool rows",
+    ),
+    Hook(
         "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._profile_available_bytes",
         HookType.AFTER,
         leave_room_for_reserve,
-        "kv_cache_configurator.py:1527; the reserve is part of the same memory",
+        "kv_cache_configurator.py:1527; what is behind the pool is part of the same memory",
     ),
     Hook(
         "sglang.srt.managers.tp_worker.TpModelWorker.forward_batch_generation",

@@ -18,12 +18,19 @@ import torch
 from cache_rank.config import ModelShape
 from cache_rank.control import ControlError
 from cache_rank.transport import TransportError
-from sglang_ext.covered import CoveredTokens
+from sglang_ext.covered import CoveredTokens, KeptTokens
 from sglang_ext.exchange import Exchange, ExchangeCounters
 from sglang_ext.host_exchange import HostExchange, HostGate
 from sglang_ext.lifecycle import Phase, SparseSequence, prepare_requests
 from sglang_ext.metrics import CacheRankMetrics
-from sglang_ext.model_runner import Pools, model_shape, pools_of
+from sglang_ext.model_runner import (
+    Pools,
+    kept_rows,
+    model_shape,
+    pools_of,
+    reserve_block_rows,
+    reserve_rows,
+)
 from sglang_ext.server_args import CacheRankServerArgs
 from sglang_ext.step_plan import StepPlan, StepPlanner
 from sglang_ext.supervisor import CacheRankDownError, Place, Supervisor
@@ -64,7 +71,6 @@ class InferenceRank:
             CacheRankDownError: the cache rank did not start.
             ValueError: a flag does not suit the model.
         """
-        assert args.dense_layers is not None
         self.args = args
         self.dense_layers = args.dense_layers
         self.inner_backend: str = args.attention_backend
@@ -72,7 +78,13 @@ class InferenceRank:
         self.plan: StepPlan | None = None
         self.device = pools.req_to_token.device
         """Of the model's tensors."""
-        self.covered = CoveredTokens(pools.req_to_token, pools.allocator, self.config.recent_tokens)
+        kept = None
+        if kept_rows(args):
+            first_block = pools.keys[-1].shape[0] - reserve_rows(args)
+            kept = KeptTokens(pools, args.dense_layers, first_block, reserve_block_rows(args))
+        self.covered = CoveredTokens(
+            pools.req_to_token, pools.allocator, self.config.recent_tokens, kept
+        )
         self.metrics = CacheRankMetrics(args, self.config, tp_rank)
         self.retractions = 0
 

@@ -49,7 +49,6 @@ class CacheRankMetrics:
     """
 
     def __init__(self, args: CacheRankServerArgs, config: CacheRankConfig, tp_rank: int) -> None:
-        assert args.dense_layers is not None
         self.recall = RecallStatistics(config, args.dense_layers)
         self._report = Report()
         self._log_interval = args.decode_log_interval

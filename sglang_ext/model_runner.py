@@ -17,7 +17,8 @@ class Pools(NamedTuple):
 
     Attributes:
         req_to_token: (request slots, context length) int32 pool rows.
-        keys, values: per layer (pool rows and reserve rows, Hkv, D).
+        keys, values: per layer (pool rows and reserve rows, Hkv, D); those of dense layers may have
+            more rows, see `kept_rows`.
         allocator: of pool rows.
     """
 
@@ -30,7 +31,9 @@ class Pools(NamedTuple):
 def pools_of(runner: Any, args: CacheRankServerArgs) -> Pools:
     """SGLang's pools, whose buffers have been made with the reserve behind them."""
     pool = runner.token_to_kv_pool
-    assert pool.k_buffer[0].shape[0] == pool.size + pool.page_size + reserve_rows(args)
+    rows = pool.size + pool.page_size + reserve_rows(args)
+    assert pool.k_buffer[0].shape[0] == rows + kept_rows(args)
+    assert pool.k_buffer[-1].shape[0] == rows
     return Pools(
         runner.req_to_token_pool.req_to_token,
         pool.k_buffer,
@@ -49,6 +52,15 @@ def reserve_rows(args: CacheRankServerArgs) -> int:
     return reserve_block_rows(args) * args.max_sparse_requests
 
 
+def kept_rows(args: CacheRankServerArgs) -> int:
+    """Rows behind the reserve that dense layers have, for every token of sparse requests whose pool
+    rows are freed.
+    """
+    if args.inference_kv == "full" or not args.dense_layers:
+        return 0
+    return int(args.get_model_config().context_len) * args.max_sparse_requests
+
+
 def message_bytes(args: CacheRankServerArgs, shape: ModelShape) -> int:
     """Of the buffers that messages of all sparse requests are staged and received in."""
     config = args.cache_rank_config(shape, args.max_sparse_requests)
@@ -63,7 +75,6 @@ def model_shape(runner: Any, args: CacheRankServerArgs) -> ModelShape:
         module for module in runner.model.modules() if type(module).__name__ == "RadixAttention"
     ]
     first = attention[0]
-    assert args.dense_layers is not None
     if len(attention) != len(pool.k_buffer) or first.qk_head_dim != first.v_head_dim:
         raise ValueError("the model's attention layers do not match its KV pool")
     return ModelShape(

@@ -212,17 +212,12 @@ def _conflicts(args: Any) -> list[tuple[bool, str]]:
             f"{BACKEND} has none of its own: name another backend, or drop the flag.",
         ),
         (
-            args.inference_kv == "working-set" and bool(args.dense_layers),
-            f"--dense-layers {args.dense_layers} needs every token on the inference rank: use "
-            "--inference-kv full, or --dense-layers 0.",
-        ),
-        (
             args.inference_kv == "working-set" and args.disable_overlap_schedule,
             "--inference-kv working-set needs the overlap schedule to take back a step that "
             "the cache rank failed in: drop --disable-overlap-schedule.",
         ),
         (
-            args.dense_layers is not None and args.dense_layers < 0,
+            args.dense_layers < 0,
             "--dense-layers must not be negative.",
         ),
         (args.max_sparse_requests < 1, "--max-sparse-requests must be at least 1."),
@@ -298,26 +293,31 @@ def _refuse_model(args: Any) -> None:
     if dtype not in DTYPES:
         raise UnsupportedError(f"dtype {dtype} is not supported: use --dtype bfloat16.")
     layers = model.num_hidden_layers
-    if (args.dense_layers or 0) >= layers:
+    if args.dense_layers >= layers:
         raise UnsupportedError(
             f"--dense-layers {args.dense_layers} leaves none of the {layers} layers of {name} "
             "sparse: lower it, or use --cache-rank-gpus 0."
         )
     if args.is_baseline:
         return
-    reserve = _reserve_bytes(args, model)
-    if args.device == "cpu" and reserve > psutil.virtual_memory().available:
+    behind = _bytes_behind_pool(args, model)
+    if args.device == "cpu" and behind > psutil.virtual_memory().available:
+        remedies = "--sparse-budget"
+        if args.inference_kv == "working-set" and args.dense_layers:
+            remedies += ", --context-length or --dense-layers"
         raise UnsupportedError(
             f"--max-sparse-requests {args.max_sparse_requests} working sets of {name} take "
-            f"{reserve / 1e9:.0f} GB, more than this machine has free: lower it, or "
-            "--sparse-budget."
+            f"{behind / 1e9:.0f} GB, more than this machine has free: lower it, or {remedies}."
         )
 
 
-def _reserve_bytes(args: Any, model: Any) -> int:
-    rows = (args.sparse_budget + args.sink_tokens) * args.max_sparse_requests
-    heads = model.get_num_kv_heads(args.tp_size)
-    return 2 * rows * model.num_hidden_layers * heads * model.head_dim * model.dtype.itemsize
+def _bytes_behind_pool(args: Any, model: Any) -> int:
+    """Of working sets, and of what dense layers keep beside them; see model_runner.py."""
+    tokens = (args.sparse_budget + args.sink_tokens) * model.num_hidden_layers
+    if args.inference_kv == "working-set":
+        tokens += model.context_len * args.dense_layers
+    token = 2 * model.get_num_kv_heads(args.tp_size) * model.head_dim * model.dtype.itemsize
+    return int(args.max_sparse_requests * tokens * token)
 
 
 def refuse_used_port(host: str, port: int) -> None:

@@ -85,17 +85,11 @@ class CacheRankServerArgs(ServerArgs):
     inference_kv: A[
         Literal["full", "working-set"],
         Arg(
-            help="What the inference rank keeps of a sparse request: every token, or only the "
-            "working set, which frees its pool for more requests."
+            help="What the inference rank keeps of a sparse request in sparse layers: every "
+            "token, or only the working set, which frees its pool for more requests."
         ),
     ] = "full"
-    dense_layers: A[
-        int | None,
-        Arg(
-            help="First layers that attend to every token. Default: 1, and 0 with "
-            "--inference-kv working-set, which cannot have any."
-        ),
-    ] = None
+    dense_layers: A[int, Arg(help="First layers that attend to every token.")] = 1
     kv_residency: A[
         str,
         Arg(help="How the cache rank holds K and V; bf16 is as they came.", choices=list(FORMATS)),
@@ -229,8 +223,6 @@ class CacheRankServerArgs(ServerArgs):
 
     def _set_required(self) -> None:
         """Set what the cache rank needs, and say so."""
-        if self.dense_layers is None:
-            self.dense_layers = 0 if self.inference_kv == "working-set" else 1
         self._set("disable_radix_cache", True, "sparse requests leave the pool")
         if self.is_baseline:
             self._set("page_size", self.baseline_page_size, "what is selected together")

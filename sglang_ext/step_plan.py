@@ -101,7 +101,6 @@ class StepPlanner:
             by_kernels: whether kernels bring the table up to date; else the host, in whose memory
                 it is.
         """
-        assert args.dense_layers is not None
         self.table = WorkingSetTable(pools.req_to_token, config)
         self.working_sets = WorkingSetRows(
             config, pools.keys[args.dense_layers :], pools.values[args.dense_layers :]
@@ -109,7 +108,7 @@ class StepPlanner:
         self.lifecycle = Lifecycle(
             config,
             Reserve(
-                pools.keys[0].shape[0] - reserve_rows(args),
+                pools.keys[-1].shape[0] - reserve_rows(args),
                 reserve_block_rows(args),
                 args.max_sparse_requests,
             ),

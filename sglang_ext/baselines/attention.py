@@ -34,7 +34,6 @@ class BaselineAttnBackend(AttentionBackend):
 
     def __init__(self, runner: Any, args: CacheRankServerArgs) -> None:
         super().__init__()
-        assert args.dense_layers is not None
         self.token_to_kv_pool = runner.token_to_kv_pool
         self.req_to_token_pool = runner.req_to_token_pool
         self._dense_layers = args.dense_layers

@@ -33,6 +33,7 @@ class Case:
     kv_heads: int
     inference_kv: str
     wire_dtype: str = "bf16"
+    dense_layers: int = 1
 
     def __str__(self) -> str:
         return f"{self.predictor}-{self.frame}-{self.family}-{self.heads}-{self.kv_heads}"
@@ -42,7 +43,7 @@ CASES = [
     Case("last", "post", "llama", 4, 4, "full"),
     Case("ema", "pre", "qwen3", 4, 1, "working-set"),
     Case("spade", "post", "qwen3", 4, 2, "full", wire_dtype="fp8"),
-    Case("ridge", "pre", "llama", 4, 2, "working-set"),
+    Case("ridge", "pre", "llama", 4, 2, "working-set", dense_layers=0),
 ]
 
 
@@ -59,6 +60,7 @@ def test_selections_equal_the_synchronous_reference(
         *("--delta-capacity", str(capacity), "--selection-margin", str(margin)),
         *("--query-predictor", case.predictor, "--query-frame", case.frame),
         *("--inference-kv", case.inference_kv, "--wire-dtype", case.wire_dtype),
+        *("--dense-layers", str(case.dense_layers)),
     ]
     with serve(arguments, {RECORD_VARIABLE: str(tmp_path)}) as server:
         # Of different lengths, so that requests turn sparse and end at different steps.
@@ -67,10 +69,9 @@ def test_selections_equal_the_synchronous_reference(
     steps = [r["meta_info"]["cache_rank"]["sparse_steps"] for r in responses]
     assert min(steps) > 200, steps
 
-    dense_layers = 1 if case.inference_kv == "full" else 0
     config = CacheRankConfig(
         model=ModelShape(
-            layers=3 - dense_layers,
+            layers=3 - case.dense_layers,
             query_heads=case.heads,
             kv_heads=case.kv_heads,
             head_dim=32,

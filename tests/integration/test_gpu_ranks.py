@@ -69,6 +69,15 @@ def test_sparse_chains_are_exact_alone_and_together(chain_server: Server) -> Non
         assert all(0.2 < share <= 1 for share in heads)
 
 
+def test_a_dense_layer_keeps_tokens_that_leave_the_pool() -> None:
+    """The pool has room for less than half of what eight requests come to."""
+    flags = [*CHAIN_FLAGS, "--inference-kv", "working-set", "--max-total-tokens", "2000"]
+    with serve([*GPU_FLAGS, *flags]) as server:
+        for hops, statistics in walk(server, CHAINS):
+            assert hops == 80
+            assert statistics["sparse_steps"] > 200
+
+
 def wait_until_up(server: Server, starts: int = 1) -> dict[str, Any]:
     """State of a server whose cache rank has been started so often and is up."""
     deadline = time.monotonic() + 60

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_ext.covered import FREE_STRIDE, CoveredTokens
+from sglang_ext.covered import FREE_STRIDE, CoveredTokens, KeptTokens
 from sglang_ext.lifecycle import RequestStatistics, SparseSequence
+from sglang_ext.model_runner import Pools
 
 RECENT = 3
 PROMPT_IN_POOL = 10
@@ -91,3 +92,46 @@ def test_a_request_that_is_noted_twice_is_freed_once(
     assert covered.free()
     assert allocator.freed == REQ_TO_TOKEN[1, : 101 - RECENT].tolist()
     assert not covered.free()
+
+
+@pytest.mark.parametrize("dense_layers", [1, 2])
+def test_dense_layers_find_every_token_where_the_table_says(
+    allocator: Allocator, dense_layers: int
+) -> None:
+    """Whatever becomes of the pool rows that are freed, and of other layers."""
+    layers, slots, context, block_rows = 3, 4, 500, 7
+    first_block = slots * context
+    rows = first_block + 2 * block_rows
+    table = torch.arange(slots * context, dtype=torch.int32).view(slots, context)
+    keys, values = (
+        [
+            torch.randn((rows + (layer < dense_layers) * 2 * context, 2, 8))
+            for layer in range(layers)
+        ]
+        for _ in range(2)
+    )
+    tokens = {
+        row: [buffer[table[row].long()] for buffer in (*keys, *values)] for row in range(slots)
+    }
+    in_sparse_layers = [buffer.clone() for buffer in (*keys[dense_layers:], *values[dense_layers:])]
+    kept = KeptTokens(Pools(table, keys, values, None), dense_layers, first_block, block_rows)
+    covered = CoveredTokens(table, allocator, RECENT, kept)
+    sequences = [sequence_of(row=row) for row in (1, 3)]
+    for block, sequence in enumerate(sequences):
+        sequence.block = first_block + block * block_rows
+    for position in range(PROMPT_IN_POOL, context):
+        for sequence in sequences:
+            covered.note(sequence, position)
+        covered.free()
+        freed = torch.tensor(allocator.freed, dtype=torch.int64)
+        for buffer in (*keys[:dense_layers], *values[:dense_layers]):
+            buffer[freed] = float("nan")  # another request has them
+    assert len(set(allocator.freed)) == len(allocator.freed) > 2 * (context - RECENT - FREE_STRIDE)
+    for row in range(slots):
+        for buffer, wanted in zip((*keys, *values), tokens[row], strict=True):
+            if buffer.shape[0] > rows:
+                assert torch.equal(buffer[table[row].long()], wanted)
+    for buffer, wanted in zip(
+        (*keys[dense_layers:], *values[dense_layers:]), in_sparse_layers, strict=True
+    ):
+        assert torch.equal(buffer, wanted)

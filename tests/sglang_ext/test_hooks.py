@@ -217,6 +217,30 @@ def test_a_cache_rank_puts_its_reserve_behind_the_pool_whose_size_stays(
     assert 0 < left_for_headers < 1000
 
 
+@pytest.mark.usefixtures("environment")
+def test_dense_layers_alone_have_rows_for_tokens_that_lose_theirs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rows = 33 + 3 * (4 + 20)
+
+    def with_arguments(**changes: Any) -> tuple[Any, int]:
+        args = cache_rank_args(context_length=100, **changes)
+        monkeypatch.setattr(hooks, "get_global_server_args", lambda: args)
+        return kv_pool(), hooks.leave_room_for_reserve(10_000_000, CONFIGURATOR)
+
+    for changes in ({"inference_kv": "full"}, {"inference_kv": "working-set", "dense_layers": 0}):
+        pool, _ = with_arguments(**changes)
+        assert {buffer.shape[0] for buffer in (*pool.k_buffer, *pool.v_buffer)} == {rows}
+    _, before = with_arguments(inference_kv="full")
+    pool, left = with_arguments(inference_kv="working-set")
+    assert pool.size == 32
+    for buffers in (pool.k_buffer, pool.v_buffer):
+        assert [buffer.shape for buffer in buffers] == [(rows + 3 * 100, 2, 8), (rows, 2, 8)]
+    assert pool.k_data_ptrs.tolist() == [buffer.data_ptr() for buffer in pool.k_buffer]
+    row = torch.empty((2, 2, 8), dtype=torch.float32)  # K and V of one token in one layer
+    assert before - left == 3 * 100 * row.nbytes
+
+
 # With an inference rank.
 
 

@@ -142,11 +142,6 @@ CONFLICTS = [
         "the kernels with --attention-backend.",
     ),
     Refused(
-        "--dense-layers 1 --inference-kv working-set",
-        "--dense-layers 1 needs every token on the inference rank: use --inference-kv full, or "
-        "--dense-layers 0.",
-    ),
-    Refused(
         "--disable-overlap-schedule --inference-kv working-set",
         "--inference-kv working-set needs the overlap schedule to take back a step that the cache "
         "rank failed in: drop --disable-overlap-schedule.",
@@ -175,6 +170,12 @@ CONFLICTS = [
         "--max-sparse-requests 10000000",
         "--max-sparse-requests 10000000 working sets of Qwen3ForCausalLM take 42025 GB, more than "
         "this machine has free: lower it, or --sparse-budget.",
+    ),
+    Refused(
+        "--max-sparse-requests 10000000 --inference-kv working-set",
+        "--max-sparse-requests 10000000 working sets of Qwen3ForCausalLM take 62996 GB, more "
+        "than this machine has free: lower it, or --sparse-budget, --context-length or "
+        "--dense-layers.",
     ),
     *(
         Refused(
@@ -419,6 +420,7 @@ def test_the_environment_allows_a_working_set_above_the_threshold(
         "--disable-radix-cache",
         "--disable-overlap-schedule",
         "--inference-kv working-set --dense-layers 0",
+        "--inference-kv working-set --dense-layers 1",
         "--device cpu",
     ],
 )
@@ -641,8 +643,9 @@ def test_the_checkpoint_decides_its_dtype(tmp_path: Path) -> None:
     assert str(args.get_model_config().dtype) == "torch.bfloat16"
 
 
-def test_a_working_set_has_no_dense_layers_unless_asked() -> None:
-    assert parse_server_args(["--inference-kv", "working-set"]).dense_layers == 0
+@pytest.mark.parametrize("inference_kv", ["full", "working-set"])
+def test_the_first_layer_is_dense(inference_kv: str) -> None:
+    assert parse_server_args(["--inference-kv", inference_kv]).dense_layers == 1
 
 
 def test_says_once_a_launch_that_there_is_no_gpu(
@@ -682,7 +685,7 @@ BASELINE = "--cache-rank-gpus 0 --decode-mode tova"
             "without a cache rank these have no effect: --kv-residency, --wire-dtype",
         ),
         (
-            "--cache-rank-gpus 0 --dense-layers 1 --sparse-budget 0 --cache-rank-base-gpu-id 0",
+            "--cache-rank-gpus 0 --dense-layers 2 --sparse-budget 0 --cache-rank-base-gpu-id 0",
             "without a cache rank these have no effect: --sparse-budget, --dense-layers, "
             "--cache-rank-base-gpu-id",
         ),
