@@ -33,7 +33,7 @@ from cache_rank.recording import RECORD_VARIABLE
 from cache_rank.selector import Selector
 from cache_rank.timeline import Timeline
 from evaluation.tasks.pointer_chase import make_chain
-from scripts.serving import serve
+from scripts.serving import serve, stop_on_sigterm
 from sglang_ext.server_args import BUNDLED_MODEL
 
 SINKS, RECENT, WINDOW = 4, 16, 16
@@ -116,6 +116,7 @@ def main() -> None:
     parser.add_argument("--chains", type=int, default=4)
     options = parser.parse_args()
     torch.set_grad_enabled(False)
+    stop_on_sigterm()
     console = Console()
     with tempfile.TemporaryDirectory() as folder:
         with console.status("serving and recording"):

@@ -9,6 +9,7 @@ and once with a working set of a tenth of the context.
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import sys
 import threading
@@ -21,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from evaluation.tasks.pointer_chase import PointerChase, make_chain
-from scripts.serving import Server
+from scripts.serving import Server, serve, stop_on_sigterm
 
 SINKS, RECENT, BUDGET = 4, 16, 40
 ARGUMENTS = {
@@ -37,13 +38,15 @@ ARGUMENTS = {
 console = Console()
 
 
-def start_server() -> Server:
-    """Start the server and wait until it answers."""
+@contextlib.contextmanager
+def running_server() -> Iterator[Server]:
+    """A server, from when it answers; stopped at the end."""
     flags = [str(word) for pair in ARGUMENTS.items() for word in pair]
     console.print(f"[dim]$ python -m sglang_ext.launch {' '.join(flags)}[/dim]", soft_wrap=True)
-    server = Server(flags)
-    with console.status("starting the inference rank and the cache rank (about half a minute)"):
-        return server.wait_ready()
+    with contextlib.ExitStack() as stack:
+        with console.status("starting the inference rank and the cache rank (about half a minute)"):
+            server = stack.enter_context(serve(flags))
+        yield server
 
 
 def ask(client: OpenAI, chain: PointerChase, sparse: bool) -> Iterator[str]:
@@ -141,9 +144,9 @@ def show_cache_rank(before: dict[str, Any], after: dict[str, Any], watch: Watch)
 
 def main() -> int:
     """Run the demo; the exit status."""
+    stop_on_sigterm()
     chain = make_chain(seed=7, facts=128, hops=80)
-    server = start_server()
-    try:
+    with running_server() as server:
         client = OpenAI(base_url=f"{server.url}/v1", api_key="none")
         context = 2 * 128 + 3 + chain.max_tokens
         console.print(
@@ -160,10 +163,11 @@ def main() -> int:
         time.sleep(0.5)  # the last report
         show_cache_rank(before, server.cache_rank(), watch)
         console.print(f"\n[dim]server log: {server.log}[/dim]")
-    finally:
-        server.stop()
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit("interrupted")

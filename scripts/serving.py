@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -148,6 +149,11 @@ def serve(arguments: Sequence[str], environment: dict[str, str] | None = None) -
         yield server.wait_ready()
     finally:
         server.stop()
+
+
+def stop_on_sigterm() -> None:
+    """Let SIGTERM interrupt this process, as Ctrl-C does, so that it stops the servers it runs."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
 def log_probabilities(response: Any) -> list[float]:

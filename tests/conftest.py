@@ -1,10 +1,17 @@
-"""Without a GPU, Triton kernels run in Triton's interpreter, in this process only."""
+"""What all tests need.
+
+Without a GPU, Triton kernels run in Triton's interpreter, in this process only.
+"""
 
 import importlib
 import os
 from pathlib import Path
 
 import torch
+
+from scripts.serving import stop_on_sigterm
+
+stop_on_sigterm()
 
 if not torch.cuda.is_available():
     # Triton reads the variable when a kernel is defined, its own library included. Servers that
