@@ -80,11 +80,13 @@ class DeviceExchange(Exchange):
             first_rows=Field(rows_at_most, -1),
             expected=Field(4 * rows_at_most, -1),
         )
-        # Of the rows of each group: whether they were applied, and how many tokens they brought.
+        # Of the rows of each group, and of all: whether they were applied, and how many tokens they
+        # brought.
         self._outcome = torch.zeros(
             (2, len(config.groups), rows_at_most), dtype=torch.int64, device=self._device
         )
-        self._applied = Inbox(self._outcome)
+        self._totals = self._outcome.sum(dim=1)
+        self._applied = Inbox(self._totals)
         # What the gate accepts, as of the last answer that came: every program of a scatter reads
         # it, and reads of the host's memory are slow.
         self._accepts = torch.zeros(1, dtype=torch.int32, device=self._device)
@@ -205,6 +207,7 @@ class DeviceExchange(Exchange):
             self._compare_checksums(group, self._rows, message)
         gate.signal(self._gate.applied, group, numbers["step"])
         if group + 1 == len(self._config.groups):
+            torch.sum(self._outcome, dim=1, out=self._totals)
             self._applied.post(numbers["step"])
 
     def ship(self, sequence: SparseSequence, pool_rows: Tensor) -> None:
@@ -263,8 +266,7 @@ class DeviceExchange(Exchange):
         while self._under_way and self._under_way[0].number <= newest:
             with self._lock:
                 step = self._under_way.popleft()
-            outcome = self._applied.letter(step.number)
-            applied, shipped = outcome[..., : len(step.rows)].sum(axis=1).tolist()
+            applied, shipped = self._applied.letter(step.number)[:, : len(step.rows)].tolist()
             for sequence, times, tokens in zip(step.rows.sequences, applied, shipped, strict=True):
                 if times != len(self._config.groups) and not sequence.ended:
                     raise CacheRankDownError(
