@@ -28,7 +28,8 @@ from rich.table import Table
 from cache_rank.config import ModelShape
 from cache_rank.nccl import prepare_environment
 from sglang_ext.inference_rank import InferenceRank
-from sglang_ext.model_runner import Pools, reserve_rows
+from sglang_ext.memory import reserve_rows
+from sglang_ext.model_runner import Pools
 from sglang_ext.server_args import CacheRankServerArgs, parse_server_args
 from sglang_ext.supervisor import Place, Supervisor
 

@@ -7,56 +7,60 @@ there.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from cache_rank_kernels.scatter.reference import layer_buffers
 from torch import Tensor
 
+from cache_rank.operations import operations_for
 from sglang_ext.lifecycle import SparseSequence
-from sglang_ext.model_runner import Pools
 
 FREE_STRIDE = 64
-"""Covered tokens are freed this many at a time: freeing costs the host a concatenation."""
+"""Covered tokens are freed this many at a time: each time is some ten calls for the host."""
 
 
 class KeptTokens:
-    """Tokens without a pool row, in the buffers of dense layers.
+    """Tokens without a pool row, in the kept rows of dense layers; see memory.py."""
 
-    Behind the reserve is a row for every position of each of its blocks.
-    """
-
-    def __init__(self, pools: Pools, dense_layers: int, first_block: int, block_rows: int) -> None:
+    def __init__(
+        self,
+        keys: Sequence[Tensor],
+        values: Sequence[Tensor],
+        first_block: int,
+        block_rows: int,
+        blocks: int,
+        rows_a_block: int,
+    ) -> None:
         """Describe the rows.
 
         Args:
-            pools: SGLang's.
-            dense_layers: how many layers have these rows.
-            first_block: first pool row of the reserve.
-            block_rows: of a request in the reserve.
+            keys, values: per dense layer (rows, Hkv, D); the last `blocks * rows_a_block` rows are
+                those to keep tokens in.
+            first_block: first row of the reserve.
+            block_rows: rows of a request in the reserve.
+            blocks: in the reserve.
+            rows_a_block: rows to keep tokens in, of each.
         """
-        self._buffers = [*pools.keys[:dense_layers], *pools.values[:dense_layers]]
+        self._keys, self._values = layer_buffers(keys), layer_buffers(values)
         self._first_block, self._block_rows = first_block, block_rows
-        self._first_row = pools.keys[-1].shape[0]
-        blocks = (self._first_row - first_block) // block_rows
-        self._context = (self._buffers[0].shape[0] - self._first_row) // blocks
+        self._first_row = keys[0].shape[0] - blocks * rows_a_block
+        self._rows_a_block = rows_a_block
+        self._copy_tokens = operations_for(keys[0].device).copy_tokens
+        for count in (FREE_STRIDE, FREE_STRIDE + 1):  # so that no request waits for a compilation
+            row = torch.zeros(count, dtype=torch.int64, device=keys[0].device)
+            self._copy_tokens(self._keys, self._values, row, row)
 
-    def keep(self, sequence: SparseSequence, start: int, pool_rows: Tensor) -> Tensor:
-        """Copy tokens here, on the current stream.
-
-        Args:
-            sequence: whose they are.
-            start: position of the first.
-            pool_rows: (n,) int64, where they are.
-
-        Returns:
-            (n,) int32, where they are from now on.
-        """
+    def rows_of(self, sequence: SparseSequence, start: int, stop: int) -> Tensor:
+        """Where tokens of a request are kept: (stop - start,) int64."""
         block = (sequence.block - self._first_block) // self._block_rows
-        first = self._first_row + block * self._context + start
-        stop = first + pool_rows.shape[0]
-        for buffer in self._buffers:
-            buffer[first:stop] = buffer[pool_rows]
-        return torch.arange(first, stop, dtype=torch.int32, device=pool_rows.device)
+        first = self._first_row + block * self._rows_a_block
+        return torch.arange(first + start, first + stop, device=self._keys.tensors[0].device)
+
+    def keep(self, pool_rows: Tensor, kept_rows: Tensor) -> None:
+        """Copy tokens between rows, (n,) int64 each, on the current stream."""
+        self._copy_tokens(self._keys, self._values, pool_rows, kept_rows)
 
 
 class CoveredTokens:
@@ -92,23 +96,29 @@ class CoveredTokens:
     def free(self) -> bool:
         """Free what was noted, on the stream that SGLang allocates on; whether there was any.
 
-        The step that is being computed then may still read the old rows, which are not given out
-        before the next one, or the new ones, which the table names only once they are written. The
-        tokens were written in the steps before it, whose results the host has seen.
+        The step that is being computed then may read the old rows, into which nothing is written
+        before the next step, or the new ones, which the table names only once they hold the tokens.
+        The tokens were written in the steps before it, whose results the host has seen.
         """
-        freed_any = False
+        named, pool_rows, kept_rows = [], [], []
         waiting, self._waiting = self._waiting, []
         for sequence, covered in waiting:
             request = sequence.request
             start = request.cache_protected_len
             if sequence.ended or sequence.orphaned or covered <= start:
                 continue
-            named = self._req_to_token[sequence.row, start:covered]
-            pool_rows = named.to(torch.int64)
+            named.append(self._req_to_token[sequence.row, start:covered])
+            pool_rows.append(named[-1].to(torch.int64))
             if self._kept is not None:
-                named.copy_(self._kept.keep(sequence, start, pool_rows))
-            self._allocator.free(pool_rows)
+                kept_rows.append(self._kept.rows_of(sequence, start, covered))
             # SGLang frees from here on when the request ends.
             request.cache_protected_len = covered
-            freed_any = True
-        return freed_any
+        if not named:
+            return False
+        freed = torch.cat(pool_rows)
+        if self._kept is not None:
+            self._kept.keep(freed, torch.cat(kept_rows))
+            for tokens, rows in zip(named, kept_rows, strict=True):
+                tokens.copy_(rows)
+        self._allocator.free(freed)
+        return True

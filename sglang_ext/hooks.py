@@ -9,13 +9,16 @@ import dataclasses
 from collections.abc import AsyncIterator, Callable
 from typing import Any, NamedTuple
 
+import torch
+from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE
 from sglang.srt.plugins.hook_registry import HookType
 from sglang.srt.server_args import get_global_server_args
 
 from cache_rank.config import ModelShape
 from sglang_ext import baselines, inference_rank
 from sglang_ext.lifecycle import RequestStatistics
-from sglang_ext.model_runner import kept_rows, message_bytes, reserve_rows
+from sglang_ext.memory import bytes_behind_pool, kept_rows, message_bytes, reserve_rows
+from sglang_ext.refusals import UnsupportedError
 from sglang_ext.server_args import CacheRankServerArgs
 
 META_KEY = "cache_rank"
@@ -58,13 +61,20 @@ def add_kept_rows(result: None, pool: Any) -> None:
     args = _cache_rank_args()
     if args is None or not (extra := kept_rows(args)):
         return
+    rows, *shape = pool.k_buffer[0].shape
     for buffers in (pool.k_buffer, pool.v_buffer):
-        for layer in range(args.dense_layers):
-            rows, *shape = buffers[layer].shape
-            buffers[layer] = buffers[layer].new_zeros((rows + extra, *shape))
+        buffers[: args.dense_layers] = [None] * args.dense_layers
+    if torch.device(pool.device).type == "cuda":
+        torch.cuda.empty_cache()  # there is no room for the old and the new buffers
+    with pool.memory_saver_adapter.region(GPU_MEMORY_TYPE_KV_CACHE):
+        for buffers in (pool.k_buffer, pool.v_buffer):
+            for layer in range(args.dense_layers):
+                buffers[layer] = torch.zeros(
+                    (rows + extra, *shape), dtype=pool.store_dtype, device=pool.device
+                )
 
 
-def leave_room_for_reserve(available_bytes: int, configurator: Any, *_: Any, **__: Any) -> int:
+def leave_room_behind_pool(available_bytes: int, configurator: Any, *_: Any, **__: Any) -> int:
     """Take the memory behind the pool and of messages, or of a baseline, out of its share."""
     args = _our_args()
     if args is not None and args.is_baseline:
@@ -81,9 +91,16 @@ def leave_room_for_reserve(available_bytes: int, configurator: Any, *_: Any, **_
         str(dtype).removeprefix("torch."),
         scale=1.0,
     )
-    per_token = 2 * shape.kv_heads * shape.head_dim * dtype.itemsize
-    behind = per_token * (layers * reserve_rows(args) + args.dense_layers * kept_rows(args))
-    return available_bytes - behind - message_bytes(args, shape)
+    token = 2 * shape.kv_heads * shape.head_dim * dtype.itemsize
+    taken = bytes_behind_pool(args, layers, token) + message_bytes(args, shape)
+    if taken >= available_bytes:
+        raise UnsupportedError(
+            f"--max-sparse-requests {args.max_sparse_requests} leaves no memory for SGLang's pool: "
+            f"working sets, messages and what dense layers keep take {taken / 1e9:.1f} of "
+            f"{available_bytes / 1e9:.1f} GB; lower it, or --sparse-budget, --delta-capacity, or, "
+            "with --inference-kv working-set, --context-length or --dense-layers."
+        )
+    return available_bytes - taken
 
 
 def run_step(
@@ -216,7 +233,7 @@ HOOKS = (
     Hook(
         "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._profile_available_bytes",
         HookType.AFTER,
-        leave_room_for_reserve,
+        leave_room_behind_pool,
         "kv_cache_configurator.py:1527; what is behind the pool is part of the same memory",
     ),
     Hook(

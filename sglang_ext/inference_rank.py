@@ -22,15 +22,9 @@ from sglang_ext.covered import CoveredTokens, KeptTokens
 from sglang_ext.exchange import Exchange, ExchangeCounters
 from sglang_ext.host_exchange import HostExchange, HostGate
 from sglang_ext.lifecycle import Phase, SparseSequence, prepare_requests
+from sglang_ext.memory import kept_rows_a_request, reserve_block_rows
 from sglang_ext.metrics import CacheRankMetrics
-from sglang_ext.model_runner import (
-    Pools,
-    kept_rows,
-    model_shape,
-    pools_of,
-    reserve_block_rows,
-    reserve_rows,
-)
+from sglang_ext.model_runner import Pools, first_reserve_row, model_shape, pools_of
 from sglang_ext.server_args import CacheRankServerArgs
 from sglang_ext.step_plan import StepPlan, StepPlanner
 from sglang_ext.supervisor import CacheRankDownError, Place, Supervisor
@@ -79,9 +73,15 @@ class InferenceRank:
         self.device = pools.req_to_token.device
         """Of the model's tensors."""
         kept = None
-        if kept_rows(args):
-            first_block = pools.keys[-1].shape[0] - reserve_rows(args)
-            kept = KeptTokens(pools, args.dense_layers, first_block, reserve_block_rows(args))
+        if rows_a_request := kept_rows_a_request(args):
+            kept = KeptTokens(
+                pools.keys[: args.dense_layers],
+                pools.values[: args.dense_layers],
+                first_reserve_row(pools, args),
+                reserve_block_rows(args),
+                args.max_sparse_requests,
+                rows_a_request,
+            )
         self.covered = CoveredTokens(
             pools.req_to_token, pools.allocator, self.config.recent_tokens, kept
         )

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cache_rank.config import ModelShape
-from cache_rank.protocol import DownMessage, UpMessage, group_sizes
+from sglang_ext.memory import kept_rows, reserve_rows
 from sglang_ext.server_args import CacheRankServerArgs
 
 
@@ -18,7 +18,7 @@ class Pools(NamedTuple):
     Attributes:
         req_to_token: (request slots, context length) int32 pool rows.
         keys, values: per layer (pool rows and reserve rows, Hkv, D); those of dense layers may have
-            more rows, see `kept_rows`.
+            kept rows behind them; see memory.py.
         allocator: of pool rows.
     """
 
@@ -29,11 +29,19 @@ class Pools(NamedTuple):
 
 
 def pools_of(runner: Any, args: CacheRankServerArgs) -> Pools:
-    """SGLang's pools, whose buffers have been made with the reserve behind them."""
+    """SGLang's pools, whose buffers have been made with the rows behind them.
+
+    Raises:
+        ValueError: they have not.
+    """
     pool = runner.token_to_kv_pool
     rows = pool.size + pool.page_size + reserve_rows(args)
-    assert pool.k_buffer[0].shape[0] == rows + kept_rows(args)
-    assert pool.k_buffer[-1].shape[0] == rows
+    found = pool.k_buffer[0].shape[0], pool.k_buffer[-1].shape[0]
+    if found != (rows + kept_rows(args), rows):
+        raise ValueError(
+            f"the KV pool has {found} rows in its first and last layer, in the place of "
+            f"{rows + kept_rows(args)} and {rows}: something else than SGLang's usual pool made it"
+        )
     return Pools(
         runner.req_to_token_pool.req_to_token,
         pool.k_buffer,
@@ -42,30 +50,9 @@ def pools_of(runner: Any, args: CacheRankServerArgs) -> Pools:
     )
 
 
-def reserve_block_rows(args: CacheRankServerArgs) -> int:
-    """Pool rows of one request's block in the reserve."""
-    return args.sink_tokens + args.sparse_budget
-
-
-def reserve_rows(args: CacheRankServerArgs) -> int:
-    """Pool rows that the reserve adds to SGLang's."""
-    return reserve_block_rows(args) * args.max_sparse_requests
-
-
-def kept_rows(args: CacheRankServerArgs) -> int:
-    """Rows behind the reserve that dense layers have, for every token of sparse requests whose pool
-    rows are freed.
-    """
-    if args.inference_kv == "full" or not args.dense_layers:
-        return 0
-    return int(args.get_model_config().context_len) * args.max_sparse_requests
-
-
-def message_bytes(args: CacheRankServerArgs, shape: ModelShape) -> int:
-    """Of the buffers that messages of all sparse requests are staged and received in."""
-    config = args.cache_rank_config(shape, args.max_sparse_requests)
-    kinds = (UpMessage, DownMessage)
-    return sum(sum(group_sizes(kind, config, config.max_rows)) for kind in kinds)
+def first_reserve_row(pools: Pools, args: CacheRankServerArgs) -> int:
+    """Where the reserve begins; sparse layers, of which the last is one, end with it."""
+    return pools.keys[-1].shape[0] - reserve_rows(args)
 
 
 def model_shape(runner: Any, args: CacheRankServerArgs) -> ModelShape:

@@ -18,6 +18,7 @@ from packaging.specifiers import SpecifierSet
 
 from cache_rank.config import DTYPES, ModelShape
 from sglang_ext.cpu import has_gpu
+from sglang_ext.memory import bytes_behind_pool, kept_rows
 
 BACKEND = "cache_rank"
 SUPPORTED_SGLANG = SpecifierSet(">=0.5.16,<0.5.18")
@@ -212,6 +213,17 @@ def _conflicts(args: Any) -> list[tuple[bool, str]]:
             f"{BACKEND} has none of its own: name another backend, or drop the flag.",
         ),
         (
+            args.strip_thinking_cache,
+            "--strip-thinking-cache spares the radix cache, which is off: drop the flag.",
+        ),
+        (
+            args.inference_kv == "working-set"
+            and (args.enable_return_routed_experts or args.kv_canary != "none"),
+            "--inference-kv working-set takes the pool rows of tokens away, by which "
+            "--enable-return-routed-experts and --kv-canary look for them: drop them, or use "
+            "--inference-kv full.",
+        ),
+        (
             args.inference_kv == "working-set" and args.disable_overlap_schedule,
             "--inference-kv working-set needs the overlap schedule to take back a step that "
             "the cache rank failed in: drop --disable-overlap-schedule.",
@@ -300,24 +312,16 @@ def _refuse_model(args: Any) -> None:
         )
     if args.is_baseline:
         return
-    behind = _bytes_behind_pool(args, model)
+    token = 2 * model.get_num_kv_heads(args.tp_size) * model.head_dim * model.dtype.itemsize
+    behind = bytes_behind_pool(args, layers, token)
     if args.device == "cpu" and behind > psutil.virtual_memory().available:
         remedies = "--sparse-budget"
-        if args.inference_kv == "working-set" and args.dense_layers:
+        if kept_rows(args):
             remedies += ", --context-length or --dense-layers"
         raise UnsupportedError(
             f"--max-sparse-requests {args.max_sparse_requests} working sets of {name} take "
             f"{behind / 1e9:.0f} GB, more than this machine has free: lower it, or {remedies}."
         )
-
-
-def _bytes_behind_pool(args: Any, model: Any) -> int:
-    """Of working sets, and of what dense layers keep beside them; see model_runner.py."""
-    tokens = (args.sparse_budget + args.sink_tokens) * model.num_hidden_layers
-    if args.inference_kv == "working-set":
-        tokens += model.context_len * args.dense_layers
-    token = 2 * model.get_num_kv_heads(args.tp_size) * model.head_dim * model.dtype.itemsize
-    return int(args.max_sparse_requests * tokens * token)
 
 
 def refuse_used_port(host: str, port: int) -> None:

@@ -20,8 +20,9 @@ from cache_rank.mailbox import Field, Outbox
 from cache_rank.operations import operations_for
 from sglang_ext.exchange import ExchangedRows, WorkingSetRows
 from sglang_ext.lifecycle import Lifecycle, Phase, SparseSequence, prepare_requests
+from sglang_ext.memory import reserve_block_rows
 from sglang_ext.metrics import CacheRankMetrics
-from sglang_ext.model_runner import Pools, reserve_block_rows, reserve_rows
+from sglang_ext.model_runner import Pools, first_reserve_row
 from sglang_ext.server_args import CacheRankServerArgs
 from sglang_ext.working_set import Reserve, WorkingSetTable
 
@@ -108,7 +109,7 @@ class StepPlanner:
         self.lifecycle = Lifecycle(
             config,
             Reserve(
-                pools.keys[-1].shape[0] - reserve_rows(args),
+                first_reserve_row(pools, args),
                 reserve_block_rows(args),
                 args.max_sparse_requests,
             ),
@@ -120,12 +121,12 @@ class StepPlanner:
         self._metrics = metrics
         self._req_to_token = pools.req_to_token
         self._operations = operations_for(pools.req_to_token.device)
-        self._advance = self._advance_by_kernels
+        self._graph: torch.cuda.CUDAGraph | None = None
         if self.numbers is not None:
             self.numbers.write()
             self._advance()  # graphs of the forward pass are captured over the fillers
             if pools.req_to_token.is_cuda:
-                self._advance = capture(self._advance).replay
+                self._graph = capture(self._advance)
 
     def plan(self, requests: Sequence[Any], lengths: Sequence[int], is_up: bool) -> StepPlan:
         """Decide what every request of a decode step does.
@@ -181,10 +182,14 @@ class StepPlanner:
             sources=plan.sources,
             targets=plan.targets,
         )
-        self._advance()
+        if self._graph is None:
+            self._advance()
+        else:
+            self._graph.replay()
         plan.lengths = numbers["lengths"]
 
-    def _advance_by_kernels(self) -> None:
+    def _advance(self) -> None:
+        """Take the step's numbers, and bring the table up to date."""
         assert self.numbers is not None
         self.numbers.collect()
         self.table.advance(self.numbers["sources"], self.numbers["targets"])

@@ -31,6 +31,8 @@ def server(request: pytest.FixtureRequest, random_model: Callable[..., Path]) ->
         *("--sparse-threshold", str(THRESHOLD), "--sparse-budget", "512"),
         *("--delta-capacity", "64", "--inference-kv", request.param),
     ]
+    if request.param == "working-set":
+        arguments += ["--max-total-tokens", "2100"]  # rows that are freed are soon another's
     environment = {
         ALLOW_LARGE_BUDGET_VARIABLE: "1",
         CHECKSUM_VARIABLE: "1",

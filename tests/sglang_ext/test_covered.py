@@ -10,7 +10,6 @@ import torch
 
 from sglang_ext.covered import FREE_STRIDE, CoveredTokens, KeptTokens
 from sglang_ext.lifecycle import RequestStatistics, SparseSequence
-from sglang_ext.model_runner import Pools
 
 RECENT = 3
 PROMPT_IN_POOL = 10
@@ -114,7 +113,8 @@ def test_dense_layers_find_every_token_where_the_table_says(
         row: [buffer[table[row].long()] for buffer in (*keys, *values)] for row in range(slots)
     }
     in_sparse_layers = [buffer.clone() for buffer in (*keys[dense_layers:], *values[dense_layers:])]
-    kept = KeptTokens(Pools(table, keys, values, None), dense_layers, first_block, block_rows)
+    dense_keys, dense_values = keys[:dense_layers], values[:dense_layers]
+    kept = KeptTokens(dense_keys, dense_values, first_block, block_rows, 2, context)
     covered = CoveredTokens(table, allocator, RECENT, kept)
     sequences = [sequence_of(row=row) for row in (1, 3)]
     for block, sequence in enumerate(sequences):

@@ -16,6 +16,7 @@ import torch
 from sglang_ext import hooks, inference_rank, plugin, processes
 from sglang_ext.hooks import HOOKS, META_KEY, Hook
 from sglang_ext.lifecycle import RequestStatistics
+from sglang_ext.refusals import UnsupportedError
 from sglang_ext.server_args import BUNDLED_MODEL, CacheRankServerArgs
 
 # After ours, which makes SGLang importable without a GPU.
@@ -191,7 +192,7 @@ def test_plain_sglang_has_pools_without_reserve(
     args = object() if plain == "another class" else cache_rank_args(cache_rank_gpus=0)
     monkeypatch.setattr(hooks, "get_global_server_args", lambda: args)
     assert kv_pool().k_buffer[0].shape == (33, 2, 8)
-    assert hooks.leave_room_for_reserve(10_000, CONFIGURATOR) == 10_000
+    assert hooks.leave_room_behind_pool(10_000, CONFIGURATOR) == 10_000
 
 
 def test_a_process_without_server_arguments_has_pools_without_reserve() -> None:
@@ -210,7 +211,7 @@ def test_a_cache_rank_puts_its_reserve_behind_the_pool_whose_size_stays(
     for buffer in (*pool.k_buffer, *pool.v_buffer):
         assert buffer.shape == (33 + reserve, 2, 8)
     row = torch.empty((2, 2, 8), dtype=torch.float32)  # K and V of one token in one layer
-    left = hooks.leave_room_for_reserve(10_000_000, CONFIGURATOR)
+    left = hooks.leave_room_behind_pool(10_000_000, CONFIGURATOR)
     staged = 3 * 2 * (4 + 2 * 2) * 8 * 4  # q, k and v of three requests in the two sparse layers
     entering = 3 * 2 * 2 * args.delta_capacity * (2 * 8 * 4 + 4)  # K, V and slots
     left_for_headers = 10_000_000 - reserve * 3 * row.nbytes - staged - entering - left
@@ -226,7 +227,7 @@ def test_dense_layers_alone_have_rows_for_tokens_that_lose_theirs(
     def with_arguments(**changes: Any) -> tuple[Any, int]:
         args = cache_rank_args(context_length=100, **changes)
         monkeypatch.setattr(hooks, "get_global_server_args", lambda: args)
-        return kv_pool(), hooks.leave_room_for_reserve(10_000_000, CONFIGURATOR)
+        return kv_pool(), hooks.leave_room_behind_pool(10_000_000, CONFIGURATOR)
 
     for changes in ({"inference_kv": "full"}, {"inference_kv": "working-set", "dense_layers": 0}):
         pool, _ = with_arguments(**changes)
@@ -239,6 +240,16 @@ def test_dense_layers_alone_have_rows_for_tokens_that_lose_theirs(
     assert pool.k_data_ptrs.tolist() == [buffer.data_ptr() for buffer in pool.k_buffer]
     row = torch.empty((2, 2, 8), dtype=torch.float32)  # K and V of one token in one layer
     assert before - left == 3 * 100 * row.nbytes
+
+
+@pytest.mark.usefixtures("environment")
+def test_what_leaves_no_memory_for_a_pool_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    args = cache_rank_args(context_length=100, inference_kv="working-set")
+    monkeypatch.setattr(hooks, "get_global_server_args", lambda: args)
+    taken = 10_000_000 - hooks.leave_room_behind_pool(10_000_000, CONFIGURATOR)
+    assert hooks.leave_room_behind_pool(taken + 1, CONFIGURATOR) == 1
+    with pytest.raises(UnsupportedError, match=r"--max-sparse-requests 3 .* --dense-layers"):
+        hooks.leave_room_behind_pool(taken, CONFIGURATOR)
 
 
 # With an inference rank.

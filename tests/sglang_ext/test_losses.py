@@ -18,7 +18,8 @@ from sglang_ext import inference_rank
 from sglang_ext.host_exchange import HostExchange
 from sglang_ext.inference_rank import InferenceRank
 from sglang_ext.lifecycle import MOST_LOSSES, Phase, prepare_requests
-from sglang_ext.model_runner import Pools, reserve_rows
+from sglang_ext.memory import reserve_rows
+from sglang_ext.model_runner import Pools
 from sglang_ext.supervisor import Connection, Place, Supervisor
 
 MODEL = ModelShape(2, query_heads=2, kv_heads=1, head_dim=64, dtype="float32", scale=1 / 8)

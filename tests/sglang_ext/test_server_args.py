@@ -142,6 +142,19 @@ CONFLICTS = [
         "the kernels with --attention-backend.",
     ),
     Refused(
+        "--strip-thinking-cache",
+        "--strip-thinking-cache spares the radix cache, which is off: drop the flag.",
+    ),
+    *(
+        Refused(
+            f"--inference-kv working-set {flags}",
+            "--inference-kv working-set takes the pool rows of tokens away, by which "
+            "--enable-return-routed-experts and --kv-canary look for them: drop them, or use "
+            "--inference-kv full.",
+        )
+        for flags in ("--enable-return-routed-experts", "--kv-canary log")
+    ),
+    Refused(
         "--disable-overlap-schedule --inference-kv working-set",
         "--inference-kv working-set needs the overlap schedule to take back a step that the cache "
         "rank failed in: drop --disable-overlap-schedule.",
@@ -421,6 +434,7 @@ def test_the_environment_allows_a_working_set_above_the_threshold(
         "--disable-overlap-schedule",
         "--inference-kv working-set --dense-layers 0",
         "--inference-kv working-set --dense-layers 1",
+        "--kv-canary log",
         "--device cpu",
     ],
 )

@@ -12,7 +12,8 @@ from test_working_set import small_config
 
 from cache_rank.mailbox import LETTERS
 from sglang_ext.lifecycle import Phase, RequestStatistics, SparseSequence
-from sglang_ext.model_runner import Pools, reserve_rows
+from sglang_ext.memory import reserve_rows
+from sglang_ext.model_runner import Pools
 from sglang_ext.step_plan import GRAPH_PADDING, StepPlanner
 
 CONFIG = small_config(query_window=2)
