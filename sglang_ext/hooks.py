@@ -164,14 +164,14 @@ def before_next_batch(scheduler: Any, running_batch: Any, *_: Any, **__: Any) ->
     orphans = rank.take_orphans()
     if not orphans:
         return
-    kept = []
+    staying = []
     for index, request in enumerate(running_batch.reqs):
         if request in orphans and not request.finished():
             running_batch.release_req(index, len(running_batch.reqs), scheduler.server_args)
             rank.queue_later(request)
         else:
-            kept.append(index)
-    running_batch.filter_batch(keep_indices=kept)
+            staying.append(index)
+    running_batch.filter_batch(keep_indices=staying)
     running_batch.batch_is_full = False
 
 
