@@ -469,11 +469,10 @@ def test_the_wait_for_an_answer_begins_when_its_step_has_been_computed() -> None
 
 
 def outcome(*rows: tuple[int, int]) -> Any:
-    """Of all groups: rows that were applied in so many groups, with so many tokens in all."""
-    found = torch.zeros((2, len(CONFIG.groups), CONFIG.max_rows), dtype=torch.int64)
-    for row, (applied, tokens) in enumerate(rows):
-        found[0, :applied, row] = 1
-        found[1, 0, row] = tokens
+    """Rows that were applied in so many groups, with so many tokens in all."""
+    found = torch.zeros((2, CONFIG.max_rows), dtype=torch.int64)
+    for row, applied_and_tokens in enumerate(rows):
+        found[:, row] = torch.tensor(applied_and_tokens)
     return found.numpy()
 
 
