@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -34,6 +33,7 @@ from profiling.jobs import (
 )
 from profiling.records import Results
 from profiling.runner import Runner
+from scripts.serving import stop_on_sigterm
 
 
 def parse_options(argv: Sequence[str]) -> argparse.Namespace:
@@ -144,8 +144,7 @@ def main(argv: Sequence[str]) -> int:
     if options.dry_run:
         print(report.describe_jobs(jobs))
         return 0
-    # So that the processes of a run that is told to end are ended too.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    stop_on_sigterm()
     runner = Runner(results, jobs, options.out, gpus, options.concurrent, options.worker_seconds)
     try:
         runner.run()

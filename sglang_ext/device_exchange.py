@@ -97,7 +97,6 @@ class DeviceExchange(Exchange):
         self._traced_steps: set[int] = set()
         self._shipments: deque[Pending] = deque()
         self._messages_of: dict[int, list[GroupMessages]] = {}
-        self._bytes_of: dict[int, tuple[int, int]] = {}
         self._warm_up()
         self._transfers = self._make_transfers()
         connection.before_abort = gate_of_forward.close
@@ -157,9 +156,9 @@ class DeviceExchange(Exchange):
             expected=list(itertools.chain.from_iterable(rows.headers(step))),
         )
         self._transfers.queue(len(rows))
-        up, down = self._bytes(len(rows))
-        self.counters.up_bytes += up
-        self.counters.down_bytes += down
+        for up_bytes, down_bytes in self._message_sizes(len(rows)):
+            self.counters.up_bytes += up_bytes
+            self.counters.down_bytes += down_bytes
         with self._lock:
             self._under_way.append(_StepUnderWay(step, number, rows))
         self._gate.end_step()
@@ -174,13 +173,6 @@ class DeviceExchange(Exchange):
                 )
             ]
         return self._messages_of[rows]
-
-    def _bytes(self, rows: int) -> tuple[int, int]:
-        """Sent and received in a step of so many rows."""
-        if rows not in self._bytes_of:
-            up, down = zip(*self._message_sizes(rows), strict=True)
-            self._bytes_of[rows] = sum(up), sum(down)
-        return self._bytes_of[rows]
 
     def _apply(self, group: int, count: int) -> None:
         """Write the answer that has come to so many rows into their slots; see StepParts."""
