@@ -310,8 +310,6 @@ def _score(
     PARTS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     CHUNK: tl.constexpr,
-    MAX_CHUNKS: tl.constexpr,
-    FINISH_BLOCK: tl.constexpr,
     RING_BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
     LOGITS: tl.constexpr,
@@ -383,6 +381,4 @@ def _score(
             GROUP,
             PADDED,
             CHUNK,
-            MAX_CHUNKS,
-            FINISH_BLOCK,
         )

@@ -215,8 +215,6 @@ def _score(
     PARTS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     CHUNK: tl.constexpr,
-    MAX_CHUNKS: tl.constexpr,
-    FINISH_BLOCK: tl.constexpr,
     VECTORS: tl.constexpr,
     BY_TOKEN: tl.constexpr,
     REFINES: tl.constexpr,
@@ -324,6 +322,4 @@ def _score(
         GROUP,
         PADDED,
         CHUNK,
-        MAX_CHUNKS,
-        FINISH_BLOCK,
     )

@@ -26,9 +26,10 @@ CHUNK_TOKENS = 1024
 """Tokens of one program."""
 
 _BLOCK = 128
-_FINISH_BLOCK = 1024
-_USUAL_CHUNKS = 128
-"""A sequence that grows beyond so many is compiled for again."""
+_FINISH_BLOCK = tl.constexpr(1024)
+"""Tokens whose scores the last program of a unit writes at a time."""
+_FINISH_CHUNKS = tl.constexpr(128)
+"""Chunks that it sums up at a time. Constants, so that no length of a sequence is compiled for."""
 
 
 def _padded_group(group: int) -> int:
@@ -67,7 +68,7 @@ def score_constants(queries: Tensor, workspace: ScoreWorkspace, out: Tensor) -> 
     """What kernels that score have in common; checks the tensors that they all take."""
     _, layers, query_heads, head_dim = queries.shape
     kv_heads, capacity = out.shape[2:]
-    chunks, units = score_grid(out)
+    _, units = score_grid(out)
     padded = _padded_group(query_heads // kv_heads)
     assert queries.is_contiguous()
     assert out.is_contiguous()
@@ -81,8 +82,6 @@ def score_constants(queries: Tensor, workspace: ScoreWorkspace, out: Tensor) -> 
         "PARTS": max(4, 16 // padded),  # the matrix unit has at least 16 columns
         "HEAD_DIM": head_dim,
         "CHUNK": CHUNK_TOKENS,
-        "MAX_CHUNKS": max(_USUAL_CHUNKS, triton.next_power_of_2(chunks)),
-        "FINISH_BLOCK": _FINISH_BLOCK,
     }
 
 
@@ -253,8 +252,6 @@ def finish_unit(
     GROUP: tl.constexpr,
     PADDED: tl.constexpr,
     CHUNK: tl.constexpr,
-    MAX_CHUNKS: tl.constexpr,
-    FINISH_BLOCK: tl.constexpr,
 ):
     """Take a chunk's logits into the log-sum-exp of its unit; the last one writes the scores."""
     heads = tl.arange(0, PADDED)
@@ -271,19 +268,25 @@ def finish_unit(
     tl.store(unit_partial + chunk * 2 * PADDED + heads, largest)
     tl.store(unit_partial + (chunk * 2 + 1) * PADDED + heads, total)
     tl.debug_barrier()
-    if tl.atomic_add(unit_arrived, 1, sem="acq_rel") == tl.cdiv(tokens, CHUNK) - 1:
+    chunks = tl.cdiv(tokens, CHUNK)
+    if tl.atomic_add(unit_arrived, 1, sem="acq_rel") == chunks - 1:
         tl.store(unit_arrived, 0)  # for the next launch
-        chunks = tl.arange(0, MAX_CHUNKS)
-        at = chunks[:, None] * 2 * PADDED + heads[None, :]
-        used = (chunks < tl.cdiv(tokens, CHUNK))[:, None]
-        # Written by other multiprocessors: read from the L2 cache.
-        maxima = tl.load(unit_partial + at, used, -float("inf"), cache_modifier=".cg")
-        totals = tl.load(unit_partial + PADDED + at, used, 0.0, cache_modifier=".cg")
-        greatest = tl.max(maxima, axis=0)
-        log_sum = greatest + tl.log(tl.sum(totals * tl.exp(maxima - greatest[None, :]), axis=0))
+        greatest = tl.full((PADDED,), -float("inf"), tl.float32)
+        grand_total = tl.zeros((PADDED,), tl.float32)
+        for first in range(0, chunks, _FINISH_CHUNKS):
+            others = first + tl.arange(0, _FINISH_CHUNKS)
+            at = others[:, None] * 2 * PADDED + heads[None, :]
+            used = (others < chunks)[:, None]
+            # Written by other multiprocessors: read from the L2 cache.
+            maxima = tl.load(unit_partial + at, used, -float("inf"), cache_modifier=".cg")
+            totals = tl.load(unit_partial + PADDED + at, used, 0.0, cache_modifier=".cg")
+            before, greatest = greatest, tl.maximum(greatest, tl.max(maxima, axis=0))
+            grand_total *= tl.exp(before - greatest)
+            grand_total += tl.sum(totals * tl.exp(maxima - greatest[None, :]), axis=0)
+        log_sum = greatest + tl.log(grand_total)
         log_sum = tl.where(heads < GROUP, log_sum, float("inf"))
-        for block in range(0, tokens, FINISH_BLOCK):
-            token = block + tl.arange(0, FINISH_BLOCK)
+        for block in range(0, tokens, _FINISH_BLOCK):
+            token = block + tl.arange(0, _FINISH_BLOCK)
             logit = tl.load(
                 unit_logits + token[:, None] * PADDED + heads[None, :],
                 mask=(token < tokens)[:, None],
@@ -320,8 +323,6 @@ def _score(
     PARTS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     CHUNK: tl.constexpr,
-    MAX_CHUNKS: tl.constexpr,
-    FINISH_BLOCK: tl.constexpr,
     PAGE: tl.constexpr,
     BLOCK: tl.constexpr,
     EXACT: tl.constexpr,
@@ -366,6 +367,4 @@ def _score(
             GROUP,
             PADDED,
             CHUNK,
-            MAX_CHUNKS,
-            FINISH_BLOCK,
         )

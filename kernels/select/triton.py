@@ -301,7 +301,8 @@ def _fill_slots(mirror, stays, entering, entering_slots, count, BUDGET: tl.const
         "sink_tokens",
         "recent_tokens",
         "workspace_width",
-    ]
+    ],
+    do_not_specialize_on_alignment=["slots", "positions", "counts"],
 )
 def _select(
     scores,

@@ -69,13 +69,18 @@ def test_sparse_chains_are_exact_alone_and_together(chain_server: Server) -> Non
         assert all(0.2 < share <= 1 for share in heads)
 
 
-def test_a_dense_layer_keeps_tokens_that_leave_the_pool() -> None:
-    """The pool has room for less than half of what eight requests come to."""
+@pytest.fixture(scope="module")
+def working_set_server() -> Iterator[Server]:
+    """Its pool has room for less than half of what eight chains come to."""
     flags = [*CHAIN_FLAGS, "--inference-kv", "working-set", "--max-total-tokens", "2000"]
     with serve([*GPU_FLAGS, *flags]) as server:
-        for hops, statistics in walk(server, CHAINS):
-            assert hops == 80
-            assert statistics["sparse_steps"] > 200
+        yield server
+
+
+def test_a_dense_layer_keeps_tokens_that_leave_the_pool(working_set_server: Server) -> None:
+    for hops, statistics in walk(working_set_server, CHAINS):
+        assert hops == 80
+        assert statistics["sparse_steps"] > 200
 
 
 def wait_until_up(server: Server, starts: int = 1) -> dict[str, Any]:
@@ -123,6 +128,21 @@ def test_every_request_finishes_when_the_cache_rank_is_lost(
     ((hops, statistics),) = walk(chain_server, CHAINS[:1])
     assert hops == 80
     assert statistics["sparse_steps"] > 200
+
+
+def test_requests_whose_tokens_are_lost_with_the_cache_rank_are_recomputed(
+    working_set_server: Server,
+) -> None:
+    before = wait_until_up(working_set_server)
+    with lose_while_sparse(working_set_server, before["pid"], signal.SIGKILL, requests_at_least=4):
+        results = walk(working_set_server, CHAINS)
+    assert sum(statistics["retractions"] for _, statistics in results) > 0
+    # What a step under way answers by its last selection stays said when the rest is recomputed.
+    assert min(hops for hops, _ in results) >= 78
+    wait_until_up(working_set_server, before["starts"] + 1)
+    for hops, statistics in walk(working_set_server, CHAINS):
+        assert hops == 80
+        assert statistics["sparse_steps"] > 200
 
 
 def deep_flags(model: Path) -> list[str]:

@@ -79,6 +79,17 @@ def test_triton_equals_reference(
     torch.testing.assert_close(actual, expected, atol=3e-5, rtol=1e-5)
 
 
+def test_triton_of_more_chunks_than_are_summed_together(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(triton, "CHUNK_TOKENS", 16)
+    positions = [16 * 128 - 1, 16 * 128, 16 * 300]
+    step = random_step(device, positions, [0, 1, 2], layers=1, kv_heads=1, page=64)
+    step[0][:] *= torch.tensor([1.0, 0.0, 40.0], device=device).view(3, 1, 1, 1)
+    actual, expected = score(triton, step, 4864), score(reference, step, 4864)
+    torch.testing.assert_close(actual, expected, atol=3e-4, rtol=1e-5)
+
+
 def test_triton_with_one_layer_one_head_and_one_token(device: torch.device) -> None:
     step = random_step(device, [0], [0], layers=1, kv_heads=1, group=1)
     torch.testing.assert_close(score(triton, step, 1), torch.zeros((1, 1, 1, 1), device=device))
@@ -107,7 +118,7 @@ def test_scores_of_rounded_logits_are_those_of_float16_logits(
 def test_triton_at_full_size(group: int) -> None:
     step = random_step(
         torch.device("cuda"),
-        [32767, 20001, 255, 131071],
+        [32767, 20001, 255, 140000],
         [0, 1, 2, 3],
         torch.bfloat16,
         layers=3,
@@ -116,9 +127,9 @@ def test_triton_at_full_size(group: int) -> None:
         head_dim=128,
         page=256,
     )
-    actual, expected = score(triton, step, 131072), score(reference, step, 131072)
+    actual, expected = score(triton, step, 140032), score(reference, step, 140032)
     torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-5)
     rounded = (step[0], step[1].to(torch.float8_e4m3fn), *step[2:])
-    actual, expected = score(triton, rounded, 131072), score(reference, rounded, 131072)
+    actual, expected = score(triton, rounded, 140032), score(reference, rounded, 140032)
     # Logits of up to 32 in float16, and products of 8-bit numbers that Hopper sums to 14 bits.
     torch.testing.assert_close(actual, expected, atol=3e-2, rtol=0)

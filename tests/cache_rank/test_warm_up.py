@@ -1,0 +1,86 @@
+"""A cache rank that is open has compiled its kernels: no step waits for another one."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+import triton
+from small_models import small_config
+from torch import Tensor
+
+from cache_rank import rank
+from cache_rank.config import CacheRankConfig, ModelShape
+from cache_rank.protocol import Load, Open, Row, Step, UpMessage
+
+MODEL = ModelShape(5, query_heads=8, kv_heads=2, head_dim=64, dtype="bfloat16", scale=64**-0.5)
+MEMORY_BYTES = 1 << 30
+LENGTHS = (1, 40, 700, 4095, 5000, 33_000, 70_001, 131_071)
+"""Tokens of the prompts that come one after the other; the last one grows to more than 128 K."""
+
+
+class Silent:
+    """A channel on which all messages are zeros."""
+
+    def send(self, tensor: Tensor, after: Any = None, lane: int = 0) -> Silent:
+        return self
+
+    def receive(self, tensor: Tensor, after: Any = None, lane: int = 0) -> Silent:
+        tensor.zero_()
+        return self
+
+    def wait(self, timeout: float) -> None:
+        """All has arrived."""
+
+
+class Link:
+    """The cache rank's end of three of them."""
+
+    def __init__(self, config: CacheRankConfig) -> None:
+        self.up = self.down = self.bulk = Silent()
+        sizes = [UpMessage.size(config, len(layers), config.max_rows) for layers in config.groups]
+        self.buffers = [torch.zeros(size, dtype=torch.uint8, device="cuda") for size in sizes]
+
+    def in_background(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize(
+    "policy",
+    [
+        {},
+        {"score_keys": "fp8", "wire_dtype": "fp8"},
+        {"kv_residency": "quantspec", "kv_residency_options": {"reading": 4}},
+        {"kv_residency": "hack", "kv_residency_options": {"bits": 4}},
+        {"kv_residency": "lynx"},
+    ],
+    ids=["bf16", "fp8", "quantspec", "hack", "lynx"],
+)
+def test_no_step_compiles_a_kernel(policy: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank, "_memory_for_tokens", lambda *of: MEMORY_BYTES)
+    config = small_config(MODEL, **policy, max_rows=len(LENGTHS), recall_interval=3)
+    link: Any = Link(config)
+    opened = rank.CacheRank(Open(config, {}), link, torch.device("cuda"))
+    compiled: list[str] = []
+
+    def note(**call: Any) -> None:
+        compiled.append(f"{call['fn'].name} with {call['repr']}")
+
+    monkeypatch.setattr(triton.knobs.runtime, "jit_cache_hook", note)
+    positions: dict[int, int] = {}
+    number = 0
+    for epoch, tokens in enumerate(LENGTHS, start=1):
+        assert opened.load(Load(epoch, 0, tokens)) is None
+        positions[epoch] = tokens
+        for _ in range(24):
+            number += 1
+            rows = [Row(epoch, position) for epoch, position in positions.items()]
+            assert opened.step(Step(number, rows)) is None
+            positions = {epoch: position + 1 for epoch, position in positions.items()}
+    torch.cuda.synchronize()
+    assert opened.selector.recall.waiting > 20
+    assert compiled == []
