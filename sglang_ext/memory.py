@@ -8,38 +8,49 @@ Behind the rows that SGLang's allocator hands out, K and V buffers have
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
-from cache_rank.config import ModelShape
+from cache_rank.config import CacheRankConfig, ModelShape
 from cache_rank.protocol import DownMessage, UpMessage, group_sizes
 
-if TYPE_CHECKING:
-    from sglang_ext.server_args import CacheRankServerArgs
+
+class Arguments(Protocol):
+    """What memory depends on, of CacheRankServerArgs; its module imports this one."""
+
+    dense_layers: int
+    inference_kv: Any
+    max_sparse_requests: int
+    sink_tokens: int
+    sparse_budget: int
+
+    def get_model_config(self) -> Any: ...
+
+    def cache_rank_config(self, model: ModelShape, max_rows: int) -> CacheRankConfig: ...
 
 
-def reserve_block_rows(args: CacheRankServerArgs) -> int:
+def reserve_block_rows(args: Arguments) -> int:
     """Pool rows of one request's block in the reserve."""
     return args.sink_tokens + args.sparse_budget
 
 
-def reserve_rows(args: CacheRankServerArgs) -> int:
+def reserve_rows(args: Arguments) -> int:
     """Pool rows of the reserve."""
     return reserve_block_rows(args) * args.max_sparse_requests
 
 
-def kept_rows_a_request(args: CacheRankServerArgs) -> int:
+def kept_rows_a_request(args: Arguments) -> int:
     """Kept rows of one request: one for each position that it may have."""
     if args.inference_kv == "full" or not args.dense_layers:
         return 0
     return int(args.get_model_config().context_len)
 
 
-def kept_rows(args: CacheRankServerArgs) -> int:
+def kept_rows(args: Arguments) -> int:
     """Kept rows of a dense layer."""
     return kept_rows_a_request(args) * args.max_sparse_requests
 
 
-def bytes_behind_pool(args: CacheRankServerArgs, layers: int, token_bytes: int) -> int:
+def bytes_behind_pool(args: Arguments, layers: int, token_bytes: int) -> int:
     """Of all rows behind those that SGLang's allocator hands out.
 
     Args:
@@ -50,7 +61,7 @@ def bytes_behind_pool(args: CacheRankServerArgs, layers: int, token_bytes: int) 
     return token_bytes * (layers * reserve_rows(args) + args.dense_layers * kept_rows(args))
 
 
-def message_bytes(args: CacheRankServerArgs, shape: ModelShape) -> int:
+def message_bytes(args: Arguments, shape: ModelShape) -> int:
     """Of the buffers that messages of all sparse requests are staged and received in."""
     config = args.cache_rank_config(shape, args.max_sparse_requests)
     kinds = (UpMessage, DownMessage)
