@@ -35,7 +35,10 @@ class _UniqueId(ctypes.Structure):
 
 
 def prepare_environment(environment: MutableMapping[str, str], address: str) -> None:
-    """Set what NCCL reads, where the user has not: must happen before the first communicator."""
+    """Set what NCCL reads, where the user has not, and how many queues a device has.
+
+    Must happen before the first communicator, and before CUDA starts.
+    """
     defaults = {
         "NCCL_CUMEM_ENABLE": "0",
         "NCCL_NVLS_ENABLE": "0",

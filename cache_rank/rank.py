@@ -37,7 +37,7 @@ PEER_SECONDS = 600.0
 """Longest wait for the inference rank in the middle of a step, which may be slow or compiling; its
 death ends this process at once anyway."""
 
-MEMORY_FRACTION = 0.5
+CPU_MEMORY_FRACTION = 0.5
 CPU_MEMORY_BYTES = 8 << 30
 """Of the free host memory, and at most, for tokens unless told; touched only as it is used."""
 
@@ -266,4 +266,4 @@ def _memory_for_tokens(device: torch.device, fraction: float | None) -> int:
     free = psutil.virtual_memory().available
     if fraction:
         return int(free * fraction)
-    return min(int(free * MEMORY_FRACTION), CPU_MEMORY_BYTES)
+    return min(int(free * CPU_MEMORY_FRACTION), CPU_MEMORY_BYTES)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy
 
 from profiling.jobs import Job, Shape
 
@@ -160,8 +161,7 @@ class Results(msgspec.Struct):
 
 def quantile(values: Sequence[float], share: float) -> float:
     """The smallest value that at least `share` of the values do not exceed."""
-    ordered = sorted(values)
-    return ordered[max(0, min(len(ordered) - 1, -int(-share * len(ordered) // 1) - 1))]
+    return float(numpy.quantile(values, share, method="inverted_cdf"))
 
 
 def step_times(arrivals: Sequence[tuple[int, float]], first: int, steps: int) -> list[float]:

@@ -4,7 +4,7 @@
     python -m scripts.evaluate --preset jumps | predictors | residency | lengths --out ...
     python -m scripts.evaluate --model DIR --dials facts=1024,hops=1000,keys=1024 \
         --systems dense window quest cache-rank --budgets 16 64 256 --gpus 0 1 --out ...
-    python -m scripts.evaluate --base-url http://127.0.0.1:30000 --systems cache-rank --out ...
+    python -m scripts.evaluate --base-url URL --systems cache-rank --budgets 64 --out ...
     python -m scripts.evaluate --render --out results/budgets      # tables and plots again
 
 Serves each system in turn and sends it all problems at once. Problems have seeds 0, 1, ..., the
@@ -18,7 +18,6 @@ import argparse
 import contextlib
 import importlib.metadata
 import shlex
-import signal
 import sys
 import threading
 from collections.abc import Iterator, Sequence
@@ -38,7 +37,7 @@ from evaluation.summary import Run, summarize
 from evaluation.systems import POLICY, System, parse_label
 from evaluation.tasks import TASKS
 from profiling.machine import describe, visible_gpus
-from scripts.serving import PLAIN, Server
+from scripts.serving import PLAIN, Server, stop_on_sigterm
 
 GRAPH_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
 PARTS = ("sglang", "torch")
@@ -325,5 +324,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    sys.exit(main(sys.argv[1:]))
+    stop_on_sigterm()
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except KeyboardInterrupt:
+        sys.exit("interrupted; what was answered is kept, for --resume")

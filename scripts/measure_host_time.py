@@ -27,6 +27,7 @@ from rich.table import Table
 
 from cache_rank.config import ModelShape
 from cache_rank.nccl import prepare_environment
+from profiling.records import quantile
 from sglang_ext.inference_rank import InferenceRank
 from sglang_ext.memory import reserve_rows
 from sglang_ext.model_runner import Pools
@@ -110,9 +111,9 @@ def measure(rank: InferenceRank, batch: int, steps: int) -> dict[str, list[float
     return seconds
 
 
-def quantile(values: list[float], share: float) -> float:
+def microseconds(values: list[float], share: float) -> float:
     """A quantile in microseconds."""
-    return 1e6 * sorted(values)[min(len(values) - 1, int(share * len(values)))]
+    return 1e6 * quantile(values, share)
 
 
 def main() -> None:
@@ -144,7 +145,7 @@ def main() -> None:
     results: dict[int, dict[str, float]] = {}
     for batch in options.batches:
         results[batch] = {
-            f"{part}_{name}": quantile(values, share)
+            f"{part}_{name}": microseconds(values, share)
             for part, values in measure(rank, batch, options.steps).items()
             for name, share in (("p50", 0.5), ("p99", 0.99))
         }

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from sglang_ext.cpu import install_stand_in
 
-# SGLang starts several processes, and each imports this package before SGLang.
+# Each process that SGLang starts imports this package first, and SGLang imports CUDA kernels.
 install_stand_in()
 
 if TYPE_CHECKING:

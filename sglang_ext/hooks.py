@@ -1,6 +1,7 @@
 """Every place where we touch SGLang's internals: target, kind of hook, function, and why.
 
-Line numbers refer to SGLang 0.5.16. Each hook does nothing in a process without an inference rank.
+Line numbers refer to SGLang 0.5.16. Hooks change nothing on a server without a cache rank, but for
+the memory that a baseline needs, and refuse `custom_params` that are not ours to read.
 """
 
 from __future__ import annotations

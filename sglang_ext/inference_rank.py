@@ -1,7 +1,7 @@
 """The inference rank: table, lifecycle, exchange and supervisor put together, one step at a time.
 
-A decode step runs top to bottom through `plan_step` and `announce_step`, then for each layer group
-`begin_group`, `stage`, `end_group`, then `end_step`. Whatever goes wrong with the cache rank in
+A decode step runs top to bottom through `plan_step` and `announce_step`, the forward pass, which
+meets the exchange at the gate, and `end_step`. Whatever goes wrong with the cache rank in
 between ends in `_cache_rank_down`.
 """
 

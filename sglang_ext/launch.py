@@ -9,11 +9,6 @@ import os
 import sys
 from collections.abc import Sequence
 
-from sglang_ext.cpu import install_stand_in
-
-# Every process that SGLang spawns runs this module first.
-install_stand_in()
-
 
 def main(argv: Sequence[str]) -> int:
     """Serve until stopped; the exit status."""

@@ -176,7 +176,6 @@ class Lifecycle:
         """Begin an epoch for a request that has no reason to stay dense."""
         self._last_epoch += 1
         block = self._reserve.take()
-        assert block is not None
         request.cache_rank_statistics.dense_reason = "shipping"
         sequence = SparseSequence(
             epoch=self._last_epoch,

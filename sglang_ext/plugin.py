@@ -9,13 +9,10 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from sglang_ext.cpu import install_stand_in
-
 
 @functools.cache
 def register() -> None:
-    """Register with SGLang, in every process that loads plugins. Harmless without a cache rank."""
-    install_stand_in()
+    """Register with SGLang, in every process that loads plugins."""
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
     from sglang.srt.plugins.hook_registry import HookRegistry
     from sglang.srt.server_args import add_attention_backend_choices

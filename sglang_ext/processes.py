@@ -9,15 +9,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from sglang_ext.cpu import install_stand_in
+from sglang.srt.managers import detokenizer_manager, scheduler
+from sglang.srt.plugins import load_plugins
 
-install_stand_in()
-
-from sglang.srt.managers import detokenizer_manager, scheduler  # noqa: E402
-from sglang.srt.plugins import load_plugins  # noqa: E402
-
-from sglang_ext import inference_rank, plugin  # noqa: E402
-from sglang_ext.server_args import CacheRankServerArgs  # noqa: E402
+from sglang_ext import inference_rank, plugin
+from sglang_ext.server_args import CacheRankServerArgs
 
 
 def load_plugin() -> None:

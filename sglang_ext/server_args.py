@@ -210,7 +210,7 @@ class CacheRankServerArgs(ServerArgs):
         Raises:
             ValueError: a flag is out of range.
         """
-        same = {field: getattr(self, field) for field in _SHARED_FIELDS}
+        same = {field: getattr(self, field) for field in SHARED_FIELDS}
         config = CacheRankConfig(
             model=model,
             max_rows=max_rows,
@@ -272,22 +272,6 @@ class CacheRankServerArgs(ServerArgs):
             logger.info("cache rank: --%s %s (%s)", field.replace("_", "-"), value, reason)
 
 
-_SHARED_FIELDS = (
-    "layers_per_group",
-    "sparse_budget",
-    "sink_tokens",
-    "recent_tokens",
-    "query_window",
-    "query_predictor",
-    "query_frame",
-    "selection_margin",
-    "delta_capacity",
-    "kv_residency",
-    "score_keys",
-    "wire_dtype",
-    "recall_interval",
-)
-
 _BASELINE_FIELDS = ("sparse_budget", "sink_tokens", "recent_tokens", "dense_layers")
 
 CACHE_RANK_FIELDS = [
@@ -295,6 +279,13 @@ CACHE_RANK_FIELDS = [
     for field in dataclasses.fields(CacheRankServerArgs)
     if field.name not in {inherited.name for inherited in dataclasses.fields(ServerArgs)}
 ]
+
+SHARED_FIELDS = [
+    name
+    for name in CacheRankConfig.__struct_fields__
+    if name in CACHE_RANK_FIELDS and name != "kv_residency_options"  # a text here
+]
+"""What the cache rank is told as it is given here."""
 
 
 def parse_server_args(argv: Sequence[str]) -> CacheRankServerArgs:

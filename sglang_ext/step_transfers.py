@@ -45,7 +45,7 @@ class StepParts(NamedTuple):
     """What the transfers of a step are made of.
 
     Attributes:
-        computed: (groups,) int64 flags, raised by every forward pass when a group is staged: they
+        computed: (groups,) int64 flags, raised by forward passes when a group is staged: they
             count, because nothing holds back forward passes once the gate is closed.
         messages: of each group, for so many rows; always the same memory.
         apply: queues what is done with the answer of a group to so many rows, on the current

@@ -37,9 +37,9 @@ class Reserve:
     def free_blocks(self) -> int:
         return len(self._free)
 
-    def take(self) -> int | None:
-        """The first pool row of a free block, or None."""
-        return self._first_row + self._free.pop() * self.block_rows if self._free else None
+    def take(self) -> int:
+        """The first pool row of a block, when there is a free one."""
+        return self._first_row + self._free.pop() * self.block_rows
 
     def give_back(self, first_row: int) -> None:
         """Free a block."""

@@ -5,6 +5,10 @@ from __future__ import annotations
 import tomllib
 from pathlib import Path
 
+from packaging.requirements import Requirement
+
+from sglang_ext.refusals import SUPPORTED_SGLANG
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -21,3 +25,9 @@ def test_every_package_is_installed() -> None:
         for file in folder.rglob("*.py")
     }
     assert found | set(folders) == set(configured["packages"])
+
+
+def test_what_is_installed_is_what_is_supported() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = {Requirement(line).name: Requirement(line) for line in project["dependencies"]}
+    assert wanted["sglang"].specifier == SUPPORTED_SGLANG

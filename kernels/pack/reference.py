@@ -24,7 +24,7 @@ def pack_layer(
     Args:
         staging: (max rows, L, Hq + 2 Hkv, D), written in place: per row and layer the query heads,
             then the key heads, then the value heads.
-        exchange_index: (B,) int32, the message row of each batch row, no two the same; negative
+        exchange_index: (B,) integer, the message row of each batch row, no two the same; negative
             skips the batch row.
         layer_in_group: the layer of the message that is written.
         queries: (B, Hq, D), any strides but the last.

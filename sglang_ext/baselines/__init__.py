@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-MODES = ("quest", "window", "tova", "oracle")
+from sglang_ext.baselines.selection import QUEST_PAGE
 
 _current: Any = None
 
@@ -37,4 +37,4 @@ def memory_beside_pool(args: Any, available_bytes: int) -> int:
 
     Quest keeps the largest and smallest key of every page of 16: a sixteenth of keys and values.
     """
-    return -(-available_bytes // 17) if args.decode_mode == "quest" else 0
+    return -(-available_bytes // (QUEST_PAGE + 1)) if args.decode_mode == "quest" else 0

@@ -30,8 +30,6 @@ class BaselineAttnBackend(AttentionBackend):
         selection: of the sparse layers.
     """
 
-    needs_cpu_seq_lens = False
-
     def __init__(self, runner: Any, args: CacheRankServerArgs) -> None:
         super().__init__()
         self.token_to_kv_pool = runner.token_to_kv_pool

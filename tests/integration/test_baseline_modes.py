@@ -11,9 +11,9 @@ import torch
 from transformers import AttentionInterface, DynamicCache, Qwen3ForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from evaluation.systems import DECODE_MODES
 from evaluation.tasks.pointer_chase import make_chain
 from scripts.serving import PLAIN, Server, log_probabilities, serve
-from sglang_ext.baselines import MODES
 from sglang_ext.server_args import BUNDLED_MODEL
 
 SINKS, RECENT, BUDGET, DENSE_LAYERS, PAGE = 4, 16, 16, 1, 16
@@ -27,7 +27,7 @@ def plain() -> Iterator[Server]:
         yield server
 
 
-@pytest.fixture(scope="module", params=MODES)
+@pytest.fixture(scope="module", params=DECODE_MODES)
 def server(request: pytest.FixtureRequest) -> Iterator[Server]:
     arguments = [
         *("--cache-rank-gpus", "0", "--decode-mode", request.param),
@@ -132,7 +132,8 @@ def test_log_probabilities_equal_a_naive_selection(plain: Server, server: Server
         assert difference(log_probabilities(response), dense) > 1e-3
 
 
-CORRECT_HOPS: dict[str, int] = {}
+CORRECT_HOPS = {"window": (0, 10), "quest": (20, 60), "tova": (80, 80), "oracle": (80, 80)}
+"""Fewest and most of 80 that a mode may find: all by token, some by page, few by recency."""
 
 
 def test_a_better_selection_answers_more(server: Server) -> None:
@@ -144,6 +145,5 @@ def test_a_better_selection_answers_more(server: Server) -> None:
             "sampling_params": {"temperature": 0, "max_new_tokens": chain.max_tokens},
         }
         correct += chain.grade(server.post("/generate", body).json()["text"]).correct_hops
-    CORRECT_HOPS[server.mode] = correct  # type: ignore[attr-defined]
-    if "window" in CORRECT_HOPS and "oracle" in CORRECT_HOPS:
-        assert CORRECT_HOPS["oracle"] > 2 * CORRECT_HOPS["window"]
+    fewest, most = CORRECT_HOPS[server.mode]  # type: ignore[attr-defined]
+    assert fewest <= correct <= most

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import subprocess
 import sys
-import time
 from typing import Any
 
 import psutil
@@ -58,9 +58,9 @@ if __name__ == "__main__":
 def test_the_engine_runs_in_process(tmp_path: Any) -> None:
     script = tmp_path / "use_engine.py"
     script.write_text(ENGINE_SCRIPT)
-    started = time.monotonic()
     result = subprocess.run(
         [sys.executable, str(script)], capture_output=True, text=True, timeout=200, check=False
     )
-    assert "sparse steps: 2" in result.stdout, (result.stdout[-2000:], result.stderr[-4000:])
-    assert time.monotonic() - started < 200
+    found = re.search(r"sparse steps: (\d+)", result.stdout)
+    assert found, (result.stdout[-2000:], result.stderr[-4000:])
+    assert 10 < int(found[1]) < 40  # of 40, some while its prompt is shipped and slots are filled

@@ -11,6 +11,7 @@ import torch
 from cache_rank_kernels.baselines.reference import Budget
 from torch import Tensor
 
+from evaluation.systems import DECODE_MODES
 from sglang_ext import baselines, hooks, refusals, server_args
 from sglang_ext.baselines.attention import BaselineAttnBackend
 from sglang_ext.baselines.selection import PER_HEAD, QUEST_PAGE, Selection, attend
@@ -219,7 +220,7 @@ def baseline(mode: str, *flags: str) -> CacheRankServerArgs:
 
 
 @pytest.mark.usefixtures("_no_gpu")
-@pytest.mark.parametrize("mode", baselines.MODES)
+@pytest.mark.parametrize("mode", DECODE_MODES)
 def test_a_baseline_decodes_in_our_backend_without_a_cache_rank(mode: str) -> None:
     args = baseline(mode)
     assert not args.has_cache_rank

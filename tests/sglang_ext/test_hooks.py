@@ -111,10 +111,6 @@ def test_a_scheduler_does_not_start_when_a_hook_is_missing(monkeypatch: pytest.M
 # Nothing happens without an inference rank.
 
 
-def test_there_is_no_inference_rank_until_one_is_created() -> None:
-    assert inference_rank.current() is None
-
-
 def test_a_step_without_inference_rank_runs_as_it_is() -> None:
     result = object()
     original = Mock(return_value=result)

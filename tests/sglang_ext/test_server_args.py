@@ -21,6 +21,7 @@ import torch
 import transformers
 
 import sglang_ext
+from cache_rank.config import CacheRankConfig
 from sglang_ext import refusals, server_args
 from sglang_ext.refusals import (
     ALLOW_LARGE_BUDGET_VARIABLE,
@@ -780,7 +781,10 @@ def test_the_users_model_is_served_however_the_flag_is_spelled(
     assert parse_server_args(spelling.format(model).split()).model_path == str(model)
 
 
-def test_the_config_of_the_cache_rank_carries_the_flags(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("changed", [{"score_keys": "fp8"}, {"kv_residency": "lynx"}])
+def test_the_config_of_the_cache_rank_carries_the_flags(
+    changed: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     given = {
         "layers_per_group": 3,
         "sparse_budget": 77,
@@ -788,14 +792,14 @@ def test_the_config_of_the_cache_rank_carries_the_flags(monkeypatch: pytest.Monk
         "recent_tokens": 9,
         "query_window": 2,
         "query_predictor": "ridge",
-        "query_frame": "pre",
+        "query_frame": "post",
         "selection_margin": 11,
         "delta_capacity": 13,
-        "kv_residency": "bf16",
-        "score_keys": "fp8",
-        "wire_dtype": "bf16",
+        "wire_dtype": "fp8",
         "recall_interval": 17,
+        **changed,
     }
+    assert {*given, "score_keys", "kv_residency"} == set(server_args.SHARED_FIELDS)
     flags = [
         word
         for name, value in given.items()
@@ -803,11 +807,12 @@ def test_the_config_of_the_cache_rank_carries_the_flags(monkeypatch: pytest.Monk
     ]
     args = parse_server_args(flags)
     model = server_args.ModelShape(1, 1, 1, 8, "float32", 1.0, rotary_frequency=(1.0,))
-    config = args.cache_rank_config(model, max_rows=6)
+    config, usual = args.cache_rank_config(model, max_rows=6), CacheRankConfig(model)
     assert {name: getattr(config, name) for name in given} == given
+    assert all(getattr(usual, name) != value for name, value in given.items())
     assert (config.model, config.max_rows, config.checksum) == (model, 6, False)
     monkeypatch.setenv(CHECKSUM_VARIABLE, "1")
-    assert args.cache_rank_config(model, max_rows=6).checksum
+    assert parse_server_args([]).cache_rank_config(model, max_rows=6).checksum
 
 
 def test_checksums_of_rounded_tokens_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

