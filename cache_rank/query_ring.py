@@ -9,7 +9,7 @@ from torch import Tensor
 
 from cache_rank.config import CacheRankConfig
 from cache_rank.operations import operations_for
-from cache_rank.residency import StepRows
+from cache_rank.step_rows import StepRows
 
 
 class QueryRing:

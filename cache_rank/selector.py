@@ -30,8 +30,8 @@ from cache_rank.pages import PAGE_TOKENS, PageAllocator
 from cache_rank.protocol import NO_EPOCH, AnswerHeader, DownMessage, Row, UpMessage
 from cache_rank.query_ring import QueryRing
 from cache_rank.recall import RecallMeter, measured_turn
-from cache_rank.residency import StepRows
 from cache_rank.sequence import Sequence
+from cache_rank.step_rows import StepRows
 from cache_rank.timeline import Timeline
 
 _CHECKSUM = AnswerHeader._fields.index("checksum")

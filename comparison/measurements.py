@@ -12,7 +12,8 @@ from cache_rank import residency
 from cache_rank.config import DTYPES, CacheRankConfig, ModelShape, OptionValue, ScoreKeys
 from cache_rank.pages import PAGE_TOKENS
 from cache_rank.protocol import AnswerHeader
-from cache_rank.residency import FORMATS, StepRows
+from cache_rank.residency import FORMATS
+from cache_rank.step_rows import StepRows
 from cache_rank.timing import median_microseconds
 from comparison.quality import Exact, Measurement, Throughput, compare
 from comparison.samples import Sample

@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from openai import OpenAI
 from rich.console import Console
 from rich.table import Table
@@ -38,6 +39,14 @@ ARGUMENTS = {
 console = Console()
 
 
+def environment() -> dict[str, str]:
+    """Of the server. A cache rank takes a GPU of its own: with only one, both ranks run on CPUs."""
+    if torch.cuda.device_count() != 1:
+        return {}
+    console.print("This machine has one GPU and the ranks need two: both run on the CPU.")
+    return {"CUDA_VISIBLE_DEVICES": ""}
+
+
 @contextlib.contextmanager
 def running_server() -> Iterator[Server]:
     """A server, from when it answers; stopped at the end."""
@@ -45,7 +54,7 @@ def running_server() -> Iterator[Server]:
     console.print(f"[dim]$ python -m sglang_ext.launch {' '.join(flags)}[/dim]", soft_wrap=True)
     with contextlib.ExitStack() as stack:
         with console.status("starting the inference rank and the cache rank (about half a minute)"):
-            server = stack.enter_context(serve(flags))
+            server = stack.enter_context(serve(flags, environment()))
         yield server
 
 

@@ -19,7 +19,6 @@ from cache_rank_kernels.gate import triton as gate
 from torch import Tensor
 
 from cache_rank.config import CacheRankConfig
-from cache_rank.mailbox import Field, Inbox, Outbox
 from cache_rank.nccl import NcclChannel
 from cache_rank.peer import PeerChannel
 from cache_rank.protocol import AnswerHeader, DownMessage, bulk_shape
@@ -28,6 +27,7 @@ from cache_rank.transport import Pending
 from sglang_ext.exchange import Exchange, ExchangedRows, WorkingSetRows
 from sglang_ext.gate import DeviceGate, StepTimes
 from sglang_ext.lifecycle import SparseSequence
+from sglang_ext.mailbox import Field, Inbox, Outbox
 from sglang_ext.step_transfers import (
     CopiedTransfers,
     GroupMessages,

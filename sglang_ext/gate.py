@@ -34,7 +34,7 @@ from cache_rank_kernels.pack import triton as pack
 from torch import Tensor
 
 from cache_rank.config import CacheRankConfig
-from cache_rank.mailbox import LETTERS, Inbox
+from sglang_ext.mailbox import LETTERS, Inbox
 
 
 class DeviceGate:

@@ -83,7 +83,8 @@ def _gpu_conflicts(args: Any) -> list[tuple[bool, str]]:
         (
             first + args.cache_rank_gpus > present,
             f"The cache rank would run on GPU {first}, and this machine has {present}: pass "
-            "--cache-rank-base-gpu-id, add a GPU, or pass --cache-rank-gpus 0 for plain SGLang.",
+            "--cache-rank-base-gpu-id, add a GPU, or pass --cache-rank-gpus 0 for plain SGLang. "
+            "With CUDA_VISIBLE_DEVICES= both ranks run on CPUs, for tests.",
         ),
         (
             args.cache_rank_transfer_backend == "peer"

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from cache_rank.config import CacheRankConfig
 from cache_rank.graphs import capture
-from cache_rank.mailbox import Field, Outbox
 from cache_rank.operations import operations_for
 from sglang_ext.exchange import ExchangedRows, WorkingSetRows
 from sglang_ext.lifecycle import Lifecycle, Phase, SparseSequence, prepare_requests
+from sglang_ext.mailbox import Field, Outbox
 from sglang_ext.memory import reserve_block_rows
 from sglang_ext.metrics import CacheRankMetrics
 from sglang_ext.model_runner import Pools, first_reserve_row

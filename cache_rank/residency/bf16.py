@@ -7,7 +7,7 @@ to read in every step, for a quarter more memory. What is shipped is exact eithe
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -17,9 +17,7 @@ from cache_rank.operations import operations_for
 from cache_rank.pages import PAGE_TOKENS
 from cache_rank.residency.options import require_options
 from cache_rank.residency.scores import ScoreBuffers
-
-if TYPE_CHECKING:
-    from cache_rank.residency import StepRows
+from cache_rank.step_rows import StepRows
 
 
 class Bf16Residency:

@@ -5,7 +5,7 @@ kernels/coded/reference.py says which tokens are held as codes, and why steps th
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 from cache_rank_kernels.coded.reference import Codec, CodedTokens, read_tokens
@@ -17,9 +17,7 @@ from cache_rank.operations import coded_operations_for, operations_for
 from cache_rank.pages import PAGE_TOKENS, ROLLBACK_TOKENS
 from cache_rank.residency.not_finite import NotFinite
 from cache_rank.residency.scores import ScoreBuffers
-
-if TYPE_CHECKING:
-    from cache_rank.residency import StepRows
+from cache_rank.step_rows import StepRows
 
 
 class CodedResidency:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from cache_rank_kernels.mosaickv.reference import read_packed
@@ -30,9 +30,7 @@ from cache_rank.residency.mosaickv_segments import SegmentLengths, Segments
 from cache_rank.residency.mosaickv_strategy import Candidates, strategy_bytes
 from cache_rank.residency.options import Between, OneOf, Ranges, require_options
 from cache_rank.residency.scores import ScoreBuffers
-
-if TYPE_CHECKING:
-    from cache_rank.residency import StepRows
+from cache_rank.step_rows import StepRows
 
 OPTIONS: Ranges = {
     "rate": OneOf(("auto", 0, 62.5, 75, 87.5)),

@@ -22,8 +22,8 @@ from cache_rank import operations, residency
 from cache_rank.config import CacheRankConfig, ModelShape
 from cache_rank.pages import PAGE_TOKENS
 from cache_rank.protocol import AnswerHeader
-from cache_rank.residency import StepRows
 from cache_rank.residency.coded import CodedResidency
+from cache_rank.step_rows import StepRows
 
 CPU = torch.device("cpu")
 PAGES = 12

@@ -19,7 +19,8 @@ from cache_rank import residency
 from cache_rank.config import DTYPES, CacheRankConfig, ModelShape
 from cache_rank.pages import PAGE_TOKENS, ROLLBACK_TOKENS
 from cache_rank.protocol import AnswerHeader
-from cache_rank.residency import FORMATS, Residency, StepRows
+from cache_rank.residency import FORMATS, Residency
+from cache_rank.step_rows import StepRows
 
 CPU = torch.device("cpu")
 LOSSLESS = ("bf16",)

@@ -10,8 +10,8 @@ import pytest
 import torch
 from test_working_set import small_config
 
-from cache_rank.mailbox import LETTERS
 from sglang_ext.lifecycle import Phase, RequestStatistics, SparseSequence
+from sglang_ext.mailbox import LETTERS
 from sglang_ext.memory import reserve_rows
 from sglang_ext.model_runner import Pools
 from sglang_ext.step_plan import GRAPH_PADDING, StepPlanner

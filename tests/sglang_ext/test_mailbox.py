@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cache_rank.mailbox import LETTERS, Field, Inbox, Outbox
+from sglang_ext.mailbox import LETTERS, Field, Inbox, Outbox
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
