@@ -1,12 +1,14 @@
 """Records what the cache rank received and chose, for comparison with the synchronous reference.
 
-Set CACHE_RANK_RECORD to a folder to record; every event becomes one numbered file there.
+Set CACHE_RANK_RECORD to a folder to record; every event becomes one numbered file there, which
+`read_event` reads back.
 """
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -16,6 +18,27 @@ from cache_rank.protocol import Load, UpMessage
 from cache_rank.selector import Selector, SelectorStep
 
 RECORD_VARIABLE = "CACHE_RANK_RECORD"
+
+
+def event_files(folder: Path) -> list[Path]:
+    """Of a recording, in order."""
+    return sorted(folder.glob("*.pt"))
+
+
+def read_event(path: Path) -> dict[str, Any]:
+    """What `Recorder` wrote, on the CPU. Runs no code of the file.
+
+    Raises:
+        ValueError: it is no event.
+    """
+    try:
+        with torch.serialization.safe_globals([range]):
+            event = torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, RuntimeError, UnpicklingError, EOFError) as error:
+        raise ValueError(f"{path}: not an event of a recording ({error})") from None
+    if not isinstance(event, dict) or event.get("kind") not in ("load", "step"):
+        raise ValueError(f"{path}: not an event of a recording")
+    return event
 
 
 class Recorder:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from cache_rank.recording import event_files, read_event
 
 
 class Sample(NamedTuple):
@@ -59,8 +60,7 @@ def read_recording(folder: Path, steps: int) -> Sample:
     """
     loads: dict[int, list[Tensor]] = {}
     decoded: dict[int, dict[int, list[dict[str, Any]]]] = {}  # by epoch and position
-    for path in sorted(folder.glob("*.pt")):
-        event = _read_event(path)
+    for event in map(read_event, event_files(folder)):
         if event["kind"] == "load":
             loads.setdefault(event["epoch"], []).append(event["shipment"])
             continue
@@ -98,14 +98,3 @@ def _sequence(
         queries.append(torch.cat([part["queries"] for part in parts]).unsqueeze(0))
         position += 1
     return torch.cat(keys, dim=2), torch.cat(values, dim=2), torch.cat(queries)
-
-
-def _read_event(path: Path) -> dict[str, Any]:
-    try:
-        with torch.serialization.safe_globals([range]):
-            event = torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, UnpicklingError, EOFError) as error:
-        raise ValueError(f"{path}: not an event of a recording ({error})") from None
-    if not isinstance(event, dict) or event.get("kind") not in ("load", "step"):
-        raise ValueError(f"{path}: not an event of a recording")
-    return event

@@ -29,7 +29,7 @@ from transformers import AutoTokenizer
 
 from cache_rank.config import CacheRankConfig, Frame, ModelShape, Predictor
 from cache_rank.protocol import DownMessage, Row, UpMessage
-from cache_rank.recording import RECORD_VARIABLE
+from cache_rank.recording import RECORD_VARIABLE, event_files, read_event
 from cache_rank.selector import Selector
 from cache_rank.timeline import Timeline
 from evaluation.tasks.pointer_chase import make_chain
@@ -53,11 +53,6 @@ def record(folder: Path, budget: int, chains: int) -> None:
     with serve(flags.split(), {RECORD_VARIABLE: str(folder)}) as server:
         prompts = [tokenizer(problem.prompt)["input_ids"] for problem in problems]
         server.generate_all(prompts, problems[0].max_tokens)
-
-
-def load(folder: Path) -> list[dict[str, Any]]:
-    """Events of a record, in order."""
-    return [torch.load(path, weights_only=False) for path in sorted(folder.glob("*.pt"))]
 
 
 def model_of(events: list[dict[str, Any]]) -> ModelShape:
@@ -121,7 +116,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         with console.status("serving and recording"):
             record(Path(folder), options.budget, options.chains)
-        events = load(Path(folder))
+        events = [read_event(path) for path in event_files(Path(folder))]
     model = model_of(events)
     base = CacheRankConfig(
         model,

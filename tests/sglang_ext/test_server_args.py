@@ -317,8 +317,8 @@ class RefusedOnGpus(Refused):
 
 NO_GPU_LEFT = (
     "The cache rank would run on GPU {}, and this machine has {}: pass --cache-rank-base-gpu-id, "
-    "add a GPU, or pass --cache-rank-gpus 0 for plain SGLang. With CUDA_VISIBLE_DEVICES= both ranks "
-    "run on CPUs, for tests."
+    "add a GPU, or pass --cache-rank-gpus 0 for plain SGLang. With CUDA_VISIBLE_DEVICES= both "
+    "ranks run on CPUs, for tests."
 )
 
 
