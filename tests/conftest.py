@@ -7,6 +7,7 @@ import importlib
 import os
 from pathlib import Path
 
+import pytest
 import torch
 
 from scripts.serving import stop_on_sigterm
@@ -21,3 +22,8 @@ if not torch.cuda.is_available():
     for kernel in sorted((Path(__file__).parents[1] / "kernels").glob("*/triton.py")):
         importlib.import_module(f"cache_rank_kernels.{kernel.parent.name}.triton")
     del os.environ["TRITON_INTERPRET"]
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        pytest.skip("needs a GPU")

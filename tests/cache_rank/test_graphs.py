@@ -36,7 +36,6 @@ def test_on_a_cpu_every_call_is_the_action() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_on_a_gpu_the_action_runs_once_is_captured_and_then_replayed() -> None:
     captures, action = Captures(torch.device("cuda")), Doubled(torch.device("cuda"))
     for turn in range(5):
@@ -54,7 +53,6 @@ def test_on_a_gpu_the_action_runs_once_is_captured_and_then_replayed() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_graph_is_replayed_on_the_stream_that_asks() -> None:
     captures, action = Captures(torch.device("cuda")), Doubled(torch.device("cuda"))
     stream = torch.cuda.Stream()
@@ -64,7 +62,6 @@ def test_a_graph_is_replayed_on_the_stream_that_asks() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_step_captures_a_few_actions_and_runs_the_others_as_they_are() -> None:
     captures = Captures(torch.device("cuda"))
     actions = [Doubled(torch.device("cuda")) for _ in range(2 * CAPTURES_A_STEP)]

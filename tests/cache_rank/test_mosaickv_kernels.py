@@ -20,7 +20,6 @@ from cache_rank.timeline import Timeline
 
 ONE_LAYER = ModelShape(1, 3, 1, 8, "bfloat16", 8**-0.5)
 LARGE = ModelShape(3, 8, 2, 128, "bfloat16", 128**-0.5)
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
 class Said(NamedTuple):
@@ -149,7 +148,6 @@ def test_kernels_hold_the_same_bits_however_many_buffers_come_at_once(
 
 
 @pytest.mark.gpu
-@needs_gpu
 @pytest.mark.parametrize(
     "options",
     [{"threshold": 0}, {"threshold": 20, "rate": 0, "dropped": 0, "block": 1}],
@@ -163,7 +161,6 @@ def test_gpus_hold_and_say_what_cpus_do(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.gpu
-@needs_gpu
 def test_a_gpu_holds_the_same_bits_however_tokens_arrive() -> None:
     tokens, device = drifting(LARGE, 700), torch.device("cuda")
     whole = Held.empty(tokens, LARGE, device=device, **SHORT)
@@ -180,7 +177,6 @@ def test_a_gpu_holds_the_same_bits_however_tokens_arrive() -> None:
 
 
 @pytest.mark.gpu
-@needs_gpu
 @pytest.mark.parametrize("position", [77, 290])
 def test_gpus_refuse_what_is_not_finite_before_it_is_rotated(position: int) -> None:
     """At the latest some steps later."""
@@ -262,7 +258,6 @@ class Selecting:
 
 
 @pytest.mark.gpu
-@needs_gpu
 def test_a_gpu_selects_what_a_cpu_selects() -> None:
     """One sequence opens, another is cut, served by the new strategy, and truncated before it."""
     expected, found = Selecting(CPU), Selecting(torch.device("cuda"))

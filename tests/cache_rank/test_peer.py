@@ -15,10 +15,7 @@ from cache_rank.graphs import capture
 from cache_rank.peer import PeerChannel
 from cache_rank.transport import TransportError
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-]
+pytestmark = pytest.mark.gpu
 
 LANES = [1000, 1 << 20, 256]
 ROUNDS = 40

@@ -556,7 +556,6 @@ def test_kernels_hold_and_say_what_the_references_do(
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("name", WITH_KERNELS)
 @pytest.mark.parametrize("coarse", [False, True])
 def test_gpus_hold_and_say_what_cpus_do(name: str, coarse: bool) -> None:
@@ -572,7 +571,6 @@ def test_gpus_hold_and_say_what_cpus_do(name: str, coarse: bool) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("name", WITH_KERNELS)
 def test_gpus_refuse_what_is_not_finite_some_steps_later(name: str) -> None:
     held = Held.empty(name, 700, device=torch.device("cuda"))

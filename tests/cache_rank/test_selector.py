@@ -492,7 +492,6 @@ def test_measuring_changes_no_selection() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("predictor", ["last", "spade"])
 def test_a_gpu_measures_what_a_cpu_measures(predictor: Predictor) -> None:
     model = ModelShape(3, query_heads=8, kv_heads=2, head_dim=64, dtype="bfloat16", scale=64**-0.5)

@@ -9,10 +9,7 @@ from torch import Tensor
 
 from cache_rank.stream_memory import FlagMoves
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-]
+pytestmark = pytest.mark.gpu
 
 
 def address(flags: Tensor, index: int) -> int:

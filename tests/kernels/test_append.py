@@ -170,7 +170,6 @@ def test_a_table_of_one_page_makes_of_it_a_ring(device: torch.device, implementa
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_pools_of_more_than_2_31_elements() -> None:
     device = torch.device("cuda")
     shape = (256, 36, 8, 256, 128)  # 2.4e9 elements

@@ -319,7 +319,6 @@ def test_triton_lists_of_many_blocks(device: torch.device) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("shared", [False, True], ids=["each kv head", "all heads"])
 def test_large_batches_on_a_gpu(shared: bool) -> None:
     device = torch.device("cuda")

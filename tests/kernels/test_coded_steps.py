@@ -233,7 +233,6 @@ def test_scores_do_not_depend_on_what_is_scored_beside(
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @every_reading
 def test_triton_at_full_size(held_as: Format) -> None:
     device, count = torch.device("cuda"), 20001

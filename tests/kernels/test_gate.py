@@ -79,7 +79,6 @@ def test_a_wait_for_what_never_happens_ends_when_the_host_says_so(
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_side_stream_waits_for_graphs_that_have_not_begun() -> None:
     """Graphs queued back to back write a counter and signal; the side stream copies it each time.
 

@@ -163,7 +163,6 @@ def test_every_number_of_16_bits_is_rounded_to_the_nearest_of_8(
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_what_is_not_a_number_stays_none_in_8_bits() -> None:
     """The interpreter's 8-bit floats have no NaN."""
     for implementation in (triton, reference):
@@ -197,7 +196,6 @@ def test_more_entries_than_one_program_takes(
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_pools_of_more_than_2_31_elements() -> None:
     device = torch.device("cuda")
     keys = torch.randn((256, 36, 8, 256, 128), dtype=torch.bfloat16, device=device)

@@ -252,7 +252,6 @@ def test_scores_do_not_depend_on_what_is_scored_beside(
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @every_option
 @pytest.mark.parametrize(("group", "head_dim"), [(4, 128), (1, 64), (8, 128), (2, 256)])
 def test_triton_at_full_size(held_as: Format, group: int, head_dim: int) -> None:

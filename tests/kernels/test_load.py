@@ -101,7 +101,6 @@ def test_append_keeps_the_copy_beside_the_keys(device: torch.device) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_scores_by_the_copy_equal_scores_by_the_same_keys_in_full_precision() -> None:
     generator = torch.Generator("cuda").manual_seed(0)
     pool = torch.randn((8, 2, 8, 256, 128), generator=generator, device="cuda")

@@ -369,7 +369,6 @@ def test_rotations_by_triton_of_unusual_covariances(device: torch.device, kind: 
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_rotations_of_a_model_on_a_gpu() -> None:
     part = normal(6, 2, 8, 300, 128) * torch.logspace(1, -2, 128)
     part = rotate(part, torch.linalg.qr(normal(6, 2, 8, 128, 128, seed=1)).Q)
@@ -432,7 +431,6 @@ def test_bounds_leave_as_many_tokens_as_are_wanted(
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("group", [1, 2, 4])
 def test_large_segments_on_a_gpu(group: int) -> None:
     rotated = normal(8, 65536, 96).cuda()

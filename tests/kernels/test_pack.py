@@ -119,7 +119,6 @@ def test_a_stamp_is_left_even_where_no_row_takes_part(
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_triton_in_a_graph_at_full_size() -> None:
     device = torch.device("cuda")
     parts = random_layer(device, 256, 32, 8, 128, torch.bfloat16)

@@ -414,7 +414,6 @@ def test_a_step_of_an_unknown_method_raises(device: torch.device, implementation
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("rotary_dim", [0, 64, 128])
 @pytest.mark.parametrize("window", [16, 32])

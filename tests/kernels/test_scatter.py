@@ -334,7 +334,6 @@ def test_buffers_of_different_kinds_are_refused() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_triton_at_full_size(dtype: torch.dtype) -> None:
     device = torch.device("cuda")
@@ -358,7 +357,6 @@ def test_triton_at_full_size(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_pools_of_more_than_2_31_elements() -> None:
     device = torch.device("cuda")
     rows = 2**31 // (8 * 128) + 64

@@ -113,7 +113,6 @@ def test_scores_of_rounded_logits_are_those_of_float16_logits(
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("group", [1, 4, 8])
 def test_triton_at_full_size(group: int) -> None:
     step = random_step(

@@ -462,7 +462,6 @@ FULL_BATCHES = (
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("batch", FULL_BATCHES, ids=lambda batch: batch.name)
 @pytest.mark.parametrize("filled", [False, True], ids=["empty", "filled"])
 def test_triton_at_full_size(batch: Batch, filled: bool) -> None:

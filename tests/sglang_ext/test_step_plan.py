@@ -104,8 +104,6 @@ def test_a_request_goes_from_shipping_over_warming_to_its_working_set() -> None:
     ],
 )
 def test_the_table_is_advanced_before_the_step(by_kernels: bool, device: str) -> None:
-    if device == "cuda" and not torch.cuda.is_available():
-        pytest.skip("needs a GPU")
     planner = planner_of(by_kernels, device)
     true = torch.arange(FIRST_BLOCK).view(SLOTS, CONTEXT)
     for step in range(2 * LETTERS):
