@@ -70,6 +70,9 @@ class _GlooPending:
         self._tensor = tensor  # gloo reads and writes it until the work is done
         self._work = work
 
+    def is_done(self) -> bool:
+        return self._work.is_completed()
+
     def wait(self, timeout: float) -> None:
         try:
             self._work.wait(timedelta(seconds=timeout))

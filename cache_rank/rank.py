@@ -64,7 +64,7 @@ class CacheRank:
         self._device = device
         self._recorder = Recorder.from_environment()
         self._timeline = Timeline(message.trace, device)
-        self._overflow = Readback()
+        self._overflow, self._overflow_tokens = Readback(), 0
         self._last_epoch = 0
         self._last_step = 0
         # One buffer a group: on a GPU several groups are under way at once.
@@ -242,13 +242,14 @@ class CacheRank:
 
     def report(self, refused_messages: int) -> Report:
         """Summarize what is held and what has been done; device counters are a report old."""
-        overflow = self._overflow.value()
+        if (overflow := self._overflow.value()) is not None:  # else the device is behind
+            self._overflow_tokens = int(overflow)
         self._overflow.start(self.selector.overflow)
         return Report(
             tokens_held=self.selector.tokens_held,
             bytes_held=self.selector.bytes_held,
             epochs=len(self.selector.sequences),
-            overflow_tokens=int(overflow) if overflow is not None else 0,
+            overflow_tokens=self._overflow_tokens,
             refused_messages=refused_messages,
             measurements=self.selector.recall.take(),
         )

@@ -19,7 +19,10 @@ class TransportError(RuntimeError):
 
 
 class Pending(Protocol):
-    """A transfer under way."""
+    """A transfer under way, which keeps its tensor."""
+
+    def is_done(self) -> bool:
+        """Whether it is known to be over, without waiting for it."""
 
     def wait(self, timeout: float) -> None:
         """Make what follows wait for the transfer: the host, or on a GPU the current stream.
@@ -66,6 +69,9 @@ class StreamPending:
         self._tensor = tensor  # is read or written until the transfer is done
         self._done = torch.cuda.Event()
         self._done.record(stream)
+
+    def is_done(self) -> bool:
+        return self._done.query()
 
     def wait(self, timeout: float) -> None:
         torch.cuda.current_stream().wait_event(self._done)

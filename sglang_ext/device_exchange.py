@@ -203,8 +203,9 @@ class DeviceExchange(Exchange):
             self._applied.post(numbers["step"])
 
     def ship(self, sequence: SparseSequence, pool_rows: Tensor) -> None:
-        if len(self._shipments) == MAX_SHIPMENTS_UNDER_WAY:
-            self._shipments.popleft().wait(self.connection.timeout)
+        shipments = self._shipments
+        while shipments and (shipments[0].is_done() or len(shipments) == MAX_SHIPMENTS_UNDER_WAY):
+            shipments.popleft().wait(self.connection.timeout)
         shipment = self._collect(sequence, pool_rows)
         self._shipments.append(self.connection.link.bulk.send(shipment))
         with self.connection.link.in_background():

@@ -162,6 +162,10 @@ def before_next_batch(scheduler: Any, running_batch: Any, *_: Any, **__: Any) ->
         running_batch.batch_is_full = False  # SGLang looks again only when a request ends
     for request in rank.take_requests_to_queue():
         scheduler._add_request_to_queue(request, is_retracted=True)
+    _retract_orphans(rank, scheduler, running_batch)
+
+
+def _retract_orphans(rank: Any, scheduler: Any, running_batch: Any) -> None:
     orphans = rank.take_orphans()
     if not orphans:
         return
@@ -174,6 +178,35 @@ def before_next_batch(scheduler: Any, running_batch: Any, *_: Any, **__: Any) ->
             staying.append(index)
     running_batch.filter_batch(keep_indices=staying)
     running_batch.batch_is_full = False
+
+
+def before_pause(scheduler: Any, pause: Any, *_: Any, **__: Any) -> None:
+    """Before all are retracted, SGLang takes the result of the last step, which may have failed."""
+    rank = inference_rank.current()
+    if rank is not None and pause.mode == "retract":
+        _retract_orphans(rank, scheduler, scheduler.running_batch)
+
+
+def abort_request(
+    original: Callable[..., None], scheduler: Any, abort: Any, *args: Any, **kwargs: Any
+) -> None:
+    """Let requests be found that are to be queued a turn later."""
+    rank = inference_rank.current()
+    if rank is None:
+        return original(scheduler, abort, *args, **kwargs)
+    waiting = rank.take_requests_to_queue()
+    scheduler.waiting_queue.extend(waiting)
+    original(scheduler, abort, *args, **kwargs)
+    for request in waiting:
+        if request in scheduler.waiting_queue:
+            scheduler.waiting_queue.remove(request)
+            rank.to_queue.append(request)
+
+
+def is_idle(result: bool, scheduler: Any, *_: Any, **__: Any) -> bool:
+    """Nor is a server idle with requests that are to be queued a turn later."""
+    rank = inference_rank.current()
+    return result and (rank is None or not rank.to_queue)
 
 
 def add_internal_state(result: Any, scheduler: Any, *_: Any, **__: Any) -> Any:
@@ -266,6 +299,24 @@ HOOKS = (
         HookType.BEFORE,
         before_next_batch,
         "scheduler.py:2687; the only point where batches may change and no step is being built",
+    ),
+    Hook(
+        "sglang.srt.managers.scheduler.Scheduler.pause_generation",
+        HookType.BEFORE,
+        before_pause,
+        "scheduler.py:4165; a step that failed must not give the tokens it is paused with",
+    ),
+    Hook(
+        "sglang.srt.managers.scheduler.Scheduler.abort_request",
+        HookType.AROUND,
+        abort_request,
+        "scheduler.py:4030; looks for requests in the queue and in batches only",
+    ),
+    Hook(
+        "sglang.srt.managers.scheduler.Scheduler.is_fully_idle",
+        HookType.AFTER,
+        is_idle,
+        "scheduler.py:3686; flushes, updates of weights and releases of memory ask it",
     ),
     Hook(
         "sglang.srt.managers.scheduler.Scheduler.get_internal_state",

@@ -116,8 +116,9 @@ class HostExchange(Exchange):
             self._spans.append(Span(name, 1e6 * start, 1e6 * stop, self.counters.steps, group))
 
     def ship(self, sequence: SparseSequence, pool_rows: Tensor) -> None:
-        if len(self._shipments) == MAX_SHIPMENTS_UNDER_WAY:
-            self._shipments.popleft().wait(self.connection.timeout)
+        shipments = self._shipments
+        while shipments and (shipments[0].is_done() or len(shipments) == MAX_SHIPMENTS_UNDER_WAY):
+            shipments.popleft().wait(self.connection.timeout)
         shipment = self._collect(sequence, pool_rows)
         self._shipments.append(self.connection.link.bulk.send(shipment))
 

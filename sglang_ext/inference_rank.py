@@ -42,6 +42,7 @@ class InferenceRank:
     Attributes:
         plan: of the decode step being run, or None outside decode.
         covered: tokens whose pool rows are to be freed.
+        to_queue: requests that were retracted in this turn, and are queued in the next.
     """
 
     def __init__(
@@ -101,7 +102,7 @@ class InferenceRank:
         self._req_to_token = pools.req_to_token
         self._allocator = pools.allocator
         self._orphans: list[SparseSequence] = []
-        self._to_queue: list[Any] = []
+        self.to_queue: list[Any] = []
         self._finished = ExchangeCounters()
         self._supervisor = supervisor
         supervisor.on_report = self.metrics.on_report
@@ -147,6 +148,8 @@ class InferenceRank:
             return
         if plan.rows:
             self._account(self._exchange, plan)
+        elif plan.shipping:
+            self.metrics.on_no_sparse_requests()
         for sequence, length in plan.shipping:
             self._ship_chunk(sequence, length)
         if self._exchange is not None and self.args.inference_kv == "working-set":
@@ -194,11 +197,11 @@ class InferenceRank:
         request.cache_rank_statistics.retractions += 1
         self.retractions += 1
         self.metrics.on_retraction()
-        self._to_queue.append(request)
+        self.to_queue.append(request)
 
     def take_requests_to_queue(self) -> list[Any]:
         """Requests that were retracted a turn ago."""
-        taken, self._to_queue = self._to_queue, []
+        taken, self.to_queue = self.to_queue, []
         return taken
 
     def statistics_of(self, requests: list[Any]) -> list[tuple[int | float | str | None, ...]]:

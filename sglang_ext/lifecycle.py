@@ -158,7 +158,8 @@ class Lifecycle:
         """Why a request may not begin an epoch: what is its own first, then what may pass."""
         if length < self._threshold:
             return "below_threshold"
-        if (request.sampling_params.custom_params or {}).get("cache_rank") is False:
+        custom = request.sampling_params.custom_params
+        if isinstance(custom, dict) and custom.get("cache_rank") is False:
             return "asked"
         if request.cache_rank_failed:
             return "recomputed"

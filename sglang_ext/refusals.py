@@ -100,11 +100,18 @@ def _gpu_conflicts(args: Any) -> list[tuple[bool, str]]:
             "graphs is tested with fa3 and triton; pass one of them.",
         ),
         (
-            args.cuda_graph_backend_decode not in (None, "full", "disabled"),
-            f"--cuda-graph-backend-decode {args.cuda_graph_backend_decode}: the exchange is gated "
-            "inside one full graph; pass full, or drop the flag.",
+            not {args.cuda_graph_backend_decode, _graph_config(args)} <= {None, "full", "disabled"},
+            "Decode must be one full CUDA graph, inside which the exchange is gated, or none: pass "
+            "--cuda-graph-backend-decode full, and drop --cuda-graph-config.",
         ),
     ]
+
+
+def _graph_config(args: Any) -> str | None:
+    """Backend of decode that --cuda-graph-config names, which SGLang lets win over the flags."""
+    config = args.cuda_graph_config
+    phase = config.get("decode") if isinstance(config, dict) else getattr(config, "decode", None)
+    return phase.get("backend") if isinstance(phase, dict) else getattr(phase, "backend", None)
 
 
 def _conflicts(args: Any) -> list[tuple[bool, str]]:
@@ -214,6 +221,26 @@ def _conflicts(args: Any) -> list[tuple[bool, str]]:
             f"{BACKEND} has none of its own: name another backend, or drop the flag.",
         ),
         (
+            args.tokenizer_worker_num > 1,
+            "Plugins are not loaded by several tokenizer workers, which check what a request asks "
+            "of the cache rank: drop --tokenizer-worker-num.",
+        ),
+        (
+            args.enable_memory_saver,
+            "What a cache rank holds and writes is not released with SGLang's memory: drop "
+            "--enable-memory-saver.",
+        ),
+        (
+            args.inference_kv == "working-set" and args.max_queued_requests is not None,
+            "--inference-kv working-set recomputes requests whose cache rank is lost, and "
+            "--max-queued-requests would turn them away then: drop it, or use --inference-kv full.",
+        ),
+        (
+            args.model_impl == "transformers",
+            "--model-impl transformers has no attention layers that a cache rank can serve: drop "
+            "the flag.",
+        ),
+        (
             args.strip_thinking_cache,
             "--strip-thinking-cache spares the radix cache, which is off: drop the flag.",
         ),
@@ -239,8 +266,9 @@ def _conflicts(args: Any) -> list[tuple[bool, str]]:
             "--bulk-chunk-tokens must be at least 2: every step adds one token of its own.",
         ),
         (
-            not 0.1 <= args.cache_rank_timeout < math.inf,
-            "--cache-rank-timeout must be at least 0.1 seconds.",
+            not 1 <= args.cache_rank_timeout < math.inf,
+            "--cache-rank-timeout must be at least 1 second: a cache rank says four times a second "
+            "that it is alive.",
         ),
         (
             args.cache_rank_mem_fraction is not None and not 0 < args.cache_rank_mem_fraction <= 1,

@@ -52,6 +52,9 @@ class Transfer:
         self._log, self._name, self._finish = log, name, finish
         self._is_done = False
 
+    def is_done(self) -> bool:
+        return self._is_done
+
     def wait(self, timeout: float) -> None:
         self._log.append(f"wait for {self._name}")
         if not self._is_done:
@@ -348,6 +351,24 @@ def test_only_so_many_shipments_are_under_way() -> None:
         waits = side.connection.log.count("wait for bulk")
         assert waits == max(0, shipment + 1 - MAX_SHIPMENTS_UNDER_WAY)
     assert sequence.shipped == 10 * (MAX_SHIPMENTS_UNDER_WAY + 3)
+
+
+def test_shipments_that_have_arrived_are_let_go() -> None:
+    side = InferenceSide()
+    sent: list[Transfer] = []
+
+    def send(shipment: Tensor) -> Transfer:
+        sent.append(Transfer([], "bulk", lambda: None))
+        return sent[-1]
+
+    side.connection.link.bulk.send = send
+    sequence = SparseSequence(1, None, 1, 300, 100, RequestStatistics())
+    for arrived in (0, 2, 1):  # of those that are under way when the next is shipped
+        for transfer in sent[-arrived:] if arrived else []:
+            transfer.wait(1.0)
+        side.exchange.ship(sequence, torch.arange(10))
+        side.exchange.ship(sequence, torch.arange(10))
+    assert list(side.exchange._shipments) == sent[-4:], "in order, behind one that has not arrived"
 
 
 def test_a_shipment_is_what_the_pool_holds() -> None:

@@ -340,6 +340,40 @@ def test_orphans_leave_the_batch_and_are_queued_a_turn_later(rank: Mock) -> None
     assert batch.batch_is_full is True
 
 
+@pytest.mark.parametrize(("mode", "retracts"), [("retract", True), ("in_place", False)])
+def test_orphans_leave_the_batch_before_a_pause_takes_their_last_result(
+    rank: Mock, mode: str, retracts: bool
+) -> None:
+    orphan = Mock()
+    orphan.finished.return_value = False
+    rank.take_orphans.return_value = [orphan]
+    scheduler = Mock(running_batch=running_batch_of([orphan]))
+    hooks.before_pause(scheduler, Mock(mode=mode))
+    assert rank.queue_later.called == scheduler.running_batch.release_req.called == retracts
+
+
+def test_an_abort_finds_requests_that_are_queued_a_turn_later(rank: Mock) -> None:
+    queued, aborted, kept = (Mock(name=name) for name in ("queued", "aborted", "kept"))
+    rank.take_requests_to_queue.return_value, rank.to_queue = [aborted, kept], []
+    scheduler = SimpleNamespace(waiting_queue=[queued])
+
+    def original(scheduler: Any, abort: Any) -> None:
+        scheduler.waiting_queue.remove(abort)
+
+    hooks.abort_request(original, scheduler, aborted)
+    assert scheduler.waiting_queue == [queued]
+    assert rank.to_queue == [kept]
+
+
+@pytest.mark.parametrize("waiting", [0, 1])
+@pytest.mark.parametrize("idle", [False, True])
+def test_a_server_is_not_idle_while_requests_are_queued_a_turn_later(
+    rank: Mock, idle: bool, waiting: int
+) -> None:
+    rank.to_queue = [Mock()] * waiting
+    assert hooks.is_idle(idle, Mock()) == (idle and not waiting)
+
+
 @pytest.mark.parametrize("live", [{}, {1: Mock()}], ids=["idle", "exchanging"])
 def test_a_lost_cache_rank_is_noticed_while_nothing_decodes(rank: Mock, live: Any) -> None:
     rank.lifecycle.live = live

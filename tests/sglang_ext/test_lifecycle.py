@@ -77,6 +77,8 @@ def test_an_epoch_may_begin_from_the_threshold_on(length: int) -> None:
         ({"cache_rank": True}, None),
         ({"cache_rank": None}, None),
         ({"cache_rank": False}, "asked"),
+        ("cache_rank", None),
+        ([{"cache_rank": False}], None),
     ],
 )
 def test_a_request_stays_dense_when_it_asks_to(

@@ -152,6 +152,23 @@ def test_a_loss_leaves_no_sparse_request_and_no_count_behind(decoding: Decoding)
     assert exported("sparse_requests") == 0
 
 
+def test_metrics_follow_while_prompts_are_shipped_and_nothing_is_sparse(
+    decoding: Decoding, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sparse, shipped = decoding.arrive(slot=1), decoding.arrive(slot=2)
+    decoding.step_until(sparse, lambda: decoding.phase_of(sparse) is Phase.SPARSE)
+    monkeypatch.setattr(ARGS, "bulk_chunk_tokens", 4)
+    before = exported("bulk_bytes_total")
+    decoding.step(shipped)
+    decoding.rank.on_request_freed(sparse)
+    for _ in range(3):
+        decoding.step(shipped)
+    assert decoding.phase_of(shipped) is Phase.SHIPPING
+    assert exported("sparse_requests") == 0
+    assert exported("bulk_bytes_total") > before
+    decoding.rank.on_request_freed(shipped)
+
+
 def test_an_idle_rank_lets_go_of_one_that_ended_and_takes_the_next(decoding: Decoding) -> None:
     rank, lost = decoding.rank, decoding.supervisor.connection
     exchange = rank._exchange

@@ -230,6 +230,26 @@ OUT_OF_RANGE = [
         Refused(f"--max-sparse-requests {value}", "--max-sparse-requests must be at least 1.")
         for value in (0, -1)
     ),
+    Refused(
+        "--tokenizer-worker-num 2",
+        "Plugins are not loaded by several tokenizer workers, which check what a request asks of "
+        "the cache rank: drop --tokenizer-worker-num.",
+    ),
+    Refused(
+        "--enable-memory-saver",
+        "What a cache rank holds and writes is not released with SGLang's memory: drop "
+        "--enable-memory-saver.",
+    ),
+    Refused(
+        "--max-queued-requests 8 --inference-kv working-set",
+        "--inference-kv working-set recomputes requests whose cache rank is lost, and "
+        "--max-queued-requests would turn them away then: drop it, or use --inference-kv full.",
+    ),
+    Refused(
+        "--model-impl transformers",
+        "--model-impl transformers has no attention layers that a cache rank can serve: drop the "
+        "flag.",
+    ),
     *(
         Refused(
             f"--bulk-chunk-tokens {value}",
@@ -239,9 +259,11 @@ OUT_OF_RANGE = [
     ),
     *(
         Refused(
-            f"--cache-rank-timeout {value}", "--cache-rank-timeout must be at least 0.1 seconds."
+            f"--cache-rank-timeout {value}",
+            "--cache-rank-timeout must be at least 1 second: a cache rank says four times a second "
+            "that it is alive.",
         )
-        for value in ("0", "-1", "0.05", "inf", "nan")
+        for value in ("0", "-1", "0.95", "inf", "nan")
     ),
     *(
         Refused(
@@ -350,10 +372,16 @@ NO_GPU_LEFT = (
             "--attention-backend flashinfer: decode over working sets in CUDA graphs is tested "
             "with fa3 and triton; pass one of them.",
         ),
-        RefusedOnGpus(
-            "--cuda-graph-backend-decode breakable",
-            "--cuda-graph-backend-decode breakable: the exchange is gated inside one full graph; "
-            "pass full, or drop the flag.",
+        *(
+            RefusedOnGpus(
+                flags,
+                "Decode must be one full CUDA graph, inside which the exchange is gated, or none: "
+                "pass --cuda-graph-backend-decode full, and drop --cuda-graph-config.",
+            )
+            for flags in (
+                "--cuda-graph-backend-decode breakable",
+                '--cuda-graph-config {"decode":{"backend":"breakable"}}',
+            )
         ),
     ],
     ids=lambda refused: f"{refused.flags or 'nothing'} with {refused.gpus}",
@@ -427,7 +455,7 @@ def test_the_environment_allows_a_working_set_above_the_threshold(
         "--sparse-threshold 2116",
         "--bulk-chunk-tokens 2",
         "--max-sparse-requests 1",
-        "--cache-rank-timeout 0.1",
+        "--cache-rank-timeout 1.0",
         "--cache-rank-mem-fraction 1.0",
         "--layers-per-group 1000",
         "--page-size 1",
