@@ -1,12 +1,13 @@
 """Records what the cache rank received and chose, for comparison with the synchronous reference.
 
 Set CACHE_RANK_RECORD to a folder to record; every event becomes one numbered file there, which
-`read_event` reads back.
+`read_events` reads back.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -20,17 +21,16 @@ from cache_rank.selector import Selector, SelectorStep
 RECORD_VARIABLE = "CACHE_RANK_RECORD"
 
 
-def event_files(folder: Path) -> list[Path]:
-    """Of a recording, in order."""
-    return sorted(folder.glob("*.pt"))
-
-
-def read_event(path: Path) -> dict[str, Any]:
-    """What `Recorder` wrote, on the CPU. Runs no code of the file.
+def read_events(folder: Path) -> Iterator[dict[str, Any]]:
+    """What `Recorder` wrote, in order, on the CPU. Runs no code of the files.
 
     Raises:
-        ValueError: it is no event.
+        ValueError: one of them is no event.
     """
+    return map(_read_event, sorted(folder.glob("*.pt")))
+
+
+def _read_event(path: Path) -> dict[str, Any]:
     try:
         with torch.serialization.safe_globals([range]):
             event = torch.load(path, map_location="cpu", weights_only=True)

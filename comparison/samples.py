@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cache_rank.recording import event_files, read_event
+from cache_rank.recording import read_events
 
 
 class Sample(NamedTuple):
@@ -60,7 +60,7 @@ def read_recording(folder: Path, steps: int) -> Sample:
     """
     loads: dict[int, list[Tensor]] = {}
     decoded: dict[int, dict[int, list[dict[str, Any]]]] = {}  # by epoch and position
-    for event in map(read_event, event_files(folder)):
+    for event in read_events(folder):
         if event["kind"] == "load":
             loads.setdefault(event["epoch"], []).append(event["shipment"])
             continue

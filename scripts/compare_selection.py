@@ -29,7 +29,7 @@ from transformers import AutoTokenizer
 
 from cache_rank.config import CacheRankConfig, Frame, ModelShape, Predictor
 from cache_rank.protocol import DownMessage, Row, UpMessage
-from cache_rank.recording import RECORD_VARIABLE, event_files, read_event
+from cache_rank.recording import RECORD_VARIABLE, read_events
 from cache_rank.selector import Selector
 from cache_rank.timeline import Timeline
 from evaluation.tasks.pointer_chase import make_chain
@@ -116,7 +116,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         with console.status("serving and recording"):
             record(Path(folder), options.budget, options.chains)
-        events = [read_event(path) for path in event_files(Path(folder))]
+        events = list(read_events(Path(folder)))
     model = model_of(events)
     base = CacheRankConfig(
         model,

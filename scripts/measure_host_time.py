@@ -111,11 +111,6 @@ def measure(rank: InferenceRank, batch: int, steps: int) -> dict[str, list[float
     return seconds
 
 
-def microseconds(values: list[float], share: float) -> float:
-    """A quantile in microseconds."""
-    return 1e6 * quantile(values, share)
-
-
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else "")
@@ -145,7 +140,7 @@ def main() -> None:
     results: dict[int, dict[str, float]] = {}
     for batch in options.batches:
         results[batch] = {
-            f"{part}_{name}": microseconds(values, share)
+            f"{part}_{name}": 1e6 * quantile(values, share)
             for part, values in measure(rank, batch, options.steps).items()
             for name, share in (("p50", 0.5), ("p99", 0.99))
         }

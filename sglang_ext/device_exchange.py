@@ -23,7 +23,6 @@ from cache_rank.nccl import NcclChannel
 from cache_rank.peer import PeerChannel
 from cache_rank.protocol import AnswerHeader, DownMessage, bulk_shape
 from cache_rank.timeline import Span
-from cache_rank.transport import Pending
 from sglang_ext.exchange import Exchange, ExchangedRows, WorkingSetRows
 from sglang_ext.gate import DeviceGate, StepTimes
 from sglang_ext.lifecycle import SparseSequence
@@ -95,7 +94,6 @@ class DeviceExchange(Exchange):
         self._under_way: deque[_StepUnderWay] = deque()
         self._times: list[StepTimes] = []
         self._traced_steps: set[int] = set()
-        self._shipments: deque[Pending] = deque()
         self._messages_of: dict[int, list[GroupMessages]] = {}
         self._warm_up()
         self._transfers = self._make_transfers()
@@ -203,11 +201,7 @@ class DeviceExchange(Exchange):
             self._applied.post(numbers["step"])
 
     def ship(self, sequence: SparseSequence, pool_rows: Tensor) -> None:
-        shipments = self._shipments
-        while shipments and (shipments[0].is_done() or len(shipments) == MAX_SHIPMENTS_UNDER_WAY):
-            shipments.popleft().wait(self.connection.timeout)
-        shipment = self._collect(sequence, pool_rows)
-        self._shipments.append(self.connection.link.bulk.send(shipment))
+        shipment = self._send_prompt(sequence, pool_rows, MAX_SHIPMENTS_UNDER_WAY)
         with self.connection.link.in_background():
             shipment.record_stream(torch.cuda.current_stream())
 

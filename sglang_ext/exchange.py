@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Sequence
 
 import torch
@@ -33,6 +34,7 @@ from cache_rank.protocol import (
     group_sizes,
 )
 from cache_rank.timeline import Span
+from cache_rank.transport import Pending
 from sglang_ext.lifecycle import SparseSequence
 from sglang_ext.supervisor import Connection
 
@@ -159,6 +161,7 @@ class Exchange(ABC):
         self._operations = operations_for(self._device)
         self._rows = ExchangedRows()
         self._sizes: dict[int, list[tuple[int, int]]] = {}
+        self._shipments: deque[Pending] = deque()
 
     @property
     def was_late(self) -> bool:
@@ -227,6 +230,15 @@ class Exchange(ABC):
                 raise AssertionError(
                     f"slots of epoch {sequence.epoch} at {position} differ from the mirror"
                 )
+
+    def _send_prompt(self, sequence: SparseSequence, pool_rows: Tensor, most: int) -> Tensor:
+        """Send tokens of a prompt, behind the oldest of those under way when there are `most`."""
+        shipments = self._shipments
+        while shipments and (shipments[0].is_done() or len(shipments) == most):
+            shipments.popleft().wait(self.connection.timeout)
+        shipment = self._collect(sequence, pool_rows)
+        shipments.append(self.connection.link.bulk.send(shipment))
+        return shipment
 
     def _collect(self, sequence: SparseSequence, pool_rows: Tensor) -> Tensor:
         """Copy a prompt's tokens out of the pool, and announce them."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -48,7 +47,6 @@ class HostExchange(Exchange):
         self._down = connection.link.buffers
         self._sent: list[Pending | None] = [None] * len(groups)
         self._answers: list[_Answer | None] = [None] * len(groups)
-        self._shipments: deque[Pending] = deque()
         self._traced = False
         self._group_start = 0.0
         self._spans: list[Span] = []
@@ -116,11 +114,7 @@ class HostExchange(Exchange):
             self._spans.append(Span(name, 1e6 * start, 1e6 * stop, self.counters.steps, group))
 
     def ship(self, sequence: SparseSequence, pool_rows: Tensor) -> None:
-        shipments = self._shipments
-        while shipments and (shipments[0].is_done() or len(shipments) == MAX_SHIPMENTS_UNDER_WAY):
-            shipments.popleft().wait(self.connection.timeout)
-        shipment = self._collect(sequence, pool_rows)
-        self._shipments.append(self.connection.link.bulk.send(shipment))
+        self._send_prompt(sequence, pool_rows, MAX_SHIPMENTS_UNDER_WAY)
 
     def _apply(self, group: int, answer: _Answer) -> None:
         started = time.monotonic()

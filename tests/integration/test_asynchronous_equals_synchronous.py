@@ -12,7 +12,7 @@ import torch
 from workload import SMALL_CACHE_RANK, random_prompts
 
 from cache_rank.config import CacheRankConfig, ModelShape
-from cache_rank.recording import RECORD_VARIABLE, event_files, read_event
+from cache_rank.recording import RECORD_VARIABLE, read_events
 from cache_rank.reference import SynchronousReference
 from scripts.serving import serve
 
@@ -107,7 +107,7 @@ def replay(config: CacheRankConfig, folder: Path) -> int:
     references: dict[int, SynchronousReference] = {}
     shipments: dict[int, list[Any]] = {}
     compared = 0
-    for event in map(read_event, event_files(folder)):
+    for event in read_events(folder):
         if event["kind"] == "load":
             shipments.setdefault(event["epoch"], []).append(event["shipment"])
             continue

@@ -13,7 +13,7 @@ from workload import GPU_FLAGS, random_prompts
 
 from cache_rank.config import CacheRankConfig, ModelShape
 from cache_rank.protocol import DownMessage, Row, UpMessage
-from cache_rank.recording import RECORD_VARIABLE, event_files, read_event
+from cache_rank.recording import RECORD_VARIABLE, read_events
 from cache_rank.selector import Selector
 from cache_rank.timeline import Timeline
 from scripts.serving import log_probabilities, serve
@@ -54,7 +54,7 @@ def test_selections_equal_those_of_each_request_alone(deep_model: Path, tmp_path
         delta_capacity=CAPACITY,
         max_rows=1,
     )
-    events = [read_event(path) for path in event_files(tmp_path)]
+    events = list(read_events(tmp_path))
     steps = {event["step"] for event in events if event["kind"] == "step"}
     assert len(steps) > 1000
     compared = sum(replay(config, events, epoch) for epoch in range(1, len(PROMPTS) + 1))
