@@ -21,11 +21,11 @@ import torch
 import zmq
 from setproctitle import setproctitle
 
-from cache_rank.control import ControlReceiver, ControlSender
-from cache_rank.link import Link
+from cache_rank.channels.control import ControlReceiver, ControlSender
+from cache_rank.channels.link import Link
+from cache_rank.channels.transport import CACHE
 from cache_rank.protocol import End, Flush, Load, Open, Opened, Ready, Step, ToCacheRank
 from cache_rank.rank import CacheRank
-from cache_rank.transport import CACHE
 
 logger = logging.getLogger("cache_rank")
 

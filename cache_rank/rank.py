@@ -12,8 +12,12 @@ import torch
 from torch import Tensor
 
 from cache_rank import residency
+from cache_rank.channels.link import Link
+from cache_rank.channels.transport import Pending
 from cache_rank.copies import Readback
-from cache_rank.link import Link
+from cache_rank.measure.recall import measured_step
+from cache_rank.measure.recording import Recorder
+from cache_rank.measure.timeline import Timeline
 from cache_rank.protocol import (
     NO_EPOCH,
     DownMessage,
@@ -26,12 +30,8 @@ from cache_rank.protocol import (
     bulk_shape,
     group_sizes,
 )
-from cache_rank.recall import measured_step
-from cache_rank.recording import Recorder
 from cache_rank.selector import Selector, SelectorStep
 from cache_rank.sequence import Sequence
-from cache_rank.timeline import Timeline
-from cache_rank.transport import Pending
 
 PEER_SECONDS = 600.0
 """Longest wait for the inference rank in the middle of a step, which may be slow or compiling; its

@@ -25,14 +25,14 @@ from cache_rank import residency
 from cache_rank.config import CacheRankConfig
 from cache_rank.copies import upload
 from cache_rank.graphs import Captures
+from cache_rank.measure.recall import RecallMeter, measured_turn
+from cache_rank.measure.timeline import Timeline
 from cache_rank.mirror import Mirror
 from cache_rank.pages import PAGE_TOKENS, PageAllocator
 from cache_rank.protocol import NO_EPOCH, AnswerHeader, DownMessage, Row, UpMessage
 from cache_rank.query_ring import QueryRing
-from cache_rank.recall import RecallMeter, measured_turn
 from cache_rank.sequence import Sequence
 from cache_rank.step_rows import StepRows
-from cache_rank.timeline import Timeline
 
 _CHECKSUM = AnswerHeader._fields.index("checksum")
 _SHIPPED = AnswerHeader._fields.index("shipped_tokens")

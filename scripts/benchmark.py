@@ -16,12 +16,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from evaluation.benchmarks.comparison import compare_folders
-from evaluation.benchmarks.harness import Sampling, harness_version
-from evaluation.benchmarks.questions import BENCHMARKS, digest, write_questions
-from evaluation.benchmarks.report import markdown, write_report
-from evaluation.benchmarks.runs import run_benchmark
-from evaluation.benchmarks.server import Server, ServerError
+from scripts.accuracy.benchmarks.comparison import compare_folders
+from scripts.accuracy.benchmarks.harness import Sampling, harness_version
+from scripts.accuracy.benchmarks.questions import BENCHMARKS, digest, write_questions
+from scripts.accuracy.benchmarks.report import markdown, write_report
+from scripts.accuracy.benchmarks.runs import run_benchmark
+from scripts.accuracy.benchmarks.server import Server, ServerError
 
 _NAMES = ", ".join(BENCHMARKS)
 

@@ -2,7 +2,7 @@
 
     python -m scripts.compare_formats [--device cuda] [--recording FOLDER] [--out FOLDER]
 
-On synthetic keys and values with outlier channels (comparison/synthetic.py), or on those of any
+On synthetic keys and values with outlier channels (scripts/formats/synthetic.py), or on those of a
 model that was served with CACHE_RANK_RECORD=FOLDER. Without arguments it takes a quarter of a
 minute on two CPU cores; with `--device cuda` the default shape is larger. Writes formats.json,
 formats.md and formats.png.
@@ -20,13 +20,13 @@ from tqdm import tqdm
 
 from cache_rank.pages import PAGE_TOKENS
 from cache_rank.residency import FORMATS
-from comparison.measurements import Variant, config_for, measure, variants
-from comparison.quality import Exact
-from comparison.report import Comparison, markdown, write_comparison
-from comparison.samples import Sample, read_recording
-from comparison.synthetic import synthetic_sample
-from comparison.uniform import measure_uniform
-from profiling.machine import describe, visible_gpus
+from scripts.formats.measurements import Variant, config_for, measure, variants
+from scripts.formats.quality import Exact
+from scripts.formats.report import Comparison, markdown, write_comparison
+from scripts.formats.samples import Sample, read_recording
+from scripts.formats.synthetic import synthetic_sample
+from scripts.formats.uniform import measure_uniform
+from scripts.speed.machine import describe, visible_gpus
 
 SHAPES = {
     "cpu": {"tokens": 4096, "layers": 2, "query_heads": 8, "kv_heads": 2, "budget": 256, "rows": 1},

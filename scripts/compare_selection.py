@@ -28,12 +28,12 @@ from rich.table import Table
 from transformers import AutoTokenizer
 
 from cache_rank.config import CacheRankConfig, Frame, ModelShape, Predictor
+from cache_rank.measure.recording import RECORD_VARIABLE, read_events
+from cache_rank.measure.timeline import Timeline
 from cache_rank.protocol import DownMessage, Row, UpMessage
-from cache_rank.recording import RECORD_VARIABLE, read_events
 from cache_rank.selector import Selector
-from cache_rank.timeline import Timeline
-from evaluation.tasks.pointer_chase import make_chain
-from scripts.serving import serve, stop_on_sigterm
+from scripts.accuracy.tasks.pointer_chase import make_chain
+from scripts.shared.serving import serve, stop_on_sigterm
 from sglang_ext.server_args import BUNDLED_MODEL
 
 SINKS, RECENT, WINDOW = 4, 16, 16

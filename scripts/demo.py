@@ -22,8 +22,8 @@ from openai import OpenAI
 from rich.console import Console
 from rich.table import Table
 
-from evaluation.tasks.pointer_chase import PointerChase, make_chain
-from scripts.serving import Server, serve, stop_on_sigterm
+from scripts.accuracy.tasks.pointer_chase import PointerChase, make_chain
+from scripts.shared.serving import Server, serve, stop_on_sigterm
 
 SINKS, RECENT, BUDGET = 4, 16, 40
 ARGUMENTS = {

@@ -28,16 +28,16 @@ from typing import Any
 import msgspec
 from tqdm import tqdm
 
-from evaluation.checkpoints import folder_of, model_config, trained_for
-from evaluation.outcomes import Cell, OutcomeFile, seeds_done
-from evaluation.presets import PRESETS
-from evaluation.report import write_report
-from evaluation.runner import describe_server, run_cell
-from evaluation.summary import Run, summarize
-from evaluation.systems import POLICY, System, parse_label
-from evaluation.tasks import TASKS
-from profiling.machine import describe, visible_gpus
-from scripts.serving import PLAIN, Server, stop_on_sigterm
+from scripts.accuracy.checkpoints import folder_of, model_config, trained_for
+from scripts.accuracy.outcomes import Cell, OutcomeFile, seeds_done
+from scripts.accuracy.presets import PRESETS
+from scripts.accuracy.report import write_report
+from scripts.accuracy.runner import describe_server, run_cell
+from scripts.accuracy.summary import Run, summarize
+from scripts.accuracy.systems import POLICY, System, parse_label
+from scripts.accuracy.tasks import TASKS
+from scripts.shared.serving import PLAIN, Server, stop_on_sigterm
+from scripts.speed.machine import describe, visible_gpus
 
 GRAPH_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
 PARTS = ("sglang", "torch")
@@ -234,7 +234,10 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
     add("--out", type=Path, required=True, help="folder of the results")
     presets = "; ".join(f"{name}: {preset.question}" for name, preset in PRESETS.items())
     add("--preset", choices=list(PRESETS), default="budgets", help=presets)
-    add("--model", help="a folder, or the name of one in evaluation/models; default: the preset's")
+    add(
+        "--model",
+        help="a folder, or the name of one in scripts/accuracy/models; default: the preset's",
+    )
     add("--task", choices=list(TASKS), help="default: what the model is trained for")
     add("--dials", type=parse_dials, nargs="+", metavar="NAME=VALUE,...", help="one cell each")
     add("--systems", nargs="+", metavar="LABEL", help="NAME or NAME:ARGUMENT=VALUE,...")
@@ -316,7 +319,10 @@ def main(argv: Sequence[str]) -> int:
         try:
             evaluation.run(jobs)
         finally:  # also of an interrupted run, whose outcomes count
-            run.servers, run.failures = run.servers | evaluation.servers, evaluation.failures
+            run.servers, run.failures = (
+                run.servers | evaluation.servers,
+                evaluation.failures,
+            )
             header.write_bytes(msgspec.json.encode(run))
     for path in write_report(run, summarize(file.read(), run), options.out):
         print(path)

@@ -25,12 +25,12 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from cache_rank.channels.nccl import prepare_environment
 from cache_rank.config import ModelShape
-from cache_rank.nccl import prepare_environment
-from profiling.records import quantile
-from sglang_ext.inference_rank import InferenceRank
+from scripts.speed.records import quantile
+from sglang_ext.decode_step import InferenceRank
 from sglang_ext.memory import reserve_rows
-from sglang_ext.model_runner import Pools
+from sglang_ext.pools import Pools
 from sglang_ext.server_args import CacheRankServerArgs, parse_server_args
 from sglang_ext.supervisor import Place, Supervisor
 

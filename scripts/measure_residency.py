@@ -32,10 +32,10 @@ from cache_rank import residency
 from cache_rank.config import CacheRankConfig, ModelShape
 from cache_rank.protocol import Load, Report, bulk_shape
 from cache_rank.residency import FORMATS
-from comparison.measurements import Variant
-from presentation import number, table
-from profiling.cache_step import shape_of
-from profiling.jobs import model_config
+from scripts.formats.measurements import Variant
+from scripts.shared.presentation import number, table
+from scripts.speed.cache_step import shape_of
+from scripts.speed.jobs import model_config
 from sglang_ext.supervisor import Connection, Place, Supervisor
 
 PATIENCE_SECONDS = 600.0
@@ -171,7 +171,7 @@ def main(argv: Sequence[str]) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--model", default="qwen3-8b", help="a name in profiling/model_shapes, or a folder")
+    add("--model", default="qwen3-8b", help="a name in scripts/speed/model_shapes, or a folder")
     add("--tokens", type=int, default=32768)
     add("--chunk", type=int, default=512, help="tokens of a shipment")
     add("--formats", default=",".join(FORMATS), help="separated by commas; default: all")

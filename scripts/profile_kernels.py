@@ -26,10 +26,10 @@ from rich.progress import track
 from rich.table import Table
 
 from cache_rank.config import CacheRankConfig, ModelShape
+from cache_rank.measure.timing import median_microseconds
 from cache_rank.operations import operations_for
 from cache_rank.pages import PAGE_TOKENS
-from cache_rank.timing import median_microseconds
-from profiling.cache_step import measure_cache_step
+from scripts.speed.cache_step import measure_cache_step
 
 LAYERS, QUERY_HEADS, KV_HEADS, HEAD_DIM = 36, 32, 8, 128
 GROUP_LAYERS = 6

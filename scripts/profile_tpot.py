@@ -9,7 +9,7 @@
 
 Each system runs in a process of its own, with a deadline: one that fails is a line in the table,
 and its log is in OUT/logs. Results are written as they come; `--resume` measures what is missing.
-Weights are random numbers in the shapes of `model_shapes`; see profiling.weights for which.
+Weights are random numbers in the shapes of `model_shapes`; see scripts.speed.weights for which.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from profiling import machine, report
-from profiling.jobs import (
+from scripts.shared.serving import stop_on_sigterm
+from scripts.speed import machine, report
+from scripts.speed.jobs import (
     EXPERIMENT_MODELS,
     EXPERIMENTS,
     SYSTEMS,
@@ -31,9 +32,8 @@ from profiling.jobs import (
     Wish,
     make_job,
 )
-from profiling.records import Results
-from profiling.runner import Runner
-from scripts.serving import stop_on_sigterm
+from scripts.speed.records import Results
+from scripts.speed.runner import Runner
 
 
 def parse_options(argv: Sequence[str]) -> argparse.Namespace:
@@ -44,7 +44,7 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--model", nargs="+", help="a name in profiling/model_shapes, `bundled`, or a folder")
+    add("--model", nargs="+", help="a name in scripts/speed/model_shapes, `bundled`, or a folder")
     add("--shapes", nargs="+", type=Shape.parse, default=[], help="BATCHxCONTEXT")
     add("--systems", nargs="+", help=f"NAME[:ARGUMENT=VALUE,...] of {', '.join(SYSTEMS)}")
     add("--experiment", choices=EXPERIMENTS, help="a preset of systems and shapes")

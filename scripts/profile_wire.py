@@ -24,14 +24,14 @@ from typing import Any, NamedTuple, get_args
 
 import torch
 
+from cache_rank.channels.nccl import NcclChannel, prepare_environment, unique_id
+from cache_rank.channels.peer import PeerChannel
+from cache_rank.channels.transport import CACHE, INFERENCE
 from cache_rank.config import CacheRankConfig, WireDtype
-from cache_rank.nccl import NcclChannel, prepare_environment, unique_id
-from cache_rank.peer import PeerChannel
 from cache_rank.protocol import DownMessage, group_sizes
-from cache_rank.transport import CACHE, INFERENCE
-from presentation import table
-from profiling.cache_step import shape_of
-from profiling.jobs import model_config
+from scripts.shared.presentation import table
+from scripts.speed.cache_step import shape_of
+from scripts.speed.jobs import model_config
 
 LOOPBACK = "127.0.0.1"
 SECONDS = 60.0

@@ -1,7 +1,7 @@
 """Train a model of the evaluation, export it, grade the export and write its card.
 
 The result is a Hugging Face directory that SGLang serves like any Qwen3 checkpoint. The recipes are
-in `evaluation/training/recipes.py`; the small models take minutes on two CPU cores, those of 1024
+in scripts/accuracy/training/recipes.py; small models take minutes on two CPU cores, those of 1024
 facts take a GPU. With `--minutes` training ends in time, whatever it has reached by then; without
 it, when the steps of the recipe are done. About once a minute the export is written as it stands.
 
@@ -29,13 +29,13 @@ from pathlib import Path
 import torch
 from tqdm.contrib.logging import logging_redirect_tqdm
 
-from evaluation.training.accuracy import grade_export
-from evaluation.training.card import Making, write_card
-from evaluation.training.export import export
-from evaluation.training.loop import Training
-from evaluation.training.model import load_model, make_model
-from evaluation.training.recipes import RECIPES, Recipe
-from evaluation.training.tokenizer import make_tokenizer
+from scripts.accuracy.training.accuracy import grade_export
+from scripts.accuracy.training.card import Making, write_card
+from scripts.accuracy.training.export import export
+from scripts.accuracy.training.loop import Training
+from scripts.accuracy.training.model import load_model, make_model
+from scripts.accuracy.training.recipes import RECIPES, Recipe
+from scripts.accuracy.training.tokenizer import make_tokenizer
 
 
 def train(args: argparse.Namespace, recipe: Recipe) -> None:

@@ -10,7 +10,7 @@ import torch
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
-from sglang_ext.inference_rank import InferenceRank
+from sglang_ext.decode_step import InferenceRank
 from sglang_ext.step_plan import StepPlan
 
 

@@ -16,7 +16,7 @@ from sglang.srt.plugins.hook_registry import HookType
 from sglang.srt.server_args import get_global_server_args
 
 from cache_rank.config import ModelShape
-from sglang_ext import baselines, inference_rank
+from sglang_ext import baselines, decode_step
 from sglang_ext.lifecycle import RequestStatistics
 from sglang_ext.memory import bytes_behind_pool, kept_rows, message_bytes, reserve_rows
 from sglang_ext.refusals import UnsupportedError
@@ -108,7 +108,7 @@ def run_step(
     original: Callable[..., Any], worker: Any, batch: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """Run a batch between planning and accounting when it is a decode step."""
-    rank = inference_rank.current()
+    rank = decode_step.current()
     if rank is None or batch is None:
         return original(worker, batch, *args, **kwargs)
     plan = None
@@ -134,14 +134,14 @@ def after_forward(result: Any, runner: Any, forward_batch: Any, *_: Any, **__: A
 
 def end_epoch(pool: Any, request: Any) -> None:
     """A request's slot is about to be freed."""
-    rank = inference_rank.current()
+    rank = decode_step.current()
     if rank is not None:
         rank.on_request_freed(request)
 
 
 def end_all_epochs(pool: Any) -> None:
     """The request pool is about to be cleared."""
-    rank = inference_rank.current()
+    rank = decode_step.current()
     if rank is not None:
         rank.on_pool_cleared()
 
@@ -153,7 +153,7 @@ def before_next_batch(scheduler: Any, running_batch: Any, *_: Any, **__: Any) ->
     is skipped for requests that are retracted then. They must not be admitted again before, so they
     enter the queue a turn later.
     """
-    rank = inference_rank.current()
+    rank = decode_step.current()
     if rank is None:
         return
     if not rank.lifecycle.live:
@@ -182,7 +182,7 @@ def _retract_orphans(rank: Any, scheduler: Any, running_batch: Any) -> None:
 
 def before_pause(scheduler: Any, pause: Any, *_: Any, **__: Any) -> None:
     """Before all are retracted, SGLang takes the result of the last step, which may have failed."""
-    rank = inference_rank.current()
+    rank = decode_step.current()
     if rank is not None and pause.mode == "retract":
         _retract_orphans(rank, scheduler, scheduler.running_batch)
 
@@ -191,7 +191,7 @@ def abort_request(
     original: Callable[..., None], scheduler: Any, abort: Any, *args: Any, **kwargs: Any
 ) -> None:
     """Let requests be found that are to be queued a turn later."""
-    rank = inference_rank.current()
+    rank = decode_step.current()
     if rank is None:
         return original(scheduler, abort, *args, **kwargs)
     waiting = rank.take_requests_to_queue()
@@ -205,13 +205,13 @@ def abort_request(
 
 def is_idle(result: bool, scheduler: Any, *_: Any, **__: Any) -> bool:
     """Nor is a server idle with requests that are to be queued a turn later."""
-    rank = inference_rank.current()
+    rank = decode_step.current()
     return result and (rank is None or not rank.to_queue)
 
 
 def add_internal_state(result: Any, scheduler: Any, *_: Any, **__: Any) -> Any:
     """Show the cache rank in `/server_info`."""
-    rank = inference_rank.current()
+    rank = decode_step.current()
     if rank is not None:
         result.internal_state[META_KEY] = rank.state()
     return result

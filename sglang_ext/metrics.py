@@ -13,7 +13,7 @@ from typing import Any
 
 from cache_rank.config import CacheRankConfig
 from cache_rank.protocol import Report
-from sglang_ext.exchange import Exchange, ExchangeCounters
+from sglang_ext.exchange.base import Exchange, ExchangeCounters
 from sglang_ext.lifecycle import DenseReason
 from sglang_ext.recall import LayerMeans, RecallStatistics
 from sglang_ext.server_args import CacheRankServerArgs

@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache_rank.config import CacheRankConfig
+from cache_rank.measure.recall import overlap_distances
 from cache_rank.protocol import Measurement
-from cache_rank.recall import overlap_distances
 
 _DIGITS = 4
 """Of means in `/server_info`."""

@@ -17,12 +17,12 @@ from torch import Tensor
 from cache_rank.config import CacheRankConfig
 from cache_rank.graphs import capture
 from cache_rank.operations import operations_for
-from sglang_ext.exchange import ExchangedRows, WorkingSetRows
+from sglang_ext.exchange.base import ExchangedRows, WorkingSetRows
+from sglang_ext.exchange.pinned_ring import Field, Outbox
 from sglang_ext.lifecycle import Lifecycle, Phase, SparseSequence, prepare_requests
-from sglang_ext.mailbox import Field, Outbox
 from sglang_ext.memory import reserve_block_rows
 from sglang_ext.metrics import CacheRankMetrics
-from sglang_ext.model_runner import Pools, first_reserve_row
+from sglang_ext.pools import Pools, first_reserve_row
 from sglang_ext.server_args import CacheRankServerArgs
 from sglang_ext.working_set import Reserve, WorkingSetTable
 

@@ -23,12 +23,12 @@ import msgspec
 import torch
 import zmq
 
+from cache_rank.channels.control import ControlReceiver, ControlSender
+from cache_rank.channels.link import Link, TransferBackend, make_rendezvous, transfer_backend
+from cache_rank.channels.transport import INFERENCE
 from cache_rank.config import CacheRankConfig
-from cache_rank.control import ControlReceiver, ControlSender
-from cache_rank.link import Link, TransferBackend, make_rendezvous, transfer_backend
 from cache_rank.process import LINK_SECONDS, Launch
 from cache_rank.protocol import Open, Opened, Ready, Report, ToInferenceRank
-from cache_rank.transport import INFERENCE
 
 logger = logging.getLogger(__name__)
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import logging
 
-from cache_rank.timeline import TraceFile
-from sglang_ext.exchange import Exchange
+from cache_rank.measure.timeline import TraceFile
+from sglang_ext.exchange.base import Exchange
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from scripts.serving import stop_on_sigterm
+from scripts.shared.serving import stop_on_sigterm
 
 stop_on_sigterm()
 

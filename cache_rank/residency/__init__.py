@@ -16,7 +16,7 @@ from cache_rank.config import CacheRankConfig, OptionValue
 from cache_rank.residency.bf16 import Bf16Residency
 from cache_rank.residency.hack import HackResidency
 from cache_rank.residency.lynx import LynxResidency
-from cache_rank.residency.mosaickv import MosaicKVResidency
+from cache_rank.residency.mosaickv.residency import MosaicKVResidency
 from cache_rank.residency.quantspec import QuantSpecResidency
 from cache_rank.step_rows import StepRows
 

@@ -16,8 +16,8 @@ from torch import Tensor
 from cache_rank import residency
 from cache_rank.config import CacheRankConfig, ModelShape
 from cache_rank.protocol import AnswerHeader
-from cache_rank.residency.mosaickv import MosaicKVResidency
-from cache_rank.residency.mosaickv_memory import BUFFER_TOKENS
+from cache_rank.residency.mosaickv.memory import BUFFER_TOKENS
+from cache_rank.residency.mosaickv.residency import MosaicKVResidency
 from cache_rank.step_rows import StepRows
 
 CPU = torch.device("cpu")

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from cache_rank import operations, residency
 from cache_rank.config import ModelShape
+from cache_rank.measure.timeline import Timeline
 from cache_rank.pages import PAGE_TOKENS
 from cache_rank.protocol import DownMessage, Row, UpMessage
 from cache_rank.selector import Selector
-from cache_rank.timeline import Timeline
 
 ONE_LAYER = ModelShape(1, 3, 1, 8, "bfloat16", 8**-0.5)
 LARGE = ModelShape(3, 8, 2, 128, "bfloat16", 128**-0.5)

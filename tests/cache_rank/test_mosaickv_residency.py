@@ -41,15 +41,15 @@ from torch import Tensor
 
 from cache_rank import residency
 from cache_rank.copies import Readback
+from cache_rank.measure.timeline import Timeline
 from cache_rank.pages import PAGE_TOKENS
 from cache_rank.protocol import DownMessage, Row, UpMessage
-from cache_rank.residency import mosaickv_segments
-from cache_rank.residency.mosaickv import MosaicKVResidency
-from cache_rank.residency.mosaickv_memory import BUFFER_TOKENS
-from cache_rank.residency.mosaickv_segments import OPENING_TOKENS, SegmentLengths
-from cache_rank.residency.mosaickv_strategy import Candidates, CompressedTokens, compress
+from cache_rank.residency.mosaickv import segments as mosaickv_segments
+from cache_rank.residency.mosaickv.memory import BUFFER_TOKENS
+from cache_rank.residency.mosaickv.residency import MosaicKVResidency
+from cache_rank.residency.mosaickv.segments import OPENING_TOKENS, SegmentLengths
+from cache_rank.residency.mosaickv.strategy import Candidates, CompressedTokens, compress
 from cache_rank.selector import Selector
-from cache_rank.timeline import Timeline
 
 
 def token_losses(tokens: Tensor, compressed: CompressedTokens) -> Tensor:

@@ -12,9 +12,9 @@ from small_models import GQA, ROTARY_FREQUENCY, small_config, with_rotary
 from torch import Tensor
 
 from cache_rank.config import CacheRankConfig, Predictor
+from cache_rank.measure.timeline import Timeline
 from cache_rank.protocol import Row, UpMessage
 from cache_rank.selector import Selector
-from cache_rank.timeline import Timeline
 
 PREDICTORS = get_args(Predictor)
 UNIT_ROUNDOFF = torch.finfo(torch.float32).eps / 2

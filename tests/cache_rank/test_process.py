@@ -19,8 +19,9 @@ from modelled_request import Request
 from small_models import GQA, MHA, MQA, small_config, with_rotary
 from torch import Tensor
 
+from cache_rank.channels.control import MAX_FRAME_BYTES, ControlSender, seal
+from cache_rank.channels.transport import TransportError
 from cache_rank.config import CacheRankConfig, ModelShape
-from cache_rank.control import MAX_FRAME_BYTES, ControlSender, seal
 from cache_rank.protocol import (
     NO_EPOCH,
     AnswerHeader,
@@ -35,7 +36,6 @@ from cache_rank.protocol import (
     Step,
     UpMessage,
 )
-from cache_rank.transport import TransportError
 from sglang_ext.supervisor import CacheRankDownError, Connection, Place, Supervisor
 
 PLACE = Place("127.0.0.1")

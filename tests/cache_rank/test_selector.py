@@ -16,16 +16,16 @@ from torch import Tensor
 
 from cache_rank import residency
 from cache_rank.config import CacheRankConfig, Frame, ModelShape, Predictor
-from cache_rank.pages import PAGE_TOKENS, OutOfPagesError
-from cache_rank.protocol import NO_EPOCH, AnswerHeader, DownMessage, Row, UpMessage
-from cache_rank.recall import (
+from cache_rank.measure.recall import (
     measure_recall,
     measured_turn,
     overlap_distances,
     overlap_ratio,
 )
+from cache_rank.measure.timeline import Timeline
+from cache_rank.pages import PAGE_TOKENS, OutOfPagesError
+from cache_rank.protocol import NO_EPOCH, AnswerHeader, DownMessage, Row, UpMessage
 from cache_rank.selector import Selector
-from cache_rank.timeline import Timeline
 
 CPU = torch.device("cpu")
 PAGES = 12

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from cache_rank import residency
 from cache_rank.config import CacheRankConfig
+from cache_rank.measure.timeline import Timeline
 from cache_rank.pages import PAGE_TOKENS
 from cache_rank.protocol import DownMessage, Row, UpMessage
 from cache_rank.residency import FORMATS
 from cache_rank.selector import Selector
 from cache_rank.sequence import Sequence
-from cache_rank.timeline import Timeline
 
 CPU = torch.device("cpu")
 PAGES = 4

@@ -9,7 +9,7 @@ import pytest
 import torch
 from workload import TENTH_OF_THE_CONTEXT, VOCABULARY
 
-from scripts.serving import PLAIN, Server, serve
+from scripts.shared.serving import PLAIN, Server, serve
 
 
 @pytest.fixture(scope="session")

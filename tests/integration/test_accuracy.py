@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from evaluation.report import read_report
 from scripts import evaluate
-from scripts.serving import Server
+from scripts.accuracy.report import read_report
+from scripts.shared.serving import Server
 
 CHAINS = "--chains 4 --gpus --out".split()
 

@@ -12,9 +12,9 @@ import torch
 from workload import SMALL_CACHE_RANK, random_prompts
 
 from cache_rank.config import CacheRankConfig, ModelShape
-from cache_rank.recording import RECORD_VARIABLE, read_events
+from cache_rank.measure.recording import RECORD_VARIABLE, read_events
 from cache_rank.reference import SynchronousReference
-from scripts.serving import serve
+from scripts.shared.serving import serve
 
 STEPS = 240
 

@@ -17,11 +17,11 @@ from typing import Any
 
 import pytest
 
-from evaluation.benchmarks.questions import digest
-from evaluation.benchmarks.runs import read_run
-from evaluation.benchmarks.server import Server as EvaluatedServer
 from scripts import benchmark
-from scripts.serving import Server
+from scripts.accuracy.benchmarks.questions import digest
+from scripts.accuracy.benchmarks.runs import read_run
+from scripts.accuracy.benchmarks.server import Server as EvaluatedServer
+from scripts.shared.serving import Server
 
 DATA = Path(__file__).parents[1] / "data"
 WALK_TOKENS = 319  # of 80 hops

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from workload import SMALL_CACHE_RANK, random_prompts
 
-from scripts.serving import Server, log_probabilities, serve
+from scripts.shared.serving import Server, log_probabilities, serve
 from sglang_ext.refusals import ALLOW_LARGE_BUDGET_VARIABLE
 from sglang_ext.server_args import CHECKSUM_VARIABLE
 

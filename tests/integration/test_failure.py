@@ -14,8 +14,8 @@ import pytest
 import zmq
 from transformers import AutoTokenizer
 
-from evaluation.tasks.pointer_chase import PointerChase, make_chain
-from scripts.serving import Server, serve
+from scripts.accuracy.tasks.pointer_chase import PointerChase, make_chain
+from scripts.shared.serving import Server, serve
 from sglang_ext.refusals import ALLOW_LARGE_BUDGET_VARIABLE
 from sglang_ext.server_args import BUNDLED_MODEL
 

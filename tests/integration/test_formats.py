@@ -11,7 +11,7 @@ from typing import NamedTuple
 import pytest
 from workload import SMALL_CACHE_RANK, random_prompts
 
-from scripts.serving import log_probabilities, serve
+from scripts.shared.serving import log_probabilities, serve
 from sglang_ext.refusals import ALLOW_LARGE_BUDGET_VARIABLE
 
 NEW_TOKENS = 120

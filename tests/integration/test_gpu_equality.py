@@ -12,11 +12,11 @@ import torch
 from workload import GPU_FLAGS, random_prompts
 
 from cache_rank.config import CacheRankConfig, ModelShape
+from cache_rank.measure.recording import RECORD_VARIABLE, read_events
+from cache_rank.measure.timeline import Timeline
 from cache_rank.protocol import DownMessage, Row, UpMessage
-from cache_rank.recording import RECORD_VARIABLE, read_events
 from cache_rank.selector import Selector
-from cache_rank.timeline import Timeline
-from scripts.serving import log_probabilities, serve
+from scripts.shared.serving import log_probabilities, serve
 from sglang_ext.refusals import ALLOW_LARGE_BUDGET_VARIABLE
 
 pytestmark = [

@@ -17,8 +17,8 @@ import requests
 import torch
 from workload import GPU_FLAGS, random_prompts
 
-from evaluation.tasks.pointer_chase import make_chain
-from scripts.serving import Server, serve
+from scripts.accuracy.tasks.pointer_chase import make_chain
+from scripts.shared.serving import Server, serve
 
 pytestmark = [
     pytest.mark.gpu,

@@ -19,7 +19,7 @@ from workload import SMALL_CACHE_RANK, random_prompts
 
 from cache_rank.config import CacheRankConfig, ModelShape
 from cache_rank.reference import SynchronousReference
-from scripts.serving import log_probabilities, serve
+from scripts.shared.serving import log_probabilities, serve
 
 THRESHOLD, BUDGET, SINKS, RECENT, WINDOW, CAPACITY, MARGIN = 120, 32, 4, 8, 8, 12, 6
 LAYERS, HEADS, KV_HEADS, HEAD_DIM = 3, 4, 2, 32

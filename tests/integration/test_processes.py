@@ -10,7 +10,7 @@ from typing import Any
 
 import psutil
 
-from scripts.serving import Server
+from scripts.shared.serving import Server
 
 
 def test_interrupt_leaves_no_process() -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from workload import SMALL_CACHE_RANK, random_prompts
 
-from scripts.serving import Server, serve
+from scripts.shared.serving import Server, serve
 from sglang_ext.server_args import CHECKSUM_VARIABLE
 
 SEED = 0

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from openai import OpenAI
 
-from evaluation.tasks.pointer_chase import make_chain
-from scripts.serving import Server
+from scripts.accuracy.tasks.pointer_chase import make_chain
+from scripts.shared.serving import Server
 
 CHAIN = make_chain(seed=7, facts=128, hops=80)
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from evaluation.tasks.pointer_chase import make_chain
-from scripts.serving import serve
+from scripts.accuracy.tasks.pointer_chase import make_chain
+from scripts.shared.serving import serve
 
 CHAIN = make_chain(seed=7, facts=128, hops=80)
 # A working set of 60 tokens, so that most of what attention reads has travelled.

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from cache_rank.config import CacheRankConfig, ModelShape
+from cache_rank.measure.recording import Recorder
 from cache_rank.protocol import Load, Row, UpMessage
-from cache_rank.recording import Recorder
 from cache_rank.residency import FORMATS
 from cache_rank.selector import Selector
-from comparison.quality import Measurement
-from comparison.report import Comparison, read_comparison
 from scripts.compare_formats import compare_formats, main, make_sample, parse_options
+from scripts.formats.quality import Measurement
+from scripts.formats.report import Comparison, read_comparison
 
 CPU = torch.device("cpu")
 TINY = "--tokens 600 --layers 1 --query-heads 4 --head-dim 32 --steps 2 --budget 32 --repeats 1"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from evaluation.presets import PRESETS
+from scripts.accuracy.presets import PRESETS
 from scripts.evaluate import Seats, main, make_jobs, parse_options, server_flags
 
 

@@ -6,10 +6,10 @@ import pytest
 
 from cache_rank.config import ModelShape
 from cache_rank.pages import PAGE_TOKENS
-from comparison.measurements import Variant
-from profiling.cache_step import shape_of
-from profiling.jobs import model_config
+from scripts.formats.measurements import Variant
 from scripts.measure_residency import main, markdown, measure
+from scripts.speed.cache_step import shape_of
+from scripts.speed.jobs import model_config
 
 MODEL = ModelShape(8, 8, 8, 128, "bfloat16", 128**-0.5)
 TOKENS = 8 * PAGE_TOKENS

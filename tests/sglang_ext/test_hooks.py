@@ -13,7 +13,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from sglang_ext import hooks, inference_rank, plugin, processes
+from sglang_ext import decode_step, hooks, plugin, processes
 from sglang_ext.hooks import HOOKS, META_KEY, Hook
 from sglang_ext.lifecycle import RequestStatistics
 from sglang_ext.refusals import UnsupportedError
@@ -33,7 +33,7 @@ def _live_plugin() -> None:
 
 @pytest.fixture(autouse=True)
 def _without_inference_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inference_rank, "_current", None)
+    monkeypatch.setattr(decode_step, "_current", None)
 
 
 @pytest.fixture
@@ -102,7 +102,7 @@ def test_a_scheduler_does_not_start_when_a_hook_is_missing(monkeypatch: pytest.M
     monkeypatch.setattr(hooks, "HOOKS", (*HOOKS, missing))
     start = Mock()
     monkeypatch.setattr(processes.scheduler, "run_scheduler_process", start)
-    monkeypatch.setattr(inference_rank, "spawn", start)
+    monkeypatch.setattr(decode_step, "spawn", start)
     with pytest.raises(RuntimeError, match=r"could not be applied: sglang\.gone"):
         processes.run_scheduler_process(Mock(has_cache_rank=True), None, 0, 0)
     start.assert_not_called()
@@ -259,7 +259,7 @@ def rank(monkeypatch: pytest.MonkeyPatch) -> Mock:
     rank.take_requests_to_queue.return_value = []
     rank.take_orphans.return_value = []
     rank.covered.free.return_value = False
-    monkeypatch.setattr(inference_rank, "_current", rank)
+    monkeypatch.setattr(decode_step, "_current", rank)
     return rank
 
 

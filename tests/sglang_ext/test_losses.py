@@ -14,12 +14,12 @@ import torch
 from test_metrics import exported, own_series
 
 from cache_rank.config import CacheRankConfig, ModelShape
-from sglang_ext import inference_rank
-from sglang_ext.host_exchange import HostExchange
-from sglang_ext.inference_rank import InferenceRank
+from sglang_ext import decode_step
+from sglang_ext.decode_step import InferenceRank
+from sglang_ext.exchange.host import HostExchange
 from sglang_ext.lifecycle import MOST_LOSSES, Phase, prepare_requests
 from sglang_ext.memory import reserve_rows
-from sglang_ext.model_runner import Pools
+from sglang_ext.pools import Pools
 from sglang_ext.supervisor import Connection, Place, Supervisor
 
 MODEL = ModelShape(2, query_heads=2, kv_heads=1, head_dim=64, dtype="float32", scale=1 / 8)
@@ -227,7 +227,7 @@ def test_a_connection_that_cannot_be_used_is_given_up_for_another(
 ) -> None:
     rank, request = decoding.rank, decoding.arrive(slot=1)
     decoding.step_until(request, lambda: decoding.phase_of(request) is Phase.SPARSE)
-    lost, made, refused = decoding.supervisor.connection, inference_rank.HostExchange, []
+    lost, made, refused = decoding.supervisor.connection, decode_step.HostExchange, []
 
     def exchange(connection: Connection, *rest: Any) -> HostExchange:
         if not refused:
@@ -235,7 +235,7 @@ def test_a_connection_that_cannot_be_used_is_given_up_for_another(
             raise RuntimeError("no memory for its buffers")
         return made(connection, *rest)
 
-    monkeypatch.setattr(inference_rank, "HostExchange", exchange)
+    monkeypatch.setattr(decode_step, "HostExchange", exchange)
     assert lost is not None
     os.kill(lost.pid, signal.SIGKILL)
     decoding.wait_until(lambda: decoding.supervisor.connection is not lost)

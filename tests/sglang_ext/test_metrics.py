@@ -11,7 +11,7 @@ import pytest
 from prometheus_client import REGISTRY
 
 from cache_rank.config import CacheRankConfig, ModelShape
-from sglang_ext.exchange import ExchangeCounters
+from sglang_ext.exchange.base import ExchangeCounters
 from sglang_ext.metrics import EXPORT_STEPS, CacheRankMetrics
 
 CONFIG = CacheRankConfig(ModelShape(2, 2, 1, 8, "float32", 1.0))

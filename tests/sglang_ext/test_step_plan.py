@@ -10,10 +10,10 @@ import pytest
 import torch
 from test_working_set import small_config
 
+from sglang_ext.exchange.pinned_ring import LETTERS
 from sglang_ext.lifecycle import Phase, RequestStatistics, SparseSequence
-from sglang_ext.mailbox import LETTERS
 from sglang_ext.memory import reserve_rows
-from sglang_ext.model_runner import Pools
+from sglang_ext.pools import Pools
 from sglang_ext.step_plan import GRAPH_PADDING, StepPlanner
 
 CONFIG = small_config(query_window=2)

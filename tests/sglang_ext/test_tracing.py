@@ -8,7 +8,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from cache_rank.timeline import Span
+from cache_rank.measure.timeline import Span
 from sglang_ext.tracing import WARM_UP_STEPS, Tracer
 
 ENOUGH = WARM_UP_STEPS + 60

@@ -1,0 +1,1 @@
+"""Measures what the cache rank does: the recall of selections, recordings, timelines."""

@@ -1,0 +1,1 @@
+"""MosaicKV: the largest elements of rotated keys and values, by segments of tokens."""

@@ -1,0 +1,234 @@
+"""Memory of `mosaickv` on the device: pages of packed vectors, rings of newest tokens, strategies.
+
+Every packed vector has room for the most elements and bits that any candidate strategy may need,
+and there is a per-block key for every block of the smallest size; a strategy that needs less leaves
+the rest unused. The host says what changes here; it reads nothing back but what may be some steps
+old.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from typing import Any, NamedTuple
+
+import torch
+from cache_rank_kernels.mosaickv.store import PackedStore, store_vectors
+from cache_rank_kernels.mosaickv.vectors import PackedVectors
+from torch import Tensor
+
+from cache_rank import operations
+from cache_rank.config import ModelShape
+from cache_rank.copies import upload
+from cache_rank.pages import PAGE_TOKENS
+from cache_rank.residency.mosaickv.strategy import Candidates, CompressedTokens
+from cache_rank.residency.not_finite import NotFinite
+
+BUFFER_TOKENS = 32
+"""Newest tokens that wait in full precision until they are so many (section 5.3)."""
+
+_LARGEST_NORM = torch.finfo(torch.float32).max / 2
+"""Of a vector, so that its rotated elements are float32 whatever is rounded."""
+
+
+class MemorySizes(NamedTuple):
+    """How much there is of everything.
+
+    Attributes:
+        pages: of packed vectors.
+        slots: of sequences.
+        ring: tokens of a slot in full precision.
+        segment: fewest tokens of a segment that is not a sequence's first.
+    """
+
+    pages: int
+    slots: int
+    ring: int
+    segment: int
+
+    @property
+    def strategies(self) -> int:
+        """Most strategies of one sequence."""
+        return self.most_strategies(self.pages * PAGE_TOKENS)
+
+    def most_strategies(self, tokens: int) -> int:
+        """Of a sequence of so many tokens."""
+        return tokens // self.segment + 2
+
+    @property
+    def rows(self) -> int:
+        """Most strategies of all sequences."""
+        return -(-self.pages * PAGE_TOKENS // self.segment) + self.slots
+
+
+class PackedMemory:
+    """A store, and which rows of its tables are free.
+
+    Attributes:
+        store: what the operations of a step read and write.
+        operations: of `cache_rank_kernels.mosaickv`, for the device.
+    """
+
+    @staticmethod
+    def bytes_per_token(candidates: Candidates, model: ModelShape) -> int:
+        """Of keys, values and per-block keys, all layers."""
+        vector = candidates.kept * model.torch_dtype.itemsize + candidates.bitmap_bytes
+        of_page = (2 * PAGE_TOKENS + candidates.page_blocks) * vector
+        return -(-of_page * model.layers * model.kv_heads // PAGE_TOKENS)
+
+    def __init__(
+        self, candidates: Candidates, model: ModelShape, sizes: MemorySizes, device: torch.device
+    ) -> None:
+        self.operations: Any = import_module(
+            f"cache_rank_kernels.mosaickv.{operations.implementation_for(device)}"
+        )
+        self._device = device
+
+        def vectors(entries: int) -> PackedVectors:
+            shape = (sizes.pages, model.layers, model.kv_heads, entries)
+            elements = (*shape, candidates.kept)
+            return PackedVectors(
+                torch.empty(elements, dtype=model.torch_dtype, device=device),
+                torch.empty((*shape, candidates.bitmap_bytes), dtype=torch.uint8, device=device),
+            )
+
+        ring = (sizes.slots, model.layers, model.kv_heads, sizes.ring, model.head_dim)
+        in_table = (sizes.rows, model.layers)
+        buffers = max(1, sizes.pages * PAGE_TOKENS // BUFFER_TOKENS)
+        rotation = (2, model.kv_heads, model.head_dim, candidates.channels)
+        self.store = PackedStore(
+            keys=vectors(PAGE_TOKENS),
+            values=vectors(PAGE_TOKENS),
+            block_keys=vectors(candidates.page_blocks),
+            rings=(
+                torch.empty(ring, dtype=model.torch_dtype, device=device),
+                torch.empty(ring, dtype=model.torch_dtype, device=device),
+            ),
+            strategy_of=torch.full((sizes.slots, buffers), -1, dtype=torch.int32, device=device),
+            rows=torch.full((sizes.slots, sizes.strategies), -1, dtype=torch.int32, device=device),
+            numbers=torch.zeros((*in_table, 3), dtype=torch.int32, device=device),
+            rotations=torch.empty((*in_table, *rotation), dtype=model.torch_dtype, device=device),
+            page_tokens=PAGE_TOKENS,
+            buffer_tokens=BUFFER_TOKENS,
+        )
+        self._free_rows = list(range(sizes.rows))[::-1]
+        self._heads = torch.arange(model.kv_heads, device=device).unsqueeze(-1)
+        # A flag a slot: other sequences may be loading beside a step, on a stream of their own.
+        self._not_finite = NotFinite(model, device, flags=sizes.slots)
+        self._beside = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def begin(self, slot: int) -> None:
+        """A sequence begins in a slot, with nothing in the pages."""
+        self.store.strategy_of[slot].fill_(-1)
+        self.store.rows[slot].fill_(-1)
+
+    def adopt(self, tokens: list[CompressedTokens]) -> list[CompressedTokens]:
+        """Tokens of a segment from another thread, to be used on the current stream."""
+        if self._beside is not None:
+            current = torch.cuda.current_stream()
+            for strategy, *vectors in tokens:
+                for tensor in (strategy.rotations, *itertools.chain(*vectors)):
+                    tensor.record_stream(current)
+        return tokens
+
+    def add(self, slot: int, index: int, tokens: Sequence[CompressedTokens]) -> int:
+        """Take over the strategies of a segment, the sequence's number `index`: their row."""
+        row = self._free_rows.pop()
+        numbers = torch.tensor([of_layer.strategy[:3] for of_layer in tokens], dtype=torch.int32)
+        self.store.numbers[row].copy_(upload((numbers,), self._device)[0])
+        for layer, of_layer in enumerate(tokens):
+            self.store.rotations[row, layer].copy_(of_layer.strategy.rotations)
+        self.store.rows[slot, index].fill_(row)
+        return row
+
+    def release(self, rows: Sequence[int]) -> None:
+        """Strategies are needed no more."""
+        self._free_rows += rows
+
+    def assign(self, slot: int, first: int, last: int, index: int) -> None:
+        """Tokens [first, last) of a sequence are in the pages, by its strategy number `index`."""
+        self.store.strategy_of[slot, first // BUFFER_TOKENS : last // BUFFER_TOKENS].fill_(index)
+
+    def restore(self, slot: int, strategy_of: Sequence[int], strategies: int) -> None:
+        """The first buffers of a sequence are in the pages, by its first strategies, no others."""
+        of_slot = self.store.strategy_of[slot]
+        of_slot[len(strategy_of) :].fill_(-1)
+        if strategy_of:
+            former = torch.tensor(strategy_of, dtype=torch.int32)
+            of_slot[: len(strategy_of)].copy_(upload((former,), self._device)[0])
+        self.store.rows[slot, strategies:].fill_(-1)
+
+    def write(self, pages: Tensor, layer: int, first: int, tokens: CompressedTokens) -> None:
+        """Write successive tokens of a layer, the first of them at position `first`.
+
+        Args:
+            pages: (pages,) int32 of the sequence.
+            layer: that they are of.
+            first: a multiple of their block.
+            tokens: of all kv heads.
+        """
+        count, block = tokens.keys.elements.shape[-2], tokens.strategy.block
+        position = torch.arange(first, first + count, device=self._device)
+        parts = [(self.store.keys, position, tokens.keys)]
+        parts.append((self.store.values, position, tokens.values))
+        if block > 1:
+            parts.append((self.store.block_keys, position[::block], tokens.block_keys))
+        for vectors, place, packed in parts:
+            store_vectors(self.store, vectors, pages, layer, self._heads, place, packed)
+
+    def compress(
+        self,
+        pages: Tensor,
+        slot: int,
+        row: int,
+        layers: range,
+        first: int,
+        last: int,
+        losses: Tensor,
+    ) -> None:
+        """See `compress_buffers` of the reference."""
+        self.operations.compress_buffers(self.store, pages, slot, row, layers, first, last, losses)
+
+    def add_covariance(
+        self, slot: int, layers: range, first: int, last: int, before: Tensor, after: Tensor
+    ) -> None:
+        """See `add_covariance` of the reference."""
+        self.operations.add_covariance(self.store, slot, layers, first, last, before, after)
+
+    def require_finite(self, slot: int, layers: range, first: int, last: int) -> None:
+        """Check tokens of a slot, which cannot be rotated if not.
+
+        Raises:
+            ValueError: some of its tokens are not finite; on a GPU `check` says so.
+        """
+        group, rings = slice(layers.start, layers.stop), self.store.rings
+        entry = torch.arange(first, last, device=self._device) % rings[0].shape[3]
+        tokens = torch.stack([ring[slot][group, :, entry] for ring in rings])
+        norms = torch.linalg.vector_norm(tokens, dim=-1, dtype=torch.float64)
+        refused = (~(norms <= _LARGEST_NORM)).any(dim=-1)
+        self._not_finite.note(slot, layers, refused)
+        if self._beside is None:
+            self.check()
+
+    def check(self, wait: bool = False) -> None:
+        """See Residency.check; or wait for the device, and say what was found in all that came."""
+        self._not_finite.check(wait)
+
+    def beside(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """For another thread: a function that sees what is queued now, beside what comes later.
+
+        On a GPU it runs on a stream of its own, and returns when the device is done.
+        """
+        if (stream := self._beside) is None:
+            return function
+        queued = torch.cuda.current_stream().record_event()
+
+        def on_stream(*arguments: Any) -> Any:
+            with torch.cuda.stream(stream):
+                stream.wait_event(queued)
+                result = function(*arguments)
+                stream.synchronize()
+            return result
+
+        return on_stream

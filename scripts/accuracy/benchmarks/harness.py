@@ -1,0 +1,210 @@
+"""The command line of sgl-eval, and why each option is set.
+
+Everything that its defaults would get wrong for a comparison of two systems is decided here. The
+reasons were read in version 0.1.3, the one that the extra `eval` installs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from scripts.accuracy.benchmarks.questions import Benchmark
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+    """How answers are sampled and read: what two runs must share to be compared.
+
+    Attributes:
+        repeats: answers to each question.
+        temperature, top_p: of the model's card. The harness's own temperature is 0, at which all
+            repeats are one answer.
+        top_k: tokens to sample from; None leaves it to the server, which takes it from the model's
+            generation_config.json.
+        max_tokens: of an answer, its thinking included. Reasoning needs room: a chain that is cut
+            short hides what happens at the end of a long one, where a cache rank has most to lose.
+        thinking: what the chat template is told as `enable_thinking`.
+        prompt: text of a prompt file of the harness, in the place of the benchmark's own; empty is
+            its own.
+    """
+
+    repeats: int
+    temperature: float = 0.6
+    top_p: float = 0.95
+    top_k: int | None = None
+    max_tokens: int = 32768
+    thinking: bool = True
+    prompt: str = ""
+
+    def __post_init__(self) -> None:
+        if self.repeats > 1 and self.temperature == 0:
+            raise ValueError(
+                f"{self.repeats} repeats at temperature 0 are one answer {self.repeats} times: "
+                "give --temperature, or --n-repeats 1"
+            )
+
+
+@dataclasses.dataclass
+class Answers:
+    """What came back for every question; all arrays are [questions, repeats].
+
+    Attributes:
+        questions: ids, in the order of the first axis.
+        correct: the grade, 1 or 0; NaN where the request failed and there is nothing to grade.
+        tokens: of the answer, its thinking included; NaN where the request failed.
+        seconds: from sending a request to its answer; NaN where the request failed.
+        truncated: the answer reached `max_tokens`.
+        unanswered: nothing in the answer could be read as one.
+        failed: the request failed.
+    """
+
+    questions: list[str]
+    correct: NDArray[np.float64]
+    tokens: NDArray[np.float64]
+    seconds: NDArray[np.float64]
+    truncated: NDArray[np.bool_]
+    unanswered: NDArray[np.bool_]
+    failed: NDArray[np.bool_]
+
+
+def harness_version() -> str:
+    """Of sgl-eval.
+
+    Raises:
+        ModuleNotFoundError: it is not installed, with the remedy.
+    """
+    try:
+        return version("sgl-eval")
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            "sgl-eval is not installed: pip install --editable '.[eval]'"
+        ) from error
+
+
+def arguments(
+    benchmark: Benchmark,
+    questions: Path,
+    prompt: Path | None,
+    out: Path,
+    base_url: str,
+    sampling: Sampling,
+    threads: int,
+) -> list[str]:
+    """The arguments of `sgl-eval`.
+
+    Args:
+        questions: file of one JSON line a question. Always given, so that what was asked is a file
+            of the run and not whatever the harness or the hub holds that day.
+        prompt: file with the text `sampling.prompt`; None for the benchmark's own.
+        out: folder under which the harness makes one.
+        base_url: of the server, without /v1.
+        threads: requests at a time.
+    """
+    thinking = json.dumps(sampling.thinking)
+    command = ["run", benchmark.harness, "--base-url", f"{base_url}/v1"]
+    command += ["--from-dataset", str(questions), "--out-dir", str(out)]
+    # No --seed: the harness would send the same one for all repeats.
+    command += ["--n-repeats", str(sampling.repeats)]
+    command += ["--temperature", str(sampling.temperature), "--top-p", str(sampling.top_p)]
+    # Unset, an answer would be as long as the server lets it.
+    command += ["--max-tokens", str(sampling.max_tokens)]
+    # The harness sends `thinking`; the templates of Qwen3 read `enable_thinking`.
+    command += ["--thinking" if sampling.thinking else "--no-thinking"]
+    command += ["--chat-template-kwarg", f"enable_thinking={thinking}"]
+    command += ["--num-threads", str(threads)]
+    if prompt is not None:
+        command += ["--prompt", str(prompt)]
+    return command
+
+
+def extra_body(sampling: Sampling, dense: bool) -> dict[str, Any]:
+    """What every request holds beyond the options of the harness's command line.
+
+    Args:
+        dense: ask the server to keep the requests dense.
+    """
+    body: dict[str, Any] = {}
+    if sampling.top_k is not None:
+        body["top_k"] = sampling.top_k
+    if dense:
+        body["custom_params"] = {"cache_rank": False}
+    return body
+
+
+def run_harness(command: Sequence[str], body: Mapping[str, Any]) -> int:
+    """Run `sgl-eval` in this process; its exit status.
+
+    It shows progress, writes every answer as it comes, and ends at Ctrl-C with what it has.
+
+    Args:
+        command: see `arguments`.
+        body: see `extra_body`. The command line has no option for it; the benchmark's defaults do.
+    """
+    from sgl_eval import cli, registry
+
+    spec = registry.get(command[1])
+    spec.default_gen = dataclasses.replace(spec.default_gen, extra_body=dict(body) or None)
+    return int(cli.main(list(command)))
+
+
+def result_folder(out: Path) -> Path:
+    """The folder that the harness made.
+
+    Raises:
+        FileNotFoundError: there is none with results.
+    """
+    for folder in sorted(out.glob("sgl_eval_*")):
+        if (folder / "metrics.json").is_file():
+            return folder
+    raise FileNotFoundError(f"{out} has no results: the run ended before the harness wrote them")
+
+
+def read_answers(out: Path, questions: Sequence[str], repeats: int) -> Answers:
+    """Read what the harness wrote.
+
+    Args:
+        out: as given to `arguments`.
+        questions: the ids that were asked.
+
+    Raises:
+        FileNotFoundError: see `result_folder`.
+        ValueError: answers are missing. Those of an interrupted run are the short ones, and its
+            mean is no estimate of anything.
+    """
+    folder = result_folder(out)
+    shape = (len(questions), repeats)
+    row = {question: index for index, question in enumerate(questions)}
+    answers = Answers(
+        list(questions),
+        *(np.full(shape, np.nan) for _ in range(3)),
+        *(np.zeros(shape, dtype=bool) for _ in range(3)),
+    )
+    seen = np.zeros(shape, dtype=bool)
+    for repeat in range(repeats):
+        with (folder / f"output-rs{repeat}.jsonl").open(encoding="utf-8") as file:
+            for line in file:
+                prediction = json.loads(line)
+                place = row[prediction["id"]], repeat
+                seen[place] = True
+                if prediction["finish_reason"] not in ("stop", "length"):
+                    answers.failed[place] = True
+                    continue
+                answers.correct[place] = prediction["symbolic_correct"]
+                answers.tokens[place] = prediction["num_generated_tokens"]
+                answers.seconds[place] = (
+                    prediction["generation_end_time"] - prediction["generation_start_time"]
+                )
+                answers.truncated[place] = prediction["finish_reason"] == "length"
+                # The harness prints this rate only for repeats; it is told here for one, too.
+                answers.unanswered[place] = prediction["predicted_answer"] is None
+    if not seen.all():
+        raise ValueError(f"{folder} has {seen.sum()} of {seen.size} answers: the run was cut short")
+    return answers

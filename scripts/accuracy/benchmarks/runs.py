@@ -1,0 +1,257 @@
+"""One benchmark on one server, and the folder that it leaves.
+
+OUT/BENCHMARK/run.json           what was asked of which server; written at first and at the end
+OUT/BENCHMARK/questions.jsonl    the questions as they were asked
+OUT/BENCHMARK/prompt.yaml        if it is not the benchmark's own
+OUT/BENCHMARK/sgl_eval_*/        the harness's answers and metrics
+"""
+
+from __future__ import annotations
+
+import shlex
+import time
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from scripts.accuracy.benchmarks import harness
+from scripts.accuracy.benchmarks.harness import Answers, Sampling
+from scripts.accuracy.benchmarks.questions import (
+    Benchmark,
+    Question,
+    digest,
+    read_questions,
+    write_questions,
+)
+from scripts.accuracy.benchmarks.server import Counters, Server, ServerError
+
+MOST_THREADS = 64
+PROMPT_TOKENS = 2048
+"""Set aside for a question where requests at a time are counted."""
+
+_NO_ROOM = ("max_sparse_requests", "cache_rank_memory")
+
+
+class Record(msgspec.Struct):
+    """What was run; `run.json`.
+
+    Attributes:
+        benchmark: its name.
+        command: our command line.
+        harness_command: the harness's, less `extra_body`, which every request holds beside it.
+        versions: of the harness and of this package.
+        questions: how many.
+        questions_sha256: of questions.jsonl.
+        dense: requests asked to stay dense.
+        threads: requests at a time.
+        server: what `/server_info` said.
+        counters: what happened on the server between the first request and the last answer.
+        cache_rank: what `/server_info` said of it after the last answer, recall included.
+        warnings: what a reader of the results has to know.
+        started, seconds: Unix time, and how long it took.
+    """
+
+    benchmark: str
+    command: list[str]
+    harness_command: list[str]
+    extra_body: dict[str, Any]
+    versions: dict[str, str]
+    questions: int
+    questions_sha256: str
+    sampling: Sampling
+    dense: bool
+    threads: int
+    server: dict[str, Any]
+    counters: Counters = msgspec.field(default_factory=Counters)
+    cache_rank: dict[str, Any] = msgspec.field(default_factory=dict)
+    warnings: list[str] = msgspec.field(default_factory=list)
+    started: float = 0.0
+    seconds: float = 0.0
+
+    @property
+    def should_be_sparse(self) -> bool:
+        """Whether requests were free to turn sparse on a cache rank."""
+        return bool(self.server.get("cache_rank_gpus")) and not self.dense
+
+
+class Run(msgspec.Struct):
+    """A finished run."""
+
+    folder: Path
+    record: Record
+    answers: Answers
+
+
+def run_benchmark(
+    benchmark: Benchmark,
+    server: Server,
+    out: Path,
+    sampling: Sampling,
+    *,
+    command: Sequence[str],
+    dataset: Path | None = None,
+    num_questions: int | None = None,
+    threads: int | None = None,
+    dense: bool = False,
+    say: Callable[[str], None] = print,
+) -> Run:
+    """Ask a server every question of a benchmark and keep the answers.
+
+    Args:
+        benchmark: what to ask.
+        server: whom.
+        out: a folder named after the benchmark is made in it.
+        sampling: how answers are sampled.
+        command: our command line, for the record.
+        dataset: file of questions in the place of the benchmark's own.
+        num_questions: ask the first ones only.
+        threads: requests at a time. Default: 64, or as many as the cache rank can hold.
+        dense: ask the server to keep the requests dense.
+        say: prints a line.
+
+    Raises:
+        FileExistsError: the folder is there already.
+        InterruptedError: the harness did not end well; what it has is kept.
+        OSError: the questions cannot be read, or not from the hub.
+        ServerError: the server is not one on which this benchmark means anything.
+        ValueError: a malformed file of questions.
+    """
+    folder = out / benchmark.name
+    if folder.exists():
+        raise FileExistsError(f"{folder} is there already: give another --out, or remove it")
+    if server.context_length < sampling.max_tokens + 1:
+        raise ServerError(
+            f"the server's requests have at most {server.context_length} tokens, prompt included: "
+            f"no room for --max-tokens {sampling.max_tokens}"
+        )
+    sparse = server.has_cache_rank and not dense
+    threads = _threads(server, sampling, threads, sparse)
+    questions = (read_questions(dataset) if dataset else _load(benchmark))[:num_questions]
+
+    folder.mkdir(parents=True)
+    asked = folder / "questions.jsonl"
+    write_questions(questions, asked)
+    prompt = None
+    if sampling.prompt:
+        prompt = folder / "prompt.yaml"
+        prompt.write_text(sampling.prompt, encoding="utf-8")
+    record = Record(
+        benchmark=benchmark.name,
+        command=list(command),
+        harness_command=harness.arguments(
+            benchmark, asked, prompt, folder, server.url, sampling, threads
+        ),
+        extra_body=harness.extra_body(sampling, dense),
+        versions={
+            "sgl-eval": harness.harness_version(),
+            "sglang-cache-rank": version("sglang-cache-rank"),
+        },
+        questions=len(questions),
+        questions_sha256=digest(asked),
+        sampling=sampling,
+        dense=dense,
+        threads=threads,
+        server=server.info,
+        started=time.time(),
+    )
+    if sampling.thinking and not server.info.get("reasoning_parser"):
+        record.warnings.append(
+            "the server has no --reasoning-parser: answers are read from within the thinking, also "
+            "of an answer that was cut short"
+        )
+    write_record(record, folder)
+
+    say(f"{len(questions)} questions, {sampling.repeats} answers each, {threads} at a time")
+    say(shlex.join(["sgl-eval", *record.harness_command]))
+    if record.extra_body:
+        say(f"  and in every request {msgspec.json.encode(record.extra_body).decode()}")
+    before = server.counters()
+    status = harness.run_harness(record.harness_command, record.extra_body)
+    record.seconds = time.time() - record.started
+    record.counters = server.counters().since(before)
+    record.cache_rank = server.cache_rank()
+    if status:
+        record.warnings.append(f"the harness ended with status {status}")
+        write_record(record, folder)
+        raise InterruptedError(f"the harness ended with status {status}; see {folder}")
+    answers = harness.read_answers(folder, [q["id"] for q in questions], sampling.repeats)
+    record.warnings += _warnings(record, answers, server.has_metrics)
+    write_record(record, folder)
+    for warning in record.warnings:
+        say(f"warning: {warning}")
+    return Run(folder, record, answers)
+
+
+def read_run(folder: Path) -> Run:
+    """Read what `run_benchmark` left.
+
+    Raises:
+        FileNotFoundError: the folder has no finished run.
+        ValueError: the run was cut short, or its questions are not those that it began with.
+    """
+    record = msgspec.json.decode((folder / "run.json").read_bytes(), type=Record)
+    asked = folder / "questions.jsonl"
+    if digest(asked) != record.questions_sha256:
+        raise ValueError(f"{asked} is not the file that the questions were asked from")
+    questions = [question["id"] for question in read_questions(asked)]
+    return Run(folder, record, harness.read_answers(folder, questions, record.sampling.repeats))
+
+
+def _load(benchmark: Benchmark) -> list[Question]:
+    try:
+        return benchmark.load()
+    except OSError as error:  # what the hub's library raises without access is one, too
+        raise OSError(f"{error}\nWithout access to the hub, give --from-dataset") from error
+
+
+def _threads(server: Server, sampling: Sampling, wanted: int | None, sparse: bool) -> int:
+    """Requests at a time, so that none stays dense for want of room on the cache rank."""
+    if not sparse:
+        return wanted or MOST_THREADS
+    longest = PROMPT_TOKENS + sampling.max_tokens
+    room = server.most_sparse_requests(longest)
+    if room == 0:
+        raise ServerError(
+            f"the cache rank holds {server.capacity_tokens} tokens and a request may have "
+            f"{longest}: every request would stay dense. Lower --max-tokens"
+        )
+    return wanted or min(MOST_THREADS, room)
+
+
+def _warnings(record: Record, answers: Answers, has_metrics: bool) -> list[str]:
+    warnings = []
+    if failed := int(answers.failed.sum()):
+        warnings.append(f"{failed} of {answers.failed.size} requests failed and are left out")
+    steps = int(record.counters.cache_rank.get("steps", 0))
+    if not record.should_be_sparse:
+        if steps:
+            warnings.append(f"{steps} decode steps were sparse: other requests ran meanwhile")
+        return warnings
+    if steps == 0:
+        warnings.append(
+            "no decode step was sparse: no request came beyond --sparse-threshold "
+            f"{record.server['sparse_threshold']}, so that this is a dense run"
+        )
+    for reason, count in sorted(record.counters.dense_requests.items()):
+        if count:
+            remedy = ": lower --num-threads" if reason in _NO_ROOM else ""
+            warnings.append(
+                f"{count} requests beyond the threshold had dense steps ({reason}){remedy}"
+            )
+    if not has_metrics:
+        warnings.append(
+            "the server was started without --enable-metrics: how many requests stayed dense for "
+            "want of room on the cache rank is not known"
+        )
+    if restarts := int(record.counters.cache_rank.get("starts", 0)):
+        warnings.append(f"the cache rank was lost and started again, {restarts} times")
+    return warnings
+
+
+def write_record(record: Record, folder: Path) -> None:
+    """Write `run.json`."""
+    text = msgspec.json.format(msgspec.json.encode(record), indent=2).decode()
+    (folder / "run.json").write_text(text + "\n", encoding="utf-8")

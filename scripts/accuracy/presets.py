@@ -1,0 +1,109 @@
+"""The experiments that have a name: which systems on which problems.
+
+All are written for small models on a machine without a GPU, where they take minutes to an hour;
+another model, task, dials, systems or budgets are given on the command line.
+"""
+
+from __future__ import annotations
+
+from typing import Any, get_args
+
+import msgspec
+
+from cache_rank.config import Frame, Predictor
+from scripts.accuracy.checkpoints import BUNDLED
+from scripts.accuracy.systems import CACHE_RANK, DECODE_MODES, DENSE
+
+Dials = dict[str, Any]
+BUNDLED_CHASE: Dials = {"facts": 128, "hops": 80}
+PREDICTORS = tuple(
+    f"{CACHE_RANK}:query_predictor={predictor},query_frame={frame}"
+    for predictor in get_args(Predictor)
+    for frame in get_args(Frame)
+)
+
+
+class Preset(msgspec.Struct, frozen=True):
+    """An experiment.
+
+    Attributes:
+        question: that it answers.
+        systems: labels.
+        task: of TASKS.
+        dials: of the task, one cell each.
+        model: see `scripts.accuracy.checkpoints`.
+        budgets: k of the systems whose labels name none.
+    """
+
+    question: str
+    systems: tuple[str, ...]
+    task: str = "pointer-chase"
+    dials: tuple[Dials, ...] = (BUNDLED_CHASE,)
+    budgets: tuple[int, ...] = (64,)
+    model: str = BUNDLED
+
+
+def _predictor_windows() -> tuple[str, ...]:
+    """Every predictor in every frame, by the queries that it sees, and then by hysteresis."""
+    windowed = [label for label in PREDICTORS if "=last" not in label]
+    return (
+        *(label for label in PREDICTORS if "=last" in label),
+        *(f"{label},query_window={window}" for label in windowed for window in (2, 4, 8, 16, 32)),
+        *(f"{label},selection_margin={margin}" for label in PREDICTORS for margin in (0, 64, 256)),
+    )
+
+
+def _formats() -> tuple[str, ...]:
+    options = {
+        "lynx": ("reading=full", "reading=anchor"),
+        "quantspec": ("reading=8", "reading=4"),
+        "hack": ("bits=4+partition=64", "bits=2+partition=64", "bits=2+partition=16"),
+        "mosaickv": ("rate=62.5", "rate=87.5"),
+    }
+    return (
+        CACHE_RANK,
+        f"{CACHE_RANK}:score_keys=fp8",
+        f"{CACHE_RANK}:wire_dtype=fp8",
+        *(
+            f"{CACHE_RANK}:kv_residency={name},kv_residency_options={chosen}"
+            for name, choices in options.items()
+            for chosen in choices
+        ),
+    )
+
+
+PRESETS = {
+    "budgets": Preset(
+        "How many tokens of each KV head does a system need?",
+        (
+            *(DENSE, *DECODE_MODES, CACHE_RANK),
+            # Less than a page of Quest, and still enough for some.
+            *(
+                f"{name}:sparse_budget={k}"
+                for name in ("tova", "oracle", CACHE_RANK)
+                for k in (4, 8)
+            ),
+        ),
+        budgets=(16, 32, 64),
+    ),
+    "jumps": Preset(
+        "What does it cost to select one step late, by how often a query repeats?",
+        (DENSE, "oracle", *PREDICTORS),
+        dials=tuple({**BUNDLED_CHASE, "restatements": r, "announced": True} for r in (1, 2, 3, 4)),
+        model="pointer-chase-128-mixed",
+    ),
+    "predictors": Preset(
+        "Which predictor, in which frame, from how many queries, with how much hysteresis?",
+        (DENSE, "oracle", *_predictor_windows()),
+        budgets=(16,),
+    ),
+    "residency": Preset(
+        "What do the formats of the cache rank cost in accuracy?",
+        (DENSE, *_formats()),
+    ),
+    "lengths": Preset(
+        "How far does a chain get?",
+        (DENSE, *DECODE_MODES, CACHE_RANK),
+        dials=({"facts": 128, "hops": 128},),
+    ),
+}

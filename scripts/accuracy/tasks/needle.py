@@ -1,0 +1,105 @@
+"""Many needles, several asked for: multi-key retrieval in the style of RULER.
+
+A needle is a key and a value of several words; needles stand in random order among words that say
+nothing. The prompt ends with the keys that are asked for, and the answer gives one value after the
+other, each behind its key (arXiv 2404.06654, section 3, multi-key and multi-query needles):
+
+    prompt    s17 d4 d61 d9 n3 n3 s8 d30 d2 d77 n0 ... ask s8 s17 ... go s8
+    decode    s8 s8 d30 d2 d77 s17 s17 s17 d4 d61 d9 ...
+
+No two words of the values are equal, so that each word of a value is found from the one before it.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+
+from scripts.accuracy.tasks.problem import Problem, Task, require
+from scripts.accuracy.tasks.vocabulary import FILLERS, WALK, key_word, value_word
+
+ASK = "ask"
+
+
+@dataclass(frozen=True)
+class Needles(Problem):
+    """One problem: what the prompt states, and the keys that are asked for."""
+
+    stated: tuple[str, ...]
+    values: Mapping[int, tuple[int, ...]]
+    asked: tuple[int, ...]
+    restatements: int = 3
+
+    @cached_property
+    def prompt(self) -> str:
+        """Needles among fillers, the keys asked for, then the first of them stated once."""
+        keys = [key_word(key) for key in self.asked]
+        return " ".join([*self.stated, ASK, *keys, WALK, keys[0]])
+
+    @cached_property
+    def answer(self) -> tuple[str, ...]:
+        """Each key restated, then its value."""
+        words: list[str] = []
+        for key in self.asked:
+            words += [key_word(key)] * self.restatements
+            words += map(value_word, self.values[key])
+        return tuple(words[1:])
+
+    @cached_property
+    def successor(self) -> Mapping[str, str]:
+        """The next word, for the words of the needles."""
+        found: dict[str, str] = {}
+        for key, value in self.values.items():
+            found.update(pairwise([key_word(key), *map(value_word, value)]))
+        return found
+
+
+def make_needles(
+    seed: int,
+    needles: int = 24,
+    words: int = 4,
+    asked: int = 16,
+    filler: int = 4,
+    keys: int = 128,
+    restatements: int = 3,
+) -> Needles:
+    """A deterministic problem.
+
+    Args:
+        seed: of the needles, their order and the fillers.
+        needles: that the prompt states.
+        words: of a value.
+        asked: needles that are asked for.
+        filler: words between two needles: their mean, of a uniform distribution from 0.
+        keys: keys and values that there are.
+        restatements: of each key of the answer.
+
+    Raises:
+        ValueError: a dial is out of range.
+    """
+    require(words, "words", 1)
+    require(needles, "needles", 1, keys // words)
+    require(asked, "asked", 1, needles)
+    require(filler, "filler", 0)
+    require(restatements, "restatements", 1)
+    rng = random.Random(seed)
+    names = rng.sample(range(keys), needles)
+    drawn = rng.sample(range(keys), needles * words)
+    values = {name: tuple(drawn[i * words : (i + 1) * words]) for i, name in enumerate(names)}
+    stated: list[str] = []
+    for name in names:
+        stated += [key_word(name), *map(value_word, values[name])]
+        stated += rng.choices(FILLERS, k=rng.randrange(2 * filler + 1))
+    return Needles(tuple(stated), values, tuple(rng.sample(names, asked)), restatements)
+
+
+TASK = Task(
+    "needle",
+    "a lookup whose next token changes at every step: the words of a value stand side by side, so "
+    "that a page brings them all, and tokens chosen one by one have to keep up",
+    make_needles,
+    (ASK, *FILLERS),
+)

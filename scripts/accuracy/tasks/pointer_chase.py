@@ -1,0 +1,113 @@
+"""Restated pointer chase: a retrieval task whose every step a program can check.
+
+A prompt states key-value pairs in random order; together they form one cycle over random keys. The
+decode walks the cycle from a start key: each key is stated `restatements` times, then its value
+follows, and the value becomes the next key. The words have two roles (`s17` is key 17, `d17` is the
+value 17), so that a fact is found from its key and not from its value:
+
+    prompt    s17 d4 s9 d88 ... go s9
+    decode    s9 s9 d88 s88 s88 s88 d31 s31 ...
+
+Each hop needs exactly one earlier token and no error can be recovered from, so that the fraction of
+exact chains is the probability of a correct hop to the power of the number of hops: a sensitive
+measure of what a sparse or compressed KV cache loses. Restating gives the lookup a query which
+repeats itself, and so tolerates a selection up to `restatements - 1` steps old; it is a dial, not a
+property of natural text. With one statement, the step which looks up is the first to have the key:
+a selection from earlier queries has only the value before, which names the same number, to go by.
+
+Usage:
+
+    chain = make_chain(seed=0, facts=128, hops=90)
+    text = generate(chain.prompt, max_tokens=chain.max_tokens, temperature=0)
+    grade = chain.grade(text)
+
+The task descends from multi-query associative recall (Zoology, arXiv 2312.04927).
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from scripts.accuracy.tasks.problem import Problem, Task, require, walk
+from scripts.accuracy.tasks.vocabulary import WALK, key_word, value_word
+
+MOST_ANNOUNCED = 8
+
+
+def restatements_word(restatements: int) -> str:
+    """The word which says how often each key of the walk is stated."""
+    return f"r{restatements}"
+
+
+@dataclass(frozen=True)
+class PointerChase(Problem):
+    """One problem: a table, the key to start from and the number of hops to walk."""
+
+    facts: tuple[tuple[int, int], ...]  # (key, successor), in the order of the prompt
+    start: int
+    length: int  # hops
+    restatements: int = 3
+    announced: bool = False  # the prompt says `restatements`
+
+    @property
+    def fact_words(self) -> list[str]:
+        """The prompt's table: two words a fact."""
+        return [word for k, v in self.facts for word in (key_word(k), value_word(v))]
+
+    @cached_property
+    def prompt(self) -> str:
+        """The table, then the start key stated once: the rest of the walk is the decode."""
+        announcement = [restatements_word(self.restatements)] if self.announced else []
+        return " ".join([*self.fact_words, *announcement, WALK, key_word(self.start)])
+
+    @cached_property
+    def answer(self) -> tuple[str, ...]:
+        """The start key's other restatements, its value, then every later hop whole."""
+        return walk(dict(self.facts), self.start, self.length, self.restatements).words[1:]
+
+    @cached_property
+    def successor(self) -> Mapping[str, str]:
+        """The table."""
+        return {key_word(k): value_word(v) for k, v in self.facts}
+
+    @property
+    def final_value(self) -> int:
+        """The value of the last hop."""
+        return int(self.answer[-1][1:])
+
+
+def make_chain(
+    seed: int,
+    facts: int,
+    hops: int,
+    keys: int = 128,
+    restatements: int = 3,
+    announced: bool = False,
+) -> PointerChase:
+    """A deterministic problem: one cycle through `facts` of `keys` keys, stated in random order.
+
+    Within one lap, that is `hops` up to `facts`, no hop can be copied from an earlier hop.
+
+    Raises:
+        ValueError: a dial is out of range.
+    """
+    require(facts, "facts", 2, keys)
+    require(hops, "hops", 1)
+    require(restatements, "restatements", 1, MOST_ANNOUNCED if announced else float("inf"))
+    rng = random.Random(seed)
+    cycle = rng.sample(range(keys), facts)
+    table = list(zip(cycle, cycle[1:] + cycle[:1], strict=True))
+    rng.shuffle(table)
+    return PointerChase(tuple(table), cycle[0], hops, restatements, announced)
+
+
+TASK = Task(
+    "pointer-chase",
+    "a lookup that misses its one token, or comes too late for it: r statements of a key allow a "
+    "selection that is r - 1 steps old, and r = 1 is adversarial to predicting a step ahead",
+    make_chain,
+    tuple(restatements_word(r) for r in range(1, MOST_ANNOUNCED + 1)),
+)

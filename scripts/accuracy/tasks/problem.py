@@ -1,0 +1,168 @@
+"""The interface of the tasks: a problem has a prompt and an answer, and grades what was decoded."""
+
+from __future__ import annotations
+
+import random
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+from scripts.accuracy.tasks.vocabulary import key_word, task_words, value_word
+
+
+class Grade(NamedTuple):
+    """What a decode got right.
+
+    A hop is one lookup: a word which follows from the word just before it.
+
+    Attributes:
+        correct_hops: hops which follow from the word before them, also after an earlier mistake.
+        correct_prefix_hops: hops before the first wrong word.
+        hops: of the whole answer.
+        exact: every word is right.
+        words: that were decoded.
+    """
+
+    correct_hops: int
+    correct_prefix_hops: int
+    hops: int
+    exact: bool
+    words: int
+
+
+class Problem(ABC):
+    """A prompt whose continuation a program can check.
+
+    The words carry no `<bos>`: the tokenizer adds it.
+    """
+
+    sampling: ClassVar[Mapping[str, float]] = {"temperature": 0.0}
+    """Sampling parameters of the OpenAI API that the problem is decoded with."""
+
+    @property
+    @abstractmethod
+    def prompt(self) -> str:
+        """What the model is given, words separated by spaces."""
+
+    @property
+    @abstractmethod
+    def answer(self) -> tuple[str, ...]:
+        """The words to decode; of a problem with many right answers, one of them."""
+
+    @property
+    @abstractmethod
+    def successor(self) -> Mapping[str, str]:
+        """The word that a lookup finds, for every word which is looked up."""
+
+    @property
+    def determined(self) -> tuple[bool, ...]:
+        """Of each word of the answer, whether it follows from the words before it."""
+        return (True,) * len(self.answer)
+
+    @property
+    def stated_words(self) -> int:
+        """Words of prompt and answer before the first lookup: what a sparse cache must hold."""
+        return len(self.prompt.split())
+
+    @property
+    def max_tokens(self) -> int:
+        """Length of the decode; an answer has no end of its own and is cut here."""
+        return len(self.answer)
+
+    @property
+    def hops(self) -> int:
+        """Lookups of the answer."""
+        return sum(self._found(self.answer))
+
+    def grade(self, text: str) -> Grade:
+        """Compare a decoded text, without the prompt and special tokens, with the answer."""
+        words = text.split()[: self.max_tokens]
+        matched = matching_prefix(words, self.answer)
+        return Grade(
+            correct_hops=min(sum(self._found(words)), self.hops),
+            correct_prefix_hops=sum(self._found(self.answer[:matched])),
+            hops=self.hops,
+            exact=matched == self.max_tokens,
+            words=len(words),
+        )
+
+    def _found(self, words: list[str] | tuple[str, ...]) -> list[bool]:
+        """Of each word, whether a lookup of the word before it finds it."""
+        before = [self.prompt.rsplit(maxsplit=1)[-1], *words]
+        return [self.successor.get(b) == word for b, word in zip(before, words, strict=False)]
+
+
+def matching_prefix(words: list[str] | tuple[str, ...], expected: tuple[str, ...]) -> int:
+    """Words before the first one that differs."""
+    for index, (word, right) in enumerate(zip(words, expected, strict=False)):
+        if word != right:
+            return index
+    return min(len(words), len(expected))
+
+
+@dataclass(frozen=True)
+class Task:
+    """A family of problems.
+
+    Attributes:
+        name: as on the command line.
+        exposes: the failure of a KV cache that the task is there to show, in a sentence.
+        make: makes the problem of a seed: `make(seed, **dials)`; raises ValueError for dials that
+            no problem has. `keys` and `restatements` are dials of every task.
+        markers: words of the task's own.
+    """
+
+    name: str
+    exposes: str
+    make: Callable[..., Problem]
+    markers: tuple[str, ...] = ()
+
+    def words(self, keys: int) -> list[str]:
+        """All words, in the order of their token ids."""
+        return task_words(keys, self.markers)
+
+
+class Walked(NamedTuple):
+    """Words of a walk, from its first key, and which of them follow from the words before."""
+
+    words: tuple[str, ...]
+    determined: tuple[bool, ...]
+
+
+def walk(
+    successor: Mapping[int, int],
+    start: int,
+    hops: int,
+    restatements: int,
+    restarts: float = 0.0,
+    rng: random.Random | None = None,
+) -> Walked:
+    """Follow a table: each key stated `restatements` times, its value, then that value as the key.
+
+    Args:
+        successor: value of every key.
+        start: first key.
+        hops: values to state.
+        restatements: r.
+        restarts: probability that the walk goes on from a random key after a value. A model learns
+            the lookup from walks which do, because it cannot guess their values by elimination.
+        rng: needed with restarts.
+    """
+    words: list[str] = []
+    determined: list[bool] = []
+    keys = list(successor)
+    key, known = start, False
+    for _ in range(hops):
+        value = successor[key]
+        words += [key_word(key)] * restatements + [value_word(value)]
+        determined += [known] + [True] * restatements
+        known = rng is None or rng.random() >= restarts
+        key = value if known or rng is None else rng.choice(keys)
+    return Walked(tuple(words), tuple(determined))
+
+
+def require(value: Any, name: str, low: float, high: float = float("inf")) -> None:
+    """Raise ValueError if a dial is out of range."""
+    if not low <= value <= high:
+        raise ValueError(f"{name} must be in [{low}, {high}], got {value}")

@@ -1,0 +1,104 @@
+"""Variable tracking in the style of RULER (arXiv 2404.06654, section 3): chains of assignments.
+
+Several chains of variables are assigned one from the other, as in a program: every assignment comes
+after the one that it copies from, the chains are interleaved, and between the assignments stand
+words that say nothing. `s17 d4` says that variable 17 is copied to variable 4. The answer
+names all variables that a first one reaches, and says `end` after the last:
+
+    prompt    s17 d4 n3 n9 n3 s8 d2 n0 s4 d88 n7 ... go s17
+    decode    s17 s17 d4 s4 s4 s4 d88 s88 s88 s88 end
+
+Variables are restated as in the pointer chase.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+
+from scripts.accuracy.tasks.problem import Problem, Task, require, walk
+from scripts.accuracy.tasks.vocabulary import FILLERS, WALK, key_word, value_word
+
+END = "end"
+
+
+@dataclass(frozen=True)
+class VariableTracking(Problem):
+    """One problem: what the prompt states, and the chain that is asked for."""
+
+    stated: tuple[str, ...]
+    assignments: tuple[tuple[int, int], ...]  # (source, target)
+    chain: tuple[int, ...]
+    restatements: int = 3
+
+    @cached_property
+    def prompt(self) -> str:
+        """Assignments among fillers, then the chain's first variable stated once."""
+        return " ".join([*self.stated, WALK, key_word(self.chain[0])])
+
+    @cached_property
+    def answer(self) -> tuple[str, ...]:
+        """The other variables of the chain, each restated, then `end`."""
+        hops = len(self.chain) - 1
+        walked = walk(dict(self.assignments), self.chain[0], hops, self.restatements).words
+        return (*walked[1:], *[key_word(self.chain[-1])] * self.restatements, END)
+
+    @cached_property
+    def successor(self) -> Mapping[str, str]:
+        """Where each variable is copied to; `end` is what the last of the chain finds."""
+        found = {key_word(source): value_word(target) for source, target in self.assignments}
+        return {**found, key_word(self.chain[-1]): END}
+
+
+def make_variables(
+    seed: int,
+    chains: int = 6,
+    hops: int = 16,
+    filler: int = 2,
+    keys: int = 128,
+    restatements: int = 3,
+) -> VariableTracking:
+    """A deterministic problem.
+
+    Args:
+        seed: of the variables, their order and the fillers.
+        chains: of which one is asked for.
+        hops: assignments of a chain.
+        filler: words between two assignments: their mean, of a uniform distribution from 0.
+        keys: variables that there are.
+        restatements: of each variable of the answer.
+
+    Raises:
+        ValueError: a dial is out of range.
+    """
+    require(chains, "chains", 1)
+    require(hops, "hops", 1)
+    require(chains * (hops + 1), "chains * (hops + 1)", 2, keys)
+    require(filler, "filler", 0)
+    require(restatements, "restatements", 1)
+    rng = random.Random(seed)
+    variables = rng.sample(range(keys), chains * (hops + 1))
+    members = [variables[i::chains] for i in range(chains)]
+    turns = [chain for chain in range(chains) for _ in range(hops)]
+    rng.shuffle(turns)
+    remaining = [list(pairwise(m)) for m in members]
+    stated: list[str] = []
+    assignments = []
+    for chain in turns:
+        source, target = remaining[chain].pop(0)
+        assignments.append((source, target))
+        stated += [key_word(source), value_word(target)]
+        stated += rng.choices(FILLERS, k=rng.randrange(2 * filler + 1))
+    return VariableTracking(tuple(stated), tuple(assignments), tuple(members[0]), restatements)
+
+
+TASK = Task(
+    "variable-tracking",
+    "a few tokens that count among many that do not, where a page holds one of them at most; and "
+    "a lookup that must find nothing, where a poor selection still offers something",
+    make_variables,
+    (END, *FILLERS),
+)

@@ -1,0 +1,145 @@
+"""How good a residency format is: errors of what is read back and of scores, and the selection."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+import torch
+from cache_rank_kernels.score.reference import score_tokens
+from cache_rank_kernels.select.reference import top_tokens
+from torch import Tensor
+
+from cache_rank.config import CacheRankConfig
+from cache_rank.measure.recall import measure_recall
+from cache_rank.pages import PAGE_TOKENS
+from scripts.formats.samples import Sample
+
+
+class Throughput(msgspec.Struct, frozen=True):
+    """Of one operation.
+
+    Attributes:
+        tokens: a second, each in all layers and kv heads.
+        gigabytes: 10^9 bytes a second: of scores, codes that are read; else all that is held of a
+            token. None if it is not known.
+    """
+
+    tokens: float
+    gigabytes: float | None
+
+
+class Measurement(msgspec.Struct):
+    """One line of the comparison.
+
+    Errors are vNMSE, E |x - y|² / E |x|², None if not finite. `score_error` is that of
+    log-probabilities, both about their mean over the candidates, because what all tokens share
+    changes no selection.
+
+    Attributes:
+        format: name, or that of a baseline.
+        options: of the format, as in `--kv-residency-options`, or of the baseline.
+        bits: of an element of K and V as they are held, all that grows with tokens counted.
+        key_bits: of a key's element that scores read, what codes are relative to not counted.
+        key_error, value_error: of all but the newest page, which formats may hold as it came.
+        output_error: of attention over all tokens.
+        score_error: see above.
+        recall: share of the exact k best candidates that are among the k best by the scores.
+        attention_mass: of the candidates' attention, what these hold.
+        encode, score, gather: throughput; None of a baseline.
+    """
+
+    format: str
+    options: str
+    bits: float | None = None
+    key_bits: int | None = None
+    key_error: float | None = None
+    value_error: float | None = None
+    output_error: float | None = None
+    score_error: float | None = None
+    recall: float | None = None
+    attention_mass: float | None = None
+    encode: Throughput | None = None
+    score: Throughput | None = None
+    gather: Throughput | None = None
+
+
+class Exact(NamedTuple):
+    """What a sample's attention is in full precision, a step each.
+
+    Attributes:
+        outputs: (layers, Hq, D) float32.
+        scores: (layers, Hkv, position + 1) float32, see `score_tokens`.
+    """
+
+    outputs: list[Tensor]
+    scores: list[Tensor]
+
+    @classmethod
+    def of(cls, sample: Sample) -> Exact:
+        return cls(_outputs(sample, sample.keys, sample.values), scores_of(sample, sample.keys))
+
+
+def compare(
+    measurement: Measurement,
+    sample: Sample,
+    exact: Exact,
+    keys: Tensor,
+    values: Tensor,
+    scores: Sequence[Tensor],
+    config: CacheRankConfig,
+) -> None:
+    """Fill in errors, recall and attention mass.
+
+    Args:
+        measurement: to fill in.
+        sample: on the device of all else.
+        exact: of the sample.
+        keys, values: as they are read back, (layers, Hkv, tokens, D).
+        scores: of each step, (layers, Hkv, position + 1) float32.
+        config: says how many tokens are selected, and among which.
+    """
+    older = slice(0, sample.tokens - PAGE_TOKENS)
+    measurement.key_error = _error([(sample.keys[:, :, older], keys[:, :, older])])
+    measurement.value_error = _error([(sample.values[:, :, older], values[:, :, older])])
+    outputs = _outputs(sample, keys, values)
+    measurement.output_error = _error(list(zip(exact.outputs, outputs, strict=True)))
+
+    centred, selected = [], []
+    for position, true, found in zip(sample.positions, exact.scores, scores, strict=True):
+        candidates = config.candidates_after(position - 1)
+        both = (part[..., candidates.start : candidates.stop] for part in (true, found))
+        first, second = (part - part.mean(dim=-1, keepdim=True) for part in both)
+        centred.append((first, second))
+        chosen = top_tokens(found[..., :position], candidates, config.sparse_budget)
+        selected.append(measure_recall(true, chosen, config, position))
+    measurement.score_error = _error(centred)
+    measurement.recall, measurement.attention_mass = torch.stack(selected).mean((0, 2, 3)).tolist()
+
+
+def _error(pairs: Sequence[tuple[Tensor, Tensor]]) -> float | None:
+    """vNMSE of the second of each pair; None if it is not finite."""
+    difference = sum((one.float() - other.float()).square().sum().double() for one, other in pairs)
+    size = sum(one.float().square().sum().double() for one, _ in pairs)
+    error: Any = difference / size
+    return float(error) if error.isfinite() else None
+
+
+def _outputs(sample: Sample, keys: Tensor, values: Tensor) -> list[Tensor]:
+    """Attention of every step over keys and values: (layers, Hq, D) float32 each."""
+    outputs = []
+    for position, query in zip(sample.positions, sample.queries, strict=True):
+        grouped = query.float().unflatten(1, (keys.shape[1], -1))  # (layers, Hkv, G, D)
+        logits = grouped @ keys[:, :, : position + 1].float().transpose(-1, -2) * sample.scale
+        output = logits.softmax(dim=-1) @ values[:, :, : position + 1].float()
+        outputs.append(output.flatten(1, 2))
+    return outputs
+
+
+def scores_of(sample: Sample, keys: Tensor) -> list[Tensor]:
+    """Scores of every step by keys of any float dtype, see Exact."""
+    return [
+        score_tokens(query, keys[:, :, : position + 1], sample.scale)
+        for position, query in zip(sample.positions, sample.queries, strict=True)
+    ]

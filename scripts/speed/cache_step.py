@@ -1,0 +1,126 @@
+"""The cache rank's step alone: no engine and no channels, so one GPU and seconds suffice."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from cache_rank.config import CacheRankConfig, ModelShape
+from cache_rank.measure.timeline import Timeline
+from cache_rank.measure.timing import device_seconds
+from cache_rank.pages import PAGE_TOKENS
+from cache_rank.protocol import (
+    AnswerHeader,
+    DownMessage,
+    Row,
+    UpMessage,
+    bulk_shape,
+    group_sizes,
+)
+from cache_rank.residency import bytes_per_token, fixed_bytes, require_format
+from cache_rank.selector import Selector
+
+LOADED_TOKENS = 4096
+DRIFT = 0.1
+"""Of the standard deviation of queries, keys and values, that each step adds to those before."""
+
+
+class CacheStep(NamedTuple):
+    """What was measured.
+
+    Attributes:
+        seconds: of each step.
+        up_bytes, down_bytes: of its messages.
+        tokens_shipped: in the last step, over all layers and KV heads.
+    """
+
+    seconds: list[float]
+    up_bytes: int
+    down_bytes: int
+    tokens_shipped: int
+
+
+def shape_of(config: dict[str, Any], dtype: str = "bfloat16") -> ModelShape:
+    """All attention layers of a model, from its config.json."""
+    heads, hidden = config["num_attention_heads"], config["hidden_size"]
+    head_dim = config.get("head_dim") or hidden // heads
+    base = float(config.get("rope_theta") or config.get("rope_parameters", {})["rope_theta"])
+    return ModelShape(
+        config["num_hidden_layers"],
+        heads,
+        config.get("num_key_value_heads") or heads,
+        head_dim,
+        dtype,
+        head_dim**-0.5,
+        tuple(base ** (-2 * pair / head_dim) for pair in range(head_dim // 2)),
+    )
+
+
+def measure_cache_step(
+    config: CacheRankConfig, tokens: int, steps: int, device: torch.device
+) -> CacheStep:
+    """Time steps over `config.max_rows` sequences whose slots are full.
+
+    Queries, keys and values are random numbers that drift.
+
+    Args:
+        config: of the cache rank.
+        tokens: of each sequence.
+        steps: that are timed.
+        device: where it runs.
+
+    Raises:
+        ValueError: the configured format does not exist, or cannot do what is configured.
+    """
+    require_format(config)
+    rows, model = config.max_rows, config.model
+    fill = -(-config.sparse_budget // config.delta_capacity)
+    pages = rows * -(-(tokens + fill + steps) // PAGE_TOKENS)
+    page_bytes = PAGE_TOKENS * bytes_per_token(config)
+    selector = Selector(config, device, pages * page_bytes + fixed_bytes(config))
+    generator = torch.Generator(device).manual_seed(0)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, device=device, dtype=model.torch_dtype)
+
+    for epoch in range(1, rows + 1):
+        sequence = selector.begin(epoch)
+        for start in range(0, tokens, LOADED_TOKENS):
+            count = min(LOADED_TOKENS, tokens - start)
+            selector.load(sequence, random(*bulk_shape(config, count)))
+    heads = model.query_heads + 2 * model.kv_heads
+    current = [random(rows, len(layers), heads, model.head_dim) for layers in config.groups]
+    ups = [
+        UpMessage(config, len(layers), rows, tensor.view(torch.uint8).view(-1))
+        for layers, tensor in zip(config.groups, current, strict=True)
+    ]
+    sizes = group_sizes(DownMessage, config, rows)
+    downs = [
+        DownMessage(config, len(layers), rows, torch.zeros(size, dtype=torch.uint8, device=device))
+        for layers, size in zip(config.groups, sizes, strict=True)
+    ]
+    timeline = Timeline("", device)
+
+    def step(number: int) -> None:
+        announced = [Row(epoch, tokens - 1 + number) for epoch in range(1, rows + 1)]
+        step = selector.begin_step(number, announced)
+        for group, (up, down) in enumerate(zip(ups, downs, strict=True)):
+            selector.append(step, group, up)
+            scores = selector.score(step, group, timeline)
+            selector.answer(step, group, scores, down, timeline)
+        selector.end_step(step)
+
+    seconds = []
+    for number in range(1, 1 + fill + steps):
+        for tensor in current:
+            tensor.add_(DRIFT * random(*tensor.shape))
+        seconds.append(device_seconds(partial(step, number), device))
+    shipped = AnswerHeader._fields.index("shipped_tokens")
+    return CacheStep(
+        seconds[fill:],
+        sum(up.buffer.nbytes for up in ups),
+        sum(sizes),
+        sum(int(down.header[:, shipped].sum()) for down in downs),
+    )

@@ -1,0 +1,214 @@
+"""Channels that copy into the peer's memory, between two processes on one GPU or two."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from cache_rank.channels.peer import PeerChannel
+from cache_rank.channels.transport import TransportError
+from cache_rank.graphs import capture
+
+pytestmark = pytest.mark.gpu
+
+LANES = [1000, 1 << 20, 256]
+ROUNDS = 40
+LONG = 60.0
+"""Seconds that no passing test waits."""
+
+A_WHILE = 3_000_000
+"""Cycles of a GPU, more than a millisecond: far more than a copy takes."""
+
+Form = Callable[[list[int], list[int]], PeerChannel]
+
+
+def message(number: int, lane: int, device: str = "cuda") -> Tensor:
+    """What is sent: of another length each time, none of them nothing."""
+    size = LANES[lane] - number
+    return (torch.arange(size, device=device) + 7 * number + lane).to(torch.uint8)
+
+
+def send_rounds(form: Form, pipe: Connection) -> None:
+    channel = form(LANES, [])
+    under_way = [
+        channel.send(message(number, lane), lane=lane)
+        for number in range(ROUNDS)
+        for lane in range(len(LANES))
+    ]
+    torch.cuda.synchronize()
+    del under_way  # which hold what is sent
+    pipe.send("sent")
+    pipe.recv()
+
+
+def send_graphs(form: Form, pipe: Connection) -> None:
+    channel = form(LANES, [])
+    tick = torch.zeros(1, dtype=torch.uint8, device="cuda")
+    sent = [torch.zeros(size, dtype=torch.uint8, device="cuda") for size in LANES]
+
+    def send() -> None:
+        tick.add_(1)
+        for lane, tensor in enumerate(sent):
+            tensor.copy_(tick.expand_as(tensor))
+            channel.send(tensor, lane=lane)
+
+    tick.copy_(tick.add(1) - 1)  # so that its kernels are loaded
+    graph = capture(send, channel.stream)
+    with torch.cuda.stream(channel.stream):
+        for _ in range(ROUNDS):
+            graph.replay()
+    torch.cuda.synchronize()
+    pipe.send("sent")
+    pipe.recv()
+
+
+def send_one_and_die(form: Form, pipe: Connection) -> None:
+    channel = form(LANES, LANES)
+    under_way = channel.send(message(0, 0)), channel.receive(channel.buffers[0])
+    torch.cuda.Stream().synchronize()
+    pipe.send("queued")
+    pipe.recv()
+    del under_way
+
+
+def run_peer(
+    behaviour: Callable[[Form, Connection], None], device: torch.device, pipe: Connection
+) -> None:
+    behaviour(former(pipe, device), pipe)
+
+
+def former(pipe: Connection, device: torch.device) -> Form:
+    """Forms one end, which finds the other through a pipe."""
+
+    def exchange(given: bytes) -> bytes:
+        pipe.send_bytes(given)
+        return pipe.recv_bytes()
+
+    return lambda sends, receives: PeerChannel("down", device, sends, receives, exchange)
+
+
+class Peer:
+    """A process that runs one behaviour at the other end of a channel."""
+
+    def __init__(self, behaviour: Callable[[Form, Connection], None]) -> None:
+        context: Any = multiprocessing.get_context("spawn")
+        self.pipe, other_end = context.Pipe()
+        device = torch.device("cuda", torch.cuda.device_count() - 1)
+        self.process = context.Process(target=run_peer, args=(behaviour, device, other_end))
+        self.process.start()
+        self.form = former(self.pipe, torch.device("cuda", 0))
+
+    def expect(self, said: str) -> None:
+        assert self.pipe.poll(LONG)
+        assert self.pipe.recv() == said
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join()
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., Peer]]:
+    peers: list[Peer] = []
+
+    def start_peer(behaviour: Callable[[Form, Connection], None]) -> Peer:
+        peers.append(Peer(behaviour))
+        return peers[-1]
+
+    yield start_peer
+    for peer in peers:
+        peer.kill()
+
+
+def test_every_message_arrives_in_its_lane_and_none_before_the_buffer_is_lent(
+    start: Callable[..., Peer],
+) -> None:
+    channel = start(send_rounds).form([], LANES)
+    copies = []
+    for number in range(ROUNDS):
+        for lane in range(len(LANES)):
+            size = message(number, lane).numel()
+            channel.receive(channel.buffers[lane][:size], lane=lane).wait(LONG)
+            # The peer has sent the next rounds by now, if it does not wait.
+            torch.cuda._sleep(A_WHILE)
+            copies.append((number, lane, channel.buffers[lane][:size].clone()))
+    for number, lane, copy in copies:
+        assert torch.equal(copy, message(number, lane)), (number, lane)
+
+
+def test_buffers_begin_as_zeros_where_their_lanes_want_them(start: Callable[..., Peer]) -> None:
+    channel = start(send_rounds).form([], LANES)
+    assert [buffer.numel() for buffer in channel.buffers] == LANES
+    assert not any(buffer.any() for buffer in channel.buffers)
+    assert all(buffer.data_ptr() % 256 == 0 for buffer in channel.buffers)
+    with pytest.raises(AssertionError, match="not the buffer"):
+        channel.receive(channel.buffers[1], lane=0)
+
+
+def test_graphs_hold_transfers_and_keep_their_order(start: Callable[..., Peer]) -> None:
+    channel = start(send_graphs).form([], LANES)
+    row = torch.zeros(1, dtype=torch.int64, device="cuda")
+    seen = torch.zeros((ROUNDS, len(LANES), 2), dtype=torch.uint8, device="cuda")
+    copies = [torch.empty_like(buffer) for buffer in channel.buffers]
+
+    def note() -> None:
+        for lane, copy in enumerate(copies):
+            seen[:, lane].index_copy_(0, row, torch.stack([copy.min(), copy.max()])[None])
+
+    def receive() -> None:
+        for lane, (buffer, copy) in enumerate(zip(channel.buffers, copies, strict=True)):
+            channel.receive(buffer, lane=lane)
+            copy.copy_(buffer)
+
+    for copy, buffer in zip(copies, channel.buffers, strict=True):
+        copy.copy_(buffer)
+    graph = capture(receive, channel.stream)
+    with torch.cuda.stream(channel.stream):
+        for _ in range(ROUNDS):
+            graph.replay()
+            torch.cuda._sleep(A_WHILE)
+            note()
+            row.add_(1)
+    torch.cuda.synchronize()
+    rounds = torch.arange(1, ROUNDS + 1, dtype=torch.uint8, device="cuda")
+    assert torch.equal(seen, rounds[:, None, None].expand(-1, len(LANES), 2))
+
+
+def test_abort_ends_transfers_of_a_killed_peer_and_the_device_goes_on(
+    start: Callable[..., Peer],
+) -> None:
+    peer = start(send_one_and_die)
+    channel = peer.form(LANES, LANES)
+    channel.receive(channel.buffers[0][:1000]).wait(LONG)
+    assert torch.equal(channel.buffers[0], message(0, 0))
+    peer.expect("queued")
+    channel.receive(channel.buffers[1], lane=1)  # never sent
+    answer = message(0, 0)
+    for _ in range(2):
+        channel.send(answer, lane=0)  # lent once
+    peer.kill()
+    assert not channel.is_idle
+
+    channel.abort()
+    torch.cuda.synchronize()  # ends without another word of the host's
+    assert channel.finish(LONG)
+    assert channel.finish(LONG)
+    for transfer in (channel.send, channel.receive):
+        with pytest.raises(TransportError, match="down is closed"):
+            transfer(channel.buffers[0])
+    del channel, transfer
+    torch.cuda.synchronize()
+    assert int(torch.ones(4, device="cuda").sum()) == 4
+
+
+def test_memory_that_nobody_shares_is_refused() -> None:
+    with pytest.raises(TransportError, match="cuIpcOpenMemHandle"):
+        PeerChannel(
+            "down", torch.device("cuda", 0), [], LANES, lambda given: given[:40] + bytes(64)
+        )

@@ -1,0 +1,52 @@
+"""Bootstrap intervals against what is known of the distributions they are drawn from."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from scripts.accuracy import statistics
+
+
+def test_intervals_hold_the_true_mean_nine_times_in_ten() -> None:
+    source = np.random.default_rng(0)
+    estimates = [statistics.mean(source.normal(2.0, 1.0, size=40)) for _ in range(100)]
+    assert 88 <= sum(estimate.low <= 2.0 <= estimate.high for estimate in estimates) <= 99
+
+
+def test_an_interval_has_the_width_of_the_standard_error() -> None:
+    values = np.random.default_rng(1).normal(size=400)
+    estimate = statistics.mean(values)
+    expected = 2 * 1.96 * values.std() / 20
+    assert estimate.high - estimate.low == pytest.approx(expected, rel=0.05)
+
+
+def test_pairing_takes_out_what_is_common_to_both() -> None:
+    source = np.random.default_rng(2)
+    difficulty = source.normal(0.0, 10.0, size=60)
+    baseline = difficulty + source.normal(size=60)
+    values = difficulty + source.normal(size=60) + 1.5
+    estimate = statistics.difference(values, baseline)
+    assert estimate.low < 1.5 < estimate.high
+    assert estimate.low > 0.5
+    alone = statistics.mean(values)
+    assert alone.high - alone.low > 5 * (estimate.high - estimate.low)
+
+
+def test_a_ratio_is_of_means_and_not_of_problems() -> None:
+    estimate = statistics.ratio([2.0, 10.0, 30.0], [1.0, 10.0, 10.0])
+    assert estimate.value == 2.0
+    assert estimate.low < 2.0 < estimate.high
+    assert statistics.ratio([3.0, 6.0], [1.0, 2.0]) == (3.0, 3.0, 3.0)
+
+
+def test_the_same_values_give_the_same_interval() -> None:
+    values = [0.0, 1.0, 1.0, 0.5, 0.25]
+    assert statistics.mean(values) == statistics.mean(values)
+
+
+def test_what_cannot_be_resampled_is_refused() -> None:
+    with pytest.raises(ValueError, match="two or more problems"):
+        statistics.mean([1.0])
+    with pytest.raises(ValueError, match=r"not paired: \[3, 2\]"):
+        statistics.difference([1.0, 0.0, 1.0], [1.0, 0.0])

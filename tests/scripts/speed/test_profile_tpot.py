@@ -1,0 +1,577 @@
+"""The parts of profile_tpot that need no engine and measure nothing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import msgspec
+import pytest
+import torch
+
+from cache_rank.config import CacheRankConfig, ModelShape
+from scripts.profile_tpot import main, make_jobs, parse_options
+from scripts.speed import report
+from scripts.speed.bench import (
+    NotMeasuredError,
+    Stream,
+    arrival_of,
+    make_prompts,
+    plan_batch,
+    progress_of,
+)
+from scripts.speed.cache_step import measure_cache_step, shape_of
+from scripts.speed.jobs import (
+    CAPACITY_BATCHES,
+    EXPERIMENTS,
+    MODEL_SHAPES,
+    SYSTEMS,
+    TABLE2,
+    TABLE2_FLOOR,
+    Job,
+    Settings,
+    Shape,
+    Wish,
+    make_job,
+    model_config,
+    parse_system,
+    table2,
+    unmeasurable,
+)
+from scripts.speed.records import (
+    Measurement,
+    Message,
+    Results,
+    TraceTimes,
+    explain_failure,
+    fitting_batch,
+    quantile,
+    reduce_trace,
+    step_times,
+    summarize,
+    trace_events,
+    wire_between,
+)
+from scripts.speed.runner import _Reader
+from scripts.speed.weights import DUMMY_LARGEST, norms_for_unit_logits
+from scripts.speed.worker import search_capacity
+
+MODEL = "qwen3-8b"
+SHAPE = Shape(8, 32768)
+
+
+def job_of(system: str, *shapes: Shape, **settings: object) -> Job:
+    wish = Wish(MODEL, system, shapes or (SHAPE,))
+    return make_job(wish, msgspec.convert(settings, Settings), Path("out"))
+
+
+class TestJobs:
+    def test_shape_reads_what_it_prints(self) -> None:
+        assert Shape.parse("8x32768") == SHAPE
+        assert Shape.parse(str(SHAPE)) == SHAPE
+
+    @pytest.mark.parametrize("text", ["8", "8x", "x8", "8x1x1", "0x5", "8x-1", "axb", ""])
+    def test_shape_refuses_what_is_none(self, text: str) -> None:
+        with pytest.raises(ValueError, match=r"shape|at least 1"):
+            Shape.parse(text)
+
+    def test_system_label_changes_arguments(self) -> None:
+        system, changed = parse_system("cache-rank:delta_capacity=64,query_predictor=ridge")
+        assert system is SYSTEMS["cache-rank"]
+        assert changed == {"delta_capacity": 64, "query_predictor": "ridge"}
+
+    @pytest.mark.parametrize("label", ["nothing", "cache-rank:delta_capacity", ":a=1"])
+    def test_unknown_label_is_refused(self, label: str) -> None:
+        with pytest.raises(ValueError, match=r"system|ARGUMENT"):
+            parse_system(label)
+
+    def test_cache_rank_job(self) -> None:
+        job = job_of("cache-rank:sparse_budget=1024", SHAPE, Shape(4, 8192), trace=True)
+        assert job.gpus == 2
+        assert job.engine["cache_rank_gpus"] == 1
+        assert job.engine["sparse_budget"] == 1024
+        assert job.engine["max_sparse_requests"] == 8
+        assert job.engine["cuda_graph_bs_decode"] == [4, 8]
+        assert job.engine["trace"] == job.trace
+        assert job.trace.endswith(".json")
+
+    def test_plain_job_has_no_flag_of_the_cache_rank(self) -> None:
+        job = job_of("tp2-fp8", trace=True)
+        assert job.engine["tp_size"] == 2
+        assert job.engine["kv_cache_dtype"] == "fp8_e4m3"
+        assert not {"sparse_budget", "trace", "max_sparse_requests"} & set(job.engine)
+        # 32768 tokens and room for output are within what the model was trained for.
+        assert "json_model_override_args" not in job.engine
+
+    def test_long_context_lengthens_the_rotary_table(self) -> None:
+        job = job_of("dense", Shape(1, 131072))
+        override = json.loads(job.engine["json_model_override_args"])
+        assert override["max_position_embeddings"] == job.engine["context_length"] > 131072
+
+    def test_floor_runs_at_the_budget_once_a_batch(self) -> None:
+        job = job_of("floor", SHAPE, Shape(8, 65536), Shape(16, 32768))
+        assert job.shapes == [Shape(8, 2048), Shape(16, 2048)]
+        assert job_of("floor:sparse_budget=512").shapes == [Shape(8, 512)]
+        assert "sparse_budget" not in job_of("floor:sparse_budget=512").engine
+
+    def test_capacity_search_captures_its_batches(self) -> None:
+        assert job_of("dense", capacity=32768).engine["cuda_graph_bs_decode"] == [*CAPACITY_BATCHES]
+        assert job_of("dense", capacity=32768).capacity == 32768
+        floor = job_of("floor", capacity=32768)
+        assert floor.capacity == 0
+        assert [shape.batch for shape in floor.shapes] == [*CAPACITY_BATCHES]
+
+    def test_job_survives_the_way_to_the_worker(self) -> None:
+        job = job_of("cache-rank", trace=True)
+        assert msgspec.json.decode(msgspec.json.encode(job), type=Job) == job
+
+    def test_name_is_a_file_name(self) -> None:
+        assert "/" not in job_of("cache-rank:query_predictor=a/b").name
+
+    def test_short_context_is_not_measured_sparsely(self) -> None:
+        assert "threshold" in unmeasurable(job_of("quest"), Shape(8, 1024))
+        assert not unmeasurable(job_of("dense"), Shape(8, 1024))
+        assert "beyond" in unmeasurable(job_of("dense"), Shape(8, 1 << 20))
+
+    @pytest.mark.parametrize("model", sorted(path.name for path in MODEL_SHAPES.iterdir()))
+    def test_model_shapes_load(self, model: str) -> None:
+        from transformers import AutoConfig
+
+        config = AutoConfig.from_pretrained(MODEL_SHAPES / model)
+        assert str(config.dtype) == "torch.bfloat16"
+        assert config.num_attention_heads % config.num_key_value_heads == 0
+        assert config.head_dim == 128
+
+    @pytest.mark.parametrize("experiment", EXPERIMENTS)
+    def test_presets_are_jobs(self, experiment: str) -> None:
+        results = Results()
+        jobs = make_jobs(parse_options(["--experiment", experiment]), results)
+        assert len({job.name for job in jobs}) == len(jobs)
+        assert all(not unmeasurable(job, shape) for job in jobs for shape in job.shapes)
+
+    def test_table2_covers_the_paper(self) -> None:
+        # Two models, two batches, two packings; the paper's 16 rows are these on two devices.
+        assert len(set(TABLE2)) == 8
+        wishes = table2(["qwen3-8b"])
+        assert wishes[0] == Wish("qwen3-8b", TABLE2_FLOOR, (Shape(8, 2048), Shape(16, 1024)))
+        assert len(wishes) == 5
+
+    def test_resume_leaves_out_what_was_measured(self) -> None:
+        options = parse_options("--shapes 8x32768 4x32768 --systems dense fp8".split())
+        results = Results(
+            measurements=[
+                Measurement(MODEL, "dense", SHAPE, tpot_ms=1.0),
+                Measurement(MODEL, "fp8", SHAPE, failure="out of memory"),
+            ]
+        )
+        shapes = {job.system: job.shapes for job in make_jobs(options, results)}
+        assert shapes == {"dense": [Shape(4, 32768)], "fp8": [SHAPE, Shape(4, 32768)]}
+
+
+class TestStatistics:
+    def test_quantile(self) -> None:
+        values = [float(value) for value in range(10, 0, -1)]
+        assert quantile(values, 0.1) == 1.0
+        assert quantile(values, 0.5) == 5.0
+        assert quantile(values, 0.9) == 9.0
+        assert quantile(values, 1.0) == 10.0
+        assert quantile([3.0], 0.0) == quantile([3.0], 0.99) == 3.0
+
+    def test_step_times(self) -> None:
+        arrivals = [(1, 0.0), (2, 1.0), (3, 1.5), (4, 3.5)]
+        assert step_times(arrivals, first=2, steps=2) == [0.5, 2.0]
+
+    def test_tokens_that_arrive_together_share_their_time(self) -> None:
+        assert step_times([(1, 0.0), (4, 3.0), (5, 3.5)], first=1, steps=4) == [1.0, 1.0, 1.0, 0.5]
+
+    def test_unseen_tokens_are_an_error(self) -> None:
+        with pytest.raises(ValueError, match="not all seen"):
+            step_times([(5, 0.0), (6, 1.0)], first=4, steps=2)
+
+    def test_summary(self) -> None:
+        measurement = Measurement(MODEL, "dense", SHAPE)
+        summarize(measurement, [0.001, 0.001, 0.004, 0.002, 0.002, 0.002], window=3)
+        assert [repeat.median for repeat in measurement.repeats] == [1.0, 2.0]
+        assert measurement.tpot_ms == 1.5
+        assert measurement.mean_ms == pytest.approx(2.0)
+        assert measurement.p90_ms == 4.0
+        assert measurement.tokens_per_second == pytest.approx(4000.0)
+
+    def test_wire(self) -> None:
+        start = {"bulk_bytes": 5}
+        before = {"steps": 10, "up_bytes": 100, "bulk_bytes": 65, "steps_waited": 4}
+        after = {"steps": 20, "up_bytes": 300, "bulk_bytes": 65, "steps_waited": 5}
+        wire = wire_between(start, before, after)
+        assert wire is not None
+        assert (wire.first_step, wire.last_step) == (11, 20)
+        assert (wire.up_bytes, wire.down_bytes, wire.bulk_bytes) == (20.0, 0.0, 60.0)
+        assert wire.late_share == pytest.approx(0.1)
+        assert wire_between({}, {}, {}) is None
+
+    def test_fitting_batches(self) -> None:
+        assert fitting_batch(1000, 30, (8, 16, 32, 64)) == [32, 16, 8]
+        assert fitting_batch(100, 30, (8, 16)) == []
+        assert fitting_batch(None, 30, (8, 16)) == []
+
+    @pytest.mark.parametrize(
+        ("log", "ready", "late", "phrase"),
+        [
+            ("torch.OutOfMemoryError: CUDA out of memory", False, False, "out of memory"),
+            ("RuntimeError: Not enough memory. Please", False, True, "out of memory"),
+            ("", False, False, "did not start"),
+            ("a.BError: no\nlog\nTypeError: x\nlog", False, False, "did not start (TypeError: x)"),
+            ("", False, True, "did not start in time"),
+            ("", True, True, "ran out of time"),
+            ("", True, False, "ended while measuring"),
+        ],
+    )
+    def test_failures_have_a_phrase(self, log: str, ready: bool, late: bool, phrase: str) -> None:
+        assert explain_failure(log, ready, late) == phrase
+
+
+def event(rank: str, name: str, step: int, ts: float, dur: float) -> dict[str, object]:
+    return {
+        "ph": "X",
+        "cat": rank,
+        "name": name,
+        "ts": ts,
+        "dur": dur,
+        "args": {"step": step, "group": 0},
+    }
+
+
+EVENTS = [
+    made
+    for step in range(1, 5)
+    for made in (
+        event("inference", "group", step, 1000.0 * step, 400.0),
+        event("inference", "group", step, 1000.0 * step + 500, 400.0),
+        event("inference", "wait", step, 1000.0 * step + 450, 10.0 * step),
+        event("cache", "score", step, 7.0, 300.0),
+        event("cache", "select", step, 8.0, 100.0),
+        event("cache", "receive", step, 9.0, 9999.0),
+        event("inference", f"layer {step}", step, 1000.0 * step, 50.0),
+    )
+]
+
+
+class TestTrace:
+    @pytest.mark.parametrize(
+        "text",
+        [
+            json.dumps(EVENTS),
+            json.dumps(EVENTS, indent=1),
+            json.dumps(EVENTS)[:-1],
+            json.dumps(EVENTS)[:-1] + ",\n",
+            json.dumps(EVENTS)[:-1] + ', {"name": "brok',
+            json.dumps({"displayTimeUnit": "ms", "traceEvents": EVENTS}),
+        ],
+    )
+    def test_broken_files_are_read_as_far_as_they_go(self, text: str) -> None:
+        assert list(trace_events(text)) == EVENTS
+
+    @pytest.mark.parametrize("text", ["", "nothing", "[", "[]", "{}"])
+    def test_empty_files_have_no_events(self, text: str) -> None:
+        assert list(trace_events(text)) == []
+
+    def test_reduced(self, tmp_path: Path) -> None:
+        path = tmp_path / "trace.json"
+        metadata = {"ph": "M", "name": "process_name", "args": {"name": "inference"}}
+        path.write_text(json.dumps([metadata, *EVENTS]))
+        times = reduce_trace(path, None)
+        assert times is not None
+        assert times.steps == 4
+        assert times.step_ms == 1.0
+        assert times.management_ms == pytest.approx(0.4)
+        assert times.median_us["cache receive"] == 9999.0
+        assert times.median_us["inference wait"] == 25.0
+        assert times.median_us["inference layer"] == 50.0
+        assert times.wait_share_p50 == pytest.approx(0.02)
+        assert times.wait_share_p99 == pytest.approx(0.03)
+
+    def test_only_the_measured_steps_count(self, tmp_path: Path) -> None:
+        path = tmp_path / "trace.json"
+        path.write_text(json.dumps(EVENTS))
+        wire = wire_between({}, {"steps": 2}, {"steps": 4})
+        times = reduce_trace(path, wire)
+        assert times is not None
+        assert times.steps == 2
+        assert reduce_trace(path, wire_between({}, {"steps": 90}, {"steps": 99})) is None
+
+    def test_no_file_and_no_steps(self, tmp_path: Path) -> None:
+        assert reduce_trace(tmp_path / "none.json", None) is None
+        (tmp_path / "empty.json").write_text("[")
+        assert reduce_trace(tmp_path / "empty.json", None) is None
+
+
+ARGUMENTS = SimpleNamespace(
+    sparse_budget=2048,
+    delta_capacity=128,
+    query_window=16,
+    bulk_chunk_tokens=513,
+    inference_kv="full",
+)
+
+
+class TestWorker:
+    def test_prompts_are_of_the_seed(self) -> None:
+        shape = Shape(3, 50)
+        prompts = make_prompts(shape, 1000, seed=1)
+        assert prompts == make_prompts(shape, 1000, seed=1)
+        assert prompts != make_prompts(shape, 1000, seed=2)
+        assert [len(prompt) for prompt in prompts] == [50, 50, 50]
+        assert all(0 <= token < 1000 for prompt in prompts for token in prompt)
+        assert all(token < 260 for token in make_prompts(shape, 260, seed=1)[0])
+
+    def test_plan_waits_until_slots_are_full(self) -> None:
+        plan = plan_batch(job_of("cache-rank"), SHAPE, ARGUMENTS, 1 << 20, 1 << 20)
+        assert plan.settle == 20 + 16 + 16
+        assert plan.steps == 3 * 64
+        assert plan.most_tokens >= 64 + plan.settle + plan.steps
+
+    def test_plan_of_a_plain_system(self) -> None:
+        plan = plan_batch(job_of("dense", skip_steps=3), SHAPE, None, 1 << 20, None)
+        assert plan.settle == 3
+
+    def test_prompts_that_enter_in_turns_decode_for_longer(self) -> None:
+        arguments = SimpleNamespace(**{**vars(ARGUMENTS), "inference_kv": "working-set"})
+        job = job_of("cache-rank-working-set")
+        one = plan_batch(job, SHAPE, arguments, 1 << 20, 1 << 20)
+        two = plan_batch(job, SHAPE, arguments, 1 << 17, 1 << 20)
+        assert two.most_tokens == one.most_tokens + 2 * 64
+
+    @pytest.mark.parametrize(("pool", "cache_rank"), [(1 << 17, 1 << 20), (1 << 20, 1 << 17)])
+    def test_what_does_not_fit_is_not_tried(self, pool: int, cache_rank: int) -> None:
+        with pytest.raises(NotMeasuredError, match="does not fit"):
+            plan_batch(job_of("cache-rank"), SHAPE, ARGUMENTS, pool, cache_rank)
+
+    @pytest.mark.parametrize(("most", "found"), [(48, 48), (20, 16), (7, None)])
+    def test_the_largest_batch_that_is_measured_is_the_capacity(
+        self, most: int, found: int | None
+    ) -> None:
+        """Beside it, why larger ones were not measured."""
+        bench = SimpleNamespace(
+            pool_tokens=50 * 1000,
+            measure=lambda shape: Measurement(
+                "m", "dense", shape, "" if shape.batch <= most else "a request ended"
+            ),
+        )
+        said: list[Message] = []
+        search_capacity(bench, job_of("dense", capacity=600), said.append)
+        ended = [message.measurement for message in said if message.measurement]
+        assert [m.shape.batch for m in ended if m.capacity_search and not m.failure] == (
+            [found] if found else []
+        )
+        assert sum(m.capacity_search for m in ended) == 1
+        tried = [m.shape.batch for m in ended if not m.capacity_search]
+        assert tried == [batch for batch in (48, 32, 24, 16, 8) if batch > most]
+
+    def test_progress(self) -> None:
+        stream = Stream([(1, 0.0), (40, 1.0)], {"sparse_steps": 12})
+        assert progress_of(stream, cache_rank=True) == 12
+        assert progress_of(stream, cache_rank=False) == 40
+        assert progress_of(Stream(), cache_rank=False) == 0
+
+    def test_only_whole_lines_of_a_growing_file_are_read(self, tmp_path: Path) -> None:
+        path = tmp_path / "lines"
+        reader = _Reader(path)
+        assert reader.read() == []
+        path.write_bytes(b'{"kind":"ready"}\n{"kind":"be')
+        assert [message.kind for message in reader.read()] == ["ready"]
+        with path.open("ab") as file:
+            file.write(b'gin"}\n')
+        assert [message.kind for message in reader.read()] == ["begin"]
+        assert reader.read() == []
+
+
+def measured(model: str, system: str, shape: Shape, milliseconds: float) -> Measurement:
+    measurement = Measurement(model, system, shape, memory_gib=[100.0, 20.5])
+    summarize(measurement, [milliseconds / 1e3] * 4, window=2)
+    return measurement
+
+
+def example(experiment: str = "") -> Results:
+    results = Results(experiment, ["python", "-m", "scripts.profile_tpot"])
+    results.measurements = [
+        measured(MODEL, "floor", Shape(8, 2048), 6.0),
+        measured(MODEL, "dense", SHAPE, 14.0),
+        measured(MODEL, "quest", SHAPE, 10.0),
+        measured(MODEL, "window", SHAPE, 8.0),
+        measured(MODEL, "cache-rank", SHAPE, 6.1),
+        Measurement(MODEL, "tp2", SHAPE, "out of memory: see logs/a|b.log"),
+    ]
+    ours = results.measurements[4]
+    ours.wire = wire_between({}, {}, {"steps": 10, "down_bytes": 5e8, "up_bytes": 1e7})
+    ours.trace = TraceTimes(10, {"cache score": 300.0}, 6.0, 4.0, 0.001, 0.02)
+    return results
+
+
+def row_of(text: str, *cells: str) -> list[str]:
+    """The cells of the table line that begins with these."""
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()]
+    return next(line for line in lines if line[: len(cells)] == list(cells))
+
+
+class TestReport:
+    def test_table(self) -> None:
+        text = report.markdown(example())
+        row = row_of(text, "8 × 32768", "cache-rank")
+        assert row[2:7] == ["6.10", "6.10–6.10", "6.10", "1311", "1.02"]
+        assert row[-1] == "100.0 + 20.5"
+        assert "50.00" in row
+        failed = row_of(text, "8 × 32768", "tp2")
+        assert failed[2] == "out of memory: see logs/a/b.log"
+        assert len(failed) == len(row)
+        assert row_of(text, "8 × 32768", "cache-rank", "10")[3:7] == [
+            "6.00",
+            "4.00",
+            "0.10 %",
+            "2.00 %",
+        ]
+
+    def test_table2(self) -> None:
+        results = Results("table2")
+        first = TABLE2[0]
+        ours = measured(first.model, first.system, first.shape, 3.0)
+        ours.wire = wire_between({}, {}, {"steps": 10, "down_bytes": 6e8})
+        results.measurements = [measured(first.model, TABLE2_FLOOR, first.floor, 6.0), ours]
+        row = row_of(report.markdown(results), first.model, "8 × 32768, 2048", "6")
+        # Six of 36 layers; 60 MB in 6 ms; 2.4 GB of bf16 K and V in 6 ms.
+        assert row[3:7] == ["1.00", "0.50", "0.50", "10.00"]
+        assert float(row[7]) == pytest.approx(2 * 2 * 36 * 8 * 128 * 8 * 2048 / 6e6, abs=0.01)
+        missing = row_of(report.markdown(results), "qwen3-32b")
+        assert missing[3:7] == ["–"] * 4
+
+    def test_quest_share(self) -> None:
+        results = example("quest-time")
+        assert report.quest_share(results, MODEL, SHAPE) == pytest.approx(0.2)
+        assert report.quest_share(results, MODEL, Shape(1, 1)) is None
+        row = row_of(report.markdown(results), MODEL, "8 × 32768")
+        assert row[2:] == ["10.00", "8.00", "20.0 %"]
+
+    def test_written_and_read_again(self, tmp_path: Path) -> None:
+        results = example()
+        results.jobs = [job_of("dense")]
+        files = report.write_results(results, tmp_path)
+        assert [path.name for path in files] == ["results.json", "results.md"]
+        assert sorted(tmp_path.iterdir()) == sorted(files)
+        assert report.read_results(files[0]) == results
+
+    @pytest.mark.parametrize("experiment", ["", "table2", "quest-time"])
+    def test_plots(self, tmp_path: Path, experiment: str) -> None:
+        pytest.importorskip("matplotlib")
+        results = example(experiment)
+        plots = report.write_plots(results, tmp_path)
+        assert plots[0].name == f"tpot-{MODEL}.png"
+        assert len(plots) == 1 + bool(experiment)
+        assert all(path.read_bytes().startswith(b"\x89PNG") for path in plots)
+
+    def test_no_plot_of_nothing(self, tmp_path: Path) -> None:
+        assert report.write_plots(Results(), tmp_path) == []
+
+    def test_jobs_are_described(self) -> None:
+        text = report.describe_jobs([job_of("cache-rank", capacity=32768)])
+        assert "8x32768" in text
+        assert "largest batch of 32768" in text
+
+
+class TestCommandLine:
+    @pytest.mark.parametrize("line", ["", "--systems dense", "--shapes 8x100", "--shapes 8"])
+    def test_incomplete_lines_are_refused(self, line: str) -> None:
+        with pytest.raises(SystemExit):
+            parse_options(line.split())
+
+    def test_unknown_system_is_an_error(self) -> None:
+        options = parse_options("--shapes 1x10 --systems nothing".split())
+        with pytest.raises(ValueError, match="no system"):
+            make_jobs(options, Results())
+
+    def test_unknown_model_is_an_error(self) -> None:
+        options = parse_options("--shapes 1x10 --systems dense --model nothing".split())
+        with pytest.raises(ValueError, match="no model"):
+            make_jobs(options, Results())
+
+
+class TestArrival:
+    def test_a_cache_rank_has_room_for_one_more(self) -> None:
+        job, plain = job_of("cache-rank", SHAPE, arrival=True), job_of("dense", SHAPE, arrival=True)
+        assert job.engine["max_sparse_requests"] == SHAPE.batch + 1
+        assert job.engine["cuda_graph_bs_decode"] == [SHAPE.batch, SHAPE.batch + 1]
+        assert plain.engine["cuda_graph_bs_decode"] == [SHAPE.batch]
+        assert (job.measures_arrival, plain.measures_arrival) == (True, False)
+
+    def test_steps_count_between_the_reports_of_the_one_that_arrived(self) -> None:
+        witness, arriving = Stream(), Stream()
+        witness.arrivals = [(1, 0.0), (2, 1.0), (3, 1.010), (5, 1.050), (6, 1.055), (7, 9.0)]
+        arriving.arrivals = [(1, 1.0), (2, 1.03), (3, 1.055)]
+        found = arrival_of(witness, arriving)
+        assert found.steps == 3
+        assert found.median_ms == pytest.approx(10)
+        assert found.longest_ms == pytest.approx(20)
+
+
+class TestWeights:
+    @pytest.mark.parametrize("name", ["qwen3-8b", "llama-3.1-8b"])
+    def test_logits_have_about_unit_variance(self, name: str) -> None:
+        config = model_config(name)[1]
+        norms = dict(norms_for_unit_logits(config))
+        assert {int(name.split(".")[2]) for name in norms} == set(
+            range(config["num_hidden_layers"])
+        )
+        torch.manual_seed(0)
+        hidden, head_dim = config["hidden_size"], 128
+        normalized = torch.nn.functional.rms_norm(torch.randn(200, hidden), (hidden,))
+        normalized *= norms["model.layers.3.input_layernorm.weight"].float()
+        projected = [
+            normalized @ torch.empty(hidden, head_dim).uniform_(-DUMMY_LARGEST, DUMMY_LARGEST)
+            for _ in range(2)
+        ]
+        if name.startswith("qwen3"):
+            projected = [
+                torch.nn.functional.rms_norm(
+                    part,
+                    (head_dim,),
+                    norms[f"model.layers.3.self_attn.{which}_norm.weight"].float(),
+                )
+                for part, which in zip(projected, "qk", strict=True)
+            ]
+        logits = projected[0] @ projected[1].T * head_dim**-0.5
+        assert 0.8 < float(logits.std()) < 1.2
+
+
+class TestCacheStep:
+    def test_shapes_are_those_of_the_model(self) -> None:
+        for name in ("qwen3-8b", "llama-3.1-8b"):
+            shape = shape_of(model_config(name)[1])
+            assert (shape.query_heads, shape.kv_heads, shape.head_dim) == (32, 8, 128)
+            assert len(shape.rotary_frequency) == 64
+            assert shape.rotary_frequency[0] == 1
+
+    def test_steps_are_timed_once_the_slots_are_full(self) -> None:
+        model = ModelShape(4, 4, 2, 16, "float32", 0.25)
+        config = CacheRankConfig(
+            model,
+            layers_per_group=3,
+            sparse_budget=40,
+            selection_margin=0,
+            delta_capacity=16,
+            max_rows=2,
+        )
+        found = measure_cache_step(config, 512, 5, torch.device("cpu"))
+        assert len(found.seconds) == 5
+        assert min(found.seconds) > 0
+        # q, k and v of two requests, float32.
+        assert found.up_bytes == 2 * 4 * (4 + 2 * 2) * 16 * 4
+        assert 0 < found.tokens_shipped < 2 * 4 * 2 * 16
+        assert found.down_bytes > 2 * 4 * 2 * 16 * 2 * 16 * 4
+
+    def test_no_engine_is_needed(self, tmp_path: Path) -> None:
+        out = tmp_path / "results"
+        arguments = "--model bundled --shapes 1x512 --systems cache-step:layers_per_group=1"
+        options = ["--sparse-budget", "32", "--window", "4", "--out", str(out)]
+        assert main([*arguments.split(), *options]) == 0
+        (measured,) = report.read_results(out / "results.json").measurements
+        assert measured.failure == ""
+        assert measured.tpot_ms is not None
+        assert measured.wire is not None

@@ -1,0 +1,529 @@
+"""The exchange of CPU ranks against a selector in the same process, and the watch of both kinds."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from cache_rank_kernels.fp8.reference import convert
+from torch import Tensor
+
+from cache_rank.config import CacheRankConfig, ModelShape
+from cache_rank.measure.timeline import Timeline
+from cache_rank.protocol import AnswerHeader, DownMessage, End, Flush, Load, Row, Step, UpMessage
+from cache_rank.selector import Selector, SelectorStep
+from sglang_ext.exchange.base import ExchangedRows, WorkingSetRows
+from sglang_ext.exchange.device import DeviceExchange, _StepUnderWay
+from sglang_ext.exchange.host import MAX_SHIPMENTS_UNDER_WAY, HostExchange, HostGate
+from sglang_ext.lifecycle import RequestStatistics, SparseSequence
+from sglang_ext.supervisor import CacheRankDownError
+
+CPU = torch.device("cpu")
+MODEL = ModelShape(3, query_heads=4, kv_heads=2, head_dim=8, dtype="float32", scale=8**-0.5)
+CONFIG = CacheRankConfig(
+    MODEL,
+    layers_per_group=2,
+    sparse_budget=6,
+    sink_tokens=2,
+    recent_tokens=3,
+    query_window=2,
+    selection_margin=1,
+    delta_capacity=2,
+    max_rows=3,
+    checksum=True,
+)
+POOL_ROWS = 400
+BLOCK_ROWS = CONFIG.sink_tokens + CONFIG.sparse_budget
+
+
+class Transfer:
+    """A transfer whose end is something that happens when it is waited for."""
+
+    def __init__(self, log: list[str], name: str, finish: Callable[[], None]) -> None:
+        self._log, self._name, self._finish = log, name, finish
+        self._is_done = False
+
+    def is_done(self) -> bool:
+        return self._is_done
+
+    def wait(self, timeout: float) -> None:
+        self._log.append(f"wait for {self._name}")
+        if not self._is_done:
+            self._is_done = True
+            self._finish()
+
+
+class CacheRankInProcess:
+    """In the place of a connection: a selector, whose answers arrive when they are waited for."""
+
+    def __init__(self, config: CacheRankConfig = CONFIG) -> None:
+        self.config = config
+        self.timeout = 1.0
+        self.sent: list[Any] = []
+        self.log: list[str] = []
+        self.seconds = 0.0
+        """How long an answer takes to come."""
+        self.answered: Callable[[DownMessage], None] = lambda down: None
+        self.control = SimpleNamespace(send=self._take_control, close=lambda: None)
+        self.link = SimpleNamespace(
+            up=SimpleNamespace(send=self._take_up),
+            down=SimpleNamespace(receive=self._give_down),
+            bulk=SimpleNamespace(send=self._take_bulk),
+            buffers=[
+                torch.empty(DownMessage.size(config, len(layers), config.max_rows)).byte()
+                for layers in config.groups
+            ],
+        )
+        self.selector = Selector(config, CPU, 1 << 22)
+        self._loads: deque[Load] = deque()
+        self._steps: deque[tuple[SelectorStep, int]] = deque()
+        self._groups = itertools.cycle(range(len(config.groups)))
+        self._receives = itertools.cycle(range(len(config.groups)))
+        self._step: SelectorStep | None = None
+        self._timeline = Timeline("", CPU)
+
+    def _take_control(self, message: Any) -> None:
+        self.sent.append(message)
+        if isinstance(message, Step):
+            self._step = self.selector.begin_step(message.step, message.rows)
+        elif isinstance(message, Load):
+            if message.start == 0:
+                self.selector.begin(message.epoch)
+            self._loads.append(message)
+
+    def _take_bulk(self, shipment: Tensor) -> Transfer:
+        load = self._loads.popleft()
+        assert shipment.shape[2] == load.count
+        self.selector.load(self.selector.sequences[load.epoch], shipment)
+        return Transfer(self.log, "bulk", lambda: None)
+
+    def _take_up(self, buffer: Tensor, lane: int) -> Transfer:
+        group = next(self._groups)
+        assert lane == group
+        self.log.append(f"send {group}")
+        assert self._step is not None
+        step, layers = self._step, self.config.groups[group]
+        up = UpMessage(self.config, len(layers), step.rows.slots.shape[0], buffer.clone())
+        self.selector.append(step, group, up)
+        return Transfer(self.log, f"send {group}", lambda: None)
+
+    def _give_down(self, buffer: Tensor, lane: int) -> Transfer:
+        group = next(self._receives)
+        assert lane == group
+        self.log.append(f"receive {group}")
+        assert self._step is not None
+        step, layers = self._step, self.config.groups[group]
+        down = DownMessage(
+            self.config, len(layers), step.rows.slots.shape[0], torch.zeros_like(buffer)
+        )
+        scores = self.selector.score(step, group, self._timeline)
+        self.selector.answer(step, group, scores, down, self._timeline)
+
+        def finish() -> None:
+            time.sleep(self.seconds)
+            self.answered(down)
+            buffer.copy_(down.buffer)
+
+        return Transfer(self.log, f"receive {group}", finish)
+
+
+@dataclasses.dataclass
+class Decoding:
+    """A request on the inference rank, whose tokens lie in the pool one after the other."""
+
+    sequence: SparseSequence
+    first_row: int
+    position: int
+
+    @property
+    def filled_after(self) -> int:
+        return CONFIG.filled_after(self.position, self.sequence.filled)
+
+
+def rows_of(batch: Sequence[Decoding | None]) -> ExchangedRows:
+    """The requests of a batch; None is a row that is not exchanged."""
+    rows = ExchangedRows()
+    for index, request in enumerate(batch):
+        if request is not None:
+            rows.add(request.sequence, index, request.position, request.filled_after)
+    return rows
+
+
+class InferenceSide:
+    """A pool, and an exchange over it, one step at a time."""
+
+    def __init__(self, config: CacheRankConfig = CONFIG) -> None:
+        torch.manual_seed(0)
+        self.config = config
+        self.connection = CacheRankInProcess(config)
+        shape = (POOL_ROWS, MODEL.kv_heads, MODEL.head_dim)
+        self.keys = [torch.randn(shape) for _ in range(MODEL.layers)]
+        self.values = [torch.randn(shape) for _ in range(MODEL.layers)]
+        self.rows = WorkingSetRows(config, self.keys, self.values)
+        connection: Any = self.connection
+        self.exchange = HostExchange(connection, config, self.rows)
+        self._epochs = itertools.count(1)
+
+    def arrive(self, prompt: int) -> Decoding:
+        epoch = next(self._epochs)
+        block = 300 + (epoch - 1) * BLOCK_ROWS
+        sequence = SparseSequence(epoch, None, epoch, block, prompt, RequestStatistics())
+        request = Decoding(sequence, 100 * (epoch - 1), prompt)
+        pool_rows = torch.arange(request.first_row, request.first_row + prompt)
+        self.exchange.ship(sequence, pool_rows[: prompt // 2])
+        self.exchange.ship(sequence, pool_rows[prompt // 2 :])
+        assert sequence.shipped == prompt
+        return request
+
+    def step(self, batch: list[Decoding | None], traced: bool = False) -> None:
+        """One decode step; None is a row of the batch that is not exchanged."""
+        exchange, config = self.exchange, self.config
+        live = [(index, request) for index, request in enumerate(batch) if request is not None]
+        exchange.begin_step(rows_of(batch), traced)
+        for group, layers in enumerate(config.groups):
+            exchange.begin_group(group)
+            for layer_in_group, layer in enumerate(layers):
+                queries = torch.randn(len(batch) + 2, MODEL.query_heads, MODEL.head_dim)
+                keys, values = torch.randn(2, len(batch) + 2, MODEL.kv_heads, MODEL.head_dim)
+                for index, request in live:
+                    pool_row = request.first_row + request.position
+                    self.keys[layer][pool_row] = keys[index]
+                    self.values[layer][pool_row] = values[index]
+                exchange.stage(layer_in_group, queries, keys, values)
+            exchange.end_group(group)
+        exchange.end_step()
+        for _, request in live:
+            request.sequence.filled = request.filled_after
+            request.position += 1
+
+    def apply_answers(self) -> None:
+        """As the next step does, group by group."""
+        self.exchange.begin_step(ExchangedRows())
+        for group in range(len(self.config.groups)):
+            self.exchange.begin_group(group)
+            self.exchange.end_group(group)
+
+    def assert_slots_are_the_mirrors(self, request: Decoding) -> None:
+        selector, sequence = self.connection.selector, request.sequence
+        mirror = selector.mirror(selector.sequences[sequence.epoch], range(MODEL.layers))
+        first = sequence.block + CONFIG.sink_tokens
+        for layer in range(MODEL.layers):
+            for head in range(MODEL.kv_heads):
+                tokens = mirror[layer, head, : sequence.filled].to(torch.int64)
+                assert (tokens >= 0).all()
+                for buffers in (self.keys, self.values):
+                    held = buffers[layer][first : first + sequence.filled, head]
+                    source = buffers[layer][request.first_row + tokens, head]
+                    shipped = convert(source, self.config.wire_torch_dtype)
+                    assert torch.equal(held, shipped.to(held.dtype))
+
+
+@pytest.mark.parametrize("wire", ["bf16", "fp8"])
+def test_slots_hold_what_the_cache_rank_chose(wire: str) -> None:
+    checksum = CONFIG.checksum and wire == "bf16"
+    side = InferenceSide(msgspec.structs.replace(CONFIG, wire_dtype=wire, checksum=checksum))
+    first, second = side.arrive(40), side.arrive(25)
+    batches: list[list[Decoding | None]] = [
+        [first, second],
+        [None, second, first],
+        [first],
+        [None, None],
+        [second, None, first],
+        *([[first, second]] * 4),
+    ]
+    for batch in batches:
+        side.step(batch)
+    side.apply_answers()
+    for request in (first, second):
+        assert request.sequence.filled == CONFIG.sparse_budget
+        side.assert_slots_are_the_mirrors(request)
+    counters = side.exchange.counters
+    assert counters.steps == 8, "a step without rows is not announced"
+    shipped = [request.sequence.statistics.tokens_shipped for request in (first, second)]
+    assert sum(shipped) == counters.tokens_shipped > 0
+    assert counters.bulk_bytes == 65 * MODEL.bytes_per_token
+
+
+def test_what_is_announced_is_what_is_exchanged() -> None:
+    side = InferenceSide()
+    request = side.arrive(20)
+    side.step([None, request])
+    side.step([request], traced=True)
+    side.exchange.end([1])
+    side.exchange.flush()
+    assert side.connection.sent == [
+        Load(1, 0, 10),
+        Load(1, 10, 10),
+        Step(1, [Row(1, 20)]),
+        Step(2, [Row(1, 21)], traced=True),
+        End([1]),
+        Flush(),
+    ]
+
+
+def test_answers_are_waited_for_by_the_next_step_only() -> None:
+    side = InferenceSide()
+    request = side.arrive(20)
+    side.connection.log.clear()
+    side.step([request])
+    assert side.connection.log == ["send 0", "receive 0", "send 1", "receive 1"]
+    side.connection.log.clear()
+    side.step([request])
+    assert side.connection.log == [
+        *("wait for receive 0", "wait for send 0", "send 0", "receive 0"),
+        *("wait for receive 1", "wait for send 1", "send 1", "receive 1"),
+    ]
+
+
+def test_late_answers_are_counted_in_the_step_that_waits() -> None:
+    side = InferenceSide()
+    request = side.arrive(20)
+    side.connection.seconds = 0.01
+    side.step([request])
+    assert not side.exchange.was_late
+    side.step([request])
+    assert side.exchange.was_late
+    assert side.exchange.waited >= 0.02
+    side.apply_answers()
+    side.step([request])
+    assert side.exchange.waited == 0
+
+
+def test_the_answer_for_a_request_that_ended_is_not_applied() -> None:
+    side = InferenceSide()
+    staying, leaving = side.arrive(40), side.arrive(25)
+    side.step([leaving, staying])
+    leaving.sequence.ended = True
+    before = [buffer.clone() for buffer in (*side.keys, *side.values)]
+    side.apply_answers()
+    block = slice(leaving.sequence.block, leaving.sequence.block + BLOCK_ROWS)
+    for buffer, old in zip((*side.keys, *side.values), before, strict=True):
+        assert torch.equal(buffer[block], old[block])
+    side.assert_slots_are_the_mirrors(staying)
+    assert leaving.sequence.statistics.tokens_shipped == 0
+
+
+@pytest.mark.parametrize("column", ["step", "epoch", "resident_tokens", "filled_slots"])
+def test_an_answer_that_is_not_the_expected_one_means_the_cache_rank_is_down(column: str) -> None:
+    side = InferenceSide()
+    request = side.arrive(40)
+    side.step([request])
+    index = AnswerHeader._fields.index(column)
+
+    def corrupt(down: DownMessage) -> None:
+        down.header[0, index] += 1
+
+    side.connection.answered = corrupt
+    before = [buffer.clone() for buffer in (*side.keys, *side.values)]
+    with pytest.raises(CacheRankDownError, match=r"answered .* expected"):
+        side.apply_answers()
+    for buffer, old in zip((*side.keys, *side.values), before, strict=True):
+        assert torch.equal(buffer, old)
+
+
+def test_slots_that_differ_from_the_mirror_are_an_error() -> None:
+    side = InferenceSide()
+    request = side.arrive(40)
+    side.step([request])
+
+    def corrupt(down: DownMessage) -> None:
+        down.keys[0, 0, 0, 0, 0] += 1
+
+    side.connection.answered = corrupt
+    with pytest.raises(AssertionError, match="slots of epoch 1 at 40 differ from the mirror"):
+        side.apply_answers()
+
+
+def test_only_so_many_shipments_are_under_way() -> None:
+    side = InferenceSide()
+    sequence = SparseSequence(1, None, 1, 300, 100, RequestStatistics())
+    for shipment in range(MAX_SHIPMENTS_UNDER_WAY + 3):
+        side.exchange.ship(sequence, torch.arange(10 * shipment, 10 * shipment + 10))
+        waits = side.connection.log.count("wait for bulk")
+        assert waits == max(0, shipment + 1 - MAX_SHIPMENTS_UNDER_WAY)
+    assert sequence.shipped == 10 * (MAX_SHIPMENTS_UNDER_WAY + 3)
+
+
+def test_shipments_that_have_arrived_are_let_go() -> None:
+    side = InferenceSide()
+    sent: list[Transfer] = []
+
+    def send(shipment: Tensor) -> Transfer:
+        sent.append(Transfer([], "bulk", lambda: None))
+        return sent[-1]
+
+    side.connection.link.bulk.send = send
+    sequence = SparseSequence(1, None, 1, 300, 100, RequestStatistics())
+    for arrived in (0, 2, 1):  # of those that are under way when the next is shipped
+        for transfer in sent[-arrived:] if arrived else []:
+            transfer.wait(1.0)
+        side.exchange.ship(sequence, torch.arange(10))
+        side.exchange.ship(sequence, torch.arange(10))
+    assert list(side.exchange._shipments) == sent[-4:], "in order, behind one that has not arrived"
+
+
+def test_a_shipment_is_what_the_pool_holds() -> None:
+    side = InferenceSide()
+    shipments: list[Tensor] = []
+
+    def keep(shipment: Tensor) -> Transfer:
+        shipments.append(shipment)
+        return Transfer([], "bulk", lambda: None)
+
+    side.connection.link.bulk.send = keep
+    pool_rows = torch.tensor([7, 3, 200, 11])
+    sequence = SparseSequence(1, None, 1, 300, 100, RequestStatistics())
+    side.exchange.ship(sequence, pool_rows)
+    for part, buffers in zip(shipments[0], (side.keys, side.values), strict=True):
+        assert torch.equal(part, torch.stack([buffer[pool_rows] for buffer in buffers]))
+
+
+def test_spans_are_those_of_traced_steps() -> None:
+    side = InferenceSide()
+    request = side.arrive(20)
+    before = time.monotonic_ns() / 1e3
+    for traced in (False, True, True, False):
+        side.step([request], traced)
+    after = time.monotonic_ns() / 1e3
+    spans = side.exchange.spans()
+    assert [(span.name, span.step, span.group) for span in spans] == [
+        (name, step, group)
+        for step in (2, 3)
+        for group in (0, 1)
+        for name in ("wait", "scatter", "group")
+    ]
+    for span in spans:
+        assert before <= span.start <= span.stop <= after
+    for previous, span in itertools.pairwise(spans):
+        assert previous.stop <= span.start, "spans of one lane do not overlap"
+    assert side.exchange.spans() == []
+
+
+def test_the_gate_of_cpu_ranks_acts_in_the_forward_pass_while_the_exchange_is_up() -> None:
+    happened: list[str] = []
+
+    class Recorded:
+        def __getattr__(self, name: str) -> Callable[..., None]:
+            return lambda *arguments: happened.append(f"{name}{arguments}")
+
+    gate = HostGate(lambda action: action(Recorded()))
+    assert gate.plan_step(True) == (0, 0)
+    gate.begin_forward()
+    gate.begin_group(1)
+    gate.stage(1, 2, *("qkv"))  # type: ignore[arg-type]
+    gate.end_group(1)
+    assert happened == ["begin_group(1,)", "stage(2, 'q', 'k', 'v')", "end_group(1,)"]
+
+
+# The exchange of GPU ranks: what its host watches.
+
+
+class Letters:
+    """Stands for what came from the device, up to the newest number."""
+
+    def __init__(self, newest: int, **letters: Any) -> None:
+        self.newest = newest
+        self.letter = lambda number: letters[f"of_{number}"]
+
+
+def under_way(number: int, age: float = 1.0, rows: ExchangedRows | None = None) -> _StepUnderWay:
+    return _StepUnderWay(number, number, rows or ExchangedRows(), time.monotonic() - age)
+
+
+def device_exchange(*steps: _StepUnderWay, applied: Letters, computed: int = 99) -> Any:
+    exchange: Any = object.__new__(DeviceExchange)
+    exchange._lock = threading.Lock()
+    exchange._under_way = deque(steps)
+    exchange._applied = applied
+    exchange._gate = SimpleNamespace(clock=Letters(computed))
+    exchange._config = CONFIG
+    exchange._read_clock = lambda: None
+    exchange.connection = SimpleNamespace(timeout=5.0)
+    exchange.counters = SimpleNamespace(tokens_shipped=0)
+    return exchange
+
+
+@pytest.mark.parametrize(
+    ("ages", "applied", "computed"),
+    [
+        ({}, 0, 0),
+        ({7: 4}, 6, 7),
+        ({7: 60}, 7, 7),
+        ({7: 60, 8: 60}, 7, 8),
+        ({7: 4, 8: 0}, 6, 8),
+        ({7: 60}, 6, 6),
+    ],
+    ids=["idle", "young", "done", "done-before-an-old-one", "two-young", "not-computed"],
+)
+def test_answers_in_time_are_waited_for(
+    ages: dict[int, float], applied: int, computed: int
+) -> None:
+    steps = [under_way(number, age) for number, age in ages.items()]
+    device_exchange(*steps, applied=Letters(applied), computed=computed)._check_deadline()
+
+
+def test_an_overdue_answer_means_the_cache_rank_is_down() -> None:
+    steps = under_way(7, age=6), under_way(8, age=1)
+    exchange = device_exchange(*steps, applied=Letters(6), computed=8)
+    with pytest.raises(CacheRankDownError, match=r"no answer to step 7 in 6\.\d s"):
+        exchange._check_deadline()
+
+
+def test_the_wait_for_an_answer_begins_when_its_step_has_been_computed() -> None:
+    step = under_way(7)
+    exchange = device_exchange(step, applied=Letters(6), computed=7)
+    step.waiting_since = None
+    exchange._check_deadline()
+    assert step.waiting_since is not None
+    step.waiting_since -= 6
+    with pytest.raises(CacheRankDownError):
+        exchange._check_deadline()
+
+
+def outcome(*rows: tuple[int, int]) -> Any:
+    """Rows that were applied in so many groups, with so many tokens in all."""
+    found = torch.zeros((2, CONFIG.max_rows), dtype=torch.int64)
+    for row, applied_and_tokens in enumerate(rows):
+        found[:, row] = torch.tensor(applied_and_tokens)
+    return found.numpy()
+
+
+def decoding(epoch: int, ended: bool = False) -> Decoding:
+    sequence = SparseSequence(epoch, None, epoch, 0, 0, RequestStatistics(), ended=ended)
+    return Decoding(sequence, 0, 20)
+
+
+def test_steps_are_accounted_for_in_order_when_the_device_is_done() -> None:
+    requests = [decoding(1), decoding(2)]
+    rows, second = rows_of(requests), rows_of([None, requests[1]])
+    groups = len(CONFIG.groups)
+    came = Letters(2, of_1=outcome((groups, 10), (groups, 20)), of_2=outcome((groups, 5)))
+    exchange = device_exchange(
+        under_way(1, rows=rows),
+        under_way(2, rows=second),
+        under_way(3, rows=second),
+        applied=came,
+    )
+    exchange._settle()
+    assert [step.number for step in exchange._under_way] == [3]
+    assert [request.sequence.statistics.tokens_shipped for request in requests] == [10, 25]
+    assert exchange.counters.tokens_shipped == 35
+
+
+def test_an_answer_that_was_not_applied_means_the_cache_rank_is_down_unless_it_ended() -> None:
+    groups = len(CONFIG.groups)
+    came = Letters(1, of_1=outcome((groups, 3), (groups - 1, 4)))
+    ended = rows_of([decoding(1), decoding(2, ended=True)])
+    device_exchange(under_way(1, rows=ended), applied=came)._settle()
+    exchange = device_exchange(under_way(1, rows=rows_of([decoding(1), decoding(2)])), applied=came)
+    with pytest.raises(CacheRankDownError, match="the answer to step 1 is not for epoch 2"):
+        exchange._settle()
