@@ -8,11 +8,6 @@ import torch
 from cache_rank.copies import Readback, upload
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request: pytest.FixtureRequest) -> torch.device:
-    return torch.device(request.param)
-
-
 TENSORS = (
     torch.tensor([1, 2, 3], dtype=torch.int32),
     torch.tensor([[True, False], [False, True]]),

@@ -8,11 +8,6 @@ import torch
 from sglang_ext.exchange.pinned_ring import LETTERS, Field, Inbox, Outbox
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request: pytest.FixtureRequest) -> torch.device:
-    return torch.device(request.param)
-
-
 def settle(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
