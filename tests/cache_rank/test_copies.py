@@ -7,7 +7,6 @@ import torch
 
 from cache_rank.copies import Readback, upload
 
-
 TENSORS = (
     torch.tensor([1, 2, 3], dtype=torch.int32),
     torch.tensor([[True, False], [False, True]]),
