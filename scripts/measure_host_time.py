@@ -28,11 +28,12 @@ from rich.table import Table
 from cache_rank.channels.nccl import prepare_environment
 from cache_rank.config import ModelShape
 from scripts.speed.records import quantile
-from sglang_ext.decode_step import InferenceRank
+from sglang_ext.exchange.connection import Placement
+from sglang_ext.inference_rank import InferenceRank
 from sglang_ext.memory import reserve_rows
 from sglang_ext.pools import Pools
 from sglang_ext.server_args import CacheRankServerArgs, parse_server_args
-from sglang_ext.supervisor import Place, Supervisor
+from sglang_ext.supervisor import Supervisor
 
 LENGTH = 600
 MODELS = {
@@ -83,18 +84,18 @@ def measure(rank: InferenceRank, batch: int, steps: int) -> dict[str, list[float
     for step in range(steps):
         lengths = [LENGTH + step] * batch
         started = time.perf_counter()
-        plan = rank.plan_step(requests, lengths)
+        plan = rank.decode_step.plan(requests, lengths)
         planned = time.perf_counter()
-        rank.announce_step(plan)
+        rank.decode_step.announce(plan)
         announced = time.perf_counter()
         rank.gate.begin_forward()
         for group, layers in enumerate(rank.config.groups):
-            rank.gate.begin_group(group)
+            rank.gate.enter_group(group)
             for layer in range(len(layers)):
                 rank.gate.stage(group, layer, queries, keys, keys)
-            rank.gate.end_group(group)
+            rank.gate.leave_group(group)
         exchanged = time.perf_counter()
-        rank.end_step(plan)
+        rank.decode_step.end(plan)
         queued = time.perf_counter()
         rank.statistics_of(requests)
         ended = time.perf_counter()
@@ -126,11 +127,11 @@ def main() -> None:
         f"--device {options.device} --sparse-threshold 512 --sparse-budget 64 --delta-capacity 16 "
         "--recall-interval 0 --log-level warning".split()
     )
-    place = Place(args.cache_rank_address)
+    placement = Placement(args.cache_rank_address)
     if options.device == "cuda":
         prepare_environment(os.environ, args.cache_rank_address)
-        place = place._replace(inference_device="cuda:0", cache_device="cuda:1")
-    supervisor = Supervisor("cache-rank-0", place, timeout=60.0)
+        placement = placement._replace(inference_device="cuda:0", cache_device="cuda:1")
+    supervisor = Supervisor("cache-rank-0", placement, timeout=60.0)
     rank = make_rank(args, supervisor)
     console, table = Console(), Table(title="Host time per decode step, all requests sparse")
     table.add_column("batch", justify="right")
@@ -148,7 +149,7 @@ def main() -> None:
     console.print(table)
     starts = []
     for _ in range(options.starts):
-        fresh = Supervisor("cache-rank-0", place, timeout=60.0)
+        fresh = Supervisor("cache-rank-0", placement, timeout=60.0)
         fresh.open(rank.config)
         starts.append(fresh.start_seconds)
         fresh.close()

@@ -36,7 +36,8 @@ from scripts.formats.measurements import Variant
 from scripts.shared.presentation import number, table
 from scripts.speed.cache_step import shape_of
 from scripts.speed.jobs import model_config
-from sglang_ext.supervisor import Connection, Place, Supervisor
+from sglang_ext.exchange.connection import Connection, Placement
+from sglang_ext.supervisor import Supervisor
 
 PATIENCE_SECONDS = 600.0
 """For the process to take over a shipment; slow formats encode a hundred tokens a second."""
@@ -98,7 +99,7 @@ def measure(model: ModelShape, variant: Variant, tokens: int, chunk: int) -> Occ
         max_rows=1,
     )
     reports: queue.SimpleQueue[Report | None] = queue.SimpleQueue()
-    supervisor = Supervisor("cache-rank-0", Place("127.0.0.1"), PATIENCE_SECONDS)
+    supervisor = Supervisor("cache-rank-0", Placement("127.0.0.1"), PATIENCE_SECONDS)
     supervisor.on_report = reports.put
     try:
         connection = supervisor.open(config)

@@ -10,7 +10,7 @@ import torch
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
-from sglang_ext.decode_step import InferenceRank
+from sglang_ext.inference_rank import InferenceRank
 from sglang_ext.step_plan import StepPlan
 
 
@@ -25,7 +25,7 @@ class CacheRankAttnBackend(AttentionBackend):
 
     def __init__(self, runner: Any, rank: InferenceRank) -> None:
         super().__init__()
-        build = ATTENTION_BACKENDS[rank.inner_backend]
+        build = ATTENTION_BACKENDS[rank.args.attention_backend]
         self.token_to_kv_pool = runner.token_to_kv_pool
         self.req_to_token_pool = runner.req_to_token_pool
         self.needs_cpu_seq_lens = True
@@ -42,21 +42,21 @@ class CacheRankAttnBackend(AttentionBackend):
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
         """Before a captured forward pass, or the capture of one."""
-        self._plan = self._rank.plan
-        if self._rank.dense_layers:
+        self._plan = self._rank.decode_step.running
+        if self._rank.args.dense_layers:
             self._dense.init_forward_metadata_out_graph(forward_batch, in_capture)
         self._sparse.init_forward_metadata_out_graph(self._view(forward_batch), in_capture)
 
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
         if forward_batch.forward_mode.is_decode():
             self._rank.gate.begin_forward()
-        if self._rank.dense_layers:
+        if self._rank.args.dense_layers:
             self._dense.init_forward_metadata_in_graph(forward_batch)
         self._sparse.init_forward_metadata_in_graph(self._view(forward_batch))
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         """Before a forward pass that is not captured."""
-        self._plan = self._rank.plan
+        self._plan = self._rank.decode_step.running
         if forward_batch.forward_mode.is_decode():
             self._rank.gate.begin_forward()
         self._dense.init_forward_metadata(forward_batch)
@@ -88,7 +88,7 @@ class CacheRankAttnBackend(AttentionBackend):
         **kwargs: Any,
     ) -> torch.Tensor:
         rank, plan = self._rank, self._plan
-        sparse_layer = layer.layer_id - rank.dense_layers
+        sparse_layer = layer.layer_id - rank.args.dense_layers
         if sparse_layer < 0 or (plan is None and not self._is_captured):
             return self._dense.forward_decode(
                 q, k, v, layer, forward_batch, save_kv_cache, **kwargs
@@ -99,7 +99,7 @@ class CacheRankAttnBackend(AttentionBackend):
             )
         group, layer_in_group = divmod(sparse_layer, rank.config.layers_per_group)
         if layer_in_group == 0:
-            rank.gate.begin_group(group)
+            rank.gate.enter_group(group)
         rank.gate.stage(
             group,
             layer_in_group,
@@ -110,11 +110,11 @@ class CacheRankAttnBackend(AttentionBackend):
         inner, view = self._sparse, forward_batch
         if not self._is_captured:
             view = self._sparse_view
-            if plan is not None and plan.attends_to_everything:
+            if rank.falls_back:
                 inner, view = self._dense, forward_batch
         output = inner.forward_decode(q, k, v, layer, view, save_kv_cache, **kwargs)
         if layer_in_group == len(rank.config.groups[group]) - 1:
-            rank.gate.end_group(group)
+            rank.gate.leave_group(group)
         return output
 
     def forward_extend(self, *args: Any, **kwargs: Any) -> torch.Tensor:

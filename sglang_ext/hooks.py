@@ -16,9 +16,9 @@ from sglang.srt.plugins.hook_registry import HookType
 from sglang.srt.server_args import get_global_server_args
 
 from cache_rank.config import ModelShape
-from sglang_ext import baselines, decode_step
+from sglang_ext import baselines, inference_rank
 from sglang_ext.lifecycle import RequestStatistics
-from sglang_ext.memory import bytes_behind_pool, kept_rows, message_bytes, reserve_rows
+from sglang_ext.memory import bytes_beyond_allocator, dense_store_rows, message_bytes, reserve_rows
 from sglang_ext.refusals import UnsupportedError
 from sglang_ext.server_args import CacheRankServerArgs
 
@@ -57,10 +57,10 @@ def add_reserve_rows(shapes: tuple[Any, Any], pool: Any) -> tuple[Any, Any]:
     return (keys[0] + extra, *keys[1:]), (values[0] + extra, *values[1:])
 
 
-def add_kept_rows(result: None, pool: Any) -> None:
+def add_dense_store(result: None, pool: Any) -> None:
     """Give dense layers rows for the tokens whose pool rows are freed."""
     args = _cache_rank_args()
-    if args is None or not (extra := kept_rows(args)):
+    if args is None or not (extra := dense_store_rows(args)):
         return
     rows, *shape = pool.k_buffer[0].shape
     for buffers in (pool.k_buffer, pool.v_buffer):
@@ -75,7 +75,7 @@ def add_kept_rows(result: None, pool: Any) -> None:
                 )
 
 
-def leave_room_behind_pool(available_bytes: int, configurator: Any, *_: Any, **__: Any) -> int:
+def leave_room_beyond_allocator(available_bytes: int, configurator: Any, *_: Any, **__: Any) -> int:
     """Take the memory behind the pool and of messages, or of a baseline, out of its share."""
     args = _our_args()
     if args is not None and args.is_baseline:
@@ -93,7 +93,7 @@ def leave_room_behind_pool(available_bytes: int, configurator: Any, *_: Any, **_
         scale=1.0,
     )
     token = 2 * shape.kv_heads * shape.head_dim * dtype.itemsize
-    taken = bytes_behind_pool(args, layers, token) + message_bytes(args, shape)
+    taken = bytes_beyond_allocator(args, layers, token) + message_bytes(args, shape)
     if taken >= available_bytes:
         raise UnsupportedError(
             f"--max-sparse-requests {args.max_sparse_requests} leaves no memory for SGLang's pool: "
@@ -107,17 +107,18 @@ def leave_room_behind_pool(available_bytes: int, configurator: Any, *_: Any, **_
 def run_step(
     original: Callable[..., Any], worker: Any, batch: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Run a batch between planning and accounting when it is a decode step."""
-    rank = decode_step.current()
+    """Run a batch, as one of our decode steps when it is one."""
+    rank = inference_rank.current()
     if rank is None or batch is None:
         return original(worker, batch, *args, **kwargs)
-    plan = None
+
+    def forward() -> Any:
+        return original(worker, batch, *args, **kwargs)
+
     if batch.forward_mode.is_decode():
-        plan = rank.plan_step(batch.reqs, batch.seq_lens_cpu.tolist())
-        rank.announce_step(plan)
-    result = original(worker, batch, *args, **kwargs)
-    if plan is not None:
-        rank.end_step(plan)
+        result = rank.decode_step.run(batch.reqs, batch.seq_lens_cpu.tolist(), forward)
+    else:
+        result = forward()
     if result.logits_output is not None:
         info = result.logits_output.customized_info or {}
         info[META_KEY] = rank.statistics_of(batch.reqs)
@@ -134,84 +135,51 @@ def after_forward(result: Any, runner: Any, forward_batch: Any, *_: Any, **__: A
 
 def end_epoch(pool: Any, request: Any) -> None:
     """A request's slot is about to be freed."""
-    rank = decode_step.current()
+    rank = inference_rank.current()
     if rank is not None:
         rank.on_request_freed(request)
 
 
 def end_all_epochs(pool: Any) -> None:
     """The request pool is about to be cleared."""
-    rank = decode_step.current()
+    rank = inference_rank.current()
     if rank is not None:
         rank.on_pool_cleared()
 
 
 def before_next_batch(scheduler: Any, running_batch: Any, *_: Any, **__: Any) -> None:
-    """Free what is covered, and give requests whose K and V are lost back to the queue.
-
-    The result of the step that failed is still to be processed, in this turn of the event loop, and
-    is skipped for requests that are retracted then. They must not be admitted again before, so they
-    enter the queue a turn later.
-    """
-    rank = decode_step.current()
-    if rank is None:
-        return
-    if not rank.lifecycle.live:
-        rank.follow_supervisor()  # as steps do: a lost cache rank keeps memory until then
-    if rank.covered.free():
-        running_batch.batch_is_full = False  # SGLang looks again only when a request ends
-    for request in rank.take_requests_to_queue():
-        scheduler._add_request_to_queue(request, is_retracted=True)
-    _retract_orphans(rank, scheduler, running_batch)
-
-
-def _retract_orphans(rank: Any, scheduler: Any, running_batch: Any) -> None:
-    orphans = rank.take_orphans()
-    if not orphans:
-        return
-    staying = []
-    for index, request in enumerate(running_batch.reqs):
-        if request in orphans and not request.finished():
-            running_batch.release_req(index, len(running_batch.reqs), scheduler.server_args)
-            rank.queue_later(request)
-        else:
-            staying.append(index)
-    running_batch.filter_batch(keep_indices=staying)
-    running_batch.batch_is_full = False
+    """Between steps, evict tokens and retract requests whose K and V are lost."""
+    rank = inference_rank.current()
+    if rank is not None:
+        rank.before_next_batch(scheduler, running_batch)
 
 
 def before_pause(scheduler: Any, pause: Any, *_: Any, **__: Any) -> None:
     """Before all are retracted, SGLang takes the result of the last step, which may have failed."""
-    rank = decode_step.current()
+    rank = inference_rank.current()
     if rank is not None and pause.mode == "retract":
-        _retract_orphans(rank, scheduler, scheduler.running_batch)
+        rank.cache_rank.retract_orphans(scheduler, scheduler.running_batch)
 
 
 def abort_request(
     original: Callable[..., None], scheduler: Any, abort: Any, *args: Any, **kwargs: Any
 ) -> None:
     """Let requests be found that are to be queued a turn later."""
-    rank = decode_step.current()
+    rank = inference_rank.current()
     if rank is None:
         return original(scheduler, abort, *args, **kwargs)
-    waiting = rank.take_requests_to_queue()
-    scheduler.waiting_queue.extend(waiting)
-    original(scheduler, abort, *args, **kwargs)
-    for request in waiting:
-        if request in scheduler.waiting_queue:
-            scheduler.waiting_queue.remove(request)
-            rank.to_queue.append(request)
+    rank.cache_rank.abort_retracted(scheduler, lambda: original(scheduler, abort, *args, **kwargs))
 
 
 def is_idle(result: bool, scheduler: Any, *_: Any, **__: Any) -> bool:
-    """Nor is a server idle with requests that are to be queued a turn later."""
-    rank = decode_step.current()
-    return result and (rank is None or not rank.to_queue)
+    """A server with requests that are to be queued a turn later is not idle."""
+    rank = inference_rank.current()
+    return result and (rank is None or not rank.cache_rank.to_queue)
 
 
 def add_internal_state(result: Any, scheduler: Any, *_: Any, **__: Any) -> Any:
     """Show the cache rank in `/server_info`."""
-    rank = decode_step.current()
+    rank = inference_rank.current()
     if rank is not None:
         result.internal_state[META_KEY] = rank.state()
     return result
@@ -261,13 +229,13 @@ HOOKS = (
     Hook(
         "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool._create_buffers_normal",
         HookType.AFTER,
-        add_kept_rows,
+        add_dense_store,
         "memory_pool.py:1982; dense layers keep tokens that lose their pool rows",
     ),
     Hook(
         "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._profile_available_bytes",
         HookType.AFTER,
-        leave_room_behind_pool,
+        leave_room_beyond_allocator,
         "kv_cache_configurator.py:1527; what is behind the pool is part of the same memory",
     ),
     Hook(

@@ -24,8 +24,9 @@ from sglang_ext.recall import MeasuredRequest
 from sglang_ext.working_set import Reserve
 
 MOST_LOSSES = 2
-"""A request that was in so many cache ranks when they were lost stays dense: it may be the cause,
-as one is whose keys are not finite, and would end every cache rank that it is shipped to."""
+"""A request stays dense that was in so many cache ranks when they were lost: it may be the cause.
+
+One whose keys are not finite is, and would end every cache rank that it is shipped to."""
 
 
 DenseReason = Literal[
@@ -199,8 +200,8 @@ class Lifecycle:
             self._reserve.give_back(sequence.block)
         return sequence
 
-    def enter_step(self, sequence: SparseSequence, position: int) -> bool:
-        """Move an epoch on to the step at `position`; whether it turns sparse there."""
+    def move_on(self, sequence: SparseSequence, position: int) -> bool:
+        """Move an epoch on to the step at `position`, and say whether it turns sparse there."""
         if sequence.phase is Phase.SHIPPING and sequence.shipped == position:
             sequence.phase = Phase.WARMING
             sequence.statistics.dense_reason = "warming"

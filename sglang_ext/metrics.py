@@ -72,20 +72,19 @@ class CacheRankMetrics:
         self._export_counters()
         self._counters = counters
         self._exported = dict.fromkeys(self._exported, 0)
-        self._log_start = (0, self._wait_seconds, 0)
+        self._log_start = (self._log_start[0], self._wait_seconds, 0)
 
-    def on_step(self, exchange: Exchange, sparse_requests: int) -> None:
-        """A step was exchanged."""
+    def on_step(self, step: int, exchange: Exchange, sparse_requests: int) -> None:
+        """Count a step that was exchanged."""
         self._wait_seconds += exchange.waited
         self._steps_waited += exchange.was_late
-        counters = self._counters
         if self._series is not None:
             self._series.step_wait.observe(exchange.waited)
             self._set_sparse_requests(sparse_requests)
-            if counters.steps % EXPORT_STEPS == 0:
+            if step % EXPORT_STEPS == 0:
                 self._export_counters()
-        if counters.steps % self._log_interval == 0:
-            self._log(exchange, sparse_requests)
+        if step % self._log_interval == 0:
+            self._log(step, exchange, sparse_requests)
 
     def on_report(self, report: Report | None) -> None:
         """The cache rank reported, or went down. Called in the supervisor's thread."""
@@ -149,11 +148,11 @@ class CacheRankMetrics:
             self._series.increment(name, value - last)
             self._exported[name] = value
 
-    def _log(self, exchange: Exchange, sparse_requests: int) -> None:
-        steps, wait, shipped = self._log_start
+    def _log(self, step: int, exchange: Exchange, sparse_requests: int) -> None:
+        last_step, wait, shipped = self._log_start
         counters = exchange.counters
-        self._log_start = (counters.steps, self._wait_seconds, counters.tokens_shipped)
-        interval = counters.steps - steps
+        self._log_start = (step, self._wait_seconds, counters.tokens_shipped)
+        interval = step - last_step
         latest = self.recall.latest
         logger.info(
             "Cache rank decode, #sparse-req: %d, #token held: %d, wait: %.2f ms/step, "

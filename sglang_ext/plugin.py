@@ -43,7 +43,7 @@ def assert_live() -> None:
 
 
 def _create_backend(runner: Any) -> Any:
-    from sglang_ext import baselines, decode_step
+    from sglang_ext import baselines, inference_rank
     from sglang_ext.attention import CacheRankAttnBackend
     from sglang_ext.server_args import CacheRankServerArgs
 
@@ -54,4 +54,4 @@ def _create_backend(runner: Any) -> Any:
         )
     if runner.server_args.is_baseline:
         return baselines.create_backend(runner, runner.server_args)
-    return CacheRankAttnBackend(runner, decode_step.create(runner, runner.server_args))
+    return CacheRankAttnBackend(runner, inference_rank.create(runner, runner.server_args))

@@ -1,4 +1,4 @@
-"""What we read off SGLang's model runner: its pools and the shape of its attention layers."""
+"""SGLang's pools and the shape of its attention layers, as its model runner has them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cache_rank.config import ModelShape
-from sglang_ext.memory import kept_rows, reserve_rows
+from sglang_ext.memory import dense_store_rows, reserve_rows
 from sglang_ext.server_args import CacheRankServerArgs
 
 
@@ -18,8 +18,8 @@ class Pools(NamedTuple):
     Attributes:
         req_to_token: (request slots, context length) int32 pool rows.
         keys, values: per layer (pool rows and reserve rows, Hkv, D); those of dense layers may have
-            kept rows behind them; see memory.py.
-        allocator: of pool rows.
+            the dense store behind them; see memory.py.
+        allocator: hands out pool rows.
     """
 
     req_to_token: Tensor
@@ -29,7 +29,7 @@ class Pools(NamedTuple):
 
 
 def pools_of(runner: Any, args: CacheRankServerArgs) -> Pools:
-    """SGLang's pools, whose buffers have been made with the rows behind them.
+    """Return SGLang's pools, whose buffers have been made with rows of our own.
 
     Raises:
         ValueError: they have not.
@@ -37,10 +37,10 @@ def pools_of(runner: Any, args: CacheRankServerArgs) -> Pools:
     pool = runner.token_to_kv_pool
     rows = pool.size + pool.page_size + reserve_rows(args)
     found = pool.k_buffer[0].shape[0], pool.k_buffer[-1].shape[0]
-    if found != (rows + kept_rows(args), rows):
+    if found != (rows + dense_store_rows(args), rows):
         raise ValueError(
-            f"the KV pool has {found} rows in its first and last layer, in the place of "
-            f"{rows + kept_rows(args)} and {rows}: something else than SGLang's usual pool made it"
+            f"the KV pool has {found} rows in its first and last layer, not "
+            f"{rows + dense_store_rows(args)} and {rows}: it is not SGLang's usual pool"
         )
     return Pools(
         runner.req_to_token_pool.req_to_token,
@@ -51,7 +51,7 @@ def pools_of(runner: Any, args: CacheRankServerArgs) -> Pools:
 
 
 def first_reserve_row(pools: Pools, args: CacheRankServerArgs) -> int:
-    """Where the reserve begins; sparse layers, of which the last is one, end with it."""
+    """Return where the reserve begins; the buffers of sparse layers end with it."""
     return pools.keys[-1].shape[0] - reserve_rows(args)
 
 
@@ -76,7 +76,7 @@ def model_shape(runner: Any, args: CacheRankServerArgs) -> ModelShape:
 
 
 def _rotary(model: torch.nn.Module) -> dict[str, Any]:
-    """Rotary frequencies, whatever scaling the model applies: read off the angles of position 1."""
+    """Read rotary frequencies off the angles of position 1, whatever scaling the model applies."""
     for module in model.modules():
         cache = getattr(module, "cos_sin_cache", None)
         if isinstance(cache, Tensor):

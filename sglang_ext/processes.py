@@ -12,7 +12,7 @@ from typing import Any
 from sglang.srt.managers import detokenizer_manager, scheduler
 from sglang.srt.plugins import load_plugins
 
-from sglang_ext import decode_step, plugin
+from sglang_ext import inference_rank, plugin
 from sglang_ext.server_args import CacheRankServerArgs
 
 
@@ -39,7 +39,7 @@ def run_scheduler_process(
     """SGLang's scheduler process, with the cache rank's hooks and its cache rank."""
     load_plugin()
     if server_args.has_cache_rank:
-        decode_step.spawn(server_args, tp_rank, gpu_id)
+        inference_rank.spawn(server_args, tp_rank, gpu_id)
     return scheduler.run_scheduler_process(server_args, port_args, gpu_id, tp_rank, *args, **kwargs)
 
 

@@ -18,7 +18,7 @@ from packaging.specifiers import SpecifierSet
 
 from cache_rank.config import DTYPES, ModelShape
 from sglang_ext.cpu import has_gpu
-from sglang_ext.memory import bytes_behind_pool, kept_rows
+from sglang_ext.memory import bytes_beyond_allocator, dense_store_rows
 
 BACKEND = "cache_rank"
 SUPPORTED_SGLANG = SpecifierSet(">=0.5.16,<0.5.18")
@@ -342,10 +342,10 @@ def _refuse_model(args: Any) -> None:
     if args.is_baseline:
         return
     token = 2 * model.get_num_kv_heads(args.tp_size) * model.head_dim * model.dtype.itemsize
-    behind = bytes_behind_pool(args, layers, token)
+    behind = bytes_beyond_allocator(args, layers, token)
     if args.device == "cpu" and behind > psutil.virtual_memory().available:
         remedies = "--sparse-budget"
-        if kept_rows(args):
+        if dense_store_rows(args):
             remedies += ", --context-length or --dense-layers"
         raise UnsupportedError(
             f"--max-sparse-requests {args.max_sparse_requests} working sets of {name} take "

@@ -1,8 +1,9 @@
 """What every request of a decode step does, decided on the host before the forward pass.
 
-Of so few numbers a step, lists cost the host less than arrays and tensors do: every kind of tensor
-operation is code that the forward pass has pushed out of the caches. What the device needs to know
-goes there by host memory that both see, and one graph takes it and brings the table up to date.
+A step has few numbers, for which lists cost the host less than arrays and tensors do: every kind
+of tensor operation is code that the forward pass has pushed out of the caches. What the device
+needs to know goes there by host memory that both see; one graph takes it and brings the table up to
+date.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from torch import Tensor
 from cache_rank.config import CacheRankConfig
 from cache_rank.graphs import capture
 from cache_rank.operations import operations_for
-from sglang_ext.exchange.base import ExchangedRows, WorkingSetRows
-from sglang_ext.exchange.pinned_ring import Field, Outbox
+from sglang_ext.exchange.pinned_ring import Field, HostToDeviceRing
+from sglang_ext.exchange.slots import ExchangedRows, SlotBuffers
 from sglang_ext.lifecycle import Lifecycle, Phase, SparseSequence, prepare_requests
 from sglang_ext.memory import reserve_block_rows
 from sglang_ext.metrics import CacheRankMetrics
@@ -27,10 +28,7 @@ from sglang_ext.server_args import CacheRankServerArgs
 from sglang_ext.working_set import Reserve, WorkingSetTable
 
 GRAPH_PADDING = 256
-"""A captured graph may be for more rows than there are request slots."""
-
-GATE_NUMBERS = 2
-"""Step numbers that a gate plans."""
+"""A captured graph may be for this many more rows than there are request slots."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -38,17 +36,18 @@ class StepPlan:
     """What one decode step does.
 
     Attributes:
+        step: its number, counted over all connections from 1; 0 when it exchanges nothing.
         attended_lengths: per batch row, tokens that layers over the working-set table attend to.
         lengths: the same on a GPU, (max batch,) int64, 1 beyond the batch.
-        sources, targets: per batch row, see WorkingSetTable.plan_advance.
+        sources, targets: per batch row, see WorkingSetTable.places_of_current_token.
         rows: the exchanged requests.
         unsettled: those among them that are still to turn sparse or to fill their slots, and slots
             in use after the step.
         sparse: the sparse requests.
         shipping: requests whose prompt is being shipped, and their length.
-        attends_to_everything: the cache rank failed during this step; what is left of it is dense.
     """
 
+    step: int = 0
     attended_lengths: list[int] = dataclasses.field(default_factory=list)
     lengths: Tensor | None = None
     sources: list[int] = dataclasses.field(default_factory=list)
@@ -57,14 +56,13 @@ class StepPlan:
     unsettled: list[tuple[SparseSequence, int]] = dataclasses.field(default_factory=list)
     sparse: list[SparseSequence] = dataclasses.field(default_factory=list)
     shipping: list[tuple[SparseSequence, int]] = dataclasses.field(default_factory=list)
-    attends_to_everything: bool = False
 
 
-def _step_numbers(table: WorkingSetTable) -> Outbox:
+def _step_numbers(table: WorkingSetTable) -> HostToDeviceRing:
     batch_at_most = table.table.shape[0] + GRAPH_PADDING
-    return Outbox(
+    return HostToDeviceRing(
         table.table.device,
-        steps=Field(GATE_NUMBERS, 0),
+        steps=Field(2, 0),
         exchanged=Field(batch_at_most, -1),
         lengths=Field(batch_at_most, 1),
         sources=Field(batch_at_most, 0),
@@ -78,10 +76,11 @@ class StepPlanner:
     Attributes:
         lifecycle: the epochs, which move on as their steps are planned.
         table: the working-set table, which is brought up to date.
-        working_sets: where its sparse rows point to.
-        numbers: what the kernels of a step read, if they bring the table up to date: `steps` of
-            the gate, `exchanged` as ExchangedRows.of_batch, and `lengths`, `sources` and `targets`
-            as in StepPlan.
+        slots: where its sparse rows point to.
+        numbers: what the kernels of a step read, if they bring the table up to date: `steps`, the
+            step whose answers are awaited and the step's own number, `exchanged` as
+            ExchangedRows.by_batch_row, and `lengths`, `sources` and `targets` as in StepPlan.
+        steps: how many steps have exchanged something.
     """
 
     def __init__(
@@ -99,11 +98,12 @@ class StepPlanner:
             config: agreed with the cache rank.
             pools: SGLang's, with the reserve behind them.
             metrics: told of requests that stay dense.
-            by_kernels: whether kernels bring the table up to date; else the host, in whose memory
-                it is.
+            by_kernels: whether kernels bring the table up to date; else the host does, in whose
+                memory it is.
         """
+        self.steps = 0
         self.table = WorkingSetTable(pools.req_to_token, config)
-        self.working_sets = WorkingSetRows(
+        self.slots = SlotBuffers(
             config, pools.keys[args.dense_layers :], pools.values[args.dense_layers :]
         )
         self.lifecycle = Lifecycle(
@@ -124,9 +124,9 @@ class StepPlanner:
         self._graph: torch.cuda.CUDAGraph | None = None
         if self.numbers is not None:
             self.numbers.write()
-            self._advance()  # graphs of the forward pass are captured over the fillers
+            self._take_numbers()  # graphs of the forward pass are captured over the fillers
             if pools.req_to_token.is_cuda:
-                self._graph = capture(self._advance)
+                self._graph = capture(self._take_numbers)
 
     def plan(self, requests: Sequence[Any], lengths: Sequence[int], is_up: bool) -> StepPlan:
         """Decide what every request of a decode step does.
@@ -145,7 +145,7 @@ class StepPlanner:
             sequence = live.get(slot) or self._begin(request, length, is_up)
             if sequence is not None:
                 if sequence.phase is not sparse and is_up:
-                    self._enter_step(sequence, position)
+                    self._move_on(sequence, position)
                 phase, filled = sequence.phase, sequence.filled
                 is_sparse = phase is sparse
                 if is_sparse:
@@ -159,40 +159,43 @@ class StepPlanner:
                         plan.unsettled.append((sequence, filled))
                     plan.rows.add(sequence, index, position, filled)
             plan.attended_lengths.append(length)
-            source, target = table.plan_advance(slot, position, is_sparse)
+            source, target = table.places_of_current_token(slot, position, is_sparse)
             plan.sources.append(source)
             plan.targets.append(target)
+        if plan.rows:
+            self.steps += 1
+            plan.step = self.steps
         return plan
 
-    def advance(self, plan: StepPlan, steps: tuple[int, int]) -> None:
+    def publish(self, plan: StepPlan, awaited_step: int) -> None:
         """Bring the table up to date, and to the device what the step's kernels read.
 
         Args:
             plan: of the step.
-            steps: as the gate numbers it.
+            awaited_step: the step whose answers the forward pass waits for.
         """
         numbers = self.numbers
         if numbers is None:
-            self.table.advance_in_host_memory(plan.sources, plan.targets)
+            self.table.add_in_host_memory(plan.sources, plan.targets)
             return
         numbers.write(
-            steps=steps,
-            exchanged=plan.rows.of_batch(len(plan.attended_lengths)),
+            steps=(awaited_step, plan.step),
+            exchanged=plan.rows.by_batch_row(len(plan.attended_lengths)),
             lengths=plan.attended_lengths,
             sources=plan.sources,
             targets=plan.targets,
         )
         if self._graph is None:
-            self._advance()
+            self._take_numbers()
         else:
             self._graph.replay()
         plan.lengths = numbers["lengths"]
 
-    def _advance(self) -> None:
+    def _take_numbers(self) -> None:
         """Take the step's numbers, and bring the table up to date."""
         assert self.numbers is not None
         self.numbers.collect()
-        self.table.advance(self.numbers["sources"], self.numbers["targets"])
+        self.table.add(self.numbers["sources"], self.numbers["targets"])
 
     def _begin(self, request: Any, length: int, is_up: bool) -> SparseSequence | None:
         """Begin an epoch, unless there is a reason against it."""
@@ -206,9 +209,9 @@ class StepPlanner:
                 self._metrics.on_dense(request, reason)
         return None
 
-    def _enter_step(self, sequence: SparseSequence, position: int) -> None:
+    def _move_on(self, sequence: SparseSequence, position: int) -> None:
         """Move an epoch on; from where it turns sparse it attends to its working set."""
-        if self.lifecycle.enter_step(sequence, position):
+        if self.lifecycle.move_on(sequence, position):
             self.table.enter(sequence.row, position, sequence.block)
             self._copy_sinks(sequence)
 
@@ -218,6 +221,4 @@ class StepPlanner:
         if sinks:
             source = self._req_to_token[sequence.row, :sinks].to(torch.int64)
             target = torch.arange(sequence.block, sequence.block + sinks, device=source.device)
-            self._operations.copy_tokens(
-                self.working_sets.keys, self.working_sets.values, source, target
-            )
+            self._operations.copy_tokens(self.slots.keys, self.slots.values, source, target)

@@ -14,8 +14,10 @@ from sglang_ext.exchange.base import Exchange
 logger = logging.getLogger(__name__)
 
 WARM_UP_STEPS = 32
+"""The first so many sparse steps are not traced."""
+
 _SETTLE_STEPS = 8
-"""On a GPU the host runs ahead of the times it reads."""
+"""The trace is written so many steps later: on a GPU the host runs ahead of the times it reads."""
 
 
 class Tracer:
@@ -29,13 +31,13 @@ class Tracer:
         self._sparse_steps = 0
 
     def wants(self, sparse_requests: int) -> bool:
-        """Whether the step that begins is traced."""
+        """Say whether the step that begins is traced."""
         self._sparse_steps += sparse_requests > 0
         done = self._sparse_steps - WARM_UP_STEPS
         return sparse_requests > 0 and 0 < done <= self._steps
 
-    def end_step(self, exchange: Exchange) -> None:
-        """Write the trace when all of its steps are over."""
+    def write_when_done(self, exchange: Exchange) -> None:
+        """Write the trace once all of its steps are over."""
         if self._sparse_steps == WARM_UP_STEPS + self._steps + _SETTLE_STEPS:
             self._sparse_steps += 1  # once
             self._file.write(exchange.spans())

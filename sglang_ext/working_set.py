@@ -51,7 +51,7 @@ class WorkingSetTable:
 
     Attributes:
         table: (request slots, width) int32 pool rows, in the place of SGLang's own table.
-        nowhere: a place behind it, see `plan_advance`, that no request has.
+        nowhere: a place behind it, see `places_of_current_token`, that no request has.
     """
 
     def __init__(self, req_to_token: Tensor, config: CacheRankConfig) -> None:
@@ -94,8 +94,8 @@ class WorkingSetTable:
         recent = torch.arange(position - self._ring + 1, position + 1, device=self.table.device)
         working_set[self._sinks + recent % self._ring] = self._true[row, recent]
 
-    def plan_advance(self, row: int, position: int, is_sparse: bool) -> tuple[int, int]:
-        """Where the current token of a request comes from and goes to.
+    def places_of_current_token(self, row: int, position: int, is_sparse: bool) -> tuple[int, int]:
+        """Find where the current token of a request comes from and goes to.
 
         Args:
             row: request slot.
@@ -103,7 +103,7 @@ class WorkingSetTable:
             is_sparse: whether the row is sparse; a dense row that is new here is copied whole.
 
         Returns:
-            Places in the two flattened tables, for `advance`.
+            Places in the two flattened tables, for `add`.
         """
         column = position
         if is_sparse:
@@ -114,21 +114,21 @@ class WorkingSetTable:
             self._copied[row] = position + 1
         return row * self._true_width + position, row * self._width + column
 
-    def advance(self, sources: Tensor, targets: Tensor) -> None:
+    def add(self, sources: Tensor, targets: Tensor) -> None:
         """Add the current token of every request in a batch.
 
         Args:
-            sources, targets: (B,) int64 of `plan_advance`, on the device; beyond the batch, any
-                source may go `nowhere`.
+            sources, targets: (B,) int64 of `places_of_current_token`, on the device; beyond the
+                batch, any source may go `nowhere`.
         """
         current = self._flat_true.index_select(0, sources)
         self._flat_table.index_copy_(0, targets, current)
 
-    def advance_in_host_memory(self, sources: Iterable[int], targets: Iterable[int]) -> None:
+    def add_in_host_memory(self, sources: Iterable[int], targets: Iterable[int]) -> None:
         """The same for tables of a CPU: torch would take far longer for so few numbers.
 
         Args:
-            sources, targets: of `plan_advance`.
+            sources, targets: of `places_of_current_token`.
         """
         assert self._in_host_memory is not None
         true, table = self._in_host_memory

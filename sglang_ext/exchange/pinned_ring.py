@@ -1,4 +1,4 @@
-"""Numbers between a host and its GPU without a call of the driver: in host memory that both see."""
+"""Rings of pinned host memory: numbers between a host and its GPU without a call of the driver."""
 
 from __future__ import annotations
 
@@ -13,35 +13,34 @@ from torch import Tensor
 
 from cache_rank.operations import implementation_for
 
-LETTERS = 16
-"""That a box holds: far more than the steps that a host is ahead of its device, or behind it."""
+RING_ENTRIES = 16
+"""A ring holds far more entries than a host is steps ahead of its device, or behind it."""
 
 
 class Field(NamedTuple):
-    """A place for so many numbers, and what stands where a step brings fewer."""
+    """A field of a ring's entries: its size, and what fills it where a step brings fewer."""
 
     size: int
     filler: int
 
 
 def _split(tensor: Tensor, fields: Mapping[str, Field]) -> dict[str, Tensor]:
-    """The places of fields that fill a tensor together, by name: (size,) each."""
+    """Split a tensor into the fields that fill it, by name: (size,) each."""
     places = tensor.split([field.size for field in fields.values()])
     return dict(zip(fields, places, strict=True))
 
 
-class Outbox:
-    """Integers that every step brings to a GPU without a call of the driver.
+class HostToDeviceRing:
+    """Integers that every step brings to a GPU.
 
-    Work that is queued, or held by a graph, collects what the host has written, one step after the
-    other.
+    Work that is queued, or held by a graph, collects what the host has written, one entry a step.
     """
 
     def __init__(self, device: torch.device, **fields: Field) -> None:
         size = sum(field.size for field in fields.values())
-        self._box = _box(device, LETTERS, size)
+        self._ring = _pinned(device, RING_ENTRIES, size)
         self._kernels = _kernels(device)
-        self._letters = [_Letter(letter, fields) for letter in self._box]
+        self._entries = [_Entry(entry, fields) for entry in self._ring]
         self._turn = 0
         self._collected = torch.zeros(parts(size), dtype=torch.int64, device=device)
         self._on_device = torch.zeros(size, dtype=torch.int64, device=device)
@@ -52,19 +51,21 @@ class Outbox:
         return self._views[name]
 
     def write(self, **numbers: Sequence[int]) -> None:
-        """Write the numbers of the next step. No more than LETTERS may wait to be collected: the
-        forward pass of a step waits for the one before, so that a host is a few ahead at most.
+        """Write the numbers of the next step.
+
+        No more than RING_ENTRIES may wait to be collected. They do not: the forward pass of a step
+        waits for the one before, so that a host is a few steps ahead at most.
         """
-        self._letters[self._turn].write(numbers)
-        self._turn = (self._turn + 1) % LETTERS
+        self._entries[self._turn].write(numbers)
+        self._turn = (self._turn + 1) % RING_ENTRIES
 
     def collect(self) -> None:
         """Replace all fields by those of the next step, on the current stream."""
-        self._kernels.collect(self._box, self._collected, self._on_device)
+        self._kernels.collect(self._ring, self._collected, self._on_device)
 
 
-class _Letter:
-    """The numbers of a step in host memory."""
+class _Entry:
+    """The numbers of one step in host memory."""
 
     def __init__(self, tensor: Tensor, fields: Mapping[str, Field]) -> None:
         # Writing to an array takes the host a fraction of building a tensor from a list.
@@ -87,15 +88,15 @@ class _Letter:
             self._written[name] = count
 
 
-class Inbox:
-    """Integers of a GPU that the host sees without a call of the driver, the newest LETTERS."""
+class DeviceToHostRing:
+    """Integers of a GPU that the host sees: the newest RING_ENTRIES."""
 
     def __init__(self, values: Tensor) -> None:
         """Bring a tensor, int64."""
         self._values = values
-        self._box = _box(values.device, LETTERS, values.numel())
-        self._newest = _box(values.device, 1, 1)[0]
-        self._letters = self._box.view(LETTERS, *values.shape).numpy()
+        self._ring = _pinned(values.device, RING_ENTRIES, values.numel())
+        self._newest = _pinned(values.device, 1, 1)[0]
+        self._entries = self._ring.view(RING_ENTRIES, *values.shape).numpy()
         self._newest_seen = self._newest.numpy()
         self._kernels = _kernels(values.device)
 
@@ -105,22 +106,22 @@ class Inbox:
         Args:
             number: (1,) int64 of the device: numbers grow; of 0, nothing is brought.
         """
-        self._kernels.post(self._values, self._box, self._newest, number)
+        self._kernels.post(self._values, self._ring, self._newest, number)
 
     @property
     def newest(self) -> int:
         """The greatest number that has come; not one before it is still to come."""
         return int(self._newest_seen[0])
 
-    def letter(self, number: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """What came by a number, which is one of the newest LETTERS; changes when more come."""
-        letter: np.ndarray[Any, np.dtype[np.int64]] = self._letters[number % LETTERS]
-        return letter
+    def entry(self, number: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """Return what came by a number, one of the newest RING_ENTRIES; changes as more come."""
+        entry: np.ndarray[Any, np.dtype[np.int64]] = self._entries[number % RING_ENTRIES]
+        return entry
 
 
-def _box(device: torch.device, letters: int, width: int) -> Tensor:
-    """Host memory that a device sees, (letters, width) int64 zeros."""
-    return torch.zeros((letters, width), dtype=torch.int64, pin_memory=device.type == "cuda")
+def _pinned(device: torch.device, entries: int, width: int) -> Tensor:
+    """Make host memory that a device sees, (entries, width) int64 zeros."""
+    return torch.zeros((entries, width), dtype=torch.int64, pin_memory=device.type == "cuda")
 
 
 def _kernels(device: torch.device) -> Any:

@@ -1,0 +1,124 @@
+"""Tokens leave SGLang's pool once the cache rank has them, with `--inference-kv working-set`.
+
+Sparse layers do not need the pool rows of a sparse request's tokens before its recent window.
+SGLang's table names one row of a token for all layers. When that row goes back to the pool, dense
+layers hold the token in rows of their own, which the table names from then on: nobody else reads it
+there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from cache_rank_kernels.scatter.reference import layer_buffers
+from torch import Tensor
+
+from cache_rank.operations import operations_for
+from sglang_ext.lifecycle import SparseSequence
+
+EVICTION_STRIDE = 64
+"""Tokens of a request are evicted this many at a time: each time is some ten calls for the host."""
+
+
+class DenseStore:
+    """Rows in which dense layers hold tokens that have no pool row any more; see memory.py."""
+
+    def __init__(
+        self,
+        keys: Sequence[Tensor],
+        values: Sequence[Tensor],
+        first_block: int,
+        block_rows: int,
+        blocks: int,
+        rows_per_request: int,
+    ) -> None:
+        """Describe the rows.
+
+        Args:
+            keys, values: per dense layer (rows, Hkv, D); the last `blocks * rows_per_request` rows
+                are the store.
+            first_block: first row of the reserve.
+            block_rows: rows of a request in the reserve.
+            blocks: requests that have a block in the reserve.
+            rows_per_request: rows of a request in the store.
+        """
+        self._keys, self._values = layer_buffers(keys), layer_buffers(values)
+        self._first_block, self._block_rows = first_block, block_rows
+        self._first_row = keys[0].shape[0] - blocks * rows_per_request
+        self._rows_per_request = rows_per_request
+        self._copy_tokens = operations_for(keys[0].device).copy_tokens
+        for count in (EVICTION_STRIDE, EVICTION_STRIDE + 1):  # so that no request waits to compile
+            row = torch.zeros(count, dtype=torch.int64, device=keys[0].device)
+            self._copy_tokens(self._keys, self._values, row, row)
+
+    def rows_of(self, sequence: SparseSequence, start: int, stop: int) -> Tensor:
+        """Return the rows of a request's tokens from start to stop: (stop - start,) int64."""
+        block = (sequence.block - self._first_block) // self._block_rows
+        first = self._first_row + block * self._rows_per_request
+        return torch.arange(first + start, first + stop, device=self._keys.tensors[0].device)
+
+    def copy(self, pool_rows: Tensor, store_rows: Tensor) -> None:
+        """Copy tokens from pool rows into the store, (n,) int64 each, on the current stream."""
+        self._copy_tokens(self._keys, self._values, pool_rows, store_rows)
+
+
+class Eviction:
+    """Takes tokens before the recent window of sparse requests out of SGLang's pool."""
+
+    def __init__(
+        self,
+        req_to_token: Tensor,
+        allocator: Any,
+        recent_tokens: int,
+        dense_store: DenseStore | None = None,
+    ) -> None:
+        """Free, through SGLang's allocator, rows that its own table names.
+
+        Args:
+            req_to_token: SGLang's table.
+            allocator: SGLang's.
+            recent_tokens: newest tokens before the current one, which stay in the pool.
+            dense_store: holds evicted tokens for dense layers; None without any.
+        """
+        self._req_to_token = req_to_token
+        self._allocator = allocator
+        self._recent = recent_tokens
+        self._dense_store = dense_store
+        self._waiting: list[tuple[SparseSequence, int]] = []
+
+    def note(self, sequence: SparseSequence, position: int) -> None:
+        """Note that a sparse request has made the step at `position`."""
+        stop = position - self._recent
+        if stop - sequence.request.cache_protected_len >= EVICTION_STRIDE:
+            self._waiting.append((sequence, stop))
+
+    def evict(self) -> bool:
+        """Free what was noted, on the stream that SGLang allocates on; whether there was any.
+
+        The step that is being computed then may read the old rows, into which nothing is written
+        before the next step, or the new ones, which the table names only once they hold the tokens.
+        The tokens were written in the steps before it, whose results the host has seen.
+        """
+        named, pool_rows, store_rows = [], [], []
+        waiting, self._waiting = self._waiting, []
+        for sequence, stop in waiting:
+            request = sequence.request
+            start = request.cache_protected_len
+            if sequence.ended or sequence.orphaned or stop <= start:
+                continue
+            named.append(self._req_to_token[sequence.row, start:stop])
+            pool_rows.append(named[-1].to(torch.int64))
+            if self._dense_store is not None:
+                store_rows.append(self._dense_store.rows_of(sequence, start, stop))
+            request.cache_protected_len = stop  # where SGLang begins to free when the request ends
+        if not named:
+            return False
+        freed = torch.cat(pool_rows)
+        if self._dense_store is not None:
+            self._dense_store.copy(freed, torch.cat(store_rows))
+            for tokens, rows in zip(named, store_rows, strict=True):
+                tokens.copy_(rows)
+        self._allocator.free(freed)
+        return True

@@ -1,0 +1,1 @@
+"""The exchange between two GPUs: queued on side streams, gated by flags, never waited for."""

@@ -1,0 +1,133 @@
+"""The host's accounts of the exchange between two GPUs.
+
+Right after the forward pass of a step has been queued, its transfers are queued beside it. So the
+host never waits, and the next forward pass waits inside its graph only for what is late. What came
+of a step is seen some steps later.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cache_rank.config import CacheRankConfig
+from cache_rank.measure.timeline import Span
+from cache_rank.protocol import bulk_shape
+from sglang_ext.exchange.base import Exchange
+from sglang_ext.exchange.connection import Connection
+from sglang_ext.exchange.device.clock import StepTimes
+from sglang_ext.exchange.device.gate import DeviceGate
+from sglang_ext.exchange.device.steps_under_way import StepsUnderWay
+from sglang_ext.exchange.device.transfers import make_transfers
+from sglang_ext.exchange.slots import ExchangedRows, SlotBuffers
+from sglang_ext.lifecycle import SparseSequence
+
+MAX_SHIPMENTS_UNDER_WAY = 64
+"""At most so many shipments, which each hold a copy of their tokens, are under way.
+
+When there are more, the forward pass waits for the oldest.
+"""
+
+
+class DeviceExchange(Exchange):
+    """The exchange between ranks that have a GPU each."""
+
+    def __init__(
+        self, connection: Connection, config: CacheRankConfig, slots: SlotBuffers, gate: DeviceGate
+    ) -> None:
+        super().__init__(connection, config, slots)
+        self._gate = gate
+        self._step, self._rows = 0, ExchangedRows()
+        self._under_way = StepsUnderWay(len(config.groups), connection.timeout)
+        self._times: list[StepTimes] = []
+        self._traced_steps: set[int] = set()
+        self._warm_up()
+        self._transfers = make_transfers(connection, config, slots, gate)
+        connection.before_abort = gate.close
+        connection.check = self._check_deadline
+        gate.open()
+
+    def _warm_up(self) -> None:
+        """Run the kernels of shipments once, so that no request waits for them to compile."""
+        config, slots = self._config, self._slots
+        row = torch.zeros(1, dtype=torch.int64, device=slots.device)
+        shipment = torch.empty(
+            bulk_shape(config, 1), dtype=config.model.torch_dtype, device=slots.device
+        )
+        self._operations.collect_tokens(slots.keys, slots.values, row, shipment)
+        self._operations.copy_tokens(slots.keys, slots.values, row, row)
+
+    def announce(self, step: int, rows: ExchangedRows, traced: bool = False) -> None:
+        self._settle()
+        self._step, self._rows = step, rows
+        super().announce(step, rows, traced)
+        self._transfers.times.choose(step if traced else None)
+        if traced:
+            self._traced_steps.add(step)
+
+    def finish_step(self) -> None:
+        """Queue the transfers of the step, behind its forward pass, which has just been queued."""
+        if not self._rows:
+            return
+        self._gate.clock.expect(self._step)
+        self._transfers.queue(self._step, self._rows)
+        self._count_messages(self._transfers.messages.nbytes(len(self._rows)))
+        self._under_way.add(self._step, self._rows)
+
+    def ship(self, sequence: SparseSequence, pool_rows: Tensor) -> None:
+        shipment = self._send_prompt(sequence, pool_rows, MAX_SHIPMENTS_UNDER_WAY)
+        with self.connection.link.in_background():
+            shipment.record_stream(torch.cuda.current_stream())
+
+    def close(self) -> None:
+        self._gate.close()
+        # Else the connection keeps this exchange, its graphs and its buffers.
+        self.connection.before_abort = self.connection.check = lambda: None
+        super().close()
+        # What is still queued writes memory that is freed with this exchange. It comes to its end,
+        # because `finish` ends every transfer that it waits for.
+        self.connection.link.finish()
+        self._transfers.scatter_stream.synchronize()
+
+    def spans(self) -> list[Span]:
+        self._read_clock()
+        times, self._times = self._times, []
+        spans = self._transfers.times.take_spans()
+        offset = self._gate.clock.host_offset()
+        for step_times in times:
+            spans += self._layer_spans(step_times, offset)
+        return spans
+
+    def _layer_spans(self, times: StepTimes, offset: int) -> list[Span]:
+        spans = []
+        layers = [(stamp + offset) / 1e3 for stamp in times.layers]
+        waits = self._gate.clock.waits(times)
+        for group, (members, wait) in enumerate(zip(self._config.groups, waits, strict=True)):
+            start, stop = layers[members.start], layers[min(members.stop, len(layers) - 1)]
+            spans.append(Span("wait", start - 1e6 * wait, start, times.step, group))
+            if group + 1 < len(waits):
+                stop -= 1e6 * waits[group + 1]
+            spans.append(Span("group", start, stop, times.step, group))
+            for layer in members[:-1]:
+                span = (layers[layer], layers[layer + 1], times.step, group)
+                spans.append(Span(f"layer {layer}", *span, lane="layers"))
+        return spans
+
+    def _read_clock(self) -> None:
+        while (times := self._gate.clock.completed()) is not None:
+            self.waited = sum(self._gate.clock.waits(times))
+            if times.step in self._traced_steps:
+                self._times.append(times)
+
+    def _settle(self) -> None:
+        """Account for the steps that the device is done with."""
+        self._read_clock()
+        outcomes = self._transfers.outcomes
+        for sequence, tokens in self._under_way.settle(
+            outcomes.newest, lambda step: outcomes.entry(step).tolist()
+        ):
+            self._count_tokens(sequence, tokens)
+
+    def _check_deadline(self) -> None:
+        """Look for overdue answers, in the supervisor's thread; see StepsUnderWay."""
+        self._under_way.check_deadline(self._transfers.outcomes.newest, self._gate.clock.newest)

@@ -1,0 +1,134 @@
+"""Where the forward pass and the exchange meet on a GPU.
+
+The forward pass may be a captured graph, so all that it touches here stays where it is for the life
+of the process: staging buffers, flags, and the index that says which batch rows are exchanged. In
+the forward pass, for each layer group,
+
+    enter_group   waits until the slots hold the answer to the step before: `applied`
+    stage         copies q, k and v of each layer to the staging buffer
+    leave_group   says that the staging buffer is complete and the slots have been read: `computed`
+
+and at its end, the host is told when layers were reached.
+
+All of it is queued on a stream beside the layers. The wait for the next group's slots is queued
+right after a group's last attention, so that only an answer that is late holds up the layers.
+
+The transfers, outside the graph, take `computed`, a flag that is raised in steps that exchange
+something, by one forward pass each, and set `applied` to the number of the step. kernels/gate says
+why they are not events. Steps are numbered through all connections, so that `applied` never holds
+too much. A step that is planned is one forward pass, and its flags are taken once: were it run
+twice, every message after it would be a step late.
+"""
+
+from __future__ import annotations
+
+import torch
+from cache_rank_kernels.gate import triton as gate
+from cache_rank_kernels.pack import triton as pack
+from torch import Tensor
+
+from cache_rank.config import CacheRankConfig
+from sglang_ext.exchange.base import Gate
+from sglang_ext.exchange.device.clock import StepClock
+
+
+class DeviceGate(Gate):
+    """Buffers and flags of one inference rank on a GPU.
+
+    Attributes:
+        staging: per group (max rows, L, Hq + 2 Hkv, D), the up messages.
+        computed, applied: (groups,) int64, see the module.
+        accepts: (1,) int32 in host memory that the device reads: 0 once answers under way will not
+            come, which ends every wait for them.
+        clock: when the layers of steps were reached.
+    """
+
+    def __init__(self, config: CacheRankConfig, steps: Tensor, exchanged: Tensor) -> None:
+        """Read, in every forward pass, two tensors that the caller fills before it.
+
+        Args:
+            config: agreed with the cache rank.
+            steps: (2,) int64, the step whose answers the forward pass waits for, and its own
+                number, or 0 when it exchanges nothing.
+            exchanged: (max batch,) int64, the index among the exchanged requests of each batch row,
+                or -1.
+        """
+        model, device = config.model, steps.device
+        heads = model.query_heads + 2 * model.kv_heads
+        self.staging = [
+            torch.zeros(
+                (config.max_rows, len(layers), heads, model.head_dim),
+                dtype=model.torch_dtype,
+                device=device,
+            )
+            for layers in config.groups
+        ]
+        self.computed = torch.zeros(len(config.groups), dtype=torch.int64, device=device)
+        self.applied = torch.zeros_like(self.computed)
+        self.accepts = torch.zeros(1, dtype=torch.int32).pin_memory()
+        self.clock = StepClock(config, device)
+        self._steps, self._exchanged = steps, exchanged
+        self._side_stream = torch.cuda.Stream(device)
+        # The memory of what is being packed must not be used again before that is done.
+        self._packing: list[Tensor] = []
+        self._config = config
+
+    @property
+    def is_open(self) -> bool:
+        return bool(self.accepts[0])
+
+    def open(self) -> None:
+        """Let forward passes wait for answers: a cache rank is connected."""
+        self.clock.forget()  # a wait that a loss ended is none of this connection's
+        self.accepts[0] = 1
+
+    def close(self) -> None:
+        """End all waits: no answer will come any more. Safe from any thread."""
+        self.accepts[0] = 0
+        self.awaited_step = 0
+
+    def begin_forward(self) -> None:
+        self._side_stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._side_stream):
+            pack.stamp(self.clock.stamps, 0)
+            self._wait_for_slots(0)
+
+    def enter_group(self, group: int) -> None:
+        self._join()
+
+    def stage(
+        self, group: int, layer_in_group: int, queries: Tensor, keys: Tensor, values: Tensor
+    ) -> None:
+        layer = self._config.groups[group][layer_in_group]
+        self._packing += queries, keys, values
+        self._side_stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._side_stream):
+            pack.pack_layer(
+                self.staging[group],
+                self._exchanged[: queries.shape[0]],
+                layer_in_group,
+                queries,
+                keys,
+                values,
+                self.clock.stamps,
+                1 + layer,
+            )
+
+    def leave_group(self, group: int) -> None:
+        self._side_stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._side_stream):
+            gate.raise_flag(self.computed, group, self._steps[1:])
+            if group + 1 < len(self._config.groups):
+                self._wait_for_slots(group + 1)
+            else:
+                self.clock.report(self._steps[1:])
+        if group + 1 == len(self._config.groups):
+            self._join()
+
+    def _wait_for_slots(self, group: int) -> None:
+        gate.wait_for(self.applied, group, self._steps[:1], self.accepts)
+
+    def _join(self) -> None:
+        """Let the forward pass wait for what has been queued beside it."""
+        torch.cuda.current_stream().wait_stream(self._side_stream)
+        self._packing.clear()

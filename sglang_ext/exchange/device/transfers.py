@@ -1,0 +1,266 @@
+"""What a step sends and what it does with the answers, queued on streams of their own.
+
+For each layer group
+
+    up stream        when the group is computed, sends its staging buffer
+    down stream      receives the answer
+    scatter stream   when the answer has come, writes it into the slots
+
+By copies, all that is one chain of calls for sending and one for the answers, the same in every
+step of as many requests: each is a graph. NCCL's transfers are queued one by one, with only the
+scatters captured; see NcclTransfers for their order.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from abc import ABC, abstractmethod
+
+import torch
+from cache_rank_kernels.gate import triton as gate_kernels
+
+from cache_rank.channels.nccl import NcclChannel
+from cache_rank.channels.peer import PeerChannel
+from cache_rank.channels.stream_memory import FlagMoves, launch
+from cache_rank.channels.transport import Pending
+from cache_rank.config import CacheRankConfig
+from cache_rank.graphs import capture
+from cache_rank.operations import operations_for
+from cache_rank.protocol import AnswerHeader
+from sglang_ext.exchange.connection import Connection
+from sglang_ext.exchange.device.gate import DeviceGate
+from sglang_ext.exchange.device.times import TransferTimes
+from sglang_ext.exchange.messages import GroupMessages, MessageBuffers
+from sglang_ext.exchange.pinned_ring import DeviceToHostRing, Field, HostToDeviceRing
+from sglang_ext.exchange.slots import ExchangedRows, SlotBuffers
+
+_SHIPPED = AnswerHeader._fields.index("shipped_tokens")
+
+
+def make_transfers(
+    connection: Connection, config: CacheRankConfig, slots: SlotBuffers, gate: DeviceGate
+) -> DeviceTransfers:
+    """Make the transfers of a connection, by copies or by NCCL as its channels are."""
+    if isinstance(connection.link.up, PeerChannel):
+        return CopiedTransfers(connection, config, slots, gate)
+    return NcclTransfers(connection, config, slots, gate)
+
+
+class DeviceTransfers(ABC):
+    """The transfers of one connection.
+
+    Attributes:
+        messages: the memory of messages, which always stays where it is.
+        outcomes: per step, (2, requests): in how many groups each request's answer was applied, and
+            how many tokens it brought.
+        times: when transfers of traced steps began and ended.
+        scatter_stream: the stream on which answers are applied.
+    """
+
+    scatter_stream: torch.cuda.Stream
+
+    def __init__(
+        self, connection: Connection, config: CacheRankConfig, slots: SlotBuffers, gate: DeviceGate
+    ) -> None:
+        device, groups = slots.device, len(config.groups)
+        staging = [staged.view(torch.uint8).view(-1) for staged in gate.staging]
+        self.messages = MessageBuffers(config, staging, connection.link.buffers)
+        self.times = TransferTimes()
+        self._config = config
+        self._slots = slots
+        self._gate = gate
+        self._timeout = connection.timeout
+        self._operations = operations_for(device)
+        # A comparison of checksums stops the device, which no graph can.
+        self._captured_rows = range(1, 1 if config.checksum else config.max_rows + 1)
+        self._rows = ExchangedRows()
+        # What the scatter stream reads of a step.
+        self._numbers = HostToDeviceRing(
+            device,
+            step=Field(1, 0),
+            first_rows=Field(config.max_rows, -1),
+            expected=Field(4 * config.max_rows, -1),
+        )
+        self._by_group = torch.zeros((2, groups, config.max_rows), dtype=torch.int64, device=device)
+        self._totals = self._by_group.sum(dim=1)
+        self.outcomes = DeviceToHostRing(self._totals)
+        # What the gate accepts, as of the last answer that came: every program of a scatter reads
+        # it, and reads of the host's memory are slow.
+        self._accepts = torch.zeros(1, dtype=torch.int32, device=device)
+        flags = gate.computed
+        self._waits = [
+            FlagMoves(awaited=[flags.data_ptr() + group * flags.itemsize])
+            for group in range(groups)
+        ]
+        self._warm_up()
+
+    def _warm_up(self) -> None:
+        """Run each kernel once, on nothing, so that no request waits for it to compile."""
+        self._numbers.write()
+        for group in range(len(self._config.groups)):
+            self._apply(group, 1)
+        gate_kernels.lower_flag(self._gate.computed, 0)
+        self._gate.computed.zero_()  # steps of a connection that was lost may have raised them
+        torch.cuda.synchronize(self._slots.device)
+
+    def queue(self, step: int, rows: ExchangedRows) -> None:
+        """Queue the transfers of a step, whose forward pass has been queued.
+
+        Raises:
+            TransportError: a channel is closed. What is to be sent may have been queued, and what
+                is to be received not: these transfers are of no use any more.
+        """
+        self._rows = rows
+        self._numbers.write(
+            step=[step],
+            first_rows=[self._slots.first_slot(sequence) for sequence in rows.sequences],
+            expected=list(itertools.chain.from_iterable(rows.expected_headers(step))),
+        )
+        self._queue(len(rows))
+        self._gate.awaited_step = step
+
+    @abstractmethod
+    def _queue(self, rows: int) -> None:
+        """Queue the transfers of a step of so many requests, whose numbers are written."""
+
+    def _take_computed(self, group: int, stream: torch.cuda.Stream) -> None:
+        """Hold a stream, the current one, until a group of its step is computed.
+
+        There is no deadline: every forward pass that is queued comes to its end, with answers or
+        without. The flags count forward passes, because nothing holds back forward passes once the
+        gate is closed.
+        """
+        self._waits[group].queue(stream)
+        gate_kernels.lower_flag(self._gate.computed, group)
+
+    def _apply(self, group: int, rows: int) -> None:
+        """Queue that the answer that has come is written into slots, on the current stream.
+
+        It reads and writes nothing but what stays where it is, so that a graph can hold it.
+        """
+        numbers, message = self._numbers, self.messages.of(rows)[group].down
+        if group == 0:
+            numbers.collect()
+        applied, shipped = self._by_group[:, group, :rows]
+        gate_kernels.refresh(self._accepts, self._gate.accepts)
+        self._operations.scatter_step(
+            *self._slots.groups[group],
+            numbers["first_rows"][:rows],
+            message.header,
+            numbers["expected"][: 4 * rows].view(rows, 4),
+            message.slots,
+            message.keys,
+            message.values,
+            applied,
+            self._accepts,
+        )
+        shipped.copy_(message.header[:, _SHIPPED])
+        if self._config.checksum and self._rows and int(self._accepts):
+            self._slots.compare_checksums(group, self._rows, message.header)
+        gate_kernels.signal(self._gate.applied, group, numbers["step"])
+        if group + 1 == len(self._config.groups):
+            torch.sum(self._by_group, dim=1, out=self._totals)
+            self.outcomes.post(numbers["step"])
+
+
+class CopiedTransfers(DeviceTransfers):
+    """Transfers by copies into the peer's memory."""
+
+    def __init__(
+        self, connection: Connection, config: CacheRankConfig, slots: SlotBuffers, gate: DeviceGate
+    ) -> None:
+        super().__init__(connection, config, slots, gate)
+        up, down = connection.link.up, connection.link.down
+        assert isinstance(up, PeerChannel)
+        assert isinstance(down, PeerChannel)
+        self.scatter_stream = down.stream  # nothing is received while an answer is applied
+        self._up, self._down = up, down
+        self._graphs = {
+            rows: (
+                capture(functools.partial(self._send, rows), up.stream),
+                capture(functools.partial(self._take_answers, rows), down.stream),
+            )
+            for rows in self._captured_rows
+        }
+
+    def _queue(self, rows: int) -> None:
+        send, take_answers = self._graphs.get(rows, (None, None))
+        if send is None or take_answers is None or self.times.are_taken:
+            with torch.cuda.stream(self._up.stream):
+                self._send(rows)
+            with torch.cuda.stream(self._down.stream):
+                self._take_answers(rows)
+            return
+        with self._up.queueing():
+            launch(send, self._up.stream)
+        with self._down.queueing():
+            launch(take_answers, self._down.stream)
+
+    def _send(self, rows: int) -> None:
+        stream = self._up.stream
+        for group, messages in enumerate(self.messages.of(rows)):
+            self._take_computed(group, stream)
+            with self.times.of("send", group, stream):
+                self._up.send(messages.up.buffer, lane=group)
+
+    def _take_answers(self, rows: int) -> None:
+        stream = self._down.stream
+        for group, messages in enumerate(self.messages.of(rows)):
+            with self.times.of("receive", group, stream):
+                self._down.receive(messages.down.buffer, lane=group)
+            with self.times.of("scatter", group, stream):
+                self._apply(group, rows)
+
+
+class NcclTransfers(DeviceTransfers):
+    """Transfers by NCCL, whose receives occupy multiprocessors while they wait.
+
+    So a receive begins when the next group is computed, not earlier. And it is queued only behind
+    the send that it answers, and the cache rank does the same: should the driver make a host wait
+    for its device in between, both sides can still go on.
+    """
+
+    def __init__(
+        self, connection: Connection, config: CacheRankConfig, slots: SlotBuffers, gate: DeviceGate
+    ) -> None:
+        super().__init__(connection, config, slots, gate)
+        up, down = connection.link.up, connection.link.down
+        assert isinstance(up, NcclChannel)
+        assert isinstance(down, NcclChannel)
+        self.scatter_stream = torch.cuda.Stream(up.stream.device, priority=-1)
+        self._up, self._down = up, down
+        self._graphs = {
+            (group, rows): capture(functools.partial(self._apply, group, rows))
+            for rows in self._captured_rows
+            for group in range(len(config.groups))
+        }
+
+    def _queue(self, rows: int) -> None:
+        received, stream = self._queue_messages(rows), self.scatter_stream
+        with torch.cuda.stream(stream):
+            for group, pending in enumerate(received):
+                pending.wait(self._timeout)
+                with self.times.of("scatter", group, stream):
+                    if self._graphs:
+                        self._graphs[group, rows].replay()
+                    else:
+                        self._apply(group, rows)
+
+    def _queue_messages(self, rows: int) -> list[Pending]:
+        up, received = self._up, []
+        messages = self.messages.of(rows)
+        with torch.cuda.stream(up.stream):
+            for group, (up_message, _) in enumerate(messages):
+                self._take_computed(group, up.stream)
+                computed = up.stream.record_event()
+                with self.times.of("send", group, up.stream, computed):
+                    up.send(up_message.buffer, computed, lane=group)
+                if group:
+                    received.append(self._receive(group - 1, messages[group - 1], computed))
+            received.append(self._receive(len(messages) - 1, messages[-1], computed))
+        return received
+
+    def _receive(self, group: int, messages: GroupMessages, after: torch.cuda.Event) -> Pending:
+        with self.times.of("receive", group, self._down.stream, after):
+            return self._down.receive(messages.down.buffer, after, lane=group)

@@ -1,0 +1,65 @@
+"""Where the forward pass and the exchange meet on a CPU: transfers happen in the forward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from cache_rank.channels.control import ControlError
+from cache_rank.channels.transport import TransportError
+from sglang_ext.exchange.base import Gate
+from sglang_ext.exchange.connection import CacheRankDownError
+from sglang_ext.exchange.host.transfers import HostTransfers
+
+
+class HostGate(Gate):
+    """Carries out the transfers of the connection that is open, group by group.
+
+    A cache rank that is lost in a forward pass closes the gate, and the pass goes on without it.
+
+    Attributes:
+        failure: what closed the gate in a forward pass, or None.
+    """
+
+    def __init__(self) -> None:
+        """Begin closed."""
+        self.failure: Exception | None = None
+        self._transfers: HostTransfers | None = None
+
+    @property
+    def is_open(self) -> bool:
+        return self._transfers is not None
+
+    def open(self, transfers: HostTransfers) -> None:
+        """Let forward passes carry out the transfers of a connection."""
+        self._transfers, self.failure = transfers, None
+
+    def close(self) -> None:
+        """Let forward passes go on without transfers."""
+        self._transfers = None
+
+    def begin_forward(self) -> None:
+        """Nothing is to be timed here."""
+
+    def enter_group(self, group: int) -> None:
+        self._while_open(lambda transfers: transfers.take_answer(group))
+
+    def stage(
+        self, group: int, layer_in_group: int, queries: Tensor, keys: Tensor, values: Tensor
+    ) -> None:
+        self._while_open(
+            lambda transfers: transfers.stage(group, layer_in_group, queries, keys, values)
+        )
+
+    def leave_group(self, group: int) -> None:
+        self._while_open(lambda transfers: transfers.send(group))
+
+    def _while_open(self, action: Callable[[HostTransfers], None]) -> None:
+        if self._transfers is None:
+            return
+        try:
+            action(self._transfers)
+        except (TransportError, ControlError, CacheRankDownError) as error:
+            self.close()
+            self.failure = error

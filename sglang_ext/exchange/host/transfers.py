@@ -1,0 +1,154 @@
+"""What a step sends and what it does with the answers, between ranks that are CPU processes."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+
+import torch
+from torch import Tensor
+
+from cache_rank.channels.transport import Pending
+from cache_rank.config import CacheRankConfig
+from cache_rank.measure.timeline import Span
+from cache_rank.operations import operations_for
+from cache_rank.protocol import AnswerHeader, DownMessage, UpMessage, group_sizes
+from sglang_ext.exchange.connection import CacheRankDownError, Connection
+from sglang_ext.exchange.messages import MessageBuffers
+from sglang_ext.exchange.slots import ExchangedRows, SlotBuffers
+from sglang_ext.lifecycle import SparseSequence
+
+
+@dataclasses.dataclass(slots=True)
+class _AnswerUnderWay:
+    step: int
+    rows: ExchangedRows
+    message: DownMessage
+    pending: Pending
+
+
+class HostTransfers:
+    """The transfers of one connection, a layer group at a time.
+
+    Attributes:
+        messages: the memory of messages.
+        waited: seconds that the current step has waited for answers.
+        brought: tokens that answers brought to sequences, which the exchange accounts for.
+    """
+
+    def __init__(self, connection: Connection, config: CacheRankConfig, slots: SlotBuffers) -> None:
+        staging = [
+            torch.empty(size, dtype=torch.uint8)
+            for size in group_sizes(UpMessage, config, config.max_rows)
+        ]
+        self.messages = MessageBuffers(config, staging, connection.link.buffers)
+        self.waited = 0.0
+        self.brought: list[tuple[SparseSequence, int]] = []
+        self._connection = connection
+        self._config = config
+        self._slots = slots
+        self._operations = operations_for(torch.device("cpu"))
+        self._step, self._rows = 0, ExchangedRows()
+        self._batch_index = torch.empty(0, dtype=torch.int32)
+        self._sent: list[Pending | None] = [None] * len(config.groups)
+        self._answers: list[_AnswerUnderWay | None] = [None] * len(config.groups)
+        self._traced = False
+        self._group_start = 0.0
+        self._spans: list[Span] = []
+
+    def prepare(self, step: int, rows: ExchangedRows, traced: bool) -> None:
+        """Get ready for the forward pass of a step."""
+        if rows.batch_indices != self._rows.batch_indices:
+            batch = max(rows.batch_indices, default=-1) + 1
+            self._batch_index = torch.tensor(rows.by_batch_row(batch), dtype=torch.int32)
+        self._step, self._rows, self._traced = step, rows, traced
+        self.waited = 0.0
+
+    def take_answer(self, group: int) -> None:
+        """Write the answer that the group's attention needs into its slots, if there is one.
+
+        Raises:
+            TransportError: it did not come in time.
+            CacheRankDownError: it is not the one that was expected.
+        """
+        answer, self._answers[group] = self._answers[group], None
+        if answer is not None:
+            self._wait_for(group, answer)
+            self._apply(group, answer)
+        if self._rows and (sent := self._sent[group]) is not None:
+            sent.wait(self._connection.timeout)  # the staging buffer is about to be written again
+        self._group_start = time.monotonic()
+
+    def stage(
+        self, group: int, layer_in_group: int, queries: Tensor, keys: Tensor, values: Tensor
+    ) -> None:
+        """Copy one layer's tensors of the exchanged requests: (batch, heads, D) each."""
+        if self._rows:
+            count = self._batch_index.shape[0]
+            self._operations.pack_layer(
+                self.messages.of(len(self._rows))[group].up.tokens,
+                self._batch_index,
+                layer_in_group,
+                queries[:count],
+                keys[:count],
+                values[:count],
+            )
+
+    def send(self, group: int) -> None:
+        """Send what is staged of a group, then post the receive of its answer."""
+        if not self._rows:
+            return
+        self._trace("group", group, self._group_start)
+        up, down = self.messages.of(len(self._rows))[group]
+        link = self._connection.link
+        self._sent[group] = link.up.send(up.buffer, lane=group)
+        # A receive must never be what a send waits behind, so it is posted after the send.
+        pending = link.down.receive(down.buffer, lane=group)
+        self._answers[group] = _AnswerUnderWay(self._step, self._rows, down, pending)
+
+    def take_spans(self) -> list[Span]:
+        """Return the times of traced steps so far."""
+        spans, self._spans = self._spans, []
+        return spans
+
+    def _wait_for(self, group: int, answer: _AnswerUnderWay) -> None:
+        started = time.monotonic()
+        answer.pending.wait(self._connection.timeout)
+        self.waited += time.monotonic() - started
+        self._trace("wait", group, started)
+
+    def _apply(self, group: int, answer: _AnswerUnderWay) -> None:
+        started = time.monotonic()
+        message, rows, slots = answer.message, answer.rows, self._slots
+        first_rows, expected = [], rows.expected_headers(answer.step)
+        for sequence, columns, wanted in zip(
+            rows.sequences, message.header.tolist(), expected, strict=True
+        ):
+            header = AnswerHeader(*columns)
+            if sequence.ended:
+                first_rows.append(-1)
+                continue
+            if header[:4] != wanted:
+                raise CacheRankDownError(
+                    f"answered (step, epoch, resident, filled) {header[:4]}, expected {wanted}"
+                )
+            first_rows.append(slots.first_slot(sequence))
+            self.brought.append((sequence, header.shipped_tokens))
+        self._operations.scatter_step(
+            *slots.groups[group],
+            torch.tensor(first_rows, dtype=torch.int32),
+            message.header,
+            torch.tensor(expected),
+            message.slots,
+            message.keys,
+            message.values,
+            torch.empty(len(rows), dtype=torch.int32),
+        )
+        self._trace("scatter", group, started)
+        if self._config.checksum:
+            slots.compare_checksums(group, rows, message.header)
+
+    def _trace(self, name: str, group: int, start: float) -> None:
+        if self._traced:
+            stop = time.monotonic()
+            self._spans.append(Span(name, 1e6 * start, 1e6 * stop, self._step, group))

@@ -1,0 +1,124 @@
+"""The requests that a step exchanges, and the slots that their answers are written into."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+from cache_rank_kernels.checksum.reference import slots_checksum
+from cache_rank_kernels.scatter.reference import LayerBuffers, layer_buffers
+from torch import Tensor
+
+from cache_rank.config import CacheRankConfig
+from cache_rank.protocol import AnswerHeader
+from sglang_ext.lifecycle import SparseSequence
+
+
+@dataclasses.dataclass(slots=True)
+class ExchangedRows:
+    """The requests in the exchange of a step.
+
+    Lists and not arrays: of so few numbers a step, each kind of array operation costs the host more
+    than all of them.
+
+    Attributes:
+        sequences: one for each request.
+        batch_indices: their rows in the batch.
+        positions: the positions of their current tokens.
+        filled_after: slots in use once the answer to this step is applied.
+    """
+
+    sequences: list[SparseSequence] = dataclasses.field(default_factory=list)
+    batch_indices: list[int] = dataclasses.field(default_factory=list)
+    positions: list[int] = dataclasses.field(default_factory=list)
+    filled_after: list[int] = dataclasses.field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.sequences)
+
+    def add(
+        self, sequence: SparseSequence, batch_index: int, position: int, filled_after: int
+    ) -> None:
+        """Add a request."""
+        self.sequences.append(sequence)
+        self.batch_indices.append(batch_index)
+        self.positions.append(position)
+        self.filled_after.append(filled_after)
+
+    def by_batch_row(self, batch: int) -> list[int]:
+        """The index among these requests of each row of the batch, or -1."""
+        indices = [-1] * batch
+        for row, index in enumerate(self.batch_indices):
+            indices[index] = row
+        return indices
+
+    def expected_headers(self, step: int) -> list[tuple[int, int, int, int]]:
+        """The first columns of the header that the answer to a step must have, of each request."""
+        return [
+            (step, sequence.epoch, position + 1, filled)
+            for sequence, position, filled in zip(
+                self.sequences, self.positions, self.filled_after, strict=True
+            )
+        ]
+
+
+class SlotBuffers:
+    """The pool's K and V buffers of the sparse layers, and where slots are in them.
+
+    Attributes:
+        keys, values: the buffers of all sparse layers.
+        groups: keys and values of each layer group.
+    """
+
+    def __init__(
+        self, config: CacheRankConfig, keys: Sequence[Tensor], values: Sequence[Tensor]
+    ) -> None:
+        """Describe buffers, per layer (pool rows, Hkv, D)."""
+        self.keys, self.values = layer_buffers(keys), layer_buffers(values)
+        self.groups: list[tuple[LayerBuffers, LayerBuffers]] = [
+            (
+                layer_buffers(keys[layers.start : layers.stop]),
+                layer_buffers(values[layers.start : layers.stop]),
+            )
+            for layers in config.groups
+        ]
+        self._sinks = config.sink_tokens
+
+    @property
+    def device(self) -> torch.device:
+        """Where the buffers are."""
+        return self.keys.tensors[0].device
+
+    def first_slot(self, sequence: SparseSequence) -> int:
+        """The pool row of a sequence's slot 0."""
+        return sequence.block + self._sinks
+
+    def compare_checksums(self, group: int, rows: ExchangedRows, headers: Tensor) -> None:
+        """Compare the slots in use with the cache rank's mirror of them; stops the device.
+
+        Args:
+            group: the layer group.
+            rows: the requests of the step.
+            headers: (R, 6) int64 of the answer, see AnswerHeader.
+
+        Raises:
+            AssertionError: they differ.
+        """
+        for sequence, position, filled, columns in zip(
+            rows.sequences, rows.positions, rows.filled_after, headers.tolist(), strict=True
+        ):
+            if sequence.ended:
+                continue
+            if self._checksum(group, sequence, filled) != AnswerHeader(*columns).checksum:
+                raise AssertionError(
+                    f"slots of epoch {sequence.epoch} at {position} differ from the mirror"
+                )
+
+    def _checksum(self, group: int, sequence: SparseSequence, filled: int) -> int:
+        first = self.first_slot(sequence)
+        held = [
+            torch.stack([tensor[first : first + filled].transpose(0, 1) for tensor in part.tensors])
+            for part in self.groups[group]
+        ]
+        return slots_checksum(*held)

@@ -1,0 +1,231 @@
+"""The inference rank: what a scheduler process holds for its cache rank, built from its parts."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+from typing import Any
+
+from cache_rank.config import ModelShape
+from sglang_ext.decode_step import DecodeStep
+from sglang_ext.eviction import DenseStore, Eviction
+from sglang_ext.exchange import make_exchange, make_gate
+from sglang_ext.exchange.connection import Placement
+from sglang_ext.lifecycle import Phase, prepare_requests
+from sglang_ext.memory import dense_store_rows_per_request, reserve_block_rows
+from sglang_ext.metrics import CacheRankMetrics
+from sglang_ext.pools import Pools, first_reserve_row, model_shape, pools_of
+from sglang_ext.recovery import CacheRankHandle
+from sglang_ext.server_args import CacheRankServerArgs
+from sglang_ext.step_plan import StepPlanner
+from sglang_ext.supervisor import Supervisor
+from sglang_ext.tracing import Tracer
+
+
+class InferenceRank:
+    """Builds the parts of a decode step, and passes on SGLang's events.
+
+    Attributes:
+        config: agreed with the cache rank.
+        gate: where forward passes meet the exchange.
+        table: the working-set table.
+        lifecycle: the epochs of requests.
+        decode_step: runs decode steps.
+        cache_rank: the cache rank while it is up, and what its loss leaves to be done.
+        eviction: of tokens from the pool; None when every token stays there.
+    """
+
+    def __init__(
+        self,
+        args: CacheRankServerArgs,
+        model: ModelShape,
+        pools: Pools,
+        tp_rank: int,
+        supervisor: Supervisor,
+    ) -> None:
+        """Open the cache rank for a loaded model.
+
+        Args:
+            args: the server's arguments.
+            model: shape of the sparse layers.
+            pools: SGLang's, with rows of our own behind them.
+            tp_rank: tensor-parallel rank of this process.
+            supervisor: its process has been spawned.
+
+        Raises:
+            CacheRankDownError: the cache rank did not start.
+            ValueError: a flag does not suit the model.
+        """
+        self.args = args
+        self.config = args.cache_rank_config(model, args.max_sparse_requests)
+        self.device = pools.req_to_token.device
+        self.metrics = CacheRankMetrics(args, self.config, tp_rank)
+        planner = StepPlanner(
+            args, self.config, pools, self.metrics, by_kernels=self.device.type == "cuda"
+        )
+        self.table, self.lifecycle = planner.table, planner.lifecycle
+        numbers = planner.numbers
+        self.gate = (
+            make_gate(self.config, None, None)
+            if numbers is None
+            else make_gate(self.config, numbers["steps"], numbers["exchanged"])
+        )
+        evicts = args.inference_kv == "working-set"
+        self.eviction = _eviction(args, pools, self.config.recent_tokens) if evicts else None
+        self._allocator = pools.allocator
+        self._supervisor = supervisor
+        tracer = Tracer(args.trace, args.trace_steps) if args.trace else None
+
+        supervisor.on_report = self.metrics.on_report
+        supervisor.open(self.config)
+        self.cache_rank = CacheRankHandle(
+            supervisor,
+            functools.partial(
+                make_exchange, config=self.config, slots=planner.slots, gate=self.gate
+            ),
+            self.lifecycle,
+            self.table,
+            self.metrics,
+            recomputes=evicts,
+        )
+        self._planner = planner
+        self.decode_step = DecodeStep(
+            planner,
+            self.gate,
+            self.cache_rank,
+            pools.req_to_token,
+            args.bulk_chunk_tokens,
+            self.eviction,
+            self.metrics,
+            tracer,
+        )
+
+    @property
+    def falls_back(self) -> bool:
+        """Whether a forward pass attends to everything, because the cache rank is down.
+
+        With `--inference-kv working-set` it cannot: its sparse requests are recomputed instead.
+        """
+        return self.eviction is None and not self.gate.is_open
+
+    # Events of requests.
+
+    def on_request_freed(self, request: Any) -> None:
+        """End the epoch of a request whose slot SGLang takes back.
+
+        It finished, or was aborted, retracted or preempted.
+        """
+        self.table.forget(request.req_pool_idx)
+        sequence = self.lifecycle.end(request.req_pool_idx)
+        self._note_if_none_is_live()
+        if sequence is not None and not sequence.orphaned:
+            epoch = sequence.epoch
+            self.cache_rank.attempt(lambda exchange: exchange.end([epoch]))
+
+    def on_pool_cleared(self) -> None:
+        """End all epochs, because SGLang empties its pools."""
+        for row in list(self.lifecycle.live):
+            self.lifecycle.end(row)
+        self._note_if_none_is_live()
+        self.cache_rank.attempt(lambda exchange: exchange.flush())
+
+    def _note_if_none_is_live(self) -> None:
+        if not self.lifecycle.live:
+            self.metrics.on_no_sparse_requests()
+
+    # Between steps.
+
+    def before_next_batch(self, scheduler: Any, running_batch: Any) -> None:
+        """Evict tokens, and give requests whose K and V are lost back to SGLang's queue."""
+        if not self.lifecycle.live:
+            # As decode steps do: a lost cache rank keeps memory until then.
+            self.cache_rank.follow_supervisor()
+        if self.eviction is not None and self.eviction.evict():
+            running_batch.batch_is_full = False  # SGLang looks again only when a request ends
+        self.cache_rank.queue_retracted(scheduler)
+        self.cache_rank.retract_orphans(scheduler, running_batch)
+
+    # What users see.
+
+    def statistics_of(self, requests: list[Any]) -> list[tuple[int | float | str | None, ...]]:
+        """Return what the responses report so far, one entry a request; see RequestStatistics."""
+        prepare_requests(requests)
+        return [request.cache_rank_statistics.as_tuple() for request in requests]
+
+    def state(self) -> dict[str, Any]:
+        """Return what `/server_info` shows."""
+        connection = self._supervisor.connection
+        return {
+            "up": connection is not None,
+            "pid": connection.pid if connection is not None else None,
+            "starts": self._supervisor.starts,
+            "start_seconds": self._supervisor.start_seconds,
+            "capacity_tokens": self.lifecycle.capacity_tokens,
+            "sparse_requests": sum(
+                sequence.phase is Phase.SPARSE for sequence in self.lifecycle.live.values()
+            ),
+            "pool_free_tokens": self._allocator.available_size(),
+            "retractions": self.cache_rank.retractions,
+            "steps": self._planner.steps,
+            **dataclasses.asdict(self.cache_rank.counters),
+            **self.metrics.state(),
+        }
+
+    def close(self) -> None:
+        """End the cache rank."""
+        self._supervisor.close()
+
+
+def _eviction(args: CacheRankServerArgs, pools: Pools, recent_tokens: int) -> Eviction:
+    """Make what evicts tokens, with a store for dense layers where there are any."""
+    store = None
+    if rows_per_request := dense_store_rows_per_request(args):
+        store = DenseStore(
+            pools.keys[: args.dense_layers],
+            pools.values[: args.dense_layers],
+            first_reserve_row(pools, args),
+            reserve_block_rows(args),
+            args.max_sparse_requests,
+            rows_per_request,
+        )
+    return Eviction(pools.req_to_token, pools.allocator, recent_tokens, store)
+
+
+_current: InferenceRank | None = None
+_supervisor: Supervisor | None = None
+
+
+def spawn(args: CacheRankServerArgs, tp_rank: int, gpu_id: int) -> None:
+    """Spawn this scheduler's cache-rank process, so that it loads while the model does."""
+    global _supervisor
+    placement = Placement(
+        args.cache_rank_address,
+        trace=args.trace or "",
+        memory_fraction=args.cache_rank_mem_fraction,
+    )
+    if args.device == "cuda":
+        from cache_rank.channels.nccl import prepare_environment
+
+        prepare_environment(os.environ, args.cache_rank_address)
+        placement = placement._replace(
+            inference_device=f"cuda:{gpu_id}",
+            cache_device=f"cuda:{args.first_cache_rank_gpu + tp_rank}",
+            transfer_backend=args.cache_rank_transfer_backend,
+        )
+    _supervisor = Supervisor(f"cache-rank-{tp_rank}", placement, args.cache_rank_timeout)
+
+
+def create(runner: Any, args: CacheRankServerArgs) -> InferenceRank:
+    """Build this process's inference rank, whose cache rank has been spawned."""
+    global _current
+    assert _supervisor is not None
+    _current = InferenceRank(
+        args, model_shape(runner, args), pools_of(runner, args), runner.ps.tp_rank, _supervisor
+    )
+    return _current
+
+
+def current() -> InferenceRank | None:
+    """Return this process's inference rank, or None when it has none."""
+    return _current

@@ -1,0 +1,163 @@
+"""The cache rank is lost and comes back: what is let go, and which requests SGLang recomputes.
+
+With `--inference-kv full` requests go on dense at once. With `working-set` the K and V of sparse
+requests are gone with the cache rank: they are retracted from the batch and computed again. The
+result of the step that failed is still to be processed then, in the same turn of SGLang's event
+loop, and is skipped for requests that are retracted. They must not be admitted again before, so
+they enter the queue a turn later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from cache_rank.channels.control import ControlError
+from cache_rank.channels.transport import TransportError
+from sglang_ext.exchange.base import Exchange, ExchangeCounters
+from sglang_ext.exchange.connection import CacheRankDownError, Connection
+from sglang_ext.lifecycle import Lifecycle, Phase, SparseSequence
+from sglang_ext.metrics import CacheRankMetrics
+from sglang_ext.supervisor import Supervisor
+from sglang_ext.working_set import WorkingSetTable
+
+
+class CacheRankHandle:
+    """The cache rank while it is up, and what its loss leaves to be done.
+
+    Attributes:
+        exchange: with the cache rank, or None while it is down.
+        retractions: how often SGLang had to recompute a request.
+        to_queue: requests that were retracted in this turn, and are queued in the next.
+    """
+
+    def __init__(
+        self,
+        supervisor: Supervisor,
+        begin_exchange: Callable[[Connection], Exchange],
+        lifecycle: Lifecycle,
+        table: WorkingSetTable,
+        metrics: CacheRankMetrics,
+        recomputes: bool,
+    ) -> None:
+        """Connect to the cache rank that is up.
+
+        Args:
+            supervisor: keeps a cache rank running.
+            begin_exchange: makes the exchange over a connection.
+            lifecycle, table: the epochs, and the table that their rows are in.
+            metrics: told of connections and losses.
+            recomputes: whether sparse requests must be recomputed after a loss; else they go on
+                dense.
+        """
+        self.exchange: Exchange | None = None
+        self.retractions = 0
+        self.to_queue: list[Any] = []
+        self._supervisor = supervisor
+        self._begin_exchange = begin_exchange
+        self._lifecycle = lifecycle
+        self._table = table
+        self._metrics = metrics
+        self._recomputes = recomputes
+        self._orphans: list[SparseSequence] = []
+        self._finished = ExchangeCounters()
+        self._connect()
+
+    @property
+    def counters(self) -> ExchangeCounters:
+        """Totals over all connections."""
+        counters = ExchangeCounters()
+        counters.add(self._finished)
+        if self.exchange is not None:
+            counters.add(self.exchange.counters)
+        return counters
+
+    def attempt(self, action: Callable[[Exchange], None]) -> None:
+        """Do something with the cache rank, if it is up and stays up."""
+        if self.exchange is None:
+            return
+        try:
+            action(self.exchange)
+        except (TransportError, ControlError, CacheRankDownError) as error:
+            self._lose(str(error))
+
+    def follow_supervisor(self) -> None:
+        """Let go of a cache rank that has ended, and connect to one that has been started."""
+        connection = self._supervisor.connection
+        if self.exchange is not None and connection is not self.exchange.connection:
+            self._lose("its process ended")
+        if self.exchange is None and connection is not None:
+            try:
+                self._connect()
+            except RuntimeError as error:  # decode goes on without it, and another is started
+                self._supervisor.fail(connection, str(error))
+
+    def _connect(self) -> None:
+        connection = self._supervisor.connection
+        if connection is None:
+            return
+        self.exchange = self._begin_exchange(connection)
+        self._lifecycle.capacity_tokens = connection.capacity_tokens
+        self._metrics.on_connect(self.exchange.counters)
+
+    def _lose(self, reason: str) -> None:
+        """Go on without a cache rank: dense at once, or with what must be recomputed marked."""
+        exchange, self.exchange = self.exchange, None
+        assert exchange is not None
+        self._supervisor.fail(exchange.connection, reason)
+        exchange.close()
+        self._finished.add(exchange.counters)
+        for row, sequence in list(self._lifecycle.live.items()):
+            is_sparse = sequence.phase is Phase.SPARSE
+            sequence.statistics.stale_steps += is_sparse
+            self._metrics.on_stale(is_sparse)
+            sequence.request.cache_rank_losses += 1
+            if self._recomputes and is_sparse:
+                sequence.orphaned = True
+                sequence.request.cache_rank_failed = True
+                self._orphans.append(sequence)
+            else:
+                self._lifecycle.end(row)
+                self._table.forget(row)
+        if not self._lifecycle.live:
+            self._metrics.on_no_sparse_requests()
+
+    # Requests that SGLang recomputes.
+
+    def queue_retracted(self, scheduler: Any) -> None:
+        """Queue the requests that were retracted a turn ago."""
+        waiting, self.to_queue = self.to_queue, []
+        for request in waiting:
+            scheduler._add_request_to_queue(request, is_retracted=True)
+
+    def retract_orphans(self, scheduler: Any, running_batch: Any) -> None:
+        """Retract the requests of a batch whose K and V are gone with a cache rank."""
+        taken, self._orphans = self._orphans, []
+        orphans = [sequence.request for sequence in taken if not sequence.ended]
+        if not orphans:
+            return
+        staying = []
+        for index, request in enumerate(running_batch.reqs):
+            if request in orphans and not request.finished():
+                running_batch.release_req(index, len(running_batch.reqs), scheduler.server_args)
+                self._queue_later(request)
+            else:
+                staying.append(index)
+        running_batch.filter_batch(keep_indices=staying)
+        running_batch.batch_is_full = False
+
+    def abort_retracted(self, scheduler: Any, abort: Callable[[], None]) -> None:
+        """Let an abort find the requests that are to be queued a turn later."""
+        waiting, self.to_queue = self.to_queue, []
+        scheduler.waiting_queue.extend(waiting)
+        abort()
+        for request in waiting:
+            if request in scheduler.waiting_queue:
+                scheduler.waiting_queue.remove(request)
+                self.to_queue.append(request)
+
+    def _queue_later(self, request: Any) -> None:
+        request.cache_rank_statistics.retractions += 1
+        self.retractions += 1
+        self._metrics.on_retraction()
+        self.to_queue.append(request)
