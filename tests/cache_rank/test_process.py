@@ -36,9 +36,10 @@ from cache_rank.protocol import (
     Step,
     UpMessage,
 )
-from sglang_ext.supervisor import CacheRankDownError, Connection, Place, Supervisor
+from sglang_ext.exchange.connection import CacheRankDownError, Connection, Placement
+from sglang_ext.supervisor import Supervisor
 
-PLACE = Place("127.0.0.1")
+PLACEMENT = Placement("127.0.0.1")
 LONG = 60.0
 """A timeout that no passing test reaches."""
 
@@ -74,11 +75,11 @@ class InferenceRank:
     """The other end of the wire, without a pool and without SGLang."""
 
     def __init__(
-        self, config: CacheRankConfig, timeout: float = LONG, place: Place = PLACE
+        self, config: CacheRankConfig, timeout: float = LONG, placement: Placement = PLACEMENT
     ) -> None:
         self.config = config
         self.reports = Reports()
-        self.supervisor = Supervisor("cache rank of a test", place, timeout)
+        self.supervisor = Supervisor("cache rank of a test", placement, timeout)
         self.supervisor.on_report = self.reports
         self.connection = self.supervisor.open(config)
         self.refused = 0
@@ -248,7 +249,8 @@ def test_selections_equal_the_synchronous_reference_slot_by_slot(policy: Policy)
 def test_tokens_take_the_share_of_the_memory_that_they_were_given() -> None:
     capacities = []
     for fraction in (0.01, 0.02):
-        rank = InferenceRank(small_config(GQA), place=Place("127.0.0.1", memory_fraction=fraction))
+        placement = Placement("127.0.0.1", memory_fraction=fraction)
+        rank = InferenceRank(small_config(GQA), placement=placement)
         capacities.append(rank.connection.capacity_tokens)
         rank.close()
     assert capacities[1] / capacities[0] == pytest.approx(2, rel=0.3)  # what is free changes
@@ -256,7 +258,7 @@ def test_tokens_take_the_share_of_the_memory_that_they_were_given() -> None:
 
 def test_says_what_to_do_when_no_token_fits(capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(CacheRankDownError, match="cannot start"):
-        InferenceRank(small_config(GQA), place=Place("127.0.0.1", memory_fraction=1e-9))
+        InferenceRank(small_config(GQA), placement=Placement("127.0.0.1", memory_fraction=1e-9))
     assert (
         "raise --cache-rank-mem-fraction, or lower --max-sparse-requests" in capfd.readouterr().err
     )
@@ -512,7 +514,7 @@ def test_an_epoch_number_is_never_used_again(rank: InferenceRank) -> None:
 @pytest.mark.parametrize("moment", ["idle", "waiting-for-tensors"])
 def test_the_process_exits_when_its_standard_input_closes(moment: str) -> None:
     config = small_config(GQA)
-    connection = Connection("cache rank of a test", PLACE, LONG)
+    connection = Connection("cache rank of a test", PLACEMENT, LONG)
     try:
         connection.open(config)
         if moment == "waiting-for-tensors":

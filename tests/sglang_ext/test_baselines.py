@@ -266,7 +266,7 @@ def test_quest_takes_its_bounds_out_of_the_pools_memory(monkeypatch: pytest.Monk
     for mode, left in (("quest", 1600), ("oracle", 1700)):
         args: Any = Mock(spec=CacheRankServerArgs, decode_mode=mode, is_baseline=True)
         monkeypatch.setattr(hooks, "get_global_server_args", lambda args=args: args)
-        assert hooks.leave_room_behind_pool(1700, Mock()) == left
+        assert hooks.leave_room_beyond_allocator(1700, Mock()) == left
 
 
 def test_prefills_alone_reach_the_baseline(monkeypatch: pytest.MonkeyPatch) -> None:

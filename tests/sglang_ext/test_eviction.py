@@ -1,4 +1,4 @@
-"""Tokens that the working set covers go back to the pool, each once, some at a time."""
+"""Tokens that the cache rank has go back to the pool, each once, some at a time."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_ext.covered import FREE_STRIDE, CoveredTokens, KeptTokens
+from sglang_ext.eviction import EVICTION_STRIDE, DenseStore, Eviction
 from sglang_ext.lifecycle import RequestStatistics, SparseSequence
 
 RECENT = 3
@@ -33,8 +33,8 @@ def allocator() -> Allocator:
 
 
 @pytest.fixture
-def covered(allocator: Allocator) -> CoveredTokens:
-    return CoveredTokens(REQ_TO_TOKEN, allocator, RECENT)
+def eviction(allocator: Allocator) -> Eviction:
+    return Eviction(REQ_TO_TOKEN, allocator, RECENT)
 
 
 def sequence_of(row: int, protected: int = 0) -> Any:
@@ -43,54 +43,54 @@ def sequence_of(row: int, protected: int = 0) -> Any:
 
 
 def test_tokens_are_freed_some_at_a_time_each_once(
-    covered: CoveredTokens, allocator: Allocator
+    eviction: Eviction, allocator: Allocator
 ) -> None:
     sequence = sequence_of(row=2)
     for position in range(PROMPT_IN_POOL, 300):
         before = len(allocator.freed)
-        covered.note(sequence, position)
-        freed_any = covered.free()
+        eviction.note(sequence, position)
+        freed_any = eviction.evict()
         gone = len(allocator.freed)
-        assert gone - before == (FREE_STRIDE if freed_any else 0)
-        assert position - RECENT - FREE_STRIDE < gone <= max(0, position - RECENT)
+        assert gone - before == (EVICTION_STRIDE if freed_any else 0)
+        assert position - RECENT - EVICTION_STRIDE < gone <= max(0, position - RECENT)
         assert sequence.request.cache_protected_len == gone, "SGLang frees the rest"
     assert allocator.freed == REQ_TO_TOKEN[2, : len(allocator.freed)].tolist()
 
 
-def test_what_sglang_protects_is_not_freed(covered: CoveredTokens, allocator: Allocator) -> None:
+def test_what_sglang_protects_is_not_freed(eviction: Eviction, allocator: Allocator) -> None:
     sequence = sequence_of(row=1, protected=50)
-    covered.note(sequence, 50 + RECENT + FREE_STRIDE - 1)
-    assert not covered.free()
-    covered.note(sequence, 50 + RECENT + FREE_STRIDE)
-    assert covered.free()
-    assert allocator.freed == REQ_TO_TOKEN[1, 50 : 50 + FREE_STRIDE].tolist()
+    eviction.note(sequence, 50 + RECENT + EVICTION_STRIDE - 1)
+    assert not eviction.evict()
+    eviction.note(sequence, 50 + RECENT + EVICTION_STRIDE)
+    assert eviction.evict()
+    assert allocator.freed == REQ_TO_TOKEN[1, 50 : 50 + EVICTION_STRIDE].tolist()
 
 
 @pytest.mark.parametrize("change", ["ended", "orphaned", "protected"])
 def test_nothing_of_a_request_that_left_meanwhile_is_freed(
-    covered: CoveredTokens, allocator: Allocator, change: str
+    eviction: Eviction, allocator: Allocator, change: str
 ) -> None:
     sequence = sequence_of(row=1)
-    covered.note(sequence, 200)
+    eviction.note(sequence, 200)
     if change == "protected":
         sequence.request.cache_protected_len = 200
     else:
         setattr(sequence, change, True)
     before = sequence.request.cache_protected_len
-    assert not covered.free()
+    assert not eviction.evict()
     assert allocator.freed == []
     assert sequence.request.cache_protected_len == before
 
 
 def test_a_request_that_is_noted_twice_is_freed_once(
-    covered: CoveredTokens, allocator: Allocator
+    eviction: Eviction, allocator: Allocator
 ) -> None:
     sequence = sequence_of(row=1)
-    covered.note(sequence, 100)
-    covered.note(sequence, 101)
-    assert covered.free()
+    eviction.note(sequence, 100)
+    eviction.note(sequence, 101)
+    assert eviction.evict()
     assert allocator.freed == REQ_TO_TOKEN[1, : 101 - RECENT].tolist()
-    assert not covered.free()
+    assert not eviction.evict()
 
 
 @pytest.mark.parametrize("dense_layers", [1, 2])
@@ -114,19 +114,21 @@ def test_dense_layers_find_every_token_where_the_table_says(
     }
     in_sparse_layers = [buffer.clone() for buffer in (*keys[dense_layers:], *values[dense_layers:])]
     dense_keys, dense_values = keys[:dense_layers], values[:dense_layers]
-    kept = KeptTokens(dense_keys, dense_values, first_block, block_rows, 2, context)
-    covered = CoveredTokens(table, allocator, RECENT, kept)
+    store = DenseStore(dense_keys, dense_values, first_block, block_rows, 2, context)
+    eviction = Eviction(table, allocator, RECENT, store)
     sequences = [sequence_of(row=row) for row in (1, 3)]
     for block, sequence in enumerate(sequences):
         sequence.block = first_block + block * block_rows
     for position in range(PROMPT_IN_POOL, context):
         for sequence in sequences:
-            covered.note(sequence, position)
-        covered.free()
+            eviction.note(sequence, position)
+        eviction.evict()
         freed = torch.tensor(allocator.freed, dtype=torch.int64)
         for buffer in (*keys[:dense_layers], *values[:dense_layers]):
             buffer[freed] = float("nan")  # another request has them
-    assert len(set(allocator.freed)) == len(allocator.freed) > 2 * (context - RECENT - FREE_STRIDE)
+    assert (
+        len(set(allocator.freed)) == len(allocator.freed) > 2 * (context - RECENT - EVICTION_STRIDE)
+    )
     for row in range(slots):
         for buffer, wanted in zip((*keys, *values), tokens[row], strict=True):
             if buffer.shape[0] > rows:

@@ -13,7 +13,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from sglang_ext import decode_step, hooks, plugin, processes
+from sglang_ext import hooks, inference_rank, plugin, processes
 from sglang_ext.hooks import HOOKS, META_KEY, Hook
 from sglang_ext.lifecycle import RequestStatistics
 from sglang_ext.refusals import UnsupportedError
@@ -33,7 +33,7 @@ def _live_plugin() -> None:
 
 @pytest.fixture(autouse=True)
 def _without_inference_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode_step, "_current", None)
+    monkeypatch.setattr(inference_rank, "_current", None)
 
 
 @pytest.fixture
@@ -102,7 +102,7 @@ def test_a_scheduler_does_not_start_when_a_hook_is_missing(monkeypatch: pytest.M
     monkeypatch.setattr(hooks, "HOOKS", (*HOOKS, missing))
     start = Mock()
     monkeypatch.setattr(processes.scheduler, "run_scheduler_process", start)
-    monkeypatch.setattr(decode_step, "spawn", start)
+    monkeypatch.setattr(inference_rank, "spawn", start)
     with pytest.raises(RuntimeError, match=r"could not be applied: sglang\.gone"):
         processes.run_scheduler_process(Mock(has_cache_rank=True), None, 0, 0)
     start.assert_not_called()
@@ -188,7 +188,7 @@ def test_plain_sglang_has_pools_without_reserve(
     args = object() if plain == "another class" else cache_rank_args(cache_rank_gpus=0)
     monkeypatch.setattr(hooks, "get_global_server_args", lambda: args)
     assert kv_pool().k_buffer[0].shape == (33, 2, 8)
-    assert hooks.leave_room_behind_pool(10_000, CONFIGURATOR) == 10_000
+    assert hooks.leave_room_beyond_allocator(10_000, CONFIGURATOR) == 10_000
 
 
 def test_a_process_without_server_arguments_has_pools_without_reserve() -> None:
@@ -207,7 +207,7 @@ def test_a_cache_rank_puts_its_reserve_behind_the_pool_whose_size_stays(
     for buffer in (*pool.k_buffer, *pool.v_buffer):
         assert buffer.shape == (33 + reserve, 2, 8)
     row = torch.empty((2, 2, 8), dtype=torch.float32)  # K and V of one token in one layer
-    left = hooks.leave_room_behind_pool(10_000_000, CONFIGURATOR)
+    left = hooks.leave_room_beyond_allocator(10_000_000, CONFIGURATOR)
     staged = 3 * 2 * (4 + 2 * 2) * 8 * 4  # q, k and v of three requests in the two sparse layers
     entering = 3 * 2 * 2 * args.delta_capacity * (2 * 8 * 4 + 4)  # K, V and slots
     left_for_headers = 10_000_000 - reserve * 3 * row.nbytes - staged - entering - left
@@ -223,7 +223,7 @@ def test_dense_layers_alone_have_rows_for_tokens_that_lose_theirs(
     def with_arguments(**changes: Any) -> tuple[Any, int]:
         args = cache_rank_args(context_length=100, **changes)
         monkeypatch.setattr(hooks, "get_global_server_args", lambda: args)
-        return kv_pool(), hooks.leave_room_behind_pool(10_000_000, CONFIGURATOR)
+        return kv_pool(), hooks.leave_room_beyond_allocator(10_000_000, CONFIGURATOR)
 
     for changes in ({"inference_kv": "full"}, {"inference_kv": "working-set", "dense_layers": 0}):
         pool, _ = with_arguments(**changes)
@@ -242,10 +242,10 @@ def test_dense_layers_alone_have_rows_for_tokens_that_lose_theirs(
 def test_what_leaves_no_memory_for_a_pool_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     args = cache_rank_args(context_length=100, inference_kv="working-set")
     monkeypatch.setattr(hooks, "get_global_server_args", lambda: args)
-    taken = 10_000_000 - hooks.leave_room_behind_pool(10_000_000, CONFIGURATOR)
-    assert hooks.leave_room_behind_pool(taken + 1, CONFIGURATOR) == 1
+    taken = 10_000_000 - hooks.leave_room_beyond_allocator(10_000_000, CONFIGURATOR)
+    assert hooks.leave_room_beyond_allocator(taken + 1, CONFIGURATOR) == 1
     with pytest.raises(UnsupportedError, match=r"--max-sparse-requests 3 .* --dense-layers"):
-        hooks.leave_room_behind_pool(taken, CONFIGURATOR)
+        hooks.leave_room_beyond_allocator(taken, CONFIGURATOR)
 
 
 # With an inference rank.
@@ -256,10 +256,7 @@ def rank(monkeypatch: pytest.MonkeyPatch) -> Mock:
     """A stand-in for the inference rank of this process."""
     rank = Mock()
     rank.statistics_of.return_value = [(1, 2, 3, 4, 5)]
-    rank.take_requests_to_queue.return_value = []
-    rank.take_orphans.return_value = []
-    rank.covered.free.return_value = False
-    monkeypatch.setattr(decode_step, "_current", rank)
+    monkeypatch.setattr(inference_rank, "_current", rank)
     return rank
 
 
@@ -269,19 +266,16 @@ def batch_of(decode: bool) -> Any:
 
 
 @pytest.mark.parametrize("decode", [True, False], ids=["decode", "prefill"])
-def test_decode_steps_alone_are_planned_and_accounted(rank: Mock, decode: bool) -> None:
+def test_batches_that_decode_are_decode_steps_and_others_are_not(rank: Mock, decode: bool) -> None:
     batch = batch_of(decode)
     logits = SimpleNamespace(customized_info=None)
     rank.original.return_value = SimpleNamespace(logits_output=logits)
+    rank.decode_step.run.side_effect = lambda requests, lengths, forward: forward()
     result = hooks.run_step(rank.original, "worker", batch)
     called = [name for name, _, _ in rank.mock_calls]
-    before, after = called[: called.index("original")], called[called.index("original") + 1 :]
-    assert before == (["plan_step", "announce_step"] if decode else [])
-    assert after == [*(["end_step"] if decode else []), "statistics_of"]
+    assert called == [*(["decode_step.run"] if decode else []), "original", "statistics_of"]
     if decode:
-        rank.plan_step.assert_called_once_with(["request"], [7])
-        rank.announce_step.assert_called_once_with(rank.plan_step.return_value)
-        rank.end_step.assert_called_once_with(rank.plan_step.return_value)
+        assert rank.decode_step.run.call_args.args[:2] == (["request"], [7])
     assert result.logits_output.customized_info == {META_KEY: [(1, 2, 3, 4, 5)]}
 
 
@@ -311,58 +305,29 @@ def test_the_end_of_requests_reaches_the_rank_before_sglang_forgets_their_slot(r
     rank.on_pool_cleared.assert_called_once_with()
 
 
-def running_batch_of(requests: list[Any]) -> Mock:
-    batch = Mock(reqs=requests, batch_is_full=True)
-    batch.release_req = Mock()
-    return batch
-
-
-def test_orphans_leave_the_batch_and_are_queued_a_turn_later(rank: Mock) -> None:
-    kept, orphan, done = (Mock(name=name) for name in ("kept", "orphan", "done"))
-    for request in (kept, orphan):
-        request.finished.return_value = False
-    done.finished.return_value = True
-    rank.take_orphans.return_value = [orphan, done]
-    scheduler, batch = Mock(), running_batch_of([kept, orphan, done])
-    hooks.before_next_batch(scheduler, batch)
-    batch.release_req.assert_called_once_with(1, 3, scheduler.server_args)
-    batch.filter_batch.assert_called_once_with(keep_indices=[0, 2])
-    assert batch.batch_is_full is False
-    rank.queue_later.assert_called_once_with(orphan)
-    scheduler._add_request_to_queue.assert_not_called()
-
-    rank.take_orphans.return_value = []
-    rank.take_requests_to_queue.return_value = [orphan]
-    batch = running_batch_of([kept, done])
-    hooks.before_next_batch(scheduler, batch)
-    scheduler._add_request_to_queue.assert_called_once_with(orphan, is_retracted=True)
-    assert batch.mock_calls == []
-    assert batch.batch_is_full is True
+def test_what_happens_between_steps_is_the_ranks(rank: Mock) -> None:
+    hooks.before_next_batch("scheduler", "batch", None)
+    rank.before_next_batch.assert_called_once_with("scheduler", "batch")
 
 
 @pytest.mark.parametrize(("mode", "retracts"), [("retract", True), ("in_place", False)])
 def test_orphans_leave_the_batch_before_a_pause_takes_their_last_result(
     rank: Mock, mode: str, retracts: bool
 ) -> None:
-    orphan = Mock()
-    orphan.finished.return_value = False
-    rank.take_orphans.return_value = [orphan]
-    scheduler = Mock(running_batch=running_batch_of([orphan]))
+    scheduler = Mock()
     hooks.before_pause(scheduler, Mock(mode=mode))
-    assert rank.queue_later.called == scheduler.running_batch.release_req.called == retracts
+    retracted = [((scheduler, scheduler.running_batch),)] if retracts else []
+    assert rank.cache_rank.retract_orphans.call_args_list == retracted
 
 
 def test_an_abort_finds_requests_that_are_queued_a_turn_later(rank: Mock) -> None:
-    queued, aborted, kept = (Mock(name=name) for name in ("queued", "aborted", "kept"))
-    rank.take_requests_to_queue.return_value, rank.to_queue = [aborted, kept], []
-    scheduler = SimpleNamespace(waiting_queue=[queued])
-
-    def original(scheduler: Any, abort: Any) -> None:
-        scheduler.waiting_queue.remove(abort)
-
-    hooks.abort_request(original, scheduler, aborted)
-    assert scheduler.waiting_queue == [queued]
-    assert rank.to_queue == [kept]
+    original = Mock()
+    hooks.abort_request(original, "scheduler", "abort")
+    (scheduler, abort) = rank.cache_rank.abort_retracted.call_args.args
+    assert scheduler == "scheduler"
+    original.assert_not_called()
+    abort()
+    original.assert_called_once_with("scheduler", "abort")
 
 
 @pytest.mark.parametrize("waiting", [0, 1])
@@ -370,24 +335,8 @@ def test_an_abort_finds_requests_that_are_queued_a_turn_later(rank: Mock) -> Non
 def test_a_server_is_not_idle_while_requests_are_queued_a_turn_later(
     rank: Mock, idle: bool, waiting: int
 ) -> None:
-    rank.to_queue = [Mock()] * waiting
+    rank.cache_rank.to_queue = [Mock()] * waiting
     assert hooks.is_idle(idle, Mock()) == (idle and not waiting)
-
-
-@pytest.mark.parametrize("live", [{}, {1: Mock()}], ids=["idle", "exchanging"])
-def test_a_lost_cache_rank_is_noticed_while_nothing_decodes(rank: Mock, live: Any) -> None:
-    rank.lifecycle.live = live
-    rank.take_orphans.return_value = rank.take_requests_to_queue.return_value = []
-    hooks.before_next_batch(Mock(), running_batch_of([]))
-    assert rank.follow_supervisor.called == (not live)
-
-
-def test_the_batch_is_not_full_any_more_when_covered_tokens_were_freed(rank: Mock) -> None:
-    rank.covered.free.return_value = True
-    batch = running_batch_of([Mock()])
-    hooks.before_next_batch(Mock(), batch)
-    assert batch.batch_is_full is False
-    assert batch.mock_calls == []
 
 
 def test_the_internal_state_shows_the_cache_rank(rank: Mock) -> None:

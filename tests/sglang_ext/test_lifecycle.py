@@ -210,7 +210,7 @@ def take_step(
     config: CacheRankConfig = CONFIG,
 ) -> Phase:
     """One decode step of one request, as the inference rank runs it; the phase it ran in."""
-    turned = lifecycle.enter_step(sequence, position)
+    turned = lifecycle.move_on(sequence, position)
     phase = sequence.phase
     assert turned <= (phase is Phase.SPARSE)
     if phase is Phase.SHIPPING:

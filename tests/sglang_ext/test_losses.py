@@ -14,13 +14,13 @@ import torch
 from test_metrics import exported, own_series
 
 from cache_rank.config import CacheRankConfig, ModelShape
-from sglang_ext import decode_step
-from sglang_ext.decode_step import InferenceRank
-from sglang_ext.exchange.host import HostExchange
+from sglang_ext.exchange.base import Exchange
+from sglang_ext.exchange.connection import Connection, Placement
+from sglang_ext.inference_rank import InferenceRank
 from sglang_ext.lifecycle import MOST_LOSSES, Phase, prepare_requests
 from sglang_ext.memory import reserve_rows
 from sglang_ext.pools import Pools
-from sglang_ext.supervisor import Connection, Place, Supervisor
+from sglang_ext.supervisor import Supervisor
 
 MODEL = ModelShape(2, query_heads=2, kv_heads=1, head_dim=64, dtype="float32", scale=1 / 8)
 SLOTS, CONTEXT, PROMPT = 3, 400, 150
@@ -73,7 +73,7 @@ class Decoding:
             [torch.randn((rows, 1, 64), generator=generator) for _ in range(2)] for _ in range(2)
         )
         self.tokens = torch.arange(SLOTS * CONTEXT, dtype=torch.int32).view(SLOTS, CONTEXT)
-        self.supervisor = Supervisor("cache rank of a test", Place("127.0.0.1"), LONG)
+        self.supervisor = Supervisor("cache rank of a test", Placement("127.0.0.1"), LONG)
         pools = Pools(self.tokens, self.keys, self.values, None)
         self.rank = InferenceRank(ARGS, MODEL, pools, 0, self.supervisor)
         self._generator = generator
@@ -91,18 +91,18 @@ class Decoding:
 
     def step(self, request: Any) -> None:
         """A decode step of one request, as hooks and attention make it."""
-        rank = self.rank
         request.length += 1
-        plan = rank.plan_step([request], [request.length])
-        rank.announce_step(plan)
+        self.rank.decode_step.run([request], [request.length], self.forward)
+
+    def forward(self) -> None:
+        gate = self.rank.gate
         for group in range(MODEL.layers):
-            rank.gate.begin_group(group)
+            gate.enter_group(group)
             queries, keys, values = (
                 torch.randn((1, heads, 64), generator=self._generator) for heads in (2, 1, 1)
             )
-            rank.gate.stage(group, 0, queries, keys, values)
-            rank.gate.end_group(group)
-        rank.end_step(plan)
+            gate.stage(group, 0, queries, keys, values)
+            gate.leave_group(group)
 
     def step_until(self, request: Any, condition: Callable[[], bool]) -> None:
         """Decode, with a cache rank or none, until something has happened."""
@@ -145,7 +145,7 @@ def test_a_loss_leaves_no_sparse_request_and_no_count_behind(decoding: Decoding)
     decoding.wait_until(lambda: decoding.supervisor.connection is not lost)
     decoding.step(request)
     assert exported("sparse_requests") == 0
-    assert exported("up_bytes_total") == rank._finished.up_bytes > 0
+    assert exported("up_bytes_total") == rank.cache_rank.counters.up_bytes > 0
 
     decoding.step_until(request, lambda: decoding.phase_of(request) is Phase.SPARSE)
     rank.on_request_freed(request)
@@ -171,19 +171,19 @@ def test_metrics_follow_while_prompts_are_shipped_and_nothing_is_sparse(
 
 def test_an_idle_rank_lets_go_of_one_that_ended_and_takes_the_next(decoding: Decoding) -> None:
     rank, lost = decoding.rank, decoding.supervisor.connection
-    exchange = rank._exchange
+    exchange = rank.cache_rank.exchange
     assert lost is not None
     os.kill(lost.pid, signal.SIGKILL)
 
     def follow() -> bool:
-        rank.follow_supervisor()
-        return rank._exchange is not exchange
+        rank.cache_rank.follow_supervisor()
+        return rank.cache_rank.exchange is not exchange
 
     decoding.wait_until(follow)
     decoding.wait_until(lambda: decoding.supervisor.connection is not None)
-    rank.follow_supervisor()
-    assert rank._exchange is not None
-    assert rank._exchange.connection is decoding.supervisor.connection is not lost
+    rank.cache_rank.follow_supervisor()
+    assert rank.cache_rank.exchange is not None
+    assert rank.cache_rank.exchange.connection is decoding.supervisor.connection is not lost
 
 
 def test_another_is_started_when_a_lost_connection_cannot_be_closed(
@@ -227,15 +227,15 @@ def test_a_connection_that_cannot_be_used_is_given_up_for_another(
 ) -> None:
     rank, request = decoding.rank, decoding.arrive(slot=1)
     decoding.step_until(request, lambda: decoding.phase_of(request) is Phase.SPARSE)
-    lost, made, refused = decoding.supervisor.connection, decode_step.HostExchange, []
+    lost, begin, refused = decoding.supervisor.connection, rank.cache_rank._begin_exchange, []
 
-    def exchange(connection: Connection, *rest: Any) -> HostExchange:
+    def begin_exchange(connection: Connection) -> Exchange:
         if not refused:
             refused.append(connection)
             raise RuntimeError("no memory for its buffers")
-        return made(connection, *rest)
+        return begin(connection)
 
-    monkeypatch.setattr(decode_step, "HostExchange", exchange)
+    monkeypatch.setattr(rank.cache_rank, "_begin_exchange", begin_exchange)
     assert lost is not None
     os.kill(lost.pid, signal.SIGKILL)
     decoding.wait_until(lambda: decoding.supervisor.connection is not lost)

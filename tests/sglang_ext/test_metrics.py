@@ -38,6 +38,7 @@ class Exchanging:
 
     def __init__(self) -> None:
         self.metrics = CacheRankMetrics(ARGS, CONFIG, tp_rank=0)
+        self.steps = 0
         self.connect()
 
     def connect(self) -> None:
@@ -46,10 +47,10 @@ class Exchanging:
 
     def run(self, steps: int, sparse_requests: int = 1) -> None:
         for _ in range(steps):
-            self.counters.steps += 1
+            self.steps += 1
             self.counters.up_bytes += UP_BYTES
             exchange: Any = SimpleNamespace(counters=self.counters, waited=0.0, was_late=False)
-            self.metrics.on_step(exchange, sparse_requests)
+            self.metrics.on_step(self.steps, exchange, sparse_requests)
 
 
 @contextlib.contextmanager

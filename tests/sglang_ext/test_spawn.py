@@ -7,18 +7,18 @@ from typing import Any
 
 import pytest
 
-from sglang_ext import decode_step
-from sglang_ext.supervisor import Place
+from sglang_ext import inference_rank
+from sglang_ext.exchange.connection import Placement
 
 # Where the ranks are.
 
 
 @pytest.fixture
-def places(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Place, float]]:
-    spawned: list[tuple[str, Place, float]] = []
-    monkeypatch.setattr(decode_step, "Supervisor", lambda *given: spawned.append(given))
-    monkeypatch.setattr(decode_step, "_supervisor", None)
-    monkeypatch.setattr(decode_step, "os", SimpleNamespace(environ={}))
+def placements(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Placement, float]]:
+    spawned: list[tuple[str, Placement, float]] = []
+    monkeypatch.setattr(inference_rank, "Supervisor", lambda *given: spawned.append(given))
+    monkeypatch.setattr(inference_rank, "_supervisor", None)
+    monkeypatch.setattr(inference_rank, "os", SimpleNamespace(environ={}))
     return spawned
 
 
@@ -34,17 +34,17 @@ def args_of(device: str, trace: str | None = None, memory: float | None = None) 
     )
 
 
-def test_cpu_ranks_are_on_the_cpu(places: list[tuple[str, Place, float]]) -> None:
-    decode_step.spawn(args_of("cpu", "/a/trace", 0.5), 0, 0)
-    place = Place("127.0.0.1", "cpu", "cpu", "/a/trace", 0.5)
-    assert places == [("cache-rank-0", place, 5.0)]
-    assert decode_step.os.environ == {}
+def test_cpu_ranks_are_on_the_cpu(placements: list[tuple[str, Placement, float]]) -> None:
+    inference_rank.spawn(args_of("cpu", "/a/trace", 0.5), 0, 0)
+    placement = Placement("127.0.0.1", "cpu", "cpu", "/a/trace", 0.5)
+    assert placements == [("cache-rank-0", placement, 5.0)]
+    assert inference_rank.os.environ == {}
 
 
 def test_gpu_ranks_are_on_the_gpus_that_they_were_given(
-    places: list[tuple[str, Place, float]],
+    placements: list[tuple[str, Placement, float]],
 ) -> None:
-    decode_step.spawn(args_of("cuda"), 1, 3)
-    place = Place("127.0.0.1", "cuda:3", "cuda:5", transfer_backend="nccl")
-    assert places == [("cache-rank-1", place, 5.0)]
-    assert decode_step.os.environ["NCCL_SOCKET_IFNAME"] == "lo"
+    inference_rank.spawn(args_of("cuda"), 1, 3)
+    placement = Placement("127.0.0.1", "cuda:3", "cuda:5", transfer_backend="nccl")
+    assert placements == [("cache-rank-1", placement, 5.0)]
+    assert inference_rank.os.environ["NCCL_SOCKET_IFNAME"] == "lo"

@@ -23,7 +23,7 @@ def run(tracer: Tracer, sparse: list[int]) -> tuple[list[int], list[int]]:
             traced.append(step)
         exchange.spans.reset_mock()
         exchange.spans.return_value = [Span("wait", 0, 1, step, 0)]
-        tracer.end_step(exchange)
+        tracer.write_when_done(exchange)
         if exchange.spans.called:
             written.append(step)
     return traced, written

@@ -28,13 +28,15 @@ def advance(
     table: WorkingSetTable, rows: list[int], positions: list[int], sparse: list[bool]
 ) -> None:
     """Both halves: what the host decides, and what the device does."""
-    moves = [table.plan_advance(*row) for row in zip(rows, positions, sparse, strict=True)]
+    moves = [
+        table.places_of_current_token(*row) for row in zip(rows, positions, sparse, strict=True)
+    ]
     sources, targets = torch.tensor(moves).unbind(1)
     before = table.table.clone()
-    table.advance(sources, targets)
+    table.add(sources, targets)
     on_device = table.table.clone()
     table.table.copy_(before)
-    table.advance_in_host_memory(sources.tolist(), targets.tolist())
+    table.add_in_host_memory(sources.tolist(), targets.tolist())
     assert torch.equal(table.table, on_device)
 
 

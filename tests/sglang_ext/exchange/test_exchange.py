@@ -1,10 +1,9 @@
-"""The exchange of CPU ranks against a selector in the same process, and the watch of both kinds."""
+"""The exchange of CPU ranks, against a selector in the same process."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -17,15 +16,26 @@ import torch
 from cache_rank_kernels.fp8.reference import convert
 from torch import Tensor
 
+from cache_rank.channels.transport import TransportError
 from cache_rank.config import CacheRankConfig, ModelShape
 from cache_rank.measure.timeline import Timeline
-from cache_rank.protocol import AnswerHeader, DownMessage, End, Flush, Load, Row, Step, UpMessage
+from cache_rank.protocol import (
+    AnswerHeader,
+    DownMessage,
+    End,
+    Flush,
+    Load,
+    Row,
+    Step,
+    UpMessage,
+    group_sizes,
+)
 from cache_rank.selector import Selector, SelectorStep
-from sglang_ext.exchange.base import ExchangedRows, WorkingSetRows
-from sglang_ext.exchange.device import DeviceExchange, _StepUnderWay
-from sglang_ext.exchange.host import MAX_SHIPMENTS_UNDER_WAY, HostExchange, HostGate
+from sglang_ext.exchange.connection import CacheRankDownError
+from sglang_ext.exchange.host.exchange import MAX_SHIPMENTS_UNDER_WAY, HostExchange
+from sglang_ext.exchange.host.gate import HostGate
+from sglang_ext.exchange.slots import ExchangedRows, SlotBuffers
 from sglang_ext.lifecycle import RequestStatistics, SparseSequence
-from sglang_ext.supervisor import CacheRankDownError
 
 CPU = torch.device("cpu")
 MODEL = ModelShape(3, query_heads=4, kv_heads=2, head_dim=8, dtype="float32", scale=8**-0.5)
@@ -168,9 +178,11 @@ class InferenceSide:
         shape = (POOL_ROWS, MODEL.kv_heads, MODEL.head_dim)
         self.keys = [torch.randn(shape) for _ in range(MODEL.layers)]
         self.values = [torch.randn(shape) for _ in range(MODEL.layers)]
-        self.rows = WorkingSetRows(config, self.keys, self.values)
         connection: Any = self.connection
-        self.exchange = HostExchange(connection, config, self.rows)
+        self.gate = HostGate()
+        slots = SlotBuffers(config, self.keys, self.values)
+        self.exchange = HostExchange(connection, config, slots, self.gate)
+        self.steps = 0
         self._epochs = itertools.count(1)
 
     def arrive(self, prompt: int) -> Decoding:
@@ -186,11 +198,12 @@ class InferenceSide:
 
     def step(self, batch: list[Decoding | None], traced: bool = False) -> None:
         """One decode step; None is a row of the batch that is not exchanged."""
-        exchange, config = self.exchange, self.config
+        exchange, gate, config = self.exchange, self.gate, self.config
         live = [(index, request) for index, request in enumerate(batch) if request is not None]
-        exchange.begin_step(rows_of(batch), traced)
+        self.steps += bool(live)
+        exchange.announce(self.steps if live else 0, rows_of(batch), traced)
         for group, layers in enumerate(config.groups):
-            exchange.begin_group(group)
+            gate.enter_group(group)
             for layer_in_group, layer in enumerate(layers):
                 queries = torch.randn(len(batch) + 2, MODEL.query_heads, MODEL.head_dim)
                 keys, values = torch.randn(2, len(batch) + 2, MODEL.kv_heads, MODEL.head_dim)
@@ -198,19 +211,20 @@ class InferenceSide:
                     pool_row = request.first_row + request.position
                     self.keys[layer][pool_row] = keys[index]
                     self.values[layer][pool_row] = values[index]
-                exchange.stage(layer_in_group, queries, keys, values)
-            exchange.end_group(group)
-        exchange.end_step()
+                gate.stage(group, layer_in_group, queries, keys, values)
+            gate.leave_group(group)
+        exchange.finish_step()
         for _, request in live:
             request.sequence.filled = request.filled_after
             request.position += 1
 
     def apply_answers(self) -> None:
-        """As the next step does, group by group."""
-        self.exchange.begin_step(ExchangedRows())
+        """Apply the answers as the next step does, group by group."""
+        self.exchange.announce(0, ExchangedRows())
         for group in range(len(self.config.groups)):
-            self.exchange.begin_group(group)
-            self.exchange.end_group(group)
+            self.gate.enter_group(group)
+            self.gate.leave_group(group)
+        self.exchange.finish_step()
 
     def assert_slots_are_the_mirrors(self, request: Decoding) -> None:
         selector, sequence = self.connection.selector, request.sequence
@@ -247,7 +261,8 @@ def test_slots_hold_what_the_cache_rank_chose(wire: str) -> None:
         assert request.sequence.filled == CONFIG.sparse_budget
         side.assert_slots_are_the_mirrors(request)
     counters = side.exchange.counters
-    assert counters.steps == 8, "a step without rows is not announced"
+    announced = [message for message in side.connection.sent if isinstance(message, Step)]
+    assert len(announced) == 8, "a step without rows is not announced"
     shipped = [request.sequence.statistics.tokens_shipped for request in (first, second)]
     assert sum(shipped) == counters.tokens_shipped > 0
     assert counters.bulk_bytes == 65 * MODEL.bytes_per_token
@@ -408,122 +423,39 @@ def test_spans_are_those_of_traced_steps() -> None:
     assert side.exchange.spans() == []
 
 
-def test_the_gate_of_cpu_ranks_acts_in_the_forward_pass_while_the_exchange_is_up() -> None:
-    happened: list[str] = []
+def test_bytes_are_counted_as_they_are_sent() -> None:
+    side = InferenceSide()
+    requests = [side.arrive(20), side.arrive(20)]
+    side.step([requests[0]])
+    side.step([None, None])
+    side.step([requests[1], requests[0]])
+    for kind, counted in (
+        (UpMessage, side.exchange.counters.up_bytes),
+        (DownMessage, side.exchange.counters.down_bytes),
+    ):
+        assert counted == sum(sum(group_sizes(kind, CONFIG, rows)) for rows in (1, 2))
 
-    class Recorded:
-        def __getattr__(self, name: str) -> Callable[..., None]:
-            return lambda *arguments: happened.append(f"{name}{arguments}")
 
-    gate = HostGate(lambda action: action(Recorded()))
-    assert gate.plan_step(True) == (0, 0)
+def test_a_loss_in_a_forward_pass_closes_the_gate_and_ends_the_step() -> None:
+    side = InferenceSide()
+    request = side.arrive(20)
+    assert side.gate.is_open
+
+    def lose(buffer: Tensor, lane: int) -> Transfer:
+        raise TransportError("the peer is gone")
+
+    side.connection.link.up.send = lose
+    with pytest.raises(TransportError, match="the peer is gone"):
+        side.step([request])
+    assert not side.gate.is_open
+    assert side.connection.log.count("receive 0") == 0, "nothing is done after a loss"
+
+
+def test_a_closed_gate_lets_forward_passes_through() -> None:
+    gate = HostGate()
+    assert not gate.is_open
     gate.begin_forward()
-    gate.begin_group(1)
-    gate.stage(1, 2, *("qkv"))  # type: ignore[arg-type]
-    gate.end_group(1)
-    assert happened == ["begin_group(1,)", "stage(2, 'q', 'k', 'v')", "end_group(1,)"]
-
-
-# The exchange of GPU ranks: what its host watches.
-
-
-class Letters:
-    """Stands for what came from the device, up to the newest number."""
-
-    def __init__(self, newest: int, **letters: Any) -> None:
-        self.newest = newest
-        self.letter = lambda number: letters[f"of_{number}"]
-
-
-def under_way(number: int, age: float = 1.0, rows: ExchangedRows | None = None) -> _StepUnderWay:
-    return _StepUnderWay(number, number, rows or ExchangedRows(), time.monotonic() - age)
-
-
-def device_exchange(*steps: _StepUnderWay, applied: Letters, computed: int = 99) -> Any:
-    exchange: Any = object.__new__(DeviceExchange)
-    exchange._lock = threading.Lock()
-    exchange._under_way = deque(steps)
-    exchange._applied = applied
-    exchange._gate = SimpleNamespace(clock=Letters(computed))
-    exchange._config = CONFIG
-    exchange._read_clock = lambda: None
-    exchange.connection = SimpleNamespace(timeout=5.0)
-    exchange.counters = SimpleNamespace(tokens_shipped=0)
-    return exchange
-
-
-@pytest.mark.parametrize(
-    ("ages", "applied", "computed"),
-    [
-        ({}, 0, 0),
-        ({7: 4}, 6, 7),
-        ({7: 60}, 7, 7),
-        ({7: 60, 8: 60}, 7, 8),
-        ({7: 4, 8: 0}, 6, 8),
-        ({7: 60}, 6, 6),
-    ],
-    ids=["idle", "young", "done", "done-before-an-old-one", "two-young", "not-computed"],
-)
-def test_answers_in_time_are_waited_for(
-    ages: dict[int, float], applied: int, computed: int
-) -> None:
-    steps = [under_way(number, age) for number, age in ages.items()]
-    device_exchange(*steps, applied=Letters(applied), computed=computed)._check_deadline()
-
-
-def test_an_overdue_answer_means_the_cache_rank_is_down() -> None:
-    steps = under_way(7, age=6), under_way(8, age=1)
-    exchange = device_exchange(*steps, applied=Letters(6), computed=8)
-    with pytest.raises(CacheRankDownError, match=r"no answer to step 7 in 6\.\d s"):
-        exchange._check_deadline()
-
-
-def test_the_wait_for_an_answer_begins_when_its_step_has_been_computed() -> None:
-    step = under_way(7)
-    exchange = device_exchange(step, applied=Letters(6), computed=7)
-    step.waiting_since = None
-    exchange._check_deadline()
-    assert step.waiting_since is not None
-    step.waiting_since -= 6
-    with pytest.raises(CacheRankDownError):
-        exchange._check_deadline()
-
-
-def outcome(*rows: tuple[int, int]) -> Any:
-    """Rows that were applied in so many groups, with so many tokens in all."""
-    found = torch.zeros((2, CONFIG.max_rows), dtype=torch.int64)
-    for row, applied_and_tokens in enumerate(rows):
-        found[:, row] = torch.tensor(applied_and_tokens)
-    return found.numpy()
-
-
-def decoding(epoch: int, ended: bool = False) -> Decoding:
-    sequence = SparseSequence(epoch, None, epoch, 0, 0, RequestStatistics(), ended=ended)
-    return Decoding(sequence, 0, 20)
-
-
-def test_steps_are_accounted_for_in_order_when_the_device_is_done() -> None:
-    requests = [decoding(1), decoding(2)]
-    rows, second = rows_of(requests), rows_of([None, requests[1]])
-    groups = len(CONFIG.groups)
-    came = Letters(2, of_1=outcome((groups, 10), (groups, 20)), of_2=outcome((groups, 5)))
-    exchange = device_exchange(
-        under_way(1, rows=rows),
-        under_way(2, rows=second),
-        under_way(3, rows=second),
-        applied=came,
-    )
-    exchange._settle()
-    assert [step.number for step in exchange._under_way] == [3]
-    assert [request.sequence.statistics.tokens_shipped for request in requests] == [10, 25]
-    assert exchange.counters.tokens_shipped == 35
-
-
-def test_an_answer_that_was_not_applied_means_the_cache_rank_is_down_unless_it_ended() -> None:
-    groups = len(CONFIG.groups)
-    came = Letters(1, of_1=outcome((groups, 3), (groups - 1, 4)))
-    ended = rows_of([decoding(1), decoding(2, ended=True)])
-    device_exchange(under_way(1, rows=ended), applied=came)._settle()
-    exchange = device_exchange(under_way(1, rows=rows_of([decoding(1), decoding(2)])), applied=came)
-    with pytest.raises(CacheRankDownError, match="the answer to step 1 is not for epoch 2"):
-        exchange._settle()
+    gate.enter_group(0)
+    gate.stage(0, 0, *torch.zeros(3, 1, 1, 8))
+    gate.leave_group(0)
+    assert gate.failure is None

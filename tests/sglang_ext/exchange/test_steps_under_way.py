@@ -1,0 +1,114 @@
+"""What the host of a GPU watches: the steps whose answers its device is not done with."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from sglang_ext.exchange.connection import CacheRankDownError
+from sglang_ext.exchange.device import steps_under_way
+from sglang_ext.exchange.device.steps_under_way import Outcome, StepsUnderWay
+from sglang_ext.exchange.slots import ExchangedRows
+from sglang_ext.lifecycle import RequestStatistics, SparseSequence
+
+GROUPS, TIMEOUT = 2, 5.0
+
+
+class Clock:
+    """The time, which tests move on."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
+    clock = Clock()
+    monkeypatch.setattr(steps_under_way, "time", clock)
+    yield clock
+    assert time.monotonic() != clock.now
+
+
+def sequence_of(epoch: int, ended: bool = False) -> SparseSequence:
+    return SparseSequence(epoch, None, epoch, 0, 0, RequestStatistics(), ended=ended)
+
+
+def rows_of(*sequences: SparseSequence) -> ExchangedRows:
+    rows = ExchangedRows()
+    for index, sequence in enumerate(sequences):
+        rows.add(sequence, index, 20, 4)
+    return rows
+
+
+def steps_of(*numbers: int) -> StepsUnderWay:
+    steps = StepsUnderWay(GROUPS, TIMEOUT)
+    for number in numbers:
+        steps.add(number, rows_of(sequence_of(1)))
+    return steps
+
+
+def settle(steps: StepsUnderWay, outcomes: dict[int, Outcome]) -> list[tuple[int, int]]:
+    """The epochs and tokens of the steps that are done."""
+    settled = steps.settle(max(outcomes, default=0), lambda step: outcomes[step])
+    return [(sequence.epoch, tokens) for sequence, tokens in settled]
+
+
+def test_an_overdue_answer_means_the_cache_rank_is_down(clock: Clock) -> None:
+    steps = steps_of(7, 8)
+    steps.check_deadline(applied=6, computed=8)
+    clock.now += TIMEOUT
+    steps.check_deadline(applied=6, computed=8)
+    clock.now += 1
+    with pytest.raises(CacheRankDownError, match=r"no answer to step 7 in 6\.0 s"):
+        steps.check_deadline(applied=6, computed=8)
+
+
+def test_the_wait_for_an_answer_begins_when_its_step_has_been_computed(clock: Clock) -> None:
+    steps = steps_of(7)
+    steps.check_deadline(applied=6, computed=6)
+    clock.now += 2 * TIMEOUT  # a long prompt is computed before it
+    steps.check_deadline(applied=6, computed=7)
+    clock.now += TIMEOUT - 1
+    steps.check_deadline(applied=6, computed=7)
+    clock.now += 2
+    with pytest.raises(CacheRankDownError):
+        steps.check_deadline(applied=6, computed=7)
+
+
+def test_a_step_that_is_answered_is_never_overdue(clock: Clock) -> None:
+    steps_of().check_deadline(applied=0, computed=0)
+    steps = steps_of(7, 8)
+    steps.check_deadline(applied=6, computed=8)
+    clock.now += 2 * TIMEOUT
+    steps.check_deadline(applied=7, computed=8)
+    assert settle(steps, {7: [[GROUPS], [0]]}) == [(1, 0)]
+    steps.check_deadline(applied=7, computed=8)  # the wait for step 8 begins now
+
+
+def test_steps_are_settled_in_order_when_the_device_is_done() -> None:
+    steps = StepsUnderWay(GROUPS, TIMEOUT)
+    both = rows_of(sequence_of(1), sequence_of(2))
+    for number, rows in ((1, both), (2, rows_of(sequence_of(2))), (3, both)):
+        steps.add(number, rows)
+    outcomes: dict[int, Outcome] = {
+        1: [[GROUPS, GROUPS, 0], [10, 20, 0]],
+        2: [[GROUPS, 0, 0], [5, 0, 0]],
+    }
+    assert settle(steps, outcomes) == [(1, 10), (2, 20), (2, 5)]
+    assert len(steps) == 1
+    assert settle(steps, outcomes) == []
+
+
+def test_an_answer_that_was_not_applied_means_the_cache_rank_is_down_unless_it_ended() -> None:
+    outcomes: dict[int, Outcome] = {1: [[GROUPS, GROUPS - 1], [3, 4]]}
+    steps = StepsUnderWay(GROUPS, TIMEOUT)
+    steps.add(1, rows_of(sequence_of(1), sequence_of(2, ended=True)))
+    assert settle(steps, outcomes) == [(1, 3), (2, 4)]
+    steps.add(1, rows_of(sequence_of(1), sequence_of(2)))
+    with pytest.raises(CacheRankDownError, match="the answer to step 1 is not for epoch 2"):
+        settle(steps, outcomes)

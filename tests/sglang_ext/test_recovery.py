@@ -1,0 +1,152 @@
+"""Requests whose K and V are gone with a cache rank are retracted, and queued a turn later."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+
+from cache_rank.channels.transport import TransportError
+from sglang_ext.exchange.base import ExchangeCounters
+from sglang_ext.inference_rank import InferenceRank
+from sglang_ext.lifecycle import Phase, RequestStatistics, SparseSequence
+from sglang_ext.recovery import CacheRankHandle
+
+
+class Requests:
+    """Requests of a batch, each with an epoch, and a cache rank that they lose."""
+
+    def __init__(self, *phases: Phase, recomputes: bool = True) -> None:
+        self.requests = [self._request(f"request {index}") for index in range(len(phases))]
+        self.sequences = [
+            SparseSequence(1 + row, request, row, 0, 0, RequestStatistics(), phase)
+            for row, (request, phase) in enumerate(zip(self.requests, phases, strict=True))
+        ]
+        self.live = {sequence.row: sequence for sequence in self.sequences}
+        self.exchange: Any = Mock(counters=ExchangeCounters(up_bytes=5))
+        self.supervisor, self.table, self.metrics = Mock(), Mock(), Mock()
+        self.exchange.connection = self.supervisor.connection
+        lifecycle: Any = SimpleNamespace(live=self.live, end=self._end, capacity_tokens=0)
+        parts = (lifecycle, self.table, self.metrics)
+        self.handle = CacheRankHandle(
+            self.supervisor, lambda connection: self.exchange, *parts, recomputes
+        )
+
+    def _request(self, name: str) -> Any:
+        request = Mock(cache_rank_losses=0, cache_rank_failed=False)
+        request.name, request.cache_rank_statistics = name, RequestStatistics()
+        request.finished.return_value = False
+        return request
+
+    def _end(self, row: int) -> None:
+        self.live.pop(row).ended = True
+
+    def lose(self) -> None:
+        def fail(exchange: Any) -> None:
+            raise TransportError("the peer is gone")
+
+        self.handle.attempt(fail)
+
+    def batch(self, *requests: Any) -> Any:
+        return Mock(reqs=list(requests), batch_is_full=True)
+
+
+def test_sparse_requests_leave_the_batch_and_are_queued_a_turn_later() -> None:
+    batch_of = Requests(Phase.WARMING, Phase.SPARSE, Phase.SPARSE)
+    kept, orphan, done = batch_of.requests
+    batch_of.lose()
+    assert batch_of.handle.exchange is None
+    assert [sequence.orphaned for sequence in batch_of.sequences] == [False, True, True]
+    assert [sequence.ended for sequence in batch_of.sequences] == [True, False, False]
+    assert [request.cache_rank_failed for request in batch_of.requests] == [False, True, True]
+
+    scheduler, batch = Mock(), batch_of.batch(kept, orphan, done)
+    done.finished.return_value = True
+    batch_of.handle.retract_orphans(scheduler, batch)
+    batch.release_req.assert_called_once_with(1, 3, scheduler.server_args)
+    batch.filter_batch.assert_called_once_with(keep_indices=[0, 2])
+    assert batch.batch_is_full is False
+    assert batch_of.handle.to_queue == [orphan]
+    assert (batch_of.handle.retractions, orphan.cache_rank_statistics.retractions) == (1, 1)
+    scheduler._add_request_to_queue.assert_not_called()
+
+    later = batch_of.batch(kept, done)
+    batch_of.handle.queue_retracted(scheduler)
+    batch_of.handle.retract_orphans(scheduler, later)
+    scheduler._add_request_to_queue.assert_called_once_with(orphan, is_retracted=True)
+    assert later.mock_calls == []
+    assert later.batch_is_full is True
+    assert batch_of.handle.to_queue == []
+
+
+def test_an_orphan_that_ended_meanwhile_is_left_alone() -> None:
+    batch_of = Requests(Phase.SPARSE)
+    batch_of.lose()
+    batch_of.sequences[0].ended = True
+    batch = batch_of.batch(*batch_of.requests)
+    batch_of.handle.retract_orphans(Mock(), batch)
+    assert batch.mock_calls == []
+
+
+def test_without_recomputing_every_epoch_ends_and_nothing_is_retracted() -> None:
+    batch_of = Requests(Phase.SHIPPING, Phase.SPARSE, recomputes=False)
+    batch_of.lose()
+    assert [sequence.ended for sequence in batch_of.sequences] == [True, True]
+    assert [call.args for call in batch_of.table.forget.call_args_list] == [(0,), (1,)]
+    assert [sequence.statistics.stale_steps for sequence in batch_of.sequences] == [0, 1]
+    assert [request.cache_rank_losses for request in batch_of.requests] == [1, 1]
+    batch = batch_of.batch(*batch_of.requests)
+    batch_of.handle.retract_orphans(Mock(), batch)
+    assert batch.mock_calls == []
+
+
+def test_a_loss_ends_the_connection_and_keeps_its_counts() -> None:
+    batch_of = Requests()
+    batch_of.lose()
+    connection = batch_of.exchange.connection
+    batch_of.supervisor.fail.assert_called_once_with(connection, "the peer is gone")
+    batch_of.exchange.close.assert_called_once_with()
+    assert batch_of.handle.counters.up_bytes == 5
+    batch_of.lose()  # there is nothing left to lose
+    batch_of.exchange.close.assert_called_once_with()
+    batch_of.handle.follow_supervisor()
+    assert batch_of.handle.counters.up_bytes == 10, "those of the next connection are added"
+
+
+def test_an_abort_finds_requests_that_are_queued_a_turn_later() -> None:
+    handle = Requests().handle
+    queued, aborted, kept = "queued", "aborted", "kept"
+    handle.to_queue = [aborted, kept]
+    scheduler = SimpleNamespace(waiting_queue=[queued])
+    handle.abort_retracted(scheduler, lambda: scheduler.waiting_queue.remove(aborted))
+    assert scheduler.waiting_queue == [queued]
+    assert handle.to_queue == [kept]
+
+
+# Between steps.
+
+
+@pytest.fixture
+def rank() -> Any:
+    rank: Any = Mock()
+    rank.eviction.evict.return_value = False
+    return rank
+
+
+@pytest.mark.parametrize("live", [{}, {1: Mock()}], ids=["idle", "exchanging"])
+def test_a_lost_cache_rank_is_noticed_while_nothing_decodes(rank: Any, live: Any) -> None:
+    rank.lifecycle.live = live
+    InferenceRank.before_next_batch(rank, Mock(), Mock())
+    assert rank.cache_rank.follow_supervisor.called == (not live)
+
+
+@pytest.mark.parametrize("evicted", [False, True])
+def test_the_batch_is_not_full_any_more_when_tokens_were_evicted(rank: Any, evicted: bool) -> None:
+    rank.eviction.evict.return_value = evicted
+    scheduler, batch = Mock(), Mock(batch_is_full=True)
+    InferenceRank.before_next_batch(rank, scheduler, batch)
+    assert batch.batch_is_full is not evicted
+    called = [name for name, _, _ in rank.cache_rank.mock_calls]
+    assert called[-2:] == ["queue_retracted", "retract_orphans"], "in this order"
