@@ -157,7 +157,7 @@ def test_metrics_follow_while_prompts_are_shipped_and_nothing_is_sparse(
 ) -> None:
     sparse, shipped = decoding.arrive(slot=1), decoding.arrive(slot=2)
     decoding.step_until(sparse, lambda: decoding.phase_of(sparse) is Phase.SPARSE)
-    monkeypatch.setattr(ARGS, "bulk_chunk_tokens", 4)
+    monkeypatch.setattr(decoding.rank.decode_step, "_chunk_tokens", 4)
     before = exported("bulk_bytes_total")
     decoding.step(shipped)
     decoding.rank.on_request_freed(sparse)
