@@ -46,7 +46,7 @@ def random_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path
     return make
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def plain_server(random_model: Callable[..., Path]) -> Iterator[Server]:
     """Plain SGLang serving the default random model."""
     arguments = [*PLAIN, "--model-path", str(random_model()), "--skip-tokenizer-init"]

@@ -10,6 +10,8 @@ from scripts import evaluate
 from scripts.accuracy.report import read_report
 from scripts.shared.serving import Server
 
+pytestmark = pytest.mark.xdist_group("bundled server")
+
 CHAINS = "--chains 4 --gpus --out".split()
 
 

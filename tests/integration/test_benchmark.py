@@ -23,6 +23,8 @@ from scripts.accuracy.benchmarks.runs import read_run
 from scripts.accuracy.benchmarks.server import Server as EvaluatedServer
 from scripts.shared.serving import Server
 
+pytestmark = pytest.mark.xdist_group("bundled server")
+
 DATA = Path(__file__).parents[1] / "data"
 WALK_TOKENS = 319  # of 80 hops
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from workload import GPU_FLAGS, random_prompts
+from workload import DENSE, GPU_FLAGS, random_prompts
 
 from cache_rank.config import CacheRankConfig, ModelShape
 from cache_rank.measure.recording import RECORD_VARIABLE, read_events
@@ -19,11 +19,7 @@ from cache_rank.selector import Selector
 from scripts.shared.serving import log_probabilities, serve
 from sglang_ext.refusals import ALLOW_LARGE_BUDGET_VARIABLE
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
-    pytest.mark.timeout(600),
-]
+pytestmark = [pytest.mark.gpu(2), pytest.mark.timeout(600)]
 
 BUDGET, CAPACITY, MARGIN, RECENT, GROUP_LAYERS = 256, 32, 32, 32, 2
 FLAGS = (
@@ -108,10 +104,9 @@ def test_log_probabilities_equal_dense_ones_when_every_token_is_selected(
     generous_budget: Any,
 ) -> None:
     prompts = random_prompts([650, 900, 1300, 700])
-    dense = {"sampling_params": {"custom_params": {"cache_rank": False}}}
     for found, expected in zip(
         generous_budget.generate_all(prompts, 200, return_logprob=True),
-        generous_budget.generate_all(prompts, 200, return_logprob=True, **dense),
+        generous_budget.generate_all(prompts, 200, return_logprob=True, **DENSE),
         strict=True,
     ):
         assert found["meta_info"]["cache_rank"]["sparse_steps"] > 100

@@ -14,17 +14,12 @@ from typing import Any
 
 import pytest
 import requests
-import torch
 from workload import GPU_FLAGS, random_prompts
 
 from scripts.accuracy.tasks.pointer_chase import make_chain
 from scripts.shared.serving import Server, serve
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
-    pytest.mark.timeout(600),
-]
+pytestmark = [pytest.mark.gpu(2), pytest.mark.timeout(600)]
 
 CHAIN_FLAGS = (
     "--sparse-threshold 264 --sparse-budget 40 --sink-tokens 4 --recent-tokens 16 "

@@ -95,7 +95,9 @@ class Trace:
                 self.finished.append(self.active.pop(name).result())
 
 
-@pytest.mark.parametrize("inference_kv", ["full", "working-set"])
+@pytest.mark.parametrize(
+    "inference_kv", [pytest.param("full", marks=pytest.mark.thorough), "working-set"]
+)
 def test_nothing_is_left_behind(inference_kv: str, random_model: Callable[..., Path]) -> None:
     arguments = [
         *SMALL_CACHE_RANK,

@@ -11,6 +11,8 @@ from openai import OpenAI
 from scripts.accuracy.tasks.pointer_chase import make_chain
 from scripts.shared.serving import Server
 
+pytestmark = pytest.mark.xdist_group("bundled server")
+
 CHAIN = make_chain(seed=7, facts=128, hops=80)
 
 
