@@ -21,8 +21,8 @@ THOROUGHLY := --hypothesis-profile thorough
 # Run both parts of a selection, also when the first one fails. Status 5 is that of a part without tests.
 define in_two_parts
 	@failed=0; \
-	$(PYTEST) $(IN_PARALLEL) -m "not serial and $(1)" $(2) || [ $$? -eq 5 ] || failed=1; \
-	$(PYTEST) -m "serial and $(1)" $(2) || [ $$? -eq 5 ] || failed=1; \
+	$(PYTEST) $(IN_PARALLEL) -m "not serial$(1)" $(2) || [ $$? -eq 5 ] || failed=1; \
+	$(PYTEST) -m "serial$(1)" $(2) || [ $$? -eq 5 ] || failed=1; \
 	exit $$failed
 endef
 
@@ -38,15 +38,15 @@ test: install
 ifdef ARGS
 	$(PYTEST) $(ARGS)
 else
-	$(call in_two_parts,not thorough)
+	$(call in_two_parts, and not thorough)
 endif
 
 test-all: install
-	$(call in_two_parts,(thorough or not thorough),$(THOROUGHLY))
+	$(call in_two_parts,,$(THOROUGHLY))
 
 # What test-all adds to test: the thorough tests, and more examples of each property.
 test-remaining: install
-	$(call in_two_parts,(thorough or hypothesis),$(THOROUGHLY))
+	$(call in_two_parts, and (thorough or hypothesis),$(THOROUGHLY))
 
 lint: install
 	$(BIN)/ruff format --check .

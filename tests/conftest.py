@@ -1,6 +1,7 @@
-"""What all tests need.
+"""Set up what every test needs.
 
-Without a GPU, Triton kernels run in Triton's interpreter, in this process only.
+Without a GPU, Triton kernels run in Triton's interpreter, in this process only. Hypothesis has two
+profiles. Tests that start servers come first.
 """
 
 import importlib
@@ -42,12 +43,12 @@ LONGEST_FIRST = [
     "test_processes",
     "test_wire_dtype",
 ]
-"""The files of tests that start servers, from the longest group of tests to the shortest."""
+"""These files have the tests that start servers, from the longest group to the shortest."""
 
 
 @pytest.fixture
 def device() -> torch.device:
-    """The device that kernels run on: this machine's GPU, or the CPU in Triton's interpreter."""
+    """Kernels run on this machine's GPU, or on the CPU in Triton's interpreter."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 

@@ -1,4 +1,4 @@
-"""The evaluation as its users run it, on a server that runs: dense, sparse, and both compared."""
+"""A user evaluates a server that runs, dense and sparse, and compares the two."""
 
 from __future__ import annotations
 

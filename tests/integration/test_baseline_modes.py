@@ -1,4 +1,4 @@
-"""The synchronous baselines through the engine: a server for each mode, and plain SGLang."""
+"""On the real engine, a synchronous baseline attends to what a naive version of it selects."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_requests_within_the_budget_are_dense(plain_server: Server, server: Serv
 
 
 class NaiveAttention:
-    """Attention of one request over what a mode selects, head by head and token by token."""
+    """It attends, for one request, to what a mode selects, head by head and token by token."""
 
     def __init__(self, mode: str) -> None:
         self.mode = mode

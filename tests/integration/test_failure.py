@@ -52,14 +52,14 @@ def server(request: pytest.FixtureRequest) -> Iterator[Server]:
 
 
 class Streams:
-    """Eight chains decoding at once; their answers are unique, so a wrong token shows."""
+    """Eight chains decode at once. Each has one right answer, so a wrong token shows."""
 
     def __init__(self, server: Server) -> None:
         self.server = server
         self.tokenizer: Any = AutoTokenizer.from_pretrained(BUNDLED_MODEL)
 
     def run(self, disturb: Callable[[], None] | None = None) -> list[Any]:
-        """Run all chains; `disturb` is called once at least four of them are sparse."""
+        """Run all chains, and call `disturb` once at least four of them are sparse."""
         errors: list[BaseException] = []
 
         def when_sparse() -> None:
@@ -123,7 +123,7 @@ def test_a_cache_rank_is_stopped(server: Server, streams: Streams) -> None:
 
 
 def lose_the_cache_rank(server: Server, streams: Streams, number: int) -> None:
-    """Send it a signal: every answer stays exact, and so is the next cache rank's."""
+    """Signal the cache rank: answers stay exact, and so are those with the next cache rank."""
     starts = server.cache_rank()["starts"]
     seen: dict[str, float] = {}
 

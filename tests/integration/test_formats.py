@@ -19,7 +19,7 @@ PROMPTS = random_prompts([900, 700])
 
 
 class Format(NamedTuple):
-    """A format, and what its errors may do to a log-probability on average."""
+    """A format changes a log-probability by no more than `most` on average."""
 
     name: str
     options: str
@@ -35,7 +35,7 @@ FORMATS = [
     Format("hack", "bits=4", 3e-2),
     Format("mosaickv", "", 1e-1),
 ]
-"""The formats that lose something; test_dense_equivalence.py has the one that does not."""
+"""These formats lose something. test_dense_equivalence.py tests the one that does not."""
 
 PARAMETERS = [
     pytest.param(held, id=str(held), marks=[pytest.mark.thorough] if index else [])

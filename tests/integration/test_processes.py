@@ -1,4 +1,4 @@
-"""Processes come and go together: interrupt, death of the scheduler, the engine in a script."""
+"""Processes come and go together."""
 
 from __future__ import annotations
 

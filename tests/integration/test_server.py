@@ -1,4 +1,4 @@
-"""The server as its users see it: two commands, OpenAI API, metrics, shutdown."""
+"""A user asks the server over the OpenAI API and reads its metrics."""
 
 from __future__ import annotations
 

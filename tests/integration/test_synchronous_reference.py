@@ -31,7 +31,7 @@ STEPS = 240
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One predictor on one kind of model; between them all head layouts and both modes occur.
+    """A case is a predictor on a kind of model. Together they have all head layouts and both modes.
 
     What is selected follows from what the cache rank holds, however it travels back.
     """
@@ -102,7 +102,7 @@ def served_with(cases: list[Case]) -> pytest.MarkDecorator:
 
 
 class Served(NamedTuple):
-    """What a server answered to requests that decoded together, and to one alone, sparse and dense.
+    """A server has answered requests that decoded together, and one alone, sparse and dense.
 
     `recorded` is the folder of what its cache rank received and selected.
     """
@@ -145,7 +145,7 @@ def test_selections_equal_the_synchronous_reference(served: Served) -> None:
 
 
 def recorded_frequency(model: Path) -> list[float]:
-    """Rotary frequencies as the inference rank reads them: off the float32 angles of position 1."""
+    """Return the frequencies that the inference rank reads off float32 angles of position 1."""
     theta = AutoConfig.from_pretrained(model).rope_parameters["rope_theta"]
     exponent = torch.arange(0, HEAD_DIM, 2, dtype=torch.float32) / HEAD_DIM
     angle = 1.0 / theta**exponent
@@ -153,7 +153,7 @@ def recorded_frequency(model: Path) -> list[float]:
 
 
 def replay(config: CacheRankConfig, folder: Path) -> int:
-    """Feed the recorded tensors to the reference; how many selections were compared."""
+    """Feed the recorded tensors to the reference, and count the selections compared."""
     references: dict[int, SynchronousReference] = {}
     shipments: dict[int, list[Any]] = {}
     compared = 0
@@ -182,7 +182,7 @@ def replay(config: CacheRankConfig, folder: Path) -> int:
 
 
 class ReferenceAttention:
-    """Attention of one request: dense below its turn, then by the reference, layer by layer.
+    """One request attends to everything until its turn, then to what the reference selects.
 
     The request is shipped in the first step at the threshold and warms up from the next; it turns
     sparse when the query window and every slot that can be used are full.
@@ -231,7 +231,7 @@ class ReferenceAttention:
 def reference_log_probabilities(
     case: Case, folder: Path, prompt: list[int], generated: list[int]
 ) -> tuple[list[float], int]:
-    """The generated tokens' log-probabilities, teacher-forced; and how many steps were sparse."""
+    """Return the log-probabilities of the generated tokens, and how many steps were sparse."""
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     attention = ReferenceAttention(case.config(model.model.rotary_emb.inv_freq.tolist()))
     AttentionInterface.register("synchronous_reference", attention)

@@ -20,7 +20,7 @@ TENTH_OF_THE_CONTEXT = (
 ).split()
 
 DENSE = {"sampling_params": {"custom_params": {"cache_rank": False}}}
-"""The options of a request that stays dense."""
+"""A request with these options stays dense."""
 
 GPU_FLAGS = (
     "--dtype bfloat16 --attention-backend fa3 --cuda-graph-backend-prefill disabled "
@@ -30,11 +30,11 @@ GPU_FLAGS = (
 
 
 def random_prompts(lengths: list[int], seed: int = 0) -> list[list[int]]:
-    """Prompts of random tokens."""
+    """Draw prompts of random tokens."""
     source = random.Random(seed)
     return [[source.randrange(5, VOCABULARY - 5) for _ in range(length)] for length in lengths]
 
 
 def difference(ours: list[float], theirs: list[float]) -> float:
-    """The largest difference of two lists of log-probabilities."""
+    """Return the largest difference of two lists of log-probabilities."""
     return max(abs(one - other) for one, other in zip(ours, theirs, strict=True))
