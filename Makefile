@@ -1,9 +1,10 @@
-# make demo    serve the bundled model with a cache rank, ask it a question, show what the cache rank did
-# make test    run the test suite
-# make serve   serve; ARGS="..." takes any flag of SGLang and ours
-# make lint    formatter, linter, type checker
-# make bench   host time per decode step, start-up, bytes on the wire, recall of the predictors
-# make clean   remove what the others made
+# make demo       serve the bundled model with a cache rank, ask it a question, show what the cache rank did
+# make test       run the tests: some 10 minutes on 2 cores; ARGS="tests/kernels -q" is one pytest run of what it names
+# make test-all   run the thorough tests too, and try more examples of each property: some 30 minutes
+# make serve      serve; ARGS="..." takes any flag of SGLang and ours
+# make lint       formatter, linter, type checker
+# make bench      host time per decode step, start-up, bytes on the wire, recall of the predictors
+# make clean      remove what the others made
 
 VENV ?= .venv
 # The first interpreter of a supported version; a shim may exist for one that is not installed.
@@ -13,7 +14,19 @@ PYTHON ?= $(shell for p in python3 python3.12 python3.11; do \
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo serve test lint bench clean install
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+# Tests that share a server are a group. conftest.py puts the longest groups first.
+IN_PARALLEL := -n auto --dist loadgroup --no-loadscope-reorder
+THOROUGHLY := --hypothesis-profile thorough
+# Run both parts of a selection, also when the first one fails. Status 5 is that of a part without tests.
+define in_two_parts
+	@failed=0; \
+	$(PYTEST) $(IN_PARALLEL) -m "not serial$(1)" $(2) || [ $$? -eq 5 ] || failed=1; \
+	$(PYTEST) -m "serial$(1)" $(2) || [ $$? -eq 5 ] || failed=1; \
+	exit $$failed
+endef
+
+.PHONY: demo serve test test-all test-remaining lint bench clean install
 
 demo: install
 	$(BIN)/python -m scripts.demo
@@ -22,7 +35,18 @@ serve: install
 	$(BIN)/python -m sglang_ext.launch --cache-rank-gpus 1 $(ARGS)
 
 test: install
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ARGS)
+ifdef ARGS
+	$(PYTEST) $(ARGS)
+else
+	$(call in_two_parts, and not thorough)
+endif
+
+test-all: install
+	$(call in_two_parts,,$(THOROUGHLY))
+
+# What test-all adds to test: the thorough tests, and more examples of each property.
+test-remaining: install
+	$(call in_two_parts, and (thorough or hypothesis),$(THOROUGHLY))
 
 lint: install
 	$(BIN)/ruff format --check .

@@ -1,6 +1,7 @@
-"""What all tests need.
+"""Set up what every test needs.
 
-Without a GPU, Triton kernels run in Triton's interpreter, in this process only.
+Without a GPU, Triton kernels run in Triton's interpreter, in this process only. Hypothesis has two
+profiles. Tests that start servers come first.
 """
 
 import importlib
@@ -30,12 +31,48 @@ settings.register_profile("thorough", max_examples=60, deadline=None, derandomiz
 settings.load_profile("default")  # `--hypothesis-profile thorough` takes the other
 
 
+LONGEST_FIRST = [
+    "test_server",  # with test_accuracy and test_benchmark
+    "test_accuracy",
+    "test_benchmark",
+    "test_dense_equivalence",  # with test_baseline_modes
+    "test_baseline_modes",
+    "test_synchronous_reference",
+    "test_random_trace",
+    "test_formats",
+    "test_processes",
+    "test_wire_dtype",
+]
+"""These files have the tests that start servers, from the longest group to the shortest."""
+
+
 @pytest.fixture
 def device() -> torch.device:
-    """The device that kernels run on: this machine's GPU, or the CPU in Triton's interpreter."""
+    """Kernels run on this machine's GPU, or on the CPU in Triton's interpreter."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
-        pytest.skip("needs a GPU")
+    """Skip a test that needs more GPUs than there are."""
+    if marker := item.get_closest_marker("gpu"):
+        (wanted,) = marker.args or (1,)
+        if torch.cuda.device_count() < wanted:
+            pytest.skip(f"needs {wanted} GPU{'s' * (wanted > 1)}")
+
+
+def pytest_xdist_auto_num_workers() -> int:
+    """Run tests in one process on a machine with GPUs, else in one for each core, up to four.
+
+    Servers that share a GPU would take its memory from each other. On a CPU a server takes 3 GB.
+    """
+    return 1 if torch.cuda.is_available() else min(4, len(os.sched_getaffinity(0)))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Start with the tests that start servers, the longest groups first."""
+    items.sort(key=lambda item: _place(item.path))
+
+
+def _place(file: Path) -> int:
+    return LONGEST_FIRST.index(file.stem) if file.stem in LONGEST_FIRST else len(LONGEST_FIRST)

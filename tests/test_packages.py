@@ -1,4 +1,4 @@
-"""What an installation holds that is not editable."""
+"""An installation that is not editable holds every package and the SGLang that is supported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models and servers that integration tests share; a server takes about 25 s to start."""
+"""Integration tests share these models and servers. A server takes about 25 s to start."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ def random_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path
     return make
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def plain_server(random_model: Callable[..., Path]) -> Iterator[Server]:
-    """Plain SGLang serving the default random model."""
+    """Plain SGLang serves the default random model."""
     arguments = [*PLAIN, "--model-path", str(random_model()), "--skip-tokenizer-init"]
     with serve(arguments) as server:
         yield server
@@ -56,14 +56,14 @@ def plain_server(random_model: Callable[..., Path]) -> Iterator[Server]:
 
 @pytest.fixture(scope="session")
 def bundled_server() -> Iterator[Server]:
-    """The bundled model with a cache rank."""
+    """A server has the bundled model and a cache rank."""
     with serve(TENTH_OF_THE_CONTEXT) as server:
         yield server
 
 
 @pytest.fixture(scope="session")
 def deep_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Six layers with random weights, in bfloat16, of a head size that every kernel build has."""
+    """A bfloat16 model has six random layers, and a head size that every build of a kernel has."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""The evaluation as its users run it, on a server that runs: dense, sparse, and both compared."""
+"""A user evaluates a server that runs, dense and sparse, and compares the two."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import pytest
 from scripts import evaluate
 from scripts.accuracy.report import read_report
 from scripts.shared.serving import Server
+
+pytestmark = pytest.mark.xdist_group("bundled server")
 
 CHAINS = "--chains 4 --gpus --out".split()
 

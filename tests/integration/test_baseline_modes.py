@@ -1,58 +1,52 @@
-"""The synchronous baselines through the engine: a server for each mode, and a plain one."""
+"""On the real engine, a synchronous baseline attends to what a naive version of it selects."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from transformers import AttentionInterface, DynamicCache, Qwen3ForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from workload import difference, random_prompts
 
 from scripts.accuracy.systems import DECODE_MODES
-from scripts.accuracy.tasks.pointer_chase import make_chain
-from scripts.shared.serving import PLAIN, Server, log_probabilities, serve
-from sglang_ext.server_args import BUNDLED_MODEL
+from scripts.shared.serving import Server, log_probabilities, serve
+
+pytestmark = pytest.mark.xdist_group("plain server")
 
 SINKS, RECENT, BUDGET, DENSE_LAYERS, PAGE = 4, 16, 16, 1, 16
-MODEL = ["--model-path", str(BUNDLED_MODEL), "--dtype", "float32"]
 ATTENDED = SINKS + BUDGET + RECENT + 1
 
 
-@pytest.fixture(scope="module")
-def plain() -> Iterator[Server]:
-    with serve([*PLAIN, *MODEL]) as server:
-        yield server
+# The one mode that keeps something of a prompt, of pages, stands for the others.
+MODES = [
+    pytest.param(mode, marks=[] if mode == "quest" else [pytest.mark.thorough])
+    for mode in DECODE_MODES
+]
 
 
-@pytest.fixture(scope="module", params=DECODE_MODES)
-def server(request: pytest.FixtureRequest) -> Iterator[Server]:
+@pytest.fixture(scope="module", params=MODES)
+def server(request: pytest.FixtureRequest, random_model: Callable[..., Path]) -> Iterator[Server]:
     arguments = [
+        *("--model-path", str(random_model()), "--skip-tokenizer-init", "--dtype", "float32"),
         *("--cache-rank-gpus", "0", "--decode-mode", request.param),
         *("--sparse-budget", str(BUDGET), "--dense-layers", str(DENSE_LAYERS)),
         *("--sink-tokens", str(SINKS), "--recent-tokens", str(RECENT)),
         *("--chunked-prefill-size", "100", "--max-total-tokens", "20000"),
     ]
     environment = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1"}
-    with serve([*arguments, *MODEL], environment) as running:
+    with serve(arguments, environment) as running:
         running.mode = request.param  # type: ignore[attr-defined]
         yield running
 
 
-def prompts_of(lengths: list[int]) -> list[list[int]]:
-    generator = torch.Generator().manual_seed(0)
-    return [torch.randint(5, 255, (length,), generator=generator).tolist() for length in lengths]
-
-
-def difference(ours: list[float], theirs: list[float]) -> float:
-    return max(abs(one - other) for one, other in zip(ours, theirs, strict=True))
-
-
-def test_requests_within_the_budget_are_dense(plain: Server, server: Server) -> None:
-    prompts = prompts_of([1, 9, ATTENDED - 20])
-    dense = [plain.generate(prompt, 20, return_logprob=True) for prompt in prompts]
+def test_requests_within_the_budget_are_dense(plain_server: Server, server: Server) -> None:
+    prompts = random_prompts([1, 9, ATTENDED - 20])
+    dense = [plain_server.generate(prompt, 20, return_logprob=True) for prompt in prompts]
     ours = server.generate_all(prompts, 20, return_logprob=True)
     for one, other in zip(ours, dense, strict=True):
         assert one["output_ids"] == other["output_ids"]
@@ -60,7 +54,7 @@ def test_requests_within_the_budget_are_dense(plain: Server, server: Server) -> 
 
 
 class NaiveAttention:
-    """Attention of one request over what a mode selects, head by head and token by token."""
+    """It attends, for one request, to what a mode selects, head by head and token by token."""
 
     def __init__(self, mode: str) -> None:
         self.mode = mode
@@ -107,9 +101,11 @@ class NaiveAttention:
 
 
 @torch.no_grad()
-def naive_log_probabilities(mode: str, prompt: list[int], generated: list[int]) -> list[float]:
+def naive_log_probabilities(
+    mode: str, folder: Path, prompt: list[int], generated: list[int]
+) -> list[float]:
     AttentionInterface.register("naive_selection", NaiveAttention(mode))
-    model: Any = Qwen3ForCausalLM.from_pretrained(BUNDLED_MODEL, dtype=torch.float32)
+    model: Any = Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32)
     model.set_attn_implementation("naive_selection")
     cache, found, tokens = DynamicCache(), [], torch.tensor([prompt])
     for token in generated:
@@ -119,31 +115,17 @@ def naive_log_probabilities(mode: str, prompt: list[int], generated: list[int]) 
     return found
 
 
-def test_log_probabilities_equal_a_naive_selection(plain: Server, server: Server) -> None:
-    prompts = prompts_of([150, 233, 90])
+def test_log_probabilities_equal_a_naive_selection(
+    server: Server, random_model: Callable[..., Path]
+) -> None:
+    prompts = random_prompts([150, 233, 90])
     for prompt, response in zip(
         prompts, server.generate_all(prompts, 40, return_logprob=True), strict=True
     ):
         mode = server.mode  # type: ignore[attr-defined]
-        expected = naive_log_probabilities(mode, prompt, response["output_ids"])
+        generated = response["output_ids"]
+        expected = naive_log_probabilities(mode, random_model(), prompt, generated)
         assert difference(log_probabilities(response), expected) < 1e-4
         # The comparison means something: attending to everything gives other numbers.
-        dense = naive_log_probabilities("dense", prompt, response["output_ids"])
+        dense = naive_log_probabilities("dense", random_model(), prompt, generated)
         assert difference(log_probabilities(response), dense) > 1e-3
-
-
-CORRECT_HOPS = {"window": (0, 10), "quest": (20, 60), "tova": (80, 80), "oracle": (80, 80)}
-"""Fewest and most of 80 that a mode may find: all by token, some by page, few by recency."""
-
-
-def test_a_better_selection_answers_more(server: Server) -> None:
-    chains = [make_chain(seed, facts=128, hops=20) for seed in range(4)]
-    correct = 0
-    for chain in chains:
-        body = {
-            "text": chain.prompt,
-            "sampling_params": {"temperature": 0, "max_new_tokens": chain.max_tokens},
-        }
-        correct += chain.grade(server.post("/generate", body).json()["text"]).correct_hops
-    fewest, most = CORRECT_HOPS[server.mode]  # type: ignore[attr-defined]
-    assert fewest <= correct <= most

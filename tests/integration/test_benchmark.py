@@ -1,4 +1,4 @@
-"""The benchmark command as its users run it: one server, dense and sparse, and a comparison.
+"""A user benchmarks one server, dense and sparse, and compares the runs.
 
 The questions are three pointer chases, which the bundled model can walk. It puts no answer in a
 box: the prompt file tells the harness to grade the last value of the walk, which is right only if
@@ -23,6 +23,8 @@ from scripts.accuracy.benchmarks.runs import read_run
 from scripts.accuracy.benchmarks.server import Server as EvaluatedServer
 from scripts.shared.serving import Server
 
+pytestmark = pytest.mark.xdist_group("bundled server")
+
 DATA = Path(__file__).parents[1] / "data"
 WALK_TOKENS = 319  # of 80 hops
 
@@ -46,7 +48,7 @@ def ask(bundled_server: Server) -> Command:
 
 @pytest.fixture(scope="module")
 def systems(ask: Command, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a dense and a sparse run of each question twice."""
+    """A folder holds a dense and a sparse run, each of which asks every question twice."""
     out = tmp_path_factory.mktemp("systems")
     for system, options in (("dense", ["--dense"]), ("cache-rank", [])):
         twice = ["--n-repeats", "2", "--max-tokens", str(WALK_TOKENS), *options]

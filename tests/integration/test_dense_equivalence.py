@@ -6,11 +6,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from workload import SMALL_CACHE_RANK, random_prompts
+from workload import DENSE, SMALL_CACHE_RANK, difference, random_prompts
 
 from scripts.shared.serving import Server, log_probabilities, serve
 from sglang_ext.refusals import ALLOW_LARGE_BUDGET_VARIABLE
 from sglang_ext.server_args import CHECKSUM_VARIABLE
+
+pytestmark = pytest.mark.xdist_group("plain server")
 
 THRESHOLD = 100
 NEW_TOKENS = 60
@@ -23,7 +25,9 @@ def dense_responses(plain_server: Server) -> list[dict[str, object]]:
     return [plain_server.generate(p, NEW_TOKENS, return_logprob=True) for p in PROMPTS]
 
 
-@pytest.fixture(scope="module", params=["full", "working-set"])
+@pytest.fixture(
+    scope="module", params=[pytest.param("full", marks=pytest.mark.thorough), "working-set"]
+)
 def server(request: pytest.FixtureRequest, random_model: Callable[..., Path]) -> Iterator[Server]:
     arguments = [
         *SMALL_CACHE_RANK,
@@ -53,13 +57,7 @@ def test_log_probabilities_equal_plain_sglang(
             prompts, responses, dense_responses[first : first + batch], strict=True
         ):
             assert response["output_ids"] == dense["output_ids"]
-            difference = [
-                abs(ours - theirs)
-                for ours, theirs in zip(
-                    log_probabilities(response), log_probabilities(dense), strict=True
-                )
-            ]
-            assert max(difference) < 1e-5
+            assert difference(log_probabilities(response), log_probabilities(dense)) < 1e-5
             # The shortest prompt stays below the threshold to its end, all others turn sparse.
             statistics = response["meta_info"]["cache_rank"]
             is_long = len(prompt) + NEW_TOKENS > THRESHOLD + 10
@@ -72,14 +70,12 @@ def test_a_long_prompt_is_prefilled_in_chunks_first(plain_server: Server, server
     dense = plain_server.generate(prompt, 40, return_logprob=True)
     response = server.generate(prompt, 40, return_logprob=True)
     assert response["output_ids"] == dense["output_ids"]
-    pairs = zip(log_probabilities(response), log_probabilities(dense), strict=True)
     # Thirty chunks are shipped one a step: the request is sparse only for the last steps.
-    assert max(abs(ours - theirs) for ours, theirs in pairs) < 1e-5
+    assert difference(log_probabilities(response), log_probabilities(dense)) < 1e-5
 
 
 def test_a_request_may_stay_dense(server: Server) -> None:
-    options = {"sampling_params": {"custom_params": {"cache_rank": False}}}
-    response = server.generate(PROMPTS[-1], NEW_TOKENS, **options)
+    response = server.generate(PROMPTS[-1], NEW_TOKENS, **DENSE)
     assert response["meta_info"]["cache_rank"] == {
         "sparse_steps": 0,
         "dense_reason": "asked",

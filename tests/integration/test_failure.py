@@ -19,6 +19,8 @@ from scripts.shared.serving import Server, serve
 from sglang_ext.refusals import ALLOW_LARGE_BUDGET_VARIABLE
 from sglang_ext.server_args import BUNDLED_MODEL
 
+pytestmark = pytest.mark.serial
+
 TIMEOUT = 2.0
 CHAINS = [make_chain(seed=seed, facts=128, hops=60) for seed in range(8)]
 ARGUMENTS = (
@@ -29,7 +31,16 @@ ARGUMENTS = (
 ).split()
 
 
-@pytest.fixture(scope="module", params=["full", "working-set"])
+def servers(default: str) -> pytest.MarkDecorator:
+    """Run a test on the server of this mode by default, and on both thoroughly."""
+    modes = [
+        pytest.param(mode, marks=[] if mode == default else [pytest.mark.thorough])
+        for mode in ("full", "working-set")
+    ]
+    return pytest.mark.parametrize("server", modes, indirect=True)
+
+
+@pytest.fixture(scope="module")
 def server(request: pytest.FixtureRequest) -> Iterator[Server]:
     environment = {
         ALLOW_LARGE_BUDGET_VARIABLE: "1",
@@ -41,14 +52,14 @@ def server(request: pytest.FixtureRequest) -> Iterator[Server]:
 
 
 class Streams:
-    """Eight chains decoding at once; their answers are unique, so a wrong token shows."""
+    """Eight chains decode at once. Each has one right answer, so a wrong token shows."""
 
     def __init__(self, server: Server) -> None:
         self.server = server
         self.tokenizer: Any = AutoTokenizer.from_pretrained(BUNDLED_MODEL)
 
     def run(self, disturb: Callable[[], None] | None = None) -> list[Any]:
-        """Run all chains; `disturb` is called once at least four of them are sparse."""
+        """Run all chains, and call `disturb` once at least four of them are sparse."""
         errors: list[BaseException] = []
 
         def when_sparse() -> None:
@@ -92,6 +103,8 @@ def statistics(responses: list[Any], name: str) -> int:
     return sum(response["meta_info"]["cache_rank"][name] for response in responses)
 
 
+@pytest.mark.thorough
+@servers(default="full")
 def test_undisturbed(streams: Streams) -> None:
     responses = streams.run()
     assert_exact(streams, responses)
@@ -99,8 +112,18 @@ def test_undisturbed(streams: Streams) -> None:
     assert all(r["meta_info"]["cache_rank"]["sparse_steps"] > 200 for r in responses)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
-def test_loss_of_the_cache_rank(server: Server, streams: Streams, number: int) -> None:
+@servers(default="working-set")
+def test_a_cache_rank_is_killed(server: Server, streams: Streams) -> None:
+    lose_the_cache_rank(server, streams, signal.SIGKILL)
+
+
+@servers(default="full")
+def test_a_cache_rank_is_stopped(server: Server, streams: Streams) -> None:
+    lose_the_cache_rank(server, streams, signal.SIGSTOP)
+
+
+def lose_the_cache_rank(server: Server, streams: Streams, number: int) -> None:
+    """Signal the cache rank: answers stay exact, and so are those with the next cache rank."""
     starts = server.cache_rank()["starts"]
     seen: dict[str, float] = {}
 
@@ -128,6 +151,7 @@ def test_loss_of_the_cache_rank(server: Server, streams: Streams, number: int) -
     assert all(response["meta_info"]["cache_rank"]["sparse_steps"] > 200 for response in after)
 
 
+@servers(default="full")
 def test_late_answers_are_waited_for(server: Server, streams: Streams) -> None:
     def disturb() -> None:
         pid = int(server.cache_rank()["pid"])
@@ -145,6 +169,7 @@ def test_late_answers_are_waited_for(server: Server, streams: Streams) -> None:
     assert server.cache_rank()["starts"] == starts
 
 
+@servers(default="working-set")
 def test_foreign_control_messages_change_nothing(server: Server, streams: Streams) -> None:
     def disturb() -> None:
         process = psutil.Process(int(server.cache_rank()["pid"]))
@@ -169,6 +194,7 @@ def test_foreign_control_messages_change_nothing(server: Server, streams: Stream
     assert server.cache_rank()["refused_messages"] >= 4
 
 
+@servers(default="working-set")
 def test_the_pool_is_freed_where_it_may_be(server: Server, streams: Streams) -> None:
     free = server.cache_rank()["pool_free_tokens"]
     while_sparse: dict[str, int] = {}

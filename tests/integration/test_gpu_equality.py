@@ -1,4 +1,4 @@
-"""On two GPUs, in batches and a step behind: the same selections as for one request alone."""
+"""Two GPUs select, in batches and a step behind, what they select for one request alone."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from workload import GPU_FLAGS, random_prompts
+from workload import DENSE, GPU_FLAGS, random_prompts
 
 from cache_rank.config import CacheRankConfig, ModelShape
 from cache_rank.measure.recording import RECORD_VARIABLE, read_events
@@ -19,11 +19,7 @@ from cache_rank.selector import Selector
 from scripts.shared.serving import log_probabilities, serve
 from sglang_ext.refusals import ALLOW_LARGE_BUDGET_VARIABLE
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
-    pytest.mark.timeout(600),
-]
+pytestmark = [pytest.mark.gpu(2), pytest.mark.timeout(600)]
 
 BUDGET, CAPACITY, MARGIN, RECENT, GROUP_LAYERS = 256, 32, 32, 32, 2
 FLAGS = (
@@ -36,7 +32,7 @@ TOKENS = [1000, 300, 700, 500, 900, 400, 600, 1000, 500, 400, 300, 600]
 
 
 def test_selections_equal_those_of_each_request_alone(deep_model: Path, tmp_path: Path) -> None:
-    """Twelve requests of different lengths, eight at a time, over 1 000 steps."""
+    """Twelve requests of different lengths decode, eight at a time, for 1 000 steps."""
     flags = [*GPU_FLAGS, *FLAGS, "--model-path", str(deep_model), "--sparse-budget", str(BUDGET)]
     flags += ["--max-sparse-requests", "8"]
     with serve(flags, {RECORD_VARIABLE: str(tmp_path)}) as server, ThreadPoolExecutor(8) as pool:
@@ -62,7 +58,7 @@ def test_selections_equal_those_of_each_request_alone(deep_model: Path, tmp_path
 
 
 def replay(config: CacheRankConfig, events: list[Any], epoch: int) -> int:
-    """Select for one request alone, waiting for every step; how many selections were compared."""
+    """Select for one request alone, wait for every step, and count the selections compared."""
     device = torch.device("cuda")
     selector = Selector(config, device, 4 << 30)
     sequence, timeline, compared = selector.begin(epoch), Timeline("", device), 0
@@ -98,7 +94,7 @@ def replay(config: CacheRankConfig, events: list[Any], epoch: int) -> int:
 
 @pytest.fixture(scope="module")
 def generous_budget(deep_model: Path) -> Iterator[Any]:
-    """A server whose budget is no less than any length."""
+    """A server has a budget no less than any length."""
     flags = [*GPU_FLAGS, *FLAGS, "--model-path", str(deep_model), "--sparse-budget", "4096"]
     with serve(flags, {ALLOW_LARGE_BUDGET_VARIABLE: "1"}) as server:
         yield server
@@ -108,10 +104,9 @@ def test_log_probabilities_equal_dense_ones_when_every_token_is_selected(
     generous_budget: Any,
 ) -> None:
     prompts = random_prompts([650, 900, 1300, 700])
-    dense = {"sampling_params": {"custom_params": {"cache_rank": False}}}
     for found, expected in zip(
         generous_budget.generate_all(prompts, 200, return_logprob=True),
-        generous_budget.generate_all(prompts, 200, return_logprob=True, **dense),
+        generous_budget.generate_all(prompts, 200, return_logprob=True, **DENSE),
         strict=True,
     ):
         assert found["meta_info"]["cache_rank"]["sparse_steps"] > 100

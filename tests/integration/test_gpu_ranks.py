@@ -1,4 +1,4 @@
-"""Two ranks on two GPUs: captured graphs, overlap schedule, several groups, a lost rank."""
+"""Two ranks on two GPUs answer exactly, with several groups and after a rank is lost."""
 
 from __future__ import annotations
 
@@ -14,17 +14,12 @@ from typing import Any
 
 import pytest
 import requests
-import torch
 from workload import GPU_FLAGS, random_prompts
 
 from scripts.accuracy.tasks.pointer_chase import make_chain
 from scripts.shared.serving import Server, serve
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
-    pytest.mark.timeout(600),
-]
+pytestmark = [pytest.mark.gpu(2), pytest.mark.timeout(600)]
 
 CHAIN_FLAGS = (
     "--sparse-threshold 264 --sparse-budget 40 --sink-tokens 4 --recent-tokens 16 "
@@ -40,7 +35,7 @@ def chain_server() -> Iterator[Server]:
 
 
 def walk(server: Server, chains: list[Any]) -> list[tuple[int, dict[str, int]]]:
-    """Correct hops and statistics of chains that decode together."""
+    """Decode chains together, and return the correct hops and the statistics of each."""
 
     def one(chain: Any) -> tuple[int, dict[str, int]]:
         sampling = {"temperature": 0, "max_new_tokens": chain.max_tokens}
@@ -71,7 +66,7 @@ def test_sparse_chains_are_exact_alone_and_together(chain_server: Server) -> Non
 
 @pytest.fixture(scope="module")
 def working_set_server() -> Iterator[Server]:
-    """Its pool has room for less than half of what eight chains come to."""
+    """The pool of this server has room for less than half of what eight chains come to."""
     flags = [*CHAIN_FLAGS, "--inference-kv", "working-set", "--max-total-tokens", "2000"]
     with serve([*GPU_FLAGS, *flags]) as server:
         yield server
@@ -84,7 +79,7 @@ def test_a_dense_layer_keeps_tokens_that_leave_the_pool(working_set_server: Serv
 
 
 def wait_until_up(server: Server, starts: int = 1) -> dict[str, Any]:
-    """State of a server whose cache rank has been started so often and is up."""
+    """Wait until the cache rank was started so often and is up, and return the server's state."""
     deadline = time.monotonic() + 60
     while not (found := state(server))["up"] or found["starts"] < starts:
         assert time.monotonic() < deadline

@@ -1,4 +1,4 @@
-"""Processes come and go together: interrupt, death of the scheduler, the engine in a script."""
+"""Processes come and go together."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ import sys
 from typing import Any
 
 import psutil
+import pytest
 
 from scripts.shared.serving import Server
 
 
+@pytest.mark.serial
 def test_interrupt_leaves_no_process() -> None:
     running = Server(["--cache-rank-gpus", "1"])
     try:
@@ -28,6 +30,8 @@ def test_interrupt_leaves_no_process() -> None:
         running.stop()
 
 
+@pytest.mark.serial
+@pytest.mark.thorough
 def test_a_dead_scheduler_takes_its_cache_rank_with_it() -> None:
     running = Server(["--cache-rank-gpus", "1"])
     try:

@@ -27,7 +27,7 @@ MOST_AT_ONCE = 12
 
 
 def random_operation(source: random.Random) -> tuple[str, *tuple[Any, ...]]:
-    """One operation; lengths lie on both sides of the threshold."""
+    """Draw an operation, whose lengths lie on both sides of the threshold."""
     kinds = ("arrive", "decode", "abort", "retract", "flush")
     (kind,) = source.choices(kinds, weights=(8, 8, 3, 1, 1))
     if kind == "arrive":
@@ -41,7 +41,7 @@ def random_operation(source: random.Random) -> tuple[str, *tuple[Any, ...]]:
 
 
 class Trace:
-    """Applies operations to a server and counts what happened."""
+    """A trace applies operations to a server and counts what happened."""
 
     def __init__(self, server: Server) -> None:
         self.server = server
@@ -95,7 +95,9 @@ class Trace:
                 self.finished.append(self.active.pop(name).result())
 
 
-@pytest.mark.parametrize("inference_kv", ["full", "working-set"])
+@pytest.mark.parametrize(
+    "inference_kv", [pytest.param("full", marks=pytest.mark.thorough), "working-set"]
+)
 def test_nothing_is_left_behind(inference_kv: str, random_model: Callable[..., Path]) -> None:
     arguments = [
         *SMALL_CACHE_RANK,

@@ -1,4 +1,4 @@
-"""The server as its users see it: two commands, OpenAI API, metrics, shutdown."""
+"""A user asks the server over the OpenAI API and reads its metrics."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from openai import OpenAI
 
 from scripts.accuracy.tasks.pointer_chase import make_chain
 from scripts.shared.serving import Server
+
+pytestmark = pytest.mark.xdist_group("bundled server")
 
 CHAIN = make_chain(seed=7, facts=128, hops=80)
 

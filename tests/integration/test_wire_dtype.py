@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from scripts.accuracy.tasks.pointer_chase import make_chain
 from scripts.shared.serving import serve
 
@@ -13,6 +15,7 @@ FLAGS = (
 ).split()
 
 
+@pytest.mark.thorough
 def test_rounded_tokens_walk_the_chain() -> None:
     sampling = {"temperature": 0, "max_new_tokens": CHAIN.max_tokens}
     body = {"text": CHAIN.prompt, "sampling_params": sampling}

@@ -1,4 +1,4 @@
-"""Flags and prompts that integration tests share."""
+"""Flags and prompts that integration tests share, and how they compare answers."""
 
 from __future__ import annotations
 
@@ -19,6 +19,9 @@ TENTH_OF_THE_CONTEXT = (
     "--recall-interval 4"
 ).split()
 
+DENSE = {"sampling_params": {"custom_params": {"cache_rank": False}}}
+"""A request with these options stays dense."""
+
 GPU_FLAGS = (
     "--dtype bfloat16 --attention-backend fa3 --cuda-graph-backend-prefill disabled "
     "--cuda-graph-bs-decode 1 2 4 8 --max-running-requests 16 --max-total-tokens 100000 "
@@ -27,6 +30,11 @@ GPU_FLAGS = (
 
 
 def random_prompts(lengths: list[int], seed: int = 0) -> list[list[int]]:
-    """Prompts of random tokens."""
+    """Draw prompts of random tokens."""
     source = random.Random(seed)
     return [[source.randrange(5, VOCABULARY - 5) for _ in range(length)] for length in lengths]
+
+
+def difference(ours: list[float], theirs: list[float]) -> float:
+    """Return the largest difference of two lists of log-probabilities."""
+    return max(abs(one - other) for one, other in zip(ours, theirs, strict=True))

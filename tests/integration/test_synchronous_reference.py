@@ -1,0 +1,261 @@
+"""On the real engine, the asynchronous system does what the synchronous reference does.
+
+It selects the same tokens, one for one, and its log-probabilities are those of another
+implementation of the model: transformers, whose attention is replaced by the reference. That one
+shares neither kernels, nor the pool, nor the exchange with SGLang and the cache rank. The weights
+are random and wide, so that which tokens are attended to shows in every probability.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, DynamicCache
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from workload import DENSE, SMALL_CACHE_RANK, difference, random_prompts
+
+from cache_rank.config import CacheRankConfig, ModelShape
+from cache_rank.measure.recording import RECORD_VARIABLE, read_events
+from cache_rank.reference import SynchronousReference
+from scripts.shared.serving import log_probabilities, serve
+
+LAYERS, HEAD_DIM = 3, 32
+THRESHOLD, BUDGET, CAPACITY, MARGIN = 120, 40, 12, 6  # the budget is an eighth of the length, about
+STEPS = 240
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A case is a predictor on a kind of model. Together they have all head layouts and both modes.
+
+    What is selected follows from what the cache rank holds, however it travels back.
+    """
+
+    predictor: Any
+    frame: Any
+    family: str
+    heads: int
+    kv_heads: int
+    inference_kv: str
+    wire_dtype: str = "bf16"
+    dense_layers: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.predictor}-{self.frame}-{self.family}-{self.heads}-{self.kv_heads}"
+
+    def flags(self) -> list[str]:
+        return [
+            *SMALL_CACHE_RANK,
+            *("--skip-tokenizer-init", "--sparse-threshold", str(THRESHOLD)),
+            *("--sparse-budget", str(BUDGET), "--selection-margin", str(MARGIN)),
+            # The prompt of the request that decodes alone is shipped in one step, longer ones not.
+            *("--delta-capacity", str(CAPACITY), "--bulk-chunk-tokens", "160"),
+            *("--query-predictor", self.predictor, "--query-frame", self.frame),
+            *("--inference-kv", self.inference_kv, "--wire-dtype", self.wire_dtype),
+            *("--dense-layers", str(self.dense_layers)),
+        ]
+
+    def config(self, rotary_frequency: list[float]) -> CacheRankConfig:
+        return CacheRankConfig(
+            model=ModelShape(
+                layers=LAYERS - self.dense_layers,
+                query_heads=self.heads,
+                kv_heads=self.kv_heads,
+                head_dim=HEAD_DIM,
+                dtype="float32",
+                scale=HEAD_DIM**-0.5,
+                rotary_frequency=tuple(rotary_frequency),
+            ),
+            layers_per_group=2,
+            sparse_budget=BUDGET,
+            sink_tokens=4,
+            recent_tokens=8,
+            query_window=4,
+            query_predictor=self.predictor,
+            query_frame=self.frame,
+            selection_margin=MARGIN,
+            delta_capacity=CAPACITY,
+        )
+
+
+DEFAULT = [
+    Case("spade", "post", "qwen3", 4, 2, "full"),
+    Case("ridge", "pre", "llama", 4, 2, "working-set", dense_layers=0),
+]
+THOROUGH = [Case("ema", "pre", "qwen3", 4, 1, "working-set")]
+ROUNDED = [Case("last", "post", "llama", 4, 4, "full", wire_dtype="fp8")]
+
+
+def served_with(cases: list[Case]) -> pytest.MarkDecorator:
+    """Run a test on a server of each case; the tests of a case are a group, and share it."""
+    parameters = []
+    for case in cases:
+        marks = [pytest.mark.xdist_group(str(case))]
+        marks += [] if case in DEFAULT else [pytest.mark.thorough]
+        parameters.append(pytest.param(case, id=str(case), marks=marks))
+    return pytest.mark.parametrize("served", parameters, indirect=True)
+
+
+class Served(NamedTuple):
+    """A server has answered requests that decoded together, and one alone, sparse and dense.
+
+    `recorded` is the folder of what its cache rank received and selected.
+    """
+
+    case: Case
+    model: Path
+    recorded: Path
+    together: list[Any]
+    prompt: list[int]
+    alone: Any
+    dense: Any
+
+
+@pytest.fixture(scope="module")
+def served(
+    request: pytest.FixtureRequest,
+    random_model: Callable[..., Path],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Served:
+    case = request.param
+    model = random_model(case.family, LAYERS, case.heads, case.kv_heads)
+    recorded = tmp_path_factory.mktemp("recorded")
+    (prompt,) = random_prompts([150])
+    flags = [*case.flags(), "--model-path", str(model)]
+    with serve(flags, {RECORD_VARIABLE: str(recorded)}) as server:
+        # Requests of different lengths turn sparse and end at different steps.
+        together = server.generate_all(random_prompts([110, 200, 330]), STEPS)
+        alone = server.generate(prompt, STEPS, return_logprob=True)
+        dense = server.generate(prompt, STEPS, return_logprob=True, **DENSE)
+    return Served(case, model, recorded, together, prompt, alone, dense)
+
+
+@served_with([*DEFAULT, *THOROUGH, *ROUNDED])
+def test_selections_equal_the_synchronous_reference(served: Served) -> None:
+    responses = [*served.together, served.alone]
+    steps = [response["meta_info"]["cache_rank"]["sparse_steps"] for response in responses]
+    assert min(steps) > 200, steps
+    config = served.case.config(recorded_frequency(served.model))
+    assert replay(config, served.recorded) > len(responses) * 200
+
+
+def recorded_frequency(model: Path) -> list[float]:
+    """Return the frequencies that the inference rank reads off float32 angles of position 1."""
+    theta = AutoConfig.from_pretrained(model).rope_parameters["rope_theta"]
+    exponent = torch.arange(0, HEAD_DIM, 2, dtype=torch.float32) / HEAD_DIM
+    angle = 1.0 / theta**exponent
+    return torch.atan2(angle.sin().double(), angle.cos().double()).tolist()
+
+
+def replay(config: CacheRankConfig, folder: Path) -> int:
+    """Feed the recorded tensors to the reference, and count the selections compared."""
+    references: dict[int, SynchronousReference] = {}
+    shipments: dict[int, list[Any]] = {}
+    compared = 0
+    for event in read_events(folder):
+        if event["kind"] == "load":
+            shipments.setdefault(event["epoch"], []).append(event["shipment"])
+            continue
+        for row in event["rows"]:
+            epoch, position = row["epoch"], row["position"]
+            if epoch not in references:
+                prompt = torch.cat(shipments.pop(epoch), dim=2)
+                references[epoch] = SynchronousReference(config, prompt[0], prompt[1])
+            reference = references[epoch]
+            for index, layer in enumerate(event["layers"]):
+                reference.append(
+                    layer, row["queries"][index], row["keys"][index], row["values"][index]
+                )
+                reference.select(layer, position)
+                expected = [
+                    [-1 if token is None else token for token in slots]
+                    for slots in reference.slots[layer]
+                ]
+                assert row["mirror"][index].tolist() == expected, (event["step"], layer, epoch)
+            compared += 1
+    return compared
+
+
+class ReferenceAttention:
+    """One request attends to everything until its turn, then to what the reference selects.
+
+    The request is shipped in the first step at the threshold and warms up from the next; it turns
+    sparse when the query window and every slot that can be used are full.
+    """
+
+    def __init__(self, config: CacheRankConfig) -> None:
+        self.config = config
+        self.dense_layers = LAYERS - config.model.layers
+        self.reference: SynchronousReference | None = None
+        self.exchanged = self.filled = self.sparse_steps = 0
+        self.is_sparse = False
+
+    def begin_step(self, position: int) -> None:
+        wanted = self.config.slots_wanted_after(position - 1)
+        warm = self.exchanged > self.config.query_window and self.filled == wanted
+        self.is_sparse = self.is_sparse or warm
+        self.sparse_steps += self.is_sparse
+
+    def end_step(self, position: int, cache: DynamicCache) -> None:
+        if self.reference is not None:
+            self.exchanged += 1
+            self.filled = self.config.filled_after(position, self.filled)
+        elif position + 1 >= THRESHOLD:
+            layers = cache.layers[self.dense_layers :]
+            keys = torch.stack([layer.keys[0].transpose(0, 1) for layer in layers])
+            values = torch.stack([layer.values[0].transpose(0, 1) for layer in layers])
+            self.reference = SynchronousReference(self.config, keys, values)
+
+    def __call__(
+        self, module: Any, query: Any, key: Any, value: Any, mask: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, None]:
+        layer = module.layer_idx - self.dense_layers
+        if self.reference is None or layer < 0:
+            return sdpa_attention_forward(module, query, key, value, mask, **kwargs)
+        position = key.shape[2] - 1
+        self.reference.append(layer, query[0, :, 0], key[0, :, -1], value[0, :, -1])
+        if self.is_sparse:
+            output = self.reference.attend(layer, query[0, :, 0], position)[None, None]
+        else:
+            output, _ = sdpa_attention_forward(module, query, key, value, mask, **kwargs)
+        self.reference.select(layer, position)
+        return output, None
+
+
+@torch.no_grad()
+def reference_log_probabilities(
+    case: Case, folder: Path, prompt: list[int], generated: list[int]
+) -> tuple[list[float], int]:
+    """Return the log-probabilities of the generated tokens, and how many steps were sparse."""
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    attention = ReferenceAttention(case.config(model.model.rotary_emb.inv_freq.tolist()))
+    AttentionInterface.register("synchronous_reference", attention)
+    model.set_attn_implementation("synchronous_reference")
+    cache, found = DynamicCache(), []
+    tokens = torch.tensor([prompt])
+    for token in generated:
+        position = cache.get_seq_length()
+        if found:
+            attention.begin_step(position)
+        logits = model(tokens, past_key_values=cache, use_cache=True).logits[0, -1]
+        if found:
+            attention.end_step(position, cache)
+        found.append(float(logits.log_softmax(-1)[token]))
+        tokens = torch.tensor([[token]])
+    return found, attention.sparse_steps
+
+
+@served_with([*DEFAULT, *THOROUGH])
+def test_log_probabilities_equal_the_reference(served: Served) -> None:
+    expected, sparse_steps = reference_log_probabilities(
+        served.case, served.model, served.prompt, served.alone["output_ids"]
+    )
+    assert served.alone["meta_info"]["cache_rank"]["sparse_steps"] == sparse_steps > 200
+    assert difference(log_probabilities(served.alone), expected) < 1e-4
+    # The comparison means something: attending to everything gives other numbers.
+    assert difference(log_probabilities(served.dense), expected) > 1e-2
