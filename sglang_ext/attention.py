@@ -41,7 +41,7 @@ class CacheRankAttnBackend(AttentionBackend):
         self._sparse.init_cuda_graph_state(max_bs, max_num_tokens)
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
-        """Before a captured forward pass, or the capture of one."""
+        """Prepare for a captured forward pass, or for the capture of one."""
         self._plan = self._rank.decode_step.running
         if self._rank.args.dense_layers:
             self._dense.init_forward_metadata_out_graph(forward_batch, in_capture)
@@ -55,7 +55,7 @@ class CacheRankAttnBackend(AttentionBackend):
         self._sparse.init_forward_metadata_in_graph(self._view(forward_batch))
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
-        """Before a forward pass that is not captured."""
+        """Prepare for a forward pass that is not captured."""
         self._plan = self._rank.decode_step.running
         if forward_batch.forward_mode.is_decode():
             self._rank.gate.begin_forward()
@@ -65,7 +65,7 @@ class CacheRankAttnBackend(AttentionBackend):
             self._sparse.init_forward_metadata(self._sparse_view)
 
     def _view(self, forward_batch: Any) -> Any:
-        """The batch as layers over the working-set table see it: its lengths are shorter."""
+        """Return the batch as layers over the working-set table see it, with shorter lengths."""
         if self._plan is None:
             return forward_batch
         view = copy.copy(forward_batch)

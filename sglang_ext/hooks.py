@@ -26,7 +26,7 @@ META_KEY = "cache_rank"
 
 
 class Hook(NamedTuple):
-    """One hook."""
+    """A function of ours, and where and why SGLang runs it."""
 
     target: str
     kind: HookType
@@ -134,14 +134,14 @@ def after_forward(result: Any, runner: Any, forward_batch: Any, *_: Any, **__: A
 
 
 def end_epoch(pool: Any, request: Any) -> None:
-    """A request's slot is about to be freed."""
+    """End the epoch of a request whose slot is about to be freed."""
     rank = inference_rank.current()
     if rank is not None:
         rank.on_request_freed(request)
 
 
 def end_all_epochs(pool: Any) -> None:
-    """The request pool is about to be cleared."""
+    """End all epochs, because the request pool is about to be cleared."""
     rank = inference_rank.current()
     if rank is not None:
         rank.on_pool_cleared()
@@ -155,7 +155,7 @@ def before_next_batch(scheduler: Any, running_batch: Any, *_: Any, **__: Any) ->
 
 
 def before_pause(scheduler: Any, pause: Any, *_: Any, **__: Any) -> None:
-    """Before all are retracted, SGLang takes the result of the last step, which may have failed."""
+    """Retract before a pause: SGLang takes the result of the last step, which may have failed."""
     rank = inference_rank.current()
     if rank is not None and pause.mode == "retract":
         rank.cache_rank.retract_orphans(scheduler, scheduler.running_batch)
@@ -172,7 +172,7 @@ def abort_request(
 
 
 def is_idle(result: bool, scheduler: Any, *_: Any, **__: Any) -> bool:
-    """A server with requests that are to be queued a turn later is not idle."""
+    """Count a server as busy while requests are to be queued a turn later."""
     rank = inference_rank.current()
     return result and (rank is None or not rank.cache_rank.to_queue)
 

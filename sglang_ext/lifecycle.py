@@ -94,7 +94,7 @@ class RequestStatistics:
         self.attention_mass = (1 - share) * (self.attention_mass or 0.0) + share * attention_mass
 
     def as_tuple(self) -> tuple[int | float | str | None, ...]:
-        """Values in the order of the fields."""
+        """Return the values in the order of the fields."""
         return (
             self.sparse_steps,
             self.dense_reason,
@@ -156,7 +156,7 @@ class Lifecycle:
         self._last_epoch = 0
 
     def reason_to_stay_dense(self, request: Any, length: int, is_up: bool) -> DenseReason | None:
-        """Why a request may not begin an epoch: what is its own first, then what may pass."""
+        """Say why a request may not begin an epoch: what is its own first, then what may pass."""
         if length < self._threshold:
             return "below_threshold"
         custom = request.sampling_params.custom_params

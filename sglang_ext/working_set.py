@@ -38,7 +38,7 @@ class Reserve:
         return len(self._free)
 
     def take(self) -> int:
-        """The first pool row of a block, when there is a free one."""
+        """Take a free block, and return its first pool row."""
         return self._first_row + self._free.pop() * self.block_rows
 
     def give_back(self, first_row: int) -> None:
@@ -72,7 +72,7 @@ class WorkingSetTable:
             self._in_host_memory = self._flat_true.numpy().data, self._flat_table.numpy().data
 
     def sparse_length(self, filled_slots: int) -> int:
-        """Tokens that a sparse request attends to."""
+        """Return how many tokens a sparse request attends to."""
         return self._sinks + self._ring + filled_slots
 
     def enter(self, row: int, position: int, block: int) -> None:
@@ -125,7 +125,7 @@ class WorkingSetTable:
         self._flat_table.index_copy_(0, targets, current)
 
     def add_in_host_memory(self, sources: Iterable[int], targets: Iterable[int]) -> None:
-        """The same for tables of a CPU: torch would take far longer for so few numbers.
+        """Do what `add` does to tables of a CPU: torch would take far longer for so few numbers.
 
         Args:
             sources, targets: of `places_of_current_token`.
@@ -136,5 +136,5 @@ class WorkingSetTable:
             table[target] = true[source]
 
     def forget(self, row: int) -> None:
-        """The request slot has a new owner, or its request is dense again."""
+        """Forget a request slot, whose request has left it or is dense again."""
         self._copied.pop(row, None)

@@ -41,7 +41,7 @@ class Gate(ABC):
 
     @abstractmethod
     def begin_forward(self) -> None:
-        """The forward pass of a decode step begins."""
+        """Begin the forward pass of a decode step."""
 
     @abstractmethod
     def enter_group(self, group: int) -> None:
@@ -61,7 +61,7 @@ class Gate(ABC):
 
     @abstractmethod
     def leave_group(self, group: int) -> None:
-        """The group's last attention is done: what the cache rank needs of it can go."""
+        """Let what the cache rank needs of the group go: its last attention is done."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -120,7 +120,7 @@ class Exchange(ABC):
 
     @abstractmethod
     def finish_step(self) -> None:
-        """The forward pass of the announced step has been computed, or on a GPU been queued."""
+        """End the step, whose forward pass has been computed, or on a GPU been queued."""
 
     @abstractmethod
     def spans(self) -> list[Span]:

@@ -35,13 +35,13 @@ class MessageBuffers:
         self._messages: dict[int, list[GroupMessages]] = {}
 
     def of(self, rows: int) -> list[GroupMessages]:
-        """The messages of each group, in a step of so many requests."""
+        """Return the messages of each group, in a step of so many requests."""
         if rows not in self._messages:
             self._messages[rows] = [self._of_group(group, rows) for group in range(self._groups)]
         return self._messages[rows]
 
     def nbytes(self, rows: int) -> tuple[int, int]:
-        """Bytes that a step of so many requests sends, and receives."""
+        """Return the bytes that a step of so many requests sends, and receives."""
         messages = self.of(rows)
         return (
             sum(message.up.buffer.nbytes for message in messages),

@@ -31,7 +31,7 @@ def _split(tensor: Tensor, fields: Mapping[str, Field]) -> dict[str, Tensor]:
 
 
 class HostToDeviceRing:
-    """Integers that every step brings to a GPU.
+    """A ring of integers that every step brings to a GPU.
 
     Work that is queued, or held by a graph, collects what the host has written, one entry a step.
     """
@@ -89,10 +89,10 @@ class _Entry:
 
 
 class DeviceToHostRing:
-    """Integers of a GPU that the host sees: the newest RING_ENTRIES."""
+    """A ring of integers of a GPU, of which the host sees the newest RING_ENTRIES."""
 
     def __init__(self, values: Tensor) -> None:
-        """Bring a tensor, int64."""
+        """Bring an int64 tensor of the device to the host, each time that `post` is queued."""
         self._values = values
         self._ring = _pinned(values.device, RING_ENTRIES, values.numel())
         self._newest = _pinned(values.device, 1, 1)[0]
@@ -110,7 +110,7 @@ class DeviceToHostRing:
 
     @property
     def newest(self) -> int:
-        """The greatest number that has come; not one before it is still to come."""
+        """The greatest number that has come; none before it is still to come."""
         return int(self._newest_seen[0])
 
     def entry(self, number: int) -> np.ndarray[Any, np.dtype[np.int64]]:

@@ -47,14 +47,14 @@ class ExchangedRows:
         self.filled_after.append(filled_after)
 
     def by_batch_row(self, batch: int) -> list[int]:
-        """The index among these requests of each row of the batch, or -1."""
+        """Return the index among these requests of each row of the batch, or -1."""
         indices = [-1] * batch
         for row, index in enumerate(self.batch_indices):
             indices[index] = row
         return indices
 
     def expected_headers(self, step: int) -> list[tuple[int, int, int, int]]:
-        """The first columns of the header that the answer to a step must have, of each request."""
+        """Return what the header of the answer to a step must begin with, for each request."""
         return [
             (step, sequence.epoch, position + 1, filled)
             for sequence, position, filled in zip(
@@ -87,11 +87,11 @@ class SlotBuffers:
 
     @property
     def device(self) -> torch.device:
-        """Where the buffers are."""
+        """The device of the buffers."""
         return self.keys.tensors[0].device
 
     def first_slot(self, sequence: SparseSequence) -> int:
-        """The pool row of a sequence's slot 0."""
+        """Return the pool row of a sequence's slot 0."""
         return sequence.block + self._sinks
 
     def compare_checksums(self, group: int, rows: ExchangedRows, headers: Tensor) -> None:

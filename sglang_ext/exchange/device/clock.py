@@ -47,7 +47,7 @@ class StepClock:
         self._reported.post(number)
 
     def expect(self, step: int) -> None:
-        """The forward pass of a step has been queued."""
+        """Expect the stamps of a step, whose forward pass has been queued."""
         self._under_way.append(step)
 
     def forget(self) -> None:
@@ -56,7 +56,7 @@ class StepClock:
 
     @property
     def newest(self) -> int:
-        """Number of the last step whose forward pass is known to have been computed."""
+        """The last step whose forward pass is known to have been computed."""
         return self._reported.newest
 
     def completed(self) -> StepTimes | None:

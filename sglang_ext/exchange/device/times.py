@@ -14,7 +14,7 @@ _UNTIMED = contextlib.nullcontext()
 
 
 class TransferTimes:
-    """When what was queued on streams began and ended, of steps that are traced."""
+    """Times of what was queued on streams in traced steps: when it began and ended."""
 
     def __init__(self) -> None:
         self._step: int | None = None
@@ -58,7 +58,7 @@ class TransferTimes:
         self._timed.append((name, step, group, start, stop))
 
     def take_spans(self) -> list[Span]:
-        """The times so far; waits for the device."""
+        """Return the times so far, and wait for the device to be done with them."""
         timed, self._timed = self._timed, []
         torch.cuda.synchronize()
         now = torch.cuda.Event(enable_timing=True)

@@ -23,7 +23,7 @@ class HostGate(Gate):
     """
 
     def __init__(self) -> None:
-        """Begin closed."""
+        """Begin closed: there is no connection yet."""
         self.failure: Exception | None = None
         self._transfers: HostTransfers | None = None
 
