@@ -17,8 +17,8 @@ def register() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry
     from sglang.srt.server_args import add_attention_backend_choices
 
+    from sglang_ext.flags import BACKEND
     from sglang_ext.hooks import HOOKS
-    from sglang_ext.refusals import BACKEND
 
     register_attention_backend(BACKEND)(_create_backend)
     add_attention_backend_choices([BACKEND])

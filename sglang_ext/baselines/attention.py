@@ -17,7 +17,7 @@ from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from torch import Tensor
 
 from sglang_ext.baselines.selection import QUEST_PAGE, Selection, Step, attend
-from sglang_ext.server_args import CacheRankServerArgs
+from sglang_ext.flags import CacheRankFlags
 
 
 class BaselineAttnBackend(AttentionBackend):
@@ -30,7 +30,7 @@ class BaselineAttnBackend(AttentionBackend):
         selection: of the sparse layers.
     """
 
-    def __init__(self, runner: Any, args: CacheRankServerArgs) -> None:
+    def __init__(self, runner: Any, args: CacheRankFlags) -> None:
         super().__init__()
         self.token_to_kv_pool = runner.token_to_kv_pool
         self.req_to_token_pool = runner.req_to_token_pool

@@ -9,8 +9,8 @@ import pytest
 from workload import SMALL_CACHE_RANK, random_prompts
 
 from scripts.shared.serving import Server, log_probabilities, serve
+from sglang_ext.flags import CHECKSUM_VARIABLE
 from sglang_ext.refusals import ALLOW_LARGE_BUDGET_VARIABLE
-from sglang_ext.server_args import CHECKSUM_VARIABLE
 
 THRESHOLD = 100
 NEW_TOKENS = 60

@@ -12,10 +12,10 @@ from cache_rank_kernels.baselines.reference import Budget
 from torch import Tensor
 
 from scripts.accuracy.systems import DECODE_MODES
-from sglang_ext import baselines, hooks, refusals, server_args
+from sglang_ext import baselines, cpu, hooks
 from sglang_ext.baselines.attention import BaselineAttnBackend
 from sglang_ext.baselines.selection import PER_HEAD, QUEST_PAGE, Selection, attend
-from sglang_ext.refusals import UnsupportedError
+from sglang_ext.flags import BACKEND
 from sglang_ext.server_args import CacheRankServerArgs, parse_server_args
 
 SINKS, RECENT, BUDGET = 3, 6, 16
@@ -211,8 +211,7 @@ def test_a_request_that_just_exceeds_the_budget_leaves_one_token_out() -> None:
 
 @pytest.fixture
 def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (server_args, refusals):
-        monkeypatch.setattr(module, "has_gpu", lambda: False, raising=False)
+    monkeypatch.setattr(cpu, "has_gpu", lambda: False)
 
 
 def baseline(mode: str, *flags: str) -> CacheRankServerArgs:
@@ -224,42 +223,11 @@ def baseline(mode: str, *flags: str) -> CacheRankServerArgs:
 def test_a_baseline_decodes_in_our_backend_without_a_cache_rank(mode: str) -> None:
     args = baseline(mode)
     assert not args.has_cache_rank
-    assert args.decode_attention_backend == refusals.BACKEND
+    assert args.decode_attention_backend == BACKEND
     assert args.disable_radix_cache
     assert (args.page_size, args.dense_layers) == (1, 1)
     # The threshold plays no part.
     assert baseline(mode, "--sparse-threshold", "1").sparse_threshold == 1
-
-
-@pytest.mark.usefixtures("_no_gpu")
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (
-            "--cache-rank-gpus 1",
-            "--decode-mode quest selects on the inference rank: add --cache-rank-gpus 0, or drop "
-            "--decode-mode.",
-        ),
-        (
-            "--inference-kv working-set",
-            "--decode-mode quest keeps every token on the inference rank: drop --inference-kv.",
-        ),
-        (
-            "--enable-mixed-chunk",
-            "Prefill and decode rows cannot share a batch: drop --enable-mixed-chunk.",
-        ),
-        ("--sparse-budget 0", "--sparse-budget must be at least 1, got 0."),
-        (
-            "--page-size 16",
-            "--page-size 16: tokens are selected one by one, so the page size must be 1; drop the "
-            "flag.",
-        ),
-    ],
-)
-def test_refuses_with_the_remedy(flags: str, message: str) -> None:
-    with pytest.raises(UnsupportedError) as caught:
-        baseline("quest", *flags.split())
-    assert str(caught.value) == message
 
 
 def test_quest_takes_its_bounds_out_of_the_pools_memory(monkeypatch: pytest.MonkeyPatch) -> None:
