@@ -27,7 +27,7 @@ class BaselineAttnBackend(AttentionBackend):
     graph, from the lengths and request slots on the device.
 
     Attributes:
-        selection: of the sparse layers.
+        selection: what the sparse layers attend to.
     """
 
     def __init__(self, runner: Any, args: CacheRankFlags) -> None:

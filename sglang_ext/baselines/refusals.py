@@ -32,4 +32,4 @@ REFUSALS = (
         lambda args: args.page_size not in (None, page_size(args)),
     ),
 )
-"""The rows of a server with one of these modes, beside those of every server."""
+"""These rows are of a server with one of the modes, beside the rows of every server."""

@@ -1,4 +1,7 @@
-"""What a model cannot be, and what this machine cannot hold of it; SGLang has read it by then."""
+"""What a model may not be, and what this machine must have room for.
+
+SGLang has read the configuration of the model by then.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +24,7 @@ def _model(args: CacheRankFlags) -> Any:
 
 
 def _is_latent(args: CacheRankFlags) -> bool:
+    """Whether the model has multi-head latent attention."""
     from sglang.srt.configs.model_config import AttentionArch
 
     return _model(args).attention_arch == AttentionArch.MLA
@@ -41,6 +45,7 @@ def _is_windowed(args: CacheRankFlags) -> bool:
 
 
 def _dtype(args: CacheRankFlags) -> str:
+    """The dtype of the model and of its KV pool."""
     return str(_model(args).dtype).removeprefix("torch.")
 
 
@@ -93,7 +98,7 @@ MODELS = (
         lambda args: args.dense_layers >= _model(args).num_hidden_layers,
     ),
 )
-"""The rows of the model, once SGLang has read its configuration."""
+"""These rows are of every server with sparse decode."""
 
 WORKING_SETS = (
     Refusal(
@@ -109,4 +114,4 @@ WORKING_SETS = (
         ),
     ),
 )
-"""The rows of the working sets of a model, which are in host memory without a GPU."""
+"""These rows are of a server with a cache rank."""

@@ -1,4 +1,4 @@
-"""What the arguments of a server cannot ask for, whichever model it serves."""
+"""What the arguments of a server may not ask for, whichever model it serves."""
 
 from __future__ import annotations
 
@@ -19,21 +19,6 @@ from sglang_ext.refusals import (
     Refusal,
     UnsupportedError,
 )
-
-
-def refuse_out_of_range(args: CacheRankFlags) -> None:
-    """Refuse values that the configuration of a cache rank does not take.
-
-    Raises:
-        UnsupportedError: a value is out of range.
-    """
-    # The shape is not known yet, and no range depends on it.
-    shape = ModelShape(1, 1, 1, 8, "bfloat16", 1.0, rotary_frequency=(1.0,))
-    try:
-        args.cache_rank_config(shape, max_rows=1)
-    except ValueError as error:
-        field, complaint = str(error).split(" ", 1)
-        raise UnsupportedError(f"{flag_of(field)} {complaint}.") from None
 
 
 def _is_missing(model_path: str) -> bool:
@@ -82,10 +67,15 @@ def _at_least(least: int, asked: str, why: str) -> Refusal:
 
 SERVERS = (
     Refusal(
-        "--tp-size --pp-size --dp-size --nnodes",
-        "one inference rank and one cache rank on one machine serve a model so far",
-        f"{DROP}; more replicas are more servers",
-        lambda args: max(args.tp_size, args.pp_size, args.dp_size, args.nnodes) > 1,
+        "--tp-size --pp-size --nnodes",
+        "tensor parallelism, pipeline parallelism and several machines are not supported yet",
+        when=lambda args: max(args.tp_size, args.pp_size, args.nnodes) > 1,
+    ),
+    Refusal(
+        "--dp-size",
+        "data parallelism is not supported yet",
+        f"{DROP}, and start one server a replica",
+        lambda args: args.dp_size > 1,
     ),
     Refusal("--disaggregation-mode", "prefill and decode on separate servers are not supported"),
     Refusal(
@@ -185,7 +175,7 @@ SERVERS = (
         lambda args: bool(args.enable_lora or args.lora_paths),
     ),
 )
-"""The rows of every server with sparse decode, with a cache rank or a baseline."""
+"""These rows are of every server with sparse decode, by a cache rank or by a baseline."""
 
 CACHE_RANKS = (
     Refusal(
@@ -238,7 +228,7 @@ CACHE_RANKS = (
         ),
     ),
 )
-"""The rows of a server with a cache rank."""
+"""These rows are of a server with a cache rank."""
 
 GPUS = (
     Refusal(
@@ -283,4 +273,19 @@ GPUS = (
         ),
     ),
 )
-"""The rows of a server with a cache rank on a GPU."""
+"""These rows are of a server with a cache rank on a GPU."""
+
+
+def refuse_out_of_range(args: CacheRankFlags) -> None:
+    """Refuse values that the configuration of a cache rank does not take.
+
+    Raises:
+        UnsupportedError: a value is out of range.
+    """
+    # The shape is not known yet, and no range depends on it.
+    shape = ModelShape(1, 1, 1, 8, "bfloat16", 1.0, rotary_frequency=(1.0,))
+    try:
+        args.cache_rank_config(shape, max_rows=1)
+    except ValueError as error:
+        field, complaint = str(error).split(" ", 1)
+        raise UnsupportedError(f"{flag_of(field)} {complaint}.") from None
