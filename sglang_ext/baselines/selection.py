@@ -91,7 +91,7 @@ class Selection:
             else []
         )
 
-    def begin_step(self, slots: Tensor, lengths: Tensor) -> Step:
+    def prepare_step(self, slots: Tensor, lengths: Tensor) -> Step:
         """Prepare a decode step; the operations can be captured in a CUDA graph.
 
         Args:
@@ -126,7 +126,7 @@ class Selection:
         """Write one layer's lists, after its keys of the current token.
 
         Args:
-            step: the result of `begin_step`.
+            step: the result of `prepare_step`.
             layer: index of the sparse layer.
             queries: (B, Hq, D) contiguous.
         """

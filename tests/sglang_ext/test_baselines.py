@@ -53,7 +53,7 @@ class Pools:
         )
 
     def attend(self, selection: Selection, layer: int) -> Tensor:
-        step = selection.begin_step(self.slots, self.lengths)
+        step = selection.prepare_step(self.slots, self.lengths)
         selection.select(step, layer, self.queries)
         return attend(
             self.queries, self.keys[layer], self.values[layer], step.lists, step.attended, SCALE
@@ -72,7 +72,7 @@ class Pools:
 
     def listed(self, selection: Selection, layer: int) -> list[list[set[int]]]:
         """The tokens of every list."""
-        step = selection.begin_step(self.slots, self.lengths)
+        step = selection.prepare_step(self.slots, self.lengths)
         selection.select(step, layer, self.queries)
         attended = step.attended.view(len(self.lengths), selection.heads)
         found = []
@@ -104,7 +104,7 @@ def test_a_budget_of_at_least_the_length_is_dense(mode: str) -> None:
 @pytest.mark.parametrize("lengths", [[60], [60, 9]])
 def test_lengths_of_lists_are_as_flash_attention_wants_them(mode: str, lengths: list[int]) -> None:
     pools = Pools(lengths)
-    step = pools.selection(mode).begin_step(pools.slots, pools.lengths)
+    step = pools.selection(mode).prepare_step(pools.slots, pools.lengths)
     assert step.attended.is_contiguous()
     assert step.attended.dtype == torch.int32
 
@@ -168,7 +168,7 @@ def test_quest_knows_pages_from_prompts_in_chunks_and_from_decode(pool_page: int
     final = pools.lengths
     for added in range(100):
         pools.lengths = torch.minimum(torch.tensor([51, 18, 49]) + added, final)
-        step = grown.begin_step(pools.slots, pools.lengths)
+        step = grown.prepare_step(pools.slots, pools.lengths)
         for layer in range(LAYERS):
             grown.select(step, layer, pools.queries)
     assert torch.equal(pools.lengths, final)

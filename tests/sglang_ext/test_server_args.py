@@ -22,6 +22,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from sglang.srt.server_args import ServerArgs
 
 import sglang_ext
 from cache_rank.config import CacheRankConfig, ModelShape
@@ -371,6 +372,26 @@ def test_cpu_ranks_of_a_machine_with_gpus_need_none_of_them(
 ) -> None:
     pretend_gpus(1, monkeypatch)
     assert parse_server_args(["--device", "cpu", *flags.split()]).device == "cpu"
+
+
+@pytest.mark.parametrize(("generation", "kernels"), [(8, "triton"), (9, "fa3"), (10, "triton")])
+def test_gpus_have_the_kernels_of_their_generation(
+    generation: int, kernels: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend_gpus(2, monkeypatch)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (generation, 0))
+    monkeypatch.setattr(ServerArgs, "__post_init__", lambda self: None)  # it looks for the GPUs
+    args = parse_server_args([])
+    assert (args.device, args.attention_backend, args.page_size) == ("cuda", kernels, 1)
+    assert args.decode_attention_backend == BACKEND
+    assert (args.max_total_tokens, args.sampling_backend) == (None, None)
+    assert parse_server_args(QUEST.split()).page_size == 16
+    given = (
+        "--cache-rank-base-gpu-id 1 --cache-rank-transfer-backend nccl --attention-backend triton "
+        "--cuda-graph-backend-decode full"
+    )
+    args = parse_server_args(given.split())
+    assert (args.first_cache_rank_gpu, args.attention_backend) == (1, "triton")
 
 
 @pytest.mark.parametrize(
