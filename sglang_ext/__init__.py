@@ -1,7 +1,7 @@
 """SGLang with an asynchronous cache rank.
 
-from sglang_ext import Engine                        # as sglang.Engine, with a cache rank
-python -m sglang_ext.launch --cache-rank-gpus 1      # as sglang.launch_server, with a cache rank
+from sglang_ext import Engine                        # sglang.Engine, with a cache rank
+python -m sglang_ext.launch --cache-rank-gpus 1      # sglang.launch_server, with a cache rank
 """
 
 from typing import TYPE_CHECKING, Any

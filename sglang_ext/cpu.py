@@ -1,8 +1,8 @@
 """The one place that knows about machines without a GPU.
 
-SGLang imports `sgl_kernel`, whose wheel needs an NVIDIA driver, on every path, and calls it on none
-that the CPU engine takes. Without a driver, a stand-in takes its place before SGLang is imported;
-whatever would really need a kernel then fails by name.
+SGLang imports `sgl_kernel` on every path, and calls it on none that the CPU engine takes. Its wheel
+needs an NVIDIA driver. Without a driver, a stand-in takes its place before SGLang is imported, and
+a call that would need a kernel fails with the kernel's name.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 _SAID = "SGLANG_EXT_CPU_SAID"
-"""Set in the environment once a process of this launch has said that it runs without a GPU."""
+"""This variable is set once a process of the launch has said that it runs without a GPU."""
 
 
 @functools.cache
 def has_gpu() -> bool:
-    """Whether an NVIDIA driver can be loaded. Does not initialize CUDA."""
+    """Whether an NVIDIA driver can be loaded; CUDA is not initialized."""
     if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
         return False
     try:
@@ -38,7 +38,7 @@ def has_gpu() -> bool:
 
 
 class _Unavailable(type):
-    """A name of `sgl_kernel` that can be imported, and not called."""
+    """Stands for a name of `sgl_kernel`: it can be imported, and not called."""
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):
@@ -79,7 +79,7 @@ class _StandIn(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def install_stand_in() -> None:
-    """Make SGLang importable without a GPU; a no-op with one, and the second time."""
+    """Make SGLang importable without a GPU; with one, or a second time, do nothing."""
     if has_gpu() or any(isinstance(finder, _StandIn) for finder in sys.meta_path):
         return
     sys.meta_path.insert(0, _StandIn())

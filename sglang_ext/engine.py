@@ -1,4 +1,4 @@
-"""`Engine`: SGLang in-process, with a cache rank."""
+"""SGLang in this process, with a cache rank."""
 
 from __future__ import annotations
 
@@ -12,9 +12,12 @@ from sglang_ext.server_args import BUNDLED_MODEL, CacheRankServerArgs
 
 
 class Engine(engine.Engine):
-    """As `sglang.Engine`; takes the arguments of CacheRankServerArgs and serves with a cache rank.
+    """`sglang.Engine` with a cache rank; it takes the arguments of CacheRankServerArgs.
 
-    Without `model_path` it serves the bundled model; `cache_rank_gpus=0` is plain SGLang.
+    Without `model_path` it serves the bundled model. With `cache_rank_gpus=0` it is plain SGLang.
+
+    Raises:
+        UnsupportedError: an argument cannot be combined with a cache rank.
     """
 
     server_args_class = CacheRankServerArgs

@@ -1,4 +1,4 @@
-"""Serve with a cache rank: SGLang's server, its flags, and ours.
+"""Serve with a cache rank; SGLang's flags and ours may be given.
 
 python -m sglang_ext.launch --cache-rank-gpus 1 [any SGLang flag]
 """
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 
 def main(argv: Sequence[str]) -> int:
-    """Serve until stopped; the exit status."""
+    """Serve until stopped, and return the exit status: 2 if the arguments are refused."""
     from sglang_ext import processes
     from sglang_ext.refusals import refuse_used_port
     from sglang_ext.server_args import parse_server_args

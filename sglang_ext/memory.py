@@ -9,49 +9,34 @@ Beyond the rows that SGLang's allocator hands out, K and V buffers have rows of 
 
 from __future__ import annotations
 
-from typing import Any, Protocol
-
-from cache_rank.config import CacheRankConfig, ModelShape
+from cache_rank.config import ModelShape
 from cache_rank.protocol import DownMessage, UpMessage, group_sizes
+from sglang_ext.flags import CacheRankFlags
 
 
-class Arguments(Protocol):
-    """The fields of CacheRankServerArgs that memory depends on; its module imports this one."""
-
-    dense_layers: int
-    inference_kv: Any
-    max_sparse_requests: int
-    sink_tokens: int
-    sparse_budget: int
-
-    def get_model_config(self) -> Any: ...
-
-    def cache_rank_config(self, model: ModelShape, max_rows: int) -> CacheRankConfig: ...
-
-
-def reserve_block_rows(args: Arguments) -> int:
+def reserve_block_rows(args: CacheRankFlags) -> int:
     """Return the pool rows of one request's block in the reserve."""
     return args.sink_tokens + args.sparse_budget
 
 
-def reserve_rows(args: Arguments) -> int:
+def reserve_rows(args: CacheRankFlags) -> int:
     """Return the pool rows of the reserve."""
     return reserve_block_rows(args) * args.max_sparse_requests
 
 
-def dense_store_rows_per_request(args: Arguments) -> int:
+def dense_store_rows_per_request(args: CacheRankFlags) -> int:
     """Return the rows of one request in the dense store: one a position that it may have."""
     if args.inference_kv == "full" or not args.dense_layers:
         return 0
     return int(args.get_model_config().context_len)
 
 
-def dense_store_rows(args: Arguments) -> int:
+def dense_store_rows(args: CacheRankFlags) -> int:
     """Return the rows of the dense store in one layer."""
     return dense_store_rows_per_request(args) * args.max_sparse_requests
 
 
-def bytes_beyond_allocator(args: Arguments, layers: int, token_bytes: int) -> int:
+def bytes_beyond_allocator(args: CacheRankFlags, layers: int, token_bytes: int) -> int:
     """Return the bytes of all rows beyond those that SGLang's allocator hands out.
 
     Args:
@@ -62,7 +47,7 @@ def bytes_beyond_allocator(args: Arguments, layers: int, token_bytes: int) -> in
     return token_bytes * (layers * reserve_rows(args) + args.dense_layers * dense_store_rows(args))
 
 
-def message_bytes(args: Arguments, shape: ModelShape) -> int:
+def message_bytes(args: CacheRankFlags, shape: ModelShape) -> int:
     """Return the bytes of the buffers that messages are staged and received in."""
     config = args.cache_rank_config(shape, args.max_sparse_requests)
     kinds = (UpMessage, DownMessage)

@@ -9,54 +9,77 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from cache_rank.config import CacheRankConfig
 from cache_rank.protocol import Report
 from sglang_ext.exchange.base import Exchange, ExchangeCounters
+from sglang_ext.flags import CacheRankFlags
 from sglang_ext.lifecycle import DenseReason
 from sglang_ext.recall import LayerMeans, RecallStatistics
-from sglang_ext.server_args import CacheRankServerArgs
 
 logger = logging.getLogger(__name__)
 
 EXPORT_STEPS = 16
-"""Counters are exported every so many steps, and when no request is sparse any more."""
+"""Counters are exported once in this many steps, and when no request is sparse any more."""
 
-_WAIT_BUCKETS = (
-    1e-5,
-    5e-5,
-    1e-4,
-    2.5e-4,
-    5e-4,
-    1e-3,
-    2.5e-3,
-    5e-3,
-    1e-2,
-    2.5e-2,
-    0.1,
-    0.5,
-    1.0,
-    5.0,
-)
+_WAIT_BUCKETS = (1e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.1, 0.5, 1, 5)
+"""The histogram of waits has these upper bounds, in seconds."""
+
+_PREFIX = "sglang_cache_rank_"
+
+_GAUGES = {
+    "up": "Whether the cache rank is up",
+    "tokens_held": "Tokens resident on the cache rank",
+    "bytes_held": "Bytes of K and V on the cache rank",
+    "sparse_requests": "Requests decoding over a working set",
+    "recall": "Share of the exact top tokens that the slots held",
+    "attention_mass": "Share of attention probability that the slots held",
+    "query_cosine": "Cosine of predicted and true queries",
+}
+
+_EXCHANGE_COUNTERS = {
+    "tokens_shipped": "Tokens that entered slots",
+    "up_bytes": "Bytes of queries, keys and values sent",
+    "down_bytes": "Bytes of answers received",
+    "bulk_bytes": "Bytes of prompts shipped",
+}
+"""The fields of ExchangeCounters that are exported."""
+
+_COUNTERS = {
+    **_EXCHANGE_COUNTERS,
+    "delta_overflow": "Tokens that waited for a later step to enter",
+    "refused_messages": "Control messages refused by the cache rank",
+    "recall_measurements": "Measurements of one layer group's recall",
+    "stale_steps": "Request steps whose answer was lost",
+    "retractions": "Requests recomputed because a cache rank was lost",
+}
+
+
+class _Totals(NamedTuple):
+    """What the log line gives by step: totals when the last line was written."""
+
+    steps: int
+    wait_seconds: float
+    tokens_shipped: int
 
 
 class CacheRankMetrics:
-    """Counts what happens between the ranks; exports it when SGLang exports metrics.
+    """Counts what happens between the ranks, and exports it when SGLang exports metrics.
 
     Attributes:
         recall: what the cache rank measured of selections.
     """
 
-    def __init__(self, args: CacheRankServerArgs, config: CacheRankConfig, tp_rank: int) -> None:
+    def __init__(self, args: CacheRankFlags, config: CacheRankConfig, tp_rank: int) -> None:
         self.recall = RecallStatistics(config, args.dense_layers)
         self._report = Report()
         self._log_interval = args.decode_log_interval
         self._steps_waited = 0
         self._wait_seconds = 0.0
-        self._log_start = (0, 0.0, 0)
+        self._logged = _Totals(0, 0.0, 0)
         self._counters = ExchangeCounters()
-        self._exported = {"up_bytes": 0, "down_bytes": 0, "bulk_bytes": 0, "tokens_shipped": 0}
+        self._exported = dict.fromkeys(_EXCHANGE_COUNTERS, 0)
         self._sparse_requests = 0
         self._series: _Series | None = None
         if args.enable_metrics:
@@ -68,18 +91,18 @@ class CacheRankMetrics:
             self._series = _Series(labels)
 
     def on_connect(self, counters: ExchangeCounters) -> None:
-        """A new exchange begins, whose counters start at zero and go on."""
+        """A new exchange begins: its counters are at zero, and count on from here."""
         self._export_counters()
         self._counters = counters
-        self._exported = dict.fromkeys(self._exported, 0)
-        self._log_start = (self._log_start[0], self._wait_seconds, 0)
+        self._exported = dict.fromkeys(_EXCHANGE_COUNTERS, 0)
+        self._logged = _Totals(self._logged.steps, self._wait_seconds, 0)
 
     def on_step(self, step: int, exchange: Exchange, sparse_requests: int) -> None:
         """Count a step that was exchanged."""
         self._wait_seconds += exchange.waited
         self._steps_waited += exchange.was_late
         if self._series is not None:
-            self._series.step_wait.observe(exchange.waited)
+            self._series.observe_wait(exchange.waited)
             self._set_sparse_requests(sparse_requests)
             if step % EXPORT_STEPS == 0:
                 self._export_counters()
@@ -88,31 +111,35 @@ class CacheRankMetrics:
 
     def on_report(self, report: Report | None) -> None:
         """The cache rank reported, or went down. Called in the supervisor's thread."""
-        previous, self._report = self._report, report or Report()
-        for measurement in self._report.measurements:
-            by_layer = self.recall.add(measurement)
-            if self._series is not None and by_layer:
-                self._series.set_recall(by_layer)
-        if self._series is not None:
-            self._series.up.set(report is not None)
-            self._series.set_report(self._report, previous)
+        last, self._report = self._report, report or Report()
+        now = self._report
+        measured = [self.recall.add(measurement) for measurement in now.measurements]
+        if self._series is None:
+            return
+        for by_layer in filter(None, measured):
+            self._series.set_recall(by_layer)
+        self._series.set("up", report is not None)
+        self._series.set("tokens_held", now.tokens_held)
+        self._series.set("bytes_held", now.bytes_held)
+        self._series.add("delta_overflow", now.overflow_tokens - last.overflow_tokens)
+        self._series.add("refused_messages", now.refused_messages - last.refused_messages)
 
     def on_stale(self, steps: int) -> None:
-        """Rows of a step whose answer was lost."""
+        """This many requests made a step whose answer was lost."""
         if self._series is not None:
-            self._series.stale_steps.inc(steps)
+            self._series.add("stale_steps", steps)
 
     def on_retraction(self) -> None:
         """A request is recomputed because a cache rank was lost."""
         if self._series is not None:
-            self._series.retractions.inc()
+            self._series.add("retractions", 1)
 
     def on_dense(self, request: Any, reason: DenseReason) -> None:
         """A long request stays dense; counted once a request and reason."""
         if reason not in request.cache_rank_dense_reasons:
             request.cache_rank_dense_reasons.add(reason)
             if self._series is not None:
-                self._series.dense_requests.labels(**self._series.values, reason=reason).inc()
+                self._series.count_dense(reason)
 
     def on_no_sparse_requests(self) -> None:
         """No request is sparse any more."""
@@ -120,7 +147,7 @@ class CacheRankMetrics:
         self._export_counters()
 
     def state(self) -> dict[str, Any]:
-        """For `/server_info`."""
+        """Tell `/server_info` what was last reported, measured and waited."""
         report, latest = self._report, self.recall.latest
         return {
             "tokens_held": report.tokens_held,
@@ -136,7 +163,7 @@ class CacheRankMetrics:
 
     def _set_sparse_requests(self, requests: int) -> None:
         if self._series is not None and requests != self._sparse_requests:
-            self._series.sparse_requests.set(requests)
+            self._series.set("sparse_requests", requests)
             self._sparse_requests = requests
 
     def _export_counters(self) -> None:
@@ -145,104 +172,89 @@ class CacheRankMetrics:
             return
         for name, last in self._exported.items():
             value = getattr(self._counters, name)
-            self._series.increment(name, value - last)
+            self._series.add(name, value - last)
             self._exported[name] = value
 
     def _log(self, step: int, exchange: Exchange, sparse_requests: int) -> None:
-        last_step, wait, shipped = self._log_start
-        counters = exchange.counters
-        self._log_start = (step, self._wait_seconds, counters.tokens_shipped)
-        interval = step - last_step
+        """Write a line about the steps since the last one."""
+        before = self._logged
+        self._logged = _Totals(step, self._wait_seconds, exchange.counters.tokens_shipped)
+        steps, wait_seconds, tokens_shipped = (
+            now - then for now, then in zip(self._logged, before, strict=True)
+        )
         latest = self.recall.latest
         logger.info(
             "Cache rank decode, #sparse-req: %d, #token held: %d, wait: %.2f ms/step, "
             "shipped: %.1f tokens/step, recall: %.3f",
             sparse_requests,
             self._report.tokens_held,
-            1e3 * (self._wait_seconds - wait) / interval,
-            (counters.tokens_shipped - shipped) / interval,
+            1e3 * wait_seconds / steps,
+            tokens_shipped / steps,
             latest.recall if latest else math.nan,
         )
 
 
 class _Series:
-    """The Prometheus series, all with the same label values."""
+    """The Prometheus series of this process, all with the same labels."""
 
-    def __init__(self, values: dict[str, str]) -> None:
-        # Imported here: SGLang sets the multiprocess folder first.
+    def __init__(self, labels: dict[str, str]) -> None:
+        # Imported here, because SGLang sets the multiprocess folder first.
         from prometheus_client import Counter, Gauge, Histogram
 
-        self.values = values
-        names = list(values)
-
-        def gauge(name: str, text: str) -> Any:
-            series = Gauge(f"sglang_cache_rank_{name}", text, names, multiprocess_mode="mostrecent")
-            return series.labels(**values)
-
-        def counter(name: str, text: str) -> Any:
-            return Counter(f"sglang_cache_rank_{name}", text, names).labels(**values)
-
-        self.up = gauge("up", "Whether the cache rank is up")
-        self.tokens_held = gauge("tokens_held", "Tokens resident on the cache rank")
-        self.bytes_held = gauge("bytes_held", "Bytes of K and V on the cache rank")
-        self.sparse_requests = gauge("sparse_requests", "Requests decoding over a working set")
-        self.sparse_requests.set(0)
-        self.measurements = counter(
-            "recall_measurements", "Measurements of one layer group's recall"
-        )
-        measured = {
-            "recall": "Share of the exact top tokens that the slots held",
-            "attention_mass": "Share of attention probability that the slots held",
-            "query_cosine": "Cosine of predicted and true queries",
+        self._labels = labels
+        newest = {"multiprocess_mode": "mostrecent"}
+        self._gauges = {
+            name: Gauge(_PREFIX + name, text, [*labels], **newest).labels(**labels)
+            for name, text in _GAUGES.items()
         }
-        self._measured = {name: gauge(name, text) for name, text in measured.items()}
-        self._measured_by_layer = {
-            name: Gauge(
-                f"sglang_cache_rank_layer_{name}",
-                f"{text}, last measured of a layer",
-                [*names, "layer"],
-                multiprocess_mode="mostrecent",
-            )
-            for name, text in measured.items()
-        }
-        self.overflow = counter("delta_overflow", "Tokens that waited for a later step to enter")
-        self.refused = counter("refused_messages", "Control messages refused by the cache rank")
-        self.stale_steps = counter("stale_steps", "Request steps whose answer was lost")
-        self.retractions = counter(
-            "retractions", "Requests recomputed because a cache rank was lost"
-        )
         self._counters = {
-            "tokens_shipped": counter("tokens_shipped", "Tokens that entered slots"),
-            "up_bytes": counter("up_bytes", "Bytes of queries, keys and values sent"),
-            "down_bytes": counter("down_bytes", "Bytes of answers received"),
-            "bulk_bytes": counter("bulk_bytes", "Bytes of prompts shipped"),
+            name: Counter(_PREFIX + name, text, [*labels]).labels(**labels)
+            for name, text in _COUNTERS.items()
         }
-        self.dense_requests = Counter(
-            "sglang_cache_rank_dense_requests",
+        self._of_layers = {
+            name: Gauge(
+                f"{_PREFIX}layer_{name}",
+                f"{_GAUGES[name]}, last measured of a layer",
+                [*labels, "layer"],
+                **newest,
+            )
+            for name in LayerMeans._fields
+        }
+        self._dense_requests = Counter(
+            f"{_PREFIX}dense_requests",
             "Requests beyond the sparse threshold that stay dense",
-            [*names, "reason"],
+            [*labels, "reason"],
         )
-        self.step_wait = Histogram(
-            "sglang_cache_rank_step_wait_seconds",
+        self._step_wait = Histogram(
+            f"{_PREFIX}step_wait_seconds",
             "Time that a decode step waited for the cache rank",
-            names,
+            [*labels],
             buckets=_WAIT_BUCKETS,
-        ).labels(**values)
+        ).labels(**labels)
+        self.set("sparse_requests", 0)
 
-    def increment(self, name: str, amount: int) -> None:
+    def set(self, gauge: str, value: float) -> None:
+        """Set a gauge."""
+        self._gauges[gauge].set(value)
+
+    def add(self, counter: str, amount: int) -> None:
+        """Add to a counter; what it counts may have begun again at zero, which adds nothing."""
         if amount > 0:
-            self._counters[name].inc(amount)
+            self._counters[counter].inc(amount)
 
-    def set_report(self, report: Report, previous: Report) -> None:
-        self.tokens_held.set(report.tokens_held)
-        self.bytes_held.set(report.bytes_held)
-        self.overflow.inc(max(0, report.overflow_tokens - previous.overflow_tokens))
-        self.refused.inc(max(0, report.refused_messages - previous.refused_messages))
+    def observe_wait(self, seconds: float) -> None:
+        """Add the wait of a step to the histogram."""
+        self._step_wait.observe(seconds)
+
+    def count_dense(self, reason: DenseReason) -> None:
+        """Count a request that stays dense."""
+        self._dense_requests.labels(**self._labels, reason=reason).inc()
 
     def set_recall(self, by_layer: Mapping[int, LayerMeans]) -> None:
-        self.measurements.inc()
-        for name, series in self._measured_by_layer.items():
-            of_layers = {layer: getattr(means, name) for layer, means in by_layer.items()}
-            self._measured[name].set(sum(of_layers.values()) / len(of_layers))
-            for layer, value in of_layers.items():
-                series.labels(**self.values, layer=layer).set(value)
+        """Set what was measured of some layers, and its mean over them."""
+        self.add("recall_measurements", 1)
+        for name, series in self._of_layers.items():
+            values = {layer: getattr(means, name) for layer, means in by_layer.items()}
+            self.set(name, sum(values.values()) / len(values))
+            for layer, value in values.items():
+                series.labels(**self._labels, layer=layer).set(value)

@@ -1,7 +1,6 @@
-"""The plugin entry point: registers our attention backend and hooks with SGLang.
+"""The plugin's entry point, which registers our attention backend and hooks with SGLang.
 
-SGLang logs a plugin's error and goes on without it, so whoever needs the plugin calls
-`assert_live`.
+SGLang logs the error of a plugin and goes on without it. Whoever needs ours calls `assert_live`.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ def register() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry
     from sglang.srt.server_args import add_attention_backend_choices
 
+    from sglang_ext.flags import BACKEND
     from sglang_ext.hooks import HOOKS
-    from sglang_ext.refusals import BACKEND
 
     register_attention_backend(BACKEND)(_create_backend)
     add_attention_backend_choices([BACKEND])
@@ -30,7 +29,7 @@ def assert_live() -> None:
     """Check that every hook is in place.
 
     Raises:
-        RuntimeError: naming the hooks that are not, which SGLang has only logged.
+        RuntimeError: some are not, which SGLang has only logged; the message names them.
     """
     from sglang.srt.plugins.hook_registry import HookRegistry
 
@@ -43,6 +42,7 @@ def assert_live() -> None:
 
 
 def _create_backend(runner: Any) -> Any:
+    """Create the decode attention backend of a model runner, for SGLang's registry."""
     from sglang_ext import baselines, inference_rank
     from sglang_ext.attention import CacheRankAttnBackend
     from sglang_ext.server_args import CacheRankServerArgs

@@ -20,7 +20,7 @@ def load_plugin() -> None:
     """Load SGLang's plugins, ours among them.
 
     Raises:
-        RuntimeError: ours could not be put in place.
+        RuntimeError: some of our hooks are not in place.
     """
     # Ours may have no installed metadata (in a checkout), or be left out by SGLANG_PLUGINS.
     plugin.register()
@@ -36,7 +36,7 @@ def run_scheduler_process(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """SGLang's scheduler process, with the cache rank's hooks and its cache rank."""
+    """Run SGLang's scheduler process with our hooks, beside its cache rank."""
     load_plugin()
     if server_args.has_cache_rank:
         inference_rank.spawn(server_args, tp_rank, gpu_id)
@@ -44,5 +44,5 @@ def run_scheduler_process(
 
 
 def run_detokenizer_process(*args: Any, **kwargs: Any) -> Any:
-    """SGLang's detokenizer process; importing this module made SGLang importable without a GPU."""
+    """Run SGLang's detokenizer process; importing this package let it be imported without a GPU."""
     return detokenizer_manager.run_detokenizer_process(*args, **kwargs)

@@ -18,11 +18,11 @@ from cache_rank.measure.recall import overlap_distances
 from cache_rank.protocol import Measurement
 
 _DIGITS = 4
-"""Of means in `/server_info`."""
+"""Means are rounded to this many digits in `/server_info`."""
 
 
 class MeasuredRequest(NamedTuple):
-    """One measurement of a request: means over the layers and heads of a group."""
+    """What one measurement says of its request: means over the layers and heads of a group."""
 
     epoch: int
     recall: float
@@ -30,7 +30,7 @@ class MeasuredRequest(NamedTuple):
 
 
 class LayerMeans(NamedTuple):
-    """One measurement of a layer: means over its heads."""
+    """What one measurement says of a layer: means over its heads."""
 
     recall: float
     attention_mass: float
@@ -38,14 +38,14 @@ class LayerMeans(NamedTuple):
 
 
 class RecallStatistics:
-    """Sums of all measurements since the server started."""
+    """Sums up all measurements since the server started."""
 
     def __init__(self, config: CacheRankConfig, first_layer: int) -> None:
         """Begin with no measurement.
 
         Args:
-            config: of the cache rank.
-            first_layer: of the model that is sparse; layers are numbered as in the model.
+            config: the configuration of the cache rank.
+            first_layer: the model's first sparse layer.
         """
         model = config.model
         self._first_layer = first_layer
@@ -54,7 +54,8 @@ class RecallStatistics:
         self._requests: deque[MeasuredRequest] = deque()
         self._counts: NDArray[Any] = np.zeros(model.layers, dtype=np.int64)
         by_kv_head, by_query_head = (
-            (model.layers, heads) for heads in (model.kv_heads, model.query_heads)
+            (model.layers, model.kv_heads),
+            (model.layers, model.query_heads),
         )
         self._sums: dict[str, NDArray[Any]] = {
             "recall": np.zeros(by_kv_head),
@@ -66,12 +67,10 @@ class RecallStatistics:
         self._latest: LayerMeans | None = None
 
     def add(self, measurement: Measurement) -> dict[int, LayerMeans]:
-        """Add a measurement.
-
-        One that is not finite is left out: its request has queries or keys that are not.
+        """Add a measurement, unless it is not finite, as the queries or keys of its request.
 
         Returns:
-            Its means over heads, by layer of the model.
+            Its means over heads, by layer of the model; nothing if it was left out.
         """
         values = {name: np.asarray(getattr(measurement, name)) for name in self._sums}
         if not all(np.isfinite(value).all() for value in values.values()):
@@ -94,11 +93,11 @@ class RecallStatistics:
 
     @property
     def latest(self) -> LayerMeans | None:
-        """The last measurement, averaged over its layers too."""
+        """The last measurement, as means over its layers too; None before the first."""
         return self._latest
 
     def take_requests(self) -> list[MeasuredRequest]:
-        """What was measured of requests since the last call."""
+        """Hand over what was measured of requests since the last call."""
         taken = []
         while self._requests:
             taken.append(self._requests.popleft())
@@ -108,9 +107,11 @@ class RecallStatistics:
         """Means over all measurements, for `/server_info`; None before the first.
 
         Returns:
-            `layers`: those that were measured, numbered as in the model; `measurements` of each;
-            `recall`, `attention_mass`, `prediction_overlap`: (layers, Hkv);
-            `query_cosine`: (layers, Hq); `overlap`: (layers, Hkv) by distance.
+            `layers`: the layers that were measured, numbered as in the model.
+            `measurements`: how often each was measured.
+            `recall`, `attention_mass`, `prediction_overlap`: (layers, Hkv).
+            `query_cosine`: (layers, Hq).
+            `overlap`: (layers, Hkv) for each distance in steps.
         """
         with self._lock:
             measured = self._counts.nonzero()[0]

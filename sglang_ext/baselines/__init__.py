@@ -1,24 +1,42 @@
 """Synchronous sparse attention in the same engine, to compare with: decode without a cache rank.
 
-`--decode-mode` names one: `quest`, `window`, `tova` or `oracle`. Whatever a mode selects, it
-selects on the inference rank from the current query, before each layer's attention.
+`--decode-mode` names one: `quest`, `window`, `tova` or `oracle`. Each selects on the inference rank
+with the current query, before each layer's attention. Other modules use the names below, and no
+others of this folder.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from sglang_ext.baselines.refusals import REFUSALS, page_size
 from sglang_ext.baselines.selection import QUEST_PAGE
+from sglang_ext.flags import CacheRankFlags
 
-_current: Any = None
+if TYPE_CHECKING:
+    from sglang_ext.baselines.attention import BaselineAttnBackend
+
+__all__ = [
+    "FIELDS",
+    "REFUSALS",
+    "create_backend",
+    "current",
+    "memory_beside_pool",
+    "page_size",
+]
+
+FIELDS = ("sparse_budget", "sink_tokens", "recent_tokens", "dense_layers")
+"""The fields of the cache rank's flags that a baseline heeds, beside `decode_mode`."""
+
+_current: BaselineAttnBackend | None = None
 
 
-def create_backend(runner: Any, args: Any) -> Any:
-    """Build this process's decode backend, a BaselineAttnBackend.
+def create_backend(runner: Any, args: CacheRankFlags) -> BaselineAttnBackend:
+    """Build this process's decode backend.
 
     Args:
         runner: SGLang's model runner, with its pools.
-        args: a CacheRankServerArgs with one of these modes.
+        args: the server's arguments, with one of these modes.
     """
     global _current
     from sglang_ext.baselines.attention import BaselineAttnBackend
@@ -27,13 +45,13 @@ def create_backend(runner: Any, args: Any) -> Any:
     return _current
 
 
-def current() -> Any:
-    """This process's BaselineAttnBackend, or None when it has none."""
+def current() -> BaselineAttnBackend | None:
+    """This process's decode backend, or None when it has none."""
     return _current
 
 
-def memory_beside_pool(args: Any, available_bytes: int) -> int:
-    """Of the memory for the KV pool, the bytes that a mode needs beside it.
+def memory_beside_pool(args: CacheRankFlags, available_bytes: int) -> int:
+    """The bytes that a mode needs beside the KV pool, of those that both have together.
 
     Quest keeps the largest and smallest key of every page of 16: a sixteenth of keys and values.
     """

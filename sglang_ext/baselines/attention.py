@@ -1,8 +1,8 @@
 """The decode attention backend of the synchronous baselines.
 
-The kernel is SGLang's FlashAttention-3, over lists of pool rows in the place of page tables. Where
-every kv head has a list of its own, the pool (rows, Hkv, D) is seen as rows * Hkv rows of one head,
-and a request as Hkv requests of one group each.
+The kernel is SGLang's FlashAttention-3, which is given lists of pool rows as page tables. Where
+every KV head has a list of its own, the pool (rows, Hkv, D) is viewed as rows * Hkv rows of one
+head, and a request as Hkv requests of one group each.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from torch import Tensor
 
 from sglang_ext.baselines.selection import QUEST_PAGE, Selection, Step, attend
-from sglang_ext.server_args import CacheRankServerArgs
+from sglang_ext.flags import CacheRankFlags
 
 
 class BaselineAttnBackend(AttentionBackend):
@@ -27,10 +27,10 @@ class BaselineAttnBackend(AttentionBackend):
     graph, from the lengths and request slots on the device.
 
     Attributes:
-        selection: of the sparse layers.
+        selection: what the sparse layers attend to.
     """
 
-    def __init__(self, runner: Any, args: CacheRankServerArgs) -> None:
+    def __init__(self, runner: Any, args: CacheRankFlags) -> None:
         super().__init__()
         self.token_to_kv_pool = runner.token_to_kv_pool
         self.req_to_token_pool = runner.req_to_token_pool
@@ -57,7 +57,7 @@ class BaselineAttnBackend(AttentionBackend):
     def init_forward_metadata(self, forward_batch: Any) -> None:
         if self._dense_layers or not forward_batch.forward_mode.is_decode_or_idle():
             self._dense.init_forward_metadata(forward_batch)
-        self._begin_step(forward_batch)
+        self._prepare_step(forward_batch)
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
         if self._dense_layers:
@@ -66,7 +66,7 @@ class BaselineAttnBackend(AttentionBackend):
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
         if self._dense_layers:
             self._dense.init_forward_metadata_in_graph(forward_batch)
-        self._begin_step(forward_batch)
+        self._prepare_step(forward_batch)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         self._dense.init_cuda_graph_state(max_bs, max_num_tokens)
@@ -122,12 +122,12 @@ class BaselineAttnBackend(AttentionBackend):
                 max(forward_batch.extend_seq_lens_cpu),
             )
 
-    def _begin_step(self, forward_batch: Any) -> None:
+    def _prepare_step(self, forward_batch: Any) -> None:
         # Captured steps share a memory pool: what the one before holds must go first.
         self._step = self._schedule = self._query_starts = None
         if forward_batch.batch_size > 0 and forward_batch.forward_mode.is_decode():
             size = forward_batch.batch_size
-            self._step = self.selection.begin_step(
+            self._step = self.selection.prepare_step(
                 forward_batch.req_pool_indices[:size], forward_batch.seq_lens[:size]
             )
 

@@ -1,8 +1,8 @@
-"""What each baseline attends to: lists of pool rows, from the current query, before attention.
+"""What each baseline attends to: lists of pool rows, chosen by the current query.
 
-`window` and `tova` have one list a request, `quest` and `oracle` one a request and kv head. All
-attend to the same number of tokens: sinks, `--sparse-budget` chosen ones, recent ones and the
-current one. A request that has no more tokens than that attends to everything.
+`window` and `tova` have one list a request, `quest` and `oracle` one for each of its KV heads. All
+attend to as many tokens: the sinks, `--sparse-budget` chosen ones, the recent ones and the current
+one. A request that has no more tokens than that attends to all of them.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from cache_rank_kernels.baselines.reference import Budget, ScoreWorkspace
 from torch import Tensor
 
 QUEST_PAGE = 16
-"""Tokens of a page, as in the paper."""
+"""A page of Quest has this many tokens, as in the paper."""
 
 PER_HEAD = {"window": False, "tova": False, "quest": True, "oracle": True}
-"""Of every mode, whether each kv head has a list of its own."""
+"""Each mode has a list for every KV head, or one for all of them."""
 
 
 @dataclasses.dataclass(slots=True)
 class Step:
-    """What a decode step's layers share.
+    """What the layers of a decode step share.
 
     Attributes:
         slots: (B,) request slots.
@@ -33,7 +33,7 @@ class Step:
         attended: (B * H,) int32 tokens that each list holds; H is 1 or Hkv.
         lists: (B, H, width) int32 pool row * H + head.
         scores: (B, H, pages) float32, or None.
-        workspace: scratch of exact scores, or None.
+        workspace: scratch memory of exact scores, or None.
     """
 
     slots: Tensor
@@ -49,7 +49,7 @@ class Selection:
     """Lists of one mode over SGLang's pools.
 
     Attributes:
-        heads: lists a request, H.
+        heads: H, the lists of a request.
         budget: what is attended to.
     """
 
@@ -66,11 +66,11 @@ class Selection:
         """Allocate what outlives a step: for `quest`, the bounds of every page of the pool.
 
         Args:
-            mode: of `PER_HEAD`.
+            mode: a key of PER_HEAD.
             budget: what is attended to.
             req_to_token: (request slots, context) int32.
             keys: of each sparse layer, (pool rows, Hkv, D).
-            query_heads: Hq.
+            query_heads: Hq of the model.
             scale: factor on the logits.
             pool_page: tokens of a page of the pool.
         """
@@ -91,7 +91,7 @@ class Selection:
             else []
         )
 
-    def begin_step(self, slots: Tensor, lengths: Tensor) -> Step:
+    def prepare_step(self, slots: Tensor, lengths: Tensor) -> Step:
         """Prepare a decode step; the operations can be captured in a CUDA graph.
 
         Args:
@@ -104,7 +104,7 @@ class Selection:
             slots=slots,
             lengths=lengths,
             before=lengths - 1,
-            # Of one row, a reshape would be a view that FlashAttention refuses.
+            # The reshape of one row would be a view, which FlashAttention refuses.
             attended=attended[:, None].expand(rows, self.heads).reshape(-1).contiguous(),
             lists=self._req_to_token.new_zeros((rows, self.heads, self.budget.width)),
             scores=None,
@@ -126,7 +126,7 @@ class Selection:
         """Write one layer's lists, after its keys of the current token.
 
         Args:
-            step: of `begin_step`.
+            step: the result of `prepare_step`.
             layer: index of the sparse layer.
             queries: (B, Hq, D) contiguous.
         """
@@ -151,12 +151,12 @@ class Selection:
         self._kernels.select(step.scores, *where, step.lists)
 
     def on_prefill(self, slots: Tensor, before: Tensor, after: Tensor, most: int) -> None:
-        """Prompts have grown: take the bounds of the pages that became complete.
+        """Take the bounds of the pages that prompts have completed.
 
         Args:
             slots: (B,) request slots.
-            before, after: (B,) tokens.
-            most: tokens that a prompt has grown by, at most.
+            before, after: (B,) tokens of the prompts.
+            most: the most tokens that a prompt has grown by.
         """
         for layer in range(len(self.bounds)):
             self._build_bounds(layer, slots, before, after, most // self.budget.page + 1)
@@ -177,7 +177,7 @@ class Selection:
         )
 
     def _list_window(self, step: Step, attended: Tensor) -> None:
-        """The sinks and the newest tokens, the same in every layer."""
+        """List the sinks and the newest tokens, which are the same in every layer."""
         index = torch.arange(self.budget.width, device=attended.device)
         skipped = (step.lengths - attended)[:, None]
         tokens = torch.where(index < self.budget.sinks, index, index + skipped)
@@ -194,7 +194,7 @@ def attend(
     attended: Tensor,
     scale: float,
 ) -> Tensor:
-    """Attention over lists of pool rows, plain torch.
+    """Attend to lists of pool rows, in plain torch.
 
     Args:
         queries: (B, Hq, D).

@@ -9,8 +9,8 @@ import pytest
 from workload import DENSE, SMALL_CACHE_RANK, difference, random_prompts
 
 from scripts.shared.serving import Server, log_probabilities, serve
+from sglang_ext.flags import CHECKSUM_VARIABLE
 from sglang_ext.refusals import ALLOW_LARGE_BUDGET_VARIABLE
-from sglang_ext.server_args import CHECKSUM_VARIABLE
 
 pytestmark = pytest.mark.xdist_group("plain server")
 

@@ -19,7 +19,7 @@ import pytest
 from workload import SMALL_CACHE_RANK, random_prompts
 
 from scripts.shared.serving import Server, serve
-from sglang_ext.server_args import CHECKSUM_VARIABLE
+from sglang_ext.flags import CHECKSUM_VARIABLE
 
 SEED = 0
 OPERATIONS = 320

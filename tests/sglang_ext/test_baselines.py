@@ -12,10 +12,10 @@ from cache_rank_kernels.baselines.reference import Budget
 from torch import Tensor
 
 from scripts.accuracy.systems import DECODE_MODES
-from sglang_ext import baselines, hooks, refusals, server_args
+from sglang_ext import baselines, cpu, hooks
 from sglang_ext.baselines.attention import BaselineAttnBackend
 from sglang_ext.baselines.selection import PER_HEAD, QUEST_PAGE, Selection, attend
-from sglang_ext.refusals import UnsupportedError
+from sglang_ext.flags import BACKEND
 from sglang_ext.server_args import CacheRankServerArgs, parse_server_args
 
 SINKS, RECENT, BUDGET = 3, 6, 16
@@ -53,7 +53,7 @@ class Pools:
         )
 
     def attend(self, selection: Selection, layer: int) -> Tensor:
-        step = selection.begin_step(self.slots, self.lengths)
+        step = selection.prepare_step(self.slots, self.lengths)
         selection.select(step, layer, self.queries)
         return attend(
             self.queries, self.keys[layer], self.values[layer], step.lists, step.attended, SCALE
@@ -72,7 +72,7 @@ class Pools:
 
     def listed(self, selection: Selection, layer: int) -> list[list[set[int]]]:
         """The tokens of every list."""
-        step = selection.begin_step(self.slots, self.lengths)
+        step = selection.prepare_step(self.slots, self.lengths)
         selection.select(step, layer, self.queries)
         attended = step.attended.view(len(self.lengths), selection.heads)
         found = []
@@ -104,7 +104,7 @@ def test_a_budget_of_at_least_the_length_is_dense(mode: str) -> None:
 @pytest.mark.parametrize("lengths", [[60], [60, 9]])
 def test_lengths_of_lists_are_as_flash_attention_wants_them(mode: str, lengths: list[int]) -> None:
     pools = Pools(lengths)
-    step = pools.selection(mode).begin_step(pools.slots, pools.lengths)
+    step = pools.selection(mode).prepare_step(pools.slots, pools.lengths)
     assert step.attended.is_contiguous()
     assert step.attended.dtype == torch.int32
 
@@ -168,7 +168,7 @@ def test_quest_knows_pages_from_prompts_in_chunks_and_from_decode(pool_page: int
     final = pools.lengths
     for added in range(100):
         pools.lengths = torch.minimum(torch.tensor([51, 18, 49]) + added, final)
-        step = grown.begin_step(pools.slots, pools.lengths)
+        step = grown.prepare_step(pools.slots, pools.lengths)
         for layer in range(LAYERS):
             grown.select(step, layer, pools.queries)
     assert torch.equal(pools.lengths, final)
@@ -211,8 +211,7 @@ def test_a_request_that_just_exceeds_the_budget_leaves_one_token_out() -> None:
 
 @pytest.fixture
 def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (server_args, refusals):
-        monkeypatch.setattr(module, "has_gpu", lambda: False, raising=False)
+    monkeypatch.setattr(cpu, "has_gpu", lambda: False)
 
 
 def baseline(mode: str, *flags: str) -> CacheRankServerArgs:
@@ -224,42 +223,11 @@ def baseline(mode: str, *flags: str) -> CacheRankServerArgs:
 def test_a_baseline_decodes_in_our_backend_without_a_cache_rank(mode: str) -> None:
     args = baseline(mode)
     assert not args.has_cache_rank
-    assert args.decode_attention_backend == refusals.BACKEND
+    assert args.decode_attention_backend == BACKEND
     assert args.disable_radix_cache
     assert (args.page_size, args.dense_layers) == (1, 1)
     # The threshold plays no part.
     assert baseline(mode, "--sparse-threshold", "1").sparse_threshold == 1
-
-
-@pytest.mark.usefixtures("_no_gpu")
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (
-            "--cache-rank-gpus 1",
-            "--decode-mode quest selects on the inference rank: add --cache-rank-gpus 0, or drop "
-            "--decode-mode.",
-        ),
-        (
-            "--inference-kv working-set",
-            "--decode-mode quest keeps every token on the inference rank: drop --inference-kv.",
-        ),
-        (
-            "--enable-mixed-chunk",
-            "Prefill and decode rows cannot share a batch: drop --enable-mixed-chunk.",
-        ),
-        ("--sparse-budget 0", "--sparse-budget must be at least 1, got 0."),
-        (
-            "--page-size 16",
-            "--page-size 16: tokens are selected one by one, so the page size must be 1; drop the "
-            "flag.",
-        ),
-    ],
-)
-def test_refuses_with_the_remedy(flags: str, message: str) -> None:
-    with pytest.raises(UnsupportedError) as caught:
-        baseline("quest", *flags.split())
-    assert str(caught.value) == message
 
 
 def test_quest_takes_its_bounds_out_of_the_pools_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,8 @@ import pytest
 from prometheus_client import REGISTRY
 
 from cache_rank.config import CacheRankConfig, ModelShape
+from cache_rank.measure.recall import overlap_distances
+from cache_rank.protocol import Measurement, Report
 from sglang_ext.exchange.base import ExchangeCounters
 from sglang_ext.metrics import EXPORT_STEPS, CacheRankMetrics
 
@@ -23,14 +25,12 @@ ARGS: Any = SimpleNamespace(
     kv_residency="bf16",
 )
 UP_BYTES, BULK_BYTES = 5, 70
-"""Of a step, and of the prompt that is shipped before the first."""
+"""A step sends the first, and the prompt that is shipped before it the second."""
+LABELS = {"model_name": "model", "tp_rank": "0", "residency": "bf16"}
 
 
-def exported(series: str) -> float:
-    labels = {"model_name": "model", "tp_rank": "0", "residency": "bf16"}
-    value = REGISTRY.get_sample_value(f"sglang_cache_rank_{series}", labels)
-    assert value is not None
-    return value
+def exported(series: str, **labels: str) -> float | None:
+    return REGISTRY.get_sample_value(f"sglang_cache_rank_{series}", {**LABELS, **labels})
 
 
 class Exchanging:
@@ -107,16 +107,16 @@ def test_counts_of_a_lost_cache_rank_and_of_the_next_one_add_up(
 
 
 def test_a_request_that_stays_dense_is_counted_once_a_reason(exchanging: Exchanging) -> None:
-    def counted(reason: str) -> float | None:
-        labels = {"model_name": "model", "tp_rank": "0", "residency": "bf16", "reason": reason}
-        return REGISTRY.get_sample_value("sglang_cache_rank_dense_requests_total", labels)
-
     first, second = (SimpleNamespace(cache_rank_dense_reasons=set()) for _ in range(2))
     for _ in range(2):
         exchanging.metrics.on_dense(first, "max_sparse_requests")
         exchanging.metrics.on_dense(first, "down")
     exchanging.metrics.on_dense(second, "down")
-    assert (counted("max_sparse_requests"), counted("down"), counted("asked")) == (1, 2, None)
+    counted = [
+        exported("dense_requests_total", reason=reason)
+        for reason in ("max_sparse_requests", "down", "asked")
+    ]
+    assert counted == [1, 2, None]
 
 
 def test_the_gauge_follows_the_sparse_requests(exchanging: Exchanging) -> None:
@@ -126,3 +126,67 @@ def test_the_gauge_follows_the_sparse_requests(exchanging: Exchanging) -> None:
         assert exported("sparse_requests") == requests
     exchanging.metrics.on_no_sparse_requests()
     assert exported("sparse_requests") == 0
+
+
+def test_a_report_sets_what_is_held_and_adds_what_is_new(exchanging: Exchanging) -> None:
+    def shown() -> list[float | None]:
+        names = ("up", "tokens_held", "bytes_held", "delta_overflow_total")
+        return [exported(name) for name in (*names, "refused_messages_total")]
+
+    report = exchanging.metrics.on_report
+    report(Report(tokens_held=5, bytes_held=70, overflow_tokens=3, refused_messages=1))
+    assert shown() == [1, 5, 70, 3, 1]
+    report(Report(tokens_held=4, bytes_held=60, overflow_tokens=5, refused_messages=1))
+    assert shown() == [1, 4, 60, 5, 1]
+    report(None)
+    assert shown() == [0, 0, 0, 5, 1]
+    report(Report(overflow_tokens=2))  # of the next cache rank
+    assert shown() == [1, 0, 0, 7, 1]
+    assert exchanging.metrics.state()["overflow_tokens"] == 2
+
+
+def test_a_measurement_is_exported_by_layer_and_as_a_mean(exchanging: Exchanging) -> None:
+    overlap = [[[0.0], [0.0]]] * len(overlap_distances(CONFIG.query_window))
+    values = [[0.2], [0.4]], [[0.5], [0.7]], [[0.1, 0.3], [0.4, 0.6]], [[0.0], [0.0]]
+    exchanging.metrics.on_report(Report(measurements=[Measurement(7, 0, *values, overlap)]))
+    assert exported("recall_measurements_total") == 1
+    for name, means in (
+        ("recall", (0.2, 0.4)),
+        ("attention_mass", (0.5, 0.7)),
+        ("query_cosine", (0.2, 0.5)),
+    ):
+        assert exported(name) == pytest.approx(sum(means) / 2)
+        for layer, mean in enumerate(means, start=ARGS.dense_layers):
+            assert exported(f"layer_{name}", layer=str(layer)) == pytest.approx(mean)
+    assert exchanging.metrics.state()["recall"] == pytest.approx(0.3)
+
+
+def test_waits_and_losses_are_counted(
+    exchanging: Exchanging, caplog: pytest.LogCaptureFixture
+) -> None:
+    metrics = exchanging.metrics
+    exchange: Any = SimpleNamespace(counters=exchanging.counters, waited=0.25, was_late=True)
+    exchanging.counters.steps = ARGS.decode_log_interval
+    exchanging.counters.tokens_shipped = 2000
+    with caplog.at_level("INFO", logger="sglang_ext.metrics"):
+        metrics.on_step(exchange, 3)
+    (line,) = caplog.messages
+    assert "#sparse-req: 3" in line
+    assert "0.25 ms/step, shipped: 2.0 tokens/step" in line
+    assert exported("step_wait_seconds_sum") == 0.25
+    state = metrics.state()
+    assert (state["steps_waited"], state["wait_seconds"]) == (1, 0.25)
+    metrics.on_stale(3)
+    metrics.on_retraction()
+    assert (exported("stale_steps_total"), exported("retractions_total")) == (3, 1)
+
+
+def test_without_series_the_state_is_kept() -> None:
+    args: Any = SimpleNamespace(**{**vars(ARGS), "enable_metrics": False})
+    metrics = CacheRankMetrics(args, CONFIG, tp_rank=0)
+    metrics.on_report(Report(tokens_held=5))
+    metrics.on_stale(1)
+    metrics.on_retraction()
+    metrics.on_dense(SimpleNamespace(cache_rank_dense_reasons=set()), "down")
+    metrics.on_no_sparse_requests()
+    assert metrics.state()["tokens_held"] == 5

@@ -87,10 +87,9 @@ def test_presets_make_problems(name: str) -> None:
 @pytest.mark.usefixtures("quiet")
 def test_servers_accept_the_flags_of_presets(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every argument that a preset gives, with every value that it gives it."""
-    from sglang_ext import refusals, server_args
+    from sglang_ext import cpu, server_args
 
-    monkeypatch.setattr(server_args, "has_gpu", lambda: False)
-    monkeypatch.setattr(refusals, "has_gpu", lambda: False)
+    monkeypatch.setattr(cpu, "has_gpu", lambda: False)
     seen: set[tuple[str, object]] = set()
     for preset in PRESETS.values():
         for system in map(System.parse, preset.systems):

@@ -1,0 +1,35 @@
+"""What cannot be had together with a synchronous baseline."""
+
+from __future__ import annotations
+
+from sglang_ext.baselines.selection import QUEST_PAGE
+from sglang_ext.flags import CacheRankFlags
+from sglang_ext.refusals import Refusal
+
+
+def page_size(args: CacheRankFlags) -> int:
+    """The page size of a baseline's KV pool: Quest's own, which SGLang can have only on a GPU."""
+    return QUEST_PAGE if args.decode_mode == "quest" and args.on_gpu else 1
+
+
+REFUSALS = (
+    Refusal(
+        "--decode-mode --cache-rank-gpus",
+        "this mode selects on the inference rank",
+        "add --cache-rank-gpus 0, or drop --decode-mode",
+        lambda args: args.cache_rank_gpus != 0,
+    ),
+    Refusal(
+        "--decode-mode --inference-kv",
+        "this mode keeps every token on the inference rank",
+        "drop --inference-kv",
+        lambda args: args.inference_kv == "working-set",
+    ),
+    Refusal(
+        "--decode-mode --page-size",
+        lambda args: f"what this mode selects together makes the page size {page_size(args)}",
+        "drop --page-size",
+        lambda args: args.page_size not in (None, page_size(args)),
+    ),
+)
+"""These rows are of a server with one of the modes, beside the rows of every server."""

@@ -1,0 +1,215 @@
+"""The flags of the cache rank, beside SGLang's own, and what they say together."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from typing import Literal
+
+from sglang.srt.arg_groups.arg_utils import A, Arg
+from sglang.srt.server_args import ServerArgs
+
+from cache_rank.config import CacheRankConfig, ModelShape
+from cache_rank.residency import FORMATS, require_format
+from cache_rank.residency.options import parse_options
+from sglang_ext import cpu
+
+BACKEND = "cache_rank"
+"""The name under which SGLang knows our decode attention backend."""
+
+CHECKSUM_VARIABLE = "CACHE_RANK_CHECKSUM"
+"""Set to 1, this variable makes both ranks compare checksums of every slot at every step."""
+
+
+def flag_of(field: str) -> str:
+    """The flag that sets a field of the arguments."""
+    return f"--{field.replace('_', '-')}"
+
+
+def field_of(flag: str) -> str:
+    """The field of the arguments that a flag sets."""
+    return flag.removeprefix("--").replace("-", "_")
+
+
+@dataclasses.dataclass
+class CacheRankFlags(ServerArgs):
+    """SGLang's arguments and ours, as the user gave them; CacheRankServerArgs checks them."""
+
+    cache_rank_gpus: A[
+        int,
+        Arg(
+            help="Number of cache ranks, one for each tensor-parallel rank; 0 is plain SGLang. "
+            "Without a GPU every rank is a CPU process."
+        ),
+    ] = 1
+    decode_mode: A[
+        Literal["cache-rank", "quest", "window", "tova", "oracle"],
+        Arg(
+            help="How sparse layers decode. All but cache-rank are synchronous baselines on the "
+            "inference rank and need --cache-rank-gpus 0: they select with the current query and "
+            "share --sparse-budget, --sink-tokens, --recent-tokens and --dense-layers. They have "
+            "no threshold: a request attends to everything while it has no more tokens than these "
+            "add up to."
+        ),
+    ] = "cache-rank"
+    sparse_threshold: A[int, Arg(help="Length in tokens at which a request turns sparse.")] = 4096
+    sparse_budget: A[
+        int, Arg(help="Tokens that each KV head attends to beside sinks and recent tokens.")
+    ] = 2048
+    sink_tokens: A[int, Arg(help="First tokens that are always attended to.")] = 4
+    recent_tokens: A[int, Arg(help="Newest tokens that are always attended to.")] = 64
+    layers_per_group: A[
+        int, Arg(help="Consecutive layers whose queries and answers share one message.")
+    ] = 6
+    query_window: A[int, Arg(help="Earlier queries that the next query is predicted from.")] = 16
+    query_predictor: A[
+        Literal["last", "ema", "spade", "ridge"],
+        Arg(help="How the next query is predicted."),
+    ] = "last"
+    query_frame: A[
+        Literal["post", "pre"],
+        Arg(help="Predict among queries after or before rotary position embedding."),
+    ] = "pre"
+    selection_margin: A[
+        int,
+        Arg(help="A selected token stays while it ranks within --sparse-budget plus this."),
+    ] = 256
+    delta_capacity: A[
+        int, Arg(help="Most tokens that may enter the working set of a KV head in one step.")
+    ] = 128
+    inference_kv: A[
+        Literal["full", "working-set"],
+        Arg(
+            help="What the inference rank keeps of a sparse request in sparse layers: every "
+            "token, or only the working set, which frees its pool for more requests."
+        ),
+    ] = "full"
+    dense_layers: A[int, Arg(help="First layers that attend to every token.")] = 1
+    kv_residency: A[
+        str,
+        Arg(help="How the cache rank holds K and V; bf16 is as they came.", choices=list(FORMATS)),
+    ] = "bf16"
+    kv_residency_options: A[
+        str,
+        Arg(help="Options of --kv-residency, as name=value separated by commas."),
+    ] = ""
+    score_keys: A[
+        Literal["resident", "fp8"],
+        Arg(
+            help="Score tokens by their keys as they are held, or by a copy in 8 bits, which "
+            "halves what the cache rank reads in a step and takes a quarter more of its memory."
+        ),
+    ] = "resident"
+    wire_dtype: A[
+        Literal["bf16", "fp8"],
+        Arg(
+            help="How K and V travel back to the inference rank: bf16 is in the KV pool's own "
+            "dtype, even if that is another; fp8 is rounded to e4m3, which halves an answer where "
+            "steps wait for the link."
+        ),
+    ] = "bf16"
+    max_sparse_requests: A[
+        int,
+        Arg(help="Requests that can be sparse at once; each reserves a working set of pool rows."),
+    ] = 32
+    bulk_chunk_tokens: A[
+        int,
+        Arg(help="Tokens of a prompt that are shipped to the cache rank in one decode step."),
+    ] = 512
+    recall_interval: A[
+        int,
+        Arg(
+            help="Of so many steps, recall against exact selection is measured in one; 0 is never. "
+            "Such a step scores one layer group of one request 3 + log2(query window) times more "
+            "than others: by the true query, by its prediction and by earlier queries."
+        ),
+    ] = 64
+    cache_rank_transfer_backend: A[
+        Literal["auto", "peer", "nccl"],
+        Arg(
+            help="What carries the steps between GPUs: copies into the peer's memory, which take "
+            "no multiprocessor, or NCCL. auto is peer where a GPU reaches the other's memory."
+        ),
+    ] = "auto"
+    cache_rank_timeout: A[
+        float,
+        Arg(help="Seconds without an answer after which a cache rank counts as down."),
+    ] = 5.0
+    cache_rank_base_gpu_id: A[
+        int | None,
+        Arg(help="GPU of the first cache rank. Default: the one after SGLang's own GPUs."),
+    ] = None
+    cache_rank_mem_fraction: A[
+        float | None,
+        Arg(
+            help="Share of the free memory of its GPU that a cache rank takes for tokens; the rest "
+            "is for scores and messages. Default: 0.9; without a GPU, half of the host's, 8 GiB at "
+            "most."
+        ),
+    ] = None
+    trace: A[
+        str | None,
+        Arg(
+            help="Write a timeline of a few decode steps of both ranks to this file; Perfetto and "
+            "Chrome read it."
+        ),
+    ] = None
+    trace_steps: A[int, Arg(help="Decode steps that --trace covers.")] = 8
+    cache_rank_address: A[
+        str,
+        Arg(
+            help="Host name or IP of the interface that the channels between the ranks bind to. "
+            "They are authenticated, not encrypted: leave them on loopback where you can."
+        ),
+    ] = "127.0.0.1"
+
+    @property
+    def has_cache_rank(self) -> bool:
+        """Whether this server has a cache rank."""
+        return self.cache_rank_gpus > 0
+
+    @property
+    def is_baseline(self) -> bool:
+        """Whether decode is one of the synchronous baselines."""
+        return self.decode_mode != "cache-rank"
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the ranks run on GPUs."""
+        return cpu.has_gpu() and self.device != "cpu"
+
+    @property
+    def first_cache_rank_gpu(self) -> int:
+        """The GPU of the cache rank of tensor-parallel rank 0."""
+        if self.cache_rank_base_gpu_id is not None:
+            return self.cache_rank_base_gpu_id
+        return self.base_gpu_id + self.tp_size * self.gpu_id_step
+
+    def cache_rank_config(self, model: ModelShape, max_rows: int) -> CacheRankConfig:
+        """Make the configuration that the cache rank is opened with.
+
+        Raises:
+            ValueError: a flag is out of range; the message begins with its field.
+        """
+        config = CacheRankConfig(
+            model=model,
+            max_rows=max_rows,
+            kv_residency_options=parse_options(self.kv_residency_options),
+            checksum=os.environ.get(CHECKSUM_VARIABLE) == "1",
+            **{field: getattr(self, field) for field in _SHARED_FIELDS},
+        )
+        require_format(config)
+        return config
+
+
+_SGLANG_FIELDS = {field.name for field in dataclasses.fields(ServerArgs)}
+
+CACHE_RANK_FIELDS = [
+    field.name for field in dataclasses.fields(CacheRankFlags) if field.name not in _SGLANG_FIELDS
+]
+"""The fields that we add to SGLang's."""
+
+_SHARED_FIELDS = {*CACHE_RANK_FIELDS} & {*CacheRankConfig.__struct_fields__} - {
+    "kv_residency_options"  # a text here
+}
+"""The fields that the cache rank is told as they are given here."""

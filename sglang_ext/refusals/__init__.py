@@ -1,0 +1,119 @@
+"""What cannot be had together with a cache rank: what was asked, why not, and what to do.
+
+`servers` and `models` hold the tables, and `baselines/refusals.py` those of the baselines. A table
+is read from the top: a row may rely on the rows above it, which did not refuse.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import psutil
+from packaging.specifiers import SpecifierSet
+
+from sglang_ext.flags import CacheRankFlags, field_of
+
+SUPPORTED_SGLANG = SpecifierSet(">=0.5.16,<0.5.18")
+"""The versions of SGLang that the hooks are tested with."""
+
+ALLOW_LARGE_BUDGET_VARIABLE = "CACHE_RANK_ALLOW_LARGE_BUDGET"
+"""This variable, set to 1, allows a working set above the sparse threshold; sparse decode then
+equals dense decode."""
+
+
+class UnsupportedError(ValueError):
+    """The user asked for something that cannot be had together with a cache rank."""
+
+
+DROP = "drop {given}"
+"""The remedy of most rows."""
+
+PLAIN = "{plain}"
+"""The remedy of what only SGLang without sparse decode can have."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Refusal:
+    """A row of a table.
+
+    Attributes:
+        asked: the flags that ask for it, separated by blanks.
+        why: why it cannot be had; a function of the arguments where the reason has numbers.
+        remedy: what to do. `{given}` stands for the flags that are not at their defaults, and
+            `{plain}` for how to have SGLang without sparse decode.
+        when: tells whether arguments ask for it; without one, they do when some flag is not at
+            its default.
+    """
+
+    asked: str
+    why: str | Callable[[CacheRankFlags], str]
+    remedy: str = DROP
+    when: Callable[[CacheRankFlags], bool] | None = None
+
+    def refuses(self, args: CacheRankFlags) -> bool:
+        """Whether this row refuses arguments."""
+        return bool(self._given(args)) if self.when is None else self.when(args)
+
+    def message(self, args: CacheRankFlags) -> str:
+        """Say in two sentences why the arguments are refused, and what to do."""
+        given = self._given(args) or self.asked.split()[:1]
+        asked = " ".join(_as_typed(name, getattr(args, field_of(name))) for name in given)
+        why = self.why if isinstance(self.why, str) else self.why(args)
+        plain = "drop --decode-mode" if args.is_baseline else "pass --cache-rank-gpus 0"
+        remedy = self.remedy.format(given=" and ".join(given), plain=f"{plain} for plain SGLang")
+        return f"{asked}: {why}. {remedy[0].upper()}{remedy[1:]}."
+
+    def _given(self, args: CacheRankFlags) -> list[str]:
+        """The flags that are not at their defaults."""
+        defaults = {field.name: field.default for field in dataclasses.fields(args)}
+        fields = {name: field_of(name) for name in self.asked.split()}
+        return [name for name, field in fields.items() if getattr(args, field) != defaults[field]]
+
+
+def refuse(args: CacheRankFlags, rows: Iterable[Refusal]) -> None:
+    """Refuse arguments by the first row that does.
+
+    Raises:
+        UnsupportedError: a row refuses them.
+    """
+    for row in rows:
+        if row.refuses(args):
+            raise UnsupportedError(row.message(args))
+
+
+def refuse_unknown_sglang() -> None:
+    """Refuse a version of SGLang that the hooks were not tested with.
+
+    Raises:
+        UnsupportedError: the installed version is outside the tested range.
+    """
+    version = importlib.metadata.version("sglang")
+    if not SUPPORTED_SGLANG.contains(version, prereleases=True):
+        raise UnsupportedError(
+            f"SGLang {version} is outside the tested range {SUPPORTED_SGLANG}. "
+            "Run pip install 'sglang==0.5.16'."
+        )
+
+
+def refuse_used_port(host: str, port: int) -> None:
+    """Refuse a port that another process listens on.
+
+    Raises:
+        UnsupportedError: the port is taken.
+    """
+    for connection in psutil.net_connections(kind="tcp"):
+        address = connection.laddr
+        if connection.status == psutil.CONN_LISTEN and address and address.port == port:
+            raise UnsupportedError(
+                f"--port {port}: another process listens on that port of {host}. "
+                "Choose another one."
+            )
+
+
+def _as_typed(name: str, value: Any) -> str:
+    """A flag with its value, as far as the value is a word of the command line."""
+    is_word = isinstance(value, str | int | float) and not isinstance(value, bool)
+    return f"{name} {value}" if is_word else name

@@ -1,0 +1,118 @@
+"""What a model may not be, and what this machine must have room for.
+
+SGLang has read the configuration of the model by then.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import psutil
+
+from cache_rank.config import DTYPES
+from sglang_ext.flags import CacheRankFlags
+from sglang_ext.memory import bytes_beyond_allocator
+from sglang_ext.refusals import PLAIN, Refusal
+
+MAX_HEAD_DIM = 256
+"""The widest head that the kernels take, in elements."""
+
+
+def _model(args: CacheRankFlags) -> Any:
+    """SGLang's configuration of the model."""
+    return args.get_model_config()
+
+
+def _is_latent(args: CacheRankFlags) -> bool:
+    """Whether the model has multi-head latent attention."""
+    from sglang.srt.configs.model_config import AttentionArch
+
+    return _model(args).attention_arch == AttentionArch.MLA
+
+
+def _is_windowed(args: CacheRankFlags) -> bool:
+    """Whether some layer attends to less than all tokens, or not by softmax attention at all."""
+    from sglang.srt.configs.hybrid_arch import mambaish_config
+
+    model = _model(args)
+    kinds = getattr(model.hf_text_config, "layer_types", None) or []
+    return (
+        model.is_hybrid_swa
+        or any(kind != "full_attention" for kind in kinds)
+        or mambaish_config(model) is not None
+        or (model.sliding_window_size or -1) > 0
+    )
+
+
+def _dtype(args: CacheRankFlags) -> str:
+    """The dtype of the model and of its KV pool."""
+    return str(_model(args).dtype).removeprefix("torch.")
+
+
+def _bytes_of_working_sets(args: CacheRankFlags) -> int:
+    """The host memory of all rows behind the KV pool."""
+    model = _model(args)
+    token = 2 * model.get_num_kv_heads(args.tp_size) * model.head_dim * model.dtype.itemsize
+    return bytes_beyond_allocator(args, model.num_hidden_layers, token)
+
+
+MODELS = (
+    Refusal(
+        "--model-path",
+        "the model does not generate, so it has no decode steps",
+        PLAIN,
+        lambda args: not _model(args).is_generation,
+    ),
+    Refusal("--model-path", "multi-head latent attention is not supported", PLAIN, _is_latent),
+    Refusal(
+        "--model-path",
+        "sliding-window and linear attention layers are not supported",
+        PLAIN,
+        _is_windowed,
+    ),
+    Refusal(
+        "--model-path",
+        "multimodal models are not supported",
+        PLAIN,
+        lambda args: _model(args).is_multimodal,
+    ),
+    Refusal(
+        "--model-path",
+        lambda args: (
+            f"the head dimension is {_model(args).head_dim}, and multiples of 8 up to "
+            f"{MAX_HEAD_DIM} are supported"
+        ),
+        PLAIN,
+        lambda args: _model(args).head_dim > MAX_HEAD_DIM or _model(args).head_dim % 8 != 0,
+    ),
+    Refusal(
+        "--dtype",
+        lambda args: f"a KV pool of {_dtype(args)} is not supported",
+        "pass --dtype bfloat16",
+        lambda args: _dtype(args) not in DTYPES,
+    ),
+    Refusal(
+        "--dense-layers",
+        lambda args: f"none of the model's {_model(args).num_hidden_layers} layers would be sparse",
+        f"lower it, or {PLAIN}",
+        lambda args: args.dense_layers >= _model(args).num_hidden_layers,
+    ),
+)
+"""These rows are of every server with sparse decode."""
+
+WORKING_SETS = (
+    Refusal(
+        "--max-sparse-requests --inference-kv",
+        lambda args: (
+            f"the working sets take {_bytes_of_working_sets(args) / 1e9:.0f} GB, more than this "
+            "machine has free"
+        ),
+        "lower --max-sparse-requests or --sparse-budget, or, with --inference-kv working-set, "
+        "--context-length or --dense-layers",
+        lambda args: (
+            args.device == "cpu"
+            and _bytes_of_working_sets(args) > psutil.virtual_memory().available
+        ),
+    ),
+)
+"""These rows are of a server with a cache rank."""

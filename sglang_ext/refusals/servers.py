@@ -1,0 +1,291 @@
+"""What the arguments of a server may not ask for, whichever model it serves."""
+
+from __future__ import annotations
+
+import math
+import os
+import socket
+from pathlib import Path
+
+import torch
+
+from cache_rank.config import ModelShape
+from sglang_ext import cpu
+from sglang_ext.flags import BACKEND, CacheRankFlags, field_of, flag_of
+from sglang_ext.refusals import (
+    ALLOW_LARGE_BUDGET_VARIABLE,
+    DROP,
+    PLAIN,
+    Refusal,
+    UnsupportedError,
+)
+
+
+def _is_missing(model_path: str) -> bool:
+    """Whether a path is clearly local and not there; a repository id has one slash at most."""
+    path = Path(model_path).expanduser()
+    local = (
+        path.is_absolute() or model_path.startswith(("./", "../", "~")) or model_path.count("/") > 1
+    )
+    return (local or path.is_dir()) and not (path / "config.json").is_file()
+
+
+def _can_bind(address: str) -> bool:
+    """Whether a socket of this machine can be bound to an address."""
+    try:
+        family, *_, target = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.bind(target)
+    except OSError:
+        return False
+    return True
+
+
+def _working_set(args: CacheRankFlags) -> int:
+    """The tokens that a KV head attends to in a sparse step, without the current one."""
+    return args.sparse_budget + args.sink_tokens + args.recent_tokens
+
+
+def _own_gpus(args: CacheRankFlags) -> range:
+    """The GPUs of SGLang's ranks, and those that --gpu-id-step leaves between them."""
+    return range(args.base_gpu_id, args.base_gpu_id + args.tp_size * args.gpu_id_step)
+
+
+def _decode_graph(args: CacheRankFlags) -> str | None:
+    """The backend of decode that --cuda-graph-config names; SGLang lets it win over the flags."""
+    config = args.cuda_graph_config
+    phase = config.get("decode") if isinstance(config, dict) else getattr(config, "decode", None)
+    return phase.get("backend") if isinstance(phase, dict) else getattr(phase, "backend", None)
+
+
+def _at_least(least: int, asked: str, why: str) -> Refusal:
+    """A row that refuses a number below `least`."""
+    return Refusal(
+        asked, why, f"pass {least} or more", lambda args: getattr(args, field_of(asked)) < least
+    )
+
+
+SERVERS = (
+    Refusal(
+        "--tp-size --pp-size --nnodes",
+        "tensor parallelism, pipeline parallelism and several machines are not supported yet",
+        when=lambda args: max(args.tp_size, args.pp_size, args.nnodes) > 1,
+    ),
+    Refusal(
+        "--dp-size",
+        "data parallelism is not supported yet",
+        f"{DROP}, and start one server a replica",
+        lambda args: args.dp_size > 1,
+    ),
+    Refusal("--disaggregation-mode", "prefill and decode on separate servers are not supported"),
+    Refusal(
+        "--tokenizer-worker-num",
+        "several tokenizer workers load no plugins, which check what a request asks for",
+        when=lambda args: args.tokenizer_worker_num > 1,
+    ),
+    Refusal(
+        "--device",
+        "the ranks run on NVIDIA GPUs and on CPUs",
+        f"pass --device cuda or cpu, or {PLAIN}",
+        lambda args: args.device not in (None, "cpu", "cuda"),
+    ),
+    Refusal(
+        "--device",
+        "this machine has no usable NVIDIA GPU",
+        f"pass --device cpu, or {DROP}",
+        lambda args: args.device == "cuda" and not cpu.has_gpu(),
+    ),
+    Refusal(
+        "--cache-rank-transfer-backend",
+        "it chooses what carries steps between GPUs, and the ranks run on CPUs",
+        when=lambda args: args.cache_rank_transfer_backend != "auto" and not args.on_gpu,
+    ),
+    Refusal(
+        "--cache-rank-address",
+        "that is not an address of this machine",
+        f"pass the address of one of its interfaces, or {DROP} for loopback",
+        lambda args: not _can_bind(args.cache_rank_address),
+    ),
+    Refusal(
+        "--cache-rank-timeout",
+        "a cache rank says four times a second that it is alive",
+        "pass a finite number of seconds, at least 1",
+        lambda args: not 1 <= args.cache_rank_timeout < math.inf,
+    ),
+    Refusal(
+        "--cache-rank-mem-fraction",
+        "the cache rank takes a share of the free memory",
+        "pass a number above 0 and at most 1",
+        lambda args: (
+            args.cache_rank_mem_fraction is not None and not 0 < args.cache_rank_mem_fraction <= 1
+        ),
+    ),
+    _at_least(1, "--max-sparse-requests", "a cache rank serves sparse requests"),
+    _at_least(2, "--bulk-chunk-tokens", "every step adds one token of its own"),
+    _at_least(0, "--dense-layers", "a number of layers cannot be negative"),
+    _at_least(1, "--trace-steps", "at least one step must be traced"),
+    Refusal(
+        "--radix-cache-backend --enable-hierarchical-cache --enable-lmcache "
+        "--enable-session-radix-cache",
+        "prompts of sparse requests leave the KV pool, so prefixes are not shared",
+    ),
+    Refusal("--strip-thinking-cache", "this spares the radix cache, which is off"),
+    Refusal("--enable-mixed-chunk", "prefill and decode rows cannot share a batch"),
+    Refusal(
+        "--enable-two-batch-overlap --enable-pdmux --enable-streaming-session",
+        "two-batch overlap, PD multiplexing and streaming sessions are not supported",
+    ),
+    Refusal(
+        "--speculative-algorithm",
+        "speculative decoding verifies several queries a step, and the cache rank predicts one",
+    ),
+    Refusal(
+        "--enable-memory-saver",
+        "what a cache rank holds and writes is not released with SGLang's memory",
+    ),
+    Refusal("--kv-cache-dtype", "the KV pool must have the model's dtype"),
+    Refusal(
+        "--decode-attention-backend",
+        "decode goes through the cache rank's own backend",
+        f"{DROP}, and choose the kernels with --attention-backend",
+        lambda args: args.decode_attention_backend not in (None, BACKEND),
+    ),
+    Refusal(
+        "--attention-backend --prefill-attention-backend",
+        f"these choose kernels, and {BACKEND} has none of its own",
+        f"name another backend, or {DROP}",
+        lambda args: BACKEND in (args.attention_backend, args.prefill_attention_backend),
+    ),
+    Refusal(
+        "--model-path",
+        "this does not exist or has no config.json",
+        "pass a model folder or a Hugging Face repository id",
+        lambda args: _is_missing(args.model_path),
+    ),
+    Refusal(
+        "--model-impl",
+        "this has no attention layers that a cache rank can serve",
+        when=lambda args: args.model_impl == "transformers",
+    ),
+    Refusal("--is-embedding --dllm-algorithm", "only autoregressive generation has decode steps"),
+    Refusal(
+        "--enable-lora --lora-paths",
+        "LoRA is not supported",
+        f"merge the adapter into the model, or {DROP}",
+        lambda args: bool(args.enable_lora or args.lora_paths),
+    ),
+)
+"""These rows are of every server with sparse decode, by a cache rank or by a baseline."""
+
+CACHE_RANKS = (
+    Refusal(
+        "--cache-rank-gpus",
+        "there is one cache rank for each tensor-parallel rank",
+        f"pass 1, or {PLAIN}",
+    ),
+    Refusal(
+        "--page-size",
+        "tokens are selected one by one, so a page holds one token",
+        when=lambda args: args.page_size not in (None, 1),
+    ),
+    Refusal(
+        "--inference-kv --max-queued-requests",
+        "requests whose cache rank is lost are recomputed, and a full queue would turn them away",
+        "drop --max-queued-requests, or pass --inference-kv full",
+        lambda args: args.inference_kv == "working-set" and args.max_queued_requests is not None,
+    ),
+    Refusal(
+        "--inference-kv --enable-return-routed-experts --kv-canary",
+        "tokens lose the rows of the KV pool by which routed experts and the canary find them",
+        "drop --enable-return-routed-experts and --kv-canary, or pass --inference-kv full",
+        lambda args: (
+            args.inference_kv == "working-set"
+            and (args.enable_return_routed_experts or args.kv_canary != "none")
+        ),
+    ),
+    Refusal(
+        "--inference-kv --disable-overlap-schedule",
+        "only the overlap schedule can take back a step that the cache rank failed in",
+        "drop --disable-overlap-schedule, or pass --inference-kv full",
+        lambda args: args.inference_kv == "working-set" and args.disable_overlap_schedule,
+    ),
+    Refusal(
+        "--sparse-threshold --sink-tokens --recent-tokens",
+        "a sparse request must have more tokens than sinks and recent ones",
+        "raise --sparse-threshold, or lower --sink-tokens or --recent-tokens",
+        lambda args: args.sparse_threshold <= args.sink_tokens + args.recent_tokens,
+    ),
+    Refusal(
+        "--sparse-threshold --sparse-budget --sink-tokens --recent-tokens",
+        lambda args: (
+            f"budget, sinks and recent tokens add up to {_working_set(args)}, and a request turns "
+            f"sparse at {args.sparse_threshold} tokens"
+        ),
+        "lower --sparse-budget, or raise --sparse-threshold",
+        lambda args: (
+            _working_set(args) > args.sparse_threshold
+            and os.environ.get(ALLOW_LARGE_BUDGET_VARIABLE) != "1"
+        ),
+    ),
+)
+"""These rows are of a server with a cache rank."""
+
+GPUS = (
+    Refusal(
+        "--cache-rank-base-gpu-id",
+        "this is SGLang's own GPU, and a cache rank needs another",
+        f"{DROP} to take the next one",
+        lambda args: args.first_cache_rank_gpu in _own_gpus(args),
+    ),
+    Refusal(
+        "--cache-rank-gpus --cache-rank-base-gpu-id --base-gpu-id --gpu-id-step",
+        lambda args: (
+            f"the cache rank would run on GPU {args.first_cache_rank_gpu}, counted from 0, and "
+            f"this machine has {torch.cuda.device_count()}"
+        ),
+        f"pass another --cache-rank-base-gpu-id, add a GPU, or {PLAIN}; with "
+        "CUDA_VISIBLE_DEVICES= both ranks run on CPUs, for tests",
+        lambda args: args.first_cache_rank_gpu + args.cache_rank_gpus > torch.cuda.device_count(),
+    ),
+    Refusal(
+        "--cache-rank-transfer-backend",
+        lambda args: (
+            f"GPU {args.base_gpu_id} cannot reach the memory of GPU {args.first_cache_rank_gpu}"
+        ),
+        f"pass nccl, or {DROP}",
+        lambda args: (
+            args.cache_rank_transfer_backend == "peer"
+            and not torch.cuda.can_device_access_peer(args.base_gpu_id, args.first_cache_rank_gpu)
+        ),
+    ),
+    Refusal(
+        "--attention-backend",
+        "decode over working sets in CUDA graphs is tested with fa3 and triton",
+        "pass one of them",
+        lambda args: args.attention_backend not in (None, "fa3", "triton"),
+    ),
+    Refusal(
+        "--cuda-graph-backend-decode --cuda-graph-config",
+        "decode must be one full CUDA graph, inside which the exchange is gated, or none",
+        "pass --cuda-graph-backend-decode full, and drop --cuda-graph-config",
+        lambda args: (
+            not {args.cuda_graph_backend_decode, _decode_graph(args)} <= {None, "full", "disabled"}
+        ),
+    ),
+)
+"""These rows are of a server with a cache rank on a GPU."""
+
+
+def refuse_out_of_range(args: CacheRankFlags) -> None:
+    """Refuse values that the configuration of a cache rank does not take.
+
+    Raises:
+        UnsupportedError: a value is out of range.
+    """
+    # The shape is not known yet, and no range depends on it.
+    shape = ModelShape(1, 1, 1, 8, "bfloat16", 1.0, rotary_frequency=(1.0,))
+    try:
+        args.cache_rank_config(shape, max_rows=1)
+    except ValueError as error:
+        field, complaint = str(error).split(" ", 1)
+        raise UnsupportedError(f"{flag_of(field)} {complaint}.") from None
