@@ -32,11 +32,11 @@ settings.load_profile("default")  # `--hypothesis-profile thorough` takes the ot
 
 
 LONGEST_FIRST = [
-    "test_server",  # with test_accuracy and test_benchmark
+    "test_dense_equivalence",  # with test_baseline_modes, which takes plain SGLang as well
+    "test_baseline_modes",
+    "test_server",  # with test_accuracy and test_benchmark, of the bundled model
     "test_accuracy",
     "test_benchmark",
-    "test_dense_equivalence",  # with test_baseline_modes
-    "test_baseline_modes",
     "test_synchronous_reference",
     "test_random_trace",
     "test_formats",

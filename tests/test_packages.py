@@ -24,7 +24,7 @@ def test_every_package_is_installed() -> None:
         for name, folder in folders.items()
         for file in folder.rglob("*.py")
     }
-    assert found | set(folders) == set(configured["packages"])
+    assert sorted(found | set(folders)) == sorted(configured["packages"])
 
 
 def test_what_is_installed_is_what_is_supported() -> None:
