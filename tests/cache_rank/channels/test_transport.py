@@ -208,6 +208,16 @@ def test_every_link_meets_in_files_of_its_own(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(("backend", "channels"), [("nccl", Link.NAMES), ("peer", ("bulk",))])
+def test_every_nccl_channel_has_an_identity_of_its_own(
+    backend: Any, channels: tuple[str, ...]
+) -> None:
+    rendezvous = make_rendezvous(backend, "")
+    assert tuple(rendezvous) == channels
+    assert {len(identity) for identity in rendezvous.values()} == {128}
+    assert len(set(rendezvous.values())) == len(channels)
+
+
 @pytest.mark.parametrize("ending", ["killed", "stopped"])
 def test_a_link_can_be_aborted_and_closed_whatever_its_peer_does(
     start: Callable[..., Peer], ending: str
