@@ -115,8 +115,8 @@ class Held:
             capacity=position + 1,
         )
 
-    def read(self) -> Tensor:
-        positions = torch.arange(self.resident, device=self.tokens.device)
+    def read(self, tokens: range | None = None) -> Tensor:
+        positions = torch.tensor(tokens or range(self.resident), device=self.tokens.device)
         positions = positions.expand(*self.tokens.shape[1:3], -1)
         found = self.residency.read(self.rows(self.resident - 1), self.layers, positions)
         return torch.stack(found)

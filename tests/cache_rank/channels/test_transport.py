@@ -92,7 +92,8 @@ class Peer:
         behaviour: Callable[[Link, Connection], None],
         secret: bytes,
     ) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["cache_rank.channels.link"])  # once for all peers
         self.rendezvous = rendezvous
         self.pipe, other_end = context.Pipe()
         self.process: BaseProcess = context.Process(
