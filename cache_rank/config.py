@@ -22,9 +22,9 @@ class ModelShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         layers: number of sparse layers; layer 0 here is the model's first layer that is not dense.
-        query_heads, kv_heads: of one tensor-parallel rank; kv_heads divides query_heads.
+        query_heads, kv_heads: heads of one tensor-parallel rank; kv_heads divides query_heads.
         head_dim: D of queries, keys and values.
-        dtype: of the inference rank's KV pool, a key of DTYPES.
+        dtype: dtype of the inference rank's KV pool, a key of DTYPES.
         scale: factor on attention logits.
         rotary_frequency: (R / 2,) inverse frequencies; empty without rotary embedding.
         rotary_interleaved: rotary pairs are neighbours instead of halves.
@@ -54,7 +54,7 @@ class ModelShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def bytes_per_token(self) -> int:
-        """K and V of one token over all layers, as the inference rank holds them."""
+        """Bytes of one token's K and V over all layers, as the inference rank holds them."""
         return 2 * self.layers * self.kv_heads * self.head_dim * self.torch_dtype.itemsize
 
 
@@ -71,12 +71,12 @@ class CacheRankConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         selection_margin: a token stays while it is among the best k + margin.
         delta_capacity: most tokens that enter a (layer, request, kv head) in one step.
         kv_residency: how K and V are held.
-        kv_residency_options: of that format, which checks them.
+        kv_residency_options: options of that format, which checks them.
         score_keys: score by the keys as they are held, or by a copy of them in 8 bits.
-        wire_dtype: of the keys and values of an answer; bf16 is the KV pool's own dtype, whichever
-            it is, and fp8 is float8_e4m3fn.
+        wire_dtype: dtype of the keys and values of an answer; bf16 is the KV pool's own dtype,
+            whichever it is, and fp8 is float8_e4m3fn.
         max_rows: most requests of one step.
-        recall_interval: of so many steps, recall against exact selection is measured in one, see
+        recall_interval: recall against exact selection is measured in one of so many steps, see
             recall.py; 0 is never.
         checksum: both ranks compare checksums of the slots at every step (slow, for debugging).
 
@@ -132,7 +132,7 @@ class CacheRankConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def wire_torch_dtype(self) -> torch.dtype:
-        """Of the keys and values of an answer."""
+        """Dtype of the keys and values of an answer."""
         return torch.float8_e4m3fn if self.wire_dtype == "fp8" else self.model.torch_dtype
 
     @property

@@ -18,10 +18,10 @@ def upload(
     A stream other than the current one that uses them must be recorded on the first.
 
     Args:
-        tensors: of any dtypes and shapes.
-        device: where they are wanted.
-        into: uint8 memory of a GPU to take, in which tensors of the same shapes always lie at the
-            same places; new memory without it.
+        tensors: host tensors of any dtypes and shapes.
+        device: the device that they are wanted on.
+        into: uint8 memory of a GPU to copy to, in which tensors of the same shapes always lie at
+            the same addresses. Without it, new memory is taken.
     """
     if device.type != "cuda":
         return [tensor.clone() for tensor in tensors]
@@ -44,14 +44,14 @@ def upload(
 
 
 class Readback:
-    """Device tensors to the host, read some time after they were computed."""
+    """Copies a device tensor to the host, where it is read some time later."""
 
     def __init__(self) -> None:
         self._host: Tensor | None = None
         self._done: torch.cuda.Event | None = None
 
     def start(self, tensor: Tensor) -> None:
-        """Copy a tensor on the current stream, in the place of one that was not read."""
+        """Copy a tensor on the current stream; it replaces one that was not read."""
         if not tensor.is_cuda:
             self._host = tensor.clone()
             return
@@ -62,7 +62,7 @@ class Readback:
         self._done.record()
 
     def wait(self) -> Tensor | None:
-        """The last tensor, when it has come, or None when there is none."""
+        """Wait for the last tensor and return it, or None when there is none."""
         if self._done is not None:
             self._done.synchronize()
         return self._host

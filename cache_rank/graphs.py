@@ -12,10 +12,10 @@ import torch
 Result = TypeVar("Result")
 
 MOST_KEYS = 4096
-"""When there are more, all graphs are dropped: some key changes that should not."""
+"""When there are more keys, all graphs are dropped: some key changes that should not."""
 
 CAPTURES_A_STEP = 4
-"""A capture takes the host longer than what is captured; one step must not wait for all of them."""
+"""A step captures no more graphs than this: a capture takes the host longer than the work does."""
 
 
 def capture(
@@ -28,13 +28,13 @@ def capture(
     and other threads of the process, may use the device meanwhile, but none may wait for all of it.
 
     Args:
-        action: what to capture.
-        stream: the current one inside, where it matters; not the default one.
+        action: the work to capture.
+        stream: the current stream inside, where it matters; it must not be the default one.
     """
     graph = torch.cuda.CUDAGraph()
     with (
         torch.cuda.stream(stream or torch.cuda.Stream()),  # the default one cannot be captured
-        _no_garbage_collection(),  # which may free memory or graphs, and end the capture
+        _no_garbage_collection(),  # it may free memory or graphs, and so end the capture
     ):
         graph.capture_begin(capture_error_mode="thread_local")
         try:
@@ -64,20 +64,21 @@ class Captures:
         self._seen: set[Hashable] = set()
         self._graphs: dict[Hashable, tuple[torch.cuda.CUDAGraph, Any]] = {}
 
-    def begin_step(self) -> None:
-        """Allow a few captures more."""
+    def allow_more(self) -> None:
+        """Allow a few more captures: a step begins."""
         self._left = CAPTURES_A_STEP
 
     def run(self, key: Hashable | None, action: Callable[[], Result]) -> Result:
         """Do what an action does; see `capture` for what it must be like.
 
         Args:
-            key: two actions of the same key do the same, with the same memory; an action of none
-                is never captured.
-            action: run as it is at first, which compiles its kernels; later captured.
+            key: two actions of the same key do the same, with the same memory. An action without a
+                key is never captured.
+            action: the work. It runs as it is at first, which compiles its kernels, and is captured
+                later.
 
         Returns:
-            What it returned now, or when it was captured.
+            The result of the action now, or of the run that was captured.
         """
         if not self._captures or key is None:
             return action()

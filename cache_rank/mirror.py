@@ -1,4 +1,7 @@
-"""Which token sits in which slot of the inference rank's working sets, as the cache rank chose."""
+"""Which token sits in which slot of the inference rank's working sets.
+
+The cache rank chose it, so it need not ask: the mirror equals the slots.
+"""
 
 from __future__ import annotations
 
@@ -46,8 +49,8 @@ class Mirror:
         """Which token sits in which slot, (len(layers), Hkv, k) int32, -1 where empty; a view.
 
         Args:
-            slot: of the sequence, see StepRows.
-            layers: which layers.
+            slot: the sequence's slot, see StepRows.
+            layers: the layers that are wanted.
         """
         return self._tokens[slot, layers.start : layers.stop]
 
@@ -55,8 +58,12 @@ class Mirror:
         """Empty the slots of a sequence; see `tokens`."""
         self._tokens[slot].fill_(EMPTY)
 
-    def begin_step(self, rows: int) -> Tensor:
-        """Count anew what a step of so many rows changes: (groups, R, 2) int32, see `select`."""
+    def zero_changes(self, rows: int) -> Tensor:
+        """Zero the counts of what a step of so many rows changes, see `select`.
+
+        Returns:
+            (groups, R, 2) int32; a view.
+        """
         return self._changed[:, :rows].zero_()
 
     def select(
@@ -65,13 +72,13 @@ class Mirror:
         """Choose the tokens of the next step, with hysteresis, and put them into slots.
 
         Args:
-            rows: of the step.
-            layers: of the group.
+            rows: the rows of the step.
+            layers: the layers of the group.
             scores: (R, len(layers), Hkv, capacity) float32; may be overwritten.
-            slots: (R, len(layers), Hkv, C) int32, written: where tokens enter; -1 is padding. Which
-                tokens these are, `entering` says.
-            changed: (R, 2) int32, added to: tokens that entered, and that must wait for a later
-                step.
+            slots: (R, len(layers), Hkv, C) int32, written: the slots that tokens enter; -1 is
+                padding. `entering` says which tokens these are.
+            changed: (R, 2) int32, added to: how many tokens entered, and how many must wait for a
+                later step.
         """
         config = self._config
         self._operations.select_step(
@@ -90,5 +97,5 @@ class Mirror:
         )
 
     def entering(self, slots: Tensor) -> Tensor:
-        """The tokens that the last `select` put into these slots, of their shape, int32; a view."""
+        """Which tokens the last `select` put into these slots: int32 of their shape, a view."""
         return self._entering[: slots.numel()].view(slots.shape)

@@ -3,14 +3,7 @@
 from __future__ import annotations
 
 PAGE_TOKENS = 256
-"""Tokens of a page. All layers and kv heads of a token are on the same page."""
-
-ROLLBACK_TOKENS = 32
-"""How many fewer tokens than it ever held a sequence can be truncated to.
-
-Speculative decoding appends a few drafted tokens a step and takes back those that are rejected.
-Formats keep what they need for so many, in full precision: more would cost memory in every slot.
-"""
+"""A page holds this many tokens, each with all its layers and KV heads."""
 
 
 class OutOfPagesError(RuntimeError):
@@ -40,12 +33,7 @@ class PageAllocator:
             raise OutOfPagesError(f"{missing} pages wanted, {len(self._free)} free")
         held.extend(self._free.pop() for _ in range(missing))
 
-    def shrink(self, held: list[int], tokens: int) -> None:
-        """Take the pages out of `held` that its first `tokens` tokens do not need."""
-        needed = -(-tokens // PAGE_TOKENS)
-        self._free.extend(held[needed:])
-        del held[needed:]
-
     def give_back(self, held: list[int]) -> None:
         """Take all pages out of `held`."""
-        self.shrink(held, 0)
+        self._free.extend(held)
+        held.clear()

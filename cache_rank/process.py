@@ -30,23 +30,27 @@ from cache_rank.rank import CacheRank
 logger = logging.getLogger("cache_rank")
 
 HEARTBEAT_SECONDS = 0.25
+"""The process writes a heartbeat this often."""
+
 REPORT_SECONDS = 0.25
+"""The process reports this often."""
+
 MOST_MEASUREMENTS = 16
-"""A report comes early when so many wait for it: each is a few kilobytes."""
+"""A report comes early when so many measurements wait for it: each is a few kilobytes."""
 
 LINK_SECONDS = 30.0
-"""Longest wait for the inference rank to connect the data channels."""
+"""The inference rank must connect the data channels within this time."""
 
 
 class Launch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The launch line.
 
     Attributes:
-        name: shown by `ps` and in logs.
-        secret: hexadecimal, of this launch.
+        name: the process's name in `ps` and in logs.
+        secret: the secret of this launch, hexadecimal.
         report_endpoint: where the inference rank receives control messages.
-        address: to bind the control and data channels to.
-        device: of the tensors, as torch names it.
+        address: the address that the control and data channels bind to.
+        device: the device of the tensors, as torch names it.
         log_level: a name of the logging module.
     """
 
@@ -59,7 +63,7 @@ class Launch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def serve(launch: Launch) -> None:
-    """Say ready, open, then handle control messages in order, for ever."""
+    """Report ready, open, then handle control messages in order, for ever."""
     context: zmq.Context[Any] = zmq.Context()
     secret = bytes.fromhex(launch.secret)
     control: ControlReceiver[ToCacheRank] = ControlReceiver(

@@ -42,12 +42,12 @@ class QueryRing:
         """Predict the queries of the tokens after those of a step.
 
         Args:
-            rows: of the step; their queries are in the ring.
-            layers: of one group.
+            rows: the rows of the step, whose queries are in the ring.
+            layers: the layers of one group.
 
         Returns:
-            (R, len(layers), Hq, D) float32, valid until the next call; a refused row holds
-            anything.
+            (R, len(layers), Hq, D) float32, valid until the next call; those of a refused row are
+            arbitrary.
         """
         config, model = self._config, self._config.model
         shape = (rows.slots.shape[0], len(layers), model.query_heads, model.head_dim)

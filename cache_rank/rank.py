@@ -1,4 +1,4 @@
-"""What a cache rank does for each message: receive, append, predict, select, pack, send.
+"""What a cache rank does for each message: receive, append, predict, select, gather, send.
 
 It has a link and a selector; process.py hands it the messages, one after the other.
 """
@@ -30,19 +30,23 @@ from cache_rank.protocol import (
     bulk_shape,
     group_sizes,
 )
+from cache_rank.resident_sequence import ResidentSequence
 from cache_rank.selector import Selector, SelectorStep
-from cache_rank.sequence import Sequence
 
 PEER_SECONDS = 600.0
-"""Longest wait for the inference rank in the middle of a step, which may be slow or compiling; its
-death ends this process at once anyway."""
+"""The cache rank waits so long for the inference rank in the middle of a step, which may be slow or
+compiling. The inference rank's death ends this process at once anyway."""
 
 CPU_MEMORY_FRACTION = 0.5
+"""The cache rank takes this share of the free host memory for tokens, unless it is told another.
+Memory is touched only as it is used."""
+
 CPU_MEMORY_BYTES = 8 << 30
-"""Of the free host memory, and at most, for tokens unless told; touched only as it is used."""
+"""The cache rank takes no more host memory than this for tokens, unless it is told a share."""
 
 GPU_MEMORY_FRACTION = 0.9
-"""The same for a GPU; the rest is for scores and messages."""
+"""The cache rank takes this share of a GPU's free memory for tokens, unless it is told another. The
+rest is for scores and messages."""
 
 
 class CacheRank:
@@ -105,7 +109,7 @@ class CacheRank:
             torch.cuda.synchronize(self._device)
         selector.recall.take()
 
-    def _warm_up_step(self, sequence: Sequence, number: int) -> None:
+    def _warm_up_step(self, sequence: ResidentSequence, number: int) -> None:
         selector = self.selector
         step = selector.begin_step(number, [Row(sequence.epoch, sequence.tokens)])
         for group in range(len(self.config.groups)):
@@ -115,7 +119,7 @@ class CacheRank:
             selector.answer(step, group, scores, down, self._timeline)
 
     def load(self, message: Load) -> str | None:
-        """Take over a bulk shipment; the reason when it is refused.
+        """Take over a bulk shipment; return the reason when it is refused.
 
         The tensor of a refused shipment is received and dropped, so that the channel stays in step;
         only a size that no inference rank ships is refused before.
@@ -154,9 +158,9 @@ class CacheRank:
         return None
 
     def end(self, epochs: Collection[int]) -> str | None:
-        """Forget epochs; the reason when one of them was not live."""
+        """Forget epochs; return the reason when one of them was not live."""
         for epoch in epochs:
-            # One that is under way still writes into pages and strategies that others get next.
+            # A load that is under way still writes into pages and strategies that others get next.
             self._wait_for_load(epoch)
         unknown = [epoch for epoch in epochs if not self.selector.end(epoch)]
         return f"End of epochs {unknown}, which are not live" if unknown else None
@@ -166,7 +170,7 @@ class CacheRank:
         self.end(list(self.selector.sequences))
 
     def step(self, message: Step) -> str | None:
-        """Exchange one decode step; the reason when rows of it were refused.
+        """Exchange one decode step; return the reason when rows of it were refused.
 
         A refused row gets an answer of no epoch, which changes nothing on the inference rank. A
         number of rows that no inference rank sends is refused before anything is received.
@@ -177,12 +181,12 @@ class CacheRank:
         for row in message.rows:
             self._wait_for_load(row.epoch)
         step = self.selector.begin_step(message.step, message.rows, refused.keys())
-        self._timeline.begin_step(message.step, message.traced)
+        self._timeline.enter_step(message.step, message.traced)
         for group in range(len(self.config.groups)):
-            # Not posted before the answer to the group before is queued: should the host have to
-            # wait for the device in between, that answer is what both ranks are waiting for.
+            # The receive is posted only when the answer to the group before is queued: should the
+            # host have to wait for the device in between, both ranks are waiting for that answer.
             up, received = self._receive(group, len(message.rows))
-            self._timeline.begin(group)
+            self._timeline.enter_group(group)
             received.wait(PEER_SECONDS)
             self._timeline.mark("receive")
             self.selector.append(step, group, up)
@@ -197,7 +201,7 @@ class CacheRank:
         return "; ".join(refused.values()) or None
 
     def _wait_for_load(self, epoch: int) -> None:
-        """Let the steps that follow wait for what was last loaded of an epoch, on the device."""
+        """Let the steps that follow wait, on the device, for the last load of an epoch."""
         if (loaded := self._loaded.pop(epoch, None)) is not None:
             torch.cuda.current_stream().wait_event(loaded)
 

@@ -13,8 +13,7 @@ steps, see `Residency.captures_append`.
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import torch
@@ -31,34 +30,34 @@ from cache_rank.mirror import Mirror
 from cache_rank.pages import PAGE_TOKENS, PageAllocator
 from cache_rank.protocol import NO_EPOCH, AnswerHeader, DownMessage, Row, UpMessage
 from cache_rank.query_ring import QueryRing
-from cache_rank.sequence import Sequence
+from cache_rank.resident_sequence import ResidentSequence
 from cache_rank.step_rows import StepRows
 
 _CHECKSUM = AnswerHeader._fields.index("checksum")
 _SHIPPED = AnswerHeader._fields.index("shipped_tokens")
 
 _PAGES_ROUNDING = 16
-"""On a GPU, the pages of a step are rounded up to so many, so that graphs serve many steps."""
+"""On a GPU, the pages of a step are rounded up to a multiple of this: a graph serves many steps."""
 
 _STEP_BYTES = 1024
-"""More than a row of a step uploads beside its pages."""
+"""A row of a step uploads fewer bytes than this beside its pages."""
 
 
 class SelectorStep(NamedTuple):
     """One step under way.
 
     Attributes:
-        number: of the step.
-        rows: on the device.
+        number: the step's number.
+        rows: the rows on the device.
         key: two steps of the same key differ only in what their rows hold.
-        live: the rows that are exchanged: their index, row and sequence.
+        live: index, row and sequence of each row that is exchanged.
         changed: (groups, R, 2) int32: tokens that entered, and that must wait for a later step.
     """
 
     number: int
     rows: StepRows
     key: tuple[int, ...]
-    live: SequenceOf[tuple[int, Row, Sequence]]
+    live: Sequence[tuple[int, Row, ResidentSequence]]
     changed: Tensor
 
 
@@ -66,18 +65,18 @@ class Selector:
     """All sequences of one cache rank.
 
     Attributes:
-        sequences: by epoch.
-        pages: of the resident memory.
-        recall: what was measured of steps.
+        sequences: the live sequences, by epoch.
+        pages: the pages of the resident memory.
+        recall: the measurements of steps.
+        overflow: () int64, tokens that had to wait for a later step, summed over layers and heads.
         capacity_tokens: how many tokens fit.
     """
 
     def __init__(self, config: CacheRankConfig, device: torch.device, memory_bytes: int) -> None:
         """Take about `memory_bytes` for resident tokens, and some for working memory beside."""
-        slots = config.max_rows
+        slots, page_bytes = config.max_rows, PAGE_TOKENS * residency.bytes_per_token(config)
         self.config = config
-        self.sequences: dict[int, Sequence] = {}
-        page_bytes = PAGE_TOKENS * residency.bytes_per_token(config)
+        self.sequences: dict[int, ResidentSequence] = {}
         paged_bytes = max(0, memory_bytes - residency.fixed_bytes(config))
         self.pages = PageAllocator(paged_bytes // page_bytes)
         # Each sequence may leave its last page almost empty.
@@ -85,12 +84,13 @@ class Selector:
         self.overflow = torch.zeros((), dtype=torch.int64, device=device)
         self.recall = RecallMeter(config)
         self._device = device
+        self._page_bytes = page_bytes
         self._residency = residency.create(config, self.pages.pages, device)
         self._free_slots = list(range(slots))[::-1]
         # Pages of the sequence in each slot, so that no step builds its page table from lists.
         self._slot_pages = torch.zeros((slots, max(1, self.pages.pages)), dtype=torch.int32)
         self._captures = Captures(device)
-        self._scores_at = 0
+        self._scores_moved = 0
         self._step_memory: Tensor | None = None
         if device.type == "cuda":
             step_bytes = slots * (_STEP_BYTES + 4 * (self.pages.pages + _PAGES_ROUNDING))
@@ -106,18 +106,18 @@ class Selector:
     @property
     def bytes_held(self) -> int:
         """Memory of the pages in use."""
-        return (self.pages.pages - self.pages.free) * self._residency.page_bytes
+        return (self.pages.pages - self.pages.free) * self._page_bytes
 
     @property
     def is_full(self) -> bool:
         """Whether no further sequence can begin."""
         return not self._free_slots
 
-    def begin(self, epoch: int) -> Sequence:
+    def begin(self, epoch: int) -> ResidentSequence:
         """Begin an epoch, when not full."""
         slot = self._free_slots.pop()
         self._mirror.clear(slot)
-        self.sequences[epoch] = Sequence(epoch, slot)
+        self.sequences[epoch] = ResidentSequence(epoch, slot)
         return self.sequences[epoch]
 
     def end(self, epoch: int) -> bool:
@@ -130,36 +130,15 @@ class Selector:
         self._free_slots.append(sequence.slot)
         return True
 
-    def load(self, sequence: Sequence, shipment: Tensor) -> None:
+    def load(self, sequence: ResidentSequence, shipment: Tensor) -> None:
         """Add tokens of a prompt, (2, layers, n, Hkv, D)."""
         start = sequence.tokens
-        sequence.extend(start + shipment.shape[2])
+        sequence.tokens = start + shipment.shape[2]
         self._extend(sequence, sequence.tokens)
         self._residency.load(self._pages_of(sequence), sequence.slot, start, shipment)
 
-    def truncate(self, sequence: Sequence, tokens: int) -> None:
-        """Forget all but the first `tokens` tokens, as rejected drafts of speculative decoding are.
-
-        What stays is held, and scores, as if the others had never come. Their queries are forgotten
-        with them, so that the next are predicted from fewer until as many have come again. Slots
-        keep their tokens until the next answer, also those that are recent once more: until then
-        the recent tokens of a working set begin where they did. See `Sequence.truncate`.
-
-        Raises:
-            ValueError: too many are to be forgotten; nothing has changed.
-        """
-        pages = self._pages_of(sequence)
-        forgets = tokens != sequence.tokens
-        sequence.truncate(self.config, tokens)
-        if not forgets:
-            return
-        self._residency.truncate(pages, sequence.slot, tokens)
-        self.pages.shrink(sequence.pages, tokens)
-        if sequence.filled == 0:
-            self._mirror.clear(sequence.slot)
-
     def begin_step(
-        self, number: int, rows: SequenceOf[Row], refused: Collection[int] = ()
+        self, number: int, rows: Sequence[Row], refused: Collection[int] = ()
     ) -> SelectorStep:
         """Begin a step over rows, of which some are refused by index; all others are live."""
         live = [
@@ -184,16 +163,16 @@ class Selector:
         page_table = self._slot_pages[[max(slot, 0) for slot in slots], :width]
         small = torch.tensor((slots, positions, counts), dtype=torch.int32)
         on_host = (small, page_table, torch.tensor(header))
-        changed = self._mirror.begin_step(count)
+        changed = self._mirror.zero_changes(count)
         capacity = width * PAGE_TOKENS if on_gpu else max(positions) + 1
         numbers, table, headers = upload(on_host, self._device, self._step_memory)
         known = list(zip(slots, positions, strict=True))
         step_rows = StepRows(numbers[0], numbers[1], numbers[2], table, headers, capacity, known)
-        self._captures.begin_step()
-        scores_at = self._residency.prepare(count, len(self.config.groups[0]), capacity)
-        if scores_at != self._scores_at:
+        self._captures.allow_more()
+        moved = self._residency.prepare_scores(count, len(self.config.groups[0]), capacity)
+        if moved != self._scores_moved:
             self._captures.clear()
-            self._scores_at = scores_at
+            self._scores_moved = moved
         return SelectorStep(number, step_rows, (count, width), live, changed)
 
     def append(self, step: SelectorStep, group: int, up: UpMessage) -> None:
@@ -247,7 +226,7 @@ class Selector:
         )
         if self.config.checksum:
             for index, _, sequence in step.live:
-                checksum = self._checksum(sequence, self.config.groups[group])
+                checksum = self._checksum(step, index, sequence, self.config.groups[group])
                 down.header[index, _CHECKSUM] = checksum
         timeline.mark("gather")
 
@@ -259,27 +238,29 @@ class Selector:
         down.header[:, _SHIPPED] += step.changed[group, :, 0]  # 0 so far; refused rows stay
 
     def end_step(self, step: SelectorStep) -> None:
-        """All groups have been answered."""
+        """Account for what the answers to all groups could not ship, and check what came."""
         self.overflow += step.changed[..., 1].sum()
         self._residency.check()
 
-    def mirror(self, sequence: Sequence, layers: range) -> Tensor:
+    def mirror(self, sequence: ResidentSequence, layers: range) -> Tensor:
         """Which token sits in which slot, (len(layers), Hkv, k) int32; a view."""
         return self._mirror.tokens(sequence.slot, layers)
 
-    def _extend(self, sequence: Sequence, tokens: int) -> None:
+    def _extend(self, sequence: ResidentSequence, tokens: int) -> None:
         held = len(sequence.pages)
         self.pages.extend(sequence.pages, tokens)
         if len(sequence.pages) > held:
             new = torch.tensor(sequence.pages[held:], dtype=torch.int32)
             self._slot_pages[sequence.slot, held : held + len(new)] = new
 
-    def _pages_of(self, sequence: Sequence) -> Tensor:
+    def _pages_of(self, sequence: ResidentSequence) -> Tensor:
         pages: Tensor
         (pages,) = upload((self._slot_pages[sequence.slot, : len(sequence.pages)],), self._device)
         return pages
 
-    def _measured_row(self, step: SelectorStep, group: int) -> tuple[int, Row, Sequence] | None:
+    def _measured_row(
+        self, step: SelectorStep, group: int
+    ) -> tuple[int, Row, ResidentSequence] | None:
         """The live row whose selection is measured in a group, if there is one.
 
         One group and row at a time, in turn, so that measuring never costs a step much.
@@ -301,19 +282,10 @@ class Selector:
         up: UpMessage,
         index: int,
         row: Row,
-        sequence: Sequence,
+        sequence: ResidentSequence,
     ) -> None:
-        slots, positions, counts, page_table, header = step.rows[:5]
-        one = slice(index, index + 1)
-        # Copies, because kernels are compiled anew for numbers that lie at odd addresses.
-        rows = StepRows(
-            slots[one].clone(),
-            positions[one] - 1,  # the current token is not resident yet
-            counts[one].clone(),
-            page_table[one].clone(),
-            header[one],
-            capacity=row.position,
-        )
+        # The current token is not resident yet.
+        rows = step.rows.row_at(index, row.position - 1)
 
         def score(queries: Tensor) -> Tensor:
             one_row = queries.contiguous().unsqueeze(0)
@@ -330,7 +302,10 @@ class Selector:
             score,
         )
 
-    def _checksum(self, sequence: Sequence, layers: range) -> int:
-        mirror = self.mirror(sequence, layers)[..., : sequence.filled].to(torch.int64)
-        pages = self._pages_of(sequence)
-        return slots_checksum(*self._residency.read(pages, sequence.slot, layers, mirror))
+    def _checksum(
+        self, step: SelectorStep, index: int, sequence: ResidentSequence, layers: range
+    ) -> int:
+        rows = step.rows.row_at(index, sequence.tokens - 1)
+        slots = self._residency.read(rows, layers, self.mirror(sequence, layers))
+        keys, values = (part[..., : sequence.filled, :] for part in slots)
+        return slots_checksum(keys, values)

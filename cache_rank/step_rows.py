@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 
@@ -12,13 +13,13 @@ class StepRows(NamedTuple):
     """The requests of a step, on the device.
 
     Attributes:
-        slots: (R,) int32 places in the state tensors; -1 is a refused row.
-        positions: (R,) int32 of the current tokens.
-        counts: (R,) int32 queries in the ring, the current one included.
-        page_table: (R, max pages) int32 pages of each row, in order.
+        slots: (R,) int32, each row's place in the state tensors; -1 is a refused row.
+        positions: (R,) int32, position of each row's current token.
+        counts: (R,) int32, queries in the ring, the current one included.
+        page_table: (R, max pages) int32, pages of each row, in order.
         header: (R, 6) int64, see AnswerHeader.
         capacity: no row has more tokens after the step.
-        on_host: slot and position of each row, known without asking the device.
+        on_host: slot and position of each row, so that nobody has to ask the device.
     """
 
     slots: Tensor
@@ -34,3 +35,16 @@ class StepRows(NamedTuple):
         if self.on_host is not None:
             return self.on_host
         return list(zip(self.slots.tolist(), self.positions.tolist(), strict=True))
+
+    def row_at(self, index: int, position: int) -> StepRows:
+        """One of the rows as a step of its own, whose current token is at `position`."""
+        one = slice(index, index + 1)
+        # Copies, because kernels are compiled anew for numbers that lie at odd addresses.
+        return StepRows(
+            self.slots[one].clone(),
+            torch.full_like(self.positions[one], position),
+            self.counts[one].clone(),
+            self.page_table[one].clone(),
+            self.header[one],
+            capacity=position + 1,
+        )

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 Message = TypeVar("Message")
 
 MAX_FRAME_BYTES = 1 << 20
-"""Far above any message: a step of 4096 rows is about 80 KB."""
+"""Longer frames are refused. No message comes near: a step of 4096 rows is about 80 KB."""
 
 _MAGIC = b"CRNK"
 _HEAD = struct.Struct("<4sHQ")
@@ -50,7 +50,8 @@ def unseal(secret: bytes, last_sequence: int, frame: bytes) -> tuple[int, bytes]
     """Check a frame and return its sequence number and payload.
 
     Raises:
-        RefusedFrameError: too long, malformed, of another version, unauthenticated or replayed.
+        RefusedFrameError: it is too long, malformed, of another version, unauthenticated or
+            replayed.
     """
     if len(frame) > MAX_FRAME_BYTES:
         raise RefusedFrameError(f"oversized: {len(frame)} bytes, at most {MAX_FRAME_BYTES}")

@@ -24,11 +24,12 @@ from cache_rank.config import CacheRankConfig
 from cache_rank.protocol import DownMessage, UpMessage, group_sizes
 
 TransferBackend = Literal["gloo", "peer", "nccl"]
-"""What carries the steps: gloo between CPUs, copies into the peer's memory or NCCL between GPUs."""
+"""Steps travel by gloo between CPUs, and by copies into the peer's memory or NCCL between GPUs."""
 
 logger = logging.getLogger(__name__)
 
 ABORT_SECONDS = 10.0
+"""An abort of a channel is given this time; the caller goes on afterwards."""
 
 
 class Link:
@@ -36,7 +37,7 @@ class Link:
 
     Attributes:
         up, down, bulk: see the module. A lane of the first two is a layer group.
-        buffers: what this rank receives in a step, one a layer group: (bytes,) uint8.
+        buffers: memory for what this rank receives in a step, one a layer group: (bytes,) uint8.
     """
 
     NAMES = ("up", "down", "bulk")
@@ -54,12 +55,12 @@ class Link:
         """Connect all channels; both sides call this at about the same time.
 
         Args:
-            config: agreed, which gives the sizes of messages.
-            rendezvous: of `make_rendezvous`.
+            config: the agreed policy, which gives the sizes of messages.
+            rendezvous: the result of `make_rendezvous`.
             rank: INFERENCE or CACHE.
-            device: where the tensors of this rank are.
+            device: the device that the tensors of this rank are on.
             address: host name or IP of the interface that the channels bind to.
-            secret: of this launch; each channel proves that both ends know it.
+            secret: the secret of this launch; each channel proves that both ends know it.
             timeout: seconds for the peer to appear.
 
         Raises:
@@ -104,7 +105,7 @@ class Link:
 
     @contextlib.contextmanager
     def in_background(self) -> Iterator[None]:
-        """On a GPU, work queued inside runs on the bulk channel's stream, beside the steps."""
+        """Run work queued inside on the bulk channel's stream on a GPU, beside the steps."""
         if self._bulk_stream is None:
             yield
         else:
@@ -143,7 +144,7 @@ def _undo(channel: Channel) -> None:
 
 
 def make_rendezvous(backend: TransferBackend, folder: str) -> dict[str, bytes]:
-    """What both ranks need to connect each channel; made by the inference rank.
+    """Make what both ranks need to connect each channel; the inference rank makes it.
 
     For CPUs a file a channel, in a folder that only this user can read; for GPUs a secret of NCCL,
     which travels on the authenticated control channel. Channels that are not named copy into the
@@ -157,7 +158,7 @@ def make_rendezvous(backend: TransferBackend, folder: str) -> dict[str, bytes]:
 def transfer_backend(
     wanted: Literal["auto", "peer", "nccl"], inference: torch.device, cache: torch.device
 ) -> TransferBackend:
-    """What carries the steps between two devices."""
+    """Choose what carries the steps between two devices."""
     if inference.type != "cuda":
         return "gloo"
     if wanted != "auto":

@@ -2,15 +2,19 @@
 
 Torch's own process groups bring a watchdog that ends the process when a transfer does not come, and
 streams of their own. Here a lost peer must cost a step, and transfers belong on streams that the
-exchange orders itself; so this file calls the library that torch ships, through ctypes.
+exchange orders itself; so this file calls NCCL through NVIDIA's bindings, nccl4py, which load the
+library that torch ships. They are imported where a communicator is made: ranks on CPUs need none.
+
+What the bindings lack is a deadline: NCCL waits for a peer, and for its transfers, without one. So
+two short threads wait for NCCL here, and the caller waits for them.
 """
 
 from __future__ import annotations
 
-import ctypes
+import contextlib
 import threading
-from collections.abc import MutableMapping
-from typing import Any
+from collections.abc import Callable, Iterator, MutableMapping
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -23,21 +27,18 @@ from cache_rank.channels.transport import (
     queue_behind,
 )
 
-_UNIQUE_ID_BYTES = 128
-_UINT8 = 1  # ncclUint8
+if TYPE_CHECKING:
+    from nccl.core import Communicator
+
 _MAX_CHANNELS = "2"
-"""A receive that waits occupies this many multiprocessors, and the forward pass feels it: kernels
-of as many programs as there are multiprocessors then take two turns."""
-
-
-class _UniqueId(ctypes.Structure):
-    _fields_ = (("bytes", ctypes.c_byte * _UNIQUE_ID_BYTES),)
+"""NCCL may use so many of its channels. A receive that waits occupies as many multiprocessors, and
+the forward pass feels it: kernels of a program for each multiprocessor then take two turns."""
 
 
 def prepare_environment(environment: MutableMapping[str, str], address: str) -> None:
     """Set what NCCL reads, where the user has not, and how many queues a device has.
 
-    Must happen before the first communicator, and before CUDA starts.
+    This must happen before the first communicator is made, and before CUDA starts.
     """
     defaults = {
         "NCCL_CUMEM_ENABLE": "0",
@@ -53,40 +54,24 @@ def prepare_environment(environment: MutableMapping[str, str], address: str) -> 
     environment["CUDA_DEVICE_MAX_CONNECTIONS"] = "32"
 
 
-class _Library:
-    def __init__(self) -> None:
-        # Torch has loaded it; this finds that one by its name.
-        self._library = ctypes.CDLL("libnccl.so.2")
-        self._library.ncclGetErrorString.restype = ctypes.c_char_p
-        self._library.ncclCommInitRank.argtypes = [
-            ctypes.c_void_p,
-            ctypes.c_int,
-            _UniqueId,
-            ctypes.c_int,
-        ]
-        for name in ("ncclSend", "ncclRecv"):
-            getattr(self._library, name).argtypes = [
-                ctypes.c_void_p,
-                ctypes.c_size_t,
-                ctypes.c_int,
-                ctypes.c_int,
-                ctypes.c_void_p,
-                ctypes.c_void_p,
-            ]
-        self._library.ncclCommAbort.argtypes = [ctypes.c_void_p]
-
-    def call(self, name: str, *arguments: Any) -> None:
-        status = getattr(self._library, name)(*arguments)
-        if status:
-            text = self._library.ncclGetErrorString(status).decode()
-            raise TransportError(f"{name}: {text}")
-
-
 def unique_id() -> bytes:
-    """What two ranks must share to form one channel; made by the inference rank."""
-    made = _UniqueId()
-    _Library().call("ncclGetUniqueId", ctypes.byref(made))
-    return bytes(made)
+    """Make what two ranks must share to form one channel; the inference rank makes it."""
+    from nccl.core import get_unique_id
+
+    with _transport_errors("ncclGetUniqueId"):
+        return bytes(get_unique_id())
+
+
+@contextlib.contextmanager
+def _transport_errors(what: str) -> Iterator[None]:
+    """Raise errors of NCCL as TransportError."""
+    from nccl.bindings.nccl import NCCLError  # type: ignore[import-untyped]
+    from nccl.core import NcclInvalid
+
+    try:
+        yield
+    except (NCCLError, NcclInvalid) as error:
+        raise TransportError(f"{what}: {error}") from error
 
 
 class NcclChannel:
@@ -94,7 +79,7 @@ class NcclChannel:
 
     A transfer is queued on the channel's own stream, and `wait` of its Pending makes the current
     stream wait for it, not the host. When the peer is lost, `abort` ends the transfers under way
-    with arbitrary contents; who uses them must know, as the exchange does.
+    with arbitrary contents; whoever reads them must know that, as the exchange does.
     """
 
     def __init__(
@@ -105,36 +90,38 @@ class NcclChannel:
         Raises:
             TransportError: the peer did not appear within `timeout` seconds, or NCCL failed.
         """
-        torch.cuda.set_device(device)  # of this thread
+        torch.cuda.set_device(device)  # it is a setting of this thread
         self.name = name
         self.stream = torch.cuda.Stream(device, priority=-1)
         self._peer = 1 - rank
         self._device = device
-        self._library = _Library()
-        self._communicator = ctypes.c_void_p()
         self._open = True
         self._lock = threading.Lock()
-        failure: list[Exception] = []
+        self._communicator = self._form(rendezvous, rank, timeout)
+        self._connect(rank, timeout)
+
+    def _form(self, rendezvous: bytes, rank: int, timeout: float) -> Communicator:
+        """Meet the peer, on a thread: NCCL waits for it without a deadline."""
+        from nccl.core import Communicator, UniqueId
+
+        formed: list[Communicator] = []
+        failures: list[Exception] = []
 
         def form() -> None:
             try:
-                torch.cuda.set_device(device)
-                shared = _UniqueId.from_buffer_copy(rendezvous)
-                self._library.call(
-                    "ncclCommInitRank", ctypes.byref(self._communicator), 2, shared, rank
-                )
+                torch.cuda.set_device(self._device)
+                formed.append(Communicator.init(2, rank, UniqueId.from_bytes(rendezvous)))
             except Exception as error:
-                failure.append(error)
+                failures.append(error)
 
-        # NCCL waits for its peer without a deadline.
         thread = threading.Thread(target=form, daemon=True)
         thread.start()
         thread.join(timeout)
-        if thread.is_alive():
-            raise TransportError(f"channel {name}: the peer did not appear in {timeout:g} s")
-        if failure:
-            raise TransportError(f"channel {name}: {failure[0]}")
-        self._connect(rank, timeout)
+        if failures:
+            raise TransportError(f"channel {self.name}: {failures[0]}")
+        if not formed:
+            raise TransportError(f"channel {self.name}: the peer did not appear in {timeout:g} s")
+        return formed[0]
 
     def _connect(self, rank: int, timeout: float) -> None:
         """Exchange a tensor, so that the connection is built now and not in the first step."""
@@ -173,28 +160,23 @@ class NcclChannel:
             raise TransportError(f"channel {self.name}: no answer in {timeout:g} s")
 
     def send(self, tensor: Tensor, after: torch.cuda.Event | None = None, lane: int = 0) -> Pending:
-        return self._transfer("ncclSend", tensor, after)
+        return self._transfer(self._communicator.send, tensor, after)
 
     def receive(
         self, tensor: Tensor, after: torch.cuda.Event | None = None, lane: int = 0
     ) -> Pending:
-        return self._transfer("ncclRecv", tensor, after)
+        return self._transfer(self._communicator.recv, tensor, after)
 
-    def _transfer(self, name: str, tensor: Tensor, after: torch.cuda.Event | None) -> Pending:
+    def _transfer(
+        self, transfer: Callable[..., None], tensor: Tensor, after: torch.cuda.Event | None
+    ) -> Pending:
         assert tensor.is_contiguous()
         queue_behind(after, self.stream)
         with self._lock:
             if not self._open:
                 raise TransportError(f"channel {self.name} is closed")
-            self._library.call(
-                name,
-                tensor.data_ptr(),
-                tensor.nbytes,
-                _UINT8,
-                self._peer,
-                self._communicator,
-                self.stream.cuda_stream,
-            )
+            with _transport_errors(f"channel {self.name}"):
+                transfer(tensor, self._peer, stream=self.stream.cuda_stream)
         return StreamPending(tensor, self.stream)
 
     def abort(self) -> None:
@@ -203,7 +185,8 @@ class NcclChannel:
             if not self._open:
                 return
             self._open = False
-        self._library.call("ncclCommAbort", self._communicator)
+        with _transport_errors(f"channel {self.name}"):
+            self._communicator.abort()
 
     def close(self) -> None:
         self.abort()

@@ -37,15 +37,17 @@ from cache_rank.channels.stream_memory import FlagMoves, call
 from cache_rank.channels.transport import Pending, StreamPending, TransportError, queue_behind
 
 _LENT, _ARRIVED = 0, 64
+"""The flags of a lane are at these offsets in its end's memory."""
+
 _LANE_BYTES = 128
-"""Where the flags of a lane are in its end's memory, and where those of the next lane begin."""
+"""The flags of the next lane begin so many bytes further."""
 
 _RAISE_SECONDS = 1e-3
-"""Between two times that all flags are raised for a peer that is gone."""
+"""All flags are raised again after this time, as long as a peer that is gone may lower some."""
 
 _ALIGNMENT = 256
 _SHARED_AT_ONCE = 2 << 20
-"""What a peer can map of a GPU is whole blocks of this size: nothing else should be in them."""
+"""A peer maps a GPU's memory in whole blocks of this size: nothing else should be in them."""
 
 _SHARED_MEMORY = Path("/dev/shm")
 _NAME_BYTES, _HANDLE_BYTES = 40, 64
@@ -63,7 +65,7 @@ class _Flags:
     """The flags of one end, in host memory that both ranks share.
 
     Attributes:
-        address: as the GPU of this process sees them.
+        address: their address as the GPU of this process sees it.
     """
 
     def __init__(self, path: Path, lanes: int, context: Any, creates: bool = False) -> None:
@@ -84,7 +86,7 @@ class _Flags:
         self.address = int(call(driver.cuMemHostGetDevicePointer, pointer, 0))
 
     def of(self, lane: int, flag: int) -> int:
-        """Where a flag is, as the GPU of this process sees it."""
+        """A flag's address, as the GPU of this process sees it."""
         return self.address + lane * _LANE_BYTES + flag
 
     def raise_all(self) -> None:
@@ -92,8 +94,8 @@ class _Flags:
         self._held[:] = [1] * len(self._held)
 
 
-class _OwnMemory:
-    """The buffers of this end, which the peer maps; freed with the last view of them."""
+class _ReceiveBuffers:
+    """The memory that this end receives into, which the peer maps; freed with its last view."""
 
     def __init__(self, sizes: Sequence[int], context: Any) -> None:
         *offsets, end = _offsets(sizes)
@@ -117,18 +119,18 @@ class _OwnMemory:
         self._address = int(pointer)
         self._buffers = list(zip(offsets, sizes, strict=True))
 
-    def buffers(self, device: torch.device) -> list[Tensor]:
-        """Views of the buffers, (bytes,) uint8 each, which keep the memory."""
+    def views(self, device: torch.device) -> list[Tensor]:
+        """Make views of the buffers, (bytes,) uint8 each, which keep the memory."""
         return [
-            torch.as_tensor(_Bytes(self, self._address + offset, size), device=device)
+            torch.as_tensor(_CudaArray(self, self._address + offset, size), device=device)
             for offset, size in self._buffers
         ]
 
 
-class _Bytes:
-    """What torch makes a view of."""
+class _CudaArray:
+    """A piece of memory in the form that torch makes a view of."""
 
-    def __init__(self, owner: _OwnMemory, address: int, size: int) -> None:
+    def __init__(self, owner: _ReceiveBuffers, address: int, size: int) -> None:
         self._owner = owner
         self.__cuda_array_interface__ = {
             "shape": (size,),
@@ -138,8 +140,8 @@ class _Bytes:
         }
 
 
-class _PeerMemory:
-    """The buffers of the other end, mapped; unmapped once nothing is under way."""
+class _SendBuffers:
+    """The memory that the peer receives into, mapped; unmapped once nothing is under way."""
 
     def __init__(self, handle: bytes, sizes: Sequence[int], context: Any) -> None:
         opened = driver.CUipcMemHandle()
@@ -152,7 +154,7 @@ class _PeerMemory:
                 "--cache-rank-transfer-backend nccl does without"
             ) from error
         weakref.finalize(self, _unmap, context, pointer).atexit = False
-        self.buffers = [int(pointer) + offset for offset in _offsets(sizes)[:-1]]
+        self.addresses = [int(pointer) + offset for offset in _offsets(sizes)[:-1]]
 
 
 def _free(context: Any, pointer: Any) -> None:
@@ -180,7 +182,7 @@ class PeerChannel:
     is still to come, until `finish` has seen that nothing is.
 
     Attributes:
-        buffers: to receive into, one a lane: (bytes,) uint8.
+        buffers: the buffers to receive into, one a lane: (bytes,) uint8.
     """
 
     def __init__(
@@ -194,41 +196,42 @@ class PeerChannel:
         """Form the channel; both ranks call this at about the same time.
 
         Args:
-            name: for messages.
-            device: of this rank.
+            name: the channel's name, for error messages.
+            device: this rank's GPU.
             sends, receives: bytes of the buffers to send into and to receive into, one a lane.
             exchange: gives the peer some bytes, and returns those that it gives at the same time.
 
         Raises:
             TransportError: the GPUs cannot map each other's memory, or the peer went away.
         """
-        torch.cuda.set_device(device)  # of this thread
+        torch.cuda.set_device(device)  # it is a setting of this thread
         self.name = name
         self.stream = torch.cuda.Stream(device, priority=-1)
         self.stream.synchronize()  # so that the thread has a context
         context = call(driver.cuCtxGetCurrent)
-        self._own = _OwnMemory(receives, context)
-        self.buffers = self._own.buffers(device)
+        # The peer maps this memory even where it holds no buffer.
+        self._receive_buffers = _ReceiveBuffers(receives, context)
+        self.buffers = self._receive_buffers.views(device)
         path = _SHARED_MEMORY / f"cache-rank-{secrets.token_hex(8)}"
         lanes = max(len(sends), len(receives))
         try:
             self._flags = _Flags(path, lanes, context, creates=True)
-            told = exchange(path.name.ljust(_NAME_BYTES).encode() + self._own.handle)
+            told = exchange(path.name.ljust(_NAME_BYTES).encode() + self._receive_buffers.handle)
             peer_path = _SHARED_MEMORY / Path(told[:_NAME_BYTES].decode().strip()).name
             self._peer_flags = _Flags(peer_path, lanes, context)
             peer_path.unlink(missing_ok=True)  # the peer may be killed before it does
-            self._peer = _PeerMemory(told[_NAME_BYTES:], sends, context)
+            self._send_buffers = _SendBuffers(told[_NAME_BYTES:], sends, context)
             exchange(b"mapped")
         finally:
             path.unlink(missing_ok=True)
         self._sends = sends
-        own, peers = self._flags, self._peer_flags
-        self._takes_lent = [FlagMoves(taken=[own.of(lane, _LENT)]) for lane in range(len(sends))]
+        flags, peers = self._flags, self._peer_flags
+        self._takes_lent = [FlagMoves(taken=[flags.of(lane, _LENT)]) for lane in range(len(sends))]
         self._raises_arrived = [
             FlagMoves(raised=[peers.of(lane, _ARRIVED)]) for lane in range(len(sends))
         ]
         self._receives = [
-            FlagMoves(raised=[peers.of(lane, _LENT)], taken=[own.of(lane, _ARRIVED)])
+            FlagMoves(raised=[peers.of(lane, _LENT)], taken=[flags.of(lane, _ARRIVED)])
             for lane in range(len(receives))
         ]
         self._open = True
@@ -243,7 +246,7 @@ class PeerChannel:
         queue_behind(after, self.stream)
         with self.queueing():
             self._takes_lent[lane].queue(self.stream)
-            source, target = tensor.data_ptr(), self._peer.buffers[lane]
+            source, target = tensor.data_ptr(), self._send_buffers.addresses[lane]
             call(driver.cuMemcpyAsync, target, source, tensor.nbytes, self.stream.cuda_stream)
             self._raises_arrived[lane].queue(self.stream)
         return StreamPending(tensor, self.stream)
@@ -259,7 +262,7 @@ class PeerChannel:
 
     @contextlib.contextmanager
     def queueing(self) -> Iterator[None]:
-        """Transfers are queued inside, or a graph that holds some.
+        """Hold the channel open while transfers, or a graph that holds some, are queued inside.
 
         Raises:
             TransportError: the channel is closed.
@@ -293,7 +296,11 @@ class PeerChannel:
             self._flags.raise_all()
 
     def finish(self, timeout: float) -> bool:
-        """Abort until nothing is under way any more; whether that came within `timeout` seconds."""
+        """Abort until nothing is under way any more.
+
+        Returns:
+            Whether that came within `timeout` seconds.
+        """
         self.abort()
         deadline = time.monotonic() + timeout
         while not (idle := self.is_idle) and time.monotonic() < deadline:

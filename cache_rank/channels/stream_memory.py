@@ -1,8 +1,8 @@
 """Flags in memory for which the hardware that feeds a stream waits, of one GPU or two.
 
 Unlike a kernel that polls, such a wait takes nothing of a multiprocessor. Flags are int64, and
-raised from 1 on. To take one is to wait until it is raised and to lower it again: so the
-same moves do for every step, and graphs can hold them.
+raised from 1 on. To take one is to wait until it is raised and to lower it again: so the same
+moves serve every step, and graphs can hold them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def call(function: Callable[..., Any], *arguments: Any) -> Any:
     """Call the CUDA driver.
 
     Raises:
-        TransportError: what it answered.
+        TransportError: the driver's error.
     """
     status, *values = function(*arguments)
     if status != driver.CUresult.CUDA_SUCCESS:
@@ -37,7 +37,7 @@ def launch(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> None:
     """Replay a graph on a stream, without the switches of streams that torch needs for it.
 
     Raises:
-        TransportError: the driver's answer.
+        TransportError: the driver's error.
     """
     call(driver.cuGraphLaunch, graph.raw_cuda_graph_exec(), stream.cuda_stream)
 
@@ -54,9 +54,9 @@ class FlagMoves:
         """Describe the moves.
 
         Args:
-            raised: addresses, in the memory of any GPU, or host memory, that is mapped.
-            awaited: addresses, in memory of this GPU or the host's.
-            taken: addresses of flags that are 0 or 1, there.
+            raised: addresses of flags in mapped memory of any GPU, or of the host.
+            awaited: addresses of flags in memory of this GPU, or of the host.
+            taken: addresses of flags that are 0 or 1, in memory of this GPU, or of the host.
         """
         self._operations = [_write(address, 1) for address in raised]
         self._operations += [_wait(address) for address in awaited]

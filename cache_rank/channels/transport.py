@@ -1,4 +1,4 @@
-"""What a channel between the two ranks is: point-to-point tensors, outside SGLang's process groups.
+"""A channel between the two ranks: point-to-point tensors, outside SGLang's process groups.
 
 gloo.py holds the channel for ranks on CPUs, nccl.py and peer.py those for GPUs, link.py the three
 that a pair of ranks has.
@@ -28,7 +28,7 @@ class Pending(Protocol):
         """Make what follows wait for the transfer: the host, or on a GPU the current stream.
 
         Raises:
-            TransportError: on a CPU, not done within `timeout` seconds, or never to be done.
+            TransportError: on a CPU, it was not done within `timeout` seconds, or never will be.
         """
 
 
@@ -55,7 +55,7 @@ class Channel(Protocol):
 
 
 def queue_behind(after: torch.cuda.Event | None, stream: torch.cuda.Stream) -> None:
-    """Let what is queued next on a channel's stream begin when a transfer does, see `Channel`."""
+    """Let what is queued next on a channel's stream wait as its transfers do, see `Channel`."""
     if after is None:
         stream.wait_stream(torch.cuda.current_stream())
     else:

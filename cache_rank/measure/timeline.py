@@ -20,10 +20,10 @@ class Span(NamedTuple):
     """Something that took time.
 
     Attributes:
-        name: what.
-        start, stop: microseconds.
-        step, group: where it belongs.
-        lane: of its rank's display; spans of one lane do not overlap.
+        name: what took it.
+        start, stop: microseconds of the host's monotonic clock.
+        step, group: the step and the layer group that it belongs to.
+        lane: the row of the rank's display; spans of one lane do not overlap.
     """
 
     name: str
@@ -82,15 +82,18 @@ class Timeline:
         self._step = self._group = 0
         self._marks: list[_Mark] = []
 
-    def begin_step(self, step: int, traced: bool) -> None:
-        """Begin a step; the first that is not traced writes the spans of those that were."""
+    def enter_step(self, step: int, traced: bool) -> None:
+        """Mark what follows as part of a step.
+
+        The first step that is not traced writes the spans of those that were.
+        """
         if not traced:
             self.flush()
         self._tracing = traced and self._file is not None
         self._step = step
 
-    def begin(self, group: int) -> None:
-        """Begin work on a layer group: what came before is no span."""
+    def enter_group(self, group: int) -> None:
+        """Mark what follows as work on a layer group; what came before is no span."""
         self._group = group
         self.mark("")
 

@@ -6,41 +6,31 @@ to read in every step, for a quarter more memory. What is shipped is exact eithe
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from cache_rank.config import CacheRankConfig, OptionValue
-from cache_rank.operations import operations_for
+from cache_rank.config import CacheRankConfig
 from cache_rank.pages import PAGE_TOKENS
-from cache_rank.residency.options import require_options
-from cache_rank.residency.scores import ScoreBuffers
+from cache_rank.residency.base import Residency
 from cache_rank.step_rows import StepRows
 
 
-class Bf16Residency:
+class Bf16Residency(Residency):
     """Pools of (pages, layers, Hkv, PAGE_TOKENS, D)."""
 
+    name: ClassVar[str] = "bf16"
     lossless: ClassVar[bool] = True
-    captures_append: ClassVar[bool] = True
 
-    @staticmethod
-    def validate(options: Mapping[str, OptionValue]) -> None:
-        require_options("bf16", options, {})
-
-    @staticmethod
-    def fixed_bytes(config: CacheRankConfig) -> int:
-        return 0
-
-    @staticmethod
-    def bytes_per_token(config: CacheRankConfig) -> int:
+    @classmethod
+    def bytes_per_token(cls, config: CacheRankConfig) -> int:
         model = config.model
         coarse = model.layers * model.kv_heads * model.head_dim
         return model.bytes_per_token + (coarse if config.score_keys == "fp8" else 0)
 
     def __init__(self, config: CacheRankConfig, pages: int, device: torch.device) -> None:
+        super().__init__(config, pages, device)
         model = config.model
         shape = (pages, model.layers, model.kv_heads, PAGE_TOKENS, model.head_dim)
         self._keys = torch.empty(shape, dtype=model.torch_dtype, device=device)
@@ -48,11 +38,6 @@ class Bf16Residency:
         self._coarse_keys = None
         if config.score_keys == "fp8":
             self._coarse_keys = torch.empty(shape, dtype=torch.float8_e4m3fn, device=device)
-        self.page_bytes = PAGE_TOKENS * self.bytes_per_token(config)
-        self._model = model
-        self._device = device
-        self._operations = operations_for(device)
-        self._scores = ScoreBuffers(model, self._operations.score_workspace, device)
 
     def load(self, pages: Tensor, slot: int, start: int, shipment: Tensor) -> None:
         self._operations.load_tokens(
@@ -71,18 +56,6 @@ class Bf16Residency:
             layers.start,
             self._coarse_keys,
         )
-
-    def truncate(self, pages: Tensor, slot: int, tokens: int) -> None:
-        """What is there beyond the tokens of a sequence is not read."""
-
-    def end(self, slot: int) -> None:
-        """What is there of a sequence that has ended is not read."""
-
-    def prepare(self, rows: int, layers: int, capacity: int) -> int:
-        return self._scores.prepare(rows, layers, capacity)
-
-    def check(self) -> None:
-        """Whatever came can be held."""
 
     def score(self, rows: StepRows, layers: range, queries: Tensor, exact: bool = False) -> Tensor:
         workspace, out = self._scores.take(queries.shape[0], len(layers), rows.capacity)
@@ -113,11 +86,3 @@ class Bf16Residency:
             keys,
             values,
         )
-
-    def read(
-        self, pages: Tensor, slot: int, layers: range, positions: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        layer = torch.arange(layers.start, layers.stop, device=self._device).view(-1, 1, 1)
-        head = torch.arange(self._model.kv_heads, device=self._device).view(1, -1, 1)
-        index = (pages[positions // PAGE_TOKENS], layer, head, positions % PAGE_TOKENS)
-        return self._keys[index], self._values[index]

@@ -5,48 +5,44 @@ kernels/coded/reference.py says which tokens are held as codes, and why steps th
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import ClassVar
 
 import torch
-from cache_rank_kernels.coded.reference import Codec, CodedTokens, read_tokens
+from cache_rank_kernels.coded.reference import Codec, CodedTokens
 from torch import Tensor
 
 from cache_rank.config import CacheRankConfig
 from cache_rank.copies import upload
-from cache_rank.operations import coded_operations_for, operations_for
-from cache_rank.pages import PAGE_TOKENS, ROLLBACK_TOKENS
+from cache_rank.operations import coded_operations_for
+from cache_rank.pages import PAGE_TOKENS
+from cache_rank.residency.base import Residency
 from cache_rank.residency.not_finite import NotFinite
-from cache_rank.residency.scores import ScoreBuffers
 from cache_rank.step_rows import StepRows
 
 
-class CodedResidency:
+class CodedResidency(Residency):
     """Codes in pages, and a full-precision ring of the newest tokens of each slot.
 
-    A subclass sets the class attributes and builds the codecs.
+    A subclass sets the class attributes and builds the codecs. Its Triton kernels are in the folder
+    of its name.
     """
 
-    lossless: ClassVar[bool] = False
-    captures_append: ClassVar[bool] = True
-
-    kernels: ClassVar[str] = ""
-    """Folder of the format's Triton kernels, when it runs on GPUs."""
-
     group_tokens: ClassVar[int]
-    """Tokens that are encoded together; divides PAGE_TOKENS, and more than ROLLBACK_TOKENS."""
+    """So many tokens are encoded together; the number divides PAGE_TOKENS."""
 
-    full_groups: ClassVar[int]
-    """Newest complete groups that stay in full precision."""
+    full_groups: ClassVar[int] = 0
+    """So many of the newest complete groups stay in full precision."""
 
     @classmethod
+    @abstractmethod
     def codecs(cls, config: CacheRankConfig) -> tuple[Codec, Codec]:
-        """Of keys and of values."""
-        raise NotImplementedError
+        """Build the codecs of keys and of values."""
 
     @classmethod
     def ring_tokens(cls) -> int:
-        """Tokens of a slot's ring."""
-        return cls.group_tokens * (cls.full_groups + 1) + ROLLBACK_TOKENS
+        """Tokens of a slot's ring: the full groups, and the one that is not complete."""
+        return cls.group_tokens * (cls.full_groups + 1)
 
     @classmethod
     def bytes_per_token(cls, config: CacheRankConfig) -> int:
@@ -60,13 +56,9 @@ class CodedResidency:
         return config.max_rows * cls.ring_tokens() * config.model.bytes_per_token
 
     def __init__(self, config: CacheRankConfig, pages: int, device: torch.device) -> None:
+        super().__init__(config, pages, device)
         model = config.model
-        self.page_bytes = PAGE_TOKENS * self.bytes_per_token(config)
-        self._model = model
-        self._device = device
-        self._operations = operations_for(device)
-        self._coded_operations = coded_operations_for(device, self.kernels)
-        self._scores = ScoreBuffers(model, self._operations.score_workspace, device)
+        self._coded_operations = coded_operations_for(device, self.name)
         self._not_finite = NotFinite(model, device)
         codecs = self.codecs(config)
         ring = (config.max_rows, model.layers, model.kv_heads, self.ring_tokens(), model.head_dim)
@@ -97,7 +89,8 @@ class CodedResidency:
     def load(self, pages: Tensor, slot: int, start: int, shipment: Tensor) -> None:
         place = (torch.tensor([slot], dtype=torch.int32), torch.tensor([start], dtype=torch.int32))
         slots, starts = upload(place, self._device)
-        # Before the ring takes the new tokens: what they complete began with older ones in it.
+        # Encode before the ring takes the new tokens: a group that they complete began with older
+        # ones, which are in it.
         self._coded_operations.encode_groups(
             self._tokens,
             pages.unsqueeze(0),
@@ -125,15 +118,6 @@ class CodedResidency:
         )
         if self._device.type != "cuda":
             self.check()
-
-    def truncate(self, pages: Tensor, slot: int, tokens: int) -> None:
-        self._tokens.resident[slot].fill_(tokens)
-
-    def end(self, slot: int) -> None:
-        """What is there of a sequence that has ended is not read."""
-
-    def prepare(self, rows: int, layers: int, capacity: int) -> int:
-        return self._scores.prepare(rows, layers, capacity)
 
     def score(self, rows: StepRows, layers: range, queries: Tensor, exact: bool = False) -> Tensor:
         workspace, out = self._scores.take(queries.shape[0], len(layers), rows.capacity)
@@ -164,24 +148,6 @@ class CodedResidency:
             keys,
             values,
         )
-
-    def read(
-        self, pages: Tensor, slot: int, layers: range, positions: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        layer = torch.arange(layers.start, layers.stop, device=self._device).view(-1, 1, 1)
-        head = torch.arange(self._model.kv_heads, device=self._device).view(1, -1, 1)
-        layer, head = (index.expand(positions.shape).flatten() for index in (layer, head))
-        keys, values = read_tokens(
-            self._tokens,
-            pages[positions // PAGE_TOKENS].to(torch.int64).flatten(),
-            torch.full_like(layer, slot),
-            layer,
-            head,
-            positions.flatten(),
-            self._tokens.resident[slot, layer],
-        )
-        shape = (*positions.shape, self._model.head_dim)
-        return keys.view(shape), values.view(shape)
 
     def check(self) -> None:
         self._not_finite.check()

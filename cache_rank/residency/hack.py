@@ -15,26 +15,24 @@ from cache_rank_kernels.hack.reference import GROUP, HackCodec
 
 from cache_rank.config import CacheRankConfig, OptionValue
 from cache_rank.residency.coded import CodedResidency
-from cache_rank.residency.options import Between, OneOf, Ranges, require_options
-
-OPTIONS: Ranges = {
-    "bits": OneOf((2, 4)),
-    "partition": OneOf((16, 32, 64)),
-    "rounding": OneOf(("nearest", "stochastic")),
-    "seed": Between(0, 65535),
-}
+from cache_rank.residency.options import Between, OneOf, Ranges
 
 
 class HackResidency(CodedResidency):
     """Groups of GROUP tokens; the newest, incomplete group is in full precision."""
 
-    kernels: ClassVar[str] = "hack"
+    name: ClassVar[str] = "hack"
+    options: ClassVar[Ranges] = {
+        "bits": OneOf((2, 4)),
+        "partition": OneOf((16, 32, 64)),
+        "rounding": OneOf(("nearest", "stochastic")),
+        "seed": Between(0, 65535),
+    }
     group_tokens: ClassVar[int] = GROUP
-    full_groups: ClassVar[int] = 0
 
-    @staticmethod
-    def validate(options: Mapping[str, OptionValue]) -> None:
-        require_options("hack", options, OPTIONS)
+    @classmethod
+    def validate(cls, options: Mapping[str, OptionValue]) -> None:
+        super().validate(options)
         seed = options.get("seed", 0)
         if isinstance(seed, float) and not seed.is_integer():
             raise ValueError(f"kv_residency_options seed={seed}: hack takes a whole number")

@@ -6,32 +6,25 @@ read both, or with the option `reading=anchor` half the bytes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import ClassVar
 
 from cache_rank_kernels.coded.reference import Codec
 from cache_rank_kernels.lynx.reference import DEFAULT_ALPHA, PAGE, LynxCodec
 
-from cache_rank.config import CacheRankConfig, OptionValue
+from cache_rank.config import CacheRankConfig
 from cache_rank.residency.coded import CodedResidency
-from cache_rank.residency.options import Between, OneOf, Ranges, require_options
-
-OPTIONS: Ranges = {
-    "alpha": Between(0.01, 1000),
-    "reading": OneOf(("anchor", "full")),
-}
+from cache_rank.residency.options import Between, OneOf, Ranges
 
 
 class LynxResidency(CodedResidency):
     """Pages of PAGE tokens; the newest, incomplete page is in full precision."""
 
-    kernels: ClassVar[str] = "lynx"
+    name: ClassVar[str] = "lynx"
+    options: ClassVar[Ranges] = {
+        "alpha": Between(0.01, 1000),
+        "reading": OneOf(("anchor", "full")),
+    }
     group_tokens: ClassVar[int] = PAGE
-    full_groups: ClassVar[int] = 0
-
-    @staticmethod
-    def validate(options: Mapping[str, OptionValue]) -> None:
-        require_options("lynx", options, OPTIONS)
 
     @classmethod
     def codecs(cls, config: CacheRankConfig) -> tuple[Codec, Codec]:

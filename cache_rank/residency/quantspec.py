@@ -6,29 +6,23 @@ shipped is decoded from both nibbles. Scores read both, or with `reading=4` half
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import ClassVar
 
 from cache_rank_kernels.coded.reference import Codec
 from cache_rank_kernels.quantspec.reference import GROUP, QuantSpecCodec
 
-from cache_rank.config import CacheRankConfig, OptionValue
+from cache_rank.config import CacheRankConfig
 from cache_rank.residency.coded import CodedResidency
-from cache_rank.residency.options import OneOf, Ranges, require_options
-
-OPTIONS: Ranges = {"reading": OneOf((4, 8))}
+from cache_rank.residency.options import OneOf, Ranges
 
 
 class QuantSpecResidency(CodedResidency):
     """Groups of GROUP tokens; the newest complete group stays in full precision."""
 
-    kernels: ClassVar[str] = "quantspec"
+    name: ClassVar[str] = "quantspec"
+    options: ClassVar[Ranges] = {"reading": OneOf((4, 8))}
     group_tokens: ClassVar[int] = GROUP
     full_groups: ClassVar[int] = 1
-
-    @staticmethod
-    def validate(options: Mapping[str, OptionValue]) -> None:
-        require_options("quantspec", options, OPTIONS)
 
     @classmethod
     def codecs(cls, config: CacheRankConfig) -> tuple[Codec, Codec]:

@@ -169,9 +169,8 @@ class _Held:
         """All keys and values: (layers, Hkv, tokens, D) each, in the pool's dtype."""
         positions = torch.arange(self._sample.tokens, device=self._device)
         shape = self._sample.keys.shape[:3]
-        return self._residency.read(
-            self._pages[0], 0, self._layers, positions.expand(shape).contiguous()
-        )
+        rows = self._step_rows(self._sample.tokens - 1, 1)
+        return self._residency.read(rows, self._layers, positions.expand(shape))
 
     def score(self) -> None:
         """Score every row by the newest query."""

@@ -16,8 +16,8 @@ from torch import Tensor
 from cache_rank import residency
 from cache_rank.config import CacheRankConfig, ModelShape
 from cache_rank.protocol import AnswerHeader
+from cache_rank.residency.mosaickv import MosaicKVResidency
 from cache_rank.residency.mosaickv.memory import BUFFER_TOKENS
-from cache_rank.residency.mosaickv.residency import MosaicKVResidency
 from cache_rank.step_rows import StepRows
 
 CPU = torch.device("cpu")
@@ -75,10 +75,6 @@ class Held:
         held.load(tokens.shape[3])
         return held
 
-    def truncate(self, tokens: int) -> None:
-        self.residency.truncate(self.page_table, self.slot, tokens)
-        self.resident = tokens
-
     @property
     def page_table(self) -> Tensor:
         return torch.tensor(self.pages, dtype=torch.int32, device=self.tokens.device)
@@ -119,10 +115,10 @@ class Held:
             capacity=position + 1,
         )
 
-    def read(self) -> Tensor:
-        positions = torch.arange(self.resident, device=self.tokens.device)
+    def read(self, tokens: range | None = None) -> Tensor:
+        positions = torch.tensor(tokens or range(self.resident), device=self.tokens.device)
         positions = positions.expand(*self.tokens.shape[1:3], -1)
-        found = self.residency.read(self.page_table, self.slot, self.layers, positions)
+        found = self.residency.read(self.rows(self.resident - 1), self.layers, positions)
         return torch.stack(found)
 
     def score(self, queries: Tensor, exact: bool = False) -> Tensor:

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from small_models import GQA, MHA, ROTARY_FREQUENCY, small_config
 
@@ -110,7 +110,6 @@ def test_bytes_per_token_are_those_of_keys_and_values_of_all_layers(name: str) -
     assert model.bytes_per_token == key.nbytes + value.nbytes
 
 
-@settings(deadline=None)
 @given(st.integers(1, 40), st.integers(1, 50))
 def test_groups_are_consecutive_and_cover_every_layer_once(layers: int, per_group: int) -> None:
     config = small_config(msgspec.structs.replace(GQA, layers=layers), layers_per_group=per_group)
@@ -129,7 +128,6 @@ policies = st.builds(
 )
 
 
-@settings(deadline=None)
 @given(policies, st.integers(0, 60))
 def test_candidates_are_what_the_next_step_does_not_attend_to_anyway(
     config: CacheRankConfig, position: int
@@ -143,7 +141,6 @@ def test_candidates_are_what_the_next_step_does_not_attend_to_anyway(
     assert config.slots_wanted_after(position) == min(config.sparse_budget, len(others))
 
 
-@settings(deadline=None)
 @given(policies, st.integers(0, 30))
 def test_slots_fill_by_the_delta_capacity_until_they_are_wanted_no_more(
     config: CacheRankConfig, first_position: int

@@ -22,7 +22,7 @@ class Doubled:
 
 def check(captures: Captures, action: Doubled, key: str, value: float) -> None:
     action.given.fill_(value)
-    captures.begin_step()
+    captures.allow_more()
     assert captures.run(key, action) is action.out
     assert action.out.tolist() == [2 * value] * 4
 
@@ -66,7 +66,7 @@ def test_a_step_captures_a_few_actions_and_runs_the_others_as_they_are() -> None
     captures = Captures(torch.device("cuda"))
     actions = [Doubled(torch.device("cuda")) for _ in range(2 * CAPTURES_A_STEP)]
     for step in range(4):
-        captures.begin_step()
+        captures.allow_more()
         for key, action in enumerate(actions):
             action.given.fill_(step)
             captures.run(key, action)

@@ -15,7 +15,8 @@ from torch.cuda import Event
 from cache_rank import rank
 from cache_rank.config import CacheRankConfig, ModelShape
 from cache_rank.pages import PAGE_TOKENS
-from cache_rank.protocol import Load, Open, Row, Step, UpMessage
+from cache_rank.protocol import AnswerHeader, Load, Open, Row, Step, UpMessage
+from cache_rank.step_rows import StepRows
 
 MODEL = ModelShape(3, query_heads=8, kv_heads=2, head_dim=64, dtype="bfloat16", scale=64**-0.5)
 MEMORY_BYTES = 1 << 24
@@ -108,9 +109,15 @@ class Driven:
         sequence = selector.sequences[request.epoch]
         positions = torch.arange(first, sequence.tokens, device="cuda")
         positions = positions.expand(MODEL.layers, MODEL.kv_heads, -1)
-        pages, layers = selector._pages_of(sequence), range(MODEL.layers)
-        held = selector._residency.read(pages, sequence.slot, layers, positions)
-        return torch.stack(held).cpu()
+        rows = StepRows(
+            slots=torch.tensor([sequence.slot], dtype=torch.int32, device="cuda"),
+            positions=torch.tensor([sequence.tokens - 1], dtype=torch.int32, device="cuda"),
+            counts=torch.ones(1, dtype=torch.int32, device="cuda"),
+            page_table=selector._pages_of(sequence).unsqueeze(0),
+            header=torch.zeros((1, len(AnswerHeader._fields)), dtype=torch.int64, device="cuda"),
+            capacity=sequence.tokens,
+        )
+        return torch.stack(selector._residency.read(rows, range(MODEL.layers), positions)).cpu()
 
 
 @pytest.mark.gpu

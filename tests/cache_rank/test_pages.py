@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cache_rank.pages import PAGE_TOKENS, OutOfPagesError, PageAllocator
@@ -49,21 +49,6 @@ def test_fewer_tokens_than_are_held_take_nothing_away() -> None:
     assert (held, allocator.free) == (before, 1)
 
 
-@pytest.mark.parametrize(("tokens", "pages"), [(3 * PAGE_TOKENS, 3), (257, 2), (256, 1), (0, 0)])
-def test_a_sequence_gives_back_the_pages_that_fewer_tokens_do_not_need(
-    tokens: int, pages: int
-) -> None:
-    allocator = PageAllocator(4)
-    held: list[int] = []
-    allocator.extend(held, 3 * PAGE_TOKENS)
-    before = list(held)
-    allocator.shrink(held, tokens)
-    assert held == before[:pages]
-    assert allocator.free == 4 - pages
-    allocator.extend(held, 4 * PAGE_TOKENS)
-    assert sorted(held) == list(range(4))
-
-
 def test_running_out_changes_nothing() -> None:
     allocator = PageAllocator(3)
     other: list[int] = []
@@ -80,7 +65,6 @@ def test_running_out_changes_nothing() -> None:
         PageAllocator(0).extend([], 1)
 
 
-@settings(deadline=None)
 @given(
     pages=st.integers(0, 6),
     events=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 4 * PAGE_TOKENS)), max_size=40),

@@ -195,7 +195,7 @@ class Policy:
             selection_margin=4,
             delta_capacity=4,
             checksum=True,
-            recall_interval=7,
+            recall_interval=4,
         )
 
 
@@ -212,15 +212,28 @@ POLICIES = [
     for place, predictor in enumerate(PREDICTORS)
 ]
 
-STEPS = 200
-ARRIVALS = {0: (40, 15), 20: (90, None), 60: (1, None), 130: (7, 3)}
+BY_DEFAULT = (("last", "post"), ("ridge", "pre"))
+"""These policies are in the default run; test_selector.py steps all others in this process."""
+
+STEPS = 100
+ARRIVALS = {0: (40, 15), 10: (90, None), 30: (1, None), 65: (7, 3)}
 """Step -> tokens of the prompt that arrives, and how many a Load ships (None: all)."""
 
-DEPARTURES = {110: 0, 150: 0, 185: 1}
+DEPARTURES = {55: 0, 75: 0, 92: 1}
 """Step -> which of the live requests ends."""
 
 
-@pytest.mark.parametrize("policy", POLICIES, ids=lambda p: f"{p.predictor}-{p.frame}")
+@pytest.mark.parametrize(
+    "policy",
+    [
+        pytest.param(
+            policy,
+            id=f"{policy.predictor}-{policy.frame}",
+            marks=() if (policy.predictor, policy.frame) in BY_DEFAULT else pytest.mark.thorough,
+        )
+        for policy in POLICIES
+    ],
+)
 def test_selections_equal_the_synchronous_reference_slot_by_slot(policy: Policy) -> None:
     rank = InferenceRank(policy.config())
     try:
@@ -246,6 +259,7 @@ def test_selections_equal_the_synchronous_reference_slot_by_slot(policy: Policy)
         rank.close()
 
 
+@pytest.mark.thorough
 def test_tokens_take_the_share_of_the_memory_that_they_were_given() -> None:
     capacities = []
     for fraction in (0.01, 0.02):
@@ -511,7 +525,9 @@ def test_an_epoch_number_is_never_used_again(rank: InferenceRank) -> None:
     rank.expect_refused(2)
 
 
-@pytest.mark.parametrize("moment", ["idle", "waiting-for-tensors"])
+@pytest.mark.parametrize(
+    "moment", [pytest.param("idle", marks=pytest.mark.thorough), "waiting-for-tensors"]
+)
 def test_the_process_exits_when_its_standard_input_closes(moment: str) -> None:
     config = small_config(GQA)
     connection = Connection("cache rank of a test", PLACEMENT, LONG)
@@ -549,6 +565,7 @@ def wait_until(condition: Callable[[], bool], seconds: float) -> float:
     return time.monotonic() - started
 
 
+@pytest.mark.serial
 @pytest.mark.parametrize(
     "ending", [signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM], ids=lambda s: s.name
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from small_models import GQA, small_config
 from torch import Tensor
@@ -70,7 +70,6 @@ def assert_fields_are_independent(fields: dict[str, Tensor]) -> None:
         assert (field == number).all()
 
 
-@settings(deadline=None)
 @given(configs(), rows_of_a_step)
 def test_up_message_fields_tile_the_buffer(config: CacheRankConfig, rows: int) -> None:
     model = config.model
@@ -90,7 +89,6 @@ def test_up_message_fields_tile_the_buffer(config: CacheRankConfig, rows: int) -
         assert_fields_are_independent(fields)
 
 
-@settings(deadline=None)
 @given(configs(), rows_of_a_step)
 def test_the_place_of_a_row_does_not_depend_on_how_many_there_are(
     config: CacheRankConfig, rows: int
@@ -106,7 +104,6 @@ def test_the_place_of_a_row_does_not_depend_on_how_many_there_are(
     assert torch.equal(few, many[:rows])
 
 
-@settings(deadline=None)
 @given(configs(), rows_of_a_step)
 def test_down_message_fields_tile_the_buffer(config: CacheRankConfig, rows: int) -> None:
     model, capacity = config.model, config.delta_capacity
@@ -132,7 +129,6 @@ def test_down_message_fields_tile_the_buffer(config: CacheRankConfig, rows: int)
         assert_fields_are_independent(fields)
 
 
-@settings(deadline=None)
 @given(configs(), rows_of_a_step)
 def test_a_message_laid_over_a_larger_buffer_uses_only_its_own_bytes(
     config: CacheRankConfig, rows: int
@@ -145,7 +141,6 @@ def test_a_message_laid_over_a_larger_buffer_uses_only_its_own_bytes(
         assert (larger[size:] == 7).all()
 
 
-@settings(deadline=None)
 @given(configs(), rows_of_a_step)
 def test_what_one_side_packs_the_other_reads(config: CacheRankConfig, rows: int) -> None:
     layers = len(config.groups[0])
@@ -171,7 +166,6 @@ def test_in_8_bits_tokens_take_a_byte_an_element(dtype: str) -> None:
     assert UpMessage.size(config, 6, 8) == UpMessage.size(rounded, 6, 8)
 
 
-@settings(deadline=None)
 @given(configs(), st.integers(1, 9))
 def test_a_bulk_shipment_holds_keys_and_values_of_all_layers(
     config: CacheRankConfig, count: int

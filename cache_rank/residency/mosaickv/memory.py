@@ -1,4 +1,4 @@
-"""Memory of `mosaickv` on the device: pages of packed vectors, rings of newest tokens, strategies.
+"""Device memory of `mosaickv`: pages of packed vectors, rings of newest tokens, strategies.
 
 Every packed vector has room for the most elements and bits that any candidate strategy may need,
 and there is a per-block key for every block of the smallest size; a strategy that needs less leaves
@@ -26,18 +26,18 @@ from cache_rank.residency.mosaickv.strategy import Candidates, CompressedTokens
 from cache_rank.residency.not_finite import NotFinite
 
 BUFFER_TOKENS = 32
-"""Newest tokens that wait in full precision until they are so many (section 5.3)."""
+"""The newest tokens wait in full precision until there are so many (section 5.3)."""
 
 _LARGEST_NORM = torch.finfo(torch.float32).max / 2
-"""Of a vector, so that its rotated elements are float32 whatever is rounded."""
+"""No vector may be longer: its rotated elements must be float32, whatever is rounded."""
 
 
 class MemorySizes(NamedTuple):
     """How much there is of everything.
 
     Attributes:
-        pages: of packed vectors.
-        slots: of sequences.
+        pages: number of pages of packed vectors.
+        slots: number of sequences.
         ring: tokens of a slot in full precision.
         segment: fewest tokens of a segment that is not a sequence's first.
     """
@@ -53,7 +53,7 @@ class MemorySizes(NamedTuple):
         return self.most_strategies(self.pages * PAGE_TOKENS)
 
     def most_strategies(self, tokens: int) -> int:
-        """Of a sequence of so many tokens."""
+        """Most strategies of a sequence of so many tokens."""
         return tokens // self.segment + 2
 
     @property
@@ -66,13 +66,13 @@ class PackedMemory:
     """A store, and which rows of its tables are free.
 
     Attributes:
-        store: what the operations of a step read and write.
-        operations: of `cache_rank_kernels.mosaickv`, for the device.
+        store: the tensors that the operations of a step read and write.
+        operations: the module of `cache_rank_kernels.mosaickv` for the device.
     """
 
     @staticmethod
     def bytes_per_token(candidates: Candidates, model: ModelShape) -> int:
-        """Of keys, values and per-block keys, all layers."""
+        """Memory of a token's key and value and its share of per-block keys, all layers."""
         vector = candidates.kept * model.torch_dtype.itemsize + candidates.bitmap_bytes
         of_page = (2 * PAGE_TOKENS + candidates.page_blocks) * vector
         return -(-of_page * model.layers * model.kv_heads // PAGE_TOKENS)
@@ -119,12 +119,12 @@ class PackedMemory:
         self._beside = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def begin(self, slot: int) -> None:
-        """A sequence begins in a slot, with nothing in the pages."""
+        """Prepare a slot for a sequence that has nothing in the pages yet."""
         self.store.strategy_of[slot].fill_(-1)
         self.store.rows[slot].fill_(-1)
 
     def adopt(self, tokens: list[CompressedTokens]) -> list[CompressedTokens]:
-        """Tokens of a segment from another thread, to be used on the current stream."""
+        """Let the current stream use the tokens of a segment, which come from another thread."""
         if self._beside is not None:
             current = torch.cuda.current_stream()
             for strategy, *vectors in tokens:
@@ -133,7 +133,7 @@ class PackedMemory:
         return tokens
 
     def add(self, slot: int, index: int, tokens: Sequence[CompressedTokens]) -> int:
-        """Take over the strategies of a segment, the sequence's number `index`: their row."""
+        """Store the strategies of a segment, the sequence's number `index`; return their row."""
         row = self._free_rows.pop()
         numbers = torch.tensor([of_layer.strategy[:3] for of_layer in tokens], dtype=torch.int32)
         self.store.numbers[row].copy_(upload((numbers,), self._device)[0])
@@ -143,30 +143,21 @@ class PackedMemory:
         return row
 
     def release(self, rows: Sequence[int]) -> None:
-        """Strategies are needed no more."""
+        """Free the rows of strategies that are needed no more."""
         self._free_rows += rows
 
     def assign(self, slot: int, first: int, last: int, index: int) -> None:
-        """Tokens [first, last) of a sequence are in the pages, by its strategy number `index`."""
+        """Note that tokens [first, last) are compressed by the sequence's strategy `index`."""
         self.store.strategy_of[slot, first // BUFFER_TOKENS : last // BUFFER_TOKENS].fill_(index)
-
-    def restore(self, slot: int, strategy_of: Sequence[int], strategies: int) -> None:
-        """The first buffers of a sequence are in the pages, by its first strategies, no others."""
-        of_slot = self.store.strategy_of[slot]
-        of_slot[len(strategy_of) :].fill_(-1)
-        if strategy_of:
-            former = torch.tensor(strategy_of, dtype=torch.int32)
-            of_slot[: len(strategy_of)].copy_(upload((former,), self._device)[0])
-        self.store.rows[slot, strategies:].fill_(-1)
 
     def write(self, pages: Tensor, layer: int, first: int, tokens: CompressedTokens) -> None:
         """Write successive tokens of a layer, the first of them at position `first`.
 
         Args:
-            pages: (pages,) int32 of the sequence.
-            layer: that they are of.
-            first: a multiple of their block.
-            tokens: of all kv heads.
+            pages: (pages,) int32, the sequence's pages.
+            layer: the tokens' layer.
+            first: position of the first token, a multiple of the block.
+            tokens: the tokens of all KV heads.
         """
         count, block = tokens.keys.elements.shape[-2], tokens.strategy.block
         position = torch.arange(first, first + count, device=self._device)
@@ -187,17 +178,19 @@ class PackedMemory:
         last: int,
         losses: Tensor,
     ) -> None:
-        """See `compress_buffers` of the reference."""
+        """Compress tokens from the ring to the pages: `compress_buffers` of the reference."""
         self.operations.compress_buffers(self.store, pages, slot, row, layers, first, last, losses)
 
     def add_covariance(
-        self, slot: int, layers: range, first: int, last: int, before: Tensor, after: Tensor
+        self, slot: int, layers: range, first: int, last: int, covariance: Tensor
     ) -> None:
-        """See `add_covariance` of the reference."""
-        self.operations.add_covariance(self.store, slot, layers, first, last, before, after)
+        """Add successive tokens to the covariance: `add_covariance` of the reference, in place."""
+        self.operations.add_covariance(
+            self.store, slot, layers, first, last, covariance, covariance
+        )
 
     def require_finite(self, slot: int, layers: range, first: int, last: int) -> None:
-        """Check tokens of a slot, which cannot be rotated if not.
+        """Check that tokens of a slot are finite: otherwise they cannot be rotated.
 
         Raises:
             ValueError: some of its tokens are not finite; on a GPU `check` says so.
@@ -212,13 +205,17 @@ class PackedMemory:
             self.check()
 
     def check(self, wait: bool = False) -> None:
-        """See Residency.check; or wait for the device, and say what was found in all that came."""
+        """Report tokens that cannot be held, see Residency.check.
+
+        With `wait`, the host waits for the device, and all tokens that came are covered.
+        """
         self._not_finite.check(wait)
 
     def beside(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """For another thread: a function that sees what is queued now, beside what comes later.
+        """Wrap a function for another thread, so that it sees all that is queued now.
 
-        On a GPU it runs on a stream of its own, and returns when the device is done.
+        On a GPU it runs on a stream of its own, beside what is queued later, and returns when the
+        device is done.
         """
         if (stream := self._beside) is None:
             return function

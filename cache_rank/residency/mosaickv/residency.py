@@ -1,8 +1,8 @@
-"""`mosaickv`: rotated keys and values of which each keeps its largest elements (MosaicKV 4-5).
+"""The format `mosaickv`, as the selector drives it.
 
-Tokens are compressed by a strategy of their segment, see `mosaickv_segments`; their codes are in
-pages, laid out for the largest of the configured strategies, see `mosaickv_memory`. How tokens are
-scored and read back is specified in kernels/mosaickv/reference.py.
+Tokens are compressed by a strategy of their segment, see segments.py; their codes are in pages,
+laid out for the largest of the configured strategies, see memory.py. How tokens are scored and
+decoded is specified in kernels/mosaickv/reference.py.
 
 The paper's GPU-side compression buffer is the pages, and its CPU-side buffer the rings of newest
 tokens, which hold the newest segments in full precision: here, too, on the device.
@@ -13,84 +13,76 @@ graphs. An append is not: the host decides when segments end, and queues their c
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar
 
 import torch
-from cache_rank_kernels.mosaickv.reference import read_packed
 from torch import Tensor
 
-from cache_rank.config import CacheRankConfig, OptionValue
+from cache_rank.config import CacheRankConfig
 from cache_rank.copies import upload
-from cache_rank.operations import operations_for
-from cache_rank.pages import PAGE_TOKENS
+from cache_rank.residency.base import Residency
 from cache_rank.residency.mosaickv.memory import MemorySizes, PackedMemory
 from cache_rank.residency.mosaickv.segments import SegmentLengths, Segments
 from cache_rank.residency.mosaickv.strategy import Candidates, strategy_bytes
-from cache_rank.residency.options import Between, OneOf, Ranges, require_options
-from cache_rank.residency.scores import ScoreBuffers
+from cache_rank.residency.options import Between, OneOf, Ranges
 from cache_rank.step_rows import StepRows
 
-OPTIONS: Ranges = {
-    "rate": OneOf(("auto", 0, 62.5, 75, 87.5)),
-    "group": OneOf(("auto", 1, 2, 4)),
-    "block": OneOf(("auto", 1, 4, 8, 16)),
-    "dropped": Between(0, 75),
-    "loss": Between(0, 1),
-    "variance": Between(0, 1),
-    "segment": OneOf(tuple(1 << exponent for exponent in range(9, 17))),
-    "threshold": Between(0, 65536),
-    "scored": Between(0, 100),
-}
-"""Of the strategies that there are, of the segments that have them, and of scoring.
 
-    rate        percent of its elements that a vector loses
-    group       neighbouring elements that are kept together
-    block       tokens of a per-block key; 1 is none
-    dropped     percent of the rotated channels that all vectors lose, those of least energy
-    loss        largest share of energy that a rate and a group may lose to be chosen
-    variance    largest share of the variance of keys within blocks that may be chosen
-    segment     most tokens of a segment: longer ones take more memory a slot, for the copy in full
-                precision, and shorter ones more memory a token, for their rotations
-    threshold   accumulated loss that ends a segment, in tokens that are lost altogether
-    scored      percent of the tokens that are scored one by one, those of the best blocks; never
-                fewer than can be selected
-
-With `auto`, each layer of each segment has the one that compresses most within `loss` or within
-`variance`, and memory is reserved for the one that compresses least.
-"""
-
-
-class MosaicKVResidency:
+class MosaicKVResidency(Residency):
     """Codes in pages, and the segments of each slot and its newest tokens beside them."""
 
-    lossless: ClassVar[bool] = False
+    name: ClassVar[str] = "mosaickv"
+    options: ClassVar[Ranges] = {
+        "rate": OneOf(("auto", 0, 62.5, 75, 87.5)),
+        "group": OneOf(("auto", 1, 2, 4)),
+        "block": OneOf(("auto", 1, 4, 8, 16)),
+        "dropped": Between(0, 75),
+        "loss": Between(0, 1),
+        "variance": Between(0, 1),
+        "segment": OneOf(tuple(1 << exponent for exponent in range(9, 17))),
+        "threshold": Between(0, 65536),
+        "scored": Between(0, 100),
+    }
+    """The options say which strategies there are, which segments have them, and what is scored.
+
+        rate        percent of its elements that a vector loses
+        group       neighbouring elements that are kept together
+        block       tokens of a per-block key; 1 is none
+        dropped     percent of the rotated channels that all vectors lose, those of least energy
+        loss        largest share of energy that a rate and a group may lose to be chosen
+        variance    largest share of the variance of keys within blocks that may be chosen
+        segment     most tokens of a segment: longer ones take more memory a slot, for the copy in
+                    full precision, and shorter ones more memory a token, for their rotations
+        threshold   accumulated loss that ends a segment, in tokens that are lost altogether
+        scored      percent of the tokens that are scored one by one, those of the best blocks;
+                    never fewer than can be selected
+
+    With `auto`, each layer of each segment has the one that compresses most within `loss` or within
+    `variance`, and memory is reserved for the one that compresses least.
+    """
+
     captures_append: ClassVar[bool] = False
 
-    @staticmethod
-    def validate(options: Mapping[str, OptionValue]) -> None:
-        require_options("mosaickv", options, OPTIONS)
-
-    @staticmethod
-    def bytes_per_token(config: CacheRankConfig) -> int:
-        """With the strategies of segments, which are of `SegmentLengths.least` tokens or more."""
+    @classmethod
+    def bytes_per_token(cls, config: CacheRankConfig) -> int:
+        """Memory of a token, and its share of the strategies: the shortest segments have most."""
         candidates = Candidates(config.kv_residency_options, config.model)
         strategies = strategy_bytes(candidates.channels, config.model)
-        of_token = -(-strategies // _segment_lengths(config).least)
+        of_token = -(-strategies // SegmentLengths.of(config).least)
         return PackedMemory.bytes_per_token(candidates, config.model) + of_token
 
-    @staticmethod
-    def fixed_bytes(config: CacheRankConfig) -> int:
-        """As if every slot had its longest segment, and that were just being compressed again."""
-        model, lengths = config.model, _segment_lengths(config)
+    @classmethod
+    def fixed_bytes(cls, config: CacheRankConfig) -> int:
+        """Memory of the slots, if each has its longest segment, which is being recompressed."""
+        model, lengths = config.model, SegmentLengths.of(config)
         candidates = Candidates(config.kv_residency_options, model)
         covariance = 2 * model.layers * model.kv_heads * model.head_dim**2 * 8
         of_slot = (
             lengths.originals * model.bytes_per_token
             + lengths.most * PackedMemory.bytes_per_token(candidates, model)
-            + 3 * covariance  # of the finished segment, and of the next one now and a buffer ago
-            + strategy_bytes(candidates.channels, model)  # of the opening
+            + 2 * covariance  # one of the finished segment, and one of the next
+            + strategy_bytes(candidates.channels, model)  # those of the opening
         )
         return config.max_rows * of_slot
 
@@ -98,29 +90,18 @@ class MosaicKVResidency:
         model, options, lengths = (
             config.model,
             config.kv_residency_options,
-            _segment_lengths(config),
+            SegmentLengths.of(config),
         )
         sizes = MemorySizes(pages, config.max_rows, lengths.originals, lengths.least)
-        self.page_bytes = PAGE_TOKENS * self.bytes_per_token(config)
-        self._model = model
-        self._device = device
+        super().__init__(config, pages, device)
         self._lengths = lengths
         self._candidates = Candidates(options, model)
         self._memory = PackedMemory(self._candidates, model, sizes, device)
-        self._operations = operations_for(device)
-        self._scores = ScoreBuffers(model, self._score_workspace, device)
         share = round(float(options.get("scored", 25)) * 10_000)
         self._scored = (share, config.sparse_budget + config.selection_margin)
         self._most_strategies = sizes.most_strategies
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="mosaickv")
         self._segments: dict[int, Segments] = {}
-
-    def _score_workspace(
-        self, rows: int, layers: int, kv_heads: int, group: int, capacity: int, device: torch.device
-    ) -> Any:
-        return self._memory.operations.score_packed_workspace(
-            self._memory.store, rows, layers, group, capacity, self._most_strategies(capacity)
-        )
 
     def load(self, pages: Tensor, slot: int, start: int, shipment: Tensor) -> None:
         if start == 0:
@@ -154,19 +135,6 @@ class MosaicKVResidency:
             if slot >= 0:
                 self._segments[slot].append(rows.page_table[row], layers, position + 1)
 
-    def truncate(self, pages: Tensor, slot: int, tokens: int) -> None:
-        self._segments[slot].truncate(pages, tokens)
-
-    def end(self, slot: int) -> None:
-        if (ended := self._segments.pop(slot, None)) is not None:
-            ended.end()
-
-    def prepare(self, rows: int, layers: int, capacity: int) -> int:
-        return self._scores.prepare(rows, layers, capacity)
-
-    def check(self) -> None:
-        self._memory.check()
-
     def score(self, rows: StepRows, layers: range, queries: Tensor, exact: bool = False) -> Tensor:
         workspace, out = self._scores.take(queries.shape[0], len(layers), rows.capacity)
         self._memory.operations.score_packed_step(
@@ -198,19 +166,22 @@ class MosaicKVResidency:
             values,
         )
 
-    def read(
-        self, pages: Tensor, slot: int, layers: range, positions: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        resident = self._segments[slot].resident[layers.start]
-        return read_packed(self._memory.store, pages, slot, layers, resident, positions)
+    def end(self, slot: int) -> None:
+        if (ended := self._segments.pop(slot, None)) is not None:
+            ended.end()
+
+    def check(self) -> None:
+        self._memory.check()
+
+    def score_workspace(
+        self, rows: int, layers: int, kv_heads: int, group: int, capacity: int, device: torch.device
+    ) -> Any:
+        return self._memory.operations.score_packed_workspace(
+            self._memory.store, rows, layers, group, capacity, self._most_strategies(capacity)
+        )
 
     def _begin(self, slot: int) -> None:
         self.end(slot)
         self._segments[slot] = Segments(
             self._model, self._candidates, self._lengths, self._executor, self._memory, slot
         )
-
-
-def _segment_lengths(config: CacheRankConfig) -> SegmentLengths:
-    options = config.kv_residency_options
-    return SegmentLengths(int(options.get("segment", 8192)), float(options.get("threshold", 1024)))

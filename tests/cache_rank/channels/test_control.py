@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 import zmq
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cache_rank.channels.control import (
@@ -35,14 +35,12 @@ payloads = st.binary(max_size=200)
 sequences = st.integers(1, 2**64 - 1)
 
 
-@settings(deadline=None)
 @given(payloads, sequences, st.data())
 def test_unseal_returns_what_was_sealed(payload: bytes, sequence: int, data: st.DataObject) -> None:
     last = data.draw(st.integers(0, sequence - 1))
     assert unseal(SECRET, last, seal(SECRET, sequence, payload)) == (sequence, payload)
 
 
-@settings(deadline=None)
 @given(payloads, sequences)
 def test_a_flipped_bit_in_any_byte_is_refused(payload: bytes, sequence: int) -> None:
     frame = seal(SECRET, sequence, payload)
@@ -53,7 +51,6 @@ def test_a_flipped_bit_in_any_byte_is_refused(payload: bytes, sequence: int) -> 
             unseal(SECRET, 0, bytes(damaged))
 
 
-@settings(deadline=None)
 @given(payloads, st.data())
 def test_a_truncated_frame_is_refused(payload: bytes, data: st.DataObject) -> None:
     frame = seal(SECRET, 1, payload)
@@ -62,21 +59,18 @@ def test_a_truncated_frame_is_refused(payload: bytes, data: st.DataObject) -> No
         unseal(SECRET, 0, frame[:kept])
 
 
-@settings(deadline=None)
 @given(payloads, st.binary(min_size=1, max_size=20))
 def test_an_extended_frame_is_refused(payload: bytes, more: bytes) -> None:
     with pytest.raises(RefusedFrameError, match="wrong secret"):
         unseal(SECRET, 0, seal(SECRET, 1, payload) + more)
 
 
-@settings(deadline=None)
 @given(st.binary(max_size=300))
 def test_arbitrary_bytes_are_refused(frame: bytes) -> None:
     with pytest.raises(RefusedFrameError):
         unseal(SECRET, 0, frame)
 
 
-@settings(deadline=None)
 @given(sequences, st.data())
 def test_a_sequence_number_that_does_not_grow_is_refused(
     sequence: int, data: st.DataObject

@@ -92,7 +92,8 @@ class Peer:
         behaviour: Callable[[Link, Connection], None],
         secret: bytes,
     ) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["cache_rank.channels.link"])  # once for all peers
         self.rendezvous = rendezvous
         self.pipe, other_end = context.Pipe()
         self.process: BaseProcess = context.Process(
@@ -206,6 +207,16 @@ def test_every_link_meets_in_files_of_its_own(tmp_path: Path) -> None:
     for meeting in meetings:
         assert Path(meeting.decode()).parent == tmp_path
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("backend", "channels"), [("nccl", Link.NAMES), ("peer", ("bulk",))])
+def test_every_nccl_channel_has_an_identity_of_its_own(
+    backend: Any, channels: tuple[str, ...]
+) -> None:
+    rendezvous = make_rendezvous(backend, "")
+    assert tuple(rendezvous) == channels
+    assert {len(identity) for identity in rendezvous.values()} == {128}
+    assert len(set(rendezvous.values())) == len(channels)
 
 
 @pytest.mark.parametrize("ending", ["killed", "stopped"])

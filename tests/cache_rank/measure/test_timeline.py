@@ -110,9 +110,9 @@ def test_both_ranks_append_whole_lines_to_one_file(tmp_path: Path) -> None:
 
 
 def run_step(timeline: Timeline, step: int, traced: bool, groups: int = 2) -> None:
-    timeline.begin_step(step, traced)
+    timeline.enter_step(step, traced)
     for group in range(groups):
-        timeline.begin(group)
+        timeline.enter_group(group)
         time.sleep(0.002)
         timeline.mark("receive")
         timeline.mark("score")
@@ -171,6 +171,6 @@ def test_without_a_file_nothing_is_kept(
     timeline = Timeline("", CPU)
     for step in range(3):
         run_step(timeline, step, traced)
-    timeline.begin_step(4, traced=False)
+    timeline.enter_step(4, traced=False)
     assert timeline._marks == []
     assert list(tmp_path.iterdir()) == []

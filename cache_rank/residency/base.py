@@ -1,0 +1,162 @@
+"""What a residency format is: how the cache rank holds K and V.
+
+A format says how tokens are taken over (`load`, `append`), how they are scored (`score`), how they
+are decoded into a message (`gather`), and how many bytes a token takes (`bytes_per_token`). All the
+rest has a default.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from cache_rank.config import CacheRankConfig, OptionValue
+from cache_rank.operations import operations_for
+from cache_rank.residency.options import Ranges, require_options
+from cache_rank.residency.scores import ScoreBuffers
+from cache_rank.step_rows import StepRows
+
+
+class Residency(ABC):
+    """K and V of all sequences, in pages of PAGE_TOKENS tokens."""
+
+    name: ClassVar[str]
+    """The format is called so by `--kv-residency`."""
+
+    options: ClassVar[Ranges] = {}
+    """These options may be given to the format."""
+
+    lossless: ClassVar[bool] = False
+    """Tokens are read back as they came."""
+
+    captures_append: ClassVar[bool] = True
+    """Appends of as many rows always queue the same work, so that CUDA graphs can capture them."""
+
+    @classmethod
+    def validate(cls, options: Mapping[str, OptionValue]) -> None:
+        """Check options of this format.
+
+        Raises:
+            ValueError: one is unknown or out of range; the message names those that there are,
+                with their ranges.
+        """
+        require_options(cls.name, options, cls.options)
+
+    @classmethod
+    @abstractmethod
+    def bytes_per_token(cls, config: CacheRankConfig) -> int:
+        """Memory of one token in the pages: all layers, metadata included."""
+
+    @classmethod
+    def fixed_bytes(cls, config: CacheRankConfig) -> int:
+        """Memory beside the pages, however few tokens are held."""
+        return 0
+
+    def __init__(self, config: CacheRankConfig, pages: int, device: torch.device) -> None:
+        self._model = config.model
+        self._device = device
+        self._operations = operations_for(device)
+        self._scores = ScoreBuffers(config.model, self.score_workspace, device)
+
+    @abstractmethod
+    def load(self, pages: Tensor, slot: int, start: int, shipment: Tensor) -> None:
+        """Take over a bulk shipment.
+
+        Args:
+            pages: (pages,) int32, the sequence's pages.
+            slot: the sequence's slot, see StepRows.
+            start: position of the first token.
+            shipment: (2, layers, n, Hkv, D), keys and values.
+        """
+
+    @abstractmethod
+    def append(self, rows: StepRows, layers: range, up: Tensor, query_ring: Tensor) -> None:
+        """Take over one token a row, and its queries.
+
+        Args:
+            rows: the rows of the step.
+            layers: the layers of the message.
+            up: (R, len(layers), Hq + 2 Hkv, D), see UpMessage.
+            query_ring: (slots, layers, Hq, W + 1, D), written in place.
+        """
+
+    @abstractmethod
+    def score(self, rows: StepRows, layers: range, queries: Tensor, exact: bool = False) -> Tensor:
+        """Score all resident tokens: (R, len(layers), Hkv, >= capacity) float32.
+
+        The result is valid until the next call.
+
+        Args:
+            rows: the rows of the step.
+            layers: the layers to score.
+            queries: (R, len(layers), Hq, D) float32.
+            exact: take the most exact keys there are, for measurements.
+        """
+
+    @abstractmethod
+    def gather(
+        self, rows: StepRows, layers: range, entering: Tensor, keys: Tensor, values: Tensor
+    ) -> None:
+        """Decode tokens into a message.
+
+        Args:
+            rows: the rows of the step.
+            layers: the layers of the message.
+            entering: (R, len(layers), Hkv, C) int32 positions; -1 leaves its entry alone.
+            keys, values: (R, len(layers), Hkv, C, D) in the pool's dtype or in float8_e4m3fn,
+                rounded from that; written in place.
+        """
+
+    def end(self, slot: int) -> None:
+        """Forget a sequence that has ended; its slot may begin another.
+
+        A format whose sequences own nothing but pages has nothing to do.
+        """
+        return
+
+    def check(self) -> None:
+        """Report tokens that cannot be held; on a GPU, some steps later.
+
+        A format that can hold whatever comes has nothing to report.
+
+        Raises:
+            ValueError: some cannot be held.
+        """
+        return
+
+    def score_workspace(
+        self, rows: int, layers: int, kv_heads: int, group: int, capacity: int, device: torch.device
+    ) -> Any:
+        """Allocate the scratch memory of a scoring of at most so many rows, layers and tokens."""
+        return self._operations.score_workspace(rows, layers, kv_heads, group, capacity, device)
+
+    def prepare_scores(self, rows: int, layers: int, capacity: int) -> int:
+        """Make room for scores of so many rows, layers and tokens.
+
+        Returns:
+            A number that changes whenever the memory that scores take has moved.
+        """
+        return self._scores.prepare(rows, layers, capacity)
+
+    def read(self, rows: StepRows, layers: range, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Decode tokens of one sequence, for checksums and measurements.
+
+        Args:
+            rows: a step of this sequence alone.
+            layers: the layers to read.
+            positions: (len(layers), Hkv, n) integer; what -1 reads is arbitrary.
+
+        Returns:
+            Keys and values, (len(layers), Hkv, n, D) each, in the pool's dtype.
+        """
+        entering = positions.to(torch.int32).unsqueeze(0).contiguous()
+        shape = (*entering.shape, self._model.head_dim)
+        keys, values = torch.empty(
+            (2, *shape), dtype=self._model.torch_dtype, device=entering.device
+        )
+        self.gather(rows, layers, entering, keys, values)
+        return keys[0], values[0]

@@ -1,0 +1,41 @@
+"""What the cache rank's host knows of one epoch; its tensors are in the selector's state."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from cache_rank.config import CacheRankConfig
+
+
+@dataclasses.dataclass(slots=True)
+class ResidentSequence:
+    """One incarnation of a request on the inference rank, whose K and V the cache rank holds.
+
+    Attributes:
+        epoch: its number.
+        slot: its row in the selector's state tensors.
+        pages: the pages that hold its K and V, in order.
+        tokens: how many of its tokens are resident.
+        earlier_queries: how many queries were in the query ring before its last step, at most
+            W + 1. The query of that step was predicted from these.
+        queries: how many of its newest tokens have their query in the query ring, at most W + 1.
+        used: how many slots of its working set were in use in its last step.
+        filled: how many slots are in use once the answer to its last step is applied.
+    """
+
+    epoch: int
+    slot: int
+    pages: list[int] = dataclasses.field(default_factory=list)
+    tokens: int = 0
+    earlier_queries: int = 0
+    queries: int = 0
+    used: int = 0
+    filled: int = 0
+
+    def advance(self, config: CacheRankConfig, position: int) -> None:
+        """Account for the step at `position`."""
+        self.tokens = position + 1
+        self.earlier_queries = self.queries
+        self.queries = min(self.queries + 1, config.query_window + 1)
+        self.used = self.filled
+        self.filled = config.filled_after(position, self.filled)
