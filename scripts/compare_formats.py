@@ -26,7 +26,7 @@ from scripts.formats.report import Comparison, markdown, write_comparison
 from scripts.formats.samples import Sample, read_recording
 from scripts.formats.synthetic import synthetic_sample
 from scripts.formats.uniform import measure_uniform
-from scripts.speed.machine import describe, visible_gpus
+from scripts.shared.machine import describe, visible_gpus
 
 SHAPES = {
     "cpu": {"tokens": 4096, "layers": 2, "query_heads": 8, "kv_heads": 2, "budget": 256, "rows": 1},

@@ -33,9 +33,8 @@ from cache_rank.config import CacheRankConfig, ModelShape
 from cache_rank.protocol import Load, Report, bulk_shape
 from cache_rank.residency import FORMATS
 from scripts.formats.measurements import Variant
-from scripts.shared.presentation import number, table
-from scripts.speed.cache_step import shape_of
-from scripts.speed.jobs import model_config
+from scripts.shared.models import model_config, model_shape
+from scripts.shared.report import number, table
 from sglang_ext.supervisor import Connection, Place, Supervisor
 
 PATIENCE_SECONDS = 600.0
@@ -183,7 +182,7 @@ def main(argv: Sequence[str]) -> int:
         parser.error("--tokens and --chunk must be at least 1")
     torch.set_grad_enabled(False)
     try:
-        model = shape_of(model_config(options.model)[1])
+        model = model_shape(model_config(options.model))
     except ValueError as error:
         parser.error(f"--model: {error}")
     occupied = []

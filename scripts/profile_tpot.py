@@ -20,29 +20,20 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from scripts.shared import machine
+from scripts.shared.command import make_parser
 from scripts.shared.serving import stop_on_sigterm
-from scripts.speed import machine, report
-from scripts.speed.jobs import (
-    EXPERIMENT_MODELS,
-    EXPERIMENTS,
-    SYSTEMS,
-    Job,
-    Settings,
-    Shape,
-    Wish,
-    make_job,
-)
+from scripts.shared.systems import SYSTEMS
+from scripts.speed import report
+from scripts.speed.experiments import EXPERIMENT_MODELS, EXPERIMENTS
+from scripts.speed.jobs import Job, Settings, Shape, Wish, make_job
 from scripts.speed.records import Results
 from scripts.speed.runner import Runner
 
 
 def parse_options(argv: Sequence[str]) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.profile_tpot",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser("profile_tpot", __doc__)
     add = parser.add_argument
     add("--model", nargs="+", help="a name in scripts/speed/model_shapes, `bundled`, or a folder")
     add("--shapes", nargs="+", type=Shape.parse, default=[], help="BATCHxCONTEXT")
@@ -56,7 +47,8 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
     add("--skip-steps", type=int, help="steps before the first window; default: enough to settle")
     add("--seed", type=int, default=1)
     add("--memory-fraction", type=float, default=0.85, help="of a GPU, for weights and KV pool")
-    add("--engine-args", type=json.loads, default={}, help="JSON object of engine arguments")
+    add("--engine-args", dest="engine", metavar="ENGINE_ARGS", type=json.loads, default={},
+        help="JSON object of engine arguments")  # fmt: skip
     add("--trace", action="store_true", help="trace both ranks; costs time in the step")
     add("--arrival", action="store_true", help="also time steps while one more prompt is shipped")
     add("--gpus", help="indices of the GPUs to use, separated by commas; default: all")
@@ -90,32 +82,16 @@ def make_jobs(options: argparse.Namespace, results: Results) -> list[Job]:
     Raises:
         ValueError: an unknown model or system.
     """
-    settings = Settings(
-        sparse_budget=options.sparse_budget,
-        sparse_threshold=options.sparse_threshold,
-        repeats=options.repeats,
-        window=options.window,
-        skip_steps=options.skip_steps,
-        seed=options.seed,
-        shape_seconds=options.shape_seconds,
-        capacity=options.capacity,
-        memory_fraction=options.memory_fraction,
-        engine=options.engine_args,
-        trace=options.trace,
-        arrival=options.arrival,
-    )
-    jobs = []
-    for wish in make_wishes(options):
-        job = make_job(wish, settings, options.out)
+    settings = Settings(**{name: getattr(options, name) for name in Settings.__struct_fields__})
+    jobs = [make_job(wish, settings, options.out) for wish in make_wishes(options)]
+    for job in jobs:
         job.shapes = [s for s in job.shapes if not results.find(job.model, job.system, s)]
         if any(
             m.capacity_search and m.tpot_ms and m.system == job.system and m.model == job.model
             for m in results.measurements
         ):
             job.capacity = 0
-        if job.shapes or job.capacity:
-            jobs.append(job)
-    return jobs
+    return [job for job in jobs if job.shapes or job.capacity]
 
 
 def main(argv: Sequence[str]) -> int:

@@ -29,9 +29,8 @@ from cache_rank.channels.peer import PeerChannel
 from cache_rank.channels.transport import CACHE, INFERENCE
 from cache_rank.config import CacheRankConfig, WireDtype
 from cache_rank.protocol import DownMessage, group_sizes
-from scripts.shared.presentation import table
-from scripts.speed.cache_step import shape_of
-from scripts.speed.jobs import model_config
+from scripts.shared.models import model_config, model_shape
+from scripts.shared.report import table
 
 LOOPBACK = "127.0.0.1"
 SECONDS = 60.0
@@ -158,7 +157,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if torch.cuda.device_count() < 2:
         parser.error(f"needs two GPUs, found {torch.cuda.device_count()}")
     config = CacheRankConfig(
-        shape_of(model_config(args.model)[1]),
+        model_shape(model_config(args.model)),
         layers_per_group=args.layers_per_group,
         delta_capacity=args.delta_capacity,
         wire_dtype=args.wire_dtype,

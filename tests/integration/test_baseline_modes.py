@@ -11,9 +11,9 @@ import torch
 from transformers import AttentionInterface, DynamicCache, Qwen3ForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from scripts.accuracy.systems import DECODE_MODES
 from scripts.accuracy.tasks.pointer_chase import make_chain
 from scripts.shared.serving import PLAIN, Server, log_probabilities, serve
+from scripts.shared.systems import DECODE_MODES
 from sglang_ext.server_args import BUNDLED_MODEL
 
 SINKS, RECENT, BUDGET, DENSE_LAYERS, PAGE = 4, 16, 16, 1, 16

@@ -26,49 +26,34 @@ from scripts.accuracy.benchmarks.questions import (
     read_questions,
     write_questions,
 )
-from scripts.accuracy.benchmarks.server import Counters, Server, ServerError
+from scripts.accuracy.benchmarks.server import Counters, EvaluatedServer
+from scripts.shared.serving import ServerError
 
 MOST_THREADS = 64
 PROMPT_TOKENS = 2048
-"""Set aside for a question where requests at a time are counted."""
+"""A question is taken to have so many tokens where requests at a time are counted."""
 
 _NO_ROOM = ("max_sparse_requests", "cache_rank_memory")
 
 
 class Record(msgspec.Struct):
-    """What was run; `run.json`.
-
-    Attributes:
-        benchmark: its name.
-        command: our command line.
-        harness_command: the harness's, less `extra_body`, which every request holds beside it.
-        versions: of the harness and of this package.
-        questions: how many.
-        questions_sha256: of questions.jsonl.
-        dense: requests asked to stay dense.
-        threads: requests at a time.
-        server: what `/server_info` said.
-        counters: what happened on the server between the first request and the last answer.
-        cache_rank: what `/server_info` said of it after the last answer, recall included.
-        warnings: what a reader of the results has to know.
-        started, seconds: Unix time, and how long it took.
-    """
+    """What was run; `run.json`."""
 
     benchmark: str
-    command: list[str]
+    command: list[str]  # our command line
     harness_command: list[str]
-    extra_body: dict[str, Any]
-    versions: dict[str, str]
+    extra_body: dict[str, Any]  # of every request, beside the harness's command
+    versions: dict[str, str]  # of the harness and of this package
     questions: int
-    questions_sha256: str
+    questions_sha256: str  # of questions.jsonl
     sampling: Sampling
-    dense: bool
-    threads: int
-    server: dict[str, Any]
-    counters: Counters = msgspec.field(default_factory=Counters)
-    cache_rank: dict[str, Any] = msgspec.field(default_factory=dict)
-    warnings: list[str] = msgspec.field(default_factory=list)
-    started: float = 0.0
+    dense: bool  # requests asked to stay dense
+    threads: int  # requests at a time
+    server: dict[str, Any]  # what `/server_info` said
+    counters: Counters = msgspec.field(default_factory=Counters)  # of the server during the run
+    cache_rank: dict[str, Any] = {}  # what `/server_info` said of it after the last answer
+    warnings: list[str] = []  # what a reader of the results has to know
+    started: float = 0.0  # Unix time
     seconds: float = 0.0
 
     @property
@@ -87,7 +72,7 @@ class Run(msgspec.Struct):
 
 def run_benchmark(
     benchmark: Benchmark,
-    server: Server,
+    server: EvaluatedServer,
     out: Path,
     sampling: Sampling,
     *,
@@ -207,8 +192,8 @@ def _load(benchmark: Benchmark) -> list[Question]:
         raise OSError(f"{error}\nWithout access to the hub, give --from-dataset") from error
 
 
-def _threads(server: Server, sampling: Sampling, wanted: int | None, sparse: bool) -> int:
-    """Requests at a time, so that none stays dense for want of room on the cache rank."""
+def _threads(server: EvaluatedServer, sampling: Sampling, wanted: int | None, sparse: bool) -> int:
+    """The requests at a time, so that none stays dense for want of room on the cache rank."""
     if not sparse:
         return wanted or MOST_THREADS
     longest = PROMPT_TOKENS + sampling.max_tokens
