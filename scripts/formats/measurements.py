@@ -20,20 +20,19 @@ from scripts.formats.samples import Sample
 
 
 class Variant(NamedTuple):
-    """A format and its options.
+    """A format and its options."""
 
-    Attributes:
-        format: a name of FORMATS.
-        options: of the format.
-        score_keys: of CacheRankConfig.
-        key_bits: of an element of a key that scores read, what codes are relative to not counted;
-            None if it is not known.
-    """
-
-    format: str
+    format: str  # a name of FORMATS
     options: dict[str, OptionValue]
-    score_keys: ScoreKeys = "resident"
-    key_bits: int | None = None
+    score_keys: ScoreKeys = "resident"  # of CacheRankConfig
+    key_bits: int | None = None  # of a key's element that scores read, as in Measurement
+
+    @property
+    def title(self) -> str:
+        """The options in tables."""
+        if self.score_keys != "resident":
+            return f"score keys {self.score_keys}"
+        return ",".join(f"{name}={value}" for name, value in self.options.items())
 
 
 def variants(formats: Sequence[str], dtype: torch.dtype) -> list[Variant]:
@@ -98,10 +97,7 @@ def measure(
         repeats: of a timed call; the median counts.
     """
     config = config_for(sample, variant, budget, rows)
-    options = ",".join(f"{name}={value}" for name, value in variant.options.items())
-    if variant.score_keys != "resident":
-        options = f"score keys {variant.score_keys}"
-    measurement = Measurement(variant.format, options, key_bits=variant.key_bits)
+    measurement = Measurement(variant.format, variant.title, key_bits=variant.key_bits)
     held, device = _Held(sample, config, rows), sample.keys.device
     loading = median_microseconds(held.load, repeats, device)
     for row in range(1, rows):

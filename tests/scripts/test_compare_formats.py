@@ -13,7 +13,8 @@ from cache_rank.measure.recording import Recorder
 from cache_rank.protocol import Load, Row, UpMessage
 from cache_rank.residency import FORMATS
 from cache_rank.selector import Selector
-from scripts.compare_formats import compare_formats, main, make_sample, parse_options
+from scripts.compare_formats import main, parse_options
+from scripts.formats.comparison import compare_formats, make_sample
 from scripts.formats.quality import Measurement
 from scripts.formats.report import Comparison
 

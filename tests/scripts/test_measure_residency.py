@@ -7,7 +7,8 @@ import pytest
 from cache_rank.config import ModelShape
 from cache_rank.pages import PAGE_TOKENS
 from scripts.formats.measurements import Variant
-from scripts.measure_residency import main, markdown, measure
+from scripts.formats.memory import markdown, measure
+from scripts.measure_residency import main
 from scripts.shared.models import model_config, model_shape
 
 MODEL = ModelShape(8, 8, 8, 128, "bfloat16", 128**-0.5)

@@ -11,7 +11,8 @@ import pytest
 
 from cache_rank.config import CacheRankConfig, ModelShape
 from cache_rank.protocol import Measurement
-from scripts.plot import SETTINGS, main, read_state
+from scripts.accuracy.recall import SETTINGS, read_state
+from scripts.plot import main
 from sglang_ext.recall import RecallStatistics
 
 pytest.importorskip("matplotlib")
