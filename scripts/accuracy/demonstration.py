@@ -14,7 +14,8 @@ from openai import OpenAI
 from rich.console import Console
 from rich.table import Column, Table
 
-from scripts.accuracy.tasks.pointer_chase import PointerChase, make_chain
+from scripts.accuracy.tasks import Problem
+from scripts.accuracy.tasks.pointer_chase import make_chain
 from scripts.shared.serving import Server, serve
 
 SINKS, RECENT, BUDGET = 4, 16, 40
@@ -50,7 +51,7 @@ def running_server() -> Iterator[Server]:
         yield server
 
 
-def ask(client: OpenAI, chain: PointerChase, sparse: bool) -> Iterator[str]:
+def ask(client: OpenAI, chain: Problem, sparse: bool) -> Iterator[str]:
     """Stream the answer to a chain through the OpenAI API."""
     stream = client.chat.completions.create(
         model="default",
@@ -65,10 +66,15 @@ def ask(client: OpenAI, chain: PointerChase, sparse: bool) -> Iterator[str]:
             yield chunk.choices[0].delta.content
 
 
-def show_answer(title: str, chain: PointerChase, pieces: Iterator[str]) -> None:
+def number_of(text: str) -> str:
+    """The number that the last word of a text names."""
+    return text.split()[-1][1:]
+
+
+def show_answer(title: str, chain: Problem, pieces: Iterator[str]) -> None:
     """Print the walk as it arrives, then whether it is right."""
     console.print(f"\n[bold]{title}[/bold]")
-    console.print(f"  {chain.start}", end="", highlight=False)
+    console.print(f"  {number_of(chain.prompt)}", end="", highlight=False)
     text, shown = "", 1
     started = time.monotonic()
     for piece in pieces:
@@ -79,11 +85,11 @@ def show_answer(title: str, chain: PointerChase, pieces: Iterator[str]) -> None:
             shown += 1
     seconds = time.monotonic() - started
     grade = chain.grade(text)
-    console.print(f" → {text.split()[-1][1:]}", highlight=False)
+    console.print(f" → {number_of(text)}", highlight=False)
     verdict = "[green]right[/green]" if grade.exact else "[red]wrong[/red]"
     console.print(
         f"  {verdict}: {grade.correct_hops} of {chain.hops} hops, final value "
-        f"{text.split()[-1][1:]}, expected {chain.final_value}; {seconds:.1f} s"
+        f"{number_of(text)}, expected {number_of(chain.answer[-1])}; {seconds:.1f} s"
     )
 
 
@@ -147,8 +153,8 @@ def demonstrate() -> None:
         client = OpenAI(base_url=f"{server.url}/v1", api_key="none")
         context = 2 * 128 + 3 + chain.max_tokens
         console.print(
-            f"\n128 facts in random order, then a walk of {chain.hops} hops from {chain.start}: "
-            f"{context} tokens in all."
+            f"\n128 facts in random order, then a walk of {chain.hops} hops from "
+            f"{number_of(chain.prompt)}: {context} tokens in all."
         )
         watch = Watch(server)
         show_answer("Dense: every token attends to everything", chain, ask(client, chain, False))

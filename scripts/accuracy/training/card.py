@@ -60,27 +60,18 @@ are random, its queries repeat by construction, and its margins are far larger t
 
 @dataclass(frozen=True)
 class Making:
-    """How an export came to be.
-
-    Attributes:
-        command: that made it.
-        device: that it was trained on, in words.
-        precision: of the computation.
-        parameters: of the model.
-        steps, tokens, minutes: of training.
-        seed: of the weights and the data.
-    """
+    """How an export came to be."""
 
     FILE: ClassVar[str] = "training.json"
 
     command: str
-    device: str
-    precision: str
-    parameters: int
-    steps: int
+    device: str  # that it was trained on, in words
+    precision: str  # of the computation
+    parameters: int  # of the model
+    steps: int  # this and the next two: of training
     tokens: int
     minutes: float
-    seed: int
+    seed: int  # of the weights and the data
 
     def save(self, folder: Path) -> None:
         """Keep it beside the weights, so that an export can be graded another time."""

@@ -17,7 +17,7 @@ from scripts.accuracy.training.batches import Batch
 from scripts.accuracy.training.tokenizer import BOS, EOS
 
 FIRST_SEED = 1 << 32
-"""Of the problems that are trained on: those below are left to evaluations."""
+"""The problems that are trained on have seeds from here; those below are for evaluations."""
 
 WORKERS = 8
 
