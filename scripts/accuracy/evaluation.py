@@ -52,8 +52,8 @@ class Job(msgspec.Struct):
     """A server, and the cells that it answers."""
 
     system: System
-    cells: list[Cell]  # of that system and one model
-    gpus: int  # that the server needs
+    cells: list[Cell]  # cells of that system and one model
+    gpus: int  # GPUs that the server needs
     longest: int  # tokens of the longest problem, answer included
     threshold: int  # tokens before the first lookup, of the cell that states most
 

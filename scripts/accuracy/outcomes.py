@@ -15,8 +15,8 @@ class Cell(msgspec.Struct, frozen=True):
 
     model: str  # see scripts.shared.models
     system: str  # label, see scripts.shared.systems
-    task: str  # of TASKS
-    dials: dict[str, Any]  # of the task, but for the seed
+    task: str  # name in TASKS
+    dials: dict[str, Any]  # all dials of the task but the seed
 
     @property
     def problems(self) -> tuple[str, str, str]:
@@ -34,17 +34,17 @@ class Outcome(msgspec.Struct, frozen=True):
 
     cell: Cell
     seed: int
-    correct_hops: int  # this and the next three: see Grade
+    correct_hops: int  # Grade explains this and the next three
     correct_prefix_hops: int
     hops: int
     exact: bool
-    prompt_tokens: int  # as the server counts them
+    prompt_tokens: int  # the server's count
     output_tokens: int
-    sparse_steps: int | None = None  # over a working set; None for a server without a cache rank
-    late_steps: int = 0  # that waited for their selection
-    stale_steps: int = 0  # that missed their selection
+    sparse_steps: int | None = None  # steps over a working set; None without a cache rank
+    late_steps: int = 0  # steps that waited for their selection
+    stale_steps: int = 0  # steps that missed their selection
     recall: float | None = None  # mean over its measured steps, see docs/recall.md
-    attention_mass: float | None = None  # likewise
+    attention_mass: float | None = None  # mean over its measured steps
 
 
 class OutcomeFile:

@@ -17,9 +17,9 @@ MOST_CURVES = len(plots.COLOURS)
 class Axis(NamedTuple):
     """What accuracy is drawn against."""
 
-    name: str  # of the file
+    name: str  # name of the file
     label: str
-    value: Callable[[Result], Any]  # of a result; None leaves it out
+    value: Callable[[Result], Any]  # value of a result; None leaves it out
     hidden: frozenset[str] = frozenset()  # arguments that labels of curves leave out
 
 

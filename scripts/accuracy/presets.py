@@ -26,10 +26,10 @@ PREDICTORS = tuple(
 class Preset(msgspec.Struct, frozen=True):
     """An experiment."""
 
-    question: str  # that it answers
+    question: str  # question that it answers
     systems: tuple[str, ...]  # labels
     task: str = "pointer-chase"
-    dials: tuple[Dials, ...] = (BUNDLED_CHASE,)  # of the task, one cell each
+    dials: tuple[Dials, ...] = (BUNDLED_CHASE,)  # dials of the task, one cell each
     budgets: tuple[int, ...] = (64,)  # k of the systems whose labels name none
     model: str = BUNDLED  # see scripts.shared.models
 

@@ -34,7 +34,7 @@ def read_state(base_url: str | None, file: Path | None) -> dict[str, Any]:
     """Settings and measurements of a server: what `recall.json` holds.
 
     Args:
-        base_url: of a running server, or None.
+        base_url: address of a running server, or None.
         file: otherwise, a saved `/server_info` or a `recall.json`.
 
     Raises:

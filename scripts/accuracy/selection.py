@@ -58,7 +58,7 @@ class StepResult(NamedTuple):
     recall: float
     attention_mass: float
     entering_mean: float  # tokens a (layer, kv head)
-    entering_most: int  # of any (layer, kv head): what the capacity must allow
+    entering_most: int  # tokens of any (layer, KV head): the capacity must allow them
 
 
 def replay(config: CacheRankConfig, events: list[dict[str, Any]]) -> Iterator[StepResult]:

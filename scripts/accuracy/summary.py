@@ -21,12 +21,12 @@ from scripts.shared.systems import CACHE_RANK, DENSE, SYSTEMS, System, residency
 class Run(msgspec.Struct):
     """How outcomes came about."""
 
-    commands: list[str]  # that were run, the first one and those which resumed it
+    commands: list[str]  # commands that were run, the first and those which resumed it
     machine: dict[str, Any]  # what it ran on, and versions
-    settings: dict[str, Any]  # of the sparse systems, see scripts.accuracy.settings.POLICY
-    dtype: str  # of the KV pool
-    servers: dict[str, dict[str, Any]] = {}  # by label, see scripts.accuracy.runner.RECORDED
-    failures: dict[str, str] = {}  # of servers, by label
+    settings: dict[str, Any]  # arguments of sparse systems, see scripts.accuracy.settings
+    dtype: str  # dtype of the KV pool
+    servers: dict[str, dict[str, Any]] = {}  # what servers said, by label
+    failures: dict[str, str] = {}  # failures of servers, by label
 
 
 class Result(msgspec.Struct):
@@ -35,20 +35,20 @@ class Result(msgspec.Struct):
     cell: Cell
     chains: int  # problems
     exact: Estimate  # fraction of problems whose every word is right
-    exact_difference: Estimate | None  # to dense decoding of the same problems
+    exact_difference: Estimate | None  # difference to dense decoding of the same problems
     hop_accuracy: Estimate  # fraction of lookups that were right, a problem
     correct_prefix: Estimate  # hops before the first wrong word
-    hops: int  # of a problem
+    hops: int  # mean of a problem
     survival: list[float]  # fraction of chains that are right up to hop 1, 2, ..., `hops`
-    output_tokens: Estimate  # of a problem
+    output_tokens: Estimate  # mean of a problem
     sparse_steps: float | None  # fraction of decode steps; None without a cache rank
     late_steps: float  # fraction of the sparse ones
     stale_steps: float  # fraction of the sparse ones
     recall: float | None  # mean over problems, see docs/recall.md; None where none was measured
-    attention_mass: float | None  # likewise
-    flops: float | None  # of the inference rank, a token; None if the configuration is unknown
-    cache_rank_flops: float | None  # of the cache rank's scores, a token
-    bits: float | None  # of an element of K or V on the cache rank, metadata included
+    attention_mass: float | None  # mean over problems
+    flops: float | None  # work of the inference rank a token; None if it is unknown
+    cache_rank_flops: float | None  # work of the cache rank's scores a token
+    bits: float | None  # bits of an element on the cache rank, metadata included
 
     @property
     def system(self) -> System:

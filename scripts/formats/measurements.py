@@ -24,8 +24,8 @@ class Variant(NamedTuple):
 
     format: str  # a name of FORMATS
     options: dict[str, OptionValue]
-    score_keys: ScoreKeys = "resident"  # of CacheRankConfig
-    key_bits: int | None = None  # of a key's element that scores read, as in Measurement
+    score_keys: ScoreKeys = "resident"  # see CacheRankConfig
+    key_bits: int | None = None  # bits of a key's element that scores read
 
     @property
     def title(self) -> str:
@@ -90,11 +90,11 @@ def measure(
 
     Args:
         sample: on the device to measure on.
-        exact: of the sample.
+        exact: the sample's attention.
         variant: format and options.
         budget: k.
         rows: requests to time a step of; all hold the same sequence.
-        repeats: of a timed call; the median counts.
+        repeats: how often a call is timed; the median counts.
     """
     config = config_for(sample, variant, budget, rows)
     measurement = Measurement(variant.format, variant.title, key_bits=variant.key_bits)

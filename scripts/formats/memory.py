@@ -37,10 +37,10 @@ VARIANTS = (
 class Occupied(msgspec.Struct):
     """What one sequence occupies, in bytes."""
 
-    format: str  # of the residency
+    format: str  # name of the residency format
     options: str
-    tokens: int  # of the sequence
-    elements: int  # of K and V of a token, all layers
+    tokens: int  # tokens of the sequence
+    elements: int  # elements of K and V of a token, all layers
     token: int  # bytes of one token, by the arithmetic
     fixed: int  # bytes beside the pages, by the arithmetic
     reported: int  # bytes of the pages, by the process
@@ -53,7 +53,7 @@ def measure(model: ModelShape, variant: Variant, tokens: int, chunk: int) -> Occ
     Args:
         model: whose tokens they are.
         variant: how they are held.
-        tokens: of the sequence.
+        tokens: length of the sequence.
         chunk: tokens of a shipment.
 
     Raises:

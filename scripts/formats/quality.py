@@ -37,16 +37,16 @@ class Measurement(msgspec.Struct):
     """
 
     format: str  # name, or that of a baseline
-    options: str  # of the format, as in `--kv-residency-options`, or of the baseline
-    bits: float | None = None  # of an element of K and V as held, all that grows with tokens
-    key_bits: int | None = None  # of a key's element that scores read, without scales and means
+    options: str  # options as in `--kv-residency-options`, or of the baseline
+    bits: float | None = None  # bits of an element as held, all that grows with tokens
+    key_bits: int | None = None  # bits of a key's element that scores read, without scales
     key_error: float | None = None
     value_error: float | None = None
-    output_error: float | None = None  # of attention over all tokens
+    output_error: float | None = None  # error of attention over all tokens
     score_error: float | None = None
     recall: float | None = None  # share of the exact k best that are among the k best by the scores
-    attention_mass: float | None = None  # of the candidates' attention, what these hold
-    encode: Throughput | None = None  # this and the next two: None of a baseline
+    attention_mass: float | None = None  # share of the candidates' attention that these hold
+    encode: Throughput | None = None  # a baseline has no throughput
     score: Throughput | None = None
     gather: Throughput | None = None
 
@@ -74,11 +74,11 @@ def compare(
     """Fill in errors, recall and attention mass.
 
     Args:
-        measurement: to fill in.
+        measurement: is filled in.
         sample: on the device of all else.
-        exact: of the sample.
-        keys, values: as they are read back, (layers, Hkv, tokens, D).
-        scores: of each step, (layers, Hkv, position + 1) float32.
+        exact: the sample's attention.
+        keys, values: what is read back, (layers, Hkv, tokens, D).
+        scores: one a step, (layers, Hkv, position + 1) float32.
         config: says how many tokens are selected, and among which.
     """
     older = slice(0, sample.tokens - PAGE_TOKENS)

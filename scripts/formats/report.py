@@ -16,10 +16,10 @@ from scripts.shared.report import number, table
 class Comparison(msgspec.Struct):
     """All formats on one sample."""
 
-    command: list[str]  # that was run, in words
+    command: list[str]  # command that was run, in words
     machine: dict[str, Any]  # see scripts.shared.machine.describe
-    source: str  # of the sample
-    tokens: int  # of the sample
+    source: str  # description of the sample
+    tokens: int  # description of the sample
     steps: int  # the newest tokens of the sample, whose queries there are
     budget: int  # k
     rows: int  # requests of a step that was timed

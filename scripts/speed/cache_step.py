@@ -30,10 +30,10 @@ DRIFT = 0.1
 class CacheStep(NamedTuple):
     """What was measured."""
 
-    seconds: list[float]  # of each step
-    up_bytes: int  # of the messages of a step
+    seconds: list[float]  # time of each step
+    up_bytes: int  # bytes of a step's messages to the cache rank
     down_bytes: int
-    tokens_shipped: int  # in the last step, over all layers and KV heads
+    tokens_shipped: int  # tokens of the last step, over all layers and KV heads
 
 
 def measure_cache_step(
@@ -44,9 +44,9 @@ def measure_cache_step(
     Queries, keys and values are random numbers that drift.
 
     Args:
-        config: of the cache rank.
-        tokens: of each sequence.
-        steps: that are timed.
+        config: the cache rank's.
+        tokens: length of each sequence.
+        steps: how many steps are timed.
         device: where it runs.
 
     Raises:

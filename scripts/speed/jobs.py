@@ -72,11 +72,11 @@ class Settings(msgspec.Struct):
     sparse_threshold: int = 4096  # context from which the sparse systems are sparse
     repeats: int = 3  # windows of decode steps that are measured
     window: int = 64  # decode steps of a window
-    skip_steps: int | None = None  # before the first window; None is what the system needs
-    seed: int = 1  # of the prompts
-    shape_seconds: float = 300.0  # after which a shape is given up
+    skip_steps: int | None = None  # steps before the first window; None is as many as needed
+    seed: int = 1  # seed of the prompts
+    shape_seconds: float = 300.0  # deadline of a shape
     capacity: int = 0  # context whose largest fitting batch is searched for too; 0 is none
-    memory_fraction: float = 0.85  # of a GPU that SGLang takes for weights and KV pool
+    memory_fraction: float = 0.85  # share of a GPU for weights and KV pool
     engine: dict[str, Any] = {}  # further engine arguments of every system
     trace: bool = False  # systems with a cache rank write a trace
     arrival: bool = False  # also measure the steps while one more request comes to a cache rank
@@ -87,10 +87,10 @@ class Job(msgspec.Struct):
 
     model: str
     system: str
-    gpus: int  # that it needs
+    gpus: int  # GPUs that it needs
     cache_rank: bool
     engine: dict[str, Any]  # arguments of `sglang_ext.Engine`, or those of a cache rank alone
-    shapes: list[Shape]  # as run
+    shapes: list[Shape]  # shapes as they are run
     vocabulary: int
     settings: Settings
     capacity: int = 0  # context whose largest fitting batch is searched for; 0 is none

@@ -36,18 +36,18 @@ class Wire(msgspec.Struct, frozen=True):
 
     first_step: int  # numbers of the exchanged steps
     last_step: int
-    up_bytes: float  # this and the next: per step, over all requests
+    up_bytes: float  # bytes per step, over all requests
     down_bytes: float
-    bulk_bytes: float  # of the prompts, in all
-    tokens_shipped: float  # per step, over all requests
-    late_share: float  # of the steps, that waited for an answer
-    wait_ms: float  # waited per step
+    bulk_bytes: float  # bytes of all prompts
+    tokens_shipped: float  # tokens per step, over all requests
+    late_share: float  # share of the steps that waited for an answer
+    wait_ms: float  # time waited per step
 
 
 class Arrival(msgspec.Struct, frozen=True):
     """Decode steps of a batch while the prompt of one more request is shipped to the cache rank."""
 
-    steps: int  # after the prompt was computed, until the request was sparse
+    steps: int  # steps from when the prompt was computed until the request was sparse
     median_ms: float
     longest_ms: float
 
@@ -56,7 +56,7 @@ class TraceTimes(msgspec.Struct, frozen=True):
     """A trace reduced."""
 
     steps: int  # decode steps in it
-    median_us: dict[str, float]  # of one event, by `rank name`
+    median_us: dict[str, float]  # median of one event, by `rank name`
     step_ms: float | None = None  # median between the starts of consecutive steps
     management_ms: float | None = None  # median per step that the cache rank works on it
     wait_share_p50: float | None = None  # time waited for answers over the step's time
@@ -73,12 +73,12 @@ class Measurement(msgspec.Struct):
     capacity_search: bool = False
     repeats: list[Repeat] = []  # one entry a window
     tpot_ms: float | None = None  # median over the windows of their medians
-    mean_ms: float | None = None  # over all measured steps
+    mean_ms: float | None = None  # mean over all measured steps
     p10_ms: float | None = None
     p90_ms: float | None = None
-    prefill_seconds: float | None = None  # from the first request sent to the last's first token
-    attended_tokens: float | None = None  # by a request and KV head in one step, on average
-    sparse_steps: int | None = None  # over a working set, of the request with fewest
+    prefill_seconds: float | None = None  # time until all requests have a token
+    attended_tokens: float | None = None  # mean of a request and KV head in a step
+    sparse_steps: int | None = None  # steps over a working set, of the request with fewest
     late_steps: int | None = None
     wire: Wire | None = None
     arrival: Arrival | None = None

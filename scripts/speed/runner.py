@@ -40,7 +40,7 @@ class Runner:
             results: measurements are added to them.
             jobs: what to run.
             out: folder that results are written to.
-            gpus: as CUDA_VISIBLE_DEVICES names them.
+            gpus: GPUs as CUDA_VISIBLE_DEVICES names them.
             concurrent: jobs may run at the same time, on different GPUs.
             seconds: time that one job may take.
         """

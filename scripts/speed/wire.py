@@ -26,9 +26,9 @@ REPEATS = 10
 class Wire(NamedTuple):
     """One line."""
 
-    channels: int  # that NCCL may use; 0 for copies into the peer's memory
+    channels: int  # channels that NCCL may use; 0 for copies into the peer's memory
     batch: int  # requests of a step
-    message_bytes: int  # of the answer of a layer group
+    message_bytes: int  # bytes of the answer of a layer group
     message_us: float  # median time of one
     step_us: float  # median time of one for every layer group
 

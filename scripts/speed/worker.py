@@ -88,7 +88,7 @@ def search_capacity(bench: Bench, job: Job, say: Callable[[Message], None]) -> N
         tokens = bench.cache_rank_tokens
         if job.engine["inference_kv"] == "full":
             tokens = min(bench.pool_tokens, tokens or 0)
-    # What a sequence grows by while it is measured, roughly.
+    # A sequence grows by about so much while it is measured.
     grown = context + 2 * job.settings.repeats * job.settings.window
     batches = fitting_batch(tokens, grown, CAPACITY_BATCHES)
     for batch in batches:

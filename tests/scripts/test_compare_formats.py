@@ -24,7 +24,7 @@ TINY = "--tokens 600 --layers 1 --query-heads 4 --head-dim 32 --steps 2 --budget
 
 @pytest.fixture(scope="module")
 def comparison(tmp_path_factory: pytest.TempPathFactory) -> tuple[Comparison, Path]:
-    """Of all formats, as the program writes it."""
+    """The comparison of all formats, as the program writes it."""
     out = tmp_path_factory.mktemp("formats")
     assert main([*TINY.split(), "--out", str(out)]) == 0
     return msgspec.json.decode((out / "formats.json").read_bytes(), type=Comparison), out

@@ -19,7 +19,7 @@ pytest.importorskip("matplotlib")
 
 
 def server_info(layers: int, kv_heads: int, measured: bool = True) -> dict[str, Any]:
-    """As `/server_info` of a server whose layers recall all the better the deeper they are."""
+    """The `/server_info` of a server whose layers recall all the better the deeper they are."""
     model = ModelShape(layers, 2 * kv_heads, kv_heads, 8, "float32", 1.0)
     statistics = RecallStatistics(CacheRankConfig(model, query_window=8), first_layer=1)
 

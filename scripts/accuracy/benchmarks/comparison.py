@@ -40,9 +40,9 @@ class Summary(msgspec.Struct):
     """One system on one benchmark."""
 
     accuracy: Estimate  # share of right answers, the mean over questions, in [0, 1]
-    tokens: Estimate  # of an answer, its thinking included; the mean over questions
+    tokens: Estimate  # mean length of an answer, its thinking included
     tokens_per_right_answer: float | None  # tokens of all answers over the number of right ones
-    seconds: float  # of an answer, with as many requests at a time as the run had
+    seconds: float  # time of an answer, with as many requests at a time as the run had
     truncated: float  # share of answers that reached the most tokens
     unanswered: float  # share in which nothing could be read as an answer
     failed: float  # share of requests that failed; they are left out of all else
@@ -53,7 +53,7 @@ class Comparison(msgspec.Struct):
 
     benchmark: str  # its name, or `pooled`
     questions: int
-    repeats: int  # of the benchmark that has most
+    repeats: int  # repeats of the benchmark that has most
     baseline: Summary
     system: Summary
     accuracy_difference: Estimate  # system less baseline, in [-1, 1]
@@ -70,17 +70,19 @@ class Report(msgspec.Struct):
 
     names: tuple[str, str]
     comparisons: list[Comparison]  # one a benchmark, and the pooled one if there are several
-    settings: dict[str, dict[str, Any]]  # by benchmark, what both runs share
+    settings: dict[str, dict[str, Any]]  # what both runs share, by benchmark
     server_differences: dict[str, tuple[Any, Any]]  # flags of the servers that differ
-    counters: dict[str, tuple[dict[str, float], dict[str, float]]]  # by benchmark, of its run
-    warnings: list[str]  # of all runs
+    counters: dict[
+        str, tuple[dict[str, float], dict[str, float]]
+    ]  # counters of its run, by benchmark
+    warnings: list[str]  # warnings of all runs
 
 
 def compare_folders(baseline: Path, system: Path) -> Report:
     """Compare all benchmarks that both folders hold.
 
     Args:
-        baseline, system: as given to `run --out`; their last parts name the systems.
+        baseline, system: folders that `run --out` named; their last parts name the systems.
 
     Raises:
         FileNotFoundError: a folder, or a benchmark of one, is missing in the other.
@@ -119,7 +121,7 @@ def compare(name: str, pairs: Sequence[tuple[Run, Run]]) -> Comparison:
     """Compare pairs of runs, all questions of all pairs alike.
 
     Args:
-        name: of the comparison.
+        name: name of the comparison.
         pairs: baseline and system of one benchmark each.
 
     Raises:

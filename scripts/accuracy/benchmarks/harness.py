@@ -25,11 +25,11 @@ class Sampling:
 
     Attributes:
         repeats: answers to each question.
-        temperature, top_p: of the model's card. The harness's own temperature is 0, at which all
-            repeats are one answer.
+        temperature, top_p: those of the model's card. The harness's own temperature is 0, at which
+            all repeats are one answer.
         top_k: tokens to sample from; None leaves it to the server, which takes it from the model's
             generation_config.json.
-        max_tokens: of an answer, its thinking included. Reasoning needs room: a chain that is cut
+        max_tokens: longest answer, its thinking included. Reasoning needs room: a chain that is cut
             short hides what happens at the end of a long one, where a cache rank has most to lose.
         thinking: what the chat template is told as `enable_thinking`.
         prompt: text of a prompt file of the harness, in the place of the benchmark's own; empty is
@@ -61,8 +61,8 @@ class Answers:
 
     questions: list[str]  # ids, in the order of the first axis
     correct: NDArray[np.float64]  # the grade, 1 or 0
-    tokens: NDArray[np.float64]  # of the answer, its thinking included
-    seconds: NDArray[np.float64]  # from sending a request to its answer
+    tokens: NDArray[np.float64]  # tokens of the answer, its thinking included
+    seconds: NDArray[np.float64]  # time from sending a request to its answer
     truncated: NDArray[np.bool_]  # the answer reached `max_tokens`
     unanswered: NDArray[np.bool_]  # nothing in the answer could be read as one
     failed: NDArray[np.bool_]  # the request failed
@@ -98,7 +98,7 @@ def arguments(
             of the run and not whatever the harness or the hub holds that day.
         prompt: file with the text `sampling.prompt`; None for the benchmark's own.
         out: folder under which the harness makes one.
-        base_url: of the server, without /v1.
+        base_url: address of the server, without /v1.
         threads: requests at a time.
     """
     thinking = json.dumps(sampling.thinking)
@@ -152,7 +152,7 @@ def read_answers(out: Path, questions: Sequence[str], repeats: int) -> Answers:
     """Read what the harness wrote.
 
     Args:
-        out: as given to `arguments`.
+        out: the folder that `arguments` was given.
         questions: the ids that were asked.
 
     Raises:

@@ -42,15 +42,15 @@ class Record(msgspec.Struct):
     benchmark: str
     command: list[str]  # our command line
     harness_command: list[str]
-    extra_body: dict[str, Any]  # of every request, beside the harness's command
-    versions: dict[str, str]  # of the harness and of this package
+    extra_body: dict[str, Any]  # what every request holds beside the harness's command
+    versions: dict[str, str]  # versions of the harness and of this package
     questions: int
-    questions_sha256: str  # of questions.jsonl
+    questions_sha256: str  # digest of questions.jsonl
     sampling: Sampling
     dense: bool  # requests asked to stay dense
     threads: int  # requests at a time
     server: dict[str, Any]  # what `/server_info` said
-    counters: Counters = msgspec.field(default_factory=Counters)  # of the server during the run
+    counters: Counters = msgspec.field(default_factory=Counters)  # what happened meanwhile
     cache_rank: dict[str, Any] = {}  # what `/server_info` said of it after the last answer
     warnings: list[str] = []  # what a reader of the results has to know
     started: float = 0.0  # Unix time

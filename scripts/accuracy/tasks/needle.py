@@ -33,13 +33,13 @@ def make_needles(
     """A deterministic problem.
 
     Args:
-        seed: of the needles, their order and the fillers.
-        needles: that the prompt states.
-        words: of a value.
+        seed: seed of the needles, their order and the fillers.
+        needles: needles that the prompt states.
+        words: words of a value.
         asked: needles that are asked for.
         filler: words between two needles: their mean, of a uniform distribution from 0.
         keys: keys and values that there are.
-        restatements: of each key of the answer.
+        restatements: statements of each key of the answer.
 
     Raises:
         ValueError: a dial is out of range.

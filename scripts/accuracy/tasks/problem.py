@@ -15,9 +15,9 @@ class Grade(NamedTuple):
 
     correct_hops: int  # hops which follow from the word before them, also after a mistake
     correct_prefix_hops: int  # hops before the first wrong word
-    hops: int  # of the whole answer
+    hops: int  # hops of the whole answer
     exact: bool  # every word is right
-    words: int  # that were decoded
+    words: int  # words that were decoded
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Task:
     """A family of problems.
 
     Attributes:
-        name: as on the command line.
+        name: its name on the command line.
         exposes: the failure of a KV cache that the task is there to show, in a sentence.
         make: makes the problem of a seed: `make(seed, **dials)`; raises ValueError for dials that
             no problem has. `keys` and `restatements` are dials of every task.

@@ -33,12 +33,12 @@ def make_variables(
     """A deterministic problem.
 
     Args:
-        seed: of the variables, their order and the fillers.
-        chains: of which one is asked for.
+        seed: seed of the variables, their order and the fillers.
+        chains: number of chains, of which one is asked for.
         hops: assignments of a chain.
         filler: words between two assignments: their mean, of a uniform distribution from 0.
         keys: variables that there are.
-        restatements: of each variable of the answer.
+        restatements: statements of each variable of the answer.
 
     Raises:
         ValueError: a dial is out of range.

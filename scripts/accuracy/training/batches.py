@@ -19,7 +19,7 @@ class Batch(NamedTuple):
 
     tokens: torch.Tensor  # what the model reads, int64
     labels: torch.Tensor  # the token after each of them, int64
-    weights: torch.Tensor  # of each label in the loss, float32; 0 where nothing determines it
+    weights: torch.Tensor  # weights in the loss, float32; 0 where nothing determines it
     hops: torch.Tensor  # labels that are hops, bool
 
 

@@ -65,13 +65,13 @@ class Making:
     FILE: ClassVar[str] = "training.json"
 
     command: str
-    device: str  # that it was trained on, in words
-    precision: str  # of the computation
-    parameters: int  # of the model
-    steps: int  # this and the next two: of training
+    device: str  # name of the machine's processor
+    precision: str  # dtype of the computation
+    parameters: int  # parameters of the model
+    steps: int  # steps, tokens and minutes of training
     tokens: int
     minutes: float
-    seed: int  # of the weights and the data
+    seed: int  # seed of the weights and the data
 
     def save(self, folder: Path) -> None:
         """Keep it beside the weights, so that an export can be graded another time."""
@@ -90,9 +90,9 @@ def write_card(
 
     Args:
         output: the export, with its `Making`.
-        name: of the recipe.
-        recipe: that it was trained by.
-        results: of `accuracy.grade_export`.
+        name: name of the recipe.
+        recipe: the recipe that trained it.
+        results: what `accuracy.grade_export` returned.
     """
     sampled = recipe.problem(0).sampling["temperature"] > 0
     dials = ", ".join(f"{dial} {value}" for dial, value in recipe.dials.items())

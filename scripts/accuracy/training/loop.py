@@ -52,8 +52,8 @@ class Training:
                 in bfloat16.
             recipe: stages and rates.
             vocabulary: token ids of the recipe's words.
-            seed: of the data. Without a time, the same seed gives the same model on a CPU.
-            seconds: to train for, whatever is learned by then; without it, the recipe's steps.
+            seed: seed of the data. Without a time, the same seed gives the same model on a CPU.
+            seconds: time to train for, whatever is learned by then; without it, the recipe's steps.
             checkpoint: called about once a minute.
         """
         self.steps = 0

@@ -18,13 +18,13 @@ from scripts.accuracy.training.walks import SelfWrittenStage, WalkStage
 class Recipe:
     """How to train a model."""
 
-    task: str  # that it learns, a name of `scripts.accuracy.tasks.TASKS`
-    dials: Mapping[str, Any]  # of the problems that it is graded on
-    words: tuple[str, ...]  # of its tokenizer
+    task: str  # name of `scripts.accuracy.tasks.TASKS` that it learns
+    dials: Mapping[str, Any]  # dials of the problems that it is graded on
+    words: tuple[str, ...]  # words of its tokenizer
     sizes: Sizes
-    curriculum: tuple[Stage, ...]  # in order; each ends when its hops are learned
+    curriculum: tuple[Stage, ...]  # stages in order; each ends when its hops are learned
     final: tuple[tuple[float, Stage], ...]  # shares of the steps over which the rate decays
-    final_steps: int  # of that decay, if no time is given
+    final_steps: int  # steps of that decay, if no time is given
     learning_rate: float  # peak, of AdamW
     starts_from: str | None = None  # the recipe whose model is trained further, if any
     rope_theta: float = 1e5  # base frequency of the rotary embedding

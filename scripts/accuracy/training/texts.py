@@ -28,8 +28,8 @@ class TextStage:
 
     Attributes:
         task: a name of `TASKS`.
-        dials: of the problems, as pairs.
-        tokens: of a batch, about.
+        dials: names and values of the problems' dials.
+        tokens: rough size of a batch.
     """
 
     task: str

@@ -44,13 +44,13 @@ class WalkStage(_GeneratedStage):
     several of these, a word before the walk says which. Statements stand in random order.
     """
 
-    keys: int  # that the words name
+    keys: int  # keys that the words name
     facts: int  # pairs of a table: one cycle over random keys
-    hops: int  # of a walk that states each key as often as the largest of `restatements` says
-    tokens: int  # of a batch, about
+    hops: int  # hops of a walk that restates keys most often
+    tokens: int  # rough size of a batch
     restart_rates: tuple[float, ...] = (0.7,)  # probabilities that a hop starts at a random key
     restatements: tuple[int, ...] = (3,)  # how often a walk states a key
-    statements: int = 1  # of each fact
+    statements: int = 1  # statements of each fact
     rivals: int = 0  # statements of each fact's key with one other value, which are fewer
 
     @property
@@ -120,9 +120,9 @@ class SelfWrittenStage(_GeneratedStage):
     drown that of the look-ups.
     """
 
-    keys: int  # that the words name, all of which the table has
-    hops: int  # of a walk
-    tokens: int  # of a batch, about
+    keys: int  # keys that the words name, all in the table
+    hops: int  # hops of a walk
+    tokens: int  # rough size of a batch
     restart_rate: float = 0.3  # probability that a hop starts at a random key
     restatements: int = 3  # how often a walk states a key
 
@@ -170,7 +170,7 @@ class _Walk(NamedTuple):
     """Words of walks, [walks, words] each."""
 
     tokens: torch.Tensor  # the words, int64
-    hop: torch.Tensor  # that each belongs to, int64
+    hop: torch.Tensor  # hop of each word, int64
     place: torch.Tensor  # 0 for the first statement of a hop's key, and so on to its value, int64
     is_value: torch.Tensor  # bool
 
@@ -216,9 +216,9 @@ def _walk(
     """Write walks down.
 
     Args:
-        keys, values: of each hop, [walks, hops].
-        restatements: of each walk, [walks, 1].
-        words: to write.
+        keys, values: one of each a hop, [walks, hops].
+        restatements: one number a walk, [walks, 1].
+        words: number of words to write.
     """
     word = torch.arange(words, device=keys.device)
     hop, place = word // (restatements + 1), word % (restatements + 1)

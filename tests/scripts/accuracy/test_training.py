@@ -32,7 +32,7 @@ def vocabulary(words: tuple[str, ...]) -> dict[str, int]:
 
 
 def rows(batch: Batch, words: dict[str, int]) -> list[tuple[list[str], list[float], list[bool]]]:
-    """Of each sequence: its words from the second on, their weights, and which are hops."""
+    """The words of each sequence from the second on, their weights, and which are hops."""
     names = {token: word for word, token in words.items()}
     read, predicted = batch.tokens[:, 1:], batch.labels[:, :-1]
     assert ((read == predicted) | (read == words[EOS])).all()  # EOS pads

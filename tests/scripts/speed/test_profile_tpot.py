@@ -334,7 +334,7 @@ class TestWorker:
     def test_the_largest_batch_that_is_measured_is_the_capacity(
         self, most: int, found: int | None
     ) -> None:
-        """Beside it, why larger ones were not measured."""
+        """The report also says why larger ones were not measured."""
         bench = SimpleNamespace(
             pool_tokens=50 * 1000,
             measure=lambda shape: Measurement(
@@ -551,7 +551,7 @@ class TestCacheStep:
         assert found.down_bytes > 2 * 4 * 2 * 16 * 2 * 16 * 4
 
     def test_no_engine_is_needed(self, tmp_path: Path) -> None:
-        """Not even for a format with options, which a label holds as one text."""
+        """A format may have options, which a label holds as one text."""
         out = tmp_path / "results"
         hack = "kv_residency=hack,kv_residency_options=bits=4+partition=64"
         arguments = f"--model bundled --shapes 1x512 --systems cache-step:layers_per_group=1,{hack}"
