@@ -21,6 +21,9 @@ RECORDED = (
 )
 """The arguments of a server that bear on accuracy."""
 
+STATISTICS = ("sparse_steps", "late_steps", "stale_steps", "recall", "attention_mass")
+"""The statistics of a response, fields of Outcome, that a cache rank adds."""
+
 
 def run_cell(
     server: Client, cell: Cell, seeds: Iterable[int], concurrency: int
@@ -76,15 +79,7 @@ def _outcome(cell: Cell, seed: int, problem: Problem, decoded: dict[str, Any]) -
     return Outcome(
         cell,
         seed,
-        grade.correct_hops,
-        grade.correct_prefix_hops,
-        grade.hops,
-        grade.exact,
-        meta["prompt_tokens"],
-        meta["completion_tokens"],
-        cache_rank.get("sparse_steps"),
-        cache_rank.get("late_steps", 0),
-        cache_rank.get("stale_steps", 0),
-        cache_rank.get("recall"),
-        cache_rank.get("attention_mass"),
+        *(grade.correct_hops, grade.correct_prefix_hops, grade.hops, grade.exact),
+        *(meta["prompt_tokens"], meta["completion_tokens"]),
+        **{name: cache_rank[name] for name in STATISTICS if name in cache_rank},
     )

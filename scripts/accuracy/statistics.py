@@ -55,7 +55,7 @@ def difference(values: ArrayLike, baseline: ArrayLike) -> Estimate:
     Raises:
         ValueError: fewer than two problems, or not as many of one as of the other.
     """
-    return _estimate(_difference_of_means, values, baseline)
+    return _estimate(lambda v, b, axis: np.mean(v - b, axis=axis), values, baseline)
 
 
 def ratio(values: ArrayLike, baseline: ArrayLike) -> Estimate:
@@ -67,19 +67,9 @@ def ratio(values: ArrayLike, baseline: ArrayLike) -> Estimate:
     Raises:
         ValueError: fewer than two problems, or not as many of one as of the other.
     """
-    return _estimate(_ratio_of_means, values, baseline)
-
-
-def _difference_of_means(
-    values: NDArray[np.float64], baseline: NDArray[np.float64], axis: int
-) -> NDArray[np.float64]:
-    return np.mean(values - baseline, axis=axis)
-
-
-def _ratio_of_means(
-    values: NDArray[np.float64], baseline: NDArray[np.float64], axis: int
-) -> NDArray[np.float64]:
-    return np.mean(values, axis=axis) / np.mean(baseline, axis=axis)
+    return _estimate(
+        lambda v, b, axis: np.mean(v, axis=axis) / np.mean(b, axis=axis), values, baseline
+    )
 
 
 def _estimate(statistic: Callable[..., NDArray[np.float64]], *samples: ArrayLike) -> Estimate:

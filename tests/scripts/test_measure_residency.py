@@ -16,7 +16,11 @@ TOKENS = 8 * PAGE_TOKENS
 
 
 @pytest.mark.parametrize(
-    ("variant", "bits"), [(Variant("bf16", {}), 16), (Variant("hack", {"bits": 4}), 4.75)]
+    ("variant", "bits"),
+    [
+        pytest.param(Variant("bf16", {}), 16, marks=pytest.mark.thorough),
+        (Variant("hack", {"bits": 4}), 4.75),
+    ],
 )
 def test_a_process_holds_and_grows_by_what_the_arithmetic_says(
     variant: Variant, bits: float

@@ -46,7 +46,9 @@ def saved(folder: Path, info: dict[str, Any]) -> Path:
     return path
 
 
-@pytest.mark.parametrize(("layers", "kv_heads"), [(1, 2), (35, 8)])
+@pytest.mark.parametrize(
+    ("layers", "kv_heads"), [(1, 2), pytest.param(35, 8, marks=pytest.mark.thorough)]
+)
 def test_it_draws_maps_and_curves_and_keeps_what_they_are_drawn_from(
     tmp_path: Path, layers: int, kv_heads: int, capsys: pytest.CaptureFixture[str]
 ) -> None:

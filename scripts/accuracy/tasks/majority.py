@@ -19,12 +19,10 @@ from scripts.accuracy.tasks.problem import (
     Problem,
     Task,
     draw_cycle,
-    fact_map,
     fact_words,
+    make_walk,
     require,
-    walk,
 )
-from scripts.accuracy.tasks.vocabulary import WALK, key_word
 
 
 def make_majority(
@@ -54,9 +52,7 @@ def make_majority(
         rival = rng.choice([other for other, _ in table if other not in (key, value)] or [key])
         stated += [(key, value)] * statements + [(key, rival)] * rivals
     rng.shuffle(stated)
-    start = table[0][0]
-    prompt = " ".join([*fact_words(stated), WALK, key_word(start)])
-    return Problem(prompt, walk(dict(table), start, hops, restatements).words[1:], fact_map(table))
+    return make_walk(fact_words(stated), table, table[0][0], hops, restatements)
 
 
 TASK = Task(

@@ -32,12 +32,10 @@ from scripts.accuracy.tasks.problem import (
     Problem,
     Task,
     draw_cycle,
-    fact_map,
     fact_words,
+    make_walk,
     require,
-    walk,
 )
-from scripts.accuracy.tasks.vocabulary import WALK, key_word
 
 MOST_ANNOUNCED = 8
 
@@ -70,8 +68,7 @@ def make_chain(
     start = table[0][0]
     rng.shuffle(table)
     announcement = [restatements_word(restatements)] if announced else []
-    prompt = " ".join([*fact_words(table), *announcement, WALK, key_word(start)])
-    return Problem(prompt, walk(dict(table), start, hops, restatements).words[1:], fact_map(table))
+    return make_walk([*fact_words(table), *announcement], table, start, hops, restatements)
 
 
 TASK = Task(

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
-from scripts.accuracy.tasks.vocabulary import key_word, task_words, value_word
+from scripts.accuracy.tasks.vocabulary import WALK, key_word, task_words, value_word
 
 
 class Grade(NamedTuple):
@@ -153,6 +153,23 @@ def walk(
         known = rng is None or rng.random() >= restarts
         key = value if known or rng is None else rng.choice(keys)
     return Walked(tuple(words), tuple(determined))
+
+
+def make_walk(
+    stated: Sequence[str],
+    table: Iterable[tuple[int, int]],
+    start: int,
+    hops: int,
+    restatements: int,
+) -> Problem:
+    """The problem to walk through a table that a prompt states, from a key on.
+
+    The prompt ends with the start key stated once: the rest of the walk is the decode.
+    """
+    facts = dict(table)
+    prompt = " ".join([*stated, WALK, key_word(start)])
+    words = walk(facts, start, hops, restatements).words[1:]
+    return Problem(prompt, words, fact_map(facts.items()))
 
 
 def require(value: Any, name: str, low: float, high: float = float("inf")) -> None:

@@ -177,9 +177,6 @@ class TestSelfWritten:
         grade = problem.grade(" ".join(words))
         assert (grade.exact, grade.correct_prefix_hops) == (False, 0)
 
-    def test_samples(self) -> None:
-        assert make_self_written(0, hops=1).sampling["temperature"] == 1.0
-
 
 @pytest.mark.parametrize(
     ("name", "dials"),
