@@ -20,8 +20,7 @@ from scripts.accuracy.benchmarks.comparison import compare_folders
 from scripts.accuracy.benchmarks.harness import Sampling, harness_version
 from scripts.accuracy.benchmarks.questions import BENCHMARKS, digest, write_questions
 from scripts.accuracy.benchmarks.report import markdown, write_report
-from scripts.accuracy.benchmarks.runs import run_benchmark
-from scripts.accuracy.benchmarks.server import EvaluatedServer
+from scripts.accuracy.benchmarks.runs import run_benchmarks
 from scripts.shared.command import make_parser
 from scripts.shared.serving import ServerError
 
@@ -66,35 +65,6 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
     return options
 
 
-def run(options: argparse.Namespace, command: Sequence[str]) -> None:
-    """Run benchmarks, one after the other."""
-    prompt = options.prompt.read_text(encoding="utf-8") if options.prompt else ""
-    server = EvaluatedServer(options.base_url)
-    for name in options.benchmarks:
-        benchmark = BENCHMARKS[name]
-        sampling = Sampling(
-            repeats=options.n_repeats or benchmark.repeats,
-            temperature=options.temperature,
-            top_p=options.top_p,
-            top_k=options.top_k,
-            max_tokens=options.max_tokens,
-            thinking=not options.no_thinking,
-            prompt=prompt,
-        )
-        finished = run_benchmark(
-            benchmark,
-            server,
-            options.out,
-            sampling,
-            command=command,
-            dataset=options.from_dataset,
-            num_questions=options.num_examples,
-            threads=options.num_threads,
-            dense=options.dense,
-        )
-        print(f"{name}: {finished.folder}")
-
-
 def main(argv: Sequence[str]) -> int:
     """Run; the exit status."""
     options = parse_options(argv)
@@ -107,7 +77,7 @@ def main(argv: Sequence[str]) -> int:
             return 0
         harness_version()
         if options.command == "run":
-            run(options, ["python", "-m", "scripts.benchmark", *argv])
+            run_benchmarks(options, ["python", "-m", "scripts.benchmark", *argv])
         else:
             questions = BENCHMARKS[options.benchmark].load()
             write_questions(questions, options.out)

@@ -15,10 +15,10 @@ width: that 64 of 64 problems are right does not exclude an error rate of 3/64.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 from scipy.stats import bootstrap
 
 CONFIDENCE = 0.95
@@ -72,7 +72,7 @@ def ratio(values: ArrayLike, baseline: ArrayLike) -> Estimate:
     )
 
 
-def _estimate(statistic: Callable[..., NDArray[np.float64]], *samples: ArrayLike) -> Estimate:
+def _estimate(statistic: Callable[..., Any], *samples: ArrayLike) -> Estimate:
     arrays = [np.asarray(sample, dtype=np.float64) for sample in samples]
     if any(array.ndim != 1 or len(array) < 2 for array in arrays):
         raise ValueError(f"needs two or more problems, got {[array.shape for array in arrays]}")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import shlex
 import time
+from argparse import Namespace
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -20,6 +21,7 @@ import msgspec
 from scripts.accuracy.benchmarks import harness
 from scripts.accuracy.benchmarks.harness import Answers, Sampling
 from scripts.accuracy.benchmarks.questions import (
+    BENCHMARKS,
     Benchmark,
     Question,
     digest,
@@ -168,6 +170,35 @@ def run_benchmark(
     for warning in record.warnings:
         say(f"warning: {warning}")
     return Run(folder, record, answers)
+
+
+def run_benchmarks(options: Namespace, command: Sequence[str]) -> None:
+    """Run the benchmarks of a command line, one after the other; see `run_benchmark`."""
+    prompt = options.prompt.read_text(encoding="utf-8") if options.prompt else ""
+    server = EvaluatedServer(options.base_url)
+    for name in options.benchmarks:
+        benchmark = BENCHMARKS[name]
+        sampling = Sampling(
+            repeats=options.n_repeats or benchmark.repeats,
+            temperature=options.temperature,
+            top_p=options.top_p,
+            top_k=options.top_k,
+            max_tokens=options.max_tokens,
+            thinking=not options.no_thinking,
+            prompt=prompt,
+        )
+        finished = run_benchmark(
+            benchmark,
+            server,
+            options.out,
+            sampling,
+            command=command,
+            dataset=options.from_dataset,
+            num_questions=options.num_examples,
+            threads=options.num_threads,
+            dense=options.dense,
+        )
+        print(f"{name}: {finished.folder}")
 
 
 def read_run(folder: Path) -> Run:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from cache_rank.config import CacheRankConfig, ModelShape
-from scripts.profile_tpot import main, make_jobs, parse_options
+from scripts.profile_tpot import main, parse_options
 from scripts.shared.models import MODEL_SHAPES, model_config, model_shape
 from scripts.speed import report
 from scripts.speed.bench import (
@@ -33,6 +33,7 @@ from scripts.speed.jobs import (
     make_job,
     unmeasurable,
 )
+from scripts.speed.profile import make_jobs
 from scripts.speed.records import (
     Measurement,
     Message,
