@@ -20,19 +20,16 @@ from scripts.accuracy.benchmarks.comparison import compare_folders
 from scripts.accuracy.benchmarks.harness import Sampling, harness_version
 from scripts.accuracy.benchmarks.questions import BENCHMARKS, digest, write_questions
 from scripts.accuracy.benchmarks.report import markdown, write_report
-from scripts.accuracy.benchmarks.runs import run_benchmark
-from scripts.accuracy.benchmarks.server import Server, ServerError
+from scripts.accuracy.benchmarks.runs import run_benchmarks
+from scripts.shared.command import make_parser
+from scripts.shared.serving import ServerError
 
 _NAMES = ", ".join(BENCHMARKS)
 
 
 def parse_options(argv: Sequence[str]) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.benchmark",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser("benchmark", __doc__)
     commands = parser.add_subparsers(dest="command", required=True)
 
     run = commands.add_parser("run", help="ask a server all questions of benchmarks")
@@ -42,11 +39,8 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
     add("--out", type=Path, required=True, help="folder of this system; its name is the system's")
     add("--from-dataset", type=Path, metavar="FILE", help="questions, one JSON object a line")
     add("--num-examples", type=int, help="ask the first questions only")
-    add(
-        "--n-repeats",
-        type=int,
-        help="answers to each question; default: 16 AIME, 8 GPQA, 4 MATH-500",
-    )
+    repeats = "answers to each question; default: 16 AIME, 8 GPQA, 4 MATH-500"
+    add("--n-repeats", type=int, help=repeats)
     add("--temperature", type=float, default=Sampling.temperature)
     add("--top-p", type=float, default=Sampling.top_p)
     add("--top-k", type=int, help="default: the server's, from the model's generation_config.json")
@@ -71,62 +65,23 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
     return options
 
 
-def run(options: argparse.Namespace, command: Sequence[str]) -> None:
-    """Run benchmarks, one after the other."""
-    prompt = options.prompt.read_text(encoding="utf-8") if options.prompt else ""
-    server = Server(options.base_url)
-    for name in options.benchmarks:
-        benchmark = BENCHMARKS[name]
-        sampling = Sampling(
-            repeats=options.n_repeats or benchmark.repeats,
-            temperature=options.temperature,
-            top_p=options.top_p,
-            top_k=options.top_k,
-            max_tokens=options.max_tokens,
-            thinking=not options.no_thinking,
-            prompt=prompt,
-        )
-        finished = run_benchmark(
-            benchmark,
-            server,
-            options.out,
-            sampling,
-            command=command,
-            dataset=options.from_dataset,
-            num_questions=options.num_examples,
-            threads=options.num_threads,
-            dense=options.dense,
-        )
-        print(f"{name}: {finished.folder}")
-
-
-def compare(options: argparse.Namespace) -> None:
-    """Compare two folders and print the tables."""
-    report = compare_folders(options.baseline, options.system)
-    print(markdown(report))
-    for file in write_report(report, options.out or options.system):
-        print(file, file=sys.stderr)
-
-
-def write(options: argparse.Namespace) -> None:
-    """Write a benchmark's questions to a file."""
-    questions = BENCHMARKS[options.benchmark].load()
-    write_questions(questions, options.out)
-    print(f"{options.out}: {len(questions)} questions, sha256 {digest(options.out)}")
-
-
 def main(argv: Sequence[str]) -> int:
     """Run; the exit status."""
     options = parse_options(argv)
     try:
         if options.command == "compare":
-            compare(options)
+            report = compare_folders(options.baseline, options.system)
+            print(markdown(report))
+            for file in write_report(report, options.out or options.system):
+                print(file, file=sys.stderr)
             return 0
         harness_version()
         if options.command == "run":
-            run(options, ["python", "-m", "scripts.benchmark", *argv])
+            run_benchmarks(options, ["python", "-m", "scripts.benchmark", *argv])
         else:
-            write(options)
+            questions = BENCHMARKS[options.benchmark].load()
+            write_questions(questions, options.out)
+            print(f"{options.out}: {len(questions)} questions, sha256 {digest(options.out)}")
     except InterruptedError as error:
         print(f"error: {error}", file=sys.stderr)
         return 130

@@ -2,9 +2,9 @@
 
     python -m scripts.compare_formats [--device cuda] [--recording FOLDER] [--out FOLDER]
 
-On synthetic keys and values with outlier channels (scripts/formats/synthetic.py), or on those of a
-model that was served with CACHE_RANK_RECORD=FOLDER. Without arguments it takes a quarter of a
-minute on two CPU cores; with `--device cuda` the default shape is larger. Writes formats.json,
+The keys and values are synthetic and have outlier channels (scripts/formats/synthetic.py), or are
+those of a model that was served with CACHE_RANK_RECORD=FOLDER. Without arguments it takes a quarter
+of a minute on two CPU cores; with `--device cuda` the default shape is larger. Writes formats.json,
 formats.md and formats.png.
 """
 
@@ -16,35 +16,20 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from tqdm import tqdm
 
-from cache_rank.pages import PAGE_TOKENS
 from cache_rank.residency import FORMATS
-from scripts.formats.measurements import Variant, config_for, measure, variants
-from scripts.formats.quality import Exact
-from scripts.formats.report import Comparison, markdown, write_comparison
-from scripts.formats.samples import Sample, read_recording
-from scripts.formats.synthetic import synthetic_sample
-from scripts.formats.uniform import measure_uniform
-from scripts.speed.machine import describe, visible_gpus
+from scripts.formats.comparison import compare_formats, make_sample
+from scripts.formats.report import markdown, write_comparison
+from scripts.shared.command import make_parser
 
-SHAPES = {
-    "cpu": {"tokens": 4096, "layers": 2, "query_heads": 8, "kv_heads": 2, "budget": 256, "rows": 1},
-    "cuda": {
-        **{"tokens": 32768, "layers": 6, "query_heads": 32, "kv_heads": 8},
-        **{"budget": 2048, "rows": 8},
-    },
-}
-"""Of the synthetic sample and of a step, by device: the second is a layer group of Qwen3-8B."""
+SIZES = ("tokens", "layers", "query_heads", "kv_heads", "budget", "rows")
+SHAPES = {"cpu": (4096, 2, 8, 2, 256, 1), "cuda": (32768, 6, 32, 8, 2048, 8)}
+"""The synthetic sample and a step have these SIZES; on GPUs they are a layer group of Qwen3-8B."""
 
 
 def parse_options(argv: Sequence[str]) -> argparse.Namespace:
     """The command line, with the defaults of the device filled in."""
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.compare_formats",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser("compare_formats", __doc__)
     add = parser.add_argument
     add("--device", choices=list(SHAPES), default="cpu")
     add("--formats", default=",".join(FORMATS), help="separated by commas; default: all")
@@ -61,7 +46,7 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
     add("--repeats", type=int, default=3, help="of a call that is timed; the median counts")
     add("--out", type=Path, metavar="FOLDER", default=Path("results/formats"))
     options = parser.parse_args(argv)
-    for name, value in SHAPES[options.device].items():
+    for name, value in zip(SIZES, SHAPES[options.device], strict=True):
         if getattr(options, name) is None:
             setattr(options, name, value)
     options.formats = [name.strip() for name in options.formats.split(",") if name.strip()]
@@ -74,63 +59,6 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: there is no GPU")
     return options
-
-
-def make_sample(options: argparse.Namespace) -> Sample:
-    """The sequence to compare on.
-
-    Raises:
-        ValueError: it cannot be made or read, or is too short.
-    """
-    if options.recording:
-        sample = read_recording(options.recording, options.steps)
-    else:
-        sample = synthetic_sample(
-            options.tokens,
-            options.steps,
-            options.layers,
-            options.query_heads,
-            options.kv_heads,
-            options.head_dim,
-            options.seed,
-        )
-    if sample.positions.start <= PAGE_TOKENS:
-        raise ValueError(
-            f"{sample.positions.start} tokens before the first query are too few: the newest "
-            f"{PAGE_TOKENS} may be held as they came; compare on a longer sequence"
-        )
-    config = config_for(sample, Variant("bf16", {}), options.budget, options.rows)
-    candidates = len(config.candidates_after(sample.positions.start - 1))
-    if candidates <= options.budget:
-        raise ValueError(
-            f"--budget {options.budget} selects all of the {candidates} tokens that compete; "
-            "compare on a longer sequence, or give a smaller budget"
-        )
-    return sample.to(torch.device(options.device))
-
-
-def compare_formats(options: argparse.Namespace, sample: Sample) -> Comparison:
-    """Measure all variants of all formats, and the baselines."""
-    exact = Exact.of(sample)
-    config = config_for(sample, Variant("bf16", {}), options.budget, rows=1)
-    measurements = [
-        measure(sample, exact, variant, options.budget, options.rows, options.repeats)
-        for variant in tqdm(variants(options.formats, sample.keys.dtype), desc="formats")
-    ] + [
-        measure_uniform(sample, exact, config, bits, per_channel)
-        for bits in (8, 4)
-        for per_channel in (True, False)
-    ]
-    return Comparison(
-        [],
-        describe(visible_gpus() if options.device == "cuda" else []),
-        sample.source,
-        sample.tokens,
-        sample.steps,
-        options.budget,
-        options.rows,
-        measurements,
-    )
 
 
 def main(argv: Sequence[str]) -> int:

@@ -20,29 +20,16 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from scripts.shared.serving import stop_on_sigterm
-from scripts.speed import machine, report
-from scripts.speed.jobs import (
-    EXPERIMENT_MODELS,
-    EXPERIMENTS,
-    SYSTEMS,
-    Job,
-    Settings,
-    Shape,
-    Wish,
-    make_job,
-)
-from scripts.speed.records import Results
-from scripts.speed.runner import Runner
+from scripts.shared.command import make_parser
+from scripts.shared.systems import SYSTEMS
+from scripts.speed.experiments import EXPERIMENTS
+from scripts.speed.jobs import Shape
+from scripts.speed.profile import profile
 
 
 def parse_options(argv: Sequence[str]) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.profile_tpot",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser("profile_tpot", __doc__)
     add = parser.add_argument
     add("--model", nargs="+", help="a name in scripts/speed/model_shapes, `bundled`, or a folder")
     add("--shapes", nargs="+", type=Shape.parse, default=[], help="BATCHxCONTEXT")
@@ -56,7 +43,8 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
     add("--skip-steps", type=int, help="steps before the first window; default: enough to settle")
     add("--seed", type=int, default=1)
     add("--memory-fraction", type=float, default=0.85, help="of a GPU, for weights and KV pool")
-    add("--engine-args", type=json.loads, default={}, help="JSON object of engine arguments")
+    add("--engine-args", dest="engine", metavar="ENGINE_ARGS", type=json.loads, default={},
+        help="JSON object of engine arguments")  # fmt: skip
     add("--trace", action="store_true", help="trace both ranks; costs time in the step")
     add("--arrival", action="store_true", help="also time steps while one more prompt is shipped")
     add("--gpus", help="indices of the GPUs to use, separated by commas; default: all")
@@ -75,93 +63,14 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
     return options
 
 
-def make_wishes(options: argparse.Namespace) -> list[Wish]:
-    """What to measure."""
-    if options.experiment:
-        models = options.model or EXPERIMENT_MODELS[options.experiment]
-        return EXPERIMENTS[options.experiment](models)
-    shapes = tuple(options.shapes)
-    return [Wish(model, system, shapes) for model in options.model for system in options.systems]
-
-
-def make_jobs(options: argparse.Namespace, results: Results) -> list[Job]:
-    """The jobs, less what the results hold already.
-
-    Raises:
-        ValueError: an unknown model or system.
-    """
-    settings = Settings(
-        sparse_budget=options.sparse_budget,
-        sparse_threshold=options.sparse_threshold,
-        repeats=options.repeats,
-        window=options.window,
-        skip_steps=options.skip_steps,
-        seed=options.seed,
-        shape_seconds=options.shape_seconds,
-        capacity=options.capacity,
-        memory_fraction=options.memory_fraction,
-        engine=options.engine_args,
-        trace=options.trace,
-        arrival=options.arrival,
-    )
-    jobs = []
-    for wish in make_wishes(options):
-        job = make_job(wish, settings, options.out)
-        job.shapes = [s for s in job.shapes if not results.find(job.model, job.system, s)]
-        if any(
-            m.capacity_search and m.tpot_ms and m.system == job.system and m.model == job.model
-            for m in results.measurements
-        ):
-            job.capacity = 0
-        if job.shapes or job.capacity:
-            jobs.append(job)
-    return jobs
-
-
 def main(argv: Sequence[str]) -> int:
     """Run; the exit status."""
     options = parse_options(argv)
-    if options.render:
-        results = report.read_results(options.render / "results.json")
-        _write_all(results, options.render)
-        return 0
-
-    results = Results()
-    if options.resume and (options.out / "results.json").is_file():
-        results = report.read_results(options.out / "results.json")
-        results.measurements = [m for m in results.measurements if m.tpot_ms]
     try:
-        jobs = make_jobs(options, results)
+        return profile(options, argv)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    gpus = options.gpus.split(",") if options.gpus else machine.visible_gpus()
-    results.experiment = options.experiment or ""
-    results.command = ["python", "-m", "scripts.profile_tpot", *argv]
-    results.machine = machine.describe(gpus)
-    names = {job.name for job in jobs}
-    results.jobs = [job for job in results.jobs if job.name not in names] + jobs
-    if options.dry_run:
-        print(report.describe_jobs(jobs))
-        return 0
-    stop_on_sigterm()
-    runner = Runner(results, jobs, options.out, gpus, options.concurrent, options.worker_seconds)
-    try:
-        runner.run()
-    except KeyboardInterrupt:
-        print("interrupted; what was measured is kept", file=sys.stderr)
-        return 130
-    finally:
-        _write_all(results, options.out)
-    return 0
-
-
-def _write_all(results: Results, out: Path) -> None:
-    plots = report.write_plots(results, out)
-    for path in (*report.write_results(results, out), *plots):
-        print(path)
-    if not plots:
-        print("no plots: nothing was measured, or matplotlib is not installed", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -13,27 +13,18 @@ from typing import Any
 import msgspec
 
 QUEST_PAGE = 16
-"""Tokens of a page, P in Eq. 9."""
+"""A page of Quest has so many tokens: P in Eq. 9."""
 
 
 class ModelSize(msgspec.Struct, frozen=True):
-    """Sizes of a decoder with grouped-query attention and a gated feed-forward network.
+    """The sizes of a decoder with grouped-query attention and a gated feed-forward network."""
 
-    Attributes:
-        layers: l.
-        hidden: H.
-        query_heads: q.
-        kv_heads: kv.
-        head_dim: h.
-        intermediate: i, of the feed-forward network.
-    """
-
-    layers: int
-    hidden: int
-    query_heads: int
-    kv_heads: int
-    head_dim: int
-    intermediate: int
+    layers: int  # l
+    hidden: int  # H
+    query_heads: int  # q
+    kv_heads: int  # kv
+    head_dim: int  # h
+    intermediate: int  # i, of the feed-forward network
 
     @classmethod
     def of_config(cls, config: Mapping[str, Any]) -> ModelSize:
@@ -54,7 +45,7 @@ class ModelSize(msgspec.Struct, frozen=True):
 
 
 def linear_layers(model: ModelSize) -> int:
-    """Projections and feed-forward network of all layers, Eq. 6."""
+    """Operations of the projections and the feed-forward network of all layers, Eq. 6."""
     query_and_output = 2 * 2 * model.hidden * model.query_heads * model.head_dim
     keys_and_values = 2 * 2 * model.kv_heads * model.head_dim * model.hidden
     feed_forward = 3 * 2 * model.hidden * model.intermediate
@@ -62,12 +53,12 @@ def linear_layers(model: ModelSize) -> int:
 
 
 def attention(model: ModelSize, attended: float) -> float:
-    """Attention of all layers: Eq. 7 with all tokens attended to, Eq. 10 with selected ones."""
+    """Operations of attention: Eq. 7 where all tokens are attended to, Eq. 10 where some are."""
     return model.layers * 4 * model.query_heads * model.head_dim * attended
 
 
 def scoring(model: ModelSize, candidates: float) -> float:
-    """Products of one query with `candidates` keys in all layers.
+    """Operations of the products of one query with `candidates` keys in all layers.
 
     The last term of Eq. 8, where the candidates are all tokens, and of Eq. 9, where they are pages.
     A cache rank does the work of Eq. 8 too, on its own device and beside the step.
@@ -75,46 +66,26 @@ def scoring(model: ModelSize, candidates: float) -> float:
     return model.layers * 2 * model.query_heads * model.head_dim * candidates
 
 
-def candidates(decode_mode: str, tokens: float) -> float:
-    """What the inference rank scores in a step of a decode mode.
-
-    Args:
-        decode_mode: `dense`, `window`, `quest`, `tova`, `oracle` or `cache-rank`.
-        tokens: T, of the sequence.
-
-    Raises:
-        ValueError: there is no such mode.
-    """
-    scored = {
-        "dense": 0.0,
-        "window": 0.0,
-        "quest": tokens / QUEST_PAGE,
-        "tova": tokens,
-        "oracle": tokens,
-        "cache-rank": 0.0,
-    }
-    if decode_mode not in scored:
-        raise ValueError(f"no decode mode {decode_mode!r}: choose from {', '.join(scored)}")
-    return scored[decode_mode]
-
-
 def decode_token(
-    model: ModelSize, decode_mode: str, tokens: float, selected: float, dense_layers: int = 0
+    model: ModelSize, mode: str, tokens: float, selected: float, dense_layers: int = 0
 ) -> float:
     """All operations of the inference rank for a token, Eq. 11.
 
     Args:
-        model: sizes.
-        decode_mode: as in `candidates`.
+        model: the sizes.
+        mode: what a step attends to, as in `scripts.shared.systems.System`.
         tokens: T, of the sequence; a mean over steps gives the mean, all terms being linear in it.
-        selected: C, that sparse layers attend to; of a dense mode it does not matter.
+        selected: C, that sparse layers attend to; in the dense mode it does not matter.
         dense_layers: first layers which attend to everything; the paper has none.
 
     Raises:
         ValueError: there is no such mode.
     """
-    scored = candidates(decode_mode, tokens)
-    if decode_mode == "dense":
+    scored = {"dense": 0.0, "window": 0.0, "cache-rank": 0.0}
+    scored |= {"quest": tokens / QUEST_PAGE, "tova": tokens, "oracle": tokens}
+    if mode not in scored:
+        raise ValueError(f"no decode mode {mode!r}: choose from {', '.join(scored)}")
+    if mode == "dense":
         dense_layers = model.layers
     sparse = msgspec.structs.replace(model, layers=model.layers - dense_layers)
     dense = msgspec.structs.replace(model, layers=dense_layers)
@@ -122,5 +93,5 @@ def decode_token(
         linear_layers(model)
         + attention(dense, tokens)
         + attention(sparse, min(selected, tokens))
-        + scoring(sparse, scored)
+        + scoring(sparse, scored[mode])
     )

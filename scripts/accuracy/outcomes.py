@@ -11,57 +11,40 @@ import msgspec
 
 
 class Cell(msgspec.Struct, frozen=True):
-    """What is held fixed while problems vary.
+    """What is held fixed while problems vary."""
 
-    Attributes:
-        model: see `scripts.accuracy.checkpoints`.
-        system: label, see `scripts.accuracy.systems`.
-        task: of TASKS.
-        dials: of the task, but for the seed.
-    """
-
-    model: str
-    system: str
-    task: str
-    dials: dict[str, Any]
+    model: str  # see scripts.shared.models
+    system: str  # label, see scripts.shared.systems
+    task: str  # name in TASKS
+    dials: dict[str, Any]  # all dials of the task but the seed
 
     @property
     def problems(self) -> tuple[str, str, str]:
-        """Equal for cells whose problems are the same: those that are compared."""
+        """Model, task and dials: cells are compared where these are equal."""
         return self.model, self.task, ", ".join(f"{k}={v}" for k, v in sorted(self.dials.items()))
 
     @property
     def key(self) -> tuple[str, ...]:
-        """Identity, for sets and maps."""
+        """The identity of the cell, for sets and maps."""
         return (*self.problems, self.system)
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """A problem, decoded and graded.
-
-    Attributes:
-        cell: that it belongs to.
-        seed: of the problem.
-        correct_hops, correct_prefix_hops, hops, exact: see Grade.
-        prompt_tokens, output_tokens: as the server counts them.
-        sparse_steps: decode steps over a working set; None for a server without a cache rank.
-        late_steps, stale_steps: see the README; steps that waited, and that missed their selection.
-        recall, attention_mass: means over its measured steps, see docs/recall.md; None without any.
-    """
+    """A problem, decoded and graded."""
 
     cell: Cell
     seed: int
-    correct_hops: int
+    correct_hops: int  # Grade explains this and the next three
     correct_prefix_hops: int
     hops: int
     exact: bool
-    prompt_tokens: int
+    prompt_tokens: int  # the server's count
     output_tokens: int
-    sparse_steps: int | None = None
-    late_steps: int = 0
-    stale_steps: int = 0
-    recall: float | None = None
-    attention_mass: float | None = None
+    sparse_steps: int | None = None  # steps over a working set; None without a cache rank
+    late_steps: int = 0  # steps that waited for their selection
+    stale_steps: int = 0  # steps that missed their selection
+    recall: float | None = None  # mean over its measured steps, see docs/recall.md
+    attention_mass: float | None = None  # mean over its measured steps
 
 
 class OutcomeFile:
@@ -83,11 +66,8 @@ class OutcomeFile:
         """All outcomes so far; the last line may be half a line, if a run was killed."""
         if not self._path.exists():
             return []
-        found = []
-        for line in self._path.read_bytes().splitlines(keepends=True):
-            if line.endswith(b"\n"):
-                found.append(msgspec.json.decode(line, type=Outcome))
-        return found
+        lines = self._path.read_bytes().splitlines(keepends=True)
+        return [msgspec.json.decode(line, type=Outcome) for line in lines if line.endswith(b"\n")]
 
     def drop_half_line(self) -> None:
         """Cut what a killed run left unfinished, so that the next line starts on its own."""
@@ -97,7 +77,7 @@ class OutcomeFile:
 
 
 def seeds_done(outcomes: Iterable[Outcome]) -> dict[tuple[str, ...], set[int]]:
-    """Seeds of each cell, by its key."""
+    """The seeds of each cell, by its key."""
     done: dict[tuple[str, ...], set[int]] = {}
     for outcome in outcomes:
         done.setdefault(outcome.cell.key, set()).add(outcome.seed)

@@ -1,39 +1,30 @@
-"""Plots of accuracy against what it costs; Matplotlib is imported only to draw."""
+"""Plots of accuracy against what it costs."""
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from scripts.accuracy.statistics import Estimate
 from scripts.accuracy.summary import Result
-from scripts.accuracy.systems import DENSE, System
-from scripts.shared.presentation import COLOURS
+from scripts.shared import plots
+from scripts.shared.systems import DENSE, System
 
-MARKERS = "osD^vPX*<>hd"
-MOST_CURVES = len(COLOURS)
+MOST_CURVES = len(plots.COLOURS)
 
 
 class Axis(NamedTuple):
-    """What accuracy is drawn against.
+    """What accuracy is drawn against."""
 
-    Attributes:
-        name: of the file.
-        label: of the axis.
-        value: of a result; None leaves it out.
-        hidden: arguments that labels of curves leave out.
-    """
-
-    name: str
+    name: str  # name of the file
     label: str
-    value: Callable[[Result], Any]
-    hidden: frozenset[str] = frozenset()
+    value: Callable[[Result], Any]  # value of a result; None leaves it out
+    hidden: frozenset[str] = frozenset()  # arguments that labels of curves leave out
 
 
 SELF_EXPLANATORY = ("query_", "kv_residency")
-"""Arguments whose values are words that need no name before them."""
+"""The values of these arguments are words that need no name before them."""
 
 BUDGET_ONLY = frozenset({"sparse_budget"})
 BUDGET = Axis(
@@ -56,9 +47,7 @@ RESTATEMENTS = Axis(
 
 def write_plots(results: Sequence[Result], out: Path) -> list[Path]:
     """Draw what varies, as PNG and SVG; the files. Nothing without Matplotlib."""
-    try:
-        importlib.import_module("matplotlib").use("Agg")
-    except ImportError:
+    if not plots.can_draw():
         return []
     files: list[Path] = []
     for model, task in dict.fromkeys(result.cell.problems[:2] for result in results):
@@ -98,39 +87,34 @@ def _against(
     curves: dict[str, list[Result]] = {}
     for result in placed:
         curves.setdefault(curve_name(result.system, hidden), []).append(result)
-    pyplot = importlib.import_module("matplotlib.pyplot")
-    figure, panels = pyplot.subplots(1, 2, figsize=(12, 4.5), layout="constrained", sharey=True)
-    for index, (name, points) in enumerate(curves.items()):
-        points = sorted(points, key=axis.value)
-        style = _style(index, name)
-        for axes, estimates in (
-            (panels[0], [point.exact for point in points]),
-            (panels[1], [point.hop_accuracy for point in points]),
-        ):
+    figure, panels = plots.panels(2, (12, 4.5), sharey=True)
+    dense = next((result for result in results if result.system.name == DENSE), None)
+    for axes, name, accuracy in (
+        (panels[0], "exact chains", "exact"),
+        (panels[1], "hop accuracy", "hop_accuracy"),
+    ):
+        for index, (curve, points) in enumerate(curves.items()):
+            points = sorted(points, key=axis.value)
+            estimates: list[Estimate] = [getattr(point, accuracy) for point in points]
             axes.errorbar(
                 [axis.value(point) for point in points],
                 [estimate.value for estimate in estimates],
                 yerr=_bars(estimates),
-                **style,
+                marker=plots.marker(index),
+                **_style(index, curve),
             )
-    if axis is BUDGET:
-        for axes in panels:
+        if axis is BUDGET:
             axes.set_xscale("log", base=2)
             axes.xaxis.set_major_formatter("{x:.0f}")
-        dense = next((result for result in results if result.system.name == DENSE), None)
-        if dense is not None:
-            line = {"color": "black", "linestyle": "dashed", "linewidth": 1, "label": DENSE}
-            panels[0].axhline(dense.exact.value, **line)
-            panels[1].axhline(dense.hop_accuracy.value, **line)
-    if axis is RESTATEMENTS:
-        for axes in panels:
+            if dense is not None:
+                height = getattr(dense, accuracy).value
+                axes.axhline(height, color="black", linestyle="dashed", linewidth=1, label=DENSE)
+        if axis is RESTATEMENTS:
             axes.xaxis.get_major_locator().set_params(integer=True)
-    for axes, title_of_panel in zip(panels, ("exact chains", "hop accuracy"), strict=True):
-        _finish(axes, title_of_panel, axis.label)
+        _finish(axes, name, axis.label)
     figure.suptitle(title, fontsize=10)
-    handles, texts = panels[0].get_legend_handles_labels()
-    figure.legend(handles, texts, fontsize=8, frameon=False, loc="outside right center")
-    return _save(pyplot, figure, out / f"{axis.name}-{suffix}")
+    plots.legend(figure, panels[:1])
+    return plots.save(figure, out / f"{axis.name}-{suffix}")
 
 
 def _common(results: Sequence[Result]) -> frozenset[str]:
@@ -140,31 +124,21 @@ def _common(results: Sequence[Result]) -> frozenset[str]:
 
 
 def _lengths(results: Sequence[Result], title: str, out: Path, suffix: str) -> list[Path]:
-    """Fraction of chains that are right up to a hop: accuracy against the length of a chain."""
+    """The fraction of chains that are right up to a hop, against the length of a chain."""
     if results[0].hops < 2 or len(results) > 2 * MOST_CURVES:
         return []
-    pyplot = importlib.import_module("matplotlib.pyplot")
-    figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
+    figure, (axes,) = plots.panels(1, (8, 4.5))
     for index, result in enumerate(results):
         style = _style(index, curve_name(result.system, _common(results)))
-        style.pop("marker")
-        if index >= MOST_CURVES:
-            style["linestyle"] = "dotted"
-        axes.plot(range(result.hops + 1), [1.0, *result.survival], **style)
-    _finish(axes, title, "length, hops")
-    axes.set_ylabel("chains without a mistake so far")
-    figure.legend(fontsize=8, frameon=False, loc="outside right center")
-    return _save(pyplot, figure, out / f"length-{suffix}")
+        line = "solid" if index < MOST_CURVES else "dotted"
+        axes.plot(range(result.hops + 1), [1.0, *result.survival], linestyle=line, **style)
+    _finish(axes, title, "length, hops", "chains without a mistake so far")
+    plots.legend(figure, [axes])
+    return plots.save(figure, out / f"length-{suffix}")
 
 
 def _style(index: int, name: str) -> dict[str, Any]:
-    return {
-        "color": COLOURS[index % len(COLOURS)],
-        "marker": MARKERS[index % len(MARKERS)],
-        "markersize": 5,
-        "linewidth": 1.2,
-        "label": name,
-    }
+    return {"color": plots.colour(index), "markersize": 5, "linewidth": 1.2, "label": name}
 
 
 def _bars(estimates: Sequence[Estimate]) -> list[list[float]]:
@@ -174,18 +148,7 @@ def _bars(estimates: Sequence[Estimate]) -> list[list[float]]:
     ]
 
 
-def _finish(axes: Any, title: str, label: str) -> None:
-    axes.set_title(title, fontsize=10)
-    axes.set_xlabel(label)
+def _finish(axes: Any, title: str, x: str, y: str = "") -> None:
+    plots.label(axes, title, x, y)
     axes.set_ylim(-0.03, 1.03)
     axes.grid(alpha=0.3)
-    axes.spines[["top", "right"]].set_visible(False)
-
-
-def _save(pyplot: Any, figure: Any, stem: Path) -> list[Path]:
-    files = [stem.with_name(f"{stem.name}.{kind}") for kind in ("png", "svg")]
-    for file in files:
-        # No date in the file: the same results give the same bytes.
-        figure.savefig(file, dpi=150, metadata={"Date": None} if file.suffix == ".svg" else None)
-    pyplot.close(figure)
-    return files

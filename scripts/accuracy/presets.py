@@ -11,8 +11,8 @@ from typing import Any, get_args
 import msgspec
 
 from cache_rank.config import Frame, Predictor
-from scripts.accuracy.checkpoints import BUNDLED
-from scripts.accuracy.systems import CACHE_RANK, DECODE_MODES, DENSE
+from scripts.shared.models import BUNDLED
+from scripts.shared.systems import CACHE_RANK, DECODE_MODES, DENSE
 
 Dials = dict[str, Any]
 BUNDLED_CHASE: Dials = {"facts": 128, "hops": 80}
@@ -24,27 +24,18 @@ PREDICTORS = tuple(
 
 
 class Preset(msgspec.Struct, frozen=True):
-    """An experiment.
+    """An experiment."""
 
-    Attributes:
-        question: that it answers.
-        systems: labels.
-        task: of TASKS.
-        dials: of the task, one cell each.
-        model: see `scripts.accuracy.checkpoints`.
-        budgets: k of the systems whose labels name none.
-    """
-
-    question: str
-    systems: tuple[str, ...]
+    question: str  # question that it answers
+    systems: tuple[str, ...]  # labels
     task: str = "pointer-chase"
-    dials: tuple[Dials, ...] = (BUNDLED_CHASE,)
-    budgets: tuple[int, ...] = (64,)
-    model: str = BUNDLED
+    dials: tuple[Dials, ...] = (BUNDLED_CHASE,)  # dials of the task, one cell each
+    budgets: tuple[int, ...] = (64,)  # k of the systems whose labels name none
+    model: str = BUNDLED  # see scripts.shared.models
 
 
 def _predictor_windows() -> tuple[str, ...]:
-    """Every predictor in every frame, by the queries that it sees, and then by hysteresis."""
+    """All predictors in every frame, by the queries that they see, and then by hysteresis."""
     windowed = [label for label in PREDICTORS if "=last" not in label]
     return (
         *(label for label in PREDICTORS if "=last" in label),

@@ -1,4 +1,4 @@
-"""Writes what `evaluate` found: JSON, Markdown tables, and plots (scripts/accuracy/plots.py)."""
+"""Writes what `evaluate` found: JSON, Markdown tables and plots."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from scripts.accuracy.plots import write_plots
 from scripts.accuracy.statistics import Estimate
 from scripts.accuracy.summary import Result, Run
 from scripts.accuracy.tasks import TASKS
-from scripts.shared.presentation import number, table
+from scripts.shared import report
+from scripts.shared.report import number, percent, table
 
 HEADER = (
     *("system", "changed", "k", "exact chain", "minus dense", "hop accuracy", "correct prefix"),
@@ -20,25 +21,16 @@ HEADER = (
 
 
 class Report(msgspec.Struct):
-    """What `results.json` holds."""
+    """The content of `results.json`."""
 
     run: Run
     results: list[Result]
 
 
 def write_report(run: Run, results: list[Result], out: Path) -> list[Path]:
-    """Write all files into a folder; their paths. No plots if matplotlib is not installed."""
-    out.mkdir(parents=True, exist_ok=True)
-    encoded = msgspec.json.format(msgspec.json.encode(Report(run, results)), indent=2)
-    files = {"results.json": encoded.decode(), "results.md": markdown(run, results)}
-    for name, text in files.items():
-        (out / name).write_text(text + "\n")
-    return [*(out / name for name in files), *write_plots(results, out)]
-
-
-def read_report(path: Path) -> Report:
-    """Read a `results.json`."""
-    return msgspec.json.decode(path.read_bytes(), type=Report)
+    """Write all files into a folder; their paths. No plots if Matplotlib is not installed."""
+    files = report.write_report(out, "results", Report(run, results), markdown(run, results))
+    return [*files, *write_plots(results, out)]
 
 
 def markdown(run: Run, results: Sequence[Result]) -> str:
@@ -83,7 +75,7 @@ def varying_dial(results: Sequence[Result]) -> str | None:
 
 
 def by_dial(results: Sequence[Result], name: str) -> str:
-    """Accuracy of each system at each value of a dial."""
+    """The accuracy of each system at each value of a dial."""
     columns = sorted({result.cell.dials[name] for result in results if name in result.cell.dials})
     found = {(r.cell.system, r.cell.dials.get(name)): r for r in results}
     rows = []
@@ -99,21 +91,20 @@ def by_dial(results: Sequence[Result], name: str) -> str:
 def _cells(result: Result) -> list[str]:
     changes = dict(result.system.changes)
     budget = changes.pop("sparse_budget", None)
-    flops = None if result.flops is None else result.flops / 1e6
     return [
         result.system.name,
         ", ".join(f"{name} {value}" for name, value in changes.items()),
-        "–" if budget is None else str(budget),
+        number(budget, 0),
         interval(result.exact),
         interval(result.exact_difference),
         interval(result.hop_accuracy, 3),
         interval(result.correct_prefix, 1),
         number(result.output_tokens.value, 0),
-        "–" if result.sparse_steps is None else f"{100 * result.sparse_steps:.1f} %",
-        "–" if result.sparse_steps is None else f"{100 * result.stale_steps:.1f} %",
+        percent(result.sparse_steps),
+        "–" if result.sparse_steps is None else percent(result.stale_steps),
         number(result.recall, 3),
         number(result.attention_mass, 3),
-        number(flops, 3),
+        number(None if result.flops is None else result.flops / 1e6, 3),
         number(result.bits, 2),
     ]
 

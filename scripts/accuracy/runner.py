@@ -6,11 +6,10 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any
 
-import requests
-
 from scripts.accuracy.outcomes import Cell, Outcome
-from scripts.accuracy.systems import DENSE
 from scripts.accuracy.tasks import TASKS, Problem
+from scripts.shared.serving import Client
+from scripts.shared.systems import DENSE
 
 REQUEST_SECONDS = 3600.0
 
@@ -20,15 +19,21 @@ RECORDED = (
     *("query_predictor", "query_frame", "query_window", "selection_margin", "delta_capacity"),
     *("kv_residency", "kv_residency_options", "score_keys", "wire_dtype", "inference_kv"),
 )
+"""The arguments of a server that bear on accuracy."""
+
+STATISTICS = ("sparse_steps", "late_steps", "stale_steps", "recall", "attention_mass")
+"""The statistics of a response, fields of Outcome, that a cache rank adds."""
 
 
-def run_cell(url: str, cell: Cell, seeds: Iterable[int], concurrency: int) -> Iterator[Outcome]:
+def run_cell(
+    server: Client, cell: Cell, seeds: Iterable[int], concurrency: int
+) -> Iterator[Outcome]:
     """Decode a cell's problems; outcomes in the order in which they end.
 
     Args:
-        url: of the server.
+        server: answers the problems.
         cell: what to run.
-        seeds: of the problems.
+        seeds: a problem has each.
         concurrency: requests at once.
 
     Raises:
@@ -38,7 +43,7 @@ def run_cell(url: str, cell: Cell, seeds: Iterable[int], concurrency: int) -> It
     problems = {seed: TASKS[cell.task].make(seed, **cell.dials) for seed in seeds}
     with ThreadPoolExecutor(concurrency) as pool:
         calls = {
-            pool.submit(_decode, url, problem, cell.system == DENSE): seed
+            pool.submit(_decode, server, problem, cell.system == DENSE): seed
             for seed, problem in problems.items()
         }
         try:
@@ -49,25 +54,19 @@ def run_cell(url: str, cell: Cell, seeds: Iterable[int], concurrency: int) -> It
             pool.shutdown(cancel_futures=True)
 
 
-def describe_server(url: str) -> dict[str, Any]:
-    """What the server says of itself that bears on accuracy: RECORDED of its arguments.
-
-    Raises:
-        requests.RequestException: there is no server.
-    """
-    response = requests.get(f"{url}/server_info", timeout=30)
-    response.raise_for_status()
-    info = response.json()
+def describe_server(server: Client) -> dict[str, Any]:
+    """The arguments that the server was started with, as far as they are RECORDED."""
+    info = server.read("/server_info")
     return {name: info[name] for name in RECORDED if name in info}
 
 
-def _decode(url: str, problem: Problem, dense: bool) -> dict[str, Any]:
+def _decode(server: Client, problem: Problem, dense: bool) -> dict[str, Any]:
     sampling: dict[str, Any] = {"max_new_tokens": problem.max_tokens, **problem.sampling}
     if dense:  # also on a server which has a cache rank
         sampling["custom_params"] = {"cache_rank": False}
     # SGLang refuses an empty text; a space is no word, and leaves <bos>.
     body = {"text": problem.prompt or " ", "sampling_params": sampling}
-    response = requests.post(f"{url}/generate", json=body, timeout=REQUEST_SECONDS)
+    response = server.post("/generate", body, timeout=REQUEST_SECONDS)
     response.raise_for_status()
     decoded: dict[str, Any] = response.json()
     return decoded
@@ -80,15 +79,7 @@ def _outcome(cell: Cell, seed: int, problem: Problem, decoded: dict[str, Any]) -
     return Outcome(
         cell,
         seed,
-        grade.correct_hops,
-        grade.correct_prefix_hops,
-        grade.hops,
-        grade.exact,
-        meta["prompt_tokens"],
-        meta["completion_tokens"],
-        cache_rank.get("sparse_steps"),
-        cache_rank.get("late_steps", 0),
-        cache_rank.get("stale_steps", 0),
-        cache_rank.get("recall"),
-        cache_rank.get("attention_mass"),
+        *(grade.correct_hops, grade.correct_prefix_hops, grade.hops, grade.exact),
+        *(meta["prompt_tokens"], meta["completion_tokens"]),
+        **{name: cache_rank[name] for name in STATISTICS if name in cache_rank},
     )

@@ -15,10 +15,10 @@ width: that 64 of 64 problems are right does not exclude an error rate of 3/64.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 from scipy.stats import bootstrap
 
 CONFIDENCE = 0.95
@@ -55,7 +55,7 @@ def difference(values: ArrayLike, baseline: ArrayLike) -> Estimate:
     Raises:
         ValueError: fewer than two problems, or not as many of one as of the other.
     """
-    return _estimate(_difference_of_means, values, baseline)
+    return _estimate(lambda v, b, axis: np.mean(v - b, axis=axis), values, baseline)
 
 
 def ratio(values: ArrayLike, baseline: ArrayLike) -> Estimate:
@@ -67,22 +67,12 @@ def ratio(values: ArrayLike, baseline: ArrayLike) -> Estimate:
     Raises:
         ValueError: fewer than two problems, or not as many of one as of the other.
     """
-    return _estimate(_ratio_of_means, values, baseline)
+    return _estimate(
+        lambda v, b, axis: np.mean(v, axis=axis) / np.mean(b, axis=axis), values, baseline
+    )
 
 
-def _difference_of_means(
-    values: NDArray[np.float64], baseline: NDArray[np.float64], axis: int
-) -> NDArray[np.float64]:
-    return np.mean(values - baseline, axis=axis)
-
-
-def _ratio_of_means(
-    values: NDArray[np.float64], baseline: NDArray[np.float64], axis: int
-) -> NDArray[np.float64]:
-    return np.mean(values, axis=axis) / np.mean(baseline, axis=axis)
-
-
-def _estimate(statistic: Callable[..., NDArray[np.float64]], *samples: ArrayLike) -> Estimate:
+def _estimate(statistic: Callable[..., Any], *samples: ArrayLike) -> Estimate:
     arrays = [np.asarray(sample, dtype=np.float64) for sample in samples]
     if any(array.ndim != 1 or len(array) < 2 for array in arrays):
         raise ValueError(f"needs two or more problems, got {[array.shape for array in arrays]}")

@@ -9,74 +9,46 @@ import msgspec
 
 from cache_rank.config import CacheRankConfig, ModelShape
 from cache_rank.residency import FORMATS
-from cache_rank.residency.options import parse_options
 from scripts.accuracy import flops, statistics
-from scripts.accuracy.checkpoints import model_config
 from scripts.accuracy.flops import ModelSize
 from scripts.accuracy.outcomes import Cell, Outcome
+from scripts.accuracy.settings import attended_tokens, policy_of
 from scripts.accuracy.statistics import Estimate
-from scripts.accuracy.systems import CACHE_RANK, DENSE, NAMES, System
+from scripts.shared.models import find_config
+from scripts.shared.systems import CACHE_RANK, DENSE, SYSTEMS, System, residency_options
 
 
 class Run(msgspec.Struct):
-    """How outcomes came about.
+    """How outcomes came about."""
 
-    Attributes:
-        commands: that were run, the first one and those which resumed it.
-        machine: what it ran on, and versions.
-        settings: arguments of the sparse systems, see `scripts.accuracy.systems.POLICY`.
-        dtype: of the KV pool.
-        servers: what each said of itself, by label; see `scripts.accuracy.runner.RECORDED`.
-        failures: of servers, by label.
-    """
-
-    commands: list[str]
-    machine: dict[str, Any]
-    settings: dict[str, Any]
-    dtype: str
-    servers: dict[str, dict[str, Any]] = {}
-    failures: dict[str, str] = {}
+    commands: list[str]  # commands that were run, the first and those which resumed it
+    machine: dict[str, Any]  # what it ran on, and versions
+    settings: dict[str, Any]  # arguments of sparse systems, see scripts.accuracy.settings
+    dtype: str  # dtype of the KV pool
+    servers: dict[str, dict[str, Any]] = {}  # what servers said, by label
+    failures: dict[str, str] = {}  # failures of servers, by label
 
 
 class Result(msgspec.Struct):
-    """A cell in numbers; intervals are 95% over problems.
-
-    Attributes:
-        cell: that is summed up.
-        chains: problems.
-        exact: fraction of problems whose every word is right.
-        exact_difference: to dense decoding of the same problems; None without it.
-        hop_accuracy: fraction of lookups that were right, a problem.
-        correct_prefix: hops before the first wrong word.
-        hops: of a problem.
-        survival: fraction of chains that are right up to hop 1, 2, ..., `hops`.
-        output_tokens: of a problem.
-        sparse_steps: fraction of decode steps over a working set; None without a cache rank.
-        late_steps, stale_steps: fractions of the sparse ones.
-        recall, attention_mass: means over problems, see docs/recall.md; None where none was
-            measured.
-        flops: of the inference rank, a token; None if the model's configuration is unknown.
-        cache_rank_flops: of the cache rank's scores, a token.
-        bits: of an element of K or V on the cache rank, metadata included.
-    """
+    """A cell in numbers; intervals are 95% over problems."""
 
     cell: Cell
-    chains: int
-    exact: Estimate
-    exact_difference: Estimate | None
-    hop_accuracy: Estimate
-    correct_prefix: Estimate
-    hops: int
-    survival: list[float]
-    output_tokens: Estimate
-    sparse_steps: float | None
-    late_steps: float
-    stale_steps: float
-    recall: float | None
-    attention_mass: float | None
-    flops: float | None
-    cache_rank_flops: float | None
-    bits: float | None
+    chains: int  # problems
+    exact: Estimate  # fraction of problems whose every word is right
+    exact_difference: Estimate | None  # difference to dense decoding of the same problems
+    hop_accuracy: Estimate  # fraction of lookups that were right, a problem
+    correct_prefix: Estimate  # hops before the first wrong word
+    hops: int  # mean of a problem
+    survival: list[float]  # fraction of chains that are right up to hop 1, 2, ..., `hops`
+    output_tokens: Estimate  # mean of a problem
+    sparse_steps: float | None  # fraction of decode steps; None without a cache rank
+    late_steps: float  # fraction of the sparse ones
+    stale_steps: float  # fraction of the sparse ones
+    recall: float | None  # mean over problems, see docs/recall.md; None where none was measured
+    attention_mass: float | None  # mean over problems
+    flops: float | None  # work of the inference rank a token; None if it is unknown
+    cache_rank_flops: float | None  # work of the cache rank's scores a token
+    bits: float | None  # bits of an element on the cache rank, metadata included
 
     @property
     def system(self) -> System:
@@ -85,7 +57,7 @@ class Result(msgspec.Struct):
 
 
 def summarize(outcomes: Iterable[Outcome], run: Run) -> list[Result]:
-    """One result a cell of two or more problems, in the order of NAMES and then of budgets.
+    """One result a cell of two or more problems, in the order of SYSTEMS and then of budgets.
 
     A difference to dense decoding is over the problems that both decoded.
     """
@@ -104,7 +76,7 @@ def summarize(outcomes: Iterable[Outcome], run: Run) -> list[Result]:
 
 def _place(result: Result) -> tuple[int, int]:
     system = result.system
-    return NAMES.index(system.name), system.changes.get("sparse_budget", 0)
+    return list(SYSTEMS).index(system.name), system.changes.get("sparse_budget", 0)
 
 
 def _result(cell: Cell, of_seed: dict[int, Outcome], dense: dict[int, Outcome], run: Run) -> Result:
@@ -151,16 +123,16 @@ def _mean_of_measured(values: Iterable[float | None]) -> float | None:
 
 def _work(cell: Cell, outcomes: Sequence[Outcome], run: Run) -> tuple[float | None, float | None]:
     """FLOPs a token of the inference rank, and of the cache rank's scores."""
-    config = model_config(cell.model)
+    config = find_config(cell.model)
     if config is None:
         return None, None
     size = ModelSize.of_config(config)
     system = System.parse(cell.system)
     tokens = sum(o.prompt_tokens + o.output_tokens / 2 for o in outcomes) / len(outcomes)
-    dense_layers = system.policy(run.settings).get("dense_layers", 0)
-    attended = system.attended(run.settings)
-    token = flops.decode_token(size, system.name, tokens, attended, dense_layers)
-    if system.name != CACHE_RANK:
+    dense_layers = policy_of(system, run.settings).get("dense_layers", 0)
+    attended = attended_tokens(system, run.settings)
+    token = flops.decode_token(size, system.mode, tokens, attended, dense_layers)
+    if system.mode != CACHE_RANK:
         return token, None
     sparse = msgspec.structs.replace(size, layers=size.layers - dense_layers)
     return token, flops.scoring(sparse, tokens)
@@ -168,17 +140,15 @@ def _work(cell: Cell, outcomes: Sequence[Outcome], run: Run) -> tuple[float | No
 
 def _bits(cell: Cell, run: Run) -> float | None:
     """Bits of an element on the cache rank, by the format's own count."""
-    config, system = model_config(cell.model), System.parse(cell.system)
-    if config is None or system.name != CACHE_RANK:
+    config, system = find_config(cell.model), System.parse(cell.system)
+    if config is None or system.mode != CACHE_RANK:
         return None
     size = ModelSize.of_config(config)
-    policy = system.policy(run.settings)
+    policy = policy_of(system, run.settings)
     held = CacheRankConfig(
         ModelShape(1, size.query_heads, size.kv_heads, size.head_dim, run.dtype, 1.0),
         kv_residency=policy.get("kv_residency", "bf16"),
-        kv_residency_options=parse_options(
-            str(policy.get("kv_residency_options", "")).replace("+", ",")
-        ),
+        kv_residency_options=residency_options(policy),
         score_keys=policy.get("score_keys", "resident"),
     )
     elements = 2 * size.kv_heads * size.head_dim

@@ -20,20 +20,19 @@ from scripts.formats.samples import Sample
 
 
 class Variant(NamedTuple):
-    """A format and its options.
+    """A format and its options."""
 
-    Attributes:
-        format: a name of FORMATS.
-        options: of the format.
-        score_keys: of CacheRankConfig.
-        key_bits: of an element of a key that scores read, what codes are relative to not counted;
-            None if it is not known.
-    """
-
-    format: str
+    format: str  # a name of FORMATS
     options: dict[str, OptionValue]
-    score_keys: ScoreKeys = "resident"
-    key_bits: int | None = None
+    score_keys: ScoreKeys = "resident"  # see CacheRankConfig
+    key_bits: int | None = None  # bits of a key's element that scores read
+
+    @property
+    def title(self) -> str:
+        """The options in tables."""
+        if self.score_keys != "resident":
+            return f"score keys {self.score_keys}"
+        return ",".join(f"{name}={value}" for name, value in self.options.items())
 
 
 def variants(formats: Sequence[str], dtype: torch.dtype) -> list[Variant]:
@@ -91,17 +90,14 @@ def measure(
 
     Args:
         sample: on the device to measure on.
-        exact: of the sample.
+        exact: the sample's attention.
         variant: format and options.
         budget: k.
         rows: requests to time a step of; all hold the same sequence.
-        repeats: of a timed call; the median counts.
+        repeats: how often a call is timed; the median counts.
     """
     config = config_for(sample, variant, budget, rows)
-    options = ",".join(f"{name}={value}" for name, value in variant.options.items())
-    if variant.score_keys != "resident":
-        options = f"score keys {variant.score_keys}"
-    measurement = Measurement(variant.format, options, key_bits=variant.key_bits)
+    measurement = Measurement(variant.format, variant.title, key_bits=variant.key_bits)
     held, device = _Held(sample, config, rows), sample.keys.device
     loading = median_microseconds(held.load, repeats, device)
     for row in range(1, rows):

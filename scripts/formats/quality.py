@@ -18,16 +18,13 @@ from scripts.formats.samples import Sample
 
 
 class Throughput(msgspec.Struct, frozen=True):
-    """Of one operation.
+    """How fast one operation is.
 
-    Attributes:
-        tokens: a second, each in all layers and kv heads.
-        gigabytes: 10^9 bytes a second: of scores, codes that are read; else all that is held of a
-            token. None if it is not known.
+    Gigabytes are 10^9 bytes: for scores, codes that are read; else all that is held of a token.
     """
 
-    tokens: float
-    gigabytes: float | None
+    tokens: float  # a second, each in all layers and KV heads
+    gigabytes: float | None  # a second; None if it is not known
 
 
 class Measurement(msgspec.Struct):
@@ -35,46 +32,30 @@ class Measurement(msgspec.Struct):
 
     Errors are vNMSE, E |x - y|² / E |x|², None if not finite. `score_error` is that of
     log-probabilities, both about their mean over the candidates, because what all tokens share
-    changes no selection.
-
-    Attributes:
-        format: name, or that of a baseline.
-        options: of the format, as in `--kv-residency-options`, or of the baseline.
-        bits: of an element of K and V as they are held, all that grows with tokens counted.
-        key_bits: of a key's element that scores read, what codes are relative to not counted.
-        key_error, value_error: of all but the newest page, which formats may hold as it came.
-        output_error: of attention over all tokens.
-        score_error: see above.
-        recall: share of the exact k best candidates that are among the k best by the scores.
-        attention_mass: of the candidates' attention, what these hold.
-        encode, score, gather: throughput; None of a baseline.
+    changes no selection. Those of keys and values leave out the newest page, which formats may hold
+    as it came.
     """
 
-    format: str
-    options: str
-    bits: float | None = None
-    key_bits: int | None = None
+    format: str  # name, or that of a baseline
+    options: str  # options as in `--kv-residency-options`, or of the baseline
+    bits: float | None = None  # bits of an element as held, all that grows with tokens
+    key_bits: int | None = None  # bits of a key's element that scores read, without scales
     key_error: float | None = None
     value_error: float | None = None
-    output_error: float | None = None
+    output_error: float | None = None  # error of attention over all tokens
     score_error: float | None = None
-    recall: float | None = None
-    attention_mass: float | None = None
-    encode: Throughput | None = None
+    recall: float | None = None  # share of the exact k best that are among the k best by the scores
+    attention_mass: float | None = None  # share of the candidates' attention that these hold
+    encode: Throughput | None = None  # a baseline has no throughput
     score: Throughput | None = None
     gather: Throughput | None = None
 
 
 class Exact(NamedTuple):
-    """What a sample's attention is in full precision, a step each.
+    """A sample's attention in full precision, a step each."""
 
-    Attributes:
-        outputs: (layers, Hq, D) float32.
-        scores: (layers, Hkv, position + 1) float32, see `score_tokens`.
-    """
-
-    outputs: list[Tensor]
-    scores: list[Tensor]
+    outputs: list[Tensor]  # (layers, Hq, D) float32
+    scores: list[Tensor]  # (layers, Hkv, position + 1) float32, see `score_tokens`
 
     @classmethod
     def of(cls, sample: Sample) -> Exact:
@@ -93,11 +74,11 @@ def compare(
     """Fill in errors, recall and attention mass.
 
     Args:
-        measurement: to fill in.
+        measurement: is filled in.
         sample: on the device of all else.
-        exact: of the sample.
-        keys, values: as they are read back, (layers, Hkv, tokens, D).
-        scores: of each step, (layers, Hkv, position + 1) float32.
+        exact: the sample's attention.
+        keys, values: what is read back, (layers, Hkv, tokens, D).
+        scores: one a step, (layers, Hkv, position + 1) float32.
         config: says how many tokens are selected, and among which.
     """
     older = slice(0, sample.tokens - PAGE_TOKENS)

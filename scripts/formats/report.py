@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import shlex
 from pathlib import Path
 from typing import Any
@@ -10,47 +9,27 @@ from typing import Any
 import msgspec
 
 from scripts.formats.quality import Measurement, Throughput
-from scripts.shared.presentation import COLOURS, number, table
-
-MARKERS = "os^DvPX*<>"
+from scripts.shared import plots, report
+from scripts.shared.report import number, table
 
 
 class Comparison(msgspec.Struct):
-    """All formats on one sample.
+    """All formats on one sample."""
 
-    Attributes:
-        command: that was run, in words.
-        machine: see `scripts.speed.machine.describe`.
-        source: of the sample.
-        tokens, steps: of the sample, and of them those with queries.
-        budget: k.
-        rows: requests of a step that was timed.
-        measurements: one a line.
-    """
-
-    command: list[str]
-    machine: dict[str, Any]
-    source: str
-    tokens: int
-    steps: int
-    budget: int
-    rows: int
-    measurements: list[Measurement]
+    command: list[str]  # command that was run, in words
+    machine: dict[str, Any]  # see scripts.shared.machine.describe
+    source: str  # description of the sample
+    tokens: int  # description of the sample
+    steps: int  # the newest tokens of the sample, whose queries there are
+    budget: int  # k
+    rows: int  # requests of a step that was timed
+    measurements: list[Measurement]  # one a line
 
 
 def write_comparison(comparison: Comparison, out: Path) -> list[Path]:
-    """Write all files into a folder; their paths. No plot if matplotlib is not installed."""
-    out.mkdir(parents=True, exist_ok=True)
-    encoded = msgspec.json.format(msgspec.json.encode(comparison), indent=2)
-    files = {"formats.json": encoded.decode(), "formats.md": markdown(comparison)}
-    for name, text in files.items():
-        (out / name).write_text(text + "\n")
-    return [*(out / name for name in files), *write_plot(comparison, out / "formats.png")]
-
-
-def read_comparison(path: Path) -> Comparison:
-    """Read a `formats.json`."""
-    return msgspec.json.decode(path.read_bytes(), type=Comparison)
+    """Write all files into a folder; their paths. No plot if Matplotlib is not installed."""
+    files = report.write_report(out, "formats", comparison, markdown(comparison))
+    return [*files, *write_plot(comparison, out / "formats")]
 
 
 def markdown(comparison: Comparison) -> str:
@@ -111,14 +90,11 @@ def _cells(throughput: Throughput | None) -> list[str]:
     return [number(throughput.tokens / 1e3, 0), number(throughput.gigabytes)]
 
 
-def write_plot(comparison: Comparison, path: Path) -> list[Path]:
+def write_plot(comparison: Comparison, stem: Path) -> list[Path]:
     """Draw error against bits: of the attention output as held, and of scores as read."""
-    try:
-        importlib.import_module("matplotlib").use("Agg")
-    except ImportError:
+    if not plots.can_draw():
         return []
-    pyplot = importlib.import_module("matplotlib.pyplot")
-    figure, panels = pyplot.subplots(1, 2, figsize=(12, 5), layout="constrained", sharey=True)
+    figure, panels = plots.panels(2, (12, 5), sharey=True)
     views = (
         ("attention output", "bits of an element, as held", "bits", "output_error"),
         ("scores", "bits of a key's element that scores read", "key_bits", "score_error"),
@@ -127,33 +103,15 @@ def write_plot(comparison: Comparison, path: Path) -> list[Path]:
     for axes, (title, label, bits, error) in zip(panels, views, strict=True):
         for index, m in enumerate(comparison.measurements):
             x, y = getattr(m, bits), getattr(m, error)
-            if not x or not y:  # an error of 0 has no place on a logarithmic scale
-                continue
-            axes.plot(
-                x,
-                y,
-                marker=MARKERS[index % len(MARKERS)],
-                linestyle="none",
-                color=COLOURS[names.index(m.format) % len(COLOURS)],
-                label=f"{m.format} {m.options}".strip(),
-            )
-        axes.set_title(title)
-        axes.set_xlabel(label)
+            if x and y:  # an error of 0 has no place on a logarithmic scale
+                style = {"marker": plots.marker(index), "linestyle": "none"}
+                style["color"] = plots.colour(names.index(m.format))
+                axes.plot(x, y, label=f"{m.format} {m.options}".strip(), **style)
+        plots.label(axes, title, label)
         axes.set_yscale("log")
         axes.grid(alpha=0.3)
-        axes.spines[["top", "right"]].set_visible(False)
     panels[0].set_ylabel("vNMSE")
     # The second panel has the formats whose attention output is exact, too.
-    handles = {text: handle for axes in panels for handle, text in zip(*_legend(axes), strict=True)}
-    figure.legend(
-        handles.values(), handles.keys(), fontsize=8, frameon=False, loc="outside right center"
-    )
+    plots.legend(figure, panels)
     figure.suptitle(comparison.source, fontsize=10)
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
-    return [path]
-
-
-def _legend(axes: Any) -> tuple[list[Any], list[str]]:
-    handles, texts = axes.get_legend_handles_labels()
-    return handles, texts
+    return plots.save(figure, stem, ("png",))

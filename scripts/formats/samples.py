@@ -37,7 +37,7 @@ class Sample(NamedTuple):
 
     @property
     def positions(self) -> range:
-        """Of the tokens whose queries there are."""
+        """The positions of the tokens whose queries there are."""
         return range(self.tokens - self.steps, self.tokens)
 
     def to(self, device: torch.device) -> Sample:
@@ -52,7 +52,7 @@ def read_recording(folder: Path, steps: int) -> Sample:
     Recordings do not hold the factor on attention logits; it is taken to be D ** -0.5.
 
     Args:
-        folder: that CACHE_RANK_RECORD named.
+        folder: the one that CACHE_RANK_RECORD named.
         steps: newest tokens whose queries are wanted; fewer if it has fewer.
 
     Raises:

@@ -43,10 +43,10 @@ def synthetic_sample(
     Left out are attention sinks and neighbours that resemble each other.
 
     Args:
-        tokens, steps: of the sequence, and of them those with queries, the newest.
+        tokens, steps: length of the sequence, and how many of the newest tokens have queries.
         layers, query_heads, kv_heads, head_dim: shape; the last is a multiple of 16.
         seed: same seed, same bits.
-        dtype: of all tensors.
+        dtype: dtype of all tensors.
 
     Raises:
         ValueError: the shape cannot be made.

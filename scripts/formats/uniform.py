@@ -9,7 +9,7 @@ from scripts.formats.quality import Exact, Measurement, compare, scores_of
 from scripts.formats.samples import Sample
 
 UNIFORM_GROUP = 128
-"""Tokens that share a scale in the uniform baselines per channel."""
+"""So many tokens share a scale in the uniform baselines per channel."""
 
 
 def measure_uniform(

@@ -1,4 +1,4 @@
-"""Runs the real server and talks to it over HTTP: for the demo, benchmarks and tests."""
+"""Starts the real server and talks to a running one over HTTP."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import psutil
 import requests
+
+from scripts.shared.machine import ProcessTree
 
 START_SECONDS = 180
 
@@ -25,57 +26,47 @@ PLAIN = (
     "--grammar-backend none --disable-radix-cache --page-size 1 --max-total-tokens 40000 "
     "--max-running-requests 64 --dtype float32 --sleep-on-idle"
 ).split()
+"""The command line of plain SGLang on a CPU."""
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+class ServerError(RuntimeError):
+    """No server answers, or not as it should."""
 
 
-class Server:
-    """One `python -m sglang_ext.launch`."""
+class Client:
+    """Talks to a server that runs.
 
-    def __init__(self, arguments: Sequence[str], environment: dict[str, str] | None = None) -> None:
-        self.port = free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
-        self.log = Path(tempfile.mkstemp(prefix="server-", suffix=".log")[1])
-        command = [sys.executable, "-m", "sglang_ext.launch", "--port", str(self.port)]
-        command += ["--skip-server-warmup", "--log-level-http", "warning", *arguments]
-        with self.log.open("wb") as output:
-            self.process = subprocess.Popen(
-                command,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})},
-                start_new_session=True,
+    Attributes:
+        url: address of the server, without /v1.
+    """
+
+    def __init__(self, url: str) -> None:
+        """Take the address of a server, with or without a trailing /v1."""
+        self.url = url.rstrip("/").removesuffix("/v1")
+
+    def get(self, path: str, timeout: float = 30) -> requests.Response:
+        """Read a path of the server.
+
+        Raises:
+            ServerError: no server answers.
+        """
+        try:
+            return requests.get(f"{self.url}{path}", timeout=timeout)
+        except requests.RequestException as error:
+            raise ServerError(f"no server answers at {self.url}{path}: {error}") from error
+
+    def read(self, path: str) -> dict[str, Any]:
+        """Read a path that holds a JSON object.
+
+        Raises:
+            ServerError: no server answers, or it does not have the path.
+        """
+        response = self.get(path)
+        if response.status_code != 200:
+            raise ServerError(
+                f"{self.url}{path} answers {response.status_code}: not a server of SGLang?"
             )
-
-    def wait_ready(self) -> Server:
-        deadline = time.monotonic() + START_SECONDS
-        while time.monotonic() < deadline:
-            if self.process.poll() is not None:
-                raise RuntimeError(f"server ended: {self.tail()}")
-            with contextlib.suppress(requests.ConnectionError, requests.Timeout):
-                if requests.get(f"{self.url}/health", timeout=5).status_code == 200:
-                    return self
-            time.sleep(0.2)
-        raise TimeoutError(f"server not ready: {self.tail()}")
-
-    def tail(self) -> str:
-        lines = self.log.read_text(errors="replace").splitlines()
-        return "\n".join(line for line in lines if " HTTP/1.1" not in line)[-6000:]
-
-    def stop(self) -> None:
-        """End every process at once; the graceful way is a test of its own."""
-        children = []
-        with contextlib.suppress(psutil.NoSuchProcess):
-            children = psutil.Process(self.process.pid).children(recursive=True)
-        for child in children:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                child.kill()
-        self.process.kill()
-        self.process.wait()
+        return dict(response.json())
 
     def post(self, path: str, body: dict[str, Any] | None = None, timeout: float = 240) -> Any:
         return requests.post(f"{self.url}{path}", json=body or {}, timeout=timeout)
@@ -103,15 +94,9 @@ class Server:
             ]
             return [call.result() for call in calls]
 
-    def internal_state(self) -> dict[str, Any]:
-        response = requests.get(f"{self.url}/server_info", timeout=30)
-        response.raise_for_status()
-        state: dict[str, Any] = response.json()["internal_states"][0]
-        return state
-
     def cache_rank(self) -> dict[str, Any]:
-        state: dict[str, Any] = self.internal_state()["cache_rank"]
-        return state
+        """The state of the cache rank in `/server_info`; empty without one."""
+        return cache_rank_state(self.read("/server_info"))
 
     def wait_for(self, timeout: float, **expected: Any) -> dict[str, Any]:
         """Wait until the cache rank's state has these values."""
@@ -121,13 +106,13 @@ class Server:
             if all(state[name] == value for name, value in expected.items()):
                 return state
             if time.monotonic() > deadline:
-                raise TimeoutError(f"expected {expected}, state is {state}: {self.tail()}")
+                raise TimeoutError(f"expected {expected}, state is {state}")
             time.sleep(0.1)
 
     def metrics(self) -> dict[str, float]:
         """The cache rank's Prometheus samples, label values dropped and summed over."""
         samples: dict[str, float] = {}
-        for line in requests.get(f"{self.url}/metrics", timeout=30).text.splitlines():
+        for line in self.get("/metrics").text.splitlines():
             if line.startswith("sglang_cache_rank_"):
                 name, value = line.rsplit(" ", 1)
                 name = name.split("{")[0]
@@ -139,6 +124,53 @@ class Server:
         pid = int(self.cache_rank()["pid"])
         os.kill(pid, number)
         return pid
+
+
+class Server(Client):
+    """One `python -m sglang_ext.launch` that this process starts."""
+
+    def __init__(self, arguments: Sequence[str], environment: dict[str, str] | None = None) -> None:
+        self.port = free_port()
+        super().__init__(f"http://127.0.0.1:{self.port}")
+        self.log = Path(tempfile.mkstemp(prefix="server-", suffix=".log")[1])
+        command = [sys.executable, "-m", "sglang_ext.launch", "--port", str(self.port)]
+        command += ["--skip-server-warmup", "--log-level-http", "warning", *arguments]
+        with self.log.open("wb") as output:
+            self.process = subprocess.Popen(
+                command,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})},
+                start_new_session=True,
+            )
+        self._tree = ProcessTree(self.process.pid)
+
+    def wait_ready(self) -> Server:
+        deadline = time.monotonic() + START_SECONDS
+        while time.monotonic() < deadline:
+            if self.process.poll() is not None:
+                raise RuntimeError(f"server ended: {self.tail()}")
+            with contextlib.suppress(ServerError):
+                if self.get("/health", timeout=5).status_code == 200:
+                    return self
+            time.sleep(0.2)
+        raise TimeoutError(f"server not ready: {self.tail()}")
+
+    def wait_for(self, timeout: float, **expected: Any) -> dict[str, Any]:
+        """Wait as a client does, and show the log if it was in vain."""
+        try:
+            return super().wait_for(timeout, **expected)
+        except TimeoutError as error:
+            raise TimeoutError(f"{error}: {self.tail()}") from None
+
+    def tail(self) -> str:
+        lines = self.log.read_text(errors="replace").splitlines()
+        return "\n".join(line for line in lines if " HTTP/1.1" not in line)[-6000:]
+
+    def stop(self) -> None:
+        """End every process at once; the graceful way is a test of its own."""
+        self._tree.kill()
+        self.process.wait()
 
 
 @contextlib.contextmanager
@@ -156,6 +188,18 @@ def stop_on_sigterm() -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def cache_rank_state(info: dict[str, Any]) -> dict[str, Any]:
+    """What a `/server_info` says of the cache rank; empty without one."""
+    states = info.get("internal_states") or [{}]
+    return states[0].get("cache_rank") or {}
+
+
 def log_probabilities(response: Any) -> list[float]:
-    """Of the generated tokens."""
+    """The log-probabilities of the generated tokens."""
     return [entry[0] for entry in response["meta_info"]["output_token_logprobs"]]

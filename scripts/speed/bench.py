@@ -22,7 +22,7 @@ from scripts.speed.jobs import Job, Shape, unmeasurable
 from scripts.speed.records import Arrival, Measurement, step_times, summarize, wire_between
 
 REPORT_INTERVAL = 16
-"""Tokens between two reports of a request that is not the witness."""
+"""A request that is not the witness reports after so many tokens."""
 
 SETTLE_STEPS = 20
 ABORT_SECONDS = 60
@@ -38,7 +38,7 @@ class Stream:
 
     Attributes:
         arrivals: (tokens so far, when) of every report.
-        statistics: of the cache rank, as the response carries them.
+        statistics: the cache rank's, from the latest response.
     """
 
     arrivals: list[tuple[int, float]] = dataclasses.field(default_factory=list)
@@ -56,8 +56,8 @@ class Plan:
 
     Attributes:
         settle: sparse steps (or tokens, in a system without a cache rank) before measuring.
-        steps: measured.
-        most_tokens: after which a request ends by itself.
+        steps: steps that are measured.
+        most_tokens: a request ends by itself after so many tokens.
     """
 
     settle: int
@@ -72,8 +72,8 @@ def plan_batch(
 
     Args:
         arguments: the engine's, with defaults filled in.
-        pool_tokens: that the inference rank's pool holds.
-        cache_rank_tokens: that the cache rank holds, if there is one and it says.
+        pool_tokens: tokens that the inference rank's pool holds.
+        cache_rank_tokens: tokens that the cache rank holds, if there is one and it says.
 
     Raises:
         NotMeasuredError: it cannot fit.
@@ -254,7 +254,7 @@ class Bench:
         await asyncio.sleep(0.5)
 
     async def _state(self) -> dict[str, Any]:
-        """Of the inference rank; empty without a cache rank."""
+        """The state of the inference rank; empty without a cache rank."""
         states = await self._manager.get_internal_state()
         state: dict[str, Any] = states[0].get("cache_rank") or {}
         return state

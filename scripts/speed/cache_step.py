@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from cache_rank.config import CacheRankConfig, ModelShape
+from cache_rank.config import CacheRankConfig
 from cache_rank.measure.timeline import Timeline
 from cache_rank.measure.timing import device_seconds
 from cache_rank.pages import PAGE_TOKENS
@@ -24,38 +24,16 @@ from cache_rank.selector import Selector
 
 LOADED_TOKENS = 4096
 DRIFT = 0.1
-"""Of the standard deviation of queries, keys and values, that each step adds to those before."""
+"""Each step adds noise of so much of their standard deviation to queries, keys and values."""
 
 
 class CacheStep(NamedTuple):
-    """What was measured.
+    """What was measured."""
 
-    Attributes:
-        seconds: of each step.
-        up_bytes, down_bytes: of its messages.
-        tokens_shipped: in the last step, over all layers and KV heads.
-    """
-
-    seconds: list[float]
-    up_bytes: int
+    seconds: list[float]  # time of each step
+    up_bytes: int  # bytes of a step's messages to the cache rank
     down_bytes: int
-    tokens_shipped: int
-
-
-def shape_of(config: dict[str, Any], dtype: str = "bfloat16") -> ModelShape:
-    """All attention layers of a model, from its config.json."""
-    heads, hidden = config["num_attention_heads"], config["hidden_size"]
-    head_dim = config.get("head_dim") or hidden // heads
-    base = float(config.get("rope_theta") or config.get("rope_parameters", {})["rope_theta"])
-    return ModelShape(
-        config["num_hidden_layers"],
-        heads,
-        config.get("num_key_value_heads") or heads,
-        head_dim,
-        dtype,
-        head_dim**-0.5,
-        tuple(base ** (-2 * pair / head_dim) for pair in range(head_dim // 2)),
-    )
+    tokens_shipped: int  # tokens of the last step, over all layers and KV heads
 
 
 def measure_cache_step(
@@ -66,9 +44,9 @@ def measure_cache_step(
     Queries, keys and values are random numbers that drift.
 
     Args:
-        config: of the cache rank.
-        tokens: of each sequence.
-        steps: that are timed.
+        config: the cache rank's.
+        tokens: length of each sequence.
+        steps: how many steps are timed.
         device: where it runs.
 
     Raises:

@@ -17,7 +17,7 @@ import numpy
 from scripts.speed.jobs import Job, Shape
 
 MANAGEMENT = ("append", "predict", "score", "select", "gather")
-"""Events of the cache rank that are work, as opposed to waiting for messages."""
+"""In these events the cache rank works, as opposed to waiting for messages."""
 
 LONGEST_ERROR = 160
 
@@ -32,97 +32,64 @@ class Repeat(msgspec.Struct, frozen=True):
 
 
 class Wire(msgspec.Struct, frozen=True):
-    """What the exchange did between two states of the inference rank.
+    """What the exchange did between two states of the inference rank."""
 
-    Attributes:
-        first_step, last_step: numbers of the exchanged steps.
-        up_bytes, down_bytes, tokens_shipped: per step, over all requests.
-        bulk_bytes: of the prompts, in all.
-        late_share: of the steps, that waited for an answer.
-        wait_ms: waited per step.
-    """
-
-    first_step: int
+    first_step: int  # numbers of the exchanged steps
     last_step: int
-    up_bytes: float
+    up_bytes: float  # bytes per step, over all requests
     down_bytes: float
-    bulk_bytes: float
-    tokens_shipped: float
-    late_share: float
-    wait_ms: float
+    bulk_bytes: float  # bytes of all prompts
+    tokens_shipped: float  # tokens per step, over all requests
+    late_share: float  # share of the steps that waited for an answer
+    wait_ms: float  # time waited per step
 
 
 class Arrival(msgspec.Struct, frozen=True):
-    """Decode steps of a batch while the prompt of one more request is shipped to the cache rank.
+    """Decode steps of a batch while the prompt of one more request is shipped to the cache rank."""
 
-    Attributes:
-        steps: after the prompt was computed, until the request was sparse.
-        median_ms, longest_ms: of these steps.
-    """
-
-    steps: int
+    steps: int  # steps from when the prompt was computed until the request was sparse
     median_ms: float
     longest_ms: float
 
 
 class TraceTimes(msgspec.Struct, frozen=True):
-    """A trace reduced.
+    """A trace reduced."""
 
-    Attributes:
-        steps: decode steps in it.
-        median_us: of one event, by `rank name`.
-        step_ms: median between the starts of consecutive steps.
-        management_ms: median per step that the cache rank works on it.
-        wait_share_p50, wait_share_p99: time waited for answers over the step's time.
-    """
-
-    steps: int
-    median_us: dict[str, float]
-    step_ms: float | None = None
-    management_ms: float | None = None
-    wait_share_p50: float | None = None
+    steps: int  # decode steps in it
+    median_us: dict[str, float]  # median of one event, by `rank name`
+    step_ms: float | None = None  # median between the starts of consecutive steps
+    management_ms: float | None = None  # median per step that the cache rank works on it
+    wait_share_p50: float | None = None  # time waited for answers over the step's time
     wait_share_p99: float | None = None
 
 
 class Measurement(msgspec.Struct):
-    """One system at one shape.
-
-    Attributes:
-        failure: why there are no numbers.
-        repeats: one entry a window.
-        tpot_ms: median over the windows of their medians.
-        mean_ms: over all measured steps.
-        prefill_seconds: from the first request sent to the first token of the last.
-        attended_tokens: by a request and KV head in one step, on average.
-        sparse_steps: over a working set, of the request with fewest.
-        started, ended: seconds since the epoch.
-        memory_gib: most memory in use meanwhile, one entry a GPU.
-    """
+    """One system at one shape."""
 
     model: str
     system: str
     shape: Shape
-    failure: str = ""
+    failure: str = ""  # why there are no numbers
     capacity_search: bool = False
-    repeats: list[Repeat] = msgspec.field(default_factory=list)
-    tpot_ms: float | None = None
-    mean_ms: float | None = None
+    repeats: list[Repeat] = []  # one entry a window
+    tpot_ms: float | None = None  # median over the windows of their medians
+    mean_ms: float | None = None  # mean over all measured steps
     p10_ms: float | None = None
     p90_ms: float | None = None
-    prefill_seconds: float | None = None
-    attended_tokens: float | None = None
-    sparse_steps: int | None = None
+    prefill_seconds: float | None = None  # time until all requests have a token
+    attended_tokens: float | None = None  # mean of a request and KV head in a step
+    sparse_steps: int | None = None  # steps over a working set, of the request with fewest
     late_steps: int | None = None
     wire: Wire | None = None
     arrival: Arrival | None = None
     trace: TraceTimes | None = None
-    started: float = 0.0
+    started: float = 0.0  # Unix time
     ended: float = 0.0
-    memory_gib: list[float] = msgspec.field(default_factory=list)
+    memory_gib: list[float] = []  # most memory in use meanwhile, one entry a GPU
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Of the whole batch."""
+        """Tokens of the whole batch in a second."""
         return 1e3 * self.shape.batch / self.mean_ms if self.mean_ms else None
 
     @property
@@ -136,17 +103,17 @@ class Message(msgspec.Struct):
     kind: str
     shape: Shape | None = None
     measurement: Measurement | None = None
-    machine: dict[str, Any] = msgspec.field(default_factory=dict)
+    machine: dict[str, Any] = {}
 
 
 class Results(msgspec.Struct):
     """Everything one invocation writes."""
 
     experiment: str = ""
-    command: list[str] = msgspec.field(default_factory=list)
-    machine: dict[str, Any] = msgspec.field(default_factory=dict)
-    jobs: list[Job] = msgspec.field(default_factory=list)
-    measurements: list[Measurement] = msgspec.field(default_factory=list)
+    command: list[str] = []
+    machine: dict[str, Any] = {}
+    jobs: list[Job] = []
+    measurements: list[Measurement] = []
 
     def find(self, model: str, system: str, shape: Shape) -> Measurement | None:
         """The measurement with numbers, if there is one."""
@@ -190,13 +157,8 @@ def summarize(measurement: Measurement, seconds: Sequence[float], window: int) -
     milliseconds = [1e3 * value for value in seconds]
     windows = [milliseconds[i : i + window] for i in range(0, len(milliseconds), window)]
     measurement.repeats = [
-        Repeat(
-            statistics.median(steps),
-            statistics.fmean(steps),
-            quantile(steps, 0.1),
-            quantile(steps, 0.9),
-        )
-        for steps in windows
+        Repeat(statistics.median(w), statistics.fmean(w), quantile(w, 0.1), quantile(w, 0.9))
+        for w in windows
     ]
     measurement.tpot_ms = statistics.median(repeat.median for repeat in measurement.repeats)
     measurement.mean_ms = statistics.fmean(milliseconds)

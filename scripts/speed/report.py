@@ -2,31 +2,26 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
-from scripts.shared.presentation import COLOURS, number, table
-from scripts.speed.jobs import TABLE2, TABLE2_FLOOR, Job, Shape, Table2Row, model_config
+from scripts.shared import plots
+from scripts.shared.models import model_config, model_shape
+from scripts.shared.report import number, percent, table, write_report
+from scripts.speed.experiments import TABLE2, TABLE2_FLOOR, Table2Row
+from scripts.speed.jobs import Job, Shape
 from scripts.speed.records import Measurement, Results, Wire
+
+SHAPE_AND_SYSTEM = ("batch × context", "system")
 
 
 def write_results(results: Results, out: Path) -> list[Path]:
     """Write the measurements and the tables into a folder; the files that were written."""
-    out.mkdir(parents=True, exist_ok=True)
-    encoded = msgspec.json.format(msgspec.json.encode(results), indent=2)
-    files = {"results.json": encoded.decode(), "results.md": markdown(results)}
-    for name, text in files.items():
-        # The machine may stop at any time: never leave half a file.
-        unfinished = out / f".{name}"
-        unfinished.write_text(text + "\n")
-        unfinished.replace(out / name)
-    return [out / name for name in files]
+    return write_report(out, "results", results, markdown(results))
 
 
 def read_results(path: Path) -> Results:
@@ -34,14 +29,14 @@ def read_results(path: Path) -> Results:
     return msgspec.json.decode(path.read_bytes(), type=Results)
 
 
-def floor_of(results: Results, measurement: Measurement) -> float | None:
-    """Milliseconds per token of the same batch with only the budget in its context."""
-    floors = {
-        m.shape.batch: m.tpot_ms
+def floor_of(results: Results, model: str, batch: int) -> float | None:
+    """Milliseconds per token of a batch with only the budget in its context."""
+    floors = [
+        m.tpot_ms
         for m in results.measurements
-        if m.model == measurement.model and m.system.startswith("floor")
-    }
-    return floors.get(measurement.shape.batch)
+        if m.model == model and m.system.startswith("floor") and m.shape.batch == batch
+    ]
+    return floors[-1] if floors else None
 
 
 def markdown(results: Results) -> str:
@@ -60,14 +55,13 @@ def markdown(results: Results) -> str:
         "same stream of tokens.",
     ]
     for model in dict.fromkeys(m.model for m in results.measurements):
-        parts += [f"## {model}", tpot_table(results, model)]
-        traced = [m for m in results.measurements if m.model == model and m.trace]
-        if traced:
-            parts += ["Both ranks, from the trace:", trace_table(traced)]
-        arrivals = [m for m in results.measurements if m.model == model and m.arrival]
-        if arrivals:
+        of_model = [m for m in results.measurements if m.model == model]
+        parts += [f"## {model}", tpot_table(results, of_model)]
+        if any(m.trace for m in of_model):
+            parts += ["Both ranks, from the trace:", trace_table(of_model)]
+        if any(m.arrival for m in of_model):
             parts += ["Steps while the prompt of one more request is shipped:"]
-            parts += [arrival_table(arrivals)]
+            parts += [arrival_table(of_model)]
     if results.experiment == "table2":
         parts += ["## Cache management beside inference", table2_table(results)]
     if results.experiment == "quest-time":
@@ -75,43 +69,26 @@ def markdown(results: Results) -> str:
     return "\n\n".join(parts)
 
 
-def tpot_table(results: Results, model: str) -> str:
+def tpot_table(results: Results, measurements: Sequence[Measurement]) -> str:
     """One line a measurement."""
     header = [
-        *("batch × context", "system", "TPOT ms", "p10–p90", "mean ms", "tokens/s", "over floor"),
-        *(
-            "attended",
-            "sparse steps",
-            "late steps",
-            "wait ms",
-            "up MB/step",
-            "down MB/step",
-            "bulk GB",
-        ),
-        *("prefill s", "GiB per GPU"),
+        *(*SHAPE_AND_SYSTEM, "TPOT ms", "p10–p90", "mean ms", "tokens/s", "over floor"),
+        *("attended", "sparse steps", "late steps", "wait ms", "up MB/step", "down MB/step"),
+        *("bulk GB", "prefill s", "GiB per GPU"),
     ]
     rows = []
-    of_model = [m for m in results.measurements if m.model == model]
-    for m in sorted(of_model, key=lambda m: (m.shape.context, m.shape.batch)):
-        shape = f"{m.shape.batch} × {m.shape.context}"
-        if m.capacity_search:
-            shape += " (largest batch)"
+    for m in sorted(measurements, key=lambda m: (m.shape.context, m.shape.batch)):
+        shape = f"{m.shape.title} (largest batch)" if m.capacity_search else m.shape.title
         if m.failure:
             rows.append([shape, m.system, m.failure.replace("|", "/"), *[""] * (len(header) - 3)])
             continue
-        floor = floor_of(results, m)
+        floor = floor_of(results, m.model, m.shape.batch)
         rows.append(
             [
-                shape,
-                m.system,
-                number(m.tpot_ms),
-                f"{number(m.p10_ms)}–{number(m.p90_ms)}",
-                number(m.mean_ms),
-                number(m.tokens_per_second, 0),
+                *(shape, m.system, number(m.tpot_ms), f"{number(m.p10_ms)}–{number(m.p90_ms)}"),
+                *(number(m.mean_ms), number(m.tokens_per_second, 0)),
                 number(m.tpot_ms / floor if floor and m.tpot_ms else None),
-                number(m.attended_tokens, 0),
-                number(m.sparse_steps, 0),
-                *wire_cells(m.wire),
+                *(number(m.attended_tokens, 0), number(m.sparse_steps, 0), *wire_cells(m.wire)),
                 number(m.prefill_seconds, 1),
                 " + ".join(number(used, 1) for used in m.memory_gib) or "–",
             ]
@@ -123,57 +100,40 @@ def wire_cells(wire: Wire | None) -> list[str]:
     """The columns of the exchange."""
     if wire is None:
         return ["–"] * 5
-    return [
-        f"{100 * wire.late_share:.1f} %",
-        number(wire.wait_ms),
-        number(wire.up_bytes / 1e6),
-        number(wire.down_bytes / 1e6),
-        number(wire.bulk_bytes / 1e9),
-    ]
+    megabytes = (wire.up_bytes / 1e6, wire.down_bytes / 1e6, wire.bulk_bytes / 1e9)
+    return [percent(wire.late_share), number(wire.wait_ms), *map(number, megabytes)]
 
 
 def arrival_table(measurements: Sequence[Measurement]) -> str:
     """What an arrival costs the requests that decode."""
-    header = ["batch × context", "system", "TPOT ms", "steps", "median ms", "longest ms"]
-    rows = []
-    for m in measurements:
-        assert m.arrival is not None
-        rows.append(
-            [
-                f"{m.shape.batch} × {m.shape.context}",
-                m.system,
-                number(m.tpot_ms),
-                str(m.arrival.steps),
-                number(m.arrival.median_ms),
-                number(m.arrival.longest_ms),
-            ]
-        )
-    return table(header, rows)
+    rows = [
+        [
+            *(m.shape.title, m.system, number(m.tpot_ms), str(m.arrival.steps)),
+            *(number(m.arrival.median_ms), number(m.arrival.longest_ms)),
+        ]
+        for m in measurements
+        if m.arrival
+    ]
+    return table([*SHAPE_AND_SYSTEM, "TPOT ms", "steps", "median ms", "longest ms"], rows)
 
 
-def trace_table(traced: Sequence[Measurement]) -> str:
+def trace_table(measurements: Sequence[Measurement]) -> str:
     """Medians of each kind of event, and what of the waiting a step sees."""
-    names = sorted({name for m in traced if m.trace for name in m.trace.median_us})
+    names = sorted({name for m in measurements if m.trace for name in m.trace.median_us})
     header = [
-        *("batch × context", "system", "steps", "step ms", "cache management ms"),
+        *(*SHAPE_AND_SYSTEM, "steps", "step ms", "cache management ms"),
         *("waits p50", "waits p99", *(f"{name} µs" for name in names)),
     ]
-    rows = []
-    for m in traced:
-        trace = m.trace
-        assert trace is not None
-        shares = (trace.wait_share_p50, trace.wait_share_p99)
-        rows.append(
-            [
-                f"{m.shape.batch} × {m.shape.context}",
-                m.system,
-                str(trace.steps),
-                number(trace.step_ms),
-                number(trace.management_ms),
-                *("–" if share is None else f"{100 * share:.2f} %" for share in shares),
-                *(number(trace.median_us.get(name), 0) for name in names),
-            ]
-        )
+    rows = [
+        [
+            *(m.shape.title, m.system, str(m.trace.steps)),
+            *(number(m.trace.step_ms), number(m.trace.management_ms)),
+            *(percent(m.trace.wait_share_p50, 2), percent(m.trace.wait_share_p99, 2)),
+            *(number(m.trace.median_us.get(name), 0) for name in names),
+        ]
+        for m in measurements
+        if m.trace
+    ]
     return table(header, rows)
 
 
@@ -187,8 +147,8 @@ def table2_table(results: Results) -> str:
     """AsyncSpade Table 2: times per message, that is per packed layers.
 
     Inference is a decode step over the budget alone, cache management the step of a cache rank
-    alone. The bandwidth that hides the answers is given
-    for what was shipped (the tokens that changed) and for all selected tokens, as in the paper.
+    alone. The bandwidth that hides the answers is given for what was shipped (the tokens that
+    changed) and for all selected tokens, as in the paper.
     """
     header = [
         *("model", "batch × context, k", "layers per message", "inference ms"),
@@ -196,19 +156,15 @@ def table2_table(results: Results) -> str:
     ]
     rows = []
     for row in TABLE2:
-        _, config = model_config(row.model)
-        layers = config["num_hidden_layers"]
-        part = row.layers_per_group / layers
+        shape = model_shape(model_config(row.model))
+        part = row.layers_per_group / shape.layers
         inference, management = table2_times(results, row)
         ours = results.find(row.model, row.system, row.shape)
         shipped = ours.wire.down_bytes if ours and ours.wire else None
-        per_token = 2 * 2 * layers * config["num_key_value_heads"] * head_dim(config)
-        everything = row.shape.batch * row.budget * per_token
+        everything = row.shape.batch * row.budget * shape.bytes_per_token
         rows.append(
             [
-                row.model,
-                f"{row.shape.batch} × {row.shape.context}, {row.budget}",
-                str(row.layers_per_group),
+                *(row.model, f"{row.shape.title}, {row.budget}", str(row.layers_per_group)),
                 number(inference and inference * part),
                 number(management and management * part),
                 number(inference and management and management / inference),
@@ -219,39 +175,28 @@ def table2_table(results: Results) -> str:
     return table(header, rows)
 
 
-def head_dim(config: dict[str, Any]) -> int:
-    """D of a model's configuration."""
-    return int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
-
-
 def quest_share(results: Results, model: str, shape: Shape) -> float | None:
-    """Part of a step that is spent on choosing pages: all but what a fixed window costs."""
+    """The part of a step that is spent on choosing pages: all but what a fixed window costs."""
     quest, window = (results.tpot_ms(model, system, shape) for system in ("quest", "window"))
     return (quest - window) / quest if quest and window else None
 
 
 def quest_table(results: Results) -> str:
     """AsyncSpade Fig. 2 as a table."""
-    rows = []
-    for model, shape in dict.fromkeys((m.model, m.shape) for m in results.measurements):
-        share = quest_share(results, model, shape)
-        rows.append(
-            [
-                model,
-                f"{shape.batch} × {shape.context}",
-                number(results.tpot_ms(model, "quest", shape)),
-                number(results.tpot_ms(model, "window", shape)),
-                "–" if share is None else f"{100 * share:.1f} %",
-            ]
-        )
+    rows = [
+        [
+            *(model, shape.title),
+            *(number(results.tpot_ms(model, system, shape)) for system in ("quest", "window")),
+            percent(quest_share(results, model, shape)),
+        ]
+        for model, shape in dict.fromkeys((m.model, m.shape) for m in results.measurements)
+    ]
     return table(("model", "batch × context", "quest ms", "window ms", "share"), rows)
 
 
 def write_plots(results: Results, out: Path) -> list[Path]:
-    """Draw what was measured; nothing if matplotlib is not installed."""
-    try:
-        importlib.import_module("matplotlib").use("Agg")
-    except ImportError:
+    """Draw what was measured; nothing if Matplotlib is not installed."""
+    if not plots.can_draw():
         return []
     files = []
     models = list(dict.fromkeys(m.model for m in results.measurements if m.tpot_ms))
@@ -266,30 +211,24 @@ def write_plots(results: Results, out: Path) -> list[Path]:
             system: [results.tpot_ms(model, system, shape) for shape in shapes]
             for system in dict.fromkeys(m.system for m in measured)
         }
-        floors = [floor_of(results, Measurement(model, "", shape)) for shape in shapes]
+        floors = [floor_of(results, model, shape.batch) for shape in shapes]
+        name = Path(model).name
         if shapes:
-            path = out / f"tpot-{Path(model).name}.png"
-            labels = [f"{shape.batch} × {shape.context}" for shape in shapes]
-            title = f"{Path(model).name}: time per output token"
-            grouped_bars(
-                path, title, labels, series, "median decode step (ms)", "batch × context", floors
-            )
-            files.append(path)
+            labels = ("median decode step (ms)", f"{name}: time per output token")
+            titles = [shape.title for shape in shapes]
+            files += grouped_bars(out / f"tpot-{name}", titles, series, *labels, floors=floors)
     if results.experiment == "table2":
         times = [table2_times(results, row) for row in TABLE2]
-        labels = [
-            f"{row.model}\n{row.shape.batch} × {row.shape.context}\n"
-            f"k {row.budget}, {row.layers_per_group} layers"
+        groups = [
+            f"{row.model}\n{row.shape.title}\nk {row.budget}, {row.layers_per_group} layers"
             for row in TABLE2
         ]
         series = {
             "inference over k tokens": [inference for inference, _ in times],
             "cache management": [management for _, management in times],
         }
-        path = out / "table2.png"
         title = "Cache management beside the inference that hides it"
-        grouped_bars(path, title, labels, series, "per decode step (ms)", "")
-        files.append(path)
+        files += grouped_bars(out / "table2", groups, series, "per decode step (ms)", title, "")
     if results.experiment == "quest-time" and models:
         shapes = list(dict.fromkeys(m.shape for m in results.measurements))
         shares = {
@@ -299,50 +238,41 @@ def write_plots(results: Results, out: Path) -> list[Path]:
             ]
             for model in models
         }
-        path = out / "quest-time.png"
-        labels = [f"{shape.batch} × {shape.context}" for shape in shapes]
-        title = "Selecting pages before attention"
-        grouped_bars(path, title, labels, shares, "share of a decode step (%)", "batch × context")
-        files.append(path)
+        labels = ("share of a decode step (%)", "Selecting pages before attention")
+        titles = [shape.title for shape in shapes]
+        files += grouped_bars(out / "quest-time", titles, shares, *labels)
     return files
 
 
 def grouped_bars(
-    path: Path,
-    title: str,
+    stem: Path,
     groups: Sequence[str],
     series: dict[str, list[float | None]],
     value_label: str,
-    group_label: str,
+    title: str,
+    group_label: str = "batch × context",
     floors: Sequence[float | None] = (),
-) -> None:
+) -> list[Path]:
     """A bar for each group and series, and a line across each group that has a floor."""
-    pyplot = importlib.import_module("matplotlib.pyplot")
     width = 0.8 / max(1, len(series))
     wide = max(7.0, 1.0 + 0.5 * len(groups) * (len(series) + 1))
-    figure, axes = pyplot.subplots(figsize=(wide, 4.0 + 0.25 * len(series)), layout="constrained")
+    figure, (axes,) = plots.panels(1, (wide, 4.0 + 0.25 * len(series)))
     for index, (name, values) in enumerate(series.items()):
         places = [group - 0.4 + (index + 0.5) * width for group in range(len(groups))]
         there = [(x, y) for x, y in zip(places, values, strict=True) if y is not None]
-        colour = COLOURS[index % len(COLOURS)]
+        heights = [y for _, y in there]
         bars = axes.bar(
-            [x for x, _ in there], [y for _, y in there], width, label=name, color=colour
+            [x for x, _ in there], heights, width, label=name, color=plots.colour(index)
         )
         axes.bar_label(bars, fmt="%.1f", fontsize=7, padding=1)
-    drawn = False
     for group, floor in enumerate(floors):
         if floor is not None:
-            label = None if drawn else "floor: only the budget in context"
+            label = "floor: only the budget in context"
             axes.hlines(floor, group - 0.45, group + 0.45, "black", "dashed", label=label)
-            drawn = True
     axes.set_xticks(range(len(groups)), groups)
-    axes.set_ylabel(value_label)
-    axes.set_xlabel(group_label)
-    axes.set_title(title)
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.legend(fontsize=8, frameon=False, loc="outside lower center")
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
+    plots.label(axes, title, group_label, value_label)
+    plots.legend(figure, [axes], "lower center")
+    return plots.save(figure, stem, ("png",))
 
 
 def describe_jobs(jobs: Sequence[Job]) -> str:

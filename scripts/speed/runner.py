@@ -13,9 +13,10 @@ from pathlib import Path
 import msgspec
 from tqdm import tqdm
 
-from scripts.speed import machine, report
+from scripts.shared.machine import MemoryWatch, ProcessTree, run_jobs
 from scripts.speed.jobs import FIRST_PORT, Job, Shape
 from scripts.speed.records import Measurement, Message, Results, explain_failure, reduce_trace
+from scripts.speed.report import write_results
 
 POLL_SECONDS = 0.5
 LOG_TAIL = 20_000
@@ -36,69 +37,39 @@ class Runner:
         """Prepare.
 
         Args:
-            results: to which measurements are added.
-            out: folder that they are written to.
-            gpus: as CUDA_VISIBLE_DEVICES names them.
+            results: measurements are added to them.
+            jobs: what to run.
+            out: folder that results are written to.
+            gpus: GPUs as CUDA_VISIBLE_DEVICES names them.
             concurrent: jobs may run at the same time, on different GPUs.
-            seconds: that one job may take.
+            seconds: time that one job may take.
         """
         self._results, self._jobs, self._out, self._seconds = results, jobs, out, seconds
-        self._concurrent = concurrent
-        self._gpus = list(gpus)
-        self._free = list(gpus)
-        self._running = 0
-        self._changed = threading.Condition()
+        self._gpus, self._at_once = gpus, None if concurrent else 1
+        self._changed = threading.Lock()
         self._stopping = threading.Event()
-        self._memory = machine.MemoryWatch(gpus)
+        self._memory = MemoryWatch(gpus)
         shapes = sum(len(job.shapes) + bool(job.capacity) for job in jobs)
         self._bar = tqdm(total=shapes, unit="shape", dynamic_ncols=True)
 
     def run(self) -> None:
         """Run all jobs; one after the other, unless they may run concurrently."""
-        threads = []
         try:
-            for index, job in enumerate(self._jobs):
-                if job.gpus > len(self._gpus):
-                    self._fail(job, f"needs {job.gpus} GPUs, found {len(self._gpus)}", [])
-                    continue
-                gpus = self._take(job.gpus)
-                thread = threading.Thread(target=self._run_and_give_back, args=(index, job, gpus))
-                thread.start()
-                threads.append(thread)
-            while any(thread.is_alive() for thread in threads):
-                time.sleep(POLL_SECONDS)
+            run_jobs(
+                self._jobs,
+                self._gpus,
+                self._run_job,
+                lambda job, error: self._fail(job, f"{type(error).__name__}: {error}", []),
+                self._stopping.set,
+                self._at_once,
+            )
         finally:
-            self._stopping.set()
-            for thread in threads:
-                thread.join()
             self._memory.stop()
             self._bar.close()
 
-    def _take(self, count: int) -> list[str]:
-        def can_start() -> bool:
-            return len(self._free) >= count and (self._concurrent or self._running == 0)
-
-        with self._changed:
-            while not can_start():
-                self._changed.wait(POLL_SECONDS)
-            self._running += 1
-            taken, self._free = self._free[:count], self._free[count:]
-            return taken
-
-    def _run_and_give_back(self, index: int, job: Job, gpus: list[str]) -> None:
-        try:
-            self._run_job(index, job, gpus)
-        except Exception as error:  # a job must not take the others down
-            self._fail(job, f"{type(error).__name__}: {error}", [])
-        finally:
-            with self._changed:
-                self._running -= 1
-                self._free = sorted([*self._free, *gpus], key=self._gpus.index)
-                self._changed.notify_all()
-
-    def _run_job(self, index: int, job: Job, gpus: list[str]) -> None:
+    def _run_job(self, job: Job, gpus: list[str]) -> None:
         if not job.cache_step:
-            job.engine.setdefault("port", FIRST_PORT + 200 * (index % 100))
+            job.engine.setdefault("port", FIRST_PORT + 200 * (self._jobs.index(job) % 100))
         folder = self._out / "logs"
         folder.mkdir(parents=True, exist_ok=True)
         (self._out / "traces").mkdir(exist_ok=True)
@@ -121,7 +92,7 @@ class Runner:
         assert worker.stdin is not None
         worker.stdin.write(msgspec.json.encode(job))
         worker.stdin.close()
-        tree = machine.ProcessTree(worker.pid)
+        tree = ProcessTree(worker.pid)
         reader = _Reader(lines)
         deadline = time.monotonic() + self._seconds
         measured: list[Measurement] = []
@@ -138,7 +109,7 @@ class Runner:
                     break
                 time.sleep(POLL_SECONDS)
         finally:
-            tree.kill()
+            tree.kill(wait_seconds=20)  # the next engine needs its memory
             worker.wait()
         self._add_traces(job, measured)
         with log.open("rb") as file:
@@ -185,7 +156,7 @@ class Runner:
     def _add(self, measurements: list[Measurement]) -> None:
         with self._changed:
             self._results.measurements += measurements
-            report.write_results(self._results, self._out)
+            write_results(self._results, self._out)
         self._bar.update(len(measurements))
 
 

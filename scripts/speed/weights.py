@@ -20,13 +20,13 @@ def norms_for_unit_logits(config: dict[str, Any]) -> list[tuple[str, Tensor]]:
     """Weights of the norms before attention that make logits of about unit variance.
 
     Args:
-        config: of a Qwen3 or Llama model, as in its config.json.
+        config: the config.json of a Qwen3 or Llama model.
 
     Returns:
         Names as in a checkpoint, and values in bfloat16.
     """
     hidden = config["hidden_size"]
-    # What a projection does to the standard deviation of a normalized vector.
+    # A projection multiplies the standard deviation of a normalized vector by this.
     projection = DUMMY_LARGEST / math.sqrt(3) * math.sqrt(hidden)
     weights = {"input_layernorm": (hidden, 1 / projection)}
     if config["model_type"] == "qwen3":

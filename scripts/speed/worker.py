@@ -16,10 +16,11 @@ from typing import Any
 import msgspec
 
 from cache_rank.config import CacheRankConfig
-from scripts.accuracy.checkpoints import BUNDLED
+from scripts.shared.models import BUNDLED, model_config, model_shape
+from scripts.shared.systems import residency_options
 from scripts.speed.bench import Bench
-from scripts.speed.cache_step import measure_cache_step, shape_of
-from scripts.speed.jobs import CAPACITY_BATCHES, Job, Shape, model_config
+from scripts.speed.cache_step import measure_cache_step
+from scripts.speed.jobs import CAPACITY_BATCHES, Job, Shape
 from scripts.speed.records import Measurement, Message, Wire, fitting_batch, summarize
 from scripts.speed.weights import norms_for_unit_logits
 
@@ -40,8 +41,8 @@ def run_worker(result_file: Path) -> None:
         engine = Engine(**job.engine)
         try:
             if job.model != BUNDLED:
-                _, config = model_config(job.model)
-                engine.update_weights_from_tensor(norms_for_unit_logits(config))
+                norms = norms_for_unit_logits(model_config(job.model))
+                engine.update_weights_from_tensor(norms)
             bench = Bench(engine, job)
             say(Message("ready", machine=_machine(bench)))
             for shape in job.shapes:
@@ -60,13 +61,14 @@ def _measure_cache_steps(job: Job, say: Callable[[Message], None]) -> None:
 
     torch.set_grad_enabled(False)
     device = torch.device("cuda" if job.gpus else "cpu")
-    model = shape_of(model_config(job.model)[1])
+    fields = {**job.engine, "model": model_shape(model_config(job.model))}
+    if "kv_residency_options" in fields:  # a text, as in the arguments of a server
+        fields["kv_residency_options"] = residency_options(fields)
     say(Message("ready", machine=_versions()))
     for shape in job.shapes:
         say(Message("begin", shape))
         measurement = Measurement(job.model, job.system, shape, started=time.time())
-        fields = {"model": model, "max_rows": shape.batch, **job.engine}
-        config = msgspec.convert(fields, CacheRankConfig)
+        config = msgspec.convert({"max_rows": shape.batch, **fields}, CacheRankConfig)
         settings = job.settings
         found = measure_cache_step(
             config, shape.context, settings.repeats * settings.window, device
@@ -86,7 +88,7 @@ def search_capacity(bench: Bench, job: Job, say: Callable[[Message], None]) -> N
         tokens = bench.cache_rank_tokens
         if job.engine["inference_kv"] == "full":
             tokens = min(bench.pool_tokens, tokens or 0)
-    # What a sequence grows by while it is measured, roughly.
+    # A sequence grows by about so much while it is measured.
     grown = context + 2 * job.settings.repeats * job.settings.window
     batches = fitting_batch(tokens, grown, CAPACITY_BATCHES)
     for batch in batches:

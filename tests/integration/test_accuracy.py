@@ -4,15 +4,21 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from scripts import evaluate
-from scripts.accuracy.report import read_report
+from scripts.accuracy.report import Report
+from scripts.accuracy.summary import Result
 from scripts.shared.serving import Server
 
 pytestmark = pytest.mark.xdist_group("bundled server")
 
 CHAINS = "--chains 4 --gpus --out".split()
+
+
+def read_results(folder: Path) -> list[Result]:
+    return msgspec.json.decode((folder / "results.json").read_bytes(), type=Report).results
 
 
 def test_evaluates_a_running_server(bundled_server: Server, tmp_path: Path) -> None:
@@ -24,7 +30,7 @@ def test_evaluates_a_running_server(bundled_server: Server, tmp_path: Path) -> N
         evaluate.main(ours)
     assert evaluate.main([*ours, "--resume"]) == 0
 
-    dense, sparse = read_report(tmp_path / "results.json").results
+    dense, sparse = read_results(tmp_path)
     assert dense.exact.value == sparse.exact.value == 1.0
     assert dense.sparse_steps == 0
     assert sparse.sparse_steps is not None
@@ -42,7 +48,7 @@ def test_a_problem_may_have_no_prompt(bundled_server: Server, tmp_path: Path) ->
     command = [*CHAINS, str(tmp_path), "--base-url", bundled_server.url, "--systems", "dense"]
     task = "--budgets 40 --task self-written --dials hops=2,keys=8".split()
     assert evaluate.main([*command, *task]) == 0
-    (result,) = read_report(tmp_path / "results.json").results
+    (result,) = read_results(tmp_path)
     # This model has not learned to write tables; what it writes instead is graded.
     assert result.output_tokens.value == 2 * 8 + 1 + 2 * 4
     assert result.exact.value == 0.0

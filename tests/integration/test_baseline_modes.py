@@ -13,8 +13,8 @@ from transformers import AttentionInterface, DynamicCache, Qwen3ForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from workload import difference, random_prompts
 
-from scripts.accuracy.systems import DECODE_MODES
 from scripts.shared.serving import Server, log_probabilities, serve
+from scripts.shared.systems import DECODE_MODES
 
 pytestmark = pytest.mark.xdist_group("plain server")
 

@@ -20,7 +20,7 @@ import pytest
 from scripts import benchmark
 from scripts.accuracy.benchmarks.questions import digest
 from scripts.accuracy.benchmarks.runs import read_run
-from scripts.accuracy.benchmarks.server import Server as EvaluatedServer
+from scripts.accuracy.benchmarks.server import EvaluatedServer
 from scripts.shared.serving import Server
 
 pytestmark = pytest.mark.xdist_group("bundled server")

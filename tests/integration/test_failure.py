@@ -14,7 +14,8 @@ import pytest
 import zmq
 from transformers import AutoTokenizer
 
-from scripts.accuracy.tasks.pointer_chase import PointerChase, make_chain
+from scripts.accuracy.tasks import Problem
+from scripts.accuracy.tasks.pointer_chase import make_chain
 from scripts.shared.serving import Server, serve
 from sglang_ext.refusals import ALLOW_LARGE_BUDGET_VARIABLE
 from sglang_ext.server_args import BUNDLED_MODEL
@@ -81,7 +82,7 @@ class Streams:
         assert not errors, errors
         return responses
 
-    def expected(self, chain: PointerChase) -> list[int]:
+    def expected(self, chain: Problem) -> list[int]:
         ids: list[int] = self.tokenizer(" ".join(chain.answer), add_special_tokens=False)[
             "input_ids"
         ]

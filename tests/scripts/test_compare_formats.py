@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
@@ -12,9 +13,10 @@ from cache_rank.measure.recording import Recorder
 from cache_rank.protocol import Load, Row, UpMessage
 from cache_rank.residency import FORMATS
 from cache_rank.selector import Selector
-from scripts.compare_formats import compare_formats, main, make_sample, parse_options
+from scripts.compare_formats import main, parse_options
+from scripts.formats.comparison import compare_formats, make_sample
 from scripts.formats.quality import Measurement
-from scripts.formats.report import Comparison, read_comparison
+from scripts.formats.report import Comparison
 
 CPU = torch.device("cpu")
 TINY = "--tokens 600 --layers 1 --query-heads 4 --head-dim 32 --steps 2 --budget 32 --repeats 1"
@@ -22,10 +24,10 @@ TINY = "--tokens 600 --layers 1 --query-heads 4 --head-dim 32 --steps 2 --budget
 
 @pytest.fixture(scope="module")
 def comparison(tmp_path_factory: pytest.TempPathFactory) -> tuple[Comparison, Path]:
-    """Of all formats, as the program writes it."""
+    """The comparison of all formats, as the program writes it."""
     out = tmp_path_factory.mktemp("formats")
     assert main([*TINY.split(), "--out", str(out)]) == 0
-    return read_comparison(out / "formats.json"), out
+    return msgspec.json.decode((out / "formats.json").read_bytes(), type=Comparison), out
 
 
 def line(comparison: Comparison, name: str, options: str = "") -> Measurement:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 
 import pytest
 
+from scripts.accuracy.evaluation import make_jobs, server_flags
 from scripts.accuracy.presets import PRESETS
-from scripts.evaluate import Seats, main, make_jobs, parse_options, server_flags
+from scripts.evaluate import main, parse_options
 
 
 def test_a_preset_is_the_default() -> None:
@@ -68,32 +68,6 @@ def test_a_self_written_table_is_written_densely() -> None:
 def test_wrong_options_are_refused(arguments: str) -> None:
     with pytest.raises(SystemExit):
         parse_options(["--out", "out", *arguments.split()])
-
-
-def test_gpus_are_shared_out() -> None:
-    seats = Seats(["0", "1", "0"])
-    with seats.take(2) as pair:
-        assert pair == ["0", "1"]
-        with seats.take(1) as one:
-            assert one == ["0"]
-            waited = threading.Event()
-
-            def wait() -> None:
-                with seats.take(1):
-                    waited.set()
-
-            thread = threading.Thread(target=wait)
-            thread.start()
-            assert not waited.wait(0.05)
-        thread.join(10)
-        assert waited.is_set()
-    with seats.take(2) as pair:
-        assert pair == ["0", "1"]
-
-
-def test_too_few_gpus_are_an_error_and_not_a_wait() -> None:
-    with pytest.raises(ValueError, match="needs 2 GPUs"), Seats(["0", "0"]).take(2):
-        pass
 
 
 @pytest.mark.parametrize("arguments", ["--dials hops=9", "--dials facts=9,hopes=9", "--systems no"])

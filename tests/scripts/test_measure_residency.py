@@ -7,16 +7,20 @@ import pytest
 from cache_rank.config import ModelShape
 from cache_rank.pages import PAGE_TOKENS
 from scripts.formats.measurements import Variant
-from scripts.measure_residency import main, markdown, measure
-from scripts.speed.cache_step import shape_of
-from scripts.speed.jobs import model_config
+from scripts.formats.memory import markdown, measure
+from scripts.measure_residency import main
+from scripts.shared.models import model_config, model_shape
 
 MODEL = ModelShape(8, 8, 8, 128, "bfloat16", 128**-0.5)
 TOKENS = 8 * PAGE_TOKENS
 
 
 @pytest.mark.parametrize(
-    ("variant", "bits"), [(Variant("bf16", {}), 16), (Variant("hack", {"bits": 4}), 4.75)]
+    ("variant", "bits"),
+    [
+        pytest.param(Variant("bf16", {}), 16, marks=pytest.mark.thorough),
+        (Variant("hack", {"bits": 4}), 4.75),
+    ],
 )
 def test_a_process_holds_and_grows_by_what_the_arithmetic_says(
     variant: Variant, bits: float
@@ -30,7 +34,7 @@ def test_a_process_holds_and_grows_by_what_the_arithmetic_says(
 
 
 def test_shapes_are_those_of_the_models() -> None:
-    model = shape_of(model_config("qwen3-8b")[1])
+    model = model_shape(model_config("qwen3-8b"))
     assert (model.layers, model.query_heads, model.kv_heads, model.head_dim) == (36, 32, 8, 128)
     assert model.bytes_per_token == 147456
 

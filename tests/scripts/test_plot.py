@@ -11,14 +11,15 @@ import pytest
 
 from cache_rank.config import CacheRankConfig, ModelShape
 from cache_rank.protocol import Measurement
-from scripts.plot import SETTINGS, main, read_state
+from scripts.accuracy.recall import SETTINGS, read_state
+from scripts.plot import main
 from sglang_ext.recall import RecallStatistics
 
 pytest.importorskip("matplotlib")
 
 
 def server_info(layers: int, kv_heads: int, measured: bool = True) -> dict[str, Any]:
-    """As `/server_info` of a server whose layers recall all the better the deeper they are."""
+    """The `/server_info` of a server whose layers recall all the better the deeper they are."""
     model = ModelShape(layers, 2 * kv_heads, kv_heads, 8, "float32", 1.0)
     statistics = RecallStatistics(CacheRankConfig(model, query_window=8), first_layer=1)
 
@@ -45,7 +46,9 @@ def saved(folder: Path, info: dict[str, Any]) -> Path:
     return path
 
 
-@pytest.mark.parametrize(("layers", "kv_heads"), [(1, 2), (35, 8)])
+@pytest.mark.parametrize(
+    ("layers", "kv_heads"), [(1, 2), pytest.param(35, 8, marks=pytest.mark.thorough)]
+)
 def test_it_draws_maps_and_curves_and_keeps_what_they_are_drawn_from(
     tmp_path: Path, layers: int, kv_heads: int, capsys: pytest.CaptureFixture[str]
 ) -> None:

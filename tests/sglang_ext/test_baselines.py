@@ -11,7 +11,7 @@ import torch
 from cache_rank_kernels.baselines.reference import Budget
 from torch import Tensor
 
-from scripts.accuracy.systems import DECODE_MODES
+from scripts.shared.systems import DECODE_MODES
 from sglang_ext import baselines, cpu, hooks
 from sglang_ext.baselines.attention import BaselineAttnBackend
 from sglang_ext.baselines.selection import PER_HEAD, QUEST_PAGE, Selection, attend

@@ -27,86 +27,62 @@ from scripts.accuracy.statistics import Estimate
 
 POOLED = "pooled"
 
-# What differs between any two servers and means nothing.
+# These differ between any two servers and mean nothing.
 _VOLATILE = frozenset(
     "host port nccl_port dist_init_addr random_seed startup_time kv_events served_model_name "
     "tokenizer_path max_req_input_len".split()
 )
-# What must not differ, beside the sampling and the questions.
+# These must not differ, beside the sampling and the questions.
 _SAME = ("model", "reasoning_parser", "sampling_defaults", "chat_template")
 
 
 class Summary(msgspec.Struct):
-    """One system on one benchmark.
+    """One system on one benchmark."""
 
-    Attributes:
-        accuracy: share of right answers, the mean over questions, in [0, 1].
-        tokens: of an answer, its thinking included; the mean over questions.
-        tokens_per_right_answer: tokens of all answers over the number of right ones; None if there
-            are none.
-        seconds: of an answer, with as many requests at a time as the run had.
-        truncated: share of answers that reached the most tokens.
-        unanswered: share in which nothing could be read as an answer.
-        failed: share of requests that failed; they are left out of all else.
-    """
-
-    accuracy: Estimate
-    tokens: Estimate
-    tokens_per_right_answer: float | None
-    seconds: float
-    truncated: float
-    unanswered: float
-    failed: float
+    accuracy: Estimate  # share of right answers, the mean over questions, in [0, 1]
+    tokens: Estimate  # mean length of an answer, its thinking included
+    tokens_per_right_answer: float | None  # tokens of all answers over the number of right ones
+    seconds: float  # time of an answer, with as many requests at a time as the run had
+    truncated: float  # share of answers that reached the most tokens
+    unanswered: float  # share in which nothing could be read as an answer
+    failed: float  # share of requests that failed; they are left out of all else
 
 
 class Comparison(msgspec.Struct):
-    """Two systems on one benchmark, or on all of them pooled.
+    """Two systems on one benchmark, or on all of them pooled."""
 
-    Attributes:
-        benchmark: its name, or `pooled`.
-        questions, repeats: how many; the repeats of the benchmark that has most.
-        baseline, system: each alone.
-        accuracy_difference: system less baseline, in [-1, 1].
-        tokens_ratio: the system's mean over the baseline's.
-        gained, lost: questions with more and with fewer right answers than the baseline's.
-    """
-
-    benchmark: str
+    benchmark: str  # its name, or `pooled`
     questions: int
-    repeats: int
+    repeats: int  # repeats of the benchmark that has most
     baseline: Summary
     system: Summary
-    accuracy_difference: Estimate
-    tokens_ratio: Estimate
-    gained: int
-    lost: int
+    accuracy_difference: Estimate  # system less baseline, in [-1, 1]
+    tokens_ratio: Estimate  # the system's mean over the baseline's
+    gained: int  # questions with more right answers than the baseline's
+    lost: int  # questions with fewer
 
 
 class Report(msgspec.Struct):
     """Everything that is said of two folders of runs; `comparison.json`.
 
-    Attributes:
-        names: of the baseline and the system.
-        comparisons: one a benchmark, and the pooled one if there are several.
-        settings: by benchmark, what both runs share.
-        server_differences: flags and states of the servers that differ: [baseline, system].
-        counters: by benchmark, of the baseline's and the system's server during the run.
-        warnings: of all runs.
+    Pairs are of the baseline and the system.
     """
 
     names: tuple[str, str]
-    comparisons: list[Comparison]
-    settings: dict[str, dict[str, Any]]
-    server_differences: dict[str, tuple[Any, Any]]
-    counters: dict[str, tuple[dict[str, float], dict[str, float]]]
-    warnings: list[str]
+    comparisons: list[Comparison]  # one a benchmark, and the pooled one if there are several
+    settings: dict[str, dict[str, Any]]  # what both runs share, by benchmark
+    server_differences: dict[str, tuple[Any, Any]]  # flags of the servers that differ
+    counters: dict[
+        str, tuple[dict[str, float], dict[str, float]]
+    ]  # counters of its run, by benchmark
+    warnings: list[str]  # warnings of all runs
 
 
 def compare_folders(baseline: Path, system: Path) -> Report:
     """Compare all benchmarks that both folders hold.
 
     Args:
-        baseline, system: as given to `run --out`; their last parts name the systems.
+        baseline, system: folders that `run --out` named; their last parts name the systems.
 
     Raises:
         FileNotFoundError: a folder, or a benchmark of one, is missing in the other.
@@ -145,7 +121,7 @@ def compare(name: str, pairs: Sequence[tuple[Run, Run]]) -> Comparison:
     """Compare pairs of runs, all questions of all pairs alike.
 
     Args:
-        name: of the comparison.
+        name: name of the comparison.
         pairs: baseline and system of one benchmark each.
 
     Raises:

@@ -25,11 +25,11 @@ class Sampling:
 
     Attributes:
         repeats: answers to each question.
-        temperature, top_p: of the model's card. The harness's own temperature is 0, at which all
-            repeats are one answer.
+        temperature, top_p: those of the model's card. The harness's own temperature is 0, at which
+            all repeats are one answer.
         top_k: tokens to sample from; None leaves it to the server, which takes it from the model's
             generation_config.json.
-        max_tokens: of an answer, its thinking included. Reasoning needs room: a chain that is cut
+        max_tokens: longest answer, its thinking included. Reasoning needs room: a chain that is cut
             short hides what happens at the end of a long one, where a cache rank has most to lose.
         thinking: what the chat template is told as `enable_thinking`.
         prompt: text of a prompt file of the harness, in the place of the benchmark's own; empty is
@@ -56,27 +56,20 @@ class Sampling:
 class Answers:
     """What came back for every question; all arrays are [questions, repeats].
 
-    Attributes:
-        questions: ids, in the order of the first axis.
-        correct: the grade, 1 or 0; NaN where the request failed and there is nothing to grade.
-        tokens: of the answer, its thinking included; NaN where the request failed.
-        seconds: from sending a request to its answer; NaN where the request failed.
-        truncated: the answer reached `max_tokens`.
-        unanswered: nothing in the answer could be read as one.
-        failed: the request failed.
+    The three arrays of numbers are NaN where the request failed.
     """
 
-    questions: list[str]
-    correct: NDArray[np.float64]
-    tokens: NDArray[np.float64]
-    seconds: NDArray[np.float64]
-    truncated: NDArray[np.bool_]
-    unanswered: NDArray[np.bool_]
-    failed: NDArray[np.bool_]
+    questions: list[str]  # ids, in the order of the first axis
+    correct: NDArray[np.float64]  # the grade, 1 or 0
+    tokens: NDArray[np.float64]  # tokens of the answer, its thinking included
+    seconds: NDArray[np.float64]  # time from sending a request to its answer
+    truncated: NDArray[np.bool_]  # the answer reached `max_tokens`
+    unanswered: NDArray[np.bool_]  # nothing in the answer could be read as one
+    failed: NDArray[np.bool_]  # the request failed
 
 
 def harness_version() -> str:
-    """Of sgl-eval.
+    """The version of sgl-eval.
 
     Raises:
         ModuleNotFoundError: it is not installed, with the remedy.
@@ -105,7 +98,7 @@ def arguments(
             of the run and not whatever the harness or the hub holds that day.
         prompt: file with the text `sampling.prompt`; None for the benchmark's own.
         out: folder under which the harness makes one.
-        base_url: of the server, without /v1.
+        base_url: address of the server, without /v1.
         threads: requests at a time.
     """
     thinking = json.dumps(sampling.thinking)
@@ -155,31 +148,21 @@ def run_harness(command: Sequence[str], body: Mapping[str, Any]) -> int:
     return int(cli.main(list(command)))
 
 
-def result_folder(out: Path) -> Path:
-    """The folder that the harness made.
-
-    Raises:
-        FileNotFoundError: there is none with results.
-    """
-    for folder in sorted(out.glob("sgl_eval_*")):
-        if (folder / "metrics.json").is_file():
-            return folder
-    raise FileNotFoundError(f"{out} has no results: the run ended before the harness wrote them")
-
-
 def read_answers(out: Path, questions: Sequence[str], repeats: int) -> Answers:
     """Read what the harness wrote.
 
     Args:
-        out: as given to `arguments`.
+        out: the folder that `arguments` was given.
         questions: the ids that were asked.
 
     Raises:
-        FileNotFoundError: see `result_folder`.
+        FileNotFoundError: the harness wrote no results.
         ValueError: answers are missing. Those of an interrupted run are the short ones, and its
             mean is no estimate of anything.
     """
-    folder = result_folder(out)
+    folder = next((path.parent for path in sorted(out.glob("sgl_eval_*/metrics.json"))), None)
+    if folder is None:
+        raise FileNotFoundError(f"{out} has no results: the run ended before the harness wrote any")
     shape = (len(questions), repeats)
     row = {question: index for index, question in enumerate(questions)}
     answers = Answers(

@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from scripts.accuracy.benchmarks.comparison import Comparison, Report, Summary
 from scripts.accuracy.statistics import Estimate
-from scripts.shared.presentation import COLOURS, number, table
+from scripts.shared import plots, report
+from scripts.shared.report import number, table
 
 
-def write_report(report: Report, out: Path) -> list[Path]:
+def write_report(comparison: Report, out: Path) -> list[Path]:
     """Write comparison.json, comparison.md and comparison.png; the files."""
-    out.mkdir(parents=True, exist_ok=True)
-    encoded = msgspec.json.format(msgspec.json.encode(report), indent=2).decode()
-    (out / "comparison.json").write_text(encoded + "\n", encoding="utf-8")
-    (out / "comparison.md").write_text(markdown(report) + "\n", encoding="utf-8")
-    _plot(report, out / "comparison.png")
-    return [out / f"comparison.{suffix}" for suffix in ("json", "md", "png")]
+    files = report.write_report(out, "comparison", comparison, markdown(comparison))
+    return [*files, *_plot(comparison, out / "comparison")]
 
 
 def markdown(report: Report) -> str:
@@ -53,16 +47,13 @@ def markdown(report: Report) -> str:
         for name in sorted(sides[0].keys() | sides[1].keys())
     ]
     if counters:
-        parts += [
-            "The cache ranks during the runs:",
-            table(["benchmark", "", baseline, system], counters),
-        ]
+        header = ["benchmark", "", baseline, system]
+        parts += ["The cache ranks during the runs:", table(header, counters)]
     return "\n\n".join(parts)
 
 
 def _accuracy_table(report: Report) -> str:
-    baseline, system = report.names
-    header = ["benchmark", "questions × answers", baseline, system, "difference, points"]
+    header = ["benchmark", "questions × answers", *report.names, "difference, points"]
     rows = [
         [
             c.benchmark,
@@ -80,11 +71,11 @@ def _accuracy_table(report: Report) -> str:
 def _length_table(report: Report) -> str:
     header = ["benchmark", "", "tokens", "ratio", "tokens a right answer"]
     rows = [
-        row
+        _length_row(comparison, name, summary, ratio)
         for comparison in report.comparisons
-        for row in (
-            _length_row(comparison, report.names[0], comparison.baseline, None),
-            _length_row(comparison, report.names[1], comparison.system, comparison.tokens_ratio),
+        for name, summary, ratio in (
+            (report.names[0], comparison.baseline, None),
+            (report.names[1], comparison.system, comparison.tokens_ratio),
         )
     ]
     return table([*header, "cut", "none", "failed", "seconds"], rows)
@@ -93,15 +84,12 @@ def _length_table(report: Report) -> str:
 def _length_row(
     comparison: Comparison, name: str, summary: Summary, ratio: Estimate | None
 ) -> list[str]:
+    shares = (summary.truncated, summary.unanswered, summary.failed)
     return [
-        comparison.benchmark,
-        name,
-        f"{summary.tokens.value:.0f}",
+        *(comparison.benchmark, name, f"{summary.tokens.value:.0f}"),
         _interval(ratio, digits=3) if ratio else "",
         number(summary.tokens_per_right_answer, 0),
-        f"{100 * summary.truncated:.1f}%",
-        f"{100 * summary.unanswered:.1f}%",
-        f"{100 * summary.failed:.1f}%",
+        *(f"{100 * share:.1f}%" for share in shares),
         number(summary.seconds, 1),
     ]
 
@@ -129,29 +117,26 @@ def _plain(value: Any) -> str:
     return text.replace("|", "/").replace("\n", " ").strip() or "–"
 
 
-def _plot(report: Report, path: Path) -> None:
+def _plot(report: Report, stem: Path) -> list[Path]:
     """Differences and their intervals, one line a benchmark: accuracy, then length."""
-    importlib.import_module("matplotlib").use("Agg")
-    pyplot = importlib.import_module("matplotlib.pyplot")
+    if not plots.can_draw():
+        return []
     baseline, system = report.names
-    figure, axes = pyplot.subplots(
-        1, 2, sharey=True, figsize=(9, 1.6 + 0.4 * len(report.comparisons)), layout="constrained"
-    )
     comparisons = report.comparisons
+    figure, panels = plots.panels(2, (9, 1.6 + 0.4 * len(comparisons)), sharey=True)
     series = (
-        (axes[0], "accuracy, points", 0, 100, [c.accuracy_difference for c in comparisons]),
-        (axes[1], "tokens of an answer, ratio", 1, 1, [c.tokens_ratio for c in comparisons]),
+        ("accuracy, points", 0, 100, [c.accuracy_difference for c in comparisons]),
+        ("tokens of an answer, ratio", 1, 1, [c.tokens_ratio for c in comparisons]),
     )
-    for panel, label, equal, scale, estimates in series:
+    for axes, (label, equal, scale, estimates) in zip(panels, series, strict=True):
         for line, estimate in enumerate(estimates):
             value, low, high = (scale * end for end in estimate)
-            panel.plot([low, high], [line, line], color=COLOURS[0], linewidth=2)
-            panel.plot([value], [line], "o", color=COLOURS[0])
-        panel.axvline(equal, color=COLOURS[7], linewidth=1)
-        panel.set_xlabel(label)
-        panel.spines[["top", "right", "left"]].set_visible(False)
-    axes[0].set_yticks(range(len(comparisons)), [c.benchmark for c in comparisons])
-    axes[0].invert_yaxis()
+            axes.plot([low, high], [line, line], color=plots.COLOURS[0], linewidth=2)
+            axes.plot([value], [line], "o", color=plots.COLOURS[0])
+        axes.axvline(equal, color=plots.COLOURS[7], linewidth=1)
+        plots.label(axes, x=label)
+        axes.spines["left"].set_visible(False)
+    panels[0].set_yticks(range(len(comparisons)), [c.benchmark for c in comparisons])
+    panels[0].invert_yaxis()
     figure.suptitle(f"{system} against {baseline}, 95% intervals over questions", fontsize=10)
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
+    return plots.save(figure, stem, ("png",))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import shlex
 import time
+from argparse import Namespace
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -20,55 +21,41 @@ import msgspec
 from scripts.accuracy.benchmarks import harness
 from scripts.accuracy.benchmarks.harness import Answers, Sampling
 from scripts.accuracy.benchmarks.questions import (
+    BENCHMARKS,
     Benchmark,
     Question,
     digest,
     read_questions,
     write_questions,
 )
-from scripts.accuracy.benchmarks.server import Counters, Server, ServerError
+from scripts.accuracy.benchmarks.server import Counters, EvaluatedServer
+from scripts.shared.serving import ServerError
 
 MOST_THREADS = 64
 PROMPT_TOKENS = 2048
-"""Set aside for a question where requests at a time are counted."""
+"""A question is taken to have so many tokens where requests at a time are counted."""
 
 _NO_ROOM = ("max_sparse_requests", "cache_rank_memory")
 
 
 class Record(msgspec.Struct):
-    """What was run; `run.json`.
-
-    Attributes:
-        benchmark: its name.
-        command: our command line.
-        harness_command: the harness's, less `extra_body`, which every request holds beside it.
-        versions: of the harness and of this package.
-        questions: how many.
-        questions_sha256: of questions.jsonl.
-        dense: requests asked to stay dense.
-        threads: requests at a time.
-        server: what `/server_info` said.
-        counters: what happened on the server between the first request and the last answer.
-        cache_rank: what `/server_info` said of it after the last answer, recall included.
-        warnings: what a reader of the results has to know.
-        started, seconds: Unix time, and how long it took.
-    """
+    """What was run; `run.json`."""
 
     benchmark: str
-    command: list[str]
+    command: list[str]  # our command line
     harness_command: list[str]
-    extra_body: dict[str, Any]
-    versions: dict[str, str]
+    extra_body: dict[str, Any]  # what every request holds beside the harness's command
+    versions: dict[str, str]  # versions of the harness and of this package
     questions: int
-    questions_sha256: str
+    questions_sha256: str  # digest of questions.jsonl
     sampling: Sampling
-    dense: bool
-    threads: int
-    server: dict[str, Any]
-    counters: Counters = msgspec.field(default_factory=Counters)
-    cache_rank: dict[str, Any] = msgspec.field(default_factory=dict)
-    warnings: list[str] = msgspec.field(default_factory=list)
-    started: float = 0.0
+    dense: bool  # requests asked to stay dense
+    threads: int  # requests at a time
+    server: dict[str, Any]  # what `/server_info` said
+    counters: Counters = msgspec.field(default_factory=Counters)  # what happened meanwhile
+    cache_rank: dict[str, Any] = {}  # what `/server_info` said of it after the last answer
+    warnings: list[str] = []  # what a reader of the results has to know
+    started: float = 0.0  # Unix time
     seconds: float = 0.0
 
     @property
@@ -87,7 +74,7 @@ class Run(msgspec.Struct):
 
 def run_benchmark(
     benchmark: Benchmark,
-    server: Server,
+    server: EvaluatedServer,
     out: Path,
     sampling: Sampling,
     *,
@@ -185,6 +172,35 @@ def run_benchmark(
     return Run(folder, record, answers)
 
 
+def run_benchmarks(options: Namespace, command: Sequence[str]) -> None:
+    """Run the benchmarks of a command line, one after the other; see `run_benchmark`."""
+    prompt = options.prompt.read_text(encoding="utf-8") if options.prompt else ""
+    server = EvaluatedServer(options.base_url)
+    for name in options.benchmarks:
+        benchmark = BENCHMARKS[name]
+        sampling = Sampling(
+            repeats=options.n_repeats or benchmark.repeats,
+            temperature=options.temperature,
+            top_p=options.top_p,
+            top_k=options.top_k,
+            max_tokens=options.max_tokens,
+            thinking=not options.no_thinking,
+            prompt=prompt,
+        )
+        finished = run_benchmark(
+            benchmark,
+            server,
+            options.out,
+            sampling,
+            command=command,
+            dataset=options.from_dataset,
+            num_questions=options.num_examples,
+            threads=options.num_threads,
+            dense=options.dense,
+        )
+        print(f"{name}: {finished.folder}")
+
+
 def read_run(folder: Path) -> Run:
     """Read what `run_benchmark` left.
 
@@ -207,8 +223,8 @@ def _load(benchmark: Benchmark) -> list[Question]:
         raise OSError(f"{error}\nWithout access to the hub, give --from-dataset") from error
 
 
-def _threads(server: Server, sampling: Sampling, wanted: int | None, sparse: bool) -> int:
-    """Requests at a time, so that none stays dense for want of room on the cache rank."""
+def _threads(server: EvaluatedServer, sampling: Sampling, wanted: int | None, sparse: bool) -> int:
+    """The requests at a time, so that none stays dense for want of room on the cache rank."""
     if not sparse:
         return wanted or MOST_THREADS
     longest = PROMPT_TOKENS + sampling.max_tokens

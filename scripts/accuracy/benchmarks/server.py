@@ -6,17 +6,15 @@ import re
 from typing import Any
 
 import msgspec
-import requests
 
-_TIMEOUT = 30
+from scripts.shared.serving import Client, ServerError, cache_rank_state
+
 _SECRETS = ("api_key", "admin_api_key", "ssl_keyfile_password")
 _DENSE_REQUESTS = re.compile(
     r'^sglang_cache_rank_dense_requests_total\{.*reason="(\w+)".*\} (\S+)$', re.MULTILINE
 )
-
-
-class ServerError(RuntimeError):
-    """No server answers, or not one that can be evaluated."""
+_GROWING = ("steps", "tokens_shipped", "steps_waited", "wait_seconds", "retractions", "starts")
+"""These parts of the cache rank's state only grow."""
 
 
 class Counters(msgspec.Struct):
@@ -33,50 +31,40 @@ class Counters(msgspec.Struct):
 
     def since(self, earlier: Counters) -> Counters:
         """What has happened since another reading of the same server."""
+
+        def grown(now: dict[str, Any], then: dict[str, Any]) -> dict[str, Any]:
+            return {name: value - then.get(name, 0) for name, value in now.items()}
+
         return Counters(
-            {
-                name: value - earlier.cache_rank.get(name, 0)
-                for name, value in self.cache_rank.items()
-            },
-            {
-                reason: count - earlier.dense_requests.get(reason, 0)
-                for reason, count in self.dense_requests.items()
-            },
+            grown(self.cache_rank, earlier.cache_rank),
+            grown(self.dense_requests, earlier.dense_requests),
         )
 
 
-# Of the cache rank's state, what only grows.
-_GROWING = ("steps", "tokens_shipped", "steps_waited", "wait_seconds", "retractions", "starts")
-
-
-class Server:
-    """A server at a URL, with or without a trailing /v1.
+class EvaluatedServer(Client):
+    """A server that answers benchmarks.
 
     Attributes:
-        url: without /v1.
         info: what `/server_info` said at first, less secrets and internal states.
         context_length: tokens that a request may have, its answer included.
         capacity_tokens: tokens that the cache rank can hold; 0 without one.
     """
 
-    def __init__(self, base_url: str) -> None:
+    def __init__(self, url: str) -> None:
         """Ask a server.
 
         Raises:
             ServerError: it does not answer, is not ready, or is not SGLang's.
         """
-        self.url = base_url.rstrip("/").removesuffix("/v1")
-        if self._get("/health").status_code != 200:
+        super().__init__(url)
+        if self.get("/health").status_code != 200:
             raise ServerError(f"{self.url} is not ready: /health does not answer 200")
-        info = self._json("/server_info")
-        models = self._json("/v1/models")["data"]
-        self.capacity_tokens = int(_state(info).get("capacity_tokens", 0))
+        info = self.read("/server_info")
+        models = self.read("/v1/models")["data"]
+        self.capacity_tokens = int(cache_rank_state(info).get("capacity_tokens", 0))
         self.context_length = int(models[0]["max_model_len"])
-        self.info: dict[str, Any] = {
-            name: value
-            for name, value in info.items()
-            if name not in _SECRETS and name != "internal_states"
-        }
+        hidden = (*_SECRETS, "internal_states")
+        self.info: dict[str, Any] = {n: value for n, value in info.items() if n not in hidden}
 
     @property
     def has_cache_rank(self) -> bool:
@@ -89,7 +77,7 @@ class Server:
         return bool(self.info.get("enable_metrics"))
 
     def most_sparse_requests(self, request_tokens: int) -> int:
-        """Requests of this length, answer included, that the cache rank can hold at once.
+        """The requests of this length, answer included, that the cache rank can hold at once.
 
         A request reserves the memory of its longest possible answer; one for which there is no room
         or no working set stays dense until there is.
@@ -97,34 +85,11 @@ class Server:
         length = min(request_tokens, self.context_length) + 1
         return min(int(self.info["max_sparse_requests"]), self.capacity_tokens // length)
 
-    def cache_rank(self) -> dict[str, Any]:
-        """What `/server_info` says of the cache rank now; empty without one."""
-        return _state(self._json("/server_info"))
-
     def counters(self) -> Counters:
         """Read the counters."""
         state = self.cache_rank()
         counters = Counters({name: state[name] for name in _GROWING if name in state})
         if self.has_metrics:
-            for reason, count in _DENSE_REQUESTS.findall(self._get("/metrics").text):
+            for reason, count in _DENSE_REQUESTS.findall(self.get("/metrics").text):
                 counters.dense_requests[reason] = int(float(count))
         return counters
-
-    def _json(self, path: str) -> dict[str, Any]:
-        response = self._get(path)
-        if response.status_code != 200:
-            raise ServerError(
-                f"{self.url}{path} answers {response.status_code}: not a server of SGLang?"
-            )
-        return dict(response.json())
-
-    def _get(self, path: str) -> requests.Response:
-        try:
-            return requests.get(f"{self.url}{path}", timeout=_TIMEOUT)
-        except requests.RequestException as error:
-            raise ServerError(f"no server answers at {self.url}{path}: {error}") from error
-
-
-def _state(info: dict[str, Any]) -> dict[str, Any]:
-    states = info.get("internal_states") or [{}]
-    return states[0].get("cache_rank") or {}

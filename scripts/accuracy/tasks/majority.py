@@ -14,39 +14,15 @@ a sample of them, and the sample's majority need not be theirs.
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import cached_property
 
-from scripts.accuracy.tasks.problem import Problem, Task, require, walk
-from scripts.accuracy.tasks.vocabulary import WALK, key_word, value_word
-
-
-@dataclass(frozen=True)
-class Majority(Problem):
-    """One problem: statements, the table of their majorities, and the walk."""
-
-    statements: tuple[tuple[int, int], ...]  # (key, value), in the order of the prompt
-    table: tuple[tuple[int, int], ...]  # (key, value stated most often)
-    start: int
-    length: int  # hops
-    restatements: int = 3
-
-    @cached_property
-    def prompt(self) -> str:
-        """The statements, then the start key stated once."""
-        words = [word for k, v in self.statements for word in (key_word(k), value_word(v))]
-        return " ".join([*words, WALK, key_word(self.start)])
-
-    @cached_property
-    def answer(self) -> tuple[str, ...]:
-        """The walk through the majorities, but for its first word."""
-        return walk(dict(self.table), self.start, self.length, self.restatements).words[1:]
-
-    @cached_property
-    def successor(self) -> Mapping[str, str]:
-        """The majorities."""
-        return {key_word(k): value_word(v) for k, v in self.table}
+from scripts.accuracy.tasks.problem import (
+    Problem,
+    Task,
+    draw_cycle,
+    fact_words,
+    make_walk,
+    require,
+)
 
 
 def make_majority(
@@ -57,7 +33,7 @@ def make_majority(
     rivals: int = 8,
     keys: int = 128,
     restatements: int = 3,
-) -> Majority:
+) -> Problem:
     """A deterministic problem: one cycle through `facts` of `keys` keys.
 
     Raises:
@@ -69,15 +45,14 @@ def make_majority(
     require(rivals, "rivals", 0, statements - 1)
     require(restatements, "restatements", 1)
     rng = random.Random(seed)
-    cycle = rng.sample(range(keys), facts)
-    table = tuple(zip(cycle, cycle[1:] + cycle[:1], strict=True))
+    table = draw_cycle(rng, keys, facts)
     stated: list[tuple[int, int]] = []
     for key, value in table:
         # A rival which is a key of the walk leads the walk astray instead of ending it.
-        rival = rng.choice([other for other in cycle if other not in (key, value)] or [key])
+        rival = rng.choice([other for other, _ in table if other not in (key, value)] or [key])
         stated += [(key, value)] * statements + [(key, rival)] * rivals
     rng.shuffle(stated)
-    return Majority(tuple(stated), table, cycle[0], hops, restatements)
+    return make_walk(fact_words(stated), table, table[0][0], hops, restatements)
 
 
 TASK = Task(

@@ -13,48 +13,12 @@ No two words of the values are equal, so that each word of a value is found from
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import cached_property
 from itertools import pairwise
 
 from scripts.accuracy.tasks.problem import Problem, Task, require
 from scripts.accuracy.tasks.vocabulary import FILLERS, WALK, key_word, value_word
 
 ASK = "ask"
-
-
-@dataclass(frozen=True)
-class Needles(Problem):
-    """One problem: what the prompt states, and the keys that are asked for."""
-
-    stated: tuple[str, ...]
-    values: Mapping[int, tuple[int, ...]]
-    asked: tuple[int, ...]
-    restatements: int = 3
-
-    @cached_property
-    def prompt(self) -> str:
-        """Needles among fillers, the keys asked for, then the first of them stated once."""
-        keys = [key_word(key) for key in self.asked]
-        return " ".join([*self.stated, ASK, *keys, WALK, keys[0]])
-
-    @cached_property
-    def answer(self) -> tuple[str, ...]:
-        """Each key restated, then its value."""
-        words: list[str] = []
-        for key in self.asked:
-            words += [key_word(key)] * self.restatements
-            words += map(value_word, self.values[key])
-        return tuple(words[1:])
-
-    @cached_property
-    def successor(self) -> Mapping[str, str]:
-        """The next word, for the words of the needles."""
-        found: dict[str, str] = {}
-        for key, value in self.values.items():
-            found.update(pairwise([key_word(key), *map(value_word, value)]))
-        return found
 
 
 def make_needles(
@@ -65,17 +29,17 @@ def make_needles(
     filler: int = 4,
     keys: int = 128,
     restatements: int = 3,
-) -> Needles:
+) -> Problem:
     """A deterministic problem.
 
     Args:
-        seed: of the needles, their order and the fillers.
-        needles: that the prompt states.
-        words: of a value.
+        seed: seed of the needles, their order and the fillers.
+        needles: needles that the prompt states.
+        words: words of a value.
         asked: needles that are asked for.
         filler: words between two needles: their mean, of a uniform distribution from 0.
         keys: keys and values that there are.
-        restatements: of each key of the answer.
+        restatements: statements of each key of the answer.
 
     Raises:
         ValueError: a dial is out of range.
@@ -86,14 +50,20 @@ def make_needles(
     require(filler, "filler", 0)
     require(restatements, "restatements", 1)
     rng = random.Random(seed)
-    names = rng.sample(range(keys), needles)
-    drawn = rng.sample(range(keys), needles * words)
-    values = {name: tuple(drawn[i * words : (i + 1) * words]) for i, name in enumerate(names)}
+    names = [key_word(name) for name in rng.sample(range(keys), needles)]
+    drawn = [value_word(value) for value in rng.sample(range(keys), needles * words)]
     stated: list[str] = []
-    for name in names:
-        stated += [key_word(name), *map(value_word, values[name])]
+    values: dict[str, list[str]] = {}
+    successor: dict[str, str] = {}
+    for index, name in enumerate(names):
+        values[name] = drawn[index * words : (index + 1) * words]
+        successor.update(pairwise([name, *values[name]]))
+        stated += [name, *values[name]]
         stated += rng.choices(FILLERS, k=rng.randrange(2 * filler + 1))
-    return Needles(tuple(stated), values, tuple(rng.sample(names, asked)), restatements)
+    wanted = rng.sample(names, asked)
+    answer = [word for name in wanted for word in ([name] * restatements + values[name])]
+    prompt = " ".join([*stated, ASK, *wanted, WALK, wanted[0]])
+    return Problem(prompt, tuple(answer[1:]), successor)
 
 
 TASK = Task(

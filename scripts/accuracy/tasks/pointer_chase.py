@@ -27,12 +27,15 @@ The task descends from multi-query associative recall (Zoology, arXiv 2312.04927
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import cached_property
 
-from scripts.accuracy.tasks.problem import Problem, Task, require, walk
-from scripts.accuracy.tasks.vocabulary import WALK, key_word, value_word
+from scripts.accuracy.tasks.problem import (
+    Problem,
+    Task,
+    draw_cycle,
+    fact_words,
+    make_walk,
+    require,
+)
 
 MOST_ANNOUNCED = 8
 
@@ -42,43 +45,6 @@ def restatements_word(restatements: int) -> str:
     return f"r{restatements}"
 
 
-@dataclass(frozen=True)
-class PointerChase(Problem):
-    """One problem: a table, the key to start from and the number of hops to walk."""
-
-    facts: tuple[tuple[int, int], ...]  # (key, successor), in the order of the prompt
-    start: int
-    length: int  # hops
-    restatements: int = 3
-    announced: bool = False  # the prompt says `restatements`
-
-    @property
-    def fact_words(self) -> list[str]:
-        """The prompt's table: two words a fact."""
-        return [word for k, v in self.facts for word in (key_word(k), value_word(v))]
-
-    @cached_property
-    def prompt(self) -> str:
-        """The table, then the start key stated once: the rest of the walk is the decode."""
-        announcement = [restatements_word(self.restatements)] if self.announced else []
-        return " ".join([*self.fact_words, *announcement, WALK, key_word(self.start)])
-
-    @cached_property
-    def answer(self) -> tuple[str, ...]:
-        """The start key's other restatements, its value, then every later hop whole."""
-        return walk(dict(self.facts), self.start, self.length, self.restatements).words[1:]
-
-    @cached_property
-    def successor(self) -> Mapping[str, str]:
-        """The table."""
-        return {key_word(k): value_word(v) for k, v in self.facts}
-
-    @property
-    def final_value(self) -> int:
-        """The value of the last hop."""
-        return int(self.answer[-1][1:])
-
-
 def make_chain(
     seed: int,
     facts: int,
@@ -86,7 +52,7 @@ def make_chain(
     keys: int = 128,
     restatements: int = 3,
     announced: bool = False,
-) -> PointerChase:
+) -> Problem:
     """A deterministic problem: one cycle through `facts` of `keys` keys, stated in random order.
 
     Within one lap, that is `hops` up to `facts`, no hop can be copied from an earlier hop.
@@ -98,10 +64,11 @@ def make_chain(
     require(hops, "hops", 1)
     require(restatements, "restatements", 1, MOST_ANNOUNCED if announced else float("inf"))
     rng = random.Random(seed)
-    cycle = rng.sample(range(keys), facts)
-    table = list(zip(cycle, cycle[1:] + cycle[:1], strict=True))
+    table = draw_cycle(rng, keys, facts)
+    start = table[0][0]
     rng.shuffle(table)
-    return PointerChase(tuple(table), cycle[0], hops, restatements, announced)
+    announcement = [restatements_word(restatements)] if announced else []
+    return make_walk([*fact_words(table), *announcement], table, start, hops, restatements)
 
 
 TASK = Task(

@@ -1,63 +1,47 @@
-"""The interface of the tasks: a problem has a prompt and an answer, and grades what was decoded."""
+"""What tasks have in common: problems, which grade what was decoded, and walks through tables."""
 
 from __future__ import annotations
 
 import random
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
-from scripts.accuracy.tasks.vocabulary import key_word, task_words, value_word
+from scripts.accuracy.tasks.vocabulary import WALK, key_word, task_words, value_word
 
 
 class Grade(NamedTuple):
-    """What a decode got right.
+    """What a decode got right. A hop is one lookup: a word which follows from the word before."""
 
-    A hop is one lookup: a word which follows from the word just before it.
-
-    Attributes:
-        correct_hops: hops which follow from the word before them, also after an earlier mistake.
-        correct_prefix_hops: hops before the first wrong word.
-        hops: of the whole answer.
-        exact: every word is right.
-        words: that were decoded.
-    """
-
-    correct_hops: int
-    correct_prefix_hops: int
-    hops: int
-    exact: bool
-    words: int
+    correct_hops: int  # hops which follow from the word before them, also after a mistake
+    correct_prefix_hops: int  # hops before the first wrong word
+    hops: int  # hops of the whole answer
+    exact: bool  # every word is right
+    words: int  # words that were decoded
 
 
-class Problem(ABC):
+@dataclass(frozen=True)
+class Problem:
     """A prompt whose continuation a program can check.
 
     The words carry no `<bos>`: the tokenizer adds it.
+
+    Attributes:
+        prompt: what the model is given, words separated by spaces.
+        answer: the words to decode; of a problem with many right answers, one of them.
+        successor: the word that a lookup finds, for every word which is looked up.
+        sampling: parameters of the OpenAI API that the problem is decoded with.
     """
 
+    prompt: str
+    answer: tuple[str, ...]
+    successor: Mapping[str, str]
+
     sampling: ClassVar[Mapping[str, float]] = {"temperature": 0.0}
-    """Sampling parameters of the OpenAI API that the problem is decoded with."""
-
-    @property
-    @abstractmethod
-    def prompt(self) -> str:
-        """What the model is given, words separated by spaces."""
-
-    @property
-    @abstractmethod
-    def answer(self) -> tuple[str, ...]:
-        """The words to decode; of a problem with many right answers, one of them."""
-
-    @property
-    @abstractmethod
-    def successor(self) -> Mapping[str, str]:
-        """The word that a lookup finds, for every word which is looked up."""
 
     @property
     def determined(self) -> tuple[bool, ...]:
-        """Of each word of the answer, whether it follows from the words before it."""
+        """For each word of the answer, whether it follows from the words before it."""
         return (True,) * len(self.answer)
 
     @property
@@ -78,7 +62,8 @@ class Problem(ABC):
     def grade(self, text: str) -> Grade:
         """Compare a decoded text, without the prompt and special tokens, with the answer."""
         words = text.split()[: self.max_tokens]
-        matched = matching_prefix(words, self.answer)
+        pairs = enumerate(zip(words, self.answer, strict=False))
+        matched = next((index for index, (word, right) in pairs if word != right), len(words))
         return Grade(
             correct_hops=min(sum(self._found(words)), self.hops),
             correct_prefix_hops=sum(self._found(self.answer[:matched])),
@@ -87,18 +72,10 @@ class Problem(ABC):
             words=len(words),
         )
 
-    def _found(self, words: list[str] | tuple[str, ...]) -> list[bool]:
-        """Of each word, whether a lookup of the word before it finds it."""
+    def _found(self, words: Sequence[str]) -> list[bool]:
+        """For each word, whether a lookup of the word before it finds it."""
         before = [self.prompt.rsplit(maxsplit=1)[-1], *words]
         return [self.successor.get(b) == word for b, word in zip(before, words, strict=False)]
-
-
-def matching_prefix(words: list[str] | tuple[str, ...], expected: tuple[str, ...]) -> int:
-    """Words before the first one that differs."""
-    for index, (word, right) in enumerate(zip(words, expected, strict=False)):
-        if word != right:
-            return index
-    return min(len(words), len(expected))
 
 
 @dataclass(frozen=True)
@@ -106,7 +83,7 @@ class Task:
     """A family of problems.
 
     Attributes:
-        name: as on the command line.
+        name: its name on the command line.
         exposes: the failure of a KV cache that the task is there to show, in a sentence.
         make: makes the problem of a seed: `make(seed, **dials)`; raises ValueError for dials that
             no problem has. `keys` and `restatements` are dials of every task.
@@ -121,6 +98,22 @@ class Task:
     def words(self, keys: int) -> list[str]:
         """All words, in the order of their token ids."""
         return task_words(keys, self.markers)
+
+
+def fact_words(table: Iterable[tuple[int, int]]) -> list[str]:
+    """Pairs of a key and its value, two words each."""
+    return [word for key, value in table for word in (key_word(key), value_word(value))]
+
+
+def fact_map(table: Iterable[tuple[int, int]]) -> dict[str, str]:
+    """The word of each value, by the word of its key."""
+    return {key_word(key): value_word(value) for key, value in table}
+
+
+def draw_cycle(rng: random.Random, keys: int, facts: int) -> list[tuple[int, int]]:
+    """A table that leads through `facts` random keys of `keys` and back to the first."""
+    cycle = rng.sample(range(keys), facts)
+    return list(zip(cycle, cycle[1:] + cycle[:1], strict=True))
 
 
 class Walked(NamedTuple):
@@ -160,6 +153,23 @@ def walk(
         known = rng is None or rng.random() >= restarts
         key = value if known or rng is None else rng.choice(keys)
     return Walked(tuple(words), tuple(determined))
+
+
+def make_walk(
+    stated: Sequence[str],
+    table: Iterable[tuple[int, int]],
+    start: int,
+    hops: int,
+    restatements: int,
+) -> Problem:
+    """The problem to walk through a table that a prompt states, from a key on.
+
+    The prompt ends with the start key stated once: the rest of the walk is the decode.
+    """
+    facts = dict(table)
+    prompt = " ".join([*stated, WALK, key_word(start)])
+    words = walk(facts, start, hops, restatements).words[1:]
+    return Problem(prompt, words, fact_map(facts.items()))
 
 
 def require(value: Any, name: str, low: float, high: float = float("inf")) -> None:

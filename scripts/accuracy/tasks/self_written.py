@@ -15,39 +15,30 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from typing import ClassVar
 
-from scripts.accuracy.tasks.problem import Grade, Problem, Task, Walked, require, walk
+from scripts.accuracy.tasks.problem import Grade, Problem, Task, fact_words, require, walk
 from scripts.accuracy.tasks.vocabulary import WALK, key_word, value_word
 
 
 @dataclass(frozen=True)
 class SelfWritten(Problem):
-    """One problem: the sizes, and a seed which draws one of the right answers."""
+    """One problem: the sizes, and one of the right answers.
 
-    seed: int
+    The prompt is empty, so that the tokenizer's `<bos>` is all that the model is given. Determined
+    are the order of the keys, `go`, and what the walk looks up; not values, not restarts.
+    """
+
+    known: tuple[bool, ...]
     keys: int
     length: int  # hops
-    restatements: int = 3
-    restarts: float = 0.3
+    restatements: int
 
     sampling: ClassVar[Mapping[str, float]] = {"temperature": 1.0, "top_p": 0.98}
 
     @property
-    def prompt(self) -> str:
-        """Nothing: the tokenizer's `<bos>`."""
-        return ""
-
-    @property
-    def answer(self) -> tuple[str, ...]:
-        """One of the right answers."""
-        return self._example.words
-
-    @property
     def determined(self) -> tuple[bool, ...]:
-        """The order of the keys, `go`, and what the walk looks up; not values, not restarts."""
-        return self._example.determined
+        return self.known
 
     @property
     def stated_words(self) -> int:
@@ -59,11 +50,6 @@ class SelfWritten(Problem):
         """Values of the walk."""
         return self.length
 
-    @cached_property
-    def successor(self) -> Mapping[str, str]:
-        """The table of `answer`."""
-        return self._table(self.answer)
-
     def grade(self, text: str) -> Grade:
         """Check a decoded text against its own table.
 
@@ -71,7 +57,7 @@ class SelfWritten(Problem):
         """
         words = tuple(text.split()[: self.max_tokens])
         table, walked = words[: 2 * self.keys], words[2 * self.keys + 1 :]
-        values = self._table(table)
+        values = _table(table)
         right = self._is_table(words)
         # A key is restated, then looked up; only then may the walk go on from another.
         found = prefix = 0
@@ -87,23 +73,6 @@ class SelfWritten(Problem):
         exact = prefix == self.length
         return Grade(min(found, self.length), prefix, self.length, exact, len(words))
 
-    @cached_property
-    def _example(self) -> Walked:
-        rng = random.Random(self.seed)
-        first = rng.randrange(self.keys)
-        order = [(first + i) % self.keys for i in range(self.keys)]
-        table = {key: rng.randrange(self.keys) for key in order}
-        facts = [word for k, v in table.items() for word in (key_word(k), value_word(v))]
-        start = rng.randrange(self.keys)
-        walked = walk(table, start, self.length, self.restatements, self.restarts, rng)
-        # The first key is free; each later key follows from the one before, and values are free.
-        known = [False, False, *[True, False] * (self.keys - 1), True]
-        return Walked((*facts, WALK, *walked.words), (*known, *walked.determined))
-
-    def _table(self, words: tuple[str, ...]) -> Mapping[str, str]:
-        words = words[: 2 * self.keys]
-        return dict(zip(words[::2], words[1::2], strict=False))
-
     def _is_table(self, words: tuple[str, ...]) -> bool:
         """Whether a text begins with every key once, each with a value, and `go`."""
         stated, values = words[: 2 * self.keys : 2], words[1 : 2 * self.keys : 2]
@@ -113,6 +82,10 @@ class SelfWritten(Problem):
         first = names.index(stated[0])
         allowed = {value_word(value) for value in range(self.keys)}
         return list(stated) == names[first:] + names[:first] and set(values) <= allowed
+
+
+def _table(words: tuple[str, ...]) -> dict[str, str]:
+    return dict(zip(words[::2], words[1::2], strict=False))
 
 
 def make_self_written(
@@ -127,7 +100,15 @@ def make_self_written(
     require(hops, "hops", 1)
     require(restatements, "restatements", 1)
     require(restarts, "restarts", 0.0, 1.0)
-    return SelfWritten(seed, keys, hops, restatements, restarts)
+    rng = random.Random(seed)
+    first = rng.randrange(keys)
+    table = {key % keys: rng.randrange(keys) for key in range(first, first + keys)}
+    facts = fact_words(table.items())
+    walked = walk(table, rng.randrange(keys), hops, restatements, restarts, rng)
+    # The first key is free; each later key follows from the one before, and values are free.
+    known = (False, False, *[True, False] * (keys - 1), True, *walked.determined)
+    answer = (*facts, WALK, *walked.words)
+    return SelfWritten("", answer, _table(tuple(facts)), known, keys, hops, restatements)
 
 
 TASK = Task(

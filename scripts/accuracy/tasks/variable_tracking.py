@@ -14,43 +14,12 @@ Variables are restated as in the pointer chase.
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import cached_property
 from itertools import pairwise
 
-from scripts.accuracy.tasks.problem import Problem, Task, require, walk
+from scripts.accuracy.tasks.problem import Problem, Task, fact_map, require, walk
 from scripts.accuracy.tasks.vocabulary import FILLERS, WALK, key_word, value_word
 
 END = "end"
-
-
-@dataclass(frozen=True)
-class VariableTracking(Problem):
-    """One problem: what the prompt states, and the chain that is asked for."""
-
-    stated: tuple[str, ...]
-    assignments: tuple[tuple[int, int], ...]  # (source, target)
-    chain: tuple[int, ...]
-    restatements: int = 3
-
-    @cached_property
-    def prompt(self) -> str:
-        """Assignments among fillers, then the chain's first variable stated once."""
-        return " ".join([*self.stated, WALK, key_word(self.chain[0])])
-
-    @cached_property
-    def answer(self) -> tuple[str, ...]:
-        """The other variables of the chain, each restated, then `end`."""
-        hops = len(self.chain) - 1
-        walked = walk(dict(self.assignments), self.chain[0], hops, self.restatements).words
-        return (*walked[1:], *[key_word(self.chain[-1])] * self.restatements, END)
-
-    @cached_property
-    def successor(self) -> Mapping[str, str]:
-        """Where each variable is copied to; `end` is what the last of the chain finds."""
-        found = {key_word(source): value_word(target) for source, target in self.assignments}
-        return {**found, key_word(self.chain[-1]): END}
 
 
 def make_variables(
@@ -60,16 +29,16 @@ def make_variables(
     filler: int = 2,
     keys: int = 128,
     restatements: int = 3,
-) -> VariableTracking:
+) -> Problem:
     """A deterministic problem.
 
     Args:
-        seed: of the variables, their order and the fillers.
-        chains: of which one is asked for.
+        seed: seed of the variables, their order and the fillers.
+        chains: number of chains, of which one is asked for.
         hops: assignments of a chain.
         filler: words between two assignments: their mean, of a uniform distribution from 0.
         keys: variables that there are.
-        restatements: of each variable of the answer.
+        restatements: statements of each variable of the answer.
 
     Raises:
         ValueError: a dial is out of range.
@@ -92,7 +61,11 @@ def make_variables(
         assignments.append((source, target))
         stated += [key_word(source), value_word(target)]
         stated += rng.choices(FILLERS, k=rng.randrange(2 * filler + 1))
-    return VariableTracking(tuple(stated), tuple(assignments), tuple(members[0]), restatements)
+    first, last = members[0][0], key_word(members[0][-1])
+    walked = walk(dict(assignments), first, hops, restatements).words
+    answer = (*walked[1:], *[last] * restatements, END)
+    prompt = " ".join([*stated, WALK, key_word(first)])
+    return Problem(prompt, answer, {**fact_map(assignments), last: END})
 
 
 TASK = Task(

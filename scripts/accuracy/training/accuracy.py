@@ -35,11 +35,11 @@ def grade_export(
     """Decode problems with a KV cache.
 
     Args:
-        folder: of the export.
-        problems: of one task and one set of dials; they say whether they are sampled.
-        dtype: of the weights and of the computation.
-        device: to decode on.
-        seed: of the sampling.
+        folder: holds the export.
+        problems: have one task and one set of dials; they say whether they are sampled.
+        dtype: that of the weights and of the computation.
+        device: the device that decodes.
+        seed: seed of the sampling.
 
     Returns:
         The conditions; fractions of exact chains and of correct hops; the mean correct prefix in

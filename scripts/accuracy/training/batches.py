@@ -8,24 +8,19 @@ from typing import NamedTuple, Protocol
 import torch
 
 SAMPLED = 0.05
-"""Weight of a token that nothing determines, where the model must learn to sample it."""
+"""A token that nothing determines has this weight where the model must learn to sample it."""
 
 
 class Batch(NamedTuple):
     """Sequences of one shape, [sequences, length] each, on the device that trains.
 
-    Attributes:
-        tokens: what the model reads, int64.
-        labels: the token after each of them, int64.
-        weights: of each label in the loss, float32; 0 where nothing determines it.
-        hops: labels whose accuracy says how far training is, bool: those that take a look-up,
-            and no restatement.
+    The accuracy of hops says how far training is: they take a look-up and are no restatement.
     """
 
-    tokens: torch.Tensor
-    labels: torch.Tensor
-    weights: torch.Tensor
-    hops: torch.Tensor
+    tokens: torch.Tensor  # what the model reads, int64
+    labels: torch.Tensor  # the token after each of them, int64
+    weights: torch.Tensor  # weights in the loss, float32; 0 where nothing determines it
+    hops: torch.Tensor  # labels that are hops, bool
 
 
 class Stage(Protocol):

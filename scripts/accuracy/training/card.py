@@ -60,27 +60,18 @@ are random, its queries repeat by construction, and its margins are far larger t
 
 @dataclass(frozen=True)
 class Making:
-    """How an export came to be.
-
-    Attributes:
-        command: that made it.
-        device: that it was trained on, in words.
-        precision: of the computation.
-        parameters: of the model.
-        steps, tokens, minutes: of training.
-        seed: of the weights and the data.
-    """
+    """How an export came to be."""
 
     FILE: ClassVar[str] = "training.json"
 
     command: str
-    device: str
-    precision: str
-    parameters: int
-    steps: int
+    device: str  # name of the machine's processor
+    precision: str  # dtype of the computation
+    parameters: int  # parameters of the model
+    steps: int  # steps, tokens and minutes of training
     tokens: int
     minutes: float
-    seed: int
+    seed: int  # seed of the weights and the data
 
     def save(self, folder: Path) -> None:
         """Keep it beside the weights, so that an export can be graded another time."""
@@ -99,9 +90,9 @@ def write_card(
 
     Args:
         output: the export, with its `Making`.
-        name: of the recipe.
-        recipe: that it was trained by.
-        results: of `accuracy.grade_export`.
+        name: name of the recipe.
+        recipe: the recipe that trained it.
+        results: what `accuracy.grade_export` returned.
     """
     sampled = recipe.problem(0).sampling["temperature"] > 0
     dials = ", ".join(f"{dial} {value}" for dial, value in recipe.dials.items())

@@ -16,11 +16,11 @@ from scripts.accuracy.training.batches import Batch, Stage
 from scripts.accuracy.training.recipes import Recipe
 
 LEARNED = 0.97
-"""Moving average of the fraction of hops found at which a stage ends."""
+"""A stage ends where the moving average of the fraction of hops found reaches this."""
 
 WARM_UP_STEPS = 100
 DECAY_BY = 0.5
-"""Share of a given time after which the learning rate decays, whatever the stage reached."""
+"""After this share of a given time the learning rate decays, whatever the stage reached."""
 
 SECONDS_PER_LINE = 10.0
 SECONDS_PER_CHECKPOINT = 60.0
@@ -52,8 +52,8 @@ class Training:
                 in bfloat16.
             recipe: stages and rates.
             vocabulary: token ids of the recipe's words.
-            seed: of the data. Without a time, the same seed gives the same model on a CPU.
-            seconds: to train for, whatever is learned by then; without it, the recipe's steps.
+            seed: seed of the data. Without a time, the same seed gives the same model on a CPU.
+            seconds: time to train for, whatever is learned by then; without it, the recipe's steps.
             checkpoint: called about once a minute.
         """
         self.steps = 0
@@ -94,7 +94,7 @@ class Training:
                 self._step(stage, 0.5 * (1 + math.cos(math.pi * decayed)), progress)
 
     def _elapsed_share(self) -> float:
-        """Of the given time; 0 if there is none."""
+        """The share of the given time that has passed; 0 if none was given."""
         if self._seconds is None:
             return 0.0
         return (time.monotonic() - self._began) / self._seconds

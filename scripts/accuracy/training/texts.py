@@ -17,7 +17,7 @@ from scripts.accuracy.training.batches import Batch
 from scripts.accuracy.training.tokenizer import BOS, EOS
 
 FIRST_SEED = 1 << 32
-"""Of the problems that are trained on: those below are left to evaluations."""
+"""The problems that are trained on have seeds from here; those below are for evaluations."""
 
 WORKERS = 8
 
@@ -28,8 +28,8 @@ class TextStage:
 
     Attributes:
         task: a name of `TASKS`.
-        dials: of the problems, as pairs.
-        tokens: of a batch, about.
+        dials: names and values of the problems' dials.
+        tokens: rough size of a batch.
     """
 
     task: str

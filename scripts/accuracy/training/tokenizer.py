@@ -22,7 +22,7 @@ def make_tokenizer(words: Sequence[str], max_length: int) -> PreTrainedTokenizer
     """One token a word; `<bos>` is added to every text that is encoded with special tokens.
 
     Args:
-        words: of the task, in the order of their ids, which begin after the special tokens.
+        words: the task's, in the order of their ids, which begin after the special tokens.
         max_length: longest sequence of the model, in tokens.
     """
     vocabulary = {word: i for i, word in enumerate([*SPECIAL_TOKENS, *words])}

@@ -40,26 +40,18 @@ class _GeneratedStage(ABC):
 class WalkStage(_GeneratedStage):
     """Tables in the prompt, and walks through them.
 
-    Attributes:
-        keys: that the words name.
-        facts: pairs of a table: one cycle over random keys.
-        hops: of a walk that states each key as often as the largest of `restatements` says.
-        tokens: of a batch, about.
-        restart_rates: a walk draws one: the probability that a hop starts at a random key.
-        restatements: a walk draws one: how often it states a key. If there are several, a word
-            before the walk says it.
-        statements: of each fact, in random order among those of the others.
-        rivals: statements of each fact's key with one other value, which are fewer.
+    A walk draws one of the restart rates and one of the numbers of restatements; if there are
+    several of these, a word before the walk says which. Statements stand in random order.
     """
 
-    keys: int
-    facts: int
-    hops: int
-    tokens: int
-    restart_rates: tuple[float, ...] = (0.7,)
-    restatements: tuple[int, ...] = (3,)
-    statements: int = 1
-    rivals: int = 0
+    keys: int  # keys that the words name
+    facts: int  # pairs of a table: one cycle over random keys
+    hops: int  # hops of a walk that restates keys most often
+    tokens: int  # rough size of a batch
+    restart_rates: tuple[float, ...] = (0.7,)  # probabilities that a hop starts at a random key
+    restatements: tuple[int, ...] = (3,)  # how often a walk states a key
+    statements: int = 1  # statements of each fact
+    rivals: int = 0  # statements of each fact's key with one other value, which are fewer
 
     @property
     def stated(self) -> int:
@@ -126,20 +118,13 @@ class SelfWrittenStage(_GeneratedStage):
     The table names all keys in ascending order from a random one, each with a random value. What
     nothing determines has a small weight: the model learns to sample it, and its gradient does not
     drown that of the look-ups.
-
-    Attributes:
-        keys: that the words name, all of which the table has.
-        hops: of a walk.
-        tokens: of a batch, about.
-        restart_rate: probability that a hop starts at a random key.
-        restatements: how often a walk states a key.
     """
 
-    keys: int
-    hops: int
-    tokens: int
-    restart_rate: float = 0.3
-    restatements: int = 3
+    keys: int  # keys that the words name, all in the table
+    hops: int  # hops of a walk
+    tokens: int  # rough size of a batch
+    restart_rate: float = 0.3  # probability that a hop starts at a random key
+    restatements: int = 3  # how often a walk states a key
 
     @property
     def length(self) -> int:
@@ -182,19 +167,12 @@ class SelfWrittenStage(_GeneratedStage):
 
 
 class _Walk(NamedTuple):
-    """Words of walks, [walks, words] each.
+    """Words of walks, [walks, words] each."""
 
-    Attributes:
-        tokens: the words, int64.
-        hop: that each belongs to, int64.
-        place: 0 for the first statement of a hop's key, and so on up to its value, int64.
-        is_value: bool.
-    """
-
-    tokens: torch.Tensor
-    hop: torch.Tensor
-    place: torch.Tensor
-    is_value: torch.Tensor
+    tokens: torch.Tensor  # the words, int64
+    hop: torch.Tensor  # hop of each word, int64
+    place: torch.Tensor  # 0 for the first statement of a hop's key, and so on to its value, int64
+    is_value: torch.Tensor  # bool
 
 
 def _permutations(rows: int, size: int, generator: torch.Generator) -> torch.Tensor:
@@ -238,9 +216,9 @@ def _walk(
     """Write walks down.
 
     Args:
-        keys, values: of each hop, [walks, hops].
-        restatements: of each walk, [walks, 1].
-        words: to write.
+        keys, values: one of each a hop, [walks, hops].
+        restatements: one number a walk, [walks, 1].
+        words: number of words to write.
     """
     word = torch.arange(words, device=keys.device)
     hop, place = word // (restatements + 1), word % (restatements + 1)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from scripts.accuracy.checkpoints import BUNDLED, model_config
 from scripts.accuracy.flops import ModelSize, decode_token, scoring
 from scripts.accuracy.outcomes import Cell, Outcome, OutcomeFile, seeds_done
 from scripts.accuracy.plots import curve_name
-from scripts.accuracy.report import markdown, read_report, write_report
+from scripts.accuracy.report import Report, markdown, write_report
+from scripts.accuracy.settings import POLICY
 from scripts.accuracy.summary import Run, summarize
-from scripts.accuracy.systems import POLICY, System
+from scripts.shared.models import BUNDLED, model_config
+from scripts.shared.systems import System
 
 RUN = Run(["python -m scripts.evaluate"], {"platform": "here", "cpus": 2}, POLICY, "float32")
 DIALS = {"facts": 128, "hops": 10}
@@ -60,9 +62,7 @@ def test_a_cell_in_numbers() -> None:
     # The first and the last problem ended before a step of theirs was measured.
     assert (ours.recall, ours.attention_mass, full.recall) == (0.75, None, None)
     assert ours.bits == 32
-    config = model_config(BUNDLED)
-    assert config is not None
-    size = ModelSize.of_config(config)
+    size = ModelSize.of_config(model_config(BUNDLED))
     # 4 sinks, 16 selected, 16 recent, the token itself; at the middle of the decode.
     assert ours.flops == decode_token(size, "cache-rank", 279, 37, dense_layers=1)
     assert full.flops == decode_token(size, "dense", 279, 0)
@@ -127,7 +127,8 @@ def test_a_report_is_written_and_read(tmp_path: Path) -> None:
             outcomes += outcomes_of(label, [10, k // 16, 10], restatements=r)
     results = summarize(outcomes, RUN)
     files = write_report(RUN, results, tmp_path)
-    assert read_report(tmp_path / "results.json").results == results
+    written = msgspec.json.decode((tmp_path / "results.json").read_bytes(), type=Report)
+    assert written.results == results
     text = (tmp_path / "results.md").read_text()
     assert "| cache-rank |  | 16 | 0.67 [" in text
     assert "restatements=3" in text

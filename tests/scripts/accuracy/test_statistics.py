@@ -40,11 +40,6 @@ def test_a_ratio_is_of_means_and_not_of_problems() -> None:
     assert statistics.ratio([3.0, 6.0], [1.0, 2.0]) == (3.0, 3.0, 3.0)
 
 
-def test_the_same_values_give_the_same_interval() -> None:
-    values = [0.0, 1.0, 1.0, 0.5, 0.25]
-    assert statistics.mean(values) == statistics.mean(values)
-
-
 def test_what_cannot_be_resampled_is_refused() -> None:
     with pytest.raises(ValueError, match="two or more problems"):
         statistics.mean([1.0])

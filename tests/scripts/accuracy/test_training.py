@@ -32,7 +32,7 @@ def vocabulary(words: tuple[str, ...]) -> dict[str, int]:
 
 
 def rows(batch: Batch, words: dict[str, int]) -> list[tuple[list[str], list[float], list[bool]]]:
-    """Of each sequence: its words from the second on, their weights, and which are hops."""
+    """The words of each sequence from the second on, their weights, and which are hops."""
     names = {token: word for word, token in words.items()}
     read, predicted = batch.tokens[:, 1:], batch.labels[:, :-1]
     assert ((read == predicted) | (read == words[EOS])).all()  # EOS pads
@@ -217,7 +217,7 @@ def test_an_export_is_graded_and_described(tmp_path: Path) -> None:
 
 def test_the_bundled_model_is_graded_as_its_card_says() -> None:
     recipe = RECIPES["pointer-chase-128"]
-    problems = [replace(recipe.problem(seed), length=8) for seed in range(4)]
+    problems = [TASKS[recipe.task].make(seed, facts=128, hops=8) for seed in range(4)]
     result = grade_export(BUNDLED, problems, "float32", "cpu")
     assert result["exact_chain"] == 1.0
     assert result["smallest_margin"] > 1.0

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from cache_rank.config import CacheRankConfig, ModelShape
-from scripts.profile_tpot import main, make_jobs, parse_options
+from scripts.profile_tpot import main, parse_options
+from scripts.shared.models import MODEL_SHAPES, model_config, model_shape
 from scripts.speed import report
 from scripts.speed.bench import (
     NotMeasuredError,
@@ -21,24 +22,18 @@ from scripts.speed.bench import (
     plan_batch,
     progress_of,
 )
-from scripts.speed.cache_step import measure_cache_step, shape_of
+from scripts.speed.cache_step import measure_cache_step
+from scripts.speed.experiments import EXPERIMENTS, TABLE2, TABLE2_FLOOR, table2
 from scripts.speed.jobs import (
     CAPACITY_BATCHES,
-    EXPERIMENTS,
-    MODEL_SHAPES,
-    SYSTEMS,
-    TABLE2,
-    TABLE2_FLOOR,
     Job,
     Settings,
     Shape,
     Wish,
     make_job,
-    model_config,
-    parse_system,
-    table2,
     unmeasurable,
 )
+from scripts.speed.profile import make_jobs
 from scripts.speed.records import (
     Measurement,
     Message,
@@ -75,16 +70,6 @@ class TestJobs:
     def test_shape_refuses_what_is_none(self, text: str) -> None:
         with pytest.raises(ValueError, match=r"shape|at least 1"):
             Shape.parse(text)
-
-    def test_system_label_changes_arguments(self) -> None:
-        system, changed = parse_system("cache-rank:delta_capacity=64,query_predictor=ridge")
-        assert system is SYSTEMS["cache-rank"]
-        assert changed == {"delta_capacity": 64, "query_predictor": "ridge"}
-
-    @pytest.mark.parametrize("label", ["nothing", "cache-rank:delta_capacity", ":a=1"])
-    def test_unknown_label_is_refused(self, label: str) -> None:
-        with pytest.raises(ValueError, match=r"system|ARGUMENT"):
-            parse_system(label)
 
     def test_cache_rank_job(self) -> None:
         job = job_of("cache-rank:sparse_budget=1024", SHAPE, Shape(4, 8192), trace=True)
@@ -350,7 +335,7 @@ class TestWorker:
     def test_the_largest_batch_that_is_measured_is_the_capacity(
         self, most: int, found: int | None
     ) -> None:
-        """Beside it, why larger ones were not measured."""
+        """The report also says why larger ones were not measured."""
         bench = SimpleNamespace(
             pool_tokens=50 * 1000,
             measure=lambda shape: Measurement(
@@ -514,7 +499,7 @@ class TestArrival:
 class TestWeights:
     @pytest.mark.parametrize("name", ["qwen3-8b", "llama-3.1-8b"])
     def test_logits_have_about_unit_variance(self, name: str) -> None:
-        config = model_config(name)[1]
+        config = model_config(name)
         norms = dict(norms_for_unit_logits(config))
         assert {int(name.split(".")[2]) for name in norms} == set(
             range(config["num_hidden_layers"])
@@ -543,7 +528,7 @@ class TestWeights:
 class TestCacheStep:
     def test_shapes_are_those_of_the_model(self) -> None:
         for name in ("qwen3-8b", "llama-3.1-8b"):
-            shape = shape_of(model_config(name)[1])
+            shape = model_shape(model_config(name))
             assert (shape.query_heads, shape.kv_heads, shape.head_dim) == (32, 8, 128)
             assert len(shape.rotary_frequency) == 64
             assert shape.rotary_frequency[0] == 1
@@ -567,8 +552,10 @@ class TestCacheStep:
         assert found.down_bytes > 2 * 4 * 2 * 16 * 2 * 16 * 4
 
     def test_no_engine_is_needed(self, tmp_path: Path) -> None:
+        """A format may have options, which a label holds as one text."""
         out = tmp_path / "results"
-        arguments = "--model bundled --shapes 1x512 --systems cache-step:layers_per_group=1"
+        hack = "kv_residency=hack,kv_residency_options=bits=4+partition=64"
+        arguments = f"--model bundled --shapes 1x512 --systems cache-step:layers_per_group=1,{hack}"
         options = ["--sparse-budget", "32", "--window", "4", "--out", str(out)]
         assert main([*arguments.split(), *options]) == 0
         (measured,) = report.read_results(out / "results.json").measurements

@@ -1,0 +1,218 @@
+"""Serves each system in turn, sends it all problems at once, and keeps every outcome."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.metadata
+import shlex
+import sys
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+from tqdm import tqdm
+
+from scripts.accuracy.outcomes import Cell, OutcomeFile, seeds_done
+from scripts.accuracy.report import write_report
+from scripts.accuracy.runner import describe_server, run_cell
+from scripts.accuracy.settings import evaluated_system, system_flags
+from scripts.accuracy.summary import Run, summarize
+from scripts.accuracy.tasks import TASKS
+from scripts.shared.machine import describe, run_jobs
+from scripts.shared.models import folder_of
+from scripts.shared.serving import PLAIN, Client, Server
+from scripts.shared.systems import System
+
+GRAPH_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
+PARTS = ("sglang", "torch")
+REASON = 300
+"""A report quotes so many characters of the last line of a failure."""
+
+
+class Trained(NamedTuple):
+    """What a model of this project is trained for."""
+
+    task: str
+    dials: dict[str, Any]
+
+
+def trained_for(model: str) -> Trained | None:
+    """The task of a folder which is named like the recipe that it was trained by."""
+    # Recipes import transformers, which only this needs.
+    from scripts.accuracy.training.recipes import RECIPES
+
+    recipe = RECIPES.get(folder_of(model).name)
+    return None if recipe is None else Trained(recipe.task, dict(recipe.dials))
+
+
+class Job(msgspec.Struct):
+    """A server, and the cells that it answers."""
+
+    system: System
+    cells: list[Cell]  # cells of that system and one model
+    gpus: int  # GPUs that the server needs
+    longest: int  # tokens of the longest problem, answer included
+    threshold: int  # tokens before the first lookup, of the cell that states most
+
+
+def make_jobs(options: Namespace) -> list[Job]:
+    """The servers to start, those that need most GPUs first.
+
+    Raises:
+        ValueError: a label or a dial is wrong.
+    """
+    systems: dict[str, System] = {}
+    for label in options.systems:
+        for budget in options.budgets:
+            system = evaluated_system(label).with_budget(budget)
+            systems[system.label] = system
+    examples = [TASKS[options.task].make(0, **dials) for dials in options.dials]
+    # The tokenizer adds <bos>.
+    longest = max(len(e.prompt.split()) + e.max_tokens for e in examples) + 1
+    threshold = max(example.stated_words for example in examples) + 1
+    starts_on_gpus = bool(options.gpus) and not options.base_url
+    jobs = [
+        Job(
+            system,
+            [Cell(options.model, label, options.task, dials) for dials in options.dials],
+            system.gpus if starts_on_gpus else 0,
+            longest,
+            threshold,
+        )
+        for label, system in systems.items()
+    ]
+    return sorted(jobs, key=lambda job: -job.system.gpus)
+
+
+def server_flags(job: Job, options: Namespace) -> list[str]:
+    """The command line of a job's server; what the user gives comes last and wins."""
+    requests = min(options.concurrency, options.chains)
+    pool = max(40000, 2 * requests * job.longest)
+    if options.gpus:
+        batches = [str(batch) for batch in GRAPH_BATCHES if batch < 2 * requests]
+        machine = [
+            *("--dtype", "bfloat16", "--cuda-graph-backend-prefill", "disabled"),
+            *("--cuda-graph-bs-decode", *batches, "--sampling-backend", "pytorch"),
+            *("--grammar-backend", "none", "--disable-radix-cache"),
+        ]
+    else:
+        machine = PLAIN[2:]  # without the choice of plain SGLang
+    return [
+        *machine,
+        # SGLang counts a request twice while its prompt is computed in chunks.
+        *("--max-running-requests", str(requests + 1), "--max-total-tokens", str(pool)),
+        *("--model-path", str(folder_of(options.model))),
+        *system_flags(job.system, options.settings, job.threshold, requests),
+        *options.server_flags,
+    ]
+
+
+class Evaluation:
+    """Runs jobs and collects outcomes.
+
+    Attributes:
+        servers: what each server said of itself, by label.
+        failures: why servers failed, by label.
+    """
+
+    def __init__(self, options: Namespace, file: OutcomeFile) -> None:
+        self._options, self._file = options, file
+        self._done = seeds_done(file.read())
+        self._servers: set[Server] = set()
+        self.servers: dict[str, dict[str, Any]] = {}
+        self.failures: dict[str, str] = {}
+
+    def run(self, jobs: Sequence[Job]) -> None:
+        """Run what is missing; a failing server is noted and the others go on."""
+        jobs = [job for job in jobs if any(map(self._missing, job.cells))]
+        wanted = sum(len(self._missing(cell)) for job in jobs for cell in job.cells)
+        with tqdm(total=wanted, unit="problem", dynamic_ncols=True) as bar:
+            run = functools.partial(self._run_job, bar)
+            run_jobs(jobs, self._options.gpus, run, self._note_failure, self._stop_servers)
+
+    def _missing(self, cell: Cell) -> list[int]:
+        done = self._done.get(cell.key, set())
+        return [seed for seed in range(self._options.chains) if seed not in done]
+
+    def _run_job(self, bar: tqdm[Any], job: Job, gpus: list[str]) -> None:
+        label = job.system.label
+        with self._server(job, gpus) as server:
+            bar.set_description(label)
+            self.servers[label] = describe_server(server)
+            for cell in job.cells:
+                for outcome in run_cell(
+                    server, cell, self._missing(cell), self._options.concurrency
+                ):
+                    self._file.append(outcome)
+                    bar.update()
+
+    @contextlib.contextmanager
+    def _server(self, job: Job, gpus: list[str]) -> Iterator[Client]:
+        if self._options.base_url:
+            yield Client(self._options.base_url)
+            return
+        environment = {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}
+        server = Server(server_flags(job, self._options), environment)
+        self._servers.add(server)
+        try:
+            yield server.wait_ready()
+        finally:
+            server.stop()
+            self._servers.remove(server)
+
+    def _note_failure(self, job: Job, error: Exception) -> None:
+        reason = str(error).strip().rpartition("\n")[2][-REASON:]
+        self.failures[job.system.label] = f"{type(error).__name__}: {reason}"
+        tqdm.write(f"{job.system.label} failed: {str(error)[-1500:]}", file=sys.stderr)
+
+    def _stop_servers(self) -> None:
+        for server in list(self._servers):
+            server.stop()
+
+
+def describe_run(options: Namespace, argv: Sequence[str]) -> Run:
+    """How this run is made."""
+    versions = {part: importlib.metadata.version(part) for part in PARTS}
+    return Run(
+        [shlex.join(["python", "-m", "scripts.evaluate", *argv])],
+        {**describe(list(dict.fromkeys(options.gpus))), **versions},
+        options.settings,
+        "bfloat16" if options.gpus else "float32",
+    )
+
+
+def evaluate(options: Namespace, argv: Sequence[str]) -> tuple[Run, list[Path]]:
+    """Run what OUT lacks, unless told to render only; the run, and the files of its report.
+
+    Raises:
+        TypeError: the task does not have a dial.
+        ValueError: OUT does not suit the options, or a label or a dial is wrong.
+    """
+    header, file = options.out / "run.json", OutcomeFile(options.out / "outcomes.jsonl")
+    run = describe_run(options, argv)
+    earlier = msgspec.json.decode(header.read_bytes(), type=Run) if header.is_file() else None
+    if options.render:
+        if earlier is None:
+            raise ValueError(f"{header} does not exist: nothing to render")
+        run = earlier
+    else:
+        if earlier is not None and not options.resume:
+            raise ValueError(f"{options.out} has results: pass --resume, or another --out")
+        if earlier is not None and earlier.settings != run.settings:
+            raise ValueError(f"{header} has other settings: {earlier.settings}")
+        if earlier is not None:
+            run.servers = earlier.servers
+            run.commands = list(dict.fromkeys([*earlier.commands, *run.commands]))
+        jobs = make_jobs(options)
+        file.drop_half_line()
+        evaluation = Evaluation(options, file)
+        header.write_bytes(msgspec.json.encode(run))
+        try:
+            evaluation.run(jobs)
+        finally:  # also of an interrupted run, whose outcomes count
+            run.servers, run.failures = run.servers | evaluation.servers, evaluation.failures
+            header.write_bytes(msgspec.json.encode(run))
+    return run, write_report(run, summarize(file.read(), run), options.out)

@@ -1,0 +1,157 @@
+"""Replays what a cache rank received through other predictors, frames and margins."""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple, get_args
+
+import msgspec
+import torch
+from tqdm import tqdm
+from transformers import AutoTokenizer
+
+from cache_rank.config import CacheRankConfig, Frame, ModelShape, Predictor
+from cache_rank.measure.recording import RECORD_VARIABLE, read_events
+from cache_rank.measure.timeline import Timeline
+from cache_rank.protocol import DownMessage, Row, UpMessage
+from cache_rank.selector import Selector
+from scripts.accuracy.tasks.pointer_chase import make_chain
+from scripts.shared.models import BUNDLED, BUNDLED_FOLDER, model_config, model_shape
+from scripts.shared.report import table
+from scripts.shared.serving import serve
+
+SINKS, RECENT, WINDOW = 4, 16, 16
+MARGINS = (0, 5, 10, 20, 40)
+CPU = torch.device("cpu")
+MEMORY_BYTES = 1 << 30
+"""The selector has so much memory for resident tokens; it is touched only as it is used."""
+
+
+def record(folder: Path, budget: int, chains: int) -> None:
+    """Serve chains and record what the cache rank receives."""
+    flags = (
+        f"--sparse-threshold 264 --sparse-budget {budget} --sink-tokens {SINKS} "
+        f"--recent-tokens {RECENT} --delta-capacity {budget} --query-window {WINDOW}"
+    )
+    tokenizer = AutoTokenizer.from_pretrained(BUNDLED_FOLDER)
+    problems = [make_chain(seed=seed, facts=128, hops=80) for seed in range(chains)]
+    with serve(flags.split(), {RECORD_VARIABLE: str(folder)}) as server:
+        prompts = [tokenizer(problem.prompt)["input_ids"] for problem in problems]
+        server.generate_all(prompts, problems[0].max_tokens)
+
+
+def model_of(events: list[dict[str, Any]]) -> ModelShape:
+    """Shape of the recorded model; the rotary frequencies are the bundled model's."""
+    row = next(event for event in events if event["kind"] == "step")["rows"][0]
+    layers, query_heads, head_dim = row["queries"].shape
+    frequency = model_shape(model_config(BUNDLED)).rotary_frequency
+    kv_heads = row["keys"].shape[1]
+    return ModelShape(layers, query_heads, kv_heads, head_dim, "float32", head_dim**-0.5, frequency)
+
+
+class StepResult(NamedTuple):
+    """What a step's selection was worth and what it changed."""
+
+    recall: float
+    attention_mass: float
+    entering_mean: float  # tokens a (layer, kv head)
+    entering_most: int  # tokens of any (layer, KV head): the capacity must allow them
+
+
+def replay(config: CacheRankConfig, events: list[dict[str, Any]]) -> Iterator[StepResult]:
+    """Select again from recorded tensors, one request a step; one result a warm step."""
+    selector, timeline = Selector(config, CPU, MEMORY_BYTES), Timeline("", CPU)
+    (layers,) = config.groups
+    up = UpMessage(config, len(layers), 1, _buffer(UpMessage.size(config, len(layers), 1)))
+    down = DownMessage(config, len(layers), 1, _buffer(DownMessage.size(config, len(layers), 1)))
+    for number, event in enumerate(events):
+        if event["kind"] == "load":
+            sequence = selector.sequences.get(event["epoch"]) or selector.begin(event["epoch"])
+            selector.load(sequence, event["shipment"])
+            continue
+        for row in event["rows"]:
+            step = selector.begin_step(number, [Row(row["epoch"], row["position"])])
+            up.queries[0], up.keys[0], up.values[0] = row["queries"], row["keys"], row["values"]
+            selector.append(step, 0, up)
+            scores = selector.score(step, 0, timeline)
+            selector.answer(step, 0, scores, down, timeline)
+            selector.end_step(step)
+            for measured in selector.recall.take():
+                by_head = (measured.recall, measured.attention_mass)
+                recall, mass = (float(torch.tensor(heads).mean()) for heads in by_head)
+                entering = (down.slots >= 0).sum(-1)
+                yield StepResult(recall, mass, float(entering.float().mean()), int(entering.max()))
+
+
+def _buffer(size: int) -> torch.Tensor:
+    return torch.zeros(size, dtype=torch.uint8)
+
+
+def recorded_events(budget: int, chains: int) -> list[dict[str, Any]]:
+    """Everything that a cache rank receives while the bundled model walks chains."""
+    with tempfile.TemporaryDirectory() as folder:
+        record(Path(folder), budget, chains)
+        return list(read_events(Path(folder)))
+
+
+def base_config(events: list[dict[str, Any]], budget: int) -> CacheRankConfig:
+    """The configuration that all comparisons vary: without a margin, all layers in one group."""
+    model = model_of(events)
+    return CacheRankConfig(
+        model,
+        layers_per_group=model.layers,
+        sparse_budget=budget,
+        sink_tokens=SINKS,
+        recent_tokens=RECENT,
+        query_window=WINDOW,
+        selection_margin=0,
+        delta_capacity=budget,
+        max_rows=len({event["epoch"] for event in events if event["kind"] == "load"}),
+        recall_interval=1,
+    )
+
+
+def compare_predictors(
+    base: CacheRankConfig, events: list[dict[str, Any]]
+) -> tuple[dict[str, list[float]], str]:
+    """Recall, attention captured and entering tokens of each predictor in each frame; a table."""
+    variants = [(name, frame) for name in get_args(Predictor) for frame in get_args(Frame)]
+    found, rows = {}, []
+    for name, frame in tqdm(variants, desc="predictors"):
+        config = msgspec.structs.replace(base, query_predictor=name, query_frame=frame)
+        values = _means(list(replay(config, events)))
+        found[f"{name}-{frame}"] = values
+        rows.append([name, frame, *(f"{value:.3f}" for value in values)])
+    header = ("predictor", "frame", "recall", "attention captured", "entering tokens, mean")
+    return found, table(header, rows)
+
+
+def compare_margins(
+    base: CacheRankConfig, events: list[dict[str, Any]]
+) -> tuple[dict[int, list[float]], str]:
+    """What hysteresis costs in recall and saves in bytes, by margin; a table."""
+    token_bytes = 2 * base.model.head_dim * base.model.torch_dtype.itemsize
+    heads = base.model.layers * base.model.kv_heads
+    found, rows = {}, []
+    for margin in tqdm(MARGINS, desc="margins"):
+        config = msgspec.structs.replace(base, selection_margin=margin)
+        steps = list(replay(config, events))
+        means = _means(steps)
+        most = sorted(step.entering_most for step in steps)
+        capacity = max(1, most[int(0.99 * len(most))])
+        sized = msgspec.structs.replace(config, delta_capacity=capacity)
+        message = DownMessage.size(sized, config.model.layers, rows=1)
+        useful = round(means[2] * heads * token_bytes)
+        found[margin] = [*means, capacity, useful, message]
+        rates = (f"{value:.3f}" for value in means)
+        rows.append([str(margin), *rates, str(capacity), str(useful), str(message)])
+    header = ("margin", "recall", "attention captured", "entering mean", "p99 of most")
+    return found, table((*header, "useful bytes a step", "message bytes at p99"), rows)
+
+
+def _means(steps: list[StepResult]) -> list[float]:
+    """Means of recall, attention captured and entering tokens over steps."""
+    return [statistics.mean(column) for column in list(zip(*steps, strict=True))[:3]]

@@ -1,0 +1,74 @@
+"""Compares residency formats on one sample."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+
+import torch
+from tqdm import tqdm
+
+from cache_rank.pages import PAGE_TOKENS
+from scripts.formats.measurements import Variant, config_for, measure, variants
+from scripts.formats.quality import Exact
+from scripts.formats.report import Comparison
+from scripts.formats.samples import Sample, read_recording
+from scripts.formats.synthetic import synthetic_sample
+from scripts.formats.uniform import measure_uniform
+from scripts.shared.machine import describe, visible_gpus
+
+
+def make_sample(options: Namespace) -> Sample:
+    """The sequence to compare on.
+
+    Raises:
+        ValueError: it cannot be made or read, or is too short.
+    """
+    if options.recording:
+        sample = read_recording(options.recording, options.steps)
+    else:
+        sample = synthetic_sample(
+            options.tokens,
+            options.steps,
+            options.layers,
+            options.query_heads,
+            options.kv_heads,
+            options.head_dim,
+            options.seed,
+        )
+    if sample.positions.start <= PAGE_TOKENS:
+        raise ValueError(
+            f"{sample.positions.start} tokens before the first query are too few: the newest "
+            f"{PAGE_TOKENS} may be held as they came; compare on a longer sequence"
+        )
+    config = config_for(sample, Variant("bf16", {}), options.budget, options.rows)
+    candidates = len(config.candidates_after(sample.positions.start - 1))
+    if candidates <= options.budget:
+        raise ValueError(
+            f"--budget {options.budget} selects all of the {candidates} tokens that compete; "
+            "compare on a longer sequence, or give a smaller budget"
+        )
+    return sample.to(torch.device(options.device))
+
+
+def compare_formats(options: Namespace, sample: Sample) -> Comparison:
+    """Measure all variants of all formats, and the baselines."""
+    exact = Exact.of(sample)
+    config = config_for(sample, Variant("bf16", {}), options.budget, rows=1)
+    measurements = [
+        measure(sample, exact, variant, options.budget, options.rows, options.repeats)
+        for variant in tqdm(variants(options.formats, sample.keys.dtype), desc="formats")
+    ] + [
+        measure_uniform(sample, exact, config, bits, per_channel)
+        for bits in (8, 4)
+        for per_channel in (True, False)
+    ]
+    return Comparison(
+        [],
+        describe(visible_gpus() if options.device == "cuda" else []),
+        sample.source,
+        sample.tokens,
+        sample.steps,
+        options.budget,
+        options.rows,
+        measurements,
+    )

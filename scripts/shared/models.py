@@ -1,0 +1,64 @@
+"""The models that are measured, by name or by folder."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from cache_rank.config import ModelShape
+
+BUNDLED = "bundled"
+_SCRIPTS = Path(__file__).parents[1]
+# Named here as well: importing sglang_ext's name imports SGLang, which takes a while.
+BUNDLED_FOLDER = _SCRIPTS.parent / "sglang_ext" / "bundled_model"
+MODEL_SHAPES = _SCRIPTS / "speed" / "model_shapes"
+"""Configurations of published models, without weights."""
+
+NAMED = (_SCRIPTS / "accuracy" / "models", MODEL_SHAPES)
+
+
+def folder_of(model: str) -> Path:
+    """The folder of a model: `bundled`, a name in a folder of NAMED, or itself a folder."""
+    if model == BUNDLED:
+        return BUNDLED_FOLDER
+    return next((path / model for path in NAMED if (path / model).is_dir()), Path(model))
+
+
+@functools.cache
+def find_config(model: str) -> dict[str, Any] | None:
+    """The config.json of a model, or None if it has no folder here."""
+    path = folder_of(model) / "config.json"
+    config: dict[str, Any] | None = json.loads(path.read_text()) if path.is_file() else None
+    return config
+
+
+def model_config(model: str) -> dict[str, Any]:
+    """The config.json of a model.
+
+    Raises:
+        ValueError: there is none; names the models that there are.
+    """
+    config = find_config(model)
+    if config is None:
+        names = sorted(path.name for path in MODEL_SHAPES.iterdir())
+        raise ValueError(f"no model {model!r}: a folder, {BUNDLED}, or {', '.join(names)}")
+    return config
+
+
+def model_shape(config: Mapping[str, Any], dtype: str = "bfloat16") -> ModelShape:
+    """The shape of all attention layers of a model, from its config.json."""
+    heads, hidden = config["num_attention_heads"], config["hidden_size"]
+    head_dim = config.get("head_dim") or hidden // heads
+    base = float(config.get("rope_theta") or config.get("rope_parameters", {})["rope_theta"])
+    return ModelShape(
+        config["num_hidden_layers"],
+        heads,
+        config.get("num_key_value_heads") or heads,
+        head_dim,
+        dtype,
+        head_dim**-0.5,
+        tuple(base ** (-2 * pair / head_dim) for pair in range(head_dim // 2)),
+    )

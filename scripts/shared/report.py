@@ -1,0 +1,40 @@
+"""Writes reports: numbers and intervals as text, Markdown tables, and the files of a result."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table; all but the first two columns are numbers."""
+    rule = ["---" if column < 2 else "---:" for column in range(len(header))]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in (header, rule, *rows))
+
+
+def number(value: float | None, digits: int = 2) -> str:
+    """A number with so many decimals, or a dash for none."""
+    return "–" if value is None else f"{value:.{digits}f}"
+
+
+def percent(share: float | None, digits: int = 1) -> str:
+    """A share as a percentage, or a dash for none."""
+    return "–" if share is None else f"{100 * share:.{digits}f} %"
+
+
+def write_report(out: Path, name: str, data: Any, text: str) -> list[Path]:
+    """Write NAME.json and NAME.md into a folder, and return their paths.
+
+    A file is replaced whole, so that a machine that stops at any time leaves no half of one.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    encoded = msgspec.json.format(msgspec.json.encode(data), indent=2).decode()
+    files = {out / f"{name}.json": encoded, out / f"{name}.md": text}
+    for path, content in files.items():
+        unfinished = path.with_name(f".{path.name}")
+        unfinished.write_text(content + "\n", encoding="utf-8")
+        unfinished.replace(path)
+    return list(files)

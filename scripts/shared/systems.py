@@ -1,0 +1,158 @@
+"""The ways to serve a model that are compared, for accuracy and for speed alike.
+
+A label names a system and the server arguments that it changes: `cache-rank:query_predictor=ridge`,
+where arguments are named as in CacheRankServerArgs. A list inside a value is joined with `+`:
+`kv_residency_options=bits=2+partition=16`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from cache_rank.config import OptionValue
+from cache_rank.residency.options import parse_options
+
+CACHE_RANK = "cache-rank"
+DENSE = "dense"
+DECODE_MODES = ("window", "quest", "tova", "oracle")
+"""Synchronous baselines of the same engine: they select with the current query."""
+
+
+class System(msgspec.Struct, frozen=True):
+    """A way to serve a model.
+
+    Attributes:
+        name: names it in SYSTEMS.
+        mode: what a decode step attends to: DENSE, one of DECODE_MODES, or CACHE_RANK.
+        gpus: GPUs that it needs, where there are any.
+        arguments: server arguments that make it what it is.
+        at_budget: it runs at a context of the sparse budget, whatever the shape's.
+        is_server: False is the cache rank's step alone, without an engine.
+        changes: server arguments that its label changes.
+    """
+
+    name: str
+    mode: str = DENSE
+    gpus: int = 1
+    arguments: dict[str, Any] = {}
+    at_budget: bool = False
+    is_server: bool = True
+    changes: dict[str, Any] = {}
+
+    @classmethod
+    def parse(cls, label: str) -> System:
+        """Read a label.
+
+        Raises:
+            ValueError: there is no such system, or an argument is not one of it.
+        """
+        name, _, changes = label.partition(":")
+        if name not in SYSTEMS:
+            raise ValueError(f"no system {name!r}: choose from {', '.join(SYSTEMS)}")
+        system = msgspec.structs.replace(SYSTEMS[name], changes=parse_assignments(changes))
+        if "sparse_budget" in system.changes and not system.has_budget:
+            raise ValueError(f"{label!r}: {name} has no arguments of sparse attention")
+        return system
+
+    @property
+    def label(self) -> str:
+        """What `parse` reads."""
+        changes = ",".join(f"{key}={value}" for key, value in self.changes.items())
+        return f"{self.name}:{changes}" if changes else self.name
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether a server of it takes the arguments of sparse attention."""
+        return self.is_server and self.mode != DENSE
+
+    @property
+    def has_cache_rank(self) -> bool:
+        """Whether a server of it has one: requests decode densely until it holds their prompts."""
+        return self.is_server and self.mode == CACHE_RANK
+
+    @property
+    def has_budget(self) -> bool:
+        """Whether a sparse budget means anything to it."""
+        return self.mode != DENSE or self.at_budget
+
+    @property
+    def server_changes(self) -> dict[str, Any]:
+        """What its label changes, as servers read it."""
+        return {name: _listed(value) for name, value in self.changes.items()}
+
+    def with_budget(self, budget: int) -> System:
+        """The same with a budget, if it takes one and its label names none."""
+        if not self.has_budget or "sparse_budget" in self.changes:
+            return self
+        changes = {"sparse_budget": budget, **self.changes}
+        return msgspec.structs.replace(self, changes=changes)
+
+
+def _plain(name: str, gpus: int = 1, at_budget: bool = False, **arguments: Any) -> System:
+    return System(name, DENSE, gpus, {"cache_rank_gpus": 0, **arguments}, at_budget)
+
+
+def _cache_rank(name: str, inference_kv: str) -> System:
+    return System(name, CACHE_RANK, 2, {"cache_rank_gpus": 1, "inference_kv": inference_kv})
+
+
+SYSTEMS = {
+    system.name: system
+    for system in (
+        _plain("floor", at_budget=True),
+        _plain(DENSE),
+        _plain("fp8", kv_cache_dtype="fp8_e4m3"),
+        _plain("tp2", gpus=2, tp_size=2),
+        _plain("tp2-fp8", gpus=2, tp_size=2, kv_cache_dtype="fp8_e4m3"),
+        *(System(m, m, 1, {"cache_rank_gpus": 0, "decode_mode": m}) for m in DECODE_MODES),
+        _cache_rank(CACHE_RANK, "full"),
+        _cache_rank("cache-rank-working-set", "working-set"),
+        System("cache-step", CACHE_RANK, is_server=False),
+    )
+}
+
+
+def parse_assignments(text: str) -> dict[str, Any]:
+    """Read `facts=128,hops=80`; a value is JSON, or else a text.
+
+    Raises:
+        ValueError: it is not a list of NAME=VALUE.
+    """
+    found: dict[str, Any] = {}
+    for assignment in filter(None, text.split(",")):
+        name, equals, value = assignment.partition("=")
+        if not equals:
+            raise ValueError(f"{assignment!r}: write ARGUMENT=VALUE,ARGUMENT=VALUE")
+        try:
+            found[name] = json.loads(value)
+        except json.JSONDecodeError:
+            found[name] = value
+    return found
+
+
+def residency_options(arguments: Mapping[str, Any]) -> dict[str, OptionValue]:
+    """The options of the residency format that arguments of a server name.
+
+    Raises:
+        ValueError: they are not a list of NAME=VALUE.
+    """
+    return parse_options(str(_listed(arguments.get("kv_residency_options", ""))))
+
+
+def to_flags(arguments: Mapping[str, Any]) -> list[str]:
+    """Arguments of a server as its command line."""
+    flags: list[str] = []
+    for name, value in arguments.items():
+        flags.append(f"--{name.replace('_', '-')}")
+        if value is not True:
+            flags.append(str(_listed(value)))
+    return flags
+
+
+def _listed(value: Any) -> Any:
+    """A value as servers read it, where `,` separates and not `+`."""
+    return value.replace("+", ",") if isinstance(value, str) else value

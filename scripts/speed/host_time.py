@@ -1,0 +1,156 @@
+"""Runs the inference rank's real code on made-up tensors, and times what it spends on the host."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from cache_rank.channels.nccl import prepare_environment
+from cache_rank.config import ModelShape
+from scripts.shared.report import table
+from scripts.speed.records import quantile
+from sglang_ext.exchange.connection import Placement
+from sglang_ext.inference_rank import InferenceRank
+from sglang_ext.memory import reserve_rows
+from sglang_ext.pools import Pools
+from sglang_ext.server_args import CacheRankServerArgs, parse_server_args
+from sglang_ext.supervisor import Supervisor
+
+LENGTH = 600
+MODELS = {
+    # Few and small layers: a host that waits long for a slow cache rank measures its cold caches.
+    "cpu": ModelShape(1, 4, 2, 64, "float32", 64**-0.5),
+    "cuda": ModelShape(35, 32, 8, 128, "bfloat16", 128**-0.5),
+}
+"""These layers are exchanged; one before them is dense."""
+
+SLOTS, CONTEXT = 64, 4096
+
+
+def make_rank(args: CacheRankServerArgs, supervisor: Supervisor) -> InferenceRank:
+    """An inference rank over pools of random numbers."""
+    model, device = MODELS[args.device], torch.device(args.device)
+    rows = SLOTS * CONTEXT // 4 + reserve_rows(args)
+    table = torch.arange(SLOTS * CONTEXT, dtype=torch.int32, device=device).view(SLOTS, CONTEXT)
+
+    def pool() -> list[torch.Tensor]:
+        shape, kind = (rows, model.kv_heads, model.head_dim), model.torch_dtype
+        return [torch.randn(shape, dtype=kind, device=device) for _ in range(model.layers + 1)]
+
+    allocator = SimpleNamespace(available_size=lambda: rows)
+    pools = Pools(table % (SLOTS * CONTEXT // 4), pool(), pool(), allocator)
+    return InferenceRank(args, model, pools, tp_rank=0, supervisor=supervisor)
+
+
+def make_request(slot: int) -> Any:
+    """What the inference rank reads of SGLang's Req."""
+    return SimpleNamespace(
+        req_pool_idx=slot,
+        origin_input_ids=range(LENGTH),
+        cache_protected_len=0,
+        sampling_params=SimpleNamespace(custom_params=None, max_new_tokens=2048),
+    )
+
+
+def measure(rank: InferenceRank, batch: int, steps: int) -> dict[str, list[float]]:
+    """Run decode steps; seconds of each part, of each step whose requests are all sparse."""
+    requests = [make_request(slot) for slot in range(1, batch + 1)]
+    model, on_gpu = rank.config.model, rank.device.type == "cuda"
+    heads = model.query_heads + model.kv_heads
+    made = torch.randn(batch, heads, model.head_dim, dtype=model.torch_dtype, device=rank.device)
+    queries, keys = (
+        part.contiguous() for part in made.split([model.query_heads, model.kv_heads], 1)
+    )
+    seconds: dict[str, list[float]] = {"hooks": [], "announce": [], "exchange": []}
+    for step in range(steps):
+        lengths = [LENGTH + step] * batch
+        started = time.perf_counter()
+        plan = rank.decode_step.plan(requests, lengths)
+        planned = time.perf_counter()
+        rank.decode_step.announce(plan)
+        announced = time.perf_counter()
+        rank.gate.begin_forward()
+        for group, layers in enumerate(rank.config.groups):
+            rank.gate.enter_group(group)
+            for layer in range(len(layers)):
+                rank.gate.stage(group, layer, queries, keys, keys)
+            rank.gate.leave_group(group)
+        exchanged = time.perf_counter()
+        rank.decode_step.end(plan)
+        queued = time.perf_counter()
+        rank.statistics_of(requests)
+        ended = time.perf_counter()
+        if on_gpu:
+            torch.cuda.synchronize()
+        if len(plan.sparse) == batch:
+            staged, finished = exchanged - announced, queued - exchanged
+            seconds["announce"].append(announced - planned)
+            seconds["exchange"].append(finished if on_gpu else staged)
+            rest = (planned - started) + (ended - queued)
+            seconds["hooks"].append(rest if on_gpu else rest + finished)
+    for request in requests:
+        rank.on_request_freed(request)
+    return seconds
+
+
+class HostTime:
+    """An inference rank and its cache rank, without a model."""
+
+    def __init__(self, device: str) -> None:
+        """Start both, on `cpu` or `cuda`."""
+        torch.set_num_threads(1)
+        torch.set_grad_enabled(False)
+        args = parse_server_args(
+            f"--device {device} --sparse-threshold 512 --sparse-budget 64 --delta-capacity 16 "
+            "--recall-interval 0 --log-level warning".split()
+        )
+        self._placement = Placement(args.cache_rank_address)
+        if device == "cuda":
+            prepare_environment(os.environ, args.cache_rank_address)
+            self._placement = self._placement._replace(
+                inference_device="cuda:0", cache_device="cuda:1"
+            )
+        self._rank = make_rank(args, Supervisor("cache-rank-0", self._placement, timeout=60.0))
+
+    def measure_batches(self, batches: list[int], steps: int) -> dict[int, dict[str, float]]:
+        """Microseconds of each part of a step, p50 and p99, by batch."""
+        return {
+            batch: {
+                f"{part}_{name}": 1e6 * quantile(values, share)
+                for part, values in measure(self._rank, batch, steps).items()
+                for name, share in (("p50", 0.5), ("p99", 0.99))
+            }
+            for batch in batches
+        }
+
+    def measure_starts(self, count: int) -> list[float]:
+        """Seconds from spawn to open of a cache rank, several times."""
+        starts = []
+        for _ in range(count):
+            fresh = Supervisor("cache-rank-0", self._placement, timeout=60.0)
+            fresh.open(self._rank.config)
+            starts.append(fresh.start_seconds)
+            fresh.close()
+        return starts
+
+    def close(self) -> None:
+        self._rank.close()
+
+
+def describe(results: dict[int, dict[str, float]], starts: list[float]) -> str:
+    """A table of the steps, and a line on the starts."""
+    names = next(iter(results.values()))
+    rows = [
+        [str(batch), *(f"{value:.0f} µs" for value in values.values())]
+        for batch, values in results.items()
+    ]
+    text = table(["batch", *(name.replace("_", " ") for name in names)], rows)
+    if starts:
+        median = f"{statistics.median(starts):.2f} s (median of {len(starts)})"
+        text += f"\n\nstart-up of a cache rank, spawn to open: {median}"
+    return text

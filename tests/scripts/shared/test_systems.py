@@ -1,0 +1,46 @@
+"""Labels, and the systems that they name."""
+
+from __future__ import annotations
+
+import pytest
+
+from scripts.shared.systems import SYSTEMS, System, parse_assignments, residency_options, to_flags
+
+HACK = "kv_residency=hack,kv_residency_options=bits=2+partition=64"
+
+
+@pytest.mark.parametrize("label", [*SYSTEMS, f"cache-rank:{HACK}", "cache-step:delta_capacity=64"])
+def test_a_label_reads_what_it_prints(label: str) -> None:
+    assert System.parse(label).label == label
+
+
+def test_a_label_changes_arguments() -> None:
+    assert parse_assignments("a=1,b=two,c=0.5") == {"a": 1, "b": "two", "c": 0.5}
+    system = System.parse("cache-rank:query_predictor=ridge,sparse_budget=7")
+    assert system.changes == {"query_predictor": "ridge", "sparse_budget": 7}
+    assert (system.gpus, system.arguments["cache_rank_gpus"]) == (2, 1)
+
+
+@pytest.mark.parametrize("label", ["full", "cache-rank:k", "dense:sparse_budget=1", ":a=1", ""])
+def test_a_wrong_label_is_refused(label: str) -> None:
+    with pytest.raises(ValueError, match=r"system|ARGUMENT|no arguments"):
+        System.parse(label)
+
+
+def test_a_budget_goes_to_those_who_have_one() -> None:
+    assert System.parse("dense").with_budget(5) == System.parse("dense")
+    assert System.parse("quest").with_budget(5).label == "quest:sparse_budget=5"
+    named = System.parse("quest:sparse_budget=6")
+    assert named.with_budget(5) == named
+
+
+def test_options_of_a_format_are_one_text_for_servers_and_an_object_for_a_cache_rank() -> None:
+    changes = System.parse(f"cache-rank:{HACK}").server_changes
+    assert changes["kv_residency_options"] == "bits=2,partition=64"
+    assert residency_options(changes) == {"bits": 2, "partition": 64}
+    assert residency_options({}) == {}
+
+
+def test_flags_of_lists_and_switches() -> None:
+    flags = to_flags({"enable_metrics": True, "kv_residency_options": "bits=2+partition=16"})
+    assert flags == ["--enable-metrics", "--kv-residency-options", "bits=2,partition=16"]
