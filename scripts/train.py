@@ -5,8 +5,6 @@ in scripts/accuracy/training/recipes.py; small models take minutes on two CPU co
 facts take a GPU. With `--minutes` training ends in time, whatever it has reached by then; without
 it, when the steps of the recipe are done. About once a minute the export is written as it stands.
 
-Usage:
-
     python -m scripts.train --recipe pointer-chase-128 --output sglang_ext/bundled_model
     python -m scripts.train --recipe pointer-chase-1024 --minutes 8 --output results/chase
     python -m scripts.train --recipe self-written-1024 --from results/chase --output results/written
@@ -31,14 +29,12 @@ from scripts.accuracy.training.accuracy import grade_export
 from scripts.accuracy.training.card import Making, write_card
 from scripts.accuracy.training.make import train_and_export
 from scripts.accuracy.training.recipes import RECIPES
+from scripts.shared.command import make_parser
 
 
 def parse_args() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description="Train, export and grade a model of the evaluation.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
+    parser = make_parser("train", __doc__)
     add = parser.add_argument
     add("--recipe", choices=RECIPES, required=True, help="what to train")
     add("--output", type=Path, required=True, help="directory of the export")
