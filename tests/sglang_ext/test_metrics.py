@@ -166,10 +166,9 @@ def test_waits_and_losses_are_counted(
 ) -> None:
     metrics = exchanging.metrics
     exchange: Any = SimpleNamespace(counters=exchanging.counters, waited=0.25, was_late=True)
-    exchanging.counters.steps = ARGS.decode_log_interval
     exchanging.counters.tokens_shipped = 2000
     with caplog.at_level("INFO", logger="sglang_ext.metrics"):
-        metrics.on_step(exchange, 3)
+        metrics.on_step(ARGS.decode_log_interval, exchange, 3)
     (line,) = caplog.messages
     assert "#sparse-req: 3" in line
     assert "0.25 ms/step, shipped: 2.0 tokens/step" in line
