@@ -20,7 +20,7 @@ from cache_rank_kernels.hack.reference import (
     unpack,
 )
 from cache_rank_kernels.score.reference import score_tokens
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from quantization_cases import (
     laplace_with_outlier_channels,
@@ -63,7 +63,6 @@ def largest_error(
     return of_step * step + rounded + 4 * SINGLE.eps * (minimum.abs() + most * step)
 
 
-@settings(deadline=None, max_examples=30)
 @given(bits=widths, data=st.data())
 def test_packed_codes_come_back_and_the_first_is_lowest(bits: int, data: st.DataObject) -> None:
     width = data.draw(st.integers(1, 5))
@@ -77,7 +76,6 @@ def test_packed_codes_come_back_and_the_first_is_lowest(bits: int, data: st.Data
     assert packed[0, 0] == number
 
 
-@settings(deadline=None, max_examples=80)
 @given(group=groups, bits=widths, partition=partitions, seed=seeds, by_channel=st.booleans())
 def test_decoding_is_within_a_step(
     group: Tensor, bits: int, partition: int, seed: int | None, by_channel: bool
@@ -93,7 +91,6 @@ def test_decoding_is_within_a_step(
     assert ((group.double() - decoded.double()).abs() <= allowed).all()
 
 
-@settings(deadline=None, max_examples=40)
 @given(group=groups, bits=widths, partition=partitions, seed=seeds)
 def test_a_partition_has_its_minimum_its_scale_and_of_keys_the_sum_of_its_codes(
     group: Tensor, bits: int, partition: int, seed: int | None
@@ -132,7 +129,6 @@ def test_codes_are_those_of_the_formula(
     assert clear.float().mean() > 0.99
 
 
-@settings(deadline=None, max_examples=20)
 @given(group=groups, bits=widths, seed=seeds, by_channel=st.booleans())
 def test_codes_do_not_depend_on_what_is_encoded_beside(
     group: Tensor, bits: int, seed: int | None, by_channel: bool
@@ -194,7 +190,6 @@ def test_what_is_not_finite_shows_in_what_codes_are_relative_to(
     assert finite.sum() == finite.numel() - 1
 
 
-@settings(deadline=None, max_examples=40)
 @given(
     shape=st.tuples(st.integers(1, 3), st.integers(1, 5), st.sampled_from((1, 64, 70))),
     head_dim=st.sampled_from((8, 64, 96, 128)),

@@ -24,7 +24,7 @@ from cache_rank_kernels.mosaickv.vectors import (
     unexplained_variance,
     unpack_vectors,
 )
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from quantization_cases import tokens
 from torch import Tensor
@@ -69,7 +69,6 @@ def kept_channels(vector: list[float], kept: int, group: int) -> list[int]:
     )
 
 
-@settings(deadline=None, max_examples=40)
 @given(case=cases())
 def test_each_vector_keeps_its_own_largest_groups(case: tuple[Tensor, int, int]) -> None:
     rotated, kept, group = case
@@ -90,7 +89,6 @@ def test_each_vector_keeps_its_own_largest_groups(case: tuple[Tensor, int, int])
         assert bits == sum(1 << index for index in {channel // group for channel in expected})
 
 
-@settings(deadline=None, max_examples=40)
 @given(case=cases(), dtype=st.sampled_from(DTYPES))
 def test_unpacked_vectors_have_zeros_for_what_was_not_kept(
     case: tuple[Tensor, int, int], dtype: torch.dtype
@@ -145,7 +143,6 @@ def test_constant_vectors_are_encoded_without_loss(part: Tensor) -> None:
     torch.testing.assert_close(lost_energy(part, packed), torch.zeros(2, 5, dtype=torch.float64))
 
 
-@settings(deadline=None, max_examples=40)
 @given(part=tokens((1, 5, 40)), data=st.data())
 def test_what_decoding_misses_is_the_lost_energy(part: Tensor, data: st.DataObject) -> None:
     part = torch.cat((part, part.flip(-1)), dim=-1)
@@ -183,7 +180,6 @@ def test_all_elements_of_all_channels_are_the_dense_products(dtype: torch.dtype)
         )
 
 
-@settings(deadline=None, max_examples=30)
 @given(
     shape=st.tuples(st.integers(1, 3), st.integers(1, 4), st.integers(0, 40)),
     head_dim=st.sampled_from((4, 8, 36)),
@@ -241,7 +237,6 @@ def test_block_keys_are_means(block: int, dtype: torch.dtype) -> None:
         assert torch.equal(means[:, index], (part.sum(dim=1) / block).to(dtype))
 
 
-@settings(deadline=None, max_examples=30)
 @given(part=tokens((16, 48)), block=st.sampled_from((4, 8, 16)))
 def test_variance_within_blocks_is_a_share_that_grows_with_them(part: Tensor, block: int) -> None:
     share = unexplained_variance(part, block)
