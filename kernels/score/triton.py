@@ -358,14 +358,18 @@ def _score(
     start = chunk * CHUNK
     if tl.load(slots + row) >= 0 and start < tokens:
         unit_logits = logits + unit * capacity * PADDED
+        unit_queries = queries + unit * GROUP * HEAD_DIM
+        pages = page_table + row * page_stride
+        stop = tl.minimum(start + CHUNK, tokens)
+        layer, head = first_layer + (unit // KV_HEADS) % LAYERS, unit % KV_HEADS
         score_full_precision(
-            queries + unit * GROUP * HEAD_DIM,
+            unit_queries,
             keys,
-            page_table + row * page_stride,
+            pages,
             first=start,
-            last=tl.minimum(start + CHUNK, tokens),
-            layer=first_layer + (unit // KV_HEADS) % LAYERS,
-            head=unit % KV_HEADS,
+            last=stop,
+            layer=layer,
+            head=head,
             scale=scale,
             pool_layers=pool_layers,
             unit_logits=unit_logits,
