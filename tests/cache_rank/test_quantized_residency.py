@@ -539,8 +539,8 @@ def held_after_arrivals(
 @pytest.mark.parametrize(
     ("name", "model", "coarse"),
     [
-        ("lynx", "mha", False),
         ("quantspec", "mqa", True),
+        pytest.param("lynx", "mha", False, marks=pytest.mark.thorough),
         pytest.param("lynx", "mqa", True, marks=pytest.mark.thorough),
         pytest.param("quantspec", "mha", False, marks=pytest.mark.thorough),
     ],
