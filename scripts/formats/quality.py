@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 import torch
@@ -82,29 +82,30 @@ def compare(
         config: says how many tokens are selected, and among which.
     """
     older = slice(0, sample.tokens - PAGE_TOKENS)
-    measurement.key_error = _error([(sample.keys[:, :, older], keys[:, :, older])])
-    measurement.value_error = _error([(sample.values[:, :, older], values[:, :, older])])
-    outputs = _outputs(sample, keys, values)
-    measurement.output_error = _error(list(zip(exact.outputs, outputs, strict=True)))
+    measurement.key_error = _error([sample.keys[:, :, older]], [keys[:, :, older]])
+    measurement.value_error = _error([sample.values[:, :, older]], [values[:, :, older]])
+    measurement.output_error = _error(exact.outputs, _outputs(sample, keys, values))
 
     centred, selected = [], []
     for position, true, found in zip(sample.positions, exact.scores, scores, strict=True):
         candidates = config.candidates_after(position - 1)
-        both = (part[..., candidates.start : candidates.stop] for part in (true, found))
-        first, second = (part - part.mean(dim=-1, keepdim=True) for part in both)
-        centred.append((first, second))
+        both = [part[..., candidates.start : candidates.stop] for part in (true, found)]
+        centred.append([part - part.mean(dim=-1, keepdim=True) for part in both])
         chosen = top_tokens(found[..., :position], candidates, config.sparse_budget)
         selected.append(measure_recall(true, chosen, config, position))
-    measurement.score_error = _error(centred)
+    measurement.score_error = _error(*map(list, zip(*centred, strict=True)))
     measurement.recall, measurement.attention_mass = torch.stack(selected).mean((0, 2, 3)).tolist()
 
 
-def _error(pairs: Sequence[tuple[Tensor, Tensor]]) -> float | None:
-    """vNMSE of the second of each pair; None if it is not finite."""
-    difference = sum((one.float() - other.float()).square().sum().double() for one, other in pairs)
-    size = sum(one.float().square().sum().double() for one, _ in pairs)
-    error: Any = difference / size
+def _error(true: Sequence[Tensor], found: Sequence[Tensor]) -> float | None:
+    """vNMSE over all the tensors; None if it is not finite."""
+    differences = [one.float() - other.float() for one, other in zip(true, found, strict=True)]
+    error = _energy(differences) / _energy(true)
     return float(error) if error.isfinite() else None
+
+
+def _energy(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.stack([tensor.float().square().sum().double() for tensor in tensors]).sum()
 
 
 def _outputs(sample: Sample, keys: Tensor, values: Tensor) -> list[Tensor]:

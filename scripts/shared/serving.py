@@ -34,14 +34,9 @@ class ServerError(RuntimeError):
 
 
 class Client:
-    """Talks to a server that runs.
-
-    Attributes:
-        url: address of the server, without /v1.
-    """
+    """Talks to a server that runs; its address may have a trailing /v1."""
 
     def __init__(self, url: str) -> None:
-        """Take the address of a server, with or without a trailing /v1."""
         self.url = url.rstrip("/").removesuffix("/v1")
 
     def get(self, path: str, timeout: float = 30) -> requests.Response:
@@ -89,10 +84,7 @@ class Client:
     ) -> list[Any]:
         """Concurrent requests; responses in the order of the prompts."""
         with ThreadPoolExecutor(len(prompts)) as pool:
-            calls = [
-                pool.submit(self.generate, prompt, max_new_tokens, **options) for prompt in prompts
-            ]
-            return [call.result() for call in calls]
+            return list(pool.map(lambda p: self.generate(p, max_new_tokens, **options), prompts))
 
     def cache_rank(self) -> dict[str, Any]:
         """The state of the cache rank in `/server_info`; empty without one."""

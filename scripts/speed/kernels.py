@@ -15,7 +15,7 @@ from cache_rank.measure.timing import median_microseconds
 from cache_rank.operations import operations_for
 from cache_rank.pages import PAGE_TOKENS
 from scripts.shared.models import model_config, model_shape
-from scripts.shared.report import number, table
+from scripts.shared.report import number, table_of
 from scripts.speed.cache_step import measure_cache_step
 
 QUERY_HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
@@ -177,12 +177,13 @@ def measure(rows: int, tokens: int) -> dict[str, Any]:
 
 def markdown(rows: Sequence[dict[str, Any]]) -> str:
     """A table of the kernels and the steps."""
-    cells = [
-        [
-            *(row["kernel"], number(row["us"], 0), number(row.get("torch_us"), 0)),
-            number(row["bytes"] / 1e6 if "bytes" in row else None, 0),
-            number(row["share"]),
-        ]
+    return table_of(
+        {
+            "kernel": row["kernel"],
+            "µs": number(row["us"], 0),
+            "torch, µs": number(row.get("torch_us"), 0),
+            "MB": number(row["bytes"] / 1e6 if "bytes" in row else None, 0),
+            "share of copy": number(row["share"]),
+        }
         for row in rows
-    ]
-    return table(("kernel", "µs", "torch, µs", "MB", "share of copy"), cells)
+    )
