@@ -33,13 +33,14 @@ class Row(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Open(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """First message.
+    """The first message.
 
     Attributes:
-        config: what both sides agree on.
+        config: the policy that both sides agree on.
         rendezvous: how the data channels find each other, by name; see link.py.
-        trace: file to append the timeline of traced steps to; empty for none.
-        memory_fraction: of the free memory, for tokens; None leaves it to the cache rank.
+        trace: the file that the timeline of traced steps is appended to; empty for none.
+        memory_fraction: share of the free memory that tokens take; None leaves it to the cache
+            rank.
     """
 
     config: CacheRankConfig
@@ -94,11 +95,11 @@ class Opened(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
 
 
 class Measurement(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What one measured step says of one request and L layers; see recall.py for the meaning.
+    """What one measured step says of one request and L layers; recall.py explains the numbers.
 
     Attributes:
-        epoch: of the request.
-        first_layer: of the L layers, counted from the first sparse layer.
+        epoch: the request's epoch.
+        first_layer: the first of the L layers, counted from the first sparse layer.
         recall, attention_mass: (L, Hkv).
         query_cosine: (L, Hq).
         prediction_overlap: (L, Hkv).
@@ -122,7 +123,7 @@ class Report(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
         epochs: live now.
         overflow_tokens: tokens per (layer, kv head) that waited for a later step, summed.
         refused_messages: control messages that were malformed, oversized, replayed or out of place.
-        measurements: of selections, since the last report.
+        measurements: the measurements of selections since the last report.
     """
 
     tokens_held: int = 0

@@ -50,7 +50,7 @@ def measured_turn(step: int, interval: int) -> int | None:
 
 
 def overlap_distances(window: int) -> tuple[int, ...]:
-    """How many steps before a measured one the queries are that it is compared with: 1, 2, 4, ...
+    """How many steps before a measured step its query is compared with others: 1, 2, 4, ...
 
     Args:
         window: W; as many queries are held at least, and the largest distance is at most W.
@@ -63,7 +63,7 @@ def overlap_ratio(first: Tensor, second: Tensor, tokens: int) -> Tensor:
 
     Args:
         first, second: (..., k) integer positions within [0, tokens), each at most once.
-        tokens: resident.
+        tokens: number of resident tokens.
 
     Returns:
         (...) float32.
@@ -81,8 +81,8 @@ def measure_recall(
     Args:
         scores: (L, Hkv, >= position) float32 by the true queries of the step at `position`.
         mirror: (L, Hkv, filled) integer, the tokens that sat in slots, chosen after `position - 1`.
-        config: of the cache rank.
-        position: of the step.
+        config: the cache rank's policy.
+        position: the step's position.
 
     Returns:
         (2, L, Hkv) float32: the share of the exact top tokens that sat in slots, and the share of
@@ -122,7 +122,7 @@ class RecallMeter:
 
     @property
     def waiting(self) -> int:
-        """Measurements that were not taken."""
+        """How many measurements were not taken yet."""
         return len(self._waiting)
 
     def measure(
@@ -141,12 +141,12 @@ class RecallMeter:
         Nothing waits for the device.
 
         Args:
-            epoch: of the request.
-            position: of the token being computed.
-            layers: of the group.
+            epoch: the request's epoch.
+            position: position of the token being computed.
+            layers: the layers of the group.
             mirror: (L, Hkv, k) integer, the tokens in the slots that the step uses; k at least 1.
             queries: (L, Hq, D), the true queries.
-            predicted: (L, Hq, D) float32, what they were predicted to be.
+            predicted: (L, Hq, D) float32, the predictions of these queries.
             query_ring: (L, Hq, W + 1, D), the true queries of the steps before; that of position p
                 is entry p % (W + 1).
             score: exact scores (L, Hkv, >= position) float32 of the resident tokens by given

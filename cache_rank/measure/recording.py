@@ -22,7 +22,7 @@ RECORD_VARIABLE = "CACHE_RANK_RECORD"
 
 
 def read_events(folder: Path) -> Iterator[dict[str, Any]]:
-    """What `Recorder` wrote, in order, on the CPU. Runs no code of the files.
+    """Read what `Recorder` wrote, in order, to the CPU. No code of the files is run.
 
     Raises:
         ValueError: one of them is no event.

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 HEAD_START_CYCLES = 2_000_000
-"""About a millisecond."""
+"""The device is kept busy so long, about a millisecond, while the host queues."""
 
 
 def device_seconds(action: Callable[[], Any], device: torch.device) -> float:

@@ -1,4 +1,4 @@
-"""Where tokens came that cannot be held: noted on the device, said on the host when it is known."""
+"""Tokens that cannot be held: the device notes where they came, the host reports it later."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from cache_rank.copies import Readback
 
 
 class NotFinite:
-    """What was found of tokens that are not finite, or span more than float32.
+    """Remembers where tokens came that are not finite, or span more than float32.
 
     Attributes:
         flags: (flags,) int32, written on the device; 0, or 1 + (part · layers + layer) · Hkv + head
-            of such a token, with part 0 of keys and 1 of values. What is written from several
-            streams at once needs a flag each, unless it is written atomically.
+            of such a token, with part 0 for keys and 1 for values. Streams that write at the same
+            time need a flag each, unless they write atomically.
     """
 
     def __init__(self, model: ModelShape, device: torch.device, flags: int = 1) -> None:
@@ -31,21 +31,22 @@ class NotFinite:
         """Note on the current stream what was found in some layers.
 
         Args:
-            flag: to note it in.
-            layers: that were looked at.
-            refused: (2, len(layers), Hkv) bool, of keys and of values.
+            flag: index of the flag to write.
+            layers: the layers that were looked at.
+            refused: (2, len(layers), Hkv) bool, for keys and for values.
         """
         found = (self._places[:, layers.start : layers.stop] * refused).amax()
         torch.maximum(self.flags[flag], found, out=self.flags[flag])
 
     def check(self, wait: bool = False) -> None:
-        """Say what was found; on a GPU, some steps later.
+        """Report what was found; on a GPU, some steps later.
 
         Args:
-            wait: for the device, and say what all that is queued on the current stream found.
+            wait: wait for the device, and report all that the work queued on the current stream
+                found.
 
         Raises:
-            ValueError: something was, with its layer and kv head.
+            ValueError: some token cannot be held; the message names its layer and kv head.
         """
         place = self._read(wait)
         if place == 0:

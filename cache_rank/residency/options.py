@@ -36,7 +36,7 @@ class OneOf(NamedTuple):
 
 
 Ranges = Mapping[str, Between | OneOf]
-"""What each option of a format may be."""
+"""The values that each option of a format may take."""
 
 
 def require_options(format_name: str, options: Mapping[str, OptionValue], allowed: Ranges) -> None:
@@ -55,7 +55,7 @@ def require_options(format_name: str, options: Mapping[str, OptionValue], allowe
 
 
 def parse_options(text: str) -> dict[str, OptionValue]:
-    """Options written as name=value, separated by commas.
+    """Parse options written as name=value, separated by commas.
 
     Raises:
         ValueError: an entry is not of that form, or a name is given twice.

@@ -12,7 +12,7 @@ from cache_rank.config import ModelShape
 
 _TOKENS = 4096
 _ROWS = 8
-"""Buffers grow by so many tokens, and by so many rows, so that they rarely grow."""
+"""Buffers grow to multiples of so many tokens and so many rows, so that they rarely grow."""
 
 
 class ScoreBuffers:
@@ -21,7 +21,7 @@ class ScoreBuffers:
     def __init__(
         self, model: ModelShape, workspace: Callable[..., Any], device: torch.device
     ) -> None:
-        """With `workspace`, which makes one as `score_workspace` of kernels/score does."""
+        """Start empty; `workspace` makes the scratch, see `score_workspace` of kernels/score."""
         self._model = model
         self._make_workspace = workspace
         self._device = device
@@ -31,12 +31,12 @@ class ScoreBuffers:
         self._moves = 0
 
     def prepare(self, rows: int, layers: int, capacity: int) -> int:
-        """See Residency.prepare."""
+        """Make room; return a number that changes whenever the memory has moved."""
         self.take(rows, layers, capacity)
         return self._moves
 
     def take(self, rows: int, layers: int, capacity: int) -> tuple[Any, Tensor]:
-        """The workspace, and (rows, layers, Hkv, >= capacity) float32 for scores.
+        """Return the workspace, and (rows, layers, Hkv, >= capacity) float32 for scores.
 
         Either holds until the next call.
         """

@@ -1,4 +1,8 @@
-"""Append of a step's tokens to the paged pools, plain torch: the specification."""
+"""The newest tokens enter the paged pools, plain torch: the specification.
+
+The KV cache of the cache rank lies in pages, which a page table lists for each sequence. A decode
+step appends one token a row; a shipment of a prefill brings many tokens of one sequence.
+"""
 
 from __future__ import annotations
 
@@ -26,13 +30,14 @@ def append_step(
         key_pool, value_pool: (pages, layers, Hkv, P, D), written in place.
         query_ring: (slots, layers, Hq, W + 1, D), written in place; position p takes entry
             p % (W + 1).
-        page_table: (R, max pages) int32, the pages of each row's sequence in order; entries beyond
-            the page of the row's position are not read. Positions beyond the table begin it anew:
-            a table of one page makes of that page a ring of the newest tokens.
+        page_table: (R, max pages) int32, the pages of each row's sequence in order. Entries beyond
+            the page of the row's position are not read. Positions beyond the table start it again,
+            so that a table of one page turns that page into a ring of the newest tokens.
         slots: (R,) int32, the state slot of each row; negative skips the row.
         positions: (R,) int32, the position of each row's token.
         first_layer: index of the group's first layer in the pools and the ring.
-        score_pool: (pages, layers, Hkv, P, D) float8_e4m3fn, a second copy of the keys.
+        score_pool: (pages, layers, Hkv, P, D) float8_e4m3fn, a second copy of the keys, written in
+            place; None where there is no such copy.
     """
     row = (slots >= 0).nonzero().squeeze(-1)
     position = positions[row].to(torch.int64)
@@ -62,13 +67,13 @@ def load_tokens(
     start: int,
     score_pool: Tensor | None = None,
 ) -> None:
-    """Store consecutive tokens of one sequence, all layers.
+    """Store consecutive tokens of one sequence, for all layers.
 
     Args:
         shipment: (2, layers, n, Hkv, D), keys and values.
         key_pool, value_pool: (pages, layers, Hkv, P, D), written in place.
-        pages: (pages of the sequence,) int32, in order; positions beyond them begin them anew, and
-            the newest tokens are kept, as in `append_step`.
+        pages: (pages of the sequence,) int32, in order. Positions beyond them start them again, as
+            in `append_step`, and the newest tokens stay.
         start: position of the first token.
         score_pool: see `append_step`.
     """

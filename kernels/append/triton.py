@@ -1,4 +1,4 @@
-"""Append of a step's tokens to the paged pools, Triton."""
+"""The newest tokens enter the paged pools, Triton."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from cache_rank_kernels.fp8.triton import round_to_fp8
 from torch import Tensor
 
 _BLOCK_ELEMENTS = 2048
+"""A program moves at most this many elements."""
 
 
 def append_step(
@@ -44,15 +45,15 @@ def append_step(
         first_layer,
         page_table.stride(0),
         page_table.shape[1],
-        has_score_pool=score_pool is not None,
-        layers=layers,
-        pool_layers=pool_layers,
-        query_heads=query_heads,
-        kv_heads=kv_heads,
-        ring=ring,
-        page_tokens=page_tokens,
-        head_dim=head_dim,
-        block_heads=block_heads,
+        HAS_SCORE_POOL=score_pool is not None,
+        LAYERS=layers,
+        POOL_LAYERS=pool_layers,
+        QUERY_HEADS=query_heads,
+        KV_HEADS=kv_heads,
+        RING=ring,
+        PAGE_TOKENS=page_tokens,
+        HEAD_DIM=head_dim,
+        BLOCK_HEADS=block_heads,
     )
 
 
@@ -72,46 +73,53 @@ def _append(
     first_layer,
     page_stride,
     max_pages,
-    has_score_pool: tl.constexpr,
-    layers: tl.constexpr,
-    pool_layers: tl.constexpr,
-    query_heads: tl.constexpr,
-    kv_heads: tl.constexpr,
-    ring: tl.constexpr,
-    page_tokens: tl.constexpr,
-    head_dim: tl.constexpr,
-    block_heads: tl.constexpr,
+    HAS_SCORE_POOL: tl.constexpr,
+    LAYERS: tl.constexpr,
+    POOL_LAYERS: tl.constexpr,
+    QUERY_HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    RING: tl.constexpr,
+    PAGE_TOKENS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
 ):
+    """One program stores BLOCK_HEADS heads of one row's token in one layer.
+
+    Heads are counted through the queries, the keys and the values of the token.
+    """
+    # Where the token goes: a page of the pools, and an entry of the query ring.
     row, layer = tl.program_id(0).to(tl.int64), tl.program_id(1)
     slot = tl.load(slots + row).to(tl.int64)
     if slot < 0:
         return
     position = tl.load(positions + row)
-    entry = position // page_tokens % max_pages
+    entry = position // PAGE_TOKENS % max_pages
     page = tl.load(page_table + row * page_stride + entry).to(tl.int64)
 
-    heads: tl.constexpr = query_heads + 2 * kv_heads
-    head = tl.program_id(2) * block_heads + tl.arange(0, block_heads)[:, None]
-    dims = tl.arange(0, head_dim)[None, :]
+    # The heads as they came.
+    HEADS: tl.constexpr = QUERY_HEADS + 2 * KV_HEADS
+    head = tl.program_id(2) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)[:, None]  # [BLOCK_HEADS, 1]
+    dims = tl.arange(0, HEAD_DIM)[None, :]  # [1, D]
     content = tl.load(
-        up + ((row * layers + layer) * heads + head) * head_dim + dims, mask=head < heads
-    ).to(key_pool.dtype.element_ty)
+        up + ((row * LAYERS + layer) * HEADS + head) * HEAD_DIM + dims, mask=head < HEADS
+    ).to(key_pool.dtype.element_ty)  # [BLOCK_HEADS, D]
 
-    first_query = (slot * pool_layers + first_layer + layer) * query_heads
-    in_ring = ((first_query + head) * ring + position % ring) * head_dim
-    tl.store(query_ring + in_ring + dims, content, mask=head < query_heads)
+    # Queries go to the ring, keys and values to the pools; a block may hold some of each.
+    first_query = (slot * POOL_LAYERS + first_layer + layer) * QUERY_HEADS
+    in_ring = ((first_query + head) * RING + position % RING) * HEAD_DIM
+    tl.store(query_ring + in_ring + dims, content, mask=head < QUERY_HEADS)
 
-    first_key = (page * pool_layers + first_layer + layer) * kv_heads
-    key_head = head - query_heads
-    in_pool = ((first_key + key_head) * page_tokens + position % page_tokens) * head_dim
-    is_key = (key_head >= 0) & (key_head < kv_heads)
+    first_key = (page * POOL_LAYERS + first_layer + layer) * KV_HEADS
+    key_head = head - QUERY_HEADS
+    in_pool = ((first_key + key_head) * PAGE_TOKENS + position % PAGE_TOKENS) * HEAD_DIM
+    is_key = (key_head >= 0) & (key_head < KV_HEADS)
     tl.store(key_pool + in_pool + dims, content, mask=is_key)
-    if has_score_pool:
+    if HAS_SCORE_POOL:
         tl.store(score_pool + in_pool + dims, round_to_fp8(content), mask=is_key)
 
-    value_head = key_head - kv_heads
-    in_pool = ((first_key + value_head) * page_tokens + position % page_tokens) * head_dim
-    is_value = (value_head >= 0) & (value_head < kv_heads)
+    value_head = key_head - KV_HEADS
+    in_pool = ((first_key + value_head) * PAGE_TOKENS + position % PAGE_TOKENS) * HEAD_DIM
+    is_value = (value_head >= 0) & (value_head < KV_HEADS)
     tl.store(value_pool + in_pool + dims, content, mask=is_value)
 
 
@@ -141,12 +149,12 @@ def load_tokens(
         count,
         skipped,
         pages.shape[0],
-        has_score_pool=score_pool is not None,
-        layers=layers,
-        kv_heads=kv_heads,
-        page_tokens=page_tokens,
-        head_dim=head_dim,
-        block_tokens=block_tokens,
+        HAS_SCORE_POOL=score_pool is not None,
+        LAYERS=layers,
+        KV_HEADS=kv_heads,
+        PAGE_TOKENS=page_tokens,
+        HEAD_DIM=head_dim,
+        BLOCK_TOKENS=block_tokens,
     )
 
 
@@ -164,31 +172,34 @@ def _load(
     count,
     skipped,
     page_count,
-    has_score_pool: tl.constexpr,
-    layers: tl.constexpr,
-    kv_heads: tl.constexpr,
-    page_tokens: tl.constexpr,
-    head_dim: tl.constexpr,
-    block_tokens: tl.constexpr,
+    HAS_SCORE_POOL: tl.constexpr,
+    LAYERS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    PAGE_TOKENS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
 ):
-    index = skipped + tl.program_id(0) * block_tokens + tl.arange(0, block_tokens)
-    layer, head = tl.program_id(1) // kv_heads, tl.program_id(1) % kv_heads
+    """One program stores the keys, or the values, of BLOCK_TOKENS tokens in one head of a layer."""
+    # What the shipment holds.
+    index = skipped + tl.program_id(0) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
+    layer, head = tl.program_id(1) // KV_HEADS, tl.program_id(1) % KV_HEADS
     part = tl.program_id(2)
     is_token = (index < count)[:, None]
-    dims = tl.arange(0, head_dim)[None, :]
-    source = (part.to(tl.int64) * layers + layer) * count * kv_heads
-    source = (source + index * kv_heads + head)[:, None] * head_dim + dims
-    content = tl.load(shipment + source, mask=is_token)
+    dims = tl.arange(0, HEAD_DIM)[None, :]
+    source = (part.to(tl.int64) * LAYERS + layer) * count * KV_HEADS
+    source = (source + index * KV_HEADS + head)[:, None] * HEAD_DIM + dims
+    content = tl.load(shipment + source, mask=is_token)  # [BLOCK_TOKENS, D]
 
+    # Where each token goes.
     position = start + index
-    entry = position // page_tokens % page_count
+    entry = position // PAGE_TOKENS % page_count
     page = tl.load(pages + entry, mask=index < count, other=0).to(tl.int64)
-    row = ((page * layers + layer) * kv_heads + head) * page_tokens + position % page_tokens
-    target = row[:, None] * head_dim + dims
+    row = ((page * LAYERS + layer) * KV_HEADS + head) * PAGE_TOKENS + position % PAGE_TOKENS
+    target = row[:, None] * HEAD_DIM + dims
     content = content.to(key_pool.dtype.element_ty)
     if part == 0:
         tl.store(key_pool + target, content, mask=is_token)
-        if has_score_pool:
+        if HAS_SCORE_POOL:
             tl.store(score_pool + target, round_to_fp8(content), mask=is_token)
     else:
         tl.store(value_pool + target, content, mask=is_token)

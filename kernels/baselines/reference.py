@@ -1,8 +1,12 @@
 """Synchronous token selection with the current query, plain torch: the specification.
 
-What Quest, TOVA, a sliding window and an exact oracle need, over SGLang's own pool: a token is
-found through `req_to_token`, (request slots, context) int32 pool rows. `slots (B,)` are the request
-slots of a batch and `lengths (B,)` their tokens, the current one included; both any integer dtype.
+This is what the baselines need that run in SGLang's own engine: Quest (arXiv 2406.10774), TOVA
+(arXiv 2401.06104), a sliding window, and an oracle that scores every token exactly.
+
+Keys are in SGLang's own pool, (pool rows, Hkv, D). All functions find tokens through the same three
+tensors: `req_to_token`, (request slots, context) int32, holds the pool row of each token of each
+request; `slots`, (B,), are the request slots of a batch; and `lengths`, (B,), are their tokens, the
+current one included. The last two have any integer dtype.
 """
 
 from __future__ import annotations
@@ -16,13 +20,14 @@ from torch import Tensor
 class Budget(NamedTuple):
     """Which tokens a decode step attends to: sinks, the newest, and the best of those between.
 
-    Tokens are chosen by whole pages; a page of one token is a token.
+    Tokens are selected by whole pages; a page of one token selects tokens. What lies between the
+    sinks and the newest tokens are the candidates.
 
     Attributes:
-        sinks: first tokens, always attended; a multiple of `page`.
-        recent: tokens before the current one, always attended, up to a page more.
-        selected: of the rest; a multiple of `page`.
-        page: tokens that are chosen together.
+        sinks: how many of the first tokens are always attended to; a multiple of `page`.
+        recent: how many tokens before the current one are always attended to, or up to a page more.
+        selected: how many candidates are attended to; a multiple of `page`.
+        page: how many tokens are selected together.
     """
 
     sinks: int
@@ -37,27 +42,32 @@ class Budget(NamedTuple):
 
     @property
     def width(self) -> int:
-        """Most tokens that a row attends to."""
+        """The most tokens that a row attends to."""
         return self.sinks + self.selected + self.recent + self.page
 
     def sinks_of(self, lengths: Tensor) -> Tensor:
-        """(B,) tokens before the first candidate."""
+        """How many tokens are before the first candidate: (B,)."""
         return lengths.clamp(max=self.sinks)
 
     def recent_start_of(self, lengths: Tensor) -> Tensor:
-        """(B,) first token after the last candidate: the candidates are what lies between."""
+        """The first token after the last candidate: (B,)."""
         wanted = (lengths - 1 - self.recent).clamp(min=0) // self.page * self.page
         return torch.maximum(wanted, self.sinks_of(lengths))
 
     def attended_of(self, lengths: Tensor) -> Tensor:
-        """(B,) tokens that are attended to; all, while the candidates fit in `selected`."""
+        """How many tokens are attended to, (B,): all, while the candidates fit in `selected`."""
         sinks, recent_start = self.sinks_of(lengths), self.recent_start_of(lengths)
         chosen = (recent_start - sinks).clamp(max=self.selected)
         return sinks + lengths - recent_start + chosen
 
 
 class ScoreWorkspace(NamedTuple):
-    """Scratch of `score_tokens`; see triton.py. The reference needs none."""
+    """Scratch of `score_tokens`. The reference needs none; these are the shapes of triton.py.
+
+    Attributes:
+        logits: (B * Hkv, capacity, G) float32.
+        partial: (B * Hkv, splits, 2, padded G) float32, what programs know of the log-sum-exp.
+    """
 
     logits: Tensor
     partial: Tensor
@@ -66,7 +76,7 @@ class ScoreWorkspace(NamedTuple):
 def score_workspace(
     rows: int, kv_heads: int, group: int, capacity: int, device: torch.device
 ) -> ScoreWorkspace:
-    """Scratch for rows of up to `capacity` tokens: none."""
+    """Make scratch for rows of up to `capacity` tokens: none."""
     empty = torch.empty(0, device=device)
     return ScoreWorkspace(empty, empty)
 
@@ -82,17 +92,19 @@ def build_bounds(
     pool_page: int,
     bounds: Tensor,
 ) -> None:
-    """Take the bounds of every page that the tokens [start, stop) of a row complete (Quest).
+    """Take the bounds of every page that the tokens [start, stop) of a row complete.
+
+    The bounds are those of Quest section 3.2.
 
     Args:
         keys: (pool rows, Hkv, D).
         req_to_token, slots: see above.
-        starts, stops: (B,) tokens before and after.
-        max_pages: at least the pages that a row completes.
-        page: tokens of a page.
-        pool_page: tokens of a page of the pool, 1 or `page`.
-        bounds: (pool rows / pool_page, Hkv, 2, D) of the keys' dtype: largest and smallest value of
-            each channel. A page's entry is that of its first token.
+        starts, stops: (B,) integers, how many tokens the row had before and has now.
+        max_pages: at least how many pages a row completes.
+        page: how many tokens a page has.
+        pool_page: how many tokens a page of the pool has, 1 or `page`.
+        bounds: (pool rows / pool_page, Hkv, 2, D) of the keys' dtype, the largest and the smallest
+            value of each channel; written in place. A page's entry is that of its first token.
     """
     for slot, start, stop in zip(slots.tolist(), starts.tolist(), stops.tolist(), strict=True):
         for index in range(start // page, stop // page):
@@ -114,16 +126,17 @@ def score_pages(
 ) -> None:
     """Bound the logits of every candidate page from above (Quest section 3.2).
 
-    The bound of a head is sum_d max(q_d * min_d, q_d * max_d), that of a kv head the largest of its
-    group. A row whose candidates are all taken may be left alone.
+    The bound of a query head is Σ_d max(q_d · min_d, q_d · max_d), and that of a kv head the
+    largest of its group. A row whose candidates are all taken may be left alone.
 
     Args:
         queries: (B, Hq, D) current queries.
-        bounds: of `build_bounds`.
+        bounds: what `build_bounds` wrote.
         req_to_token, slots, lengths: see above.
-        budget: what is a candidate.
-        pool_page: tokens of a page of the pool.
-        out: (B, Hkv, pages) float32; entries of pages that are no candidates keep what they hold.
+        budget: it says which pages are candidates.
+        pool_page: how many tokens a page of the pool has.
+        out: (B, Hkv, pages) float32, written in place; entries of pages that are no candidates keep
+            what they hold.
     """
     kv_heads = bounds.shape[1]
     first, last = _candidate_pages(lengths, budget)
@@ -152,20 +165,21 @@ def score_tokens(
 ) -> None:
     """Score every token exactly with the current query.
 
-    For a set of each kv head, a token's score is the largest log-probability that a head of the
-    group gives it; for a set that all heads share (TOVA), the mean of all heads' probabilities.
-    A row whose candidates are all taken may be left alone.
+    Where each kv head selects for itself, a token's score is the largest log-probability that a
+    query head of the group gives it. Where all heads share what they select, as in TOVA section 3,
+    it is the mean of all heads' probabilities. A row whose candidates are all taken may be left
+    alone.
 
     Args:
         queries: (B, Hq, D) current queries.
         keys: (pool rows, Hkv, D).
         req_to_token, slots, lengths: see above.
-        budget: what is a candidate.
+        budget: it says which tokens are candidates.
         scale: factor on the logits.
-        shared: whether all heads share a set.
-        workspace: of `score_workspace`.
-        out: (B, Hkv, capacity) float32, or (B, 1, capacity) for a shared set; only entries of
-            candidates mean something afterwards.
+        shared: whether all heads share what they select.
+        workspace: what `score_workspace` made.
+        out: (B, Hkv, capacity) float32, or (B, 1, capacity) where heads share; written in place.
+            Only entries of candidates mean something afterwards.
     """
     kv_heads = keys.shape[1]
     for row, (slot, length) in enumerate(zip(slots.tolist(), lengths.tolist(), strict=True)):
@@ -189,14 +203,16 @@ def select(
 ) -> None:
     """List what each row attends to: sinks, then the newest tokens, then the best candidates.
 
-    Higher scores first, ties toward the newer page, NaN below everything. Candidates are listed
-    from the newest page to the oldest, the tokens of a page in their order.
+    The pages with the highest scores are selected. Ties go to the newer page, and NaN is below
+    everything. Selected pages are listed from the newest to the oldest, the tokens of a page in
+    their order.
 
     Args:
-        scores: (B, H, capacity / page) float32; H is 1 where all heads share a set.
+        scores: (B, H, capacity / page) float32; H is 1 where all heads share what they select.
         req_to_token, slots, lengths: see above.
-        budget: what is attended to.
-        out: (B, H, width) int32: pool row * H + head. `attended_of` says how many are written.
+        budget: it says how many tokens are attended to.
+        out: (B, H, width) int32, written in place: pool row * H + head of each token.
+            `Budget.attended_of` says how many are written.
     """
     page = budget.page
     heads = scores.shape[1]
@@ -221,7 +237,7 @@ def select(
 
 
 def _candidate_pages(lengths: Tensor, budget: Budget) -> tuple[list[int], list[int]]:
-    """Of each row, the first candidate page and the page after the last."""
+    """The first candidate page of each row, and the page after the last."""
     first = -(-budget.sinks_of(lengths) // budget.page)
     last = budget.recent_start_of(lengths) // budget.page
     return first.tolist(), torch.maximum(first, last).tolist()

@@ -5,18 +5,18 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from cache_rank_kernels.baselines.parts import (
+from cache_rank_kernels.baselines.candidates import (
     BLOCK,
     count_splits,
     first_recent,
-    load_queries,
     must_choose,
-    padded_group,
 )
+from cache_rank_kernels.baselines.queries import load_queries, padded_group
 from cache_rank_kernels.baselines.reference import Budget, ScoreWorkspace
 from torch import Tensor
 
 _FINISH_ELEMENTS = 4096
+"""A program turns this many logits into scores at a time."""
 
 
 def score_workspace(
@@ -45,7 +45,7 @@ def score_tokens(
     workspace: ScoreWorkspace,
     out: Tensor,
 ) -> None:
-    """See the reference. Two launches: logits, then scores, which need all logits of a head."""
+    """See the reference. Two launches: logits, and then scores, which need all logits of a head."""
     rows, query_heads, head_dim = queries.shape
     kv_heads, capacity = keys.shape[1], out.shape[-1]
     group = query_heads // kv_heads
@@ -69,15 +69,15 @@ def score_tokens(
         budget.sinks,
         budget.recent,
         budget.selected,
-        kv_heads=kv_heads,
-        group=group,
-        padded=padded,
-        head_dim=head_dim,
-        padded_dims=max(16, triton.next_power_of_2(head_dim)),
-        page_tokens=budget.page,
-        block=BLOCK,
+        KV_HEADS=kv_heads,
+        GROUP=group,
+        PADDED=padded,
+        HEAD_DIM=head_dim,
+        PADDED_DIMS=max(16, triton.next_power_of_2(head_dim)),
+        PAGE_TOKENS=budget.page,
+        BLOCK=BLOCK,
         # The interpreter multiplies no bfloat16.
-        exact=keys.dtype == torch.float32 or not keys.is_cuda,
+        EXACT=keys.dtype == torch.float32 or not keys.is_cuda,
         num_warps=4,
     )
     columns = triton.next_power_of_2(heads)
@@ -90,16 +90,16 @@ def score_tokens(
         budget.sinks,
         budget.recent,
         budget.selected,
-        sets=out.shape[1],
-        kv_heads=kv_heads,
-        group=group,
-        padded=padded,
-        heads=heads,
-        padded_heads=columns,
-        splits=splits,
-        shared=shared,
-        page_tokens=budget.page,
-        block=block,
+        SETS=out.shape[1],
+        KV_HEADS=kv_heads,
+        GROUP=group,
+        PADDED=padded,
+        HEADS=heads,
+        PADDED_HEADS=columns,
+        SPLITS=splits,
+        SHARED=shared,
+        PAGE_TOKENS=budget.page,
+        BLOCK=block,
         num_warps=4,
     )
 
@@ -119,43 +119,49 @@ def _logits(
     sinks,
     recent,
     selected,
-    kv_heads: tl.constexpr,
-    group: tl.constexpr,
-    padded: tl.constexpr,
-    head_dim: tl.constexpr,
-    padded_dims: tl.constexpr,
-    page_tokens: tl.constexpr,
-    block: tl.constexpr,
-    exact: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    PADDED: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PADDED_DIMS: tl.constexpr,
+    PAGE_TOKENS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EXACT: tl.constexpr,
 ):
-    """Logits of all tokens, and each program's share of every head's log-sum-exp."""
+    """One program writes the logits of every num_programs(0)-th block of a unit's tokens.
+
+    A unit is a row and kv head. The program also leaves its share of the log-sum-exp of each query
+    head: the largest logit, and the sum of exponentials relative to it.
+    """
     unit = tl.program_id(1)
-    row = unit // kv_heads
-    head = unit % kv_heads
+    row = unit // KV_HEADS
+    head = unit % KV_HEADS
     length = tl.load(lengths + row).to(tl.int32)
-    if must_choose(length, sinks, recent, selected, page_tokens):
-        dtype: tl.constexpr = tl.float32 if exact else keys.dtype.element_ty
-        query = load_queries(queries, unit, group, padded, head_dim, padded_dims).to(dtype)
-        columns = tl.arange(0, padded)
-        dims = tl.arange(0, padded_dims)[None, :]
+    if must_choose(length, sinks, recent, selected, PAGE_TOKENS):
+        DTYPE: tl.constexpr = tl.float32 if EXACT else keys.dtype.element_ty
+        # The queries of the unit, and where its tokens are.
+        query = load_queries(queries, unit, GROUP, PADDED, HEAD_DIM, PADDED_DIMS).to(DTYPE)
+        columns = tl.arange(0, PADDED)
+        dims = tl.arange(0, PADDED_DIMS)[None, :]
         tokens = req_to_token + tl.load(slots + row).to(tl.int64) * context
-        unit_logits = logits + unit.to(tl.int64) * capacity * group
-        largest = tl.full((padded,), -float("inf"), tl.float32)
-        total = tl.zeros((padded,), tl.float32)
-        for start in range(tl.program_id(0) * block, length, tl.num_programs(0) * block):
-            token = start + tl.arange(0, block)
+        unit_logits = logits + unit.to(tl.int64) * capacity * GROUP
+        # Block after block: logits, and a running log-sum-exp.
+        largest = tl.full((PADDED,), -float("inf"), tl.float32)
+        total = tl.zeros((PADDED,), tl.float32)
+        for start in range(tl.program_id(0) * BLOCK, length, tl.num_programs(0) * BLOCK):
+            token = start + tl.arange(0, BLOCK)
             valid = token < length
             pool_row = tl.load(tokens + token, mask=valid, other=0).to(tl.int64)
             key = tl.load(
-                keys + (pool_row * kv_heads + head)[:, None] * head_dim + dims,
-                mask=valid[:, None] & (dims < head_dim),
+                keys + (pool_row * KV_HEADS + head)[:, None] * HEAD_DIM + dims,
+                mask=valid[:, None] & (dims < HEAD_DIM),
                 other=0.0,
-            ).to(dtype)
-            logit = tl.dot(key, query, input_precision="ieee") * scale
+            ).to(DTYPE)  # [BLOCK, PADDED_DIMS]
+            logit = tl.dot(key, query, input_precision="ieee") * scale  # [BLOCK, PADDED]
             tl.store(
-                unit_logits + token[:, None] * group + columns[None, :],
+                unit_logits + token[:, None] * GROUP + columns[None, :],
                 logit,
-                mask=valid[:, None] & (columns < group)[None, :],
+                mask=valid[:, None] & (columns < GROUP)[None, :],
             )
             logit = tl.where(valid[:, None], logit, -float("inf"))
             larger = tl.maximum(largest, tl.max(logit, axis=0))
@@ -163,9 +169,9 @@ def _logits(
                 tl.exp(logit - larger[None, :]), axis=0
             )
             largest = larger
-        share = partial + (unit * tl.num_programs(0) + tl.program_id(0)) * 2 * padded + columns
+        share = partial + (unit * tl.num_programs(0) + tl.program_id(0)) * 2 * PADDED + columns
         tl.store(share, largest)
-        tl.store(share + padded, total)
+        tl.store(share + PADDED, total)
 
 
 @triton.jit(do_not_specialize=["capacity", "sinks", "recent", "selected"])
@@ -178,47 +184,53 @@ def _scores(
     sinks,
     recent,
     selected,
-    sets: tl.constexpr,
-    kv_heads: tl.constexpr,
-    group: tl.constexpr,
-    padded: tl.constexpr,
-    heads: tl.constexpr,
-    padded_heads: tl.constexpr,
-    splits: tl.constexpr,
-    shared: tl.constexpr,
-    page_tokens: tl.constexpr,
-    block: tl.constexpr,
+    SETS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    PADDED: tl.constexpr,
+    HEADS: tl.constexpr,
+    PADDED_HEADS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SHARED: tl.constexpr,
+    PAGE_TOKENS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    """Scores of the candidates of one set, from the logits of the heads that share it."""
+    """One program writes the scores of every num_programs(0)-th block of a set's candidates.
+
+    A set is what a kv head of a row selects, or all heads of a row where they share one. A score
+    takes the logits of all query heads that share the set.
+    """
     unit = tl.program_id(1)
-    row = unit // sets
+    row = unit // SETS
     length = tl.load(lengths + row).to(tl.int32)
-    if must_choose(length, sinks, recent, selected, page_tokens):
-        columns = tl.arange(0, padded_heads)
-        used = columns < heads
-        kv_unit = row * kv_heads + unit % sets + columns // group  # one column a query head
-        in_group = columns % group
-        shares = (kv_unit * splits)[None, :] + tl.arange(0, splits)[:, None]
-        at = partial + shares * 2 * padded + in_group[None, :]
-        maxima = tl.load(at, mask=used[None, :], other=0.0)
-        totals = tl.load(at + padded, mask=used[None, :], other=1.0)
+    if must_choose(length, sinks, recent, selected, PAGE_TOKENS):
+        # The log-sum-exp of each query head, from the shares of all programs of its unit.
+        columns = tl.arange(0, PADDED_HEADS)
+        used = columns < HEADS
+        kv_unit = row * KV_HEADS + unit % SETS + columns // GROUP  # one column a query head
+        in_group = columns % GROUP
+        shares = (kv_unit * SPLITS)[None, :] + tl.arange(0, SPLITS)[:, None]
+        at = partial + shares * 2 * PADDED + in_group[None, :]
+        maxima = tl.load(at, mask=used[None, :], other=0.0)  # [SPLITS, PADDED_HEADS]
+        totals = tl.load(at + PADDED, mask=used[None, :], other=1.0)
         greatest = tl.max(maxima, axis=0)
         log_sum = greatest + tl.log(tl.sum(totals * tl.exp(maxima - greatest[None, :]), axis=0))
-        last = first_recent(length, sinks, recent, page_tokens)
-        for start in range(sinks + tl.program_id(0) * block, last, tl.num_programs(0) * block):
-            token = start + tl.arange(0, block)
+        # Block after block: log-probabilities, and what the heads make of them together.
+        last = first_recent(length, sinks, recent, PAGE_TOKENS)
+        for start in range(sinks + tl.program_id(0) * BLOCK, last, tl.num_programs(0) * BLOCK):
+            token = start + tl.arange(0, BLOCK)
             valid = token < last
             logit = tl.load(
                 logits
-                + (kv_unit.to(tl.int64) * capacity * group + in_group)[None, :]
-                + token[:, None] * group,
+                + (kv_unit.to(tl.int64) * capacity * GROUP + in_group)[None, :]
+                + token[:, None] * GROUP,
                 mask=valid[:, None] & used[None, :],
                 other=0.0,
             )
-            log_probability = logit - log_sum[None, :]
-            if shared:
+            log_probability = logit - log_sum[None, :]  # [BLOCK, PADDED_HEADS]
+            if SHARED:
                 probability = tl.where(used[None, :], tl.exp(log_probability), 0.0)
-                score = tl.sum(probability, axis=1) / heads
+                score = tl.sum(probability, axis=1) / HEADS
             else:
                 score = tl.max(tl.where(used[None, :], log_probability, -float("inf")), axis=1)
             tl.store(out + unit.to(tl.int64) * capacity + token, score, valid)

@@ -1,19 +1,14 @@
 """Steps on tokens that are held as codes, plain torch: the specification for every format.
 
 A sequence's newest tokens wait in a full-precision ring of its slot until a group of them is
-complete and old enough; then the group is encoded, once and for all. Which tokens are held as codes
-follows from how many are resident, and from nothing else: so codes do not depend on how tokens
+complete and old enough. Then the group is encoded, once and for all. Which tokens are held as codes
+follows from how many are resident, and from nothing else, so that codes do not depend on how tokens
 arrived.
 
-What reads a step's tokens may still run while the next step is appended. The ring has room for one
-group more than stays in full precision, so the entry that the next token takes is that of a token
-that this step reads from codes already; and the codes that the next token completes are of tokens
-that this step reads from the ring.
-
-A sequence may also be truncated: it forgets its newest tokens. Fewer resident tokens may mean fewer
-codes, and tokens that were encoded already are read from the ring again, bit for bit as if the
-others had never come. The ring has them still if it has as many entries beyond whole groups as
-tokens are forgotten.
+What reads a step's tokens may still run while the next step is appended. The two never meet, since
+the ring has room for one group more than stays in full precision. The entry that the next token
+takes held a token that this step reads from its codes, and the codes that the next token completes
+are those of tokens that this step reads from the ring.
 """
 
 from __future__ import annotations
@@ -27,16 +22,17 @@ from cache_rank_kernels.score.reference import ScoreWorkspace
 from torch import Tensor
 
 _TILE_TOKENS = 4096
-"""Tokens of one sequence that are decoded at once for scoring."""
+"""This many tokens of one sequence are decoded at once for scoring."""
 
 
 class Plane(NamedTuple):
-    """One tensor of a group's codes, (entries, width), or of numbers they are relative to.
+    """One tensor of a group's codes, (entries, width), or of numbers that codes are relative to.
 
     Attributes:
-        entries: each is of as many successive tokens of the group; divides its size.
-        width: elements of an entry.
-        dtype: of an element.
+        entries: how many entries a group has, each of as many successive tokens; divides the
+            tokens of the group.
+        width: how many elements an entry has.
+        dtype: the dtype of an element.
     """
 
     entries: int
@@ -45,32 +41,32 @@ class Plane(NamedTuple):
 
 
 class Codec(Protocol):
-    """Encodes keys, or values."""
+    """How a format encodes keys, or values."""
 
     def planes(self, head_dim: int) -> tuple[Plane, ...]:
-        """The tensors of its codes, in the order of `encode` and `decode`."""
+        """The tensors of the codes, in the order of `encode` and `decode`."""
 
     def encode(self, tokens: Tensor) -> tuple[Tensor, ...]:
-        """Encode groups, (..., group tokens, D), to planes, (..., entries, width).
+        """Encode groups, (..., group tokens, D), to planes, (..., entries, width) each.
 
-        Elements that cannot be encoded leave something in a plane that is not finite.
+        Elements that cannot be encoded leave a number in a plane that is not finite.
         """
 
     def decode(self, entries: Sequence[Tensor]) -> Tensor:
         """Decode tokens: (n, D) float32.
 
         Args:
-            entries: (n, width) of each plane, those of n tokens.
+            entries: (n, width) of each plane, the entries of n tokens.
         """
 
     def score(self, queries: Tensor, planes: Sequence[Tensor], scale: float, exact: bool) -> Tensor:
-        """Logits of groups of keys: (..., G, group tokens) float32.
+        """Compute the logits of groups of keys: (..., G, group tokens) float32.
 
         Args:
             queries: (..., G, D) float32.
-            planes: of the groups, (..., entries, width) each.
+            planes: (..., entries, width) each, the codes of the groups.
             scale: factor on the logits.
-            exact: read all that there is, whatever reading is configured.
+            exact: whether to read all that is held of a key, whatever reading is configured.
         """
 
 
@@ -78,18 +74,17 @@ class CodedTokens(NamedTuple):
     """K and V of all sequences: complete groups as codes in pages, newer tokens in rings.
 
     Attributes:
-        codecs: of keys and of values.
-        planes: of keys and of values, each (pages, layers, Hkv, entries of a page, width).
-        rings: of keys and of values, (slots, layers, Hkv, ring, D); position p is in entry
-            p % ring. The ring holds a group more than what stays in full precision, and fewer
-            than another group for tokens that may be forgotten.
-        resident: (slots, layers) int32, how many tokens `encode_groups` saw last; steps follow
-            positions instead.
+        codecs: those of keys and of values.
+        planes: those of keys and of values, each (pages, layers, Hkv, entries of a page, width).
+        rings: those of keys and of values, (slots, layers, Hkv, ring, D) each; position p is in
+            entry p % ring. A ring holds one group more than stays in full precision.
+        resident: (slots, layers) int32, how many tokens `encode_groups` saw last. Steps follow
+            their positions instead.
         not_finite: (1,) int32, 0 until tokens were encoded that are not finite, or span more than
-            float32; then 1 + (part · layers + layer) · Hkv + head of the last of them, with part
-            0 of keys and 1 of values.
-        group_tokens: tokens that are encoded together.
-        page_tokens: P; a multiple of the group.
+            float32; then 1 + (part · layers + layer) · Hkv + head of the last of them, where part
+            is 0 for keys and 1 for values.
+        group_tokens: how many tokens are encoded together.
+        page_tokens: P, a multiple of the group.
     """
 
     codecs: tuple[Codec, Codec]
@@ -102,11 +97,11 @@ class CodedTokens(NamedTuple):
 
     @property
     def full_tokens(self) -> int:
-        """Tokens of the newest complete groups, which stay in full precision."""
+        """How many tokens of the newest complete groups stay in full precision."""
         return (self.rings[0].shape[3] // self.group_tokens - 1) * self.group_tokens
 
     def coded(self, resident: int) -> int:
-        """How many of a sequence's tokens are held as codes; the rest is in the ring."""
+        """How many of a sequence's resident tokens are held as codes; the rest is in the ring."""
         complete = resident // self.group_tokens * self.group_tokens
         return max(0, complete - self.full_tokens)
 
@@ -123,14 +118,14 @@ def encode_groups(
     """Encode the groups that new tokens complete.
 
     Args:
-        tokens: planes, resident and not_finite are written in place.
+        tokens: what is held; planes, resident and not_finite are written in place.
         page_table: (R, max pages) int32, the pages of each row's sequence in order.
         slots: (R,) int32; a row of slot -1 is left alone.
-        starts: (R,) int32 position of each row's first new token.
-        count: new tokens of each row.
+        starts: (R,) int32, the position of each row's first new token.
+        count: how many new tokens each row has.
         layers: which layers.
-        shipment: (2, layers, count, Hkv, D), the new keys and values, of one row; None when the
-            rings hold them already, as they must not if they are more than one a row.
+        shipment: (2, layers, count, Hkv, D), the new keys and values of the one row. None where the
+            rings hold them already, which they may if each row has one new token.
     """
     size, ring_tokens = tokens.group_tokens, tokens.rings[0].shape[3]
     for pages, slot, start in zip(page_table, slots.tolist(), starts.tolist(), strict=True):
@@ -170,13 +165,13 @@ def gather_codes(
 
     Args:
         tokens: what is held.
-        page_table: (R, max pages) int32.
+        page_table: (R, max pages) int32, the pages of each row's sequence in order.
         slots: (R,) int32; negative skips the row.
-        positions: (R,) int32 of the step.
-        first_layer: of the L layers.
+        positions: (R,) int32, the position of each row's newest token.
+        first_layer: index of the first of the L layers.
         entering: (R, L, Hkv, C) int32 token positions; negative is padding.
         out_keys, out_values: (R, L, Hkv, C, D) in the dtype of the rings, or rounded from that to
-            float8_e4m3fn; written in place; entries of padding and of skipped rows keep what they
+            float8_e4m3fn; written in place. Entries of padding and of skipped rows keep what they
             hold.
     """
     used = (entering >= 0) & (slots >= 0).view(-1, 1, 1, 1)
@@ -199,14 +194,14 @@ def read_tokens(
     position: Tensor,
     resident: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Read tokens, each of a place of its own: keys and values (n, D) in the dtype of the rings.
+    """Read tokens from anywhere: keys and values, (n, D) each in the dtype of the rings.
 
-    What decodes beyond the range of the dtype is its largest number.
+    What decodes beyond the range of the dtype becomes its largest number.
 
     Args:
         tokens: what is held.
-        page, slot, layer, head, position: (n,) int64 of each token.
-        resident: (n,) tokens of its sequence.
+        page, slot, layer, head, position: (n,) int64, where each token is.
+        resident: (n,) integers, how many tokens its sequence has.
     """
     size, ring_tokens = tokens.group_tokens, tokens.rings[0].shape[3]
     coded = resident // size * size - tokens.full_tokens
@@ -242,14 +237,15 @@ def score_codes(
     Args:
         tokens: what is held.
         queries: (R, L, Hq, D) float32.
-        page_table: (R, max pages) int32.
+        page_table: (R, max pages) int32, the pages of each row's sequence in order.
         slots: (R,) int32; a row of slot -1 is left alone.
         positions: (R,) int32; tokens [0, position] are scored.
-        first_layer: of the L layers.
+        first_layer: index of the first of the L layers.
         scale: factor on the logits.
-        workspace: of `score_workspace`.
-        out: (R, L, Hkv, capacity) float32; entries of other tokens keep what they hold.
-        exact: by all that is held of a key, whatever reading is configured.
+        workspace: what `score_workspace` made.
+        out: (R, L, Hkv, capacity) float32, written in place; entries of other tokens keep what they
+            hold.
+        exact: whether to read all that is held of a key, whatever reading is configured.
     """
     kv_heads = out.shape[2]
     layers = slice(first_layer, first_layer + out.shape[1])
@@ -281,7 +277,7 @@ def _coded_logits(
     scale: float,
     exact: bool,
 ) -> Tensor:
-    """Logits of the complete groups [first, last) of a sequence: (L, Hkv, G, n) float32."""
+    """Logits of a sequence's tokens [first, last), whole groups: (L, Hkv, G, n) float32."""
     size, groups_of_page = tokens.group_tokens, tokens.page_tokens // tokens.group_tokens
     group = torch.arange(first // size, last // size, device=pages.device)
     layer = torch.arange(layers.start, layers.stop, device=pages.device)

@@ -1,9 +1,9 @@
 """The three launches on tokens held as codes, for every format, Triton.
 
-The reference here specifies them. What is a format's own is in its folder, as a `Format`: how a
-group becomes codes, how codes become tokens of a message, and what the logits of keys are. Its
-functions are compiled into the kernels here, which know which group a program encodes, which tokens
-it gathers, and what becomes of logits. See `cache_rank_kernels.coded.parts` for what they use.
+The reference beside this file specifies them. What differs between formats is in the folder of
+each, as a `Format`: how a group becomes codes, how codes become tokens of a message, and what the
+logits of keys are. These functions are compiled into the kernels here, which know which group a
+program encodes, which tokens it gathers, and what becomes of logits.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ from cache_rank_kernels.score.triton import (
 from torch import Tensor
 
 _GATHERED_ELEMENTS = 2048
+"""A program gathers at most this many elements of keys, and as many of values."""
+
 _RING_BLOCK = 64
+"""A program multiplies this many keys of the ring at a time."""
 
 
 def encode_groups(
@@ -41,13 +44,13 @@ def encode_groups(
 ) -> None:
     """See the reference. One launch; D is a power of two."""
     assert shipment is None or (shipment.is_contiguous() and slots.shape[0] == 1)
-    layout, own = Layout.of(tokens), of.encoding(tokens)
+    layout, parameters = Layout.of(tokens), of.encoding(tokens)
     most_groups = triton.cdiv(count, tokens.group_tokens)
-    # Groups of a row, keys and values of (layer, kv head), rows.
+    # Groups of a row; keys and values of each layer and kv head; rows.
     _encode[(most_groups, len(layers) * layout.kv_heads * 2, slots.shape[0])](
         *tokens.planes,
         *tokens.rings,
-        own.tables,
+        parameters.tables,
         shipment,
         page_table,
         slots,
@@ -60,7 +63,7 @@ def encode_groups(
         ENCODE=of.encode,
         KEYS_AS_VALUES=of.keys_as_values,
         LAYOUT=layout,
-        OWN=own.constants,
+        CONSTANTS=parameters.constants,
         num_warps=warps,
         enable_fp_fusion=False,  # the same bits as the reference
     )
@@ -79,7 +82,7 @@ def gather_codes(
 ) -> None:
     """See the reference. One launch; D is a power of two."""
     rows, layers, kv_heads, capacity = entering.shape
-    layout, own = Layout.of(tokens), of.encoding(tokens)
+    layout, parameters = Layout.of(tokens), of.encoding(tokens)
     assert entering.is_contiguous()
     for out in (out_keys, out_values):
         assert out.is_contiguous()
@@ -89,7 +92,7 @@ def gather_codes(
     _gather[(triton.cdiv(capacity, block), layers * kv_heads, rows)](
         *tokens.planes,
         *tokens.rings,
-        own.tables,
+        parameters.tables,
         page_table,
         slots,
         positions,
@@ -98,13 +101,13 @@ def gather_codes(
         out_values,
         first_layer,
         page_table.stride(0),
-        torch.finfo(tokens.rings[0].dtype).max,
+        largest=torch.finfo(tokens.rings[0].dtype).max,
         LAYERS=layers,
         CAPACITY=capacity,
         BLOCK=block,
         GATHER=of.gather,
         LAYOUT=layout,
-        OWN=own.constants,
+        CONSTANTS=parameters.constants,
         enable_fp_fusion=False,
     )
 
@@ -130,31 +133,31 @@ def score_codes(
     """See the reference. One launch; D is a power of two, on a GPU of at least 64.
 
     Args:
-        rounded: keep logits in float16; by default unless scores are to be exact.
-        registers: most of a thread.
-        options: of the format, on which only time and the last bits depend.
+        rounded: whether logits are kept in float16; by default unless scores are to be exact.
+        registers: the most registers of a thread.
+        options: options of the format; only time and the last bits depend on them.
     """
-    own, key_ring = of.scoring(tokens, queries, out, exact, **options), tokens.rings[0]
+    parameters, key_ring = of.scoring(tokens, queries, out, exact, **options), tokens.rings[0]
     _score[score_grid(out)](
         queries,
         tokens.planes[0],
         key_ring,
-        own.tables,
+        parameters.tables,
         page_table,
         slots,
         positions,
         *scratch(workspace, not exact if rounded is None else rounded),
         out,
-        first_layer,
-        scale,
-        page_table.stride(0),
-        out.shape[-1],
+        first_layer=first_layer,
+        scale=scale,
+        page_stride=page_table.stride(0),
+        capacity=out.shape[-1],
         **score_constants(queries, workspace, out),
         RING_BLOCK=_RING_BLOCK,
         STAGES=stages,
         LOGITS=of.logits,
         LAYOUT=Layout.of(tokens),
-        OWN=own.constants,
+        CONSTANTS=parameters.constants,
         EXACT=multiplies_float32(key_ring),
         INTERPRETED=not key_ring.is_cuda,
         num_warps=warps,
@@ -165,8 +168,8 @@ def score_codes(
 @triton.jit
 def _coded_tokens(resident, LAYOUT: tl.constexpr):
     """How many of a sequence's tokens are held as codes."""
-    full: tl.constexpr = LAYOUT.ring // LAYOUT.group_tokens - 1
-    return tl.maximum((resident // LAYOUT.group_tokens - full) * LAYOUT.group_tokens, 0)
+    FULL: tl.constexpr = LAYOUT.ring // LAYOUT.group_tokens - 1
+    return tl.maximum((resident // LAYOUT.group_tokens - FULL) * LAYOUT.group_tokens, 0)
 
 
 @triton.jit(
@@ -191,8 +194,10 @@ def _encode(
     ENCODE: tl.constexpr,
     KEYS_AS_VALUES: tl.constexpr,
     LAYOUT: tl.constexpr,
-    OWN: tl.constexpr,
+    CONSTANTS: tl.constexpr,
 ):
+    """One program encodes one group of keys, or of values, of one row, layer and kv head."""
+    # Which group, and whether the new tokens complete it.
     row = tl.program_id(2)
     slot = tl.load(slots + row).to(tl.int64)
     start = tl.load(starts + row)
@@ -204,6 +209,7 @@ def _encode(
         tl.store(resident + slot * LAYOUT.layers + layer, start + count)
     if not exists:
         return
+    # Where its codes go, and where its tokens are.
     page = tl.load(page_table + row * page_stride + first // LAYOUT.page).to(tl.int64)
     tile = (page * LAYOUT.layers + layer) * LAYOUT.kv_heads + head
     group = tile * (LAYOUT.page // LAYOUT.group_tokens)
@@ -215,16 +221,16 @@ def _encode(
         else:
             ring, planes = value_ring, value_planes
         source = (ring, shipment, part, start, first, ring_unit, count)
-        finite = ENCODE(planes, group, source, tables, True, LAYOUT, OWN)
+        finite = ENCODE(planes, group, source, tables, True, LAYOUT, CONSTANTS)
     elif part == 0:
         source = (key_ring, shipment, 0, start, first, ring_unit, count)
-        finite = ENCODE(key_planes, group, source, tables, True, LAYOUT, OWN)
+        finite = ENCODE(key_planes, group, source, tables, True, LAYOUT, CONSTANTS)
     else:
         source = (value_ring, shipment, 1, start, first, ring_unit, count)
-        finite = ENCODE(value_planes, group, source, tables, False, LAYOUT, OWN)
+        finite = ENCODE(value_planes, group, source, tables, False, LAYOUT, CONSTANTS)
     if finite == 0:  # see `CodedTokens.not_finite`
-        units: tl.constexpr = LAYOUT.layers * LAYOUT.kv_heads
-        tl.atomic_max(not_finite, (1 + part * units + ring_unit % units).to(tl.int32))
+        UNITS: tl.constexpr = LAYOUT.layers * LAYOUT.kv_heads
+        tl.atomic_max(not_finite, (1 + part * UNITS + ring_unit % UNITS).to(tl.int32))
 
 
 @triton.jit(
@@ -251,8 +257,10 @@ def _gather(
     BLOCK: tl.constexpr,
     GATHER: tl.constexpr,
     LAYOUT: tl.constexpr,
-    OWN: tl.constexpr,
+    CONSTANTS: tl.constexpr,
 ):
+    """One program reads K and V of BLOCK entering tokens of one row, layer and kv head."""
+    # Which tokens, and which of them are held as codes.
     row, unit = tl.program_id(2).to(tl.int64), tl.program_id(1)
     slot = tl.load(slots + row).to(tl.int64)
     coded = _coded_tokens(tl.load(positions + row) + 1, LAYOUT)
@@ -262,6 +270,7 @@ def _gather(
     position = tl.load(entering + target, mask=(entry < CAPACITY) & (slot >= 0), other=-1)
     used = position >= 0
     is_coded = used & (position < coded)
+    # Where each token is, in the pages and in the ring.
     page_at = row * page_stride + position // LAYOUT.page
     page = tl.load(page_table + page_at, mask=is_coded, other=0).to(tl.int64)
     tile = (page * LAYOUT.layers + layer) * LAYOUT.kv_heads + head
@@ -279,7 +288,7 @@ def _gather(
             tables,
             is_values == 0,
             LAYOUT,
-            OWN,
+            CONSTANTS,
         )
 
 
@@ -314,10 +323,11 @@ def _score(
     STAGES: tl.constexpr,
     LOGITS: tl.constexpr,
     LAYOUT: tl.constexpr,
-    OWN: tl.constexpr,
+    CONSTANTS: tl.constexpr,
     EXACT: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
+    """One program scores CHUNK tokens of a unit: a row, layer and kv head."""
     chunk, unit = tl.program_id(0), tl.program_id(1).to(tl.int64)
     row = unit // (LAYERS * KV_HEADS)
     slot = tl.load(slots + row).to(tl.int64)
@@ -330,46 +340,46 @@ def _score(
         stop = tl.minimum(start + CHUNK, tokens)
         coded = tl.minimum(_coded_tokens(tokens, LAYOUT), stop)
         LOGITS(
-            key_planes,
-            unit_queries,
-            page_table + row * page_stride,
-            layer,
-            head,
-            start,
-            coded,
-            scale,
-            unit_logits,
-            tables,
-            GROUP,
-            PADDED,
-            STAGES,
-            INTERPRETED,
-            LAYOUT,
-            OWN,
+            planes=key_planes,
+            queries=unit_queries,
+            pages=page_table + row * page_stride,
+            layer=layer,
+            head=head,
+            start=start,
+            coded_stop=coded,
+            scale=scale,
+            logits=unit_logits,
+            tables=tables,
+            GROUP=GROUP,
+            PADDED=PADDED,
+            STAGES=STAGES,
+            INTERPRETED=INTERPRETED,
+            LAYOUT=LAYOUT,
+            CONSTANTS=CONSTANTS,
         )
         if coded < stop:
             score_full_precision(
                 unit_queries,
                 key_ring,
                 slots + row,
-                tl.maximum(coded, start),
-                stop,
-                layer,
-                head,
-                scale,
-                LAYOUT.layers,
-                unit_logits,
-                KV_HEADS,
-                GROUP,
-                PADDED,
-                PARTS,
-                HEAD_DIM,
-                LAYOUT.ring,
-                RING_BLOCK,
-                True,
-                1,  # few tokens: shared memory is for the codes
-                EXACT,
-                False,
+                first=tl.maximum(coded, start),
+                last=stop,
+                layer=layer,
+                head=head,
+                scale=scale,
+                pool_layers=LAYOUT.layers,
+                unit_logits=unit_logits,
+                KV_HEADS=KV_HEADS,
+                GROUP=GROUP,
+                PADDED=PADDED,
+                PARTS=PARTS,
+                HEAD_DIM=HEAD_DIM,
+                PAGE=LAYOUT.ring,
+                BLOCK=RING_BLOCK,
+                IS_RING=True,
+                STAGES=1,  # these are few tokens: shared memory is for the codes
+                EXACT=EXACT,
+                COARSE=False,
             )
         finish_unit(
             chunk,

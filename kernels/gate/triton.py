@@ -10,20 +10,12 @@ import triton.language as tl
 from torch import Tensor
 
 _POLLS = 64
-"""Reads of the flag between looks at the host's memory, which is far away."""
+"""A wait reads the flag this often between looks at the host's memory, which is far away."""
 
 
-def signal(flags: Tensor, index: int, count: Tensor | int) -> None:
+def signal(flags: Tensor, index: int, count: Tensor) -> None:
     """See the reference."""
-    on_device = isinstance(count, Tensor)
-    _signal[(1,)](
-        flags,
-        index,
-        count if on_device else flags,
-        0 if on_device else count,
-        count_on_device=on_device,
-        num_warps=1,
-    )
+    _signal[(1,)](flags, index, count, num_warps=1)
 
 
 def raise_flag(flags: Tensor, index: int, number: Tensor) -> None:
@@ -41,30 +33,14 @@ def refresh(copy: Tensor, source: Tensor) -> None:
     _refresh[(1,)](copy, source, num_warps=1)
 
 
-def wait_for(flags: Tensor, index: int, count: Tensor | int, accepts: Tensor) -> None:
+def wait_for(flags: Tensor, index: int, count: Tensor, accepts: Tensor) -> None:
     """See the reference."""
-    on_device = isinstance(count, Tensor)
-    _wait_for[(1,)](
-        flags,
-        index,
-        count if on_device else flags,
-        0 if on_device else count,
-        accepts,
-        count_on_device=on_device,
-        polls=_POLLS,
-        num_warps=1,
-    )
+    _wait_for[(1,)](flags, index, count, accepts, POLLS=_POLLS, num_warps=1)
 
 
-@triton.jit(
-    do_not_specialize=["index", "count"],
-    do_not_specialize_on_alignment=["flags", "counts"],
-)
-def _signal(flags, index, counts, count, count_on_device: tl.constexpr):
-    if count_on_device:
-        tl.store(flags + index, tl.load(counts))
-    else:
-        tl.store(flags + index, count.to(tl.int64))
+@triton.jit(do_not_specialize=["index"], do_not_specialize_on_alignment=["flags", "count"])
+def _signal(flags, index, count):
+    tl.store(flags + index, tl.load(count))
 
 
 # Flags are raised and lowered on streams that do not wait for each other.
@@ -84,17 +60,14 @@ def _refresh(copy, source):
 
 
 @triton.jit(
-    do_not_specialize=["index", "count"],
-    do_not_specialize_on_alignment=["flags", "counts", "accepts"],
+    do_not_specialize=["index"], do_not_specialize_on_alignment=["flags", "count", "accepts"]
 )
-def _wait_for(
-    flags, index, counts, count, accepts, count_on_device: tl.constexpr, polls: tl.constexpr
-):
-    least = tl.load(counts) if count_on_device else count.to(tl.int64)
+def _wait_for(flags, index, count, accepts, POLLS: tl.constexpr):
+    least = tl.load(count)
     held = tl.load(flags + index, volatile=True)
     accepted = 1
     while (held < least) & (accepted != 0):
-        left = polls
+        left = POLLS
         while (held < least) & (left > 0):
             held = tl.load(flags + index, volatile=True)
             left -= 1

@@ -1,4 +1,4 @@
-"""Gather of the tokens to ship from the paged pools, plain torch: the specification."""
+"""Tokens that enter a working set are read from the paged pools, plain torch: the specification."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def gather_step(
         slots: (R,) int32; negative skips the row.
         first_layer: index of the group's first layer in the pools.
         entering: (R, L, Hkv, C) int32 token positions; negative is padding.
-        out_keys, out_values: (R, L, Hkv, C, D) in the dtype of the pools or in float8_e4m3fn,
-            written in place; entries of padding and of skipped rows keep what they hold.
+        out_keys, out_values: (R, L, Hkv, C, D) in the dtype of the pools or in float8_e4m3fn, see
+            `convert`; written in place. Entries of padding and of skipped rows keep what they hold.
     """
     page_tokens = key_pool.shape[3]
     used = (entering >= 0) & (slots >= 0).view(-1, 1, 1, 1)

@@ -1,4 +1,4 @@
-"""Gather of the tokens to ship from the paged pools, Triton."""
+"""Tokens that enter a working set are read from the paged pools, Triton."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from cache_rank_kernels.fp8.triton import convert
 from torch import Tensor
 
 _BLOCK_ELEMENTS = 2048
+"""A program moves at most this many elements of keys, and as many of values."""
 
 
 def gather_step(
@@ -41,13 +42,13 @@ def gather_step(
         out_values,
         first_layer,
         page_table.stride(0),
-        layers=layers,
-        pool_layers=pool_layers,
-        kv_heads=kv_heads,
-        page_tokens=page_tokens,
-        capacity=capacity,
-        head_dim=head_dim,
-        block_entries=block_entries,
+        LAYERS=layers,
+        POOL_LAYERS=pool_layers,
+        KV_HEADS=kv_heads,
+        PAGE_TOKENS=page_tokens,
+        CAPACITY=capacity,
+        HEAD_DIM=head_dim,
+        BLOCK_ENTRIES=block_entries,
     )
 
 
@@ -65,31 +66,33 @@ def _gather(
     out_values,
     first_layer,
     page_stride,
-    layers: tl.constexpr,
-    pool_layers: tl.constexpr,
-    kv_heads: tl.constexpr,
-    page_tokens: tl.constexpr,
-    capacity: tl.constexpr,
-    head_dim: tl.constexpr,
-    block_entries: tl.constexpr,
+    LAYERS: tl.constexpr,
+    POOL_LAYERS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    PAGE_TOKENS: tl.constexpr,
+    CAPACITY: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_ENTRIES: tl.constexpr,
 ):
+    """One program reads K and V of BLOCK_ENTRIES entering tokens of one row, layer and kv head."""
     row, unit = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if tl.load(slots + row) < 0:
         return
-    layer, head = unit // kv_heads, unit % kv_heads
-    entry = tl.program_id(2) * block_entries + tl.arange(0, block_entries)
-    target = (row * layers * kv_heads + unit) * capacity + entry
-    position = tl.load(entering + target, mask=entry < capacity, other=-1)
+    layer, head = unit // KV_HEADS, unit % KV_HEADS
+    entry = tl.program_id(2) * BLOCK_ENTRIES + tl.arange(0, BLOCK_ENTRIES)
+    target = (row * LAYERS * KV_HEADS + unit) * CAPACITY + entry
+    position = tl.load(entering + target, mask=entry < CAPACITY, other=-1)
     used = position >= 0
-    page = tl.load(page_table + row * page_stride + position // page_tokens, mask=used, other=0)
+    page = tl.load(page_table + row * page_stride + position // PAGE_TOKENS, mask=used, other=0)
 
-    unit_of_page = (page.to(tl.int64) * pool_layers + first_layer + layer) * kv_heads + head
-    source = unit_of_page * page_tokens + position % page_tokens
-    dims = tl.arange(0, head_dim)[None, :]
-    source = source[:, None] * head_dim + dims
-    target = target[:, None] * head_dim + dims
+    # From the page of each token to its entry of the message.
+    unit_of_page = (page.to(tl.int64) * POOL_LAYERS + first_layer + layer) * KV_HEADS + head
+    source = unit_of_page * PAGE_TOKENS + position % PAGE_TOKENS
+    dims = tl.arange(0, HEAD_DIM)[None, :]
+    source = source[:, None] * HEAD_DIM + dims
+    target = target[:, None] * HEAD_DIM + dims
     used = used[:, None]
-    key = tl.load(key_pool + source, mask=used)
+    key = tl.load(key_pool + source, mask=used)  # [BLOCK_ENTRIES, D]
     value = tl.load(value_pool + source, mask=used)
     tl.store(out_keys + target, convert(key, out_keys.dtype.element_ty), mask=used)
     tl.store(out_values + target, convert(value, out_values.dtype.element_ty), mask=used)

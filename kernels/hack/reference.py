@@ -1,22 +1,23 @@
-"""Products on quantized keys and values (HACK sections 5.2-5.3), plain torch: the specification.
+"""Products on quantized keys (HACK sections 5.2-5.3), plain torch: the specification.
 
-A partition is up to Π successive elements along the dimension that a product sums over: channels of
-one key, tokens of one channel of values. Its elements become b-bit codes, asymmetrically:
+A partition is up to Π successive elements: channels of one key, or tokens of one channel of values.
+Its elements become b-bit codes, asymmetrically:
 
     m = min,  s = (max - min) / (2^b - 1),  x ≈ m + s x',  x' in 0..2^b - 1
 
-m and s are stored in the dtype of the elements, where m is exact, beside the sum of the codes. What
-keys and values are multiplied with, queries and attention probabilities, gets 8-bit codes in the
-same partitions, and the product is taken on codes (Eq. 4), a sum over the partitions z:
+m and s are stored in the dtype of the elements, where m is exact. Keys also store the sum of the
+codes of each partition: the query that keys are multiplied with gets 8-bit codes in the same
+partitions, and the product is taken on codes (Eq. 4), a sum over the partitions z:
 
-    a·b ≈ Σ_z [ s_a s_b Σ a'b'  +  m_a s_b Σ b'  +  m_b s_a Σ a'  +  Π m_a m_b ]
+    q·k ≈ Σ_z [ s_q s_k Σ q'k'  +  m_q s_k Σ k'  +  m_k s_q Σ q'  +  Π m_q m_k ]
 
-Σ a'b' is below 2^24, so that float32 holds it exactly in whatever order it is summed.
+Σ q'k' is below 2^24, so that float32 holds it exactly in whatever order it is summed. Values are
+decoded: what the cache rank ships is whole tokens.
 
 Rounding is to the nearest code, half to even; or with a seed it is stochastic, up with the
 probability that keeps the mean. The paper's is stochastic; nearest has less variance, and tokens
 are ranked by single products. Random numbers are a hash of the seed and of what is rounded, and all
-else single float32 operations in a fixed order: codes are the same bits on every device, in
+else is single float32 operations in a fixed order. So codes are the same bits on every device, in
 whatever batches and order groups are encoded.
 """
 
@@ -30,23 +31,20 @@ from cache_rank_kernels.coded.reference import Plane
 from torch import Tensor
 
 GROUP = 64
-"""Tokens that are quantized together; partitions divide it."""
+"""This many tokens are quantized together; partitions divide it."""
 
-MULTIPLIER_BITS = 8
-"""Of queries and of probabilities."""
+QUERY_BITS = 8
+"""A code of a query has this many bits."""
 
 
-class HackCodes(NamedTuple):
-    """Codes of a matrix, (..., rows, columns), and what they are relative to.
-
-    A partition is of a row, so that the last three are (..., rows, Z); or it is of a column, as
-    those of values, and they are (..., Z, columns). Z = ceil(length / Π).
+class HackKeys(NamedTuple):
+    """Codes of keys or of queries, and what they are relative to; Z = ceil(D / Π).
 
     Attributes:
-        codes: (..., rows, columns · b / 8) uint8, see `pack`.
-        minimum: m, in the dtype of the elements.
-        scale: s, in the dtype of the elements.
-        sums: of the codes of a partition, uint8 if they fit, else int16.
+        codes: (..., n, D · b / 8) uint8, see `pack`.
+        minimum: (..., n, Z), m in the dtype of the elements.
+        scale: (..., n, Z), s in the dtype of the elements.
+        sums: (..., n, Z), the sum of the codes of each partition; uint8 if they fit, else int16.
     """
 
     codes: Tensor
@@ -55,38 +53,53 @@ class HackCodes(NamedTuple):
     sums: Tensor
 
 
-def encode_keys(tokens: Tensor, bits: int, partition: int, seed: int | None = None) -> HackCodes:
+class HackValues(NamedTuple):
+    """Codes of values, and what they are relative to; Z = ceil(n / Π).
+
+    Attributes:
+        codes: (..., n, D · b / 8) uint8, see `pack`.
+        minimum: (..., Z, D), m in the dtype of the elements.
+        scale: (..., Z, D), s in the dtype of the elements.
+    """
+
+    codes: Tensor
+    minimum: Tensor
+    scale: Tensor
+
+
+def encode_keys(tokens: Tensor, bits: int, partition: int, seed: int | None = None) -> HackKeys:
     """Quantize keys, each by itself.
 
     Args:
-        tokens: (..., n, D) of any float dtype; D is a multiple of 8 / bits.
-        bits: b: 2, 4 or 8.
+        tokens: (..., n, D), any float dtype; D is a multiple of 8 / bits.
+        bits: b, which is 2, 4 or 8.
         partition: Π, in channels.
-        seed: of stochastic rounding; None rounds to the nearest.
+        seed: the seed of stochastic rounding; None rounds to the nearest.
 
     Returns:
-        Codes, with a minimum, a scale and a sum a token and partition. Tokens that are not finite,
-        or span more than their dtype, leave a minimum or a scale that is not.
+        Codes, with a minimum, a scale and a sum for each token and partition. Tokens that are not
+        finite, or span more than their dtype, leave a minimum or a scale that is not finite.
     """
-    return _encode(tokens, bits, partition, seed, by_column=False)
+    codes, minimum, scale = _encode(tokens, bits, partition, seed)
+    parts = codes.split(partition, dim=-1)
+    sums = torch.stack([part.sum(dim=-1, dtype=torch.int16) for part in parts], dim=-1)
+    return HackKeys(pack(codes, bits), minimum, scale, sums.to(sums_dtype(bits, partition)))
 
 
-def encode_values(tokens: Tensor, bits: int, partition: int, seed: int | None = None) -> HackCodes:
-    """Quantize values per channel: as `encode_keys`, with partitions of `partition` tokens."""
-    return _encode(tokens, bits, partition, seed, by_column=True)
+def encode_values(tokens: Tensor, bits: int, partition: int, seed: int | None = None) -> HackValues:
+    """Quantize values per channel, in partitions of `partition` tokens; see `encode_keys`."""
+    columns = _encode(tokens.transpose(-1, -2), bits, partition, seed)
+    codes, minimum, scale = (entries.transpose(-1, -2) for entries in columns)
+    return HackValues(pack(codes, bits), minimum, scale)
 
 
-def encode_multipliers(rows: Tensor, partition: int, seed: int | None = None) -> HackCodes:
-    """Quantize queries, (..., G, D), or probabilities, (..., G, n), to 8 bits: `encode_keys`."""
-    return encode_keys(rows.float(), MULTIPLIER_BITS, partition, seed)
+def encode_queries(queries: Tensor, partition: int, seed: int | None = None) -> HackKeys:
+    """Quantize queries, (..., G, D) of any float dtype, to 8 bits; see `encode_keys`."""
+    return encode_keys(queries.float(), QUERY_BITS, partition, seed)
 
 
-def decode_keys(codes: HackCodes, bits: int, partition: int) -> Tensor:
-    """Decode keys, or queries or probabilities, with the arguments of their encoding.
-
-    Returns:
-        (..., n, D) float32.
-    """
+def decode_keys(codes: HackKeys, bits: int, partition: int) -> Tensor:
+    """Decode keys or queries, with the arguments of their encoding: (..., n, D) float32."""
     found = unpack(codes.codes, bits)
     minimum, scale = (
         entries.float().repeat_interleave(partition, dim=-1)[..., : found.shape[-1]]
@@ -95,13 +108,13 @@ def decode_keys(codes: HackCodes, bits: int, partition: int) -> Tensor:
     return minimum + scale * found
 
 
-def decode_values(codes: HackCodes, bits: int, partition: int) -> Tensor:
+def decode_values(codes: HackValues, bits: int, partition: int) -> Tensor:
     """Decode values: (..., n, D) float32.
 
     Args:
-        codes: with entries of partitions; or, for a partition of 1, of each token.
-        bits: that they were encoded with.
-        partition: tokens of an entry.
+        codes: those of values, with entries of partitions; or, for a partition of 1, of each token.
+        bits: the bits that they were encoded with.
+        partition: how many tokens share an entry.
     """
     found = unpack(codes.codes, bits)
     minimum, scale = (
@@ -111,60 +124,46 @@ def decode_values(codes: HackCodes, bits: int, partition: int) -> Tensor:
     return minimum + scale * found
 
 
-def score_keys(
-    queries: Tensor, codes: HackCodes, scale: float, bits: int, partition: int
-) -> Tensor:
-    """Attention logits of keys, on codes.
+def score_keys(queries: Tensor, keys: HackKeys, scale: float, bits: int, partition: int) -> Tensor:
+    """Compute attention logits on the codes of queries and keys (Eq. 4).
 
-    Every term of a product differs between tokens, the last two by the key's minimum: none cancels
-    in a softmax. Where no logit of a sequence is off by more than e, no score of `score_tokens`,
-    the largest log-probability over the heads of a group, is off by more than 2 e.
+    No term of the product is the same for all tokens, so that none cancels in a softmax. Where no
+    logit of a sequence is off by more than e, no score of `score_tokens`, the largest
+    log-probability over the heads of a group, is off by more than 2 e.
 
     Args:
-        queries: (..., G, D) float32, the query heads of the kv head that the keys are of.
-        codes: of `encode_keys`, (..., n, D).
+        queries: (..., G, D) float32, the query heads of the keys' kv head.
+        keys: codes of (..., n, D).
         scale: factor on the logits.
-        bits, partition: that the keys were encoded with.
+        bits, partition: those that the keys were encoded with.
 
     Returns:
         (..., G, n) float32.
     """
-    transposed = HackCodes(
-        unpack(codes.codes, bits).transpose(-1, -2),
-        *(entries.transpose(-1, -2) for entries in codes[1:]),
-    )
-    return _product(encode_multipliers(queries, partition), transposed, partition) * scale
-
-
-def attention_output(
-    probabilities: Tensor, codes: HackCodes, newest: Tensor, bits: int, partition: int
-) -> Tensor:
-    """Attention output of values, on codes for all but the newest tokens.
-
-    Args:
-        probabilities: (..., G, n + r) float32, over n encoded tokens and r newer ones.
-        codes: of `encode_values`, (..., n, D).
-        newest: (..., r, D) of any float dtype: the last, incomplete partition as it came.
-        bits, partition: that the values were encoded with.
-
-    Returns:
-        (..., G, D) float32.
-    """
-    coded = codes.codes.shape[-2]
-    output = probabilities[..., coded:] @ newest.float()
-    if not coded:
-        return output
-    multipliers = encode_multipliers(probabilities[..., :coded], partition)
-    values = codes._replace(codes=unpack(codes.codes, bits))
-    return output + _product(multipliers, values, partition)
+    encoded = encode_queries(queries, partition)
+    logits = torch.zeros((), device=queries.device)
+    query_parts = encoded.codes.float().split(partition, dim=-1)  # 8 bits are not packed
+    key_parts = unpack(keys.codes, bits).float().split(partition, dim=-1)
+    for index, (query, key) in enumerate(zip(query_parts, key_parts, strict=True)):
+        query_minimum, query_scale, query_sum = (
+            entries[..., :, index, None].float() for entries in encoded[1:]
+        )  # (..., G, 1)
+        key_minimum, key_scale, key_sum = (
+            entries[..., None, :, index].float() for entries in keys[1:]
+        )  # (..., 1, n)
+        logits = logits + query_scale * key_scale * (query @ key.transpose(-1, -2))
+        logits = logits + query_minimum * key_scale * key_sum
+        logits = logits + key_minimum * query_scale * query_sum
+        logits = logits + query.shape[-1] * query_minimum * key_minimum
+    return logits * scale
 
 
 class HackCodec(NamedTuple):
-    """Encodes keys, in partitions of channels, or values, of tokens; see coded/reference.py.
+    """The codec of keys, or of values; see coded/reference.py.
 
     Attributes:
-        of_keys: whether they are keys.
-        dtype: of the tokens.
+        of_keys: whether it encodes keys.
+        dtype: the dtype of the tokens.
         bits, partition, seed: see `encode_keys`.
     """
 
@@ -175,17 +174,17 @@ class HackCodec(NamedTuple):
     seed: int | None = None
 
     def planes(self, head_dim: int) -> tuple[Plane, ...]:
-        """As in HackCodes."""
-        if self.of_keys:
-            entries, width = GROUP, -(-head_dim // self.partition)
-        else:
-            entries, width = GROUP // self.partition, head_dim
+        """The tensors of `HackKeys`, or of `HackValues`."""
         codes = Plane(GROUP, head_dim * self.bits // 8, torch.uint8)
-        relative_to = Plane(entries, width, self.dtype)
-        sums = Plane(entries, width, sums_dtype(self.bits, self.partition))
+        if not self.of_keys:
+            relative_to = Plane(GROUP // self.partition, head_dim, self.dtype)
+            return codes, relative_to, relative_to
+        partitions = -(-head_dim // self.partition)
+        relative_to = Plane(GROUP, partitions, self.dtype)
+        sums = Plane(GROUP, partitions, sums_dtype(self.bits, self.partition))
         return codes, relative_to, relative_to, sums
 
-    def encode(self, tokens: Tensor) -> HackCodes:
+    def encode(self, tokens: Tensor) -> HackKeys | HackValues:
         """Encode complete groups."""
         encode = encode_keys if self.of_keys else encode_values
         return encode(tokens, self.bits, self.partition, self.seed)
@@ -193,12 +192,12 @@ class HackCodec(NamedTuple):
     def decode(self, entries: Sequence[Tensor]) -> Tensor:
         """Decode tokens."""
         if self.of_keys:
-            return decode_keys(HackCodes(*entries), self.bits, self.partition)
-        return decode_values(HackCodes(*entries), self.bits, partition=1)
+            return decode_keys(HackKeys(*entries), self.bits, self.partition)
+        return decode_values(HackValues(*entries), self.bits, partition=1)
 
     def score(self, queries: Tensor, planes: Sequence[Tensor], scale: float, exact: bool) -> Tensor:
-        """Logits of groups of keys: on codes, or exactly by queries as they are."""
-        codes = HackCodes(*planes)
+        """Compute the logits of groups of keys: on codes, or exactly by queries as they are."""
+        codes = HackKeys(*planes)
         if exact:
             keys = decode_keys(codes, self.bits, self.partition)
             return (queries @ keys.transpose(-1, -2)) * scale
@@ -208,7 +207,7 @@ class HackCodec(NamedTuple):
 def pack(codes: Tensor, bits: int) -> Tensor:
     """Pack codes, (..., D) integers below 2^bits, to (..., D · bits / 8) uint8.
 
-    Codes that are D · bits / 8 columns apart share a byte, the first in the lowest bits: a shift
+    Codes that are D · bits / 8 columns apart share a byte, the first in the lowest bits. So a shift
     and a mask unpack a stretch of columns in order.
     """
     parts = codes.to(torch.uint8).chunk(8 // bits, dim=-1)
@@ -225,26 +224,23 @@ def unpack(packed: Tensor, bits: int) -> Tensor:
 
 
 def sums_dtype(bits: int, partition: int) -> torch.dtype:
-    """That holds the sum of a partition's codes."""
+    """The dtype that holds the sum of a partition's codes."""
     return torch.uint8 if ((1 << bits) - 1) * partition < 256 else torch.int16
 
 
 def _encode(
-    tokens: Tensor, bits: int, partition: int, seed: int | None, by_column: bool
-) -> HackCodes:
-    rows = tokens.transpose(-1, -2) if by_column else tokens
+    rows: Tensor, bits: int, partition: int, seed: int | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes (..., length) int16, and minimum and scale (..., Z) of partitions of the last dim."""
     parts = [_encode_partition(part, bits, seed) for part in rows.split(partition, dim=-1)]
-    codes, *relative_to = (torch.cat(entries, dim=-1) for entries in zip(*parts, strict=True))
-    if by_column:
-        codes, *relative_to = (entries.transpose(-1, -2) for entries in (codes, *relative_to))
-    minimum, scale, sums = relative_to
-    return HackCodes(pack(codes, bits), minimum, scale, sums.to(sums_dtype(bits, partition)))
+    codes, minimum, scale = (torch.cat(entries, dim=-1) for entries in zip(*parts, strict=True))
+    return codes, minimum, scale
 
 
 def _encode_partition(
     elements: Tensor, bits: int, seed: int | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Codes (..., up to Π), and minimum, scale and sum (..., 1) each."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes (..., up to Π) int16, and minimum and scale (..., 1) each."""
     most = (1 << bits) - 1
     exact = elements.float()
     minimum = exact.amin(dim=-1, keepdim=True) + 0.0  # of 0 and -0 either may be the smaller
@@ -258,30 +254,7 @@ def _encode_partition(
         rounded = (offset + _uniform(seed, minimum, scale.float(), exact)).floor()
     # Where the elements are not finite the scale tells so, or the minimum, and codes mean nothing.
     codes = rounded.nan_to_num().clamp(0, most).to(torch.int16)
-    sums = codes.sum(dim=-1, keepdim=True, dtype=torch.int16)
-    return codes, minimum.to(elements.dtype), scale, sums
-
-
-def _product(left: HackCodes, right: HackCodes, partition: int) -> Tensor:
-    """The matrix product of (..., M, N) and (..., N, O), of unpacked codes; float32.
-
-    The partitions of `left` are of its rows, those of `right` of its columns.
-    """
-    out = torch.zeros((), device=left.codes.device)
-    left_parts = left.codes.float().split(partition, dim=-1)
-    right_parts = right.codes.float().split(partition, dim=-2)
-    for index, (row, column) in enumerate(zip(left_parts, right_parts, strict=True)):
-        row_minimum, row_scale, row_sum = (
-            entries[..., :, index, None].float() for entries in left[1:]
-        )  # (..., M, 1)
-        column_minimum, column_scale, column_sum = (
-            entries[..., index, None, :].float() for entries in right[1:]
-        )  # (..., 1, O)
-        out = out + row_scale * column_scale * (row @ column)
-        out = out + row_minimum * column_scale * column_sum
-        out = out + column_minimum * row_scale * row_sum
-        out = out + row.shape[-1] * row_minimum * column_minimum
-    return out
+    return codes, minimum.to(elements.dtype), scale
 
 
 def _quotient(numerator: Tensor, denominator: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
-"""HACK codes on a GPU, Triton; coded/triton.py says what each function here does.
+"""HACK codes, Triton: the functions of the format; `Format` says what each of them does.
 
-Scores multiply codes with codes, as integers of 8 bits: those of keys, and those of queries less
-128, which the sums of the keys' codes make up for.
+Scores are products of codes with codes, as integers of 8 bits: those of keys, and those of queries
+less 128, which the sums of the keys' codes make up for.
 """
 
 from __future__ import annotations
@@ -12,15 +12,10 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 from cache_rank_kernels.coded import triton as coded
-from cache_rank_kernels.coded.format import Format, Own
-from cache_rank_kernels.coded.parts import (
-    is_finite,
-    load_group,
-    nearest_integers,
-    quotient,
-    store_gathered,
-)
+from cache_rank_kernels.coded.format import Format, Parameters
 from cache_rank_kernels.coded.reference import CodedTokens
+from cache_rank_kernels.coded.rounding import is_finite, nearest_integers, quotient
+from cache_rank_kernels.coded.tokens import load_group, store_gathered
 from cache_rank_kernels.hack.queries import query_operands
 from cache_rank_kernels.hack.reference import HackCodec
 from cache_rank_kernels.nibbles.triton import high_nibbles, low_nibbles
@@ -28,19 +23,20 @@ from cache_rank_kernels.score.triton import store_logits
 from torch import Tensor
 
 _PRODUCTS = 4096
-"""Of a block of keys with the columns of queries: what registers hold."""
+"""Registers hold this many products of a block of keys with the columns of queries."""
 
 _DECODED_BLOCK = 64
+"""This many decoded keys are multiplied at a time."""
 
 
 class _Encoding(NamedTuple):
-    """What codes are compiled for.
+    """What `_encode` and `_gather` are compiled for.
 
     Attributes:
-        bits: of a code.
-        partition: elements of a partition, of keys at most D.
-        width: bytes of a token.
-        seed: of stochastic rounding; None rounds to the nearest.
+        bits: the bits of a code.
+        partition: the elements of a partition; those of keys have at most D.
+        width: the bytes of a token's codes.
+        seed: the seed of stochastic rounding; None rounds to the nearest.
     """
 
     bits: int
@@ -50,14 +46,14 @@ class _Encoding(NamedTuple):
 
 
 class _Scoring(NamedTuple):
-    """What scores are compiled for.
+    """What `_logits` is compiled for.
 
     Attributes:
-        bits, partition, width: of keys, see `_Encoding`.
-        columns: of queries.
-        bytes: of a token that are read, some of them for nothing.
-        block: tokens that are multiplied at once.
-        decodes: multiply decoded keys.
+        bits, partition, width: those of keys, see `_Encoding`.
+        columns: the columns of queries in a product.
+        bytes: how many bytes of a token are read: `width`, or more, which count for nothing.
+        block: how many tokens are multiplied at once.
+        decodes: whether decoded keys are multiplied.
     """
 
     bits: int
@@ -69,11 +65,11 @@ class _Scoring(NamedTuple):
     decodes: bool
 
 
-def _encoding(tokens: CodedTokens) -> Own:
+def _encoding(tokens: CodedTokens) -> Parameters:
     codec, head_dim = tokens.codecs[0], tokens.rings[0].shape[-1]
     assert isinstance(codec, HackCodec)
     width = head_dim * codec.bits // 8
-    return Own((), _Encoding(codec.bits, codec.partition, width, codec.seed))
+    return Parameters((), _Encoding(codec.bits, codec.partition, width, codec.seed))
 
 
 def _scoring(
@@ -83,7 +79,7 @@ def _scoring(
     exact: bool,
     products: int = _PRODUCTS,
     columns: int = 8,
-) -> Own:
+) -> Parameters:
     """Keys are multiplied with at least `columns` columns of queries, `products` at once."""
     codec, head_dim = tokens.codecs[0], queries.shape[-1]
     assert isinstance(codec, HackCodec)
@@ -100,12 +96,12 @@ def _scoring(
         _DECODED_BLOCK if exact else min(products // columns, tokens.page_tokens),
         exact,
     )
-    return Own((), constants)
+    return Parameters((), constants)
 
 
 @triton.jit
 def _mixed(state):
-    """uint32, scrambled as by the reference."""
+    """Scramble uint32 as the reference does."""
     for _ in tl.static_range(2):
         state = ((state >> 16) ^ state) * 0x45D9F3B
     return (state >> 16) ^ state
@@ -126,35 +122,35 @@ def _encode_partitions(
     exact,
     place,
     at,
-    planes,
+    minima,
+    scales,
     AXIS: tl.constexpr,
-    OWN: tl.constexpr,
+    CONSTANTS: tl.constexpr,
 ):
-    """Codes of partitions along an axis; writes what they are relative to.
+    """Compute the codes of partitions along an axis, and write what they are relative to.
 
     Args:
         exact: three-dimensional float32.
-        place: of each element in its partition, broadcast along the axis.
+        place: the place of each element in its partition, broadcast along the axis.
         at: where in the planes each partition has its entry; of size 1 along the axis.
+        minima, scales: the planes that are written.
 
     Returns:
         Codes, int32 like `exact`, and whether each stored scale is finite.
     """
-    _, minima, scales, sums = planes
-    most: tl.constexpr = (1 << OWN.bits) - 1
+    MOST: tl.constexpr = (1 << CONSTANTS.bits) - 1
     minimum = tl.min(exact, axis=AXIS, keep_dims=True) + 0.0
     largest = tl.max(exact, axis=AXIS, keep_dims=True)
-    stored = tl.div_rn(largest - minimum, most * 1.0).to(scales.dtype.element_ty)
+    stored = tl.div_rn(largest - minimum, MOST * 1.0).to(scales.dtype.element_ty)
     scale = stored.to(tl.float32)
     offset = quotient(exact - minimum, scale)
-    if OWN.seed is None:
+    if CONSTANTS.seed is None:
         rounded = nearest_integers(offset)
     else:
-        rounded = tl.floor(offset + _uniform(place, minimum, scale, exact, OWN.seed))
-    codes = tl.clamp(rounded, 0.0, most * 1.0).to(tl.int32)
+        rounded = tl.floor(offset + _uniform(place, minimum, scale, exact, CONSTANTS.seed))
+    codes = tl.clamp(rounded, 0.0, MOST * 1.0).to(tl.int32)
     tl.store(minima + at, minimum.to(minima.dtype.element_ty))
     tl.store(scales + at, stored)
-    tl.store(sums + at, tl.sum(codes, axis=AXIS, keep_dims=True).to(sums.dtype.element_ty))
     return codes, is_finite(scale)
 
 
@@ -166,32 +162,42 @@ def _encode(
     tables,
     OF_KEYS: tl.constexpr,
     LAYOUT: tl.constexpr,
-    OWN: tl.constexpr,
+    CONSTANTS: tl.constexpr,
 ):
-    """See `Format`. Partitions are of channels for keys, and of tokens for values."""
-    exact = load_group(source, tl.arange(0, LAYOUT.head_dim), LAYOUT)
-    tokens: tl.constexpr = LAYOUT.group_tokens
-    token = group * tokens + tl.arange(0, tokens)
+    """Encode one group; see `Format`.
+
+    Partitions of keys are of channels, and those of values of tokens.
+    """
+    exact = load_group(source, tl.arange(0, LAYOUT.head_dim), LAYOUT)  # [group tokens, D]
+    minima, scales = planes[1], planes[2]
+    TOKENS: tl.constexpr = LAYOUT.group_tokens
+    token = group * TOKENS + tl.arange(0, TOKENS)
     if OF_KEYS:
-        size: tl.constexpr = min(OWN.partition, LAYOUT.head_dim)
-        count: tl.constexpr = LAYOUT.head_dim // size
-        parts = tl.reshape(exact, (tokens, count, size))
-        place = tl.arange(0, size)[None, None, :]
-        at = (token[:, None] * count + tl.arange(0, count)[None, :])[:, :, None]
-        found, finite = _encode_partitions(parts, place, at, planes, 2, OWN)
+        SIZE: tl.constexpr = min(CONSTANTS.partition, LAYOUT.head_dim)
+        COUNT: tl.constexpr = LAYOUT.head_dim // SIZE
+        parts = tl.reshape(exact, (TOKENS, COUNT, SIZE))  # [group tokens, Z, Π]
+        place = tl.arange(0, SIZE)[None, None, :]
+        at = (token[:, None] * COUNT + tl.arange(0, COUNT)[None, :])[:, :, None]
+        found, finite = _encode_partitions(parts, place, at, minima, scales, 2, CONSTANTS)
+        sums = planes[3]
+        tl.store(sums + at, tl.sum(found, axis=2, keep_dims=True).to(sums.dtype.element_ty))
     else:
-        stretches: tl.constexpr = tokens // OWN.partition
-        parts = tl.reshape(exact, (stretches, OWN.partition, LAYOUT.head_dim))
-        place = tl.arange(0, OWN.partition)[None, :, None]
-        entry = group * stretches + tl.arange(0, stretches)
+        STRETCHES: tl.constexpr = TOKENS // CONSTANTS.partition
+        parts = tl.reshape(exact, (STRETCHES, CONSTANTS.partition, LAYOUT.head_dim))  # [Z, Π, D]
+        place = tl.arange(0, CONSTANTS.partition)[None, :, None]
+        entry = group * STRETCHES + tl.arange(0, STRETCHES)
         channel = tl.arange(0, LAYOUT.head_dim)[None, None, :]
         at = entry[:, None, None] * LAYOUT.head_dim + channel
-        found, finite = _encode_partitions(parts, place, at, planes, 1, OWN)
-    per_byte: tl.constexpr = 8 // OWN.bits
-    shifted = tl.reshape(found, (tokens, per_byte, OWN.width))
-    shifted = shifted << (OWN.bits * tl.arange(0, per_byte))[None, :, None]
+        found, finite = _encode_partitions(parts, place, at, minima, scales, 1, CONSTANTS)
+    # Codes that are `width` channels apart share a byte.
+    PER_BYTE: tl.constexpr = 8 // CONSTANTS.bits
+    shifted = tl.reshape(found, (TOKENS, PER_BYTE, CONSTANTS.width))
+    shifted = shifted << (CONSTANTS.bits * tl.arange(0, PER_BYTE))[None, :, None]
     packed = tl.sum(shifted, axis=1).to(tl.uint8)
-    tl.store(planes[0] + token[:, None] * OWN.width + tl.arange(0, OWN.width)[None, :], packed)
+    tl.store(
+        planes[0] + token[:, None] * CONSTANTS.width + tl.arange(0, CONSTANTS.width)[None, :],
+        packed,
+    )
     return tl.minimum(tl.min(is_finite(exact).to(tl.int32)), tl.min(finite.to(tl.int32)))
 
 
@@ -205,26 +211,26 @@ def _decode_channels(
     OF_KEYS: tl.constexpr,
     BYTES: tl.constexpr,
     LAYOUT: tl.constexpr,
-    OWN: tl.constexpr,
+    CONSTANTS: tl.constexpr,
 ):
-    """Channels [INDEX · width, (INDEX + 1) · width) of tokens: (n, BYTES) float32.
+    """Decode channels [INDEX · width, (INDEX + 1) · width) of tokens: (n, BYTES) float32.
 
     Args:
-        packed: (n, BYTES) of which the width of a token is used.
-        token: (n,) index among those of pages, (pages, layers, Hkv, P).
+        packed: (n, BYTES) codes, of which those of the width of a token are used.
+        token: (n,) indices among the tokens of pages, (pages, layers, Hkv, P).
         mask: (n, BYTES) which are wanted.
     """
-    _, minima, scales, _ = planes
-    channel = INDEX * OWN.width + tl.arange(0, BYTES)
+    minima, scales = planes[1], planes[2]
+    channel = INDEX * CONSTANTS.width + tl.arange(0, BYTES)
     if OF_KEYS:
-        partition: tl.constexpr = min(OWN.partition, LAYOUT.head_dim)
-        count: tl.constexpr = LAYOUT.head_dim // partition
-        at = token[:, None] * count + (channel // partition)[None, :]
+        PARTITION: tl.constexpr = min(CONSTANTS.partition, LAYOUT.head_dim)
+        COUNT: tl.constexpr = LAYOUT.head_dim // PARTITION
+        at = token[:, None] * COUNT + (channel // PARTITION)[None, :]
     else:
-        at = (token // OWN.partition)[:, None] * LAYOUT.head_dim + channel[None, :]
+        at = (token // CONSTANTS.partition)[:, None] * LAYOUT.head_dim + channel[None, :]
     minimum = tl.load(minima + at, mask=mask, other=0.0).to(tl.float32)
     scale = tl.load(scales + at, mask=mask, other=0.0).to(tl.float32)
-    code = (packed >> (INDEX * OWN.bits)) & ((1 << OWN.bits) - 1)
+    code = (packed >> (INDEX * CONSTANTS.bits)) & ((1 << CONSTANTS.bits) - 1)
     return minimum + scale * code.to(tl.float32)
 
 
@@ -237,21 +243,23 @@ def _gather(
     tables,
     OF_KEYS: tl.constexpr,
     LAYOUT: tl.constexpr,
-    OWN: tl.constexpr,
+    CONSTANTS: tl.constexpr,
 ):
-    """See `Format`."""
-    width: tl.constexpr = OWN.width
-    byte = tl.arange(0, width)
-    mask = is_coded[:, None] & (byte < width)[None, :]
-    packed = tl.load(planes[0] + token[:, None] * width + byte[None, :], mask=mask, other=0)
-    for index in tl.static_range(8 // OWN.bits):
-        decoded = _decode_channels(packed, planes, token, mask, index, OF_KEYS, width, LAYOUT, OWN)
-        store_gathered(message, decoded, index * width + byte, LAYOUT)
+    """Decode gathered tokens, and store them; see `Format`."""
+    WIDTH: tl.constexpr = CONSTANTS.width
+    byte = tl.arange(0, WIDTH)
+    mask = is_coded[:, None] & (byte < WIDTH)[None, :]
+    packed = tl.load(planes[0] + token[:, None] * WIDTH + byte[None, :], mask=mask, other=0)
+    for index in tl.static_range(8 // CONSTANTS.bits):
+        decoded = _decode_channels(
+            packed, planes, token, mask, index, OF_KEYS, WIDTH, LAYOUT, CONSTANTS
+        )
+        store_gathered(message, decoded, index * WIDTH + byte, LAYOUT)
 
 
 @triton.jit
 def _codes(packed, INDEX: tl.constexpr, BITS: tl.constexpr, INTERPRETED: tl.constexpr):
-    """Code INDEX of each byte: int8 of the same shape; four of them an instruction on a GPU."""
+    """Unpack code INDEX of each byte: int8 of the same shape; a GPU unpacks four at once."""
     if INTERPRETED:
         return ((packed >> (INDEX * BITS)) & ((1 << BITS) - 1)).to(tl.int8)
     elif BITS == 4:
@@ -282,21 +290,23 @@ def _logits_on_codes(
     PADDED: tl.constexpr,
     PARTITIONS: tl.constexpr,
     INTERPRETED: tl.constexpr,
-    OWN: tl.constexpr,
+    CONSTANTS: tl.constexpr,
 ):
     """Logits of a block of keys by products of codes with codes: (block, PADDED) float32."""
-    _, minima, scales, sums = planes
+    minima, scales, sums = planes[1], planes[2], planes[3]
     operands, of_sum, of_minimum, of_all = query
-    block: tl.constexpr = OWN.block
-    columns: tl.constexpr = OWN.columns
-    product = tl.zeros((block, columns), tl.int32)
-    for index in tl.static_range(8 // OWN.bits):
-        code = _codes(packed, index, OWN.bits, INTERPRETED)
+    BLOCK: tl.constexpr = CONSTANTS.block
+    COLUMNS: tl.constexpr = CONSTANTS.columns
+    # Products of the codes: [block, columns]
+    product = tl.zeros((BLOCK, COLUMNS), tl.int32)
+    for index in tl.static_range(8 // CONSTANTS.bits):
+        code = _codes(packed, index, CONSTANTS.bits, INTERPRETED)
         product = tl.dot(code, operands[index], product, out_dtype=tl.int32)
-    count: tl.constexpr = columns // PADDED
-    product = tl.reshape(product.to(tl.float32), (block, PADDED, count))
-    partition = tl.arange(0, count)[None, :]
-    at = tile * PARTITIONS + (tl.arange(0, block)[:, None] * PARTITIONS + partition)
+    COUNT: tl.constexpr = COLUMNS // PADDED
+    product = tl.reshape(product.to(tl.float32), (BLOCK, PADDED, COUNT))
+    # What codes of keys are relative to, [block, 1, columns / PADDED] each, and Eq. 4.
+    partition = tl.arange(0, COUNT)[None, :]
+    at = tile * PARTITIONS + (tl.arange(0, BLOCK)[:, None] * PARTITIONS + partition)
     there = partition < PARTITIONS
     key_minimum = tl.load(minima + at, mask=there, other=0.0).to(tl.float32)[:, None, :]
     key_scale = tl.load(scales + at, mask=there, other=0.0).to(tl.float32)[:, None, :]
@@ -315,32 +325,32 @@ def _logits_of_decoded(
     GROUP: tl.constexpr,
     PADDED: tl.constexpr,
     LAYOUT: tl.constexpr,
-    OWN: tl.constexpr,
+    CONSTANTS: tl.constexpr,
 ):
-    """The same by decoded keys and queries as they are, in float32: slow, for measurements."""
-    block: tl.constexpr = OWN.block
-    columns: tl.constexpr = OWN.columns
-    token = tile + tl.arange(0, block)
-    byte, head = tl.arange(0, OWN.bytes), tl.arange(0, columns)[None, :]
-    used = (byte < OWN.width)[:, None] & (head < GROUP)
-    product = tl.zeros((block, columns), tl.float32)
-    for index in tl.static_range(8 // OWN.bits):
+    """Logits of a block by decoded keys and queries as they are, float32: slow, to measure with."""
+    BLOCK: tl.constexpr = CONSTANTS.block
+    COLUMNS: tl.constexpr = CONSTANTS.columns
+    token = tile + tl.arange(0, BLOCK)
+    byte, head = tl.arange(0, CONSTANTS.bytes), tl.arange(0, COLUMNS)[None, :]
+    used = (byte < CONSTANTS.width)[:, None] & (head < GROUP)
+    product = tl.zeros((BLOCK, COLUMNS), tl.float32)
+    for index in tl.static_range(8 // CONSTANTS.bits):
         key = _decode_channels(
             packed,
             planes,
             token,
-            (byte < OWN.width)[None, :],
+            (byte < CONSTANTS.width)[None, :],
             index,
             True,
-            OWN.bytes,
+            CONSTANTS.bytes,
             LAYOUT,
-            OWN,
+            CONSTANTS,
         )
-        at = head * LAYOUT.head_dim + (index * OWN.width + byte)[:, None]
+        at = head * LAYOUT.head_dim + (index * CONSTANTS.width + byte)[:, None]
         query = tl.load(queries + at, mask=used, other=0.0) * scale
         product = tl.dot(key, query, product, input_precision="ieee")
     # Columns beyond the heads are 0.
-    return tl.sum(tl.reshape(product, (block, columns // PADDED, PADDED)), axis=1)
+    return tl.sum(tl.reshape(product, (BLOCK, COLUMNS // PADDED, PADDED)), axis=1)
 
 
 @triton.jit
@@ -360,28 +370,28 @@ def _logits(
     STAGES: tl.constexpr,
     INTERPRETED: tl.constexpr,
     LAYOUT: tl.constexpr,
-    OWN: tl.constexpr,
+    CONSTANTS: tl.constexpr,
 ):
-    """See `Format`."""
-    if not OWN.decodes:
-        query = query_operands(queries, scale, GROUP, PADDED, LAYOUT.head_dim, OWN)
-    partitions: tl.constexpr = LAYOUT.head_dim // OWN.partition
-    width: tl.constexpr = OWN.width
-    token, byte = tl.arange(0, OWN.block), tl.arange(0, OWN.bytes)[None, :]
-    for first in tl.range(start, coded_stop, OWN.block, num_stages=STAGES):
+    """Compute the logits of the keys [start, coded_stop) of a unit; see `Format`."""
+    if not CONSTANTS.decodes:
+        query = query_operands(queries, scale, GROUP, PADDED, LAYOUT.head_dim, CONSTANTS)
+    PARTITIONS: tl.constexpr = LAYOUT.head_dim // CONSTANTS.partition
+    WIDTH: tl.constexpr = CONSTANTS.width
+    token, byte = tl.arange(0, CONSTANTS.block), tl.arange(0, CONSTANTS.bytes)[None, :]
+    for first in tl.range(start, coded_stop, CONSTANTS.block, num_stages=STAGES):
         page = tl.load(pages + first // LAYOUT.page).to(tl.int64)
         tile = (page * LAYOUT.layers + layer) * LAYOUT.kv_heads + head
         tile = tile * LAYOUT.page + first % LAYOUT.page
-        # What a page holds beyond the last token is read too, and not written.
-        at = tile * width + (token[:, None] * width + byte)
-        packed = tl.load(planes[0] + at, mask=byte < width, other=0)
-        if OWN.decodes:
+        # Keys that a page has beyond the last token are read too, and their logits not written.
+        at = tile * WIDTH + (token[:, None] * WIDTH + byte)
+        packed = tl.load(planes[0] + at, mask=byte < WIDTH, other=0)
+        if CONSTANTS.decodes:
             logit = _logits_of_decoded(
-                packed, planes, tile, queries, scale, GROUP, PADDED, LAYOUT, OWN
+                packed, planes, tile, queries, scale, GROUP, PADDED, LAYOUT, CONSTANTS
             )
         else:
             logit = _logits_on_codes(
-                packed, planes, tile, query, PADDED, partitions, INTERPRETED, OWN
+                packed, planes, tile, query, PADDED, PARTITIONS, INTERPRETED, CONSTANTS
             )
         store_logits(logit, first + token, first + token < coded_stop, logits, PADDED)
 

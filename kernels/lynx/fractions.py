@@ -1,14 +1,14 @@
-"""Keys about the means of their chunks, from Lynx codes, for a matrix unit, Triton.
+"""Lynx codes become keys about the means of their chunks, for a matrix unit, Triton.
 
-In half precision, an element's signed fraction f times its channel's spread. With λ = ln(1 + α) /
-120, a residual r and the fraction F of the anchor alone,
+Such a key is a signed fraction f times the spread of its channel, in half precision. With
+λ = ln(1 + α) / 120, a residual r and the fraction F of the anchor alone,
 
     |f| = F + (F + 1 / α) (exp(-λ r) - 1)
 
-where F is one of 8 numbers, looked up, and the last factor a polynomial of r that is 0 where r is.
-No element takes an exponential or a conversion, and every instruction deals with two of them, or
-with eight: on a GPU it is arithmetic that binds here, not memory. In units of the spread the key is
-off by 4e-4 at most and by 1.3e-4 in the root mean square, a twentieth of what its level rounds.
+F is one of 8 numbers, which are looked up. The last factor is a polynomial of r that is 0 where r
+is. On a GPU arithmetic binds here, not memory: so no element takes an exponential or a conversion,
+and every instruction deals with two elements, or with eight. In units of the spread a key is off by
+4e-4 at most and by 1.3e-4 in the root mean square, a twentieth of what its level rounds.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from cache_rank_kernels.lynx.reference import CHUNK, LEVELS, PAGE, fraction_of
 from torch import Tensor
 
 _ALLOWED = 2.0**-12
-"""Error of a fraction by the polynomial, of the rounding of half precision beside it."""
+"""The polynomial may make a fraction wrong by this much, beside the rounding of half precision."""
 
 
 @functools.lru_cache(maxsize=16)
 def growth_coefficients(alpha: float) -> tuple[float, ...]:
-    """Of r, r², ...: as few as make exp(-λ r) - 1 for the residuals r, -8 to 7."""
+    """The coefficients of r, r², ...: as few as make exp(-λ r) - 1 for the residuals -8 to 7."""
     residuals = torch.arange(-8, 8, dtype=torch.float64)
     growth = torch.expm1(-math.log1p(alpha) / LEVELS * residuals)
     for degree in (2, 3, 4):
@@ -43,15 +43,15 @@ def growth_coefficients(alpha: float) -> tuple[float, ...]:
 
 @functools.lru_cache(maxsize=16)
 def instructions(alpha: float, in_full: bool) -> str:
-    """Instructions that make keys of four bytes of anchors, and of residuals if they are read.
+    """PTX that makes keys of four bytes of anchors, and of residuals if they are read.
 
-    Operands are, of channels two by two: the low and the high keys; bytes of anchors and of
-    residuals; low and high spreads; and both of `table_words`, four times. Some results are written
+    The operands are, for channels two by two: the low and the high keys; bytes of anchors and of
+    residuals; low and high spreads; and both `table_words`, four times. Some results are written
     before all operands are read.
 
-    `prmt` takes four of eight bytes, by the low three bits of four nibbles: bytes 0 and 1 of the
-    fractions of two bytes of anchors. A nibble of residuals becomes the lowest bits of 1024, or
-    those above them: whichever it is in place for. 0x28, 0x6A and 0x78 are (a ^ b) & c,
+    `prmt` takes four of eight bytes, by the low three bits of four nibbles: here bytes 0 and 1 of
+    the fractions of two bytes of anchors. A nibble of residuals becomes the lowest bits of 1024, or
+    the bits above them, wherever it is in place already. 0x28, 0x6A and 0x78 are (a ^ b) & c,
     (a & b) ^ c and a ^ (b & c).
     """
     low_bytes, high_bytes = (
@@ -87,7 +87,7 @@ def instructions(alpha: float, in_full: bool) -> str:
 
 
 def _grown(is_high: int, alpha: float) -> str:
-    """Instructions that add to fractions of two anchors what residuals do to them."""
+    """PTX that adds to the fractions of two anchors what their residuals do to them."""
     lines = (
         f"""
         lop3.b32 r, residual, 0x00F000F0, 0x64806480, 0x6A;
@@ -115,27 +115,27 @@ def _grown(is_high: int, alpha: float) -> str:
 
 
 def _half(number: float) -> int:
-    """Bits of a number in half precision."""
+    """The bits of a number in half precision."""
     return int.from_bytes(struct.pack("<e", number), "little")
 
 
 def _pair(number: float) -> str:
-    """A number in half precision, twice."""
+    """A word with a number in half precision, twice."""
     return f"0x{_half(number) * 0x10001:08x}"
 
 
 def _bytes_of_fractions(anchors: range, alpha: float, byte: int) -> int:
-    """Byte 0 or 1 of the fractions of four anchors, that of the first the lowest of a word."""
+    """A word of byte 0 or 1 of the fractions of four anchors, the first in the lowest bits."""
     fractions = [_half(fraction_of(16 * anchor, alpha)) for anchor in anchors]
     return sum((bits >> 8 * byte & 255) << 8 * place for place, bits in enumerate(fractions))
 
 
 @functools.lru_cache(maxsize=16)
 def table_words(alpha: float, device: torch.device) -> Tensor:
-    """(2, PAGE / CHUNK) int32: bytes 0 and 1 of the fractions of anchors 0 to 3, once a chunk.
+    """Bytes 0 and 1 of the fractions of anchors 0 to 3, once a chunk: (2, PAGE / CHUNK) int32.
 
-    A compiler that knows them to be the same for all threads copies them to a register wherever
-    they are used; so every warp loads its own.
+    Every warp loads its own. If the compiler knew them to be the same for all threads, it would
+    copy them to a register wherever they are used.
     """
     words = torch.tensor([_bytes_of_fractions(range(4), alpha, byte) for byte in (0, 1)])
     return words.to(device, torch.int32)[:, None].repeat(1, PAGE // CHUNK)
@@ -153,16 +153,18 @@ def keys_of_codes(
     IN_FULL: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Keys about the means of their chunks, in units of their spans.
+    """Make keys about the means of their chunks, in units of their spans.
 
     Args:
-        anchors, residuals: uint8 of any shape; residuals that are not read are anything.
-        low_spread, high_spread: float16, of the channels in the low and in the high nibbles.
-        words: both of `table_words`.
-        table: of `fractions_of_levels`.
+        anchors, residuals: uint8 of any shape; residuals may be anything if they are not read.
+        low_spread, high_spread: float16 spreads of the channels in the low and high nibbles.
+        words: both `table_words`.
+        table: `fractions_of_levels`.
+        INSTRUCTIONS: what `instructions` returned.
+        IN_FULL: whether residuals are read.
 
     Returns:
-        Those of the low and of the high nibbles, float16; float32 in the interpreter.
+        The keys in the low and in the high nibbles, float16; float32 in the interpreter.
     """
     if INTERPRETED:
         low = _signed_fraction(anchors & 15, residuals & 15, table, IN_FULL)
@@ -181,7 +183,7 @@ def keys_of_codes(
 
 @triton.jit
 def _signed_fraction(anchor, residual, table, IN_FULL: tl.constexpr):
-    """Of nibbles."""
+    """The signed fraction f of nibbles of anchors and residuals."""
     anchor = (anchor.to(tl.int32) ^ 8) - 8
     level = 16 * magnitude_of(anchor)
     if IN_FULL:
@@ -192,24 +194,24 @@ def _signed_fraction(anchor, residual, table, IN_FULL: tl.constexpr):
 
 @triton.jit
 def magnitude_of(anchor):
-    """V of signed anchors."""
+    """The V of signed anchors."""
     return tl.where(anchor < 0, -anchor - 1, anchor)
 
 
 @triton.jit
-def half_part(query, part, unit, dtype: tl.constexpr):
-    """Of float queries as sums of two numbers of a float dtype, one; the second in 2048ths.
+def half_part(query, part, unit, DTYPE: tl.constexpr):
+    """Split float queries into two numbers of a float dtype, the second in 2048ths, and take one.
 
     Args:
         query: (COLUMNS, HALF) float32, below 2 units.
-        part: (COLUMNS,) which of the two; queries of others are 0.
-        unit: (COLUMNS,) of `power_below`.
-        dtype: float16, or float32 in the interpreter.
+        part: (COLUMNS,) which number each column takes, 0 or 1; queries of other columns are 0.
+        unit: (COLUMNS,) powers of two, see `power_below`.
+        DTYPE: float16, or float32 in the interpreter.
 
     Returns:
         (COLUMNS, HALF), in units.
     """
     query *= (1 / unit)[:, None]
-    first = query.to(dtype)
-    second = ((query - first.to(tl.float32)) * 2048.0).to(dtype)
+    first = query.to(DTYPE)
+    second = ((query - first.to(tl.float32)) * 2048.0).to(DTYPE)
     return tl.where((part == 0)[:, None], first, second)

@@ -1,19 +1,20 @@
 """Hierarchical logarithmic quantization (Lynx section 4.1, Algorithm 1): the specification.
 
-A page of 256 tokens is normalized per channel along the tokens, in chunks of 32, and the magnitude
-|f| in [0, 1] of a centred element becomes a level on a logarithmic scale (Eq. 3), split into two
-signed nibbles: the anchor, readable alone, and the residual.
+A page of 256 tokens is normalized per channel along the tokens, and then in chunks of 32 tokens.
+The magnitude |f| in [0, 1] of a centred element becomes a level on a logarithmic scale (Eq. 3). It
+is split into two signed nibbles: the anchor, which can be read alone, and the residual.
 
     level I  = round( ln(1 + α|f|) / ln(1 + α) · 120 )        0..120
     V        = (I + 7) >> 4                                   0..7
     anchor   = V, or -V - 1 of a negative element             -8..7, keeps the sign of a zero
     residual = 16 V - I                                       -8..7
 
-The paper scales to 127, where V reaches 8 and does not fit a nibble with its sign; and it takes the
-sign of what the normalization made non-negative, where the sign of the centred element is meant.
+This differs from the paper in two places. The paper scales to 127, where V reaches 8 and does not
+fit a nibble with its sign. And it takes the sign of what the normalization made non-negative, where
+the sign of the centred element is meant.
 
-Everything is comparisons, table look-ups and single float32 additions, subtractions,
-multiplications and divisions in a fixed order, so that codes are the same bits on every device and
+All of it is comparisons, table look-ups, and single float32 additions, subtractions,
+multiplications and divisions in a fixed order. So codes are the same bits on every device, and
 however many pages are encoded at once.
 """
 
@@ -29,22 +30,23 @@ from cache_rank_kernels.nibbles.reference import pack_nibbles, unpack_nibbles
 from torch import Tensor
 
 PAGE = 256
-"""Tokens that are normalized together."""
+"""This many tokens are normalized together."""
 
 CHUNK = 32
-"""Consecutive tokens of a page with a mean and a spread of their own."""
+"""This many consecutive tokens of a page have a mean and a spread of their own."""
 
 LEVELS = 120
-"""Of a magnitude, beside 0."""
+"""A magnitude has this many levels beside 0."""
 
 DEFAULT_ALPHA = 3.0
+"""The α of the logarithmic scale, unless an option says another."""
 
 
 class LynxCodes(NamedTuple):
-    """Codes of tokens, and the numbers they are relative to.
+    """Codes of tokens, and the numbers that they are relative to.
 
-    A page has an entry of the last four for each stretch of tokens that shares it. Codes are
-    aligned when every token has an entry of its own, or all share one: see `align`.
+    The last four have an entry for each stretch of tokens that shares it. Codes are aligned when
+    every token has an entry of its own, or all tokens share one; see `align`.
 
     Attributes:
         anchor: (..., P, D / 2) uint8 packed signed nibbles.
@@ -68,7 +70,7 @@ def encode_page(tokens: Tensor, alpha: float = DEFAULT_ALPHA) -> LynxCodes:
 
     Args:
         tokens: (..., P, D) keys or values, any float dtype; P is PAGE, or another number of chunks.
-        alpha: α > 0 of the logarithmic scale: the larger, the finer near the mean.
+        alpha: α > 0 of the logarithmic scale; a larger one is finer near the mean.
 
     Returns:
         Codes. Tokens that are not finite, or span more than float32, leave a span that is not.
@@ -77,7 +79,7 @@ def encode_page(tokens: Tensor, alpha: float = DEFAULT_ALPHA) -> LynxCodes:
     minimum = page.amin(dim=-2, keepdim=True)
     span = page.amax(dim=-2, keepdim=True) - minimum
     chunks = _divide(page - minimum, span).unflatten(-2, (-1, CHUNK))  # (..., P / C, C, D)
-    # Rounded to what is stored before anything is taken relative to it.
+    # Mean and spread are rounded to what is stored before anything is taken relative to them.
     mean = (_sum_of_chunk(chunks) / CHUNK).to(torch.float16)
     centred = chunks - mean.float()
     spread = centred.abs().amax(dim=-2, keepdim=True).to(torch.float16)
@@ -111,9 +113,9 @@ def decode_tokens(codes: LynxCodes, alpha: float = DEFAULT_ALPHA, full: bool = T
     """Decode aligned codes: |f| = ((1 + α)^(I / 120) - 1) / α, then undo the normalizations.
 
     Args:
-        codes: of n tokens; see `align`.
-        alpha: that they were encoded with.
-        full: read anchor and residual; else the anchor alone, as if the residual were 0.
+        codes: those of n tokens; see `align`.
+        alpha: the α that they were encoded with.
+        full: whether to read anchor and residual, or the anchor alone, as if the residual were 0.
 
     Returns:
         (..., n, D) float32.
@@ -140,11 +142,11 @@ def score_page(
     alpha: float = DEFAULT_ALPHA,
     full: bool = True,
 ) -> Tensor:
-    """Attention logits of complete pages of keys.
+    """Compute the attention logits of complete pages of keys.
 
     Args:
-        queries: (..., G, D) float32, the query heads of the kv head that the keys are of.
-        codes: of keys, (..., P, D).
+        queries: (..., G, D) float32, the query heads of the keys' kv head.
+        codes: those of keys, (..., P, D).
         scale: factor on the logits.
         alpha, full: see `decode_tokens`.
 
@@ -155,7 +157,7 @@ def score_page(
 
 
 class LynxCodec(NamedTuple):
-    """Encodes keys and values alike; see coded/reference.py.
+    """The codec of keys and of values; see coded/reference.py.
 
     Attributes:
         alpha: α > 0 of the logarithmic scale.
@@ -166,7 +168,7 @@ class LynxCodec(NamedTuple):
     scores_in_full: bool = True
 
     def planes(self, head_dim: int) -> tuple[Plane, ...]:
-        """As in LynxCodes."""
+        """The tensors of `LynxCodes`."""
         codes = Plane(PAGE, head_dim // 2, torch.uint8)
         of_page = Plane(1, head_dim, torch.float32)
         of_chunk = Plane(PAGE // CHUNK, head_dim, torch.float16)
@@ -185,25 +187,25 @@ class LynxCodec(NamedTuple):
         return exact or self.scores_in_full
 
     def score(self, queries: Tensor, planes: Sequence[Tensor], scale: float, exact: bool) -> Tensor:
-        """Logits of pages of keys."""
+        """Compute the logits of pages of keys."""
         full = self.reads_in_full(exact)
         return score_page(queries, LynxCodes(*planes), scale, self.alpha, full)
 
 
 def fraction_of(level: float, alpha: float) -> float:
-    """|f| of a level, whole or between two."""
+    """The |f| of a level, which may be between two whole ones."""
     return float(((1 + alpha) ** (level / LEVELS) - 1) / alpha)
 
 
 @functools.lru_cache(maxsize=16)
 def fractions_of_levels(alpha: float, device: torch.device) -> Tensor:
-    """(LEVELS + 1,) float32: |f| of every level."""
+    """The |f| of every level: (LEVELS + 1,) float32."""
     return torch.tensor([fraction_of(level, alpha) for level in range(LEVELS + 1)], device=device)
 
 
 @functools.lru_cache(maxsize=16)
 def boundaries_of_levels(alpha: float, device: torch.device) -> Tensor:
-    """(LEVELS,) float32: |f| above which a level is rounded up to the next."""
+    """The |f| above which each level is rounded up to the next: (LEVELS,) float32."""
     return torch.tensor([fraction_of(level + 0.5, alpha) for level in range(LEVELS)], device=device)
 
 
@@ -214,7 +216,7 @@ def _divide(numerator: Tensor, denominator: Tensor) -> Tensor:
 
 
 def _sum_of_chunk(chunks: Tensor) -> Tensor:
-    """Sum over dim -2, by halves: torch's own order depends on shapes and strides."""
+    """Sum over dim -2 by halves, since torch's own order depends on shapes and strides."""
     while chunks.shape[-2] > 1:
         half = chunks.shape[-2] // 2
         chunks = chunks[..., :half, :] + chunks[..., half:, :]

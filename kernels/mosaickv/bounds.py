@@ -1,4 +1,8 @@
-"""Which tokens of the best blocks are scored by themselves, Triton."""
+"""Which tokens of the best blocks are scored by their own keys, Triton.
+
+Blocks are scored first (MosaicKV section 4.2, stage 2). A bound on these scores says which tokens
+are then scored by themselves.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +12,16 @@ from cache_rank_kernels.mosaickv.packing import tokens_in_pages
 from cache_rank_kernels.select.search import distance, search, thirds
 
 BOUND_TOKENS = 8192
-"""Tokens of a row that are looked at at once."""
+"""A program looks at this many tokens of a row at once."""
 
 _LOWEST = tl.constexpr(-(2**31))
+"""The key of a token that is not in the pages."""
+
 _HIGHEST = tl.constexpr(0x7F800001)
 """One more than the key of an infinite score."""
+
 _STRATEGIES = tl.constexpr(32)
-"""That are looked at at once."""
+"""A program looks at this many strategies at once."""
 
 
 @triton.jit
@@ -29,8 +36,8 @@ def list_wanted(scores, bound, oldest, first, last, listed, CHUNK: tl.constexpr)
     """List which of the tokens [first, last), at most CHUNK, are scored by themselves.
 
     Args:
-        scores: of the unit.
-        bound, oldest: of `bound_unit`.
+        scores: the scores of the unit's tokens by their blocks.
+        bound, oldest: what `bound_unit` wrote for the unit.
         listed: written, how far each of them is from the first one.
 
     Returns:
@@ -49,7 +56,7 @@ def list_wanted(scores, bound, oldest, first, last, listed, CHUNK: tl.constexpr)
 
 @triton.jit
 def _has_blocks(rows_of_slot, numbers, layer, strategies, LAYOUT: tl.constexpr):
-    """Whether a strategy of a sequence scores a layer's tokens by blocks."""
+    """Whether any strategy of a sequence scores a layer's tokens by blocks."""
     largest = tl.zeros((), tl.int32)
     for first in range(0, strategies, _STRATEGIES):
         index = first + tl.arange(0, _STRATEGIES)
@@ -61,7 +68,7 @@ def _has_blocks(rows_of_slot, numbers, layer, strategies, LAYOUT: tl.constexpr):
 
 @triton.jit
 def _load_keys(scores, token, packed):
-    """int32 in the order of float32 scores, of those tokens that are in the pages."""
+    """Load int32 keys in the order of the scores; tokens beyond the pages get `_LOWEST`."""
     bits = (tl.load(scores + token, mask=token < packed, other=0.0) + 0.0).to(
         tl.int32, bitcast=True
     )
@@ -70,11 +77,11 @@ def _load_keys(scores, token, packed):
 
 @triton.jit
 def _narrowed(scores, packed, wanted, BLOCK: tl.constexpr):
-    """An interval with the key that `wanted` tokens reach, and few others.
+    """Find an interval with the key that `wanted` tokens reach, and few other keys.
 
     Returns:
-        Its ends, of which fewer tokens reach the second; how many those are; and how many keys are
-        in the interval, more than BLOCK only where these are all the same.
+        Its ends, where fewer tokens than wanted reach the second; how many those are; and how many
+        keys are in the interval, which are more than BLOCK only where they are all the same.
     """
     low, high = tl.full((), _LOWEST, tl.int32), tl.full((), _HIGHEST, tl.int32)
     reach_low, reach_high = packed, tl.zeros((), tl.int32)
@@ -100,7 +107,7 @@ def _narrowed(scores, packed, wanted, BLOCK: tl.constexpr):
 
 @triton.jit
 def _found_among(scores, packed, low, high, wanted, listed, BLOCK: tl.constexpr):
-    """The highest key in an interval that `wanted` of the keys in it reach, or one above others.
+    """Find the highest key in an interval that `wanted` of the keys in it reach.
 
     `listed` is scratch for at most BLOCK keys.
     """
@@ -117,7 +124,7 @@ def _found_among(scores, packed, low, high, wanted, listed, BLOCK: tl.constexpr)
 
 @triton.jit
 def _oldest_of(scores, packed, bound, wanted, BLOCK: tl.constexpr):
-    """Of the tokens whose key is the bound, the oldest that is wanted."""
+    """Find the oldest token that is wanted among those whose key is the bound."""
     index = tl.arange(0, BLOCK)
     above = tl.zeros((BLOCK,), tl.int32)
     for start in range(0, packed, BLOCK):
@@ -165,28 +172,29 @@ def bound_unit(
     BLOCK: tl.constexpr,
     LAYOUT: tl.constexpr,
 ):
-    """Write which tokens of a unit, a row's kv head of a layer, are scored by themselves.
+    """One program writes which tokens of a unit are scored by themselves.
 
-    These are the wanted number of the tokens in the pages: those with a score above the bound, and
-    of those whose score is the bound, the newest. The bound is infinite where no fewer tokens are
-    wanted than are in the pages, or none of them is in a block. Nothing is written of a row of
-    slot -1.
+    A unit is a row, layer and kv head. As many tokens as are wanted, of those in the pages, are
+    scored by themselves: those with a score above the bound, and the newest of those whose score is
+    the bound. The bound is infinite where as many tokens are wanted as are in the pages, or none of
+    them is in a block. Nothing is written for a row of slot -1.
 
     Args:
-        scores: (units, capacity) float32, of tokens by their blocks.
+        scores: (units, capacity) float32, the scores of tokens by their blocks.
         strategy_of, rows, numbers: see `PackedStore`.
-        slots, positions: (R,) int32, of each row.
+        slots, positions: (R,) int32, those of each row.
         listed: (units, capacity) int32 scratch.
-        bounds: (units,) float32, written: the score that the wanted number of tokens reach.
-        oldest: (units,) int32, written: of the tokens with that score, the oldest that is wanted.
-        first_layer: of the LAYERS layers of a row in the store.
-        millionths: of a row's tokens, that are wanted.
-        fewest: tokens that are wanted of any row.
+        bounds: (units,) float32, written: the score that as many tokens reach as are wanted.
+        oldest: (units,) int32, written: the oldest token that is wanted of those with that score.
+        first_layer: index of the first of the LAYERS layers in the store.
+        millionths: how many millionths of a row's tokens are wanted.
+        fewest: how many tokens of any row are wanted at least.
         capacity: row length of `scores` and `listed`, a multiple of 16.
-        strategies: most of a sequence.
+        strategies: how many strategies a sequence has at most.
         buffers, in_table: row lengths of `strategy_of` and `rows`.
-        BLOCK: tokens that are looked at at once.
+        BLOCK: how many tokens are looked at at once.
     """
+    # How many tokens are wanted, and whether any of them are in blocks.
     unit = tl.program_id(0).to(tl.int64)
     row = unit // (LAYERS * LAYOUT.kv_heads)
     slot = tl.load(slots + row).to(tl.int64)
@@ -201,6 +209,7 @@ def bound_unit(
     if (wanted >= packed) | (in_blocks == 0):
         tl.store(bounds + unit, float("inf"))
         return
+    # The key of the bound, from an interval with few keys, and the oldest token that has it.
     start = tl.multiple_of(unit * capacity, 16)
     of_unit = scores + start
     bound, high, reach_high, count = _narrowed(of_unit, packed, wanted, BLOCK)

@@ -1,7 +1,7 @@
-"""What becomes of buffers of newest tokens, Triton: covariances, and codes of a strategy.
+"""Buffers of newest tokens are compressed, Triton: covariances, and packed vectors of a strategy.
 
-Of a buffer's keys all means are rotated that any block may want, and those of the strategy's block
-are kept: 14 vectors beside 32.
+The means of a buffer's keys over blocks of every size are rotated, 14 vectors beside 32, and those
+of the strategy's own blocks are packed.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from cache_rank_kernels.mosaickv.store import PackedStore
 from torch import Tensor
 
 _MEANS = tl.constexpr(16)
-"""Rows of a product, half of a buffer: 8 means of 4 keys, 4 of 8, 2 of 16, and 2 unused."""
+"""A buffer has this many rows of means: 8 means of 4 keys, 4 of 8, 2 of 16, and 2 unused."""
 
 _COVARIANCE_TILE = 64
-"""Channels of a program, and others that they are multiplied with."""
+"""A program multiplies this many channels with as many others."""
 
 
 def add_covariance(
@@ -60,7 +60,7 @@ def compress_buffers(
     last: int,
     losses: Tensor,
 ) -> None:
-    """See the reference. Three launches, and scratch of 48 rotated vectors a buffer.
+    """See the reference. Three launches, and scratch for 48 rotated vectors a buffer.
 
     What becomes of a buffer does not depend on which others come with it.
     """
@@ -93,7 +93,7 @@ def compress_buffers(
         lost,
         pages,
         *numbers,
-        torch.finfo(keys.dtype).max,
+        limit=torch.finfo(keys.dtype).max,
         LAYOUT=layout,
         enable_fp_fusion=False,  # groups of the same energy as in the reference
     )
@@ -110,7 +110,7 @@ def compress_buffers(
 
 @triton.jit
 def _load_buffer(keys, values, part, slot, layer, head, first, LAYOUT: tl.constexpr):
-    """(buffer, D) tokens as they came."""
+    """Load the tokens of a buffer as they came: (buffer, D)."""
     unit = (slot.to(tl.int64) * LAYOUT.layers + layer) * LAYOUT.kv_heads + head
     token = unit * LAYOUT.ring + first % LAYOUT.ring + tl.arange(0, LAYOUT.buffer)
     at = token[:, None] * LAYOUT.head_dim + tl.arange(0, LAYOUT.head_dim)[None, :]
@@ -130,6 +130,7 @@ def _covariance(
     TILE: tl.constexpr,
     LAYOUT: tl.constexpr,
 ):
+    """One program adds tokens to a tile of one covariance, of keys or values of a kv head."""
     unit, part = tl.program_id(0) // 2, tl.program_id(0) % 2
     layer, head = first_layer + unit // LAYOUT.kv_heads, unit % LAYOUT.kv_heads
     index = tl.arange(0, TILE)
@@ -139,8 +140,8 @@ def _covariance(
     ring += source * LAYOUT.ring * LAYOUT.head_dim
     matrix = (layer.to(tl.int64) * 2 + part) * LAYOUT.kv_heads + head
     at = (matrix * LAYOUT.head_dim + row)[:, None] * LAYOUT.head_dim + column[None, :]
-    # No product of the matrix unit: squares of what float32 holds may be beyond it.
-    total = tl.load(before + at)
+    # Not on the matrix unit: squares of what float32 holds may be beyond its range.
+    total = tl.load(before + at)  # [TILE, TILE]
     for start in range(first, last, LAYOUT.buffer):
         tokens = ring + start % LAYOUT.ring * LAYOUT.head_dim
         product = tl.zeros((TILE, TILE), tl.float64)
@@ -154,7 +155,7 @@ def _covariance(
 
 @triton.jit
 def _first_mean(block, LAYOUT: tl.constexpr):
-    """Which of a buffer's means is the first of blocks of that size: behind all smaller ones."""
+    """The index of the first mean over blocks of that size: means over smaller ones precede it."""
     return LAYOUT.buffer // 2 - 2 * LAYOUT.buffer // block
 
 
@@ -171,24 +172,30 @@ def _rotate(
     LAYOUT: tl.constexpr,
     EXACT: tl.constexpr,
 ):
-    """Rotate tokens, and of keys the means of blocks, to rows of COLUMNS float32."""
+    """One program rotates a buffer's keys, or values, of one layer and kv head.
+
+    It writes rows of COLUMNS float32: those of the tokens, and for keys those of the means too.
+    """
+    # The rotation: [D, COLUMNS]
     unit, part, buffer = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     layer, head = first_layer + unit // LAYOUT.kv_heads, unit % LAYOUT.kv_heads
     first += buffer * LAYOUT.buffer
-    dtype: tl.constexpr = tl.float32 if EXACT else keys.dtype.element_ty
+    DTYPE: tl.constexpr = tl.float32 if EXACT else keys.dtype.element_ty
     dims, channel = tl.arange(0, LAYOUT.head_dim), tl.arange(0, LAYOUT.columns)
     matrix = ((row.to(tl.int64) * LAYOUT.layers + layer) * 2 + part) * LAYOUT.kv_heads + head
     at = (matrix * LAYOUT.head_dim + dims)[:, None] * LAYOUT.channels + channel[None, :]
     is_channel = (channel < LAYOUT.channels)[None, :]
-    rotation = tl.load(rotations + at, mask=is_channel, other=0.0).to(dtype)
+    rotation = tl.load(rotations + at, mask=is_channel, other=0.0).to(DTYPE)
 
+    # The tokens: [buffer, D]
     tokens = _load_buffer(keys, values, part, slot, layer, head, first, LAYOUT)
-    product = tl.dot(tokens.to(dtype), rotation, input_precision="ieee")
+    product = tl.dot(tokens.to(DTYPE), rotation, input_precision="ieee")
     own = ((buffer.to(tl.int64) * tl.num_programs(0) + unit) * 2 + part) * (LAYOUT.buffer + _MEANS)
     target = rotated + own * LAYOUT.columns
     token = tl.arange(0, LAYOUT.buffer)
     tl.store(target + token[:, None] * LAYOUT.columns + channel[None, :], product)
     if part == 0:
+        # The means, as a product with weights: [_MEANS, D]
         mean = tl.arange(0, _MEANS)
         block = tl.where(mean < _first_mean(16, LAYOUT), 8, 16)
         block = tl.where(mean < _first_mean(8, LAYOUT), 4, block)
@@ -196,7 +203,7 @@ def _rotate(
         is_in_block = (token[None, :] // block[:, None] == index[:, None]).to(tl.float32)
         weight = is_in_block / block[:, None]
         means = tl.dot(weight, tokens.to(tl.float32), input_precision="ieee")
-        means = rounded(means, keys.dtype.element_ty).to(dtype)
+        means = rounded(means, keys.dtype.element_ty).to(DTYPE)
         of_means = tl.dot(means, rotation, input_precision="ieee")
         target += LAYOUT.buffer * LAYOUT.columns
         tl.store(target + mean[:, None] * LAYOUT.columns + channel[None, :], of_means)
@@ -223,7 +230,12 @@ def _pack_buffer(
     limit,
     LAYOUT: tl.constexpr,
 ):
-    """Pack the rows of `_rotate`, tokens or means, into the pages."""
+    """One program packs rows of `_rotate` into the pages: tokens, or means, of a buffer.
+
+    They are the keys or the values of one layer and kv head. With the tokens it also writes what
+    share of their energy they lose.
+    """
+    # The strategy, and where the buffer goes.
     is_means, unit, part = tl.program_id(0) % 2, tl.program_id(1), tl.program_id(2)
     own = (tl.program_id(0) // 2 * tl.num_programs(1) + unit).to(tl.int64) * 2 + part
     first += tl.program_id(0) // 2 * LAYOUT.buffer
@@ -236,8 +248,8 @@ def _pack_buffer(
     page = tl.load(pages + first // LAYOUT.page).to(tl.int64)
     tile = (page * LAYOUT.layers + layer) * LAYOUT.kv_heads + head
     in_page = first % LAYOUT.page
-    buffer: tl.constexpr = LAYOUT.buffer
-    index = tl.arange(0, buffer)
+    BUFFER: tl.constexpr = LAYOUT.buffer
+    index = tl.arange(0, BUFFER)
     if is_means == 0:
         entry = tile * LAYOUT.page + in_page + index
         if part == 0:
@@ -248,15 +260,16 @@ def _pack_buffer(
         stored = pack_rows(
             rotated,
             rows + index,
-            tl.full((buffer,), True, tl.int1),
+            tl.full((BUFFER,), True, tl.int1),
             targets,
             kept,
             group,
             limit,
-            LAYOUT.channels,
-            LAYOUT.columns,
-            LAYOUT.columns,
-        )
+            CHANNELS=LAYOUT.channels,
+            STRIDE=LAYOUT.columns,
+            COLUMNS=LAYOUT.columns,
+        )  # [buffer, COLUMNS]
+        # The share of energy that the tokens lose.
         tokens = _load_buffer(keys, values, part, slot, layer, head, first, LAYOUT).to(tl.float64)
         energy = tl.sum(tokens * tokens, axis=1)
         exact = stored.to(tl.float64)
@@ -270,21 +283,21 @@ def _pack_buffer(
         targets = (elements, bitmap, entry * LAYOUT.kept, entry * LAYOUT.bytes, width)
         pack_rows(
             rotated,
-            rows + buffer + _first_mean(block, LAYOUT) + index,
-            index < buffer // block,
+            rows + BUFFER + _first_mean(block, LAYOUT) + index,
+            index < BUFFER // block,
             targets,
             kept,
             group,
             limit,
-            LAYOUT.channels,
-            LAYOUT.columns,
-            LAYOUT.columns,
+            CHANNELS=LAYOUT.channels,
+            STRIDE=LAYOUT.columns,
+            COLUMNS=LAYOUT.columns,
         )
 
 
 @triton.jit(do_not_specialize=["first_layer", "buffers"])
 def _add_losses(lost, losses, first_layer, buffers, VECTORS: tl.constexpr, PADDED: tl.constexpr):
-    """Add the mean of the VECTORS of a layer, of one buffer after another."""
+    """One program adds the mean loss of a layer's VECTORS, of one buffer after another."""
     layer, index = tl.program_id(0), tl.arange(0, PADDED)
     total = tl.load(losses + first_layer + layer)
     for buffer in range(buffers):

@@ -1,10 +1,10 @@
 """Rotations of many covariances at once, Triton: the Jacobi method in parallel.
 
-torch.linalg.eigh takes one matrix after another on a GPU, some milliseconds each, and a model has
-hundreds. Here each has a program of its own. A matrix of D channels takes D - 1 rounds a sweep; in
-each round every channel is rotated against one other, D / 2 pairs that do not touch each other, so
-that in a sweep each pair has met once. After six to ten sweeps nothing is left off the diagonal.
-(Golub and Van Loan, Matrix Computations, section 8.5.)
+On a GPU, torch.linalg.eigh takes one matrix after another, some milliseconds each, and a model has
+hundreds. Here each has a program of its own. A sweep over a matrix of D channels has D - 1 rounds.
+In each round every channel is rotated against one other, in D / 2 pairs that do not touch each
+other, so that in a sweep each pair has met once. After six to ten sweeps nothing is left off the
+diagonal (Golub and Van Loan, Matrix Computations, section 8.5).
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ import triton.language as tl
 from torch import Tensor
 
 _MOST_SWEEPS = 16
-"""Where rounding keeps the rest above what is tolerated."""
+"""A matrix takes at most this many sweeps, even if rounding leaves more than is tolerated."""
 
 _TOLERATED = 1e-28
-"""Share of a matrix's squares that may be off its diagonal."""
+"""This share of a matrix's squares may be off its diagonal."""
 
 _MATRICES = 64
-"""Of a launch. Each takes a multiprocessor for milliseconds: the others are left for steps."""
+"""A launch has this many matrices, each on a multiprocessor for milliseconds: steps need others."""
 
 
 def rotation_of(covariance: Tensor, channels: int) -> Tensor:
-    """See `vectors`: the same columns but for rounding and signs. D is a power of two.
+    """See the reference: the columns are the same but for rounding and signs. D is a power of two.
 
     What is returned for a matrix does not depend on what other matrices there are.
     """
@@ -57,9 +57,9 @@ def rotation_of(covariance: Tensor, channels: int) -> Tensor:
 
 @triton.jit
 def _store_angles(matrix, angles, first, second, DIMS: tl.constexpr):
-    """Write cosines and sines, of the rotations after which pairs of channels do not covary.
+    """Write the cosines and sines of the rotations after which pairs of channels do not covary.
 
-    Through memory, since every thread that needs one would compute it otherwise.
+    They go through memory, since otherwise every thread that needs one would compute it.
     """
     one = tl.load(matrix + first * (DIMS + 1))
     other = tl.load(matrix + second * (DIMS + 1))
@@ -76,7 +76,7 @@ def _store_angles(matrix, angles, first, second, DIMS: tl.constexpr):
 
 @triton.jit
 def _rotate_pairs(matrix, vectors, angles, first, second, DIMS: tl.constexpr):
-    """A' = JᵀAJ and V' = JᵀV, where J rotates all channels in pairs."""
+    """Replace A by JᵀAJ and V by JᵀV, where J rotates all channels in pairs."""
     _store_angles(matrix, angles, first, second, DIMS)
     pair = tl.arange(0, DIMS // 2)
     cosine, sine = tl.load(angles + pair), tl.load(angles + DIMS // 2 + pair)
@@ -116,7 +116,10 @@ def _diagonalize(
     TOLERATED: tl.constexpr,
     MOST_SWEEPS: tl.constexpr,
 ):
-    """Rows of `vectors` become the eigenvectors, and columns of `rotations` the best of them."""
+    """One program finds the eigenvectors of one matrix; the best are the columns of its rotation.
+
+    The matrix becomes diagonal, and rows of `vectors` become its eigenvectors.
+    """
     program = tl.program_id(0).to(tl.int64)
     matrix, own = matrices + program * DIMS * DIMS, vectors + program * DIMS * DIMS
     dims, pair = tl.arange(0, DIMS), tl.arange(0, DIMS // 2)
@@ -128,6 +131,7 @@ def _diagonalize(
             second = (turn + DIMS - 1 - pair) % (DIMS - 1)
             second = tl.where(pair == 0, DIMS - 1, second)
             _rotate_pairs(matrix, own, angles + program * DIMS, first, second, DIMS)
+        # How much is left off the diagonal.
         squares, rest = tl.zeros((ROWS,), tl.float64), tl.zeros((ROWS,), tl.float64)
         for start in range(0, DIMS, ROWS):
             row = start + tl.arange(0, ROWS)[:, None]
@@ -136,6 +140,7 @@ def _diagonalize(
             rest += tl.sum(tl.where(row == dims[None, :], 0.0, content * content), axis=1)
         is_done = (tl.sum(rest) <= TOLERATED * tl.sum(squares)).to(tl.int32)
         sweep += 1
+    # Eigenvectors in the order of their eigenvalues, largest first.
     others = tl.load(matrix + dims * (DIMS + 1))[None, :]
     target = rotations + program * DIMS * channels
     for start in range(0, DIMS, ROWS):

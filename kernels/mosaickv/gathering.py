@@ -1,4 +1,4 @@
-"""Gather of tokens for a message, decoded, Triton."""
+"""Tokens that enter a working set are read and decoded, Triton."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from cache_rank_kernels.mosaickv.unpacking import in_words, no_word, unpack_part
 from torch import Tensor
 
 _ENTRIES = 32
-"""Of a program: rows of a product, for which each of their rotations is read once."""
+"""A program gathers this many tokens: rows of a product, for which a rotation is read once."""
 
 _REGISTERS = 128
-"""Of a thread, so that four programs share a multiprocessor: what they wait for is memory."""
+"""A thread has this many, so that four programs, which wait for memory, share a multiprocessor."""
 
 
 def gather_packed(
@@ -51,11 +51,11 @@ def gather_packed(
         entering,
         out_keys,
         out_values,
-        first_layer,
-        page_table.stride(0),
-        store.strategy_of.shape[1],
-        store.rows.shape[1],
-        torch.finfo(keys.dtype).max,
+        first_layer=first_layer,
+        page_stride=page_table.stride(0),
+        buffers=store.strategy_of.shape[1],
+        strategies=store.rows.shape[1],
+        limit=torch.finfo(keys.dtype).max,
         LAYERS=layers,
         CAPACITY=capacity,
         ENTRIES=_ENTRIES,
@@ -95,6 +95,8 @@ def _gather(
     LAYOUT: tl.constexpr,
     EXACT: tl.constexpr,
 ):
+    """One program reads keys, or values, of ENTRIES tokens of one row, layer and kv head."""
+    # Which tokens.
     row, part = (tl.program_id(2) // 2).to(tl.int64), tl.program_id(2) % 2
     unit = tl.program_id(1)
     slot = tl.load(slots + row).to(tl.int64)
@@ -105,6 +107,7 @@ def _gather(
     if tl.max(position) < 0:
         return
     layer, head = first_layer + unit // LAYOUT.kv_heads, unit % LAYOUT.kv_heads
+    # Where each is, and with which strategy it was packed.
     of_slot = strategy_of + slot * buffers
     packed = tokens_in_pages(of_slot, tl.load(positions + row) + 1, LAYOUT)
     is_packed = used & (position < packed)
@@ -114,7 +117,8 @@ def _gather(
     token = tile * LAYOUT.page + position % LAYOUT.page
     strategy = tl.load(of_slot + position // LAYOUT.buffer, mask=is_packed, other=-1)
 
-    dtype: tl.constexpr = tl.float32 if EXACT else keys.dtype.element_ty
+    # Tokens that are not packed yet, from the ring: [ENTRIES, D]
+    DTYPE: tl.constexpr = tl.float32 if EXACT else keys.dtype.element_ty
     dims, channel = tl.arange(0, LAYOUT.head_dim), tl.arange(0, LAYOUT.part)
     ring_unit = (slot * LAYOUT.layers + layer) * LAYOUT.kv_heads + head
     in_ring = ring_unit * LAYOUT.ring + position % LAYOUT.ring
@@ -128,10 +132,10 @@ def _gather(
         newest = tl.load(values + in_ring, mask=is_newest, other=0.0)
         vectors = packed_values
         out = out_values
-    # A product with the rotation of each strategy, in which the other entries are 0.
-    head_dim: tl.constexpr = LAYOUT.head_dim
-    parts: tl.constexpr = LAYOUT.parts
-    decoded = tl.zeros((ENTRIES, head_dim), tl.float32)
+    # Packed tokens: a product with the rotation of each strategy, in which other tokens are 0.
+    HEAD_DIM: tl.constexpr = LAYOUT.head_dim
+    CHANNEL_PARTS: tl.constexpr = LAYOUT.parts
+    decoded = tl.zeros((ENTRIES, HEAD_DIM), tl.float32)
     own = tl.max(strategy)
     while own >= 0:
         table = tl.load(rows + slot * strategies + own).to(tl.int64)
@@ -139,14 +143,15 @@ def _gather(
         matrix = ((table * LAYOUT.layers + layer) * 2 + part) * LAYOUT.kv_heads + head
         rotation = rotations + matrix * LAYOUT.head_dim * LAYOUT.channels
         word, before = no_word(token)
-        for index in tl.static_range(parts):
+        for index in tl.static_range(CHANNEL_PARTS):
             content, word, before = unpack_part(
                 vectors, token, strategy == own, word, before, index, group, LAYOUT
             )
             of_part = index * LAYOUT.part + channel[:, None]
             at = dims[None, :] * LAYOUT.channels + of_part
+            # [part, D]
             columns = tl.load(rotation + at, mask=of_part < LAYOUT.channels, other=0.0)
-            decoded = tl.dot(content.to(dtype), columns.to(dtype), decoded, input_precision="ieee")
+            decoded = tl.dot(content.to(DTYPE), columns.to(DTYPE), decoded, input_precision="ieee")
         own = tl.max(tl.where(strategy < own, strategy, -1))
     decoded = rounded(tl.clamp(decoded, -limit, limit), newest.dtype)
     content = convert(tl.where(is_packed[:, None], decoded, newest), out.dtype.element_ty)

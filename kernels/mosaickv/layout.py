@@ -1,4 +1,4 @@
-"""What the kernels of `mosaickv` are compiled for."""
+"""The sizes that the kernels of `mosaickv` are compiled for."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ class Layout(NamedTuple):
     """Sizes of a `PackedStore` that do not depend on how much memory there is.
 
     Attributes:
-        layers, kv_heads, head_dim, ring: of the rings.
+        layers, kv_heads, head_dim, ring: those of the rings.
         channels: C.
-        columns: C, as kernels hold them.
-        part: channels that are unpacked at once, at most those of a word of a bitmap.
-        parts: that all channels are in.
-        kept, bytes: elements and bytes of a bitmap that a packed vector has room for.
-        page: tokens of a page.
-        page_blocks: per-block keys of a page.
-        buffer: tokens that are compressed together.
+        columns: C padded to a power of two, as kernels hold vectors.
+        part: how many channels are unpacked at once, at most those of a word of a bitmap.
+        parts: how many times that is for all channels.
+        kept, bytes: the elements, and the bytes of a bitmap, that a packed vector has room for.
+        page: how many tokens a page holds.
+        page_blocks: how many per-block keys a page has room for.
+        buffer: how many tokens are compressed together.
     """
 
     layers: int
@@ -39,7 +39,7 @@ class Layout(NamedTuple):
 
     @classmethod
     def of(cls, store: PackedStore) -> Layout:
-        """Of a store, whose tensors are contiguous."""
+        """The layout of a store, whose tensors must be contiguous."""
         for tensor in (*store.keys, *store.values, *store.block_keys, *store.rings, *store[4:8]):
             assert tensor.is_contiguous()
         _, layers, kv_heads, ring, head_dim = store.rings[0].shape
@@ -48,17 +48,17 @@ class Layout(NamedTuple):
         assert store.keys.bitmap.shape[-1] % 4 == 0
         assert ring % store.buffer_tokens == 0
         return cls(
-            layers,
-            kv_heads,
-            head_dim,
-            ring,
-            channels,
-            columns_for(channels),
-            part,
-            -(-channels // part),
-            store.keys.elements.shape[-1],
-            store.keys.bitmap.shape[-1],
-            store.page_tokens,
-            store.block_keys.elements.shape[-2],
-            store.buffer_tokens,
+            layers=layers,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            ring=ring,
+            channels=channels,
+            columns=columns_for(channels),
+            part=part,
+            parts=-(-channels // part),
+            kept=store.keys.elements.shape[-1],
+            bytes=store.keys.bitmap.shape[-1],
+            page=store.page_tokens,
+            page_blocks=store.block_keys.elements.shape[-2],
+            buffer=store.buffer_tokens,
         )

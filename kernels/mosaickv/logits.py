@@ -10,7 +10,7 @@ from cache_rank_kernels.score.triton import store_logits
 
 @triton.jit
 def run_at(unit_strategies, first, stop, BUFFERS: tl.constexpr, LAYOUT: tl.constexpr):
-    """The strategy of token `first`, and where tokens of another one begin, or `stop`."""
+    """The strategy of token `first`, and the first token of another strategy, or `stop`."""
     strategy = tl.load(unit_strategies + first // LAYOUT.buffer)
     buffer = first // LAYOUT.buffer + tl.arange(0, BUFFERS)
     token = buffer * LAYOUT.buffer
@@ -20,12 +20,12 @@ def run_at(unit_strategies, first, stop, BUFFERS: tl.constexpr, LAYOUT: tl.const
 
 @triton.jit
 def load_queries(parts, weights, strategy, COUNT: tl.constexpr, LAYOUT: tl.constexpr):
-    """A unit's queries for a strategy: (LAYOUT.part, COUNT) of each part, and (COUNT,) weights."""
+    """Load a unit's queries for a strategy: (part, COUNT) of each part, and (COUNT,) weights."""
     row = strategy * COUNT + tl.arange(0, COUNT)
     at = row[None, :] * LAYOUT.columns + tl.arange(0, LAYOUT.part)[:, None]
-    used: tl.constexpr = LAYOUT.parts
+    CHANNEL_PARTS: tl.constexpr = LAYOUT.parts
     found = (tl.load(parts + at),)
-    for part in tl.static_range(1, used):
+    for part in tl.static_range(1, CHANNEL_PARTS):
         more = tl.load(parts + at + part * LAYOUT.part)
         # Triton unpacks no tuples.
         found = found + (more,)  # type: ignore[assignment]  # noqa: RUF005
@@ -54,22 +54,27 @@ def score_vectors(
     LAYOUT: tl.constexpr,
     EXACT: tl.constexpr,
 ):
-    """Logits of tokens, or of blocks, that have one strategy.
+    """Write the logits of packed keys, or of per-block keys, that have one strategy.
 
     Args:
-        vectors: of keys or per-block keys, see `in_words`.
-        first: token of the first vector.
-        count: of vectors.
-        stride: tokens of a vector.
+        vectors: the keys or per-block keys, see `in_words`.
+        first: the token of the first vector.
+        count: how many vectors.
+        stride: how many tokens a vector stands for.
         listed: how many tokens each is from the first one, if LISTED; else vectors are successive.
-        pages: of the sequence.
-        page_entries: vectors that a page has room for.
-        group: of the strategy.
-        queries, weight: of `load_queries`; the scale is in the weight.
+        pages: the pages of the sequence.
+        layer, head: which keys.
+        page_entries: how many vectors a page has room for.
+        group: the element group of the strategy.
+        queries, weight: what `load_queries` returned; the scale is in the weight.
+        unit_logits: (capacity, PADDED), scratch of the unit.
+        VECTORS: how many vectors are multiplied at once.
+        EXACT: whether they are multiplied as float32.
     """
-    dtype: tl.constexpr = tl.float32 if EXACT else vectors[0].dtype.element_ty
-    parts: tl.constexpr = LAYOUT.parts
+    DTYPE: tl.constexpr = tl.float32 if EXACT else vectors[0].dtype.element_ty
+    CHANNEL_PARTS: tl.constexpr = LAYOUT.parts
     for begin in range(0, count, VECTORS):
+        # Which tokens, and where their vectors are.
         index = begin + tl.arange(0, VECTORS)
         used = index < count
         if LISTED:
@@ -79,11 +84,13 @@ def score_vectors(
         page = tl.load(pages + token // LAYOUT.page, mask=used, other=0).to(tl.int64)
         tile = (page * LAYOUT.layers + layer) * LAYOUT.kv_heads + head
         entry = tile * page_entries + token % LAYOUT.page * page_entries // LAYOUT.page
+        # Products, some channels after the other: [VECTORS, PARTS * PADDED]
         product = tl.zeros((VECTORS, PARTS * PADDED), tl.float32)
         word, before = no_word(entry)
-        for part in tl.static_range(parts):
+        for part in tl.static_range(CHANNEL_PARTS):
             key, word, before = unpack_part(vectors, entry, used, word, before, part, group, LAYOUT)
-            product = tl.dot(key.to(dtype), queries[part], product, input_precision="ieee")
+            product = tl.dot(key.to(DTYPE), queries[part], product, input_precision="ieee")
+        # Logits, for all tokens that a vector stands for.
         weighted = tl.reshape(product * weight[None, :], (VECTORS, PARTS, PADDED))
         logit = tl.sum(weighted, axis=1)
         for place in range(stride):

@@ -1,11 +1,11 @@
-"""Packed vectors in kernels of `mosaickv`, Triton: how they are made, and of which tokens.
+"""Vectors are packed in kernels of `mosaickv`, Triton.
 
-Rate, element group and block are numbers that kernels load and not constants that they are compiled
+Rate, element group and block are numbers that kernels load, not constants that they are compiled
 for: there are 27 strategies, and the first segment that has one must not wait for a compiler.
 
-Where an element of a packed vector belongs follows from how many elements are kept before it. That
-count is a product with a triangular matrix of ones, on the matrix unit, exact in float16: a prefix
-sum of two dimensions is what Triton 3.6 miscompiles in some layouts. `unpacking` counts bits.
+The place of an element in a packed vector is how many elements are kept before it. This count is a
+product with a triangular matrix of ones on the matrix unit, which is exact in float16, because
+Triton 3.6 miscompiles prefix sums of two dimensions in some layouts. `unpacking` counts bits.
 """
 
 from __future__ import annotations
@@ -14,32 +14,33 @@ import triton
 import triton.language as tl
 
 _LARGEST_GROUP = tl.constexpr(4)
-"""Of neighbouring elements that share a bit."""
+"""At most this many neighbouring elements share a bit."""
 
 _SMALLEST_NORMAL = tl.constexpr(2.0**-126)
+"""The smallest float32 that is not subnormal."""
 
 _LEAST_COLUMNS = 16
-"""Of a product on a matrix unit."""
+"""A product on a matrix unit has at least this many columns."""
 
 
 def columns_for(channels: int) -> int:
-    """Channels of a vector in a kernel: a power of two, those beyond its own are 0."""
+    """How many channels a vector has in a kernel: a power of two; those beyond its own are 0."""
     return max(_LEAST_COLUMNS, int(triton.next_power_of_2(channels)))
 
 
 @triton.jit
-def rounded(numbers, dtype: tl.constexpr):
-    """Finite float32 in another dtype: the interpreter cuts off what a GPU rounds to bfloat16."""
-    if dtype == tl.bfloat16:
+def rounded(numbers, DTYPE: tl.constexpr):
+    """Round finite float32 to another dtype; the interpreter's own cuts off bits of bfloat16."""
+    if DTYPE == tl.bfloat16:
         bits = numbers.to(tl.uint32, bitcast=True)
         bits += 0x7FFF + ((bits >> 16) & 1)
         numbers = (bits & 0xFFFF0000).to(tl.float32, bitcast=True)
-    return numbers.to(dtype)
+    return numbers.to(DTYPE)
 
 
 @triton.jit
 def _set_before(bits, COLUMNS: tl.constexpr):
-    """How many bits of a row, (vectors, COLUMNS) of 0 and 1, are set before each: int32."""
+    """Count the ones before each entry of a row, (vectors, COLUMNS) of 0 and 1: int32."""
     index = tl.arange(0, COLUMNS)
     ones = (index[:, None] < index[None, :]).to(tl.float16)
     return tl.dot(bits.to(tl.float16), ones).to(tl.int32)
@@ -47,7 +48,7 @@ def _set_before(bits, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _relative_energy(rotated, first, largest, used, group):
-    """Of groups whose first elements are at `first`, in squares of the largest of the vector."""
+    """The energy of groups that begin at `first`, in squares of the vector's largest element."""
     part = tl.div_rn(tl.load(rotated + first, mask=used, other=0.0), largest)
     energy = part * part
     for element in tl.static_range(1, _LARGEST_GROUP):
@@ -59,18 +60,19 @@ def _relative_energy(rotated, first, largest, used, group):
 
 @triton.jit
 def _of_most_energy(energy, used, kept, COLUMNS: tl.constexpr):
-    """Which elements of each vector have most energy, the first ones of those that have the same.
+    """Choose the elements of most energy in each vector; ties go to the first ones.
 
-    The elements of a group have its energy, and so are chosen together. What `kept` elements reach
-    is found a bit at a time: numbers that are not negative are in the order of their bits.
+    The elements of a group all have its energy, and so are chosen together. The bound that `kept`
+    elements reach is found a bit at a time: numbers that are not negative are in the order of their
+    bits.
 
     Args:
         energy: (vectors, COLUMNS) float32, not negative.
-        used: of the same shape, whether there is such an element.
+        used: (vectors, COLUMNS), whether there is such an element.
         kept: r, a multiple of the group.
 
     Returns:
-        1 or 0: (vectors, COLUMNS) int32.
+        (vectors, COLUMNS) int32, 1 where an element is chosen, else 0.
     """
     key = tl.where(used, energy.to(tl.int32, bitcast=True), -1)
     bound = tl.zeros((energy.shape[0],), tl.int32)
@@ -97,20 +99,21 @@ def pack_rows(
     STRIDE: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Pack rotated vectors; the same bits as `pack_vectors` of the reference.
+    """Pack rotated vectors to the same bits as `pack_vectors` of the reference.
 
     Args:
-        rotated: rows of STRIDE float32, of which the first CHANNELS are of the vector.
-        vector: (vectors,) int64 rows.
+        rotated: rows of STRIDE float32, of which the first CHANNELS are the vector's.
+        vector: (vectors,) int64, the row of each vector.
         is_vector: (vectors,) whether there is one.
-        targets: elements and bitmap, of each (vectors,) int64 entries the first element and the
-            first byte, and bytes of a bitmap.
+        targets: the elements and the bitmaps, (vectors,) int64 indices of each vector's first
+            element and first byte in them, and how many bytes a bitmap has.
         kept, group: r and g.
-        limit: largest number of the elements' dtype.
+        limit: the largest number of the elements' dtype.
 
     Returns:
         (vectors, COLUMNS) float32, what was stored of each channel.
     """
+    # The energy of each element's group: [vectors, COLUMNS]
     elements, bitmap, first_element, first_byte, width = targets
     channel = tl.arange(0, COLUMNS)
     of_group = channel // group
@@ -121,12 +124,14 @@ def pack_rows(
     first = vector[:, None] * STRIDE + (of_group * group)[None, :]
     energy = _relative_energy(rotated, first, largest[:, None], used, group)
 
+    # The chosen elements, in the order of their channels.
     bits = _of_most_energy(energy, used, kept, COLUMNS)
     chosen = bits > 0
     place = _set_before(bits, COLUMNS)
     stored = rounded(tl.clamp(content, -limit, limit), elements.dtype.element_ty)
-    # No more than r, also of a vector that is not finite and has no order.
+    # No more than r are stored, even if a vector is not finite and so has no order.
     tl.store(elements + first_element[:, None] + place, stored, mask=chosen & (place < kept))
+    # The bitmap, a byte at a time.
     is_first = (channel % group == 0)[None, :]
     for byte in tl.static_range((CHANNELS + 7) // 8):
         in_byte = is_first & (of_group // 8 == byte)[None, :]

@@ -1,4 +1,4 @@
-"""Queries in the frames of packed keys, Triton: rotated once, and not the keys (section 5.3)."""
+"""Queries are rotated into the frames of packed keys, Triton (MosaicKV section 5.3)."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from torch import Tensor
 
 
 class RotatedQueries(NamedTuple):
-    """Queries of each unit, a row's kv head of a layer, in the frame of each strategy.
+    """The queries of each unit, a row, layer and kv head, in the frame of each strategy.
 
     Attributes:
         exact: (units, strategies, G, columns) float32.
-        parts: (units, strategies, PARTS * PADDED, columns), of `load_query_parts`: numbers of the
-            dtype that keys are multiplied in.
-        weights: (units, strategies, PARTS * PADDED) float32 of the parts.
+        parts: (units, strategies, PARTS * PADDED, columns) in the dtype that keys are multiplied
+            in, see `load_query_parts`.
+        weights: (units, strategies, PARTS * PADDED) float32, the weights of the parts.
     """
 
     exact: Tensor
@@ -31,7 +31,7 @@ class RotatedQueries(NamedTuple):
 def rotated_queries(
     store: PackedStore, units: int, strategies: int, group: int, parts: int, exact: bool
 ) -> RotatedQueries:
-    """Memory for so many; `parts` is PARTS * PADDED, and `exact` whether these are float32."""
+    """Make memory for them; `parts` is PARTS * PADDED, and `exact` whether these are float32."""
     layout, (ring, _) = Layout.of(store), store.rings
     shape, dtype = (units, strategies, parts), torch.float32 if exact else ring.dtype
     return RotatedQueries(
@@ -49,15 +49,15 @@ def rotate_queries(
     padded: int,
     rotated: RotatedQueries,
 ) -> None:
-    """Rotate the queries of every row as the keys of each strategy of its sequence are. One launch.
+    """Rotate the queries of every row as each strategy of its sequence rotates keys. One launch.
 
     Args:
-        store: that the keys are in.
+        store: where the keys are.
         queries: (R, L, Hq, D) float32.
         slots: (R,) int32; a row of slot -1 is left alone.
-        first_layer: of the L layers in the store.
-        padded: PADDED, query heads of a kv head and unused ones.
-        rotated: of at least R * L * Hkv units, written in place.
+        first_layer: index of the first of the L layers in the store.
+        padded: PADDED, the query heads of a kv head, padded to a power of two.
+        rotated: memory for at least R * L * Hkv units, written in place.
     """
     layout = Layout.of(store)
     rows, layers, query_heads, _ = queries.shape
@@ -77,7 +77,7 @@ def rotate_queries(
         GROUP=group,
         PADDED=padded,
         PARTS=rotated.parts.shape[2] // padded,
-        ROWS=max(16, triton.next_power_of_2(group)),  # of a product
+        ROWS=max(16, triton.next_power_of_2(group)),  # a product has at least 16
         LAYOUT=layout,
         num_warps=8,
     )
@@ -105,6 +105,8 @@ def _rotate(
     ROWS: tl.constexpr,
     LAYOUT: tl.constexpr,
 ):
+    """One program rotates the queries of one unit by the rotation of one strategy."""
+    # Whether the sequence has the strategy, and where its rotation is.
     strategy, unit = tl.program_id(0), tl.program_id(1).to(tl.int64)
     slot = tl.load(slots + unit // (LAYERS * LAYOUT.kv_heads)).to(tl.int64)
     is_strategy = (slot >= 0) & (strategy < in_table)
@@ -117,16 +119,17 @@ def _rotate(
     head, channel = tl.arange(0, ROWS)[:, None], tl.arange(0, LAYOUT.columns)[None, :]
     dims = tl.arange(0, LAYOUT.head_dim)
     query_at = (unit * GROUP + head) * LAYOUT.head_dim + dims[None, :]
-    query = tl.load(queries + query_at, mask=head < GROUP, other=0.0)
+    query = tl.load(queries + query_at, mask=head < GROUP, other=0.0)  # [ROWS, D]
     at = (matrix * LAYOUT.head_dim + dims)[:, None] * LAYOUT.channels + channel
-    rotation = tl.load(rotations + at, mask=channel < LAYOUT.channels, other=0.0)
+    rotation = tl.load(rotations + at, mask=channel < LAYOUT.channels, other=0.0)  # [D, columns]
     product = tl.dot(query, rotation.to(tl.float32), input_precision="ieee")
     target = unit * strategies + strategy
     own = exact + target * GROUP * LAYOUT.columns
     tl.store(own + head * LAYOUT.columns + channel, product, mask=head < GROUP)
-    tl.debug_barrier()  # parts are taken of queries in memory
-    dtype: tl.constexpr = parts.dtype.element_ty
-    found, weight = load_query_parts(own, GROUP, PADDED, PARTS, LAYOUT.columns, dtype, 128.0)
+    # Their parts, which are taken from memory.
+    tl.debug_barrier()
+    DTYPE: tl.constexpr = parts.dtype.element_ty
+    found, weight = load_query_parts(own, GROUP, PADDED, PARTS, LAYOUT.columns, DTYPE, 128.0)
     row = target * PARTS * PADDED + tl.arange(0, PARTS * PADDED)
     tl.store(parts + row[:, None] * LAYOUT.columns + channel, found)
     tl.store(weights + row, weight)

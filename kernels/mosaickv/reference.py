@@ -1,6 +1,6 @@
 """The operations of `mosaickv` (MosaicKV sections 4.2, 5.3, 5.4), plain torch: the specification.
 
-Tokens are in a `PackedStore`, as packed vectors; `vectors` says what these are.
+Tokens are in a `PackedStore`, as packed vectors, which `vectors` specifies.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ __all__ = [
 ]
 
 _TILE_TOKENS = 4096
-"""Tokens of one sequence that are unpacked at once for scoring."""
+"""This many tokens of one sequence are unpacked at once for scoring."""
 
 _DECODED_TOKENS = 512
-"""Tokens that are decoded at once, each beside a copy of its rotation."""
+"""This many tokens are decoded at once, each beside a copy of its rotation."""
 
 
 def add_covariance(
@@ -58,15 +58,16 @@ def add_covariance(
 ) -> None:
     """Add tokens x from the ring to covariances, the sums of xᵀx (section 5.5).
 
-    A buffer is summed up by itself, and then added: no bit depends on how many come at once.
+    Each buffer is summed up by itself, and then added, so that no bit depends on how many come at
+    once.
 
     Args:
-        store: that the tokens are in.
-        slot: of the sequence.
-        layers: whose tokens.
-        first, last: positions of the first token and behind the last one, of whole buffers.
-        before, after: (layers, 2, Hkv, D, D) float64, of keys and of values, or the same tensor;
-            what is written are the given layers of `after`.
+        store: where the tokens are.
+        slot: the slot of their sequence.
+        layers: which layers.
+        first, last: the tokens [first, last), whole buffers.
+        before, after: (layers, 2, Hkv, D, D) float64, the covariances of keys and of values before
+            and after; the given layers of `after` are written. They may be the same tensor.
     """
     for layer in layers:
         after[layer] = before[layer]
@@ -88,14 +89,14 @@ def compress_buffers(
     """Compress tokens from the ring to the pages.
 
     Args:
-        store: written in place.
-        pages: (pages,) int32 of the sequence.
-        slot: of the sequence.
-        row: of the strategies, in the tables.
-        layers: whose tokens.
-        first, last: positions of the first token and behind the last one, of whole buffers.
-        losses: (layers,) float64; to those of the given layers the share of energy that a token
-            loses, of the mean vector, is added, summed over one buffer after another.
+        store: where the tokens are; pages are written in place.
+        pages: (pages,) int32, the pages of the sequence.
+        slot: the slot of the sequence.
+        row: the row of the strategy in the tables.
+        layers: which layers.
+        first, last: the tokens [first, last), whole buffers.
+        losses: (layers,) float64. To those of the given layers is added, buffer after buffer, the
+            sum over tokens of the share of energy that their vectors lose on average.
     """
     for layer in layers:
         strategy = strategy_at(store, row, layer)
@@ -106,7 +107,7 @@ def compress_buffers(
 def _compress_buffer(
     store: PackedStore, pages: Tensor, slot: int, layer: int, strategy: Strategy, first: int
 ) -> Tensor:
-    """Compress a buffer of a layer; what it loses."""
+    """Compress a buffer of a layer, and return what it loses."""
     last = first + store.buffer_tokens
     head = torch.arange(store.rings[0].shape[2], device=pages.device).unsqueeze(-1)
     position = torch.arange(first, last, device=pages.device)
@@ -136,17 +137,18 @@ def gather_packed(
     out_keys: Tensor,
     out_values: Tensor,
 ) -> None:
-    """Read tokens into a message: decoded, or as they came where they are not in the pages.
+    """Read K and V of the tokens that enter the working sets, decoded where they are packed.
 
     Args:
-        store: that they are in.
-        page_table: (R, max pages) int32, pages of each row.
+        store: where the tokens are.
+        page_table: (R, max pages) int32, the pages of each row's sequence in order.
         slots: (R,) int32; a row of slot -1 is left alone.
-        positions: (R,) int32, of the newest token of each row.
-        first_layer: of the L layers in the store.
-        entering: (R, L, Hkv, C) int32 positions; an entry of -1 is left alone.
-        out_keys, out_values: (R, L, Hkv, C, D) in the rings' dtype or in float8_e4m3fn, rounded
-            from that; written in place.
+        positions: (R,) int32, the position of each row's newest token.
+        first_layer: index of the first of the L layers in the store.
+        entering: (R, L, Hkv, C) int32 token positions; negative is padding.
+        out_keys, out_values: (R, L, Hkv, C, D) in the dtype of the rings, or rounded from that to
+            float8_e4m3fn; written in place. Entries of padding and of skipped rows keep what they
+            hold.
     """
     used = (entering >= 0) & (slots >= 0).view(-1, 1, 1, 1)
     for row, index in used.flatten(2).any(dim=-1).nonzero().tolist():
@@ -170,15 +172,15 @@ def read_packed(
     """Read tokens of one sequence, as `gather_packed` does.
 
     Args:
-        store: that they are in.
-        pages: (pages,) int32 of the sequence.
-        slot: of the sequence.
-        layers: whose tokens.
-        tokens: of the sequence.
+        store: where the tokens are.
+        pages: (pages,) int32, the pages of the sequence.
+        slot: the slot of the sequence.
+        layers: which layers.
+        tokens: how many tokens the sequence has.
         positions: (len(layers), Hkv, n) int64.
 
     Returns:
-        Keys and values, (len(layers), Hkv, n, D) each in the rings' dtype.
+        Keys and values, (len(layers), Hkv, n, D) each in the dtype of the rings.
     """
     _, _, kv_heads, _, head_dim = store.rings[0].shape
     head = torch.arange(kv_heads, device=pages.device).unsqueeze(-1).expand(positions.shape[1:])
@@ -199,7 +201,7 @@ def _read_layer(
     head: Tensor,
     position: Tensor,
 ) -> Tensor:
-    """Tokens of a layer, each of a head and position of its own: (2, n, D)."""
+    """Read tokens of a layer, each at a head and position of its own: (2, n, D)."""
     ring, dtype = store.rings[0].shape[3], store.rings[0].dtype
     packed, largest = packed_tokens(store, slot, tokens), torch.finfo(dtype).max
     out = torch.stack([of[slot, layer, head, position % ring] for of in store.rings])
@@ -222,7 +224,7 @@ def _read_layer(
 def score_packed_workspace(
     store: PackedStore, rows: int, layers: int, group: int, capacity: int, strategies: int
 ) -> None:
-    """Scratch for `rows` rows of up to `capacity` tokens and `strategies` strategies: none."""
+    """Make scratch for `rows` rows of up to `capacity` tokens: none."""
 
 
 def score_packed_step(
@@ -241,22 +243,23 @@ def score_packed_step(
     """Score the resident tokens of every row of a step.
 
     All blocks are scored by their mean keys, and then the tokens of the best blocks by their own
-    (section 4.2, stage 2). A token elsewhere keeps the logit of its block, which is a better guess
-    than none, for itself and for the sum that probabilities are relative to.
+    (section 4.2, stage 2). All other tokens keep the logit of their block. It is a better guess
+    than none, for the token and for the sum that probabilities are relative to.
 
     Args:
-        store: that they are in.
+        store: where the tokens are.
         queries: (R, L, Hq, D) float32.
-        page_table: (R, max pages) int32, pages of each row.
+        page_table: (R, max pages) int32, the pages of each row's sequence in order.
         slots: (R,) int32; a row of slot -1 is left alone.
         positions: (R,) int32; tokens [0, position] are scored.
-        first_layer: of the L layers in the store.
+        first_layer: index of the first of the L layers in the store.
         scale: factor on the logits.
-        scored: how many tokens of each kv head are scored by themselves: millionths of a row's
-            tokens, and the fewest; the last of the blocks may be scored in part.
-        workspace: of `score_packed_workspace`.
-        out: (R, L, Hkv, capacity) float32; entries of other tokens keep what they hold.
-        exact: score all tokens by themselves.
+        scored: how many tokens of each kv head are scored by themselves: in millionths of a row's
+            tokens, and at least. The last of the blocks may be scored in part.
+        workspace: what `score_packed_workspace` made.
+        out: (R, L, Hkv, capacity) float32, written in place; entries of other tokens keep what they
+            hold.
+        exact: whether to score all tokens by themselves.
     """
     grouped = queries.unflatten(2, (out.shape[2], -1))  # (R, L, Hkv, G, D)
     for row, (slot, position) in enumerate(zip(slots.tolist(), positions.tolist(), strict=True)):
@@ -291,7 +294,7 @@ def _logits(
     wanted: int,
     scale: float,
 ) -> Tensor:
-    """Logits of a sequence's first tokens, (Hkv, G, resident); queries (Hkv, G, D)."""
+    """Logits of a sequence's first tokens, (Hkv, G, resident), with queries (Hkv, G, D)."""
     packed = packed_tokens(store, slot, resident)
     runs = list(runs_of(store, slot, layer, packed, _TILE_TOKENS))
     by_token = wanted >= packed
@@ -337,16 +340,16 @@ def _refine(
     wanted: int,
     scale: float,
 ) -> None:
-    """Score the tokens of the best blocks by their own keys, `wanted` tokens of each kv head.
+    """Score the tokens of the best blocks by their own keys: `wanted` tokens of each kv head.
 
     Args:
-        store: that they are in.
-        logits: (Hkv, G, T), of tokens by their blocks; written in place.
+        store: where the tokens are.
+        logits: (Hkv, G, T), the logits of tokens by their blocks; written in place.
         queries: (Hkv, G, D).
-        pages: of the sequence.
-        layer: that they are of.
-        runs: that cover the tokens in the pages.
-        wanted: fewer than those; the last of the blocks may be scored in part.
+        pages: the pages of the sequence.
+        layer: which layer.
+        runs: the runs of all tokens in the pages.
+        wanted: fewer than those tokens; the last of the blocks may be scored in part.
         scale: factor on the logits.
     """
     newest_first = _scores(logits)[:, : runs[-1].last].flip(-1)

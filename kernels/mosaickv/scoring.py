@@ -1,11 +1,11 @@
-"""Scores of packed keys, blocks first and then the tokens of the best blocks, Triton.
+"""Packed keys are scored, blocks first and then the tokens of the best blocks, Triton.
 
-    rotate_queries  by the rotation of each strategy of their sequence
-    _score          logits of all tokens, those in blocks by their block, and scores of them
-    bound_unit      of each kv head, the score that the wanted number of tokens reach
-    _score          logits of these tokens by their own keys, and scores again
+A step takes four launches, or the first two where every token is scored by itself:
 
-Where every token is scored by itself, the first two are all.
+    rotate_queries  rotates queries by each strategy of their sequence
+    _score          scores all tokens, those in blocks by the keys of their blocks
+    bound_unit      finds the score that as many tokens reach as are scored by themselves
+    _score          scores these tokens by their own keys, and then all tokens again
 """
 
 from __future__ import annotations
@@ -39,21 +39,20 @@ from cache_rank_kernels.score.triton import (
 from torch import Tensor
 
 _VECTORS = 64
-"""Multiplied at once, by four warps."""
+"""A program of four warps multiplies this many vectors at once."""
 
 _REGISTERS = 168
-"""Of a thread, so that three programs share a multiprocessor: what they wait for is memory."""
+"""A thread has this many, so that three programs, which wait for memory, share a multiprocessor."""
 
 
 class PackedWorkspace(NamedTuple):
     """Scratch of `score_packed_step`.
 
     Attributes:
-        of_tokens: as of other formats.
-        rotated: queries of each unit and strategy.
-        listed: (units, capacity) int32, of each chunk the tokens that are scored by themselves.
-        bounds: (units,) float32 scores.
-        oldest: (units,) int32, of the tokens with such a score the oldest that is scored.
+        of_tokens: the scratch that all formats need.
+        rotated: the queries of each unit and strategy.
+        listed: (units, capacity) int32, for each chunk the tokens that are scored by themselves.
+        bounds, oldest: (units,) float32 and int32, see `bound_unit`.
     """
 
     of_tokens: ScoreWorkspace
@@ -71,14 +70,14 @@ def score_packed_workspace(
     capacity: int,
     strategies: int,
 ) -> PackedWorkspace:
-    """Scratch for `rows` rows of up to `capacity` tokens and `strategies` strategies.
+    """Make scratch for `rows` rows of up to `capacity` tokens and `strategies` strategies.
 
-    It may be used by one launch after another on one stream.
+    One launch after another may use it on one stream.
     """
     layout, device = Layout.of(store), store.strategy_of.device
     units, exact = rows * layers * layout.kv_heads, multiplies_float32(store.rings[0])
     of_tokens = score_workspace(rows, layers, layout.kv_heads, group, capacity, device)
-    columns = max(4 * of_tokens.logits.shape[-1], 16)  # of a product, see `score_constants`
+    columns = max(4 * of_tokens.logits.shape[-1], 16)  # PARTS * PADDED, see `score_constants`
     return PackedWorkspace(
         of_tokens,
         rotated_queries(store, units, strategies, group, columns, exact),
@@ -101,10 +100,7 @@ def score_packed_step(
     out: Tensor,
     exact: bool = False,
 ) -> None:
-    """See the reference, with a capacity that 16 divides.
-
-    Four launches, or two where all tokens are scored by themselves.
-    """
+    """See the reference. 16 divides the capacity."""
     layout, constants = Layout.of(store), score_constants(queries, workspace.of_tokens, out)
     key_ring, (chunks, units) = store.rings[0], score_grid(out)
     rotated = workspace.rotated
@@ -112,6 +108,16 @@ def score_packed_step(
     assert out.shape[-1] % 16 == 0
     assert rotated.parts.shape[0] >= units
     assert rotated.parts.shape[2] == constants["PARTS"] * constants["PADDED"]
+    millionths, fewest = scored
+    numbers = {
+        "first_layer": first_layer,
+        "millionths": millionths,
+        "fewest": fewest,
+        "capacity": out.shape[-1],
+        "strategies": strategies,
+        "buffers": store.strategy_of.shape[1],
+        "in_table": store.rows.shape[1],
+    }
     rotate_queries(store, queries, slots, first_layer, constants["PADDED"], rotated)
     for refines in (False,) if exact else (False, True):
         if refines:
@@ -125,12 +131,7 @@ def score_packed_step(
                 workspace.listed,
                 workspace.bounds,
                 workspace.oldest,
-                first_layer,
-                *scored,
-                out.shape[-1],
-                strategies,
-                store.strategy_of.shape[1],
-                store.rows.shape[1],
+                **numbers,
                 LAYERS=constants["LAYERS"],
                 BLOCK=BOUND_TOKENS,
                 LAYOUT=layout,
@@ -152,16 +153,13 @@ def score_packed_step(
             workspace.listed,
             workspace.bounds,
             workspace.oldest,
-            *workspace.of_tokens,
-            out,
-            first_layer,
-            scale,
-            page_table.stride(0),
-            out.shape[-1],
-            *scored,
-            strategies,
-            store.strategy_of.shape[1],
-            store.rows.shape[1],
+            logits=workspace.of_tokens.logits,
+            partial=workspace.of_tokens.partial,
+            arrived=workspace.of_tokens.arrived,
+            out=out,
+            scale=scale,
+            page_stride=page_table.stride(0),
+            **numbers,
             **constants,
             VECTORS=_VECTORS,
             BY_TOKEN=exact,
@@ -221,6 +219,12 @@ def _score(
     LAYOUT: tl.constexpr,
     EXACT: tl.constexpr,
 ):
+    """One program scores CHUNK tokens of a unit, a row, layer and kv head.
+
+    If REFINES, it computes the logits of only those packed tokens that are scored by themselves;
+    the other logits of the chunk are there already.
+    """
+    # The chunk, how many of its tokens are packed, and whether there is anything to do.
     chunk, unit = tl.program_id(0), tl.program_id(1).to(tl.int64)
     row = unit // (LAYERS * KV_HEADS)
     slot = tl.load(slots + row).to(tl.int64)
@@ -236,12 +240,14 @@ def _score(
         bound = tl.load(bounds + unit)
         if bound == float("inf"):
             return
+    # Where the unit's tensors are.
     layer, head = first_layer + (unit // KV_HEADS) % LAYERS, unit % KV_HEADS
     unit_logits = logits + unit * capacity * PADDED
     unit_out = out + unit * capacity
     chunk_list = listed + unit * capacity + start
     pages = page_table + row * page_stride
     stop = tl.minimum(start + CHUNK, tokens)
+    # Packed tokens, a run of one strategy after the other, by their own or by per-block keys.
     first, last_packed = start, tl.minimum(stop, packed)
     while first < last_packed:
         strategy, last = run_at(unit_strategies, first, last_packed, CHUNK // LAYOUT.buffer, LAYOUT)
@@ -268,49 +274,50 @@ def _score(
         )
         score_vectors(
             (elements, bitmap),
-            first,
-            count,
-            stride,
-            chunk_list,
-            pages,
-            layer,
-            head,
-            page_entries,
-            group,
-            own_queries,
-            weight * scale,
-            unit_logits,
-            PADDED,
-            PARTS,
-            VECTORS,
-            REFINES,
-            LAYOUT,
-            EXACT,
+            first=first,
+            count=count,
+            stride=stride,
+            listed=chunk_list,
+            pages=pages,
+            layer=layer,
+            head=head,
+            page_entries=page_entries,
+            group=group,
+            queries=own_queries,
+            weight=weight * scale,
+            unit_logits=unit_logits,
+            PADDED=PADDED,
+            PARTS=PARTS,
+            VECTORS=VECTORS,
+            LISTED=REFINES,
+            LAYOUT=LAYOUT,
+            EXACT=EXACT,
         )
         first = last
+    # Tokens that are still in the ring, and then the scores of the unit.
     if (not REFINES) & (packed < stop):
         score_full_precision(
             queries + unit * GROUP * HEAD_DIM,
             key_ring,
             slots + row,
-            tl.maximum(packed, start),
-            stop,
-            layer,
-            head,
-            scale,
-            LAYOUT.layers,
-            unit_logits,
-            KV_HEADS,
-            GROUP,
-            PADDED,
-            PARTS,
-            HEAD_DIM,
-            LAYOUT.ring,
-            LAYOUT.buffer,
-            True,
-            1,
-            EXACT,
-            False,
+            first=tl.maximum(packed, start),
+            last=stop,
+            layer=layer,
+            head=head,
+            scale=scale,
+            pool_layers=LAYOUT.layers,
+            unit_logits=unit_logits,
+            KV_HEADS=KV_HEADS,
+            GROUP=GROUP,
+            PADDED=PADDED,
+            PARTS=PARTS,
+            HEAD_DIM=HEAD_DIM,
+            PAGE=LAYOUT.ring,
+            BLOCK=LAYOUT.buffer,
+            IS_RING=True,
+            STAGES=1,
+            EXACT=EXACT,
+            COARSE=False,
         )
     finish_unit(
         chunk,

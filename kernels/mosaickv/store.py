@@ -1,4 +1,4 @@
-"""Where the packed vectors of a step's tokens are, plain torch."""
+"""Where the packed vectors of a step's tokens are, plain torch: the specification."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from torch import Tensor
 
 
 class PackedStore(NamedTuple):
-    """Tokens of all sequences, as the operations of a step find them.
+    """The tokens of all sequences, as the operations of a step find them.
 
-    A sequence's tokens are in the pages from the first on, in whole buffers, each compressed by one
-    of its strategies. Newer tokens, and copies of some others, are in a ring of its slot as they
-    came; the token at position p at p % ring.
+    A sequence's tokens are in the pages from the first on, in whole buffers. Each buffer is
+    compressed by one of the sequence's strategies. Newer tokens, and copies of some others, are as
+    they came in a ring of the sequence's slot, position p in entry p % ring.
 
     Attributes:
-        keys, values, block_keys: packed, (pages, layers, Hkv, entries, ...): of a page's P tokens
-            the token at p has entry p % P, and the per-block key of a block that begins there
-            p % P * entries // P.
+        keys, values, block_keys: packed vectors, (pages, layers, Hkv, entries, ...) each. Among the
+            P tokens of a page, position p has entry p % P, and the per-block key of a block that
+            begins there has entry p % P * entries // P.
         rings: keys and values, (slots, layers, Hkv, ring, D) each.
-        strategy_of: (slots, buffers) int32, which of the sequence's strategies each buffer of
-            tokens in the pages has; -1 for tokens that are not there.
-        rows: (slots, strategies) int32, where each of them is in the two tables below.
-        numbers: (rows, layers, 3) int32: r, g, and the tokens of a block.
+        strategy_of: (slots, buffers) int32, the strategy of each buffer in the pages, counted among
+            those of the sequence; -1 for buffers that are not there.
+        rows: (slots, strategies) int32, the row of each strategy in the next two tables.
+        numbers: (rows, layers, 3) int32: r, g, and how many tokens a block has.
         rotations: (rows, layers, 2, Hkv, D, C) in the dtype of the rings.
         page_tokens: P.
-        buffer_tokens: of a buffer; divides the ring.
+        buffer_tokens: how many tokens a buffer has; divides the ring.
     """
 
     keys: PackedVectors
@@ -48,10 +48,11 @@ class Strategy(NamedTuple):
     """How tokens of one layer are compressed.
 
     Attributes:
-        kept: r, elements that each vector keeps.
-        group: neighbouring elements that share a bit.
-        block: tokens of a per-block key; 1 is none, and tokens are scored by themselves.
-        rotations: (2, Hkv, D, C) of keys and of values, in the dtype of the pool.
+        kept: r, how many elements each vector keeps.
+        group: g, how many neighbouring elements share a bit.
+        block: how many tokens share a per-block key; with 1 there are none, and tokens are scored
+            by themselves.
+        rotations: (2, Hkv, D, C), those of keys and of values, in the dtype of the rings.
     """
 
     kept: int
@@ -61,7 +62,7 @@ class Strategy(NamedTuple):
 
 
 class Run(NamedTuple):
-    """Successive tokens of one strategy, positions first to last - 1."""
+    """Successive tokens of one strategy, at positions [first, last)."""
 
     first: int
     last: int
@@ -69,7 +70,7 @@ class Run(NamedTuple):
 
 
 def strategy_at(store: PackedStore, row: int, layer: int) -> Strategy:
-    """The strategy of a layer that is in a row of the tables."""
+    """Read the strategy of a layer from a row of the tables."""
     kept, group, block = store.numbers[row, layer].tolist()
     return Strategy(kept, group, block, store.rotations[row, layer])
 
@@ -81,14 +82,14 @@ def packed_tokens(store: PackedStore, slot: int, tokens: int) -> int:
 
 
 def runs_of(store: PackedStore, slot: int, layer: int, packed: int, longest: int) -> Iterator[Run]:
-    """The strategies of a layer's first `packed` tokens, in order.
+    """List the runs of a layer's first `packed` tokens, in order.
 
     Args:
-        store: that they are in.
-        slot: of the sequence.
-        layer: whose.
-        packed: of `packed_tokens`.
-        longest: tokens of a run, a multiple of the buffer.
+        store: where the tokens are.
+        slot: the slot of their sequence.
+        layer: which layer.
+        packed: what `packed_tokens` returned.
+        longest: the most tokens of a run, a multiple of the buffer.
     """
     first, size = 0, store.buffer_tokens
     for index, group in groupby(store.strategy_of[slot, : packed // size].tolist()):
@@ -100,7 +101,7 @@ def runs_of(store: PackedStore, slot: int, layer: int, packed: int, longest: int
 
 
 def newest_tokens(store: PackedStore, slot: int, layer: int, first: int, last: int) -> Tensor:
-    """Tokens from the ring, as they came: (2, Hkv, last - first, D)."""
+    """Read tokens from the ring, as they came: (2, Hkv, last - first, D)."""
     position = torch.arange(first, last, device=store.strategy_of.device) % store.rings[0].shape[3]
     return torch.stack([ring[slot, layer][:, position] for ring in store.rings])
 
@@ -114,15 +115,15 @@ def load_vectors(
     position: Tensor,
     strategy: Strategy,
 ) -> PackedVectors:
-    """Vectors of a layer as a strategy packed them.
+    """Load vectors of a layer as a strategy packed them.
 
     Args:
-        store: that they are in.
-        vectors: its keys, values or per-block keys.
-        pages: (pages,) int32 of the sequence.
-        layer: of them.
+        store: where the vectors are.
+        vectors: the store's keys, values or per-block keys.
+        pages: (pages,) int32, the pages of the sequence.
+        layer: which layer.
         head, position: int64, which broadcast to the leading dimensions of the result.
-        strategy: of them all.
+        strategy: the strategy that packed all of them.
     """
     place = _place(store, vectors, pages, layer, head, position)
     width = bitmap_bytes(strategy.rotations.shape[-1], strategy.group)
@@ -140,7 +141,7 @@ def store_vectors(
     position: Tensor,
     packed: PackedVectors,
 ) -> None:
-    """Write vectors that a strategy packed; arguments are those of `load_vectors`."""
+    """Write vectors that a strategy packed, with the arguments of `load_vectors`."""
     place = _place(store, vectors, pages, layer, head, position)
     for plane, part in zip(vectors, packed, strict=True):
         plane[..., : part.shape[-1]][place] = part
@@ -154,6 +155,7 @@ def _place(
     head: Tensor,
     position: Tensor,
 ) -> tuple[Tensor, int, Tensor, Tensor]:
+    """The index of each vector in the planes of `vectors`."""
     page_tokens, entries = store.page_tokens, vectors.elements.shape[-2]
     page = pages[position // page_tokens].to(torch.int64)
     return page, layer, head, position % page_tokens * entries // page_tokens

@@ -1,8 +1,7 @@
-"""The operations of `mosaickv` on a GPU, Triton.
+"""The operations of `mosaickv`, Triton.
 
-Packing of whole segments is here, and their rotations are in `eigenvectors`; what every step does
-is in `compressing`, `scoring` and `gathering`, and packed vectors in kernels in `packing` and
-`unpacking`.
+Whole segments are packed here, and their rotations are found in `eigenvectors`. What every step
+does is in `compressing`, `scoring` and `gathering`, which use `packing` and `unpacking`.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ __all__ = [
 ]
 
 _BLOCK_VECTORS = 32
-"""Of a program; a matrix unit takes at least 16."""
+"""A program packs this many vectors; a matrix unit takes at least 16."""
 
 
 def pack_vectors(rotated: Tensor, kept: int, group: int, dtype: torch.dtype) -> PackedVectors:
@@ -51,7 +50,7 @@ def pack_vectors(rotated: Tensor, kept: int, group: int, dtype: torch.dtype) -> 
         kept,
         group,
         width,
-        torch.finfo(dtype).max,
+        limit=torch.finfo(dtype).max,
         CHANNELS=channels,
         COLUMNS=columns_for(channels),
         VECTORS=_BLOCK_VECTORS,
@@ -74,8 +73,18 @@ def _pack(
     COLUMNS: tl.constexpr,
     VECTORS: tl.constexpr,
 ):
+    """One program packs VECTORS vectors of CHANNELS channels."""
     vector = tl.program_id(0).to(tl.int64) * VECTORS + tl.arange(0, VECTORS)
     targets = (elements, bitmap, vector * kept, vector * width, width)
     pack_rows(
-        rotated, vector, vector < count, targets, kept, group, limit, CHANNELS, CHANNELS, COLUMNS
+        rotated,
+        vector,
+        vector < count,
+        targets,
+        kept,
+        group,
+        limit,
+        CHANNELS=CHANNELS,
+        STRIDE=CHANNELS,
+        COLUMNS=COLUMNS,
     )

@@ -1,8 +1,8 @@
-"""Packed vectors as kernels of `mosaickv` read them, Triton: a word of a bitmap at a time.
+"""Vectors are unpacked in kernels of `mosaickv`, a word of a bitmap at a time, Triton.
 
-An element's place among those of its vector is how many bits are set before its own: the bits of
-earlier words, which are counted once a vector, and those of its own word, which a GPU counts in one
-instruction. Neighbouring threads read neighbouring channels, and so elements that lie together.
+The place of an element among those of its vector is how many bits are set before its own. The bits
+of earlier words are counted once a vector, and those of its own word by one instruction of a GPU.
+Neighbouring threads read neighbouring channels, and so elements that lie together.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from torch import Tensor
 
 
 def in_words(vectors: PackedVectors) -> tuple[Tensor, Tensor]:
-    """Elements and bitmaps of a store as `unpack_part` takes them; bitmaps are whole words."""
+    """The elements and bitmaps of a store as `unpack_part` takes them; bitmaps are whole words."""
     return vectors.elements, vectors.bitmap.view(torch.int32)
 
 
 @triton.jit
 def _set_bits(words):
-    """How many bits of uint32 are set; the compiler knows this for what it is."""
+    """Count the bits of uint32 that are set; the compiler makes one instruction of this."""
     words -= (words >> 1) & 0x55555555
     words = (words & 0x33333333) + ((words >> 2) & 0x33333333)
     return (((words + (words >> 4)) & 0x0F0F0F0F) * 0x01010101) >> 24
@@ -29,29 +29,29 @@ def _set_bits(words):
 
 @triton.jit
 def no_word(entry):
-    """The state of `unpack_part` before the first part: a word, and how many bits are before it."""
+    """The state of `unpack_part` before the first part: a word, and the count of bits before it."""
     word = tl.zeros(entry.shape, tl.uint32)
     return word, word
 
 
 @triton.jit
 def unpack_part(vectors, entry, used, word, before, index, group, LAYOUT: tl.constexpr):
-    """Some neighbouring channels of packed vectors.
+    """Unpack some neighbouring channels of packed vectors.
 
     Args:
-        vectors: of `in_words`.
-        entry: (vectors,) int64, which they are.
+        vectors: what `in_words` returned.
+        entry: (vectors,) int64, which vectors.
         used: (vectors,) whether there is one.
         word, before: (vectors,) uint32, returned for the part before; at first those of `no_word`.
-        index: of the part, a constant.
-        group: neighbouring elements that share a bit, 1, 2 or 4.
+        index: which part, a constant.
+        group: how many neighbouring elements share a bit, 1, 2 or 4.
 
     Returns:
         (vectors, LAYOUT.part) in the elements' dtype, 0 for what was not kept; and the state for
         the next part.
     """
     elements, bitmap = vectors
-    exponent = group // 2  # of a power of two
+    exponent = group // 2  # group is 2 to this power
     before += tl.where(index % group == 0, _set_bits(word), 0)
     words = bitmap + entry * (LAYOUT.bytes // 4)
     word = tl.load(words + (index >> exponent), mask=used, other=0).to(tl.uint32, bitcast=True)

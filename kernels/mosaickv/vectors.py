@@ -1,4 +1,4 @@
-"""Packed vectors of rotated keys and values (MosaicKV sections 4.2 and 5.1-5.3), plain torch.
+"""Packed vectors of rotated keys and values (MosaicKV sections 4.2 and 5.1-5.3): specification.
 
 The columns of a rotation R are the eigenvectors of a covariance KᵀK, largest eigenvalue first. In
 that frame few elements of a vector carry most of its energy. The last columns are left out for all
@@ -24,11 +24,11 @@ from torch import Tensor
 
 
 class PackedVectors(NamedTuple):
-    """Vectors of C channels, of which each keeps r elements.
+    """Vectors of C channels, each of which keeps r elements.
 
     Attributes:
-        elements: (..., n, r) in the dtype of what was encoded, ascending by channel.
-        bitmap: (..., n, ceil(C / g / 8)) uint8, a bit an element group, the first one lowest.
+        elements: (..., n, r) in the dtype of what was encoded, in the order of channels.
+        bitmap: (..., n, ceil(C / g / 8)) uint8, a bit for each element group, the first one lowest.
     """
 
     elements: Tensor
@@ -36,26 +36,26 @@ class PackedVectors(NamedTuple):
 
 
 def rotation_of(covariance: Tensor, channels: int) -> Tensor:
-    """The rotation that concentrates energy (sections 2.3 and 5.5).
+    """Find the rotation that concentrates energy (sections 2.3 and 5.5).
 
     Args:
         covariance: (..., D, D), the sum of xᵀx over vectors; not centred, as in the paper.
-        channels: C, how many to keep.
+        channels: C, how many columns to keep.
 
     Returns:
-        (..., D, C) float64, orthonormal columns, largest eigenvalue first.
+        (..., D, C) float64 with orthonormal columns, largest eigenvalue first.
     """
     _, vectors = torch.linalg.eigh(covariance.double())  # ascending
     return vectors.flip(-1)[..., :channels].contiguous()
 
 
 def rotate(vectors: Tensor, rotation: Tensor) -> Tensor:
-    """x R: (..., n, D) and (..., D, C), both of any float dtype, to (..., n, C) float32."""
+    """Compute x R: (..., n, D) times (..., D, C), any float dtypes, is (..., n, C) float32."""
     return vectors.float() @ rotation.float()
 
 
 def bitmap_bytes(channels: int, group: int) -> int:
-    """Of one vector."""
+    """How many bytes the bitmap of one vector has."""
     return -(-channels // (8 * group))
 
 
@@ -66,15 +66,15 @@ def pack_vectors(rotated: Tensor, kept: int, group: int, dtype: torch.dtype) -> 
         rotated: (..., n, C) float32.
         kept: r, a multiple of the group, at most C.
         group: g, which divides C.
-        dtype: of the elements; what is beyond its range becomes its largest number.
+        dtype: the dtype of the elements; what is beyond its range becomes its largest number.
 
     Returns:
-        Packed vectors. Ties are kept toward the first channels.
+        Packed vectors. Of groups of the same energy the first are kept.
     """
     groups = rotated.unflatten(-1, (-1, group))  # (..., n, C / g, g)
     largest = rotated.abs().amax(dim=-1, keepdim=True).unsqueeze(-1)
-    # Relative to the largest element, so that squares neither overflow nor vanish; but for vectors
-    # of nothing but subnormal numbers, which not every device divides by.
+    # Relative to the largest element, so that squares neither overflow nor vanish. Vectors of
+    # nothing but subnormal numbers stay as they are: not every device divides by these.
     is_normal = largest >= torch.finfo(torch.float32).tiny
     relative = groups / torch.where(is_normal, largest, torch.ones_like(largest))
     energy = torch.zeros_like(relative[..., 0])
@@ -89,7 +89,7 @@ def pack_vectors(rotated: Tensor, kept: int, group: int, dtype: torch.dtype) -> 
 
 
 def unpack_vectors(packed: PackedVectors, channels: int, group: int) -> Tensor:
-    """Vectors with zeros for what was not kept: (..., n, C) float32."""
+    """Unpack vectors, with zeros for what was not kept: (..., n, C) float32."""
     shifts = torch.arange(8, dtype=torch.uint8, device=packed.bitmap.device)
     bits = (packed.bitmap.unsqueeze(-1) >> shifts & 1).flatten(-2)[..., : channels // group]
     is_kept = bits.repeat_interleave(group, dim=-1)
@@ -110,20 +110,20 @@ def decode(packed: PackedVectors, rotation: Tensor, group: int) -> Tensor:
 
 
 def mean_keys(keys: Tensor, block: int) -> Tensor:
-    """Per-block keys (section 4.2, stage 2): (..., n, D) to (..., n / block, D), in its dtype."""
+    """Average keys over blocks (section 4.2, stage 2): (..., n, D) to (..., n / block, D)."""
     return keys.double().unflatten(-2, (-1, block)).mean(dim=-2).to(keys.dtype)
 
 
 def score_packed(
     queries: Tensor, packed: PackedVectors, rotation: Tensor, group: int, scale: float
 ) -> Tensor:
-    """Attention logits of packed keys, or of packed per-block keys (section 5.3).
+    """Compute the attention logits of packed keys, or of packed per-block keys (section 5.3).
 
     Args:
-        queries: (..., G, D) float32, the query heads of the kv head that the keys are of.
-        packed: (..., n, r).
-        rotation: (..., D, C) that the keys were encoded with.
-        group: that the keys were encoded with.
+        queries: (..., G, D) float32, the query heads of the keys' kv head.
+        packed: (..., n, r) keys.
+        rotation: (..., D, C), the rotation that the keys were encoded with.
+        group: the element group that they were encoded with.
         scale: factor on the logits.
 
     Returns:
@@ -133,33 +133,15 @@ def score_packed(
     return (rotate(queries, rotation) @ keys.transpose(-1, -2)) * scale
 
 
-def attention_output(
-    probabilities: Tensor, packed: PackedVectors, rotation: Tensor, group: int
-) -> Tensor:
-    """Attention output of packed values, summed in the rotated frame and rotated back once.
-
-    Args:
-        probabilities: (..., G, n) float32.
-        packed: (..., n, r) values.
-        rotation: (..., D, C) that the values were encoded with.
-        group: that the values were encoded with.
-
-    Returns:
-        (..., G, D) float32 (section 5.3).
-    """
-    values = unpack_vectors(packed, rotation.shape[-1], group)
-    return (probabilities @ values) @ rotation.float().transpose(-1, -2)
-
-
 def lost_energy(tokens: Tensor, packed: PackedVectors) -> Tensor:
-    """The share of each vector's energy that its elements do not keep.
+    """Measure the share of each vector's energy that its elements do not keep.
 
     The paper's compression loss (section 5.5) compares vectors with what is left of them, in a
     measure that it does not give; this is |x - x̂|² / |x|².
 
     Args:
-        tokens: (..., n, D), before they were rotated.
-        packed: the same vectors.
+        tokens: (..., n, D) vectors, before they were rotated.
+        packed: the same vectors, packed.
 
     Returns:
         (..., n) float64, from 0 to 1; 0 for a vector of zeros.
@@ -171,14 +153,14 @@ def lost_energy(tokens: Tensor, packed: PackedVectors) -> Tensor:
 
 
 def unexplained_variance(keys: Tensor, block: int) -> Tensor:
-    """How much of the variance of keys is within blocks, and so lost to per-block keys.
+    """Measure the share of the variance of keys that is within blocks, and so lost to mean keys.
 
     The paper compares the variance within blocks with a threshold (section 5.5) and gives no unit;
     here it is relative to the variance of all keys, so that a threshold holds for any model.
 
     Args:
         keys: (..., n, D).
-        block: tokens of a block, which divides n.
+        block: how many tokens a block has, which divides n.
 
     Returns:
         (...) float64, from 0 to 1; 0 for keys that are all the same.
@@ -191,7 +173,7 @@ def unexplained_variance(keys: Tensor, block: int) -> Tensor:
 
 
 def _pack_bits(bits: Tensor) -> Tensor:
-    """(..., n) uint8 of 0 and 1 to (..., ceil(n / 8)) uint8."""
+    """Pack (..., n) uint8 of 0 and 1 to (..., ceil(n / 8)) uint8."""
     padded = torch.nn.functional.pad(bits, (0, -bits.shape[-1] % 8))
     shifts = torch.arange(8, dtype=torch.uint8, device=bits.device)
     return (padded.unflatten(-1, (-1, 8)) << shifts).sum(dim=-1, dtype=torch.uint8)

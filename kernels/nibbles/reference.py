@@ -1,8 +1,8 @@
 """Packed 4-bit codes, plain torch: the specification.
 
-Channels i and i + D / 2 of a token share a byte, the first in the low nibble: the codes of one
-token are contiguous and can be read alone, and a mask or a shift unpacks half of its channels, in
-order. Signed codes are in two's complement.
+Channels i and i + D / 2 of a token share a byte, and channel i has the low nibble. So the codes of
+one token are contiguous and can be read alone, and a mask or a shift unpacks half of its channels
+in order. Signed codes are in two's complement.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Packed 4-bit codes, Triton: functions for kernels.
 
-On a GPU four bytes are unpacked by one instruction: what reads codes is bound by arithmetic long
-before it is bound by memory if it touches every byte. The interpreter knows no machine
-instructions, so that it takes each byte by itself.
+On a GPU one instruction unpacks four bytes. A kernel that took each byte by itself would be bound
+by arithmetic long before it is bound by memory. The interpreter knows no machine instructions, and
+does take each byte by itself.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import triton.language as tl
 
 @triton.jit
 def pack_nibbles(low, high):
-    """Codes in [-8, 15] of the low and of the high nibbles, int32, to uint8 of the same shape."""
+    """Pack codes in [-8, 15], int32, of low and high nibbles: uint8 of the same shape."""
     return ((low & 15) | ((high & 15) << 4)).to(tl.uint8)
 
 
 @triton.jit
 def low_nibbles(packed, INTERPRETED: tl.constexpr):
-    """Unsigned low nibbles of uint8: int8 of the same shape."""
+    """Unpack the unsigned low nibbles of uint8: int8 of the same shape."""
     if INTERPRETED:
         return (packed & 15).to(tl.int8)
     else:
@@ -30,7 +30,7 @@ def low_nibbles(packed, INTERPRETED: tl.constexpr):
 
 @triton.jit
 def high_nibbles(packed, INTERPRETED: tl.constexpr):
-    """Unsigned high nibbles of uint8: int8 of the same shape."""
+    """Unpack the unsigned high nibbles of uint8: int8 of the same shape."""
     if INTERPRETED:
         return (packed >> 4).to(tl.int8)
     else:
@@ -46,5 +46,5 @@ def high_nibbles(packed, INTERPRETED: tl.constexpr):
 
 @triton.jit
 def signed(nibbles):
-    """Nibbles in two's complement, integers in [0, 15], to float32 in [-8, 7]."""
+    """Read nibbles, integers in [0, 15], as two's complement: float32 in [-8, 7]."""
     return ((nibbles ^ 8) - 8).to(tl.float32)

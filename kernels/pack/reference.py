@@ -1,5 +1,4 @@
-"""Packing of a layer's q, k and v into the message to the cache rank, plain torch: the
-specification."""
+"""A layer's q, k and v are packed into the message to the cache rank: the specification."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ def pack_layer(
     stamps: Tensor | None = None,
     stamp_index: int = 0,
 ) -> None:
-    """Write the batch rows that take part in the exchange into their rows of the message.
+    """Write the rows of a batch that take part in the exchange to their rows of the message.
 
     Args:
         staging: (max rows, L, Hq + 2 Hkv, D), written in place: per row and layer the query heads,
@@ -29,8 +28,9 @@ def pack_layer(
         layer_in_group: the layer of the message that is written.
         queries: (B, Hq, D), any strides but the last.
         keys, values: (B, Hkv, D), any strides but the last.
-        stamps: int64; entry `stamp_index` is set to the time in nanoseconds (see `stamp`).
-        stamp_index: see `stamps`.
+        stamps: int64; entry `stamp_index` is set to the time in nanoseconds (see `stamp`). None
+            sets none.
+        stamp_index: the entry of `stamps`.
     """
     taken = (exchange_index >= 0).nonzero().squeeze(-1)
     packed = torch.cat((queries[taken], keys[taken], values[taken]), dim=1)
@@ -40,10 +40,10 @@ def pack_layer(
 
 
 def stamp(stamps: Tensor, index: int) -> None:
-    """Store the time in nanoseconds: of the GPU's global timer, or of the system's clock on CPU.
+    """Store the time in nanoseconds: that of the GPU's global timer, or of the system's clock.
 
     Args:
         stamps: int64, on the device; entry `index` is written.
-        index: see `stamps`.
+        index: the entry of `stamps`.
     """
     stamps.view(-1)[index] = time.time_ns()

@@ -1,4 +1,7 @@
-"""Packing of a layer's q, k and v, Triton. It runs inside the decode graph, once a layer."""
+"""A layer's q, k and v are packed into the message to the cache rank, Triton.
+
+The decode graph holds one launch a layer.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from torch import Tensor
 from triton.language.extra.cuda import globaltimer
 
 _BLOCK_ELEMENTS = 2048
+"""A program moves at most this many elements."""
 
 
 def pack_layer(
@@ -43,17 +47,17 @@ def pack_layer(
         batch,
         layer_in_group,
         stamp_index,
-        queries.stride(0),
-        queries.stride(1),
-        keys.stride(0),
-        keys.stride(1),
-        values.stride(0),
-        values.stride(1),
-        layers=staging.shape[1],
-        query_heads=query_heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        block_heads=block_heads,
+        query_row_stride=queries.stride(0),
+        query_head_stride=queries.stride(1),
+        key_row_stride=keys.stride(0),
+        key_head_stride=keys.stride(1),
+        value_row_stride=values.stride(0),
+        value_head_stride=values.stride(1),
+        LAYERS=staging.shape[1],
+        QUERY_HEADS=query_heads,
+        KV_HEADS=kv_heads,
+        HEAD_DIM=head_dim,
+        BLOCK_HEADS=block_heads,
     )
 
 
@@ -91,12 +95,18 @@ def _pack(
     key_head_stride,
     value_row_stride,
     value_head_stride,
-    layers: tl.constexpr,
-    query_heads: tl.constexpr,
-    kv_heads: tl.constexpr,
-    head_dim: tl.constexpr,
-    block_heads: tl.constexpr,
+    LAYERS: tl.constexpr,
+    QUERY_HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
 ):
+    """One program writes BLOCK_HEADS heads of one row of the batch to the row's message.
+
+    Heads are counted through the queries, the keys and the values. The first program also leaves
+    the time.
+    """
+    # The time, and whether the row takes part.
     row = tl.program_id(0).to(tl.int64)
     if stamps is not None:  # noqa: SIM102  (known when the kernel is compiled)
         if (row == 0) & (tl.program_id(1) == 0):
@@ -107,25 +117,26 @@ def _pack(
     if message_row < 0:
         return
 
-    heads: tl.constexpr = query_heads + 2 * kv_heads
-    head = tl.program_id(1) * block_heads + tl.arange(0, block_heads)[:, None]
-    dims = tl.arange(0, head_dim)[None, :]
-    is_query = head < query_heads
-    is_value = head >= query_heads + kv_heads
+    # Each head is read from one of the three tensors.
+    HEADS: tl.constexpr = QUERY_HEADS + 2 * KV_HEADS
+    head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)[:, None]  # [BLOCK_HEADS, 1]
+    dims = tl.arange(0, HEAD_DIM)[None, :]  # [1, D]
+    is_query = head < QUERY_HEADS
+    is_value = head >= QUERY_HEADS + KV_HEADS
     query = tl.load(
         queries + row * query_row_stride + head * query_head_stride + dims, mask=is_query
     )
     key = tl.load(
-        keys + row * key_row_stride + (head - query_heads) * key_head_stride + dims,
-        mask=(head >= query_heads) & (head < query_heads + kv_heads),
+        keys + row * key_row_stride + (head - QUERY_HEADS) * key_head_stride + dims,
+        mask=(head >= QUERY_HEADS) & (head < QUERY_HEADS + KV_HEADS),
     )
     value = tl.load(
         values
         + row * value_row_stride
-        + (head - query_heads - kv_heads) * value_head_stride
+        + (head - QUERY_HEADS - KV_HEADS) * value_head_stride
         + dims,
-        mask=is_value & (head < heads),
+        mask=is_value & (head < HEADS),
     )
-    packed = tl.where(is_query, query, tl.where(is_value, value, key))
-    target = staging + ((message_row * layers + layer_in_group) * heads + head) * head_dim + dims
-    tl.store(target, packed.to(staging.dtype.element_ty), mask=head < heads)
+    packed = tl.where(is_query, query, tl.where(is_value, value, key))  # [BLOCK_HEADS, D]
+    target = staging + ((message_row * LAYERS + layer_in_group) * HEADS + head) * HEAD_DIM + dims
+    tl.store(target, packed.to(staging.dtype.element_ty), mask=head < HEADS)

@@ -1,15 +1,16 @@
-"""Next-query prediction in plain torch: the specification of the operation.
+"""The query of the next decode step is predicted from recent ones, plain torch: the specification.
 
-AsyncSpade section 4.2, equations 2 to 5. The newest query is regressed on its predecessors, and the
-same weights, shifted by one token, extrapolate to the query of the next step:
+This is AsyncSpade (arXiv 2510.07486), section 4.2, equations 2 to 5. The newest query is regressed
+on its predecessors, and the same weights, shifted by one token, extrapolate to the next query:
 
     w(n)       = softmax((A_n A_n^T + eps I)^-1 A_n q_t)      A_n = [q_{t-1}; ...; q_{t-n}]
     q_hat(n)   = sum_i w(n)_i q_{t+1-i}
     q_hat      = mean of q_hat(n) over the window sizes n = 1 .. W
 
-Three corrections to the printed Algorithm 1: the softmax takes plus, not minus, the solution
-(equation 2); each window is solved for itself instead of masking one window's weights (equations 4
-and 5); and the newest query takes part in the extrapolation (equation 4).
+It differs from the printed Algorithm 1 where that contradicts the equations: the softmax takes
+plus, not minus, the solution (equation 2); each window is solved for itself instead of masking one
+window's weights (equations 4 and 5); and the newest query takes part in the extrapolation
+(equation 4).
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ from torch import Tensor
 PredictionMethod = Literal["last", "ema", "spade", "ridge"]
 
 RIDGE_STRENGTH = 1e-3
-"""eps as a share of the mean squared query norm, so that it means the same at any head norm."""
+"""eps is this share of the mean squared query norm, so that it means the same at any head norm."""
 
 EMA_DECAY = 0.5
-"""Weight of a query relative to its successor in the exponential moving average."""
+"""The exponential moving average gives a query this weight relative to its successor."""
 
 
 def predict_next_query(queries: Tensor, counts: Tensor, method: PredictionMethod) -> Tensor:
@@ -35,7 +36,7 @@ def predict_next_query(queries: Tensor, counts: Tensor, method: PredictionMethod
     Args:
         queries: (..., W + 1, D), any float dtype, newest first; entries at or beyond `counts` are
             ignored.
-        counts: integer, broadcastable to (...): how many queries of each head are valid, at
+        counts: integers that broadcast to (...), how many queries of each head are valid, at
             least 1.
         method: `last` repeats the newest query; `ema` averages with decaying weights; `spade` is
             the regression above; `ridge` is the same regression without the softmax.
@@ -109,7 +110,7 @@ def _regression_weights(queries: Tensor, counts: Tensor, softmax: bool) -> Tenso
 
     One Cholesky factorization serves all windows. With the predecessors newest first, the factor of
     window n is the leading block of the factor L of window W, and so is its inverse. The solution
-    of window n is therefore a partial sum: x(n)_i = sum_{j < n} (L^-1)_{ji} y_j, y = L^-1 A q_t.
+    of window n is therefore a partial sum: x(n)_i = Σ_{j < n} (L^-1)_{ji} y_j with y = L^-1 A q_t.
     """
     newest, predecessors = queries[..., 0, :], queries[..., 1:, :]
     window = predecessors.shape[-2]

@@ -1,4 +1,4 @@
-"""Next-query prediction, Triton: one program a (row, layer, head), all of it in registers."""
+"""The query of the next decode step is predicted from recent ones, Triton, all in registers."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from cache_rank_kernels.predict.reference import EMA_DECAY, RIDGE_STRENGTH, Pred
 from torch import Tensor
 
 _SMALLEST_RIDGE = torch.finfo(torch.float32).tiny ** 0.5
+"""The ridge is at least this, so that queries of zeros have a solution too."""
+
 _METHODS = ("last", "ema", "spade", "ridge")
 
 
@@ -44,49 +46,49 @@ def predict_step(
         frequency,
         out,
         first_layer,
-        layers=layers,
-        ring_layers=ring_layers,
-        query_heads=query_heads,
-        window=ring - 1,
-        head_dim=head_dim,
-        rotary_pairs=rotary_pairs,
-        interleaved=interleaved,
-        method=method,
-        log2_decay=math.log2(EMA_DECAY),
-        ridge_strength=RIDGE_STRENGTH,
-        smallest_ridge=_SMALLEST_RIDGE,
-        block=block,
+        LAYERS=layers,
+        RING_LAYERS=ring_layers,
+        QUERY_HEADS=query_heads,
+        WINDOW=ring - 1,
+        HEAD_DIM=head_dim,
+        ROTARY_PAIRS=rotary_pairs,
+        INTERLEAVED=interleaved,
+        METHOD=method,
+        LOG2_DECAY=math.log2(EMA_DECAY),
+        RIDGE_STRENGTH=RIDGE_STRENGTH,
+        SMALLEST_RIDGE=_SMALLEST_RIDGE,
+        BLOCK=block,
         num_warps=max(1, min(8, block * head_dim // 2048)),
     )
 
 
 @triton.jit
-def _rotate(first, second, steps, pair, frequency, rotary_pairs: tl.constexpr):
-    """Rotate pairs of dimensions forward by a number of positions."""
-    rate = tl.load(frequency + pair, mask=pair < rotary_pairs, other=0.0)
+def _rotate(first, second, steps, pair, frequency, ROTARY_PAIRS: tl.constexpr):
+    """Rotate pairs of dimensions forward by `steps` positions."""
+    rate = tl.load(frequency + pair, mask=pair < ROTARY_PAIRS, other=0.0)
     angle = steps * rate
     cos, sin = tl.cos(angle), tl.sin(angle)
     return first * cos - second * sin, second * cos + first * sin
 
 
 @triton.jit
-def _average_solution(gram, projection, available, softmax: tl.constexpr, block: tl.constexpr):
-    """(block,) weights on [q_t, q_{t-1}, ...]: the mean of all windows' solutions.
+def _average_solution(gram, projection, available, SOFTMAX: tl.constexpr, BLOCK: tl.constexpr):
+    """The mean of all windows' solutions: (BLOCK,) weights on [q_t, q_{t-1}, ...].
 
     Args:
-        gram: (block, block) of the predecessors, newest first, ridge included.
-        projection: (block,), the newest query on the predecessors.
+        gram: (BLOCK, BLOCK) of the predecessors, newest first, with the ridge.
+        projection: (BLOCK,), the products of the newest query with the predecessors.
         available: how many predecessors there are, at least 1.
     """
-    row = tl.arange(0, block)[:, None]
-    column = tl.arange(0, block)[None, :]
+    row = tl.arange(0, BLOCK)[:, None]
+    column = tl.arange(0, BLOCK)[None, :]
     # Gaussian elimination of [gram | identity]: the pivot rows, scaled, are those of L^T and L^-1.
     # The solutions are summed up on the way rather than by tl.cumsum, which Triton 3.6 compiles
-    # wrongly for one warp where lanes hold copies (block < head_dim / 2): the carry from one group
+    # wrongly for one warp where lanes hold copies (BLOCK < HEAD_DIM / 2): the carry from one group
     # of rows to the next is read from a lane that is not the last of its group.
-    inverse = tl.where(row == column, 1.0, 0.0)
-    solutions = tl.zeros((block, block), dtype=tl.float32)  # (n - 1, i)
-    for step in range(block):
+    inverse = tl.where(row == column, 1.0, 0.0)  # [BLOCK, BLOCK]
+    solutions = tl.zeros((BLOCK, BLOCK), dtype=tl.float32)  # (n - 1, i)
+    for step in range(BLOCK):
         pivot_row = tl.sum(tl.where(row == step, gram, 0.0), 0)[None, :]
         pivot_column = tl.sum(tl.where(column == step, gram, 0.0), 1)[:, None]
         inverse_row = tl.sum(tl.where(row == step, inverse, 0.0), 0)[None, :]
@@ -98,7 +100,7 @@ def _average_solution(gram, projection, available, softmax: tl.constexpr, block:
         projected = tl.sum(inverse_row * projection[None, :], 1)[:, None]
         solutions += tl.where(row >= step, inverse_row * projected, 0.0)
 
-    if softmax:
+    if SOFTMAX:
         solutions = tl.where(column <= row, solutions, float("-inf"))
         solutions = tl.exp(solutions - tl.max(solutions, 1)[:, None])
         solutions = solutions / tl.sum(solutions, 1)[:, None]
@@ -117,73 +119,78 @@ def _predict(
     frequency,
     out,
     first_layer,
-    layers: tl.constexpr,
-    ring_layers: tl.constexpr,
-    query_heads: tl.constexpr,
-    window: tl.constexpr,
-    head_dim: tl.constexpr,
-    rotary_pairs: tl.constexpr,
-    interleaved: tl.constexpr,
-    method: tl.constexpr,
-    log2_decay: tl.constexpr,
-    ridge_strength: tl.constexpr,
-    smallest_ridge: tl.constexpr,
-    block: tl.constexpr,
+    LAYERS: tl.constexpr,
+    RING_LAYERS: tl.constexpr,
+    QUERY_HEADS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    ROTARY_PAIRS: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    METHOD: tl.constexpr,
+    LOG2_DECAY: tl.constexpr,
+    RIDGE_STRENGTH: tl.constexpr,
+    SMALLEST_RIDGE: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
+    """One program predicts the next query of one row, layer and head."""
+    # The window: where its entries are in the ring.
     head, layer, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     slot = tl.load(slots + row).to(tl.int64)
     if slot < 0:
         return
     position = tl.load(positions + row)
     count = tl.load(counts + row)
-    queries = query_ring + ((slot * ring_layers + first_layer + layer) * query_heads + head) * (
-        (window + 1) * head_dim
+    queries = query_ring + ((slot * RING_LAYERS + first_layer + layer) * QUERY_HEADS + head) * (
+        (WINDOW + 1) * HEAD_DIM
     )
 
-    # A query is held as two halves, so that what rotates as a pair meets in one thread.
-    half: tl.constexpr = head_dim // 2
-    pair = tl.arange(0, half)
-    if (rotary_pairs == 0 or rotary_pairs == half) and not interleaved:
-        first_dim, second_dim = pair, pair + half
+    # A query is held as two vectors, so that what rotates as a pair meets in one thread.
+    HALF: tl.constexpr = HEAD_DIM // 2
+    pair = tl.arange(0, HALF)
+    if (ROTARY_PAIRS == 0 or ROTARY_PAIRS == HALF) and not INTERLEAVED:
+        first_dim, second_dim = pair, pair + HALF
     else:
         # Dimensions that do not rotate are paired with their neighbours, and so are all when
         # interleaved.
-        apart = (pair < rotary_pairs) & (not interleaved)
+        apart = (pair < ROTARY_PAIRS) & (not INTERLEAVED)
         first_dim = tl.where(apart, pair, 2 * pair)
-        second_dim = tl.where(apart, pair + rotary_pairs, 2 * pair + 1)
+        second_dim = tl.where(apart, pair + ROTARY_PAIRS, 2 * pair + 1)
 
-    newest = queries + position % (window + 1) * head_dim
-    first = tl.load(newest + first_dim, mask=count > 0, other=0.0).to(tl.float32)
+    # The newest query, rotated to the position after it.
+    newest = queries + position % (WINDOW + 1) * HEAD_DIM
+    first = tl.load(newest + first_dim, mask=count > 0, other=0.0).to(tl.float32)  # [D / 2]
     second = tl.load(newest + second_dim, mask=count > 0, other=0.0).to(tl.float32)
-    if rotary_pairs > 0:
-        first, second = _rotate(first, second, 1, pair, frequency, rotary_pairs)
+    if ROTARY_PAIRS > 0:
+        first, second = _rotate(first, second, 1, pair, frequency, ROTARY_PAIRS)
 
-    if method != "last":
-        lag = tl.arange(0, block)  # lag i is the query of age i + 1
-        entry = (position + window - lag) % (window + 1)
-        valid = ((lag < window) & (lag + 1 < count))[:, None]
-        older = queries + entry[:, None] * head_dim
+    if METHOD != "last":
+        # Its predecessors: lag i is the query of age i + 1.
+        lag = tl.arange(0, BLOCK)
+        entry = (position + WINDOW - lag) % (WINDOW + 1)
+        valid = ((lag < WINDOW) & (lag + 1 < count))[:, None]
+        older = queries + entry[:, None] * HEAD_DIM
+        # [BLOCK, D / 2]
         older_first = tl.load(older + first_dim[None, :], mask=valid, other=0.0).to(tl.float32)
         older_second = tl.load(older + second_dim[None, :], mask=valid, other=0.0).to(tl.float32)
-        if rotary_pairs > 0:
+        if ROTARY_PAIRS > 0:
             older_first, older_second = _rotate(
                 older_first,
                 older_second,
                 lag[:, None] + 2,
                 pair[None, :],
                 frequency,
-                rotary_pairs,
+                ROTARY_PAIRS,
             )
 
-        if method == "ema":
-            older_weights = tl.exp2((lag + 1) * log2_decay)
-            older_weights = tl.where((lag < window) & (lag + 1 < count), older_weights, 0.0)
+        if METHOD == "ema":
+            older_weights = tl.exp2((lag + 1) * LOG2_DECAY)
+            older_weights = tl.where((lag < WINDOW) & (lag + 1 < count), older_weights, 0.0)
             newest_weight = 1.0 / (1.0 + tl.sum(older_weights, 0))
             older_weights *= newest_weight
         else:
-            # (lag, lag): one column at a time.
-            gram = tl.zeros((block, block), dtype=tl.float32)
-            for step in range(window):
+            # The Gram matrix, (lag, lag), one column at a time.
+            gram = tl.zeros((BLOCK, BLOCK), dtype=tl.float32)
+            for step in range(WINDOW):
                 is_step = lag[:, None] == step
                 step_first = tl.sum(tl.where(is_step, older_first, 0.0), 0)
                 step_second = tl.sum(tl.where(is_step, older_second, 0.0), 0)
@@ -191,21 +198,23 @@ def _predict(
                 gram = tl.where(lag[None, :] == step, tl.sum(products, 1)[:, None], gram)
             projection = tl.sum(older_first * first[None, :] + older_second * second[None, :], 1)
             available = tl.maximum(count - 1, 1)
+            # Its ridge, and the regression.
             diagonal = lag[:, None] == lag[None, :]
             trace = tl.sum(tl.sum(tl.where(diagonal, gram, 0.0), 1), 0)
-            ridge = tl.maximum(ridge_strength * trace / available, smallest_ridge)
+            ridge = tl.maximum(RIDGE_STRENGTH * trace / available, SMALLEST_RIDGE)
             gram += tl.where(diagonal, ridge, 0.0)
-            weights = _average_solution(gram, projection, available, method == "spade", block)
-            # Weight i goes to the query of age i, which has lag i - 1.
+            weights = _average_solution(gram, projection, available, METHOD == "spade", BLOCK)
+            # Shifted by one token: weight i goes to the query of age i, which has lag i - 1.
             shifted = tl.where(lag[:, None] + 1 == lag[None, :], weights[None, :], 0.0)
             older_weights = tl.sum(shifted, 1)
             newest_weight = tl.sum(tl.where(lag == 0, weights, 0.0), 0)
             # A single query has no predecessor to regress on: it is repeated.
             newest_weight = tl.where(count > 1, newest_weight, 1.0)
 
+        # The weighted sum of the window is the prediction.
         first = first * newest_weight + tl.sum(older_first * older_weights[:, None], 0)
         second = second * newest_weight + tl.sum(older_second * older_weights[:, None], 0)
 
-    target = out + ((row * layers + layer) * query_heads + head) * head_dim
+    target = out + ((row * LAYERS + layer) * QUERY_HEADS + head) * HEAD_DIM
     tl.store(target + first_dim, first)
     tl.store(target + second_dim, second)

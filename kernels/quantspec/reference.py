@@ -1,17 +1,18 @@
 """Hierarchical 4-bit + 4-bit quantization (QuantSpec sections 4.2-4.3, Appendix D): specification.
 
-Keys are quantized per channel along a group of 128 tokens, values per token along the head
-dimension, both asymmetrically into an upper nibble, and its error symmetrically into a lower one:
+Keys are quantized per channel along a group of 128 tokens, and values per token along the head
+dimension. Both are quantized asymmetrically into an upper nibble, and the error of that
+symmetrically into a lower one:
 
     S = (max - min) / 15,  Z = min
     upper = clip(round((x - Z) / S), 0, 15)
     lower = clip(round((x - Z - S upper) / (S / 16)), -8, 7)
     4 bit:  S upper + Z            8 bit:  S upper + (S / 16) lower + Z
 
-S and Z are stored in the dtype of the elements, where Z is exact.
+S and Z are stored in the dtype of the elements, where Z is exact. Rounding is half to even.
 
-Single float32 operations in a fixed order (round is half to even), so that codes are the same bits
-on every device and however many groups are encoded at once.
+All of it is single float32 operations in a fixed order, so that codes are the same bits on every
+device, and however many groups are encoded at once.
 """
 
 from __future__ import annotations
@@ -25,17 +26,17 @@ from cache_rank_kernels.nibbles.reference import pack_nibbles, unpack_nibbles
 from torch import Tensor
 
 GROUP = 128
-"""Tokens that are quantized together; the newest of them, at least, stay in full precision."""
+"""This many tokens are quantized together; at least as many newest ones stay in full precision."""
 
 
 class QuantSpecCodes(NamedTuple):
-    """Codes of tokens, and the numbers they are relative to.
+    """Codes of tokens, and the numbers that they are relative to.
 
     Attributes:
         upper: (..., n, D / 2) uint8 packed nibbles.
         lower: (..., n, D / 2) uint8 packed signed nibbles.
         scale: S in the dtype of the tokens: (..., 1, D) of a group of keys, (..., n, 1) of values.
-        zero: as scale, Z.
+        zero: Z, with the shape and dtype of S.
     """
 
     upper: Tensor
@@ -48,17 +49,17 @@ def encode_keys(tokens: Tensor) -> QuantSpecCodes:
     """Quantize complete groups of keys per channel.
 
     Args:
-        tokens: (..., GROUP, D), any float dtype; another number of tokens is one group too.
+        tokens: (..., GROUP, D), any float dtype. Another number of tokens is one group too.
 
     Returns:
-        Codes, with scale and zero (..., 1, D). Tokens that are not finite, or span more than
+        Codes with a scale and zero of (..., 1, D). Tokens that are not finite, or span more than
         float32, leave a scale that is not finite.
     """
     return _encode(tokens, dim=-2)
 
 
 def encode_values(tokens: Tensor) -> QuantSpecCodes:
-    """Quantize values per token: as `encode_keys`, with scale and zero (..., n, 1)."""
+    """Quantize values per token: as `encode_keys`, with a scale and zero of (..., n, 1)."""
     return _encode(tokens, dim=-1)
 
 
@@ -66,7 +67,7 @@ def _encode(tokens: Tensor, dim: int) -> QuantSpecCodes:
     exact = tokens.float()
     zero = exact.amin(dim=dim, keepdim=True)
     span = exact.amax(dim=dim, keepdim=True) - zero
-    # By a tensor: on a GPU torch divides by a number as it multiplies with its inverse.
+    # Divided by a tensor: by a number, torch on a GPU multiplies with its inverse.
     stored = (span / torch.full_like(span, 15)).to(tokens.dtype)
     scale = stored.float()  # rounded to what is stored before anything is taken relative to it
     offset = exact - zero
@@ -79,8 +80,8 @@ def decode(codes: QuantSpecCodes, bits: int = 8) -> Tensor:
     """Decode keys or values.
 
     Args:
-        codes: of one group, or of any tokens with the scale and zero of each.
-        bits: 4 reads the upper nibbles alone, 8 both.
+        codes: those of one group, or of any tokens with a scale and zero for each.
+        bits: 4 reads the upper nibbles alone, and 8 reads both.
 
     Returns:
         (..., n, D) float32.
@@ -93,11 +94,11 @@ def decode(codes: QuantSpecCodes, bits: int = 8) -> Tensor:
 
 
 def score_keys(queries: Tensor, codes: QuantSpecCodes, scale: float, bits: int = 8) -> Tensor:
-    """Attention logits of keys.
+    """Compute the attention logits of keys.
 
     Args:
-        queries: (..., G, D) float32, the query heads of the kv head that the keys are of.
-        codes: of keys, see `decode`.
+        queries: (..., G, D) float32, the query heads of the keys' kv head.
+        codes: those of keys, see `decode`.
         scale: factor on the logits.
         bits: 4 or 8, see `decode`.
 
@@ -108,12 +109,12 @@ def score_keys(queries: Tensor, codes: QuantSpecCodes, scale: float, bits: int =
 
 
 class QuantSpecCodec(NamedTuple):
-    """Encodes keys, per channel, or values, per token; see coded/reference.py.
+    """The codec of keys, per channel, or of values, per token; see coded/reference.py.
 
     Attributes:
-        per_channel: whether they are keys.
-        dtype: of the tokens.
-        score_bits: that scores read, 4 or 8.
+        per_channel: whether it encodes keys.
+        dtype: the dtype of the tokens.
+        score_bits: how many bits of a key scores read, 4 or 8.
     """
 
     per_channel: bool
@@ -121,7 +122,7 @@ class QuantSpecCodec(NamedTuple):
     score_bits: int = 8
 
     def planes(self, head_dim: int) -> tuple[Plane, ...]:
-        """As in QuantSpecCodes."""
+        """The tensors of `QuantSpecCodes`."""
         codes = Plane(GROUP, head_dim // 2, torch.uint8)
         relative_to = Plane(*((1, head_dim) if self.per_channel else (GROUP, 1)), self.dtype)
         return codes, codes, relative_to, relative_to
@@ -139,7 +140,7 @@ class QuantSpecCodec(NamedTuple):
         return 8 if exact else self.score_bits
 
     def score(self, queries: Tensor, planes: Sequence[Tensor], scale: float, exact: bool) -> Tensor:
-        """Logits of groups of keys."""
+        """Compute the logits of groups of keys."""
         return score_keys(queries, QuantSpecCodes(*planes), scale, self.bits(exact))
 
 

@@ -1,12 +1,12 @@
-"""QuantSpec codes on a GPU, Triton; coded/reference.py says what each launch does.
+"""QuantSpec codes, Triton: the functions of the format; `Format` says what each of them does.
 
-The scale of a channel is the same for a whole group of keys, so that it is multiplied with the
-query, once a group, and the query with the codes themselves, as integers of 8 bits:
+The scale of a channel is the same for a whole group of keys. So the query is multiplied with it,
+once a group, and then with the codes themselves, as integers of 8 bits:
 
     q·k = Σ (q S) code + Σ q Z
 
-With the upper nibble alone a code is that nibble. With both, one byte takes 16 upper + lower - 120,
-which is 16 / S times what the decoded key has above Z, less 120.
+Where the upper nibble alone is read, a code is that nibble. Where both are, a code is 16 upper +
+lower - 120 in one byte, which is 16 / S times what the decoded key has above Z, less 120.
 """
 
 from __future__ import annotations
@@ -17,20 +17,16 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 from cache_rank_kernels.coded import triton as coded
-from cache_rank_kernels.coded.format import Format, Own
-from cache_rank_kernels.coded.parts import (
+from cache_rank_kernels.coded.digits import (
     digit_columns,
-    is_finite,
-    load_group,
     load_query_half,
-    nearest_integers,
-    power_below,
     query_digits,
-    quotient,
-    store_gathered,
     sum_of_digits,
 )
+from cache_rank_kernels.coded.format import Format, Parameters
 from cache_rank_kernels.coded.reference import CodedTokens
+from cache_rank_kernels.coded.rounding import is_finite, nearest_integers, power_below, quotient
+from cache_rank_kernels.coded.tokens import load_group, store_gathered
 from cache_rank_kernels.nibbles.triton import high_nibbles, low_nibbles, pack_nibbles, signed
 from cache_rank_kernels.quantspec.reference import QuantSpecCodec
 from cache_rank_kernels.score.triton import store_logits
@@ -38,34 +34,40 @@ from torch import Tensor
 
 
 class _NoConstants(NamedTuple):
-    """Encoding takes none."""
+    """What `_encode` and `_gather` are compiled for: nothing beside the layout."""
 
 
 class _Scoring(NamedTuple):
-    """Bits of a code that are read; digits of queries, and columns of a query head."""
+    """What `_logits` is compiled for.
+
+    Attributes:
+        bits: how many bits of a key are read, 4 or 8.
+        digits: how many digits a query has.
+        columns: how many columns of the product a query head has.
+    """
 
     bits: int
     digits: int
     columns: int
 
 
-def _encoding(tokens: CodedTokens) -> Own:
-    return Own((), _NoConstants())
+def _encoding(tokens: CodedTokens) -> Parameters:
+    return Parameters((), _NoConstants())
 
 
 def _scoring(
     tokens: CodedTokens, queries: Tensor, out: Tensor, exact: bool, digits: int = 2
-) -> Own:
-    """Queries are rounded to 8 `digits` - 2 bits, 2 or 3 digits; see `query_digits`."""
+) -> Parameters:
+    """Queries are rounded to 8 `digits` - 2 bits; see `query_digits`."""
     codec = tokens.codecs[0]
     assert isinstance(codec, QuantSpecCodec)
     columns = digit_columns(queries, out, digits)
-    return Own((), _Scoring(codec.bits(exact), digits, columns))
+    return Parameters((), _Scoring(codec.bits(exact), digits, columns))
 
 
 @triton.jit
 def _nibbles(exact, scale, zero):
-    """Upper and lower codes, float32 like `exact`, by the formulas of the reference."""
+    """Compute upper and lower codes, float32 like `exact`, by the formulas of the reference."""
     offset = exact - zero
     upper = tl.clamp(nearest_integers(quotient(offset, scale)), 0.0, 15.0)
     lower = quotient(offset - scale * upper, scale * 0.0625)
@@ -73,8 +75,9 @@ def _nibbles(exact, scale, zero):
 
 
 @triton.jit
-def _stored_scale(largest, zero, dtype: tl.constexpr):
-    return tl.div_rn(largest - zero, 15.0).to(dtype)
+def _stored_scale(largest, zero, DTYPE: tl.constexpr):
+    """The scale as it is stored."""
+    return tl.div_rn(largest - zero, 15.0).to(DTYPE)
 
 
 @triton.jit
@@ -85,39 +88,43 @@ def _encode(
     tables,
     OF_KEYS: tl.constexpr,
     LAYOUT: tl.constexpr,
-    OWN: tl.constexpr,
+    CONSTANTS: tl.constexpr,
 ):
-    """See `Format`. Scales are of a channel for keys, and of a token for values."""
+    """Encode one group; see `Format`. Keys have a scale a channel, and values one a token."""
     upper, lower, scales, zeros = planes
-    half: tl.constexpr = LAYOUT.head_dim // 2
-    dtype: tl.constexpr = scales.dtype.element_ty
-    dims = tl.arange(0, half)
-    low, high = load_group(source, dims, LAYOUT), load_group(source, dims + half, LAYOUT)
+    HALF: tl.constexpr = LAYOUT.head_dim // 2
+    DTYPE: tl.constexpr = scales.dtype.element_ty
+    dims = tl.arange(0, HALF)
+    # [group tokens, D / 2] each
+    low, high = load_group(source, dims, LAYOUT), load_group(source, dims + HALF, LAYOUT)
     token = group * LAYOUT.group_tokens + tl.arange(0, LAYOUT.group_tokens)
     if OF_KEYS:
+        # [D / 2] each
         low_zero, high_zero = tl.min(low, axis=0), tl.min(high, axis=0)
-        low_stored = _stored_scale(tl.max(low, axis=0), low_zero, dtype)
-        high_stored = _stored_scale(tl.max(high, axis=0), high_zero, dtype)
+        low_stored = _stored_scale(tl.max(low, axis=0), low_zero, DTYPE)
+        high_stored = _stored_scale(tl.max(high, axis=0), high_zero, DTYPE)
         low_at = group * LAYOUT.head_dim + dims
         tl.store(scales + low_at, low_stored)
-        tl.store(zeros + low_at, low_zero.to(dtype))
-        tl.store(scales + low_at + half, high_stored)
-        tl.store(zeros + low_at + half, high_zero.to(dtype))
+        tl.store(zeros + low_at, low_zero.to(DTYPE))
+        tl.store(scales + low_at + HALF, high_stored)
+        tl.store(zeros + low_at + HALF, high_zero.to(DTYPE))
         low_scale, high_scale = low_stored.to(tl.float32), high_stored.to(tl.float32)
         finite = is_finite(low_scale) & is_finite(high_scale)
         low_upper, low_lower = _nibbles(low, low_scale[None, :], low_zero[None, :])
         high_upper, high_lower = _nibbles(high, high_scale[None, :], high_zero[None, :])
     else:
+        # [group tokens] each
         zero = tl.minimum(tl.min(low, axis=1), tl.min(high, axis=1))
         largest = tl.maximum(tl.max(low, axis=1), tl.max(high, axis=1))
-        stored = _stored_scale(largest, zero, dtype)
+        stored = _stored_scale(largest, zero, DTYPE)
         tl.store(scales + token, stored)
-        tl.store(zeros + token, zero.to(dtype))
+        tl.store(zeros + token, zero.to(DTYPE))
         scale = stored.to(tl.float32)
         finite = is_finite(scale)
         low_upper, low_lower = _nibbles(low, scale[:, None], zero[:, None])
         high_upper, high_lower = _nibbles(high, scale[:, None], zero[:, None])
-    at = token[:, None] * half + dims[None, :]
+    # Nibbles, and whether all that went into them is finite.
+    at = token[:, None] * HALF + dims[None, :]
     tl.store(upper + at, pack_nibbles(low_upper.to(tl.int32), high_upper.to(tl.int32)))
     tl.store(lower + at, pack_nibbles(low_lower.to(tl.int32), high_lower.to(tl.int32)))
     of_tokens = tl.min((is_finite(low) & is_finite(high)).to(tl.int32))
@@ -126,7 +133,7 @@ def _encode(
 
 @triton.jit
 def _decode_half(upper, lower, scale, zero, IS_HIGH: tl.constexpr):
-    """Half of the channels of tokens from bytes of nibbles, (n, D / 2) float32."""
+    """Decode half of the channels of tokens from bytes of nibbles: (n, D / 2) float32."""
     if IS_HIGH:
         upper, lower = upper >> 4, lower >> 4
     else:
@@ -144,35 +151,35 @@ def _gather(
     tables,
     OF_KEYS: tl.constexpr,
     LAYOUT: tl.constexpr,
-    OWN: tl.constexpr,
+    CONSTANTS: tl.constexpr,
 ):
-    """See `Format`."""
+    """Decode gathered tokens, and store them; see `Format`."""
     upper, lower, scales, zeros = planes
-    half: tl.constexpr = LAYOUT.head_dim // 2
-    dims = tl.arange(0, half)
+    HALF: tl.constexpr = LAYOUT.head_dim // 2
+    dims = tl.arange(0, HALF)
     mask = is_coded[:, None]
-    at = token[:, None] * half + dims[None, :]
+    at = token[:, None] * HALF + dims[None, :]
     uppers = tl.load(upper + at, mask=mask, other=0)
     lowers = tl.load(lower + at, mask=mask, other=0)
     for is_high in tl.static_range(2):
         if OF_KEYS:
             group = (token // LAYOUT.group_tokens)[:, None]
-            channel = group * LAYOUT.head_dim + is_high * half + dims[None, :]
+            channel = group * LAYOUT.head_dim + is_high * HALF + dims[None, :]
             scale = tl.load(scales + channel, mask=mask, other=0.0).to(tl.float32)
             zero = tl.load(zeros + channel, mask=mask, other=0.0).to(tl.float32)
         else:
             scale = tl.load(scales + token, mask=is_coded, other=0.0).to(tl.float32)[:, None]
             zero = tl.load(zeros + token, mask=is_coded, other=0.0).to(tl.float32)[:, None]
         decoded = _decode_half(uppers, lowers, scale, zero, is_high)
-        store_gathered(message, decoded, dims + is_high * half, LAYOUT)
+        store_gathered(message, decoded, dims + is_high * HALF, LAYOUT)
 
 
 @triton.jit
 def _both_nibbles(upper, lower, IS_HIGH: tl.constexpr, INTERPRETED: tl.constexpr):
-    """16 upper + lower - 120 of the low or high nibbles of bytes: int8 of the same shape.
+    """Compute 16 upper + lower - 120 of the low or high nibbles of bytes: int8 of the same shape.
 
-    The byte of both nibbles, with the top bit of each flipped. Four bytes take three instructions;
-    0xE4 takes bits of the first operand where the third has ones, else of the second.
+    That is the byte of both nibbles, with the top bit of each flipped. Four bytes take three
+    instructions; 0xE4 takes bits of the first operand where the third has ones, else of the second.
     """
     if INTERPRETED:
         in_place = (upper & 0xF0) | (lower >> 4) if IS_HIGH else ((upper & 15) << 4) | (lower & 15)
@@ -220,34 +227,41 @@ def _logits(
     STAGES: tl.constexpr,
     INTERPRETED: tl.constexpr,
     LAYOUT: tl.constexpr,
-    OWN: tl.constexpr,
+    CONSTANTS: tl.constexpr,
 ):
-    """See `Format`."""
+    """Compute the logits of the keys [start, coded_stop) of a unit; see `Format`."""
     upper, lower, scales, zeros = planes
-    half: tl.constexpr = LAYOUT.head_dim // 2
-    size: tl.constexpr = LAYOUT.group_tokens
+    HALF: tl.constexpr = LAYOUT.head_dim // 2
+    SIZE: tl.constexpr = LAYOUT.group_tokens
+    # [PADDED, D / 2] each
     low_query = load_query_half(queries, 0, scale, GROUP, PADDED, LAYOUT.head_dim)
     high_query = load_query_half(queries, 1, scale, GROUP, PADDED, LAYOUT.head_dim)
-    dims, token = tl.arange(0, half), tl.arange(0, size)
-    # Stages of the loop, unlike those of a launch, bring the zeros ahead too.
-    for first in tl.range(start, coded_stop, size, num_stages=STAGES):
+    dims, token = tl.arange(0, HALF), tl.arange(0, SIZE)
+    # Group after group. Stages of the loop, unlike those of a launch, bring the zeros ahead too.
+    for first in tl.range(start, coded_stop, SIZE, num_stages=STAGES):
         page = tl.load(pages + first // LAYOUT.page).to(tl.int64)
         tile = (page * LAYOUT.layers + layer) * LAYOUT.kv_heads + head
-        group = tile * (LAYOUT.page // size) + first % LAYOUT.page // size
+        group = tile * (LAYOUT.page // SIZE) + first % LAYOUT.page // SIZE
+        # Queries times scales, in digits, and what the zeros add.
         channel = group * LAYOUT.head_dim + dims
         low_folded = low_query * tl.load(scales + channel).to(tl.float32)[None, :]
-        high_folded = high_query * tl.load(scales + channel + half).to(tl.float32)[None, :]
+        high_folded = high_query * tl.load(scales + channel + HALF).to(tl.float32)[None, :]
         low_rest = low_query * tl.load(zeros + channel).to(tl.float32)[None, :]
-        high_rest = high_query * tl.load(zeros + channel + half).to(tl.float32)[None, :]
+        high_rest = high_query * tl.load(zeros + channel + HALF).to(tl.float32)[None, :]
         query_unit = power_below(
             tl.max(tl.maximum(tl.abs(low_folded), tl.abs(high_folded)), axis=1)
         )
-        low_digits = query_digits(low_folded, query_unit, OWN.digits, OWN.columns, PADDED, half)
-        high_digits = query_digits(high_folded, query_unit, OWN.digits, OWN.columns, PADDED, half)
+        low_digits = query_digits(
+            low_folded, query_unit, CONSTANTS.digits, CONSTANTS.columns, PADDED, HALF
+        )
+        high_digits = query_digits(
+            high_folded, query_unit, CONSTANTS.digits, CONSTANTS.columns, PADDED, HALF
+        )
 
-        at = group * size * half + token[:, None] * half + dims[None, :]
+        # Codes as integers: [group tokens, D / 2] each
+        at = group * SIZE * HALF + token[:, None] * HALF + dims[None, :]
         uppers = tl.load(upper + at)
-        if OWN.bits == 8:
+        if CONSTANTS.bits == 8:
             lowers = tl.load(lower + at)
             low_codes = _both_nibbles(uppers, lowers, False, INTERPRETED)
             high_codes = _both_nibbles(uppers, lowers, True, INTERPRETED)
@@ -256,10 +270,11 @@ def _logits(
             low_codes = low_nibbles(uppers, INTERPRETED)
             high_codes = high_nibbles(uppers, INTERPRETED)
             rest = tl.sum(low_rest + high_rest, axis=1)
+        # Exact products with the digits: [group tokens, PADDED * columns]
         products = tl.dot(low_codes, tl.trans(low_digits), out_dtype=tl.int32)
         products = tl.dot(high_codes, tl.trans(high_digits), products, out_dtype=tl.int32)
-        of_codes = sum_of_digits(products, OWN.digits, OWN.columns, PADDED, size)
-        code_unit = query_unit * (0.0625 if OWN.bits == 8 else 1.0)
+        of_codes = sum_of_digits(products, CONSTANTS.digits, CONSTANTS.columns, PADDED, SIZE)
+        code_unit = query_unit * (0.0625 if CONSTANTS.bits == 8 else 1.0)
         logit = of_codes * code_unit[None, :] + rest[None, :]
         store_logits(logit, first + token, first + token < coded_stop, logits, PADDED)
 

@@ -1,4 +1,8 @@
-"""Rotary position embedding by a relative number of positions, plain torch: the specification."""
+"""Rotary position embedding by a number of positions, plain torch: the specification.
+
+The rotation is that of RoFormer (arXiv 2104.09864), section 3.4. The kernel that needs it is in
+`predict`.
+"""
 
 from __future__ import annotations
 
@@ -10,16 +14,16 @@ def align_to_next_position(queries: Tensor, inverse_frequency: Tensor, interleav
     """Rotate each query of a window forward to the position of the token to come.
 
     A query that was rotated to position i becomes what it would have been at position t + 1. This
-    is the `pre` frame of the predictor: undoing each rotation, predicting, and rotating to t + 1 is
-    the same as predicting among queries that all carry the rotation of t + 1, because Gram matrices
-    do not change under a common rotation. Only relative angles of at most W + 1 positions are
-    needed.
+    is the `pre` frame of the predictor. To undo each rotation, predict, and rotate to t + 1 is the
+    same as to predict among queries that all carry the rotation of t + 1, because Gram matrices do
+    not change under a common rotation. So only angles of at most W + 1 positions are needed.
 
     Args:
         queries: (..., W + 1, D), newest first: entry i stands at position t - i.
         inverse_frequency: (R / 2,) float32, the rotary frequencies of the model; R <= D dimensions
             are rotated and the rest pass through.
-        interleaved: pairs are neighbours (GPT-J) instead of halves (NeoX, Llama, Qwen).
+        interleaved: dimensions that rotate as a pair are neighbours (GPT-J) instead of in the two
+            halves (NeoX, Llama, Qwen).
 
     Returns:
         (..., W + 1, D) float32.

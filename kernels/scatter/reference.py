@@ -1,5 +1,7 @@
-"""Scatter of shipped tokens into working sets and copies of tokens, plain torch: the
-specification."""
+"""Shipped tokens go to their slots, and tokens are copied, plain torch: the specification.
+
+A slot is a row of SGLang's KV pool. The pool has a buffer of its own for each layer.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +13,11 @@ from torch import Tensor
 
 
 class LayerBuffers(NamedTuple):
-    """One buffer a layer, as torch sees them and as one launch over all layers sees them.
+    """The buffers of all layers, as torch sees them and as one launch over all layers does.
 
     Attributes:
-        tensors: per layer (pool rows, Hkv, D), contiguous, all of one shape, dtype and device.
-        pointers: (layers,) int64 on the device of the tensors, their addresses.
+        tensors: (pool rows, Hkv, D) for each layer, contiguous, all of one shape, dtype and device.
+        pointers: (layers,) int64 on the device of the tensors, the addresses of all of them.
     """
 
     tensors: list[Tensor]
@@ -23,7 +25,7 @@ class LayerBuffers(NamedTuple):
 
 
 def layer_buffers(tensors: Sequence[Tensor]) -> LayerBuffers:
-    """Describe buffers, at least one, each (pool rows, Hkv, D).
+    """Describe the buffers of at least one layer, (pool rows, Hkv, D) each.
 
     Raises:
         ValueError: the buffers differ in shape, dtype or device, are not contiguous, or do not
@@ -62,13 +64,13 @@ def scatter_step(
     Args:
         key_rows, value_rows: L layers of (pool rows, Hkv, D), written in place.
         first_rows: (R,) integers, the pool row of slot 0 of each row; negative skips the row.
-        header: (R, 6) int64, of which the first four columns count.
-        expected: (R, 4) int64.
-        entering_slots: (R, L, Hkv, C) int32, the slot of each token; negative is padding, and comes
-            last.
+        header: (R, 6) int64, of which only the first four columns are compared.
+        expected: (R, 4) int64, what those must be.
+        entering_slots: (R, L, Hkv, C) int32, the slot of each token. Negative is padding, which
+            comes last.
         keys, values: (R, L, Hkv, C, D) in any float dtype, 8 bit included.
         applied: (R,) integers, written in place: 1 if the row was applied, else 0.
-        accepts: (1,) int32; no row is applied when it is 0.
+        accepts: (1,) int32; no row is applied when it is 0. None applies all that match.
     """
     matches = (header[:, :4] == expected).all(-1) & (first_rows >= 0)
     if accepts is not None:
@@ -90,7 +92,7 @@ def collect_tokens(
     """Read whole tokens (all heads) of all layers.
 
     Args:
-        key_rows, value_rows: per layer (pool rows, Hkv, D).
+        key_rows, value_rows: (pool rows, Hkv, D) for each layer.
         rows: (n,) int64 pool rows.
         out: (2, layers, n, Hkv, D), contiguous, written in place: keys, then values.
     """
@@ -105,8 +107,8 @@ def copy_tokens(
     """Copy whole tokens (all heads) between pool rows, for all layers.
 
     Args:
-        key_rows, value_rows: per layer (pool rows, Hkv, D), written in place.
-        source, target: (n,) int64 pool rows, disjoint.
+        key_rows, value_rows: (pool rows, Hkv, D) for each layer, written in place.
+        source, target: (n,) int64 pool rows; none is in both.
     """
     for buffer in (*key_rows.tensors, *value_rows.tensors):
         buffer.index_copy_(0, target, torch.index_select(buffer, 0, source))

@@ -1,4 +1,4 @@
-"""Scatter and copies of tokens, Triton: one launch for all layers, each a buffer of its own."""
+"""Shipped tokens go to their slots, and tokens are copied, Triton: one launch for all layers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from torch import Tensor
 __all__ = ["LayerBuffers", "collect_tokens", "copy_tokens", "layer_buffers", "scatter_step"]
 
 _BLOCK_ELEMENTS = 2048
+"""A program moves at most this many elements at a time."""
+
 _DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+"""What Triton calls the dtypes of pools."""
 
 
 def scatter_step(
@@ -48,13 +51,13 @@ def scatter_step(
         values,
         applied,
         applied if accepts is None else accepts,
-        may_refuse=accepts is not None,
-        layers=layers,
-        kv_heads=kv_heads,
-        capacity=capacity,
-        head_dim=head_dim,
-        block_entries=_block_rows(capacity, head_dim),
-        dtype=_DTYPES[key_rows.tensors[0].dtype],
+        MAY_REFUSE=accepts is not None,
+        LAYERS=layers,
+        KV_HEADS=kv_heads,
+        CAPACITY=capacity,
+        HEAD_DIM=head_dim,
+        BLOCK_ENTRIES=_block_rows(capacity, head_dim),
+        DTYPE=_DTYPES[key_rows.tensors[0].dtype],
     )
 
 
@@ -75,11 +78,11 @@ def collect_tokens(
         rows,
         out,
         count,
-        layers=layers,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        block_heads=block_heads,
-        dtype=_DTYPES[out.dtype],
+        LAYERS=layers,
+        KV_HEADS=kv_heads,
+        HEAD_DIM=head_dim,
+        BLOCK_HEADS=block_heads,
+        DTYPE=_DTYPES[out.dtype],
     )
 
 
@@ -99,22 +102,23 @@ def copy_tokens(
         source,
         target,
         count,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        block_heads=block_heads,
-        dtype=_DTYPES[key_rows.tensors[0].dtype],
+        KV_HEADS=kv_heads,
+        HEAD_DIM=head_dim,
+        BLOCK_HEADS=block_heads,
+        DTYPE=_DTYPES[key_rows.tensors[0].dtype],
     )
 
 
 def _block_rows(rows: int, head_dim: int) -> int:
-    """How many vectors of D one program moves."""
+    """How many vectors of D one program moves at a time."""
     return max(1, min(_BLOCK_ELEMENTS // head_dim, int(triton.next_power_of_2(rows))))
 
 
 @triton.jit
-def _layer_buffer(pointers, layer, dtype: tl.constexpr):
-    pointer = tl.load(pointers + layer).to(tl.pointer_type(dtype))
-    return tl.multiple_of(pointer, 16)  # see layer_buffers
+def _layer_buffer(pointers, layer, DTYPE: tl.constexpr):
+    """The buffer of a layer, which begins at a multiple of 16 bytes; see `layer_buffers`."""
+    pointer = tl.load(pointers + layer).to(tl.pointer_type(DTYPE))
+    return tl.multiple_of(pointer, 16)
 
 
 @triton.jit(
@@ -140,45 +144,48 @@ def _scatter(
     values,
     applied,
     accepts,
-    may_refuse: tl.constexpr,
-    layers: tl.constexpr,
-    kv_heads: tl.constexpr,
-    capacity: tl.constexpr,
-    head_dim: tl.constexpr,
-    block_entries: tl.constexpr,
-    dtype: tl.constexpr,
+    MAY_REFUSE: tl.constexpr,
+    LAYERS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    CAPACITY: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_ENTRIES: tl.constexpr,
+    DTYPE: tl.constexpr,
 ):
+    """One program writes the shipped tokens of one row, layer and kv head to their slots."""
+    # Whether the answer is the one that is expected.
     row, unit = tl.program_id(0), tl.program_id(1)
     column = tl.arange(0, 4)
     differs = tl.load(header + row * 6 + column) != tl.load(expected + row * 4 + column)
     first_row = tl.load(first_rows + row).to(tl.int64)
     applies = (tl.sum(differs.to(tl.int32), 0) == 0) & (first_row >= 0)
-    if may_refuse:
+    if MAY_REFUSE:
         applies &= tl.load(accepts) != 0
     if unit == 0:
         tl.store(applied + row, applies.to(tl.int32))
     if not applies:
         return
 
-    layer = unit // kv_heads
-    layer_keys = _layer_buffer(key_pointers, layer, dtype)
-    layer_values = _layer_buffer(value_pointers, layer, dtype)
-    first_entry = (row.to(tl.int64) * layers * kv_heads + unit) * capacity
-    dims = tl.arange(0, head_dim)[None, :]
-    # Most entries are padding: it comes last, and what follows it is not looked at.
-    if capacity > 0:
+    # Where the tokens come from and go to.
+    layer = unit // KV_HEADS
+    layer_keys = _layer_buffer(key_pointers, layer, DTYPE)
+    layer_values = _layer_buffer(value_pointers, layer, DTYPE)
+    first_entry = (row.to(tl.int64) * LAYERS * KV_HEADS + unit) * CAPACITY
+    dims = tl.arange(0, HEAD_DIM)[None, :]
+    # Block after block, up to the first padding: most entries are padding, which comes last.
+    if CAPACITY > 0:
         block, ends = 0, 0
-        while (block < capacity) & (ends == 0):
-            entry = block + tl.arange(0, block_entries)
-            slot = tl.load(entering_slots + first_entry + entry, mask=entry < capacity, other=-1)
+        while (block < CAPACITY) & (ends == 0):
+            entry = block + tl.arange(0, BLOCK_ENTRIES)
+            slot = tl.load(entering_slots + first_entry + entry, mask=entry < CAPACITY, other=-1)
             used = (slot >= 0)[:, None]
-            source = (first_entry + entry)[:, None] * head_dim + dims
-            target = ((first_row + slot) * kv_heads + unit % kv_heads)[:, None] * head_dim + dims
-            key = tl.load(keys + source, mask=used)
+            source = (first_entry + entry)[:, None] * HEAD_DIM + dims
+            target = ((first_row + slot) * KV_HEADS + unit % KV_HEADS)[:, None] * HEAD_DIM + dims
+            key = tl.load(keys + source, mask=used)  # [BLOCK_ENTRIES, D]
             value = tl.load(values + source, mask=used)
-            tl.store(layer_keys + target, key.to(dtype), mask=used)
-            tl.store(layer_values + target, value.to(dtype), mask=used)
-            block += block_entries
+            tl.store(layer_keys + target, key.to(DTYPE), mask=used)
+            tl.store(layer_values + target, value.to(DTYPE), mask=used)
+            block += BLOCK_ENTRIES
             ends = tl.max((slot < 0).to(tl.int32), 0)
 
 
@@ -192,22 +199,23 @@ def _collect(
     rows,
     out,
     count,
-    layers: tl.constexpr,
-    kv_heads: tl.constexpr,
-    head_dim: tl.constexpr,
-    block_heads: tl.constexpr,
-    dtype: tl.constexpr,
+    LAYERS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    DTYPE: tl.constexpr,
 ):
+    """One program reads BLOCK_HEADS heads of tokens, keys or values, in one layer."""
     layer, part = tl.program_id(1), tl.program_id(2)
-    buffer = _layer_buffer(key_pointers if part == 0 else value_pointers, layer, dtype)
-    index = tl.program_id(0) * block_heads + tl.arange(0, block_heads)  # of a head of a token
-    used = index < count * kv_heads
-    row = tl.load(rows + index // kv_heads, mask=used, other=0)
-    dims = tl.arange(0, head_dim)[None, :]
-    source = (row * kv_heads + index % kv_heads)[:, None] * head_dim + dims
+    buffer = _layer_buffer(key_pointers if part == 0 else value_pointers, layer, DTYPE)
+    index = tl.program_id(0) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)  # counts heads of tokens
+    used = index < count * KV_HEADS
+    row = tl.load(rows + index // KV_HEADS, mask=used, other=0)
+    dims = tl.arange(0, HEAD_DIM)[None, :]
+    source = (row * KV_HEADS + index % KV_HEADS)[:, None] * HEAD_DIM + dims
     content = tl.load(buffer + source, mask=used[:, None])
-    first = (part * layers + layer).to(tl.int64) * count * kv_heads
-    tl.store(out + (first + index)[:, None] * head_dim + dims, content, mask=used[:, None])
+    first = (part * LAYERS + layer).to(tl.int64) * count * KV_HEADS
+    tl.store(out + (first + index)[:, None] * HEAD_DIM + dims, content, mask=used[:, None])
 
 
 @triton.jit(
@@ -220,20 +228,21 @@ def _copy(
     source,
     target,
     count,
-    kv_heads: tl.constexpr,
-    head_dim: tl.constexpr,
-    block_heads: tl.constexpr,
-    dtype: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    DTYPE: tl.constexpr,
 ):
+    """One program copies BLOCK_HEADS heads of tokens, keys or values, in one layer."""
     layer, part = tl.program_id(1), tl.program_id(2)
-    buffer = _layer_buffer(key_pointers if part == 0 else value_pointers, layer, dtype)
-    index = tl.program_id(0) * block_heads + tl.arange(0, block_heads)  # of a head of a token
-    used = index < count * kv_heads
-    head, token = index % kv_heads, index // kv_heads
-    dims = tl.arange(0, head_dim)[None, :]
+    buffer = _layer_buffer(key_pointers if part == 0 else value_pointers, layer, DTYPE)
+    index = tl.program_id(0) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)  # counts heads of tokens
+    used = index < count * KV_HEADS
+    head, token = index % KV_HEADS, index // KV_HEADS
+    dims = tl.arange(0, HEAD_DIM)[None, :]
     from_row = tl.load(source + token, mask=used, other=0)
     to_row = tl.load(target + token, mask=used, other=0)
-    from_row = (from_row * kv_heads + head)[:, None] * head_dim
-    to_row = (to_row * kv_heads + head)[:, None] * head_dim
+    from_row = (from_row * KV_HEADS + head)[:, None] * HEAD_DIM
+    to_row = (to_row * KV_HEADS + head)[:, None] * HEAD_DIM
     content = tl.load(buffer + from_row + dims, mask=used[:, None])
     tl.store(buffer + to_row + dims, content, mask=used[:, None])

@@ -1,4 +1,7 @@
-"""Token scoring with a shared token set per query-head group, plain torch: the specification."""
+"""Every cached token is scored for every kv head, plain torch: the specification.
+
+The query heads of a kv head share the tokens that are selected for it (AsyncSpade section 4.2).
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,11 @@ from torch import Tensor
 
 
 def score_tokens(queries: Tensor, keys: Tensor, scale: float) -> Tensor:
-    """Score every cached token of one sequence for every kv head (AsyncSpade section 4.2).
+    """Score every cached token of one sequence for every kv head.
 
-    A token's score is the largest log-probability that any query head of the group gives it:
-    raw logits of different heads are not comparable, and their mean hides a head that needs the
-    token. MHA has one query head a group, MQA has one group.
+    A token's score is the largest log-probability that any query head of the group gives it. Raw
+    logits of different heads are not comparable, and their mean hides a head that needs the token.
+    MHA has one query head a group, and MQA has one group.
 
     Args:
         queries: (L, Hq, D) predicted queries, any float dtype.
@@ -30,7 +33,17 @@ def score_tokens(queries: Tensor, keys: Tensor, scale: float) -> Tensor:
 
 
 class ScoreWorkspace(NamedTuple):
-    """Scratch of one launch; see triton.py. The reference needs none."""
+    """Scratch of one launch. The reference needs none; these are the shapes of triton.py.
+
+    Units are rows, layers and kv heads; PADDED is the query heads of a kv head, padded to a power
+    of two.
+
+    Attributes:
+        logits: (units, capacity, PADDED) float32.
+        partial: (units, chunks, 2, PADDED) float32, each chunk's largest logit and the sum of
+            exponentials relative to it.
+        arrived: (units,) int32, how many programs of a unit are done; 0 between launches.
+    """
 
     logits: Tensor
     partial: Tensor
@@ -40,7 +53,7 @@ class ScoreWorkspace(NamedTuple):
 def score_workspace(
     rows: int, layers: int, kv_heads: int, group: int, capacity: int, device: torch.device
 ) -> ScoreWorkspace:
-    """Scratch for `rows` rows of up to `capacity` tokens: none."""
+    """Make scratch for `rows` rows of up to `capacity` tokens: none."""
     empty = torch.empty(0, device=device)
     return ScoreWorkspace(empty, empty, empty)
 
@@ -64,10 +77,11 @@ def score_step(
         page_table: (R, max pages) int32.
         slots: (R,) int32; a row of slot -1 is left alone.
         positions: (R,) int32; tokens [0, position] are scored.
-        first_layer: of the L layers in the pool.
+        first_layer: index of the first of the L layers in the pool.
         scale: factor on the logits.
-        workspace: of `score_workspace`.
-        out: (R, L, Hkv, capacity) float32; entries of other tokens keep what they hold.
+        workspace: what `score_workspace` made.
+        out: (R, L, Hkv, capacity) float32, written in place; entries of other tokens keep what they
+            hold.
     """
     layers, page_tokens = queries.shape[1], key_pool.shape[3]
     for row, (slot, position) in enumerate(zip(slots.tolist(), positions.tolist(), strict=True)):

@@ -1,17 +1,17 @@
-"""Token scoring in one pass over the keys, Triton.
+"""Every cached token is scored for every kv head in one pass over the keys, Triton.
 
 A score needs the log-sum-exp over all tokens of its sequence, which is known only after the last
-key has been read. Keys are too many to be read twice: 16 bytes of logits a token (four heads) are
-kept instead of 256 bytes of key. The programs of one (row, layer, kv head) unit write the logits of
-their tokens to scratch, and the last of them to arrive turns the unit's logits, which are still in
-the L2 cache, into scores.
+key has been read. Reading the keys twice would take too long, so 16 bytes of logits a token (of
+four heads) are kept instead of 256 bytes of key. A unit is a row, layer and kv head. The programs
+of a unit write the logits of their tokens to scratch, and the last of them to arrive turns the
+unit's logits, which are still in the L2 cache, into scores.
 
-Logits of keys that are rounded themselves are kept in float16: it rounds them by less, and beside
-codes of 4 bits 16 bytes of logits, written and read, would be a third of all memory traffic.
+Logits of keys that are rounded themselves are kept in float16, which rounds them by less. Beside
+codes of 4 bits, 16 bytes of logits, written and read, would be a third of all memory traffic.
 
-Every format scores in this way, and differs in how the logits of a block of keys are computed: its
-kernel calls `store_logits` for each block of codes, `score_full_precision` for keys as they came,
-and `finish_unit`.
+Every residency format scores in this way, and differs in how the logits of a block of keys are
+computed. Its kernel calls `store_logits` for each block of codes, `score_full_precision` for keys
+as they came, and `finish_unit`.
 """
 
 from __future__ import annotations
@@ -23,13 +23,19 @@ from cache_rank_kernels.score.reference import ScoreWorkspace
 from torch import Tensor
 
 CHUNK_TOKENS = 1024
-"""Tokens of one program."""
+"""One program scores this many tokens."""
 
 _BLOCK = 128
+"""A program multiplies this many keys at a time."""
+
 _FINISH_BLOCK = tl.constexpr(1024)
-"""Tokens whose scores the last program of a unit writes at a time."""
+"""The last program of a unit writes this many scores at a time.
+
+This and the next are constants, so that no length of a sequence is compiled for.
+"""
+
 _FINISH_CHUNKS = tl.constexpr(128)
-"""Chunks that it sums up at a time. Constants, so that no length of a sequence is compiled for."""
+"""The last program of a unit sums up this many chunks at a time."""
 
 
 def _padded_group(group: int) -> int:
@@ -39,9 +45,9 @@ def _padded_group(group: int) -> int:
 def score_workspace(
     rows: int, layers: int, kv_heads: int, group: int, capacity: int, device: torch.device
 ) -> ScoreWorkspace:
-    """Scratch for `rows` rows of up to `capacity` tokens.
+    """Make scratch for `rows` rows of up to `capacity` tokens.
 
-    It may be used by one launch after another on one stream.
+    One launch after another may use it on one stream.
     """
     units, padded = rows * layers * kv_heads, _padded_group(group)
     chunks = triton.cdiv(capacity, CHUNK_TOKENS)
@@ -53,19 +59,19 @@ def score_workspace(
 
 
 def scratch(workspace: ScoreWorkspace, rounded: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """What a kernel that scores is given of it: logits in float16 if they may be rounded."""
+    """The tensors that a kernel takes; logits are float16 if they may be rounded."""
     logits = workspace.logits.view(torch.float16) if rounded else workspace.logits
     return logits, workspace.partial, workspace.arrived
 
 
 def score_grid(out: Tensor) -> tuple[int, int]:
-    """Programs of a launch that writes scores (R, L, Hkv, capacity): chunks, and units."""
+    """The grid of a launch that writes scores, (R, L, Hkv, capacity): chunks, and units."""
     rows, layers, kv_heads, capacity = out.shape
     return triton.cdiv(capacity, CHUNK_TOKENS), rows * layers * kv_heads
 
 
 def score_constants(queries: Tensor, workspace: ScoreWorkspace, out: Tensor) -> dict[str, int]:
-    """What kernels that score have in common; checks the tensors that they all take."""
+    """The constants that all kernels that score take; checks the tensors that they all take."""
     _, layers, query_heads, head_dim = queries.shape
     kv_heads, capacity = out.shape[2:]
     _, units = score_grid(out)
@@ -103,7 +109,8 @@ def score_step(
     """See the reference. One launch; P must be a multiple of the block.
 
     Args:
-        rounded: keep logits in float16; by default those of 8-bit keys.
+        rounded: whether logits are kept in float16; by default those of 8-bit keys are.
+        block, warps, stages: only time depends on them.
     """
     coarse = key_pool.dtype == torch.float8_e4m3fn
     page_tokens = key_pool.shape[3]
@@ -134,7 +141,7 @@ def score_step(
 
 
 def multiplies_float32(keys: Tensor) -> bool:
-    """Whether keys are multiplied as float32: they are, or the interpreter multiplies them."""
+    """Whether keys are multiplied as float32: those that are, and all in the interpreter."""
     return keys.dtype == torch.float32 or not keys.is_cuda
 
 
@@ -145,17 +152,17 @@ def load_query_parts(
     PADDED: tl.constexpr,
     PARTS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    dtype: tl.constexpr,
+    DTYPE: tl.constexpr,
     STEP: tl.constexpr,
 ):
-    """Float32 queries as sums of numbers of the keys' dtype.
+    """Split float32 queries into sums of numbers of the keys' dtype.
 
-    The matrix unit needs 16 columns and a group has four heads or so: four parts a head make the
+    The matrix unit needs 16 columns and a group has four heads or so. Four parts a head make the
     product nearly as exact as float32 at no cost. Part p counts for STEP ** -p.
 
     Returns:
-        (PARTS * PADDED, D) parts of queries scaled by a power of two, and (PARTS * PADDED,) what
-        the product of each with a key must be multiplied by.
+        (PARTS * PADDED, D) parts of the queries, scaled by a power of two; and (PARTS * PADDED,)
+        factors, by which the product of each part with a key must be multiplied.
     """
     column = tl.arange(0, PARTS * PADDED)
     head = column % PADDED
@@ -167,11 +174,11 @@ def load_query_parts(
     largest = tl.maximum(tl.max(tl.abs(query), axis=1), 1e-30)
     unit = tl.exp2(tl.ceil(tl.log2(largest)) - 7.0)  # the largest is at most 128 units
     rest = query / unit[:, None]
-    chosen = tl.zeros_like(rest).to(dtype)
+    chosen = tl.zeros_like(rest).to(DTYPE)
     weight = tl.zeros_like(unit)
     factor = 1.0
     for index in tl.static_range(4):
-        rounded = rest.to(dtype)
+        rounded = rest.to(DTYPE)
         chosen = tl.where((part == index)[:, None], rounded, chosen)
         weight = tl.where(part == index, unit * factor, weight)
         rest = (rest - rounded.to(tl.float32)) * STEP
@@ -181,7 +188,7 @@ def load_query_parts(
 
 @triton.jit
 def store_logits(logit, token, resident, unit_logits, PADDED: tl.constexpr):
-    """Write logits, (BLOCK, PADDED) float32, of the tokens (BLOCK,) that are resident."""
+    """Write the logits, (BLOCK, PADDED) float32, of those tokens, (BLOCK,), that are resident."""
     at = token[:, None] * PADDED + tl.arange(0, PADDED)[None, :]
     if unit_logits.dtype.element_ty == tl.float16:
         logit = tl.clamp(logit, -65504.0, 65504.0)
@@ -212,21 +219,26 @@ def score_full_precision(
     EXACT: tl.constexpr,
     COARSE: tl.constexpr,
 ):
-    """Write the logits of keys as they came, tokens [first, last), to scratch.
+    """Write the logits of tokens [first, last), whose keys are as they came, to scratch.
 
     Args:
-        unit_queries: the unit's queries, (GROUP, D) float32.
-        keys: (pages, layers, Hkv, PAGE, D) of any float dtype.
-        pages: of the sequence; of a ring the one page.
-        first: a multiple of BLOCK, which divides PAGE.
-        layer, head: of the keys.
-        unit_logits: scratch of the unit.
-        STAGES: blocks under way at once; None takes that of the launch.
+        unit_queries: (GROUP, D) float32, the queries of the unit.
+        keys: (pages, layers, Hkv, PAGE, D), any float dtype.
+        pages: the pages of the sequence; the one page if IS_RING.
+        first, last: positions; the first is a multiple of BLOCK, which divides PAGE.
+        layer, head: which keys.
+        scale: factor on the logits.
+        pool_layers: the layers of `keys`.
+        unit_logits: (capacity, PADDED), scratch of the unit.
+        IS_RING: whether all tokens are in one page, position p in entry p % PAGE.
+        STAGES: how many blocks are under way at once; None takes the number of the launch.
+        EXACT: whether keys are multiplied as float32.
+        COARSE: whether keys have 8 bits.
     """
-    dtype: tl.constexpr = tl.float32 if EXACT else keys.dtype.element_ty
-    # Significant bits of a number of the dtype, which the next part must make up for.
-    step: tl.constexpr = 16.0 if COARSE else 128.0
-    parts, weight = load_query_parts(unit_queries, GROUP, PADDED, PARTS, HEAD_DIM, dtype, step)
+    DTYPE: tl.constexpr = tl.float32 if EXACT else keys.dtype.element_ty
+    # What a number of the dtype leaves out of a query, the next part makes up for.
+    STEP: tl.constexpr = 16.0 if COARSE else 128.0
+    parts, weight = load_query_parts(unit_queries, GROUP, PADDED, PARTS, HEAD_DIM, DTYPE, STEP)
     parts, weight = tl.trans(parts), weight * scale
     dims = tl.arange(0, HEAD_DIM)
     for block in tl.range(first, last, BLOCK, num_stages=STAGES):
@@ -235,7 +247,8 @@ def score_full_precision(
         page = tl.load(pages + (0 if IS_RING else block // PAGE)).to(tl.int64)
         tile = ((page * pool_layers + layer) * KV_HEADS + head) * PAGE
         in_page = (token % PAGE)[:, None] * HEAD_DIM + dims[None, :]
-        key = tl.load(keys + tile * HEAD_DIM + in_page, mask=resident[:, None], other=0.0).to(dtype)
+        # [BLOCK, D], and its products with all parts: [BLOCK, PARTS * PADDED]
+        key = tl.load(keys + tile * HEAD_DIM + in_page, mask=resident[:, None], other=0.0).to(DTYPE)
         product = tl.dot(key, parts, input_precision="ieee") * weight[None, :]
         logit = tl.sum(tl.reshape(product, (BLOCK, PARTS, PADDED)), axis=1)
         store_logits(logit, token, resident, unit_logits, PADDED)
@@ -253,16 +266,24 @@ def finish_unit(
     PADDED: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Take a chunk's logits into the log-sum-exp of its unit; the last one writes the scores."""
+    """Add a chunk to the log-sum-exp of its unit; the last chunk to arrive writes all scores.
+
+    Args:
+        chunk: which chunk of the unit.
+        tokens: how many tokens the unit's sequence has.
+        unit_logits, unit_partial, unit_arrived: scratch of the unit, see `ScoreWorkspace`.
+        unit_out: (capacity,) float32, the scores of the unit.
+    """
+    # The chunk's share of the log-sum-exp. It is taken once for all tokens of the chunk: in every
+    # block it would cost the other warps two waits.
     heads = tl.arange(0, PADDED)
-    # Once for all tokens of the chunk: in every block it would cost the other warps two waits.
     tl.debug_barrier()
     own = chunk * CHUNK + tl.arange(0, CHUNK)
     own_logits = tl.load(
         unit_logits + own[:, None] * PADDED + heads[None, :],
         mask=(own < tokens)[:, None],
         other=-float("inf"),
-    ).to(tl.float32)
+    ).to(tl.float32)  # [CHUNK, PADDED]
     largest = tl.max(own_logits, axis=0)
     total = tl.sum(tl.exp(own_logits - largest[None, :]), axis=0)
     tl.store(unit_partial + chunk * 2 * PADDED + heads, largest)
@@ -271,13 +292,14 @@ def finish_unit(
     chunks = tl.cdiv(tokens, CHUNK)
     if tl.atomic_add(unit_arrived, 1, sem="acq_rel") == chunks - 1:
         tl.store(unit_arrived, 0)  # for the next launch
+        # The log-sum-exp of the unit, from the shares of all chunks.
         greatest = tl.full((PADDED,), -float("inf"), tl.float32)
         grand_total = tl.zeros((PADDED,), tl.float32)
         for first in range(0, chunks, _FINISH_CHUNKS):
             others = first + tl.arange(0, _FINISH_CHUNKS)
             at = others[:, None] * 2 * PADDED + heads[None, :]
             used = (others < chunks)[:, None]
-            # Written by other multiprocessors: read from the L2 cache.
+            # Other multiprocessors wrote them, so they are read from the L2 cache.
             maxima = tl.load(unit_partial + at, used, -float("inf"), cache_modifier=".cg")
             totals = tl.load(unit_partial + PADDED + at, used, 0.0, cache_modifier=".cg")
             before, greatest = greatest, tl.maximum(greatest, tl.max(maxima, axis=0))
@@ -285,6 +307,7 @@ def finish_unit(
             grand_total += tl.sum(totals * tl.exp(maxima - greatest[None, :]), axis=0)
         log_sum = greatest + tl.log(grand_total)
         log_sum = tl.where(heads < GROUP, log_sum, float("inf"))
+        # The scores: the largest log-probability over the heads.
         for block in range(0, tokens, _FINISH_BLOCK):
             token = block + tl.arange(0, _FINISH_BLOCK)
             logit = tl.load(
@@ -292,7 +315,7 @@ def finish_unit(
                 mask=(token < tokens)[:, None],
                 other=0.0,
                 cache_modifier=".cg",
-            )
+            )  # [_FINISH_BLOCK, PADDED]
             score = tl.max(logit.to(tl.float32) - log_sum[None, :], axis=1)
             tl.store(unit_out + token, score, token < tokens)
 
@@ -328,34 +351,39 @@ def _score(
     EXACT: tl.constexpr,
     COARSE: tl.constexpr,
 ):
+    """One program scores CHUNK tokens of a unit: a row, layer and kv head."""
     chunk, unit = tl.program_id(0), tl.program_id(1).to(tl.int64)
     row = unit // (LAYERS * KV_HEADS)
     tokens = tl.load(positions + row) + 1
     start = chunk * CHUNK
     if tl.load(slots + row) >= 0 and start < tokens:
         unit_logits = logits + unit * capacity * PADDED
+        unit_queries = queries + unit * GROUP * HEAD_DIM
+        pages = page_table + row * page_stride
+        stop = tl.minimum(start + CHUNK, tokens)
+        layer, head = first_layer + (unit // KV_HEADS) % LAYERS, unit % KV_HEADS
         score_full_precision(
-            queries + unit * GROUP * HEAD_DIM,
+            unit_queries,
             keys,
-            page_table + row * page_stride,
-            start,
-            tl.minimum(start + CHUNK, tokens),
-            first_layer + (unit // KV_HEADS) % LAYERS,
-            unit % KV_HEADS,
-            scale,
-            pool_layers,
-            unit_logits,
-            KV_HEADS,
-            GROUP,
-            PADDED,
-            PARTS,
-            HEAD_DIM,
-            PAGE,
-            BLOCK,
-            False,
-            None,
-            EXACT,
-            COARSE,
+            pages,
+            first=start,
+            last=stop,
+            layer=layer,
+            head=head,
+            scale=scale,
+            pool_layers=pool_layers,
+            unit_logits=unit_logits,
+            KV_HEADS=KV_HEADS,
+            GROUP=GROUP,
+            PADDED=PADDED,
+            PARTS=PARTS,
+            HEAD_DIM=HEAD_DIM,
+            PAGE=PAGE,
+            BLOCK=BLOCK,
+            IS_RING=False,
+            STAGES=None,
+            EXACT=EXACT,
+            COARSE=COARSE,
         )
         finish_unit(
             chunk,

@@ -1,6 +1,8 @@
-"""Top-k with hysteresis and the difference against the mirror, plain torch: the specification.
+"""The tokens of a working set are selected, plain torch: the specification.
 
-AsyncSpade section 4.3 chooses tokens one by one; the slots make the answer a difference.
+AsyncSpade (arXiv 2510.07486), section 4.3, selects the k tokens with the best scores. Here they are
+in slots, and the mirror says which token is in which. A token in a slot stays while it is among the
+best k + margin, so that the answer to a step is a small difference against the mirror.
 """
 
 from __future__ import annotations
@@ -11,13 +13,16 @@ import torch
 from torch import Tensor
 
 MOST_SLOTS = 1 << 14
-"""Largest k of the Triton kernel, which holds k + margin of up to twice as many in registers."""
+"""The Triton kernel takes no larger k; k + margin may be twice as much."""
+
 EMPTY = -1
+"""This stands in the mirror for an empty slot, and pads lists of tokens and slots."""
+
 _LOWEST = torch.iinfo(torch.int64).min
 
 
 class Selection(NamedTuple):
-    """What changes in the slots of each (layer, kv head).
+    """What changes in the slots of each layer and kv head.
 
     Attributes:
         mirror: (L, Hkv, k) int32, the token position in each slot after the change; -1 is empty.
@@ -33,7 +38,7 @@ class Selection(NamedTuple):
 
 
 def rank_keys(scores: Tensor, candidates: range) -> Tensor:
-    """Map scores to int64 keys whose order is (score, position): unique, so no tie is left open.
+    """Map scores to int64 keys in the order of (score, position), which are unique.
 
     Args:
         scores: (..., T) float32. A NaN ranks last.
@@ -53,7 +58,7 @@ def rank_keys(scores: Tensor, candidates: range) -> Tensor:
 
 
 def top_tokens(scores: Tensor, candidates: range, count: int) -> Tensor:
-    """Positions of the `count` best candidates, best first, ties toward the newer token.
+    """List the positions of the `count` best candidates, best first; ties go to the newer token.
 
     Returns:
         (..., min(count, len(candidates))) int64.
@@ -65,22 +70,22 @@ def top_tokens(scores: Tensor, candidates: range, count: int) -> Tensor:
 def select_tokens(
     scores: Tensor, mirror: Tensor, candidates: range, margin: int, capacity: int
 ) -> Selection:
-    """Choose the tokens of one sequence's next step and how its slots change.
+    """Select the tokens of one sequence's next step, and how its slots change.
 
-    The target is the k best candidates. A token already in a slot stays unless it falls out of the
-    best k + margin. The best tokens that are in no slot enter, at most `capacity` of them. In the
-    order of their positions they take the empty slots, then the slots of the tokens that fell out,
-    both in ascending order. What does not fit keeps its old token.
+    The target is the k best candidates. A token in a slot stays unless it falls out of the best
+    k + margin. The best tokens that are in no slot enter, at most `capacity` of them. In the order
+    of their positions they take the empty slots, and then the slots of the tokens that fell out,
+    both in ascending order. Slots that nothing takes keep their old token.
 
     Args:
         scores: (L, Hkv, T) float32.
         mirror: (L, Hkv, k) int32 positions, -1 where empty.
         candidates: the positions that compete, within [0, T).
         margin: how far beyond k a token may fall before it leaves.
-        capacity: most tokens that may enter a (layer, kv head), C in the shapes.
+        capacity: C in the shapes, the most tokens that may enter a layer and kv head.
 
     Returns:
-        The change; the given mirror is not modified.
+        The change. The given mirror is not modified.
     """
     budget, tokens = mirror.shape[-1], scores.shape[-1]
     target = min(budget, len(candidates))
@@ -122,7 +127,7 @@ def select_tokens(
 def select_workspace(
     rows: int, layers: int, kv_heads: int, budget: int, margin: int, device: torch.device
 ) -> Tensor:
-    """Scratch of one launch: none. See triton.py."""
+    """Make scratch of one launch: none."""
     return torch.empty((0, 0), dtype=torch.int64, device=device)
 
 
@@ -150,14 +155,15 @@ def select_step(
         mirror: (slots, layers, Hkv, k) int32, changed in place.
         slots: (R,) int32 state slots, no two the same; for a row of slot -1 nothing enters.
         positions: (R,) int32, of each row's current token.
-        first_layer: of the L layers in the mirror.
+        first_layer: index of the first of the L layers in the mirror.
         sink_tokens: how many of the oldest tokens do not compete.
         recent_tokens: how many of the newest tokens do not compete.
         margin: how far beyond k a token may fall before it leaves.
-        workspace: of `select_workspace`.
-        entering: (R, L, Hkv, C) int32, written: see `Selection.entering`.
-        entering_slots: (R, L, Hkv, C) int32, written: see `Selection.slots`.
-        counts: (R, 2) int32, added to: tokens that entered, and tokens that capacity kept out.
+        workspace: what `select_workspace` made.
+        entering: (R, L, Hkv, C) int32, written in place; see `Selection.entering`.
+        entering_slots: (R, L, Hkv, C) int32, written in place; see `Selection.slots`.
+        counts: (R, 2) int32; to it are added how many tokens entered, and how many the capacity
+            kept out.
     """
     layers = scores.shape[1]
     entering.fill_(EMPTY)

@@ -1,4 +1,7 @@
-"""Thresholds by search: count what lies at or above two probes, keep a third of the interval."""
+"""Thresholds by search, Triton: functions for kernels.
+
+Each step counts how many numbers are at or above two probes, and keeps a third of the interval.
+"""
 
 from __future__ import annotations
 
@@ -8,36 +11,36 @@ import triton.language as tl
 
 @triton.jit
 def distance(low, high):
-    """Unsigned, since it may be beyond the signed numbers."""
-    unsigned: tl.constexpr = tl.uint64 if low.dtype == tl.int64 else tl.uint32
-    return high.to(unsigned) - low.to(unsigned)
+    """How far apart the ends are: unsigned, since that may be beyond the signed numbers."""
+    UNSIGNED: tl.constexpr = tl.uint64 if low.dtype == tl.int64 else tl.uint32
+    return high.to(UNSIGNED) - low.to(UNSIGNED)
 
 
 @triton.jit
 def thirds(low, high):
-    """The numbers that cut an interval, of more than one number, into three."""
+    """The two probes that cut an interval of more than one number into three."""
     third = ((distance(low, high) + 2) // 3).to(low.dtype)
     return low + third, tl.minimum(high - third, low + third) + third
 
 
 @triton.jit
 def reaching(numbers, first, second):
-    """Which of two probes each number reaches: two counters, to be summed."""
-    field: tl.constexpr = numbers.dtype.primitive_bitwidth // 2
+    """Which of two probes each number reaches, as two counters in one number, to be summed."""
+    FIELD: tl.constexpr = numbers.dtype.primitive_bitwidth // 2
     reached = (numbers >= first).to(numbers.dtype)
-    return reached + ((numbers >= second).to(numbers.dtype) << field)
+    return reached + ((numbers >= second).to(numbers.dtype) << FIELD)
 
 
 @triton.jit
 def narrow(low, high, first, second, reached, fewest, most):
-    """One step of a search for a bound that `fewest` to `most` numbers lie at or above.
+    """Take one step of a search for a bound that `fewest` to `most` numbers reach.
 
-    `reached` is the sum of `reaching` over all numbers. Of the three parts of the interval the
-    one with the bound is left, or nothing beside the bound when a part's end is one.
+    `reached` is the sum of `reaching` over all numbers. The third of the interval that has the
+    bound is left; or the bound alone, where an end of a third is one.
     """
-    field: tl.constexpr = reached.dtype.primitive_bitwidth // 2
-    by_first = reached & ((1 << field) - 1)
-    by_second = (reached >> field) & ((1 << field) - 1)
+    FIELD: tl.constexpr = reached.dtype.primitive_bitwidth // 2
+    by_first = reached & ((1 << FIELD) - 1)
+    by_second = (reached >> FIELD) & ((1 << FIELD) - 1)
     found = tl.where(by_second >= fewest, by_second, by_first)
     above = tl.where(by_second < fewest, second, high)
     above = tl.where(by_first < fewest, first, above)
@@ -48,10 +51,10 @@ def narrow(low, high, first, second, reached, fewest, most):
 
 @triton.jit
 def search(vectors, low, high, fewest, most):
-    """A bound that `fewest` to `most` of the numbers in the vectors, of int32, lie at or above.
+    """Find a bound that `fewest` to `most` of the numbers in the vectors, int32, reach.
 
-    At least `fewest` lie at or above `low`, and fewer at or above `high`. Where ties allow no such
-    bound, the highest that `fewest` reach.
+    At least `fewest` reach `low`, and fewer reach `high`. Where ties allow no such bound, it is the
+    highest that `fewest` reach.
     """
     while distance(low, high) > 1:
         first, second = thirds(low, high)
@@ -64,7 +67,7 @@ def search(vectors, low, high, fewest, most):
 
 @triton.jit
 def find_rank(keys, tokens, low, high, count):
-    """Key and token of the rank that exactly `count` of those in the vectors reach."""
+    """Find the key and token that exactly `count` of the ranks in the vectors reach."""
     key = search(keys, low, high, count, count)
     # Usually nothing shares the key, and every token reaches zero.
     sharing = tl.zeros_like(tokens[0])
@@ -85,4 +88,5 @@ def find_rank(keys, tokens, low, high, count):
 
 @triton.jit
 def reaches(keys, tokens, key, token):
+    """Whether ranks, by key and then by token, reach that of the given key and token."""
     return (keys > key) | ((keys == key) & (tokens >= token))

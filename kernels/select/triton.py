@@ -1,18 +1,17 @@
-"""Top-k with hysteresis, one program a (row, layer, kv head), Triton.
+"""The tokens of a working set are selected, Triton.
 
-Sorting a row would be far too slow, so thresholds are found by search: count what lies at or above
-two probes, keep a third of the interval. To count over the whole row each time would still be too
-slow.
-The row is therefore read once for the maxima of strided groups of tokens, which stay in registers.
-If `n` group maxima lie at or above some key, so do the `n` best tokens: a bound that leaves few
-more tokens than needed. They are listed in a second pass, which skips the groups below the bound,
-and the exact thresholds are found on the list, which fits into registers too.
+Sorting a row would be far too slow, so thresholds are found by search: count how many keys are at
+or above two probes, and keep a third of the interval. To count over the whole row each time would
+still be too slow. The row is therefore read once for the maxima of strided groups of tokens, which
+stay in registers. If `n` group maxima are at or above some key, so are the `n` best tokens: a bound
+that leaves few more tokens than needed. They are listed in a second pass, which skips the groups
+below the bound, and the exact thresholds are found on the list, which fits into registers too.
 
 A working set hardly changes from step to step, so tokens in slots are taken out of the row first
-and counted apart. The list then holds the few of the best that are in no slot.
+and counted apart. The list then holds those of the best that are in no slot, which are few.
 
-Counting is bound by instructions: everything in registers is held in vectors of the same width,
-so that a count is one sum, and as 32-bit keys, with the tokens, which decide ties, beside them.
+Counting is bound by instructions. So all that is in registers is in vectors of one width, which
+makes a count one sum; and it is 32-bit keys, with the tokens, which decide ties, beside them.
 """
 
 from __future__ import annotations
@@ -33,16 +32,20 @@ from cache_rank_kernels.select.search import (
 from torch import Tensor
 
 _LOWEST = tl.constexpr(-(2**31))
-"""Key of what does not compete."""
+"""The key of a token that does not compete."""
+
 _FLOOR = tl.constexpr(-(2**31) + 1)
-"""Key of a NaN, the lowest of a token that competes."""
+"""The key of a NaN, the lowest of a token that competes."""
+
 _LOWEST_RANK = tl.constexpr(-(2**63))
+"""The rank of a token that does not compete."""
+
 _RESIDENT = tl.constexpr(-1)
-"""Score bits of a token in a slot: a NaN that no arithmetic produces."""
+"""The bits of the score of a token in a slot: a NaN that no arithmetic produces."""
 
 
 def _default_width(budget: int, margin: int) -> int:
-    """Of vectors: half the groups of a row, and half of the tokens that can be listed.
+    """The width of vectors: half the groups of a row, and half of the tokens that can be listed.
 
     Where no token in a slot is among the best, as in an empty mirror, `n` maxima must reach the
     bound. Of g groups of random tokens -g log(1 - n/g) tokens then do: few enough where g > 1.75 n.
@@ -52,18 +55,17 @@ def _default_width(budget: int, margin: int) -> int:
 
 
 def _workspace_width(width: int) -> int:
-    """In 8 bytes: two counters, a list of ranks, and one of groups, which are 4 bytes each."""
+    """The width in units of 8 bytes: two counters, a list of ranks, and one of 4-byte groups."""
     return 1 + 2 * width + width
 
 
 def select_workspace(
     rows: int, layers: int, kv_heads: int, budget: int, margin: int, device: torch.device
 ) -> Tensor:
-    """Scratch for `rows` rows of any length.
+    """Make scratch for `rows` rows of any length.
 
-    For each (row, layer, kv head), two counters, the list of its tokens and that of its groups.
-
-    It may be used by one launch after another on one stream.
+    Each row, layer and kv head has two counters, a list of tokens and a list of groups. One launch
+    after another may use it on one stream.
 
     Returns:
         (R * L * Hkv, width) int64.
@@ -73,7 +75,7 @@ def select_workspace(
 
 
 def _registers(warps: int, programs: int) -> int:
-    """Of a thread, if so many programs are to share a multiprocessor's 64 K."""
+    """How many registers a thread has if so many programs share a multiprocessor's 64 K."""
     return min(255, max(32, 65536 // (32 * warps * programs) // 8 * 8))
 
 
@@ -100,10 +102,10 @@ def select_step(
     arithmetic produces, does not compete.
 
     Args:
-        width: of vectors, a power of two, at least k and half of k + margin. Only time depends on
-            it, and on what follows.
-        warps: of one program.
-        resident_programs: that a multiprocessor should have registers for.
+        width: the width of vectors, a power of two, at least k and half of k + margin. Only time
+            depends on it, and on what follows.
+        warps: how many warps a program has.
+        resident_programs: how many programs a multiprocessor should have registers for.
     """
     rows, layers, kv_heads, row_capacity = scores.shape
     budget, capacity = mirror.shape[-1], entering.shape[-1]
@@ -150,7 +152,7 @@ def select_step(
 
 @triton.jit
 def _order_keys(bits):
-    """int32 keys in the order of the float32 scores with these bits."""
+    """Map the bits of float32 scores to int32 keys in the order of the scores."""
     keys = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     keys = tl.where(bits == _LOWEST, 0, keys)  # -0.0 equals 0.0
     keys = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, _FLOOR, keys)
@@ -159,20 +161,20 @@ def _order_keys(bits):
 
 @triton.jit
 def _load_keys(scores, token, mask, start, stop):
-    """Keys of the given tokens; `_LOWEST` for those masked and those outside [start, stop)."""
+    """Load the keys of tokens; those masked and those outside [start, stop) get `_LOWEST`."""
     bits = tl.load(scores + token, mask=mask, other=_RESIDENT)
     return tl.where((token >= start) & (token < stop), _order_keys(bits), _LOWEST)
 
 
 @triton.jit
 def _ranks(keys, token):
-    """int64, unique: by key, then the newer token first. As `rank_keys` of the reference."""
+    """Unique int64 ranks by key, and then by token; see `rank_keys` of the reference."""
     return (keys.to(tl.int64) << 32) | token.to(tl.int64)
 
 
 @triton.jit
 def _group_maxima(scores, start, stop, WIDTH: tl.constexpr):
-    """Largest key of each group, in two vectors; token t belongs to group t % (2 * WIDTH)."""
+    """Find the largest key of each group, (WIDTH,) twice; token t is in group t % (2 * WIDTH)."""
     lower = tl.full((WIDTH,), _LOWEST, tl.int32)
     upper = tl.full((WIDTH,), _LOWEST, tl.int32)
     for first in range(0, stop, 2 * WIDTH):
@@ -185,7 +187,7 @@ def _group_maxima(scores, start, stop, WIDTH: tl.constexpr):
 
 @triton.jit
 def _find_key_bound(maxima, slot_keys, highest, needed):
-    """A key that at least `needed` tokens reach, and not many more."""
+    """Find a key that at least `needed` tokens reach, and not many more."""
     lower, upper = maxima
     low = tl.full((), _FLOOR, tl.int32)
     high = highest + 1
@@ -203,7 +205,7 @@ def _find_key_bound(maxima, slot_keys, highest, needed):
 
 @triton.jit
 def _append(entries, counter, capacity, values, mask, SIZE: tl.constexpr):
-    """Append the masked values to a list, in any order; beyond its capacity they only count."""
+    """Append the masked values to a list, in any order; those beyond its capacity only count."""
     one = tl.full((SIZE,), 1, tl.int32)
     index = tl.atomic_add(counter + tl.zeros((SIZE,), tl.int32), one, mask, sem="relaxed")
     tl.store(entries + index, values, mask=mask & (index < capacity))
@@ -211,41 +213,41 @@ def _append(entries, counter, capacity, values, mask, SIZE: tl.constexpr):
 
 @triton.jit
 def _list_outsiders(scores, start, stop, maxima, bound, counters, entries, WIDTH: tl.constexpr):
-    """Write the ranks at or above the bound, in any order; returns how many there are.
+    """Write the ranks at or above the bound, in any order, and return how many there are.
 
-    Those beyond 2 * WIDTH are only counted. The groups that pass are listed first, behind the
-    list, so that only their tokens are looked at.
+    Those beyond 2 * WIDTH are only counted. The groups that reach the bound are listed first,
+    behind the list, so that only their tokens are looked at.
     """
-    size: tl.constexpr = 2 * WIDTH
+    SIZE: tl.constexpr = 2 * WIDTH
     tl.store(counters + tl.arange(0, 2), tl.zeros((2,), tl.int32))
     tl.debug_barrier()
     key = (bound >> 32).to(tl.int32)
-    groups = (entries + size).to(tl.pointer_type(tl.int32))
+    groups = (entries + SIZE).to(tl.pointer_type(tl.int32))
     for half in tl.static_range(2):
         numbers = half * WIDTH + tl.arange(0, WIDTH)
-        _append(groups, counters, size, numbers, maxima[half] >= key, WIDTH)
+        _append(groups, counters, SIZE, numbers, maxima[half] >= key, WIDTH)
     tl.debug_barrier()
-    # Tokens of a group. Never one, whose reciprocal would have 33 bits.
-    rounds = tl.maximum(tl.cdiv(stop, size), 2)
+    # How many tokens a group has: never one, whose reciprocal would have 33 bits.
+    rounds = tl.maximum(tl.cdiv(stop, SIZE), 2)
     reciprocal = ((1 << 32) // rounds.to(tl.int64) + 1).to(tl.uint32)
     looked_at = tl.load(counters, volatile=True) * rounds
-    for first in range(0, looked_at, size):
-        index = first + tl.arange(0, size)
+    for first in range(0, looked_at, SIZE):
+        index = first + tl.arange(0, SIZE)
         entry = tl.umulhi(index.to(tl.uint32), reciprocal).to(tl.int32)  # index // rounds
         group = tl.load(groups + entry, mask=index < looked_at, other=0)
-        token = group + (index - entry * rounds) * size
+        token = group + (index - entry * rounds) * SIZE
         keys = _load_keys(scores, token, (index < looked_at) & (token < stop), start, stop)
         ranks = _ranks(keys, token)
-        _append(entries, counters + 1, size, ranks, ranks >= bound, size)
+        _append(entries, counters + 1, SIZE, ranks, ranks >= bound, SIZE)
     tl.debug_barrier()
     return tl.load(counters + 1, volatile=True)
 
 
 @triton.jit
 def _raise_bound(scores, start, stop, slot_ranks, low, high, fewest, WIDTH: tl.constexpr):
-    """Find a bound that few enough reach by reading the row again and again.
+    """Find a bound that few enough tokens reach by reading the row again and again.
 
-    This happens where a mass of tokens share a score or the best share their groups.
+    This happens where very many tokens share a score, or the best share their groups.
     """
     while distance(low, high) > 1:
         first, second = thirds(low, high)
@@ -260,7 +262,8 @@ def _raise_bound(scores, start, stop, slot_ranks, low, high, fewest, WIDTH: tl.c
 
 @triton.jit
 def _write_entering(keys, tokens, key, token, entering, count, ENTERING: tl.constexpr):
-    """Write the tokens of the ranks that reach the given one, `count` of them, in token order."""
+    """Write the `count` tokens whose ranks reach the given one, in the order of tokens."""
+    # In the order of the vectors.
     written = 0
     for index in tl.static_range(len(keys)):
         enters = reaches(keys[index], tokens[index], key, token)
@@ -268,6 +271,7 @@ def _write_entering(keys, tokens, key, token, entering, count, ENTERING: tl.cons
         tl.store(entering + order, tokens[index], mask=enters)
         written += tl.sum(enters.to(tl.int32))
     tl.debug_barrier()
+    # Sorted: a token's place is how many others are smaller.
     place = tl.arange(0, ENTERING)
     used = place < count
     found = tl.load(entering + place, mask=used, other=0)
@@ -282,7 +286,7 @@ def _write_entering(keys, tokens, key, token, entering, count, ENTERING: tl.cons
 
 @triton.jit
 def _fill_slots(mirror, stays, entering, entering_slots, count, BUDGET: tl.constexpr, slot):
-    """Put the entering tokens into empty slots, then into those whose token does not stay."""
+    """Put the entering tokens into empty slots, and then into those whose token does not stay."""
     inside = slot < BUDGET
     token = tl.load(mirror + slot, mask=inside, other=0)
     empty = (inside & (token < 0)).to(tl.int32)
@@ -327,6 +331,7 @@ def _select(
     WIDTH: tl.constexpr,
     ENTERING: tl.constexpr,
 ):
+    """One program selects the tokens of a unit, a row's kv head in one layer."""
     unit = tl.program_id(0).to(tl.int64)
     row = unit // (LAYERS * KV_HEADS)
     layer_head = unit % (LAYERS * KV_HEADS)
@@ -341,12 +346,14 @@ def _select(
         scratch = workspace + unit * workspace_width
         counters = scratch.to(tl.pointer_type(tl.int32))
         entries = scratch + 1
+        # The tokens that compete: [start, stop).
         start = sink_tokens
         stop = tl.load(positions + row) - recent_tokens + 1
         stop = tl.where(stop > start, stop, 0)
         candidates = tl.maximum(stop - start, 0)
 
-        slot = tl.arange(0, WIDTH)
+        # The tokens in slots are taken out of the row.
+        slot = tl.arange(0, WIDTH)  # [WIDTH], as all vectors below
         slot_tokens = tl.load(mirror + slot, mask=slot < BUDGET, other=-1)
         competes = (slot_tokens >= start) & (slot_tokens < stop)
         slot_tokens = tl.where(competes, slot_tokens, 0)
@@ -356,6 +363,7 @@ def _select(
         tl.store(scores + slot_tokens, tl.full((WIDTH,), _RESIDENT, tl.int32), mask=competes)
         tl.debug_barrier()
 
+        # A bound that not many more tokens reach than the best `depth`, and a list of those.
         maxima = _group_maxima(scores, start, stop, WIDTH)
         highest = tl.max(tl.maximum(tl.maximum(maxima[0], maxima[1]), slot_keys))
         depth = tl.minimum(BUDGET + MARGIN, candidates)
@@ -373,6 +381,7 @@ def _select(
         keys = ((lower >> 32).to(tl.int32), (upper >> 32).to(tl.int32))
         tokens = (lower.to(tl.int32), upper.to(tl.int32))
 
+        # The exact rank of the best `depth`: which tokens stay in their slots.
         key, token = find_rank(
             (keys[0], keys[1], slot_keys),
             (tokens[0], tokens[1], slot_tokens),
@@ -384,7 +393,7 @@ def _select(
         wanted = tl.minimum(BUDGET, candidates) - tl.sum(stays)
         enter_count = tl.minimum(wanted, CAPACITY)
         if enter_count > 0:
-            # Who enters is among the best `depth`.
+            # Those that enter are among the best `depth`, and so in the list.
             key, token = find_rank(keys, tokens, key, highest + 1, enter_count)
             _write_entering(keys, tokens, key, token, entering, enter_count, ENTERING)
             tl.debug_barrier()
@@ -393,6 +402,7 @@ def _select(
             if wanted > CAPACITY:
                 tl.atomic_add(counts + row * 2 + 1, wanted - CAPACITY)
 
+    # Padding behind the tokens that enter.
     pad = tl.arange(0, ENTERING)
     padded = (pad >= enter_count) & (pad < CAPACITY)
     nothing = tl.full((ENTERING,), -1, tl.int32)

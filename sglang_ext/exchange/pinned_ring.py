@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from cache_rank_kernels.pinned_ring.reference import parts
+from cache_rank_kernels.pinned_ring.reference import blocks
 from torch import Tensor
 
 from cache_rank.operations import implementation_for
@@ -42,7 +42,7 @@ class HostToDeviceRing:
         self._kernels = _kernels(device)
         self._entries = [_Entry(entry, fields) for entry in self._ring]
         self._turn = 0
-        self._collected = torch.zeros(parts(size), dtype=torch.int64, device=device)
+        self._collected = torch.zeros(blocks(size), dtype=torch.int64, device=device)
         self._on_device = torch.zeros(size, dtype=torch.int64, device=device)
         self._views = _split(self._on_device, fields)
 

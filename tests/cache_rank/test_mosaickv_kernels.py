@@ -27,7 +27,7 @@ class Said(NamedTuple):
 
     Attributes:
         strategies: r, g and block of each buffer in the pages, by layer.
-        tokens: (2, layers, Hkv, T, D) as they are read.
+        tokens: (2, layers, Hkv, T / 3, D), every third token as it is read.
         scores: (layers, Hkv, T), some tokens by their blocks.
         exact: the same, all tokens by themselves.
         shipped: (2, layers, Hkv, n, D), some of them.
@@ -46,7 +46,7 @@ class Said(NamedTuple):
             [strategy[:3] for strategy in held.strategies(layer)] for layer in held.layers
         ]
         found = (
-            held.read(),
+            held.read(range(0, held.resident, 3)),
             held.score(queries),
             held.score(queries, exact=True),
             shipped_by(held),

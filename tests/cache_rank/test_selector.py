@@ -123,9 +123,14 @@ PROMPTS = (1, 45, PAGE_TOKENS - 3, PAGE_TOKENS + 44)
 """Short, usual, crossing into a second page, and beyond it."""
 
 
-@pytest.mark.parametrize("frame", ["post", "pre"])
-@pytest.mark.parametrize("predictor", ["last", "ema", "spade", "ridge"])
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    ("model", "predictor", "frame"),
+    [
+        (model, predictor, ("post", "pre")[(row + column) % 2])
+        for row, model in enumerate(MODELS)
+        for column, predictor in enumerate(("last", "ema", "spade", "ridge"))
+    ],
+)
 def test_a_step_of_rows_of_any_length_equals_the_reference_row_by_row(
     model: str, predictor: str, frame: str
 ) -> None:
@@ -252,7 +257,7 @@ def test_slots_and_pages_of_ended_epochs_are_used_again() -> None:
     selector = served.selector
     lasting = served.arrive(1, 20)
     slots, pages = set(), set()
-    for epoch in range(2, 12):
+    for epoch in range(2, 6):
         request = served.arrive(epoch, 2 * PAGE_TOKENS - 4)
         sequence = selector.sequences[epoch]
         assert (selector.mirror(sequence, range(3)) == EMPTY).all()

@@ -103,12 +103,10 @@ def generous_budget(deep_model: Path) -> Iterator[Any]:
 def test_log_probabilities_equal_dense_ones_when_every_token_is_selected(
     generous_budget: Any,
 ) -> None:
-    prompts = random_prompts([650, 900, 1300, 700])
-    for found, expected in zip(
-        generous_budget.generate_all(prompts, 200, return_logprob=True),
-        generous_budget.generate_all(prompts, 200, return_logprob=True, **DENSE),
-        strict=True,
-    ):
+    # One at a time: the rounding of a dense step depends on how many requests are in its batch.
+    for prompt in random_prompts([650, 900, 1300, 700]):
+        found = generous_budget.generate(prompt, 200, return_logprob=True)
+        expected = generous_budget.generate(prompt, 200, return_logprob=True, **DENSE)
         assert found["meta_info"]["cache_rank"]["sparse_steps"] > 100
         assert expected["meta_info"]["cache_rank"]["sparse_steps"] == 0
         # Where two tokens are equally likely, rounding decides, and the rest is another text.

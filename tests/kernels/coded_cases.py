@@ -25,12 +25,12 @@ class Format:
     """One way of holding codes.
 
     Attributes:
-        name: of the folder of its kernels.
-        codecs: of keys and values, for tokens of a dtype.
-        group_tokens, ring: as in CodedTokens.
-        largest_scale: of the planes of keys, what a query is multiplied with before codes are.
-        largest_code: what it is multiplied with then.
-        rounding_on_gpu: how far that may be off there.
+        name: the folder of its kernels.
+        codecs: makes those of keys and values for tokens of a dtype.
+        group_tokens, ring: see `CodedTokens`.
+        largest_scale: finds in the planes of keys what a query is multiplied with first.
+        largest_code: the largest code that it is multiplied with then.
+        rounding_on_gpu: how far that product may be off on a GPU.
     """
 
     name: str
@@ -47,7 +47,7 @@ class Format:
 
 
 def largest(numbers: Tensor) -> float:
-    """Of those that were written."""
+    """The largest of those that were written."""
     return float(numbers[numbers.isfinite()].abs().max())
 
 
@@ -56,7 +56,7 @@ def quantspec(bits: int) -> Format:
         "quantspec",
         lambda dtype: (QuantSpecCodec(True, dtype, bits), QuantSpecCodec(False, dtype)),
         128,
-        256 + 32,
+        256,
         lambda planes: largest(planes[2]),
         15 if bits == 4 else 8,
     )
@@ -68,7 +68,7 @@ def lynx(in_full: bool, alpha: float = 3.0) -> Format:
         "lynx",
         lambda dtype: (codec, codec),
         256,
-        256 + 32,
+        256,
         lambda planes: largest(planes[3]) * largest(planes[5]),
         1,
         rounding_on_gpu=2**-11,  # half precision
@@ -85,11 +85,8 @@ READINGS = {
 FORMATS = {"quantspec": quantspec(8), "lynx": lynx(in_full=True)}
 every_format = pytest.mark.parametrize("held_as", FORMATS.values(), ids=FORMATS)
 every_reading = pytest.mark.parametrize("held_as", READINGS.values(), ids=READINGS)
-
-
-def require_rounding(device: torch.device, dtype: torch.dtype) -> None:
-    if device.type == "cpu" and dtype == torch.bfloat16:
-        pytest.skip("the interpreter rounds to bfloat16 toward zero")
+NARROW = torch.bfloat16 if torch.cuda.is_available() else torch.float16
+"""A dtype of 16 bits that this machine rounds to the nearest: not bfloat16 in the interpreter."""
 
 
 def empty(
@@ -159,7 +156,7 @@ def random_shipment(tokens: CodedTokens, count: int, seed: int = 0) -> Tensor:
 
 
 def load(tokens: CodedTokens, pages: Tensor, slot: int, start: int, shipment: Tensor) -> None:
-    """As a residency does, by the references."""
+    """Load tokens as a residency does, by the references."""
     slots, starts = on(pages.device, slot), on(pages.device, start)
     layers = range(shipment.shape[1])
     count = shipment.shape[2]

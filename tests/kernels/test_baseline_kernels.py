@@ -233,8 +233,14 @@ def test_triton_bounds(device: torch.device, dtype: torch.dtype, pool_page: int)
     assert torch.equal(found, expected)
 
 
-@pytest.mark.parametrize(("heads", "head_dim"), SHAPES, ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("heads", "head_dim", "dtype"),
+    [
+        (*shape, dtype)
+        for shape, dtype in zip(SHAPES, (torch.float32, torch.bfloat16) * 2, strict=True)
+    ],
+    ids=str,
+)
 def test_triton_page_scores(
     device: torch.device, heads: tuple[int, int], head_dim: int, dtype: torch.dtype
 ) -> None:
@@ -247,9 +253,18 @@ def test_triton_page_scores(
     assert torch.allclose(found[chosen], expected[chosen], atol=1e-4)
 
 
-@pytest.mark.parametrize(("heads", "head_dim"), SHAPES, ids=str)
-@pytest.mark.parametrize("shared", [False, True], ids=["each kv head", "all heads"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("heads", "head_dim", "shared", "dtype"),
+    [
+        (*SHAPES[0], False, torch.float32),
+        (*SHAPES[0], True, torch.bfloat16),
+        (*SHAPES[1], False, torch.bfloat16),
+        (*SHAPES[2], True, torch.float32),
+        (*SHAPES[3], False, torch.bfloat16),
+        (*SHAPES[3], True, torch.float32),
+    ],
+    ids=str,
+)
 def test_triton_token_scores(
     device: torch.device, heads: tuple[int, int], head_dim: int, shared: bool, dtype: torch.dtype
 ) -> None:
@@ -281,9 +296,20 @@ def must_choose(given: Case, budget: Budget) -> Tensor:
     return budget.attended_of(given.lengths) < given.lengths
 
 
-@pytest.mark.parametrize("budget", BUDGETS, ids=str)
-@pytest.mark.parametrize("heads", [1, 2])
-@pytest.mark.parametrize("kind", ["random", "ties", "extreme"])
+@pytest.mark.parametrize(
+    ("budget", "heads", "kind"),
+    [
+        (TOKENS, 1, "random"),
+        (TOKENS, 2, "ties"),
+        (TOKENS, 2, "extreme"),
+        (PAGES, 1, "ties"),
+        (PAGES, 2, "random"),
+        (PAGES, 1, "extreme"),
+        (BUDGETS[2], 2, "random"),
+        (BUDGETS[3], 2, "extreme"),
+    ],
+    ids=str,
+)
 def test_triton_lists(device: torch.device, budget: Budget, heads: int, kind: str) -> None:
     lengths = [1, 4, 12, 17, 18, 19, 33, 64]
     given = case(lengths, pool_page=budget.page, device=device)

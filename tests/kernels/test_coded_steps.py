@@ -14,6 +14,8 @@ from coded_cases import (
     FORMATS,
     KV_HEADS,
     LAYERS,
+    NARROW,
+    READINGS,
     Format,
     assert_same,
     copy_of,
@@ -23,11 +25,9 @@ from coded_cases import (
     load,
     on,
     random_shipment,
-    require_rounding,
 )
 from torch import Tensor
 
-DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 RESIDENT = (600, 1, 300, 513)
 
 
@@ -44,14 +44,22 @@ def four_sequences(
 
 
 @every_format
-@DTYPES
 @pytest.mark.parametrize(
-    ("start", "count"), [(0, 1), (0, 255), (0, 700), (100, 500), (255, 1), (383, 2), (511, 130)]
+    ("start", "count", "dtype"),
+    [
+        (0, 1, torch.float32),
+        (0, 255, NARROW),
+        (0, 700, torch.float32),
+        (100, 500, NARROW),
+        (255, 1, NARROW),
+        (383, 2, torch.float32),
+        (511, 130, torch.float16),
+    ],
+    ids=str,
 )
 def test_triton_encodes_of_a_shipment_what_the_reference_encodes(
-    device: torch.device, held_as: Format, dtype: torch.dtype, start: int, count: int
+    device: torch.device, held_as: Format, start: int, count: int, dtype: torch.dtype
 ) -> None:
-    require_rounding(device, dtype)
     tokens = empty(held_as, device, dtype)
     shipment = random_shipment(tokens, start + count)
     pages = on(device, 5, 0, 11)
@@ -89,8 +97,15 @@ def test_triton_encodes_of_a_step_what_the_reference_encodes(
             assert found[0].resident[:, 1:].amax(dim=1).tolist() == [512, 401, 511, 512]
 
 
-@every_format
-@pytest.mark.parametrize(("part", "wrong"), [(0, float("nan")), (1, float("inf"))])
+@pytest.mark.parametrize(
+    ("held_as", "part", "wrong"),
+    [
+        (FORMATS["quantspec"], 0, float("nan")),
+        (FORMATS["quantspec"], 1, float("inf")),
+        (FORMATS["lynx"], 1, float("nan")),
+    ],
+    ids=["quantspec-keys", "quantspec-values", "lynx-values"],
+)
 def test_what_is_not_finite_is_noted_by_its_place(
     device: torch.device, held_as: Format, part: int, wrong: float
 ) -> None:
@@ -107,14 +122,11 @@ def test_what_is_not_finite_is_noted_by_its_place(
 
 @every_format
 @pytest.mark.parametrize(
-    ("dtype", "capacity"),
-    [(torch.float32, 0), (torch.float32, 1), (torch.float16, 40), (torch.bfloat16, 40)],
-    ids=str,
+    ("dtype", "capacity"), [(torch.float32, 0), (torch.float32, 1), (NARROW, 40)], ids=str
 )
 def test_triton_gathers_what_the_reference_gathers(
     device: torch.device, held_as: Format, dtype: torch.dtype, capacity: int
 ) -> None:
-    require_rounding(device, dtype)
     tokens, table = four_sequences(held_as, device, dtype)
     slots, positions = on(device, 2, -1, 0, 3), on(device, 299, 0, 599, 512)
     generator = torch.Generator().manual_seed(0)
@@ -191,16 +203,24 @@ def tolerance(held_as: Format, tokens: CodedTokens, queries: Tensor, digits: int
     return 2 * head_dim**0.5 * folded * rounding + 1e-4
 
 
-@every_reading
-@pytest.mark.parametrize(("group", "digits"), [(1, 2), (3, 3), (4, 2), (8, 3)])
+@pytest.mark.parametrize(
+    ("reading", "group", "digits"),
+    [
+        ("quantspec 4", 1, 2),
+        ("quantspec 4", 3, 3),
+        ("quantspec 8", 4, 2),
+        ("quantspec 8", 8, 3),
+        ("lynx anchor", 8, 2),
+        ("lynx anchor, large alpha", 4, 2),
+        ("lynx full", 1, 2),
+        ("lynx full", 3, 2),
+    ],
+)
 def test_triton_scores_as_the_reference_but_for_the_rounding_of_the_query(
-    device: torch.device,
-    held_as: Format,
-    group: int,
-    digits: int,
-    monkeypatch: pytest.MonkeyPatch,
+    device: torch.device, reading: str, group: int, digits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(score, "CHUNK_TOKENS", 256)  # several programs a row
+    held_as = READINGS[reading]
     tokens, table = four_sequences(held_as, device, torch.float16)
     generator = torch.Generator().manual_seed(2)
     queries = 2 * torch.randn((4, 1, KV_HEADS * group, head_dim_of(tokens)), generator=generator)
@@ -216,10 +236,18 @@ def test_triton_scores_as_the_reference_but_for_the_rounding_of_the_query(
     assert (actual[1] == 7.0).all()
 
 
-@every_reading
-def test_scores_do_not_depend_on_what_is_scored_beside(
-    device: torch.device, held_as: Format
-) -> None:
+@pytest.mark.parametrize(
+    "reading",
+    [
+        "quantspec 4",
+        *(
+            pytest.param(reading, marks=pytest.mark.thorough)
+            for reading in ("quantspec 8", "lynx anchor", "lynx full")
+        ),
+    ],
+)
+def test_scores_do_not_depend_on_what_is_scored_beside(device: torch.device, reading: str) -> None:
+    held_as = READINGS[reading]
     tokens, table = four_sequences(held_as, device, torch.float16)
     generator = torch.Generator().manual_seed(2)
     queries = torch.randn((4, 1, 4, head_dim_of(tokens)), generator=generator).to(device)

@@ -8,13 +8,14 @@ import pytest
 import torch
 from cache_rank_kernels.coded import reference
 from cache_rank_kernels.coded.reference import CodedTokens
-from cache_rank_kernels.fp8.reference import round_to_fp8
+from cache_rank_kernels.fp8.reference import convert
 from cache_rank_kernels.hack import triton
 from cache_rank_kernels.hack.reference import GROUP, HackCodec
 from cache_rank_kernels.score import triton as score
 from coded_cases import (
     KV_HEADS,
     LAYERS,
+    NARROW,
     Format,
     assert_same,
     copy_of,
@@ -23,7 +24,6 @@ from coded_cases import (
     load,
     on,
     random_shipment,
-    require_rounding,
 )
 from torch import Tensor
 
@@ -39,7 +39,7 @@ def hack(bits: int = 2, partition: int = 64, seed: int | None = None) -> Format:
             HackCodec(False, dtype, bits, partition, seed),
         ),
         group_tokens=GROUP,
-        ring=GROUP + 32,
+        ring=GROUP,
         largest_scale=lambda planes: largest(planes[2]),
         largest_code=2**bits - 1,
     )
@@ -101,13 +101,27 @@ def rounding(tokens: CodedTokens, queries: Tensor) -> float:
     return 2 * 8 * torch.finfo(torch.float32).eps * sizes
 
 
-@every_option
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("start", "count"), [(0, 1), (0, 63), (0, 64), (100, 300), (191, 1)])
+@pytest.mark.parametrize(
+    ("option", "start", "count", "dtype"),
+    [
+        ("2 bits", 0, 1, torch.float32),
+        ("2 bits", 0, 64, NARROW),
+        ("2 bits, 32", 0, 63, torch.float32),
+        ("2 bits, 32", 100, 300, NARROW),
+        ("2 bits, 16, stochastic", 191, 1, NARROW),
+        ("2 bits, 16, stochastic", 100, 300, torch.float32),
+        ("4 bits", 0, 64, torch.float16),
+        ("4 bits", 191, 1, torch.float32),
+        ("4 bits, 16", 100, 300, NARROW),
+        ("4 bits, stochastic", 0, 64, torch.float32),
+        ("4 bits, stochastic", 100, 300, NARROW),
+    ],
+    ids=str,
+)
 def test_triton_encodes_what_the_reference_encodes(
-    device: torch.device, held_as: Format, dtype: torch.dtype, start: int, count: int
+    device: torch.device, option: str, start: int, count: int, dtype: torch.dtype
 ) -> None:
-    require_rounding(device, dtype)
+    held_as = OPTIONS[option]
     tokens = empty(held_as, device, dtype, layers=1, head_dim=HEAD_DIM)
     shipment = random_shipment(tokens, start + count)
     shipment[:, :, ::7, 0, 5] = 0.0
@@ -124,12 +138,22 @@ def test_triton_encodes_what_the_reference_encodes(
     assert_same(*found)
 
 
-@every_option
-@pytest.mark.parametrize("head_dim", [16, 128])
+@pytest.mark.parametrize(
+    ("option", "head_dim"),
+    [
+        ("2 bits", 128),
+        ("2 bits, 32", 16),
+        ("2 bits, 16, stochastic", 128),
+        ("4 bits", 16),
+        ("4 bits, 16", 128),
+        ("4 bits, stochastic", 16),
+    ],
+)
 def test_triton_encodes_of_a_step_what_the_reference_encodes(
-    device: torch.device, held_as: Format, head_dim: int
+    device: torch.device, option: str, head_dim: int
 ) -> None:
     """Rows that complete a group, that do not, and that are refused."""
+    held_as = OPTIONS[option]
     tokens = empty(held_as, device, torch.float32, layers=3, head_dim=head_dim)
     table = torch.arange(12, device=device, dtype=torch.int32).view(4, 3)
     for slot in range(4):
@@ -145,8 +169,16 @@ def test_triton_encodes_of_a_step_what_the_reference_encodes(
     assert not torch.equal(found[0].planes[0][0], tokens.planes[0][0])
 
 
-@pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -float("inf"), "too far apart"])
-@pytest.mark.parametrize("part", [0, 1])
+@pytest.mark.parametrize(
+    ("part", "wrong"),
+    [
+        (0, float("nan")),
+        (1, float("inf")),
+        (0, -float("inf")),
+        (0, "too far apart"),
+        (1, "too far apart"),
+    ],
+)
 def test_what_cannot_be_encoded_is_noted_by_its_place(
     device: torch.device, part: int, wrong: float | str
 ) -> None:
@@ -166,48 +198,57 @@ def test_what_cannot_be_encoded_is_noted_by_its_place(
         assert int(tokens.not_finite) == 1 + (part * LAYERS + LAYERS - 1) * KV_HEADS + 1
 
 
-@every_option
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("head_dim", [16, 64])
+@pytest.mark.parametrize(
+    ("option", "dtype", "shipped_as", "head_dim"),
+    [
+        ("2 bits", torch.float32, torch.float32, 64),
+        ("2 bits, 16, stochastic", torch.float16, torch.float8_e4m3fn, 16),
+        ("4 bits", NARROW, torch.float8_e4m3fn, 64),
+        ("4 bits, 16", torch.float32, torch.float32, 16),
+        *(
+            pytest.param(option, NARROW, NARROW, 64, marks=pytest.mark.thorough)
+            for option in ("2 bits, 32", "4 bits, stochastic")
+        ),
+    ],
+    ids=str,
+)
 def test_triton_gathers_what_the_reference_gathers(
-    device: torch.device, held_as: Format, dtype: torch.dtype, head_dim: int
+    device: torch.device,
+    option: str,
+    dtype: torch.dtype,
+    shipped_as: torch.dtype,
+    head_dim: int,
 ) -> None:
     """From codes and from rings, with padding and a refused row."""
-    require_rounding(device, dtype)
-    tokens, table = four_sequences(held_as, device, dtype, head_dim)
+    tokens, table = four_sequences(OPTIONS[option], device, dtype, head_dim)
     positions = on(device, 126, 0, 299, 511)
     entering = torch.randint(
         -100, 512, (4, 2, KV_HEADS, 21), generator=torch.Generator().manual_seed(0)
     )
     entering = entering.to(device, torch.int32).minimum(positions.view(-1, 1, 1, 1))
     rows = (table[[2, 1, 0, 3]], on(device, 2, -1, 0, 3), positions)
-    found = []
-    for gather_codes in (reference.gather_codes, triton.gather_codes):
-        for shipped_as in (dtype, torch.float8_e4m3fn):
-            shape = (2, *entering.shape, head_dim)
-            outs = torch.full(shape, 7.0, dtype=shipped_as, device=device)
-            gather_codes(tokens, *rows, 1, entering, outs[0], outs[1])
-            found.append(outs)
-    as_held, rounded, *by_triton = found
-    assert torch.equal(as_held, by_triton[0])
-    assert as_held.isfinite().all()
-    assert (as_held[:, entering < 0] == 7.0).all()
-    assert (as_held[:, 1] == 7.0).all()
-    expected = round_to_fp8(as_held).view(torch.uint8)
-    assert torch.equal(rounded.view(torch.uint8), expected)
-    assert torch.equal(by_triton[1].view(torch.uint8), expected)
+    shape = (2, *entering.shape, head_dim)
+    held = torch.full(shape, 7.0, dtype=dtype, device=device)
+    reference.gather_codes(tokens, *rows, 1, entering, held[0], held[1])
+    assert held.isfinite().all()
+    assert (held[:, entering < 0] == 7.0).all()
+    assert (held[:, 1] == 7.0).all()
+    found = torch.full(shape, 7.0, dtype=shipped_as, device=device)
+    triton.gather_codes(tokens, *rows, 1, entering, found[0], found[1])
+    expected = convert(held, shipped_as)
+    assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
 
 
-@pytest.mark.parametrize("exact", [False, True], ids=["on codes", "exact"])
 @pytest.mark.parametrize(
-    ("held_as", "group", "head_dim"),
+    ("held_as", "group", "head_dim", "exact"),
     [
-        (hack(), 4, 128),
-        (hack(), 1, 64),
-        (hack(partition=32), 3, 128),
-        (hack(partition=16, seed=3), 8, 32),
-        (hack(bits=4), 4, 16),
-        (hack(bits=4, partition=16), 16, 64),
+        (hack(), 4, 128, False),
+        (hack(), 1, 64, True),
+        (hack(partition=32), 3, 128, False),
+        (hack(partition=16, seed=3), 8, 32, False),
+        (hack(bits=4), 4, 16, False),
+        (hack(bits=4), 4, 16, True),
+        (hack(bits=4, partition=16), 16, 64, False),
     ],
 )
 def test_triton_scores_as_the_reference(
@@ -235,7 +276,13 @@ def test_triton_scores_as_the_reference(
     assert (found[1][0, ..., 300:] == 7.0).all()
 
 
-@pytest.mark.parametrize("held_as", [hack(), hack(bits=4, partition=16)], ids=["2", "4"])
+@pytest.mark.parametrize(
+    "held_as",
+    [
+        pytest.param(hack(), id="2 bits"),
+        pytest.param(hack(bits=4, partition=16), id="4 bits, 16", marks=pytest.mark.thorough),
+    ],
+)
 def test_scores_do_not_depend_on_what_is_scored_beside(
     device: torch.device, held_as: Format
 ) -> None:

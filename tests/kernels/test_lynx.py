@@ -22,7 +22,7 @@ from cache_rank_kernels.lynx.reference import (
     score_page,
 )
 from cache_rank_kernels.nibbles.reference import pack_nibbles, unpack_nibbles
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from quantization_cases import (
     laplace_with_outlier_channels,
@@ -69,7 +69,6 @@ def test_nibbles_come_back_and_the_first_half_of_the_channels_is_low(codes: list
     assert packed[0, 0] == codes[0] % 16 + 16 * (codes[len(codes) // 2] % 16)
 
 
-@settings(deadline=None, max_examples=60)
 @given(page=pages, alpha=alphas, full=st.booleans())
 def test_decoding_is_within_a_step(page: Tensor, alpha: float, full: bool) -> None:
     codes = encode_page(page, alpha)
@@ -84,7 +83,6 @@ def test_decoding_is_within_a_step(page: Tensor, alpha: float, full: bool) -> No
     assert ((page.double() - decoded.double()).abs() <= allowed).all()
 
 
-@settings(deadline=None, max_examples=30)
 @given(page=pages, alpha=alphas)
 def test_levels_fill_both_nibbles_and_no_more(page: Tensor, alpha: float) -> None:
     codes = encode_page(page, alpha)
@@ -103,7 +101,6 @@ def test_the_extremes_of_both_nibbles_are_reached() -> None:
         assert (read.min(), read.max()) == (-8, 7)
 
 
-@settings(deadline=None, max_examples=30)
 @given(page=pages)
 def test_the_sign_of_the_smallest_elements_is_kept(page: Tensor) -> None:
     codes = encode_page(page)
@@ -142,7 +139,6 @@ def test_codes_are_those_of_the_formula() -> None:
     assert compared > 500
 
 
-@settings(deadline=None, max_examples=20)
 @given(page=pages)
 def test_codes_do_not_depend_on_what_is_encoded_beside(page: Tensor) -> None:
     together = encode_page(page)

@@ -9,7 +9,6 @@ import torch
 from cache_rank_kernels.pack import reference, triton
 from torch import Tensor
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 POISON = 7.0
 
 
@@ -53,11 +52,19 @@ def test_reference_writes_the_rows_that_take_part() -> None:
     assert torch.equal(staging, expected)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
-    ("query_heads", "kv_heads", "head_dim"), [(4, 2, 16), (3, 1, 32), (2, 2, 64), (14, 2, 64)]
+    ("index", "query_heads", "kv_heads", "head_dim", "dtype"),
+    [
+        ([], 4, 2, 16, torch.float32),
+        ([-1], 3, 1, 32, torch.bfloat16),
+        ([0], 2, 2, 64, torch.float16),
+        ([3, -1, 0, 1], 4, 2, 16, torch.bfloat16),
+        ([3, -1, 0, 1], 14, 2, 64, torch.float32),
+        ([-1, -1, 4], 3, 1, 32, torch.float16),
+        ([-1, -1, 4], 14, 2, 64, torch.bfloat16),
+    ],
+    ids=str,
 )
-@pytest.mark.parametrize("index", [[], [-1], [0], [3, -1, 0, 1], [-1, -1, 4]], ids=str)
 def test_triton_equals_reference(
     device: torch.device,
     index: list[int],

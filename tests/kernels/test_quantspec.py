@@ -15,7 +15,7 @@ from cache_rank_kernels.quantspec.reference import (
     encode_values,
     score_keys,
 )
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from quantization_cases import (
     laplace_with_outlier_channels,
@@ -34,7 +34,6 @@ either = pytest.mark.parametrize(
 SINGLE = torch.finfo(torch.float32)
 
 
-@settings(deadline=None, max_examples=60)
 @given(group=groups, encode=encoders)
 def test_decoding_is_within_a_step(group: Tensor, encode: Encode) -> None:
     codes = encode(group)
@@ -51,7 +50,6 @@ def test_decoding_is_within_a_step(group: Tensor, encode: Encode) -> None:
     assert (error <= torch.where(lower == 7, scale / 16, scale / 32) + slack).all()
 
 
-@settings(deadline=None, max_examples=30)
 @given(group=groups)
 def test_keys_share_a_scale_a_channel_and_values_one_a_token(group: Tensor) -> None:
     heads, count, head_dim = group.shape
@@ -85,7 +83,6 @@ def test_codes_are_those_of_the_formula(encode: Encode, dim: int) -> None:
         assert clear.float().mean() > 0.99
 
 
-@settings(deadline=None, max_examples=20)
 @given(group=groups, encode=encoders)
 def test_codes_do_not_depend_on_what_is_encoded_beside(group: Tensor, encode: Encode) -> None:
     together = encode(group)

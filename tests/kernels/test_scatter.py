@@ -8,7 +8,7 @@ import pytest
 import torch
 from cache_rank_kernels.scatter import reference, triton
 from cache_rank_kernels.scatter.reference import LayerBuffers, layer_buffers
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -125,7 +125,6 @@ def assert_same_writes(left, right) -> None:
     assert same_buffers(left[1], right[1])
 
 
-@settings(deadline=None)
 @given(
     st.tuples(*[st.integers(1, 3)] * 3),
     st.tuples(*[st.integers(1, 4)] * 3),

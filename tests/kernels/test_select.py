@@ -18,7 +18,7 @@ from cache_rank_kernels.select.reference import (
     select_tokens,
     top_tokens,
 )
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -143,7 +143,6 @@ policies = st.builds(
 )
 
 
-@settings(deadline=None)
 @given(policies, st.data())
 def test_follows_the_rules_step_after_step(policy: Policy, data: st.DataObject) -> None:
     """A sequence that grows; every step's mirror is the start of the next."""
@@ -263,7 +262,6 @@ def test_heads_are_chosen_independently() -> None:
                 assert torch.equal(joint[one], single)
 
 
-@settings(deadline=None)
 @given(st.lists(one_score, min_size=1, max_size=12), st.data())
 def test_rank_keys_order_by_score_and_then_position(
     scores: list[float], data: st.DataObject
@@ -279,7 +277,6 @@ def test_rank_keys_order_by_score_and_then_position(
     assert all(low < key for low in outside for key in inside)
 
 
-@settings(deadline=None)
 @given(st.lists(one_score, min_size=1, max_size=12), st.integers(0, 14), st.data())
 def test_top_tokens_are_the_head_of_the_ranking(
     scores: list[float], count: int, data: st.DataObject
@@ -390,11 +387,11 @@ def test_reference_step_selects_for_every_row_alone() -> None:
     assert torch.equal(mirror[:, 0], before[:, 0])
 
 
-LONG, RAGGED = (110,), (110, 60, 3, 2, 20)
+LONG, RAGGED = (110,), (60, 3, 2, 20)
 SMALL = Policy(budget=12, margin=4, capacity=7)
 
 BATCHES = (
-    Batch("ragged", RAGGED, (7, 0, 3, 9, -1), SMALL, layers=2, kv_heads=2),
+    Batch("ragged", RAGGED, (7, 3, 9, -1), SMALL, layers=2, kv_heads=2),
     Batch("ties", LONG, (0,), SMALL, "ties"),
     Batch("ties-in-a-short-list", LONG, (0,), SMALL, "ties", 16),
     Batch("equal", LONG, (0,), SMALL, "equal"),
@@ -427,10 +424,30 @@ def assert_steps_agree(
     return mirror
 
 
-@pytest.mark.parametrize("batch", BATCHES, ids=lambda batch: batch.name)
+SLOW_BATCHES = (
+    "ties",
+    "ties-in-a-short-list",
+    "equal",
+    "nan",
+    "not-finite",
+    "seven-tokens-a-group",
+)
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        pytest.param(
+            batch,
+            id=batch.name,
+            marks=[pytest.mark.thorough] if batch.name in SLOW_BATCHES else [],
+        )
+        for batch in BATCHES
+    ],
+)
 def test_triton_equals_reference_step_after_step(batch: Batch, device: torch.device) -> None:
     generator = torch.Generator().manual_seed(1)
-    steps = [batch.draw_scores(generator, max(batch.positions) + 4) for _ in range(3)]
+    steps = [batch.draw_scores(generator, max(batch.positions) + 4) for _ in range(2)]
     mirror = batch.empty_mirror(device)
     assert_steps_agree(batch, device, mirror, steps, width=batch.width)
 

@@ -19,7 +19,7 @@ TOKENS = 8 * PAGE_TOKENS
     ("variant", "bits"),
     [
         pytest.param(Variant("bf16", {}), 16, marks=pytest.mark.thorough),
-        (Variant("hack", {"bits": 4}), 4.75),
+        (Variant("hack", {"bits": 4}), 4.625),
     ],
 )
 def test_a_process_holds_and_grows_by_what_the_arithmetic_says(

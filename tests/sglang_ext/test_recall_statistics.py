@@ -77,7 +77,7 @@ def test_a_measurement_says_the_means_of_its_layers_and_of_its_request() -> None
     assert by_layer[1] == pytest.approx(LayerMeans(1.05, 2.05, 3.15))
     assert by_layer[2] == pytest.approx(LayerMeans(2.05, 3.05, 4.15))
     assert statistics.latest == pytest.approx(LayerMeans(1.55, 2.55, 3.65))
-    statistics.add(measurement(9, 2, 1, 5.0))
+    assert statistics.add(measurement(9, 2, 1, 5.0)).keys() == {3}
     first, second = statistics.take_requests()
     assert first == pytest.approx(MeasuredRequest(7, 1.55, 2.55))
     assert second == pytest.approx(MeasuredRequest(9, 5.05, 10.05))

@@ -31,17 +31,17 @@ _AUTO: Mapping[str, tuple[float, ...]] = {
     "group": (4, 2, 1),
     "block": (16, 8, 4, 1),
 }
-"""What `auto` chooses from, what compresses most first."""
+"""`auto` chooses from these; what compresses most comes first."""
 
 _SAMPLE_TOKENS = 1024
-"""Tokens of a segment, evenly spaced, that its rate and element group are chosen by."""
+"""Rate and element group are chosen by so many tokens of a segment, evenly spaced."""
 
 
 class CompressedTokens(NamedTuple):
     """n successive tokens of one layer.
 
     Attributes:
-        strategy: that they are compressed by.
+        strategy: the strategy that they are compressed by.
         keys, values: (Hkv, n, r).
         block_keys: (Hkv, n / block, r), or (Hkv, 0, r) for blocks of 1.
     """
@@ -56,7 +56,7 @@ class Candidates:
     """The strategies that there are to choose from, and the memory that any of them may need.
 
     Attributes:
-        channels: C, that are left after truncation; a multiple of every group.
+        channels: C, the number of channels that are left; a multiple of every group.
         kept: most elements of a vector.
         bitmap_bytes: most bytes of a bitmap, in whole words of 4.
         page_blocks: most per-block keys of a page.
@@ -88,16 +88,16 @@ class Candidates:
         self._largest_variance = float(options.get("variance", 0.5))
 
     def _elements(self, wanted: float, group: int) -> int:
-        """The most that are not more than wanted, in whole groups, but at least one group."""
+        """The largest number of elements up to `wanted` that is whole groups; at least one."""
         return min(self.channels, max(1, int(wanted) // group) * group)
 
     def rotations(self, covariance: Tensor) -> Tensor:
-        """Of covariances (..., D, D): (..., D, C) in the dtype of the pool."""
+        """Rotations of covariances (..., D, D): (..., D, C) in the dtype of the pool."""
         rotations: Tensor = _kernels(covariance).rotation_of(covariance, self.channels)
         return rotations.to(self._dtype)
 
     def choose(self, tokens: Tensor, rotations: Tensor) -> Strategy:
-        """The strategy of a finished segment of one layer.
+        """Choose the strategy of a finished segment of one layer.
 
         The paper wants the highest rate and the largest group whose loss is below a threshold, and
         does not say which of the two goes first: here the rate does. Where none is below it, the
@@ -106,7 +106,7 @@ class Candidates:
 
         Args:
             tokens: (2, Hkv, n, D), keys and values; n is a multiple of 16.
-            rotations: (2, Hkv, D, C) of their covariance.
+            rotations: (2, Hkv, D, C), rotations of their covariance.
         """
         sample = tokens[:, :, :: -(-tokens.shape[2] // _SAMPLE_TOKENS)]
         rotated = rotate(sample, rotations)
@@ -121,7 +121,7 @@ class Candidates:
 
 
 def pack_vectors(rotated: Tensor, kept: int, group: int, dtype: torch.dtype) -> PackedVectors:
-    """As `pack_vectors` of the reference, by the kernel of the device."""
+    """Pack vectors as `pack_vectors` of the reference does, by the kernel of their device."""
     packed: PackedVectors = _kernels(rotated).pack_vectors(rotated, kept, group, dtype)
     return packed
 
@@ -147,15 +147,15 @@ def recompress(
     """Choose the strategies of a finished segment, and compress it by them.
 
     Args:
-        tokens_of: a layer, (2, Hkv, n, D), all tokens of the segment.
+        tokens_of: given a layer, returns all tokens of the segment, (2, Hkv, n, D).
         covariance: (layers, 2, Hkv, D, D) float64, of its keys and values.
-        candidates: to choose from.
+        candidates: the strategies to choose from.
 
     Returns:
-        Of each layer.
+        The compressed tokens of each layer.
     """
     found = []
-    # Those of all layers at once: on a GPU, each by itself would take as long as all.
+    # All layers are rotated at once: on a GPU, each by itself would take as long as all.
     for layer, rotations in enumerate(candidates.rotations(covariance)):
         tokens = tokens_of(layer)
         found.append(compress(tokens, candidates.choose(tokens, rotations)))
@@ -169,7 +169,7 @@ def strategy_bytes(channels: int, model: ModelShape) -> int:
 
 
 def _kernels(tensor: Tensor) -> Any:
-    """Of the device that a tensor is on."""
+    """The kernels for the device that a tensor is on."""
     implementation = operations.implementation_for(tensor.device)
     return import_module(f"cache_rank_kernels.mosaickv.{implementation}")
 
