@@ -9,11 +9,10 @@ from tqdm import tqdm
 
 from cache_rank.pages import PAGE_TOKENS
 from scripts.formats.measurements import config_for, measure, variants
-from scripts.formats.quality import Exact
+from scripts.formats.quality import Exact, measure_uniform
 from scripts.formats.report import Comparison
 from scripts.formats.samples import Sample, read_recording
 from scripts.formats.synthetic import synthetic_sample
-from scripts.formats.uniform import measure_uniform
 from scripts.shared.machine import describe, visible_gpus
 
 

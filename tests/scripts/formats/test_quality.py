@@ -7,9 +7,8 @@ import torch
 from cache_rank_kernels.score.reference import score_tokens
 
 from scripts.formats.measurements import config_for
-from scripts.formats.quality import Exact
+from scripts.formats.quality import Exact, measure_uniform, uniform_quantization
 from scripts.formats.synthetic import synthetic_sample
-from scripts.formats.uniform import measure_uniform, uniform_quantization
 
 
 def test_errors_are_those_of_the_definition() -> None:
