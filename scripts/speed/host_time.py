@@ -147,5 +147,8 @@ def describe(results: dict[int, dict[str, float]], starts: list[float]) -> str:
         {"batch": str(batch)} | {n.replace("_", " "): f"{us:.0f} µs" for n, us in found.items()}
         for batch, found in results.items()
     ]
-    median = f"{statistics.median(starts):.2f} s (median of {len(starts)})" if starts else "–"
-    return f"{table_of(rows)}\n\nstart-up of a cache rank, spawn to open: {median}"
+    text = table_of(rows)
+    if starts:
+        median = f"{statistics.median(starts):.2f} s (median of {len(starts)})"
+        text += f"\n\nstart-up of a cache rank, spawn to open: {median}"
+    return text
