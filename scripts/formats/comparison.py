@@ -8,12 +8,11 @@ import torch
 from tqdm import tqdm
 
 from cache_rank.pages import PAGE_TOKENS
-from scripts.formats.measurements import Variant, config_for, measure, variants
-from scripts.formats.quality import Exact
+from scripts.formats.measurements import config_for, measure, variants
+from scripts.formats.quality import Exact, measure_uniform
 from scripts.formats.report import Comparison
 from scripts.formats.samples import Sample, read_recording
 from scripts.formats.synthetic import synthetic_sample
-from scripts.formats.uniform import measure_uniform
 from scripts.shared.machine import describe, visible_gpus
 
 
@@ -40,7 +39,7 @@ def make_sample(options: Namespace) -> Sample:
             f"{sample.positions.start} tokens before the first query are too few: the newest "
             f"{PAGE_TOKENS} may be held as they came; compare on a longer sequence"
         )
-    config = config_for(sample, Variant("bf16", {}), options.budget, options.rows)
+    config = config_for(sample, options.budget)
     candidates = len(config.candidates_after(sample.positions.start - 1))
     if candidates <= options.budget:
         raise ValueError(
@@ -52,23 +51,23 @@ def make_sample(options: Namespace) -> Sample:
 
 def compare_formats(options: Namespace, sample: Sample) -> Comparison:
     """Measure all variants of all formats, and the baselines."""
-    exact = Exact.of(sample)
-    config = config_for(sample, Variant("bf16", {}), options.budget, rows=1)
+    exact, config = Exact.of(sample), config_for(sample, options.budget)
     measurements = [
         measure(sample, exact, variant, options.budget, options.rows, options.repeats)
         for variant in tqdm(variants(options.formats, sample.keys.dtype), desc="formats")
-    ] + [
+    ]
+    baselines = [
         measure_uniform(sample, exact, config, bits, per_channel)
         for bits in (8, 4)
         for per_channel in (True, False)
     ]
     return Comparison(
-        [],
-        describe(visible_gpus() if options.device == "cuda" else []),
-        sample.source,
-        sample.tokens,
-        sample.steps,
-        options.budget,
-        options.rows,
-        measurements,
+        command=[],
+        machine=describe(visible_gpus() if options.device == "cuda" else []),
+        source=sample.source,
+        tokens=sample.tokens,
+        steps=sample.steps,
+        budget=options.budget,
+        rows=options.rows,
+        measurements=measurements + baselines,
     )

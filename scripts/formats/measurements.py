@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -13,7 +14,7 @@ from cache_rank.config import DTYPES, CacheRankConfig, ModelShape, OptionValue, 
 from cache_rank.measure.timing import median_microseconds
 from cache_rank.pages import PAGE_TOKENS
 from cache_rank.protocol import AnswerHeader
-from cache_rank.residency import FORMATS
+from cache_rank.residency import FORMATS, bytes_per_token, require_format
 from cache_rank.step_rows import StepRows
 from scripts.formats.quality import Exact, Measurement, Throughput, compare
 from scripts.formats.samples import Sample
@@ -33,6 +34,21 @@ class Variant(NamedTuple):
         if self.score_keys != "resident":
             return f"score keys {self.score_keys}"
         return ",".join(f"{name}={value}" for name, value in self.options.items())
+
+    def configure(self, config: CacheRankConfig) -> CacheRankConfig:
+        """The configuration of a cache rank that holds tokens so.
+
+        Raises:
+            ValueError: the format does not take the options.
+        """
+        config = msgspec.structs.replace(
+            config,
+            kv_residency=self.format,
+            kv_residency_options=self.options,
+            score_keys=self.score_keys,
+        )
+        require_format(config)
+        return config
 
 
 def variants(formats: Sequence[str], dtype: torch.dtype) -> list[Variant]:
@@ -59,26 +75,12 @@ def variants(formats: Sequence[str], dtype: torch.dtype) -> list[Variant]:
     return [variant for variant in table if variant.format in formats]
 
 
-def config_for(sample: Sample, variant: Variant, budget: int, rows: int) -> CacheRankConfig:
-    """The configuration of a cache rank that holds the sample.
-
-    Raises:
-        ValueError: the format does not take the options.
-    """
+def config_for(sample: Sample, budget: int, rows: int = 1) -> CacheRankConfig:
+    """The configuration of a cache rank that holds the sample as it came, in so many rows."""
     layers, kv_heads, _, head_dim = sample.keys.shape
     (dtype,) = (name for name, dtype in DTYPES.items() if dtype == sample.keys.dtype)
     model = ModelShape(layers, sample.queries.shape[2], kv_heads, head_dim, dtype, sample.scale)
-    config = CacheRankConfig(
-        model,
-        layers_per_group=layers,
-        sparse_budget=budget,
-        kv_residency=variant.format,
-        kv_residency_options=variant.options,
-        score_keys=variant.score_keys,
-        max_rows=rows,
-    )
-    residency.require_format(config)
-    return config
+    return CacheRankConfig(model, layers_per_group=layers, sparse_budget=budget, max_rows=rows)
 
 
 def measure(
@@ -95,56 +97,56 @@ def measure(
         budget: k.
         rows: requests to time a step of; all hold the same sequence.
         repeats: how often a call is timed; the median counts.
+
+    Raises:
+        ValueError: the format does not take the options.
     """
-    config = config_for(sample, variant, budget, rows)
-    measurement = Measurement(variant.format, variant.title, key_bits=variant.key_bits)
-    held, device = _Held(sample, config, rows), sample.keys.device
-    loading = median_microseconds(held.load, repeats, device)
+    config = variant.configure(config_for(sample, budget, rows))
+    held = _Held(sample, config)
+
+    def rate(action: Callable[[], None], tokens: int, token_bytes: float | None) -> Throughput:
+        rate = 1e6 * tokens / median_microseconds(action, repeats, sample.keys.device)
+        return Throughput(rate, None if token_bytes is None else 1e-9 * rate * token_bytes)
+
+    token_bytes, elements = bytes_per_token(config), sample.keys[:, :, 0].numel()
+    key_bytes = None if variant.key_bits is None else variant.key_bits / 8 * elements
+    bits = 8 * token_bytes / (2 * elements)
+    measurement = Measurement(variant.format, variant.title, bits, variant.key_bits)
+    measurement.encode = rate(held.load, sample.positions.start, token_bytes)
     for row in range(1, rows):
         held.load(row)
     scores = [held.step(position) for position in sample.positions]
-    token_bytes = residency.bytes_per_token(config)
-    elements = sample.keys[:, :, 0].numel()
-    measurement.bits = 8 * token_bytes / (2 * elements)
     compare(measurement, sample, exact, *held.read(), scores, config)
-
-    scoring = median_microseconds(held.score, repeats, device)
-    gathering = median_microseconds(held.gather, repeats, device)
-    key_bytes = None if variant.key_bits is None else variant.key_bits / 8 * elements
-    measurement.encode = _throughput(sample.positions.start, loading, token_bytes)
-    measurement.score = _throughput(rows * sample.tokens, scoring, key_bytes)
-    measurement.gather = _throughput(rows * held.entering.shape[-1], gathering, token_bytes)
+    measurement.score = rate(held.score, rows * sample.tokens, key_bytes)
+    measurement.gather = rate(held.gather, rows * held.entering.shape[-1], token_bytes)
     return measurement
 
 
 class _Held:
-    """A sample in a residency, driven as the selector drives it."""
+    """A sample in a residency, driven as the selector drives it.
 
-    def __init__(self, sample: Sample, config: CacheRankConfig, rows: int) -> None:
-        self._sample, self._config, self._rows = sample, config, rows
-        self._device = sample.keys.device
-        self._layers = range(config.model.layers)
+    Each row is a request that holds the same sequence. They share no page, or a cache would hold
+    what is to be timed.
+    """
+
+    def __init__(self, sample: Sample, config: CacheRankConfig) -> None:
+        model, rows, device = config.model, config.max_rows, sample.keys.device
+        self._sample, self._rows, self._layers = sample, rows, range(model.layers)
         pages = -(-sample.tokens // PAGE_TOKENS)
-        self._residency = residency.create(config, rows * pages, self._device)
-        # Rows share nothing, or a cache would hold what is to be timed.
-        self._pages = torch.arange(rows * pages, dtype=torch.int32, device=self._device)
-        self._pages = self._pages.view(rows, pages)
-        model = config.model
-        ring = (config.max_rows, model.layers, model.query_heads, 2, model.head_dim)
-        self._query_ring = torch.zeros(ring, dtype=model.torch_dtype, device=self._device)
-
-        loaded = slice(0, sample.positions.start)
-        tokens = torch.stack((sample.keys[:, :, loaded], sample.values[:, :, loaded]))
+        self._residency = residency.create(config, rows * pages, device)
+        self._pages = torch.arange(rows * pages, dtype=torch.int32, device=device).view(rows, pages)
+        ring = (rows, model.layers, model.query_heads, 2, model.head_dim)
+        self._query_ring = torch.zeros(ring, dtype=model.torch_dtype, device=device)
+        tokens = torch.stack((sample.keys, sample.values))[..., : sample.positions.start, :]
         self._shipment = tokens.transpose(2, 3).contiguous()
 
-        # For timing: a request each row, all of which hold the same sequence.
         generator = torch.Generator().manual_seed(0)
         heads = (rows, model.layers, model.kv_heads)
         count = min(config.delta_capacity, sample.tokens)
         entering = torch.rand((*heads, sample.tokens), generator=generator).argsort(-1)
-        self.entering = entering[..., :count].sort(-1).values.to(self._device, torch.int32)
-        wire = (*heads, count, model.head_dim)
-        self._wire = torch.empty((2, *wire), dtype=model.torch_dtype, device=self._device)
+        self.entering = entering[..., :count].sort(-1).values.to(device, torch.int32)
+        wire = (2, *heads, count, model.head_dim)
+        self._wire = torch.empty(wire, dtype=model.torch_dtype, device=device)
 
     def load(self, row: int = 0) -> None:
         """Ship what comes before the first query."""
@@ -154,18 +156,16 @@ class _Held:
         """Append the token, and score by its query: (layers, Hkv, position + 1) float32."""
         sample, rows = self._sample, self._step_rows(position, 1)
         query = sample.queries[position - sample.positions.start]
-        parts = (query, sample.keys[:, :, position], sample.values[:, :, position])
-        up = torch.cat(parts, dim=1).unsqueeze(0)
-        self._residency.append(rows, self._layers, up, self._query_ring)
-        queries = query.float().unsqueeze(0)
-        scores = self._residency.score(rows, self._layers, queries)
+        up = torch.cat((query, sample.keys[:, :, position], sample.values[:, :, position]), dim=1)
+        self._residency.append(rows, self._layers, up.unsqueeze(0), self._query_ring)
+        scores = self._residency.score(rows, self._layers, query.float().unsqueeze(0))
         return scores[0, ..., : position + 1].clone()
 
     def read(self) -> tuple[Tensor, Tensor]:
         """All keys and values: (layers, Hkv, tokens, D) each, in the pool's dtype."""
-        positions = torch.arange(self._sample.tokens, device=self._device)
-        shape = self._sample.keys.shape[:3]
+        positions = torch.arange(self._sample.tokens, device=self._pages.device)
         rows = self._step_rows(self._sample.tokens - 1, 1)
+        shape = self._sample.keys.shape[:3]
         return self._residency.read(rows, self._layers, positions.expand(shape))
 
     def score(self) -> None:
@@ -180,17 +180,9 @@ class _Held:
         self._residency.gather(rows, self._layers, self.entering, *self._wire)
 
     def _step_rows(self, position: int, rows: int) -> StepRows:
-        def numbers(value: int) -> Tensor:
-            return torch.full((rows,), value, dtype=torch.int32, device=self._device)
-
-        header = torch.zeros(
-            (rows, len(AnswerHeader._fields)), dtype=torch.int64, device=self._device
+        slots = torch.arange(rows, dtype=torch.int32, device=self._pages.device)
+        header = slots.new_zeros((rows, len(AnswerHeader._fields)), dtype=torch.int64)
+        positions, counts = torch.full_like(slots, position), torch.ones_like(slots)
+        return StepRows(
+            slots, positions, counts, self._pages[:rows].contiguous(), header, position + 1
         )
-        slots = torch.arange(rows, dtype=torch.int32, device=self._device)
-        table = self._pages[:rows].contiguous()
-        return StepRows(slots, numbers(position), numbers(1), table, header, position + 1)
-
-
-def _throughput(tokens: int, microseconds: float, token_bytes: float | None) -> Throughput:
-    rate = 1e6 * tokens / microseconds
-    return Throughput(rate, None if token_bytes is None else 1e-9 * rate * token_bytes)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import queue
 import time
 from collections.abc import Sequence
+from typing import NamedTuple
 
-import msgspec
 import psutil
 import torch
 from tqdm import tqdm
@@ -15,7 +15,7 @@ from cache_rank import residency
 from cache_rank.config import CacheRankConfig, ModelShape
 from cache_rank.protocol import Load, Report, bulk_shape
 from scripts.formats.measurements import Variant
-from scripts.shared.report import number, table
+from scripts.shared.report import number, table_of
 from sglang_ext.exchange.connection import Connection, Placement
 from sglang_ext.supervisor import Supervisor
 
@@ -35,11 +35,10 @@ VARIANTS = (
 """There is one for each size of a token; other options read the same bytes in other ways."""
 
 
-class Occupied(msgspec.Struct):
+class Occupied(NamedTuple):
     """What one sequence occupies, in bytes."""
 
-    format: str  # name of the residency format
-    options: str
+    variant: Variant
     tokens: int  # tokens of the sequence
     elements: int  # elements of K and V of a token, all layers
     token: int  # bytes of one token, by the arithmetic
@@ -49,25 +48,13 @@ class Occupied(msgspec.Struct):
 
 
 def measure(model: ModelShape, variant: Variant, tokens: int, chunk: int) -> Occupied:
-    """Load one sequence into a cache rank of its own.
-
-    Args:
-        model: whose tokens they are.
-        variant: how they are held.
-        tokens: length of the sequence.
-        chunk: tokens of a shipment.
+    """Load one sequence of so many tokens, in chunks, into a cache rank of its own.
 
     Raises:
         CacheRankDownError: the process could not be started.
         RuntimeError: it ended, or the tokens do not fit in the memory that it takes.
     """
-    config = CacheRankConfig(
-        model,
-        kv_residency=variant.format,
-        kv_residency_options=variant.options,
-        score_keys=variant.score_keys,
-        max_rows=1,
-    )
+    config = variant.configure(CacheRankConfig(model, max_rows=1))
     reports: queue.SimpleQueue[Report | None] = queue.SimpleQueue()
     supervisor = Supervisor("cache-rank-0", Placement("127.0.0.1"), PATIENCE_SECONDS)
     supervisor.on_report = reports.put
@@ -82,16 +69,9 @@ def measure(model: ModelShape, variant: Variant, tokens: int, chunk: int) -> Occ
         grown = process.memory_info().rss - before
     finally:
         supervisor.close()
-    return Occupied(
-        variant.format,
-        variant.title,
-        tokens,
-        2 * model.layers * model.kv_heads * model.head_dim,
-        residency.bytes_per_token(config),
-        residency.fixed_bytes(config),
-        reported,
-        grown,
-    )
+    token, fixed = residency.bytes_per_token(config), residency.fixed_bytes(config)
+    elements = 2 * model.layers * model.kv_heads * model.head_dim
+    return Occupied(variant, tokens, elements, token, fixed, reported, grown)
 
 
 def _ship(connection: Connection, config: CacheRankConfig, tokens: int, chunk: int) -> None:
@@ -119,15 +99,15 @@ def _wait_for(reports: queue.SimpleQueue[Report | None], tokens: int) -> Report:
 
 def markdown(occupied: Sequence[Occupied]) -> str:
     """A table; the units are those of the module."""
-    header = [
-        *("format", "options", "bits", "pages, arithmetic", "pages, reported"),
-        *("beside pages, a slot", "process grew"),
-    ]
-    rows = []
-    for one in occupied:
-        sizes = (one.token * one.tokens, one.reported, one.fixed, one.grown)
-        bits = 8 * one.token / one.elements
-        rows.append(
-            [one.format, one.options, number(bits, 3), *(number(size / 1e9, 3) for size in sizes)]
-        )
-    return table(header, rows)
+    return table_of(
+        {
+            "format": one.variant.format,
+            "options": one.variant.title,
+            "bits": number(8 * one.token / one.elements, 3),
+            "pages, arithmetic": number(one.token * one.tokens / 1e9, 3),
+            "pages, reported": number(one.reported / 1e9, 3),
+            "beside pages, a slot": number(one.fixed / 1e9, 3),
+            "process grew": number(one.grown / 1e9, 3),
+        }
+        for one in occupied
+    )

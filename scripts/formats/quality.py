@@ -1,9 +1,9 @@
-"""How good a residency format is: errors of what is read back and of scores, and the selection."""
+"""How good a residency format is, and the uniform quantization beside which it is read."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 import torch
@@ -15,6 +15,9 @@ from cache_rank.config import CacheRankConfig
 from cache_rank.measure.recall import measure_recall
 from cache_rank.pages import PAGE_TOKENS
 from scripts.formats.samples import Sample
+
+UNIFORM_GROUP = 128
+"""So many tokens share a scale in the uniform baselines per channel."""
 
 
 class Throughput(msgspec.Struct, frozen=True):
@@ -82,29 +85,30 @@ def compare(
         config: says how many tokens are selected, and among which.
     """
     older = slice(0, sample.tokens - PAGE_TOKENS)
-    measurement.key_error = _error([(sample.keys[:, :, older], keys[:, :, older])])
-    measurement.value_error = _error([(sample.values[:, :, older], values[:, :, older])])
-    outputs = _outputs(sample, keys, values)
-    measurement.output_error = _error(list(zip(exact.outputs, outputs, strict=True)))
+    measurement.key_error = _error([sample.keys[:, :, older]], [keys[:, :, older]])
+    measurement.value_error = _error([sample.values[:, :, older]], [values[:, :, older]])
+    measurement.output_error = _error(exact.outputs, _outputs(sample, keys, values))
 
     centred, selected = [], []
     for position, true, found in zip(sample.positions, exact.scores, scores, strict=True):
         candidates = config.candidates_after(position - 1)
-        both = (part[..., candidates.start : candidates.stop] for part in (true, found))
-        first, second = (part - part.mean(dim=-1, keepdim=True) for part in both)
-        centred.append((first, second))
+        both = [part[..., candidates.start : candidates.stop] for part in (true, found)]
+        centred.append([part - part.mean(dim=-1, keepdim=True) for part in both])
         chosen = top_tokens(found[..., :position], candidates, config.sparse_budget)
         selected.append(measure_recall(true, chosen, config, position))
-    measurement.score_error = _error(centred)
+    measurement.score_error = _error(*map(list, zip(*centred, strict=True)))
     measurement.recall, measurement.attention_mass = torch.stack(selected).mean((0, 2, 3)).tolist()
 
 
-def _error(pairs: Sequence[tuple[Tensor, Tensor]]) -> float | None:
-    """vNMSE of the second of each pair; None if it is not finite."""
-    difference = sum((one.float() - other.float()).square().sum().double() for one, other in pairs)
-    size = sum(one.float().square().sum().double() for one, _ in pairs)
-    error: Any = difference / size
+def _error(true: Sequence[Tensor], found: Sequence[Tensor]) -> float | None:
+    """vNMSE over all the tensors; None if it is not finite."""
+    differences = [one.float() - other.float() for one, other in zip(true, found, strict=True)]
+    error = _energy(differences) / _energy(true)
     return float(error) if error.isfinite() else None
+
+
+def _energy(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.stack([tensor.float().square().sum().double() for tensor in tensors]).sum()
 
 
 def _outputs(sample: Sample, keys: Tensor, values: Tensor) -> list[Tensor]:
@@ -124,3 +128,37 @@ def scores_of(sample: Sample, keys: Tensor) -> list[Tensor]:
         score_tokens(query, keys[:, :, : position + 1], sample.scale)
         for position, query in zip(sample.positions, sample.queries, strict=True)
     ]
+
+
+def measure_uniform(
+    sample: Sample, exact: Exact, config: CacheRankConfig, bits: int, per_channel: bool
+) -> Measurement:
+    """Compare uniform quantization of keys and values with the sample.
+
+    Steps are even between the smallest and the largest element: of a channel over UNIFORM_GROUP
+    tokens, or of a token over its channels. These two numbers are float32. The newest tokens that
+    make no whole group stay as they came, as in the formats.
+    """
+    members = UNIFORM_GROUP if per_channel else sample.keys.shape[-1]
+    measurement = Measurement(
+        f"INT{bits} per {'channel' if per_channel else 'token'}",
+        f"groups of {UNIFORM_GROUP} tokens" if per_channel else "",
+        bits + 2 * 32 / members,
+        bits,
+    )
+    complete = sample.tokens // UNIFORM_GROUP * UNIFORM_GROUP
+    keys, values = (tokens.to(torch.float32, copy=True) for tokens in (sample.keys, sample.values))
+    for tokens in (keys, values):
+        groups = tokens[:, :, :complete].unflatten(2, (-1, UNIFORM_GROUP))
+        groups.copy_(uniform_quantization(groups, bits, dim=-2 if per_channel else -1))
+    read_keys, read_values = (tokens.to(sample.keys.dtype) for tokens in (keys, values))
+    scores = scores_of(sample, keys)
+    compare(measurement, sample, exact, read_keys, read_values, scores, config)
+    return measurement
+
+
+def uniform_quantization(tokens: Tensor, bits: int, dim: int) -> Tensor:
+    """Rounded to 2^bits even steps between the smallest and the largest along `dim`."""
+    smallest = tokens.amin(dim=dim, keepdim=True)
+    step = (tokens.amax(dim=dim, keepdim=True) - smallest) / (2**bits - 1)
+    return ((tokens - smallest) / step).nan_to_num().round() * step + smallest

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from scripts.formats.quality import Measurement, Throughput
+from scripts.formats.quality import Measurement
 from scripts.shared import plots, report
-from scripts.shared.report import number, table
+from scripts.shared.report import number, table, table_of
 
 
 class Comparison(msgspec.Struct):
@@ -52,42 +54,40 @@ def markdown(comparison: Comparison) -> str:
     return "\n\n".join(parts)
 
 
-def quality_table(measurements: list[Measurement]) -> str:
+def quality_table(measurements: Sequence[Measurement]) -> str:
     """Errors are vNMSE."""
-    header = [
-        *("format", "options", "bits held", "key bits scored", "K", "V", "attention output"),
-        *("scores", "recall", "attention mass"),
-    ]
+
+    def error(value: float | None) -> str:
+        return "–" if value is None else f"{value:.1e}"
+
+    return table_of(
+        {
+            "format": m.format,
+            "options": m.options,
+            "bits held": number(m.bits, 3),
+            "key bits scored": number(m.key_bits, 0),
+            "K": error(m.key_error),
+            "V": error(m.value_error),
+            "attention output": error(m.output_error),
+            "scores": error(m.score_error),
+            "recall": number(m.recall, 3),
+            "attention mass": number(m.attention_mass, 3),
+        }
+        for m in measurements
+    )
+
+
+def throughput_table(measurements: Sequence[Measurement]) -> str:
+    """Thousands of tokens and 10^9 bytes a second of each operation."""
+    operations = ("encode", "score", "gather")
+    header = ["format", "options"]
+    header += [unit for name in operations for unit in (f"{name}, 1000 tokens/s", "GB/s")]
     rows = []
     for m in measurements:
-        errors = (m.key_error, m.value_error, m.output_error, m.score_error)
-        rows.append(
-            [
-                *(m.format, m.options, number(m.bits, 3), number(m.key_bits, 0)),
-                *("–" if error is None else f"{error:.1e}" for error in errors),
-                *(number(part, 3) for part in (m.recall, m.attention_mass)),
-            ]
-        )
-    return table(header, rows)
-
-
-def throughput_table(measurements: list[Measurement]) -> str:
-    """Thousands of tokens and 10^9 bytes a second of each operation."""
-    header = ["format", "options"]
-    for operation in ("encode", "score", "gather"):
-        header += [f"{operation}, 1000 tokens/s", "GB/s"]
-    rows = [
-        [m.format, m.options, *_cells(m.encode), *_cells(m.score), *_cells(m.gather)]
-        for m in measurements
-        if m.score
-    ]
-    return table(header, rows)
-
-
-def _cells(throughput: Throughput | None) -> list[str]:
-    if throughput is None:
-        return ["–", "–"]
-    return [number(throughput.tokens / 1e3, 0), number(throughput.gigabytes)]
+        speeds = [speed for speed in (m.encode, m.score, m.gather) if speed]
+        cells = [(number(s.tokens / 1e3, 0), number(s.gigabytes)) for s in speeds]
+        rows.append([m.format, m.options, *itertools.chain(*cells)])
+    return table(header, [row for row in rows if len(row) == len(header)])
 
 
 def write_plot(comparison: Comparison, stem: Path) -> list[Path]:
@@ -104,9 +104,9 @@ def write_plot(comparison: Comparison, stem: Path) -> list[Path]:
         for index, m in enumerate(comparison.measurements):
             x, y = getattr(m, bits), getattr(m, error)
             if x and y:  # an error of 0 has no place on a logarithmic scale
-                style = {"marker": plots.marker(index), "linestyle": "none"}
-                style["color"] = plots.colour(names.index(m.format))
-                axes.plot(x, y, label=f"{m.format} {m.options}".strip(), **style)
+                colour, marker = plots.colour(names.index(m.format)), plots.marker(index)
+                name = f"{m.format} {m.options}".strip()
+                axes.plot(x, y, label=name, color=colour, marker=marker, linestyle="none")
         plots.label(axes, title, label)
         axes.set_yscale("log")
         axes.grid(alpha=0.3)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import defaultdict
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,7 +50,7 @@ class Sample(NamedTuple):
 
 
 def read_recording(folder: Path, steps: int) -> Sample:
-    """The longest sequence that a cache rank recorded, see cache_rank/recording.py.
+    """The longest sequence that a cache rank recorded, see cache_rank/measure/recording.py.
 
     Recordings do not hold the factor on attention logits; it is taken to be D ** -0.5.
 
@@ -58,43 +61,49 @@ def read_recording(folder: Path, steps: int) -> Sample:
     Raises:
         ValueError: there is no recording, or none of a decode step.
     """
-    loads: dict[int, list[Tensor]] = {}
-    decoded: dict[int, dict[int, list[dict[str, Any]]]] = {}  # by epoch and position
+    loads: dict[int, list[Tensor]] = defaultdict(list)
+    # By epoch and position; an event holds the rows of one layer group.
+    decoded: dict[int, dict[int, list[_Part]]] = defaultdict(lambda: defaultdict(list))
     for event in read_events(folder):
         if event["kind"] == "load":
-            loads.setdefault(event["epoch"], []).append(event["shipment"])
+            loads[event["epoch"]].append(event["shipment"])
             continue
         for row in event["rows"]:
-            at_position = decoded.setdefault(row["epoch"], {}).setdefault(row["position"], [])
-            at_position.append({**row, "first_layer": event["layers"].start})
-    if not decoded:
-        raise ValueError(f"{folder}: holds no recorded decode step")
-    sequences = [
-        _sequence(torch.cat(loads[epoch], dim=2), positions)
-        for epoch, positions in decoded.items()
-        if epoch in loads
-    ]
-    if not sequences:
-        raise ValueError(f"{folder}: the bulk shipments of its decode steps are missing")
-    keys, values, queries = max(sequences, key=lambda parts: parts[0].shape[2])
-    if not len(queries):
-        raise ValueError(f"{folder}: holds no decode step of every layer")
+            part = _Part(event["layers"].start, row["queries"], row["keys"], row["values"])
+            decoded[row["epoch"]][row["position"]].append(part)
+    sequences = [_sequence(loads[epoch], decoded[epoch]) for epoch in loads.keys() & decoded.keys()]
+    whole = [tensors for tensors in sequences if tensors]
+    if not whole:
+        raise ValueError(f"{folder}: holds no recorded decode step of every layer of a sequence")
+    keys, values, queries = max(whole, key=lambda tensors: tensors[0].shape[2])
     source = f"recording: {keys.shape[0]} layers, {keys.shape[2]} tokens"
     return Sample(keys, values, queries[-steps:], keys.shape[-1] ** -0.5, source)
 
 
+class _Part(NamedTuple):
+    """One token in the layers of one group."""
+
+    first_layer: int
+    queries: Tensor  # (layers, Hq, D)
+    keys: Tensor  # (layers, Hkv, D)
+    values: Tensor  # (layers, Hkv, D)
+
+
 def _sequence(
-    shipped: Tensor, positions: dict[int, list[dict[str, Any]]]
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Keys, values and queries, as in Sample, up to the last step that has every layer."""
-    layers = shipped.shape[1]
-    keys, values = ([part.transpose(1, 2)] for part in shipped)
-    queries = [shipped.new_empty((0, layers, *positions[min(positions)][0]["queries"].shape[1:]))]
-    position = shipped.shape[2]
-    while sum(len(part["keys"]) for part in positions.get(position, [])) == layers:
-        parts = sorted(positions[position], key=lambda part: part["first_layer"])
-        for of_sequence, name, dim in ((keys, "keys", 2), (values, "values", 2)):
-            of_sequence.append(torch.cat([part[name] for part in parts]).unsqueeze(dim))
-        queries.append(torch.cat([part["queries"] for part in parts]).unsqueeze(0))
-        position += 1
-    return torch.cat(keys, dim=2), torch.cat(values, dim=2), torch.cat(queries)
+    shipments: list[Tensor], positions: Mapping[int, list[_Part]]
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Keys, values and queries, as in Sample, up to the last step that has every layer, if any."""
+    shipped = torch.cat(shipments, dim=2)
+    _, layers, prompt, *_ = shipped.shape
+    queries, tokens = [], []
+    for position in itertools.count(prompt):
+        parts = sorted(positions.get(position, []), key=lambda part: part.first_layer)
+        if sum(len(part.keys) for part in parts) != layers:
+            break
+        queries.append(torch.cat([part.queries for part in parts]))
+        tokens.append(torch.cat([torch.stack((part.keys, part.values)) for part in parts], dim=1))
+    if not queries:
+        return None
+    # (2, layers, Hkv, tokens, D)
+    keys, values = torch.cat((shipped.transpose(2, 3), torch.stack(tokens, dim=3)), dim=3)
+    return keys, values, torch.stack(queries)

@@ -15,12 +15,12 @@ STRONGEST, FADING = 0.6, 0.85
 
 
 def synthetic_sample(
-    tokens: int = 4096,
-    steps: int = 16,
-    layers: int = 1,
-    query_heads: int = 8,
-    kv_heads: int = 2,
-    head_dim: int = 128,
+    tokens: int,
+    steps: int,
+    layers: int,
+    query_heads: int,
+    kv_heads: int,
+    head_dim: int,
     seed: int = 0,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Sample:

@@ -1,20 +1,18 @@
-"""The machine: its GPUs and who may use them, their memory over time, and processes to end."""
+"""The machine: its GPUs and who may use them, their memory, and processes to end."""
 
 from __future__ import annotations
 
 import contextlib
-import importlib
+import functools
 import os
 import platform
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any, Protocol, TypeVar
 
 import psutil
-
-SAMPLE_SECONDS = 0.25
+import pynvml
 
 
 class NeedsGpus(Protocol):
@@ -26,40 +24,46 @@ class NeedsGpus(Protocol):
 JobT = TypeVar("JobT", bound=NeedsGpus)
 
 
-def _nvml() -> Any:
-    """NVIDIA's management library, or None without a driver."""
+@functools.cache
+def _has_driver() -> bool:
     try:
-        library = importlib.import_module("pynvml")
-        library.nvmlInit()
-    except Exception:  # the module is missing, or its own error: there is no driver
-        return None
-    return library
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return False
+    return True
+
+
+def _handles(gpus: Sequence[str]) -> list[Any]:
+    """NVIDIA's handles of GPUs, which have an index or the name that their maker gave them."""
+    if not _has_driver():
+        return []
+    return [
+        pynvml.nvmlDeviceGetHandleByIndex(int(gpu))
+        if gpu.isdigit()
+        else pynvml.nvmlDeviceGetHandleByUUID(gpu)
+        for gpu in gpus
+    ]
 
 
 def visible_gpus() -> list[str]:
     """The GPUs that may be used, as CUDA_VISIBLE_DEVICES names them."""
-    library = _nvml()
-    if library is None:
+    if not _has_driver():
         return []
     allowed = os.environ.get("CUDA_VISIBLE_DEVICES")
     if allowed is not None:
         return [name.strip() for name in allowed.split(",") if name.strip()]
-    return [str(index) for index in range(library.nvmlDeviceGetCount())]
+    return [str(index) for index in range(pynvml.nvmlDeviceGetCount())]
 
 
 def describe(gpus: Sequence[str]) -> dict[str, Any]:
     """The machine, for the record."""
-    library = _nvml()
-    names = []
-    if library is not None:
-        names = [str(library.nvmlDeviceGetName(_handle(library, gpu))) for gpu in gpus]
+    names = [str(pynvml.nvmlDeviceGetName(handle)) for handle in _handles(gpus)]
     return {"platform": platform.platform(), "cpus": os.cpu_count(), "gpus": names}
 
 
-def _handle(library: Any, gpu: str) -> Any:
-    if gpu.isdigit():
-        return library.nvmlDeviceGetHandleByIndex(int(gpu))
-    return library.nvmlDeviceGetHandleByUUID(gpu)
+def memory_gib(gpus: Sequence[str]) -> list[float]:
+    """The memory in use on each GPU; empty without a driver."""
+    return [pynvml.nvmlDeviceGetMemoryInfo(handle).used / 2**30 for handle in _handles(gpus)]
 
 
 class GpuPool:
@@ -131,35 +135,6 @@ def run_jobs(
             raise
 
 
-class MemoryWatch:
-    """Samples the memory in use on every GPU, in the background."""
-
-    def __init__(self, gpus: Sequence[str]) -> None:
-        self._gpus = list(gpus)
-        self._samples: list[tuple[float, dict[str, float]]] = []
-        self._stop = threading.Event()
-        library = _nvml() if self._gpus else None
-        if library is not None:
-            threading.Thread(target=self._sample, args=(library,), daemon=True).start()
-
-    def peak_gib(self, gpus: Sequence[str], started: float, ended: float) -> list[float]:
-        """The most memory in use on each GPU between two Unix times; empty if not sampled."""
-        meanwhile = [used for when, used in self._samples if started <= when <= ended]
-        return [max(used[gpu] for used in meanwhile) for gpu in gpus] if meanwhile else []
-
-    def stop(self) -> None:
-        self._stop.set()
-
-    def _sample(self, library: Any) -> None:
-        handles = {gpu: _handle(library, gpu) for gpu in self._gpus}
-        while not self._stop.wait(SAMPLE_SECONDS):
-            used = {
-                gpu: library.nvmlDeviceGetMemoryInfo(handle).used / 2**30
-                for gpu, handle in handles.items()
-            }
-            self._samples.append((time.time(), used))
-
-
 class ProcessTree:
     """A process and all that it has started, also what outlives it."""
 
@@ -180,5 +155,4 @@ class ProcessTree:
         for process in (self._root, *children):
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-        if wait_seconds:
-            psutil.wait_procs(children, timeout=wait_seconds)
+        psutil.wait_procs(children, timeout=wait_seconds)

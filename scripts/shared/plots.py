@@ -22,13 +22,7 @@ def can_draw() -> bool:
 
 
 def panels(columns: int, size: tuple[float, float], **options: Any) -> tuple[Any, list[Any]]:
-    """A figure and its axes, side by side.
-
-    Args:
-        columns: number of axes.
-        size: width and height in inches.
-        options: further arguments of `Figure.subplots`.
-    """
+    """A figure of a size in inches, and its axes, side by side; `Figure.subplots` has options."""
     importlib.import_module("matplotlib").use("Agg")
     figure = importlib.import_module("matplotlib.figure").Figure(size, layout="constrained")
     return figure, list(figure.subplots(1, columns, squeeze=False, **options)[0])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,13 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A Markdown table; all but the first two columns are numbers."""
     rule = ["---" if column < 2 else "---:" for column in range(len(header))]
     return "\n".join("| " + " | ".join(cells) + " |" for cells in (header, rule, *rows))
+
+
+def table_of(rows: Iterable[Mapping[str, str]]) -> str:
+    """A Markdown table of rows whose cells name their columns; cells that are missing are empty."""
+    rows = list(rows)
+    header = list(dict.fromkeys(name for row in rows for name in row))
+    return table(header, ([row.get(name, "") for name in header] for row in rows))
 
 
 def number(value: float | None, digits: int = 2) -> str:

@@ -34,14 +34,9 @@ class ServerError(RuntimeError):
 
 
 class Client:
-    """Talks to a server that runs.
-
-    Attributes:
-        url: address of the server, without /v1.
-    """
+    """Talks to a server that runs; its address may have a trailing /v1."""
 
     def __init__(self, url: str) -> None:
-        """Take the address of a server, with or without a trailing /v1."""
         self.url = url.rstrip("/").removesuffix("/v1")
 
     def get(self, path: str, timeout: float = 30) -> requests.Response:
@@ -89,10 +84,7 @@ class Client:
     ) -> list[Any]:
         """Concurrent requests; responses in the order of the prompts."""
         with ThreadPoolExecutor(len(prompts)) as pool:
-            calls = [
-                pool.submit(self.generate, prompt, max_new_tokens, **options) for prompt in prompts
-            ]
-            return [call.result() for call in calls]
+            return list(pool.map(lambda p: self.generate(p, max_new_tokens, **options), prompts))
 
     def cache_rank(self) -> dict[str, Any]:
         """The state of the cache rank in `/server_info`; empty without one."""
@@ -106,8 +98,12 @@ class Client:
             if all(state[name] == value for name, value in expected.items()):
                 return state
             if time.monotonic() > deadline:
-                raise TimeoutError(f"expected {expected}, state is {state}")
+                raise TimeoutError(f"expected {expected}, state is {state}: {self.tail()}")
             time.sleep(0.1)
+
+    def tail(self) -> str:
+        """The end of the server's log, where this process has it."""
+        return ""
 
     def metrics(self) -> dict[str, float]:
         """The cache rank's Prometheus samples, label values dropped and summed over."""
@@ -155,13 +151,6 @@ class Server(Client):
                     return self
             time.sleep(0.2)
         raise TimeoutError(f"server not ready: {self.tail()}")
-
-    def wait_for(self, timeout: float, **expected: Any) -> dict[str, Any]:
-        """Wait as a client does, and show the log if it was in vain."""
-        try:
-            return super().wait_for(timeout, **expected)
-        except TimeoutError as error:
-            raise TimeoutError(f"{error}: {self.tail()}") from None
 
     def tail(self) -> str:
         lines = self.log.read_text(errors="replace").splitlines()

@@ -9,16 +9,16 @@ witness is the time of a decode step of the whole batch.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import itertools
 import math
 import random
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
-from scripts.speed.jobs import Job, Shape, unmeasurable
+from scripts.speed.jobs import Job, Shape
 from scripts.speed.records import Arrival, Measurement, step_times, summarize, wire_between
 
 REPORT_INTERVAL = 16
@@ -32,37 +32,32 @@ class NotMeasuredError(Exception):
     """A shape could not be measured, for a reason that a table can hold."""
 
 
-@dataclasses.dataclass
+@dataclass
 class Stream:
-    """What one request has reported so far.
+    """What one request has reported so far."""
 
-    Attributes:
-        arrivals: (tokens so far, when) of every report.
-        statistics: the cache rank's, from the latest response.
-    """
-
-    arrivals: list[tuple[int, float]] = dataclasses.field(default_factory=list)
-    statistics: dict[str, int] = dataclasses.field(default_factory=dict)
-    ended: str = ""
+    arrivals: list[tuple[int, float]] = field(default_factory=list)  # (tokens so far, when)
+    statistics: dict[str, int] = field(default_factory=dict)  # the cache rank's, in the last report
+    ended: str = ""  # why it is over
 
     @property
     def tokens(self) -> int:
         return self.arrivals[-1][0] if self.arrivals else 0
 
 
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """How far each request of a batch goes.
+class Plan(NamedTuple):
+    """How far each request of a batch goes."""
 
-    Attributes:
-        settle: sparse steps (or tokens, in a system without a cache rank) before measuring.
-        steps: steps that are measured.
-        most_tokens: a request ends by itself after so many tokens.
-    """
+    settle: int  # sparse steps, or tokens in a system without a cache rank, before measuring
+    most_tokens: int  # a request ends by itself after so many tokens
 
-    settle: int
-    steps: int
-    most_tokens: int
+
+def unmeasurable(job: Job, shape: Shape) -> str:
+    """Why a shape makes no sense for the engine of a job, or nothing."""
+    threshold, longest = job.engine.get("sparse_threshold", 0), job.engine["context_length"]
+    if shape.context < threshold:
+        return f"context is below --sparse-threshold {threshold}"
+    return f"context is beyond the model's {longest}" if shape.context >= longest else ""
 
 
 def plan_batch(
@@ -71,38 +66,40 @@ def plan_batch(
     """Decide how long a batch decodes.
 
     Args:
+        job: names the settings.
+        shape: the batch.
         arguments: the engine's, with defaults filled in.
         pool_tokens: tokens that the inference rank's pool holds.
         cache_rank_tokens: tokens that the cache rank holds, if there is one and it says.
 
     Raises:
-        NotMeasuredError: it cannot fit.
+        NotMeasuredError: it makes no sense, or cannot fit.
     """
-    settings = job.settings
+    if reason := unmeasurable(job, shape):
+        raise NotMeasuredError(reason)
     settle, waves, shipping = SETTLE_STEPS, 1, 0
+    covers = job.cache_rank and arguments.inference_kv == "working-set"
     if job.cache_rank:
         fill = math.ceil(arguments.sparse_budget / arguments.delta_capacity)
         settle += arguments.query_window + fill
         # A shipped chunk grows by the token of its step.
         shipping = math.ceil(shape.context / (arguments.bulk_chunk_tokens - 1))
-        if arguments.inference_kv == "working-set":
-            # Prompts that do not fit together enter as earlier ones leave the pool, which takes
-            # about as long again as queueing their shipment.
-            waves = 2 * math.ceil(shape.batch * shape.context / pool_tokens) - 1
-    if settings.skip_steps is not None:
-        settle = settings.skip_steps
-    steps = settings.repeats * settings.window
-    most = waves * shipping + settle + steps + 4 * REPORT_INTERVAL
+    if covers:
+        # Prompts that do not fit together enter as earlier ones leave the pool, which takes
+        # about as long again as queueing their shipment.
+        waves = 2 * math.ceil(shape.batch * shape.context / pool_tokens) - 1
+    if job.settings.skip_steps is not None:
+        settle = job.settings.skip_steps
+    most = waves * shipping + settle + job.settings.steps + 4 * REPORT_INTERVAL
     if job.measures_arrival:
         most += shipping + settle + 4 * REPORT_INTERVAL
     most = min(most, job.engine["context_length"] - shape.context - 1)
     needed = (shape.batch + job.measures_arrival) * (shape.context + most)
-    covers = job.cache_rank and arguments.inference_kv == "working-set"
     if needed > pool_tokens and not covers:
         raise NotMeasuredError(f"does not fit: {needed} tokens, pool of {pool_tokens}")
     if cache_rank_tokens is not None and needed > cache_rank_tokens:
         raise NotMeasuredError(f"does not fit: {needed} tokens, cache rank of {cache_rank_tokens}")
-    return Plan(settle, steps, most)
+    return Plan(settle, most)
 
 
 def make_prompts(shape: Shape, vocabulary: int, seed: int) -> list[list[int]]:
@@ -129,7 +126,12 @@ def progress_of(stream: Stream, cache_rank: bool) -> int:
 
 
 class Bench:
-    """Measures shapes on a running engine."""
+    """Measures shapes on a running engine.
+
+    Attributes:
+        pool_tokens: tokens that the inference rank's pool holds.
+        cache_rank_tokens: tokens that the cache rank holds, if there is one and it says.
+    """
 
     def __init__(self, engine: Any, job: Job) -> None:
         self._engine, self._job = engine, job
@@ -140,94 +142,81 @@ class Bench:
         state = info["internal_states"][0].get("cache_rank", {})
         self.cache_rank_tokens: int | None = state.get("capacity_tokens")
 
-    def measure(self, shape: Shape) -> Measurement:
-        """Measure one shape; a failure becomes a field."""
-        measurement = Measurement(self._job.model, self._job.system, shape, started=time.time())
+    def measure(self, measurement: Measurement) -> None:
+        """Fill in the measurement of a shape; a failure becomes a field."""
+        capacities = self.pool_tokens, self.cache_rank_tokens
         try:
-            reason = unmeasurable(self._job, shape)
-            if reason:
-                raise NotMeasuredError(reason)
-            plan = plan_batch(
-                self._job, shape, self._arguments, self.pool_tokens, self.cache_rank_tokens
-            )
+            plan = plan_batch(self._job, measurement.shape, self._arguments, *capacities)
             self._engine.loop.run_until_complete(self._measure(measurement, plan))
         except NotMeasuredError as error:
             measurement.failure = str(error)
         measurement.ended = time.time()
-        return measurement
 
     async def _measure(self, measurement: Measurement, plan: Plan) -> None:
-        shape, cache_rank = measurement.shape, self._job.cache_rank
-        vocabulary, seed = self._job.vocabulary, self._job.settings.seed
-        prompts = make_prompts(shape, vocabulary, seed)
-        streams = [Stream() for _ in prompts]
+        shape, settings, cache_rank = measurement.shape, self._job.settings, self._job.cache_rank
         changed = asyncio.Event()
-        begun = time.perf_counter()
-        start = await self._state()
-        tasks = [
-            asyncio.create_task(
-                self._follow(
-                    stream, prompt, plan.most_tokens, 1 if i == 0 else REPORT_INTERVAL, changed
-                )
-            )
-            for i, (stream, prompt) in enumerate(zip(streams, prompts, strict=True))
-        ]
+        streams: list[Stream] = []
+        tasks: list[asyncio.Task[None]] = []
+
+        def send(prompt: list[int], report_interval: int) -> Stream:
+            streams.append(stream := Stream())
+            follow = self._follow(stream, prompt, plan.most_tokens, report_interval, changed)
+            tasks.append(asyncio.create_task(follow))
+            return stream
 
         async def until(condition: Callable[[], bool]) -> None:
             while not condition():
-                ended = next((stream.ended for stream in streams if stream.ended), None)
-                if ended:
+                if ended := next((stream.ended for stream in streams if stream.ended), ""):
                     raise NotMeasuredError(f"{ended}; {self._situation(streams, plan)}")
                 changed.clear()
                 await changed.wait()
 
-        witness = streams[0]
+        first_prompt, *prompts = make_prompts(shape, self._job.vocabulary, settings.seed)
+        begun = time.perf_counter()
+        start = await self._state()
+        witness = send(first_prompt, 1)
+        batch = [witness, *(send(prompt, REPORT_INTERVAL) for prompt in prompts)]
         try:
-            async with asyncio.timeout(self._job.settings.shape_seconds):
-                await until(
-                    lambda: (
-                        min(progress_of(stream, cache_rank) for stream in streams) >= plan.settle
-                    )
-                )
+            async with asyncio.timeout(settings.shape_seconds):
+                await until(lambda: min(progress_of(s, cache_rank) for s in batch) >= plan.settle)
                 before = await self._state()
                 first = witness.tokens + 2  # not the step that answered
-                await until(lambda: witness.tokens >= first + plan.steps)
+                await until(lambda: witness.tokens >= first + settings.steps)
                 after = await self._state()
                 if self._job.measures_arrival:
-                    (prompt,) = make_prompts(Shape(1, shape.context), vocabulary, seed)
-                    arriving = Stream()
-                    following = self._follow(arriving, prompt, plan.most_tokens, 1, changed)
-                    tasks.append(asyncio.create_task(following))
-                    streams.append(arriving)
+                    (prompt,) = make_prompts(
+                        Shape(1, shape.context), self._job.vocabulary, settings.seed
+                    )
+                    arriving = send(prompt, 1)
                     await until(lambda: progress_of(arriving, cache_rank) > 0)
                     measurement.arrival = arrival_of(witness, arriving)
         except TimeoutError:
             raise NotMeasuredError(f"ran out of time; {self._situation(streams, plan)}") from None
         finally:
             await self._abort(tasks)
-        seconds = step_times(witness.arrivals, first, plan.steps)
-        summarize(measurement, seconds, self._job.settings.window)
-        measurement.prefill_seconds = max(stream.arrivals[0][1] for stream in streams) - begun
+        seconds = step_times(witness.arrivals, first, settings.steps)
+        summarize(measurement, seconds, settings.window)
+        measurement.prefill_seconds = max(stream.arrivals[0][1] for stream in batch) - begun
         measurement.wire = wire_between(start, before, after)
         if cache_rank:
-            batch = streams[: shape.batch]  # without one that arrived
             measurement.sparse_steps = min(s.statistics["sparse_steps"] for s in batch)
             measurement.late_steps = max(s.statistics.get("late_steps", 0) for s in batch)
-        measurement.attended_tokens = self._attended(shape, first + plan.steps / 2)
+        measurement.attended_tokens = self._attended(shape, first + settings.steps / 2)
 
     async def _follow(
         self,
         stream: Stream,
         prompt: list[int],
         most_tokens: int,
-        interval: int,
+        report_interval: int,
         changed: asyncio.Event,
     ) -> None:
+        """Decode one request, and note what it reports."""
         parameters = {
             "max_new_tokens": most_tokens,
             "temperature": 0.0,
             "ignore_eos": True,
-            "stream_interval": interval,
+            "stream_interval": report_interval,
         }
         try:
             outputs = await self._engine.async_generate(
@@ -273,6 +262,4 @@ class Bench:
         if self._job.cache_rank:
             always = arguments.sink_tokens + arguments.recent_tokens + 1
             return always + min(arguments.sparse_budget, shape.context - always)
-        if "decode_mode" in self._job.engine:
-            return None
-        return shape.context + generated
+        return None if "decode_mode" in self._job.engine else shape.context + generated

@@ -39,15 +39,9 @@ class CacheStep(NamedTuple):
 def measure_cache_step(
     config: CacheRankConfig, tokens: int, steps: int, device: torch.device
 ) -> CacheStep:
-    """Time steps over `config.max_rows` sequences whose slots are full.
+    """Time steps over `config.max_rows` sequences of so many tokens, whose slots are full.
 
     Queries, keys and values are random numbers that drift.
-
-    Args:
-        config: the cache rank's.
-        tokens: length of each sequence.
-        steps: how many steps are timed.
-        device: where it runs.
 
     Raises:
         ValueError: the configured format does not exist, or cannot do what is configured.

@@ -12,7 +12,7 @@ import torch
 
 from cache_rank.channels.nccl import prepare_environment
 from cache_rank.config import ModelShape
-from scripts.shared.report import table
+from scripts.shared.report import table_of
 from scripts.speed.records import quantile
 from sglang_ext.exchange.connection import Placement
 from sglang_ext.inference_rank import InferenceRank
@@ -99,10 +99,9 @@ def measure(rank: InferenceRank, batch: int, steps: int) -> dict[str, list[float
 
 
 class HostTime:
-    """An inference rank and its cache rank, without a model."""
+    """An inference rank and its cache rank, without a model, on `cpu` or `cuda`."""
 
     def __init__(self, device: str) -> None:
-        """Start both, on `cpu` or `cuda`."""
         torch.set_num_threads(1)
         torch.set_grad_enabled(False)
         args = parse_server_args(
@@ -144,12 +143,11 @@ class HostTime:
 
 def describe(results: dict[int, dict[str, float]], starts: list[float]) -> str:
     """A table of the steps, and a line on the starts."""
-    names = next(iter(results.values()))
     rows = [
-        [str(batch), *(f"{value:.0f} µs" for value in values.values())]
-        for batch, values in results.items()
+        {"batch": str(batch)} | {n.replace("_", " "): f"{us:.0f} µs" for n, us in found.items()}
+        for batch, found in results.items()
     ]
-    text = table(["batch", *(name.replace("_", " ") for name in names)], rows)
+    text = table_of(rows)
     if starts:
         median = f"{statistics.median(starts):.2f} s (median of {len(starts)})"
         text += f"\n\nstart-up of a cache rank, spawn to open: {median}"

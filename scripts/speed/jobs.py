@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -22,7 +22,6 @@ TRACE_STEPS = 192
 """Tracing begins with the first sparse request of an engine; this reaches the measured steps."""
 
 CAPACITY_BATCHES = (8, 16, 24, 32, 48, 64)
-FIRST_PORT = 30000
 
 
 class Shape(msgspec.Struct, frozen=True, order=True):
@@ -57,8 +56,8 @@ class Shape(msgspec.Struct, frozen=True, order=True):
         return f"{self.batch} × {self.context}"
 
 
-class Wish(msgspec.Struct, frozen=True):
-    """One system, one model, and the shapes to measure."""
+class Wish(NamedTuple):
+    """One model, one system, and the shapes to measure."""
 
     model: str
     system: str
@@ -80,6 +79,11 @@ class Settings(msgspec.Struct):
     engine: dict[str, Any] = {}  # further engine arguments of every system
     trace: bool = False  # systems with a cache rank write a trace
     arrival: bool = False  # also measure the steps while one more request comes to a cache rank
+
+    @property
+    def steps(self) -> int:
+        """Decode steps that are measured of a shape."""
+        return self.repeats * self.window
 
 
 class Job(msgspec.Struct):
@@ -116,17 +120,17 @@ def make_job(wish: Wish, settings: Settings, out: Path) -> Job:
         ValueError: there is no such model or system.
     """
     system, config = System.parse(wish.system), model_config(wish.model)
-    changed = system.server_changes
+    changes = system.server_changes
     shapes, capacity = list(wish.shapes), settings.capacity
     job = Job(
         wish.model,
         wish.system,
-        0 if wish.model == BUNDLED else system.gpus,
-        system.has_cache_rank,
-        {"sparse_budget": settings.sparse_budget, **changed},
-        shapes,
-        config["vocab_size"],
-        settings,
+        gpus=0 if wish.model == BUNDLED else system.gpus,
+        cache_rank=system.has_cache_rank,
+        engine={"sparse_budget": settings.sparse_budget, **changes},
+        shapes=shapes,
+        vocabulary=config["vocab_size"],
+        settings=settings,
         cache_step=not system.is_server,
     )
     if job.cache_step:
@@ -134,7 +138,7 @@ def make_job(wish: Wish, settings: Settings, out: Path) -> Job:
     if system.at_budget:
         if capacity:  # which batch will fit is not known yet
             shapes += [Shape(batch, capacity) for batch in CAPACITY_BATCHES]
-        budget = changed.pop("sparse_budget", settings.sparse_budget)
+        budget = changes.pop("sparse_budget", settings.sparse_budget)
         shapes, capacity = sorted({Shape(shape.batch, budget) for shape in shapes}), 0
     batches = {shape.batch for shape in shapes} | set(CAPACITY_BATCHES if capacity else ())
     if job.measures_arrival:
@@ -147,11 +151,10 @@ def make_job(wish: Wish, settings: Settings, out: Path) -> Job:
     if system.has_cache_rank:
         arguments["max_sparse_requests"] = max(batches)
     job.shapes, job.capacity = shapes, capacity
-    job.engine = arguments | system.arguments | settings.engine | changed
+    job.engine = arguments | system.arguments | settings.engine | changes
     if settings.trace and system.has_cache_rank:
         job.trace = str((out / "traces" / f"{job.name}.json").resolve())
-        job.engine["trace"] = job.trace
-        job.engine.setdefault("trace_steps", TRACE_STEPS)
+        job.engine = {"trace_steps": TRACE_STEPS, **job.engine, "trace": job.trace}
     return job
 
 
@@ -159,11 +162,12 @@ def _engine_arguments(
     model: str, config: dict[str, Any], settings: Settings, batches: set[int], longest: int
 ) -> dict[str, Any]:
     """The arguments that the engines of all systems share."""
+    length, trained = longest + ROOM_FOR_OUTPUT, config["max_position_embeddings"]
     arguments: dict[str, Any] = {
         "model_path": str(folder_of(model).resolve()),
         "skip_tokenizer_init": True,
         "disable_radix_cache": True,
-        "context_length": longest + ROOM_FOR_OUTPUT,
+        "context_length": length,
         # SGLang counts a request twice while its prompt is computed in chunks, and would leave the
         # last one of the batch in the queue.
         "max_running_requests": max(batches) + 1,
@@ -173,19 +177,18 @@ def _engine_arguments(
         "sampling_backend": "pytorch",
         "grammar_backend": "none",
     }
-    trained = config["max_position_embeddings"]
     if model == BUNDLED:
         return arguments | {
             "device": "cpu",
             "dtype": "float32",
             "attention_backend": "torch_native",
             "max_total_tokens": 40000,
-            "context_length": min(arguments["context_length"], trained),
+            "context_length": min(length, trained),
             "sleep_on_idle": True,
         }
-    if arguments["context_length"] > trained:
+    if length > trained:
         # The rotary table is as long as the model says that it was trained for.
-        override = {"max_position_embeddings": arguments["context_length"]}
+        override = {"max_position_embeddings": length}
         arguments["json_model_override_args"] = json.dumps(override)
     return arguments | {
         "load_format": "dummy",
@@ -195,15 +198,3 @@ def _engine_arguments(
         "cuda_graph_bs_decode": sorted(batches),
         "mem_fraction_static": settings.memory_fraction,
     }
-
-
-def unmeasurable(job: Job, shape: Shape) -> str:
-    """Why a shape makes no sense for a job, or nothing."""
-    if job.cache_step:
-        return ""
-    threshold = job.engine.get("sparse_threshold", 0)
-    if shape.context < threshold:
-        return f"context is below --sparse-threshold {threshold}"
-    if shape.context >= job.engine["context_length"]:
-        return f"context is beyond the model's {job.engine['context_length']}"
-    return ""

@@ -15,7 +15,7 @@ from cache_rank.measure.timing import median_microseconds
 from cache_rank.operations import operations_for
 from cache_rank.pages import PAGE_TOKENS
 from scripts.shared.models import model_config, model_shape
-from scripts.shared.report import number, table
+from scripts.shared.report import number, table_of
 from scripts.speed.cache_step import measure_cache_step
 
 QUERY_HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
@@ -25,64 +25,59 @@ STEPS = 24
 DRIFTS = ((1.0, 0.02), (1.0, 0.1), (0.0, 1.0))
 """Slots are selected again by scores of which a share is left and to which noise is added: from
 hardly any noise to scores that have nothing to do with those before."""
-CPU = torch.device("cpu")
+CPU, DEVICE = torch.device("cpu"), torch.device("cuda")
 
 
-def copy_bandwidth(device: torch.device) -> float:
+def copy_bandwidth() -> float:
     """Bytes a second that a large copy reads and writes."""
-    source = torch.empty(1 << 32, dtype=torch.uint8, device=device)
+    source = torch.empty(1 << 32, dtype=torch.uint8, device=DEVICE)
     target = torch.empty_like(source)
     return 2 * source.nbytes / (1e-6 * median_microseconds(lambda: target.copy_(source)))
 
 
 def kernel_rows(config: CacheRankConfig, rows: int, tokens: int) -> list[dict[str, Any]]:
     """Time the kernels of one layer group."""
-    device = torch.device("cuda")
-    triton, torch_only = operations_for(device), operations_for(CPU)
-    generator = torch.Generator(device).manual_seed(0)
-    budget, capacity = config.sparse_budget, config.delta_capacity
-    pages = tokens // PAGE_TOKENS
-    pool = (rows * pages, GROUP_LAYERS, KV_HEADS, PAGE_TOKENS, HEAD_DIM)
-    keys = torch.randn(pool, generator=generator, device=device, dtype=torch.bfloat16)
-    values = torch.randn(pool, generator=generator, device=device, dtype=torch.bfloat16)
-    coarse = keys.to(torch.float8_e4m3fn)
-    table = torch.randperm(rows * pages, generator=generator, device=device).view(rows, pages)
-    table = table.to(torch.int32)
-    slots = torch.arange(rows, dtype=torch.int32, device=device)
-    positions = torch.full_like(slots, tokens - 1)
-    queries = torch.randn(
-        (rows, GROUP_LAYERS, QUERY_HEADS, HEAD_DIM), generator=generator, device=device
-    )
+    triton, torch_only = operations_for(DEVICE), operations_for(CPU)
+    budget, capacity, pages = config.sparse_budget, config.delta_capacity, tokens // PAGE_TOKENS
     heads = (rows, GROUP_LAYERS, KV_HEADS)
-    scores = torch.empty((*heads, tokens), device=device)
-    workspace = triton.score_workspace(
-        rows, GROUP_LAYERS, KV_HEADS, QUERY_HEADS // KV_HEADS, tokens, device
-    )
-    scale = HEAD_DIM**-0.5
-
-    def score(operations: Any, held: torch.Tensor) -> Callable[[], None]:
-        return lambda: operations.score_step(
-            queries, held, table, slots, positions, 0, scale, workspace, scores
-        )
-
+    pool = (rows * pages, GROUP_LAYERS, KV_HEADS, PAGE_TOKENS, HEAD_DIM)
+    sets = (2, GROUP_LAYERS, rows * budget, KV_HEADS, HEAD_DIM)
+    torch.manual_seed(0)
+    with DEVICE:
+        keys, values = (torch.randn(pool, dtype=torch.bfloat16) for _ in range(2))
+        table = torch.randperm(rows * pages).view(rows, pages).to(torch.int32)
+        slots = torch.arange(rows, dtype=torch.int32)
+        positions = torch.full_like(slots, tokens - 1)
+        queries = torch.randn((rows, GROUP_LAYERS, QUERY_HEADS, HEAD_DIM))
+        scores = torch.empty((*heads, tokens))
+        mirror = torch.full((*heads, budget), -1, dtype=torch.int32)
+        entering, entering_slots = torch.empty((2, *heads, capacity), dtype=torch.int32)
+        changed = torch.zeros((rows, 2), dtype=torch.int32)
+        out, out_values = torch.empty((2, *heads, capacity, HEAD_DIM), dtype=torch.bfloat16)
+        everywhere = torch.randint(0, tokens, entering.shape, dtype=torch.int32)
+        places = torch.randint(0, budget, entering.shape, dtype=torch.int32)
+        working_sets = [
+            layer_buffers(list(layers)) for layers in torch.zeros(sets, dtype=torch.bfloat16)
+        ]
+        header = torch.zeros((rows, 6), dtype=torch.int64)
+        applied = torch.empty_like(slots)
+    workspace = triton.score_workspace(*heads, QUERY_HEADS // KV_HEADS, tokens, DEVICE)
+    scratch = triton.select_workspace(*heads, budget, config.selection_margin, DEVICE)
     results: list[dict[str, Any]] = []
 
     def note(kernel: str, us: float, torch_us: float | None, moved: int) -> None:
         results.append({"kernel": kernel, "us": us, "torch_us": torch_us, "bytes": moved})
 
-    for name, held in (("bf16", keys), ("fp8", coarse)):
+    def score(operations: Any, held: torch.Tensor) -> Callable[[], None]:
+        step = (queries, held, table, slots, positions, 0, HEAD_DIM**-0.5)
+        return lambda: operations.score_step(*step, workspace, scores)
+
+    for name, held in (("bf16", keys), ("fp8", keys.to(torch.float8_e4m3fn))):
         plain = median_microseconds(score(torch_only, held), 3) if held is keys else None
         note(f"score, {name} keys", median_microseconds(score(triton, held)), plain, held.nbytes)
 
     score(triton, keys)()
     fresh = scores.clone()
-    mirror = torch.full((*heads, budget), -1, dtype=torch.int32, device=device)
-    entering = torch.empty((*heads, capacity), dtype=torch.int32, device=device)
-    entering_slots = torch.empty_like(entering)
-    changed = torch.zeros((rows, 2), dtype=torch.int32, device=device)
-    scratch = triton.select_workspace(
-        rows, GROUP_LAYERS, KV_HEADS, budget, config.selection_margin, device
-    )
 
     def select() -> None:
         policy = (config.sink_tokens, config.recent_tokens, config.selection_margin)
@@ -105,53 +100,25 @@ def kernel_rows(config: CacheRankConfig, rows: int, tokens: int) -> list[dict[st
 
     units = rows * GROUP_LAYERS * KV_HEADS
     for kept, drift in DRIFTS:
-        noise = torch.randn(fresh.shape, generator=generator, device=device)
-        current = kept * fresh + drift * noise
+        current = kept * fresh + drift * torch.randn_like(fresh)
         select_again()
         entered = int(changed[:, 0].sum()) / units
         took = median_microseconds(select_again) - median_microseconds(restore)
         plain = median_microseconds(lambda: torch.topk(fresh, budget, dim=-1))
         name = f"select, {units} rows, {entered:.0f} of {budget} enter"
         note(name, took, plain, fresh.nbytes)
-    out = torch.empty((*heads, capacity, HEAD_DIM), dtype=torch.bfloat16, device=device)
-    out_values = torch.empty_like(out)
-    everywhere = torch.randint(0, tokens, entering.shape, generator=generator, device=device)
-    everywhere = everywhere.to(torch.int32)
-    moved = 2 * 2 * out.nbytes
 
     def gather(operations: Any) -> Callable[[], None]:
-        return lambda: operations.gather_step(
-            keys, values, table, slots, 0, everywhere, out, out_values
-        )
-
-    working_sets = [
-        layer_buffers(
-            [
-                torch.zeros((rows * budget, KV_HEADS, HEAD_DIM), dtype=out.dtype, device=device)
-                for _ in range(GROUP_LAYERS)
-            ]
-        )
-        for _ in range(2)
-    ]
-    header = torch.zeros((rows, 6), dtype=torch.int64, device=device)
-    places = torch.randint(0, budget, entering.shape, generator=generator, device=device)
-    applied = torch.empty(rows, dtype=torch.int32, device=device)
+        held = (keys, values, table, slots, 0)
+        return lambda: operations.gather_step(*held, everywhere, out, out_values)
 
     def scatter(operations: Any) -> Callable[[], None]:
-        return lambda: operations.scatter_step(
-            *working_sets,
-            slots * budget,
-            header,
-            header[:, :4].contiguous(),
-            places.to(torch.int32),
-            out,
-            out_values,
-            applied,
-        )
+        answer = (header, header[:, :4].contiguous(), places, out, out_values)
+        return lambda: operations.scatter_step(*working_sets, slots * budget, *answer, applied)
 
     for name, call in (("gather", gather), ("scatter", scatter)):
         took, plain = (median_microseconds(call(way)) for way in (triton, torch_only))
-        note(f"{name}, {capacity} tokens a row", took, plain, moved)
+        note(f"{name}, {capacity} tokens a row", took, plain, 2 * 2 * out.nbytes)
     return results
 
 
@@ -159,12 +126,12 @@ def measure(rows: int, tokens: int) -> dict[str, Any]:
     """Time the kernels and the steps of so many sequences of so many tokens; `--json`."""
     model = model_shape(model_config("qwen3-8b"))
     config = CacheRankConfig(model, layers_per_group=GROUP_LAYERS, max_rows=rows)
-    bandwidth = copy_bandwidth(torch.device("cuda"))
+    bandwidth = copy_bandwidth()
     results = kernel_rows(config, rows, tokens)
     torch.cuda.empty_cache()
     for keys in ("resident", "fp8"):
         variant = msgspec.structs.replace(config, score_keys=keys)
-        found = measure_cache_step(variant, tokens, STEPS, torch.device("cuda"))
+        found = measure_cache_step(variant, tokens, STEPS, DEVICE)
         time = 1e6 * statistics.median(found.seconds)
         results.append({"kernel": f"whole step, score keys {keys}", "us": time})
         torch.cuda.empty_cache()
@@ -177,12 +144,13 @@ def measure(rows: int, tokens: int) -> dict[str, Any]:
 
 def markdown(rows: Sequence[dict[str, Any]]) -> str:
     """A table of the kernels and the steps."""
-    cells = [
-        [
-            *(row["kernel"], number(row["us"], 0), number(row.get("torch_us"), 0)),
-            number(row["bytes"] / 1e6 if "bytes" in row else None, 0),
-            number(row["share"]),
-        ]
+    return table_of(
+        {
+            "kernel": row["kernel"],
+            "µs": number(row["us"], 0),
+            "torch, µs": number(row.get("torch_us"), 0),
+            "MB": number(row["bytes"] / 1e6 if "bytes" in row else None, 0),
+            "share of copy": number(row["share"]),
+        }
         for row in rows
-    ]
-    return table(("kernel", "µs", "torch, µs", "MB", "share of copy"), cells)
+    )

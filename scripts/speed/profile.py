@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import sys
+import threading
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
+from tqdm import tqdm
+
 from scripts.shared import machine
 from scripts.shared.serving import stop_on_sigterm
 from scripts.speed import report
-from scripts.speed.experiments import EXPERIMENT_MODELS, EXPERIMENTS
-from scripts.speed.jobs import Job, Settings, Wish, make_job
-from scripts.speed.records import Results
-from scripts.speed.runner import Runner
+from scripts.speed.experiments import EXPERIMENTS
+from scripts.speed.jobs import Job, Settings, Shape, Wish, make_job
+from scripts.speed.records import Measurement, Results
+from scripts.speed.runner import run_worker
+from scripts.speed.trace import reduce_trace
 
-
-def make_wishes(options: Namespace) -> list[Wish]:
-    """What to measure."""
-    if options.experiment:
-        models = options.model or EXPERIMENT_MODELS[options.experiment]
-        return EXPERIMENTS[options.experiment](models)
-    shapes = tuple(options.shapes)
-    return [Wish(model, system, shapes) for model in options.model for system in options.systems]
+FIRST_PORT = 30000
+"""Each engine has 200 ports from this on for itself."""
 
 
 def make_jobs(options: Namespace, results: Results) -> list[Job]:
@@ -31,16 +30,72 @@ def make_jobs(options: Namespace, results: Results) -> list[Job]:
     Raises:
         ValueError: an unknown model or system.
     """
+    if options.experiment:
+        preset = EXPERIMENTS[options.experiment]
+        wishes = preset(options.model) if options.model else preset()
+    else:
+        shapes = tuple(options.shapes)
+        wishes = [
+            Wish(model, system, shapes) for model in options.model for system in options.systems
+        ]
     settings = Settings(**{name: getattr(options, name) for name in Settings.__struct_fields__})
-    jobs = [make_job(wish, settings, options.out) for wish in make_wishes(options)]
+    jobs = [make_job(wish, settings, options.out) for wish in wishes]
     for job in jobs:
-        job.shapes = [s for s in job.shapes if not results.find(job.model, job.system, s)]
-        if any(
-            m.capacity_search and m.tpot_ms and m.system == job.system and m.model == job.model
-            for m in results.measurements
-        ):
+        measured = [m for m in results.of(job) if m.tpot_ms]
+        job.shapes = [shape for shape in job.shapes if shape not in {m.shape for m in measured}]
+        if any(m.capacity_search for m in measured):
             job.capacity = 0
-    return [job for job in jobs if job.shapes or job.capacity]
+    jobs = [job for job in jobs if job.shapes or job.capacity]
+    for index, job in enumerate(jobs):
+        if not job.cache_step:
+            job.engine.setdefault("port", FIRST_PORT + 200 * (index % 100))
+    return jobs
+
+
+def run_all(results: Results, jobs: Sequence[Job], gpus: Sequence[str], options: Namespace) -> None:
+    """Run jobs, and add what they measure to the results, which are written as they come."""
+    stopping, changed = threading.Event(), threading.Lock()
+    shapes = sum(len(job.shapes) + bool(job.capacity) for job in jobs)
+    bar = tqdm(total=shapes, unit="shape", dynamic_ncols=True)
+
+    def add(measurements: list[Measurement]) -> None:
+        with changed:
+            results.measurements += measurements
+            report.write_results(results, options.out)
+            bar.update(len(measurements))
+
+    def run(job: Job, taken: list[str]) -> None:
+        measured = []
+
+        def note(measurement: Measurement) -> None:
+            if measurement.ended:
+                measured.append(measurement)
+                add([measurement])
+            else:
+                bar.set_description(f"{job.model} {job.system} {measurement.shape}")
+
+        bar.set_description(f"starting {job.model} {job.system}")
+        reason = run_worker(job, taken, options.out, options.worker_seconds, stopping, note)
+        for measurement in measured if job.trace else ():
+            if not measurement.failure:
+                measurement.trace = reduce_trace(Path(job.trace), measurement.wire)
+        add([] if stopping.is_set() else unmeasured(job, results, reason))
+
+    def fail(job: Job, error: Exception) -> None:
+        add(unmeasured(job, results, f"{type(error).__name__}: {error}"))
+
+    with bar:
+        machine.run_jobs(jobs, gpus, run, fail, stopping.set, None if options.concurrent else 1)
+
+
+def unmeasured(job: Job, results: Results, reason: str) -> list[Measurement]:
+    """The shapes that a job did not come to, with the reason."""
+    seen = results.of(job)
+    shapes = [shape for shape in job.shapes if shape not in {m.shape for m in seen}]
+    lines = [Measurement(job.model, job.system, shape, reason) for shape in shapes]
+    if job.capacity and not any(m.capacity_search for m in seen):
+        lines.append(Measurement(job.model, job.system, Shape(1, job.capacity), reason, True))
+    return lines
 
 
 def profile(options: Namespace, argv: Sequence[str]) -> int:
@@ -52,24 +107,24 @@ def profile(options: Namespace, argv: Sequence[str]) -> int:
     if options.render:
         write_files(report.read_results(options.render / "results.json"), options.render)
         return 0
-    results = Results()
-    if options.resume and (options.out / "results.json").is_file():
-        results = report.read_results(options.out / "results.json")
+    results, earlier = Results(), options.out / "results.json"
+    if options.resume and earlier.is_file():
+        results = report.read_results(earlier)
         results.measurements = [m for m in results.measurements if m.tpot_ms]
     jobs = make_jobs(options, results)
-    gpus = options.gpus.split(",") if options.gpus else machine.visible_gpus()
-    results.experiment = options.experiment or ""
-    results.command = ["python", "-m", "scripts.profile_tpot", *argv]
-    results.machine = machine.describe(gpus)
-    names = {job.name for job in jobs}
-    results.jobs = [job for job in results.jobs if job.name not in names] + jobs
     if options.dry_run:
         print(report.describe_jobs(jobs))
         return 0
+    gpus = options.gpus.split(",") if options.gpus else machine.visible_gpus()
+    versions = {name: importlib.metadata.version(name) for name in ("sglang", "torch")}
+    names = {job.name for job in jobs}
+    results.experiment = options.experiment or ""
+    results.command = ["python", "-m", "scripts.profile_tpot", *argv]
+    results.machine = machine.describe(gpus) | versions
+    results.jobs = [job for job in results.jobs if job.name not in names] + jobs
     stop_on_sigterm()
-    runner = Runner(results, jobs, options.out, gpus, options.concurrent, options.worker_seconds)
     try:
-        runner.run()
+        run_all(results, jobs, gpus, options)
     except KeyboardInterrupt:
         print("interrupted; what was measured is kept", file=sys.stderr)
         return 130

@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import itertools
-import json
 import re
 import statistics
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 import numpy
 
 from scripts.speed.jobs import Job, Shape
-
-MANAGEMENT = ("append", "predict", "score", "select", "gather")
-"""In these events the cache rank works, as opposed to waiting for messages."""
 
 LONGEST_ERROR = 160
 
@@ -38,10 +32,10 @@ class Wire(msgspec.Struct, frozen=True):
     last_step: int
     up_bytes: float  # bytes per step, over all requests
     down_bytes: float
-    bulk_bytes: float  # bytes of all prompts
-    tokens_shipped: float  # tokens per step, over all requests
-    late_share: float  # share of the steps that waited for an answer
-    wait_ms: float  # time waited per step
+    bulk_bytes: float = 0.0  # bytes of all prompts
+    tokens_shipped: float = 0.0  # tokens per step, over all requests
+    late_share: float = 0.0  # share of the steps that waited for an answer
+    wait_ms: float = 0.0  # time waited per step
 
 
 class Arrival(msgspec.Struct, frozen=True):
@@ -64,7 +58,7 @@ class TraceTimes(msgspec.Struct, frozen=True):
 
 
 class Measurement(msgspec.Struct):
-    """One system at one shape."""
+    """One system at one shape, from when a worker begins it until it is a line of a table."""
 
     model: str
     system: str
@@ -84,26 +78,13 @@ class Measurement(msgspec.Struct):
     arrival: Arrival | None = None
     trace: TraceTimes | None = None
     started: float = 0.0  # Unix time
-    ended: float = 0.0
+    ended: float = 0.0  # Unix time; 0 while it is measured
     memory_gib: list[float] = []  # most memory in use meanwhile, one entry a GPU
 
     @property
     def tokens_per_second(self) -> float | None:
         """Tokens of the whole batch in a second."""
         return 1e3 * self.shape.batch / self.mean_ms if self.mean_ms else None
-
-    @property
-    def key(self) -> tuple[str, str, Shape]:
-        return self.model, self.system, self.shape
-
-
-class Message(msgspec.Struct):
-    """What a worker tells: its engine is `ready`, or a shape's `begin` or `end`."""
-
-    kind: str
-    shape: Shape | None = None
-    measurement: Measurement | None = None
-    machine: dict[str, Any] = {}
 
 
 class Results(msgspec.Struct):
@@ -115,10 +96,16 @@ class Results(msgspec.Struct):
     jobs: list[Job] = []
     measurements: list[Measurement] = []
 
+    def of(self, job: Job) -> list[Measurement]:
+        """The measurements of a job."""
+        wanted = (job.model, job.system)
+        return [m for m in self.measurements if (m.model, m.system) == wanted]
+
     def find(self, model: str, system: str, shape: Shape) -> Measurement | None:
         """The measurement with numbers, if there is one."""
         wanted = (model, system, shape)
-        return next((m for m in self.measurements if m.key == wanted and m.tpot_ms), None)
+        measured = (m for m in self.measurements if m.tpot_ms)
+        return next((m for m in measured if (m.model, m.system, m.shape) == wanted), None)
 
     def tpot_ms(self, model: str, system: str, shape: Shape) -> float | None:
         """The median decode step, if it was measured."""
@@ -182,95 +169,23 @@ def wire_between(
 
     steps = max(1.0, grown("steps"))
     return Wire(
-        int(before.get("steps", 0)) + 1,
-        int(after.get("steps", 0)),
-        grown("up_bytes") / steps,
-        grown("down_bytes") / steps,
-        grown("bulk_bytes", start),
-        grown("tokens_shipped") / steps,
-        grown("steps_waited") / steps,
-        1e3 * grown("wait_seconds") / steps,
-    )
-
-
-def trace_events(text: str) -> Iterator[dict[str, Any]]:
-    """Events of a Chrome trace: an object or an array, which may break off anywhere."""
-    decoder = json.JSONDecoder()
-    start = text.find("[")
-    if start < 0:
-        return
-    position = start + 1
-    while position < len(text):
-        if text[position] in ", \t\r\n":
-            position += 1
-            continue
-        try:
-            event, position = decoder.raw_decode(text, position)
-        except json.JSONDecodeError:
-            return
-        if isinstance(event, dict):
-            yield event
-
-
-def reduce_trace(path: Path, wire: Wire | None) -> TraceTimes | None:
-    """Reduce a trace to the steps of a measurement; None when it has none of them."""
-    if not path.is_file():
-        return None
-    timed = [
-        event
-        for event in trace_events(path.read_text(errors="replace"))
-        if isinstance(event.get("dur"), int | float) and "step" in (event.get("args") or {})
-    ]
-    if wire is not None:
-        timed = [e for e in timed if wire.first_step <= e["args"]["step"] <= wire.last_step]
-    if not timed:
-        return None
-
-    durations = defaultdict(list)
-    management: dict[int, float] = defaultdict(float)
-    waits: dict[int, float] = defaultdict(float)
-    begins: dict[int, float] = {}
-    for event in timed:
-        rank, name, step = event.get("cat", ""), event.get("name", ""), int(event["args"]["step"])
-        # All layers are alike.
-        kind = "layer" if name.startswith("layer ") else name
-        durations[f"{rank} {kind}"].append(float(event["dur"]))
-        if rank == "cache" and name in MANAGEMENT:
-            management[step] += event["dur"]
-        elif rank == "inference" and name == "wait":
-            waits[step] += event["dur"]
-        elif rank == "inference" and name == "group":
-            begins[step] = min(begins.get(step, event["ts"]), event["ts"])
-    spans = {
-        step: begins[step + 1] - begin
-        for step, begin in begins.items()
-        if begins.get(step + 1, begin) > begin
-    }
-    shares = [waits.get(step, 0.0) / span for step, span in spans.items()]
-    return TraceTimes(
-        steps=len({event["args"]["step"] for event in timed}),
-        median_us={name: statistics.median(values) for name, values in sorted(durations.items())},
-        step_ms=statistics.median(spans.values()) / 1e3 if spans else None,
-        management_ms=statistics.median(management.values()) / 1e3 if management else None,
-        wait_share_p50=quantile(shares, 0.5) if shares else None,
-        wait_share_p99=quantile(shares, 0.99) if shares else None,
+        first_step=int(before.get("steps", 0)) + 1,
+        last_step=int(after.get("steps", 0)),
+        up_bytes=grown("up_bytes") / steps,
+        down_bytes=grown("down_bytes") / steps,
+        bulk_bytes=grown("bulk_bytes", start),
+        tokens_shipped=grown("tokens_shipped") / steps,
+        late_share=grown("steps_waited") / steps,
+        wait_ms=1e3 * grown("wait_seconds") / steps,
     )
 
 
 def explain_failure(log: str, was_ready: bool, ran_out_of_time: bool) -> str:
     """One phrase for a worker that ended without a measurement, from its log."""
-    lowered = log.lower()
-    if "out of memory" in lowered or "outofmemory" in lowered or "not enough memory" in lowered:
+    if re.search("out of memory|outofmemory|not enough memory", log, re.IGNORECASE):
         return "out of memory"
     if ran_out_of_time:
         return "ran out of time" if was_ready else "did not start in time"
     phrase = "ended while measuring" if was_ready else "did not start"
     errors = re.findall(r"^[\w.]*(?:Error|Exception): .+", log, flags=re.MULTILINE)
     return f"{phrase} ({errors[-1][:LONGEST_ERROR]})" if errors else phrase
-
-
-def fitting_batch(tokens: int | None, context: int, batches: Sequence[int]) -> list[int]:
-    """The batches of `context` tokens that fit in `tokens` together, largest first."""
-    if not tokens:
-        return []
-    return sorted((batch for batch in batches if batch * context <= tokens), reverse=True)

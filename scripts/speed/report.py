@@ -4,19 +4,27 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
+import numpy
 
 from scripts.shared import plots
 from scripts.shared.models import model_config, model_shape
-from scripts.shared.report import number, percent, table, write_report
+from scripts.shared.report import number, percent, table_of, write_report
 from scripts.speed.experiments import TABLE2, TABLE2_FLOOR, Table2Row
 from scripts.speed.jobs import Job, Shape
 from scripts.speed.records import Measurement, Results, Wire
 
-SHAPE_AND_SYSTEM = ("batch × context", "system")
+EXCHANGE: dict[str, Callable[[Wire], str]] = {
+    "late steps": lambda wire: percent(wire.late_share),
+    "wait ms": lambda wire: number(wire.wait_ms),
+    "up MB/step": lambda wire: number(wire.up_bytes / 1e6),
+    "down MB/step": lambda wire: number(wire.down_bytes / 1e6),
+    "bulk GB": lambda wire: number(wire.bulk_bytes / 1e9),
+}
+"""The columns of what the exchange did."""
 
 
 def write_results(results: Results, out: Path) -> list[Path]:
@@ -71,70 +79,62 @@ def markdown(results: Results) -> str:
 
 def tpot_table(results: Results, measurements: Sequence[Measurement]) -> str:
     """One line a measurement."""
-    header = [
-        *(*SHAPE_AND_SYSTEM, "TPOT ms", "p10–p90", "mean ms", "tokens/s", "over floor"),
-        *("attended", "sparse steps", "late steps", "wait ms", "up MB/step", "down MB/step"),
-        *("bulk GB", "prefill s", "GiB per GPU"),
-    ]
-    rows = []
-    for m in sorted(measurements, key=lambda m: (m.shape.context, m.shape.batch)):
+
+    def row(m: Measurement) -> dict[str, str]:
         shape = f"{m.shape.title} (largest batch)" if m.capacity_search else m.shape.title
+        cells = {"batch × context": shape, "system": m.system}
         if m.failure:
-            rows.append([shape, m.system, m.failure.replace("|", "/"), *[""] * (len(header) - 3)])
-            continue
+            return cells | {"TPOT ms": m.failure.replace("|", "/")}
         floor = floor_of(results, m.model, m.shape.batch)
-        rows.append(
-            [
-                *(shape, m.system, number(m.tpot_ms), f"{number(m.p10_ms)}–{number(m.p90_ms)}"),
-                *(number(m.mean_ms), number(m.tokens_per_second, 0)),
-                number(m.tpot_ms / floor if floor and m.tpot_ms else None),
-                *(number(m.attended_tokens, 0), number(m.sparse_steps, 0), *wire_cells(m.wire)),
-                number(m.prefill_seconds, 1),
-                " + ".join(number(used, 1) for used in m.memory_gib) or "–",
-            ]
-        )
-    return table(header, rows)
+        return cells | {
+            "TPOT ms": number(m.tpot_ms),
+            "p10–p90": f"{number(m.p10_ms)}–{number(m.p90_ms)}",
+            "mean ms": number(m.mean_ms),
+            "tokens/s": number(m.tokens_per_second, 0),
+            "over floor": number(m.tpot_ms / floor if floor and m.tpot_ms else None),
+            "attended": number(m.attended_tokens, 0),
+            "sparse steps": number(m.sparse_steps, 0),
+            **{name: cell(m.wire) if m.wire else "–" for name, cell in EXCHANGE.items()},
+            "prefill s": number(m.prefill_seconds, 1),
+            "GiB per GPU": " + ".join(number(used, 1) for used in m.memory_gib) or "–",
+        }
 
-
-def wire_cells(wire: Wire | None) -> list[str]:
-    """The columns of the exchange."""
-    if wire is None:
-        return ["–"] * 5
-    megabytes = (wire.up_bytes / 1e6, wire.down_bytes / 1e6, wire.bulk_bytes / 1e9)
-    return [percent(wire.late_share), number(wire.wait_ms), *map(number, megabytes)]
+    return table_of(map(row, sorted(measurements, key=lambda m: (m.shape.context, m.shape.batch))))
 
 
 def arrival_table(measurements: Sequence[Measurement]) -> str:
     """What an arrival costs the requests that decode."""
-    rows = [
-        [
-            *(m.shape.title, m.system, number(m.tpot_ms), str(m.arrival.steps)),
-            *(number(m.arrival.median_ms), number(m.arrival.longest_ms)),
-        ]
+    return table_of(
+        {
+            "batch × context": m.shape.title,
+            "system": m.system,
+            "TPOT ms": number(m.tpot_ms),
+            "steps": str(m.arrival.steps),
+            "median ms": number(m.arrival.median_ms),
+            "longest ms": number(m.arrival.longest_ms),
+        }
         for m in measurements
         if m.arrival
-    ]
-    return table([*SHAPE_AND_SYSTEM, "TPOT ms", "steps", "median ms", "longest ms"], rows)
+    )
 
 
 def trace_table(measurements: Sequence[Measurement]) -> str:
     """Medians of each kind of event, and what of the waiting a step sees."""
     names = sorted({name for m in measurements if m.trace for name in m.trace.median_us})
-    header = [
-        *(*SHAPE_AND_SYSTEM, "steps", "step ms", "cache management ms"),
-        *("waits p50", "waits p99", *(f"{name} µs" for name in names)),
-    ]
-    rows = [
-        [
-            *(m.shape.title, m.system, str(m.trace.steps)),
-            *(number(m.trace.step_ms), number(m.trace.management_ms)),
-            *(percent(m.trace.wait_share_p50, 2), percent(m.trace.wait_share_p99, 2)),
-            *(number(m.trace.median_us.get(name), 0) for name in names),
-        ]
+    return table_of(
+        {
+            "batch × context": m.shape.title,
+            "system": m.system,
+            "steps": str(m.trace.steps),
+            "step ms": number(m.trace.step_ms),
+            "cache management ms": number(m.trace.management_ms),
+            "waits p50": percent(m.trace.wait_share_p50, 2),
+            "waits p99": percent(m.trace.wait_share_p99, 2),
+            **{f"{name} µs": number(m.trace.median_us.get(name), 0) for name in names},
+        }
         for m in measurements
         if m.trace
-    ]
-    return table(header, rows)
+    )
 
 
 def table2_times(results: Results, row: Table2Row) -> tuple[float | None, float | None]:
@@ -150,29 +150,26 @@ def table2_table(results: Results) -> str:
     alone. The bandwidth that hides the answers is given for what was shipped (the tokens that
     changed) and for all selected tokens, as in the paper.
     """
-    header = [
-        *("model", "batch × context, k", "layers per message", "inference ms"),
-        *("cache management ms", "share", "GB/s, changed tokens", "GB/s, all k tokens"),
-    ]
-    rows = []
-    for row in TABLE2:
+
+    def cells(row: Table2Row) -> dict[str, str]:
         shape = model_shape(model_config(row.model))
         part = row.layers_per_group / shape.layers
         inference, management = table2_times(results, row)
         ours = results.find(row.model, row.system, row.shape)
         shipped = ours.wire.down_bytes if ours and ours.wire else None
         everything = row.shape.batch * row.budget * shape.bytes_per_token
-        rows.append(
-            [
-                *(row.model, f"{row.shape.title}, {row.budget}", str(row.layers_per_group)),
-                number(inference and inference * part),
-                number(management and management * part),
-                number(inference and management and management / inference),
-                number(inference and shipped and shipped / inference / 1e6),
-                number(inference and everything / inference / 1e6),
-            ]
-        )
-    return table(header, rows)
+        return {
+            "model": row.model,
+            "batch × context, k": f"{row.shape.title}, {row.budget}",
+            "layers per message": str(row.layers_per_group),
+            "inference ms": number(inference and inference * part),
+            "cache management ms": number(management and management * part),
+            "share": number(inference and management and management / inference),
+            "GB/s, changed tokens": number(inference and shipped and shipped / inference / 1e6),
+            "GB/s, all k tokens": number(inference and everything / inference / 1e6),
+        }
+
+    return table_of(map(cells, TABLE2))
 
 
 def quest_share(results: Results, model: str, shape: Shape) -> float | None:
@@ -183,93 +180,87 @@ def quest_share(results: Results, model: str, shape: Shape) -> float | None:
 
 def quest_table(results: Results) -> str:
     """AsyncSpade Fig. 2 as a table."""
-    rows = [
-        [
-            *(model, shape.title),
-            *(number(results.tpot_ms(model, system, shape)) for system in ("quest", "window")),
-            percent(quest_share(results, model, shape)),
-        ]
+    return table_of(
+        {
+            "model": model,
+            "batch × context": shape.title,
+            "quest ms": number(results.tpot_ms(model, "quest", shape)),
+            "window ms": number(results.tpot_ms(model, "window", shape)),
+            "share": percent(quest_share(results, model, shape)),
+        }
         for model, shape in dict.fromkeys((m.model, m.shape) for m in results.measurements)
-    ]
-    return table(("model", "batch × context", "quest ms", "window ms", "share"), rows)
+    )
 
 
 def write_plots(results: Results, out: Path) -> list[Path]:
     """Draw what was measured; nothing if Matplotlib is not installed."""
     if not plots.can_draw():
         return []
-    files = []
     models = list(dict.fromkeys(m.model for m in results.measurements if m.tpot_ms))
-    for model in models:
-        measured = [
-            m
-            for m in results.measurements
-            if m.model == model and m.tpot_ms and not m.system.startswith("floor")
-        ]
-        shapes = sorted({m.shape for m in measured}, key=lambda s: (s.context, s.batch))
-        series = {
-            system: [results.tpot_ms(model, system, shape) for shape in shapes]
-            for system in dict.fromkeys(m.system for m in measured)
-        }
-        floors = [floor_of(results, model, shape.batch) for shape in shapes]
-        name = Path(model).name
-        if shapes:
-            labels = ("median decode step (ms)", f"{name}: time per output token")
-            titles = [shape.title for shape in shapes]
-            files += grouped_bars(out / f"tpot-{name}", titles, series, *labels, floors=floors)
+    files = [path for model in models for path in tpot_plot(results, model, out)]
     if results.experiment == "table2":
-        times = [table2_times(results, row) for row in TABLE2]
+        inference, management = zip(*(table2_times(results, row) for row in TABLE2), strict=True)
         groups = [
             f"{row.model}\n{row.shape.title}\nk {row.budget}, {row.layers_per_group} layers"
             for row in TABLE2
         ]
-        series = {
-            "inference over k tokens": [inference for inference, _ in times],
-            "cache management": [management for _, management in times],
-        }
+        series = {"inference over k tokens": inference, "cache management": management}
         title = "Cache management beside the inference that hides it"
         files += grouped_bars(out / "table2", groups, series, "per decode step (ms)", title, "")
     if results.experiment == "quest-time" and models:
         shapes = list(dict.fromkeys(m.shape for m in results.measurements))
-        shares = {
-            model: [
-                None if (share := quest_share(results, model, shape)) is None else 100 * share
-                for shape in shapes
-            ]
-            for model in models
-        }
+        shares = {model: [quest_share(results, model, s) for s in shapes] for model in models}
+        percents = {model: [s and 100 * s for s in shares[model]] for model in models}
         labels = ("share of a decode step (%)", "Selecting pages before attention")
         titles = [shape.title for shape in shapes]
-        files += grouped_bars(out / "quest-time", titles, shares, *labels)
+        files += grouped_bars(out / "quest-time", titles, percents, *labels)
     return files
+
+
+def tpot_plot(results: Results, model: str, out: Path) -> list[Path]:
+    """Draw the decode steps of all systems, and the floor as a line."""
+    measured = [
+        m
+        for m in results.measurements
+        if m.model == model and m.tpot_ms and not m.system.startswith("floor")
+    ]
+    if not measured:
+        return []
+    shapes = sorted({m.shape for m in measured}, key=lambda s: (s.context, s.batch))
+    series = {
+        system: [results.tpot_ms(model, system, shape) for shape in shapes]
+        for system in dict.fromkeys(m.system for m in measured)
+    }
+    floors = [floor_of(results, model, shape.batch) for shape in shapes]
+    name, titles = Path(model).name, [shape.title for shape in shapes]
+    labels = ("median decode step (ms)", f"{name}: time per output token")
+    return grouped_bars(out / f"tpot-{name}", titles, series, *labels, floors=floors)
 
 
 def grouped_bars(
     stem: Path,
     groups: Sequence[str],
-    series: dict[str, list[float | None]],
+    series: Mapping[str, Sequence[float | None]],
     value_label: str,
     title: str,
     group_label: str = "batch × context",
     floors: Sequence[float | None] = (),
 ) -> list[Path]:
     """A bar for each group and series, and a line across each group that has a floor."""
-    width = 0.8 / max(1, len(series))
+    width, places = 0.8 / len(series), numpy.arange(len(groups))
     wide = max(7.0, 1.0 + 0.5 * len(groups) * (len(series) + 1))
     figure, (axes,) = plots.panels(1, (wide, 4.0 + 0.25 * len(series)))
     for index, (name, values) in enumerate(series.items()):
-        places = [group - 0.4 + (index + 0.5) * width for group in range(len(groups))]
-        there = [(x, y) for x, y in zip(places, values, strict=True) if y is not None]
-        heights = [y for _, y in there]
-        bars = axes.bar(
-            [x for x, _ in there], heights, width, label=name, color=plots.colour(index)
-        )
+        heights = numpy.array(values, float)  # None is not a number, and no bar
+        left = places - 0.4 + index * width
+        colour = plots.colour(index)
+        bars = axes.bar(left, heights, width, align="edge", label=name, color=colour)
         axes.bar_label(bars, fmt="%.1f", fontsize=7, padding=1)
-    for group, floor in enumerate(floors):
+    for place, floor in enumerate(floors):
         if floor is not None:
             label = "floor: only the budget in context"
-            axes.hlines(floor, group - 0.45, group + 0.45, "black", "dashed", label=label)
-    axes.set_xticks(range(len(groups)), groups)
+            axes.hlines(floor, place - 0.45, place + 0.45, "black", "dashed", label=label)
+    axes.set_xticks(places, groups)
     plots.label(axes, title, group_label, value_label)
     plots.legend(figure, [axes], "lower center")
     return plots.save(figure, stem, ("png",))

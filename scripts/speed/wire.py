@@ -15,7 +15,7 @@ import torch
 from cache_rank.channels.nccl import NcclChannel, prepare_environment, unique_id
 from cache_rank.channels.peer import PeerChannel
 from cache_rank.channels.transport import CACHE, INFERENCE
-from scripts.shared.report import table
+from scripts.shared.report import table_of
 
 LOOPBACK = "127.0.0.1"
 SECONDS = 60.0
@@ -119,14 +119,14 @@ def _time(
 
 def markdown(wires: Sequence[Wire], messages: dict[int, tuple[int, ...]]) -> str:
     """A table of the lines."""
-    header = ("carried by", "batch", "MB a group", "group µs", "step ms", "GB/s")
-    rows = [
-        (
-            f"NCCL, {wire.channels} channels" if wire.channels else "peer copies",
-            *(str(wire.batch), f"{wire.message_bytes / 1e6:.1f}"),
-            *(f"{wire.message_us:.0f}", f"{wire.step_us / 1e3:.2f}"),
-            f"{sum(messages[wire.batch]) / wire.step_us / 1e3:.0f}",
-        )
+    return table_of(
+        {
+            "carried by": f"NCCL, {wire.channels} channels" if wire.channels else "peer copies",
+            "batch": str(wire.batch),
+            "MB a group": f"{wire.message_bytes / 1e6:.1f}",
+            "group µs": f"{wire.message_us:.0f}",
+            "step ms": f"{wire.step_us / 1e3:.2f}",
+            "GB/s": f"{sum(messages[wire.batch]) / wire.step_us / 1e3:.0f}",
+        }
         for wire in wires
-    ]
-    return table(header, rows)
+    )

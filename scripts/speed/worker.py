@@ -1,17 +1,16 @@
 """One job, in a process of its own: an engine and the shapes that it measures.
 
-python -m scripts.speed.worker RESULT_FILE   < job.json
+    python -m scripts.speed.worker MESSAGES   < job.json
+
+MESSAGES gets a line of JSON for each measurement when it begins, and another when it ended.
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 import sys
 import time
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator
 
 import msgspec
 
@@ -21,42 +20,58 @@ from scripts.shared.systems import residency_options
 from scripts.speed.bench import Bench
 from scripts.speed.cache_step import measure_cache_step
 from scripts.speed.jobs import CAPACITY_BATCHES, Job, Shape
-from scripts.speed.records import Measurement, Message, Wire, fitting_batch, summarize
+from scripts.speed.records import Measurement, Wire, summarize
 from scripts.speed.weights import norms_for_unit_logits
 
 
-def run_worker(result_file: Path) -> None:
-    """Run the job on standard input, and append what happens to the result file, line by line."""
-    job = msgspec.json.decode(sys.stdin.buffer.read(), type=Job)
-    with result_file.open("ab", buffering=0) as results:
+def measure_on_engine(job: Job) -> Iterator[Measurement]:
+    """Start the engine and measure every shape: each measurement as it begins and as it ended."""
+    from sglang_ext import Engine
 
-        def say(message: Message) -> None:
-            results.write(msgspec.json.encode(message) + b"\n")
+    engine = Engine(**job.engine)
+    try:
+        if job.model != BUNDLED:
+            engine.update_weights_from_tensor(norms_for_unit_logits(model_config(job.model)))
+        bench = Bench(engine, job)
+        for shape in job.shapes:
+            yield (measurement := _begin(job, shape))
+            bench.measure(measurement)
+            yield measurement
+        if job.capacity:
+            yield from search_capacity(bench, job)
+    finally:
+        with contextlib.suppress(Exception):
+            engine.shutdown()
 
-        if job.cache_step:
-            _measure_cache_steps(job, say)
+
+def search_capacity(bench: Bench, job: Job) -> Iterator[Measurement]:
+    """Measure the largest batch that fits: smaller ones as long as one turns out not to."""
+    fitting = bench.pool_tokens
+    if job.cache_rank:
+        fitting = bench.cache_rank_tokens or 0
+        if job.engine["inference_kv"] == "full":
+            fitting = min(fitting, bench.pool_tokens)
+    # A sequence grows by about so much while it is measured.
+    grown = job.capacity + 2 * job.settings.steps
+    for batch in reversed(CAPACITY_BATCHES):
+        if batch * grown > fitting:
+            continue
+        yield (measurement := _begin(job, Shape(batch, job.capacity)))
+        bench.measure(measurement)
+        measurement.capacity_search = not measurement.failure
+        yield measurement
+        if not measurement.failure:
             return
-        from sglang_ext import Engine
-
-        engine = Engine(**job.engine)
-        try:
-            if job.model != BUNDLED:
-                norms = norms_for_unit_logits(model_config(job.model))
-                engine.update_weights_from_tensor(norms)
-            bench = Bench(engine, job)
-            say(Message("ready", machine=_machine(bench)))
-            for shape in job.shapes:
-                say(Message("begin", shape))
-                say(Message("end", shape, bench.measure(shape)))
-            if job.capacity:
-                search_capacity(bench, job, say)
-        finally:
-            with contextlib.suppress(Exception):
-                engine.shutdown()
+    smallest = _begin(job, Shape(CAPACITY_BATCHES[0], job.capacity))
+    smallest.failure = (
+        f"no batch of {smallest.shape.batch} or more was measured; {fitting} tokens fit"
+    )
+    smallest.capacity_search, smallest.ended = True, time.time()
+    yield smallest
 
 
-def _measure_cache_steps(job: Job, say: Callable[[Message], None]) -> None:
-    """Measure the step of a cache rank alone, at each shape."""
+def measure_cache_steps(job: Job) -> Iterator[Measurement]:
+    """Measure the step of a cache rank alone: each measurement as it begins and as it ended."""
     import torch
 
     torch.set_grad_enabled(False)
@@ -64,57 +79,29 @@ def _measure_cache_steps(job: Job, say: Callable[[Message], None]) -> None:
     fields = {**job.engine, "model": model_shape(model_config(job.model))}
     if "kv_residency_options" in fields:  # a text, as in the arguments of a server
         fields["kv_residency_options"] = residency_options(fields)
-    say(Message("ready", machine=_versions()))
     for shape in job.shapes:
-        say(Message("begin", shape))
-        measurement = Measurement(job.model, job.system, shape, started=time.time())
+        yield (measurement := _begin(job, shape))
         config = msgspec.convert({"max_rows": shape.batch, **fields}, CacheRankConfig)
-        settings = job.settings
-        found = measure_cache_step(
-            config, shape.context, settings.repeats * settings.window, device
-        )
-        summarize(measurement, found.seconds, settings.window)
+        found = measure_cache_step(config, shape.context, job.settings.steps, device)
+        summarize(measurement, found.seconds, job.settings.window)
         shipped = float(found.tokens_shipped)
-        measurement.wire = Wire(1, 1, found.up_bytes, found.down_bytes, 0, shipped, 0, 0)
+        measurement.wire = Wire(1, 1, found.up_bytes, found.down_bytes, tokens_shipped=shipped)
         measurement.ended = time.time()
-        say(Message("end", shape, measurement))
+        yield measurement
 
 
-def search_capacity(bench: Bench, job: Job, say: Callable[[Message], None]) -> None:
-    """Measure the largest batch that fits: smaller ones as long as one turns out not to."""
-    context = job.capacity
-    tokens: int | None = bench.pool_tokens
-    if job.cache_rank:
-        tokens = bench.cache_rank_tokens
-        if job.engine["inference_kv"] == "full":
-            tokens = min(bench.pool_tokens, tokens or 0)
-    # A sequence grows by about so much while it is measured.
-    grown = context + 2 * job.settings.repeats * job.settings.window
-    batches = fitting_batch(tokens, grown, CAPACITY_BATCHES)
-    for batch in batches:
-        shape = Shape(batch, context)
-        say(Message("begin", shape))
-        measurement = bench.measure(shape)
-        measurement.capacity_search = not measurement.failure
-        say(Message("end", shape, measurement))
-        if not measurement.failure:
-            return
-    shape = Shape(CAPACITY_BATCHES[0], context)
-    reason = f"no batch of {shape.batch} or more was measured; {tokens} tokens fit"
-    say(Message("end", shape, Measurement(job.model, job.system, shape, reason, True)))
+def _begin(job: Job, shape: Shape) -> Measurement:
+    return Measurement(job.model, job.system, shape, started=time.time())
 
 
-def _machine(bench: Bench) -> dict[str, Any]:
-    return {
-        **_versions(),
-        "pool_tokens": bench.pool_tokens,
-        "cache_rank_tokens": bench.cache_rank_tokens,
-    }
-
-
-def _versions() -> dict[str, Any]:
-    return {name: importlib.metadata.version(name) for name in ("torch", "sglang")}
+def main(messages: str) -> None:
+    """Run the job on standard input."""
+    job = msgspec.json.decode(sys.stdin.buffer.read(), type=Job)
+    measure = measure_cache_steps if job.cache_step else measure_on_engine
+    with open(messages, "ab", buffering=0) as file:
+        for measurement in measure(job):
+            file.write(msgspec.json.encode(measurement) + b"\n")
 
 
 if __name__ == "__main__":
-    run_worker(Path(sys.argv[1]))
+    main(sys.argv[1])

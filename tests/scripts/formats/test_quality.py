@@ -6,16 +6,15 @@ import pytest
 import torch
 from cache_rank_kernels.score.reference import score_tokens
 
-from scripts.formats.measurements import Variant, config_for
-from scripts.formats.quality import Exact
+from scripts.formats.measurements import config_for
+from scripts.formats.quality import Exact, measure_uniform, uniform_quantization
 from scripts.formats.synthetic import synthetic_sample
-from scripts.formats.uniform import measure_uniform, uniform_quantization
 
 
 def test_errors_are_those_of_the_definition() -> None:
     sample = synthetic_sample(600, 2, 1, 4, 2, 32, dtype=torch.float32)
     exact = Exact.of(sample)
-    config = config_for(sample, Variant("bf16", {}), 32, 1)
+    config = config_for(sample, 32)
     m = measure_uniform(sample, exact, config, 4, per_channel=False)
     keys, values = (part.clone() for part in (sample.keys, sample.values))
     for part in (keys, values):
