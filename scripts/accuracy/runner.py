@@ -28,28 +28,21 @@ STATISTICS = ("sparse_steps", "late_steps", "stale_steps", "recall", "attention_
 def run_cell(
     server: Client, cell: Cell, seeds: Iterable[int], concurrency: int
 ) -> Iterator[Outcome]:
-    """Decode a cell's problems; outcomes in the order in which they end.
-
-    Args:
-        server: answers the problems.
-        cell: what to run.
-        seeds: a problem has each.
-        concurrency: requests at once.
+    """Decode a cell's problems, so many at once; outcomes in the order in which they end.
 
     Raises:
         requests.RequestException: the server refused a problem or is gone.
         ValueError: the task does not take the dials.
     """
-    problems = {seed: TASKS[cell.task].make(seed, **cell.dials) for seed in seeds}
+    task = TASKS[cell.task]
     with ThreadPoolExecutor(concurrency) as pool:
-        calls = {
-            pool.submit(_decode, server, problem, cell.system == DENSE): seed
-            for seed, problem in problems.items()
-        }
+        calls = [
+            pool.submit(_decode, server, cell, seed, task.make(seed, **cell.dials))
+            for seed in seeds
+        ]
         try:
             for call in as_completed(calls):
-                seed = calls[call]
-                yield _outcome(cell, seed, problems[seed], call.result())
+                yield call.result()
         finally:
             pool.shutdown(cancel_futures=True)
 
@@ -60,21 +53,16 @@ def describe_server(server: Client) -> dict[str, Any]:
     return {name: info[name] for name in RECORDED if name in info}
 
 
-def _decode(server: Client, problem: Problem, dense: bool) -> dict[str, Any]:
+def _decode(server: Client, cell: Cell, seed: int, problem: Problem) -> Outcome:
     sampling: dict[str, Any] = {"max_new_tokens": problem.max_tokens, **problem.sampling}
-    if dense:  # also on a server which has a cache rank
+    if cell.system == DENSE:  # also on a server which has a cache rank
         sampling["custom_params"] = {"cache_rank": False}
     # SGLang refuses an empty text; a space is no word, and leaves <bos>.
     body = {"text": problem.prompt or " ", "sampling_params": sampling}
     response = server.post("/generate", body, timeout=REQUEST_SECONDS)
     response.raise_for_status()
-    decoded: dict[str, Any] = response.json()
-    return decoded
-
-
-def _outcome(cell: Cell, seed: int, problem: Problem, decoded: dict[str, Any]) -> Outcome:
-    grade = problem.grade(decoded["text"])
-    meta = decoded["meta_info"]
+    decoded = response.json()
+    grade, meta = problem.grade(decoded["text"]), decoded["meta_info"]
     cache_rank = meta.get("cache_rank") or {}
     return Outcome(
         cell,
