@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from scripts.accuracy.tasks import TASKS, Problem
-from scripts.accuracy.tasks.vocabulary import task_words
+from scripts.accuracy.tasks.vocabulary import plain_words
 from scripts.accuracy.training.batches import Stage
 from scripts.accuracy.training.model import Sizes
 from scripts.accuracy.training.texts import TextStage
@@ -82,7 +82,7 @@ def _small(
 ) -> Recipe:
     """A model of the sizes SMALL, for 1024 facts."""
     fields: dict[str, Any] = {
-        "words": tuple(task_words(1024)),
+        "words": tuple(plain_words(1024)),
         "rope_theta": 1e6,
         "dtypes": ("bfloat16",),
     }
@@ -104,7 +104,7 @@ RECIPES = {
             (1, _tiny_walks(facts=32, hops=32, restart_rates=MIXED)),
         ),
         dials={"facts": 128, "hops": 90},
-        words=tuple(task_words(128)),
+        words=tuple(plain_words(128)),
         starts_from=None,
         final_steps=1200,
         learning_rate=4e-3,
