@@ -9,7 +9,7 @@ from typing import ClassVar, NamedTuple
 
 from scripts.accuracy.tasks.vocabulary import WALK, key_word, plain_words, value_word
 
-Table = Sequence[tuple[int, int]]
+Table = list[tuple[int, int]]
 """Pairs of a key and its value."""
 
 
