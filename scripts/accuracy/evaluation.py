@@ -8,22 +8,35 @@ import importlib.metadata
 import shlex
 import sys
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
 import msgspec
 from tqdm import tqdm
 
-from scripts.accuracy.outcomes import Cell, OutcomeFile, Run
+from scripts.accuracy.outcomes import Cell, Outcome, OutcomeFile, Run
 from scripts.accuracy.report import write_report
-from scripts.accuracy.runner import describe_server, run_cell
 from scripts.accuracy.settings import evaluated_system, system_flags
-from scripts.accuracy.tasks import TASKS
+from scripts.accuracy.tasks import TASKS, Problem
 from scripts.shared.machine import describe, run_jobs
 from scripts.shared.models import folder_of
 from scripts.shared.serving import PLAIN, Client, Server
-from scripts.shared.systems import System
+from scripts.shared.systems import DENSE, System
+
+REQUEST_SECONDS = 3600.0
+
+RECORDED = (
+    *("version", "model_path", "dtype", "attention_backend", "decode_mode", "cache_rank_gpus"),
+    *("sparse_threshold", "sparse_budget", "sink_tokens", "recent_tokens", "dense_layers"),
+    *("query_predictor", "query_frame", "query_window", "selection_margin", "delta_capacity"),
+    *("kv_residency", "kv_residency_options", "score_keys", "wire_dtype", "inference_kv"),
+)
+"""The arguments of a server that bear on accuracy."""
+
+STATISTICS = ("sparse_steps", "late_steps", "stale_steps", "recall", "attention_mass")
+"""The statistics of a response, fields of Outcome, that a cache rank adds."""
 
 GRAPH_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
 REASON = 300
@@ -90,6 +103,54 @@ def server_flags(job: Job, options: Namespace) -> list[str]:
         *system_flags(job.system, options.settings, job.threshold, requests),
         *options.server_flags,
     ]
+
+
+def run_cell(
+    server: Client, cell: Cell, seeds: Iterable[int], concurrency: int
+) -> Iterator[Outcome]:
+    """Decode a cell's problems, so many at once; outcomes in the order in which they end.
+
+    Raises:
+        requests.RequestException: the server refused a problem or is gone.
+        ValueError: the task does not take the dials.
+    """
+    task = TASKS[cell.task]
+    with ThreadPoolExecutor(concurrency) as pool:
+        calls = [
+            pool.submit(_decode, server, cell, seed, task.make(seed, **cell.dials))
+            for seed in seeds
+        ]
+        try:
+            for call in as_completed(calls):
+                yield call.result()
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def describe_server(server: Client) -> dict[str, Any]:
+    """The arguments that the server was started with, as far as they are RECORDED."""
+    info = server.read("/server_info")
+    return {name: info[name] for name in RECORDED if name in info}
+
+
+def _decode(server: Client, cell: Cell, seed: int, problem: Problem) -> Outcome:
+    sampling: dict[str, Any] = {"max_new_tokens": problem.max_tokens, **problem.sampling}
+    if cell.system == DENSE:  # also on a server which has a cache rank
+        sampling["custom_params"] = {"cache_rank": False}
+    # SGLang refuses an empty text; a space is no word, and leaves <bos>.
+    body = {"text": problem.prompt or " ", "sampling_params": sampling}
+    response = server.post("/generate", body, timeout=REQUEST_SECONDS)
+    response.raise_for_status()
+    decoded = response.json()
+    grade, meta = problem.grade(decoded["text"]), decoded["meta_info"]
+    cache_rank = meta.get("cache_rank") or {}
+    return Outcome(
+        cell,
+        seed,
+        *(grade.correct_hops, grade.correct_prefix_hops, grade.hops, grade.exact),
+        *(meta["prompt_tokens"], meta["completion_tokens"]),
+        **{name: cache_rank[name] for name in STATISTICS if name in cache_rank},
+    )
 
 
 class Evaluation:

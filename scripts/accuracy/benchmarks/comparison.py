@@ -271,27 +271,17 @@ def _accuracy_table(found: Report) -> str:
 def _length_table(found: Report) -> str:
     header = ["benchmark", "", "tokens", "ratio", "tokens a right answer"]
     rows = [
-        _length_row(comparison, name, summary, ratio)
-        for comparison in found.comparisons
-        for name, summary, ratio in (
-            (found.names[0], comparison.baseline, None),
-            (found.names[1], comparison.system, comparison.tokens_ratio),
-        )
+        [
+            *(c.benchmark, name, f"{arm.tokens.value:.0f}"),
+            _interval(c.tokens_ratio, digits=3) if arm is c.system else "",
+            number(arm.tokens_per_right_answer, 0),
+            *(f"{100 * share:.1f}%" for share in (arm.truncated, arm.unanswered, arm.failed)),
+            number(arm.seconds, 1),
+        ]
+        for c in found.comparisons
+        for name, arm in zip(found.names, (c.baseline, c.system), strict=True)
     ]
     return table([*header, "cut", "none", "failed", "seconds"], rows)
-
-
-def _length_row(
-    comparison: Comparison, name: str, summary: Summary, ratio: Estimate | None
-) -> list[str]:
-    shares = (summary.truncated, summary.unanswered, summary.failed)
-    return [
-        *(comparison.benchmark, name, f"{summary.tokens.value:.0f}"),
-        _interval(ratio, digits=3) if ratio else "",
-        number(summary.tokens_per_right_answer, 0),
-        *(f"{100 * share:.1f}%" for share in shares),
-        number(summary.seconds, 1),
-    ]
 
 
 def _settings_table(found: Report) -> str:

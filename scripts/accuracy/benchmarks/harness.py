@@ -74,15 +74,11 @@ def arguments(
     sampling: Sampling,
     threads: int,
 ) -> list[str]:
-    """The arguments of `sgl-eval`.
+    """The arguments of `sgl-eval`, which makes a folder in `out`.
 
-    Args:
-        questions: file of one JSON line a question. Always given, so that what was asked is a file
-            of the run and not whatever the harness or the hub holds that day.
-        prompt: file with the text `sampling.prompt`; None for the benchmark's own.
-        out: folder under which the harness makes one.
-        base_url: address of the server, without /v1.
-        threads: requests at a time.
+    The file of questions is always given, so that what was asked is a file of the run and not
+    whatever the harness or the hub holds that day. `prompt` is a file with the text of
+    `sampling.prompt`, or None for the benchmark's own.
     """
     thinking = json.dumps(sampling.thinking)
     command = ["run", benchmark.harness, "--base-url", f"{base_url}/v1"]
@@ -102,11 +98,7 @@ def arguments(
 
 
 def extra_body(sampling: Sampling, dense: bool) -> dict[str, Any]:
-    """What every request holds beyond the options of the harness's command line.
-
-    Args:
-        dense: ask the server to keep the requests dense.
-    """
+    """What every request holds beyond the options of the harness's command line."""
     body: dict[str, Any] = {}
     if sampling.top_k is not None:
         body["top_k"] = sampling.top_k
@@ -118,11 +110,8 @@ def extra_body(sampling: Sampling, dense: bool) -> dict[str, Any]:
 def run_harness(command: Sequence[str], body: Mapping[str, Any]) -> int:
     """Run `sgl-eval` in this process; its exit status.
 
-    It shows progress, writes every answer as it comes, and ends at Ctrl-C with what it has.
-
-    Args:
-        command: see `arguments`.
-        body: see `extra_body`. The command line has no option for it; the benchmark's defaults do.
+    It shows progress, writes every answer as it comes, and ends at Ctrl-C with what it has. The
+    command line has no option for the body; the benchmark's defaults do.
     """
     from sgl_eval import cli, registry
 
