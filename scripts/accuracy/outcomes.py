@@ -104,7 +104,7 @@ class OutcomeFile:
     """Outcomes as JSON lines, appended to as they come; threads may share it."""
 
     def __init__(self, path: Path) -> None:
-        """Open for appending; the folder is made."""
+        """Take a path; its folder is made."""
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path = path
         self._lock = threading.Lock()

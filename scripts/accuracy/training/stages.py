@@ -141,7 +141,7 @@ class _WalkingStage(Stage):
 
     @abstractmethod
     def _batch(self, vocabulary: Mapping[str, int], generator: torch.Generator) -> Batch:
-        """Another batch."""
+        """Another batch, made on the device of the generator."""
 
 
 @dataclass(frozen=True)
