@@ -16,10 +16,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from scripts.accuracy.benchmarks.comparison import compare_folders
+from scripts.accuracy.benchmarks.comparison import compare_folders, markdown, write_report
 from scripts.accuracy.benchmarks.harness import Sampling, harness_version
 from scripts.accuracy.benchmarks.questions import BENCHMARKS, digest, write_questions
-from scripts.accuracy.benchmarks.report import markdown, write_report
 from scripts.accuracy.benchmarks.runs import run_benchmarks
 from scripts.shared.command import make_parser
 from scripts.shared.serving import ServerError

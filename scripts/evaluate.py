@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from scripts.accuracy.evaluation import evaluate, trained_for
+from scripts.accuracy.evaluation import evaluate
 from scripts.accuracy.presets import PRESETS
 from scripts.accuracy.settings import POLICY
 from scripts.accuracy.tasks import TASKS
@@ -71,20 +71,22 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
     options = parser.parse_args(argv)
     preset = PRESETS[options.preset]
     options.model = options.model or preset.model
-    other = folder_of(options.model).name != folder_of(preset.model).name
-    if other and options.task is None and options.dials is None:
-        trained = trained_for(options.model)
-        if trained is not None:
-            options.task, options.dials = trained.task, [trained.dials]
+    name = folder_of(options.model).name
+    if name != folder_of(preset.model).name and not (options.task or options.dials):
+        # Recipes import transformers, which only this needs.
+        from scripts.accuracy.training.recipes import RECIPES
+
+        if recipe := RECIPES.get(name):  # which trained the model
+            options.task, options.dials = recipe.task, [recipe.dials]
     if not options.base_url and find_config(options.model) is None:
         parser.error(f"--model {options.model}: has no config.json")
     if options.task is None:
         options.task = preset.task
-    elif options.task != preset.task and options.dials is None:
-        options.dials = [{}]
-    for name in ("dials", "systems", "budgets"):
-        if getattr(options, name) is None:
-            setattr(options, name, list(getattr(preset, name)))
+    elif options.task != preset.task:
+        options.dials = options.dials or [{}]
+    for part in ("dials", "systems", "budgets"):
+        if getattr(options, part) is None:
+            setattr(options, part, list(getattr(preset, part)))
     options.settings = {**POLICY, **options.settings}
     if options.gpus is None:
         options.gpus = visible_gpus()

@@ -25,9 +25,8 @@ from pathlib import Path
 import torch
 from tqdm.contrib.logging import logging_redirect_tqdm
 
-from scripts.accuracy.training.accuracy import grade_export
-from scripts.accuracy.training.card import Making, write_card
-from scripts.accuracy.training.make import train_and_export
+from scripts.accuracy.training.grading import Making, grade_export, write_card
+from scripts.accuracy.training.loop import train_and_export
 from scripts.accuracy.training.recipes import RECIPES
 from scripts.shared.command import make_parser
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import statistics
 import threading
 import time
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from openai import OpenAI
 from rich.console import Console
@@ -38,17 +38,6 @@ def environment() -> dict[str, str]:
         return {}
     console.print("This machine has one GPU and the ranks need two: both run on the CPU.")
     return {"CUDA_VISIBLE_DEVICES": ""}
-
-
-@contextlib.contextmanager
-def running_server() -> Iterator[Server]:
-    """A server, from when it answers; stopped at the end."""
-    flags = [str(word) for pair in ARGUMENTS.items() for word in pair]
-    console.print(f"[dim]$ python -m sglang_ext.launch {' '.join(flags)}[/dim]", soft_wrap=True)
-    with contextlib.ExitStack() as stack:
-        with console.status("starting the inference rank and the cache rank (about half a minute)"):
-            server = stack.enter_context(serve(flags, environment()))
-        yield server
 
 
 def ask(client: OpenAI, chain: Problem, sparse: bool) -> Iterator[str]:
@@ -93,52 +82,49 @@ def show_answer(title: str, chain: Problem, pieces: Iterator[str]) -> None:
     )
 
 
-class Watch:
-    """Samples what the cache rank holds while a request runs."""
+@contextlib.contextmanager
+def watching(server: Server) -> Iterator[list[dict[str, Any]]]:
+    """States of the cache rank, sampled while a request runs."""
+    states: list[dict[str, Any]] = []
+    stop = threading.Event()
 
-    def __init__(self, server: Server) -> None:
-        self.tokens_held = self.bytes_held = 0
-        self._server = server
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._sample)
+    def sample() -> None:
+        while not stop.wait(0.05):
+            states.append(server.cache_rank())
 
-    def _sample(self) -> None:
-        while not self._stop.wait(0.05):
-            state = self._server.cache_rank()
-            self.tokens_held = max(self.tokens_held, state["tokens_held"])
-            self.bytes_held = max(self.bytes_held, state["bytes_held"])
-
-    def __enter__(self) -> Watch:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join()
+    thread = threading.Thread(target=sample)
+    thread.start()
+    try:
+        yield states
+    finally:
+        stop.set()
+        thread.join()
 
 
-def mean_over_heads(state: dict[str, Any], name: str) -> float:
-    """The mean of what was measured since the server started, over all layers and heads."""
-    return statistics.mean(value for heads in state["recall_by_head"][name] for value in heads)
-
-
-def show_cache_rank(before: dict[str, Any], after: dict[str, Any], watch: Watch) -> None:
+def show_cache_rank(
+    before: dict[str, Any], meanwhile: list[dict[str, Any]], after: dict[str, Any]
+) -> None:
     """Print what the cache rank did between two states."""
-
-    def grown(name: str) -> float:
-        return float(after[name] - before[name])
-
-    steps, shipped = grown("steps"), grown("tokens_shipped")
+    steps, shipped, waited, seconds = (
+        after[name] - before[name]
+        for name in ("steps", "tokens_shipped", "steps_waited", "wait_seconds")
+    )
+    tokens, held = (
+        max((state[name] for state in meanwhile), default=0)
+        for name in ("tokens_held", "bytes_held")
+    )
+    # Means over layers and heads, since the server started.
+    recall, mass = (np.mean(after["recall_by_head"][name]) for name in ("recall", "attention_mass"))
     rows = {
-        "tokens held": f"{watch.tokens_held}",
-        "memory held": f"{watch.bytes_held / 1e6:.1f} MB",
+        "tokens held": f"{tokens}",
+        "memory held": f"{held / 1e6:.1f} MB",
         "tokens attended to": f"{SINKS} sinks + {BUDGET} selected + {RECENT} recent + 1",
         "decode steps exchanged": f"{steps:.0f}",
         "tokens shipped": f"{shipped:.0f}, {shipped / steps:.1f} a step",
-        "recall against exact selection": f"{mean_over_heads(after, 'recall'):.3f}",
-        "attention mass captured": f"{mean_over_heads(after, 'attention_mass'):.3f}",
-        "steps that waited": f"{grown('steps_waited'):.0f}",
-        "time waited": f"{1e3 * grown('wait_seconds') / steps:.2f} ms a step",
+        "recall against exact selection": f"{recall:.3f}",
+        "attention mass captured": f"{mass:.3f}",
+        "steps that waited": f"{waited:.0f}",
+        "time waited": f"{1e3 * seconds / steps:.2f} ms a step",
     }
     table = Table("", Column(justify="right"), title="What the cache rank did", show_header=False)
     for name, value in rows.items():
@@ -149,20 +135,23 @@ def show_cache_rank(before: dict[str, Any], after: dict[str, Any], watch: Watch)
 def demonstrate() -> None:
     """Serve the bundled model, ask it a question dense and sparse, and show what happened."""
     chain = make_chain(seed=7, facts=128, hops=80)
-    with running_server() as server:
+    flags = [str(word) for pair in ARGUMENTS.items() for word in pair]
+    console.print(f"[dim]$ python -m sglang_ext.launch {' '.join(flags)}[/dim]", soft_wrap=True)
+    with contextlib.ExitStack() as stack:
+        with console.status("starting the inference rank and the cache rank (about half a minute)"):
+            server = stack.enter_context(serve(flags, environment()))
         client = OpenAI(base_url=f"{server.url}/v1", api_key="none")
         context = 2 * 128 + 3 + chain.max_tokens
         console.print(
             f"\n128 facts in random order, then a walk of {chain.hops} hops from "
             f"{number_of(chain.prompt)}: {context} tokens in all."
         )
-        watch = Watch(server)
         show_answer("Dense: every token attends to everything", chain, ask(client, chain, False))
         before = server.cache_rank()
-        with watch:
+        with watching(server) as states:
             most = SINKS + BUDGET + RECENT + 1
             title = f"Sparse: at most {most} of {context} tokens, in all layers but the first"
             show_answer(title, chain, ask(client, chain, True))
         time.sleep(0.5)  # the last report
-        show_cache_rank(before, server.cache_rank(), watch)
+        show_cache_rank(before, states, server.cache_rank())
         console.print(f"\n[dim]server log: {server.log}[/dim]")

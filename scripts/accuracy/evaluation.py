@@ -8,44 +8,39 @@ import importlib.metadata
 import shlex
 import sys
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 from tqdm import tqdm
 
-from scripts.accuracy.outcomes import Cell, OutcomeFile, seeds_done
+from scripts.accuracy.outcomes import Cell, Outcome, OutcomeFile, Run
 from scripts.accuracy.report import write_report
-from scripts.accuracy.runner import describe_server, run_cell
 from scripts.accuracy.settings import evaluated_system, system_flags
-from scripts.accuracy.summary import Run, summarize
-from scripts.accuracy.tasks import TASKS
+from scripts.accuracy.tasks import TASKS, Problem
 from scripts.shared.machine import describe, run_jobs
 from scripts.shared.models import folder_of
 from scripts.shared.serving import PLAIN, Client, Server
-from scripts.shared.systems import System
+from scripts.shared.systems import DENSE, System
+
+REQUEST_SECONDS = 3600.0
+
+RECORDED = (
+    *("version", "model_path", "dtype", "attention_backend", "decode_mode", "cache_rank_gpus"),
+    *("sparse_threshold", "sparse_budget", "sink_tokens", "recent_tokens", "dense_layers"),
+    *("query_predictor", "query_frame", "query_window", "selection_margin", "delta_capacity"),
+    *("kv_residency", "kv_residency_options", "score_keys", "wire_dtype", "inference_kv"),
+)
+"""The arguments of a server that bear on accuracy."""
+
+STATISTICS = ("sparse_steps", "late_steps", "stale_steps", "recall", "attention_mass")
+"""The statistics of a response, fields of Outcome, that a cache rank adds."""
 
 GRAPH_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
-PARTS = ("sglang", "torch")
 REASON = 300
 """A report quotes so many characters of the last line of a failure."""
-
-
-class Trained(NamedTuple):
-    """What a model of this project is trained for."""
-
-    task: str
-    dials: dict[str, Any]
-
-
-def trained_for(model: str) -> Trained | None:
-    """The task of a folder which is named like the recipe that it was trained by."""
-    # Recipes import transformers, which only this needs.
-    from scripts.accuracy.training.recipes import RECIPES
-
-    recipe = RECIPES.get(folder_of(model).name)
-    return None if recipe is None else Trained(recipe.task, dict(recipe.dials))
 
 
 class Job(msgspec.Struct):
@@ -110,22 +105,63 @@ def server_flags(job: Job, options: Namespace) -> list[str]:
     ]
 
 
-class Evaluation:
-    """Runs jobs and collects outcomes.
+def run_cell(
+    server: Client, cell: Cell, seeds: Iterable[int], concurrency: int
+) -> Iterator[Outcome]:
+    """Decode a cell's problems, so many at once; outcomes in the order in which they end.
 
-    Attributes:
-        servers: what each server said of itself, by label.
-        failures: why servers failed, by label.
+    Raises:
+        requests.RequestException: the server refused a problem or is gone.
+        ValueError: the task does not take the dials.
     """
+    task = TASKS[cell.task]
+    with ThreadPoolExecutor(concurrency) as pool:
+        calls = [
+            pool.submit(_decode, server, cell, seed, task.make(seed, **cell.dials))
+            for seed in seeds
+        ]
+        try:
+            for call in as_completed(calls):
+                yield call.result()
+        finally:
+            pool.shutdown(cancel_futures=True)
 
-    def __init__(self, options: Namespace, file: OutcomeFile) -> None:
-        self._options, self._file = options, file
-        self._done = seeds_done(file.read())
+
+def describe_server(server: Client) -> dict[str, Any]:
+    """The arguments that the server was started with, as far as they are RECORDED."""
+    info = server.read("/server_info")
+    return {name: info[name] for name in RECORDED if name in info}
+
+
+def _decode(server: Client, cell: Cell, seed: int, problem: Problem) -> Outcome:
+    sampling: dict[str, Any] = {"max_new_tokens": problem.max_tokens, **problem.sampling}
+    if cell.system == DENSE:  # also on a server which has a cache rank
+        sampling["custom_params"] = {"cache_rank": False}
+    # SGLang refuses an empty text; a space is no word, and leaves <bos>.
+    body = {"text": problem.prompt or " ", "sampling_params": sampling}
+    response = server.post("/generate", body, timeout=REQUEST_SECONDS)
+    response.raise_for_status()
+    decoded = response.json()
+    grade, meta = problem.grade(decoded["text"]), decoded["meta_info"]
+    cache_rank = meta.get("cache_rank") or {}
+    return Outcome(
+        cell,
+        seed,
+        *(grade.correct_hops, grade.correct_prefix_hops, grade.hops, grade.exact),
+        *(meta["prompt_tokens"], meta["completion_tokens"]),
+        **{name: cache_rank[name] for name in STATISTICS if name in cache_rank},
+    )
+
+
+class Evaluation:
+    """Runs jobs, appends their outcomes to a file and notes in a Run what became of servers."""
+
+    def __init__(self, options: Namespace, file: OutcomeFile, run: Run) -> None:
+        self._options, self._file, self._run = options, file, run
+        self._done = {(outcome.cell.key, outcome.seed) for outcome in file.read()}
         self._servers: set[Server] = set()
-        self.servers: dict[str, dict[str, Any]] = {}
-        self.failures: dict[str, str] = {}
 
-    def run(self, jobs: Sequence[Job]) -> None:
+    def run_all(self, jobs: Sequence[Job]) -> None:
         """Run what is missing; a failing server is noted and the others go on."""
         jobs = [job for job in jobs if any(map(self._missing, job.cells))]
         wanted = sum(len(self._missing(cell)) for job in jobs for cell in job.cells)
@@ -134,18 +170,15 @@ class Evaluation:
             run_jobs(jobs, self._options.gpus, run, self._note_failure, self._stop_servers)
 
     def _missing(self, cell: Cell) -> list[int]:
-        done = self._done.get(cell.key, set())
-        return [seed for seed in range(self._options.chains) if seed not in done]
+        return [seed for seed in range(self._options.chains) if (cell.key, seed) not in self._done]
 
     def _run_job(self, bar: tqdm[Any], job: Job, gpus: list[str]) -> None:
-        label = job.system.label
         with self._server(job, gpus) as server:
-            bar.set_description(label)
-            self.servers[label] = describe_server(server)
+            bar.set_description(job.system.label)
+            self._run.servers[job.system.label] = describe_server(server)
             for cell in job.cells:
-                for outcome in run_cell(
-                    server, cell, self._missing(cell), self._options.concurrency
-                ):
+                missing = self._missing(cell)
+                for outcome in run_cell(server, cell, missing, self._options.concurrency):
                     self._file.append(outcome)
                     bar.update()
 
@@ -165,23 +198,12 @@ class Evaluation:
 
     def _note_failure(self, job: Job, error: Exception) -> None:
         reason = str(error).strip().rpartition("\n")[2][-REASON:]
-        self.failures[job.system.label] = f"{type(error).__name__}: {reason}"
+        self._run.failures[job.system.label] = f"{type(error).__name__}: {reason}"
         tqdm.write(f"{job.system.label} failed: {str(error)[-1500:]}", file=sys.stderr)
 
     def _stop_servers(self) -> None:
         for server in list(self._servers):
             server.stop()
-
-
-def describe_run(options: Namespace, argv: Sequence[str]) -> Run:
-    """How this run is made."""
-    versions = {part: importlib.metadata.version(part) for part in PARTS}
-    return Run(
-        [shlex.join(["python", "-m", "scripts.evaluate", *argv])],
-        {**describe(list(dict.fromkeys(options.gpus))), **versions},
-        options.settings,
-        "bfloat16" if options.gpus else "float32",
-    )
 
 
 def evaluate(options: Namespace, argv: Sequence[str]) -> tuple[Run, list[Path]]:
@@ -192,27 +214,32 @@ def evaluate(options: Namespace, argv: Sequence[str]) -> tuple[Run, list[Path]]:
         ValueError: OUT does not suit the options, or a label or a dial is wrong.
     """
     header, file = options.out / "run.json", OutcomeFile(options.out / "outcomes.jsonl")
-    run = describe_run(options, argv)
     earlier = msgspec.json.decode(header.read_bytes(), type=Run) if header.is_file() else None
     if options.render:
         if earlier is None:
             raise ValueError(f"{header} does not exist: nothing to render")
-        run = earlier
-    else:
-        if earlier is not None and not options.resume:
+        return earlier, write_report(earlier, file.read(), options.out)
+    run = Run(
+        [shlex.join(["python", "-m", "scripts.evaluate", *argv])],
+        {
+            **describe(list(dict.fromkeys(options.gpus))),
+            **{part: importlib.metadata.version(part) for part in ("sglang", "torch")},
+        },
+        options.settings,
+        "bfloat16" if options.gpus else "float32",
+    )
+    if earlier is not None:
+        if not options.resume:
             raise ValueError(f"{options.out} has results: pass --resume, or another --out")
-        if earlier is not None and earlier.settings != run.settings:
+        if earlier.settings != run.settings:
             raise ValueError(f"{header} has other settings: {earlier.settings}")
-        if earlier is not None:
-            run.servers = earlier.servers
-            run.commands = list(dict.fromkeys([*earlier.commands, *run.commands]))
-        jobs = make_jobs(options)
-        file.drop_half_line()
-        evaluation = Evaluation(options, file)
+        run.servers = earlier.servers
+        run.commands = list(dict.fromkeys([*earlier.commands, *run.commands]))
+    jobs = make_jobs(options)
+    file.drop_half_line()
+    header.write_bytes(msgspec.json.encode(run))
+    try:
+        Evaluation(options, file, run).run_all(jobs)
+    finally:  # also of an interrupted run, whose outcomes count
         header.write_bytes(msgspec.json.encode(run))
-        try:
-            evaluation.run(jobs)
-        finally:  # also of an interrupted run, whose outcomes count
-            run.servers, run.failures = run.servers | evaluation.servers, evaluation.failures
-            header.write_bytes(msgspec.json.encode(run))
-    return run, write_report(run, summarize(file.read(), run), options.out)
+    return run, write_report(run, file.read(), options.out)

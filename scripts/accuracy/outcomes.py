@@ -1,13 +1,18 @@
-"""One line a problem: what a system made of it. The lines are the result; all else is derived."""
+"""The records of an evaluation: a line a problem, and what is derived from the lines of a cell."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, ItemsView, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
+
+from scripts.accuracy.statistics import Estimate
+from scripts.shared.systems import System
+
+KeyT = TypeVar("KeyT")
 
 
 class Cell(msgspec.Struct, frozen=True):
@@ -24,9 +29,9 @@ class Cell(msgspec.Struct, frozen=True):
         return self.model, self.task, ", ".join(f"{k}={v}" for k, v in sorted(self.dials.items()))
 
     @property
-    def key(self) -> tuple[str, ...]:
+    def key(self) -> tuple[tuple[str, str, str], str]:
         """The identity of the cell, for sets and maps."""
-        return (*self.problems, self.system)
+        return self.problems, self.system
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -47,11 +52,59 @@ class Outcome(msgspec.Struct, frozen=True):
     attention_mass: float | None = None  # mean over its measured steps
 
 
+class Run(msgspec.Struct):
+    """How outcomes came about."""
+
+    commands: list[str]  # commands that were run, the first and those which resumed it
+    machine: dict[str, Any]  # what it ran on, and versions
+    settings: dict[str, Any]  # arguments of sparse systems, see scripts.accuracy.settings
+    dtype: str  # dtype of the KV pool
+    servers: dict[str, dict[str, Any]] = {}  # what servers said, by label
+    failures: dict[str, str] = {}  # failures of servers, by label
+
+
+class Result(msgspec.Struct):
+    """A cell in numbers; intervals are 95% over problems."""
+
+    cell: Cell
+    chains: int  # problems
+    exact: Estimate  # fraction of problems whose every word is right
+    exact_difference: Estimate | None  # difference to dense decoding of the same problems
+    hop_accuracy: Estimate  # fraction of lookups that were right, a problem
+    correct_prefix: Estimate  # hops before the first wrong word
+    hops: int  # mean of a problem
+    survival: list[float]  # fraction of chains that are right up to hop 1, 2, ..., `hops`
+    output_tokens: Estimate  # mean of a problem
+    sparse_steps: float | None  # fraction of decode steps; None without a cache rank
+    late_steps: float  # fraction of the sparse ones
+    stale_steps: float  # fraction of the sparse ones
+    recall: float | None  # mean over problems, see docs/recall.md; None where none was measured
+    attention_mass: float | None  # mean over problems
+    flops: float | None = None  # work of the inference rank a token; None if it is unknown
+    cache_rank_flops: float | None = None  # work of the cache rank's scores a token
+    bits: float | None = None  # bits of an element on the cache rank, metadata included
+
+    @property
+    def system(self) -> System:
+        """The parsed label."""
+        return System.parse(self.cell.system)
+
+
+def grouped(
+    results: Iterable[Result], key: Callable[[Result], KeyT]
+) -> ItemsView[KeyT, list[Result]]:
+    """Results of equal keys together, in the order in which the keys first occur."""
+    groups: dict[KeyT, list[Result]] = {}
+    for result in results:
+        groups.setdefault(key(result), []).append(result)
+    return groups.items()
+
+
 class OutcomeFile:
     """Outcomes as JSON lines, appended to as they come; threads may share it."""
 
     def __init__(self, path: Path) -> None:
-        """Open for appending; the folder is made."""
+        """Take a path; its folder is made."""
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path = path
         self._lock = threading.Lock()
@@ -74,11 +127,3 @@ class OutcomeFile:
         if self._path.exists():
             whole = self._path.read_bytes()
             self._path.write_bytes(whole[: whole.rfind(b"\n") + 1])
-
-
-def seeds_done(outcomes: Iterable[Outcome]) -> dict[tuple[str, ...], set[int]]:
-    """The seeds of each cell, by its key."""
-    done: dict[tuple[str, ...], set[int]] = {}
-    for outcome in outcomes:
-        done.setdefault(outcome.cell.key, set()).add(outcome.seed)
-    return done

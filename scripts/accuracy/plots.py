@@ -6,12 +6,19 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from scripts.accuracy.statistics import Estimate
-from scripts.accuracy.summary import Result
+import numpy as np
+
+from scripts.accuracy.outcomes import Result, grouped
 from scripts.shared import plots
 from scripts.shared.systems import DENSE, System
 
 MOST_CURVES = len(plots.COLOURS)
+
+
+SELF_EXPLANATORY = ("query_", "kv_residency")
+"""The values of these arguments are words that need no name before them."""
+
+BUDGET_ONLY = frozenset({"sparse_budget"})
 
 
 class Axis(NamedTuple):
@@ -23,25 +30,16 @@ class Axis(NamedTuple):
     hidden: frozenset[str] = frozenset()  # arguments that labels of curves leave out
 
 
-SELF_EXPLANATORY = ("query_", "kv_residency")
-"""The values of these arguments are words that need no name before them."""
-
-BUDGET_ONLY = frozenset({"sparse_budget"})
 BUDGET = Axis(
     "budget",
     "k, selected tokens of a KV head",
     lambda result: result.system.changes.get("sparse_budget"),
     BUDGET_ONLY,
 )
-AXES = (
-    BUDGET,
-    Axis("flops", "FLOPs a token, inference rank", lambda result: result.flops, BUDGET_ONLY),
-    Axis("bits", "bits of an element, cache rank", lambda result: result.bits),
-)
+FLOPS = Axis("flops", "FLOPs a token, inference rank", lambda result: result.flops, BUDGET_ONLY)
+BITS = Axis("bits", "bits of an element, cache rank", lambda result: result.bits)
 RESTATEMENTS = Axis(
-    "restatements",
-    "r, statements of a key",
-    lambda result: result.cell.dials.get("restatements"),
+    "restatements", "r, statements of a key", lambda result: result.cell.dials.get("restatements")
 )
 
 
@@ -50,15 +48,13 @@ def write_plots(results: Sequence[Result], out: Path) -> list[Path]:
     if not plots.can_draw():
         return []
     files: list[Path] = []
-    for model, task in dict.fromkeys(result.cell.problems[:2] for result in results):
-        there = [result for result in results if result.cell.problems[:2] == (model, task)]
+    for (model, task), there in grouped(results, lambda r: r.cell.problems[:2]):
         name = f"{task}-{Path(model).name}"
-        sets = dict.fromkeys(result.cell.problems[2] for result in there)
-        for index, problems in enumerate(sets):
-            same = [result for result in there if result.cell.problems[2] == problems]
+        sets = grouped(there, lambda r: r.cell.problems[2])
+        for index, (problems, same) in enumerate(sets):
             suffix = name if len(sets) == 1 else f"{name}-{index + 1}"
             title = f"{task}: {problems}"
-            for axis in AXES:
+            for axis in (BUDGET, FLOPS, BITS):
                 files += _against(same, axis, title, out, suffix)
             files += _lengths(same, title, out, suffix)
         files += _against(there, RESTATEMENTS, task, out, name)
@@ -84,22 +80,20 @@ def _against(
     if len({axis.value(result) for result in placed}) < 2:
         return []
     hidden = axis.hidden | _common(placed)
-    curves: dict[str, list[Result]] = {}
-    for result in placed:
-        curves.setdefault(curve_name(result.system, hidden), []).append(result)
+    curves = grouped(placed, lambda r: curve_name(r.system, hidden))
     figure, panels = plots.panels(2, (12, 4.5), sharey=True)
     dense = next((result for result in results if result.system.name == DENSE), None)
     for axes, name, accuracy in (
         (panels[0], "exact chains", "exact"),
         (panels[1], "hop accuracy", "hop_accuracy"),
     ):
-        for index, (curve, points) in enumerate(curves.items()):
+        for index, (curve, points) in enumerate(curves):
             points = sorted(points, key=axis.value)
-            estimates: list[Estimate] = [getattr(point, accuracy) for point in points]
+            value, low, high = np.array([getattr(point, accuracy) for point in points]).T
             axes.errorbar(
                 [axis.value(point) for point in points],
-                [estimate.value for estimate in estimates],
-                yerr=_bars(estimates),
+                value,
+                yerr=np.maximum(0.0, [value - low, high - value]),
                 marker=plots.marker(index),
                 **_style(index, curve),
             )
@@ -139,13 +133,6 @@ def _lengths(results: Sequence[Result], title: str, out: Path, suffix: str) -> l
 
 def _style(index: int, name: str) -> dict[str, Any]:
     return {"color": plots.colour(index), "markersize": 5, "linewidth": 1.2, "label": name}
-
-
-def _bars(estimates: Sequence[Estimate]) -> list[list[float]]:
-    return [
-        [max(0.0, estimate.value - estimate.low) for estimate in estimates],
-        [max(0.0, estimate.high - estimate.value) for estimate in estimates],
-    ]
 
 
 def _finish(axes: Any, title: str, x: str, y: str = "") -> None:

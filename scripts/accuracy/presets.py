@@ -34,33 +34,13 @@ class Preset(msgspec.Struct, frozen=True):
     model: str = BUNDLED  # see scripts.shared.models
 
 
-def _predictor_windows() -> tuple[str, ...]:
-    """All predictors in every frame, by the queries that they see, and then by hysteresis."""
-    windowed = [label for label in PREDICTORS if "=last" not in label]
-    return (
-        *(label for label in PREDICTORS if "=last" in label),
-        *(f"{label},query_window={window}" for label in windowed for window in (2, 4, 8, 16, 32)),
-        *(f"{label},selection_margin={margin}" for label in PREDICTORS for margin in (0, 64, 256)),
-    )
-
-
-def _formats() -> tuple[str, ...]:
-    options = {
-        "lynx": ("reading=full", "reading=anchor"),
-        "quantspec": ("reading=8", "reading=4"),
-        "hack": ("bits=4+partition=64", "bits=2+partition=64", "bits=2+partition=16"),
-        "mosaickv": ("rate=62.5", "rate=87.5"),
-    }
-    return (
-        CACHE_RANK,
-        f"{CACHE_RANK}:score_keys=fp8",
-        f"{CACHE_RANK}:wire_dtype=fp8",
-        *(
-            f"{CACHE_RANK}:kv_residency={name},kv_residency_options={chosen}"
-            for name, choices in options.items()
-            for chosen in choices
-        ),
-    )
+FORMATS = {
+    "lynx": ("reading=full", "reading=anchor"),
+    "quantspec": ("reading=8", "reading=4"),
+    "hack": ("bits=4+partition=64", "bits=2+partition=64", "bits=2+partition=16"),
+    "mosaickv": ("rate=62.5", "rate=87.5"),
+}
+"""The residency formats that are compared, and the options of each."""
 
 
 PRESETS = {
@@ -85,12 +65,29 @@ PRESETS = {
     ),
     "predictors": Preset(
         "Which predictor, in which frame, from how many queries, with how much hysteresis?",
-        (DENSE, "oracle", *_predictor_windows()),
+        (
+            *(DENSE, "oracle"),
+            *(label for label in PREDICTORS if "=last" in label),
+            *(
+                f"{label},query_window={window}"
+                for label in PREDICTORS
+                if "=last" not in label
+                for window in (2, 4, 8, 16, 32)
+            ),
+            *(f"{label},selection_margin={k}" for label in PREDICTORS for k in (0, 64, 256)),
+        ),
         budgets=(16,),
     ),
     "residency": Preset(
         "What do the formats of the cache rank cost in accuracy?",
-        (DENSE, *_formats()),
+        (
+            *(DENSE, CACHE_RANK, f"{CACHE_RANK}:score_keys=fp8", f"{CACHE_RANK}:wire_dtype=fp8"),
+            *(
+                f"{CACHE_RANK}:kv_residency={name},kv_residency_options={chosen}"
+                for name, choices in FORMATS.items()
+                for chosen in choices
+            ),
+        ),
     ),
     "lengths": Preset(
         "How far does a chain get?",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import tempfile
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
@@ -13,7 +14,7 @@ import torch
 from tqdm import tqdm
 from transformers import AutoTokenizer
 
-from cache_rank.config import CacheRankConfig, Frame, ModelShape, Predictor
+from cache_rank.config import CacheRankConfig, Frame, Predictor
 from cache_rank.measure.recording import RECORD_VARIABLE, read_events
 from cache_rank.measure.timeline import Timeline
 from cache_rank.protocol import DownMessage, Row, UpMessage
@@ -30,26 +31,39 @@ MEMORY_BYTES = 1 << 30
 """The selector has so much memory for resident tokens; it is touched only as it is used."""
 
 
-def record(folder: Path, budget: int, chains: int) -> None:
-    """Serve chains and record what the cache rank receives."""
+def recorded_events(budget: int, chains: int) -> list[dict[str, Any]]:
+    """Everything that a cache rank receives while the bundled model walks chains."""
     flags = (
         f"--sparse-threshold 264 --sparse-budget {budget} --sink-tokens {SINKS} "
         f"--recent-tokens {RECENT} --delta-capacity {budget} --query-window {WINDOW}"
     )
     tokenizer = AutoTokenizer.from_pretrained(BUNDLED_FOLDER)
     problems = [make_chain(seed=seed, facts=128, hops=80) for seed in range(chains)]
-    with serve(flags.split(), {RECORD_VARIABLE: str(folder)}) as server:
-        prompts = [tokenizer(problem.prompt)["input_ids"] for problem in problems]
-        server.generate_all(prompts, problems[0].max_tokens)
+    prompts = [tokenizer(problem.prompt)["input_ids"] for problem in problems]
+    with tempfile.TemporaryDirectory() as folder:
+        with serve(flags.split(), {RECORD_VARIABLE: folder}) as server:
+            server.generate_all(prompts, problems[0].max_tokens)
+        return list(read_events(Path(folder)))
 
 
-def model_of(events: list[dict[str, Any]]) -> ModelShape:
-    """Shape of the recorded model; the rotary frequencies are the bundled model's."""
+def base_config(events: list[dict[str, Any]], budget: int) -> CacheRankConfig:
+    """The configuration that all comparisons vary: without a margin, all layers in one group."""
     row = next(event for event in events if event["kind"] == "step")["rows"][0]
-    layers, query_heads, head_dim = row["queries"].shape
-    frequency = model_shape(model_config(BUNDLED)).rotary_frequency
-    kv_heads = row["keys"].shape[1]
-    return ModelShape(layers, query_heads, kv_heads, head_dim, "float32", head_dim**-0.5, frequency)
+    layers = len(row["queries"])
+    # The bundled model in float32; its first layers are dense and are not recorded.
+    model = msgspec.structs.replace(model_shape(model_config(BUNDLED), "float32"), layers=layers)
+    return CacheRankConfig(
+        model,
+        layers_per_group=layers,
+        sparse_budget=budget,
+        sink_tokens=SINKS,
+        recent_tokens=RECENT,
+        query_window=WINDOW,
+        selection_margin=0,
+        delta_capacity=budget,
+        max_rows=len({event["epoch"] for event in events if event["kind"] == "load"}),
+        recall_interval=1,
+    )
 
 
 class StepResult(NamedTuple):
@@ -90,42 +104,16 @@ def _buffer(size: int) -> torch.Tensor:
     return torch.zeros(size, dtype=torch.uint8)
 
 
-def recorded_events(budget: int, chains: int) -> list[dict[str, Any]]:
-    """Everything that a cache rank receives while the bundled model walks chains."""
-    with tempfile.TemporaryDirectory() as folder:
-        record(Path(folder), budget, chains)
-        return list(read_events(Path(folder)))
-
-
-def base_config(events: list[dict[str, Any]], budget: int) -> CacheRankConfig:
-    """The configuration that all comparisons vary: without a margin, all layers in one group."""
-    model = model_of(events)
-    return CacheRankConfig(
-        model,
-        layers_per_group=model.layers,
-        sparse_budget=budget,
-        sink_tokens=SINKS,
-        recent_tokens=RECENT,
-        query_window=WINDOW,
-        selection_margin=0,
-        delta_capacity=budget,
-        max_rows=len({event["epoch"] for event in events if event["kind"] == "load"}),
-        recall_interval=1,
-    )
-
-
 def compare_predictors(
     base: CacheRankConfig, events: list[dict[str, Any]]
 ) -> tuple[dict[str, list[float]], str]:
     """Recall, attention captured and entering tokens of each predictor in each frame; a table."""
-    variants = [(name, frame) for name in get_args(Predictor) for frame in get_args(Frame)]
-    found, rows = {}, []
-    for name, frame in tqdm(variants, desc="predictors"):
+    found = {}
+    for name, frame in tqdm(list(product(get_args(Predictor), get_args(Frame))), desc="predictors"):
         config = msgspec.structs.replace(base, query_predictor=name, query_frame=frame)
-        values = _means(list(replay(config, events)))
-        found[f"{name}-{frame}"] = values
-        rows.append([name, frame, *(f"{value:.3f}" for value in values)])
+        found[f"{name}-{frame}"] = _means(list(replay(config, events)))
     header = ("predictor", "frame", "recall", "attention captured", "entering tokens, mean")
+    rows = [[*name.rsplit("-", 1), *map("{:.3f}".format, row)] for name, row in found.items()]
     return found, table(header, rows)
 
 
@@ -135,7 +123,7 @@ def compare_margins(
     """What hysteresis costs in recall and saves in bytes, by margin; a table."""
     token_bytes = 2 * base.model.head_dim * base.model.torch_dtype.itemsize
     heads = base.model.layers * base.model.kv_heads
-    found, rows = {}, []
+    found = {}
     for margin in tqdm(MARGINS, desc="margins"):
         config = msgspec.structs.replace(base, selection_margin=margin)
         steps = list(replay(config, events))
@@ -144,11 +132,12 @@ def compare_margins(
         capacity = max(1, most[int(0.99 * len(most))])
         sized = msgspec.structs.replace(config, delta_capacity=capacity)
         message = DownMessage.size(sized, config.model.layers, rows=1)
-        useful = round(means[2] * heads * token_bytes)
-        found[margin] = [*means, capacity, useful, message]
-        rates = (f"{value:.3f}" for value in means)
-        rows.append([str(margin), *rates, str(capacity), str(useful), str(message)])
+        found[margin] = [*means, capacity, round(means[2] * heads * token_bytes), message]
     header = ("margin", "recall", "attention captured", "entering mean", "p99 of most")
+    rows = [
+        [str(margin), *map("{:.3f}".format, row[:3]), *map(str, row[3:])]
+        for margin, row in found.items()
+    ]
     return found, table((*header, "useful bytes a step", "message bytes at p99"), rows)
 
 

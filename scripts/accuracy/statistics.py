@@ -35,10 +35,7 @@ class Estimate(NamedTuple):
 
 
 def mean(values: ArrayLike) -> Estimate:
-    """The mean over problems.
-
-    Args:
-        values: [problems], one number a problem.
+    """The mean over problems of `values`, [problems].
 
     Raises:
         ValueError: fewer than two problems.
@@ -47,10 +44,7 @@ def mean(values: ArrayLike) -> Estimate:
 
 
 def difference(values: ArrayLike, baseline: ArrayLike) -> Estimate:
-    """The mean of `values - baseline`, paired by problem.
-
-    Args:
-        values, baseline: [problems], in the same order.
+    """The mean of `values - baseline`, [problems] each in the same order.
 
     Raises:
         ValueError: fewer than two problems, or not as many of one as of the other.
@@ -59,14 +53,7 @@ def difference(values: ArrayLike, baseline: ArrayLike) -> Estimate:
 
 
 def ratio(values: ArrayLike, baseline: ArrayLike) -> Estimate:
-    """The mean of `values` divided by the mean of `baseline`, paired by problem.
-
-    Args:
-        values, baseline: [problems], in the same order; `baseline` is positive.
-
-    Raises:
-        ValueError: fewer than two problems, or not as many of one as of the other.
-    """
+    """The mean of `values` over that of `baseline`, which is positive; see `difference`."""
     return _estimate(
         lambda v, b, axis: np.mean(v, axis=axis) / np.mean(b, axis=axis), values, baseline
     )

@@ -8,8 +8,8 @@ import msgspec
 import pytest
 
 from scripts import evaluate
+from scripts.accuracy.outcomes import Result
 from scripts.accuracy.report import Report
-from scripts.accuracy.summary import Result
 from scripts.shared.serving import Server
 
 pytestmark = pytest.mark.xdist_group("bundled server")

@@ -125,14 +125,36 @@ def test_an_abort_finds_requests_that_are_queued_a_turn_later() -> None:
     assert handle.to_queue == [kept]
 
 
-# Between steps.
+# What SGLang tells an inference rank.
 
 
 @pytest.fixture
 def rank() -> Any:
     rank: Any = Mock()
     rank.eviction.evict.return_value = False
+    rank.cache_rank.attempt.side_effect = lambda action: action(rank.exchange)
     return rank
+
+
+@pytest.mark.parametrize("orphaned", [False, True])
+def test_the_cache_rank_is_told_of_the_end_of_an_epoch_that_it_holds(
+    rank: Any, orphaned: bool
+) -> None:
+    (sequence,) = Requests(Phase.SPARSE).sequences
+    sequence.orphaned = orphaned
+    rank.lifecycle.end.return_value = sequence
+    InferenceRank.on_request_freed(rank, Mock(req_pool_idx=3))
+    rank.table.forget.assert_called_once_with(3)
+    rank.lifecycle.end.assert_called_once_with(3)
+    ended = [] if orphaned else [(([sequence.epoch],),)]
+    assert rank.exchange.end.call_args_list == ended
+
+
+def test_the_cache_rank_is_told_that_all_epochs_are_over(rank: Any) -> None:
+    rank.lifecycle.live = {1: Mock(), 4: Mock()}
+    InferenceRank.on_pool_cleared(rank)
+    assert [call.args for call in rank.lifecycle.end.call_args_list] == [(1,), (4,)]
+    rank.exchange.flush.assert_called_once_with()
 
 
 @pytest.mark.parametrize("live", [{}, {1: Mock()}], ids=["idle", "exchanging"])

@@ -1,4 +1,4 @@
-"""Two runs of the same questions, compared question by question.
+"""Two runs of the same questions, compared question by question: figures, tables and a plot.
 
 Thirty questions of AIME are a small sample: what the mean would be on other thirty is uncertain by
 seven to nine points, however often each is asked. Most of that is how hard the questions are, which
@@ -12,18 +12,19 @@ what it gains in time per token. Lengths, truncated answers and tokens a right a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
+import pandas as pd
 
 from scripts.accuracy import statistics
-from scripts.accuracy.benchmarks.harness import Answers
-from scripts.accuracy.benchmarks.runs import Run, read_run
+from scripts.accuracy.benchmarks.runs import Record, Run, read_run
 from scripts.accuracy.statistics import Estimate
+from scripts.shared import plots, report
+from scripts.shared.report import number, table
 
 POOLED = "pooled"
 
@@ -33,7 +34,7 @@ _VOLATILE = frozenset(
     "tokenizer_path max_req_input_len".split()
 )
 # These must not differ, beside the sampling and the questions.
-_SAME = ("model", "reasoning_parser", "sampling_defaults", "chat_template")
+_SAME = ("reasoning_parser", "sampling_defaults", "chat_template")
 
 
 class Summary(msgspec.Struct):
@@ -72,9 +73,7 @@ class Report(msgspec.Struct):
     comparisons: list[Comparison]  # one a benchmark, and the pooled one if there are several
     settings: dict[str, dict[str, Any]]  # what both runs share, by benchmark
     server_differences: dict[str, tuple[Any, Any]]  # flags of the servers that differ
-    counters: dict[
-        str, tuple[dict[str, float], dict[str, float]]
-    ]  # counters of its run, by benchmark
+    counters: dict[str, tuple[dict[str, float], dict[str, float]]]  # of its runs, by benchmark
     warnings: list[str]  # warnings of all runs
 
 
@@ -89,28 +88,32 @@ def compare_folders(baseline: Path, system: Path) -> Report:
         ValueError: two runs are not of the same questions, sampled and read in the same way, or
             one was cut short.
     """
-    pairs = [_read_pair(baseline / name, system / name) for name in _common(baseline, system)]
     names = (baseline.resolve().name, system.resolve().name)
     if names[0] == names[1]:
         names = (str(baseline), str(system))
-    comparisons = [compare(one.record.benchmark, [(one, other)]) for one, other in pairs]
+    pairs = {
+        name: (read_run(baseline / name), read_run(system / name))
+        for name in _common(baseline, system)
+    }
+    settings = {name: _shared_settings(one, other) for name, (one, other) in pairs.items()}
+    comparisons = [compare(name, [pair]) for name, pair in pairs.items()]
     if len(pairs) > 1:
-        comparisons.append(compare(POOLED, pairs))
+        comparisons.append(compare(POOLED, list(pairs.values())))
+    differences: dict[str, tuple[Any, Any]] = {}
+    for one, other in pairs.values():
+        differences |= _server_differences(one.record, other.record)
     return Report(
         names=names,
         comparisons=comparisons,
-        settings={one.record.benchmark: _settings(one) for one, _ in pairs},
-        server_differences=_server_differences(pairs),
+        settings=settings,
+        server_differences=differences,
         counters={
-            one.record.benchmark: (
-                one.record.counters.cache_rank,
-                other.record.counters.cache_rank,
-            )
-            for one, other in pairs
+            name: (one.record.counters.cache_rank, other.record.counters.cache_rank)
+            for name, (one, other) in pairs.items()
         },
         warnings=[
-            f"{name}, {run.record.benchmark}: {warning}"
-            for pair in pairs
+            f"{name}, {benchmark}: {warning}"
+            for benchmark, pair in pairs.items()
             for name, run in zip(names, pair, strict=True)
             for warning in run.record.warnings
         ],
@@ -127,83 +130,73 @@ def compare(name: str, pairs: Sequence[tuple[Run, Run]]) -> Comparison:
     Raises:
         ValueError: every request of a question failed, or there are fewer than two questions.
     """
-    baselines = [one.answers for one, _ in pairs]
-    systems = [other.answers for _, other in pairs]
-    right = [_by_question([a.correct for a in arm], name) for arm in (baselines, systems)]
-    tokens = [_by_question([a.tokens for a in arm], name) for arm in (baselines, systems)]
-    difference = right[1] - right[0]
+    baseline, system = (
+        pd.concat({run.record.benchmark: run.answers for run in runs})
+        for runs in zip(*pairs, strict=True)
+    )
+    # Means over repeats, one row a question.
+    means, others = (
+        answers.groupby(level=[0, 1], sort=False)[["correct", "tokens"]].mean()
+        for answers in (baseline, system)
+    )
+    if means.isna().any(axis=None) or others.isna().any(axis=None):
+        raise ValueError(f"{name}: every request of a question failed; run it again")
+    difference = others.correct - means.correct
     return Comparison(
         benchmark=name,
-        questions=len(difference),
-        repeats=max(answers.correct.shape[1] for answers in baselines),
-        baseline=_summarize(baselines, right[0], tokens[0]),
-        system=_summarize(systems, right[1], tokens[1]),
-        accuracy_difference=statistics.difference(right[1], right[0]),
-        tokens_ratio=statistics.ratio(tokens[1], tokens[0]),
+        questions=len(means),
+        repeats=max(one.record.sampling.repeats for one, _ in pairs),
+        baseline=_summarize(baseline, means),
+        system=_summarize(system, others),
+        accuracy_difference=statistics.difference(others.correct, means.correct),
+        tokens_ratio=statistics.ratio(others.tokens, means.tokens),
         gained=int((difference > 0).sum()),
         lost=int((difference < 0).sum()),
     )
 
 
-def _summarize(
-    arm: Sequence[Answers], right: NDArray[np.float64], tokens: NDArray[np.float64]
-) -> Summary:
-    answered = sum(int((~answers.failed).sum()) for answers in arm)
-    rights = sum(float(np.nansum(answers.correct)) for answers in arm)
-    written = sum(float(np.nansum(answers.tokens)) for answers in arm)
+def _summarize(answers: pd.DataFrame, means: pd.DataFrame) -> Summary:
+    """One system, from its answers and their means over repeats."""
+    total, answered = answers.sum(), answers[~answers.failed].mean().to_dict()
     return Summary(
-        accuracy=statistics.mean(right),
-        tokens=statistics.mean(tokens),
-        tokens_per_right_answer=written / rights if rights else None,
-        seconds=sum(float(np.nansum(answers.seconds)) for answers in arm) / answered,
-        truncated=sum(int(answers.truncated.sum()) for answers in arm) / answered,
-        unanswered=sum(int(answers.unanswered.sum()) for answers in arm) / answered,
-        failed=1 - answered / sum(answers.failed.size for answers in arm),
+        accuracy=statistics.mean(means.correct),
+        tokens=statistics.mean(means.tokens),
+        tokens_per_right_answer=float(total.tokens / total.correct) if total.correct else None,
+        **{name: answered[name] for name in ("seconds", "truncated", "unanswered")},
+        failed=float(answers.failed.mean()),
     )
 
 
-def _by_question(arrays: Iterable[NDArray[np.float64]], name: str) -> NDArray[np.float64]:
-    """Means over repeats; [questions] of all arrays, one after the other."""
-    for array in (arrays := list(arrays)):
-        if np.isnan(array).all(axis=1).any():
-            raise ValueError(f"{name}: every request of a question failed; run it again")
-    return np.concatenate([np.nanmean(array, axis=1) for array in arrays])
-
-
 def _common(baseline: Path, system: Path) -> list[str]:
-    found = [
+    one, other = (
         {record.parent.name for record in folder.glob("*/run.json")}
         for folder in (baseline, system)
-    ]
-    if unpaired := found[0] ^ found[1]:
+    )
+    if unpaired := one ^ other:
         raise FileNotFoundError(
             f"{baseline} and {system} do not both have a run of {', '.join(sorted(unpaired))}"
         )
-    if not found[0]:
+    if not one:
         raise FileNotFoundError(f"{baseline} holds no runs")
-    return sorted(found[0])
+    return sorted(one)
 
 
-def _read_pair(baseline: Path, system: Path) -> tuple[Run, Run]:
-    one, other = read_run(baseline), read_run(system)
-    ours, theirs = _settings(one), _settings(other)
+def _shared_settings(one: Run, other: Run) -> dict[str, Any]:
+    ours, theirs = _settings(one.record), _settings(other.record)
     if different := [name for name in ours if ours[name] != theirs[name]]:
         raise ValueError(
-            f"{baseline} and {system} cannot be compared: "
+            f"{one.folder} and {other.folder} cannot be compared: "
             + "; ".join(f"{name} is {ours[name]!r} and {theirs[name]!r}" for name in different)
         )
-    return one, other
+    return ours
 
 
-def _settings(run: Run) -> dict[str, Any]:
+def _settings(record: Record) -> dict[str, Any]:
     """What two runs must share."""
-    record = run.record
-    # The folder that holds a model may differ between machines, its name should not.
-    model = Path(str(record.server.get("model_path"))).name
-    server = {name: record.server.get(name) for name in _SAME if name != "model"}
     return {
-        "model": model,
-        **server,
+        # The folder that holds a model may differ between machines, its name should not.
+        "model": Path(str(record.server.get("model_path"))).name,
+        **{name: record.server.get(name) for name in _SAME},
         **msgspec.to_builtins(record.sampling),
         "questions": record.questions,
         "questions_sha256": record.questions_sha256,
@@ -211,17 +204,129 @@ def _settings(run: Run) -> dict[str, Any]:
     }
 
 
-def _server_differences(pairs: Sequence[tuple[Run, Run]]) -> dict[str, tuple[Any, Any]]:
-    differences: dict[str, tuple[Any, Any]] = {}
-    for one, other in pairs:
-        records = one.record, other.record
-        names = (records[0].server.keys() | records[1].server.keys()) - _VOLATILE
-        for name in sorted(names):
-            values = records[0].server.get(name), records[1].server.get(name)
-            if values[0] != values[1]:
-                differences[name] = values
-        if records[0].dense != records[1].dense:
-            differences["asked to stay dense"] = records[0].dense, records[1].dense
-        if records[0].threads != records[1].threads:
-            differences["requests at a time"] = records[0].threads, records[1].threads
-    return differences
+def _server_differences(one: Record, other: Record) -> dict[str, tuple[Any, Any]]:
+    names = sorted((one.server.keys() | other.server.keys()) - _VOLATILE)
+    sides = {name: (one.server.get(name), other.server.get(name)) for name in names}
+    sides["asked to stay dense"] = one.dense, other.dense
+    sides["requests at a time"] = one.threads, other.threads
+    return {name: values for name, values in sides.items() if values[0] != values[1]}
+
+
+def write_report(found: Report, out: Path) -> list[Path]:
+    """Write comparison.json, comparison.md and comparison.png; the files."""
+    files = report.write_report(out, "comparison", found, markdown(found))
+    return [*files, *_plot(found, out / "comparison")]
+
+
+def markdown(found: Report) -> str:
+    """All tables."""
+    baseline, system = found.names
+    parts = [
+        f"# {system} against {baseline}",
+        "Accuracy is the share of right answers, the mean over questions. Differences are of the "
+        "same questions; [low, high] is a 95% interval from resampling questions. One that holds 0 "
+        "does not show that the two are equal: it shows which differences are excluded.",
+        _accuracy_table(found),
+        _length_table(found),
+        "Tokens are of an answer, its thinking included. *Cut* reached the most tokens; in *none* "
+        "there was nothing to grade; *failed* requests are left out of all else. Seconds of an "
+        "answer depend on how many requests ran at a time.",
+    ]
+    if found.warnings:
+        parts += ["## Warnings", "\n".join(f"- {warning}" for warning in found.warnings)]
+    parts += ["## What was run", _settings_table(found)]
+    if found.server_differences:
+        rows = [
+            [name, *(f"`{_plain(value)}`" for value in values)]
+            for name, values in found.server_differences.items()
+        ]
+        parts += ["What differs:", table(["", baseline, system], rows)]
+    counters = [
+        [benchmark, name, *(f"{side.get(name, 0):.1f}".removesuffix(".0") for side in sides)]
+        for benchmark, sides in found.counters.items()
+        for name in sorted(sides[0].keys() | sides[1].keys())
+    ]
+    if counters:
+        header = ["benchmark", "", baseline, system]
+        parts += ["The cache ranks during the runs:", table(header, counters)]
+    return "\n\n".join(parts)
+
+
+def _accuracy_table(found: Report) -> str:
+    header = ["benchmark", "questions × answers", *found.names, "difference, points"]
+    rows = [
+        [
+            c.benchmark,
+            f"{c.questions} × {c.repeats}" if c.benchmark in found.settings else f"{c.questions}",
+            _interval(c.baseline.accuracy, 100, "%"),
+            _interval(c.system.accuracy, 100, "%"),
+            _interval(c.accuracy_difference, 100, sign=True),
+            f"{c.gained} / {c.lost}",
+        ]
+        for c in found.comparisons
+    ]
+    return table([*header, "questions better / worse"], rows)
+
+
+def _length_table(found: Report) -> str:
+    header = ["benchmark", "", "tokens", "ratio", "tokens a right answer"]
+    rows = [
+        [
+            *(c.benchmark, name, f"{arm.tokens.value:.0f}"),
+            _interval(c.tokens_ratio, digits=3) if arm is c.system else "",
+            number(arm.tokens_per_right_answer, 0),
+            *(f"{100 * share:.1f}%" for share in (arm.truncated, arm.unanswered, arm.failed)),
+            number(arm.seconds, 1),
+        ]
+        for c in found.comparisons
+        for name, arm in zip(found.names, (c.baseline, c.system), strict=True)
+    ]
+    return table([*header, "cut", "none", "failed", "seconds"], rows)
+
+
+def _settings_table(found: Report) -> str:
+    names = next(iter(found.settings.values()))
+    rows = [
+        [name, *(f"`{_plain(settings[name])}`" for settings in found.settings.values())]
+        for name in names
+        if any(settings[name] not in (None, "") for settings in found.settings.values())
+    ]
+    return table(["", *found.settings], rows)
+
+
+def _interval(
+    estimate: Estimate, scale: float = 1, unit: str = "", digits: int = 1, sign: bool = False
+) -> str:
+    plus = "+" if sign else ""
+    value, low, high = (f"{scale * end:{plus}.{digits}f}" for end in estimate)
+    return f"{value}{unit} [{low}, {high}]"
+
+
+def _plain(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return text.replace("|", "/").replace("\n", " ").strip() or "–"
+
+
+def _plot(found: Report, stem: Path) -> list[Path]:
+    """Differences and their intervals, one line a benchmark: accuracy, then length."""
+    if not plots.can_draw():
+        return []
+    baseline, system = found.names
+    comparisons = found.comparisons
+    figure, panels = plots.panels(2, (9, 1.6 + 0.4 * len(comparisons)), sharey=True)
+    series = (
+        ("accuracy, points", 0, 100, [c.accuracy_difference for c in comparisons]),
+        ("tokens of an answer, ratio", 1, 1, [c.tokens_ratio for c in comparisons]),
+    )
+    for axes, (label, equal, scale, estimates) in zip(panels, series, strict=True):
+        for line, estimate in enumerate(estimates):
+            value, low, high = (scale * end for end in estimate)
+            axes.plot([low, high], [line, line], color=plots.COLOURS[0], linewidth=2)
+            axes.plot([value], [line], "o", color=plots.COLOURS[0])
+        axes.axvline(equal, color=plots.COLOURS[7], linewidth=1)
+        plots.label(axes, x=label)
+        axes.spines["left"].set_visible(False)
+    panels[0].set_yticks(range(len(comparisons)), [c.benchmark for c in comparisons])
+    panels[0].invert_yaxis()
+    figure.suptitle(f"{system} against {baseline}, 95% intervals over questions", fontsize=10)
+    return plots.save(figure, stem, ("png",))

@@ -13,8 +13,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
+import pandas as pd
 
 from scripts.accuracy.benchmarks.questions import Benchmark
 
@@ -52,22 +51,6 @@ class Sampling:
             )
 
 
-@dataclasses.dataclass
-class Answers:
-    """What came back for every question; all arrays are [questions, repeats].
-
-    The three arrays of numbers are NaN where the request failed.
-    """
-
-    questions: list[str]  # ids, in the order of the first axis
-    correct: NDArray[np.float64]  # the grade, 1 or 0
-    tokens: NDArray[np.float64]  # tokens of the answer, its thinking included
-    seconds: NDArray[np.float64]  # time from sending a request to its answer
-    truncated: NDArray[np.bool_]  # the answer reached `max_tokens`
-    unanswered: NDArray[np.bool_]  # nothing in the answer could be read as one
-    failed: NDArray[np.bool_]  # the request failed
-
-
 def harness_version() -> str:
     """The version of sgl-eval.
 
@@ -91,15 +74,11 @@ def arguments(
     sampling: Sampling,
     threads: int,
 ) -> list[str]:
-    """The arguments of `sgl-eval`.
+    """The arguments of `sgl-eval`, which makes a folder in `out`.
 
-    Args:
-        questions: file of one JSON line a question. Always given, so that what was asked is a file
-            of the run and not whatever the harness or the hub holds that day.
-        prompt: file with the text `sampling.prompt`; None for the benchmark's own.
-        out: folder under which the harness makes one.
-        base_url: address of the server, without /v1.
-        threads: requests at a time.
+    The file of questions is always given, so that what was asked is a file of the run and not
+    whatever the harness or the hub holds that day. `prompt` is a file with the text of
+    `sampling.prompt`, or None for the benchmark's own.
     """
     thinking = json.dumps(sampling.thinking)
     command = ["run", benchmark.harness, "--base-url", f"{base_url}/v1"]
@@ -119,11 +98,7 @@ def arguments(
 
 
 def extra_body(sampling: Sampling, dense: bool) -> dict[str, Any]:
-    """What every request holds beyond the options of the harness's command line.
-
-    Args:
-        dense: ask the server to keep the requests dense.
-    """
+    """What every request holds beyond the options of the harness's command line."""
     body: dict[str, Any] = {}
     if sampling.top_k is not None:
         body["top_k"] = sampling.top_k
@@ -135,11 +110,8 @@ def extra_body(sampling: Sampling, dense: bool) -> dict[str, Any]:
 def run_harness(command: Sequence[str], body: Mapping[str, Any]) -> int:
     """Run `sgl-eval` in this process; its exit status.
 
-    It shows progress, writes every answer as it comes, and ends at Ctrl-C with what it has.
-
-    Args:
-        command: see `arguments`.
-        body: see `extra_body`. The command line has no option for it; the benchmark's defaults do.
+    It shows progress, writes every answer as it comes, and ends at Ctrl-C with what it has. The
+    command line has no option for the body; the benchmark's defaults do.
     """
     from sgl_eval import cli, registry
 
@@ -148,12 +120,23 @@ def run_harness(command: Sequence[str], body: Mapping[str, Any]) -> int:
     return int(cli.main(list(command)))
 
 
-def read_answers(out: Path, questions: Sequence[str], repeats: int) -> Answers:
+def read_answers(out: Path, questions: Sequence[str], repeats: int) -> pd.DataFrame:
     """Read what the harness wrote.
 
     Args:
         out: the folder that `arguments` was given.
         questions: the ids that were asked.
+        repeats: answers to each question.
+
+    Returns:
+        One row an answer, by the id of its question and in the order of the questions:
+
+        correct       float, the grade, 1 or 0
+        tokens        float, tokens of the answer, its thinking included
+        seconds       float, from sending the request to its answer
+        truncated     bool, the answer reached `max_tokens`
+        unanswered    bool, nothing in the answer could be read as one
+        failed        bool, the request failed; the numbers are NaN
 
     Raises:
         FileNotFoundError: the harness wrote no results.
@@ -163,31 +146,24 @@ def read_answers(out: Path, questions: Sequence[str], repeats: int) -> Answers:
     folder = next((path.parent for path in sorted(out.glob("sgl_eval_*/metrics.json"))), None)
     if folder is None:
         raise FileNotFoundError(f"{out} has no results: the run ended before the harness wrote any")
-    shape = (len(questions), repeats)
-    row = {question: index for index, question in enumerate(questions)}
-    answers = Answers(
-        list(questions),
-        *(np.full(shape, np.nan) for _ in range(3)),
-        *(np.zeros(shape, dtype=bool) for _ in range(3)),
-    )
-    seen = np.zeros(shape, dtype=bool)
+    rows: list[dict[str, Any]] = []
     for repeat in range(repeats):
         with (folder / f"output-rs{repeat}.jsonl").open(encoding="utf-8") as file:
-            for line in file:
-                prediction = json.loads(line)
-                place = row[prediction["id"]], repeat
-                seen[place] = True
-                if prediction["finish_reason"] not in ("stop", "length"):
-                    answers.failed[place] = True
-                    continue
-                answers.correct[place] = prediction["symbolic_correct"]
-                answers.tokens[place] = prediction["num_generated_tokens"]
-                answers.seconds[place] = (
-                    prediction["generation_end_time"] - prediction["generation_start_time"]
-                )
-                answers.truncated[place] = prediction["finish_reason"] == "length"
-                # The harness prints this rate only for repeats; it is told here for one, too.
-                answers.unanswered[place] = prediction["predicted_answer"] is None
-    if not seen.all():
-        raise ValueError(f"{folder} has {seen.sum()} of {seen.size} answers: the run was cut short")
-    return answers
+            rows += map(json.loads, file)
+    if len(rows) < (asked := len(questions) * repeats):
+        raise ValueError(f"{folder} has {len(rows)} of {asked} answers: the run was cut short")
+    written = pd.DataFrame(rows).set_index("id")
+    failed = ~written.finish_reason.isin(["stop", "length"])
+    seconds = written.generation_end_time - written.generation_start_time
+    answers = pd.DataFrame(
+        {
+            "correct": written.symbolic_correct.astype(float).mask(failed),
+            "tokens": written.num_generated_tokens.astype(float).mask(failed),
+            "seconds": seconds.mask(failed),
+            "truncated": written.finish_reason == "length",
+            # The harness prints this rate only for repeats; it is told here for one, too.
+            "unanswered": written.predicted_answer.isna() & ~failed,
+            "failed": failed,
+        }
+    )
+    return answers.loc[list(questions)]

@@ -11,6 +11,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -60,11 +61,7 @@ def read_questions(path: Path) -> list[Question]:
             row = json.loads(line)
             # The harness numbers questions without an id by line; do the same, in the open.
             name = str(row.get("id") or f"{path.stem}-{number - 1}")
-            question = {
-                "id": name,
-                "problem": row["problem"],
-                "expected_answer": str(row["expected_answer"]),
-            }
+            question = _question(name, row["problem"], row["expected_answer"])
         except (ValueError, AttributeError, TypeError) as error:
             raise ValueError(f"{path}:{number}: not a JSON object: {error}") from error
         except KeyError as error:
@@ -87,11 +84,11 @@ def math500_question(row: Mapping[str, Any]) -> Question:
 
     Its `unique_id` is the path of the problem in MATH, such as `test/algebra/1072.json`.
     """
-    return {
-        "id": row["unique_id"],
-        "problem": row["problem"],
-        "expected_answer": row["answer"],
-    }
+    return _question(row["unique_id"], row["problem"], row["answer"])
+
+
+def _question(name: str, problem: str, answer: Any) -> Question:
+    return {"id": name, "problem": problem, "expected_answer": str(answer)}
 
 
 def _load_custom() -> list[Question]:
@@ -104,39 +101,24 @@ def _load_math500() -> list[Question]:
     return [math500_question(row) for row in load_dataset(MATH500, split="test")]
 
 
-def _load_gpqa() -> list[Question]:
-    from sgl_eval.evals._loader import load_via_prepare
+def _load_of_harness(name: str) -> list[Question]:
+    from sgl_eval.evals import _loader
 
-    # The seed that the harness itself shuffles the four choices with.
-    load = load_via_prepare("gpqa", ["diamond"], {"random_seed": 42})
-    return _harness_questions(load)
-
-
-def _load_aime(name: str) -> list[Question]:
-    from sgl_eval.evals._loader import load_bundled
-
-    return _harness_questions(load_bundled(name))
-
-
-def _harness_questions(load: Callable[[int | None], list[Any]]) -> list[Question]:
+    if name == "gpqa":
+        # The seed that the harness itself shuffles the four choices with.
+        load = _loader.load_via_prepare("gpqa", ["diamond"], {"random_seed": 42})
+    else:
+        load = _loader.load_bundled(name)
     return [
-        {
-            "id": example.id,
-            "problem": example.inputs["problem"],
-            "expected_answer": str(example.target),
-        }
-        for example in load(None)
+        _question(example.id, example.inputs["problem"], example.target) for example in load(None)
     ]
 
 
-BENCHMARKS: dict[str, Benchmark] = {
-    benchmark.name: benchmark
-    for benchmark in (
-        Benchmark("aime24", "aime24", 16, lambda: _load_aime("aime24")),
-        Benchmark("aime25", "aime25", 16, lambda: _load_aime("aime25")),
-        Benchmark("aime26", "aime26", 16, lambda: _load_aime("aime26")),
-        Benchmark("gpqa", "gpqa", 8, _load_gpqa),
-        Benchmark("math500", "aime25", 4, _load_math500),
-        Benchmark("custom", "aime25", 1, _load_custom),
-    )
+BENCHMARKS = {
+    **{
+        name: Benchmark(name, name, repeats, partial(_load_of_harness, name))
+        for name, repeats in (("aime24", 16), ("aime25", 16), ("aime26", 16), ("gpqa", 8))
+    },
+    "math500": Benchmark("math500", "aime25", 4, _load_math500),
+    "custom": Benchmark("custom", "aime25", 1, _load_custom),
 }

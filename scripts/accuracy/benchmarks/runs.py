@@ -8,18 +8,20 @@ OUT/BENCHMARK/sgl_eval_*/        the harness's answers and metrics
 
 from __future__ import annotations
 
+import json
 import shlex
 import time
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import pandas as pd
 
 from scripts.accuracy.benchmarks import harness
-from scripts.accuracy.benchmarks.harness import Answers, Sampling
+from scripts.accuracy.benchmarks.harness import Sampling
 from scripts.accuracy.benchmarks.questions import (
     BENCHMARKS,
     Benchmark,
@@ -58,55 +60,48 @@ class Record(msgspec.Struct):
     started: float = 0.0  # Unix time
     seconds: float = 0.0
 
-    @property
-    def should_be_sparse(self) -> bool:
-        """Whether requests were free to turn sparse on a cache rank."""
-        return bool(self.server.get("cache_rank_gpus")) and not self.dense
-
 
 class Run(msgspec.Struct):
     """A finished run."""
 
     folder: Path
     record: Record
-    answers: Answers
+    answers: pd.DataFrame  # see harness.read_answers
 
 
-def run_benchmark(
-    benchmark: Benchmark,
-    server: EvaluatedServer,
-    out: Path,
-    sampling: Sampling,
-    *,
-    command: Sequence[str],
-    dataset: Path | None = None,
-    num_questions: int | None = None,
-    threads: int | None = None,
-    dense: bool = False,
-    say: Callable[[str], None] = print,
-) -> Run:
-    """Ask a server every question of a benchmark and keep the answers.
+def run_benchmarks(options: Namespace, command: Sequence[str]) -> None:
+    """Ask a server every question of the benchmarks of a command line, and keep the answers.
 
     Args:
-        benchmark: what to ask.
-        server: whom.
-        out: a folder named after the benchmark is made in it.
-        sampling: how answers are sampled.
+        options: what `scripts.benchmark run` was given.
         command: our command line, for the record.
-        dataset: file of questions in the place of the benchmark's own.
-        num_questions: ask the first ones only.
-        threads: requests at a time. Default: 64, or as many as the cache rank can hold.
-        dense: ask the server to keep the requests dense.
-        say: prints a line.
 
     Raises:
-        FileExistsError: the folder is there already.
+        FileExistsError: a benchmark has a folder already.
         InterruptedError: the harness did not end well; what it has is kept.
         OSError: the questions cannot be read, or not from the hub.
-        ServerError: the server is not one on which this benchmark means anything.
+        ServerError: the server is not one on which the benchmarks mean anything.
         ValueError: a malformed file of questions.
     """
-    folder = out / benchmark.name
+    server = EvaluatedServer(options.base_url)
+    for name in options.benchmarks:
+        print(f"{name}: {_run_benchmark(BENCHMARKS[name], server, options, command)}")
+
+
+def _run_benchmark(
+    benchmark: Benchmark, server: EvaluatedServer, options: Namespace, command: Sequence[str]
+) -> Path:
+    """One of the benchmarks; its folder."""
+    folder: Path = options.out / benchmark.name
+    sampling = Sampling(
+        repeats=options.n_repeats or benchmark.repeats,
+        temperature=options.temperature,
+        top_p=options.top_p,
+        top_k=options.top_k,
+        max_tokens=options.max_tokens,
+        thinking=not options.no_thinking,
+        prompt=options.prompt.read_text(encoding="utf-8") if options.prompt else "",
+    )
     if folder.exists():
         raise FileExistsError(f"{folder} is there already: give another --out, or remove it")
     if server.context_length < sampling.max_tokens + 1:
@@ -114,16 +109,14 @@ def run_benchmark(
             f"the server's requests have at most {server.context_length} tokens, prompt included: "
             f"no room for --max-tokens {sampling.max_tokens}"
         )
-    sparse = server.has_cache_rank and not dense
-    threads = _threads(server, sampling, threads, sparse)
-    questions = (read_questions(dataset) if dataset else _load(benchmark))[:num_questions]
+    threads = _threads(server, options)
+    questions = _load(benchmark, options.from_dataset)[: options.num_examples]
 
     folder.mkdir(parents=True)
     asked = folder / "questions.jsonl"
     write_questions(questions, asked)
-    prompt = None
-    if sampling.prompt:
-        prompt = folder / "prompt.yaml"
+    prompt = folder / "prompt.yaml" if sampling.prompt else None
+    if prompt:
         prompt.write_text(sampling.prompt, encoding="utf-8")
     record = Record(
         benchmark=benchmark.name,
@@ -131,7 +124,7 @@ def run_benchmark(
         harness_command=harness.arguments(
             benchmark, asked, prompt, folder, server.url, sampling, threads
         ),
-        extra_body=harness.extra_body(sampling, dense),
+        extra_body=harness.extra_body(sampling, options.dense),
         versions={
             "sgl-eval": harness.harness_version(),
             "sglang-cache-rank": version("sglang-cache-rank"),
@@ -139,7 +132,7 @@ def run_benchmark(
         questions=len(questions),
         questions_sha256=digest(asked),
         sampling=sampling,
-        dense=dense,
+        dense=options.dense,
         threads=threads,
         server=server.info,
         started=time.time(),
@@ -151,10 +144,10 @@ def run_benchmark(
         )
     write_record(record, folder)
 
-    say(f"{len(questions)} questions, {sampling.repeats} answers each, {threads} at a time")
-    say(shlex.join(["sgl-eval", *record.harness_command]))
+    print(f"{len(questions)} questions, {sampling.repeats} answers each, {threads} at a time")
+    print(shlex.join(["sgl-eval", *record.harness_command]))
     if record.extra_body:
-        say(f"  and in every request {msgspec.json.encode(record.extra_body).decode()}")
+        print(f"  and in every request {json.dumps(record.extra_body)}")
     before = server.counters()
     status = harness.run_harness(record.harness_command, record.extra_body)
     record.seconds = time.time() - record.started
@@ -164,41 +157,14 @@ def run_benchmark(
         record.warnings.append(f"the harness ended with status {status}")
         write_record(record, folder)
         raise InterruptedError(f"the harness ended with status {status}; see {folder}")
-    answers = harness.read_answers(folder, [q["id"] for q in questions], sampling.repeats)
-    record.warnings += _warnings(record, answers, server.has_metrics)
+    failed = harness.read_answers(folder, [q["id"] for q in questions], sampling.repeats).failed
+    if failed.any():
+        record.warnings.append(f"{failed.sum()} of {failed.size} requests failed and are left out")
+    record.warnings += _warnings_of_steps(record)
     write_record(record, folder)
     for warning in record.warnings:
-        say(f"warning: {warning}")
-    return Run(folder, record, answers)
-
-
-def run_benchmarks(options: Namespace, command: Sequence[str]) -> None:
-    """Run the benchmarks of a command line, one after the other; see `run_benchmark`."""
-    prompt = options.prompt.read_text(encoding="utf-8") if options.prompt else ""
-    server = EvaluatedServer(options.base_url)
-    for name in options.benchmarks:
-        benchmark = BENCHMARKS[name]
-        sampling = Sampling(
-            repeats=options.n_repeats or benchmark.repeats,
-            temperature=options.temperature,
-            top_p=options.top_p,
-            top_k=options.top_k,
-            max_tokens=options.max_tokens,
-            thinking=not options.no_thinking,
-            prompt=prompt,
-        )
-        finished = run_benchmark(
-            benchmark,
-            server,
-            options.out,
-            sampling,
-            command=command,
-            dataset=options.from_dataset,
-            num_questions=options.num_examples,
-            threads=options.num_threads,
-            dense=options.dense,
-        )
-        print(f"{name}: {finished.folder}")
+        print(f"warning: {warning}")
+    return folder
 
 
 def read_run(folder: Path) -> Run:
@@ -216,36 +182,43 @@ def read_run(folder: Path) -> Run:
     return Run(folder, record, harness.read_answers(folder, questions, record.sampling.repeats))
 
 
-def _load(benchmark: Benchmark) -> list[Question]:
+def write_record(record: Record, folder: Path) -> None:
+    """Write `run.json`."""
+    text = msgspec.json.format(msgspec.json.encode(record), indent=2).decode()
+    (folder / "run.json").write_text(text + "\n", encoding="utf-8")
+
+
+def _load(benchmark: Benchmark, dataset: Path | None) -> list[Question]:
+    if dataset:
+        return read_questions(dataset)
     try:
         return benchmark.load()
     except OSError as error:  # what the hub's library raises without access is one, too
         raise OSError(f"{error}\nWithout access to the hub, give --from-dataset") from error
 
 
-def _threads(server: EvaluatedServer, sampling: Sampling, wanted: int | None, sparse: bool) -> int:
+def _threads(server: EvaluatedServer, options: Namespace) -> int:
     """The requests at a time, so that none stays dense for want of room on the cache rank."""
-    if not sparse:
-        return wanted or MOST_THREADS
-    longest = PROMPT_TOKENS + sampling.max_tokens
-    room = server.most_sparse_requests(longest)
-    if room == 0:
-        raise ServerError(
-            f"the cache rank holds {server.capacity_tokens} tokens and a request may have "
-            f"{longest}: every request would stay dense. Lower --max-tokens"
-        )
-    return wanted or min(MOST_THREADS, room)
+    room = MOST_THREADS
+    if server.info.get("cache_rank_gpus") and not options.dense:
+        longest = PROMPT_TOKENS + options.max_tokens
+        room = server.most_sparse_requests(longest)
+        if room == 0:
+            raise ServerError(
+                f"the cache rank holds {server.capacity_tokens} tokens and a request may have "
+                f"{longest}: every request would stay dense. Lower --max-tokens"
+            )
+    return options.num_threads or min(MOST_THREADS, room)
 
 
-def _warnings(record: Record, answers: Answers, has_metrics: bool) -> list[str]:
+def _warnings_of_steps(record: Record) -> list[str]:
+    """What a reader has to know of the steps that were sparse, and of those that were not."""
+    counters = record.counters.cache_rank
+    steps = int(counters.get("steps", 0))
+    if record.dense or not record.server.get("cache_rank_gpus"):
+        stray = f"{steps} decode steps were sparse: other requests ran meanwhile"
+        return [stray] if steps else []
     warnings = []
-    if failed := int(answers.failed.sum()):
-        warnings.append(f"{failed} of {answers.failed.size} requests failed and are left out")
-    steps = int(record.counters.cache_rank.get("steps", 0))
-    if not record.should_be_sparse:
-        if steps:
-            warnings.append(f"{steps} decode steps were sparse: other requests ran meanwhile")
-        return warnings
     if steps == 0:
         warnings.append(
             "no decode step was sparse: no request came beyond --sparse-threshold "
@@ -257,17 +230,11 @@ def _warnings(record: Record, answers: Answers, has_metrics: bool) -> list[str]:
             warnings.append(
                 f"{count} requests beyond the threshold had dense steps ({reason}){remedy}"
             )
-    if not has_metrics:
+    if not record.server.get("enable_metrics"):
         warnings.append(
             "the server was started without --enable-metrics: how many requests stayed dense for "
             "want of room on the cache rank is not known"
         )
-    if restarts := int(record.counters.cache_rank.get("starts", 0)):
+    if restarts := int(counters.get("starts", 0)):
         warnings.append(f"the cache rank was lost and started again, {restarts} times")
     return warnings
-
-
-def write_record(record: Record, folder: Path) -> None:
-    """Write `run.json`."""
-    text = msgspec.json.format(msgspec.json.encode(record), indent=2).decode()
-    (folder / "run.json").write_text(text + "\n", encoding="utf-8")

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from typing import Any
 
 import msgspec
 
 from scripts.shared.serving import Client, ServerError, cache_rank_state
 
-_SECRETS = ("api_key", "admin_api_key", "ssl_keyfile_password")
+_HIDDEN = ("api_key", "admin_api_key", "ssl_keyfile_password", "internal_states")
 _DENSE_REQUESTS = re.compile(
     r'^sglang_cache_rank_dense_requests_total\{.*reason="(\w+)".*\} (\S+)$', re.MULTILINE
 )
@@ -31,14 +32,11 @@ class Counters(msgspec.Struct):
 
     def since(self, earlier: Counters) -> Counters:
         """What has happened since another reading of the same server."""
-
-        def grown(now: dict[str, Any], then: dict[str, Any]) -> dict[str, Any]:
-            return {name: value - then.get(name, 0) for name, value in now.items()}
-
-        return Counters(
-            grown(self.cache_rank, earlier.cache_rank),
-            grown(self.dense_requests, earlier.dense_requests),
-        )
+        grown: list[dict[str, Any]] = []
+        for name in self.__struct_fields__:
+            then = Counter(getattr(earlier, name))
+            grown.append({key: now - then[key] for key, now in getattr(self, name).items()})
+        return Counters(*grown)
 
 
 class EvaluatedServer(Client):
@@ -60,21 +58,9 @@ class EvaluatedServer(Client):
         if self.get("/health").status_code != 200:
             raise ServerError(f"{self.url} is not ready: /health does not answer 200")
         info = self.read("/server_info")
-        models = self.read("/v1/models")["data"]
         self.capacity_tokens = int(cache_rank_state(info).get("capacity_tokens", 0))
-        self.context_length = int(models[0]["max_model_len"])
-        hidden = (*_SECRETS, "internal_states")
-        self.info: dict[str, Any] = {n: value for n, value in info.items() if n not in hidden}
-
-    @property
-    def has_cache_rank(self) -> bool:
-        """Whether requests can turn sparse on a cache rank."""
-        return bool(self.info.get("cache_rank_gpus"))
-
-    @property
-    def has_metrics(self) -> bool:
-        """Whether it exports Prometheus series."""
-        return bool(self.info.get("enable_metrics"))
+        self.context_length = int(self.read("/v1/models")["data"][0]["max_model_len"])
+        self.info = {name: value for name, value in info.items() if name not in _HIDDEN}
 
     def most_sparse_requests(self, request_tokens: int) -> int:
         """The requests of this length, answer included, that the cache rank can hold at once.
@@ -86,10 +72,10 @@ class EvaluatedServer(Client):
         return min(int(self.info["max_sparse_requests"]), self.capacity_tokens // length)
 
     def counters(self) -> Counters:
-        """Read the counters."""
+        """Read the counters; those of requests take --enable-metrics."""
         state = self.cache_rank()
-        counters = Counters({name: state[name] for name in _GROWING if name in state})
-        if self.has_metrics:
-            for reason, count in _DENSE_REQUESTS.findall(self.get("/metrics").text):
-                counters.dense_requests[reason] = int(float(count))
-        return counters
+        text = self.get("/metrics").text if self.info.get("enable_metrics") else ""
+        return Counters(
+            {name: state[name] for name in _GROWING if name in state},
+            {reason: int(float(count)) for reason, count in _DENSE_REQUESTS.findall(text)},
+        )

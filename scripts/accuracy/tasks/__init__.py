@@ -18,16 +18,7 @@ from scripts.accuracy.tasks import (
 )
 from scripts.accuracy.tasks.problem import Grade, Problem, Task
 
-TASKS: dict[str, Task] = {
-    module.TASK.name: module.TASK
-    for module in (
-        pointer_chase,
-        self_written,
-        majority,
-        variable_tracking,
-        needle,
-        addition,
-    )
-}
+_MODULES = (pointer_chase, self_written, majority, variable_tracking, needle, addition)
+TASKS: dict[str, Task] = {module.TASK.name: module.TASK for module in _MODULES}
 
 __all__ = ["TASKS", "Grade", "Problem", "Task"]

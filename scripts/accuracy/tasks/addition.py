@@ -27,9 +27,7 @@ def make_addition(seed: int, digits: int = 64, keys: int = 128, restatements: in
     Raises:
         ValueError: a dial is out of range.
     """
-    require(keys, "keys", 10)
-    require(digits, "digits", 1, keys)
-    require(restatements, "restatements", 1)
+    require(keys=(10, keys), digits=(1, digits, keys), restatements=(1, restatements))
     rng = random.Random(seed)
     start = rng.randrange(keys)
     positions = [(start + i) % keys for i in range(digits)]

@@ -15,14 +15,7 @@ from __future__ import annotations
 
 import random
 
-from scripts.accuracy.tasks.problem import (
-    Problem,
-    Task,
-    draw_cycle,
-    fact_words,
-    make_walk,
-    require,
-)
+from scripts.accuracy.tasks.problem import Problem, Task, draw_cycle, fact_words, make_walk, require
 
 
 def make_majority(
@@ -39,11 +32,8 @@ def make_majority(
     Raises:
         ValueError: a dial is out of range.
     """
-    require(facts, "facts", 2, keys)
-    require(hops, "hops", 1)
-    require(statements, "statements", 1)
-    require(rivals, "rivals", 0, statements - 1)
-    require(restatements, "restatements", 1)
+    require(facts=(2, facts, keys), hops=(1, hops), restatements=(1, restatements))
+    require(statements=(1, statements), rivals=(0, rivals, statements - 1))
     rng = random.Random(seed)
     table = draw_cycle(rng, keys, facts)
     stated: list[tuple[int, int]] = []

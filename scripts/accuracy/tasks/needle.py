@@ -23,32 +23,20 @@ ASK = "ask"
 
 def make_needles(
     seed: int,
-    needles: int = 24,
-    words: int = 4,
-    asked: int = 16,
-    filler: int = 4,
-    keys: int = 128,
-    restatements: int = 3,
+    needles: int = 24,  # stated in the prompt
+    words: int = 4,  # of a value
+    asked: int = 16,  # needles that are asked for
+    filler: int = 4,  # words between two needles: their mean, of a uniform distribution from 0
+    keys: int = 128,  # keys and values that there are
+    restatements: int = 3,  # statements of each key of the answer
 ) -> Problem:
     """A deterministic problem.
-
-    Args:
-        seed: seed of the needles, their order and the fillers.
-        needles: needles that the prompt states.
-        words: words of a value.
-        asked: needles that are asked for.
-        filler: words between two needles: their mean, of a uniform distribution from 0.
-        keys: keys and values that there are.
-        restatements: statements of each key of the answer.
 
     Raises:
         ValueError: a dial is out of range.
     """
-    require(words, "words", 1)
-    require(needles, "needles", 1, keys // words)
-    require(asked, "asked", 1, needles)
-    require(filler, "filler", 0)
-    require(restatements, "restatements", 1)
+    require(words=(1, words), filler=(0, filler), restatements=(1, restatements))
+    require(needles=(1, needles, keys // words), asked=(1, asked, needles))
     rng = random.Random(seed)
     names = [key_word(name) for name in rng.sample(range(keys), needles)]
     drawn = [value_word(value) for value in rng.sample(range(keys), needles * words)]

@@ -15,12 +15,6 @@ repeats itself, and so tolerates a selection up to `restatements - 1` steps old;
 property of natural text. With one statement, the step which looks up is the first to have the key:
 a selection from earlier queries has only the value before, which names the same number, to go by.
 
-Usage:
-
-    chain = make_chain(seed=0, facts=128, hops=90)
-    text = generate(chain.prompt, max_tokens=chain.max_tokens, temperature=0)
-    grade = chain.grade(text)
-
 The task descends from multi-query associative recall (Zoology, arXiv 2312.04927).
 """
 
@@ -28,14 +22,7 @@ from __future__ import annotations
 
 import random
 
-from scripts.accuracy.tasks.problem import (
-    Problem,
-    Task,
-    draw_cycle,
-    fact_words,
-    make_walk,
-    require,
-)
+from scripts.accuracy.tasks.problem import Problem, Task, draw_cycle, fact_words, make_walk, require
 
 MOST_ANNOUNCED = 8
 
@@ -60,9 +47,8 @@ def make_chain(
     Raises:
         ValueError: a dial is out of range.
     """
-    require(facts, "facts", 2, keys)
-    require(hops, "hops", 1)
-    require(restatements, "restatements", 1, MOST_ANNOUNCED if announced else float("inf"))
+    most = MOST_ANNOUNCED if announced else float("inf")
+    require(facts=(2, facts, keys), hops=(1, hops), restatements=(1, restatements, most))
     rng = random.Random(seed)
     table = draw_cycle(rng, keys, facts)
     start = table[0][0]

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
-from scripts.accuracy.tasks.vocabulary import WALK, key_word, task_words, value_word
+from scripts.accuracy.tasks.vocabulary import WALK, key_word, plain_words, value_word
+
+Table = list[tuple[int, int]]
+"""Pairs of a key and its value."""
 
 
 class Grade(NamedTuple):
@@ -97,51 +100,43 @@ class Task:
 
     def words(self, keys: int) -> list[str]:
         """All words, in the order of their token ids."""
-        return task_words(keys, self.markers)
+        return [*plain_words(keys), *self.markers]
 
 
-def fact_words(table: Iterable[tuple[int, int]]) -> list[str]:
+def fact_words(table: Table) -> list[str]:
     """Pairs of a key and its value, two words each."""
     return [word for key, value in table for word in (key_word(key), value_word(value))]
 
 
-def fact_map(table: Iterable[tuple[int, int]]) -> dict[str, str]:
+def fact_map(table: Table) -> dict[str, str]:
     """The word of each value, by the word of its key."""
     return {key_word(key): value_word(value) for key, value in table}
 
 
-def draw_cycle(rng: random.Random, keys: int, facts: int) -> list[tuple[int, int]]:
+def draw_cycle(rng: random.Random, keys: int, facts: int) -> Table:
     """A table that leads through `facts` random keys of `keys` and back to the first."""
     cycle = rng.sample(range(keys), facts)
     return list(zip(cycle, cycle[1:] + cycle[:1], strict=True))
 
 
-class Walked(NamedTuple):
-    """Words of a walk, from its first key, and which of them follow from the words before."""
-
-    words: tuple[str, ...]
-    determined: tuple[bool, ...]
-
-
 def walk(
-    successor: Mapping[int, int],
+    table: Table,
     start: int,
     hops: int,
     restatements: int,
     restarts: float = 0.0,
     rng: random.Random | None = None,
-) -> Walked:
+) -> tuple[tuple[str, ...], tuple[bool, ...]]:
     """Follow a table: each key stated `restatements` times, its value, then that value as the key.
 
-    Args:
-        successor: value of every key.
-        start: first key.
-        hops: values to state.
-        restatements: r.
-        restarts: probability that the walk goes on from a random key after a value. A model learns
-            the lookup from walks which do, because it cannot guess their values by elimination.
-        rng: needed with restarts.
+    With a random number generator, the walk goes on from a random key after a value with the
+    probability `restarts`. A model learns the lookup from walks which do, because it cannot guess
+    their values by elimination.
+
+    Returns:
+        The words, from the first key, and whether each follows from the words before.
     """
+    successor = dict(table)
     words: list[str] = []
     determined: list[bool] = []
     keys = list(successor)
@@ -152,27 +147,23 @@ def walk(
         determined += [known] + [True] * restatements
         known = rng is None or rng.random() >= restarts
         key = value if known or rng is None else rng.choice(keys)
-    return Walked(tuple(words), tuple(determined))
+    return tuple(words), tuple(determined)
 
 
 def make_walk(
-    stated: Sequence[str],
-    table: Iterable[tuple[int, int]],
-    start: int,
-    hops: int,
-    restatements: int,
+    stated: Sequence[str], table: Table, start: int, hops: int, restatements: int
 ) -> Problem:
     """The problem to walk through a table that a prompt states, from a key on.
 
     The prompt ends with the start key stated once: the rest of the walk is the decode.
     """
-    facts = dict(table)
-    prompt = " ".join([*stated, WALK, key_word(start)])
-    words = walk(facts, start, hops, restatements).words[1:]
-    return Problem(prompt, words, fact_map(facts.items()))
+    words, _ = walk(table, start, hops, restatements)
+    return Problem(" ".join([*stated, WALK, words[0]]), words[1:], fact_map(table))
 
 
-def require(value: Any, name: str, low: float, high: float = float("inf")) -> None:
-    """Raise ValueError if a dial is out of range."""
-    if not low <= value <= high:
-        raise ValueError(f"{name} must be in [{low}, {high}], got {value}")
+def require(**dials: tuple[float, float] | tuple[float, float, float]) -> None:
+    """Raise ValueError if a dial, given as (least, value[, most]), is out of range."""
+    for name, (low, value, *most) in dials.items():
+        high = most[0] if most else float("inf")
+        if not low <= value <= high:
+            raise ValueError(f"{name} must be in [{low}, {high}], got {value}")

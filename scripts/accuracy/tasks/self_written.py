@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from scripts.accuracy.tasks.problem import Grade, Problem, Task, fact_words, require, walk
+from scripts.accuracy.tasks.problem import Grade, Problem, Task, fact_map, fact_words, require, walk
 from scripts.accuracy.tasks.vocabulary import WALK, key_word, value_word
 
 
@@ -55,37 +55,26 @@ class SelfWritten(Problem):
 
         Exact is a table with every key once, in order, and a whole walk which follows it.
         """
-        words = tuple(text.split()[: self.max_tokens])
-        table, walked = words[: 2 * self.keys], words[2 * self.keys + 1 :]
-        values = _table(table)
-        right = self._is_table(words)
+        words = text.split()[: self.max_tokens]
+        stated, found, go = words[: 2 * self.keys : 2], words[1 : 2 * self.keys : 2], 2 * self.keys
+        names = [key_word(key) for key in range(self.keys)]
+        first = names.index(stated[0]) if stated and stated[0] in names else 0
+        unbroken = (
+            words[go : go + 1] == [WALK]
+            and stated == names[first:] + names[:first]
+            and {*found} <= {value_word(value) for value in range(self.keys)}
+        )
+        values = dict(zip(stated, found, strict=False))
+        right = prefix = 0
         # A key is restated, then looked up; only then may the walk go on from another.
-        found = prefix = 0
-        unbroken = right
-        size = self.restatements + 1
-        for begin in range(0, len(walked), size):
-            hop = walked[begin : begin + size]
-            is_hop = len(hop) == size and len(set(hop[:-1])) == 1 and hop[0] in values
-            is_found = len(hop) == size and values.get(hop[-2]) == hop[-1]
-            found += is_found
-            unbroken = unbroken and is_hop and is_found
+        for begin in range(go + 1, len(words), self.restatements + 1):
+            *keys, value = words[begin : begin + self.restatements + 1]
+            is_found = len(keys) == self.restatements and values.get(keys[-1]) == value
+            unbroken = unbroken and is_found and len(set(keys)) == 1
+            right += is_found
             prefix += unbroken
         exact = prefix == self.length
-        return Grade(min(found, self.length), prefix, self.length, exact, len(words))
-
-    def _is_table(self, words: tuple[str, ...]) -> bool:
-        """Whether a text begins with every key once, each with a value, and `go`."""
-        stated, values = words[: 2 * self.keys : 2], words[1 : 2 * self.keys : 2]
-        names = [key_word(key) for key in range(self.keys)]
-        if len(words) <= 2 * self.keys or words[2 * self.keys] != WALK or stated[0] not in names:
-            return False
-        first = names.index(stated[0])
-        allowed = {value_word(value) for value in range(self.keys)}
-        return list(stated) == names[first:] + names[:first] and set(values) <= allowed
-
-
-def _table(words: tuple[str, ...]) -> dict[str, str]:
-    return dict(zip(words[::2], words[1::2], strict=False))
+        return Grade(min(right, self.length), prefix, self.length, exact, len(words))
 
 
 def make_self_written(
@@ -96,19 +85,16 @@ def make_self_written(
     Raises:
         ValueError: a dial is out of range.
     """
-    require(keys, "keys", 2)
-    require(hops, "hops", 1)
-    require(restatements, "restatements", 1)
-    require(restarts, "restarts", 0.0, 1.0)
+    require(keys=(2, keys), hops=(1, hops), restatements=(1, restatements))
+    require(restarts=(0.0, restarts, 1.0))
     rng = random.Random(seed)
     first = rng.randrange(keys)
-    table = {key % keys: rng.randrange(keys) for key in range(first, first + keys)}
-    facts = fact_words(table.items())
-    walked = walk(table, rng.randrange(keys), hops, restatements, restarts, rng)
+    table = [(key % keys, rng.randrange(keys)) for key in range(first, first + keys)]
+    walked, determined = walk(table, rng.randrange(keys), hops, restatements, restarts, rng)
     # The first key is free; each later key follows from the one before, and values are free.
-    known = (False, False, *[True, False] * (keys - 1), True, *walked.determined)
-    answer = (*facts, WALK, *walked.words)
-    return SelfWritten("", answer, _table(tuple(facts)), known, keys, hops, restatements)
+    known = (False, False, *[True, False] * (keys - 1), True, *determined)
+    answer = (*fact_words(table), WALK, *walked)
+    return SelfWritten("", answer, fact_map(table), known, keys, hops, restatements)
 
 
 TASK = Task(

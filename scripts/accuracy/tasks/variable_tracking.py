@@ -16,38 +16,27 @@ from __future__ import annotations
 import random
 from itertools import pairwise
 
-from scripts.accuracy.tasks.problem import Problem, Task, fact_map, require, walk
-from scripts.accuracy.tasks.vocabulary import FILLERS, WALK, key_word, value_word
+from scripts.accuracy.tasks.problem import Problem, Task, fact_map, fact_words, require, walk
+from scripts.accuracy.tasks.vocabulary import FILLERS, WALK, key_word
 
 END = "end"
 
 
 def make_variables(
     seed: int,
-    chains: int = 6,
-    hops: int = 16,
-    filler: int = 2,
-    keys: int = 128,
-    restatements: int = 3,
+    chains: int = 6,  # of which one is asked for
+    hops: int = 16,  # assignments of a chain
+    filler: int = 2,  # words between two assignments: their mean, of a uniform distribution from 0
+    keys: int = 128,  # variables that there are
+    restatements: int = 3,  # statements of each variable of the answer
 ) -> Problem:
     """A deterministic problem.
-
-    Args:
-        seed: seed of the variables, their order and the fillers.
-        chains: number of chains, of which one is asked for.
-        hops: assignments of a chain.
-        filler: words between two assignments: their mean, of a uniform distribution from 0.
-        keys: variables that there are.
-        restatements: statements of each variable of the answer.
 
     Raises:
         ValueError: a dial is out of range.
     """
-    require(chains, "chains", 1)
-    require(hops, "hops", 1)
-    require(chains * (hops + 1), "chains * (hops + 1)", 2, keys)
-    require(filler, "filler", 0)
-    require(restatements, "restatements", 1)
+    require(chains=(1, chains, keys // (hops + 1)), hops=(1, hops))
+    require(filler=(0, filler), restatements=(1, restatements))
     rng = random.Random(seed)
     variables = rng.sample(range(keys), chains * (hops + 1))
     members = [variables[i::chains] for i in range(chains)]
@@ -57,13 +46,12 @@ def make_variables(
     stated: list[str] = []
     assignments = []
     for chain in turns:
-        source, target = remaining[chain].pop(0)
-        assignments.append((source, target))
-        stated += [key_word(source), value_word(target)]
+        assignments.append(remaining[chain].pop(0))
+        stated += fact_words(assignments[-1:])
         stated += rng.choices(FILLERS, k=rng.randrange(2 * filler + 1))
     first, last = members[0][0], key_word(members[0][-1])
-    walked = walk(dict(assignments), first, hops, restatements).words
-    answer = (*walked[1:], *[last] * restatements, END)
+    (_, *walked), _ = walk(assignments, first, hops, restatements)
+    answer = (*walked, *[last] * restatements, END)
     prompt = " ".join([*stated, WALK, key_word(first)])
     return Problem(prompt, answer, {**fact_map(assignments), last: END})
 

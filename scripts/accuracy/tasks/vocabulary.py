@@ -5,10 +5,6 @@ is found from its key and not from its value. Every task has these and `go`; som
 their own, which a model that is trained for another task need not know.
 """
 
-from __future__ import annotations
-
-from collections.abc import Sequence
-
 WALK = "go"
 """Ends what a prompt states and starts the answer."""
 
@@ -26,11 +22,6 @@ def value_word(value: int) -> str:
     return f"d{value}"
 
 
-def task_words(keys: int, markers: Sequence[str] = ()) -> list[str]:
-    """All words of a task, in the order of their token ids.
-
-    Args:
-        keys: N: keys and values are named 0 to N - 1.
-        markers: the task's own words.
-    """
-    return [WALK, *map(key_word, range(keys)), *map(value_word, range(keys)), *markers]
+def plain_words(keys: int) -> list[str]:
+    """The words of every task, in the order of their token ids; keys are named from 0 on."""
+    return [WALK, *map(key_word, range(keys)), *map(value_word, range(keys))]

@@ -1,19 +1,23 @@
-"""The training loop."""
+"""Trains a model, and exports it about once a minute."""
 
 from __future__ import annotations
 
 import logging
 import math
+import platform
 import random
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 import torch
 from tqdm import tqdm
 from transformers import Qwen3ForCausalLM
 
-from scripts.accuracy.training.batches import Batch, Stage
+from scripts.accuracy.training.grading import Making
+from scripts.accuracy.training.model import export, load_model, make_model, make_tokenizer
 from scripts.accuracy.training.recipes import Recipe
+from scripts.accuracy.training.stages import Batch, Stage
 
 LEARNED = 0.97
 """A stage ends where the moving average of the fraction of hops found reaches this."""
@@ -41,20 +45,13 @@ class Training:
         model: Qwen3ForCausalLM,
         recipe: Recipe,
         vocabulary: Mapping[str, int],
-        seed: int = 0,
-        seconds: float | None = None,
-        checkpoint: Callable[[], None] = lambda: None,
+        seed: int = 0,  # of the data; without a time, it decides the model on a CPU
+        seconds: float | None = None,  # time to train for; without it, the recipe's steps
+        checkpoint: Callable[[], None] = lambda: None,  # called about once a minute
     ) -> None:
-        """Prepare.
+        """Take a float32 model on the device that trains; it is changed in place.
 
-        Args:
-            model: float32, on the device that trains; it is changed in place. On a GPU it computes
-                in bfloat16.
-            recipe: stages and rates.
-            vocabulary: token ids of the recipe's words.
-            seed: seed of the data. Without a time, the same seed gives the same model on a CPU.
-            seconds: time to train for, whatever is learned by then; without it, the recipe's steps.
-            checkpoint: called about once a minute.
+        On a GPU it computes in bfloat16.
         """
         self.steps = 0
         self.tokens = 0
@@ -148,3 +145,46 @@ def make_optimizer(model: Qwen3ForCausalLM, learning_rate: float) -> torch.optim
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": free, "weight_decay": 0.0}]
     fused = model.device.type == "cuda"
     return torch.optim.AdamW(groups, lr=learning_rate, betas=(0.9, 0.98), fused=fused)
+
+
+def train_and_export(
+    recipe: Recipe,
+    output: Path,
+    start: Path | None,
+    seed: int,
+    minutes: float | None,
+    device: str,
+    command: str,
+) -> None:
+    """Train a recipe, further from the model in `start` if it is given, and export it to `output`.
+
+    `minutes` end training in time; without them, the recipe's steps do. `command` is our command
+    line, for the record.
+    """
+    sizes = recipe.sizes
+    tokenizer = make_tokenizer(recipe.words, sizes.max_position_embeddings)
+    if start is not None:
+        model = load_model(start, sizes, tokenizer, seed)
+    else:
+        model = make_model(sizes, recipe.rope_theta, tokenizer, seed)
+    model.to(device)
+    on_gpu = model.device.type == "cuda"
+    began = time.monotonic()
+
+    def checkpoint() -> None:
+        export(model, tokenizer, output, getattr(torch, recipe.dtypes[0]))
+        Making(
+            command,
+            device=torch.cuda.get_device_name() if on_gpu else f"{platform.machine()} CPU",
+            precision="bfloat16 with float32 weights" if on_gpu else "float32",
+            parameters=model.num_parameters(),
+            steps=training.steps,
+            tokens=training.tokens,
+            minutes=round((time.monotonic() - began) / 60, 1),
+            seed=seed,
+        ).save(output)
+
+    seconds = None if minutes is None else 60 * minutes
+    training = Training(model, recipe, tokenizer.get_vocab(), seed, seconds, checkpoint)
+    training.run()
+    checkpoint()

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 from sgl_eval.cli import build_parser
 from sgl_eval.predictions import PredictionsWriter
@@ -17,7 +18,7 @@ from sgl_eval.types import Example, Sample
 
 from scripts import benchmark
 from scripts.accuracy.benchmarks import harness
-from scripts.accuracy.benchmarks.comparison import compare_folders
+from scripts.accuracy.benchmarks.comparison import compare_folders, markdown, write_report
 from scripts.accuracy.benchmarks.harness import Sampling
 from scripts.accuracy.benchmarks.questions import (
     BENCHMARKS,
@@ -27,7 +28,6 @@ from scripts.accuracy.benchmarks.questions import (
     read_questions,
     write_questions,
 )
-from scripts.accuracy.benchmarks.report import markdown, write_report
 from scripts.accuracy.benchmarks.runs import Record, read_run, write_record
 from scripts.accuracy.benchmarks.server import Counters
 from scripts.accuracy.tasks.pointer_chase import make_chain
@@ -181,13 +181,18 @@ def test_answers_are_read_by_question_and_repeat(tmp_path: Path) -> None:
         [(False, 0, "error"), (True, 50, "stop")],
     ]
     run = read_run(make_run(tmp_path, answers) / "aime25")
-    nan = np.nan
-    np.testing.assert_array_equal(run.answers.correct, [[1, 0], [nan, 1]])
-    np.testing.assert_array_equal(run.answers.tokens, [[100, 200], [nan, 50]])
-    np.testing.assert_array_equal(run.answers.seconds, [[4, 4], [nan, 4]])
-    np.testing.assert_array_equal(run.answers.truncated, [[False, True], [False, False]])
-    np.testing.assert_array_equal(run.answers.unanswered, [[False, True], [False, False]])
-    np.testing.assert_array_equal(run.answers.failed, [[False, False], [True, False]])
+    expected = pd.DataFrame(
+        {
+            "correct": [1, 0, np.nan, 1],
+            "tokens": [100, 200, np.nan, 50],
+            "seconds": [4, 4, np.nan, 4],
+            "truncated": [False, True, False, False],
+            "unanswered": [False, True, False, False],
+            "failed": [False, False, True, False],
+        },
+        index=pd.Index(["q0", "q0", "q1", "q1"], name="id"),
+    )
+    pd.testing.assert_frame_equal(run.answers, expected)
 
 
 def test_a_run_that_was_cut_short_is_not_read(tmp_path: Path) -> None:

@@ -55,8 +55,3 @@ def test_a_published_model() -> None:
     assert flops.linear_layers(model) == 2 * 6_945_767_424
     # At 32 K tokens, attention to all of them costs more than the weights.
     assert flops.attention(model, 32768) > flops.linear_layers(model)
-
-
-def test_unknown_mode_is_refused() -> None:
-    with pytest.raises(ValueError, match="decode mode"):
-        flops.decode_token(SMALL, "streaming", tokens=1, selected=1)

@@ -12,16 +12,19 @@ import torch
 from transformers import AutoTokenizer
 
 from scripts.accuracy.tasks import TASKS
-from scripts.accuracy.training.accuracy import grade_export
-from scripts.accuracy.training.batches import SAMPLED, Batch
-from scripts.accuracy.training.card import Making, write_card
-from scripts.accuracy.training.export import export
+from scripts.accuracy.training.grading import Making, grade_export, write_card
 from scripts.accuracy.training.loop import Training
-from scripts.accuracy.training.model import Sizes, load_model, make_model
+from scripts.accuracy.training.model import (
+    BOS,
+    EOS,
+    Sizes,
+    export,
+    load_model,
+    make_model,
+    make_tokenizer,
+)
 from scripts.accuracy.training.recipes import RECIPES, Recipe
-from scripts.accuracy.training.texts import encode
-from scripts.accuracy.training.tokenizer import BOS, EOS, make_tokenizer
-from scripts.accuracy.training.walks import SelfWrittenStage, WalkStage
+from scripts.accuracy.training.stages import SAMPLED, Batch, SelfWrittenStage, WalkStage, encode
 
 CPU = torch.device("cpu")
 BUNDLED = Path(__file__).parents[3] / "sglang_ext" / "bundled_model"
