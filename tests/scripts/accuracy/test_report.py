@@ -87,7 +87,7 @@ def test_a_cell_of_one_problem_has_no_interval() -> None:
     ("changes", "bits"),
     [
         ("score_keys=fp8", 36),
-        ("kv_residency=hack,kv_residency_options=bits=2+partition=64", 3.125),
+        ("kv_residency=hack,kv_residency_options=bits=2+partition=64", 3.0625),
     ],
 )
 def test_bits_are_the_formats_own(changes: str, bits: float) -> None:
