@@ -6,6 +6,7 @@ profiles. Tests that start servers come first.
 
 import importlib
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,8 @@ from hypothesis import settings
 from scripts.shared.serving import stop_on_sigterm
 
 stop_on_sigterm()
+# A shell lets what it runs in the background ignore interrupts, and so would servers of tests.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 if not torch.cuda.is_available():
     # Triton reads the variable when a kernel is defined, its own library included. Servers that
