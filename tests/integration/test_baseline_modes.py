@@ -16,20 +16,14 @@ from workload import difference, random_prompts
 from scripts.shared.serving import Server, log_probabilities, serve
 from scripts.shared.systems import DECODE_MODES
 
-pytestmark = pytest.mark.xdist_group("plain server")
+# tests/sglang_ext/test_baselines.py tests the same selections without a server.
+pytestmark = [pytest.mark.xdist_group("plain server"), pytest.mark.thorough]
 
 SINKS, RECENT, BUDGET, DENSE_LAYERS, PAGE = 4, 16, 16, 1, 16
 ATTENDED = SINKS + BUDGET + RECENT + 1
 
 
-# The one mode that keeps something of a prompt, of pages, stands for the others.
-MODES = [
-    pytest.param(mode, marks=[] if mode == "quest" else [pytest.mark.thorough])
-    for mode in DECODE_MODES
-]
-
-
-@pytest.fixture(scope="module", params=MODES)
+@pytest.fixture(scope="module", params=DECODE_MODES)
 def server(request: pytest.FixtureRequest, random_model: Callable[..., Path]) -> Iterator[Server]:
     arguments = [
         *("--model-path", str(random_model()), "--skip-tokenizer-init", "--dtype", "float32"),

@@ -32,13 +32,10 @@ ARGUMENTS = (
 ).split()
 
 
-def servers(default: str) -> pytest.MarkDecorator:
-    """Run a test on the server of this mode by default, and on both thoroughly."""
-    modes = [
-        pytest.param(mode, marks=[] if mode == default else [pytest.mark.thorough])
-        for mode in ("full", "working-set")
-    ]
-    return pytest.mark.parametrize("server", modes, indirect=True)
+IN_BOTH_MODES = pytest.mark.parametrize(
+    "server", [pytest.param("full", marks=[pytest.mark.thorough]), "working-set"], indirect=True
+)
+"""These tests run thoroughly in both modes; tests/sglang_ext/test_losses.py has `full` as well."""
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +102,7 @@ def statistics(responses: list[Any], name: str) -> int:
 
 
 @pytest.mark.thorough
-@servers(default="full")
+@IN_BOTH_MODES
 def test_undisturbed(streams: Streams) -> None:
     responses = streams.run()
     assert_exact(streams, responses)
@@ -113,12 +110,12 @@ def test_undisturbed(streams: Streams) -> None:
     assert all(r["meta_info"]["cache_rank"]["sparse_steps"] > 200 for r in responses)
 
 
-@servers(default="working-set")
+@IN_BOTH_MODES
 def test_a_cache_rank_is_killed(server: Server, streams: Streams) -> None:
     lose_the_cache_rank(server, streams, signal.SIGKILL)
 
 
-@servers(default="full")
+@IN_BOTH_MODES
 def test_a_cache_rank_is_stopped(server: Server, streams: Streams) -> None:
     lose_the_cache_rank(server, streams, signal.SIGSTOP)
 
@@ -152,7 +149,7 @@ def lose_the_cache_rank(server: Server, streams: Streams, number: int) -> None:
     assert all(response["meta_info"]["cache_rank"]["sparse_steps"] > 200 for response in after)
 
 
-@servers(default="full")
+@IN_BOTH_MODES
 def test_late_answers_are_waited_for(server: Server, streams: Streams) -> None:
     def disturb() -> None:
         pid = int(server.cache_rank()["pid"])
@@ -170,7 +167,7 @@ def test_late_answers_are_waited_for(server: Server, streams: Streams) -> None:
     assert server.cache_rank()["starts"] == starts
 
 
-@servers(default="working-set")
+@IN_BOTH_MODES
 def test_foreign_control_messages_change_nothing(server: Server, streams: Streams) -> None:
     def disturb() -> None:
         process = psutil.Process(int(server.cache_rank()["pid"]))
@@ -195,7 +192,7 @@ def test_foreign_control_messages_change_nothing(server: Server, streams: Stream
     assert server.cache_rank()["refused_messages"] >= 4
 
 
-@servers(default="working-set")
+@IN_BOTH_MODES
 def test_the_pool_is_freed_where_it_may_be(server: Server, streams: Streams) -> None:
     free = server.cache_rank()["pool_free_tokens"]
     while_sparse: dict[str, int] = {}

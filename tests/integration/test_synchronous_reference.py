@@ -83,11 +83,11 @@ class Case:
         )
 
 
-DEFAULT = [
+DEFAULT = [Case("ridge", "pre", "llama", 4, 2, "working-set", dense_layers=0)]
+THOROUGH = [
     Case("spade", "post", "qwen3", 4, 2, "full"),
-    Case("ridge", "pre", "llama", 4, 2, "working-set", dense_layers=0),
+    Case("ema", "pre", "qwen3", 4, 1, "working-set"),
 ]
-THOROUGH = [Case("ema", "pre", "qwen3", 4, 1, "working-set")]
 ROUNDED = [Case("last", "post", "llama", 4, 4, "full", wire_dtype="fp8")]
 
 
