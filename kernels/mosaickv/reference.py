@@ -34,7 +34,6 @@ __all__ = [
     "compress_buffers",
     "gather_packed",
     "pack_vectors",
-    "read_packed",
     "rotation_of",
     "score_packed_step",
     "score_packed_workspace",
@@ -164,32 +163,6 @@ def gather_packed(
         )
         for out, part in zip((out_keys, out_values), found, strict=True):
             out[row, index, head, entry] = convert(part, out.dtype)
-
-
-def read_packed(
-    store: PackedStore, pages: Tensor, slot: int, layers: range, tokens: int, positions: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Read tokens of one sequence, as `gather_packed` does.
-
-    Args:
-        store: where the tokens are.
-        pages: (pages,) int32, the pages of the sequence.
-        slot: the slot of the sequence.
-        layers: which layers.
-        tokens: how many tokens the sequence has.
-        positions: (len(layers), Hkv, n) int64.
-
-    Returns:
-        Keys and values, (len(layers), Hkv, n, D) each in the dtype of the rings.
-    """
-    _, _, kv_heads, _, head_dim = store.rings[0].shape
-    head = torch.arange(kv_heads, device=pages.device).unsqueeze(-1).expand(positions.shape[1:])
-    found = [
-        _read_layer(store, pages, slot, layer, tokens, head.flatten(), of_layer.flatten())
-        for layer, of_layer in zip(layers, positions, strict=True)
-    ]
-    keys, values = torch.stack(found, dim=1).view(2, *positions.shape, head_dim)
-    return keys, values
 
 
 def _read_layer(
