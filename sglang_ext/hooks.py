@@ -76,7 +76,7 @@ def add_dense_store(result: None, pool: Any) -> None:
 
 
 def leave_room_beyond_allocator(available_bytes: int, configurator: Any, *_: Any, **__: Any) -> int:
-    """Take the memory behind the pool and of messages, or of a baseline, out of its share."""
+    """Take our rows beyond the allocator and messages, or a baseline, out of the pool's share."""
     args = _our_args()
     if args is not None and args.is_baseline:
         return available_bytes - baselines.memory_beside_pool(args, available_bytes)

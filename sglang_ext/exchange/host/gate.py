@@ -36,8 +36,8 @@ class HostGate(Gate):
         self._transfers, self.failure = transfers, None
 
     def close(self) -> None:
-        """Let forward passes go on without transfers."""
-        self._transfers = None
+        """Let forward passes go on without transfers, and let go of what a failure refers to."""
+        self._transfers = self.failure = None
 
     def begin_forward(self) -> None:
         """Nothing is to be timed here."""

@@ -449,6 +449,9 @@ def test_a_loss_in_a_forward_pass_closes_the_gate_and_ends_the_step() -> None:
         side.step([request])
     assert not side.gate.is_open
     assert side.connection.log.count("receive 0") == 0, "nothing is done after a loss"
+    assert isinstance(side.gate.failure, TransportError)
+    side.gate.close()
+    assert side.gate.failure is None, "its traceback holds the buffers of the lost connection"
 
 
 def test_a_closed_gate_lets_forward_passes_through() -> None:
