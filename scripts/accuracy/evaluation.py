@@ -16,31 +16,21 @@ from typing import Any
 import msgspec
 from tqdm import tqdm
 
-from scripts.accuracy.outcomes import Cell, Outcome, OutcomeFile, Run
+from scripts.accuracy.outcomes import Cell, Outcome, Run
 from scripts.accuracy.report import write_report
+from scripts.accuracy.servers import Servers, describe_server, machine_flags, reason_of
 from scripts.accuracy.settings import evaluated_system, system_flags
 from scripts.accuracy.tasks import TASKS, Problem
+from scripts.shared.lines import Lines
 from scripts.shared.machine import describe, run_jobs
 from scripts.shared.models import folder_of
-from scripts.shared.serving import PLAIN, Client, Server
+from scripts.shared.serving import Client
 from scripts.shared.systems import DENSE, System
 
 REQUEST_SECONDS = 3600.0
 
-RECORDED = (
-    *("version", "model_path", "dtype", "attention_backend", "decode_mode", "cache_rank_gpus"),
-    *("sparse_threshold", "sparse_budget", "sink_tokens", "recent_tokens", "dense_layers"),
-    *("query_predictor", "query_frame", "query_window", "selection_margin", "delta_capacity"),
-    *("kv_residency", "kv_residency_options", "score_keys", "wire_dtype", "inference_kv"),
-)
-"""The arguments of a server that bear on accuracy."""
-
 STATISTICS = ("sparse_steps", "late_steps", "stale_steps", "recall", "attention_mass")
 """The statistics of a response, fields of Outcome, that a cache rank adds."""
-
-GRAPH_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
-REASON = 300
-"""A report quotes so many characters of the last line of a failure."""
 
 
 class Job(msgspec.Struct):
@@ -85,20 +75,8 @@ def make_jobs(options: Namespace) -> list[Job]:
 def server_flags(job: Job, options: Namespace) -> list[str]:
     """The command line of a job's server; what the user gives comes last and wins."""
     requests = min(options.concurrency, options.chains)
-    pool = max(40000, 2 * requests * job.longest)
-    if options.gpus:
-        batches = [str(batch) for batch in GRAPH_BATCHES if batch < 2 * requests]
-        machine = [
-            *("--dtype", "bfloat16", "--cuda-graph-backend-prefill", "disabled"),
-            *("--cuda-graph-bs-decode", *batches, "--sampling-backend", "pytorch"),
-            *("--grammar-backend", "none", "--disable-radix-cache"),
-        ]
-    else:
-        machine = PLAIN[2:]  # without the choice of plain SGLang
     return [
-        *machine,
-        # SGLang counts a request twice while its prompt is computed in chunks.
-        *("--max-running-requests", str(requests + 1), "--max-total-tokens", str(pool)),
+        *machine_flags(bool(options.gpus), requests, requests * job.longest),
         *("--model-path", str(folder_of(options.model))),
         *system_flags(job.system, options.settings, job.threshold, requests),
         *options.server_flags,
@@ -127,12 +105,6 @@ def run_cell(
             pool.shutdown(cancel_futures=True)
 
 
-def describe_server(server: Client) -> dict[str, Any]:
-    """The arguments that the server was started with, as far as they are RECORDED."""
-    info = server.read("/server_info")
-    return {name: info[name] for name in RECORDED if name in info}
-
-
 def _decode(server: Client, cell: Cell, seed: int, problem: Problem) -> Outcome:
     sampling: dict[str, Any] = {"max_new_tokens": problem.max_tokens, **problem.sampling}
     if cell.system == DENSE:  # also on a server which has a cache rank
@@ -156,10 +128,10 @@ def _decode(server: Client, cell: Cell, seed: int, problem: Problem) -> Outcome:
 class Evaluation:
     """Runs jobs, appends their outcomes to a file and notes in a Run what became of servers."""
 
-    def __init__(self, options: Namespace, file: OutcomeFile, run: Run) -> None:
+    def __init__(self, options: Namespace, file: Lines[Outcome], run: Run) -> None:
         self._options, self._file, self._run = options, file, run
         self._done = {(outcome.cell.key, outcome.seed) for outcome in file.read()}
-        self._servers: set[Server] = set()
+        self._servers = Servers()
 
     def run_all(self, jobs: Sequence[Job]) -> None:
         """Run what is missing; a failing server is noted and the others go on."""
@@ -167,7 +139,7 @@ class Evaluation:
         wanted = sum(len(self._missing(cell)) for job in jobs for cell in job.cells)
         with tqdm(total=wanted, unit="problem", dynamic_ncols=True) as bar:
             run = functools.partial(self._run_job, bar)
-            run_jobs(jobs, self._options.gpus, run, self._note_failure, self._stop_servers)
+            run_jobs(jobs, self._options.gpus, run, self._note_failure, self._servers.stop)
 
     def _missing(self, cell: Cell) -> list[int]:
         return [seed for seed in range(self._options.chains) if (cell.key, seed) not in self._done]
@@ -187,23 +159,12 @@ class Evaluation:
         if self._options.base_url:
             yield Client(self._options.base_url)
             return
-        environment = {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}
-        server = Server(server_flags(job, self._options), environment)
-        self._servers.add(server)
-        try:
-            yield server.wait_ready()
-        finally:
-            server.stop()
-            self._servers.remove(server)
+        with self._servers.start(server_flags(job, self._options), gpus) as server:
+            yield server
 
     def _note_failure(self, job: Job, error: Exception) -> None:
-        reason = str(error).strip().rpartition("\n")[2][-REASON:]
-        self._run.failures[job.system.label] = f"{type(error).__name__}: {reason}"
+        self._run.failures[job.system.label] = reason_of(error)
         tqdm.write(f"{job.system.label} failed: {str(error)[-1500:]}", file=sys.stderr)
-
-    def _stop_servers(self) -> None:
-        for server in list(self._servers):
-            server.stop()
 
 
 def evaluate(options: Namespace, argv: Sequence[str]) -> tuple[Run, list[Path]]:
@@ -213,7 +174,7 @@ def evaluate(options: Namespace, argv: Sequence[str]) -> tuple[Run, list[Path]]:
         TypeError: the task does not have a dial.
         ValueError: OUT does not suit the options, or a label or a dial is wrong.
     """
-    header, file = options.out / "run.json", OutcomeFile(options.out / "outcomes.jsonl")
+    header, file = options.out / "run.json", Lines(options.out / "outcomes.jsonl", Outcome)
     earlier = msgspec.json.decode(header.read_bytes(), type=Run) if header.is_file() else None
     if options.render:
         if earlier is None:

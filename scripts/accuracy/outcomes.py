@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, ItemsView, Iterable
-from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
@@ -98,32 +96,3 @@ def grouped(
     for result in results:
         groups.setdefault(key(result), []).append(result)
     return groups.items()
-
-
-class OutcomeFile:
-    """Outcomes as JSON lines, appended to as they come; threads may share it."""
-
-    def __init__(self, path: Path) -> None:
-        """Take a path; its folder is made."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._path = path
-        self._lock = threading.Lock()
-
-    def append(self, outcome: Outcome) -> None:
-        """Write a line."""
-        line = msgspec.json.encode(outcome) + b"\n"
-        with self._lock, self._path.open("ab") as file:
-            file.write(line)
-
-    def read(self) -> list[Outcome]:
-        """All outcomes so far; the last line may be half a line, if a run was killed."""
-        if not self._path.exists():
-            return []
-        lines = self._path.read_bytes().splitlines(keepends=True)
-        return [msgspec.json.decode(line, type=Outcome) for line in lines if line.endswith(b"\n")]
-
-    def drop_half_line(self) -> None:
-        """Cut what a killed run left unfinished, so that the next line starts on its own."""
-        if self._path.exists():
-            whole = self._path.read_bytes()
-            self._path.write_bytes(whole[: whole.rfind(b"\n") + 1])

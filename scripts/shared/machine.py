@@ -18,7 +18,8 @@ import pynvml
 class NeedsGpus(Protocol):
     """A job that says how many GPUs it needs."""
 
-    gpus: int
+    @property
+    def gpus(self) -> int: ...
 
 
 JobT = TypeVar("JobT", bound=NeedsGpus)

@@ -8,10 +8,11 @@ import msgspec
 import pytest
 
 from scripts.accuracy.flops import ModelSize, decode_token, scoring
-from scripts.accuracy.outcomes import Cell, Outcome, OutcomeFile, Run
+from scripts.accuracy.outcomes import Cell, Outcome, Run
 from scripts.accuracy.plots import curve_name
 from scripts.accuracy.report import Report, markdown, summarize, write_report
 from scripts.accuracy.settings import POLICY
+from scripts.shared.lines import Lines
 from scripts.shared.models import BUNDLED, model_config
 from scripts.shared.systems import System
 
@@ -96,7 +97,7 @@ def test_bits_are_the_formats_own(changes: str, bits: float) -> None:
 
 
 def test_outcomes_are_kept_as_they_come(tmp_path: Path) -> None:
-    file = OutcomeFile(tmp_path / "made" / "outcomes.jsonl")
+    file = Lines(tmp_path / "made" / "outcomes.jsonl", Outcome)
     assert file.read() == []
     written = outcomes_of("dense", [1, 2, 3])
     for one in written:
@@ -106,7 +107,7 @@ def test_outcomes_are_kept_as_they_come(tmp_path: Path) -> None:
 
 def test_half_a_line_is_dropped(tmp_path: Path) -> None:
     path = tmp_path / "outcomes.jsonl"
-    file = OutcomeFile(path)
+    file = Lines(path, Outcome)
     first, second, third = outcomes_of("dense", [1, 2, 3])
     file.append(first)
     file.append(second)

@@ -1,0 +1,116 @@
+"""Forced decoding: a served model decodes a text, and says at every token what it expected.
+
+The tokens of the text take the place of those that the model would sample, so that every system
+decodes the same ones. A custom logit processor does this in the server's process: SGLang runs it on
+the logits of every step, and with `--enable-custom-logit-processor` takes it from a request. It
+also appends the logits, as they came, to a file of the request: through the HTTP API SGLang returns
+no more than the best log-probabilities of a step, as JSON, and computes them after this processor.
+
+A server with that flag runs the code that a client sends: it should listen on loopback only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
+
+from scripts.shared.serving import Client, ServerError
+
+SERVER_FLAGS = ("--enable-custom-logit-processor",)
+
+REQUEST_SECONDS = 3600.0
+
+_KEY = "forced"
+
+
+class ForcedTokens(CustomLogitProcessor):
+    """Lets a request sample the tokens that it names, and keeps the logits."""
+
+    def __call__(self, logits: torch.Tensor, custom_param_list: Any = None) -> torch.Tensor:
+        """Force the next token of each request.
+
+        Args:
+            logits: (B, vocabulary), of the requests that have this processor.
+            custom_param_list: their parameters, which SGLang hands over as one object a request.
+        """
+        on_host = logits.float().cpu().numpy()
+        next_tokens = []
+        for row, params in zip(on_host, custom_param_list, strict=True):
+            forced = params[_KEY]
+            tokens, step = forced["tokens"], forced["step"]
+            if step < len(tokens):  # SGLang's overlap schedule runs one step beyond the end
+                with Path(forced["file"]).open("ab") as file:
+                    file.write(row.tobytes())
+            next_tokens.append(tokens[min(step, len(tokens) - 1)])
+            forced["step"] = step + 1
+        only = torch.full_like(logits, -torch.inf)
+        only[torch.arange(len(next_tokens)), next_tokens] = 0.0
+        return only
+
+
+class Forced(msgspec.Struct):
+    """A text that was decoded by force.
+
+    Attributes:
+        prompt_tokens: tokens before the first that was forced.
+        tokens: the tokens that were forced.
+        file: their logits, (tokens, vocabulary) float32.
+        statistics: what a cache rank's server says of the request; empty without one.
+    """
+
+    prompt_tokens: int
+    tokens: list[int]
+    file: Path
+    statistics: dict[str, Any]
+
+    def log_probabilities(self, first: int = 0) -> NDArray[np.float32]:
+        """Log-probabilities of the tokens from `first` on, (tokens, vocabulary)."""
+        logits = np.memmap(self.file, np.float32, "r").reshape(len(self.tokens), -1)
+        return np.asarray(torch.log_softmax(torch.from_numpy(logits[first:].copy()), dim=-1))
+
+    @property
+    def first_sparse(self) -> int:
+        """The first token that was predicted by sparse attention; the last ones are."""
+        return len(self.tokens) - int(self.statistics.get("sparse_steps", 0))
+
+
+def force(server: Client, prompt: Sequence[int], tokens: Sequence[int], file: Path) -> Forced:
+    """Let a server decode given tokens after a prompt.
+
+    Args:
+        server: was started with SERVER_FLAGS, on this machine, in the folder of this package.
+        prompt: token ids that are read before.
+        tokens: the token ids to decode.
+        file: is written, see Forced.
+
+    Raises:
+        ServerError: it did not decode these tokens.
+    """
+    file.unlink(missing_ok=True)
+    body = {
+        "input_ids": list(prompt),
+        "custom_logit_processor": ForcedTokens.to_str(),
+        "sampling_params": {
+            "max_new_tokens": len(tokens),
+            "temperature": 0,
+            "ignore_eos": True,
+            "custom_params": {
+                _KEY: {"tokens": list(tokens), "file": str(file.absolute()), "step": 0}
+            },
+        },
+    }
+    response = server.post("/generate", body, timeout=REQUEST_SECONDS)
+    if response.status_code != 200:
+        raise ServerError(f"the server answers {response.status_code}: {response.text[:500]}")
+    answer = response.json()
+    if answer["output_ids"] != list(tokens):
+        raise ServerError("the server decoded other tokens than those that were forced")
+    statistics = answer["meta_info"].get("cache_rank") or {}
+    return Forced(len(prompt), list(tokens), file, statistics)

@@ -1,0 +1,130 @@
+"""What `score_text` found: tables with intervals over texts, and plots."""
+
+from __future__ import annotations
+
+import itertools
+import statistics as averages
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from scripts.accuracy import statistics
+from scripts.language.plots import write_plots
+from scripts.language.records import Cell, Report, Run, cells_of
+from scripts.shared import report
+from scripts.shared.report import number, table
+
+MEASURES = {
+    "KL": ("kl", 4),
+    "NLL minus dense": ("nll_difference", 4),
+    "top-1 agreement": ("top1_agreement", 3),
+    "ratio, mean": ("ratio_mean", 3),
+    "ratio, 5 %": ("ratio_p5", 2),
+    "recall": ("recall", 2),
+    "attention mass": ("attention_mass", 2),
+}
+"""The columns of the first table: a field of Score, and decimals."""
+
+POSITIONS = (0, 16, 64, 128, 256, 1024, 4096)
+"""Divergence by tokens since the transition is averaged from one of these to the next."""
+
+EXPLANATION = """\
+KL is of the dense distribution from the system's, over the whole vocabulary, in nats a token. NLL
+is of the text's own tokens. The ratio is the system's probability over dense decoding's of tokens
+that dense decoding draws: its mean, where a ratio above 1 counts as 1, and its 5th percentile
+(Sparrow, arXiv 2606.08446, asks for .86). Brackets are 95 % intervals over texts."""
+
+
+def markdown(found: Report) -> str:
+    """The report as text."""
+    run, cells = found.run, cells_of(found.cells)
+    parts = [
+        *(f"    {command}" for command in run.commands),
+        "",
+        f"{run.model}: {len(run.texts)} texts, {run.context} tokens each, the last {run.scored} "
+        f"of which count, after {run.warm_up} that decode while systems become sparse. "
+        f"Settings: {', '.join(f'{k}={v}' for k, v in run.settings.items())}. "
+        f"Machine: {', '.join(f'{k} {v}' for k, v in run.machine.items())}.",
+        "",
+        EXPLANATION,
+        "",
+        _summary(cells),
+        "",
+        "## KL by text",
+        "",
+        _by_text(cells, run),
+        "",
+        "## KL by tokens since the transition",
+        "",
+        _by_position(cells),
+        "",
+        "## Texts",
+        "",
+        table(
+            ("text", "kind", "sha256"),
+            ([name, text.kind, text.sha256[:16]] for name, text in run.texts.items()),
+        ),
+    ]
+    if run.failures:
+        parts += ["", "## Failures", ""]
+        parts += [f"- {label}: {reason}" for label, reason in run.failures.items()]
+    return "\n".join(parts)
+
+
+def _summary(cells: Sequence[Cell]) -> str:
+    header = ("system", "k", "attended", *MEASURES)
+    rows = [
+        [
+            *_names(cell),
+            str(cell.scores[0].attended),
+            *(
+                interval([getattr(s, field) for s in cell.scores], n)
+                for field, n in MEASURES.values()
+            ),
+        ]
+        for cell in cells
+    ]
+    return table(header, rows)
+
+
+def _by_text(cells: Sequence[Cell], run: Run) -> str:
+    rows = []
+    for cell in cells:
+        kl = {score.text: score.kl for score in cell.scores}
+        rows.append([*_names(cell), *(number(kl.get(text), 4) for text in run.texts)])
+    return table(("system", "k", *run.texts), rows)
+
+
+def _by_position(cells: Sequence[Cell]) -> str:
+    longest = max((len(s.kl_after_transition) for cell in cells for s in cell.scores), default=0)
+    ranges = [
+        (start, min(stop, longest))
+        for start, stop in itertools.pairwise(POSITIONS)
+        if start < longest
+    ]
+    rows = []
+    for cell in cells:
+        by_token = [score.kl_after_transition for score in cell.scores]
+        means = [[v for kl in by_token for v in kl[start:stop]] for start, stop in ranges]
+        rows.append([*_names(cell), *(number(averages.mean(m) if m else None, 4) for m in means)])
+    return table(("system", "k", *(f"{start + 1} to {stop}" for start, stop in ranges)), rows)
+
+
+def _names(cell: Cell) -> list[str]:
+    return [cell.system, "–" if cell.budget is None else str(cell.budget)]
+
+
+def interval(values: Sequence[float | None], digits: int) -> str:
+    """The mean and its interval, if there are several values; a dash for none."""
+    known = [value for value in values if value is not None]
+    if len(known) < 2:
+        return number(known[0] if known else None, digits)
+    mean = statistics.mean(np.array(known))
+    return f"{mean.value:.{digits}f} [{mean.low:.{digits}f}, {mean.high:.{digits}f}]"
+
+
+def write_report(found: Report, out: Path) -> list[Path]:
+    """Write results.json, results.md and the plots; the files."""
+    files = report.write_report(out, "results", found, markdown(found))
+    return [*files, *write_plots(found.run, cells_of(found.cells), out)]

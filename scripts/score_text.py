@@ -1,0 +1,108 @@
+"""Measure what sparse decode costs a served language model, on texts, against dense decoding.
+
+    python -m scripts.fetch_model smollm2
+    python -m scripts.score_text --out results/texts
+    python -m scripts.score_text --model-path DIR --text FILE ... --context 4096 --tokens 256 \\
+        --systems oracle quest window cache-rank cache-rank:query_predictor=ema \\
+        --budgets 64 128 384 --out results/texts
+
+Each system is served in turn and decodes the first --context tokens of each text: the tokens are
+forced, so that all decode the same ones, and their distributions at the last --tokens are compared
+over the whole vocabulary. Dense decoding is always served, to compare with. Writes scores.jsonl as
+results come, which `--resume` goes on from, then results.json, results.md and plots.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from scripts.accuracy.texts import TEXTS, find_text
+from scripts.language.scoring import score
+from scripts.shared.command import make_parser
+from scripts.shared.machine import visible_gpus
+from scripts.shared.models import find_config
+from scripts.shared.serving import ServerError, stop_on_sigterm
+from scripts.shared.systems import DENSE, parse_assignments
+
+SYSTEMS = (DENSE, "oracle", "quest", "window", "cache-rank")
+BUDGETS = (64, 128, 384)
+
+POLICY: dict[str, Any] = {
+    "sink_tokens": 4,
+    "recent_tokens": 64,
+    "dense_layers": 1,
+    "selection_margin": 0,
+    "query_predictor": "last",
+    "query_frame": "pre",
+    "query_window": 16,
+    "recall_interval": 1,
+    "bulk_chunk_tokens": 8192,
+}
+"""These are the arguments of sparse systems where neither a label nor the user says otherwise. All
+that is selected may enter in one step, as it does in the baselines."""
+
+
+def parse_options(argv: Sequence[str]) -> argparse.Namespace:
+    """The command line."""
+    parser = make_parser("score_text", __doc__)
+    add = parser.add_argument
+    add("--out", type=Path, required=True, help="folder of the results")
+    add("--model-path", "--model", dest="model", default="smollm2",
+        help="a folder, or a model that fetch_model knows; default: %(default)s")  # fmt: skip
+    add("--text", nargs="+", default=list(TEXTS), metavar="FILE",
+        help=f"files, or names of {', '.join(TEXTS)}; default: these")  # fmt: skip
+    add("--context", type=int, default=4096, help="tokens of each text; default: %(default)s")
+    add("--tokens", type=int, default=256, help="last tokens, which count; default: %(default)s")
+    add("--warm-up", type=int, default=24,
+        help="tokens before those, while systems become sparse; default: %(default)s")  # fmt: skip
+    add("--systems", nargs="+", default=list(SYSTEMS), metavar="LABEL",
+        help="NAME or NAME:ARGUMENT=VALUE,...; default: %(default)s")  # fmt: skip
+    add("--budgets", type=int, nargs="+", default=list(BUDGETS), metavar="K",
+        help="tokens that each KV head selects; default: %(default)s")  # fmt: skip
+    add("--set", type=parse_assignments, default={}, dest="settings", metavar="NAME=VALUE,...",
+        help="server arguments of all sparse systems")  # fmt: skip
+    add("--gpus", nargs="*", metavar="GPU",
+        help="that servers may use; one listed twice takes two servers; default: all")  # fmt: skip
+    add("--server-flags", type=shlex.split, default=[], help="further flags of every server")
+    add("--resume", action="store_true", help="run what is missing in --out")
+    add("--render", action="store_true", help="only write tables and plots again")
+    options = parser.parse_args(argv)
+    options.settings = {**POLICY, **options.settings}
+    if options.gpus is None:
+        options.gpus = visible_gpus()
+    if min(options.tokens, options.warm_up, *options.budgets) < 1:
+        parser.error("--tokens, --warm-up and --budgets must be at least 1")
+    if options.context <= options.tokens + options.warm_up + options.settings["recent_tokens"]:
+        parser.error("--context must be longer than --tokens, --warm-up and recent tokens together")
+    try:
+        options.texts = [find_text(name) for name in options.text]
+    except ValueError as error:
+        parser.error(str(error))
+    if not options.render and find_config(options.model) is None:
+        parser.error(f"--model-path {options.model}: has no config.json")
+    return options
+
+
+def main(argv: Sequence[str]) -> int:
+    """Score; the exit status."""
+    options = parse_options(argv)
+    try:
+        found, files = score(options, argv)
+    except (ServerError, ValueError) as error:
+        sys.exit(f"error: {error}")
+    for path in files:
+        print(path)
+    return 1 if found.run.failures else 0
+
+
+if __name__ == "__main__":
+    stop_on_sigterm()
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except KeyboardInterrupt:
+        sys.exit("interrupted; what was scored is kept, for --resume")
