@@ -45,6 +45,9 @@ class ForcedTokens(CustomLogitProcessor):
         for row, params in zip(on_host, custom_param_list, strict=True):
             forced = params[_KEY]
             tokens, step = forced["tokens"], forced["step"]
+            if _reads_prompt(params["__req__"]):
+                next_tokens.append(tokens[0])
+                continue
             if step < len(tokens):  # SGLang's overlap schedule runs one step beyond the end
                 with Path(forced["file"]).open("ab") as file:
                     file.write(row.tobytes())
@@ -53,6 +56,11 @@ class ForcedTokens(CustomLogitProcessor):
         only = torch.full_like(logits, -torch.inf)
         only[torch.arange(len(next_tokens)), next_tokens] = 0.0
         return only
+
+
+def _reads_prompt(request: Any) -> bool:
+    """Whether more of the prompt is to come: SGLang samples after each chunk of it."""
+    return bool(request.extend_range.end < len(request.origin_input_ids))
 
 
 class Forced(msgspec.Struct):

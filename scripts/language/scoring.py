@@ -197,7 +197,9 @@ class Scoring:
             name,
             label,
             budget,
-            attended_tokens(system, self._options.settings) if system.is_sparse else tokens,
+            min(attended_tokens(system, self._options.settings), self._options.context)
+            if system.is_sparse
+            else self._options.context,
             self._options.tokens,
             **divergence._asdict(),
             sparse_from=sparse_from if system.is_sparse else None,
