@@ -57,7 +57,7 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
     add("--text", nargs="+", default=list(TEXTS), metavar="FILE",
         help=f"files, or names of {', '.join(TEXTS)}; default: these")  # fmt: skip
     add("--context", type=int, default=4096, help="tokens of each text; default: %(default)s")
-    add("--tokens", type=int, default=256, help="last tokens, which count; default: %(default)s")
+    add("--tokens", type=int, help="last tokens, which count; default: 256, without a GPU 64")
     add("--warm-up", type=int, default=24,
         help="tokens before those, while systems become sparse; default: %(default)s")  # fmt: skip
     add("--systems", nargs="+", default=list(SYSTEMS), metavar="LABEL",
@@ -75,6 +75,8 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
     options.settings = {**POLICY, **options.settings}
     if options.gpus is None:
         options.gpus = visible_gpus()
+    if options.tokens is None:
+        options.tokens = 256 if options.gpus else 64
     if min(options.tokens, options.warm_up, *options.budgets) < 1:
         parser.error("--tokens, --warm-up and --budgets must be at least 1")
     if options.context <= options.tokens + options.warm_up + options.settings["recent_tokens"]:

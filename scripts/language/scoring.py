@@ -31,6 +31,9 @@ from scripts.shared.models import folder_of
 from scripts.shared.serving import Client, ServerError
 from scripts.shared.systems import CACHE_RANK, DENSE, System
 
+LONGEST_TOKEN = 16
+"""A token of a text has fewer characters than this, but for few."""
+
 DIGITS = 6
 """The KL of a token is recorded with so many decimals."""
 
@@ -66,7 +69,8 @@ def tokenize(options: Namespace) -> tuple[list[Tokens], dict[str, ReadText]]:
     tokenizer = AutoTokenizer.from_pretrained(folder_of(options.model))
     tokens, read = [], {}
     for text in options.texts:
-        ids = tokenizer(text.read())["input_ids"]
+        start = text.read()[: LONGEST_TOKEN * options.context]  # a book takes a minute
+        ids = tokenizer(start)["input_ids"]
         if len(ids) < options.context:
             raise ValueError(
                 f"{text.name}: has {len(ids)} tokens, and --context {options.context} needs more"

@@ -101,7 +101,7 @@ def test_a_request_turns_sparse_at_its_first_step_whatever_the_budget() -> None:
     (system,) = make_systems(options)
     flags = server_flags(system, options)
     last = len(flags) - 1 - flags[::-1].index("--sparse-threshold")
-    assert flags[last + 1] == str(4096 - 256 - 24)
+    assert flags[last + 1] == str(4096 - 64 - 24)
 
 
 @pytest.mark.parametrize(
