@@ -35,9 +35,6 @@ HEARTBEAT_SECONDS = 0.25
 REPORT_SECONDS = 0.25
 """The process reports this often."""
 
-MOST_MEASUREMENTS = 16
-"""A report comes early when so many measurements wait for it: each is a few kilobytes."""
-
 LINK_SECONDS = 30.0
 """The inference rank must connect the data channels within this time."""
 
@@ -99,10 +96,12 @@ def serve(launch: Launch) -> None:
             rank.flush()
         if reason:
             control.refuse(reason)
-        if rank is not None and (
-            time.monotonic() - last_report > REPORT_SECONDS
-            or rank.selector.recall.waiting >= MOST_MEASUREMENTS
-        ):
+        if rank is None:
+            continue
+        # At once, because the inference rank keeps its half of a measurement meanwhile.
+        for measurement in rank.selector.recall.take():
+            reports.send(measurement)
+        if time.monotonic() - last_report > REPORT_SECONDS:
             last_report = time.monotonic()
             reports.send(rank.report(control.refused))
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from cache_rank.config import CacheRankConfig
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 NO_EPOCH = -1
 
 
@@ -30,6 +30,20 @@ class Row(msgspec.Struct, frozen=True, array_like=True):
 
     epoch: int
     position: int
+
+
+class Measured(msgspec.Struct, frozen=True, array_like=True):
+    """Whose selection is measured in a step: one row's, in one layer group.
+
+    Attributes:
+        row: its index among the rows of the step.
+        group: the layer group.
+        wants_slots: whether the measurement says which tokens sat in the slots.
+    """
+
+    row: int
+    group: int
+    wants_slots: bool
 
 
 class Open(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -52,12 +66,17 @@ class Open(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
 class Step(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """One decode step; the tensors of each layer group follow on the up channel.
 
-    `traced` asks for its timeline.
+    Attributes:
+        step: its number; only grows.
+        rows: the requests that it exchanges.
+        traced: asks for its timeline.
+        measured: asks for a measurement; the inference rank alone decides whose.
     """
 
     step: int
     rows: list[Row]
     traced: bool = False
+    measured: Measured | None = None
 
 
 class Load(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -94,25 +113,33 @@ class Opened(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     capacity_tokens: int
 
 
-class Measurement(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class Measurement(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """What one measured step says of one request and L layers; recall.py explains the numbers.
+
+    All is measured by the keys as the residency format holds them. With the slots, the inference
+    rank can tell what they held by the keys as they came.
 
     Attributes:
         epoch: the request's epoch.
+        step: number of the step.
         first_layer: the first of the L layers, counted from the first sparse layer.
-        recall, attention_mass: (L, Hkv).
+        held_recall, held_attention_mass: (L, Hkv).
         query_cosine: (L, Hq).
         prediction_overlap: (L, Hkv).
         overlap: (distances, L, Hkv), one for each of `recall.overlap_distances`.
+        slots: (L, Hkv, used) little-endian int32, the token in each slot that the step used; empty
+            where they were not asked for.
     """
 
     epoch: int
+    step: int
     first_layer: int
-    recall: list[list[float]]
-    attention_mass: list[list[float]]
+    held_recall: list[list[float]]
+    held_attention_mass: list[list[float]]
     query_cosine: list[list[float]]
     prediction_overlap: list[list[float]]
     overlap: list[list[list[float]]]
+    slots: bytes = b""
 
 
 class Report(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -123,7 +150,6 @@ class Report(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
         epochs: live now.
         overflow_tokens: tokens per (layer, kv head) that waited for a later step, summed.
         refused_messages: control messages that were malformed, oversized, replayed or out of place.
-        measurements: the measurements of selections since the last report.
     """
 
     tokens_held: int = 0
@@ -131,11 +157,10 @@ class Report(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     epochs: int = 0
     overflow_tokens: int = 0
     refused_messages: int = 0
-    measurements: list[Measurement] = []
 
 
 ToCacheRank = Open | Step | Load | End | Flush
-ToInferenceRank = Ready | Opened | Report
+ToInferenceRank = Ready | Opened | Report | Measurement
 
 
 class AnswerHeader(NamedTuple):

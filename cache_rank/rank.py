@@ -15,13 +15,13 @@ from cache_rank import residency
 from cache_rank.channels.link import Link
 from cache_rank.channels.transport import Pending
 from cache_rank.copies import Readback
-from cache_rank.measure.recall import measured_step
 from cache_rank.measure.recording import Recorder
 from cache_rank.measure.timeline import Timeline
 from cache_rank.protocol import (
     NO_EPOCH,
     DownMessage,
     Load,
+    Measured,
     Open,
     Report,
     Row,
@@ -101,17 +101,18 @@ class CacheRank:
         wanted = config.slots_wanted_after(tokens)
         queries = config.query_window + 1 if on_gpu else 1
         while sequence.filled < wanted or sequence.queries < queries:
-            self._warm_up_step(sequence, 0)
-        for turn in range(len(config.groups) if on_gpu else 0):
-            self._warm_up_step(sequence, measured_step(turn, config.recall_interval))
+            self._warm_up_step(sequence)
+        for group in range(len(config.groups) if on_gpu and config.recall_interval else 0):
+            self._warm_up_step(sequence, Measured(0, group, wants_slots=True))
         selector.end(NO_EPOCH)
         if on_gpu:
             torch.cuda.synchronize(self._device)
         selector.recall.take()
 
-    def _warm_up_step(self, sequence: ResidentSequence, number: int) -> None:
+    def _warm_up_step(self, sequence: ResidentSequence, measured: Measured | None = None) -> None:
         selector = self.selector
-        step = selector.begin_step(number, [Row(sequence.epoch, sequence.tokens)])
+        rows = [Row(sequence.epoch, sequence.tokens)]
+        step = selector.begin_step(0, rows, measured=measured)
         for group in range(len(self.config.groups)):
             selector.append(step, group, self._up_message(group, 1))
             scores = selector.score(step, group, self._timeline)
@@ -180,7 +181,9 @@ class CacheRank:
         refused = self._refused_rows(message)
         for row in message.rows:
             self._wait_for_load(row.epoch)
-        step = self.selector.begin_step(message.step, message.rows, refused.keys())
+        step = self.selector.begin_step(
+            message.step, message.rows, refused.keys(), message.measured
+        )
         self._timeline.enter_step(message.step, message.traced)
         for group in range(len(self.config.groups)):
             # The receive is posted only when the answer to the group before is queued: should the
@@ -255,7 +258,6 @@ class CacheRank:
             epochs=len(self.selector.sequences),
             overflow_tokens=self._overflow_tokens,
             refused_messages=refused_messages,
-            measurements=self.selector.recall.take(),
         )
 
     def _mark(self, stream: torch.cuda.Stream | None = None) -> torch.cuda.Event:

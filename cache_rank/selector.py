@@ -24,11 +24,11 @@ from cache_rank import residency
 from cache_rank.config import CacheRankConfig
 from cache_rank.copies import upload
 from cache_rank.graphs import Captures
-from cache_rank.measure.recall import RecallMeter, measured_turn
+from cache_rank.measure.recall import MeasuredStep, RecallMeter
 from cache_rank.measure.timeline import Timeline
 from cache_rank.mirror import Mirror
 from cache_rank.pages import PAGE_TOKENS, PageAllocator
-from cache_rank.protocol import NO_EPOCH, AnswerHeader, DownMessage, Row, UpMessage
+from cache_rank.protocol import NO_EPOCH, AnswerHeader, DownMessage, Measured, Row, UpMessage
 from cache_rank.query_ring import QueryRing
 from cache_rank.resident_sequence import ResidentSequence
 from cache_rank.step_rows import StepRows
@@ -52,6 +52,7 @@ class SelectorStep(NamedTuple):
         key: two steps of the same key differ only in what their rows hold.
         live: index, row and sequence of each row that is exchanged.
         changed: (groups, R, 2) int32: tokens that entered, and that must wait for a later step.
+        measured: whose selection is measured, if any is.
     """
 
     number: int
@@ -59,6 +60,7 @@ class SelectorStep(NamedTuple):
     key: tuple[int, ...]
     live: Sequence[tuple[int, Row, ResidentSequence]]
     changed: Tensor
+    measured: Measured | None
 
 
 class Selector:
@@ -138,7 +140,11 @@ class Selector:
         self._residency.load(self._pages_of(sequence), sequence.slot, start, shipment)
 
     def begin_step(
-        self, number: int, rows: Sequence[Row], refused: Collection[int] = ()
+        self,
+        number: int,
+        rows: Sequence[Row],
+        refused: Collection[int] = (),
+        measured: Measured | None = None,
     ) -> SelectorStep:
         """Begin a step over rows, of which some are refused by index; all others are live."""
         live = [
@@ -173,13 +179,13 @@ class Selector:
         if moved != self._scores_moved:
             self._captures.clear()
             self._scores_moved = moved
-        return SelectorStep(number, step_rows, (count, width), live, changed)
+        return SelectorStep(number, step_rows, (count, width), live, changed, measured)
 
     def append(self, step: SelectorStep, group: int, up: UpMessage) -> None:
         """Take over what the inference rank computed in a group."""
         layers = self.config.groups[group]
-        if (measured := self._measured_row(step, group)) is not None:
-            self._measure(step, layers, up, *measured)
+        if step.measured is not None and step.measured.group == group:
+            self._measure(step, layers, up, step.measured)
         key = ("append", group, step.key, up.buffer.data_ptr())
         self._captures.run(
             key if self._residency.captures_append else None,
@@ -258,32 +264,18 @@ class Selector:
         (pages,) = upload((self._slot_pages[sequence.slot, : len(sequence.pages)],), self._device)
         return pages
 
-    def _measured_row(
-        self, step: SelectorStep, group: int
-    ) -> tuple[int, Row, ResidentSequence] | None:
-        """The live row whose selection is measured in a group, if there is one.
-
-        One group and row at a time, in turn, so that measuring never costs a step much.
-        """
-        config = self.config
-        turn = measured_turn(step.number, config.recall_interval)
-        if turn is None or turn % len(config.groups) != group or not step.live:
-            return None
-        index, row, sequence = step.live[turn // len(config.groups) % len(step.live)]
-        # What the inference rank waits for before a request turns sparse.
-        is_warm = sequence.earlier_queries > config.query_window
-        is_sparse = is_warm and sequence.used == config.slots_wanted_after(row.position - 1) > 0
-        return (index, row, sequence) if is_sparse else None
-
     def _measure(
-        self,
-        step: SelectorStep,
-        layers: range,
-        up: UpMessage,
-        index: int,
-        row: Row,
-        sequence: ResidentSequence,
+        self, step: SelectorStep, layers: range, up: UpMessage, measured: Measured
     ) -> None:
+        """Measure what was selected for a row, if it is live and sparse."""
+        found = next((live for live in step.live if live[0] == measured.row), None)
+        if found is None:
+            return
+        index, row, sequence = found
+        # What the inference rank waits for before a request turns sparse.
+        is_warm = sequence.earlier_queries > self.config.query_window
+        if not is_warm or not 0 < sequence.used == self.config.slots_wanted_after(row.position - 1):
+            return
         # The current token is not resident yet.
         rows = step.rows.row_at(index, row.position - 1)
 
@@ -292,9 +284,7 @@ class Selector:
             return self._residency.score(rows, layers, one_row, exact=True)[0]
 
         self.recall.measure(
-            row.epoch,
-            row.position,
-            layers,
+            MeasuredStep(row.epoch, step.number, row.position, layers, measured.wants_slots),
             self.mirror(sequence, layers)[..., : sequence.used],
             up.queries[index],
             self._queries.predict(rows, layers)[0],

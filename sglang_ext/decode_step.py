@@ -3,7 +3,8 @@
     plan       decides what every request does, and brings the working-set table up to date
     announce   tells the cache rank which requests the step exchanges
     forward    is SGLang's; attention.py meets the exchange at the gate, layer group by layer group
-    end        accounts for the step, ships chunks of prompts, and evicts what the cache rank has
+    end        accounts for the step, measures its selection if it is its turn, ships chunks of
+               prompts, and evicts what the cache rank has
 
 Whatever goes wrong with the cache rank in between is in recovery.py.
 """
@@ -19,6 +20,7 @@ from torch import Tensor
 from sglang_ext.eviction import Eviction
 from sglang_ext.exchange.base import Exchange, Gate
 from sglang_ext.lifecycle import Phase, SparseSequence
+from sglang_ext.measured_steps import MeasuredSteps
 from sglang_ext.metrics import CacheRankMetrics
 from sglang_ext.recovery import CacheRankHandle
 from sglang_ext.step_plan import StepPlan, StepPlanner
@@ -42,6 +44,7 @@ class DecodeStep:
         req_to_token: Tensor,
         chunk_tokens: int,
         eviction: Eviction | None,
+        measured_steps: MeasuredSteps,
         metrics: CacheRankMetrics,
         tracer: Tracer | None,
     ) -> None:
@@ -54,6 +57,7 @@ class DecodeStep:
             req_to_token: SGLang's table, (request slots, context length) int32 pool rows.
             chunk_tokens: most tokens of a prompt that are shipped in one step.
             eviction: told of steps of sparse requests; None when every token stays in the pool.
+            measured_steps: chooses the steps that are measured, and measures them.
             metrics: told of what happens.
             tracer: chooses the steps that are traced; None without.
         """
@@ -64,6 +68,7 @@ class DecodeStep:
         self._req_to_token = req_to_token
         self._chunk_tokens = chunk_tokens
         self._eviction = eviction
+        self._measured_steps = measured_steps
         self._metrics = metrics
         self._tracer = tracer
 
@@ -85,6 +90,7 @@ class DecodeStep:
         """Decide what every request does, and bring the working-set table up to date."""
         self._cache_rank.follow_supervisor()
         plan = self._planner.plan(requests, lengths, self._cache_rank.exchange is not None)
+        plan.measured = self._measured_steps.choose(plan)
         self._planner.publish(plan, self._gate.awaited_step)
         self.running = plan
         return plan
@@ -92,7 +98,9 @@ class DecodeStep:
     def announce(self, plan: StepPlan) -> None:
         """Tell the cache rank which requests the step exchanges."""
         traced = self._tracer is not None and self._tracer.wants(len(plan.sparse))
-        self._cache_rank.attempt(lambda exchange: exchange.announce(plan.step, plan.rows, traced))
+        self._cache_rank.attempt(
+            lambda exchange: exchange.announce(plan.step, plan.rows, traced, plan.measured)
+        )
 
     def end(self, plan: StepPlan) -> None:
         """Account for the step, ship chunks of prompts, and note what can be evicted.
@@ -106,9 +114,10 @@ class DecodeStep:
             sequence.filled = filled
         for sequence in plan.sparse:
             sequence.statistics.sparse_steps += 1
-        self._planner.lifecycle.note_measured(self._metrics.recall.take_requests())
         if (exchange := self._cache_rank.exchange) is None:
             return
+        if plan.measured is not None:
+            self._measured_steps.score(plan, exchange)
         if plan.rows:
             self._account(exchange, plan)
         elif plan.shipping:

@@ -18,7 +18,13 @@ from sglang.srt.server_args import get_global_server_args
 from cache_rank.config import ModelShape
 from sglang_ext import baselines, inference_rank
 from sglang_ext.lifecycle import RequestStatistics
-from sglang_ext.memory import bytes_beyond_allocator, dense_store_rows, message_bytes, reserve_rows
+from sglang_ext.memory import (
+    bytes_beyond_allocator,
+    dense_store_rows,
+    measuring_bytes,
+    message_bytes,
+    reserve_rows,
+)
 from sglang_ext.refusals import UnsupportedError
 from sglang_ext.server_args import CacheRankServerArgs
 
@@ -94,6 +100,7 @@ def leave_room_beyond_allocator(available_bytes: int, configurator: Any, *_: Any
     )
     token = 2 * shape.kv_heads * shape.head_dim * dtype.itemsize
     taken = bytes_beyond_allocator(args, layers, token) + message_bytes(args, shape)
+    taken += measuring_bytes(args, shape)
     if taken >= available_bytes:
         raise UnsupportedError(
             f"--max-sparse-requests {args.max_sparse_requests} leaves no memory for SGLang's pool: "

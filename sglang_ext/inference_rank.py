@@ -13,6 +13,7 @@ from sglang_ext.eviction import DenseStore, Eviction
 from sglang_ext.exchange import make_exchange, make_gate
 from sglang_ext.exchange.connection import Placement
 from sglang_ext.lifecycle import Phase, prepare_requests
+from sglang_ext.measured_steps import MeasuredSteps
 from sglang_ext.memory import dense_store_rows_per_request, reserve_block_rows
 from sglang_ext.metrics import CacheRankMetrics
 from sglang_ext.pools import Pools, first_reserve_row, model_shape, pools_of
@@ -21,6 +22,7 @@ from sglang_ext.server_args import CacheRankServerArgs
 from sglang_ext.step_plan import StepPlanner
 from sglang_ext.supervisor import Supervisor
 from sglang_ext.tracing import Tracer
+from sglang_ext.true_recall import TrueRecall
 
 
 class InferenceRank:
@@ -77,7 +79,15 @@ class InferenceRank:
         self._supervisor = supervisor
         tracer = Tracer(args.trace, args.trace_steps) if args.trace else None
 
+        true_recall = None
+        if self.config.recall_interval and not evicts:
+            true_recall = TrueRecall(
+                self.config, pools.req_to_token, pools.keys[args.dense_layers :]
+            )
+        self._measured_steps = MeasuredSteps(self.config, self.lifecycle, self.metrics, true_recall)
+
         supervisor.on_report = self.metrics.on_report
+        supervisor.on_measurement = self._measured_steps.on_measurement
         supervisor.open(self.config)
         self.cache_rank = CacheRankHandle(
             supervisor,
@@ -97,6 +107,7 @@ class InferenceRank:
             pools.req_to_token,
             args.bulk_chunk_tokens,
             self.eviction,
+            self._measured_steps,
             self.metrics,
             tracer,
         )
@@ -137,7 +148,11 @@ class InferenceRank:
     # Between steps.
 
     def before_next_batch(self, scheduler: Any, running_batch: Any) -> None:
-        """Evict tokens, and give requests whose K and V are lost back to SGLang's queue."""
+        """Evict tokens, and give requests whose K and V are lost back to SGLang's queue.
+
+        Measurements are passed on here, because it is called while the server idles too.
+        """
+        self._measured_steps.settle()
         if not self.lifecycle.live:
             # As decode steps do: a lost cache rank keeps memory until then.
             self.cache_rank.follow_supervisor()
@@ -155,6 +170,7 @@ class InferenceRank:
 
     def state(self) -> dict[str, Any]:
         """Return what `/server_info` shows."""
+        self._measured_steps.settle()
         connection = self._supervisor.connection
         return {
             "up": connection is not None,

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from cache_rank.config import CacheRankConfig
-from sglang_ext.recall import MeasuredRequest
+from sglang_ext.recall import Means
 from sglang_ext.working_set import Reserve
 
 MOST_LOSSES = 2
@@ -73,7 +73,10 @@ class RequestStatistics:
         stale_steps: steps whose answer was lost with a cache rank, so that it was not applied.
         retractions: times SGLang had to recompute it because a cache rank was lost.
         recall_measurements: of its steps, each of one layer group, that were reported in time.
-        recall, attention_mass: their means; None without any.
+        recall, attention_mass: their means by the keys as they came; None without any, and where
+            nobody has these keys.
+        held_recall, held_attention_mass: their means by the keys as the residency format holds
+            them; None without any.
     """
 
     sparse_steps: int = 0
@@ -85,13 +88,17 @@ class RequestStatistics:
     recall_measurements: int = 0
     recall: float | None = None
     attention_mass: float | None = None
+    held_recall: float | None = None
+    held_attention_mass: float | None = None
 
-    def add_measured(self, recall: float, attention_mass: float) -> None:
+    def add_measured(self, measured: Means) -> None:
         """Add a measurement to the means."""
         self.recall_measurements += 1
         share = 1 / self.recall_measurements
-        self.recall = (1 - share) * (self.recall or 0.0) + share * recall
-        self.attention_mass = (1 - share) * (self.attention_mass or 0.0) + share * attention_mass
+        for name in ("recall", "attention_mass", "held_recall", "held_attention_mass"):
+            if (value := getattr(measured, name)) is not None:
+                before = getattr(self, name) or 0.0
+                setattr(self, name, (1 - share) * before + share * value)
 
     def as_tuple(self) -> tuple[int | float | str | None, ...]:
         """Return the values in the order of the fields."""
@@ -105,6 +112,8 @@ class RequestStatistics:
             self.recall_measurements,
             self.recall,
             self.attention_mass,
+            self.held_recall,
+            self.held_attention_mass,
         )
 
 
@@ -214,14 +223,11 @@ class Lifecycle:
             return True
         return False
 
-    def note_measured(self, measured: Sequence[MeasuredRequest]) -> None:
-        """Add measurements to the statistics of requests that have not ended meanwhile."""
-        if not measured:
-            return
-        by_epoch = {sequence.epoch: sequence for sequence in self.live.values()}
-        for epoch, recall, attention_mass in measured:
-            if epoch in by_epoch:
-                by_epoch[epoch].statistics.add_measured(recall, attention_mass)
+    def note_measured(self, epoch: int, measured: Means) -> None:
+        """Add a measurement to the statistics of its request, if that has not ended meanwhile."""
+        for sequence in self.live.values():
+            if sequence.epoch == epoch:
+                sequence.statistics.add_measured(measured)
 
     def _final_length(self, request: Any) -> int:
         wanted = len(request.origin_input_ids) + (request.sampling_params.max_new_tokens or 0)

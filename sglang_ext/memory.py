@@ -12,6 +12,7 @@ from __future__ import annotations
 from cache_rank.config import ModelShape
 from cache_rank.protocol import DownMessage, UpMessage, group_sizes
 from sglang_ext.flags import CacheRankFlags
+from sglang_ext.true_recall import score_bytes
 
 
 def reserve_block_rows(args: CacheRankFlags) -> int:
@@ -52,3 +53,11 @@ def message_bytes(args: CacheRankFlags, shape: ModelShape) -> int:
     config = args.cache_rank_config(shape, args.max_sparse_requests)
     kinds = (UpMessage, DownMessage)
     return sum(sum(group_sizes(kind, config, config.max_rows)) for kind in kinds)
+
+
+def measuring_bytes(args: CacheRankFlags, shape: ModelShape) -> int:
+    """Return the bytes that measuring by the keys in the pool takes at most."""
+    if args.inference_kv != "full" or not args.recall_interval:
+        return 0
+    config = args.cache_rank_config(shape, args.max_sparse_requests)
+    return score_bytes(config, int(args.get_model_config().context_len))

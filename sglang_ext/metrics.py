@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
 from cache_rank.config import CacheRankConfig
-from cache_rank.protocol import Report
+from cache_rank.protocol import Measurement, Report
 from sglang_ext.exchange.base import Exchange, ExchangeCounters
 from sglang_ext.flags import CacheRankFlags
 from sglang_ext.lifecycle import DenseReason
-from sglang_ext.recall import LayerMeans, RecallStatistics
+from sglang_ext.recall import Means, RecallStatistics
 
 logger = logging.getLogger(__name__)
 
@@ -33,10 +35,16 @@ _GAUGES = {
     "tokens_held": "Tokens resident on the cache rank",
     "bytes_held": "Bytes of K and V on the cache rank",
     "sparse_requests": "Requests decoding over a working set",
-    "recall": "Share of the exact top tokens that the slots held",
+}
+
+_MEASURED = {
+    "recall": "Share of the top tokens that the slots held",
     "attention_mass": "Share of attention probability that the slots held",
+    "held_recall": "Recall by the keys as the cache rank holds them",
+    "held_attention_mass": "Attention mass by the keys as the cache rank holds them",
     "query_cosine": "Cosine of predicted and true queries",
 }
+"""The fields of Means. Only those that are measured are exported."""
 
 _EXCHANGE_COUNTERS = {
     "tokens_shipped": "Tokens that entered slots",
@@ -68,11 +76,13 @@ class CacheRankMetrics:
     """Counts what happens between the ranks, and exports it when SGLang exports metrics.
 
     Attributes:
-        recall: what the cache rank measured of selections.
+        recall: what was measured of selections.
     """
 
     def __init__(self, args: CacheRankFlags, config: CacheRankConfig, tp_rank: int) -> None:
-        self.recall = RecallStatistics(config, args.dense_layers)
+        self.recall = RecallStatistics(
+            config, args.dense_layers, has_true_keys=args.inference_kv == "full"
+        )
         self._report = Report()
         self._log_interval = args.decode_log_interval
         self._steps_waited = 0
@@ -88,7 +98,7 @@ class CacheRankMetrics:
                 "tp_rank": str(tp_rank),
                 "residency": args.kv_residency,
             }
-            self._series = _Series(labels)
+            self._series = _Series(labels, self.recall.measured)
 
     def on_connect(self, counters: ExchangeCounters) -> None:
         """A new exchange begins: its counters are at zero, and count on from here."""
@@ -113,16 +123,26 @@ class CacheRankMetrics:
         """The cache rank reported, or went down. Called in the supervisor's thread."""
         last, self._report = self._report, report or Report()
         now = self._report
-        measured = [self.recall.add(measurement) for measurement in now.measurements]
         if self._series is None:
             return
-        for by_layer in filter(None, measured):
-            self._series.set_recall(by_layer)
         self._series.set("up", report is not None)
         self._series.set("tokens_held", now.tokens_held)
         self._series.set("bytes_held", now.bytes_held)
         self._series.add("delta_overflow", now.overflow_tokens - last.overflow_tokens)
         self._series.add("refused_messages", now.refused_messages - last.refused_messages)
+
+    def on_measurement(self, measurement: Measurement, true_shares: Tensor | None) -> Means | None:
+        """A step was measured; see RecallStatistics.add.
+
+        Returns:
+            Its means; None if it was left out.
+        """
+        by_layer = self.recall.add(measurement, true_shares)
+        if not by_layer:
+            return None
+        if self._series is not None:
+            self._series.set_measured(by_layer)
+        return self.recall.latest
 
     def on_stale(self, steps: int) -> None:
         """This many requests made a step whose answer was lost."""
@@ -155,7 +175,7 @@ class CacheRankMetrics:
             "epochs": report.epochs,
             "overflow_tokens": report.overflow_tokens,
             "refused_messages": report.refused_messages,
-            **(latest._asdict() if latest else dict.fromkeys(LayerMeans._fields)),
+            **(latest._asdict() if latest else dict.fromkeys(Means._fields)),
             "recall_by_head": self.recall.by_head(),
             "steps_waited": self._steps_waited,
             "wait_seconds": self._wait_seconds,
@@ -182,22 +202,24 @@ class CacheRankMetrics:
         steps, wait_seconds, tokens_shipped = (
             now - then for now, then in zip(self._logged, before, strict=True)
         )
-        latest = self.recall.latest
+        latest, recall = self.recall.latest, self.recall.measured[0]
         logger.info(
             "Cache rank decode, #sparse-req: %d, #token held: %d, wait: %.2f ms/step, "
-            "shipped: %.1f tokens/step, recall: %.3f",
+            "shipped: %.1f tokens/step, %s: %.3f",
             sparse_requests,
             self._report.tokens_held,
             1e3 * wait_seconds / steps,
             tokens_shipped / steps,
-            latest.recall if latest else math.nan,
+            recall.replace("_", " "),
+            getattr(latest, recall) if latest else math.nan,
         )
 
 
 class _Series:
     """The Prometheus series of this process, all with the same labels."""
 
-    def __init__(self, labels: dict[str, str]) -> None:
+    def __init__(self, labels: dict[str, str], measured: Sequence[str]) -> None:
+        """Create them; of what is measured, the given fields of Means."""
         # Imported here, because SGLang sets the multiprocess folder first.
         from prometheus_client import Counter, Gauge, Histogram
 
@@ -205,7 +227,7 @@ class _Series:
         newest = {"multiprocess_mode": "mostrecent"}
         self._gauges = {
             name: Gauge(_PREFIX + name, text, [*labels], **newest).labels(**labels)
-            for name, text in _GAUGES.items()
+            for name, text in {**_GAUGES, **{name: _MEASURED[name] for name in measured}}.items()
         }
         self._counters = {
             name: Counter(_PREFIX + name, text, [*labels]).labels(**labels)
@@ -214,11 +236,11 @@ class _Series:
         self._of_layers = {
             name: Gauge(
                 f"{_PREFIX}layer_{name}",
-                f"{_GAUGES[name]}, last measured of a layer",
+                f"{_MEASURED[name]}, last measured of a layer",
                 [*labels, "layer"],
                 **newest,
             )
-            for name in LayerMeans._fields
+            for name in measured
         }
         self._dense_requests = Counter(
             f"{_PREFIX}dense_requests",
@@ -250,7 +272,7 @@ class _Series:
         """Count a request that stays dense."""
         self._dense_requests.labels(**self._labels, reason=reason).inc()
 
-    def set_recall(self, by_layer: Mapping[int, LayerMeans]) -> None:
+    def set_measured(self, by_layer: Mapping[int, Means]) -> None:
         """Set what was measured of some layers, and its mean over them."""
         self.add("recall_measurements", 1)
         for name, series in self._of_layers.items():

@@ -18,6 +18,7 @@ from torch import Tensor
 from cache_rank.config import CacheRankConfig
 from cache_rank.graphs import capture
 from cache_rank.operations import operations_for
+from cache_rank.protocol import Measured
 from sglang_ext.exchange.pinned_ring import Field, HostToDeviceRing
 from sglang_ext.exchange.slots import ExchangedRows, SlotBuffers
 from sglang_ext.lifecycle import Lifecycle, Phase, SparseSequence, prepare_requests
@@ -45,6 +46,7 @@ class StepPlan:
             in use after the step.
         sparse: the sparse requests.
         shipping: requests whose prompt is being shipped, and their length.
+        measured: whose selection is measured, if any is; see measured_steps.py.
     """
 
     step: int = 0
@@ -56,6 +58,7 @@ class StepPlan:
     unsettled: list[tuple[SparseSequence, int]] = dataclasses.field(default_factory=list)
     sparse: list[SparseSequence] = dataclasses.field(default_factory=list)
     shipping: list[tuple[SparseSequence, int]] = dataclasses.field(default_factory=list)
+    measured: Measured | None = None
 
 
 def _step_numbers(table: WorkingSetTable) -> HostToDeviceRing:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 
 from cache_rank.config import CacheRankConfig
-from cache_rank.protocol import Report
+from cache_rank.protocol import Measurement, Report
 from sglang_ext.exchange.connection import (
     START_SECONDS,
     CacheRankDownError,
@@ -36,6 +36,7 @@ class Supervisor:
         start_seconds: how long the last one took from spawn to open.
         on_report: called in the supervisor's thread with each report, the first when the cache rank
             comes up, and with None when it goes down.
+        on_measurement: called in the supervisor's thread with each measurement.
     """
 
     def __init__(self, name: str, placement: Placement, timeout: float) -> None:
@@ -47,6 +48,7 @@ class Supervisor:
         self._placement = placement
         self._timeout = timeout
         self.on_report: Callable[[Report | None], None] = lambda report: None
+        self.on_measurement: Callable[[Measurement], None] = lambda measurement: None
         self._config: CacheRankConfig | None = None
         self._configured = threading.Event()
         self._changed = threading.Condition()
@@ -101,7 +103,10 @@ class Supervisor:
                     return
                 connection.open(self._config)
                 self._publish(connection, time.monotonic() - started)
-                connection.watch(lambda report: self.on_report(report))
+                connection.watch(
+                    lambda report: self.on_report(report),
+                    lambda measurement: self.on_measurement(measurement),
+                )
             except Exception as error:  # whatever ended it, the rank is down and starts again
                 self._withdraw(connection, error)
             finally:

@@ -2,13 +2,17 @@
 
 A measured step takes one layer group of one request. It compares, for each layer and head,
 
-    recall              the tokens in the slots with the exact top k by the true query
+    recall              the tokens in the slots with the top k by the true query
     attention mass      the attention probability that the slots held
     query cosine        the prediction, made a step ago, with the true query
-    prediction overlap  the exact top k by both of these (AsyncSpade Fig. 5, with the shift)
-    overlap             the exact top k by the true query and by an earlier one (Eq. 1, Fig. 4)
+    prediction overlap  the top k by both of these (AsyncSpade Fig. 5, with the shift)
+    overlap             the top k by the true query and by an earlier one (Eq. 1, Fig. 4)
 
 The tokens that compete are those of the measured step every time, and k is the slots in use.
+
+`measure_recall` takes scores by whichever keys there are. The cache rank has them as its residency
+format holds them: the recall that it measures is called held, and says nothing of what the format
+costs. The inference rank may have them as they came.
 """
 
 from __future__ import annotations
@@ -24,29 +28,6 @@ from torch import Tensor
 from cache_rank.config import CacheRankConfig
 from cache_rank.copies import Readback
 from cache_rank.protocol import Measurement
-
-GOLDEN_RATIO = (5**0.5 - 1) / 2
-
-
-def measured_step(turn: int, interval: int) -> int:
-    """Number of the measured step that so many come before.
-
-    Of every `interval` steps one is measured, and not the same one each time: a text may repeat
-    itself, and so may how well its queries are predicted. Multiples of the golden ratio spread
-    evenly, and so does every n-th of them: those of one layer group and row.
-    """
-    return turn * interval + int(turn * GOLDEN_RATIO % 1 * interval)
-
-
-def measured_turn(step: int, interval: int) -> int | None:
-    """How many measured steps come before this one; None if it is none itself.
-
-    Args:
-        step: number of a step.
-        interval: see `measured_step`; 0 measures none.
-    """
-    turn = step // interval if interval else 0
-    return turn if interval and step == measured_step(turn, interval) else None
 
 
 def overlap_distances(window: int) -> tuple[int, ...]:
@@ -104,12 +85,40 @@ def _attention_mass(scores: Tensor, mirror: Tensor, candidates: range) -> Tensor
     return mass if mirror.shape[-1] else torch.full_like(mass, float("nan"))
 
 
-class _Waiting(NamedTuple):
-    """A measurement on its way to the host: (L, columns), see `RecallMeter.measure`."""
+class MeasuredStep(NamedTuple):
+    """What is measured.
+
+    Attributes:
+        epoch: the request's epoch.
+        number: number of the step.
+        position: position of the token being computed.
+        layers: the layers of the group.
+        wants_slots: whether the measurement says which tokens sat in the slots.
+    """
 
     epoch: int
+    number: int
+    position: int
     layers: range
+    wants_slots: bool
+
+
+class _Waiting(NamedTuple):
+    """A measurement on its way to the host.
+
+    Attributes:
+        step: what was measured.
+        values: (L, columns), see `RecallMeter.measure`.
+        slots: (L, Hkv, k) int32 where they are wanted; they are copied after the values.
+    """
+
+    step: MeasuredStep
     values: Readback
+    slots: Readback | None
+
+    @property
+    def is_ready(self) -> bool:
+        return (self.slots or self.values).value() is not None
 
 
 class RecallMeter:
@@ -127,23 +136,19 @@ class RecallMeter:
 
     def measure(
         self,
-        epoch: int,
-        position: int,
-        layers: range,
+        step: MeasuredStep,
         mirror: Tensor,
         queries: Tensor,
         predicted: Tensor,
         query_ring: Tensor,
         score: Callable[[Tensor], Tensor],
     ) -> None:
-        """Measure one request's step at `position`, before its token is appended.
+        """Measure one request's step, before its token is appended.
 
         Nothing waits for the device.
 
         Args:
-            epoch: the request's epoch.
-            position: position of the token being computed.
-            layers: the layers of the group.
+            step: what is measured.
             mirror: (L, Hkv, k) integer, the tokens in the slots that the step uses; k at least 1.
             queries: (L, Hq, D), the true queries.
             predicted: (L, Hq, D) float32, the predictions of these queries.
@@ -152,6 +157,7 @@ class RecallMeter:
             score: exact scores (L, Hkv, >= position) float32 of the resident tokens by given
                 queries, valid until its next call.
         """
+        position = step.position
         candidates = self._config.candidates_after(position - 1)
         slots = mirror.shape[-1]
         queries = queries.float()
@@ -168,18 +174,34 @@ class RecallMeter:
         columns.append(torch.nn.functional.cosine_similarity(queries, predicted, dim=-1))
         values = Readback()
         values.start(torch.cat(columns, dim=-1))
-        self._waiting.append(_Waiting(epoch, layers, values))
+        tokens = Readback() if step.wants_slots else None
+        if tokens is not None:
+            tokens.start(mirror.to(torch.int32).contiguous())
+        self._waiting.append(_Waiting(step, values, tokens))
 
     def take(self) -> list[Measurement]:
         """Take the measurements that are on the host, oldest first."""
         taken = []
-        while self._waiting and (values := self._waiting[0].values.value()) is not None:
-            epoch, layers, _ = self._waiting.popleft()
-            kv_heads, distances = self._config.model.kv_heads, len(self._distances)
-            by_kv_head = values[:, : (3 + distances) * kv_heads].unflatten(-1, (-1, kv_heads))
-            recall, mass, prediction, *overlap = by_kv_head.transpose(0, 1).tolist()
-            cosine = values[:, (3 + distances) * kv_heads :].tolist()
-            taken.append(
-                Measurement(epoch, layers.start, recall, mass, cosine, prediction, overlap)
-            )
+        while self._waiting and self._waiting[0].is_ready:
+            taken.append(self._measurement(self._waiting.popleft()))
         return taken
+
+    def _measurement(self, waiting: _Waiting) -> Measurement:
+        step, values, slots = waiting.step, waiting.values.value(), None
+        assert values is not None
+        if waiting.slots is not None:
+            slots = waiting.slots.value()
+        kv_heads, distances = self._config.model.kv_heads, len(self._distances)
+        by_kv_head = values[:, : (3 + distances) * kv_heads].unflatten(-1, (-1, kv_heads))
+        recall, mass, prediction, *overlap = by_kv_head.transpose(0, 1).tolist()
+        return Measurement(
+            step.epoch,
+            step.number,
+            step.layers.start,
+            recall,
+            mass,
+            query_cosine=values[:, (3 + distances) * kv_heads :].tolist(),
+            prediction_overlap=prediction,
+            overlap=overlap,
+            slots=b"" if slots is None else slots.numpy().tobytes(),
+        )

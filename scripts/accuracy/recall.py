@@ -22,6 +22,12 @@ MAPS = {
     "attention_mass": ("attention mass", "KV head"),
     "query_cosine": ("cosine of prediction and query", "query head"),
 }
+HELD_MAPS = {
+    "held_recall": ("recall by held keys", "KV head"),
+    "held_attention_mass": ("attention mass by held keys", "KV head"),
+    "query_cosine": MAPS["query_cosine"],
+}
+"""These maps are drawn where nobody has the keys as they came."""
 MOST_NUMBERS = 16
 """The values of a map are written into its cells if it has no more than these."""
 
@@ -86,13 +92,14 @@ def title_of(state: dict[str, Any]) -> str:
 
 def draw_heads(measured: dict[str, Any]) -> Any:
     """Maps of layers and heads, all on one scale."""
-    values = {name: np.asarray(measured[name]) for name in MAPS}
+    maps = MAPS if "recall" in measured else HELD_MAPS
+    values = {name: np.asarray(measured[name]) for name in maps}
     layers = measured["layers"]
     widths = [value.shape[1] ** 0.5 for value in values.values()]
     size = (10, 2.4 + 0.15 * len(layers))
-    figure, panels = plots.panels(len(MAPS), size, width_ratios=widths)
+    figure, panels = plots.panels(len(maps), size, width_ratios=widths)
     for axes, (name, value) in zip(panels, values.items(), strict=True):
-        title, heads = MAPS[name]
+        title, heads = maps[name]
         image = axes.imshow(value, vmin=0, vmax=1, cmap="viridis", aspect="auto", origin="lower")
         axes.set_title(f"{title}, mean {value.mean():.3f}", fontsize=9)
         axes.set_xlabel(heads)

@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 from cache_rank.config import CacheRankConfig, Frame, Predictor
 from cache_rank.measure.recording import RECORD_VARIABLE, read_events
 from cache_rank.measure.timeline import Timeline
-from cache_rank.protocol import DownMessage, Row, UpMessage
+from cache_rank.protocol import DownMessage, Measured, Row, UpMessage
 from cache_rank.selector import Selector
 from scripts.accuracy.tasks.pointer_chase import make_chain
 from scripts.shared.models import BUNDLED, BUNDLED_FOLDER, model_config, model_shape
@@ -87,14 +87,15 @@ def replay(config: CacheRankConfig, events: list[dict[str, Any]]) -> Iterator[St
             selector.load(sequence, event["shipment"])
             continue
         for row in event["rows"]:
-            step = selector.begin_step(number, [Row(row["epoch"], row["position"])])
+            rows = [Row(row["epoch"], row["position"])]
+            step = selector.begin_step(number, rows, measured=Measured(0, 0, wants_slots=False))
             up.queries[0], up.keys[0], up.values[0] = row["queries"], row["keys"], row["values"]
             selector.append(step, 0, up)
             scores = selector.score(step, 0, timeline)
             selector.answer(step, 0, scores, down, timeline)
             selector.end_step(step)
             for measured in selector.recall.take():
-                by_head = (measured.recall, measured.attention_mass)
+                by_head = (measured.held_recall, measured.held_attention_mass)  # nothing is rounded
                 recall, mass = (float(torch.tensor(heads).mean()) for heads in by_head)
                 entering = (down.slots >= 0).sum(-1)
                 yield StepResult(recall, mass, float(entering.float().mean()), int(entering.max()))

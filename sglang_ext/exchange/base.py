@@ -13,7 +13,7 @@ from cache_rank.channels.transport import Pending
 from cache_rank.config import CacheRankConfig
 from cache_rank.measure.timeline import Span
 from cache_rank.operations import operations_for
-from cache_rank.protocol import End, Flush, Load, Row, Step, bulk_shape
+from cache_rank.protocol import End, Flush, Load, Measured, Row, Step, bulk_shape
 from sglang_ext.exchange.connection import Connection
 from sglang_ext.exchange.slots import ExchangedRows, SlotBuffers
 from sglang_ext.lifecycle import SparseSequence
@@ -107,7 +107,13 @@ class Exchange(ABC):
         """Whether the step waited long enough for answers to count as late."""
         return self.waited > LATE_SECONDS
 
-    def announce(self, step: int, rows: ExchangedRows, traced: bool = False) -> None:
+    def announce(
+        self,
+        step: int,
+        rows: ExchangedRows,
+        traced: bool = False,
+        measured: Measured | None = None,
+    ) -> None:
         """Tell the cache rank which requests a step exchanges, before its forward pass.
 
         Without requests, nothing is exchanged, and the answers to the step before are still
@@ -116,11 +122,18 @@ class Exchange(ABC):
         if rows:
             epochs = [sequence.epoch for sequence in rows.sequences]
             announced = list(map(Row, epochs, rows.positions))
-            self.connection.control.send(Step(step, announced, traced))
+            self.connection.control.send(Step(step, announced, traced, measured))
 
     @abstractmethod
     def finish_step(self) -> None:
         """End the step, whose forward pass has been computed, or on a GPU been queued."""
+
+    @abstractmethod
+    def queries(self, group: int, row: int) -> Tensor:
+        """Return a request's queries in the last step, (L, Hq, D); the next one overwrites them.
+
+        On a GPU they are there once the forward pass, which has been queued, is computed.
+        """
 
     @abstractmethod
     def spans(self) -> list[Span]:

@@ -23,7 +23,7 @@ from cache_rank.channels.link import Link, TransferBackend, make_rendezvous, tra
 from cache_rank.channels.transport import INFERENCE
 from cache_rank.config import CacheRankConfig
 from cache_rank.process import LINK_SECONDS, Launch
-from cache_rank.protocol import Open, Opened, Ready, Report, ToInferenceRank
+from cache_rank.protocol import Measurement, Open, Opened, Ready, Report, ToInferenceRank
 
 START_SECONDS = 120.0
 """A process must be ready within this time; importing torch on a busy machine takes most of it."""
@@ -142,8 +142,10 @@ class Connection:
             self._check_alive()
         raise CacheRankDownError(f"not {kind.__name__.lower()} within {START_SECONDS:.0f} s")
 
-    def watch(self, on_report: Callable[[Report], None]) -> None:
-        """Pass reports on until the process dies or stops.
+    def watch(
+        self, on_report: Callable[[Report], None], on_measurement: Callable[[Measurement], None]
+    ) -> None:
+        """Pass reports and measurements on until the process dies or stops.
 
         Raises:
             CacheRankDownError: why it ended.
@@ -152,6 +154,8 @@ class Connection:
             message = self._reports.receive(POLL_SECONDS)
             if isinstance(message, Report):
                 on_report(message)
+            elif isinstance(message, Measurement):
+                on_measurement(message)
             self._check_alive()
             self.check()
 

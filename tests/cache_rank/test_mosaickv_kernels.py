@@ -15,7 +15,7 @@ from cache_rank import operations, residency
 from cache_rank.config import ModelShape
 from cache_rank.measure.timeline import Timeline
 from cache_rank.pages import PAGE_TOKENS
-from cache_rank.protocol import DownMessage, Row, UpMessage
+from cache_rank.protocol import DownMessage, Measured, Row, UpMessage
 from cache_rank.selector import Selector
 
 ONE_LAYER = ModelShape(1, 3, 1, 8, "bfloat16", 8**-0.5)
@@ -216,7 +216,6 @@ class Selecting:
             delta_capacity=48,
             recent_tokens=16,
             query_window=16,
-            recall_interval=5,
         )
         memory = 12 * PAGE_TOKENS * residency.bytes_per_token(self.config)
         self.selector = Selector(self.config, device, residency.fixed_bytes(self.config) + memory)
@@ -247,7 +246,8 @@ class Selecting:
         self._steps += 1
         rows = [Row(sequence.epoch, sequence.tokens) for sequence in sequences]
         timeline = Timeline("", self._device)
-        step = self.selector.begin_step(self._steps, rows)
+        measured = Measured(self._steps % 2, 0, wants_slots=True) if self._steps % 5 == 0 else None
+        step = self.selector.begin_step(self._steps, rows, measured=measured)
         for group, layers in enumerate(config.groups):
             buffers = self._messages[group]
             up = UpMessage(config, len(layers), 2, buffers[0])

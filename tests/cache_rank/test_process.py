@@ -29,6 +29,7 @@ from cache_rank.protocol import (
     End,
     Flush,
     Load,
+    Measured,
     Measurement,
     Open,
     Report,
@@ -60,7 +61,11 @@ class Reports:
         with self._changed:
             self.latest = report
             self.downs += report is None
-            self.measurements += report.measurements if report else []
+            self._changed.notify_all()
+
+    def add(self, measurement: Measurement) -> None:
+        with self._changed:
+            self.measurements.append(measurement)
             self._changed.notify_all()
 
     def wait_for(self, condition: Callable[[Report], bool]) -> None:
@@ -81,6 +86,7 @@ class InferenceRank:
         self.reports = Reports()
         self.supervisor = Supervisor("cache rank of a test", placement, timeout)
         self.supervisor.on_report = self.reports
+        self.supervisor.on_measurement = self.reports.add
         self.connection = self.supervisor.open(config)
         self.refused = 0
         """How many messages the cache rank must have refused so far."""
@@ -110,10 +116,13 @@ class InferenceRank:
         return request
 
     def announce(self, rows: list[Row], step: int | None = None) -> None:
+        """Announce a step, which measures rows and groups in turn."""
         if step is None:
             self.last_step += 1
             step = self.last_step
-        self.connection.control.send(Step(step, rows))
+        turn, group = divmod(step, len(self.config.groups))
+        measured = Measured(turn % max(1, len(rows)), group, wants_slots=True)
+        self.connection.control.send(Step(step, rows, measured=measured))
 
     def exchange_group(self, layers: range, rows: int, tensors: Sequence[Any]) -> DownMessage:
         """Send a group's tensors and wait for its answer; `tensors` are those of `compute`."""
@@ -195,7 +204,6 @@ class Policy:
             selection_margin=4,
             delta_capacity=4,
             checksum=True,
-            recall_interval=4,
         )
 
 
@@ -250,11 +258,17 @@ def test_selections_equal_the_synchronous_reference_slot_by_slot(policy: Policy)
         measured = rank.reports.measurements
         assert {one.epoch for one in measured} == {1, 2, 3, 4}
         assert {one.first_layer for one in measured} == {layers.start for layers in config.groups}
+        assert [one.step for one in measured] == sorted({one.step for one in measured})
         for one in measured:
-            shares = torch.tensor([one.recall, one.attention_mass])
+            layers = len(one.held_recall)
+            slots = torch.frombuffer(bytearray(one.slots), dtype=torch.int32)
+            slots = slots.view(layers, config.model.kv_heads, -1)
+            assert 0 < slots.shape[-1] <= config.sparse_budget
+            assert slots.min() >= config.sink_tokens
+            shares = torch.tensor([one.held_recall, one.held_attention_mass])
             assert ((shares >= 0) & (shares <= 1 + 1e-6)).all()
             assert torch.tensor(one.query_cosine).abs().max() <= 1 + 1e-6
-        assert max(share for one in measured for heads in one.recall for share in heads) > 0
+        assert max(share for one in measured for heads in one.held_recall for share in heads) > 0
     finally:
         rank.close()
 

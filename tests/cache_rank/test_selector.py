@@ -18,17 +18,26 @@ from cache_rank import residency
 from cache_rank.config import CacheRankConfig, Frame, ModelShape, Predictor
 from cache_rank.measure.recall import (
     measure_recall,
-    measured_turn,
     overlap_distances,
     overlap_ratio,
 )
 from cache_rank.measure.timeline import Timeline
 from cache_rank.pages import PAGE_TOKENS, OutOfPagesError
-from cache_rank.protocol import NO_EPOCH, AnswerHeader, DownMessage, Row, UpMessage
+from cache_rank.protocol import (
+    NO_EPOCH,
+    AnswerHeader,
+    DownMessage,
+    Measured,
+    Measurement,
+    Row,
+    UpMessage,
+)
 from cache_rank.selector import Selector
 
 CPU = torch.device("cpu")
 PAGES = 12
+FIRST = Measured(0, 0, wants_slots=False)
+"""A step measures its first row in its first group."""
 
 
 class Served:
@@ -54,12 +63,16 @@ class Served:
         return request
 
     def exchange(
-        self, rows: Sequence[Row], tensors: Sequence[Any], refused: Collection[int] = ()
+        self,
+        rows: Sequence[Row],
+        tensors: Sequence[Any],
+        refused: Collection[int] = (),
+        measured: Measured | None = None,
     ) -> list[DownMessage]:
         """One step; `tensors` are those of `Request.compute`, one entry a row."""
         config, selector, answers = self.config, self.selector, []
         self.steps += 1
-        step = selector.begin_step(self.steps, rows, refused)
+        step = selector.begin_step(self.steps, rows, refused, measured)
         for group, layers in enumerate(config.groups):
             size = UpMessage.size(config, len(layers), len(rows))
             buffer = torch.zeros(size, dtype=torch.uint8, device=self._device)
@@ -78,10 +91,11 @@ class Served:
         selector.end_step(step)
         return answers
 
-    def decode(self, requests: Sequence[Request]) -> None:
+    def decode(self, requests: Sequence[Request], measured: Measured | None = None) -> None:
         """One step of some requests, whose answers must be those of the reference."""
         tensors = [request.compute() for request in requests]
-        answers = self.exchange([row_of(request) for request in requests], tensors)
+        rows = [row_of(request) for request in requests]
+        answers = self.exchange(rows, tensors, measured=measured)
         for index, (request, computed) in enumerate(zip(requests, tensors, strict=True)):
             request.choose(*computed)
             self.check(request, index, answers)
@@ -194,7 +208,7 @@ def vars_of(sequence: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("place", [0, 1, 2])
 def test_a_refused_row_changes_nothing(place: int) -> None:
-    served = Served(small_config(checksum=True, recall_interval=1))
+    served = Served(small_config(checksum=True))
     bystander = served.arrive(1, 40)
     requests = [served.arrive(2, 30), served.arrive(3, 280)]
     served.decode([bystander, *requests])
@@ -208,7 +222,8 @@ def test_a_refused_row_changes_nothing(place: int) -> None:
         garbage = tuple(torch.full_like(part, float("nan")) for part in tensors[0])
         rows.insert(place, bad)
         tensors.insert(place, garbage)
-        answers = served.exchange(rows, tensors, refused={place})
+        measured = Measured(place, 0, wants_slots=True)
+        answers = served.exchange(rows, tensors, refused={place}, measured=measured)
         assert_refused(answers, place)
         del tensors[place]
         live = [index for index in range(3) if index != place]
@@ -221,10 +236,13 @@ def test_a_refused_row_changes_nothing(place: int) -> None:
 
 
 def test_a_step_may_have_refused_rows_only() -> None:
-    served = Served(small_config(recall_interval=1))
+    served = Served(small_config())
     request = served.arrive(1, 40)
+    for _ in range(8):
+        served.decode([request])
     overflow = int(served.selector.overflow)
-    answers = served.exchange([row_of(request)] * 2, [request.compute()] * 2, refused=[0, 1])
+    rows, tensors = [row_of(request)] * 2, [request.compute()] * 2
+    answers = served.exchange(rows, tensors, refused=[0, 1], measured=FIRST)
     for row in range(2):
         assert_refused(answers, row)
     assert int(served.selector.overflow) == overflow
@@ -399,24 +417,34 @@ def measure_by_hand(
     )
 
 
+def shares_of(found: Measurement) -> Tensor:
+    """Recall and attention mass, (2, L, Hkv)."""
+    return torch.tensor([found.held_recall, found.held_attention_mass])
+
+
 @pytest.mark.parametrize(("predictor", "frame"), [("last", "pre"), ("ridge", "post")])
-def test_groups_and_rows_are_measured_in_turn(predictor: Predictor, frame: Frame) -> None:
-    config = small_config(
-        with_rotary(GQA), recall_interval=2, query_predictor=predictor, query_frame=frame
-    )
+def test_the_row_and_group_that_a_step_names_is_measured(
+    predictor: Predictor, frame: Frame
+) -> None:
+    config = small_config(with_rotary(GQA), query_predictor=predictor, query_frame=frame)
     served = Served(config)
     requests = [served.arrive(1, 50), served.arrive(2, 70)]
     measured = set()
     for exchanged in range(16):
         tensors = [request.compute() for request in requests]
         expected = None
-        turn = measured_turn(served.steps + 1, interval=2)
+        asked = None
+        if exchanged % 3:
+            asked = Measured(exchanged // 2 % 2, exchanged % 2, wants_slots=exchanged % 2 == 0)
         # The window is full, and the slots are: the request is sparse.
-        if turn is not None and exchanged > config.query_window:
-            row, layers = turn // 2 % 2, config.groups[turn % 2]
+        if asked is not None and exchanged > config.query_window:
+            row, layers = asked.row, config.groups[asked.group]
             expected = measure_by_hand(requests[row], layers, tensors[row][0])
+            sequence = served.selector.sequences[requests[row].epoch]
+            mirror = served.selector.mirror(sequence, layers).clone()
             measured.add((requests[row].epoch, layers.start))
-        answers = served.exchange([row_of(request) for request in requests], tensors)
+        rows = [row_of(request) for request in requests]
+        answers = served.exchange(rows, tensors, measured=asked)
         for index, (request, computed) in enumerate(zip(requests, tensors, strict=True)):
             request.choose(*computed)
             served.check(request, index, answers)
@@ -426,17 +454,21 @@ def test_groups_and_rows_are_measured_in_turn(predictor: Predictor, frame: Frame
             continue
         (found,) = taken
         assert (found.epoch, found.first_layer) == (requests[row].epoch, layers.start)
+        assert found.step == served.steps
+        assert asked is not None
+        # The slots that the step used: what is selected in it is for the next one.
+        assert found.slots == (mirror.numpy().tobytes() if asked.wants_slots else b"")
         shares, cosines, prediction, overlap = expected
         # The order of summation may differ with the strides of a score buffer.
-        torch.testing.assert_close(torch.tensor([found.recall, found.attention_mass]), shares)
+        torch.testing.assert_close(shares_of(found), shares)
         torch.testing.assert_close(torch.tensor(found.query_cosine), cosines)
         assert torch.tensor(found.prediction_overlap).equal(prediction)
         assert torch.tensor(found.overlap).equal(overlap)
     assert measured == {(epoch, layers.start) for epoch in (1, 2) for layers in config.groups}
 
 
-def test_recall_is_exact_whatever_selection_scores_by() -> None:
-    config = small_config(score_keys="fp8", recall_interval=1, layers_per_group=3)
+def test_recall_is_by_the_keys_that_are_held_whatever_selection_scores_by() -> None:
+    config = small_config(score_keys="fp8", layers_per_group=3)
     served = Served(config)
     request = served.arrive(1, 60)
     measured = 0
@@ -452,47 +484,50 @@ def test_recall_is_exact_whatever_selection_scores_by() -> None:
         keys = 1 + keys / 100
         mirror = served.selector.mirror(sequence, layers)[..., : sequence.filled].clone()
         resident = torch.stack(request.reference.keys)
-        served.exchange([row_of(request)], [(queries, keys, values)])
+        served.exchange([row_of(request)], [(queries, keys, values)], measured=FIRST)
         for found in served.selector.recall.take():
             measured += 1
             scores = score_tokens(queries, resident, config.model.scale)
             expected = measure_recall(scores, mirror, config, request.position)
-            torch.testing.assert_close(torch.tensor([found.recall, found.attention_mass]), expected)
+            torch.testing.assert_close(shares_of(found), expected)
         request.choose(queries, keys, values)
     assert measured == 8 - config.query_window - 1
 
 
 def test_a_request_that_is_not_sparse_yet_is_not_measured() -> None:
-    config = small_config(recall_interval=1, layers_per_group=3, query_window=2, delta_capacity=2)
+    config = small_config(layers_per_group=3, query_window=2, delta_capacity=2)
     served = Served(config)
     # One has nothing to select; the other has a full window one step before full slots.
     for epoch, prompt in ((1, 1), (2, 50)):
         request = served.arrive(epoch, prompt)
         for _ in range(4):
-            served.decode([request])
+            served.decode([request], FIRST)
         assert served.selector.recall.take() == []
     assert request.filled == config.sparse_budget
-    served.decode([request])
+    served.decode([request], FIRST)
     assert len(served.selector.recall.take()) == 1
 
 
-def test_nothing_is_measured_at_interval_zero() -> None:
-    served = Served(small_config(recall_interval=0))
+@pytest.mark.parametrize("asked", [None, Measured(1, 0, True), Measured(0, 2, True)])
+def test_nothing_is_measured_unasked_nor_of_rows_and_groups_that_are_not_there(
+    asked: Measured | None,
+) -> None:
+    served = Served(small_config())
     request = served.arrive(1, 50)
     for _ in range(8):
-        served.decode([request])
-    assert served.selector.recall.take() == []
+        served.decode([request], asked)
+    assert served.selector.recall.waiting == 0
 
 
 def test_measuring_changes_no_selection() -> None:
-    served = Served(small_config(recall_interval=1, checksum=True))
+    served = Served(small_config(checksum=True))
     requests = [served.arrive(1, 50), served.arrive(2, PAGE_TOKENS - 2)]
-    for _ in range(10):
-        served.decode(requests)
+    for step in range(10):
+        served.decode(requests, Measured(step % 2, step % 2, wants_slots=True))
     taken = served.selector.recall.take()
     assert len(taken) == 5
     for found in taken:
-        shares = torch.tensor([found.recall, found.attention_mass])
+        shares = shares_of(found)
         assert ((shares > 0) & (shares <= 1 + 1e-6)).all()
 
 
@@ -506,15 +541,16 @@ def test_a_gpu_measures_what_a_cpu_measures(predictor: Predictor) -> None:
         query_frame="pre",
         sparse_budget=64,
         delta_capacity=64,
-        recall_interval=2,
     )
     taken = []
     for device in (CPU, torch.device("cuda")):
         served = Served(config, device=device)
         requests = [served.arrive(1, 500), served.arrive(2, 300)]
-        for _ in range(30):
+        for step in range(30):
             tensors = [request.compute() for request in requests]
-            served.exchange([row_of(request) for request in requests], tensors)
+            rows = [row_of(request) for request in requests]
+            measured = Measured(step // 2 % 2, step % 2, wants_slots=True)
+            served.exchange(rows, tensors, measured=measured)
             for request in requests:
                 request.position += 1
         if device.type == "cuda":
@@ -525,7 +561,8 @@ def test_a_gpu_measures_what_a_cpu_measures(predictor: Predictor) -> None:
         assert (found.epoch, found.first_layer) == (expected.epoch, expected.first_layer)
         cosines = torch.tensor(found.query_cosine) - torch.tensor(expected.query_cosine)
         assert cosines.abs().max() < 1e-3
-        for name in ("recall", "attention_mass", "prediction_overlap", "overlap"):
+        assert len(found.slots) == len(expected.slots) > 0
+        for name in ("held_recall", "held_attention_mass", "prediction_overlap", "overlap"):
             shares = torch.tensor(getattr(found, name)) - torch.tensor(getattr(expected, name))
             # Scores are rounded otherwise, so that a few of 64 tokens may be others.
             assert shares.abs().max() < 0.08, name

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from cache_rank import rank
 from cache_rank.config import CacheRankConfig, ModelShape
-from cache_rank.protocol import Load, Open, Row, Step, UpMessage
+from cache_rank.protocol import Load, Measured, Open, Row, Step, UpMessage
 
 MODEL = ModelShape(5, query_heads=8, kv_heads=2, head_dim=64, dtype="bfloat16", scale=64**-0.5)
 MEMORY_BYTES = 1 << 30
@@ -78,7 +78,8 @@ def test_no_step_compiles_a_kernel(policy: dict[str, Any], monkeypatch: pytest.M
         for _ in range(24):
             number += 1
             rows = [Row(epoch, position) for epoch, position in positions.items()]
-            assert opened.step(Step(number, rows)) is None
+            measured = Measured(number % len(rows), number % len(config.groups), wants_slots=True)
+            assert opened.step(Step(number, rows, measured=measured)) is None
             positions = {epoch: position + 1 for epoch, position in positions.items()}
     torch.cuda.synchronize()
     assert opened.selector.recall.waiting > 20

@@ -86,6 +86,8 @@ def test_a_request_may_stay_dense(server: Server) -> None:
         "recall_measurements": 0,
         "recall": None,
         "attention_mass": None,
+        "held_recall": None,
+        "held_attention_mass": None,
     }
     refused = server.post(
         "/generate",

@@ -14,6 +14,7 @@ from scripts.shared.serving import Server
 pytestmark = pytest.mark.xdist_group("bundled server")
 
 CHAIN = make_chain(seed=7, facts=128, hops=80)
+MEASURED = ("recall", "attention_mass", "held_recall", "held_attention_mass", "query_cosine")
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +58,8 @@ def test_the_response_reports_its_sparse_steps(client: OpenAI) -> None:
     assert statistics["recall_measurements"] > 0
     assert 0 < statistics["recall"] <= 1
     assert 0 < statistics["attention_mass"] <= 1 + 1e-6
+    for name in ("recall", "attention_mass"):
+        assert statistics[f"held_{name}"] == pytest.approx(statistics[name], abs=2e-3)
 
 
 def test_a_request_may_ask_to_stay_dense(client: OpenAI) -> None:
@@ -104,9 +107,9 @@ def test_metrics_are_exported_under_their_names(server: Server, client: OpenAI) 
     }
     for name, value in expected.items():
         assert samples[f"sglang_cache_rank_{name}"] == value
-    layer = [f"layer_{name}" for name in ("recall", "attention_mass", "query_cosine")]
-    measured = ("recall", "attention_mass", "query_cosine", "recall_measurements_total", *layer)
-    for name in ("tokens_shipped_total", "step_wait_seconds_count", *measured):
+    measured = [f"{layer}{name}" for name in MEASURED for layer in ("", "layer_")]
+    counts = ("tokens_shipped_total", "step_wait_seconds_count", "recall_measurements_total")
+    for name in (*counts, *measured):
         assert samples[f"sglang_cache_rank_{name}"] > 0
     for name in ("delta_overflow_total", "step_wait_seconds_sum"):
         assert samples[f"sglang_cache_rank_{name}"] >= 0
@@ -129,5 +132,10 @@ def test_recall_is_shown_by_layer_and_head(server: Server, client: OpenAI) -> No
         assert 0 < share <= 1
     for cosine in cosines:
         assert 0 < cosine <= 1
-    for name in ("recall", "attention_mass", "query_cosine"):
+    # This format rounds nothing: what it holds are the keys as they came.
+    for name in ("recall", "attention_mass"):
+        assert by_head[f"held_{name}"] == [
+            pytest.approx(heads, abs=2e-3) for heads in by_head[name]
+        ]
+    for name in MEASURED:
         assert server.metrics()[f"sglang_cache_rank_{name}"] == pytest.approx(state[name])

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from cache_rank.config import CacheRankConfig, ModelShape
 from cache_rank.protocol import Measurement
@@ -18,10 +19,13 @@ from sglang_ext.recall import RecallStatistics
 pytest.importorskip("matplotlib")
 
 
-def server_info(layers: int, kv_heads: int, measured: bool = True) -> dict[str, Any]:
+def server_info(
+    layers: int, kv_heads: int, measured: bool = True, has_true_keys: bool = True
+) -> dict[str, Any]:
     """The `/server_info` of a server whose layers recall all the better the deeper they are."""
     model = ModelShape(layers, 2 * kv_heads, kv_heads, 8, "float32", 1.0)
-    statistics = RecallStatistics(CacheRankConfig(model, query_window=8), first_layer=1)
+    config = CacheRankConfig(model, query_window=8)
+    statistics = RecallStatistics(config, first_layer=1, has_true_keys=has_true_keys)
 
     def heads(scale: float, count: int = kv_heads) -> list[list[float]]:
         return [
@@ -32,7 +36,9 @@ def server_info(layers: int, kv_heads: int, measured: bool = True) -> dict[str, 
     cosines = heads(0.99, 2 * kv_heads)
     overlaps = [heads(1 / distance) for distance in (1, 2, 4, 8)]
     if measured:
-        statistics.add(Measurement(1, 0, heads(1), heads(0.9), cosines, heads(0.8), overlaps))
+        held = Measurement(1, 30, 0, heads(1), heads(0.9), cosines, heads(0.8), overlaps)
+        true_shares = torch.tensor([heads(0.7), heads(0.6)]) if has_true_keys else None
+        statistics.add(held, true_shares)
     return {
         **dict.fromkeys(SETTINGS, 0),
         "model_path": "/models/Some-8B",
@@ -79,6 +85,19 @@ def test_it_draws_maps_and_curves_and_keeps_what_they_are_drawn_from(
     assert main(["recall", "--file", str(out / "recall.json"), "--output", str(again)]) == 0
     for path in out.iterdir():
         assert (again / path.name).read_bytes() == path.read_bytes()
+
+
+@pytest.mark.parametrize("has_true_keys", [True, False])
+def test_recall_by_held_keys_is_drawn_under_its_name_where_there_is_no_other(
+    tmp_path: Path, has_true_keys: bool
+) -> None:
+    info = server_info(1, 2, has_true_keys=has_true_keys)
+    out = tmp_path / "out"
+    assert main(["recall", "--file", str(saved(tmp_path, info)), "--output", str(out)]) == 0
+    text = (out / "recall-heads.svg").read_text()
+    for name in ("recall", "attention mass"):
+        assert (f"<!-- {name}, mean" in text) == has_true_keys
+        assert (f"<!-- {name} by held keys, mean" in text) == (not has_true_keys)
 
 
 def test_a_server_that_measured_nothing_is_told_what_it_takes(

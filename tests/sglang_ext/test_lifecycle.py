@@ -19,7 +19,7 @@ from sglang_ext.lifecycle import (
     SparseSequence,
     prepare_requests,
 )
-from sglang_ext.recall import MeasuredRequest
+from sglang_ext.recall import Means
 from sglang_ext.working_set import Reserve
 
 THRESHOLD = 12
@@ -403,19 +403,28 @@ def test_statistics_travel_in_the_order_of_their_fields() -> None:
 def test_measurements_reach_the_request_of_their_epoch_while_it_lives() -> None:
     lifecycle, _ = lifecycle_with()
     first, second = (lifecycle.begin(request_on(slot)) for slot in (1, 2))
-    lifecycle.note_measured([])
     lifecycle.end(2)
-    assert first.statistics.recall is None
-    measured = [
-        MeasuredRequest(first.epoch, 0.5, 0.75),
-        MeasuredRequest(second.epoch, 0.1, 0.1),
-        MeasuredRequest(first.epoch, 1.0, 0.25),
-        MeasuredRequest(first.epoch, 0.0, 0.5),
-    ]
-    lifecycle.note_measured(measured[:2])
-    assert (first.statistics.recall, first.statistics.attention_mass) == (0.5, 0.75)
-    lifecycle.note_measured(measured[2:])
-    assert first.statistics.recall_measurements == 3
-    assert first.statistics.recall == pytest.approx(0.5)
-    assert first.statistics.attention_mass == pytest.approx(0.5)
+    statistics = first.statistics
+    assert statistics.recall is None
+    lifecycle.note_measured(first.epoch, Means(0.5, 0.75, 0.625, 0.875, 1.0))
+    lifecycle.note_measured(second.epoch, Means(0.1, 0.1, 0.1, 0.1, 0.1))
+    assert (statistics.recall, statistics.attention_mass) == (0.5, 0.75)
+    assert (statistics.held_recall, statistics.held_attention_mass) == (0.625, 0.875)
+    lifecycle.note_measured(first.epoch, Means(1.0, 0.25, 1.0, 0.125, 1.0))
+    lifecycle.note_measured(first.epoch, Means(0.0, 0.5, 0.25, 0.5, 1.0))
+    assert statistics.recall_measurements == 3
+    assert statistics.recall == pytest.approx(0.5)
+    assert statistics.attention_mass == pytest.approx(0.5)
+    assert statistics.held_recall == pytest.approx(0.625)
+    assert statistics.held_attention_mass == pytest.approx(0.5)
     assert second.statistics == RequestStatistics(dense_reason="shipping")
+
+
+def test_what_nobody_measures_stays_unknown() -> None:
+    lifecycle, _ = lifecycle_with()
+    sequence = lifecycle.begin(request_on(1))
+    lifecycle.note_measured(sequence.epoch, Means(None, None, 0.5, 0.75, 1.0))
+    statistics = sequence.statistics
+    assert (statistics.recall, statistics.attention_mass) == (None, None)
+    assert (statistics.held_recall, statistics.held_attention_mass) == (0.5, 0.75)
+    assert statistics.recall_measurements == 1

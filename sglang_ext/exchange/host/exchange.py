@@ -6,6 +6,7 @@ from torch import Tensor
 
 from cache_rank.config import CacheRankConfig
 from cache_rank.measure.timeline import Span
+from cache_rank.protocol import Measured
 from sglang_ext.exchange.base import Exchange
 from sglang_ext.exchange.connection import Connection
 from sglang_ext.exchange.host.gate import HostGate
@@ -29,10 +30,16 @@ class HostExchange(Exchange):
         self._rows = ExchangedRows()
         gate.open(self._transfers)
 
-    def announce(self, step: int, rows: ExchangedRows, traced: bool = False) -> None:
+    def announce(
+        self,
+        step: int,
+        rows: ExchangedRows,
+        traced: bool = False,
+        measured: Measured | None = None,
+    ) -> None:
         self._rows = rows
         self._transfers.prepare(step, rows, traced)
-        super().announce(step, rows, traced)
+        super().announce(step, rows, traced, measured)
 
     def finish_step(self) -> None:
         """Account for what the forward pass has sent and received.
@@ -48,6 +55,9 @@ class HostExchange(Exchange):
             raise self._gate.failure
         if self._rows:
             self._count_messages(self._transfers.messages.nbytes(len(self._rows)))
+
+    def queries(self, group: int, row: int) -> Tensor:
+        return self._transfers.messages.of(len(self._rows))[group].up.queries[row]
 
     def spans(self) -> list[Span]:
         return self._transfers.take_spans()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import struct
+
 import pytest
 import torch
 from cache_rank_kernels.score.reference import score_tokens
@@ -11,9 +13,9 @@ from torch import Tensor
 
 from cache_rank.config import CacheRankConfig
 from cache_rank.measure.recall import (
+    MeasuredStep,
     RecallMeter,
     measure_recall,
-    measured_turn,
     overlap_distances,
     overlap_ratio,
 )
@@ -142,34 +144,6 @@ def test_measuring_changes_nothing() -> None:
     assert torch.equal(slots, before[1])
 
 
-@pytest.mark.parametrize("interval", [1, 2, 7, 64])
-def test_one_step_of_each_interval_is_measured(interval: int) -> None:
-    turns = [measured_turn(step, interval) for step in range(50 * interval)]
-    for turn in range(50):
-        within = turns[turn * interval : (turn + 1) * interval]
-        assert within.count(turn) == 1
-        assert within.count(None) == interval - 1
-    assert turns[0] == 0  # which the process warms up by
-
-
-def test_no_step_is_measured_at_interval_zero() -> None:
-    assert [measured_turn(step, 0) for step in range(10)] == [None] * 10
-
-
-@pytest.mark.parametrize("period", [2, 3, 4, 8])
-@pytest.mark.parametrize("groups", [1, 2, 3, 6])
-def test_every_group_sees_all_of_a_text_that_repeats_itself(period: int, groups: int) -> None:
-    interval = 8
-    seen = torch.zeros(groups, period)
-    for step in range(400 * groups * interval):
-        turn = measured_turn(step, interval)
-        if turn is not None:
-            seen[turn % groups, step % period] += 1
-    assert (seen.sum(1) == 400).all()
-    # 8 places of an interval cannot be shared out evenly among 3 places of a period.
-    assert (seen / 400 - 1 / period).abs().max() < (0.1 if period == 3 else 0.02)
-
-
 @pytest.mark.parametrize(
     ("window", "distances"), [(1, (1,)), (2, (1, 2)), (7, (1, 2, 4)), (16, (1, 2, 4, 8, 16))]
 )
@@ -195,9 +169,7 @@ def test_a_measured_step_equals_counting_by_hand(model: str) -> None:
     held = [7, 2, 30, 11]
     meter = RecallMeter(config)
     meter.measure(
-        5,
-        TOKENS,
-        layers,
+        MeasuredStep(5, 11, TOKENS, layers, wants_slots=True),
         slots_of(config, 2, held),
         queries,
         predicted,
@@ -206,7 +178,8 @@ def test_a_measured_step_equals_counting_by_hand(model: str) -> None:
     )
     assert meter.waiting == 1
     (measured,) = meter.take()
-    assert (measured.epoch, measured.first_layer) == (5, 1)
+    assert (measured.epoch, measured.step, measured.first_layer) == (5, 11, 1)
+    assert measured.slots == struct.pack("<4i", *held) * 2 * shape.kv_heads
 
     def chosen(layer: int, query: Tensor, head: int) -> set[int]:
         return set(ranking_by_hand(config, keys[layers[layer]], query)[head][0][: len(held)])
@@ -214,8 +187,8 @@ def test_a_measured_step_equals_counting_by_hand(model: str) -> None:
     for layer in range(2):
         expected = by_hand(config, keys[layers[layer]], queries[layer], held)
         for head, (recall, mass) in enumerate(expected):
-            assert measured.recall[layer][head] == pytest.approx(recall, rel=1e-6)
-            assert measured.attention_mass[layer][head] == pytest.approx(mass, rel=1e-4)
+            assert measured.held_recall[layer][head] == pytest.approx(recall, rel=1e-6)
+            assert measured.held_attention_mass[layer][head] == pytest.approx(mass, rel=1e-4)
             true = chosen(layer, queries[layer], head)
             shared = len(true & chosen(layer, predicted[layer], head)) / len(held)
             assert measured.prediction_overlap[layer][head] == shared
@@ -236,12 +209,10 @@ def test_measurements_are_taken_once_and_in_order() -> None:
     meter = RecallMeter(config)
     keys = random_keys(config)
     ring = torch.randn(3, config.model.query_heads, 5, config.model.head_dim)
-    for epoch, layers in ((3, range(2)), (1, range(2, 3)), (3, range(2))):
+    for step, (epoch, layers) in enumerate(((3, range(2)), (1, range(2, 3)), (3, range(2)))):
         queries = random_queries(config, len(layers))
         meter.measure(
-            epoch,
-            TOKENS,
-            layers,
+            MeasuredStep(epoch, step, TOKENS, layers, wants_slots=False),
             slots_of(config, len(layers), [4, 9]),
             queries,
             queries,
@@ -251,7 +222,9 @@ def test_measurements_are_taken_once_and_in_order() -> None:
             ),
         )
     taken = meter.take()
-    assert [(one.epoch, one.first_layer) for one in taken] == [(3, 0), (1, 2), (3, 0)]
+    found = [(one.step, one.epoch, one.first_layer) for one in taken]
+    assert found == [(0, 3, 0), (1, 1, 2), (2, 3, 0)]
+    assert {one.slots for one in taken} == {b""}  # nobody asked
     for measured in taken:
         # The prediction was right.
         assert all(overlap == 1 for heads in measured.prediction_overlap for overlap in heads)
