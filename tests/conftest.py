@@ -11,8 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from filelock import FileLock
 from hypothesis import settings
 
+from scripts.language.fetching import fetch
+from scripts.shared.models import fetched_folder
 from scripts.shared.serving import stop_on_sigterm
 
 stop_on_sigterm()
@@ -35,6 +38,7 @@ settings.load_profile("default")  # `--hypothesis-profile thorough` takes the ot
 
 
 LONGEST_FIRST = [
+    "test_language_model",
     "test_dense_equivalence",  # with test_baseline_modes, which takes plain SGLang as well
     "test_baseline_modes",
     "test_server",  # with test_accuracy and test_benchmark, of the bundled model
@@ -53,6 +57,16 @@ LONGEST_FIRST = [
 def device() -> torch.device:
     """Kernels run on this machine's GPU, or on the CPU in Triton's interpreter."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture(scope="session")
+def language_model() -> Path:
+    """The folder of SmolLM2-135M-Instruct, which is fetched where it is missing."""
+    folder = fetched_folder("smollm2")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder.with_suffix(".lock")):
+        fetch("smollm2", folder)
+    return folder
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

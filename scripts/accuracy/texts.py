@@ -1,111 +1,106 @@
-"""Long texts of several kinds that every installation of SGLang has: files of its dependencies.
+"""Texts that a language model reads: files of installed packages, read where they are installed.
 
-    name, text = read_text("optics")
-    name, text = read_text("notes/my-own-text.txt")
-
-They are read where pip installed them, and nothing of them is copied here. A text is another one
-when its package has another version, so results should keep `sha256_of` what was read. Each has
-over 7,200 tokens of SmolLM2, and was written by people: its beginning is neither generated nor one
-passage again and again.
+They are files of what SGLang requires, most of them of versions that it pins. Nothing is copied;
+what was read is named by its hash. All were written by people, and their beginnings are neither
+generated nor one passage again and again.
 """
 
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
+import msgspec
 
-@dataclass(frozen=True)
-class Text:
-    """A file of an installed package."""
+
+class Text(msgspec.Struct, frozen=True):
+    """A text.
+
+    Attributes:
+        name: names it in reports.
+        kind: what sort of text it is.
+        path: below site-packages, where `*` stands for a version; without a package, a file.
+        package: the distribution that has installed it, as pip calls it, or empty.
+    """
 
     name: str
     kind: str
-    package: str
-    """The distribution that installs it, as pip calls it."""
     path: str
-    """Below site-packages; `*` stands for a version."""
+    package: str = ""
 
-    def file(self) -> Path:
-        """Where it is installed.
+    def read(self) -> str:
+        """The whole text.
 
         Raises:
-            ValueError: the package is not installed, or its version has no such file.
+            ValueError: there is no such file, or it is empty or not in UTF-8.
         """
+        path = self._locate()
         try:
-            root = Path(str(metadata.distribution(self.package).locate_file("")))
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"text {self.name}: cannot read {path}: {error}") from None
+        if not text.strip():
+            raise ValueError(f"text {self.name}: {path} is empty")
+        return text
+
+    @property
+    def sha256(self) -> str:
+        """The hash of the text in UTF-8."""
+        return hashlib.sha256(self.read().encode()).hexdigest()
+
+    def _locate(self) -> Path:
+        if not self.package:
+            return Path(self.path)
+        try:
+            distribution = metadata.distribution(self.package)
         except metadata.PackageNotFoundError:
             raise ValueError(
-                f"text {self.name!r} is a file of {self.package}, which is not installed: "
-                "install it, or name another text or a file"
+                f"text {self.name}: {self.package} is not installed; install it, or name a file"
             ) from None
-        files = sorted(root.glob(self.path))
+        files = sorted(Path(str(distribution.locate_file(""))).glob(self.path))
         if not files:
-            version = metadata.version(self.package)
             raise ValueError(
-                f"text {self.name!r}: {self.package} {version} has no {self.path}: "
-                "name another text or a file"
+                f"text {self.name}: {self.package} {distribution.version} has no {self.path}; "
+                "name another text, or a file"
             )
         return files[0]
 
 
-_ALL = (
-    # Newton's treatise, with which a library tests its decompressor
-    Text(
-        "optics",
-        "prose",
-        "apache-tvm-ffi",
-        "tvm_ffi/3rdparty/libbacktrace/Isaac.Newton-Opticks.txt",
-    ),
-    Text("definitions", "dictionary", "timm", "timm/data/_info/imagenet_synset_to_definition.txt"),
-    Text(
-        "cuda-licence",
-        "licence",
-        "nvidia-cuda-runtime",
-        "nvidia_cuda_runtime-*.dist-info/licenses/License.txt",
-    ),
-    Text("regex-manual", "manual", "regex", "regex-*.dist-info/METADATA"),
-    Text("progress-manual", "manual", "tqdm", "tqdm-*.dist-info/METADATA"),
-    Text("image-models", "release notes", "timm", "timm-*.dist-info/METADATA"),
-    Text("tensor-reference", "reference", "torch", "torch/_torch_docs.py"),
-    Text("generation", "Python", "transformers", "transformers/generation/utils.py"),
-    Text("distributions", "Python", "scipy", "scipy/stats/_distn_infrastructure.py"),
-    Text("bindings", "C++", "torch", "torch/include/pybind11/pybind11.h"),
-    Text(
-        "attention-kernel",
-        "CUDA",
-        "torch",
-        "torch/include/ATen/native/transformers/cuda/mem_eff_attention/kernel_forward.h",
-    ),
-    Text("derivatives", "YAML", "torch", "torchgen/packaged/autograd/derivatives.yaml"),
-    Text("graph-breaks", "JSON", "torch", "torch/_dynamo/graph_break_registry.json"),
-)
-TEXTS = {text.name: text for text in _ALL}
-"""All of them, by name."""
+_OPTICKS = "tvm_ffi/3rdparty/libbacktrace/Isaac.Newton-Opticks.txt"
+_DEFINITIONS = "timm/data/_info/imagenet_synset_to_definition.txt"
+_LICENCE = "nvidia_cublas-*.dist-info/licenses/License.txt"
+_TRANSFORMER = "torch/nn/modules/transformer.py"
+_KERNEL = "torch/include/ATen/native/transformers/cuda/mem_eff_attention/kernel_forward.h"
+
+TEXTS = {
+    text.name: text
+    for text in (
+        Text("opticks", "prose of 1704", _OPTICKS, "apache-tvm-ffi"),
+        Text("definitions", "dictionary", _DEFINITIONS, "timm"),
+        Text("image-models", "release notes", "timm-*.dist-info/METADATA", "timm"),
+        Text("regex", "documentation", "regex-*.dist-info/METADATA", "regex"),
+        Text("cuda-licence", "contract", _LICENCE, "nvidia-cublas"),
+        Text("transformer", "Python, half of it documentation", _TRANSFORMER, "torch"),
+        Text("distributions", "Python", "scipy/stats/_distn_infrastructure.py", "scipy"),
+        Text("special-functions", "C++", "torch/include/ATen/native/Math.h", "torch"),
+        Text("tensors", "reference", "torch/_torch_docs.py", "torch"),
+        Text("attention-kernel", "CUDA", _KERNEL, "torch"),
+        Text("derivatives", "YAML", "torchgen/packaged/autograd/derivatives.yaml", "torch"),
+        Text("graph-breaks", "JSON", "torch/_dynamo/graph_break_registry.json", "torch"),
+    )
+}
+"""Each has 12,000 tokens of SmolLM2 or more."""
 
 
-def read_text(name_or_path: str | Path) -> tuple[str, str]:
-    """The name and the whole of a text: one of `TEXTS`, or a file of the reader's own.
+def find_text(name: str) -> Text:
+    """A text of TEXTS by its name, or a file by its path.
 
     Raises:
-        ValueError: there is no such text or file, or it is empty or not in UTF-8.
+        ValueError: there is neither; names the texts that there are.
     """
-    name = str(name_or_path)
     if name in TEXTS:
-        file = TEXTS[name].file()
-    elif not (file := Path(name)).is_file():
+        return TEXTS[name]
+    if not Path(name).is_file():
         raise ValueError(f"no text {name!r}: a file, or one of {', '.join(TEXTS)}")
-    try:
-        text = file.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"text {name!r}: {file} is not in UTF-8: {error.reason}") from None
-    if not text.strip():
-        raise ValueError(f"text {name!r}: {file} is empty")
-    return name, text
-
-
-def sha256_of(text: str) -> str:
-    """The SHA-256 of a text in UTF-8, as `sha256sum` gives it for a file with Unix line ends."""
-    return hashlib.sha256(text.encode()).hexdigest()
+    return Text(Path(name).stem, Path(name).suffix.lstrip(".") or "file", name)

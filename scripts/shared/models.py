@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,11 +21,18 @@ MODEL_SHAPES = _SCRIPTS / "speed" / "model_shapes"
 NAMED = (_SCRIPTS / "accuracy" / "models", MODEL_SHAPES)
 
 
+def fetched_folder(model: str) -> Path:
+    """Where `scripts.fetch_model` writes a model that is not told where."""
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache) / "sglang-cache-rank" / model
+
+
 def folder_of(model: str) -> Path:
-    """The folder of a model: `bundled`, a name in a folder of NAMED, or itself a folder."""
+    """The folder of a model: `bundled`, a name in NAMED or of a fetched one, or itself a folder."""
     if model == BUNDLED:
         return BUNDLED_FOLDER
-    return next((path / model for path in NAMED if (path / model).is_dir()), Path(model))
+    named = (*(path / model for path in NAMED), fetched_folder(model))
+    return next((path for path in named if path.is_dir()), Path(model))
 
 
 @functools.cache

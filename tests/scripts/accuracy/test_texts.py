@@ -1,4 +1,4 @@
-"""The texts of packages are there, differ, and are read whole; what is not there is said."""
+"""Texts of installed packages, and files."""
 
 from __future__ import annotations
 
@@ -10,84 +10,76 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from transformers import AutoTokenizer
 
-from scripts.accuracy.texts import TEXTS, Text, read_text, sha256_of
+from scripts.accuracy.texts import TEXTS, Text, find_text
 
 
-def test_there_are_many_kinds() -> None:
+def test_there_are_texts_of_several_kinds() -> None:
     assert len(TEXTS) >= 10
     assert len({text.kind for text in TEXTS.values()}) >= 8
-    assert all(name == text.name for name, text in TEXTS.items())
-    assert len({text.file() for text in TEXTS.values()}) == len(TEXTS)
+    assert len({text.sha256 for text in TEXTS.values()}) == len(TEXTS)
 
 
-@pytest.mark.parametrize("name", TEXTS)
-def test_a_text_is_its_file(name: str) -> None:
-    read_name, text = read_text(name)
-    assert read_name == name
-    content = TEXTS[name].file().read_bytes().replace(b"\r\n", b"\n")
-    assert sha256_of(text) == hashlib.sha256(content).hexdigest()
+@pytest.mark.parametrize("name", list(TEXTS))
+def test_a_text_is_installed_and_does_not_repeat_itself(name: str) -> None:
+    """The start of a text compresses to some third; one passage again and again, to far less."""
+    text = find_text(name).read()
+    start = text[:32_768].encode()
+    assert len(zlib.compress(start, 9)) > len(start) / 6
+    assert find_text(name).sha256 == hashlib.sha256(text.encode()).hexdigest()
 
 
-@pytest.mark.parametrize("name", TEXTS)
-def test_a_text_does_not_repeat_itself(name: str) -> None:
-    """Plain text compresses to a third or a quarter; a passage again and again, to much less."""
-    beginning = read_text(name)[1][:32768].encode()
-    assert len(zlib.compress(beginning, 9)) > len(beginning) / 6
+@pytest.mark.language_model
+def test_every_text_fills_the_context(language_model: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(language_model)
+    for name, text in TEXTS.items():
+        # As many characters as 12,000 tokens may have; some texts have half a million tokens.
+        assert len(tokenizer(text.read()[:100_000])["input_ids"]) >= 12_000, name
 
 
 def test_packages_come_with_sglang() -> None:
-    """Every package is one that SGLang requires, or that one of those requires, and so on."""
+    """SGLang requires each package, or what it requires does, and so on."""
     required, new = set[str](), {"sglang"}
     while new:
         required |= new
-        lines = [line for name in new for line in requirements(name)]
-        new = {canonicalize_name(Requirement(line).name) for line in lines} - required
+        new = {other for name in new for other in requirements(name)} - required
     assert {canonicalize_name(text.package) for text in TEXTS.values()} <= required
 
 
-def requirements(package: str) -> list[str]:
-    """What an installed package requires here; nothing of one that this machine does not need."""
+def requirements(package: str) -> set[str]:
+    """What a package requires on this machine; nothing if this machine does without it."""
     try:
-        lines = metadata.requires(package) or []
+        wanted = [Requirement(line) for line in metadata.requires(package) or []]
     except metadata.PackageNotFoundError:
-        return []
-    # The CUDA toolkit names its libraries in extras.
-    extras = ["cudart"] if package == "cuda-toolkit" else [""]
-    return [
-        line
-        for line in lines
-        if (marker := Requirement(line).marker) is None
-        or any(marker.evaluate({"extra": extra}) for extra in extras)
-    ]
+        return set()
+    extra = {"extra": "cublas" if package == "cuda-toolkit" else ""}
+    return {
+        canonicalize_name(one.name)
+        for one in wanted
+        if one.marker is None or one.marker.evaluate(extra)
+    }
 
 
-def test_own_file_is_named_by_its_path(tmp_path: Path) -> None:
-    file = tmp_path / "notes.txt"
-    file.write_text("Grüße\n", encoding="utf-8")
-    assert read_text(file) == (str(file), "Grüße\n")
-    assert sha256_of("Grüße\n") == hashlib.sha256(file.read_bytes()).hexdigest()
+def test_a_file_is_a_text(tmp_path: Path) -> None:
+    path = tmp_path / "story.txt"
+    path.write_text("Once.")
+    text = find_text(str(path))
+    assert (text.name, text.kind, text.read()) == ("story", "txt", "Once.")
 
 
-def test_unknown_name_lists_what_there_is() -> None:
-    with pytest.raises(
-        ValueError, match=r"no text 'optiks': a file, or one of optics, .*graph-breaks"
-    ):
-        read_text("optiks")
+def test_what_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="or one of opticks"):
+        find_text("nothing")
+    with pytest.raises(ValueError, match="no-such-package is not installed"):
+        Text("a", "b", "c", "no-such-package").read()
+    with pytest.raises(ValueError, match=r"torch 2\S+ has no no/such\.txt"):
+        Text("a", "b", "no/such.txt", "torch").read()
 
 
-def test_unreadable_file_is_refused(tmp_path: Path) -> None:
-    file = tmp_path / "notes.txt"
-    file.write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ValueError, match=r"notes.txt is not in UTF-8"):
-        read_text(file)
-    file.write_bytes(b" \n")
-    with pytest.raises(ValueError, match=r"notes.txt is empty"):
-        read_text(file)
-
-
-def test_missing_file_names_its_package() -> None:
-    with pytest.raises(ValueError, match=r"torch 2\S* has no torch/gone.md"):
-        Text("gone", "prose", "torch", "torch/gone.md").file()
-    with pytest.raises(ValueError, match=r"file of no-such-package, which is not installed"):
-        Text("gone", "prose", "no-such-package", "gone.md").file()
+@pytest.mark.parametrize(("content", "reason"), [(b"\xff\xfe\x00", "utf-8"), (b" \n", "is empty")])
+def test_a_file_that_is_no_text_is_refused(tmp_path: Path, content: bytes, reason: str) -> None:
+    path = tmp_path / "binary"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=reason):
+        find_text(str(path)).read()
