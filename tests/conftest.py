@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from filelock import FileLock
 from hypothesis import settings
 
 from scripts.language.fetching import fetch
@@ -63,9 +62,7 @@ def device() -> torch.device:
 def language_model() -> Path:
     """The folder of SmolLM2-135M-Instruct, which is fetched where it is missing."""
     folder = fetched_folder("smollm2")
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(folder.with_suffix(".lock")):
-        fetch("smollm2", folder)
+    fetch("smollm2", folder)
     return folder
 
 
