@@ -71,7 +71,10 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
     options = parser.parse_args(argv)
     preset = PRESETS[options.preset]
     options.model = options.model or preset.model
-    name = folder_of(options.model).name
+    try:
+        name = folder_of(options.model).name
+    except ValueError as error:
+        parser.error(f"--model {error}")
     if name != folder_of(preset.model).name and not (options.task or options.dials):
         # Recipes import transformers, which only this needs.
         from scripts.accuracy.training.recipes import RECIPES

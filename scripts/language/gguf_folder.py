@@ -17,6 +17,7 @@ from gguf import GGUFReader
 from gguf.quants import dequantize
 from numpy.typing import NDArray
 from safetensors.torch import save_file
+from tqdm import tqdm
 
 LAYER_TENSORS = {
     "attn_norm": "input_layernorm",
@@ -41,8 +42,13 @@ CONTROL_TOKEN = 3
 """GGUF's type of a token that no text contains."""
 
 
-def write_folder(gguf: Path, folder: Path) -> None:
-    """Write config.json, model.safetensors (float32), the tokenizer and the chat template.
+def write_folder(gguf: Path, folder: Path, dtype: torch.dtype = torch.float32) -> None:
+    """Write config.json, model.safetensors, the tokenizer and the chat template.
+
+    Args:
+        gguf: the file.
+        folder: is made, with its parents.
+        dtype: of the weights; what GGUF holds in 4 bits has no exact value in bfloat16.
 
     Raises:
         ValueError: the file is not of a Llama model with a byte-level tokenizer.
@@ -53,15 +59,15 @@ def write_folder(gguf: Path, folder: Path) -> None:
     if kinds != ("llama", "gpt2"):
         raise ValueError(f"{gguf}: has architecture and tokenizer {kinds}, not ('llama', 'gpt2')")
     folder.mkdir(parents=True, exist_ok=True)
-    config = model_config(fields)
+    config = {**model_config(fields), "dtype": str(dtype).removeprefix("torch.")}
     tensors = {}
-    for tensor in reader.tensors:
+    for tensor in tqdm(reader.tensors, "dequantize", unit="tensor", disable=None):
         name, weights = tensor.name, dequantize(tensor.data, tensor.tensor_type)
         if name.endswith(("attn_q.weight", "attn_k.weight")):
             query = name.endswith("attn_q.weight")
             heads = config["num_attention_heads" if query else "num_key_value_heads"]
             weights = split_halves(weights, heads)
-        tensors[tensor_name(name)] = torch.from_numpy(np.array(weights, np.float32))
+        tensors[tensor_name(name)] = torch.from_numpy(np.array(weights, np.float32)).to(dtype)
     config["tie_word_embeddings"] = "lm_head.weight" not in tensors
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     generation = {name: config[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")}

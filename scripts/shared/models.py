@@ -20,6 +20,18 @@ MODEL_SHAPES = _SCRIPTS / "speed" / "model_shapes"
 
 NAMED = (_SCRIPTS / "accuracy" / "models", MODEL_SHAPES)
 
+FETCHED = {
+    "smollm2": "python -m scripts.fetch_model smollm2",
+    "smollm2-bfloat16": "python -m scripts.fetch_model smollm2 --dtype bfloat16",
+}
+"""Models that are not in this repository, and what brings each."""
+
+
+def fetched_folder(model: str) -> Path:
+    """Where `scripts.fetch_model` writes a model that is not told where."""
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache) / "sglang-cache-rank" / model
+
 
 def fetched_folder(model: str) -> Path:
     """Where `scripts.fetch_model` writes a model that is not told where."""
@@ -28,7 +40,18 @@ def fetched_folder(model: str) -> Path:
 
 
 def folder_of(model: str) -> Path:
-    """The folder of a model: `bundled`, a name in NAMED or of a fetched one, or itself a folder."""
+    """The folder of a model: `bundled`, a name in NAMED or FETCHED, or itself a folder.
+
+    Raises:
+        ValueError: it has to be fetched first; says how.
+    """
+    folder = _find_folder(model)
+    if model in FETCHED and not folder.is_dir():
+        raise ValueError(f"{model} is not here yet; fetch it: {FETCHED[model]}")
+    return folder
+
+
+def _find_folder(model: str) -> Path:
     if model == BUNDLED:
         return BUNDLED_FOLDER
     named = (*(path / model for path in NAMED), fetched_folder(model))
@@ -38,7 +61,7 @@ def folder_of(model: str) -> Path:
 @functools.cache
 def find_config(model: str) -> dict[str, Any] | None:
     """The config.json of a model, or None if it has no folder here."""
-    path = folder_of(model) / "config.json"
+    path = _find_folder(model) / "config.json"
     config: dict[str, Any] | None = json.loads(path.read_text()) if path.is_file() else None
     return config
 
@@ -49,9 +72,9 @@ def model_config(model: str) -> dict[str, Any]:
     Raises:
         ValueError: there is none; names the models that there are.
     """
-    config = find_config(model)
+    config = find_config(str(folder_of(model)))
     if config is None:
-        names = sorted(path.name for path in MODEL_SHAPES.iterdir())
+        names = [*sorted(path.name for path in MODEL_SHAPES.iterdir()), *FETCHED]
         raise ValueError(f"no model {model!r}: a folder, {BUNDLED}, or {', '.join(names)}")
     return config
 

