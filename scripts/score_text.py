@@ -25,12 +25,14 @@ from scripts.accuracy.texts import TEXTS, find_text
 from scripts.language.scoring import score
 from scripts.shared.command import make_parser
 from scripts.shared.machine import visible_gpus
-from scripts.shared.models import find_config
+from scripts.shared.models import model_config
 from scripts.shared.serving import ServerError, stop_on_sigterm
 from scripts.shared.systems import DENSE, parse_assignments
 
 SYSTEMS = (DENSE, "oracle", "quest", "window", "cache-rank")
 BUDGETS = (64, 128, 384)
+
+SCORED_TEXTS = tuple(TEXTS)[:8]
 
 POLICY: dict[str, Any] = {
     "sink_tokens": 4,
@@ -54,8 +56,8 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
     add("--out", type=Path, required=True, help="folder of the results")
     add("--model-path", "--model", dest="model", default="smollm2",
         help="a folder, or a model that fetch_model knows; default: %(default)s")  # fmt: skip
-    add("--text", nargs="+", default=list(TEXTS), metavar="FILE",
-        help=f"files, or names of {', '.join(TEXTS)}; default: these")  # fmt: skip
+    add("--text", nargs="+", default=list(SCORED_TEXTS), metavar="FILE",
+        help=f"files, or names of {', '.join(TEXTS)}; default: the first eight")  # fmt: skip
     add("--context", type=int, default=4096, help="tokens of each text; default: %(default)s")
     add("--tokens", type=int, help="last tokens, which count; default: 256, without a GPU 64")
     add("--warm-up", type=int, default=24,
@@ -85,8 +87,11 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
         options.texts = [find_text(name) for name in options.text]
     except ValueError as error:
         parser.error(str(error))
-    if not options.render and find_config(options.model) is None:
-        parser.error(f"--model-path {options.model}: has no config.json")
+    if not options.render:
+        try:
+            model_config(options.model)
+        except ValueError as error:
+            parser.error(f"--model-path: {error}")
     return options
 
 

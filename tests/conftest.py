@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from filelock import FileLock
 from hypothesis import settings
 
 from scripts.language.fetching import fetch

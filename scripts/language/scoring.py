@@ -40,7 +40,10 @@ DIGITS = 6
 ENVIRONMENT = {"CACHE_RANK_ALLOW_LARGE_BUDGET": "1"}
 """A budget above the length of the texts shows that nothing but the selection costs anything."""
 
-STATISTICS = ("recall", "attention_mass", "late_steps", "stale_steps")
+STATISTICS = (
+    *("recall", "attention_mass", "held_recall", "held_attention_mass"),
+    *("late_steps", "stale_steps"),
+)
 """The statistics of a response, fields of Score, that a cache rank adds."""
 
 
@@ -217,9 +220,9 @@ class Scoring:
 
 
 def layer_recall(server: Client) -> dict[int, LayerRecall]:
-    """What a server measured of its selections, by layer; empty where it measured nothing."""
-    measured = server.cache_rank().get("recall_by_head")
-    if not measured:
+    """What a server measured by true keys, by layer; empty where it measured nothing."""
+    measured = server.cache_rank().get("recall_by_head") or {}
+    if "recall" not in measured:
         return {}
     means = (np.mean(measured[name], axis=-1) for name in LayerRecall.__struct_fields__)
     return {

@@ -33,12 +33,6 @@ def fetched_folder(model: str) -> Path:
     return Path(cache) / "sglang-cache-rank" / model
 
 
-def fetched_folder(model: str) -> Path:
-    """Where `scripts.fetch_model` writes a model that is not told where."""
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(cache) / "sglang-cache-rank" / model
-
-
 def folder_of(model: str) -> Path:
     """The folder of a model: `bundled`, a name in NAMED or FETCHED, or itself a folder.
 

@@ -110,7 +110,7 @@ def test_a_request_turns_sparse_at_its_first_step_whatever_the_budget() -> None:
         ("--tokens 0", "must be at least 1"),
         ("--context 300", "--context must be longer"),
         ("--text nothing", "no text 'nothing'"),
-        ("--model-path nowhere", "has no config.json"),
+        ("--model-path nowhere", "--model-path: no model 'nowhere'"),
     ],
 )
 def test_wrong_options_are_refused(
