@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from scripts.language.fetching import fetch
+from scripts.language.fetching import FetchError, fetch
 from scripts.shared.models import fetched_folder
 from scripts.shared.serving import stop_on_sigterm
 
@@ -62,7 +62,10 @@ def device() -> torch.device:
 def language_model() -> Path:
     """The folder of SmolLM2-135M-Instruct, which is fetched where it is missing."""
     folder = fetched_folder("smollm2")
-    fetch("smollm2", folder)
+    try:
+        fetch("smollm2", folder)
+    except FetchError as error:
+        pytest.fail(str(error), pytrace=False)
     return folder
 
 
