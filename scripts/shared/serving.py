@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -20,6 +21,9 @@ import requests
 from scripts.shared.machine import ProcessTree
 
 START_SECONDS = 180
+
+PORTS = (10_000, 32_000)
+"""Servers listen on a port from the first to below the last of these."""
 
 PLAIN = (
     "--cache-rank-gpus 0 --device cpu --attention-backend torch_native --sampling-backend pytorch "
@@ -178,9 +182,16 @@ def stop_on_sigterm() -> None:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port that nobody listens on.
+
+    It is not one of those that the system hands out, which another server's connections could take
+    while this one starts.
+    """
+    while True:
+        port = random.SystemRandom().randrange(*PORTS)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def cache_rank_state(info: dict[str, Any]) -> dict[str, Any]:
