@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -64,14 +65,16 @@ def _line(
 
 
 def _by_position(cells: Sequence[Cell], title: str, out: Path) -> list[Path]:
-    budgets = sorted({cell.budget for cell in cells if cell.budget is not None})
+    counts = Counter(cell.budget for cell in cells if cell.budget is not None)
+    # A budget of one system alone has nothing beside it to be compared with.
+    budgets = sorted(budget for budget, count in counts.items() if count == max(counts.values()))
     if not budgets:
         return []
+    cells = [cell for cell in cells if cell.budget in budgets]
     figure, axes = plots.panels(len(budgets), (1 + 3.2 * len(budgets), 3.6), sharey=True)
     systems = list(dict.fromkeys(cell.system for cell in cells))
     for cell in cells:
-        if cell.budget is None:
-            continue
+        assert cell.budget is not None
         shortest = min(len(score.kl_after_transition) for score in cell.scores)
         kl = np.mean([score.kl_after_transition[:shortest] for score in cell.scores], axis=0)
         window = np.ones(2 * SMOOTHING + 1)
@@ -88,7 +91,7 @@ def _by_position(cells: Sequence[Cell], title: str, out: Path) -> list[Path]:
 
 
 def _by_layer(run: Run, title: str, out: Path) -> list[Path]:
-    measured = {label: layers for label, layers in run.layers.items() if layers}
+    measured = {label: run.layers[label] for label in sorted(run.layers) if run.layers[label]}
     if not measured:
         return []
     figure, panels = plots.panels(2, (9, 3.6), sharey=True)
@@ -99,7 +102,8 @@ def _by_layer(run: Run, title: str, out: Path) -> list[Path]:
             axes.plot(list(layers), values, label=name, color=plots.colour(index), marker=".")
     for axes, name in zip(panels, ("recall", "attention mass"), strict=True):
         axes.set_ylim(0, 1)
-        plots.label(axes, f"{name}; {title}", "layer")
+        plots.label(axes, name, "layer")
+    figure.suptitle(title, fontsize=10)
     plots.legend(figure, panels)
     return plots.save(figure, out / "recall-layers")
 
