@@ -1,10 +1,12 @@
 """Compare residency formats: error, selection and throughput of each, with its options.
 
-    python -m scripts.compare_formats [--device cuda] [--recording FOLDER] [--out FOLDER]
+    python -m scripts.compare_formats [--model-path FOLDER --text FILE] [--device cuda]
 
-The keys and values are synthetic and have outlier channels (scripts/formats/synthetic.py), or are
-those of a model that was served with CACHE_RANK_RECORD=FOLDER. Without arguments it takes a quarter
-of a minute on two CPU cores; with `--device cuda` the default shape is larger. Writes formats.json,
+The keys and values are synthetic and have outlier channels (scripts/formats/synthetic.py). With
+`--model-path` they are those of a model: it is served, reads the beginning of the text, and
+continues it; the queries are those of the tokens that it decodes. With `--recording` they are those
+that a server with CACHE_RANK_RECORD=FOLDER recorded. Without arguments it takes a quarter of a
+minute on two CPU cores; with `--device cuda` the default shape is larger. Writes formats.json,
 formats.md and formats.png.
 """
 
@@ -17,10 +19,12 @@ from pathlib import Path
 
 import torch
 
+from cache_rank.config import DTYPES
 from cache_rank.residency import FORMATS
 from scripts.formats.comparison import compare_formats, make_sample
 from scripts.formats.report import markdown, write_comparison
 from scripts.shared.command import make_parser
+from scripts.shared.serving import stop_on_sigterm
 
 SIZES = ("tokens", "layers", "query_heads", "kv_heads", "budget", "rows")
 SHAPES = {"cpu": (4096, 2, 8, 2, 256, 1), "cuda": (32768, 6, 32, 8, 2048, 8)}
@@ -33,9 +37,13 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("--device", choices=list(SHAPES), default="cpu")
     add("--formats", default=",".join(FORMATS), help="separated by commas; default: all")
+    add("--model-path", type=Path, metavar="FOLDER", help="compare on what this model computes")
+    add("--text", type=Path, metavar="FILE", help="what the model reads")
     add("--recording", type=Path, metavar="FOLDER", help="compare on a recorded sequence")
-    add("--tokens", type=int, help="of the synthetic sequence")
-    add("--layers", type=int)
+    add("--only-layers", type=_numbers, metavar="LIST", help="of the model, such as 3,15,27")
+    add("--dtype", choices=list(DTYPES), help="round keys, values and queries to it")
+    add("--tokens", type=int, help="of the sequence, but for a recording; default: 4096 on a CPU")
+    add("--layers", type=int, help="of the synthetic sequence, as the next three")
     add("--query-heads", type=int)
     add("--kv-heads", type=int)
     add("--head-dim", type=int, default=128)
@@ -56,15 +64,24 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
     for name in ("tokens", "layers", "steps", "budget", "rows", "repeats"):
         if getattr(options, name) < 1:
             parser.error(f"--{name} must be at least 1")
+    if (options.model_path is None) != (options.text is None):
+        parser.error("--model-path and --text: give both, or neither")
+    if options.model_path and options.recording:
+        parser.error("--model-path records by itself: leave out --recording")
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: there is no GPU")
     return options
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",")]
 
 
 def main(argv: Sequence[str]) -> int:
     """Run; the exit status."""
     options = parse_options(argv)
     torch.set_grad_enabled(False)
+    stop_on_sigterm()
     try:
         sample = make_sample(options)
     except ValueError as error:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from cache_rank.config import CacheRankConfig, OptionValue
 from cache_rank.operations import operations_for
-from cache_rank.residency.options import Ranges, require_options
+from cache_rank.residency.options import Ranges, require_options, with_defaults
 from cache_rank.residency.scores import ScoreBuffers
 from cache_rank.step_rows import StepRows
 
@@ -28,7 +28,7 @@ class Residency(ABC):
     """The format is called so by `--kv-residency`."""
 
     options: ClassVar[Ranges] = {}
-    """These options may be given to the format."""
+    """These options may be given to the format; their defaults are stated here alone."""
 
     lossless: ClassVar[bool] = False
     """Tokens are read back as they came."""
@@ -45,6 +45,11 @@ class Residency(ABC):
                 with their ranges.
         """
         require_options(cls.name, options, cls.options)
+
+    @classmethod
+    def settings(cls, config: CacheRankConfig) -> dict[str, OptionValue]:
+        """All options, with the defaults of those that are not given."""
+        return with_defaults(config.kv_residency_options, cls.options)
 
     @classmethod
     @abstractmethod

@@ -1,4 +1,4 @@
-"""`hack`: codes of 2 or 4 bits that scores are computed on (HACK sections 5.2-5.3).
+"""`hack`: codes of 4 or 2 bits that scores are computed on (HACK sections 5.2-5.3).
 
 The newest, incomplete group of GROUP tokens is in full precision: that of values has to be, and its
 keys wait with it. Scores of the rest take the query in 8 bits, and no key is decoded for them. What
@@ -23,10 +23,10 @@ class HackResidency(CodedResidency):
 
     name: ClassVar[str] = "hack"
     options: ClassVar[Ranges] = {
-        "bits": OneOf((2, 4)),
-        "partition": OneOf((16, 32, 64)),
+        "bits": OneOf((4, 2)),
+        "partition": OneOf((64, 32, 16)),
         "rounding": OneOf(("nearest", "stochastic")),
-        "seed": Between(0, 65535),
+        "seed": Between(0, 65535, default=0),
     }
     group_tokens: ClassVar[int] = GROUP
 
@@ -39,9 +39,9 @@ class HackResidency(CodedResidency):
 
     @classmethod
     def codecs(cls, config: CacheRankConfig) -> tuple[Codec, Codec]:
-        options, dtype = config.kv_residency_options, config.model.torch_dtype
-        bits, partition = int(options.get("bits", 2)), int(options.get("partition", 64))
-        seed = int(options.get("seed", 0)) if options.get("rounding") == "stochastic" else None
+        options, dtype = cls.settings(config), config.model.torch_dtype
+        bits, partition = int(options["bits"]), int(options["partition"])
+        seed = int(options["seed"]) if options["rounding"] == "stochastic" else None
         return (
             HackCodec(True, dtype, bits, partition, seed),
             HackCodec(False, dtype, bits, partition, seed),

@@ -21,14 +21,13 @@ class LynxResidency(CodedResidency):
 
     name: ClassVar[str] = "lynx"
     options: ClassVar[Ranges] = {
-        "alpha": Between(0.01, 1000),
-        "reading": OneOf(("anchor", "full")),
+        "alpha": Between(0.01, 1000, default=DEFAULT_ALPHA),
+        "reading": OneOf(("full", "anchor")),
     }
     group_tokens: ClassVar[int] = PAGE
 
     @classmethod
     def codecs(cls, config: CacheRankConfig) -> tuple[Codec, Codec]:
-        options = config.kv_residency_options
-        alpha = float(options.get("alpha", DEFAULT_ALPHA))
-        codec = LynxCodec(alpha, scores_in_full=options.get("reading", "full") == "full")
+        options = cls.settings(config)
+        codec = LynxCodec(float(options["alpha"]), scores_in_full=options["reading"] == "full")
         return codec, codec

@@ -1,4 +1,4 @@
-"""Options of a residency format: which names there are, and which values."""
+"""Options of a residency format: which names there are, which values, and their defaults."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ class Between(NamedTuple):
 
     least: float
     most: float
+    default: float
 
     def accepts(self, value: OptionValue) -> bool:
         """Whether `value` is in the range."""
@@ -23,9 +24,13 @@ class Between(NamedTuple):
 
 
 class OneOf(NamedTuple):
-    """One of a few values."""
+    """One of a few values, the first of which is the default."""
 
     choices: tuple[OptionValue, ...]
+
+    @property
+    def default(self) -> OptionValue:
+        return self.choices[0]
 
     def accepts(self, value: OptionValue) -> bool:
         """Whether `value` is a choice."""
@@ -36,7 +41,12 @@ class OneOf(NamedTuple):
 
 
 Ranges = Mapping[str, Between | OneOf]
-"""The values that each option of a format may take."""
+"""The values that each option of a format may take, and its default."""
+
+
+def with_defaults(options: Mapping[str, OptionValue], allowed: Ranges) -> dict[str, OptionValue]:
+    """All options of a format: those that are given, and the defaults of the others."""
+    return {name: options.get(name, values.default) for name, values in allowed.items()}
 
 
 def require_options(format_name: str, options: Mapping[str, OptionValue], allowed: Ranges) -> None:

@@ -20,14 +20,14 @@ class QuantSpecResidency(CodedResidency):
     """Groups of GROUP tokens; the newest complete group stays in full precision."""
 
     name: ClassVar[str] = "quantspec"
-    options: ClassVar[Ranges] = {"reading": OneOf((4, 8))}
+    options: ClassVar[Ranges] = {"reading": OneOf((8, 4))}
     group_tokens: ClassVar[int] = GROUP
     full_groups: ClassVar[int] = 1
 
     @classmethod
     def codecs(cls, config: CacheRankConfig) -> tuple[Codec, Codec]:
         dtype = config.model.torch_dtype
-        bits = int(config.kv_residency_options.get("reading", 8))
+        bits = int(cls.settings(config)["reading"])
         return (
             QuantSpecCodec(per_channel=True, dtype=dtype, score_bits=bits),
             QuantSpecCodec(per_channel=False, dtype=dtype),

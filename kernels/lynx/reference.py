@@ -38,8 +38,11 @@ CHUNK = 32
 LEVELS = 120
 """A magnitude has this many levels beside 0."""
 
-DEFAULT_ALPHA = 3.0
-"""The α of the logarithmic scale, unless an option says another."""
+DEFAULT_ALPHA = 1.0
+"""The α of the logarithmic scale, unless an option says another: the paper gives none.
+
+With 1, anchors rank the keys of a language model better than with 2 or 3, and residuals leave no
+more error."""
 
 
 class LynxCodes(NamedTuple):

@@ -7,6 +7,7 @@ from argparse import Namespace
 import torch
 from tqdm import tqdm
 
+from cache_rank.config import DTYPES
 from cache_rank.pages import PAGE_TOKENS
 from scripts.formats.measurements import config_for, measure, variants
 from scripts.formats.quality import Exact, measure_uniform
@@ -22,7 +23,11 @@ def make_sample(options: Namespace) -> Sample:
     Raises:
         ValueError: it cannot be made or read, or is too short.
     """
-    if options.recording:
+    if options.model_path:
+        from scripts.formats.served import served_sample  # imports SGLang, which takes a while
+
+        sample = served_sample(options.model_path, options.text, options.tokens, options.steps)
+    elif options.recording:
         sample = read_recording(options.recording, options.steps)
     else:
         sample = synthetic_sample(
@@ -34,6 +39,9 @@ def make_sample(options: Namespace) -> Sample:
             options.head_dim,
             options.seed,
         )
+    if options.only_layers is not None:
+        sample = sample.only(options.only_layers)
+    sample = sample.to(torch.device(options.device), options.dtype and DTYPES[options.dtype])
     if sample.positions.start <= PAGE_TOKENS:
         raise ValueError(
             f"{sample.positions.start} tokens before the first query are too few: the newest "
@@ -46,7 +54,7 @@ def make_sample(options: Namespace) -> Sample:
             f"--budget {options.budget} selects all of the {candidates} tokens that compete; "
             "compare on a longer sequence, or give a smaller budget"
         )
-    return sample.to(torch.device(options.device))
+    return sample
 
 
 def compare_formats(options: Namespace, sample: Sample) -> Comparison:
@@ -64,7 +72,7 @@ def compare_formats(options: Namespace, sample: Sample) -> Comparison:
     return Comparison(
         command=[],
         machine=describe(visible_gpus() if options.device == "cuda" else []),
-        source=sample.source,
+        source=sample.describe(),
         tokens=sample.tokens,
         steps=sample.steps,
         budget=options.budget,

@@ -67,8 +67,9 @@ def variants(formats: Sequence[str], dtype: torch.dtype) -> list[Variant]:
         Variant("hack", {"bits": 2, "partition": 16}, key_bits=2),
         Variant("hack", {"bits": 2, "partition": 64, "rounding": "stochastic"}, key_bits=2),
         Variant("mosaickv", {}),
-        Variant("mosaickv", {"rate": 62.5}),
+        Variant("mosaickv", {"rate": 75}),
         Variant("mosaickv", {"rate": 87.5}),
+        Variant("mosaickv", {"dropped": 25, "block": "auto"}),  # as in the paper
     ]
     listed = {variant.format for variant in table}
     table += [Variant(name, {}) for name in FORMATS if name not in listed]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -43,9 +43,29 @@ class Sample(NamedTuple):
         """The positions of the tokens whose queries there are."""
         return range(self.tokens - self.steps, self.tokens)
 
-    def to(self, device: torch.device) -> Sample:
-        """The same on a device."""
-        keys, values, queries = (part.to(device) for part in self[:3])
+    def describe(self) -> str:
+        """The source and the shape, in a phrase."""
+        layers, kv_heads, tokens, head_dim = self.keys.shape
+        dtype = str(self.keys.dtype).removeprefix("torch.")
+        shape = f"{layers} layers, {kv_heads} KV heads of {head_dim}, {tokens} tokens, {dtype}"
+        return f"{self.source}: {shape}"
+
+    def to(self, device: torch.device, dtype: torch.dtype | None = None) -> Sample:
+        """The same on a device, and rounded to a dtype if one is given."""
+        keys, values, queries = (part.to(device, dtype) for part in self[:3])
+        return Sample(keys, values, queries, self.scale, self.source)
+
+    def only(self, layers: Sequence[int]) -> Sample:
+        """The same of some of the layers.
+
+        Raises:
+            ValueError: there is no such layer.
+        """
+        last = self.keys.shape[0] - 1
+        if missing := [layer for layer in layers if not 0 <= layer <= last]:
+            raise ValueError(f"no layer {', '.join(map(str, missing))}: there are 0 to {last}")
+        chosen = list(layers)
+        keys, values, queries = self.keys[chosen], self.values[chosen], self.queries[:, chosen]
         return Sample(keys, values, queries, self.scale, self.source)
 
 
@@ -76,8 +96,7 @@ def read_recording(folder: Path, steps: int) -> Sample:
     if not whole:
         raise ValueError(f"{folder}: holds no recorded decode step of every layer of a sequence")
     keys, values, queries = max(whole, key=lambda tensors: tensors[0].shape[2])
-    source = f"recording: {keys.shape[0]} layers, {keys.shape[2]} tokens"
-    return Sample(keys, values, queries[-steps:], keys.shape[-1] ** -0.5, source)
+    return Sample(keys, values, queries[-steps:], keys.shape[-1] ** -0.5, "recording")
 
 
 class _Part(NamedTuple):

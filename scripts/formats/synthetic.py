@@ -78,7 +78,7 @@ def synthetic_sample(
     strength = STRONGEST * FADING ** torch.arange(TARGETS - 1, -1, -1)  # the newest is last
     sought = torch.einsum("lhgsdt,t->slhgd", wanted.unfold(3, TARGETS, 1), strength)
     queries = sought.flatten(2, 3) + 0.5 * normal(steps, layers, query_heads, head_dim)
-    source = f"synthetic, outlier channels, seed {seed}: {layers} layers, {tokens} tokens"
+    source = f"synthetic, outlier channels, seed {seed}"
     return Sample(keys.to(dtype), values.to(dtype), queries.to(dtype), head_dim**-0.5, source)
 
 

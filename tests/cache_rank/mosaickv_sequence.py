@@ -23,7 +23,10 @@ from cache_rank.step_rows import StepRows
 CPU = torch.device("cpu")
 PAGES = 16
 DENSE: dict[str, Any] = {"rate": 0, "dropped": 0}
-SHORT: dict[str, Any] = {"segment": 512, "threshold": 20, "variance": 0.75}
+SHORT: dict[str, Any] = {
+    **{"segment": 512, "threshold": 20, "variance": 0.75},
+    **{"block": "auto", "dropped": 25},
+}
 """Segments of 128 to 512 tokens, some in blocks; their own strategies are due after 64 more."""
 WIDE = ModelShape(2, 4, 2, 64, "float32", 1 / 8)
 

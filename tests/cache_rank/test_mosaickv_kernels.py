@@ -164,7 +164,11 @@ def test_kernels_hold_the_same_bits_however_many_buffers_come_at_once(
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "options",
-    [{"threshold": 0}, {"threshold": 20, "rate": 0, "dropped": 0, "block": 1}],
+    [
+        {"threshold": 0},
+        {"threshold": 20, "rate": 0, "dropped": 0, "block": 1},
+        {"threshold": 20, "dropped": 0, "block": 1},  # the defaults of the format
+    ],
     ids=str,
 )
 def test_gpus_hold_and_say_what_cpus_do(options: dict[str, Any]) -> None:

@@ -48,8 +48,10 @@ from cache_rank.protocol import DownMessage, Row, UpMessage
 from cache_rank.residency.mosaickv import MosaicKVResidency
 from cache_rank.residency.mosaickv import segments as mosaickv_segments
 from cache_rank.residency.mosaickv.memory import BUFFER_TOKENS
+from cache_rank.residency.mosaickv.options import OPTIONS
 from cache_rank.residency.mosaickv.segments import OPENING_TOKENS, SegmentLengths
 from cache_rank.residency.mosaickv.strategy import Candidates, CompressedTokens, compress
+from cache_rank.residency.options import with_defaults
 from cache_rank.selector import Selector
 
 
@@ -70,7 +72,7 @@ class Expected:
     @classmethod
     def of(cls, held: Held) -> Expected:
         options, model = held.config.kv_residency_options, held.config.model
-        candidates = Candidates(options, model)
+        candidates = Candidates(with_defaults(options, OPTIONS), model)
         lengths = SegmentLengths(int(options["segment"]), float(options["threshold"]))
         count = held.resident // BUFFER_TOKENS * BUFFER_TOKENS
         ends: list[int] = []
@@ -334,7 +336,7 @@ def test_exact_scores_are_those_of_the_decoded_keys(count: int) -> None:
 def test_tokens_of_the_best_blocks_are_scored_and_others_keep_their_block(
     scored: int, wanted: int, options: dict[str, Any]
 ) -> None:
-    held = Held.whole(drifting(MHA, 1515), **SHORT, **options, scored=scored)
+    held = Held.whole(drifting(MHA, 1515), **{**SHORT, **options}, scored=scored)
     queries, found = held.queries(), held.score(held.queries())
     grouped = queries.unflatten(1, (MHA.kv_heads, -1))
     pages, store = torch.tensor(held.pages), held.residency._memory.store
@@ -397,6 +399,7 @@ def test_going_from_blocks_to_tokens_loses_few_of_the_tokens_that_matter() -> No
     tokens = torch.stack(weights, dim=3) @ basis + noise
 
     def recall(**options: Any) -> float:
+        options = {"block": "auto", "dropped": 25, **options}
         held = Held.whole(tokens, WIDE, segment=1024, **options)
         assert {strategy.block for strategy in held.strategies()} & {4, 8, 16}
         best = score_tokens(held.queries(), tokens[0], WIDE.scale).topk(64).indices
@@ -417,7 +420,7 @@ def test_the_highest_rate_and_the_largest_group_without_much_loss_are_chosen(
     basis = torch.randn((2, 2, directions, 64), generator=generator)
     tokens = torch.randn((2, 2, 512, directions), generator=generator) @ basis
     exact = tokens.double()
-    candidates = Candidates({"loss": 0.1}, WIDE)
+    candidates = Candidates(with_defaults({"loss": 0.1, "dropped": 25}, OPTIONS), WIDE)
     strategy = candidates.choose(tokens, candidates.rotations(exact.transpose(-1, -2) @ exact))
     assert (strategy.kept, strategy.group) == expected
     assert strategy.rotations.shape == (2, 2, 64, 48)
@@ -431,7 +434,7 @@ def test_the_largest_blocks_of_keys_that_are_alike_are_chosen(alike: int, block:
     keys = torch.randn((2, 1, 512 // alike, 64), generator=generator)
     tokens = keys.repeat_interleave(alike, dim=2).expand(2, 2, -1, -1)
     exact = tokens.double()
-    candidates = Candidates({"variance": 0.25}, WIDE)
+    candidates = Candidates(with_defaults({"variance": 0.25, "block": "auto"}, OPTIONS), WIDE)
     rotations = candidates.rotations(exact.transpose(-1, -2) @ exact)
     assert candidates.choose(tokens, rotations).block == block
 
@@ -439,7 +442,7 @@ def test_the_largest_blocks_of_keys_that_are_alike_are_chosen(alike: int, block:
 def test_the_loss_of_a_token_is_that_of_its_mean_vector() -> None:
     tokens = drifting(MHA, 64)[:, 0]
     exact = tokens.double()
-    candidates = Candidates({}, MHA)
+    candidates = Candidates(with_defaults({"block": "auto"}, OPTIONS), MHA)
     strategy = candidates.choose(tokens, candidates.rotations(exact.transpose(-1, -2) @ exact))
     found = compress(tokens, strategy)
     decoded = torch.stack(
@@ -553,9 +556,10 @@ def test_a_sequence_that_has_ended_leaves_its_strategies_to_others() -> None:
 @pytest.mark.parametrize(
     ("options", "of_vector"),
     [
-        ({}, 24 * 2 + 8),  # bitmaps are whole words
-        ({"rate": 75}, 16 * 2 + 8),
-        ({"rate": 75, "group": 4, "dropped": 0}, 16 * 2 + 4),
+        ({}, 24 * 2 + 8),
+        ({"dropped": 25}, 24 * 2 + 8),  # bitmaps are whole words
+        ({"rate": 75, "dropped": 25}, 16 * 2 + 8),
+        ({"rate": 75, "group": 4}, 16 * 2 + 4),
         (DENSE, 64 * 2 + 8),
     ],
 )
@@ -567,7 +571,7 @@ def test_a_token_takes_the_bytes_of_the_largest_candidate(
         model, kv_residency="mosaickv", kv_residency_options={**options, "block": 8}
     )
     heads = model.layers * model.kv_heads
-    channels = 64 if options.get("dropped") == 0 else 48
+    channels = 48 if options.get("dropped") else 64
     rotations = -(-heads * 2 * 64 * channels * 2 // 2048)
     assert (
         residency.bytes_per_token(config)
@@ -677,8 +681,8 @@ def test_selections_are_those_of_the_synchronous_reference_where_nothing_is_lost
         (
             {"rate": 50},
             "kv_residency_options rate=50: mosaickv takes rate auto or 0 or 62.5 or 75 or 87.5, "
-            "group auto or 1 or 2 or 4, block auto or 1 or 4 or 8 or 16, dropped from 0 to 75, "
-            "loss from 0 to 1, variance from 0 to 1, segment 512 or 1024 or 2048 or 4096 or 8192 "
+            "group auto or 1 or 2 or 4, block 1 or 4 or 8 or 16 or auto, dropped from 0 to 75, "
+            "loss from 0 to 1, variance from 0 to 1, segment 8192 or 512 or 1024 or 2048 or 4096 "
             "or 16384 or 32768 or 65536, threshold from 0 to 65536, scored from 0 to 100",
         ),
         ({"group": 3}, "group=3: mosaickv takes"),

@@ -50,7 +50,7 @@ def coded_tokens(name: str, resident: int) -> int:
 
 
 def decoded(
-    name: str, tokens: Tensor, is_keys: bool, fine: bool = True, alpha: float = 3
+    name: str, tokens: Tensor, is_keys: bool, fine: bool = True, alpha: float = 1
 ) -> Tensor:
     """What a format makes of (..., tokens, D), float32."""
     coded = coded_tokens(name, tokens.shape[-2])
@@ -62,9 +62,9 @@ def decoded(
         groups = lynx.decode_page(lynx.encode_page(pages, alpha), alpha, fine)
     elif name == "hack":
         if is_keys:
-            groups = hack.decode_keys(hack.encode_keys(complete, 2, 64), 2, 64)
+            groups = hack.decode_keys(hack.encode_keys(complete, 4, 64), 4, 64)
         else:
-            groups = hack.decode_values(hack.encode_values(complete, 2, 64), 2, 64)
+            groups = hack.decode_values(hack.encode_values(complete, 4, 64), 4, 64)
         return torch.cat((groups, rest.float()), dim=-2)
     else:
         encode = quantspec.encode_keys if is_keys else quantspec.encode_values
@@ -409,8 +409,8 @@ def test_a_token_takes_the_bytes_of_its_codes_and_of_what_they_are_relative_to(
         "lynx": elements + elements * 8 // 256 + elements * 4 // 32,
         # A byte an element; 2 bfloat16 a channel and group of keys, and a token of values.
         "quantspec": elements + heads * (head_dim * 4 // 128 + 4),
-        # 2 bits an element; 2 bfloat16 a partition of 64 elements, and of keys a byte.
-        "hack": elements // 4 + elements * 4 // 64 + elements // 2 // 64,
+        # 4 bits an element; 2 bfloat16 a partition of 64 elements, and of keys 2 bytes.
+        "hack": elements // 2 + elements * 4 // 64 + elements // 64,
     }
     rings_of = {"lynx": 256, "quantspec": 256, "hack": 64}
     for name, expected in by_name.items():
@@ -462,18 +462,18 @@ def test_what_decodes_beyond_the_range_of_the_dtype_stays_finite(name: str) -> N
         (
             "lynx",
             {"alpha": 0},
-            r"kv_residency_options alpha=0: lynx takes alpha from 0\.01 to 1000, reading anchor "
-            "or full",
+            r"kv_residency_options alpha=0: lynx takes alpha from 0\.01 to 1000, reading full "
+            "or anchor",
         ),
         ("lynx", {"alpha": "three"}, "alpha=three: lynx takes"),
         ("lynx", {"alpha": float("nan")}, "alpha=nan: lynx takes"),
         ("lynx", {"reading": 4}, "reading=4: lynx takes"),
-        ("quantspec", {"reading": 5}, "reading=5: quantspec takes reading 4 or 8"),
+        ("quantspec", {"reading": 5}, "reading=5: quantspec takes reading 8 or 4"),
         ("quantspec", {"group": 64}, "group=64: quantspec takes"),
         (
             "hack",
             {"bits": 3},
-            "bits=3: hack takes bits 2 or 4, partition 16 or 32 or 64, rounding nearest or "
+            "bits=3: hack takes bits 4 or 2, partition 64 or 32 or 16, rounding nearest or "
             "stochastic, seed from 0 to 65535",
         ),
         ("hack", {"seed": 0.5}, r"seed=0\.5: hack takes a whole number"),

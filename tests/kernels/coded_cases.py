@@ -12,7 +12,7 @@ import torch
 from cache_rank_kernels.append import reference as append
 from cache_rank_kernels.coded import reference
 from cache_rank_kernels.coded.reference import Codec, CodedTokens
-from cache_rank_kernels.lynx.reference import LynxCodec
+from cache_rank_kernels.lynx.reference import DEFAULT_ALPHA, LynxCodec
 from cache_rank_kernels.quantspec.reference import QuantSpecCodec
 from torch import Tensor
 
@@ -62,7 +62,7 @@ def quantspec(bits: int) -> Format:
     )
 
 
-def lynx(in_full: bool, alpha: float = 3.0) -> Format:
+def lynx(in_full: bool, alpha: float = DEFAULT_ALPHA) -> Format:
     codec = LynxCodec(alpha, scores_in_full=in_full)
     return Format(
         "lynx",

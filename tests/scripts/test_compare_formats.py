@@ -17,6 +17,7 @@ from scripts.compare_formats import main, parse_options
 from scripts.formats.comparison import compare_formats, make_sample
 from scripts.formats.quality import Measurement
 from scripts.formats.report import Comparison
+from scripts.shared.models import BUNDLED_FOLDER
 
 CPU = torch.device("cpu")
 TINY = "--tokens 600 --layers 1 --query-heads 4 --head-dim 32 --steps 2 --budget 32 --repeats 1"
@@ -123,6 +124,7 @@ def test_a_recording_is_compared_on(tmp_path: Path) -> None:
         ("--recording {folder}/other", "not an event of a recording"),
         ("--tokens 2000 --budget 4000", "smaller budget"),
         ("--tokens 200", "longer sequence"),
+        ("--tokens 600 --only-layers 1,2", "no layer 2: there are 0 to 1"),
         ("--head-dim 20", "multiple of"),
         ("--tokens 600 --query-heads 3", "multiple of"),
     ],
@@ -140,7 +142,53 @@ def test_bad_data_is_refused(
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("arguments", ["--formats bf16,int5", "--steps 0", "--formats ,"])
+@pytest.mark.thorough
+def test_a_served_model_is_compared_on(tmp_path: Path) -> None:
+    """The bundled model reads a file of this project, and its second layer is compared on."""
+    readme = Path(__file__).parents[2] / "README.md"
+    options = parse_options(
+        [
+            *("--model-path", str(BUNDLED_FOLDER), "--text", str(readme), "--only-layers", "1"),
+            *("--dtype", "bfloat16", "--tokens", "400", "--steps", "4", "--budget", "32"),
+            *("--formats", "bf16,quantspec", "--repeats", "1"),
+        ]
+    )
+    sample = make_sample(options)
+    assert sample.keys.shape == sample.values.shape == (1, 2, 400, 64)
+    assert sample.keys.dtype == sample.queries.dtype == torch.bfloat16
+    assert sample.steps == 4
+    assert sample.describe().startswith("README.md, as read by bundled_model: 1 layers")
+    found = compare_formats(options, sample)
+    assert line(found, "bf16").recall == 1
+    coarse = line(found, "quantspec", "reading=4").recall
+    assert coarse is not None
+    assert 0.5 < coarse <= 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--text {folder}/none", "none"),
+        ("--text {folder}/short", "3 tokens, and the sequence takes 488"),
+        ("--text {folder}/short --tokens 9000000", "bundled_model takes"),
+    ],
+)
+def test_a_text_that_cannot_be_read_is_refused(
+    arguments: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "short").write_text("a b")
+    words = ["--tokens", "500", "--steps", "4", *arguments.format(folder=tmp_path).split()]
+    assert main(["--model-path", str(BUNDLED_FOLDER), *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        *("--formats bf16,int5", "--steps 0", "--formats ,", "--only-layers one"),
+        *("--model-path folder", "--text file", "--model-path a --text b --recording c"),
+    ],
+)
 def test_bad_arguments_are_refused(arguments: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         parse_options(arguments.split())

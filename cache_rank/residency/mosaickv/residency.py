@@ -23,9 +23,10 @@ from cache_rank.config import CacheRankConfig
 from cache_rank.copies import upload
 from cache_rank.residency.base import Residency
 from cache_rank.residency.mosaickv.memory import MemorySizes, PackedMemory
+from cache_rank.residency.mosaickv.options import OPTIONS
 from cache_rank.residency.mosaickv.segments import SegmentLengths, Segments
 from cache_rank.residency.mosaickv.strategy import Candidates, strategy_bytes
-from cache_rank.residency.options import Between, OneOf, Ranges
+from cache_rank.residency.options import Ranges
 from cache_rank.step_rows import StepRows
 
 
@@ -33,50 +34,23 @@ class MosaicKVResidency(Residency):
     """Codes in pages, and the segments of each slot and its newest tokens beside them."""
 
     name: ClassVar[str] = "mosaickv"
-    options: ClassVar[Ranges] = {
-        "rate": OneOf(("auto", 0, 62.5, 75, 87.5)),
-        "group": OneOf(("auto", 1, 2, 4)),
-        "block": OneOf(("auto", 1, 4, 8, 16)),
-        "dropped": Between(0, 75),
-        "loss": Between(0, 1),
-        "variance": Between(0, 1),
-        "segment": OneOf(tuple(1 << exponent for exponent in range(9, 17))),
-        "threshold": Between(0, 65536),
-        "scored": Between(0, 100),
-    }
-    """The options say which strategies there are, which segments have them, and what is scored.
-
-        rate        percent of its elements that a vector loses
-        group       neighbouring elements that are kept together
-        block       tokens of a per-block key; 1 is none
-        dropped     percent of the rotated channels that all vectors lose, those of least energy
-        loss        largest share of energy that a rate and a group may lose to be chosen
-        variance    largest share of the variance of keys within blocks that may be chosen
-        segment     most tokens of a segment: longer ones take more memory a slot, for the copy in
-                    full precision, and shorter ones more memory a token, for their rotations
-        threshold   accumulated loss that ends a segment, in tokens that are lost altogether
-        scored      percent of the tokens that are scored one by one, those of the best blocks;
-                    never fewer than can be selected
-
-    With `auto`, each layer of each segment has the one that compresses most within `loss` or within
-    `variance`, and memory is reserved for the one that compresses least.
-    """
-
+    options: ClassVar[Ranges] = OPTIONS
     captures_append: ClassVar[bool] = False
 
     @classmethod
     def bytes_per_token(cls, config: CacheRankConfig) -> int:
         """Memory of a token, and its share of the strategies: the shortest segments have most."""
-        candidates = Candidates(config.kv_residency_options, config.model)
+        options = cls.settings(config)
+        candidates = Candidates(options, config.model)
         strategies = strategy_bytes(candidates.channels, config.model)
-        of_token = -(-strategies // SegmentLengths.of(config).least)
+        of_token = -(-strategies // SegmentLengths.of(options).least)
         return PackedMemory.bytes_per_token(candidates, config.model) + of_token
 
     @classmethod
     def fixed_bytes(cls, config: CacheRankConfig) -> int:
         """Memory of the slots, if each has its longest segment, which is being recompressed."""
-        model, lengths = config.model, SegmentLengths.of(config)
-        candidates = Candidates(config.kv_residency_options, model)
+        model, options = config.model, cls.settings(config)
+        lengths, candidates = SegmentLengths.of(options), Candidates(options, model)
         covariance = 2 * model.layers * model.kv_heads * model.head_dim**2 * 8
         of_slot = (
             lengths.originals * model.bytes_per_token
@@ -87,17 +61,14 @@ class MosaicKVResidency(Residency):
         return config.max_rows * of_slot
 
     def __init__(self, config: CacheRankConfig, pages: int, device: torch.device) -> None:
-        model, options, lengths = (
-            config.model,
-            config.kv_residency_options,
-            SegmentLengths.of(config),
-        )
+        model, options = config.model, self.settings(config)
+        lengths = SegmentLengths.of(options)
         sizes = MemorySizes(pages, config.max_rows, lengths.originals, lengths.least)
         super().__init__(config, pages, device)
         self._lengths = lengths
         self._candidates = Candidates(options, model)
         self._memory = PackedMemory(self._candidates, model, sizes, device)
-        share = round(float(options.get("scored", 25)) * 10_000)
+        share = round(float(options["scored"]) * 10_000)
         self._scored = (share, config.sparse_budget + config.selection_margin)
         self._most_strategies = sizes.most_strategies
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="mosaickv")

@@ -21,6 +21,7 @@ losses of a segment are known to stay below the threshold, since no token loses 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from concurrent.futures import Executor, Future
 from typing import NamedTuple
 
@@ -28,7 +29,7 @@ import torch
 from cache_rank_kernels.mosaickv.store import newest_tokens
 from torch import Tensor
 
-from cache_rank.config import CacheRankConfig, ModelShape
+from cache_rank.config import ModelShape, OptionValue
 from cache_rank.copies import Readback
 from cache_rank.residency.mosaickv.memory import BUFFER_TOKENS, PackedMemory
 from cache_rank.residency.mosaickv.strategy import Candidates, CompressedTokens, recompress
@@ -52,10 +53,9 @@ class SegmentLengths(NamedTuple):
     threshold: float
 
     @classmethod
-    def of(cls, config: CacheRankConfig) -> SegmentLengths:
+    def of(cls, options: Mapping[str, OptionValue]) -> SegmentLengths:
         """The lengths that the options `segment` and `threshold` ask for."""
-        options = config.kv_residency_options
-        return cls(int(options.get("segment", 8192)), float(options.get("threshold", 1024)))
+        return cls(int(options["segment"]), float(options["threshold"]))
 
     @property
     def least(self) -> int:

@@ -73,7 +73,7 @@ class Candidates:
                 f"dimension {head_dim}"
             )
         largest = self._groups[0]
-        left = head_dim - int(head_dim * float(options.get("dropped", 25)) / 100)
+        left = head_dim - int(head_dim * float(options["dropped"]) / 100)
         self.channels = -(-left // largest) * largest
         self._choices = [
             (self._elements(head_dim * (1 - rate / 100), group), group)
@@ -84,8 +84,8 @@ class Candidates:
         self.kept = max(kept for kept, _ in self._choices)
         self.bitmap_bytes = -(-bitmap_bytes(self.channels, self._groups[-1]) // 4) * 4
         self.page_blocks = max(PAGE_TOKENS // block if block > 1 else 0 for block in self._blocks)
-        self._largest_loss = float(options.get("loss", 0.05))
-        self._largest_variance = float(options.get("variance", 0.5))
+        self._largest_loss = float(options["loss"])
+        self._largest_variance = float(options["variance"])
 
     def _elements(self, wanted: float, group: int) -> int:
         """The largest number of elements up to `wanted` that is whole groups; at least one."""
@@ -175,5 +175,5 @@ def _kernels(tensor: Tensor) -> Any:
 
 
 def _candidates(options: Mapping[str, OptionValue], name: str) -> tuple[float, ...]:
-    value = options.get(name, "auto")
+    value = options[name]
     return _AUTO[name] if isinstance(value, str) else (value,)

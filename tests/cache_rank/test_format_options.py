@@ -1,0 +1,31 @@
+"""Options of residency formats: their defaults, in the code and in the documentation."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from cache_rank.residency import FORMATS
+from cache_rank.residency.options import parse_options, with_defaults
+
+FLAGS = Path(__file__).parents[2] / "docs" / "flags.md"
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_documented_defaults_are_those_of_the_code(name: str) -> None:
+    (row,) = re.findall(rf"^\| `{name}` \| (.+=.+|none) \|$", FLAGS.read_text(), re.MULTILINE)
+    documented = parse_options(",".join(re.findall(r"`(\w+=[^`]+)`", row)))
+    assert documented == with_defaults({}, FORMATS[name].options)
+    assert ("none" in row) == (not documented)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_defaults_are_accepted_and_give_way_to_what_is_given(name: str) -> None:
+    options = FORMATS[name].options
+    FORMATS[name].validate(with_defaults({}, options))
+    for option, values in options.items():
+        found = with_defaults({option: 7}, options)
+        assert found == {**{other: options[other].default for other in options}, option: 7}
+        assert values.accepts(values.default)
