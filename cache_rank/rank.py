@@ -91,7 +91,8 @@ class CacheRank:
         """
         config, selector = self.config, self.selector
         on_gpu = self._device.type == "cuda"
-        tokens = config.sink_tokens + config.recent_tokens + config.sparse_budget if on_gpu else 1
+        tokens = config.sink_tokens + config.recent_tokens + config.sparse_budget
+        tokens = max(tokens, selector.warm_up_tokens) if on_gpu else 1
         tokens = min(tokens, selector.capacity_tokens) or 1
         shipment = torch.zeros(
             bulk_shape(config, tokens), dtype=config.model.torch_dtype, device=self._device

@@ -22,9 +22,14 @@ from torch import Tensor
 from cache_rank.config import CacheRankConfig
 from cache_rank.copies import upload
 from cache_rank.residency.base import Residency
-from cache_rank.residency.mosaickv.memory import MemorySizes, PackedMemory
+from cache_rank.residency.mosaickv.memory import BUFFER_TOKENS, MemorySizes, PackedMemory
 from cache_rank.residency.mosaickv.options import OPTIONS
-from cache_rank.residency.mosaickv.segments import SegmentLengths, Segments
+from cache_rank.residency.mosaickv.segments import (
+    MOST_BUFFERS,
+    OPENING_TOKENS,
+    SegmentLengths,
+    Segments,
+)
 from cache_rank.residency.mosaickv.strategy import Candidates, strategy_bytes
 from cache_rank.residency.options import Ranges
 from cache_rank.step_rows import StepRows
@@ -36,6 +41,8 @@ class MosaicKVResidency(Residency):
     name: ClassVar[str] = "mosaickv"
     options: ClassVar[Ranges] = OPTIONS
     captures_append: ClassVar[bool] = False
+    # The opening is compressed by a strategy of its own, and whole buffers by the same one.
+    warm_up_tokens: ClassVar[int] = OPENING_TOKENS + 2 * MOST_BUFFERS * BUFFER_TOKENS
 
     @classmethod
     def bytes_per_token(cls, config: CacheRankConfig) -> int:

@@ -37,7 +37,7 @@ from cache_rank.residency.mosaickv.strategy import Candidates, CompressedTokens,
 OPENING_TOKENS = 256
 """The first segment, which has no previous strategy, has so many tokens."""
 
-_MOST_BUFFERS = 8
+MOST_BUFFERS = 8
 """So many buffers are compressed at once: more take more scratch, and not much less time each."""
 
 
@@ -139,7 +139,7 @@ class Segments:
             spared = int(max(0.0, lengths.threshold - self._lost))
             undecided = max(self._first + lengths.least - BUFFER_TOKENS, self._lost_at + spared)
             last = min(last, max(undecided, self._complete) + BUFFER_TOKENS)
-        last = min(last, stop, self._complete + _MOST_BUFFERS * BUFFER_TOKENS)
+        last = min(last, stop, self._complete + MOST_BUFFERS * BUFFER_TOKENS)
         return last // BUFFER_TOKENS * BUFFER_TOKENS
 
     def append(self, pages: Tensor, layers: range, resident: int) -> None:
