@@ -110,12 +110,13 @@ def test_the_sign_of_the_smallest_elements_is_kept(page: Tensor) -> None:
     assert torch.equal(negative, normalized < align(codes).mean.float())
 
 
-def test_codes_are_those_of_the_formula() -> None:
+@pytest.mark.parametrize("alpha", [1.0, 3.0])
+def test_codes_are_those_of_the_formula(alpha: float) -> None:
     generator = torch.Generator().manual_seed(5)
     page = torch.randn(PAGE, 2, generator=generator)
-    codes = encode_page(page)
+    codes = encode_page(page, alpha)
     levels, negative = levels_and_signs(codes)
-    aligned, alpha, compared = align(codes), 3.0, 0
+    aligned, compared = align(codes), 0
     for token in range(PAGE):
         for channel in range(2):
             column = page[:, channel].double()
