@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
+from scripts.language.runs import Run
 from scripts.shared.systems import DENSE, SYSTEMS, System
 
 
@@ -84,40 +85,28 @@ class LayerRecall(msgspec.Struct, frozen=True):
     attention_mass: float
 
 
-class Run(msgspec.Struct):
+class TextRun(Run, kw_only=True):
     """How scores came about.
 
     Attributes:
-        commands: that were run, the first and those that resumed it.
-        machine: what it ran on, and versions.
-        model: its folder or name.
         context: tokens of a text that are read and decoded.
         scored: the last of them, which count.
         warm_up: those before, which are decoded while systems become sparse.
-        settings: arguments of sparse systems.
         texts: by name.
-        servers: what servers said of themselves, by label.
-        failures: of servers, by label.
         layers: recall of systems by layer of the model, by label.
     """
 
-    commands: list[str]
-    machine: dict[str, Any]
-    model: str
     context: int
     scored: int
     warm_up: int
-    settings: dict[str, Any]
     texts: dict[str, ReadText]
-    servers: dict[str, dict[str, Any]] = {}
-    failures: dict[str, str] = {}
-    layers: dict[str, dict[int, LayerRecall]] = {}
+    layers: dict[str, dict[int, LayerRecall]] = msgspec.field(default_factory=dict)
 
 
 class Report(msgspec.Struct):
     """The content of `results.json`."""
 
-    run: Run
+    run: TextRun
     cells: list[Score]
 
 
