@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from scripts.accuracy.plots import curve_name
-from scripts.language.answers import Agreement, Answer, AnswerReport, cells_of
+from scripts.language.answers import Agreement, Answer, AnswerReport
+from scripts.language.cells import by_system, with_budget
 from scripts.shared import plots
-from scripts.shared.systems import System
 
 
 def write_plots(found: AnswerReport, out: Path) -> list[Path]:
@@ -29,13 +29,14 @@ def _accuracy(answers: Sequence[Answer], title: str, out: Path) -> list[Path]:
         return []
     figure, panels = plots.panels(len(tasks), (2 + 3.6 * len(tasks), 3.8), sharey=True)
     for axes, task in zip(panels, tasks, strict=True):
-        for index, cell in enumerate(cells_of(a for a in answers if a.task == task)):
-            lengths = sorted({answer.length for answer in cell.answers})
+        groups = by_system(a for a in answers if a.task == task)
+        for index, (key, there) in enumerate(groups.items()):
+            lengths = sorted({answer.length for answer in there})
             shares = [
-                np.mean([a.right / a.words for a in cell.answers if a.length == length])
+                np.mean([a.right / a.words for a in there if a.length == length])
                 for length in lengths
             ]
-            axes.plot(lengths, shares, **_style(index, _name(cell.system, cell.budget)))
+            axes.plot(lengths, shares, **_style(index, _name(*key)))
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_formatter("{x:.0f}")
         axes.set_ylim(-0.03, 1.03)
@@ -74,5 +75,4 @@ def _style(index: int, name: str) -> dict[str, Any]:
 
 
 def _name(label: str, budget: int | None) -> str:
-    system = System.parse(label)
-    return curve_name(system if budget is None else system.with_budget(budget))
+    return curve_name(with_budget(label, budget))

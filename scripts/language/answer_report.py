@@ -7,22 +7,19 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from scripts.language.answer_plots import write_plots
-from scripts.language.answers import (
-    Agreement,
-    Answer,
-    AnswerReport,
-    AnswerRun,
-    Cell,
-    agreements,
-    cells_of,
-)
+from scripts.language.answers import Agreement, Answer, AnswerReport, AnswerRun, agreements
+from scripts.language.cells import by_system
 from scripts.language.report import interval
 from scripts.language.tasks import QUESTION
 from scripts.shared import report
 from scripts.shared.report import number, table
+from scripts.shared.systems import DENSE
 
 DENSE_ENOUGH = 0.5
 """Where dense decoding makes fewer of a task's problems than this, the others tell nothing."""
+
+DEPTHS = 4
+"""A document is divided into so many parts."""
 
 QUESTIONS = """\
 Greedy answers beside dense decoding's. All begin with the first {opening} tokens of dense
@@ -62,10 +59,11 @@ def markdown(found: AnswerReport) -> str:
         explained = QUESTIONS.format(opening=run.opening, most=run.max_tokens)
         parts += ["", "## Questions", "", explained, "", _questions(found.questions)]
     for task in dict.fromkeys(a.task for a in answers if a.exact is not None):
-        cells = cells_of(a for a in answers if a.task == task)
-        parts += ["", f"## {task.capitalize()}", "", CHECKED, "", _checked(cells, run.lengths)]
-        parts += ["", "By depth in the document, all lengths together:", "", _by_depth(cells)]
-    parts += ["", "## What was sparse", "", SPARSE, "", _sparse(cells_of(answers))]
+        there = [answer for answer in answers if answer.task == task]
+        parts += ["", f"## {task.capitalize()}", "", CHECKED, "", _by_length(there, run.lengths)]
+        parts += ["", "Exact answers by depth in the document, of all lengths:", ""]
+        parts += [_by_depth(there)]
+    parts += ["", "## What was sparse", "", SPARSE, "", _sparse(answers)]
     if run.failures:
         parts += ["", "## Failures", ""]
         parts += [f"- {label}: {reason}" for label, reason in run.failures.items()]
@@ -106,59 +104,55 @@ def exact_share(answers: Sequence[Answer]) -> float:
     return averages.mean(bool(answer.exact) for answer in answers)
 
 
-def _checked(cells: Sequence[Cell], lengths: Sequence[int]) -> str:
+def _by_length(answers: Sequence[Answer], lengths: Sequence[int]) -> str:
+    dense = [answer for answer in answers if answer.system == DENSE]
     rows = []
-    telling = {
-        length: any(
-            cell.budget is None and exact_share(there) >= DENSE_ENOUGH
-            for cell in cells
-            if (there := [a for a in cell.answers if a.length == length])
-        )
-        for length in lengths
-    }
-    for cell in cells:
-        row = [cell.system, number(cell.budget, 0)]
+    for (system, budget), there in by_system(answers).items():
+        cells = []
         for length in lengths:
-            there = [answer for answer in cell.answers if answer.length == length]
-            if not there:
-                row.append("–")
-                continue
-            words = sum(a.right for a in there) / sum(a.words for a in there)
-            text = f"{sum(bool(a.exact) for a in there)} of {len(there)} ({words:.2f})"
-            row.append(text if telling[length] else f"({text})")
-        rows.append(row)
+            found = [answer for answer in there if answer.length == length]
+            text = _correct(found) if found else "–"
+            reference = [answer for answer in dense if answer.length == length]
+            tells = bool(reference) and exact_share(reference) >= DENSE_ENOUGH
+            cells.append(text if tells else f"({text})")
+        rows.append([system, number(budget, 0), *cells])
     return table(("system", "k", *(f"{length} tokens" for length in lengths)), rows)
 
 
-def _by_depth(cells: Sequence[Cell], parts: int = 4) -> str:
-    header = [f"{part / parts:.2f} to {(part + 1) / parts:.2f}" for part in range(parts)]
+def _correct(found: Sequence[Answer]) -> str:
+    words = sum(a.right for a in found) / sum(a.words for a in found)
+    return f"{sum(bool(a.exact) for a in found)} of {len(found)} ({words:.2f})"
+
+
+def _by_depth(answers: Sequence[Answer]) -> str:
     rows = []
-    for cell in cells:
-        groups: list[list[Answer]] = [[] for _ in range(parts)]
-        for answer in cell.answers:
-            groups[int((answer.depth or 0.0) * parts)].append(answer)
-        shares = [number(exact_share(there) if there else None) for there in groups]
-        rows.append([cell.system, number(cell.budget, 0), *shares])
+    for (system, budget), there in by_system(answers).items():
+        parts: list[list[Answer]] = [[] for _ in range(DEPTHS)]
+        for answer in there:
+            parts[int((answer.depth or 0.0) * DEPTHS)].append(answer)
+        shares = [number(exact_share(part) if part else None) for part in parts]
+        rows.append([system, number(budget, 0), *shares])
+    header = [f"{part / DEPTHS:.2f} to {(part + 1) / DEPTHS:.2f}" for part in range(DEPTHS)]
     return table(("system", "k", *header), rows)
 
 
-def _sparse(cells: Sequence[Cell]) -> str:
+def _sparse(answers: Sequence[Answer]) -> str:
     rows = []
-    for cell in cells:
-        first = [a.sparse_from for a in cell.answers if a.sparse_from is not None]
+    for (system, budget), there in by_system(answers).items():
+        first = [a.sparse_from for a in there if a.sparse_from is not None]
         if not first:
             continue
         rows.append(
             [
-                cell.system,
-                number(cell.budget, 0),
+                system,
+                number(budget, 0),
                 str(max(first)),
-                str(min(a.opening for a in cell.answers)),
-                str(sum(len(a.tokens) - a.opening for a in cell.answers)),
-                str(sum(a.late_steps for a in cell.answers)),
-                str(sum(a.stale_steps for a in cell.answers)),
-                interval([a.recall for a in cell.answers], 2),
-                interval([a.attention_mass for a in cell.answers], 2),
+                str(min(a.opening for a in there)),
+                str(sum(len(a.written) for a in there)),
+                str(sum(a.late_steps for a in there)),
+                str(sum(a.stale_steps for a in there)),
+                interval([a.recall for a in there], 2),
+                interval([a.attention_mass for a in there], 2),
             ]
         )
     header = ("system", "k", "first sparse", "opening", "tokens that count")

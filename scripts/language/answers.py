@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import statistics as averages
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import msgspec
 
 from scripts.language.agreement import first_difference, repetition
+from scripts.language.cells import by_system, with_budget
 from scripts.language.runs import Run
-from scripts.shared.systems import DENSE, SYSTEMS, System
+from scripts.shared.systems import DENSE
 
 Key = tuple[str, int, int]
 """A request: task, tokens of its prompt, seed."""
@@ -67,8 +67,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def label(self) -> str:
         """The label of the system, with its budget."""
-        system = System.parse(self.system)
-        return (system if self.budget is None else system.with_budget(self.budget)).label
+        return with_budget(self.system, self.budget).label
 
     @property
     def written(self) -> list[int]:
@@ -137,40 +136,18 @@ class AnswerReport(msgspec.Struct):
     answers: list[Answer]
 
 
-class Cell(NamedTuple):
-    """A system with a budget, and its answers."""
-
-    system: str
-    budget: int | None
-    answers: list[Answer]
-
-
-def cells_of(answers: Iterable[Answer]) -> list[Cell]:
-    """Answers of the same system and budget together, in the order of systems and budgets."""
-    cells: dict[tuple[str, int | None], Cell] = {}
-    for answer in answers:
-        key = (answer.system, answer.budget)
-        cells.setdefault(key, Cell(*key, [])).answers.append(answer)
-    places, labels = list(SYSTEMS), list(dict.fromkeys(cell.system for cell in cells.values()))
-    return sorted(
-        cells.values(),
-        key=lambda c: (
-            places.index(c.system.partition(":")[0]), labels.index(c.system), c.budget or 0
-        ),
-    )  # fmt: skip
-
-
 def agreements(answers: Sequence[Answer], task: str) -> list[Agreement]:
     """How the answers of each system to questions agree with dense decoding's."""
     dense = {a.request: a for a in answers if a.system == DENSE}
     found = []
-    for cell in cells_of(a for a in answers if a.task == task and a.system != DENSE):
-        pairs = [(a, dense[a.request]) for a in cell.answers]
+    others = by_system(a for a in answers if a.task == task and a.system != DENSE)
+    for (system, budget), there in others.items():
+        pairs = [(a, dense[a.request]) for a in there]
         same = [first_difference(d.tokens[a.opening :], a.written) for a, d in pairs]
         found.append(
             Agreement(
-                cell.system,
-                cell.budget,
+                system,
+                budget,
                 same,
                 [len(a.tokens) for a, _ in pairs],
                 [len(d.tokens) for _, d in pairs],

@@ -13,10 +13,10 @@ from tqdm import tqdm
 from scripts.accuracy.texts import TEXTS
 from scripts.language.answer_report import make_report, write_report
 from scripts.language.answers import Answer, AnswerReport, AnswerRun, Key
+from scripts.language.cells import without_budget
 from scripts.language.comparison import Comparison, Load, make_systems
 from scripts.language.forcing import Written, write
 from scripts.language.prompts import Reader
-from scripts.language.records import without_budget
 from scripts.language.runs import common_fields, find_run, go_on, recorded
 from scripts.language.tasks import QUESTION, TASKS, Request, make_question, plain
 from scripts.shared.lines import Lines

@@ -45,6 +45,8 @@ class ForcedTokens(CustomLogitProcessor):
         rows, next_tokens, files = [], [], {}
         for row, params in enumerate(custom_param_list):
             forced = params[_KEY]
+            if _reads_prompt(params["__req__"]):
+                continue
             if forced["step"] < len(forced["tokens"]):
                 rows.append(row)
                 next_tokens.append(forced["tokens"][forced["step"]])
@@ -59,6 +61,11 @@ class ForcedTokens(CustomLogitProcessor):
         logits[rows] = -torch.inf
         logits[rows, next_tokens] = 0.0
         return logits
+
+
+def _reads_prompt(request: Any) -> bool:
+    """Whether more of the prompt is to come: SGLang samples after each chunk of it."""
+    return bool(request.extend_range.end < len(request.origin_input_ids))
 
 
 class Forced(msgspec.Struct):

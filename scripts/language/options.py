@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from scripts.shared.machine import visible_gpus
-from scripts.shared.models import find_config
+from scripts.shared.models import model_config
 from scripts.shared.systems import DENSE, parse_assignments
 
 SYSTEMS = (DENSE, "oracle", "quest", "window", "cache-rank")
@@ -56,6 +56,9 @@ def read_options(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argpar
         options.gpus = visible_gpus()
     if min(options.budgets) < 1:
         parser.error("--budgets must be at least 1")
-    if not options.render and find_config(options.model) is None:
-        parser.error(f"--model-path {options.model}: has no config.json")
+    if not options.render:
+        try:
+            model_config(options.model)
+        except ValueError as error:
+            parser.error(f"--model-path: {error}")
     return options

@@ -18,6 +18,9 @@ from transformers import AutoTokenizer
 from scripts.accuracy.texts import Text
 from scripts.shared.models import folder_of
 
+LONGEST_TOKEN = 16
+"""A token of a text has fewer characters than this, but for few."""
+
 _DOCUMENT = "[[document]]"
 
 
@@ -43,6 +46,18 @@ class Reader:
         """The text of tokens, without special ones."""
         return str(self._tokenizer.decode(tokens, skip_special_tokens=True))
 
+    def beginning(self, text: Text, tokens: int) -> list[int]:
+        """The first tokens of a text.
+
+        Raises:
+            ValueError: the text is shorter.
+        """
+        start = text.read()[: LONGEST_TOKEN * tokens]  # a book takes a minute
+        ids = self.tokens(start)
+        if len(ids) < tokens:
+            raise ValueError(f"{text.name}: has {len(ids)} tokens, and {tokens} are needed")
+        return ids[:tokens]
+
     @functools.cache  # noqa: B019 (a reader lives as long as the process)
     def paragraphs(self, text: Text) -> list[list[int]]:
         """A text as it is divided by empty lines, each paragraph with the empty line behind it."""
@@ -63,7 +78,7 @@ class Reader:
             if end - len(ids) + tokens <= ends[-1]
         ]
         if not starts:
-            raise ValueError(f"text {text.name} has {ends[-1]} tokens: {tokens} are needed")
+            raise ValueError(f"{text.name}: has {ends[-1]} tokens, and {tokens} are needed")
         chosen: list[list[int]] = []
         missing = tokens
         for ids in paragraphs[rng.choice(starts) :]:

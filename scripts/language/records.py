@@ -7,8 +7,9 @@ from typing import NamedTuple
 
 import msgspec
 
+from scripts.language.cells import by_system, with_budget
 from scripts.language.runs import Run
-from scripts.shared.systems import DENSE, SYSTEMS, System
+from scripts.shared.systems import System
 
 
 class ReadText(msgspec.Struct, frozen=True):
@@ -44,7 +45,9 @@ class Score(msgspec.Struct, frozen=True):
         sparse_from: tokens that were decoded before attention was sparse.
         kl_after_transition: KL of each token from the first that sparse attention predicted, also
             of those that do not count.
-        recall, attention_mass: of the selections, see docs/recall.md; None where not measured.
+        recall, attention_mass: of the selections, by the keys as they came, see docs/recall.md;
+            None where not measured.
+        held_recall, held_attention_mass: the same by the keys as the cache rank holds them.
         late_steps, stale_steps: steps that waited for their selection, and that missed it.
     """
 
@@ -63,14 +66,15 @@ class Score(msgspec.Struct, frozen=True):
     kl_after_transition: list[float]
     recall: float | None = None
     attention_mass: float | None = None
+    held_recall: float | None = None
+    held_attention_mass: float | None = None
     late_steps: int = 0
     stale_steps: int = 0
 
     @property
     def parsed(self) -> System:
         """The system, with its budget."""
-        system = System.parse(self.system)
-        return system if self.budget is None else system.with_budget(self.budget)
+        return with_budget(self.system, self.budget)
 
     @property
     def key(self) -> tuple[str, str]:
@@ -110,13 +114,6 @@ class Report(msgspec.Struct):
     cells: list[Score]
 
 
-def without_budget(system: System) -> tuple[str, int | None]:
-    """The label of a system without its budget, and the budget."""
-    changes = {name: v for name, v in system.changes.items() if name != "sparse_budget"}
-    budget = system.changes.get("sparse_budget") if system.mode != DENSE else None
-    return msgspec.structs.replace(system, changes=changes).label, budget
-
-
 class Cell(NamedTuple):
     """A system with a budget, and its scores, one a text."""
 
@@ -127,14 +124,4 @@ class Cell(NamedTuple):
 
 def cells_of(scores: Iterable[Score]) -> list[Cell]:
     """Scores of the same system and budget together, in the order of systems and budgets."""
-    cells: dict[tuple[str, int | None], Cell] = {}
-    for score in scores:
-        key = (score.system, score.budget)
-        cells.setdefault(key, Cell(*key, [])).scores.append(score)
-    places, labels = list(SYSTEMS), list(dict.fromkeys(cell.system for cell in cells.values()))
-    return sorted(
-        cells.values(),
-        key=lambda c: (
-            places.index(c.system.partition(":")[0]), labels.index(c.system), c.budget or 0
-        ),
-    )  # fmt: skip
+    return [Cell(*key, there) for key, there in by_system(scores).items()]

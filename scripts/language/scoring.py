@@ -14,10 +14,12 @@ from tqdm import tqdm
 from transformers import AutoTokenizer
 
 from scripts.accuracy.settings import attended_tokens
+from scripts.language.cells import without_budget
 from scripts.language.comparison import Comparison, Load, make_systems
 from scripts.language.divergence import compare, kl_by_token
 from scripts.language.forcing import Forced, force
-from scripts.language.records import LayerRecall, ReadText, Report, Score, TextRun, without_budget
+from scripts.language.prompts import LONGEST_TOKEN
+from scripts.language.records import LayerRecall, ReadText, Report, Score, TextRun
 from scripts.language.report import write_report
 from scripts.language.runs import common_fields, find_run, go_on, recorded
 from scripts.shared.lines import Lines
@@ -28,7 +30,10 @@ from scripts.shared.systems import DENSE, System
 DIGITS = 6
 """The KL of a token is recorded with so many decimals."""
 
-STATISTICS = ("recall", "attention_mass", "late_steps", "stale_steps")
+STATISTICS = (
+    *("recall", "attention_mass", "held_recall", "held_attention_mass"),
+    *("late_steps", "stale_steps"),
+)
 """The statistics of a response, fields of Score, that a cache rank adds."""
 
 
@@ -49,7 +54,8 @@ def tokenize(options: Namespace) -> tuple[list[Tokens], dict[str, ReadText]]:
     tokenizer = AutoTokenizer.from_pretrained(folder_of(options.model))
     tokens, read = [], {}
     for text in options.texts:
-        ids = tokenizer(text.read())["input_ids"]
+        start = text.read()[: LONGEST_TOKEN * options.context]  # a book takes a minute
+        ids = tokenizer(start)["input_ids"]
         if len(ids) < options.context:
             raise ValueError(
                 f"{text.name}: has {len(ids)} tokens, and --context {options.context} needs more"
@@ -58,6 +64,13 @@ def tokenize(options: Namespace) -> tuple[list[Tokens], dict[str, ReadText]]:
         tokens.append(Tokens(text.name, ids[:before], ids[before : options.context]))
         read[text.name] = ReadText(text.kind, text.sha256, options.context)
     return tokens, read
+
+
+def load_of(options: Namespace) -> Load:
+    """What a server has to hold that decodes all texts at once."""
+    requests = len(options.texts)
+    prompt = options.context - options.tokens - options.warm_up
+    return Load(requests, requests * options.context, prompt)
 
 
 class Scoring:
@@ -82,16 +95,15 @@ class Scoring:
         others = [(system, work) for system in systems if (work := missing[system.label])]
         if not others:
             return
-        context, prompt = self._options.context, len(texts[0].prompt)
-        load = Load(len(texts), len(texts) * context, prompt)
         with tqdm(total=1 + len(others), unit="server", dynamic_ncols=True) as bar:
 
             def run_one(server: Client, system: System, work: Sequence[Tokens]) -> None:
                 self._run_one(server, system, work)
                 bar.update()
 
+            comparison = Comparison(self._options, load_of(self._options), self._run, run_one)
             try:
-                Comparison(self._options, load, self._run, run_one).run_all(texts, others, bar)
+                comparison.run_all(texts, others, bar)
             finally:
                 shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -146,7 +158,9 @@ class Scoring:
             name,
             label,
             budget,
-            attended_tokens(system, self._options.settings) if system.is_sparse else tokens,
+            min(attended_tokens(system, self._options.settings), self._options.context)
+            if system.is_sparse
+            else self._options.context,
             self._options.tokens,
             **divergence._asdict(),
             sparse_from=sparse_from if system.is_sparse else None,
@@ -156,9 +170,9 @@ class Scoring:
 
 
 def layer_recall(server: Client) -> dict[int, LayerRecall]:
-    """What a server measured of its selections, by layer; empty where it measured nothing."""
-    measured = server.cache_rank().get("recall_by_head")
-    if not measured:
+    """What a server measured by true keys, by layer; empty where it measured nothing."""
+    measured = server.cache_rank().get("recall_by_head") or {}
+    if "recall" not in measured:
         return {}
     means = (np.mean(measured[name], axis=-1) for name in LayerRecall.__struct_fields__)
     return {

@@ -66,11 +66,8 @@ def make_question(reader: Reader, seed: int, tokens: int, max_tokens: int = 384)
     text = list(TEXTS.values())[seed % len(TEXTS)]
     question = QUESTIONS[(seed + seed // len(TEXTS)) % len(QUESTIONS)]
     head, tail = reader.ask("Here is a document:\n\n", f"\n\n{question}")
-    document = joined(reader.paragraphs(text))[: tokens - len(head) - len(tail)]
-    prompt = head + document + tail
-    if len(prompt) < tokens:
-        raise ValueError(f"text {text.name} has {len(document)} tokens: too few for {tokens}")
-    return Request(prompt, [], max_tokens)
+    document = reader.beginning(text, tokens - len(head) - len(tail))
+    return Request(head + document + tail, [], max_tokens)
 
 
 HAYSTACK = TEXTS["opticks"]
@@ -82,10 +79,9 @@ NAMES = (
 )
 
 NEEDLE_OPENING = (
-    "I have read the whole document from the first line to the last. One sentence in it states "
-    "the secret code of {name}. The secret code of {name} is:"
+    "I have read the whole document from the first line to the last. The sentence that states it "
+    'is: "The secret code of {name} is'
 )
-
 
 SLACK = 8
 """An answer that a program checks may have so many tokens more than the right one."""
@@ -99,7 +95,7 @@ def make_needle(reader: Reader, seed: int, tokens: int) -> Request:
     """
     rng = random.Random(seed)
     name, code = rng.choice(NAMES), str(rng.randrange(10_000, 100_000))
-    hidden = f"The secret code of {name} is: {code}."
+    hidden = f"The secret code of {name} is {code}."
     question = f"What is the secret code of {name} that this document states?"
     prompt, depth = _hide(reader, hidden, question, seed, tokens, rng)
     opening = NEEDLE_OPENING.format(name=name)
