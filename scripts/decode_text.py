@@ -3,7 +3,7 @@
     python -m scripts.fetch_model smollm2
     python -m scripts.decode_text --out results/free
     python -m scripts.decode_text --model-path DIR --tasks question needle copy \\
-        --lengths 1024 2048 4096 7168 --problems 16 --concurrency 64 --gpus 0 1 \\
+        --lengths 1024 2048 4096 7168 --problems 16 --gpus 0 1 \\
         --systems oracle quest window cache-rank --budgets 64 128 384 --out results/free
 
 Each system is served in turn and answers the same requests, greedily: questions about long texts,
@@ -20,7 +20,7 @@ import sys
 from collections.abc import Sequence
 
 from scripts.language.decoding import decode
-from scripts.language.options import add_options, read_options
+from scripts.language.options import add_options, check_model, read_options
 from scripts.language.tasks import TASKS
 from scripts.shared.command import make_parser
 from scripts.shared.serving import ServerError, stop_on_sigterm
@@ -38,19 +38,24 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
     add("--lengths", type=int, nargs="+", default=[1024, 2048], metavar="TOKENS",
         help="of prompts; default: %(default)s")  # fmt: skip
     add("--problems", type=int, default=8, help="of a task and length; default: %(default)s")
-    add("--max-tokens", type=int, default=256,
-        help="of an answer to a question; default: %(default)s")  # fmt: skip
+    add("--max-tokens", type=int,
+        help="of an answer to a question; default: 512, without a GPU 128")  # fmt: skip
     add("--opening", type=int, default=24,
         help="tokens of dense decoding's answers to questions that all others begin with, while "
         "they become sparse; default: %(default)s")  # fmt: skip
-    add("--concurrency", type=int, default=8, help="requests at once; default: %(default)s")
+    add("--concurrency", type=int, help="requests at once; default: 64, without a GPU 8")
     options = read_options(parser, argv)
+    if options.max_tokens is None:
+        options.max_tokens = 512 if options.gpus else 128
+    if options.concurrency is None:
+        options.concurrency = 64 if options.gpus else 8
     if options.problems < 2:
         parser.error("--problems must be at least 2: an interval needs several problems")
     if min(options.concurrency, options.opening) < 1:
         parser.error("--concurrency and --opening must be at least 1")
     if options.max_tokens <= options.opening:
         parser.error("--max-tokens must be more than --opening, of which no token counts")
+    check_model(parser, options)
     return options
 
 

@@ -19,7 +19,7 @@ import sys
 from collections.abc import Sequence
 
 from scripts.accuracy.texts import TEXTS, find_text
-from scripts.language.options import add_options, read_options
+from scripts.language.options import add_options, check_model, read_options
 from scripts.language.scoring import score
 from scripts.shared.command import make_parser
 from scripts.shared.serving import ServerError, stop_on_sigterm
@@ -51,6 +51,7 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
         options.texts = [find_text(name) for name in options.text]
     except ValueError as error:
         parser.error(str(error))
+    check_model(parser, options)
     return options
 
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import settings
 
+from scripts.shared.models import folder_of
 from scripts.shared.serving import stop_on_sigterm
 
 stop_on_sigterm()
@@ -35,6 +36,7 @@ settings.load_profile("default")  # `--hypothesis-profile thorough` takes the ot
 
 
 LONGEST_FIRST = [
+    "test_language_model",
     "test_dense_equivalence",  # with test_baseline_modes, which takes plain SGLang as well
     "test_baseline_modes",
     "test_server",  # with test_accuracy and test_benchmark, of the bundled model
@@ -53,6 +55,17 @@ LONGEST_FIRST = [
 def device() -> torch.device:
     """Kernels run on this machine's GPU, or on the CPU in Triton's interpreter."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture(scope="session")
+def language_model() -> Path:
+    """The folder of SmolLM2-135M-Instruct, where it was fetched."""
+    folder = folder_of("smollm2")
+    if not folder.is_dir():
+        folder = Path.home() / ".cache" / "sglang-cache-rank" / "smollm2"
+    if not folder.is_dir():
+        pytest.skip("needs smollm2")
+    return folder
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -56,9 +56,14 @@ def read_options(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argpar
         options.gpus = visible_gpus()
     if min(options.budgets) < 1:
         parser.error("--budgets must be at least 1")
-    if not options.render:
-        try:
-            model_config(options.model)
-        except ValueError as error:
-            parser.error(f"--model-path: {error}")
     return options
+
+
+def check_model(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """End if there is no such model, unless nothing is to be run; for when the rest is right."""
+    if options.render:
+        return
+    try:
+        model_config(options.model)
+    except ValueError as error:
+        parser.error(f"--model-path: {error}")

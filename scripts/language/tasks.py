@@ -61,12 +61,12 @@ def make_question(reader: Reader, seed: int, tokens: int, max_tokens: int = 384)
     """A question about a text that has no one right answer; seeds go through texts, then questions.
 
     Raises:
-        ValueError: the text is too short.
+        ValueError: the text is too short, or the length.
     """
     text = list(TEXTS.values())[seed % len(TEXTS)]
     question = QUESTIONS[(seed + seed // len(TEXTS)) % len(QUESTIONS)]
     head, tail = reader.ask("Here is a document:\n\n", f"\n\n{question}")
-    document = reader.beginning(text, tokens - len(head) - len(tail))
+    document = reader.beginning(text, _room(tokens, head, tail))
     return Request(head + document + tail, [], max_tokens)
 
 
@@ -91,7 +91,7 @@ def make_needle(reader: Reader, seed: int, tokens: int) -> Request:
     """A sentence with a code of five digits, somewhere in a text; it is asked for at the end.
 
     Raises:
-        ValueError: the text is too short.
+        ValueError: the text is too short, or the length.
     """
     rng = random.Random(seed)
     name, code = rng.choice(NAMES), str(rng.randrange(10_000, 100_000))
@@ -129,7 +129,7 @@ def make_copy(reader: Reader, seed: int, tokens: int) -> Request:
     The opening gives the first GIVEN_WORDS words. Each of the others follows from the one before.
 
     Raises:
-        ValueError: the text is too short.
+        ValueError: the text is too short, or the length.
     """
     rng = random.Random(seed)
     words = rng.sample(GOODS, LIST_WORDS)
@@ -154,10 +154,18 @@ def _hide(
     depth = seed * GOLDEN % 1
     head, tail = reader.ask("Here is a document:\n\n", f"\n\n{question}")
     paragraph = reader.tokens(f"{hidden}\n\n")
-    room = tokens - len(head) - len(paragraph) - len(tail)
+    room = _room(tokens, head, paragraph, tail)
     document = reader.passage(HAYSTACK, room, rng)
     document.insert(_paragraph_at(document, depth * room), paragraph)
     return head + joined(document) + tail, depth
+
+
+def _room(tokens: int, *parts: list[int]) -> int:
+    """The tokens that are left for a document."""
+    others = sum(map(len, parts))
+    if others >= tokens:
+        raise ValueError(f"{tokens} tokens are too few: the question alone has {others}")
+    return tokens - others
 
 
 def _paragraph_at(document: list[list[int]], tokens: float) -> int:
