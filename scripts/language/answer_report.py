@@ -23,7 +23,8 @@ DEPTHS = 4
 
 QUESTIONS = """\
 Greedy answers beside dense decoding's. All begin with the first {opening} tokens of dense
-decoding's answer, forced while attention becomes sparse; no figure but the length counts them.
+decoding's answer, forced while attention becomes sparse; no figure but the length counts them. A
+request whose dense answer is no longer than that is left out.
 *Same* are the tokens behind it before the first that differs. The ratio of lengths is of the
 requests where the model ended both answers itself, and not the limit of {most} tokens. Repetition
 is the share of 4-grams of tokens that stood in the same answer before (seq-rep-4, arXiv

@@ -52,6 +52,13 @@ def make_requests(options: Namespace, reader: Reader) -> list[Named]:
     return requests
 
 
+def load_of(requests: Sequence[Named], at_once: int) -> Load:
+    """What a server has to hold that answers so many requests at once."""
+    lengths = [len(r.prompt) + len(r.opening) + r.max_tokens for _, r in requests]
+    at_once = min(at_once, len(requests))
+    return Load(at_once, at_once * max(lengths), min(len(r.prompt) for _, r in requests))
+
+
 class Decoding:
     """Lets servers answer, and appends the answers to a file as they come."""
 
@@ -60,6 +67,7 @@ class Decoding:
     ) -> None:
         self._options, self._reader, self._lines, self._run = options, reader, lines, run
         self._dense: dict[Key, Answer] = {}
+        self._done: set[tuple[str, Key]] = set()
 
     def run_all(self, systems: Sequence[System], requests: Sequence[Named]) -> None:
         """Decode what is missing; a failing server is noted and the others go on.
@@ -69,25 +77,25 @@ class Decoding:
         """
         answers = self._lines.read()
         self._dense = {a.request: a for a in answers if a.label == DENSE}
-        done = {(a.label, a.request) for a in answers}
-        dense, *others = (
-            (system, [named for named in requests if (system.label, named.key) not in done])
-            for system in (System.parse(DENSE), *systems)
-        )
-        at_once = min(self._options.concurrency, len(requests))
-        prompts = [len(named.request.prompt) for named in requests]
-        longest = max(
-            len(r.prompt) + len(r.opening) + r.max_tokens for r in (n.request for n in requests)
-        )
-        load = Load(at_once, at_once * longest, min(prompts))
-        wanted = sum(len(work) for _, work in (dense, *others))
+        self._done = {(a.label, a.request) for a in answers}
+        dense = self._missing(System.parse(DENSE), requests)
+        others = [(system, self._missing(system, requests)) for system in systems]
+        wanted = len(dense) + sum(len(work) for _, work in others)
         with tqdm(total=wanted, unit="answer", dynamic_ncols=True) as bar:
 
             def answer_all(server: Client, system: System, work: Sequence[Named]) -> None:
                 self._answer_all(server, system, work, bar)
 
-            comparison = Comparison(self._options, load, self._run, answer_all)
-            comparison.run_all(dense[1], others, bar)
+            load = load_of(requests, self._options.concurrency)
+            Comparison(self._options, load, self._run, answer_all).run_all(dense, others, bar)
+
+    def _missing(self, system: System, requests: Sequence[Named]) -> list[Named]:
+        return [
+            named
+            for named in requests
+            if (system.label, named.key) not in self._done
+            and not self._is_left_out(system, named.key)
+        ]
 
     def _answer_all(
         self, server: Client, system: System, work: Sequence[Named], bar: tqdm[Any]
@@ -110,13 +118,12 @@ class Decoding:
         Raises:
             ServerError: attention was still dense when the opening ended.
         """
+        if self._is_left_out(system, named.key):
+            return None
         (task, length, seed), request = named
         opening, most = request.opening, request.max_tokens
         if task == QUESTION and system.label != DENSE:
-            dense = self._dense[named.key].tokens
-            if len(dense) <= self._options.opening:
-                return None
-            opening = dense[: self._options.opening]
+            opening = self._dense[named.key].tokens[: self._options.opening]
             most -= len(opening)
         written = write(server, request.prompt, opening, most)
         label, budget = without_budget(system)
@@ -145,6 +152,13 @@ class Decoding:
             **graded,
             **{key: written.statistics[key] for key in STATISTICS if key in written.statistics},
         )
+
+    def _is_left_out(self, system: System, key: Key) -> bool:
+        """Whether nothing of dense decoding's answer to a question is left to compare with."""
+        dense = self._dense.get(key)
+        if system.label == DENSE or key[0] != QUESTION or dense is None:
+            return False
+        return len(dense.tokens) <= self._options.opening
 
 
 def first_sparse(system: System, written: Written, opening: int, key: Key) -> int | None:

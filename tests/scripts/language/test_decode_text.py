@@ -12,8 +12,9 @@ from scripts.decode_text import parse_options
 from scripts.language.answer_report import make_report, markdown, write_report
 from scripts.language.answers import Answer, AnswerRun, agreements
 from scripts.language.comparison import Load, make_systems, server_flags
-from scripts.language.decoding import first_sparse
+from scripts.language.decoding import Named, first_sparse, load_of
 from scripts.language.forcing import Written
+from scripts.language.tasks import Request
 from scripts.shared.serving import ServerError
 from scripts.shared.systems import System
 
@@ -107,7 +108,12 @@ def test_a_server_turns_sparse_at_the_shortest_prompt() -> None:
         "--out x --gpus --systems cache-rank --budgets 9 --model bundled".split()
     )
     (system,) = make_systems(options)
-    flags = server_flags(system, options, Load(8, 20_000, 1024))
+    requests = [
+        Named(("copy", length, 0), Request([0] * length, [0] * 30, 50)) for length in (1024, 2048)
+    ]
+    load = load_of([*requests] * 4, 8)
+    assert load == Load(8, 8 * 2128, 1024)
+    flags = server_flags(system, options, load)
     last = len(flags) - 1 - flags[::-1].index("--sparse-threshold")
     assert flags[last + 1] == "1024"
     last = len(flags) - 1 - flags[::-1].index("--max-running-requests")
