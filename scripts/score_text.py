@@ -15,83 +15,43 @@ results come, which `--resume` goes on from, then results.json, results.md and p
 from __future__ import annotations
 
 import argparse
-import shlex
 import sys
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 from scripts.accuracy.texts import TEXTS, find_text
+from scripts.language.options import add_options, check_model, read_options
 from scripts.language.scoring import score
 from scripts.shared.command import make_parser
-from scripts.shared.machine import visible_gpus
-from scripts.shared.models import model_config
 from scripts.shared.serving import ServerError, stop_on_sigterm
-from scripts.shared.systems import DENSE, parse_assignments
 
-SYSTEMS = (DENSE, "oracle", "quest", "window", "cache-rank")
 BUDGETS = (64, 128, 384)
 
 SCORED_TEXTS = tuple(TEXTS)[:8]
-
-POLICY: dict[str, Any] = {
-    "sink_tokens": 4,
-    "recent_tokens": 64,
-    "dense_layers": 1,
-    "selection_margin": 0,
-    "query_predictor": "last",
-    "query_frame": "pre",
-    "query_window": 16,
-    "recall_interval": 1,
-    "bulk_chunk_tokens": 8192,
-}
-"""These are the arguments of sparse systems where neither a label nor the user says otherwise. All
-that is selected may enter in one step, as it does in the baselines."""
 
 
 def parse_options(argv: Sequence[str]) -> argparse.Namespace:
     """The command line."""
     parser = make_parser("score_text", __doc__)
     add = parser.add_argument
-    add("--out", type=Path, required=True, help="folder of the results")
-    add("--model-path", "--model", dest="model", default="smollm2",
-        help="a folder, or a model that fetch_model knows; default: %(default)s")  # fmt: skip
+    add_options(parser, BUDGETS)
     add("--text", nargs="+", default=list(SCORED_TEXTS), metavar="FILE",
         help=f"files, or names of {', '.join(TEXTS)}; default: the first eight")  # fmt: skip
     add("--context", type=int, default=4096, help="tokens of each text; default: %(default)s")
     add("--tokens", type=int, help="last tokens, which count; default: 256, without a GPU 64")
     add("--warm-up", type=int, default=24,
         help="tokens before those, while systems become sparse; default: %(default)s")  # fmt: skip
-    add("--systems", nargs="+", default=list(SYSTEMS), metavar="LABEL",
-        help="NAME or NAME:ARGUMENT=VALUE,...; default: %(default)s")  # fmt: skip
-    add("--budgets", type=int, nargs="+", default=list(BUDGETS), metavar="K",
-        help="tokens that each KV head selects; default: %(default)s")  # fmt: skip
-    add("--set", type=parse_assignments, default={}, dest="settings", metavar="NAME=VALUE,...",
-        help="server arguments of all sparse systems")  # fmt: skip
-    add("--gpus", nargs="*", metavar="GPU",
-        help="that servers may use; one listed twice takes two servers; default: all")  # fmt: skip
-    add("--server-flags", type=shlex.split, default=[], help="further flags of every server")
-    add("--resume", action="store_true", help="run what is missing in --out")
-    add("--render", action="store_true", help="only write tables and plots again")
-    options = parser.parse_args(argv)
-    options.settings = {**POLICY, **options.settings}
-    if options.gpus is None:
-        options.gpus = visible_gpus()
+    options = read_options(parser, argv)
     if options.tokens is None:
         options.tokens = 256 if options.gpus else 64
-    if min(options.tokens, options.warm_up, *options.budgets) < 1:
-        parser.error("--tokens, --warm-up and --budgets must be at least 1")
+    if min(options.tokens, options.warm_up) < 1:
+        parser.error("--tokens and --warm-up must be at least 1")
     if options.context <= options.tokens + options.warm_up + options.settings["recent_tokens"]:
         parser.error("--context must be longer than --tokens, --warm-up and recent tokens together")
     try:
         options.texts = [find_text(name) for name in options.text]
     except ValueError as error:
         parser.error(str(error))
-    if not options.render:
-        try:
-            model_config(options.model)
-        except ValueError as error:
-            parser.error(f"--model-path: {error}")
+    check_model(parser, options)
     return options
 
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from scripts.accuracy import statistics
 from scripts.accuracy.plots import curve_name
-from scripts.language.records import Cell, Run
+from scripts.language.records import Cell, TextRun
 from scripts.shared import plots
 from scripts.shared.systems import System
 
@@ -19,7 +19,7 @@ SMOOTHING = 16
 """A curve by position is the mean of so many tokens before and after."""
 
 
-def write_plots(run: Run, cells: Sequence[Cell], out: Path) -> list[Path]:
+def write_plots(run: TextRun, cells: Sequence[Cell], out: Path) -> list[Path]:
     """Draw KL by budget and by position, and recall by layer; nothing without Matplotlib."""
     if not plots.can_draw() or not cells:
         return []
@@ -90,7 +90,7 @@ def _by_position(cells: Sequence[Cell], title: str, out: Path) -> list[Path]:
     return plots.save(figure, out / "kl-position")
 
 
-def _by_layer(run: Run, title: str, out: Path) -> list[Path]:
+def _by_layer(run: TextRun, title: str, out: Path) -> list[Path]:
     measured = {label: run.layers[label] for label in sorted(run.layers) if run.layers[label]}
     if not measured:
         return []

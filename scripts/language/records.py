@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
-from scripts.shared.systems import DENSE, SYSTEMS, System
+from scripts.language.cells import by_system, with_budget
+from scripts.language.runs import Run
+from scripts.shared.systems import System
 
 
 class ReadText(msgspec.Struct, frozen=True):
@@ -72,8 +74,7 @@ class Score(msgspec.Struct, frozen=True):
     @property
     def parsed(self) -> System:
         """The system, with its budget."""
-        system = System.parse(self.system)
-        return system if self.budget is None else system.with_budget(self.budget)
+        return with_budget(self.system, self.budget)
 
     @property
     def key(self) -> tuple[str, str]:
@@ -88,48 +89,29 @@ class LayerRecall(msgspec.Struct, frozen=True):
     attention_mass: float
 
 
-class Run(msgspec.Struct):
+class TextRun(Run, kw_only=True):
     """How scores came about.
 
     Attributes:
-        commands: that were run, the first and those that resumed it.
-        machine: what it ran on, and versions.
-        model: its folder or name.
         context: tokens of a text that are read and decoded.
         scored: the last of them, which count.
         warm_up: those before, which are decoded while systems become sparse.
-        settings: arguments of sparse systems.
         texts: by name.
-        servers: what servers said of themselves, by label.
-        failures: of servers, by label.
         layers: recall of systems by layer of the model, by label.
     """
 
-    commands: list[str]
-    machine: dict[str, Any]
-    model: str
     context: int
     scored: int
     warm_up: int
-    settings: dict[str, Any]
     texts: dict[str, ReadText]
-    servers: dict[str, dict[str, Any]] = {}
-    failures: dict[str, str] = {}
-    layers: dict[str, dict[int, LayerRecall]] = {}
+    layers: dict[str, dict[int, LayerRecall]] = msgspec.field(default_factory=dict)
 
 
 class Report(msgspec.Struct):
     """The content of `results.json`."""
 
-    run: Run
+    run: TextRun
     cells: list[Score]
-
-
-def without_budget(system: System) -> tuple[str, int | None]:
-    """The label of a system without its budget, and the budget."""
-    changes = {name: v for name, v in system.changes.items() if name != "sparse_budget"}
-    budget = system.changes.get("sparse_budget") if system.mode != DENSE else None
-    return msgspec.structs.replace(system, changes=changes).label, budget
 
 
 class Cell(NamedTuple):
@@ -142,14 +124,4 @@ class Cell(NamedTuple):
 
 def cells_of(scores: Iterable[Score]) -> list[Cell]:
     """Scores of the same system and budget together, in the order of systems and budgets."""
-    cells: dict[tuple[str, int | None], Cell] = {}
-    for score in scores:
-        key = (score.system, score.budget)
-        cells.setdefault(key, Cell(*key, [])).scores.append(score)
-    places, labels = list(SYSTEMS), list(dict.fromkeys(cell.system for cell in cells.values()))
-    return sorted(
-        cells.values(),
-        key=lambda c: (
-            places.index(c.system.partition(":")[0]), labels.index(c.system), c.budget or 0
-        ),
-    )  # fmt: skip
+    return [Cell(*key, there) for key, there in by_system(scores).items()]

@@ -11,7 +11,7 @@ import numpy as np
 
 from scripts.accuracy import statistics
 from scripts.language.plots import write_plots
-from scripts.language.records import Cell, Report, Run, cells_of
+from scripts.language.records import Cell, Report, TextRun, cells_of
 from scripts.shared import report
 from scripts.shared.report import number, table
 
@@ -88,7 +88,7 @@ def _summary(cells: Sequence[Cell]) -> str:
     return table(header, rows)
 
 
-def _by_text(cells: Sequence[Cell], run: Run) -> str:
+def _by_text(cells: Sequence[Cell], run: TextRun) -> str:
     rows = []
     for cell in cells:
         kl = {score.text: score.kl for score in cell.scores}

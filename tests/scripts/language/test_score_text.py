@@ -8,9 +8,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from scripts.language.records import LayerRecall, ReadText, Report, Run, Score, cells_of
+from scripts.language.comparison import make_systems, server_flags
+from scripts.language.records import LayerRecall, ReadText, Report, Score, TextRun, cells_of
 from scripts.language.report import interval, markdown, write_report
-from scripts.language.scoring import make_systems, server_flags, tokenize
+from scripts.language.scoring import load_of, tokenize
 from scripts.score_text import parse_options
 
 
@@ -33,15 +34,18 @@ def score(text: str, system: str, budget: int | None, kl: float) -> Score:
     )
 
 
-RUN = Run(
-    ["python -m scripts.score_text"],
-    {"cpus": 2},
-    "smollm2",
-    4096,
-    256,
-    24,
-    {"sink_tokens": 4},
-    {"opticks": ReadText("prose", "ab" * 32, 4096), "regex": ReadText("manual", "cd" * 32, 4096)},
+RUN = TextRun(
+    commands=["python -m scripts.score_text"],
+    machine={"cpus": 2},
+    model="smollm2",
+    settings={"sink_tokens": 4},
+    context=4096,
+    scored=256,
+    warm_up=24,
+    texts={
+        "opticks": ReadText("prose", "ab" * 32, 4096),
+        "regex": ReadText("manual", "cd" * 32, 4096),
+    },
     failures={"quest:sparse_budget=64": "it ended"},
     layers={"cache-rank:sparse_budget=64": {3: LayerRecall(0.5, 0.6), 4: LayerRecall(0.4, 0.7)}},
 )
@@ -86,7 +90,8 @@ def test_one_text_has_no_interval() -> None:
 
 def test_each_system_has_each_budget_but_dense() -> None:
     options = parse_options(
-        "--out x --gpus --systems dense quest cache-rank:sparse_budget=9 --budgets 1 2".split()
+        "--out x --gpus --model bundled --budgets 1 2 "
+        "--systems dense quest cache-rank:sparse_budget=9".split()
     )
     labels = [system.label for system in make_systems(options)]
     assert labels == [
@@ -97,9 +102,11 @@ def test_each_system_has_each_budget_but_dense() -> None:
 
 
 def test_a_request_turns_sparse_at_its_first_step_whatever_the_budget() -> None:
-    options = parse_options("--out x --gpus --systems cache-rank --budgets 9999".split())
+    options = parse_options(
+        "--out x --gpus --model bundled --systems cache-rank --budgets 9999".split()
+    )
     (system,) = make_systems(options)
-    flags = server_flags(system, options)
+    flags = server_flags(system, options, load_of(options))
     last = len(flags) - 1 - flags[::-1].index("--sparse-threshold")
     assert flags[last + 1] == str(4096 - 64 - 24)
 
@@ -108,7 +115,7 @@ def test_a_request_turns_sparse_at_its_first_step_whatever_the_budget() -> None:
     ("arguments", "reason"),
     [
         ("--tokens 0", "must be at least 1"),
-        ("--context 300", "--context must be longer"),
+        ("--context 152", "--context must be longer"),
         ("--text nothing", "no text 'nothing'"),
         ("--model-path nowhere", "--model-path: no model 'nowhere'"),
     ],
