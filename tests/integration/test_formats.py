@@ -34,7 +34,7 @@ FORMATS = [
     Format("quantspec", "", 3e-3),
     Format("lynx", "", 2e-3),
     Format("hack", "", 3e-2),
-    Format("mosaickv", "", 1e-1),
+    Format("mosaickv", "", 3e-2),
 ]
 """These formats lose something. test_dense_equivalence.py tests the one that does not."""
 

@@ -15,9 +15,9 @@
 With `auto`, each layer of each segment has the one that compresses most within `loss` or within
 `variance`, and memory is reserved for the one that compresses least.
 
-The paper drops a quarter of the channels and scores blocks first (sections 5.2 and 4.2). On the
-keys of a language model the first costs a quarter of the recall here, and the second a tenth of the
-attention, so that neither is the default; docs/formats.md has the figures.
+The paper drops a quarter of the channels and scores blocks first (sections 5.2 and 4.2). Both
+together lose a fifth of the recall on the keys of a language model, and an eighth of the attention,
+so that neither is the default; docs/formats.md has the figures.
 """
 
 from __future__ import annotations
