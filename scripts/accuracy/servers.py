@@ -18,6 +18,8 @@ RECORDED = (
 
 GRAPH_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
 
+LEAST_POOL_TOKENS = 8192
+
 _REASON = 300
 """A report quotes so many characters of the last line of a failure."""
 
@@ -39,7 +41,7 @@ def machine_flags(on_gpus: bool, requests: int, tokens: int) -> list[str]:
             *("--grammar-backend", "none", "--disable-radix-cache"),
         ]
     # SGLang counts a request twice while its prompt is computed in chunks.
-    room = (requests + 1, max(40000, 2 * tokens))
+    room = (requests + 1, max(LEAST_POOL_TOKENS, 2 * tokens))
     return [*machine, "--max-running-requests", str(room[0]), "--max-total-tokens", str(room[1])]
 
 

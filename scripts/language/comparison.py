@@ -22,6 +22,9 @@ from scripts.shared.systems import CACHE_RANK, DENSE, System
 ENVIRONMENT = {"CACHE_RANK_ALLOW_LARGE_BUDGET": "1"}
 """A budget above the length of the texts shows that nothing but the selection costs anything."""
 
+SERVERS_ON_A_CPU = 2
+"""At a time: most of a start is imports, which keep one core busy."""
+
 WorkT = TypeVar("WorkT")
 
 
@@ -108,7 +111,8 @@ class Comparison(Generic[WorkT]):
         on_gpus = bool(self._options.gpus)
         jobs = [Job(s, items, s.gpus if on_gpus else 0) for s, items in work if items]
         run = functools.partial(self._run_job, bar)
-        run_jobs(jobs, self._options.gpus, run, self._note_failure, self._servers.stop)
+        at_once = None if on_gpus else SERVERS_ON_A_CPU
+        run_jobs(jobs, self._options.gpus, run, self._note_failure, self._servers.stop, at_once)
 
     def _run_job(self, bar: tqdm[Any], job: Job[WorkT], gpus: list[str]) -> None:
         label = job.system.label

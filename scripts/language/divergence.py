@@ -38,10 +38,10 @@ class Divergence(NamedTuple):
 
 
 def compare(
-    dense: NDArray[np.float32], system: NDArray[np.float32], text: Sequence[int]
+    dense: NDArray[np.float64], system: NDArray[np.float64], text: Sequence[int]
 ) -> Divergence:
     """Compare log-probabilities, (tokens, vocabulary) each, at the tokens of a text, [tokens]."""
-    p, q = torch.from_numpy(dense).double(), torch.from_numpy(system).double()
+    p, q = torch.from_numpy(dense), torch.from_numpy(system)
     own = torch.tensor(text)[:, None]
     weights, log_ratio = p.exp(), q - p
     difference = -log_ratio.gather(-1, own)
@@ -55,9 +55,9 @@ def compare(
     )
 
 
-def kl_by_token(dense: NDArray[np.float32], system: NDArray[np.float32]) -> NDArray[np.float64]:
+def kl_by_token(dense: NDArray[np.float64], system: NDArray[np.float64]) -> NDArray[np.float64]:
     """KL(dense ‖ system) of each token, [tokens] in nats, of log-probabilities."""
-    p, q = torch.from_numpy(dense).double(), torch.from_numpy(system).double()
+    p, q = torch.from_numpy(dense), torch.from_numpy(system)
     return (p.exp() * (p - q)).sum(-1).numpy()
 
 
@@ -68,7 +68,7 @@ def weighted_quantile(values: Tensor, weights: Tensor, share: float) -> Tensor:
     return ordered[(below < share * below[-1]).sum().clamp(max=ordered.numel() - 1)]
 
 
-def left_out(dense: NDArray[np.float32], system: NDArray[np.float32], most: int) -> float:
+def left_out(dense: NDArray[np.float64], system: NDArray[np.float64], most: int) -> float:
     """The share of the KL that is lost if only dense decoding's `most` best tokens are known.
 
     Args:
@@ -76,7 +76,7 @@ def left_out(dense: NDArray[np.float32], system: NDArray[np.float32], most: int)
         most: tokens of the vocabulary whose probabilities are known, in both; of the others only
             the sum is.
     """
-    p, q = torch.from_numpy(dense).double(), torch.from_numpy(system).double()
+    p, q = torch.from_numpy(dense), torch.from_numpy(system)
     best, index = p.topk(most, dim=-1)
     known = torch.stack((best, q.gather(-1, index)))
     rest = (1 - known.exp().sum(-1)).clamp(min=1e-12).log()[..., None]

@@ -83,10 +83,10 @@ class Forced(msgspec.Struct):
     file: Path
     statistics: dict[str, Any]
 
-    def log_probabilities(self, first: int = 0) -> NDArray[np.float32]:
+    def log_probabilities(self, first: int = 0) -> NDArray[np.float64]:
         """Log-probabilities of the tokens from `first` on, (tokens, vocabulary)."""
         logits = np.memmap(self.file, np.float32, "r").reshape(len(self.tokens), -1)
-        return np.asarray(torch.log_softmax(torch.from_numpy(logits[first:].copy()), dim=-1))
+        return np.asarray(torch.log_softmax(torch.from_numpy(logits[first:].copy()).double(), -1))
 
     @property
     def first_sparse(self) -> int:

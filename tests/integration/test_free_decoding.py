@@ -9,7 +9,11 @@ import pytest
 
 from scripts.decode_text import main
 
-pytestmark = [pytest.mark.language_model, pytest.mark.xdist_group("language-model")]
+pytestmark = [
+    pytest.mark.language_model,
+    pytest.mark.thorough,
+    pytest.mark.xdist_group("language-model"),
+]
 
 SETTINGS = "--tasks question needle --lengths 400 --problems 2 --max-tokens 40 --gpus"
 
