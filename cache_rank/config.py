@@ -8,7 +8,9 @@ import msgspec
 import torch
 from cache_rank_kernels.select.reference import MOST_SLOTS
 
-Predictor = Literal["last", "ema", "spade", "ridge"]
+from cache_rank.schedule import Boundary, by_forecast, by_history
+
+Predictor = Literal["last", "ema", "spade", "ridge", "forecast"]
 Frame = Literal["post", "pre"]
 ScoreKeys = Literal["resident", "fp8"]
 WireDtype = Literal["bf16", "fp8"]
@@ -28,6 +30,10 @@ class ModelShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         scale: factor on attention logits.
         rotary_frequency: (R / 2,) inverse frequencies; empty without rotary embedding.
         rotary_interleaved: rotary pairs are neighbours instead of halves.
+        rotary_scale: factor on what is rotated.
+        hidden_size: width of the hidden state that enters a layer; 0 where nobody forecasts.
+        norm_epsilon: of the root mean square norm of that state.
+        query_norm_epsilon: of the root mean square norm of each query head; None without one.
     """
 
     layers: int
@@ -38,6 +44,10 @@ class ModelShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     scale: float
     rotary_frequency: tuple[float, ...] = ()
     rotary_interleaved: bool = False
+    rotary_scale: float = 1.0
+    hidden_size: int = 0
+    norm_epsilon: float = 1e-6
+    query_norm_epsilon: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("layers", "query_heads", "kv_heads", "head_dim"):
@@ -67,7 +77,9 @@ class CacheRankConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         sparse_budget: k, tokens in the slots of each (layer, request, kv head).
         sink_tokens, recent_tokens: always attended; never compete for slots.
         query_window: W, predecessors the next query is regressed on.
-        query_predictor, query_frame: how the next query is predicted.
+        query_predictor, query_frame: how the next query is predicted; `forecast` needs more layer
+            groups than `forecast_lead`, and is from the hidden state of the step itself.
+        forecast_lead: a group's queries are forecast from what enters the group so many before it.
         selection_margin: a token stays while it is among the best k + margin.
         delta_capacity: most tokens that enter a (layer, request, kv head) in one step.
         kv_residency: how K and V are held.
@@ -92,6 +104,7 @@ class CacheRankConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     query_window: int = 16
     query_predictor: Predictor = "last"
     query_frame: Frame = "pre"
+    forecast_lead: int = 2
     selection_margin: int = 256
     delta_capacity: int = 128
     kv_residency: str = "bf16"
@@ -109,6 +122,7 @@ class CacheRankConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             "query_window",
             "delta_capacity",
             "max_rows",
+            "forecast_lead",
         )
         for name in at_least_one:
             if getattr(self, name) < 1:
@@ -123,6 +137,14 @@ class CacheRankConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ValueError(
                 f"selection_margin must be at most {2 * MOST_SLOTS - budget} beside sparse_budget "
                 f"{budget}, got {margin}"
+            )
+        if self.forecasts and not self.model.hidden_size:
+            raise ValueError("query_predictor forecast: the width of the hidden state is not known")
+        if self.forecasts and self.forecast_lead >= len(self.groups):
+            raise ValueError(
+                f"forecast_lead {self.forecast_lead}: there are {len(self.groups)} layer groups, "
+                "and a forecast needs more than its lead; lower it or layers_per_group, or use "
+                "query_predictor last"
             )
         if self.checksum and self.wire_dtype != "bf16":
             raise ValueError(
@@ -141,6 +163,22 @@ class CacheRankConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         layers = self.model.layers
         step = self.layers_per_group
         return tuple(range(first, min(first + step, layers)) for first in range(0, layers, step))
+
+    @property
+    def forecasts(self) -> bool:
+        """Whether queries are forecast from the hidden state of the same step."""
+        return self.query_predictor == "forecast"
+
+    @property
+    def history_predictor(self) -> Literal["last", "ema", "spade", "ridge"]:
+        """What predicts the queries of groups that are answered for the next step."""
+        return "last" if self.query_predictor == "forecast" else self.query_predictor
+
+    @property
+    def boundaries(self) -> tuple[Boundary, ...]:
+        """The messages of a step, in order."""
+        groups = len(self.groups)
+        return by_forecast(groups, self.forecast_lead) if self.forecasts else by_history(groups)
 
     def candidates_after(self, position: int) -> range:
         """Positions that compete for slots in the step that follows `position`.

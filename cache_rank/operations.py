@@ -13,8 +13,10 @@ _FOLDER_OF = {
     "append_step": "append",
     "collect_tokens": "scatter",
     "copy_tokens": "scatter",
+    "forecast_step": "forecast",
     "gather_step": "gather",
     "load_tokens": "append",
+    "pack_hidden": "pack",
     "pack_layer": "pack",
     "predict_step": "predict",
     "scatter_step": "scatter",
@@ -32,8 +34,10 @@ class Operations:
     append_step: Callable[..., None]
     collect_tokens: Callable[..., None]
     copy_tokens: Callable[..., None]
+    forecast_step: Callable[..., None]
     gather_step: Callable[..., None]
     load_tokens: Callable[..., None]
+    pack_hidden: Callable[..., None]
     pack_layer: Callable[..., None]
     predict_step: Callable[..., None]
     scatter_step: Callable[..., None]

@@ -24,7 +24,17 @@ from setproctitle import setproctitle
 from cache_rank.channels.control import ControlReceiver, ControlSender
 from cache_rank.channels.link import Link
 from cache_rank.channels.transport import CACHE
-from cache_rank.protocol import End, Flush, Load, Open, Opened, Ready, Step, ToCacheRank
+from cache_rank.protocol import (
+    End,
+    Flush,
+    Load,
+    Open,
+    Opened,
+    Projection,
+    Ready,
+    Step,
+    ToCacheRank,
+)
 from cache_rank.rank import CacheRank
 
 logger = logging.getLogger("cache_rank")
@@ -90,6 +100,8 @@ def serve(launch: Launch) -> None:
             reason = rank.step(message)
         elif isinstance(message, Load):
             reason = rank.load(message)
+        elif isinstance(message, Projection):
+            reason = rank.load_projection(message)
         elif isinstance(message, End):
             reason = rank.end(message.epochs)
         elif isinstance(message, Flush):

@@ -1,13 +1,16 @@
 """The one contract between the inference rank and the cache rank.
 
 Control messages travel over ZMQ as msgpack; tensors travel over P2P in the packed layouts below,
-whose sizes follow from control messages alone. A step of R rows exchanges, for each layer group,
+whose sizes follow from control messages alone. A step of R rows exchanges, for each boundary (see
+schedule.py) of a layer group that is left, one that is entered, and one that is answered,
 
-    up    per row and layer its queries, keys and values (R, L, Hq + 2 Hkv, D)
+    up    per row: its queries, keys and values in each layer of the first (L, Hq + 2 Hkv, D), and
+          the hidden state that enters the second (H,)
     down  header (R, 6) int64, slots (R, L, Hkv, C) int32, keys and values (R, L, Hkv, C, D)
 
-and a bulk shipment of n tokens is keys and values (2, layers, n, Hkv, D). Tokens are in the dtype
-of the KV pool, and in a down message in the wire dtype.
+and on the bulk channel travel n tokens, keys and values (2, layers, n, Hkv, D), and what a layer's
+queries are forecast by, (H + 2, Hq, D). All is in the dtype of the KV pool, but for the tokens of a
+down message, which are in the wire dtype.
 """
 
 from __future__ import annotations
@@ -20,8 +23,9 @@ import torch
 from torch import Tensor
 
 from cache_rank.config import CacheRankConfig
+from cache_rank.schedule import Boundary
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 NO_EPOCH = -1
 
 
@@ -88,6 +92,19 @@ class Load(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     epoch: int
     start: int
     count: int
+
+
+class Projection(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """By what the queries of a layer are forecast; the tensor follows on the bulk channel.
+
+    Its rows are the projections of each element of the hidden state, a constant, and the weights of
+    the norm of queries, see kernels/forecast.
+
+    Attributes:
+        layer: counted from the first sparse layer.
+    """
+
+    layer: int
 
 
 class End(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -159,7 +176,7 @@ class Report(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     refused_messages: int = 0
 
 
-ToCacheRank = Open | Step | Load | End | Flush
+ToCacheRank = Open | Step | Load | Projection | End | Flush
 ToInferenceRank = Ready | Opened | Report | Measurement
 
 
@@ -175,32 +192,47 @@ class AnswerHeader(NamedTuple):
 
 
 class UpMessage:
-    """Views into one packed up message: what `rows` requests computed in one layer group.
+    """Views into one packed up message: what `rows` requests computed at a boundary.
 
     Rows follow each other, so that the place of a row does not depend on how many there are.
 
     Attributes:
         buffer: (bytes,) uint8.
-        tokens: (rows, layers, Hq + 2 Hkv, D) in the dtype of the KV pool.
+        tokens: (rows, L, Hq + 2 Hkv, D) in the dtype of the KV pool, contiguous but for the rows; L
+            is 0 where no group is left.
         queries, keys, values: its parts, by heads.
+        hidden: (rows, H) in the same dtype, contiguous but for the rows; H is 0 where no group is
+            entered.
     """
 
-    def __init__(self, config: CacheRankConfig, layers: int, rows: int, buffer: Tensor) -> None:
+    def __init__(
+        self, config: CacheRankConfig, boundary: Boundary, rows: int, buffer: Tensor
+    ) -> None:
         """Lay the message out over a buffer of its size."""
         model = config.model
-        heads = model.query_heads + 2 * model.kv_heads
+        tokens, hidden = _up_shapes(config, boundary)
         self.buffer = buffer
-        self.tokens = buffer.view(model.torch_dtype).view(rows, layers, heads, model.head_dim)
+        by_row = buffer.view(model.torch_dtype).view(rows, -1)
+        self.tokens = by_row[:, : math.prod(tokens)].view(rows, *tokens)
         self.queries, self.keys, self.values = self.tokens.split(
             (model.query_heads, model.kv_heads, model.kv_heads), dim=2
         )
+        self.hidden = by_row[:, math.prod(tokens) :][:, :hidden]
 
     @staticmethod
-    def size(config: CacheRankConfig, layers: int, rows: int) -> int:
+    def size(config: CacheRankConfig, boundary: Boundary, rows: int) -> int:
         """Bytes of the message."""
-        model = config.model
-        heads = model.query_heads + 2 * model.kv_heads
-        return rows * layers * heads * model.head_dim * model.torch_dtype.itemsize
+        tokens, hidden = _up_shapes(config, boundary)
+        itemsize = config.model.torch_dtype.itemsize
+        return rows * (math.prod(tokens) * itemsize + _aligned(hidden * itemsize))
+
+
+def _up_shapes(config: CacheRankConfig, boundary: Boundary) -> tuple[tuple[int, int, int], int]:
+    """Shape of a row's tokens in an up message, whose bytes are aligned, and width of its input."""
+    model = config.model
+    layers = 0 if boundary.left is None else len(config.groups[boundary.left])
+    tokens = (layers, model.query_heads + 2 * model.kv_heads, model.head_dim)
+    return tokens, 0 if boundary.entered is None else model.hidden_size
 
 
 class DownMessage:
@@ -240,11 +272,14 @@ class DownMessage:
         return header, _Part(torch.int32, entries), tokens, tokens
 
 
-def group_sizes(
-    message: type[UpMessage] | type[DownMessage], config: CacheRankConfig, rows: int
-) -> list[int]:
-    """Bytes of each layer group's message in a step of so many rows."""
-    return [message.size(config, len(layers), rows) for layers in config.groups]
+def up_sizes(config: CacheRankConfig, rows: int) -> list[int]:
+    """Bytes of the message of each boundary in a step of so many rows."""
+    return [UpMessage.size(config, boundary, rows) for boundary in config.boundaries]
+
+
+def down_sizes(config: CacheRankConfig, rows: int) -> list[int]:
+    """Bytes of the answer for each layer group in a step of so many rows."""
+    return [DownMessage.size(config, len(layers), rows) for layers in config.groups]
 
 
 class _Part(NamedTuple):
@@ -259,7 +294,17 @@ class _Part(NamedTuple):
 
     @property
     def aligned_bytes(self) -> int:
-        return -(-self.bytes // 16) * 16
+        return _aligned(self.bytes)
+
+
+def _aligned(size: int) -> int:
+    return -(-size // 16) * 16
+
+
+def projection_shape(config: CacheRankConfig) -> tuple[int, int, int]:
+    """Shape of what a layer's queries are forecast by, in the dtype of the KV pool."""
+    model = config.model
+    return (model.hidden_size + 2, model.query_heads, model.head_dim)
 
 
 def bulk_shape(config: CacheRankConfig, count: int) -> tuple[int, int, int, int, int]:

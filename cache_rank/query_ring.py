@@ -60,7 +60,7 @@ class QueryRing:
             layers.start,
             self._frequency,
             model.rotary_interleaved,
-            config.query_predictor,
+            config.history_predictor,
             predicted,
         )
         return predicted

@@ -23,14 +23,17 @@ from cache_rank.protocol import (
     Load,
     Measured,
     Open,
+    Projection,
     Report,
     Row,
     Step,
     UpMessage,
     bulk_shape,
-    group_sizes,
+    down_sizes,
+    projection_shape,
 )
 from cache_rank.resident_sequence import ResidentSequence
+from cache_rank.schedule import Boundary
 from cache_rank.selector import Selector, SelectorStep
 
 PEER_SECONDS = 600.0
@@ -71,15 +74,17 @@ class CacheRank:
         self._overflow, self._overflow_tokens = Readback(), 0
         self._last_epoch = 0
         self._last_step = 0
-        # One buffer a group: on a GPU several groups are under way at once.
+        # One buffer a message: on a GPU several are under way at once.
         self._up = link.buffers
         self._down = [
             torch.zeros(size, dtype=torch.uint8, device=device)
-            for size in group_sizes(DownMessage, config, config.max_rows)
+            for size in down_sizes(config, config.max_rows)
         ]
-        self._taken: list[torch.cuda.Event | None] = [None] * len(config.groups)
+        self._boundaries = config.boundaries
+        self._taken: list[torch.cuda.Event | None] = [None] * len(self._boundaries)
         self._sent: list[Pending | None] = [None] * len(config.groups)
         self._loaded: dict[int, torch.cuda.Event] = {}
+        self._projected: torch.cuda.Event | None = None
         self._warm_up()
 
     def _warm_up(self) -> None:
@@ -114,11 +119,13 @@ class CacheRank:
         selector = self.selector
         rows = [Row(sequence.epoch, sequence.tokens)]
         step = selector.begin_step(0, rows, measured=measured)
-        for group in range(len(self.config.groups)):
-            selector.append(step, group, self._up_message(group, 1))
-            scores = selector.score(step, group, self._timeline)
-            down = self._down_message(group, 1)
-            selector.answer(step, group, scores, down, self._timeline)
+        for lane, boundary in enumerate(self._boundaries):
+            up = self._up_message(lane, 1)
+            selector.append(step, boundary, up)
+            if boundary.answered is not None:
+                scores = selector.score(step, boundary, up, self._timeline)
+                down = self._down_message(boundary.answered, 1)
+                selector.answer(step, boundary, scores, down, self._timeline)
 
     def load(self, message: Load) -> str | None:
         """Take over a bulk shipment; return the reason when it is refused.
@@ -159,6 +166,26 @@ class CacheRank:
         self._recorder.record_load(message, shipment)
         return None
 
+    def load_projection(self, message: Projection) -> str | None:
+        """Take over by what a layer's queries are forecast; return the reason when it is refused.
+
+        Nothing is received for a layer that no inference rank sends.
+        """
+        config = self.config
+        if not config.forecasts or not 0 <= message.layer < config.model.layers:
+            return f"Projection of layer {message.layer}, which is not forecast"
+        with self._link.in_background():
+            projection = torch.empty(
+                projection_shape(config), dtype=config.model.torch_dtype, device=self._device
+            )
+            after = self._mark(torch.cuda.default_stream()) if projection.is_cuda else None
+            self._link.bulk.receive(projection, after).wait(PEER_SECONDS)
+            self.selector.load_projection(message.layer, projection)
+            if projection.is_cuda:
+                self._projected = self._mark()
+        self._recorder.record_projection(message, projection)
+        return None
+
     def end(self, epochs: Collection[int]) -> str | None:
         """Forget epochs; return the reason when one of them was not live."""
         for epoch in epochs:
@@ -182,24 +209,27 @@ class CacheRank:
         refused = self._refused_rows(message)
         for row in message.rows:
             self._wait_for_load(row.epoch)
+        if self._projected is not None:
+            torch.cuda.current_stream().wait_event(self._projected)
+            self._projected = None
         step = self.selector.begin_step(
             message.step, message.rows, refused.keys(), message.measured
         )
         self._timeline.enter_step(message.step, message.traced)
-        for group in range(len(self.config.groups)):
-            # The receive is posted only when the answer to the group before is queued: should the
-            # host have to wait for the device in between, both ranks are waiting for that answer.
-            up, received = self._receive(group, len(message.rows))
-            self._timeline.enter_group(group)
+        for lane, boundary in enumerate(self._boundaries):
+            # The receive is posted only when the answer before is queued: should the host have to
+            # wait for the device in between, both ranks are waiting for that answer.
+            up, received = self._receive(lane, len(message.rows))
+            self._timeline.enter_group(lane)
             received.wait(PEER_SECONDS)
             self._timeline.mark("receive")
-            self.selector.append(step, group, up)
-            if up.buffer.is_cuda:
-                self._taken[group] = self._mark()
+            self.selector.append(step, boundary, up)
             self._timeline.mark("append")
-            scores = self.selector.score(step, group, self._timeline)
-            self._answer(step, group, scores)
-            self._recorder.record_step(self.selector, step, group, up)
+            if boundary.answered is not None:
+                self._answer(step, boundary, boundary.answered, up)
+            if up.buffer.is_cuda:
+                self._taken[lane] = self._mark()
+            self._recorder.record_step(self.selector, step, boundary, up)
         self.selector.end_step(step)
         self._last_step = max(self._last_step, message.step)
         return "; ".join(refused.values()) or None
@@ -209,25 +239,26 @@ class CacheRank:
         if (loaded := self._loaded.pop(epoch, None)) is not None:
             torch.cuda.current_stream().wait_event(loaded)
 
-    def _up_message(self, group: int, rows: int) -> UpMessage:
-        layers = len(self.config.groups[group])
-        size = UpMessage.size(self.config, layers, rows)
-        return UpMessage(self.config, layers, rows, self._up[group][:size])
+    def _up_message(self, lane: int, rows: int) -> UpMessage:
+        boundary = self._boundaries[lane]
+        size = UpMessage.size(self.config, boundary, rows)
+        return UpMessage(self.config, boundary, rows, self._up[lane][:size])
 
     def _down_message(self, group: int, rows: int) -> DownMessage:
         layers = len(self.config.groups[group])
         size = DownMessage.size(self.config, layers, rows)
         return DownMessage(self.config, layers, rows, self._down[group][:size])
 
-    def _receive(self, group: int, rows: int) -> tuple[UpMessage, Pending]:
-        up = self._up_message(group, rows)
-        return up, self._link.up.receive(up.buffer, self._taken[group], lane=group)
+    def _receive(self, lane: int, rows: int) -> tuple[UpMessage, Pending]:
+        up = self._up_message(lane, rows)
+        return up, self._link.up.receive(up.buffer, self._taken[lane], lane=lane)
 
-    def _answer(self, step: SelectorStep, group: int, scores: Tensor) -> None:
+    def _answer(self, step: SelectorStep, boundary: Boundary, group: int, up: UpMessage) -> None:
+        scores = self.selector.score(step, boundary, up, self._timeline)
         if (sent := self._sent[group]) is not None:
             sent.wait(PEER_SECONDS)
         down = self._down_message(group, step.rows.slots.shape[0])
-        self.selector.answer(step, group, scores, down, self._timeline)
+        self.selector.answer(step, boundary, scores, down, self._timeline)
         self._sent[group] = self._link.down.send(down.buffer, lane=group)
 
     def _refused_rows(self, message: Step) -> dict[int, str]:

@@ -5,12 +5,14 @@ A decode step at position t of one layer attends to
 
     sinks [0, s)  +  tokens chosen after step t - 1  +  the newest r predecessors  +  token t
 
-and then chooses the tokens of step t + 1 from everything older than its recent window.
+and then chooses the tokens of step t + 1 from everything older than its recent window. Where its
+query is forecast, the tokens are chosen in step t itself, before token t is appended.
 """
 
 from __future__ import annotations
 
 import torch
+from cache_rank_kernels.forecast.reference import forecast_step
 from cache_rank_kernels.predict.reference import predict_next_query
 from cache_rank_kernels.rotary.reference import align_to_next_position
 from cache_rank_kernels.score.reference import score_tokens
@@ -30,6 +32,7 @@ class SynchronousReference:
         self.queries: list[list[Tensor]] = [[] for _ in keys]  # per layer, newest first, (Hq, D)
         empty: list[int | None] = [None] * config.sparse_budget
         self.slots = [[list(empty) for _ in range(config.model.kv_heads)] for _ in keys]
+        self.projections: dict[int, Tensor] = {}  # of layers that are forecast, (H + 2, Hq, D)
 
     def append(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> None:
         """Add the newest token to one layer: query (Hq, D), key and value (Hkv, D)."""
@@ -61,12 +64,23 @@ class SynchronousReference:
 
     def select(self, layer: int, position: int) -> None:
         """Choose the tokens of the step after `position` in one layer."""
-        config = self.config
-        predicted = self.predict(layer)
-        scores = score_tokens(
-            predicted.unsqueeze(0), self.keys[layer].unsqueeze(0), config.model.scale
-        )
-        for kv_head in range(config.model.kv_heads):
+        self._choose(layer, self.predict(layer), position)
+
+    def select_now(self, layer: int, hidden: Tensor, position: int) -> None:
+        """Choose the tokens of the step at `position` in one layer, whose token is to come.
+
+        Args:
+            layer: one of `projections`.
+            hidden: (H,), what entered an earlier layer in this step.
+            position: of the step.
+        """
+        self._choose(layer, self.forecast(layer, hidden, position), position - 1)
+
+    def _choose(self, layer: int, queries: Tensor, position: int) -> None:
+        """Choose tokens by queries (Hq, D) when the newest one is at `position`."""
+        model = self.config.model
+        scores = score_tokens(queries.unsqueeze(0), self.keys[layer].unsqueeze(0), model.scale)
+        for kv_head in range(model.kv_heads):
             self._fill_slots(self.slots[layer][kv_head], scores[0, kv_head].tolist(), position)
 
     def predict(self, layer: int) -> Tensor:
@@ -77,7 +91,30 @@ class SynchronousReference:
         if config.query_frame == "pre" and config.model.rotary_frequency:
             frequency = torch.tensor(config.model.rotary_frequency)
             queries = align_to_next_position(queries, frequency, config.model.rotary_interleaved)
-        return predict_next_query(queries, torch.tensor([len(window)]), config.query_predictor)
+        return predict_next_query(queries, torch.tensor([len(window)]), config.history_predictor)
+
+    def forecast(self, layer: int, hidden: Tensor, position: int) -> Tensor:
+        """The query (Hq, D) float32 that a hidden state (H,) promises the step at `position`."""
+        model = self.config.model
+        projection = self.projections[layer]
+        constant, query_norm = projection[-2:]
+        queries = torch.empty((1, 1, model.query_heads, model.head_dim))
+        frequency = torch.tensor(model.rotary_frequency) if model.rotary_frequency else None
+        forecast_step(
+            hidden[None],
+            projection[:-2].flatten(1),
+            constant.flatten(),
+            None if model.query_norm_epsilon is None else query_norm[None],
+            torch.tensor([position]),
+            torch.tensor([0]),
+            frequency,
+            model.rotary_interleaved,
+            model.rotary_scale,
+            model.norm_epsilon,
+            model.query_norm_epsilon or 0.0,
+            queries,
+        )
+        return queries[0, 0]
 
     def _fill_slots(self, slots: list[int | None], scores: list[float], position: int) -> None:
         config = self.config

@@ -21,6 +21,7 @@ class ResidentSequence:
         queries: how many of its newest tokens have their query in the query ring, at most W + 1.
         used: how many slots of its working set were in use in its last step.
         filled: how many slots are in use once the answer to its last step is applied.
+        fresh_filled: the same of groups that are answered for the step itself.
     """
 
     epoch: int
@@ -31,6 +32,7 @@ class ResidentSequence:
     queries: int = 0
     used: int = 0
     filled: int = 0
+    fresh_filled: int = 0
 
     def advance(self, config: CacheRankConfig, position: int) -> None:
         """Account for the step at `position`."""
@@ -39,3 +41,4 @@ class ResidentSequence:
         self.queries = min(self.queries + 1, config.query_window + 1)
         self.used = self.filled
         self.filled = config.filled_after(position, self.filled)
+        self.fresh_filled = config.filled_after(position - 1, self.fresh_filled)

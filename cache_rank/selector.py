@@ -1,4 +1,4 @@
-"""The cache rank's computation: append, predict, score, select, gather, one layer group at a time.
+"""The cache rank's computation: append, predict, score, select, gather, one boundary at a time.
 
 The state of all sequences is in a few tensors, of the residency, the query ring and the mirror, so
 that each operation is one kernel over all rows of a step. The selector knows no channels: rank.py
@@ -23,6 +23,7 @@ from torch import Tensor
 from cache_rank import residency
 from cache_rank.config import CacheRankConfig
 from cache_rank.copies import upload
+from cache_rank.forecast import Forecast
 from cache_rank.graphs import Captures
 from cache_rank.measure.recall import MeasuredStep, RecallMeter
 from cache_rank.measure.timeline import Timeline
@@ -31,6 +32,7 @@ from cache_rank.pages import PAGE_TOKENS, PageAllocator
 from cache_rank.protocol import NO_EPOCH, AnswerHeader, DownMessage, Measured, Row, UpMessage
 from cache_rank.query_ring import QueryRing
 from cache_rank.resident_sequence import ResidentSequence
+from cache_rank.schedule import Boundary
 from cache_rank.step_rows import StepRows
 
 _CHECKSUM = AnswerHeader._fields.index("checksum")
@@ -48,7 +50,9 @@ class SelectorStep(NamedTuple):
 
     Attributes:
         number: the step's number.
-        rows: the rows on the device.
+        rows: the rows on the device, when a group has appended the step's token.
+        earlier: the same rows before: their newest token is the one before, and their header is
+            that of an answer for the step itself.
         key: two steps of the same key differ only in what their rows hold.
         live: index, row and sequence of each row that is exchanged.
         changed: (groups, R, 2) int32: tokens that entered, and that must wait for a later step.
@@ -57,10 +61,15 @@ class SelectorStep(NamedTuple):
 
     number: int
     rows: StepRows
+    earlier: StepRows
     key: tuple[int, ...]
     live: Sequence[tuple[int, Row, ResidentSequence]]
     changed: Tensor
     measured: Measured | None
+
+    def rows_of(self, boundary: Boundary) -> StepRows:
+        """The rows as the group that is answered has them."""
+        return self.earlier if boundary.is_fresh else self.rows
 
 
 class Selector:
@@ -98,6 +107,8 @@ class Selector:
             step_bytes = slots * (_STEP_BYTES + 4 * (self.pages.pages + _PAGES_ROUNDING))
             self._step_memory = torch.empty(step_bytes, dtype=torch.uint8, device=device)
         self._queries = QueryRing(config, device)
+        self._forecast = Forecast(config, device) if config.forecasts else None
+        self._measured_forecast: Tensor | None = None
         self._mirror = Mirror(config, device)
 
     @property
@@ -144,6 +155,11 @@ class Selector:
         self._extend(sequence, sequence.tokens)
         self._residency.load(self._pages_of(sequence), sequence.slot, start, shipment)
 
+    def load_projection(self, layer: int, projection: Tensor) -> None:
+        """Take over by what a layer's queries are forecast, (H + 2, Hq, D)."""
+        if self._forecast is not None:
+            self._forecast.load(layer, projection)
+
     def begin_step(
         self,
         number: int,
@@ -158,36 +174,53 @@ class Selector:
             if index not in refused
         ]
         count = len(rows)
-        slots, positions, counts = ([-1] * count, [0] * count, [0] * count)
+        slots, positions, earlier, counts = ([-1] * count, [0] * count, [0] * count, [0] * count)
         header = [[NO_EPOCH] * len(AnswerHeader._fields)] * count
+        fresh_header = list(header)
         for index, row, sequence in live:
             self._extend(sequence, row.position + 1)
             sequence.advance(self.config, row.position)
             slots[index], positions[index] = sequence.slot, row.position
-            counts[index] = sequence.queries
-            answer = AnswerHeader(number, row.epoch, row.position + 1, sequence.filled, 0, 0)
-            header[index] = list(answer)
+            earlier[index], counts[index] = row.position - 1, sequence.queries
+            header[index] = [number, row.epoch, row.position + 1, sequence.filled, 0, 0]
+            fresh_header[index] = [number, row.epoch, row.position, sequence.fresh_filled, 0, 0]
         width = max((len(sequence.pages) for _, _, sequence in live), default=1)
         on_gpu = self._step_memory is not None
         if on_gpu:
             width = -(-width // _PAGES_ROUNDING) * _PAGES_ROUNDING
         page_table = self._slot_pages[[max(slot, 0) for slot in slots], :width]
-        small = torch.tensor((slots, positions, counts), dtype=torch.int32)
-        on_host = (small, page_table, torch.tensor(header))
+        small = torch.tensor((slots, positions, earlier, counts), dtype=torch.int32)
+        on_host = (small, page_table, torch.tensor((header, fresh_header)))
         changed = self._mirror.zero_changes(count)
         capacity = width * PAGE_TOKENS if on_gpu else max(positions) + 1
         numbers, table, headers = upload(on_host, self._device, self._step_memory)
-        known = list(zip(slots, positions, strict=True))
-        step_rows = StepRows(numbers[0], numbers[1], numbers[2], table, headers, capacity, known)
+        step_rows, earlier_rows = (
+            StepRows(
+                numbers[0],
+                numbers[column],
+                numbers[3],
+                table,
+                headers[column - 1],
+                capacity,
+                list(zip(slots, of_rows, strict=True)),
+            )
+            for column, of_rows in ((1, positions), (2, earlier))
+        )
         self._captures.allow_more()
         moved = self._residency.prepare_scores(count, len(self.config.groups[0]), capacity)
         if moved != self._scores_moved:
             self._captures.clear()
             self._scores_moved = moved
-        return SelectorStep(number, step_rows, (count, width), live, changed, measured)
+        self._measured_forecast = None
+        return SelectorStep(
+            number, step_rows, earlier_rows, (count, width), live, changed, measured
+        )
 
-    def append(self, step: SelectorStep, group: int, up: UpMessage) -> None:
-        """Take over what the inference rank computed in a group."""
+    def append(self, step: SelectorStep, boundary: Boundary, up: UpMessage) -> None:
+        """Take over what the inference rank computed in the group that was left, if any was."""
+        group = boundary.left
+        if group is None:
+            return
         layers = self.config.groups[group]
         if step.measured is not None and step.measured.group == group:
             self._measure(step, layers, up, step.measured)
@@ -197,56 +230,75 @@ class Selector:
             lambda: self._residency.append(step.rows, layers, up.tokens, self._queries.entries),
         )
 
-    def score(self, step: SelectorStep, group: int, timeline: Timeline) -> Tensor:
-        """Predict the next queries and score all tokens by them.
+    def score(
+        self, step: SelectorStep, boundary: Boundary, up: UpMessage, timeline: Timeline
+    ) -> Tensor:
+        """Predict the queries of the group that is answered, and score all tokens by them.
 
         Returns:
             (R, L, Hkv, capacity) float32, for `answer`; valid until the next group is scored.
         """
-        predicted = self._captures.run(
-            ("predict", group, step.key),
-            lambda: self._queries.predict(step.rows, self.config.groups[group]),
-        )
+        group, rows = boundary.answered, step.rows_of(boundary)
+        assert group is not None
+        predicted = self._predict(step, boundary, up)
         timeline.mark("predict")
         scores = self._captures.run(
             ("score", group, step.key),
-            lambda: self._residency.score(step.rows, self.config.groups[group], predicted),
+            lambda: self._residency.score(rows, self.config.groups[group], predicted),
         )
         timeline.mark("score")
         return scores
 
+    def _predict(self, step: SelectorStep, boundary: Boundary, up: UpMessage) -> Tensor:
+        """The queries of the group that is answered, (R, L, Hq, D) float32."""
+        group, rows = boundary.answered, step.rows
+        assert group is not None
+        if not boundary.is_fresh:
+            return self._captures.run(
+                ("predict", group, step.key),
+                lambda: self._queries.predict(rows, self.config.groups[group]),
+            )
+        forecast = self._forecast
+        assert forecast is not None
+        predicted = self._captures.run(
+            ("predict", group, step.key, up.buffer.data_ptr()),
+            lambda: forecast.predict(rows, group, up.hidden),
+        )
+        if step.measured is not None and step.measured.group == group:
+            self._measured_forecast = predicted[step.measured.row].clone()
+        return predicted
+
     def answer(
         self,
         step: SelectorStep,
-        group: int,
+        boundary: Boundary,
         scores: Tensor,
         down: DownMessage,
         timeline: Timeline,
     ) -> None:
-        """Choose the tokens of the next step, and lay out what changes."""
-        message = down.buffer.data_ptr()
+        """Choose the tokens that the answered group attends to, and lay out what changes."""
+        group, rows = boundary.answered, step.rows_of(boundary)
+        assert group is not None
+        layers, message = self.config.groups[group], down.buffer.data_ptr()
         self._captures.run(
             ("select", group, step.key, message),
-            lambda: self._mirror.select(
-                step.rows, self.config.groups[group], scores, down.slots, step.changed[group]
-            ),
+            lambda: self._mirror.select(rows, layers, scores, down.slots, step.changed[group]),
         )
         timeline.mark("select")
         self._captures.run(
-            ("gather", group, step.key, message), lambda: self._gather(step, group, down)
+            ("gather", group, step.key, message),
+            lambda: self._gather(rows, layers, step.changed[group], down),
         )
         if self.config.checksum:
             for index, _, sequence in step.live:
-                checksum = self._checksum(step, index, sequence, self.config.groups[group])
-                down.header[index, _CHECKSUM] = checksum
+                down.header[index, _CHECKSUM] = self._checksum(rows, index, sequence, boundary)
         timeline.mark("gather")
 
-    def _gather(self, step: SelectorStep, group: int, down: DownMessage) -> None:
-        layers, rows = self.config.groups[group], step.rows
+    def _gather(self, rows: StepRows, layers: range, changed: Tensor, down: DownMessage) -> None:
         entering = self._mirror.entering(down.slots)
         self._residency.gather(rows, layers, entering, down.keys, down.values)
         down.header.copy_(rows.header)
-        down.header[:, _SHIPPED] += step.changed[group, :, 0]  # 0 so far; refused rows stay
+        down.header[:, _SHIPPED] += changed[:, 0]  # 0 so far; refused rows stay
 
     def end_step(self, step: SelectorStep) -> None:
         """Account for what the answers to all groups could not ship, and check what came."""
@@ -292,15 +344,23 @@ class Selector:
             MeasuredStep(row.epoch, step.number, row.position, layers, measured.wants_slots),
             self.mirror(sequence, layers)[..., : sequence.used],
             up.queries[index],
-            self._queries.predict(rows, layers)[0],
+            self._predicted_before(rows, layers),
             self._queries.entries[sequence.slot, layers.start : layers.stop],
             score,
         )
 
+    def _predicted_before(self, rows: StepRows, layers: range) -> Tensor:
+        """What the queries of a measured row and group were expected to be, (L, Hq, D)."""
+        if self._measured_forecast is not None:
+            return self._measured_forecast
+        return self._queries.predict(rows, layers)[0]
+
     def _checksum(
-        self, step: SelectorStep, index: int, sequence: ResidentSequence, layers: range
+        self, rows: StepRows, index: int, sequence: ResidentSequence, boundary: Boundary
     ) -> int:
-        rows = step.rows.row_at(index, sequence.tokens - 1)
-        slots = self._residency.read(rows, layers, self.mirror(sequence, layers))
-        keys, values = (part[..., : sequence.filled, :] for part in slots)
+        layers = self.config.groups[boundary.answered or 0]
+        one_row = rows.row_at(index, sequence.tokens - 1 - boundary.is_fresh)
+        filled = sequence.fresh_filled if boundary.is_fresh else sequence.filled
+        slots = self._residency.read(one_row, layers, self.mirror(sequence, layers))
+        keys, values = (part[..., :filled, :] for part in slots)
         return slots_checksum(keys, values)

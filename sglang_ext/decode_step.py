@@ -109,9 +109,9 @@ class DecodeStep:
         """
         self.running = None
         self._cache_rank.attempt(lambda exchange: exchange.finish_step())
-        for sequence, filled in plan.unsettled:
+        for sequence, filled, fresh_filled in plan.unsettled:
             sequence.exchanged += 1
-            sequence.filled = filled
+            sequence.filled, sequence.fresh_filled = filled, fresh_filled
         for sequence in plan.sparse:
             sequence.statistics.sparse_steps += 1
         if (exchange := self._cache_rank.exchange) is None:

@@ -63,9 +63,16 @@ class CacheRankFlags(ServerArgs):
     ] = 6
     query_window: A[int, Arg(help="Earlier queries that the next query is predicted from.")] = 16
     query_predictor: A[
-        Literal["last", "ema", "spade", "ridge"],
-        Arg(help="How the next query is predicted."),
+        Literal["last", "ema", "spade", "ridge", "forecast"],
+        Arg(
+            help="How a query is predicted: from those of earlier steps, or (forecast) from the "
+            "hidden state of the same step, --forecast-lead layer groups before."
+        ),
     ] = "last"
+    forecast_lead: A[
+        int,
+        Arg(help="Layer groups between a hidden state and the queries that are forecast from it."),
+    ] = 2
     query_frame: A[
         Literal["post", "pre"],
         Arg(help="Predict among queries after or before rotary position embedding."),

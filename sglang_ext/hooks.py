@@ -184,6 +184,14 @@ def is_idle(result: bool, scheduler: Any, *_: Any, **__: Any) -> bool:
     return result and (rank is None or not rank.cache_rank.to_queue)
 
 
+def note_new_weights(result: Any, *_: Any, **__: Any) -> Any:
+    """Let the cache rank forecast by the weights that were loaded."""
+    rank = inference_rank.current()
+    if rank is not None:
+        rank.on_weights_updated()
+    return result
+
+
 def add_internal_state(result: Any, scheduler: Any, *_: Any, **__: Any) -> Any:
     """Show the cache rank in `/server_info`."""
     rank = inference_rank.current()
@@ -298,6 +306,15 @@ HOOKS = (
         HookType.AFTER,
         add_internal_state,
         "scheduler.py:3876; /server_info",
+    ),
+    *(
+        Hook(
+            f"sglang.srt.managers.tp_worker.TpModelWorker.update_weights_from_{source}",
+            HookType.AFTER,
+            note_new_weights,
+            "tp_worker.py:130; queries are forecast by the model's projections",
+        )
+        for source in ("disk", "distributed", "tensor", "ipc")
     ),
     Hook(
         "sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request",

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import os
 from typing import Any
+
+from torch import Tensor
 
 from cache_rank.config import ModelShape
 from sglang_ext.decode_step import DecodeStep
 from sglang_ext.eviction import DenseStore, Eviction
 from sglang_ext.exchange import make_exchange, make_gate
-from sglang_ext.exchange.connection import Placement
+from sglang_ext.exchange.base import Exchange
+from sglang_ext.exchange.connection import Connection, Placement
 from sglang_ext.lifecycle import Phase, prepare_requests
 from sglang_ext.measured_steps import MeasuredSteps
 from sglang_ext.memory import dense_store_rows_per_request, reserve_block_rows
 from sglang_ext.metrics import CacheRankMetrics
 from sglang_ext.pools import Pools, first_reserve_row, model_shape, pools_of
+from sglang_ext.projections import DecoderLayer, decoder_layers, projection_of, watch_inputs
 from sglang_ext.recovery import CacheRankHandle
 from sglang_ext.server_args import CacheRankServerArgs
 from sglang_ext.step_plan import StepPlanner
@@ -45,6 +48,7 @@ class InferenceRank:
         pools: Pools,
         tp_rank: int,
         supervisor: Supervisor,
+        sparse_layers: list[DecoderLayer],
     ) -> None:
         """Open the cache rank for a loaded model.
 
@@ -54,6 +58,7 @@ class InferenceRank:
             pools: SGLang's, with rows of our own behind them.
             tp_rank: tensor-parallel rank of this process.
             supervisor: its process has been spawned.
+            sparse_layers: of the model, if queries are forecast.
 
         Raises:
             CacheRankDownError: the cache rank did not start.
@@ -63,6 +68,8 @@ class InferenceRank:
         self.config = args.cache_rank_config(model, args.max_sparse_requests)
         self.device = pools.req_to_token.device
         self.metrics = CacheRankMetrics(args, self.config, tp_rank)
+        self._sparse_layers = sparse_layers
+        self._weights_have_changed = False
         planner = StepPlanner(
             args, self.config, pools, self.metrics, by_kernels=self.device.type == "cuda"
         )
@@ -73,6 +80,7 @@ class InferenceRank:
             if numbers is None
             else make_gate(self.config, numbers["steps"], numbers["exchanged"])
         )
+        self._planner = planner
         evicts = args.inference_kv == "working-set"
         self.eviction = _eviction(args, pools, self.config.recent_tokens) if evicts else None
         self._allocator = pools.allocator
@@ -91,15 +99,12 @@ class InferenceRank:
         supervisor.open(self.config)
         self.cache_rank = CacheRankHandle(
             supervisor,
-            functools.partial(
-                make_exchange, config=self.config, slots=planner.slots, gate=self.gate
-            ),
+            self._begin_exchange,
             self.lifecycle,
             self.table,
             self.metrics,
             recomputes=evicts,
         )
-        self._planner = planner
         self.decode_step = DecodeStep(
             planner,
             self.gate,
@@ -119,6 +124,33 @@ class InferenceRank:
         With `--inference-kv working-set` it cannot: its sparse requests are recomputed instead.
         """
         return self.eviction is None and not self.gate.is_open
+
+    def _begin_exchange(self, connection: Connection) -> Exchange:
+        exchange = make_exchange(connection, self.config, self._planner.slots, self.gate)
+        self._project(exchange)
+        return exchange
+
+    def _project(self, exchange: Exchange) -> None:
+        """Send by what queries are forecast."""
+        for index, layer in enumerate(self._sparse_layers):
+            exchange.project(index, projection_of(layer, self.config.model.torch_dtype))
+
+    def watch_inputs(self) -> None:
+        """Let the hidden states that enter layer groups go to the cache rank, if it forecasts."""
+        first = [self._sparse_layers[layers.start] for layers in self.config.groups]
+        watch_inputs(first, self._on_input)
+
+    def _on_input(self, group: int, hidden: Tensor, residual: Tensor | None, batch: Any) -> None:
+        if not batch.forward_mode.is_decode():
+            return
+        if self.device.type == "cuda" or self.decode_step.running is not None:
+            self.gate.stage_hidden(group, hidden, residual)
+
+    # Events of the model.
+
+    def on_weights_updated(self) -> None:
+        """Send by what queries are forecast before the next step; updates come in many parts."""
+        self._weights_have_changed = bool(self._sparse_layers)
 
     # Events of requests.
 
@@ -153,6 +185,9 @@ class InferenceRank:
         Measurements are passed on here, because it is called while the server idles too.
         """
         self._measured_steps.settle()
+        if self._weights_have_changed and self.lifecycle.live:
+            self._weights_have_changed = False
+            self.cache_rank.attempt(self._project)
         if not self.lifecycle.live:
             # As decode steps do: a lost cache rank keeps memory until then.
             self.cache_rank.follow_supervisor()
@@ -236,9 +271,19 @@ def create(runner: Any, args: CacheRankServerArgs) -> InferenceRank:
     """Build this process's inference rank, whose cache rank has been spawned."""
     global _current
     assert _supervisor is not None
+    layers = []
+    if args.query_predictor == "forecast":
+        layers = decoder_layers(runner.model)[args.dense_layers :]
     _current = InferenceRank(
-        args, model_shape(runner, args), pools_of(runner, args), runner.ps.tp_rank, _supervisor
+        args,
+        model_shape(runner, args),
+        pools_of(runner, args),
+        runner.ps.tp_rank,
+        _supervisor,
+        layers,
     )
+    if layers:
+        _current.watch_inputs()
     return _current
 
 

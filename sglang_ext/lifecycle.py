@@ -131,6 +131,8 @@ class SparseSequence:
         shipped: tokens sent in bulk so far.
         exchanged: steps exchanged so far, counted until it has settled: sparse, all slots in use.
         filled: slots in use in the step being computed.
+        fresh_filled: slots that were in use in the last step, of groups that are answered for the
+            step itself.
         ended: nothing may be written into its block any more.
         orphaned: the cache rank that held its K and V is gone, and SGLang must recompute it.
     """
@@ -145,6 +147,7 @@ class SparseSequence:
     shipped: int = 0
     exchanged: int = 0
     filled: int = 0
+    fresh_filled: int = 0
     ended: bool = False
     orphaned: bool = False
 

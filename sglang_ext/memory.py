@@ -10,7 +10,7 @@ Beyond the rows that SGLang's allocator hands out, K and V buffers have rows of 
 from __future__ import annotations
 
 from cache_rank.config import ModelShape
-from cache_rank.protocol import DownMessage, UpMessage, group_sizes
+from cache_rank.protocol import down_sizes, up_sizes
 from sglang_ext.flags import CacheRankFlags
 from sglang_ext.true_recall import score_bytes
 
@@ -51,8 +51,7 @@ def bytes_beyond_allocator(args: CacheRankFlags, layers: int, token_bytes: int) 
 def message_bytes(args: CacheRankFlags, shape: ModelShape) -> int:
     """Return the bytes of the buffers that messages are staged and received in."""
     config = args.cache_rank_config(shape, args.max_sparse_requests)
-    kinds = (UpMessage, DownMessage)
-    return sum(sum(group_sizes(kind, config, config.max_rows)) for kind in kinds)
+    return sum(up_sizes(config, config.max_rows)) + sum(down_sizes(config, config.max_rows))
 
 
 def measuring_bytes(args: CacheRankFlags, shape: ModelShape) -> int:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from cache_rank.config import ModelShape
 from sglang_ext.memory import dense_store_rows, reserve_rows
+from sglang_ext.projections import decoder_layers
 from sglang_ext.server_args import CacheRankServerArgs
 
 
@@ -56,7 +57,11 @@ def first_reserve_row(pools: Pools, args: CacheRankServerArgs) -> int:
 
 
 def model_shape(runner: Any, args: CacheRankServerArgs) -> ModelShape:
-    """Read the shape of the sparse layers off a loaded model."""
+    """Read the shape of the sparse layers off a loaded model.
+
+    Raises:
+        ValueError: they are not built as they have to be.
+    """
     pool = runner.token_to_kv_pool
     attention = [
         module for module in runner.model.modules() if type(module).__name__ == "RadixAttention"
@@ -72,7 +77,19 @@ def model_shape(runner: Any, args: CacheRankServerArgs) -> ModelShape:
         dtype=str(pool.dtype).removeprefix("torch."),
         scale=float(first.scaling),
         **_rotary(runner.model),
+        **(_hidden_state(runner.model) if args.query_predictor == "forecast" else {}),
     )
+
+
+def _hidden_state(model: torch.nn.Module) -> dict[str, Any]:
+    """Read what forecasts need to know of the hidden state and its norms."""
+    layer = decoder_layers(model)[-1]
+    norm = layer.query_norm
+    return {
+        "hidden_size": layer.input_norm.weight.shape[0],
+        "norm_epsilon": layer.input_norm.variance_epsilon,
+        "query_norm_epsilon": None if norm is None else norm.variance_epsilon,
+    }
 
 
 def _rotary(model: torch.nn.Module) -> dict[str, Any]:
@@ -84,5 +101,6 @@ def _rotary(model: torch.nn.Module) -> dict[str, Any]:
             return {
                 "rotary_frequency": tuple(torch.atan2(sin, cos).tolist()),
                 "rotary_interleaved": not module.is_neox_style,
+                "rotary_scale": round(float(torch.hypot(cos, sin)[0]), 6),
             }
     return {}

@@ -43,7 +43,7 @@ class StepPlan:
         sources, targets: per batch row, see WorkingSetTable.places_of_current_token.
         rows: the exchanged requests.
         unsettled: those among them that are still to turn sparse or to fill their slots, and slots
-            in use after the step.
+            in use after the step: `filled` and `fresh_filled` of SparseSequence.
         sparse: the sparse requests.
         shipping: requests whose prompt is being shipped, and their length.
         measured: whose selection is measured, if any is; see measured_steps.py.
@@ -55,7 +55,7 @@ class StepPlan:
     sources: list[int] = dataclasses.field(default_factory=list)
     targets: list[int] = dataclasses.field(default_factory=list)
     rows: ExchangedRows = dataclasses.field(default_factory=ExchangedRows)
-    unsettled: list[tuple[SparseSequence, int]] = dataclasses.field(default_factory=list)
+    unsettled: list[tuple[SparseSequence, int, int]] = dataclasses.field(default_factory=list)
     sparse: list[SparseSequence] = dataclasses.field(default_factory=list)
     shipping: list[tuple[SparseSequence, int]] = dataclasses.field(default_factory=list)
     measured: Measured | None = None
@@ -157,10 +157,12 @@ class StepPlanner:
                 elif phase is shipping:
                     plan.shipping.append((sequence, length))
                 if phase is not shipping and not sequence.orphaned:
+                    fresh = filled
                     if not is_sparse or filled != budget:  # else all slots stay in use
                         filled = self._config.filled_after(position, filled)
-                        plan.unsettled.append((sequence, filled))
-                    plan.rows.add(sequence, index, position, filled)
+                        fresh = self._config.filled_after(position - 1, sequence.fresh_filled)
+                        plan.unsettled.append((sequence, filled, fresh))
+                    plan.rows.add(sequence, index, position, filled, fresh)
             plan.attended_lengths.append(length)
             source, target = table.places_of_current_token(slot, position, is_sparse)
             plan.sources.append(source)

@@ -1,7 +1,7 @@
 """The channels between an inference rank and its cache rank.
 
-Three, so that none waits behind another: `up` carries queries, keys and values, `down` the answers,
-`bulk` whole prompts.
+Three, so that none waits behind another: `up` carries what a step computes, `down` the answers,
+`bulk` whole prompts and weights.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from cache_rank.channels.nccl import NcclChannel, unique_id
 from cache_rank.channels.peer import PeerChannel
 from cache_rank.channels.transport import CACHE, INFERENCE, Channel
 from cache_rank.config import CacheRankConfig
-from cache_rank.protocol import DownMessage, UpMessage, group_sizes
+from cache_rank.protocol import down_sizes, up_sizes
 
 TransferBackend = Literal["gloo", "peer", "nccl"]
 """Steps travel by gloo between CPUs, and by copies into the peer's memory or NCCL between GPUs."""
@@ -36,8 +36,8 @@ class Link:
     """The channels between an inference rank and its cache rank.
 
     Attributes:
-        up, down, bulk: see the module. A lane of the first two is a layer group.
-        buffers: memory for what this rank receives in a step, one a layer group: (bytes,) uint8.
+        up, down, bulk: see the module. A lane of `up` is a boundary, one of `down` a layer group.
+        buffers: memory for what this rank receives in a step, one a lane: (bytes,) uint8.
     """
 
     NAMES = ("up", "down", "bulk")
@@ -80,10 +80,7 @@ class Link:
                 else:
                     path = meeting.decode()
                     formed(name, GlooChannel(path, name, rank, address, secret, timeout))
-            up, down = (
-                group_sizes(message, config, config.max_rows)
-                for message in (UpMessage, DownMessage)
-            )
+            up, down = up_sizes(config, config.max_rows), down_sizes(config, config.max_rows)
             nothing: list[int] = []
             if "up" in channels:
                 received = down if rank == INFERENCE else up

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cache_rank.protocol import Load, UpMessage
+from cache_rank.protocol import Load, Projection, UpMessage
+from cache_rank.schedule import Boundary
 from cache_rank.selector import Selector, SelectorStep
 
 RECORD_VARIABLE = "CACHE_RANK_RECORD"
@@ -36,7 +37,7 @@ def _read_event(path: Path) -> dict[str, Any]:
             event = torch.load(path, map_location="cpu", weights_only=True)
     except (OSError, RuntimeError, UnpicklingError, EOFError) as error:
         raise ValueError(f"{path}: not an event of a recording ({error})") from None
-    if not isinstance(event, dict) or event.get("kind") not in ("load", "step"):
+    if not isinstance(event, dict) or event.get("kind") not in ("load", "projection", "step"):
         raise ValueError(f"{path}: not an event of a recording")
     return event
 
@@ -60,13 +61,25 @@ class Recorder:
         if self._folder is not None:
             self._write({"kind": "load", "epoch": message.epoch, "shipment": shipment.cpu()})
 
+    def record_projection(self, message: Projection, projection: Tensor) -> None:
+        """Record by what a layer's queries are forecast."""
+        if self._folder is not None:
+            event = {"kind": "projection", "layer": message.layer}
+            self._write({**event, "projection": projection.cpu()})
+
     def record_step(
-        self, selector: Selector, step: SelectorStep, group: int, up: UpMessage
+        self, selector: Selector, step: SelectorStep, boundary: Boundary, up: UpMessage
     ) -> None:
-        """Record one layer group of a step, with the mirrors after it."""
+        """Record one boundary of a step.
+
+        `layers` are those whose queries, keys and values came, `answered` those that were selected
+        for, `is_fresh` says whether for this step, and `mirror` is of these, after it.
+        """
         if self._folder is None:
             return
-        layers = selector.config.groups[group]
+        groups = selector.config.groups
+        layers = range(0) if boundary.left is None else groups[boundary.left]
+        answered = range(0) if boundary.answered is None else groups[boundary.answered]
         rows = [
             {
                 "epoch": row.epoch,
@@ -74,12 +87,13 @@ class Recorder:
                 "queries": up.queries[index].cpu().clone(),
                 "keys": up.keys[index].cpu().clone(),
                 "values": up.values[index].cpu().clone(),
-                "mirror": selector.mirror(sequence, layers).cpu().clone(),
+                "hidden": up.hidden[index].cpu().clone(),
+                "mirror": selector.mirror(sequence, answered).cpu().clone(),
             }
             for index, row, sequence in step.live
         ]
-        event = {"kind": "step", "step": step.number, "group": group, "layers": layers}
-        self._write({**event, "rows": rows})
+        event = {"kind": "step", "step": step.number, "layers": layers, "answered": answered}
+        self._write({**event, "is_fresh": boundary.is_fresh, "rows": rows})
 
     def _write(self, event: dict[str, Any]) -> None:
         assert self._folder is not None

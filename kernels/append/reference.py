@@ -26,7 +26,7 @@ def append_step(
 
     Args:
         up: (R, L, Hq + 2 Hkv, D), per row and layer the query heads, then the key heads, then the
-            value heads.
+            value heads; contiguous but for the rows.
         key_pool, value_pool: (pages, layers, Hkv, P, D), written in place.
         query_ring: (slots, layers, Hq, W + 1, D), written in place; position p takes entry
             p % (W + 1).

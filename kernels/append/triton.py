@@ -27,7 +27,7 @@ def append_step(
     _, pool_layers, kv_heads, page_tokens, _ = key_pool.shape
     query_heads, ring = query_ring.shape[2:4]
     assert heads == query_heads + 2 * kv_heads
-    assert up.is_contiguous()
+    assert up[:1].is_contiguous()
     assert key_pool.is_contiguous()
     assert value_pool.is_contiguous()
     assert query_ring.is_contiguous()
@@ -43,6 +43,7 @@ def append_step(
         slots,
         positions,
         first_layer,
+        up.stride(0),
         page_table.stride(0),
         page_table.shape[1],
         HAS_SCORE_POOL=score_pool is not None,
@@ -71,6 +72,7 @@ def _append(
     slots,
     positions,
     first_layer,
+    up_stride,
     page_stride,
     max_pages,
     HAS_SCORE_POOL: tl.constexpr,
@@ -101,7 +103,7 @@ def _append(
     head = tl.program_id(2) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)[:, None]  # [BLOCK_HEADS, 1]
     dims = tl.arange(0, HEAD_DIM)[None, :]  # [1, D]
     content = tl.load(
-        up + ((row * LAYERS + layer) * HEADS + head) * HEAD_DIM + dims, mask=head < HEADS
+        up + row * up_stride + (layer * HEADS + head) * HEAD_DIM + dims, mask=head < HEADS
     ).to(key_pool.dtype.element_ty)  # [BLOCK_HEADS, D]
 
     # Queries go to the ring, keys and values to the pools; a block may hold some of each.

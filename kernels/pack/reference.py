@@ -1,4 +1,4 @@
-"""A layer's q, k and v are packed into the message to the cache rank: the specification."""
+"""What a layer computes is packed into the message to the cache rank: the specification."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def pack_layer(
 
     Args:
         staging: (max rows, L, Hq + 2 Hkv, D), written in place: per row and layer the query heads,
-            then the key heads, then the value heads.
+            then the key heads, then the value heads; contiguous but for the rows.
         exchange_index: (B,) integer, the message row of each batch row, no two the same; negative
             skips the batch row.
         layer_in_group: the layer of the message that is written.
@@ -37,6 +37,24 @@ def pack_layer(
     staging[exchange_index[taken].to(torch.int64), layer_in_group] = packed.to(staging.dtype)
     if stamps is not None:
         stamp(stamps, stamp_index)
+
+
+def pack_hidden(
+    staging: Tensor, exchange_index: Tensor, hidden: Tensor, residual: Tensor | None
+) -> None:
+    """Write the hidden state that enters a layer to the message, of the rows that take part.
+
+    Args:
+        staging: (max rows, H), written in place; contiguous but for the rows.
+        exchange_index: (B,) integer, see `pack_layer`.
+        hidden: (B, H), contiguous but for the rows.
+        residual: (B, H), likewise, which is added; None is zero.
+    """
+    taken = (exchange_index >= 0).nonzero().squeeze(-1)
+    state = hidden[taken].float()
+    if residual is not None:
+        state = state + residual[taken].float()
+    staging[exchange_index[taken].to(torch.int64)] = state.to(staging.dtype)
 
 
 def stamp(stamps: Tensor, index: int) -> None:

@@ -29,7 +29,7 @@ def pack_layer(
     batch, query_heads, head_dim = queries.shape
     kv_heads = keys.shape[1]
     heads = query_heads + 2 * kv_heads
-    assert staging.is_contiguous()
+    assert staging[:1].is_contiguous()
     assert staging.shape[2:] == (heads, head_dim)
     assert queries.stride(2) == keys.stride(2) == values.stride(2) == 1
     if stamps is not None and not stamps.is_cuda:
@@ -53,11 +53,33 @@ def pack_layer(
         key_head_stride=keys.stride(1),
         value_row_stride=values.stride(0),
         value_head_stride=values.stride(1),
-        LAYERS=staging.shape[1],
+        staging_row_stride=staging.stride(0),
         QUERY_HEADS=query_heads,
         KV_HEADS=kv_heads,
         HEAD_DIM=head_dim,
         BLOCK_HEADS=block_heads,
+    )
+
+
+def pack_hidden(
+    staging: Tensor, exchange_index: Tensor, hidden: Tensor, residual: Tensor | None
+) -> None:
+    """See the reference."""
+    batch, width = hidden.shape
+    assert staging.stride(1) == hidden.stride(1) == 1
+    assert residual is None or residual.stride(1) == 1
+    if batch == 0:
+        return
+    _pack_hidden[(batch, triton.cdiv(width, _BLOCK_ELEMENTS))](
+        staging,
+        exchange_index,
+        hidden,
+        residual,
+        staging.stride(0),
+        hidden.stride(0),
+        0 if residual is None else residual.stride(0),
+        WIDTH=width,
+        BLOCK=min(_BLOCK_ELEMENTS, triton.next_power_of_2(width)),
     )
 
 
@@ -95,7 +117,7 @@ def _pack(
     key_head_stride,
     value_row_stride,
     value_head_stride,
-    LAYERS: tl.constexpr,
+    staging_row_stride,
     QUERY_HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -138,5 +160,32 @@ def _pack(
         mask=is_value & (head < HEADS),
     )
     packed = tl.where(is_query, query, tl.where(is_value, value, key))  # [BLOCK_HEADS, D]
-    target = staging + ((message_row * LAYERS + layer_in_group) * HEADS + head) * HEAD_DIM + dims
+    in_row = (layer_in_group * HEADS + head) * HEAD_DIM + dims
+    target = staging + message_row * staging_row_stride + in_row
     tl.store(target, packed.to(staging.dtype.element_ty), mask=head < HEADS)
+
+
+@triton.jit(do_not_specialize_on_alignment=["exchange_index"])
+def _pack_hidden(
+    staging,
+    exchange_index,
+    hidden,
+    residual,
+    staging_row_stride,
+    hidden_row_stride,
+    residual_row_stride,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program writes BLOCK elements of one row of the batch to the row's message."""
+    row = tl.program_id(0).to(tl.int64)
+    message_row = tl.load(exchange_index + row).to(tl.int64)
+    if message_row < 0:
+        return
+    element = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = element < WIDTH
+    state = tl.load(hidden + row * hidden_row_stride + element, mask=inside).to(tl.float32)
+    if residual is not None:
+        state += tl.load(residual + row * residual_row_stride + element, mask=inside).to(tl.float32)
+    target = staging + message_row * staging_row_stride + element
+    tl.store(target, state.to(staging.dtype.element_ty), mask=inside)

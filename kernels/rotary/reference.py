@@ -1,7 +1,7 @@
-"""Rotary position embedding by a number of positions, plain torch: the specification.
+"""Rotary position embedding, plain torch: the specification.
 
-The rotation is that of RoFormer (arXiv 2104.09864), section 3.4. The kernel that needs it is in
-`predict`.
+The rotation is that of RoFormer (arXiv 2104.09864), section 3.4. The kernels that need it are in
+`predict` and `forecast`.
 """
 
 from __future__ import annotations
@@ -29,10 +29,32 @@ def align_to_next_position(queries: Tensor, inverse_frequency: Tensor, interleav
         (..., W + 1, D) float32.
     """
     queries = queries.float()
-    rotary_dim = 2 * inverse_frequency.shape[0]
     steps = torch.arange(1, queries.shape[-2] + 1, device=queries.device, dtype=torch.float32)
     angle = steps.unsqueeze(-1) * inverse_frequency  # (W + 1, R / 2)
-    cos, sin = angle.cos(), angle.sin()
+    return _rotate(queries, angle.cos(), angle.sin(), interleaved)
+
+
+def rotate_to(
+    queries: Tensor, positions: Tensor, frequency: Tensor, interleaved: bool, scale: float
+) -> Tensor:
+    """Rotate queries, which no position is in yet, to the position of their row.
+
+    Args:
+        queries: (R, ..., D) float32.
+        positions: (R,) integer.
+        frequency, interleaved: see `align_to_next_position`.
+        scale: factor on the dimensions that are rotated.
+    """
+    # In float64, because an angle may be of as many radians as there are tokens.
+    angle = positions.double()[:, None] * frequency.double()
+    shape = (-1, *[1] * (queries.dim() - 2), frequency.shape[0])
+    cos, sin = (part.float().view(shape) * scale for part in (angle.cos(), angle.sin()))
+    return _rotate(queries, cos, sin, interleaved)
+
+
+def _rotate(queries: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """Rotate the first dimensions of each query, two by two."""
+    rotary_dim = 2 * cos.shape[-1]
     rotary, passed = queries[..., :rotary_dim], queries[..., rotary_dim:]
     if interleaved:
         first, second = rotary[..., 0::2], rotary[..., 1::2]

@@ -13,7 +13,7 @@ from cache_rank.channels.transport import Pending
 from cache_rank.config import CacheRankConfig
 from cache_rank.measure.timeline import Span
 from cache_rank.operations import operations_for
-from cache_rank.protocol import End, Flush, Load, Measured, Row, Step, bulk_shape
+from cache_rank.protocol import End, Flush, Load, Measured, Projection, Row, Step, bulk_shape
 from sglang_ext.exchange.connection import Connection
 from sglang_ext.exchange.slots import ExchangedRows, SlotBuffers
 from sglang_ext.lifecycle import SparseSequence
@@ -25,8 +25,8 @@ LATE_SECONDS = 1e-3
 class Gate(ABC):
     """Where the forward pass meets the exchange: one in a process, while connections come and go.
 
-    A forward pass calls `begin_forward`, and then for each layer group `enter_group`, `stage` for
-    each of its layers, and `leave_group`.
+    A forward pass calls `begin_forward`, and then for each layer group `stage_hidden`, if queries
+    are forecast, `enter_group`, `stage` for each of its layers, and `leave_group`.
 
     Attributes:
         awaited_step: the step whose answers the next forward pass waits for; 0 is none.
@@ -42,6 +42,16 @@ class Gate(ABC):
     @abstractmethod
     def begin_forward(self) -> None:
         """Begin the forward pass of a decode step."""
+
+    @abstractmethod
+    def stage_hidden(self, group: int, hidden: Tensor, residual: Tensor | None) -> None:
+        """Let the hidden state that enters a group go, with what the group before it left.
+
+        Args:
+            group: the layer group.
+            hidden: (batch, H).
+            residual: (batch, H), which is added; None is zero.
+        """
 
     @abstractmethod
     def enter_group(self, group: int) -> None:
@@ -61,7 +71,10 @@ class Gate(ABC):
 
     @abstractmethod
     def leave_group(self, group: int) -> None:
-        """Let what the cache rank needs of the group go: its last attention is done."""
+        """The group's last attention is done.
+
+        What the cache rank needs of it goes, unless it goes with the next hidden state.
+        """
 
 
 @dataclasses.dataclass(slots=True)
@@ -138,6 +151,12 @@ class Exchange(ABC):
     @abstractmethod
     def spans(self) -> list[Span]:
         """Return what happened in the traced steps so far; on a GPU, wait for it."""
+
+    def project(self, layer: int, projection: Tensor) -> None:
+        """Send by what a layer's queries are forecast, (H + 2, Hq, D); wait until it is gone."""
+        self.connection.control.send(Projection(layer))
+        self.connection.link.bulk.send(projection).wait(self.connection.timeout)
+        self.counters.bulk_bytes += projection.nbytes
 
     @abstractmethod
     def ship(self, sequence: SparseSequence, pool_rows: Tensor) -> None:

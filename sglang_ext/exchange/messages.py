@@ -11,15 +11,15 @@ from cache_rank.config import CacheRankConfig
 from cache_rank.protocol import DownMessage, UpMessage
 
 
-class GroupMessages(NamedTuple):
-    """What a step sends and receives of one layer group."""
+class StepMessages(NamedTuple):
+    """What a step sends at each boundary, and what it receives for each layer group."""
 
-    up: UpMessage
-    down: DownMessage
+    up: list[UpMessage]
+    down: list[DownMessage]
 
 
 class MessageBuffers:
-    """One staging and one receiving buffer a layer group, which stay where they are."""
+    """A staging buffer for each boundary and a receiving one for each group, which never move."""
 
     def __init__(
         self, config: CacheRankConfig, staging: Sequence[Tensor], answers: Sequence[Tensor]
@@ -28,34 +28,33 @@ class MessageBuffers:
 
         Args:
             config: agreed with the cache rank.
-            staging, answers: (bytes,) uint8 of each group, for `config.max_rows` requests.
+            staging: (bytes,) uint8 of each boundary, for `config.max_rows` requests.
+            answers: (bytes,) uint8 of each group, likewise.
         """
         self._config = config
         self._staging, self._answers = staging, answers
-        self._messages: dict[int, list[GroupMessages]] = {}
+        self._messages: dict[int, StepMessages] = {}
 
-    def of(self, rows: int) -> list[GroupMessages]:
-        """Return the messages of each group, in a step of so many requests."""
+    def of(self, rows: int) -> StepMessages:
+        """Return the messages of a step of so many requests."""
         if rows not in self._messages:
-            self._messages[rows] = [self._of_group(group, rows) for group in range(self._groups)]
+            self._messages[rows] = self._make(rows)
         return self._messages[rows]
 
     def nbytes(self, rows: int) -> tuple[int, int]:
         """Return the bytes that a step of so many requests sends, and receives."""
         messages = self.of(rows)
         return (
-            sum(message.up.buffer.nbytes for message in messages),
-            sum(message.down.buffer.nbytes for message in messages),
+            sum(message.buffer.nbytes for message in messages.up),
+            sum(message.buffer.nbytes for message in messages.down),
         )
 
-    @property
-    def _groups(self) -> int:
-        return len(self._config.groups)
-
-    def _of_group(self, group: int, rows: int) -> GroupMessages:
-        config, layers = self._config, len(self._config.groups[group])
-        up = self._staging[group][: UpMessage.size(config, layers, rows)]
-        down = self._answers[group][: DownMessage.size(config, layers, rows)]
-        return GroupMessages(
-            UpMessage(config, layers, rows, up), DownMessage(config, layers, rows, down)
-        )
+    def _make(self, rows: int) -> StepMessages:
+        config, up, down = self._config, [], []
+        for boundary, staging in zip(config.boundaries, self._staging, strict=True):
+            size = UpMessage.size(config, boundary, rows)
+            up.append(UpMessage(config, boundary, rows, staging[:size]))
+        for layers, answer in zip(map(len, config.groups), self._answers, strict=True):
+            size = DownMessage.size(config, layers, rows)
+            down.append(DownMessage(config, layers, rows, answer[:size]))
+        return StepMessages(up, down)

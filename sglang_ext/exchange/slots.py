@@ -26,25 +26,33 @@ class ExchangedRows:
         sequences: one for each request.
         batch_indices: their rows in the batch.
         positions: the positions of their current tokens.
-        filled_after: slots in use once the answer to this step is applied.
+        filled_after: slots in use once answers for the next step are applied.
+        fresh_filled: slots in use once answers for this step are applied.
     """
 
     sequences: list[SparseSequence] = dataclasses.field(default_factory=list)
     batch_indices: list[int] = dataclasses.field(default_factory=list)
     positions: list[int] = dataclasses.field(default_factory=list)
     filled_after: list[int] = dataclasses.field(default_factory=list)
+    fresh_filled: list[int] = dataclasses.field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.sequences)
 
     def add(
-        self, sequence: SparseSequence, batch_index: int, position: int, filled_after: int
+        self,
+        sequence: SparseSequence,
+        batch_index: int,
+        position: int,
+        filled_after: int,
+        fresh_filled: int,
     ) -> None:
         """Add a request."""
         self.sequences.append(sequence)
         self.batch_indices.append(batch_index)
         self.positions.append(position)
         self.filled_after.append(filled_after)
+        self.fresh_filled.append(fresh_filled)
 
     def by_batch_row(self, batch: int) -> list[int]:
         """Return the index among these requests of each row of the batch, or -1."""
@@ -53,12 +61,21 @@ class ExchangedRows:
             indices[index] = row
         return indices
 
-    def expected_headers(self, step: int) -> list[tuple[int, int, int, int]]:
-        """Return what the header of the answer to a step must begin with, for each request."""
+    def slots_filled(self, is_fresh: bool) -> list[int]:
+        """Return the slots in use once answers for this step, or for the next one, are applied."""
+        return self.fresh_filled if is_fresh else self.filled_after
+
+    def expected_headers(self, step: int, is_fresh: bool) -> list[tuple[int, int, int, int]]:
+        """Return what the header of an answer must begin with, for each request.
+
+        Args:
+            step: the step that is answered.
+            is_fresh: whether for itself; for the next one otherwise.
+        """
         return [
-            (step, sequence.epoch, position + 1, filled)
+            (step, sequence.epoch, position + (not is_fresh), filled)
             for sequence, position, filled in zip(
-                self.sequences, self.positions, self.filled_after, strict=True
+                self.sequences, self.positions, self.slots_filled(is_fresh), strict=True
             )
         ]
 
@@ -94,19 +111,26 @@ class SlotBuffers:
         """Return the pool row of a sequence's slot 0."""
         return sequence.block + self._sinks
 
-    def compare_checksums(self, group: int, rows: ExchangedRows, headers: Tensor) -> None:
+    def compare_checksums(
+        self, group: int, rows: ExchangedRows, headers: Tensor, is_fresh: bool
+    ) -> None:
         """Compare the slots in use with the cache rank's mirror of them; stops the device.
 
         Args:
             group: the layer group.
             rows: the requests of the step.
             headers: (R, 6) int64 of the answer, see AnswerHeader.
+            is_fresh: whether the answer is for the step itself.
 
         Raises:
             AssertionError: they differ.
         """
         for sequence, position, filled, columns in zip(
-            rows.sequences, rows.positions, rows.filled_after, headers.tolist(), strict=True
+            rows.sequences,
+            rows.positions,
+            rows.slots_filled(is_fresh),
+            headers.tolist(),
+            strict=True,
         ):
             if sequence.ended:
                 continue

@@ -2,12 +2,53 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
 from cache_rank_kernels.fp8.reference import convert, round_to_fp8
 from torch import Tensor
 
 from cache_rank.config import CacheRankConfig
+from cache_rank.protocol import UpMessage
 from cache_rank.reference import SynchronousReference
+from cache_rank.schedule import Boundary
+
+
+class Computed(NamedTuple):
+    """What a forward pass computes for a token.
+
+    Attributes:
+        queries, keys, values: (layers, heads, D) each.
+        hidden: (groups, H), what enters each layer group.
+    """
+
+    queries: Tensor
+    keys: Tensor
+    values: Tensor
+    hidden: Tensor
+
+
+def pack_up(
+    config: CacheRankConfig,
+    boundary: Boundary,
+    computed: Sequence[Computed],
+    device: torch.device | str = "cpu",
+) -> UpMessage:
+    """The message of a boundary, in which each row computed something."""
+    rows = len(computed)
+    buffer = torch.zeros(UpMessage.size(config, boundary, rows), dtype=torch.uint8, device=device)
+    up = UpMessage(config, boundary, rows, buffer)
+    for index, (queries, keys, values, hidden) in enumerate(computed):
+        if boundary.left is not None:
+            layers = config.groups[boundary.left]
+            of_group = slice(layers.start, layers.stop)
+            up.queries[index] = queries[of_group]
+            up.keys[index] = keys[of_group]
+            up.values[index] = values[of_group]
+        if boundary.entered is not None:
+            up.hidden[index] = hidden[boundary.entered]
+    return up
 
 
 class Request:
@@ -27,7 +68,7 @@ class Request:
         slots = (model.layers, model.kv_heads, config.sparse_budget, model.head_dim)
         self.keys = torch.zeros(slots, dtype=model.torch_dtype)
         self.values = torch.zeros(slots, dtype=model.torch_dtype)
-        self.filled = 0
+        self.filled = self.fresh_filled = 0
 
     def _random(self, *shape: int) -> Tensor:
         return torch.randn(shape, generator=self._generator).to(self.config.model.torch_dtype)
@@ -38,21 +79,40 @@ class Request:
             keys = round_to_fp8(keys).to(keys.dtype)
         return keys
 
-    def compute(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The next token's queries, which drift, and keys and values: (layers, heads, D) each."""
+    def compute(self) -> Computed:
+        """What a forward pass computes for the next token; its queries drift."""
         model = self.config.model
         noise = self._random(model.layers, model.query_heads, model.head_dim)
         self._query = 0.9 * self._query + 0.6 * noise.float()
         keys, values = self._random(2, model.layers, model.kv_heads, model.head_dim)
-        return self._query.to(model.torch_dtype), self._scored_exactly(keys), values
+        hidden = 5 * self._random(len(self.config.groups), model.hidden_size)
+        queries = self._query.to(model.torch_dtype)
+        return Computed(queries, self._scored_exactly(keys), values, hidden)
 
-    def choose(self, queries: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Let the reference append the token and choose those of the next step."""
-        for layer in range(self.config.model.layers):
-            self.reference.append(layer, queries[layer], keys[layer], values[layer])
-            self.reference.select(layer, self.position)
-        self.filled = self.config.filled_after(self.position, self.filled)
+    def choose(self, queries: Tensor, keys: Tensor, values: Tensor, hidden: Tensor) -> None:
+        """Let the reference append the token and choose, as the boundaries of a step follow."""
+        config = self.config
+        for boundary in config.boundaries:
+            if boundary.left is not None:
+                for layer in config.groups[boundary.left]:
+                    self.reference.append(layer, queries[layer], keys[layer], values[layer])
+            for layer in () if boundary.answered is None else config.groups[boundary.answered]:
+                if boundary.is_fresh:
+                    self.reference.select_now(layer, hidden[boundary.entered], self.position)
+                else:
+                    self.reference.select(layer, self.position)
+        self.filled = config.filled_after(self.position, self.filled)
+        self.fresh_filled = config.filled_after(self.position - 1, self.fresh_filled)
         self.position += 1
+
+    def is_fresh(self, layer: int) -> bool:
+        """Whether the answer for a layer is for the step itself."""
+        fresh = {boundary.answered for boundary in self.config.boundaries if boundary.is_fresh}
+        return layer // self.config.layers_per_group in fresh
+
+    def used(self, layer: int) -> int:
+        """Slots in use in a layer, by its newest answer."""
+        return self.fresh_filled if self.is_fresh(layer) else self.filled
 
     def apply(self, layers: range, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """Write the answer for a group, (len(layers), Hkv, C[, D]), into the slots."""
@@ -66,12 +126,13 @@ class Request:
             for head in range(self.config.model.kv_heads):
                 tokens = self.reference.slots[layer][head]
                 assert [token is not None for token in tokens] == [
-                    slot < self.filled for slot in range(len(tokens))
+                    slot < self.used(layer) for slot in range(len(tokens))
                 ]
-                chosen = torch.tensor(tokens[: self.filled], dtype=torch.int64)
+                used = self.used(layer)
+                chosen = torch.tensor(tokens[:used], dtype=torch.int64)
                 for held, source in (
                     (self.keys, self.reference.keys),
                     (self.values, self.reference.values),
                 ):
                     shipped = convert(source[layer][head, chosen], self.config.wire_torch_dtype)
-                    assert torch.equal(held[layer, head, : self.filled], shipped.to(held.dtype))
+                    assert torch.equal(held[layer, head, :used], shipped.to(held.dtype))

@@ -13,6 +13,12 @@ GQA = ModelShape(3, query_heads=4, kv_heads=2, head_dim=8, dtype="bfloat16", sca
 MQA = ModelShape(3, query_heads=3, kv_heads=1, head_dim=8, dtype="float16", scale=8**-0.5)
 MODELS = {"mha": MHA, "gqa": GQA, "mqa": MQA}
 
+FORECAST = {
+    name: msgspec.structs.replace(model, layers=6, hidden_size=20, query_norm_epsilon=epsilon)
+    for (name, model), epsilon in zip(MODELS.items(), (1e-6, None, 1e-5), strict=True)
+}
+"""The same with layers enough for a forecast; norms of queries in some."""
+
 ROTARY_FREQUENCY = tuple(10_000.0 ** (-2 * pair / 8) for pair in range(4))
 
 

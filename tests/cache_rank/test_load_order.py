@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from modelled_request import Request
+from modelled_request import Request, pack_up
 from small_models import small_config
 from torch import Tensor
 from torch.cuda import Event
@@ -15,7 +15,7 @@ from torch.cuda import Event
 from cache_rank import rank
 from cache_rank.config import CacheRankConfig, ModelShape
 from cache_rank.pages import PAGE_TOKENS
-from cache_rank.protocol import AnswerHeader, Load, Open, Row, Step, UpMessage
+from cache_rank.protocol import AnswerHeader, Load, Open, Row, Step, up_sizes
 from cache_rank.step_rows import StepRows
 
 MODEL = ModelShape(3, query_heads=8, kv_heads=2, head_dim=64, dtype="bfloat16", scale=64**-0.5)
@@ -64,7 +64,7 @@ class Link:
 
     def __init__(self, config: CacheRankConfig) -> None:
         self.up, self.down, self.bulk = Channel(), Channel(), Channel()
-        sizes = [UpMessage.size(config, len(layers), config.max_rows) for layers in config.groups]
+        sizes = up_sizes(config, config.max_rows)
         self.buffers = [torch.zeros(size, dtype=torch.uint8, device="cuda") for size in sizes]
 
     def in_background(self) -> AbstractContextManager[Any]:
@@ -82,14 +82,10 @@ class Driven:
 
     def put_token(self, request: Request) -> Tensor:
         """Put a request's next token on the wire; its K and V, (2, layers, Hkv, D)."""
-        queries, keys, values = request.compute()
-        for layers in self.config.groups:
-            size = UpMessage.size(self.config, len(layers), 1)
-            up = UpMessage(self.config, len(layers), 1, torch.zeros(size, dtype=torch.uint8))
-            group = slice(layers.start, layers.stop)
-            up.queries[0], up.keys[0], up.values[0] = queries[group], keys[group], values[group]
-            self.link.up.put(up.buffer)
-        return torch.stack((keys, values))
+        computed = request.compute()
+        for boundary in self.config.boundaries:
+            self.link.up.put(pack_up(self.config, boundary, [computed]).buffer)
+        return torch.stack((computed.keys, computed.values))
 
     def step(self, request: Request) -> None:
         self._steps += 1

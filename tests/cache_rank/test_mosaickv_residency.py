@@ -25,7 +25,7 @@ from cache_rank_kernels.mosaickv.vectors import (
 from cache_rank_kernels.score.reference import score_tokens
 from hypothesis import given
 from hypothesis import strategies as st
-from modelled_request import Request
+from modelled_request import Request, pack_up
 from mosaickv_sequence import (
     CPU,
     DENSE,
@@ -44,7 +44,7 @@ from cache_rank.config import ModelShape
 from cache_rank.copies import Readback
 from cache_rank.measure.timeline import Timeline
 from cache_rank.pages import PAGE_TOKENS
-from cache_rank.protocol import DownMessage, Row, UpMessage
+from cache_rank.protocol import DownMessage, Row
 from cache_rank.residency.mosaickv import MosaicKVResidency
 from cache_rank.residency.mosaickv import segments as mosaickv_segments
 from cache_rank.residency.mosaickv.memory import BUFFER_TOKENS
@@ -635,22 +635,13 @@ def test_selections_are_those_of_the_synchronous_reference_where_nothing_is_lost
         step = selector.begin_step(number, [Row(1, request.position)])
         computed = request.compute()
         request.choose(*computed)
-        for group, layers in enumerate(config.groups):
-            up, down = (
-                message(
-                    config,
-                    len(layers),
-                    1,
-                    torch.zeros(message.size(config, len(layers), 1), dtype=torch.uint8),
-                )
-                for message in (UpMessage, DownMessage)
-            )
-            part = slice(layers.start, layers.stop)
-            for destination, tensor in zip((up.queries, up.keys, up.values), computed, strict=True):
-                destination[0] = tensor[part]
-            selector.append(step, group, up)
-            scores = selector.score(step, group, Timeline("", CPU))
-            selector.answer(step, group, scores, down, Timeline("", CPU))
+        for boundary, layers in zip(config.boundaries, config.groups, strict=True):
+            up = pack_up(config, boundary, [computed])
+            size = DownMessage.size(config, len(layers), 1)
+            down = DownMessage(config, len(layers), 1, torch.zeros(size, dtype=torch.uint8))
+            selector.append(step, boundary, up)
+            scores = selector.score(step, boundary, up, Timeline("", CPU))
+            selector.answer(step, boundary, scores, down, Timeline("", CPU))
             slots, keys, values = (getattr(down, name)[0] for name in ("slots", "keys", "values"))
             request.apply(layers, slots, keys, values)
             for layer in layers:

@@ -16,7 +16,7 @@ from cache_rank.measure.timeline import Timeline
 from cache_rank.protocol import Row, UpMessage
 from cache_rank.selector import Selector
 
-PREDICTORS = get_args(Predictor)
+PREDICTORS = [method for method in get_args(Predictor) if method != "forecast"]
 UNIT_ROUNDOFF = torch.finfo(torch.float32).eps / 2
 FLOAT32 = msgspec.structs.replace(GQA, dtype="float32")
 ROTARY = {
@@ -62,12 +62,12 @@ def predicted_after(
     for number, query in enumerate(queries):
         predicted.clear()
         step = selector.begin_step(number, [Row(1, prompt + number)])
-        for group, layers in enumerate(config.groups):
-            size = UpMessage.size(config, len(layers), 1)
-            up = UpMessage(config, len(layers), 1, torch.zeros(size, dtype=torch.uint8))
+        for boundary, layers in zip(config.boundaries, config.groups, strict=True):
+            size = UpMessage.size(config, boundary, 1)
+            up = UpMessage(config, boundary, 1, torch.zeros(size, dtype=torch.uint8))
             up.queries[0] = query[layers.start : layers.stop]
-            selector.append(step, group, up)
-            selector.score(step, group, Timeline("", torch.device("cpu")))
+            selector.append(step, boundary, up)
+            selector.score(step, boundary, up, Timeline("", torch.device("cpu")))
     return torch.cat(predicted)
 
 

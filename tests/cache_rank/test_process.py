@@ -15,7 +15,7 @@ import pytest
 import torch
 import zmq
 from cache_rank_kernels.checksum.reference import slots_checksum
-from modelled_request import Request
+from modelled_request import Computed, Request, pack_up
 from small_models import GQA, MHA, MQA, small_config, with_rotary
 from torch import Tensor
 
@@ -35,8 +35,8 @@ from cache_rank.protocol import (
     Report,
     Row,
     Step,
-    UpMessage,
 )
+from cache_rank.schedule import Boundary
 from sglang_ext.exchange.connection import CacheRankDownError, Connection, Placement
 from sglang_ext.supervisor import Supervisor
 
@@ -124,16 +124,11 @@ class InferenceRank:
         measured = Measured(turn % max(1, len(rows)), group, wants_slots=True)
         self.connection.control.send(Step(step, rows, measured=measured))
 
-    def exchange_group(self, layers: range, rows: int, tensors: Sequence[Any]) -> DownMessage:
-        """Send a group's tensors and wait for its answer; `tensors` are those of `compute`."""
-        config = self.config
-        size = UpMessage.size(config, len(layers), rows)
-        up = UpMessage(config, len(layers), rows, torch.zeros(size, dtype=torch.uint8))
-        for index, (queries, keys, values) in enumerate(tensors):
-            up.queries[index] = queries[layers.start : layers.stop]
-            up.keys[index] = keys[layers.start : layers.stop]
-            up.values[index] = values[layers.start : layers.stop]
-        sent = self.connection.link.up.send(up.buffer)
+    def exchange_group(self, boundary: Boundary, tensors: Sequence[Computed]) -> DownMessage:
+        """Send the message of a boundary and wait for its answer."""
+        config, rows = self.config, len(tensors)
+        sent = self.connection.link.up.send(pack_up(config, boundary, tensors).buffer)
+        layers = config.groups[boundary.answered or 0]
         size = DownMessage.size(config, len(layers), rows)
         down = DownMessage(config, len(layers), rows, torch.zeros(size, dtype=torch.uint8))
         self.connection.link.down.receive(down.buffer).wait(LONG)
@@ -145,7 +140,7 @@ class InferenceRank:
     ) -> list[DownMessage]:
         """One whole step; the answer of every group."""
         self.announce(rows, step)
-        return [self.exchange_group(layers, len(rows), tensors) for layers in self.config.groups]
+        return [self.exchange_group(boundary, tensors) for boundary in self.config.boundaries]
 
     def decode(self, requests: Sequence[Request]) -> None:
         """One step of some requests, whose answers must be those of the reference."""
@@ -321,9 +316,9 @@ def test_a_group_is_answered_before_the_next_one_is_sent(
     tensors = request.compute()
     rank.announce([Row(request.epoch, request.position)])
     answers = []
-    for layers in rank.config.groups:
+    for boundary in rank.config.boundaries:
         # Nothing of later groups is on the wire when this returns.
-        answers.append(rank.exchange_group(layers, 1, [tensors]))
+        answers.append(rank.exchange_group(boundary, [tensors]))
     request.choose(*tensors)
     rank.check_answers(request, 0, answers)
     rank.end(request)
@@ -346,10 +341,7 @@ def test_the_next_step_may_be_announced_before_the_last_answer_is_read(
                 receive.wait(LONG)
                 sent.wait(LONG)
                 request.apply(layers, down.slots[0], down.keys[0], down.values[0])
-            size = UpMessage.size(config, len(layers), 1)
-            up = UpMessage(config, len(layers), 1, torch.zeros(size, dtype=torch.uint8))
-            group_of = slice(layers.start, layers.stop)
-            up.queries[0], up.keys[0], up.values[0] = (part[group_of] for part in tensors)
+            up = pack_up(config, config.boundaries[group], [tensors])
             buffers.append(up)
             sent = link.up.send(up.buffer)
             size = DownMessage.size(config, len(layers), 1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import pytest
 import torch
@@ -11,7 +13,17 @@ from small_models import GQA, small_config
 from torch import Tensor
 
 from cache_rank.config import DTYPES, CacheRankConfig, ModelShape
-from cache_rank.protocol import AnswerHeader, DownMessage, Open, Row, Step, UpMessage, bulk_shape
+from cache_rank.protocol import (
+    AnswerHeader,
+    DownMessage,
+    Open,
+    Row,
+    Step,
+    UpMessage,
+    bulk_shape,
+    up_sizes,
+)
+from cache_rank.schedule import by_forecast
 
 
 @st.composite
@@ -25,6 +37,7 @@ def configs(draw: st.DrawFn) -> CacheRankConfig:
         head_dim=draw(st.integers(1, 9)),
         dtype=draw(st.sampled_from(sorted(DTYPES))),
         scale=1.0,
+        hidden_size=draw(st.integers(1, 9)),
     )
     return small_config(
         model,
@@ -73,9 +86,9 @@ def assert_fields_are_independent(fields: dict[str, Tensor]) -> None:
 @given(configs(), rows_of_a_step)
 def test_up_message_fields_tile_the_buffer(config: CacheRankConfig, rows: int) -> None:
     model = config.model
-    for layers in map(len, config.groups):
-        buffer = torch.zeros(UpMessage.size(config, layers, rows), dtype=torch.uint8)
-        message = UpMessage(config, layers, rows, buffer)
+    for boundary, layers in zip(config.boundaries, map(len, config.groups), strict=True):
+        buffer = torch.zeros(UpMessage.size(config, boundary, rows), dtype=torch.uint8)
+        message = UpMessage(config, boundary, rows, buffer)
         assert message.queries.shape == (rows, layers, model.query_heads, model.head_dim)
         assert message.keys.shape == (rows, layers, model.kv_heads, model.head_dim)
         assert message.values.shape == message.keys.shape
@@ -94,14 +107,17 @@ def test_the_place_of_a_row_does_not_depend_on_how_many_there_are(
     config: CacheRankConfig, rows: int
 ) -> None:
     """A captured graph stages rows before it is known how many a step exchanges."""
-    layers = len(config.groups[0])
-    size = UpMessage.size(config, layers, rows)
-    larger = torch.randint(0, 256, (UpMessage.size(config, layers, rows + 3),), dtype=torch.uint8)
-    few, many = (
-        UpMessage(config, layers, count, larger[:end]).tokens.view(torch.uint8)
-        for count, end in ((rows, size), (rows + 3, None))
-    )
-    assert torch.equal(few, many[:rows])
+    for boundary in (config.boundaries[0], *by_forecast(len(config.groups), lead=1)[:1]):
+        size = UpMessage.size(config, boundary, rows)
+        most = UpMessage.size(config, boundary, rows + 3)
+        larger = torch.randint(0, 256, (most,), dtype=torch.uint8)
+        few, many = (
+            UpMessage(config, boundary, count, larger[:end])
+            for count, end in ((rows, size), (rows + 3, None))
+        )
+        for name in ("tokens", "hidden"):
+            parts = (getattr(message, name).view(torch.uint8) for message in (few, many))
+            assert torch.equal(next(parts), next(parts)[:rows])
 
 
 @given(configs(), rows_of_a_step)
@@ -133,21 +149,27 @@ def test_down_message_fields_tile_the_buffer(config: CacheRankConfig, rows: int)
 def test_a_message_laid_over_a_larger_buffer_uses_only_its_own_bytes(
     config: CacheRankConfig, rows: int
 ) -> None:
-    layers = len(config.groups[0])
-    for kind in (UpMessage, DownMessage):
-        size = kind.size(config, layers, rows)
-        larger = torch.full((kind.size(config, layers, rows + 3),), 7, dtype=torch.uint8)
-        kind(config, layers, rows, larger[:size]).keys.fill_(0)
+    kinds: list[tuple[Any, Any]] = [
+        (UpMessage, config.boundaries[0]),
+        (DownMessage, len(config.groups[0])),
+    ]
+    for kind, part in kinds:
+        size = kind.size(config, part, rows)
+        larger = torch.full((kind.size(config, part, rows + 3),), 7, dtype=torch.uint8)
+        kind(config, part, rows, larger[:size]).keys.fill_(0)
         assert (larger[size:] == 7).all()
 
 
 @given(configs(), rows_of_a_step)
 def test_what_one_side_packs_the_other_reads(config: CacheRankConfig, rows: int) -> None:
-    layers = len(config.groups[0])
-    for kind in (UpMessage, DownMessage):
-        packed = torch.randint(0, 256, (kind.size(config, layers, rows),), dtype=torch.uint8)
-        received = kind(config, layers, rows, packed.clone())
-        sent = kind(config, layers, rows, packed)
+    kinds: list[tuple[Any, Any]] = [
+        (UpMessage, config.boundaries[0]),
+        (DownMessage, len(config.groups[0])),
+    ]
+    for kind, part in kinds:
+        packed = torch.randint(0, 256, (kind.size(config, part, rows),), dtype=torch.uint8)
+        received = kind(config, part, rows, packed.clone())
+        sent = kind(config, part, rows, packed)
         assert torch.equal(received.keys.view(torch.uint8), sent.keys.view(torch.uint8))
         assert torch.equal(received.values.view(torch.uint8), sent.values.view(torch.uint8))
         if isinstance(received, UpMessage):
@@ -163,7 +185,7 @@ def test_in_8_bits_tokens_take_a_byte_an_element(dtype: str) -> None:
     saved = DownMessage.size(config, 6, 8) - DownMessage.size(rounded, 6, 8)
     assert saved == 2 * entries * model.head_dim * (DTYPES[dtype].itemsize - 1)
     assert DownMessage.size(rounded, 6, 8) == 8 * 48 + entries * (4 + 2 * model.head_dim)
-    assert UpMessage.size(config, 6, 8) == UpMessage.size(rounded, 6, 8)
+    assert up_sizes(config, 8) == up_sizes(rounded, 8)
 
 
 @given(configs(), st.integers(1, 9))

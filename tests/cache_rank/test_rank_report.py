@@ -11,7 +11,7 @@ from small_models import small_config
 
 from cache_rank import rank
 from cache_rank.copies import Readback
-from cache_rank.protocol import Open, UpMessage
+from cache_rank.protocol import Open, up_sizes
 
 
 def test_an_overflow_that_is_not_known_yet_is_the_last_that_was(
@@ -19,7 +19,7 @@ def test_an_overflow_that_is_not_known_yet_is_the_last_that_was(
 ) -> None:
     monkeypatch.setattr(rank, "_memory_for_tokens", lambda *of: 1 << 22)
     config = small_config()
-    sizes = [UpMessage.size(config, len(layers), config.max_rows) for layers in config.groups]
+    sizes = up_sizes(config, config.max_rows)
     link: Any = SimpleNamespace(buffers=[torch.zeros(size, dtype=torch.uint8) for size in sizes])
     opened = rank.CacheRank(Open(config, {}), link, torch.device("cpu"))
     values = iter([None, torch.tensor(5000), None, torch.tensor(5100)])

@@ -10,8 +10,8 @@ import torch
 from cache_rank_kernels.checksum.reference import slots_checksum
 from cache_rank_kernels.score.reference import score_tokens
 from cache_rank_kernels.select.reference import EMPTY, top_tokens
-from modelled_request import Request
-from small_models import GQA, MODELS, small_config, with_rotary
+from modelled_request import Computed, Request, pack_up
+from small_models import FORECAST, GQA, MODELS, small_config, with_rotary
 from torch import Tensor
 
 from cache_rank import residency
@@ -30,7 +30,7 @@ from cache_rank.protocol import (
     Measured,
     Measurement,
     Row,
-    UpMessage,
+    projection_shape,
 )
 from cache_rank.selector import Selector
 
@@ -70,26 +70,24 @@ class Served:
         measured: Measured | None = None,
     ) -> list[DownMessage]:
         """One step; `tensors` are those of `Request.compute`, one entry a row."""
-        config, selector, answers = self.config, self.selector, []
+        config, selector = self.config, self.selector
+        answers: dict[int, DownMessage] = {}
         self.steps += 1
         step = selector.begin_step(self.steps, rows, refused, measured)
-        for group, layers in enumerate(config.groups):
-            size = UpMessage.size(config, len(layers), len(rows))
-            buffer = torch.zeros(size, dtype=torch.uint8, device=self._device)
-            up = UpMessage(config, len(layers), len(rows), buffer)
-            for index, (queries, keys, values) in enumerate(tensors):
-                up.queries[index] = queries[layers.start : layers.stop]
-                up.keys[index] = keys[layers.start : layers.stop]
-                up.values[index] = values[layers.start : layers.stop]
-            selector.append(step, group, up)
-            scores = selector.score(step, group, self._timeline)
-            size = DownMessage.size(config, len(layers), len(rows))
+        for boundary in config.boundaries:
+            up = pack_up(config, boundary, tensors, self._device)
+            selector.append(step, boundary, up)
+            if boundary.answered is None:
+                continue
+            scores = selector.score(step, boundary, up, self._timeline)
+            layers = len(config.groups[boundary.answered])
+            size = DownMessage.size(config, layers, len(rows))
             buffer = torch.ones(size, dtype=torch.uint8, device=self._device)
-            down = DownMessage(config, len(layers), len(rows), buffer)
-            selector.answer(step, group, scores, down, self._timeline)
-            answers.append(down)
+            down = DownMessage(config, layers, len(rows), buffer)
+            selector.answer(step, boundary, scores, down, self._timeline)
+            answers[boundary.answered] = down
         selector.end_step(step)
-        return answers
+        return [answers[group] for group in sorted(answers)]
 
     def decode(self, requests: Sequence[Request], measured: Measured | None = None) -> None:
         """One step of some requests, whose answers must be those of the reference."""
@@ -107,13 +105,14 @@ class Served:
         for layers, answer in zip(config.groups, answers, strict=True):
             slots = answer.slots[index]
             request.apply(layers, slots, answer.keys[index], answer.values[index])
-            used = (slice(layers.start, layers.stop), slice(None), slice(request.filled))
+            filled, is_fresh = request.used(layers.start), request.is_fresh(layers.start)
+            used = (slice(layers.start, layers.stop), slice(None), slice(filled))
             checksum = slots_checksum(request.keys[used], request.values[used])
             assert AnswerHeader(*answer.header[index].tolist()) == AnswerHeader(
                 step=self.steps,
                 epoch=request.epoch,
-                resident_tokens=request.position,
-                filled_slots=request.filled,
+                resident_tokens=request.position - is_fresh,
+                filled_slots=filled,
                 shipped_tokens=int((slots >= 0).sum()),
                 checksum=checksum if config.checksum else 0,
             )
@@ -166,6 +165,48 @@ def test_a_step_of_rows_of_any_length_equals_the_reference_row_by_row(
     ):
         served.decode(batch)
     assert int(served.selector.overflow) > 0
+
+
+@pytest.mark.parametrize(
+    ("model", "layers_per_group", "lead", "rotary"),
+    [("mha", 2, 1, True), ("gqa", 1, 2, True), ("mqa", 2, 2, False), ("gqa", 4, 1, True)],
+)
+def test_forecasts_select_for_the_step_itself(
+    model: str, layers_per_group: int, lead: int, rotary: bool
+) -> None:
+    shape = FORECAST[model]
+    if rotary:
+        shape = with_rotary(shape, interleaved=model == "gqa")
+    config = small_config(
+        shape,
+        query_predictor="forecast",
+        forecast_lead=lead,
+        layers_per_group=layers_per_group,
+        checksum=True,
+    )
+    served = Served(config)
+    projections = load_projections(served)
+    requests = [served.arrive(epoch + 1, prompt) for epoch, prompt in enumerate(PROMPTS)]
+    for request in requests:
+        request.reference.projections = projections
+    for batch in (*([requests] * 4), requests[::-1], requests[1:2], *([requests[1:]] * 6)):
+        served.decode(batch)
+    # Weights may change in the middle of a request.
+    projections.update(load_projections(served, seed=1))
+    for _ in range(3):
+        served.decode(requests)
+    assert int(served.selector.overflow) > 0
+
+
+def load_projections(served: Served, seed: int = 0) -> dict[int, Tensor]:
+    """Random weights for forecasts, of each layer."""
+    config, projections = served.config, {}
+    generator = torch.Generator().manual_seed(seed)
+    for layer in range(config.model.layers):
+        projection = torch.randn(projection_shape(config), generator=generator)
+        projections[layer] = projection.to(config.model.torch_dtype)
+        served.selector.load_projection(layer, projections[layer])
+    return projections
 
 
 @pytest.mark.parametrize("layers_per_group", [1, 2, 3])
@@ -480,17 +521,17 @@ def test_recall_is_by_the_keys_that_are_held_whatever_selection_scores_by() -> N
     served.selector.load(sequence, shipment)
     layers = config.groups[0]
     for _ in range(8):
-        queries, keys, values = request.compute()
-        keys = 1 + keys / 100
+        queries, keys, values, hidden = request.compute()
+        computed = Computed(queries, 1 + keys / 100, values, hidden)
         mirror = served.selector.mirror(sequence, layers)[..., : sequence.filled].clone()
         resident = torch.stack(request.reference.keys)
-        served.exchange([row_of(request)], [(queries, keys, values)], measured=FIRST)
+        served.exchange([row_of(request)], [computed], measured=FIRST)
         for found in served.selector.recall.take():
             measured += 1
             scores = score_tokens(queries, resident, config.model.scale)
             expected = measure_recall(scores, mirror, config, request.position)
             torch.testing.assert_close(shares_of(found), expected)
-        request.choose(queries, keys, values)
+        request.choose(*computed)
     assert measured == 8 - config.query_window - 1
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from cache_rank import rank
 from cache_rank.config import CacheRankConfig, ModelShape
-from cache_rank.protocol import Load, Measured, Open, Row, Step, UpMessage
+from cache_rank.protocol import Load, Measured, Open, Row, Step, up_sizes
 
 MODEL = ModelShape(5, query_heads=8, kv_heads=2, head_dim=64, dtype="bfloat16", scale=64**-0.5)
 MEMORY_BYTES = 1 << 30
@@ -40,7 +40,7 @@ class Link:
 
     def __init__(self, config: CacheRankConfig) -> None:
         self.up = self.down = self.bulk = Silent()
-        sizes = [UpMessage.size(config, len(layers), config.max_rows) for layers in config.groups]
+        sizes = up_sizes(config, config.max_rows)
         self.buffers = [torch.zeros(size, dtype=torch.uint8, device="cuda") for size in sizes]
 
     def in_background(self) -> AbstractContextManager[None]:

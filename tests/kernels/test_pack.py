@@ -146,3 +146,49 @@ def test_triton_in_a_graph_at_full_size() -> None:
         reference.pack_layer(expected, index, layer, *parts)
     assert torch.equal(staging, expected)
     assert (stamps.diff() >= 0).all()
+
+
+@pytest.mark.parametrize("implementation", [reference, triton], ids=["reference", "triton"])
+@pytest.mark.parametrize("width", [8, 40, 4100])
+@pytest.mark.parametrize("has_residual", [True, False])
+@pytest.mark.parametrize("index", [[], [-1], [1, -1, 0, 3]], ids=str)
+def test_the_hidden_state_of_the_rows_that_take_part_is_packed(
+    device: torch.device, implementation, width: int, has_residual: bool, index: list[int]
+) -> None:
+    generator = torch.Generator().manual_seed(width)
+    states = torch.randn((2, len(index), width), generator=generator).to(device)
+    hidden, residual = states[0], states[1] if has_residual else None
+    message = torch.full((5, 16 + width), POISON, device=device)
+    staging = message[:, 16:]  # behind the tokens of each row
+    exchange_index = torch.tensor(index, dtype=torch.int32, device=device)
+    implementation.pack_hidden(staging, exchange_index, hidden, residual)
+    expected = torch.full_like(message, POISON)
+    for row, target in enumerate(index):
+        if target >= 0:
+            expected[target, 16:] = hidden[row] if residual is None else hidden[row] + residual[row]
+    assert torch.equal(message, expected)
+
+
+def test_a_hidden_state_is_rounded_once(device: torch.device) -> None:
+    generator = torch.Generator().manual_seed(0)
+    hidden, residual = torch.randn((2, 3, 40), generator=generator).to(device, torch.float16)
+    index = torch.tensor([2, 0, 1], dtype=torch.int32, device=device)
+    staged = []
+    for implementation in (reference, triton):
+        staging = torch.zeros((3, 40), dtype=torch.float16, device=device)
+        implementation.pack_hidden(staging, index, hidden, residual)
+        staged.append(staging)
+    assert torch.equal(*staged)
+    assert torch.equal(staged[0][index.long()], (hidden.float() + residual.float()).half())
+
+
+def test_messages_whose_rows_hold_more_than_tokens(device: torch.device) -> None:
+    parts = random_layer(device, 3)
+    expected = pack(reference, [0, 2, 1], 1, parts)
+    index = torch.tensor([0, 2, 1], dtype=torch.int32, device=device)
+    for implementation in (reference, triton):
+        message = torch.full((5, 3 * 8 * 16 + 24), POISON, device=device)
+        staging = message[:, : 3 * 8 * 16].view(5, 3, 8, 16)
+        implementation.pack_layer(staging, index, 1, *parts)
+        assert torch.equal(staging, expected)
+        assert (message[:, 3 * 8 * 16 :] == POISON).all()

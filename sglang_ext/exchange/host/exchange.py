@@ -57,7 +57,7 @@ class HostExchange(Exchange):
             self._count_messages(self._transfers.messages.nbytes(len(self._rows)))
 
     def queries(self, group: int, row: int) -> Tensor:
-        return self._transfers.messages.of(len(self._rows))[group].up.queries[row]
+        return self._transfers.queries(group)[row]
 
     def spans(self) -> list[Span]:
         return self._transfers.take_spans()

@@ -42,6 +42,9 @@ class HostGate(Gate):
     def begin_forward(self) -> None:
         """Nothing is to be timed here."""
 
+    def stage_hidden(self, group: int, hidden: Tensor, residual: Tensor | None) -> None:
+        self._while_open(lambda transfers: transfers.stage_hidden(group, hidden, residual))
+
     def enter_group(self, group: int) -> None:
         self._while_open(lambda transfers: transfers.take_answer(group))
 
@@ -53,7 +56,7 @@ class HostGate(Gate):
         )
 
     def leave_group(self, group: int) -> None:
-        self._while_open(lambda transfers: transfers.send(group))
+        self._while_open(lambda transfers: transfers.leave(group))
 
     def _while_open(self, action: Callable[[HostTransfers], None]) -> None:
         if self._transfers is None:

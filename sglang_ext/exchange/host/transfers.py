@@ -12,7 +12,7 @@ from cache_rank.channels.transport import Pending
 from cache_rank.config import CacheRankConfig
 from cache_rank.measure.timeline import Span
 from cache_rank.operations import operations_for
-from cache_rank.protocol import AnswerHeader, DownMessage, UpMessage, group_sizes
+from cache_rank.protocol import AnswerHeader, DownMessage, up_sizes
 from sglang_ext.exchange.connection import CacheRankDownError, Connection
 from sglang_ext.exchange.messages import MessageBuffers
 from sglang_ext.exchange.slots import ExchangedRows, SlotBuffers
@@ -24,11 +24,12 @@ class _AnswerUnderWay:
     step: int
     rows: ExchangedRows
     message: DownMessage
+    is_fresh: bool
     pending: Pending
 
 
 class HostTransfers:
-    """The transfers of one connection, a layer group at a time.
+    """The transfers of one connection, a boundary at a time.
 
     Attributes:
         messages: the memory of messages.
@@ -38,8 +39,7 @@ class HostTransfers:
 
     def __init__(self, connection: Connection, config: CacheRankConfig, slots: SlotBuffers) -> None:
         staging = [
-            torch.empty(size, dtype=torch.uint8)
-            for size in group_sizes(UpMessage, config, config.max_rows)
+            torch.empty(size, dtype=torch.uint8) for size in up_sizes(config, config.max_rows)
         ]
         self.messages = MessageBuffers(config, staging, connection.link.buffers)
         self.waited = 0.0
@@ -50,7 +50,10 @@ class HostTransfers:
         self._operations = operations_for(torch.device("cpu"))
         self._step, self._rows = 0, ExchangedRows()
         self._batch_index = torch.empty(0, dtype=torch.int32)
-        self._sent: list[Pending | None] = [None] * len(config.groups)
+        self._boundaries = config.boundaries
+        self._lane_of_left = {b.left: lane for lane, b in enumerate(self._boundaries)}
+        self._lane_of_entered = {b.entered: lane for lane, b in enumerate(self._boundaries)}
+        self._sent: list[Pending | None] = [None] * len(self._boundaries)
         self._answers: list[_AnswerUnderWay | None] = [None] * len(config.groups)
         self._traced = False
         self._group_start = 0.0
@@ -75,36 +78,71 @@ class HostTransfers:
         if answer is not None:
             self._wait_for(group, answer)
             self._apply(group, answer)
-        if self._rows and (sent := self._sent[group]) is not None:
-            sent.wait(self._connection.timeout)  # the staging buffer is about to be written again
         self._group_start = time.monotonic()
 
     def stage(
         self, group: int, layer_in_group: int, queries: Tensor, keys: Tensor, values: Tensor
     ) -> None:
         """Copy one layer's tensors of the exchanged requests: (batch, heads, D) each."""
-        if self._rows:
-            count = self._batch_index.shape[0]
-            self._operations.pack_layer(
-                self.messages.of(len(self._rows))[group].up.tokens,
-                self._batch_index,
-                layer_in_group,
-                queries[:count],
-                keys[:count],
-                values[:count],
-            )
+        if not self._rows:
+            return
+        lane, count = self._lane_of_left[group], self._batch_index.shape[0]
+        if layer_in_group == 0:
+            self._wait_until_sent(lane)
+        self._operations.pack_layer(
+            self.messages.of(len(self._rows)).up[lane].tokens,
+            self._batch_index,
+            layer_in_group,
+            queries[:count],
+            keys[:count],
+            values[:count],
+        )
 
-    def send(self, group: int) -> None:
-        """Send what is staged of a group, then post the receive of its answer."""
+    def stage_hidden(self, group: int, hidden: Tensor, residual: Tensor | None) -> None:
+        """Copy what enters a group, (batch, H) each, and send it with what the last group left."""
+        if not self._rows:
+            return
+        lane, count = self._lane_of_entered[group], self._batch_index.shape[0]
+        if self._boundaries[lane].left is None:
+            self._wait_until_sent(lane)
+        self._operations.pack_hidden(
+            self.messages.of(len(self._rows)).up[lane].hidden,
+            self._batch_index,
+            hidden[:count],
+            None if residual is None else residual[:count],
+        )
+        self._send(lane)
+
+    def leave(self, group: int) -> None:
+        """Send what is staged of a group, unless it goes with the hidden state to come."""
         if not self._rows:
             return
         self._trace("group", group, self._group_start)
-        up, down = self.messages.of(len(self._rows))[group]
+        lane = self._lane_of_left[group]
+        if self._boundaries[lane].entered is None:
+            self._send(lane)
+
+    def _send(self, lane: int) -> None:
+        """Send what is staged at a boundary, then post the receive of its answer."""
+        messages, boundary = self.messages.of(len(self._rows)), self._boundaries[lane]
         link = self._connection.link
-        self._sent[group] = link.up.send(up.buffer, lane=group)
+        self._sent[lane] = link.up.send(messages.up[lane].buffer, lane=lane)
         # A receive must never be what a send waits behind, so it is posted after the send.
-        pending = link.down.receive(down.buffer, lane=group)
-        self._answers[group] = _AnswerUnderWay(self._step, self._rows, down, pending)
+        if (group := boundary.answered) is not None:
+            down = messages.down[group]
+            pending = link.down.receive(down.buffer, lane=group)
+            self._answers[group] = _AnswerUnderWay(
+                self._step, self._rows, down, boundary.is_fresh, pending
+            )
+
+    def _wait_until_sent(self, lane: int) -> None:
+        """Wait until a staging buffer may be written again."""
+        if (sent := self._sent[lane]) is not None:
+            sent.wait(self._connection.timeout)
+
+    def queries(self, group: int) -> Tensor:
+        """Return the queries of a group in the last step, (R, L, Hq, D)."""
+        return self.messages.of(len(self._rows)).up[self._lane_of_left[group]].queries
 
     def take_spans(self) -> list[Span]:
         """Return the times of traced steps so far."""
@@ -120,7 +158,7 @@ class HostTransfers:
     def _apply(self, group: int, answer: _AnswerUnderWay) -> None:
         started = time.monotonic()
         message, rows, slots = answer.message, answer.rows, self._slots
-        first_rows, expected = [], rows.expected_headers(answer.step)
+        first_rows, expected = [], rows.expected_headers(answer.step, answer.is_fresh)
         for sequence, columns, wanted in zip(
             rows.sequences, message.header.tolist(), expected, strict=True
         ):
@@ -146,7 +184,7 @@ class HostTransfers:
         )
         self._trace("scatter", group, started)
         if self._config.checksum:
-            slots.compare_checksums(group, rows, message.header)
+            slots.compare_checksums(group, rows, message.header, answer.is_fresh)
 
     def _trace(self, name: str, group: int, start: float) -> None:
         if self._traced:

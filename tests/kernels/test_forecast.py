@@ -1,0 +1,151 @@
+"""Forecast queries: the reference against the equation in float64, Triton against the reference."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from cache_rank_kernels.forecast import reference, triton
+from torch import Tensor
+
+POISON = 7.0
+NORM_EPSILON, QUERY_NORM_EPSILON = 1e-5, 1e-6
+
+
+class Step:
+    """The hidden states of a step, and by what the queries of a group are forecast."""
+
+    def __init__(
+        self,
+        slots: list[int],
+        layers: int = 2,
+        heads: int = 3,
+        head_dim: int = 16,
+        width: int = 40,
+        dtype: torch.dtype = torch.float32,
+        pairs: int | None = 8,
+        interleaved: bool = False,
+        has_query_norm: bool = True,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        generator = torch.Generator().manual_seed(len(slots) + head_dim)
+
+        def random(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator).to(device, dtype)
+
+        rows, of_group = len(slots), layers * heads * head_dim
+        # As in a message, a row is a part of a longer one.
+        self.hidden = (30 * random(rows, width + 8))[:, :width]
+        self.projections = random(width, of_group)
+        self.constants = random(of_group)
+        self.query_norms = random(layers, heads, head_dim) if has_query_norm else None
+        self.slots = torch.tensor(slots, dtype=torch.int32, device=device)
+        self.positions = torch.arange(rows, dtype=torch.int32, device=device) * 32_100 + 7
+        self.frequency = None
+        if pairs is not None:
+            self.frequency = 10_000.0 ** -(torch.arange(pairs, device=device).float() / pairs)
+        self.interleaved = interleaved
+        self.scale = 1.25
+        self.shape = (rows, layers, heads, head_dim)
+
+    def forecast(self, implementation: Any) -> Tensor:
+        out = torch.full(self.shape, POISON, device=self.slots.device)
+        implementation.forecast_step(
+            self.hidden,
+            self.projections,
+            self.constants,
+            self.query_norms,
+            self.positions,
+            self.slots,
+            self.frequency,
+            self.interleaved,
+            self.scale,
+            NORM_EPSILON,
+            QUERY_NORM_EPSILON,
+            out,
+        )
+        return out
+
+    def expected(self, row: int, layer: int, head: int) -> Tensor:
+        """The equation, in float64: (D,)."""
+        _, _, heads, head_dim = self.shape
+        state = self.hidden[row].double()
+        state = state / (state.pow(2).mean() + NORM_EPSILON).sqrt()
+        own = (layer * heads + head) * head_dim
+        query = state @ self.projections[:, own : own + head_dim].double()
+        query = query + self.constants[own : own + head_dim].double()
+        if self.query_norms is not None:
+            query = query / (query.pow(2).mean() + QUERY_NORM_EPSILON).sqrt()
+            query = query * self.query_norms[layer, head].double()
+        if self.frequency is None:
+            return query
+        pairs, rotated = len(self.frequency), query.clone()
+        for pair, frequency in enumerate(self.frequency.double()):
+            places = (2 * pair, 2 * pair + 1) if self.interleaved else (pair, pair + pairs)
+            turned = torch.complex(query[places[0]], query[places[1]]) * torch.polar(
+                torch.tensor(self.scale).double(), frequency * int(self.positions[row])
+            )
+            rotated[places[0]], rotated[places[1]] = turned.real, turned.imag
+        return rotated
+
+
+@pytest.mark.parametrize("has_query_norm", [True, False])
+@pytest.mark.parametrize(
+    ("pairs", "interleaved"), [(8, False), (8, True), (4, False), (4, True), (None, False)]
+)
+def test_reference_is_the_equation(
+    pairs: int | None, interleaved: bool, has_query_norm: bool
+) -> None:
+    step = Step([2, -1, 0], pairs=pairs, interleaved=interleaved, has_query_norm=has_query_norm)
+    found = step.forecast(reference)
+    for row in (0, 2):
+        for layer in range(2):
+            for head in range(3):
+                expected = step.expected(row, layer, head).float()
+                torch.testing.assert_close(found[row, layer, head], expected, rtol=1e-4, atol=1e-4)
+
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def assert_equals_the_reference(step: Step) -> None:
+    found, expected = step.forecast(triton), step.forecast(reference)
+    live = step.slots >= 0
+    # Products are summed up in another order.
+    torch.testing.assert_close(found[live], expected[live], rtol=2e-3, atol=2e-3)
+    assert (found[~live] == POISON).all()
+
+
+@pytest.mark.parametrize("has_query_norm", [True, False])
+@pytest.mark.parametrize(
+    ("pairs", "interleaved"), [(8, False), (8, True), (4, False), (4, True), (None, False)]
+)
+def test_triton_equals_the_reference(
+    device: torch.device, pairs: int | None, interleaved: bool, has_query_norm: bool
+) -> None:
+    kinds = {"pairs": pairs, "interleaved": interleaved, "has_query_norm": has_query_norm}
+    assert_equals_the_reference(Step([2, -1, 0], device=device, **kinds))
+
+
+@pytest.mark.parametrize(
+    ("slots", "layers", "heads", "head_dim", "width"),
+    [
+        ([0], 1, 1, 16, 16),
+        ([-1], 2, 3, 32, 40),
+        ([5, 1, 0, 3, -1, 2], 3, 2, 64, 129),
+        ([0, 1], 2, 8, 128, 1024),
+    ],
+)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_triton_equals_the_reference_at_any_size(
+    device: torch.device,
+    slots: list[int],
+    layers: int,
+    heads: int,
+    head_dim: int,
+    width: int,
+    dtype: torch.dtype,
+) -> None:
+    step = Step(slots, layers, heads, head_dim, width, dtype, head_dim // 2, device=device)
+    assert_equals_the_reference(step)
