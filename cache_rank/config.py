@@ -10,7 +10,8 @@ from cache_rank_kernels.select.reference import MOST_SLOTS
 
 from cache_rank.schedule import Boundary, by_forecast, by_history
 
-Predictor = Literal["last", "ema", "spade", "ridge", "forecast"]
+HistoryPredictor = Literal["last", "ema", "spade", "ridge"]
+Predictor = Literal[HistoryPredictor, "forecast"]
 Frame = Literal["post", "pre"]
 ScoreKeys = Literal["resident", "fp8"]
 WireDtype = Literal["bf16", "fp8"]
@@ -170,7 +171,7 @@ class CacheRankConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.query_predictor == "forecast"
 
     @property
-    def history_predictor(self) -> Literal["last", "ema", "spade", "ridge"]:
+    def history_predictor(self) -> HistoryPredictor:
         """What predicts the queries of groups that are answered for the next step."""
         return "last" if self.query_predictor == "forecast" else self.query_predictor
 

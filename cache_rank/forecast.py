@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
@@ -30,12 +31,10 @@ class Forecast:
             if group < config.forecast_lead:
                 continue
             heads = (len(layers), model.query_heads, model.head_dim)
-            of_group = {"dtype": model.torch_dtype, "device": device}
-            self._projections[group] = torch.zeros(
-                (model.hidden_size, math.prod(heads)), **of_group
-            )
-            self._constants[group] = torch.zeros(math.prod(heads), **of_group)
-            self._query_norms[group] = torch.zeros(heads, **of_group)
+            zeros = functools.partial(torch.zeros, dtype=model.torch_dtype, device=device)
+            self._projections[group] = zeros((model.hidden_size, math.prod(heads)))
+            self._constants[group] = zeros(math.prod(heads))
+            self._query_norms[group] = zeros(heads)
         largest_group = max(map(len, config.groups))
         self._queries = torch.empty(
             config.max_rows * largest_group * model.query_heads * model.head_dim,

@@ -19,6 +19,7 @@ and v of the last group.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 
@@ -56,3 +57,13 @@ def by_forecast(groups: int, lead: int) -> tuple[Boundary, ...]:
         answered = (group + lead) % groups
         boundaries.append(Boundary(group - 1 if group else None, group, answered, is_fresh))
     return (*boundaries, Boundary(groups - 1, None, None, False))
+
+
+def lanes_of_left(boundaries: Sequence[Boundary]) -> dict[int, int]:
+    """Which message carries what a group has computed."""
+    return {b.left: lane for lane, b in enumerate(boundaries) if b.left is not None}
+
+
+def lanes_of_entered(boundaries: Sequence[Boundary]) -> dict[int, int]:
+    """Which message carries the hidden state that enters a group, of groups where one does."""
+    return {b.entered: lane for lane, b in enumerate(boundaries) if b.entered is not None}

@@ -18,7 +18,7 @@ from typing import get_args
 import torch
 
 from cache_rank.config import CacheRankConfig, WireDtype
-from cache_rank.protocol import DownMessage, group_sizes
+from cache_rank.protocol import down_sizes
 from scripts.shared.command import make_parser
 from scripts.shared.models import model_config, model_shape
 from scripts.speed.wire import markdown, measure
@@ -43,7 +43,7 @@ def main() -> int:
         delta_capacity=args.delta_capacity,
         wire_dtype=args.wire_dtype,
     )
-    messages = {batch: tuple(group_sizes(DownMessage, config, batch)) for batch in args.batches}
+    messages = {batch: tuple(down_sizes(config, batch)) for batch in args.batches}
     wires = [wire for channels in (0, *args.channels) for wire in measure(channels, messages)]
     print(markdown(wires, messages))
     if args.json:

@@ -14,7 +14,7 @@ import torch
 from tqdm import tqdm
 from transformers import AutoTokenizer
 
-from cache_rank.config import CacheRankConfig, Frame, Predictor
+from cache_rank.config import CacheRankConfig, Frame, HistoryPredictor
 from cache_rank.measure.recording import RECORD_VARIABLE, read_events
 from cache_rank.measure.timeline import Timeline
 from cache_rank.protocol import DownMessage, Measured, Row, UpMessage
@@ -78,8 +78,8 @@ class StepResult(NamedTuple):
 def replay(config: CacheRankConfig, events: list[dict[str, Any]]) -> Iterator[StepResult]:
     """Select again from recorded tensors, one request a step; one result a warm step."""
     selector, timeline = Selector(config, CPU, MEMORY_BYTES), Timeline("", CPU)
-    (layers,) = config.groups
-    up = UpMessage(config, len(layers), 1, _buffer(UpMessage.size(config, len(layers), 1)))
+    (layers,), (boundary,) = config.groups, config.boundaries
+    up = UpMessage(config, boundary, 1, _buffer(UpMessage.size(config, boundary, 1)))
     down = DownMessage(config, len(layers), 1, _buffer(DownMessage.size(config, len(layers), 1)))
     for number, event in enumerate(events):
         if event["kind"] == "load":
@@ -90,9 +90,9 @@ def replay(config: CacheRankConfig, events: list[dict[str, Any]]) -> Iterator[St
             rows = [Row(row["epoch"], row["position"])]
             step = selector.begin_step(number, rows, measured=Measured(0, 0, wants_slots=False))
             up.queries[0], up.keys[0], up.values[0] = row["queries"], row["keys"], row["values"]
-            selector.append(step, 0, up)
-            scores = selector.score(step, 0, timeline)
-            selector.answer(step, 0, scores, down, timeline)
+            selector.append(step, boundary, up)
+            scores = selector.score(step, boundary, up, timeline)
+            selector.answer(step, boundary, scores, down, timeline)
             selector.end_step(step)
             for measured in selector.recall.take():
                 by_head = (measured.held_recall, measured.held_attention_mass)  # nothing is rounded
@@ -110,7 +110,9 @@ def compare_predictors(
 ) -> tuple[dict[str, list[float]], str]:
     """Recall, attention captured and entering tokens of each predictor in each frame; a table."""
     found = {}
-    for name, frame in tqdm(list(product(get_args(Predictor), get_args(Frame))), desc="predictors"):
+    for name, frame in tqdm(
+        list(product(get_args(HistoryPredictor), get_args(Frame))), desc="predictors"
+    ):
         config = msgspec.structs.replace(base, query_predictor=name, query_frame=frame)
         found[f"{name}-{frame}"] = _means(list(replay(config, events)))
     header = ("predictor", "frame", "recall", "attention captured", "entering tokens, mean")

@@ -82,7 +82,7 @@ def read_recording(folder: Path, steps: int) -> Sample:
         ValueError: there is no recording, or none of a decode step.
     """
     loads: dict[int, list[Tensor]] = defaultdict(list)
-    # By epoch and position; an event holds the rows of one layer group.
+    # By epoch and position; an event holds the rows of one layer group, if any.
     decoded: dict[int, dict[int, list[_Part]]] = defaultdict(lambda: defaultdict(list))
     for event in read_events(folder):
         if event["kind"] == "load":

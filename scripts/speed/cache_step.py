@@ -17,7 +17,8 @@ from cache_rank.protocol import (
     Row,
     UpMessage,
     bulk_shape,
-    group_sizes,
+    down_sizes,
+    up_sizes,
 )
 from cache_rank.residency import bytes_per_token, fixed_bytes, require_format
 from cache_rank.selector import Selector
@@ -62,13 +63,13 @@ def measure_cache_step(
         for start in range(0, tokens, LOADED_TOKENS):
             count = min(LOADED_TOKENS, tokens - start)
             selector.load(sequence, random(*bulk_shape(config, count)))
-    heads = model.query_heads + 2 * model.kv_heads
-    current = [random(rows, len(layers), heads, model.head_dim) for layers in config.groups]
+    boundaries = config.boundaries
+    current = [random(size // model.torch_dtype.itemsize) for size in up_sizes(config, rows)]
     ups = [
-        UpMessage(config, len(layers), rows, tensor.view(torch.uint8).view(-1))
-        for layers, tensor in zip(config.groups, current, strict=True)
+        UpMessage(config, boundary, rows, tensor.view(torch.uint8))
+        for boundary, tensor in zip(boundaries, current, strict=True)
     ]
-    sizes = group_sizes(DownMessage, config, rows)
+    sizes = down_sizes(config, rows)
     downs = [
         DownMessage(config, len(layers), rows, torch.zeros(size, dtype=torch.uint8, device=device))
         for layers, size in zip(config.groups, sizes, strict=True)
@@ -78,10 +79,11 @@ def measure_cache_step(
     def step(number: int) -> None:
         announced = [Row(epoch, tokens - 1 + number) for epoch in range(1, rows + 1)]
         step = selector.begin_step(number, announced)
-        for group, (up, down) in enumerate(zip(ups, downs, strict=True)):
-            selector.append(step, group, up)
-            scores = selector.score(step, group, timeline)
-            selector.answer(step, group, scores, down, timeline)
+        for boundary, up in zip(boundaries, ups, strict=True):
+            selector.append(step, boundary, up)
+            if boundary.answered is not None:
+                scores = selector.score(step, boundary, up, timeline)
+                selector.answer(step, boundary, scores, downs[boundary.answered], timeline)
         selector.end_step(step)
 
     seconds = []

@@ -67,27 +67,28 @@ def replay(config: CacheRankConfig, events: list[Any], epoch: int) -> int:
             if event["epoch"] == epoch:
                 selector.load(sequence, event["shipment"].to(device))
             continue
-        group, layers = event["group"], len(event["layers"])
+        layers = event["layers"]
+        boundary = config.boundaries[config.groups.index(layers)]
         for row in (row for row in event["rows"] if row["epoch"] == epoch):
-            if group == 0:
+            if boundary.left == 0:
                 step = selector.begin_step(event["step"], [Row(epoch, row["position"])])
             up, down = (
                 message(
                     config,
-                    layers,
+                    part,
                     1,
-                    torch.zeros(message.size(config, layers, 1), dtype=torch.uint8, device=device),
+                    torch.zeros(message.size(config, part, 1), dtype=torch.uint8, device=device),
                 )
-                for message in (UpMessage, DownMessage)
+                for message, part in ((UpMessage, boundary), (DownMessage, len(layers)))
             )
             for part in ("queries", "keys", "values"):
                 getattr(up, part)[0] = row[part]
-            selector.append(step, group, up)
-            scores = selector.score(step, group, timeline)
-            selector.answer(step, group, scores, down, timeline)
+            selector.append(step, boundary, up)
+            scores = selector.score(step, boundary, up, timeline)
+            selector.answer(step, boundary, scores, down, timeline)
             torch.cuda.synchronize()
-            mirror = selector.mirror(sequence, event["layers"])
-            assert torch.equal(mirror.cpu(), row["mirror"]), (event["step"], group, epoch)
+            mirror = selector.mirror(sequence, layers)
+            assert torch.equal(mirror.cpu(), row["mirror"]), (event["step"], layers, epoch)
             compared += 1
     return compared
 

@@ -163,28 +163,37 @@ def replay(config: CacheRankConfig, folder: Path) -> int:
     """Feed the recorded tensors to the reference, and count the selections compared."""
     references: dict[int, SynchronousReference] = {}
     shipments: dict[int, list[Any]] = {}
+    projections: dict[int, Any] = {}
     compared = 0
     for event in read_events(folder):
         if event["kind"] == "load":
             shipments.setdefault(event["epoch"], []).append(event["shipment"])
+            continue
+        if event["kind"] == "projection":
+            projections[event["layer"]] = event["projection"]
             continue
         for row in event["rows"]:
             epoch, position = row["epoch"], row["position"]
             if epoch not in references:
                 prompt = torch.cat(shipments.pop(epoch), dim=2)
                 references[epoch] = SynchronousReference(config, prompt[0], prompt[1])
+                references[epoch].projections = projections
             reference = references[epoch]
             for index, layer in enumerate(event["layers"]):
                 reference.append(
                     layer, row["queries"][index], row["keys"][index], row["values"][index]
                 )
-                reference.select(layer, position)
+            for index, layer in enumerate(event["answered"]):
+                if event["is_fresh"]:
+                    reference.select_now(layer, row["hidden"], position)
+                else:
+                    reference.select(layer, position)
                 expected = [
                     [-1 if token is None else token for token in slots]
                     for slots in reference.slots[layer]
                 ]
                 assert row["mirror"][index].tolist() == expected, (event["step"], layer, epoch)
-            compared += 1
+            compared += len(event["answered"]) > 0
     return compared
 
 

@@ -100,12 +100,13 @@ def test_a_recording_is_compared_on(tmp_path: Path) -> None:
     config = CacheRankConfig(model, 1, sparse_budget=8, delta_capacity=8, max_rows=1)
     generator = torch.Generator().manual_seed(1)
     shipment = torch.randn((2, 1, 300, 2, 16), generator=generator).to(torch.bfloat16)
-    current = torch.randn(UpMessage.size(config, 1, 1) // 2, generator=generator)
-    up = UpMessage(config, 1, 1, current.to(torch.bfloat16).view(torch.uint8))
+    (boundary,) = config.boundaries
+    current = torch.randn(UpMessage.size(config, boundary, 1) // 2, generator=generator)
+    up = UpMessage(config, boundary, 1, current.to(torch.bfloat16).view(torch.uint8))
     selector, recorder = Selector(config, CPU, 1 << 24), Recorder(tmp_path)
     selector.load(selector.begin(1), shipment)
     recorder.record_load(Load(1, 0, 300), shipment)
-    recorder.record_step(selector, selector.begin_step(0, [Row(1, 300)]), 0, up)
+    recorder.record_step(selector, selector.begin_step(0, [Row(1, 300)]), boundary, up)
 
     options = parse_options(
         ["--recording", str(tmp_path), "--formats", "bf16,quantspec", "--budget", "8"]

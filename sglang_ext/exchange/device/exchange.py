@@ -96,7 +96,7 @@ class DeviceExchange(Exchange):
         self._transfers.scatter_stream.synchronize()
 
     def queries(self, group: int, row: int) -> Tensor:
-        return self._transfers.messages.of(len(self._rows))[group].up.queries[row]
+        return self._transfers.queries(group)[row]
 
     def spans(self) -> list[Span]:
         self._read_clock()
@@ -139,4 +139,4 @@ class DeviceExchange(Exchange):
 
     def _check_deadline(self) -> None:
         """Look for overdue answers, in the supervisor's thread; see StepsUnderWay."""
-        self._under_way.check_deadline(self._transfers.outcomes.newest, self._gate.clock.newest)
+        self._under_way.check_deadline(self._transfers.outcomes.newest, self._gate.begun.newest)

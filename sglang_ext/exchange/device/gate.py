@@ -4,14 +4,16 @@ The forward pass may be a captured graph, so all that it touches here stays wher
 of the process: staging buffers, flags, and the index that says which batch rows are exchanged. In
 the forward pass, for each layer group,
 
-    enter_group   waits until the slots hold the answer to the step before: `applied`
+    stage_hidden  copies what enters the group to the staging buffer, if queries are forecast
+    enter_group   waits until the slots hold the answer that the group needs: `applied`
     stage         copies q, k and v of each layer to the staging buffer
-    leave_group   says that the staging buffer is complete and the slots have been read: `computed`
+    leave_group   the slots have been read
 
-and at its end, the host is told when layers were reached.
+and at its end, the host is told when layers were reached. When a message is complete, `computed`
+says so: behind a group's last attention, or with the hidden state that follows it.
 
-All of it is queued on a stream beside the layers. The wait for the next group's slots is queued
-right after a group's last attention, so that only an answer that is late holds up the layers.
+All of it is queued on a stream beside the layers. The wait for a group's slots is queued as early
+as nothing else must come first, so that only an answer that is late holds up the layers.
 
 The transfers, outside the graph, take `computed`, a flag that is raised in steps that exchange
 something, by one forward pass each, and set `applied` to the number of the step. kernels/gate says
@@ -28,19 +30,24 @@ from cache_rank_kernels.pack import triton as pack
 from torch import Tensor
 
 from cache_rank.config import CacheRankConfig
+from cache_rank.protocol import UpMessage, up_sizes
+from cache_rank.schedule import lanes_of_entered, lanes_of_left
 from sglang_ext.exchange.base import Gate
 from sglang_ext.exchange.device.clock import StepClock
+from sglang_ext.exchange.pinned_ring import DeviceToHostRing
 
 
 class DeviceGate(Gate):
     """Buffers and flags of one inference rank on a GPU.
 
     Attributes:
-        staging: per group (max rows, L, Hq + 2 Hkv, D), the up messages.
-        computed, applied: (groups,) int64, see the module.
+        staging: the up message of each boundary, for `max_rows` requests.
+        computed: (boundaries,) int64, see the module.
+        applied: (groups,) int64, likewise.
         accepts: (1,) int32 in host memory that the device reads: 0 once answers under way will not
             come, which ends every wait for them.
         clock: when the layers of steps were reached.
+        begun: the steps whose first message is complete.
     """
 
     def __init__(self, config: CacheRankConfig, steps: Tensor, exchanged: Tensor) -> None:
@@ -53,21 +60,26 @@ class DeviceGate(Gate):
             exchanged: (max batch,) int64, the index among the exchanged requests of each batch row,
                 or -1.
         """
-        model, device = config.model, steps.device
-        heads = model.query_heads + 2 * model.kv_heads
+        device, boundaries = steps.device, config.boundaries
+        sizes = up_sizes(config, config.max_rows)
         self.staging = [
-            torch.zeros(
-                (config.max_rows, len(layers), heads, model.head_dim),
-                dtype=model.torch_dtype,
-                device=device,
+            UpMessage(
+                config,
+                boundary,
+                config.max_rows,
+                torch.zeros(size, dtype=torch.uint8, device=device),
             )
-            for layers in config.groups
+            for boundary, size in zip(boundaries, sizes, strict=True)
         ]
-        self.computed = torch.zeros(len(config.groups), dtype=torch.int64, device=device)
-        self.applied = torch.zeros_like(self.computed)
+        self.computed = torch.zeros(len(boundaries), dtype=torch.int64, device=device)
+        self.applied = torch.zeros(len(config.groups), dtype=torch.int64, device=device)
         self.accepts = torch.zeros(1, dtype=torch.int32).pin_memory()
         self.clock = StepClock(config, device)
+        self.begun = DeviceToHostRing(steps[1:])
         self._steps, self._exchanged = steps, exchanged
+        self._lane_of_left = lanes_of_left(boundaries)
+        self._lane_of_entered = lanes_of_entered(boundaries)
+        self._fresh = {boundary.answered for boundary in boundaries if boundary.is_fresh}
         self._side_stream = torch.cuda.Stream(device)
         # The memory of what is being packed must not be used again before that is done.
         self._packing: list[Tensor] = []
@@ -91,7 +103,19 @@ class DeviceGate(Gate):
         self._side_stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._side_stream):
             pack.stamp(self.clock.stamps, 0)
-            self._wait_for_slots(0)
+            if 0 not in self._lane_of_entered:
+                self._wait_for_slots(0)
+
+    def stage_hidden(self, group: int, hidden: Tensor, residual: Tensor | None) -> None:
+        lane = self._lane_of_entered[group]
+        self._packing += (hidden,) if residual is None else (hidden, residual)
+        self._side_stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._side_stream):
+            pack.pack_hidden(
+                self.staging[lane].hidden, self._exchanged[: hidden.shape[0]], hidden, residual
+            )
+            self._complete(lane)
+            self._wait_for_slots(group)
 
     def enter_group(self, group: int) -> None:
         self._join()
@@ -104,7 +128,7 @@ class DeviceGate(Gate):
         self._side_stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._side_stream):
             pack.pack_layer(
-                self.staging[group],
+                self.staging[self._lane_of_left[group]].tokens,
                 self._exchanged[: queries.shape[0]],
                 layer_in_group,
                 queries,
@@ -117,16 +141,25 @@ class DeviceGate(Gate):
     def leave_group(self, group: int) -> None:
         self._side_stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._side_stream):
-            gate.raise_flag(self.computed, group, self._steps[1:])
-            if group + 1 < len(self._config.groups):
-                self._wait_for_slots(group + 1)
-            else:
+            following, is_last = group + 1, group + 1 == len(self._config.groups)
+            if following not in self._lane_of_entered:
+                self._complete(self._lane_of_left[group])
+                if not is_last:
+                    self._wait_for_slots(following)
+            if is_last:
                 self.clock.report(self._steps[1:])
-        if group + 1 == len(self._config.groups):
+        if is_last:
             self._join()
 
+    def _complete(self, lane: int) -> None:
+        """Say that a message is complete."""
+        gate.raise_flag(self.computed, lane, self._steps[1:])
+        if lane == 0:
+            self.begun.post(self._steps[1:])
+
     def _wait_for_slots(self, group: int) -> None:
-        gate.wait_for(self.applied, group, self._steps[:1], self.accepts)
+        awaited = self._steps[1:] if group in self._fresh else self._steps[:1]
+        gate.wait_for(self.applied, group, awaited, self.accepts)
 
     def _join(self) -> None:
         """Let the forward pass wait for what has been queued beside it."""

@@ -18,7 +18,7 @@ Outcome = Sequence[Sequence[int]]
 
 @dataclasses.dataclass(slots=True)
 class _StepUnderWay:
-    """One step; `waiting_since` is when it was first seen to be computed and not answered."""
+    """One step; `waiting_since` is when it was first seen to have begun and not to be answered."""
 
     step: int
     rows: ExchangedRows
@@ -36,7 +36,8 @@ class StepsUnderWay:
 
         Args:
             groups: layer groups, in each of which an answer must have been applied.
-            timeout: seconds from when a step is computed until its answers are overdue.
+            timeout: seconds from when a step's first message is computed until its answers are
+                overdue.
         """
         self._groups = groups
         self._timeout = timeout
@@ -81,10 +82,10 @@ class StepsUnderWay:
 
         Args:
             applied: the last step whose answers have been applied.
-            computed: the last step whose forward pass has been computed.
+            computed: the last step whose first message has been computed.
 
         Raises:
-            CacheRankDownError: an answer is overdue, counted from when its step was computed.
+            CacheRankDownError: an answer is overdue.
         """
         with self._lock:
             oldest = self._steps[0] if self._steps else None

@@ -1,8 +1,8 @@
 """What a step sends and what it does with the answers, queued on streams of their own.
 
-For each layer group
+For each boundary
 
-    up stream        when the group is computed, sends its staging buffer
+    up stream        when its message is computed, sends the staging buffer
     down stream      receives the answer
     scatter stream   when the answer has come, writes it into the slots
 
@@ -16,9 +16,11 @@ from __future__ import annotations
 import functools
 import itertools
 from abc import ABC, abstractmethod
+from typing import NamedTuple
 
 import torch
 from cache_rank_kernels.gate import triton as gate_kernels
+from torch import Tensor
 
 from cache_rank.channels.nccl import NcclChannel
 from cache_rank.channels.peer import PeerChannel
@@ -28,14 +30,22 @@ from cache_rank.config import CacheRankConfig
 from cache_rank.graphs import capture
 from cache_rank.operations import operations_for
 from cache_rank.protocol import AnswerHeader
+from cache_rank.schedule import lanes_of_left
 from sglang_ext.exchange.connection import Connection
 from sglang_ext.exchange.device.gate import DeviceGate
 from sglang_ext.exchange.device.times import TransferTimes
-from sglang_ext.exchange.messages import GroupMessages, MessageBuffers
+from sglang_ext.exchange.messages import MessageBuffers, StepMessages
 from sglang_ext.exchange.pinned_ring import DeviceToHostRing, Field, HostToDeviceRing
 from sglang_ext.exchange.slots import ExchangedRows, SlotBuffers
 
 _SHIPPED = AnswerHeader._fields.index("shipped_tokens")
+
+
+class Answer(NamedTuple):
+    """An answer of a step: the layer group that it is for, and whether in the step itself."""
+
+    group: int
+    is_fresh: bool
 
 
 def make_transfers(
@@ -64,7 +74,7 @@ class DeviceTransfers(ABC):
         self, connection: Connection, config: CacheRankConfig, slots: SlotBuffers, gate: DeviceGate
     ) -> None:
         device, groups = slots.device, len(config.groups)
-        staging = [staged.view(torch.uint8).view(-1) for staged in gate.staging]
+        staging = [message.buffer for message in gate.staging]
         self.messages = MessageBuffers(config, staging, connection.link.buffers)
         self.times = TransferTimes()
         self._config = config
@@ -81,7 +91,14 @@ class DeviceTransfers(ABC):
             step=Field(1, 0),
             first_rows=Field(config.max_rows, -1),
             expected=Field(4 * config.max_rows, -1),
+            expected_fresh=Field(4 * config.max_rows, -1),
         )
+        self._lane_of_left = lanes_of_left(config.boundaries)
+        self._answers = [
+            Answer(boundary.answered, boundary.is_fresh)
+            for boundary in config.boundaries
+            if boundary.answered is not None
+        ]
         self._by_group = torch.zeros((2, groups, config.max_rows), dtype=torch.int64, device=device)
         self._totals = self._by_group.sum(dim=1)
         self.outcomes = DeviceToHostRing(self._totals)
@@ -90,16 +107,16 @@ class DeviceTransfers(ABC):
         self._accepts = torch.zeros(1, dtype=torch.int32, device=device)
         flags = gate.computed
         self._waits = [
-            FlagMoves(awaited=[flags.data_ptr() + group * flags.itemsize])
-            for group in range(groups)
+            FlagMoves(awaited=[flags.data_ptr() + lane * flags.itemsize])
+            for lane in range(flags.numel())
         ]
         self._warm_up()
 
     def _warm_up(self) -> None:
         """Run each kernel once, on nothing, so that no request waits for it to compile."""
         self._numbers.write()
-        for group in range(len(self._config.groups)):
-            self._apply(group, 1)
+        for answer in self._answers:
+            self._apply(answer, 1)
         gate_kernels.lower_flag(self._gate.computed, 0)
         self._gate.computed.zero_()  # steps of a connection that was lost may have raised them
         torch.cuda.synchronize(self._slots.device)
@@ -115,7 +132,8 @@ class DeviceTransfers(ABC):
         self._numbers.write(
             step=[step],
             first_rows=[self._slots.first_slot(sequence) for sequence in rows.sequences],
-            expected=list(itertools.chain.from_iterable(rows.expected_headers(step))),
+            expected=_expected(rows, step, is_fresh=False),
+            expected_fresh=_expected(rows, step, is_fresh=True),
         )
         self._queue(len(rows))
         self._gate.awaited_step = step
@@ -124,23 +142,29 @@ class DeviceTransfers(ABC):
     def _queue(self, rows: int) -> None:
         """Queue the transfers of a step of so many requests, whose numbers are written."""
 
-    def _take_computed(self, group: int, stream: torch.cuda.Stream) -> None:
-        """Hold a stream, the current one, until a group of its step is computed.
+    def queries(self, group: int) -> Tensor:
+        """Return the queries of a group in the last step, (R, L, Hq, D)."""
+        return self.messages.of(len(self._rows)).up[self._lane_of_left[group]].queries
+
+    def _take_computed(self, lane: int, stream: torch.cuda.Stream) -> None:
+        """Hold a stream, the current one, until a message of its step is computed.
 
         There is no deadline: every forward pass that is queued comes to its end, with answers or
         without. The flags count forward passes, because nothing holds back forward passes once the
         gate is closed.
         """
-        self._waits[group].queue(stream)
-        gate_kernels.lower_flag(self._gate.computed, group)
+        self._waits[lane].queue(stream)
+        gate_kernels.lower_flag(self._gate.computed, lane)
 
-    def _apply(self, group: int, rows: int) -> None:
+    def _apply(self, answer: Answer, rows: int) -> None:
         """Queue that the answer that has come is written into slots, on the current stream.
 
         It reads and writes nothing but what stays where it is, so that a graph can hold it.
         """
-        numbers, message = self._numbers, self.messages.of(rows)[group].down
-        if group == 0:
+        group, numbers = answer.group, self._numbers
+        message = self.messages.of(rows).down[group]
+        expected = numbers["expected_fresh" if answer.is_fresh else "expected"]
+        if answer is self._answers[0]:
             numbers.collect()
         applied, shipped = self._by_group[:, group, :rows]
         gate_kernels.refresh(self._accepts, self._gate.accepts)
@@ -148,7 +172,7 @@ class DeviceTransfers(ABC):
             *self._slots.groups[group],
             numbers["first_rows"][:rows],
             message.header,
-            numbers["expected"][: 4 * rows].view(rows, 4),
+            expected[: 4 * rows].view(rows, 4),
             message.slots,
             message.keys,
             message.values,
@@ -157,9 +181,9 @@ class DeviceTransfers(ABC):
         )
         shipped.copy_(message.header[:, _SHIPPED])
         if self._config.checksum and self._rows and int(self._accepts):
-            self._slots.compare_checksums(group, self._rows, message.header)
+            self._slots.compare_checksums(group, self._rows, message.header, answer.is_fresh)
         gate_kernels.signal(self._gate.applied, group, numbers["step"])
-        if group + 1 == len(self._config.groups):
+        if answer is self._answers[-1]:
             torch.sum(self._by_group, dim=1, out=self._totals)
             self.outcomes.post(numbers["step"])
 
@@ -199,26 +223,28 @@ class CopiedTransfers(DeviceTransfers):
 
     def _send(self, rows: int) -> None:
         stream = self._up.stream
-        for group, messages in enumerate(self.messages.of(rows)):
-            self._take_computed(group, stream)
-            with self.times.of("send", group, stream):
-                self._up.send(messages.up.buffer, lane=group)
+        for lane, message in enumerate(self.messages.of(rows).up):
+            self._take_computed(lane, stream)
+            with self.times.of("send", lane, stream):
+                self._up.send(message.buffer, lane=lane)
 
     def _take_answers(self, rows: int) -> None:
         stream = self._down.stream
-        for group, messages in enumerate(self.messages.of(rows)):
+        messages = self.messages.of(rows).down
+        for answer in self._answers:
+            group = answer.group
             with self.times.of("receive", group, stream):
-                self._down.receive(messages.down.buffer, lane=group)
+                self._down.receive(messages[group].buffer, lane=group)
             with self.times.of("scatter", group, stream):
-                self._apply(group, rows)
+                self._apply(answer, rows)
 
 
 class NcclTransfers(DeviceTransfers):
     """Transfers by NCCL, whose receives occupy multiprocessors while they wait.
 
-    So a receive begins when the next group is computed, not earlier. And it is queued only behind
-    the send that it answers, and the cache rank does the same: should the driver make a host wait
-    for its device in between, both sides can still go on.
+    So a receive begins when the next message is computed, not earlier, unless its answer is needed
+    before that. And it is queued only behind the send that it answers, and the cache rank does the
+    same: should the driver make a host wait for its device in between, both sides can still go on.
     """
 
     def __init__(
@@ -231,36 +257,46 @@ class NcclTransfers(DeviceTransfers):
         self.scatter_stream = torch.cuda.Stream(up.stream.device, priority=-1)
         self._up, self._down = up, down
         self._graphs = {
-            (group, rows): capture(functools.partial(self._apply, group, rows))
+            (answer, rows): capture(functools.partial(self._apply, answer, rows))
             for rows in self._captured_rows
-            for group in range(len(config.groups))
+            for answer in self._answers
         }
 
     def _queue(self, rows: int) -> None:
         received, stream = self._queue_messages(rows), self.scatter_stream
         with torch.cuda.stream(stream):
-            for group, pending in enumerate(received):
+            for answer, pending in zip(self._answers, received, strict=True):
                 pending.wait(self._timeout)
-                with self.times.of("scatter", group, stream):
+                with self.times.of("scatter", answer.group, stream):
                     if self._graphs:
-                        self._graphs[group, rows].replay()
+                        self._graphs[answer, rows].replay()
                     else:
-                        self._apply(group, rows)
+                        self._apply(answer, rows)
 
     def _queue_messages(self, rows: int) -> list[Pending]:
-        up, received = self._up, []
+        up = self._up
+        received: list[Pending] = []
         messages = self.messages.of(rows)
+        # An answer with a lead of one group is needed when the next message is computed.
+        config = self._config
+        behind = 0 if config.forecasts and config.forecast_lead == 1 else 1
         with torch.cuda.stream(up.stream):
-            for group, (up_message, _) in enumerate(messages):
-                self._take_computed(group, up.stream)
+            for lane, message in enumerate(messages.up):
+                self._take_computed(lane, up.stream)
                 computed = up.stream.record_event()
-                with self.times.of("send", group, up.stream, computed):
-                    up.send(up_message.buffer, computed, lane=group)
-                if group:
-                    received.append(self._receive(group - 1, messages[group - 1], computed))
-            received.append(self._receive(len(messages) - 1, messages[-1], computed))
+                with self.times.of("send", lane, up.stream, computed):
+                    up.send(message.buffer, computed, lane=lane)
+                answered = self._answers[len(received) : lane + 1 - behind]
+                received += [self._receive(answer, messages, computed) for answer in answered]
+            rest = self._answers[len(received) :]
+            received += [self._receive(answer, messages, computed) for answer in rest]
         return received
 
-    def _receive(self, group: int, messages: GroupMessages, after: torch.cuda.Event) -> Pending:
+    def _receive(self, answer: Answer, messages: StepMessages, after: torch.cuda.Event) -> Pending:
+        group = answer.group
         with self.times.of("receive", group, self._down.stream, after):
-            return self._down.receive(messages.down.buffer, after, lane=group)
+            return self._down.receive(messages.down[group].buffer, after, lane=group)
+
+
+def _expected(rows: ExchangedRows, step: int, is_fresh: bool) -> list[int]:
+    return list(itertools.chain.from_iterable(rows.expected_headers(step, is_fresh)))

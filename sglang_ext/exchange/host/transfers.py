@@ -13,6 +13,7 @@ from cache_rank.config import CacheRankConfig
 from cache_rank.measure.timeline import Span
 from cache_rank.operations import operations_for
 from cache_rank.protocol import AnswerHeader, DownMessage, up_sizes
+from cache_rank.schedule import lanes_of_entered, lanes_of_left
 from sglang_ext.exchange.connection import CacheRankDownError, Connection
 from sglang_ext.exchange.messages import MessageBuffers
 from sglang_ext.exchange.slots import ExchangedRows, SlotBuffers
@@ -51,8 +52,8 @@ class HostTransfers:
         self._step, self._rows = 0, ExchangedRows()
         self._batch_index = torch.empty(0, dtype=torch.int32)
         self._boundaries = config.boundaries
-        self._lane_of_left = {b.left: lane for lane, b in enumerate(self._boundaries)}
-        self._lane_of_entered = {b.entered: lane for lane, b in enumerate(self._boundaries)}
+        self._lane_of_left = lanes_of_left(self._boundaries)
+        self._lane_of_entered = lanes_of_entered(self._boundaries)
         self._sent: list[Pending | None] = [None] * len(self._boundaries)
         self._answers: list[_AnswerUnderWay | None] = [None] * len(config.groups)
         self._traced = False

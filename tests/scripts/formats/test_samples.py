@@ -43,20 +43,21 @@ def test_a_recording_is_read_back(tmp_path: Path) -> None:
         rows = [Row(epoch, length + number) for epoch, length in lengths.items()]
         step = selector.begin_step(number, rows)
         for group, layers in enumerate(config.groups):
-            size = UpMessage.size(config, len(layers), len(rows))
-            up = UpMessage(config, len(layers), len(rows), torch.zeros(size, dtype=torch.uint8))
+            boundary = config.boundaries[group]
+            size = UpMessage.size(config, boundary, len(rows))
+            up = UpMessage(config, boundary, len(rows), torch.zeros(size, dtype=torch.uint8))
             part = slice(layers.start, layers.stop)
             for index, row in enumerate(rows):
                 kv, queries = tokens[row.epoch]
                 up.queries[index] = queries[number, part]
                 up.keys[index], up.values[index] = kv[:, part, :, row.position]
-            selector.append(step, group, up)
-            scores = selector.score(step, group, timeline)
+            selector.append(step, boundary, up)
+            scores = selector.score(step, boundary, up, timeline)
             size = DownMessage.size(config, len(layers), len(rows))
             down = DownMessage(config, len(layers), len(rows), torch.zeros(size, dtype=torch.uint8))
-            selector.answer(step, group, scores, down, timeline)
+            selector.answer(step, boundary, scores, down, timeline)
             if (number, group) != (steps - 1, 1):  # it was stopped in the middle of a step
-                recorder.record_step(selector, step, group, up)
+                recorder.record_step(selector, step, boundary, up)
         selector.end_step(step)
 
     sample = read_recording(tmp_path, 2)
