@@ -15,7 +15,14 @@ from scripts.shared.serving import PLAIN, Server, serve
 @pytest.fixture(scope="session")
 def random_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """Make a float32 model with random weights; the same arguments give the same folder."""
-    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+    from transformers import (
+        LlamaConfig,
+        LlamaForCausalLM,
+        Qwen2Config,
+        Qwen2ForCausalLM,
+        Qwen3Config,
+        Qwen3ForCausalLM,
+    )
 
     made: dict[tuple[object, ...], Path] = {}
 
@@ -26,6 +33,7 @@ def random_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path
             config_class, model_class = {
                 "qwen3": (Qwen3Config, Qwen3ForCausalLM),
                 "llama": (LlamaConfig, LlamaForCausalLM),
+                "qwen2": (Qwen2Config, Qwen2ForCausalLM),
             }[family]
             config = config_class(
                 vocab_size=VOCABULARY,
@@ -40,7 +48,11 @@ def random_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path
                 tie_word_embeddings=True,
             )
             made[key] = tmp_path_factory.mktemp(f"{family}-{heads}-{kv_heads}")
-            model_class(config).float().save_pretrained(made[key])
+            model = model_class(config).float()
+            for name, parameter in model.named_parameters():
+                if name.endswith(("bias", "norm.weight")):  # else they change nothing
+                    torch.nn.init.normal_(parameter, mean=float("norm" in name), std=0.3)
+            model.save_pretrained(made[key])
         return made[key]
 
     return make

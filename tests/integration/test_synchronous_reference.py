@@ -9,6 +9,7 @@ are random and wide, so that which tokens are attended to shows in every probabi
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,7 +25,7 @@ from cache_rank.measure.recording import RECORD_VARIABLE, read_events
 from cache_rank.reference import SynchronousReference
 from scripts.shared.serving import log_probabilities, serve
 
-LAYERS, HEAD_DIM = 3, 32
+HEAD_DIM, WIDTH = 32, 64
 THRESHOLD, BUDGET, CAPACITY, MARGIN = 120, 40, 12, 6  # the budget is an eighth of the length, about
 STEPS = 240
 
@@ -44,6 +45,9 @@ class Case:
     inference_kv: str
     wire_dtype: str = "bf16"
     dense_layers: int = 1
+    layers: int = 3
+    layers_per_group: int = 2
+    forecast_lead: int = 2
 
     def __str__(self) -> str:
         return f"{self.predictor}-{self.frame}-{self.family}-{self.heads}-{self.kv_heads}"
@@ -58,20 +62,25 @@ class Case:
             *("--query-predictor", self.predictor, "--query-frame", self.frame),
             *("--inference-kv", self.inference_kv, "--wire-dtype", self.wire_dtype),
             *("--dense-layers", str(self.dense_layers)),
+            *("--layers-per-group", str(self.layers_per_group)),
+            *("--forecast-lead", str(self.forecast_lead)),
         ]
 
     def config(self, rotary_frequency: list[float]) -> CacheRankConfig:
         return CacheRankConfig(
             model=ModelShape(
-                layers=LAYERS - self.dense_layers,
+                layers=self.layers - self.dense_layers,
                 query_heads=self.heads,
                 kv_heads=self.kv_heads,
                 head_dim=HEAD_DIM,
                 dtype="float32",
                 scale=HEAD_DIM**-0.5,
                 rotary_frequency=tuple(rotary_frequency),
+                hidden_size=WIDTH,
+                query_norm_epsilon=1e-6 if self.family == "qwen3" else None,
             ),
-            layers_per_group=2,
+            layers_per_group=self.layers_per_group,
+            forecast_lead=self.forecast_lead,
             sparse_budget=BUDGET,
             sink_tokens=4,
             recent_tokens=8,
@@ -83,8 +92,12 @@ class Case:
         )
 
 
-DEFAULT = [Case("ridge", "pre", "llama", 4, 2, "working-set", dense_layers=0)]
+DEFAULT = [
+    Case("ridge", "pre", "llama", 4, 2, "working-set", dense_layers=0),
+    Case("forecast", "pre", "qwen3", 4, 2, "full", layers=6, layers_per_group=1),
+]
 THOROUGH = [
+    Case("forecast", "pre", "qwen2", 4, 4, "working-set", layers=7, forecast_lead=1),
     Case("spade", "post", "qwen3", 4, 2, "full"),
     Case("ema", "pre", "qwen3", 4, 1, "working-set"),
 ]
@@ -123,7 +136,7 @@ def served(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Served:
     case = request.param
-    model = random_model(case.family, LAYERS, case.heads, case.kv_heads)
+    model = random_model(case.family, case.layers, case.heads, case.kv_heads)
     recorded = tmp_path_factory.mktemp("recorded")
     (prompt,) = random_prompts([150])
     flags = [*case.flags(), "--model-path", str(model)]
@@ -204,12 +217,23 @@ class ReferenceAttention:
     sparse when the query window and every slot that can be used are full.
     """
 
-    def __init__(self, config: CacheRankConfig) -> None:
+    def __init__(self, config: CacheRankConfig, model: Any) -> None:
         self.config = config
-        self.dense_layers = LAYERS - config.model.layers
+        layers = model.model.layers
+        self.dense_layers = len(layers) - config.model.layers
+        self.projections = {}
+        if config.forecasts:
+            sparse = enumerate(layers[self.dense_layers :])
+            self.projections = {layer: projection_of(module, config) for layer, module in sparse}
+        self.hidden: dict[int, torch.Tensor] = {}
+        for index, layer in enumerate(layers):
+            layer.register_forward_pre_hook(functools.partial(self.keep_input, index))
         self.reference: SynchronousReference | None = None
         self.exchanged = self.filled = self.sparse_steps = 0
         self.is_sparse = False
+
+    def keep_input(self, layer: int, module: Any, args: tuple[torch.Tensor, ...]) -> None:
+        self.hidden[layer - self.dense_layers] = args[0][0, -1]
 
     def begin_step(self, position: int) -> None:
         wanted = self.config.slots_wanted_after(position - 1)
@@ -226,6 +250,7 @@ class ReferenceAttention:
             keys = torch.stack([layer.keys[0].transpose(0, 1) for layer in layers])
             values = torch.stack([layer.values[0].transpose(0, 1) for layer in layers])
             self.reference = SynchronousReference(self.config, keys, values)
+            self.reference.projections = self.projections
 
     def __call__(
         self, module: Any, query: Any, key: Any, value: Any, mask: Any, **kwargs: Any
@@ -234,13 +259,32 @@ class ReferenceAttention:
         if self.reference is None or layer < 0:
             return sdpa_attention_forward(module, query, key, value, mask, **kwargs)
         position = key.shape[2] - 1
+        config = self.config
+        entered = layer // config.layers_per_group - config.forecast_lead
+        is_fresh = config.forecasts and entered >= 0
+        if is_fresh:
+            hidden = self.hidden[config.groups[entered].start]
+            self.reference.select_now(layer, hidden, position)
         self.reference.append(layer, query[0, :, 0], key[0, :, -1], value[0, :, -1])
         if self.is_sparse:
             output = self.reference.attend(layer, query[0, :, 0], position)[None, None]
         else:
             output, _ = sdpa_attention_forward(module, query, key, value, mask, **kwargs)
-        self.reference.select(layer, position)
+        if not is_fresh:
+            self.reference.select(layer, position)
         return output, None
+
+
+def projection_of(layer: Any, config: CacheRankConfig) -> torch.Tensor:
+    """By what the queries of a layer of transformers are forecast, (H + 2, Hq, D)."""
+    attention, norm = layer.self_attn, layer.input_layernorm
+    heads = config.model.query_heads
+    rows = torch.zeros(WIDTH + 2, heads * HEAD_DIM)
+    rows[:-2] = norm.weight[:, None] * attention.q_proj.weight.T
+    if attention.q_proj.bias is not None:
+        rows[-2] = attention.q_proj.bias
+    rows[-1] = attention.q_norm.weight.repeat(heads) if hasattr(attention, "q_norm") else 1.0
+    return rows.view(WIDTH + 2, heads, HEAD_DIM)
 
 
 @torch.no_grad()
@@ -249,7 +293,8 @@ def reference_log_probabilities(
 ) -> tuple[list[float], int]:
     """Return the log-probabilities of the generated tokens, and how many steps were sparse."""
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    attention = ReferenceAttention(case.config(model.model.rotary_emb.inv_freq.tolist()))
+    config = case.config(model.model.rotary_emb.inv_freq.tolist())
+    attention = ReferenceAttention(config, model)
     AttentionInterface.register("synchronous_reference", attention)
     model.set_attn_implementation("synchronous_reference")
     cache, found = DynamicCache(), []

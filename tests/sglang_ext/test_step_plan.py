@@ -84,14 +84,21 @@ def test_a_request_goes_from_shipping_over_warming_to_its_working_set() -> None:
         assert rows.positions == [length - 1]
         assert rows.filled_after == [CONFIG.filled_after(length - 1, sequence.filled)]
         settled = sequence.phase is Phase.SPARSE and sequence.filled == CONFIG.sparse_budget
-        assert plan.unsettled == ([] if settled else [(sequence, rows.filled_after[0])])
+        filled = rows.filled_after[0], rows.fresh_filled[0]
+        assert plan.unsettled == ([] if settled else [(sequence, *filled)])
+        if settled:
+            assert filled == (CONFIG.sparse_budget, CONFIG.sparse_budget)
+        else:
+            assert filled[1] == CONFIG.filled_after(length - 2, sequence.fresh_filled)
+        if sequence.phase is Phase.SPARSE:
+            assert filled[1] == sequence.filled, "all groups have what the step attends to"
         if sequence.phase is Phase.SPARSE:
             assert plan.sparse == [sequence]
             dense[1] = planner.table.sparse_length(sequence.filled)
         else:
             assert plan.sparse == []
         assert plan.attended_lengths == dense
-        sequence.filled = rows.filled_after[0]
+        sequence.filled, sequence.fresh_filled = filled
         sequence.exchanged += 1
     assert phases == [Phase.SHIPPING, *[Phase.WARMING] * 3, *[Phase.SPARSE] * 4]
 
@@ -165,8 +172,9 @@ def test_a_request_says_why_its_last_step_was_dense() -> None:
         reasons.append(request.cache_rank_statistics.dense_reason)
         for sequence, length in plan.shipping:
             sequence.shipped = length
-        for sequence, filled in plan.unsettled:
-            sequence.exchanged, sequence.filled = sequence.exchanged + 1, filled
+        for sequence, *filled in plan.unsettled:
+            sequence.exchanged += 1
+            sequence.filled, sequence.fresh_filled = filled
     assert reasons == [
         *["below_threshold"] * 3,
         *["cache_rank_memory", "down", "shipping"],

@@ -25,10 +25,13 @@ from cache_rank.protocol import (
     End,
     Flush,
     Load,
+    Projection,
     Row,
     Step,
     UpMessage,
-    group_sizes,
+    down_sizes,
+    projection_shape,
+    up_sizes,
 )
 from cache_rank.selector import Selector, SelectorStep
 from sglang_ext.exchange.connection import CacheRankDownError
@@ -88,17 +91,16 @@ class CacheRankInProcess:
             up=SimpleNamespace(send=self._take_up),
             down=SimpleNamespace(receive=self._give_down),
             bulk=SimpleNamespace(send=self._take_bulk),
-            buffers=[
-                torch.empty(DownMessage.size(config, len(layers), config.max_rows)).byte()
-                for layers in config.groups
-            ],
+            buffers=[torch.empty(size).byte() for size in down_sizes(config, config.max_rows)],
         )
         self.selector = Selector(config, CPU, 1 << 22)
         self._loads: deque[Load] = deque()
+        self._layers: deque[int] = deque()
         self._steps: deque[tuple[SelectorStep, int]] = deque()
-        self._groups = itertools.cycle(range(len(config.groups)))
-        self._receives = itertools.cycle(range(len(config.groups)))
+        self._lanes = itertools.cycle(range(len(config.boundaries)))
         self._step: SelectorStep | None = None
+        self._up: UpMessage | None = None
+        self._boundary = config.boundaries[0]
         self._timeline = Timeline("", CPU)
 
     def _take_control(self, message: Any) -> None:
@@ -109,41 +111,44 @@ class CacheRankInProcess:
             if message.start == 0:
                 self.selector.begin(message.epoch)
             self._loads.append(message)
+        elif isinstance(message, Projection):
+            self._layers.append(message.layer)
 
     def _take_bulk(self, shipment: Tensor) -> Transfer:
+        if self._layers:
+            self.selector.load_projection(self._layers.popleft(), shipment)
+            return Transfer(self.log, "bulk", lambda: None)
         load = self._loads.popleft()
         assert shipment.shape[2] == load.count
         self.selector.load(self.selector.sequences[load.epoch], shipment)
         return Transfer(self.log, "bulk", lambda: None)
 
     def _take_up(self, buffer: Tensor, lane: int) -> Transfer:
-        group = next(self._groups)
-        assert lane == group
-        self.log.append(f"send {group}")
+        assert lane == next(self._lanes)
+        self.log.append(f"send {lane}")
         assert self._step is not None
-        step, layers = self._step, self.config.groups[group]
-        up = UpMessage(self.config, len(layers), step.rows.slots.shape[0], buffer.clone())
-        self.selector.append(step, group, up)
-        return Transfer(self.log, f"send {group}", lambda: None)
+        self._boundary, rows = self.config.boundaries[lane], self._step.rows.slots.shape[0]
+        self._up = UpMessage(self.config, self._boundary, rows, buffer.clone())
+        self.selector.append(self._step, self._boundary, self._up)
+        return Transfer(self.log, f"send {lane}", lambda: None)
 
     def _give_down(self, buffer: Tensor, lane: int) -> Transfer:
-        group = next(self._receives)
-        assert lane == group
-        self.log.append(f"receive {group}")
-        assert self._step is not None
-        step, layers = self._step, self.config.groups[group]
-        down = DownMessage(
-            self.config, len(layers), step.rows.slots.shape[0], torch.zeros_like(buffer)
-        )
-        scores = self.selector.score(step, group, self._timeline)
-        self.selector.answer(step, group, scores, down, self._timeline)
+        step, boundary, up = self._step, self._boundary, self._up
+        assert lane == boundary.answered
+        self.log.append(f"receive {lane}")
+        assert step is not None
+        assert up is not None
+        layers, rows = len(self.config.groups[lane]), step.rows.slots.shape[0]
+        down = DownMessage(self.config, layers, rows, torch.zeros_like(buffer))
+        scores = self.selector.score(step, boundary, up, self._timeline)
+        self.selector.answer(step, boundary, scores, down, self._timeline)
 
         def finish() -> None:
             time.sleep(self.seconds)
             self.answered(down)
             buffer.copy_(down.buffer)
 
-        return Transfer(self.log, f"receive {group}", finish)
+        return Transfer(self.log, f"receive {lane}", finish)
 
 
 @dataclasses.dataclass
@@ -158,13 +163,18 @@ class Decoding:
     def filled_after(self) -> int:
         return CONFIG.filled_after(self.position, self.sequence.filled)
 
+    @property
+    def fresh_filled(self) -> int:
+        return CONFIG.filled_after(self.position - 1, self.sequence.fresh_filled)
+
 
 def rows_of(batch: Sequence[Decoding | None]) -> ExchangedRows:
     """The requests of a batch; None is a row that is not exchanged."""
     rows = ExchangedRows()
     for index, request in enumerate(batch):
         if request is not None:
-            rows.add(request.sequence, index, request.position, request.filled_after)
+            filled = request.filled_after, request.fresh_filled
+            rows.add(request.sequence, index, request.position, *filled)
     return rows
 
 
@@ -203,6 +213,9 @@ class InferenceSide:
         self.steps += bool(live)
         exchange.announce(self.steps if live else 0, rows_of(batch), traced)
         for group, layers in enumerate(config.groups):
+            if config.forecasts:
+                states = torch.randn(2, len(batch) + 2, config.model.hidden_size)
+                gate.stage_hidden(group, states[0], states[1] if group else None)
             gate.enter_group(group)
             for layer_in_group, layer in enumerate(layers):
                 queries = torch.randn(len(batch) + 2, MODEL.query_heads, MODEL.head_dim)
@@ -215,7 +228,8 @@ class InferenceSide:
             gate.leave_group(group)
         exchange.finish_step()
         for _, request in live:
-            request.sequence.filled = request.filled_after
+            sequence = request.sequence
+            sequence.filled, sequence.fresh_filled = request.filled_after, request.fresh_filled
             request.position += 1
 
     def apply_answers(self) -> None:
@@ -241,10 +255,24 @@ class InferenceSide:
                     assert torch.equal(held, shipped.to(held.dtype))
 
 
-@pytest.mark.parametrize("wire", ["bf16", "fp8"])
-def test_slots_hold_what_the_cache_rank_chose(wire: str) -> None:
+FORECAST = msgspec.structs.replace(
+    CONFIG,
+    model=msgspec.structs.replace(MODEL, hidden_size=20),
+    query_predictor="forecast",
+    forecast_lead=1,
+)
+
+
+@pytest.mark.parametrize(
+    ("config", "wire"), [(CONFIG, "bf16"), (CONFIG, "fp8"), (FORECAST, "bf16")]
+)
+def test_slots_hold_what_the_cache_rank_chose(config: CacheRankConfig, wire: str) -> None:
     checksum = CONFIG.checksum and wire == "bf16"
-    side = InferenceSide(msgspec.structs.replace(CONFIG, wire_dtype=wire, checksum=checksum))
+    side = InferenceSide(msgspec.structs.replace(config, wire_dtype=wire, checksum=checksum))
+    if config.forecasts:
+        for layer in range(MODEL.layers):
+            side.exchange.project(layer, torch.randn(projection_shape(config)))
+    brought = side.exchange.counters.bulk_bytes
     first, second = side.arrive(40), side.arrive(25)
     batches: list[list[Decoding | None]] = [
         [first, second],
@@ -265,7 +293,7 @@ def test_slots_hold_what_the_cache_rank_chose(wire: str) -> None:
     assert len(announced) == 8, "a step without rows is not announced"
     shipped = [request.sequence.statistics.tokens_shipped for request in (first, second)]
     assert sum(shipped) == counters.tokens_shipped > 0
-    assert counters.bulk_bytes == 65 * MODEL.bytes_per_token
+    assert counters.bulk_bytes == 65 * MODEL.bytes_per_token + brought
 
 
 def test_what_is_announced_is_what_is_exchanged() -> None:
@@ -296,6 +324,28 @@ def test_answers_are_waited_for_by_the_next_step_only() -> None:
     assert side.connection.log == [
         *("wait for receive 0", "wait for send 0", "send 0", "receive 0"),
         *("wait for receive 1", "wait for send 1", "send 1", "receive 1"),
+    ]
+
+
+def test_a_forecast_is_waited_for_by_the_step_itself() -> None:
+    side = InferenceSide(FORECAST)
+    request = side.arrive(20)
+    side.connection.log.clear()
+    side.step([request])
+    assert side.connection.log == [
+        *("send 0", "receive 1"),  # what enters group 0 tells what group 1 will ask for
+        *("send 1", "receive 0"),  # for the next step
+        "wait for receive 1",
+        "send 2",
+    ]
+    side.connection.log.clear()
+    side.step([request])
+    assert side.connection.log == [
+        *("wait for send 0", "send 0", "receive 1"),
+        "wait for receive 0",
+        *("wait for send 1", "send 1", "receive 0"),
+        "wait for receive 1",
+        *("wait for send 2", "send 2"),
     ]
 
 
@@ -429,11 +479,11 @@ def test_bytes_are_counted_as_they_are_sent() -> None:
     side.step([requests[0]])
     side.step([None, None])
     side.step([requests[1], requests[0]])
-    for kind, counted in (
-        (UpMessage, side.exchange.counters.up_bytes),
-        (DownMessage, side.exchange.counters.down_bytes),
+    for sizes, counted in (
+        (up_sizes, side.exchange.counters.up_bytes),
+        (down_sizes, side.exchange.counters.down_bytes),
     ):
-        assert counted == sum(sum(group_sizes(kind, CONFIG, rows)) for rows in (1, 2))
+        assert counted == sum(sum(sizes(CONFIG, rows)) for rows in (1, 2))
 
 
 def test_a_loss_in_a_forward_pass_closes_the_gate_and_ends_the_step() -> None:

@@ -41,7 +41,7 @@ def sequence_of(epoch: int, ended: bool = False) -> SparseSequence:
 def rows_of(*sequences: SparseSequence) -> ExchangedRows:
     rows = ExchangedRows()
     for index, sequence in enumerate(sequences):
-        rows.add(sequence, index, 20, 4)
+        rows.add(sequence, index, 20, 4, 4)
     return rows
 
 
