@@ -15,7 +15,7 @@ from cache_rank import operations, residency
 from cache_rank.config import ModelShape
 from cache_rank.measure.timeline import Timeline
 from cache_rank.pages import PAGE_TOKENS
-from cache_rank.protocol import DownMessage, Measured, Row, UpMessage
+from cache_rank.protocol import DownMessage, Measured, Row, UpMessage, down_sizes, up_sizes
 from cache_rank.selector import Selector
 
 ONE_LAYER = ModelShape(1, 3, 1, 8, "bfloat16", 8**-0.5)
@@ -225,13 +225,7 @@ class Selecting:
         self.selector = Selector(self.config, device, residency.fixed_bytes(self.config) + memory)
         self._device = device
         self._tokens = [drifting(LARGE, 500, seed) for seed in (1, 2)]
-        sizes = [
-            (
-                UpMessage.size(self.config, len(layers), 2),
-                DownMessage.size(self.config, len(layers), 2),
-            )
-            for layers in self.config.groups
-        ]
+        sizes = zip(up_sizes(self.config, 2), down_sizes(self.config, 2), strict=True)
         self._messages = [
             tuple(torch.zeros(size, dtype=torch.uint8, device=device) for size in both)
             for both in sizes
@@ -252,9 +246,10 @@ class Selecting:
         timeline = Timeline("", self._device)
         measured = Measured(self._steps % 2, 0, wants_slots=True) if self._steps % 5 == 0 else None
         step = self.selector.begin_step(self._steps, rows, measured=measured)
-        for group, layers in enumerate(config.groups):
-            buffers = self._messages[group]
-            up = UpMessage(config, len(layers), 2, buffers[0])
+        for boundary, layers, buffers in zip(
+            config.boundaries, config.groups, self._messages, strict=True
+        ):
+            up = UpMessage(config, boundary, 2, buffers[0])
             down = DownMessage(config, len(layers), 2, buffers[1])
             for index, row in enumerate(rows):
                 tokens = self._tokens[index][:, layers.start : layers.stop]
@@ -266,9 +261,9 @@ class Selecting:
                 up.queries[index] = tokens[0][:, heads, looked_for].to(self._device)
                 up.keys[index] = tokens[0, :, :, row.position].to(self._device)
                 up.values[index] = tokens[1, :, :, row.position].to(self._device)
-            self.selector.append(step, group, up)
-            scores = self.selector.score(step, group, timeline)
-            self.selector.answer(step, group, scores, down, timeline)
+            self.selector.append(step, boundary, up)
+            scores = self.selector.score(step, boundary, up, timeline)
+            self.selector.answer(step, boundary, scores, down, timeline)
         self.selector.end_step(step)
         every_layer = range(config.model.layers)
         slots = [self.selector.mirror(sequence, every_layer) for sequence in sequences]
