@@ -61,6 +61,13 @@ class CacheRankFlags(ServerArgs):
     layers_per_group: A[
         int, Arg(help="Consecutive layers whose queries and answers share one message.")
     ] = 6
+    calibration: A[
+        str | None,
+        Arg(
+            help="Folder with corrections of forecasts, as scripts.calibrate makes it for this "
+            "model and these flags. Without one, forecasts are by the model's own projections."
+        ),
+    ] = None
     query_window: A[int, Arg(help="Earlier queries that the next query is predicted from.")] = 16
     query_predictor: A[
         Literal["last", "ema", "spade", "ridge", "forecast"],

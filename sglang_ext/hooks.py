@@ -17,6 +17,7 @@ from sglang.srt.server_args import get_global_server_args
 
 from cache_rank.config import ModelShape
 from sglang_ext import baselines, inference_rank
+from sglang_ext.calibration.serving import CALLS
 from sglang_ext.lifecycle import RequestStatistics
 from sglang_ext.memory import (
     bytes_beyond_allocator,
@@ -232,6 +233,14 @@ def _summary(per_token: list[tuple[int | float | str | None, ...] | None]) -> di
     last = next((values for values in reversed(per_token) if values is not None), None)
     names = [field.name for field in dataclasses.fields(RequestStatistics)]
     return dict(zip(names, last or RequestStatistics().as_tuple(), strict=True))
+
+
+def add_calls() -> None:
+    """Give schedulers what a calibration calls by name: scheduler.py:4304 looks for a method."""
+    from sglang.srt.managers.scheduler import Scheduler
+
+    for call in CALLS:
+        setattr(Scheduler, call.__name__, call)
 
 
 HOOKS = (

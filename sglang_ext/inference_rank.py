@@ -14,12 +14,12 @@ from sglang_ext.eviction import DenseStore, Eviction
 from sglang_ext.exchange import make_exchange, make_gate
 from sglang_ext.exchange.base import Exchange
 from sglang_ext.exchange.connection import Connection, Placement
+from sglang_ext.forecast_source import ForecastSource
 from sglang_ext.lifecycle import Phase, prepare_requests
 from sglang_ext.measured_steps import MeasuredSteps
 from sglang_ext.memory import dense_store_rows_per_request, reserve_block_rows
 from sglang_ext.metrics import CacheRankMetrics
 from sglang_ext.pools import Pools, first_reserve_row, model_shape, pools_of
-from sglang_ext.projections import DecoderLayer, decoder_layers, projection_of, watch_inputs
 from sglang_ext.recovery import CacheRankHandle
 from sglang_ext.server_args import CacheRankServerArgs
 from sglang_ext.step_plan import StepPlanner
@@ -48,7 +48,7 @@ class InferenceRank:
         pools: Pools,
         tp_rank: int,
         supervisor: Supervisor,
-        sparse_layers: list[DecoderLayer],
+        forecast: ForecastSource | None,
     ) -> None:
         """Open the cache rank for a loaded model.
 
@@ -58,7 +58,7 @@ class InferenceRank:
             pools: SGLang's, with rows of our own behind them.
             tp_rank: tensor-parallel rank of this process.
             supervisor: its process has been spawned.
-            sparse_layers: of the model, if queries are forecast.
+            forecast: what queries are forecast by, if they are.
 
         Raises:
             CacheRankDownError: the cache rank did not start.
@@ -68,8 +68,10 @@ class InferenceRank:
         self.config = args.cache_rank_config(model, args.max_sparse_requests)
         self.device = pools.req_to_token.device
         self.metrics = CacheRankMetrics(args, self.config, tp_rank)
-        self._sparse_layers = sparse_layers
+        self._forecast = forecast
         self._weights_have_changed = False
+        if forecast is not None:
+            forecast.watch(self.config.groups, self._on_input)
         planner = StepPlanner(
             args, self.config, pools, self.metrics, by_kernels=self.device.type == "cuda"
         )
@@ -132,13 +134,11 @@ class InferenceRank:
 
     def _project(self, exchange: Exchange) -> None:
         """Send by what queries are forecast."""
-        for index, layer in enumerate(self._sparse_layers):
-            exchange.project(index, projection_of(layer, self.config.model.torch_dtype))
-
-    def watch_inputs(self) -> None:
-        """Let the hidden states that enter layer groups go to the cache rank, if it forecasts."""
-        first = [self._sparse_layers[layers.start] for layers in self.config.groups]
-        watch_inputs(first, self._on_input)
+        if self._forecast is None:
+            return
+        first_forecast = self.config.groups[self.config.forecast_lead].start
+        for layer in range(first_forecast, self.config.model.layers):
+            exchange.project(layer, self._forecast.projection(layer, self.config.model.torch_dtype))
 
     def _on_input(self, group: int, hidden: Tensor, residual: Tensor | None, batch: Any) -> None:
         if not batch.forward_mode.is_decode():
@@ -150,7 +150,7 @@ class InferenceRank:
 
     def on_weights_updated(self) -> None:
         """Send by what queries are forecast before the next step; updates come in many parts."""
-        self._weights_have_changed = bool(self._sparse_layers)
+        self._weights_have_changed = self._forecast is not None
 
     # Events of requests.
 
@@ -271,19 +271,15 @@ def create(runner: Any, args: CacheRankServerArgs) -> InferenceRank:
     """Build this process's inference rank, whose cache rank has been spawned."""
     global _current
     assert _supervisor is not None
-    layers = []
-    if args.query_predictor == "forecast":
-        layers = decoder_layers(runner.model)[args.dense_layers :]
+    forecast = ForecastSource(runner.model, args) if args.query_predictor == "forecast" else None
     _current = InferenceRank(
         args,
         model_shape(runner, args),
         pools_of(runner, args),
         runner.ps.tp_rank,
         _supervisor,
-        layers,
+        forecast,
     )
-    if layers:
-        _current.watch_inputs()
     return _current
 
 

@@ -17,12 +17,13 @@ def register() -> None:
     from sglang.srt.server_args import add_attention_backend_choices
 
     from sglang_ext.flags import BACKEND
-    from sglang_ext.hooks import HOOKS
+    from sglang_ext.hooks import HOOKS, add_calls
 
     register_attention_backend(BACKEND)(_create_backend)
     add_attention_backend_choices([BACKEND])
     for hook in HOOKS:
         HookRegistry.register(hook.target, hook.function, hook.kind)
+    add_calls()
 
 
 def assert_live() -> None:

@@ -8,6 +8,7 @@ generated nor one passage again and again.
 from __future__ import annotations
 
 import hashlib
+import pydoc_data.topics
 from importlib import metadata
 from pathlib import Path
 
@@ -92,6 +93,20 @@ TEXTS = {
 }
 """Each has 12,000 tokens of SmolLM2 or more."""
 
+CALIBRATION_TEXTS = {
+    text.name: text
+    for text in (
+        *(TEXTS[name] for name in ("tensors", "attention-kernel", "derivatives", "graph-breaks")),
+        Text("python", "reference", pydoc_data.topics.__file__),
+        Text("changes", "release notes", "pydantic-*.dist-info/METADATA", "pydantic"),
+        Text("licences", "contracts", "pyarrow-*.dist-info/licenses/LICENSE.txt", "pyarrow"),
+        Text("progress", "documentation", "tqdm-*.dist-info/METADATA", "tqdm"),
+        Text("functions", "Python, half of it documentation", "torch/nn/functional.py", "torch"),
+        Text("tables", "Python", "pandas/core/frame.py", "pandas"),
+    )
+}
+"""Texts that forecasts are fitted to by default; those that are scored by default are others."""
+
 
 def find_text(name: str) -> Text:
     """A text of TEXTS by its name, or a file by its path.
@@ -99,8 +114,9 @@ def find_text(name: str) -> Text:
     Raises:
         ValueError: there is neither; names the texts that there are.
     """
-    if name in TEXTS:
-        return TEXTS[name]
+    known = {**TEXTS, **CALIBRATION_TEXTS}
+    if name in known:
+        return known[name]
     if not Path(name).is_file():
         raise ValueError(f"no text {name!r}: a file, or one of {', '.join(TEXTS)}")
     return Text(Path(name).stem, Path(name).suffix.lstrip(".") or "file", name)

@@ -75,7 +75,7 @@ class Decoding:
         self.tokens = torch.arange(SLOTS * CONTEXT, dtype=torch.int32).view(SLOTS, CONTEXT)
         self.supervisor = Supervisor("cache rank of a test", Placement("127.0.0.1"), LONG)
         pools = Pools(self.tokens, self.keys, self.values, None)
-        self.rank = InferenceRank(ARGS, MODEL, pools, 0, self.supervisor, [])
+        self.rank = InferenceRank(ARGS, MODEL, pools, 0, self.supervisor, None)
         self._generator = generator
 
     def arrive(self, slot: int) -> Any:

@@ -94,7 +94,7 @@ class Decoding:
         self.supervisor = Supervisor("cache rank of a test", Placement("127.0.0.1"), LONG)
         self.measured: list[Measurement] = []
         pools = Pools(self.req_to_token, self.keys, self.values, SimpleNamespace())
-        self.rank = InferenceRank(args, MODEL, pools, 0, self.supervisor, [])
+        self.rank = InferenceRank(args, MODEL, pools, 0, self.supervisor, None)
         self.steps: Any = self.rank.decode_step._measured_steps
         self.supervisor.on_measurement = self._note
         self._query = self._random(MODEL.layers, 4) / self._sizes

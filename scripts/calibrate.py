@@ -1,0 +1,171 @@
+"""Fit the forecast of queries to a model: how an earlier layer's input tells a layer's queries.
+
+    python -m scripts.calibrate --model-path DIR --out calibrations/NAME
+    python -m sglang_ext.launch --model-path DIR --query-predictor forecast \\
+        --calibration calibrations/NAME
+
+The engine prefills texts, files of installed packages unless --text names others, and the
+corrections of the model's query projections are fitted to what it computes. How well, says
+card.json. It is for the schedule of the flags given here, which must be the server's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from tqdm import tqdm
+from transformers import AutoTokenizer
+
+from scripts.accuracy.texts import CALIBRATION_TEXTS, Text, find_text
+from scripts.language.prompts import LONGEST_TOKEN
+from scripts.shared.command import make_parser
+from scripts.shared.machine import visible_gpus
+from scripts.shared.models import folder_of, model_config
+from scripts.shared.report import table
+from scripts.shared.serving import stop_on_sigterm
+from sglang_ext.calibration.files import read_card
+from sglang_ext.calibration.serving import Described, Schedule
+from sglang_ext.server_args import CacheRankServerArgs
+
+CONTEXT = 4096
+"""Tokens of a text that are prefilled at once."""
+
+
+def parse_options(argv: Sequence[str]) -> argparse.Namespace:
+    """The command line."""
+    parser = make_parser("calibrate", __doc__)
+    add = parser.add_argument
+    add("--model-path", "--model", dest="model", default="smollm2",
+        help="a folder, or a model that fetch_model knows; default: %(default)s")  # fmt: skip
+    add("--out", type=Path, required=True, help="folder to write")
+    add("--text", nargs="+", default=list(CALIBRATION_TEXTS), metavar="FILE",
+        help="files that are fitted to; default: some of installed packages")  # fmt: skip
+    add("--held-out", nargs="+", default=["image-models", "distributions"], metavar="FILE",
+        help="files that only say how good the fit is; default: %(default)s")  # fmt: skip
+    add("--tokens", type=int, default=CONTEXT, help="of each text; default: %(default)s")
+    add("--rank", type=int, default=64, help="directions of a correction; default: %(default)s")
+    add("--ridge", type=float, default=0.01,
+        help="how much the fit holds on to the projection; default: %(default)s")  # fmt: skip
+    defaults = {field: CacheRankServerArgs.__dataclass_fields__[field].default
+                for field in Schedule.__struct_fields__}  # fmt: skip
+    for field, default in defaults.items():
+        add(f"--{field.replace('_', '-')}", type=int, default=default,
+            help="as the server has it; default: %(default)s")  # fmt: skip
+    options = parser.parse_args(argv)
+    try:
+        model_config(options.model)
+        options.texts = [find_text(name) for name in options.text]
+        options.held_out_texts = [find_text(name) for name in options.held_out]
+    except ValueError as error:
+        parser.error(str(error))
+    if min(options.tokens, options.rank, options.layers_per_group, options.forecast_lead) < 1:
+        parser.error("--tokens, --rank, --layers-per-group and --forecast-lead must be at least 1")
+    return options
+
+
+def calibrate(options: argparse.Namespace) -> None:
+    """Serve the model, let it read the texts, and write the calibration.
+
+    Raises:
+        RuntimeError, AssertionError: the engine could not do it.
+    """
+    from sglang_ext.engine import Engine
+
+    folder = folder_of(options.model)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+
+    def tokens_of(text: Text) -> list[int]:
+        start = text.read()[: LONGEST_TOKEN * options.tokens]
+        return list(tokenizer(start)["input_ids"][: options.tokens])
+
+    prompts = [tokens_of(text) for text in options.texts]
+    held_out = [tokens_of(text) for text in options.held_out_texts]
+    schedule = Schedule(*(getattr(options, field) for field in Schedule.__struct_fields__))
+    described = Described(
+        model=str(options.model),
+        architecture=json.loads((folder / "config.json").read_text())["architectures"][0],
+        texts={text.name: text.sha256 for text in options.texts},
+        held_out={text.name: text.sha256 for text in options.held_out_texts},
+    )
+    engine = Engine(model_path=str(folder), **_engine_arguments(options))
+    try:
+        engine.collective_rpc("begin_calibration", schedule=_json(schedule))
+        with tqdm(total=len(prompts) + len(held_out), unit="text", dynamic_ncols=True) as bar:
+            for part in (prompts, held_out):
+                for prompt in part:
+                    engine.generate(input_ids=prompt, sampling_params={"max_new_tokens": 1})
+                    bar.update()
+                if part is prompts:
+                    engine.collective_rpc("hold_out")
+        engine.collective_rpc(
+            "finish_calibration",
+            folder=str(options.out.absolute()),
+            described=_json(described),
+            rank=options.rank,
+            ridge=options.ridge,
+        )
+    finally:
+        engine.shutdown()
+
+
+def _engine_arguments(options: argparse.Namespace) -> dict[str, Any]:
+    """Plain SGLang with a pool for one text, and the rest of the memory for what is collected."""
+    arguments: dict[str, Any] = {
+        "cache_rank_gpus": 0,
+        "disable_radix_cache": True,
+        "max_running_requests": 1,
+        "max_total_tokens": 2 * options.tokens,
+        "disable_cuda_graph": True,
+        "log_level": "error",
+        "skip_tokenizer_init": True,
+    }
+    if not visible_gpus():
+        arguments |= {"device": "cpu", "attention_backend": "torch_native", "dtype": "float32"}
+        arguments |= {"sampling_backend": "pytorch", "grammar_backend": "none"}
+    return arguments
+
+
+def _json(value: Any) -> str:
+    return msgspec.json.encode(value).decode()
+
+
+def summary(folder: Path) -> str:
+    """What a card says of each layer, as a table."""
+    header = ("layer", "from layer", "missed", "corrected", "held out: missed", "corrected")
+    rows = [
+        [str(layer), str(fit.source)]
+        + [f"{share:.3f}" for share in (fit.plain, fit.fitted, fit.plain_held_out, fit.held_out)]
+        for layer, fit in read_card(folder).fits.items()
+    ]
+    return table(header, rows)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Calibrate; the exit status."""
+    options = parse_options(argv)
+    started = time.monotonic()
+    try:
+        calibrate(options)
+    except (RuntimeError, ValueError, OSError, AssertionError) as error:  # of the engine's calls
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print(summary(options.out))
+    print("Shares of the squares of queries that a forecast misses, by tokens that were fitted to "
+          "and by others.")  # fmt: skip
+    print(f"{options.out}: {time.monotonic() - started:.0f} s")
+    return 0
+
+
+if __name__ == "__main__":
+    stop_on_sigterm()
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except KeyboardInterrupt:
+        sys.exit("interrupted")

@@ -1,0 +1,68 @@
+"""Collects, in a server that prefills texts, what corrections of forecasts are fitted to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sglang_ext.calibration.fitting import NormalEquations
+from sglang_ext.projections import DecoderLayer, watch_inputs
+
+
+class Collector:
+    """Normal equations of every layer that is forecast, of what a model prefills.
+
+    Attributes:
+        equations: by layer, of the tokens since `begin_part`.
+    """
+
+    def __init__(self, layers: Sequence[DecoderLayer], sources: Mapping[int, int]) -> None:
+        """Watch a loaded model.
+
+        Args:
+            layers: its decoder layers.
+            sources: the layer whose input tells the queries, of each that is forecast.
+        """
+        self.equations: dict[int, NormalEquations] = {}
+        self._layers, self._sources = layers, sources
+        self._grams: dict[int, Tensor] = {}
+        self._states: dict[int, Tensor] = {}
+        self._watched = sorted({*sources.values()})
+        watch_inputs([layers[source] for source in self._watched], self._on_input)
+        for layer in sources:
+            layers[layer].projection.register_forward_hook(
+                lambda _module, _inputs, output, layer=layer: self._on_queries(layer, output)
+            )
+
+    def begin_part(self) -> dict[int, NormalEquations]:
+        """Begin to collect anew; what has been collected."""
+        collected, self.equations, self._grams = self.equations, {}, {}
+        return collected
+
+    def _on_input(self, index: int, hidden: Tensor, residual: Tensor | None, batch: Any) -> None:
+        source = self._watched[index]
+        self._states.pop(source, None)
+        if not batch.forward_mode.is_extend():
+            return
+        state = hidden.float() if residual is None else hidden.float() + residual.float()
+        epsilon = self._layers[source].input_norm.variance_epsilon
+        state = state * torch.rsqrt(state.square().mean(-1, keepdim=True) + epsilon)
+        state = torch.cat((state, state.new_ones((len(state), 1))), dim=1)
+        if source not in self._grams:
+            self._grams[source] = state.new_zeros((state.shape[1], state.shape[1]))
+        self._grams[source].addmm_(state.T, state)
+        self._states[source] = state
+
+    def _on_queries(self, layer: int, output: Any) -> None:
+        source = self._sources[layer]
+        if (state := self._states.get(source)) is None:
+            return
+        projected = output[0] if isinstance(output, tuple) else output
+        of_layer = self._layers[layer]
+        width = of_layer.query_heads * of_layer.head_dim
+        if layer not in self.equations:
+            self.equations[layer] = NormalEquations(self._grams[source], width)
+        self.equations[layer].add(state, projected[:, :width].float())

@@ -1,0 +1,149 @@
+"""A calibration is a folder: corrections of a model's layers, and a card that says of what."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from sglang_ext.calibration.fitting import Correction
+
+VERSION = 1
+
+CORRECTIONS, CARD = "corrections.safetensors", "card.json"
+
+
+class CalibrationError(ValueError):
+    """A folder is no calibration, or not one of this model or schedule; says what to do."""
+
+
+class Fit(msgspec.Struct, frozen=True):
+    """How well the queries of a layer are forecast: the share of their squares that is missed.
+
+    Attributes:
+        source: the layer whose input they are forecast from.
+        plain, plain_held_out: by the projection as it is, of tokens that were fitted to and others.
+        fitted, held_out: by the corrected projection, likewise.
+    """
+
+    source: int
+    plain: float
+    fitted: float
+    plain_held_out: float
+    held_out: float
+
+
+class Card(msgspec.Struct, frozen=True, kw_only=True):
+    """What a calibration is of.
+
+    Attributes:
+        version: of the folder's layout.
+        model: where the model was read from.
+        architecture: of the model, as its configuration says.
+        hidden_size, layers, query_heads, head_dim: its shape; of all tensor-parallel ranks.
+        dense_layers, layers_per_group, forecast_lead: the flags that say which layer's input tells
+            which layer's queries.
+        rank: directions of a correction.
+        ridge: see fitting.fit.
+        texts: SHA-256 of each text that was fitted to.
+        held_out: of each that was not.
+        tokens: that were fitted to.
+        fits: by layer.
+    """
+
+    version: int = VERSION
+    model: str
+    architecture: str
+    hidden_size: int
+    layers: int
+    query_heads: int
+    head_dim: int
+    dense_layers: int
+    layers_per_group: int
+    forecast_lead: int
+    rank: int
+    ridge: float
+    texts: dict[str, str]
+    held_out: dict[str, str]
+    tokens: int
+    fits: dict[int, Fit]
+
+
+class Calibration(NamedTuple):
+    """Corrections by layer, counted from the model's first, and their card."""
+
+    card: Card
+    corrections: dict[int, Correction]
+
+
+def write(folder: Path, calibration: Calibration) -> None:
+    """Write a folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {
+        f"{layer}.{side}": getattr(correction, side).cpu().contiguous()
+        for layer, correction in calibration.corrections.items()
+        for side in Correction._fields
+    }
+    save_file(tensors, folder / CORRECTIONS)
+    card = msgspec.json.format(msgspec.json.encode(calibration.card), indent=2)
+    (folder / CARD).write_bytes(card + b"\n")
+
+
+def read_card(folder: Path) -> Card:
+    """Read the card of a folder.
+
+    Raises:
+        CalibrationError: there is none, or it is not of this version.
+    """
+    try:
+        card = msgspec.json.decode((folder / CARD).read_bytes(), type=Card)
+    except FileNotFoundError:
+        raise CalibrationError(
+            f"{folder} has no {CARD}; make one with python -m scripts.calibrate"
+        ) from None
+    except (OSError, msgspec.MsgspecError) as error:
+        raise CalibrationError(f"{folder / CARD} is no card: {error}") from None
+    if card.version != VERSION:
+        raise CalibrationError(
+            f"{folder} is of version {card.version}, and this one reads {VERSION}; calibrate again"
+        )
+    return card
+
+
+def read(folder: Path) -> Calibration:
+    """Read a folder.
+
+    Raises:
+        CalibrationError: it is no calibration.
+    """
+    card = read_card(folder)
+    corrections = {}
+    try:
+        with safe_open(folder / CORRECTIONS, "pt") as file:
+            for layer in card.fits:
+                parts = (file.get_tensor(f"{layer}.{side}") for side in Correction._fields)
+                corrections[layer] = Correction(*parts)
+    except (OSError, SafetensorError) as error:
+        raise CalibrationError(f"{folder / CORRECTIONS} cannot be read: {error}") from None
+    width = card.query_heads * card.head_dim
+    for layer, (left, right) in corrections.items():
+        found = left.shape[0], right.shape[-1], left.shape[-1]
+        if found != (card.hidden_size + 1, width, right.shape[0]):
+            raise CalibrationError(f"{folder / CORRECTIONS}: layer {layer} has another shape")
+    return Calibration(card, corrections)
+
+
+def sources(layers: int, dense_layers: int, layers_per_group: int, lead: int) -> dict[int, int]:
+    """The layer whose input tells the queries, of each that is forecast.
+
+    Args:
+        layers: of the model, from whose first one all are counted.
+        dense_layers, layers_per_group, lead: see Card.
+    """
+    return {
+        layer: layer - (layer - dense_layers) % layers_per_group - lead * layers_per_group
+        for layer in range(dense_layers + lead * layers_per_group, layers)
+    }

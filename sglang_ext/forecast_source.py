@@ -1,0 +1,90 @@
+"""What the queries of a served model are forecast by: its projections, and their corrections."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sglang_ext.calibration.files import Calibration, CalibrationError, Card, read
+from sglang_ext.projections import decoder_layers, projection_of, watch_inputs
+from sglang_ext.server_args import CacheRankServerArgs
+
+logger = logging.getLogger(__name__)
+
+
+class ForecastSource:
+    """Reads a model's decoder layers; sparse layers are counted from the first sparse one."""
+
+    def __init__(self, model: torch.nn.Module, args: CacheRankServerArgs) -> None:
+        """Read the layers, and the calibration if there is one.
+
+        Raises:
+            ValueError: the model is not built as a forecast needs it.
+            CalibrationError: the calibration is not one of this model and these flags.
+        """
+        layers = decoder_layers(model)
+        self._layers = layers[args.dense_layers :]
+        self._first = args.dense_layers
+        self._calibration: Calibration | None = None
+        if args.calibration is None:
+            logger.info(
+                "cache rank: queries are forecast by the model's own projections; a calibration "
+                "(python -m scripts.calibrate) makes forecasts better"
+            )
+            return
+        self._calibration = read(Path(args.calibration))
+        check_suits(self._calibration.card, args.calibration, _expected(model, args))
+
+    def watch(
+        self,
+        groups: Sequence[range],
+        watch: Callable[[int, Tensor, Tensor | None, Any], None],
+    ) -> None:
+        """Tell of every hidden state that enters a layer group; see `watch_inputs`."""
+        watch_inputs([self._layers[layers.start] for layers in groups], watch)
+
+    def projection(self, layer: int, dtype: torch.dtype) -> Tensor:
+        """By what a sparse layer's queries are forecast, (H + 2, Hq, D); see protocol.Projection.
+
+        The model's weights are read anew, so that an update of them is heeded.
+        """
+        plain = projection_of(self._layers[layer], torch.float32)
+        if self._calibration is not None:
+            correction = self._calibration.corrections[self._first + layer]
+            left, right = (part.to(plain.device) for part in correction)
+            plain[:-1] += (left @ right).view(plain[:-1].shape)
+        return plain.to(dtype)
+
+
+def _expected(model: torch.nn.Module, args: CacheRankServerArgs) -> dict[str, Any]:
+    """What the card of a calibration has to say."""
+    layers = decoder_layers(model)
+    return {
+        "architecture": type(model).__name__,
+        "hidden_size": layers[0].input_norm.weight.shape[0],
+        "layers": len(layers),
+        "query_heads": layers[0].query_heads,
+        "head_dim": layers[0].head_dim,
+        "dense_layers": args.dense_layers,
+        "layers_per_group": args.layers_per_group,
+        "forecast_lead": args.forecast_lead,
+    }
+
+
+def check_suits(card: Card, folder: str, expected: dict[str, Any]) -> None:
+    """Check that a calibration is one of a model and of a server's flags.
+
+    Raises:
+        CalibrationError: it is not; says in what it differs.
+    """
+    for name, value in expected.items():
+        if (found := getattr(card, name)) != value:
+            raise CalibrationError(
+                f"--calibration {folder}: it is of {name} {found} ({card.model}), and the server "
+                f"has {value}. Calibrate again with this model and these flags."
+            )

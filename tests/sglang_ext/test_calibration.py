@@ -1,0 +1,150 @@
+"""A correction is the ridge solution, and with enough directions it explains what can be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from msgspec.structs import replace
+from torch import Tensor
+
+from sglang_ext.calibration.files import (
+    Calibration,
+    CalibrationError,
+    Card,
+    Fit,
+    read,
+    sources,
+    write,
+)
+from sglang_ext.calibration.fitting import Correction, NormalEquations, fit
+
+
+def equations_of(states: Tensor, queries: Tensor) -> NormalEquations:
+    equations = NormalEquations(states.T @ states, queries.shape[1])
+    for part in (slice(0, 50), slice(50, None)):
+        equations.add(states[part], queries[part])
+    return equations
+
+
+@pytest.fixture
+def sample() -> tuple[Tensor, Tensor, Tensor]:
+    """States (T, H + 1), a projection (H + 1, N) and what it should have been."""
+    torch.manual_seed(0)
+    states = torch.cat((torch.randn(400, 24), torch.ones(400, 1)), dim=1)
+    projection = torch.randn(25, 40)
+    true = projection + 0.3 * torch.randn(25, 3) @ torch.randn(3, 40)
+    return states, projection, true
+
+
+def test_it_is_the_ridge_solution(sample: tuple[Tensor, Tensor, Tensor]) -> None:
+    states, projection, true = sample
+    queries = states @ true + 0.1 * torch.randn(400, 40)
+    found = fit(equations_of(states, queries), projection, rank=40, ridge=0.05)
+    h, gram = states.double(), states.T.double() @ states.double()
+    strength = 0.05 * gram.diagonal().mean()
+    residual = h.T @ (queries.double() - h @ projection.double())
+    expected = torch.linalg.solve(gram + strength * torch.eye(25).double(), residual)
+    torch.testing.assert_close(found.left @ found.right, expected.float(), rtol=1e-3, atol=1e-4)
+
+
+def test_a_few_directions_explain_what_differs_in_as_many(
+    sample: tuple[Tensor, Tensor, Tensor],
+) -> None:
+    states, projection, true = sample
+    equations = equations_of(states, states @ true)
+    plain = equations.unexplained(projection)
+    shares = [
+        equations.unexplained(fit(equations, projection, rank, ridge=1e-6).added_to(projection))
+        for rank in (1, 2, 3)
+    ]
+    assert plain > shares[0] > shares[1] > shares[2]
+    assert plain > 0.1
+    assert shares[2] == pytest.approx(0, abs=1e-5)
+
+
+def test_without_data_the_projection_stays(sample: tuple[Tensor, Tensor, Tensor]) -> None:
+    states, projection, true = sample
+    equations = equations_of(states, states @ true)
+    corrected = fit(equations, projection, rank=8, ridge=1e6).added_to(projection)
+    torch.testing.assert_close(corrected, projection, atol=1e-3, rtol=1e-3)
+
+
+def test_unexplained_is_the_share_of_squares(sample: tuple[Tensor, Tensor, Tensor]) -> None:
+    states, projection, true = sample
+    queries = states @ true
+    expected = (queries - states @ projection).square().sum() / queries.square().sum()
+    found = equations_of(states, queries).unexplained(projection)
+    assert found == pytest.approx(float(expected), rel=1e-4)
+
+
+CARD = Card(
+    model="somewhere",
+    architecture="LlamaForCausalLM",
+    hidden_size=24,
+    layers=5,
+    query_heads=4,
+    head_dim=10,
+    dense_layers=1,
+    layers_per_group=1,
+    forecast_lead=2,
+    rank=3,
+    ridge=0.01,
+    texts={"a": "0" * 64},
+    held_out={},
+    tokens=400,
+    fits={layer: Fit(layer - 2, 0.5, 0.1, 0.6, 0.2) for layer in (3, 4)},
+)
+
+
+def calibration() -> Calibration:
+    torch.manual_seed(0)
+    return Calibration(
+        CARD, {layer: Correction(torch.randn(25, 3), torch.randn(3, 40)) for layer in (3, 4)}
+    )
+
+
+def test_what_is_written_is_read(tmp_path: Path) -> None:
+    written = calibration()
+    write(tmp_path / "new", written)
+    found = read(tmp_path / "new")
+    assert found.card == CARD
+    for layer, correction in written.corrections.items():
+        for part, expected in zip(found.corrections[layer], correction, strict=True):
+            assert torch.equal(part, expected)
+
+
+@pytest.mark.parametrize(
+    ("break_it", "message"),
+    [
+        (lambda folder: (folder / "card.json").unlink(), "has no card.json; make one with"),
+        (lambda folder: (folder / "card.json").write_text("{}"), "is no card"),
+        (lambda folder: (folder / "corrections.safetensors").write_bytes(b"x"), "cannot be read"),
+        (lambda folder: write(folder, Calibration(replace(CARD, version=9), {})), "of version 9"),
+        (lambda folder: write(folder, Calibration(CARD, {})), "cannot be read"),
+        (
+            lambda folder: write(
+                folder, Calibration(replace(CARD, hidden_size=25), calibration().corrections)
+            ),
+            "layer 3 has another shape",
+        ),
+    ],
+)
+def test_a_folder_that_is_none_is_refused(
+    tmp_path: Path, break_it: Callable[[Path], None], message: str
+) -> None:
+    write(tmp_path, calibration())
+    break_it(tmp_path)
+    with pytest.raises(CalibrationError, match=message):
+        read(tmp_path)
+
+
+def test_the_sources_are_the_first_layers_of_earlier_groups() -> None:
+    assert sources(8, dense_layers=1, layers_per_group=2, lead=1) == {
+        **{3: 1, 4: 1},
+        **{5: 3, 6: 3},
+        **{7: 5},
+    }
+    assert sources(6, dense_layers=0, layers_per_group=1, lead=2) == {2: 0, 3: 1, 4: 2, 5: 3}
