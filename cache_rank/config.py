@@ -139,8 +139,6 @@ class CacheRankConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 f"selection_margin must be at most {2 * MOST_SLOTS - budget} beside sparse_budget "
                 f"{budget}, got {margin}"
             )
-        if self.forecasts and not self.model.hidden_size:
-            raise ValueError("query_predictor forecast: the width of the hidden state is not known")
         if self.forecasts and self.forecast_lead >= len(self.groups):
             raise ValueError(
                 f"forecast_lead {self.forecast_lead}: there are {len(self.groups)} layer groups, "

@@ -98,6 +98,7 @@ def leave_room_beyond_allocator(available_bytes: int, configurator: Any, *_: Any
         model.head_dim,
         str(dtype).removeprefix("torch."),
         scale=1.0,
+        hidden_size=model.hidden_size,
     )
     token = 2 * shape.kv_heads * shape.head_dim * dtype.itemsize
     taken = bytes_beyond_allocator(args, layers, token) + message_bytes(args, shape)

@@ -49,6 +49,11 @@ def _dtype(args: CacheRankFlags) -> str:
     return str(_model(args).dtype).removeprefix("torch.")
 
 
+def _sparse_groups(args: CacheRankFlags) -> int:
+    """How many layer groups are not dense."""
+    return -(-(_model(args).num_hidden_layers - args.dense_layers) // args.layers_per_group)
+
+
 def _bytes_of_working_sets(args: CacheRankFlags) -> int:
     """The host memory of all rows behind the KV pool."""
     model = _model(args)
@@ -101,6 +106,17 @@ MODELS = (
 """These rows are of every server with sparse decode."""
 
 WORKING_SETS = (
+    Refusal(
+        "--query-predictor --forecast-lead --layers-per-group",
+        lambda args: (
+            f"the model has {_sparse_groups(args)} groups of sparse layers, and forecasts need "
+            f"more than their lead of {args.forecast_lead}"
+        ),
+        "lower --forecast-lead or --layers-per-group, or pass --query-predictor last",
+        lambda args: (
+            args.query_predictor == "forecast" and _sparse_groups(args) <= args.forecast_lead
+        ),
+    ),
     Refusal(
         "--max-sparse-requests --inference-kv",
         lambda args: (
