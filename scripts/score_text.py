@@ -27,6 +27,7 @@ from scripts.shared.serving import ServerError, stop_on_sigterm
 BUDGETS = (64, 128, 384)
 
 SCORED_TEXTS = tuple(TEXTS)[:8]
+SCORED_ON_CPU = SCORED_TEXTS[::2]
 
 
 def parse_options(argv: Sequence[str]) -> argparse.Namespace:
@@ -34,8 +35,9 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
     parser = make_parser("score_text", __doc__)
     add = parser.add_argument
     add_options(parser, BUDGETS)
-    add("--text", nargs="+", default=list(SCORED_TEXTS), metavar="FILE",
-        help=f"files, or names of {', '.join(TEXTS)}; default: the first eight")  # fmt: skip
+    add("--text", nargs="+", metavar="FILE",
+        help=f"files, or names of {', '.join(TEXTS)}; default: the first eight, without a GPU "
+        f"{', '.join(SCORED_ON_CPU)}")  # fmt: skip
     add("--context", type=int, default=4096, help="tokens of each text; default: %(default)s")
     add("--tokens", type=int, help="last tokens, which count; default: 256, without a GPU 64")
     add("--warm-up", type=int, default=24,
@@ -43,6 +45,8 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
     options = read_options(parser, argv)
     if options.tokens is None:
         options.tokens = 256 if options.gpus else 64
+    if options.text is None:
+        options.text = SCORED_TEXTS if options.gpus else SCORED_ON_CPU
     if min(options.tokens, options.warm_up) < 1:
         parser.error("--tokens and --warm-up must be at least 1")
     if options.context <= options.tokens + options.warm_up + options.settings["recent_tokens"]:
