@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 
 import torch
 from torch import Tensor
@@ -27,20 +26,17 @@ class Forecast:
         self._projections: dict[int, Tensor] = {}
         self._constants: dict[int, Tensor] = {}
         self._query_norms: dict[int, Tensor] = {}
+        self._queries: dict[int, Tensor] = {}
         for group, layers in enumerate(config.groups):
             if group < config.forecast_lead:
                 continue
             heads = (len(layers), model.query_heads, model.head_dim)
             zeros = functools.partial(torch.zeros, dtype=model.torch_dtype, device=device)
-            self._projections[group] = zeros((model.hidden_size, math.prod(heads)))
-            self._constants[group] = zeros(math.prod(heads))
+            self._projections[group] = zeros((*heads[:2], model.hidden_size, model.head_dim))
+            self._constants[group] = zeros(heads)
             self._query_norms[group] = zeros(heads)
-        largest_group = max(map(len, config.groups))
-        self._queries = torch.empty(
-            config.max_rows * largest_group * model.query_heads * model.head_dim,
-            dtype=torch.float32,
-            device=device,
-        )
+            # One for each group, because a measurement compares them with what came true.
+            self._queries[group] = zeros((config.max_rows, *heads), dtype=torch.float32)
 
     def load(self, layer: int, projection: Tensor) -> None:
         """Take over by what a layer is forecast, (H + 2, Hq, D); see protocol.Projection."""
@@ -49,12 +45,12 @@ class Forecast:
         if group < config.forecast_lead:
             return
         index = layer - config.groups[group].start
-        constant, query_norm = projection[-2:]
-        width = constant.numel()
-        own = slice(index * width, (index + 1) * width)
-        self._projections[group][:, own] = projection[:-2].flatten(1)
-        self._constants[group][own] = constant.flatten()
-        self._query_norms[group][index] = query_norm
+        self._projections[group][index] = projection[:-2].transpose(0, 1)
+        self._constants[group][index], self._query_norms[group][index] = projection[-2:]
+
+    def queries(self, group: int, rows: int) -> Tensor:
+        """The newest forecasts of a group for so many rows, (R, L, Hq, D) float32; a view."""
+        return self._queries[group][:rows]
 
     def predict(self, rows: StepRows, group: int, hidden: Tensor) -> Tensor:
         """Forecast the queries of a group.
@@ -65,17 +61,15 @@ class Forecast:
             hidden: (R, H), what entered the group that lies the lead before it.
 
         Returns:
-            (R, L, Hq, D) float32, valid until the next call; those of a refused row are arbitrary.
+            (R, L, Hq, D) float32, valid until the next step; those of a refused row are arbitrary.
         """
         model = self._config.model
-        heads = self._query_norms[group]
-        shape = (hidden.shape[0], *heads.shape)
-        queries = self._queries[: math.prod(shape)].view(shape)
+        queries, query_norms = self.queries(group, hidden.shape[0]), self._query_norms[group]
         self._operations.forecast_step(
             hidden,
             self._projections[group],
             self._constants[group],
-            None if model.query_norm_epsilon is None else heads,
+            None if model.query_norm_epsilon is None else query_norms,
             rows.positions,
             rows.slots,
             self._frequency,

@@ -120,12 +120,8 @@ class CacheRank:
         rows = [Row(sequence.epoch, sequence.tokens)]
         step = selector.begin_step(0, rows, measured=measured)
         for lane, boundary in enumerate(self._boundaries):
-            up = self._up_message(lane, 1)
-            selector.append(step, boundary, up)
-            if boundary.answered is not None:
-                scores = selector.score(step, boundary, up, self._timeline)
-                down = self._down_message(boundary.answered, 1)
-                selector.answer(step, boundary, scores, down, self._timeline)
+            messages = self._up_message(lane, 1), self._down_message(boundary.answered, 1)
+            selector.serve(step, boundary, *messages, self._timeline)
 
     def load(self, message: Load) -> str | None:
         """Take over a bulk shipment; return the reason when it is refused.
@@ -223,10 +219,7 @@ class CacheRank:
             self._timeline.enter_group(lane)
             received.wait(PEER_SECONDS)
             self._timeline.mark("receive")
-            self.selector.append(step, boundary, up)
-            self._timeline.mark("append")
-            if boundary.answered is not None:
-                self._answer(step, boundary, boundary.answered, up)
+            self._serve(step, boundary, up)
             if up.buffer.is_cuda:
                 self._taken[lane] = self._mark()
             self._recorder.record_step(self.selector, step, boundary, up)
@@ -244,7 +237,9 @@ class CacheRank:
         size = UpMessage.size(self.config, boundary, rows)
         return UpMessage(self.config, boundary, rows, self._up[lane][:size])
 
-    def _down_message(self, group: int, rows: int) -> DownMessage:
+    def _down_message(self, group: int | None, rows: int) -> DownMessage | None:
+        if group is None:
+            return None
         layers = len(self.config.groups[group])
         size = DownMessage.size(self.config, layers, rows)
         return DownMessage(self.config, layers, rows, self._down[group][:size])
@@ -253,13 +248,14 @@ class CacheRank:
         up = self._up_message(lane, rows)
         return up, self._link.up.receive(up.buffer, self._taken[lane], lane=lane)
 
-    def _answer(self, step: SelectorStep, boundary: Boundary, group: int, up: UpMessage) -> None:
-        scores = self.selector.score(step, boundary, up, self._timeline)
-        if (sent := self._sent[group]) is not None:
-            sent.wait(PEER_SECONDS)
+    def _serve(self, step: SelectorStep, boundary: Boundary, up: UpMessage) -> None:
+        group = boundary.answered
         down = self._down_message(group, step.rows.slots.shape[0])
-        self.selector.answer(step, boundary, scores, down, self._timeline)
-        self._sent[group] = self._link.down.send(down.buffer, lane=group)
+        if group is not None and (sent := self._sent[group]) is not None:
+            sent.wait(PEER_SECONDS)
+        self.selector.serve(step, boundary, up, down, self._timeline)
+        if group is not None and down is not None:
+            self._sent[group] = self._link.down.send(down.buffer, lane=group)
 
     def _refused_rows(self, message: Step) -> dict[int, str]:
         refused = {}

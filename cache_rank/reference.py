@@ -102,8 +102,8 @@ class SynchronousReference:
         frequency = torch.tensor(model.rotary_frequency) if model.rotary_frequency else None
         forecast_step(
             hidden[None],
-            projection[:-2].flatten(1),
-            constant.flatten(),
+            projection[None, :-2].transpose(1, 2),
+            constant[None],
             None if model.query_norm_epsilon is None else query_norm[None],
             torch.tensor([position]),
             torch.tensor([0]),

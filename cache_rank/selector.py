@@ -13,8 +13,8 @@ steps, see `Residency.captures_append`.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Sequence
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 from cache_rank_kernels.checksum.reference import slots_checksum
@@ -35,6 +35,8 @@ from cache_rank.resident_sequence import ResidentSequence
 from cache_rank.schedule import Boundary
 from cache_rank.step_rows import StepRows
 
+Result = TypeVar("Result")
+
 _CHECKSUM = AnswerHeader._fields.index("checksum")
 _SHIPPED = AnswerHeader._fields.index("shipped_tokens")
 
@@ -43,6 +45,12 @@ _PAGES_ROUNDING = 16
 
 _STEP_BYTES = 1024
 """A row of a step uploads fewer bytes than this beside its pages."""
+
+
+class RunPart(Protocol):
+    """Runs a part of the work of a boundary, by its name in the timeline."""
+
+    def __call__(self, name: str, action: Callable[[], Result]) -> Result: ...
 
 
 class SelectorStep(NamedTuple):
@@ -108,7 +116,6 @@ class Selector:
             self._step_memory = torch.empty(step_bytes, dtype=torch.uint8, device=device)
         self._queries = QueryRing(config, device)
         self._forecast = Forecast(config, device) if config.forecasts else None
-        self._measured_forecast: Tensor | None = None
         self._mirror = Mirror(config, device)
 
     @property
@@ -211,88 +218,91 @@ class Selector:
         if moved != self._scores_moved:
             self._captures.clear()
             self._scores_moved = moved
-        self._measured_forecast = None
         return SelectorStep(
             number, step_rows, earlier_rows, (count, width), live, changed, measured
         )
 
-    def append(self, step: SelectorStep, boundary: Boundary, up: UpMessage) -> None:
-        """Take over what the inference rank computed in the group that was left, if any was."""
-        group = boundary.left
-        if group is None:
-            return
-        layers = self.config.groups[group]
-        if step.measured is not None and step.measured.group == group:
-            self._measure(step, layers, up, step.measured)
-        key = ("append", group, step.key, up.buffer.data_ptr())
-        self._captures.run(
-            key if self._residency.captures_append else None,
-            lambda: self._residency.append(step.rows, layers, up.tokens, self._queries.entries),
-        )
-
-    def score(
-        self, step: SelectorStep, boundary: Boundary, up: UpMessage, timeline: Timeline
-    ) -> Tensor:
-        """Predict the queries of the group that is answered, and score all tokens by them.
-
-        Returns:
-            (R, L, Hkv, capacity) float32, for `answer`; valid until the next group is scored.
-        """
-        group, rows = boundary.answered, step.rows_of(boundary)
-        assert group is not None
-        predicted = self._predict(step, boundary, up)
-        timeline.mark("predict")
-        scores = self._captures.run(
-            ("score", group, step.key),
-            lambda: self._residency.score(rows, self.config.groups[group], predicted),
-        )
-        timeline.mark("score")
-        return scores
-
-    def _predict(self, step: SelectorStep, boundary: Boundary, up: UpMessage) -> Tensor:
-        """The queries of the group that is answered, (R, L, Hq, D) float32."""
-        group, rows = boundary.answered, step.rows
-        assert group is not None
-        if not boundary.is_fresh:
-            return self._captures.run(
-                ("predict", group, step.key),
-                lambda: self._queries.predict(rows, self.config.groups[group]),
-            )
-        forecast = self._forecast
-        assert forecast is not None
-        predicted = self._captures.run(
-            ("predict", group, step.key, up.buffer.data_ptr()),
-            lambda: forecast.predict(rows, group, up.hidden),
-        )
-        if step.measured is not None and step.measured.group == group:
-            self._measured_forecast = predicted[step.measured.row].clone()
-        return predicted
-
-    def answer(
+    def serve(
         self,
         step: SelectorStep,
         boundary: Boundary,
-        scores: Tensor,
-        down: DownMessage,
+        up: UpMessage,
+        down: DownMessage | None,
         timeline: Timeline,
     ) -> None:
-        """Choose the tokens that the answered group attends to, and lay out what changes."""
-        group, rows = boundary.answered, step.rows_of(boundary)
-        assert group is not None
-        layers, message = self.config.groups[group], down.buffer.data_ptr()
-        self._captures.run(
-            ("select", group, step.key, message),
-            lambda: self._mirror.select(rows, layers, scores, down.slots, step.changed[group]),
-        )
-        timeline.mark("select")
-        self._captures.run(
-            ("gather", group, step.key, message),
-            lambda: self._gather(rows, layers, step.changed[group], down),
-        )
-        if self.config.checksum:
+        """Take over what came at a boundary, and lay out the answer.
+
+        What is queued is one graph, or in a step that is traced one a part.
+
+        Args:
+            step: under way.
+            boundary: one of `config.boundaries`, in their order.
+            up: what came; it is read when the work runs.
+            down: the answer, which the work writes; None where the boundary has none.
+            timeline: marked after each part.
+        """
+        if step.measured is not None and step.measured.group == boundary.left:
+            self._measure(step, boundary.left, up, step.measured)
+        messages = [message.buffer.data_ptr() for message in (up, down) if message is not None]
+        key = (boundary, step.key, *messages)
+
+        def run_part(name: str, action: Callable[[], Result]) -> Result:
+            if not timeline.is_tracing:
+                return action()  # the whole is captured
+            result = self._captures.run((name, *key), action)
+            timeline.mark(name)
+            return result
+
+        def take() -> None:
+            if boundary.left is not None:
+                layers = self.config.groups[boundary.left]
+                run_part("append", lambda: self._append(step, layers, up))
+
+        def answer() -> None:
+            if boundary.answered is not None and down is not None:
+                self._answer(step, boundary, boundary.answered, up, down, run_part)
+
+        def take_and_answer() -> None:
+            take()
+            answer()
+
+        if timeline.is_tracing:
+            take_and_answer()
+        elif self._residency.captures_append:
+            self._captures.run(key, take_and_answer)
+        else:
+            take()
+            self._captures.run(key, answer)
+        if self.config.checksum and boundary.answered is not None and down is not None:
             for index, _, sequence in step.live:
-                down.header[index, _CHECKSUM] = self._checksum(rows, index, sequence, boundary)
-        timeline.mark("gather")
+                down.header[index, _CHECKSUM] = self._checksum(step, boundary, index, sequence)
+
+    def _append(self, step: SelectorStep, layers: range, up: UpMessage) -> None:
+        self._residency.append(step.rows, layers, up.tokens, self._queries.entries)
+
+    def _answer(
+        self,
+        step: SelectorStep,
+        boundary: Boundary,
+        group: int,
+        up: UpMessage,
+        down: DownMessage,
+        run_part: RunPart,
+    ) -> None:
+        """Choose the tokens that a group attends to, and lay out what changes."""
+        rows, layers = step.rows_of(boundary), self.config.groups[group]
+        changed = step.changed[group]
+        queries = run_part("predict", lambda: self._predict(step, boundary, group, up))
+        scores = run_part("score", lambda: self._residency.score(rows, layers, queries))
+        run_part("select", lambda: self._mirror.select(rows, layers, scores, down.slots, changed))
+        run_part("gather", lambda: self._gather(rows, layers, changed, down))
+
+    def _predict(self, step: SelectorStep, boundary: Boundary, group: int, up: UpMessage) -> Tensor:
+        """The queries by which a group is selected for, (R, L, Hq, D) float32."""
+        if boundary.is_fresh:
+            assert self._forecast is not None
+            return self._forecast.predict(step.rows, group, up.hidden)
+        return self._queries.predict(step.rows, self.config.groups[group])
 
     def _gather(self, rows: StepRows, layers: range, changed: Tensor, down: DownMessage) -> None:
         entering = self._mirror.entering(down.slots)
@@ -321,9 +331,7 @@ class Selector:
         (pages,) = upload((self._slot_pages[sequence.slot, : len(sequence.pages)],), self._device)
         return pages
 
-    def _measure(
-        self, step: SelectorStep, layers: range, up: UpMessage, measured: Measured
-    ) -> None:
+    def _measure(self, step: SelectorStep, group: int, up: UpMessage, measured: Measured) -> None:
         """Measure what was selected for a row, if it is live and sparse."""
         found = next((live for live in step.live if live[0] == measured.row), None)
         if found is None:
@@ -334,7 +342,7 @@ class Selector:
         if not is_warm or not 0 < sequence.used == self.config.slots_wanted_after(row.position - 1):
             return
         # The current token is not resident yet.
-        rows = step.rows.row_at(index, row.position - 1)
+        rows, layers = step.rows.row_at(index, row.position - 1), self.config.groups[group]
 
         def score(queries: Tensor) -> Tensor:
             one_row = queries.contiguous().unsqueeze(0)
@@ -344,23 +352,24 @@ class Selector:
             MeasuredStep(row.epoch, step.number, row.position, layers, measured.wants_slots),
             self.mirror(sequence, layers)[..., : sequence.used],
             up.queries[index],
-            self._predicted_before(rows, layers),
+            self._predicted_before(rows, group, index),
             self._queries.entries[sequence.slot, layers.start : layers.stop],
             score,
         )
 
-    def _predicted_before(self, rows: StepRows, layers: range) -> Tensor:
+    def _predicted_before(self, rows: StepRows, group: int, index: int) -> Tensor:
         """What the queries of a measured row and group were expected to be, (L, Hq, D)."""
-        if self._measured_forecast is not None:
-            return self._measured_forecast
-        return self._queries.predict(rows, layers)[0]
+        if self._forecast is not None and group >= self.config.forecast_lead:
+            return self._forecast.queries(group, index + 1)[index]
+        return self._queries.predict(rows, self.config.groups[group])[0]
 
     def _checksum(
-        self, rows: StepRows, index: int, sequence: ResidentSequence, boundary: Boundary
+        self, step: SelectorStep, boundary: Boundary, index: int, sequence: ResidentSequence
     ) -> int:
-        layers = self.config.groups[boundary.answered or 0]
-        one_row = rows.row_at(index, sequence.tokens - 1 - boundary.is_fresh)
-        filled = sequence.fresh_filled if boundary.is_fresh else sequence.filled
-        slots = self._residency.read(one_row, layers, self.mirror(sequence, layers))
+        layers, is_fresh = self.config.groups[boundary.answered or 0], boundary.is_fresh
+        newest = sequence.tokens - 1 - is_fresh
+        rows = step.rows_of(boundary).row_at(index, newest)
+        filled = sequence.fresh_filled if is_fresh else sequence.filled
+        slots = self._residency.read(rows, layers, self.mirror(sequence, layers))
         keys, values = (part[..., :filled, :] for part in slots)
         return slots_checksum(keys, values)

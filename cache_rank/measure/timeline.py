@@ -82,6 +82,11 @@ class Timeline:
         self._step = self._group = 0
         self._marks: list[_Mark] = []
 
+    @property
+    def is_tracing(self) -> bool:
+        """Whether the step under way is traced."""
+        return self._tracing
+
     def enter_step(self, step: int, traced: bool) -> None:
         """Mark what follows as part of a step.
 

@@ -37,8 +37,8 @@ def forecast_step(
 
     Args:
         hidden: (R, H), the state that entered the earlier layer; contiguous but for the rows.
-        projections: (H, L * Hq * D), of the group's layers side by side.
-        constants: (L * Hq * D,), added to them.
+        projections: (L, Hq, H, D), of hidden states that are normalized.
+        constants: (L, Hq, D), added to what they give.
         query_norms: (L, Hq, D), weights of the root mean square norm of each head; None has none.
         positions: (R,) int32, the position of each row's token, which is being decoded.
         slots: (R,) int32; negative skips the row.
@@ -46,15 +46,15 @@ def forecast_step(
         interleaved: pairs of rotated dimensions are neighbours instead of halves.
         rotary_scale: factor on rotated dimensions.
         norm_epsilon, query_norm_epsilon: added to mean squares.
-        out: (R, L, Hq, D) float32, written in place; skipped rows are arbitrary.
+        out: (R, L, Hq, D) float32, written in place; skipped rows keep what they hold.
     """
-    state = hidden.float()
+    row = (slots >= 0).nonzero().squeeze(-1)
+    state = hidden[row].float()
     state = state * torch.rsqrt(state.square().mean(-1, keepdim=True) + norm_epsilon)
-    queries = (state @ projections.float() + constants.float()).view(out.shape)
+    queries = torch.einsum("rh,lqhd->rlqd", state, projections.float()) + constants.float()
     if query_norms is not None:
         mean_square = queries.square().mean(-1, keepdim=True)
         queries = queries * torch.rsqrt(mean_square + query_norm_epsilon) * query_norms.float()
     if frequency is not None:
-        queries = rotate_to(queries, positions, frequency, interleaved, rotary_scale)
-    row = (slots >= 0).nonzero().squeeze(-1)
-    out[row] = queries[row]
+        queries = rotate_to(queries, positions[row], frequency, interleaved, rotary_scale)
+    out[row] = queries

@@ -90,9 +90,7 @@ def replay(config: CacheRankConfig, events: list[dict[str, Any]]) -> Iterator[St
             rows = [Row(row["epoch"], row["position"])]
             step = selector.begin_step(number, rows, measured=Measured(0, 0, wants_slots=False))
             up.queries[0], up.keys[0], up.values[0] = row["queries"], row["keys"], row["values"]
-            selector.append(step, boundary, up)
-            scores = selector.score(step, boundary, up, timeline)
-            selector.answer(step, boundary, scores, down, timeline)
+            selector.serve(step, boundary, up, down, timeline)
             selector.end_step(step)
             for measured in selector.recall.take():
                 by_head = (measured.held_recall, measured.held_attention_mass)  # nothing is rounded

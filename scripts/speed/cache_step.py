@@ -80,10 +80,8 @@ def measure_cache_step(
         announced = [Row(epoch, tokens - 1 + number) for epoch in range(1, rows + 1)]
         step = selector.begin_step(number, announced)
         for boundary, up in zip(boundaries, ups, strict=True):
-            selector.append(step, boundary, up)
-            if boundary.answered is not None:
-                scores = selector.score(step, boundary, up, timeline)
-                selector.answer(step, boundary, scores, downs[boundary.answered], timeline)
+            down = None if boundary.answered is None else downs[boundary.answered]
+            selector.serve(step, boundary, up, down, timeline)
         selector.end_step(step)
 
     seconds = []

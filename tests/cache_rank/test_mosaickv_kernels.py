@@ -261,9 +261,7 @@ class Selecting:
                 up.queries[index] = tokens[0][:, heads, looked_for].to(self._device)
                 up.keys[index] = tokens[0, :, :, row.position].to(self._device)
                 up.values[index] = tokens[1, :, :, row.position].to(self._device)
-            self.selector.append(step, boundary, up)
-            scores = self.selector.score(step, boundary, up, timeline)
-            self.selector.answer(step, boundary, scores, down, timeline)
+            self.selector.serve(step, boundary, up, down, timeline)
         self.selector.end_step(step)
         every_layer = range(config.model.layers)
         slots = [self.selector.mirror(sequence, every_layer) for sequence in sequences]

@@ -639,9 +639,7 @@ def test_selections_are_those_of_the_synchronous_reference_where_nothing_is_lost
             up = pack_up(config, boundary, [computed])
             size = DownMessage.size(config, len(layers), 1)
             down = DownMessage(config, len(layers), 1, torch.zeros(size, dtype=torch.uint8))
-            selector.append(step, boundary, up)
-            scores = selector.score(step, boundary, up, Timeline("", CPU))
-            selector.answer(step, boundary, scores, down, Timeline("", CPU))
+            selector.serve(step, boundary, up, down, Timeline("", CPU))
             slots, keys, values = (getattr(down, name)[0] for name in ("slots", "keys", "values"))
             request.apply(layers, slots, keys, values)
             for layer in layers:

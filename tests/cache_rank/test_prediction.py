@@ -13,7 +13,7 @@ from torch import Tensor
 
 from cache_rank.config import CacheRankConfig, Predictor
 from cache_rank.measure.timeline import Timeline
-from cache_rank.protocol import Row, UpMessage
+from cache_rank.protocol import DownMessage, Row, UpMessage
 from cache_rank.selector import Selector
 
 PREDICTORS = [method for method in get_args(Predictor) if method != "forecast"]
@@ -54,7 +54,7 @@ def predicted_after(
 
     def keep(rows: object, layers: range, queries: Tensor) -> Tensor:
         predicted.append(queries[0].clone())
-        return torch.empty(0)
+        return torch.zeros((1, *queries.shape[1:2], model.kv_heads, prompt + 64))
 
     monkeypatch.setattr(selector._residency, "score", keep)
     shipment = torch.zeros((2, model.layers, prompt, model.kv_heads, model.head_dim))
@@ -66,8 +66,9 @@ def predicted_after(
             size = UpMessage.size(config, boundary, 1)
             up = UpMessage(config, boundary, 1, torch.zeros(size, dtype=torch.uint8))
             up.queries[0] = query[layers.start : layers.stop]
-            selector.append(step, boundary, up)
-            selector.score(step, boundary, up, Timeline("", torch.device("cpu")))
+            size = DownMessage.size(config, len(layers), 1)
+            down = DownMessage(config, len(layers), 1, torch.zeros(size, dtype=torch.uint8))
+            selector.serve(step, boundary, up, down, Timeline("", torch.device("cpu")))
     return torch.cat(predicted)
 
 

@@ -76,15 +76,14 @@ class Served:
         step = selector.begin_step(self.steps, rows, refused, measured)
         for boundary in config.boundaries:
             up = pack_up(config, boundary, tensors, self._device)
-            selector.append(step, boundary, up)
             if boundary.answered is None:
+                selector.serve(step, boundary, up, None, self._timeline)
                 continue
-            scores = selector.score(step, boundary, up, self._timeline)
             layers = len(config.groups[boundary.answered])
             size = DownMessage.size(config, layers, len(rows))
             buffer = torch.ones(size, dtype=torch.uint8, device=self._device)
             down = DownMessage(config, layers, len(rows), buffer)
-            selector.answer(step, boundary, scores, down, self._timeline)
+            selector.serve(step, boundary, up, down, self._timeline)
             answers[boundary.answered] = down
         selector.end_step(step)
         return [answers[group] for group in sorted(answers)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -9,9 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig
 from workload import DENSE, GPU_FLAGS, random_prompts
 
-from cache_rank.config import CacheRankConfig, ModelShape
+from cache_rank.config import CacheRankConfig, ModelShape, Predictor
 from cache_rank.measure.recording import RECORD_VARIABLE, read_events
 from cache_rank.measure.timeline import Timeline
 from cache_rank.protocol import DownMessage, Row, UpMessage
@@ -31,30 +33,49 @@ PROMPTS = [700, 1500, 900, 2500, 650, 1100, 800, 2000, 700, 1300, 1000, 600]
 TOKENS = [1000, 300, 700, 500, 900, 400, 600, 1000, 500, 400, 300, 600]
 
 
-def test_selections_equal_those_of_each_request_alone(deep_model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("predictor", ["last", "forecast"])
+def test_selections_equal_those_of_each_request_alone(
+    deep_model: Path, tmp_path: Path, predictor: Predictor
+) -> None:
     """Twelve requests of different lengths decode, eight at a time, for 1 000 steps."""
     flags = [*GPU_FLAGS, *FLAGS, "--model-path", str(deep_model), "--sparse-budget", str(BUDGET)]
-    flags += ["--max-sparse-requests", "8"]
+    flags += ["--max-sparse-requests", "8", "--query-predictor", predictor, "--forecast-lead", "1"]
     with serve(flags, {RECORD_VARIABLE: str(tmp_path)}) as server, ThreadPoolExecutor(8) as pool:
         responses = list(pool.map(server.generate, random_prompts(PROMPTS), TOKENS))
     sparse_steps = sum(r["meta_info"]["cache_rank"]["sparse_steps"] for r in responses)
     assert sparse_steps > 0.9 * sum(TOKENS)
 
+    events = list(read_events(tmp_path))
+    model = ModelShape(6, 8, 2, 64, "bfloat16", 64**-0.5, **rotary_and_norms(deep_model))
     config = CacheRankConfig(
-        ModelShape(6, 8, 2, 64, "bfloat16", 64**-0.5),
+        model,
         layers_per_group=GROUP_LAYERS,
         sparse_budget=BUDGET,
         recent_tokens=RECENT,
+        query_predictor=predictor,
+        forecast_lead=1,
         query_frame="post",
         selection_margin=MARGIN,
         delta_capacity=CAPACITY,
         max_rows=1,
     )
-    events = list(read_events(tmp_path))
     steps = {event["step"] for event in events if event["kind"] == "step"}
     assert len(steps) > 1000
     compared = sum(replay(config, events, epoch) for epoch in range(1, len(PROMPTS) + 1))
     assert compared == sum(len(e["rows"]) for e in events if e["kind"] == "step")
+
+
+def rotary_and_norms(folder: Path) -> dict[str, Any]:
+    """What a forecast has to know of a model of transformers."""
+    config = AutoConfig.from_pretrained(folder)
+    exponent = torch.arange(0, 64, 2, dtype=torch.float32) / 64
+    angle = 1.0 / config.rope_parameters["rope_theta"] ** exponent
+    return {
+        "rotary_frequency": tuple(torch.atan2(angle.sin().double(), angle.cos().double()).tolist()),
+        "hidden_size": config.hidden_size,
+        "norm_epsilon": config.rms_norm_eps,
+        "query_norm_epsilon": config.rms_norm_eps if config.model_type == "qwen3" else None,
+    }
 
 
 def replay(config: CacheRankConfig, events: list[Any], epoch: int) -> int:
@@ -62,33 +83,33 @@ def replay(config: CacheRankConfig, events: list[Any], epoch: int) -> int:
     device = torch.device("cuda")
     selector = Selector(config, device, 4 << 30)
     sequence, timeline, compared = selector.begin(epoch), Timeline("", device), 0
+    boundaries = itertools.cycle(config.boundaries)
     for event in events:
         if event["kind"] == "load":
             if event["epoch"] == epoch:
                 selector.load(sequence, event["shipment"].to(device))
             continue
-        layers = event["layers"]
-        boundary = config.boundaries[config.groups.index(layers)]
+        if event["kind"] == "projection":
+            selector.load_projection(event["layer"], event["projection"].to(device))
+            continue
+        boundary = next(boundaries)
         for row in (row for row in event["rows"] if row["epoch"] == epoch):
-            if boundary.left == 0:
+            if boundary == config.boundaries[0]:
                 step = selector.begin_step(event["step"], [Row(epoch, row["position"])])
-            up, down = (
-                message(
-                    config,
-                    part,
-                    1,
-                    torch.zeros(message.size(config, part, 1), dtype=torch.uint8, device=device),
-                )
-                for message, part in ((UpMessage, boundary), (DownMessage, len(layers)))
-            )
-            for part in ("queries", "keys", "values"):
+            size = UpMessage.size(config, boundary, 1)
+            up = UpMessage(config, boundary, 1, torch.zeros(size, dtype=torch.uint8, device=device))
+            for part in ("queries", "keys", "values", "hidden"):
                 getattr(up, part)[0] = row[part]
-            selector.append(step, boundary, up)
-            scores = selector.score(step, boundary, up, timeline)
-            selector.answer(step, boundary, scores, down, timeline)
+            answered, down = event["answered"], None
+            if boundary.answered is not None:
+                assert answered == config.groups[boundary.answered]
+                size = DownMessage.size(config, len(answered), 1)
+                buffer = torch.zeros(size, dtype=torch.uint8, device=device)
+                down = DownMessage(config, len(answered), 1, buffer)
+            selector.serve(step, boundary, up, down, timeline)
             torch.cuda.synchronize()
-            mirror = selector.mirror(sequence, layers)
-            assert torch.equal(mirror.cpu(), row["mirror"]), (event["step"], layers, epoch)
+            mirror = selector.mirror(sequence, answered)
+            assert torch.equal(mirror.cpu(), row["mirror"]), (event["step"], answered, epoch)
             compared += 1
     return compared
 

@@ -34,11 +34,11 @@ class Step:
         def random(*shape: int) -> Tensor:
             return torch.randn(shape, generator=generator).to(device, dtype)
 
-        rows, of_group = len(slots), layers * heads * head_dim
+        rows = len(slots)
         # As in a message, a row is a part of a longer one.
         self.hidden = (30 * random(rows, width + 8))[:, :width]
-        self.projections = random(width, of_group)
-        self.constants = random(of_group)
+        self.projections = random(layers, heads, width, head_dim)
+        self.constants = random(layers, heads, head_dim)
         self.query_norms = random(layers, heads, head_dim) if has_query_norm else None
         self.slots = torch.tensor(slots, dtype=torch.int32, device=device)
         self.positions = torch.arange(rows, dtype=torch.int32, device=device) * 32_100 + 7
@@ -69,12 +69,10 @@ class Step:
 
     def expected(self, row: int, layer: int, head: int) -> Tensor:
         """The equation, in float64: (D,)."""
-        _, _, heads, head_dim = self.shape
         state = self.hidden[row].double()
         state = state / (state.pow(2).mean() + NORM_EPSILON).sqrt()
-        own = (layer * heads + head) * head_dim
-        query = state @ self.projections[:, own : own + head_dim].double()
-        query = query + self.constants[own : own + head_dim].double()
+        query = state @ self.projections[layer, head].double()
+        query = query + self.constants[layer, head].double()
         if self.query_norms is not None:
             query = query / (query.pow(2).mean() + QUERY_NORM_EPSILON).sqrt()
             query = query * self.query_norms[layer, head].double()
@@ -135,6 +133,7 @@ def test_triton_equals_the_reference(
         ([-1], 2, 3, 32, 40),
         ([5, 1, 0, 3, -1, 2], 3, 2, 64, 129),
         ([0, 1], 2, 8, 128, 1024),
+        ([*range(19)], 1, 2, 8, 24),
     ],
 )
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -149,3 +148,15 @@ def test_triton_equals_the_reference_at_any_size(
 ) -> None:
     step = Step(slots, layers, heads, head_dim, width, dtype, head_dim // 2, device=device)
     assert_equals_the_reference(step)
+
+
+def test_a_row_does_not_depend_on_the_others(device: torch.device) -> None:
+    together = Step([*range(18)], 1, 2, 64, 200, torch.bfloat16, 32, device=device)
+    expected = together.forecast(triton)
+    for row in (0, 15, 17):
+        alone = Step([0], 1, 2, 64, 200, torch.bfloat16, 32, device=device)
+        for name in ("projections", "constants", "query_norms"):
+            setattr(alone, name, getattr(together, name))
+        one = slice(row, row + 1)
+        alone.hidden, alone.positions = together.hidden[one], together.positions[one].clone()
+        assert torch.equal(alone.forecast(triton)[0], expected[row])

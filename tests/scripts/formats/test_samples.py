@@ -51,11 +51,9 @@ def test_a_recording_is_read_back(tmp_path: Path) -> None:
                 kv, queries = tokens[row.epoch]
                 up.queries[index] = queries[number, part]
                 up.keys[index], up.values[index] = kv[:, part, :, row.position]
-            selector.append(step, boundary, up)
-            scores = selector.score(step, boundary, up, timeline)
             size = DownMessage.size(config, len(layers), len(rows))
             down = DownMessage(config, len(layers), len(rows), torch.zeros(size, dtype=torch.uint8))
-            selector.answer(step, boundary, scores, down, timeline)
+            selector.serve(step, boundary, up, down, timeline)
             if (number, group) != (steps - 1, 1):  # it was stopped in the middle of a step
                 recorder.record_step(selector, step, boundary, up)
         selector.end_step(step)

@@ -129,19 +129,22 @@ class CacheRankInProcess:
         assert self._step is not None
         self._boundary, rows = self.config.boundaries[lane], self._step.rows.slots.shape[0]
         self._up = UpMessage(self.config, self._boundary, rows, buffer.clone())
-        self.selector.append(self._step, self._boundary, self._up)
+        if self._boundary.answered is None:
+            self._serve(None)
         return Transfer(self.log, f"send {lane}", lambda: None)
 
+    def _serve(self, down: DownMessage | None) -> None:
+        assert self._step is not None
+        assert self._up is not None
+        self.selector.serve(self._step, self._boundary, self._up, down, self._timeline)
+
     def _give_down(self, buffer: Tensor, lane: int) -> Transfer:
-        step, boundary, up = self._step, self._boundary, self._up
-        assert lane == boundary.answered
+        assert lane == self._boundary.answered
         self.log.append(f"receive {lane}")
-        assert step is not None
-        assert up is not None
-        layers, rows = len(self.config.groups[lane]), step.rows.slots.shape[0]
+        assert self._step is not None
+        layers, rows = len(self.config.groups[lane]), self._step.rows.slots.shape[0]
         down = DownMessage(self.config, layers, rows, torch.zeros_like(buffer))
-        scores = self.selector.score(step, boundary, up, self._timeline)
-        self.selector.answer(step, boundary, scores, down, self._timeline)
+        self._serve(down)
 
         def finish() -> None:
             time.sleep(self.seconds)
