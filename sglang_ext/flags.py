@@ -12,6 +12,7 @@ from sglang.srt.server_args import ServerArgs
 from cache_rank.config import CacheRankConfig, ModelShape
 from cache_rank.residency import FORMATS, require_format
 from cache_rank.residency.options import parse_options
+from cache_rank.schedule import serves_early
 from sglang_ext import cpu
 
 BACKEND = "cache_rank"
@@ -212,6 +213,9 @@ class CacheRankFlags(ServerArgs):
             max_rows=max_rows,
             kv_residency_options=parse_options(self.kv_residency_options),
             checksum=os.environ.get(CHECKSUM_VARIABLE) == "1",
+            forecast_early=serves_early(
+                self.dense_layers, self.layers_per_group, self.forecast_lead
+            ),
             **{field: getattr(self, field) for field in _SHARED_FIELDS},
         )
         require_format(config)

@@ -23,6 +23,7 @@ from workload import DENSE, SMALL_CACHE_RANK, difference, random_prompts
 from cache_rank.config import CacheRankConfig, ModelShape
 from cache_rank.measure.recording import RECORD_VARIABLE, read_events
 from cache_rank.reference import SynchronousReference
+from cache_rank.schedule import MODEL, serves_early
 from scripts.shared.serving import log_probabilities, serve
 
 HEAD_DIM, WIDTH = 32, 64
@@ -81,6 +82,9 @@ class Case:
             ),
             layers_per_group=self.layers_per_group,
             forecast_lead=self.forecast_lead,
+            forecast_early=serves_early(
+                self.dense_layers, self.layers_per_group, self.forecast_lead
+            ),
             sparse_budget=BUDGET,
             sink_tokens=4,
             recent_tokens=8,
@@ -259,12 +263,12 @@ class ReferenceAttention:
         if self.reference is None or layer < 0:
             return sdpa_attention_forward(module, query, key, value, mask, **kwargs)
         position = key.shape[2] - 1
-        config = self.config
-        entered = layer // config.layers_per_group - config.forecast_lead
-        is_fresh = config.forecasts and entered >= 0
-        if is_fresh:
-            hidden = self.hidden[config.groups[entered].start]
-            self.reference.select_now(layer, hidden, position)
+        group = layer // self.config.layers_per_group
+        (boundary,) = (b for b in self.config.boundaries if b.answered == group)
+        is_fresh, entered = boundary.is_fresh, boundary.entered
+        if is_fresh and entered is not None:
+            first = -self.dense_layers if entered == MODEL else self.config.groups[entered].start
+            self.reference.select_now(layer, self.hidden[first], position)
         self.reference.append(layer, query[0, :, 0], key[0, :, -1], value[0, :, -1])
         if self.is_sparse:
             output = self.reference.attend(layer, query[0, :, 0], position)[None, None]
