@@ -101,7 +101,7 @@ DEFAULT = [
     Case("forecast", "pre", "qwen3", 4, 2, "full", layers=6, layers_per_group=1),
 ]
 THOROUGH = [
-    Case("forecast", "pre", "qwen2", 4, 4, "working-set", layers=7, forecast_lead=1),
+    Case("forecast", "pre", "qwen2", 2, 2, "working-set", layers=7, forecast_lead=1),
     Case("spade", "post", "qwen3", 4, 2, "full"),
     Case("ema", "pre", "qwen3", 4, 1, "working-set"),
 ]
