@@ -213,9 +213,9 @@ class CacheRankFlags(ServerArgs):
             max_rows=max_rows,
             kv_residency_options=parse_options(self.kv_residency_options),
             checksum=os.environ.get(CHECKSUM_VARIABLE) == "1",
-            forecast_early=serves_early(
-                self.dense_layers, self.layers_per_group, self.forecast_lead
-            ),
+            # The embedding alone tells nothing by projections that are not fitted to it.
+            forecast_early=self.calibration is not None
+            and serves_early(self.dense_layers, self.layers_per_group, self.forecast_lead),
             **{field: getattr(self, field) for field in _SHARED_FIELDS},
         )
         require_format(config)

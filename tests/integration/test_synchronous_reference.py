@@ -23,8 +23,10 @@ from workload import DENSE, SMALL_CACHE_RANK, difference, random_prompts
 from cache_rank.config import CacheRankConfig, ModelShape
 from cache_rank.measure.recording import RECORD_VARIABLE, read_events
 from cache_rank.reference import SynchronousReference
-from cache_rank.schedule import MODEL, serves_early
+from cache_rank.schedule import MODEL
 from scripts.shared.serving import log_probabilities, serve
+from sglang_ext.calibration.files import Calibration, Card, Fit, sources, write
+from sglang_ext.calibration.fitting import Correction
 
 HEAD_DIM, WIDTH = 32, 64
 THRESHOLD, BUDGET, CAPACITY, MARGIN = 120, 40, 12, 6  # the budget is an eighth of the length, about
@@ -49,6 +51,7 @@ class Case:
     layers: int = 3
     layers_per_group: int = 2
     forecast_lead: int = 2
+    calibrated: bool = False
 
     def __str__(self) -> str:
         return f"{self.predictor}-{self.frame}-{self.family}-{self.heads}-{self.kv_heads}"
@@ -82,9 +85,7 @@ class Case:
             ),
             layers_per_group=self.layers_per_group,
             forecast_lead=self.forecast_lead,
-            forecast_early=serves_early(
-                self.dense_layers, self.layers_per_group, self.forecast_lead
-            ),
+            forecast_early=self.calibrated,
             sparse_budget=BUDGET,
             sink_tokens=4,
             recent_tokens=8,
@@ -95,10 +96,42 @@ class Case:
             delta_capacity=CAPACITY,
         )
 
+    def calibration(self) -> Calibration:
+        """Corrections as random as the weights."""
+        generator = torch.Generator().manual_seed(0)
+        schedule = (self.dense_layers, self.layers_per_group, self.forecast_lead)
+        width = self.heads * HEAD_DIM
+        corrections = {
+            layer: Correction(
+                torch.randn((WIDTH + 1, 3), generator=generator),
+                0.1 * torch.randn((3, width), generator=generator),
+            )
+            for layer in sources(self.layers, *schedule)
+        }
+        fit = Fit(0, 1.0, 1.0, 1.0, 1.0)
+        card = Card(
+            model="random",
+            architecture={"qwen3": "Qwen3ForCausalLM", "qwen2": "Qwen2ForCausalLM"}[self.family],
+            hidden_size=WIDTH,
+            layers=self.layers,
+            query_heads=self.heads,
+            head_dim=HEAD_DIM,
+            dense_layers=self.dense_layers,
+            layers_per_group=self.layers_per_group,
+            forecast_lead=self.forecast_lead,
+            rank=3,
+            ridge=0.01,
+            texts={},
+            held_out={},
+            tokens=0,
+            fits=dict.fromkeys(corrections, fit),
+        )
+        return Calibration(card, corrections)
+
 
 DEFAULT = [
     Case("ridge", "pre", "llama", 4, 2, "working-set", dense_layers=0),
-    Case("forecast", "pre", "qwen3", 4, 2, "full", layers=6, layers_per_group=1),
+    Case("forecast", "pre", "qwen3", 4, 2, "full", layers=6, layers_per_group=1, calibrated=True),
 ]
 THOROUGH = [
     Case("forecast", "pre", "qwen2", 2, 2, "working-set", layers=7, forecast_lead=1),
@@ -144,6 +177,10 @@ def served(
     recorded = tmp_path_factory.mktemp("recorded")
     (prompt,) = random_prompts([150])
     flags = [*case.flags(), "--model-path", str(model)]
+    if case.calibrated:
+        folder = tmp_path_factory.mktemp("calibration")
+        write(folder, case.calibration())
+        flags += ["--calibration", str(folder)]
     with serve(flags, {RECORD_VARIABLE: str(recorded)}) as server:
         # Requests of different lengths turn sparse and end at different steps.
         together = server.generate_all(random_prompts([110, 200, 330]), STEPS)
@@ -221,7 +258,7 @@ class ReferenceAttention:
     sparse when the query window and every slot that can be used are full.
     """
 
-    def __init__(self, config: CacheRankConfig, model: Any) -> None:
+    def __init__(self, case: Case, config: CacheRankConfig, model: Any) -> None:
         self.config = config
         layers = model.model.layers
         self.dense_layers = len(layers) - config.model.layers
@@ -229,6 +266,10 @@ class ReferenceAttention:
         if config.forecasts:
             sparse = enumerate(layers[self.dense_layers :])
             self.projections = {layer: projection_of(module, config) for layer, module in sparse}
+            corrections = case.calibration().corrections if case.calibrated else {}
+            for layer, (left, right) in corrections.items():
+                projection = self.projections[layer - self.dense_layers][:-1]
+                projection += (left @ right).view(projection.shape)
         self.hidden: dict[int, torch.Tensor] = {}
         for index, layer in enumerate(layers):
             layer.register_forward_pre_hook(functools.partial(self.keep_input, index))
@@ -298,7 +339,7 @@ def reference_log_probabilities(
     """Return the log-probabilities of the generated tokens, and how many steps were sparse."""
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     config = case.config(model.model.rotary_emb.inv_freq.tolist())
-    attention = ReferenceAttention(config, model)
+    attention = ReferenceAttention(case, config, model)
     AttentionInterface.register("synchronous_reference", attention)
     model.set_attn_implementation("synchronous_reference")
     cache, found = DynamicCache(), []
