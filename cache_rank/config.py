@@ -81,7 +81,6 @@ class CacheRankConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         query_predictor, query_frame: how the next query is predicted; `forecast` needs more layer
             groups than `forecast_lead`, and is from the hidden state of the step itself.
         forecast_lead: a group's queries are forecast from what enters the group so many before it.
-        forecast_early: the last group that has none is forecast from what enters the model.
         selection_margin: a token stays while it is among the best k + margin.
         delta_capacity: most tokens that enter a (layer, request, kv head) in one step.
         kv_residency: how K and V are held.
@@ -107,7 +106,6 @@ class CacheRankConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     query_predictor: Predictor = "last"
     query_frame: Frame = "pre"
     forecast_lead: int = 2
-    forecast_early: bool = False
     selection_margin: int = 256
     delta_capacity: int = 128
     kv_residency: str = "bf16"
@@ -179,14 +177,7 @@ class CacheRankConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def boundaries(self) -> tuple[Boundary, ...]:
         """The messages of a step, in order."""
         groups = len(self.groups)
-        if not self.forecasts:
-            return by_history(groups)
-        return by_forecast(groups, self.forecast_lead, self.forecast_early)
-
-    @property
-    def first_forecast(self) -> int:
-        """The first group whose queries are forecast; all that follow are, too."""
-        return self.forecast_lead - self.forecast_early
+        return by_forecast(groups, self.forecast_lead) if self.forecasts else by_history(groups)
 
     def candidates_after(self, position: int) -> range:
         """Positions that compete for slots in the step that follows `position`.

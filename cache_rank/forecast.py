@@ -28,7 +28,7 @@ class Forecast:
         self._query_norms: dict[int, Tensor] = {}
         self._queries: dict[int, Tensor] = {}
         for group, layers in enumerate(config.groups):
-            if group < config.first_forecast:
+            if group < config.forecast_lead:
                 continue
             heads = (len(layers), model.query_heads, model.head_dim)
             zeros = functools.partial(torch.zeros, dtype=model.torch_dtype, device=device)
@@ -42,7 +42,7 @@ class Forecast:
         """Take over by what a layer is forecast, (H + 2, Hq, D); see protocol.Projection."""
         config = self._config
         group = layer // config.layers_per_group
-        if group < config.first_forecast:
+        if group < config.forecast_lead:
             return
         index = layer - config.groups[group].start
         self._projections[group][index] = projection[:-2].transpose(0, 1)

@@ -359,7 +359,7 @@ class Selector:
 
     def _predicted_before(self, rows: StepRows, group: int, index: int) -> Tensor:
         """What the queries of a measured row and group were expected to be, (L, Hq, D)."""
-        if self._forecast is not None and group >= self.config.first_forecast:
+        if self._forecast is not None and group >= self.config.forecast_lead:
             return self._forecast.queries(group, index + 1)[index]
         return self._queries.predict(rows, self.config.groups[group])[0]
 

@@ -12,7 +12,6 @@ from sglang.srt.server_args import ServerArgs
 from cache_rank.config import CacheRankConfig, ModelShape
 from cache_rank.residency import FORMATS, require_format
 from cache_rank.residency.options import parse_options
-from cache_rank.schedule import serves_early
 from sglang_ext import cpu
 
 BACKEND = "cache_rank"
@@ -213,9 +212,6 @@ class CacheRankFlags(ServerArgs):
             max_rows=max_rows,
             kv_residency_options=parse_options(self.kv_residency_options),
             checksum=os.environ.get(CHECKSUM_VARIABLE) == "1",
-            # The embedding alone tells nothing by projections that are not fitted to it.
-            forecast_early=self.calibration is not None
-            and serves_early(self.dense_layers, self.layers_per_group, self.forecast_lead),
             **{field: getattr(self, field) for field in _SHARED_FIELDS},
         )
         require_format(config)

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from cache_rank.config import CacheRankConfig
-from cache_rank.schedule import MODEL, lanes_of_entered
 from sglang_ext.calibration.files import Calibration, CalibrationError, Card, read
 from sglang_ext.projections import decoder_layers, projection_of, watch_inputs
 from sglang_ext.server_args import CacheRankServerArgs
@@ -29,7 +27,8 @@ class ForecastSource:
             ValueError: the model is not built as a forecast needs it.
             CalibrationError: the calibration is not one of this model and these flags.
         """
-        self._all_layers = decoder_layers(model)
+        layers = decoder_layers(model)
+        self._layers = layers[args.dense_layers :]
         self._first = args.dense_layers
         self._calibration: Calibration | None = None
         if args.calibration is None:
@@ -43,32 +42,20 @@ class ForecastSource:
 
     def watch(
         self,
-        config: CacheRankConfig,
+        groups: Sequence[range],
         watch: Callable[[int, Tensor, Tensor | None, Any], None],
     ) -> None:
-        """Tell of every hidden state that a forecast needs.
-
-        Args:
-            config: agreed with the cache rank.
-            watch: called with the layer group that is entered, or schedule.MODEL, and as
-                `watch_inputs` says.
-        """
-        entered = list(lanes_of_entered(config.boundaries))
-        layers = [
-            self._all_layers[0 if group == MODEL else self._first + config.groups[group].start]
-            for group in entered
-        ]
-        watch_inputs(layers, lambda index, *state: watch(entered[index], *state))
+        """Tell of every hidden state that enters a layer group; see `watch_inputs`."""
+        watch_inputs([self._layers[layers.start] for layers in groups], watch)
 
     def projection(self, layer: int, dtype: torch.dtype) -> Tensor:
         """By what a sparse layer's queries are forecast, (H + 2, Hq, D); see protocol.Projection.
 
         The model's weights are read anew, so that an update of them is heeded.
         """
-        layer += self._first
-        plain = projection_of(self._all_layers[layer], torch.float32)
+        plain = projection_of(self._layers[layer], torch.float32)
         if self._calibration is not None:
-            correction = self._calibration.corrections[layer]
+            correction = self._calibration.corrections[self._first + layer]
             left, right = (part.to(plain.device) for part in correction)
             plain[:-1] += (left @ right).view(plain[:-1].shape)
         return plain.to(dtype)

@@ -71,7 +71,7 @@ class InferenceRank:
         self._forecast = forecast
         self._weights_have_changed = False
         if forecast is not None:
-            forecast.watch(self.config, self._on_input)
+            forecast.watch(self.config.groups, self._on_input)
         planner = StepPlanner(
             args, self.config, pools, self.metrics, by_kernels=self.device.type == "cuda"
         )
@@ -136,7 +136,7 @@ class InferenceRank:
         """Send by what queries are forecast."""
         if self._forecast is None:
             return
-        first_forecast = self.config.groups[self.config.first_forecast].start
+        first_forecast = self.config.groups[self.config.forecast_lead].start
         for layer in range(first_forecast, self.config.model.layers):
             exchange.project(layer, self._forecast.projection(layer, self.config.model.torch_dtype))
 

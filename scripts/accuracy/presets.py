@@ -10,7 +10,7 @@ from typing import Any, get_args
 
 import msgspec
 
-from cache_rank.config import Frame, Predictor
+from cache_rank.config import Frame, HistoryPredictor
 from scripts.shared.models import BUNDLED
 from scripts.shared.systems import CACHE_RANK, DECODE_MODES, DENSE
 
@@ -18,7 +18,7 @@ Dials = dict[str, Any]
 BUNDLED_CHASE: Dials = {"facts": 128, "hops": 80}
 PREDICTORS = tuple(
     f"{CACHE_RANK}:query_predictor={predictor},query_frame={frame}"
-    for predictor in get_args(Predictor)
+    for predictor in get_args(HistoryPredictor)
     for frame in get_args(Frame)
 )
 

@@ -9,7 +9,6 @@ import msgspec
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from cache_rank.schedule import serves_early
 from sglang_ext.calibration.fitting import Correction
 
 VERSION = 1
@@ -144,12 +143,7 @@ def sources(layers: int, dense_layers: int, layers_per_group: int, lead: int) ->
         layers: of the model, from whose first one all are counted.
         dense_layers, layers_per_group, lead: see Card.
     """
-    first = dense_layers + lead * layers_per_group
-    early = range(first - layers_per_group, min(first, layers))
-    by_layer = {
+    return {
         layer: layer - (layer - dense_layers) % layers_per_group - lead * layers_per_group
-        for layer in range(first, layers)
+        for layer in range(dense_layers + lead * layers_per_group, layers)
     }
-    if by_layer and serves_early(dense_layers, layers_per_group, lead):
-        return {**dict.fromkeys(early, 0), **by_layer}
-    return by_layer

@@ -48,7 +48,7 @@ class Gate(ABC):
         """Let the hidden state that enters a group go, with what the group before it left.
 
         Args:
-            group: the layer group, or schedule.MODEL.
+            group: the layer group.
             hidden: (batch, H).
             residual: (batch, H), which is added; None is zero.
         """

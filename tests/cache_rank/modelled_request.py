@@ -20,7 +20,7 @@ class Computed(NamedTuple):
 
     Attributes:
         queries, keys, values: (layers, heads, D) each.
-        hidden: (groups + 1, H), what enters each layer group, and last what enters the model.
+        hidden: (groups, H), what enters each layer group.
     """
 
     queries: Tensor
@@ -85,7 +85,7 @@ class Request:
         noise = self._random(model.layers, model.query_heads, model.head_dim)
         self._query = 0.9 * self._query + 0.6 * noise.float()
         keys, values = self._random(2, model.layers, model.kv_heads, model.head_dim)
-        hidden = 5 * self._random(len(self.config.groups) + 1, model.hidden_size)
+        hidden = 5 * self._random(len(self.config.groups), model.hidden_size)
         queries = self._query.to(model.torch_dtype)
         return Computed(queries, self._scored_exactly(keys), values, hidden)
 

@@ -167,17 +167,11 @@ def test_a_step_of_rows_of_any_length_equals_the_reference_row_by_row(
 
 
 @pytest.mark.parametrize(
-    ("model", "layers_per_group", "lead", "rotary", "early"),
-    [
-        ("mha", 2, 1, True, False),
-        ("gqa", 1, 2, True, True),
-        ("mqa", 2, 2, False, True),
-        ("gqa", 4, 1, True, False),
-        ("mha", 1, 3, True, True),
-    ],
+    ("model", "layers_per_group", "lead", "rotary"),
+    [("mha", 2, 1, True), ("gqa", 1, 2, True), ("mqa", 2, 2, False), ("gqa", 4, 1, True)],
 )
 def test_forecasts_select_for_the_step_itself(
-    model: str, layers_per_group: int, lead: int, rotary: bool, early: bool
+    model: str, layers_per_group: int, lead: int, rotary: bool
 ) -> None:
     shape = FORECAST[model]
     if rotary:
@@ -186,7 +180,6 @@ def test_forecasts_select_for_the_step_itself(
         shape,
         query_predictor="forecast",
         forecast_lead=lead,
-        forecast_early=early,
         layers_per_group=layers_per_group,
         checksum=True,
     )

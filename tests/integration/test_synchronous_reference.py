@@ -23,7 +23,6 @@ from workload import DENSE, SMALL_CACHE_RANK, difference, random_prompts
 from cache_rank.config import CacheRankConfig, ModelShape
 from cache_rank.measure.recording import RECORD_VARIABLE, read_events
 from cache_rank.reference import SynchronousReference
-from cache_rank.schedule import MODEL
 from scripts.shared.serving import log_probabilities, serve
 from sglang_ext.calibration.files import Calibration, Card, Fit, sources, write
 from sglang_ext.calibration.fitting import Correction
@@ -85,7 +84,6 @@ class Case:
             ),
             layers_per_group=self.layers_per_group,
             forecast_lead=self.forecast_lead,
-            forecast_early=self.calibrated,
             sparse_budget=BUDGET,
             sink_tokens=4,
             recent_tokens=8,
@@ -304,12 +302,12 @@ class ReferenceAttention:
         if self.reference is None or layer < 0:
             return sdpa_attention_forward(module, query, key, value, mask, **kwargs)
         position = key.shape[2] - 1
-        group = layer // self.config.layers_per_group
-        (boundary,) = (b for b in self.config.boundaries if b.answered == group)
-        is_fresh, entered = boundary.is_fresh, boundary.entered
-        if is_fresh and entered is not None:
-            first = -self.dense_layers if entered == MODEL else self.config.groups[entered].start
-            self.reference.select_now(layer, self.hidden[first], position)
+        config = self.config
+        entered = layer // config.layers_per_group - config.forecast_lead
+        is_fresh = config.forecasts and entered >= 0
+        if is_fresh:
+            hidden = self.hidden[config.groups[entered].start]
+            self.reference.select_now(layer, hidden, position)
         self.reference.append(layer, query[0, :, 0], key[0, :, -1], value[0, :, -1])
         if self.is_sparse:
             output = self.reference.attend(layer, query[0, :, 0], position)[None, None]

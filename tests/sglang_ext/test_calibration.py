@@ -148,10 +148,3 @@ def test_the_sources_are_the_first_layers_of_earlier_groups() -> None:
         **{7: 5},
     }
     assert sources(6, dense_layers=0, layers_per_group=1, lead=2) == {2: 0, 3: 1, 4: 2, 5: 3}
-
-
-def test_the_last_group_before_the_lead_is_told_by_what_enters_the_model() -> None:
-    found = sources(8, dense_layers=1, layers_per_group=2, lead=2)
-    assert found == {**{3: 0, 4: 0}, **{5: 1, 6: 1}, **{7: 3}}
-    assert sources(4, dense_layers=1, layers_per_group=2, lead=2) == {}
-    assert 3 not in sources(12, dense_layers=1, layers_per_group=3, lead=2)

@@ -162,7 +162,7 @@ def kv_pool() -> Any:
 
 CONFIGURATOR = SimpleNamespace(
     model_config=SimpleNamespace(
-        num_attention_heads=4, get_num_kv_heads=lambda tp_size: 2, head_dim=8
+        num_attention_heads=4, get_num_kv_heads=lambda tp_size: 2, head_dim=8, hidden_size=32
     ),
     kv_cache_dtype=torch.float32,
     layer_info=SimpleNamespace(num_effective_layers=3),

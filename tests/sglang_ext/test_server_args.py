@@ -235,6 +235,7 @@ CASES = [
     # The model is at fault.
     Case("--dense-layers 2", model=LLAMA),
     Case("--dense-layers 7", model=LLAMA),
+    Case("--query-predictor forecast", model=LLAMA),
     Case("", "--dtype", model=Model("Llama", {"dtype": "float64"})),
     *(
         Case("", "--model-path", model=model)
@@ -691,6 +692,7 @@ def test_the_config_of_the_cache_rank_carries_the_flags(
 ) -> None:
     given = {
         "layers_per_group": 3,
+        "forecast_lead": 4,
         "sparse_budget": 77,
         "sink_tokens": 5,
         "recent_tokens": 9,

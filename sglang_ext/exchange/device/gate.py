@@ -31,7 +31,7 @@ from torch import Tensor
 
 from cache_rank.config import CacheRankConfig
 from cache_rank.protocol import UpMessage, up_sizes
-from cache_rank.schedule import MODEL, lanes_of_entered, lanes_of_left
+from cache_rank.schedule import lanes_of_entered, lanes_of_left
 from sglang_ext.exchange.base import Gate
 from sglang_ext.exchange.device.clock import StepClock
 from sglang_ext.exchange.pinned_ring import DeviceToHostRing
@@ -115,8 +115,7 @@ class DeviceGate(Gate):
                 self.staging[lane].hidden, self._exchanged[: hidden.shape[0]], hidden, residual
             )
             self._complete(lane)
-            if group != MODEL:
-                self._wait_for_slots(group)
+            self._wait_for_slots(group)
 
     def enter_group(self, group: int) -> None:
         self._join()
