@@ -57,7 +57,7 @@ class Calibrating:
 
     def finish(self, folder: Path, described: Described, rank: int, ridge: float) -> None:
         """Fit every layer, and write the calibration."""
-        held_out = self._collector.begin_part()
+        held_out = self._collector.equations
         corrections: dict[int, Correction] = {}
         fits: dict[int, Fit] = {}
         for layer, source in self._sources.items():
