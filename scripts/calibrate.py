@@ -31,7 +31,9 @@ from scripts.shared.models import folder_of, model_config
 from scripts.shared.report import table
 from scripts.shared.serving import stop_on_sigterm
 from sglang_ext.calibration.files import read_card
+from sglang_ext.calibration.held_out import SELECTED
 from sglang_ext.calibration.serving import Described, Schedule
+from sglang_ext.flags import FORECAST_GROUP_LAYERS, flag_of
 from sglang_ext.server_args import CacheRankServerArgs
 
 CONTEXT = 4096
@@ -50,14 +52,16 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
     add("--held-out", nargs="+", default=["image-models", "distributions"], metavar="FILE",
         help="files that only say how good the fit is; default: %(default)s")  # fmt: skip
     add("--tokens", type=int, default=CONTEXT, help="of each text; default: %(default)s")
-    add("--rank", type=int, default=64, help="directions of a correction; default: %(default)s")
+    add("--rank", type=int, default=128, help="directions of a correction; default: %(default)s")
     add("--ridge", type=float, default=0.01,
         help="how much the fit holds on to the projection; default: %(default)s")  # fmt: skip
-    defaults = {field: CacheRankServerArgs.__dataclass_fields__[field].default
-                for field in Schedule.__struct_fields__}  # fmt: skip
-    for field, default in defaults.items():
-        add(f"--{field.replace('_', '-')}", type=int, default=default,
+    fields = CacheRankServerArgs.__dataclass_fields__
+    for field in Schedule.__struct_fields__:
+        default = fields[field].default
+        default = FORECAST_GROUP_LAYERS if default is None else default
+        add(flag_of(field), type=int, default=default,
             help="as the server has it; default: %(default)s")  # fmt: skip
+    add("--engine-args", type=json.loads, default={}, help="JSON object of engine arguments")
     options = parser.parse_args(argv)
     try:
         model_config(options.model)
@@ -103,13 +107,12 @@ def calibrate(options: argparse.Namespace) -> None:
                     engine.generate(input_ids=prompt, sampling_params={"max_new_tokens": 1})
                     bar.update()
                 if part is prompts:
-                    engine.collective_rpc("hold_out")
+                    fitted = {"rank": options.rank, "ridge": options.ridge}
+                    engine.collective_rpc("fit_calibration", **fitted)
         engine.collective_rpc(
             "finish_calibration",
             folder=str(options.out.absolute()),
             described=_json(described),
-            rank=options.rank,
-            ridge=options.ridge,
         )
     finally:
         engine.shutdown()
@@ -123,13 +126,16 @@ def _engine_arguments(options: argparse.Namespace) -> dict[str, Any]:
         "max_running_requests": 1,
         "max_total_tokens": 2 * options.tokens,
         "disable_cuda_graph": True,
+        "chunked_prefill_size": options.tokens,  # all keys of a text are in one forward pass
         "log_level": "error",
         "skip_tokenizer_init": True,
+        "sampling_backend": "pytorch",
+        "grammar_backend": "none",
+        "cuda_graph_backend_prefill": "disabled",
     }
     if not visible_gpus():
         arguments |= {"device": "cpu", "attention_backend": "torch_native", "dtype": "float32"}
-        arguments |= {"sampling_backend": "pytorch", "grammar_backend": "none"}
-    return arguments
+    return arguments | options.engine_args
 
 
 def _json(value: Any) -> str:
@@ -138,10 +144,19 @@ def _json(value: Any) -> str:
 
 def summary(folder: Path) -> str:
     """What a card says of each layer, as a table."""
-    header = ("layer", "from layer", "missed", "corrected", "held out: missed", "corrected")
+    header = (
+        "layer",
+        "from layer",
+        "missed",
+        "corrected",
+        "held out: missed",
+        "corrected",
+        "recall",
+    )
     rows = [
         [str(layer), str(fit.source)]
         + [f"{share:.3f}" for share in (fit.plain, fit.fitted, fit.plain_held_out, fit.held_out)]
+        + ["–" if fit.recall is None else f"{fit.recall:.2f}"]
         for layer, fit in read_card(folder).fits.items()
     ]
     return table(header, rows)
@@ -157,8 +172,9 @@ def main(argv: Sequence[str]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     print(summary(options.out))
-    print("Shares of the squares of queries that a forecast misses, by tokens that were fitted to "
-          "and by others.")  # fmt: skip
+    print("Shares of the squares of queries that a forecast misses, of tokens that were fitted to "
+          "and of others.\n"
+          f"Recall: of the {SELECTED} tokens that their true queries select.")  # fmt: skip
     print(f"{options.out}: {time.monotonic() - started:.0f} s")
     return 0
 

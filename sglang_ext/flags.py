@@ -17,6 +17,10 @@ from sglang_ext import cpu
 BACKEND = "cache_rank"
 """The name under which SGLang knows our decode attention backend."""
 
+FORECAST_GROUP_LAYERS = 2
+HISTORY_GROUP_LAYERS = 6
+"""Layers of a group where queries are forecast, and where they are predicted from earlier ones."""
+
 CHECKSUM_VARIABLE = "CACHE_RANK_CHECKSUM"
 """Set to 1, this variable makes both ranks compare checksums of every slot at every step."""
 
@@ -59,8 +63,12 @@ class CacheRankFlags(ServerArgs):
     sink_tokens: A[int, Arg(help="First tokens that are always attended to.")] = 4
     recent_tokens: A[int, Arg(help="Newest tokens that are always attended to.")] = 64
     layers_per_group: A[
-        int, Arg(help="Consecutive layers whose queries and answers share one message.")
-    ] = 6
+        int | None,
+        Arg(
+            help="Consecutive layers whose queries and answers share one message. Default: "
+            f"{FORECAST_GROUP_LAYERS} where queries are forecast, {HISTORY_GROUP_LAYERS} otherwise."
+        ),
+    ] = None
     calibration: A[
         str | None,
         Arg(
@@ -70,12 +78,13 @@ class CacheRankFlags(ServerArgs):
     ] = None
     query_window: A[int, Arg(help="Earlier queries that the next query is predicted from.")] = 16
     query_predictor: A[
-        Literal["last", "ema", "spade", "ridge", "forecast"],
+        Literal["last", "ema", "spade", "ridge", "forecast"] | None,
         Arg(
             help="How a query is predicted: from those of earlier steps, or (forecast) from the "
-            "hidden state of the same step, --forecast-lead layer groups before."
+            "hidden state of the same step, --forecast-lead layer groups before. Default: forecast "
+            "for Llama, Qwen2 and Qwen3 with more layer groups than that, last otherwise."
         ),
-    ] = "last"
+    ] = None
     forecast_lead: A[
         int,
         Arg(help="Layer groups between a hidden state and the queries that are forecast from it."),
@@ -207,12 +216,15 @@ class CacheRankFlags(ServerArgs):
         Raises:
             ValueError: a flag is out of range; the message begins with its field.
         """
+        shared = {field: getattr(self, field) for field in _SHARED_FIELDS}
+        # Some are chosen only when the model is known.
+        chosen = {field: value for field, value in shared.items() if value is not None}
         config = CacheRankConfig(
             model=model,
             max_rows=max_rows,
             kv_residency_options=parse_options(self.kv_residency_options),
             checksum=os.environ.get(CHECKSUM_VARIABLE) == "1",
-            **{field: getattr(self, field) for field in _SHARED_FIELDS},
+            **chosen,
         )
         require_format(config)
         return config

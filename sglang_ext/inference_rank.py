@@ -271,10 +271,11 @@ def create(runner: Any, args: CacheRankServerArgs) -> InferenceRank:
     """Build this process's inference rank, whose cache rank has been spawned."""
     global _current
     assert _supervisor is not None
-    forecast = ForecastSource(runner.model, args) if args.query_predictor == "forecast" else None
+    forecasts = args.query_predictor == "forecast"
+    forecast = ForecastSource(runner.model, args) if forecasts else None
     _current = InferenceRank(
         args,
-        model_shape(runner, args),
+        model_shape(runner, args.dense_layers, forecasts),
         pools_of(runner, args),
         runner.ps.tp_rank,
         _supervisor,

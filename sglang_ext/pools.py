@@ -56,8 +56,13 @@ def first_reserve_row(pools: Pools, args: CacheRankServerArgs) -> int:
     return pools.keys[-1].shape[0] - reserve_rows(args)
 
 
-def model_shape(runner: Any, args: CacheRankServerArgs) -> ModelShape:
+def model_shape(runner: Any, dense_layers: int, forecasts: bool) -> ModelShape:
     """Read the shape of the sparse layers off a loaded model.
+
+    Args:
+        runner: SGLang's, whose model is loaded.
+        dense_layers: first layers that are not sparse.
+        forecasts: whether the shape says what forecasts need to know.
 
     Raises:
         ValueError: they are not built as they have to be.
@@ -70,14 +75,14 @@ def model_shape(runner: Any, args: CacheRankServerArgs) -> ModelShape:
     if len(attention) != len(pool.k_buffer) or first.qk_head_dim != first.v_head_dim:
         raise ValueError("the model's attention layers do not match its KV pool")
     return ModelShape(
-        layers=len(pool.k_buffer) - args.dense_layers,
+        layers=len(pool.k_buffer) - dense_layers,
         query_heads=first.tp_q_head_num,
         kv_heads=first.tp_k_head_num,
         head_dim=first.qk_head_dim,
         dtype=str(pool.dtype).removeprefix("torch."),
         scale=float(first.scaling),
         **_rotary(runner.model),
-        **(_hidden_state(runner.model) if args.query_predictor == "forecast" else {}),
+        **(_hidden_state(runner.model) if forecasts else {}),
     )
 
 

@@ -21,6 +21,7 @@ class DecoderLayer(NamedTuple):
         input_norm: the norm of what enters it, root mean square with weights.
         projection: to queries, keys and values.
         query_norm: of query heads, likewise; None without one.
+        attention: SGLang's attention of the layer.
         query_heads, head_dim: of this tensor-parallel rank.
     """
 
@@ -28,6 +29,7 @@ class DecoderLayer(NamedTuple):
     input_norm: Any
     projection: Any
     query_norm: Any
+    attention: Any
     query_heads: int
     head_dim: int
 
@@ -56,8 +58,9 @@ def decoder_layers(model: torch.nn.Module) -> list[DecoderLayer]:
             raise ValueError(f"{type(layer).__name__} has no input_layernorm and qkv_proj")
         if norm is None or not {"hidden_states", "residual"} <= _parameters(layer).keys():
             raise ValueError(f"{type(layer).__name__} does not take a hidden state and a residual")
+        parts = layer, norm, projection, query_norm, attention
         heads = attention.tp_q_head_num, attention.qk_head_dim
-        layers.append(DecoderLayer(layer, norm, projection, query_norm, *heads))
+        layers.append(DecoderLayer(*parts, *heads))
     return layers
 
 

@@ -15,13 +15,23 @@ from sglang.srt.arg_groups.arg_utils import add_cli_args_from_dataclass
 from sglang.srt.server_args import ServerArgs
 
 from sglang_ext import baselines, cpu
-from sglang_ext.flags import BACKEND, CACHE_RANK_FIELDS, CacheRankFlags, flag_of
+from sglang_ext.flags import (
+    BACKEND,
+    CACHE_RANK_FIELDS,
+    FORECAST_GROUP_LAYERS,
+    HISTORY_GROUP_LAYERS,
+    CacheRankFlags,
+    flag_of,
+)
 from sglang_ext.refusals import models, refuse, refuse_unknown_sglang, servers
 
 logger = logging.getLogger(__name__)
 
 BUNDLED_MODEL = Path(__file__).parent / "bundled_model"
 """The model that is served when no other is named."""
+
+FORECAST_ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+"""Queries of these are forecast by default; those of others can be, if the user says so."""
 
 _CPU_POOL_TOKENS = 1 << 17
 """The KV pool on a CPU has this many tokens, unless the user names a number."""
@@ -49,6 +59,8 @@ class CacheRankServerArgs(CacheRankFlags):
             self._say_ignored(f"with --decode-mode {self.decode_mode}", baselines.FIELDS)
         self._set_required()
         super().__post_init__()
+        if not self.is_baseline:
+            self._choose_schedule()
         self._refuse_model()
 
     def _refuse_arguments(self) -> None:
@@ -67,6 +79,25 @@ class CacheRankServerArgs(CacheRankFlags):
         refuse(self, models.MODELS)
         if not self.is_baseline:
             refuse(self, models.WORKING_SETS)
+
+    def _choose_schedule(self) -> None:
+        """Choose how queries are predicted, and the layers of a group, where the user does not."""
+        predictor, group_layers = self.query_predictor, self.layers_per_group
+        if predictor is None:
+            groups = models.sparse_groups(self, group_layers or FORECAST_GROUP_LAYERS)
+            predictor, reason = "forecast", "from the hidden state of the same step"
+            if models.architecture(self) not in FORECAST_ARCHITECTURES:
+                predictor, reason = "last", "forecasts are not tested with this model"
+            elif groups <= self.forecast_lead:
+                predictor = "last"
+                reason = (
+                    f"--forecast-lead {self.forecast_lead} needs more layer groups than {groups}"
+                )
+            logger.info("cache rank: --query-predictor %s (%s)", predictor, reason)
+        if group_layers is None:
+            by_forecast = predictor == "forecast"
+            group_layers = FORECAST_GROUP_LAYERS if by_forecast else HISTORY_GROUP_LAYERS
+        self.override("cache rank", query_predictor=predictor, layers_per_group=group_layers)
 
     def _set_required(self) -> None:
         """Set what decode over working sets needs, and say so."""

@@ -18,6 +18,7 @@ from cache_rank.protocol import (
     UpMessage,
     bulk_shape,
     down_sizes,
+    projection_shape,
     up_sizes,
 )
 from cache_rank.residency import bytes_per_token, fixed_bytes, require_format
@@ -63,6 +64,10 @@ def measure_cache_step(
         for start in range(0, tokens, LOADED_TOKENS):
             count = min(LOADED_TOKENS, tokens - start)
             selector.load(sequence, random(*bulk_shape(config, count)))
+    if config.forecasts:
+        for layer in range(model.layers):
+            projection = random(*projection_shape(config)) / model.hidden_size**0.5
+            selector.load_projection(layer, projection)
     boundaries = config.boundaries
     current = [random(size // model.torch_dtype.itemsize) for size in up_sizes(config, rows)]
     ups = [

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
@@ -21,12 +22,15 @@ class CalibrationError(ValueError):
 
 
 class Fit(msgspec.Struct, frozen=True):
-    """How well the queries of a layer are forecast: the share of their squares that is missed.
+    """How well the queries of a layer are forecast.
 
     Attributes:
         source: the layer whose input they are forecast from.
-        plain, plain_held_out: by the projection as it is, of tokens that were fitted to and others.
+        plain, plain_held_out: the share of their squares that is missed by the projection as it
+            is, of tokens that were fitted to and of others.
         fitted, held_out: by the corrected projection, likewise.
+        recall: of the tokens that true queries select in texts that were not fitted to, the share
+            that forecasts select; see held_out.py. Null where these texts are too short.
     """
 
     source: int
@@ -34,6 +38,7 @@ class Fit(msgspec.Struct, frozen=True):
     fitted: float
     plain_held_out: float
     held_out: float
+    recall: float | None
 
 
 class Card(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,7 +88,7 @@ def write(folder: Path, calibration: Calibration) -> None:
     """Write a folder."""
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {
-        f"{layer}.{side}": getattr(correction, side).cpu().contiguous()
+        f"{layer}.{side}": getattr(correction, side).to("cpu", torch.bfloat16).contiguous()
         for layer, correction in calibration.corrections.items()
         for side in Correction._fields
     }
@@ -124,7 +129,7 @@ def read(folder: Path) -> Calibration:
     try:
         with safe_open(folder / CORRECTIONS, "pt") as file:
             for layer in card.fits:
-                parts = (file.get_tensor(f"{layer}.{side}") for side in Correction._fields)
+                parts = (file.get_tensor(f"{layer}.{side}").float() for side in Correction._fields)
                 corrections[layer] = Correction(*parts)
     except (OSError, SafetensorError) as error:
         raise CalibrationError(f"{folder / CORRECTIONS} cannot be read: {error}") from None

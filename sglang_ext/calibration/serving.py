@@ -1,13 +1,13 @@
 """What a scheduler process does while its model is calibrated, as the command asks it to.
 
 The engine calls these by name, one after the other: `begin_calibration`, then texts are prefilled;
-`hold_out`, then other texts are; `finish_calibration` fits and writes.
+`fit_calibration`, then other texts are, which say how good the fit is; `finish_calibration` writes.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -15,7 +15,9 @@ import torch
 from sglang_ext.calibration.collecting import Collector
 from sglang_ext.calibration.files import Calibration, Card, Fit, sources, write
 from sglang_ext.calibration.fitting import Correction, NormalEquations, fit
-from sglang_ext.projections import DecoderLayer, decoder_layers, projection_of
+from sglang_ext.calibration.held_out import HeldOutRecall
+from sglang_ext.pools import model_shape
+from sglang_ext.projections import decoder_layers, projection_of
 
 
 class Schedule(msgspec.Struct, frozen=True):
@@ -26,16 +28,29 @@ class Schedule(msgspec.Struct, frozen=True):
     forecast_lead: int
 
 
+class _Fitted(NamedTuple):
+    """A fit, by layer: to what, of which projections, and how good it is on other texts."""
+
+    rank: int
+    ridge: float
+    equations: dict[int, NormalEquations]
+    plain: dict[int, torch.Tensor]
+    corrections: dict[int, Correction]
+    corrected: dict[int, torch.Tensor]
+    recall: HeldOutRecall
+
+
 class Calibrating:
     """The calibration of one model."""
 
-    def __init__(self, model: torch.nn.Module, schedule: Schedule) -> None:
+    def __init__(self, runner: Any, schedule: Schedule) -> None:
         """Collect what a model prefills from now on.
 
         Raises:
             ValueError: the model is not built as a forecast needs it, or has too few layers.
         """
-        self._layers = decoder_layers(model)
+        self._layers = decoder_layers(runner.model)
+        self._shape = model_shape(runner, dense_layers=0, forecasts=True)
         self._schedule = schedule
         self._sources = sources(
             len(self._layers),
@@ -49,47 +64,56 @@ class Calibrating:
                 "and --forecast-lead groups of --layers-per-group"
             )
         self._collector = Collector(self._layers, self._sources)
-        self._fitted_to: dict[int, NormalEquations] = {}
+        self._fitted: _Fitted | None = None
 
-    def hold_out(self) -> None:
-        """Fit to none of what is prefilled from now on."""
-        self._fitted_to = self._collector.begin_part()
+    def fit(self, rank: int, ridge: float) -> None:
+        """Fit to what has been prefilled, and to nothing that will be."""
+        equations = self._collector.begin_part()
+        plain = {
+            layer: projection_of(self._layers[layer], torch.float32) for layer in self._sources
+        }
+        corrections = {
+            layer: fit(equations[layer], _flat(projection), rank, ridge)
+            for layer, projection in plain.items()
+        }
+        corrected = {layer: projection.clone() for layer, projection in plain.items()}
+        for layer, projection in corrected.items():
+            _flat(projection).copy_(corrections[layer].added_to(_flat(projection)))
+        recall = HeldOutRecall(self._shape, self._layers, self._sources, corrected)
+        self._fitted = _Fitted(rank, ridge, equations, plain, corrections, corrected, recall)
 
-    def finish(self, folder: Path, described: Described, rank: int, ridge: float) -> None:
-        """Fit every layer, and write the calibration."""
-        held_out = self._collector.equations
-        corrections: dict[int, Correction] = {}
+    def finish(self, folder: Path, described: Described) -> None:
+        """Write the calibration, with how good it is on what was prefilled after the fit."""
+        held_out, fitted = self._collector.equations, self._fitted
+        assert fitted is not None
         fits: dict[int, Fit] = {}
         for layer, source in self._sources.items():
-            equations = self._fitted_to[layer]
-            projection = _plain(self._layers[layer])
-            correction = fit(equations, projection, rank, ridge)
-            corrected = correction.added_to(projection)
-            corrections[layer] = correction
-            shares = (
-                part.unexplained(rows)
-                for part in (equations, held_out[layer])
-                for rows in (projection, corrected)
-            )
-            fits[layer] = Fit(source, *shares)
-        first = self._layers[0]
-        tokens = max(equations.tokens for equations in self._fitted_to.values())
+            shares = {
+                name: equations[layer].unexplained(_flat(projections[layer]))
+                for name, equations, projections in (
+                    ("plain", fitted.equations, fitted.plain),
+                    ("fitted", fitted.equations, fitted.corrected),
+                    ("plain_held_out", held_out, fitted.plain),
+                    ("held_out", held_out, fitted.corrected),
+                )
+            }
+            fits[layer] = Fit(source, recall=fitted.recall.mean(layer), **shares)
         card = Card(
             model=described.model,
             architecture=described.architecture,
-            hidden_size=first.input_norm.weight.shape[0],
+            hidden_size=self._shape.hidden_size,
             layers=len(self._layers),
-            query_heads=first.query_heads,
-            head_dim=first.head_dim,
+            query_heads=self._shape.query_heads,
+            head_dim=self._shape.head_dim,
             **msgspec.structs.asdict(self._schedule),
-            rank=rank,
-            ridge=ridge,
+            rank=fitted.rank,
+            ridge=fitted.ridge,
             texts=described.texts,
             held_out=described.held_out,
-            tokens=tokens,
+            tokens=max(equations.tokens for equations in fitted.equations.values()),
             fits=fits,
         )
-        write(folder, Calibration(card, corrections))
+        write(folder, Calibration(card, fitted.corrections))
 
 
 class Described(msgspec.Struct, frozen=True):
@@ -101,9 +125,9 @@ class Described(msgspec.Struct, frozen=True):
     held_out: dict[str, str]
 
 
-def _plain(layer: DecoderLayer) -> torch.Tensor:
-    """A layer's projection and constant, (H + 1, N) float32."""
-    return projection_of(layer, torch.float32)[:-1].flatten(1)
+def _flat(projection: torch.Tensor) -> torch.Tensor:
+    """A layer's projection and constant without its query norm, (H + 1, N) float32."""
+    return projection[:-1].flatten(1)
 
 
 _calibrating: Calibrating | None = None
@@ -112,26 +136,23 @@ _calibrating: Calibrating | None = None
 def begin_calibration(scheduler: Any, schedule: str) -> None:
     """Begin; the schedule is a Schedule in JSON."""
     global _calibrating
-    model = scheduler.tp_worker.model_runner.model
-    _calibrating = Calibrating(model, msgspec.json.decode(schedule, type=Schedule))
+    runner = scheduler.tp_worker.model_runner
+    _calibrating = Calibrating(runner, msgspec.json.decode(schedule, type=Schedule))
 
 
-def hold_out(scheduler: Any) -> None:
-    """See `Calibrating.hold_out`."""
+@torch.no_grad()
+def fit_calibration(scheduler: Any, rank: int, ridge: float) -> None:
+    """See `Calibrating.fit`."""
     assert _calibrating is not None
-    _calibrating.hold_out()
+    _calibrating.fit(rank, ridge)
 
 
-def finish_calibration(
-    scheduler: Any, folder: str, described: str, rank: int, ridge: float
-) -> None:
+@torch.no_grad()
+def finish_calibration(scheduler: Any, folder: str, described: str) -> None:
     """See `Calibrating.finish`; what is described is a Described in JSON."""
     assert _calibrating is not None
-    with torch.no_grad():
-        _calibrating.finish(
-            Path(folder), msgspec.json.decode(described, type=Described), rank, ridge
-        )
+    _calibrating.finish(Path(folder), msgspec.json.decode(described, type=Described))
 
 
-CALLS = (begin_calibration, hold_out, finish_calibration)
+CALLS = (begin_calibration, fit_calibration, finish_calibration)
 """These are methods of the scheduler in a process that calibrates."""

@@ -49,9 +49,20 @@ def _dtype(args: CacheRankFlags) -> str:
     return str(_model(args).dtype).removeprefix("torch.")
 
 
-def _sparse_groups(args: CacheRankFlags) -> int:
-    """How many layer groups are not dense."""
-    return -(-(_model(args).num_hidden_layers - args.dense_layers) // args.layers_per_group)
+def architecture(args: CacheRankFlags) -> str:
+    """The class of the model, as its configuration names it."""
+    return str(_model(args).hf_config.architectures[0])
+
+
+def sparse_groups(args: CacheRankFlags, group_layers: int) -> int:
+    """How many groups of so many layers are not dense."""
+    return -(-(_model(args).num_hidden_layers - args.dense_layers) // group_layers)
+
+
+def _groups(args: CacheRankFlags) -> int:
+    """How many layer groups are not dense, once it is chosen how many layers make one."""
+    assert args.layers_per_group is not None
+    return sparse_groups(args, args.layers_per_group)
 
 
 def _bytes_of_working_sets(args: CacheRankFlags) -> int:
@@ -107,15 +118,20 @@ MODELS = (
 
 WORKING_SETS = (
     Refusal(
-        "--query-predictor --forecast-lead --layers-per-group",
+        "--calibration",
+        lambda args: f"it is of forecasts, and --query-predictor is {args.query_predictor}",
+        "drop it, or, where the model has more layer groups than --forecast-lead, pass "
+        "--query-predictor forecast",
+        lambda args: args.calibration is not None and args.query_predictor != "forecast",
+    ),
+    Refusal(
+        "--query-predictor --forecast-lead",
         lambda args: (
-            f"the model has {_sparse_groups(args)} groups of sparse layers, and forecasts need "
+            f"the model has {_groups(args)} groups of sparse layers, and forecasts need "
             f"more than their lead of {args.forecast_lead}"
         ),
         "lower --forecast-lead or --layers-per-group, or pass --query-predictor last",
-        lambda args: (
-            args.query_predictor == "forecast" and _sparse_groups(args) <= args.forecast_lead
-        ),
+        lambda args: args.query_predictor == "forecast" and _groups(args) <= args.forecast_lead,
     ),
     Refusal(
         "--max-sparse-requests --inference-kv",

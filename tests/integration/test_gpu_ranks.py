@@ -171,9 +171,18 @@ def deep_flags(model: Path) -> list[str]:
     ).split()
 
 
-@pytest.mark.parametrize("backend", ["peer", "nccl"])
-def test_a_cache_rank_of_many_groups_is_lost_and_comes_back(deep_model: Path, backend: str) -> None:
-    flags = [*deep_flags(deep_model), "--cache-rank-transfer-backend", backend]
+LAST = "--query-predictor last"
+FORECAST = "--query-predictor forecast --forecast-lead"
+
+
+@pytest.mark.parametrize(
+    ("backend", "schedule"),
+    [("peer", LAST), ("peer", f"{FORECAST} 2"), ("nccl", LAST), ("nccl", f"{FORECAST} 1")],
+)
+def test_a_cache_rank_of_many_groups_is_lost_and_comes_back(
+    deep_model: Path, backend: str, schedule: str
+) -> None:
+    flags = [*deep_flags(deep_model), *schedule.split(), "--cache-rank-transfer-backend", backend]
     prompts = random_prompts([3000, 700, 1500, 4000])
     with serve([*GPU_FLAGS, *flags]) as server:
         for starts in (1, 2, 3):
@@ -191,12 +200,14 @@ def test_a_cache_rank_of_many_groups_is_lost_and_comes_back(deep_model: Path, ba
 
 
 @pytest.mark.parametrize("inference_kv", ["full", "working-set"])
+@pytest.mark.parametrize("schedule", [LAST, f"{FORECAST} 2"])
 @pytest.mark.parametrize("checksum", ["1", "0"])
 def test_slots_equal_the_mirror_over_many_groups(
-    deep_model: Path, inference_kv: str, checksum: str
+    deep_model: Path, inference_kv: str, schedule: str, checksum: str
 ) -> None:
     """With checksums every step is compared; without, the host runs ahead as it does in use."""
-    flags = [*deep_flags(deep_model), "--inference-kv", inference_kv, "--recall-interval", "4"]
+    flags = [*deep_flags(deep_model), *schedule.split()]
+    flags += ["--inference-kv", inference_kv, "--recall-interval", "4"]
     environment = {"CACHE_RANK_CHECKSUM": checksum}
     with serve([*GPU_FLAGS, *flags], environment) as server:
         responses = server.generate_all(random_prompts([3000, 700, 1500, 4000]), 600)

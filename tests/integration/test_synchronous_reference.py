@@ -106,7 +106,7 @@ class Case:
             )
             for layer in sources(self.layers, *schedule)
         }
-        fit = Fit(0, 1.0, 1.0, 1.0, 1.0)
+        fit = Fit(0, 1.0, 1.0, 1.0, 1.0, None)
         card = Card(
             model="random",
             architecture={"qwen3": "Qwen3ForCausalLM", "qwen2": "Qwen2ForCausalLM"}[self.family],

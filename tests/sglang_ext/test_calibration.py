@@ -95,14 +95,19 @@ CARD = Card(
     texts={"a": "0" * 64},
     held_out={},
     tokens=400,
-    fits={layer: Fit(layer - 2, 0.5, 0.1, 0.6, 0.2) for layer in (3, 4)},
+    fits={layer: Fit(layer - 2, 0.5, 0.1, 0.6, 0.2, 0.8) for layer in (3, 4)},
 )
+
+
+def as_written(shape: tuple[int, int]) -> Tensor:
+    """Random numbers that bfloat16 can hold."""
+    return torch.randn(shape).bfloat16().float()
 
 
 def calibration() -> Calibration:
     torch.manual_seed(0)
     return Calibration(
-        CARD, {layer: Correction(torch.randn(25, 3), torch.randn(3, 40)) for layer in (3, 4)}
+        CARD, {layer: Correction(*map(as_written, ((25, 3), (3, 40)))) for layer in (3, 4)}
     )
 
 

@@ -236,6 +236,7 @@ CASES = [
     Case("--dense-layers 2", model=LLAMA),
     Case("--dense-layers 7", model=LLAMA),
     Case("--query-predictor forecast", model=LLAMA),
+    Case("--calibration folder", model=LLAMA),
     Case("", "--dtype", model=Model("Llama", {"dtype": "float64"})),
     *(
         Case("", "--model-path", model=model)
@@ -334,8 +335,8 @@ def test_a_refusal_names_the_flags_that_were_given_as_they_are_typed() -> None:
         "Drop --trace and --sink-tokens and --disable-overlap-schedule."
     )
     assert Refusal(asked, "it is a test").refuses(args)
-    assert not Refusal("--recent-tokens --layers-per-group", "it is a test").refuses(args)
-    assert Refusal("--recent-tokens --layers-per-group", "{}", PLAIN).message(args) == (
+    assert not Refusal("--recent-tokens --delta-capacity", "it is a test").refuses(args)
+    assert Refusal("--recent-tokens --delta-capacity", "{}", PLAIN).message(args) == (
         "--recent-tokens 64: {}. Pass --cache-rank-gpus 0 for plain SGLang."
     )
 
@@ -684,6 +685,30 @@ def test_the_users_model_is_served_however_the_flag_is_spelled(
 ) -> None:
     model = LLAMA.write(tmp_path)
     assert parse_server_args(spelling.format(model).split()).model_path == str(model)
+
+
+DEEP = {"num_hidden_layers": 8, "layer_types": ["full_attention"] * 8}
+
+
+@pytest.mark.parametrize(
+    ("model", "flags", "chosen"),
+    [
+        (Model("Llama", DEEP), "", ("forecast", 2)),
+        (Model("Qwen2", DEEP), "--dense-layers 4 --layers-per-group 1", ("forecast", 1)),
+        (Model("Qwen3", DEEP), "--dense-layers 4", ("last", 6)),
+        (Model("Qwen3", DEEP), "--dense-layers 4 --forecast-lead 1", ("forecast", 2)),
+        (Model("Olmo2", DEEP), "", ("last", 6)),
+        (Model("Olmo2", DEEP), "--query-predictor forecast", ("forecast", 2)),
+        (Model("Llama", DEEP), "--query-predictor ema --layers-per-group 3", ("ema", 3)),
+        (LLAMA, "", ("last", 6)),
+    ],
+    ids=str,
+)
+def test_queries_are_forecast_where_the_model_allows(
+    model: Model, flags: str, chosen: tuple[str, int], tmp_path: Path
+) -> None:
+    args = parse_server_args(["--model-path", str(model.write(tmp_path)), *flags.split()])
+    assert (args.query_predictor, args.layers_per_group) == chosen
 
 
 @pytest.mark.parametrize("changed", [{"score_keys": "fp8"}, {"kv_residency": "lynx"}])

@@ -1,0 +1,114 @@
+"""How many of the tokens that a layer's true queries select its forecasts select too, of a text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from cache_rank_kernels.forecast.reference import forecast_step
+from cache_rank_kernels.score.reference import score_tokens
+from cache_rank_kernels.select.reference import top_tokens
+from torch import Tensor
+
+from cache_rank.config import ModelShape
+from cache_rank.measure.recall import overlap_ratio
+from sglang_ext.projections import DecoderLayer, watch_inputs
+
+SELECTED = 128
+"""So many tokens are selected, or a quarter of the text where that is less."""
+
+POSITIONS = 32
+"""So many of the last positions of a text are looked at."""
+
+_SINKS, _RECENT = 4, 64
+"""As many first and newest tokens are attended to anyway, and do not compete."""
+
+
+class HeldOutRecall:
+    """The recall of forecasts, of texts that are prefilled whole.
+
+    Attributes:
+        shares: by layer, of each position and KV head so far.
+    """
+
+    def __init__(
+        self,
+        model: ModelShape,
+        layers: Sequence[DecoderLayer],
+        sources: Mapping[int, int],
+        projections: Mapping[int, Tensor],
+    ) -> None:
+        """Watch a loaded model.
+
+        Args:
+            model: its shape.
+            layers: its decoder layers.
+            sources: the layer whose input tells the queries, of each that is forecast.
+            projections: by what these are forecast, (H + 2, Hq, D); see protocol.Projection.
+        """
+        self.shares: dict[int, list[Tensor]] = {layer: [] for layer in sources}
+        self._model, self._sources, self._projections = model, sources, projections
+        self._states: dict[int, Tensor] = {}
+        self._watched = sorted({*sources.values()})
+        watch_inputs([layers[source] for source in self._watched], self._on_input)
+        for layer in sources:
+            layers[layer].attention.register_forward_pre_hook(
+                lambda _module, inputs, layer=layer: self._on_attention(layer, *inputs[:2])
+            )
+
+    def mean(self, layer: int) -> float | None:
+        """The mean of a layer; None where no text was long enough."""
+        shares = self.shares[layer]
+        return float(torch.cat(shares).mean()) if shares else None
+
+    def _on_input(self, index: int, hidden: Tensor, residual: Tensor | None, batch: Any) -> None:
+        source = self._watched[index]
+        self._states.pop(source, None)
+        if batch.forward_mode.is_extend():
+            state = hidden[-POSITIONS:].float()
+            self._states[source] = state if residual is None else state + residual[-POSITIONS:]
+
+    def _on_attention(self, layer: int, queries: Tensor, keys: Tensor) -> None:
+        state, model = self._states.get(self._sources[layer]), self._model
+        tokens = keys.shape[0]
+        if state is None or tokens < _SINKS + _RECENT + POSITIONS + 4:
+            return
+        positions = range(tokens - len(state), tokens)
+        heads = (model.query_heads, model.head_dim)
+        true = queries[-len(state) :].view(-1, *heads).float()
+        expected = self._forecast(layer, state, positions)
+        by_head = keys.view(tokens, -1, model.head_dim).transpose(0, 1)
+        for position, *pair in zip(positions, true, expected, strict=True):
+            older = by_head[None, :, :position]
+            candidates = range(_SINKS, position - _RECENT)
+            count = min(SELECTED, len(candidates) // 4)
+            exact, forecast = (
+                top_tokens(score_tokens(query[None], older, model.scale), candidates, count)
+                for query in pair
+            )
+            recall = overlap_ratio(forecast, exact, position)
+            self.shares[layer].append(recall.flatten().cpu())
+
+    def _forecast(self, layer: int, state: Tensor, positions: range) -> Tensor:
+        """What the queries of positions are forecast to be, (T, Hq, D) float32."""
+        model, projection = self._model, self._projections[layer]
+        constant, query_norm = projection[-2:]
+        rows = torch.arange(positions.start, positions.stop, device=state.device)
+        queries = state.new_empty((len(rows), 1, model.query_heads, model.head_dim))
+        frequency = state.new_tensor(model.rotary_frequency) if model.rotary_frequency else None
+        forecast_step(
+            state,
+            projection[None, :-2].transpose(1, 2),
+            constant[None],
+            None if model.query_norm_epsilon is None else query_norm[None],
+            rows,
+            torch.zeros_like(rows),
+            frequency,
+            model.rotary_interleaved,
+            model.rotary_scale,
+            model.norm_epsilon,
+            model.query_norm_epsilon or 0.0,
+            queries,
+        )
+        return queries[:, 0]
