@@ -33,8 +33,9 @@ class ForecastSource:
         self._calibration: Calibration | None = None
         if args.calibration is None:
             logger.info(
-                "cache rank: queries are forecast by the model's own projections; a calibration "
-                "(python -m scripts.calibrate) makes forecasts better"
+                "cache rank: queries are forecast by the model's own projections. On SmolLM2 that "
+                "diverged two to three times as far from dense decoding as corrected ones, which "
+                "python -m scripts.calibrate makes for --calibration"
             )
             return
         self._calibration = read(Path(args.calibration))

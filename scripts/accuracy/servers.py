@@ -12,6 +12,7 @@ RECORDED = (
     *("version", "model_path", "dtype", "attention_backend", "decode_mode", "cache_rank_gpus"),
     *("sparse_threshold", "sparse_budget", "sink_tokens", "recent_tokens", "dense_layers"),
     *("query_predictor", "query_frame", "query_window", "selection_margin", "delta_capacity"),
+    *("layers_per_group", "forecast_lead", "calibration"),
     *("kv_residency", "kv_residency_options", "score_keys", "wire_dtype", "inference_kv"),
 )
 """The arguments of a server that bear on accuracy."""

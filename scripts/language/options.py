@@ -19,7 +19,6 @@ POLICY: dict[str, Any] = {
     "recent_tokens": 64,
     "dense_layers": 1,
     "selection_margin": 0,
-    "query_predictor": "last",
     "query_frame": "pre",
     "query_window": 16,
     "recall_interval": 1,

@@ -32,10 +32,20 @@ ARGUMENTS = (
 ).split()
 
 
-IN_BOTH_MODES = pytest.mark.parametrize(
-    "server", [pytest.param("full", marks=[pytest.mark.thorough]), "working-set"], indirect=True
+FORECAST = "--query-predictor forecast --forecast-lead 1 --dense-layers 0"
+"""The bundled model has two layers, of which then the second is selected for in the same step."""
+
+IN_ALL_MODES = pytest.mark.parametrize(
+    "server",
+    [
+        pytest.param("full", marks=[pytest.mark.thorough]),
+        pytest.param("working-set", marks=[pytest.mark.thorough]),
+        pytest.param(f"full {FORECAST}", marks=[pytest.mark.thorough], id="full-forecast"),
+        pytest.param(f"working-set {FORECAST}", id="working-set-forecast"),
+    ],
+    indirect=True,
 )
-"""These tests run thoroughly in both modes; tests/sglang_ext/test_losses.py has `full` as well."""
+"""These tests run thoroughly in all modes; tests/sglang_ext/test_losses.py has `full` as well."""
 
 
 @pytest.fixture(scope="module")
@@ -44,8 +54,9 @@ def server(request: pytest.FixtureRequest) -> Iterator[Server]:
         ALLOW_LARGE_BUDGET_VARIABLE: "1",
         "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
     }
-    with serve([*ARGUMENTS, "--inference-kv", request.param], environment) as running:
-        running.mode = request.param  # type: ignore[attr-defined]
+    mode, *schedule = request.param.split()
+    with serve([*ARGUMENTS, "--inference-kv", mode, *schedule], environment) as running:
+        running.mode = mode  # type: ignore[attr-defined]
         yield running
 
 
@@ -102,7 +113,7 @@ def statistics(responses: list[Any], name: str) -> int:
 
 
 @pytest.mark.thorough
-@IN_BOTH_MODES
+@IN_ALL_MODES
 def test_undisturbed(streams: Streams) -> None:
     responses = streams.run()
     assert_exact(streams, responses)
@@ -110,12 +121,12 @@ def test_undisturbed(streams: Streams) -> None:
     assert all(r["meta_info"]["cache_rank"]["sparse_steps"] > 200 for r in responses)
 
 
-@IN_BOTH_MODES
+@IN_ALL_MODES
 def test_a_cache_rank_is_killed(server: Server, streams: Streams) -> None:
     lose_the_cache_rank(server, streams, signal.SIGKILL)
 
 
-@IN_BOTH_MODES
+@IN_ALL_MODES
 def test_a_cache_rank_is_stopped(server: Server, streams: Streams) -> None:
     lose_the_cache_rank(server, streams, signal.SIGSTOP)
 
@@ -149,7 +160,7 @@ def lose_the_cache_rank(server: Server, streams: Streams, number: int) -> None:
     assert all(response["meta_info"]["cache_rank"]["sparse_steps"] > 200 for response in after)
 
 
-@IN_BOTH_MODES
+@IN_ALL_MODES
 def test_late_answers_are_waited_for(server: Server, streams: Streams) -> None:
     def disturb() -> None:
         pid = int(server.cache_rank()["pid"])
@@ -167,7 +178,7 @@ def test_late_answers_are_waited_for(server: Server, streams: Streams) -> None:
     assert server.cache_rank()["starts"] == starts
 
 
-@IN_BOTH_MODES
+@IN_ALL_MODES
 def test_foreign_control_messages_change_nothing(server: Server, streams: Streams) -> None:
     def disturb() -> None:
         process = psutil.Process(int(server.cache_rank()["pid"]))
@@ -192,7 +203,7 @@ def test_foreign_control_messages_change_nothing(server: Server, streams: Stream
     assert server.cache_rank()["refused_messages"] >= 4
 
 
-@IN_BOTH_MODES
+@IN_ALL_MODES
 def test_the_pool_is_freed_where_it_may_be(server: Server, streams: Streams) -> None:
     free = server.cache_rank()["pool_free_tokens"]
     while_sparse: dict[str, int] = {}
