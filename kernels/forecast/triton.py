@@ -122,7 +122,7 @@ def _forecast(
     # The states by the head's projection, and the squares of the states.
     first = tl.zeros((BLOCK_ROWS, BLOCK_PAIRS), dtype=tl.float32)
     second = tl.zeros((BLOCK_ROWS, BLOCK_PAIRS), dtype=tl.float32)
-    squares = tl.zeros((BLOCK_ROWS,), dtype=tl.float32)
+    squares = tl.zeros((BLOCK_ROWS, BLOCK_WIDTH), dtype=tl.float32)
     states = hidden + row.to(tl.int64)[:, None] * hidden_row_stride
     weights = projections + head * WIDTH * HEAD_DIM
     for start in range(0, WIDTH, BLOCK_WIDTH):
@@ -136,14 +136,14 @@ def _forecast(
         of_first = tl.load(at + first_dim[None, :], mask=is_weight, other=0.0)
         of_second = tl.load(at + second_dim[None, :], mask=is_weight, other=0.0)
         exact = state.to(tl.float32)
-        squares += tl.sum(exact * exact, 1)
+        squares += exact * exact  # summed once, because a sum over a block waits for all threads
         if EXACT:
             state, of_first, of_second = exact, of_first.to(tl.float32), of_second.to(tl.float32)
         first = tl.dot(state, of_first, first, input_precision="ieee")
         second = tl.dot(state, of_second, second, input_precision="ieee")
 
     # The norm of the state, which is a factor on all of its products.
-    scale = (1.0 / tl.sqrt_rn(squares / WIDTH + norm_epsilon))[:, None]
+    scale = (1.0 / tl.sqrt_rn(tl.sum(squares, 1) / WIDTH + norm_epsilon))[:, None]
     own = head * HEAD_DIM
     added_first = tl.load(constants + own + first_dim, mask=is_pair, other=0.0)
     added_second = tl.load(constants + own + second_dim, mask=is_pair, other=0.0)

@@ -17,6 +17,7 @@ from cache_rank.config import CacheRankConfig, ModelShape, Predictor
 from cache_rank.measure.recording import RECORD_VARIABLE, read_events
 from cache_rank.measure.timeline import Timeline
 from cache_rank.protocol import DownMessage, Row, UpMessage
+from cache_rank.schedule import Boundary
 from cache_rank.selector import Selector
 from scripts.shared.serving import log_probabilities, serve
 from sglang_ext.refusals import ALLOW_LARGE_BUDGET_VARIABLE
@@ -83,7 +84,7 @@ def replay(config: CacheRankConfig, events: list[Any], epoch: int) -> int:
     device = torch.device("cuda")
     selector = Selector(config, device, 4 << 30)
     sequence, timeline, compared = selector.begin(epoch), Timeline("", device), 0
-    boundaries = itertools.cycle(config.boundaries)
+    messages = itertools.cycle(messages_of(config, device))
     for event in events:
         if event["kind"] == "load":
             if event["epoch"] == epoch:
@@ -92,26 +93,39 @@ def replay(config: CacheRankConfig, events: list[Any], epoch: int) -> int:
         if event["kind"] == "projection":
             selector.load_projection(event["layer"], event["projection"].to(device))
             continue
-        boundary = next(boundaries)
+        boundary, up, down = next(messages)
         for row in (row for row in event["rows"] if row["epoch"] == epoch):
             if boundary == config.boundaries[0]:
                 step = selector.begin_step(event["step"], [Row(epoch, row["position"])])
-            size = UpMessage.size(config, boundary, 1)
-            up = UpMessage(config, boundary, 1, torch.zeros(size, dtype=torch.uint8, device=device))
             for part in ("queries", "keys", "values", "hidden"):
                 getattr(up, part)[0] = row[part]
-            answered, down = event["answered"], None
-            if boundary.answered is not None:
-                assert answered == config.groups[boundary.answered]
-                size = DownMessage.size(config, len(answered), 1)
-                buffer = torch.zeros(size, dtype=torch.uint8, device=device)
-                down = DownMessage(config, len(answered), 1, buffer)
+            answered = event["answered"]
+            assert answered == (config.groups[boundary.answered] if down else range(0))
             selector.serve(step, boundary, up, down, timeline)
             torch.cuda.synchronize()
             mirror = selector.mirror(sequence, answered)
             assert torch.equal(mirror.cpu(), row["mirror"]), (event["step"], answered, epoch)
             compared += 1
     return compared
+
+
+def messages_of(
+    config: CacheRankConfig, device: torch.device
+) -> list[tuple[Boundary, UpMessage, DownMessage | None]]:
+    """The messages of each boundary; work on them is captured, so that they stay where they are."""
+
+    def empty(size: int) -> torch.Tensor:
+        return torch.zeros(size, dtype=torch.uint8, device=device)
+
+    messages: list[tuple[Boundary, UpMessage, DownMessage | None]] = []
+    for boundary in config.boundaries:
+        down = None
+        if boundary.answered is not None:
+            layers = len(config.groups[boundary.answered])
+            down = DownMessage(config, layers, 1, empty(DownMessage.size(config, layers, 1)))
+        up = UpMessage(config, boundary, 1, empty(UpMessage.size(config, boundary, 1)))
+        messages.append((boundary, up, down))
+    return messages
 
 
 @pytest.fixture(scope="module")
