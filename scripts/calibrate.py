@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 import time
 from collections.abc import Sequence
@@ -21,7 +22,7 @@ from typing import Any
 
 import msgspec
 from tqdm import tqdm
-from transformers import AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 
 from scripts.accuracy.texts import CALIBRATION_TEXTS, Text, find_text
 from scripts.language.prompts import LONGEST_TOKEN
@@ -30,7 +31,7 @@ from scripts.shared.machine import visible_gpus
 from scripts.shared.models import folder_of, model_config
 from scripts.shared.report import table
 from scripts.shared.serving import stop_on_sigterm
-from sglang_ext.calibration.files import read_card
+from sglang_ext.calibration.files import read_card, sources
 from sglang_ext.calibration.held_out import SELECTED
 from sglang_ext.calibration.serving import Described, Schedule
 from sglang_ext.flags import FORECAST_GROUP_LAYERS, flag_of
@@ -39,13 +40,15 @@ from sglang_ext.server_args import CacheRankServerArgs
 CONTEXT = 4096
 """Tokens of a text that are prefilled at once."""
 
+_REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
+
 
 def parse_options(argv: Sequence[str]) -> argparse.Namespace:
     """The command line."""
     parser = make_parser("calibrate", __doc__)
     add = parser.add_argument
-    add("--model-path", "--model", dest="model", default="smollm2",
-        help="a folder, or a model that fetch_model knows; default: %(default)s")  # fmt: skip
+    models = "folder, repository, or a model that fetch_model knows; default: %(default)s"
+    add("--model-path", "--model", dest="model", default="smollm2", help=models)
     add("--out", type=Path, required=True, help="folder to write")
     add("--text", nargs="+", default=list(CALIBRATION_TEXTS), metavar="FILE",
         help="files that are fitted to; default: some of installed packages")  # fmt: skip
@@ -64,7 +67,7 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
     add("--engine-args", type=json.loads, default={}, help="JSON object of engine arguments")
     options = parser.parse_args(argv)
     try:
-        model_config(options.model)
+        options.model_path = _model_path(options.model)
         options.texts = [find_text(name) for name in options.text]
         options.held_out_texts = [find_text(name) for name in options.held_out]
     except ValueError as error:
@@ -78,12 +81,15 @@ def calibrate(options: argparse.Namespace) -> None:
     """Serve the model, let it read the texts, and write the calibration.
 
     Raises:
+        ValueError: the model has too few layers.
         RuntimeError, AssertionError: the engine could not do it.
     """
+    schedule = Schedule(*(getattr(options, field) for field in Schedule.__struct_fields__))
+    layers = AutoConfig.from_pretrained(options.model_path).num_hidden_layers
+    sources(layers, *msgspec.structs.astuple(schedule))  # or there is nothing to fit
     from sglang_ext.engine import Engine
 
-    folder = folder_of(options.model)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(options.model_path)
 
     def tokens_of(text: Text) -> list[int]:
         start = text.read()[: LONGEST_TOKEN * options.tokens]
@@ -91,14 +97,12 @@ def calibrate(options: argparse.Namespace) -> None:
 
     prompts = [tokens_of(text) for text in options.texts]
     held_out = [tokens_of(text) for text in options.held_out_texts]
-    schedule = Schedule(*(getattr(options, field) for field in Schedule.__struct_fields__))
     described = Described(
         model=str(options.model),
-        architecture=json.loads((folder / "config.json").read_text())["architectures"][0],
         texts={text.name: text.sha256 for text in options.texts},
         held_out={text.name: text.sha256 for text in options.held_out_texts},
     )
-    engine = Engine(model_path=str(folder), **_engine_arguments(options))
+    engine = Engine(model_path=options.model_path, **_engine_arguments(options))
     try:
         engine.collective_rpc("begin_calibration", schedule=_json(schedule))
         with tqdm(total=len(prompts) + len(held_out), unit="text", dynamic_ncols=True) as bar:
@@ -116,6 +120,18 @@ def calibrate(options: argparse.Namespace) -> None:
         )
     finally:
         engine.shutdown()
+
+
+def _model_path(model: str) -> str:
+    """What SGLang is to load; a repository id it finds itself.
+
+    Raises:
+        ValueError: there is no such model here, and it is no repository id.
+    """
+    if _REPOSITORY.fullmatch(model) and not Path(model).exists():
+        return model
+    model_config(model)
+    return str(folder_of(model))
 
 
 def _engine_arguments(options: argparse.Namespace) -> dict[str, Any]:

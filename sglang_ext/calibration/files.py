@@ -47,7 +47,8 @@ class Card(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         version: of the folder's layout.
         model: where the model was read from.
-        architecture: of the model, as its configuration says.
+        revision: the commit of a repository; None for a folder.
+        architecture: SGLang's class of the model.
         hidden_size, layers, query_heads, head_dim: its shape; of all tensor-parallel ranks.
         dense_layers, layers_per_group, forecast_lead: the flags that say which layer's input tells
             which layer's queries.
@@ -61,6 +62,7 @@ class Card(msgspec.Struct, frozen=True, kw_only=True):
 
     version: int = VERSION
     model: str
+    revision: str | None = None
     architecture: str
     hidden_size: int
     layers: int
@@ -141,14 +143,25 @@ def read(folder: Path) -> Calibration:
     return Calibration(card, corrections)
 
 
-def sources(layers: int, dense_layers: int, layers_per_group: int, lead: int) -> dict[int, int]:
+def sources(
+    layers: int, dense_layers: int, layers_per_group: int, forecast_lead: int
+) -> dict[int, int]:
     """The layer whose input tells the queries, of each that is forecast.
 
     Args:
         layers: of the model, from whose first one all are counted.
-        dense_layers, layers_per_group, lead: see Card.
+        dense_layers, layers_per_group, forecast_lead: see Card.
+
+    Raises:
+        ValueError: none is forecast.
     """
+    ahead = forecast_lead * layers_per_group
+    if layers <= dense_layers + ahead:
+        raise ValueError(
+            f"the model has {layers} layers, and none is left behind --dense-layers {dense_layers} "
+            f"and --forecast-lead {forecast_lead} groups of --layers-per-group {layers_per_group}"
+        )
     return {
-        layer: layer - (layer - dense_layers) % layers_per_group - lead * layers_per_group
-        for layer in range(dense_layers + lead * layers_per_group, layers)
+        layer: layer - (layer - dense_layers) % layers_per_group - ahead
+        for layer in range(dense_layers + ahead, layers)
     }

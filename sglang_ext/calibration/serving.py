@@ -50,19 +50,11 @@ class Calibrating:
             ValueError: the model is not built as a forecast needs it, or has too few layers.
         """
         self._layers = decoder_layers(runner.model)
+        self._architecture = type(runner.model).__name__
+        self._revision = getattr(runner.model_config.hf_config, "_commit_hash", None)
         self._shape = model_shape(runner, dense_layers=0, forecasts=True)
         self._schedule = schedule
-        self._sources = sources(
-            len(self._layers),
-            schedule.dense_layers,
-            schedule.layers_per_group,
-            schedule.forecast_lead,
-        )
-        if not self._sources:
-            raise ValueError(
-                f"the model has {len(self._layers)} layers, and none is left behind --dense-layers "
-                "and --forecast-lead groups of --layers-per-group"
-            )
+        self._sources = sources(len(self._layers), *msgspec.structs.astuple(schedule))
         self._collector = Collector(self._layers, self._sources)
         self._fitted: _Fitted | None = None
 
@@ -100,7 +92,8 @@ class Calibrating:
             fits[layer] = Fit(source, recall=fitted.recall.mean(layer), **shares)
         card = Card(
             model=described.model,
-            architecture=described.architecture,
+            revision=self._revision,
+            architecture=self._architecture,
             hidden_size=self._shape.hidden_size,
             layers=len(self._layers),
             query_heads=self._shape.query_heads,
@@ -120,7 +113,6 @@ class Described(msgspec.Struct, frozen=True):
     """What a card says that the scheduler does not know; see Card."""
 
     model: str
-    architecture: str
     texts: dict[str, str]
     held_out: dict[str, str]
 

@@ -147,9 +147,16 @@ def test_a_folder_that_is_none_is_refused(
 
 
 def test_the_sources_are_the_first_layers_of_earlier_groups() -> None:
-    assert sources(8, dense_layers=1, layers_per_group=2, lead=1) == {
+    assert sources(8, dense_layers=1, layers_per_group=2, forecast_lead=1) == {
         **{3: 1, 4: 1},
         **{5: 3, 6: 3},
         **{7: 5},
     }
-    assert sources(6, dense_layers=0, layers_per_group=1, lead=2) == {2: 0, 3: 1, 4: 2, 5: 3}
+    assert sources(6, dense_layers=0, layers_per_group=1, forecast_lead=2) == {
+        2: 0,
+        3: 1,
+        4: 2,
+        5: 3,
+    }
+    with pytest.raises(ValueError, match="has 5 layers, and none is left"):
+        sources(5, dense_layers=1, layers_per_group=2, forecast_lead=2)

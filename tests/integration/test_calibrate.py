@@ -1,0 +1,44 @@
+"""A language model is calibrated: forecasts fitted to some texts are better on others, too."""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+
+import pytest
+
+from scripts.calibrate import main
+from sglang_ext.calibration.files import read
+
+pytestmark = [pytest.mark.language_model, pytest.mark.xdist_group("language-model")]
+
+
+def test_forecasts_get_better_on_texts_that_were_not_fitted_to(
+    language_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = f"--model-path {language_model} --out {tmp_path / 'new'} --tokens 600 --rank 32"
+    texts = "--text tensors python functions --held-out distributions"
+    assert main([*arguments.split(), *texts.split()]) == 0
+    card, corrections = read(tmp_path / "new")
+    assert (card.architecture, card.layers, card.tokens) == ("LlamaForCausalLM", 30, 1800)
+    assert {*card.texts} == {"tensors", "python", "functions"}
+    assert {*card.fits} == {*corrections} == {*range(5, 30)}  # the first layer, and two groups of 2
+    for layer, fit in card.fits.items():
+        assert fit.source in (layer - 4, layer - 5)
+        assert fit.fitted < fit.held_out < fit.plain_held_out
+        assert fit.recall is not None
+        assert 0.3 < fit.recall < 1
+        assert corrections[layer].left.shape == (577, 32)
+    assert statistics.mean(fit.recall or 0 for fit in card.fits.values()) > 0.6
+    table = capsys.readouterr().out.splitlines()
+    assert sum(line.startswith("| ") for line in table) == 2 + 25
+
+
+def test_a_model_without_layers_enough_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (
+        main(["--model-path", "bundled", "--out", str(tmp_path / "new"), "--text", __file__]) == 1
+    )
+    assert "has 2 layers" in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
