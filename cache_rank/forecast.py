@@ -5,11 +5,49 @@ from __future__ import annotations
 import functools
 
 import torch
+from cache_rank_kernels.forecast.reference import forecast_step
 from torch import Tensor
 
-from cache_rank.config import CacheRankConfig
+from cache_rank.config import CacheRankConfig, ModelShape
 from cache_rank.operations import operations_for
 from cache_rank.step_rows import StepRows
+
+
+def forecast_layer(
+    model: ModelShape, projection: Tensor, hidden: Tensor, positions: Tensor
+) -> Tensor:
+    """Forecast the queries of one layer in plain torch.
+
+    Args:
+        model: the layer's shape.
+        projection: (H + 2, Hq, D), see protocol.Projection.
+        hidden: (T, H), what entered an earlier layer.
+        positions: (T,) integer.
+
+    Returns:
+        (T, Hq, D) float32.
+    """
+    constant, query_norm = projection[-2:]
+    heads = (model.query_heads, model.head_dim)
+    queries = torch.empty((len(hidden), 1, *heads), dtype=torch.float32, device=hidden.device)
+    frequency = None
+    if model.rotary_frequency:
+        frequency = torch.tensor(model.rotary_frequency, device=hidden.device)
+    forecast_step(
+        hidden,
+        projection[None, :-2].transpose(1, 2),
+        constant[None],
+        None if model.query_norm_epsilon is None else query_norm[None],
+        positions,
+        torch.zeros_like(positions),
+        frequency,
+        model.rotary_interleaved,
+        model.rotary_scale,
+        model.norm_epsilon,
+        model.query_norm_epsilon or 0.0,
+        queries,
+    )
+    return queries[:, 0]
 
 
 class Forecast:

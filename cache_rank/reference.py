@@ -12,13 +12,13 @@ query is forecast, the tokens are chosen in step t itself, before token t is app
 from __future__ import annotations
 
 import torch
-from cache_rank_kernels.forecast.reference import forecast_step
 from cache_rank_kernels.predict.reference import predict_next_query
 from cache_rank_kernels.rotary.reference import align_to_next_position
 from cache_rank_kernels.score.reference import score_tokens
 from torch import Tensor
 
 from cache_rank.config import CacheRankConfig
+from cache_rank.forecast import forecast_layer
 
 
 class SynchronousReference:
@@ -95,26 +95,10 @@ class SynchronousReference:
 
     def forecast(self, layer: int, hidden: Tensor, position: int) -> Tensor:
         """The query (Hq, D) float32 that a hidden state (H,) promises the step at `position`."""
-        model = self.config.model
         projection = self.projections[layer]
-        constant, query_norm = projection[-2:]
-        queries = torch.empty((1, 1, model.query_heads, model.head_dim))
-        frequency = torch.tensor(model.rotary_frequency) if model.rotary_frequency else None
-        forecast_step(
-            hidden[None],
-            projection[None, :-2].transpose(1, 2),
-            constant[None],
-            None if model.query_norm_epsilon is None else query_norm[None],
-            torch.tensor([position]),
-            torch.tensor([0]),
-            frequency,
-            model.rotary_interleaved,
-            model.rotary_scale,
-            model.norm_epsilon,
-            model.query_norm_epsilon or 0.0,
-            queries,
-        )
-        return queries[0, 0]
+        return forecast_layer(
+            self.config.model, projection, hidden[None], torch.tensor([position])
+        )[0]
 
     def _fill_slots(self, slots: list[int | None], scores: list[float], position: int) -> None:
         config = self.config

@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from cache_rank_kernels.forecast.reference import forecast_step
 from cache_rank_kernels.score.reference import score_tokens
 from cache_rank_kernels.select.reference import top_tokens
 from torch import Tensor
 
 from cache_rank.config import ModelShape
+from cache_rank.forecast import forecast_layer
 from cache_rank.measure.recall import overlap_ratio
 from sglang_ext.projections import DecoderLayer, watch_inputs
 
@@ -74,12 +74,12 @@ class HeldOutRecall:
         tokens = keys.shape[0]
         if state is None or tokens < _SINKS + _RECENT + POSITIONS + 4:
             return
-        positions = range(tokens - len(state), tokens)
+        positions = torch.arange(tokens - len(state), tokens, device=state.device)
         heads = (model.query_heads, model.head_dim)
         true = queries[-len(state) :].view(-1, *heads).float()
-        expected = self._forecast(layer, state, positions)
+        expected = forecast_layer(model, self._projections[layer], state, positions)
         by_head = keys.view(tokens, -1, model.head_dim).transpose(0, 1)
-        for position, *pair in zip(positions, true, expected, strict=True):
+        for position, *pair in zip(positions.tolist(), true, expected, strict=True):
             older = by_head[None, :, :position]
             candidates = range(_SINKS, position - _RECENT)
             count = min(SELECTED, len(candidates) // 4)
@@ -89,26 +89,3 @@ class HeldOutRecall:
             )
             recall = overlap_ratio(forecast, exact, position)
             self.shares[layer].append(recall.flatten().cpu())
-
-    def _forecast(self, layer: int, state: Tensor, positions: range) -> Tensor:
-        """What the queries of positions are forecast to be, (T, Hq, D) float32."""
-        model, projection = self._model, self._projections[layer]
-        constant, query_norm = projection[-2:]
-        rows = torch.arange(positions.start, positions.stop, device=state.device)
-        queries = state.new_empty((len(rows), 1, model.query_heads, model.head_dim))
-        frequency = state.new_tensor(model.rotary_frequency) if model.rotary_frequency else None
-        forecast_step(
-            state,
-            projection[None, :-2].transpose(1, 2),
-            constant[None],
-            None if model.query_norm_epsilon is None else query_norm[None],
-            rows,
-            torch.zeros_like(rows),
-            frequency,
-            model.rotary_interleaved,
-            model.rotary_scale,
-            model.norm_epsilon,
-            model.query_norm_epsilon or 0.0,
-            queries,
-        )
-        return queries[:, 0]
