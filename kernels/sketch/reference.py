@@ -13,6 +13,14 @@ log-probabilities, are the same without it.
 
 All of z have the variance 1, so that steps are the same for all channels and tokens: those with the
 least error of uniform codes of a normal distribution (Max, 1960). A code depends on its key alone.
+
+Scores know nothing of channels. A byte of a sketch is four crumbs, numbers of 2 bits, and a logit is
+the sum of all crumbs of a key, each times the weight that a query gives it:
+
+    a channel of 2 bits is a crumb, whose weight is that of the channel
+    a channel of 4 bits is two, of which the second counts four times as much
+
+What codes are counted from is the same for all tokens, too, and left out.
 """
 
 from __future__ import annotations
@@ -61,7 +69,8 @@ class Sketch(NamedTuple):
     Attributes:
         keys: (layers, Hkv, C, D) float32, B in units of the steps.
         shift: (layers, Hkv, C) float32, what it makes of μ.
-        queries: (layers, Hkv, C, D) float32, B⁻ᵀ times the steps.
+        queries: (layers, Hkv, 4 · bytes, D) float32, B⁻ᵀ times the steps, of the first crumb of
+            every byte, of every second one, and so on.
     """
 
     keys: Tensor
@@ -81,9 +90,15 @@ def make_sketch(basis: Tensor, mean: Tensor, shape: SketchShape) -> Sketch:
     steps[shape.fine :] = COARSE_STEP
     exact = basis.double()
     keys = exact[..., : shape.channels, :] / steps
-    queries = torch.linalg.inv(exact).mT[..., : shape.channels, :] * steps
     shift = (keys @ mean.double().unsqueeze(-1)).squeeze(-1)
-    return Sketch(keys.float(), shift.float(), queries.float())
+    weights = torch.linalg.inv(exact).mT[..., : shape.channels, :] * steps
+    low, high = weights[..., : shape.fine, :].chunk(2, dim=-2)
+    of_fine = (low, 4 * low, high, 4 * high)
+    of_coarse = (
+        weights[..., shape.fine :, :].chunk(4, dim=-2) if shape.coarse else [low[..., :0, :]] * 4
+    )
+    parts = [part for pair in zip(of_fine, of_coarse, strict=True) for part in pair]
+    return Sketch(keys.float(), shift.float(), torch.cat(parts, dim=-2).float())
 
 
 def encode_keys(keys: Tensor, sketch: Sketch, shape: SketchShape) -> Tensor:
@@ -105,26 +120,21 @@ def encode_keys(keys: Tensor, sketch: Sketch, shape: SketchShape) -> Tensor:
     return torch.cat((_pack(fine, 4), _pack(coarse, 2)), dim=-1)
 
 
-def decode_keys(codes: Tensor, shape: SketchShape) -> Tensor:
-    """What codes stand for, (..., n, C) float32 in steps."""
-    fine, coarse = codes.split((shape.fine // 2, shape.coarse // 4), dim=-1)
-    return torch.cat((_unpack(fine, 4) - 7.5, _unpack(coarse, 2) - 1.5), dim=-1)
+def crumbs(codes: Tensor) -> Tensor:
+    """The crumbs of codes, (..., bytes) uint8: (..., 4 · bytes) float32, see `Sketch`."""
+    return _unpack(codes, 2)
 
 
-def sketch_logits(
-    queries: Tensor, codes: Tensor, sketch: Sketch, shape: SketchShape, scale: float
-) -> Tensor:
-    """Compute the logits of keys, less q·μ: (layers, Hkv, G, n) float32.
+def crumb_weights(queries: Tensor, sketch: Sketch, scale: float) -> Tensor:
+    """What queries give the crumbs: (..., layers, Hkv, G, 4 · bytes) float32.
 
     Args:
-        queries: (layers, Hq, D) float32.
-        codes: (layers, Hkv, n, bytes) uint8.
-        sketch, shape: of these layers.
+        queries: (..., layers, Hq, D) float32.
+        sketch: of these layers.
         scale: factor on the logits.
     """
-    layers, kv_heads, channels, head_dim = sketch.queries.shape
-    grouped = queries.view(layers, kv_heads, -1, head_dim) * scale
-    return (grouped @ sketch.queries.mT) @ decode_keys(codes, shape).mT
+    grouped = queries.unflatten(-2, (sketch.queries.shape[1], -1))
+    return (grouped * scale) @ sketch.queries.mT
 
 
 def score_sketch(
@@ -164,7 +174,7 @@ def score_sketch(
         pages = page_table[row, : position // page_tokens + 1].to(torch.int64)
         codes = code_pool[:, first_layer : first_layer + layers][pages]  # (pages, L, Hkv, P, bytes)
         codes = codes.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, : position + 1]
-        logits = sketch_logits(queries[row], codes, of_layers, shape, scale)
+        logits = crumb_weights(queries[row], of_layers, scale) @ crumbs(codes).mT
         out[row, :, :, : position + 1] = torch.log_softmax(logits, dim=-1).amax(dim=-2)
 
 

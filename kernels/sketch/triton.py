@@ -1,0 +1,435 @@
+"""A sketch of keys: encoded, and scored, Triton.
+
+Scores multiply bytes of crumbs as integers of 8 bits: a byte is shifted and masked four times, four
+bytes in an instruction, and each of the four is one product on the matrix unit. Weights, which are
+computed once a step, are in digits of 8 bits. So what a token costs is its bytes.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from cache_rank_kernels.coded.digits import digit_columns, query_digits, sum_of_digits
+from cache_rank_kernels.coded.rounding import power_below
+from cache_rank_kernels.score.reference import ScoreWorkspace
+from cache_rank_kernels.score.triton import (
+    finish_unit,
+    score_constants,
+    score_grid,
+    scratch,
+    store_logits,
+)
+from cache_rank_kernels.sketch.reference import Sketch, SketchShape
+from torch import Tensor
+
+_DIGITS = 2
+"""Weights are rounded to 14 bits, which costs less than their codes do by far."""
+
+_BLOCK_TOKENS = 128
+"""A program multiplies the crumbs of so many tokens at a time."""
+
+_BLOCK_QUERIES = 16
+"""A program computes the weights of so many query heads."""
+
+_BLOCK_KEYS = 32
+"""A program encodes so many keys."""
+
+
+def score_sketch(
+    queries: Tensor,
+    code_pool: Tensor,
+    sketch: Sketch,
+    shape: SketchShape,
+    page_table: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    first_layer: int,
+    scale: float,
+    workspace: ScoreWorkspace,
+    out: Tensor,
+    warps: int = 4,
+    stages: int = 3,
+) -> None:
+    """See the reference. Two launches; P is a multiple of 128, D a power of two.
+
+    Args:
+        warps, stages: only time depends on them.
+    """
+    rows, layers, query_heads, head_dim = queries.shape
+    pool_layers, kv_heads, page_tokens, size = code_pool.shape[1:]
+    group, crumbs = query_heads // kv_heads, 4 * size
+    assert code_pool.is_contiguous()
+    assert sketch.queries.shape == (pool_layers, kv_heads, crumbs, head_dim)
+    assert page_tokens % _BLOCK_TOKENS == 0
+    weights = torch.empty((rows, layers, query_heads, crumbs), device=queries.device)
+    _weigh[(layers * kv_heads, triton.cdiv(rows * group, _BLOCK_QUERIES))](
+        queries,
+        sketch.queries,
+        weights,
+        rows,
+        first_layer,
+        scale,
+        LAYERS=layers,
+        KV_HEADS=kv_heads,
+        GROUP=group,
+        CRUMBS=crumbs,
+        HEAD_DIM=head_dim,
+        BLOCK_CRUMBS=triton.next_power_of_2(crumbs),
+        BLOCK_QUERIES=_BLOCK_QUERIES,
+    )
+    constants = score_constants(queries, workspace, out)
+    del constants["PARTS"], constants["HEAD_DIM"]
+    _score[score_grid(out)](
+        weights,
+        code_pool,
+        page_table,
+        slots,
+        positions,
+        *scratch(workspace, rounded=True),
+        out,
+        first_layer,
+        pool_layers,
+        page_table.stride(0),
+        out.shape[-1],
+        **constants,
+        SIZE=size,
+        WIDTH=max(32, triton.next_power_of_2(size)),  # the matrix unit takes 32 bytes at a time
+        PAGE=page_tokens,
+        BLOCK=_BLOCK_TOKENS,
+        COLUMNS=digit_columns(queries, out, _DIGITS),
+        DIGITS=_DIGITS,
+        STAGES=stages,
+        INTERPRETED=not queries.is_cuda,
+        num_warps=warps,
+    )
+
+
+@triton.jit(do_not_specialize=["rows", "first_layer", "scale"])
+def _weigh(
+    queries,
+    maps,
+    weights,
+    rows,
+    first_layer,
+    scale,
+    LAYERS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    CRUMBS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_CRUMBS: tl.constexpr,
+    BLOCK_QUERIES: tl.constexpr,
+):
+    """One program computes the weights of BLOCK_QUERIES query heads of a layer and KV head."""
+    layer, head = tl.program_id(0) // KV_HEADS, tl.program_id(0) % KV_HEADS
+    query = tl.program_id(1) * BLOCK_QUERIES + tl.arange(0, BLOCK_QUERIES)
+    row, in_group = query // GROUP, query % GROUP
+    is_query = (row < rows)[:, None]
+    dims, crumb = tl.arange(0, HEAD_DIM), tl.arange(0, BLOCK_CRUMBS)
+    index = (row * LAYERS + layer) * KV_HEADS * GROUP + head * GROUP + in_group
+    index = index.to(tl.int64)[:, None]
+    content = tl.load(queries + index * HEAD_DIM + dims[None, :], mask=is_query, other=0.0)
+    own = ((first_layer + layer) * KV_HEADS + head).to(tl.int64) * CRUMBS * HEAD_DIM
+    is_crumb = (crumb < CRUMBS)[None, :]
+    map_of = tl.load(
+        maps + own + crumb[None, :] * HEAD_DIM + dims[:, None], mask=is_crumb, other=0.0
+    )  # [D, BLOCK_CRUMBS]
+    product = tl.dot(content * scale, map_of, input_precision="ieee")
+    tl.store(weights + index * CRUMBS + crumb[None, :], product, mask=is_query & is_crumb)
+
+
+@triton.jit
+def _crumbs(packed, INDEX: tl.constexpr, INTERPRETED: tl.constexpr):
+    """Unpack the crumbs of an index from bytes: int8 of the same shape."""
+    if INTERPRETED:
+        return ((packed >> 2 * INDEX) & 3).to(tl.int8)
+    elif INDEX == 0:
+        return tl.inline_asm_elementwise(
+            "and.b32 $0, $1, 0x03030303;", "=r,r", [packed], dtype=tl.int8, is_pure=True, pack=4
+        )
+    elif INDEX == 1:
+        return tl.inline_asm_elementwise(
+            "{ .reg .b32 t; shr.b32 t, $1, 2; and.b32 $0, t, 0x03030303; }",
+            "=r,r",
+            [packed],
+            dtype=tl.int8,
+            is_pure=True,
+            pack=4,
+        )
+    elif INDEX == 2:
+        return tl.inline_asm_elementwise(
+            "{ .reg .b32 t; shr.b32 t, $1, 4; and.b32 $0, t, 0x03030303; }",
+            "=r,r",
+            [packed],
+            dtype=tl.int8,
+            is_pure=True,
+            pack=4,
+        )
+    else:
+        return tl.inline_asm_elementwise(
+            "{ .reg .b32 t; shr.b32 t, $1, 6; and.b32 $0, t, 0x03030303; }",
+            "=r,r",
+            [packed],
+            dtype=tl.int8,
+            is_pure=True,
+            pack=4,
+        )
+
+
+@triton.jit(
+    do_not_specialize=["first_layer", "page_stride", "capacity"],
+    do_not_specialize_on_alignment=["page_table", "slots", "positions"],
+)
+def _score(
+    weights,
+    codes,
+    page_table,
+    slots,
+    positions,
+    logits,
+    partial,
+    arrived,
+    out,
+    first_layer,
+    pool_layers,
+    page_stride,
+    capacity,
+    LAYERS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    PADDED: tl.constexpr,
+    CHUNK: tl.constexpr,
+    SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DIGITS: tl.constexpr,
+    STAGES: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """One program scores CHUNK tokens of a unit: a row, layer and kv head."""
+    chunk, unit = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    row = unit // (LAYERS * KV_HEADS)
+    tokens = tl.load(positions + row) + 1
+    start = chunk * CHUNK
+    if (tl.load(slots + row) >= 0) & (start < tokens):
+        layer, head = first_layer + (unit // KV_HEADS) % LAYERS, unit % KV_HEADS
+        unit_logits = logits + unit * capacity * PADDED
+        pages = page_table + row * page_stride
+        stop = tl.minimum(start + CHUNK, tokens)
+
+        # The weights of the crumbs of each index, in digits: [WIDTH, PADDED * COLUMNS] each.
+        heads, byte = tl.arange(0, PADDED), tl.arange(0, WIDTH)
+        at = weights + (unit * GROUP + heads)[:, None] * (4 * SIZE) + byte[None, :]
+        is_weight = (heads < GROUP)[:, None] & (byte < SIZE)[None, :]
+        first = tl.load(at, mask=is_weight, other=0.0)
+        second = tl.load(at + SIZE, mask=is_weight, other=0.0)
+        third = tl.load(at + 2 * SIZE, mask=is_weight, other=0.0)
+        fourth = tl.load(at + 3 * SIZE, mask=is_weight, other=0.0)
+        greatest = tl.maximum(
+            tl.maximum(tl.abs(first), tl.abs(second)), tl.maximum(tl.abs(third), tl.abs(fourth))
+        )
+        query_unit = power_below(tl.max(greatest, axis=1))
+        first_digits = tl.trans(query_digits(first, query_unit, DIGITS, COLUMNS, PADDED, WIDTH))
+        second_digits = tl.trans(query_digits(second, query_unit, DIGITS, COLUMNS, PADDED, WIDTH))
+        third_digits = tl.trans(query_digits(third, query_unit, DIGITS, COLUMNS, PADDED, WIDTH))
+        fourth_digits = tl.trans(query_digits(fourth, query_unit, DIGITS, COLUMNS, PADDED, WIDTH))
+
+        for block in tl.range(start, stop, BLOCK, num_stages=STAGES):
+            token = block + tl.arange(0, BLOCK)
+            page = tl.load(pages + block // PAGE).to(tl.int64)
+            tile = ((page * pool_layers + layer) * KV_HEADS + head) * PAGE
+            in_page = (token % PAGE)[:, None] * SIZE + byte[None, :]
+            if SIZE == WIDTH:
+                packed = tl.load(codes + tile * SIZE + in_page)
+            else:
+                packed = tl.load(
+                    codes + tile * SIZE + in_page, mask=(byte < SIZE)[None, :], other=0
+                )
+            products = tl.dot(_crumbs(packed, 0, INTERPRETED), first_digits, out_dtype=tl.int32)
+            products = tl.dot(
+                _crumbs(packed, 1, INTERPRETED), second_digits, products, out_dtype=tl.int32
+            )
+            products = tl.dot(
+                _crumbs(packed, 2, INTERPRETED), third_digits, products, out_dtype=tl.int32
+            )
+            products = tl.dot(
+                _crumbs(packed, 3, INTERPRETED), fourth_digits, products, out_dtype=tl.int32
+            )
+            of_codes = sum_of_digits(products, DIGITS, COLUMNS, PADDED, BLOCK)
+            store_logits(of_codes * query_unit[None, :], token, token < stop, unit_logits, PADDED)
+        finish_unit(
+            chunk,
+            tokens,
+            unit_logits,
+            partial + unit * tl.cdiv(capacity, CHUNK) * 2 * PADDED,
+            arrived + unit,
+            out + unit * capacity,
+            GROUP,
+            PADDED,
+            CHUNK,
+        )
+
+
+def append_codes(
+    keys: Tensor,
+    code_pool: Tensor,
+    sketch: Sketch,
+    shape: SketchShape,
+    page_table: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    first_layer: int,
+) -> None:
+    """See the reference. One launch; D is a power of two."""
+    by_token = keys.transpose(0, 1)  # (L, R, Hkv, D)
+    _encode_tokens(
+        by_token, code_pool, sketch, shape, page_table, slots, positions, first_layer, None
+    )
+
+
+def load_codes(
+    keys: Tensor,
+    code_pool: Tensor,
+    sketch: Sketch,
+    shape: SketchShape,
+    pages: Tensor,
+    start: int,
+) -> None:
+    """See the reference. One launch; D is a power of two."""
+    _encode_tokens(keys, code_pool, sketch, shape, pages.unsqueeze(0), None, None, 0, start)
+
+
+def _encode_tokens(
+    keys: Tensor,
+    code_pool: Tensor,
+    sketch: Sketch,
+    shape: SketchShape,
+    page_table: Tensor,
+    slots: Tensor | None,
+    positions: Tensor | None,
+    first_layer: int,
+    start: int | None,
+) -> None:
+    """Encode tokens, (layers, n, Hkv, D): one a row of the table, or from `start` on of the one."""
+    layers, count, kv_heads, head_dim = keys.shape
+    channels = sketch.keys.shape[2]
+    assert keys.stride(3) == 1
+    assert page_table.stride(1) == 1
+    assert code_pool.is_contiguous()
+    assert code_pool.shape[4] == shape.bytes
+    _encode[(triton.cdiv(count, _BLOCK_KEYS), layers * kv_heads)](
+        keys,
+        sketch.keys,
+        sketch.shift,
+        code_pool,
+        page_table,
+        page_table if slots is None else slots,
+        page_table if positions is None else positions,
+        first_layer,
+        start or 0,
+        count,
+        *keys.stride()[:3],
+        code_pool.shape[1],
+        page_table.stride(0),
+        IS_LOAD=start is not None,
+        KV_HEADS=kv_heads,
+        HEAD_DIM=head_dim,
+        CHANNELS=channels,
+        FINE=shape.fine,
+        COARSE=shape.coarse,
+        PAGE=code_pool.shape[3],
+        SIZE=shape.bytes,
+        BLOCK_FINE=max(16, triton.next_power_of_2(shape.fine // 2)),
+        BLOCK_COARSE=max(16, triton.next_power_of_2(shape.coarse // 4)),
+        BLOCK=_BLOCK_KEYS,
+    )
+
+
+@triton.jit
+def _steps(key, maps, shift, channel, is_channel, HEAD_DIM: tl.constexpr):
+    """How many whole steps keys, [n, D], lie above the mean in some channels: [n, channels]."""
+    dims = tl.arange(0, HEAD_DIM)
+    of_channel = tl.load(
+        maps + channel[None, :] * HEAD_DIM + dims[:, None], mask=is_channel[None, :], other=0.0
+    )
+    below = tl.load(shift + channel, mask=is_channel, other=0.0)
+    return tl.floor(tl.dot(key, of_channel, input_precision="ieee") - below[None, :])
+
+
+@triton.jit(
+    do_not_specialize=["first_layer", "start", "count", "pool_layers", "page_stride"],
+    do_not_specialize_on_alignment=["page_table", "slots", "positions"],
+)
+def _encode(
+    keys,
+    maps,
+    shift,
+    codes,
+    page_table,
+    slots,
+    positions,
+    first_layer,
+    start,
+    count,
+    layer_stride,
+    token_stride,
+    head_stride,
+    pool_layers,
+    page_stride,
+    IS_LOAD: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    FINE: tl.constexpr,
+    COARSE: tl.constexpr,
+    PAGE: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK_FINE: tl.constexpr,
+    BLOCK_COARSE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program encodes BLOCK keys of a head."""
+    layer, head = tl.program_id(1) // KV_HEADS, tl.program_id(1) % KV_HEADS
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    is_token = index < count
+    if IS_LOAD:
+        position = start + index
+        table = page_table + tl.zeros_like(index)
+    else:
+        position = tl.load(positions + index, mask=is_token, other=0)
+        is_token = is_token & (tl.load(slots + index, mask=is_token, other=-1) >= 0)
+        table = page_table + index.to(tl.int64) * page_stride
+    page = tl.load(table + position // PAGE, mask=is_token, other=0).to(tl.int64)
+    dims = tl.arange(0, HEAD_DIM)
+    source = layer.to(tl.int64) * layer_stride + index.to(tl.int64) * token_stride
+    source += head * head_stride
+    key = tl.load(keys + source[:, None] + dims[None, :], mask=is_token[:, None], other=0.0).to(
+        tl.float32
+    )
+
+    own = ((first_layer + layer) * KV_HEADS + head).to(tl.int64) * CHANNELS
+    own_maps, own_shift = maps + own * HEAD_DIM, shift + own
+    row = ((page * pool_layers + first_layer + layer) * KV_HEADS + head) * PAGE + position % PAGE
+    target = codes + row[:, None] * SIZE
+
+    byte = tl.arange(0, BLOCK_FINE)
+    is_byte = byte < FINE // 2
+    packed = tl.zeros((BLOCK, BLOCK_FINE), dtype=tl.int32)
+    for half in tl.static_range(2):
+        steps = _steps(key, own_maps, own_shift, half * (FINE // 2) + byte, is_byte, HEAD_DIM)
+        packed |= tl.clamp(steps + 8, 0.0, 15.0).to(tl.int32) << 4 * half
+    tl.store(target + byte[None, :], packed.to(tl.uint8), is_token[:, None] & is_byte[None, :])
+
+    if COARSE > 0:
+        byte = tl.arange(0, BLOCK_COARSE)
+        is_byte = byte < COARSE // 4
+        packed = tl.zeros((BLOCK, BLOCK_COARSE), dtype=tl.int32)
+        for part in tl.static_range(4):
+            channel = FINE + part * (COARSE // 4) + byte
+            steps = _steps(key, own_maps, own_shift, channel, is_byte, HEAD_DIM)
+            packed |= tl.clamp(steps + 2, 0.0, 3.0).to(tl.int32) << 2 * part
+        at = target + FINE // 2 + byte[None, :]
+        tl.store(at, packed.to(tl.uint8), is_token[:, None] & is_byte[None, :])

@@ -1,0 +1,156 @@
+"""A sketch keeps the logits of keys as well as its bits allow, and both implementations agree."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cache_rank_kernels.score import reference as score_reference
+from cache_rank_kernels.score import triton as score_triton
+from cache_rank_kernels.sketch import reference, triton
+from cache_rank_kernels.sketch.reference import Sketch, SketchShape, make_sketch, sketch_shape
+from torch import Tensor
+
+PAGE = 256
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu(1))]
+
+
+def random_sketch(
+    layers: int, kv_heads: int, head_dim: int, bits: int, device: str
+) -> tuple[Sketch, SketchShape]:
+    torch.manual_seed(0)
+    basis = torch.eye(head_dim) + 0.05 * torch.randn(layers, kv_heads, head_dim, head_dim)
+    mean = torch.randn(layers, kv_heads, head_dim)
+    shape = sketch_shape(head_dim, bits)
+    return Sketch(*(part.to(device) for part in make_sketch(basis, mean, shape))), shape
+
+
+@pytest.mark.parametrize("bits", [1, 2, 3, 4])
+@pytest.mark.parametrize("head_dim", [32, 64, 128])
+def test_a_sketch_has_as_many_bits_as_it_says(head_dim: int, bits: int) -> None:
+    shape = sketch_shape(head_dim, bits)
+    assert 8 * shape.bytes == 4 * shape.fine + 2 * shape.coarse == bits * head_dim
+    assert shape.channels <= head_dim
+
+
+@pytest.mark.parametrize("bits", [1, 2, 3, 4])
+def test_logits_are_those_of_the_decoded_keys_less_a_constant(bits: int) -> None:
+    """Crumbs and weights give what channels would, by the definition of the codes."""
+    sketch, shape = random_sketch(2, 2, 32, bits, "cpu")
+    keys, queries = torch.randn(2, 2, 50, 32), torch.randn(2, 6, 32)
+    codes = reference.encode_keys(keys, sketch, shape)
+    assert codes.shape == (2, 2, 50, shape.bytes)
+    found = reference.crumb_weights(queries, sketch, 0.5) @ reference.crumbs(codes).mT
+
+    steps = keys.double() @ sketch.keys.double().mT - sketch.shift.double().unsqueeze(-2)
+    levels = torch.tensor([16.0] * shape.fine + [4.0] * shape.coarse)
+    whole = torch.minimum((steps.floor() + levels / 2).clamp(min=0), levels - 1)
+    fine, coarse = whole.split((shape.fine, shape.coarse), dim=-1)
+    by_crumb = sketch.queries.unflatten(-2, (4, shape.bytes))[..., :, :]
+    low, high = by_crumb[:, :, 0, : shape.fine // 2], by_crumb[:, :, 2, : shape.fine // 2]
+    maps = torch.cat((low, high, by_crumb[:, :, :, shape.fine // 2 :].flatten(2, 3)), dim=2)
+    weights = (queries.view(2, 2, 3, 32) * 0.5) @ maps.mT
+    expected = weights.double() @ torch.cat((fine, coarse), dim=-1).mT
+    torch.testing.assert_close(found, expected.float(), rtol=1e-4, atol=1e-3)
+
+
+def test_more_bits_keep_more_of_the_logits() -> None:
+    torch.manual_seed(1)
+    keys, queries = torch.randn(1, 1, 2000, 64), torch.randn(1, 4, 64)
+    exact = queries @ keys[0].mT
+    errors = []
+    for bits in (1, 2, 3, 4):
+        shape = sketch_shape(64, bits)
+        sketch = make_sketch(torch.eye(64).view(1, 1, 64, 64), torch.zeros(1, 1, 64), shape)
+        codes = reference.encode_keys(keys, sketch, shape)
+        found = reference.crumb_weights(queries, sketch, 1.0) @ reference.crumbs(codes).mT
+        centred = [part - part.mean(-1, keepdim=True) for part in (found[0, 0], exact[0])]
+        errors.append(float((centred[0] - centred[1]).square().mean() / centred[1].square().mean()))
+    assert errors[0] > errors[1] > errors[2] > errors[3]
+    assert errors[3] < 0.015  # that of 4 bits a normal distribution
+
+
+def encoded(
+    layers: int, kv_heads: int, head_dim: int, bits: int, device: str, lengths: list[int]
+) -> tuple[Tensor, Tensor, Sketch, SketchShape]:
+    """Sequences that were loaded: the pool, the page table, the sketch, and its shape."""
+    sketch, shape = random_sketch(layers, kv_heads, head_dim, bits, device)
+    most = max(lengths) // PAGE + 1
+    table = torch.randperm(len(lengths) * most).view(len(lengths), most).to(device, torch.int32)
+    pool = torch.zeros(
+        (table.numel(), layers, kv_heads, PAGE, shape.bytes), dtype=torch.uint8, device=device
+    )
+    for pages, length in zip(table, lengths, strict=True):
+        keys = torch.randn(layers, length, kv_heads, head_dim, device=device)
+        if length:
+            reference.load_codes(keys, pool, sketch, shape, pages, 0)
+    return pool, table, sketch, shape
+
+
+def assert_codes_agree(found: Tensor, expected: Tensor) -> None:
+    """A key between two codes may get either, as float32 or float64 decide."""
+    different = (found != expected).float().mean()
+    assert different < 1e-4
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("kv_heads", "head_dim", "bits", "dtype"),
+    [(2, 64, 2, torch.float32), (1, 128, 2, torch.bfloat16), (3, 64, 1, torch.float16)]
+    + [(2, 32, 3, torch.float32), (1, 128, 4, torch.float32)],
+)
+def test_tokens_are_encoded_as_by_the_reference(
+    kv_heads: int, head_dim: int, bits: int, dtype: torch.dtype, device: str
+) -> None:
+    sketch, shape = random_sketch(3, kv_heads, head_dim, bits, device)
+    pools = [
+        torch.zeros((5, 3, kv_heads, PAGE, shape.bytes), dtype=torch.uint8, device=device)
+        for _ in range(2)
+    ]
+    pages = torch.tensor([3, 0, 4], dtype=torch.int32, device=device)
+    for start, count in ((0, 1), (1, 40), (41, 2 * PAGE)):
+        keys = torch.randn(3, count, kv_heads, head_dim, device=device).to(dtype)
+        for module, pool in zip((triton, reference), pools, strict=True):
+            module.load_codes(keys, pool, sketch, shape, pages, start)
+    assert_codes_agree(*pools)
+
+    table = torch.tensor([[3, 0, 4], [1, 2, 1], [1, 2, 1]], dtype=torch.int32, device=device)
+    slots = torch.tensor([2, -1, 0], dtype=torch.int32, device=device)
+    positions = torch.tensor([41 + 2 * PAGE, 3, PAGE], dtype=torch.int32, device=device)
+    message = torch.randn(3, 2, 4 + 2 * kv_heads, head_dim, device=device).to(dtype)
+    keys = message[:, :, 4 : 4 + kv_heads]
+    for module, pool in zip((triton, reference), pools, strict=True):
+        before = pool.clone()
+        module.append_codes(keys, pool, sketch, shape, table, slots, positions, 1)
+        assert torch.equal(pool[:, 0], before[:, 0])  # of another layer
+        assert int((pool != before).any(dim=-1).sum()) <= 2 * 2 * kv_heads
+    assert_codes_agree(*pools)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("kv_heads", "group", "head_dim", "bits"),
+    [(2, 4, 128, 2), (1, 1, 64, 2), (2, 3, 64, 1), (1, 8, 128, 4), (2, 2, 128, 3)],
+)
+def test_scores_are_those_of_the_reference(
+    kv_heads: int, group: int, head_dim: int, bits: int, device: str
+) -> None:
+    lengths = [1, 700, PAGE, 3, 1500]
+    pool, table, sketch, shape = encoded(4, kv_heads, head_dim, bits, device, lengths)
+    slots = torch.tensor([1, 0, 3, -1, 2], dtype=torch.int32, device=device)
+    positions = torch.tensor(lengths, dtype=torch.int32, device=device) - 1
+    queries = torch.randn(5, 2, kv_heads * group, head_dim, device=device)
+    outs = []
+    for module, scoring in ((triton, score_triton), (reference, score_reference)):
+        workspace = scoring.score_workspace(5, 2, kv_heads, group, 1536, torch.device(device))
+        out = torch.full((5, 2, kv_heads, 1536), 7.0, device=device)
+        step = (table, slots, positions, 1, head_dim**-0.5, workspace, out)
+        module.score_sketch(queries, pool, sketch, shape, *step)
+        outs.append(out)
+    found, expected = outs
+    for row, (slot, length) in enumerate(zip(slots.tolist(), lengths, strict=True)):
+        used = length if slot >= 0 else 0
+        torch.testing.assert_close(
+            found[row, ..., :used], expected[row, ..., :used], rtol=0, atol=0.02
+        )
+    assert bool((outs[1][3] == 7).all())
+    assert bool((found[3] == 7).all())
