@@ -14,8 +14,8 @@ log-probabilities, are the same without it.
 All of z have the variance 1, so that steps are the same for all channels and tokens: those with the
 least error of uniform codes of a normal distribution (Max, 1960). A code depends on its key alone.
 
-Scores know nothing of channels. A byte of a sketch is four crumbs, numbers of 2 bits, and a logit is
-the sum of all crumbs of a key, each times the weight that a query gives it:
+Scores know nothing of channels. A byte of a sketch is four crumbs, numbers of 2 bits, and a logit
+is the sum of all crumbs of a key, each times the weight that a query gives it:
 
     a channel of 2 bits is a crumb, whose weight is that of the channel
     a channel of 4 bits is two, of which the second counts four times as much
@@ -232,7 +232,7 @@ def load_codes(
 
 
 def _pack(codes: Tensor, bits: int) -> Tensor:
-    """Pack codes: channel i and those that follow it by C · bits / 8 share a byte, it the low bits."""
+    """Pack codes: channels that lie C · bits / 8 apart share a byte, the first its low bits."""
     parts = codes.chunk(8 // bits, dim=-1) if codes.shape[-1] else []
     packed = codes.new_zeros((*codes.shape[:-1], codes.shape[-1] * bits // 8))
     for index, part in enumerate(parts):

@@ -1,4 +1,4 @@
-"""Which directions of keys matter to the queries that meet them; see kernels/sketch/reference.py."""
+"""Which directions of keys matter to queries that meet them; see kernels/sketch/reference.py."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 _FLOOR = 1e-4
-"""Moments have at least this share of their mean in every direction, so that all can be inverted."""
+"""Moments have at least this share of their mean in every direction: they are inverted."""
 
 
 class KeyMoments:

@@ -95,8 +95,10 @@ def assert_codes_agree(found: Tensor, expected: Tensor) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     ("kv_heads", "head_dim", "bits", "dtype"),
-    [(2, 64, 2, torch.float32), (1, 128, 2, torch.bfloat16), (3, 64, 1, torch.float16)]
-    + [(2, 32, 3, torch.float32), (1, 128, 4, torch.float32)],
+    [
+        *[(2, 64, 2, torch.float32), (1, 128, 2, torch.bfloat16), (3, 64, 1, torch.float16)],
+        *[(2, 32, 3, torch.float32), (1, 128, 4, torch.float32)],
+    ],
 )
 def test_tokens_are_encoded_as_by_the_reference(
     kv_heads: int, head_dim: int, bits: int, dtype: torch.dtype, device: str
