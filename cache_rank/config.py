@@ -13,7 +13,7 @@ from cache_rank.schedule import Boundary, by_forecast, by_history
 HistoryPredictor = Literal["last", "ema", "spade", "ridge"]
 Predictor = Literal[HistoryPredictor, "forecast"]
 Frame = Literal["post", "pre"]
-ScoreKeys = Literal["resident", "fp8"]
+ScoreKeys = Literal["resident", "fp8", "sketch"]
 WireDtype = Literal["bf16", "fp8"]
 OptionValue = int | float | str
 
@@ -85,7 +85,8 @@ class CacheRankConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         delta_capacity: most tokens that enter a (layer, request, kv head) in one step.
         kv_residency: how K and V are held.
         kv_residency_options: options of that format, which checks them.
-        score_keys: score by the keys as they are held, or by a copy of them in 8 bits.
+        score_keys: score by the keys as they are held, by a copy of them in 8 bits, or by a sketch.
+        sketch_bits: bits of a sketch, an element of a key.
         wire_dtype: dtype of the keys and values of an answer; bf16 is the KV pool's own dtype,
             whichever it is, and fp8 is float8_e4m3fn.
         max_rows: most requests of one step.
@@ -111,6 +112,7 @@ class CacheRankConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kv_residency: str = "bf16"
     kv_residency_options: dict[str, OptionValue] = msgspec.field(default_factory=dict)
     score_keys: ScoreKeys = "resident"
+    sketch_bits: Literal[1, 2, 3, 4] = 2
     wire_dtype: WireDtype = "bf16"
     max_rows: int = 256
     recall_interval: int = 64

@@ -10,16 +10,19 @@ from typing import Any
 import torch
 
 _FOLDER_OF = {
+    "append_codes": "sketch",
     "append_step": "append",
     "collect_tokens": "scatter",
     "copy_tokens": "scatter",
     "forecast_step": "forecast",
     "gather_step": "gather",
+    "load_codes": "sketch",
     "load_tokens": "append",
     "pack_hidden": "pack",
     "pack_layer": "pack",
     "predict_step": "predict",
     "scatter_step": "scatter",
+    "score_sketch": "sketch",
     "score_step": "score",
     "score_workspace": "score",
     "select_step": "select",
@@ -31,16 +34,19 @@ _FOLDER_OF = {
 class Operations:
     """One implementation of every operation; kernels/<folder>/reference.py says what each does."""
 
+    append_codes: Callable[..., None]
     append_step: Callable[..., None]
     collect_tokens: Callable[..., None]
     copy_tokens: Callable[..., None]
     forecast_step: Callable[..., None]
     gather_step: Callable[..., None]
+    load_codes: Callable[..., None]
     load_tokens: Callable[..., None]
     pack_hidden: Callable[..., None]
     pack_layer: Callable[..., None]
     predict_step: Callable[..., None]
     scatter_step: Callable[..., None]
+    score_sketch: Callable[..., None]
     score_step: Callable[..., None]
     score_workspace: Callable[..., Any]
     select_step: Callable[..., None]

@@ -27,6 +27,7 @@ from cache_rank.channels.transport import CACHE
 from cache_rank.protocol import (
     End,
     Flush,
+    KeyBasis,
     Load,
     Open,
     Opened,
@@ -102,6 +103,8 @@ def serve(launch: Launch) -> None:
             reason = rank.load(message)
         elif isinstance(message, Projection):
             reason = rank.load_projection(message)
+        elif isinstance(message, KeyBasis):
+            reason = rank.load_basis(message)
         elif isinstance(message, End):
             reason = rank.end(message.epochs)
         elif isinstance(message, Flush):

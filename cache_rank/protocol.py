@@ -25,7 +25,7 @@ from torch import Tensor
 from cache_rank.config import CacheRankConfig
 from cache_rank.schedule import Boundary
 
-PROTOCOL_VERSION = 8
+PROTOCOL_VERSION = 9
 NO_EPOCH = -1
 
 
@@ -107,6 +107,18 @@ class Projection(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=Tr
     layer: int
 
 
+class KeyBasis(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """How the keys of a layer are sketched; the tensor follows on the bulk channel.
+
+    Its rows are the basis of each KV head, and the mean of its keys, see kernels/sketch.
+
+    Attributes:
+        layer: counted from the first sparse layer.
+    """
+
+    layer: int
+
+
 class End(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """The epochs are over: finish, abort, retraction and preemption are the same here."""
 
@@ -176,7 +188,7 @@ class Report(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     refused_messages: int = 0
 
 
-ToCacheRank = Open | Step | Load | Projection | End | Flush
+ToCacheRank = Open | Step | Load | Projection | KeyBasis | End | Flush
 ToInferenceRank = Ready | Opened | Report | Measurement
 
 
@@ -305,6 +317,12 @@ def projection_shape(config: CacheRankConfig) -> tuple[int, int, int]:
     """Shape of what a layer's queries are forecast by, in the dtype of the KV pool."""
     model = config.model
     return (model.hidden_size + 2, model.query_heads, model.head_dim)
+
+
+def basis_shape(config: CacheRankConfig) -> tuple[int, int, int]:
+    """Shape of how a layer's keys are sketched, float32."""
+    model = config.model
+    return (model.kv_heads, model.head_dim + 1, model.head_dim)
 
 
 def bulk_shape(config: CacheRankConfig, count: int) -> tuple[int, int, int, int, int]:

@@ -5,7 +5,8 @@ It has a link and a selector; process.py hands it the messages, one after the ot
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import contextlib
+from collections.abc import Collection, Iterator, Sequence
 
 import psutil
 import torch
@@ -20,6 +21,7 @@ from cache_rank.measure.timeline import Timeline
 from cache_rank.protocol import (
     NO_EPOCH,
     DownMessage,
+    KeyBasis,
     Load,
     Measured,
     Open,
@@ -28,6 +30,7 @@ from cache_rank.protocol import (
     Row,
     Step,
     UpMessage,
+    basis_shape,
     bulk_shape,
     down_sizes,
     projection_shape,
@@ -84,7 +87,7 @@ class CacheRank:
         self._taken: list[torch.cuda.Event | None] = [None] * len(self._boundaries)
         self._sent: list[Pending | None] = [None] * len(config.groups)
         self._loaded: dict[int, torch.cuda.Event] = {}
-        self._projected: torch.cuda.Event | None = None
+        self._received_of_layers: torch.cuda.Event | None = None
         self._warm_up()
 
     def _warm_up(self) -> None:
@@ -170,17 +173,35 @@ class CacheRank:
         config = self.config
         if not config.forecasts or not 0 <= message.layer < config.model.layers:
             return f"Projection of layer {message.layer}, which is not forecast"
-        with self._link.in_background():
-            projection = torch.empty(
-                projection_shape(config), dtype=config.model.torch_dtype, device=self._device
-            )
-            after = self._mark(torch.cuda.default_stream()) if projection.is_cuda else None
-            self._link.bulk.receive(projection, after).wait(PEER_SECONDS)
+        dtype = config.model.torch_dtype
+        with self._receive_of_layer(projection_shape(config), dtype) as projection:
             self.selector.load_projection(message.layer, projection)
-            if projection.is_cuda:
-                self._projected = self._mark()
         self._recorder.record_projection(message, projection)
         return None
+
+    def load_basis(self, message: KeyBasis) -> str | None:
+        """Take over how a layer's keys are sketched; return the reason when it is refused.
+
+        Nothing is received for a layer that no inference rank sends.
+        """
+        config = self.config
+        if config.score_keys != "sketch" or not 0 <= message.layer < config.model.layers:
+            return f"KeyBasis of layer {message.layer}, which has no sketch"
+        with self._receive_of_layer(basis_shape(config), torch.float32) as basis:
+            self.selector.load_basis(message.layer, basis)
+        self._recorder.record_basis(message, basis)
+        return None
+
+    @contextlib.contextmanager
+    def _receive_of_layer(self, shape: Sequence[int], dtype: torch.dtype) -> Iterator[Tensor]:
+        """Receive what belongs to a layer; the next step waits for what is done with it inside."""
+        with self._link.in_background():
+            received = torch.empty(tuple(shape), dtype=dtype, device=self._device)
+            after = self._mark(torch.cuda.default_stream()) if received.is_cuda else None
+            self._link.bulk.receive(received, after).wait(PEER_SECONDS)
+            yield received
+            if received.is_cuda:
+                self._received_of_layers = self._mark()
 
     def end(self, epochs: Collection[int]) -> str | None:
         """Forget epochs; return the reason when one of them was not live."""
@@ -205,9 +226,9 @@ class CacheRank:
         refused = self._refused_rows(message)
         for row in message.rows:
             self._wait_for_load(row.epoch)
-        if self._projected is not None:
-            torch.cuda.current_stream().wait_event(self._projected)
-            self._projected = None
+        if self._received_of_layers is not None:
+            torch.cuda.current_stream().wait_event(self._received_of_layers)
+            self._received_of_layers = None
         step = self.selector.begin_step(
             message.step, message.rows, refused.keys(), message.measured
         )

@@ -15,6 +15,13 @@ import torch
 from cache_rank_kernels.predict.reference import predict_next_query
 from cache_rank_kernels.rotary.reference import align_to_next_position
 from cache_rank_kernels.score.reference import score_tokens
+from cache_rank_kernels.sketch.reference import (
+    crumb_weights,
+    crumbs,
+    encode_keys,
+    make_sketch,
+    sketch_shape,
+)
 from torch import Tensor
 
 from cache_rank.config import CacheRankConfig
@@ -33,6 +40,7 @@ class SynchronousReference:
         empty: list[int | None] = [None] * config.sparse_budget
         self.slots = [[list(empty) for _ in range(config.model.kv_heads)] for _ in keys]
         self.projections: dict[int, Tensor] = {}  # of layers that are forecast, (H + 2, Hq, D)
+        self.bases: dict[int, Tensor] = {}  # of layers whose keys are sketched, (Hkv, D + 1, D)
 
     def append(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> None:
         """Add the newest token to one layer: query (Hq, D), key and value (Hkv, D)."""
@@ -79,9 +87,21 @@ class SynchronousReference:
     def _choose(self, layer: int, queries: Tensor, position: int) -> None:
         """Choose tokens by queries (Hq, D) when the newest one is at `position`."""
         model = self.config.model
-        scores = score_tokens(queries.unsqueeze(0), self.keys[layer].unsqueeze(0), model.scale)
+        scores = self._score(layer, queries)
         for kv_head in range(model.kv_heads):
             self._fill_slots(self.slots[layer][kv_head], scores[0, kv_head].tolist(), position)
+
+    def _score(self, layer: int, queries: Tensor) -> Tensor:
+        """Score all tokens by queries (Hq, D): (1, Hkv, T)."""
+        keys, scale = self.keys[layer].unsqueeze(0), self.config.model.scale
+        if layer not in self.bases:
+            return score_tokens(queries.unsqueeze(0), keys, scale)
+        basis = self.bases[layer].unsqueeze(0)
+        shape = sketch_shape(self.config.model.head_dim, self.config.sketch_bits)
+        sketch = make_sketch(basis[:, :, :-1], basis[:, :, -1], shape)
+        weights = crumb_weights(queries.unsqueeze(0), sketch, scale)
+        logits = weights @ crumbs(encode_keys(keys, sketch, shape)).mT
+        return logits.log_softmax(-1).amax(-2)
 
     def predict(self, layer: int) -> Tensor:
         """The query (Hq, D) float32 that the step to come is expected to have in one layer."""

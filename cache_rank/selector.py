@@ -167,6 +167,10 @@ class Selector:
         if self._forecast is not None:
             self._forecast.load(layer, projection)
 
+    def load_basis(self, layer: int, basis: Tensor) -> None:
+        """Take over how a layer's keys are sketched, (Hkv, D + 1, D)."""
+        self._residency.load_basis(layer, basis)
+
     def begin_step(
         self,
         number: int,

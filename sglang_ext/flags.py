@@ -72,8 +72,9 @@ class CacheRankFlags(ServerArgs):
     calibration: A[
         str | None,
         Arg(
-            help="Folder with corrections of forecasts, as scripts.calibrate makes it for this "
-            "model and these flags. Without one, forecasts are by the model's own projections."
+            help="Folder with what scripts.calibrate has fitted to this model and these flags: "
+            "corrections of forecasts, without which they are by the model's own projections, and "
+            "how keys are sketched."
         ),
     ] = None
     query_window: A[int, Arg(help="Earlier queries that the next query is predicted from.")] = 16
@@ -117,12 +118,14 @@ class CacheRankFlags(ServerArgs):
         Arg(help="Options of --kv-residency, as name=value separated by commas."),
     ] = ""
     score_keys: A[
-        Literal["resident", "fp8"],
+        Literal["resident", "fp8", "sketch"],
         Arg(
-            help="Score tokens by their keys as they are held, or by a copy in 8 bits, which "
-            "halves what the cache rank reads in a step and takes a quarter more of its memory."
+            help="Score tokens by their keys as they are held; by a copy in 8 bits, which halves "
+            "what the cache rank reads of bf16 keys in a step; or by a sketch of --sketch-bits, "
+            "beside any format, for which --calibration is needed."
         ),
     ] = "resident"
+    sketch_bits: A[Literal[1, 2, 3, 4], Arg(help="Bits of a sketch, an element of a key.")] = 2
     wire_dtype: A[
         Literal["bf16", "fp8"],
         Arg(

@@ -14,7 +14,7 @@ from sglang_ext.eviction import DenseStore, Eviction
 from sglang_ext.exchange import make_exchange, make_gate
 from sglang_ext.exchange.base import Exchange
 from sglang_ext.exchange.connection import Connection, Placement
-from sglang_ext.forecast_source import ForecastSource
+from sglang_ext.layer_source import LayerSource
 from sglang_ext.lifecycle import Phase, prepare_requests
 from sglang_ext.measured_steps import MeasuredSteps
 from sglang_ext.memory import dense_store_rows_per_request, reserve_block_rows
@@ -48,7 +48,7 @@ class InferenceRank:
         pools: Pools,
         tp_rank: int,
         supervisor: Supervisor,
-        forecast: ForecastSource | None,
+        source: LayerSource | None,
     ) -> None:
         """Open the cache rank for a loaded model.
 
@@ -58,7 +58,7 @@ class InferenceRank:
             pools: SGLang's, with rows of our own behind them.
             tp_rank: tensor-parallel rank of this process.
             supervisor: its process has been spawned.
-            forecast: what queries are forecast by, if they are.
+            source: what the cache rank is told of layers, if it has to be told.
 
         Raises:
             CacheRankDownError: the cache rank did not start.
@@ -68,10 +68,10 @@ class InferenceRank:
         self.config = args.cache_rank_config(model, args.max_sparse_requests)
         self.device = pools.req_to_token.device
         self.metrics = CacheRankMetrics(args, self.config, tp_rank)
-        self._forecast = forecast
+        self._source = source
         self._weights_have_changed = False
-        if forecast is not None:
-            forecast.watch(self.config.groups, self._on_input)
+        if source is not None and source.forecasts:
+            source.watch(self.config.groups, self._on_input)
         planner = StepPlanner(
             args, self.config, pools, self.metrics, by_kernels=self.device.type == "cuda"
         )
@@ -129,16 +129,19 @@ class InferenceRank:
 
     def _begin_exchange(self, connection: Connection) -> Exchange:
         exchange = make_exchange(connection, self.config, self._planner.slots, self.gate)
+        if self._source is not None and self._source.sketches:
+            for layer in range(self.config.model.layers):
+                exchange.sketch(layer, self._source.basis(layer, self.device))
         self._project(exchange)
         return exchange
 
     def _project(self, exchange: Exchange) -> None:
         """Send by what queries are forecast."""
-        if self._forecast is None:
+        if self._source is None or not self._source.forecasts:
             return
         first_forecast = self.config.groups[self.config.forecast_lead].start
         for layer in range(first_forecast, self.config.model.layers):
-            exchange.project(layer, self._forecast.projection(layer, self.config.model.torch_dtype))
+            exchange.project(layer, self._source.projection(layer, self.config.model.torch_dtype))
 
     def _on_input(self, group: int, hidden: Tensor, residual: Tensor | None, batch: Any) -> None:
         if not batch.forward_mode.is_decode():
@@ -150,7 +153,7 @@ class InferenceRank:
 
     def on_weights_updated(self) -> None:
         """Send by what queries are forecast before the next step; updates come in many parts."""
-        self._weights_have_changed = self._forecast is not None
+        self._weights_have_changed = self._source is not None
 
     # Events of requests.
 
@@ -272,14 +275,15 @@ def create(runner: Any, args: CacheRankServerArgs) -> InferenceRank:
     global _current
     assert _supervisor is not None
     forecasts = args.query_predictor == "forecast"
-    forecast = ForecastSource(runner.model, args) if forecasts else None
+    is_told = forecasts or args.score_keys == "sketch"
+    source = LayerSource(runner.model, args) if is_told else None
     _current = InferenceRank(
         args,
         model_shape(runner, args.dense_layers, forecasts),
         pools_of(runner, args),
         runner.ps.tp_rank,
         _supervisor,
-        forecast,
+        source,
     )
     return _current
 

@@ -15,11 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cache_rank.protocol import Load, Projection, UpMessage
+from cache_rank.protocol import KeyBasis, Load, Projection, UpMessage
 from cache_rank.schedule import Boundary
 from cache_rank.selector import Selector, SelectorStep
 
 RECORD_VARIABLE = "CACHE_RANK_RECORD"
+
+_KINDS = ("load", "projection", "basis", "step")
 
 
 def read_events(folder: Path) -> Iterator[dict[str, Any]]:
@@ -37,7 +39,7 @@ def _read_event(path: Path) -> dict[str, Any]:
             event = torch.load(path, map_location="cpu", weights_only=True)
     except (OSError, RuntimeError, UnpicklingError, EOFError) as error:
         raise ValueError(f"{path}: not an event of a recording ({error})") from None
-    if not isinstance(event, dict) or event.get("kind") not in ("load", "projection", "step"):
+    if not isinstance(event, dict) or event.get("kind") not in _KINDS:
         raise ValueError(f"{path}: not an event of a recording")
     return event
 
@@ -66,6 +68,11 @@ class Recorder:
         if self._folder is not None:
             event = {"kind": "projection", "layer": message.layer}
             self._write({**event, "projection": projection.cpu()})
+
+    def record_basis(self, message: KeyBasis, basis: Tensor) -> None:
+        """Record how a layer's keys are sketched."""
+        if self._folder is not None:
+            self._write({"kind": "basis", "layer": message.layer, "basis": basis.cpu()})
 
     def record_step(
         self, selector: Selector, step: SelectorStep, boundary: Boundary, up: UpMessage

@@ -15,6 +15,7 @@ from cache_rank.residency.hack import HackResidency
 from cache_rank.residency.lynx import LynxResidency
 from cache_rank.residency.mosaickv import MosaicKVResidency
 from cache_rank.residency.quantspec import QuantSpecResidency
+from cache_rank.residency.sketched import SketchedResidency
 
 FORMATS: dict[str, type[Residency]] = {
     residency.name: residency
@@ -38,9 +39,14 @@ def require_format(config: CacheRankConfig) -> None:
     if name not in FORMATS:
         raise ValueError(f"kv_residency {name}: unknown; use one of {', '.join(FORMATS)}")
     FORMATS[name].validate(config.kv_residency_options)
+    if config.score_keys == "sketch" and config.model.head_dim % 32:
+        raise ValueError(
+            f"score_keys sketch: heads have {config.model.head_dim} elements, and a sketch needs a "
+            "multiple of 32; score by the keys as they are held"
+        )
     if FORMATS[name].lossless:
         return
-    if config.score_keys != "resident":
+    if config.score_keys == "fp8":
         raise ValueError(
             f"score_keys {config.score_keys}: {name} scores by its own codes; drop it, and choose "
             "a reading among the options of the format"
@@ -59,14 +65,22 @@ def create(config: CacheRankConfig, pages: int, device: torch.device) -> Residen
         ValueError: the format does not exist, or cannot do what is configured.
     """
     require_format(config)
-    return FORMATS[config.kv_residency](config, pages, device)
+    held = FORMATS[config.kv_residency](config, pages, device)
+    if config.score_keys == "sketch":
+        return SketchedResidency(held, config, pages, device)
+    return held
 
 
 def bytes_per_token(config: CacheRankConfig) -> int:
-    """Memory of one token in the configured format."""
-    return FORMATS[config.kv_residency].bytes_per_token(config)
+    """Memory of one token in the configured format, and of its sketch if there is one."""
+    return sum(part.bytes_per_token(config) for part in _parts(config))
 
 
 def fixed_bytes(config: CacheRankConfig) -> int:
-    """Memory that the configured format takes beside its pages."""
-    return FORMATS[config.kv_residency].fixed_bytes(config)
+    """Memory that the configured format, and a sketch, take beside their pages."""
+    return sum(part.fixed_bytes(config) for part in _parts(config))
+
+
+def _parts(config: CacheRankConfig) -> list[type[Residency]]:
+    held = FORMATS[config.kv_residency]
+    return [held, SketchedResidency] if config.score_keys == "sketch" else [held]

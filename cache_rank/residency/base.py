@@ -70,6 +70,13 @@ class Residency(ABC):
         self._operations = operations_for(device)
         self._scores = ScoreBuffers(config.model, self.score_workspace, device)
 
+    def load_basis(self, layer: int, basis: Tensor) -> None:
+        """Take over the directions of a layer's keys, (Hkv, D + 1, D); see protocol.KeyBasis.
+
+        What scores by no sketch has no use for them.
+        """
+        return
+
     @abstractmethod
     def load(self, pages: Tensor, slot: int, start: int, shipment: Tensor) -> None:
         """Take over a bulk shipment.

@@ -1,4 +1,4 @@
-"""Collects, in a server that prefills texts, what corrections of forecasts are fitted to."""
+"""Collects, in a server that prefills texts, what forecasts and sketches are fitted to."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from sglang_ext.calibration.fitting import NormalEquations
+from sglang_ext.calibration.key_statistics import KeyMoments
 from sglang_ext.projections import DecoderLayer, watch_inputs
 
 
@@ -66,3 +67,36 @@ class Collector:
         if layer not in self.equations:
             self.equations[layer] = NormalEquations(self._grams[source], width)
         self.equations[layer].add(state, projected[:, :width].float())
+
+
+class KeyCollector:
+    """Moments of the queries and keys of layers, of what a model prefills until it is stopped.
+
+    Attributes:
+        moments: by layer.
+    """
+
+    def __init__(self, layers: Sequence[DecoderLayer], first: int) -> None:
+        """Watch the attention of a loaded model from a layer on."""
+        self.moments: dict[int, KeyMoments] = {}
+        self._is_on = True
+        for layer in range(first, len(layers)):
+            layers[layer].attention.register_forward_pre_hook(
+                lambda _module, inputs, layer=layer: self._on_attention(layer, *inputs)
+            )
+        self._layers = layers
+
+    def stop(self) -> None:
+        """Collect no more."""
+        self._is_on = False
+
+    def _on_attention(
+        self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, batch: Any, *_: Any
+    ) -> None:
+        if not self._is_on or not batch.forward_mode.is_extend():
+            return
+        head_dim = self._layers[layer].head_dim
+        by_head = keys.view(len(keys), -1, head_dim)
+        if layer not in self.moments:
+            self.moments[layer] = KeyMoments(by_head.shape[1], head_dim, keys.device)
+        self.moments[layer].add(queries.view(len(queries), -1, head_dim), by_head)

@@ -1,4 +1,7 @@
-"""A calibration is a folder: corrections of a model's layers, and a card that says of what."""
+"""A calibration is a folder: what is fitted to a model's layers, and a card that says of what.
+
+It holds corrections of the forecast of queries, and how the keys of layers are sketched.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +14,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from sglang_ext.calibration.fitting import Correction
+from sglang_ext.calibration.key_statistics import KeyBasis
 
 VERSION = 1
 
-CORRECTIONS, CARD = "corrections.safetensors", "card.json"
+TENSORS, CARD = "calibration.safetensors", "card.json"
 
 
 class CalibrationError(ValueError):
@@ -49,7 +53,8 @@ class Card(msgspec.Struct, frozen=True, kw_only=True):
         model: where the model was read from.
         revision: the commit of a repository; None for a folder.
         architecture: SGLang's class of the model.
-        hidden_size, layers, query_heads, head_dim: its shape; of all tensor-parallel ranks.
+        hidden_size, layers, query_heads, kv_heads, head_dim: its shape; of all tensor-parallel
+            ranks.
         dense_layers, layers_per_group, forecast_lead: the flags that say which layer's input tells
             which layer's queries.
         rank: directions of a correction.
@@ -67,6 +72,7 @@ class Card(msgspec.Struct, frozen=True, kw_only=True):
     hidden_size: int
     layers: int
     query_heads: int
+    kv_heads: int
     head_dim: int
     dense_layers: int
     layers_per_group: int
@@ -80,10 +86,17 @@ class Card(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Calibration(NamedTuple):
-    """Corrections by layer, counted from the model's first, and their card."""
+    """What is fitted by layer, counted from the model's first, and the card.
+
+    Attributes:
+        card: of what it is.
+        corrections: of the layers that are forecast.
+        bases: how the keys of all layers that may be sparse are sketched.
+    """
 
     card: Card
     corrections: dict[int, Correction]
+    bases: dict[int, KeyBasis]
 
 
 def write(folder: Path, calibration: Calibration) -> None:
@@ -94,7 +107,10 @@ def write(folder: Path, calibration: Calibration) -> None:
         for layer, correction in calibration.corrections.items()
         for side in Correction._fields
     }
-    save_file(tensors, folder / CORRECTIONS)
+    for layer, basis in calibration.bases.items():
+        for part, tensor in zip(KeyBasis._fields, basis, strict=True):
+            tensors[f"{layer}.{part}"] = tensor.cpu().contiguous()
+    save_file(tensors, folder / TENSORS)
     card = msgspec.json.format(msgspec.json.encode(calibration.card), indent=2)
     (folder / CARD).write_bytes(card + b"\n")
 
@@ -127,20 +143,26 @@ def read(folder: Path) -> Calibration:
         CalibrationError: it is no calibration.
     """
     card = read_card(folder)
-    corrections = {}
+    corrections, bases = {}, {}
     try:
-        with safe_open(folder / CORRECTIONS, "pt") as file:
+        with safe_open(folder / TENSORS, "pt") as file:
             for layer in card.fits:
                 parts = (file.get_tensor(f"{layer}.{side}").float() for side in Correction._fields)
                 corrections[layer] = Correction(*parts)
+            for layer in range(card.dense_layers, card.layers):
+                parts = (file.get_tensor(f"{layer}.{part}") for part in KeyBasis._fields)
+                bases[layer] = KeyBasis(*parts)
     except (OSError, SafetensorError) as error:
-        raise CalibrationError(f"{folder / CORRECTIONS} cannot be read: {error}") from None
+        raise CalibrationError(f"{folder / TENSORS} cannot be read: {error}") from None
     width = card.query_heads * card.head_dim
     for layer, (left, right) in corrections.items():
         found = left.shape[0], right.shape[-1], left.shape[-1]
         if found != (card.hidden_size + 1, width, right.shape[0]):
-            raise CalibrationError(f"{folder / CORRECTIONS}: layer {layer} has another shape")
-    return Calibration(card, corrections)
+            raise CalibrationError(f"{folder / TENSORS}: layer {layer} has another shape")
+    for layer, basis in bases.items():
+        if basis.basis.shape != (card.kv_heads, card.head_dim, card.head_dim):
+            raise CalibrationError(f"{folder / TENSORS}: layer {layer} has another shape")
+    return Calibration(card, corrections, bases)
 
 
 def sources(

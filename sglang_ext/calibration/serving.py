@@ -12,10 +12,11 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 
-from sglang_ext.calibration.collecting import Collector
+from sglang_ext.calibration.collecting import Collector, KeyCollector
 from sglang_ext.calibration.files import Calibration, Card, Fit, sources, write
 from sglang_ext.calibration.fitting import Correction, NormalEquations, fit
 from sglang_ext.calibration.held_out import HeldOutRecall
+from sglang_ext.calibration.key_statistics import KeyBasis, key_basis
 from sglang_ext.pools import model_shape
 from sglang_ext.projections import decoder_layers, projection_of
 
@@ -37,6 +38,7 @@ class _Fitted(NamedTuple):
     plain: dict[int, torch.Tensor]
     corrections: dict[int, Correction]
     corrected: dict[int, torch.Tensor]
+    bases: dict[int, KeyBasis]
     recall: HeldOutRecall
 
 
@@ -56,11 +58,14 @@ class Calibrating:
         self._schedule = schedule
         self._sources = sources(len(self._layers), *msgspec.structs.astuple(schedule))
         self._collector = Collector(self._layers, self._sources)
+        self._key_collector = KeyCollector(self._layers, schedule.dense_layers)
         self._fitted: _Fitted | None = None
 
     def fit(self, rank: int, ridge: float) -> None:
         """Fit to what has been prefilled, and to nothing that will be."""
         equations = self._collector.begin_part()
+        self._key_collector.stop()
+        bases = {layer: key_basis(held) for layer, held in self._key_collector.moments.items()}
         plain = {
             layer: projection_of(self._layers[layer], torch.float32) for layer in self._sources
         }
@@ -72,7 +77,7 @@ class Calibrating:
         for layer, projection in corrected.items():
             _flat(projection).copy_(corrections[layer].added_to(_flat(projection)))
         recall = HeldOutRecall(self._shape, self._layers, self._sources, corrected)
-        self._fitted = _Fitted(rank, ridge, equations, plain, corrections, corrected, recall)
+        self._fitted = _Fitted(rank, ridge, equations, plain, corrections, corrected, bases, recall)
 
     def finish(self, folder: Path, described: Described) -> None:
         """Write the calibration, with how good it is on what was prefilled after the fit."""
@@ -97,6 +102,7 @@ class Calibrating:
             hidden_size=self._shape.hidden_size,
             layers=len(self._layers),
             query_heads=self._shape.query_heads,
+            kv_heads=self._shape.kv_heads,
             head_dim=self._shape.head_dim,
             **msgspec.structs.asdict(self._schedule),
             rank=fitted.rank,
@@ -106,7 +112,7 @@ class Calibrating:
             tokens=max(equations.tokens for equations in fitted.equations.values()),
             fits=fits,
         )
-        write(folder, Calibration(card, fitted.corrections))
+        write(folder, Calibration(card, fitted.corrections, fitted.bases))
 
 
 class Described(msgspec.Struct, frozen=True):

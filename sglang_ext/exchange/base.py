@@ -13,7 +13,17 @@ from cache_rank.channels.transport import Pending
 from cache_rank.config import CacheRankConfig
 from cache_rank.measure.timeline import Span
 from cache_rank.operations import operations_for
-from cache_rank.protocol import End, Flush, Load, Measured, Projection, Row, Step, bulk_shape
+from cache_rank.protocol import (
+    End,
+    Flush,
+    KeyBasis,
+    Load,
+    Measured,
+    Projection,
+    Row,
+    Step,
+    bulk_shape,
+)
 from sglang_ext.exchange.connection import Connection
 from sglang_ext.exchange.slots import ExchangedRows, SlotBuffers
 from sglang_ext.lifecycle import SparseSequence
@@ -154,9 +164,16 @@ class Exchange(ABC):
 
     def project(self, layer: int, projection: Tensor) -> None:
         """Send by what a layer's queries are forecast, (H + 2, Hq, D); wait until it is gone."""
-        self.connection.control.send(Projection(layer))
-        self.connection.link.bulk.send(projection).wait(self.connection.timeout)
-        self.counters.bulk_bytes += projection.nbytes
+        self._send_of_layer(Projection(layer), projection)
+
+    def sketch(self, layer: int, basis: Tensor) -> None:
+        """Send how a layer's keys are sketched, (Hkv, D + 1, D); wait until it is gone."""
+        self._send_of_layer(KeyBasis(layer), basis)
+
+    def _send_of_layer(self, message: Projection | KeyBasis, tensor: Tensor) -> None:
+        self.connection.control.send(message)
+        self.connection.link.bulk.send(tensor).wait(self.connection.timeout)
+        self.counters.bulk_bytes += tensor.nbytes
 
     @abstractmethod
     def ship(self, sequence: SparseSequence, pool_rows: Tensor) -> None:

@@ -119,10 +119,31 @@ MODELS = (
 WORKING_SETS = (
     Refusal(
         "--calibration",
-        lambda args: f"it is of forecasts, and --query-predictor is {args.query_predictor}",
-        "drop it, or, where the model has more layer groups than --forecast-lead, pass "
-        "--query-predictor forecast",
-        lambda args: args.calibration is not None and args.query_predictor != "forecast",
+        lambda args: (
+            "it is of forecasts and sketches, and queries are not forecast: --query-predictor is "
+            f"{args.query_predictor}"
+        ),
+        "drop it, or pass --score-keys sketch, or, where the model has more layer groups than "
+        "--forecast-lead, --query-predictor forecast",
+        lambda args: (
+            args.calibration is not None
+            and args.query_predictor != "forecast"
+            and args.score_keys != "sketch"
+        ),
+    ),
+    Refusal(
+        "--score-keys",
+        "a sketch is fitted to the model's keys",
+        "make a calibration (python -m scripts.calibrate), and pass it by --calibration",
+        lambda args: args.score_keys == "sketch" and args.calibration is None,
+    ),
+    Refusal(
+        "--score-keys",
+        lambda args: (
+            f"heads have {_model(args).head_dim} elements, and a sketch needs a multiple of 32"
+        ),
+        "score by the keys as they are held",
+        lambda args: args.score_keys == "sketch" and _model(args).head_dim % 32 != 0,
     ),
     Refusal(
         "--query-predictor --forecast-lead",

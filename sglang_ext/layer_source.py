@@ -1,4 +1,4 @@
-"""What the queries of a served model are forecast by: its projections, and their corrections."""
+"""What a cache rank is told of a model's layers, to forecast queries and to sketch keys."""
 
 from __future__ import annotations
 
@@ -11,14 +11,19 @@ import torch
 from torch import Tensor
 
 from sglang_ext.calibration.files import Calibration, CalibrationError, Card, read
-from sglang_ext.projections import decoder_layers, projection_of, watch_inputs
+from sglang_ext.projections import DecoderLayer, decoder_layers, projection_of, watch_inputs
 from sglang_ext.server_args import CacheRankServerArgs
 
 logger = logging.getLogger(__name__)
 
 
-class ForecastSource:
-    """Reads a model's decoder layers; sparse layers are counted from the first sparse one."""
+class LayerSource:
+    """Reads a model's decoder layers; sparse layers are counted from the first sparse one.
+
+    Attributes:
+        forecasts: whether queries are forecast, by `projection`.
+        sketches: whether keys are sketched, by `basis`.
+    """
 
     def __init__(self, model: torch.nn.Module, args: CacheRankServerArgs) -> None:
         """Read the layers, and the calibration if there is one.
@@ -27,19 +32,22 @@ class ForecastSource:
             ValueError: the model is not built as a forecast needs it.
             CalibrationError: the calibration is not one of this model and these flags.
         """
-        layers = decoder_layers(model)
-        self._layers = layers[args.dense_layers :]
+        self.forecasts = args.query_predictor == "forecast"
+        self.sketches = args.score_keys == "sketch"
         self._first = args.dense_layers
+        self._layers: list[DecoderLayer] = []
+        if self.forecasts:
+            self._layers = decoder_layers(model)[self._first :]
         self._calibration: Calibration | None = None
-        if args.calibration is None:
+        if args.calibration is not None:
+            self._calibration = read(Path(args.calibration))
+            check_suits(self._calibration.card, args.calibration, _expected(model, args))
+        elif self.forecasts:
             logger.info(
                 "cache rank: queries are forecast by the model's own projections. On SmolLM2 that "
                 "diverged two to three times as far from dense decoding as corrected ones, which "
                 "python -m scripts.calibrate makes for --calibration"
             )
-            return
-        self._calibration = read(Path(args.calibration))
-        check_suits(self._calibration.card, args.calibration, _expected(model, args))
 
     def watch(
         self,
@@ -61,20 +69,31 @@ class ForecastSource:
             plain[:-1] += (left @ right).view(plain[:-1].shape)
         return plain.to(dtype)
 
+    def basis(self, layer: int, device: torch.device) -> Tensor:
+        """How a sparse layer's keys are sketched, (Hkv, D + 1, D); see protocol.KeyBasis."""
+        assert self._calibration is not None
+        basis, mean = self._calibration.bases[self._first + layer]
+        return torch.cat((basis, mean.unsqueeze(1)), dim=1).to(device)
+
 
 def _expected(model: torch.nn.Module, args: CacheRankServerArgs) -> dict[str, Any]:
     """What the card of a calibration has to say."""
-    layers = decoder_layers(model)
-    return {
+    attention = [part for part in model.modules() if type(part).__name__ == "RadixAttention"]
+    expected = {
         "architecture": type(model).__name__,
-        "hidden_size": layers[0].input_norm.weight.shape[0],
-        "layers": len(layers),
-        "query_heads": layers[0].query_heads,
-        "head_dim": layers[0].head_dim,
+        "layers": len(attention),
+        "query_heads": attention[0].tp_q_head_num,
+        "kv_heads": attention[0].tp_k_head_num,
+        "head_dim": attention[0].qk_head_dim,
         "dense_layers": args.dense_layers,
-        "layers_per_group": args.layers_per_group,
-        "forecast_lead": args.forecast_lead,
     }
+    if args.query_predictor == "forecast":
+        expected |= {
+            "hidden_size": decoder_layers(model)[0].input_norm.weight.shape[0],
+            "layers_per_group": args.layers_per_group,
+            "forecast_lead": args.forecast_lead,
+        }
+    return expected
 
 
 def check_suits(card: Card, folder: str, expected: dict[str, Any]) -> None:

@@ -1,0 +1,129 @@
+"""`--score-keys sketch`: scores read a sketch of the keys, whichever format holds the tokens.
+
+Sketches are in pages as the tokens are, some 2 bits an element of a key beside what the format
+takes. kernels/sketch/reference.py says what they are. What is shipped is what the format holds, and
+measurements score by that.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from cache_rank_kernels.sketch.reference import Sketch, SketchShape, make_sketch, sketch_shape
+from torch import Tensor
+
+from cache_rank.config import CacheRankConfig
+from cache_rank.pages import PAGE_TOKENS
+from cache_rank.residency.base import Residency
+from cache_rank.step_rows import StepRows
+
+
+def shape_of(config: CacheRankConfig) -> SketchShape:
+    """The channels that are coded."""
+    return sketch_shape(config.model.head_dim, config.sketch_bits)
+
+
+class SketchedResidency(Residency):
+    """Tokens in a format, and sketches of their keys."""
+
+    @classmethod
+    def bytes_per_token(cls, config: CacheRankConfig) -> int:
+        """Memory of a token's sketch alone."""
+        model = config.model
+        return model.layers * model.kv_heads * shape_of(config).bytes
+
+    @classmethod
+    def fixed_bytes(cls, config: CacheRankConfig) -> int:
+        """Memory of the maps between keys, queries and codes."""
+        model, shape = config.model, shape_of(config)
+        elements = shape.channels * (model.head_dim + 1) + 4 * shape.bytes * model.head_dim
+        return 4 * model.layers * model.kv_heads * elements
+
+    def __init__(
+        self, held: Residency, config: CacheRankConfig, pages: int, device: torch.device
+    ) -> None:
+        """Take memory; what is encoded means nothing until `load_basis` has brought the bases.
+
+        Args:
+            held: the tokens.
+            config: `score_keys` is sketch.
+            pages: as many as the tokens have.
+            device: of the cache rank.
+        """
+        super().__init__(config, pages, device)
+        model = config.model
+        self._held, self._shape = held, shape_of(config)
+        pool = (pages, model.layers, model.kv_heads, PAGE_TOKENS, self._shape.bytes)
+        self._codes = torch.empty(pool, dtype=torch.uint8, device=device)
+        zeros = functools.partial(torch.zeros, dtype=torch.float32, device=device)
+        heads = (model.layers, model.kv_heads)
+        self._sketch = Sketch(
+            zeros((*heads, self._shape.channels, model.head_dim)),
+            zeros((*heads, self._shape.channels)),
+            zeros((*heads, 4 * self._shape.bytes, model.head_dim)),
+        )
+
+    @property
+    def warm_up_tokens(self) -> int:  # type: ignore[override]
+        return self._held.warm_up_tokens
+
+    @property
+    def captures_append(self) -> bool:  # type: ignore[override]
+        return self._held.captures_append
+
+    def load_basis(self, layer: int, basis: Tensor) -> None:
+        """Take over the directions of a layer's keys, (Hkv, D + 1, D); see protocol.KeyBasis."""
+        made = make_sketch(basis[None, :, :-1], basis[None, :, -1], self._shape)
+        for own, part in zip(self._sketch, made, strict=True):
+            own[layer] = part[0]
+
+    def load(self, pages: Tensor, slot: int, start: int, shipment: Tensor) -> None:
+        self._held.load(pages, slot, start, shipment)
+        self._operations.load_codes(
+            shipment[0], self._codes, self._sketch, self._shape, pages, start
+        )
+
+    def append(self, rows: StepRows, layers: range, up: Tensor, query_ring: Tensor) -> None:
+        self._held.append(rows, layers, up, query_ring)
+        first_key = self._model.query_heads
+        self._operations.append_codes(
+            up[:, :, first_key : first_key + self._model.kv_heads],
+            self._codes,
+            self._sketch,
+            self._shape,
+            rows.page_table,
+            rows.slots,
+            rows.positions,
+            layers.start,
+        )
+
+    def score(self, rows: StepRows, layers: range, queries: Tensor, exact: bool = False) -> Tensor:
+        if exact:
+            return self._held.score(rows, layers, queries, exact)
+        workspace, out = self._scores.take(queries.shape[0], len(layers), rows.capacity)
+        self._operations.score_sketch(
+            queries,
+            self._codes,
+            self._sketch,
+            self._shape,
+            rows.page_table,
+            rows.slots,
+            rows.positions,
+            layers.start,
+            self._model.scale,
+            workspace,
+            out,
+        )
+        return out
+
+    def gather(
+        self, rows: StepRows, layers: range, entering: Tensor, keys: Tensor, values: Tensor
+    ) -> None:
+        self._held.gather(rows, layers, entering, keys, values)
+
+    def end(self, slot: int) -> None:
+        self._held.end(slot)
+
+    def check(self) -> None:
+        self._held.check()
