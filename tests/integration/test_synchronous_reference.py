@@ -95,15 +95,16 @@ class Case:
         )
 
     def calibration(self) -> Calibration:
-        """Corrections as random as the weights."""
+        """Corrections as random as the weights, in numbers that a file holds as they are."""
         generator = torch.Generator().manual_seed(0)
+
+        def random(*shape: int) -> torch.Tensor:
+            return torch.randn(shape, generator=generator).bfloat16().float()
+
         schedule = (self.dense_layers, self.layers_per_group, self.forecast_lead)
         width = self.heads * HEAD_DIM
         corrections = {
-            layer: Correction(
-                torch.randn((WIDTH + 1, 3), generator=generator),
-                0.1 * torch.randn((3, width), generator=generator),
-            )
+            layer: Correction(random(WIDTH + 1, 3), random(3, width) / 8)
             for layer in sources(self.layers, *schedule)
         }
         fit = Fit(0, 1.0, 1.0, 1.0, 1.0, None)
