@@ -26,6 +26,7 @@ from cache_rank.reference import SynchronousReference
 from scripts.shared.serving import log_probabilities, serve
 from sglang_ext.calibration.files import Calibration, Card, Fit, sources, write
 from sglang_ext.calibration.fitting import Correction
+from sglang_ext.calibration.key_statistics import KeyBasis
 
 HEAD_DIM, WIDTH = 32, 64
 THRESHOLD, BUDGET, CAPACITY, MARGIN = 120, 40, 12, 6  # the budget is an eighth of the length, about
@@ -51,6 +52,7 @@ class Case:
     layers_per_group: int = 2
     forecast_lead: int = 2
     calibrated: bool = False
+    score_keys: Any = "resident"
 
     def __str__(self) -> str:
         return f"{self.predictor}-{self.frame}-{self.family}-{self.heads}-{self.kv_heads}"
@@ -66,7 +68,7 @@ class Case:
             *("--inference-kv", self.inference_kv, "--wire-dtype", self.wire_dtype),
             *("--dense-layers", str(self.dense_layers)),
             *("--layers-per-group", str(self.layers_per_group)),
-            *("--forecast-lead", str(self.forecast_lead)),
+            *("--forecast-lead", str(self.forecast_lead), "--score-keys", self.score_keys),
         ]
 
     def config(self, rotary_frequency: list[float]) -> CacheRankConfig:
@@ -92,10 +94,11 @@ class Case:
             query_frame=self.frame,
             selection_margin=MARGIN,
             delta_capacity=CAPACITY,
+            score_keys=self.score_keys,
         )
 
     def calibration(self) -> Calibration:
-        """Corrections as random as the weights, in numbers that a file holds as they are."""
+        """Corrections and bases as random as the weights, in numbers that a file holds."""
         generator = torch.Generator().manual_seed(0)
 
         def random(*shape: int) -> torch.Tensor:
@@ -114,6 +117,7 @@ class Case:
             hidden_size=WIDTH,
             layers=self.layers,
             query_heads=self.heads,
+            kv_heads=self.kv_heads,
             head_dim=HEAD_DIM,
             dense_layers=self.dense_layers,
             layers_per_group=self.layers_per_group,
@@ -125,15 +129,27 @@ class Case:
             tokens=0,
             fits=dict.fromkeys(corrections, fit),
         )
-        return Calibration(card, corrections)
+        heads = (self.kv_heads, HEAD_DIM, HEAD_DIM)
+        bases = {
+            layer: KeyBasis(2 * torch.eye(HEAD_DIM) + random(*heads) / 16, random(*heads[:2]) / 8)
+            for layer in range(self.dense_layers, self.layers)
+        }
+        return Calibration(card, corrections, bases)
 
 
 DEFAULT = [
     Case("ridge", "pre", "llama", 4, 2, "working-set", dense_layers=0),
-    Case("forecast", "pre", "qwen3", 4, 2, "full", layers=6, layers_per_group=1, calibrated=True),
+    Case(
+        *("forecast", "pre", "qwen3", 4, 2, "full"),
+        layers=6,
+        layers_per_group=1,
+        calibrated=True,
+        score_keys="sketch",
+    ),
 ]
 THOROUGH = [
     Case("forecast", "pre", "qwen2", 2, 2, "working-set", layers=7, forecast_lead=1),
+    Case("last", "pre", "qwen3", 2, 1, "full", calibrated=True, score_keys="sketch"),
     Case("spade", "post", "qwen3", 4, 2, "full"),
     Case("ema", "pre", "qwen3", 4, 1, "working-set"),
 ]
@@ -217,6 +233,7 @@ def replay(config: CacheRankConfig, folder: Path) -> int:
     references: dict[int, SynchronousReference] = {}
     shipments: dict[int, list[Any]] = {}
     projections: dict[int, Any] = {}
+    bases: dict[int, Any] = {}
     compared = 0
     for event in read_events(folder):
         if event["kind"] == "load":
@@ -225,12 +242,16 @@ def replay(config: CacheRankConfig, folder: Path) -> int:
         if event["kind"] == "projection":
             projections[event["layer"]] = event["projection"]
             continue
+        if event["kind"] == "basis":
+            bases[event["layer"]] = event["basis"]
+            continue
         for row in event["rows"]:
             epoch, position = row["epoch"], row["position"]
             if epoch not in references:
                 prompt = torch.cat(shipments.pop(epoch), dim=2)
                 references[epoch] = SynchronousReference(config, prompt[0], prompt[1])
                 references[epoch].projections = projections
+                references[epoch].bases = bases
             reference = references[epoch]
             for index, layer in enumerate(event["layers"]):
                 reference.append(
@@ -269,6 +290,11 @@ class ReferenceAttention:
             for layer, (left, right) in corrections.items():
                 projection = self.projections[layer - self.dense_layers][:-1]
                 projection += (left @ right).view(projection.shape)
+        self.bases = {}
+        if config.score_keys == "sketch":
+            for layer, (basis, mean) in case.calibration().bases.items():
+                parts = (basis, mean.unsqueeze(1))
+                self.bases[layer - self.dense_layers] = torch.cat(parts, dim=1)
         self.hidden: dict[int, torch.Tensor] = {}
         for index, layer in enumerate(layers):
             layer.register_forward_pre_hook(functools.partial(self.keep_input, index))
@@ -295,6 +321,7 @@ class ReferenceAttention:
             values = torch.stack([layer.values[0].transpose(0, 1) for layer in layers])
             self.reference = SynchronousReference(self.config, keys, values)
             self.reference.projections = self.projections
+            self.reference.bases = self.bases
 
     def __call__(
         self, module: Any, query: Any, key: Any, value: Any, mask: Any, **kwargs: Any

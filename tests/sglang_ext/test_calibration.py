@@ -20,6 +20,7 @@ from sglang_ext.calibration.files import (
     write,
 )
 from sglang_ext.calibration.fitting import Correction, NormalEquations, fit
+from sglang_ext.calibration.key_statistics import KeyBasis, KeyMoments, key_basis
 
 
 def equations_of(states: Tensor, queries: Tensor) -> NormalEquations:
@@ -86,6 +87,7 @@ CARD = Card(
     hidden_size=24,
     layers=5,
     query_heads=4,
+    kv_heads=2,
     head_dim=10,
     dense_layers=1,
     layers_per_group=1,
@@ -106,9 +108,12 @@ def as_written(shape: tuple[int, int]) -> Tensor:
 
 def calibration() -> Calibration:
     torch.manual_seed(0)
-    return Calibration(
-        CARD, {layer: Correction(*map(as_written, ((25, 3), (3, 40)))) for layer in (3, 4)}
-    )
+    corrections = {layer: Correction(*map(as_written, ((25, 3), (3, 40)))) for layer in (3, 4)}
+    bases = {
+        layer: KeyBasis(torch.randn(2, 10, 10), torch.randn(2, 10))
+        for layer in range(CARD.dense_layers, CARD.layers)
+    }
+    return Calibration(CARD, corrections, bases)
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
@@ -119,6 +124,9 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     for layer, correction in written.corrections.items():
         for part, expected in zip(found.corrections[layer], correction, strict=True):
             assert torch.equal(part, expected)
+    for layer, basis in written.bases.items():
+        for part, expected in zip(found.bases[layer], basis, strict=True):
+            assert torch.equal(part, expected)
 
 
 @pytest.mark.parametrize(
@@ -126,14 +134,21 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     [
         (lambda folder: (folder / "card.json").unlink(), "has no card.json; make one with"),
         (lambda folder: (folder / "card.json").write_text("{}"), "is no card"),
-        (lambda folder: (folder / "corrections.safetensors").write_bytes(b"x"), "cannot be read"),
-        (lambda folder: write(folder, Calibration(replace(CARD, version=9), {})), "of version 9"),
-        (lambda folder: write(folder, Calibration(CARD, {})), "cannot be read"),
+        (lambda folder: (folder / "calibration.safetensors").write_bytes(b"x"), "cannot be read"),
+        (
+            lambda folder: write(folder, Calibration(replace(CARD, version=9), {}, {})),
+            "of version 9",
+        ),
+        (lambda folder: write(folder, Calibration(CARD, {}, {})), "cannot be read"),
         (
             lambda folder: write(
-                folder, Calibration(replace(CARD, hidden_size=25), calibration().corrections)
+                folder, calibration()._replace(card=replace(CARD, hidden_size=25))
             ),
             "layer 3 has another shape",
+        ),
+        (
+            lambda folder: write(folder, calibration()._replace(card=replace(CARD, kv_heads=4))),
+            "layer 1 has another shape",
         ),
     ],
 )
@@ -144,6 +159,25 @@ def test_a_folder_that_is_none_is_refused(
     break_it(tmp_path)
     with pytest.raises(CalibrationError, match=message):
         read(tmp_path)
+
+
+def test_a_basis_spreads_keys_evenly_by_what_queries_ask() -> None:
+    torch.manual_seed(0)
+    mixed = torch.randn(2, 8, 8) * torch.tensor([3.0, 2.0, 1.0, 1.0, 0.5, 0.5, 0.2, 0.1])
+    keys = torch.randn(5000, 2, 8) @ torch.randn(8, 8) + torch.randn(2, 8)
+    queries = (torch.randn(5000, 2, 3, 8) @ mixed.mT[:, None, :, :].transpose(0, 1)).flatten(1, 2)
+    moments = KeyMoments(2, 8, torch.device("cpu"))
+    for part in (slice(0, 2000), slice(2000, 5000)):
+        moments.add(queries[part], keys[part])
+    basis, mean = key_basis(moments)
+    torch.testing.assert_close(mean, keys.mean(0), rtol=1e-4, atol=1e-4)
+    coded = (keys.transpose(0, 1) - mean[:, None]) @ basis.mT  # (Hkv, T, D)
+    moment = coded.mT @ coded / 5000
+    torch.testing.assert_close(moment, torch.eye(8).expand(2, 8, 8), rtol=0, atol=0.02)
+    # Queries ask the first directions most.
+    asked = queries.unflatten(1, (2, 3)).transpose(0, 1).flatten(1, 2) @ torch.linalg.inv(basis)
+    squares = asked.square().mean(1)
+    assert bool((squares[:, :-1] > squares[:, 1:]).all())
 
 
 def test_the_sources_are_the_first_layers_of_earlier_groups() -> None:
