@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import statistics
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,11 +16,13 @@ pytestmark = [pytest.mark.language_model, pytest.mark.xdist_group("language-mode
 
 
 def test_forecasts_get_better_on_texts_that_were_not_fitted_to(
-    language_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    language_model: Path, tmp_path: Path
 ) -> None:
     arguments = f"--model-path {language_model} --out {tmp_path / 'new'} --tokens 600 --rank 32"
     texts = "--text tensors python functions --held-out distributions"
-    assert main([*arguments.split(), *texts.split()]) == 0
+    # An engine sets up the logging and the signals of its process.
+    command = [sys.executable, "-m", "scripts.calibrate", *arguments.split(), *texts.split()]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=280, check=True)
     card, corrections = read(tmp_path / "new")
     assert (card.architecture, card.layers, card.tokens) == ("LlamaForCausalLM", 30, 1800)
     assert {*card.texts} == {"tensors", "python", "functions"}
@@ -30,7 +34,7 @@ def test_forecasts_get_better_on_texts_that_were_not_fitted_to(
         assert 0.3 < fit.recall < 1
         assert corrections[layer].left.shape == (577, 32)
     assert statistics.mean(fit.recall or 0 for fit in card.fits.values()) > 0.6
-    table = capsys.readouterr().out.splitlines()
+    table = ran.stdout.splitlines()
     assert sum(line.startswith("| ") for line in table) == 2 + 25
 
 
