@@ -72,7 +72,7 @@ class CacheRank:
             )
         self._link = link
         self._device = device
-        self._recorder = Recorder.from_environment()
+        self._recorder = Recorder.from_environment(config)
         self._timeline = Timeline(message.trace, device)
         self._overflow, self._overflow_tokens = Readback(), 0
         self._last_epoch = 0

@@ -35,7 +35,7 @@ def main() -> None:
     torch.set_grad_enabled(False)
     stop_on_sigterm()
     events = recorded_events(options.budget, options.chains)
-    base = base_config(events, options.budget)
+    base = base_config(events)
     predictors, text = compare_predictors(base, events)
     print(f"Selection by predictor, k = {options.budget}, no margin\n\n{text}\n")
     margins, text = compare_margins(base, events)

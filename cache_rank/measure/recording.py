@@ -12,20 +12,24 @@ from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 
+from cache_rank.config import CacheRankConfig
 from cache_rank.protocol import KeyBasis, Load, Projection, UpMessage
 from cache_rank.schedule import Boundary
 from cache_rank.selector import Selector, SelectorStep
 
 RECORD_VARIABLE = "CACHE_RANK_RECORD"
 
-_KINDS = ("load", "projection", "basis", "step")
+_KINDS = ("config", "load", "projection", "basis", "step")
 
 
 def read_events(folder: Path) -> Iterator[dict[str, Any]]:
     """Read what `Recorder` wrote, in order, to the CPU. No code of the files is run.
+
+    The first event holds the `config` by which all others were.
 
     Raises:
         ValueError: one of them is no event.
@@ -41,22 +45,25 @@ def _read_event(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path}: not an event of a recording ({error})") from None
     if not isinstance(event, dict) or event.get("kind") not in _KINDS:
         raise ValueError(f"{path}: not an event of a recording")
+    if event["kind"] == "config":
+        event["config"] = msgspec.convert(event["config"], CacheRankConfig)
     return event
 
 
 class Recorder:
     """Writes events to a folder, or does nothing when there is none."""
 
-    def __init__(self, folder: Path | None) -> None:
+    def __init__(self, folder: Path | None, config: CacheRankConfig) -> None:
         self._folder = folder
         self._events = 0
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
+            self._write({"kind": "config", "config": msgspec.to_builtins(config)})
 
     @classmethod
-    def from_environment(cls) -> Recorder:
+    def from_environment(cls, config: CacheRankConfig) -> Recorder:
         folder = os.environ.get(RECORD_VARIABLE)
-        return cls(Path(folder) if folder else None)
+        return cls(Path(folder) if folder else None, config)
 
     def record_load(self, message: Load, shipment: Tensor) -> None:
         """Record a bulk shipment."""
@@ -87,14 +94,15 @@ class Recorder:
         groups = selector.config.groups
         layers = range(0) if boundary.left is None else groups[boundary.left]
         answered = range(0) if boundary.answered is None else groups[boundary.answered]
+        came = UpMessage(selector.config, boundary, len(up.hidden), up.buffer.cpu())
         rows = [
             {
                 "epoch": row.epoch,
                 "position": row.position,
-                "queries": up.queries[index].cpu().clone(),
-                "keys": up.keys[index].cpu().clone(),
-                "values": up.values[index].cpu().clone(),
-                "hidden": up.hidden[index].cpu().clone(),
+                "queries": came.queries[index].clone(),
+                "keys": came.keys[index].clone(),
+                "values": came.values[index].clone(),
+                "hidden": came.hidden[index].clone(),
                 "mirror": selector.mirror(sequence, answered).cpu().clone(),
             }
             for index, row, sequence in step.live

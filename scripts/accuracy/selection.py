@@ -20,7 +20,7 @@ from cache_rank.measure.timeline import Timeline
 from cache_rank.protocol import DownMessage, Measured, Row, UpMessage
 from cache_rank.selector import Selector
 from scripts.accuracy.tasks.pointer_chase import make_chain
-from scripts.shared.models import BUNDLED, BUNDLED_FOLDER, model_config, model_shape
+from scripts.shared.models import BUNDLED_FOLDER
 from scripts.shared.report import table
 from scripts.shared.serving import serve
 
@@ -46,21 +46,13 @@ def recorded_events(budget: int, chains: int) -> list[dict[str, Any]]:
         return list(read_events(Path(folder)))
 
 
-def base_config(events: list[dict[str, Any]], budget: int) -> CacheRankConfig:
+def base_config(events: list[dict[str, Any]]) -> CacheRankConfig:
     """The configuration that all comparisons vary: without a margin, all layers in one group."""
-    row = next(event for event in events if event["kind"] == "step")["rows"][0]
-    layers = len(row["queries"])
-    # The bundled model in float32; its first layers are dense and are not recorded.
-    model = msgspec.structs.replace(model_shape(model_config(BUNDLED), "float32"), layers=layers)
-    return CacheRankConfig(
-        model,
-        layers_per_group=layers,
-        sparse_budget=budget,
-        sink_tokens=SINKS,
-        recent_tokens=RECENT,
-        query_window=WINDOW,
+    recorded: CacheRankConfig = events[0]["config"]
+    return msgspec.structs.replace(
+        recorded,
+        layers_per_group=recorded.model.layers,
         selection_margin=0,
-        delta_capacity=budget,
         max_rows=len({event["epoch"] for event in events if event["kind"] == "load"}),
         recall_interval=1,
     )
@@ -85,8 +77,7 @@ def replay(config: CacheRankConfig, events: list[dict[str, Any]]) -> Iterator[St
         if event["kind"] == "load":
             sequence = selector.sequences.get(event["epoch"]) or selector.begin(event["epoch"])
             selector.load(sequence, event["shipment"])
-            continue
-        for row in event["rows"]:
+        for row in event.get("rows", ()):
             rows = [Row(row["epoch"], row["position"])]
             step = selector.begin_step(number, rows, measured=Measured(0, 0, wants_slots=False))
             up.queries[0], up.keys[0], up.values[0] = row["queries"], row["keys"], row["values"]

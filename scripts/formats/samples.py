@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -72,8 +73,6 @@ class Sample(NamedTuple):
 def read_recording(folder: Path, steps: int) -> Sample:
     """The longest sequence that a cache rank recorded, see cache_rank/measure/recording.py.
 
-    Recordings do not hold the factor on attention logits; it is taken to be D ** -0.5.
-
     Args:
         folder: the one that CACHE_RANK_RECORD named.
         steps: newest tokens whose queries are wanted; fewer if it has fewer.
@@ -84,11 +83,13 @@ def read_recording(folder: Path, steps: int) -> Sample:
     loads: dict[int, list[Tensor]] = defaultdict(list)
     # By epoch and position; an event holds the rows of one layer group, if any.
     decoded: dict[int, dict[int, list[_Part]]] = defaultdict(lambda: defaultdict(list))
+    scale = math.nan
     for event in read_events(folder):
+        if event["kind"] == "config":
+            scale = event["config"].model.scale
         if event["kind"] == "load":
             loads[event["epoch"]].append(event["shipment"])
-            continue
-        for row in event["rows"]:
+        for row in event.get("rows", ()):
             part = _Part(event["layers"].start, row["queries"], row["keys"], row["values"])
             decoded[row["epoch"]][row["position"]].append(part)
     sequences = [_sequence(loads[epoch], decoded[epoch]) for epoch in loads.keys() & decoded.keys()]
@@ -96,7 +97,7 @@ def read_recording(folder: Path, steps: int) -> Sample:
     if not whole:
         raise ValueError(f"{folder}: holds no recorded decode step of every layer of a sequence")
     keys, values, queries = max(whole, key=lambda tensors: tensors[0].shape[2])
-    return Sample(keys, values, queries[-steps:], keys.shape[-1] ** -0.5, "recording")
+    return Sample(keys, values, queries[-steps:], scale, "recording")
 
 
 class _Part(NamedTuple):

@@ -8,12 +8,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
-from transformers import AutoConfig
 from workload import DENSE, GPU_FLAGS, random_prompts
 
-from cache_rank.config import CacheRankConfig, ModelShape, Predictor
+from cache_rank.config import CacheRankConfig, Predictor
 from cache_rank.measure.recording import RECORD_VARIABLE, read_events
 from cache_rank.measure.timeline import Timeline
 from cache_rank.protocol import DownMessage, Row, UpMessage
@@ -46,37 +46,13 @@ def test_selections_equal_those_of_each_request_alone(
     sparse_steps = sum(r["meta_info"]["cache_rank"]["sparse_steps"] for r in responses)
     assert sparse_steps > 0.9 * sum(TOKENS)
 
-    events = list(read_events(tmp_path))
-    model = ModelShape(6, 8, 2, 64, "bfloat16", 64**-0.5, **rotary_and_norms(deep_model))
-    config = CacheRankConfig(
-        model,
-        layers_per_group=GROUP_LAYERS,
-        sparse_budget=BUDGET,
-        recent_tokens=RECENT,
-        query_predictor=predictor,
-        forecast_lead=1,
-        query_frame="post",
-        selection_margin=MARGIN,
-        delta_capacity=CAPACITY,
-        max_rows=1,
-    )
+    recorded, *events = read_events(tmp_path)
+    config = msgspec.structs.replace(recorded["config"], max_rows=1)
+    assert config.query_predictor == predictor
     steps = {event["step"] for event in events if event["kind"] == "step"}
     assert len(steps) > 1000
     compared = sum(replay(config, events, epoch) for epoch in range(1, len(PROMPTS) + 1))
     assert compared == sum(len(e["rows"]) for e in events if e["kind"] == "step")
-
-
-def rotary_and_norms(folder: Path) -> dict[str, Any]:
-    """What a forecast has to know of a model of transformers."""
-    config = AutoConfig.from_pretrained(folder)
-    exponent = torch.arange(0, 64, 2, dtype=torch.float32) / 64
-    angle = 1.0 / config.rope_parameters["rope_theta"] ** exponent
-    return {
-        "rotary_frequency": tuple(torch.atan2(angle.sin().double(), angle.cos().double()).tolist()),
-        "hidden_size": config.hidden_size,
-        "norm_epsilon": config.rms_norm_eps,
-        "query_norm_epsilon": config.rms_norm_eps if config.model_type == "qwen3" else None,
-    }
 
 
 def replay(config: CacheRankConfig, events: list[Any], epoch: int) -> int:

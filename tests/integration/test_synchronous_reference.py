@@ -238,14 +238,11 @@ def replay(config: CacheRankConfig, folder: Path) -> int:
     for event in read_events(folder):
         if event["kind"] == "load":
             shipments.setdefault(event["epoch"], []).append(event["shipment"])
-            continue
         if event["kind"] == "projection":
             projections[event["layer"]] = event["projection"]
-            continue
         if event["kind"] == "basis":
             bases[event["layer"]] = event["basis"]
-            continue
-        for row in event["rows"]:
+        for row in event.get("rows", ()):
             epoch, position = row["epoch"], row["position"]
             if epoch not in references:
                 prompt = torch.cat(shipments.pop(epoch), dim=2)

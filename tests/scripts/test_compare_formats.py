@@ -103,7 +103,7 @@ def test_a_recording_is_compared_on(tmp_path: Path) -> None:
     (boundary,) = config.boundaries
     current = torch.randn(UpMessage.size(config, boundary, 1) // 2, generator=generator)
     up = UpMessage(config, boundary, 1, current.to(torch.bfloat16).view(torch.uint8))
-    selector, recorder = Selector(config, CPU, 1 << 24), Recorder(tmp_path)
+    selector, recorder = Selector(config, CPU, 1 << 24), Recorder(tmp_path, config)
     selector.load(selector.begin(1), shipment)
     recorder.record_load(Load(1, 0, 300), shipment)
     recorder.record_step(selector, selector.begin_step(0, [Row(1, 300)]), boundary, up)

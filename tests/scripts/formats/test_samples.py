@@ -31,7 +31,7 @@ def test_a_recording_is_read_back(tmp_path: Path) -> None:
         epoch: [normal(2, 3, 2, length + steps, 16), normal(steps, 3, 4, 16)]
         for epoch, length in lengths.items()
     }
-    selector, recorder = Selector(config, CPU, 1 << 24), Recorder(tmp_path)
+    selector, recorder = Selector(config, CPU, 1 << 24), Recorder(tmp_path, config)
     timeline = Timeline("", CPU)
     for epoch, length in lengths.items():
         sequence = selector.begin(epoch)
