@@ -283,7 +283,7 @@ def refuse_out_of_range(args: CacheRankFlags) -> None:
         UnsupportedError: a value is out of range.
     """
     # The shape is not known yet; what depends on it, the table of models refuses.
-    shape = ModelShape(1 << 20, 1, 1, 8, "bfloat16", 1.0, rotary_frequency=(1.0,))
+    shape = ModelShape(1 << 20, 1, 1, 128, "bfloat16", 1.0, rotary_frequency=(1.0,))
     try:
         args.cache_rank_config(shape, max_rows=1)
     except ValueError as error:
