@@ -10,7 +10,7 @@ from sglang.srt.arg_groups.arg_utils import A, Arg
 from sglang.srt.server_args import ServerArgs
 
 from cache_rank.config import CacheRankConfig, ModelShape
-from cache_rank.residency import FORMATS, require_format
+from cache_rank.residency import DEFAULT_FORMAT, FORMATS, require_format
 from cache_rank.residency.options import parse_options
 from sglang_ext import cpu
 
@@ -112,7 +112,7 @@ class CacheRankFlags(ServerArgs):
     kv_residency: A[
         str,
         Arg(help="How the cache rank holds K and V; bf16 is as they came.", choices=list(FORMATS)),
-    ] = "bf16"
+    ] = DEFAULT_FORMAT
     kv_residency_options: A[
         str,
         Arg(help="Options of --kv-residency, as name=value separated by commas."),

@@ -28,6 +28,10 @@ FORMATS: dict[str, type[Residency]] = {
     )
 }
 
+DEFAULT_FORMAT = QuantSpecResidency.name
+"""A server holds K and V so unless it is told otherwise: scores read an eighth of what they would
+of keys in bfloat16, and choose nearly the same tokens."""
+
 
 def require_format(config: CacheRankConfig) -> None:
     """Check that the configured format exists and can do what is configured beside it.

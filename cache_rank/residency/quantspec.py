@@ -1,7 +1,7 @@
 """`quantspec`: 4-bit codes and their 4-bit errors, in groups of 128 (QuantSpec sections 4.2-4.3).
 
 The newest 128 to 255 tokens are in full precision: the double buffer of section 4.3.2. What is
-shipped is decoded from both nibbles. Scores read both, or with `reading=4` half the bytes.
+shipped is decoded from both nibbles. Scores read the codes alone, or with `reading=8` both.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class QuantSpecResidency(CodedResidency):
     """Groups of GROUP tokens; the newest complete group stays in full precision."""
 
     name: ClassVar[str] = "quantspec"
-    options: ClassVar[Ranges] = {"reading": OneOf((8, 4))}
+    options: ClassVar[Ranges] = {"reading": OneOf((4, 8))}
     group_tokens: ClassVar[int] = GROUP
     full_groups: ClassVar[int] = 1
 

@@ -34,7 +34,7 @@ MEMORY_BYTES = 1 << 30
 def recorded_events(budget: int, chains: int) -> list[dict[str, Any]]:
     """Everything that a cache rank receives while the bundled model walks chains."""
     flags = (
-        f"--sparse-threshold 264 --sparse-budget {budget} --sink-tokens {SINKS} "
+        f"--kv-residency bf16 --sparse-threshold 264 --sparse-budget {budget} --sink-tokens {SINKS} "
         f"--recent-tokens {RECENT} --delta-capacity {budget} --query-window {WINDOW}"
     )
     tokenizer = AutoTokenizer.from_pretrained(BUNDLED_FOLDER)

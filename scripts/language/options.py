@@ -23,9 +23,11 @@ POLICY: dict[str, Any] = {
     "query_window": 16,
     "recall_interval": 1,
     "bulk_chunk_tokens": 8192,
+    "kv_residency": "bf16",
 }
 """These are the arguments of sparse systems where neither a label nor the user says otherwise. All
-that is selected may enter in one step, as it does in the baselines."""
+that is selected may enter in one step, as it does in the baselines, and keys are as they came: what
+a format loses is asked for by its name."""
 
 
 def add_options(parser: argparse.ArgumentParser, budgets: tuple[int, ...]) -> None:

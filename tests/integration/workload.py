@@ -7,7 +7,7 @@ import random
 VOCABULARY = 300
 
 SMALL_CACHE_RANK = (
-    "--sink-tokens 4 --recent-tokens 8 --layers-per-group 2 --query-window 4 "
+    "--kv-residency bf16 --sink-tokens 4 --recent-tokens 8 --layers-per-group 2 --query-window 4 "
     "--max-sparse-requests 8 --bulk-chunk-tokens 64 --recall-interval 8 "
     "--max-total-tokens 20000 --enable-metrics --dtype float32"
 ).split()
@@ -23,7 +23,7 @@ DENSE = {"sampling_params": {"custom_params": {"cache_rank": False}}}
 """A request with these options stays dense."""
 
 GPU_FLAGS = (
-    "--dtype bfloat16 --attention-backend fa3 --cuda-graph-backend-prefill disabled "
+    "--kv-residency bf16 --dtype bfloat16 --attention-backend fa3 --cuda-graph-backend-prefill disabled "
     "--cuda-graph-bs-decode 1 2 4 8 --max-running-requests 16 --max-total-tokens 100000 "
     "--sampling-backend pytorch --grammar-backend none --cache-rank-mem-fraction 0.2"
 ).split()
