@@ -93,17 +93,15 @@ class Selector:
 
     def __init__(self, config: CacheRankConfig, device: torch.device, memory_bytes: int) -> None:
         """Take about `memory_bytes` for resident tokens, and some for working memory beside."""
-        slots, page_bytes = config.max_rows, PAGE_TOKENS * residency.bytes_per_token(config)
+        slots = config.max_rows
         self.config = config
         self.sequences: dict[int, ResidentSequence] = {}
-        paged_bytes = max(0, memory_bytes - residency.fixed_bytes(config))
-        self.pages = PageAllocator(paged_bytes // page_bytes)
-        # Each sequence may leave its last page almost empty.
-        self.capacity_tokens = max(0, self.pages.pages - slots) * PAGE_TOKENS
+        self.pages = PageAllocator(residency.pages_in(config, memory_bytes))
+        self.capacity_tokens = residency.capacity_tokens(config, memory_bytes)
         self.overflow = torch.zeros((), dtype=torch.int64, device=device)
         self.recall = RecallMeter(config)
         self._device = device
-        self._page_bytes = page_bytes
+        self._page_bytes = PAGE_TOKENS * residency.bytes_per_token(config)
         self._residency = residency.create(config, self.pages.pages, device)
         self._free_slots = list(range(slots))[::-1]
         # Pages of the sequence in each slot, so that no step builds its page table from lists.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from sglang.srt.arg_groups.arg_utils import A, Arg
 from sglang.srt.server_args import ServerArgs
@@ -17,12 +17,46 @@ from sglang_ext import cpu
 BACKEND = "cache_rank"
 """The name under which SGLang knows our decode attention backend."""
 
+FORECAST_ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+"""Queries of these are forecast by default; those of others can be, if the user says so."""
+
 FORECAST_GROUP_LAYERS = 2
 HISTORY_GROUP_LAYERS = 6
 """Layers of a group where queries are forecast, and where they are predicted from earlier ones."""
 
 CHECKSUM_VARIABLE = "CACHE_RANK_CHECKSUM"
 """Set to 1, this variable makes both ranks compare checksums of every slot at every step."""
+
+
+class Schedule(NamedTuple):
+    """How queries are predicted, the layers of a group, and why."""
+
+    query_predictor: str
+    layers_per_group: int
+    why: str
+
+
+def choose_schedule(
+    query_predictor: str | None,
+    layers_per_group: int | None,
+    forecast_lead: int,
+    architecture: str,
+    sparse_layers: int,
+) -> Schedule:
+    """Choose what the user does not, which is None, for a model's class and its sparse layers."""
+    why = "as asked for"
+    if query_predictor is None:
+        groups = -(-sparse_layers // (layers_per_group or FORECAST_GROUP_LAYERS))
+        query_predictor, why = "forecast", "from the hidden state of the same step"
+        if architecture not in FORECAST_ARCHITECTURES:
+            query_predictor, why = "last", "forecasts are not tested with this model"
+        elif groups <= forecast_lead:
+            query_predictor = "last"
+            why = f"--forecast-lead {forecast_lead} needs more layer groups than {groups}"
+    if layers_per_group is None:
+        is_forecast = query_predictor == "forecast"
+        layers_per_group = FORECAST_GROUP_LAYERS if is_forecast else HISTORY_GROUP_LAYERS
+    return Schedule(query_predictor, layers_per_group, why)
 
 
 def flag_of(field: str) -> str:

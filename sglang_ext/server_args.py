@@ -18,20 +18,17 @@ from sglang_ext import baselines, cpu
 from sglang_ext.flags import (
     BACKEND,
     CACHE_RANK_FIELDS,
-    FORECAST_GROUP_LAYERS,
-    HISTORY_GROUP_LAYERS,
     CacheRankFlags,
+    choose_schedule,
     flag_of,
 )
+from sglang_ext.planning import DecoderSizes, Planner, find_gpu
 from sglang_ext.refusals import models, refuse, refuse_unknown_sglang, servers
 
 logger = logging.getLogger(__name__)
 
 BUNDLED_MODEL = Path(__file__).parent / "bundled_model"
 """The model that is served when no other is named."""
-
-FORECAST_ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-"""Queries of these are forecast by default; those of others can be, if the user says so."""
 
 _CPU_POOL_TOKENS = 1 << 17
 """The KV pool on a CPU has this many tokens, unless the user names a number."""
@@ -62,6 +59,8 @@ class CacheRankServerArgs(CacheRankFlags):
         if not self.is_baseline:
             self._choose_schedule()
         self._refuse_model()
+        if not self.is_baseline:
+            self._say_what_to_expect()
 
     def _refuse_arguments(self) -> None:
         """Refuse what the user explicitly asked for and cannot have."""
@@ -82,22 +81,33 @@ class CacheRankServerArgs(CacheRankFlags):
 
     def _choose_schedule(self) -> None:
         """Choose how queries are predicted, and the layers of a group, where the user does not."""
-        predictor, group_layers = self.query_predictor, self.layers_per_group
-        if predictor is None:
-            groups = models.sparse_groups(self, group_layers or FORECAST_GROUP_LAYERS)
-            predictor, reason = "forecast", "from the hidden state of the same step"
-            if models.architecture(self) not in FORECAST_ARCHITECTURES:
-                predictor, reason = "last", "forecasts are not tested with this model"
-            elif groups <= self.forecast_lead:
-                predictor = "last"
-                reason = (
-                    f"--forecast-lead {self.forecast_lead} needs more layer groups than {groups}"
-                )
-            logger.info("cache rank: --query-predictor %s (%s)", predictor, reason)
-        if group_layers is None:
-            by_forecast = predictor == "forecast"
-            group_layers = FORECAST_GROUP_LAYERS if by_forecast else HISTORY_GROUP_LAYERS
+        model = self.get_model_config()
+        predictor, group_layers, why = choose_schedule(
+            self.query_predictor,
+            self.layers_per_group,
+            self.forecast_lead,
+            architecture=str(model.hf_config.architectures[0]),
+            sparse_layers=model.num_hidden_layers - self.dense_layers,
+        )
+        if self.query_predictor is None:
+            logger.info("cache rank: --query-predictor %s (%s)", predictor, why)
         self.override("cache rank", query_predictor=predictor, layers_per_group=group_layers)
+
+    def _say_what_to_expect(self) -> None:
+        """Log how K and V are held, and where that pays, if it can be estimated."""
+        options = f" ({self.kv_residency_options})" if self.kv_residency_options else ""
+        logger.info("cache rank: --kv-residency %s%s", self.kv_residency, options)
+        gpu = find_gpu(torch.cuda.get_device_name()) if self.on_gpu else None
+        if gpu is None:
+            return
+        model = self.get_model_config()
+        try:
+            sizes = DecoderSizes.of_config(model.hf_text_config.to_dict(), self.quantization)
+        except ValueError as error:
+            logger.info("cache rank: no estimate of its speed: %s", error)
+            return
+        config = self.cache_rank_config(sizes.shape(self.dense_layers), self.max_sparse_requests)
+        logger.info("cache rank: %s", Planner(sizes, gpu, config, self.dense_layers).summary())
 
     def _set_required(self) -> None:
         """Set what decode over working sets needs, and say so."""

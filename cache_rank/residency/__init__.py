@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from cache_rank.config import CacheRankConfig
+from cache_rank.pages import PAGE_TOKENS
 from cache_rank.residency.base import Residency
 from cache_rank.residency.bf16 import Bf16Residency
 from cache_rank.residency.hack import HackResidency
@@ -83,6 +84,17 @@ def bytes_per_token(config: CacheRankConfig) -> int:
 def fixed_bytes(config: CacheRankConfig) -> int:
     """Memory that the configured format, and a sketch, take beside their pages."""
     return sum(part.fixed_bytes(config) for part in _parts(config))
+
+
+def pages_in(config: CacheRankConfig, memory_bytes: int) -> int:
+    """How many pages of tokens fit in so much memory."""
+    paged_bytes = max(0, memory_bytes - fixed_bytes(config))
+    return paged_bytes // (PAGE_TOKENS * bytes_per_token(config))
+
+
+def capacity_tokens(config: CacheRankConfig, memory_bytes: int) -> int:
+    """How many tokens certainly fit: each sequence may leave its last page almost empty."""
+    return max(0, pages_in(config, memory_bytes) - config.max_rows) * PAGE_TOKENS
 
 
 def _parts(config: CacheRankConfig) -> list[type[Residency]]:

@@ -34,8 +34,9 @@ MEMORY_BYTES = 1 << 30
 def recorded_events(budget: int, chains: int) -> list[dict[str, Any]]:
     """Everything that a cache rank receives while the bundled model walks chains."""
     flags = (
-        f"--kv-residency bf16 --sparse-threshold 264 --sparse-budget {budget} --sink-tokens {SINKS} "
-        f"--recent-tokens {RECENT} --delta-capacity {budget} --query-window {WINDOW}"
+        "--kv-residency bf16 --sparse-threshold 264 "
+        f"--sparse-budget {budget} --sink-tokens {SINKS} --recent-tokens {RECENT} "
+        f"--delta-capacity {budget} --query-window {WINDOW}"
     )
     tokenizer = AutoTokenizer.from_pretrained(BUNDLED_FOLDER)
     problems = [make_chain(seed=seed, facts=128, hops=80) for seed in range(chains)]

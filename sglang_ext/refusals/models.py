@@ -49,20 +49,11 @@ def _dtype(args: CacheRankFlags) -> str:
     return str(_model(args).dtype).removeprefix("torch.")
 
 
-def architecture(args: CacheRankFlags) -> str:
-    """The class of the model, as its configuration names it."""
-    return str(_model(args).hf_config.architectures[0])
-
-
-def sparse_groups(args: CacheRankFlags, group_layers: int) -> int:
-    """How many groups of so many layers are not dense."""
-    return -(-(_model(args).num_hidden_layers - args.dense_layers) // group_layers)
-
-
 def _groups(args: CacheRankFlags) -> int:
     """How many layer groups are not dense, once it is chosen how many layers make one."""
     assert args.layers_per_group is not None
-    return sparse_groups(args, args.layers_per_group)
+    sparse_layers = _model(args).num_hidden_layers - args.dense_layers
+    return int(-(-sparse_layers // args.layers_per_group))
 
 
 def _bytes_of_working_sets(args: CacheRankFlags) -> int:

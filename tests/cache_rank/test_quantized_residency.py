@@ -32,6 +32,7 @@ COARSE: dict[str, dict[str, Any]] = {
     "quantspec": {"reading": 4},
     "hack": {},
 }
+FINE = {"lynx": {"reading": "full"}, "quantspec": {"reading": 8}}
 WITH_KERNELS = ("quantspec", "lynx")
 
 
@@ -285,7 +286,7 @@ def test_a_group_is_encoded_when_it_is_complete_and_never_again(name: str) -> No
 @pytest.mark.parametrize("count", [5, 130, 256, 300, 700, 2900])
 @pytest.mark.parametrize("coarse", [False, True])
 def test_scores_are_those_of_the_decoded_keys(name: str, count: int, coarse: bool) -> None:
-    options = COARSE[name] if coarse else {}
+    options = (COARSE if coarse else FINE)[name]
     held = Held.whole(name, count, model=SINGLE, **options)
     generator = torch.Generator().manual_seed(2)
     queries = torch.randn(SINGLE.layers, SINGLE.query_heads, SINGLE.head_dim, generator=generator)
@@ -549,7 +550,7 @@ def held_after_arrivals(
 def test_kernels_hold_and_say_what_the_references_do(
     name: str, model: str, coarse: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options = COARSE[name] if coarse else {}
+    options = (COARSE if coarse else FINE)[name]
     expected, expected_said = held_after_arrivals(name, MODELS[model], CPU, **options)
     monkeypatch.setattr(operations, "implementation_for", lambda device: "triton")
     held, said = held_after_arrivals(name, MODELS[model], CPU, **options)
@@ -565,7 +566,7 @@ def test_kernels_hold_and_say_what_the_references_do(
 @pytest.mark.parametrize("coarse", [False, True])
 def test_gpus_hold_and_say_what_cpus_do(name: str, coarse: bool) -> None:
     model = ModelShape(3, 8, 2, 128, "bfloat16", 128**-0.5)
-    options = COARSE[name] if coarse else {}
+    options = (COARSE if coarse else FINE)[name]
     expected, expected_said = held_after_arrivals(name, model, CPU, **options)
     held, said = held_after_arrivals(name, model, torch.device("cuda"), **options)
     assert held.codes() == expected.codes()

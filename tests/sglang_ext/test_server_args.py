@@ -237,6 +237,8 @@ CASES = [
     Case("--dense-layers 7", model=LLAMA),
     Case("--query-predictor forecast", model=LLAMA),
     Case("--calibration folder", model=LLAMA),
+    Case("--score-keys sketch"),
+    Case("--score-keys sketch --calibration folder", "--score-keys sketch", model=LLAMA),
     Case("", "--dtype", model=Model("Llama", {"dtype": "float64"})),
     *(
         Case("", "--model-path", model=model)
@@ -272,6 +274,7 @@ ROWS = (
 def pretend_gpus(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu, "has_gpu", lambda: count > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: False)
 
 
@@ -352,7 +355,9 @@ RANGES = [
     "--selection-margin -1",
     "--recall-interval -1",
     "--kv-residency-options alpha=0 --kv-residency lynx",
-    "--kv-residency-options reading=4",
+    "--kv-residency-options reading=4 --kv-residency bf16",
+    "--kv-residency-options alpha=1",
+    "--score-keys fp8",
     "--kv-residency-options reading=4,alpha --kv-residency quantspec",
     "--kv-residency-options reading=4,reading=8 --kv-residency quantspec",
     "--score-keys fp8 --kv-residency lynx",
@@ -600,7 +605,7 @@ BASELINE = "--cache-rank-gpus 0 --decode-mode tova"
     ("flags", "line"),
     [
         ("--cache-rank-gpus 0", None),
-        ("--cache-rank-gpus 0 --kv-residency bf16 --dtype float32 --page-size 16", None),
+        ("--cache-rank-gpus 0 --kv-residency quantspec --dtype float32 --page-size 16", None),
         (
             "--cache-rank-gpus 0 --wire-dtype fp8 --kv-residency lynx",
             "without a cache rank these have no effect: --kv-residency, --wire-dtype",
@@ -711,6 +716,33 @@ def test_queries_are_forecast_where_the_model_allows(
     assert (args.query_predictor, args.layers_per_group) == chosen
 
 
+@pytest.mark.parametrize(
+    ("gpus", "model", "said"),
+    [
+        (0, Model("Qwen3"), ""),
+        (2, Model("Qwen3"), "estimates (H200, 32,768 tokens a request; "),
+        (2, Model("Qwen3", {"num_experts": 4}), "no estimate of its speed: models with experts"),
+    ],
+    ids=str,
+)
+def test_what_was_chosen_and_what_to_expect_is_said_at_start_up(
+    gpus: int,
+    model: Model,
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    pretend_gpus(gpus, monkeypatch)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(ServerArgs, "__post_init__", lambda self: None)  # it looks for the GPUs
+    parse_server_args(["--model-path", str(model.write(tmp_path))])
+    logged = capsys.readouterr().err
+    assert "cache rank: --kv-residency quantspec\n" in logged
+    assert "cache rank: --query-predictor last (" in logged
+    assert f"cache rank: {said}" in logged if said else "estimate" not in logged
+
+
 @pytest.mark.parametrize("changed", [{"score_keys": "fp8"}, {"kv_residency": "lynx"}])
 def test_the_config_of_the_cache_rank_carries_the_flags(
     changed: dict[str, str], monkeypatch: pytest.MonkeyPatch
@@ -728,6 +760,7 @@ def test_the_config_of_the_cache_rank_carries_the_flags(
         "delta_capacity": 13,
         "wire_dtype": "fp8",
         "recall_interval": 17,
+        "sketch_bits": 3,
         **changed,
     }
     shared = {*CACHE_RANK_FIELDS} & {*CacheRankConfig.__struct_fields__}
@@ -737,14 +770,14 @@ def test_the_config_of_the_cache_rank_carries_the_flags(
         for name, value in given.items()
         for word in (f"--{name.replace('_', '-')}", str(value))
     ]
-    args = parse_server_args(flags)
+    args = parse_server_args(["--kv-residency", "bf16", *flags])
     model = ModelShape(1, 1, 1, 8, "float32", 1.0, rotary_frequency=(1.0,))
     config, usual = args.cache_rank_config(model, max_rows=6), CacheRankConfig(model)
     assert {name: getattr(config, name) for name in given} == given
     assert all(getattr(usual, name) != value for name, value in given.items())
     assert (config.model, config.max_rows, config.checksum) == (model, 6, False)
     monkeypatch.setenv(CHECKSUM_VARIABLE, "1")
-    assert parse_server_args([]).cache_rank_config(model, max_rows=6).checksum
+    assert parse_server_args(["--kv-residency", "bf16"]).cache_rank_config(model, 6).checksum
 
 
 def test_checksums_of_rounded_tokens_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,146 @@
+"""Estimate how long a decode step takes, and how much fits, before anything is started.
+
+    python -m scripts.plan --model-path Qwen/Qwen3-8B
+    python -m scripts.plan --model-path DIR --quantization fp8 --gpu H100 --contexts 16384 \
+        --set kv_residency=bf16,sparse_budget=1024
+
+Compares a cache rank beside a GPU with plain SGLang, tensor parallel over the same two GPUs with an
+FP8 cache. Needs no GPU, and of the model only its config.json. Estimates are by bytes over
+bandwidth; docs/performance.md says how far measurements were from them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from typing import Any
+
+import msgspec
+
+from cache_rank.config import CacheRankConfig
+from cache_rank.rank import GPU_MEMORY_FRACTION
+from cache_rank.residency import require_format
+from scripts.shared.command import make_parser
+from scripts.shared.models import find_config, model_config
+from scripts.shared.report import table
+from scripts.shared.systems import parse_assignments, residency_options
+from sglang_ext.flags import CACHE_RANK_FIELDS, CacheRankFlags, choose_schedule
+from sglang_ext.planning import GPUS, DecoderSizes, Planner
+
+TENSOR_PARALLEL = 2
+"""The GPUs that a cache rank and the model take together."""
+
+
+def parse_options(argv: list[str] | None = None) -> argparse.Namespace:
+    """Read a command line; ends if it is wrong."""
+    parser = make_parser("plan", __doc__)
+    add = parser.add_argument
+    add("--model-path", "--model", dest="model", default="qwen3-8b", metavar="MODEL",
+        help="a folder, a repository whose files are here, or a shape that is built in; "
+        "default: qwen3-8b")  # fmt: skip
+    add("--quantization", choices=["fp8"], help="of the weights; default: the model's own")
+    add("--gpu", choices=list(GPUS), default="H200", help="both are such; default: H200")
+    add("--gpus", type=int, choices=[TENSOR_PARALLEL], default=TENSOR_PARALLEL,
+        help="GPUs of either system; default: 2")  # fmt: skip
+    add("--contexts", type=int, nargs="+", default=[8192, 16384, 32768, 65536, 131072],
+        metavar="TOKENS", help="tokens of each request")  # fmt: skip
+    add("--batches", type=int, nargs="+", default=[1, 4, 8, 16, 32, 64], metavar="REQUESTS",
+        help="requests at once")  # fmt: skip
+    add("--set", type=parse_assignments, default={}, dest="settings", metavar="NAME=VALUE,...",
+        help="arguments of the server with a cache rank that are not as by default")  # fmt: skip
+    options = parser.parse_args(argv)
+    if min(*options.contexts, *options.batches) < 1:
+        parser.error("--contexts and --batches: must be 1 or more")
+    try:
+        options.planner, options.memory_fraction = make_planner(options)
+    except ValueError as error:
+        parser.error(str(error))
+    return options
+
+
+def make_planner(options: argparse.Namespace) -> tuple[Planner, float]:
+    """Estimates for what a command line names, and the share of its GPU for the cache rank.
+
+    Raises:
+        ValueError: there is no such model, it cannot be estimated, or a setting is wrong.
+    """
+    if unknown := options.settings.keys() - {*CACHE_RANK_FIELDS}:
+        raise ValueError(f"--set: no argument {', '.join(sorted(unknown))} of a cache rank")
+    config = read_config(options.model)
+    sizes = DecoderSizes.of_config(config, options.quantization)
+    defaults = {field.name: field.default for field in dataclasses.fields(CacheRankFlags)}
+    flags: dict[str, Any] = {name: defaults[name] for name in CACHE_RANK_FIELDS}
+    flags |= options.settings
+    flags["query_predictor"], flags["layers_per_group"], _ = choose_schedule(
+        flags["query_predictor"],
+        flags["layers_per_group"],
+        flags["forecast_lead"],
+        architecture=(config.get("architectures") or [""])[0],
+        sparse_layers=sizes.layers - flags["dense_layers"],
+    )
+    shared = {*CACHE_RANK_FIELDS} & {*CacheRankConfig.__struct_fields__}
+    fields = {name: flags[name] for name in shared} | {
+        "model": sizes.shape(flags["dense_layers"]),
+        "max_rows": flags["max_sparse_requests"],
+        "kv_residency_options": residency_options(options.settings),
+    }
+    try:
+        policy = msgspec.convert(fields, CacheRankConfig)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"--set: {error}") from None
+    require_format(policy)
+    planner = Planner(sizes, GPUS[options.gpu], policy, flags["dense_layers"])
+    return planner, flags["cache_rank_mem_fraction"] or GPU_MEMORY_FRACTION
+
+
+def read_config(model: str) -> dict[str, Any]:
+    """The config.json of a model that is here, or in a repository.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if find_config(model) is None and model.count("/") == 1:
+        from transformers import PretrainedConfig
+
+        try:
+            return dict(PretrainedConfig.get_config_dict(model)[0])
+        except OSError as error:
+            raise ValueError(str(error).splitlines()[0]) from None
+    return model_config(model)
+
+
+def plan(options: argparse.Namespace) -> str:
+    """The tables, as text."""
+    planner: Planner = options.planner
+    rows = []
+    for context in options.contexts:
+        for batch in options.batches:
+            ours = planner.cache_rank(batch, context)
+            theirs = planner.dense(batch, context, options.gpus, kv_bytes=1)
+            rows.append(
+                [
+                    f"{batch} × {context:,}",
+                    f"{1e3 * ours.step:.2f}",
+                    "yes" if ours.is_hidden else "no",
+                    f"{1e3 * theirs:.2f}",
+                    f"{theirs / ours.step:.2f}",
+                ]
+            )
+    header = ("batch × context", "step, ms", "hidden", "tensor parallel, ms", "× faster")
+    held = planner.cache_rank_tokens(options.memory_fraction)
+    memory = (
+        f"The cache rank holds {held:,} tokens. A pool of plain SGLang holds about "
+        f"{planner.dense_tokens():,} on one GPU, as that beside a cache rank does with "
+        f"--inference-kv full, and {planner.dense_tokens(options.gpus, kv_bytes=1):,} in FP8 on "
+        f"{options.gpus}."
+    )
+    return f"{table(header, rows)}\n\n{memory}\n\n{planner.summary(options.contexts[-1])}"
+
+
+def main() -> None:
+    """Print the plan."""
+    print(plan(parse_options()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,51 @@
+"""A plan is printed from a model's configuration, before anything is started."""
+
+from __future__ import annotations
+
+import pytest
+
+from scripts.plan import parse_options, plan
+
+
+def test_a_plan_has_a_row_for_each_batch_and_context() -> None:
+    text = plan(parse_options("--contexts 8192 32768 --batches 1 16".split()))
+    rows = [line.split(" | ") for line in text.splitlines() if " × " in line][1:]
+    assert [row[0] for row in rows] == [
+        *("| 1 × 8,192", "| 16 × 8,192"),
+        *("| 1 × 32,768", "| 16 × 32,768"),
+    ]
+    assert [row[2] for row in rows] == ["yes", "yes", "yes", "no"]
+    assert "The cache rank holds 1,7" in text
+    assert text.splitlines()[-1].startswith("estimates (H200, 32,768 tokens a request;")
+
+
+def test_settings_and_weights_change_a_plan() -> None:
+    def step(*arguments: str) -> float:
+        options = parse_options(["--contexts", "32768", "--batches", "16", *arguments])
+        return float(plan(options).splitlines()[2].split(" | ")[1])
+
+    usual = step()
+    assert step("--set", "kv_residency=bf16") > 1.5 * usual
+    assert step("--set", "query_predictor=last,layers_per_group=6") < usual
+    assert step("--gpu", "H100") > 1.2 * usual
+    large = "qwen3-32b"
+    assert step("--model", large, "--quantization", "fp8") < 0.85 * step("--model", large)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        ("--model nowhere", "no model 'nowhere'"),
+        ("--set kv_residency=zip", "kv_residency zip: unknown"),
+        ("--set sparse_budget=0", "sparse_budget"),
+        ("--set port=3", "--set: no argument port of a cache rank"),
+        ("--contexts 0", "must be 1 or more"),
+        ("--gpus 3", "invalid choice: 3"),
+    ],
+)
+def test_a_wrong_command_line_is_refused(
+    arguments: str, why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        parse_options(arguments.split())
+    assert why in capsys.readouterr().err

@@ -1,0 +1,166 @@
+"""Estimates are near what was measured, and say when there are none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from cache_rank.config import CacheRankConfig
+from cache_rank.selector import Selector
+from scripts.shared.models import model_config
+from sglang_ext.planning import GPUS, DecoderSizes, Planner, find_gpu
+
+K = 1024
+
+
+def planner(
+    model: str = "qwen3-8b",
+    quantization: str | None = None,
+    dense_layers: int = 1,
+    gpu: str = "H200",
+    **policy: Any,
+) -> Planner:
+    """Make estimates for the default flags, or others."""
+    sizes = DecoderSizes.of_config(model_config(model), quantization)
+    fields = {
+        "query_predictor": "forecast",
+        "layers_per_group": 2,
+        "kv_residency": "quantspec",
+        "sparse_budget": 2048,
+        **policy,
+    }
+    config = CacheRankConfig(sizes.shape(dense_layers), **fields)
+    return Planner(sizes, GPUS[gpu], config, dense_layers)
+
+
+LAST = {"query_predictor": "last", "layers_per_group": 6}
+NO_DENSE_LAYER = {**LAST, "dense_layers": 0}
+BF16 = {"kv_residency": "bf16"}
+HACK = {"kv_residency": "hack", "kv_residency_options": {"bits": 4}}
+
+
+@pytest.mark.parametrize(
+    ("policy", "batch", "context", "milliseconds"),
+    [
+        ({}, 8, 32 * K, 6.34),
+        ({}, 16, 32 * K, 7.40),
+        (LAST, 8, 32 * K, 6.32),
+        (LAST, 16, 32 * K, 7.03),
+        (NO_DENSE_LAYER, 16, 32 * K, 6.60),
+        (NO_DENSE_LAYER, 8, 64 * K, 6.05),
+        (NO_DENSE_LAYER, 4, 128 * K, 5.52),
+        (NO_DENSE_LAYER | HACK, 64, 32 * K, 20.20),
+        (LAST | BF16, 8, 32 * K, 6.56),
+        (LAST | BF16, 16, 32 * K, 12.20),
+        (NO_DENSE_LAYER | BF16 | {"score_keys": "fp8"}, 16, 32 * K, 8.22),
+        (NO_DENSE_LAYER | {"model": "qwen3-32b"}, 8, 32 * K, 19.88),
+    ],
+)
+def test_steps_with_a_cache_rank_are_near_those_measured(
+    policy: dict[str, Any], batch: int, context: int, milliseconds: float
+) -> None:
+    found = planner(**policy).cache_rank(batch, context)
+    assert 1000 * found.step == pytest.approx(milliseconds, rel=0.11)
+
+
+@pytest.mark.parametrize(
+    ("model", "batch", "context", "gpus", "kv_bytes", "milliseconds"),
+    [
+        ("qwen3-8b", 8, 2 * K, 1, 2, 5.95),
+        ("qwen3-8b", 16, 2 * K, 1, 2, 6.30),
+        ("qwen3-8b", 8, 32 * K, 1, 2, 13.97),
+        ("qwen3-8b", 8, 32 * K, 1, 1, 13.20),
+        ("qwen3-8b", 8, 32 * K, 2, 2, 7.99),
+        ("qwen3-8b", 48, 32 * K, 2, 2, 32.97),
+        ("qwen3-8b", 8, 32 * K, 2, 1, 7.59),
+        ("qwen3-8b", 16, 32 * K, 2, 1, 11.29),
+        ("qwen3-8b", 64, 32 * K, 2, 1, 33.89),
+        ("qwen3-32b", 8, 2 * K, 1, 2, 19.53),
+        ("qwen3-32b", 8, 32 * K, 2, 1, 17.80),
+    ],
+)
+def test_steps_of_plain_sglang_are_near_those_measured(
+    model: str, batch: int, context: int, gpus: int, kv_bytes: int, milliseconds: float
+) -> None:
+    found = planner(model).dense(batch, context, gpus, kv_bytes)
+    assert 1000 * found == pytest.approx(milliseconds, rel=0.08)
+
+
+def test_the_work_of_the_cache_rank_is_near_that_measured() -> None:
+    assert 1000 * planner().cache_rank(8, 32 * K).cache == pytest.approx(4.70, rel=0.05)
+
+
+def test_a_larger_batch_and_a_longer_context_hide_less() -> None:
+    hidden = [planner().largest_hidden_batch(context) for context in (8 * K, 32 * K, 128 * K)]
+    assert hidden == sorted(hidden, reverse=True)
+    found = planner()
+    for context, most in zip((8 * K, 32 * K, 128 * K), hidden, strict=True):
+        assert found.cache_rank(most, context).is_hidden
+        assert not found.cache_rank(most + 1, context).is_hidden
+    assert planner(**BF16).largest_hidden_batch(32 * K) < hidden[1]
+    sketch = planner(score_keys="sketch", sketch_bits=2)
+    assert sketch.largest_hidden_batch(32 * K) > hidden[1]
+
+
+def test_tensor_parallelism_is_better_for_small_batches_and_large_models() -> None:
+    small, large = planner(), planner("qwen3-32b")
+    least = small.least_batch_won(32 * K, 2)
+    assert least is not None
+    assert 1 < least <= 8
+    assert small.cache_rank(least, 32 * K).step < small.dense(least, 32 * K, 2, 1)
+    assert small.cache_rank(least - 1, 32 * K).step >= small.dense(least - 1, 32 * K, 2, 1)
+    assert (large.least_batch_won(32 * K, 2) or 0) > 8
+    assert small.least_batch_won(16, 2) is None
+
+
+def test_a_summary_says_where_it_pays_and_what_was_not_measured() -> None:
+    said = planner().summary()
+    assert said.startswith("estimates (H200, 32,768 tokens a request; ")
+    assert "up to 15 requests, and a step is shorter" in said
+    assert (
+        planner()
+        .summary(context=16)
+        .endswith("never shorter than of 2 tensor-parallel GPUs with an FP8 cache")
+    )
+    assert "(H100, by its data sheet, " in planner(gpu="H100").summary()
+
+
+def test_a_cache_rank_holds_what_is_planned() -> None:
+    sizes = DecoderSizes(3, 4, 2, 16, 64, 1000, 1000, 2)
+    for policy in (BF16, {"kv_residency": "quantspec"}, HACK):
+        config = CacheRankConfig(sizes.shape(1), max_rows=2, **policy)
+        gpu = GPUS["H200"]._replace(memory=0.7e9 + 32e6)
+        held = Selector(config, torch.device("cpu"), 16 * 10**6).capacity_tokens
+        assert Planner(sizes, gpu, config, 1).cache_rank_tokens(0.5) == held > 0
+
+
+def test_weights_are_those_of_the_model() -> None:
+    sizes = DecoderSizes.of_config(model_config("qwen3-8b"))
+    assert sizes.step_bytes == pytest.approx(2 * (8.19e9 - 0.62e9), rel=0.01)
+    in_fp8 = DecoderSizes.of_config(model_config("qwen3-8b"), "fp8")
+    assert in_fp8.step_bytes == pytest.approx(6.95e9 + 2 * 0.62e9, rel=0.01)
+    named = {**model_config("qwen3-8b"), "quantization_config": {"quant_method": "fp8"}}
+    assert DecoderSizes.of_config(named) == in_fp8
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"num_experts": 8}, "experts"),
+        ({"quantization_config": {"quant_method": "awq"}}, "awq weights are not estimated"),
+        ({"intermediate_size": None}, "no 'intermediate_size'"),
+    ],
+)
+def test_what_cannot_be_estimated_is_said(changes: dict[str, Any], why: str) -> None:
+    config = {**model_config("qwen3-8b"), **changes}
+    config = {name: value for name, value in config.items() if value is not None}
+    with pytest.raises(ValueError, match=why):
+        DecoderSizes.of_config(config)
+
+
+def test_gpus_are_found_by_the_name_of_their_driver() -> None:
+    assert find_gpu("NVIDIA H200") == GPUS["H200"]
+    assert find_gpu("NVIDIA A100-SXM4-80GB") == GPUS["A100"]
+    assert find_gpu("NVIDIA GeForce RTX 4090") is None
