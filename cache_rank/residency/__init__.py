@@ -53,8 +53,8 @@ def require_format(config: CacheRankConfig) -> None:
         return
     if config.score_keys == "fp8":
         raise ValueError(
-            f"score_keys {config.score_keys}: {name} scores by its own codes; drop it, and choose "
-            "a reading among the options of the format"
+            f"score_keys {config.score_keys}: {name} scores by its own codes; drop it, or hold "
+            "keys as they came, by bf16"
         )
     if config.checksum:
         raise ValueError(

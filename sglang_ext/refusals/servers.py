@@ -96,6 +96,11 @@ SERVERS = (
         lambda args: args.device == "cuda" and not cpu.has_gpu(),
     ),
     Refusal(
+        "--quantization",
+        "the CPU engine has no kernels for weights in 8 bits",
+        when=lambda args: args.quantization == "fp8" and not args.on_gpu,
+    ),
+    Refusal(
         "--cache-rank-transfer-backend",
         "it chooses what carries steps between GPUs, and the ranks run on CPUs",
         when=lambda args: args.cache_rank_transfer_backend != "auto" and not args.on_gpu,

@@ -237,6 +237,7 @@ CASES = [
     Case("--dense-layers 7", model=LLAMA),
     Case("--query-predictor forecast", model=LLAMA),
     Case("--calibration folder", model=LLAMA),
+    Case("--quantization fp8"),
     Case("--score-keys sketch"),
     Case("--score-keys sketch --calibration folder", "--score-keys sketch", model=LLAMA),
     Case("", "--dtype", model=Model("Llama", {"dtype": "float64"})),
