@@ -14,6 +14,7 @@ HistoryPredictor = Literal["last", "ema", "spade", "ridge"]
 Predictor = Literal[HistoryPredictor, "forecast"]
 Frame = Literal["post", "pre"]
 ScoreKeys = Literal["resident", "fp8", "sketch"]
+ScoreNormalizer = Literal["all", "attended"]
 WireDtype = Literal["bf16", "fp8"]
 OptionValue = int | float | str
 
@@ -87,6 +88,8 @@ class CacheRankConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         kv_residency_options: options of that format, which checks them.
         score_keys: score by the keys as they are held, by a copy of them in 8 bits, or by a sketch.
         sketch_bits: bits of a sketch, an element of a key.
+        score_normalizer: a score is a logit less a log-sum-exp: over all tokens, or, of sketches,
+            over those that are attended to, which is known before the others are read.
         wire_dtype: dtype of the keys and values of an answer; bf16 is the KV pool's own dtype,
             whichever it is, and fp8 is float8_e4m3fn.
         max_rows: most requests of one step.
@@ -113,6 +116,7 @@ class CacheRankConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kv_residency_options: dict[str, OptionValue] = msgspec.field(default_factory=dict)
     score_keys: ScoreKeys = "resident"
     sketch_bits: Literal[1, 2, 3, 4] = 2
+    score_normalizer: ScoreNormalizer = "all"
     wire_dtype: WireDtype = "bf16"
     max_rows: int = 256
     recall_interval: int = 64

@@ -45,6 +45,11 @@ class Mirror:
             device,
         )
 
+    @property
+    def chosen(self) -> Tensor:
+        """What sits in the slots of all sequences, (slots, layers, Hkv, k) int32; a view."""
+        return self._tokens
+
     def tokens(self, slot: int, layers: range) -> Tensor:
         """Which token sits in which slot, (len(layers), Hkv, k) int32, -1 where empty; a view.
 

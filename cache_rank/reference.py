@@ -16,6 +16,7 @@ from cache_rank_kernels.predict.reference import predict_next_query
 from cache_rank_kernels.rotary.reference import align_to_next_position
 from cache_rank_kernels.score.reference import score_tokens
 from cache_rank_kernels.sketch.reference import (
+    attended_normalizer,
     crumb_weights,
     crumbs,
     encode_keys,
@@ -101,7 +102,14 @@ class SynchronousReference:
         sketch = make_sketch(basis[:, :, :-1], basis[:, :, -1], shape)
         weights = crumb_weights(queries.unsqueeze(0), sketch, scale)
         logits = weights @ crumbs(encode_keys(keys, sketch, shape)).mT
-        return logits.log_softmax(-1).amax(-2)
+        normalizer = logits.logsumexp(-1, keepdim=True)
+        if self.config.score_normalizer == "attended":
+            chosen = [
+                [-1 if token is None else token for token in slots] for slots in self.slots[layer]
+            ]
+            always = (self.config.sink_tokens, self.config.recent_tokens)
+            normalizer = attended_normalizer(logits, torch.tensor([chosen]), *always)
+        return (logits - normalizer).amax(-2)
 
     def predict(self, layer: int) -> Tensor:
         """The query (Hq, D) float32 that the step to come is expected to have in one layer."""

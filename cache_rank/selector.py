@@ -295,7 +295,10 @@ class Selector:
         rows, layers = step.rows_of(boundary), self.config.groups[group]
         changed = step.changed[group]
         queries = run_part("predict", lambda: self._predict(step, boundary, group, up))
-        scores = run_part("score", lambda: self._residency.score(rows, layers, queries))
+        chosen = self._mirror.chosen
+        scores = run_part(
+            "score", lambda: self._residency.score(rows, layers, queries, chosen=chosen)
+        )
         run_part("select", lambda: self._mirror.select(rows, layers, scores, down.slots, changed))
         run_part("gather", lambda: self._gather(rows, layers, changed, down))
 

@@ -160,6 +160,14 @@ class CacheRankFlags(ServerArgs):
         ),
     ] = "resident"
     sketch_bits: A[Literal[1, 2, 3, 4], Arg(help="Bits of a sketch, an element of a key.")] = 2
+    score_normalizer: A[
+        Literal["all", "attended"],
+        Arg(
+            help="By what the logits of query heads are compared: their log-sum-exp over all "
+            "tokens; or, with --score-keys sketch, over those that are attended to, for which "
+            "logits need not be written and read again."
+        ),
+    ] = "all"
     wire_dtype: A[
         Literal["bf16", "fp8"],
         Arg(

@@ -49,6 +49,11 @@ def require_format(config: CacheRankConfig) -> None:
             f"score_keys sketch: heads have {config.model.head_dim} elements, and a sketch needs a "
             "multiple of 32; score by the keys as they are held"
         )
+    if config.score_normalizer != "all" and config.score_keys != "sketch":
+        raise ValueError(
+            f"score_normalizer {config.score_normalizer}: only sketches are scored so; drop it, or "
+            "use score_keys sketch"
+        )
     if FORMATS[name].lossless:
         return
     if config.score_keys == "fp8":

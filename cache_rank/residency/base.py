@@ -100,7 +100,14 @@ class Residency(ABC):
         """
 
     @abstractmethod
-    def score(self, rows: StepRows, layers: range, queries: Tensor, exact: bool = False) -> Tensor:
+    def score(
+        self,
+        rows: StepRows,
+        layers: range,
+        queries: Tensor,
+        exact: bool = False,
+        chosen: Tensor | None = None,
+    ) -> Tensor:
         """Score all resident tokens: (R, len(layers), Hkv, >= capacity) float32.
 
         The result is valid until the next call.
@@ -110,6 +117,8 @@ class Residency(ABC):
             layers: the layers to score.
             queries: (R, len(layers), Hq, D) float32.
             exact: take the most exact keys there are, for measurements.
+            chosen: (slots, layers, Hkv, k) int32, the tokens in the slots of all sequences, for
+                what normalizes by these; see `score_normalizer`.
         """
 
     @abstractmethod

@@ -57,7 +57,14 @@ class Bf16Residency(Residency):
             self._coarse_keys,
         )
 
-    def score(self, rows: StepRows, layers: range, queries: Tensor, exact: bool = False) -> Tensor:
+    def score(
+        self,
+        rows: StepRows,
+        layers: range,
+        queries: Tensor,
+        exact: bool = False,
+        chosen: Tensor | None = None,
+    ) -> Tensor:
         workspace, out = self._scores.take(queries.shape[0], len(layers), rows.capacity)
         coarse = self._coarse_keys
         self._operations.score_step(

@@ -119,7 +119,14 @@ class CodedResidency(Residency):
         if self._device.type != "cuda":
             self.check()
 
-    def score(self, rows: StepRows, layers: range, queries: Tensor, exact: bool = False) -> Tensor:
+    def score(
+        self,
+        rows: StepRows,
+        layers: range,
+        queries: Tensor,
+        exact: bool = False,
+        chosen: Tensor | None = None,
+    ) -> Tensor:
         workspace, out = self._scores.take(queries.shape[0], len(layers), rows.capacity)
         self._coded_operations.score_codes(
             self._tokens,

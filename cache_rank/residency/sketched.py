@@ -10,7 +10,13 @@ from __future__ import annotations
 import functools
 
 import torch
-from cache_rank_kernels.sketch.reference import Sketch, SketchShape, make_sketch, sketch_shape
+from cache_rank_kernels.sketch.reference import (
+    Attended,
+    Sketch,
+    SketchShape,
+    make_sketch,
+    sketch_shape,
+)
 from torch import Tensor
 
 from cache_rank.config import CacheRankConfig
@@ -53,7 +59,7 @@ class SketchedResidency(Residency):
         """
         super().__init__(config, pages, device)
         model = config.model
-        self._held, self._shape = held, shape_of(config)
+        self._held, self._shape, self._config = held, shape_of(config), config
         pool = (pages, model.layers, model.kv_heads, PAGE_TOKENS, self._shape.bytes)
         self._codes = torch.empty(pool, dtype=torch.uint8, device=device)
         zeros = functools.partial(torch.zeros, dtype=torch.float32, device=device)
@@ -98,9 +104,19 @@ class SketchedResidency(Residency):
             layers.start,
         )
 
-    def score(self, rows: StepRows, layers: range, queries: Tensor, exact: bool = False) -> Tensor:
+    def score(
+        self,
+        rows: StepRows,
+        layers: range,
+        queries: Tensor,
+        exact: bool = False,
+        chosen: Tensor | None = None,
+    ) -> Tensor:
         if exact:
             return self._held.score(rows, layers, queries, exact)
+        attended = None
+        if chosen is not None and self._config.score_normalizer == "attended":
+            attended = Attended(chosen, self._config.sink_tokens, self._config.recent_tokens)
         workspace, out = self._scores.take(queries.shape[0], len(layers), rows.capacity)
         self._operations.score_sketch(
             queries,
@@ -114,6 +130,7 @@ class SketchedResidency(Residency):
             self._model.scale,
             workspace,
             out,
+            attended,
         )
         return out
 

@@ -21,6 +21,10 @@ is the sum of all crumbs of a key, each times the weight that a query gives it:
     a channel of 4 bits is two, of which the second counts four times as much
 
 What codes are counted from is the same for all tokens, too, and left out.
+
+A score is the largest log-probability of its token over the query heads of a group. Its normalizers
+are over all tokens; or over those that are attended to anyway, which are few, so that they are
+known before the others are read, and logits are never written.
 """
 
 from __future__ import annotations
@@ -33,6 +37,19 @@ from torch import Tensor
 
 FINE_STEP, COARSE_STEP = 0.3352, 0.9957
 """Steps of codes of 4 bits and of 2 bits, for a variance of 1."""
+
+
+class Attended(NamedTuple):
+    """The tokens that a step attends to.
+
+    Attributes:
+        chosen: (slots, layers, Hkv, k) int32, those in the slots of each sequence; -1 for none.
+        sinks, recent: so many first and newest tokens; none of them is chosen.
+    """
+
+    chosen: Tensor
+    sinks: int
+    recent: int
 
 
 class SketchShape(NamedTuple):
@@ -149,6 +166,7 @@ def score_sketch(
     scale: float,
     workspace: ScoreWorkspace,
     out: Tensor,
+    attended: Attended | None = None,
 ) -> None:
     """Score the resident tokens of every row of a step by their codes; see `score_step`.
 
@@ -165,6 +183,7 @@ def score_sketch(
         workspace: what `score_workspace` made.
         out: (R, L, Hkv, capacity) float32, written in place; entries of other tokens keep what they
             hold.
+        attended: whose log-sum-exp normalizes logits; by default that of all tokens does.
     """
     layers, page_tokens = queries.shape[1], code_pool.shape[3]
     of_layers = Sketch(*(part[first_layer : first_layer + layers] for part in sketch))
@@ -174,8 +193,33 @@ def score_sketch(
         pages = page_table[row, : position // page_tokens + 1].to(torch.int64)
         codes = code_pool[:, first_layer : first_layer + layers][pages]  # (pages, L, Hkv, P, bytes)
         codes = codes.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, : position + 1]
-        logits = crumb_weights(queries[row], of_layers, scale) @ crumbs(codes).mT
-        out[row, :, :, : position + 1] = torch.log_softmax(logits, dim=-1).amax(dim=-2)
+        logits = crumb_weights(queries[row], of_layers, scale) @ crumbs(codes).mT  # (L, Hkv, G, T)
+        normalizer = logits.logsumexp(-1, keepdim=True)
+        if attended is not None:
+            chosen = attended.chosen[slot, first_layer : first_layer + layers]
+            normalizer = attended_normalizer(logits, chosen, attended.sinks, attended.recent)
+        out[row, :, :, : position + 1] = (logits - normalizer).amax(dim=-2)
+
+
+def attended_normalizer(logits: Tensor, chosen: Tensor, sinks: int, recent: int) -> Tensor:
+    """The log-sum-exp of the logits of tokens that are attended to, or 0 if there are none.
+
+    Args:
+        logits: (L, Hkv, G, T) float32, of all tokens.
+        chosen: (L, Hkv, k) int32, tokens that are neither sinks nor recent; -1 for none.
+        sinks, recent: so many first and newest tokens.
+
+    Returns:
+        (L, Hkv, G, 1) float32.
+    """
+    tokens = logits.shape[-1]
+    token = torch.arange(tokens, device=logits.device)
+    is_attended = ((token < sinks) | (token >= tokens - recent)).expand(*chosen.shape[:2], tokens)
+    is_attended = torch.cat((is_attended, is_attended[..., :1]), dim=-1)  # and of no token
+    chosen = torch.where(chosen < 0, tokens, chosen).to(torch.int64)
+    is_attended = is_attended.scatter(-1, chosen, value=True)[..., :tokens].unsqueeze(-2)
+    normalizer = logits.masked_fill(~is_attended, -torch.inf).logsumexp(-1, keepdim=True)
+    return torch.where(normalizer == -torch.inf, 0.0, normalizer)
 
 
 def append_codes(

@@ -3,6 +3,9 @@
 Scores multiply bytes of crumbs as integers of 8 bits: a byte is shifted and masked four times, four
 bytes in an instruction, and each of the four is one product on the matrix unit. Weights, which are
 computed once a step, are in digits of 8 bits. So what a token costs is its bytes.
+
+Where normalizers are those of attended tokens, a few programs a unit read these first, and scores
+are written as they are computed. Else logits are written and read again, see kernels/score.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from cache_rank_kernels.score.triton import (
     scratch,
     store_logits,
 )
-from cache_rank_kernels.sketch.reference import Sketch, SketchShape
+from cache_rank_kernels.sketch.reference import Attended, Sketch, SketchShape
 from torch import Tensor
 
 _DIGITS = 2
@@ -28,6 +31,9 @@ _DIGITS = 2
 
 _BLOCK_TOKENS = 128
 """A program multiplies the crumbs of so many tokens at a time."""
+
+_NORMALIZER_PARTS = 4
+"""So many programs share the attended tokens of a unit."""
 
 _BLOCK_QUERIES = 16
 """A program computes the weights of so many query heads."""
@@ -48,10 +54,11 @@ def score_sketch(
     scale: float,
     workspace: ScoreWorkspace,
     out: Tensor,
+    attended: Attended | None = None,
     warps: int = 4,
     stages: int = 3,
 ) -> None:
-    """See the reference. Two launches; P is a multiple of 128, D a power of two.
+    """See the reference. Two or three launches; P is a multiple of 128, D a power of two.
 
     Args:
         warps, stages: only time depends on them.
@@ -80,12 +87,47 @@ def score_sketch(
     )
     constants = score_constants(queries, workspace, out)
     del constants["PARTS"], constants["HEAD_DIM"]
-    _score[score_grid(out)](
+    constants |= {
+        "SIZE": size,
+        "WIDTH": max(32, triton.next_power_of_2(size)),  # the matrix unit takes 32 bytes at a time
+        "PAGE": page_tokens,
+        "BLOCK": _BLOCK_TOKENS,
+        "COLUMNS": digit_columns(queries, out, _DIGITS),
+        "DIGITS": _DIGITS,
+        "STAGES": stages,
+        "INTERPRETED": not queries.is_cuda,
+        "NORMALIZER_PARTS": 0 if attended is None else _NORMALIZER_PARTS,
+    }
+    chunks, units = score_grid(out)
+    normalizers = weights  # not read
+    if attended is not None:
+        parts = (units, _NORMALIZER_PARTS, 2, constants["PADDED"])
+        normalizers = torch.empty(parts, device=queries.device)
+        assert attended.chosen.is_contiguous()
+        _normalize[(_NORMALIZER_PARTS, units)](
+            weights,
+            code_pool,
+            page_table,
+            slots,
+            positions,
+            attended.chosen,
+            normalizers,
+            first_layer,
+            pool_layers,
+            page_table.stride(0),
+            attended.sinks,
+            attended.recent,
+            **{name: value for name, value in constants.items() if name != "CHUNK"},
+            BUDGET=attended.chosen.shape[-1],
+            num_warps=warps,
+        )
+    _score[(chunks, units)](
         weights,
         code_pool,
         page_table,
         slots,
         positions,
+        normalizers,
         *scratch(workspace, rounded=True),
         out,
         first_layer,
@@ -93,14 +135,6 @@ def score_sketch(
         page_table.stride(0),
         out.shape[-1],
         **constants,
-        SIZE=size,
-        WIDTH=max(32, triton.next_power_of_2(size)),  # the matrix unit takes 32 bytes at a time
-        PAGE=page_tokens,
-        BLOCK=_BLOCK_TOKENS,
-        COLUMNS=digit_columns(queries, out, _DIGITS),
-        DIGITS=_DIGITS,
-        STAGES=stages,
-        INTERPRETED=not queries.is_cuda,
         num_warps=warps,
     )
 
@@ -177,6 +211,166 @@ def _crumbs(packed, INDEX: tl.constexpr, INTERPRETED: tl.constexpr):
         )
 
 
+@triton.jit
+def _load_digits(
+    unit_weights,
+    GROUP: tl.constexpr,
+    PADDED: tl.constexpr,
+    SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DIGITS: tl.constexpr,
+):
+    """Load the weights of the crumbs of each index, in digits.
+
+    Returns:
+        (WIDTH, PADDED * COLUMNS) int8 for each index, and (PADDED,) what a digit counts for.
+    """
+    heads, byte = tl.arange(0, PADDED), tl.arange(0, WIDTH)
+    at = unit_weights + heads[:, None] * (4 * SIZE) + byte[None, :]
+    is_weight = (heads < GROUP)[:, None] & (byte < SIZE)[None, :]
+    first = tl.load(at, mask=is_weight, other=0.0)
+    second = tl.load(at + SIZE, mask=is_weight, other=0.0)
+    third = tl.load(at + 2 * SIZE, mask=is_weight, other=0.0)
+    fourth = tl.load(at + 3 * SIZE, mask=is_weight, other=0.0)
+    greatest = tl.maximum(
+        tl.maximum(tl.abs(first), tl.abs(second)), tl.maximum(tl.abs(third), tl.abs(fourth))
+    )
+    query_unit = power_below(tl.max(greatest, axis=1))
+    return (
+        tl.trans(query_digits(first, query_unit, DIGITS, COLUMNS, PADDED, WIDTH)),
+        tl.trans(query_digits(second, query_unit, DIGITS, COLUMNS, PADDED, WIDTH)),
+        tl.trans(query_digits(third, query_unit, DIGITS, COLUMNS, PADDED, WIDTH)),
+        tl.trans(query_digits(fourth, query_unit, DIGITS, COLUMNS, PADDED, WIDTH)),
+        query_unit,
+    )
+
+
+@triton.jit
+def _logits_of(
+    packed,
+    first_digits,
+    second_digits,
+    third_digits,
+    fourth_digits,
+    query_unit,
+    PADDED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DIGITS: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """The logits of sketches, (BLOCK, WIDTH) uint8: (BLOCK, PADDED) float32."""
+    products = tl.dot(_crumbs(packed, 0, INTERPRETED), first_digits, out_dtype=tl.int32)
+    products = tl.dot(_crumbs(packed, 1, INTERPRETED), second_digits, products, out_dtype=tl.int32)
+    products = tl.dot(_crumbs(packed, 2, INTERPRETED), third_digits, products, out_dtype=tl.int32)
+    products = tl.dot(_crumbs(packed, 3, INTERPRETED), fourth_digits, products, out_dtype=tl.int32)
+    return sum_of_digits(products, DIGITS, COLUMNS, PADDED, BLOCK) * query_unit[None, :]
+
+
+@triton.jit(
+    do_not_specialize=["first_layer", "page_stride", "sinks", "recent"],
+    do_not_specialize_on_alignment=["page_table", "slots", "positions"],
+)
+def _normalize(
+    weights,
+    codes,
+    page_table,
+    slots,
+    positions,
+    chosen,
+    normalizers,
+    first_layer,
+    pool_layers,
+    page_stride,
+    sinks,
+    recent,
+    LAYERS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    PADDED: tl.constexpr,
+    SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DIGITS: tl.constexpr,
+    STAGES: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+    NORMALIZER_PARTS: tl.constexpr,
+    BUDGET: tl.constexpr,
+):
+    """One program sums up a part of the attended tokens of a unit: a row, layer and kv head."""
+    part, unit = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    row = unit // (LAYERS * KV_HEADS)
+    slot = tl.load(slots + row)
+    if slot >= 0:
+        tokens = tl.load(positions + row) + 1
+        layer, head = first_layer + (unit // KV_HEADS) % LAYERS, unit % KV_HEADS
+        pages = page_table + row * page_stride
+        in_slots = chosen + ((slot.to(tl.int64) * pool_layers + layer) * KV_HEADS + head) * BUDGET
+        heads, byte = tl.arange(0, PADDED), tl.arange(0, WIDTH)
+        first, second, third, fourth, query_unit = _load_digits(
+            weights + unit * GROUP * 4 * SIZE, GROUP, PADDED, SIZE, WIDTH, COLUMNS, DIGITS
+        )
+
+        # What is in the slots comes first, then the first tokens, then the newest.
+        firsts = tl.minimum(sinks, tokens)
+        newest = tl.minimum(recent, tokens - firsts)
+        largest = tl.full((PADDED,), -float("inf"), tl.float32)
+        total = tl.zeros((PADDED,), tl.float32)
+        for block in tl.range(
+            part * BLOCK, BUDGET + firsts + newest, NORMALIZER_PARTS * BLOCK, num_stages=STAGES
+        ):
+            index = block + tl.arange(0, BLOCK)
+            token = tl.load(in_slots + index, mask=index < BUDGET, other=-1)
+            always = index - BUDGET
+            token = tl.where(always >= 0, always, token)
+            token = tl.where(always >= firsts, tokens - newest + (always - firsts), token)
+            is_token = (token >= 0) & (index < BUDGET + firsts + newest)
+            page = tl.load(pages + token // PAGE, mask=is_token, other=0).to(tl.int64)
+            tile = ((page * pool_layers + layer) * KV_HEADS + head) * PAGE + token % PAGE
+            packed = tl.load(
+                codes + (tile * SIZE)[:, None] + byte[None, :],
+                mask=is_token[:, None] & (byte < SIZE)[None, :],
+                other=0,
+            )
+            logit = _logits_of(
+                packed,
+                first,
+                second,
+                third,
+                fourth,
+                query_unit,
+                PADDED,
+                BLOCK,
+                COLUMNS,
+                DIGITS,
+                INTERPRETED,
+            )
+            logit = tl.where(is_token[:, None], logit, -float("inf"))
+            before, largest = largest, tl.maximum(largest, tl.max(logit, axis=0))
+            # Until there is a token, nothing is summed up, and -inf is not subtracted from itself.
+            base = tl.where(largest == -float("inf"), 0.0, largest)
+            total = total * tl.exp(before - base) + tl.sum(tl.exp(logit - base[None, :]), axis=0)
+        at = normalizers + (unit * NORMALIZER_PARTS + part) * 2 * PADDED + heads
+        tl.store(at, largest)
+        tl.store(at + PADDED, total)
+
+
+@triton.jit
+def _normalizer(unit_normalizers, GROUP: tl.constexpr, PADDED: tl.constexpr, PARTS: tl.constexpr):
+    """The log-sum-exp of attended tokens, (PADDED,), from its parts; infinite for no head."""
+    heads, part = tl.arange(0, PADDED), tl.arange(0, PARTS)
+    at = unit_normalizers + part[:, None] * 2 * PADDED + heads[None, :]
+    maxima, totals = tl.load(at), tl.load(at + PADDED)
+    largest = tl.max(maxima, axis=0)
+    base = tl.where(largest == -float("inf"), 0.0, largest)
+    total = tl.sum(totals * tl.exp(maxima - base[None, :]), axis=0)
+    log_sum = base + tl.log(tl.where(total > 0, total, 1.0))
+    return tl.where(heads < GROUP, log_sum, float("inf"))
+
+
 @triton.jit(
     do_not_specialize=["first_layer", "page_stride", "capacity"],
     do_not_specialize_on_alignment=["page_table", "slots", "positions"],
@@ -187,6 +381,7 @@ def _score(
     page_table,
     slots,
     positions,
+    normalizers,
     logits,
     partial,
     arrived,
@@ -208,6 +403,7 @@ def _score(
     DIGITS: tl.constexpr,
     STAGES: tl.constexpr,
     INTERPRETED: tl.constexpr,
+    NORMALIZER_PARTS: tl.constexpr,
 ):
     """One program scores CHUNK tokens of a unit: a row, layer and kv head."""
     chunk, unit = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -220,22 +416,13 @@ def _score(
         pages = page_table + row * page_stride
         stop = tl.minimum(start + CHUNK, tokens)
 
-        # The weights of the crumbs of each index, in digits: [WIDTH, PADDED * COLUMNS] each.
-        heads, byte = tl.arange(0, PADDED), tl.arange(0, WIDTH)
-        at = weights + (unit * GROUP + heads)[:, None] * (4 * SIZE) + byte[None, :]
-        is_weight = (heads < GROUP)[:, None] & (byte < SIZE)[None, :]
-        first = tl.load(at, mask=is_weight, other=0.0)
-        second = tl.load(at + SIZE, mask=is_weight, other=0.0)
-        third = tl.load(at + 2 * SIZE, mask=is_weight, other=0.0)
-        fourth = tl.load(at + 3 * SIZE, mask=is_weight, other=0.0)
-        greatest = tl.maximum(
-            tl.maximum(tl.abs(first), tl.abs(second)), tl.maximum(tl.abs(third), tl.abs(fourth))
+        byte = tl.arange(0, WIDTH)
+        first, second, third, fourth, query_unit = _load_digits(
+            weights + unit * GROUP * 4 * SIZE, GROUP, PADDED, SIZE, WIDTH, COLUMNS, DIGITS
         )
-        query_unit = power_below(tl.max(greatest, axis=1))
-        first_digits = tl.trans(query_digits(first, query_unit, DIGITS, COLUMNS, PADDED, WIDTH))
-        second_digits = tl.trans(query_digits(second, query_unit, DIGITS, COLUMNS, PADDED, WIDTH))
-        third_digits = tl.trans(query_digits(third, query_unit, DIGITS, COLUMNS, PADDED, WIDTH))
-        fourth_digits = tl.trans(query_digits(fourth, query_unit, DIGITS, COLUMNS, PADDED, WIDTH))
+        if NORMALIZER_PARTS > 0:
+            own = normalizers + unit * NORMALIZER_PARTS * 2 * PADDED
+            log_sum = _normalizer(own, GROUP, PADDED, NORMALIZER_PARTS)
 
         for block in tl.range(start, stop, BLOCK, num_stages=STAGES):
             token = block + tl.arange(0, BLOCK)
@@ -248,29 +435,36 @@ def _score(
                 packed = tl.load(
                     codes + tile * SIZE + in_page, mask=(byte < SIZE)[None, :], other=0
                 )
-            products = tl.dot(_crumbs(packed, 0, INTERPRETED), first_digits, out_dtype=tl.int32)
-            products = tl.dot(
-                _crumbs(packed, 1, INTERPRETED), second_digits, products, out_dtype=tl.int32
+            logit = _logits_of(
+                packed,
+                first,
+                second,
+                third,
+                fourth,
+                query_unit,
+                PADDED,
+                BLOCK,
+                COLUMNS,
+                DIGITS,
+                INTERPRETED,
             )
-            products = tl.dot(
-                _crumbs(packed, 2, INTERPRETED), third_digits, products, out_dtype=tl.int32
+            if NORMALIZER_PARTS > 0:
+                score = tl.max(logit - log_sum[None, :], axis=1)
+                tl.store(out + unit * capacity + token, score, mask=token < stop)
+            else:
+                store_logits(logit, token, token < stop, unit_logits, PADDED)
+        if NORMALIZER_PARTS == 0:
+            finish_unit(
+                chunk,
+                tokens,
+                unit_logits,
+                partial + unit * tl.cdiv(capacity, CHUNK) * 2 * PADDED,
+                arrived + unit,
+                out + unit * capacity,
+                GROUP,
+                PADDED,
+                CHUNK,
             )
-            products = tl.dot(
-                _crumbs(packed, 3, INTERPRETED), fourth_digits, products, out_dtype=tl.int32
-            )
-            of_codes = sum_of_digits(products, DIGITS, COLUMNS, PADDED, BLOCK)
-            store_logits(of_codes * query_unit[None, :], token, token < stop, unit_logits, PADDED)
-        finish_unit(
-            chunk,
-            tokens,
-            unit_logits,
-            partial + unit * tl.cdiv(capacity, CHUNK) * 2 * PADDED,
-            arrived + unit,
-            out + unit * capacity,
-            GROUP,
-            PADDED,
-            CHUNK,
-        )
 
 
 def append_codes(

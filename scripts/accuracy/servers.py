@@ -13,7 +13,7 @@ RECORDED = (
     *("sparse_threshold", "sparse_budget", "sink_tokens", "recent_tokens", "dense_layers"),
     *("query_predictor", "query_frame", "query_window", "selection_margin", "delta_capacity"),
     *("layers_per_group", "forecast_lead", "calibration"),
-    *("kv_residency", "kv_residency_options", "score_keys", "sketch_bits"),
+    *("kv_residency", "kv_residency_options", "score_keys", "sketch_bits", "score_normalizer"),
     *("wire_dtype", "inference_kv"),
 )
 """The arguments of a server that bear on accuracy."""

@@ -53,6 +53,7 @@ class Case:
     forecast_lead: int = 2
     calibrated: bool = False
     score_keys: Any = "resident"
+    score_normalizer: Any = "all"
 
     def __str__(self) -> str:
         return f"{self.predictor}-{self.frame}-{self.family}-{self.heads}-{self.kv_heads}"
@@ -68,7 +69,8 @@ class Case:
             *("--inference-kv", self.inference_kv, "--wire-dtype", self.wire_dtype),
             *("--dense-layers", str(self.dense_layers)),
             *("--layers-per-group", str(self.layers_per_group)),
-            *("--forecast-lead", str(self.forecast_lead), "--score-keys", self.score_keys),
+            *("--forecast-lead", str(self.forecast_lead)),
+            *("--score-keys", self.score_keys, "--score-normalizer", self.score_normalizer),
         ]
 
     def config(self, rotary_frequency: list[float]) -> CacheRankConfig:
@@ -95,6 +97,7 @@ class Case:
             selection_margin=MARGIN,
             delta_capacity=CAPACITY,
             score_keys=self.score_keys,
+            score_normalizer=self.score_normalizer,
         )
 
     def calibration(self) -> Calibration:
@@ -162,7 +165,9 @@ ROUNDED = [
         layers_per_group=1,
         calibrated=True,
         score_keys="sketch",
+        score_normalizer="attended",
     ),
+    Case("last", "pre", "qwen3", 2, 2, "full", calibrated=True, score_keys="sketch"),
 ]
 
 

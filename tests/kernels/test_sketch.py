@@ -7,7 +7,14 @@ import torch
 from cache_rank_kernels.score import reference as score_reference
 from cache_rank_kernels.score import triton as score_triton
 from cache_rank_kernels.sketch import reference, triton
-from cache_rank_kernels.sketch.reference import Sketch, SketchShape, make_sketch, sketch_shape
+from cache_rank_kernels.sketch.reference import (
+    Attended,
+    Sketch,
+    SketchShape,
+    attended_normalizer,
+    make_sketch,
+    sketch_shape,
+)
 from torch import Tensor
 
 PAGE = 256
@@ -156,3 +163,53 @@ def test_scores_are_those_of_the_reference(
         )
     assert bool((outs[1][3] == 7).all())
     assert bool((found[3] == 7).all())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("budget", "sinks", "recent"), [(130, 4, 64), (300, 0, 1), (40, 0, 0)])
+@pytest.mark.parametrize(("group", "head_dim", "bits"), [(4, 128, 2), (3, 64, 1), (1, 128, 4)])
+def test_scores_by_attended_tokens_are_those_of_the_reference(
+    group: int, head_dim: int, bits: int, budget: int, sinks: int, recent: int, device: str
+) -> None:
+    lengths, kv_heads = [1, 700, PAGE, 3, 1500], 2
+    pool, table, sketch, shape = encoded(4, kv_heads, head_dim, bits, device, lengths)
+    slots = torch.tensor([1, 0, 3, -1, 2], dtype=torch.int32, device=device)
+    positions = torch.tensor(lengths, dtype=torch.int32, device=device) - 1
+    queries = torch.randn(5, 2, kv_heads * group, head_dim, device=device)
+    chosen = torch.full((4, 4, kv_heads, budget), -1, dtype=torch.int32)
+    for slot, length in zip(slots.tolist(), lengths, strict=True):
+        candidates = torch.arange(sinks, max(sinks, length - recent))
+        for heads in chosen[slot].flatten(0, 1) if slot >= 0 else ():
+            some = candidates[torch.randperm(len(candidates))][: budget - 7]
+            heads[torch.randperm(budget)[: len(some)]] = some.to(torch.int32)
+    attended = Attended(chosen.to(device), sinks, recent)
+    outs = []
+    for module, scoring in ((triton, score_triton), (reference, score_reference)):
+        workspace = scoring.score_workspace(5, 2, kv_heads, group, 1536, torch.device(device))
+        out = torch.full((5, 2, kv_heads, 1536), 7.0, device=device)
+        step = (table, slots, positions, 1, head_dim**-0.5, workspace, out, attended)
+        module.score_sketch(queries, pool, sketch, shape, *step)
+        outs.append(out)
+    found, expected = outs
+    for row, (slot, length) in enumerate(zip(slots.tolist(), lengths, strict=True)):
+        used = length if slot >= 0 else 0
+        torch.testing.assert_close(
+            found[row, ..., :used], expected[row, ..., :used], rtol=0, atol=0.02
+        )
+        assert bool((found[row, ..., used:] == 7).all())
+
+
+def test_a_normalizer_is_over_what_is_attended_to() -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(1, 2, 3, 20)
+    chosen = torch.tensor([[[5, -1, 7], [9, 8, -1]]], dtype=torch.int32)
+    found = attended_normalizer(logits, chosen, sinks=2, recent=3)
+    for head, tokens in enumerate(([0, 1, 5, 7, 17, 18, 19], [0, 1, 8, 9, 17, 18, 19])):
+        expected = logits[0, head][:, tokens].logsumexp(-1)
+        torch.testing.assert_close(found[0, head, :, 0], expected)
+    none = torch.full((1, 2, 3), -1, dtype=torch.int32)
+    assert bool((attended_normalizer(logits, none, 0, 0) == 0).all())
+    every = torch.arange(20, dtype=torch.int32).expand(1, 2, 20)
+    torch.testing.assert_close(
+        attended_normalizer(logits, every, 0, 0), logits.logsumexp(-1, keepdim=True)
+    )

@@ -362,6 +362,7 @@ RANGES = [
     "--kv-residency-options reading=4,alpha --kv-residency quantspec",
     "--kv-residency-options reading=4,reading=8 --kv-residency quantspec",
     "--score-keys fp8 --kv-residency lynx",
+    "--score-normalizer attended",
     f"--sparse-budget 0 {QUEST}",
 ]
 
@@ -765,7 +766,8 @@ def test_the_config_of_the_cache_rank_carries_the_flags(
         **changed,
     }
     shared = {*CACHE_RANK_FIELDS} & {*CacheRankConfig.__struct_fields__}
-    assert {*given, "score_keys", "kv_residency", "kv_residency_options"} == shared
+    scores = {"score_keys", "score_normalizer", "kv_residency", "kv_residency_options"}
+    assert {*given} | scores == shared
     flags = [
         word
         for name, value in given.items()

@@ -113,7 +113,14 @@ class MosaicKVResidency(Residency):
             if slot >= 0:
                 self._segments[slot].append(rows.page_table[row], layers, position + 1)
 
-    def score(self, rows: StepRows, layers: range, queries: Tensor, exact: bool = False) -> Tensor:
+    def score(
+        self,
+        rows: StepRows,
+        layers: range,
+        queries: Tensor,
+        exact: bool = False,
+        chosen: Tensor | None = None,
+    ) -> Tensor:
         workspace, out = self._scores.take(queries.shape[0], len(layers), rows.capacity)
         self._memory.operations.score_packed_step(
             self._memory.store,
