@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from cache_rank_kernels.checksum.reference import slots_checksum
@@ -30,6 +31,7 @@ from cache_rank.protocol import (
     Measured,
     Measurement,
     Row,
+    basis_shape,
     projection_shape,
 )
 from cache_rank.selector import Selector
@@ -223,6 +225,35 @@ def test_scoring_by_a_copy_of_the_keys_changes_nothing_else(model: str) -> None:
     requests = [served.arrive(epoch + 1, prompt) for epoch, prompt in enumerate(PROMPTS)]
     for _ in range(8):
         served.decode(requests)
+
+
+@pytest.mark.parametrize("normalizer", ["all", "attended"])
+@pytest.mark.parametrize(("model", "bits"), [("mha", 1), ("gqa", 2), ("mqa", 4)])
+def test_scores_of_sketches_are_those_of_the_reference(
+    model: str, bits: int, normalizer: str
+) -> None:
+    """Whatever is shipped: it comes from the format beside them."""
+    config = small_config(
+        msgspec.structs.replace(MODELS[model], head_dim=32),
+        score_keys="sketch",
+        sketch_bits=bits,
+        score_normalizer=normalizer,
+        checksum=True,
+    )
+    served = Served(config)
+    generator = torch.Generator().manual_seed(0)
+    bases = {}
+    for layer in range(config.model.layers):
+        basis = 0.1 * torch.randn(basis_shape(config), generator=generator)
+        basis[:, :-1] += 2 * torch.eye(32)
+        bases[layer] = basis
+        served.selector.load_basis(layer, basis)
+    requests = [served.arrive(epoch + 1, prompt) for epoch, prompt in enumerate(PROMPTS)]
+    for request in requests:
+        request.reference.bases = bases
+    for batch in (*([requests] * 4), requests[::-1], requests[1:2], *([requests[1:]] * 6)):
+        served.decode(batch)
+    assert int(served.selector.overflow) > 0
 
 
 @pytest.mark.parametrize("model", MODELS)
