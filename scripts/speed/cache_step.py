@@ -16,6 +16,7 @@ from cache_rank.protocol import (
     DownMessage,
     Row,
     UpMessage,
+    basis_shape,
     bulk_shape,
     down_sizes,
     projection_shape,
@@ -59,6 +60,11 @@ def measure_cache_step(
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator, device=device, dtype=model.torch_dtype)
 
+    if config.score_keys == "sketch":
+        heads, elements, width = basis_shape(config)
+        basis = torch.eye(elements, width, device=device)  # keys are independent, around 0
+        for layer in range(model.layers):
+            selector.load_basis(layer, basis.expand(heads, elements, width))
     for epoch in range(1, rows + 1):
         sequence = selector.begin(epoch)
         for start in range(0, tokens, LOADED_TOKENS):

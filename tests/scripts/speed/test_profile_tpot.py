@@ -11,7 +11,7 @@ import msgspec
 import pytest
 import torch
 
-from cache_rank.config import CacheRankConfig, ModelShape
+from cache_rank.config import CacheRankConfig, ModelShape, ScoreKeys
 from scripts.profile_tpot import main, parse_options
 from scripts.shared.models import MODEL_SHAPES, model_config, model_shape
 from scripts.speed import report
@@ -512,8 +512,9 @@ class TestCacheStep:
             assert len(shape.rotary_frequency) == 64
             assert shape.rotary_frequency[0] == 1
 
-    def test_steps_are_timed_once_the_slots_are_full(self) -> None:
-        model = ModelShape(4, 4, 2, 16, "float32", 0.25)
+    @pytest.mark.parametrize("score_keys", ["resident", "sketch"])
+    def test_steps_are_timed_once_the_slots_are_full(self, score_keys: ScoreKeys) -> None:
+        model = ModelShape(4, 4, 2, 32, "float32", 0.25)
         config = CacheRankConfig(
             model,
             layers_per_group=3,
@@ -521,14 +522,15 @@ class TestCacheStep:
             selection_margin=0,
             delta_capacity=16,
             max_rows=2,
+            score_keys=score_keys,
         )
         found = measure_cache_step(config, 512, 5, torch.device("cpu"))
         assert len(found.seconds) == 5
         assert min(found.seconds) > 0
         # q, k and v of two requests, float32.
-        assert found.up_bytes == 2 * 4 * (4 + 2 * 2) * 16 * 4
+        assert found.up_bytes == 2 * 4 * (4 + 2 * 2) * 32 * 4
         assert 0 < found.tokens_shipped < 2 * 4 * 2 * 16
-        assert found.down_bytes > 2 * 4 * 2 * 16 * 2 * 16 * 4
+        assert found.down_bytes > 2 * 4 * 2 * 16 * 2 * 32 * 4
 
     def test_no_engine_is_needed(self, tmp_path: Path) -> None:
         """A format may have options, which a label holds as one text."""
