@@ -21,6 +21,9 @@ ROOM_FOR_OUTPUT = 4096
 TRACE_STEPS = 192
 """Tracing begins with the first sparse request of an engine; this reaches the measured steps."""
 
+PORTS = 200
+"""Each job has so many ports for itself."""
+
 CAPACITY_BATCHES = (8, 16, 24, 32, 48, 64)
 
 
@@ -87,7 +90,7 @@ class Settings(msgspec.Struct):
 
 
 class Job(msgspec.Struct):
-    """What a worker process is given."""
+    """What a worker process is given, or several that share its batches."""
 
     model: str
     system: str
@@ -100,6 +103,8 @@ class Job(msgspec.Struct):
     capacity: int = 0  # context whose largest fitting batch is searched for; 0 is none
     trace: str = ""  # file of the cache rank's trace; empty for none
     cache_step: bool = False  # measure the cache rank's step alone
+    servers: int = 1  # engines at the same time, each with its part of a batch and of the GPUs
+    part: int = 0  # which of several servers it is, from 1 on; 0 is all of them
 
     @property
     def measures_arrival(self) -> bool:
@@ -109,8 +114,31 @@ class Job(msgspec.Struct):
     @property
     def name(self) -> str:
         """The job's name, usable as a file name."""
-        text = f"{Path(self.model).name}-{self.system}"
+        text = f"{Path(self.model).name}-{self.system}" + (f"-{self.part}" if self.part else "")
         return "".join(c if c.isalnum() or c in "-._=" else "-" for c in text)
+
+
+def divide(job: Job) -> list[Job]:
+    """A job for each of its servers: an equal part of every batch, and ports of its own.
+
+    Raises:
+        ValueError: a batch cannot be divided, or its largest is asked for.
+    """
+    count = job.servers
+    if job.capacity or any(shape.batch % count for shape in job.shapes):
+        raise ValueError(f"{job.system}: {count} servers need batches that are multiples of that")
+    shapes = [Shape(shape.batch // count, shape.context) for shape in job.shapes]
+    parts = []
+    for part in range(1, count + 1):
+        engine = dict(job.engine)
+        if "port" in engine:
+            engine["port"] += PORTS // count * (part - 1)
+        parts.append(
+            msgspec.structs.replace(
+                job, gpus=job.gpus // count, shapes=shapes, servers=1, part=part, engine=engine
+            )
+        )
+    return parts
 
 
 def make_job(wish: Wish, settings: Settings, out: Path) -> Job:
@@ -132,6 +160,7 @@ def make_job(wish: Wish, settings: Settings, out: Path) -> Job:
         vocabulary=config["vocab_size"],
         settings=settings,
         cache_step=not system.is_server,
+        servers=system.servers,
     )
     if job.cache_step:
         return job
@@ -140,7 +169,8 @@ def make_job(wish: Wish, settings: Settings, out: Path) -> Job:
             shapes += [Shape(batch, capacity) for batch in CAPACITY_BATCHES]
         budget = changes.pop("sparse_budget", settings.sparse_budget)
         shapes, capacity = sorted({Shape(shape.batch, budget) for shape in shapes}), 0
-    batches = {shape.batch for shape in shapes} | set(CAPACITY_BATCHES if capacity else ())
+    batches = {shape.batch // system.servers for shape in shapes}
+    batches |= set(CAPACITY_BATCHES if capacity else ())
     if job.measures_arrival:
         batches |= {shape.batch + 1 for shape in shapes}
     longest = max([capacity, *(shape.context for shape in shapes)])

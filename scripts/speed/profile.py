@@ -15,20 +15,20 @@ from scripts.shared import machine
 from scripts.shared.serving import stop_on_sigterm
 from scripts.speed import report
 from scripts.speed.experiments import EXPERIMENTS
-from scripts.speed.jobs import Job, Settings, Shape, Wish, make_job
+from scripts.speed.jobs import PORTS, Job, Settings, Shape, Wish, divide, make_job
 from scripts.speed.records import Measurement, Results
-from scripts.speed.runner import run_worker
+from scripts.speed.runner import run_job
 from scripts.speed.trace import reduce_trace
 
 FIRST_PORT = 30000
-"""Each engine has 200 ports from this on for itself."""
+"""Each job has PORTS from this on for itself."""
 
 
 def make_jobs(options: Namespace, results: Results) -> list[Job]:
     """The jobs, less what the results hold already.
 
     Raises:
-        ValueError: an unknown model or system.
+        ValueError: an unknown model or system, or a batch that its servers cannot share.
     """
     if options.experiment:
         preset = EXPERIMENTS[options.experiment]
@@ -48,7 +48,9 @@ def make_jobs(options: Namespace, results: Results) -> list[Job]:
     jobs = [job for job in jobs if job.shapes or job.capacity]
     for index, job in enumerate(jobs):
         if not job.cache_step:
-            job.engine.setdefault("port", FIRST_PORT + 200 * (index % 100))
+            job.engine.setdefault("port", FIRST_PORT + PORTS * (index % 100))
+        if job.servers > 1:
+            divide(job)  # or say why it cannot be
     return jobs
 
 
@@ -75,7 +77,7 @@ def run_all(results: Results, jobs: Sequence[Job], gpus: Sequence[str], options:
                 bar.set_description(f"{job.model} {job.system} {measurement.shape}")
 
         bar.set_description(f"starting {job.model} {job.system}")
-        reason = run_worker(job, taken, options.out, options.worker_seconds, stopping, note)
+        reason = run_job(job, taken, options.out, options.worker_seconds, stopping, note)
         for measurement in measured if job.trace else ():
             if not measurement.failure:
                 measurement.trace = reduce_trace(Path(job.trace), measurement.wire)

@@ -153,6 +153,34 @@ def summarize(measurement: Measurement, seconds: Sequence[float], window: int) -
     measurement.p90_ms = quantile(milliseconds, 0.9)
 
 
+def together(parts: Sequence[Measurement], shape: Shape) -> Measurement:
+    """What servers measured that shared a batch, as of one system.
+
+    TPOT is the median over the windows of all. The mean step is such that tokens a second are the
+    servers' sum.
+    """
+    first, tpot, rate = parts[0], None, 0.0
+    failures = [part.failure for part in parts if part.failure]
+    windows = [repeat for part in parts for repeat in part.repeats]
+    if windows and not failures:
+        tpot = statistics.median(repeat.median for repeat in windows)
+        rate = sum(part.tokens_per_second or 0.0 for part in parts)
+    return msgspec.structs.replace(
+        first,
+        shape=shape,
+        failure=failures[0] if failures else "",
+        repeats=windows,
+        tpot_ms=tpot,
+        mean_ms=1e3 * shape.batch / rate if rate else None,
+        p10_ms=min((part.p10_ms for part in parts if part.p10_ms), default=None),
+        p90_ms=max((part.p90_ms for part in parts if part.p90_ms), default=None),
+        prefill_seconds=max((p.prefill_seconds for p in parts if p.prefill_seconds), default=None),
+        started=min(part.started for part in parts),
+        ended=max(part.ended for part in parts),
+        memory_gib=[used for part in parts for used in part.memory_gib],
+    )
+
+
 def wire_between(
     start: dict[str, Any], before: dict[str, Any], after: dict[str, Any]
 ) -> Wire | None:

@@ -32,6 +32,7 @@ from scripts.speed.jobs import (
     Settings,
     Shape,
     Wish,
+    divide,
     make_job,
 )
 from scripts.speed.profile import make_jobs
@@ -43,9 +44,10 @@ from scripts.speed.records import (
     quantile,
     step_times,
     summarize,
+    together,
     wire_between,
 )
-from scripts.speed.runner import run_worker
+from scripts.speed.runner import run_job, run_worker
 from scripts.speed.trace import reduce_trace
 from scripts.speed.weights import DUMMY_LARGEST, norms_for_unit_logits
 from scripts.speed.worker import search_capacity
@@ -104,6 +106,24 @@ class TestJobs:
         floor = job_of("floor", capacity=32768)
         assert floor.capacity == 0
         assert [shape.batch for shape in floor.shapes] == [*CAPACITY_BATCHES]
+
+    def test_two_servers_share_batches_gpus_and_ports(self) -> None:
+        job = job_of("two-quest", SHAPE, Shape(4, 8192))
+        assert (job.gpus, job.servers) == (2, 2)
+        assert job.engine["cuda_graph_bs_decode"] == [2, 4]
+        job.engine["port"] = 30000
+        first, second = divide(job)
+        assert first.shapes == second.shapes == [Shape(4, 32768), Shape(2, 8192)]
+        assert (first.gpus, first.servers, first.engine["port"]) == (1, 1, 30000)
+        assert second.engine == {**first.engine, "port": 30100}
+        assert len({job.name, first.name, second.name}) == 3
+
+    @pytest.mark.parametrize("asked", ["--shapes 3x8192", "--capacity 8192"])
+    def test_what_two_servers_cannot_share_is_refused(
+        self, asked: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert main(f"--systems two-fp8 {asked} --dry-run".split()) == 2
+        assert "2 servers need batches that are multiples" in capsys.readouterr().err
 
     def test_job_survives_the_way_to_the_worker(self) -> None:
         job = job_of("cache-rank", trace=True)
@@ -347,6 +367,35 @@ class TestWorker:
         why = run_worker(job, [], tmp_path, seconds, threading.Event(), noted.append)
         assert why.startswith(reason)
         assert noted == []
+
+
+def test_servers_that_share_a_batch_are_one_system() -> None:
+    parts = [measured(MODEL, "two-fp8", Shape(4, 8192), time) for time in (10.0, 20.0)]
+    both = together(parts, Shape(8, 8192))
+    assert both.shape == Shape(8, 8192)
+    assert both.tpot_ms == 15
+    assert (both.p10_ms, both.p90_ms) == (10, 20)
+    assert both.tokens_per_second == pytest.approx(400 + 200)
+    assert len(both.repeats) == 4
+    assert both.memory_gib == [100.0, 20.5] * 2
+    parts[1].failure = "out of memory"
+    failed = together(parts, Shape(8, 8192))
+    assert (failed.failure, failed.tpot_ms, failed.mean_ms) == ("out of memory", None, None)
+
+
+def test_servers_of_a_job_run_at_the_same_time(tmp_path: Path) -> None:
+    job, noted = job_of("cache-step", Shape(2, 600), repeats=1, window=2), list[Measurement]()
+    job.servers, job.model, job.gpus = 2, "bundled", 0
+    job.engine = {"sparse_budget": 32, "layers_per_group": 1}
+    why = run_job(job, [], tmp_path, 120.0, threading.Event(), noted.append)
+    assert "-1.log; " in why
+    begun, ended = noted[0], noted[-1]
+    assert not begun.ended
+    assert [measurement.ended > 0 for measurement in noted].count(True) == 1
+    assert ended.shape == Shape(2, 600)
+    assert ended.failure == ""
+    assert len(ended.repeats) == 2
+    assert ended.tokens_per_second
 
 
 def measured(model: str, system: str, shape: Shape, milliseconds: float) -> Measurement:
