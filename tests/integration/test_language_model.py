@@ -9,7 +9,12 @@ import pytest
 
 from scripts.score_text import main
 
-pytestmark = [pytest.mark.language_model, pytest.mark.xdist_group("language-model")]
+# Three servers take minutes where other tests take the cores as well.
+pytestmark = [
+    pytest.mark.language_model,
+    pytest.mark.xdist_group("language-model"),
+    pytest.mark.timeout(900),
+]
 
 SETTINGS = "--context 400 --tokens 48 --warm-up 24 --text opticks transformer --gpus"
 
