@@ -52,7 +52,7 @@ def predicted_after(
     selector = Selector(config, torch.device("cpu"), 1 << 24)
     predicted: list[Tensor] = []
 
-    def keep(rows: object, layers: range, queries: Tensor) -> Tensor:
+    def keep(rows: object, layers: range, queries: Tensor, chosen: Tensor) -> Tensor:
         predicted.append(queries[0].clone())
         return torch.zeros((1, *queries.shape[1:2], model.kv_heads, prompt + 64))
 

@@ -23,7 +23,9 @@ def test_forecasts_get_better_on_texts_that_were_not_fitted_to(
     # An engine sets up the logging and the signals of its process.
     command = [sys.executable, "-m", "scripts.calibrate", *arguments.split(), *texts.split()]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=280, check=True)
-    card, corrections = read(tmp_path / "new")
+    card, corrections, bases = read(tmp_path / "new")
+    assert {*bases} == {*range(1, 30)}
+    assert bases[1].basis.shape == (3, 64, 64)
     assert (card.architecture, card.layers, card.tokens) == ("LlamaForCausalLM", 30, 1800)
     assert {*card.texts} == {"tensors", "python", "functions"}
     assert {*card.fits} == {*corrections} == {*range(5, 30)}  # the first layer, and two groups of 2
