@@ -167,7 +167,7 @@ ROUNDED = [
         score_keys="sketch",
         score_normalizer="attended",
     ),
-    Case("last", "pre", "qwen3", 2, 2, "full", calibrated=True, score_keys="sketch"),
+    Case("last", "pre", "qwen3", 2, 2, "full", layers=6, calibrated=True, score_keys="sketch"),
 ]
 
 
