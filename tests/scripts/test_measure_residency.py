@@ -25,7 +25,7 @@ TOKENS = 8 * PAGE_TOKENS
 def test_a_process_holds_and_grows_by_what_the_arithmetic_says(
     variant: Variant, bits: float
 ) -> None:
-    # The allocator keeps some copies of a chunk in float32, 4 MB each: of small chunks it is little.
+    # The allocator keeps copies of a chunk in float32, 4 MB each: of small chunks that is little.
     occupied = measure(MODEL, variant, TOKENS, chunk=64)
     assert occupied.token == bits * occupied.elements / 8
     assert occupied.reported == TOKENS * occupied.token
