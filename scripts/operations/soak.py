@@ -1,0 +1,212 @@
+"""Runs streams and disturbances against one server, and says what came of them."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import statistics
+import subprocess
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from scripts.operations.disturbances import Scene, disturb
+from scripts.operations.streams import Ended, Streams
+from scripts.operations.watch import Memory, Watch
+from scripts.shared.serving import Server
+from sglang_ext.refusals import ALLOW_LARGE_BUDGET_VARIABLE
+
+TIMEOUT = 2.0
+"""Seconds after which the server counts a silent cache rank as down."""
+
+# A working set holds all tokens of a chain, so that an answer has one right value whichever way it
+# was computed: a wrong token is a token of the wrong place or time.
+ARGUMENTS = (
+    "--cache-rank-gpus 1 --sparse-threshold 270 --sparse-budget 640 --sink-tokens 4 "
+    "--recent-tokens 16 --query-window 8 --delta-capacity 64 --layers-per-group 1 "
+    "--bulk-chunk-tokens 128 --recall-interval 8 --max-total-tokens 8000 --enable-metrics "
+    f"--cache-rank-timeout {TIMEOUT}"
+).split()
+
+SECONDS_BETWEEN_DISTURBANCES = (0.5, 3.0)
+SECONDS_TO_END = 60.0
+
+
+class Setting(NamedTuple):
+    """What a soak is bounded by, and what it draws from.
+
+    Attributes:
+        seconds: how long requests are sent.
+        streams: requests at once.
+        most_requests: after so many it ends early.
+        seed: of prompts and disturbances.
+    """
+
+    seconds: float
+    streams: int
+    most_requests: int
+    seed: int
+
+
+class Verdict(msgspec.Struct, frozen=True):
+    """What came of a soak.
+
+    Attributes:
+        requests: how many ended, by kind.
+        sparse_requests: how many of them decoded over a working set.
+        mistakes: what was wrong, in words; empty if nothing was.
+        disturbances: how many there were, by name.
+        losses: of cache ranks, as the server counts them.
+        outages: seconds of each time without a cache rank.
+        longest_seconds: of a request.
+        inference_memory, cache_rank_memory: of either rank.
+    """
+
+    requests: Counter[str]
+    sparse_requests: int
+    mistakes: list[str]
+    disturbances: Counter[str]
+    losses: int
+    outages: list[float]
+    longest_seconds: float
+    inference_memory: Memory
+    cache_rank_memory: Memory
+
+    def __str__(self) -> str:
+        """The verdict in one line."""
+        outages = "never down"
+        if self.outages:
+            outages = (
+                f"up again after {statistics.median(self.outages):.1f} s, "
+                f"{max(self.outages):.1f} at most"
+            )
+        kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(self.requests.items()))
+        return (
+            f"{'PASSED' if not self.mistakes else 'FAILED'}: {self.requests.total()} requests "
+            f"({kinds}; {self.sparse_requests} sparse), the longest {self.longest_seconds:.1f} s, "
+            f"{len(self.mistakes)} mistakes; {self.disturbances.total()} disturbances, "
+            f"{self.losses} losses, {outages}; memory of the inference rank "
+            f"{self.inference_memory}, of the cache rank {self.cache_rank_memory}"
+        )
+
+
+def soak(
+    arguments: Sequence[str],
+    environment: dict[str, str],
+    setting: Setting,
+    show: Callable[[str], None],
+) -> Verdict:
+    """Start a server, use and disturb it, and end it as an operator does.
+
+    Args:
+        arguments: of the server, beside ARGUMENTS.
+        environment: of the server.
+        setting: how long and how much.
+        show: is given a line about the state of things every second or so.
+
+    Raises:
+        RuntimeError: the server did not start.
+    """
+    shared_memory = _shared_memory()
+    with tempfile.TemporaryDirectory(prefix="soak-") as folder:
+        server = Server(
+            [*ARGUMENTS, *arguments],
+            {**environment, ALLOW_LARGE_BUDGET_VARIABLE: "1", "TMPDIR": folder},
+        )
+        try:
+            server.wait_ready()
+            verdict = _use(server, setting, show)
+            _end(server)
+        finally:
+            server.stop()
+        left = sorted(str(path.relative_to(folder)) for path in Path(folder).iterdir())
+    left += sorted(_shared_memory() - shared_memory)
+    verdict.mistakes.extend(f"left behind: {name}" for name in left)
+    return verdict
+
+
+def _use(server: Server, setting: Setting, show: Callable[[str], None]) -> Verdict:
+    source = random.Random(f"disturbances {setting.seed}")
+    mistakes: list[str] = []
+    disturbances: Counter[str] = Counter()
+    free = server.cache_rank()["pool_free_tokens"]
+    watch = Watch(server, server.process.pid)
+    streams = Streams(server, setting.streams, setting.seed, setting.most_requests)
+    scene = Scene(server, streams, source, TIMEOUT)
+    deadline = time.monotonic() + setting.seconds
+    try:
+        while time.monotonic() < deadline and streams.running:
+            time.sleep(source.uniform(*SECONDS_BETWEEN_DISTURBANCES))
+            if server.process.poll() is not None:
+                mistakes.append(f"the server ended: {server.tail()[-500:]}")
+                break
+            try:
+                disturbances[disturb(scene)] += 1
+            except Exception as error:  # a disturbance that the server does not take is a finding
+                mistakes.append(f"{type(error).__name__}: {error}")
+            show(_line(streams.ended, disturbances, deadline - time.monotonic()))
+    finally:
+        streams.stop()
+        try:
+            mistakes += _what_is_left(server, free)
+        finally:
+            watch.stop()
+    mistakes += [one.mistake for one in streams.ended if one.mistake]
+    for name, memory in (
+        ("inference rank", watch.inference_memory),
+        ("cache rank", watch.cache_rank_memory),
+    ):
+        if not memory.flat:
+            mistakes.append(f"the memory of the {name} grows: {memory}")
+    state = server.cache_rank() if server.process.poll() is None else {}
+    return Verdict(
+        Counter(one.kind for one in streams.ended),
+        sum(one.sparse_steps > 0 for one in streams.ended),
+        mistakes,
+        disturbances,
+        state.get("losses", 0),
+        watch.outages,
+        max((one.seconds for one in streams.ended), default=0.0),
+        watch.inference_memory,
+        watch.cache_rank_memory,
+    )
+
+
+def _what_is_left(server: Server, free: int) -> list[str]:
+    """What is not as before the first request, when the last one has ended."""
+    if server.process.poll() is not None:
+        return []
+    try:
+        state = server.wait_for(SECONDS_TO_END, up=True, epochs=0, tokens_held=0)
+    except TimeoutError as error:
+        return [str(error)[:500]]
+    if state["pool_free_tokens"] != free:
+        return [f"{free - state['pool_free_tokens']} tokens of SGLang's pool are not free"]
+    return []
+
+
+def _end(server: Server) -> None:
+    """End a server as an operator does."""
+    server.process.send_signal(signal.SIGTERM)
+    try:
+        server.process.wait(SECONDS_TO_END)
+    except subprocess.TimeoutExpired:
+        return  # it is killed
+
+
+def _shared_memory() -> set[str]:
+    return {f"/dev/shm/{name}" for name in os.listdir("/dev/shm")}
+
+
+def _line(ended: list[Ended], disturbances: Counter[str], seconds: float) -> str:
+    mistakes = sum(one.mistake is not None for one in ended)
+    return (
+        f"{max(seconds, 0):.0f} s left: {len(ended)} requests, {mistakes} mistakes, "
+        + ", ".join(f"{count} {name}" for name, count in disturbances.items())
+    )

@@ -1,0 +1,68 @@
+"""Use a server for a while, kill and disturb its cache rank at random, and check every answer.
+
+    python -m scripts.soak --seconds 1800
+    python -m scripts.soak --seconds 600 --streams 16 --inference-kv working-set
+
+Serves the bundled model, on GPUs where there are two. Several streams of requests walk through
+tables of facts, so that every token has one right value. Meanwhile the cache rank is killed,
+stopped and delayed, requests are aborted, generation is paused, caches are flushed and weights are
+loaded again. At the end the pools have to be whole, the memory of both ranks flat, and no file left
+behind. Prints one line a mode; the status is 1 if anything was wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from rich.console import Console
+
+from scripts.accuracy.demonstration import environment
+from scripts.operations.soak import Setting, soak
+from scripts.shared.command import make_parser
+from scripts.shared.serving import stop_on_sigterm
+
+MODES = ("full", "working-set")
+
+
+def parse_options(argv: list[str] | None = None) -> argparse.Namespace:
+    """Read a command line; ends if it is wrong."""
+    parser = make_parser("soak", __doc__)
+    add = parser.add_argument
+    add("--seconds", type=float, default=120, help="in all, start-up apart; default: 120")
+    add("--streams", type=int, default=8, help="requests at once; default: 8")
+    add("--requests", type=int, default=100_000, help="after so many a mode ends early")
+    add("--inference-kv", nargs="+", choices=MODES, default=list(MODES), dest="modes",
+        help="one server after the other; default: both")  # fmt: skip
+    add("--seed", type=int, default=0, help="of prompts and disturbances; default: 0")
+    options = parser.parse_args(argv)
+    if options.seconds <= 0 or options.streams < 1 or options.requests < 1:
+        parser.error("--seconds, --streams and --requests: must be above 0")
+    return options
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Soak a server in each mode; returns the exit status."""
+    options = parse_options(argv)
+    console = Console()
+    setting = Setting(
+        options.seconds / len(options.modes), options.streams, options.requests, options.seed
+    )
+    failed = False
+    for mode in options.modes:
+        arguments = ["--inference-kv", mode, "--max-sparse-requests", str(options.streams)]
+        with console.status(f"{mode}: starting") as status:
+            verdict = soak(arguments, environment(), setting, status.update)
+        console.print(f"{mode}: {verdict}", soft_wrap=True, highlight=False)
+        for mistake in verdict.mistakes:
+            console.print(f"  {mistake}", soft_wrap=True, highlight=False, markup=False)
+        failed |= bool(verdict.mistakes)
+    return int(failed)
+
+
+if __name__ == "__main__":
+    stop_on_sigterm()
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit("interrupted")
