@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import random
-import signal
 import statistics
-import subprocess
 import tempfile
 import time
 from collections import Counter
@@ -102,7 +99,7 @@ def soak(
     setting: Setting,
     show: Callable[[str], None],
 ) -> Verdict:
-    """Start a server, use and disturb it, and end it as an operator does.
+    """Start a server, use and disturb it, and end it.
 
     Args:
         arguments: of the server, beside ARGUMENTS.
@@ -113,7 +110,6 @@ def soak(
     Raises:
         RuntimeError: the server did not start.
     """
-    shared_memory = _shared_memory()
     with tempfile.TemporaryDirectory(prefix="soak-") as folder:
         server = Server(
             [*ARGUMENTS, *arguments],
@@ -121,14 +117,14 @@ def soak(
         )
         try:
             server.wait_ready()
+            server.generate([5, 6, 7], 2)  # some files are made with the first token
+            files = _files(folder)
             verdict = _use(server, setting, show)
-            _end(server)
+            left = _files(folder) - files
+            verdict.mistakes.extend(f"left behind: {name}" for name in sorted(left))
+            return verdict
         finally:
             server.stop()
-        left = sorted(str(path.relative_to(folder)) for path in Path(folder).iterdir())
-    left += sorted(_shared_memory() - shared_memory)
-    verdict.mistakes.extend(f"left behind: {name}" for name in left)
-    return verdict
 
 
 def _use(server: Server, setting: Setting, show: Callable[[str], None]) -> Verdict:
@@ -191,17 +187,10 @@ def _what_is_left(server: Server, free: int) -> list[str]:
     return []
 
 
-def _end(server: Server) -> None:
-    """End a server as an operator does."""
-    server.process.send_signal(signal.SIGTERM)
-    try:
-        server.process.wait(SECONDS_TO_END)
-    except subprocess.TimeoutExpired:
-        return  # it is killed
-
-
-def _shared_memory() -> set[str]:
-    return {f"/dev/shm/{name}" for name in os.listdir("/dev/shm")}
+def _files(folder: str) -> set[str]:
+    """What lies in a folder for temporary files, and in shared memory."""
+    places = (Path(folder), Path("/dev/shm"))
+    return {str(path) for place in places for path in place.rglob("*")}
 
 
 def _line(ended: list[Ended], disturbances: Counter[str], seconds: float) -> str:
