@@ -3,6 +3,7 @@
 # make test-all   run the thorough tests too, and try more examples of each property: some 30 minutes
 # make serve      serve; ARGS="..." takes any flag of SGLang and ours
 # make lint       formatter, linter, type checker
+# make soak      use a server for two minutes, kill and disturb its cache rank, check every answer; ARGS="--seconds 1800"
 # make bench      host time per decode step, start-up, bytes on the wire, recall of the predictors
 # make clean      remove what the others made
 
@@ -26,7 +27,7 @@ define in_two_parts
 	exit $$failed
 endef
 
-.PHONY: demo serve test test-all test-remaining lint bench clean install
+.PHONY: demo serve test test-all test-remaining lint soak bench clean install
 
 demo: install
 	$(BIN)/python -m scripts.demo
@@ -52,6 +53,9 @@ lint: install
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+soak: install
+	$(BIN)/python -m scripts.soak $(ARGS)
 
 bench: install
 	$(BIN)/python -m scripts.measure_host_time

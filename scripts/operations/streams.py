@@ -41,6 +41,30 @@ class Ended(NamedTuple):
     mistake: str | None = None
 
 
+class Chain(NamedTuple):
+    """A prompt, and the only right continuation of it, in tokens."""
+
+    prompt: list[int]
+    answer: list[int]
+
+    @classmethod
+    def of(cls, problem: Problem, tokenizer: Any) -> Chain:
+        """Encode a problem."""
+        words = " ".join(problem.answer)
+        return cls(
+            tokenizer(problem.prompt)["input_ids"],
+            tokenizer(words, add_special_tokens=False)["input_ids"],
+        )
+
+    def mistake(self, name: str, tokens: Sequence[int], expected: int | None) -> str | None:
+        """What is wrong with an answer, of which so many tokens are expected, if that is known."""
+        if expected is not None and len(tokens) != expected:
+            return f"{name}: {len(tokens)} tokens where {expected} were asked for"
+        pairs = zip(tokens, self.answer, strict=False)
+        wrong = next(itertools.compress(itertools.count(), (a != b for a, b in pairs)), None)
+        return None if wrong is None else f"{name}: token {wrong} of {len(tokens)} is wrong"
+
+
 class Streams:
     """Threads that ask a server for chains, one after the other, until they are told to stop.
 
@@ -67,7 +91,7 @@ class Streams:
         self._stopping = threading.Event()
         tokenizer: Any = AutoTokenizer.from_pretrained(BUNDLED_MODEL)
         self._chains = [
-            _Chain.of(make_chain(number, FACTS, HOPS), tokenizer) for number in range(PROMPTS)
+            Chain.of(make_chain(number, FACTS, HOPS), tokenizer) for number in range(PROMPTS)
         ]
         self._threads = [
             threading.Thread(target=self._run, args=(random.Random(f"{seed}-{stream}"),))
@@ -133,24 +157,3 @@ class Streams:
             (meta.get("cache_rank") or {}).get("sparse_steps", 0),
             chain.mistake(name, response["output_ids"], None if aborted else tokens),
         )
-
-
-class _Chain(NamedTuple):
-    prompt: list[int]
-    answer: list[int]
-
-    @classmethod
-    def of(cls, problem: Problem, tokenizer: Any) -> _Chain:
-        words = " ".join(problem.answer)
-        return cls(
-            tokenizer(problem.prompt)["input_ids"],
-            tokenizer(words, add_special_tokens=False)["input_ids"],
-        )
-
-    def mistake(self, name: str, tokens: Sequence[int], expected: int | None) -> str | None:
-        """What is wrong with an answer, of which so many tokens are expected, if that is known."""
-        if expected is not None and len(tokens) != expected:
-            return f"{name}: {len(tokens)} tokens where {expected} were asked for"
-        pairs = zip(tokens, self.answer, strict=False)
-        wrong = next(itertools.compress(itertools.count(), (a != b for a, b in pairs)), None)
-        return None if wrong is None else f"{name}: token {wrong} of {len(tokens)} is wrong"

@@ -1,0 +1,104 @@
+"""The soak finds what is wrong, and says so in one line."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from scripts import soak as command
+from scripts.operations.disturbances import DISTURBANCES
+from scripts.operations.soak import Verdict
+from scripts.operations.streams import Chain, Streams
+from scripts.operations.watch import Memory
+from scripts.shared.serving import Client
+
+CHAIN = Chain(prompt=[1, 2, 3], answer=[10, 11, 12, 13])
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("tokens", "expected", "mistake"),
+    [
+        ([10, 11, 12, 13], 4, None),
+        ([10, 11], 2, None),
+        ([10, 11], None, None),  # it was aborted
+        ([], None, None),
+        ([10, 99, 12, 13], 4, "token 1 of 4 is wrong"),
+        ([10, 99], None, "token 1 of 2 is wrong"),
+        ([10, 11], 4, "2 tokens where 4 were asked for"),
+        ([10, 11, 12, 13, 14], 4, "5 tokens where 4 were asked for"),
+    ],
+)
+def test_an_answer_is_the_chain_or_a_beginning(
+    tokens: list[int], expected: int | None, mistake: str | None
+) -> None:
+    said = CHAIN.mistake("soak-0", tokens, expected)
+    assert said == (None if mistake is None else f"soak-0: {mistake}")
+
+
+def test_a_server_that_is_gone_is_a_mistake() -> None:
+    streams = Streams(Client("http://127.0.0.1:9"), streams=2, seed=0, most_requests=3)
+    streams.stop()
+    assert [one.kind for one in streams.ended][:1] == ["failed"]
+    assert all(one.mistake for one in streams.ended)
+    assert len(streams.ended) <= 3
+    assert not streams.running
+
+
+@pytest.mark.parametrize(
+    ("samples", "flat"),
+    [
+        ([], True),
+        ([100] * 3, True),
+        ([2000] * 40, True),
+        ([100] * 8 + [2000] * 32, True),  # it has grown before it was used
+        ([2000] * 20 + [2090] * 20, True),
+        ([2000 + 40 * n for n in range(40)], False),
+    ],
+)
+def test_memory_is_flat_if_it_does_not_go_on_growing(samples: list[int], flat: bool) -> None:
+    assert Memory.of([sample * MIB for sample in samples]).flat is flat
+
+
+def verdict(**changes: Any) -> Verdict:
+    values: dict[str, Any] = {
+        "requests": Counter(finished=90, aborted=10),
+        "sparse_requests": 80,
+        "mistakes": [],
+        "disturbances": Counter(kill=2, abort=9),
+        "losses": 2,
+        "outages": [2.0, 4.0],
+        "longest_seconds": 8.25,
+        "inference_memory": Memory(2000 * MIB, 2010 * MIB),
+        "cache_rank_memory": Memory(400 * MIB, 400 * MIB),
+    }
+    return Verdict(**{**values, **changes})
+
+
+def test_the_verdict_is_one_line() -> None:
+    assert str(verdict()) == (
+        "PASSED: 100 requests (10 aborted, 90 finished; 80 sparse), the longest 8.2 s, 0 mistakes; "
+        "11 disturbances, 2 losses, up again after 3.0 s, 4.0 at most; memory of the inference "
+        "rank 2000 → 2010 MiB, of the cache rank 400 → 400 MiB"
+    )
+    assert "never down" in str(verdict(outages=[]))
+    assert str(verdict(mistakes=["soak-3: token 1 of 2 is wrong"])).startswith("FAILED")
+
+
+def test_every_disturbance_can_come() -> None:
+    assert all(one.weight > 0 and one.act.__doc__ for one in DISTURBANCES.values())
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--seconds", "0"], ["--streams", "0"], ["--requests", "0"], ["--inference-kv", "none"]],
+)
+def test_what_cannot_be_is_refused(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        command.parse_options(arguments)
+    assert ended.value.code == 2
+    assert arguments[0] in capsys.readouterr().err
