@@ -72,8 +72,10 @@ class DecodeStep:
         self._metrics = metrics
         self._tracer = tracer
 
-    def run(self, requests: list[Any], lengths: list[int], forward: Callable[[], Result]) -> Result:
-        """Run one step.
+    def run(
+        self, requests: list[Any], lengths: list[int], forward: Callable[[], Result]
+    ) -> tuple[Result, StepPlan]:
+        """Run one step; returns what it computes, and its plan.
 
         Args:
             requests: SGLang's Req objects, in batch order.
@@ -84,12 +86,13 @@ class DecodeStep:
         self.announce(plan)
         result = forward()
         self.end(plan)
-        return result
+        return result, plan
 
     def plan(self, requests: list[Any], lengths: list[int]) -> StepPlan:
         """Decide what every request does, and bring the working-set table up to date."""
         self._cache_rank.follow_supervisor()
         plan = self._planner.plan(requests, lengths, self._cache_rank.exchange is not None)
+        plan.exchange = self._cache_rank.exchange
         plan.measured = self._measured_steps.choose(plan)
         self._planner.publish(plan, self._gate.awaited_step)
         self.running = plan

@@ -125,7 +125,8 @@ def run_step(
         return original(worker, batch, *args, **kwargs)
 
     if batch.forward_mode.is_decode():
-        result = rank.decode_step.run(batch.reqs, batch.seq_lens_cpu.tolist(), forward)
+        result, plan = rank.decode_step.run(batch.reqs, batch.seq_lens_cpu.tolist(), forward)
+        result.cache_rank_plan = plan
     else:
         result = forward()
     if result.logits_output is not None:
@@ -133,6 +134,19 @@ def run_step(
         info[META_KEY] = rank.statistics_of(batch.reqs)
         result.logits_output.customized_info = info
     return result
+
+
+def process_result(
+    original: Callable[..., None], scheduler: Any, batch: Any, result: Any, *args: Any, **kw: Any
+) -> None:
+    """Process what a step computed, but for requests whose answers were lost with a cache rank."""
+    rank, plan = inference_rank.current(), getattr(result, "cache_rank_plan", None)
+    if rank is None or plan is None:
+        return original(scheduler, batch, result, *args, **kw)
+    if result.copy_done is not None:
+        result.copy_done.synchronize()  # the next that SGLang does
+    with rank.cache_rank.without_missed(plan):
+        return original(scheduler, batch, result, *args, **kw)
 
 
 def after_forward(result: Any, runner: Any, forward_batch: Any, *_: Any, **__: Any) -> None:
@@ -268,6 +282,12 @@ HOOKS = (
         HookType.AROUND,
         run_step,
         "tp_worker.py:529; the one call a step, eager or graph, that sees the requests",
+    ),
+    Hook(
+        "sglang.srt.managers.scheduler.Scheduler.process_batch_result",
+        HookType.AROUND,
+        process_result,
+        "scheduler.py; whatever a step says is read here: tokens, stops, grammars, probabilities",
     ),
     Hook(
         "sglang.srt.model_executor.model_runner.ModelRunner.forward",

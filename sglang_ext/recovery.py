@@ -1,23 +1,28 @@
 """The cache rank is lost and comes back: what is let go, and which requests SGLang recomputes.
 
 With `--inference-kv full` requests go on dense at once. With `working-set` the K and V of sparse
-requests are gone with the cache rank: they are retracted from the batch and computed again. The
-result of the step that failed is still to be processed then, in the same turn of SGLang's event
-loop, and is skipped for requests that are retracted. They must not be admitted again before, so
+requests are gone with the cache rank: they are retracted from the batch and computed again. So are,
+in either mode, requests that made a step without the answers that it waits for, which only happens
+on GPUs: the steps under way are let go, and what they say of these requests is not used.
+
+The result of the step that failed is still to be processed when requests are retracted, in the same
+turn of SGLang's event loop, and is skipped for them. They must not be admitted again before, so
 they enter the queue a turn later.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from cache_rank.channels.control import ControlError
 from cache_rank.channels.transport import TransportError
 from sglang_ext.exchange.base import Exchange, ExchangeCounters
 from sglang_ext.exchange.connection import CacheRankDownError, Connection
-from sglang_ext.lifecycle import Lifecycle, Phase, SparseSequence
+from sglang_ext.lifecycle import Lifecycle, Phase
 from sglang_ext.metrics import CacheRankMetrics
+from sglang_ext.step_plan import StepPlan
 from sglang_ext.supervisor import Supervisor
 from sglang_ext.working_set import WorkingSetTable
 
@@ -59,7 +64,7 @@ class CacheRankHandle:
         self._table = table
         self._metrics = metrics
         self._recomputes = recomputes
-        self._orphans: list[SparseSequence] = []
+        self._orphans: list[Any] = []
         self._finished = ExchangeCounters()
         self._connect()
 
@@ -115,7 +120,7 @@ class CacheRankHandle:
             if self._recomputes and is_sparse:
                 sequence.orphaned = True
                 sequence.request.cache_rank_failed = True
-                self._orphans.append(sequence)
+                self._orphans.append(sequence.request)
             else:
                 self._lifecycle.end(row)
                 self._table.forget(row)
@@ -124,6 +129,34 @@ class CacheRankHandle:
 
     # Requests that SGLang recomputes.
 
+    @contextlib.contextmanager
+    def without_missed(self, plan: StepPlan) -> Iterator[None]:
+        """Let SGLang skip, in the result of a step, the requests that missed their answers.
+
+        They are retracted before the next batch, so that the step under way is skipped as well.
+
+        Args:
+            plan: of the step, which has been computed.
+        """
+        missed = self._take_missed(plan)
+        were_retracted = [request.is_retracted for request in missed]
+        for request in missed:
+            request.is_retracted = True
+        try:
+            yield
+        finally:
+            for request, was_retracted in zip(missed, were_retracted, strict=True):
+                request.is_retracted = was_retracted
+
+    def _take_missed(self, plan: StepPlan) -> list[Any]:
+        if plan.exchange is None or not (sequences := plan.exchange.missed(plan.step)):
+            return []
+        if plan.exchange is self.exchange:
+            self._lose("its answers do not come any more")
+        missed = [sequence.request for sequence in plan.sparse if sequence in sequences]
+        self._orphans += [request for request in missed if request not in self._orphans]
+        return missed
+
     def queue_retracted(self, scheduler: Any) -> None:
         """Queue the requests that were retracted a turn ago."""
         waiting, self.to_queue = self.to_queue, []
@@ -131,9 +164,8 @@ class CacheRankHandle:
             scheduler._add_request_to_queue(request, is_retracted=True)
 
     def retract_orphans(self, scheduler: Any, running_batch: Any) -> None:
-        """Retract the requests of a batch whose K and V are gone with a cache rank."""
-        taken, self._orphans = self._orphans, []
-        orphans = [sequence.request for sequence in taken if not sequence.ended]
+        """Retract the requests of a batch that have to be computed again."""
+        orphans, self._orphans = self._orphans, []
         if not orphans:
             return
         staying = []

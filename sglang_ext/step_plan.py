@@ -19,6 +19,7 @@ from cache_rank.config import CacheRankConfig
 from cache_rank.graphs import capture
 from cache_rank.operations import operations_for
 from cache_rank.protocol import Measured
+from sglang_ext.exchange.base import Exchange
 from sglang_ext.exchange.pinned_ring import Field, HostToDeviceRing
 from sglang_ext.exchange.slots import ExchangedRows, SlotBuffers
 from sglang_ext.lifecycle import Lifecycle, Phase, SparseSequence, prepare_requests
@@ -46,6 +47,7 @@ class StepPlan:
             in use after the step: `filled` and `fresh_filled` of SparseSequence.
         sparse: the sparse requests.
         shipping: requests whose prompt is being shipped, and their length.
+        exchange: with the cache rank that was up when it was planned; None if none was.
         measured: whose selection is measured, if any is; see measured_steps.py.
     """
 
@@ -58,6 +60,7 @@ class StepPlan:
     unsettled: list[tuple[SparseSequence, int, int]] = dataclasses.field(default_factory=list)
     sparse: list[SparseSequence] = dataclasses.field(default_factory=list)
     shipping: list[tuple[SparseSequence, int]] = dataclasses.field(default_factory=list)
+    exchange: Exchange | None = None
     measured: Measured | None = None
 
 

@@ -151,6 +151,17 @@ class Exchange(ABC):
     def finish_step(self) -> None:
         """End the step, whose forward pass has been computed, or on a GPU been queued."""
 
+    def missed(self, step: int) -> list[SparseSequence]:
+        """Return the requests for which a step went on without answers that it should have had.
+
+        Between CPUs there are none: a forward pass in which the cache rank is lost attends to
+        everything, or its requests are recomputed.
+
+        Args:
+            step: its forward pass has been computed.
+        """
+        return []
+
     @abstractmethod
     def queries(self, group: int, row: int) -> Tensor:
         """Return a request's queries in the last step, (L, Hq, D); the next one overwrites them.

@@ -237,6 +237,12 @@ CACHE_RANKS = (
 
 GPUS = (
     Refusal(
+        "--disable-overlap-schedule",
+        "on GPUs only the overlap schedule can take back a step that the cache rank failed in",
+        DROP,
+        lambda args: args.disable_overlap_schedule,
+    ),
+    Refusal(
         "--cache-rank-base-gpu-id",
         "this is SGLang's own GPU, and a cache rank needs another",
         f"{DROP} to take the next one",

@@ -17,6 +17,7 @@ from transformers import AutoTokenizer
 from scripts.accuracy.tasks import Problem
 from scripts.accuracy.tasks.pointer_chase import make_chain
 from scripts.shared.serving import Server, serve
+from sglang_ext.exchange.host.gate import LET_GO_VARIABLE
 from sglang_ext.refusals import ALLOW_LARGE_BUDGET_VARIABLE
 from sglang_ext.server_args import BUNDLED_MODEL
 
@@ -129,6 +130,26 @@ def test_a_cache_rank_is_killed(server: Server, streams: Streams) -> None:
 @IN_ALL_MODES
 def test_a_cache_rank_is_stopped(server: Server, streams: Streams) -> None:
     lose_the_cache_rank(server, streams, signal.SIGSTOP)
+
+
+@pytest.mark.thorough
+def test_a_step_that_cannot_be_changed_is_taken_back() -> None:
+    """Between GPUs, steps under way go on with their last selection: their tokens are not used."""
+    sparse = "--sparse-threshold 264 --sparse-budget 40 --selection-margin 8 --delta-capacity 40"
+    arguments = [*ARGUMENTS, *sparse.split()]
+    environment = {LET_GO_VARIABLE: "1", "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1"}
+    with serve(arguments, environment) as server:
+        streams = Streams(server)
+        for starts in (1, 2, 3):
+            server.wait_for(60, up=True, starts=starts)
+            responses = streams.run(lambda: kill(server))
+            assert_exact(streams, responses)
+            assert statistics(responses, "retractions") > 0
+        server.wait_for(60, up=True, tokens_held=0)
+
+
+def kill(server: Server) -> None:
+    server.signal_cache_rank(signal.SIGKILL)
 
 
 def lose_the_cache_rank(server: Server, streams: Streams, number: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import pkgutil
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -281,12 +282,13 @@ def test_batches_that_decode_are_decode_steps_and_others_are_not(rank: Mock, dec
     batch = batch_of(decode)
     logits = SimpleNamespace(customized_info=None)
     rank.original.return_value = SimpleNamespace(logits_output=logits)
-    rank.decode_step.run.side_effect = lambda requests, lengths, forward: forward()
+    rank.decode_step.run.side_effect = lambda requests, lengths, forward: (forward(), "plan")
     result = hooks.run_step(rank.original, "worker", batch)
     called = [name for name, _, _ in rank.mock_calls]
     assert called == [*(["decode_step.run"] if decode else []), "original", "statistics_of"]
     if decode:
         assert rank.decode_step.run.call_args.args[:2] == (["request"], [7])
+        assert result.cache_rank_plan == "plan"
     assert result.logits_output.customized_info == {META_KEY: [(1, 2, 3, 4, 5)]}
 
 
@@ -302,6 +304,21 @@ def test_a_step_without_logits_or_without_batch_passes(rank: Mock) -> None:
     result = SimpleNamespace(logits_output=None)
     assert hooks.run_step(Mock(return_value=result), "worker", batch_of(False)) is result
     assert hooks.run_step(Mock(return_value=result), "worker", None) is result
+
+
+def test_a_result_is_processed_without_what_missed_its_answers(rank: Mock) -> None:
+    rank.cache_rank.without_missed.return_value = contextlib.nullcontext()
+    result = Mock(cache_rank_plan="plan")
+    hooks.process_result(rank.original, "scheduler", "batch", result)
+    rank.cache_rank.without_missed.assert_called_once_with("plan")
+    rank.original.assert_called_once_with("scheduler", "batch", result)
+    result.copy_done.synchronize.assert_called_once_with()
+
+
+def test_results_of_prefills_are_not_ours(rank: Mock) -> None:
+    result = SimpleNamespace(copy_done=None)
+    hooks.process_result(rank.original, "scheduler", "batch", result)
+    assert [name for name, _, _ in rank.mock_calls] == ["original"]
 
 
 def test_the_end_of_requests_reaches_the_rank_before_sglang_forgets_their_slot(rank: Mock) -> None:

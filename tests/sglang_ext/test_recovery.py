@@ -13,6 +13,7 @@ from sglang_ext.exchange.base import ExchangeCounters
 from sglang_ext.inference_rank import InferenceRank
 from sglang_ext.lifecycle import Phase, RequestStatistics, SparseSequence
 from sglang_ext.recovery import CacheRankHandle
+from sglang_ext.step_plan import StepPlan
 
 
 class Requests:
@@ -35,7 +36,7 @@ class Requests:
         )
 
     def _request(self, name: str) -> Any:
-        request = Mock(cache_rank_losses=0, cache_rank_failed=False)
+        request = Mock(cache_rank_losses=0, cache_rank_failed=False, is_retracted=False)
         request.name, request.cache_rank_statistics = name, RequestStatistics()
         request.finished.return_value = False
         return request
@@ -48,6 +49,12 @@ class Requests:
             raise TransportError("the peer is gone")
 
         self.handle.attempt(fail)
+
+    def plan(self, missed: list[SparseSequence]) -> Any:
+        """A step of all sparse requests, some of which missed their answers."""
+        self.exchange.missed.return_value = missed
+        sparse = [sequence for sequence in self.sequences if sequence.phase is Phase.SPARSE]
+        return StepPlan(step=7, sparse=sparse, exchange=self.exchange)
 
     def batch(self, *requests: Any) -> Any:
         return Mock(reqs=list(requests), batch_is_full=True)
@@ -81,13 +88,51 @@ def test_sparse_requests_leave_the_batch_and_are_queued_a_turn_later() -> None:
     assert batch_of.handle.to_queue == []
 
 
-def test_an_orphan_that_ended_meanwhile_is_left_alone() -> None:
+def test_an_orphan_that_has_left_the_batch_is_left_alone() -> None:
     batch_of = Requests(Phase.SPARSE)
     batch_of.lose()
-    batch_of.sequences[0].ended = True
+    batch = batch_of.batch()
+    batch_of.handle.retract_orphans(Mock(), batch)
+    batch.release_req.assert_not_called()
+    assert batch_of.handle.to_queue == []
+
+
+@pytest.mark.parametrize("recomputes", [False, True], ids=["full", "working-set"])
+@pytest.mark.parametrize("noticed", [False, True], ids=["before the loss is noticed", "after"])
+def test_what_a_step_says_of_requests_that_missed_their_answers_is_skipped(
+    recomputes: bool, noticed: bool
+) -> None:
+    batch_of = Requests(Phase.WARMING, Phase.SPARSE, Phase.SPARSE, recomputes=recomputes)
+    warming, answered, missed = batch_of.sequences
+    plan = batch_of.plan(missed=[warming, missed])
+    if noticed:
+        batch_of.lose()
+    with batch_of.handle.without_missed(plan):
+        assert [r.is_retracted for r in batch_of.requests] == [False, False, True]
+    assert [r.is_retracted for r in batch_of.requests] == [False, False, False]
+    assert batch_of.handle.exchange is None
+    batch_of.exchange.missed.assert_called_once_with(7)
+
     batch = batch_of.batch(*batch_of.requests)
     batch_of.handle.retract_orphans(Mock(), batch)
-    assert batch.mock_calls == []
+    retracted = [answered, missed] if recomputes else [missed]
+    assert batch_of.handle.to_queue == [sequence.request for sequence in retracted]
+
+
+def test_a_request_that_sglang_has_retracted_stays_retracted() -> None:
+    batch_of = Requests(Phase.SPARSE)
+    batch_of.requests[0].is_retracted = True
+    with batch_of.handle.without_missed(batch_of.plan(missed=batch_of.sequences)):
+        pass
+    assert batch_of.requests[0].is_retracted is True
+
+
+def test_a_step_that_got_its_answers_is_processed_as_it_is() -> None:
+    batch_of = Requests(Phase.SPARSE)
+    for plan in (batch_of.plan(missed=[]), StepPlan(step=7, sparse=batch_of.sequences)):
+        with batch_of.handle.without_missed(plan):
+            assert batch_of.requests[0].is_retracted is False
+    assert batch_of.handle.exchange is batch_of.exchange
 
 
 def test_without_recomputing_every_epoch_ends_and_nothing_is_retracted() -> None:

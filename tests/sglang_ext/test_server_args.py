@@ -221,6 +221,7 @@ CASES = [
     Case("--cache-rank-transfer-backend peer", gpus=2),
     Case("--cache-rank-transfer-backend nccl --device cpu", TRANSFER, gpus=2),
     Case("--attention-backend flashinfer", gpus=2),
+    Case("--disable-overlap-schedule", gpus=2),
     Case("--cuda-graph-backend-decode breakable", gpus=2),
     Case('--cuda-graph-config {"decode":{"backend":"breakable"}}', gpus=2),
     # Decode is a synchronous baseline.

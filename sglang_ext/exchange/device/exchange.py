@@ -19,6 +19,7 @@ from sglang_ext.exchange.device.clock import StepTimes
 from sglang_ext.exchange.device.gate import DeviceGate
 from sglang_ext.exchange.device.steps_under_way import StepsUnderWay
 from sglang_ext.exchange.device.transfers import make_transfers
+from sglang_ext.exchange.pinned_ring import RING_ENTRIES
 from sglang_ext.exchange.slots import ExchangedRows, SlotBuffers
 from sglang_ext.lifecycle import SparseSequence
 
@@ -39,6 +40,10 @@ class DeviceExchange(Exchange):
         self._gate = gate
         self._step, self._rows = 0, ExchangedRows()
         self._under_way = StepsUnderWay(len(config.groups), connection.timeout)
+        self._waits_for_itself = any(boundary.is_fresh for boundary in config.boundaries)
+        self._queued = 0
+        self._awaited: dict[int, int] = {}  # by step, whose answers its forward pass waits for
+        self._is_closed = False
         self._times: list[StepTimes] = []
         self._traced_steps: set[int] = set()
         self._warm_up()
@@ -76,9 +81,19 @@ class DeviceExchange(Exchange):
         if not self._rows:
             return
         self._gate.clock.expect(self._step)
+        self._awaited[self._step] = self._step if self._waits_for_itself else self._queued
+        self._queued = self._step
+        self._under_way.add(self._step, self._rows)
         self._transfers.queue(self._step, self._rows)
         self._count_messages(self._transfers.messages.nbytes(len(self._rows)))
-        self._under_way.add(self._step, self._rows)
+
+    def missed(self, step: int) -> list[SparseSequence]:
+        if self._gate.is_open and not self._is_closed:
+            return []  # nothing has ended a wait
+        outcomes = self._transfers.outcomes
+        return self._under_way.missed(
+            self._awaited.get(step, 0), outcomes.newest, lambda step: outcomes.entry(step).tolist()
+        )
 
     def ship(self, sequence: SparseSequence, pool_rows: Tensor) -> None:
         shipment = self._send_prompt(sequence, pool_rows, MAX_SHIPMENTS_UNDER_WAY)
@@ -86,6 +101,7 @@ class DeviceExchange(Exchange):
             shipment.record_stream(torch.cuda.current_stream())
 
     def close(self) -> None:
+        self._is_closed = True
         self._gate.close()
         # Else the connection keeps this exchange, its graphs and its buffers.
         self.connection.before_abort = self.connection.check = lambda: None
@@ -136,6 +152,8 @@ class DeviceExchange(Exchange):
             outcomes.newest, lambda step: outcomes.entry(step).tolist()
         ):
             self._count_tokens(sequence, tokens)
+        for step in [step for step in self._awaited if step <= outcomes.newest - RING_ENTRIES]:
+            del self._awaited[step]
 
     def _check_deadline(self) -> None:
         """Look for overdue answers, in the supervisor's thread; see StepsUnderWay."""

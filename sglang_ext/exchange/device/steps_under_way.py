@@ -65,17 +65,36 @@ class StepsUnderWay:
             CacheRankDownError: an answer was not for its request.
         """
         while self._steps and self._steps[0].step <= newest:
-            with self._lock:
-                done = self._steps.popleft()
-            applied, shipped = outcome_of(done.step)
-            for sequence, groups, tokens in zip(
-                done.rows.sequences, applied, shipped, strict=False
-            ):
-                if groups != self._groups and not sequence.ended:
+            oldest = self._steps[0]
+            applied, shipped = outcome_of(oldest.step)
+            for sequence in self._without_answer(oldest, applied):
+                if not sequence.ended:
                     raise CacheRankDownError(
-                        f"the answer to step {done.step} is not for epoch {sequence.epoch}"
+                        f"the answer to step {oldest.step} is not for epoch {sequence.epoch}"
                     )
-                yield sequence, tokens
+            with self._lock:
+                self._steps.popleft()
+            yield from zip(oldest.rows.sequences, shipped, strict=False)
+
+    def missed(
+        self, step: int, newest: int, outcome_of: Callable[[int], Outcome]
+    ) -> list[SparseSequence]:
+        """Return the requests of a step that did not get all of their answer.
+
+        Args:
+            step: its transfers have ended, one way or the other; it may be settled.
+            newest, outcome_of: as above.
+        """
+        entry = next((entry for entry in self._steps if entry.step == step), None)
+        if entry is None:
+            return []
+        if step > newest:
+            return list(entry.rows.sequences)
+        return self._without_answer(entry, outcome_of(step)[0])
+
+    def _without_answer(self, entry: _StepUnderWay, applied: Sequence[int]) -> list[SparseSequence]:
+        pairs = zip(entry.rows.sequences, applied, strict=False)
+        return [sequence for sequence, groups in pairs if groups != self._groups]
 
     def check_deadline(self, applied: int, computed: int) -> None:
         """Look for an overdue answer. Long prompts may be computed before a step is.

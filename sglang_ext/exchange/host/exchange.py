@@ -27,7 +27,8 @@ class HostExchange(Exchange):
         super().__init__(connection, config, slots)
         self._transfers = HostTransfers(connection, config, slots)
         self._gate = gate
-        self._rows = ExchangedRows()
+        self._step, self._rows = 0, ExchangedRows()
+        self._let_go: dict[int, list[SparseSequence]] = {}
         gate.open(self._transfers)
 
     def announce(
@@ -37,7 +38,7 @@ class HostExchange(Exchange):
         traced: bool = False,
         measured: Measured | None = None,
     ) -> None:
-        self._rows = rows
+        self._step, self._rows = step, rows
         self._transfers.prepare(step, rows, traced)
         super().announce(step, rows, traced, measured)
 
@@ -47,6 +48,9 @@ class HostExchange(Exchange):
         Raises:
             TransportError, ControlError, CacheRankDownError: the cache rank was lost in it.
         """
+        if self._gate.let_go:
+            self._let_go[self._step] = list(self._rows.sequences)
+            return
         self.waited = self._transfers.waited
         brought, self._transfers.brought = self._transfers.brought, []
         for sequence, tokens in brought:
@@ -55,6 +59,9 @@ class HostExchange(Exchange):
             raise self._gate.failure
         if self._rows:
             self._count_messages(self._transfers.messages.nbytes(len(self._rows)))
+
+    def missed(self, step: int) -> list[SparseSequence]:
+        return self._let_go.get(step, [])
 
     def queries(self, group: int, row: int) -> Tensor:
         return self._transfers.queries(group)[row]

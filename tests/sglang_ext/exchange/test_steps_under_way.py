@@ -112,3 +112,25 @@ def test_an_answer_that_was_not_applied_means_the_cache_rank_is_down_unless_it_e
     steps.add(1, rows_of(sequence_of(1), sequence_of(2)))
     with pytest.raises(CacheRankDownError, match="the answer to step 1 is not for epoch 2"):
         settle(steps, outcomes)
+
+
+def test_requests_miss_a_step_whose_answers_have_not_been_applied() -> None:
+    first, second = sequence_of(1), sequence_of(2)
+    steps = StepsUnderWay(GROUPS, TIMEOUT)
+    steps.add(7, rows_of(first, second))
+    steps.add(8, rows_of(first, second))
+    outcomes: dict[int, Outcome] = {7: ([2, 1], [5, 5])}
+
+    def missed(step: int, newest: int) -> list[SparseSequence]:
+        return steps.missed(step, newest, lambda number: outcomes[number])
+
+    assert missed(7, newest=6) == [first, second]
+    assert missed(7, newest=7) == [second]
+    assert missed(8, newest=7) == [first, second]
+    assert missed(6, newest=7) == []  # it was settled long ago
+    with pytest.raises(CacheRankDownError, match="step 7 is not for epoch 2"):
+        settle(steps, outcomes)
+    assert missed(7, newest=7) == [second], "a step that could not be settled is still known"
+    outcomes[7] = ([2, 2], [5, 5])
+    assert settle(steps, outcomes) == [(1, 5), (2, 5)]
+    assert missed(7, newest=7) == []
