@@ -598,6 +598,12 @@ def test_a_lost_process_is_withdrawn_and_replaced(
     with pytest.raises(ProcessLookupError):
         os.kill(lost.process.pid, 0)  # reaped
 
+    last_loss = supervisor.last_loss
+    assert last_loss is not None
+    by_us = ending == signal.SIGSTOP
+    assert last_loss.ending == ("killed by this server" if by_us else f"killed by {ending.name}")
+    assert last_loss.was_up and supervisor.failed_starts == 0
+
     fragile.connection = supervisor.connection
     request = fragile.arrive(prompt=20)
     for _ in range(3):
