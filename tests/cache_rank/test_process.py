@@ -602,7 +602,8 @@ def test_a_lost_process_is_withdrawn_and_replaced(
     assert last_loss is not None
     by_us = ending == signal.SIGSTOP
     assert last_loss.ending == ("killed by this server" if by_us else f"killed by {ending.name}")
-    assert last_loss.was_up and supervisor.failed_starts == 0
+    assert last_loss.was_up
+    assert supervisor.failed_starts == 0
 
     fragile.connection = supervisor.connection
     request = fragile.arrive(prompt=20)
