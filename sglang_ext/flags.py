@@ -13,6 +13,7 @@ from cache_rank.config import CacheRankConfig, ModelShape
 from cache_rank.residency import DEFAULT_FORMAT, FORMATS, require_format
 from cache_rank.residency.options import parse_options
 from sglang_ext import cpu
+from sglang_ext.losses import LONGEST_DELAY_SECONDS
 
 BACKEND = "cache_rank"
 """The name under which SGLang knows our decode attention backend."""
@@ -205,6 +206,13 @@ class CacheRankFlags(ServerArgs):
         float,
         Arg(help="Seconds without an answer after which a cache rank counts as down."),
     ] = 5.0
+    cache_rank_max_restart_delay: A[
+        float,
+        Arg(
+            help="Most seconds that the restart of a lost cache rank is put off. The first three "
+            "come at once; the delay of the next ones doubles from 1 s, until one is up for 60 s."
+        ),
+    ] = LONGEST_DELAY_SECONDS
     cache_rank_base_gpu_id: A[
         int | None,
         Arg(help="GPU of the first cache rank. Default: the one after SGLang's own GPUs."),

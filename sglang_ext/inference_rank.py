@@ -98,6 +98,7 @@ class InferenceRank:
 
         supervisor.on_report = self.metrics.on_report
         supervisor.on_measurement = self._measured_steps.on_measurement
+        supervisor.on_loss = self.metrics.on_loss
         supervisor.open(self.config)
         self.cache_rank = CacheRankHandle(
             supervisor,
@@ -209,12 +210,16 @@ class InferenceRank:
     def state(self) -> dict[str, Any]:
         """Return what `/server_info` shows."""
         self._measured_steps.settle()
-        connection = self._supervisor.connection
+        connection, last_loss = self._supervisor.connection, self._supervisor.last_loss
         return {
             "up": connection is not None,
-            "pid": connection.pid if connection is not None else None,
+            "pid": connection.process.pid if connection is not None else None,
             "starts": self._supervisor.starts,
             "start_seconds": self._supervisor.start_seconds,
+            "losses": self._supervisor.losses,
+            "failed_starts": self._supervisor.failed_starts,
+            "last_loss": last_loss.line() if last_loss is not None else None,
+            "restart_delay_seconds": last_loss.restart_delay_seconds if last_loss else 0.0,
             "capacity_tokens": self.lifecycle.capacity_tokens,
             "sparse_requests": sum(
                 sequence.phase is Phase.SPARSE for sequence in self.lifecycle.live.values()
@@ -267,7 +272,12 @@ def spawn(args: CacheRankServerArgs, tp_rank: int, gpu_id: int) -> None:
             cache_device=f"cuda:{args.first_cache_rank_gpu + tp_rank}",
             transfer_backend=args.cache_rank_transfer_backend,
         )
-    _supervisor = Supervisor(f"cache-rank-{tp_rank}", placement, args.cache_rank_timeout)
+    _supervisor = Supervisor(
+        f"cache-rank-{tp_rank}",
+        placement,
+        args.cache_rank_timeout,
+        args.cache_rank_max_restart_delay,
+    )
 
 
 def create(runner: Any, args: CacheRankServerArgs) -> InferenceRank:

@@ -18,6 +18,7 @@ from cache_rank.protocol import Measurement, Report
 from sglang_ext.exchange.base import Exchange, ExchangeCounters
 from sglang_ext.flags import CacheRankFlags
 from sglang_ext.lifecycle import DenseReason
+from sglang_ext.losses import Loss
 from sglang_ext.recall import Means, RecallStatistics
 
 logger = logging.getLogger(__name__)
@@ -32,9 +33,11 @@ _PREFIX = "sglang_cache_rank_"
 
 _GAUGES = {
     "up": "Whether the cache rank is up",
+    "capacity_tokens": "Tokens that fit on the cache rank",
     "tokens_held": "Tokens resident on the cache rank",
     "bytes_held": "Bytes of K and V on the cache rank",
     "sparse_requests": "Requests decoding over a working set",
+    "restart_delay_seconds": "Delay between the last loss of a cache rank and the next start",
 }
 
 _MEASURED = {
@@ -61,7 +64,19 @@ _COUNTERS = {
     "recall_measurements": "Measurements of one layer group's recall",
     "stale_steps": "Request steps whose answer was lost",
     "retractions": "Requests recomputed because a cache rank was lost",
+    "losses": "Cache ranks that were lost after they had started",
+    "failed_starts": "Cache ranks that did not start",
 }
+
+_DENSE_REASONS: tuple[DenseReason, ...] = (
+    "asked",
+    "max_sparse_requests",
+    "cache_rank_memory",
+    "down",
+    "recomputed",
+    "cache_rank_losses",
+)
+"""These are counted, from zero on."""
 
 
 class _Totals(NamedTuple):
@@ -100,8 +115,10 @@ class CacheRankMetrics:
             }
             self._series = _Series(labels, self.recall.measured)
 
-    def on_connect(self, counters: ExchangeCounters) -> None:
+    def on_connect(self, counters: ExchangeCounters, capacity_tokens: int) -> None:
         """A new exchange begins: its counters are at zero, and count on from here."""
+        if self._series is not None:
+            self._series.set("capacity_tokens", capacity_tokens)
         self._export_counters()
         self._counters = counters
         self._exported = dict.fromkeys(_EXCHANGE_COUNTERS, 0)
@@ -130,6 +147,12 @@ class CacheRankMetrics:
         self._series.set("bytes_held", now.bytes_held)
         self._series.add("delta_overflow", now.overflow_tokens - last.overflow_tokens)
         self._series.add("refused_messages", now.refused_messages - last.refused_messages)
+
+    def on_loss(self, loss: Loss) -> None:
+        """A cache rank was lost, or did not start. Called in the supervisor's thread."""
+        if self._series is not None:
+            self._series.add("losses" if loss.was_up else "failed_starts", 1)
+            self._series.set("restart_delay_seconds", loss.restart_delay_seconds)
 
     def on_measurement(self, measurement: Measurement, true_shares: Tensor | None) -> Means | None:
         """A step was measured; see RecallStatistics.add.
@@ -254,6 +277,8 @@ class _Series:
             buckets=_WAIT_BUCKETS,
         ).labels(**labels)
         self.set("sparse_requests", 0)
+        for reason in _DENSE_REASONS:
+            self._dense_requests.labels(**labels, reason=reason)
 
     def set(self, gauge: str, value: float) -> None:
         """Set a gauge."""

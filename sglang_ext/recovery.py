@@ -103,7 +103,7 @@ class CacheRankHandle:
             return
         self.exchange = self._begin_exchange(connection)
         self._lifecycle.capacity_tokens = connection.capacity_tokens
-        self._metrics.on_connect(self.exchange.counters)
+        self._metrics.on_connect(self.exchange.counters, connection.capacity_tokens)
 
     def _lose(self, reason: str) -> None:
         """Go on without a cache rank: dense at once, or with what must be recomputed marked."""

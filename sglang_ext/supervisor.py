@@ -19,12 +19,9 @@ from sglang_ext.exchange.connection import (
     Connection,
     Placement,
 )
+from sglang_ext.losses import LONGEST_DELAY_SECONDS, Loss, RestartDelays
 
 logger = logging.getLogger(__name__)
-
-FIRST_BACKOFF_SECONDS, LAST_BACKOFF_SECONDS = 0.5, 30.0
-STABLE_SECONDS = 60.0
-"""A cache rank that has lived this long is started again without delay."""
 
 
 class Supervisor:
@@ -34,21 +31,44 @@ class Supervisor:
         connection: to the running cache rank, or None while it is down.
         starts: how many times a cache rank was opened.
         start_seconds: how long the last one took from spawn to open.
+        losses: how many cache ranks were lost after they had come up.
+        failed_starts: how many did not come up.
+        last_loss: the last of both, or None.
         on_report: called in the supervisor's thread with each report, the first when the cache rank
             comes up, and with None when it goes down.
         on_measurement: called in the supervisor's thread with each measurement.
+        on_loss: called in the supervisor's thread with each loss and each failed start.
     """
 
-    def __init__(self, name: str, placement: Placement, timeout: float) -> None:
-        """Spawn the first process at once, so that it loads while the model does."""
+    def __init__(
+        self,
+        name: str,
+        placement: Placement,
+        timeout: float,
+        longest_delay: float = LONGEST_DELAY_SECONDS,
+    ) -> None:
+        """Spawn the first process at once, so that it loads while the model does.
+
+        Args:
+            name: of the cache rank, in logs.
+            placement: where the ranks run.
+            timeout: seconds without a sign of life after which it counts as down.
+            longest_delay: seconds that a restart is put off at most.
+        """
         self.connection: Connection | None = None
         self.starts = 0
         self.start_seconds = 0.0
+        self.losses = 0
+        self.failed_starts = 0
+        self.last_loss: Loss | None = None
+        self._delays = RestartDelays(longest_delay)
+        self._reason: str | None = None
         self._name = name
         self._placement = placement
         self._timeout = timeout
         self.on_report: Callable[[Report | None], None] = lambda report: None
         self.on_measurement: Callable[[Measurement], None] = lambda measurement: None
+        self.on_loss: Callable[[Loss], None] = lambda loss: None
         self._config: CacheRankConfig | None = None
         self._configured = threading.Event()
         self._changed = threading.Condition()
@@ -74,9 +94,10 @@ class Supervisor:
 
     def fail(self, connection: Connection, reason: str) -> None:
         """Declare a connection dead; the thread ends its process and starts another."""
-        if self.connection is connection:
-            logger.error("%s is down: %s", self._name, reason)
-            self.connection = None
+        with self._changed:
+            if self.connection is connection:
+                self._reason = reason
+                self.connection = None
         connection.kill()
 
     def close(self) -> None:
@@ -86,39 +107,36 @@ class Supervisor:
             self._closing.set()
             connection, self.connection = self.connection, None
         if connection is not None:
-            connection.kill()
+            connection.kill(patience=0)
             # Else the socket and its context are garbage together, and the context waits for it.
             connection.control.close()
         self._thread.join(timeout=5)
 
     def _run(self) -> None:
-        backoff = FIRST_BACKOFF_SECONDS
         while not self._closing.is_set():
             started = time.monotonic()
-            connection = None
+            connection, up_since, delay = None, None, 0.0
             try:
                 connection = Connection(self._name, self._placement, self._timeout)
                 self._configured.wait()
                 if self._closing.is_set() or self._config is None:
                     return
                 connection.open(self._config)
-                self._publish(connection, time.monotonic() - started)
+                up_since = time.monotonic()
+                self._publish(connection, up_since - started)
                 connection.watch(
                     lambda report: self.on_report(report),
                     lambda measurement: self.on_measurement(measurement),
                 )
             except Exception as error:  # whatever ended it, the rank is down and starts again
-                self._withdraw(connection, error)
+                delay = self._withdraw(connection, up_since, error)
             finally:
                 if connection is not None:
                     try:
                         connection.close()
                     except Exception:  # else nobody would start another
                         logger.exception("%s: a lost connection did not close", self._name)
-            if time.monotonic() - started > STABLE_SECONDS:
-                backoff = FIRST_BACKOFF_SECONDS
-            self._closing.wait(backoff)
-            backoff = min(2 * backoff, LAST_BACKOFF_SECONDS)
+            self._closing.wait(delay)
 
     def _publish(self, connection: Connection, seconds: float) -> None:
         with self._changed:
@@ -132,21 +150,36 @@ class Supervisor:
         logger.info(
             "%s is up: process %d, %d tokens fit, steps go by %s, started in %.1f s",
             self._name,
-            connection.pid,
+            connection.process.pid,
             connection.capacity_tokens,
             connection.transfer_backend,
             seconds,
         )
 
-    def _withdraw(self, connection: Connection | None, error: Exception) -> None:
+    def _withdraw(
+        self, connection: Connection | None, up_since: float | None, error: Exception
+    ) -> float:
+        """Take a cache rank back, and say why; returns in how many seconds the next one starts."""
         if self._closing.is_set():
-            return
+            return 0.0
         with self._changed:
-            self._failure = str(error)
-            if connection is not None and self.connection is connection:
-                self.connection = None
-                logger.error("%s is down: %s", self._name, error)
-            elif self.starts == 0:
-                logger.error("%s did not start: %s", self._name, error)
-            self._changed.notify_all()
+            reason, self._reason = self._reason or str(error), None
+            self.connection = None
         self.on_report(None)
+        ending, last_words, lifetime = "no process", "", 0.0
+        if connection is not None:
+            connection.kill()
+            lifetime = connection.process.age_seconds
+            ending = connection.process.how_it_ended()
+            last_words = connection.process.last_words()
+        delay = self._delays.after(0.0 if up_since is None else time.monotonic() - up_since)
+        loss = Loss(up_since is not None, reason, ending, last_words, lifetime, delay)
+        self.losses += loss.was_up
+        self.failed_starts += not loss.was_up
+        self.last_loss = loss
+        logger.error("%s %s", self._name, loss.line())
+        self.on_loss(loss)
+        with self._changed:
+            self._failure = reason if not last_words else f"{reason} ({ending}: {last_words})"
+            self._changed.notify_all()
+        return delay

@@ -62,7 +62,7 @@ def measure(model: ModelShape, variant: Variant, tokens: int, chunk: int) -> Occ
         connection = supervisor.open(config)
         if connection.capacity_tokens < tokens:
             raise RuntimeError(f"{tokens} tokens wanted, {connection.capacity_tokens} fit")
-        process = psutil.Process(connection.pid)
+        process = psutil.Process(connection.process.pid)
         before = process.memory_info().rss
         _ship(connection, config, tokens, chunk)
         reported = _wait_for(reports, tokens).bytes_held

@@ -6,7 +6,6 @@ import os
 import secrets
 import select
 import shutil
-import subprocess
 import sys
 import tempfile
 import threading
@@ -24,9 +23,13 @@ from cache_rank.channels.transport import INFERENCE
 from cache_rank.config import CacheRankConfig
 from cache_rank.process import LINK_SECONDS, Launch
 from cache_rank.protocol import Measurement, Open, Opened, Ready, Report, ToInferenceRank
+from sglang_ext.exchange.spawned_process import DYING_SECONDS, SpawnedProcess
 
 START_SECONDS = 120.0
 """A process must be ready within this time; importing torch on a busy machine takes most of it."""
+
+ENDING_SECONDS = 5.0
+"""A process that has closed its output ends within this time, or is killed."""
 
 POLL_SECONDS = 0.1
 """The watching thread looks at the process this often."""
@@ -64,7 +67,7 @@ class Connection:
         link: the data channels; used by the scheduler thread only.
         capacity_tokens: how many tokens fit in the cache rank's memory.
         transfer_backend: what carries the steps.
-        pid: process id of the cache rank.
+        process: of the cache rank.
         before_abort: called before transfers under way are cut off, from any thread.
         check: called a few times a second by the watching thread; raises CacheRankDownError.
     """
@@ -89,19 +92,14 @@ class Connection:
             address=address,
             device=placement.cache_device,
         )
-        self._process = subprocess.Popen(
+        self.process = SpawnedProcess(
             [sys.executable, "-m", "cache_rank.process"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")},
+            msgspec.json.encode(launch),
+            {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")},
         )
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(msgspec.json.encode(launch) + b"\n")
-        self._process.stdin.flush()
-        self._heartbeat = self._process.stdout.fileno()
+        assert self.process.stdout is not None
+        self._heartbeat = self.process.stdout.fileno()
         self._last_beat: float | None = None
-        self.pid = self._process.pid
         self.control: ControlSender
         self.link: Link
         self.transfer_backend: TransferBackend
@@ -162,15 +160,19 @@ class Connection:
     def _check_alive(self) -> None:
         while select.select([self._heartbeat], [], [], 0)[0]:
             if not os.read(self._heartbeat, 4096):
-                status = self._process.wait()
-                raise CacheRankDownError(f"process {self.pid} ended with status {status}")
+                self.process.end(ENDING_SECONDS)
+                raise CacheRankDownError(f"process {self.process.pid} ended")
             self._last_beat = time.monotonic()
         if self._last_beat is not None and time.monotonic() - self._last_beat > self.timeout:
-            raise CacheRankDownError(f"process {self.pid} is silent for {self.timeout:g} s")
+            raise CacheRankDownError(f"process {self.process.pid} is silent for {self.timeout:g} s")
 
-    def kill(self) -> None:
-        """End the process, whatever state it is in. Safe from any thread, and more than once."""
-        self._process.kill()
+    def kill(self, patience: float = DYING_SECONDS) -> None:
+        """End the process, whatever state it is in. Safe from any thread, and more than once.
+
+        Args:
+            patience: seconds in which it may end by itself, so that it is known how it did.
+        """
+        self.process.end(patience)
         with self._cut_off:
             if self._is_linked:
                 self.before_abort()
@@ -178,11 +180,9 @@ class Connection:
 
     def close(self) -> None:
         """Kill and reap the process, and close what belongs to the watching thread."""
-        self.kill()
-        self._process.wait()
+        self.kill(patience=0)
+        self.process.wait()
         if self._is_linked:
             self.link.finish()
-        for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None:
-                pipe.close()
+        self.process.close_pipes()
         self._reports.close()

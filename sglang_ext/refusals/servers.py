@@ -118,6 +118,12 @@ SERVERS = (
         lambda args: not 1 <= args.cache_rank_timeout < math.inf,
     ),
     Refusal(
+        "--cache-rank-max-restart-delay",
+        "a lost cache rank must be started again, and not in a busy loop",
+        "pass a number of seconds from 1 to 3600",
+        lambda args: not 1 <= args.cache_rank_max_restart_delay <= 3600,
+    ),
+    Refusal(
         "--cache-rank-mem-fraction",
         "the cache rank takes a share of the free memory",
         "pass a number above 0 and at most 1",

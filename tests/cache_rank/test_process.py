@@ -542,7 +542,7 @@ def test_the_process_exits_when_its_standard_input_closes(moment: str) -> None:
         if moment == "waiting-for-tensors":
             connection.control.send(Step(1, [Row(1, 1)]))
             time.sleep(0.2)
-        process = connection._process
+        process = connection.process
         assert process.poll() is None
         assert process.stdin is not None
         process.stdin.close()
@@ -584,7 +584,7 @@ def test_a_lost_process_is_withdrawn_and_replaced(
     downs = fragile.reports.downs
     answer = lost.link.down.receive(torch.zeros(100, dtype=torch.uint8))
 
-    os.kill(lost.pid, ending)
+    os.kill(lost.process.pid, ending)
     began = time.monotonic()
     wait_until(lambda: supervisor.connection is not lost, SILENCE_SECONDS + 10)
     with pytest.raises(TransportError):
@@ -594,9 +594,16 @@ def test_a_lost_process_is_withdrawn_and_replaced(
     wait_until(lambda: supervisor.starts == starts + 1, LONG)
     assert fragile.reports.downs == downs + 1
     assert supervisor.connection is not None
-    assert supervisor.connection.pid != lost.pid
+    assert supervisor.connection.process.pid != lost.process.pid
     with pytest.raises(ProcessLookupError):
-        os.kill(lost.pid, 0)  # reaped
+        os.kill(lost.process.pid, 0)  # reaped
+
+    last_loss = supervisor.last_loss
+    assert last_loss is not None
+    by_us = ending == signal.SIGSTOP
+    assert last_loss.ending == ("killed by this server" if by_us else f"killed by {ending.name}")
+    assert last_loss.was_up
+    assert supervisor.failed_starts == 0
 
     fragile.connection = supervisor.connection
     request = fragile.arrive(prompt=20)

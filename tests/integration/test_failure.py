@@ -174,7 +174,11 @@ def lose_the_cache_rank(server: Server, streams: Streams, number: int) -> None:
     else:
         assert statistics(responses, "retractions") == 0
 
-    server.wait_for(60, up=True, starts=starts + 1)
+    state = server.wait_for(60, up=True, starts=starts + 1)
+    ending = "killed by SIGKILL" if number == signal.SIGKILL else "killed by this server"
+    assert state["last_loss"].startswith(f"was lost: {ending}")
+    assert state["last_loss"] in server.log.read_text(errors="replace")
+    assert server.metrics()["sglang_cache_rank_losses_total"] == state["losses"] > 0
     assert server.metrics()["sglang_cache_rank_up"] == 1
     after = streams.run()
     assert_exact(streams, after)

@@ -141,7 +141,7 @@ def test_a_loss_leaves_no_sparse_request_and_no_count_behind(decoding: Decoding)
 
     lost = decoding.supervisor.connection
     assert lost is not None
-    os.kill(lost.pid, signal.SIGKILL)
+    os.kill(lost.process.pid, signal.SIGKILL)
     decoding.wait_until(lambda: decoding.supervisor.connection is not lost)
     decoding.step(request)
     assert exported("sparse_requests") == 0
@@ -173,7 +173,7 @@ def test_an_idle_rank_lets_go_of_one_that_ended_and_takes_the_next(decoding: Dec
     rank, lost = decoding.rank, decoding.supervisor.connection
     exchange = rank.cache_rank.exchange
     assert lost is not None
-    os.kill(lost.pid, signal.SIGKILL)
+    os.kill(lost.process.pid, signal.SIGKILL)
 
     def follow() -> bool:
         rank.cache_rank.follow_supervisor()
@@ -198,7 +198,7 @@ def test_another_is_started_when_a_lost_connection_cannot_be_closed(
             raise RuntimeError("the device does not answer")
 
     monkeypatch.setattr(Connection, "close", close)
-    os.kill(lost.pid, signal.SIGKILL)
+    os.kill(lost.process.pid, signal.SIGKILL)
     decoding.wait_until(lambda: decoding.supervisor.connection not in (None, lost))
 
 
@@ -237,7 +237,7 @@ def test_a_connection_that_cannot_be_used_is_given_up_for_another(
 
     monkeypatch.setattr(rank.cache_rank, "_begin_exchange", begin_exchange)
     assert lost is not None
-    os.kill(lost.pid, signal.SIGKILL)
+    os.kill(lost.process.pid, signal.SIGKILL)
     decoding.wait_until(lambda: decoding.supervisor.connection is not lost)
     decoding.step_until(request, lambda: bool(refused))
     assert decoding.phase_of(request) is None

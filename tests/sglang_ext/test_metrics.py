@@ -15,6 +15,7 @@ from cache_rank.config import CacheRankConfig, ModelShape
 from cache_rank.measure.recall import overlap_distances
 from cache_rank.protocol import Measurement, Report
 from sglang_ext.exchange.base import ExchangeCounters
+from sglang_ext.losses import Loss
 from sglang_ext.metrics import EXPORT_STEPS, CacheRankMetrics
 
 CONFIG = CacheRankConfig(ModelShape(2, 2, 1, 8, "float32", 1.0))
@@ -46,7 +47,7 @@ class Exchanging:
 
     def connect(self) -> None:
         self.counters = ExchangeCounters()
-        self.metrics.on_connect(self.counters)
+        self.metrics.on_connect(self.counters, capacity_tokens=900)
 
     def run(self, steps: int, sparse_requests: int = 1) -> None:
         for _ in range(steps):
@@ -119,7 +120,7 @@ def test_a_request_that_stays_dense_is_counted_once_a_reason(exchanging: Exchang
         exported("dense_requests_total", reason=reason)
         for reason in ("max_sparse_requests", "down", "asked")
     ]
-    assert counted == [1, 2, None]
+    assert counted == [1, 2, 0]
 
 
 def test_the_gauge_follows_the_sparse_requests(exchanging: Exchanging) -> None:
@@ -222,3 +223,14 @@ def test_without_series_the_state_is_kept() -> None:
     metrics.on_dense(SimpleNamespace(cache_rank_dense_reasons=set()), "down")
     metrics.on_no_sparse_requests()
     assert metrics.state()["tokens_held"] == 5
+
+
+def test_losses_and_failed_starts_are_counted_with_the_delay(exchanging: Exchanging) -> None:
+    def shown() -> list[float | None]:
+        names = ("losses_total", "failed_starts_total", "restart_delay_seconds", "capacity_tokens")
+        return [exported(name) for name in names]
+
+    assert shown() == [0, 0, 0, 900]
+    exchanging.metrics.on_loss(Loss(True, "silent", "killed by SIGKILL", "", 90.0, 0.0))
+    exchanging.metrics.on_loss(Loss(False, "ended", "exit status 1", "no memory", 2.0, 4.0))
+    assert shown() == [1, 1, 4, 900]
