@@ -37,7 +37,7 @@ _GAUGES = {
     "tokens_held": "Tokens resident on the cache rank",
     "bytes_held": "Bytes of K and V on the cache rank",
     "sparse_requests": "Requests decoding over a working set",
-    "restart_delay_seconds": "Delay between the last loss of a cache rank and the next start",
+    "restart_delay_seconds": "Seconds that the start of a cache rank is put off; 0 while it is up",
 }
 
 _MEASURED = {
@@ -143,6 +143,8 @@ class CacheRankMetrics:
         if self._series is None:
             return
         self._series.set("up", report is not None)
+        if report is not None:
+            self._series.set("restart_delay_seconds", 0)
         self._series.set("tokens_held", now.tokens_held)
         self._series.set("bytes_held", now.bytes_held)
         self._series.add("delta_overflow", now.overflow_tokens - last.overflow_tokens)
