@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from cache_rank.config import ModelShape
+from sglang_ext import reuse
 from sglang_ext.decode_step import DecodeStep
 from sglang_ext.eviction import DenseStore, Eviction
 from sglang_ext.exchange import make_exchange, make_gate
@@ -162,6 +163,7 @@ class InferenceRank:
 
         It finished, or was aborted, retracted or preempted.
         """
+        reuse.forget(request)
         self.table.forget(request.req_pool_idx)
         sequence = self.lifecycle.end(request.req_pool_idx)
         self._note_if_none_is_live()
@@ -206,8 +208,8 @@ class InferenceRank:
         prepare_requests(requests)
         return [request.cache_rank_statistics.as_tuple() for request in requests]
 
-    def state(self) -> dict[str, Any]:
-        """Return what `/server_info` shows."""
+    def state(self, tree_cache: Any) -> dict[str, Any]:
+        """Return what `/server_info` shows; what SGLang's tree can give up counts as free."""
         self._measured_steps.settle()
         connection = self._supervisor.connection
         return {
@@ -219,7 +221,7 @@ class InferenceRank:
             "sparse_requests": sum(
                 sequence.phase is Phase.SPARSE for sequence in self.lifecycle.live.values()
             ),
-            "pool_free_tokens": self._allocator.available_size(),
+            "pool_free_tokens": self._allocator.available_size() + tree_cache.evictable_size(),
             "retractions": self.cache_rank.retractions,
             "steps": self._planner.steps,
             **dataclasses.asdict(self.cache_rank.counters),

@@ -171,8 +171,7 @@ class Lifecycle:
         """Say why a request may not begin an epoch: what is its own first, then what may pass."""
         if length < self._threshold:
             return "below_threshold"
-        custom = request.sampling_params.custom_params
-        if isinstance(custom, dict) and custom.get("cache_rank") is False:
+        if asks_to_stay_dense(request):
             return "asked"
         if request.cache_rank_failed:
             return "recomputed"
@@ -236,6 +235,12 @@ class Lifecycle:
         wanted = len(request.origin_input_ids) + (request.sampling_params.max_new_tokens or 0)
         # One token more than asked for: the overlap schedule runs one step beyond the end.
         return min(wanted, self._context_length) + 1
+
+
+def asks_to_stay_dense(request: Any) -> bool:
+    """Whether the `custom_params` of a request say so."""
+    custom = request.sampling_params.custom_params
+    return isinstance(custom, dict) and custom.get("cache_rank") is False
 
 
 def prepare_requests(requests: Sequence[Any]) -> None:

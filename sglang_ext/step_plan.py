@@ -19,6 +19,7 @@ from cache_rank.config import CacheRankConfig
 from cache_rank.graphs import capture
 from cache_rank.operations import operations_for
 from cache_rank.protocol import Measured
+from sglang_ext import reuse
 from sglang_ext.exchange.pinned_ring import Field, HostToDeviceRing
 from sglang_ext.exchange.slots import ExchangedRows, SlotBuffers
 from sglang_ext.lifecycle import Lifecycle, Phase, SparseSequence, prepare_requests
@@ -218,6 +219,7 @@ class StepPlanner:
         """Move an epoch on; from where it turns sparse it attends to its working set."""
         if self.lifecycle.move_on(sequence, position):
             self.table.enter(sequence.row, position, sequence.block)
+            reuse.note_sparse(sequence.request, position)
             self._copy_sinks(sequence)
 
     def _copy_sinks(self, sequence: SparseSequence) -> None:

@@ -44,6 +44,7 @@ def test_new_weights_reach_the_cache_rank(
         after = server.generate(prompt, 40)
         assert after["meta_info"]["cache_rank"]["sparse_steps"] > 20
         assert after["output_ids"] != before
+        assert after["meta_info"]["cached_tokens"] == 0  # its prefix is in no tree any more
         assert server.cache_rank()["starts"] == 1
     events = [e for e in read_events(recorded) if e["kind"] == "projection"]
     forecast = [1, 2]  # of three sparse layers, the first is served by the last step's queries
