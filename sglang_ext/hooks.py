@@ -142,11 +142,11 @@ def after_forward(result: Any, runner: Any, forward_batch: Any, *_: Any, **__: A
         backend.on_extend(forward_batch)
 
 
-def separate_dense_requests(result: None, request: Any, *_: Any, **__: Any) -> None:
-    """With --reuse-sparse-tokens on, keep requests that ask to stay dense among themselves."""
-    args = _cache_rank_args()
-    if args is not None and args.reuse_sparse_tokens == "on":
-        reuse.separate(request)
+def separate_prefixes(result: None, request: Any, *_: Any, **__: Any) -> None:
+    """Keep apart what requests must not reuse of each other."""
+    rank = inference_rank.current()
+    if rank is not None:
+        reuse.separate(request, rank.args.reuse_sparse_tokens == "on", rank.weight_updates)
 
 
 def offer_finished(
@@ -295,7 +295,7 @@ HOOKS = (
     Hook(
         "sglang.srt.managers.schedule_batch.Req.__init__",
         HookType.AFTER,
-        separate_dense_requests,
+        separate_prefixes,
         "schedule_batch.py:787; prefixes are matched and kept by the request's extra_key",
     ),
     Hook(

@@ -31,14 +31,23 @@ def dense_tokens(request: Any) -> int | None:
 
 
 def forget(request: Any) -> None:
-    """Forget where a request turned sparse: SGLang has taken its slot, and prefills it anew."""
-    request.cache_rank_dense_tokens = None
+    """Forget what was computed of a request: SGLang has taken its slot, and prefills it anew."""
+    request.cache_rank_dense_tokens = request.cache_rank_page_keys = None
 
 
-def separate(request: Any) -> None:
-    """Give a request that asks to stay dense a namespace in the tree."""
-    if asks_to_stay_dense(request):
-        request.extra_key = (request.extra_key or "") + DENSE_NAMESPACE
+def separate(request: Any, sparse_tokens: bool, weight_updates: int) -> None:
+    """Give a request a namespace in the tree, where it must not find what others have left there.
+
+    Args:
+        request: SGLang's Req, new.
+        sparse_tokens: whether the tree is offered tokens that sparse steps have computed.
+        weight_updates: how often other weights have been loaded.
+    """
+    apart = [DENSE_NAMESPACE] if sparse_tokens and asks_to_stay_dense(request) else []
+    if weight_updates:
+        apart.append(f"weights {weight_updates}")
+    if apart:
+        request.extra_key = " ".join([request.extra_key or "", *apart])
 
 
 def offer_dense_tokens(

@@ -27,6 +27,7 @@ from sglang_ext.memory import reserve_block_rows
 from sglang_ext.metrics import CacheRankMetrics
 from sglang_ext.pools import Pools, first_reserve_row
 from sglang_ext.server_args import CacheRankServerArgs
+from sglang_ext.shared_prompts import shared_prompts
 from sglang_ext.working_set import Reserve, WorkingSetTable
 
 GRAPH_PADDING = 256
@@ -119,6 +120,7 @@ class StepPlanner:
             ),
             args.sparse_threshold,
             pools.req_to_token.shape[1],
+            shared_prompts(args, config),
         )
         self.numbers = _step_numbers(self.table) if by_kernels else None
         self._config = config
@@ -207,7 +209,7 @@ class StepPlanner:
         """Begin an epoch, unless there is a reason against it."""
         reason = self.lifecycle.reason_to_stay_dense(request, length, is_up)
         if reason is None:
-            return self.lifecycle.begin(request)
+            return self.lifecycle.begin(request, length)
         statistics = request.cache_rank_statistics
         if statistics.dense_reason != reason:
             statistics.dense_reason = reason

@@ -159,7 +159,12 @@ def test_nothing_is_left_behind(inference_kv: str, random_model: Callable[..., P
         statistics = [r["meta_info"].get("cache_rank", {}) for r in finished]
         assert sum(one.get("sparse_steps", 0) > 0 for one in statistics) > 10
         assert sum(r["meta_info"].get("num_retractions", 0) for r in finished) > 10
-        state = server.wait_for(15, tokens_held=0, bytes_held=0, epochs=0)
+        assert server.wait_for(15, epochs=0)["pool_free_tokens"] == free
+        state = server.cache_rank()
+        assert state["tokens_held"] == state["tokens_kept"]
+        assert state["tokens_adopted"] > 0 if inference_kv == "full" else True
+        assert server.post("/flush_cache").status_code == 200
+        state = server.wait_for(15, tokens_held=0, bytes_held=0)
         assert state["pool_free_tokens"] == free
         assert state["starts"] == 1
         assert state["refused_messages"] == 0

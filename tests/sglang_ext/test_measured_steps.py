@@ -66,6 +66,7 @@ class Policy:
             enable_metrics=False,
             inference_kv=self.inference_kv,
             kv_residency=self.kv_residency,
+            disable_radix_cache=True,
             max_sparse_requests=2,
             sink_tokens=2,
             sparse_budget=24,
