@@ -188,6 +188,8 @@ def shared_prompts(args: CacheRankFlags, config: CacheRankConfig) -> SharedPromp
     A recording holds what each request has shipped, so nothing is shared while there is one.
     """
     tail = residency.shared_tail(config)
-    if tail is None or args.disable_radix_cache or os.environ.get(RECORD_VARIABLE):
+    # With working-set the radix cache is off for a reason that is none here.
+    unwanted = args.disable_radix_cache and args.inference_kv == "full"
+    if tail is None or unwanted or os.environ.get(RECORD_VARIABLE):
         return None
     return SharedPrompts(tail)

@@ -113,6 +113,8 @@ class Decoding:
         params = SimpleNamespace(custom_params=None, max_new_tokens=CONTEXT - PROMPT)
         request = SimpleNamespace(
             req_pool_idx=slot,
+            output_ids=[],
+            extra_key=None,
             origin_input_ids=[0] * PROMPT,
             sampling_params=params,
             length=PROMPT,

@@ -24,6 +24,7 @@ ARGS: Any = SimpleNamespace(
     sink_tokens=CONFIG.sink_tokens,
     sparse_budget=CONFIG.sparse_budget,
     disable_radix_cache=True,
+    inference_kv="full",
     max_sparse_requests=2,
 )
 FIRST_BLOCK = SLOTS * CONTEXT
