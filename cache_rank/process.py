@@ -25,6 +25,8 @@ from cache_rank.channels.control import ControlReceiver, ControlSender
 from cache_rank.channels.link import Link
 from cache_rank.channels.transport import CACHE
 from cache_rank.protocol import (
+    Adopt,
+    Drop,
     End,
     Flush,
     KeyBasis,
@@ -33,6 +35,7 @@ from cache_rank.protocol import (
     Opened,
     Projection,
     Ready,
+    Share,
     Step,
     ToCacheRank,
 )
@@ -101,6 +104,12 @@ def serve(launch: Launch) -> None:
             reason = rank.step(message)
         elif isinstance(message, Load):
             reason = rank.load(message)
+        elif isinstance(message, Adopt):
+            reason = rank.adopt(message)
+        elif isinstance(message, Share):
+            reason = rank.share(message)
+        elif isinstance(message, Drop):
+            reason = rank.drop(message.names)
         elif isinstance(message, Projection):
             reason = rank.load_projection(message)
         elif isinstance(message, KeyBasis):

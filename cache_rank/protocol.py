@@ -25,7 +25,7 @@ from torch import Tensor
 from cache_rank.config import CacheRankConfig
 from cache_rank.schedule import Boundary
 
-PROTOCOL_VERSION = 9
+PROTOCOL_VERSION = 10
 NO_EPOCH = -1
 
 
@@ -86,12 +86,40 @@ class Step(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
 class Load(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """Bulk shipment of tokens [start, start + count); the tensor follows on the bulk channel.
 
-    `start` 0 begins an epoch, whose number must exceed every earlier one.
+    `start` 0 begins an epoch that has not begun, whose number must exceed every earlier one.
     """
 
     epoch: int
     start: int
     count: int
+
+
+class Adopt(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """An epoch's first pages are those of these names.
+
+    An epoch that has not begun begins, whose number must exceed every earlier one; without names,
+    that is all. Else it must hold nothing yet. Its shipment goes on where the pages end, or
+    `residency.shared_tail` tokens before.
+    """
+
+    epoch: int
+    names: list[int]
+
+
+class Share(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """The next complete pages of an epoch get these names, and are held until they are dropped.
+
+    Nothing is written into a page that has a name.
+    """
+
+    epoch: int
+    names: list[int]
+
+
+class Drop(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Pages lose their names; epochs that have them keep them."""
+
+    names: list[int]
 
 
 class Projection(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -126,7 +154,7 @@ class End(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
 
 
 class Flush(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Every epoch is over."""
+    """Every epoch is over, and no page has a name."""
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -175,7 +203,9 @@ class Report(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """What the cache rank holds and has done since it opened.
 
     Attributes:
-        tokens_held, bytes_held: resident now, over all epochs; bytes include growth space.
+        tokens_held, bytes_held: resident now, those of shared pages once; bytes include growth
+            space.
+        tokens_kept: those among them that no epoch has.
         epochs: live now.
         overflow_tokens: tokens per (layer, kv head) that waited for a later step, summed.
         refused_messages: control messages that were malformed, oversized, replayed or out of place.
@@ -183,12 +213,13 @@ class Report(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
 
     tokens_held: int = 0
     bytes_held: int = 0
+    tokens_kept: int = 0
     epochs: int = 0
     overflow_tokens: int = 0
     refused_messages: int = 0
 
 
-ToCacheRank = Open | Step | Load | Projection | KeyBasis | End | Flush
+ToCacheRank = Open | Step | Load | Adopt | Share | Drop | Projection | KeyBasis | End | Flush
 ToInferenceRank = Ready | Opened | Report | Measurement
 
 

@@ -20,6 +20,7 @@ from cache_rank.measure.recording import Recorder
 from cache_rank.measure.timeline import Timeline
 from cache_rank.protocol import (
     NO_EPOCH,
+    Adopt,
     DownMessage,
     KeyBasis,
     Load,
@@ -28,6 +29,7 @@ from cache_rank.protocol import (
     Projection,
     Report,
     Row,
+    Share,
     Step,
     UpMessage,
     basis_shape,
@@ -148,11 +150,12 @@ class CacheRank:
 
     def _load(self, message: Load, shipment: Tensor) -> str | None:
         selector = self.selector
-        if message.start == 0 and message.epoch > self._last_epoch:
-            if selector.is_full:
-                return f"Load for epoch {message.epoch}: {self.config.max_rows} epochs are live"
-            self._last_epoch = message.epoch
-            selector.begin(message.epoch)
+        if (
+            message.start == 0
+            and message.epoch > self._last_epoch
+            and not self._begin(message.epoch)
+        ):
+            return f"Load for epoch {message.epoch}: {self.config.max_rows} epochs are live"
         sequence = selector.sequences.get(message.epoch)
         if sequence is None:
             return f"Load for epoch {message.epoch}, which is not live"
@@ -164,6 +167,57 @@ class CacheRank:
             self._loaded[message.epoch] = self._mark()
         self._recorder.record_load(message, shipment)
         return None
+
+    def _begin(self, epoch: int) -> bool:
+        """Begin an epoch, unless too many are live."""
+        if self.selector.is_full:
+            return False
+        self._last_epoch = epoch
+        self.selector.begin(epoch)
+        return True
+
+    def adopt(self, message: Adopt) -> str | None:
+        """Let an epoch begin with pages that are there; return the reason when it is refused."""
+        selector, epoch = self.selector, message.epoch
+        if epoch > self._last_epoch and not self._begin(epoch):
+            return f"Adopt for epoch {epoch}: {self.config.max_rows} epochs are live"
+        sequence = selector.sequences.get(epoch)
+        if sequence is None:
+            return f"Adopt for epoch {epoch}, which is not live"
+        if unknown := [name for name in message.names if name not in selector.named]:
+            return f"Adopt for epoch {epoch} of pages {unknown}, which there are not"
+        if sequence.pages:
+            return f"Adopt for epoch {epoch}, which holds {sequence.tokens} tokens"
+        with self._link.in_background():  # behind the shipments that the pages came with
+            if self._device.type == "cuda":
+                # Steps of ended epochs may still write into the page that a copy gets.
+                torch.cuda.current_stream().wait_stream(torch.cuda.default_stream())
+            selector.adopt(sequence, message.names)
+            if self._device.type == "cuda":
+                self._loaded[epoch] = self._mark()
+        return None
+
+    def share(self, message: Share) -> str | None:
+        """Name pages of an epoch; return the reason when it is refused."""
+        selector, names = self.selector, message.names
+        sequence = selector.sequences.get(message.epoch)
+        if sequence is None:
+            return f"Share of epoch {message.epoch}, which is not live"
+        if not residency.FORMATS[self.config.kv_residency].shares_pages:
+            return f"Share of pages, which {self.config.kv_residency} does not"
+        if len({*names} - selector.named.keys()) < len(names):
+            return f"Share of epoch {message.epoch} by names {names}, some of which there are"
+        if not selector.may_share(sequence, names):
+            return f"Share of {len(names)} pages of epoch {message.epoch}, which are not complete"
+        selector.share(sequence, names)
+        return None
+
+    def drop(self, names: Collection[int]) -> str | None:
+        """Forget names of pages; return the reason when some of them were not known."""
+        known = {name for name in names if name in self.selector.named}
+        self.selector.drop(known)
+        unknown = sorted({*names} - known)
+        return f"Drop of pages {unknown}, which there are not" if unknown else None
 
     def load_projection(self, message: Projection) -> str | None:
         """Take over by what a layer's queries are forecast; return the reason when it is refused.
@@ -212,8 +266,9 @@ class CacheRank:
         return f"End of epochs {unknown}, which are not live" if unknown else None
 
     def flush(self) -> None:
-        """Forget every epoch."""
+        """Forget every epoch and every name."""
         self.end(list(self.selector.sequences))
+        self.drop(list(self.selector.named))
 
     def step(self, message: Step) -> str | None:
         """Exchange one decode step; return the reason when rows of it were refused.
@@ -304,6 +359,7 @@ class CacheRank:
         return Report(
             tokens_held=self.selector.tokens_held,
             bytes_held=self.selector.bytes_held,
+            tokens_kept=self.selector.tokens_kept,
             epochs=len(self.selector.sequences),
             overflow_tokens=self._overflow_tokens,
             refused_messages=refused_messages,

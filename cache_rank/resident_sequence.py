@@ -16,6 +16,8 @@ class ResidentSequence:
         slot: its row in the selector's state tensors.
         pages: the pages that hold its K and V, in order.
         tokens: how many of its tokens are resident.
+        shared: how many of its pages have a name, by which other epochs may hold them, too.
+        adopted: how many of its first tokens were in pages of others when it began.
         earlier_queries: how many queries were in the query ring before its last step, at most
             W + 1. The query of that step was predicted from these.
         queries: how many of its newest tokens have their query in the query ring, at most W + 1.
@@ -28,6 +30,8 @@ class ResidentSequence:
     slot: int
     pages: list[int] = dataclasses.field(default_factory=list)
     tokens: int = 0
+    shared: int = 0
+    adopted: int = 0
     earlier_queries: int = 0
     queries: int = 0
     used: int = 0

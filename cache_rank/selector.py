@@ -86,6 +86,7 @@ class Selector:
     Attributes:
         sequences: the live sequences, by epoch.
         pages: the pages of the resident memory.
+        named: pages that have a name, by it: their tokens are complete, and epochs may share them.
         recall: the measurements of steps.
         overflow: () int64, tokens that had to wait for a later step, summed over layers and heads.
         capacity_tokens: how many tokens fit.
@@ -96,6 +97,7 @@ class Selector:
         slots = config.max_rows
         self.config = config
         self.sequences: dict[int, ResidentSequence] = {}
+        self.named: dict[int, int] = {}
         self.pages = PageAllocator(residency.pages_in(config, memory_bytes))
         self.capacity_tokens = residency.capacity_tokens(config, memory_bytes)
         self.overflow = torch.zeros((), dtype=torch.int64, device=device)
@@ -103,6 +105,7 @@ class Selector:
         self._device = device
         self._page_bytes = PAGE_TOKENS * residency.bytes_per_token(config)
         self._residency = residency.create(config, self.pages.pages, device)
+        self._tail_tokens = residency.shared_tail(config) or 0
         self._free_slots = list(range(slots))[::-1]
         # Pages of the sequence in each slot, so that no step builds its page table from lists.
         self._slot_pages = torch.zeros((slots, max(1, self.pages.pages)), dtype=torch.int32)
@@ -118,8 +121,18 @@ class Selector:
 
     @property
     def tokens_held(self) -> int:
-        """Tokens resident now."""
-        return sum(sequence.tokens for sequence in self.sequences.values())
+        """Tokens resident now, those of shared pages once."""
+        own = sum(
+            max(0, sequence.tokens - PAGE_TOKENS * sequence.shared)
+            for sequence in self.sequences.values()
+        )
+        return own + PAGE_TOKENS * len(self.named)
+
+    @property
+    def tokens_kept(self) -> int:
+        """Tokens of pages that no sequence has."""
+        used = {page for sequence in self.sequences.values() for page in sequence.pages}
+        return PAGE_TOKENS * sum(page not in used for page in self.named.values())
 
     @property
     def bytes_held(self) -> int:
@@ -157,8 +170,50 @@ class Selector:
         """Add tokens of a prompt, (2, layers, n, Hkv, D)."""
         start = sequence.tokens
         sequence.tokens = start + shipment.shape[2]
+        if tail := min(max(0, sequence.adopted - start), shipment.shape[2]):
+            self._residency.load_tail(sequence.slot, start, shipment[:, :, :tail].contiguous())
+            if tail == shipment.shape[2]:
+                return
+            start, shipment = start + tail, shipment[:, :, tail:].contiguous()
         self._extend(sequence, sequence.tokens)
         self._residency.load(self._pages_of(sequence), sequence.slot, start, shipment)
+
+    def adopt(self, sequence: ResidentSequence, names: Sequence[int]) -> None:
+        """Let a sequence that holds nothing begin with pages of these names."""
+        pages = [self.named[name] for name in names]
+        sequence.adopted = PAGE_TOKENS * len(pages)
+        sequence.shared = len(pages)
+        tail = self._tail_tokens if pages else 0
+        sequence.tokens = sequence.adopted - tail
+        own: list[int] = []
+        if tail:  # the last page is written again, from tokens that are newest until then
+            sequence.shared -= 1
+            self.pages.extend(own, PAGE_TOKENS)
+            self._residency.copy_page(pages.pop(), own[0])
+        self.pages.share(pages)
+        self._add_pages(sequence, pages + own)
+
+    def may_share(self, sequence: ResidentSequence, names: Sequence[int]) -> bool:
+        """Whether the next pages of a sequence are complete, for ever."""
+        first = self._first_to_share(sequence)
+        return PAGE_TOKENS * (first + len(names)) + self._tail_tokens <= sequence.tokens
+
+    def share(self, sequence: ResidentSequence, names: Sequence[int]) -> None:
+        """Name the next pages of a sequence, which are complete, and hold them."""
+        first = self._first_to_share(sequence)
+        pages = sequence.pages[first : first + len(names)]
+        self.pages.share(pages)
+        self.named.update(zip(names, pages, strict=True))
+        sequence.shared += len(names)
+
+    def _first_to_share(self, sequence: ResidentSequence) -> int:
+        """The first page that has no name, nor is the copy of one that has."""
+        copied = bool(self._tail_tokens and sequence.adopted)
+        return sequence.shared + copied
+
+    def drop(self, names: Collection[int]) -> None:
+        """Let pages of these names go, but for those that sequences have."""
+        self.pages.give_back([self.named.pop(name) for name in names])
 
     def load_projection(self, layer: int, projection: Tensor) -> None:
         """Take over by what a layer's queries are forecast, (H + 2, Hq, D)."""
@@ -325,11 +380,16 @@ class Selector:
         return self._mirror.tokens(sequence.slot, layers)
 
     def _extend(self, sequence: ResidentSequence, tokens: int) -> None:
+        new: list[int] = []
+        self.pages.extend(new, tokens - PAGE_TOKENS * len(sequence.pages))
+        if new:
+            self._add_pages(sequence, new)
+
+    def _add_pages(self, sequence: ResidentSequence, new: list[int]) -> None:
         held = len(sequence.pages)
-        self.pages.extend(sequence.pages, tokens)
-        if len(sequence.pages) > held:
-            new = torch.tensor(sequence.pages[held:], dtype=torch.int32)
-            self._slot_pages[sequence.slot, held : held + len(new)] = new
+        sequence.pages += new
+        pages = torch.tensor(new, dtype=torch.int32)
+        self._slot_pages[sequence.slot, held : held + len(new)] = pages
 
     def _pages_of(self, sequence: ResidentSequence) -> Tensor:
         pages: Tensor

@@ -14,15 +14,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-import torch
-from torch import Tensor
-
 from sglang_ext.eviction import Eviction
 from sglang_ext.exchange.base import Exchange, Gate
-from sglang_ext.lifecycle import Phase, SparseSequence
+from sglang_ext.lifecycle import Phase
 from sglang_ext.measured_steps import MeasuredSteps
 from sglang_ext.metrics import CacheRankMetrics
 from sglang_ext.recovery import CacheRankHandle
+from sglang_ext.shipping import Shipping
 from sglang_ext.step_plan import StepPlan, StepPlanner
 from sglang_ext.tracing import Tracer
 
@@ -41,8 +39,7 @@ class DecodeStep:
         planner: StepPlanner,
         gate: Gate,
         cache_rank: CacheRankHandle,
-        req_to_token: Tensor,
-        chunk_tokens: int,
+        shipping: Shipping,
         eviction: Eviction | None,
         measured_steps: MeasuredSteps,
         metrics: CacheRankMetrics,
@@ -54,8 +51,7 @@ class DecodeStep:
             planner: plans it.
             gate: says which step's answers are awaited.
             cache_rank: which it is exchanged with.
-            req_to_token: SGLang's table, (request slots, context length) int32 pool rows.
-            chunk_tokens: most tokens of a prompt that are shipped in one step.
+            shipping: of prompts to it.
             eviction: told of steps of sparse requests; None when every token stays in the pool.
             measured_steps: chooses the steps that are measured, and measures them.
             metrics: told of what happens.
@@ -65,8 +61,7 @@ class DecodeStep:
         self._planner = planner
         self._gate = gate
         self._cache_rank = cache_rank
-        self._req_to_token = req_to_token
-        self._chunk_tokens = chunk_tokens
+        self._shipping = shipping
         self._eviction = eviction
         self._measured_steps = measured_steps
         self._metrics = metrics
@@ -126,7 +121,7 @@ class DecodeStep:
         elif plan.shipping:
             self._metrics.on_no_sparse_requests()
         for sequence, length in plan.shipping:
-            self._ship_chunk(sequence, length)
+            self._shipping.advance(sequence, length)
         if self._eviction is not None and self._cache_rank.exchange is not None:
             for sequence, position in zip(plan.rows.sequences, plan.rows.positions, strict=True):
                 if sequence.phase is Phase.SPARSE:
@@ -139,9 +134,3 @@ class DecodeStep:
         self._metrics.on_step(plan.step, exchange, len(plan.sparse))
         if self._tracer is not None:
             self._tracer.write_when_done(exchange)
-
-    def _ship_chunk(self, sequence: SparseSequence, length: int) -> None:
-        """Ship the next tokens of a request that has `length` in the pool."""
-        stop = min(length, sequence.shipped + self._chunk_tokens)
-        pool_rows = self._req_to_token[sequence.row, sequence.shipped : stop].to(torch.int64)
-        self._cache_rank.attempt(lambda exchange: exchange.ship(sequence, pool_rows))

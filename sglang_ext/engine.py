@@ -29,9 +29,10 @@ class Engine(engine.Engine):
         if "server_args" not in kwargs:
             kwargs.setdefault("model_path", str(BUNDLED_MODEL))
             wants_cache_rank = kwargs.get("cache_rank_gpus", 1) > 0
-            if wants_cache_rank and kwargs.get("disable_radix_cache") is False:
+            frees_rows = wants_cache_rank and kwargs.get("inference_kv") == "working-set"
+            if frees_rows and kwargs.get("disable_radix_cache") is False:
                 raise UnsupportedError(
-                    "disable_radix_cache=False: sparse requests leave the pool, so prefixes are "
-                    "not shared; drop the argument."
+                    "disable_radix_cache=False: with inference_kv='working-set' the rows that "
+                    "could be reused are freed; drop one of the two."
                 )
         super().__init__(**kwargs)

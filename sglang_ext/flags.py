@@ -143,6 +143,14 @@ class CacheRankFlags(ServerArgs):
             "token, or only the working set, which frees its pool for more requests."
         ),
     ] = "full"
+    reuse_sparse_tokens: A[
+        Literal["off", "on"],
+        Arg(
+            help="Whether the radix cache is offered tokens that sparse steps have computed: off "
+            "offers only what was computed densely, so that reuse changes no answer; on offers all "
+            "to requests that may be sparse, and to others what others of their kind computed."
+        ),
+    ] = "off"
     dense_layers: A[int, Arg(help="First layers that attend to every token.")] = 1
     kv_residency: A[
         str,
@@ -250,6 +258,12 @@ class CacheRankFlags(ServerArgs):
     def is_baseline(self) -> bool:
         """Whether decode is one of the synchronous baselines."""
         return self.decode_mode != "cache-rank"
+
+    @property
+    def reuses_prefixes(self) -> bool:
+        """Whether SGLang's radix cache can be on: a baseline has to see every token prefilled, and
+        with `--inference-kv working-set` the rows that could be reused are freed."""
+        return not self.is_baseline and self.inference_kv == "full"
 
     @property
     def on_gpu(self) -> bool:

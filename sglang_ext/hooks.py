@@ -16,7 +16,7 @@ from sglang.srt.plugins.hook_registry import HookType
 from sglang.srt.server_args import get_global_server_args
 
 from cache_rank.config import ModelShape
-from sglang_ext import baselines, inference_rank
+from sglang_ext import baselines, inference_rank, reuse
 from sglang_ext.calibration.serving import CALLS
 from sglang_ext.lifecycle import RequestStatistics
 from sglang_ext.memory import (
@@ -156,6 +156,23 @@ def after_forward(result: Any, runner: Any, forward_batch: Any, *_: Any, **__: A
         backend.on_extend(forward_batch)
 
 
+def separate_prefixes(result: None, request: Any, *_: Any, **__: Any) -> None:
+    """Keep apart what requests must not reuse of each other."""
+    rank = inference_rank.current()
+    if rank is not None:
+        reuse.separate(request, rank.args.reuse_sparse_tokens == "on", rank.weight_updates)
+
+
+def offer_finished(
+    original: Callable[..., None], tree: Any, request: Any, is_insert: bool = True, **kwargs: Any
+) -> None:
+    """Offer the radix cache what may be reused of a request that ends, and free the rest."""
+    args = _cache_rank_args()
+    if args is None or args.reuse_sparse_tokens == "on" or tree.disable or not is_insert:
+        return original(tree, request, is_insert, **kwargs)
+    reuse.offer_dense_tokens(original, tree, request, **kwargs)
+
+
 def end_epoch(pool: Any, request: Any) -> None:
     """End the epoch of a request whose slot is about to be freed."""
     rank = inference_rank.current()
@@ -212,7 +229,7 @@ def add_internal_state(result: Any, scheduler: Any, *_: Any, **__: Any) -> Any:
     """Show the cache rank in `/server_info`."""
     rank = inference_rank.current()
     if rank is not None:
-        result.internal_state[META_KEY] = rank.state()
+        result.internal_state[META_KEY] = rank.state(scheduler.tree_cache)
     return result
 
 
@@ -294,6 +311,18 @@ HOOKS = (
         HookType.AFTER,
         after_forward,
         "model_runner.py:1382; prefill goes to another backend than decode, eager or graph",
+    ),
+    Hook(
+        "sglang.srt.managers.schedule_batch.Req.__init__",
+        HookType.AFTER,
+        separate_prefixes,
+        "schedule_batch.py:787; prefixes are matched and kept by the request's extra_key",
+    ),
+    Hook(
+        "sglang.srt.mem_cache.radix_cache.RadixCache.cache_finished_req",
+        HookType.AROUND,
+        offer_finished,
+        "radix_cache.py:433; what sparse steps wrote must not be reused as if it were dense",
     ),
     Hook(
         "sglang.srt.mem_cache.memory_pool.ReqToTokenPool.free",

@@ -9,6 +9,8 @@ from typing import Any
 from torch import Tensor
 
 from cache_rank.config import ModelShape
+from cache_rank.residency import shared_tail
+from sglang_ext import reuse
 from sglang_ext.decode_step import DecodeStep
 from sglang_ext.eviction import DenseStore, Eviction
 from sglang_ext.exchange import make_exchange, make_gate
@@ -22,6 +24,7 @@ from sglang_ext.metrics import CacheRankMetrics
 from sglang_ext.pools import Pools, first_reserve_row, model_shape, pools_of
 from sglang_ext.recovery import CacheRankHandle
 from sglang_ext.server_args import CacheRankServerArgs
+from sglang_ext.shipping import Shipping
 from sglang_ext.step_plan import StepPlanner
 from sglang_ext.supervisor import Supervisor
 from sglang_ext.tracing import Tracer
@@ -39,6 +42,7 @@ class InferenceRank:
         decode_step: runs decode steps.
         cache_rank: the cache rank while it is up, and what its loss leaves to be done.
         eviction: of tokens from the pool; None when every token stays there.
+        weight_updates: how often SGLang has loaded other weights.
     """
 
     def __init__(
@@ -65,6 +69,7 @@ class InferenceRank:
             ValueError: a flag does not suit the model.
         """
         self.args = args
+        self.weight_updates = 0
         self.config = args.cache_rank_config(model, args.max_sparse_requests)
         self.device = pools.req_to_token.device
         self.metrics = CacheRankMetrics(args, self.config, tp_rank)
@@ -108,12 +113,18 @@ class InferenceRank:
             self.metrics,
             recomputes=evicts,
         )
+        self._shipping = Shipping(
+            self.cache_rank,
+            self.lifecycle,
+            pools.req_to_token,
+            args.bulk_chunk_tokens,
+            shared_tail(self.config),
+        )
         self.decode_step = DecodeStep(
             planner,
             self.gate,
             self.cache_rank,
-            pools.req_to_token,
-            args.bulk_chunk_tokens,
+            self._shipping,
             self.eviction,
             self._measured_steps,
             self.metrics,
@@ -155,6 +166,8 @@ class InferenceRank:
     def on_weights_updated(self) -> None:
         """Send by what queries are forecast before the next step; updates come in many parts."""
         self._weights_have_changed = self._source is not None
+        self.weight_updates += 1
+        self._shipping.drop_unused(everything=True)
 
     # Events of requests.
 
@@ -163,6 +176,7 @@ class InferenceRank:
 
         It finished, or was aborted, retracted or preempted.
         """
+        reuse.forget(request)
         self.table.forget(request.req_pool_idx)
         sequence = self.lifecycle.end(request.req_pool_idx)
         self._note_if_none_is_live()
@@ -174,6 +188,7 @@ class InferenceRank:
         """End all epochs, because SGLang empties its pools."""
         for row in list(self.lifecycle.live):
             self.lifecycle.end(row)
+        self.lifecycle.forget_shared()
         self._note_if_none_is_live()
         self.cache_rank.attempt(lambda exchange: exchange.flush())
 
@@ -207,8 +222,8 @@ class InferenceRank:
         prepare_requests(requests)
         return [request.cache_rank_statistics.as_tuple() for request in requests]
 
-    def state(self) -> dict[str, Any]:
-        """Return what `/server_info` shows."""
+    def state(self, tree_cache: Any) -> dict[str, Any]:
+        """Return what `/server_info` shows; what SGLang's tree can give up counts as free."""
         self._measured_steps.settle()
         connection, last_loss = self._supervisor.connection, self._supervisor.last_loss
         return {
@@ -224,7 +239,7 @@ class InferenceRank:
             "sparse_requests": sum(
                 sequence.phase is Phase.SPARSE for sequence in self.lifecycle.live.values()
             ),
-            "pool_free_tokens": self._allocator.available_size(),
+            "pool_free_tokens": self._allocator.available_size() + tree_cache.evictable_size(),
             "retractions": self.cache_rank.retractions,
             "steps": self._planner.steps,
             **dataclasses.asdict(self.cache_rank.counters),

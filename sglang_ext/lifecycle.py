@@ -20,7 +20,9 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from cache_rank.config import CacheRankConfig
+from cache_rank.pages import PAGE_TOKENS
 from sglang_ext.recall import Means
+from sglang_ext.shared_prompts import SharedPrefix, SharedPrompts
 from sglang_ext.working_set import Reserve
 
 MOST_LOSSES = 2
@@ -126,7 +128,7 @@ class SparseSequence:
         request: SGLang's Req.
         row: request slot.
         block: first pool row of its reserve block.
-        reserved_tokens: cache-rank capacity set aside for it.
+        reserved_tokens: cache-rank capacity set aside for what it holds alone.
         phase: see the module.
         shipped: tokens sent in bulk so far.
         exchanged: steps exchanged so far, counted until it has settled: sparse, all slots in use.
@@ -135,6 +137,7 @@ class SparseSequence:
             step itself.
         ended: nothing may be written into its block any more.
         orphaned: the cache rank that held its K and V is gone, and SGLang must recompute it.
+        prefix: the pages of its prompt that it has in common with others.
     """
 
     epoch: int
@@ -150,15 +153,28 @@ class SparseSequence:
     fresh_filled: int = 0
     ended: bool = False
     orphaned: bool = False
+    prefix: SharedPrefix = dataclasses.field(default_factory=SharedPrefix)
 
 
 class Lifecycle:
-    """All live epochs of one inference rank."""
+    """All live epochs of one inference rank.
+
+    Attributes:
+        capacity_tokens: how many tokens fit in the cache rank.
+        live: the epochs by request slot.
+        prompts: what prompts have in common; None where nothing is shared.
+    """
 
     def __init__(
-        self, config: CacheRankConfig, reserve: Reserve, threshold: int, context_length: int
+        self,
+        config: CacheRankConfig,
+        reserve: Reserve,
+        threshold: int,
+        context_length: int,
+        prompts: SharedPrompts | None = None,
     ) -> None:
         self.capacity_tokens = 0
+        self.prompts = prompts
         self.live: dict[int, SparseSequence] = {}
         self._config = config
         self._reserve = reserve
@@ -171,8 +187,7 @@ class Lifecycle:
         """Say why a request may not begin an epoch: what is its own first, then what may pass."""
         if length < self._threshold:
             return "below_threshold"
-        custom = request.sampling_params.custom_params
-        if isinstance(custom, dict) and custom.get("cache_rank") is False:
+        if asks_to_stay_dense(request):
             return "asked"
         if request.cache_rank_failed:
             return "recomputed"
@@ -182,24 +197,27 @@ class Lifecycle:
             return "down"
         if self._reserve.free_blocks == 0:
             return "max_sparse_requests"
-        if self._reserved_tokens + self._final_length(request) > self.capacity_tokens:
+        prefix = self._prefix(request, length)
+        if not self._fits(self._alone(request, prefix.expected), prefix):
             return "cache_rank_memory"
         return None
 
-    def begin(self, request: Any) -> SparseSequence:
-        """Begin an epoch for a request that has no reason to stay dense."""
+    def begin(self, request: Any, length: int = 0) -> SparseSequence:
+        """Begin an epoch for a request of so many tokens that has no reason to stay dense."""
         self._last_epoch += 1
         block = self._reserve.take()
         request.cache_rank_statistics.dense_reason = "shipping"
+        prefix = self._prefix(request, length)
         sequence = SparseSequence(
             epoch=self._last_epoch,
             request=request,
             row=request.req_pool_idx,
             block=block,
-            reserved_tokens=self._final_length(request),
+            reserved_tokens=0,
             statistics=request.cache_rank_statistics,
+            prefix=prefix,
         )
-        self._reserved_tokens += sequence.reserved_tokens
+        self._reserve_tokens(sequence, self._alone(request, prefix.expected))
         self.live[sequence.row] = sequence
         return sequence
 
@@ -210,7 +228,36 @@ class Lifecycle:
             sequence.ended = True
             self._reserved_tokens -= sequence.reserved_tokens
             self._reserve.give_back(sequence.block)
+            if self.prompts is not None:
+                self.prompts.end(sequence.prefix)
         return sequence
+
+    def take_shared(self, sequence: SparseSequence) -> list[int] | None:
+        """Let an epoch have the pages of its prompt that there are.
+
+        Returns:
+            Their names; None if there is no room for the others, which there was when it began.
+        """
+        assert self.prompts is not None
+        prefix = sequence.prefix
+        wanted = self._alone(sequence.request, self.prompts.found(prefix))
+        if not self._fits(wanted - sequence.reserved_tokens, prefix):
+            return None
+        self._reserve_tokens(sequence, wanted)
+        return self.prompts.take(prefix)
+
+    def name_shipped(self, sequence: SparseSequence) -> list[int]:
+        """Name the pages of an epoch that are complete, for others to have; return the names."""
+        assert self.prompts is not None
+        names = self.prompts.name_shipped(sequence.prefix, sequence.shipped)
+        sequence.reserved_tokens -= PAGE_TOKENS * len(names)
+        self._reserved_tokens -= PAGE_TOKENS * len(names)
+        return names
+
+    def forget_shared(self) -> None:
+        """Forget what prompts have in common, because the cache rank does."""
+        if self.prompts is not None:
+            self.prompts.clear()
 
     def move_on(self, sequence: SparseSequence, position: int) -> bool:
         """Move an epoch on to the step at `position`, and say whether it turns sparse there."""
@@ -232,10 +279,43 @@ class Lifecycle:
             if sequence.epoch == epoch:
                 sequence.statistics.add_measured(measured)
 
+    def _prefix(self, request: Any, length: int) -> SharedPrefix:
+        """What a request may share: tokens that were computed densely."""
+        if self.prompts is None:
+            return SharedPrefix()
+        dense = request.cache_rank_dense_tokens
+        return self.prompts.prefix_of(request, length if dense is None else min(dense, length))
+
+    def _alone(self, request: Any, pages: int) -> int:
+        """How many tokens a request holds alone, if it has so many pages of others."""
+        spared = 0 if self.prompts is None else self.prompts.tokens_spared(pages)
+        return self._final_length(request) - spared
+
+    def _fits(self, tokens: int, prefix: SharedPrefix) -> bool:
+        """Whether there is room, if need be in place of pages that nobody has."""
+        held = self._reserved_tokens
+        if self.prompts is not None:
+            held += self.prompts.tokens - self.prompts.droppable(prefix.keys)
+        return held + tokens <= self.capacity_tokens
+
+    def _reserve_tokens(self, sequence: SparseSequence, tokens: int) -> None:
+        """Set room aside, which there is."""
+        self._reserved_tokens += tokens - sequence.reserved_tokens
+        sequence.reserved_tokens = tokens
+        if self.prompts is not None:
+            over = self._reserved_tokens + self.prompts.tokens - self.capacity_tokens
+            self.prompts.drop(over, sequence.prefix.keys)
+
     def _final_length(self, request: Any) -> int:
         wanted = len(request.origin_input_ids) + (request.sampling_params.max_new_tokens or 0)
         # One token more than asked for: the overlap schedule runs one step beyond the end.
         return min(wanted, self._context_length) + 1
+
+
+def asks_to_stay_dense(request: Any) -> bool:
+    """Whether the `custom_params` of a request say so."""
+    custom = request.sampling_params.custom_params
+    return isinstance(custom, dict) and custom.get("cache_rank") is False
 
 
 def prepare_requests(requests: Sequence[Any]) -> None:
@@ -245,4 +325,6 @@ def prepare_requests(requests: Sequence[Any]) -> None:
             request.cache_rank_statistics = RequestStatistics()
             request.cache_rank_failed = False
             request.cache_rank_losses = 0
+            request.cache_rank_dense_tokens = None
+            request.cache_rank_page_keys = None
             request.cache_rank_dense_reasons = set()

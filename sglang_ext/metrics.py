@@ -197,6 +197,7 @@ class CacheRankMetrics:
         return {
             "tokens_held": report.tokens_held,
             "bytes_held": report.bytes_held,
+            "tokens_kept": report.tokens_kept,
             "epochs": report.epochs,
             "overflow_tokens": report.overflow_tokens,
             "refused_messages": report.refused_messages,

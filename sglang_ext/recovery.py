@@ -124,6 +124,7 @@ class CacheRankHandle:
             else:
                 self._lifecycle.end(row)
                 self._table.forget(row)
+        self._lifecycle.forget_shared()
         if not self._lifecycle.live:
             self._metrics.on_no_sparse_requests()
 

@@ -62,6 +62,11 @@ class CacheRankServerArgs(CacheRankFlags):
         if not self.is_baseline:
             self._say_what_to_expect()
 
+    def _handle_mamba_radix_cache(self, *args: Any, **kwargs: Any) -> None:
+        """Ask nothing of a machine for models that are refused, in our words, a little later."""
+        if self.cache_rank_gpus == 0 and not self.is_baseline:
+            super()._handle_mamba_radix_cache(*args, **kwargs)
+
     def _refuse_arguments(self) -> None:
         """Refuse what the user explicitly asked for and cannot have."""
         refuse(self, servers.SERVERS)
@@ -111,7 +116,11 @@ class CacheRankServerArgs(CacheRankFlags):
 
     def _set_required(self) -> None:
         """Set what decode over working sets needs, and say so."""
-        self._set("disable_radix_cache", True, "sparse requests leave the pool")
+        if self.is_baseline:
+            self._set("disable_radix_cache", True, "a baseline has to see every token prefilled")
+        elif not self.reuses_prefixes:
+            why = "--inference-kv working-set frees the rows that could be reused; full keeps them"
+            self._set("disable_radix_cache", True, why)
         if self.is_baseline:
             self._set("page_size", baselines.page_size(self), "what is selected together")
         else:

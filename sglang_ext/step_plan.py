@@ -19,6 +19,7 @@ from cache_rank.config import CacheRankConfig
 from cache_rank.graphs import capture
 from cache_rank.operations import operations_for
 from cache_rank.protocol import Measured
+from sglang_ext import reuse
 from sglang_ext.exchange.base import Exchange
 from sglang_ext.exchange.pinned_ring import Field, HostToDeviceRing
 from sglang_ext.exchange.slots import ExchangedRows, SlotBuffers
@@ -27,6 +28,7 @@ from sglang_ext.memory import reserve_block_rows
 from sglang_ext.metrics import CacheRankMetrics
 from sglang_ext.pools import Pools, first_reserve_row
 from sglang_ext.server_args import CacheRankServerArgs
+from sglang_ext.shared_prompts import shared_prompts
 from sglang_ext.working_set import Reserve, WorkingSetTable
 
 GRAPH_PADDING = 256
@@ -121,6 +123,7 @@ class StepPlanner:
             ),
             args.sparse_threshold,
             pools.req_to_token.shape[1],
+            shared_prompts(args, config),
         )
         self.numbers = _step_numbers(self.table) if by_kernels else None
         self._config = config
@@ -209,7 +212,7 @@ class StepPlanner:
         """Begin an epoch, unless there is a reason against it."""
         reason = self.lifecycle.reason_to_stay_dense(request, length, is_up)
         if reason is None:
-            return self.lifecycle.begin(request)
+            return self.lifecycle.begin(request, length)
         statistics = request.cache_rank_statistics
         if statistics.dense_reason != reason:
             statistics.dense_reason = reason
@@ -221,6 +224,7 @@ class StepPlanner:
         """Move an epoch on; from where it turns sparse it attends to its working set."""
         if self.lifecycle.move_on(sequence, position):
             self.table.enter(sequence.row, position, sequence.block)
+            reuse.note_sparse(sequence.request, position)
             self._copy_sinks(sequence)
 
     def _copy_sinks(self, sequence: SparseSequence) -> None:

@@ -81,6 +81,15 @@ def create(config: CacheRankConfig, pages: int, device: torch.device) -> Residen
     return held
 
 
+def shared_tail(config: CacheRankConfig) -> int | None:
+    """How many tokens beyond a page's end must be shipped before other sequences may have it.
+
+    None where they may not.
+    """
+    held = FORMATS[config.kv_residency]
+    return held.tail_tokens() if held.shares_pages else None
+
+
 def bytes_per_token(config: CacheRankConfig) -> int:
     """Memory of one token in the configured format, and of its sketch if there is one."""
     return sum(part.bytes_per_token(config) for part in _parts(config))

@@ -39,6 +39,15 @@ class Residency(ABC):
     captures_append: ClassVar[bool] = True
     """Appends of as many rows always queue the same work, so that CUDA graphs can capture them."""
 
+    shares_pages: ClassVar[bool] = True
+    """A complete page depends on nothing but its own tokens, so that several sequences can have it.
+    """
+
+    @classmethod
+    def tail_tokens(cls) -> int:
+        """So many tokens of complete pages are held outside of them, too, while they are newest."""
+        return 0
+
     @classmethod
     def validate(cls, options: Mapping[str, OptionValue]) -> None:
         """Check options of this format.
@@ -134,6 +143,20 @@ class Residency(ABC):
             keys, values: (R, len(layers), Hkv, C, D) in the pool's dtype or in float8_e4m3fn,
                 rounded from that; written in place.
         """
+
+    def load_tail(self, slot: int, start: int, shipment: Tensor) -> None:
+        """Take over tokens whose page the sequence has from another, so that they can be newest.
+
+        Args:
+            slot: the sequence's slot.
+            start: the position of the first, `tail_tokens` before the end of its page or later.
+            shipment: (2, layers, n, Hkv, D).
+        """
+        return
+
+    def copy_page(self, source: int, target: int) -> None:
+        """Copy a page: a format with `tail_tokens` writes the last one of another again."""
+        return
 
     def end(self, slot: int) -> None:
         """Forget a sequence that has ended; its slot may begin another.

@@ -45,6 +45,10 @@ class CodedResidency(Residency):
         return cls.group_tokens * (cls.full_groups + 1)
 
     @classmethod
+    def tail_tokens(cls) -> int:
+        return cls.group_tokens * cls.full_groups
+
+    @classmethod
     def bytes_per_token(cls, config: CacheRankConfig) -> int:
         model = config.model
         planes = [plane for codec in cls.codecs(config) for plane in codec.planes(model.head_dim)]
@@ -102,6 +106,15 @@ class CodedResidency(Residency):
         )
         self._operations.load_tokens(shipment, *self._tokens.rings, slots, start)
         self.check()
+
+    def load_tail(self, slot: int, start: int, shipment: Tensor) -> None:
+        (slots,) = upload((torch.tensor([slot], dtype=torch.int32),), self._device)
+        self._operations.load_tokens(shipment, *self._tokens.rings, slots, start)
+
+    def copy_page(self, source: int, target: int) -> None:
+        for planes in self._tokens.planes:
+            for plane in planes:
+                plane[target].copy_(plane[source])
 
     def append(self, rows: StepRows, layers: range, up: Tensor, query_ring: Tensor) -> None:
         self._operations.append_step(

@@ -90,6 +90,13 @@ class SketchedResidency(Residency):
             shipment[0], self._codes, self._sketch, self._shape, pages, start
         )
 
+    def load_tail(self, slot: int, start: int, shipment: Tensor) -> None:
+        self._held.load_tail(slot, start, shipment)
+
+    def copy_page(self, source: int, target: int) -> None:
+        self._held.copy_page(source, target)
+        self._codes[target].copy_(self._codes[source])
+
     def append(self, rows: StepRows, layers: range, up: Tensor, query_ring: Tensor) -> None:
         self._held.append(rows, layers, up, query_ring)
         first_key = self._model.query_heads

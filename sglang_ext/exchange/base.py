@@ -13,7 +13,10 @@ from cache_rank.channels.transport import Pending
 from cache_rank.config import CacheRankConfig
 from cache_rank.measure.timeline import Span
 from cache_rank.operations import operations_for
+from cache_rank.pages import PAGE_TOKENS
 from cache_rank.protocol import (
+    Adopt,
+    Drop,
     End,
     Flush,
     KeyBasis,
@@ -21,6 +24,7 @@ from cache_rank.protocol import (
     Measured,
     Projection,
     Row,
+    Share,
     Step,
     bulk_shape,
 )
@@ -95,6 +99,7 @@ class ExchangeCounters:
     down_bytes: int = 0
     bulk_bytes: int = 0
     tokens_shipped: int = 0
+    tokens_adopted: int = 0
 
     def add(self, other: ExchangeCounters) -> None:
         """Add the totals of another exchange."""
@@ -189,6 +194,19 @@ class Exchange(ABC):
     @abstractmethod
     def ship(self, sequence: SparseSequence, pool_rows: Tensor) -> None:
         """Send the next tokens of a prompt, whose pool rows are given, in the background."""
+
+    def adopt(self, sequence: SparseSequence, names: list[int]) -> None:
+        """Let an epoch, which may be new, begin with pages that the cache rank has."""
+        self.connection.control.send(Adopt(sequence.epoch, names))
+        self.counters.tokens_adopted += PAGE_TOKENS * len(names)
+
+    def share(self, sequence: SparseSequence, names: list[int]) -> None:
+        """Name the next complete pages of an epoch, for others to have."""
+        self.connection.control.send(Share(sequence.epoch, names))
+
+    def drop(self, names: list[int]) -> None:
+        """Let pages of these names go."""
+        self.connection.control.send(Drop(names))
 
     def end(self, epochs: list[int]) -> None:
         """Tell the cache rank that epochs are over."""

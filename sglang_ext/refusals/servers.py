@@ -138,9 +138,8 @@ SERVERS = (
     Refusal(
         "--radix-cache-backend --enable-hierarchical-cache --enable-lmcache "
         "--enable-session-radix-cache",
-        "prompts of sparse requests leave the KV pool, so prefixes are not shared",
+        "only SGLang's own radix cache, in the KV pool, is told what was computed densely",
     ),
-    Refusal("--strip-thinking-cache", "this spares the radix cache, which is off"),
     Refusal("--enable-mixed-chunk", "prefill and decode rows cannot share a batch"),
     Refusal(
         "--enable-two-batch-overlap --enable-pdmux --enable-streaming-session",
@@ -198,6 +197,21 @@ CACHE_RANKS = (
         "--page-size",
         "tokens are selected one by one, so a page holds one token",
         when=lambda args: args.page_size not in (None, 1),
+    ),
+    Refusal(
+        "--reuse-sparse-tokens --disable-radix-cache --inference-kv",
+        "nothing is reused without a radix cache",
+        "drop --reuse-sparse-tokens",
+        lambda args: (
+            args.reuse_sparse_tokens == "on"
+            and (args.disable_radix_cache or not args.reuses_prefixes)
+        ),
+    ),
+    Refusal(
+        "--inference-kv --strip-thinking-cache",
+        "this spares the radix cache, which is off with --inference-kv working-set",
+        "drop --strip-thinking-cache, or pass --inference-kv full",
+        lambda args: args.inference_kv == "working-set" and args.strip_thinking_cache,
     ),
     Refusal(
         "--inference-kv --max-queued-requests",

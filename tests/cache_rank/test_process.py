@@ -22,10 +22,13 @@ from torch import Tensor
 from cache_rank.channels.control import MAX_FRAME_BYTES, ControlSender, seal
 from cache_rank.channels.transport import TransportError
 from cache_rank.config import CacheRankConfig, ModelShape
+from cache_rank.pages import PAGE_TOKENS
 from cache_rank.protocol import (
     NO_EPOCH,
+    Adopt,
     AnswerHeader,
     DownMessage,
+    Drop,
     End,
     Flush,
     Load,
@@ -34,6 +37,7 @@ from cache_rank.protocol import (
     Open,
     Report,
     Row,
+    Share,
     Step,
 )
 from cache_rank.schedule import Boundary
@@ -454,6 +458,53 @@ def test_loads_and_ends_of_what_is_not_live_are_refused(rank: InferenceRank) -> 
     rank.expect_refused(len(bad_loads) + 5)
     rank.decode([request])
     rank.end(request)
+
+
+def test_a_request_on_pages_of_another_is_served_as_if_it_had_shipped_them(
+    rank: InferenceRank,
+) -> None:
+    send = rank.connection.control.send
+    first = rank.arrive(prompt=PAGE_TOKENS + 40)
+    twin = Request(rank.config, first.epoch, PAGE_TOKENS + 40)
+    twin.epoch = rank.new_request(prompt=1).epoch
+    send(Adopt(twin.epoch, []))  # waits, and is overtaken
+    later = rank.arrive(prompt=20)
+    send(Share(first.epoch, [1]))
+    send(Adopt(twin.epoch, [1]))
+    rest = twin.prompt[:, :, PAGE_TOKENS:].contiguous()
+    rank.send_load(Load(twin.epoch, PAGE_TOKENS, 40), rest)
+    rank.decode([first, twin, later])
+    rank.reports.wait_for(lambda report: report.tokens_held == PAGE_TOKENS + 2 * 41 + 21)
+    rank.end(first)
+    for _ in range(20):
+        rank.decode([twin, later])
+    rank.end(twin, later)
+    rank.reports.wait_for(lambda report: report.tokens_held == report.tokens_kept == PAGE_TOKENS)
+    send(Drop([1]))
+    rank.reports.wait_for(lambda report: report.bytes_held == 0)
+
+
+def test_pages_that_there_are_not_are_refused(rank: InferenceRank) -> None:
+    request, ended, long = rank.arrive(20), rank.arrive(20), rank.arrive(2 * PAGE_TOKENS + 1)
+    rank.end(ended)
+    send = rank.connection.control.send
+    send(Share(long.epoch, [1]))
+    bad = [
+        Share(request.epoch, [2]),  # has no complete page
+        Share(long.epoch, [1]),  # the name is taken
+        Share(long.epoch, [2, 2]),
+        Share(long.epoch, [2, 3]),  # has one more
+        Share(ended.epoch, [2]),
+        Adopt(ended.epoch, [1]),
+        Adopt(request.epoch, [1]),  # holds tokens
+        Adopt(long.epoch, [2]),
+        Drop([2]),
+    ]
+    for message in bad:
+        send(message)
+    rank.expect_refused(len(bad))
+    rank.decode([request, long])
+    rank.end(request, long)
 
 
 def test_a_second_open_is_refused(rank: InferenceRank) -> None:

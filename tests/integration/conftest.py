@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from workload import TENTH_OF_THE_CONTEXT, VOCABULARY
+from workload import REUSE, SMALL_CACHE_RANK, STRICT, TENTH_OF_THE_CONTEXT, VOCABULARY
 
 from scripts.shared.serving import PLAIN, Server, serve
+from sglang_ext.refusals import ALLOW_LARGE_BUDGET_VARIABLE
 
 
 @pytest.fixture(scope="session")
@@ -63,6 +64,15 @@ def plain_server(random_model: Callable[..., Path]) -> Iterator[Server]:
     """Plain SGLang serves the default random model."""
     arguments = [*PLAIN, "--model-path", str(random_model()), "--skip-tokenizer-init"]
     with serve(arguments) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def reusing_server(random_model: Callable[..., Path]) -> Iterator[Server]:
+    """A server whose sparse steps attend to everything, which plain SGLang checks."""
+    flags = [*SMALL_CACHE_RANK, *REUSE, "--sparse-budget", "1024", "--delta-capacity", "64"]
+    environment = {ALLOW_LARGE_BUDGET_VARIABLE: "1", **STRICT}
+    with serve([*flags, "--model-path", str(random_model())], environment) as server:
         yield server
 
 

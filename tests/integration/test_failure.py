@@ -245,4 +245,4 @@ def test_the_pool_is_freed_where_it_may_be(server: Server, streams: Streams) -> 
         assert used < 16 + 2 * 64
     else:
         assert used > 270
-    assert server.wait_for(10, tokens_held=0)["pool_free_tokens"] == free
+    assert server.wait_for(10, epochs=0)["pool_free_tokens"] == free

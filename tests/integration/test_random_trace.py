@@ -1,5 +1,7 @@
 """A long random trace of arrivals, aborts, retractions and flushes leaves nothing behind.
 
+Prompts begin as others do, or go on where a conversation has got to.
+
 Both ranks compare checksums of every slot at every step, and SGLang checks its pools after every
 batch.
 """
@@ -24,6 +26,8 @@ from sglang_ext.flags import CHECKSUM_VARIABLE
 SEED = 0
 OPERATIONS = 320
 MOST_AT_ONCE = 12
+SHARED_PROMPTS = 3
+LONGEST_CONVERSATION = 500
 
 
 def random_operation(source: random.Random) -> tuple[str, *tuple[Any, ...]]:
@@ -32,7 +36,9 @@ def random_operation(source: random.Random) -> tuple[str, *tuple[Any, ...]]:
     (kind,) = source.choices(kinds, weights=(8, 8, 3, 1, 1))
     if kind == "arrive":
         sparse_allowed = source.random() < 0.8
-        return kind, source.randint(10, 400), source.randint(1, 150), sparse_allowed
+        begins = source.choice(("alone", "shared", "shared", "conversation"))
+        place = source.randrange(1000), source.random()
+        return kind, begins, place, source.randint(10, 400), source.randint(1, 150), sparse_allowed
     if kind == "decode":
         return kind, source.randint(10, 80)  # milliseconds
     if kind == "abort":
@@ -47,6 +53,8 @@ class Trace:
         self.server = server
         self.active: dict[str, Future[Any]] = {}
         self.finished: list[Any] = []
+        self.prompts: dict[str, list[int]] = {}
+        self.said: list[list[int]] = []
         self.happened: Counter[str] = Counter()
         self._names = (f"trace-{index}" for index in itertools.count())
         self._pool = ThreadPoolExecutor(MOST_AT_ONCE)
@@ -56,13 +64,28 @@ class Trace:
         getattr(self, kind)(*values)
         self.happened[kind] += 1
 
-    def arrive(self, prompt_tokens: int, new_tokens: int, sparse: bool) -> None:
+    def arrive(
+        self,
+        begins: str,
+        place: tuple[int, float],
+        prompt_tokens: int,
+        new_tokens: int,
+        sparse: bool,
+    ) -> None:
         if len(self.active) == MOST_AT_ONCE:
             self.decode(50)
             return
         name = next(self._names)
         (prompt,) = random_prompts([prompt_tokens], seed=prompt_tokens)
+        which, share = place
+        if begins == "shared":
+            (shared,) = random_prompts([400], seed=1000 + which % SHARED_PROMPTS)
+            prompt[: round(share * prompt_tokens)] = shared[: round(share * prompt_tokens)]
+        elif begins == "conversation" and self.said:
+            earlier = self.said[which % len(self.said)]
+            prompt = earlier[: round(2 * share * len(earlier))] + prompt[:40]
         parameters = {} if sparse else {"custom_params": {"cache_rank": False}}
+        self.prompts[name] = prompt
         self.active[name] = self._pool.submit(
             self.server.generate, prompt, new_tokens, rid=name, sampling_params=parameters
         )
@@ -84,19 +107,24 @@ class Trace:
         assert self.server.post("/flush_cache").status_code in (200, 400)
 
     def finish(self) -> None:
-        for future in self.active.values():
-            self.finished.append(future.result(timeout=120))
+        for name, future in self.active.items():
+            self._keep(name, future.result(timeout=120))
         self.active.clear()
         self._pool.shutdown()
 
     def _collect(self) -> None:
         for name, future in list(self.active.items()):
             if future.done():
-                self.finished.append(self.active.pop(name).result())
+                self._keep(name, self.active.pop(name).result())
+
+    def _keep(self, name: str, response: Any) -> None:
+        self.finished.append(response)
+        said = self.prompts.pop(name) + response.get("output_ids", [])
+        self.said = [*self.said[-3:], said[:LONGEST_CONVERSATION]]
 
 
 @pytest.mark.parametrize(
-    "inference_kv", [pytest.param("full", marks=pytest.mark.thorough), "working-set"]
+    "inference_kv", ["full", pytest.param("working-set", marks=pytest.mark.thorough)]
 )
 def test_nothing_is_left_behind(inference_kv: str, random_model: Callable[..., Path]) -> None:
     arguments = [
@@ -126,10 +154,17 @@ def test_nothing_is_left_behind(inference_kv: str, random_model: Callable[..., P
         reasons = Counter(r["meta_info"]["finish_reason"]["type"] for r in finished)
         assert set(reasons) <= {"length", "abort"}
         assert reasons["length"] > 20
+        cached = sum(r["meta_info"].get("cached_tokens", 0) for r in finished)
+        assert cached > 2000 if inference_kv == "full" else cached == 0
         statistics = [r["meta_info"].get("cache_rank", {}) for r in finished]
         assert sum(one.get("sparse_steps", 0) > 0 for one in statistics) > 10
         assert sum(r["meta_info"].get("num_retractions", 0) for r in finished) > 10
-        state = server.wait_for(15, tokens_held=0, bytes_held=0, epochs=0)
+        assert server.wait_for(15, epochs=0)["pool_free_tokens"] == free
+        state = server.cache_rank()
+        assert state["tokens_held"] == state["tokens_kept"]
+        assert state["tokens_adopted"] > 0
+        assert server.post("/flush_cache").status_code == 200
+        state = server.wait_for(15, tokens_held=0, bytes_held=0)
         assert state["pool_free_tokens"] == free
         assert state["starts"] == 1
         assert state["refused_messages"] == 0

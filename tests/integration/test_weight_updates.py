@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import base64
+import threading
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from workload import SMALL_CACHE_RANK, random_prompts
+from workload import SMALL_CACHE_RANK, STRICT, difference, random_prompts
 
 from cache_rank.measure.recording import RECORD_VARIABLE, read_events
-from scripts.shared.serving import serve
+from scripts.shared.serving import Server, free_port, log_probabilities, serve
 
 pytestmark = [pytest.mark.thorough, pytest.mark.xdist_group("weight-updates")]
 
@@ -44,6 +48,7 @@ def test_new_weights_reach_the_cache_rank(
         after = server.generate(prompt, 40)
         assert after["meta_info"]["cache_rank"]["sparse_steps"] > 20
         assert after["output_ids"] != before
+        assert after["meta_info"]["cached_tokens"] == 0  # its prefix is in no tree any more
         assert server.cache_rank()["starts"] == 1
     events = [e for e in read_events(recorded) if e["kind"] == "projection"]
     forecast = [1, 2]  # of three sparse layers, the first is served by the last step's queries
@@ -51,3 +56,136 @@ def test_new_weights_reach_the_cache_rank(
     for first, second in zip(events[:2], events[2:], strict=True):
         torch.testing.assert_close(second["projection"][:-2], -first["projection"][:-2])
         assert torch.equal(second["projection"][-1], first["projection"][-1])
+
+
+# What loops of reinforcement learning call between steps.
+
+
+@pytest.fixture(scope="module")
+def server(random_model: Callable[..., Path]) -> Iterator[Server]:
+    flags = [*SMALL_CACHE_RANK, *FLAGS, "--model-path", str(random_model("qwen3", 4))]
+    with serve(flags, STRICT) as running:
+        yield running
+
+
+class Trainer:
+    """Changes what two layers make of their input, and with it K and V of all layers behind."""
+
+    def __init__(self, server: Server, model: Path) -> None:
+        self._server = server
+        self._weights = load_file(model / "model.safetensors")
+        self._group: Any = None
+
+    def weights(self, factor: float) -> dict[str, torch.Tensor]:
+        names = [f"model.layers.{layer}.self_attn.v_proj.weight" for layer in (0, 2)]
+        return {name: factor * self._weights[name] for name in names}
+
+    def update_from_tensor(self, factor: float, **options: Any) -> Any:
+        from sglang.srt.utils import MultiprocessingSerializer
+
+        torch.multiprocessing.set_sharing_strategy("file_system")
+        packed = MultiprocessingSerializer.serialize(list(self.weights(factor).items()))
+        body = {"serialized_named_tensors": [base64.b64encode(packed).decode()], **options}
+        return self._server.post("/update_weights_from_tensor", body)
+
+    def update_from_distributed(self, factor: float, **options: Any) -> Any:
+        weights = self.weights(factor)
+        body = {
+            "names": list(weights),
+            "dtypes": ["float32"] * len(weights),
+            "shapes": [list(weight.shape) for weight in weights.values()],
+            **options,
+        }
+        answers: list[Any] = []
+        request = threading.Thread(
+            target=lambda: answers.append(
+                self._server.post("/update_weights_from_distributed", body)
+            )
+        )
+        group = self.group()
+        request.start()
+        for weight in weights.values():
+            torch.distributed.broadcast(weight.contiguous(), src=0, group=group)
+        request.join()
+        return answers[0]
+
+    def group(self) -> Any:
+        if self._group is None:
+            from sglang.srt.utils import init_custom_process_group
+
+            port = free_port()
+            place = {"master_address": "127.0.0.1", "master_port": port}
+            body = {**place, "rank_offset": 1, "world_size": 2, "backend": "gloo"}
+            request = threading.Thread(
+                target=lambda: self._server.post("/init_weights_update_group", body)
+            )
+            request.start()
+            self._group = init_custom_process_group(
+                backend="gloo",
+                init_method=f"tcp://127.0.0.1:{port}",
+                world_size=2,
+                rank=0,
+                group_name="weight_update_group",
+            )
+            request.join()
+        return self._group
+
+
+@pytest.fixture(scope="module")
+def trainer(server: Server, random_model: Callable[..., Path]) -> Trainer:
+    return Trainer(server, random_model("qwen3", 4))
+
+
+@pytest.mark.parametrize("source", ["tensor", "distributed"])
+@pytest.mark.parametrize("flushes", [True, False])
+def test_a_prefix_of_old_weights_is_not_reused(
+    server: Server, trainer: Trainer, source: str, flushes: bool
+) -> None:
+    update = getattr(trainer, f"update_from_{source}")
+    (prompt,) = random_prompts([700], seed=8)
+    for factor in (0.5, 2.0, 1.0):
+        old = server.generate(prompt, 30, return_logprob=True)
+        again = server.generate(prompt, 30, return_logprob=True)
+        assert again["meta_info"]["cached_tokens"] == len(prompt) - 1
+        adopted = server.cache_rank()["tokens_adopted"]
+        answer = update(factor, flush_cache=flushes)
+        assert answer.json()["success"], answer.text
+        new = server.generate(prompt, 30, return_logprob=True)
+        assert new["meta_info"]["cached_tokens"] == 0
+        assert server.cache_rank()["tokens_adopted"] == adopted
+        assert difference(log_probabilities(new), log_probabilities(old)) > 1e-3
+        assert server.post("/flush_cache").status_code == 200
+        fresh = server.generate(prompt, 30, return_logprob=True)
+        assert new["output_ids"] == fresh["output_ids"]
+        assert difference(log_probabilities(new), log_probabilities(fresh)) < 1e-5
+    state = server.cache_rank()
+    assert state["starts"] == 1
+    assert state["refused_messages"] == 0
+
+
+@pytest.mark.parametrize("mode", ["retract", "in_place"])
+def test_weights_change_while_generation_is_paused(
+    server: Server, trainer: Trainer, mode: str
+) -> None:
+    prompts = random_prompts([300] * 4, seed=9)
+    responses: list[Any] = []
+    requests = threading.Thread(target=lambda: responses.extend(server.generate_all(prompts, 400)))
+    requests.start()
+    deadline = time.monotonic() + 60
+    while not server.cache_rank()["sparse_requests"]:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    server.post("/pause_generation", {"mode": mode}).raise_for_status()
+    assert trainer.update_from_tensor(0.5, flush_cache=False).json()["success"]
+    server.post("/continue_generation").raise_for_status()
+    requests.join()
+    assert [len(response["output_ids"]) for response in responses] == [400] * 4
+    assert all(one["meta_info"]["cache_rank"]["sparse_steps"] > 50 for one in responses)
+    for prompt in prompts:  # none of them is found by the weights of today
+        assert trainer.update_from_tensor(1.0, flush_cache=False).json()["success"]
+        assert server.generate(prompt, 1)["meta_info"]["cached_tokens"] == 0
+    state = server.wait_for(10, epochs=0)
+    assert state["tokens_held"] == state["tokens_kept"]
+    assert state["starts"] == 1
+    assert server.post("/flush_cache").status_code == 200
+    server.wait_for(10, tokens_held=0)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 
+from sglang_ext.flags import CHECKSUM_VARIABLE
+
 VOCABULARY = 300
 
 SMALL_CACHE_RANK = (
@@ -18,6 +20,14 @@ TENTH_OF_THE_CONTEXT = (
     "--sink-tokens 4 --recent-tokens 16 --selection-margin 8 --delta-capacity 40 "
     "--recall-interval 4"
 ).split()
+
+REUSE = (
+    "--skip-tokenizer-init --sparse-threshold 100 --max-total-tokens 2500 "
+    "--chunked-prefill-size 128"
+).split()
+
+STRICT = {CHECKSUM_VARIABLE: "1", "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "2"}
+"""The environment of a server that checks slots at every step, and pools after every batch."""
 
 DENSE = {"sampling_params": {"custom_params": {"cache_rank": False}}}
 """A request with these options stays dense."""

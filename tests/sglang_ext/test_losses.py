@@ -54,6 +54,7 @@ ARGS: Any = SimpleNamespace(
     enable_metrics=True,
     inference_kv="full",
     kv_residency="bf16",
+    disable_radix_cache=True,
     max_sparse_requests=2,
     served_model_name="model",
     sink_tokens=2,
@@ -157,7 +158,7 @@ def test_metrics_follow_while_prompts_are_shipped_and_nothing_is_sparse(
 ) -> None:
     sparse, shipped = decoding.arrive(slot=1), decoding.arrive(slot=2)
     decoding.step_until(sparse, lambda: decoding.phase_of(sparse) is Phase.SPARSE)
-    monkeypatch.setattr(decoding.rank.decode_step, "_chunk_tokens", 4)
+    monkeypatch.setattr(decoding.rank._shipping, "_chunk_tokens", 4)
     before = exported("bulk_bytes_total")
     decoding.step(shipped)
     decoding.rank.on_request_freed(sparse)

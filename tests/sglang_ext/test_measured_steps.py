@@ -66,6 +66,7 @@ class Policy:
             enable_metrics=False,
             inference_kv=self.inference_kv,
             kv_residency=self.kv_residency,
+            disable_radix_cache=True,
             max_sparse_requests=2,
             sink_tokens=2,
             sparse_budget=24,
@@ -112,6 +113,8 @@ class Decoding:
         params = SimpleNamespace(custom_params=None, max_new_tokens=CONTEXT - PROMPT)
         request = SimpleNamespace(
             req_pool_idx=slot,
+            output_ids=[],
+            extra_key=None,
             origin_input_ids=[0] * PROMPT,
             sampling_params=params,
             length=PROMPT,

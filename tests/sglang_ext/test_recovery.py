@@ -29,7 +29,9 @@ class Requests:
         self.exchange: Any = Mock(counters=ExchangeCounters(up_bytes=5))
         self.supervisor, self.table, self.metrics = Mock(), Mock(), Mock()
         self.exchange.connection = self.supervisor.connection
-        lifecycle: Any = SimpleNamespace(live=self.live, end=self._end, capacity_tokens=0)
+        lifecycle: Any = SimpleNamespace(
+            live=self.live, end=self._end, capacity_tokens=0, forget_shared=lambda: None
+        )
         parts = (lifecycle, self.table, self.metrics)
         self.handle = CacheRankHandle(
             self.supervisor, lambda connection: self.exchange, *parts, recomputes

@@ -172,7 +172,9 @@ CASES = [
             "--enable-hierarchical-cache",
             "--enable-lmcache",
             "--enable-session-radix-cache",
-            "--strip-thinking-cache",
+            "--inference-kv working-set --strip-thinking-cache",
+            "--reuse-sparse-tokens on --disable-radix-cache",
+            "--reuse-sparse-tokens on --inference-kv working-set",
             "--enable-mixed-chunk",
             "--enable-two-batch-overlap",
             "--enable-pdmux",
@@ -453,6 +455,10 @@ def test_the_environment_allows_a_working_set_above_the_threshold(
         "--page-size 1",
         "--tp-size 1",
         "--disable-radix-cache",
+        "--reuse-sparse-tokens on",
+        "--strip-thinking-cache",
+        "--radix-eviction-policy lfu",
+        "--enable-priority-scheduling --radix-eviction-policy priority",
         "--disable-overlap-schedule",
         "--inference-kv working-set --dense-layers 0",
         "--inference-kv working-set --dense-layers 1",
@@ -533,8 +539,8 @@ def test_no_arguments_serve_the_bundled_model_and_log_what_was_set(
     assert args.model_path == str(BUNDLED_MODEL)
     assert args.dense_layers == 1
     assert args.inference_kv == "full"
+    assert not args.disable_radix_cache
     settings = {
-        "disable_radix_cache": True,
         "page_size": 1,
         "device": "cpu",
         "attention_backend": "torch_native",
@@ -579,6 +585,14 @@ def test_the_checkpoint_decides_its_dtype(tmp_path: Path) -> None:
     args = parse_server_args(["--model-path", str(model)])
     assert args.dtype == "auto"
     assert str(args.get_model_config().dtype) == "torch.bfloat16"
+
+
+def test_nothing_is_reused_where_rows_are_freed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert parse_server_args(["--inference-kv", "working-set"]).disable_radix_cache
+    assert re.search(
+        r"--disable-radix-cache True \(--inference-kv working-set frees the rows .+\)\n",
+        capsys.readouterr().err,
+    )
 
 
 def test_says_once_a_launch_that_there_is_no_gpu(
@@ -858,7 +872,7 @@ def without_starting(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 def test_the_engine_refuses_a_radix_cache_before_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     started = without_starting(monkeypatch)
     with pytest.raises(UnsupportedError, match=r"^disable_radix_cache=False: "):
-        sglang_ext.Engine(disable_radix_cache=False)
+        sglang_ext.Engine(inference_kv="working-set", disable_radix_cache=False)
     assert started == []
 
 
@@ -868,6 +882,7 @@ def test_the_engine_takes_the_bundled_model_unless_given_another(
     started = without_starting(monkeypatch)
     sglang_ext.Engine()
     sglang_ext.Engine(cache_rank_gpus=0, disable_radix_cache=False)
+    sglang_ext.Engine(disable_radix_cache=False)
     sglang_ext.Engine(model_path="/other", disable_radix_cache=True)
     arguments = parse_server_args([])
     sglang_ext.Engine(server_args=arguments)
@@ -878,6 +893,7 @@ def test_the_engine_takes_the_bundled_model_unless_given_another(
             "cache_rank_gpus": 0,
             "disable_radix_cache": False,
         },
+        {"model_path": str(BUNDLED_MODEL), "disable_radix_cache": False},
         {"model_path": "/other", "disable_radix_cache": True},
         {"server_args": arguments},
     ]

@@ -23,6 +23,8 @@ ARGS: Any = SimpleNamespace(
     sparse_threshold=12,
     sink_tokens=CONFIG.sink_tokens,
     sparse_budget=CONFIG.sparse_budget,
+    disable_radix_cache=True,
+    inference_kv="full",
     max_sparse_requests=2,
 )
 FIRST_BLOCK = SLOTS * CONTEXT

@@ -41,6 +41,9 @@ class MosaicKVResidency(Residency):
     name: ClassVar[str] = "mosaickv"
     options: ClassVar[Ranges] = OPTIONS
     captures_append: ClassVar[bool] = False
+    # A page means nothing without the segments of its slot, and where these end depends on the
+    # whole sequence.
+    shares_pages: ClassVar[bool] = False
     # The opening is compressed by a strategy of its own, and whole buffers by the same one.
     warm_up_tokens: ClassVar[int] = OPENING_TOKENS + 2 * MOST_BUFFERS * BUFFER_TOKENS
 

@@ -1,0 +1,162 @@
+"""Pages that several sequences have: held once, never written again, as good as one's own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from modelled_request import Computed, Request, pack_up
+from small_models import GQA, small_config
+from torch import Tensor
+
+from cache_rank import residency
+from cache_rank.config import CacheRankConfig
+from cache_rank.measure.timeline import Timeline
+from cache_rank.pages import PAGE_TOKENS
+from cache_rank.protocol import DownMessage, Row
+from cache_rank.resident_sequence import ResidentSequence
+from cache_rank.selector import Selector
+
+CPU = torch.device("cpu")
+PROMPT = 2 * PAGE_TOKENS + 150
+WANTED = 2
+"""Of this prompt, so many pages are shared."""
+
+every_format = pytest.mark.parametrize(
+    "options",
+    [
+        {"kv_residency": "bf16"},
+        {"kv_residency": "bf16", "score_keys": "fp8"},
+        {"kv_residency": "bf16", "score_keys": "sketch"},
+        {"kv_residency": "lynx"},
+        {"kv_residency": "quantspec"},
+        {"kv_residency": "quantspec", "score_keys": "sketch"},
+        {"kv_residency": "hack"},
+    ],
+    ids=lambda options: "-".join(options.values()),
+)
+
+
+def config_with(**options: Any) -> CacheRankConfig:
+    model = msgspec.structs.replace(GQA, dtype="float32", head_dim=32)
+    return small_config(model, **options)
+
+
+def selector_with(config: CacheRankConfig) -> Selector:
+    selector = Selector(config, CPU, residency.fixed_bytes(config) + 40 * 2**20)
+    model = config.model
+    if config.score_keys == "sketch":
+        basis = torch.eye(model.head_dim + 1, model.head_dim).expand(model.kv_heads, -1, -1)
+        for layer in range(model.layers):
+            selector.load_basis(layer, basis.contiguous())
+    return selector
+
+
+def ship(selector: Selector, sequence: ResidentSequence, prompt: Tensor, chunk: int) -> None:
+    for start in range(sequence.tokens, prompt.shape[2], chunk):
+        selector.load(sequence, prompt[:, :, start : start + chunk].contiguous())
+
+
+def step(
+    selector: Selector, number: int, sequence: ResidentSequence, computed: Computed
+) -> list[Tensor]:
+    """One decode step; the answers to its boundaries."""
+    config, answers = selector.config, []
+    begun = selector.begin_step(number, [Row(sequence.epoch, sequence.tokens)])
+    for boundary in config.boundaries:
+        down = None
+        if boundary.answered is not None:
+            layers = len(config.groups[boundary.answered])
+            buffer = torch.zeros(DownMessage.size(config, layers, 1), dtype=torch.uint8)
+            down = DownMessage(config, layers, 1, buffer)
+        up = pack_up(config, boundary, [computed])
+        selector.serve(begun, boundary, up, down, Timeline("", CPU))
+        if down is not None:
+            answers += [down.slots.clone(), down.keys.clone(), down.values.clone()]
+    selector.end_step(begun)
+    return answers
+
+
+@every_format
+@pytest.mark.parametrize("chunk", [50, 1000])
+def test_a_sequence_on_pages_of_another_answers_as_if_they_were_its_own(
+    options: dict[str, Any], chunk: int
+) -> None:
+    config = config_with(**options)
+    request = Request(config, 1, PROMPT + 300)
+    selector = selector_with(config)
+    first, second, alone = (selector.begin(epoch) for epoch in (1, 2, 3))
+    ship(selector, first, request.prompt[:, :, :PROMPT], chunk)
+    assert selector.may_share(first, [7, 8])
+    selector.share(first, [7, 8])
+    selector.adopt(second, [7, 8])
+    tail = residency.shared_tail(config)
+    assert tail is not None
+    assert second.tokens == WANTED * PAGE_TOKENS - tail
+    pages = [selector.named[name] for name in (7, 8)]
+    assert second.pages[0] == pages[0]
+    assert (second.pages[1] == pages[1]) == (tail == 0)
+    for sequence in (second, alone):
+        ship(selector, sequence, request.prompt[:, :, :PROMPT], chunk)
+    # The first one goes another way: what it appends must not show in the pages.
+    noise = Request(config, 9, 1)
+    for number in range(1, 310, 3):
+        computed = request.compute()
+        step(selector, number, first, noise.compute())
+        answers = step(selector, number + 1, second, computed)
+        for ours, expected in zip(
+            answers, step(selector, number + 2, alone, computed), strict=True
+        ):
+            assert torch.equal(ours, expected)
+
+
+@every_format
+def test_pages_are_counted_once_and_stay_until_they_are_dropped(options: dict[str, Any]) -> None:
+    config = config_with(**options)
+    prompt = Request(config, 1, PROMPT).prompt
+    selector = selector_with(config)
+    free = selector.pages.free
+    first = selector.begin(1)
+    ship(selector, first, prompt, 200)
+    assert selector.tokens_held == PROMPT
+    selector.share(first, [1, 2])
+    assert selector.tokens_held == PROMPT
+    assert selector.tokens_kept == 0
+    copied = 1 if residency.shared_tail(config) else 0
+    second = selector.begin(2)
+    selector.adopt(second, [1, 2])
+    ship(selector, second, prompt, 200)
+    assert selector.tokens_held == 2 * PROMPT - (WANTED - copied) * PAGE_TOKENS
+    assert selector.pages.free == free - 2 * 3 + WANTED - copied
+    selector.end(1)
+    selector.end(2)
+    assert selector.tokens_held == selector.tokens_kept == WANTED * PAGE_TOKENS
+    assert selector.pages.free == free - WANTED
+    third = selector.begin(3)
+    selector.adopt(third, [1])
+    selector.drop([1, 2])
+    assert selector.pages.free == free - 1
+    selector.end(3)
+    assert selector.pages.free == free
+    assert selector.tokens_held == selector.tokens_kept == 0
+
+
+@every_format
+def test_pages_that_are_still_written_cannot_be_shared(options: dict[str, Any]) -> None:
+    config = config_with(**options)
+    tail = residency.shared_tail(config)
+    assert tail is not None
+    request = Request(config, 1, PAGE_TOKENS + tail)
+    selector = selector_with(config)
+    sequence = selector.begin(1)
+    ship(selector, sequence, request.prompt[:, :, :-1], 200)
+    assert not selector.may_share(sequence, [1])
+    ship(selector, sequence, request.prompt, 200)
+    assert selector.may_share(sequence, [1])
+    assert not selector.may_share(sequence, [1, 2])
+
+
+def test_mosaickv_shares_nothing() -> None:
+    assert residency.shared_tail(config_with(kv_residency="mosaickv")) is None

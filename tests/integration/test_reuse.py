@@ -1,0 +1,116 @@
+"""Prefixes come from SGLang's radix cache, and are what plain SGLang would have computed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from workload import DENSE, REUSE, SMALL_CACHE_RANK, STRICT, difference, random_prompts
+
+from scripts.shared.serving import Server, log_probabilities, serve
+
+pytestmark = pytest.mark.xdist_group("plain server")
+
+NEW_TOKENS = 60
+PROMPT, OTHER, QUESTION = random_prompts([300, 300, 25], seed=3)
+
+
+@pytest.fixture(scope="module")
+def server(reusing_server: Server) -> Server:
+    return reusing_server
+
+
+@pytest.fixture(autouse=True)
+def _empty_tree(request: pytest.FixtureRequest) -> None:
+    if "server" in request.fixturenames:
+        flush(request.getfixturevalue("server"))
+
+
+def flush(server: Server) -> None:
+    assert server.post("/flush_cache", {}).status_code == 200
+
+
+def cached(response: Any) -> int:
+    return int(response["meta_info"]["cached_tokens"])
+
+
+def sparse_steps(response: Any) -> int:
+    return int(response["meta_info"]["cache_rank"]["sparse_steps"])
+
+
+@pytest.mark.parametrize("shared", [1, 63, 64, 127, 128, 129, 250, 299])
+def test_a_hit_of_any_length_changes_no_answer(
+    server: Server, plain_server: Server, shared: int
+) -> None:
+    prompt = PROMPT[:shared] + OTHER[shared:]
+    dense = plain_server.generate(prompt, NEW_TOKENS, return_logprob=True)
+    server.generate(PROMPT, 1)
+    for least, options in ((shared, {}), (len(prompt) - 1, DENSE)):
+        response = server.generate(prompt, NEW_TOKENS, return_logprob=True, **options)
+        assert cached(response) == least
+        assert (sparse_steps(response) > 40) == (options is not DENSE)
+        assert response["output_ids"] == dense["output_ids"]
+        assert difference(log_probabilities(response), log_probabilities(dense)) < 1e-5
+
+
+def test_what_sparse_steps_wrote_is_computed_again(server: Server, plain_server: Server) -> None:
+    first = server.generate(PROMPT, NEW_TOKENS)
+    prompt = PROMPT + first["output_ids"] + QUESTION
+    dense = plain_server.generate(prompt, NEW_TOKENS, return_logprob=True)
+    response = server.generate(prompt, NEW_TOKENS, return_logprob=True, **DENSE)
+    # The step of the overlap schedule beyond the end may be sparse, too; its token is not kept.
+    assert len(PROMPT) < cached(response) <= len(PROMPT) + NEW_TOKENS - sparse_steps(first)
+    assert response["output_ids"] == dense["output_ids"]
+    assert difference(log_probabilities(response), log_probabilities(dense)) < 1e-5
+    # This turn was dense, so the next one finds all of it.
+    again = server.generate(prompt + response["output_ids"] + QUESTION, 5, **DENSE)
+    assert cached(again) >= len(prompt) + NEW_TOKENS - 1
+
+
+def test_many_share_a_prompt_under_pressure(server: Server, plain_server: Server) -> None:
+    free = server.cache_rank()["pool_free_tokens"]
+    prompts = [PROMPT + one for one in random_prompts([20] * 12, seed=4)]
+    dense = plain_server.generate_all(prompts, NEW_TOKENS, return_logprob=True)
+    server.generate(PROMPT, 1)
+    # Without reuse, the pool holds six of them.
+    for options in (DENSE, {}):
+        responses = server.generate_all(prompts, NEW_TOKENS, return_logprob=True, **options)
+        assert all(cached(response) >= len(PROMPT) for response in responses)
+        for response, expected in zip(responses, dense, strict=True):
+            ours, theirs = log_probabilities(response), log_probabilities(expected)
+            assert difference(ours, theirs) < 1e-5
+    assert sum(sparse_steps(response) > 40 for response in responses) >= 8
+    # Others push them out of the tree.
+    others = random_prompts([350] * 12, seed=5)
+    server.generate_all(others, NEW_TOKENS)
+    assert cached(server.generate(PROMPT + QUESTION, 1)) < len(PROMPT)
+    state = server.wait_for(15, epochs=0)
+    assert state["pool_free_tokens"] == free
+    assert state["refused_messages"] == 0
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("reused", ["off", "on"])
+def test_requests_that_ask_for_it_attend_to_what_was_computed_densely(
+    reused: str, plain_server: Server, random_model: Callable[..., Path]
+) -> None:
+    flags = [*SMALL_CACHE_RANK, *REUSE, "--sparse-budget", "32", "--delta-capacity", "8"]
+    flags += ["--selection-margin", "4", "--reuse-sparse-tokens", reused]
+    with serve([*flags, "--model-path", str(random_model())], STRICT) as server:
+        first = server.generate(PROMPT, NEW_TOKENS)
+        prompt = PROMPT + first["output_ids"] + QUESTION
+        dense = plain_server.generate(prompt, NEW_TOKENS, return_logprob=True)
+        for _ in range(2):
+            response = server.generate(prompt, NEW_TOKENS, return_logprob=True, **DENSE)
+            assert response["output_ids"] == dense["output_ids"]
+            assert difference(log_probabilities(response), log_probabilities(dense)) < 1e-5
+        assert cached(response) == len(prompt) - 1
+        if reused == "off":
+            return
+        response = server.generate(prompt, NEW_TOKENS, return_logprob=True)
+        assert cached(response) >= len(PROMPT) + NEW_TOKENS - 1
+        assert sparse_steps(response) > 40
+        # What it attends to is not what plain SGLang computed: there is a reason for the default.
+        assert difference(log_probabilities(response)[:1], log_probabilities(dense)[:1]) > 1e-5
