@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
+import requests
 
 from scripts.operations.disturbances import Scene, disturb
 from scripts.operations.streams import Ended, Streams
@@ -179,8 +180,10 @@ def _what_is_left(server: Server, free: int) -> list[str]:
     if server.process.poll() is not None:
         return []
     try:
-        state = server.wait_for(SECONDS_TO_END, up=True, epochs=0, tokens_held=0)
-    except TimeoutError as error:
+        server.wait_for(SECONDS_TO_END, up=True, epochs=0)
+        server.post("/flush_cache").raise_for_status()  # prompts are kept for those who come again
+        state = server.wait_for(SECONDS_TO_END, tokens_held=0)
+    except (TimeoutError, requests.RequestException) as error:
         return [str(error)[:500]]
     if state["pool_free_tokens"] != free:
         return [f"{free - state['pool_free_tokens']} tokens of SGLang's pool are not free"]

@@ -145,7 +145,7 @@ def test_a_step_that_cannot_be_changed_is_taken_back() -> None:
             responses = streams.run(lambda: kill(server))
             assert_exact(streams, responses)
             assert statistics(responses, "retractions") > 0
-        server.wait_for(60, up=True, tokens_held=0)
+        server.wait_for(60, up=True, epochs=0)
 
 
 def kill(server: Server) -> None:
