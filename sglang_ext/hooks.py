@@ -27,9 +27,8 @@ from sglang_ext.memory import (
     reserve_rows,
 )
 from sglang_ext.refusals import UnsupportedError
+from sglang_ext.requests import CACHE_RANK, refuse_request
 from sglang_ext.server_args import CacheRankServerArgs
-
-META_KEY = "cache_rank"
 
 
 class Hook(NamedTuple):
@@ -131,7 +130,7 @@ def run_step(
         result = forward()
     if result.logits_output is not None:
         info = result.logits_output.customized_info or {}
-        info[META_KEY] = rank.statistics_of(batch.reqs)
+        info[CACHE_RANK] = rank.statistics_of(batch.reqs)
         result.logits_output.customized_info = info
     return result
 
@@ -229,7 +228,7 @@ def add_internal_state(result: Any, scheduler: Any, *_: Any, **__: Any) -> Any:
     """Show the cache rank in `/server_info`."""
     rank = inference_rank.current()
     if rank is not None:
-        result.internal_state[META_KEY] = rank.state(scheduler.tree_cache)
+        result.internal_state[CACHE_RANK] = rank.state(scheduler.tree_cache)
     return result
 
 
@@ -240,25 +239,15 @@ async def summarize_meta_info(
     *args: Any,
     **kwargs: Any,
 ) -> AsyncIterator[Any]:
-    """Turn the per-token statistics of a response into one summary."""
-    _check_custom_params(request)
+    """Refuse what cannot be served, and turn per-token statistics into one summary."""
+    has_cache_rank = getattr(manager.server_args, "has_cache_rank", False)
+    refuse_request(request, manager.model_config.vocab_size, has_cache_rank)
     async for output in original(manager, request, *args, **kwargs):
         for item in output if isinstance(output, list) else [output]:
             meta = item.get("meta_info") or {}
-            if isinstance(meta.get(META_KEY), list):
-                meta[META_KEY] = _summary(meta[META_KEY])
+            if isinstance(meta.get(CACHE_RANK), list):
+                meta[CACHE_RANK] = _summary(meta[CACHE_RANK])
         yield output
-
-
-def _check_custom_params(request: Any) -> None:
-    params = getattr(request, "sampling_params", None)
-    for one in params if isinstance(params, list) else [params]:
-        custom = one.get("custom_params") if isinstance(one, dict) else None
-        if custom is not None and not isinstance(custom, dict):
-            raise ValueError(f"custom_params must be an object, got {custom!r}")
-        wanted = (custom or {}).get(META_KEY)
-        if wanted is not None and not isinstance(wanted, bool):
-            raise ValueError(f"custom_params.{META_KEY} must be true or false, got {wanted!r}")
 
 
 def _summary(per_token: list[tuple[int | float | str | None, ...] | None]) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from sglang_ext.step_plan import StepPlanner
 from sglang_ext.supervisor import Supervisor
 from sglang_ext.tracing import Tracer
 from sglang_ext.true_recall import TrueRecall
+from sglang_ext.unreached import say_small_capacity
 
 
 class InferenceRank:
@@ -104,7 +105,8 @@ class InferenceRank:
         supervisor.on_report = self.metrics.on_report
         supervisor.on_measurement = self._measured_steps.on_measurement
         supervisor.on_loss = self.metrics.on_loss
-        supervisor.open(self.config)
+        connection = supervisor.open(self.config)
+        say_small_capacity(connection.capacity_tokens, pools.req_to_token.shape[1])
         self.cache_rank = CacheRankHandle(
             supervisor,
             self._begin_exchange,

@@ -24,6 +24,7 @@ from sglang_ext.flags import (
 )
 from sglang_ext.planning import DecoderSizes, Planner, find_gpu
 from sglang_ext.refusals import models, refuse, refuse_unknown_sglang, servers
+from sglang_ext.unreached import say_unreached_settings
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +34,7 @@ BUNDLED_MODEL = Path(__file__).parent / "bundled_model"
 _CPU_POOL_TOKENS = 1 << 17
 """The KV pool on a CPU has this many tokens, unless the user names a number."""
 
-_CPU_RUNNING_REQUESTS = 64
+_CPU_RUNNING_REQUESTS = 32
 """A server on a CPU runs this many requests at once, unless the user names a number."""
 
 
@@ -61,6 +62,7 @@ class CacheRankServerArgs(CacheRankFlags):
         self._refuse_model()
         if not self.is_baseline:
             self._say_what_to_expect()
+            say_unreached_settings(self, self.get_model_config().context_len)
 
     def _handle_mamba_radix_cache(self, *args: Any, **kwargs: Any) -> None:
         """Ask nothing of a machine for models that are refused, in our words, a little later."""

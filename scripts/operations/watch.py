@@ -60,6 +60,7 @@ class Watch:
         self.outages: list[float] = []
         self._client = client
         self._root = psutil.Process(pid)
+        self._is_up = True
         self._inference: list[int] = []
         self._cache_rank: list[int] = []
         self._stopping = threading.Event()
@@ -87,7 +88,7 @@ class Watch:
         while not self._stopping.wait(SECONDS_BETWEEN_LOOKS):
             now = time.monotonic()
             with contextlib.suppress(ServerError, KeyError):  # a dead server is noticed elsewhere
-                up = self._client.metrics()["sglang_cache_rank_up"]
+                up = self._is_up = bool(self._client.metrics()["sglang_cache_rank_up"])
                 if not up and down_since is None:
                     down_since = now
                 if up and down_since is not None:
@@ -108,5 +109,5 @@ class Watch:
                     else:
                         inference += taken
         self._inference.append(inference)
-        if cache_rank:
+        if cache_rank and self._is_up:  # one that starts has not loaded all that it needs
             self._cache_rank.append(cache_rank)

@@ -99,11 +99,13 @@ def refuse_unknown_sglang() -> None:
 
 
 def refuse_used_port(host: str, port: int) -> None:
-    """Refuse a port that another process listens on.
+    """Refuse a port that does not exist, or that another process listens on.
 
     Raises:
-        UnsupportedError: the port is taken.
+        UnsupportedError: it cannot be had.
     """
+    if not 0 < port < 1 << 16:
+        raise UnsupportedError(f"--port {port}: ports go from 1 to 65535. Choose one of them.")
     for connection in psutil.net_connections(kind="tcp"):
         address = connection.laddr
         if connection.status == psutil.CONN_LISTEN and address and address.port == port:

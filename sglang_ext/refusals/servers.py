@@ -20,6 +20,8 @@ from sglang_ext.refusals import (
     UnsupportedError,
 )
 
+_CPU_BACKENDS = {None, "torch_native", "intel_amx", BACKEND}
+
 
 def _is_missing(model_path: str) -> bool:
     """Whether a path is clearly local and not there; a repository id has one slash at most."""
@@ -39,6 +41,14 @@ def _can_bind(address: str) -> bool:
     except OSError:
         return False
     return True
+
+
+def _cannot_write(file: str) -> bool:
+    """Whether a file can be neither made nor replaced."""
+    path = Path(file).expanduser()
+    if path.exists():
+        return path.is_dir() or not os.access(path, os.W_OK)
+    return not path.parent.is_dir() or not os.access(path.parent, os.W_OK | os.X_OK)
 
 
 def _working_set(args: CacheRankFlags) -> int:
@@ -94,6 +104,15 @@ SERVERS = (
         "this machine has no usable NVIDIA GPU",
         f"pass --device cpu, or {DROP}",
         lambda args: args.device == "cuda" and not cpu.has_gpu(),
+    ),
+    Refusal(
+        "--attention-backend --prefill-attention-backend",
+        "the CPU engine attends by torch",
+        DROP,
+        lambda args: (
+            not args.on_gpu
+            and not {args.attention_backend, args.prefill_attention_backend} <= _CPU_BACKENDS
+        ),
     ),
     Refusal(
         "--quantization",
@@ -192,6 +211,20 @@ CACHE_RANKS = (
         "--cache-rank-gpus",
         "there is one cache rank for each tensor-parallel rank",
         f"pass 1, or {PLAIN}",
+    ),
+    Refusal(
+        "--trace",
+        "this file cannot be written",
+        f"pass one in a folder that exists, or {DROP}",
+        lambda args: args.trace is not None and _cannot_write(args.trace),
+    ),
+    Refusal(
+        "--max-total-tokens --sparse-threshold",
+        "a request that turns sparse has more tokens than SGLang's pool, so that none would",
+        "raise --max-total-tokens, or lower --sparse-threshold",
+        lambda args: (
+            args.max_total_tokens is not None and args.max_total_tokens <= args.sparse_threshold
+        ),
     ),
     Refusal(
         "--page-size",

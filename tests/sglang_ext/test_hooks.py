@@ -15,9 +15,10 @@ import pytest
 import torch
 
 from sglang_ext import hooks, inference_rank, plugin, processes
-from sglang_ext.hooks import HOOKS, META_KEY, Hook
+from sglang_ext.hooks import HOOKS, Hook
 from sglang_ext.lifecycle import RequestStatistics
 from sglang_ext.refusals import UnsupportedError
+from sglang_ext.requests import CACHE_RANK
 from sglang_ext.server_args import BUNDLED_MODEL, CacheRankServerArgs
 
 # After ours, which makes SGLang importable without a GPU.
@@ -289,7 +290,7 @@ def test_batches_that_decode_are_decode_steps_and_others_are_not(rank: Mock, dec
     if decode:
         assert rank.decode_step.run.call_args.args[:2] == (["request"], [7])
         assert result.cache_rank_plan == "plan"
-    assert result.logits_output.customized_info == {META_KEY: [(1, 2, 3, 4, 5)]}
+    assert result.logits_output.customized_info == {CACHE_RANK: [(1, 2, 3, 4, 5)]}
 
 
 def test_what_others_report_of_a_step_is_kept(rank: Mock) -> None:
@@ -297,7 +298,7 @@ def test_what_others_report_of_a_step_is_kept(rank: Mock) -> None:
     hooks.run_step(
         Mock(return_value=SimpleNamespace(logits_output=logits)), "worker", batch_of(False)
     )
-    assert logits.customized_info == {"other": [1], META_KEY: [(1, 2, 3, 4, 5)]}
+    assert logits.customized_info == {"other": [1], CACHE_RANK: [(1, 2, 3, 4, 5)]}
 
 
 def test_a_step_without_logits_or_without_batch_passes(rank: Mock) -> None:
@@ -372,7 +373,7 @@ def test_the_internal_state_shows_the_cache_rank(rank: Mock) -> None:
     rank.state.return_value = {"up": True}
     assert hooks.add_internal_state(result, Mock()).internal_state == {
         "load": 1,
-        META_KEY: {"up": True},
+        CACHE_RANK: {"up": True},
     }
 
 
@@ -428,52 +429,21 @@ def test_statistics_of_another_length_are_not_guessed_at() -> None:
         hooks._summary([(1, 2, 3)])
 
 
-ALLOWED: list[Any] = [
-    None,
-    {},
-    {"temperature": 0},
-    {"custom_params": None},
-    {"custom_params": {}},
-    {"custom_params": {"other": "anything"}},
-    {"custom_params": {META_KEY: None}},
-    {"custom_params": {META_KEY: True}},
-    {"custom_params": {META_KEY: False}},
-    [],
-    [{}, {"custom_params": {META_KEY: False}}],
-]
-
-
-@pytest.mark.parametrize("params", ALLOWED, ids=str)
-def test_requests_may_ask_for_dense_or_sparse_or_nothing(params: Any) -> None:
-    hooks._check_custom_params(SimpleNamespace(sampling_params=params))
-
-
-def test_a_request_without_sampling_parameters_may_come() -> None:
-    hooks._check_custom_params(SimpleNamespace())
-
-
-@pytest.mark.parametrize("wanted", [0, 1, "false", "", [], {}, 0.0], ids=repr)
-@pytest.mark.parametrize("batched", [False, True], ids=["single", "batch"])
-def test_anything_but_true_or_false_is_refused(wanted: Any, batched: bool) -> None:
-    params: Any = {"custom_params": {META_KEY: wanted}}
-    if batched:
-        params = [{"custom_params": {META_KEY: True}}, params]
-    with pytest.raises(ValueError, match=r"custom_params\.cache_rank must be true or false") as e:
-        hooks._check_custom_params(SimpleNamespace(sampling_params=params))
-    assert str(e.value).endswith(f"got {wanted!r}")
-
-
 def responses(outputs: list[Any], sampling_params: Any = None) -> list[Any]:
     """What a client gets for these outputs of SGLang's tokenizer manager."""
 
-    async def original(manager: Any, request: Any, *args: Any) -> AsyncIterator[Any]:
-        assert (manager, args) == ("manager", ("http request",))
+    manager = SimpleNamespace(
+        model_config=SimpleNamespace(vocab_size=300), server_args=SimpleNamespace()
+    )
+
+    async def original(given: Any, request: Any, *args: Any) -> AsyncIterator[Any]:
+        assert (given, args) == (manager, ("http request",))
         for output in outputs:
             yield output
 
     async def collect() -> list[Any]:
         request = SimpleNamespace(sampling_params=sampling_params)
-        stream = hooks.summarize_meta_info(original, "manager", request, "http request")
+        stream = hooks.summarize_meta_info(original, manager, request, "http request")
         return [output async for output in stream]
 
     return asyncio.run(collect())
@@ -485,22 +455,22 @@ def summary_of(values: Sequence[Any]) -> dict[str, Any]:
 
 def test_each_response_of_a_stream_has_its_own_summary() -> None:
     stream = [
-        {"text": "a", "meta_info": {META_KEY: [None], "id": "x"}},
-        {"text": "b", "meta_info": {META_KEY: [None, EARLY], "id": "x"}},
+        {"text": "a", "meta_info": {CACHE_RANK: [None], "id": "x"}},
+        {"text": "b", "meta_info": {CACHE_RANK: [None, EARLY], "id": "x"}},
     ]
     assert responses(stream) == [
-        {"text": "a", "meta_info": {META_KEY: summary_of(NOTHING), "id": "x"}},
-        {"text": "b", "meta_info": {META_KEY: summary_of(EARLY), "id": "x"}},
+        {"text": "a", "meta_info": {CACHE_RANK: summary_of(NOTHING), "id": "x"}},
+        {"text": "b", "meta_info": {CACHE_RANK: summary_of(EARLY), "id": "x"}},
     ]
 
 
 def test_each_response_of_a_batch_has_its_own_summary() -> None:
     batch = [
-        {"meta_info": {META_KEY: [EARLY]}},
-        {"meta_info": {META_KEY: [None]}},
-        {"meta_info": {META_KEY: [LATE, None]}},
+        {"meta_info": {CACHE_RANK: [EARLY]}},
+        {"meta_info": {CACHE_RANK: [None]}},
+        {"meta_info": {CACHE_RANK: [LATE, None]}},
     ]
-    assert [item["meta_info"][META_KEY] for item in responses([batch])[0]] == [
+    assert [item["meta_info"][CACHE_RANK] for item in responses([batch])[0]] == [
         summary_of(EARLY),
         summary_of(NOTHING),
         summary_of(LATE),
@@ -519,8 +489,8 @@ def test_responses_without_statistics_pass_unchanged() -> None:
 
 def test_a_summary_that_is_already_one_passes_unchanged() -> None:
     summary = summary_of(LATE)
-    assert responses([{"meta_info": {META_KEY: dict(summary)}}]) == [
-        {"meta_info": {META_KEY: summary}}
+    assert responses([{"meta_info": {CACHE_RANK: dict(summary)}}]) == [
+        {"meta_info": {CACHE_RANK: summary}}
     ]
 
 
@@ -533,8 +503,14 @@ def test_a_refused_request_never_reaches_sglang() -> None:
         yield
 
     async def ask() -> None:
-        request = SimpleNamespace(sampling_params={"custom_params": {META_KEY: "no"}})
-        async for _ in hooks.summarize_meta_info(original, "manager", request):
+        request = SimpleNamespace(sampling_params={"custom_params": {CACHE_RANK: "no"}})
+        async for _ in hooks.summarize_meta_info(
+            original,
+            SimpleNamespace(
+                model_config=SimpleNamespace(vocab_size=300), server_args=SimpleNamespace()
+            ),
+            request,
+        ):
             pass
 
     with pytest.raises(ValueError, match="must be true or false, got 'no'"):

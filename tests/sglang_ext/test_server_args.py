@@ -215,6 +215,13 @@ CASES = [
         )
     ),
     Case("--tp-size 2 --cache-rank-gpus 2", "--tp-size"),
+    Case("--trace missing-folder/trace.json", "--trace"),
+    Case("--trace .", "--trace"),
+    Case("--max-total-tokens 4096"),
+    Case("--max-total-tokens 500 --sparse-threshold 2500"),
+    Case("--attention-backend flashinfer"),
+    Case("--attention-backend triton"),
+    Case("--prefill-attention-backend fa3"),
     # The machine has GPUs.
     Case("", "--cache-rank-gpus", gpus=1),
     Case("--device cuda", "--cache-rank-gpus", gpus=1),
@@ -547,7 +554,7 @@ def test_no_arguments_serve_the_bundled_model_and_log_what_was_set(
         "sampling_backend": "pytorch",
         "grammar_backend": "none",
         "max_total_tokens": 131072,
-        "max_running_requests": 64,
+        "max_running_requests": 32,
         "dtype": "float32",
         "decode_attention_backend": "cache_rank",
     }
@@ -561,7 +568,7 @@ def test_keeps_what_the_user_chose_and_does_not_claim_to_have_set_it(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     chosen = {
-        "attention_backend": "triton",
+        "attention_backend": "intel_amx",
         "grammar_backend": "xgrammar",
         "max_total_tokens": 5000,
         "max_running_requests": 3,

@@ -1,0 +1,51 @@
+"""Settings that nothing will ever reach, which a server can be started with all the same."""
+
+from __future__ import annotations
+
+import logging
+
+from sglang_ext.flags import CacheRankFlags
+
+logger = logging.getLogger(__name__)
+
+
+def say_unreached_settings(args: CacheRankFlags, context_length: int) -> None:
+    """Warn of each setting that keeps requests dense.
+
+    Args:
+        args: the server's arguments, complete.
+        context_length: the most tokens of a request.
+    """
+    if args.sparse_threshold >= context_length:
+        logger.warning(
+            "cache rank: --sparse-threshold %d: no request gets there, because the context ends "
+            "at %d tokens. All stay dense; lower it.",
+            args.sparse_threshold,
+            context_length,
+        )
+    running = args.max_running_requests
+    if running is not None and args.max_sparse_requests < running:
+        logger.warning(
+            "cache rank: --max-sparse-requests %d: up to %d requests run at once "
+            "(--max-running-requests), and those beyond it stay dense. Raise it, or lower the "
+            "other.",
+            args.max_sparse_requests,
+            running,
+        )
+
+
+def say_small_capacity(capacity_tokens: int, context_length: int) -> None:
+    """Warn that a request of unknown length does not fit on the cache rank.
+
+    Args:
+        capacity_tokens: how many tokens fit there.
+        context_length: the most tokens of a request, which is what one without `max_tokens`
+            reserves.
+    """
+    if capacity_tokens < context_length:
+        logger.warning(
+            "cache rank: %d tokens fit, and a request without max_tokens reserves %d, the context "
+            "length: it stays dense. Have clients set max_tokens, or pass --context-length.",
+            capacity_tokens,
+            context_length,
+        )

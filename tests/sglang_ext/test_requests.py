@@ -1,0 +1,85 @@
+"""Requests that would end the scheduler, or that we could not read, are refused in a sentence."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from sglang_ext.requests import CACHE_RANK, refuse_request
+
+VOCABULARY = 300
+CUSTOM = "custom_params"
+
+
+def refuse(has_cache_rank: bool = True, **request: Any) -> None:
+    refuse_request(SimpleNamespace(**request), VOCABULARY, has_cache_rank)
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        {},
+        {"input_ids": None, "text": "a"},
+        {"input_ids": []},
+        {"input_ids": [0, 299]},
+        {"input_ids": [[0, 1], [], [299]]},
+        {"input_embeds": None},
+        *(
+            {"sampling_params": params}
+            for params in (
+                None,
+                {},
+                [],
+                {"temperature": 0},
+                {"max_new_tokens": 0},
+                {"max_new_tokens": None, "min_new_tokens": 3},
+                {CUSTOM: None},
+                {CUSTOM: {}},
+                {CUSTOM: {"other": "anything"}},
+                {CUSTOM: {CACHE_RANK: None}},
+                {CUSTOM: {CACHE_RANK: True}},
+                [{}, {CUSTOM: {CACHE_RANK: False}}],
+            )
+        ),
+    ],
+    ids=str,
+)
+def test_what_can_be_served_is(request_: dict[str, Any]) -> None:
+    refuse(**request_)
+
+
+@pytest.mark.parametrize("has_cache_rank", [True, False])
+@pytest.mark.parametrize(
+    ("request_", "said"),
+    [
+        ({"input_ids": [5, 300]}, "input_ids: 300 is not a token; .* from 0 to 299"),
+        ({"input_ids": [-1, 5]}, "input_ids: -1 is not a token"),
+        ({"input_ids": [[5], [5, 10**9]]}, "input_ids: 1000000000 is not a token"),
+        ({"input_ids": [1.5]}, "input_ids must be lists of integers"),
+        ({"input_ids": ["5"]}, "input_ids must be lists of integers"),
+        ({"input_ids": [True]}, "input_ids must be lists of integers"),
+        ({"sampling_params": {"max_new_tokens": "8"}}, "max_new_tokens .* got '8'"),
+        ({"sampling_params": {"max_new_tokens": -1}}, "max_new_tokens .* got -1"),
+        ({"sampling_params": {"max_new_tokens": 1.5}}, "max_new_tokens .* got 1.5"),
+        ({"sampling_params": [{}, {"min_new_tokens": []}]}, "min_new_tokens .* got "),
+        ({"sampling_params": {CUSTOM: "a"}}, "custom_params must be an object, got 'a'"),
+        *(
+            ({"sampling_params": [{CUSTOM: {CACHE_RANK: wanted}}]}, "must be true or false, got ")
+            for wanted in (0, 1, "false", "", [], {}, 0.0)
+        ),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_is_refused(
+    request_: dict[str, Any], said: str, has_cache_rank: bool
+) -> None:
+    with pytest.raises(ValueError, match=said):
+        refuse(has_cache_rank, **request_)
+
+
+def test_embeddings_are_refused_where_tokens_are_needed() -> None:
+    refuse(has_cache_rank=False, input_embeds=[[0.5]])
+    with pytest.raises(ValueError, match="send input_ids"):
+        refuse(has_cache_rank=True, input_embeds=[[0.5]])
