@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from cache_rank.config import CacheRankConfig
+from sglang_ext import compat
 from sglang_ext.recall import Means
 from sglang_ext.working_set import Reserve
 
@@ -194,7 +195,7 @@ class Lifecycle:
         sequence = SparseSequence(
             epoch=self._last_epoch,
             request=request,
-            row=request.req_pool_idx,
+            row=compat.pool_state(request).req_pool_idx,
             block=block,
             reserved_tokens=self._final_length(request),
             statistics=request.cache_rank_statistics,
