@@ -40,6 +40,7 @@ def _since(release: str) -> bool:
 
 
 _SINCE_0_5_19 = _since("0.5.19")
+_SINCE_0_5_22 = _since("0.5.22")
 
 
 # Arguments.
@@ -115,7 +116,7 @@ def merge_config_file(parser: Any, arguments: list[str]) -> list[str]:
 
 # Pools and requests.
 
-DESCRIBES_BUFFERS = _since("0.5.22")
+DESCRIBES_BUFFERS = _SINCE_0_5_22
 """From 0.5.22 on the KV pool checks that its buffers have the rows that it hands out, no more."""
 
 
@@ -143,6 +144,11 @@ def release_request(batch: Any, index: int, server_args: Any) -> None:
         batch.release_req(index, len(batch.reqs))
     else:
         batch.release_req(index, len(batch.reqs), server_args)
+
+
+def tokens_read(request: Any) -> int:
+    """Return how many tokens of a request are read when this step has ended; moved in 0.5.22."""
+    return int(request.extend_end if _SINCE_0_5_22 else request.extend_range.end)
 
 
 # The forward pass.

@@ -176,6 +176,12 @@ def test_what_is_read_is_there(path: str) -> None:
     assert not missing, f"{path} has lost attributes: {sorted(missing)}"
 
 
+def test_a_request_says_how_far_its_prompt_is_read() -> None:
+    request = attributes(found(SRT + REQUEST))
+    assert ("extend_end" if compat.DESCRIBES_BUFFERS else "extend_range") in request
+    assert "__req__" in inspect.getsource(found(SRT + "managers.schedule_batch"))
+
+
 def test_the_state_of_a_request_in_the_pools_is_where_we_look_for_it() -> None:
     request = found(SRT + REQUEST)
     record = found(SRT + "managers.schedule_batch.ReqKvInfo")
