@@ -31,6 +31,7 @@ from scripts.shared.machine import visible_gpus
 from scripts.shared.models import folder_of, model_config
 from scripts.shared.report import table
 from scripts.shared.serving import stop_on_sigterm
+from sglang_ext import compat
 from sglang_ext.calibration.files import read_card, sources
 from sglang_ext.calibration.held_out import SELECTED
 from sglang_ext.calibration.serving import Described, Schedule
@@ -58,10 +59,9 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
     add("--rank", type=int, default=128, help="directions of a correction; default: %(default)s")
     add("--ridge", type=float, default=0.01,
         help="how much the fit holds on to the projection; default: %(default)s")  # fmt: skip
-    fields = CacheRankServerArgs.__dataclass_fields__
+    defaults = compat.default_values(CacheRankServerArgs)
     for field in Schedule.__struct_fields__:
-        default = fields[field].default
-        default = FORECAST_GROUP_LAYERS if default is None else default
+        default = FORECAST_GROUP_LAYERS if defaults[field] is None else defaults[field]
         add(flag_of(field), type=int, default=default,
             help="as the server has it; default: %(default)s")  # fmt: skip
     add("--engine-args", type=json.loads, default={}, help="JSON object of engine arguments")

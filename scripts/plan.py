@@ -12,7 +12,6 @@ bandwidth; docs/performance.md says how far measurements were from them.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 from typing import Any
 
 import msgspec
@@ -24,6 +23,7 @@ from scripts.shared.command import make_parser
 from scripts.shared.models import find_config, model_config
 from scripts.shared.report import table
 from scripts.shared.systems import parse_assignments, residency_options
+from sglang_ext import compat
 from sglang_ext.flags import CACHE_RANK_FIELDS, CacheRankFlags, choose_schedule
 from sglang_ext.planning import GPUS, DecoderSizes, Planner
 
@@ -68,7 +68,7 @@ def make_planner(options: argparse.Namespace) -> tuple[Planner, float]:
         raise ValueError(f"--set: no argument {', '.join(sorted(unknown))} of a cache rank")
     config = read_config(options.model)
     sizes = DecoderSizes.of_config(config, options.quantization)
-    defaults = {field.name: field.default for field in dataclasses.fields(CacheRankFlags)}
+    defaults = compat.default_values(CacheRankFlags)
     flags: dict[str, Any] = {name: defaults[name] for name in CACHE_RANK_FIELDS}
     flags |= options.settings
     flags["query_predictor"], flags["layers_per_group"], _ = choose_schedule(

@@ -10,6 +10,7 @@ import torch
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
+from sglang_ext import compat
 from sglang_ext.inference_rank import InferenceRank
 from sglang_ext.step_plan import StepPlan
 
@@ -116,6 +117,9 @@ class CacheRankAttnBackend(AttentionBackend):
         if layer_in_group == len(rank.config.groups[group]) - 1:
             rank.gate.leave_group(group)
         return output
+
+    def shared_read_ends(self, forward_mode: Any) -> Any:
+        return compat.reads_until_the_stream_is_done()
 
     def forward_extend(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         return self._dense.forward_extend(*args, **kwargs)

@@ -16,6 +16,7 @@ from cache_rank_kernels.scatter.reference import layer_buffers
 from torch import Tensor
 
 from cache_rank.operations import operations_for
+from sglang_ext import compat
 from sglang_ext.lifecycle import SparseSequence
 
 EVICTION_STRIDE = 64
@@ -91,7 +92,7 @@ class Eviction:
     def note(self, sequence: SparseSequence, position: int) -> None:
         """Note that a sparse request has made the step at `position`."""
         stop = position - self._recent
-        if stop - sequence.request.cache_protected_len >= EVICTION_STRIDE:
+        if stop - compat.pool_state(sequence.request).cache_protected_len >= EVICTION_STRIDE:
             self._waiting.append((sequence, stop))
 
     def evict(self) -> bool:
@@ -104,15 +105,15 @@ class Eviction:
         named, pool_rows, store_rows = [], [], []
         waiting, self._waiting = self._waiting, []
         for sequence, stop in waiting:
-            request = sequence.request
-            start = request.cache_protected_len
+            state = compat.pool_state(sequence.request)
+            start = state.cache_protected_len
             if sequence.ended or sequence.orphaned or stop <= start:
                 continue
             named.append(self._req_to_token[sequence.row, start:stop])
             pool_rows.append(named[-1].to(torch.int64))
             if self._dense_store is not None:
                 store_rows.append(self._dense_store.rows_of(sequence, start, stop))
-            request.cache_protected_len = stop  # where SGLang begins to free when the request ends
+            state.cache_protected_len = stop  # where SGLang begins to free when the request ends
         if not named:
             return False
         freed = torch.cat(pool_rows)

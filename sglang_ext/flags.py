@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from typing import Literal, NamedTuple
 
@@ -12,7 +11,7 @@ from sglang.srt.server_args import ServerArgs
 from cache_rank.config import CacheRankConfig, ModelShape
 from cache_rank.residency import DEFAULT_FORMAT, FORMATS, require_format
 from cache_rank.residency.options import parse_options
-from sglang_ext import cpu
+from sglang_ext import compat, cpu
 from sglang_ext.losses import LONGEST_DELAY_SECONDS
 
 BACKEND = "cache_rank"
@@ -70,7 +69,7 @@ def field_of(flag: str) -> str:
     return flag.removeprefix("--").replace("-", "_")
 
 
-@dataclasses.dataclass
+@compat.record
 class CacheRankFlags(ServerArgs):
     """SGLang's arguments and ours, as the user gave them; CacheRankServerArgs checks them."""
 
@@ -249,6 +248,10 @@ class CacheRankFlags(ServerArgs):
         ),
     ] = "127.0.0.1"
 
+    allow_untested_sglang: A[
+        bool, Arg(help="Start with a release of SGLang that is not tested with a cache rank.")
+    ] = False
+
     @property
     def has_cache_rank(self) -> bool:
         """Whether this server has a cache rank."""
@@ -297,10 +300,10 @@ class CacheRankFlags(ServerArgs):
         return config
 
 
-_SGLANG_FIELDS = {field.name for field in dataclasses.fields(ServerArgs)}
+_SGLANG_FIELDS = compat.default_values(ServerArgs)
 
 CACHE_RANK_FIELDS = [
-    field.name for field in dataclasses.fields(CacheRankFlags) if field.name not in _SGLANG_FIELDS
+    field for field in compat.default_values(CacheRankFlags) if field not in _SGLANG_FIELDS
 ]
 """The fields that we add to SGLang's."""
 

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import torch
 from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE
 from sglang.srt.plugins.hook_registry import HookType
-from sglang.srt.server_args import get_global_server_args
+from sglang.srt.runtime_context import get_server_args
 
 from cache_rank.config import ModelShape
-from sglang_ext import baselines, inference_rank, reuse
+from sglang_ext import baselines, compat, inference_rank, reuse
 from sglang_ext.calibration.serving import CALLS
 from sglang_ext.lifecycle import RequestStatistics
 from sglang_ext.memory import (
@@ -42,7 +42,7 @@ class Hook(NamedTuple):
 
 def _our_args() -> CacheRankServerArgs | None:
     try:
-        args = get_global_server_args()
+        args = get_server_args()
     except ValueError:  # a process that uses parts of SGLang without serving
         return None
     return args if isinstance(args, CacheRankServerArgs) else None
@@ -63,6 +63,19 @@ def add_reserve_rows(shapes: tuple[Any, Any], pool: Any) -> tuple[Any, Any]:
     return (keys[0] + extra, *keys[1:]), (values[0] + extra, *values[1:])
 
 
+def describe_rows_of_the_allocator(original: Callable[..., Any], pool: Any) -> Any:
+    """Describe the buffers of the pool to SGLang without our rows behind them."""
+    if _cache_rank_args() is None:
+        return original(pool)
+    keys, values = pool.k_buffer, pool.v_buffer
+    rows = pool.size + pool.page_size
+    pool.k_buffer, pool.v_buffer = ([b[:rows] for b in buffers] for buffers in (keys, values))
+    try:
+        return original(pool)
+    finally:
+        pool.k_buffer, pool.v_buffer = keys, values
+
+
 def add_dense_store(result: None, pool: Any) -> None:
     """Give dense layers rows for the tokens whose pool rows are freed."""
     args = _cache_rank_args()
@@ -74,11 +87,11 @@ def add_dense_store(result: None, pool: Any) -> None:
     if torch.device(pool.device).type == "cuda":
         torch.cuda.empty_cache()  # there is no room for the old and the new buffers
     with pool.memory_saver_adapter.region(GPU_MEMORY_TYPE_KV_CACHE):
-        for buffers in (pool.k_buffer, pool.v_buffer):
-            for layer in range(args.dense_layers):
-                buffers[layer] = torch.zeros(
-                    (rows + extra, *shape), dtype=pool.store_dtype, device=pool.device
-                )
+        for layer in range(args.dense_layers):
+            # As 0.5.23 makes them: some of its kernels look for V behind K.
+            pool.k_buffer[layer], pool.v_buffer[layer] = torch.zeros(
+                (2, rows + extra, *shape), dtype=pool.store_dtype, device=pool.device
+            )
 
 
 def leave_room_beyond_allocator(available_bytes: int, configurator: Any, *_: Any, **__: Any) -> int:
@@ -277,6 +290,18 @@ HOOKS = (
         add_dense_store,
         "memory_pool.py:1982; dense layers keep tokens that lose their pool rows",
     ),
+    *(
+        (
+            Hook(
+                "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool._build_kv_buffer_descs",
+                HookType.AROUND,
+                describe_rows_of_the_allocator,
+                "memory_pool.py:2657 of 0.5.23; it checks that they are the allocator's",
+            ),
+        )
+        if compat.DESCRIBES_BUFFERS
+        else ()
+    ),
     Hook(
         "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._profile_available_bytes",
         HookType.AFTER,
@@ -357,10 +382,11 @@ HOOKS = (
     ),
     *(
         Hook(
-            f"sglang.srt.managers.tp_worker.TpModelWorker.update_weights_from_{source}",
+            "sglang.srt.managers.scheduler_components.weight_updater."
+            f"SchedulerWeightUpdaterManager.update_weights_from_{source}",
             HookType.AFTER,
             note_new_weights,
-            "tp_worker.py:130; queries are forecast by the model's projections",
+            "weight_updater.py:110; queries are forecast by the model's projections",
         )
         for source in ("disk", "distributed", "tensor", "ipc")
     ),

@@ -6,11 +6,12 @@ import dataclasses
 import os
 from typing import Any
 
+from sglang.srt.runtime_context import get_parallel
 from torch import Tensor
 
 from cache_rank.config import ModelShape
 from cache_rank.residency import shared_tail
-from sglang_ext import reuse
+from sglang_ext import compat, reuse
 from sglang_ext.decode_step import DecodeStep
 from sglang_ext.eviction import DenseStore, Eviction
 from sglang_ext.exchange import make_exchange, make_gate
@@ -179,8 +180,9 @@ class InferenceRank:
         It finished, or was aborted, retracted or preempted.
         """
         reuse.forget(request)
-        self.table.forget(request.req_pool_idx)
-        sequence = self.lifecycle.end(request.req_pool_idx)
+        row = compat.pool_state(request).req_pool_idx
+        self.table.forget(row)
+        sequence = self.lifecycle.end(row)
         self._note_if_none_is_live()
         if sequence is not None and not sequence.orphaned:
             epoch = sequence.epoch
@@ -308,7 +310,7 @@ def create(runner: Any, args: CacheRankServerArgs) -> InferenceRank:
         args,
         model_shape(runner, args.dense_layers, forecasts),
         pools_of(runner, args),
-        runner.ps.tp_rank,
+        get_parallel().tp_rank,
         _supervisor,
         source,
     )

@@ -21,6 +21,7 @@ from typing import Any, Literal
 
 from cache_rank.config import CacheRankConfig
 from cache_rank.pages import PAGE_TOKENS
+from sglang_ext import compat
 from sglang_ext.recall import Means
 from sglang_ext.shared_prompts import SharedPrefix, SharedPrompts
 from sglang_ext.working_set import Reserve
@@ -211,7 +212,7 @@ class Lifecycle:
         sequence = SparseSequence(
             epoch=self._last_epoch,
             request=request,
-            row=request.req_pool_idx,
+            row=compat.pool_state(request).req_pool_idx,
             block=block,
             reserved_tokens=0,
             statistics=request.cache_rank_statistics,

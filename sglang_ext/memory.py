@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from cache_rank.config import ModelShape
 from cache_rank.protocol import down_sizes, up_sizes
+from sglang_ext.compat import model_config
 from sglang_ext.flags import CacheRankFlags
 from sglang_ext.true_recall import score_bytes
 
@@ -29,7 +30,7 @@ def dense_store_rows_per_request(args: CacheRankFlags) -> int:
     """Return the rows of one request in the dense store: one a position that it may have."""
     if args.inference_kv == "full" or not args.dense_layers:
         return 0
-    return int(args.get_model_config().context_len)
+    return int(model_config(args).context_len)
 
 
 def dense_store_rows(args: CacheRankFlags) -> int:
@@ -59,4 +60,4 @@ def measuring_bytes(args: CacheRankFlags, shape: ModelShape) -> int:
     if args.inference_kv != "full" or not args.recall_interval:
         return 0
     config = args.cache_rank_config(shape, args.max_sparse_requests)
-    return score_bytes(config, int(args.get_model_config().context_len))
+    return score_bytes(config, int(model_config(args).context_len))

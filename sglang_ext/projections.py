@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from sglang_ext import compat
+
 _BLOCK_ROWS = 1024
 """So many elements of the hidden state are projected at once."""
 
@@ -56,7 +58,7 @@ def decoder_layers(model: torch.nn.Module) -> list[DecoderLayer]:
             map(_is_root_mean_square, filter(None, (norm, query_norm)))
         ):
             raise ValueError(f"{type(layer).__name__} has no input_layernorm and qkv_proj")
-        if norm is None or not {"hidden_states", "residual"} <= _parameters(layer).keys():
+        if norm is None or not compat.takes_a_residual(layer):
             raise ValueError(f"{type(layer).__name__} does not take a hidden state and a residual")
         parts = layer, norm, projection, query_norm, attention
         heads = attention.tp_q_head_num, attention.qk_head_dim
@@ -124,6 +126,6 @@ def _hook(
 
     def before(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = {**dict(zip(names, args, strict=False)), **kwargs}
-        watch(index, given["hidden_states"], given.get("residual"), given["forward_batch"])
+        watch(index, given["hidden_states"], compat.residual_of(given), given["forward_batch"])
 
     return before

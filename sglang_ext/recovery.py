@@ -18,6 +18,7 @@ from typing import Any
 
 from cache_rank.channels.control import ControlError
 from cache_rank.channels.transport import TransportError
+from sglang_ext import compat
 from sglang_ext.exchange.base import Exchange, ExchangeCounters
 from sglang_ext.exchange.connection import CacheRankDownError, Connection
 from sglang_ext.lifecycle import Lifecycle, Phase
@@ -172,7 +173,7 @@ class CacheRankHandle:
         staying = []
         for index, request in enumerate(running_batch.reqs):
             if request in orphans and not request.finished():
-                running_batch.release_req(index, len(running_batch.reqs), scheduler.server_args)
+                compat.release_request(running_batch, index, scheduler.server_args)
                 self._queue_later(request)
             else:
                 staying.append(index)

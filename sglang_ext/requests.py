@@ -30,6 +30,11 @@ def refuse_request(request: Any, vocabulary: int, has_cache_rank: bool) -> None:
     for one in params if isinstance(params, list) else [params]:
         if isinstance(one, dict):
             _refuse_params(one)
+            if has_cache_rank and (one.get("beam_width") or 1) != 1:
+                raise ValueError(
+                    "beam_width: a cache rank cannot follow beams; drop it, or ask a server with "
+                    "--cache-rank-gpus 0"
+                )
 
 
 def _refuse_ids(ids: Any, vocabulary: int) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from sglang_ext import compat
 from sglang_ext.lifecycle import asks_to_stay_dense
 
 DENSE_NAMESPACE = "cache_rank: false"
@@ -65,6 +66,6 @@ def offer_dense_tokens(
     if dense is None or dense >= kv_len_to_handle:
         return offer(tree, request, True, kv_len_to_handle=kv_len_to_handle)
     table = tree.req_to_token_pool.req_to_token
-    sparse_rows = table[request.req_pool_idx, dense:kv_len_to_handle]
+    sparse_rows = table[compat.pool_state(request).req_pool_idx, dense:kv_len_to_handle]
     tree.token_to_kv_pool_allocator.free(sparse_rows)
     return offer(tree, request, True, kv_len_to_handle=dense)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import torch
 from sglang.srt.arg_groups.arg_utils import add_cli_args_from_dataclass
 from sglang.srt.server_args import ServerArgs
 
-from sglang_ext import baselines, cpu
+from sglang_ext import baselines, compat, cpu
 from sglang_ext.flags import (
     BACKEND,
     CACHE_RANK_FIELDS,
@@ -23,7 +22,7 @@ from sglang_ext.flags import (
     flag_of,
 )
 from sglang_ext.planning import DecoderSizes, Planner, find_gpu
-from sglang_ext.refusals import models, refuse, refuse_unknown_sglang, servers
+from sglang_ext.refusals import models, refuse, refuse_untested_sglang, servers
 from sglang_ext.unreached import say_unreached_settings
 
 logger = logging.getLogger(__name__)
@@ -47,22 +46,31 @@ class CacheRankServerArgs(CacheRankFlags):
     """
 
     def __post_init__(self) -> None:
-        refuse_unknown_sglang()
+        if compat.RESOLVED_IN == "__post_init__":
+            self._resolve(super().__post_init__)
+
+    def resolve_once(self) -> None:
+        if not compat.is_resolved(self):
+            self._resolve(super().resolve_once)
+
+    def _resolve(self, let_sglang: Callable[[], None]) -> None:
+        """Check what is given, and choose what is not, before SGLang does and after."""
+        refuse_untested_sglang(self)
         if self.cache_rank_gpus == 0 and not self.is_baseline:
             self._say_ignored("without a cache rank")
-            super().__post_init__()
+            let_sglang()
             return
         self._refuse_arguments()
         if self.is_baseline:
             self._say_ignored(f"with --decode-mode {self.decode_mode}", baselines.FIELDS)
         self._set_required()
-        super().__post_init__()
+        let_sglang()
         if not self.is_baseline:
             self._choose_schedule()
         self._refuse_model()
         if not self.is_baseline:
             self._say_what_to_expect()
-            say_unreached_settings(self, self.get_model_config().context_len)
+            say_unreached_settings(self, compat.model_config(self).context_len)
 
     def _handle_mamba_radix_cache(self, *args: Any, **kwargs: Any) -> None:
         """Ask nothing of a machine for models that are refused, in our words, a little later."""
@@ -88,7 +96,7 @@ class CacheRankServerArgs(CacheRankFlags):
 
     def _choose_schedule(self) -> None:
         """Choose how queries are predicted, and the layers of a group, where the user does not."""
-        model = self.get_model_config()
+        model = compat.model_config(self)
         predictor, group_layers, why = choose_schedule(
             self.query_predictor,
             self.layers_per_group,
@@ -98,7 +106,7 @@ class CacheRankServerArgs(CacheRankFlags):
         )
         if self.query_predictor is None:
             logger.info("cache rank: --query-predictor %s (%s)", predictor, why)
-        self.override("cache rank", query_predictor=predictor, layers_per_group=group_layers)
+        compat.decide(self, query_predictor=predictor, layers_per_group=group_layers)
 
     def _say_what_to_expect(self) -> None:
         """Log how K and V are held, and where that pays, if it can be estimated."""
@@ -107,7 +115,7 @@ class CacheRankServerArgs(CacheRankFlags):
         gpu = find_gpu(torch.cuda.get_device_name()) if self.on_gpu else None
         if gpu is None:
             return
-        model = self.get_model_config()
+        model = compat.model_config(self)
         try:
             sizes = DecoderSizes.of_config(model.hf_text_config.to_dict(), self.quantization)
         except ValueError as error:
@@ -163,11 +171,11 @@ class CacheRankServerArgs(CacheRankFlags):
     def _say_ignored(self, when: str, heeded: Sequence[str] = ()) -> None:
         """Log which of our flags are not at their defaults and have no effect."""
         ignored = [
-            flag_of(field.name)
-            for field in dataclasses.fields(self)
-            if field.name in CACHE_RANK_FIELDS
-            and field.name not in ("cache_rank_gpus", "decode_mode", *heeded)
-            and getattr(self, field.name) != field.default
+            flag_of(field)
+            for field, default in compat.default_values(type(self)).items()
+            if field in CACHE_RANK_FIELDS
+            and field not in ("cache_rank_gpus", "decode_mode", "allow_untested_sglang", *heeded)
+            and getattr(self, field) != default
         ]
         if ignored:
             logger.warning("%s these have no effect: %s", when, ", ".join(ignored))
@@ -181,12 +189,10 @@ def parse_server_args(argv: Sequence[str]) -> CacheRankServerArgs:
     Raises:
         UnsupportedError: an argument cannot be combined with a cache rank.
     """
-    from sglang.srt.server_args_config_parser import ConfigArgumentMerger
-
     parser = argument_parser()
     arguments = list(argv)
     if "--config" in arguments:
-        arguments = ConfigArgumentMerger(parser).merge_config_with_args(arguments)
+        arguments = compat.merge_config_file(parser, arguments)
     # The last occurrence of a flag wins, however the user spells it.
     parsed = parser.parse_args(["--model-path", str(BUNDLED_MODEL), *arguments])
     logging.basicConfig(
@@ -196,6 +202,7 @@ def parse_server_args(argv: Sequence[str]) -> CacheRankServerArgs:
         force=True,
     )
     args: CacheRankServerArgs = CacheRankServerArgs.from_cli_args(parsed)
+    compat.resolve(args)
     return args
 
 

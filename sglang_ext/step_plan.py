@@ -20,6 +20,7 @@ from cache_rank.graphs import capture
 from cache_rank.operations import operations_for
 from cache_rank.protocol import Measured
 from sglang_ext import reuse
+from sglang_ext.compat import pool_state
 from sglang_ext.exchange.base import Exchange
 from sglang_ext.exchange.pinned_ring import Field, HostToDeviceRing
 from sglang_ext.exchange.slots import ExchangedRows, SlotBuffers
@@ -150,7 +151,7 @@ class StepPlanner:
         shipping, sparse = Phase.SHIPPING, Phase.SPARSE  # slow to look up in every row
         plan = StepPlan()
         for index, (request, length) in enumerate(zip(requests, lengths, strict=True)):
-            slot, position, is_sparse = request.req_pool_idx, length - 1, False
+            slot, position, is_sparse = pool_state(request).req_pool_idx, length - 1, False
             sequence = live.get(slot) or self._begin(request, length, is_up)
             if sequence is not None:
                 if sequence.phase is not sparse and is_up:

@@ -37,6 +37,7 @@ settings.load_profile("default")  # `--hypothesis-profile thorough` takes the ot
 
 
 LONGEST_FIRST = [
+    "test_sglang_interface",  # takes seconds, and says what a new release of SGLang has moved
     "test_language_model",
     "test_dense_equivalence",  # with test_baseline_modes, which takes plain SGLang as well
     "test_baseline_modes",
@@ -49,7 +50,7 @@ LONGEST_FIRST = [
     "test_processes",
     "test_wire_dtype",
 ]
-"""These files have the tests that start servers, from the longest group to the shortest."""
+"""After the first, these files start servers, from the longest group to the shortest."""
 
 
 @pytest.fixture

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
 
 from scripts.shared.serving import Client, ServerError
+from sglang_ext import compat
 
 SERVER_FLAGS = ("--enable-custom-logit-processor",)
 
@@ -65,7 +66,7 @@ class ForcedTokens(CustomLogitProcessor):
 
 def _reads_prompt(request: Any) -> bool:
     """Whether more of the prompt is to come: SGLang samples after each chunk of it."""
-    return bool(request.extend_range.end < len(request.origin_input_ids))
+    return compat.tokens_read(request) < len(request.origin_input_ids)
 
 
 class Forced(msgspec.Struct):

@@ -49,12 +49,14 @@ def make_rank(args: CacheRankServerArgs, supervisor: Supervisor) -> InferenceRan
 
 def make_request(slot: int) -> Any:
     """What the inference rank reads of SGLang's Req."""
-    return SimpleNamespace(
+    request = SimpleNamespace(
         req_pool_idx=slot,
         origin_input_ids=range(LENGTH),
         cache_protected_len=0,
         sampling_params=SimpleNamespace(custom_params=None, max_new_tokens=2048),
     )
+    request.kv = request  # where later releases have what is in the pools
+    return request
 
 
 def measure(rank: InferenceRank, batch: int, steps: int) -> dict[str, list[float]]:

@@ -40,7 +40,8 @@ class Collector:
 
     def begin_part(self) -> dict[int, NormalEquations]:
         """Begin to collect anew; what has been collected."""
-        collected, self.equations, self._grams = self.equations, {}, {}
+        collected = self.equations
+        self.equations, self._grams, self._states = {}, {}, {}
         return collected
 
     def _on_input(self, index: int, hidden: Tensor, residual: Tensor | None, batch: Any) -> None:

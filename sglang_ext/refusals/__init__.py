@@ -7,17 +7,16 @@ is read from the top: a row may rely on the rows above it, which did not refuse.
 from __future__ import annotations
 
 import dataclasses
-import importlib.metadata
+import logging
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import psutil
-from packaging.specifiers import SpecifierSet
 
+from sglang_ext import compat
 from sglang_ext.flags import CacheRankFlags, field_of
 
-SUPPORTED_SGLANG = SpecifierSet(">=0.5.16,<0.5.18")
-"""The versions of SGLang that the hooks are tested with."""
+logger = logging.getLogger(__name__)
 
 ALLOW_LARGE_BUDGET_VARIABLE = "CACHE_RANK_ALLOW_LARGE_BUDGET"
 """This variable, set to 1, allows a working set above the sparse threshold; sparse decode then
@@ -68,7 +67,7 @@ class Refusal:
 
     def _given(self, args: CacheRankFlags) -> list[str]:
         """The flags that are not at their defaults."""
-        defaults = {field.name: field.default for field in dataclasses.fields(args)}
+        defaults = compat.default_values(type(args))
         fields = {name: field_of(name) for name in self.asked.split()}
         return [name for name, field in fields.items() if getattr(args, field) != defaults[field]]
 
@@ -84,17 +83,25 @@ def refuse(args: CacheRankFlags, rows: Iterable[Refusal]) -> None:
             raise UnsupportedError(row.message(args))
 
 
-def refuse_unknown_sglang() -> None:
-    """Refuse a version of SGLang that the hooks were not tested with.
+def refuse_untested_sglang(args: CacheRankFlags) -> None:
+    """Refuse a release of SGLang that nobody has tested, and say so of one not tested on GPUs.
 
     Raises:
-        UnsupportedError: the installed version is outside the tested range.
+        UnsupportedError: the installed release is not tested, and nobody asked for it all the same.
     """
-    version = importlib.metadata.version("sglang")
-    if not SUPPORTED_SGLANG.contains(version, prereleases=True):
-        raise UnsupportedError(
-            f"SGLang {version} is outside the tested range {SUPPORTED_SGLANG}. "
-            "Run pip install 'sglang==0.5.16'."
+    release, flag = compat.RELEASE, "--allow-untested-sglang"
+    if not compat.is_in(compat.TESTED):
+        if not args.allow_untested_sglang:
+            raise UnsupportedError(
+                f"SGLang {release} is not tested with a cache rank: {compat.TESTED} is. Run pip "
+                f"install 'sglang=={compat.NEWEST_TESTED}', or pass {flag} to try it all the same."
+            )
+        logger.warning("cache rank: SGLang %s is not tested (%s)", release, flag)
+    elif args.on_gpu and not compat.is_in(compat.TESTED_ON_GPUS):
+        logger.warning(
+            "cache rank: SGLang %s is tested on CPUs only; %s is tested on GPUs",
+            release,
+            compat.TESTED_ON_GPUS,
         )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import psutil
 
 from cache_rank.config import DTYPES
+from sglang_ext import compat
 from sglang_ext.flags import CacheRankFlags
 from sglang_ext.memory import bytes_beyond_allocator
 from sglang_ext.refusals import PLAIN, Refusal
@@ -20,7 +21,7 @@ MAX_HEAD_DIM = 256
 
 def _model(args: CacheRankFlags) -> Any:
     """SGLang's configuration of the model."""
-    return args.get_model_config()
+    return compat.model_config(args)
 
 
 def _is_latent(args: CacheRankFlags) -> bool:

@@ -233,7 +233,7 @@ def test_a_baseline_decodes_in_our_backend_without_a_cache_rank(mode: str) -> No
 def test_quest_takes_its_bounds_out_of_the_pools_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     for mode, left in (("quest", 1600), ("oracle", 1700)):
         args: Any = Mock(spec=CacheRankServerArgs, decode_mode=mode, is_baseline=True)
-        monkeypatch.setattr(hooks, "get_global_server_args", lambda args=args: args)
+        monkeypatch.setattr(hooks, "get_server_args", lambda args=args: args)
         assert hooks.leave_room_beyond_allocator(1700, Mock()) == left
 
 

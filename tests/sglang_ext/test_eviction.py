@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from fake_requests import fake_request
 
 from sglang_ext.eviction import EVICTION_STRIDE, DenseStore, Eviction
 from sglang_ext.lifecycle import RequestStatistics, SparseSequence
@@ -38,7 +38,7 @@ def eviction(allocator: Allocator) -> Eviction:
 
 
 def sequence_of(row: int, protected: int = 0) -> Any:
-    request = SimpleNamespace(cache_protected_len=protected)
+    request = fake_request(cache_protected_len=protected)
     return SparseSequence(1, request, row, 0, 0, RequestStatistics())
 
 

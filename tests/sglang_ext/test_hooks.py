@@ -14,7 +14,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from sglang_ext import hooks, inference_rank, plugin, processes
+from sglang_ext import compat, hooks, inference_rank, plugin, processes
 from sglang_ext.hooks import HOOKS, Hook
 from sglang_ext.lifecycle import RequestStatistics
 from sglang_ext.refusals import UnsupportedError
@@ -138,15 +138,34 @@ def test_the_internal_state_without_inference_rank_is_sglangs_own() -> None:
 
 def test_request_slots_are_freed_and_cleared_as_ever() -> None:
     pool = ReqToTokenPool(size=3, max_context_len=8, device="cpu", enable_memory_saver=False)
-    request = Mock(req_pool_idx=None)
+    request = pooled_request()
     pool.alloc([request])
     assert pool.available_size() == 2
     pool.free(request)
-    assert request.req_pool_idx is None
+    assert compat.pool_state(request).req_pool_idx is None
     assert pool.available_size() == 3
-    pool.alloc([Mock(req_pool_idx=None)])
+    pool.alloc([pooled_request()])
     pool.clear()
     assert pool.available_size() == 3
+
+
+def pooled_request() -> Any:
+    """A request that a ReqToTokenPool takes."""
+
+    class Pooled:
+        """Its slot, and whether it has one."""
+
+        req_pool_idx: int | None = None
+
+        @property
+        def kv(self) -> Pooled:
+            return self
+
+        @property
+        def holds_kv(self) -> bool:
+            return self.req_pool_idx is not None
+
+    return Pooled()
 
 
 def kv_pool() -> Any:
@@ -172,7 +191,7 @@ CONFIGURATOR = SimpleNamespace(
 
 
 def cache_rank_args(**changes: Any) -> CacheRankServerArgs:
-    return CacheRankServerArgs(
+    args = CacheRankServerArgs(
         model_path=str(BUNDLED_MODEL),
         device="cpu",
         sparse_budget=20,
@@ -180,6 +199,8 @@ def cache_rank_args(**changes: Any) -> CacheRankServerArgs:
         max_sparse_requests=3,
         **changes,
     )
+    compat.resolve(args)
+    return args
 
 
 @pytest.mark.usefixtures("environment")
@@ -188,7 +209,7 @@ def test_plain_sglang_has_pools_without_reserve(
     plain: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     args = object() if plain == "another class" else cache_rank_args(cache_rank_gpus=0)
-    monkeypatch.setattr(hooks, "get_global_server_args", lambda: args)
+    monkeypatch.setattr(hooks, "get_server_args", lambda: args)
     assert kv_pool().k_buffer[0].shape == (33, 2, 8)
     assert hooks.leave_room_beyond_allocator(10_000, CONFIGURATOR) == 10_000
 
@@ -202,7 +223,7 @@ def test_a_cache_rank_puts_its_reserve_behind_the_pool_whose_size_stays(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     args = cache_rank_args(recall_interval=0)
-    monkeypatch.setattr(hooks, "get_global_server_args", lambda: args)
+    monkeypatch.setattr(hooks, "get_server_args", lambda: args)
     reserve = 3 * (4 + 20)
     pool = kv_pool()
     assert pool.size == 32
@@ -224,7 +245,7 @@ def test_dense_layers_alone_have_rows_for_tokens_that_lose_theirs(
 
     def with_arguments(**changes: Any) -> tuple[Any, int]:
         args = cache_rank_args(context_length=100, recall_interval=0, **changes)
-        monkeypatch.setattr(hooks, "get_global_server_args", lambda: args)
+        monkeypatch.setattr(hooks, "get_server_args", lambda: args)
         return kv_pool(), hooks.leave_room_beyond_allocator(10_000_000, CONFIGURATOR)
 
     for changes in ({"inference_kv": "full"}, {"inference_kv": "working-set", "dense_layers": 0}):
@@ -244,7 +265,7 @@ def test_dense_layers_alone_have_rows_for_tokens_that_lose_theirs(
 def test_measuring_by_the_keys_in_the_pool_takes_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     def left(**changes: Any) -> int:
         args = cache_rank_args(**changes)
-        monkeypatch.setattr(hooks, "get_global_server_args", lambda: args)
+        monkeypatch.setattr(hooks, "get_server_args", lambda: args)
         return hooks.leave_room_beyond_allocator(100_000_000, CONFIGURATOR)
 
     assert left(inference_kv="working-set") == left(inference_kv="working-set", recall_interval=0)
@@ -254,7 +275,7 @@ def test_measuring_by_the_keys_in_the_pool_takes_memory(monkeypatch: pytest.Monk
 @pytest.mark.usefixtures("environment")
 def test_what_leaves_no_memory_for_a_pool_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     args = cache_rank_args(context_length=100, inference_kv="working-set")
-    monkeypatch.setattr(hooks, "get_global_server_args", lambda: args)
+    monkeypatch.setattr(hooks, "get_server_args", lambda: args)
     taken = 10_000_000 - hooks.leave_room_beyond_allocator(10_000_000, CONFIGURATOR)
     assert hooks.leave_room_beyond_allocator(taken + 1, CONFIGURATOR) == 1
     with pytest.raises(UnsupportedError, match=r"--max-sparse-requests 3 .* --dense-layers"):
@@ -324,9 +345,11 @@ def test_results_of_prefills_are_not_ours(rank: Mock) -> None:
 
 def test_the_end_of_requests_reaches_the_rank_before_sglang_forgets_their_slot(rank: Mock) -> None:
     slots: list[int] = []
-    rank.on_request_freed.side_effect = lambda request: slots.append(request.req_pool_idx)
+    rank.on_request_freed.side_effect = lambda request: slots.append(
+        compat.pool_state(request).req_pool_idx
+    )
     pool = ReqToTokenPool(size=3, max_context_len=8, device="cpu", enable_memory_saver=False)
-    request = Mock(req_pool_idx=None)
+    request = pooled_request()
     (slot,) = pool.alloc([request])
     pool.free(request)
     assert slots == [slot]

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from fake_requests import fake_request
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -49,7 +50,7 @@ def request_on(
     slot: int, prompt: int = 20, new_tokens: int | None = 10, custom: dict[str, Any] | None = None
 ) -> Any:
     """A request as SGLang's scheduler holds it."""
-    request = SimpleNamespace(
+    request = fake_request(
         req_pool_idx=slot,
         origin_input_ids=[0] * prompt,
         sampling_params=SimpleNamespace(custom_params=custom, max_new_tokens=new_tokens),

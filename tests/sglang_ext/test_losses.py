@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from fake_requests import fake_request
 from test_metrics import exported, own_series
 
 from cache_rank.config import CacheRankConfig, ModelShape
@@ -81,7 +82,7 @@ class Decoding:
 
     def arrive(self, slot: int) -> Any:
         params = SimpleNamespace(custom_params=None, max_new_tokens=CONTEXT - PROMPT)
-        request = SimpleNamespace(
+        request = fake_request(
             req_pool_idx=slot,
             origin_input_ids=[0] * PROMPT,
             sampling_params=params,

@@ -12,6 +12,7 @@ import msgspec
 import pytest
 import torch
 from cache_rank_kernels.score.reference import score_tokens
+from fake_requests import fake_request
 
 from cache_rank.config import CacheRankConfig, ModelShape
 from cache_rank.measure.recall import measure_recall
@@ -111,7 +112,7 @@ class Decoding:
 
     def arrive(self, slot: int) -> Any:
         params = SimpleNamespace(custom_params=None, max_new_tokens=CONTEXT - PROMPT)
-        request = SimpleNamespace(
+        request = fake_request(
             req_pool_idx=slot,
             output_ids=[],
             extra_key=None,

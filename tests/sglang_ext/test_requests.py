@@ -79,6 +79,14 @@ def test_what_cannot_be_is_refused(
         refuse(has_cache_rank, **request_)
 
 
+def test_a_beam_search_is_refused_with_a_cache_rank() -> None:
+    beams: dict[str, Any] = {"sampling_params": {"beam_width": 2}}
+    refuse(sampling_params={"beam_width": 1})
+    refuse(has_cache_rank=False, **beams)
+    with pytest.raises(ValueError, match=r"^beam_width: .* --cache-rank-gpus 0"):
+        refuse(**beams)
+
+
 def test_embeddings_are_refused_where_tokens_are_needed() -> None:
     refuse(has_cache_rank=False, input_embeds=[[0.5]])
     with pytest.raises(ValueError, match="send input_ids"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.metadata
 import json
 import logging
 import os
@@ -22,11 +21,13 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 from sglang.srt.server_args import ServerArgs
 
 import sglang_ext
 from cache_rank.config import CacheRankConfig, ModelShape
-from sglang_ext import baselines, cpu, launch, plugin, server_args
+from sglang_ext import baselines, compat, cpu, launch, plugin, server_args
 from sglang_ext.flags import BACKEND, CACHE_RANK_FIELDS, CHECKSUM_VARIABLE
 from sglang_ext.refusals import (
     ALLOW_LARGE_BUDGET_VARIABLE,
@@ -402,7 +403,7 @@ def test_gpus_have_the_kernels_of_their_generation(
 ) -> None:
     pretend_gpus(2, monkeypatch)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (generation, 0))
-    monkeypatch.setattr(ServerArgs, "__post_init__", lambda self: None)  # it looks for the GPUs
+    monkeypatch.setattr(ServerArgs, compat.RESOLVED_IN, lambda self: None)  # it looks for the GPUs
     args = parse_server_args([])
     assert (args.device, args.attention_backend, args.page_size) == ("cuda", kernels, 1)
     assert args.decode_attention_backend == BACKEND
@@ -501,12 +502,7 @@ def test_accepts_a_model_of_full_attention(model: Model, tmp_path: Path) -> None
 
 
 def pretend_sglang_is(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = importlib.metadata.version
-    monkeypatch.setattr(
-        importlib.metadata,
-        "version",
-        lambda name: version if name == "sglang" else real(name),
-    )
+    monkeypatch.setattr(compat, "RELEASE", Version(version))
 
 
 @pytest.mark.parametrize(
@@ -516,6 +512,8 @@ def pretend_sglang_is(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
         ("0.5.15", "--cache-rank-gpus 0"),
         ("0.5.16rc1", ""),
         ("0.5.18", ""),
+        ("0.5.19.post1", ""),
+        ("0.5.24rc1", ""),
         ("0.6.0", "--cache-rank-gpus 0"),
         ("1.0", ""),
     ],
@@ -534,6 +532,29 @@ def test_accepts_every_sglang_of_the_tested_range(
 ) -> None:
     pretend_sglang_is(version, monkeypatch)
     assert parse_server_args([]).has_cache_rank
+
+
+def test_an_sglang_that_was_not_tested_can_be_tried(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pretend_sglang_is("0.5.99", monkeypatch)
+    with pytest.raises(UnsupportedError, match=r"or pass --allow-untested-sglang to try it"):
+        parse_server_args([])
+    assert parse_server_args(["--allow-untested-sglang"]).has_cache_rank
+    assert "SGLang 0.5.99 is not tested (--allow-untested-sglang)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("version", "tested"), [("0.5.17", True), ("0.5.23", False)])
+def test_start_up_says_which_releases_are_not_tested_on_gpus(
+    version: str, tested: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pretend_sglang_is(version, monkeypatch)
+    monkeypatch.setattr(compat, "TESTED", SpecifierSet(">=0.5.16"))
+    pretend_gpus(2, monkeypatch)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(ServerArgs, compat.RESOLVED_IN, lambda self: None)  # it looks for the GPUs
+    parse_server_args([])
+    assert ("tested on CPUs only" in capsys.readouterr().err) is not tested
 
 
 # What is accepted, and what it becomes.
@@ -568,7 +589,7 @@ def test_keeps_what_the_user_chose_and_does_not_claim_to_have_set_it(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     chosen = {
-        "attention_backend": "intel_amx",
+        "attention_backend": "torch_native",
         "grammar_backend": "xgrammar",
         "max_total_tokens": 5000,
         "max_running_requests": 3,
@@ -591,7 +612,7 @@ def test_the_checkpoint_decides_its_dtype(tmp_path: Path) -> None:
     model = Model("Llama", {"dtype": "bfloat16"}).write(tmp_path)
     args = parse_server_args(["--model-path", str(model)])
     assert args.dtype == "auto"
-    assert str(args.get_model_config().dtype) == "torch.bfloat16"
+    assert str(compat.model_config(args).dtype) == "torch.bfloat16"
 
 
 def test_nothing_is_reused_where_rows_are_freed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -662,9 +683,12 @@ def test_one_line_names_the_flags_that_are_ignored(
 def test_every_flag_of_ours_is_named_without_a_cache_rank(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    own = [name for name in CACHE_RANK_FIELDS if name not in ("cache_rank_gpus", "decode_mode")]
+    heeded = ("cache_rank_gpus", "decode_mode", "allow_untested_sglang")
+    own = [name for name in CACHE_RANK_FIELDS if name not in heeded]
     given: dict[str, Any] = dict.fromkeys(own, "another")
-    CacheRankServerArgs(model_path=str(BUNDLED_MODEL), device="cpu", cache_rank_gpus=0, **given)
+    compat.resolve(
+        CacheRankServerArgs(model_path=str(BUNDLED_MODEL), device="cpu", cache_rank_gpus=0, **given)
+    )
     flags = ", ".join(f"--{name.replace('_', '-')}" for name in own)
     assert caplog.messages.count(f"without a cache rank these have no effect: {flags}") == 1
 
@@ -762,7 +786,7 @@ def test_what_was_chosen_and_what_to_expect_is_said_at_start_up(
 ) -> None:
     pretend_gpus(gpus, monkeypatch)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    monkeypatch.setattr(ServerArgs, "__post_init__", lambda self: None)  # it looks for the GPUs
+    monkeypatch.setattr(ServerArgs, compat.RESOLVED_IN, lambda self: None)  # it looks for the GPUs
     parse_server_args(["--model-path", str(model.write(tmp_path))])
     logged = capsys.readouterr().err
     assert "cache rank: --kv-residency quantspec\n" in logged

@@ -8,6 +8,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from fake_requests import fake_request
 from test_working_set import small_config
 
 from sglang_ext.exchange.pinned_ring import RING_ENTRIES
@@ -47,7 +48,7 @@ def planner_of(by_kernels: bool = False, device: str = "cpu", **changes: Any) ->
 
 def request_on(slot: int) -> Any:
     params = SimpleNamespace(custom_params=None, max_new_tokens=20)
-    return SimpleNamespace(req_pool_idx=slot, origin_input_ids=[0] * 12, sampling_params=params)
+    return fake_request(req_pool_idx=slot, origin_input_ids=[0] * 12, sampling_params=params)
 
 
 @pytest.mark.parametrize("sinks", [0, 1, 2])

@@ -14,7 +14,9 @@ from scripts.language.forcing import ForcedTokens
 
 def parameters(tokens: list[int], file: Path | None, read: int = 4) -> dict[str, Any]:
     """What SGLang hands over of a request of which it has read so many of 4 prompt tokens."""
-    request = SimpleNamespace(extend_range=SimpleNamespace(end=read), origin_input_ids=[0] * 4)
+    request = SimpleNamespace(
+        extend_range=SimpleNamespace(end=read), extend_end=read, origin_input_ids=[0] * 4
+    )
     named = None if file is None else str(file)
     return {"forced": {"tokens": tokens, "file": named, "step": 0}, "__req__": request}
 
@@ -41,5 +43,5 @@ def test_a_chunk_of_a_prompt_forces_nothing(tmp_path: Path) -> None:
     logits = torch.randn((1, 5))
     assert torch.equal(ForcedTokens()(logits.clone(), [params]), logits)
     assert not (tmp_path / "logits").exists()
-    params["__req__"].extend_range.end = 4
+    params["__req__"].extend_range.end = params["__req__"].extend_end = 4
     assert ForcedTokens()(logits, [params]).argmax(-1).tolist() == [3]

@@ -1,0 +1,188 @@
+"""What differs between releases of SGLang: one function a difference, with the release it is of.
+
+Nothing else asks for a release. `TESTED` are those that the whole test suite has passed with.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+from torch import Tensor
+
+RELEASE = Version(importlib.metadata.version("sglang"))
+"""The release that is installed."""
+
+TESTED = SpecifierSet(">=0.5.16,<0.5.18")
+"""These releases are tested on CPUs."""
+
+TESTED_ON_GPUS = SpecifierSet(">=0.5.16,<0.5.18")
+"""These are tested on GPUs too."""
+
+NEWEST_TESTED = "0.5.17"
+"""This one is recommended where another is refused."""
+
+
+def is_in(releases: SpecifierSet) -> bool:
+    """Whether the installed release is one of these."""
+    return releases.contains(RELEASE, prereleases=True)
+
+
+def _since(release: str) -> bool:
+    """Whether the installed release is this or a later one; what leads up to one counts as it."""
+    return Version(release) <= Version(RELEASE.base_version)
+
+
+_SINCE_0_5_19 = _since("0.5.19")
+_SINCE_0_5_22 = _since("0.5.22")
+
+
+# Arguments.
+
+
+def record(cls: type) -> type:
+    """Make a class with new fields, derived from ServerArgs, what ServerArgs is.
+
+    Up to 0.5.19 that is a dataclass, from 0.5.20 on a msgspec.Struct, which is made by deriving.
+    """
+    return cls if issubclass(cls, msgspec.Struct) else dataclasses.dataclass(cls)
+
+
+def default_values(cls: type) -> dict[str, Any]:
+    """Return the fields of ServerArgs, or of a class derived from it, with their defaults."""
+    is_struct = issubclass(cls, msgspec.Struct)
+    fields: Any = msgspec.structs.fields(cls) if is_struct else dataclasses.fields(cls)
+    return {field.name: field.default for field in fields}
+
+
+RESOLVED_IN = "resolve_once" if _SINCE_0_5_19 else "__post_init__"
+"""The method in which ServerArgs chooses what is not given: up to 0.5.18 when it is made."""
+
+
+def resolve(args: Any) -> None:
+    """Let arguments choose what is not given, if they have not when they were made."""
+    if RESOLVED_IN == "resolve_once":
+        args.resolve_once()
+
+
+def is_resolved(args: Any) -> bool:
+    """Whether resolve_once has chosen what is not given, which it does once."""
+    return bool(getattr(args, "_resolution_finished", False))
+
+
+def decide(args: Any, **fields: Any) -> None:
+    """Set fields of resolved arguments.
+
+    From 0.5.19 on these are sealed. Other processes then get the fields, and what reports them to
+    users reads what was declared.
+    """
+    if not _SINCE_0_5_19:
+        args.override("cache rank", **fields)
+        return
+    from sglang.srt.arg_groups.overrides import declare_resolution
+
+    declare_resolution(args, "cache rank", **fields)
+    for field, value in fields.items():
+        if isinstance(args, msgspec.Struct):
+            msgspec.structs.force_setattr(args, field, value)
+        else:
+            object.__setattr__(args, field, value)
+
+
+def model_config(args: Any) -> Any:
+    """Return SGLang's configuration of the model: a method up to 0.5.18."""
+    if not _SINCE_0_5_19:
+        return args.get_model_config()
+    from sglang.srt.arg_groups.overrides import model_config_of
+
+    return model_config_of(args)
+
+
+def merge_config_file(parser: Any, arguments: list[str]) -> list[str]:
+    """Return a command line with the flags of its --config file, whose reader moved in 0.5.19."""
+    if _SINCE_0_5_19:
+        from sglang.srt.utils.server_args_config_parser import ConfigArgumentMerger
+    else:
+        from sglang.srt.server_args_config_parser import ConfigArgumentMerger
+    merged: list[str] = ConfigArgumentMerger(parser).merge_config_with_args(arguments)
+    return merged
+
+
+# Pools and requests.
+
+DESCRIBES_BUFFERS = _SINCE_0_5_22
+"""From 0.5.22 on the KV pool checks that its buffers have the rows that it hands out, no more."""
+
+
+def _in_request(request: Any) -> Any:
+    return request
+
+
+def _in_record(request: Any) -> Any:
+    return request.kv
+
+
+pool_state: Callable[[Any], Any] = _in_record if _SINCE_0_5_19 else _in_request
+"""Return what holds a request's `req_pool_idx` and `cache_protected_len`: from 0.5.19 on `kv`."""
+
+
+def release_request(batch: Any, index: int, server_args: Any) -> None:
+    """Take a request's slot and rows back, to be computed again; without arguments from 0.5.19 on.
+
+    Args:
+        batch: SGLang's ScheduleBatch.
+        index: of the request in it.
+        server_args: SGLang's.
+    """
+    if _SINCE_0_5_19:
+        batch.release_req(index, len(batch.reqs))
+    else:
+        batch.release_req(index, len(batch.reqs), server_args)
+
+
+def tokens_read(request: Any) -> int:
+    """Return how many tokens of a request are read when this step has ended; moved in 0.5.22."""
+    return int(request.extend_end if _SINCE_0_5_22 else request.extend_range.end)
+
+
+# The forward pass.
+
+
+def reads_until_the_stream_is_done() -> Any:
+    """Say when decode has read SGLang's table for the last time, which 0.5.18 and later ask.
+
+    Behind the graph, on the same stream, chunks of prompts are shipped and recall is measured.
+    SGLang then lets what rewrites the table wait for the stream, not for a point in it.
+    """
+    from sglang.srt.layers.attention.base_attn_backend import SharedReadEnds
+
+    return SharedReadEnds.UNKNOWN
+
+
+def takes_a_residual(layer: Any) -> bool:
+    """Whether a decoder layer takes a hidden state and, beside it, the residual to add to it.
+
+    The residual is a parameter up to 0.5.20, and then rides on the batch, where models have moved.
+    """
+    parameters = inspect.signature(type(layer).forward).parameters
+    return "hidden_states" in parameters and (
+        "residual" in parameters or hasattr(layer, "attn_boundary")
+    )
+
+
+def residual_of(arguments: Mapping[str, Any]) -> Tensor | None:
+    """Return the residual that a decoder layer is given beside its hidden state, if it is.
+
+    Args:
+        arguments: of the layer, by name.
+    """
+    if "residual" in arguments:
+        return arguments["residual"]
+    _, residual = arguments["forward_batch"].residual_stream.export(arguments["hidden_states"])
+    return residual

@@ -1,0 +1,248 @@
+"""What we take from SGLang is where we look for it: a new release fails here first, by name.
+
+Each test names the functions, parameters and attributes that some file of ours relies on. They are
+read off the installed SGLang, without a server.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import pkgutil
+import textwrap
+from collections.abc import Iterator
+from enum import Enum
+from typing import Any
+
+import pytest
+
+from sglang_ext import compat
+from sglang_ext.attention import CacheRankAttnBackend
+from sglang_ext.baselines.attention import BaselineAttnBackend
+from sglang_ext.baselines.refusals import REFUSALS
+from sglang_ext.flags import CacheRankFlags, field_of
+from sglang_ext.hooks import HOOKS, Hook
+from sglang_ext.refusals import models, servers
+
+SRT = "sglang.srt."
+REQUEST = "managers.schedule_batch.Req"
+BATCH = "model_executor.forward_batch_info.ForwardBatch"
+
+HOOKED_PARAMETERS = {
+    "add_reserve_rows": "self",
+    "describe_rows_of_the_allocator": "self",
+    "add_dense_store": "self",
+    "leave_room_beyond_allocator": "self pre_model_load_memory",
+    "run_step": "self batch",
+    "process_result": "self batch result",
+    "separate_prefixes": "self",
+    "offer_finished": "self req is_insert",
+    "after_forward": "self forward_batch",
+    "end_epoch": "self req",
+    "end_all_epochs": "self",
+    "before_next_batch": "self running_batch",
+    "before_pause": "self recv_req",
+    "abort_request": "self recv_req",
+    "is_idle": "self",
+    "add_internal_state": "self recv_req",
+    "note_new_weights": "self recv_req",
+    "summarize_meta_info": "self obj request",
+}
+"""The first parameters of the functions that ours are hooked to."""
+
+CALLED = {
+    "entrypoints.http_server.launch_server": (
+        "server_args run_scheduler_process_func run_detokenizer_process_func"
+    ),
+    "layers.attention.attention_registry.register_attention_backend": "name",
+    "managers.detokenizer_manager.run_detokenizer_process": "server_args",
+    "managers.schedule_batch.ScheduleBatch.filter_batch": "keep_indices",
+    "managers.schedule_batch.ScheduleBatch.release_req": "idx remaing_req_count",
+    "managers.scheduler.Scheduler._add_request_to_queue": "req is_retracted",
+    "managers.scheduler.run_scheduler_process": "server_args port_args gpu_id tp_rank",
+    "mem_cache.memory_pool.KVWriteLoc": "loc swa_loc",
+    "mem_cache.memory_pool.MHATokenToKVPool.get_kv_buffer": "layer_id",
+    "mem_cache.memory_pool.MHATokenToKVPool.set_kv_buffer": "layer cache_k cache_v",
+    "plugins.hook_registry.HookRegistry.register": "target hook hook_type",
+    "plugins.hook_registry.HookRegistry.apply_hooks": "",
+    "plugins.load_plugins": "",
+    "runtime_context.get_parallel": "",
+    "runtime_context.get_server_args": "",
+    "server_args.ServerArgs.add_cli_args": "parser",
+    "server_args.ServerArgs.from_cli_args": "args",
+    "server_args.add_attention_backend_choices": "",
+    "utils.kill_process_tree": "parent_pid include_parent",
+    "arg_groups.arg_utils.add_cli_args_from_dataclass": "parser cls fields",
+    "configs.hybrid_arch.mambaish_config": "",
+}
+"""Functions that we call, and parameters that we give them."""
+
+ATTRIBUTES = {
+    "configs.model_config.AttentionArch": "MLA",
+    "configs.model_config.ModelConfig": (
+        "attention_arch context_len dtype get_num_kv_heads head_dim hf_config hf_text_config "
+        "hidden_size is_generation is_hybrid_swa is_multimodal num_attention_heads "
+        "num_hidden_layers sliding_window_size"
+    ),
+    "entrypoints.engine.Engine": (
+        "server_args_class run_scheduler_process_func run_detokenizer_process_func shutdown"
+    ),
+    "layers.layernorm.RMSNorm": "variance_epsilon weight",
+    "layers.logits_processor.LogitsProcessorOutput": "customized_info",
+    "layers.radix_attention.RadixAttention": (
+        "layer_id logit_cap qk_head_dim scaling tp_k_head_num tp_q_head_num tp_v_head_num "
+        "v_head_dim"
+    ),
+    REQUEST: "finished origin_input_ids sampling_params",
+    "managers.schedule_batch.ScheduleBatch": "batch_is_full forward_mode reqs seq_lens_cpu",
+    "managers.scheduler.Scheduler": "running_batch server_args tp_worker waiting_queue",
+    "managers.utils.GenerationBatchResult": "logits_output",
+    "mem_cache.kv_cache_configurator.KVCacheConfigurator": "kv_cache_dtype layer_info model_config",
+    "mem_cache.memory_pool.MHATokenToKVPool": (
+        "device dtype k_buffer memory_saver_adapter page_size size store_dtype v_buffer"
+    ),
+    "mem_cache.memory_pool.ReqToTokenPool": "req_to_token size",
+    BATCH: (
+        "batch_size extend_prefix_lens extend_seq_lens_cpu forward_mode out_cache_loc "
+        "req_pool_indices seq_lens seq_lens_cpu seq_lens_sum"
+    ),
+    "model_executor.forward_batch_info.ForwardMode": "is_decode is_decode_or_idle is_extend",
+    "model_executor.model_runner.ModelRunner": (
+        "model model_config page_size req_to_token_pool server_args token_to_kv_pool "
+        "token_to_kv_pool_allocator"
+    ),
+    "plugins.hook_registry.HookRegistry": "_hooks _patched",
+    "runtime_context.ParallelContext": "tp_rank",
+    "sampling.sampling_params.SamplingParams": "custom_params max_new_tokens",
+}
+"""What we read of SGLang's objects, or set."""
+
+BACKENDS = (CacheRankAttnBackend, BaselineAttnBackend)
+
+OF_LATER_RELEASES = {"shared_read_ends"}
+"""Methods of our backends that the oldest releases do not call."""
+
+
+def found(path: str) -> Any:
+    """The object of SGLang that a dotted path names."""
+    try:
+        return pkgutil.resolve_name(path)
+    except (ImportError, AttributeError) as error:
+        pytest.fail(f"{path} is not in SGLang {compat.RELEASE}: {error}", pytrace=False)
+
+
+def parameters(function: Any) -> list[str]:
+    """The names of a function's parameters, below our hooks if it has any."""
+    return list(inspect.signature(inspect.unwrap(function)).parameters)
+
+
+@functools.cache
+def attributes(cls: type) -> set[str]:
+    """What instances of a class have: what classes define, annotate, or set on self."""
+    if issubclass(cls, Enum):
+        return {*vars(cls)}
+    names = {*dir(cls), *getattr(cls, "__struct_fields__", ())}
+    for base in cls.__mro__:
+        names |= {*inspect.get_annotations(base)}
+        if base.__module__.startswith("sglang"):
+            names |= {*_set_on_self(base)}
+    return names
+
+
+def _set_on_self(cls: type) -> Iterator[str]:
+    for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(cls)))):
+        if (
+            isinstance(node, ast.Attribute)
+            and isinstance(node.ctx, ast.Store)
+            and isinstance(node.value, ast.Name)
+            and node.value.id == "self"
+        ):
+            yield node.attr
+
+
+@pytest.mark.parametrize("hook", HOOKS, ids=lambda hook: hook.target)
+def test_what_is_hooked_has_the_parameters_that_our_function_takes(hook: Hook) -> None:
+    wanted = HOOKED_PARAMETERS[hook.function.__name__].split()
+    assert parameters(found(hook.target))[: len(wanted)] == wanted
+
+
+@pytest.mark.parametrize("path", CALLED)
+def test_what_is_called_takes_what_it_is_given(path: str) -> None:
+    missing = {*CALLED[path].split()} - {*parameters(found(SRT + path))}
+    assert not missing, f"{path} has lost parameters: {sorted(missing)}"
+
+
+@pytest.mark.parametrize("path", ATTRIBUTES)
+def test_what_is_read_is_there(path: str) -> None:
+    missing = {*ATTRIBUTES[path].split()} - attributes(found(SRT + path))
+    assert not missing, f"{path} has lost attributes: {sorted(missing)}"
+
+
+def test_a_request_says_how_far_its_prompt_is_read() -> None:
+    request = attributes(found(SRT + REQUEST))
+    assert ("extend_end" if compat.DESCRIBES_BUFFERS else "extend_range") in request
+    assert "__req__" in inspect.getsource(found(SRT + "managers.schedule_batch"))
+
+
+def test_the_state_of_a_request_in_the_pools_is_where_we_look_for_it() -> None:
+    request = found(SRT + REQUEST)
+    record = found(SRT + "managers.schedule_batch.ReqKvInfo")
+    looked_at = "request" if compat.pool_state(_Request) is _Request else "record"
+    missing = {"req_pool_idx", "cache_protected_len"} - attributes(
+        {"request": request, "record": record}[looked_at]
+    )
+    assert not missing, f"{looked_at} has lost attributes: {sorted(missing)}"
+
+
+class _Request:
+    """A request, as far as it has its own state."""
+
+    kv = object()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_a_backend_overrides_is_called_by_its_base(backend: type) -> None:
+    base = found(SRT + "layers.attention.base_attn_backend.AttentionBackend")
+    public = {name for name in vars(backend) if not name.startswith("_")}
+    own = {"on_extend", "selection"}
+    missing = public - own - OF_LATER_RELEASES - attributes(base)
+    assert not missing, f"AttentionBackend has lost {sorted(missing)}"
+
+
+def test_every_method_that_a_backend_must_have_is_one_of_ours() -> None:
+    base = found(SRT + "layers.attention.base_attn_backend.AttentionBackend")
+    wanted = {"init_cuda_graph_state", "get_cuda_graph_seq_len_fill_value", "forward_decode"}
+    assert wanted <= {*dir(base)}
+    for backend in BACKENDS:
+        assert wanted <= {*vars(backend)}
+        assert not getattr(backend, "__abstractmethods__", None)
+
+
+def test_the_flags_that_are_refused_exist() -> None:
+    fields = compat.default_values(CacheRankFlags)
+    rows = (
+        *servers.SERVERS,
+        *servers.CACHE_RANKS,
+        *servers.GPUS,
+        *models.MODELS,
+        *models.WORKING_SETS,
+        *REFUSALS,
+    )
+    asked = {field_of(flag) for row in rows for flag in row.asked.split()}
+    assert sorted(asked - fields.keys()) == []
+
+
+@pytest.mark.parametrize("model", ["llama.Llama", "qwen2.Qwen2", "qwen3.Qwen3"])
+def test_layers_that_are_forecast_have_the_parts_that_we_look_for(model: str) -> None:
+    layer = found(f"{SRT}models.{model}DecoderLayer")
+    taken, held = {*parameters(layer.forward)}, attributes(layer)
+    assert {"hidden_states", "forward_batch"} <= taken
+    assert {"input_layernorm", "self_attn"} <= held
+    assert "residual" in taken or "attn_boundary" in held
+    if "residual" not in taken:
+        stream = found(f"{SRT}layers.layer_boundary.residual.stream.ResidualStream")
+        assert parameters(stream.export)[:2] == ["self", "hidden"]
+        assert "residual_stream" in attributes(found(SRT + BATCH))
+    attention = found(f"{SRT}models.{model}Attention")
+    assert {"attn", "qkv_proj"} <= attributes(attention)
