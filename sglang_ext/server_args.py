@@ -33,7 +33,7 @@ BUNDLED_MODEL = Path(__file__).parent / "bundled_model"
 _CPU_POOL_TOKENS = 1 << 17
 """The KV pool on a CPU has this many tokens, unless the user names a number."""
 
-_CPU_RUNNING_REQUESTS = 32
+_CPU_RUNNING_REQUESTS = 64
 """A server on a CPU runs this many requests at once, unless the user names a number."""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,6 +18,7 @@ from cache_rank.pages import PAGE_TOKENS
 from scripts.shared.models import model_config, model_shape
 from scripts.shared.report import number, table_of
 from scripts.speed.cache_step import measure_cache_step
+from scripts.speed.scores import measure_scores
 
 QUERY_HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 GROUP_LAYERS = 6
@@ -139,6 +141,25 @@ def measure(rows: int, tokens: int) -> dict[str, Any]:
         moved = row.get("bytes")
         row["share"] = moved / (1e-6 * row["us"]) / bandwidth if moved else None
     shape = f"{rows} x {tokens} tokens, {torch.cuda.get_device_name()}"
+    return {"shape": shape, "copy_bytes_per_second": bandwidth, "rows": results}
+
+
+def measure_scoring(batches: Sequence[int], tokens: int) -> dict[str, Any]:
+    """Time scores by what they read of the keys, for each number of sequences."""
+    bandwidth = copy_bandwidth()
+    results: list[dict[str, Any]] = []
+    for rows in batches:
+        gc.collect()  # graphs and what they hold are in cycles
+        torch.cuda.empty_cache()
+        config = CacheRankConfig(
+            model_shape(model_config("qwen3-8b")),
+            layers_per_group=2,
+            kv_residency="quantspec",
+            score_keys="sketch",
+            max_rows=rows,
+        )
+        results += measure_scores(config, tokens, bandwidth)
+    shape = f"{tokens} tokens, {torch.cuda.get_device_name()}"
     return {"shape": shape, "copy_bytes_per_second": bandwidth, "rows": results}
 
 

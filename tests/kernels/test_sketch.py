@@ -18,11 +18,10 @@ from cache_rank_kernels.sketch.reference import (
 from torch import Tensor
 
 PAGE = 256
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu(1))]
 
 
 def random_sketch(
-    layers: int, kv_heads: int, head_dim: int, bits: int, device: str
+    layers: int, kv_heads: int, head_dim: int, bits: int, device: torch.device
 ) -> tuple[Sketch, SketchShape]:
     torch.manual_seed(0)
     basis = torch.eye(head_dim) + 0.05 * torch.randn(layers, kv_heads, head_dim, head_dim)
@@ -42,7 +41,7 @@ def test_a_sketch_has_as_many_bits_as_it_says(head_dim: int, bits: int) -> None:
 @pytest.mark.parametrize("bits", [1, 2, 3, 4])
 def test_logits_are_those_of_the_decoded_keys_less_a_constant(bits: int) -> None:
     """Crumbs and weights give what channels would, by the definition of the codes."""
-    sketch, shape = random_sketch(2, 2, 32, bits, "cpu")
+    sketch, shape = random_sketch(2, 2, 32, bits, torch.device("cpu"))
     keys, queries = torch.randn(2, 2, 50, 32), torch.randn(2, 6, 32)
     codes = reference.encode_keys(keys, sketch, shape)
     assert codes.shape == (2, 2, 50, shape.bytes)
@@ -77,7 +76,7 @@ def test_more_bits_keep_more_of_the_logits() -> None:
 
 
 def encoded(
-    layers: int, kv_heads: int, head_dim: int, bits: int, device: str, lengths: list[int]
+    layers: int, kv_heads: int, head_dim: int, bits: int, device: torch.device, lengths: list[int]
 ) -> tuple[Tensor, Tensor, Sketch, SketchShape]:
     """Sequences that were loaded: the pool, the page table, the sketch, and its shape."""
     sketch, shape = random_sketch(layers, kv_heads, head_dim, bits, device)
@@ -99,7 +98,6 @@ def assert_codes_agree(found: Tensor, expected: Tensor) -> None:
     assert different < 1e-4
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     ("kv_heads", "head_dim", "bits", "dtype"),
     [
@@ -108,7 +106,7 @@ def assert_codes_agree(found: Tensor, expected: Tensor) -> None:
     ],
 )
 def test_tokens_are_encoded_as_by_the_reference(
-    kv_heads: int, head_dim: int, bits: int, dtype: torch.dtype, device: str
+    kv_heads: int, head_dim: int, bits: int, dtype: torch.dtype, device: torch.device
 ) -> None:
     sketch, shape = random_sketch(3, kv_heads, head_dim, bits, device)
     pools = [
@@ -135,13 +133,12 @@ def test_tokens_are_encoded_as_by_the_reference(
     assert_codes_agree(*pools)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     ("kv_heads", "group", "head_dim", "bits"),
     [(2, 4, 128, 2), (1, 1, 64, 2), (2, 3, 64, 1), (1, 8, 128, 4), (2, 2, 128, 3)],
 )
 def test_scores_are_those_of_the_reference(
-    kv_heads: int, group: int, head_dim: int, bits: int, device: str
+    kv_heads: int, group: int, head_dim: int, bits: int, device: torch.device
 ) -> None:
     lengths = [1, 700, PAGE, 3, 1500]
     pool, table, sketch, shape = encoded(4, kv_heads, head_dim, bits, device, lengths)
@@ -150,7 +147,7 @@ def test_scores_are_those_of_the_reference(
     queries = torch.randn(5, 2, kv_heads * group, head_dim, device=device)
     outs = []
     for module, scoring in ((triton, score_triton), (reference, score_reference)):
-        workspace = scoring.score_workspace(5, 2, kv_heads, group, 1536, torch.device(device))
+        workspace = scoring.score_workspace(5, 2, kv_heads, group, 1536, device)
         out = torch.full((5, 2, kv_heads, 1536), 7.0, device=device)
         step = (table, slots, positions, 1, head_dim**-0.5, workspace, out)
         module.score_sketch(queries, pool, sketch, shape, *step)
@@ -165,11 +162,10 @@ def test_scores_are_those_of_the_reference(
     assert bool((found[3] == 7).all())
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("budget", "sinks", "recent"), [(130, 4, 64), (300, 0, 1), (40, 0, 0)])
 @pytest.mark.parametrize(("group", "head_dim", "bits"), [(4, 128, 2), (3, 64, 1), (1, 128, 4)])
 def test_scores_by_attended_tokens_are_those_of_the_reference(
-    group: int, head_dim: int, bits: int, budget: int, sinks: int, recent: int, device: str
+    group: int, head_dim: int, bits: int, budget: int, sinks: int, recent: int, device: torch.device
 ) -> None:
     lengths, kv_heads = [1, 700, PAGE, 3, 1500], 2
     pool, table, sketch, shape = encoded(4, kv_heads, head_dim, bits, device, lengths)
@@ -185,7 +181,7 @@ def test_scores_by_attended_tokens_are_those_of_the_reference(
     attended = Attended(chosen.to(device), sinks, recent)
     outs = []
     for module, scoring in ((triton, score_triton), (reference, score_reference)):
-        workspace = scoring.score_workspace(5, 2, kv_heads, group, 1536, torch.device(device))
+        workspace = scoring.score_workspace(5, 2, kv_heads, group, 1536, device)
         out = torch.full((5, 2, kv_heads, 1536), 7.0, device=device)
         step = (table, slots, positions, 1, head_dim**-0.5, workspace, out, attended)
         module.score_sketch(queries, pool, sketch, shape, *step)

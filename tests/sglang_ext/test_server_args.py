@@ -575,7 +575,7 @@ def test_no_arguments_serve_the_bundled_model_and_log_what_was_set(
         "sampling_backend": "pytorch",
         "grammar_backend": "none",
         "max_total_tokens": 131072,
-        "max_running_requests": 32,
+        "max_running_requests": 64,
         "dtype": "float32",
         "decode_attention_backend": "cache_rank",
     }

@@ -75,7 +75,8 @@ class EvaluatedServer(Client):
         """Read the counters; those of requests take --enable-metrics."""
         state = self.cache_rank()
         text = self.get("/metrics").text if self.info.get("enable_metrics") else ""
+        dense = {reason: int(float(count)) for reason, count in _DENSE_REQUESTS.findall(text)}
         return Counters(
             {name: state[name] for name in _GROWING if name in state},
-            {reason: int(float(count)) for reason, count in _DENSE_REQUESTS.findall(text)},
+            {reason: count for reason, count in dense.items() if count},
         )
