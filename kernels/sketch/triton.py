@@ -10,6 +10,8 @@ are written as they are computed. Else logits are written and read again, see ke
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -17,6 +19,7 @@ from cache_rank_kernels.coded.digits import digit_columns, query_digits, sum_of_
 from cache_rank_kernels.coded.rounding import power_below
 from cache_rank_kernels.score.reference import ScoreWorkspace
 from cache_rank_kernels.score.triton import (
+    CHUNK_TOKENS,
     finish_unit,
     score_constants,
     score_grid,
@@ -29,14 +32,34 @@ from torch import Tensor
 _DIGITS = 2
 """Weights are rounded to 14 bits, which costs less than their codes do by far."""
 
-_BLOCK_TOKENS = 128
-"""A program multiplies the crumbs of so many tokens at a time."""
 
-_NORMALIZER_PARTS = 4
-"""So many programs share the attended tokens of a unit."""
+class Launch(NamedTuple):
+    """How scores are spread over a GPU; only time depends on it.
+
+    Attributes:
+        block: tokens whose crumbs a program multiplies at a time, which are of one page.
+        chunk: tokens that a program scores.
+        warps, stages: of a program.
+    """
+
+    block: int
+    chunk: int
+    warps: int
+    stages: int
+
+
+LAUNCH_OF_ALL = Launch(256, CHUNK_TOKENS, 4, 3)
+"""Where the normalizers are those of all tokens. The chunk is that of kernels/score."""
+
+LAUNCH_OF_ATTENDED = Launch(128, 2048, 2, 5)
+"""Where they are those of attended tokens."""
+
+_NORMALIZER_PARTS = 8
+"""So many programs share the attended tokens of a unit: each waits for memory time and again."""
 
 _BLOCK_QUERIES = 16
-"""A program computes the weights of so many query heads."""
+_BLOCK_CRUMBS = 32
+"""A program computes so many of the weights of so many query heads."""
 
 _BLOCK_KEYS = 32
 """A program encodes so many keys."""
@@ -55,22 +78,19 @@ def score_sketch(
     workspace: ScoreWorkspace,
     out: Tensor,
     attended: Attended | None = None,
-    warps: int = 4,
-    stages: int = 3,
 ) -> None:
-    """See the reference. Two or three launches; P is a multiple of 128, D a power of two.
-
-    Args:
-        warps, stages: only time depends on them.
-    """
+    """See the reference. Two or three launches; P is a power of two, 128 or more, and D is one."""
     rows, layers, query_heads, head_dim = queries.shape
     pool_layers, kv_heads, page_tokens, size = code_pool.shape[1:]
     group, crumbs = query_heads // kv_heads, 4 * size
     assert code_pool.is_contiguous()
     assert sketch.queries.shape == (pool_layers, kv_heads, crumbs, head_dim)
-    assert page_tokens % _BLOCK_TOKENS == 0
+    launch = LAUNCH_OF_ALL if attended is None else LAUNCH_OF_ATTENDED
+    block = min(launch.block, page_tokens)
+    assert page_tokens % block == 0
     weights = torch.empty((rows, layers, query_heads, crumbs), device=queries.device)
-    _weigh[(layers * kv_heads, triton.cdiv(rows * group, _BLOCK_QUERIES))](
+    parts = triton.cdiv(crumbs, _BLOCK_CRUMBS)
+    _weigh[(layers * kv_heads, triton.cdiv(rows * group, _BLOCK_QUERIES), parts)](
         queries,
         sketch.queries,
         weights,
@@ -82,7 +102,7 @@ def score_sketch(
         GROUP=group,
         CRUMBS=crumbs,
         HEAD_DIM=head_dim,
-        BLOCK_CRUMBS=triton.next_power_of_2(crumbs),
+        BLOCK_CRUMBS=_BLOCK_CRUMBS,
         BLOCK_QUERIES=_BLOCK_QUERIES,
     )
     constants = score_constants(queries, workspace, out)
@@ -91,14 +111,15 @@ def score_sketch(
         "SIZE": size,
         "WIDTH": max(32, triton.next_power_of_2(size)),  # the matrix unit takes 32 bytes at a time
         "PAGE": page_tokens,
-        "BLOCK": _BLOCK_TOKENS,
+        "BLOCK": block,
+        "CHUNK": launch.chunk,
         "COLUMNS": digit_columns(queries, out, _DIGITS),
         "DIGITS": _DIGITS,
-        "STAGES": stages,
+        "STAGES": launch.stages,
         "INTERPRETED": not queries.is_cuda,
         "NORMALIZER_PARTS": 0 if attended is None else _NORMALIZER_PARTS,
     }
-    chunks, units = score_grid(out)
+    _, units = score_grid(out)
     normalizers = weights  # not read
     if attended is not None:
         parts = (units, _NORMALIZER_PARTS, 2, constants["PADDED"])
@@ -119,9 +140,9 @@ def score_sketch(
             attended.recent,
             **{name: value for name, value in constants.items() if name != "CHUNK"},
             BUDGET=attended.chosen.shape[-1],
-            num_warps=warps,
+            num_warps=launch.warps,
         )
-    _score[(chunks, units)](
+    _score[(triton.cdiv(out.shape[-1], launch.chunk), units)](
         weights,
         code_pool,
         page_table,
@@ -135,7 +156,7 @@ def score_sketch(
         page_table.stride(0),
         out.shape[-1],
         **constants,
-        num_warps=warps,
+        num_warps=launch.warps,
     )
 
 
@@ -155,22 +176,23 @@ def _weigh(
     BLOCK_CRUMBS: tl.constexpr,
     BLOCK_QUERIES: tl.constexpr,
 ):
-    """One program computes the weights of BLOCK_QUERIES query heads of a layer and KV head."""
+    """One program computes BLOCK_CRUMBS weights of BLOCK_QUERIES heads of a layer and KV head."""
     layer, head = tl.program_id(0) // KV_HEADS, tl.program_id(0) % KV_HEADS
     query = tl.program_id(1) * BLOCK_QUERIES + tl.arange(0, BLOCK_QUERIES)
     row, in_group = query // GROUP, query % GROUP
     is_query = (row < rows)[:, None]
-    dims, crumb = tl.arange(0, HEAD_DIM), tl.arange(0, BLOCK_CRUMBS)
+    dims = tl.arange(0, HEAD_DIM)
+    crumb = tl.program_id(2) * BLOCK_CRUMBS + tl.arange(0, BLOCK_CRUMBS)
     index = (row * LAYERS + layer) * KV_HEADS * GROUP + head * GROUP + in_group
     index = index.to(tl.int64)[:, None]
     content = tl.load(queries + index * HEAD_DIM + dims[None, :], mask=is_query, other=0.0)
     own = ((first_layer + layer) * KV_HEADS + head).to(tl.int64) * CRUMBS * HEAD_DIM
-    is_crumb = (crumb < CRUMBS)[None, :]
+    is_crumb = crumb < CRUMBS
     map_of = tl.load(
-        maps + own + crumb[None, :] * HEAD_DIM + dims[:, None], mask=is_crumb, other=0.0
-    )  # [D, BLOCK_CRUMBS]
-    product = tl.dot(content * scale, map_of, input_precision="ieee")
-    tl.store(weights + index * CRUMBS + crumb[None, :], product, mask=is_query & is_crumb)
+        maps + own + crumb[:, None] * HEAD_DIM + dims[None, :], mask=is_crumb[:, None], other=0.0
+    )  # [BLOCK_CRUMBS, D]
+    product = tl.dot(content * scale, tl.trans(map_of), input_precision="ieee")
+    tl.store(weights + index * CRUMBS + crumb[None, :], product, mask=is_query & is_crumb[None, :])
 
 
 @triton.jit
