@@ -181,7 +181,7 @@ def _what_is_left(server: Server, free: int) -> list[str]:
         return []
     try:
         server.wait_for(SECONDS_TO_END, up=True, epochs=0)
-        server.post("/flush_cache").raise_for_status()  # prompts are kept for those who come again
+        server.flush_cache(SECONDS_TO_END)  # prompts are kept for those who come again
         state = server.wait_for(SECONDS_TO_END, tokens_held=0)
     except (TimeoutError, requests.RequestException) as error:
         return [str(error)[:500]]

@@ -105,6 +105,18 @@ class Client:
                 raise TimeoutError(f"expected {expected}, state is {state}: {self.tail()}")
             time.sleep(0.1)
 
+    def flush_cache(self, timeout: float = 15) -> None:
+        """Empty the prefix caches. SGLang refuses it for a moment after an answer has come.
+
+        Raises:
+            TimeoutError: it was refused for so many seconds.
+        """
+        deadline = time.monotonic() + timeout
+        while (response := self.post("/flush_cache")).status_code != 200:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"/flush_cache answers {response.status_code}: {response.text}")
+            time.sleep(0.1)
+
     def tail(self) -> str:
         """The end of the server's log, where this process has it."""
         return ""

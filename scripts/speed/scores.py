@@ -7,8 +7,11 @@ would not queue them as fast as a device computes them.
 
 from __future__ import annotations
 
+import functools
+import gc
+import statistics
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -23,8 +26,12 @@ from cache_rank.residency import bytes_per_token, fixed_bytes
 from cache_rank.residency.sketched import SketchedResidency, shape_of
 from cache_rank.selector import Selector
 from scripts.shared.report import number, table_of
+from scripts.speed.cache_step import measure_cache_step
 
 LOADED_TOKENS = 4096
+STEPS = 24
+"""So many whole steps are timed."""
+
 RESIDENT_BITS = 4
 """The bits of an element that scores of quantspec read."""
 
@@ -93,43 +100,75 @@ class Scores:
         self._residency._config = self._config
 
 
+class Way(NamedTuple):
+    """A way to score.
+
+    Attributes:
+        name: for a table.
+        score: a method of `Scores`.
+        changes: of the configuration of a cache rank that scores like this.
+        codes_bytes, logits_bytes: what it moves of codes, and of logits that are written and read.
+    """
+
+    name: str
+    score: Callable[[Scores, range, Tensor], None]
+    changes: dict[str, Any]
+    codes_bytes: int
+    logits_bytes: int
+
+
+def ways_to_score(config: CacheRankConfig, tokens: int) -> list[Way]:
+    """The ways, for sequences of so many tokens."""
+    model = config.model
+    units = config.max_rows * tokens * model.layers * model.kv_heads
+    resident = units * (model.head_dim * RESIDENT_BITS // 8 + 4)
+    sketch = units * shape_of(config).bytes
+    logits = 2 * 2 * units * max(4, model.query_heads // model.kv_heads)  # float16
+    name = f"a sketch of {config.sketch_bits} bits"
+    attended = {"score_normalizer": "attended"}
+    return [
+        Way(
+            f"{RESIDENT_BITS} bits of quantspec",
+            Scores.by_resident_keys,
+            {"score_keys": "resident"},
+            resident,
+            logits,
+        ),
+        Way(name, Scores.by_sketch, {}, sketch, logits),
+        Way(f"{name}, attended normalizer", Scores.by_attended, attended, sketch, 0),
+    ]
+
+
 def measure_scores(config: CacheRankConfig, tokens: int, bandwidth: float) -> list[dict[str, Any]]:
-    """Time each way to score.
+    """Time each way to score, and the whole step of a cache rank that does.
 
     Args:
         config: as `Scores` takes it.
         tokens: of each sequence.
         bandwidth: bytes a second that a large copy moves.
     """
-    scores, model = Scores(config, tokens), config.model
-    units = config.max_rows * tokens * model.layers * model.kv_heads
-    group = model.query_heads // model.kv_heads
-    resident = units * (model.head_dim * RESIDENT_BITS // 8 + 4)
-    sketch = units * shape_of(config).bytes
-    logits = 2 * 2 * units * max(4, group)  # float16, written and read
-    written = 4 * units
-    ways = {
-        "4 bits of quantspec": (scores.by_resident_keys, resident, logits),
-        f"a sketch of {config.sketch_bits} bits": (scores.by_sketch, sketch, logits),
-        f"a sketch of {config.sketch_bits} bits, attended normalizer": (
-            scores.by_attended,
-            sketch,
-            0,
-        ),
-    }
+    ways = ways_to_score(config, tokens)
+    scores = Scores(config, tokens)
+    taken = [scores.microseconds(functools.partial(way.score, scores)) for way in ways]
+    del scores
     rows = []
-    for name, (way, codes, between) in ways.items():
-        took = scores.microseconds(way)
-        moved = codes + between + written
+    for way, took in zip(ways, taken, strict=True):
+        gc.collect()  # graphs and what they hold are in cycles
+        torch.cuda.empty_cache()
+        of_way = msgspec.structs.replace(config, **way.changes)
+        step = measure_cache_step(of_way, tokens, STEPS, torch.device("cuda"))
+        written = 4 * config.max_rows * tokens * config.model.layers * config.model.kv_heads
+        moved = way.codes_bytes + way.logits_bytes + written
         rows.append(
             {
                 "requests": config.max_rows,
-                "scores by": name,
+                "scores by": way.name,
                 "ms": took / 1e3,
-                "codes_gb": codes / 1e9,
-                "logits_gb": between / 1e9,
+                "codes_gb": way.codes_bytes / 1e9,
+                "logits_gb": way.logits_bytes / 1e9,
                 "scores_gb": written / 1e9,
                 "share": moved / (1e-6 * took) / bandwidth,
+                "step_ms": 1e3 * statistics.median(step.seconds),
             }
         )
     return rows
@@ -146,6 +185,7 @@ def scores_table(rows: list[dict[str, Any]]) -> str:
             "logits, GB": number(row["logits_gb"]),
             "scores, GB": number(row["scores_gb"]),
             "share of copy": number(row["share"]),
+            "whole step, ms": number(row["step_ms"]),
         }
         for row in rows
     )

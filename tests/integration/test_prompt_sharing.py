@@ -26,7 +26,7 @@ def server(reusing_server: Server) -> Server:
 
 @pytest.fixture(autouse=True)
 def _empty(server: Server) -> None:
-    assert server.post("/flush_cache", {}).status_code == 200
+    server.flush_cache()
     server.wait_for(10, tokens_held=0, tokens_kept=0)
 
 
