@@ -180,7 +180,11 @@ def offer_finished(
 ) -> None:
     """Offer the radix cache what may be reused of a request that ends, and free the rest."""
     args = _cache_rank_args()
-    if args is None or args.reuse_sparse_tokens == "on" or tree.disable or not is_insert:
+    if args is None or tree.disable:
+        return original(tree, request, is_insert, **kwargs)
+    if not is_insert:
+        return reuse.offer_nothing(original, tree, request, **kwargs)
+    if args.reuse_sparse_tokens == "on":
         return original(tree, request, is_insert, **kwargs)
     reuse.offer_dense_tokens(original, tree, request, **kwargs)
 

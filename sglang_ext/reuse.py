@@ -65,7 +65,27 @@ def offer_dense_tokens(
     dense = dense_tokens(request)
     if dense is None or dense >= kv_len_to_handle:
         return offer(tree, request, True, kv_len_to_handle=kv_len_to_handle)
-    table = tree.req_to_token_pool.req_to_token
-    sparse_rows = table[compat.pool_state(request).req_pool_idx, dense:kv_len_to_handle]
-    tree.token_to_kv_pool_allocator.free(sparse_rows)
+    _free_rows(tree, request, dense, kv_len_to_handle)
     return offer(tree, request, True, kv_len_to_handle=dense)
+
+
+def offer_nothing(
+    offer: Callable[..., None], tree: Any, request: Any, *, kv_len_to_handle: int
+) -> None:
+    """Free the rows of a request of which nothing is offered, as of one that is retracted.
+
+    The tree frees those of tokens that the request has. There are more when steps were taken back:
+    what they have written is in the pool, but their tokens were not used.
+
+    Args:
+        offer, tree, request, kv_len_to_handle: as above.
+    """
+    known = len(request.origin_input_ids) + len(request.output_ids)
+    if known < kv_len_to_handle:
+        _free_rows(tree, request, known, kv_len_to_handle)
+    return offer(tree, request, False, kv_len_to_handle=min(known, kv_len_to_handle))
+
+
+def _free_rows(tree: Any, request: Any, start: int, stop: int) -> None:
+    table = tree.req_to_token_pool.req_to_token
+    tree.token_to_kv_pool_allocator.free(table[compat.pool_state(request).req_pool_idx, start:stop])
