@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import statistics
 import tempfile
 import time
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
+import psutil
 import requests
 
 from scripts.operations.disturbances import Scene, disturb
@@ -33,6 +35,9 @@ ARGUMENTS = (
 ).split()
 
 SECONDS_BETWEEN_DISTURBANCES = (0.5, 3.0)
+METRICS_OF_A_PROCESS = re.compile(r"(?:counter|gauge|histogram|summary)\w*_(\d+)\.db")
+"""The names of files in which Prometheus' client keeps what a process with this pid has counted."""
+
 SECONDS_TO_END = 60.0
 
 
@@ -119,9 +124,10 @@ def soak(
         try:
             server.wait_ready()
             server.generate([5, 6, 7], 2)  # some files are made with the first token
-            files = _files(folder)
+            places = Path(folder), Path("/dev/shm")
+            files = files_in(*places)
             verdict = _use(server, setting, show)
-            left = _files(folder) - files
+            left = files_in(*places) - files
             verdict.mistakes.extend(f"left behind: {name}" for name in sorted(left))
             return verdict
         finally:
@@ -159,7 +165,9 @@ def _use(server: Server, setting: Setting, show: Callable[[str], None]) -> Verdi
         ("inference rank", watch.inference_memory),
         ("cache rank", watch.cache_rank_memory),
     ):
-        if not memory.flat:
+        if not memory.late:
+            mistakes.append(f"the memory of the {name} was not seen: soak for longer")
+        elif not memory.flat:
             mistakes.append(f"the memory of the {name} grows: {memory}")
     state = server.cache_rank() if server.process.poll() is None else {}
     return Verdict(
@@ -190,10 +198,18 @@ def _what_is_left(server: Server, free: int) -> list[str]:
     return []
 
 
-def _files(folder: str) -> set[str]:
-    """What lies in a folder for temporary files, and in shared memory."""
-    places = (Path(folder), Path("/dev/shm"))
-    return {str(path) for place in places for path in place.rglob("*")}
+def files_in(*places: Path) -> set[str]:
+    """What lies in folders that a server leaves files in.
+
+    Without the metrics of processes that live, whose files are made when something is first counted.
+    """
+    found = (path for place in places for path in place.rglob("*"))
+    return {str(path) for path in found if not _is_of_a_living_process(path.name)}
+
+
+def _is_of_a_living_process(name: str) -> bool:
+    metrics = METRICS_OF_A_PROCESS.fullmatch(name)
+    return metrics is not None and psutil.pid_exists(int(metrics[1]))
 
 
 def _line(ended: list[Ended], disturbances: Counter[str], seconds: float) -> str:

@@ -15,8 +15,8 @@ from scripts.shared.serving import Client, ServerError
 SECONDS_BETWEEN_LOOKS = 0.1
 SECONDS_BETWEEN_WEIGHINGS = 1.0
 
-CACHE_RANK = "cache_rank.process"
-"""The module that a cache-rank process runs."""
+CACHE_RANK = "cache-rank-"
+"""The title of a cache-rank process begins so."""
 
 GROWTH, GROWTH_BYTES = 0.05, 64 << 20
 """Memory is flat if its median rises by no more than this share, and this beside it."""
@@ -104,7 +104,7 @@ class Watch:
             for process in (self._root, *self._root.children(recursive=True)):
                 with contextlib.suppress(psutil.Error):
                     taken = process.memory_info().rss
-                    if CACHE_RANK in process.cmdline():
+                    if " ".join(process.cmdline()).startswith(CACHE_RANK):
                         cache_rank += taken
                     else:
                         inference += taken

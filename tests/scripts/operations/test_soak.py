@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from scripts import soak as command
 from scripts.operations.disturbances import DISTURBANCES
-from scripts.operations.soak import Verdict
+from scripts.operations.soak import Verdict, files_in
 from scripts.operations.streams import Chain, Streams
 from scripts.operations.watch import Memory
 from scripts.shared.serving import Client
@@ -85,6 +89,15 @@ def test_the_verdict_is_one_line() -> None:
     )
     assert "never down" in str(verdict(outages=[]))
     assert str(verdict(mistakes=["soak-3: token 1 of 2 is wrong"])).startswith("FAILED")
+
+
+def test_metrics_of_a_process_are_left_behind_once_it_has_ended(tmp_path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", ""]) as ended:
+        pass
+    for name in (f"counter_{os.getpid()}.db", f"gauge_livesum_{ended.pid}.db", "meeting-1a2b"):
+        (tmp_path / name).touch()
+    found = {Path(name).name for name in files_in(tmp_path)}
+    assert found == {f"gauge_livesum_{ended.pid}.db", "meeting-1a2b"}
 
 
 def test_every_disturbance_can_come() -> None:
