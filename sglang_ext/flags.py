@@ -25,6 +25,7 @@ HISTORY_GROUP_LAYERS = 6
 """Layers of a group where queries are forecast, and where they are predicted from earlier ones."""
 
 CHECKSUM_VARIABLE = "CACHE_RANK_CHECKSUM"
+SHARE_GPU_VARIABLE = "CACHE_RANK_SHARE_GPU"
 """Set to 1, this variable makes both ranks compare checksums of every slot at every step."""
 
 
@@ -274,10 +275,17 @@ class CacheRankFlags(ServerArgs):
         return cpu.has_gpu() and self.device != "cpu"
 
     @property
+    def shares_gpu(self) -> bool:
+        """Whether the ranks take turns on one GPU, which tests do where there is no other."""
+        return os.environ.get(SHARE_GPU_VARIABLE) == "1"
+
+    @property
     def first_cache_rank_gpu(self) -> int:
         """The GPU of the cache rank of tensor-parallel rank 0."""
         if self.cache_rank_base_gpu_id is not None:
             return self.cache_rank_base_gpu_id
+        if self.shares_gpu:
+            return self.base_gpu_id
         return self.base_gpu_id + self.tp_size * self.gpu_id_step
 
     def cache_rank_config(self, model: ModelShape, max_rows: int) -> CacheRankConfig:

@@ -160,4 +160,5 @@ def transfer_backend(
         return "gloo"
     if wanted != "auto":
         return wanted
-    return "peer" if torch.cuda.can_device_access_peer(inference, cache) else "nccl"
+    reaches = inference == cache or torch.cuda.can_device_access_peer(inference, cache)
+    return "peer" if reaches else "nccl"

@@ -201,7 +201,7 @@ def _what_is_left(server: Server, free: int) -> list[str]:
 def files_in(*places: Path) -> set[str]:
     """What lies in folders that a server leaves files in.
 
-    Without the metrics of processes that live, whose files are made when something is first counted.
+    Without the metrics of processes that live, which are made when something is first counted.
     """
     found = (path for place in places for path in place.rglob("*"))
     return {str(path) for path in found if not _is_of_a_living_process(path.name)}

@@ -59,6 +59,14 @@ class Placement(NamedTuple):
     transfer_backend: Literal["auto", "peer", "nccl"] = "auto"
 
 
+def _environment(placement: Placement) -> dict[str, str]:
+    """Return the environment of a cache-rank process."""
+    environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    if placement.inference_device == placement.cache_device != "cpu":
+        environment["NCCL_HOSTID"] = "cache rank"  # NCCL has no two ranks of a host on one GPU
+    return environment
+
+
 class Connection:
     """One running cache-rank process and the channels to it.
 
@@ -95,7 +103,7 @@ class Connection:
         self.process = SpawnedProcess(
             [sys.executable, "-m", "cache_rank.process"],
             msgspec.json.encode(launch),
-            {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")},
+            _environment(placement),
         )
         assert self.process.stdout is not None
         self._heartbeat = self.process.stdout.fileno()

@@ -299,7 +299,7 @@ GPUS = (
         "--cache-rank-base-gpu-id",
         "this is SGLang's own GPU, and a cache rank needs another",
         f"{DROP} to take the next one",
-        lambda args: args.first_cache_rank_gpu in _own_gpus(args),
+        lambda args: not args.shares_gpu and args.first_cache_rank_gpu in _own_gpus(args),
     ),
     Refusal(
         "--cache-rank-gpus --cache-rank-base-gpu-id --base-gpu-id --gpu-id-step",
@@ -319,6 +319,7 @@ GPUS = (
         f"pass nccl, or {DROP}",
         lambda args: (
             args.cache_rank_transfer_backend == "peer"
+            and args.base_gpu_id != args.first_cache_rank_gpu
             and not torch.cuda.can_device_access_peer(args.base_gpu_id, args.first_cache_rank_gpu)
         ),
     ),

@@ -22,7 +22,7 @@ from cache_rank.selector import Selector
 from scripts.shared.serving import log_probabilities, serve
 from sglang_ext.refusals import ALLOW_LARGE_BUDGET_VARIABLE
 
-pytestmark = [pytest.mark.gpu(2), pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.gpu(2, ranks=True), pytest.mark.timeout(600)]
 
 BUDGET, CAPACITY, MARGIN, RECENT, GROUP_LAYERS = 256, 32, 32, 32, 2
 FLAGS = (

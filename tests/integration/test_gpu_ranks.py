@@ -19,7 +19,7 @@ from workload import GPU_FLAGS, random_prompts
 from scripts.accuracy.tasks.pointer_chase import make_chain
 from scripts.shared.serving import Server, serve
 
-pytestmark = [pytest.mark.gpu(2), pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.gpu(2, ranks=True), pytest.mark.timeout(600)]
 
 CHAIN_FLAGS = (
     "--sparse-threshold 264 --sparse-budget 40 --sink-tokens 4 --recent-tokens 16 "

@@ -28,7 +28,12 @@ from sglang.srt.server_args import ServerArgs
 import sglang_ext
 from cache_rank.config import CacheRankConfig, ModelShape
 from sglang_ext import baselines, compat, cpu, launch, plugin, server_args
-from sglang_ext.flags import BACKEND, CACHE_RANK_FIELDS, CHECKSUM_VARIABLE
+from sglang_ext.flags import (
+    BACKEND,
+    CACHE_RANK_FIELDS,
+    CHECKSUM_VARIABLE,
+    SHARE_GPU_VARIABLE,
+)
 from sglang_ext.refusals import (
     ALLOW_LARGE_BUDGET_VARIABLE,
     PLAIN,
@@ -428,6 +433,16 @@ def test_gpus_have_the_kernels_of_their_generation(
 )
 def test_the_cache_rank_takes_the_gpu_after_sglangs_own(flags: str, gpu: int) -> None:
     assert parse_server_args(flags.split()).first_cache_rank_gpu == gpu
+
+
+def test_ranks_share_a_gpu_if_they_are_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_gpus(1, monkeypatch)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(ServerArgs, compat.RESOLVED_IN, lambda self: None)  # it looks for the GPUs
+    monkeypatch.setenv(SHARE_GPU_VARIABLE, "1")
+    for flags in ([], ["--cache-rank-transfer-backend", "peer"]):
+        args = parse_server_args(flags)
+        assert (args.base_gpu_id, args.first_cache_rank_gpu) == (0, 0)
 
 
 def test_the_name_of_our_backend_is_accepted_for_decode() -> None:
