@@ -2,11 +2,12 @@
 
     python -m scripts.soak --seconds 1800
     python -m scripts.soak --seconds 600 --streams 16 --inference-kv working-set
+    python -m scripts.soak --disturbances kill stall -- --cache-rank-mem-fraction 0.2
 
-Serves the bundled model, on GPUs where there are two. Several streams of requests walk through
-tables of facts, so that every token has one right value. Meanwhile the cache rank is killed,
-stopped and delayed, requests are aborted, generation is paused, caches are flushed and weights are
-loaded again. At the end the pools have to be whole, the memory of both ranks flat, and no file left
+Serves the bundled model, on GPUs where there are two, with the flags behind `--`. Several streams of
+requests walk through tables of facts, so that every token has one right value. Meanwhile the cache
+rank is killed, stopped and delayed, requests are aborted, generation is paused, caches are flushed
+and weights are loaded again. At the end the pools have to be whole, the memory of both ranks flat, and no file left
 behind. Prints one line a mode; the status is 1 if anything was wrong.
 """
 
@@ -18,6 +19,7 @@ import sys
 from rich.console import Console
 
 from scripts.accuracy.demonstration import environment
+from scripts.operations.disturbances import DISTURBANCES
 from scripts.operations.soak import Setting, soak
 from scripts.shared.command import make_parser
 from scripts.shared.serving import stop_on_sigterm
@@ -35,6 +37,9 @@ def parse_options(argv: list[str] | None = None) -> argparse.Namespace:
     add("--inference-kv", nargs="+", choices=MODES, default=list(MODES), dest="modes",
         help="one server after the other; default: both")  # fmt: skip
     add("--seed", type=int, default=0, help="of prompts and disturbances; default: 0")
+    add("--disturbances", nargs="+", choices=list(DISTURBANCES), default=list(DISTURBANCES),
+        help="those that come, drawn by their weights; default: all")  # fmt: skip
+    add("flags", nargs="*", help="flags of the server, behind --")
     options = parser.parse_args(argv)
     if options.seconds <= 0 or options.streams < 1 or options.requests < 1:
         parser.error("--seconds, --streams and --requests: must be above 0")
@@ -46,11 +51,16 @@ def main(argv: list[str] | None = None) -> int:
     options = parse_options(argv)
     console = Console()
     setting = Setting(
-        options.seconds / len(options.modes), options.streams, options.requests, options.seed
+        options.seconds / len(options.modes),
+        options.streams,
+        options.requests,
+        options.seed,
+        options.disturbances,
     )
     failed = False
     for mode in options.modes:
         arguments = ["--inference-kv", mode, "--max-sparse-requests", str(options.streams)]
+        arguments += options.flags
         with console.status(f"{mode}: starting") as status:
             verdict = soak(arguments, environment(), setting, status.update)
         console.print(f"{mode}: {verdict}", soft_wrap=True, highlight=False)

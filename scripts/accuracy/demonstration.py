@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from rich.table import Column, Table
 from scripts.accuracy.tasks import Problem
 from scripts.accuracy.tasks.pointer_chase import make_chain
 from scripts.shared.serving import Server, serve
+from sglang_ext.flags import SHARE_GPU_VARIABLE
 
 SINKS, RECENT, BUDGET = 4, 16, 40
 ARGUMENTS = {
@@ -34,7 +36,7 @@ console = Console()
 
 def environment() -> dict[str, str]:
     """The server's environment: a cache rank takes a GPU of its own, or both ranks run on CPUs."""
-    if torch.cuda.device_count() != 1:
+    if torch.cuda.device_count() != 1 or os.environ.get(SHARE_GPU_VARIABLE) == "1":
         return {}
     console.print("This machine has one GPU and the ranks need two: both run on the CPU.")
     return {"CUDA_VISIBLE_DEVICES": ""}

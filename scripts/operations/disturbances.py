@@ -6,7 +6,7 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from scripts.operations.streams import Streams
@@ -97,8 +97,8 @@ DISTURBANCES = {
 }
 
 
-def disturb(scene: Scene) -> str:
-    """Do one of them, drawn by weight.
+def disturb(scene: Scene, names: Sequence[str]) -> str:
+    """Do one of these, drawn by weight.
 
     Returns:
         Its name.
@@ -106,8 +106,7 @@ def disturb(scene: Scene) -> str:
     Raises:
         RuntimeError: the server did not take it.
     """
-    weights = [one.weight for one in DISTURBANCES.values()]
-    (name,) = scene.source.choices(list(DISTURBANCES), weights)
+    (name,) = scene.source.choices(names, [DISTURBANCES[name].weight for name in names])
     DISTURBANCES[name].act(scene)
     return name
 

@@ -49,12 +49,14 @@ class Setting(NamedTuple):
         streams: requests at once.
         most_requests: after so many it ends early.
         seed: of prompts and disturbances.
+        disturbances: the names of those that come.
     """
 
     seconds: float
     streams: int
     most_requests: int
     seed: int
+    disturbances: Sequence[str]
 
 
 class Verdict(msgspec.Struct, frozen=True):
@@ -66,6 +68,7 @@ class Verdict(msgspec.Struct, frozen=True):
         mistakes: what was wrong, in words; empty if nothing was.
         disturbances: how many there were, by name.
         losses: of cache ranks, as the server counts them.
+        requests_at_losses: how many requests were sparse then, summed over the losses.
         outages: seconds of each time without a cache rank.
         longest_seconds: of a request.
         inference_memory, cache_rank_memory: of either rank.
@@ -76,6 +79,7 @@ class Verdict(msgspec.Struct, frozen=True):
     mistakes: list[str]
     disturbances: Counter[str]
     losses: int
+    requests_at_losses: int
     outages: list[float]
     longest_seconds: float
     inference_memory: Memory
@@ -94,8 +98,8 @@ class Verdict(msgspec.Struct, frozen=True):
             f"{'PASSED' if not self.mistakes else 'FAILED'}: {self.requests.total()} requests "
             f"({kinds}; {self.sparse_requests} sparse), the longest {self.longest_seconds:.1f} s, "
             f"{len(self.mistakes)} mistakes; {self.disturbances.total()} disturbances, "
-            f"{self.losses} losses, {outages}; memory of the inference rank "
-            f"{self.inference_memory}, of the cache rank {self.cache_rank_memory}"
+            f"{self.losses} losses of {self.requests_at_losses} sparse requests, {outages}; "
+            f"memory of the inference rank {self.inference_memory}, of the cache rank {self.cache_rank_memory}"
         )
 
 
@@ -150,7 +154,7 @@ def _use(server: Server, setting: Setting, show: Callable[[str], None]) -> Verdi
                 mistakes.append(f"the server ended: {server.tail()[-500:]}")
                 break
             try:
-                disturbances[disturb(scene)] += 1
+                disturbances[disturb(scene, setting.disturbances)] += 1
             except Exception as error:  # a disturbance that the server does not take is a finding
                 mistakes.append(f"{type(error).__name__}: {error}")
             show(_line(streams.ended, disturbances, deadline - time.monotonic()))
@@ -176,6 +180,7 @@ def _use(server: Server, setting: Setting, show: Callable[[str], None]) -> Verdi
         mistakes,
         disturbances,
         state.get("losses", 0),
+        sum(one.losses for one in streams.ended),
         watch.outages,
         max((one.seconds for one in streams.ended), default=0.0),
         watch.inference_memory,

@@ -32,12 +32,14 @@ class Ended(NamedTuple):
         kind: `finished`, `aborted`, or `failed` if the server gave no answer.
         seconds: from the request to its end.
         sparse_steps: decode steps that attended to a working set.
+        losses: cache ranks that were lost while it was sparse.
         mistake: what is wrong with the answer, or with the server; None if nothing is.
     """
 
     kind: str
     seconds: float
     sparse_steps: int = 0
+    losses: int = 0
     mistake: str | None = None
 
 
@@ -151,9 +153,11 @@ class Streams:
         seconds = time.monotonic() - started
         meta = response["meta_info"]
         aborted = meta["finish_reason"]["type"] == "abort"
+        statistics = meta.get("cache_rank") or {}
         return Ended(
             "aborted" if aborted else "finished",
             seconds,
-            (meta.get("cache_rank") or {}).get("sparse_steps", 0),
+            statistics.get("sparse_steps", 0),
+            statistics.get("stale_steps", 0),
             chain.mistake(name, response["output_ids"], None if aborted else tokens),
         )

@@ -73,6 +73,7 @@ def verdict(**changes: Any) -> Verdict:
         "mistakes": [],
         "disturbances": Counter(kill=2, abort=9),
         "losses": 2,
+        "requests_at_losses": 13,
         "outages": [2.0, 4.0],
         "longest_seconds": 8.25,
         "inference_memory": Memory(2000 * MIB, 2010 * MIB),
@@ -84,8 +85,8 @@ def verdict(**changes: Any) -> Verdict:
 def test_the_verdict_is_one_line() -> None:
     assert str(verdict()) == (
         "PASSED: 100 requests (10 aborted, 90 finished; 80 sparse), the longest 8.2 s, 0 mistakes; "
-        "11 disturbances, 2 losses, up again after 3.0 s, 4.0 at most; memory of the inference "
-        "rank 2000 → 2010 MiB, of the cache rank 400 → 400 MiB"
+        "11 disturbances, 2 losses of 13 sparse requests, up again after 3.0 s, 4.0 at most; "
+        "memory of the inference rank 2000 → 2010 MiB, of the cache rank 400 → 400 MiB"
     )
     assert "never down" in str(verdict(outages=[]))
     assert str(verdict(mistakes=["soak-3: token 1 of 2 is wrong"])).startswith("FAILED")
@@ -106,7 +107,13 @@ def test_every_disturbance_can_come() -> None:
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--seconds", "0"], ["--streams", "0"], ["--requests", "0"], ["--inference-kv", "none"]],
+    [
+        ["--seconds", "0"],
+        ["--streams", "0"],
+        ["--requests", "0"],
+        ["--inference-kv", "none"],
+        ["--disturbances", "none"],
+    ],
 )
 def test_what_cannot_be_is_refused(
     arguments: list[str], capsys: pytest.CaptureFixture[str]
@@ -115,3 +122,10 @@ def test_what_cannot_be_is_refused(
         command.parse_options(arguments)
     assert ended.value.code == 2
     assert arguments[0] in capsys.readouterr().err
+
+
+def test_flags_of_the_server_stand_behind_two_dashes() -> None:
+    given = "--disturbances kill stall -- --cache-rank-mem-fraction 0.2"
+    options = command.parse_options(given.split())
+    assert options.disturbances == ["kill", "stall"]
+    assert options.flags == ["--cache-rank-mem-fraction", "0.2"]
