@@ -4,11 +4,11 @@
     python -m scripts.soak --seconds 600 --streams 16 --inference-kv working-set
     python -m scripts.soak --disturbances kill stall -- --cache-rank-mem-fraction 0.2
 
-Serves the bundled model, on GPUs where there are two, with the flags behind `--`. Several streams of
-requests walk through tables of facts, so that every token has one right value. Meanwhile the cache
-rank is killed, stopped and delayed, requests are aborted, generation is paused, caches are flushed
-and weights are loaded again. At the end the pools have to be whole, the memory of both ranks flat, and no file left
-behind. Prints one line a mode; the status is 1 if anything was wrong.
+Serves the bundled model, on GPUs where there are two, with the flags behind `--`. Several streams
+of requests walk through tables of facts, so that every token has one right value. Meanwhile the
+cache rank is killed, stopped and delayed, requests are aborted, generation is paused, caches are
+flushed and weights are loaded again. At the end the pools have to be whole, the memory of both
+ranks flat, and no file left behind. Prints one line a mode; the status is 1 if anything was wrong.
 """
 
 from __future__ import annotations

@@ -99,7 +99,8 @@ class Verdict(msgspec.Struct, frozen=True):
             f"({kinds}; {self.sparse_requests} sparse), the longest {self.longest_seconds:.1f} s, "
             f"{len(self.mistakes)} mistakes; {self.disturbances.total()} disturbances, "
             f"{self.losses} losses of {self.requests_at_losses} sparse requests, {outages}; "
-            f"memory of the inference rank {self.inference_memory}, of the cache rank {self.cache_rank_memory}"
+            f"memory of the inference rank {self.inference_memory}, "
+            f"of the cache rank {self.cache_rank_memory}"
         )
 
 
