@@ -6,7 +6,19 @@ SGLang logs the error of a plugin and goes on without it. Whoever needs ours cal
 from __future__ import annotations
 
 import functools
+from importlib.metadata import entry_points
 from typing import Any
+
+ENTRY_POINT = "sglang_ext.plugin:register"
+"""What pyproject.toml names."""
+
+
+def load_those_of_others() -> None:
+    """Load SGLang's plugins now if not all of them are ours: they may add choices to flags."""
+    from sglang.srt.plugins import GENERAL_PLUGINS_GROUP, load_plugins
+
+    if any(point.value != ENTRY_POINT for point in entry_points(group=GENERAL_PLUGINS_GROUP)):
+        load_plugins()
 
 
 @functools.cache
@@ -14,13 +26,11 @@ def register() -> None:
     """Register with SGLang, in every process that loads plugins."""
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
     from sglang.srt.plugins.hook_registry import HookRegistry
-    from sglang.srt.server_args import add_attention_backend_choices
 
     from sglang_ext.flags import BACKEND
     from sglang_ext.hooks import HOOKS, add_calls
 
     register_attention_backend(BACKEND)(_create_backend)
-    add_attention_backend_choices([BACKEND])
     for hook in HOOKS:
         HookRegistry.register(hook.target, hook.function, hook.kind)
     add_calls()

@@ -11,7 +11,11 @@ from typing import Any
 
 import torch
 from sglang.srt.arg_groups.arg_utils import add_cli_args_from_dataclass
-from sglang.srt.server_args import ServerArgs
+from sglang.srt.server_args import (
+    ATTENTION_BACKEND_CHOICES,
+    ServerArgs,
+    add_attention_backend_choices,
+)
 
 from sglang_ext import baselines, compat, cpu
 from sglang_ext.flags import (
@@ -208,6 +212,8 @@ def parse_server_args(argv: Sequence[str]) -> CacheRankServerArgs:
 
 def argument_parser() -> argparse.ArgumentParser:
     """Make a parser of SGLang's flags, with ours under a heading of their own."""
+    if BACKEND not in ATTENTION_BACKEND_CHOICES:
+        add_attention_backend_choices([BACKEND])
     parser = argparse.ArgumentParser(prog="python -m sglang_ext.launch")
     ours = parser.add_argument_group("cache rank")
     add_cli_args_from_dataclass(ours, CacheRankServerArgs, fields=CACHE_RANK_FIELDS)
