@@ -17,7 +17,7 @@ import torch
 
 from cache_rank.config import CacheRankConfig
 from sglang_ext import compat
-from sglang_ext.attention import CacheRankAttnBackend
+from sglang_ext.attention import CacheRankAttnBackend, _RunnerOverTable
 from sglang_ext.baselines.selection import attend
 from sglang_ext.exchange import make_gate
 from sglang_ext.pools import model_shape
@@ -63,6 +63,23 @@ def test_attends_to_the_rows_of_the_table_on_a_gpu(
     if tensor_cores:
         monkeypatch.setenv("SGLANG_FLASHINFER_USE_TENSOR_CORE", tensor_cores)
     assert max(in_own_process(kernels, captured)) < 0.02
+
+
+def test_backends_that_ask_a_translator_read_the_table_they_are_built_over() -> None:
+    translators = pytest.importorskip("sglang.srt.mem_cache.kv_index_translator", reason="0.5.23")
+    true, table = torch.zeros(2, 4, 10, dtype=torch.int32)
+    runner = SimpleNamespace(req_to_token_pool=SimpleNamespace(req_to_token=true, size=4))
+    runner.kv_index_translator = translators.KVIndexTranslator(
+        req_to_token=true,
+        token_to_kv_pool_allocator=None,
+        token_to_kv_pool=None,
+        page_size=1,
+        device="cpu",
+    )
+    rows = {"req_pool_indices": torch.tensor([1]), "bs": 1}
+    seen = _RunnerOverTable(runner, table).kv_index_translator.read_source(None, **rows)
+    assert (seen.ids is table, seen.v2p) == (True, None)
+    assert runner.kv_index_translator.read_source(None, **rows).ids is true
 
 
 def in_own_process(kernels: str, captured: bool) -> list[float]:
