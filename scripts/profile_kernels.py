@@ -7,8 +7,9 @@ With `--scores`, only the scores of all 36 layers are timed, by what they read o
 
 Shapes are Qwen3-8B's, six layers a group. Each kernel stands beside its plain torch reference where
 that runs in reasonable time, with the bytes that it has to move and the share of the bandwidth of a
-large copy in the same run that this makes. The last rows are whole steps of the selector, without
-channels: what a cache rank needs for a step at the least.
+large copy in the same run that this makes. Selection stands beside FlashInfer's top-k, if that is
+installed, which does a part of it. The last rows are whole steps of the selector, without channels:
+what a cache rank needs for a step at the least.
 """
 
 from __future__ import annotations

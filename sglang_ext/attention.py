@@ -38,7 +38,8 @@ class CacheRankAttnBackend(AttentionBackend):
         self._sparse_view: Any = None
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        self._dense.init_cuda_graph_state(max_bs, max_num_tokens)
+        if self._rank.args.dense_layers:  # some backends take memory of every context's length
+            self._dense.init_cuda_graph_state(max_bs, max_num_tokens)
         self._sparse.init_cuda_graph_state(max_bs, max_num_tokens)
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
@@ -60,7 +61,8 @@ class CacheRankAttnBackend(AttentionBackend):
         self._plan = self._rank.decode_step.running
         if forward_batch.forward_mode.is_decode():
             self._rank.gate.begin_forward()
-        self._dense.init_forward_metadata(forward_batch)
+        if self._rank.args.dense_layers or not self._is_captured:
+            self._dense.init_forward_metadata(forward_batch)
         if self._is_captured or self._plan is not None:
             self._sparse_view = self._view(forward_batch)
             self._sparse.init_forward_metadata(self._sparse_view)
@@ -136,6 +138,7 @@ class _RunnerOverTable:
 
     def __init__(self, runner: Any, table: torch.Tensor) -> None:
         self._runner = runner
+        self.kv_index_translator = compat.translator_over(runner, table)
         self.req_to_token_pool = SimpleNamespace(
             req_to_token=table, size=runner.req_to_token_pool.size
         )

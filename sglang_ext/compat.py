@@ -5,6 +5,7 @@ Nothing else asks for a release. `TESTED` are those that the whole test suite ha
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import importlib.metadata
 import inspect
@@ -163,6 +164,23 @@ def reads_until_the_stream_is_done() -> Any:
     from sglang.srt.layers.attention.base_attn_backend import SharedReadEnds
 
     return SharedReadEnds.UNKNOWN
+
+
+def translator_over(runner: Any, table: Tensor) -> Any:
+    """Return what lets an attention backend read pool rows from a table in the place of SGLang's.
+
+    Up to 0.5.17 backends read the table of their runner, and there is nothing to return. In 0.5.23
+    flashinfer and triton ask the runner's translator, which has a table of its own; what it does to
+    rows depends on the pool, and is the same for another table.
+
+    Args:
+        runner: SGLang's model runner.
+        table: (request slots, width) int32 pool rows.
+    """
+    translator = copy.copy(getattr(runner, "kv_index_translator", None))
+    if translator is not None:
+        translator.req_to_token = table
+    return translator
 
 
 def takes_a_residual(layer: Any) -> bool:

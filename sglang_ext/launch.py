@@ -12,12 +12,9 @@ from collections.abc import Sequence
 
 def main(argv: Sequence[str]) -> int:
     """Serve until stopped, and return the exit status: 2 if the arguments are refused."""
-    from sglang_ext import plugin
     from sglang_ext.refusals import refuse_used_port
     from sglang_ext.server_args import parse_server_args
 
-    # What serves is imported after the check: a refusal should not wait for it.
-    plugin.load_those_of_others()
     try:
         server_args = parse_server_args(argv)
         refuse_used_port(server_args.host, server_args.port)
@@ -25,6 +22,7 @@ def main(argv: Sequence[str]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
 
+    # Imported here, so that a refusal does not wait for it.
     from sglang.srt.entrypoints.http_server import launch_server
     from sglang.srt.utils import kill_process_tree
 

@@ -6,19 +6,7 @@ SGLang logs the error of a plugin and goes on without it. Whoever needs ours cal
 from __future__ import annotations
 
 import functools
-from importlib.metadata import entry_points
 from typing import Any
-
-ENTRY_POINT = "sglang_ext.plugin:register"
-"""What pyproject.toml names."""
-
-
-def load_those_of_others() -> None:
-    """Load SGLang's plugins now if not all of them are ours: they may add choices to flags."""
-    from sglang.srt.plugins import GENERAL_PLUGINS_GROUP, load_plugins
-
-    if any(point.value != ENTRY_POINT for point in entry_points(group=GENERAL_PLUGINS_GROUP)):
-        load_plugins()
 
 
 @functools.cache

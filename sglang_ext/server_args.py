@@ -16,6 +16,7 @@ from sglang.srt.server_args import (
     ServerArgs,
     add_attention_backend_choices,
 )
+from sglang.srt.utils import is_flashinfer_available
 
 from sglang_ext import baselines, compat, cpu
 from sglang_ext.flags import (
@@ -147,9 +148,7 @@ class CacheRankServerArgs(CacheRankFlags):
 
     def _set_for_gpu(self) -> None:
         self.device = "cuda"
-        hopper = torch.cuda.get_device_capability()[0] == 9
-        kernels = "fa3" if hopper else "triton"
-        self._set_missing("attention_backend", kernels, "kernels of this GPU")
+        self._set_missing("attention_backend", _kernels_of_this_gpu(), "kernels of this GPU")
 
     def _set_for_cpu(self) -> None:
         cpu.say_once()
@@ -219,6 +218,13 @@ def argument_parser() -> argparse.ArgumentParser:
     add_cli_args_from_dataclass(ours, CacheRankServerArgs, fields=CACHE_RANK_FIELDS)
     ServerArgs.add_cli_args(parser)
     return parser
+
+
+def _kernels_of_this_gpu() -> str:
+    """Choose as SGLang does, but for trtllm_mha, its choice for B200: pages of it are larger."""
+    if torch.cuda.get_device_capability()[0] == 9:
+        return "fa3"
+    return "flashinfer" if is_flashinfer_available() else "triton"
 
 
 def _config_dtype(model_path: str) -> str | None:

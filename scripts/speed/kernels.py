@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import gc
+import importlib.util
 import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -110,6 +112,8 @@ def kernel_rows(config: CacheRankConfig, rows: int, tokens: int) -> list[dict[st
         name = f"select, {units} rows, {entered:.0f} of {budget} enter"
         note(name, took, plain, fresh.nbytes)
 
+    results.extend(flashinfer_top_k(fresh.view(units, tokens), budget))
+
     def gather(operations: Any) -> Callable[[], None]:
         held = (keys, values, table, slots, 0)
         return lambda: operations.gather_step(*held, everywhere, out, out_values)
@@ -121,6 +125,31 @@ def kernel_rows(config: CacheRankConfig, rows: int, tokens: int) -> list[dict[st
     for name, call in (("gather", gather), ("scatter", scatter)):
         took, plain = (median_microseconds(call(way)) for way in (triton, torch_only))
         note(f"{name}, {capacity} tokens a row", took, plain, 2 * 2 * out.nbytes)
+    return results
+
+
+def flashinfer_top_k(scores: torch.Tensor, count: int) -> list[dict[str, Any]]:
+    """Time FlashInfer's top-k, if it is installed.
+
+    It is only a part of a selection: that finds the best k + margin too, ranks positions within
+    bounds, keeps what is in slots, and lists what enters and where.
+
+    Args:
+        scores: (rows, T) float32.
+        count: how many are found in each row.
+    """
+    if importlib.util.find_spec("flashinfer") is None:
+        return []
+    top_k = importlib.import_module("flashinfer").top_k
+    expected = torch.topk(scores, count).values
+    plain = median_microseconds(lambda: torch.topk(scores, count))
+    results: list[dict[str, Any]] = []
+    for which, ties in (("any", 0), ("newer", 2)):  # flashinfer.TopKTieBreak; ours is the second
+        find = functools.partial(top_k, scores, count, tie_break=ties)
+        is_exact = torch.equal(find()[0].sort(descending=True).values, expected)
+        name = f"FlashInfer, top {count} alone, {which} of equals{'' if is_exact else ', WRONG'}"
+        took = median_microseconds(find)
+        results.append({"kernel": name, "us": took, "torch_us": plain, "bytes": scores.nbytes})
     return results
 
 

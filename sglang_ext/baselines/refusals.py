@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import torch
+
 from sglang_ext.baselines.selection import QUEST_PAGE
 from sglang_ext.flags import CacheRankFlags
-from sglang_ext.refusals import Refusal
+from sglang_ext.refusals import PLAIN, Refusal
 
 
 def page_size(args: CacheRankFlags) -> int:
@@ -18,6 +20,12 @@ REFUSALS = (
         "this mode selects on the inference rank",
         "add --cache-rank-gpus 0, or drop --decode-mode",
         lambda args: args.cache_rank_gpus != 0,
+    ),
+    Refusal(
+        "--decode-mode",
+        "this mode attends by FlashAttention-3, which SGLang has from Ampere to Hopper",
+        PLAIN,
+        lambda args: args.on_gpu and torch.cuda.get_device_capability()[0] not in (8, 9),
     ),
     Refusal(
         "--decode-mode --inference-kv",

@@ -11,12 +11,15 @@ import psutil
 
 from cache_rank.config import DTYPES
 from sglang_ext import compat
-from sglang_ext.flags import CacheRankFlags
+from sglang_ext.flags import CacheRankFlags, field_of
 from sglang_ext.memory import bytes_beyond_allocator
 from sglang_ext.refusals import PLAIN, Refusal
 
 MAX_HEAD_DIM = 256
 """The widest head that the kernels take, in elements."""
+
+FLASHINFER_HEAD_DIMS = (64, 128, 256)
+"""FlashInfer checks no others: heads of 80 or 96 elements end in illegal accesses of memory."""
 
 
 def _model(args: CacheRankFlags) -> Any:
@@ -64,6 +67,22 @@ def _bytes_of_working_sets(args: CacheRankFlags) -> int:
     return bytes_beyond_allocator(args, model.num_hidden_layers, token)
 
 
+def _other_head_dim_than_flashinfers(asked: str) -> Refusal:
+    """A row that refuses FlashInfer for a size of heads that it has no kernels for."""
+    return Refusal(
+        asked,
+        lambda args: (
+            f"heads have {_model(args).head_dim} elements, and FlashInfer has kernels for "
+            f"{', '.join(map(str, FLASHINFER_HEAD_DIMS))}"
+        ),
+        "pass triton",
+        lambda args: (
+            getattr(args, field_of(asked)) == "flashinfer"
+            and _model(args).head_dim not in FLASHINFER_HEAD_DIMS
+        ),
+    )
+
+
 MODELS = (
     Refusal(
         "--model-path",
@@ -93,6 +112,8 @@ MODELS = (
         PLAIN,
         lambda args: _model(args).head_dim > MAX_HEAD_DIM or _model(args).head_dim % 8 != 0,
     ),
+    _other_head_dim_than_flashinfers("--attention-backend"),
+    _other_head_dim_than_flashinfers("--prefill-attention-backend"),
     Refusal(
         "--dtype",
         lambda args: f"a KV pool of {_dtype(args)} is not supported",

@@ -22,6 +22,8 @@ from sglang_ext.refusals import (
 
 _CPU_BACKENDS = {None, "torch_native", "intel_amx", BACKEND}
 
+_GPU_BACKENDS = ("fa3", "flashinfer", "triton")
+
 
 def _is_missing(model_path: str) -> bool:
     """Whether a path is clearly local and not there; a repository id has one slash at most."""
@@ -325,9 +327,9 @@ GPUS = (
     ),
     Refusal(
         "--attention-backend",
-        "decode over working sets in CUDA graphs is tested with fa3 and triton",
-        "pass one of them",
-        lambda args: args.attention_backend not in (None, "fa3", "triton"),
+        f"decode over working sets is by {', '.join(_GPU_BACKENDS)}, which read tokens one by one",
+        f"pass one of them, or {DROP}",
+        lambda args: args.attention_backend not in (None, *_GPU_BACKENDS),
     ),
     Refusal(
         "--cuda-graph-backend-decode --cuda-graph-config",

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from workload import REUSE, SMALL_CACHE_RANK, STRICT, TENTH_OF_THE_CONTEXT, VOCABULARY
+from workload import GPU_FLAGS, REUSE, SMALL_CACHE_RANK, STRICT, TENTH_OF_THE_CONTEXT, VOCABULARY
 
 from scripts.shared.serving import PLAIN, Server, serve
 from sglang_ext.refusals import ALLOW_LARGE_BUDGET_VARIABLE
@@ -81,6 +81,14 @@ def bundled_server() -> Iterator[Server]:
     """A server has the bundled model and a cache rank."""
     with serve(TENTH_OF_THE_CONTEXT) as server:
         yield server
+
+
+@pytest.fixture(scope="module", params=["fa3", "flashinfer", "triton"])
+def gpu_flags(request: pytest.FixtureRequest) -> list[str]:
+    """The flags of a server on GPUs, with each backend that decodes over working sets."""
+    if request.param == "fa3" and torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("needs a Hopper GPU")
+    return [*GPU_FLAGS, "--attention-backend", request.param]
 
 
 @pytest.fixture(scope="session")

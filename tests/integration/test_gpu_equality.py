@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from workload import DENSE, GPU_FLAGS, random_prompts
+from workload import DENSE, random_prompts
 
 from cache_rank.config import CacheRankConfig, Predictor
 from cache_rank.measure.recording import RECORD_VARIABLE, read_events
@@ -36,10 +36,10 @@ TOKENS = [1000, 300, 700, 500, 900, 400, 600, 1000, 500, 400, 300, 600]
 
 @pytest.mark.parametrize("predictor", ["last", "forecast"])
 def test_selections_equal_those_of_each_request_alone(
-    deep_model: Path, tmp_path: Path, predictor: Predictor
+    deep_model: Path, gpu_flags: list[str], tmp_path: Path, predictor: Predictor
 ) -> None:
     """Twelve requests of different lengths decode, eight at a time, for 1 000 steps."""
-    flags = [*GPU_FLAGS, *FLAGS, "--model-path", str(deep_model), "--sparse-budget", str(BUDGET)]
+    flags = [*gpu_flags, *FLAGS, "--model-path", str(deep_model), "--sparse-budget", str(BUDGET)]
     flags += ["--max-sparse-requests", "8", "--query-predictor", predictor, "--forecast-lead", "1"]
     with serve(flags, {RECORD_VARIABLE: str(tmp_path)}) as server, ThreadPoolExecutor(8) as pool:
         responses = list(pool.map(server.generate, random_prompts(PROMPTS), TOKENS))
@@ -105,9 +105,9 @@ def messages_of(
 
 
 @pytest.fixture(scope="module")
-def generous_budget(deep_model: Path) -> Iterator[Any]:
+def generous_budget(deep_model: Path, gpu_flags: list[str]) -> Iterator[Any]:
     """A server has a budget no less than any length."""
-    flags = [*GPU_FLAGS, *FLAGS, "--model-path", str(deep_model), "--sparse-budget", "4096"]
+    flags = [*gpu_flags, *FLAGS, "--model-path", str(deep_model), "--sparse-budget", "4096"]
     with serve(flags, {ALLOW_LARGE_BUDGET_VARIABLE: "1"}) as server:
         yield server
 

@@ -29,8 +29,8 @@ CHAINS = [make_chain(seed=seed, facts=128, hops=80) for seed in range(8)]
 
 
 @pytest.fixture(scope="module")
-def chain_server() -> Iterator[Server]:
-    with serve([*GPU_FLAGS, *CHAIN_FLAGS]) as server:
+def chain_server(gpu_flags: list[str]) -> Iterator[Server]:
+    with serve([*gpu_flags, *CHAIN_FLAGS]) as server:
         yield server
 
 
@@ -86,10 +86,10 @@ def test_recall_by_the_keys_in_the_pool_shows_what_a_format_costs() -> None:
 
 
 @pytest.fixture(scope="module")
-def working_set_server() -> Iterator[Server]:
+def working_set_server(gpu_flags: list[str]) -> Iterator[Server]:
     """The pool of this server has room for less than half of what eight chains come to."""
     flags = [*CHAIN_FLAGS, "--inference-kv", "working-set", "--max-total-tokens", "2000"]
-    with serve([*GPU_FLAGS, *flags]) as server:
+    with serve([*gpu_flags, *flags]) as server:
         yield server
 
 
@@ -202,13 +202,13 @@ def test_a_cache_rank_of_many_groups_is_lost_and_comes_back(
 @pytest.mark.parametrize("schedule", [LAST, f"{FORECAST} 2"])
 @pytest.mark.parametrize("checksum", ["1", "0"])
 def test_slots_equal_the_mirror_over_many_groups(
-    deep_model: Path, inference_kv: str, schedule: str, checksum: str
+    deep_model: Path, gpu_flags: list[str], inference_kv: str, schedule: str, checksum: str
 ) -> None:
     """With checksums every step is compared; without, the host runs ahead as it does in use."""
     flags = [*deep_flags(deep_model), *schedule.split()]
     flags += ["--inference-kv", inference_kv, "--recall-interval", "4"]
     environment = {"CACHE_RANK_CHECKSUM": checksum}
-    with serve([*GPU_FLAGS, *flags], environment) as server:
+    with serve([*gpu_flags, *flags], environment) as server:
         responses = server.generate_all(random_prompts([3000, 700, 1500, 4000]), 600)
         steps = [response["meta_info"]["cache_rank"]["sparse_steps"] for response in responses]
         after = state(server)

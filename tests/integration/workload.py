@@ -33,8 +33,7 @@ DENSE = {"sampling_params": {"custom_params": {"cache_rank": False}}}
 """A request with these options stays dense."""
 
 GPU_FLAGS = (
-    "--kv-residency bf16 --dtype bfloat16 --attention-backend fa3 "
-    "--cuda-graph-backend-prefill disabled "
+    "--kv-residency bf16 --dtype bfloat16 --cuda-graph-backend-prefill disabled "
     "--cuda-graph-bs-decode 1 2 4 8 --max-running-requests 16 --max-total-tokens 100000 "
     "--sampling-backend pytorch --grammar-backend none --cache-rank-mem-fraction 0.2"
 ).split()

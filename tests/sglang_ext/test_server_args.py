@@ -118,12 +118,14 @@ class Case:
         flags: what is typed.
         named: the flags that the refusal begins with, if not all that are typed.
         gpus: how many the machine has.
+        generation: of them, the first number of their compute capability.
         model: what is served.
     """
 
     flags: str
     named: str | None = None
     gpus: int = 0
+    generation: int = 9
     model: Model | None = None
 
     def __str__(self) -> str:
@@ -238,7 +240,7 @@ CASES = [
     Case("--cache-rank-base-gpu-id 1 --base-gpu-id 1", "--cache-rank-base-gpu-id", gpus=3),
     Case("--cache-rank-transfer-backend peer", gpus=2),
     Case("--cache-rank-transfer-backend nccl --device cpu", TRANSFER, gpus=2),
-    Case("--attention-backend flashinfer", gpus=2),
+    *(Case(f"--attention-backend {kernels}", gpus=2) for kernels in ("fa4", "trtllm_mha")),
     Case("--disable-overlap-schedule", gpus=2),
     Case("--cuda-graph-backend-decode breakable", gpus=2),
     Case('--cuda-graph-config {"decode":{"backend":"breakable"}}', gpus=2),
@@ -248,10 +250,14 @@ CASES = [
     Case(f"{QUEST} {WORKING_SET}", "--decode-mode --inference-kv"),
     Case(f"{QUEST} --page-size 16", "--decode-mode --page-size"),
     Case(f"{QUEST} --page-size 1", "--decode-mode --page-size", gpus=1),
+    Case(QUEST, "--decode-mode", gpus=1, generation=10),
     Case(f"{QUEST} --enable-mixed-chunk", "--enable-mixed-chunk"),
     Case(f"{QUEST} --tp-size 2", "--tp-size"),
     Case(f"{QUEST} --dense-layers 2", "--dense-layers", model=LLAMA),
     # The model is at fault.
+    Case("--attention-backend flashinfer", gpus=2, model=Model("Llama", {"head_dim": 96})),
+    Case("", "--attention-backend", gpus=2, generation=8, model=Model("Llama", {"head_dim": 80})),
+    Case("--prefill-attention-backend flashinfer", gpus=2, model=LLAMA),
     Case("--dense-layers 2", model=LLAMA),
     Case("--dense-layers 7", model=LLAMA),
     Case("--query-predictor forecast", model=LLAMA),
@@ -291,8 +297,10 @@ ROWS = (
 )
 
 
-def pretend_gpus(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def pretend_gpus(count: int, monkeypatch: pytest.MonkeyPatch, generation: int = 9) -> None:
     monkeypatch.setattr(cpu, "has_gpu", lambda: count > 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (generation, 0))
+    monkeypatch.setattr(server_args, "is_flashinfer_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: False)
@@ -310,7 +318,9 @@ def refusal_of(case: Case) -> tuple[Refusal, str]:
 
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
         patch.setattr(Refusal, "message", note)
-        pretend_gpus(case.gpus, patch)
+        pretend_gpus(case.gpus, patch, case.generation)
+        if case.gpus:
+            patch.setattr(ServerArgs, compat.RESOLVED_IN, lambda self: None)  # it looks for them
         served = ["--model-path", str(case.model.write(Path(folder)))] if case.model else []
         with pytest.raises(UnsupportedError) as caught:
             parse_server_args([*case.flags.split(), *served])
@@ -402,18 +412,22 @@ def test_cpu_ranks_of_a_machine_with_gpus_need_none_of_them(
     assert parse_server_args(["--device", "cpu", *flags.split()]).device == "cpu"
 
 
-@pytest.mark.parametrize(("generation", "kernels"), [(8, "triton"), (9, "fa3"), (10, "triton")])
+@pytest.mark.parametrize(
+    ("generation", "has_flashinfer", "kernels"),
+    [(8, True, "flashinfer"), (8, False, "triton"), (9, True, "fa3"), (10, True, "flashinfer")],
+)
 def test_gpus_have_the_kernels_of_their_generation(
-    generation: int, kernels: str, monkeypatch: pytest.MonkeyPatch
+    generation: int, has_flashinfer: bool, kernels: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pretend_gpus(2, monkeypatch)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (generation, 0))
+    pretend_gpus(2, monkeypatch, generation)
+    monkeypatch.setattr(server_args, "is_flashinfer_available", lambda: has_flashinfer)
     monkeypatch.setattr(ServerArgs, compat.RESOLVED_IN, lambda self: None)  # it looks for the GPUs
     args = parse_server_args([])
     assert (args.device, args.attention_backend, args.page_size) == ("cuda", kernels, 1)
     assert args.decode_attention_backend == BACKEND
     assert (args.max_total_tokens, args.sampling_backend) == (None, None)
-    assert parse_server_args(QUEST.split()).page_size == 16
+    if generation < 10:
+        assert parse_server_args(QUEST.split()).page_size == 16
     given = (
         "--cache-rank-base-gpu-id 1 --cache-rank-transfer-backend nccl --attention-backend triton "
         "--cuda-graph-backend-decode full"
@@ -566,7 +580,6 @@ def test_start_up_says_which_releases_are_not_tested_on_gpus(
     pretend_sglang_is(version, monkeypatch)
     monkeypatch.setattr(compat, "TESTED", SpecifierSet(">=0.5.16"))
     pretend_gpus(2, monkeypatch)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(ServerArgs, compat.RESOLVED_IN, lambda self: None)  # it looks for the GPUs
     parse_server_args([])
     assert ("tested on CPUs only" in capsys.readouterr().err) is not tested
