@@ -230,7 +230,7 @@ class CacheRank:
         dtype = config.model.torch_dtype
         with self._receive_of_layer(projection_shape(config), dtype) as projection:
             self.selector.load_projection(message.layer, projection)
-        self._recorder.record_projection(message, projection)
+            self._recorder.record_projection(message, projection)
         return None
 
     def load_basis(self, message: KeyBasis) -> str | None:
@@ -243,7 +243,7 @@ class CacheRank:
             return f"KeyBasis of layer {message.layer}, which has no sketch"
         with self._receive_of_layer(basis_shape(config), torch.float32) as basis:
             self.selector.load_basis(message.layer, basis)
-        self._recorder.record_basis(message, basis)
+            self._recorder.record_basis(message, basis)
         return None
 
     @contextlib.contextmanager

@@ -151,11 +151,14 @@ class CacheRankHandle:
                 request.is_retracted = was_retracted
 
     def _take_missed(self, plan: StepPlan) -> list[Any]:
-        if plan.exchange is None or not (sequences := plan.exchange.missed(plan.step)):
+        if plan.exchange is None:
+            return []
+        sequences = plan.exchange.missed(plan.step, plan.sparse)
+        if not sequences:
             return []
         if plan.exchange is self.exchange:
             self._lose("its answers do not come any more")
-        missed = [sequence.request for sequence in plan.sparse if sequence in sequences]
+        missed = [sequence.request for sequence in sequences]
         self._orphans += [request for request in missed if request not in self._orphans]
         return missed
 

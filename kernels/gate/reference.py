@@ -50,7 +50,9 @@ def refresh(copy: Tensor, source: Tensor) -> None:
     copy.copy_(source)
 
 
-def wait_for(flags: Tensor, index: int, count: Tensor, accepts: Tensor) -> None:
+def wait_for(
+    flags: Tensor, index: int, count: Tensor, accepts: Tensor, waiter: Tensor, given_up: Tensor
+) -> None:
     """Hold the stream until a flag has reached a count.
 
     Args:
@@ -59,6 +61,11 @@ def wait_for(flags: Tensor, index: int, count: Tensor, accepts: Tensor) -> None:
         count: (1,) int64, the least count; read when the work runs.
         accepts: (1,) int32; the wait ends when it is 0. It may be pinned host memory, so that the
             host can end a wait for something that will never happen.
+        waiter: (1,) int64, the number of who waits.
+        given_up: (n,) int64, which may be pinned host memory: where the wait ended without the
+            count, entry `waiter` % n becomes the number of who has waited.
     """
-    while int(flags[index]) < int(count) and int(accepts):
+    while (held := int(flags[index])) < int(count) and int(accepts):
         time.sleep(1e-4)
+    if held < int(count):
+        given_up[int(waiter) % given_up.numel()] = int(waiter)

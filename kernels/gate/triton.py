@@ -33,9 +33,21 @@ def refresh(copy: Tensor, source: Tensor) -> None:
     _refresh[(1,)](copy, source, num_warps=1)
 
 
-def wait_for(flags: Tensor, index: int, count: Tensor, accepts: Tensor) -> None:
+def wait_for(
+    flags: Tensor, index: int, count: Tensor, accepts: Tensor, waiter: Tensor, given_up: Tensor
+) -> None:
     """See the reference."""
-    _wait_for[(1,)](flags, index, count, accepts, POLLS=_POLLS, num_warps=1)
+    _wait_for[(1,)](
+        flags,
+        index,
+        count,
+        accepts,
+        waiter,
+        given_up,
+        ENTRIES=given_up.numel(),
+        POLLS=_POLLS,
+        num_warps=1,
+    )
 
 
 @triton.jit(do_not_specialize=["index"], do_not_specialize_on_alignment=["flags", "count"])
@@ -60,9 +72,12 @@ def _refresh(copy, source):
 
 
 @triton.jit(
-    do_not_specialize=["index"], do_not_specialize_on_alignment=["flags", "count", "accepts"]
+    do_not_specialize=["index"],
+    do_not_specialize_on_alignment=["flags", "count", "accepts", "waiter", "given_up"],
 )
-def _wait_for(flags, index, count, accepts, POLLS: tl.constexpr):
+def _wait_for(
+    flags, index, count, accepts, waiter, given_up, ENTRIES: tl.constexpr, POLLS: tl.constexpr
+):
     least = tl.load(count)
     held = tl.load(flags + index, volatile=True)
     accepted = 1
@@ -72,3 +87,6 @@ def _wait_for(flags, index, count, accepts, POLLS: tl.constexpr):
             held = tl.load(flags + index, volatile=True)
             left -= 1
         accepted = tl.load(accepts, volatile=True)
+    if held < least:
+        number = tl.load(waiter)
+        tl.store(given_up + number % ENTRIES, number)

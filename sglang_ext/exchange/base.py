@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from abc import ABC, abstractmethod
 from collections import deque
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -156,7 +157,7 @@ class Exchange(ABC):
     def finish_step(self) -> None:
         """End the step, whose forward pass has been computed, or on a GPU been queued."""
 
-    def missed(self, step: int) -> list[SparseSequence]:
+    def missed(self, step: int, sequences: Sequence[SparseSequence]) -> list[SparseSequence]:
         """Return the requests for which a step went on without answers that it should have had.
 
         Between CPUs there are none: a forward pass in which the cache rank is lost attends to
@@ -164,6 +165,7 @@ class Exchange(ABC):
 
         Args:
             step: its forward pass has been computed.
+            sequences: those that are sparse in it.
         """
         return []
 

@@ -20,6 +20,11 @@ def host_flag(device: torch.device, value: int) -> torch.Tensor:
     return flag.pin_memory() if device.type == "cuda" else flag
 
 
+def nobody(device: torch.device) -> torch.Tensor:
+    """Nobody has given up waiting."""
+    return torch.zeros(4, dtype=torch.int64, pin_memory=device.type == "cuda")
+
+
 def test_a_signal_sets_one_flag(implementation, device: torch.device) -> None:
     flags = torch.zeros(3, dtype=torch.int64, device=device)
     implementation.signal(flags, 1, torch.tensor([1 << 40], device=device))
@@ -49,17 +54,20 @@ def test_a_copy_follows_what_the_host_says(implementation, device: torch.device)
 def test_a_wait_for_what_has_happened_ends(
     implementation, device: torch.device, count: int
 ) -> None:
-    flags = torch.tensor([0, 5], device=device)
-    implementation.wait_for(flags, 1, torch.tensor([count], device=device), host_flag(device, 1))
+    flags, given_up = torch.tensor([0, 5], device=device), nobody(device)
+    awaited, waiter = torch.tensor([[count], [17]], device=device)
+    implementation.wait_for(flags, 1, awaited, host_flag(device, 1), waiter, given_up)
     if device.type == "cuda":
         torch.cuda.synchronize()
+    assert given_up.tolist() == [0] * 4
 
 
 def test_a_wait_for_what_never_happens_ends_when_the_host_says_so(
     implementation, device: torch.device
 ) -> None:
     flags = torch.zeros(1, dtype=torch.int64, device=device)
-    accepts = host_flag(device, 1)
+    accepts, given_up = host_flag(device, 1), nobody(device)
+    awaited, waiter = torch.tensor([[1], [17]], device=device)
 
     def refuse() -> None:
         time.sleep(0.2)
@@ -68,11 +76,12 @@ def test_a_wait_for_what_never_happens_ends_when_the_host_says_so(
     thread = threading.Thread(target=refuse)
     thread.start()
     started = time.monotonic()
-    implementation.wait_for(flags, 0, torch.ones(1, dtype=torch.int64, device=device), accepts)
+    implementation.wait_for(flags, 0, awaited, accepts, waiter, given_up)
     if device.type == "cuda":
         torch.cuda.synchronize()
     assert time.monotonic() - started > 0.1
     thread.join()
+    assert given_up.tolist() == [0, 17, 0, 0]
 
 
 @pytest.mark.gpu
@@ -85,12 +94,14 @@ def test_side_stream_waits_for_graphs_that_have_not_begun() -> None:
     flags = torch.zeros(2, dtype=torch.int64, device=device)
     tick = torch.zeros(1, dtype=torch.int64, device=device)
     value = torch.zeros(1, dtype=torch.int64, device=device)
-    accepts = host_flag(device, 1)
+    accepts, given_up = host_flag(device, 1), nobody(device)
     work = torch.randn(2048, 2048, device=device)
     counts = torch.arange(203, device=device)
 
     def body() -> None:
-        triton.wait_for(flags, 1, value, accepts)  # the copy of the step before is done
+        triton.wait_for(
+            flags, 1, value, accepts, tick, given_up
+        )  # the copy of the step before is done
         tick.add_(1)
         (work @ work).sum()
         value.add_(1)
@@ -108,7 +119,7 @@ def test_side_stream_waits_for_graphs_that_have_not_begun() -> None:
     for step in range(200):
         graph.replay()
         with torch.cuda.stream(side):
-            triton.wait_for(flags, 0, counts[step + 3 :], accepts)
+            triton.wait_for(flags, 0, counts[step + 3 :], accepts, tick, given_up)
             seen[step : step + 1].copy_(value)
             triton.signal(flags, 1, counts[step + 3 :])
     torch.cuda.synchronize()

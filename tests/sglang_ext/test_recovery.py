@@ -55,8 +55,8 @@ class Requests:
 
     def plan(self, missed: list[SparseSequence]) -> Any:
         """A step of all sparse requests, some of which missed their answers."""
-        self.exchange.missed.return_value = missed
         sparse = [sequence for sequence in self.sequences if sequence.phase is Phase.SPARSE]
+        self.exchange.missed.return_value = [each for each in sparse if each in missed]
         return StepPlan(step=7, sparse=sparse, exchange=self.exchange)
 
     def batch(self, *requests: Any) -> Any:
@@ -114,7 +114,7 @@ def test_what_a_step_says_of_requests_that_missed_their_answers_is_skipped(
         assert [r.is_retracted for r in batch_of.requests] == [False, False, True]
     assert [r.is_retracted for r in batch_of.requests] == [False, False, False]
     assert batch_of.handle.exchange is None
-    batch_of.exchange.missed.assert_called_once_with(7)
+    batch_of.exchange.missed.assert_called_once_with(7, [answered, missed])
 
     batch = batch_of.batch(*batch_of.requests)
     batch_of.handle.retract_orphans(Mock(), batch)

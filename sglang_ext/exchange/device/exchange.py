@@ -7,6 +7,8 @@ of a step is seen some steps later.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -87,13 +89,16 @@ class DeviceExchange(Exchange):
         self._transfers.queue(self._step, self._rows)
         self._count_messages(self._transfers.messages.nbytes(len(self._rows)))
 
-    def missed(self, step: int) -> list[SparseSequence]:
+    def missed(self, step: int, sequences: Sequence[SparseSequence]) -> list[SparseSequence]:
         if self._gate.is_open and not self._is_closed:
             return []  # nothing has ended a wait
+        if self._gate.gave_up(step):
+            return list(sequences)  # answers may have been applied a moment later
         outcomes = self._transfers.outcomes
-        return self._under_way.missed(
+        missed = self._under_way.missed(
             self._awaited.get(step, 0), outcomes.newest, lambda step: outcomes.entry(step).tolist()
         )
+        return [sequence for sequence in sequences if sequence in missed]
 
     def ship(self, sequence: SparseSequence, pool_rows: Tensor) -> None:
         shipment = self._send_prompt(sequence, pool_rows, MAX_SHIPMENTS_UNDER_WAY)

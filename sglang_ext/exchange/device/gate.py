@@ -34,7 +34,7 @@ from cache_rank.protocol import UpMessage, up_sizes
 from cache_rank.schedule import lanes_of_entered, lanes_of_left
 from sglang_ext.exchange.base import Gate
 from sglang_ext.exchange.device.clock import StepClock
-from sglang_ext.exchange.pinned_ring import DeviceToHostRing
+from sglang_ext.exchange.pinned_ring import RING_ENTRIES, DeviceToHostRing
 
 
 class DeviceGate(Gate):
@@ -74,6 +74,8 @@ class DeviceGate(Gate):
         self.computed = torch.zeros(len(boundaries), dtype=torch.int64, device=device)
         self.applied = torch.zeros(len(config.groups), dtype=torch.int64, device=device)
         self.accepts = torch.zeros(1, dtype=torch.int32).pin_memory()
+        self._given_up = torch.zeros(RING_ENTRIES, dtype=torch.int64).pin_memory()
+        self._given_up_seen = self._given_up.numpy()
         self.clock = StepClock(config, device)
         self.begun = DeviceToHostRing(steps[1:])
         self._steps, self._exchanged = steps, exchanged
@@ -98,6 +100,14 @@ class DeviceGate(Gate):
         """End all waits: no answer will come any more. Safe from any thread."""
         self.accepts[0] = 0
         self.awaited_step = 0
+
+    def gave_up(self, step: int) -> bool:
+        """Whether a forward pass, which has been computed, went on without an answer.
+
+        Args:
+            step: one of the newest RING_ENTRIES.
+        """
+        return int(self._given_up_seen[step % RING_ENTRIES]) == step
 
     def begin_forward(self) -> None:
         self._side_stream.wait_stream(torch.cuda.current_stream())
@@ -158,8 +168,9 @@ class DeviceGate(Gate):
             self.begun.post(self._steps[1:])
 
     def _wait_for_slots(self, group: int) -> None:
-        awaited = self._steps[1:] if group in self._fresh else self._steps[:1]
-        gate.wait_for(self.applied, group, awaited, self.accepts)
+        step = self._steps[1:]
+        awaited = step if group in self._fresh else self._steps[:1]
+        gate.wait_for(self.applied, group, awaited, self.accepts, step, self._given_up)
 
     def _join(self) -> None:
         """Let the forward pass wait for what has been queued beside it."""

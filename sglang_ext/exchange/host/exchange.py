@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from cache_rank.config import CacheRankConfig
@@ -60,8 +62,9 @@ class HostExchange(Exchange):
         if self._rows:
             self._count_messages(self._transfers.messages.nbytes(len(self._rows)))
 
-    def missed(self, step: int) -> list[SparseSequence]:
-        return self._let_go.get(step, [])
+    def missed(self, step: int, sequences: Sequence[SparseSequence]) -> list[SparseSequence]:
+        let_go = self._let_go.get(step, [])
+        return [sequence for sequence in sequences if sequence in let_go]
 
     def queries(self, group: int, row: int) -> Tensor:
         return self._transfers.queries(group)[row]
