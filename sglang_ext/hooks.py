@@ -154,7 +154,10 @@ def process_result(
     """Process what a step computed, but for requests whose answers were lost with a cache rank."""
     rank, plan = inference_rank.current(), getattr(result, "cache_rank_plan", None)
     if rank is None or plan is None:
-        return original(scheduler, batch, result, *args, **kw)
+        original(scheduler, batch, result, *args, **kw)
+        if rank is not None:
+            rank.on_prefilled(batch.reqs)
+        return
     if result.copy_done is not None:
         result.copy_done.synchronize()  # the next that SGLang does
     with rank.cache_rank.without_missed(plan):

@@ -174,6 +174,18 @@ class InferenceRank:
 
     # Events of requests.
 
+    def on_prefilled(self, requests: list[Any]) -> None:
+        """Read the rows of prompts anew in the next step.
+
+        Of tokens that the radix cache had already, it has freed these requests' rows, and put its
+        own in SGLang's table, while the first decode step was under way.
+        """
+        if self.args.disable_radix_cache:
+            return
+        for request in requests:
+            if (row := compat.pool_state(request).req_pool_idx) is not None:
+                self.table.forget(row)
+
     def on_request_freed(self, request: Any) -> None:
         """End the epoch of a request whose slot SGLang takes back.
 

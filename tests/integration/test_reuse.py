@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import json
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+import requests
 from workload import DENSE, REUSE, SMALL_CACHE_RANK, STRICT, difference, random_prompts
 
 from scripts.shared.serving import Server, log_probabilities, serve
@@ -67,6 +72,40 @@ def test_what_sparse_steps_wrote_is_computed_again(server: Server, plain_server:
     # This turn was dense, so the next one finds all of it.
     again = server.generate(prompt + response["output_ids"] + QUESTION, 5, **DENSE)
     assert cached(again) >= len(prompt) + NEW_TOKENS - 1
+
+
+def test_a_row_that_the_tree_has_twice_is_not_read_when_it_is_freed(
+    server: Server, plain_server: Server
+) -> None:
+    """The last token of a known prompt is computed again, and only one row of it is kept."""
+    dense = plain_server.generate(PROMPT, 400, return_logprob=True)
+    server.generate(PROMPT, 2)
+    with streamed(server, PROMPT, 400) as chunks:
+        next(chunks)  # it decodes before anything else is prefilled
+        with ThreadPoolExecutor(1) as pool:
+            last = pool.submit(lambda: deque(chunks, maxlen=1).pop())
+            rounds = 0
+            while not last.done():  # others write every row that is free
+                server.generate_all(random_prompts([400] * 4, seed=10 + rounds), 20)
+                rounds += 1
+    response = last.result()
+    assert rounds > 1
+    assert cached(response) == len(PROMPT) - 1
+    assert response["meta_info"]["cache_rank"]["retractions"] == 0
+    assert response["output_ids"] == dense["output_ids"]
+    assert difference(log_probabilities(response), log_probabilities(dense)) < 1e-4  # of 400 steps
+
+
+@contextlib.contextmanager
+def streamed(server: Server, prompt: list[int], new_tokens: int) -> Iterator[Iterator[Any]]:
+    """What is known of the answer of a dense request, after each step."""
+    sampling = {"max_new_tokens": new_tokens, "temperature": 0, "ignore_eos": True}
+    sampling |= DENSE["sampling_params"]
+    body = {"input_ids": prompt, "sampling_params": sampling, "return_logprob": True}
+    url, options = f"{server.url}/generate", {"timeout": 240, "stream": True}
+    with requests.post(url, json={**body, "stream": True}, **options) as response:
+        lines = (line.removeprefix(b"data: ") for line in response.iter_lines() if line)
+        yield (json.loads(line) for line in lines if line != b"[DONE]")
 
 
 def test_many_share_a_prompt_under_pressure(server: Server, plain_server: Server) -> None:

@@ -337,10 +337,11 @@ def test_a_result_is_processed_without_what_missed_its_answers(rank: Mock) -> No
     result.copy_done.synchronize.assert_called_once_with()
 
 
-def test_results_of_prefills_are_not_ours(rank: Mock) -> None:
-    result = SimpleNamespace(copy_done=None)
-    hooks.process_result(rank.original, "scheduler", "batch", result)
-    assert [name for name, _, _ in rank.mock_calls] == ["original"]
+def test_rows_of_prompts_are_read_anew_when_their_prefill_is_processed(rank: Mock) -> None:
+    batch = SimpleNamespace(reqs=["first", "second"])
+    hooks.process_result(rank.original, "scheduler", batch, SimpleNamespace(copy_done=None))
+    assert [name for name, _, _ in rank.mock_calls] == ["original", "on_prefilled"]
+    rank.on_prefilled.assert_called_once_with(batch.reqs)
 
 
 def test_the_end_of_requests_reaches_the_rank_before_sglang_forgets_their_slot(rank: Mock) -> None:
