@@ -1,9 +1,9 @@
 """A long random trace of arrivals, aborts, retractions, flushes and losses leaves nothing behind.
 
-Prompts begin as others do, or go on where a conversation has got to. A longer trace, or another:
+Prompts begin as others do, or go on where a conversation has got to. A longer trace, of another
+seed by RANDOM_TRACE_SEED:
 
-    RANDOM_TRACE_OPERATIONS=6000 RANDOM_TRACE_SEED=1 make test \\
-        ARGS="tests/integration/test_random_trace.py --timeout 0"
+    RANDOM_TRACE_OPERATIONS=6000 make test ARGS="tests/integration/test_random_trace.py --timeout 0"
 
 Both ranks compare checksums of every slot at every step, and SGLang checks its pools after every
 batch.
