@@ -90,6 +90,8 @@ def serve(launch: Launch) -> None:
         reason: str | None = None
         if isinstance(message, Open) and rank is None:
             device = torch.device(launch.device)
+            if device.type == "cuda":
+                torch.cuda.set_device(device)  # not before: it takes memory of the GPU
             ends = (message.rendezvous, CACHE, device, launch.address, secret)
             link = Link(message.config, *ends, LINK_SECONDS)
             rank = CacheRank(message, link, device)
@@ -157,8 +159,6 @@ def main() -> None:
     )
     setproctitle(launch.name)
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // 2))
-    if launch.device != "cpu":
-        torch.cuda.set_device(launch.device)
     torch.set_grad_enabled(False)
     for target in (_beat, _watch_parent):
         threading.Thread(target=target, daemon=True).start()

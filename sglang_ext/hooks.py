@@ -11,7 +11,11 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any, NamedTuple
 
 import torch
-from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE
+from sglang.srt.constants import (
+    GPU_MEMORY_ALL_TYPES,
+    GPU_MEMORY_TYPE_KV_CACHE,
+    GPU_MEMORY_TYPE_WEIGHTS,
+)
 from sglang.srt.plugins.hook_registry import HookType
 from sglang.srt.runtime_context import get_server_args
 
@@ -29,6 +33,12 @@ from sglang_ext.memory import (
 from sglang_ext.refusals import UnsupportedError
 from sglang_ext.requests import CACHE_RANK, refuse_request
 from sglang_ext.server_args import CacheRankServerArgs
+
+WHAT_A_CACHE_RANK_NEEDS = {GPU_MEMORY_TYPE_KV_CACHE, GPU_MEMORY_TYPE_WEIGHTS}
+"""There is no cache rank while some of this memory is released.
+
+Its tokens are of the KV cache, and an exchange begins with projections of the weights.
+"""
 
 
 class Hook(NamedTuple):
@@ -230,10 +240,28 @@ def abort_request(
     rank.cache_rank.abort_retracted(scheduler, lambda: original(scheduler, abort, *args, **kwargs))
 
 
-def is_idle(result: bool, scheduler: Any, *_: Any, **__: Any) -> bool:
-    """Count a server as busy while requests are to be queued a turn later."""
+def is_idle(result: bool, scheduler: Any, *_: Any, ignore_waiting: bool = False, **__: Any) -> bool:
+    """Count a server as busy while requests are to be queued a turn later, as those in the queue.
+
+    From 0.5.23 on a server that is paused can be idle with requests in the queue.
+    """
     rank = inference_rank.current()
-    return result and (rank is None or not rank.cache_rank.to_queue)
+    return result and (ignore_waiting or rank is None or not rank.cache_rank.to_queue)
+
+
+def release_memory(updater: Any, request: Any, *_: Any, **__: Any) -> None:
+    """End the cache rank before its counterpart on this rank goes: answers are written to it."""
+    rank = inference_rank.current()
+    if rank is not None and WHAT_A_CACHE_RANK_NEEDS & {*(request.tags or GPU_MEMORY_ALL_TYPES)}:
+        rank.cache_rank.release()
+
+
+def resume_memory(result: Any, updater: Any, *_: Any, **__: Any) -> Any:
+    """Start the cache rank when all that it needs is there again."""
+    rank = inference_rank.current()
+    if rank is not None and not WHAT_A_CACHE_RANK_NEEDS & updater.offload_tags:
+        rank.cache_rank.resume()
+    return result
 
 
 def note_new_weights(result: Any, *_: Any, **__: Any) -> Any:
@@ -396,6 +424,20 @@ HOOKS = (
             "weight_updater.py:110; queries are forecast by the model's projections",
         )
         for source in ("disk", "distributed", "tensor", "ipc")
+    ),
+    Hook(
+        "sglang.srt.managers.scheduler_components.weight_updater."
+        "SchedulerWeightUpdaterManager.release_memory_occupation",
+        HookType.BEFORE,
+        release_memory,
+        "weight_updater.py; what the cache rank holds is released with SGLang's memory",
+    ),
+    Hook(
+        "sglang.srt.managers.scheduler_components.weight_updater."
+        "SchedulerWeightUpdaterManager.resume_memory_occupation",
+        HookType.AFTER,
+        resume_memory,
+        "weight_updater.py; the cache rank comes back with SGLang's memory",
     ),
     Hook(
         "sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request",

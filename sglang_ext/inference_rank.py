@@ -245,6 +245,7 @@ class InferenceRank:
         return {
             "up": connection is not None,
             "pid": connection.process.pid if connection is not None else None,
+            "memory_released": self._supervisor.is_released,
             "starts": self._supervisor.starts,
             "start_seconds": self._supervisor.start_seconds,
             "losses": self._supervisor.losses,

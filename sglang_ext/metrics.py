@@ -38,6 +38,7 @@ _GAUGES = {
     "bytes_held": "Bytes of K and V on the cache rank",
     "sparse_requests": "Requests decoding over a working set",
     "restart_delay_seconds": "Seconds that the start of a cache rank is put off; 0 while it is up",
+    "memory_released": "Whether there is no cache rank because SGLang's memory is released",
 }
 
 _MEASURED = {
@@ -155,6 +156,11 @@ class CacheRankMetrics:
         if self._series is not None:
             self._series.add("losses" if loss.was_up else "failed_starts", 1)
             self._series.set("restart_delay_seconds", loss.restart_delay_seconds)
+
+    def on_memory(self, is_released: bool) -> None:
+        """SGLang's memory was released, or is there again."""
+        if self._series is not None:
+            self._series.set("memory_released", is_released)
 
     def on_measurement(self, measurement: Measurement, true_shares: Tensor | None) -> Means | None:
         """A step was measured; see RecallStatistics.add.
@@ -280,6 +286,7 @@ class _Series:
             buckets=_WAIT_BUCKETS,
         ).labels(**labels)
         self.set("sparse_requests", 0)
+        self.set("memory_released", 0)
         for reason in _DENSE_REASONS:
             self._dense_requests.labels(**labels, reason=reason)
 

@@ -98,6 +98,22 @@ class CacheRankHandle:
             except RuntimeError as error:  # decode goes on without it, and another is started
                 self._supervisor.fail(connection, str(error))
 
+    def release(self) -> None:
+        """End the cache rank, because SGLang, which is idle, releases memory."""
+        self._supervisor.release()
+        if self.exchange is not None:
+            self._end_exchange(self.exchange)
+        self._lifecycle.forget_shared()
+        self._metrics.on_memory(is_released=True)
+
+    def resume(self) -> None:
+        """Start a cache rank again, because SGLang has its memory back, and connect to it."""
+        if not self._supervisor.is_released:
+            return
+        self._supervisor.resume()
+        self._metrics.on_memory(is_released=False)
+        self.follow_supervisor()
+
     def _connect(self) -> None:
         connection = self._supervisor.connection
         if connection is None:
@@ -108,11 +124,9 @@ class CacheRankHandle:
 
     def _lose(self, reason: str) -> None:
         """Go on without a cache rank: dense at once, or with what must be recomputed marked."""
-        exchange, self.exchange = self.exchange, None
-        assert exchange is not None
-        self._supervisor.fail(exchange.connection, reason)
-        exchange.close()
-        self._finished.add(exchange.counters)
+        assert self.exchange is not None
+        self._supervisor.fail(self.exchange.connection, reason)
+        self._end_exchange(self.exchange)
         for row, sequence in list(self._lifecycle.live.items()):
             is_sparse = sequence.phase is Phase.SPARSE
             sequence.statistics.stale_steps += is_sparse
@@ -128,6 +142,12 @@ class CacheRankHandle:
         self._lifecycle.forget_shared()
         if not self._lifecycle.live:
             self._metrics.on_no_sparse_requests()
+
+    def _end_exchange(self, exchange: Exchange) -> None:
+        """Let go of an exchange whose process has been ended."""
+        self.exchange = None
+        exchange.close()
+        self._finished.add(exchange.counters)
 
     # Requests that SGLang recomputes.
 

@@ -17,7 +17,12 @@ from sglang_ext import compat
 from sglang_ext.lifecycle import asks_to_stay_dense
 
 DENSE_NAMESPACE = "cache_rank: false"
-"""Added to the extra_key of requests that ask to stay dense: keys of others do not match it."""
+"""Of requests that ask to stay dense."""
+
+_NAMESPACE = "cache rank ["
+"""Before the extra_key of a request that is kept apart, with why, and before what clients begin so:
+else one could name a part of the tree that is not its own.
+"""
 
 
 def note_sparse(request: Any, position: int) -> None:
@@ -47,8 +52,9 @@ def separate(request: Any, sparse_tokens: bool, weight_updates: int) -> None:
     apart = [DENSE_NAMESPACE] if sparse_tokens and asks_to_stay_dense(request) else []
     if weight_updates:
         apart.append(f"weights {weight_updates}")
-    if apart:
-        request.extra_key = " ".join([request.extra_key or "", *apart])
+    key = request.extra_key or ""
+    if apart or key.startswith(_NAMESPACE):
+        request.extra_key = f"{_NAMESPACE}{', '.join(apart)}] {key}"
 
 
 def offer_dense_tokens(

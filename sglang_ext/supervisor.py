@@ -2,6 +2,10 @@
 
 One thread owns the process from spawn to death. The scheduler only reads `connection`: a live
 connection, or None while the cache rank is down.
+
+When SGLang releases memory, the process is ended. Its memory goes with it, whatever holds some: the
+tokens, captured graphs, what libraries keep. The next process is spawned at once, as the first one
+is while the model loads, and touches no GPU before it may open.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ from collections.abc import Callable
 from cache_rank.config import CacheRankConfig
 from cache_rank.protocol import Measurement, Report
 from sglang_ext.exchange.connection import (
+    ENDING_SECONDS,
     START_SECONDS,
     CacheRankDownError,
     Connection,
@@ -23,6 +28,9 @@ from sglang_ext.losses import LONGEST_DELAY_SECONDS, Loss, RestartDelays
 
 logger = logging.getLogger(__name__)
 
+RESUME_SECONDS = 60.0
+"""The scheduler waits so long for a cache rank when memory is resumed, and then goes on without."""
+
 
 class Supervisor:
     """Keeps a cache rank running.
@@ -30,7 +38,9 @@ class Supervisor:
     Attributes:
         connection: to the running cache rank, or None while it is down.
         starts: how many times a cache rank was opened.
-        start_seconds: how long the last one took from spawn to open.
+        start_seconds: how long the last one took from spawn to open, without the time in which it
+            was not to open yet.
+        is_released: whether there is to be none, because memory is released.
         losses: how many cache ranks were lost after they had come up.
         failed_starts: how many did not come up.
         last_loss: the last of both, or None.
@@ -58,6 +68,7 @@ class Supervisor:
         self.connection: Connection | None = None
         self.starts = 0
         self.start_seconds = 0.0
+        self.is_released = False
         self.losses = 0
         self.failed_starts = 0
         self.last_loss: Loss | None = None
@@ -70,9 +81,10 @@ class Supervisor:
         self.on_measurement: Callable[[Measurement], None] = lambda measurement: None
         self.on_loss: Callable[[Loss], None] = lambda loss: None
         self._config: CacheRankConfig | None = None
-        self._configured = threading.Event()
+        self._may_open = threading.Event()
         self._changed = threading.Condition()
         self._failure: str | None = None
+        self._spawned: Connection | None = None
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"{name}-supervisor", daemon=True)
         self._thread.start()
@@ -84,7 +96,7 @@ class Supervisor:
             CacheRankDownError: it could not be started; the server must not start either.
         """
         self._config = config
-        self._configured.set()
+        self._may_open.set()
         with self._changed:
             self._changed.wait_for(lambda: self.connection or self._failure, 2 * START_SECONDS)
             if self.connection is None:
@@ -100,12 +112,39 @@ class Supervisor:
                 self.connection = None
         connection.kill()
 
+    def release(self) -> None:
+        """End the process and wait until its memory is free; `resume` opens another. No loss.
+
+        Called by the thread that sends to the cache rank.
+        """
+        with self._changed:
+            if self.is_released:
+                return
+            self.is_released = True
+            self._may_open.clear()
+            self.connection = None
+            spawned = self._spawned
+        if spawned is not None:
+            spawned.is_dismissed = True
+            spawned.kill(patience=0)
+            spawned.process.end(ENDING_SECONDS)  # waits for what has been killed
+        logger.info("%s has ended, because memory is released", self._name)
+
+    def resume(self) -> None:
+        """Let a process open again, and wait until it has or has failed, or for RESUME_SECONDS."""
+        with self._changed:
+            if not self.is_released:
+                return
+            self.is_released, self._failure = False, None
+            self._may_open.set()
+            self._changed.wait_for(lambda: self.connection or self._failure, RESUME_SECONDS)
+
     def close(self) -> None:
         """End the process and the thread; called by the thread that sends to the cache rank."""
-        self._configured.set()
         with self._changed:
             self._closing.set()
             connection, self.connection = self.connection, None
+        self._may_open.set()
         if connection is not None:
             connection.kill(patience=0)
             # Else the socket and its context are garbage together, and the context waits for it.
@@ -117,13 +156,15 @@ class Supervisor:
             started = time.monotonic()
             connection, up_since, delay = None, None, 0.0
             try:
-                connection = Connection(self._name, self._placement, self._timeout)
-                self._configured.wait()
+                connection = self._spawned = Connection(self._name, self._placement, self._timeout)
+                spawned = time.monotonic()
+                connection.stand_by(self._may_open)
+                waited = time.monotonic() - spawned
                 if self._closing.is_set() or self._config is None:
                     return
                 connection.open(self._config)
                 up_since = time.monotonic()
-                self._publish(connection, up_since - started)
+                self._publish(connection, up_since - started - waited)
                 connection.watch(
                     lambda report: self.on_report(report),
                     lambda measurement: self.on_measurement(measurement),
@@ -131,6 +172,7 @@ class Supervisor:
             except Exception as error:  # whatever ended it, the rank is down and starts again
                 delay = self._withdraw(connection, up_since, error)
             finally:
+                self._spawned = None
                 if connection is not None:
                     try:
                         connection.close()
@@ -140,8 +182,8 @@ class Supervisor:
 
     def _publish(self, connection: Connection, seconds: float) -> None:
         with self._changed:
-            if self._closing.is_set():
-                raise CacheRankDownError("closed while it started")
+            if self._closing.is_set() or connection.is_dismissed:
+                raise CacheRankDownError("ended while it started")
             self.starts += 1
             self.start_seconds = seconds
             self.connection = connection
@@ -159,13 +201,19 @@ class Supervisor:
     def _withdraw(
         self, connection: Connection | None, up_since: float | None, error: Exception
     ) -> float:
-        """Take a cache rank back, and say why; returns in how many seconds the next one starts."""
+        """Take a cache rank back, and say why if nobody asked for it.
+
+        Returns:
+            In how many seconds the next one is to be spawned.
+        """
         if self._closing.is_set():
             return 0.0
         with self._changed:
             reason, self._reason = self._reason or str(error), None
             self.connection = None
         self.on_report(None)
+        if connection is not None and connection.is_dismissed:
+            return 0.0
         ending, last_words, lifetime = "no process", "", 0.0
         if connection is not None:
             connection.kill()

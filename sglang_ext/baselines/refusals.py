@@ -39,5 +39,11 @@ REFUSALS = (
         "drop --page-size",
         lambda args: args.page_size not in (None, page_size(args)),
     ),
+    Refusal(
+        "--decode-mode --enable-memory-saver",
+        "what this mode keeps beside the KV pool is not released with it",
+        "drop --enable-memory-saver",
+        lambda args: args.enable_memory_saver,
+    ),
 )
 """These rows are of a server with one of the modes, beside the rows of every server."""

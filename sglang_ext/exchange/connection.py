@@ -31,6 +31,9 @@ START_SECONDS = 120.0
 ENDING_SECONDS = 5.0
 """A process that has closed its output ends within this time, or is killed."""
 
+STAND_BY_SECONDS = 1.0
+"""While the process may not open yet, it is looked at this often."""
+
 POLL_SECONDS = 0.1
 """The watching thread looks at the process this often."""
 
@@ -76,6 +79,7 @@ class Connection:
         capacity_tokens: how many tokens fit in the cache rank's memory.
         transfer_backend: what carries the steps.
         process: of the cache rank.
+        is_dismissed: whether its end is wanted, so that it is no loss.
         before_abort: called before transfers under way are cut off, from any thread.
         check: called a few times a second by the watching thread; raises CacheRankDownError.
     """
@@ -84,6 +88,7 @@ class Connection:
         """Spawn the process; it is not ready yet."""
         self.timeout = timeout
         self.capacity_tokens = 0
+        self.is_dismissed = False
         self.before_abort: Callable[[], None] = lambda: None
         self.check: Callable[[], None] = lambda: None
         self._placement = placement
@@ -113,6 +118,16 @@ class Connection:
         self.transfer_backend: TransferBackend
         self._is_linked = False
         self._cut_off = threading.Lock()
+
+    def stand_by(self, until: threading.Event) -> None:
+        """Wait until the process may open.
+
+        Raises:
+            CacheRankDownError: it ended meanwhile.
+        """
+        while not until.wait(STAND_BY_SECONDS):
+            if self.process.poll() is not None:
+                raise CacheRankDownError(f"process {self.process.pid} ended")
 
     def open(self, config: CacheRankConfig) -> None:
         """Wait until the process is ready, and connect the data channels.

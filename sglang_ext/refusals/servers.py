@@ -172,7 +172,9 @@ SERVERS = (
     ),
     Refusal(
         "--enable-memory-saver",
-        "what a cache rank holds and writes is not released with SGLang's memory",
+        "what it saves is memory of GPUs, and its library loads only where there is a driver",
+        f"{DROP}: on CPUs memory is released and resumed without it",
+        lambda args: args.enable_memory_saver and not args.on_gpu,
     ),
     Refusal("--kv-cache-dtype", "the KV pool must have the model's dtype"),
     Refusal(

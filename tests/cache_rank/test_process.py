@@ -661,3 +661,65 @@ def test_a_lost_process_is_withdrawn_and_replaced(
     for _ in range(3):
         fragile.decode([request])
     fragile.end(request)
+
+
+@pytest.mark.serial
+def test_a_released_process_is_no_loss_and_the_next_one_opens_on_resume(
+    fragile: InferenceRank,
+) -> None:
+    supervisor = fragile.supervisor
+    wait_until(lambda: supervisor.connection is not None, LONG)
+    counts = supervisor.starts, supervisor.losses, supervisor.failed_starts
+    ended = supervisor.connection
+    assert ended is not None
+    downs = fragile.reports.downs
+
+    supervisor.release()
+    supervisor.release()
+    with pytest.raises(ProcessLookupError):
+        os.kill(ended.process.pid, 0)  # at once: its memory is wanted
+    assert supervisor.connection is None
+    wait_until(lambda: fragile.reports.downs == downs + 1, LONG)
+    wait_until(lambda: supervisor._spawned not in (None, ended), LONG)
+    time.sleep(SILENCE_SECONDS)
+    assert supervisor.connection is None  # the next one waits, however long
+    assert (supervisor.starts, supervisor.losses, supervisor.failed_starts) == counts
+
+    waiting = supervisor._spawned
+    assert waiting is not None
+    os.kill(waiting.process.pid, signal.SIGKILL)
+    wait_until(lambda: supervisor.failed_starts == counts[2] + 1, LONG)
+    wait_until(lambda: supervisor._spawned not in (None, waiting), LONG)
+
+    supervisor.resume()
+    supervisor.resume()
+    assert supervisor.connection is not None
+    assert (supervisor.starts, supervisor.losses) == (counts[0] + 1, counts[1])
+    fragile.connection = supervisor.connection
+    request = fragile.arrive(prompt=20)
+    for _ in range(3):
+        fragile.decode([request])
+    fragile.end(request)
+
+
+@pytest.mark.serial
+def test_a_process_that_is_released_while_it_opens_does_not_come_up(
+    fragile: InferenceRank,
+) -> None:
+    supervisor = fragile.supervisor
+    wait_until(lambda: supervisor.connection is not None, LONG)
+    starts, failed_starts = supervisor.starts, supervisor.failed_starts
+    lost = supervisor.connection
+    assert lost is not None
+    supervisor.fail(lost, "a test")
+    wait_until(lambda: supervisor._spawned not in (None, lost), LONG)
+    opening = supervisor._spawned
+    assert opening is not None
+    supervisor.release()
+    with pytest.raises(ProcessLookupError):
+        os.kill(opening.process.pid, 0)
+    supervisor.resume()
+    assert supervisor.connection is not None
+    assert supervisor.connection is not opening
+    assert (supervisor.starts, supervisor.failed_starts) == (starts + 1, failed_starts)
+    fragile.connection = supervisor.connection

@@ -17,6 +17,7 @@ import requests
 from workload import GPU_FLAGS, random_prompts
 
 from scripts.accuracy.tasks.pointer_chase import make_chain
+from scripts.shared.machine import memory_gib, visible_gpus
 from scripts.shared.serving import Server, serve
 
 pytestmark = [pytest.mark.gpu(2, ranks=True), pytest.mark.timeout(600)]
@@ -160,6 +161,35 @@ def test_requests_whose_tokens_are_lost_with_the_cache_rank_are_recomputed(
     for hops, statistics in walk(working_set_server, CHAINS):
         assert hops == 80
         assert statistics["sparse_steps"] > 200
+
+
+POOL_GIB = 0.09
+"""What 100,000 tokens of the bundled model take, which has two layers."""
+
+CONTEXTS_GIB = 2.0
+"""Contexts and libraries of both processes take less than this."""
+
+
+@pytest.mark.parametrize("backend", ["peer", "nccl"])
+def test_memory_is_released_on_both_gpus_and_comes_back(backend: str) -> None:
+    gpus = visible_gpus()[:2]
+    unused = memory_gib(gpus)
+    flags = [*CHAIN_FLAGS, "--enable-memory-saver", "--cache-rank-transfer-backend", backend]
+    with serve([*GPU_FLAGS, *flags]) as server:
+        for starts in (1, 2, 3):
+            assert wait_until_up(server)["starts"] == starts
+            for hops, statistics in walk(server, CHAINS):
+                assert hops == 80
+                assert statistics["sparse_steps"] > 200
+            used = memory_gib(gpus)
+            assert used[1] > unused[1] + 2 * CONTEXTS_GIB
+            server.post("/release_memory_occupation").raise_for_status()
+            released = memory_gib(gpus)
+            assert released[0] < used[0] - POOL_GIB
+            assert released[1] < unused[1] + CONTEXTS_GIB
+            server.post("/resume_memory_occupation").raise_for_status()
+        found = state(server)
+        assert (found["up"], found["losses"], found["failed_starts"]) == (True, 0, 0)
 
 
 def deep_flags(model: Path) -> list[str]:

@@ -1,6 +1,9 @@
-"""A long random trace of arrivals, aborts, retractions and flushes leaves nothing behind.
+"""A long random trace of arrivals, aborts, retractions, flushes and losses leaves nothing behind.
 
-Prompts begin as others do, or go on where a conversation has got to.
+Prompts begin as others do, or go on where a conversation has got to. A longer trace, of another
+seed by RANDOM_TRACE_SEED:
+
+    RANDOM_TRACE_OPERATIONS=6000 make test ARGS="tests/integration/test_random_trace.py --timeout 0"
 
 Both ranks compare checksums of every slot at every step, and SGLang checks its pools after every
 batch.
@@ -9,7 +12,9 @@ batch.
 from __future__ import annotations
 
 import itertools
+import os
 import random
+import signal
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -23,8 +28,12 @@ from workload import SMALL_CACHE_RANK, random_prompts
 from scripts.shared.serving import Server, serve
 from sglang_ext.flags import CHECKSUM_VARIABLE
 
-SEED = 0
-OPERATIONS = 320
+SEED = int(os.environ.get("RANDOM_TRACE_SEED", "0"))
+OPERATIONS = int(os.environ.get("RANDOM_TRACE_OPERATIONS", "320"))
+OPERATIONS_A_LOSS = 320
+"""The cache rank is killed in the middle of each so many."""
+
+MOST_SPARSE = 6
 MOST_AT_ONCE = 12
 SHARED_PROMPTS = 3
 LONGEST_CONVERSATION = 500
@@ -56,6 +65,7 @@ class Trace:
         self.prompts: dict[str, list[int]] = {}
         self.said: list[list[int]] = []
         self.happened: Counter[str] = Counter()
+        self.losses = 0
         self._names = (f"trace-{index}" for index in itertools.count())
         self._pool = ThreadPoolExecutor(MOST_AT_ONCE)
 
@@ -106,6 +116,11 @@ class Trace:
         # Refused while requests run; that must be harmless, too.
         assert self.server.post("/flush_cache").status_code in (200, 400)
 
+    def lose(self) -> None:
+        if (state := self.server.cache_rank())["up"]:
+            os.kill(state["pid"], signal.SIGKILL)
+            self.losses += 1
+
     def finish(self) -> None:
         for name, future in self.active.items():
             self._keep(name, future.result(timeout=120))
@@ -123,6 +138,21 @@ class Trace:
         self.said = [*self.said[-3:], said[:LONGEST_CONVERSATION]]
 
 
+def assert_all_can_be_sparse(server: Server) -> None:
+    """No row of the reserve is missing."""
+
+    def found_none() -> float:
+        wanted = "dense_requests_total", 'reason="max_sparse_requests"'
+        lines = server.get("/metrics").text.splitlines()
+        return sum(float(li.split()[-1]) for li in lines if all(part in li for part in wanted))
+
+    before = found_none()
+    responses = server.generate_all(random_prompts([150] * MOST_SPARSE, seed=99), 100)
+    statistics = [response["meta_info"]["cache_rank"] for response in responses]
+    assert min(one["sparse_steps"] for one in statistics) > 10
+    assert found_none() == before
+
+
 @pytest.mark.parametrize(
     "inference_kv", ["full", pytest.param("working-set", marks=pytest.mark.thorough)]
 )
@@ -132,7 +162,9 @@ def test_nothing_is_left_behind(inference_kv: str, random_model: Callable[..., P
         *("--model-path", str(random_model()), "--skip-tokenizer-init"),
         *("--sparse-threshold", "100", "--sparse-budget", "32", "--delta-capacity", "8"),
         *("--selection-margin", "4", "--inference-kv", inference_kv),
-        *("--max-sparse-requests", "6", "--max-total-tokens", "2500"),  # both run out at times
+        *("--max-sparse-requests", str(MOST_SPARSE)),  # runs out at times
+        *("--max-total-tokens", "2500"),  # so does this
+        *("--cache-rank-max-restart-delay", "1"),
     ]
     environment = {
         CHECKSUM_VARIABLE: "1",
@@ -145,7 +177,9 @@ def test_nothing_is_left_behind(inference_kv: str, random_model: Callable[..., P
 
         trace = Trace(server)
         source = random.Random(SEED)
-        for _ in range(OPERATIONS):
+        for index in range(OPERATIONS):
+            if index % OPERATIONS_A_LOSS == OPERATIONS_A_LOSS // 2:
+                trace.apply("lose")
             trace.apply(*random_operation(source))
         trace.finish()
 
@@ -159,6 +193,7 @@ def test_nothing_is_left_behind(inference_kv: str, random_model: Callable[..., P
         statistics = [r["meta_info"].get("cache_rank", {}) for r in finished]
         assert sum(one.get("sparse_steps", 0) > 0 for one in statistics) > 10
         assert sum(r["meta_info"].get("num_retractions", 0) for r in finished) > 10
+        server.wait_for(60, up=True)
         assert server.wait_for(15, epochs=0)["pool_free_tokens"] == free
         state = server.cache_rank()
         assert state["tokens_held"] == state["tokens_kept"]
@@ -166,6 +201,7 @@ def test_nothing_is_left_behind(inference_kv: str, random_model: Callable[..., P
         server.flush_cache()
         state = server.wait_for(15, tokens_held=0, bytes_held=0)
         assert state["pool_free_tokens"] == free
-        assert state["starts"] == 1
+        assert state["losses"] == trace.losses > 0
+        assert state["starts"] == 1 + trace.losses
         assert state["refused_messages"] == 0
-        server.flush_cache()
+        assert_all_can_be_sparse(server)

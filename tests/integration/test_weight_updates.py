@@ -1,18 +1,23 @@
-"""When SGLang loads other weights, the cache rank forecasts by those."""
+"""When SGLang loads other weights, the cache rank forecasts by those.
+
+When SGLang releases memory, the cache rank has none, and comes back with it.
+"""
 
 from __future__ import annotations
 
 import base64
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from workload import SMALL_CACHE_RANK, STRICT, difference, random_prompts
+from workload import DENSE, SMALL_CACHE_RANK, STRICT, difference, random_prompts
 
 from cache_rank.measure.recording import RECORD_VARIABLE, read_events
 from scripts.shared.serving import Server, free_port, log_probabilities, serve
@@ -189,3 +194,96 @@ def test_weights_change_while_generation_is_paused(
     assert state["starts"] == 1
     server.flush_cache()
     server.wait_for(10, tokens_held=0)
+
+
+def release(server: Server, tags: list[str] | None = None) -> None:
+    server.post("/release_memory_occupation", {"tags": tags}).raise_for_status()
+
+
+def resume(server: Server, tags: list[str] | None = None) -> None:
+    server.post("/resume_memory_occupation", {"tags": tags}).raise_for_status()
+
+
+def assert_same(response: Any, expected: Any) -> None:
+    assert response["output_ids"] == expected["output_ids"]
+    assert difference(log_probabilities(response), log_probabilities(expected)) < 1e-5
+
+
+def test_memory_that_is_released_comes_back_without_what_it_held(server: Server) -> None:
+    server.flush_cache()
+    (prompt,) = random_prompts([700], seed=10)
+    sparse = server.generate(prompt, 40, return_logprob=True)
+    dense = server.generate(prompt, 40, return_logprob=True, **DENSE)
+    before = server.wait_for(10, epochs=0)
+    assert before["tokens_kept"] > 0
+
+    release(server)
+    assert not psutil.pid_exists(before["pid"])
+    released = server.wait_for(10, tokens_held=0, bytes_held=0, tokens_kept=0)
+    assert (released["up"], released["memory_released"]) == (False, True)
+    assert server.metrics()["sglang_cache_rank_memory_released"] == 1
+    release(server, ["kv_cache"])  # SGLang does not mind
+    # Plain SGLang answers, too, where nothing is taken from it; it is dense then.
+    while_released = server.generate(prompt, 40, return_logprob=True)
+    assert while_released["meta_info"]["cache_rank"]["dense_reason"] == "down"
+    assert_same(while_released, dense)
+
+    resume(server)
+    state = server.cache_rank()
+    assert (state["up"], state["memory_released"]) == (True, False)
+    assert server.metrics()["sglang_cache_rank_memory_released"] == 0
+    server.flush_cache()  # of what was computed meanwhile
+    again = server.generate(prompt, 40, return_logprob=True)
+    assert_same(again, sparse)
+    for name in ("sparse_steps", "tokens_shipped", "stale_steps"):
+        assert again["meta_info"]["cache_rank"][name] == sparse["meta_info"]["cache_rank"][name]
+    state = server.wait_for(10, epochs=0)
+    assert state["starts"] == before["starts"] + 1
+    for name in ("losses", "failed_starts", "tokens_adopted", "pool_free_tokens", "tokens_kept"):
+        assert state[name] == before[name]
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [[["kv_cache", "weights"]], [["kv_cache"], ["weights"]], [["weights"], ["kv_cache"]]],
+    ids=str,
+)
+def test_weights_change_while_memory_is_released(
+    server: Server, trainer: Trainer, parts: list[list[str]]
+) -> None:
+    assert trainer.update_from_tensor(1.0).json()["success"]
+    (prompt,) = random_prompts([700], seed=11)
+    old = server.generate(prompt, 30, return_logprob=True)
+    before = server.wait_for(10, epochs=0)
+    for tags in parts:
+        release(server, tags)
+    resume(server, ["weights"])
+    assert trainer.update_from_tensor(0.5, flush_cache=False).json()["success"]
+    assert not server.cache_rank()["up"]
+    resume(server, ["kv_cache"])
+    assert server.cache_rank()["up"]
+    new = server.generate(prompt, 30, return_logprob=True)
+    assert new["meta_info"]["cached_tokens"] == 0
+    assert new["meta_info"]["cache_rank"]["sparse_steps"] > 10
+    assert server.cache_rank()["tokens_adopted"] == before["tokens_adopted"]
+    assert difference(log_probabilities(new), log_probabilities(old)) > 1e-3
+    assert trainer.update_from_tensor(0.5).json()["success"]
+    assert_same(server.generate(prompt, 30, return_logprob=True), new)
+    assert server.cache_rank()["losses"] == before["losses"]
+
+
+def test_memory_is_released_while_a_lost_cache_rank_starts_again(server: Server) -> None:
+    server.flush_cache()
+    (prompt,) = random_prompts([700], seed=12)
+    expected = server.generate(prompt, 40, return_logprob=True)
+    starts = server.cache_rank()["starts"]
+    for pause in (0.0, 0.3, 1.0):  # it has been noticed or not, and the next one loads
+        server.signal_cache_rank(signal.SIGKILL)
+        time.sleep(pause)
+        release(server)
+        assert not server.cache_rank()["up"]
+        resume(server)
+        server.wait_for(60, up=True)
+        assert_same(server.generate(prompt, 40, return_logprob=True), expected)
+        server.flush_cache()
+    assert server.cache_rank()["starts"] >= starts + 3

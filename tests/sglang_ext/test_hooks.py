@@ -390,6 +390,35 @@ def test_a_server_is_not_idle_while_requests_are_queued_a_turn_later(
 ) -> None:
     rank.cache_rank.to_queue = [Mock()] * waiting
     assert hooks.is_idle(idle, Mock()) == (idle and not waiting)
+    assert hooks.is_idle(idle, Mock(), ignore_waiting=True) == idle
+
+
+@pytest.mark.parametrize(
+    ("released", "resumed_in", "downs", "ups"),
+    [
+        (None, [None], 1, 1),
+        (["weights"], [["weights"]], 1, 1),
+        (["cuda_graph"], [["cuda_graph"]], 0, 1),
+        (["kv_cache", "weights"], [["kv_cache"], ["weights"]], 1, 1),
+        (None, [["weights"], ["kv_cache", "cuda_graph"]], 1, 1),
+        (None, [["weights"], ["cuda_graph"]], 1, 0),
+    ],
+)
+def test_the_cache_rank_is_there_while_what_it_needs_is(
+    rank: Mock,
+    released: list[str] | None,
+    resumed_in: list[list[str] | None],
+    downs: int,
+    ups: int,
+) -> None:
+    everything = {"kv_cache", "weights", "cuda_graph"}
+    updater = SimpleNamespace(offload_tags={*(released or everything)})
+    hooks.release_memory(updater, SimpleNamespace(tags=released))
+    assert rank.cache_rank.release.call_count == downs
+    for tags in resumed_in:
+        updater.offload_tags -= {*(tags or everything)}
+        assert hooks.resume_memory("answer", updater, SimpleNamespace(tags=tags)) == "answer"
+    assert rank.cache_rank.resume.call_count == ups
 
 
 def test_the_internal_state_shows_the_cache_rank(rank: Mock) -> None:

@@ -251,6 +251,7 @@ CASES = [
     Case(f"{QUEST} --page-size 16", "--decode-mode --page-size"),
     Case(f"{QUEST} --page-size 1", "--decode-mode --page-size", gpus=1),
     Case(QUEST, "--decode-mode", gpus=1, generation=10),
+    Case(f"{QUEST} --enable-memory-saver", "--decode-mode --enable-memory-saver", gpus=1),
     Case(f"{QUEST} --enable-mixed-chunk", "--enable-mixed-chunk"),
     Case(f"{QUEST} --tp-size 2", "--tp-size"),
     Case(f"{QUEST} --dense-layers 2", "--dense-layers", model=LLAMA),

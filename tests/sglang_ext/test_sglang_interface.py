@@ -47,6 +47,8 @@ HOOKED_PARAMETERS = {
     "is_idle": "self",
     "add_internal_state": "self recv_req",
     "note_new_weights": "self recv_req",
+    "release_memory": "self recv_req",
+    "resume_memory": "self recv_req",
     "summarize_meta_info": "self obj request",
 }
 """The first parameters of the functions that ours are hooked to."""
@@ -97,6 +99,8 @@ ATTRIBUTES = {
     REQUEST: "finished origin_input_ids sampling_params",
     "managers.schedule_batch.ScheduleBatch": "batch_is_full forward_mode reqs seq_lens_cpu",
     "managers.scheduler.Scheduler": "running_batch server_args tp_worker waiting_queue",
+    "managers.io_struct.ReleaseMemoryOccupationReqInput": "tags",
+    "managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager": "offload_tags",
     "managers.utils.GenerationBatchResult": "logits_output",
     "mem_cache.kv_cache_configurator.KVCacheConfigurator": "kv_cache_dtype layer_info model_config",
     "mem_cache.memory_pool.MHATokenToKVPool": (
