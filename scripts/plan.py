@@ -15,7 +15,6 @@ import argparse
 from collections.abc import Mapping
 from typing import Any
 
-from cache_rank.rank import GPU_MEMORY_FRACTION
 from scripts.shared.command import make_parser
 from scripts.shared.models import find_config, model_config
 from scripts.shared.report import table
@@ -59,8 +58,8 @@ def parse_options(argv: list[str] | None = None) -> argparse.Namespace:
 
 def make_planner(
     model: str, settings: Mapping[str, Any], quantization: str | None = None, gpu: str = "H200"
-) -> tuple[Planner, float]:
-    """Estimates for a model, and the share of its GPU that the cache rank takes for tokens.
+) -> tuple[Planner, float | None]:
+    """Estimates for a model, and the share of its GPU for tokens; None is the default's.
 
     Args:
         model: a folder, a repository, or the name of a shape.
@@ -87,7 +86,7 @@ def make_planner(
     shape = sizes.shape(flags["dense_layers"])
     policy = make_config(flags, shape, flags["max_sparse_requests"])
     planner = Planner(sizes, GPUS[gpu], policy, flags["dense_layers"])
-    return planner, flags["cache_rank_mem_fraction"] or GPU_MEMORY_FRACTION
+    return planner, flags["cache_rank_mem_fraction"]
 
 
 def read_config(model: str) -> dict[str, Any]:
