@@ -37,6 +37,7 @@ from cache_rank.protocol import (
     down_sizes,
     projection_shape,
 )
+from cache_rank.residency import memory_for_tokens
 from cache_rank.resident_sequence import ResidentSequence
 from cache_rank.schedule import Boundary
 from cache_rank.selector import Selector, SelectorStep
@@ -44,17 +45,6 @@ from cache_rank.selector import Selector, SelectorStep
 PEER_SECONDS = 600.0
 """The cache rank waits so long for the inference rank in the middle of a step, which may be slow or
 compiling. The inference rank's death ends this process at once anyway."""
-
-CPU_MEMORY_FRACTION = 0.5
-"""The cache rank takes this share of the free host memory for tokens, unless it is told another.
-Memory is touched only as it is used."""
-
-CPU_MEMORY_BYTES = 8 << 30
-"""The cache rank takes no more host memory than this for tokens, unless it is told a share."""
-
-GPU_MEMORY_FRACTION = 0.9
-"""The cache rank takes this share of a GPU's free memory for tokens, unless it is told another. The
-rest is for scores and messages."""
 
 
 class CacheRank:
@@ -64,7 +54,8 @@ class CacheRank:
         config = message.config
         residency.require_format(config)
         self.config = config
-        memory = _memory_for_tokens(device, message.memory_fraction)
+        free, on_gpu = _free_memory(device), device.type == "cuda"
+        memory = memory_for_tokens(free, message.memory_fraction, on_gpu)
         self.selector = Selector(config, device, memory)
         if self.selector.pages.pages == 0:
             raise ValueError(
@@ -371,11 +362,7 @@ class CacheRank:
         return event
 
 
-def _memory_for_tokens(device: torch.device, fraction: float | None) -> int:
+def _free_memory(device: torch.device) -> int:
     if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return int(free * (fraction or GPU_MEMORY_FRACTION))
-    free = psutil.virtual_memory().available
-    if fraction:
-        return int(free * fraction)
-    return min(int(free * CPU_MEMORY_FRACTION), CPU_MEMORY_BYTES)
+        return torch.cuda.mem_get_info(device)[0]
+    return int(psutil.virtual_memory().available)

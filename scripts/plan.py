@@ -12,19 +12,15 @@ bandwidth; docs/performance.md says how far measurements were from them.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from typing import Any
 
-import msgspec
-
-from cache_rank.config import CacheRankConfig
-from cache_rank.rank import GPU_MEMORY_FRACTION
-from cache_rank.residency import require_format
 from scripts.shared.command import make_parser
 from scripts.shared.models import find_config, model_config
 from scripts.shared.report import table
-from scripts.shared.systems import parse_assignments, residency_options
+from scripts.shared.systems import System, parse_assignments
 from sglang_ext import compat
-from sglang_ext.flags import CACHE_RANK_FIELDS, CacheRankFlags, choose_schedule
+from sglang_ext.flags import CACHE_RANK_FIELDS, CacheRankFlags, choose_schedule, make_config
 from sglang_ext.planning import GPUS, DecoderSizes, Planner
 
 TENSOR_PARALLEL = 2
@@ -51,26 +47,35 @@ def parse_options(argv: list[str] | None = None) -> argparse.Namespace:
     options = parser.parse_args(argv)
     if min(*options.contexts, *options.batches) < 1:
         parser.error("--contexts and --batches: must be 1 or more")
+    settings = System("cache-rank", changes=options.settings).server_changes
+    wishes = options.model, settings, options.quantization, options.gpu
     try:
-        options.planner, options.memory_fraction = make_planner(options)
+        options.planner, options.memory_fraction = make_planner(*wishes)
     except ValueError as error:
         parser.error(str(error))
     return options
 
 
-def make_planner(options: argparse.Namespace) -> tuple[Planner, float]:
-    """Estimates for what a command line names, and the share of its GPU for the cache rank.
+def make_planner(
+    model: str, settings: Mapping[str, Any], quantization: str | None = None, gpu: str = "H200"
+) -> tuple[Planner, float | None]:
+    """Estimates for a model, and the share of its GPU for tokens; None is the default's.
+
+    Args:
+        model: a folder, a repository, or the name of a shape.
+        settings: arguments of the server, by field, that are not as by default.
+        quantization: of the weights; None is the model's own.
+        gpu: of GPUS.
 
     Raises:
         ValueError: there is no such model, it cannot be estimated, or a setting is wrong.
     """
-    if unknown := options.settings.keys() - {*CACHE_RANK_FIELDS}:
-        raise ValueError(f"--set: no argument {', '.join(sorted(unknown))} of a cache rank")
-    config = read_config(options.model)
-    sizes = DecoderSizes.of_config(config, options.quantization)
+    if unknown := settings.keys() - {*CACHE_RANK_FIELDS}:
+        raise ValueError(f"no argument {', '.join(sorted(unknown))} of a cache rank")
+    config = read_config(model)
+    sizes = DecoderSizes.of_config(config, quantization)
     defaults = compat.default_values(CacheRankFlags)
-    flags: dict[str, Any] = {name: defaults[name] for name in CACHE_RANK_FIELDS}
-    flags |= options.settings
+    flags = {name: defaults[name] for name in CACHE_RANK_FIELDS} | dict(settings)
     flags["query_predictor"], flags["layers_per_group"], _ = choose_schedule(
         flags["query_predictor"],
         flags["layers_per_group"],
@@ -78,19 +83,10 @@ def make_planner(options: argparse.Namespace) -> tuple[Planner, float]:
         architecture=(config.get("architectures") or [""])[0],
         sparse_layers=sizes.layers - flags["dense_layers"],
     )
-    shared = {*CACHE_RANK_FIELDS} & {*CacheRankConfig.__struct_fields__}
-    fields = {name: flags[name] for name in shared} | {
-        "model": sizes.shape(flags["dense_layers"]),
-        "max_rows": flags["max_sparse_requests"],
-        "kv_residency_options": residency_options(options.settings),
-    }
-    try:
-        policy = msgspec.convert(fields, CacheRankConfig)
-    except msgspec.ValidationError as error:
-        raise ValueError(f"--set: {error}") from None
-    require_format(policy)
-    planner = Planner(sizes, GPUS[options.gpu], policy, flags["dense_layers"])
-    return planner, flags["cache_rank_mem_fraction"] or GPU_MEMORY_FRACTION
+    shape = sizes.shape(flags["dense_layers"])
+    policy = make_config(flags, shape, flags["max_sparse_requests"])
+    planner = Planner(sizes, GPUS[gpu], policy, flags["dense_layers"])
+    return planner, flags["cache_rank_mem_fraction"]
 
 
 def read_config(model: str) -> dict[str, Any]:

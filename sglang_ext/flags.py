@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
-from typing import Literal, NamedTuple
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple
 
+import msgspec
 from sglang.srt.arg_groups.arg_utils import A, Arg
 from sglang.srt.server_args import ServerArgs
 
@@ -294,18 +296,8 @@ class CacheRankFlags(ServerArgs):
         Raises:
             ValueError: a flag is out of range; the message begins with its field.
         """
-        shared = {field: getattr(self, field) for field in _SHARED_FIELDS}
-        # Some are chosen only when the model is known.
-        chosen = {field: value for field, value in shared.items() if value is not None}
-        config = CacheRankConfig(
-            model=model,
-            max_rows=max_rows,
-            kv_residency_options=parse_options(self.kv_residency_options),
-            checksum=os.environ.get(CHECKSUM_VARIABLE) == "1",
-            **chosen,
-        )
-        require_format(config)
-        return config
+        flags = {field: getattr(self, field) for field in CACHE_RANK_FIELDS}
+        return make_config(flags, model, max_rows, os.environ.get(CHECKSUM_VARIABLE) == "1")
 
 
 _SGLANG_FIELDS = compat.default_values(ServerArgs)
@@ -319,3 +311,28 @@ _SHARED_FIELDS = {*CACHE_RANK_FIELDS} & {*CacheRankConfig.__struct_fields__} - {
     "kv_residency_options"  # a text here
 }
 """The fields that the cache rank is told as they are given here."""
+
+
+def make_config(
+    flags: Mapping[str, Any], model: ModelShape, max_rows: int, checksum: bool = False
+) -> CacheRankConfig:
+    """What a cache rank is opened with that is given these flags, by their fields.
+
+    Raises:
+        ValueError: a flag is out of range; the message begins with its field.
+    """
+    # Some are chosen only when the model is known.
+    chosen = {name: flags[name] for name in _SHARED_FIELDS if flags[name] is not None}
+    options = parse_options(flags["kv_residency_options"])
+    config = msgspec.convert(
+        {
+            "model": model,
+            "max_rows": max_rows,
+            "kv_residency_options": options,
+            "checksum": checksum,
+            **chosen,
+        },
+        CacheRankConfig,
+    )
+    require_format(config)
+    return config

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from cache_rank.config import CacheRankConfig, ModelShape
-from cache_rank.residency import capacity_tokens
+from cache_rank.residency import capacity_tokens, memory_for_tokens
 
 _LAYER_SECONDS = 54e-6
 """What a layer of the model takes beside its bytes."""
@@ -40,7 +40,7 @@ _LOADED_SHARE = 0.85
 _MOST_REQUESTS = 1 << 10
 """No larger batch is looked at."""
 
-_CONTEXT_BYTES = 0.7e9
+CONTEXT_BYTES = 700_000_000
 """A process takes so much of a GPU before it has allocated anything."""
 
 
@@ -217,10 +217,11 @@ class Planner:
         free = gpus * self._gpu.memory * _LOADED_SHARE - weights
         return max(0, int(free / (sizes.layers * sizes.kv_elements * kv_bytes)))
 
-    def cache_rank_tokens(self, memory_fraction: float) -> int:
+    def cache_rank_tokens(self, memory_fraction: float | None = None) -> int:
         """How many tokens the cache rank holds in such a share of its GPU: `capacity_tokens`."""
-        free = self._gpu.memory - _CONTEXT_BYTES
-        return capacity_tokens(self._config, int(free * memory_fraction))
+        free = int(self._gpu.memory) - CONTEXT_BYTES
+        memory = memory_for_tokens(free, memory_fraction, on_gpu=True)
+        return capacity_tokens(self._config, memory)
 
     def least_batch_won(self, context: int, gpus: int) -> int | None:
         """The fewest requests whose step is shorter than with tensor parallelism and an FP8 cache.

@@ -14,6 +14,9 @@ from sglang_ext import compat
 _BLOCK_ROWS = 1024
 """So many elements of the hidden state are projected at once."""
 
+_INPUT_CODE = 256.0
+"""A code of FP8 from which the next ones are so far that no rounding of its scale reaches them."""
+
 
 class DecoderLayer(NamedTuple):
     """The parts of a decoder layer that a forecast needs.
@@ -79,30 +82,38 @@ def _parameters(layer: torch.nn.Module) -> Any:
 def projection_of(layer: DecoderLayer, dtype: torch.dtype) -> Tensor:
     """By what a layer's queries are made, see protocol.Projection.
 
-    The weights are read off what the projection makes of unit vectors, however it holds them.
+    The weights are read off what SGLang's kernel makes of unit vectors, so that it decodes them if
+    they are held in FP8, by scales of tensors, channels or blocks, and in whatever layout. The bias
+    stays out of that: in the sums that a kernel rounds, weights would be lost beside a large one.
 
     Returns:
         (H + 2, Hq, D) in `dtype`.
     """
-    weights = layer.input_norm.weight.detach()
+    weights, projection = layer.input_norm.weight.detach(), layer.projection
     width, of_queries = weights.shape[0], layer.query_heads * layer.head_dim
     rows = weights.new_empty((width + 2, of_queries), dtype=torch.float32)
-
-    def project(states: Tensor) -> Tensor:
-        projected, _ = layer.projection(states)
-        return projected[:, :of_queries].float()
-
-    constant = project(weights.new_zeros((1, width)))
+    unit = _unit(projection)
     for start in range(0, width, _BLOCK_ROWS):
         stop = min(start + _BLOCK_ROWS, width)
         units = weights.new_zeros((stop - start, width))
-        units[:, start:stop].fill_diagonal_(1.0)
-        rows[start:stop] = weights[start:stop, None].float() * (project(units) - constant)
-    rows[width] = constant
+        units[:, start:stop].fill_diagonal_(unit)
+        made = projection.quant_method.apply(projection, units)[:, :of_queries].float()
+        rows[start:stop] = weights[start:stop, None].float() * made / unit
+    rows[width] = 0.0 if projection.bias is None else projection.bias[:of_queries].float()
     rows[width + 1] = 1.0
     if layer.query_norm is not None:
         rows[width + 1] = layer.query_norm.weight.detach().float().repeat(layer.query_heads)
     return rows.view(width + 2, layer.query_heads, layer.head_dim).to(dtype)
+
+
+def _unit(projection: Any) -> float:
+    """A number that a projection reads exactly.
+
+    One that rounds what enters it to FP8 by scales of its own choice reads 1. By a scale that is
+    fixed, 1 may be between two codes or above the largest.
+    """
+    scale = getattr(projection, "input_scale", None)
+    return 1.0 if scale is None else _INPUT_CODE * float(scale.max())
 
 
 def watch_inputs(

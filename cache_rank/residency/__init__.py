@@ -33,6 +33,17 @@ DEFAULT_FORMAT = QuantSpecResidency.name
 """A server holds K and V so unless it is told otherwise: scores read an eighth of what they would
 of keys in bfloat16, and choose nearly the same tokens."""
 
+CPU_MEMORY_FRACTION = 0.5
+"""The cache rank takes this share of the free host memory for tokens, unless it is told another.
+Memory is touched only as it is used."""
+
+CPU_MEMORY_BYTES = 8 << 30
+"""The cache rank takes no more host memory than this for tokens, unless it is told a share."""
+
+GPU_MEMORY_FRACTION = 0.9
+"""The cache rank takes this share of a GPU's free memory for tokens, unless it is told another. The
+rest is for scores and messages."""
+
 
 def require_format(config: CacheRankConfig) -> None:
     """Check that the configured format exists and can do what is configured beside it.
@@ -98,6 +109,15 @@ def bytes_per_token(config: CacheRankConfig) -> int:
 def fixed_bytes(config: CacheRankConfig) -> int:
     """Memory that the configured format, and a sketch, take beside their pages."""
     return sum(part.fixed_bytes(config) for part in _parts(config))
+
+
+def memory_for_tokens(free: int, fraction: float | None, on_gpu: bool) -> int:
+    """What a cache rank takes for tokens of so many free bytes; `fraction` None is the default."""
+    if fraction is not None:
+        return int(free * fraction)
+    if on_gpu:
+        return int(free * GPU_MEMORY_FRACTION)
+    return min(int(free * CPU_MEMORY_FRACTION), CPU_MEMORY_BYTES)
 
 
 def pages_in(config: CacheRankConfig, memory_bytes: int) -> int:

@@ -120,7 +120,7 @@ class Driven:
 def test_a_late_load_of_an_ended_epoch_leaves_the_next_owner_of_its_pages_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(rank, "_memory_for_tokens", lambda *of: MEMORY_BYTES)
+    monkeypatch.setattr(rank, "memory_for_tokens", lambda *of: MEMORY_BYTES)
     driven = Driven()
     owner, ended = (Request(driven.config, epoch, PROMPT) for epoch in (1, 2))
     bulk = driven.link.bulk

@@ -17,7 +17,7 @@ from cache_rank.protocol import Open, up_sizes
 def test_an_overflow_that_is_not_known_yet_is_the_last_that_was(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(rank, "_memory_for_tokens", lambda *of: 1 << 22)
+    monkeypatch.setattr(rank, "memory_for_tokens", lambda *of: 1 << 22)
     config = small_config()
     sizes = up_sizes(config, config.max_rows)
     link: Any = SimpleNamespace(buffers=[torch.zeros(size, dtype=torch.uint8) for size in sizes])

@@ -61,7 +61,7 @@ class Link:
     ids=["bf16", "fp8", "quantspec", "hack", "lynx", "mosaickv"],
 )
 def test_no_step_compiles_a_kernel(policy: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank, "_memory_for_tokens", lambda *of: MEMORY_BYTES)
+    monkeypatch.setattr(rank, "memory_for_tokens", lambda *of: MEMORY_BYTES)
     config = small_config(MODEL, **policy, max_rows=len(LENGTHS), recall_interval=3)
     link: Any = Link(config)
     opened = rank.CacheRank(Open(config, {}), link, torch.device("cuda"))

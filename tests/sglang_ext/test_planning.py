@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from cache_rank.config import CacheRankConfig
+from cache_rank.residency import FORMATS, bytes_per_token, fixed_bytes, memory_for_tokens
 from cache_rank.selector import Selector
 from scripts.shared.models import model_config
-from sglang_ext.planning import GPUS, DecoderSizes, Planner, find_gpu
+from sglang_ext.planning import CONTEXT_BYTES, GPUS, DecoderSizes, Planner, find_gpu
 
 K = 1024
 
@@ -127,13 +128,62 @@ def test_a_summary_says_where_it_pays_and_what_was_not_measured() -> None:
     assert "(H100, by its data sheet, " in planner(gpu="H100").summary()
 
 
-def test_a_cache_rank_holds_what_is_planned() -> None:
-    sizes = DecoderSizes(3, 4, 2, 16, 64, 1000, 1000, 2)
-    for policy in (BF16, {"kv_residency": "quantspec"}, HACK):
-        config = CacheRankConfig(sizes.shape(1), max_rows=2, **policy)
-        gpu = GPUS["H200"]._replace(memory=0.7e9 + 32e6)
-        held = Selector(config, torch.device("cpu"), 16 * 10**6).capacity_tokens
-        assert Planner(sizes, gpu, config, 1).cache_rank_tokens(0.5) == held > 0
+SCORE_KEYS = [{}, *({"score_keys": "sketch", "sketch_bits": bits} for bits in (1, 2, 3, 4))]
+
+
+def bytes_of(part: Any, seen: set[int]) -> int:
+    """Memory of all tensors that an object of the cache rank holds, each once."""
+    if isinstance(part, torch.Tensor):
+        part = part.untyped_storage()
+        if part.data_ptr() in seen:
+            return 0
+        seen.add(part.data_ptr())
+        return int(part.nbytes())
+    if isinstance(part, dict):
+        return sum(bytes_of(one, seen) for one in part.values())
+    if isinstance(part, list | tuple):
+        return sum(bytes_of(one, seen) for one in part)
+    if not type(part).__module__.startswith("cache_rank.") or id(part) in seen:
+        return 0
+    seen.add(id(part))
+    return bytes_of(getattr(part, "__dict__", {}), seen)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        *({"kv_residency": name} | keys for name in FORMATS for keys in SCORE_KEYS),
+        {"kv_residency": "bf16", "score_keys": "fp8"},
+        {"kv_residency": "hack", "kv_residency_options": {"bits": 2}},
+    ],
+    ids=lambda policy: "-".join(map(str, policy.values())),
+)
+def test_a_cache_rank_holds_what_is_planned_in_the_memory_that_it_is_given(
+    policy: dict[str, Any],
+) -> None:
+    """The plan is not only the cache rank's own arithmetic: so much is really allocated."""
+    sizes = DecoderSizes(3, 4, 2, 64, 256, 1000, 1000, 2)
+    memory, share = 64 * 10**6, 0.5
+    config = CacheRankConfig(sizes.shape(1), max_rows=2, **policy)
+    selector = Selector(config, torch.device("cpu"), memory_for_tokens(2 * memory, share, True))
+    held = bytes_of(selector._residency, set())
+    gpu = GPUS["H200"]._replace(memory=CONTEXT_BYTES + 2 * memory)
+    planned = Planner(sizes, gpu, config, 1).cache_rank_tokens(share)
+    assert planned == selector.capacity_tokens > 0
+    # Of `mosaickv`, buffers of sequences are allocated when there are such.
+    least = held if policy["kv_residency"] != "mosaickv" else held + fixed_bytes(config)
+    assert held <= memory <= 1.02 * least
+    of_pages = memory - fixed_bytes(config)
+    assert planned == pytest.approx(of_pages / bytes_per_token(config), rel=0.02)
+
+
+@pytest.mark.gpu
+def test_a_gpu_has_the_memory_that_is_planned_with() -> None:
+    gpu = find_gpu(torch.cuda.get_device_name())
+    if gpu is None:
+        pytest.skip("no estimates are made for this GPU")
+    _, memory = torch.cuda.mem_get_info()
+    assert gpu.memory == pytest.approx(memory, rel=0.02)
 
 
 def test_weights_are_those_of_the_model() -> None:
