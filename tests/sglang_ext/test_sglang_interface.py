@@ -37,7 +37,7 @@ HOOKED_PARAMETERS = {
     "run_step": "self batch",
     "process_result": "self batch result",
     "separate_prefixes": "self",
-    "offer_finished": "self req is_insert",
+    "offer_to_tree": "self req" + ("" if "cache_finished_req" in compat.OFFER else " up_to"),
     "after_forward": "self forward_batch",
     "end_epoch": "self req",
     "end_all_epochs": "self",
