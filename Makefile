@@ -6,14 +6,18 @@
 # make soak      use a server for two minutes, kill and disturb its cache rank, check every answer; ARGS="--seconds 1800"
 # make bench      host time per decode step, start-up, bytes on the wire, recall of the predictors
 # make clean      remove what the others made
+#
+# SGLANG=0.5.16 after any of them takes that release of SGLang, in an environment of its own.
 
-VENV ?= .venv
+NEWEST_TESTED := 0.5.23
+SGLANG ?= $(NEWEST_TESTED)
+VENV ?= .venv$(if $(filter-out $(NEWEST_TESTED),$(SGLANG)),-$(SGLANG))
 # The first interpreter of a supported version; a shim may exist for one that is not installed.
 PYTHON ?= $(shell for p in python3 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null \
 	&& echo $$p && break; done)
 BIN := $(VENV)/bin
-INSTALLED := $(VENV)/.installed
+INSTALLED := $(VENV)/.installed-$(SGLANG)
 
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 # Tests that share a server are a group. conftest.py puts the longest groups first.
@@ -65,12 +69,12 @@ install: $(INSTALLED)
 
 $(INSTALLED): pyproject.toml
 	@test -n "$(PYTHON)" || { echo "error: needs Python 3.11 or 3.12; pass PYTHON=/path/to/it" >&2; exit 1; }
-	@echo "Installing SGLang and this package into $(VENV): about 4 minutes and 9 GB the first time."
+	@echo "Installing SGLang $(SGLANG) and this package into $(VENV): about 4 minutes and 9 GB the first time."
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --editable '.[dev]'
+	$(BIN)/python -m pip install --editable '.[dev]' 'sglang==$(SGLANG)'
 	@touch $@
 
 clean:
-	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-* build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
