@@ -233,6 +233,10 @@ def takes_a_residual(layer: Any) -> bool:
     )
 
 
+EXPORT = "export" if _SINCE_0_5_22 else "finish"
+"""The method of the stream, on a batch, that returns a hidden state and its residual."""
+
+
 def residual_of(arguments: Mapping[str, Any]) -> Tensor | None:
     """Return the residual that a decoder layer is given beside its hidden state, if it is.
 
@@ -241,5 +245,6 @@ def residual_of(arguments: Mapping[str, Any]) -> Tensor | None:
     """
     if "residual" in arguments:
         return arguments["residual"]
-    _, residual = arguments["forward_batch"].residual_stream.export(arguments["hidden_states"])
+    stream = arguments["forward_batch"].residual_stream
+    _, residual = getattr(stream, EXPORT)(arguments["hidden_states"])
     return residual
