@@ -1,19 +1,24 @@
 # make demo       serve the bundled model with a cache rank, ask it a question, show what the cache rank did
 # make test       run the tests: some 14 minutes on 2 cores; ARGS="tests/kernels -q" is one pytest run of what it names
+#                 TESTS="tests/integration" runs what it names as all are: in parallel, the serial ones alone
 # make test-all   run the thorough tests too, and try more examples of each property: some 30 minutes
 # make serve      serve; ARGS="..." takes any flag of SGLang and ours
 # make lint       formatter, linter, type checker
 # make soak      use a server for two minutes, kill and disturb its cache rank, check every answer; ARGS="--seconds 1800"
 # make bench      host time per decode step, start-up, bytes on the wire, recall of the predictors
 # make clean      remove what the others made
+#
+# SGLANG=0.5.16 after any of them takes that release of SGLang, in an environment of its own.
 
-VENV ?= .venv
+NEWEST_TESTED := 0.5.23
+SGLANG ?= $(NEWEST_TESTED)
+VENV ?= .venv$(if $(filter-out $(NEWEST_TESTED),$(SGLANG)),-$(SGLANG))
 # The first interpreter of a supported version; a shim may exist for one that is not installed.
 PYTHON ?= $(shell for p in python3 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null \
 	&& echo $$p && break; done)
 BIN := $(VENV)/bin
-INSTALLED := $(VENV)/.installed
+INSTALLED := $(VENV)/.installed-$(SGLANG)
 
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 # Tests that share a server are a group. conftest.py puts the longest groups first.
@@ -39,7 +44,7 @@ test: install
 ifdef ARGS
 	$(PYTEST) $(ARGS)
 else
-	$(call in_two_parts, and not thorough)
+	$(call in_two_parts, and not thorough,$(TESTS))
 endif
 
 test-all: install
@@ -65,12 +70,12 @@ install: $(INSTALLED)
 
 $(INSTALLED): pyproject.toml
 	@test -n "$(PYTHON)" || { echo "error: needs Python 3.11 or 3.12; pass PYTHON=/path/to/it" >&2; exit 1; }
-	@echo "Installing SGLang and this package into $(VENV): about 4 minutes and 9 GB the first time."
+	@echo "Installing SGLang $(SGLANG) and this package into $(VENV): about 4 minutes and 9 GB the first time."
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --editable '.[dev]'
+	$(BIN)/python -m pip install --editable '.[dev]' 'sglang==$(SGLANG)'
 	@touch $@
 
 clean:
-	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-* build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,6 +1,6 @@
 """What differs between releases of SGLang: one function a difference, with the release it is of.
 
-Nothing else asks for a release. `TESTED` are those that the whole test suite has passed with.
+Nothing else asks for a release.
 """
 
 from __future__ import annotations
@@ -9,30 +9,26 @@ import copy
 import dataclasses
 import importlib.metadata
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
-from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 from torch import Tensor
 
 RELEASE = Version(importlib.metadata.version("sglang"))
 """The release that is installed."""
 
-TESTED = SpecifierSet(">=0.5.16,<0.5.18")
-"""These releases are tested on CPUs."""
+TESTED = ("0.5.16", "0.5.17", "0.5.20", "0.5.21", "0.5.22", "0.5.23")
+"""These releases are tested on CPUs; CONTRIBUTING.md says what was run with each."""
 
-TESTED_ON_GPUS = SpecifierSet(">=0.5.16,<0.5.18")
+TESTED_ON_GPUS = ("0.5.16", "0.5.17")
 """These are tested on GPUs too."""
 
-NEWEST_TESTED = "0.5.17"
-"""This one is recommended where another is refused."""
 
-
-def is_in(releases: SpecifierSet) -> bool:
-    """Whether the installed release is one of these."""
-    return releases.contains(RELEASE, prereleases=True)
+def is_in(releases: Sequence[str]) -> bool:
+    """Whether the installed release is one of these; what leads up to one counts as it."""
+    return RELEASE.base_version in releases
 
 
 def _since(release: str) -> bool:
@@ -41,6 +37,7 @@ def _since(release: str) -> bool:
 
 
 _SINCE_0_5_19 = _since("0.5.19")
+_SINCE_0_5_21 = _since("0.5.21")
 _SINCE_0_5_22 = _since("0.5.22")
 
 
@@ -147,6 +144,66 @@ def release_request(batch: Any, index: int, server_args: Any) -> None:
         batch.release_req(index, len(batch.reqs), server_args)
 
 
+def _offer_and_free(
+    offer: Callable[..., None],
+    tree: Any,
+    request: Any,
+    most: int | None,
+    is_insert: bool = True,
+    *,
+    kv_len_to_handle: int,
+) -> None:
+    if not is_insert:
+        # The tree frees rows of tokens that the request has. Steps taken back have written more.
+        most = len(request.origin_input_ids) + len(request.output_ids)
+    stop = kv_len_to_handle if most is None else min(most, kv_len_to_handle)
+    if stop < kv_len_to_handle:
+        table = tree.req_to_token_pool.req_to_token
+        rows = table[pool_state(request).req_pool_idx, stop:kv_len_to_handle]
+        tree.token_to_kv_pool_allocator.free(rows)
+    offer(tree, request, is_insert, kv_len_to_handle=stop)
+
+
+def _offer_up_to(
+    offer: Callable[..., None],
+    tree: Any,
+    request: Any,
+    most: int | None,
+    *,
+    up_to: int,
+    **kwargs: Any,
+) -> None:
+    offer(tree, request, up_to=up_to if most is None else min(most, up_to), **kwargs)
+
+
+_CACHE = "sglang.srt.mem_cache."
+if _SINCE_0_5_22:
+    OFFER = _CACHE + "unified_radix_cache.UnifiedRadixCache.checkpoint"
+elif _SINCE_0_5_21:
+    OFFER = _CACHE + "unified_radix_cache.UnifiedRadixCache.insert_req"
+elif _SINCE_0_5_19:
+    OFFER = _CACHE + "unified_radix_cache.UnifiedRadixCache.cache_finished_req"
+else:
+    OFFER = _CACHE + "radix_cache.RadixCache.cache_finished_req"
+"""The method that puts tokens of a request into the radix cache, of the class that is the default.
+
+From 0.5.22 on it is called for requests that go on, too.
+"""
+
+offer_tokens: Callable[..., None] = _offer_up_to if _SINCE_0_5_21 else _offer_and_free
+"""Call OFFER with at most so many tokens of a request; the rows of all others are freed.
+
+Up to 0.5.20 OFFER frees what it is told of, and from 0.5.21 on its caller what is not in the tree.
+
+Args:
+    offer: OFFER.
+    tree: the radix cache.
+    request: SGLang's Req.
+    most: how many tokens may be offered; None is all of them.
+    *args, **kwargs: what else SGLang gives OFFER.
+"""
+
+
 def tokens_read(request: Any) -> int:
     """Return how many tokens of a request are read when this step has ended; moved in 0.5.22."""
     return int(request.extend_end if _SINCE_0_5_22 else request.extend_range.end)
@@ -194,6 +251,10 @@ def takes_a_residual(layer: Any) -> bool:
     )
 
 
+EXPORT = "export" if _SINCE_0_5_22 else "finish"
+"""The method of the stream, on a batch, that returns a hidden state and its residual."""
+
+
 def residual_of(arguments: Mapping[str, Any]) -> Tensor | None:
     """Return the residual that a decoder layer is given beside its hidden state, if it is.
 
@@ -202,5 +263,6 @@ def residual_of(arguments: Mapping[str, Any]) -> Tensor | None:
     """
     if "residual" in arguments:
         return arguments["residual"]
-    _, residual = arguments["forward_batch"].residual_stream.export(arguments["hidden_states"])
+    stream = arguments["forward_batch"].residual_stream
+    _, residual = getattr(stream, EXPORT)(arguments["hidden_states"])
     return residual

@@ -1,8 +1,11 @@
 """The one place that knows about machines without a GPU.
 
 SGLang imports `sgl_kernel` on every path, and calls it on none that the CPU engine takes. Its wheel
-needs an NVIDIA driver. Without a driver, a stand-in takes its place before SGLang is imported, and
-a call that would need a kernel fails with the kernel's name.
+needs an NVIDIA driver, and there is none for CPUs. Without a driver, a stand-in takes its place
+before SGLang is imported, and a call that would need a kernel fails with the kernel's name.
+
+No release up to 0.5.23 does without: its CPU engine imports `sgl_kernel`, and without that engine,
+rotary embeddings are imported from vLLM.
 """
 
 from __future__ import annotations

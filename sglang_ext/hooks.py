@@ -188,18 +188,15 @@ def separate_prefixes(result: None, request: Any, *_: Any, **__: Any) -> None:
         reuse.separate(request, rank.args.reuse_sparse_tokens == "on", rank.weight_updates)
 
 
-def offer_finished(
-    original: Callable[..., None], tree: Any, request: Any, is_insert: bool = True, **kwargs: Any
+def offer_to_tree(
+    original: Callable[..., None], tree: Any, request: Any, *args: Any, **kwargs: Any
 ) -> None:
-    """Offer the radix cache what may be reused of a request that ends, and free the rest."""
-    args = _cache_rank_args()
-    if args is None or tree.disable:
-        return original(tree, request, is_insert, **kwargs)
-    if not is_insert:
-        return reuse.offer_nothing(original, tree, request, **kwargs)
-    if args.reuse_sparse_tokens == "on":
-        return original(tree, request, is_insert, **kwargs)
-    reuse.offer_dense_tokens(original, tree, request, **kwargs)
+    """Offer the radix cache what may be reused of a request, and have the rest freed."""
+    ours = _cache_rank_args()
+    if ours is None or tree.disable:
+        return original(tree, request, *args, **kwargs)
+    most = None if ours.reuse_sparse_tokens == "on" else reuse.dense_tokens(request)
+    return compat.offer_tokens(original, tree, request, most, *args, **kwargs)
 
 
 def end_epoch(pool: Any, request: Any) -> None:
@@ -368,9 +365,9 @@ HOOKS = (
         "schedule_batch.py:787; prefixes are matched and kept by the request's extra_key",
     ),
     Hook(
-        "sglang.srt.mem_cache.radix_cache.RadixCache.cache_finished_req",
+        compat.OFFER,
         HookType.AROUND,
-        offer_finished,
+        offer_to_tree,
         "radix_cache.py:433; what sparse steps wrote must not be reused as if it were dense",
     ),
     Hook(

@@ -10,10 +10,8 @@ Prefill is dense, so what SGLang offers of requests that go on is reusable in an
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-from sglang_ext import compat
 from sglang_ext.lifecycle import asks_to_stay_dense
 
 DENSE_NAMESPACE = "cache_rank: false"
@@ -55,43 +53,3 @@ def separate(request: Any, sparse_tokens: bool, weight_updates: int) -> None:
     key = request.extra_key or ""
     if apart or key.startswith(_NAMESPACE):
         request.extra_key = f"{_NAMESPACE}{', '.join(apart)}] {key}"
-
-
-def offer_dense_tokens(
-    offer: Callable[..., None], tree: Any, request: Any, *, kv_len_to_handle: int
-) -> None:
-    """Offer the tree what was computed densely, and free the rows of all other tokens.
-
-    Args:
-        offer: RadixCache.cache_finished_req.
-        tree: the RadixCache.
-        request: SGLang's Req, which ends.
-        kv_len_to_handle: how many of its tokens are in the pool.
-    """
-    dense = dense_tokens(request)
-    if dense is None or dense >= kv_len_to_handle:
-        return offer(tree, request, True, kv_len_to_handle=kv_len_to_handle)
-    _free_rows(tree, request, dense, kv_len_to_handle)
-    return offer(tree, request, True, kv_len_to_handle=dense)
-
-
-def offer_nothing(
-    offer: Callable[..., None], tree: Any, request: Any, *, kv_len_to_handle: int
-) -> None:
-    """Free the rows of a request of which nothing is offered, as of one that is retracted.
-
-    The tree frees those of tokens that the request has. There are more when steps were taken back:
-    what they have written is in the pool, but their tokens were not used.
-
-    Args:
-        offer, tree, request, kv_len_to_handle: as above.
-    """
-    known = len(request.origin_input_ids) + len(request.output_ids)
-    if known < kv_len_to_handle:
-        _free_rows(tree, request, known, kv_len_to_handle)
-    return offer(tree, request, False, kv_len_to_handle=min(known, kv_len_to_handle))
-
-
-def _free_rows(tree: Any, request: Any, start: int, stop: int) -> None:
-    table = tree.req_to_token_pool.req_to_token
-    tree.token_to_kv_pool_allocator.free(table[compat.pool_state(request).req_pool_idx, start:stop])

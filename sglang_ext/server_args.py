@@ -69,18 +69,17 @@ class CacheRankServerArgs(CacheRankFlags):
         if self.is_baseline:
             self._say_ignored(f"with --decode-mode {self.decode_mode}", baselines.FIELDS)
         self._set_required()
-        let_sglang()
+        try:
+            let_sglang()
+        except AssertionError:  # some models ask something of a machine
+            self._refuse_model()
+            raise
         if not self.is_baseline:
             self._choose_schedule()
         self._refuse_model()
         if not self.is_baseline:
             self._say_what_to_expect()
             say_unreached_settings(self, compat.model_config(self).context_len)
-
-    def _handle_mamba_radix_cache(self, *args: Any, **kwargs: Any) -> None:
-        """Ask nothing of a machine for models that are refused, in our words, a little later."""
-        if self.cache_rank_gpus == 0 and not self.is_baseline:
-            super()._handle_mamba_radix_cache(*args, **kwargs)
 
     def _refuse_arguments(self) -> None:
         """Refuse what the user explicitly asked for and cannot have."""

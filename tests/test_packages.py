@@ -1,13 +1,15 @@
-"""An installation that is not editable holds every package and the SGLang that is supported."""
+"""An installation that is not editable holds every package, and an SGLang that is supported."""
 
 from __future__ import annotations
 
+import re
 import tomllib
 from pathlib import Path
 
 from packaging.requirements import Requirement
+from packaging.version import Version
 
-from sglang_ext.compat import TESTED_ON_GPUS
+from sglang_ext.compat import TESTED
 
 ROOT = Path(__file__).parent.parent
 
@@ -27,7 +29,13 @@ def test_every_package_is_installed() -> None:
     assert sorted(found | set(folders)) == sorted(configured["packages"])
 
 
-def test_what_is_installed_is_what_is_supported() -> None:
+def test_releases_of_sglang_are_refused_at_start_up_and_not_by_pip() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     wanted = {Requirement(line).name: Requirement(line) for line in project["dependencies"]}
-    assert wanted["sglang"].specifier == TESTED_ON_GPUS
+    assert str(wanted["sglang"].specifier) == f">={TESTED[0]}"
+
+
+def test_make_installs_the_newest_release_that_is_tested() -> None:
+    (newest,) = re.findall(r"^NEWEST_TESTED := (.+)$", (ROOT / "Makefile").read_text(), re.M)
+    assert newest == TESTED[-1]
+    assert sorted(TESTED, key=Version) == [*TESTED]

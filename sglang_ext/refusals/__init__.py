@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import psutil
@@ -93,15 +93,16 @@ def refuse_untested_sglang(args: CacheRankFlags) -> None:
     if not compat.is_in(compat.TESTED):
         if not args.allow_untested_sglang:
             raise UnsupportedError(
-                f"SGLang {release} is not tested with a cache rank: {compat.TESTED} is. Run pip "
-                f"install 'sglang=={compat.NEWEST_TESTED}', or pass {flag} to try it all the same."
+                f"SGLang {release} is not tested with a cache rank: {_listed(compat.TESTED)} are. "
+                f"Run pip install 'sglang=={compat.TESTED[-1]}', or pass {flag} to try it all the "
+                "same."
             )
         logger.warning("cache rank: SGLang %s is not tested (%s)", release, flag)
     elif args.on_gpu and not compat.is_in(compat.TESTED_ON_GPUS):
         logger.warning(
-            "cache rank: SGLang %s is tested on CPUs only; %s is tested on GPUs",
+            "cache rank: SGLang %s is tested on CPUs only; %s are tested on GPUs",
             release,
-            compat.TESTED_ON_GPUS,
+            _listed(compat.TESTED_ON_GPUS),
         )
 
 
@@ -120,6 +121,11 @@ def refuse_used_port(host: str, port: int) -> None:
                 f"--port {port}: another process listens on that port of {host}. "
                 "Choose another one."
             )
+
+
+def _listed(names: Sequence[str]) -> str:
+    *others, last = names
+    return f"{', '.join(others)} and {last}"
 
 
 def _as_typed(name: str, value: Any) -> str:

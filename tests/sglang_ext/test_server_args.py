@@ -21,7 +21,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 from sglang.srt.server_args import ServerArgs
 
@@ -540,7 +539,6 @@ def pretend_sglang_is(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("0.4.10.post2", ""),
         ("0.5.15", "--cache-rank-gpus 0"),
-        ("0.5.16rc1", ""),
         ("0.5.18", ""),
         ("0.5.19.post1", ""),
         ("0.5.24rc1", ""),
@@ -556,7 +554,19 @@ def test_refuses_an_sglang_that_was_not_tested(
         parse_server_args(flags.split())
 
 
-@pytest.mark.parametrize("version", ["0.5.16", "0.5.16.post1", "0.5.17rc1", "0.5.17.dev3+gabc"])
+@pytest.mark.parametrize(
+    "version",
+    [
+        "0.5.16rc1",
+        "0.5.16",
+        "0.5.16.post1",
+        "0.5.17rc1",
+        "0.5.17.dev3+gabc",
+        "0.5.20",
+        "0.5.22.post1",
+        "0.5.23",
+    ],
+)
 def test_accepts_every_sglang_of_the_tested_range(
     version: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -574,12 +584,13 @@ def test_an_sglang_that_was_not_tested_can_be_tried(
     assert "SGLang 0.5.99 is not tested (--allow-untested-sglang)" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("version", "tested"), [("0.5.17", True), ("0.5.23", False)])
+@pytest.mark.parametrize(
+    ("version", "tested"), [("0.5.17", True), ("0.5.20", False), ("0.5.23", False)]
+)
 def test_start_up_says_which_releases_are_not_tested_on_gpus(
     version: str, tested: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pretend_sglang_is(version, monkeypatch)
-    monkeypatch.setattr(compat, "TESTED", SpecifierSet(">=0.5.16"))
     pretend_gpus(2, monkeypatch)
     monkeypatch.setattr(ServerArgs, compat.RESOLVED_IN, lambda self: None)  # it looks for the GPUs
     parse_server_args([])

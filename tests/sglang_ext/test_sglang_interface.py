@@ -37,7 +37,7 @@ HOOKED_PARAMETERS = {
     "run_step": "self batch",
     "process_result": "self batch result",
     "separate_prefixes": "self",
-    "offer_finished": "self req is_insert",
+    "offer_to_tree": "self req" + ("" if "cache_finished_req" in compat.OFFER else " up_to"),
     "after_forward": "self forward_batch",
     "end_epoch": "self req",
     "end_all_epochs": "self",
@@ -246,7 +246,7 @@ def test_layers_that_are_forecast_have_the_parts_that_we_look_for(model: str) ->
     assert "residual" in taken or "attn_boundary" in held
     if "residual" not in taken:
         stream = found(f"{SRT}layers.layer_boundary.residual.stream.ResidualStream")
-        assert parameters(stream.export)[:2] == ["self", "hidden"]
+        assert parameters(getattr(stream, compat.EXPORT))[:2] == ["self", "hidden"]
         assert "residual_stream" in attributes(found(SRT + BATCH))
     attention = found(f"{SRT}models.{model}Attention")
     assert {"attn", "qkv_proj"} <= attributes(attention)

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from fake_requests import fake_request
 
 from cache_rank.config import CacheRankConfig, ModelShape
 from cache_rank.pages import PAGE_TOKENS
@@ -35,7 +36,7 @@ class Rank:
 
     def request(self, prompt: list[int], extra_key: str | None = None) -> Any:
         self._slots += 1
-        request = SimpleNamespace(
+        request = fake_request(
             req_pool_idx=self._slots,
             origin_input_ids=prompt,
             output_ids=[],
