@@ -204,6 +204,13 @@ Args:
 """
 
 
+WEIGHT_UPDATES = (
+    *(f"update_weights_from_{source}" for source in ("disk", "distributed", "tensor", "ipc")),
+    *(("end_weight_update",) if _SINCE_0_5_21 else ()),
+)
+"""The calls after which the model may have other weights; from 0.5.21 on a last one ends them."""
+
+
 def tokens_read(request: Any) -> int:
     """Return how many tokens of a request are read when this step has ended; moved in 0.5.22."""
     return int(request.extend_end if _SINCE_0_5_22 else request.extend_range.end)

@@ -415,12 +415,12 @@ HOOKS = (
     *(
         Hook(
             "sglang.srt.managers.scheduler_components.weight_updater."
-            f"SchedulerWeightUpdaterManager.update_weights_from_{source}",
+            f"SchedulerWeightUpdaterManager.{update}",
             HookType.AFTER,
             note_new_weights,
             "weight_updater.py:110; queries are forecast by the model's projections",
         )
-        for source in ("disk", "distributed", "tensor", "ipc")
+        for update in compat.WEIGHT_UPDATES
     ),
     Hook(
         "sglang.srt.managers.scheduler_components.weight_updater."

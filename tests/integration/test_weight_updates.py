@@ -6,6 +6,7 @@ When SGLang releases memory, the cache rank has none, and comes back with it.
 from __future__ import annotations
 
 import base64
+import contextlib
 import signal
 import threading
 import time
@@ -91,7 +92,8 @@ class Trainer:
         torch.multiprocessing.set_sharing_strategy("file_system")
         packed = MultiprocessingSerializer.serialize(list(self.weights(factor).items()))
         body = {"serialized_named_tensors": [base64.b64encode(packed).decode()], **options}
-        return self._server.post("/update_weights_from_tensor", body)
+        with self._session():
+            return self._server.post("/update_weights_from_tensor", body)
 
     def update_from_distributed(self, factor: float, **options: Any) -> Any:
         weights = self.weights(factor)
@@ -108,11 +110,21 @@ class Trainer:
             )
         )
         group = self.group()
-        request.start()
-        for weight in weights.values():
-            torch.distributed.broadcast(weight.contiguous(), src=0, group=group)
-        request.join()
+        with self._session():
+            request.start()
+            for weight in weights.values():
+                torch.distributed.broadcast(weight.contiguous(), src=0, group=group)
+            request.join()
         return answers[0]
+
+    @contextlib.contextmanager
+    def _session(self) -> Iterator[None]:
+        """Weights are sent between two calls, which SGLang has from 0.5.21 on."""
+        begun = self._server.post("/begin_weight_update")
+        yield
+        if begun.status_code != 404:
+            for answer in (begun, self._server.post("/end_weight_update")):
+                assert answer.json()["success"], answer.text
 
     def group(self) -> Any:
         if self._group is None:
