@@ -91,6 +91,24 @@ def install_stand_in() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // 2)))
 
 
+def name_the_device() -> None:
+    """Let torch name the CPU, without a GPU, where it is asked for the module of the device.
+
+    From 2.14 on a build for CUDA names CUDA with or without a driver, and SGLang, when it releases
+    memory, asks that module to synchronize.
+    """
+    import torch
+
+    if has_gpu():
+        return
+    module_of = torch.get_device_module
+
+    def get_device_module(device: Any = None) -> Any:
+        return module_of("cpu" if device is None else device)
+
+    torch.get_device_module = functools.cache(get_device_module)
+
+
 def say_once() -> None:
     """Log, once a launch, that the ranks are CPU processes."""
     if not has_gpu() and _SAID not in os.environ:

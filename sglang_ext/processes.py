@@ -12,7 +12,7 @@ from typing import Any
 from sglang.srt.managers import detokenizer_manager, scheduler
 from sglang.srt.plugins import load_plugins
 
-from sglang_ext import inference_rank, plugin
+from sglang_ext import cpu, inference_rank, plugin
 from sglang_ext.server_args import CacheRankServerArgs
 
 
@@ -38,6 +38,7 @@ def run_scheduler_process(
 ) -> Any:
     """Run SGLang's scheduler process with our hooks, beside its cache rank."""
     load_plugin()
+    cpu.name_the_device()
     if server_args.has_cache_rank:
         inference_rank.spawn(server_args, tp_rank, gpu_id)
     return scheduler.run_scheduler_process(server_args, port_args, gpu_id, tp_rank, *args, **kwargs)

@@ -186,3 +186,12 @@ def test_a_machine_with_a_gpu_has_nothing_to_say(
 def test_the_package_has_no_names_but_its_own() -> None:
     with pytest.raises(AttributeError, match="'sglang_ext' has no attribute 'Motor'"):
         importlib.import_module("sglang_ext").Motor  # noqa: B018
+
+
+def test_torch_names_the_cpu_where_there_is_no_gpu() -> None:
+    program = (
+        "import torch\nfrom sglang_ext import cpu\ncpu.name_the_device()\n"
+        "torch.get_device_module().synchronize()\n"
+        "print(json.dumps([torch.get_device_module(d).__name__ for d in (None, 'cuda')]))"
+    )
+    assert run_without_gpu(program) == ["torch.cpu", "torch.cuda"]
