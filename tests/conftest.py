@@ -16,7 +16,6 @@ from hypothesis import settings
 from scripts.language.fetching import FetchError, fetch
 from scripts.shared.models import fetched_folder
 from scripts.shared.serving import stop_on_sigterm
-from sglang_ext.flags import SHARE_GPU_VARIABLE
 
 stop_on_sigterm()
 # A shell lets what it runs in the background ignore interrupts, and so would servers of tests.
@@ -75,6 +74,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip a test that needs more GPUs than there are, or has more ranks than can be on them."""
     if marker := item.get_closest_marker("gpu"):
         (wanted,) = marker.args or (1,)
+        from sglang_ext.flags import SHARE_GPU_VARIABLE  # it imports kernels
+
         if marker.kwargs.get("ranks") and os.environ.get(SHARE_GPU_VARIABLE) == "1":
             wanted = 1
         if torch.cuda.device_count() < wanted:
