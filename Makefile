@@ -70,7 +70,7 @@ install: $(INSTALLED)
 
 $(INSTALLED): pyproject.toml
 	@test -n "$(PYTHON)" || { echo "error: needs Python 3.11 or 3.12; pass PYTHON=/path/to/it" >&2; exit 1; }
-	@echo "Installing SGLang $(SGLANG) and this package into $(VENV): about 4 minutes and 9 GB the first time."
+	@echo "Installing SGLang $(SGLANG) and this package into $(VENV): about 4 minutes and 11 GB the first time."
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --editable '.[dev]' 'sglang==$(SGLANG)'

@@ -656,11 +656,16 @@ def test_a_lost_process_is_withdrawn_and_replaced(
     assert last_loss.was_up
     assert supervisor.failed_starts == 0
 
-    fragile.connection = supervisor.connection
-    request = fragile.arrive(prompt=20)
+    assert_serves(fragile, supervisor.connection)
+
+
+def assert_serves(rank: InferenceRank, connection: Connection) -> None:
+    """A cache rank that was started again takes a request through some steps."""
+    rank.connection = connection
+    request = rank.arrive(prompt=20)
     for _ in range(3):
-        fragile.decode([request])
-    fragile.end(request)
+        rank.decode([request])
+    rank.end(request)
 
 
 @pytest.mark.serial
@@ -695,11 +700,7 @@ def test_a_released_process_is_no_loss_and_the_next_one_opens_on_resume(
     supervisor.resume()
     assert supervisor.connection is not None
     assert (supervisor.starts, supervisor.losses) == (counts[0] + 1, counts[1])
-    fragile.connection = supervisor.connection
-    request = fragile.arrive(prompt=20)
-    for _ in range(3):
-        fragile.decode([request])
-    fragile.end(request)
+    assert_serves(fragile, supervisor.connection)
 
 
 @pytest.mark.serial
