@@ -9,6 +9,7 @@ of requests walk through tables of facts, so that every token has one right valu
 cache rank is killed, stopped and delayed, requests are aborted, generation is paused, caches are
 flushed and weights are loaded again. At the end the pools have to be whole, the memory of both
 ranks flat, and no file left behind. Prints one line a mode; the status is 1 if anything was wrong.
+One that is interrupted ends what is under way, and says what it has seen.
 """
 
 from __future__ import annotations
@@ -66,7 +67,9 @@ def main(argv: list[str] | None = None) -> int:
         console.print(f"{mode}: {verdict}", soft_wrap=True, highlight=False)
         for mistake in verdict.mistakes:
             console.print(f"  {mistake}", soft_wrap=True, highlight=False, markup=False)
-        failed |= bool(verdict.mistakes)
+        failed |= verdict.result != "PASSED"
+        if verdict.interrupted:
+            break
     return int(failed)
 
 

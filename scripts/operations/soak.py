@@ -66,6 +66,7 @@ class Verdict(msgspec.Struct, frozen=True):
         requests: how many ended, by kind.
         sparse_requests: how many of them decoded over a working set.
         mistakes: what was wrong, in words; empty if nothing was.
+        interrupted: whether it was ended before its time.
         disturbances: how many there were, by name.
         losses: of cache ranks, as the server counts them.
         requests_at_losses: how many requests were sparse then, summed over the losses.
@@ -77,6 +78,7 @@ class Verdict(msgspec.Struct, frozen=True):
     requests: Counter[str]
     sparse_requests: int
     mistakes: list[str]
+    interrupted: bool
     disturbances: Counter[str]
     losses: int
     requests_at_losses: int
@@ -84,6 +86,13 @@ class Verdict(msgspec.Struct, frozen=True):
     longest_seconds: float
     inference_memory: Memory
     cache_rank_memory: Memory
+
+    @property
+    def result(self) -> str:
+        """In a word: one that was interrupted has not passed, whatever it saw until then."""
+        if self.mistakes:
+            return "FAILED"
+        return "INTERRUPTED" if self.interrupted else "PASSED"
 
     def __str__(self) -> str:
         """The verdict in one line."""
@@ -95,7 +104,7 @@ class Verdict(msgspec.Struct, frozen=True):
             )
         kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(self.requests.items()))
         return (
-            f"{'PASSED' if not self.mistakes else 'FAILED'}: {self.requests.total()} requests "
+            f"{self.result}: {self.requests.total()} requests "
             f"({kinds}; {self.sparse_requests} sparse), the longest {self.longest_seconds:.1f} s, "
             f"{len(self.mistakes)} mistakes; {self.disturbances.total()} disturbances, "
             f"{self.losses} losses of {self.requests_at_losses} sparse requests, {outages}; "
@@ -111,6 +120,8 @@ def soak(
     show: Callable[[str], None],
 ) -> Verdict:
     """Start a server, use and disturb it, and end it.
+
+    An interruption (SIGINT) while it is in use ends that early, with a verdict.
 
     Args:
         arguments: of the server, beside ARGUMENTS.
@@ -147,6 +158,7 @@ def _use(server: Server, setting: Setting, show: Callable[[str], None]) -> Verdi
     watch = Watch(server, server.process.pid)
     streams = Streams(server, setting.streams, setting.seed, setting.most_requests)
     scene = Scene(server, streams, source, TIMEOUT)
+    interrupted = False
     deadline = time.monotonic() + setting.seconds
     try:
         while time.monotonic() < deadline and streams.running:
@@ -159,6 +171,8 @@ def _use(server: Server, setting: Setting, show: Callable[[str], None]) -> Verdi
             except Exception as error:  # a disturbance that the server does not take is a finding
                 mistakes.append(f"{type(error).__name__}: {error}")
             show(_line(streams.ended, disturbances, deadline - time.monotonic()))
+    except KeyboardInterrupt:
+        interrupted = True
     finally:
         streams.stop()
         try:
@@ -170,7 +184,7 @@ def _use(server: Server, setting: Setting, show: Callable[[str], None]) -> Verdi
         ("inference rank", watch.inference_memory),
         ("cache rank", watch.cache_rank_memory),
     ):
-        if not memory.late:
+        if not memory.late and not interrupted:
             mistakes.append(f"the memory of the {name} was not seen: soak for longer")
         elif not memory.flat:
             mistakes.append(f"the memory of the {name} grows: {memory}")
@@ -179,6 +193,7 @@ def _use(server: Server, setting: Setting, show: Callable[[str], None]) -> Verdi
         Counter(one.kind for one in streams.ended),
         sum(one.sparse_steps > 0 for one in streams.ended),
         mistakes,
+        interrupted,
         disturbances,
         state.get("losses", 0),
         sum(one.losses for one in streams.ended),

@@ -71,6 +71,7 @@ def verdict(**changes: Any) -> Verdict:
         "requests": Counter(finished=90, aborted=10),
         "sparse_requests": 80,
         "mistakes": [],
+        "interrupted": False,
         "disturbances": Counter(kill=2, abort=9),
         "losses": 2,
         "requests_at_losses": 13,
@@ -90,6 +91,8 @@ def test_the_verdict_is_one_line() -> None:
     )
     assert "never down" in str(verdict(outages=[]))
     assert str(verdict(mistakes=["soak-3: token 1 of 2 is wrong"])).startswith("FAILED")
+    assert str(verdict(interrupted=True)).startswith("INTERRUPTED")
+    assert str(verdict(interrupted=True, mistakes=["no"])).startswith("FAILED")
 
 
 def test_metrics_of_a_process_are_left_behind_once_it_has_ended(tmp_path: Path) -> None:
