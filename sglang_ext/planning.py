@@ -192,8 +192,11 @@ class Planner:
             self._attention(batch * max(0, context - attended), 2)
         )
         rows = batch * sizes.kv_heads
-        scores, heads = rows * context, sizes.query_heads / sizes.kv_heads
-        # Logits are written by each query head, and read for the scores of all heads of a group.
+        scores = rows * context
+        # Logits are written by each query head, and read for the scores of all heads of a group,
+        # unless what heads are compared by is known before.
+        known = config.score_normalizer == "attended"
+        heads = 0 if known else sizes.query_heads / sizes.kv_heads
         scored = self._scored_bytes() + _LOGIT_BYTES * (heads + 1)
         layer = (
             scores * scored / self._gpu.bandwidth

@@ -93,6 +93,28 @@ def test_the_work_of_the_cache_rank_is_near_that_measured() -> None:
     assert 1000 * planner().cache_rank(8, 32 * K).cache == pytest.approx(4.70, rel=0.05)
 
 
+GROUPS_OF_TWO = {"query_predictor": "last", "dense_layers": 0}
+SKETCH = {"score_keys": "sketch", "sketch_bits": 2}
+
+
+@pytest.mark.parametrize(
+    ("policy", "batch", "milliseconds"),
+    [
+        ({}, 8, 3.73),
+        ({}, 16, 6.14),
+        (SKETCH, 8, 3.68),
+        (SKETCH, 16, 5.38),
+        (SKETCH | {"score_normalizer": "attended"}, 8, 3.08),
+        (SKETCH | {"score_normalizer": "attended"}, 16, 4.54),
+    ],
+)
+def test_the_work_of_a_cache_rank_alone_is_near_that_measured(
+    policy: dict[str, Any], batch: int, milliseconds: float
+) -> None:
+    found = planner(**GROUPS_OF_TWO, **policy).cache_rank(batch, 32 * K).cache
+    assert 1000 * found == pytest.approx(milliseconds, rel=0.12)
+
+
 def test_a_larger_batch_and_a_longer_context_hide_less() -> None:
     hidden = [planner().largest_hidden_batch(context) for context in (8 * K, 32 * K, 128 * K)]
     assert hidden == sorted(hidden, reverse=True)

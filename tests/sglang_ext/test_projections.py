@@ -42,7 +42,7 @@ def kernels(scheme: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) 
             pytest.skip("0.5.20 and later have other kernels beside: they run on a GPU only")
         interpret(source, monkeypatch)
     monkeypatch.setattr(
-        fp8, "dispatch_w8a8_block_fp8_linear", lambda: fp8_utils.triton_w8a8_block_fp8_linear
+        fp8, "dispatch_w8a8_block_fp8_linear", lambda **_: fp8_utils.triton_w8a8_block_fp8_linear
     )
     with get_parallel().override(**ALONE):
         yield
