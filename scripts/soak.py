@@ -9,7 +9,8 @@ of requests walk through tables of facts, so that every token has one right valu
 cache rank is killed, stopped and delayed, requests are aborted, generation is paused, caches are
 flushed and weights are loaded again. At the end the pools have to be whole, the memory of both
 ranks flat, and no file left behind. Prints one line a mode; the status is 1 if anything was wrong.
-One that is interrupted ends what is under way, and says what it has seen.
+One that is interrupted ends what is under way, and says what it has seen. No other server may start
+or end on the machine meanwhile: its files in /dev/shm would count as left behind.
 """
 
 from __future__ import annotations
