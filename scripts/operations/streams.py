@@ -96,7 +96,9 @@ class Streams:
             Chain.of(make_chain(number, FACTS, HOPS), tokenizer) for number in range(PROMPTS)
         ]
         self._threads = [
-            threading.Thread(target=self._run, args=(random.Random(f"{seed}-{stream}"),))
+            threading.Thread(
+                target=self._run, args=(random.Random(f"{seed}-{stream}"),), daemon=True
+            )
             for stream in range(streams)
         ]
         for thread in self._threads:

@@ -64,7 +64,7 @@ class Watch:
         self._inference: list[int] = []
         self._cache_rank: list[int] = []
         self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run)
+        self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import random
 import signal
@@ -24,6 +25,9 @@ START_SECONDS = 180
 
 PORTS = (10_000, 32_000)
 """Servers listen on a port from the first to below the last of these."""
+
+SECONDS_OF_ONE_INTERRUPTION = 1.0
+"""Signals that follow one another faster are one interruption."""
 
 PLAIN = (
     "--cache-rank-gpus 0 --device cpu --attention-backend torch_native --sampling-backend pytorch "
@@ -189,8 +193,20 @@ def serve(arguments: Sequence[str], environment: dict[str, str] | None = None) -
 
 
 def stop_on_sigterm() -> None:
-    """Let SIGTERM interrupt this process, as Ctrl-C does, so that it stops the servers it runs."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    """Let SIGTERM interrupt this process, as Ctrl-C does, so that it stops the servers it runs.
+
+    `timeout` signals a process and then its group: the second one must not cut off the stopping.
+    """
+    last = -math.inf
+
+    def interrupt(_number: int, _frame: Any) -> None:
+        nonlocal last
+        before, last = last, time.monotonic()
+        if last - before > SECONDS_OF_ONE_INTERRUPTION:
+            raise KeyboardInterrupt
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, interrupt)
 
 
 def free_port() -> int:
