@@ -2,7 +2,8 @@
 
 AsyncSpade (arXiv 2510.07486), section 4.3, selects the k tokens with the best scores. Here they are
 in slots, and the mirror says which token is in which. A token in a slot stays while it is among the
-best k + margin, so that the answer to a step is a small difference against the mirror.
+best k + margin, so that the answer to a step is a small difference against the mirror. Where more
+should be exchanged than an answer has room for, the best enter and the lowest leave.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ EMPTY = -1
 """This stands in the mirror for an empty slot, and pads lists of tokens and slots."""
 
 _LOWEST = torch.iinfo(torch.int64).min
+_HIGHEST = torch.iinfo(torch.int64).max
 
 
 class Selection(NamedTuple):
@@ -74,8 +76,9 @@ def select_tokens(
 
     The target is the k best candidates. A token in a slot stays unless it falls out of the best
     k + margin. The best tokens that are in no slot enter, at most `capacity` of them. In the order
-    of their positions they take the empty slots, and then the slots of the tokens that fell out,
-    both in ascending order. Slots that nothing takes keep their old token.
+    of their positions they take the empty slots, and then those of the tokens that fell out, both
+    in ascending order. Where more fell out than enter, the lowest of them leave: tokens that do not
+    compete, and then those with the lowest scores. The others keep their slots.
 
     Args:
         scores: (L, Hkv, T) float32.
@@ -108,7 +111,13 @@ def select_tokens(
     entering = torch.where(used, best, tokens).sort(-1).values.to(torch.int32)
     entering = torch.where(used, entering, EMPTY)
 
-    slot_order = torch.where(mirror == EMPTY, 0, torch.where(stays, 2, 1))
+    empty = mirror == EMPTY
+    by_rank = torch.where(stays, _HIGHEST, torch.where(competes, slot_keys, _LOWEST))
+    by_rank = by_rank.masked_fill(empty, _HIGHEST).argsort(dim=-1, stable=True)
+    ranking = torch.arange(budget, device=keys.device)
+    leaving = (wanted.clamp(max=most) - empty.sum(-1)).unsqueeze(-1)
+    leaves = torch.zeros_like(competes).scatter_(-1, by_rank, ranking < leaving)
+    slot_order = torch.where(empty, 0, torch.where(leaves, 1, 2))
     taken = slot_order.argsort(dim=-1, stable=True)[..., :most]
     after = mirror.clone()
     # Unused entries write a slot's own token back, into a slot that no used entry takes.

@@ -285,8 +285,27 @@ def _write_entering(keys, tokens, key, token, entering, count, ENTERING: tl.cons
 
 
 @triton.jit
+def _spare_highest(stays, keys, tokens, highest, count):
+    """Let the `count` best of the tokens in slots that do not stay, none above `highest`, stay too.
+
+    Those that do not compete are not spared, even if that leaves fewer.
+    """
+    left = tl.where(stays > 0, _LOWEST, keys)
+    competes = left > _LOWEST
+    count = tl.minimum(count, tl.sum(competes.to(tl.int32)))
+    if count > 0:
+        lowest = tl.min(tl.where(competes, left, highest))
+        key, token = find_rank((left,), (tokens,), lowest, highest + 1, count)
+        stays += reaches(left, tokens, key, token).to(tl.int32)
+    return stays
+
+
+@triton.jit
 def _fill_slots(mirror, stays, entering, entering_slots, count, BUDGET: tl.constexpr, slot):
-    """Put the entering tokens into empty slots, and then into those whose token does not stay."""
+    """Put the entering tokens into empty slots, and then into those whose token does not stay.
+
+    Where those are more, the first are taken.
+    """
     inside = slot < BUDGET
     token = tl.load(mirror + slot, mask=inside, other=0)
     empty = (inside & (token < 0)).to(tl.int32)
@@ -356,6 +375,7 @@ def _select(
         slot = tl.arange(0, WIDTH)  # [WIDTH], as all vectors below
         slot_tokens = tl.load(mirror + slot, mask=slot < BUDGET, other=-1)
         competes = (slot_tokens >= start) & (slot_tokens < stop)
+        empty = tl.sum(((slot < BUDGET) & (slot_tokens < 0)).to(tl.int32))
         slot_tokens = tl.where(competes, slot_tokens, 0)
         slot_keys = _load_keys(scores, slot_tokens, competes, start, stop)
         slot_keys = tl.where(competes, slot_keys, _LOWEST)
@@ -393,6 +413,11 @@ def _select(
         wanted = tl.minimum(BUDGET, candidates) - tl.sum(stays)
         enter_count = tl.minimum(wanted, CAPACITY)
         if enter_count > 0:
+            if wanted > CAPACITY:
+                # Of the tokens that fell out as many stay as do not have to leave.
+                leaving = tl.maximum(enter_count - empty, 0)
+                spared = BUDGET - empty - tl.sum(stays) - leaving
+                stays = _spare_highest(stays, slot_keys, slot_tokens, key, spared)
             # Those that enter are among the best `depth`, and so in the list.
             key, token = find_rank(keys, tokens, key, highest + 1, enter_count)
             _write_entering(keys, tokens, key, token, entering, enter_count, ENTERING)

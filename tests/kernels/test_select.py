@@ -57,7 +57,10 @@ def python_select(
 
     empty = [slot for slot, token in enumerate(mirror) if token == EMPTY]
     fallen = [slot for slot, token in enumerate(mirror) if token != EMPTY and token not in kept]
-    slots = (empty + fallen)[: len(entering)]
+    # Those that do not compete leave first, then the lowest.
+    rank = {token: place for place, token in enumerate(ranking)}
+    fallen.sort(key=lambda slot: rank.get(mirror[slot], len(rank)), reverse=True)
+    slots = (empty + sorted(fallen[: max(0, len(entering) - len(empty))]))[: len(entering)]
     after = list(mirror)
     for slot, token in zip(slots, entering, strict=True):
         after[slot] = token
@@ -229,6 +232,16 @@ def test_the_best_enter_and_take_the_slots_in_ascending_order() -> None:
     assert change.slots[0, 0].tolist() == [0, 1]
     assert change.mirror[0, 0].tolist() == [3, 4, 2]
     assert change.overflow[0, 0] == 1
+
+
+def test_the_lowest_leave_where_not_all_that_fell_out_can() -> None:
+    policy = Policy(budget=3, margin=0, capacity=1, sinks=0, recent=0)
+    mirror = torch.tensor([1, 0, 2], dtype=torch.int32).expand(LAYERS, HEADS, -1)
+    scores = torch.tensor([-9.0, -8.0, -7.0, -2.0, -1.0, -3.0]).expand(LAYERS, HEADS, -1)
+    change = policy.apply(scores, mirror)
+    assert change.mirror[0, 0].tolist() == [1, 4, 2]
+    assert change.slots[0, 0].tolist() == [1]
+    assert change.overflow[0, 0] == 2
 
 
 def test_empty_slots_fill_before_others_are_taken() -> None:
