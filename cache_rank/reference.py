@@ -143,7 +143,12 @@ class SynchronousReference:
 
         empty = [slot for slot, token in enumerate(slots) if token is None]
         fallen = [
-            slot for slot, token in enumerate(slots) if token is not None and token not in kept
+            (rank[token], slot)
+            for slot, token in enumerate(slots)
+            if token is not None and token not in kept
         ]
-        for token, slot in zip(entering, empty + fallen, strict=False):
+        # Where not all of these can leave, the last of the ranking do.
+        last = sorted(fallen, reverse=True)[: max(0, len(entering) - len(empty))]
+        leaving = sorted(slot for _, slot in last)
+        for token, slot in zip(entering, empty + leaving, strict=False):
             slots[slot] = token
