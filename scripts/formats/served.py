@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import time
 from pathlib import Path
 
 from transformers import AutoTokenizer
@@ -15,6 +16,9 @@ from sglang_ext.refusals import ALLOW_LARGE_BUDGET_VARIABLE
 
 _STEPS_BEFORE = 8
 """So many tokens are decoded while the prompt is shipped, and have no recorded query."""
+
+_SECONDS_TO_WRITE = 30.0
+"""A cache rank that has answered a step writes it within this time."""
 
 
 def served_sample(model_path: Path, text: Path, tokens: int, steps: int) -> Sample:
@@ -48,12 +52,26 @@ def served_sample(model_path: Path, text: Path, tokens: int, steps: int) -> Samp
         variables = {RECORD_VARIABLE: folder, ALLOW_LARGE_BUDGET_VARIABLE: "1"}
         with serve(flags, variables) as server:
             server.generate(prompt, decoded + 1)  # the last token has no keys
-        # The server may have computed a step more, whose token nobody got.
-        found = read_recording(Path(folder), steps + 1)
+            # The server may have computed a step more, whose token nobody got.
+            found = _read_when_written(Path(folder), tokens, steps + 1)
     queries = found.queries[: found.steps - (found.tokens - tokens)][-steps:]
     keys, values = (part[:, :, :tokens] for part in (found.keys, found.values))
     source = f"{text.name}, as read by {model_path.absolute().name}"
     return Sample(keys, values, queries, found.scale, source)
+
+
+def _read_when_written(folder: Path, tokens: int, steps: int) -> Sample:
+    """Read a recording of so many tokens, the last of which may still be on its way to the disk.
+
+    Raises:
+        RuntimeError: it did not get there.
+    """
+    deadline = time.monotonic() + _SECONDS_TO_WRITE
+    while (found := read_recording(folder, steps)).tokens < tokens:
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"of {tokens} tokens {found.tokens} were recorded in {folder}")
+        time.sleep(0.1)
+    return found
 
 
 def _read_tokens(model_path: Path, text: Path, count: int) -> list[int]:
