@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import msgspec
 
@@ -27,9 +29,15 @@ from scripts.speed.weights import norms_for_unit_logits
 
 def measure_on_engine(job: Job) -> Iterator[Measurement]:
     """Start the engine and measure every shape: each measurement as it begins and as it ended."""
+    from scripts.speed.calibration import needs_calibration, write_blank
     from sglang_ext import Engine
 
-    engine = Engine(**job.engine)
+    arguments = dict(job.engine)
+    with tempfile.TemporaryDirectory() as folder:
+        if job.cache_rank and needs_calibration(arguments):
+            write_blank(Path(folder), model_config(job.model), arguments)
+            arguments["calibration"] = folder
+        engine = Engine(**arguments)  # which has read it once it has started
     try:
         if job.model != BUNDLED:
             engine.update_weights_from_tensor(norms_for_unit_logits(model_config(job.model)))

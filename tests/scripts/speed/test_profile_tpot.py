@@ -25,6 +25,7 @@ from scripts.speed.bench import (
     unmeasurable,
 )
 from scripts.speed.cache_step import measure_cache_step
+from scripts.speed.calibration import needs_calibration, write_blank
 from scripts.speed.experiments import EXPERIMENTS, TABLE2, TABLE2_FLOOR, table2
 from scripts.speed.jobs import (
     CAPACITY_BATCHES,
@@ -51,6 +52,7 @@ from scripts.speed.runner import run_job, run_worker
 from scripts.speed.trace import reduce_trace
 from scripts.speed.weights import DUMMY_LARGEST, norms_for_unit_logits
 from scripts.speed.worker import search_capacity
+from sglang_ext.calibration.files import read, sources
 
 MODEL = "qwen3-8b"
 SHAPE = Shape(8, 32768)
@@ -593,3 +595,33 @@ class TestCacheStep:
         assert measured.tpot_ms is not None
         assert measured.wire is not None
         assert 0 < measured.started < measured.ended
+
+
+@pytest.mark.parametrize("model", ["qwen3-8b", "llama-3.1-8b"])
+def test_a_blank_calibration_is_of_the_model_and_changes_no_forecast(
+    model: str, tmp_path: Path
+) -> None:
+    config, engine = model_config(model), {"score_keys": "sketch", "dense_layers": 3}
+    write_blank(tmp_path, config, engine)
+    card, corrections, bases = read(tmp_path)
+    layers = config["num_hidden_layers"]
+    assert card.architecture == config["architectures"][0]
+    assert [*corrections] == [*sources(layers, 3, 2, 2)]
+    assert [*bases] == [*range(3, layers)]
+    projection = torch.rand(card.hidden_size + 1, card.query_heads * card.head_dim)
+    assert torch.equal(corrections[3].added_to(projection), projection)
+
+
+@pytest.mark.parametrize(
+    ("changes", "needed"),
+    [
+        ("", False),
+        ("score_keys=fp8", False),
+        ("score_keys=sketch", True),
+        ("score_keys=sketch,calibration=mine", False),
+    ],
+)
+def test_a_calibration_is_made_where_none_is_named_and_one_is_needed(
+    changes: str, needed: bool
+) -> None:
+    assert needs_calibration(job_of(f"cache-rank:{changes}").engine) == needed

@@ -1,0 +1,71 @@
+"""A calibration for models without weights: it takes the time of a fitted one, and changes nothing.
+
+Random weights leave nothing to fit, and a server that sketches keys starts with no less.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sglang_ext import compat
+from sglang_ext.calibration.files import Calibration, Card, Fit, sources, write
+from sglang_ext.calibration.fitting import Correction
+from sglang_ext.calibration.key_statistics import KeyBasis
+from sglang_ext.flags import FORECAST_GROUP_LAYERS
+from sglang_ext.server_args import CacheRankServerArgs
+
+
+def needs_calibration(engine: dict[str, Any]) -> bool:
+    """Whether a server with these arguments needs a calibration, and they name none."""
+    return engine.get("score_keys") == "sketch" and "calibration" not in engine
+
+
+def write_blank(folder: Path, config: dict[str, Any], engine: dict[str, Any]) -> None:
+    """Write one: corrections of zero, and keys sketched as they are.
+
+    Args:
+        folder: to write.
+        config: the model's config.json.
+        engine: the arguments of the server.
+    """
+    arguments = compat.default_values(CacheRankServerArgs) | engine
+    hidden, layers = config["hidden_size"], config["num_hidden_layers"]
+    query_heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    head_dim = config.get("head_dim") or hidden // query_heads
+    schedule = {
+        "dense_layers": arguments["dense_layers"],
+        "layers_per_group": arguments["layers_per_group"] or FORECAST_GROUP_LAYERS,
+        "forecast_lead": arguments["forecast_lead"],
+    }
+    forecast = sources(layers, **schedule)
+    corrections = {
+        layer: Correction(torch.zeros(hidden + 1, 1), torch.zeros(1, query_heads * head_dim))
+        for layer in forecast
+    }
+    bases = {
+        layer: KeyBasis(torch.eye(head_dim).repeat(kv_heads, 1, 1), torch.zeros(kv_heads, head_dim))
+        for layer in range(schedule["dense_layers"], layers)
+    }
+    card = Card(
+        model="random",
+        architecture=config["architectures"][0],
+        hidden_size=hidden,
+        layers=layers,
+        query_heads=query_heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        **schedule,
+        rank=1,
+        ridge=0.0,
+        texts={},
+        held_out={},
+        tokens=0,
+        fits={
+            layer: Fit(source.layer, 1.0, 1.0, 1.0, 1.0, None, source.is_before)
+            for layer, source in forecast.items()
+        },
+    )
+    write(folder, Calibration(card, corrections, bases))
