@@ -1,4 +1,9 @@
-"""Queries of layer groups to come, forecast from the hidden state of the same step."""
+"""Queries of layer groups, forecast from a hidden state.
+
+That is of the step itself, from an earlier layer. For the first groups, which no layer is far
+enough ahead of, it may be of the step before, from one of the last layers: these are about to tell
+the next token.
+"""
 
 from __future__ import annotations
 
@@ -65,9 +70,8 @@ class Forecast:
         self._constants: dict[int, Tensor] = {}
         self._query_norms: dict[int, Tensor] = {}
         self._queries: dict[int, Tensor] = {}
+        self._missing = {group: {*layers} for group, layers in enumerate(config.groups)}
         for group, layers in enumerate(config.groups):
-            if group < config.forecast_lead:
-                continue
             heads = (len(layers), model.query_heads, model.head_dim)
             zeros = functools.partial(torch.zeros, dtype=model.torch_dtype, device=device)
             self._projections[group] = zeros((*heads[:2], model.hidden_size, model.head_dim))
@@ -80,23 +84,27 @@ class Forecast:
         """Take over by what a layer is forecast, (H + 2, Hq, D); see protocol.Projection."""
         config = self._config
         group = layer // config.layers_per_group
-        if group < config.forecast_lead:
-            return
+        self._missing[group].discard(layer)
         index = layer - config.groups[group].start
         self._projections[group][index] = projection[:-2].transpose(0, 1)
         self._constants[group][index], self._query_norms[group][index] = projection[-2:]
+
+    def knows(self, group: int) -> bool:
+        """Whether projections of all layers of a group have come."""
+        return not self._missing[group]
 
     def queries(self, group: int, rows: int) -> Tensor:
         """The newest forecasts of a group for so many rows, (R, L, Hq, D) float32; a view."""
         return self._queries[group][:rows]
 
-    def predict(self, rows: StepRows, group: int, hidden: Tensor) -> Tensor:
+    def predict(self, rows: StepRows, group: int, hidden: Tensor, is_fresh: bool) -> Tensor:
         """Forecast the queries of a group.
 
         Args:
             rows: the rows of the step.
-            group: one that is answered for the same step.
-            hidden: (R, H), what entered the group that lies the lead before it.
+            group: one whose projections have come.
+            hidden: (R, H), what entered the group that its boundary names.
+            is_fresh: whether the queries are those of this step; they are of the next otherwise.
 
         Returns:
             (R, L, Hq, D) float32, valid until the next step; those of a refused row are arbitrary.
@@ -108,7 +116,7 @@ class Forecast:
             self._projections[group],
             self._constants[group],
             None if model.query_norm_epsilon is None else query_norms,
-            rows.positions,
+            rows.positions if is_fresh else rows.positions + 1,
             rows.slots,
             self._frequency,
             model.rotary_interleaved,

@@ -71,9 +71,19 @@ class SynchronousReference:
             outputs.append(probability @ values)
         return torch.cat(outputs)
 
-    def select(self, layer: int, position: int) -> None:
-        """Choose the tokens of the step after `position` in one layer."""
-        self._choose(layer, self.predict(layer), position)
+    def select(self, layer: int, position: int, hidden: Tensor | None = None) -> None:
+        """Choose the tokens of the step after `position` in one layer.
+
+        Args:
+            layer: to choose for.
+            position: of the newest token.
+            hidden: (H,), what entered a later layer in this step, if that tells the query.
+        """
+        if hidden is None or layer not in self.projections:
+            queries = self.predict(layer)
+        else:
+            queries = self.forecast(layer, hidden, position + 1)
+        self._choose(layer, queries, position)
 
     def select_now(self, layer: int, hidden: Tensor, position: int) -> None:
         """Choose the tokens of the step at `position` in one layer, whose token is to come.

@@ -10,8 +10,9 @@ step.
 
 Forecast from the hidden state, with a lead of n groups: the answer is for this step, n groups
 ahead. For the last n boundaries no group is left to be served. They serve the first n groups of the
-next step, from the newest true queries; one more message, which nothing answers, brings the q, k
-and v of the last group. (The embedding would tell these better, see docs/accuracy.md.)
+next step, from what enters the last groups if a projection is fitted to that, or else from the
+newest true queries. One more message, which nothing answers, brings the q, k and v of the last
+group.
 
     enter group b      up: q, k, v of b - 1, the hidden state that enters b
                        down: selection of b + n

@@ -117,6 +117,7 @@ class Selector:
             self._step_memory = torch.empty(step_bytes, dtype=torch.uint8, device=device)
         self._queries = QueryRing(config, device)
         self._forecast = Forecast(config, device) if config.forecasts else None
+        self._last_places: dict[int, int] = {}
         self._mirror = Mirror(config, device)
 
     @property
@@ -359,9 +360,8 @@ class Selector:
 
     def _predict(self, step: SelectorStep, boundary: Boundary, group: int, up: UpMessage) -> Tensor:
         """The queries by which a group is selected for, (R, L, Hq, D) float32."""
-        if boundary.is_fresh:
-            assert self._forecast is not None
-            return self._forecast.predict(step.rows, group, up.hidden)
+        if self._forecast is not None and (boundary.is_fresh or self._forecast.knows(group)):
+            return self._forecast.predict(step.rows, group, up.hidden, boundary.is_fresh)
         return self._queries.predict(step.rows, self.config.groups[group])
 
     def _gather(self, rows: StepRows, layers: range, changed: Tensor, down: DownMessage) -> None:
@@ -372,6 +372,7 @@ class Selector:
 
     def end_step(self, step: SelectorStep) -> None:
         """Account for what the answers to all groups could not ship, and check what came."""
+        self._last_places = {row.epoch: index for index, row, _ in step.live}
         self.overflow += step.changed[..., 1].sum()
         self._residency.check()
 
@@ -417,15 +418,18 @@ class Selector:
             MeasuredStep(row.epoch, step.number, row.position, layers, measured.wants_slots),
             self.mirror(sequence, layers)[..., : sequence.used],
             up.queries[index],
-            self._predicted_before(rows, group, index),
+            self._predicted_before(rows, row.epoch, group, index),
             self._queries.entries[sequence.slot, layers.start : layers.stop],
             score,
         )
 
-    def _predicted_before(self, rows: StepRows, group: int, index: int) -> Tensor:
+    def _predicted_before(self, rows: StepRows, epoch: int, group: int, index: int) -> Tensor:
         """What the queries of a measured row and group were expected to be, (L, Hq, D)."""
-        if self._forecast is not None and group >= self.config.forecast_lead:
-            return self._forecast.queries(group, index + 1)[index]
+        if self._forecast is not None and self._forecast.knows(group):
+            is_fresh = group >= self.config.forecast_lead
+            place = index if is_fresh else self._last_places.get(epoch)
+            if place is not None:
+                return self._forecast.queries(group, place + 1)[place]
         return self._queries.predict(rows, self.config.groups[group])[0]
 
     def _checksum(

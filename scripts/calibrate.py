@@ -162,7 +162,7 @@ def summary(folder: Path) -> str:
     """What a card says of each layer, as a table."""
     header = (
         "layer",
-        "from layer",
+        "from",
         "missed",
         "corrected",
         "held out: missed",
@@ -170,7 +170,7 @@ def summary(folder: Path) -> str:
         "recall",
     )
     rows = [
-        [str(layer), str(fit.source)]
+        [str(layer), f"layer {fit.source}" + (", the token before" if fit.is_before else "")]
         + [f"{share:.3f}" for share in (fit.plain, fit.fitted, fit.plain_held_out, fit.held_out)]
         + ["–" if fit.recall is None else f"{fit.recall:.2f}"]
         for layer, fit in read_card(folder).fits.items()

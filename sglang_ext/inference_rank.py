@@ -154,9 +154,10 @@ class InferenceRank:
         """Send by what queries are forecast."""
         if self._source is None or not self._source.forecasts:
             return
-        first_forecast = self.config.groups[self.config.forecast_lead].start
-        for layer in range(first_forecast, self.config.model.layers):
-            exchange.project(layer, self._source.projection(layer, self.config.model.torch_dtype))
+        for layer in range(self.config.model.layers):
+            projection = self._source.projection(layer, self.config.model.torch_dtype)
+            if projection is not None:
+                exchange.project(layer, projection)
 
     def _on_input(self, group: int, hidden: Tensor, residual: Tensor | None, batch: Any) -> None:
         if not batch.forward_mode.is_decode():

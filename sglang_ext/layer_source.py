@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sglang_ext.calibration.files import Calibration, CalibrationError, Card, read
+from sglang_ext.calibration.files import CalibrationError, Card, Source, read, sources
+from sglang_ext.calibration.fitting import Correction
+from sglang_ext.calibration.key_statistics import KeyBasis
 from sglang_ext.projections import DecoderLayer, decoder_layers, projection_of, watch_inputs
 from sglang_ext.server_args import CacheRankServerArgs
 
@@ -36,12 +38,17 @@ class LayerSource:
         self.sketches = args.score_keys == "sketch"
         self._first = args.dense_layers
         self._layers: list[DecoderLayer] = []
+        self._sources: dict[int, Source] = {}
         if self.forecasts:
-            self._layers = decoder_layers(model)[self._first :]
-        self._calibration: Calibration | None = None
+            layers = decoder_layers(model)
+            schedule = (args.dense_layers, args.layers_per_group, args.forecast_lead)
+            self._sources = sources(len(layers), *schedule)
+            self._layers = layers[self._first :]
+        self._corrections: dict[int, Correction] = {}
+        self._bases: dict[int, KeyBasis] = {}
         if args.calibration is not None:
-            self._calibration = read(Path(args.calibration))
-            check_suits(self._calibration.card, args.calibration, _expected(model, args))
+            card, self._corrections, self._bases = read(Path(args.calibration))
+            check_suits(card, args.calibration, _expected(model, args))
         elif self.forecasts:
             logger.info(
                 "cache rank: queries are forecast by the model's own projections. On SmolLM2 that "
@@ -57,22 +64,28 @@ class LayerSource:
         """Tell of every hidden state that enters a layer group; see `watch_inputs`."""
         watch_inputs([self._layers[layers.start] for layers in groups], watch)
 
-    def projection(self, layer: int, dtype: torch.dtype) -> Tensor:
+    def projection(self, layer: int, dtype: torch.dtype) -> Tensor | None:
         """By what a sparse layer's queries are forecast, (H + 2, Hq, D); see protocol.Projection.
 
         The model's weights are read anew, so that an update of them is heeded.
+
+        Returns:
+            None where only the token before can tell them, and no calibration says how.
         """
-        plain = projection_of(self._layers[layer], torch.float32)
-        if self._calibration is not None:
-            correction = self._calibration.corrections[self._first + layer]
-            left, right = (part.to(plain.device) for part in correction)
-            plain[:-1] += (left @ right).view(plain[:-1].shape)
-        return plain.to(dtype)
+        correction = self._corrections.get(self._first + layer)
+        projection = projection_of(self._layers[layer], torch.float32)
+        if self._sources[self._first + layer].is_before:
+            if correction is None:
+                return None
+            projection[:-1] = 0  # of the token itself
+        if correction is not None:
+            left, right = (part.to(projection.device) for part in correction)
+            projection[:-1] += (left @ right).view(projection[:-1].shape)
+        return projection.to(dtype)
 
     def basis(self, layer: int, device: torch.device) -> Tensor:
         """How a sparse layer's keys are sketched, (Hkv, D + 1, D); see protocol.KeyBasis."""
-        assert self._calibration is not None
-        basis, mean = self._calibration.bases[self._first + layer]
+        basis, mean = self._bases[self._first + layer]
         return torch.cat((basis, mean.unsqueeze(1)), dim=1).to(device)
 
 

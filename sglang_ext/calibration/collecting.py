@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sglang_ext.calibration.files import Source
 from sglang_ext.calibration.fitting import NormalEquations
 from sglang_ext.calibration.key_statistics import KeyMoments
 from sglang_ext.projections import DecoderLayer, watch_inputs
@@ -20,18 +21,24 @@ class Collector:
         equations: by layer, of the tokens since `begin_part`.
     """
 
-    def __init__(self, layers: Sequence[DecoderLayer], sources: Mapping[int, int]) -> None:
+    def __init__(self, layers: Sequence[DecoderLayer], sources: Mapping[int, Source]) -> None:
         """Watch a loaded model.
 
         Args:
             layers: its decoder layers.
-            sources: the layer whose input tells the queries, of each that is forecast.
+            sources: what tells the queries, of each that is forecast.
         """
         self.equations: dict[int, NormalEquations] = {}
         self._layers, self._sources = layers, sources
         self._grams: dict[int, Tensor] = {}
         self._states: dict[int, Tensor] = {}
-        self._watched = sorted({*sources.values()})
+        self._queries: dict[int, Tensor] = {}  # until what enters a later layer tells the next ones
+        self._told_next = {
+            source.layer: [layer for layer in sources if sources[layer] == source]
+            for source in sources.values()
+            if source.is_before
+        }
+        self._watched = sorted({source.layer for source in sources.values()})
         watch_inputs([layers[source] for source in self._watched], self._on_input)
         for layer in sources:
             layers[layer].projection.register_forward_hook(
@@ -53,21 +60,31 @@ class Collector:
         epsilon = self._layers[source].input_norm.variance_epsilon
         state = state * torch.rsqrt(state.square().mean(-1, keepdim=True) + epsilon)
         state = torch.cat((state, state.new_ones((len(state), 1))), dim=1)
+        told_next = self._told_next.get(source, [])
+        if told_next:  # whose source is no other layer's
+            state = state[:-1]
         if source not in self._grams:
             self._grams[source] = state.new_zeros((state.shape[1], state.shape[1]))
         self._grams[source].addmm_(state.T, state)
         self._states[source] = state
+        for layer in told_next:
+            self._add(layer, state, self._queries.pop(layer)[1:])
 
     def _on_queries(self, layer: int, output: Any) -> None:
         source = self._sources[layer]
-        if (state := self._states.get(source)) is None:
-            return
         projected = output[0] if isinstance(output, tuple) else output
         of_layer = self._layers[layer]
-        width = of_layer.query_heads * of_layer.head_dim
+        queries = projected[:, : of_layer.query_heads * of_layer.head_dim].float()
+        if source.is_before:
+            self._queries[layer] = queries
+        elif (state := self._states.get(source.layer)) is not None:
+            self._add(layer, state, queries)
+
+    def _add(self, layer: int, state: Tensor, queries: Tensor) -> None:
         if layer not in self.equations:
-            self.equations[layer] = NormalEquations(self._grams[source], width)
-        self.equations[layer].add(state, projected[:, :width].float())
+            gram = self._grams[self._sources[layer].layer]
+            self.equations[layer] = NormalEquations(gram, queries.shape[1])
+        self.equations[layer].add(state, queries)
 
 
 class KeyCollector:

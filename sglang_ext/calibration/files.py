@@ -25,11 +25,23 @@ class CalibrationError(ValueError):
     """A folder is no calibration, or not one of this model or schedule; says what to do."""
 
 
+class Source(NamedTuple):
+    """What the queries of a layer are forecast from.
+
+    Attributes:
+        layer: whose input.
+        is_before: whether it is the input of the token before.
+    """
+
+    layer: int
+    is_before: bool
+
+
 class Fit(msgspec.Struct, frozen=True):
     """How well the queries of a layer are forecast.
 
     Attributes:
-        source: the layer whose input they are forecast from.
+        source, is_before: see Source.
         plain, plain_held_out: the share of their squares that is missed by the projection as it
             is, of tokens that were fitted to and of others.
         fitted, held_out: by the corrected projection, likewise.
@@ -43,6 +55,7 @@ class Fit(msgspec.Struct, frozen=True):
     plain_held_out: float
     held_out: float
     recall: float | None
+    is_before: bool = False
 
 
 class Card(msgspec.Struct, frozen=True, kw_only=True):
@@ -90,7 +103,8 @@ class Calibration(NamedTuple):
 
     Attributes:
         card: of what it is.
-        corrections: of the layers that are forecast.
+        corrections: of the layers that are forecast: what is added to their projections; or, where
+            the source is of the token before, by what they are forecast.
         bases: how the keys of all layers that may be sparse are sketched.
     """
 
@@ -167,15 +181,18 @@ def read(folder: Path) -> Calibration:
 
 def sources(
     layers: int, dense_layers: int, layers_per_group: int, forecast_lead: int
-) -> dict[int, int]:
-    """The layer whose input tells the queries, of each that is forecast.
+) -> dict[int, Source]:
+    """What tells the queries of each layer that may be sparse.
+
+    That is the input of a group, of the token itself; or, for the first groups, that of the last
+    groups, of the token before. See cache_rank/schedule.py.
 
     Args:
         layers: of the model, from whose first one all are counted.
         dense_layers, layers_per_group, forecast_lead: see Card.
 
     Raises:
-        ValueError: none is forecast.
+        ValueError: no layer's queries are told by the token itself.
     """
     ahead = forecast_lead * layers_per_group
     if layers <= dense_layers + ahead:
@@ -183,7 +200,10 @@ def sources(
             f"the model has {layers} layers, and none is left behind --dense-layers {dense_layers} "
             f"and --forecast-lead {forecast_lead} groups of --layers-per-group {layers_per_group}"
         )
-    return {
-        layer: layer - (layer - dense_layers) % layers_per_group - ahead
-        for layer in range(dense_layers + ahead, layers)
-    }
+    groups = -(-(layers - dense_layers) // layers_per_group)
+    found = {}
+    for layer in range(dense_layers, layers):
+        group = (layer - dense_layers) // layers_per_group - forecast_lead
+        of_group = dense_layers + group % groups * layers_per_group
+        found[layer] = Source(of_group, is_before=group < 0)
+    return found

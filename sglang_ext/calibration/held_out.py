@@ -13,6 +13,7 @@ from torch import Tensor
 from cache_rank.config import ModelShape
 from cache_rank.forecast import forecast_layer
 from cache_rank.measure.recall import overlap_ratio
+from sglang_ext.calibration.files import Source
 from sglang_ext.projections import DecoderLayer, watch_inputs
 
 SELECTED = 128
@@ -36,7 +37,7 @@ class HeldOutRecall:
         self,
         model: ModelShape,
         layers: Sequence[DecoderLayer],
-        sources: Mapping[int, int],
+        sources: Mapping[int, Source],
         projections: Mapping[int, Tensor],
     ) -> None:
         """Watch a loaded model.
@@ -44,13 +45,15 @@ class HeldOutRecall:
         Args:
             model: its shape.
             layers: its decoder layers.
-            sources: the layer whose input tells the queries, of each that is forecast.
+            sources: what tells the queries, of each that is forecast.
             projections: by what these are forecast, (H + 2, Hq, D); see protocol.Projection.
         """
         self.shares: dict[int, list[Tensor]] = {layer: [] for layer in sources}
         self._model, self._sources, self._projections = model, sources, projections
         self._states: dict[int, Tensor] = {}
-        self._watched = sorted({*sources.values()})
+        self._attentions: dict[int, tuple[Tensor, Tensor]] = {}  # whose source is to come
+        self._told_next = [layer for layer, source in sources.items() if source.is_before]
+        self._watched = sorted({source.layer for source in sources.values()})
         watch_inputs([layers[source] for source in self._watched], self._on_input)
         for layer in sources:
             layers[layer].attention.register_forward_pre_hook(
@@ -65,14 +68,25 @@ class HeldOutRecall:
     def _on_input(self, index: int, hidden: Tensor, residual: Tensor | None, batch: Any) -> None:
         source = self._watched[index]
         self._states.pop(source, None)
-        if batch.forward_mode.is_extend():
-            state = hidden[-POSITIONS:].float()
-            self._states[source] = state if residual is None else state + residual[-POSITIONS:]
+        if not batch.forward_mode.is_extend():
+            return
+        newest = slice(-POSITIONS - 1, None)
+        state = hidden[newest].float()
+        self._states[source] = state if residual is None else state + residual[newest]
+        for layer in self._told_next:
+            if self._sources[layer].layer == source:
+                self._compare(layer, self._states[source][:-1], *self._attentions.pop(layer))
 
     def _on_attention(self, layer: int, queries: Tensor, keys: Tensor) -> None:
-        state, model = self._states.get(self._sources[layer]), self._model
-        tokens = keys.shape[0]
-        if state is None or tokens < _SINKS + _RECENT + POSITIONS + 4:
+        source = self._sources[layer]
+        if source.is_before:
+            self._attentions[layer] = queries, keys
+        elif (state := self._states.get(source.layer)) is not None:
+            self._compare(layer, state[-POSITIONS:], queries, keys)
+
+    def _compare(self, layer: int, state: Tensor, queries: Tensor, keys: Tensor) -> None:
+        model, tokens = self._model, keys.shape[0]
+        if tokens < _SINKS + _RECENT + POSITIONS + 4:
             return
         positions = torch.arange(tokens - len(state), tokens, device=state.device)
         heads = (model.query_heads, model.head_dim)

@@ -69,6 +69,9 @@ class Calibrating:
         plain = {
             layer: projection_of(self._layers[layer], torch.float32) for layer in self._sources
         }
+        for layer, source in self._sources.items():
+            if source.is_before:  # which the model's own projection knows nothing of
+                plain[layer][:-1] = 0
         corrections = {
             layer: fit(equations[layer], _flat(projection), rank, ridge)
             for layer, projection in plain.items()
@@ -94,7 +97,8 @@ class Calibrating:
                     ("held_out", held_out, fitted.corrected),
                 )
             }
-            fits[layer] = Fit(source, recall=fitted.recall.mean(layer), **shares)
+            recall = fitted.recall.mean(layer)
+            fits[layer] = Fit(source.layer, recall=recall, is_before=source.is_before, **shares)
         card = Card(
             model=described.model,
             revision=self._revision,

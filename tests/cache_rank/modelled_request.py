@@ -100,7 +100,8 @@ class Request:
                 if boundary.is_fresh:
                     self.reference.select_now(layer, hidden[boundary.entered], self.position)
                 else:
-                    self.reference.select(layer, self.position)
+                    tells = None if boundary.entered is None else hidden[boundary.entered]
+                    self.reference.select(layer, self.position, tells)
         self.filled = config.filled_after(self.position, self.filled)
         self.fresh_filled = config.filled_after(self.position - 1, self.fresh_filled)
         self.position += 1

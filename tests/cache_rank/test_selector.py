@@ -172,8 +172,9 @@ def test_a_step_of_rows_of_any_length_equals_the_reference_row_by_row(
     ("model", "layers_per_group", "lead", "rotary"),
     [("mha", 2, 1, True), ("gqa", 1, 2, True), ("mqa", 2, 2, False), ("gqa", 4, 1, True)],
 )
-def test_forecasts_select_for_the_step_itself(
-    model: str, layers_per_group: int, lead: int, rotary: bool
+@pytest.mark.parametrize("is_fitted", [True, False], ids=["fitted", "plain"])
+def test_forecasts_select_for_the_step_itself_and_the_first_groups_for_the_next(
+    model: str, layers_per_group: int, lead: int, rotary: bool, is_fitted: bool
 ) -> None:
     shape = FORECAST[model]
     if rotary:
@@ -186,24 +187,25 @@ def test_forecasts_select_for_the_step_itself(
         checksum=True,
     )
     served = Served(config)
-    projections = load_projections(served)
+    first = 0 if is_fitted else lead * layers_per_group
+    projections = load_projections(served, first)
     requests = [served.arrive(epoch + 1, prompt) for epoch, prompt in enumerate(PROMPTS)]
     for request in requests:
         request.reference.projections = projections
     for batch in (*([requests] * 4), requests[::-1], requests[1:2], *([requests[1:]] * 6)):
         served.decode(batch)
     # Weights may change in the middle of a request.
-    projections.update(load_projections(served, seed=1))
+    projections.update(load_projections(served, first, seed=1))
     for _ in range(3):
         served.decode(requests)
     assert int(served.selector.overflow) > 0
 
 
-def load_projections(served: Served, seed: int = 0) -> dict[int, Tensor]:
-    """Random weights for forecasts, of each layer."""
+def load_projections(served: Served, first: int, seed: int = 0) -> dict[int, Tensor]:
+    """Random weights for forecasts, of each layer from the first one on."""
     config, projections = served.config, {}
     generator = torch.Generator().manual_seed(seed)
-    for layer in range(config.model.layers):
+    for layer in range(first, config.model.layers):
         projection = torch.randn(projection_shape(config), generator=generator)
         projections[layer] = projection.to(config.model.torch_dtype)
         served.selector.load_projection(layer, projections[layer])
@@ -536,6 +538,41 @@ def test_the_row_and_group_that_a_step_names_is_measured(
         assert torch.tensor(found.prediction_overlap).equal(prediction)
         assert torch.tensor(found.overlap).equal(overlap)
     assert measured == {(epoch, layers.start) for epoch in (1, 2) for layers in config.groups}
+
+
+def test_a_forecast_for_the_next_step_is_measured_there_wherever_its_row_is() -> None:
+    config = small_config(
+        with_rotary(FORECAST["gqa"]),
+        query_predictor="forecast",
+        forecast_lead=1,
+        layers_per_group=2,
+    )
+    (entered,) = (b.entered for b in config.boundaries if b.answered == 0)
+    served = Served(config)
+    projections = load_projections(served, first=0)
+    requests = [served.arrive(1, 50), served.arrive(2, 70)]
+    before: dict[int, Tensor] = {}
+    measured = 0
+    for turn in range(16):
+        requests.reverse()
+        tensors = [request.compute() for request in requests]
+        rows = [row_of(request) for request in requests]
+        served.exchange(rows, tensors, measured=Measured(turn % 3 % 2, 0, wants_slots=False))
+        for request, computed in zip(requests, tensors, strict=True):
+            request.reference.projections = projections
+            for found in served.selector.recall.take() if request is requests[turn % 3 % 2] else ():
+                measured += 1
+                assert found.epoch == request.epoch
+                forecast = [
+                    request.reference.forecast(layer, before[request.epoch], request.position)
+                    for layer in config.groups[0]
+                ]
+                true = computed.queries[: len(forecast)].float()
+                cosines = torch.cosine_similarity(true, torch.stack(forecast), dim=-1)
+                torch.testing.assert_close(torch.tensor(found.query_cosine), cosines)
+            before[request.epoch] = computed.hidden[entered]
+            request.choose(*computed)
+    assert measured > 8
 
 
 def test_recall_is_by_the_keys_that_are_held_whatever_selection_scores_by() -> None:

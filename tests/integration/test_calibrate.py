@@ -28,16 +28,17 @@ def test_forecasts_get_better_on_texts_that_were_not_fitted_to(
     assert bases[1].basis.shape == (3, 64, 64)
     assert (card.architecture, card.layers, card.tokens) == ("LlamaForCausalLM", 30, 1800)
     assert {*card.texts} == {"tensors", "python", "functions"}
-    assert {*card.fits} == {*corrections} == {*range(5, 30)}  # the first layer, and two groups of 2
+    assert {*card.fits} == {*corrections} == {*range(1, 30)}
     for layer, fit in card.fits.items():
-        assert fit.source in (layer - 4, layer - 5)
+        assert fit.is_before == (layer < 5)  # behind the dense layer and two groups of 2
+        assert fit.source in ((27, 29) if fit.is_before else (layer - 4, layer - 5))
         assert fit.fitted < fit.held_out < fit.plain_held_out
         assert fit.recall is not None
         assert 0.3 < fit.recall < 1
         assert corrections[layer].left.shape == (577, 32)
     assert statistics.mean(fit.recall or 0 for fit in card.fits.values()) > 0.6
     table = ran.stdout.splitlines()
-    assert sum(line.startswith("| ") for line in table) == 2 + 25
+    assert sum(line.startswith("| ") for line in table) == 2 + 29
 
 
 def test_a_model_without_layers_enough_is_refused(

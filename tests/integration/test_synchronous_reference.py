@@ -273,7 +273,7 @@ def replay(config: CacheRankConfig, folder: Path) -> int:
                 if event["is_fresh"]:
                     reference.select_now(layer, row["hidden"], position)
                 else:
-                    reference.select(layer, position)
+                    reference.select(layer, position, row["hidden"])
                 expected = [
                     [-1 if token is None else token for token in slots]
                     for slots in reference.slots[layer]
@@ -299,6 +299,13 @@ class ReferenceAttention:
             sparse = enumerate(layers[self.dense_layers :])
             self.projections = {layer: projection_of(module, config) for layer, module in sparse}
             corrections = case.calibration().corrections if case.calibrated else {}
+            told = sources(
+                case.layers, case.dense_layers, case.layers_per_group, case.forecast_lead
+            )
+            for layer in [layer for layer, source in told.items() if source.is_before]:
+                self.projections[layer - self.dense_layers][:-1] = 0
+                if layer not in corrections:
+                    del self.projections[layer - self.dense_layers]
             for layer, (left, right) in corrections.items():
                 projection = self.projections[layer - self.dense_layers][:-1]
                 projection += (left @ right).view(projection.shape)
@@ -348,13 +355,15 @@ class ReferenceAttention:
         if is_fresh:
             hidden = self.hidden[config.groups[entered].start]
             self.reference.select_now(layer, hidden, position)
+        elif self.exchanged:
+            # What entered a later layer was not known before the step before had ended.
+            hidden = self.hidden[config.groups[entered].start] if config.forecasts else None
+            self.reference.select(layer, position - 1, hidden)
         self.reference.append(layer, query[0, :, 0], key[0, :, -1], value[0, :, -1])
         if self.is_sparse:
             output = self.reference.attend(layer, query[0, :, 0], position)[None, None]
         else:
             output, _ = sdpa_attention_forward(module, query, key, value, mask, **kwargs)
-        if not is_fresh:
-            self.reference.select(layer, position)
         return output, None
 
 

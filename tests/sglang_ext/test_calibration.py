@@ -97,7 +97,10 @@ CARD = Card(
     texts={"a": "0" * 64},
     held_out={},
     tokens=400,
-    fits={layer: Fit(layer - 2, 0.5, 0.1, 0.6, 0.2, 0.8) for layer in (3, 4)},
+    fits={
+        **{layer: Fit(layer + 2, 1.0, 0.2, 1.0, 0.3, 0.7, is_before=True) for layer in (1, 2)},
+        **{layer: Fit(layer - 2, 0.5, 0.1, 0.6, 0.2, 0.8) for layer in (3, 4)},
+    },
 )
 
 
@@ -108,7 +111,7 @@ def as_written(shape: tuple[int, int]) -> Tensor:
 
 def calibration() -> Calibration:
     torch.manual_seed(0)
-    corrections = {layer: Correction(*map(as_written, ((25, 3), (3, 40)))) for layer in (3, 4)}
+    corrections = {layer: Correction(*map(as_written, ((25, 3), (3, 40)))) for layer in CARD.fits}
     bases = {
         layer: KeyBasis(torch.randn(2, 10, 10), torch.randn(2, 10))
         for layer in range(CARD.dense_layers, CARD.layers)
@@ -144,7 +147,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
             lambda folder: write(
                 folder, calibration()._replace(card=replace(CARD, hidden_size=25))
             ),
-            "layer 3 has another shape",
+            "layer 1 has another shape",
         ),
         (
             lambda folder: write(folder, calibration()._replace(card=replace(CARD, kv_heads=4))),
@@ -180,17 +183,16 @@ def test_a_basis_spreads_keys_evenly_by_what_queries_ask() -> None:
     assert bool((squares[:, :-1] > squares[:, 1:]).all())
 
 
-def test_the_sources_are_the_first_layers_of_earlier_groups() -> None:
+def test_the_sources_are_the_first_layers_of_earlier_groups_or_of_the_token_before() -> None:
     assert sources(8, dense_layers=1, layers_per_group=2, forecast_lead=1) == {
-        **{3: 1, 4: 1},
-        **{5: 3, 6: 3},
-        **{7: 5},
+        **{1: (7, True), 2: (7, True)},
+        **{3: (1, False), 4: (1, False)},
+        **{5: (3, False), 6: (3, False)},
+        **{7: (5, False)},
     }
     assert sources(6, dense_layers=0, layers_per_group=1, forecast_lead=2) == {
-        2: 0,
-        3: 1,
-        4: 2,
-        5: 3,
+        **{0: (4, True), 1: (5, True)},
+        **{2: (0, False), 3: (1, False), 4: (2, False), 5: (3, False)},
     }
     with pytest.raises(ValueError, match="has 5 layers, and none is left"):
         sources(5, dense_layers=1, layers_per_group=2, forecast_lead=2)
