@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Literal
 
 import msgspec
@@ -165,9 +166,7 @@ class CacheRankConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def groups(self) -> tuple[range, ...]:
         """Layers of each group, counted from the first sparse layer."""
-        layers = self.model.layers
-        step = self.layers_per_group
-        return tuple(range(first, min(first + step, layers)) for first in range(0, layers, step))
+        return _groups_of(self.model.layers, self.layers_per_group)
 
     @property
     def forecasts(self) -> bool:
@@ -202,3 +201,9 @@ class CacheRankConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def slots_wanted_after(self, position: int) -> int:
         """Slots that the step after `position` can use: one a candidate, at most k."""
         return min(self.sparse_budget, len(self.candidates_after(position)))
+
+
+@functools.cache
+def _groups_of(layers: int, layers_per_group: int) -> tuple[range, ...]:
+    starts = range(0, layers, layers_per_group)
+    return tuple(range(first, min(first + layers_per_group, layers)) for first in starts)

@@ -18,10 +18,10 @@ from cache_rank.channels.transport import Pending
 from cache_rank.copies import Readback
 from cache_rank.measure.recording import Recorder
 from cache_rank.measure.timeline import Timeline
+from cache_rank.messages import MessageBuffers, StepMessages
 from cache_rank.protocol import (
     NO_EPOCH,
     Adopt,
-    DownMessage,
     KeyBasis,
     Load,
     Measured,
@@ -71,11 +71,11 @@ class CacheRank:
         self._last_epoch = 0
         self._last_step = 0
         # One buffer a message: on a GPU several are under way at once.
-        self._up = link.buffers
-        self._down = [
+        answers = [
             torch.zeros(size, dtype=torch.uint8, device=device)
             for size in down_sizes(config, config.max_rows)
         ]
+        self._messages = MessageBuffers(config, link.buffers, answers)
         self._boundaries = config.boundaries
         self._taken: list[torch.cuda.Event | None] = [None] * len(self._boundaries)
         self._sent: list[Pending | None] = [None] * len(config.groups)
@@ -114,10 +114,11 @@ class CacheRank:
     def _warm_up_step(self, sequence: ResidentSequence, measured: Measured | None = None) -> None:
         selector = self.selector
         rows = [Row(sequence.epoch, sequence.tokens)]
-        step = selector.begin_step(0, rows, measured=measured)
-        for lane, boundary in enumerate(self._boundaries):
-            messages = self._up_message(lane, 1), self._down_message(boundary.answered, 1)
-            selector.serve(step, boundary, *messages, self._timeline)
+        step, messages = selector.begin_step(0, rows, measured=measured), self._messages.of(1)
+        for boundary, up in zip(self._boundaries, messages.up, strict=True):
+            group = boundary.answered
+            down = None if group is None else messages.down[group]
+            selector.serve(step, boundary, up, down, self._timeline)
 
     def load(self, message: Load) -> str | None:
         """Take over a bulk shipment; return the reason when it is refused.
@@ -279,14 +280,15 @@ class CacheRank:
             message.step, message.rows, refused.keys(), message.measured
         )
         self._timeline.enter_step(message.step, message.traced)
-        for lane, boundary in enumerate(self._boundaries):
+        messages = self._messages.of(len(message.rows))
+        for lane, (boundary, up) in enumerate(zip(self._boundaries, messages.up, strict=True)):
             # The receive is posted only when the answer before is queued: should the host have to
             # wait for the device in between, both ranks are waiting for that answer.
-            up, received = self._receive(lane, len(message.rows))
+            received = self._link.up.receive(up.buffer, self._taken[lane], lane=lane)
             self._timeline.enter_group(lane)
             received.wait(PEER_SECONDS)
             self._timeline.mark("receive")
-            self._serve(step, boundary, up)
+            self._serve(step, boundary, up, messages)
             if up.buffer.is_cuda:
                 self._taken[lane] = self._mark()
             self._recorder.record_step(self.selector, step, boundary, up)
@@ -299,30 +301,18 @@ class CacheRank:
         if (loaded := self._loaded.pop(epoch, None)) is not None:
             torch.cuda.current_stream().wait_event(loaded)
 
-    def _up_message(self, lane: int, rows: int) -> UpMessage:
-        boundary = self._boundaries[lane]
-        size = UpMessage.size(self.config, boundary, rows)
-        return UpMessage(self.config, boundary, rows, self._up[lane][:size])
-
-    def _down_message(self, group: int | None, rows: int) -> DownMessage | None:
-        if group is None:
-            return None
-        layers = len(self.config.groups[group])
-        size = DownMessage.size(self.config, layers, rows)
-        return DownMessage(self.config, layers, rows, self._down[group][:size])
-
-    def _receive(self, lane: int, rows: int) -> tuple[UpMessage, Pending]:
-        up = self._up_message(lane, rows)
-        return up, self._link.up.receive(up.buffer, self._taken[lane], lane=lane)
-
-    def _serve(self, step: SelectorStep, boundary: Boundary, up: UpMessage) -> None:
+    def _serve(
+        self, step: SelectorStep, boundary: Boundary, up: UpMessage, messages: StepMessages
+    ) -> None:
         group = boundary.answered
-        down = self._down_message(group, step.rows.slots.shape[0])
-        if group is not None and (sent := self._sent[group]) is not None:
+        if group is None:
+            self.selector.serve(step, boundary, up, None, self._timeline)
+            return
+        if (sent := self._sent[group]) is not None:
             sent.wait(PEER_SECONDS)
+        down = messages.down[group]
         self.selector.serve(step, boundary, up, down, self._timeline)
-        if group is not None and down is not None:
-            self._sent[group] = self._link.down.send(down.buffer, lane=group)
+        self._sent[group] = self._link.down.send(down.buffer, lane=group)
 
     def _refused_rows(self, message: Step) -> dict[int, str]:
         refused = {}

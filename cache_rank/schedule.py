@@ -20,6 +20,7 @@ group.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -40,11 +41,13 @@ class Boundary(NamedTuple):
     is_fresh: bool
 
 
+@functools.cache
 def by_history(groups: int) -> tuple[Boundary, ...]:
     """The boundaries of a step whose selections are for the next one."""
     return tuple(Boundary(group, None, group, False) for group in range(groups))
 
 
+@functools.cache
 def by_forecast(groups: int, lead: int) -> tuple[Boundary, ...]:
     """The boundaries of a step whose selections are for groups that lie `lead` ahead.
 

@@ -28,13 +28,13 @@ from cache_rank.channels.stream_memory import FlagMoves, launch
 from cache_rank.channels.transport import Pending
 from cache_rank.config import CacheRankConfig
 from cache_rank.graphs import capture
+from cache_rank.messages import MessageBuffers, StepMessages
 from cache_rank.operations import operations_for
 from cache_rank.protocol import AnswerHeader
 from cache_rank.schedule import lanes_of_left
 from sglang_ext.exchange.connection import Connection
 from sglang_ext.exchange.device.gate import DeviceGate
 from sglang_ext.exchange.device.times import TransferTimes
-from sglang_ext.exchange.messages import MessageBuffers, StepMessages
 from sglang_ext.exchange.pinned_ring import DeviceToHostRing, Field, HostToDeviceRing
 from sglang_ext.exchange.slots import ExchangedRows, SlotBuffers
 

@@ -11,11 +11,11 @@ from torch import Tensor
 from cache_rank.channels.transport import Pending
 from cache_rank.config import CacheRankConfig
 from cache_rank.measure.timeline import Span
+from cache_rank.messages import MessageBuffers
 from cache_rank.operations import operations_for
 from cache_rank.protocol import AnswerHeader, DownMessage, up_sizes
 from cache_rank.schedule import lanes_of_entered, lanes_of_left
 from sglang_ext.exchange.connection import CacheRankDownError, Connection
-from sglang_ext.exchange.messages import MessageBuffers
 from sglang_ext.exchange.slots import ExchangedRows, SlotBuffers
 from sglang_ext.lifecycle import SparseSequence
 

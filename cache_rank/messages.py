@@ -1,4 +1,8 @@
-"""The memory that the messages of steps are staged and received in."""
+"""The memory that the messages of steps are in, on either rank.
+
+A message is laid out over its buffer once for each number of rows: a dozen views a message, of
+dozens of messages, would take either host more than a millisecond of every step.
+"""
 
 from __future__ import annotations
 
@@ -12,27 +16,27 @@ from cache_rank.protocol import DownMessage, UpMessage
 
 
 class StepMessages(NamedTuple):
-    """What a step sends at each boundary, and what it receives for each layer group."""
+    """What travels to the cache rank at each boundary, and back for each layer group."""
 
     up: list[UpMessage]
     down: list[DownMessage]
 
 
 class MessageBuffers:
-    """A staging buffer for each boundary and a receiving one for each group, which never move."""
+    """A buffer for each boundary and one for each group, which never move."""
 
     def __init__(
-        self, config: CacheRankConfig, staging: Sequence[Tensor], answers: Sequence[Tensor]
+        self, config: CacheRankConfig, ups: Sequence[Tensor], answers: Sequence[Tensor]
     ) -> None:
         """Lay messages out over buffers.
 
         Args:
-            config: agreed with the cache rank.
-            staging: (bytes,) uint8 of each boundary, for `config.max_rows` requests.
+            config: that both ranks have agreed on.
+            ups: (bytes,) uint8 of each boundary, for `config.max_rows` requests.
             answers: (bytes,) uint8 of each group, likewise.
         """
         self._config = config
-        self._staging, self._answers = staging, answers
+        self._ups, self._answers = ups, answers
         self._messages: dict[int, StepMessages] = {}
 
     def of(self, rows: int) -> StepMessages:
@@ -42,7 +46,7 @@ class MessageBuffers:
         return self._messages[rows]
 
     def nbytes(self, rows: int) -> tuple[int, int]:
-        """Return the bytes that a step of so many requests sends, and receives."""
+        """Return the bytes of a step of so many requests, to the cache rank and back."""
         messages = self.of(rows)
         return (
             sum(message.buffer.nbytes for message in messages.up),
@@ -51,9 +55,9 @@ class MessageBuffers:
 
     def _make(self, rows: int) -> StepMessages:
         config, up, down = self._config, [], []
-        for boundary, staging in zip(config.boundaries, self._staging, strict=True):
+        for boundary, buffer in zip(config.boundaries, self._ups, strict=True):
             size = UpMessage.size(config, boundary, rows)
-            up.append(UpMessage(config, boundary, rows, staging[:size]))
+            up.append(UpMessage(config, boundary, rows, buffer[:size]))
         for layers, answer in zip(map(len, config.groups), self._answers, strict=True):
             size = DownMessage.size(config, layers, rows)
             down.append(DownMessage(config, layers, rows, answer[:size]))
