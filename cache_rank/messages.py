@@ -13,6 +13,7 @@ from torch import Tensor
 
 from cache_rank.config import CacheRankConfig
 from cache_rank.protocol import DownMessage, UpMessage
+from cache_rank.schedule import Boundary
 
 
 class StepMessages(NamedTuple):
@@ -20,6 +21,10 @@ class StepMessages(NamedTuple):
 
     up: list[UpMessage]
     down: list[DownMessage]
+
+    def answer_of(self, boundary: Boundary) -> DownMessage | None:
+        """What answers the message of a boundary, if anything does."""
+        return None if boundary.answered is None else self.down[boundary.answered]
 
 
 class MessageBuffers:

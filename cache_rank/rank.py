@@ -18,10 +18,11 @@ from cache_rank.channels.transport import Pending
 from cache_rank.copies import Readback
 from cache_rank.measure.recording import Recorder
 from cache_rank.measure.timeline import Timeline
-from cache_rank.messages import MessageBuffers, StepMessages
+from cache_rank.messages import MessageBuffers
 from cache_rank.protocol import (
     NO_EPOCH,
     Adopt,
+    DownMessage,
     KeyBasis,
     Load,
     Measured,
@@ -116,9 +117,7 @@ class CacheRank:
         rows = [Row(sequence.epoch, sequence.tokens)]
         step, messages = selector.begin_step(0, rows, measured=measured), self._messages.of(1)
         for boundary, up in zip(self._boundaries, messages.up, strict=True):
-            group = boundary.answered
-            down = None if group is None else messages.down[group]
-            selector.serve(step, boundary, up, down, self._timeline)
+            selector.serve(step, boundary, up, messages.answer_of(boundary), self._timeline)
 
     def load(self, message: Load) -> str | None:
         """Take over a bulk shipment; return the reason when it is refused.
@@ -288,7 +287,7 @@ class CacheRank:
             self._timeline.enter_group(lane)
             received.wait(PEER_SECONDS)
             self._timeline.mark("receive")
-            self._serve(step, boundary, up, messages)
+            self._serve(step, boundary, up, messages.answer_of(boundary))
             if up.buffer.is_cuda:
                 self._taken[lane] = self._mark()
             self._recorder.record_step(self.selector, step, boundary, up)
@@ -302,17 +301,14 @@ class CacheRank:
             torch.cuda.current_stream().wait_event(loaded)
 
     def _serve(
-        self, step: SelectorStep, boundary: Boundary, up: UpMessage, messages: StepMessages
+        self, step: SelectorStep, boundary: Boundary, up: UpMessage, down: DownMessage | None
     ) -> None:
         group = boundary.answered
-        if group is None:
-            self.selector.serve(step, boundary, up, None, self._timeline)
-            return
-        if (sent := self._sent[group]) is not None:
+        if group is not None and (sent := self._sent[group]) is not None:
             sent.wait(PEER_SECONDS)
-        down = messages.down[group]
         self.selector.serve(step, boundary, up, down, self._timeline)
-        self._sent[group] = self._link.down.send(down.buffer, lane=group)
+        if group is not None and down is not None:
+            self._sent[group] = self._link.down.send(down.buffer, lane=group)
 
     def _refused_rows(self, message: Step) -> dict[int, str]:
         refused = {}

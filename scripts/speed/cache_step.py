@@ -10,12 +10,11 @@ import torch
 from cache_rank.config import CacheRankConfig
 from cache_rank.measure.timeline import Timeline
 from cache_rank.measure.timing import device_seconds
+from cache_rank.messages import MessageBuffers
 from cache_rank.pages import PAGE_TOKENS
 from cache_rank.protocol import (
     AnswerHeader,
-    DownMessage,
     Row,
-    UpMessage,
     basis_shape,
     bulk_shape,
     down_sizes,
@@ -74,25 +73,19 @@ def measure_cache_step(
         for layer in range(model.layers):
             projection = random(*projection_shape(config)) / model.hidden_size**0.5
             selector.load_projection(layer, projection)
-    boundaries = config.boundaries
     current = [random(size // model.torch_dtype.itemsize) for size in up_sizes(config, rows)]
-    ups = [
-        UpMessage(config, boundary, rows, tensor.view(torch.uint8))
-        for boundary, tensor in zip(boundaries, current, strict=True)
+    answers = [
+        torch.zeros(size, dtype=torch.uint8, device=device) for size in down_sizes(config, rows)
     ]
-    sizes = down_sizes(config, rows)
-    downs = [
-        DownMessage(config, len(layers), rows, torch.zeros(size, dtype=torch.uint8, device=device))
-        for layers, size in zip(config.groups, sizes, strict=True)
-    ]
+    buffers = MessageBuffers(config, [tensor.view(torch.uint8) for tensor in current], answers)
+    messages = buffers.of(rows)
     timeline = Timeline("", device)
 
     def step(number: int) -> None:
         announced = [Row(epoch, tokens - 1 + number) for epoch in range(1, rows + 1)]
         step = selector.begin_step(number, announced)
-        for boundary, up in zip(boundaries, ups, strict=True):
-            down = None if boundary.answered is None else downs[boundary.answered]
-            selector.serve(step, boundary, up, down, timeline)
+        for boundary, up in zip(config.boundaries, messages.up, strict=True):
+            selector.serve(step, boundary, up, messages.answer_of(boundary), timeline)
         selector.end_step(step)
 
     seconds = []
@@ -103,7 +96,6 @@ def measure_cache_step(
     shipped = AnswerHeader._fields.index("shipped_tokens")
     return CacheStep(
         seconds[fill:],
-        sum(up.buffer.nbytes for up in ups),
-        sum(sizes),
-        sum(int(down.header[:, shipped].sum()) for down in downs),
+        *buffers.nbytes(rows),
+        sum(int(down.header[:, shipped].sum()) for down in messages.down),
     )
