@@ -1,4 +1,8 @@
-"""Keys are encoded as sketches, Triton."""
+"""Keys are encoded as sketches, Triton.
+
+A program computes as many channels as one product on a multiprocessor has columns. A token that is
+appended would wait for one part of its channels after the other, if a program computed them all.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,8 @@ from cache_rank_kernels.sketch.reference import Sketch, SketchShape
 from torch import Tensor
 
 _BLOCK_KEYS = 32
-"""A program encodes so many keys."""
+_BLOCK_CHANNELS = tl.constexpr(16)
+"""A program encodes so many channels of so many keys."""
 
 
 def append_codes(
@@ -58,7 +63,9 @@ def _encode_tokens(
     assert page_table.stride(1) == 1
     assert code_pool.is_contiguous()
     assert code_pool.shape[4] == shape.bytes
-    _encode[(triton.cdiv(count, _BLOCK_KEYS), layers * kv_heads)](
+    fine_parts = triton.cdiv(shape.fine, _BLOCK_CHANNELS.value)
+    parts = fine_parts + triton.cdiv(shape.coarse, _BLOCK_CHANNELS.value)
+    _encode[(triton.cdiv(count, _BLOCK_KEYS), layers * kv_heads, parts)](
         keys,
         sketch.keys,
         sketch.shift,
@@ -80,21 +87,53 @@ def _encode_tokens(
         COARSE=shape.coarse,
         PAGE=code_pool.shape[3],
         SIZE=shape.bytes,
-        BLOCK_FINE=max(16, triton.next_power_of_2(shape.fine // 2)),
-        BLOCK_COARSE=max(16, triton.next_power_of_2(shape.coarse // 4)),
+        FINE_PARTS=fine_parts,
         BLOCK=_BLOCK_KEYS,
     )
 
 
 @triton.jit
-def _steps(key, maps, shift, channel, is_channel, HEAD_DIM: tl.constexpr):
-    """How many whole steps keys, [n, D], lie above the mean in some channels: [n, channels]."""
+def _encode_part(
+    key,
+    maps,
+    shift,
+    target,
+    is_token,
+    part,
+    CHANNELS: tl.constexpr,
+    BITS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Write a part of the bytes of channels of BITS bits.
+
+    Args:
+        key: (BLOCK, D) float32.
+        maps, shift: of the first of these channels.
+        target: (BLOCK,), where the first of these bytes goes.
+        is_token: (BLOCK,).
+        part: which.
+        CHANNELS: how many there are of so many bits.
+    """
+    SHARE: tl.constexpr = 8 // BITS  # channels that share a byte lie CHANNELS // SHARE apart
+    BYTES: tl.constexpr = _BLOCK_CHANNELS // SHARE
+    column = tl.arange(0, _BLOCK_CHANNELS)
+    byte, place = part * BYTES + column % BYTES, column // BYTES
+    channel = place * (CHANNELS // SHARE) + byte
+    is_channel = byte < CHANNELS // SHARE
     dims = tl.arange(0, HEAD_DIM)
     of_channel = tl.load(
         maps + channel[None, :] * HEAD_DIM + dims[:, None], mask=is_channel[None, :], other=0.0
     )
     below = tl.load(shift + channel, mask=is_channel, other=0.0)
-    return tl.floor(tl.dot(key, of_channel, input_precision="ieee") - below[None, :])
+    # How many whole steps keys lie above the mean: [BLOCK, channels]
+    steps = tl.floor(tl.dot(key, of_channel, input_precision="ieee") - below[None, :])
+    HALF: tl.constexpr = 1 << (BITS - 1)
+    codes = tl.clamp(steps + HALF, 0.0, 2.0 * HALF - 1).to(tl.int32) << (BITS * place)[None, :]
+    packed = tl.sum(tl.reshape(codes, (BLOCK, SHARE, BYTES)), axis=1)
+    byte = part * BYTES + tl.arange(0, BYTES)
+    is_byte = is_token[:, None] & (byte < CHANNELS // SHARE)[None, :]
+    tl.store(target[:, None] + byte[None, :], packed.to(tl.uint8), mask=is_byte)
 
 
 @triton.jit(
@@ -125,11 +164,10 @@ def _encode(
     COARSE: tl.constexpr,
     PAGE: tl.constexpr,
     SIZE: tl.constexpr,
-    BLOCK_FINE: tl.constexpr,
-    BLOCK_COARSE: tl.constexpr,
+    FINE_PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program encodes BLOCK keys of a head."""
+    """One program encodes a part of the channels of BLOCK keys of a head."""
     layer, head = tl.program_id(1) // KV_HEADS, tl.program_id(1) % KV_HEADS
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_token = index < count
@@ -151,23 +189,11 @@ def _encode(
     own = ((first_layer + layer) * KV_HEADS + head).to(tl.int64) * CHANNELS
     own_maps, own_shift = maps + own * HEAD_DIM, shift + own
     row = ((page * pool_layers + first_layer + layer) * KV_HEADS + head) * PAGE + position % PAGE
-    target = codes + row[:, None] * SIZE
-
-    byte = tl.arange(0, BLOCK_FINE)
-    is_byte = byte < FINE // 2
-    packed = tl.zeros((BLOCK, BLOCK_FINE), dtype=tl.int32)
-    for half in tl.static_range(2):
-        steps = _steps(key, own_maps, own_shift, half * (FINE // 2) + byte, is_byte, HEAD_DIM)
-        packed |= tl.clamp(steps + 8, 0.0, 15.0).to(tl.int32) << 4 * half
-    tl.store(target + byte[None, :], packed.to(tl.uint8), is_token[:, None] & is_byte[None, :])
-
-    if COARSE > 0:
-        byte = tl.arange(0, BLOCK_COARSE)
-        is_byte = byte < COARSE // 4
-        packed = tl.zeros((BLOCK, BLOCK_COARSE), dtype=tl.int32)
-        for part in tl.static_range(4):
-            channel = FINE + part * (COARSE // 4) + byte
-            steps = _steps(key, own_maps, own_shift, channel, is_byte, HEAD_DIM)
-            packed |= tl.clamp(steps + 2, 0.0, 3.0).to(tl.int32) << 2 * part
-        at = target + FINE // 2 + byte[None, :]
-        tl.store(at, packed.to(tl.uint8), is_token[:, None] & is_byte[None, :])
+    target = codes + row * SIZE
+    part = tl.program_id(2)
+    if part < FINE_PARTS:
+        _encode_part(key, own_maps, own_shift, target, is_token, part, FINE, 4, HEAD_DIM, BLOCK)
+    else:
+        own_maps, own_shift = own_maps + FINE * HEAD_DIM, own_shift + FINE
+        target, part = target + FINE // 2, part - FINE_PARTS
+        _encode_part(key, own_maps, own_shift, target, is_token, part, COARSE, 2, HEAD_DIM, BLOCK)

@@ -1,6 +1,8 @@
-"""A calibration for models without weights: it takes the time of a fitted one, and changes nothing.
+"""A calibration for models without weights: it takes the time of a fitted one.
 
-Random weights leave nothing to fit, and a server that sketches keys starts with no less.
+Random weights leave nothing to fit, and a server that sketches keys starts with no less. Nothing is
+corrected; only what the token before tells is a random direction, because queries of zero would
+give all tokens the same score, and ties take selection longer than any model's scores do.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ def needs_calibration(engine: dict[str, Any]) -> bool:
 
 
 def write_blank(folder: Path, config: dict[str, Any], engine: dict[str, Any]) -> None:
-    """Write one: corrections of zero, and keys sketched as they are.
+    """Write one: no corrections, random queries where only those are told, keys sketched as they are.
 
     Args:
         folder: to write.
@@ -41,9 +43,11 @@ def write_blank(folder: Path, config: dict[str, Any], engine: dict[str, Any]) ->
         "forecast_lead": arguments["forecast_lead"],
     }
     forecast = sources(layers, **schedule)
+    generator = torch.Generator().manual_seed(0)
+    direction = torch.randn(hidden + 1, 1, generator=generator) / hidden**0.5
+    query = torch.randn(1, query_heads * head_dim, generator=generator)
     corrections = {
-        layer: Correction(torch.zeros(hidden + 1, 1), torch.zeros(1, query_heads * head_dim))
-        for layer in forecast
+        layer: Correction(direction * source.is_before, query) for layer, source in forecast.items()
     }
     bases = {
         layer: KeyBasis(torch.eye(head_dim).repeat(kv_heads, 1, 1), torch.zeros(kv_heads, head_dim))

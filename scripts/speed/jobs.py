@@ -18,7 +18,7 @@ from scripts.shared.systems import System
 ROOM_FOR_OUTPUT = 4096
 """A sequence may grow by so many tokens while its prompt is shipped, settles and is measured."""
 
-TRACE_STEPS = 192
+TRACE_STEPS = 640
 """Tracing begins with the first sparse request of an engine; this reaches the measured steps."""
 
 PORTS = 200

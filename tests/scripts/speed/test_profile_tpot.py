@@ -598,7 +598,7 @@ class TestCacheStep:
 
 
 @pytest.mark.parametrize("model", ["qwen3-8b", "llama-3.1-8b"])
-def test_a_blank_calibration_is_of_the_model_and_changes_no_forecast(
+def test_a_blank_calibration_is_of_the_model_and_corrects_no_projection(
     model: str, tmp_path: Path
 ) -> None:
     config, engine = model_config(model), {"score_keys": "sketch", "dense_layers": 3}
@@ -606,10 +606,13 @@ def test_a_blank_calibration_is_of_the_model_and_changes_no_forecast(
     card, corrections, bases = read(tmp_path)
     layers = config["num_hidden_layers"]
     assert card.architecture == config["architectures"][0]
-    assert [*corrections] == [*sources(layers, 3, 2, 2)]
+    told = sources(layers, 3, 2, 2)
+    assert [*corrections] == [*told]
     assert [*bases] == [*range(3, layers)]
     projection = torch.rand(card.hidden_size + 1, card.query_heads * card.head_dim)
-    assert torch.equal(corrections[3].added_to(projection), projection)
+    for layer, correction in corrections.items():
+        # What only the token before tells starts from nothing, and zeros would be one long tie.
+        assert torch.equal(correction.added_to(projection), projection) != told[layer].is_before
 
 
 @pytest.mark.parametrize(
