@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 
 import torch
-from cache_rank_kernels.forecast.reference import forecast_step
+from cache_rank_kernels.forecast.reference import forecast_step, forecast_workspace
 from torch import Tensor
 
 from cache_rank.config import CacheRankConfig, ModelShape
@@ -50,6 +50,7 @@ def forecast_layer(
         model.rotary_scale,
         model.norm_epsilon,
         model.query_norm_epsilon or 0.0,
+        forecast_workspace(len(hidden), 1, *heads, hidden.device),
         queries,
     )
     return queries[:, 0]
@@ -70,6 +71,8 @@ class Forecast:
         self._constants: dict[int, Tensor] = {}
         self._query_norms: dict[int, Tensor] = {}
         self._queries: dict[int, Tensor] = {}
+        most = (config.max_rows, config.layers_per_group, model.query_heads, model.head_dim)
+        self._workspace = self._operations.forecast_workspace(*most, device)
         self._missing = {group: {*layers} for group, layers in enumerate(config.groups)}
         for group, layers in enumerate(config.groups):
             heads = (len(layers), model.query_heads, model.head_dim)
@@ -123,6 +126,7 @@ class Forecast:
             model.rotary_scale,
             model.norm_epsilon,
             model.query_norm_epsilon or 0.0,
+            self._workspace,
             queries,
         )
         return queries

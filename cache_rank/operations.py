@@ -15,6 +15,7 @@ _FOLDER_OF = {
     "collect_tokens": "scatter",
     "copy_tokens": "scatter",
     "forecast_step": "forecast",
+    "forecast_workspace": "forecast",
     "gather_step": "gather",
     "load_codes": "sketch",
     "load_tokens": "append",
@@ -39,6 +40,7 @@ class Operations:
     collect_tokens: Callable[..., None]
     copy_tokens: Callable[..., None]
     forecast_step: Callable[..., None]
+    forecast_workspace: Callable[..., Any]
     gather_step: Callable[..., None]
     load_codes: Callable[..., None]
     load_tokens: Callable[..., None]

@@ -14,9 +14,31 @@ InfiniGen's (arXiv 2406.19707).
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from cache_rank_kernels.rotary.reference import rotate_to
 from torch import Tensor
+
+
+class ForecastWorkspace(NamedTuple):
+    """Scratch of the Triton kernel, where several programs share the sums of a row and head.
+
+    Attributes:
+        partial: float32, what each of them has summed up.
+        arrived: (units,) int32, how many of them have; zero between launches.
+    """
+
+    partial: Tensor
+    arrived: Tensor
+
+
+def forecast_workspace(
+    rows: int, layers: int, query_heads: int, head_dim: int, device: torch.device
+) -> ForecastWorkspace:
+    """Make scratch for `rows` rows: this implementation needs none."""
+    nothing = torch.empty(0, device=device)
+    return ForecastWorkspace(nothing, nothing)
 
 
 def forecast_step(
@@ -31,6 +53,7 @@ def forecast_step(
     rotary_scale: float,
     norm_epsilon: float,
     query_norm_epsilon: float,
+    workspace: ForecastWorkspace,
     out: Tensor,
 ) -> None:
     """Forecast the queries of every row, layer and head of a group.
@@ -46,6 +69,7 @@ def forecast_step(
         interleaved: pairs of rotated dimensions are neighbours instead of halves.
         rotary_scale: factor on rotated dimensions.
         norm_epsilon, query_norm_epsilon: added to mean squares.
+        workspace: what `forecast_workspace` made.
         out: (R, L, Hq, D) float32, written in place; skipped rows keep what they hold.
     """
     row = (slots >= 0).nonzero().squeeze(-1)

@@ -1,7 +1,9 @@
 """Queries of layers to come are forecast from the hidden state, Triton.
 
-One launch: weights are read once, and what becomes of a head's products never leaves its program.
-A row's sums are in the same order whatever other rows there are.
+One launch. A head's weights are read by several programs, each of which multiplies a part of the
+states, because one would keep too few bytes under way; the last to arrive adds up what they have
+and does the rest. A row's sums are in the same order whatever other rows there are, and whoever
+arrives last.
 """
 
 from __future__ import annotations
@@ -11,13 +13,40 @@ import math
 import torch
 import triton
 import triton.language as tl
+from cache_rank_kernels.forecast.reference import ForecastWorkspace
 from torch import Tensor
 
 _BLOCK_ROWS = 16
+_MOST_BLOCK_ROWS = 32
+"""A program multiplies so many rows: few, or more where there are more."""
+
 _BLOCK_WIDTH = 64
-"""A step of a program multiplies so many rows by so many elements of their states."""
+"""A step of a program multiplies so many elements of their states."""
+
+_PARTS = 2
+"""So many programs share the elements of the states."""
 
 _TURN = tl.constexpr(2 * math.pi)
+
+
+def forecast_workspace(
+    rows: int, layers: int, query_heads: int, head_dim: int, device: torch.device
+) -> ForecastWorkspace:
+    """Make scratch for `rows` rows. One launch after another may use it on one stream."""
+    most_rows = triton.cdiv(rows, _block_rows(rows)) * _block_rows(rows)
+    units, pairs = layers * query_heads * most_rows, _block_pairs(head_dim)
+    return ForecastWorkspace(
+        partial=torch.empty((units, _PARTS, 2 * pairs + 1), device=device),
+        arrived=torch.zeros(units, dtype=torch.int32, device=device),
+    )
+
+
+def _block_rows(rows: int) -> int:
+    return _BLOCK_ROWS if rows <= _BLOCK_ROWS else _MOST_BLOCK_ROWS
+
+
+def _block_pairs(head_dim: int) -> int:
+    return max(16, int(triton.next_power_of_2(head_dim // 2)))
 
 
 def forecast_step(
@@ -32,6 +61,7 @@ def forecast_step(
     rotary_scale: float,
     norm_epsilon: float,
     query_norm_epsilon: float,
+    workspace: ForecastWorkspace,
     out: Tensor,
 ) -> None:
     """See the reference. D is even."""
@@ -44,8 +74,10 @@ def forecast_step(
     assert query_norms is None or query_norms.is_contiguous()
     assert out.is_contiguous()
     assert out.dtype == torch.float32
-    heads = layers * query_heads
-    _forecast[(heads, triton.cdiv(rows, _BLOCK_ROWS))](
+    heads, blocks = layers * query_heads, triton.cdiv(rows, _block_rows(rows))
+    assert workspace.arrived.numel() >= heads * blocks * _block_rows(rows)
+    # The blocks of a head come one after the other, so that they share its weights in the L2 cache.
+    _forecast[(blocks, heads, _PARTS)](
         hidden,
         projections,
         constants,
@@ -53,6 +85,7 @@ def forecast_step(
         positions,
         slots,
         frequency,
+        *workspace,
         out,
         rows,
         hidden.stride(0),
@@ -64,9 +97,10 @@ def forecast_step(
         WIDTH=width,
         ROTARY_PAIRS=0 if frequency is None else frequency.shape[0],
         INTERLEAVED=interleaved,
-        BLOCK_ROWS=_BLOCK_ROWS,
+        BLOCK_ROWS=_block_rows(rows),
         BLOCK_WIDTH=_BLOCK_WIDTH,
-        BLOCK_PAIRS=max(16, triton.next_power_of_2(head_dim // 2)),
+        BLOCK_PAIRS=_block_pairs(head_dim),
+        PARTS=_PARTS,
         # The interpreter multiplies no bfloat16.
         EXACT=hidden.dtype == torch.float32 or not hidden.is_cuda,
         num_stages=4,
@@ -85,6 +119,8 @@ def _forecast(
     positions,
     slots,
     frequency,
+    partial,
+    arrived,
     out,
     rows,
     hidden_row_stride,
@@ -99,11 +135,12 @@ def _forecast(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_WIDTH: tl.constexpr,
     BLOCK_PAIRS: tl.constexpr,
+    PARTS: tl.constexpr,
     EXACT: tl.constexpr,
 ):
-    """One program forecasts the queries of one head of BLOCK_ROWS rows."""
-    head = tl.program_id(0).to(tl.int64)
-    row = tl.program_id(1) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)  # [BLOCK_ROWS]
+    """PARTS programs forecast the queries of one head of BLOCK_ROWS rows."""
+    head = tl.program_id(1).to(tl.int64)
+    row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)  # [BLOCK_ROWS]
     is_row = row < rows
     slot = tl.load(slots + row, mask=is_row, other=-1)
 
@@ -125,7 +162,9 @@ def _forecast(
     squares = tl.zeros((BLOCK_ROWS, BLOCK_WIDTH), dtype=tl.float32)
     states = hidden + row.to(tl.int64)[:, None] * hidden_row_stride
     weights = projections + head * WIDTH * HEAD_DIM
-    for start in range(0, WIDTH, BLOCK_WIDTH):
+    part = tl.program_id(2)
+    SHARE: tl.constexpr = (WIDTH + PARTS * BLOCK_WIDTH - 1) // (PARTS * BLOCK_WIDTH) * BLOCK_WIDTH
+    for start in range(part * SHARE, tl.minimum((part + 1) * SHARE, WIDTH), BLOCK_WIDTH):
         element = start + tl.arange(0, BLOCK_WIDTH)
         inside = element < WIDTH
         state = tl.load(
@@ -142,8 +181,31 @@ def _forecast(
         first = tl.dot(state, of_first, first, input_precision="ieee")
         second = tl.dot(state, of_second, second, input_precision="ieee")
 
+    # The last program to arrive adds up what all have.
+    unit = head * tl.num_programs(0) + tl.program_id(0)
+    SIZE: tl.constexpr = BLOCK_ROWS * (2 * BLOCK_PAIRS + 1)
+    index = tl.arange(0, BLOCK_ROWS)
+    first_at = partial + unit * PARTS * SIZE + index[:, None] * BLOCK_PAIRS + pair[None, :]
+    second_at = first_at + BLOCK_ROWS * BLOCK_PAIRS
+    squares_at = partial + unit * PARTS * SIZE + 2 * BLOCK_ROWS * BLOCK_PAIRS + index
+    tl.store(first_at + part * SIZE, first)
+    tl.store(second_at + part * SIZE, second)
+    tl.store(squares_at + part * SIZE, tl.sum(squares, 1))
+    tl.debug_barrier()
+    if tl.atomic_add(arrived + unit, 1, sem="acq_rel") < PARTS - 1:
+        return
+    tl.store(arrived + unit, 0)  # for the next launch
+    first = tl.zeros((BLOCK_ROWS, BLOCK_PAIRS), dtype=tl.float32)
+    second = tl.zeros((BLOCK_ROWS, BLOCK_PAIRS), dtype=tl.float32)
+    square = tl.zeros((BLOCK_ROWS,), dtype=tl.float32)
+    for index in tl.static_range(PARTS):
+        # Other multiprocessors wrote them, so they are read from the L2 cache.
+        first += tl.load(first_at + index * SIZE, cache_modifier=".cg")
+        second += tl.load(second_at + index * SIZE, cache_modifier=".cg")
+        square += tl.load(squares_at + index * SIZE, cache_modifier=".cg")
+
     # The norm of the state, which is a factor on all of its products.
-    scale = (1.0 / tl.sqrt_rn(tl.sum(squares, 1) / WIDTH + norm_epsilon))[:, None]
+    scale = (1.0 / tl.sqrt_rn(square / WIDTH + norm_epsilon))[:, None]
     own = head * HEAD_DIM
     added_first = tl.load(constants + own + first_dim, mask=is_pair, other=0.0)
     added_second = tl.load(constants + own + second_dim, mask=is_pair, other=0.0)

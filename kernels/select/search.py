@@ -70,12 +70,12 @@ def find_rank(keys, tokens, low, high, count):
     """Find the key and token that exactly `count` of the ranks in the vectors reach."""
     key = search(keys, low, high, count, count)
     # Usually nothing shares the key, and every token reaches zero.
-    sharing = tl.zeros_like(tokens[0])
-    above = tl.zeros_like(tokens[0])
-    for index in tl.static_range(len(keys)):
-        sharing += (keys[index] == key).to(tl.int32)
-        above += (keys[index] > key).to(tl.int32)
-    sharing, above = tl.sum(sharing), tl.sum(above)
+    reached = reaching(keys[0], key, key + 1)
+    for index in tl.static_range(1, len(keys)):
+        reached += reaching(keys[index], key, key + 1)
+    reached = tl.sum(reached)
+    above = (reached >> 16) & 0xFFFF
+    sharing = (reached & 0xFFFF) - above
     token = tl.zeros_like(key)
     if above + sharing > count:
         newest = (tl.where(keys[0] == key, tokens[0], -1),)

@@ -261,23 +261,22 @@ def _raise_bound(scores, start, stop, slot_ranks, low, high, fewest, WIDTH: tl.c
 
 
 @triton.jit
-def _write_entering(keys, tokens, key, token, entering, count, ENTERING: tl.constexpr):
+def _write_entering(keys, tokens, key, token, counter, entering, count, ENTERING: tl.constexpr):
     """Write the `count` tokens whose ranks reach the given one, in the order of tokens."""
-    # In the order of the vectors.
-    written = 0
+    tl.store(counter, 0)
+    tl.debug_barrier()
     for index in tl.static_range(len(keys)):
         enters = reaches(keys[index], tokens[index], key, token)
-        order = written + tl.cumsum(enters.to(tl.int32)) - 1
-        tl.store(entering + order, tokens[index], mask=enters)
-        written += tl.sum(enters.to(tl.int32))
+        _append(entering, counter, count, tokens[index], enters, keys[0].shape[0])
     tl.debug_barrier()
     # Sorted: a token's place is how many others are smaller.
+    OTHERS: tl.constexpr = min(ENTERING, 64)
     place = tl.arange(0, ENTERING)
     used = place < count
     found = tl.load(entering + place, mask=used, other=0)
     order = tl.zeros((ENTERING,), tl.int32)
-    for first in range(0, count, 16):
-        other = first + tl.arange(0, 16)
+    for first in range(0, count, OTHERS):
+        other = first + tl.arange(0, OTHERS)
         others = tl.load(entering + other, mask=other < count, other=0x7FFFFFFF)
         order += tl.sum((others[None, :] < found[:, None]).to(tl.int32), axis=1)
     tl.debug_barrier()
@@ -301,19 +300,71 @@ def _spare_highest(stays, keys, tokens, highest, count):
 
 
 @triton.jit
-def _fill_slots(mirror, stays, entering, entering_slots, count, BUDGET: tl.constexpr, slot):
+def _fill_slots(mirror, stays, entering, entering_slots, empties, count, BUDGET: tl.constexpr):
     """Put the entering tokens into empty slots, and then into those whose token does not stay.
 
-    Where those are more, the first are taken.
+    Where those are more, the first are taken. `empties` is how many slots are empty.
     """
+    slot = tl.arange(0, stays.shape[0])
     inside = slot < BUDGET
     token = tl.load(mirror + slot, mask=inside, other=0)
     empty = (inside & (token < 0)).to(tl.int32)
     left = (inside & (token >= 0) & (stays == 0)).to(tl.int32)
-    order = tl.where(empty > 0, tl.cumsum(empty), tl.sum(empty) + tl.cumsum(left)) - 1
+    before = tl.cumsum(empty + (left << 16))  # two sums in one
+    order = tl.where(empty > 0, before & 0xFFFF, empties + (before >> 16)) - 1
     takes = (empty + left > 0) & (order < count)
     tl.store(mirror + slot, tl.load(entering + order, mask=takes), mask=takes)
     tl.store(entering_slots + order, slot, mask=takes)
+
+
+@triton.jit
+def _exchange(
+    keys,
+    tokens,
+    in_slots,
+    bounds,
+    scratch,
+    out,
+    BUDGET: tl.constexpr,
+    CAPACITY: tl.constexpr,
+    ENTERING: tl.constexpr,
+):
+    """Let the best tokens stay in their slots, and others of the best enter; return how many.
+
+    Args:
+        keys, tokens: vectors of the tokens that are listed.
+        in_slots: keys and tokens of those in slots; how many slots are empty, and how many tokens
+            are to be in slots.
+        bounds: a key that `depth` keys reach, the highest of all, and `depth`: so many of the best
+            stay, if they are in slots.
+        scratch: a counter.
+        out: the unit's mirror, entering tokens and their slots, and its row's counts.
+    """
+    slot_keys, slot_tokens, empties, wished = in_slots
+    low, highest, depth = bounds
+    mirror, entering, entering_slots, counts = out
+    # The exact rank of the best `depth`: which tokens stay in their slots.
+    every_key, every_token = (slot_keys,) + keys, (slot_tokens,) + tokens  # noqa: RUF005
+    key, token = find_rank(every_key, every_token, low, highest + 1, depth)
+    stays = reaches(slot_keys, slot_tokens, key, token).to(tl.int32)
+    staying = tl.sum(stays)
+    wanted = wished - staying
+    enter_count = tl.minimum(wanted, CAPACITY)
+    if enter_count > 0:
+        if wanted > CAPACITY:
+            # Of the tokens that fell out as many stay as do not have to leave.
+            leaving = tl.maximum(enter_count - empties, 0)
+            spared = BUDGET - empties - staying - leaving
+            stays = _spare_highest(stays, slot_keys, slot_tokens, key, spared)
+        # Those that enter are among the best `depth`, and so in the list.
+        key, token = find_rank(keys, tokens, key, highest + 1, enter_count)
+        _write_entering(keys, tokens, key, token, scratch, entering, enter_count, ENTERING)
+        tl.debug_barrier()
+        _fill_slots(mirror, stays, entering, entering_slots, empties, enter_count, BUDGET)
+        tl.atomic_add(counts, enter_count)
+        if wanted > CAPACITY:
+            tl.atomic_add(counts + 1, wanted - CAPACITY)
+    return enter_count
 
 
 @triton.jit(
@@ -375,7 +426,7 @@ def _select(
         slot = tl.arange(0, WIDTH)  # [WIDTH], as all vectors below
         slot_tokens = tl.load(mirror + slot, mask=slot < BUDGET, other=-1)
         competes = (slot_tokens >= start) & (slot_tokens < stop)
-        empty = tl.sum(((slot < BUDGET) & (slot_tokens < 0)).to(tl.int32))
+        empties = tl.sum(((slot < BUDGET) & (slot_tokens < 0)).to(tl.int32))
         slot_tokens = tl.where(competes, slot_tokens, 0)
         slot_keys = _load_keys(scores, slot_tokens, competes, start, stop)
         slot_keys = tl.where(competes, slot_keys, _LOWEST)
@@ -397,35 +448,27 @@ def _select(
             low = (bound >> 32).to(tl.int32)
             listed = _list_outsiders(scores, start, stop, maxima, bound, counters, entries, WIDTH)
         lower = tl.load(entries + slot, mask=slot < listed, other=_LOWEST_RANK)
-        upper = tl.load(entries + WIDTH + slot, mask=WIDTH + slot < listed, other=_LOWEST_RANK)
-        keys = ((lower >> 32).to(tl.int32), (upper >> 32).to(tl.int32))
-        tokens = (lower.to(tl.int32), upper.to(tl.int32))
-
-        # The exact rank of the best `depth`: which tokens stay in their slots.
-        key, token = find_rank(
-            (keys[0], keys[1], slot_keys),
-            (tokens[0], tokens[1], slot_tokens),
-            low,
-            highest + 1,
-            depth,
-        )
-        stays = reaches(slot_keys, slot_tokens, key, token).to(tl.int32)
-        wanted = tl.minimum(BUDGET, candidates) - tl.sum(stays)
-        enter_count = tl.minimum(wanted, CAPACITY)
-        if enter_count > 0:
-            if wanted > CAPACITY:
-                # Of the tokens that fell out as many stay as do not have to leave.
-                leaving = tl.maximum(enter_count - empty, 0)
-                spared = BUDGET - empty - tl.sum(stays) - leaving
-                stays = _spare_highest(stays, slot_keys, slot_tokens, key, spared)
-            # Those that enter are among the best `depth`, and so in the list.
-            key, token = find_rank(keys, tokens, key, highest + 1, enter_count)
-            _write_entering(keys, tokens, key, token, entering, enter_count, ENTERING)
-            tl.debug_barrier()
-            _fill_slots(mirror, stays, entering, entering_slots, enter_count, BUDGET, slot)
-            tl.atomic_add(counts + row * 2, enter_count)
-            if wanted > CAPACITY:
-                tl.atomic_add(counts + row * 2 + 1, wanted - CAPACITY)
+        key, token = (lower >> 32).to(tl.int32), lower.to(tl.int32)
+        in_slots = (slot_keys, slot_tokens, empties, tl.minimum(BUDGET, candidates))
+        bounds = (low, highest, depth)
+        out = (mirror, entering, entering_slots, counts + row * 2)
+        if listed > WIDTH:
+            upper = tl.load(entries + WIDTH + slot, mask=WIDTH + slot < listed, other=_LOWEST_RANK)
+            enter_count = _exchange(
+                (key, (upper >> 32).to(tl.int32)),
+                (token, upper.to(tl.int32)),
+                in_slots,
+                bounds,
+                counters,
+                out,
+                BUDGET,
+                CAPACITY,
+                ENTERING,
+            )
+        else:  # as nearly always: counts are of fewer
+            enter_count = _exchange(
+                (key,), (token,), in_slots, bounds, counters, out, BUDGET, CAPACITY, ENTERING
+            )
 
     # Padding behind the tokens that enter.
     pad = tl.arange(0, ENTERING)

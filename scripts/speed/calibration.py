@@ -26,7 +26,7 @@ def needs_calibration(engine: dict[str, Any]) -> bool:
 
 
 def write_blank(folder: Path, config: dict[str, Any], engine: dict[str, Any]) -> None:
-    """Write one: no corrections, random queries where only those are told, keys sketched as they are.
+    """Write one: random directions where only these are told, and keys sketched as they are.
 
     Args:
         folder: to write.

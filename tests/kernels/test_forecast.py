@@ -51,6 +51,7 @@ class Step:
 
     def forecast(self, implementation: Any) -> Tensor:
         out = torch.full(self.shape, POISON, device=self.slots.device)
+        workspace = implementation.forecast_workspace(*self.shape, self.slots.device)
         implementation.forecast_step(
             self.hidden,
             self.projections,
@@ -63,6 +64,7 @@ class Step:
             self.scale,
             NORM_EPSILON,
             QUERY_NORM_EPSILON,
+            workspace,
             out,
         )
         return out
