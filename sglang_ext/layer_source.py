@@ -73,11 +73,10 @@ class LayerSource:
             None where only the token before can tell them, and no calibration says how.
         """
         correction = self._corrections.get(self._first + layer)
-        projection = projection_of(self._layers[layer], torch.float32)
-        if self._sources[self._first + layer].is_before:
-            if correction is None:
-                return None
-            projection[:-1] = 0  # of the token itself
+        is_before = self._sources[self._first + layer].is_before
+        if is_before and correction is None:
+            return None
+        projection = projection_of(self._layers[layer], torch.float32, is_before)
         if correction is not None:
             left, right = (part.to(projection.device) for part in correction)
             projection[:-1] += (left @ right).view(projection[:-1].shape)

@@ -79,8 +79,11 @@ def _parameters(layer: torch.nn.Module) -> Any:
 
 
 @torch.no_grad()
-def projection_of(layer: DecoderLayer, dtype: torch.dtype) -> Tensor:
+def projection_of(layer: DecoderLayer, dtype: torch.dtype, is_before: bool = False) -> Tensor:
     """By what a layer's queries are made, see protocol.Projection.
+
+    Of the hidden state of the token before (`is_before`) the model's weights make none: that begins
+    with zeros, which a calibration corrects.
 
     The weights are read off what SGLang's kernel makes of unit vectors, so that it decodes them if
     they are held in FP8, by scales of tensors, channels or blocks, and in whatever layout. The bias
@@ -91,15 +94,16 @@ def projection_of(layer: DecoderLayer, dtype: torch.dtype) -> Tensor:
     """
     weights, projection = layer.input_norm.weight.detach(), layer.projection
     width, of_queries = weights.shape[0], layer.query_heads * layer.head_dim
-    rows = weights.new_empty((width + 2, of_queries), dtype=torch.float32)
+    rows = weights.new_zeros((width + 2, of_queries), dtype=torch.float32)
     unit = _unit(projection)
-    for start in range(0, width, _BLOCK_ROWS):
+    for start in range(0, 0 if is_before else width, _BLOCK_ROWS):
         stop = min(start + _BLOCK_ROWS, width)
         units = weights.new_zeros((stop - start, width))
         units[:, start:stop].fill_diagonal_(unit)
         made = projection.quant_method.apply(projection, units)[:, :of_queries].float()
         rows[start:stop] = weights[start:stop, None].float() * made / unit
-    rows[width] = 0.0 if projection.bias is None else projection.bias[:of_queries].float()
+    if projection.bias is not None and not is_before:
+        rows[width] = projection.bias[:of_queries].float()
     rows[width + 1] = 1.0
     if layer.query_norm is not None:
         rows[width + 1] = layer.query_norm.weight.detach().float().repeat(layer.query_heads)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import functools
 import gc
 import importlib.util
+import itertools
 import statistics
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -39,8 +41,8 @@ def copy_bandwidth() -> float:
     return 2 * source.nbytes / (1e-6 * median_microseconds(lambda: target.copy_(source)))
 
 
-def kernel_rows(config: CacheRankConfig, rows: int, tokens: int) -> list[dict[str, Any]]:
-    """Time the kernels of one layer group."""
+def kernel_rows(config: CacheRankConfig, rows: int, tokens: int) -> Iterator[dict[str, Any]]:
+    """Time the kernels of one layer group, one after the other."""
     triton, torch_only = operations_for(DEVICE), operations_for(CPU)
     budget, capacity, pages = config.sparse_budget, config.delta_capacity, tokens // PAGE_TOKENS
     heads = (rows, GROUP_LAYERS, KV_HEADS)
@@ -67,10 +69,9 @@ def kernel_rows(config: CacheRankConfig, rows: int, tokens: int) -> list[dict[st
         applied = torch.empty_like(slots)
     workspace = triton.score_workspace(*heads, QUERY_HEADS // KV_HEADS, tokens, DEVICE)
     scratch = triton.select_workspace(*heads, budget, config.selection_margin, DEVICE)
-    results: list[dict[str, Any]] = []
 
-    def note(kernel: str, us: float, torch_us: float | None, moved: int) -> None:
-        results.append({"kernel": kernel, "us": us, "torch_us": torch_us, "bytes": moved})
+    def row(kernel: str, us: float, torch_us: float | None, moved: int) -> dict[str, Any]:
+        return {"kernel": kernel, "us": us, "torch_us": torch_us, "bytes": moved}
 
     def score(operations: Any, held: torch.Tensor) -> Callable[[], None]:
         step = (queries, held, table, slots, positions, 0, HEAD_DIM**-0.5)
@@ -78,7 +79,9 @@ def kernel_rows(config: CacheRankConfig, rows: int, tokens: int) -> list[dict[st
 
     for name, held in (("bf16", keys), ("fp8", keys.to(torch.float8_e4m3fn))):
         plain = median_microseconds(score(torch_only, held), 3) if held is keys else None
-        note(f"score, {name} keys", median_microseconds(score(triton, held)), plain, held.nbytes)
+        yield row(
+            f"score, {name} keys", median_microseconds(score(triton, held)), plain, held.nbytes
+        )
 
     score(triton, keys)()
     fresh = scores.clone()
@@ -110,9 +113,9 @@ def kernel_rows(config: CacheRankConfig, rows: int, tokens: int) -> list[dict[st
         took = median_microseconds(select_again) - median_microseconds(restore)
         plain = median_microseconds(lambda: torch.topk(fresh, budget, dim=-1))
         name = f"select, {units} rows, {entered:.0f} of {budget} enter"
-        note(name, took, plain, fresh.nbytes)
+        yield row(name, took, plain, fresh.nbytes)
 
-    results.extend(flashinfer_top_k(fresh.view(units, tokens), budget))
+    yield from flashinfer_top_k(fresh.view(units, tokens), budget)
 
     def gather(operations: Any) -> Callable[[], None]:
         held = (keys, values, table, slots, 0)
@@ -124,11 +127,10 @@ def kernel_rows(config: CacheRankConfig, rows: int, tokens: int) -> list[dict[st
 
     for name, call in (("gather", gather), ("scatter", scatter)):
         took, plain = (median_microseconds(call(way)) for way in (triton, torch_only))
-        note(f"{name}, {capacity} tokens a row", took, plain, 2 * 2 * out.nbytes)
-    return results
+        yield row(f"{name}, {capacity} tokens a row", took, plain, 2 * 2 * out.nbytes)
 
 
-def flashinfer_top_k(scores: torch.Tensor, count: int) -> list[dict[str, Any]]:
+def flashinfer_top_k(scores: torch.Tensor, count: int) -> Iterator[dict[str, Any]]:
     """Time FlashInfer's top-k, if it is installed.
 
     It is only a part of a selection: that finds the best k + margin too, ranks positions within
@@ -139,33 +141,41 @@ def flashinfer_top_k(scores: torch.Tensor, count: int) -> list[dict[str, Any]]:
         count: how many are found in each row.
     """
     if importlib.util.find_spec("flashinfer") is None:
-        return []
+        return
     top_k = importlib.import_module("flashinfer").top_k
     expected = torch.topk(scores, count).values
     plain = median_microseconds(lambda: torch.topk(scores, count))
-    results: list[dict[str, Any]] = []
     for which, ties in (("any", 0), ("newer", 2)):  # flashinfer.TopKTieBreak; ours is the second
         find = functools.partial(top_k, scores, count, tie_break=ties)
         is_exact = torch.equal(find()[0].sort(descending=True).values, expected)
         name = f"FlashInfer, top {count} alone, {which} of equals{'' if is_exact else ', WRONG'}"
         took = median_microseconds(find)
-        results.append({"kernel": name, "us": took, "torch_us": plain, "bytes": scores.nbytes})
-    return results
+        yield {"kernel": name, "us": took, "torch_us": plain, "bytes": scores.nbytes}
 
 
-def measure(rows: int, tokens: int) -> dict[str, Any]:
-    """Time the kernels and the steps of so many sequences of so many tokens; `--json`."""
-    model = model_shape(model_config("qwen3-8b"))
-    config = CacheRankConfig(model, layers_per_group=GROUP_LAYERS, max_rows=rows)
-    bandwidth = copy_bandwidth()
-    results = kernel_rows(config, rows, tokens)
-    torch.cuda.empty_cache()
+def whole_steps(config: CacheRankConfig, tokens: int) -> Iterator[dict[str, Any]]:
+    """Time whole steps of a cache rank."""
     for keys in ("resident", "fp8"):
+        torch.cuda.empty_cache()
         variant = msgspec.structs.replace(config, score_keys=keys)
         found = measure_cache_step(variant, tokens, STEPS, DEVICE)
         time = 1e6 * statistics.median(found.seconds)
-        results.append({"kernel": f"whole step, score keys {keys}", "us": time})
-        torch.cuda.empty_cache()
+        yield {"kernel": f"whole step, score keys {keys}", "us": time}
+    torch.cuda.empty_cache()
+
+
+def measure(rows: int, tokens: int) -> dict[str, Any]:
+    """Time the kernels and the steps of so many sequences of so many tokens; `--json`.
+
+    Says each time as soon as there is one: some kernels take long to compile.
+    """
+    model = model_shape(model_config("qwen3-8b"))
+    config = CacheRankConfig(model, layers_per_group=GROUP_LAYERS, max_rows=rows)
+    bandwidth = copy_bandwidth()
+    results: list[dict[str, Any]] = []
+    for row in itertools.chain(kernel_rows(config, rows, tokens), whole_steps(config, tokens)):
+        print(f"{row['kernel']}: {row['us']:.0f} µs", file=sys.stderr, flush=True)
+        results.append(row)
     for row in results:
         moved = row.get("bytes")
         row["share"] = moved / (1e-6 * row["us"]) / bandwidth if moved else None

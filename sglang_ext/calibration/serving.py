@@ -67,11 +67,9 @@ class Calibrating:
         self._key_collector.stop()
         bases = {layer: key_basis(held) for layer, held in self._key_collector.moments.items()}
         plain = {
-            layer: projection_of(self._layers[layer], torch.float32) for layer in self._sources
+            layer: projection_of(self._layers[layer], torch.float32, source.is_before)
+            for layer, source in self._sources.items()
         }
-        for layer, source in self._sources.items():
-            if source.is_before:  # which the model's own projection knows nothing of
-                plain[layer][:-1] = 0
         corrections = {
             layer: fit(equations[layer], _flat(projection), rank, ridge)
             for layer, projection in plain.items()

@@ -149,6 +149,10 @@ def test_weights_are_read_exactly_whatever_holds_them(scheme: str, device: torch
     torch.testing.assert_close(found[:WIDTH].flatten(1), expected, rtol=2**-7, atol=0)
     assert torch.equal(found[WIDTH].flatten(), bias[:OF_QUERIES].float())
     assert torch.equal(found[WIDTH + 1], norms[1].weight.float().expand(QUERY_HEADS, -1))
+    # Weights know nothing of what the token before says, and a query has its norm all the same.
+    before = projection_of(layer, torch.float32, is_before=True)
+    assert bool((before[:-1] == 0).all())
+    assert torch.equal(before[-1], found[-1])
 
 
 @pytest.mark.usefixtures("kernels")
