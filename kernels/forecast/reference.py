@@ -22,11 +22,13 @@ from torch import Tensor
 
 
 class ForecastWorkspace(NamedTuple):
-    """Scratch of the Triton kernel, where several programs share the sums of a row and head.
+    """Scratch of one launch. The reference needs none; these are the shapes of triton.py.
+
+    Units are heads of a layer and blocks of rows. Several programs share the sums of a unit.
 
     Attributes:
-        partial: float32, what each of them has summed up.
-        arrived: (units,) int32, how many of them have; zero between launches.
+        partial: (units, parts, sums) float32, what each of them has summed up.
+        arrived: (units,) int32, how many of them have; 0 between launches.
     """
 
     partial: Tensor

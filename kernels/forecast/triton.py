@@ -33,10 +33,10 @@ def forecast_workspace(
     rows: int, layers: int, query_heads: int, head_dim: int, device: torch.device
 ) -> ForecastWorkspace:
     """Make scratch for `rows` rows. One launch after another may use it on one stream."""
-    most_rows = triton.cdiv(rows, _block_rows(rows)) * _block_rows(rows)
-    units, pairs = layers * query_heads * most_rows, _block_pairs(head_dim)
+    units = layers * query_heads * triton.cdiv(rows, _block_rows(rows))
+    sums = _block_rows(rows) * (2 * _block_pairs(head_dim) + 1)
     return ForecastWorkspace(
-        partial=torch.empty((units, _PARTS, 2 * pairs + 1), device=device),
+        partial=torch.empty((units, _PARTS, sums), device=device),
         arrived=torch.zeros(units, dtype=torch.int32, device=device),
     )
 
@@ -75,7 +75,7 @@ def forecast_step(
     assert out.is_contiguous()
     assert out.dtype == torch.float32
     heads, blocks = layers * query_heads, triton.cdiv(rows, _block_rows(rows))
-    assert workspace.arrived.numel() >= heads * blocks * _block_rows(rows)
+    assert workspace.arrived.numel() >= heads * blocks
     # The blocks of a head come one after the other, so that they share its weights in the L2 cache.
     _forecast[(blocks, heads, _PARTS)](
         hidden,

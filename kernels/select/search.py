@@ -32,15 +32,29 @@ def reaching(numbers, first, second):
 
 
 @triton.jit
+def sum_reaching(vectors, first, second):
+    """The sum of `reaching` over all numbers of some vectors."""
+    reached = reaching(vectors[0], first, second)
+    for index in tl.static_range(1, len(vectors)):
+        reached += reaching(vectors[index], first, second)
+    return tl.sum(reached)
+
+
+@triton.jit
+def counts_of(reached):
+    """How many numbers reach the first of two probes, and the second, from a sum of `reaching`."""
+    FIELD: tl.constexpr = reached.dtype.primitive_bitwidth // 2
+    return reached & ((1 << FIELD) - 1), (reached >> FIELD) & ((1 << FIELD) - 1)
+
+
+@triton.jit
 def narrow(low, high, first, second, reached, fewest, most):
     """Take one step of a search for a bound that `fewest` to `most` numbers reach.
 
     `reached` is the sum of `reaching` over all numbers. The third of the interval that has the
     bound is left; or the bound alone, where an end of a third is one.
     """
-    FIELD: tl.constexpr = reached.dtype.primitive_bitwidth // 2
-    by_first = reached & ((1 << FIELD) - 1)
-    by_second = (reached >> FIELD) & ((1 << FIELD) - 1)
+    by_first, by_second = counts_of(reached)
     found = tl.where(by_second >= fewest, by_second, by_first)
     above = tl.where(by_second < fewest, second, high)
     above = tl.where(by_first < fewest, first, above)
@@ -58,10 +72,8 @@ def search(vectors, low, high, fewest, most):
     """
     while distance(low, high) > 1:
         first, second = thirds(low, high)
-        reached = reaching(vectors[0], first, second)
-        for index in tl.static_range(1, len(vectors)):
-            reached += reaching(vectors[index], first, second)
-        low, high = narrow(low, high, first, second, tl.sum(reached), fewest, most)
+        reached = sum_reaching(vectors, first, second)
+        low, high = narrow(low, high, first, second, reached, fewest, most)
     return low
 
 
@@ -70,14 +82,9 @@ def find_rank(keys, tokens, low, high, count):
     """Find the key and token that exactly `count` of the ranks in the vectors reach."""
     key = search(keys, low, high, count, count)
     # Usually nothing shares the key, and every token reaches zero.
-    reached = reaching(keys[0], key, key + 1)
-    for index in tl.static_range(1, len(keys)):
-        reached += reaching(keys[index], key, key + 1)
-    reached = tl.sum(reached)
-    above = (reached >> 16) & 0xFFFF
-    sharing = (reached & 0xFFFF) - above
+    reached, above = counts_of(sum_reaching(keys, key, key + 1))
     token = tl.zeros_like(key)
-    if above + sharing > count:
+    if reached > count:
         newest = (tl.where(keys[0] == key, tokens[0], -1),)
         for index in tl.static_range(1, len(keys)):
             more = tl.where(keys[index] == key, tokens[index], -1)
