@@ -15,12 +15,13 @@ from cache_rank_kernels.coded.format import Format, Layout
 from cache_rank_kernels.coded.reference import CodedTokens
 from cache_rank_kernels.score.reference import ScoreWorkspace
 from cache_rank_kernels.score.triton import (
-    finish_unit,
+    finish_scores,
     multiplies_float32,
     score_constants,
     score_full_precision,
     score_grid,
     scratch,
+    sum_up_chunk,
 )
 from torch import Tensor
 
@@ -130,7 +131,7 @@ def score_codes(
     registers: int | None = None,
     **options: int,
 ) -> None:
-    """See the reference. One launch; D is a power of two, on a GPU of at least 64.
+    """See the reference. Two launches; D is a power of two, on a GPU of at least 64.
 
     Args:
         rounded: whether logits are kept in float16; by default unless scores are to be exact.
@@ -138,6 +139,8 @@ def score_codes(
         options: options of the format; only time and the last bits depend on them.
     """
     parameters, key_ring = of.scoring(tokens, queries, out, exact, **options), tokens.rings[0]
+    constants = score_constants(queries, workspace, out)
+    logits, partial = scratch(workspace, not exact if rounded is None else rounded)
     _score[score_grid(out)](
         queries,
         tokens.planes[0],
@@ -146,13 +149,13 @@ def score_codes(
         page_table,
         slots,
         positions,
-        *scratch(workspace, not exact if rounded is None else rounded),
-        out,
+        logits,
+        partial,
         first_layer=first_layer,
         scale=scale,
         page_stride=page_table.stride(0),
         capacity=out.shape[-1],
-        **score_constants(queries, workspace, out),
+        **constants,
         RING_BLOCK=_RING_BLOCK,
         STAGES=stages,
         LOGITS=of.logits,
@@ -163,6 +166,7 @@ def score_codes(
         num_warps=warps,
         maxnreg=registers,
     )
+    finish_scores(logits, partial, slots, positions, constants["GROUP"], out)
 
 
 @triton.jit
@@ -306,8 +310,6 @@ def _score(
     positions,
     logits,
     partial,
-    arrived,
-    out,
     first_layer,
     scale,
     page_stride,
@@ -381,14 +383,5 @@ def _score(
                 EXACT=EXACT,
                 COARSE=False,
             )
-        finish_unit(
-            chunk,
-            tokens,
-            unit_logits,
-            partial + unit * tl.cdiv(capacity, CHUNK) * 2 * PADDED,
-            arrived + unit,
-            out + unit * capacity,
-            GROUP,
-            PADDED,
-            CHUNK,
-        )
+        share = partial + (unit * tl.cdiv(capacity, CHUNK) + chunk) * 2 * PADDED
+        sum_up_chunk(start, stop, unit_logits, share, PADDED, CHUNK)

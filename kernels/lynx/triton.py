@@ -96,7 +96,7 @@ def _scoring(
     codec, head_dim = _codec(tokens), queries.shape[-1]
     alpha, in_full = codec.alpha, codec.reads_in_full(exact)
     chunks = chunks or min(PAGE // CHUNK, max(1, _SCORED_ELEMENTS // (CHUNK * head_dim)))
-    columns = digit_columns(queries, out, 2)
+    columns = digit_columns(queries, out)
     constants = _Scoring(CHUNK, chunks, columns, in_full, instructions(alpha, in_full))
     device = queries.device
     return Parameters((fractions_of_levels(alpha, device), table_words(alpha, device)), constants)

@@ -1,11 +1,13 @@
 """Packed keys are scored, blocks first and then the tokens of the best blocks, Triton.
 
-A step takes four launches, or the first two where every token is scored by itself:
+A step takes six launches, or the first three where every token is scored by itself:
 
     rotate_queries  rotates queries by each strategy of their sequence
-    _score          scores all tokens, those in blocks by the keys of their blocks
+    _score          computes the logits of all tokens, those in blocks by the keys of their blocks
+    finish_scores   turns logits into scores
     bound_unit      finds the score that as many tokens reach as are scored by themselves
-    _score          scores these tokens by their own keys, and then all tokens again
+    _score          computes the logits of these tokens by their own keys
+    finish_scores   turns the logits of all tokens into scores again
 """
 
 from __future__ import annotations
@@ -29,12 +31,14 @@ from cache_rank_kernels.mosaickv.store import PackedStore
 from cache_rank_kernels.mosaickv.unpacking import in_words
 from cache_rank_kernels.score.reference import ScoreWorkspace
 from cache_rank_kernels.score.triton import (
-    finish_unit,
+    finish_scores,
     multiplies_float32,
     score_constants,
     score_full_precision,
     score_grid,
     score_workspace,
+    scratch,
+    sum_up_chunk,
 )
 from torch import Tensor
 
@@ -77,7 +81,7 @@ def score_packed_workspace(
     layout, device = Layout.of(store), store.strategy_of.device
     units, exact = rows * layers * layout.kv_heads, multiplies_float32(store.rings[0])
     of_tokens = score_workspace(rows, layers, layout.kv_heads, group, capacity, device)
-    columns = max(4 * of_tokens.logits.shape[-1], 16)  # PARTS * PADDED, see `score_constants`
+    columns = max(4 * of_tokens.partial.shape[-1], 16)  # PARTS * PADDED, see `score_constants`
     return PackedWorkspace(
         of_tokens,
         rotated_queries(store, units, strategies, group, columns, exact),
@@ -103,6 +107,7 @@ def score_packed_step(
     """See the reference. 16 divides the capacity."""
     layout, constants = Layout.of(store), score_constants(queries, workspace.of_tokens, out)
     key_ring, (chunks, units) = store.rings[0], score_grid(out)
+    logits, partial = scratch(workspace.of_tokens, rounded=False)
     rotated = workspace.rotated
     strategies = rotated.parts.shape[1]
     assert out.shape[-1] % 16 == 0
@@ -153,9 +158,8 @@ def score_packed_step(
             workspace.listed,
             workspace.bounds,
             workspace.oldest,
-            logits=workspace.of_tokens.logits,
-            partial=workspace.of_tokens.partial,
-            arrived=workspace.of_tokens.arrived,
+            logits=logits,
+            partial=partial,
             out=out,
             scale=scale,
             page_stride=page_table.stride(0),
@@ -168,6 +172,7 @@ def score_packed_step(
             EXACT=multiplies_float32(key_ring),
             maxnreg=_REGISTERS,
         )
+        finish_scores(logits, partial, slots, positions, constants["GROUP"], out)
 
 
 @triton.jit(
@@ -195,7 +200,6 @@ def _score(
     oldest,
     logits,
     partial,
-    arrived,
     out,
     first_layer,
     scale,
@@ -319,14 +323,5 @@ def _score(
             EXACT=EXACT,
             COARSE=False,
         )
-    finish_unit(
-        chunk,
-        tokens,
-        unit_logits,
-        partial + unit * tl.cdiv(capacity, CHUNK) * 2 * PADDED,
-        arrived + unit,
-        unit_out,
-        GROUP,
-        PADDED,
-        CHUNK,
-    )
+    share = partial + (unit * tl.cdiv(capacity, CHUNK) + chunk) * 2 * PADDED
+    sum_up_chunk(start, stop, unit_logits, share, PADDED, CHUNK)

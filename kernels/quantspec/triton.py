@@ -20,8 +20,10 @@ from cache_rank_kernels.coded import triton as coded
 from cache_rank_kernels.coded.digits import (
     digit_columns,
     load_query_half,
-    query_digits,
+    split_digits,
     sum_of_digits,
+    unit_of_heads,
+    unit_of_rows,
 )
 from cache_rank_kernels.coded.format import Format, Parameters
 from cache_rank_kernels.coded.reference import CodedTokens
@@ -42,12 +44,10 @@ class _Scoring(NamedTuple):
 
     Attributes:
         bits: how many bits of a key are read, 4 or 8.
-        digits: how many digits a query has.
         columns: how many columns of the product a query head has.
     """
 
     bits: int
-    digits: int
     columns: int
 
 
@@ -55,14 +55,10 @@ def _encoding(tokens: CodedTokens) -> Parameters:
     return Parameters((), _NoConstants())
 
 
-def _scoring(
-    tokens: CodedTokens, queries: Tensor, out: Tensor, exact: bool, digits: int = 2
-) -> Parameters:
-    """Queries are rounded to 8 `digits` - 2 bits; see `query_digits`."""
+def _scoring(tokens: CodedTokens, queries: Tensor, out: Tensor, exact: bool) -> Parameters:
     codec = tokens.codecs[0]
     assert isinstance(codec, QuantSpecCodec)
-    columns = digit_columns(queries, out, digits)
-    return Parameters((), _Scoring(codec.bits(exact), digits, columns))
+    return Parameters((), _Scoring(codec.bits(exact), digit_columns(queries, out)))
 
 
 @triton.jit
@@ -236,28 +232,29 @@ def _logits(
     # [PADDED, D / 2] each
     low_query = load_query_half(queries, 0, scale, GROUP, PADDED, LAYOUT.head_dim)
     high_query = load_query_half(queries, 1, scale, GROUP, PADDED, LAYOUT.head_dim)
+    # The same in units in which they fit the digits: [PADDED * columns, D / 2] each
+    COLUMNS: tl.constexpr = CONSTANTS.columns
+    low_numbers = load_query_half(queries, 0, scale, GROUP, PADDED, LAYOUT.head_dim, COLUMNS)
+    high_numbers = load_query_half(queries, 1, scale, GROUP, PADDED, LAYOUT.head_dim, COLUMNS)
+    unit = unit_of_rows(tl.max(tl.maximum(tl.abs(low_numbers), tl.abs(high_numbers)), axis=1))
+    low_numbers, high_numbers = low_numbers / unit[:, None], high_numbers / unit[:, None]
+    query_unit = unit_of_heads(unit, COLUMNS, PADDED)
     dims, token = tl.arange(0, HALF), tl.arange(0, SIZE)
     # Group after group. Stages of the loop, unlike those of a launch, bring the zeros ahead too.
     for first in tl.range(start, coded_stop, SIZE, num_stages=STAGES):
         page = tl.load(pages + first // LAYOUT.page).to(tl.int64)
         tile = (page * LAYOUT.layers + layer) * LAYOUT.kv_heads + head
         group = tile * (LAYOUT.page // SIZE) + first % LAYOUT.page // SIZE
-        # Queries times scales, in digits, and what the zeros add.
+        # Queries times scales, in digits, and what the zeros add. A unit of scales is a power of
+        # two for the whole group: one for each head would take as long as the products.
         channel = group * LAYOUT.head_dim + dims
-        low_folded = low_query * tl.load(scales + channel).to(tl.float32)[None, :]
-        high_folded = high_query * tl.load(scales + channel + HALF).to(tl.float32)[None, :]
+        low_scale = tl.load(scales + channel).to(tl.float32)
+        high_scale = tl.load(scales + channel + HALF).to(tl.float32)
         low_rest = low_query * tl.load(zeros + channel).to(tl.float32)[None, :]
         high_rest = high_query * tl.load(zeros + channel + HALF).to(tl.float32)[None, :]
-        query_unit = power_below(
-            tl.max(tl.maximum(tl.abs(low_folded), tl.abs(high_folded)), axis=1)
-        )
-        low_digits = query_digits(
-            low_folded, query_unit, CONSTANTS.digits, CONSTANTS.columns, PADDED, HALF
-        )
-        high_digits = query_digits(
-            high_folded, query_unit, CONSTANTS.digits, CONSTANTS.columns, PADDED, HALF
-        )
-
+        scale_unit = power_below(tl.max(tl.maximum(low_scale, high_scale), axis=0))
+        low_digits = split_digits(low_numbers * (low_scale / scale_unit)[None, :], COLUMNS)
+        high_digits = split_digits(high_numbers * (high_scale / scale_unit)[None, :], COLUMNS)
         # Codes as integers: [group tokens, D / 2] each
         at = group * SIZE * HALF + token[:, None] * HALF + dims[None, :]
         uppers = tl.load(upper + at)
@@ -265,18 +262,20 @@ def _logits(
             lowers = tl.load(lower + at)
             low_codes = _both_nibbles(uppers, lowers, False, INTERPRETED)
             high_codes = _both_nibbles(uppers, lowers, True, INTERPRETED)
-            rest = tl.sum(low_rest + high_rest + 7.5 * (low_folded + high_folded), axis=1)
+            low_rest += 7.5 * (low_query * low_scale[None, :])
+            high_rest += 7.5 * (high_query * high_scale[None, :])
         else:
             low_codes = low_nibbles(uppers, INTERPRETED)
             high_codes = high_nibbles(uppers, INTERPRETED)
-            rest = tl.sum(low_rest + high_rest, axis=1)
         # Exact products with the digits: [group tokens, PADDED * columns]
         products = tl.dot(low_codes, tl.trans(low_digits), out_dtype=tl.int32)
         products = tl.dot(high_codes, tl.trans(high_digits), products, out_dtype=tl.int32)
-        of_codes = sum_of_digits(products, CONSTANTS.digits, CONSTANTS.columns, PADDED, SIZE)
-        code_unit = query_unit * (0.0625 if CONSTANTS.bits == 8 else 1.0)
+        of_codes = sum_of_digits(products, COLUMNS, PADDED, SIZE)
+        code_unit = query_unit * (scale_unit * (0.0625 if CONSTANTS.bits == 8 else 1.0))
+        rest = tl.sum(low_rest + high_rest, axis=1)
         logit = of_codes * code_unit[None, :] + rest[None, :]
-        store_logits(logit, first + token, first + token < coded_stop, logits, PADDED)
+        # Groups are held as codes when they are complete, so that no token is beyond the last.
+        store_logits(logit, first + token, tl.full((SIZE,), 1, tl.int1), logits, PADDED)
 
 
 FORMAT = Format(_encode, _gather, _logits, _encoding, _scoring)

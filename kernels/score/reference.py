@@ -42,12 +42,10 @@ class ScoreWorkspace(NamedTuple):
         logits: (units, capacity, PADDED) float32.
         partial: (units, chunks, 2, PADDED) float32, each chunk's largest logit and the sum of
             exponentials relative to it.
-        arrived: (units,) int32, how many programs of a unit are done; 0 between launches.
     """
 
     logits: Tensor
     partial: Tensor
-    arrived: Tensor
 
 
 def score_workspace(
@@ -55,7 +53,7 @@ def score_workspace(
 ) -> ScoreWorkspace:
     """Make scratch for `rows` rows of up to `capacity` tokens: none."""
     empty = torch.empty(0, device=device)
-    return ScoreWorkspace(empty, empty, empty)
+    return ScoreWorkspace(empty, empty)
 
 
 def score_step(

@@ -3,15 +3,15 @@
 A score needs the log-sum-exp over all tokens of its sequence, which is known only after the last
 key has been read. Reading the keys twice would take too long, so 16 bytes of logits a token (of
 four heads) are kept instead of 256 bytes of key. A unit is a row, layer and kv head. The programs
-of a unit write the logits of their tokens to scratch, and the last of them to arrive turns the
-unit's logits, which are still in the L2 cache, into scores.
+of a unit write the logits of their tokens to scratch, and each what its chunk of tokens adds to the
+log-sum-exp. A second launch turns logits into scores.
 
 Logits of keys that are rounded themselves are kept in float16, which rounds them by less. Beside
 codes of 4 bits, 16 bytes of logits, written and read, would be a third of all memory traffic.
 
 Every residency format scores in this way, and differs in how the logits of a block of keys are
 computed. Its kernel calls `store_logits` for each block of codes, `score_full_precision` for keys
-as they came, and `finish_unit`.
+as they came, and `sum_up_chunk`; behind it `finish_scores` is launched.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ CHUNK_TOKENS = 1024
 _BLOCK = 128
 """A program multiplies this many keys at a time."""
 
-_FINISH_BLOCK = tl.constexpr(1024)
-"""The last program of a unit writes this many scores at a time.
+_FINISH_TOKENS = 2048
+"""A program writes this many scores."""
 
-This and the next are constants, so that no length of a sequence is compiled for.
+_FINISH_CHUNKS = tl.constexpr(32)
+"""A program adds up the shares of this many chunks at a time.
+
+It is a constant, so that no length of a sequence is compiled for.
 """
-
-_FINISH_CHUNKS = tl.constexpr(128)
-"""The last program of a unit sums up this many chunks at a time."""
 
 
 def _padded_group(group: int) -> int:
@@ -54,18 +54,17 @@ def score_workspace(
     return ScoreWorkspace(
         logits=torch.empty((units, capacity, padded), dtype=torch.float32, device=device),
         partial=torch.empty((units, chunks, 2, padded), dtype=torch.float32, device=device),
-        arrived=torch.zeros(units, dtype=torch.int32, device=device),
     )
 
 
-def scratch(workspace: ScoreWorkspace, rounded: bool) -> tuple[Tensor, Tensor, Tensor]:
+def scratch(workspace: ScoreWorkspace, rounded: bool) -> tuple[Tensor, Tensor]:
     """The tensors that a kernel takes; logits are float16 if they may be rounded."""
     logits = workspace.logits.view(torch.float16) if rounded else workspace.logits
-    return logits, workspace.partial, workspace.arrived
+    return logits, workspace.partial
 
 
 def score_grid(out: Tensor) -> tuple[int, int]:
-    """The grid of a launch that writes scores, (R, L, Hkv, capacity): chunks, and units."""
+    """The grid of a launch that scores, (R, L, Hkv, capacity): chunks, and units."""
     rows, layers, kv_heads, capacity = out.shape
     return triton.cdiv(capacity, CHUNK_TOKENS), rows * layers * kv_heads
 
@@ -78,7 +77,7 @@ def score_constants(queries: Tensor, workspace: ScoreWorkspace, out: Tensor) -> 
     padded = _padded_group(query_heads // kv_heads)
     assert queries.is_contiguous()
     assert out.is_contiguous()
-    assert workspace.arrived.numel() >= units
+    assert workspace.partial.shape[0] >= units
     assert workspace.logits.numel() >= units * capacity * padded
     return {
         "LAYERS": layers,
@@ -89,6 +88,35 @@ def score_constants(queries: Tensor, workspace: ScoreWorkspace, out: Tensor) -> 
         "HEAD_DIM": head_dim,
         "CHUNK": CHUNK_TOKENS,
     }
+
+
+def finish_scores(
+    logits: Tensor, partial: Tensor, slots: Tensor, positions: Tensor, group: int, out: Tensor
+) -> None:
+    """Turn logits into scores. One launch.
+
+    Args:
+        logits, partial: the `scratch` that has been written.
+        slots: (R,) int32; a row of slot -1 is left alone.
+        positions: (R,) int32; tokens [0, position] get scores.
+        group: how many query heads a kv head has.
+        out: (R, L, Hkv, capacity) float32, written in place.
+    """
+    _, layers, kv_heads, capacity = out.shape
+    _, units = score_grid(out)
+    _finish[(triton.cdiv(capacity, _FINISH_TOKENS), units)](
+        slots,
+        positions,
+        logits,
+        partial,
+        out,
+        capacity,
+        ROW_UNITS=layers * kv_heads,
+        GROUP=group,
+        PADDED=_padded_group(group),
+        CHUNK=CHUNK_TOKENS,
+        TOKENS=_FINISH_TOKENS,
+    )
 
 
 def score_step(
@@ -106,7 +134,7 @@ def score_step(
     warps: int = 4,
     stages: int = 3,
 ) -> None:
-    """See the reference. One launch; P must be a multiple of the block.
+    """See the reference. Two launches; P must be a multiple of the block.
 
     Args:
         rounded: whether logits are kept in float16; by default those of 8-bit keys are.
@@ -117,20 +145,22 @@ def score_step(
     block = min(block, page_tokens)
     assert page_tokens % block == 0
     assert key_pool.is_contiguous()
+    constants = score_constants(queries, workspace, out)
+    logits, partial = scratch(workspace, coarse if rounded is None else rounded)
     _score[score_grid(out)](
         queries,
         key_pool,
         page_table,
         slots,
         positions,
-        *scratch(workspace, coarse if rounded is None else rounded),
-        out,
+        logits,
+        partial,
         first_layer,
         scale,
         key_pool.shape[1],
         page_table.stride(0),
         out.shape[-1],
-        **score_constants(queries, workspace, out),
+        **constants,
         PAGE=page_tokens,
         BLOCK=block,
         EXACT=multiplies_float32(key_pool),
@@ -138,6 +168,7 @@ def score_step(
         num_warps=warps,
         num_stages=stages,
     )
+    finish_scores(logits, partial, slots, positions, constants["GROUP"], out)
 
 
 def multiplies_float32(keys: Tensor) -> bool:
@@ -255,69 +286,82 @@ def score_full_precision(
 
 
 @triton.jit
-def finish_unit(
-    chunk,
-    tokens,
-    unit_logits,
-    unit_partial,
-    unit_arrived,
-    unit_out,
+def sum_up_chunk(start, stop, unit_logits, share, PADDED: tl.constexpr, CHUNK: tl.constexpr):
+    """Write what a chunk, whose logits the same program has written, adds to the log-sum-exp.
+
+    It is taken once for all tokens of the chunk: in every block it would cost other warps waits.
+
+    Args:
+        start, stop: the tokens of the chunk that are resident.
+        unit_logits: (capacity, PADDED), scratch of the unit.
+        share: (2, PADDED) float32: the largest logit, and the sum of exponentials relative to it.
+    """
+    BLOCK: tl.constexpr = min(CHUNK, 256)
+    LOG2_E: tl.constexpr = 1.4426950408889634
+    heads = tl.arange(0, PADDED)
+    tl.debug_barrier()
+    largest = tl.full((BLOCK, PADDED), -float("inf"), unit_logits.dtype.element_ty)
+    for first in range(start, stop, BLOCK):
+        token = (first + tl.arange(0, BLOCK))[:, None]
+        logit = tl.load(unit_logits + token * PADDED + heads, token < stop, -float("inf"))
+        largest = tl.maximum(largest, logit)
+    greatest = tl.max(largest, axis=0).to(tl.float32)
+    # 2^x is one instruction, and e^x would be four.
+    shift = greatest * LOG2_E
+    total = tl.zeros((BLOCK, PADDED), tl.float32)
+    for first in range(start, stop, BLOCK):
+        token = (first + tl.arange(0, BLOCK))[:, None]
+        logit = tl.load(unit_logits + token * PADDED + heads, token < stop, -float("inf"))
+        total += tl.exp2(logit.to(tl.float32) * LOG2_E - shift[None, :])
+    tl.store(share + heads, greatest)
+    tl.store(share + PADDED + heads, tl.sum(total, axis=0))
+
+
+@triton.jit(
+    do_not_specialize=["capacity"],
+    do_not_specialize_on_alignment=["slots", "positions"],
+)
+def _finish(
+    slots,
+    positions,
+    logits,
+    partial,
+    out,
+    capacity,
+    ROW_UNITS: tl.constexpr,
     GROUP: tl.constexpr,
     PADDED: tl.constexpr,
     CHUNK: tl.constexpr,
+    TOKENS: tl.constexpr,
 ):
-    """Add a chunk to the log-sum-exp of its unit; the last chunk to arrive writes all scores.
-
-    Args:
-        chunk: which chunk of the unit.
-        tokens: how many tokens the unit's sequence has.
-        unit_logits, unit_partial, unit_arrived: scratch of the unit, see `ScoreWorkspace`.
-        unit_out: (capacity,) float32, the scores of the unit.
-    """
-    # The chunk's share of the log-sum-exp. It is taken once for all tokens of the chunk: in every
-    # block it would cost the other warps two waits.
-    heads = tl.arange(0, PADDED)
-    tl.debug_barrier()
-    own = chunk * CHUNK + tl.arange(0, CHUNK)
-    own_logits = tl.load(
-        unit_logits + own[:, None] * PADDED + heads[None, :],
-        mask=(own < tokens)[:, None],
-        other=-float("inf"),
-    ).to(tl.float32)  # [CHUNK, PADDED]
-    largest = tl.max(own_logits, axis=0)
-    total = tl.sum(tl.exp(own_logits - largest[None, :]), axis=0)
-    tl.store(unit_partial + chunk * 2 * PADDED + heads, largest)
-    tl.store(unit_partial + (chunk * 2 + 1) * PADDED + heads, total)
-    tl.debug_barrier()
-    chunks = tl.cdiv(tokens, CHUNK)
-    if tl.atomic_add(unit_arrived, 1, sem="acq_rel") == chunks - 1:
-        tl.store(unit_arrived, 0)  # for the next launch
+    """One program writes the scores of TOKENS tokens of a unit."""
+    unit = tl.program_id(1).to(tl.int64)
+    row = unit // ROW_UNITS
+    tokens = tl.load(positions + row) + 1
+    start = tl.program_id(0) * TOKENS
+    if (tl.load(slots + row) >= 0) & (start < tokens):
         # The log-sum-exp of the unit, from the shares of all chunks.
+        heads = tl.arange(0, PADDED)
+        unit_partial = partial + unit * tl.cdiv(capacity, CHUNK) * 2 * PADDED
         greatest = tl.full((PADDED,), -float("inf"), tl.float32)
-        grand_total = tl.zeros((PADDED,), tl.float32)
+        total = tl.zeros((PADDED,), tl.float32)
+        chunks = tl.cdiv(tokens, CHUNK)
         for first in range(0, chunks, _FINISH_CHUNKS):
-            others = first + tl.arange(0, _FINISH_CHUNKS)
-            at = others[:, None] * 2 * PADDED + heads[None, :]
-            used = (others < chunks)[:, None]
-            # Other multiprocessors wrote them, so they are read from the L2 cache.
-            maxima = tl.load(unit_partial + at, used, -float("inf"), cache_modifier=".cg")
-            totals = tl.load(unit_partial + PADDED + at, used, 0.0, cache_modifier=".cg")
+            chunk = first + tl.arange(0, _FINISH_CHUNKS)
+            at = chunk[:, None] * 2 * PADDED + heads[None, :]
+            used = (chunk < chunks)[:, None]
+            maxima = tl.load(unit_partial + at, used, -float("inf"))
+            totals = tl.load(unit_partial + PADDED + at, used, 0.0)
             before, greatest = greatest, tl.maximum(greatest, tl.max(maxima, axis=0))
-            grand_total *= tl.exp(before - greatest)
-            grand_total += tl.sum(totals * tl.exp(maxima - greatest[None, :]), axis=0)
-        log_sum = greatest + tl.log(grand_total)
-        log_sum = tl.where(heads < GROUP, log_sum, float("inf"))
+            total *= tl.exp(before - greatest)
+            total += tl.sum(totals * tl.exp(maxima - greatest[None, :]), axis=0)
+        log_sum = tl.where(heads < GROUP, greatest + tl.log(total), float("inf"))
         # The scores: the largest log-probability over the heads.
-        for block in range(0, tokens, _FINISH_BLOCK):
-            token = block + tl.arange(0, _FINISH_BLOCK)
-            logit = tl.load(
-                unit_logits + token[:, None] * PADDED + heads[None, :],
-                mask=(token < tokens)[:, None],
-                other=0.0,
-                cache_modifier=".cg",
-            )  # [_FINISH_BLOCK, PADDED]
-            score = tl.max(logit.to(tl.float32) - log_sum[None, :], axis=1)
-            tl.store(unit_out + token, score, token < tokens)
+        token = start + tl.arange(0, TOKENS)
+        at = (unit * capacity + token)[:, None] * PADDED + heads[None, :]
+        logit = tl.load(logits + at, mask=(token < tokens)[:, None], other=0.0).to(tl.float32)
+        score = tl.max(logit - log_sum[None, :], axis=1)
+        tl.store(out + unit * capacity + token, score, token < tokens)
 
 
 @triton.jit(
@@ -332,8 +376,6 @@ def _score(
     positions,
     logits,
     partial,
-    arrived,
-    out,
     first_layer,
     scale,
     pool_layers,
@@ -385,14 +427,5 @@ def _score(
             EXACT=EXACT,
             COARSE=COARSE,
         )
-        finish_unit(
-            chunk,
-            tokens,
-            unit_logits,
-            partial + unit * tl.cdiv(capacity, CHUNK) * 2 * PADDED,
-            arrived + unit,
-            out + unit * capacity,
-            GROUP,
-            PADDED,
-            CHUNK,
-        )
+        share = partial + (unit * tl.cdiv(capacity, CHUNK) + chunk) * 2 * PADDED
+        sum_up_chunk(start, stop, unit_logits, share, PADDED, CHUNK)

@@ -2,7 +2,7 @@
 
 Scores multiply bytes of crumbs as integers of 8 bits: a byte is shifted and masked four times, four
 bytes in an instruction, and each of the four is one product on the matrix unit. Weights, which are
-computed once a step, are in digits of 8 bits. So what a token costs is its bytes.
+computed once a step, are in two digits of 8 bits. So what a token costs is its bytes.
 
 Where normalizers are those of attended tokens, a few programs a unit read these first, and scores
 are written as they are computed. Else logits are written and read again, see kernels/score.
@@ -15,25 +15,29 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
-from cache_rank_kernels.coded.digits import digit_columns, query_digits, sum_of_digits
-from cache_rank_kernels.coded.rounding import power_below
+from cache_rank_kernels.coded.digits import (
+    digit_columns,
+    is_digit,
+    split_digits,
+    sum_of_digits,
+    unit_of_heads,
+    unit_of_rows,
+)
 from cache_rank_kernels.score.reference import ScoreWorkspace
 from cache_rank_kernels.score.triton import (
     CHUNK_TOKENS,
-    finish_unit,
+    finish_scores,
     score_constants,
     score_grid,
     scratch,
     store_logits,
+    sum_up_chunk,
 )
 from cache_rank_kernels.sketch.encoding import append_codes, load_codes
 from cache_rank_kernels.sketch.reference import Attended, Sketch, SketchShape
 from torch import Tensor
 
 __all__ = ["append_codes", "load_codes", "score_sketch"]
-
-_DIGITS = 2
-"""Weights are rounded to 14 bits, which costs less than their codes do by far."""
 
 
 class Launch(NamedTuple):
@@ -79,7 +83,11 @@ def score_sketch(
     out: Tensor,
     attended: Attended | None = None,
 ) -> None:
-    """See the reference. Two or three launches; P is a power of two, 128 or more, and D is one."""
+    """See the reference. P is a power of two, 128 or more, and D is one.
+
+    Three launches: weights, logits and scores; or, if normalizers are those of attended tokens,
+    weights, these and scores.
+    """
     rows, layers, query_heads, head_dim = queries.shape
     pool_layers, kv_heads, page_tokens, size = code_pool.shape[1:]
     group, crumbs = query_heads // kv_heads, 4 * size
@@ -113,8 +121,7 @@ def score_sketch(
         "PAGE": page_tokens,
         "BLOCK": block,
         "CHUNK": launch.chunk,
-        "COLUMNS": digit_columns(queries, out, _DIGITS),
-        "DIGITS": _DIGITS,
+        "COLUMNS": digit_columns(queries, out),
         "STAGES": launch.stages,
         "INTERPRETED": not queries.is_cuda,
         "NORMALIZER_PARTS": 0 if attended is None else _NORMALIZER_PARTS,
@@ -142,6 +149,7 @@ def score_sketch(
             BUDGET=attended.chosen.shape[-1],
             num_warps=launch.warps,
         )
+    logits, partial = scratch(workspace, rounded=True)
     _score[(triton.cdiv(out.shape[-1], launch.chunk), units)](
         weights,
         code_pool,
@@ -149,7 +157,8 @@ def score_sketch(
         slots,
         positions,
         normalizers,
-        *scratch(workspace, rounded=True),
+        logits,
+        partial,
         out,
         first_layer,
         pool_layers,
@@ -158,6 +167,8 @@ def score_sketch(
         **constants,
         num_warps=launch.warps,
     )
+    if attended is None:
+        finish_scores(logits, partial, slots, positions, group, out)
 
 
 @triton.jit(do_not_specialize=["rows", "first_layer", "scale"])
@@ -241,16 +252,15 @@ def _load_digits(
     SIZE: tl.constexpr,
     WIDTH: tl.constexpr,
     COLUMNS: tl.constexpr,
-    DIGITS: tl.constexpr,
 ):
     """Load the weights of the crumbs of each index, in digits.
 
     Returns:
         (WIDTH, PADDED * COLUMNS) int8 for each index, and (PADDED,) what a digit counts for.
     """
-    heads, byte = tl.arange(0, PADDED), tl.arange(0, WIDTH)
-    at = unit_weights + heads[:, None] * (4 * SIZE) + byte[None, :]
-    is_weight = (heads < GROUP)[:, None] & (byte < SIZE)[None, :]
+    row, byte = tl.arange(0, PADDED * COLUMNS), tl.arange(0, WIDTH)
+    at = unit_weights + (row // COLUMNS)[:, None] * (4 * SIZE) + byte[None, :]
+    is_weight = is_digit(row, GROUP, COLUMNS)[:, None] & (byte < SIZE)[None, :]
     first = tl.load(at, mask=is_weight, other=0.0)
     second = tl.load(at + SIZE, mask=is_weight, other=0.0)
     third = tl.load(at + 2 * SIZE, mask=is_weight, other=0.0)
@@ -258,13 +268,13 @@ def _load_digits(
     greatest = tl.maximum(
         tl.maximum(tl.abs(first), tl.abs(second)), tl.maximum(tl.abs(third), tl.abs(fourth))
     )
-    query_unit = power_below(tl.max(greatest, axis=1))
+    unit = unit_of_rows(tl.max(greatest, axis=1))
     return (
-        tl.trans(query_digits(first, query_unit, DIGITS, COLUMNS, PADDED, WIDTH)),
-        tl.trans(query_digits(second, query_unit, DIGITS, COLUMNS, PADDED, WIDTH)),
-        tl.trans(query_digits(third, query_unit, DIGITS, COLUMNS, PADDED, WIDTH)),
-        tl.trans(query_digits(fourth, query_unit, DIGITS, COLUMNS, PADDED, WIDTH)),
-        query_unit,
+        tl.trans(split_digits(first / unit[:, None], COLUMNS)),
+        tl.trans(split_digits(second / unit[:, None], COLUMNS)),
+        tl.trans(split_digits(third / unit[:, None], COLUMNS)),
+        tl.trans(split_digits(fourth / unit[:, None], COLUMNS)),
+        unit_of_heads(unit, COLUMNS, PADDED),
     )
 
 
@@ -279,7 +289,6 @@ def _logits_of(
     PADDED: tl.constexpr,
     BLOCK: tl.constexpr,
     COLUMNS: tl.constexpr,
-    DIGITS: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
     """The logits of sketches, (BLOCK, WIDTH) uint8: (BLOCK, PADDED) float32."""
@@ -287,7 +296,7 @@ def _logits_of(
     products = tl.dot(_crumbs(packed, 1, INTERPRETED), second_digits, products, out_dtype=tl.int32)
     products = tl.dot(_crumbs(packed, 2, INTERPRETED), third_digits, products, out_dtype=tl.int32)
     products = tl.dot(_crumbs(packed, 3, INTERPRETED), fourth_digits, products, out_dtype=tl.int32)
-    return sum_of_digits(products, DIGITS, COLUMNS, PADDED, BLOCK) * query_unit[None, :]
+    return sum_of_digits(products, COLUMNS, PADDED, BLOCK) * query_unit[None, :]
 
 
 @triton.jit(
@@ -316,7 +325,6 @@ def _normalize(
     PAGE: tl.constexpr,
     BLOCK: tl.constexpr,
     COLUMNS: tl.constexpr,
-    DIGITS: tl.constexpr,
     STAGES: tl.constexpr,
     INTERPRETED: tl.constexpr,
     NORMALIZER_PARTS: tl.constexpr,
@@ -333,7 +341,7 @@ def _normalize(
         in_slots = chosen + ((slot.to(tl.int64) * pool_layers + layer) * KV_HEADS + head) * BUDGET
         heads, byte = tl.arange(0, PADDED), tl.arange(0, WIDTH)
         first, second, third, fourth, query_unit = _load_digits(
-            weights + unit * GROUP * 4 * SIZE, GROUP, PADDED, SIZE, WIDTH, COLUMNS, DIGITS
+            weights + unit * GROUP * 4 * SIZE, GROUP, PADDED, SIZE, WIDTH, COLUMNS
         )
 
         # What is in the slots comes first, then the first tokens, then the newest.
@@ -367,7 +375,6 @@ def _normalize(
                 PADDED,
                 BLOCK,
                 COLUMNS,
-                DIGITS,
                 INTERPRETED,
             )
             logit = tl.where(is_token[:, None], logit, -float("inf"))
@@ -406,7 +413,6 @@ def _score(
     normalizers,
     logits,
     partial,
-    arrived,
     out,
     first_layer,
     pool_layers,
@@ -422,7 +428,6 @@ def _score(
     PAGE: tl.constexpr,
     BLOCK: tl.constexpr,
     COLUMNS: tl.constexpr,
-    DIGITS: tl.constexpr,
     STAGES: tl.constexpr,
     INTERPRETED: tl.constexpr,
     NORMALIZER_PARTS: tl.constexpr,
@@ -440,7 +445,7 @@ def _score(
 
         byte = tl.arange(0, WIDTH)
         first, second, third, fourth, query_unit = _load_digits(
-            weights + unit * GROUP * 4 * SIZE, GROUP, PADDED, SIZE, WIDTH, COLUMNS, DIGITS
+            weights + unit * GROUP * 4 * SIZE, GROUP, PADDED, SIZE, WIDTH, COLUMNS
         )
         if NORMALIZER_PARTS > 0:
             own = normalizers + unit * NORMALIZER_PARTS * 2 * PADDED
@@ -467,7 +472,6 @@ def _score(
                 PADDED,
                 BLOCK,
                 COLUMNS,
-                DIGITS,
                 INTERPRETED,
             )
             if NORMALIZER_PARTS > 0:
@@ -476,14 +480,5 @@ def _score(
             else:
                 store_logits(logit, token, token < stop, unit_logits, PADDED)
         if NORMALIZER_PARTS == 0:
-            finish_unit(
-                chunk,
-                tokens,
-                unit_logits,
-                partial + unit * tl.cdiv(capacity, CHUNK) * 2 * PADDED,
-                arrived + unit,
-                out + unit * capacity,
-                GROUP,
-                PADDED,
-                CHUNK,
-            )
+            share = partial + (unit * tl.cdiv(capacity, CHUNK) + chunk) * 2 * PADDED
+            sum_up_chunk(start, stop, unit_logits, share, PADDED, CHUNK)
