@@ -15,6 +15,7 @@ from cache_rank_kernels.coded.format import Format, Layout
 from cache_rank_kernels.coded.reference import CodedTokens
 from cache_rank_kernels.score.reference import ScoreWorkspace
 from cache_rank_kernels.score.triton import (
+    CHUNK_TOKENS,
     finish_scores,
     multiplies_float32,
     score_constants,
@@ -27,9 +28,6 @@ from torch import Tensor
 
 _GATHERED_ELEMENTS = 2048
 """A program gathers at most this many elements of keys, and as many of values."""
-
-_RING_BLOCK = 64
-"""A program multiplies this many keys of the ring at a time."""
 
 
 def encode_groups(
@@ -126,22 +124,27 @@ def score_codes(
     out: Tensor,
     exact: bool = False,
     rounded: bool | None = None,
+    chunk: int = 2 * CHUNK_TOKENS,
     warps: int = 4,
     stages: int = 3,
     registers: int | None = None,
+    ring_block: int = 64,
     **options: int,
 ) -> None:
     """See the reference. Two launches; D is a power of two, on a GPU of at least 64.
 
     Args:
         rounded: whether logits are kept in float16; by default unless scores are to be exact.
+        chunk: how many tokens a program scores, a multiple of CHUNK_TOKENS.
+        warps, stages: of a program.
         registers: the most registers of a thread.
+        ring_block: how many keys of the ring are multiplied at a time.
         options: options of the format; only time and the last bits depend on them.
     """
     parameters, key_ring = of.scoring(tokens, queries, out, exact, **options), tokens.rings[0]
-    constants = score_constants(queries, workspace, out)
+    constants = score_constants(queries, workspace, out, chunk)
     logits, partial = scratch(workspace, not exact if rounded is None else rounded)
-    _score[score_grid(out)](
+    _score[score_grid(out, chunk)](
         queries,
         tokens.planes[0],
         key_ring,
@@ -156,7 +159,7 @@ def score_codes(
         page_stride=page_table.stride(0),
         capacity=out.shape[-1],
         **constants,
-        RING_BLOCK=_RING_BLOCK,
+        RING_BLOCK=ring_block,
         STAGES=stages,
         LOGITS=of.logits,
         LAYOUT=Layout.of(tokens),
@@ -166,7 +169,7 @@ def score_codes(
         num_warps=warps,
         maxnreg=registers,
     )
-    finish_scores(logits, partial, slots, positions, constants["GROUP"], out)
+    finish_scores(logits, partial, slots, positions, constants, out)
 
 
 @triton.jit

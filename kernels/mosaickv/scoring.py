@@ -31,6 +31,7 @@ from cache_rank_kernels.mosaickv.store import PackedStore
 from cache_rank_kernels.mosaickv.unpacking import in_words
 from cache_rank_kernels.score.reference import ScoreWorkspace
 from cache_rank_kernels.score.triton import (
+    CHUNK_TOKENS,
     finish_scores,
     multiplies_float32,
     score_constants,
@@ -105,8 +106,9 @@ def score_packed_step(
     exact: bool = False,
 ) -> None:
     """See the reference. 16 divides the capacity."""
-    layout, constants = Layout.of(store), score_constants(queries, workspace.of_tokens, out)
-    key_ring, (chunks, units) = store.rings[0], score_grid(out)
+    chunk = 2 * CHUNK_TOKENS
+    layout, constants = Layout.of(store), score_constants(queries, workspace.of_tokens, out, chunk)
+    key_ring, (chunks, units) = store.rings[0], score_grid(out, chunk)
     logits, partial = scratch(workspace.of_tokens, rounded=False)
     rotated = workspace.rotated
     strategies = rotated.parts.shape[1]
@@ -172,7 +174,7 @@ def score_packed_step(
             EXACT=multiplies_float32(key_ring),
             maxnreg=_REGISTERS,
         )
-        finish_scores(logits, partial, slots, positions, constants["GROUP"], out)
+        finish_scores(logits, partial, slots, positions, constants, out)
 
 
 @triton.jit(

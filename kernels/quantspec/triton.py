@@ -31,7 +31,7 @@ from cache_rank_kernels.coded.rounding import is_finite, nearest_integers, power
 from cache_rank_kernels.coded.tokens import load_group, store_gathered
 from cache_rank_kernels.nibbles.triton import high_nibbles, low_nibbles, pack_nibbles, signed
 from cache_rank_kernels.quantspec.reference import QuantSpecCodec
-from cache_rank_kernels.score.triton import store_logits
+from cache_rank_kernels.score.triton import CHUNK_TOKENS, store_logits
 from torch import Tensor
 
 
@@ -282,4 +282,7 @@ FORMAT = Format(_encode, _gather, _logits, _encoding, _scoring)
 
 encode_groups = partial(coded.encode_groups, FORMAT)
 gather_codes = partial(coded.gather_codes, FORMAT)
-score_codes = partial(coded.score_codes, FORMAT)
+# Programs of one warp wait for no other: their queries change with every group.
+score_codes = partial(
+    coded.score_codes, FORMAT, chunk=CHUNK_TOKENS, warps=1, stages=5, ring_block=16
+)

@@ -22,8 +22,8 @@ import triton.language as tl
 from cache_rank_kernels.score.reference import ScoreWorkspace
 from torch import Tensor
 
-CHUNK_TOKENS = 1024
-"""One program scores this many tokens."""
+CHUNK_TOKENS = 512
+"""One program scores this many tokens, or a multiple of it."""
 
 _BLOCK = 128
 """A program multiplies this many keys at a time."""
@@ -63,21 +63,23 @@ def scratch(workspace: ScoreWorkspace, rounded: bool) -> tuple[Tensor, Tensor]:
     return logits, workspace.partial
 
 
-def score_grid(out: Tensor) -> tuple[int, int]:
-    """The grid of a launch that scores, (R, L, Hkv, capacity): chunks, and units."""
+def score_grid(out: Tensor, chunk: int) -> tuple[int, int]:
+    """The grid for scores, (R, L, Hkv, capacity): chunks of that many tokens, and units."""
     rows, layers, kv_heads, capacity = out.shape
-    return triton.cdiv(capacity, CHUNK_TOKENS), rows * layers * kv_heads
+    return triton.cdiv(capacity, chunk), rows * layers * kv_heads
 
 
-def score_constants(queries: Tensor, workspace: ScoreWorkspace, out: Tensor) -> dict[str, int]:
+def score_constants(
+    queries: Tensor, workspace: ScoreWorkspace, out: Tensor, chunk: int
+) -> dict[str, int]:
     """The constants that all kernels that score take; checks the tensors that they all take."""
     _, layers, query_heads, head_dim = queries.shape
     kv_heads, capacity = out.shape[2:]
-    _, units = score_grid(out)
+    chunks, units = score_grid(out, chunk)
     padded = _padded_group(query_heads // kv_heads)
     assert queries.is_contiguous()
     assert out.is_contiguous()
-    assert workspace.partial.shape[0] >= units
+    assert workspace.partial.numel() >= units * chunks * 2 * padded
     assert workspace.logits.numel() >= units * capacity * padded
     return {
         "LAYERS": layers,
@@ -86,12 +88,17 @@ def score_constants(queries: Tensor, workspace: ScoreWorkspace, out: Tensor) -> 
         "PADDED": padded,
         "PARTS": max(4, 16 // padded),  # the matrix unit has at least 16 columns
         "HEAD_DIM": head_dim,
-        "CHUNK": CHUNK_TOKENS,
+        "CHUNK": chunk,
     }
 
 
 def finish_scores(
-    logits: Tensor, partial: Tensor, slots: Tensor, positions: Tensor, group: int, out: Tensor
+    logits: Tensor,
+    partial: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    constants: dict[str, int],
+    out: Tensor,
 ) -> None:
     """Turn logits into scores. One launch.
 
@@ -99,22 +106,20 @@ def finish_scores(
         logits, partial: the `scratch` that has been written.
         slots: (R,) int32; a row of slot -1 is left alone.
         positions: (R,) int32; tokens [0, position] get scores.
-        group: how many query heads a kv head has.
+        constants: the `score_constants` of the launch that has written.
         out: (R, L, Hkv, capacity) float32, written in place.
     """
-    _, layers, kv_heads, capacity = out.shape
-    _, units = score_grid(out)
-    _finish[(triton.cdiv(capacity, _FINISH_TOKENS), units)](
+    _finish[score_grid(out, _FINISH_TOKENS)](
         slots,
         positions,
         logits,
         partial,
         out,
-        capacity,
-        ROW_UNITS=layers * kv_heads,
-        GROUP=group,
-        PADDED=_padded_group(group),
-        CHUNK=CHUNK_TOKENS,
+        out.shape[-1],
+        ROW_UNITS=constants["LAYERS"] * constants["KV_HEADS"],
+        GROUP=constants["GROUP"],
+        PADDED=constants["PADDED"],
+        CHUNK=constants["CHUNK"],
         TOKENS=_FINISH_TOKENS,
     )
 
@@ -145,9 +150,9 @@ def score_step(
     block = min(block, page_tokens)
     assert page_tokens % block == 0
     assert key_pool.is_contiguous()
-    constants = score_constants(queries, workspace, out)
+    constants = score_constants(queries, workspace, out, CHUNK_TOKENS)
     logits, partial = scratch(workspace, coarse if rounded is None else rounded)
-    _score[score_grid(out)](
+    _score[score_grid(out, CHUNK_TOKENS)](
         queries,
         key_pool,
         page_table,
@@ -168,7 +173,7 @@ def score_step(
         num_warps=warps,
         num_stages=stages,
     )
-    finish_scores(logits, partial, slots, positions, constants["GROUP"], out)
+    finish_scores(logits, partial, slots, positions, constants, out)
 
 
 def multiplies_float32(keys: Tensor) -> bool:

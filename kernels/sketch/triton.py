@@ -55,10 +55,10 @@ class Launch(NamedTuple):
     stages: int
 
 
-LAUNCH_OF_ALL = Launch(256, CHUNK_TOKENS, 4, 3)
-"""Where the normalizers are those of all tokens. The chunk is that of kernels/score."""
+LAUNCH_OF_ALL = Launch(256, 2 * CHUNK_TOKENS, 4, 3)
+"""Where the normalizers are those of all tokens."""
 
-LAUNCH_OF_ATTENDED = Launch(128, 2048, 2, 5)
+LAUNCH_OF_ATTENDED = Launch(64, 1024, 1, 5)
 """Where they are those of attended tokens."""
 
 _NORMALIZER_PARTS = 8
@@ -113,20 +113,19 @@ def score_sketch(
         BLOCK_CRUMBS=_BLOCK_CRUMBS,
         BLOCK_QUERIES=_BLOCK_QUERIES,
     )
-    constants = score_constants(queries, workspace, out)
+    constants = score_constants(queries, workspace, out, launch.chunk)
     del constants["PARTS"], constants["HEAD_DIM"]
     constants |= {
         "SIZE": size,
         "WIDTH": max(32, triton.next_power_of_2(size)),  # the matrix unit takes 32 bytes at a time
         "PAGE": page_tokens,
         "BLOCK": block,
-        "CHUNK": launch.chunk,
         "COLUMNS": digit_columns(queries, out),
         "STAGES": launch.stages,
         "INTERPRETED": not queries.is_cuda,
         "NORMALIZER_PARTS": 0 if attended is None else _NORMALIZER_PARTS,
     }
-    _, units = score_grid(out)
+    chunks, units = score_grid(out, launch.chunk)
     normalizers = weights  # not read
     if attended is not None:
         parts = (units, _NORMALIZER_PARTS, 2, constants["PADDED"])
@@ -150,7 +149,7 @@ def score_sketch(
             num_warps=launch.warps,
         )
     logits, partial = scratch(workspace, rounded=True)
-    _score[(triton.cdiv(out.shape[-1], launch.chunk), units)](
+    _score[(chunks, units)](
         weights,
         code_pool,
         page_table,
@@ -168,7 +167,7 @@ def score_sketch(
         num_warps=launch.warps,
     )
     if attended is None:
-        finish_scores(logits, partial, slots, positions, group, out)
+        finish_scores(logits, partial, slots, positions, constants, out)
 
 
 @triton.jit(do_not_specialize=["rows", "first_layer", "scale"])

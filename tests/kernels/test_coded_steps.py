@@ -227,7 +227,8 @@ def test_triton_scores_as_the_reference_but_for_the_rounding_of_the_query(
     queries = queries.to(device)
     rows = (table[[2, 1, 0, 3]], on(device, 2, -1, 0, 3), on(device, 299, 5, 599, 512))
     expected = scored(reference.score_codes, tokens, queries, rows, 601)
-    actual = scored(held_as.triton.score_codes, tokens, queries, rows, 601, rounded=False)
+    score_codes = held_as.triton.score_codes
+    actual = scored(score_codes, tokens, queries, rows, 601, rounded=False, chunk=256)
     allowed = tolerance(held_as, tokens, queries)
     torch.testing.assert_close(actual, expected, atol=allowed, rtol=0)
     assert (actual[1] == 7.0).all()

@@ -269,7 +269,7 @@ def test_triton_scores_as_the_reference(
     rows = (table[[0, 3, 1, 3]], on(device, 0, -1, 1, 3), on(device, 299, 5, 0, 511))
     found = [
         scored(implementation.score_codes, tokens, queries, rows, 513, exact, **options)
-        for implementation, options in ((reference, {}), (triton, {"rounded": False}))
+        for implementation, options in ((reference, {}), (triton, {"rounded": False, "chunk": 256}))
     ]
     torch.testing.assert_close(*found, atol=rounding(tokens, queries), rtol=1e-6)
     assert (found[1][1] == 7.0).all()
@@ -319,7 +319,10 @@ def test_triton_at_full_size(held_as: Format, group: int, head_dim: int) -> None
     for exact in (False, True):
         found = [
             scored(implementation.score_codes, tokens, queries, rows, 20480, exact, **options)
-            for implementation, options in ((reference, {}), (triton, {"rounded": False}))
+            for implementation, options in (
+                (reference, {}),
+                (triton, {"rounded": False}),
+            )
         ]
         # Keys of the ring are bfloat16, with which products of queries in parts are less exact.
         allowed = rounding(tokens, queries) + 1e-3
