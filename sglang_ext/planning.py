@@ -19,7 +19,7 @@ _LAYER_SECONDS = 54e-6
 _FP8_KV_SHARE = 0.6
 """Attention to an FP8 cache reads at this share of the bandwidth of a copy."""
 
-_LOGIT_BYTES = 8.5
+_LOGIT_BYTES = 7.5
 """What the logits of a query head cost for each scored token, written and read, in bytes."""
 
 _SELECT_SECONDS = (6e-6, 7.5e-12)
@@ -28,7 +28,7 @@ _SELECT_SECONDS = (6e-6, 7.5e-12)
 _GATHER_SECONDS = (4e-6, 0.05e-6)
 """Appends and gathers in a layer; and for each request and KV head."""
 
-_FORECAST_SHARE = 0.4
+_FORECAST_SHARE = 0.6
 """A forecast reads projections at this share of the bandwidth of a copy."""
 
 _GROUP_SECONDS = 65e-6
