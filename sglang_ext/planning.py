@@ -28,6 +28,9 @@ _SELECT_SECONDS = (6e-6, 7.5e-12)
 _GATHER_SECONDS = (4e-6, 0.05e-6)
 """Appends and gathers in a layer; and for each request and KV head."""
 
+_NORMALIZER_SECONDS = 0.1e-6
+"""The scattered tokens of a layer by which heads are compared, for each request and KV head."""
+
 _FORECAST_SHARE = 0.6
 """A forecast reads projections at this share of the bandwidth of a copy."""
 
@@ -202,6 +205,7 @@ class Planner:
             scores * scored / self._gpu.bandwidth
             + sum(_at(_SELECT_SECONDS, scores))
             + sum(_at(_GATHER_SECONDS, rows))
+            + (rows * _NORMALIZER_SECONDS if known else 0.0)
         )
         if config.query_predictor == "forecast":
             projection = 2 * sizes.hidden_size * sizes.query_heads * sizes.head_dim

@@ -52,6 +52,7 @@ HACK = {"kv_residency": "hack", "kv_residency_options": {"bits": 4}}
         (ATTENDED, 8, 32 * K, 6.27),
         (ATTENDED, 16, 32 * K, 7.00),
         (ATTENDED, 32, 32 * K, 9.02),
+        (ATTENDED | HACK, 64, 32 * K, 15.24),
         (LAST, 8, 32 * K, 6.32),
         (LAST, 16, 32 * K, 7.03),
         (NO_DENSE_LAYER, 16, 32 * K, 6.60),
@@ -68,7 +69,7 @@ def test_steps_with_a_cache_rank_are_near_those_measured(
     policy: dict[str, Any], batch: int, context: int, milliseconds: float
 ) -> None:
     found = planner(**policy).cache_rank(batch, context)
-    assert 1000 * found.step == pytest.approx(milliseconds, rel=0.11)
+    assert 1000 * found.step == pytest.approx(milliseconds, rel=0.08)
 
 
 @pytest.mark.parametrize(
