@@ -46,9 +46,8 @@ def load_query_half(
     row = tl.arange(0, PADDED * COLUMNS)
     dims = half * (HEAD_DIM // 2) + tl.arange(0, HEAD_DIM // 2)
     at = (row // COLUMNS)[:, None] * HEAD_DIM + dims[None, :]
-    return (
-        tl.load(unit_queries + at, mask=is_digit(row, GROUP, COLUMNS)[:, None], other=0.0) * scale
-    )
+    used = is_digit(row, GROUP, COLUMNS)[:, None]
+    return tl.load(unit_queries + at, mask=used, other=0.0) * scale
 
 
 @triton.jit
