@@ -8,11 +8,11 @@ from scripts.plan import parse_options, plan
 
 
 def test_a_plan_has_a_row_for_each_batch_and_context() -> None:
-    text = plan(parse_options("--contexts 8192 32768 --batches 1 16".split()))
+    text = plan(parse_options("--contexts 8192 32768 --batches 1 24".split()))
     rows = [line.split(" | ") for line in text.splitlines() if " × " in line][1:]
     assert [row[0] for row in rows] == [
-        *("| 1 × 8,192", "| 16 × 8,192"),
-        *("| 1 × 32,768", "| 16 × 32,768"),
+        *("| 1 × 8,192", "| 24 × 8,192"),
+        *("| 1 × 32,768", "| 24 × 32,768"),
     ]
     assert [row[2] for row in rows] == ["yes", "yes", "yes", "no"]
     assert "The cache rank holds 1,7" in text
@@ -21,15 +21,15 @@ def test_a_plan_has_a_row_for_each_batch_and_context() -> None:
 
 def test_settings_and_weights_change_a_plan() -> None:
     def step(*arguments: str) -> float:
-        options = parse_options(["--contexts", "32768", "--batches", "16", *arguments])
+        options = parse_options(["--contexts", "32768", "--batches", "24", *arguments])
         return float(plan(options).splitlines()[2].split(" | ")[1])
 
     usual = step()
     assert step("--set", "kv_residency=bf16") > 1.5 * usual
     assert step("--set", "query_predictor=last,layers_per_group=6") < usual
     assert step("--gpu", "H100") > 1.2 * usual
-    large = "qwen3-32b"
-    assert step("--model", large, "--quantization", "fp8") < 0.85 * step("--model", large)
+    large = ("--model", "qwen3-32b", "--batches", "8")
+    assert step(*large, "--quantization", "fp8") < 0.85 * step(*large)
 
 
 @pytest.mark.parametrize(
