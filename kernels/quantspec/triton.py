@@ -12,7 +12,7 @@ lower - 120 in one byte, which is 16 / S times what the decoded key has above Z,
 from __future__ import annotations
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -33,6 +33,9 @@ from cache_rank_kernels.nibbles.triton import high_nibbles, low_nibbles, pack_ni
 from cache_rank_kernels.quantspec.reference import QuantSpecCodec
 from cache_rank_kernels.score.triton import CHUNK_TOKENS, store_logits
 from torch import Tensor
+
+_MOST_OF_A_WARP = 512
+"""One warp multiplies keys with queries of so many elements, of all heads of a KV head."""
 
 
 class _NoConstants(NamedTuple):
@@ -282,7 +285,15 @@ FORMAT = Format(_encode, _gather, _logits, _encoding, _scoring)
 
 encode_groups = partial(coded.encode_groups, FORMAT)
 gather_codes = partial(coded.gather_codes, FORMAT)
-# Programs of one warp wait for no other: their queries change with every group.
-score_codes = partial(
-    coded.score_codes, FORMAT, chunk=CHUNK_TOKENS, warps=1, stages=5, ring_block=16
-)
+
+
+def score_codes(tokens: CodedTokens, queries: Tensor, *arguments: Any, **options: Any) -> None:
+    """See the reference. Programs of one warp wait for no other: queries change with every group.
+
+    What larger groups of query heads, or larger heads, need does not fit the registers of one.
+    """
+    query_elements = queries.shape[2] * queries.shape[3] // tokens.rings[0].shape[2]
+    if query_elements <= _MOST_OF_A_WARP:
+        one_warp = {"chunk": CHUNK_TOKENS, "warps": 1, "stages": 5, "ring_block": 16}
+        options = one_warp | options
+    coded.score_codes(FORMAT, tokens, queries, *arguments, **options)

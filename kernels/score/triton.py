@@ -28,8 +28,11 @@ CHUNK_TOKENS = 512
 _BLOCK = 128
 """A program multiplies this many keys at a time."""
 
-_FINISH_TOKENS = 2048
-"""A program writes this many scores."""
+_FINISHED_LOGITS = 8192
+"""A program turns this many logits into scores."""
+
+_SUMMED_LOGITS = tl.constexpr(1024)
+"""A program adds up this many logits at a time."""
 
 _FINISH_CHUNKS = tl.constexpr(32)
 """A program adds up the shares of this many chunks at a time.
@@ -109,7 +112,8 @@ def finish_scores(
         constants: the `score_constants` of the launch that has written.
         out: (R, L, Hkv, capacity) float32, written in place.
     """
-    _finish[score_grid(out, _FINISH_TOKENS)](
+    tokens = _FINISHED_LOGITS // constants["PADDED"]
+    _finish[score_grid(out, tokens)](
         slots,
         positions,
         logits,
@@ -120,7 +124,7 @@ def finish_scores(
         GROUP=constants["GROUP"],
         PADDED=constants["PADDED"],
         CHUNK=constants["CHUNK"],
-        TOKENS=_FINISH_TOKENS,
+        TOKENS=tokens,
     )
 
 
@@ -301,7 +305,7 @@ def sum_up_chunk(start, stop, unit_logits, share, PADDED: tl.constexpr, CHUNK: t
         unit_logits: (capacity, PADDED), scratch of the unit.
         share: (2, PADDED) float32: the largest logit, and the sum of exponentials relative to it.
     """
-    BLOCK: tl.constexpr = min(CHUNK, 256)
+    BLOCK: tl.constexpr = min(CHUNK, _SUMMED_LOGITS // PADDED)
     LOG2_E: tl.constexpr = 1.4426950408889634
     heads = tl.arange(0, PADDED)
     tl.debug_barrier()
