@@ -12,7 +12,7 @@ from torch import Tensor
 _LEAST_COLUMNS = 8
 """A product on a matrix unit has at least this many columns."""
 
-DIGITS_RANGE = tl.constexpr(16256.0)
+_DIGITS_RANGE = tl.constexpr(16256.0)
 """Half of what the numbers that `split_digits` takes are below, in their units."""
 
 
@@ -59,7 +59,7 @@ def is_digit(row, GROUP: tl.constexpr, COLUMNS: tl.constexpr):
 @triton.jit
 def unit_of_rows(largest):
     """The unit of rows of numbers, whose largest are given, in which they fit two digits."""
-    return tl.maximum(largest, 1e-30) / DIGITS_RANGE
+    return tl.maximum(largest, 1e-30) / _DIGITS_RANGE
 
 
 @triton.jit
@@ -73,7 +73,7 @@ def split_digits(numbers, COLUMNS: tl.constexpr):
     """Round numbers to integers of two digits of 8 bits, whose products with codes are exact.
 
     Args:
-        numbers: (heads * COLUMNS, n) float32, below twice `DIGITS_RANGE`; see `is_digit`.
+        numbers: (heads * COLUMNS, n) float32, below twice `_DIGITS_RANGE`; see `is_digit`.
 
     Returns:
         int8 of the same shape: of each row the more significant digit, the other, and zeros.

@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 from cache_rank_kernels.coded import triton as coded
-from cache_rank_kernels.coded.digits import digit_columns
+from cache_rank_kernels.coded.digits import digit_columns, load_query_half
 from cache_rank_kernels.coded.format import Format, Parameters
 from cache_rank_kernels.coded.reference import CodedTokens
 from cache_rank_kernels.coded.rounding import is_finite, power_below, quotient
@@ -276,10 +276,9 @@ def _logits(
     column = tl.arange(0, COLUMNS)
     part = column % CONSTANTS.columns
     dims = tl.arange(0, HALF)
-    query_at = (column // CONSTANTS.columns)[:, None] * LAYOUT.head_dim + dims[None, :]
-    used = ((column // CONSTANTS.columns < GROUP) & (part < 2))[:, None]
-    low_query = tl.load(queries + query_at, mask=used, other=0.0) * scale
-    high_query = tl.load(queries + query_at + HALF, mask=used, other=0.0) * scale
+    WIDTH: tl.constexpr = CONSTANTS.columns
+    low_query = load_query_half(queries, 0, scale, GROUP, PADDED, LAYOUT.head_dim, WIDTH)
+    high_query = load_query_half(queries, 1, scale, GROUP, PADDED, LAYOUT.head_dim, WIDTH)
     word_at = tables[1] + tl.arange(0, CHUNKS)[:, None, None]
     words = (tl.load(word_at), tl.load(word_at + LAYOUT.group_tokens // CONSTANTS.chunk))
     for first in tl.range(start, coded_stop, BLOCK, num_stages=STAGES):
