@@ -319,10 +319,7 @@ def test_triton_at_full_size(held_as: Format, group: int, head_dim: int) -> None
     for exact in (False, True):
         found = [
             scored(implementation.score_codes, tokens, queries, rows, 20480, exact, **options)
-            for implementation, options in (
-                (reference, {}),
-                (triton, {"rounded": False}),
-            )
+            for implementation, options in ((reference, {}), (triton, {"rounded": False}))
         ]
         # Keys of the ring are bfloat16, with which products of queries in parts are less exact.
         allowed = rounding(tokens, queries) + 1e-3

@@ -100,6 +100,11 @@ def test_steps_of_plain_sglang_are_near_those_measured(
     assert 1000 * found == pytest.approx(milliseconds, rel=0.08)
 
 
+def test_the_work_of_the_cache_rank_is_near_that_measured() -> None:
+    """In a build whose forecasts and scores took longer: estimates are of those that there are."""
+    assert 1000 * planner().cache_rank(8, 32 * K).cache == pytest.approx(4.70, rel=0.06)
+
+
 GROUPS_OF_TWO = {"query_predictor": "last", "dense_layers": 0}
 
 
@@ -112,14 +117,13 @@ GROUPS_OF_TWO = {"query_predictor": "last", "dense_layers": 0}
         (SKETCH, 16, 5.38),
         (ATTENDED, 8, 3.08),
         (ATTENDED, 16, 4.54),
-        ({"query_predictor": "forecast", "dense_layers": 1}, 8, 4.70),
     ],
 )
 def test_the_work_of_a_cache_rank_alone_is_near_that_measured(
     policy: dict[str, Any], batch: int, milliseconds: float
 ) -> None:
-    found = planner(**(GROUPS_OF_TWO | policy)).cache_rank(batch, 32 * K).cache
-    assert 1000 * found == pytest.approx(milliseconds, rel=0.12)
+    found = planner(**GROUPS_OF_TWO, **policy).cache_rank(batch, 32 * K).cache
+    assert 1000 * found == pytest.approx(milliseconds, rel=0.1)
 
 
 def test_a_larger_batch_and_a_longer_context_hide_less() -> None:
