@@ -31,7 +31,7 @@ _GATHER_SECONDS = (4e-6, 0.05e-6)
 _NORMALIZER_SECONDS = 0.1e-6
 """The scattered tokens of a layer by which heads are compared, for each request and KV head."""
 
-_FORECAST_SHARE = 0.6
+_FORECAST_SHARE = 0.55
 """A forecast reads projections at this share of the bandwidth of a copy."""
 
 _GROUP_SECONDS = 65e-6
