@@ -111,8 +111,9 @@ def test_a_run_that_was_never_sparse_says_so(ask: Command, tmp_path: Path) -> No
 
 
 def test_requests_without_room_on_the_cache_rank_are_counted(ask: Command, tmp_path: Path) -> None:
-    # 48 requests at a time, and working sets for 32.
-    finished = ask(tmp_path, "--n-repeats", "16", "--num-threads", "48", "--max-tokens", "40")
+    # 48 requests at a time, and working sets for 32. Answers are long, so that the first ones still
+    # decode when the last ones come.
+    finished = ask(tmp_path, "--n-repeats", "16", "--num-threads", "48", "--max-tokens", "200")
     assert finished.returncode == 0, finished.stderr
     record = read_run(tmp_path / "custom").record
     assert 0 < record.counters.dense_requests["max_sparse_requests"] <= 16
