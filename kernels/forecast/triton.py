@@ -17,7 +17,7 @@ from cache_rank_kernels.forecast.reference import ForecastWorkspace
 from torch import Tensor
 
 _BLOCK_ROWS = 16
-_MOST_BLOCK_ROWS = 64
+_MOST_BLOCK_ROWS = 32
 """A program multiplies so many rows: few, or more where there are more."""
 
 _BLOCK_WIDTH = 64
@@ -103,7 +103,6 @@ def forecast_step(
         PARTS=_PARTS,
         # The interpreter multiplies no bfloat16.
         EXACT=hidden.dtype == torch.float32 or not hidden.is_cuda,
-        num_warps=8 if _block_rows(rows) == _MOST_BLOCK_ROWS else 4,
         num_stages=4,
     )
 
