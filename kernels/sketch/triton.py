@@ -64,9 +64,8 @@ LAUNCH_OF_ATTENDED = Launch(64, 1024, 1, 5)
 _NORMALIZER_PARTS = 8
 """So many programs share the attended tokens of a unit: each waits for memory time and again."""
 
-_BLOCK_QUERIES = 64
 _BLOCK_CRUMBS = 32
-"""A program computes so many of the weights of so many query heads."""
+"""A program computes so many of the weights of its query heads."""
 
 
 def score_sketch(
@@ -98,7 +97,8 @@ def score_sketch(
     assert page_tokens % block == 0
     weights = torch.empty((rows, layers, query_heads, crumbs), device=queries.device)
     parts = triton.cdiv(crumbs, _BLOCK_CRUMBS)
-    _weigh[(layers * kv_heads, triton.cdiv(rows * group, _BLOCK_QUERIES), parts)](
+    block_queries = 64 if head_dim <= 128 else 16  # more of 256 do not fit into registers
+    _weigh[(layers * kv_heads, triton.cdiv(rows * group, block_queries), parts)](
         queries,
         sketch.queries,
         weights,
@@ -111,7 +111,7 @@ def score_sketch(
         CRUMBS=crumbs,
         HEAD_DIM=head_dim,
         BLOCK_CRUMBS=_BLOCK_CRUMBS,
-        BLOCK_QUERIES=_BLOCK_QUERIES,
+        BLOCK_QUERIES=block_queries,
     )
     constants = score_constants(queries, workspace, out, launch.chunk)
     del constants["PARTS"], constants["HEAD_DIM"]

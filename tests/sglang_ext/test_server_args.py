@@ -973,16 +973,16 @@ def test_the_engine_takes_the_bundled_model_unless_given_another(
 @pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
 def test_refuses_a_port_that_somebody_listens_on(address: str) -> None:
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.socket() as reserved, socket.socket(family) as listener:
-        # A port that is free for one family may be another test's for the other.
-        reserved.bind(("127.0.0.1", 0))
-        port = reserved.getsockname()[1]
-        try:
-            if family == socket.AF_INET:
-                reserved.close()
-            listener.bind((address, port))
-        except OSError:
-            pytest.skip(f"no interface {address}")
+    with socket.socket() as ipv4, socket.socket(family) as other:
+        # A port that is free for IPv6 alone may be one that another test listens on.
+        ipv4.bind(("127.0.0.1", 0))
+        listener, port = ipv4, ipv4.getsockname()[1]
+        if family == socket.AF_INET6:
+            listener = other
+            try:
+                listener.bind((address, port))
+            except OSError as error:
+                pytest.skip(f"cannot bind to {address}: {error}")
         refuse_used_port("0.0.0.0", port)  # bound, and nobody listens yet
         listener.listen()
         with pytest.raises(UnsupportedError, match=f"^--port {port}: "):
