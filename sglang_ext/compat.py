@@ -211,6 +211,29 @@ WEIGHT_UPDATES = (
 """The calls after which the model may have other weights; from 0.5.21 on a last one ends them."""
 
 
+def load_weights(engine: Any, weights: Sequence[tuple[str, Tensor]]) -> None:
+    """Give the model of an engine other weights, by their names in a checkpoint.
+
+    From 0.5.21 on SGLang wants to be told before and after, and refuses them otherwise.
+
+    Raises:
+        RuntimeError: SGLang did not load them; says why.
+    """
+
+    def done(answer: tuple[bool, str]) -> None:
+        succeeded, why = answer
+        if not succeeded:
+            raise RuntimeError(f"SGLang did not load the weights: {why}")
+
+    if _SINCE_0_5_21:
+        done(engine.begin_weight_update())
+    try:
+        done(engine.update_weights_from_tensor(list(weights)))
+    finally:
+        if _SINCE_0_5_21:
+            done(engine.end_weight_update())
+
+
 def tokens_read(request: Any) -> int:
     """Return how many tokens of a request are read when this step has ended; moved in 0.5.22."""
     return int(request.extend_end if _SINCE_0_5_22 else request.extend_range.end)

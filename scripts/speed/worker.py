@@ -30,7 +30,7 @@ from scripts.speed.weights import norms_for_unit_logits
 def measure_on_engine(job: Job) -> Iterator[Measurement]:
     """Start the engine and measure every shape: each measurement as it begins and as it ended."""
     from scripts.speed.calibration import needs_calibration, write_blank
-    from sglang_ext import Engine
+    from sglang_ext import Engine, compat
 
     arguments = dict(job.engine)
     with tempfile.TemporaryDirectory() as folder:
@@ -40,7 +40,7 @@ def measure_on_engine(job: Job) -> Iterator[Measurement]:
         engine = Engine(**arguments)  # which has read it once it has started
     try:
         if job.model != BUNDLED:
-            engine.update_weights_from_tensor(norms_for_unit_logits(model_config(job.model)))
+            compat.load_weights(engine, norms_for_unit_logits(model_config(job.model)))
         bench = Bench(engine, job)
         for shape in job.shapes:
             yield (measurement := _begin(job, shape))

@@ -45,16 +45,29 @@ def test_a_dead_scheduler_takes_its_cache_rank_with_it() -> None:
 
 
 ENGINE_SCRIPT = """
-from sglang_ext import Engine
+from safetensors.torch import load_file
+
+from sglang_ext import Engine, compat
+from sglang_ext.server_args import BUNDLED_MODEL
 
 if __name__ == "__main__":
     engine = Engine(sparse_threshold=100, sparse_budget=32, sink_tokens=4, recent_tokens=8,
                     delta_capacity=32, skip_tokenizer_init=True)
-    output = engine.generate(
-        input_ids=list(range(5, 125)),
-        sampling_params={"max_new_tokens": 40, "temperature": 0, "ignore_eos": True},
-    )
-    print("sparse steps:", output["meta_info"]["cache_rank"]["sparse_steps"])
+
+    def generate():
+        return engine.generate(
+            input_ids=list(range(5, 125)),
+            sampling_params={"max_new_tokens": 40, "temperature": 0, "ignore_eos": True},
+        )
+
+    first = generate()
+    print("sparse steps:", first["meta_info"]["cache_rank"]["sparse_steps"])
+    # With the least likely token in place of the most likely one.
+    name = "model.norm.weight"
+    weights = load_file(BUNDLED_MODEL / "model.safetensors")[name]
+    for factor in (-1, 1):
+        compat.load_weights(engine, [(name, factor * weights)])
+        print("same tokens:", generate()["output_ids"] == first["output_ids"])
     engine.shutdown()
 """
 
@@ -68,3 +81,5 @@ def test_the_engine_runs_in_process(tmp_path: Any) -> None:
     found = re.search(r"sparse steps: (\d+)", result.stdout)
     assert found, (result.stdout[-2000:], result.stderr[-4000:])
     assert 10 < int(found[1]) < 40  # of 40, some while its prompt is shipped and slots are filled
+    # Other weights are loaded, and those before.
+    assert re.findall(r"same tokens: (\w+)", result.stdout) == ["False", "True"]
