@@ -205,7 +205,8 @@ def test_a_sparse_request_that_is_preempted_goes_on_where_it_was(
     running.join()
     for response, expected in zip([*low, high], dense, strict=True):
         assert response["output_ids"] == expected["output_ids"]
-        assert difference(log_probabilities(response), log_probabilities(expected)) < 1e-5
+        # What was generated before is computed again in a prefill, which rounds otherwise.
+        assert difference(log_probabilities(response), log_probabilities(expected)) < 3e-5
         assert sparse_steps(response) > 30
     assert sorted(one["meta_info"]["num_retractions"] for one in low) == [0, 1]
     state = server.wait_for(10, epochs=0)
