@@ -8,6 +8,7 @@ from typing import Literal
 import msgspec
 import torch
 from cache_rank_kernels.select.reference import MOST_SLOTS
+from cache_rank_kernels.wire.reference import wire_width
 
 from cache_rank.schedule import Boundary, by_forecast, by_history
 
@@ -16,7 +17,7 @@ Predictor = Literal[HistoryPredictor, "forecast"]
 Frame = Literal["post", "pre"]
 ScoreKeys = Literal["resident", "fp8", "sketch"]
 ScoreNormalizer = Literal["all", "attended"]
-WireDtype = Literal["bf16", "fp8"]
+WireDtype = Literal["bf16", "fp8", "int8"]
 OptionValue = int | float | str
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -92,7 +93,7 @@ class CacheRankConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         score_normalizer: a score is a logit less a log-sum-exp: over all tokens, or, of sketches,
             over those that are attended to, which is known before the others are read.
         wire_dtype: dtype of the keys and values of an answer; bf16 is the KV pool's own dtype,
-            whichever it is, and fp8 is float8_e4m3fn.
+            whichever it is, fp8 is float8_e4m3fn, and int8 has a scale for 8 channels.
         max_rows: most requests of one step.
         recall_interval: recall against exact selection is measured in one of so many steps, see
             recall.py; 0 is never.
@@ -157,11 +158,21 @@ class CacheRankConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 f"wire_dtype {self.wire_dtype}: checksums compare tokens bit for bit, and shipped "
                 "ones are rounded; use bf16, or no checksums"
             )
+        try:
+            self.wire_width  # noqa: B018
+        except ValueError as error:
+            raise ValueError(f"wire_dtype {self.wire_dtype}: {error}; use bf16 or fp8") from error
 
     @property
     def wire_torch_dtype(self) -> torch.dtype:
         """Dtype of the keys and values of an answer."""
-        return torch.float8_e4m3fn if self.wire_dtype == "fp8" else self.model.torch_dtype
+        rounded = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
+        return rounded.get(self.wire_dtype, self.model.torch_dtype)
+
+    @property
+    def wire_width(self) -> int:
+        """Elements of that dtype that a key or a value of an answer takes."""
+        return wire_width(self.model.head_dim, self.wire_torch_dtype)
 
     @property
     def groups(self) -> tuple[range, ...]:

@@ -290,7 +290,7 @@ class DownMessage:
         buffer: (bytes,) uint8.
         header: (rows, 6) int64, see AnswerHeader.
         slots: (rows, layers, Hkv, C) int32; -1 is padding, and comes last.
-        keys, values: (rows, layers, Hkv, C, D) in the wire dtype.
+        keys, values: (rows, layers, Hkv, C, width) in the wire dtype, see `to_wire`.
     """
 
     def __init__(self, config: CacheRankConfig, layers: int, rows: int, buffer: Tensor) -> None:
@@ -310,7 +310,7 @@ class DownMessage:
     @staticmethod
     def _parts(config: CacheRankConfig, layers: int, rows: int) -> tuple[_Part, ...]:
         entries = (rows, layers, config.model.kv_heads, config.delta_capacity)
-        tokens = _Part(config.wire_torch_dtype, (*entries, config.model.head_dim))
+        tokens = _Part(config.wire_torch_dtype, (*entries, config.wire_width))
         header = _Part(torch.int64, (rows, len(AnswerHeader._fields)))
         return header, _Part(torch.int32, entries), tokens, tokens
 

@@ -180,11 +180,11 @@ class CacheRankFlags(ServerArgs):
         ),
     ] = "all"
     wire_dtype: A[
-        Literal["bf16", "fp8"],
+        Literal["bf16", "fp8", "int8"],
         Arg(
             help="How K and V travel back to the inference rank: bf16 is in the KV pool's own "
-            "dtype, even if that is another; fp8 is rounded to e4m3, which halves an answer where "
-            "steps wait for the link."
+            "dtype, even if that is another; fp8 is rounded to e4m3 and int8 with a scale for 8 "
+            "channels, which halves an answer."
         ),
     ] = "bf16"
     max_sparse_requests: A[

@@ -140,8 +140,8 @@ class Residency(ABC):
             rows: the rows of the step.
             layers: the layers of the message.
             entering: (R, len(layers), Hkv, C) int32 positions; -1 leaves its entry alone.
-            keys, values: (R, len(layers), Hkv, C, D) in the pool's dtype or in float8_e4m3fn,
-                rounded from that; written in place.
+            keys, values: (R, len(layers), Hkv, C, width) in the pool's dtype or in another of a
+                message, see `to_wire`; written in place.
         """
 
     def load_tail(self, slot: int, start: int, shipment: Tensor) -> None:

@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import torch
-from cache_rank_kernels.fp8.reference import convert
 from cache_rank_kernels.score.reference import ScoreWorkspace
+from cache_rank_kernels.wire.reference import to_wire
 from torch import Tensor
 
 _TILE_TOKENS = 4096
@@ -170,9 +170,9 @@ def gather_codes(
         positions: (R,) int32, the position of each row's newest token.
         first_layer: index of the first of the L layers.
         entering: (R, L, Hkv, C) int32 token positions; negative is padding.
-        out_keys, out_values: (R, L, Hkv, C, D) in the dtype of the rings, or rounded from that to
-            float8_e4m3fn; written in place. Entries of padding and of skipped rows keep what they
-            hold.
+        out_keys, out_values: (R, L, Hkv, C, width) in the dtype of the rings or in another of a
+            message, see `to_wire`; written in place. Entries of padding and of skipped rows keep
+            what they hold.
     """
     used = (entering >= 0) & (slots >= 0).view(-1, 1, 1, 1)
     row, layer, head, entry = used.nonzero(as_tuple=True)
@@ -182,7 +182,7 @@ def gather_codes(
     slot = slots[row].to(torch.int64)
     found = read_tokens(tokens, page, slot, layer + first_layer, head, position, resident)
     for out, part in zip((out_keys, out_values), found, strict=True):
-        out[row, layer, head, entry] = convert(part, out.dtype)
+        out[row, layer, head, entry] = to_wire(part, out.dtype)
 
 
 def read_tokens(

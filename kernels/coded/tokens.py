@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from cache_rank_kernels.fp8.triton import convert
+from cache_rank_kernels.wire.triton import store_tokens
 
 
 @triton.jit
@@ -39,8 +39,8 @@ def load_group(source, dims, LAYOUT: tl.constexpr):
 
 
 @triton.jit
-def store_gathered(message, decoded, dims, LAYOUT: tl.constexpr):
-    """Write channels `dims` of tokens to a message: as decoded, or as they came.
+def store_gathered(message, decoded, FIRST: tl.constexpr, LAYOUT: tl.constexpr):
+    """Write consecutive channels of tokens to a message: as decoded, or as they came.
 
     What decodes beyond the dtype's range becomes its largest number.
 
@@ -48,13 +48,14 @@ def store_gathered(message, decoded, dims, LAYOUT: tl.constexpr):
         message: the ring, the message, and for each token (BLOCK,) its index in the message,
             whether it is used, whether it is held as codes and its index among those of the ring;
             and the largest number of the ring's dtype.
-        decoded: (BLOCK, len(dims)) float32.
-        dims: which channels.
+        decoded: (BLOCK, n) float32.
+        FIRST: the first of the channels, a multiple of n.
         LAYOUT: see `Layout`.
     """
     ring, out, target, used, is_coded, in_ring, largest = message
+    dims = FIRST + tl.arange(0, decoded.shape[1])
     source = in_ring[:, None] * LAYOUT.head_dim + dims[None, :]
     newest = tl.load(ring + source, mask=(used & ~is_coded)[:, None], other=0.0)
     decoded = tl.clamp(decoded, -largest, largest).to(newest.dtype)
-    content = convert(tl.where(is_coded[:, None], decoded, newest), out.dtype.element_ty)
-    tl.store(out + target[:, None] * LAYOUT.head_dim + dims[None, :], content, mask=used[:, None])
+    content = tl.where(is_coded[:, None], decoded, newest)
+    store_tokens(out, target, content, used, LAYOUT.head_dim, FIRST)

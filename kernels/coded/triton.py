@@ -24,6 +24,7 @@ from cache_rank_kernels.score.triton import (
     scratch,
     sum_up_chunk,
 )
+from cache_rank_kernels.wire.reference import wire_width
 from torch import Tensor
 
 _GATHERED_ELEMENTS = 2048
@@ -85,7 +86,7 @@ def gather_codes(
     assert entering.is_contiguous()
     for out in (out_keys, out_values):
         assert out.is_contiguous()
-        assert out.shape == (*entering.shape, layout.head_dim)
+        assert out.shape == (*entering.shape, wire_width(layout.head_dim, out.dtype))
     block = min(_GATHERED_ELEMENTS // layout.head_dim, triton.next_power_of_2(capacity))
     block = max(1, block)
     _gather[(triton.cdiv(capacity, block), layers * kv_heads, rows)](

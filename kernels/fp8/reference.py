@@ -15,8 +15,3 @@ def round_to_fp8(tokens: Tensor) -> Tensor:
     What is beyond the range, infinities included, becomes the largest number. NaN stays NaN.
     """
     return tokens.float().clamp(-FP8_LARGEST, FP8_LARGEST).to(torch.float8_e4m3fn)
-
-
-def convert(tokens: Tensor, dtype: torch.dtype) -> Tensor:
-    """Convert to any float dtype; `round_to_fp8` says how for float8_e4m3fn."""
-    return round_to_fp8(tokens) if dtype == torch.float8_e4m3fn else tokens.to(dtype)

@@ -20,12 +20,3 @@ def round_to_fp8(tokens):
     addend = tl.maximum(power, SMALLEST_NORMAL) * 1572864.0
     rounded = ((magnitude + addend) - addend).to(tl.uint32, bitcast=True)
     return (rounded | (bits & 0x80000000)).to(tl.float32, bitcast=True).to(tl.float8e4nv)
-
-
-@triton.jit
-def convert(tokens, DTYPE: tl.constexpr):
-    """See the reference."""
-    if DTYPE == tl.float8e4nv:
-        return round_to_fp8(tokens)
-    else:
-        return tokens.to(DTYPE)

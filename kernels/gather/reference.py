@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from cache_rank_kernels.fp8.reference import convert
+from cache_rank_kernels.wire.reference import to_wire
 from torch import Tensor
 
 
@@ -25,8 +25,9 @@ def gather_step(
         slots: (R,) int32; negative skips the row.
         first_layer: index of the group's first layer in the pools.
         entering: (R, L, Hkv, C) int32 token positions; negative is padding.
-        out_keys, out_values: (R, L, Hkv, C, D) in the dtype of the pools or in float8_e4m3fn, see
-            `convert`; written in place. Entries of padding and of skipped rows keep what they hold.
+        out_keys, out_values: (R, L, Hkv, C, width) in the dtype of the pools or in another of a
+            message, see `to_wire`; written in place. Entries of padding and of skipped rows keep
+            what they hold.
     """
     page_tokens = key_pool.shape[3]
     used = (entering >= 0) & (slots >= 0).view(-1, 1, 1, 1)
@@ -34,5 +35,5 @@ def gather_step(
     position = entering[row, layer, head, entry].to(torch.int64)
     page = page_table[row, position // page_tokens].to(torch.int64)
     source = (page, layer + first_layer, head, position % page_tokens)
-    out_keys[row, layer, head, entry] = convert(key_pool[source], out_keys.dtype)
-    out_values[row, layer, head, entry] = convert(value_pool[source], out_values.dtype)
+    out_keys[row, layer, head, entry] = to_wire(key_pool[source], out_keys.dtype)
+    out_values[row, layer, head, entry] = to_wire(value_pool[source], out_values.dtype)

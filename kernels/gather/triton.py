@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from cache_rank_kernels.fp8.triton import convert
+from cache_rank_kernels.wire.reference import wire_width
+from cache_rank_kernels.wire.triton import store_tokens
 from torch import Tensor
 
 _BLOCK_ELEMENTS = 2048
@@ -29,7 +30,8 @@ def gather_step(
     assert entering.is_contiguous()
     assert out_keys.is_contiguous()
     assert out_values.is_contiguous()
-    assert out_keys.shape == out_values.shape == (*entering.shape, head_dim)
+    width = wire_width(head_dim, out_keys.dtype)
+    assert out_keys.shape == out_values.shape == (*entering.shape, width)
     assert page_table.stride(1) == 1
     block_entries = max(1, min(_BLOCK_ELEMENTS // head_dim, triton.next_power_of_2(capacity)))
     _gather[(rows, layers * kv_heads, triton.cdiv(capacity, block_entries))](
@@ -88,11 +90,8 @@ def _gather(
     # From the page of each token to its entry of the message.
     unit_of_page = (page.to(tl.int64) * POOL_LAYERS + first_layer + layer) * KV_HEADS + head
     source = unit_of_page * PAGE_TOKENS + position % PAGE_TOKENS
-    dims = tl.arange(0, HEAD_DIM)[None, :]
-    source = source[:, None] * HEAD_DIM + dims
-    target = target[:, None] * HEAD_DIM + dims
-    used = used[:, None]
-    key = tl.load(key_pool + source, mask=used)  # [BLOCK_ENTRIES, D]
-    value = tl.load(value_pool + source, mask=used)
-    tl.store(out_keys + target, convert(key, out_keys.dtype.element_ty), mask=used)
-    tl.store(out_values + target, convert(value, out_values.dtype.element_ty), mask=used)
+    source = source[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
+    key = tl.load(key_pool + source, mask=used[:, None])  # [BLOCK_ENTRIES, D]
+    value = tl.load(value_pool + source, mask=used[:, None])
+    store_tokens(out_keys, target, key, used, HEAD_DIM)
+    store_tokens(out_values, target, value, used, HEAD_DIM)

@@ -254,7 +254,7 @@ def _gather(
         decoded = _decode_channels(
             packed, planes, token, mask, index, OF_KEYS, WIDTH, LAYOUT, CONSTANTS
         )
-        store_gathered(message, decoded, index * WIDTH + byte, LAYOUT)
+        store_gathered(message, decoded, index * WIDTH, LAYOUT)
 
 
 @triton.jit

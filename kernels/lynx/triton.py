@@ -239,7 +239,7 @@ def _gather(
         mean = tl.load(means + of_chunk, mask=mask, other=0.0).to(tl.float32)
         spread = tl.load(spreads + of_chunk, mask=mask, other=0.0).to(tl.float32)
         decoded = minimum + span * (mean + spread * fraction)
-        store_gathered(message, decoded, dims + is_high * HALF, LAYOUT)
+        store_gathered(message, decoded, is_high * HALF, LAYOUT)
 
 
 @triton.jit

@@ -5,11 +5,12 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from cache_rank_kernels.fp8.triton import convert
 from cache_rank_kernels.mosaickv.layout import Layout
 from cache_rank_kernels.mosaickv.packing import rounded, tokens_in_pages
 from cache_rank_kernels.mosaickv.store import PackedStore
 from cache_rank_kernels.mosaickv.unpacking import in_words, no_word, unpack_part
+from cache_rank_kernels.wire.reference import wire_width
+from cache_rank_kernels.wire.triton import store_tokens
 from torch import Tensor
 
 _ENTRIES = 32
@@ -35,7 +36,7 @@ def gather_packed(
     assert entering.is_contiguous()
     for out in (out_keys, out_values):
         assert out.is_contiguous()
-        assert out.shape == (*entering.shape, layout.head_dim)
+        assert out.shape == (*entering.shape, wire_width(layout.head_dim, out.dtype))
     _gather[(triton.cdiv(capacity, _ENTRIES), layers * kv_heads, rows * 2)](
         keys,
         values,
@@ -154,5 +155,5 @@ def _gather(
             decoded = tl.dot(content.to(DTYPE), columns.to(DTYPE), decoded, input_precision="ieee")
         own = tl.max(tl.where(strategy < own, strategy, -1))
     decoded = rounded(tl.clamp(decoded, -limit, limit), newest.dtype)
-    content = convert(tl.where(is_packed[:, None], decoded, newest), out.dtype.element_ty)
-    tl.store(out + target[:, None] * LAYOUT.head_dim + dims[None, :], content, mask=used[:, None])
+    content = tl.where(is_packed[:, None], decoded, newest)
+    store_tokens(out, target, content, used, LAYOUT.head_dim)

@@ -6,7 +6,6 @@ Tokens are in a `PackedStore`, as packed vectors, which `vectors` specifies.
 from __future__ import annotations
 
 import torch
-from cache_rank_kernels.fp8.reference import convert
 from cache_rank_kernels.mosaickv.store import (
     PackedStore,
     Run,
@@ -27,6 +26,7 @@ from cache_rank_kernels.mosaickv.vectors import (
     rotation_of,
     score_packed,
 )
+from cache_rank_kernels.wire.reference import to_wire
 from torch import Tensor
 
 __all__ = [
@@ -145,9 +145,9 @@ def gather_packed(
         positions: (R,) int32, the position of each row's newest token.
         first_layer: index of the first of the L layers in the store.
         entering: (R, L, Hkv, C) int32 token positions; negative is padding.
-        out_keys, out_values: (R, L, Hkv, C, D) in the dtype of the rings, or rounded from that to
-            float8_e4m3fn; written in place. Entries of padding and of skipped rows keep what they
-            hold.
+        out_keys, out_values: (R, L, Hkv, C, width) in the dtype of the rings or in another of a
+            message, see `to_wire`; written in place. Entries of padding and of skipped rows keep
+            what they hold.
     """
     used = (entering >= 0) & (slots >= 0).view(-1, 1, 1, 1)
     for row, index in used.flatten(2).any(dim=-1).nonzero().tolist():
@@ -162,7 +162,7 @@ def gather_packed(
             entering[row, index, head, entry].to(torch.int64),
         )
         for out, part in zip((out_keys, out_values), found, strict=True):
-            out[row, index, head, entry] = convert(part, out.dtype)
+            out[row, index, head, entry] = to_wire(part, out.dtype)
 
 
 def _read_layer(

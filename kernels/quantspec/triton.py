@@ -170,7 +170,7 @@ def _gather(
             scale = tl.load(scales + token, mask=is_coded, other=0.0).to(tl.float32)[:, None]
             zero = tl.load(zeros + token, mask=is_coded, other=0.0).to(tl.float32)[:, None]
         decoded = _decode_half(uppers, lowers, scale, zero, is_high)
-        store_gathered(message, decoded, dims + is_high * HALF, LAYOUT)
+        store_gathered(message, decoded, is_high * HALF, LAYOUT)
 
 
 @triton.jit

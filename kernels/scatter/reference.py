@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+from cache_rank_kernels.wire.reference import from_wire
 from torch import Tensor
 
 
@@ -68,7 +69,7 @@ def scatter_step(
         expected: (R, 4) int64, what those must be.
         entering_slots: (R, L, Hkv, C) int32, the slot of each token. Negative is padding, which
             comes last.
-        keys, values: (R, L, Hkv, C, D) in any float dtype, 8 bit included.
+        keys, values: (R, L, Hkv, C, width) in the dtype of a message, see `to_wire`.
         applied: (R,) integers, written in place: 1 if the row was applied, else 0.
         accepts: (1,) int32; no row is applied when it is 0. None applies all that match.
     """
@@ -82,8 +83,10 @@ def scatter_step(
     ):
         row, head, entry = used[:, layer].nonzero(as_tuple=True)
         pool_row = first_rows[row].to(torch.int64) + entering_slots[row, layer, head, entry]
-        key_buffer[pool_row, head] = keys[row, layer, head, entry].to(key_buffer.dtype)
-        value_buffer[pool_row, head] = values[row, layer, head, entry].to(value_buffer.dtype)
+        key_buffer[pool_row, head] = from_wire(keys[row, layer, head, entry], key_buffer.dtype)
+        value_buffer[pool_row, head] = from_wire(
+            values[row, layer, head, entry], value_buffer.dtype
+        )
 
 
 def collect_tokens(

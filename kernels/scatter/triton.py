@@ -6,6 +6,8 @@ import torch
 import triton
 import triton.language as tl
 from cache_rank_kernels.scatter.reference import LayerBuffers, layer_buffers
+from cache_rank_kernels.wire import triton as wire
+from cache_rank_kernels.wire.reference import wire_width
 from torch import Tensor
 
 __all__ = ["LayerBuffers", "collect_tokens", "copy_tokens", "layer_buffers", "scatter_step"]
@@ -31,15 +33,17 @@ def scatter_step(
 ) -> None:
     """See the reference. D is a power of two."""
     rows, layers, kv_heads, capacity = entering_slots.shape
-    head_dim = keys.shape[-1]
+    head_dim = key_rows.tensors[0].shape[-1]
     assert entering_slots.is_contiguous()
     assert keys.is_contiguous()
     assert values.is_contiguous()
+    assert keys.shape == values.shape
+    assert keys.shape == (*entering_slots.shape, wire_width(head_dim, keys.dtype))
     assert header.is_contiguous()
     assert header.shape == (rows, 6)
     assert expected.is_contiguous()
     assert len(key_rows.tensors) == len(value_rows.tensors) == layers
-    assert key_rows.tensors[0].shape[1:] == (kv_heads, head_dim)
+    assert key_rows.tensors[0].shape[1] == kv_heads
     _scatter[(rows, layers * kv_heads)](
         key_rows.pointers,
         value_rows.pointers,
@@ -178,13 +182,13 @@ def _scatter(
         while (block < CAPACITY) & (ends == 0):
             entry = block + tl.arange(0, BLOCK_ENTRIES)
             slot = tl.load(entering_slots + first_entry + entry, mask=entry < CAPACITY, other=-1)
-            used = (slot >= 0)[:, None]
-            source = (first_entry + entry)[:, None] * HEAD_DIM + dims
+            used = slot >= 0
             target = ((first_row + slot) * KV_HEADS + unit % KV_HEADS)[:, None] * HEAD_DIM + dims
-            key = tl.load(keys + source, mask=used)  # [BLOCK_ENTRIES, D]
-            value = tl.load(values + source, mask=used)
-            tl.store(layer_keys + target, key.to(DTYPE), mask=used)
-            tl.store(layer_values + target, value.to(DTYPE), mask=used)
+            # [BLOCK_ENTRIES, D]
+            key = wire.load_tokens(keys, first_entry + entry, used, HEAD_DIM, DTYPE)
+            value = wire.load_tokens(values, first_entry + entry, used, HEAD_DIM, DTYPE)
+            tl.store(layer_keys + target, key, mask=used[:, None])
+            tl.store(layer_values + target, value, mask=used[:, None])
             block += BLOCK_ENTRIES
             ends = tl.max((slot < 0).to(tl.int32), 0)
 

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from cache_rank_kernels.fp8.reference import convert, round_to_fp8
+from cache_rank_kernels.fp8.reference import round_to_fp8
+from cache_rank_kernels.wire.reference import from_wire, to_wire
 from torch import Tensor
 
 from cache_rank.config import CacheRankConfig
@@ -116,7 +117,8 @@ class Request:
         return self.fresh_filled if self.is_fresh(layer) else self.filled
 
     def apply(self, layers: range, slots: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Write the answer for a group, (len(layers), Hkv, C[, D]), into the slots."""
+        """Write the answer for a group, (len(layers), Hkv, C[, width]), into the slots."""
+        keys, values = from_wire(keys, self.keys.dtype), from_wire(values, self.values.dtype)
         for layer, head, entry in (slots >= 0).nonzero().tolist():
             slot = slots[layer, head, entry]
             self.keys[layers[layer], head, slot] = keys[layer, head, entry]
@@ -135,5 +137,6 @@ class Request:
                     (self.keys, self.reference.keys),
                     (self.values, self.reference.values),
                 ):
-                    shipped = convert(source[layer][head, chosen], self.config.wire_torch_dtype)
-                    assert torch.equal(held[layer, head, :used], shipped.to(held.dtype))
+                    shipped = to_wire(source[layer][head, chosen], self.config.wire_torch_dtype)
+                    read = from_wire(shipped, held.dtype)
+                    assert torch.equal(held[layer, head, :used], read)

@@ -70,6 +70,15 @@ def test_refuses_checksums_of_tokens_that_are_rounded() -> None:
         small_config(wire_dtype="fp8", checksum=True)
 
 
+def test_refuses_heads_of_parts_of_a_scale() -> None:
+    model = msgspec.structs.replace(MHA, head_dim=20)
+    assert small_config(model, wire_dtype="fp8").wire_width == 20
+    message = "wire_dtype int8: 8 channels share a scale in int8, and heads have 20"
+    with pytest.raises(ValueError, match=message):
+        small_config(model, wire_dtype="int8")
+    assert small_config(wire_dtype="int8").wire_torch_dtype == torch.int8
+
+
 def test_refuses_a_dtype_that_no_pool_has() -> None:
     with pytest.raises(ValueError, match="dtype int8 is not one of float32, bfloat16, float16"):
         msgspec.structs.replace(GQA, dtype="int8")

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from cache_rank_kernels.wire.reference import SHARED
 from hypothesis import given
 from hypothesis import strategies as st
 from small_models import GQA, small_config
@@ -30,11 +31,12 @@ from cache_rank.schedule import by_forecast
 def configs(draw: st.DrawFn) -> CacheRankConfig:
     """Odd sizes on purpose: nothing about a shape is a multiple of anything."""
     kv_heads = draw(st.integers(1, 3))
+    head_dim = draw(st.integers(1, 9) | st.just(2 * SHARED))
     model = ModelShape(
         layers=draw(st.integers(1, 5)),
         query_heads=kv_heads * draw(st.integers(1, 3)),
         kv_heads=kv_heads,
-        head_dim=draw(st.integers(1, 9)),
+        head_dim=head_dim,
         dtype=draw(st.sampled_from(sorted(DTYPES))),
         scale=1.0,
         hidden_size=draw(st.integers(1, 9)),
@@ -43,7 +45,7 @@ def configs(draw: st.DrawFn) -> CacheRankConfig:
         model,
         delta_capacity=draw(st.integers(1, 7)),
         layers_per_group=draw(st.integers(1, 5)),
-        wire_dtype=draw(st.sampled_from(["bf16", "fp8"])),
+        wire_dtype=draw(st.sampled_from(["bf16", "fp8"] + ["int8"] * (head_dim % SHARED == 0))),
     )
 
 
@@ -129,7 +131,7 @@ def test_down_message_fields_tile_the_buffer(config: CacheRankConfig, rows: int)
         entries = (rows, layers, model.kv_heads, capacity)
         assert message.header.shape == (rows, len(AnswerHeader._fields))
         assert message.slots.shape == entries
-        assert message.keys.shape == message.values.shape == (*entries, model.head_dim)
+        assert message.keys.shape == message.values.shape == (*entries, config.wire_width)
         assert message.header.dtype == torch.int64
         assert message.slots.dtype == torch.int32
         assert message.keys.dtype == message.values.dtype == config.wire_torch_dtype
@@ -185,7 +187,9 @@ def test_in_8_bits_tokens_take_a_byte_an_element(dtype: str) -> None:
     saved = DownMessage.size(config, 6, 8) - DownMessage.size(rounded, 6, 8)
     assert saved == 2 * entries * model.head_dim * (DTYPES[dtype].itemsize - 1)
     assert DownMessage.size(rounded, 6, 8) == 8 * 48 + entries * (4 + 2 * model.head_dim)
-    assert up_sizes(config, 8) == up_sizes(rounded, 8)
+    integers = msgspec.structs.replace(config, wire_dtype="int8")
+    assert DownMessage.size(integers, 6, 8) == 8 * 48 + entries * (4 + 2 * (model.head_dim + 16))
+    assert up_sizes(config, 8) == up_sizes(rounded, 8) == up_sizes(integers, 8)
 
 
 @given(configs(), st.integers(1, 9))

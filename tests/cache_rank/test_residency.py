@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 import msgspec
 import pytest
 import torch
-from cache_rank_kernels.fp8.reference import convert, round_to_fp8
+from cache_rank_kernels.fp8.reference import round_to_fp8
 from cache_rank_kernels.score.reference import score_tokens
+from cache_rank_kernels.wire.reference import to_wire, wire_width
 from hypothesis import given
 from hypothesis import strategies as st
 from small_models import GQA, MODELS, small_config
@@ -254,13 +255,13 @@ def two_on_one(name: str, left: Tokens, right: Tokens) -> tuple[Held, Held]:
 
 
 @every_format
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.int8], ids=str)
 def test_gather_leaves_padding_and_refused_rows_alone(name: str, dtype: torch.dtype) -> None:
     left, right = two_on_one(name, Tokens.sample(400), Tokens.sample(300, seed=1))
     layers = range(1, 3)
     entering = torch.tensor([5, -1, 299, -1], dtype=torch.int32).expand(3, 2, 2, -1).contiguous()
-    shape = (*entering.shape, left.tokens.model.head_dim)
-    keys, values = (torch.full(shape, 7.0, dtype=dtype) for _ in range(2))
+    shape = (*entering.shape, wire_width(left.tokens.model.head_dim, dtype))
+    keys, values = (torch.full(shape, 7.0).to(dtype) for _ in range(2))
     rows = rows_of([left, right, right], [399, 299, 299], refused=(1,))
     left.residency.gather(rows, layers, entering, keys, values)
     for part, read in ((keys, 0), (values, 1)):
@@ -269,7 +270,7 @@ def test_gather_leaves_padding_and_refused_rows_alone(name: str, dtype: torch.dt
         for row, held in ((0, left), (2, right)):
             expected = held.read(layers, entering[row, :, :, [0, 2]].to(torch.int64))[read]
             assert expected.dtype == left.tokens.model.torch_dtype == torch.bfloat16
-            assert torch.equal(part[row, :, :, [0, 2]], convert(expected, dtype))
+            assert torch.equal(part[row, :, :, [0, 2]], to_wire(expected, dtype))
 
 
 @every_lossless_format

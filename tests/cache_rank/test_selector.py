@@ -16,7 +16,7 @@ from small_models import FORECAST, GQA, MODELS, small_config, with_rotary
 from torch import Tensor
 
 from cache_rank import residency
-from cache_rank.config import CacheRankConfig, Frame, ModelShape, Predictor
+from cache_rank.config import CacheRankConfig, Frame, ModelShape, Predictor, WireDtype
 from cache_rank.measure.recall import (
     measure_recall,
     overlap_distances,
@@ -258,9 +258,12 @@ def test_scores_of_sketches_are_those_of_the_reference(
     assert int(served.selector.overflow) > 0
 
 
+@pytest.mark.parametrize("wire_dtype", ["fp8", "int8"])
 @pytest.mark.parametrize("model", MODELS)
-def test_tokens_shipped_in_8_bits_are_the_same_tokens_rounded(model: str) -> None:
-    served = Served(small_config(MODELS[model], wire_dtype="fp8"))
+def test_tokens_shipped_in_8_bits_are_the_same_tokens_rounded(
+    model: str, wire_dtype: WireDtype
+) -> None:
+    served = Served(small_config(MODELS[model], wire_dtype=wire_dtype))
     requests = [served.arrive(epoch + 1, prompt) for epoch, prompt in enumerate(PROMPTS)]
     for _ in range(8):
         served.decode(requests)

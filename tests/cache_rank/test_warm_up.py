@@ -54,7 +54,7 @@ class Link:
         {},
         {"score_keys": "fp8", "wire_dtype": "fp8"},
         {"kv_residency": "quantspec", "kv_residency_options": {"reading": 4}},
-        {"kv_residency": "hack", "kv_residency_options": {"bits": 4}},
+        {"kv_residency": "hack", "kv_residency_options": {"bits": 4}, "wire_dtype": "int8"},
         {"kv_residency": "lynx"},
         {"kv_residency": "mosaickv"},
     ],

@@ -8,8 +8,8 @@ import pytest
 import torch
 from cache_rank_kernels.coded import reference
 from cache_rank_kernels.coded.reference import CodedTokens
-from cache_rank_kernels.fp8.reference import round_to_fp8
 from cache_rank_kernels.score import triton as score
+from cache_rank_kernels.wire.reference import to_wire, wire_width
 from coded_cases import (
     FORMATS,
     KV_HEADS,
@@ -135,19 +135,22 @@ def test_triton_gathers_what_the_reference_gathers(
     rows = (table[[2, 1, 0, 3]], slots, positions)
     found = []
     for gather_codes in (reference.gather_codes, held_as.triton.gather_codes):
-        shape = (*entering.shape, head_dim_of(tokens))
-        for shipped_as in (dtype, torch.float8_e4m3fn):
-            outs = [torch.full(shape, 7.0, dtype=shipped_as, device=device) for _ in range(2)]
-            gather_codes(tokens, *rows, 1, entering, *outs)
-            found.append(torch.stack(outs))
-    as_held, rounded, *by_triton = found
-    assert torch.equal(as_held, by_triton[0])
+        for shipped_as in (dtype, torch.float8_e4m3fn, torch.int8):
+            shape = (2, *entering.shape, wire_width(head_dim_of(tokens), shipped_as))
+            out = torch.full(shape, 7.0, device=device).to(shipped_as)
+            gather_codes(tokens, *rows, 1, entering, out[0], out[1])
+            found.append(out)
+    as_held, *by_reference = found[:3]
+    assert torch.equal(as_held, found[3])
     assert as_held.isfinite().all()
-    expected = round_to_fp8(as_held).view(torch.uint8)
-    assert torch.equal(rounded.view(torch.uint8), expected)
-    assert torch.equal(by_triton[1].view(torch.uint8), expected)
-    assert (found[0][:, entering < 0] == 7.0).all()
-    assert (found[0][:, 1] == 7.0).all()
+    left_alone = (entering < 0) | (slots < 0).view(-1, 1, 1, 1)
+    assert (as_held[:, left_alone] == 7.0).all()
+    for one, other in zip(by_reference, found[4:], strict=True):
+        expected = to_wire(as_held, one.dtype)
+        if one.dtype == torch.int8:
+            expected[:, left_alone] = 7
+        assert torch.equal(one.view(torch.uint8), expected.view(torch.uint8))
+        assert torch.equal(other.view(torch.uint8), expected.view(torch.uint8))
 
 
 def test_what_decodes_beyond_the_range_of_the_dtype_is_gathered_as_its_largest_number(

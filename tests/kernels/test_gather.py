@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cache_rank_kernels.fp8.reference import FP8_LARGEST, round_to_fp8
+from cache_rank_kernels.fp8.reference import FP8_LARGEST
 from cache_rank_kernels.gather import reference, triton
+from cache_rank_kernels.wire.reference import to_wire, wire_width
 from torch import Tensor
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -62,8 +63,9 @@ def random_step(
 
 def poisoned(step, dtype: torch.dtype | None = None) -> Tensor:
     keys, entering = step[0], step[-1]
-    shape = (2, *entering.shape, keys.shape[-1])
-    return torch.full(shape, POISON, dtype=dtype or keys.dtype, device=keys.device)
+    dtype = dtype or keys.dtype
+    shape = (2, *entering.shape, wire_width(keys.shape[-1], dtype))
+    return torch.full(shape, POISON, device=keys.device).to(dtype)
 
 
 def gather(implementation, step, dtype: torch.dtype | None = None) -> Tensor:
@@ -123,9 +125,12 @@ def test_triton_equals_reference(
 ) -> None:
     step = random_step(device, [50, 33], [1, 0], dtype, layers, kv_heads, head_dim, capacity)
     assert torch.equal(gather(triton, step), gather(reference, step))
-    for implementation in (triton, reference):
-        rounded = gather(implementation, step, FP8)
-        assert same_bits(rounded, round_to_fp8(gather(reference, step)))
+    for shipped_as in (FP8, torch.int8):
+        expected = to_wire(gather(reference, step), shipped_as)
+        if shipped_as == torch.int8:
+            expected[:, step[-1] < 0] = int(POISON)
+        for implementation in (triton, reference):
+            assert same_bits(gather(implementation, step, shipped_as), expected)
 
 
 def same_bits(left: Tensor, right: Tensor) -> bool:

@@ -8,10 +8,10 @@ import pytest
 import torch
 from cache_rank_kernels.coded import reference
 from cache_rank_kernels.coded.reference import CodedTokens
-from cache_rank_kernels.fp8.reference import convert
 from cache_rank_kernels.hack import triton
 from cache_rank_kernels.hack.reference import GROUP, HackCodec
 from cache_rank_kernels.score import triton as score
+from cache_rank_kernels.wire.reference import to_wire, wire_width
 from coded_cases import (
     KV_HEADS,
     LAYERS,
@@ -204,6 +204,8 @@ def test_what_cannot_be_encoded_is_noted_by_its_place(
         ("2 bits", torch.float32, torch.float32, 64),
         ("2 bits, 16, stochastic", torch.float16, torch.float8_e4m3fn, 16),
         ("4 bits", NARROW, torch.float8_e4m3fn, 64),
+        ("2 bits", NARROW, torch.int8, 64),
+        ("4 bits", torch.float32, torch.int8, 128),
         ("4 bits, 16", torch.float32, torch.float32, 16),
         *(
             pytest.param(option, NARROW, NARROW, 64, marks=pytest.mark.thorough)
@@ -233,9 +235,12 @@ def test_triton_gathers_what_the_reference_gathers(
     assert held.isfinite().all()
     assert (held[:, entering < 0] == 7.0).all()
     assert (held[:, 1] == 7.0).all()
-    found = torch.full(shape, 7.0, dtype=shipped_as, device=device)
+    width = wire_width(head_dim, shipped_as)
+    found = torch.full((*shape[:-1], width), 7.0, device=device).to(shipped_as)
     triton.gather_codes(tokens, *rows, 1, entering, found[0], found[1])
-    expected = convert(held, shipped_as)
+    expected = to_wire(held, shipped_as)
+    if shipped_as == torch.int8:
+        expected[:, (entering < 0) | (rows[1] < 0).view(-1, 1, 1, 1)] = 7
     assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
 
 

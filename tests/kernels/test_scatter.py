@@ -8,6 +8,7 @@ import pytest
 import torch
 from cache_rank_kernels.scatter import reference, triton
 from cache_rank_kernels.scatter.reference import LayerBuffers, layer_buffers
+from cache_rank_kernels.wire.reference import from_wire, to_wire
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -268,6 +269,24 @@ def test_tokens_of_8_bits_are_what_they_stand_for(device: torch.device, dtype: t
     assert_same_writes(shipment.written_by(triton), expected)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_tokens_of_integers_are_what_they_stand_for(
+    device: torch.device, dtype: torch.dtype
+) -> None:
+    shipment = random_shipment(device, 3, 2, 2, 16, 20, 64, dtype)
+    shipped = replace(
+        shipment,
+        keys=to_wire(shipment.keys, torch.int8),
+        values=to_wire(shipment.values, torch.int8),
+    )
+    in_full = replace(
+        shipment, keys=from_wire(shipped.keys, dtype), values=from_wire(shipped.values, dtype)
+    )
+    expected = in_full.written_by_loops()
+    assert_same_writes(shipped.written_by(reference), expected)
+    assert_same_writes(shipped.written_by(triton), expected)
+
+
 def random_pool(
     device: torch.device, dtype: torch.dtype, kv_heads: int = 3, head_dim: int = 16, rows: int = 10
 ) -> tuple[LayerBuffers, LayerBuffers]:
@@ -340,9 +359,10 @@ def test_triton_at_full_size(dtype: torch.dtype) -> None:
     shipment.first_rows[3] = -1
     shipment.header[5, 3] += 1
     assert_same_writes(shipment.written_by(triton), shipment.written_by(reference))
-    keys, values = (part.to(torch.float8_e4m3fn) for part in (shipment.keys, shipment.values))
-    rounded = replace(shipment, keys=keys, values=values)
-    assert_same_writes(rounded.written_by(triton), rounded.written_by(reference))
+    for shipped_as in (torch.float8_e4m3fn, torch.int8):
+        keys, values = (to_wire(part, shipped_as) for part in (shipment.keys, shipment.values))
+        rounded = replace(shipment, keys=keys, values=values)
+        assert_same_writes(rounded.written_by(triton), rounded.written_by(reference))
     rows = torch.randperm(16 * 512, device=device)[:4096]
     collected, expected = torch.zeros((2, 2, 6, 4096, 8, 128), dtype=dtype, device=device)
     triton.collect_tokens(shipment.key_rows, shipment.value_rows, rows, collected)

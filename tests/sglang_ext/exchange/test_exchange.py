@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from cache_rank_kernels.fp8.reference import convert
+from cache_rank_kernels.wire.reference import from_wire, to_wire
 from torch import Tensor
 
 from cache_rank.channels.transport import TransportError
@@ -254,8 +254,8 @@ class InferenceSide:
                 for buffers in (self.keys, self.values):
                     held = buffers[layer][first : first + sequence.filled, head]
                     source = buffers[layer][request.first_row + tokens, head]
-                    shipped = convert(source, self.config.wire_torch_dtype)
-                    assert torch.equal(held, shipped.to(held.dtype))
+                    shipped = to_wire(source, self.config.wire_torch_dtype)
+                    assert torch.equal(held, from_wire(shipped, held.dtype))
 
 
 FORECAST = msgspec.structs.replace(
@@ -267,7 +267,7 @@ FORECAST = msgspec.structs.replace(
 
 
 @pytest.mark.parametrize(
-    ("config", "wire"), [(CONFIG, "bf16"), (CONFIG, "fp8"), (FORECAST, "bf16")]
+    ("config", "wire"), [(CONFIG, "bf16"), (CONFIG, "fp8"), (CONFIG, "int8"), (FORECAST, "bf16")]
 )
 def test_slots_hold_what_the_cache_rank_chose(config: CacheRankConfig, wire: str) -> None:
     checksum = CONFIG.checksum and wire == "bf16"
