@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from cache_rank_kernels.mosaickv import triton
+from cache_rank_kernels.wire.reference import to_wire
 from mosaickv_sequence import CPU, SHORT, Held, Immediately, drifting
 from small_models import small_config
 from torch import Tensor
@@ -65,6 +66,11 @@ def shipped_by(held: Held) -> Tensor:
     shipped = torch.full(shape, 7.0, dtype=model.torch_dtype, device=device)
     rows = held.rows(held.resident - 1)
     held.residency.gather(rows, held.layers, entering, shipped[0], shipped[1])
+    written = torch.full_like(to_wire(shipped, torch.int8), 7)
+    held.residency.gather(rows, held.layers, entering, written[0], written[1])
+    used = entering >= 0
+    assert (written[:, ~used] == 7).all()
+    assert torch.equal(written[:, used], to_wire(shipped, torch.int8)[:, used])
     return shipped[:, 0]
 
 

@@ -189,10 +189,9 @@ def test_a_sparse_request_that_is_preempted_goes_on_where_it_was(
     free = server.wait_for(10, epochs=0)["pool_free_tokens"]
     prompts = random_prompts([300] * 3, seed=14)
     lengths = [400, 400, NEW_TOKENS]
-    dense = [
-        plain_server.generate(prompt, length, return_logprob=True)
-        for prompt, length in zip(prompts, lengths, strict=True)
-    ]
+    # Two at a time as below: the rounding of 400 tokens depends on it.
+    dense = plain_server.generate_all(prompts[:2], lengths[0], return_logprob=True)
+    dense.append(plain_server.generate(prompts[2], lengths[2], return_logprob=True))
     low: list[Any] = []
     options = {"return_logprob": True, "priority": 0}
     running = threading.Thread(
@@ -205,8 +204,7 @@ def test_a_sparse_request_that_is_preempted_goes_on_where_it_was(
     running.join()
     for response, expected in zip([*low, high], dense, strict=True):
         assert response["output_ids"] == expected["output_ids"]
-        # What was generated before is computed again in a prefill, which rounds otherwise.
-        assert difference(log_probabilities(response), log_probabilities(expected)) < 3e-5
+        assert difference(log_probabilities(response), log_probabilities(expected)) < 1e-5
         assert sparse_steps(response) > 30
     assert sorted(one["meta_info"]["num_retractions"] for one in low) == [0, 1]
     state = server.wait_for(10, epochs=0)
