@@ -159,7 +159,7 @@ class CacheRankConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 "ones are rounded; use bf16, or no checksums"
             )
         try:
-            self.wire_width  # noqa: B018
+            wire_width(self.model.head_dim, self.wire_torch_dtype)
         except ValueError as error:
             raise ValueError(f"wire_dtype {self.wire_dtype}: {error}; use bf16 or fp8") from error
 

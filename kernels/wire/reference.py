@@ -18,8 +18,12 @@ SHARED = 8
 LARGEST = 127
 """The largest integer; the least is its negative."""
 
+_EXPONENT_OF_ONE = 127 + 6
+"""A block's exponent is that of its largest number in float32, whose bias is 127; the integer of
+that number is from 64 to 127, so that 6 bits follow its first."""
+
 _LEAST_EXPONENT = 7
-"""Of float32, in its own bias: by a lesser one a factor would be out of range, and tokens are 0."""
+"""By a lesser one a factor would be out of range, and tokens are 0."""
 
 _NOT_FINITE = 255
 """The exponent of a block in which a number is not finite."""
@@ -47,7 +51,8 @@ def to_wire(tokens: Tensor, dtype: torch.dtype) -> Tensor:
 
     Returns:
         (..., width) of that dtype, see `wire_width`: what `from_wire` reads. In int8 the integers
-        come first, rounded to the nearest, half to even, and then the blocks' exponents.
+        come first, rounded to the nearest, half to even, and then the blocks' exponents. Those of a
+        block in which a number is not finite are 0, and its exponent is 255.
     """
     if dtype == torch.float8_e4m3fn:
         return round_to_fp8(tokens)
@@ -56,8 +61,9 @@ def to_wire(tokens: Tensor, dtype: torch.dtype) -> Tensor:
     blocks = tokens.float().unflatten(-1, (-1, SHARED))
     magnitude = blocks.view(torch.int32) & 0x7FFFFFFF
     exponent = (magnitude.amax(-1) >> 23).clamp(min=_LEAST_EXPONENT)
-    factor = torch.ldexp(torch.ones_like(blocks[..., 0]), 133 - exponent)
-    scaled = (blocks * factor.unsqueeze(-1)).nan_to_num()
+    factor = torch.ldexp(torch.ones_like(blocks[..., 0]), _EXPONENT_OF_ONE - exponent)
+    scaled = blocks * factor.unsqueeze(-1)
+    scaled = torch.where(exponent.unsqueeze(-1) == _NOT_FINITE, 0, scaled)
     codes = scaled.round().clamp(-LARGEST, LARGEST).to(torch.int8).flatten(-2)
     return torch.cat([codes, exponent.to(torch.uint8).view(torch.int8)], dim=-1)
 
@@ -72,6 +78,6 @@ def from_wire(written: Tensor, dtype: torch.dtype) -> Tensor:
     blocks = written.shape[-1] // (SHARED + 1)
     codes, exponent = written.split([blocks * SHARED, blocks], dim=-1)
     exponent = exponent.contiguous().view(torch.uint8).to(torch.int32)
-    scale = torch.ldexp(torch.ones_like(exponent, dtype=torch.float32), exponent - 133)
+    scale = torch.ldexp(torch.ones_like(exponent, dtype=torch.float32), exponent - _EXPONENT_OF_ONE)
     scale = torch.where(exponent == _NOT_FINITE, torch.nan, scale)
     return (codes.unflatten(-1, (-1, SHARED)) * scale.unsqueeze(-1)).flatten(-2).to(dtype)

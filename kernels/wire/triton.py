@@ -34,6 +34,7 @@ def store_tokens(out, target, content, used, HEAD_DIM: tl.constexpr, FIRST: tl.c
         blocks = tl.reshape(content.to(tl.float32), (content.shape[0], BLOCKS, _SHARED))
         magnitude = blocks.to(tl.int32, bitcast=True) & 0x7FFFFFFF
         exponent = tl.maximum(tl.max(magnitude, axis=2) >> 23, 7)  # [BLOCK, n / 8]
+        # 2^(133 - exponent), see the reference; a float32 holds its own power and 127.
         factor = ((260 - exponent) << 23).to(tl.float32, bitcast=True)
         scaled = blocks * factor[:, :, None]
         scaled = tl.where(exponent[:, :, None] == 255, 0.0, scaled)

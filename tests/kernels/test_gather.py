@@ -167,6 +167,27 @@ def test_every_number_of_16_bits_is_rounded_to_the_nearest_of_8(
     assert same_bits(values[0, 0, 0], expected.view(torch.uint8).flip(-1))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_every_number_of_16_bits_is_written_in_int8_as_by_the_reference(
+    device: torch.device, dtype: torch.dtype
+) -> None:
+    """Those that are not finite too: beside numbers of their size, and of any."""
+    numbers = torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype)
+    if dtype == torch.bfloat16 and device.type == "cpu":  # the interpreter reads them wrongly
+        is_subnormal = numbers.abs() < torch.finfo(dtype).smallest_normal
+        numbers = torch.where(is_subnormal, 0, numbers)
+    mixed = numbers[torch.randperm(2**16, generator=torch.Generator().manual_seed(0))]
+    slots, table = torch.zeros((2, 1), dtype=torch.int32, device=device)
+    entering = torch.arange(512, dtype=torch.int32, device=device).view(1, 1, 1, 512)
+    pools = (part.view(1, 1, 1, 512, 128).to(device) for part in (numbers, mixed))
+    step = (*pools, table.view(1, 1), slots, 0, entering)
+    expected = gather(reference, step, torch.int8)
+    assert torch.equal(gather(triton, step, torch.int8), expected)
+    assert torch.equal(
+        expected[0].flatten(0, -2).cpu(), to_wire(numbers.view(512, 128), torch.int8)
+    )
+
+
 @pytest.mark.gpu
 def test_what_is_not_a_number_stays_none_in_8_bits() -> None:
     """The interpreter's 8-bit floats have no NaN."""

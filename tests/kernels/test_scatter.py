@@ -287,6 +287,31 @@ def test_tokens_of_integers_are_what_they_stand_for(
     assert_same_writes(shipped.written_by(triton), expected)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_integers_of_every_exponent_are_what_they_stand_for(
+    device: torch.device, dtype: torch.dtype
+) -> None:
+    shipment = random_shipment(device, 3, 2, 2, 16, 20, 64, dtype)
+    written = torch.zeros_like(to_wire(shipment.keys, torch.int8))
+    codes, exponents = written.split([64, 8], dim=-1)
+    codes.copy_((torch.arange(codes.numel(), device=device) % 255 - 127).view(codes.shape))
+    # 255 is that of a block which is not finite; 7 is the least that is written.
+    exponent = 7 + torch.arange(exponents.numel(), device=device) % 249
+    exponents.copy_(exponent.to(torch.uint8).view(torch.int8).view(exponents.shape))
+    shipment = replace(shipment, keys=written, values=written.flip(3).contiguous())
+    in_full = replace(
+        shipment, keys=from_wire(shipment.keys, dtype), values=from_wire(shipment.values, dtype)
+    )
+    *rows, expected = in_full.written_by_loops()
+    wanted = [tensor for buffers in rows for tensor in buffers.tensors]
+    assert any(tensor.isnan().any() for tensor in wanted)
+    for implementation in (reference, triton):
+        *rows, applied = shipment.written_by(implementation)
+        assert applied == expected
+        found = [tensor for buffers in rows for tensor in buffers.tensors]
+        torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
+
+
 def random_pool(
     device: torch.device, dtype: torch.dtype, kv_heads: int = 3, head_dim: int = 16, rows: int = 10
 ) -> tuple[LayerBuffers, LayerBuffers]:
