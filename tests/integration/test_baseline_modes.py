@@ -40,7 +40,7 @@ def server(request: pytest.FixtureRequest, random_model: Callable[..., Path]) ->
 
 def test_requests_within_the_budget_are_dense(plain_server: Server, server: Server) -> None:
     prompts = random_prompts([1, 9, ATTENDED - 20])
-    dense = [plain_server.generate(prompt, 20, return_logprob=True) for prompt in prompts]
+    dense = plain_server.generate_all(prompts, 20, return_logprob=True)
     ours = server.generate_all(prompts, 20, return_logprob=True)
     for one, other in zip(ours, dense, strict=True):
         assert one["output_ids"] == other["output_ids"]

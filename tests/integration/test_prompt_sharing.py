@@ -99,7 +99,7 @@ def test_requests_that_wait_for_a_prompt_go_on_when_its_request_is_aborted(
     server: Server, plain_server: Server
 ) -> None:
     prompts = [PROMPT + one for one in random_prompts([5] * 5, seed=7)]
-    expected = [plain_server.generate(one, NEW_TOKENS, return_logprob=True) for one in prompts]
+    expected = plain_server.generate_all(prompts, NEW_TOKENS, return_logprob=True)
     server.generate(PROMPT, 1)  # all prefills are short, so that all begin to decode at once
     first = threading.Thread(target=lambda: server.generate(PROMPT, 400, rid="aborted"))
     first.start()
