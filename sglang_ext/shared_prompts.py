@@ -145,7 +145,8 @@ class SharedPrompts:
     def name_shipped(self, prefix: SharedPrefix, shipped: int) -> list[int]:
         """Name the pages that are complete when so many tokens are shipped; return the names."""
         first = len(prefix.pages)
-        complete = min((shipped - self._tail) // PAGE_TOKENS, len(prefix.keys))
+        # Fewer tokens than the tail may be shipped.
+        complete = min(max(0, shipped - self._tail) // PAGE_TOKENS, len(prefix.keys))
         named = []
         for key in prefix.keys[first:complete]:
             if key in self._pages or self._shippers.get(key) is not prefix:

@@ -28,6 +28,7 @@ class Rank:
     """An inference rank as far as it ships prompts, and the pages that its cache rank holds."""
 
     def __init__(self, capacity: int = pages(100), tail: int = 0) -> None:
+        self.tail = tail
         self.prompts = SharedPrompts(tail)
         self.lifecycle = Lifecycle(CONFIG, Reserve(0, 12, 8), 1, 1 << 20, self.prompts)
         self.lifecycle.capacity_tokens = capacity
@@ -66,9 +67,11 @@ class Rank:
             names = self.lifecycle.take_shared(sequence)
             assert names is not None
             assert {*names} <= self.names
-            sequence.shipped = pages(len(names))
+            sequence.shipped = max(0, pages(len(names)) - self.tail)
         sequence.shipped = min(length, sequence.shipped + most)
-        self.names |= {*self.lifecycle.name_shipped(sequence)}
+        if named := self.lifecycle.name_shipped(sequence):
+            assert pages(len(prefix.pages)) + self.tail <= sequence.shipped
+            self.names |= {*named}
         self.names -= {*self.prompts.take_dropped()}
         return True
 
