@@ -302,7 +302,7 @@ class Selector:
         if step.measured is not None and step.measured.group == boundary.left:
             self._measure(step, boundary.left, up, step.measured)
         messages = [message.buffer.data_ptr() for message in (up, down) if message is not None]
-        key = (boundary, step.key, *messages)
+        key = (boundary, step.key, self._forecasts(boundary), *messages)
 
         def run_part(name: str, action: Callable[[], Result]) -> Result:
             if not timeline.is_tracing:
@@ -360,9 +360,15 @@ class Selector:
 
     def _predict(self, step: SelectorStep, boundary: Boundary, group: int, up: UpMessage) -> Tensor:
         """The queries by which a group is selected for, (R, L, Hq, D) float32."""
-        if self._forecast is not None and (boundary.is_fresh or self._forecast.knows(group)):
+        if self._forecast is not None and self._forecasts(boundary):
             return self._forecast.predict(step.rows, group, up.hidden, boundary.is_fresh)
         return self._queries.predict(step.rows, self.config.groups[group])
+
+    def _forecasts(self, boundary: Boundary) -> bool:
+        """Whether the answer of a boundary is by forecasts; the first groups need projections."""
+        if self._forecast is None or boundary.answered is None:
+            return False
+        return boundary.is_fresh or self._forecast.knows(boundary.answered)
 
     def _gather(self, rows: StepRows, layers: range, changed: Tensor, down: DownMessage) -> None:
         entering = self._mirror.entering(down.slots)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import Any
 
 import msgspec
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from cache_rank import residency
 from cache_rank.config import CacheRankConfig, Frame, ModelShape, Predictor, WireDtype
+from cache_rank.graphs import Captures
 from cache_rank.measure.recall import (
     measure_recall,
     overlap_distances,
@@ -199,6 +200,35 @@ def test_forecasts_select_for_the_step_itself_and_the_first_groups_for_the_next(
     for _ in range(3):
         served.decode(requests)
     assert int(served.selector.overflow) > 0
+
+
+class Seen(Captures):
+    """It captures nothing, and remembers for what it was asked, but for where messages are."""
+
+    def __init__(self) -> None:
+        super().__init__(CPU)
+        self.keys: list[Hashable] = []
+
+    def run(self, key: Any, action: Callable[[], Any]) -> Any:
+        self.keys.append(tuple(part for part in key if type(part) is not int))
+        return action()
+
+
+def test_what_was_captured_before_projections_came_is_not_replayed_after() -> None:
+    config = small_config(FORECAST["gqa"], query_predictor="forecast", layers_per_group=1)
+    served = Served(config)
+    request = served.arrive(1, prompt=45)
+    keys = []
+    for _ in range(2):
+        served.selector._captures = seen = Seen()
+        served.exchange([row_of(request)], [request.compute()])
+        keys.append(seen.keys)
+        load_projections(served, first=0)
+    changed = [one != other for one, other in zip(*keys, strict=True)]
+    assert changed == [
+        boundary.answered is not None and not boundary.is_fresh for boundary in config.boundaries
+    ]
+    assert any(changed)
 
 
 def load_projections(served: Served, first: int, seed: int = 0) -> dict[int, Tensor]:
