@@ -142,6 +142,10 @@ class CacheRankConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         budget, margin = self.sparse_budget, self.selection_margin
         if budget > MOST_SLOTS:
             raise ValueError(f"sparse_budget must be at most {MOST_SLOTS}, got {budget}")
+        if self.delta_capacity > MOST_SLOTS:
+            raise ValueError(
+                f"delta_capacity must be at most {MOST_SLOTS}, got {self.delta_capacity}"
+            )
         if budget + margin > 2 * MOST_SLOTS:
             raise ValueError(
                 f"selection_margin must be at most {2 * MOST_SLOTS - budget} beside sparse_budget "

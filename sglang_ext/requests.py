@@ -7,6 +7,9 @@ from typing import Any
 CACHE_RANK = "cache_rank"
 """The key of what is ours: in `custom_params`, `meta_info` and `/server_info`."""
 
+_NOT_TOKENS = ("input_embeds", "positional_embed_overrides")
+"""Prompts that a request may have which tokens do not tell apart."""
+
 _COUNTS = ("max_new_tokens", "min_new_tokens")
 
 
@@ -24,8 +27,9 @@ def refuse_request(request: Any, vocabulary: int, has_cache_rank: bool) -> None:
     input_ids = getattr(request, "input_ids", None) or []
     for ids in input_ids if isinstance(next(iter(input_ids), None), list) else [input_ids]:
         _refuse_ids(ids, vocabulary)
-    if has_cache_rank and getattr(request, "input_embeds", None) is not None:
-        raise ValueError("input_embeds: a server with a cache rank takes tokens; send input_ids")
+    for name in _NOT_TOKENS if has_cache_rank else ():
+        if getattr(request, name, None) is not None:
+            raise ValueError(f"{name}: a server with a cache rank takes tokens; send input_ids")
     params = getattr(request, "sampling_params", None)
     for one in params if isinstance(params, list) else [params]:
         if isinstance(one, dict):

@@ -16,6 +16,7 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from torch import Tensor
 
+from sglang_ext import compat
 from sglang_ext.baselines.selection import QUEST_PAGE, Selection, Step, attend
 from sglang_ext.flags import CacheRankFlags
 
@@ -105,6 +106,9 @@ class BaselineAttnBackend(AttentionBackend):
                 queries, keys, values, self._step.lists, self._step.attended, layer.scaling
             )
         return output.view(-1, layer.tp_q_head_num * layer.v_head_dim)
+
+    def shared_read_ends(self, forward_mode: Any) -> Any:
+        return compat.reads_until_the_stream_is_done()
 
     def forward_extend(self, *args: Any, **kwargs: Any) -> Tensor:
         return self._dense.forward_extend(*args, **kwargs)

@@ -18,6 +18,9 @@ from sglang_ext.refusals import PLAIN, Refusal
 MAX_HEAD_DIM = 256
 """The widest head that the kernels take, in elements."""
 
+GPU_HEAD_DIMS = (64, 128, 256)
+"""Kernels for GPUs are tested for these; the interpreter takes others, for tests on CPUs."""
+
 FLASHINFER_HEAD_DIMS = (64, 128, 256)
 """FlashInfer checks no others: heads of 80 or 96 elements end in illegal accesses of memory."""
 
@@ -111,6 +114,17 @@ MODELS = (
         ),
         PLAIN,
         lambda args: _model(args).head_dim > MAX_HEAD_DIM or _model(args).head_dim % 8 != 0,
+    ),
+    Refusal(
+        "--model-path",
+        lambda args: (
+            f"the head dimension is {_model(args).head_dim}, and on GPUs a cache rank serves "
+            f"{', '.join(map(str, GPU_HEAD_DIMS))}"
+        ),
+        PLAIN,
+        lambda args: (
+            args.on_gpu and not args.is_baseline and _model(args).head_dim not in GPU_HEAD_DIMS
+        ),
     ),
     _other_head_dim_than_flashinfers("--attention-backend"),
     _other_head_dim_than_flashinfers("--prefill-attention-backend"),

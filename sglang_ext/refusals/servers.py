@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import socket
@@ -23,6 +24,9 @@ from sglang_ext.refusals import (
 _CPU_BACKENDS = {None, "torch_native", "intel_amx", BACKEND}
 
 _GPU_BACKENDS = ("fa3", "flashinfer", "triton")
+
+_E4M3_SINCE = (8, 9)
+"""The compute capability from which on Triton has 8-bit floating point numbers of this type."""
 
 
 def _is_missing(model_path: str) -> bool:
@@ -56,6 +60,17 @@ def _cannot_write(file: str) -> bool:
 def _working_set(args: CacheRankFlags) -> int:
     """The tokens that a KV head attends to in a sparse step, without the current one."""
     return args.sparse_budget + args.sink_tokens + args.recent_tokens
+
+
+def _prefers_beams(args: CacheRankFlags) -> bool:
+    """Whether requests that do not say otherwise search with several beams."""
+    preferred = args.preferred_sampling_params
+    if isinstance(preferred, str):
+        try:
+            preferred = json.loads(preferred)
+        except ValueError:  # SGLang says so
+            return False
+    return isinstance(preferred, dict) and (preferred.get("beam_width") or 1) != 1
 
 
 def _own_gpus(args: CacheRankFlags) -> range:
@@ -231,6 +246,12 @@ CACHE_RANKS = (
         ),
     ),
     Refusal(
+        "--preferred-sampling-params",
+        "a cache rank cannot follow beams",
+        f"take beam_width out of it, or {PLAIN}",
+        _prefers_beams,
+    ),
+    Refusal(
         "--page-size",
         "tokens are selected one by one, so a page holds one token",
         when=lambda args: args.page_size not in (None, 1),
@@ -326,6 +347,18 @@ GPUS = (
             and args.base_gpu_id != args.first_cache_rank_gpu
             and not torch.cuda.can_device_access_peer(args.base_gpu_id, args.first_cache_rank_gpu)
         ),
+    ),
+    Refusal(
+        "--wire-dtype",
+        "this GPU has no numbers of type e4m3, which came with Ada and Hopper",
+        "pass int8 or bf16",
+        lambda args: args.wire_dtype == "fp8" and torch.cuda.get_device_capability() < _E4M3_SINCE,
+    ),
+    Refusal(
+        "--score-keys",
+        "this GPU has no numbers of type e4m3, which came with Ada and Hopper",
+        "pass resident or sketch",
+        lambda args: args.score_keys == "fp8" and torch.cuda.get_device_capability() < _E4M3_SINCE,
     ),
     Refusal(
         "--attention-backend",

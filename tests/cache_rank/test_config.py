@@ -55,6 +55,9 @@ def test_accepts_zero_where_it_means_none(name: str) -> None:
 
 
 def test_refuses_more_slots_than_selection_holds() -> None:
+    assert small_config(delta_capacity=16384).delta_capacity == 16384
+    with pytest.raises(ValueError, match="delta_capacity must be at most 16384, got 16385"):
+        small_config(delta_capacity=16385)
     assert small_config(sparse_budget=16384, selection_margin=16384).sparse_budget == 16384
     with pytest.raises(ValueError, match="sparse_budget must be at most 16384, got 16385"):
         small_config(sparse_budget=16385)

@@ -26,6 +26,7 @@ def refuse(has_cache_rank: bool = True, **request: Any) -> None:
         {"input_ids": [0, 299]},
         {"input_ids": [[0, 1], [], [299]]},
         {"input_embeds": None},
+        {"positional_embed_overrides": None},
         *(
             {"sampling_params": params}
             for params in (
@@ -87,7 +88,8 @@ def test_a_beam_search_is_refused_with_a_cache_rank() -> None:
         refuse(**beams)
 
 
-def test_embeddings_are_refused_where_tokens_are_needed() -> None:
-    refuse(has_cache_rank=False, input_embeds=[[0.5]])
-    with pytest.raises(ValueError, match="send input_ids"):
-        refuse(has_cache_rank=True, input_embeds=[[0.5]])
+@pytest.mark.parametrize("name", ["input_embeds", "positional_embed_overrides"])
+def test_embeddings_are_refused_where_tokens_are_needed(name: str) -> None:
+    refuse(has_cache_rank=False, **{name: [[0.5]]})
+    with pytest.raises(ValueError, match=f"{name}: .* send input_ids"):
+        refuse(has_cache_rank=True, **{name: [[0.5]]})

@@ -134,6 +134,7 @@ class Case:
 
 QUEST = "--decode-mode quest --cache-rank-gpus 0"
 WORKING_SET = "--inference-kv working-set"
+KERNELS, PREFILL = "--attention-backend", "--prefill-attention-backend"
 TRANSFER = "--cache-rank-transfer-backend"
 LLAMA = Model("Llama")
 WINDOWS = {
@@ -142,6 +143,8 @@ WINDOWS = {
     "max_window_layers": 0,
     "layer_types": None,
 }
+
+WIDE = {"head_dim": 128}
 
 CASES = [
     *(
@@ -225,6 +228,7 @@ CASES = [
     Case("--trace missing-folder/trace.json", "--trace"),
     Case("--trace .", "--trace"),
     Case("--max-total-tokens 4096"),
+    Case('--preferred-sampling-params {"beam_width":4}', "--preferred-sampling-params"),
     Case("--max-total-tokens 500 --sparse-threshold 2500"),
     Case("--attention-backend flashinfer"),
     Case("--attention-backend triton"),
@@ -241,6 +245,7 @@ CASES = [
     Case("--cache-rank-transfer-backend nccl --device cpu", TRANSFER, gpus=2),
     *(Case(f"--attention-backend {kernels}", gpus=2) for kernels in ("fa4", "trtllm_mha")),
     Case("--disable-overlap-schedule", gpus=2),
+    *(Case(flags, gpus=2, generation=8) for flags in ("--wire-dtype fp8", "--score-keys fp8")),
     Case("--cuda-graph-backend-decode breakable", gpus=2),
     Case('--cuda-graph-config {"decode":{"backend":"breakable"}}', gpus=2),
     # Decode is a synchronous baseline.
@@ -255,9 +260,12 @@ CASES = [
     Case(f"{QUEST} --tp-size 2", "--tp-size"),
     Case(f"{QUEST} --dense-layers 2", "--dense-layers", model=LLAMA),
     # The model is at fault.
-    Case("--attention-backend flashinfer", gpus=2, model=Model("Llama", {"head_dim": 96})),
-    Case("", "--attention-backend", gpus=2, generation=8, model=Model("Llama", {"head_dim": 80})),
-    Case("--prefill-attention-backend flashinfer", gpus=2, model=LLAMA),
+    Case("", "--model-path", gpus=2, model=LLAMA),
+    *(Case("", "--model-path", gpus=2, model=Model("Llama", {"head_dim": d})) for d in (32, 96)),
+    Case("--attention-backend flashinfer", "--model-path", gpus=2, model=LLAMA),
+    Case(f"{QUEST} {KERNELS} flashinfer", KERNELS, gpus=1, model=LLAMA),
+    Case(QUEST, KERNELS, gpus=1, generation=8, model=Model("Llama", {"head_dim": 80})),
+    Case(f"{QUEST} {PREFILL} flashinfer", PREFILL, gpus=1, model=LLAMA),
     Case("--dense-layers 2", model=LLAMA),
     Case("--dense-layers 7", model=LLAMA),
     Case("--query-predictor forecast", model=LLAMA),
@@ -811,8 +819,8 @@ def test_queries_are_forecast_where_the_model_allows(
     ("gpus", "model", "said"),
     [
         (0, Model("Qwen3"), ""),
-        (2, Model("Qwen3"), "estimates (H200, 32,768 tokens a request; "),
-        (2, Model("Qwen3", {"num_experts": 4}), "no estimate of its speed: models with experts"),
+        (2, Model("Qwen3", WIDE), "estimates (H200, 32,768 tokens a request; "),
+        (2, Model("Qwen3", WIDE | {"num_experts": 4}), "no estimate of its speed: models with exp"),
     ],
     ids=str,
 )
