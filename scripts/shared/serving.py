@@ -13,7 +13,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -74,8 +73,8 @@ class Client:
     def post(self, path: str, body: dict[str, Any] | None = None, timeout: float = 240) -> Any:
         return requests.post(f"{self.url}{path}", json=body or {}, timeout=timeout)
 
-    def generate(self, input_ids: Sequence[int], max_new_tokens: int, **options: Any) -> Any:
-        """One request; the response of `/generate`."""
+    def generate(self, input_ids: Sequence[Any], max_new_tokens: int, **options: Any) -> Any:
+        """One request, or a batch of them; the response of `/generate`."""
         parameters = {
             "max_new_tokens": max_new_tokens,
             "temperature": 0,
@@ -90,9 +89,8 @@ class Client:
     def generate_all(
         self, prompts: Sequence[Sequence[int]], max_new_tokens: int, **options: Any
     ) -> list[Any]:
-        """Concurrent requests; responses in the order of the prompts."""
-        with ThreadPoolExecutor(len(prompts)) as pool:
-            return list(pool.map(lambda p: self.generate(p, max_new_tokens, **options), prompts))
+        """Requests that SGLang begins in the same turn; responses in the order of the prompts."""
+        return list(self.generate([list(prompt) for prompt in prompts], max_new_tokens, **options))
 
     def cache_rank(self) -> dict[str, Any]:
         """The state of the cache rank in `/server_info`; empty without one."""

@@ -272,6 +272,7 @@ def test_selections_equal_the_synchronous_reference_slot_by_slot(policy: Policy)
         rank.close()
 
 
+@pytest.mark.serial  # others take and give back gigabytes
 @pytest.mark.thorough
 def test_tokens_take_the_share_of_the_memory_that_they_were_given() -> None:
     capacities = []

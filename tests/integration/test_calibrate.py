@@ -12,7 +12,11 @@ import pytest
 from scripts.calibrate import main
 from sglang_ext.calibration.files import read
 
-pytestmark = [pytest.mark.language_model, pytest.mark.xdist_group("language-model")]
+pytestmark = [
+    pytest.mark.language_model,
+    pytest.mark.timeout(900),
+    pytest.mark.xdist_group("language-model"),
+]
 
 
 def test_forecasts_get_better_on_texts_that_were_not_fitted_to(
@@ -22,7 +26,7 @@ def test_forecasts_get_better_on_texts_that_were_not_fitted_to(
     texts = "--text tensors python functions --held-out distributions"
     # An engine sets up the logging and the signals of its process.
     command = [sys.executable, "-m", "scripts.calibrate", *arguments.split(), *texts.split()]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=280, check=True)
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=840, check=True)
     card, corrections, bases = read(tmp_path / "new")
     assert {*bases} == {*range(1, 30)}
     assert bases[1].basis.shape == (3, 64, 64)

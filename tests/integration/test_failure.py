@@ -61,6 +61,19 @@ def server(request: pytest.FixtureRequest) -> Iterator[Server]:
         yield running
 
 
+def wait_until(is_so: Callable[[], bool], timeout: float = 30) -> None:
+    deadline = time.monotonic() + timeout
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def wait_for_steps(server: Server, count: int) -> None:
+    """Wait until so many more steps have been exchanged."""
+    steps = server.cache_rank()["steps"]
+    wait_until(lambda: server.cache_rank()["steps"] >= steps + count)
+
+
 class Streams:
     """Eight chains decode at once. Each has one right answer, so a wrong token shows."""
 
@@ -74,8 +87,7 @@ class Streams:
 
         def when_sparse() -> None:
             try:
-                while self.server.cache_rank()["sparse_requests"] < 4:
-                    time.sleep(0.01)
+                wait_until(lambda: self.server.cache_rank()["sparse_requests"] >= 4)
                 assert disturb is not None
                 disturb()
             except BaseException as error:
@@ -193,7 +205,7 @@ def test_late_answers_are_waited_for(server: Server, streams: Streams) -> None:
             os.kill(pid, signal.SIGSTOP)
             time.sleep(0.3)
             os.kill(pid, signal.SIGCONT)
-            time.sleep(0.05)
+            wait_for_steps(server, 2)
 
     starts = server.cache_rank()["starts"]
     responses = streams.run(disturb)
@@ -209,23 +221,19 @@ def test_foreign_control_messages_change_nothing(server: Server, streams: Stream
         process = psutil.Process(int(server.cache_rank()["pid"]))
         ports = [c.laddr.port for c in process.net_connections("tcp") if c.status == "LISTEN"]
         assert all(c.laddr.ip == "127.0.0.1" for c in process.net_connections("tcp") if c.laddr)
+        refused = server.cache_rank()["refused_messages"]
         context = zmq.Context()
         for port in ports:
             socket = context.socket(zmq.PUSH)
-            socket.setsockopt(zmq.LINGER, 500)
             socket.connect(f"tcp://127.0.0.1:{port}")
             for frame in (b"", b"x", b"CRNK" + bytes(60), os.urandom(2_000_000)):
                 socket.send(frame)
-            socket.close()
-        context.term()
+        wait_until(lambda: server.cache_rank()["refused_messages"] >= refused + 4)
+        context.destroy(linger=0)
 
     responses = streams.run(disturb)
     assert_exact(streams, responses)
     assert statistics(responses, "stale_steps") == 0
-    deadline = time.monotonic() + 10
-    while server.cache_rank()["refused_messages"] < 4 and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert server.cache_rank()["refused_messages"] >= 4
 
 
 @IN_ALL_MODES
@@ -234,7 +242,8 @@ def test_the_pool_is_freed_where_it_may_be(server: Server, streams: Streams) -> 
     while_sparse: dict[str, int] = {}
 
     def disturb() -> None:
-        time.sleep(0.2)
+        server.wait_for(30, sparse_requests=8)
+        wait_for_steps(server, 2)  # rows are freed in the steps that follow
         while_sparse.update(server.cache_rank())
 
     assert_exact(streams, streams.run(disturb))

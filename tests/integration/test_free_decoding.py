@@ -12,6 +12,7 @@ from scripts.decode_text import main
 pytestmark = [
     pytest.mark.language_model,
     pytest.mark.thorough,
+    pytest.mark.timeout(900),
     pytest.mark.xdist_group("language-model"),
 ]
 

@@ -18,7 +18,7 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -83,8 +83,8 @@ class Trace:
         sparse: bool,
     ) -> None:
         if len(self.active) == MOST_AT_ONCE:
-            self.decode(50)
-            return
+            wait(self.active.values(), timeout=120, return_when=FIRST_COMPLETED)
+            self._collect()
         name = next(self._names)
         (prompt,) = random_prompts([prompt_tokens], seed=prompt_tokens)
         which, share = place

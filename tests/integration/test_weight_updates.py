@@ -50,6 +50,7 @@ def test_new_weights_reach_the_cache_rank(
     (prompt,) = random_prompts([140])
     with serve(flags, {RECORD_VARIABLE: str(recorded)}) as server:
         before = server.generate(prompt, 40)["output_ids"]
+        server.wait_for(10, epochs=0)  # SGLang refuses while a step is under way
         answer = server.post("/update_weights_from_disk", {"model_path": str(other)})
         assert answer.json()["success"], answer.text
         after = server.generate(prompt, 40)

@@ -74,8 +74,8 @@ def test_a_wait_for_what_never_happens_ends_when_the_host_says_so(
         accepts[0] = 0
 
     thread = threading.Thread(target=refuse)
-    thread.start()
     started = time.monotonic()
+    thread.start()
     implementation.wait_for(flags, 0, awaited, accepts, waiter, given_up)
     if device.type == "cuda":
         torch.cuda.synchronize()

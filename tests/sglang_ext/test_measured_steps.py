@@ -107,8 +107,8 @@ class Decoding:
         return torch.randn((count, heads, 64), generator=self._generator)
 
     def _note(self, measurement: Measurement) -> None:
-        self.measured.append(measurement)
         self.steps.on_measurement(measurement)
+        self.measured.append(measurement)
 
     def arrive(self, slot: int) -> Any:
         params = SimpleNamespace(custom_params=None, max_new_tokens=CONTEXT - PROMPT)

@@ -77,8 +77,8 @@ def test_starts_that_fail_after_the_first_are_logged(
     monkeypatch.setattr("sglang_ext.exchange.connection.SpawnedProcess", Failing)
     supervisor = Supervisor("a cache rank", Placement("127.0.0.1"), LONG)
     supervisor.starts = 1
-    supervisor._may_open.set()
     supervisor._config = object()  # type: ignore[assignment]
+    supervisor._may_open.set()
     stop = time.monotonic() + LONG
     while supervisor.failed_starts < 4 and time.monotonic() < stop:
         time.sleep(0.02)
