@@ -1,6 +1,6 @@
 """Compare residency formats: error, selection and throughput of each, with its options.
 
-    python -m scripts.compare_formats [--model-path FOLDER --text FILE] [--device cuda]
+    python -m scripts.compare_formats [--model-path MODEL --text FILE] [--device cuda]
 
 The keys and values are synthetic and have outlier channels (scripts/formats/synthetic.py). With
 `--model-path` they are those of a model: it is served, reads the beginning of the text, and
@@ -37,7 +37,7 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("--device", choices=list(SHAPES), default="cpu")
     add("--formats", default=",".join(FORMATS), help="separated by commas; default: all")
-    add("--model-path", type=Path, metavar="FOLDER", help="compare on what this model computes")
+    add("--model-path", metavar="MODEL", help="what this computes: a folder, or a name as smollm2")
     add("--text", type=Path, metavar="FILE", help="what the model reads")
     add("--recording", type=Path, metavar="FOLDER", help="compare on a recorded sequence")
     add("--only-layers", type=_numbers, metavar="LIST", help="of the model, such as 3,15,27")

@@ -15,6 +15,7 @@ from scripts.formats.report import Comparison
 from scripts.formats.samples import Sample, read_recording
 from scripts.formats.synthetic import synthetic_sample
 from scripts.shared.machine import describe, visible_gpus
+from scripts.shared.models import folder_of
 
 
 def make_sample(options: Namespace) -> Sample:
@@ -26,7 +27,8 @@ def make_sample(options: Namespace) -> Sample:
     if options.model_path:
         from scripts.formats.served import served_sample  # imports SGLang, which takes a while
 
-        sample = served_sample(options.model_path, options.text, options.tokens, options.steps)
+        model = folder_of(options.model_path)
+        sample = served_sample(model, options.text, options.tokens, options.steps)
     elif options.recording:
         sample = read_recording(options.recording, options.steps)
     else:

@@ -29,7 +29,8 @@ class Table2Row(NamedTuple):
 
     @property
     def system(self) -> str:
-        return f"cache-step:sparse_budget={self.budget},layers_per_group={self.layers_per_group}"
+        settings = f"sparse_budget={self.budget},layers_per_group={self.layers_per_group}"
+        return f"cache-step:kv_residency=bf16,{settings}"  # as the paper holds keys
 
     @property
     def floor(self) -> Shape:
