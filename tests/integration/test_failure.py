@@ -93,13 +93,14 @@ class Streams:
             except BaseException as error:
                 errors.append(error)
 
-        thread = threading.Thread(target=when_sparse)
+        thread = threading.Thread(target=when_sparse, daemon=True)
         if disturb is not None:
             thread.start()
         prompts = [self.tokenizer(chain.prompt)["input_ids"] for chain in CHAINS]
         responses = self.server.generate_all(prompts, CHAINS[0].max_tokens)
         if disturb is not None:
             thread.join(timeout=60)
+            assert not thread.is_alive()
         assert not errors, errors
         return responses
 
@@ -223,13 +224,15 @@ def test_foreign_control_messages_change_nothing(server: Server, streams: Stream
         assert all(c.laddr.ip == "127.0.0.1" for c in process.net_connections("tcp") if c.laddr)
         refused = server.cache_rank()["refused_messages"]
         context = zmq.Context()
-        for port in ports:
-            socket = context.socket(zmq.PUSH)
+        sockets = [context.socket(zmq.PUSH) for _ in ports]
+        for socket, port in zip(sockets, ports, strict=True):
             socket.connect(f"tcp://127.0.0.1:{port}")
             for frame in (b"", b"x", b"CRNK" + bytes(60), os.urandom(2_000_000)):
                 socket.send(frame)
         wait_until(lambda: server.cache_rank()["refused_messages"] >= refused + 4)
-        context.destroy(linger=0)
+        for socket in sockets:
+            socket.close(linger=0)  # some of these ports do not speak ZMQ and take nothing
+        context.term()
 
     responses = streams.run(disturb)
     assert_exact(streams, responses)
