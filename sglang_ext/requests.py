@@ -8,7 +8,7 @@ CACHE_RANK = "cache_rank"
 """The key of what is ours: in `custom_params`, `meta_info` and `/server_info`."""
 
 _NOT_TOKENS = ("input_embeds", "positional_embed_overrides")
-"""Prompts that a request may have which tokens do not tell apart."""
+"""What a prompt may be made of beside tokens, by which alone the cache rank tells prompts apart."""
 
 _COUNTS = ("max_new_tokens", "min_new_tokens")
 
@@ -34,11 +34,16 @@ def refuse_request(request: Any, vocabulary: int, has_cache_rank: bool) -> None:
     for one in params if isinstance(params, list) else [params]:
         if isinstance(one, dict):
             _refuse_params(one)
-            if has_cache_rank and (one.get("beam_width") or 1) != 1:
+            if has_cache_rank and wants_beams(one):
                 raise ValueError(
                     "beam_width: a cache rank cannot follow beams; drop it, or ask a server with "
                     "--cache-rank-gpus 0"
                 )
+
+
+def wants_beams(params: dict[str, Any]) -> bool:
+    """Whether sampling parameters ask for a search with several beams."""
+    return (params.get("beam_width") or 1) != 1
 
 
 def _refuse_ids(ids: Any, vocabulary: int) -> None:

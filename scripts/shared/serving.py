@@ -73,7 +73,9 @@ class Client:
     def post(self, path: str, body: dict[str, Any] | None = None, timeout: float = 240) -> Any:
         return requests.post(f"{self.url}{path}", json=body or {}, timeout=timeout)
 
-    def generate(self, input_ids: Sequence[Any], max_new_tokens: int, **options: Any) -> Any:
+    def generate(
+        self, input_ids: Sequence[int] | Sequence[list[int]], max_new_tokens: int, **options: Any
+    ) -> Any:
         """One request, or a batch of them; the response of `/generate`."""
         parameters = {
             "max_new_tokens": max_new_tokens,

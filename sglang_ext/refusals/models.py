@@ -19,7 +19,7 @@ MAX_HEAD_DIM = 256
 """The widest head that the kernels take, in elements."""
 
 GPU_HEAD_DIMS = (64, 128, 256)
-"""Kernels for GPUs are tested for these; the interpreter takes others, for tests on CPUs."""
+"""Tiles of kernels are powers of two on GPUs; the interpreter takes others, for tests on CPUs."""
 
 FLASHINFER_HEAD_DIMS = (64, 128, 256)
 """FlashInfer checks no others: heads of 80 or 96 elements end in illegal accesses of memory."""

@@ -20,6 +20,7 @@ from sglang_ext.refusals import (
     Refusal,
     UnsupportedError,
 )
+from sglang_ext.requests import wants_beams
 
 _CPU_BACKENDS = {None, "torch_native", "intel_amx", BACKEND}
 
@@ -70,7 +71,7 @@ def _prefers_beams(args: CacheRankFlags) -> bool:
             preferred = json.loads(preferred)
         except ValueError:  # SGLang says so
             return False
-    return isinstance(preferred, dict) and (preferred.get("beam_width") or 1) != 1
+    return isinstance(preferred, dict) and wants_beams(preferred)
 
 
 def _own_gpus(args: CacheRankFlags) -> range:
@@ -89,6 +90,19 @@ def _at_least(least: int, asked: str, why: str) -> Refusal:
     """A row that refuses a number below `least`."""
     return Refusal(
         asked, why, f"pass {least} or more", lambda args: getattr(args, field_of(asked)) < least
+    )
+
+
+def _e4m3(asked: str, remedy: str) -> Refusal:
+    """A row that refuses fp8 where the GPU has no such numbers."""
+    return Refusal(
+        asked,
+        "this GPU has no numbers of type e4m3, which came with Ada and Hopper",
+        remedy,
+        lambda args: (
+            getattr(args, field_of(asked)) == "fp8"
+            and torch.cuda.get_device_capability() < _E4M3_SINCE
+        ),
     )
 
 
@@ -348,18 +362,8 @@ GPUS = (
             and not torch.cuda.can_device_access_peer(args.base_gpu_id, args.first_cache_rank_gpu)
         ),
     ),
-    Refusal(
-        "--wire-dtype",
-        "this GPU has no numbers of type e4m3, which came with Ada and Hopper",
-        "pass int8 or bf16",
-        lambda args: args.wire_dtype == "fp8" and torch.cuda.get_device_capability() < _E4M3_SINCE,
-    ),
-    Refusal(
-        "--score-keys",
-        "this GPU has no numbers of type e4m3, which came with Ada and Hopper",
-        "pass resident or sketch",
-        lambda args: args.score_keys == "fp8" and torch.cuda.get_device_capability() < _E4M3_SINCE,
-    ),
+    _e4m3("--wire-dtype", "pass int8 or bf16"),
+    _e4m3("--score-keys", "pass resident or sketch"),
     Refusal(
         "--attention-backend",
         f"decode over working sets is by {', '.join(_GPU_BACKENDS)}, which read tokens one by one",

@@ -18,6 +18,7 @@ from cache_rank_kernels.checksum.reference import slots_checksum
 from modelled_request import Computed, Request, pack_up
 from small_models import GQA, MHA, MQA, small_config, with_rotary
 from torch import Tensor
+from waiting import wait_until
 
 from cache_rank.channels.control import MAX_FRAME_BYTES, ControlSender, seal
 from cache_rank.channels.transport import TransportError
@@ -612,15 +613,6 @@ def fragile() -> Iterator[InferenceRank]:
     rank = InferenceRank(small_config(GQA), timeout=SILENCE_SECONDS)
     yield rank
     rank.close()
-
-
-def wait_until(condition: Callable[[], bool], seconds: float) -> float:
-    """Wait for a condition; returns how long it took."""
-    started = time.monotonic()
-    while not condition():
-        assert time.monotonic() - started < seconds, "did not happen in time"
-        time.sleep(0.02)
-    return time.monotonic() - started
 
 
 @pytest.mark.serial

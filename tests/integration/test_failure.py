@@ -13,6 +13,7 @@ import psutil
 import pytest
 import zmq
 from transformers import AutoTokenizer
+from waiting import wait_until
 
 from scripts.accuracy.tasks import Problem
 from scripts.accuracy.tasks.pointer_chase import make_chain
@@ -59,13 +60,6 @@ def server(request: pytest.FixtureRequest) -> Iterator[Server]:
     with serve([*ARGUMENTS, "--inference-kv", mode, *schedule], environment) as running:
         running.mode = mode  # type: ignore[attr-defined]
         yield running
-
-
-def wait_until(is_so: Callable[[], bool], timeout: float = 30) -> None:
-    deadline = time.monotonic() + timeout
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def wait_for_steps(server: Server, count: int) -> None:

@@ -60,7 +60,7 @@ def test_log_probabilities_differ_by_the_error_of_the_format(
     with serve(flags, {ALLOW_LARGE_BUDGET_VARIABLE: "1"}) as server:
         dense = server.generate_all(PROMPTS, NEW_TOKENS, return_logprob=True, **DENSE)
         found = server.generate_all(PROMPTS, NEW_TOKENS, return_logprob=True)
-        # Again from the pages of the first, which were shipped by less than a format keeps exact.
+        # Again, from pages that came in chunks of 64 tokens: quantspec keeps 128 beside a page.
         found += server.generate_all(PROMPTS, NEW_TOKENS, return_logprob=True)
         state = server.cache_rank()
     assert (state["starts"], state["refused_messages"]) == (1, 0)
