@@ -118,18 +118,18 @@ def test_log_probabilities_equal_dense_ones_when_every_token_is_selected(
     # One at a time: the rounding of a dense step depends on how many requests are in its batch.
     compared = 0
     for prompt in random_prompts([650, 900, 1300, 700]):
-        wish = {"return_logprob": True, "top_logprobs_num": 2}
+        wish = {"return_logprob": True, "top_logprobs_num": 8}
         found = generous_budget.generate(prompt, 200, **wish)
         expected = generous_budget.generate(prompt, 200, **wish, **DENSE)
         assert found["meta_info"]["cache_rank"]["sparse_steps"] > 100
         assert expected["meta_info"]["cache_rank"]["sparse_steps"] == 0
-        # Where two tokens are equally likely, rounding decides, and the rest is another text.
+        # Where tokens are equally likely, rounding decides, and the rest is another text.
         pairs = zip(found["output_ids"], expected["output_ids"], strict=True)
         same = next((i for i, (ours, theirs) in enumerate(pairs) if ours != theirs), 200)
         if same < 200:
-            best, second = expected["meta_info"]["output_top_logprobs"][same]
-            assert best[0] - second[0] < 0.2
-            assert second[1] == found["output_ids"][same]
+            top = expected["meta_info"]["output_top_logprobs"][same]
+            likely = {token: logprob for logprob, token, *_ in top}
+            assert likely[found["output_ids"][same]] > max(likely.values()) - 0.2, (same, top)
         ours, theirs = log_probabilities(found)[:same], log_probabilities(expected)[:same]
         assert max(abs(a - b) for a, b in zip(ours, theirs, strict=True)) < 0.1
         compared += same
