@@ -16,11 +16,11 @@ from cache_rank.residency import capacity_tokens, memory_for_tokens
 _LAYER_SECONDS = 54e-6
 """What a layer of the model takes beside its bytes."""
 
-_FP8_KV_SHARE = 0.6
-"""Attention to an FP8 cache reads at this share of the bandwidth of a copy."""
-
 _LOGIT_BYTES = 7.5
-"""What the logits of a query head cost for each scored token, written and read, in bytes."""
+"""What the logits of a query head cost for each scored token, written and read, in bytes.
+
+Kernels take query heads of a KV head by powers of two.
+"""
 
 _SELECT_SECONDS = (6e-6, 7.5e-12)
 """Selection in a layer; and for each of its scores."""
@@ -54,12 +54,15 @@ class Gpu(NamedTuple):
         name: as the driver has it.
         bandwidth: of a large copy, bytes read and written, in bytes a second.
         memory: in bytes.
+        fp8_kv_share: of the bandwidth, at which attention reads an FP8 cache: it computes more for
+            each byte, and so is the farther from the bandwidth, the higher that is.
         measured: whether estimates were compared with measurements on it.
     """
 
     name: str
     bandwidth: float
     memory: float
+    fp8_kv_share: float = 0.6
     measured: bool = False
 
 
@@ -67,8 +70,8 @@ GPUS = {
     gpu.name: gpu
     for gpu in (
         Gpu("H200", 4.30e12, 150e9, measured=True),
+        Gpu("H100", 3.00e12, 85e9, fp8_kv_share=0.7, measured=True),
         # By their data sheets' bandwidths, as the H200's copy is to its own.
-        Gpu("H100", 3.00e12, 85e9),
         Gpu("A100", 1.83e12, 85e9),
         Gpu("B200", 7.17e12, 192e9),
     )
@@ -199,7 +202,7 @@ class Planner:
         # Logits are written by each query head, and read for the scores of all heads of a group,
         # unless what heads are compared by is known before.
         known = config.score_normalizer == "attended"
-        heads = 0 if known else sizes.query_heads / sizes.kv_heads
+        heads = 0 if known else _next_power_of_two(sizes.query_heads // sizes.kv_heads)
         scored = self._scored_bytes() + _LOGIT_BYTES * (heads + 1)
         layer = (
             scores * scored / self._gpu.bandwidth
@@ -256,7 +259,7 @@ class Planner:
 
     def _attention(self, tokens: int, kv_bytes: int) -> float:
         """Seconds in which one layer reads K and V of so many tokens."""
-        share = _FP8_KV_SHARE if kv_bytes == 1 else 1.0
+        share = self._gpu.fp8_kv_share if kv_bytes == 1 else 1.0
         return tokens * self._sizes.kv_elements * kv_bytes / (self._gpu.bandwidth * share)
 
     def _scored_bytes(self) -> float:
@@ -275,6 +278,11 @@ class Planner:
         else:
             bits = float(options.get("reading", 4)) + 0.25
         return bits * self._sizes.head_dim / 8
+
+
+def _next_power_of_two(number: int) -> int:
+    """The least power of two that is no less."""
+    return 1 << (number - 1).bit_length()
 
 
 def _at(line: tuple[float, float], x: float) -> tuple[float, float]:

@@ -42,6 +42,10 @@ BF16 = {"kv_residency": "bf16"}
 SKETCH = {"score_keys": "sketch", "sketch_bits": 2}
 ATTENDED = {**SKETCH, "score_normalizer": "attended"}
 HACK = {"kv_residency": "hack", "kv_residency_options": {"bits": 4}}
+LARGE = {"model": "qwen3-32b"}
+H100 = {"gpu": "H100"}
+FP8_14B = {**H100, "model": "qwen3-14b", "quantization": "fp8"}
+FP8_32B = {**FP8_14B, **LARGE}
 
 
 @pytest.mark.parametrize(
@@ -62,7 +66,14 @@ HACK = {"kv_residency": "hack", "kv_residency_options": {"bits": 4}}
         (LAST | BF16, 8, 32 * K, 6.56),
         (LAST | BF16, 16, 32 * K, 12.20),
         (NO_DENSE_LAYER | BF16 | {"score_keys": "fp8"}, 16, 32 * K, 8.22),
-        (NO_DENSE_LAYER | {"model": "qwen3-32b"}, 8, 32 * K, 19.88),
+        (NO_DENSE_LAYER | LARGE, 8, 32 * K, 19.88),
+        (H100, 8, 32 * K, 8.18),
+        (H100, 16, 32 * K, 9.64),
+        (H100, 16, 8 * K, 9.09),
+        (H100, 16, 16 * K, 9.26),
+        (FP8_14B, 8, 32 * K, 8.62),
+        (FP8_14B, 16, 32 * K, 11.82),
+        (FP8_32B, 8, 32 * K, 16.77),
     ],
 )
 def test_steps_with_a_cache_rank_are_near_those_measured(
@@ -73,30 +84,45 @@ def test_steps_with_a_cache_rank_are_near_those_measured(
 
 
 @pytest.mark.parametrize(
-    ("model", "batch", "context", "gpus", "kv_bytes", "milliseconds"),
+    ("policy", "batch", "context", "gpus", "kv_bytes", "milliseconds"),
     [
-        ("qwen3-8b", 8, 2 * K, 1, 2, 5.95),
-        ("qwen3-8b", 16, 2 * K, 1, 2, 6.30),
-        ("qwen3-8b", 32, 2 * K, 1, 2, 7.67),
-        ("qwen3-8b", 64, 2 * K, 1, 2, 10.20),
-        ("qwen3-8b", 8, 32 * K, 1, 2, 13.97),
-        ("qwen3-8b", 8, 32 * K, 1, 1, 13.20),
-        ("qwen3-8b", 16, 32 * K, 1, 1, 20.52),
-        ("qwen3-8b", 32, 32 * K, 1, 1, 36.03),
-        ("qwen3-8b", 8, 32 * K, 2, 2, 7.99),
-        ("qwen3-8b", 48, 32 * K, 2, 2, 32.97),
-        ("qwen3-8b", 8, 32 * K, 2, 1, 7.59),
-        ("qwen3-8b", 16, 32 * K, 2, 1, 11.34),
-        ("qwen3-8b", 32, 32 * K, 2, 1, 18.89),
-        ("qwen3-8b", 64, 32 * K, 2, 1, 34.01),
-        ("qwen3-32b", 8, 2 * K, 1, 2, 19.53),
-        ("qwen3-32b", 8, 32 * K, 2, 1, 17.80),
+        ({}, 8, 2 * K, 1, 2, 5.95),
+        ({}, 16, 2 * K, 1, 2, 6.30),
+        ({}, 32, 2 * K, 1, 2, 7.67),
+        ({}, 64, 2 * K, 1, 2, 10.20),
+        ({}, 8, 32 * K, 1, 2, 13.97),
+        ({}, 8, 32 * K, 1, 1, 13.20),
+        ({}, 16, 32 * K, 1, 1, 20.52),
+        ({}, 32, 32 * K, 1, 1, 36.03),
+        ({}, 8, 32 * K, 2, 2, 7.99),
+        ({}, 48, 32 * K, 2, 2, 32.97),
+        ({}, 8, 32 * K, 2, 1, 7.59),
+        ({}, 16, 32 * K, 2, 1, 11.34),
+        ({}, 32, 32 * K, 2, 1, 18.89),
+        ({}, 64, 32 * K, 2, 1, 34.01),
+        (LARGE, 8, 2 * K, 1, 2, 19.53),
+        (LARGE, 8, 32 * K, 2, 1, 17.80),
+        (H100, 8, 2 * K, 1, 2, 7.66),
+        (H100, 16, 2 * K, 1, 2, 8.58),
+        (H100, 8, 32 * K, 2, 1, 8.99),
+        (H100, 16, 32 * K, 2, 1, 13.64),
+        (H100, 16, 8 * K, 2, 1, 6.88),
+        (H100, 16, 16 * K, 2, 1, 9.13),
+        (FP8_14B, 8, 2 * K, 1, 2, 8.14),
+        (FP8_14B, 16, 2 * K, 1, 2, 9.14),
+        (FP8_14B, 8, 32 * K, 2, 1, 9.99),
+        (FP8_14B, 16, 32 * K, 2, 1, 15.09),
     ],
 )
 def test_steps_of_plain_sglang_are_near_those_measured(
-    model: str, batch: int, context: int, gpus: int, kv_bytes: int, milliseconds: float
+    policy: dict[str, Any],
+    batch: int,
+    context: int,
+    gpus: int,
+    kv_bytes: int,
+    milliseconds: float,
 ) -> None:
-    found = planner(model).dense(batch, context, gpus, kv_bytes)
+    found = planner(**policy).dense(batch, context, gpus, kv_bytes)
     assert 1000 * found == pytest.approx(milliseconds, rel=0.08)
 
 
@@ -157,7 +183,7 @@ def test_a_summary_says_where_it_pays_and_what_was_not_measured() -> None:
         .summary(context=16)
         .endswith("never shorter than of 2 tensor-parallel GPUs with an FP8 cache")
     )
-    assert "(H100, by its data sheet, " in planner(gpu="H100").summary()
+    assert "(A100, by its data sheet, " in planner(gpu="A100").summary()
 
 
 SCORE_KEYS = [{}, *({"score_keys": "sketch", "sketch_bits": bits} for bits in (1, 2, 3, 4))]
