@@ -100,9 +100,9 @@ def refuse_untested_sglang(args: CacheRankFlags) -> None:
         logger.warning("cache rank: SGLang %s is not tested (%s)", release, flag)
     elif args.on_gpu and not compat.is_in(compat.TESTED_ON_GPUS):
         logger.warning(
-            "cache rank: SGLang %s has not passed all tests on GPUs; SGLang %s has",
+            "cache rank: SGLang %s is not tested on GPUs: %s are",
             release,
-            compat.TESTED_ON_GPUS[-1],
+            _listed(compat.TESTED_ON_GPUS),
         )
 
 
