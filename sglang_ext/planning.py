@@ -54,8 +54,8 @@ class Gpu(NamedTuple):
         name: as the driver has it.
         bandwidth: of a large copy, bytes read and written, in bytes a second.
         memory: in bytes.
-        fp8_kv_share: of the bandwidth, at which attention reads an FP8 cache: it computes more for
-            each byte, and so is the farther from the bandwidth, the higher that is.
+        fp8_kv_share: of the bandwidth, at which attention reads an FP8 cache. It computes more for
+            each byte, and gets less of a higher bandwidth.
         measured: whether estimates were compared with measurements on it.
     """
 
