@@ -37,6 +37,7 @@ def _since(release: str) -> bool:
 
 
 _SINCE_0_5_19 = _since("0.5.19")
+_SINCE_0_5_20 = _since("0.5.20")
 _SINCE_0_5_21 = _since("0.5.21")
 _SINCE_0_5_22 = _since("0.5.22")
 
@@ -112,6 +113,21 @@ def merge_config_file(parser: Any, arguments: list[str]) -> list[str]:
     return merged
 
 
+ABSENT_FLAGS = (
+    frozenset()
+    if _SINCE_0_5_20
+    else frozenset({"--startup-weight-load-mode", "--enable-unified-cache-external-linker"})
+)
+"""Flags that are refused, and that the installed release does not have: they came until 0.5.20."""
+
+
+def serves_without_python() -> bool:
+    """Whether SGLang's environment asks for the server in Rust, which there is from 0.5.20 on."""
+    from sglang.srt.environ import envs
+
+    return _SINCE_0_5_20 and bool(envs.SGLANG_RUST_SERVER.get())
+
+
 # Pools and requests.
 
 DESCRIBES_BUFFERS = _SINCE_0_5_22
@@ -128,6 +144,30 @@ def _in_record(request: Any) -> Any:
 
 pool_state: Callable[[Any], Any] = _in_record if _SINCE_0_5_19 else _in_request
 """Return what holds a request's `req_pool_idx` and `cache_protected_len`: from 0.5.19 on `kv`."""
+
+
+HAS_SALT = _SINCE_0_5_20
+"""Before, `extra_key` of a request holds its `cache_salt`."""
+
+
+def kept_apart_by(request: Any) -> tuple[str | None, ...]:
+    """Return by what a request's prefixes are kept apart."""
+    if HAS_SALT:
+        return request.extra_key, request.cache_salt
+    return (request.extra_key,)
+
+
+SKIPS_FINISHING = _SINCE_0_5_22
+"""From 0.5.22 on requests leave the running batch while their last result is under way."""
+
+
+def decode_until_finished(scheduler: Any) -> None:
+    """Let requests stay in the running batch until their last result has been taken.
+
+    If the last step of one that has left misses its answers, nobody has that request any more.
+    """
+    if SKIPS_FINISHING:
+        scheduler.enable_skip_finishing_decode = False
 
 
 def release_request(batch: Any, index: int, server_args: Any) -> None:

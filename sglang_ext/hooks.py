@@ -150,6 +150,7 @@ def run_step(
         result, plan = rank.decode_step.run(batch.reqs, batch.seq_lens_cpu.tolist(), forward)
         result.cache_rank_plan = plan
     else:
+        rank.before_prefill(batch.reqs)
         result = forward()
     if result.logits_output is not None:
         info = result.logits_output.customized_info or {}

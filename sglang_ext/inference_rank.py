@@ -175,6 +175,13 @@ class InferenceRank:
 
     # Events of requests.
 
+    def before_prefill(self, requests: list[Any]) -> None:
+        """Note the weights of prompts, which may have waited in the queue while they changed."""
+        prepare_requests(requests)
+        for request in requests:
+            if request.cache_rank_weights is None:
+                request.cache_rank_weights = self.weight_updates
+
     def on_prefilled(self, requests: list[Any]) -> None:
         """Read the rows of prompts anew in the next step.
 
@@ -220,6 +227,7 @@ class InferenceRank:
 
         Measurements are passed on here, because it is called while the server idles too.
         """
+        compat.decode_until_finished(scheduler)
         self._measured_steps.settle()
         if self._weights_have_changed and self.lifecycle.live:
             self._weights_have_changed = False

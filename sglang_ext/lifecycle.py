@@ -328,4 +328,5 @@ def prepare_requests(requests: Sequence[Any]) -> None:
             request.cache_rank_losses = 0
             request.cache_rank_dense_tokens = None
             request.cache_rank_page_keys = None
+            request.cache_rank_weights = None
             request.cache_rank_dense_reasons = set()

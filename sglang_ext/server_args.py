@@ -83,6 +83,7 @@ class CacheRankServerArgs(CacheRankFlags):
 
     def _refuse_arguments(self) -> None:
         """Refuse what the user explicitly asked for and cannot have."""
+        servers.refuse_rust_server()
         refuse(self, servers.SERVERS)
         if self.is_baseline:
             refuse(self, baselines.REFUSALS)

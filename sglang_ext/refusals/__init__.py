@@ -68,7 +68,8 @@ class Refusal:
     def _given(self, args: CacheRankFlags) -> list[str]:
         """The flags that are not at their defaults."""
         defaults = compat.default_values(type(args))
-        fields = {name: field_of(name) for name in self.asked.split()}
+        names = [name for name in self.asked.split() if name not in compat.ABSENT_FLAGS]
+        fields = {name: field_of(name) for name in names}
         return [name for name, field in fields.items() if getattr(args, field) != defaults[field]]
 
 

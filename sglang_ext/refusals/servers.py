@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from cache_rank.config import ModelShape
-from sglang_ext import cpu
+from sglang_ext import compat, cpu
 from sglang_ext.flags import BACKEND, CacheRankFlags, field_of, flag_of
 from sglang_ext.refusals import (
     ALLOW_LARGE_BUDGET_VARIABLE,
@@ -125,6 +125,10 @@ SERVERS = (
         when=lambda args: args.tokenizer_worker_num > 1,
     ),
     Refusal(
+        "--smg-grpc-mode --grpc-mode --use-ray --encoder-only",
+        "this server answers over HTTP, and its processes are its own",
+    ),
+    Refusal(
         "--device",
         "the ranks run on NVIDIA GPUs and on CPUs",
         f"pass --device cuda or cpu, or {PLAIN}",
@@ -186,8 +190,8 @@ SERVERS = (
     _at_least(0, "--dense-layers", "a number of layers cannot be negative"),
     _at_least(1, "--trace-steps", "at least one step must be traced"),
     Refusal(
-        "--radix-cache-backend --enable-hierarchical-cache --enable-lmcache "
-        "--enable-session-radix-cache",
+        "--radix-cache-backend --enable-hierarchical-cache --enable-lmcache --enable-flexkv "
+        "--enable-session-radix-cache --enable-unified-cache-external-linker",
         "only SGLang's own radix cache, in the KV pool, is told what was computed densely",
     ),
     Refusal("--enable-mixed-chunk", "prefill and decode rows cannot share a batch"),
@@ -266,6 +270,10 @@ CACHE_RANKS = (
         _prefers_beams,
     ),
     Refusal(
+        "--startup-weight-load-mode",
+        "queries are forecast by weights that are not there yet when the cache rank gets them",
+    ),
+    Refusal(
         "--page-size",
         "tokens are selected one by one, so a page holds one token",
         when=lambda args: args.page_size not in (None, 1),
@@ -329,6 +337,11 @@ CACHE_RANKS = (
 
 GPUS = (
     Refusal(
+        "--max-queued-requests",
+        "requests that the cache rank failed in a step are recomputed, and a full queue would turn "
+        "them away",
+    ),
+    Refusal(
         "--disable-overlap-schedule",
         "on GPUs only the overlap schedule can take back a step that the cache rank failed in",
         DROP,
@@ -380,6 +393,19 @@ GPUS = (
     ),
 )
 """These rows are of a server with a cache rank on a GPU."""
+
+
+def refuse_rust_server() -> None:
+    """Refuse SGLang's server in Rust, which the environment asks for.
+
+    Raises:
+        UnsupportedError: it does.
+    """
+    if compat.serves_without_python():
+        raise UnsupportedError(
+            "SGLANG_RUST_SERVER: a server in Rust loads no plugins, which check what a request "
+            "asks for. Unset it."
+        )
 
 
 def refuse_out_of_range(args: CacheRankFlags) -> None:

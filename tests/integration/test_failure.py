@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import threading
@@ -11,6 +12,7 @@ from typing import Any
 
 import psutil
 import pytest
+import requests
 import zmq
 from transformers import AutoTokenizer
 from waiting import wait_until
@@ -139,20 +141,51 @@ def test_a_cache_rank_is_stopped(server: Server, streams: Streams) -> None:
     lose_the_cache_rank(server, streams, signal.SIGSTOP)
 
 
-@pytest.mark.thorough
-def test_a_step_that_cannot_be_changed_is_taken_back() -> None:
-    """Between GPUs, steps under way go on with their last selection: their tokens are not used."""
+@pytest.fixture(scope="module")
+def letting_go() -> Iterator[Server]:
+    """A server lets go of steps as between GPUs: they go on with their last selection."""
     sparse = "--sparse-threshold 264 --sparse-budget 40 --selection-margin 8 --delta-capacity 40"
-    arguments = [*ARGUMENTS, *sparse.split()]
     environment = {LET_GO_VARIABLE: "1", "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1"}
-    with serve(arguments, environment) as server:
-        streams = Streams(server)
-        for starts in (1, 2, 3):
-            server.wait_for(60, up=True, starts=starts)
-            responses = streams.run(lambda: kill(server))
-            assert_exact(streams, responses)
-            assert statistics(responses, "retractions") > 0
-        server.wait_for(60, up=True, epochs=0)
+    with serve([*ARGUMENTS, *sparse.split()], environment) as server:
+        yield server
+
+
+@pytest.mark.thorough
+def test_a_step_that_cannot_be_changed_is_taken_back(letting_go: Server) -> None:
+    """What such a step says is not used."""
+    streams = Streams(letting_go)
+    for _ in range(3):
+        letting_go.wait_for(60, up=True)
+        responses = streams.run(lambda: kill(letting_go))
+        assert_exact(streams, responses)
+        assert statistics(responses, "retractions") > 0
+    letting_go.wait_for(60, up=True, epochs=0)
+
+
+@pytest.mark.thorough
+def test_a_last_step_that_cannot_be_changed_is_taken_back(letting_go: Server) -> None:
+    """Each step from some on is the last of one request, so that one is lost in its last step."""
+    pid = int(letting_go.wait_for(60, up=True)["pid"])
+    streams = Streams(letting_go)
+    prompts = [streams.tokenizer(chain.prompt)["input_ids"] for chain in CHAINS]
+    lengths = range(91, 91 + len(prompts))
+    sampling = [{"max_new_tokens": length, "temperature": 0} for length in lengths]
+    body = {"input_ids": prompts, "sampling_params": sampling, "stream": True}
+    latest: dict[int, Any] = {}
+    with requests.post(f"{letting_go.url}/generate", json=body, stream=True, timeout=60) as events:
+        for line in events.iter_lines():
+            if not line.startswith(b"data: {"):
+                continue
+            event = json.loads(line.removeprefix(b"data: "))
+            latest[event["index"]] = event
+            if event["meta_info"]["completion_tokens"] == 90 and pid:
+                os.kill(pid, signal.SIGKILL)
+                pid = 0
+    responses = [latest[index] for index in range(len(CHAINS))]
+    assert statistics(responses, "retractions") > 0
+    for response, chain, length in zip(responses, CHAINS, lengths, strict=True):
+        assert response["output_ids"] == streams.expected(chain)[:length]
+    letting_go.wait_for(60, up=True, epochs=0)
 
 
 def kill(server: Server) -> None:

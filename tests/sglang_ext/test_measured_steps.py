@@ -116,6 +116,7 @@ class Decoding:
             req_pool_idx=slot,
             output_ids=[],
             extra_key=None,
+            cache_salt=None,
             origin_input_ids=[0] * PROMPT,
             sampling_params=params,
             length=PROMPT,

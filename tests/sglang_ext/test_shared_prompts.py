@@ -11,6 +11,7 @@ from fake_requests import fake_request
 
 from cache_rank.config import CacheRankConfig, ModelShape
 from cache_rank.pages import PAGE_TOKENS
+from sglang_ext import compat
 from sglang_ext.lifecycle import Lifecycle, SparseSequence, prepare_requests
 from sglang_ext.shared_prompts import SharedPrompts
 from sglang_ext.working_set import Reserve
@@ -35,13 +36,16 @@ class Rank:
         self.names: set[int] = set()
         self._slots = 0
 
-    def request(self, prompt: list[int], extra_key: str | None = None) -> Any:
+    def request(
+        self, prompt: list[int], extra_key: str | None = None, salt: str | None = None
+    ) -> Any:
         self._slots += 1
         request = fake_request(
             req_pool_idx=self._slots,
             origin_input_ids=prompt,
             output_ids=[],
             extra_key=extra_key,
+            cache_salt=salt,
             sampling_params=SimpleNamespace(custom_params=None, max_new_tokens=ADDED),
         )
         prepare_requests([request])
@@ -131,6 +135,28 @@ def test_what_is_kept_apart_in_the_pool_is_kept_apart_here(extra_key: str) -> No
         sequence = rank.begun(TEXT[: pages(2)], key)
         assert rank.ship(sequence, 0)
         assert sequence.shipped == found
+
+
+@pytest.mark.skipif(not compat.HAS_SALT, reason="this release has the salt in extra_key")
+def test_prompts_with_different_salts_are_kept_apart() -> None:
+    rank = Rank()
+    keys = [
+        rank.prompts.keys_of(rank.request(TEXT[: pages(2)], salt=salt), pages(2))
+        for salt in (None, "one", "another", "one")
+    ]
+    assert keys[1] == keys[3]
+    assert len({key for found in keys for key in found}) == 6
+
+
+def test_prompts_computed_by_different_weights_are_kept_apart() -> None:
+    """One may have waited in the queue while the weights changed."""
+    rank = Rank()
+    keys = []
+    for weights in (0, 1):
+        request = rank.request(TEXT[: pages(2)])
+        request.cache_rank_weights = weights
+        keys += rank.prompts.keys_of(request, pages(2))
+    assert len({*keys}) == 4
 
 
 def test_what_sparse_steps_wrote_is_not_shared() -> None:
