@@ -6,7 +6,8 @@
 
 Compares a cache rank beside a GPU with plain SGLang, tensor parallel over the same two GPUs with an
 FP8 cache. Needs no GPU, and of the model only its config.json. Estimates are by bytes over
-bandwidth; docs/performance.md says how far measurements were from them.
+bandwidth; docs/performance.md says how far measurements were from them. `needs` is what --set takes
+so that all requests of a batch are sparse, and fit beside the model.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def parse_options(argv: list[str] | None = None) -> argparse.Namespace:
     settings = System("cache-rank", changes=options.settings).server_changes
     wishes = options.model, settings, options.quantization, options.gpu
     try:
-        options.planner, options.memory_fraction = make_planner(*wishes)
+        options.planner, options.flags = make_planner(*wishes)
     except ValueError as error:
         parser.error(str(error))
     return options
@@ -58,8 +59,8 @@ def parse_options(argv: list[str] | None = None) -> argparse.Namespace:
 
 def make_planner(
     model: str, settings: Mapping[str, Any], quantization: str | None = None, gpu: str = "H200"
-) -> tuple[Planner, float | None]:
-    """Estimates for a model, and the share of its GPU for tokens; None is the default's.
+) -> tuple[Planner, dict[str, Any]]:
+    """Estimates for a model, and all arguments of the server that are ours, by field.
 
     Args:
         model: a folder, a repository, or the name of a shape.
@@ -86,7 +87,7 @@ def make_planner(
     shape = sizes.shape(flags["dense_layers"])
     policy = make_config(flags, shape, flags["max_sparse_requests"])
     planner = Planner(sizes, GPUS[gpu], policy, flags["dense_layers"])
-    return planner, flags["cache_rank_mem_fraction"]
+    return planner, flags
 
 
 def read_config(model: str) -> dict[str, Any]:
@@ -108,29 +109,50 @@ def read_config(model: str) -> dict[str, Any]:
 def plan(options: argparse.Namespace) -> str:
     """The tables, as text."""
     planner: Planner = options.planner
-    rows = []
-    for context in options.contexts:
-        for batch in options.batches:
-            ours = planner.cache_rank(batch, context)
-            theirs = planner.dense(batch, context, options.gpus, kv_bytes=1)
-            rows.append(
-                [
-                    f"{batch} × {context:,}",
-                    f"{1e3 * ours.step:.2f}",
-                    "yes" if ours.is_hidden else "no",
-                    f"{1e3 * theirs:.2f}",
-                    f"{theirs / ours.step:.2f}",
-                ]
-            )
-    header = ("batch × context", "step, ms", "hidden", "tensor parallel, ms", "× faster")
-    held = planner.cache_rank_tokens(options.memory_fraction)
+    share = options.flags["cache_rank_mem_fraction"]
+    held = planner.cache_rank_tokens(share)
+    rows = [
+        _row(options, batch, context, held)
+        for context in options.contexts
+        for batch in options.batches
+    ]
+    header = ("batch × context", "step, ms", "hidden", "tensor parallel, ms", "× faster", "needs")
     memory = (
         f"The cache rank holds {held:,} tokens. A pool of plain SGLang holds about "
         f"{planner.dense_tokens():,} on one GPU, as that beside a cache rank does with "
         f"--inference-kv full, and {planner.dense_tokens(options.gpus, kv_bytes=1):,} in FP8 on "
         f"{options.gpus}."
     )
-    return f"{table(header, rows)}\n\n{memory}\n\n{planner.summary(options.contexts[-1])}"
+    parts = [table(header, rows), memory]
+    if options.contexts[-1] >= options.flags["sparse_threshold"]:
+        parts.append(planner.summary(options.contexts[-1], options.gpus, share))
+    return "\n\n".join(parts)
+
+
+def _row(options: argparse.Namespace, batch: int, context: int, held: int) -> list[str]:
+    """A line of the table; no step of ours if the requests stay dense, or are not held."""
+    planner: Planner = options.planner
+    flags = options.flags
+    theirs = planner.dense(batch, context, options.gpus, kv_bytes=1)
+    label, milliseconds = f"{batch} × {context:,}", f"{1e3 * theirs:.2f}"
+    is_dense = context < flags["sparse_threshold"]
+    if is_dense or batch * context > held:
+        why = "stays dense" if is_dense else "does not fit"
+        return [label, "–", why, milliseconds, "–", ""]
+    ours = planner.cache_rank(batch, context)
+    needs = []
+    if batch > flags["max_sparse_requests"]:
+        needs.append(f"max_sparse_requests={batch}")
+    if flags["inference_kv"] == "full" and batch * context > planner.dense_tokens():
+        needs.append("inference_kv=working-set")
+    return [
+        label,
+        f"{1e3 * ours.step:.2f}",
+        "yes" if ours.is_hidden else "no",
+        milliseconds,
+        f"{theirs / ours.step:.2f}",
+        ",".join(needs),
+    ]
 
 
 def main() -> None:

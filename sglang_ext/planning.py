@@ -78,10 +78,15 @@ GPUS = {
 }
 """The GPUs that estimates are made for."""
 
+_LESSER = {"MIG", "PCIE", "NVL", "40GB"}
+"""Slices and variants that share a name with one of GPUS, and have less or other memory."""
+
 
 def find_gpu(name: str) -> Gpu | None:
     """The GPU of a driver's name, such as NVIDIA H200, if it is one of GPUS."""
     words = re.split(r"\W", name.upper())
+    if not _LESSER.isdisjoint(words):
+        return None
     return next((gpu for known, gpu in GPUS.items() if known in words), None)
 
 
@@ -174,7 +179,13 @@ class Planner:
     def __init__(
         self, sizes: DecoderSizes, gpu: Gpu, config: CacheRankConfig, dense_layers: int
     ) -> None:
-        """Take the first layers as dense, whatever `config.model` says of layers."""
+        """Take the first layers as dense, whatever `config.model` says of layers.
+
+        Raises:
+            ValueError: the format of the cache rank cannot be estimated.
+        """
+        if config.kv_residency == "mosaickv":
+            raise ValueError("kv_residency mosaickv is not estimated: bytes do not bind it")
         self._sizes = sizes
         self._gpu = gpu
         self._config = config
@@ -233,25 +244,36 @@ class Planner:
         memory = memory_for_tokens(free, memory_fraction, on_gpu=True)
         return capacity_tokens(self._config, memory)
 
-    def least_batch_won(self, context: int, gpus: int) -> int | None:
-        """The fewest requests whose step is shorter than with tensor parallelism and an FP8 cache.
+    def batches_won(self, context: int, gpus: int) -> range:
+        """The batches whose step is shorter than with tensor parallelism and an FP8 cache.
 
-        None if no batch is.
+        From the least one to the last before one that is not; empty if there is none.
         """
 
         def is_longer(batch: int) -> bool:
             return self.cache_rank(batch, context).step >= self.dense(batch, context, gpus, 1)
 
         first = 1 + _last(is_longer)
-        return first if first <= _MOST_REQUESTS else None
+        return range(first, 1 + _last(lambda batch: not is_longer(batch), first))
 
-    def summary(self, context: int = 32768, gpus: int = 2) -> str:
-        """Say in a line up to what the cache rank hides, and from what it pays."""
-        hidden, least = self.largest_hidden_batch(context), self.least_batch_won(context, gpus)
+    def summary(
+        self, context: int = 32768, gpus: int = 2, memory_fraction: float | None = None
+    ) -> str:
+        """Say in a line up to what the cache rank hides, and from what on it pays.
+
+        Nothing is said of more requests than it holds in such a share of its GPU.
+        """
+        held = min(_MOST_REQUESTS, self.cache_rank_tokens(memory_fraction) // context)
+        hidden = min(held, self.largest_hidden_batch(context))
+        won = self.batches_won(context, gpus)
         gpu = self._gpu.name if self._gpu.measured else f"{self._gpu.name}, by its data sheet"
-        pays = f"never shorter than of {gpus} tensor-parallel GPUs with an FP8 cache"
-        if least is not None:
-            pays = f"shorter than of {gpus} tensor-parallel GPUs with an FP8 cache from {least} on"
+        than = f"than of {gpus} tensor-parallel GPUs with an FP8 cache"
+        if won.start > held:
+            pays = f"never shorter {than}"
+        elif won[-1] >= held:
+            pays = f"shorter {than} from {won.start} on"
+        else:
+            pays = f"shorter {than} from {won.start} to {won[-1]} requests"
         return (
             f"estimates ({gpu}, {context:,} tokens a request; python -m scripts.plan has more): "
             f"hidden behind the model up to {hidden} requests, and a step is {pays}"
@@ -263,7 +285,7 @@ class Planner:
         return tokens * self._sizes.kv_elements * kv_bytes / (self._gpu.bandwidth * share)
 
     def _scored_bytes(self) -> float:
-        """What a score reads of a key."""
+        """What a score reads of a key, in bytes."""
         config = self._config
         options = config.kv_residency_options
         bits: float
@@ -272,7 +294,8 @@ class Planner:
         elif config.kv_residency == "bf16":
             bits = 8 if config.score_keys == "fp8" else 16
         elif config.kv_residency == "lynx":
-            bits = 4.5 if options.get("reading") == "anchor" else 8.5
+            # It reads fewer: to decode logarithms takes as long as to read so many.
+            bits = 11 if options.get("reading") == "anchor" else 16
         elif config.kv_residency == "hack":
             bits = float(options.get("bits", 4)) + 0.5
         else:
@@ -289,6 +312,7 @@ def _at(line: tuple[float, float], x: float) -> tuple[float, float]:
     return line[0], line[1] * x
 
 
-def _last(holds: Callable[[int], bool]) -> int:
-    """The number up to which a condition holds, from 1 on; 0 if never."""
-    return next((n - 1 for n in range(1, _MOST_REQUESTS + 1) if not holds(n)), _MOST_REQUESTS)
+def _last(holds: Callable[[int], bool], first: int = 1) -> int:
+    """The number up to which a condition holds, from the first on; the one before if never."""
+    numbers = range(first, _MOST_REQUESTS + 1)
+    return next((number - 1 for number in numbers if not holds(number)), _MOST_REQUESTS)

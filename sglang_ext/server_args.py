@@ -123,11 +123,14 @@ class CacheRankServerArgs(CacheRankFlags):
         model = compat.model_config(self)
         try:
             sizes = DecoderSizes.of_config(model.hf_text_config.to_dict(), self.quantization)
+            shape = sizes.shape(self.dense_layers)
+            config = self.cache_rank_config(shape, self.max_sparse_requests)
+            planner = Planner(sizes, gpu, config, self.dense_layers)
         except ValueError as error:
             logger.info("cache rank: no estimate of its speed: %s", error)
             return
-        config = self.cache_rank_config(sizes.shape(self.dense_layers), self.max_sparse_requests)
-        logger.info("cache rank: %s", Planner(sizes, gpu, config, self.dense_layers).summary())
+        said = planner.summary(memory_fraction=self.cache_rank_mem_fraction)
+        logger.info("cache rank: %s", said)
 
     def _set_required(self) -> None:
         """Set what decode over working sets needs, and say so."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -56,7 +55,7 @@ def describe(
         f"`{'; '.join(run.commands)}`",
         [
             f"Steps: {step_model}, {shape.title}; {_machine(results.machine)}; "
-            f"`{shlex.join(results.command)}`"
+            f"`{'; '.join(results.commands)}`"
             for results in records
         ],
         f"Estimated steps: {step_model}, {shape.title}, {estimated_gpu}, by sglang_ext/planning.py"

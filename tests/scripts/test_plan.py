@@ -19,6 +19,30 @@ def test_a_plan_has_a_row_for_each_batch_and_context() -> None:
     assert text.splitlines()[-1].startswith("estimates (H200, 32,768 tokens a request;")
 
 
+def test_a_plan_says_what_does_not_fit_and_what_a_batch_needs() -> None:
+    def cells(batch: int, context: int, *arguments: str) -> list[str]:
+        shape = ("--batches", str(batch), "--contexts", str(context))
+        line = plan(parse_options([*shape, *arguments])).splitlines()[2]
+        return [cell.strip() for cell in line.strip("|").split("|")][1:]
+
+    step, hidden, _, faster, needs = cells(64, 32768)
+    assert (step, hidden, faster, needs) == ("–", "does not fit", "–", "")
+    step, hidden, _, faster, needs = cells(4, 4095)
+    assert (step, hidden, faster, needs) == ("–", "stays dense", "–", "")
+    assert cells(4, 4096)[1] == "yes"
+    assert cells(4, 4095, "--set", "sparse_threshold=4000")[1] == "yes"
+    assert cells(16, 32768)[-1] == ""
+    assert cells(24, 32768)[-1] == "inference_kv=working-set"
+    assert cells(16, 32768, "--set", "cache_rank_mem_fraction=0.1")[1] == "does not fit"
+    every = "max_sparse_requests=64,inference_kv=working-set"
+    assert cells(64, 16384)[-1] == every
+    assert cells(64, 16384, "--set", every)[-1] == ""
+
+
+def test_a_plan_says_nothing_of_where_dense_requests_pay() -> None:
+    assert "estimates (" not in plan(parse_options("--contexts 2048 --batches 1".split()))
+
+
 def test_settings_and_weights_change_a_plan() -> None:
     def step(*arguments: str) -> float:
         options = parse_options(["--contexts", "32768", "--batches", "24", *arguments])
@@ -41,6 +65,7 @@ def test_settings_and_weights_change_a_plan() -> None:
         ("--set port=3", "no argument port of a cache rank"),
         ("--set sparse_budget=many", "sparse_budget"),
         ("--set kv_residency=hack,kv_residency_options=bits=3", "bits"),
+        ("--set kv_residency=mosaickv", "kv_residency mosaickv is not estimated"),
         ("--contexts 0", "must be 1 or more"),
         ("--gpus 3", "invalid choice: 3"),
     ],

@@ -167,6 +167,6 @@ def test_what_cannot_be_drawn_is_said(
 ) -> None:
     records = ["--texts", str(texts(tmp_path / "texts")), "--output", str(tmp_path / "out")]
     records += ["--speed", str(speed(tmp_path / "speed"))]
-    assert main(["tradeoff", *records, *arguments.split()]) == 1
+    assert main(["tradeoff", *records, *arguments.split()]) == 2
     assert why in capsys.readouterr().err
     assert not (tmp_path / "out").exists()

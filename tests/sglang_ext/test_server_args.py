@@ -145,6 +145,7 @@ WINDOWS = {
 }
 
 WIDE = {"head_dim": 128}
+NO_ESTIMATE = "no estimate of its speed: "
 
 CASES = [
     *(
@@ -839,17 +840,19 @@ def test_queries_are_forecast_where_the_model_allows(
 
 
 @pytest.mark.parametrize(
-    ("gpus", "model", "said"),
+    ("gpus", "model", "residency", "said"),
     [
-        (0, Model("Qwen3"), ""),
-        (2, Model("Qwen3", WIDE), "estimates (H200, 32,768 tokens a request; "),
-        (2, Model("Qwen3", WIDE | {"num_experts": 4}), "no estimate of its speed: models with exp"),
+        (0, Model("Qwen3"), "quantspec", ""),
+        (2, Model("Qwen3", WIDE), "quantspec", "estimates (H200, 32,768 tokens a request; "),
+        (2, Model("Qwen3", WIDE | {"num_experts": 4}), "quantspec", f"{NO_ESTIMATE}models with"),
+        (2, Model("Qwen3", WIDE), "mosaickv", f"{NO_ESTIMATE}kv_residency mosaickv is not"),
     ],
     ids=str,
 )
 def test_what_was_chosen_and_what_to_expect_is_said_at_start_up(
     gpus: int,
     model: Model,
+    residency: str,
     said: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -858,9 +861,10 @@ def test_what_was_chosen_and_what_to_expect_is_said_at_start_up(
     pretend_gpus(gpus, monkeypatch)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(ServerArgs, compat.RESOLVED_IN, lambda self: None)  # it looks for the GPUs
-    parse_server_args(["--model-path", str(model.write(tmp_path))])
+    served = ["--model-path", str(model.write(tmp_path)), "--kv-residency", residency]
+    parse_server_args(served)
     logged = capsys.readouterr().err
-    assert "cache rank: --kv-residency quantspec\n" in logged
+    assert f"cache rank: --kv-residency {residency}\n" in logged
     assert "cache rank: --query-predictor last (" in logged
     assert f"cache rank: {said}" in logged if said else "estimate" not in logged
 
