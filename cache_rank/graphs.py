@@ -60,6 +60,8 @@ class Captures:
 
     def __init__(self, device: torch.device) -> None:
         self._captures = device.type == "cuda"
+        # Torch hands out 32 streams in turn: a new one now and then would be another thread's.
+        self._stream = torch.cuda.Stream(device) if self._captures else None
         self._left = 0
         self._seen: set[Hashable] = set()
         self._graphs: dict[Hashable, tuple[torch.cuda.CUDAGraph, Any]] = {}
@@ -95,7 +97,7 @@ class Captures:
             return action()
         self._left -= 1
         results: list[Result] = []
-        graph = capture(lambda: results.append(action()))
+        graph = capture(lambda: results.append(action()), self._stream)
         self._graphs[key] = (graph, results[0])
         graph.replay()
         return results[0]

@@ -307,7 +307,8 @@ class Selector:
         def run_part(name: str, action: Callable[[], Result]) -> Result:
             if not timeline.is_tracing:
                 return action()  # the whole is captured
-            result = self._captures.run((name, *key), action)
+            captured = name != "append" or self._residency.captures_append
+            result = self._captures.run((name, *key) if captured else None, action)
             timeline.mark(name)
             return result
 

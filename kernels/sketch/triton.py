@@ -10,9 +10,10 @@ are written as they are computed. Else logits are written and read again, see ke
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from cache_rank_kernels.coded.digits import (
@@ -68,6 +69,20 @@ _BLOCK_CRUMBS = 32
 """A program computes so many of the weights of its query heads."""
 
 
+def _beside_logits(workspace: ScoreWorkspace, *shapes: tuple[int, ...]) -> Iterator[Tensor]:
+    """Make float32 tensors in the half of the scratch that rounded logits leave.
+
+    What is allocated while a graph is captured, the graph keeps, and each length has graphs of its
+    own: they would fill the GPU.
+    """
+    room = workspace.logits.view(-1)
+    first = room.numel() // 2
+    for shape in shapes:
+        last = first + math.prod(shape)
+        yield room[first:last].view(shape)
+        first = last
+
+
 def score_sketch(
     queries: Tensor,
     code_pool: Tensor,
@@ -95,7 +110,13 @@ def score_sketch(
     launch = LAUNCH_OF_ALL if attended is None else LAUNCH_OF_ATTENDED
     block = min(launch.block, page_tokens)
     assert page_tokens % block == 0
-    weights = torch.empty((rows, layers, query_heads, crumbs), device=queries.device)
+    constants = score_constants(queries, workspace, out, launch.chunk)
+    chunks, units = score_grid(out, launch.chunk)
+    weights, normalizers = _beside_logits(
+        workspace,
+        (rows, layers, query_heads, crumbs),
+        (units, _NORMALIZER_PARTS, 2, constants["PADDED"]),
+    )
     parts = triton.cdiv(crumbs, _BLOCK_CRUMBS)
     block_queries = 64 if head_dim <= 128 else 16  # more of 256 do not fit into registers
     _weigh[(layers * kv_heads, triton.cdiv(rows * group, block_queries), parts)](
@@ -113,7 +134,6 @@ def score_sketch(
         BLOCK_CRUMBS=_BLOCK_CRUMBS,
         BLOCK_QUERIES=block_queries,
     )
-    constants = score_constants(queries, workspace, out, launch.chunk)
     del constants["PARTS"], constants["HEAD_DIM"]
     constants |= {
         "SIZE": size,
@@ -125,11 +145,7 @@ def score_sketch(
         "INTERPRETED": not queries.is_cuda,
         "NORMALIZER_PARTS": 0 if attended is None else _NORMALIZER_PARTS,
     }
-    chunks, units = score_grid(out, launch.chunk)
-    normalizers = weights  # not read
     if attended is not None:
-        parts = (units, _NORMALIZER_PARTS, 2, constants["PADDED"])
-        normalizers = torch.empty(parts, device=queries.device)
         assert attended.chosen.is_contiguous()
         _normalize[(_NORMALIZER_PARTS, units)](
             weights,

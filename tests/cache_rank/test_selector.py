@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -54,7 +55,7 @@ class Served:
         self.selector = Selector(config, device, pages * PAGE_TOKENS * token)
         self.steps = 0
         self._device = device
-        self._timeline = Timeline("", device)
+        self.timeline = Timeline("", device)
 
     def arrive(self, epoch: int, prompt: int, chunk: int | None = None) -> Request:
         request = Request(self.config, epoch, prompt)
@@ -80,13 +81,13 @@ class Served:
         for boundary in config.boundaries:
             up = pack_up(config, boundary, tensors, self._device)
             if boundary.answered is None:
-                selector.serve(step, boundary, up, None, self._timeline)
+                selector.serve(step, boundary, up, None, self.timeline)
                 continue
             layers = len(config.groups[boundary.answered])
             size = DownMessage.size(config, layers, len(rows))
             buffer = torch.ones(size, dtype=torch.uint8, device=self._device)
             down = DownMessage(config, layers, len(rows), buffer)
-            selector.serve(step, boundary, up, down, self._timeline)
+            selector.serve(step, boundary, up, down, self.timeline)
             answers[boundary.answered] = down
         selector.end_step(step)
         return [answers[group] for group in sorted(answers)]
@@ -210,7 +211,8 @@ class Seen(Captures):
         self.keys: list[Hashable] = []
 
     def run(self, key: Any, action: Callable[[], Any]) -> Any:
-        self.keys.append(tuple(part for part in key if type(part) is not int))
+        if key is not None:
+            self.keys.append(tuple(part for part in key if type(part) is not int))
         return action()
 
 
@@ -229,6 +231,21 @@ def test_what_was_captured_before_projections_came_is_not_replayed_after() -> No
         boundary.answered is not None and not boundary.is_fresh for boundary in config.boundaries
     ]
     assert any(changed)
+
+
+@pytest.mark.parametrize("kv_residency", ["bf16", "mosaickv"])
+def test_of_a_traced_step_no_append_is_captured_that_needs_the_host(
+    kv_residency: str, tmp_path: Path
+) -> None:
+    served = Served(small_config(MODELS["gqa"], kv_residency=kv_residency), pages=1000)
+    request = served.arrive(1, prompt=45)
+    served.selector._captures = seen = Seen()
+    served.timeline = Timeline(str(tmp_path / "trace.json"), CPU)
+    served.timeline.enter_step(1, traced=True)
+    served.exchange([row_of(request)], [request.compute()])
+    captured = {key[0] for key in seen.keys}
+    assert "score" in captured
+    assert ("append" in captured) == (kv_residency == "bf16")
 
 
 def load_projections(served: Served, first: int, seed: int = 0) -> dict[int, Tensor]:
