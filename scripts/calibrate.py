@@ -26,7 +26,7 @@ from transformers import AutoConfig, AutoTokenizer
 
 from scripts.accuracy.texts import CALIBRATION_TEXTS, Text, find_text
 from scripts.language.prompts import LONGEST_TOKEN
-from scripts.shared.command import make_parser
+from scripts.shared.command import explained, make_parser
 from scripts.shared.machine import visible_gpus
 from scripts.shared.models import folder_of, model_config
 from scripts.shared.report import table
@@ -64,7 +64,8 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
         default = FORECAST_GROUP_LAYERS if defaults[field] is None else defaults[field]
         add(flag_of(field), type=int, default=default,
             help="as the server has it; default: %(default)s")  # fmt: skip
-    add("--engine-args", type=json.loads, default={}, help="JSON object of engine arguments")
+    add("--engine-args", type=explained(json.loads), default={},
+        help="JSON object of engine arguments")  # fmt: skip
     options = parser.parse_args(argv)
     try:
         options.model_path = _model_path(options.model)

@@ -23,7 +23,7 @@ from cache_rank.config import DTYPES
 from cache_rank.residency import FORMATS
 from scripts.formats.comparison import compare_formats, make_sample
 from scripts.formats.report import markdown, write_comparison
-from scripts.shared.command import make_parser
+from scripts.shared.command import explained, make_parser
 from scripts.shared.serving import stop_on_sigterm
 
 SIZES = ("tokens", "layers", "query_heads", "kv_heads", "budget", "rows")
@@ -40,7 +40,8 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
     add("--model-path", metavar="MODEL", help="what this computes: a folder, or a name as smollm2")
     add("--text", type=Path, metavar="FILE", help="what the model reads")
     add("--recording", type=Path, metavar="FOLDER", help="compare on a recorded sequence")
-    add("--only-layers", type=_numbers, metavar="LIST", help="of the model, such as 3,15,27")
+    add("--only-layers", type=explained(_numbers), metavar="LIST",
+        help="of the model, such as 3,15,27")  # fmt: skip
     add("--dtype", choices=list(DTYPES), help="round keys, values and queries to it")
     add("--tokens", type=int, help="of the sequence, but for a recording; default: 4096 on a CPU")
     add("--layers", type=int, help="of the synthetic sequence, as the next three")
@@ -74,13 +75,16 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _numbers(text: str) -> list[int]:
-    return [int(number) for number in text.split(",")]
+    try:
+        return [int(number) for number in text.split(",")]
+    except ValueError:
+        raise ValueError(f"{text!r}: write numbers separated by commas, as in 3,15,27") from None
 
 
+@torch.no_grad()
 def main(argv: Sequence[str]) -> int:
     """Run; the exit status."""
     options = parse_options(argv)
-    torch.set_grad_enabled(False)
     stop_on_sigterm()
     try:
         sample = make_sample(options)

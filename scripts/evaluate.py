@@ -19,29 +19,16 @@ import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from scripts.accuracy.evaluation import evaluate
 from scripts.accuracy.presets import PRESETS
 from scripts.accuracy.settings import POLICY
 from scripts.accuracy.tasks import TASKS
-from scripts.shared.command import make_parser
+from scripts.shared.command import explained, make_parser
 from scripts.shared.machine import visible_gpus
 from scripts.shared.models import find_config, folder_of
 from scripts.shared.serving import stop_on_sigterm
 from scripts.shared.systems import parse_assignments
-
-
-def parse_dials(text: str) -> dict[str, Any]:
-    """Read `facts=128,hops=80`.
-
-    Raises:
-        argparse.ArgumentTypeError: it is not a list of NAME=VALUE.
-    """
-    try:
-        return parse_assignments(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def parse_options(argv: Sequence[str]) -> argparse.Namespace:
@@ -54,17 +41,19 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
     folders = "a folder, or the name of one in scripts/accuracy/models; default: the preset's"
     add("--model", help=folders)
     add("--task", choices=list(TASKS), help="default: what the model is trained for")
-    add("--dials", type=parse_dials, nargs="+", metavar="NAME=VALUE,...", help="one cell each")
+    assignments = explained(parse_assignments)
+    add("--dials", type=assignments, nargs="+", metavar="NAME=VALUE,...", help="one cell each")
     add("--systems", nargs="+", metavar="LABEL", help="NAME or NAME:ARGUMENT=VALUE,...")
     add("--budgets", type=int, nargs="+", metavar="K", help="of systems that name none")
     policy = ",".join(f"{name}={value}" for name, value in POLICY.items())
-    add("--set", type=parse_dials, default={}, dest="settings", metavar="NAME=VALUE,...",
+    add("--set", type=assignments, default={}, dest="settings", metavar="NAME=VALUE,...",
         help=f"server arguments of all sparse systems; default: {policy}")  # fmt: skip
     add("--chains", type=int, default=64, help="problems of a cell; default: %(default)s")
     add("--concurrency", type=int, default=64, help="requests at once; default: %(default)s")
     add("--gpus", nargs="*", metavar="GPU",
         help="that servers may use; one listed twice takes two servers; default: all")  # fmt: skip
-    add("--server-flags", type=shlex.split, default=[], help="further flags of every server")
+    add("--server-flags", type=explained(shlex.split), default=[],
+        help="further flags of every server")  # fmt: skip
     add("--base-url", help="a server that runs already; takes one system, as a name")
     add("--resume", action="store_true", help="run what is missing in --out")
     add("--render", action="store_true", help="only write tables and plots again")

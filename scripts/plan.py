@@ -16,7 +16,7 @@ import argparse
 from collections.abc import Mapping
 from typing import Any
 
-from scripts.shared.command import make_parser
+from scripts.shared.command import explained, make_parser
 from scripts.shared.models import find_config, model_config
 from scripts.shared.report import table
 from scripts.shared.systems import System, parse_assignments
@@ -43,7 +43,8 @@ def parse_options(argv: list[str] | None = None) -> argparse.Namespace:
         metavar="TOKENS", help="tokens of each request")  # fmt: skip
     add("--batches", type=int, nargs="+", default=[1, 4, 8, 16, 32, 64], metavar="REQUESTS",
         help="requests at once")  # fmt: skip
-    add("--set", type=parse_assignments, default={}, dest="settings", metavar="NAME=VALUE,...",
+    add("--set", type=explained(parse_assignments), default={}, dest="settings",
+        metavar="NAME=VALUE,...",
         help="arguments of the server with a cache rank that are not as by default")  # fmt: skip
     options = parser.parse_args(argv)
     if min(*options.contexts, *options.batches) < 1:

@@ -30,7 +30,8 @@ import msgspec
 
 from scripts.accuracy.recall import read_state, write_plots
 from scripts.language.records import Report
-from scripts.shared.command import make_parser
+from scripts.shared.command import explained, make_parser
+from scripts.shared.serving import ServerError
 from scripts.speed.jobs import Shape
 from scripts.speed.report import read_results
 from scripts.tradeoff import report
@@ -59,7 +60,7 @@ def parse_options(argv: Sequence[str]) -> Namespace:
     add("--estimate", nargs=3, action="append", default=[], metavar=labels,
         help="with estimated steps")  # fmt: skip
     add("--model", default="qwen3-8b", help="of the steps; default: %(default)s")
-    add("--shape", type=Shape.parse, default=Shape(8, 32768), metavar="BATCHxCONTEXT",
+    add("--shape", type=explained(Shape.parse), default=Shape(8, 32768), metavar="BATCHxCONTEXT",
         help="of the steps; default: %(default)s")  # fmt: skip
     add("--gpu", choices=list(GPUS), default="H200", help="of the estimates; default: %(default)s")
     add("--output", type=Path, default=Path("results/tradeoff"), help="a folder")
@@ -113,9 +114,9 @@ def main(arguments: Sequence[str]) -> int:
     options = parse_options(arguments)
     try:
         files = options.run(options)
-    except ValueError as error:
+    except (OSError, ServerError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
-        return 1
+        return 2
     for path in files:
         print(path)
     return 0

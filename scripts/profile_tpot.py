@@ -8,7 +8,8 @@
     python -m scripts.profile_tpot --render results/             # tables and plots again
 
 Each system runs in a process of its own, with a deadline: one that fails is a line in the table,
-and its log is in OUT/logs. Results are written as they come; `--resume` measures what is missing.
+and its log is in OUT/logs. The exit status is 1 then. Results are written as they come; `--resume`
+measures what is missing, on the same machine and with the same settings.
 Weights are random numbers in the shapes of `model_shapes`; see scripts.speed.weights for which.
 """
 
@@ -20,7 +21,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from scripts.shared.command import make_parser
+from scripts.shared.command import explained, make_parser
 from scripts.shared.systems import SYSTEMS
 from scripts.speed.experiments import EXPERIMENTS
 from scripts.speed.jobs import Shape
@@ -32,7 +33,7 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
     parser = make_parser("profile_tpot", __doc__)
     add = parser.add_argument
     add("--model", nargs="+", help="a name in scripts/speed/model_shapes, `bundled`, or a folder")
-    add("--shapes", nargs="+", type=Shape.parse, default=[], help="BATCHxCONTEXT")
+    add("--shapes", nargs="+", type=explained(Shape.parse), default=[], help="BATCHxCONTEXT")
     add("--systems", nargs="+", help=f"NAME[:ARGUMENT=VALUE,...] of {', '.join(SYSTEMS)}")
     add("--experiment", choices=EXPERIMENTS, help="a preset of systems and shapes")
     add("--capacity", type=int, default=0, help="also find the largest batch of this context")
@@ -43,8 +44,8 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
     add("--skip-steps", type=int, help="steps before the first window; default: enough to settle")
     add("--seed", type=int, default=1)
     add("--memory-fraction", type=float, default=0.85, help="of a GPU, for weights and KV pool")
-    add("--engine-args", dest="engine", metavar="ENGINE_ARGS", type=json.loads, default={},
-        help="JSON object of engine arguments")  # fmt: skip
+    add("--engine-args", dest="engine", metavar="ENGINE_ARGS", type=explained(json.loads),
+        default={}, help="JSON object of engine arguments")  # fmt: skip
     add("--trace", action="store_true", help="trace both ranks; costs time in the step")
     add("--arrival", action="store_true", help="also time steps while one more prompt is shipped")
     add("--gpus", help="indices of the GPUs to use, separated by commas; default: all")
@@ -56,6 +57,8 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
     add("--dry-run", action="store_true", help="print the jobs and their engines' arguments")
     add("--render", type=Path, help="write the tables and plots of a folder again; needs no GPU")
     options = parser.parse_args(argv)
+    if min(options.repeats, options.window) < 1:
+        parser.error("--repeats and --window must be at least 1")
     if not options.render and not options.experiment:
         if not options.systems or not (options.shapes or options.capacity):
             parser.error("give --experiment, or --systems with --shapes or --capacity")
@@ -68,7 +71,7 @@ def main(argv: Sequence[str]) -> int:
     options = parse_options(argv)
     try:
         return profile(options, argv)
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
 

@@ -19,6 +19,7 @@ import json
 import logging
 import shlex
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,7 +32,7 @@ from scripts.accuracy.training.recipes import RECIPES
 from scripts.shared.command import make_parser
 
 
-def parse_args() -> argparse.Namespace:
+def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     """The command line."""
     parser = make_parser("train", __doc__)
     add = parser.add_argument
@@ -46,25 +47,31 @@ def parse_args() -> argparse.Namespace:
     add("--chains", type=int, help="problems to grade; else the recipe's")
     add("--grade-only", action="store_true", help="grade what is in --output, and write its card")
     add("--skip-grading", action="store_true", help="write no card")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     if RECIPES[args.recipe].starts_from and not (args.start or args.grade_only):
         parser.error(f"--recipe {args.recipe} needs --from: {RECIPES[args.recipe].starts_from}")
+    option, model = ("--output", args.output) if args.grade_only else ("--from", args.start)
+    if model and not (model / "config.json").is_file():
+        parser.error(f"{option} {model}: has no config.json")
     if args.device == "auto":
         args.device = "cuda" if torch.cuda.is_available() else "cpu"
     return args
 
 
-def main() -> None:
-    """Train unless told not to, then grade the export unless told not to."""
-    args = parse_args()
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+def train(args: argparse.Namespace, argv: Sequence[str]) -> None:
+    """Train unless told not to, then grade the export unless told not to.
+
+    Raises:
+        OSError: a model cannot be read or written.
+        ValueError: the model to train further has other sizes or words.
+    """
     recipe = RECIPES[args.recipe]
     if args.learning_rate:
         recipe = replace(recipe, learning_rate=args.learning_rate)
     with logging_redirect_tqdm():
         if not args.grade_only:
             start = args.start if recipe.starts_from else None
-            command = shlex.join(["python", "-m", "scripts.train", *sys.argv[1:]])
+            command = shlex.join(["python", "-m", "scripts.train", *argv])
             train_and_export(
                 recipe, args.output, start, args.seed, args.minutes, args.device, command
             )
@@ -77,5 +84,17 @@ def main() -> None:
     print(json.dumps(results))
 
 
+def main(argv: Sequence[str]) -> int:
+    """Train, grade, or both; the exit status."""
+    args = parse_args(argv)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+    try:
+        train(args, argv)
+    except (OSError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
 if __name__ == "__main__":
-    main()
+    sys.exit(main(sys.argv[1:]))

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from scripts.shared.command import explained
 from scripts.shared.machine import visible_gpus
 from scripts.shared.models import model_config
 from scripts.shared.systems import DENSE, parse_assignments
@@ -40,11 +41,12 @@ def add_options(parser: argparse.ArgumentParser, budgets: tuple[int, ...]) -> No
         help="NAME or NAME:ARGUMENT=VALUE,...; default: %(default)s")  # fmt: skip
     add("--budgets", type=int, nargs="+", default=list(budgets), metavar="K",
         help="tokens that each KV head selects; default: %(default)s")  # fmt: skip
-    add("--set", type=parse_assignments, default={}, dest="settings", metavar="NAME=VALUE,...",
-        help="server arguments of all sparse systems")  # fmt: skip
+    add("--set", type=explained(parse_assignments), default={}, dest="settings",
+        metavar="NAME=VALUE,...", help="server arguments of all sparse systems")  # fmt: skip
     add("--gpus", nargs="*", metavar="GPU",
         help="that servers may use; one listed twice takes two servers; default: all")  # fmt: skip
-    add("--server-flags", type=shlex.split, default=[], help="further flags of every server")
+    add("--server-flags", type=explained(shlex.split), default=[],
+        help="further flags of every server")  # fmt: skip
     add("--resume", action="store_true", help="run what is missing in --out")
     add("--render", action="store_true", help="only write tables and plots again")
 

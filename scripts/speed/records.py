@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import shlex
 import statistics
 from collections.abc import Sequence
 from typing import Any
@@ -88,13 +89,20 @@ class Measurement(msgspec.Struct):
 
 
 class Results(msgspec.Struct):
-    """Everything one invocation writes."""
+    """Everything one invocation writes, and what it resumed."""
 
     experiment: str = ""
-    command: list[str] = []
+    command: list[str] = []  # the last one, in words
+    earlier_commands: list[list[str]] = []  # those that it resumed
     machine: dict[str, Any] = {}
     jobs: list[Job] = []
     measurements: list[Measurement] = []
+
+    @property
+    def commands(self) -> list[str]:
+        """All commands that wrote it, in order, as one types them."""
+        commands = [*self.earlier_commands, self.command]
+        return list(dict.fromkeys(map(shlex.join, commands)))
 
     def of(self, job: Job) -> list[Measurement]:
         """The measurements of a job."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -16,6 +15,9 @@ from scripts.shared.report import number, percent, table_of, write_report
 from scripts.speed.experiments import TABLE2, TABLE2_FLOOR, Table2Row
 from scripts.speed.jobs import Job, Shape
 from scripts.speed.records import Measurement, Results, Wire
+
+FLOOR = "floor"
+"""The system that the others are compared with."""
 
 EXCHANGE: dict[str, Callable[[Wire], str]] = {
     "late steps": lambda wire: percent(wire.late_share),
@@ -37,14 +39,27 @@ def read_results(path: Path) -> Results:
     return msgspec.json.decode(path.read_bytes(), type=Results)
 
 
-def floor_of(results: Results, model: str, batch: int) -> float | None:
-    """Milliseconds per token of a batch with only the budget in its context."""
-    floors = [
-        m.tpot_ms
+def floor_of(results: Results, model: str, system: str, batch: int) -> float | None:
+    """Milliseconds per token of a batch with only the budget in its context.
+
+    Of several floors it is the one with most of the system's changes, and with no other changes.
+    """
+    floors = {
+        _changes(m.system): m.tpot_ms
         for m in results.measurements
-        if m.model == model and m.system.startswith("floor") and m.shape.batch == batch
-    ]
-    return floors[-1] if floors else None
+        if m.model == model and _is_floor(m) and m.shape.batch == batch and m.tpot_ms
+    }
+    alike = [changes for changes in floors if changes <= _changes(system)]
+    return floors[max(alike, key=len)] if alike else None
+
+
+def _is_floor(measurement: Measurement) -> bool:
+    return measurement.system.partition(":")[0] == FLOOR
+
+
+def _changes(label: str) -> frozenset[str]:
+    """The arguments that a label changes, also one of a system that is no more."""
+    return frozenset(filter(None, label.partition(":")[2].split(",")))
 
 
 def markdown(results: Results) -> str:
@@ -57,7 +72,7 @@ def markdown(results: Results) -> str:
     )
     parts = [
         "# Time per output token",
-        f"`{shlex.join(results.command)}`",
+        *(f"`{command}`" for command in results.commands),
         ", ".join(filter(None, (*kinds, machine.get("platform", ""), versions))),
         "TPOT is the median decode step of the batch (p10–p90); all systems are measured from the "
         "same stream of tokens.",
@@ -85,7 +100,7 @@ def tpot_table(results: Results, measurements: Sequence[Measurement]) -> str:
         cells = {"batch × context": shape, "system": m.system}
         if m.failure:
             return cells | {"TPOT ms": m.failure.replace("|", "/")}
-        floor = floor_of(results, m.model, m.shape.batch)
+        floor = floor_of(results, m.model, m.system, m.shape.batch)
         return cells | {
             "TPOT ms": number(m.tpot_ms),
             "p10–p90": f"{number(m.p10_ms)}–{number(m.p90_ms)}",
@@ -218,11 +233,9 @@ def write_plots(results: Results, out: Path) -> list[Path]:
 
 
 def tpot_plot(results: Results, model: str, out: Path) -> list[Path]:
-    """Draw the decode steps of all systems, and the floor as a line."""
+    """Draw the decode steps of all systems, and the floor without changes as a line."""
     measured = [
-        m
-        for m in results.measurements
-        if m.model == model and m.tpot_ms and not m.system.startswith("floor")
+        m for m in results.measurements if m.model == model and m.tpot_ms and not _is_floor(m)
     ]
     if not measured:
         return []
@@ -231,7 +244,7 @@ def tpot_plot(results: Results, model: str, out: Path) -> list[Path]:
         system: [results.tpot_ms(model, system, shape) for shape in shapes]
         for system in dict.fromkeys(m.system for m in measured)
     }
-    floors = [floor_of(results, model, shape.batch) for shape in shapes]
+    floors = [floor_of(results, model, FLOOR, shape.batch) for shape in shapes]
     name, titles = Path(model).name, [shape.title for shape in shapes]
     labels = ("median decode step (ms)", f"{name}: time per output token")
     return grouped_bars(out / f"tpot-{name}", titles, series, *labels, floors=floors)

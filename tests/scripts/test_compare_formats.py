@@ -194,3 +194,9 @@ def test_bad_arguments_are_refused(arguments: str, capsys: pytest.CaptureFixture
     with pytest.raises(SystemExit, match="2"):
         parse_options(arguments.split())
     assert arguments.split()[0] in capsys.readouterr().err
+
+
+def test_wrong_layers_are_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        parse_options(["--only-layers", "one"])
+    assert "'one': write numbers separated by commas" in capsys.readouterr().err

@@ -70,6 +70,22 @@ def test_wrong_options_are_refused(arguments: str) -> None:
         parse_options(["--out", "out", *arguments.split()])
 
 
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        ("--dials facts", "--dials: 'facts': write ARGUMENT=VALUE"),
+        ("--set facts", "--set: 'facts': write ARGUMENT=VALUE"),
+        ("--server-flags '", "--server-flags: No closing quotation"),
+    ],
+)
+def test_wrong_options_are_explained(
+    arguments: str, why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        parse_options(["--out", "out", *arguments.split()])
+    assert why in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("arguments", ["--dials hops=9", "--dials facts=9,hopes=9", "--systems no"])
 def test_wrong_problems_are_refused(arguments: str, tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="error"):

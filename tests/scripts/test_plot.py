@@ -104,7 +104,7 @@ def test_a_server_that_measured_nothing_is_told_what_it_takes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = saved(tmp_path, server_info(2, 2, measured=False))
-    assert main(["recall", "--file", str(path), "--output", str(tmp_path / "out")]) == 1
+    assert main(["recall", "--file", str(path), "--output", str(tmp_path / "out")]) == 2
     assert "--recall-interval" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
@@ -113,8 +113,30 @@ def test_a_server_without_a_cache_rank_is_told_so(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = saved(tmp_path, {"internal_states": [{}]})
-    assert main(["recall", "--file", str(path)]) == 1
+    assert main(["recall", "--file", str(path)]) == 2
     assert "no cache rank" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("source", "why"),
+    [
+        ("--file /nowhere/info.json", "No such file or directory: '/nowhere/info.json'"),
+        ("--base-url http://127.0.0.1:9", "no server answers at http://127.0.0.1:9"),
+    ],
+)
+def test_what_cannot_be_read_is_said(
+    source: str, why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["recall", *source.split()]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ")
+    assert why in line
+
+
+def test_a_wrong_shape_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["tradeoff", "--texts", "texts", "--shape", "8"])
+    assert "--shape: '8' is not a shape" in capsys.readouterr().err
 
 
 def test_settings_are_those_of_the_server(tmp_path: Path) -> None:

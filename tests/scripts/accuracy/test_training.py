@@ -25,6 +25,7 @@ from scripts.accuracy.training.model import (
 )
 from scripts.accuracy.training.recipes import RECIPES, Recipe
 from scripts.accuracy.training.stages import SAMPLED, Batch, SelfWrittenStage, WalkStage, encode
+from scripts.train import main
 
 CPU = torch.device("cpu")
 BUNDLED = Path(__file__).parents[3] / "sglang_ext" / "bundled_model"
@@ -246,3 +247,24 @@ def test_a_model_of_other_words_or_sizes_is_refused(tmp_path: Path) -> None:
     make_tokenizer(recipe.words[::-1], 512).save_pretrained(other)
     with pytest.raises(ValueError, match="words"):
         load_model(other, recipe.sizes, tokenizer, seed=0)
+
+
+@pytest.mark.parametrize("option", ["--grade-only --output", "--output out --from"])
+def test_a_folder_without_a_model_is_refused(
+    option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["--recipe", "self-written-1024", *option.split(), str(tmp_path)])
+    assert f"{option.split()[-1]} {tmp_path}: has no config.json" in capsys.readouterr().err
+
+
+def test_what_cannot_be_trained_or_graded_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = ["--recipe", "self-written-1024", "--device", "cpu", "--output", str(tmp_path)]
+    assert main([*recipe, "--from", str(BUNDLED)]) == 2
+    assert "sizes" in capsys.readouterr().err
+    shutil.copy(BUNDLED / "config.json", tmp_path)  # and no weights
+    assert main([*recipe, "--grade-only"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ")

@@ -118,6 +118,8 @@ def test_a_request_turns_sparse_at_its_first_step_whatever_the_budget() -> None:
         ("--context 152", "--context must be longer"),
         ("--text nothing", "no text 'nothing'"),
         ("--model-path nowhere", "--model-path: no model 'nowhere'"),
+        ("--set facts", "--set: 'facts': write ARGUMENT=VALUE"),
+        ("--server-flags '", "--server-flags: No closing quotation"),
     ],
 )
 def test_wrong_options_are_refused(

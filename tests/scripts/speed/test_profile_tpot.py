@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,8 +14,9 @@ import torch
 
 from cache_rank.config import CacheRankConfig, ModelShape, ScoreKeys
 from scripts.profile_tpot import main, parse_options
+from scripts.shared import machine
 from scripts.shared.models import MODEL_SHAPES, model_config, model_shape
-from scripts.speed import report
+from scripts.speed import profile, report
 from scripts.speed.bench import (
     NotMeasuredError,
     Stream,
@@ -473,6 +475,32 @@ class TestReport:
         assert sorted(tmp_path.iterdir()) == sorted(files)
         assert report.read_results(files[0]) == results
 
+    @pytest.mark.parametrize(
+        ("system", "floor"),
+        [
+            ("cache-rank", 6.0),
+            ("floor", 6.0),
+            ("cache-rank:calibration=blank,attention_backend=triton", 6.2),
+            ("floor:attention_backend=triton", 6.2),
+            ("cache-rank:attention_backend=flashinfer", 6.0),  # whose floor has no number
+        ],
+    )
+    def test_a_floor_is_that_of_the_systems_changes(self, system: str, floor: float) -> None:
+        results = example()
+        results.measurements += [
+            Measurement(MODEL, "floor:attention_backend=flashinfer", Shape(8, 2048), "no memory"),
+            measured(MODEL, "floor:attention_backend=triton", Shape(8, 2048), 6.2),
+            measured(MODEL, "floor:attention_backend=triton,page_size=1", Shape(8, 2048), 6.4),
+            Measurement(MODEL, "floor", Shape(8, 2048), "out of memory"),
+        ]
+        assert report.floor_of(results, MODEL, system, 8) == pytest.approx(floor)
+        assert report.floor_of(results, MODEL, system, 16) is None
+        assert row_of(report.markdown(results), "8 × 32768", "cache-rank")[6] == "1.02"
+
+    def test_no_floor_of_other_changes_stands_in(self) -> None:
+        results = Results(measurements=[measured(MODEL, "floor:page_size=1", SHAPE, 6.0)])
+        assert report.floor_of(results, MODEL, "cache-rank", 8) is None
+
     @pytest.mark.parametrize("experiment", ["", "table2", "quest-time"])
     def test_plots(self, tmp_path: Path, experiment: str) -> None:
         pytest.importorskip("matplotlib")
@@ -481,6 +509,17 @@ class TestReport:
         assert plots[0].name == f"tpot-{MODEL}.png"
         assert len(plots) == 1 + bool(experiment)
         assert all(path.read_bytes().startswith(b"\x89PNG") for path in plots)
+
+    def test_the_line_of_a_plot_is_the_floor_without_changes(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        drawn: list[object] = []
+        monkeypatch.setattr(report, "grouped_bars", lambda *_, floors: drawn.append(floors) or [])
+        results = example()
+        triton = measured(MODEL, "floor:attention_backend=triton", Shape(8, 2048), 6.2)
+        results.measurements.append(triton)
+        report.tpot_plot(results, MODEL, tmp_path)
+        assert drawn == [[pytest.approx(6.0)]]
 
     def test_no_plot_of_nothing(self, tmp_path: Path) -> None:
         assert report.write_plots(Results(), tmp_path) == []
@@ -506,6 +545,145 @@ class TestCommandLine:
         options = parse_options("--shapes 1x10 --systems dense --model nothing".split())
         with pytest.raises(ValueError, match="no model"):
             make_jobs(options, Results())
+
+    @pytest.mark.parametrize(
+        ("line", "why"),
+        [
+            ("--systems dense --shapes 8", "--shapes: '8' is not a shape: write BATCHxCONTEXT"),
+            ("--engine-args {", "--engine-args: Expecting property name"),
+            ("--window 0", "--repeats and --window must be at least 1"),
+            ("--repeats 0", "--repeats and --window must be at least 1"),
+        ],
+    )
+    def test_what_is_wrong_is_said(
+        self, line: str, why: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        with pytest.raises(SystemExit, match="2"):
+            parse_options(line.split())
+        assert why in capsys.readouterr().err
+
+    def test_no_record_is_no_traceback(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert main(["--render", str(tmp_path)]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith("error: ")
+        assert str(tmp_path / "results.json") in line
+
+
+class TestRecord:
+    """What a run does with what an earlier one has left in the same folder."""
+
+    @pytest.fixture
+    def run(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., int]:
+        """Profile systems, of which fp8 fails, on GPUs of a kind; the exit status."""
+        ours: dict[str, str] = {}
+
+        def describe(gpus: Sequence[str]) -> dict[str, object]:
+            return {"gpus": [ours["kind"]] * len(gpus)}
+
+        def run_job(job: Job, *rest: object) -> str:
+            note = rest[-1]
+            assert callable(note)
+            for shape in job.shapes if job.system != "fp8" else ():
+                ended = measured(job.model, job.system, shape, 5.0)
+                ended.ended = 1.0
+                note(ended)
+            return "out of memory"
+
+        def run(systems: str, *options: str, kind: str = "H200", gpus: str = "0") -> int:
+            ours["kind"] = kind
+            out = ["--shapes", "8x32768", "--gpus", gpus, "--out", str(tmp_path)]
+            return main(["--systems", *systems.split(), *out, *options])
+
+        monkeypatch.setattr(profile, "run_job", run_job)
+        monkeypatch.setattr(machine, "describe", describe)
+        return run
+
+    def read(self, out: Path) -> Results:
+        return report.read_results(out / "results.json")
+
+    def test_the_status_says_whether_something_is_missing(
+        self, run: Callable[..., int], tmp_path: Path
+    ) -> None:
+        assert run("dense fp8") == 1
+        assert run("dense", "--resume") == 0
+        assert [m.system for m in self.read(tmp_path).measurements] == ["dense"]
+
+    def test_what_was_measured_is_not_overwritten(
+        self, run: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert run("fp8") == 1
+        assert run("dense") == 0  # failures are nothing to keep
+        before = self.read(tmp_path)
+        assert before.earlier_commands == []
+        assert run("quest") == 2
+        assert f"{tmp_path} has results: pass --resume, or another --out" in capsys.readouterr().err
+        assert run("quest", "--dry-run") == 0
+        assert self.read(tmp_path) == before
+
+    def test_a_resumed_record_names_all_commands_and_gpus(
+        self, run: Callable[..., int], tmp_path: Path
+    ) -> None:
+        assert run("dense", gpus="0,1") == 0
+        assert run("quest", "--resume", "--shape-seconds", "9", gpus="1") == 0
+        results = self.read(tmp_path)
+        assert [m.system for m in results.measurements] == ["dense", "quest"]
+        assert results.machine["gpus"] == ["H200", "H200"]
+        assert [command.split()[4] for command in results.commands] == ["dense", "quest"]
+        text = (tmp_path / "results.md").read_text()
+        assert all(f"`{command}`" in text for command in results.commands)
+
+    @pytest.mark.parametrize(
+        ("options", "kind", "why"),
+        [
+            ("--window 32", "H200", "window 64, not 32"),
+            ("--seed 2", "H200", "seed 1, not 2"),
+            ('--engine-args {"page_size":2}', "H200", "engine {}, not {'page_size': 2}"),
+            ("", "H100", "GPUs H200, not H100"),
+        ],
+    )
+    def test_other_conditions_are_refused(
+        self,
+        run: Callable[..., int],
+        options: str,
+        kind: str,
+        why: str,
+        tmp_path: Path,
+        capsys: pytest.CaptureFixture[str],
+    ) -> None:
+        assert run("dense") == 0
+        before = self.read(tmp_path)
+        assert run("quest", "--resume", *options.split(), kind=kind) == 2
+        said = f"{tmp_path} was measured with {why}: pass another --out"
+        assert said in capsys.readouterr().err
+        assert self.read(tmp_path) == before
+
+    def test_another_release_is_refused(
+        self,
+        run: Callable[..., int],
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str],
+    ) -> None:
+        assert run("dense") == 0
+        monkeypatch.setattr("importlib.metadata.version", lambda name: f"another {name}")
+        assert run("quest", "--resume") == 2
+        assert "not another sglang: pass another --out" in capsys.readouterr().err
+
+    def test_another_model_may_have_other_settings(self, run: Callable[..., int]) -> None:
+        assert run("dense") == 0
+        assert run("dense", "--resume", "--model", "qwen3-32b", "--window", "32") == 0
+
+    def test_records_of_earlier_versions_are_read(
+        self, run: Callable[..., int], tmp_path: Path
+    ) -> None:
+        assert run("dense") == 0
+        record = json.loads((tmp_path / "results.json").read_text())
+        del record["earlier_commands"]
+        (tmp_path / "results.json").write_text(json.dumps(record))
+        assert main(["--render", str(tmp_path)]) == 0
+        assert run("quest", "--resume") == 0
 
 
 class TestArrival:
