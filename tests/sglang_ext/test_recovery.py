@@ -220,3 +220,14 @@ def test_the_batch_is_not_full_any_more_when_tokens_were_evicted(rank: Any, evic
     assert batch.batch_is_full is not evicted
     called = [name for name, _, _ in rank.cache_rank.mock_calls]
     assert called[-2:] == ["queue_retracted", "retract_orphans"], "in this order"
+
+
+def test_a_prompt_is_of_the_weights_by_which_its_prefill_began(rank: Any) -> None:
+    request = fake_request(req_pool_idx=3)
+    for updates, noted in ((1, 1), (2, 1)):  # the second chunk of a prompt
+        rank.weight_updates = updates
+        InferenceRank.before_prefill(rank, [request])
+        assert request.cache_rank_weights == noted
+    InferenceRank.on_request_freed(rank, request)  # it is retracted
+    InferenceRank.before_prefill(rank, [request])
+    assert request.cache_rank_weights == 2
