@@ -161,13 +161,18 @@ SKIPS_FINISHING = _SINCE_0_5_22
 """From 0.5.22 on requests leave the running batch while their last result is under way."""
 
 
-def decode_until_finished(scheduler: Any) -> None:
-    """Let requests stay in the running batch until their last result has been taken.
+def release_left(request: Any, scheduler: Any) -> None:
+    """Take back what a request holds that has left the running batch, to be computed again."""
+    from sglang.srt.managers.schedule_batch import release_req
 
-    If the last step of one that has left misses its answers, nobody has that request any more.
-    """
-    if SKIPS_FINISHING:
-        scheduler.enable_skip_finishing_decode = False
+    release_req(
+        req=request,
+        remaing_req_count=0,
+        req_to_token_pool=scheduler.req_to_token_pool,
+        token_to_kv_pool_allocator=scheduler.token_to_kv_pool_allocator,
+        tree_cache=scheduler.tree_cache,
+        hisparse_coordinator=None,
+    )
 
 
 def release_request(batch: Any, index: int, server_args: Any) -> None:

@@ -172,7 +172,8 @@ def process_result(
     if result.copy_done is not None:
         result.copy_done.synchronize()  # the next that SGLang does
     with rank.cache_rank.without_missed(plan):
-        return original(scheduler, batch, result, *args, **kw)
+        original(scheduler, batch, result, *args, **kw)
+    rank.cache_rank.retract_left(scheduler)
 
 
 def after_forward(result: Any, runner: Any, forward_batch: Any, *_: Any, **__: Any) -> None:

@@ -227,7 +227,6 @@ class InferenceRank:
 
         Measurements are passed on here, because it is called while the server idles too.
         """
-        compat.decode_until_finished(scheduler)
         self._measured_steps.settle()
         if self._weights_have_changed and self.lifecycle.live:
             self._weights_have_changed = False

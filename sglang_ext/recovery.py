@@ -203,6 +203,14 @@ class CacheRankHandle:
         running_batch.filter_batch(keep_indices=staying)
         running_batch.batch_is_full = False
 
+    def retract_left(self, scheduler: Any) -> None:
+        """Retract the requests that left the batch before their last step, which has failed."""
+        left = [each for each in self._orphans if _has_left(each, scheduler.running_batch)]
+        for request in left:
+            self._orphans.remove(request)
+            compat.release_left(request, scheduler)
+            self._queue_later(request)
+
     def abort_retracted(self, scheduler: Any, abort: Callable[[], None]) -> None:
         """Let an abort find the requests that are to be queued a turn later."""
         waiting, self.to_queue = self.to_queue, []
@@ -218,3 +226,13 @@ class CacheRankHandle:
         self.retractions += 1
         self._metrics.on_retraction()
         self.to_queue.append(request)
+
+
+def _has_left(request: Any, running_batch: Any) -> bool:
+    """Whether a request has left the batch, and its last result has not ended it."""
+    return (
+        compat.SKIPS_FINISHING
+        and request not in running_batch.reqs
+        and not request.finished()
+        and compat.pool_state(request).req_pool_idx is not None
+    )

@@ -10,6 +10,7 @@ import pytest
 from fake_requests import fake_request
 
 from cache_rank.channels.transport import TransportError
+from sglang_ext import compat
 from sglang_ext.exchange.base import ExchangeCounters
 from sglang_ext.inference_rank import InferenceRank
 from sglang_ext.lifecycle import Phase, RequestStatistics, SparseSequence
@@ -91,13 +92,32 @@ def test_sparse_requests_leave_the_batch_and_are_queued_a_turn_later() -> None:
     assert batch_of.handle.to_queue == []
 
 
-def test_an_orphan_that_has_left_the_batch_is_left_alone() -> None:
+@pytest.mark.parametrize("has_finished", [False, True])
+def test_an_orphan_that_has_left_the_batch_and_ended_is_left_alone(has_finished: bool) -> None:
     batch_of = Requests(Phase.SPARSE)
     batch_of.lose()
     batch = batch_of.batch()
+    (request,) = batch_of.requests
+    request.finished.return_value = has_finished
+    compat.pool_state(request).req_pool_idx = 3 if has_finished else None
+    batch_of.handle.retract_left(Mock(running_batch=batch))
     batch_of.handle.retract_orphans(Mock(), batch)
     batch.release_req.assert_not_called()
     assert batch_of.handle.to_queue == []
+
+
+@pytest.mark.skipif(not compat.SKIPS_FINISHING, reason="requests stay until they have finished")
+def test_an_orphan_that_has_left_the_batch_before_its_last_result_is_recomputed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(compat, "release_left", released := Mock())
+    batch_of, scheduler = Requests(Phase.SPARSE), Mock()
+    batch_of.lose()
+    scheduler.running_batch = batch_of.batch()
+    batch_of.handle.retract_left(scheduler)
+    batch_of.handle.retract_orphans(scheduler, scheduler.running_batch)
+    released.assert_called_once_with(batch_of.requests[0], scheduler)
+    assert batch_of.handle.to_queue == batch_of.requests
 
 
 @pytest.mark.parametrize("recomputes", [False, True], ids=["full", "working-set"])

@@ -61,6 +61,16 @@ CALLED = {
     "managers.detokenizer_manager.run_detokenizer_process": "server_args",
     "managers.schedule_batch.ScheduleBatch.filter_batch": "keep_indices",
     "managers.schedule_batch.ScheduleBatch.release_req": "idx remaing_req_count",
+    **(
+        {
+            "managers.schedule_batch.release_req": (
+                "req remaing_req_count req_to_token_pool token_to_kv_pool_allocator tree_cache "
+                "hisparse_coordinator"
+            )
+        }
+        if compat.SKIPS_FINISHING
+        else {}
+    ),
     "managers.scheduler.Scheduler._add_request_to_queue": "req is_retracted",
     "managers.scheduler.run_scheduler_process": "server_args port_args gpu_id tp_rank",
     "mem_cache.memory_pool.KVWriteLoc": "loc swa_loc",
@@ -100,8 +110,8 @@ ATTRIBUTES = {
     + (" cache_salt" if compat.HAS_SALT else ""),
     "managers.schedule_batch.ScheduleBatch": "batch_is_full forward_mode reqs seq_lens_cpu",
     "managers.scheduler.Scheduler": (
-        "running_batch server_args tp_worker waiting_queue"
-        + (" enable_skip_finishing_decode" if compat.SKIPS_FINISHING else "")
+        "running_batch server_args tp_worker waiting_queue req_to_token_pool "
+        "token_to_kv_pool_allocator tree_cache"
     ),
     "managers.io_struct.ReleaseMemoryOccupationReqInput": "tags",
     "managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager": "offload_tags",
