@@ -296,8 +296,11 @@ CACHE_RANKS = (
     Refusal(
         "--inference-kv --max-queued-requests",
         "requests whose cache rank is lost are recomputed, and a full queue would turn them away",
-        "drop --max-queued-requests, or pass --inference-kv full",
-        lambda args: args.inference_kv == "working-set" and args.max_queued_requests is not None,
+        "drop --max-queued-requests",
+        lambda args: (
+            args.max_queued_requests is not None
+            and (args.on_gpu or args.inference_kv == "working-set")
+        ),
     ),
     Refusal(
         "--inference-kv --enable-return-routed-experts --kv-canary",
@@ -336,11 +339,6 @@ CACHE_RANKS = (
 """These rows are of a server with a cache rank."""
 
 GPUS = (
-    Refusal(
-        "--max-queued-requests",
-        "requests that the cache rank failed in a step are recomputed, and a full queue would turn "
-        "them away",
-    ),
     Refusal(
         "--disable-overlap-schedule",
         "on GPUs only the overlap schedule can take back a step that the cache rank failed in",
