@@ -7,9 +7,9 @@ from typing import Literal
 
 import msgspec
 import torch
-from cache_rank_kernels.select.reference import MOST_SLOTS
-from cache_rank_kernels.wire.reference import wire_width
 
+from cache_rank.kernels.select.reference import MOST_SLOTS
+from cache_rank.kernels.wire.reference import wire_width
 from cache_rank.schedule import Boundary, by_forecast, by_history
 
 HistoryPredictor = Literal["last", "ema", "spade", "ridge"]

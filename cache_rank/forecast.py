@@ -10,10 +10,10 @@ from __future__ import annotations
 import functools
 
 import torch
-from cache_rank_kernels.forecast.reference import forecast_step, forecast_workspace
 from torch import Tensor
 
 from cache_rank.config import CacheRankConfig, ModelShape
+from cache_rank.kernels.forecast.reference import forecast_step, forecast_workspace
 from cache_rank.operations import operations_for
 from cache_rank.step_rows import StepRows
 

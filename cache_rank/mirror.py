@@ -6,10 +6,10 @@ The cache rank chose it, so it need not ask: the mirror equals the slots.
 from __future__ import annotations
 
 import torch
-from cache_rank_kernels.select.reference import EMPTY
 from torch import Tensor
 
 from cache_rank.config import CacheRankConfig
+from cache_rank.kernels.select.reference import EMPTY
 from cache_rank.operations import operations_for
 from cache_rank.step_rows import StepRows
 

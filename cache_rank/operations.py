@@ -75,7 +75,7 @@ def operations_for(device: torch.device) -> Operations:
     implementation = implementation_for(device)
     return Operations(
         **{
-            name: getattr(import_module(f"cache_rank_kernels.{folder}.{implementation}"), name)
+            name: getattr(import_module(f"cache_rank.kernels.{folder}.{implementation}"), name)
             for name, folder in _FOLDER_OF.items()
         }
     )
@@ -85,6 +85,6 @@ def coded_operations_for(device: torch.device, folder: str) -> CodedOperations:
     """The operations on codes for tensors on `device`, of the format with kernels in `folder`."""
     implementation = implementation_for(device)
     folder = folder if implementation == "triton" else "coded"
-    module = import_module(f"cache_rank_kernels.{folder}.{implementation}")
+    module = import_module(f"cache_rank.kernels.{folder}.{implementation}")
     names = [field.name for field in dataclasses.fields(CodedOperations)]
     return CodedOperations(**{name: getattr(module, name) for name in names})

@@ -12,10 +12,14 @@ query is forecast, the tokens are chosen in step t itself, before token t is app
 from __future__ import annotations
 
 import torch
-from cache_rank_kernels.predict.reference import predict_next_query
-from cache_rank_kernels.rotary.reference import align_to_next_position
-from cache_rank_kernels.score.reference import score_tokens
-from cache_rank_kernels.sketch.reference import (
+from torch import Tensor
+
+from cache_rank.config import CacheRankConfig
+from cache_rank.forecast import forecast_layer
+from cache_rank.kernels.predict.reference import predict_next_query
+from cache_rank.kernels.rotary.reference import align_to_next_position
+from cache_rank.kernels.score.reference import score_tokens
+from cache_rank.kernels.sketch.reference import (
     attended_normalizer,
     crumb_weights,
     crumbs,
@@ -23,10 +27,6 @@ from cache_rank_kernels.sketch.reference import (
     make_sketch,
     sketch_shape,
 )
-from torch import Tensor
-
-from cache_rank.config import CacheRankConfig
-from cache_rank.forecast import forecast_layer
 
 
 class SynchronousReference:

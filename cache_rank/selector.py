@@ -17,7 +17,6 @@ from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple, Protocol, TypeVar
 
 import torch
-from cache_rank_kernels.checksum.reference import slots_checksum
 from torch import Tensor
 
 from cache_rank import residency
@@ -25,6 +24,7 @@ from cache_rank.config import CacheRankConfig
 from cache_rank.copies import upload
 from cache_rank.forecast import Forecast
 from cache_rank.graphs import Captures
+from cache_rank.kernels.checksum.reference import slots_checksum
 from cache_rank.measure.recall import MeasuredStep, RecallMeter
 from cache_rank.measure.timeline import Timeline
 from cache_rank.mirror import Mirror

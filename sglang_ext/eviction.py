@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from cache_rank_kernels.scatter.reference import layer_buffers
 from torch import Tensor
 
+from cache_rank.kernels.scatter.reference import layer_buffers
 from cache_rank.operations import operations_for
 from sglang_ext import compat
 from sglang_ext.lifecycle import SparseSequence

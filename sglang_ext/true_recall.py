@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from cache_rank_kernels.baselines.reference import Budget
 from torch import Tensor
 
 from cache_rank.channels.control import MAX_FRAME_BYTES
 from cache_rank.config import CacheRankConfig
 from cache_rank.copies import Readback, upload
+from cache_rank.kernels.baselines.reference import Budget
 from cache_rank.measure.recall import measure_recall
 from cache_rank.operations import implementation_for
 from cache_rank.protocol import Measurement
@@ -101,7 +101,7 @@ class TrueRecall:
         self._keys = keys
         self._device = req_to_token.device
         kind = implementation_for(self._device)
-        self._kernels: Any = import_module(f"cache_rank_kernels.baselines.{kind}")
+        self._kernels: Any = import_module(f"cache_rank.kernels.baselines.{kind}")
         # Candidates are relative to the newest token that is scored: the one before the current.
         self._budget = Budget(config.sink_tokens, config.recent_tokens - 1, selected=0, page=1)
         self._scored: dict[int, _Scored] = {}

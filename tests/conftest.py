@@ -26,8 +26,8 @@ if not torch.cuda.is_available():
     # tests start must not inherit it.
     os.environ["TRITON_INTERPRET"] = "1"
     importlib.import_module("triton.experimental.gluon")  # the interpreter imports it later
-    for kernel in sorted((Path(__file__).parents[1] / "kernels").glob("*/triton.py")):
-        importlib.import_module(f"cache_rank_kernels.{kernel.parent.name}.triton")
+    for kernel in sorted((Path(__file__).parents[1] / "cache_rank/kernels").glob("*/triton.py")):
+        importlib.import_module(f"cache_rank.kernels.{kernel.parent.name}.triton")
     del os.environ["TRITON_INTERPRET"]
 
 

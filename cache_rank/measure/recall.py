@@ -22,11 +22,11 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from cache_rank_kernels.select.reference import top_tokens
 from torch import Tensor
 
 from cache_rank.config import CacheRankConfig
 from cache_rank.copies import Readback
+from cache_rank.kernels.select.reference import top_tokens
 from cache_rank.protocol import Measurement
 
 

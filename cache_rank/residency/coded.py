@@ -9,11 +9,11 @@ from abc import abstractmethod
 from typing import ClassVar
 
 import torch
-from cache_rank_kernels.coded.reference import Codec, CodedTokens
 from torch import Tensor
 
 from cache_rank.config import CacheRankConfig
 from cache_rank.copies import upload
+from cache_rank.kernels.coded.reference import Codec, CodedTokens
 from cache_rank.operations import coded_operations_for
 from cache_rank.pages import PAGE_TOKENS
 from cache_rank.residency.base import Residency

@@ -10,10 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar
 
-from cache_rank_kernels.coded.reference import Codec
-from cache_rank_kernels.hack.reference import GROUP, HackCodec
-
 from cache_rank.config import CacheRankConfig, OptionValue
+from cache_rank.kernels.coded.reference import Codec
+from cache_rank.kernels.hack.reference import GROUP, HackCodec
 from cache_rank.residency.coded import CodedResidency
 from cache_rank.residency.options import Between, OneOf, Ranges
 

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from cache_rank_kernels.coded.reference import Codec
-from cache_rank_kernels.lynx.reference import DEFAULT_ALPHA, PAGE, LynxCodec
-
 from cache_rank.config import CacheRankConfig
+from cache_rank.kernels.coded.reference import Codec
+from cache_rank.kernels.lynx.reference import DEFAULT_ALPHA, PAGE, LynxCodec
 from cache_rank.residency.coded import CodedResidency
 from cache_rank.residency.options import Between, OneOf, Ranges
 

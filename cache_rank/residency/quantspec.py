@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from cache_rank_kernels.coded.reference import Codec
-from cache_rank_kernels.quantspec.reference import GROUP, QuantSpecCodec
-
 from cache_rank.config import CacheRankConfig
+from cache_rank.kernels.coded.reference import Codec
+from cache_rank.kernels.quantspec.reference import GROUP, QuantSpecCodec
 from cache_rank.residency.coded import CodedResidency
 from cache_rank.residency.options import OneOf, Ranges
 

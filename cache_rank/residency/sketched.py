@@ -10,16 +10,16 @@ from __future__ import annotations
 import functools
 
 import torch
-from cache_rank_kernels.sketch.reference import (
+from torch import Tensor
+
+from cache_rank.config import CacheRankConfig
+from cache_rank.kernels.sketch.reference import (
     Attended,
     Sketch,
     SketchShape,
     make_sketch,
     sketch_shape,
 )
-from torch import Tensor
-
-from cache_rank.config import CacheRankConfig
 from cache_rank.pages import PAGE_TOKENS
 from cache_rank.residency.base import Residency
 from cache_rank.step_rows import StepRows

@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 import msgspec
 import torch
-from cache_rank_kernels.score.reference import score_tokens
-from cache_rank_kernels.select.reference import top_tokens
 from torch import Tensor
 
 from cache_rank.config import CacheRankConfig
+from cache_rank.kernels.score.reference import score_tokens
+from cache_rank.kernels.select.reference import top_tokens
 from cache_rank.measure.recall import measure_recall
 from cache_rank.pages import PAGE_TOKENS
 from scripts.formats.samples import Sample

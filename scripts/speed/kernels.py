@@ -13,9 +13,9 @@ from typing import Any
 
 import msgspec
 import torch
-from cache_rank_kernels.scatter.reference import layer_buffers
 
 from cache_rank.config import CacheRankConfig
+from cache_rank.kernels.scatter.reference import layer_buffers
 from cache_rank.measure.timing import median_microseconds
 from cache_rank.operations import operations_for
 from cache_rank.pages import PAGE_TOKENS

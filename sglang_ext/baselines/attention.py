@@ -10,12 +10,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from cache_rank_kernels.baselines.reference import Budget
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from torch import Tensor
 
+from cache_rank.kernels.baselines.reference import Budget
 from sglang_ext import compat
 from sglang_ext.baselines.selection import QUEST_PAGE, Selection, Step, attend
 from sglang_ext.flags import CacheRankFlags

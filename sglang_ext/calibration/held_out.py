@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from cache_rank_kernels.score.reference import score_tokens
-from cache_rank_kernels.select.reference import top_tokens
 from torch import Tensor
 
 from cache_rank.config import ModelShape
 from cache_rank.forecast import forecast_layer
+from cache_rank.kernels.score.reference import score_tokens
+from cache_rank.kernels.select.reference import top_tokens
 from cache_rank.measure.recall import overlap_ratio
 from sglang_ext.calibration.files import Source
 from sglang_ext.projections import DecoderLayer, watch_inputs

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from cache_rank_kernels.pinned_ring.reference import blocks
 from torch import Tensor
 
+from cache_rank.kernels.pinned_ring.reference import blocks
 from cache_rank.operations import implementation_for
 
 RING_ENTRIES = 16
@@ -125,4 +125,4 @@ def _pinned(device: torch.device, entries: int, width: int) -> Tensor:
 
 
 def _kernels(device: torch.device) -> Any:
-    return import_module(f"cache_rank_kernels.pinned_ring.{implementation_for(device)}")
+    return import_module(f"cache_rank.kernels.pinned_ring.{implementation_for(device)}")

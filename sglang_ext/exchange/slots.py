@@ -6,11 +6,11 @@ import dataclasses
 from collections.abc import Sequence
 
 import torch
-from cache_rank_kernels.checksum.reference import slots_checksum
-from cache_rank_kernels.scatter.reference import LayerBuffers, layer_buffers
 from torch import Tensor
 
 from cache_rank.config import CacheRankConfig
+from cache_rank.kernels.checksum.reference import slots_checksum
+from cache_rank.kernels.scatter.reference import LayerBuffers, layer_buffers
 from cache_rank.protocol import AnswerHeader
 from sglang_ext.lifecycle import SparseSequence
 

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from cache_rank_kernels.fp8.reference import round_to_fp8
-from cache_rank_kernels.wire.reference import from_wire, to_wire
 from torch import Tensor
 
 from cache_rank.config import CacheRankConfig
+from cache_rank.kernels.fp8.reference import round_to_fp8
+from cache_rank.kernels.wire.reference import from_wire, to_wire
 from cache_rank.protocol import UpMessage
 from cache_rank.reference import SynchronousReference
 from cache_rank.schedule import Boundary

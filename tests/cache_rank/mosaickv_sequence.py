@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from cache_rank_kernels.mosaickv.store import Run, Strategy, load_vectors, packed_tokens, runs_of
 from small_models import MHA, small_config
 from torch import Tensor
 
 from cache_rank import residency
 from cache_rank.config import CacheRankConfig, ModelShape
+from cache_rank.kernels.mosaickv.store import Run, Strategy, load_vectors, packed_tokens, runs_of
 from cache_rank.protocol import AnswerHeader
 from cache_rank.residency.mosaickv import MosaicKVResidency
 from cache_rank.residency.mosaickv.memory import BUFFER_TOKENS

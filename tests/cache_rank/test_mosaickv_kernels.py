@@ -6,14 +6,14 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from cache_rank_kernels.mosaickv import triton
-from cache_rank_kernels.wire.reference import to_wire
 from mosaickv_sequence import CPU, SHORT, Held, Immediately, drifting
 from small_models import small_config
 from torch import Tensor
 
 from cache_rank import operations, residency
 from cache_rank.config import ModelShape
+from cache_rank.kernels.mosaickv import triton
+from cache_rank.kernels.wire.reference import to_wire
 from cache_rank.measure.timeline import Timeline
 from cache_rank.pages import PAGE_TOKENS
 from cache_rank.protocol import DownMessage, Measured, Row, UpMessage, down_sizes, up_sizes

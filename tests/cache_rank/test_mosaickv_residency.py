@@ -11,18 +11,6 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from cache_rank_kernels.mosaickv.store import (
-    Strategy,
-    load_vectors,
-    packed_tokens,
-)
-from cache_rank_kernels.mosaickv.vectors import (
-    decode,
-    lost_energy,
-    rotation_of,
-    score_packed,
-)
-from cache_rank_kernels.score.reference import score_tokens
 from hypothesis import given
 from hypothesis import strategies as st
 from modelled_request import Request, pack_up
@@ -42,6 +30,18 @@ from torch import Tensor
 from cache_rank import residency
 from cache_rank.config import ModelShape
 from cache_rank.copies import Readback
+from cache_rank.kernels.mosaickv.store import (
+    Strategy,
+    load_vectors,
+    packed_tokens,
+)
+from cache_rank.kernels.mosaickv.vectors import (
+    decode,
+    lost_energy,
+    rotation_of,
+    score_packed,
+)
+from cache_rank.kernels.score.reference import score_tokens
 from cache_rank.measure.timeline import Timeline
 from cache_rank.pages import PAGE_TOKENS
 from cache_rank.protocol import DownMessage, Row

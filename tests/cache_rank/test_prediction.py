@@ -7,11 +7,11 @@ from typing import get_args
 import msgspec
 import pytest
 import torch
-from cache_rank_kernels.predict.reference import RIDGE_STRENGTH
 from small_models import GQA, ROTARY_FREQUENCY, small_config, with_rotary
 from torch import Tensor
 
 from cache_rank.config import CacheRankConfig, Predictor
+from cache_rank.kernels.predict.reference import RIDGE_STRENGTH
 from cache_rank.measure.timeline import Timeline
 from cache_rank.protocol import DownMessage, Row, UpMessage
 from cache_rank.selector import Selector

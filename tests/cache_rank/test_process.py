@@ -14,7 +14,6 @@ import msgspec
 import pytest
 import torch
 import zmq
-from cache_rank_kernels.checksum.reference import slots_checksum
 from modelled_request import Computed, Request, pack_up
 from small_models import GQA, MHA, MQA, small_config, with_rotary
 from torch import Tensor
@@ -23,6 +22,7 @@ from waiting import wait_until
 from cache_rank.channels.control import MAX_FRAME_BYTES, ControlSender, seal
 from cache_rank.channels.transport import TransportError
 from cache_rank.config import CacheRankConfig, ModelShape
+from cache_rank.kernels.checksum.reference import slots_checksum
 from cache_rank.pages import PAGE_TOKENS
 from cache_rank.protocol import (
     NO_EPOCH,

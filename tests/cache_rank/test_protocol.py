@@ -7,13 +7,13 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from cache_rank_kernels.wire.reference import SHARED
 from hypothesis import given
 from hypothesis import strategies as st
 from small_models import GQA, small_config
 from torch import Tensor
 
 from cache_rank.config import DTYPES, CacheRankConfig, ModelShape
+from cache_rank.kernels.wire.reference import SHARED
 from cache_rank.protocol import (
     AnswerHeader,
     DownMessage,

@@ -9,10 +9,6 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from cache_rank_kernels.hack import reference as hack
-from cache_rank_kernels.lynx import reference as lynx
-from cache_rank_kernels.quantspec import reference as quantspec
-from cache_rank_kernels.score.reference import score_tokens
 from hypothesis import given
 from hypothesis import strategies as st
 from small_models import GQA, MODELS, small_config
@@ -20,6 +16,10 @@ from torch import Tensor
 
 from cache_rank import operations, residency
 from cache_rank.config import CacheRankConfig, ModelShape
+from cache_rank.kernels.hack import reference as hack
+from cache_rank.kernels.lynx import reference as lynx
+from cache_rank.kernels.quantspec import reference as quantspec
+from cache_rank.kernels.score.reference import score_tokens
 from cache_rank.pages import PAGE_TOKENS
 from cache_rank.protocol import AnswerHeader
 from cache_rank.residency.coded import CodedResidency

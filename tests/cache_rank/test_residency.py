@@ -8,9 +8,6 @@ from dataclasses import dataclass, field
 import msgspec
 import pytest
 import torch
-from cache_rank_kernels.fp8.reference import round_to_fp8
-from cache_rank_kernels.score.reference import score_tokens
-from cache_rank_kernels.wire.reference import to_wire, wire_width
 from hypothesis import given
 from hypothesis import strategies as st
 from small_models import GQA, MODELS, small_config
@@ -18,6 +15,9 @@ from torch import Tensor
 
 from cache_rank import residency
 from cache_rank.config import DTYPES, CacheRankConfig, ModelShape
+from cache_rank.kernels.fp8.reference import round_to_fp8
+from cache_rank.kernels.score.reference import score_tokens
+from cache_rank.kernels.wire.reference import to_wire, wire_width
 from cache_rank.pages import PAGE_TOKENS
 from cache_rank.protocol import AnswerHeader
 from cache_rank.residency import FORMATS

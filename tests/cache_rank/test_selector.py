@@ -9,9 +9,6 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from cache_rank_kernels.checksum.reference import slots_checksum
-from cache_rank_kernels.score.reference import score_tokens
-from cache_rank_kernels.select.reference import EMPTY, top_tokens
 from modelled_request import Computed, Request, pack_up
 from small_models import FORECAST, GQA, MODELS, small_config, with_rotary
 from torch import Tensor
@@ -19,6 +16,9 @@ from torch import Tensor
 from cache_rank import residency
 from cache_rank.config import CacheRankConfig, Frame, ModelShape, Predictor, WireDtype
 from cache_rank.graphs import Captures
+from cache_rank.kernels.checksum.reference import slots_checksum
+from cache_rank.kernels.score.reference import score_tokens
+from cache_rank.kernels.select.reference import EMPTY, top_tokens
 from cache_rank.measure.recall import (
     measure_recall,
     overlap_distances,

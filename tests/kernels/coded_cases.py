@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from cache_rank_kernels.append import reference as append
-from cache_rank_kernels.coded import reference
-from cache_rank_kernels.coded.reference import Codec, CodedTokens
-from cache_rank_kernels.lynx.reference import DEFAULT_ALPHA, LynxCodec
-from cache_rank_kernels.quantspec.reference import QuantSpecCodec
 from torch import Tensor
+
+from cache_rank.kernels.append import reference as append
+from cache_rank.kernels.coded import reference
+from cache_rank.kernels.coded.reference import Codec, CodedTokens
+from cache_rank.kernels.lynx.reference import DEFAULT_ALPHA, LynxCodec
+from cache_rank.kernels.quantspec.reference import QuantSpecCodec
 
 PAGE = 256
 SLOTS, LAYERS, KV_HEADS = 4, 2, 2
@@ -43,7 +44,7 @@ class Format:
 
     @property
     def triton(self) -> Any:
-        return import_module(f"cache_rank_kernels.{self.name}.triton")
+        return import_module(f"cache_rank.kernels.{self.name}.triton")
 
 
 def largest(numbers: Tensor) -> float:

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from cache_rank_kernels.append import reference, triton
 from torch import Tensor
+
+from cache_rank.kernels.append import reference, triton
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 IMPLEMENTATIONS = pytest.mark.parametrize(

@@ -7,10 +7,11 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from cache_rank_kernels.baselines import reference
-from cache_rank_kernels.baselines import triton as kernels
-from cache_rank_kernels.baselines.reference import Budget
 from torch import Tensor
+
+from cache_rank.kernels.baselines import reference
+from cache_rank.kernels.baselines import triton as kernels
+from cache_rank.kernels.baselines.reference import Budget
 
 TOKENS = Budget(sinks=3, recent=5, selected=9, page=1)
 PAGES = Budget.of_pages(sinks=3, recent=5, selected=7, page=4)

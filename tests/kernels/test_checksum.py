@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cache_rank_kernels.checksum.reference import slots_checksum
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+
+from cache_rank.kernels.checksum.reference import slots_checksum
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

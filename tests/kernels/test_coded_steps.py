@@ -6,10 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from cache_rank_kernels.coded import reference
-from cache_rank_kernels.coded.reference import CodedTokens
-from cache_rank_kernels.score import triton as score
-from cache_rank_kernels.wire.reference import to_wire, wire_width
 from coded_cases import (
     FORMATS,
     KV_HEADS,
@@ -27,6 +23,11 @@ from coded_cases import (
     random_shipment,
 )
 from torch import Tensor
+
+from cache_rank.kernels.coded import reference
+from cache_rank.kernels.coded.reference import CodedTokens
+from cache_rank.kernels.score import triton as score
+from cache_rank.kernels.wire.reference import to_wire, wire_width
 
 RESIDENT = (600, 1, 300, 513)
 

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from cache_rank_kernels.forecast import reference, triton
 from torch import Tensor
+
+from cache_rank.kernels.forecast import reference, triton
 
 POISON = 7.0
 NORM_EPSILON, QUERY_NORM_EPSILON = 1e-5, 1e-6

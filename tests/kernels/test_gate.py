@@ -7,7 +7,8 @@ import time
 
 import pytest
 import torch
-from cache_rank_kernels.gate import reference, triton
+
+from cache_rank.kernels.gate import reference, triton
 
 
 @pytest.fixture(params=[reference, triton], ids=["reference", "triton"])

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cache_rank_kernels.fp8.reference import FP8_LARGEST
-from cache_rank_kernels.gather import reference, triton
-from cache_rank_kernels.wire.reference import to_wire, wire_width
 from torch import Tensor
+
+from cache_rank.kernels.fp8.reference import FP8_LARGEST
+from cache_rank.kernels.gather import reference, triton
+from cache_rank.kernels.wire.reference import to_wire, wire_width
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 FP8 = torch.float8_e4m3fn

@@ -6,7 +6,17 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from cache_rank_kernels.hack.reference import (
+from hypothesis import given
+from hypothesis import strategies as st
+from quantization_cases import (
+    laplace_with_outlier_channels,
+    normalized_error,
+    tokens,
+    uniform_quantization,
+)
+from torch import Tensor
+
+from cache_rank.kernels.hack.reference import (
     GROUP,
     HackKeys,
     HackValues,
@@ -19,16 +29,7 @@ from cache_rank_kernels.hack.reference import (
     score_keys,
     unpack,
 )
-from cache_rank_kernels.score.reference import score_tokens
-from hypothesis import given
-from hypothesis import strategies as st
-from quantization_cases import (
-    laplace_with_outlier_channels,
-    normalized_error,
-    tokens,
-    uniform_quantization,
-)
-from torch import Tensor
+from cache_rank.kernels.score.reference import score_tokens
 
 # Codes of 2 bits fill bytes when channels are a multiple of 4: 4, 16, 28 or 128 of them.
 groups = tokens((1, 40, GROUP, 3 * GROUP)).map(lambda group: torch.cat((group, -group), dim=-1))

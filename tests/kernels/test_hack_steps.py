@@ -6,12 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from cache_rank_kernels.coded import reference
-from cache_rank_kernels.coded.reference import CodedTokens
-from cache_rank_kernels.hack import triton
-from cache_rank_kernels.hack.reference import GROUP, HackCodec
-from cache_rank_kernels.score import triton as score
-from cache_rank_kernels.wire.reference import to_wire, wire_width
 from coded_cases import (
     KV_HEADS,
     LAYERS,
@@ -26,6 +20,13 @@ from coded_cases import (
     random_shipment,
 )
 from torch import Tensor
+
+from cache_rank.kernels.coded import reference
+from cache_rank.kernels.coded.reference import CodedTokens
+from cache_rank.kernels.hack import triton
+from cache_rank.kernels.hack.reference import GROUP, HackCodec
+from cache_rank.kernels.score import triton as score
+from cache_rank.kernels.wire.reference import to_wire, wire_width
 
 RESIDENT = (300, 1, 127, 512)
 HEAD_DIM = 64

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cache_rank_kernels.append import reference, triton
-from cache_rank_kernels.fp8.reference import round_to_fp8
-from cache_rank_kernels.score import reference as score_reference
-from cache_rank_kernels.score import triton as score_triton
+
+from cache_rank.kernels.append import reference, triton
+from cache_rank.kernels.fp8.reference import round_to_fp8
+from cache_rank.kernels.score import reference as score_reference
+from cache_rank.kernels.score import triton as score_triton
 
 PAGE, LAYERS, HEADS, DIM = 4, 2, 3, 16
 

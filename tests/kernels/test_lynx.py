@@ -8,8 +8,18 @@ import re
 import numpy as np
 import pytest
 import torch
-from cache_rank_kernels.lynx.fractions import instructions, table_words
-from cache_rank_kernels.lynx.reference import (
+from hypothesis import given
+from hypothesis import strategies as st
+from quantization_cases import (
+    laplace_with_outlier_channels,
+    normalized_error,
+    tokens,
+    uniform_quantization,
+)
+from torch import Tensor
+
+from cache_rank.kernels.lynx.fractions import instructions, table_words
+from cache_rank.kernels.lynx.reference import (
     CHUNK,
     LEVELS,
     PAGE,
@@ -21,16 +31,7 @@ from cache_rank_kernels.lynx.reference import (
     fraction_of,
     score_page,
 )
-from cache_rank_kernels.nibbles.reference import pack_nibbles, unpack_nibbles
-from hypothesis import given
-from hypothesis import strategies as st
-from quantization_cases import (
-    laplace_with_outlier_channels,
-    normalized_error,
-    tokens,
-    uniform_quantization,
-)
-from torch import Tensor
+from cache_rank.kernels.nibbles.reference import pack_nibbles, unpack_nibbles
 
 pages = tokens((CHUNK, 3 * CHUNK, PAGE))
 alphas = st.sampled_from((0.01, 1.0, 3.0, 50.0))

@@ -7,10 +7,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cache_rank_kernels.mosaickv import triton
-from cache_rank_kernels.mosaickv.bounds import bound_unit
-from cache_rank_kernels.mosaickv.layout import Layout
-from cache_rank_kernels.mosaickv.vectors import (
+from hypothesis import given
+from hypothesis import strategies as st
+from quantization_cases import tokens
+from torch import Tensor
+
+from cache_rank.kernels.mosaickv import triton
+from cache_rank.kernels.mosaickv.bounds import bound_unit
+from cache_rank.kernels.mosaickv.layout import Layout
+from cache_rank.kernels.mosaickv.vectors import (
     PackedVectors,
     bitmap_bytes,
     decode,
@@ -24,10 +29,6 @@ from cache_rank_kernels.mosaickv.vectors import (
     unexplained_variance,
     unpack_vectors,
 )
-from hypothesis import given
-from hypothesis import strategies as st
-from quantization_cases import tokens
-from torch import Tensor
 
 groups = st.sampled_from((1, 2, 4))
 # A group divides the channels: those of any head dimension, times 4.

@@ -6,8 +6,9 @@ import time
 
 import pytest
 import torch
-from cache_rank_kernels.pack import reference, triton
 from torch import Tensor
+
+from cache_rank.kernels.pack import reference, triton
 
 POISON = 7.0
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cache_rank_kernels.pinned_ring import reference, triton
 from torch import Tensor
+
+from cache_rank.kernels.pinned_ring import reference, triton
 
 
 @pytest.fixture(params=[reference, triton], ids=["reference", "triton"])

@@ -7,15 +7,16 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from cache_rank_kernels.predict import reference, triton
-from cache_rank_kernels.predict.reference import (
+from torch import Tensor
+
+from cache_rank.kernels.predict import reference, triton
+from cache_rank.kernels.predict.reference import (
     EMA_DECAY,
     RIDGE_STRENGTH,
     PredictionMethod,
     predict_next_query,
 )
-from cache_rank_kernels.rotary.reference import align_to_next_position
-from torch import Tensor
+from cache_rank.kernels.rotary.reference import align_to_next_position
 
 METHODS: tuple[PredictionMethod, ...] = ("last", "ema", "spade", "ridge")
 UNIT_ROUNDOFF = torch.finfo(torch.float32).eps / 2

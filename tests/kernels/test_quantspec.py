@@ -6,15 +6,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from cache_rank_kernels.nibbles.reference import unpack_nibbles
-from cache_rank_kernels.quantspec.reference import (
-    GROUP,
-    QuantSpecCodes,
-    decode,
-    encode_keys,
-    encode_values,
-    score_keys,
-)
 from hypothesis import given
 from hypothesis import strategies as st
 from quantization_cases import (
@@ -24,6 +15,16 @@ from quantization_cases import (
     uniform_quantization,
 )
 from torch import Tensor
+
+from cache_rank.kernels.nibbles.reference import unpack_nibbles
+from cache_rank.kernels.quantspec.reference import (
+    GROUP,
+    QuantSpecCodes,
+    decode,
+    encode_keys,
+    encode_values,
+    score_keys,
+)
 
 Encode = Callable[[Tensor], QuantSpecCodes]
 groups = tokens((1, 40, GROUP))

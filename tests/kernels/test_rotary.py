@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from cache_rank_kernels.rotary.reference import align_to_next_position
 from torch import Tensor
+
+from cache_rank.kernels.rotary.reference import align_to_next_position
 
 UNIT_ROUNDOFF = torch.finfo(torch.float32).eps / 2
 

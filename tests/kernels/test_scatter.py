@@ -6,12 +6,13 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from cache_rank_kernels.scatter import reference, triton
-from cache_rank_kernels.scatter.reference import LayerBuffers, layer_buffers
-from cache_rank_kernels.wire.reference import from_wire, to_wire
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+
+from cache_rank.kernels.scatter import reference, triton
+from cache_rank.kernels.scatter.reference import LayerBuffers, layer_buffers
+from cache_rank.kernels.wire.reference import from_wire, to_wire
 
 BITS = {2: torch.int16, 4: torch.int32}
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

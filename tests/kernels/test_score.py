@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from cache_rank_kernels.score.reference import score_tokens
 from torch import Tensor
+
+from cache_rank.kernels.score.reference import score_tokens
 
 UNIT_ROUNDOFF = torch.finfo(torch.float32).eps / 2
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 import triton.language as tl
-from cache_rank_kernels.score import reference, triton
+
+from cache_rank.kernels.score import reference, triton
 
 PAGE = 16
 

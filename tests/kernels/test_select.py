@@ -9,8 +9,12 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from cache_rank_kernels.select import reference, triton
-from cache_rank_kernels.select.reference import (
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from cache_rank.kernels.select import reference, triton
+from cache_rank.kernels.select.reference import (
     EMPTY,
     MOST_SLOTS,
     Selection,
@@ -18,9 +22,6 @@ from cache_rank_kernels.select.reference import (
     select_tokens,
     top_tokens,
 )
-from hypothesis import given
-from hypothesis import strategies as st
-from torch import Tensor
 
 LAYERS, HEADS = 2, 2
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cache_rank_kernels.score import reference as score_reference
-from cache_rank_kernels.score import triton as score_triton
-from cache_rank_kernels.sketch import reference, triton
-from cache_rank_kernels.sketch.reference import (
+from torch import Tensor
+
+from cache_rank.kernels.score import reference as score_reference
+from cache_rank.kernels.score import triton as score_triton
+from cache_rank.kernels.sketch import reference, triton
+from cache_rank.kernels.sketch.reference import (
     Attended,
     Sketch,
     SketchShape,
@@ -15,7 +17,6 @@ from cache_rank_kernels.sketch.reference import (
     make_sketch,
     sketch_shape,
 )
-from torch import Tensor
 
 PAGE = 256
 

@@ -6,8 +6,9 @@ import math
 
 import pytest
 import torch
-from cache_rank_kernels.wire.reference import SHARED, from_wire, to_wire, wire_width
 from torch import Tensor
+
+from cache_rank.kernels.wire.reference import SHARED, from_wire, to_wire, wire_width
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 INT8 = torch.int8

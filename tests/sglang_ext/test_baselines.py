@@ -8,9 +8,9 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from cache_rank_kernels.baselines.reference import Budget
 from torch import Tensor
 
+from cache_rank.kernels.baselines.reference import Budget
 from scripts.shared.systems import DECODE_MODES
 from sglang_ext import baselines, cpu, hooks
 from sglang_ext.baselines.attention import BaselineAttnBackend

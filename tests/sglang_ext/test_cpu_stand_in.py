@@ -82,7 +82,7 @@ import cache_rank.process
 imported = sorted({name.split(".")[0] for name in sys.modules})
 
 import kernels
-import cache_rank_kernels.scatter.reference as ours
+import cache_rank.kernels.scatter.reference as ours
 found = [kernels.__file__, hasattr(kernels, "get_kernel"), ours.__file__]
 print(json.dumps([imported, found]))
 """

@@ -11,10 +11,10 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from cache_rank_kernels.score.reference import score_tokens
 from fake_requests import fake_request
 
 from cache_rank.config import CacheRankConfig, ModelShape
+from cache_rank.kernels.score.reference import score_tokens
 from cache_rank.measure.recall import measure_recall
 from cache_rank.protocol import Measured, Measurement
 from sglang_ext.exchange.connection import Placement

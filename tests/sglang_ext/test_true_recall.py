@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 import triton
-from cache_rank_kernels.score.reference import score_tokens
 from torch import Tensor
 
 from cache_rank.config import CacheRankConfig, ModelShape
+from cache_rank.kernels.score.reference import score_tokens
 from cache_rank.measure.recall import measure_recall
 from cache_rank.protocol import Measurement
 from sglang_ext import true_recall

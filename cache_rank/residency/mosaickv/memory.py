@@ -14,13 +14,13 @@ from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
-from cache_rank_kernels.mosaickv.store import PackedStore, store_vectors
-from cache_rank_kernels.mosaickv.vectors import PackedVectors
 from torch import Tensor
 
 from cache_rank import operations
 from cache_rank.config import ModelShape
 from cache_rank.copies import upload
+from cache_rank.kernels.mosaickv.store import PackedStore, store_vectors
+from cache_rank.kernels.mosaickv.vectors import PackedVectors
 from cache_rank.pages import PAGE_TOKENS
 from cache_rank.residency.mosaickv.strategy import Candidates, CompressedTokens
 from cache_rank.residency.not_finite import NotFinite
@@ -67,7 +67,7 @@ class PackedMemory:
 
     Attributes:
         store: the tensors that the operations of a step read and write.
-        operations: the module of `cache_rank_kernels.mosaickv` for the device.
+        operations: the module of `cache_rank.kernels.mosaickv` for the device.
     """
 
     @staticmethod
@@ -81,7 +81,7 @@ class PackedMemory:
         self, candidates: Candidates, model: ModelShape, sizes: MemorySizes, device: torch.device
     ) -> None:
         self.operations: Any = import_module(
-            f"cache_rank_kernels.mosaickv.{operations.implementation_for(device)}"
+            f"cache_rank.kernels.mosaickv.{operations.implementation_for(device)}"
         )
         self._device = device
 

@@ -26,11 +26,11 @@ from concurrent.futures import Executor, Future
 from typing import NamedTuple
 
 import torch
-from cache_rank_kernels.mosaickv.store import newest_tokens
 from torch import Tensor
 
 from cache_rank.config import ModelShape, OptionValue
 from cache_rank.copies import Readback
+from cache_rank.kernels.mosaickv.store import newest_tokens
 from cache_rank.residency.mosaickv.memory import BUFFER_TOKENS, PackedMemory
 from cache_rank.residency.mosaickv.strategy import Candidates, CompressedTokens, recompress
 

@@ -11,8 +11,12 @@ from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
-from cache_rank_kernels.mosaickv.store import Strategy
-from cache_rank_kernels.mosaickv.vectors import (
+from torch import Tensor
+
+from cache_rank import operations
+from cache_rank.config import ModelShape, OptionValue
+from cache_rank.kernels.mosaickv.store import Strategy
+from cache_rank.kernels.mosaickv.vectors import (
     PackedVectors,
     bitmap_bytes,
     lost_energy,
@@ -20,10 +24,6 @@ from cache_rank_kernels.mosaickv.vectors import (
     rotate,
     unexplained_variance,
 )
-from torch import Tensor
-
-from cache_rank import operations
-from cache_rank.config import ModelShape, OptionValue
 from cache_rank.pages import PAGE_TOKENS
 
 _AUTO: Mapping[str, tuple[float, ...]] = {
@@ -171,7 +171,7 @@ def strategy_bytes(channels: int, model: ModelShape) -> int:
 def _kernels(tensor: Tensor) -> Any:
     """The kernels for the device that a tensor is on."""
     implementation = operations.implementation_for(tensor.device)
-    return import_module(f"cache_rank_kernels.mosaickv.{implementation}")
+    return import_module(f"cache_rank.kernels.mosaickv.{implementation}")
 
 
 def _candidates(options: Mapping[str, OptionValue], name: str) -> tuple[float, ...]:

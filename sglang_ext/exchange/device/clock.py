@@ -9,10 +9,10 @@ from itertools import pairwise
 from statistics import median
 
 import torch
-from cache_rank_kernels.pack import triton as pack
 from torch import Tensor
 
 from cache_rank.config import CacheRankConfig
+from cache_rank.kernels.pack import triton as pack
 from sglang_ext.exchange.pinned_ring import RING_ENTRIES, DeviceToHostRing
 
 

@@ -25,11 +25,11 @@ twice, every message after it would be a step late.
 from __future__ import annotations
 
 import torch
-from cache_rank_kernels.gate import triton as gate
-from cache_rank_kernels.pack import triton as pack
 from torch import Tensor
 
 from cache_rank.config import CacheRankConfig
+from cache_rank.kernels.gate import triton as gate
+from cache_rank.kernels.pack import triton as pack
 from cache_rank.protocol import UpMessage, up_sizes
 from cache_rank.schedule import lanes_of_entered, lanes_of_left
 from sglang_ext.exchange.base import Gate

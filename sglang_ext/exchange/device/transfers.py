@@ -19,7 +19,6 @@ from abc import ABC, abstractmethod
 from typing import NamedTuple
 
 import torch
-from cache_rank_kernels.gate import triton as gate_kernels
 from torch import Tensor
 
 from cache_rank.channels.nccl import NcclChannel
@@ -28,6 +27,7 @@ from cache_rank.channels.stream_memory import FlagMoves, launch
 from cache_rank.channels.transport import Pending
 from cache_rank.config import CacheRankConfig
 from cache_rank.graphs import capture
+from cache_rank.kernels.gate import triton as gate_kernels
 from cache_rank.messages import MessageBuffers, StepMessages
 from cache_rank.operations import operations_for
 from cache_rank.protocol import AnswerHeader

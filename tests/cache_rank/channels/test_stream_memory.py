@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cache_rank_kernels.gate import triton as gate
 from torch import Tensor
 
 from cache_rank.channels.stream_memory import FlagMoves
+from cache_rank.kernels.gate import triton as gate
 
 pytestmark = pytest.mark.gpu
 

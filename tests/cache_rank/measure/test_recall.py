@@ -6,12 +6,12 @@ import struct
 
 import pytest
 import torch
-from cache_rank_kernels.score.reference import score_tokens
-from cache_rank_kernels.select.reference import EMPTY, select_tokens
 from small_models import MODELS, small_config
 from torch import Tensor
 
 from cache_rank.config import CacheRankConfig
+from cache_rank.kernels.score.reference import score_tokens
+from cache_rank.kernels.select.reference import EMPTY, select_tokens
 from cache_rank.measure.recall import (
     MeasuredStep,
     RecallMeter,

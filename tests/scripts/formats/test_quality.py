@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cache_rank_kernels.score.reference import score_tokens
 
+from cache_rank.kernels.score.reference import score_tokens
 from scripts.formats.measurements import config_for
 from scripts.formats.quality import Exact, measure_uniform, uniform_quantization
 from scripts.formats.synthetic import synthetic_sample

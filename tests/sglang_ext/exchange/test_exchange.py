@@ -13,11 +13,11 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from cache_rank_kernels.wire.reference import from_wire, to_wire
 from torch import Tensor
 
 from cache_rank.channels.transport import TransportError
 from cache_rank.config import CacheRankConfig, ModelShape
+from cache_rank.kernels.wire.reference import from_wire, to_wire
 from cache_rank.measure.timeline import Timeline
 from cache_rank.protocol import (
     AnswerHeader,

@@ -1,0 +1,208 @@
+"""The newest tokens enter the paged pools, Triton."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from cache_rank.kernels.fp8.triton import round_to_fp8
+
+_BLOCK_ELEMENTS = 2048
+"""A program moves at most this many elements."""
+
+
+def append_step(
+    up: Tensor,
+    key_pool: Tensor,
+    value_pool: Tensor,
+    query_ring: Tensor,
+    page_table: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    first_layer: int,
+    score_pool: Tensor | None = None,
+) -> None:
+    """See the reference. One launch; D is a power of two."""
+    rows, layers, heads, head_dim = up.shape
+    _, pool_layers, kv_heads, page_tokens, _ = key_pool.shape
+    query_heads, ring = query_ring.shape[2:4]
+    assert heads == query_heads + 2 * kv_heads
+    assert up[:1].is_contiguous()
+    assert key_pool.is_contiguous()
+    assert value_pool.is_contiguous()
+    assert query_ring.is_contiguous()
+    assert page_table.stride(1) == 1
+    block_heads = max(1, min(_BLOCK_ELEMENTS // head_dim, triton.next_power_of_2(heads)))
+    _append[(rows, layers, triton.cdiv(heads, block_heads))](
+        up,
+        key_pool,
+        value_pool,
+        query_ring,
+        key_pool if score_pool is None else score_pool,
+        page_table,
+        slots,
+        positions,
+        first_layer,
+        up.stride(0),
+        page_table.stride(0),
+        page_table.shape[1],
+        HAS_SCORE_POOL=score_pool is not None,
+        LAYERS=layers,
+        POOL_LAYERS=pool_layers,
+        QUERY_HEADS=query_heads,
+        KV_HEADS=kv_heads,
+        RING=ring,
+        PAGE_TOKENS=page_tokens,
+        HEAD_DIM=head_dim,
+        BLOCK_HEADS=block_heads,
+    )
+
+
+@triton.jit(
+    do_not_specialize=["first_layer", "page_stride", "max_pages"],
+    do_not_specialize_on_alignment=["page_table", "slots", "positions"],
+)
+def _append(
+    up,
+    key_pool,
+    value_pool,
+    query_ring,
+    score_pool,
+    page_table,
+    slots,
+    positions,
+    first_layer,
+    up_stride,
+    page_stride,
+    max_pages,
+    HAS_SCORE_POOL: tl.constexpr,
+    LAYERS: tl.constexpr,
+    POOL_LAYERS: tl.constexpr,
+    QUERY_HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    RING: tl.constexpr,
+    PAGE_TOKENS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+):
+    """One program stores BLOCK_HEADS heads of one row's token in one layer.
+
+    Heads are counted through the queries, the keys and the values of the token.
+    """
+    # Where the token goes: a page of the pools, and an entry of the query ring.
+    row, layer = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    slot = tl.load(slots + row).to(tl.int64)
+    if slot < 0:
+        return
+    position = tl.load(positions + row)
+    entry = position // PAGE_TOKENS % max_pages
+    page = tl.load(page_table + row * page_stride + entry).to(tl.int64)
+
+    # The heads as they came.
+    HEADS: tl.constexpr = QUERY_HEADS + 2 * KV_HEADS
+    head = tl.program_id(2) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)[:, None]  # [BLOCK_HEADS, 1]
+    dims = tl.arange(0, HEAD_DIM)[None, :]  # [1, D]
+    content = tl.load(
+        up + row * up_stride + (layer * HEADS + head) * HEAD_DIM + dims, mask=head < HEADS
+    ).to(key_pool.dtype.element_ty)  # [BLOCK_HEADS, D]
+
+    # Queries go to the ring, keys and values to the pools; a block may hold some of each.
+    first_query = (slot * POOL_LAYERS + first_layer + layer) * QUERY_HEADS
+    in_ring = ((first_query + head) * RING + position % RING) * HEAD_DIM
+    tl.store(query_ring + in_ring + dims, content, mask=head < QUERY_HEADS)
+
+    first_key = (page * POOL_LAYERS + first_layer + layer) * KV_HEADS
+    key_head = head - QUERY_HEADS
+    in_pool = ((first_key + key_head) * PAGE_TOKENS + position % PAGE_TOKENS) * HEAD_DIM
+    is_key = (key_head >= 0) & (key_head < KV_HEADS)
+    tl.store(key_pool + in_pool + dims, content, mask=is_key)
+    if HAS_SCORE_POOL:
+        tl.store(score_pool + in_pool + dims, round_to_fp8(content), mask=is_key)
+
+    value_head = key_head - KV_HEADS
+    in_pool = ((first_key + value_head) * PAGE_TOKENS + position % PAGE_TOKENS) * HEAD_DIM
+    is_value = (value_head >= 0) & (value_head < KV_HEADS)
+    tl.store(value_pool + in_pool + dims, content, mask=is_value)
+
+
+def load_tokens(
+    shipment: Tensor,
+    key_pool: Tensor,
+    value_pool: Tensor,
+    pages: Tensor,
+    start: int,
+    score_pool: Tensor | None = None,
+) -> None:
+    """See the reference. One launch; D is a power of two."""
+    _, layers, count, kv_heads, head_dim = shipment.shape
+    page_tokens = key_pool.shape[3]
+    assert shipment.is_contiguous()
+    assert key_pool.is_contiguous()
+    assert value_pool.is_contiguous()
+    block_tokens = max(1, _BLOCK_ELEMENTS // head_dim)
+    skipped = max(0, count - pages.shape[0] * page_tokens)
+    _load[(triton.cdiv(count - skipped, block_tokens), layers * kv_heads, 2)](
+        shipment,
+        key_pool,
+        value_pool,
+        key_pool if score_pool is None else score_pool,
+        pages,
+        start,
+        count,
+        skipped,
+        pages.shape[0],
+        HAS_SCORE_POOL=score_pool is not None,
+        LAYERS=layers,
+        KV_HEADS=kv_heads,
+        PAGE_TOKENS=page_tokens,
+        HEAD_DIM=head_dim,
+        BLOCK_TOKENS=block_tokens,
+    )
+
+
+@triton.jit(
+    do_not_specialize=["start", "count", "skipped", "page_count"],
+    do_not_specialize_on_alignment=["pages"],
+)
+def _load(
+    shipment,
+    key_pool,
+    value_pool,
+    score_pool,
+    pages,
+    start,
+    count,
+    skipped,
+    page_count,
+    HAS_SCORE_POOL: tl.constexpr,
+    LAYERS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    PAGE_TOKENS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+):
+    """One program stores the keys, or the values, of BLOCK_TOKENS tokens in one head of a layer."""
+    # What the shipment holds.
+    index = skipped + tl.program_id(0) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
+    layer, head = tl.program_id(1) // KV_HEADS, tl.program_id(1) % KV_HEADS
+    part = tl.program_id(2)
+    is_token = (index < count)[:, None]
+    dims = tl.arange(0, HEAD_DIM)[None, :]
+    source = (part.to(tl.int64) * LAYERS + layer) * count * KV_HEADS
+    source = (source + index * KV_HEADS + head)[:, None] * HEAD_DIM + dims
+    content = tl.load(shipment + source, mask=is_token)  # [BLOCK_TOKENS, D]
+
+    # Where each token goes.
+    position = start + index
+    entry = position // PAGE_TOKENS % page_count
+    page = tl.load(pages + entry, mask=index < count, other=0).to(tl.int64)
+    row = ((page * LAYERS + layer) * KV_HEADS + head) * PAGE_TOKENS + position % PAGE_TOKENS
+    target = row[:, None] * HEAD_DIM + dims
+    content = content.to(key_pool.dtype.element_ty)
+    if part == 0:
+        tl.store(key_pool + target, content, mask=is_token)
+        if HAS_SCORE_POOL:
+            tl.store(score_pool + target, round_to_fp8(content), mask=is_token)
+    else:
+        tl.store(value_pool + target, content, mask=is_token)

@@ -1,0 +1,76 @@
+"""What a residency format gives to the launches on tokens held as codes, and what it gets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from cache_rank.kernels.coded.reference import CodedTokens
+
+
+class Layout(NamedTuple):
+    """The sizes that kernels need to address pages and rings.
+
+    Attributes:
+        layers, kv_heads, head_dim: of the pages and of the rings.
+        ring: how many tokens a slot's ring holds.
+        page: how many tokens a page holds.
+        group_tokens: how many tokens are encoded together.
+    """
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    ring: int
+    page: int
+    group_tokens: int
+
+    @classmethod
+    def of(cls, tokens: CodedTokens) -> Layout:
+        """The layout of what is held, which is checked to be contiguous."""
+        _, layers, kv_heads, ring, head_dim = tokens.rings[0].shape
+        assert all(ring.is_contiguous() for ring in tokens.rings)
+        assert all(plane.is_contiguous() for planes in tokens.planes for plane in planes)
+        return cls(layers, kv_heads, head_dim, ring, tokens.page_tokens, tokens.group_tokens)
+
+
+class Parameters(NamedTuple):
+    """What the functions of a format take beside what those of all formats take.
+
+    Attributes:
+        tables: tensors and numbers, in a tuple.
+        constants: what the functions are compiled for; they read it by name.
+    """
+
+    tables: tuple[Any, ...]
+    constants: NamedTuple
+
+
+class Format(NamedTuple):
+    """The functions of a format that are compiled into the kernels of all formats.
+
+    All take `tables`, OF_KEYS (whether they deal with keys or with values), LAYOUT (a `Layout`) and
+    CONSTANTS as far as they are listed here.
+
+    Attributes:
+        encode: (planes, group, source, tables, OF_KEYS, LAYOUT, CONSTANTS) writes the codes of the
+            group of the given index among the groups of (page, layer, kv head). `load_group` reads
+            its tokens from the source. Returns 1 if they and their scales are all finite, else 0.
+        gather: (planes, token, is_coded, message, tables, OF_KEYS, LAYOUT, CONSTANTS) decodes some
+            tokens, and passes them to `store_gathered` with the message. `token` is the index of
+            each among the tokens of pages, (pages, layers, Hkv, P); not all are held as codes.
+        logits: (planes, queries, pages, layer, head, start, coded_stop, scale, logits, tables,
+            GROUP, PADDED, STAGES, INTERPRETED, LAYOUT, CONSTANTS) passes the logits of the keys
+            [start, coded_stop) to `store_logits`. `queries` and `logits` are those of the unit.
+        encoding: makes the parameters of `encode` and of `gather` from the tokens.
+        scoring: makes those of `logits` from the tokens, queries, scores to be written, whether to
+            be exact, and options of the format.
+        keys_as_values: whether `encode` is the same for both, and so is compiled once.
+    """
+
+    encode: Any
+    gather: Any
+    logits: Any
+    encoding: Callable[[CodedTokens], Parameters]
+    scoring: Callable[..., Parameters]
+    keys_as_values: bool = False

@@ -1,0 +1,303 @@
+"""Steps on tokens that are held as codes, plain torch: the specification for every format.
+
+A sequence's newest tokens wait in a full-precision ring of its slot until a group of them is
+complete and old enough. Then the group is encoded, once and for all. Which tokens are held as codes
+follows from how many are resident, and from nothing else, so that codes do not depend on how tokens
+arrived.
+
+What reads a step's tokens may still run while the next step is appended. The two never meet, since
+the ring has room for one group more than stays in full precision. The entry that the next token
+takes held a token that this step reads from its codes, and the codes that the next token completes
+are those of tokens that this step reads from the ring.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from cache_rank.kernels.score.reference import ScoreWorkspace
+from cache_rank.kernels.wire.reference import to_wire
+
+_TILE_TOKENS = 4096
+"""This many tokens of one sequence are decoded at once for scoring."""
+
+
+class Plane(NamedTuple):
+    """One tensor of a group's codes, (entries, width), or of numbers that codes are relative to.
+
+    Attributes:
+        entries: how many entries a group has, each of as many successive tokens; divides the
+            tokens of the group.
+        width: how many elements an entry has.
+        dtype: the dtype of an element.
+    """
+
+    entries: int
+    width: int
+    dtype: torch.dtype
+
+
+class Codec(Protocol):
+    """How a format encodes keys, or values."""
+
+    def planes(self, head_dim: int) -> tuple[Plane, ...]:
+        """The tensors of the codes, in the order of `encode` and `decode`."""
+
+    def encode(self, tokens: Tensor) -> tuple[Tensor, ...]:
+        """Encode groups, (..., group tokens, D), to planes, (..., entries, width) each.
+
+        Elements that cannot be encoded leave a number in a plane that is not finite.
+        """
+
+    def decode(self, entries: Sequence[Tensor]) -> Tensor:
+        """Decode tokens: (n, D) float32.
+
+        Args:
+            entries: (n, width) of each plane, the entries of n tokens.
+        """
+
+    def score(self, queries: Tensor, planes: Sequence[Tensor], scale: float, exact: bool) -> Tensor:
+        """Compute the logits of groups of keys: (..., G, group tokens) float32.
+
+        Args:
+            queries: (..., G, D) float32.
+            planes: (..., entries, width) each, the codes of the groups.
+            scale: factor on the logits.
+            exact: whether to read all that is held of a key, whatever reading is configured.
+        """
+
+
+class CodedTokens(NamedTuple):
+    """K and V of all sequences: complete groups as codes in pages, newer tokens in rings.
+
+    Attributes:
+        codecs: those of keys and of values.
+        planes: those of keys and of values, each (pages, layers, Hkv, entries of a page, width).
+        rings: those of keys and of values, (slots, layers, Hkv, ring, D) each; position p is in
+            entry p % ring. A ring holds one group more than stays in full precision.
+        resident: (slots, layers) int32, how many tokens `encode_groups` saw last. Steps follow
+            their positions instead.
+        not_finite: (1,) int32, 0 until tokens were encoded that are not finite, or span more than
+            float32; then 1 + (part · layers + layer) · Hkv + head of the last of them, where part
+            is 0 for keys and 1 for values.
+        group_tokens: how many tokens are encoded together.
+        page_tokens: P, a multiple of the group.
+    """
+
+    codecs: tuple[Codec, Codec]
+    planes: tuple[tuple[Tensor, ...], tuple[Tensor, ...]]
+    rings: tuple[Tensor, Tensor]
+    resident: Tensor
+    not_finite: Tensor
+    group_tokens: int
+    page_tokens: int
+
+    @property
+    def full_tokens(self) -> int:
+        """How many tokens of the newest complete groups stay in full precision."""
+        return (self.rings[0].shape[3] // self.group_tokens - 1) * self.group_tokens
+
+    def coded(self, resident: int) -> int:
+        """How many of a sequence's resident tokens are held as codes; the rest is in the ring."""
+        complete = resident // self.group_tokens * self.group_tokens
+        return max(0, complete - self.full_tokens)
+
+
+def encode_groups(
+    tokens: CodedTokens,
+    page_table: Tensor,
+    slots: Tensor,
+    starts: Tensor,
+    count: int,
+    layers: range,
+    shipment: Tensor | None = None,
+) -> None:
+    """Encode the groups that new tokens complete.
+
+    Args:
+        tokens: what is held; planes, resident and not_finite are written in place.
+        page_table: (R, max pages) int32, the pages of each row's sequence in order.
+        slots: (R,) int32; a row of slot -1 is left alone.
+        starts: (R,) int32, the position of each row's first new token.
+        count: how many new tokens each row has.
+        layers: which layers.
+        shipment: (2, layers, count, Hkv, D), the new keys and values of the one row. None where the
+            rings hold them already, which they may if each row has one new token.
+    """
+    size, ring_tokens = tokens.group_tokens, tokens.rings[0].shape[3]
+    for pages, slot, start in zip(page_table, slots.tolist(), starts.tolist(), strict=True):
+        if slot < 0:
+            continue
+        tokens.resident[slot, layers.start : layers.stop] = start + count
+        for first in range(tokens.coded(start), tokens.coded(start + count), size):
+            positions = torch.arange(first, first + size, device=slots.device)
+            is_new = positions >= start if shipment is not None else torch.zeros_like(positions) > 0
+            page, entry = int(pages[first // tokens.page_tokens]), first % tokens.page_tokens
+            for part, (codec, planes, ring) in enumerate(
+                zip(tokens.codecs, tokens.planes, tokens.rings, strict=True)
+            ):
+                group = ring[slot, layers.start : layers.stop, :, positions % ring_tokens]
+                if shipment is not None:
+                    new = shipment[part][:, positions[is_new] - start].transpose(1, 2)
+                    group[:, :, is_new] = new.to(group.dtype)
+                codes = codec.encode(group)  # of (L, Hkv, size, D)
+                _note_not_finite(tokens, part, layers, codes)
+                for plane, code in zip(planes, codes, strict=True):
+                    span = code.shape[2]
+                    place = slice(entry // size * span, (entry // size + 1) * span)
+                    plane[page, layers.start : layers.stop, :, place] = code
+
+
+def gather_codes(
+    tokens: CodedTokens,
+    page_table: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    first_layer: int,
+    entering: Tensor,
+    out_keys: Tensor,
+    out_values: Tensor,
+) -> None:
+    """Read K and V of the tokens that enter the working sets, decoded in full.
+
+    Args:
+        tokens: what is held.
+        page_table: (R, max pages) int32, the pages of each row's sequence in order.
+        slots: (R,) int32; negative skips the row.
+        positions: (R,) int32, the position of each row's newest token.
+        first_layer: index of the first of the L layers.
+        entering: (R, L, Hkv, C) int32 token positions; negative is padding.
+        out_keys, out_values: (R, L, Hkv, C, width) in the dtype of the rings or in another of a
+            message, see `to_wire`; written in place. Entries of padding and of skipped rows keep
+            what they hold.
+    """
+    used = (entering >= 0) & (slots >= 0).view(-1, 1, 1, 1)
+    row, layer, head, entry = used.nonzero(as_tuple=True)
+    resident = positions[row].to(torch.int64) + 1
+    position = entering[row, layer, head, entry].to(torch.int64)
+    page = page_table[row, position // tokens.page_tokens].to(torch.int64)
+    slot = slots[row].to(torch.int64)
+    found = read_tokens(tokens, page, slot, layer + first_layer, head, position, resident)
+    for out, part in zip((out_keys, out_values), found, strict=True):
+        out[row, layer, head, entry] = to_wire(part, out.dtype)
+
+
+def read_tokens(
+    tokens: CodedTokens,
+    page: Tensor,
+    slot: Tensor,
+    layer: Tensor,
+    head: Tensor,
+    position: Tensor,
+    resident: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Read tokens from anywhere: keys and values, (n, D) each in the dtype of the rings.
+
+    What decodes beyond the range of the dtype becomes its largest number.
+
+    Args:
+        tokens: what is held.
+        page, slot, layer, head, position: (n,) int64, where each token is.
+        resident: (n,) integers, how many tokens its sequence has.
+    """
+    size, ring_tokens = tokens.group_tokens, tokens.rings[0].shape[3]
+    coded = resident // size * size - tokens.full_tokens
+    is_coded = (position < coded).nonzero().squeeze(-1)
+    place = (page[is_coded], layer[is_coded], head[is_coded])
+    offset = position[is_coded] % tokens.page_tokens
+    found = []
+    for codec, planes, ring in zip(tokens.codecs, tokens.planes, tokens.rings, strict=True):
+        part = ring[slot, layer, head, position % ring_tokens]
+        entries = [
+            plane[(*place, offset * plane.shape[3] // tokens.page_tokens)] for plane in planes
+        ]
+        largest = torch.finfo(part.dtype).max
+        part[is_coded] = codec.decode(entries).clamp(-largest, largest).to(part.dtype)
+        found.append(part)
+    return found[0], found[1]
+
+
+def score_codes(
+    tokens: CodedTokens,
+    queries: Tensor,
+    page_table: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    first_layer: int,
+    scale: float,
+    workspace: ScoreWorkspace,
+    out: Tensor,
+    exact: bool = False,
+) -> None:
+    """Score the resident tokens of every row of a step: `score_tokens` of score/reference.py.
+
+    Args:
+        tokens: what is held.
+        queries: (R, L, Hq, D) float32.
+        page_table: (R, max pages) int32, the pages of each row's sequence in order.
+        slots: (R,) int32; a row of slot -1 is left alone.
+        positions: (R,) int32; tokens [0, position] are scored.
+        first_layer: index of the first of the L layers.
+        scale: factor on the logits.
+        workspace: what `score_workspace` made.
+        out: (R, L, Hkv, capacity) float32, written in place; entries of other tokens keep what they
+            hold.
+        exact: whether to read all that is held of a key, whatever reading is configured.
+    """
+    kv_heads = out.shape[2]
+    layers = slice(first_layer, first_layer + out.shape[1])
+    grouped = queries.unflatten(2, (kv_heads, -1))  # (R, L, Hkv, G, D)
+    for row, (slot, position) in enumerate(zip(slots.tolist(), positions.tolist(), strict=True)):
+        if slot < 0:
+            continue
+        coded = tokens.coded(position + 1)
+        logits = [
+            _coded_logits(tokens, grouped[row], page_table[row], layers, first, last, scale, exact)
+            for first in range(0, coded, _TILE_TOKENS)
+            for last in (min(first + _TILE_TOKENS, coded),)
+        ]
+        entries = torch.arange(coded, position + 1, device=slots.device)
+        ring = tokens.rings[0]
+        newest = ring[slot, layers, :, entries % ring.shape[3]].float()
+        logits.append((grouped[row] @ newest.transpose(-1, -2)) * scale)
+        log_probabilities = torch.log_softmax(torch.cat(logits, dim=-1), dim=-1)
+        out[row, :, :, : position + 1] = log_probabilities.amax(dim=-2)
+
+
+def _coded_logits(
+    tokens: CodedTokens,
+    queries: Tensor,
+    pages: Tensor,
+    layers: slice,
+    first: int,
+    last: int,
+    scale: float,
+    exact: bool,
+) -> Tensor:
+    """Logits of a sequence's tokens [first, last), whole groups: (L, Hkv, G, n) float32."""
+    size, groups_of_page = tokens.group_tokens, tokens.page_tokens // tokens.group_tokens
+    group = torch.arange(first // size, last // size, device=pages.device)
+    layer = torch.arange(layers.start, layers.stop, device=pages.device)
+    page = pages[group // groups_of_page].to(torch.int64).unsqueeze(-1)
+    within = (group % groups_of_page).unsqueeze(-1)
+    planes = [
+        plane.unflatten(3, (groups_of_page, -1))[page, layer, :, within]
+        for plane in tokens.planes[0]
+    ]  # (groups, L, Hkv, entries, width)
+    logits = tokens.codecs[0].score(queries, planes, scale, exact)
+    return logits.permute(1, 2, 3, 0, 4).flatten(3)
+
+
+def _note_not_finite(
+    tokens: CodedTokens, part: int, layers: range, codes: Sequence[Tensor]
+) -> None:
+    _, pool_layers, kv_heads, _, _ = tokens.rings[part].shape
+    for code in codes:
+        if code.is_floating_point() and not code.isfinite().all():
+            layer, head = (~code.isfinite()).flatten(2).any(dim=-1).nonzero()[-1].tolist()
+            place = (part * pool_layers + layers.start + layer) * kv_heads + head
+            tokens.not_finite.clamp_(min=1 + place)

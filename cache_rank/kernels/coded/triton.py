@@ -1,0 +1,392 @@
+"""The three launches on tokens held as codes, for every format, Triton.
+
+The reference beside this file specifies them. What differs between formats is in the folder of
+each, as a `Format`: how a group becomes codes, how codes become tokens of a message, and what the
+logits of keys are. These functions are compiled into the kernels here, which know which group a
+program encodes, which tokens it gathers, and what becomes of logits.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from cache_rank.kernels.coded.format import Format, Layout
+from cache_rank.kernels.coded.reference import CodedTokens
+from cache_rank.kernels.score.reference import ScoreWorkspace
+from cache_rank.kernels.score.triton import (
+    CHUNK_TOKENS,
+    finish_scores,
+    multiplies_float32,
+    score_constants,
+    score_full_precision,
+    score_grid,
+    scratch,
+    sum_up_chunk,
+)
+from cache_rank.kernels.wire.reference import wire_width
+
+_GATHERED_ELEMENTS = 2048
+"""A program gathers at most this many elements of keys, and as many of values."""
+
+
+def encode_groups(
+    of: Format,
+    tokens: CodedTokens,
+    page_table: Tensor,
+    slots: Tensor,
+    starts: Tensor,
+    count: int,
+    layers: range,
+    shipment: Tensor | None = None,
+    warps: int = 8,
+) -> None:
+    """See the reference. One launch; D is a power of two."""
+    assert shipment is None or (shipment.is_contiguous() and slots.shape[0] == 1)
+    layout, parameters = Layout.of(tokens), of.encoding(tokens)
+    most_groups = triton.cdiv(count, tokens.group_tokens)
+    # Groups of a row; keys and values of each layer and kv head; rows.
+    _encode[(most_groups, len(layers) * layout.kv_heads * 2, slots.shape[0])](
+        *tokens.planes,
+        *tokens.rings,
+        parameters.tables,
+        shipment,
+        page_table,
+        slots,
+        starts,
+        tokens.resident,
+        tokens.not_finite,
+        layers.start,
+        count,
+        page_table.stride(0),
+        ENCODE=of.encode,
+        KEYS_AS_VALUES=of.keys_as_values,
+        LAYOUT=layout,
+        CONSTANTS=parameters.constants,
+        num_warps=warps,
+        enable_fp_fusion=False,  # the same bits as the reference
+    )
+
+
+def gather_codes(
+    of: Format,
+    tokens: CodedTokens,
+    page_table: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    first_layer: int,
+    entering: Tensor,
+    out_keys: Tensor,
+    out_values: Tensor,
+) -> None:
+    """See the reference. One launch; D is a power of two."""
+    rows, layers, kv_heads, capacity = entering.shape
+    layout, parameters = Layout.of(tokens), of.encoding(tokens)
+    assert entering.is_contiguous()
+    for out in (out_keys, out_values):
+        assert out.is_contiguous()
+        assert out.shape == (*entering.shape, wire_width(layout.head_dim, out.dtype))
+    block = min(_GATHERED_ELEMENTS // layout.head_dim, triton.next_power_of_2(capacity))
+    block = max(1, block)
+    _gather[(triton.cdiv(capacity, block), layers * kv_heads, rows)](
+        *tokens.planes,
+        *tokens.rings,
+        parameters.tables,
+        page_table,
+        slots,
+        positions,
+        entering,
+        out_keys,
+        out_values,
+        first_layer,
+        page_table.stride(0),
+        largest=torch.finfo(tokens.rings[0].dtype).max,
+        LAYERS=layers,
+        CAPACITY=capacity,
+        BLOCK=block,
+        GATHER=of.gather,
+        LAYOUT=layout,
+        CONSTANTS=parameters.constants,
+        enable_fp_fusion=False,
+    )
+
+
+def score_codes(
+    of: Format,
+    tokens: CodedTokens,
+    queries: Tensor,
+    page_table: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    first_layer: int,
+    scale: float,
+    workspace: ScoreWorkspace,
+    out: Tensor,
+    exact: bool = False,
+    rounded: bool | None = None,
+    chunk: int = 2 * CHUNK_TOKENS,
+    warps: int = 4,
+    stages: int = 3,
+    registers: int | None = None,
+    ring_block: int = 64,
+    **options: int,
+) -> None:
+    """See the reference. Two launches; D is a power of two, on a GPU of at least 64.
+
+    Args:
+        rounded: whether logits are kept in float16; by default unless scores are to be exact.
+        chunk: how many tokens a program scores, a multiple of CHUNK_TOKENS.
+        warps, stages: of a program.
+        registers: the most registers of a thread.
+        ring_block: how many keys of the ring are multiplied at a time.
+        options: options of the format; only time and the last bits depend on them.
+    """
+    parameters, key_ring = of.scoring(tokens, queries, out, exact, **options), tokens.rings[0]
+    constants = score_constants(queries, workspace, out, chunk)
+    logits, partial = scratch(workspace, not exact if rounded is None else rounded)
+    _score[score_grid(out, chunk)](
+        queries,
+        tokens.planes[0],
+        key_ring,
+        parameters.tables,
+        page_table,
+        slots,
+        positions,
+        logits,
+        partial,
+        first_layer=first_layer,
+        scale=scale,
+        page_stride=page_table.stride(0),
+        capacity=out.shape[-1],
+        **constants,
+        RING_BLOCK=ring_block,
+        STAGES=stages,
+        LOGITS=of.logits,
+        LAYOUT=Layout.of(tokens),
+        CONSTANTS=parameters.constants,
+        EXACT=multiplies_float32(key_ring),
+        INTERPRETED=not key_ring.is_cuda,
+        num_warps=warps,
+        maxnreg=registers,
+    )
+    finish_scores(logits, partial, slots, positions, constants, out)
+
+
+@triton.jit
+def _coded_tokens(resident, LAYOUT: tl.constexpr):
+    """How many of a sequence's tokens are held as codes."""
+    FULL: tl.constexpr = LAYOUT.ring // LAYOUT.group_tokens - 1
+    return tl.maximum((resident // LAYOUT.group_tokens - FULL) * LAYOUT.group_tokens, 0)
+
+
+@triton.jit(
+    do_not_specialize=["first_layer", "count", "page_stride"],
+    do_not_specialize_on_alignment=["page_table", "slots", "starts"],
+)
+def _encode(
+    key_planes,
+    value_planes,
+    key_ring,
+    value_ring,
+    tables,
+    shipment,
+    page_table,
+    slots,
+    starts,
+    resident,
+    not_finite,
+    first_layer,
+    count,
+    page_stride,
+    ENCODE: tl.constexpr,
+    KEYS_AS_VALUES: tl.constexpr,
+    LAYOUT: tl.constexpr,
+    CONSTANTS: tl.constexpr,
+):
+    """One program encodes one group of keys, or of values, of one row, layer and kv head."""
+    # Which group, and whether the new tokens complete it.
+    row = tl.program_id(2)
+    slot = tl.load(slots + row).to(tl.int64)
+    start = tl.load(starts + row)
+    unit, part = tl.program_id(1) // 2, tl.program_id(1) % 2
+    layer, head = first_layer + unit // LAYOUT.kv_heads, unit % LAYOUT.kv_heads
+    first = _coded_tokens(start, LAYOUT) + tl.program_id(0) * LAYOUT.group_tokens
+    exists = (slot >= 0) & (first < _coded_tokens(start + count, LAYOUT))
+    if (slot >= 0) & (tl.program_id(0) == 0) & (head == 0) & (part == 0):
+        tl.store(resident + slot * LAYOUT.layers + layer, start + count)
+    if not exists:
+        return
+    # Where its codes go, and where its tokens are.
+    page = tl.load(page_table + row * page_stride + first // LAYOUT.page).to(tl.int64)
+    tile = (page * LAYOUT.layers + layer) * LAYOUT.kv_heads + head
+    group = tile * (LAYOUT.page // LAYOUT.group_tokens)
+    group += first % LAYOUT.page // LAYOUT.group_tokens
+    ring_unit = (slot * LAYOUT.layers + layer) * LAYOUT.kv_heads + head
+    if KEYS_AS_VALUES:
+        if part == 0:
+            ring, planes = key_ring, key_planes
+        else:
+            ring, planes = value_ring, value_planes
+        source = (ring, shipment, part, start, first, ring_unit, count)
+        finite = ENCODE(planes, group, source, tables, True, LAYOUT, CONSTANTS)
+    elif part == 0:
+        source = (key_ring, shipment, 0, start, first, ring_unit, count)
+        finite = ENCODE(key_planes, group, source, tables, True, LAYOUT, CONSTANTS)
+    else:
+        source = (value_ring, shipment, 1, start, first, ring_unit, count)
+        finite = ENCODE(value_planes, group, source, tables, False, LAYOUT, CONSTANTS)
+    if finite == 0:  # see `CodedTokens.not_finite`
+        UNITS: tl.constexpr = LAYOUT.layers * LAYOUT.kv_heads
+        tl.atomic_max(not_finite, (1 + part * UNITS + ring_unit % UNITS).to(tl.int32))
+
+
+@triton.jit(
+    do_not_specialize=["first_layer", "page_stride"],
+    do_not_specialize_on_alignment=["page_table", "slots", "positions", "entering"],
+)
+def _gather(
+    key_planes,
+    value_planes,
+    key_ring,
+    value_ring,
+    tables,
+    page_table,
+    slots,
+    positions,
+    entering,
+    out_keys,
+    out_values,
+    first_layer,
+    page_stride,
+    largest,
+    LAYERS: tl.constexpr,
+    CAPACITY: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GATHER: tl.constexpr,
+    LAYOUT: tl.constexpr,
+    CONSTANTS: tl.constexpr,
+):
+    """One program reads K and V of BLOCK entering tokens of one row, layer and kv head."""
+    # Which tokens, and which of them are held as codes.
+    row, unit = tl.program_id(2).to(tl.int64), tl.program_id(1)
+    slot = tl.load(slots + row).to(tl.int64)
+    coded = _coded_tokens(tl.load(positions + row) + 1, LAYOUT)
+    layer, head = first_layer + unit // LAYOUT.kv_heads, unit % LAYOUT.kv_heads
+    entry = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    target = (row * LAYERS * LAYOUT.kv_heads + unit) * CAPACITY + entry
+    position = tl.load(entering + target, mask=(entry < CAPACITY) & (slot >= 0), other=-1)
+    used = position >= 0
+    is_coded = used & (position < coded)
+    # Where each token is, in the pages and in the ring.
+    page_at = row * page_stride + position // LAYOUT.page
+    page = tl.load(page_table + page_at, mask=is_coded, other=0).to(tl.int64)
+    tile = (page * LAYOUT.layers + layer) * LAYOUT.kv_heads + head
+    token = tile * LAYOUT.page + position % LAYOUT.page
+    ring_unit = (slot * LAYOUT.layers + layer) * LAYOUT.kv_heads + head
+    in_ring = ring_unit * LAYOUT.ring + position % LAYOUT.ring
+    for is_values in tl.static_range(2):
+        ring = value_ring if is_values else key_ring
+        out = out_values if is_values else out_keys
+        GATHER(
+            value_planes if is_values else key_planes,
+            token,
+            is_coded,
+            (ring, out, target, used, is_coded, in_ring, largest),
+            tables,
+            is_values == 0,
+            LAYOUT,
+            CONSTANTS,
+        )
+
+
+@triton.jit(
+    do_not_specialize=["first_layer", "page_stride", "capacity"],
+    do_not_specialize_on_alignment=["page_table", "slots", "positions"],
+)
+def _score(
+    queries,
+    key_planes,
+    key_ring,
+    tables,
+    page_table,
+    slots,
+    positions,
+    logits,
+    partial,
+    first_layer,
+    scale,
+    page_stride,
+    capacity,
+    LAYERS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    PADDED: tl.constexpr,
+    PARTS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    CHUNK: tl.constexpr,
+    RING_BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+    LOGITS: tl.constexpr,
+    LAYOUT: tl.constexpr,
+    CONSTANTS: tl.constexpr,
+    EXACT: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """One program scores CHUNK tokens of a unit: a row, layer and kv head."""
+    chunk, unit = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    row = unit // (LAYERS * KV_HEADS)
+    slot = tl.load(slots + row).to(tl.int64)
+    tokens = tl.load(positions + row) + 1
+    start = chunk * CHUNK
+    if (slot >= 0) & (start < tokens):
+        layer, head = first_layer + (unit // KV_HEADS) % LAYERS, unit % KV_HEADS
+        unit_queries = queries + unit * GROUP * HEAD_DIM
+        unit_logits = logits + unit * capacity * PADDED
+        stop = tl.minimum(start + CHUNK, tokens)
+        coded = tl.minimum(_coded_tokens(tokens, LAYOUT), stop)
+        LOGITS(
+            planes=key_planes,
+            queries=unit_queries,
+            pages=page_table + row * page_stride,
+            layer=layer,
+            head=head,
+            start=start,
+            coded_stop=coded,
+            scale=scale,
+            logits=unit_logits,
+            tables=tables,
+            GROUP=GROUP,
+            PADDED=PADDED,
+            STAGES=STAGES,
+            INTERPRETED=INTERPRETED,
+            LAYOUT=LAYOUT,
+            CONSTANTS=CONSTANTS,
+        )
+        if coded < stop:
+            score_full_precision(
+                unit_queries,
+                key_ring,
+                slots + row,
+                first=tl.maximum(coded, start),
+                last=stop,
+                layer=layer,
+                head=head,
+                scale=scale,
+                pool_layers=LAYOUT.layers,
+                unit_logits=unit_logits,
+                KV_HEADS=KV_HEADS,
+                GROUP=GROUP,
+                PADDED=PADDED,
+                PARTS=PARTS,
+                HEAD_DIM=HEAD_DIM,
+                PAGE=LAYOUT.ring,
+                BLOCK=RING_BLOCK,
+                IS_RING=True,
+                STAGES=1,  # these are few tokens: shared memory is for the codes
+                EXACT=EXACT,
+                COARSE=False,
+            )
+        share = partial + (unit * tl.cdiv(capacity, CHUNK) + chunk) * 2 * PADDED
+        sum_up_chunk(start, stop, unit_logits, share, PADDED, CHUNK)

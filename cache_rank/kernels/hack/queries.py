@@ -1,0 +1,102 @@
+"""Queries of HACK as 8-bit codes in the columns of a matrix product, Triton.
+
+A column holds one head's codes of one partition, and 0 in all other channels. So one product gives
+Σ q'k' of every head and partition.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from cache_rank.kernels.coded.rounding import nearest_integers
+
+
+@triton.jit
+def _query_codes(query, minimum, scale):
+    """Compute 8-bit codes of queries, float32 in [0, 255], by the formulas of the reference."""
+    return tl.clamp(nearest_integers(tl.div_rn(query - minimum, scale)), 0.0, 255.0)
+
+
+@triton.jit
+def _query_ranges(
+    queries,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    COUNT: tl.constexpr,
+    CONSTANTS: tl.constexpr,
+):
+    """Find the minimum, scale and sum of codes of each column's partition: (columns,) float32.
+
+    Column head · COUNT + z is that of partition z. A scale is 1 where all codes are 0, so that it
+    can be divided by. Where there is no such head or partition, all else is 0.
+    """
+    column = tl.arange(0, CONSTANTS.columns)
+    head, index = column // COUNT, column % COUNT
+    used = (head < GROUP) & (index < HEAD_DIM // CONSTANTS.partition)
+    at = (head * HEAD_DIM + index * CONSTANTS.partition)[:, None] + tl.arange(
+        0, CONSTANTS.partition
+    )[None, :]
+    query = tl.load(queries + at, mask=used[:, None], other=0.0)
+    minimum = tl.min(query, axis=1)
+    scale = tl.div_rn(tl.max(query, axis=1) - minimum, 255.0)
+    scale = tl.where(scale == 0.0, 1.0, scale)
+    return minimum, scale, tl.sum(_query_codes(query, minimum[:, None], scale[:, None]), axis=1)
+
+
+@triton.jit
+def _query_operand(
+    queries,
+    minimum,
+    scale,
+    INDEX: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    COUNT: tl.constexpr,
+    CONSTANTS: tl.constexpr,
+):
+    """What the codes INDEX of the keys' bytes are multiplied with: (bytes, columns) int8.
+
+    It is the queries' codes less 128, and 0 where a channel is not in the column's partition.
+    """
+    byte, column = tl.arange(0, CONSTANTS.bytes)[:, None], tl.arange(0, CONSTANTS.columns)[None, :]
+    channel, head = INDEX * CONSTANTS.width + byte, column // COUNT
+    used = (
+        (byte < CONSTANTS.width)
+        & (head < GROUP)
+        & (channel // CONSTANTS.partition == column % COUNT)
+    )
+    query = tl.load(queries + head * HEAD_DIM + channel, mask=used, other=0.0)
+    codes = _query_codes(query, minimum[None, :], scale[None, :])
+    return tl.where(used, codes - 128.0, 0.0).to(tl.int32).to(tl.int8)
+
+
+@triton.jit
+def query_operands(
+    queries,
+    logit_scale,
+    GROUP: tl.constexpr,
+    PADDED: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    CONSTANTS: tl.constexpr,
+):
+    """What a block of keys is multiplied with.
+
+    Returns:
+        The `_query_operand` of each code of a byte; and three factors, (1, PADDED, columns /
+        PADDED) each, of Eq. 4 in the order of what a key brings:
+
+            s_q [ s_k (Σ(q' - 128)k' + (m_q / s_q + 128) Σk') + m_k (Σq' + Π m_q / s_q) ]
+
+        They are the factor of Σk', that of m_k, and s_q times `logit_scale`.
+    """
+    COUNT: tl.constexpr = CONSTANTS.columns // PADDED
+    minimum, scale, query_sum = _query_ranges(queries, GROUP, HEAD_DIM, COUNT, CONSTANTS)
+    operands = [
+        _query_operand(queries, minimum, scale, index, GROUP, HEAD_DIM, COUNT, CONSTANTS)
+        for index in (0, 1, 2, 3)[: 8 // CONSTANTS.bits]
+    ]
+    ratio = tl.div_rn(minimum, scale)
+    of_sum = tl.reshape(ratio + 128.0, (1, PADDED, COUNT))
+    of_minimum = tl.reshape(query_sum + CONSTANTS.partition * ratio, (1, PADDED, COUNT))
+    return operands, of_sum, of_minimum, tl.reshape(scale * logit_scale, (1, PADDED, COUNT))

@@ -1,0 +1,339 @@
+"""The operations of `mosaickv` (MosaicKV sections 4.2, 5.3, 5.4), plain torch: the specification.
+
+Tokens are in a `PackedStore`, as packed vectors, which `vectors` specifies.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cache_rank.kernels.mosaickv.store import (
+    PackedStore,
+    Run,
+    Strategy,
+    load_vectors,
+    newest_tokens,
+    packed_tokens,
+    runs_of,
+    store_vectors,
+    strategy_at,
+)
+from cache_rank.kernels.mosaickv.vectors import (
+    decode,
+    encode,
+    lost_energy,
+    mean_keys,
+    pack_vectors,
+    rotation_of,
+    score_packed,
+)
+from cache_rank.kernels.wire.reference import to_wire
+
+__all__ = [
+    "add_covariance",
+    "compress_buffers",
+    "gather_packed",
+    "pack_vectors",
+    "rotation_of",
+    "score_packed_step",
+    "score_packed_workspace",
+]
+
+_TILE_TOKENS = 4096
+"""This many tokens of one sequence are unpacked at once for scoring."""
+
+_DECODED_TOKENS = 512
+"""This many tokens are decoded at once, each beside a copy of its rotation."""
+
+
+def add_covariance(
+    store: PackedStore,
+    slot: int,
+    layers: range,
+    first: int,
+    last: int,
+    before: Tensor,
+    after: Tensor,
+) -> None:
+    """Add tokens x from the ring to covariances, the sums of xᵀx (section 5.5).
+
+    Each buffer is summed up by itself, and then added, so that no bit depends on how many come at
+    once.
+
+    Args:
+        store: where the tokens are.
+        slot: the slot of their sequence.
+        layers: which layers.
+        first, last: the tokens [first, last), whole buffers.
+        before, after: (layers, 2, Hkv, D, D) float64, the covariances of keys and of values before
+            and after; the given layers of `after` are written. They may be the same tensor.
+    """
+    for layer in layers:
+        after[layer] = before[layer]
+        for start in range(first, last, store.buffer_tokens):
+            tokens = newest_tokens(store, slot, layer, start, start + store.buffer_tokens).double()
+            after[layer] += tokens.transpose(-1, -2) @ tokens
+
+
+def compress_buffers(
+    store: PackedStore,
+    pages: Tensor,
+    slot: int,
+    row: int,
+    layers: range,
+    first: int,
+    last: int,
+    losses: Tensor,
+) -> None:
+    """Compress tokens from the ring to the pages.
+
+    Args:
+        store: where the tokens are; pages are written in place.
+        pages: (pages,) int32, the pages of the sequence.
+        slot: the slot of the sequence.
+        row: the row of the strategy in the tables.
+        layers: which layers.
+        first, last: the tokens [first, last), whole buffers.
+        losses: (layers,) float64. To those of the given layers is added, buffer after buffer, the
+            sum over tokens of the share of energy that their vectors lose on average.
+    """
+    for layer in layers:
+        strategy = strategy_at(store, row, layer)
+        for start in range(first, last, store.buffer_tokens):
+            losses[layer] += _compress_buffer(store, pages, slot, layer, strategy, start)
+
+
+def _compress_buffer(
+    store: PackedStore, pages: Tensor, slot: int, layer: int, strategy: Strategy, first: int
+) -> Tensor:
+    """Compress a buffer of a layer, and return what it loses."""
+    last = first + store.buffer_tokens
+    head = torch.arange(store.rings[0].shape[2], device=pages.device).unsqueeze(-1)
+    position = torch.arange(first, last, device=pages.device)
+    tokens = newest_tokens(store, slot, layer, first, last)
+    lost = torch.zeros((), dtype=torch.float64, device=pages.device)
+    for vectors, part, rotation in zip(
+        (store.keys, store.values), tokens, strategy.rotations, strict=True
+    ):
+        packed = encode(part, rotation, strategy.kept, strategy.group)
+        store_vectors(store, vectors, pages, layer, head, position, packed)
+        lost += lost_energy(part, packed).mean(dim=0).sum() / 2
+    if strategy.block > 1:
+        means = mean_keys(tokens[0], strategy.block)
+        packed = encode(means, strategy.rotations[0], strategy.kept, strategy.group)
+        blocks = position[:: strategy.block]
+        store_vectors(store, store.block_keys, pages, layer, head, blocks, packed)
+    return lost
+
+
+def gather_packed(
+    store: PackedStore,
+    page_table: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    first_layer: int,
+    entering: Tensor,
+    out_keys: Tensor,
+    out_values: Tensor,
+) -> None:
+    """Read K and V of the tokens that enter the working sets, decoded where they are packed.
+
+    Args:
+        store: where the tokens are.
+        page_table: (R, max pages) int32, the pages of each row's sequence in order.
+        slots: (R,) int32; a row of slot -1 is left alone.
+        positions: (R,) int32, the position of each row's newest token.
+        first_layer: index of the first of the L layers in the store.
+        entering: (R, L, Hkv, C) int32 token positions; negative is padding.
+        out_keys, out_values: (R, L, Hkv, C, width) in the dtype of the rings or in another of a
+            message, see `to_wire`; written in place. Entries of padding and of skipped rows keep
+            what they hold.
+    """
+    used = (entering >= 0) & (slots >= 0).view(-1, 1, 1, 1)
+    for row, index in used.flatten(2).any(dim=-1).nonzero().tolist():
+        head, entry = used[row, index].nonzero(as_tuple=True)
+        found = _read_layer(
+            store,
+            page_table[row],
+            int(slots[row]),
+            first_layer + index,
+            int(positions[row]) + 1,
+            head,
+            entering[row, index, head, entry].to(torch.int64),
+        )
+        for out, part in zip((out_keys, out_values), found, strict=True):
+            out[row, index, head, entry] = to_wire(part, out.dtype)
+
+
+def _read_layer(
+    store: PackedStore,
+    pages: Tensor,
+    slot: int,
+    layer: int,
+    tokens: int,
+    head: Tensor,
+    position: Tensor,
+) -> Tensor:
+    """Read tokens of a layer, each at a head and position of its own: (2, n, D)."""
+    ring, dtype = store.rings[0].shape[3], store.rings[0].dtype
+    packed, largest = packed_tokens(store, slot, tokens), torch.finfo(dtype).max
+    out = torch.stack([of[slot, layer, head, position % ring] for of in store.rings])
+    strategies = store.strategy_of[slot, position // store.buffer_tokens]
+    strategies = torch.where(position < packed, strategies, -1)
+    for index in strategies.unique().tolist():
+        if index < 0:
+            continue
+        strategy = strategy_at(store, int(store.rows[slot, index]), layer)
+        for part in (strategies == index).nonzero().squeeze(-1).split(_DECODED_TOKENS):
+            # One product a token, so that no bit of it depends on what else is asked for.
+            of_token = head[part].unsqueeze(-1), position[part].unsqueeze(-1)
+            for side, vectors in enumerate((store.keys, store.values)):
+                coded = load_vectors(store, vectors, pages, layer, *of_token, strategy)
+                decoded = decode(coded, strategy.rotations[side, head[part]], strategy.group)
+                out[side, part] = decoded.squeeze(1).clamp(-largest, largest).to(dtype)
+    return out
+
+
+def score_packed_workspace(
+    store: PackedStore, rows: int, layers: int, group: int, capacity: int, strategies: int
+) -> None:
+    """Make scratch for `rows` rows of up to `capacity` tokens: none."""
+
+
+def score_packed_step(
+    store: PackedStore,
+    queries: Tensor,
+    page_table: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    first_layer: int,
+    scale: float,
+    scored: tuple[int, int],
+    workspace: None,
+    out: Tensor,
+    exact: bool = False,
+) -> None:
+    """Score the resident tokens of every row of a step.
+
+    All blocks are scored by their mean keys, and then the tokens of the best blocks by their own
+    (section 4.2, stage 2). All other tokens keep the logit of their block. It is a better guess
+    than none, for the token and for the sum that probabilities are relative to.
+
+    Args:
+        store: where the tokens are.
+        queries: (R, L, Hq, D) float32.
+        page_table: (R, max pages) int32, the pages of each row's sequence in order.
+        slots: (R,) int32; a row of slot -1 is left alone.
+        positions: (R,) int32; tokens [0, position] are scored.
+        first_layer: index of the first of the L layers in the store.
+        scale: factor on the logits.
+        scored: how many tokens of each kv head are scored by themselves: in millionths of a row's
+            tokens, and at least. The last of the blocks may be scored in part.
+        workspace: what `score_packed_workspace` made.
+        out: (R, L, Hkv, capacity) float32, written in place; entries of other tokens keep what they
+            hold.
+        exact: whether to score all tokens by themselves.
+    """
+    grouped = queries.unflatten(2, (out.shape[2], -1))  # (R, L, Hkv, G, D)
+    for row, (slot, position) in enumerate(zip(slots.tolist(), positions.tolist(), strict=True)):
+        resident = position + 1
+        wanted = max(-(-resident * scored[0] // 1_000_000), scored[1])
+        for index in range(queries.shape[1] if slot >= 0 else 0):
+            logits = _logits(
+                store,
+                grouped[row, index],
+                page_table[row],
+                slot,
+                first_layer + index,
+                resident,
+                resident if exact else wanted,
+                scale,
+            )
+            out[row, index, :, :resident] = _scores(logits)
+
+
+def _scores(logits: Tensor) -> Tensor:
+    """The largest log-probability over the heads of a group: (Hkv, G, T) to (Hkv, T)."""
+    return torch.log_softmax(logits, dim=-1).amax(dim=-2)
+
+
+def _logits(
+    store: PackedStore,
+    queries: Tensor,
+    pages: Tensor,
+    slot: int,
+    layer: int,
+    resident: int,
+    wanted: int,
+    scale: float,
+) -> Tensor:
+    """Logits of a sequence's first tokens, (Hkv, G, resident), with queries (Hkv, G, D)."""
+    packed = packed_tokens(store, slot, resident)
+    runs = list(runs_of(store, slot, layer, packed, _TILE_TOKENS))
+    by_token = wanted >= packed
+    logits = []
+    for run in runs:
+        in_blocks = not by_token and run.strategy.block > 1
+        logits.append(_score_run(store, queries, pages, layer, run, in_blocks, scale))
+    if packed < resident:
+        keys = newest_tokens(store, slot, layer, packed, resident)[0].float()
+        logits.append((queries @ keys.transpose(-1, -2)) * scale)
+    together = torch.cat(logits, dim=-1)
+    if not by_token:
+        _refine(store, together, queries, pages, layer, runs, wanted, scale)
+    return together
+
+
+def _score_run(
+    store: PackedStore,
+    queries: Tensor,
+    pages: Tensor,
+    layer: int,
+    run: Run,
+    in_blocks: bool,
+    scale: float,
+) -> Tensor:
+    """Logits of a run, by the keys of its tokens or of their blocks: (Hkv, G, n)."""
+    strategy, vectors = run.strategy, store.block_keys if in_blocks else store.keys
+    block = strategy.block if in_blocks else 1
+    head = torch.arange(queries.shape[0], device=queries.device).unsqueeze(-1)
+    position = torch.arange(run.first, run.last, block, device=queries.device)
+    keys = load_vectors(store, vectors, pages, layer, head, position, strategy)
+    logits = score_packed(queries, keys, strategy.rotations[0], strategy.group, scale)
+    return logits.repeat_interleave(block, dim=-1) if in_blocks else logits
+
+
+def _refine(
+    store: PackedStore,
+    logits: Tensor,
+    queries: Tensor,
+    pages: Tensor,
+    layer: int,
+    runs: list[Run],
+    wanted: int,
+    scale: float,
+) -> None:
+    """Score the tokens of the best blocks by their own keys: `wanted` tokens of each kv head.
+
+    Args:
+        store: where the tokens are.
+        logits: (Hkv, G, T), the logits of tokens by their blocks; written in place.
+        queries: (Hkv, G, D).
+        pages: the pages of the sequence.
+        layer: which layer.
+        runs: the runs of all tokens in the pages.
+        wanted: fewer than those tokens; the last of the blocks may be scored in part.
+        scale: factor on the logits.
+    """
+    newest_first = _scores(logits)[:, : runs[-1].last].flip(-1)
+    order = newest_first.sort(dim=-1, descending=True, stable=True).indices
+    best = (runs[-1].last - 1 - order[:, :wanted]).sort(dim=-1).values  # (Hkv, wanted)
+    for head, of_head in enumerate(best):
+        for run in (run for run in runs if run.strategy.block > 1):
+            position = of_head[(of_head >= run.first) & (of_head < run.last)]
+            strategy, which = run.strategy, torch.tensor(head, device=position.device)
+            keys = load_vectors(store, store.keys, pages, layer, which, position, strategy)
+            logits[head, :, position] = score_packed(
+                queries[head], keys, strategy.rotations[0, head], strategy.group, scale
+            )

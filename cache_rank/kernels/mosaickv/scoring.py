@@ -1,0 +1,330 @@
+"""Packed keys are scored, blocks first and then the tokens of the best blocks, Triton.
+
+A step takes six launches, or the first three where every token is scored by itself:
+
+    rotate_queries  rotates queries by each strategy of their sequence
+    _score          computes the logits of all tokens, those in blocks by the keys of their blocks
+    finish_scores   turns logits into scores
+    bound_unit      finds the score that as many tokens reach as are scored by themselves
+    _score          computes the logits of these tokens by their own keys
+    finish_scores   turns the logits of all tokens into scores again
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from cache_rank.kernels.mosaickv.bounds import (
+    BOUND_TOKENS,
+    bound_unit,
+    list_wanted,
+    wanted_tokens,
+)
+from cache_rank.kernels.mosaickv.layout import Layout
+from cache_rank.kernels.mosaickv.logits import load_queries, run_at, score_vectors
+from cache_rank.kernels.mosaickv.packing import tokens_in_pages
+from cache_rank.kernels.mosaickv.queries import RotatedQueries, rotate_queries, rotated_queries
+from cache_rank.kernels.mosaickv.store import PackedStore
+from cache_rank.kernels.mosaickv.unpacking import in_words
+from cache_rank.kernels.score.reference import ScoreWorkspace
+from cache_rank.kernels.score.triton import (
+    CHUNK_TOKENS,
+    finish_scores,
+    multiplies_float32,
+    score_constants,
+    score_full_precision,
+    score_grid,
+    score_workspace,
+    scratch,
+    sum_up_chunk,
+)
+
+_VECTORS = 64
+"""A program of four warps multiplies this many vectors at once."""
+
+_REGISTERS = 168
+"""A thread has this many, so that three programs, which wait for memory, share a multiprocessor."""
+
+
+class PackedWorkspace(NamedTuple):
+    """Scratch of `score_packed_step`.
+
+    Attributes:
+        of_tokens: the scratch that all formats need.
+        rotated: the queries of each unit and strategy.
+        listed: (units, capacity) int32, for each chunk the tokens that are scored by themselves.
+        bounds, oldest: (units,) float32 and int32, see `bound_unit`.
+    """
+
+    of_tokens: ScoreWorkspace
+    rotated: RotatedQueries
+    listed: Tensor
+    bounds: Tensor
+    oldest: Tensor
+
+
+def score_packed_workspace(
+    store: PackedStore,
+    rows: int,
+    layers: int,
+    group: int,
+    capacity: int,
+    strategies: int,
+) -> PackedWorkspace:
+    """Make scratch for `rows` rows of up to `capacity` tokens and `strategies` strategies.
+
+    One launch after another may use it on one stream.
+    """
+    layout, device = Layout.of(store), store.strategy_of.device
+    units, exact = rows * layers * layout.kv_heads, multiplies_float32(store.rings[0])
+    of_tokens = score_workspace(rows, layers, layout.kv_heads, group, capacity, device)
+    columns = max(4 * of_tokens.partial.shape[-1], 16)  # PARTS * PADDED, see `score_constants`
+    return PackedWorkspace(
+        of_tokens,
+        rotated_queries(store, units, strategies, group, columns, exact),
+        torch.empty((units, capacity), dtype=torch.int32, device=device),
+        torch.empty(units, device=device),
+        torch.empty(units, dtype=torch.int32, device=device),
+    )
+
+
+def score_packed_step(
+    store: PackedStore,
+    queries: Tensor,
+    page_table: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    first_layer: int,
+    scale: float,
+    scored: tuple[int, int],
+    workspace: PackedWorkspace,
+    out: Tensor,
+    exact: bool = False,
+) -> None:
+    """See the reference. 16 divides the capacity."""
+    chunk = 2 * CHUNK_TOKENS
+    layout, constants = Layout.of(store), score_constants(queries, workspace.of_tokens, out, chunk)
+    key_ring, (chunks, units) = store.rings[0], score_grid(out, chunk)
+    logits, partial = scratch(workspace.of_tokens, rounded=False)
+    rotated = workspace.rotated
+    strategies = rotated.parts.shape[1]
+    assert out.shape[-1] % 16 == 0
+    assert rotated.parts.shape[0] >= units
+    assert rotated.parts.shape[2] == constants["PARTS"] * constants["PADDED"]
+    millionths, fewest = scored
+    numbers = {
+        "first_layer": first_layer,
+        "millionths": millionths,
+        "fewest": fewest,
+        "capacity": out.shape[-1],
+        "strategies": strategies,
+        "buffers": store.strategy_of.shape[1],
+        "in_table": store.rows.shape[1],
+    }
+    rotate_queries(store, queries, slots, first_layer, constants["PADDED"], rotated)
+    for refines in (False,) if exact else (False, True):
+        if refines:
+            bound_unit[(units,)](
+                out,
+                store.strategy_of,
+                store.rows,
+                store.numbers,
+                slots,
+                positions,
+                workspace.listed,
+                workspace.bounds,
+                workspace.oldest,
+                **numbers,
+                LAYERS=constants["LAYERS"],
+                BLOCK=BOUND_TOKENS,
+                LAYOUT=layout,
+                num_warps=16,
+            )
+        _score[(chunks, units)](
+            queries,
+            rotated.parts,
+            rotated.weights,
+            in_words(store.keys),
+            in_words(store.block_keys),
+            key_ring,
+            store.strategy_of,
+            store.rows,
+            slots,
+            positions,
+            store.numbers,
+            page_table,
+            workspace.listed,
+            workspace.bounds,
+            workspace.oldest,
+            logits=logits,
+            partial=partial,
+            out=out,
+            scale=scale,
+            page_stride=page_table.stride(0),
+            **numbers,
+            **constants,
+            VECTORS=_VECTORS,
+            BY_TOKEN=exact,
+            REFINES=refines,
+            LAYOUT=layout,
+            EXACT=multiplies_float32(key_ring),
+            maxnreg=_REGISTERS,
+        )
+        finish_scores(logits, partial, slots, positions, constants, out)
+
+
+@triton.jit(
+    do_not_specialize=[
+        *("first_layer", "page_stride", "capacity", "millionths", "fewest"),
+        *("strategies", "buffers", "in_table"),
+    ],
+    do_not_specialize_on_alignment=["page_table", "slots", "positions"],
+)
+def _score(
+    queries,
+    query_parts,
+    query_weights,
+    keys,
+    block_keys,
+    key_ring,
+    strategy_of,
+    rows,
+    slots,
+    positions,
+    numbers,
+    page_table,
+    listed,
+    bounds,
+    oldest,
+    logits,
+    partial,
+    out,
+    first_layer,
+    scale,
+    page_stride,
+    capacity,
+    millionths,
+    fewest,
+    strategies,
+    buffers,
+    in_table,
+    LAYERS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    PADDED: tl.constexpr,
+    PARTS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    CHUNK: tl.constexpr,
+    VECTORS: tl.constexpr,
+    BY_TOKEN: tl.constexpr,
+    REFINES: tl.constexpr,
+    LAYOUT: tl.constexpr,
+    EXACT: tl.constexpr,
+):
+    """One program scores CHUNK tokens of a unit, a row, layer and kv head.
+
+    If REFINES, it computes the logits of only those packed tokens that are scored by themselves;
+    the other logits of the chunk are there already.
+    """
+    # The chunk, how many of its tokens are packed, and whether there is anything to do.
+    chunk, unit = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    row = unit // (LAYERS * KV_HEADS)
+    slot = tl.load(slots + row).to(tl.int64)
+    tokens = tl.load(positions + row) + 1
+    start = chunk * CHUNK
+    if (slot < 0) | (start >= tokens):
+        return
+    unit_strategies = strategy_of + slot * buffers
+    packed = tokens_in_pages(unit_strategies, tokens, LAYOUT)
+    in_blocks = (wanted_tokens(tokens, millionths, fewest) < packed) & (not BY_TOKEN)
+    bound = float("inf")
+    if REFINES:
+        bound = tl.load(bounds + unit)
+        if bound == float("inf"):
+            return
+    # Where the unit's tensors are.
+    layer, head = first_layer + (unit // KV_HEADS) % LAYERS, unit % KV_HEADS
+    unit_logits = logits + unit * capacity * PADDED
+    unit_out = out + unit * capacity
+    chunk_list = listed + unit * capacity + start
+    pages = page_table + row * page_stride
+    stop = tl.minimum(start + CHUNK, tokens)
+    # Packed tokens, a run of one strategy after the other, by their own or by per-block keys.
+    first, last_packed = start, tl.minimum(stop, packed)
+    while first < last_packed:
+        strategy, last = run_at(unit_strategies, first, last_packed, CHUNK // LAYOUT.buffer, LAYOUT)
+        table = tl.load(rows + slot * in_table + strategy).to(tl.int64) * LAYOUT.layers + layer
+        group, block = tl.load(numbers + table * 3 + 1), tl.load(numbers + table * 3 + 2)
+        elements, bitmap = keys
+        page_entries, stride, count = LAYOUT.page, 1, last - first
+        if REFINES:
+            count = 0
+            if block > 1:
+                count = list_wanted(
+                    unit_out, bound, tl.load(oldest + unit), first, last, chunk_list, CHUNK
+                )
+        elif in_blocks & (block > 1):
+            elements, bitmap = block_keys
+            page_entries, stride, count = LAYOUT.page_blocks, block, (last - first) // block
+        of_unit = unit * strategies * PARTS * PADDED
+        own_queries, weight = load_queries(
+            query_parts + of_unit * LAYOUT.columns,
+            query_weights + of_unit,
+            strategy,
+            PARTS * PADDED,
+            LAYOUT,
+        )
+        score_vectors(
+            (elements, bitmap),
+            first=first,
+            count=count,
+            stride=stride,
+            listed=chunk_list,
+            pages=pages,
+            layer=layer,
+            head=head,
+            page_entries=page_entries,
+            group=group,
+            queries=own_queries,
+            weight=weight * scale,
+            unit_logits=unit_logits,
+            PADDED=PADDED,
+            PARTS=PARTS,
+            VECTORS=VECTORS,
+            LISTED=REFINES,
+            LAYOUT=LAYOUT,
+            EXACT=EXACT,
+        )
+        first = last
+    # Tokens that are still in the ring, and then the scores of the unit.
+    if (not REFINES) & (packed < stop):
+        score_full_precision(
+            queries + unit * GROUP * HEAD_DIM,
+            key_ring,
+            slots + row,
+            first=tl.maximum(packed, start),
+            last=stop,
+            layer=layer,
+            head=head,
+            scale=scale,
+            pool_layers=LAYOUT.layers,
+            unit_logits=unit_logits,
+            KV_HEADS=KV_HEADS,
+            GROUP=GROUP,
+            PADDED=PADDED,
+            PARTS=PARTS,
+            HEAD_DIM=HEAD_DIM,
+            PAGE=LAYOUT.ring,
+            BLOCK=LAYOUT.buffer,
+            IS_RING=True,
+            STAGES=1,
+            EXACT=EXACT,
+            COARSE=False,
+        )
+    share = partial + (unit * tl.cdiv(capacity, CHUNK) + chunk) * 2 * PADDED
+    sum_up_chunk(start, stop, unit_logits, share, PADDED, CHUNK)

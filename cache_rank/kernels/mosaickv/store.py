@@ -1,0 +1,162 @@
+"""Where the packed vectors of a step's tokens are, plain torch: the specification."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import groupby
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from cache_rank.kernels.mosaickv.vectors import PackedVectors, bitmap_bytes
+
+
+class PackedStore(NamedTuple):
+    """The tokens of all sequences, as the operations of a step find them.
+
+    A sequence's tokens are in the pages from the first on, in whole buffers. Each buffer is
+    compressed by one of the sequence's strategies. Newer tokens, and copies of some others, are as
+    they came in a ring of the sequence's slot, position p in entry p % ring.
+
+    Attributes:
+        keys, values, block_keys: packed vectors, (pages, layers, Hkv, entries, ...) each. Among the
+            P tokens of a page, position p has entry p % P, and the per-block key of a block that
+            begins there has entry p % P * entries // P.
+        rings: keys and values, (slots, layers, Hkv, ring, D) each.
+        strategy_of: (slots, buffers) int32, the strategy of each buffer in the pages, counted among
+            those of the sequence; -1 for buffers that are not there.
+        rows: (slots, strategies) int32, the row of each strategy in the next two tables.
+        numbers: (rows, layers, 3) int32: r, g, and how many tokens a block has.
+        rotations: (rows, layers, 2, Hkv, D, C) in the dtype of the rings.
+        page_tokens: P.
+        buffer_tokens: how many tokens a buffer has; divides the ring.
+    """
+
+    keys: PackedVectors
+    values: PackedVectors
+    block_keys: PackedVectors
+    rings: tuple[Tensor, Tensor]
+    strategy_of: Tensor
+    rows: Tensor
+    numbers: Tensor
+    rotations: Tensor
+    page_tokens: int
+    buffer_tokens: int
+
+
+class Strategy(NamedTuple):
+    """How tokens of one layer are compressed.
+
+    Attributes:
+        kept: r, how many elements each vector keeps.
+        group: g, how many neighbouring elements share a bit.
+        block: how many tokens share a per-block key; with 1 there are none, and tokens are scored
+            by themselves.
+        rotations: (2, Hkv, D, C), those of keys and of values, in the dtype of the rings.
+    """
+
+    kept: int
+    group: int
+    block: int
+    rotations: Tensor
+
+
+class Run(NamedTuple):
+    """Successive tokens of one strategy, at positions [first, last)."""
+
+    first: int
+    last: int
+    strategy: Strategy
+
+
+def strategy_at(store: PackedStore, row: int, layer: int) -> Strategy:
+    """Read the strategy of a layer from a row of the tables."""
+    kept, group, block = store.numbers[row, layer].tolist()
+    return Strategy(kept, group, block, store.rotations[row, layer])
+
+
+def packed_tokens(store: PackedStore, slot: int, tokens: int) -> int:
+    """How many of a sequence's first tokens are in the pages; the others are in the ring."""
+    is_open = int(store.strategy_of[slot, 0]) >= 0
+    return tokens // store.buffer_tokens * store.buffer_tokens if is_open else 0
+
+
+def runs_of(store: PackedStore, slot: int, layer: int, packed: int, longest: int) -> Iterator[Run]:
+    """List the runs of a layer's first `packed` tokens, in order.
+
+    Args:
+        store: where the tokens are.
+        slot: the slot of their sequence.
+        layer: which layer.
+        packed: what `packed_tokens` returned.
+        longest: the most tokens of a run, a multiple of the buffer.
+    """
+    first, size = 0, store.buffer_tokens
+    for index, group in groupby(store.strategy_of[slot, : packed // size].tolist()):
+        strategy = strategy_at(store, int(store.rows[slot, index]), layer)
+        last = first + sum(size for _ in group)
+        for start in range(first, last, longest):
+            yield Run(start, min(start + longest, last), strategy)
+        first = last
+
+
+def newest_tokens(store: PackedStore, slot: int, layer: int, first: int, last: int) -> Tensor:
+    """Read tokens from the ring, as they came: (2, Hkv, last - first, D)."""
+    position = torch.arange(first, last, device=store.strategy_of.device) % store.rings[0].shape[3]
+    return torch.stack([ring[slot, layer][:, position] for ring in store.rings])
+
+
+def load_vectors(
+    store: PackedStore,
+    vectors: PackedVectors,
+    pages: Tensor,
+    layer: int,
+    head: Tensor,
+    position: Tensor,
+    strategy: Strategy,
+) -> PackedVectors:
+    """Load vectors of a layer as a strategy packed them.
+
+    Args:
+        store: where the vectors are.
+        vectors: the store's keys, values or per-block keys.
+        pages: (pages,) int32, the pages of the sequence.
+        layer: which layer.
+        head, position: int64, which broadcast to the leading dimensions of the result.
+        strategy: the strategy that packed all of them.
+    """
+    place = _place(store, vectors, pages, layer, head, position)
+    width = bitmap_bytes(strategy.rotations.shape[-1], strategy.group)
+    return PackedVectors(
+        vectors.elements[..., : strategy.kept][place], vectors.bitmap[..., :width][place]
+    )
+
+
+def store_vectors(
+    store: PackedStore,
+    vectors: PackedVectors,
+    pages: Tensor,
+    layer: int,
+    head: Tensor,
+    position: Tensor,
+    packed: PackedVectors,
+) -> None:
+    """Write vectors that a strategy packed, with the arguments of `load_vectors`."""
+    place = _place(store, vectors, pages, layer, head, position)
+    for plane, part in zip(vectors, packed, strict=True):
+        plane[..., : part.shape[-1]][place] = part
+
+
+def _place(
+    store: PackedStore,
+    vectors: PackedVectors,
+    pages: Tensor,
+    layer: int,
+    head: Tensor,
+    position: Tensor,
+) -> tuple[Tensor, int, Tensor, Tensor]:
+    """The index of each vector in the planes of `vectors`."""
+    page_tokens, entries = store.page_tokens, vectors.elements.shape[-2]
+    page = pages[position // page_tokens].to(torch.int64)
+    return page, layer, head, position % page_tokens * entries // page_tokens

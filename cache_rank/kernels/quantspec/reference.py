@@ -1,0 +1,155 @@
+"""Hierarchical 4-bit + 4-bit quantization (QuantSpec sections 4.2-4.3, Appendix D): specification.
+
+Keys are quantized per channel along a group of 128 tokens, and values per token along the head
+dimension. Both are quantized asymmetrically into an upper nibble, and the error of that
+symmetrically into a lower one:
+
+    S = (max - min) / 15,  Z = min
+    upper = clip(round((x - Z) / S), 0, 15)
+    lower = clip(round((x - Z - S upper) / (S / 16)), -8, 7)
+    4 bit:  S upper + Z            8 bit:  S upper + (S / 16) lower + Z
+
+S and Z are stored in the dtype of the elements, where Z is exact. Rounding is half to even.
+
+All of it is single float32 operations in a fixed order, so that codes are the same bits on every
+device, and however many groups are encoded at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from cache_rank.kernels.coded.reference import Plane
+from cache_rank.kernels.nibbles.reference import pack_nibbles, unpack_nibbles
+
+GROUP = 128
+"""This many tokens are quantized together; at least as many newest ones stay in full precision."""
+
+
+class QuantSpecCodes(NamedTuple):
+    """Codes of tokens, and the numbers that they are relative to.
+
+    Attributes:
+        upper: (..., n, D / 2) uint8 packed nibbles.
+        lower: (..., n, D / 2) uint8 packed signed nibbles.
+        scale: S in the dtype of the tokens: (..., 1, D) of a group of keys, (..., n, 1) of values.
+        zero: Z, with the shape and dtype of S.
+    """
+
+    upper: Tensor
+    lower: Tensor
+    scale: Tensor
+    zero: Tensor
+
+
+def encode_keys(tokens: Tensor) -> QuantSpecCodes:
+    """Quantize complete groups of keys per channel.
+
+    Args:
+        tokens: (..., GROUP, D), any float dtype. Another number of tokens is one group too.
+
+    Returns:
+        Codes with a scale and zero of (..., 1, D). Tokens that are not finite, or span more than
+        float32, leave a scale that is not finite.
+    """
+    return _encode(tokens, dim=-2)
+
+
+def encode_values(tokens: Tensor) -> QuantSpecCodes:
+    """Quantize values per token: as `encode_keys`, with a scale and zero of (..., n, 1)."""
+    return _encode(tokens, dim=-1)
+
+
+def _encode(tokens: Tensor, dim: int) -> QuantSpecCodes:
+    exact = tokens.float()
+    zero = exact.amin(dim=dim, keepdim=True)
+    span = exact.amax(dim=dim, keepdim=True) - zero
+    # Divided by a tensor: by a number, torch on a GPU multiplies with its inverse.
+    stored = (span / torch.full_like(span, 15)).to(tokens.dtype)
+    scale = stored.float()  # rounded to what is stored before anything is taken relative to it
+    offset = exact - zero
+    upper = _quotient(offset, scale).round().clamp(0, 15)
+    lower = _quotient(offset - scale * upper, scale / 16).round().clamp(-8, 7)
+    return QuantSpecCodes(_pack(upper), _pack(lower), stored, zero.to(tokens.dtype))
+
+
+def decode(codes: QuantSpecCodes, bits: int = 8) -> Tensor:
+    """Decode keys or values.
+
+    Args:
+        codes: those of one group, or of any tokens with a scale and zero for each.
+        bits: 4 reads the upper nibbles alone, and 8 reads both.
+
+    Returns:
+        (..., n, D) float32.
+    """
+    scale = codes.scale.float()
+    offset = scale * unpack_nibbles(codes.upper, signed=False)
+    if bits == 8:
+        offset = offset + scale / 16 * unpack_nibbles(codes.lower, signed=True)
+    return offset + codes.zero.float()
+
+
+def score_keys(queries: Tensor, codes: QuantSpecCodes, scale: float, bits: int = 8) -> Tensor:
+    """Compute the attention logits of keys.
+
+    Args:
+        queries: (..., G, D) float32, the query heads of the keys' kv head.
+        codes: those of keys, see `decode`.
+        scale: factor on the logits.
+        bits: 4 or 8, see `decode`.
+
+    Returns:
+        (..., G, n) float32.
+    """
+    return (queries @ decode(codes, bits).transpose(-1, -2)) * scale
+
+
+class QuantSpecCodec(NamedTuple):
+    """The codec of keys, per channel, or of values, per token; see coded/reference.py.
+
+    Attributes:
+        per_channel: whether it encodes keys.
+        dtype: the dtype of the tokens.
+        score_bits: how many bits of a key scores read, 4 or 8.
+    """
+
+    per_channel: bool
+    dtype: torch.dtype
+    score_bits: int = 8
+
+    def planes(self, head_dim: int) -> tuple[Plane, ...]:
+        """The tensors of `QuantSpecCodes`."""
+        codes = Plane(GROUP, head_dim // 2, torch.uint8)
+        relative_to = Plane(*((1, head_dim) if self.per_channel else (GROUP, 1)), self.dtype)
+        return codes, codes, relative_to, relative_to
+
+    def encode(self, tokens: Tensor) -> QuantSpecCodes:
+        """Encode complete groups."""
+        return encode_keys(tokens) if self.per_channel else encode_values(tokens)
+
+    def decode(self, entries: Sequence[Tensor]) -> Tensor:
+        """Decode tokens from both nibbles."""
+        return decode(QuantSpecCodes(*entries))
+
+    def bits(self, exact: bool) -> int:
+        """How many bits of a key scores read."""
+        return 8 if exact else self.score_bits
+
+    def score(self, queries: Tensor, planes: Sequence[Tensor], scale: float, exact: bool) -> Tensor:
+        """Compute the logits of groups of keys."""
+        return score_keys(queries, QuantSpecCodes(*planes), scale, self.bits(exact))
+
+
+def _quotient(numerator: Tensor, denominator: Tensor) -> Tensor:
+    """The quotient, and 0 where the denominator is 0: there all elements are the same."""
+    quotient = numerator / denominator
+    return torch.where(denominator == 0, torch.zeros_like(quotient), quotient)
+
+
+def _pack(codes: Tensor) -> Tensor:
+    return pack_nibbles(codes.nan_to_num())  # the scale tells that they mean nothing

@@ -1,0 +1,479 @@
+"""The tokens of a working set are selected, Triton.
+
+Sorting a row would be far too slow, so thresholds are found by search: count how many keys are at
+or above two probes, and keep a third of the interval. To count over the whole row each time would
+still be too slow. The row is therefore read once for the maxima of strided groups of tokens, which
+stay in registers. If `n` group maxima are at or above some key, so are the `n` best tokens: a bound
+that leaves few more tokens than needed. They are listed in a second pass, which skips the groups
+below the bound, and the exact thresholds are found on the list, which fits into registers too.
+
+A working set hardly changes from step to step, so tokens in slots are taken out of the row first
+and counted apart. The list then holds those of the best that are in no slot, which are few.
+
+Counting is bound by instructions. So all that is in registers is in vectors of one width, which
+makes a count one sum; and it is 32-bit keys, with the tokens, which decide ties, beside them.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from cache_rank.kernels.select.reference import MOST_SLOTS
+from cache_rank.kernels.select.search import (
+    distance,
+    find_rank,
+    narrow,
+    reaches,
+    reaching,
+    search,
+    thirds,
+)
+
+_LOWEST = tl.constexpr(-(2**31))
+"""The key of a token that does not compete."""
+
+_FLOOR = tl.constexpr(-(2**31) + 1)
+"""The key of a NaN, the lowest of a token that competes."""
+
+_LOWEST_RANK = tl.constexpr(-(2**63))
+"""The rank of a token that does not compete."""
+
+_RESIDENT = tl.constexpr(-1)
+"""The bits of the score of a token in a slot: a NaN that no arithmetic produces."""
+
+
+def _default_width(budget: int, margin: int) -> int:
+    """The width of vectors: half the groups of a row, and half of the tokens that can be listed.
+
+    Where no token in a slot is among the best, as in an empty mirror, `n` maxima must reach the
+    bound. Of g groups of random tokens -g log(1 - n/g) tokens then do: few enough where g > 1.75 n.
+    """
+    width = int(triton.next_power_of_2(max(budget, (budget + margin) * 7 // 8)))
+    return min(max(512, width), MOST_SLOTS)
+
+
+def _workspace_width(width: int) -> int:
+    """The width in units of 8 bytes: two counters, a list of ranks, and one of 4-byte groups."""
+    return 1 + 2 * width + width
+
+
+def select_workspace(
+    rows: int, layers: int, kv_heads: int, budget: int, margin: int, device: torch.device
+) -> Tensor:
+    """Make scratch for `rows` rows of any length.
+
+    Each row, layer and kv head has two counters, a list of tokens and a list of groups. One launch
+    after another may use it on one stream.
+
+    Returns:
+        (R * L * Hkv, width) int64.
+    """
+    width = _workspace_width(_default_width(budget, margin))
+    return torch.empty((rows * layers * kv_heads, width), dtype=torch.int64, device=device)
+
+
+def _registers(warps: int, programs: int) -> int:
+    """How many registers a thread has if so many programs share a multiprocessor's 64 K."""
+    return min(255, max(32, 65536 // (32 * warps * programs) // 8 * 8))
+
+
+def select_step(
+    scores: Tensor,
+    mirror: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    first_layer: int,
+    sink_tokens: int,
+    recent_tokens: int,
+    margin: int,
+    workspace: Tensor,
+    entering: Tensor,
+    entering_slots: Tensor,
+    counts: Tensor,
+    width: int | None = None,
+    warps: int | None = None,
+    resident_programs: int = 2,
+) -> None:
+    """See the reference. One launch; rows of up to a million tokens.
+
+    Overwrites the scores of tokens in slots. A NaN score whose 32 bits are all ones, which no
+    arithmetic produces, does not compete.
+
+    Args:
+        width: the width of vectors, a power of two, at least k and half of k + margin. Only time
+            depends on it, and on what follows.
+        warps: how many warps a program has.
+        resident_programs: how many programs a multiprocessor should have registers for.
+    """
+    rows, layers, kv_heads, row_capacity = scores.shape
+    budget, capacity = mirror.shape[-1], entering.shape[-1]
+    units = rows * layers * kv_heads
+    width = width or _default_width(budget, margin)
+    warps = warps or min(16, max(1, width // 128))
+    for tensor in (scores, mirror, slots, positions, workspace, entering, entering_slots, counts):
+        assert tensor.is_contiguous()
+    assert mirror.shape[2] == kv_heads
+    assert entering.shape == entering_slots.shape == (*scores.shape[:3], capacity)
+    assert workspace.shape[0] >= units
+    assert workspace.shape[1] >= _workspace_width(width)
+    assert width >= budget
+    assert budget + margin <= 2 * width <= 2 * MOST_SLOTS  # a count takes 16 bits
+    assert row_capacity**2 < width << 33  # or the reciprocal of a group's size would not be exact
+    if units == 0:
+        return
+    _select[(units,)](
+        scores.view(torch.int32),
+        mirror,
+        slots,
+        positions,
+        workspace,
+        entering,
+        entering_slots,
+        counts,
+        row_capacity,
+        mirror.shape[1],
+        first_layer,
+        sink_tokens,
+        recent_tokens,
+        workspace.shape[1],
+        LAYERS=layers,
+        KV_HEADS=kv_heads,
+        BUDGET=budget,
+        MARGIN=margin,
+        CAPACITY=capacity,
+        WIDTH=width,
+        ENTERING=triton.next_power_of_2(capacity),
+        num_warps=warps,
+        maxnreg=_registers(warps, resident_programs),
+    )
+
+
+@triton.jit
+def _order_keys(bits):
+    """Map the bits of float32 scores to int32 keys in the order of the scores."""
+    keys = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    keys = tl.where(bits == _LOWEST, 0, keys)  # -0.0 equals 0.0
+    keys = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, _FLOOR, keys)
+    return tl.where(bits == _RESIDENT, _LOWEST, keys)
+
+
+@triton.jit
+def _load_keys(scores, token, mask, start, stop):
+    """Load the keys of tokens; those masked and those outside [start, stop) get `_LOWEST`."""
+    bits = tl.load(scores + token, mask=mask, other=_RESIDENT)
+    return tl.where((token >= start) & (token < stop), _order_keys(bits), _LOWEST)
+
+
+@triton.jit
+def _ranks(keys, token):
+    """Unique int64 ranks by key, and then by token; see `rank_keys` of the reference."""
+    return (keys.to(tl.int64) << 32) | token.to(tl.int64)
+
+
+@triton.jit
+def _group_maxima(scores, start, stop, WIDTH: tl.constexpr):
+    """Find the largest key of each group, (WIDTH,) twice; token t is in group t % (2 * WIDTH)."""
+    lower = tl.full((WIDTH,), _LOWEST, tl.int32)
+    upper = tl.full((WIDTH,), _LOWEST, tl.int32)
+    for first in range(0, stop, 2 * WIDTH):
+        token = first + tl.arange(0, WIDTH)
+        lower = tl.maximum(lower, _load_keys(scores, token, token < stop, start, stop))
+        token += WIDTH
+        upper = tl.maximum(upper, _load_keys(scores, token, token < stop, start, stop))
+    return lower, upper
+
+
+@triton.jit
+def _find_key_bound(maxima, slot_keys, highest, needed):
+    """Find a key that at least `needed` tokens reach, and not many more."""
+    lower, upper = maxima
+    low = tl.full((), _FLOOR, tl.int32)
+    high = highest + 1
+    # The lowest group is a better first guess than the middle of all numbers.
+    lowest = tl.minimum(
+        tl.where(lower > _LOWEST, lower, highest), tl.where(upper > _LOWEST, upper, highest)
+    )
+    guess = tl.maximum(tl.min(lowest), low)
+    found = (lower >= guess).to(tl.int32) + (upper >= guess).to(tl.int32)
+    found = tl.sum(found + (slot_keys >= guess).to(tl.int32))
+    low = tl.where(found >= needed, guess, low)
+    high = tl.where(found >= needed, high, guess)
+    return search((lower, upper, slot_keys), low, high, needed, needed + needed // 16)
+
+
+@triton.jit
+def _append(entries, counter, capacity, values, mask, SIZE: tl.constexpr):
+    """Append the masked values to a list, in any order; those beyond its capacity only count."""
+    one = tl.full((SIZE,), 1, tl.int32)
+    index = tl.atomic_add(counter + tl.zeros((SIZE,), tl.int32), one, mask, sem="relaxed")
+    tl.store(entries + index, values, mask=mask & (index < capacity))
+
+
+@triton.jit
+def _list_outsiders(scores, start, stop, maxima, bound, counters, entries, WIDTH: tl.constexpr):
+    """Write the ranks at or above the bound, in any order, and return how many there are.
+
+    Those beyond 2 * WIDTH are only counted. The groups that reach the bound are listed first,
+    behind the list, so that only their tokens are looked at.
+    """
+    SIZE: tl.constexpr = 2 * WIDTH
+    tl.store(counters + tl.arange(0, 2), tl.zeros((2,), tl.int32))
+    tl.debug_barrier()
+    key = (bound >> 32).to(tl.int32)
+    groups = (entries + SIZE).to(tl.pointer_type(tl.int32))
+    for half in tl.static_range(2):
+        numbers = half * WIDTH + tl.arange(0, WIDTH)
+        _append(groups, counters, SIZE, numbers, maxima[half] >= key, WIDTH)
+    tl.debug_barrier()
+    # How many tokens a group has: never one, whose reciprocal would have 33 bits.
+    rounds = tl.maximum(tl.cdiv(stop, SIZE), 2)
+    reciprocal = ((1 << 32) // rounds.to(tl.int64) + 1).to(tl.uint32)
+    looked_at = tl.load(counters, volatile=True) * rounds
+    for first in range(0, looked_at, SIZE):
+        index = first + tl.arange(0, SIZE)
+        entry = tl.umulhi(index.to(tl.uint32), reciprocal).to(tl.int32)  # index // rounds
+        group = tl.load(groups + entry, mask=index < looked_at, other=0)
+        token = group + (index - entry * rounds) * SIZE
+        keys = _load_keys(scores, token, (index < looked_at) & (token < stop), start, stop)
+        ranks = _ranks(keys, token)
+        _append(entries, counters + 1, SIZE, ranks, ranks >= bound, SIZE)
+    tl.debug_barrier()
+    return tl.load(counters + 1, volatile=True)
+
+
+@triton.jit
+def _raise_bound(scores, start, stop, slot_ranks, low, high, fewest, WIDTH: tl.constexpr):
+    """Find a bound that few enough tokens reach by reading the row again and again.
+
+    This happens where very many tokens share a score, or the best share their groups.
+    """
+    while distance(low, high) > 1:
+        first, second = thirds(low, high)
+        reached = reaching(slot_ranks, first, second)
+        for begin in range(0, stop, WIDTH):
+            token = begin + tl.arange(0, WIDTH)
+            keys = _load_keys(scores, token, token < stop, start, stop)
+            reached += reaching(_ranks(keys, token), first, second)
+        low, high = narrow(low, high, first, second, tl.sum(reached), fewest, 2 * WIDTH)
+    return low
+
+
+@triton.jit
+def _write_entering(keys, tokens, key, token, counter, entering, count, ENTERING: tl.constexpr):
+    """Write the `count` tokens whose ranks reach the given one, in the order of tokens."""
+    tl.store(counter, 0)
+    tl.debug_barrier()
+    for index in tl.static_range(len(keys)):
+        enters = reaches(keys[index], tokens[index], key, token)
+        _append(entering, counter, count, tokens[index], enters, keys[0].shape[0])
+    tl.debug_barrier()
+    # Sorted: a token's place is how many others are smaller.
+    OTHERS: tl.constexpr = min(ENTERING, 64)
+    place = tl.arange(0, ENTERING)
+    used = place < count
+    found = tl.load(entering + place, mask=used, other=0)
+    order = tl.zeros((ENTERING,), tl.int32)
+    for first in range(0, count, OTHERS):
+        other = first + tl.arange(0, OTHERS)
+        others = tl.load(entering + other, mask=other < count, other=0x7FFFFFFF)
+        order += tl.sum((others[None, :] < found[:, None]).to(tl.int32), axis=1)
+    tl.debug_barrier()
+    tl.store(entering + order, found, mask=used)
+
+
+@triton.jit
+def _spare_highest(stays, keys, tokens, highest, count):
+    """Let the `count` best of the tokens in slots that do not stay, none above `highest`, stay too.
+
+    Those that do not compete are not spared, even if that leaves fewer.
+    """
+    left = tl.where(stays > 0, _LOWEST, keys)
+    competes = left > _LOWEST
+    count = tl.minimum(count, tl.sum(competes.to(tl.int32)))
+    if count > 0:
+        lowest = tl.min(tl.where(competes, left, highest))
+        key, token = find_rank((left,), (tokens,), lowest, highest + 1, count)
+        stays += reaches(left, tokens, key, token).to(tl.int32)
+    return stays
+
+
+@triton.jit
+def _fill_slots(mirror, stays, entering, entering_slots, empties, count, BUDGET: tl.constexpr):
+    """Put the entering tokens into empty slots, and then into those whose token does not stay.
+
+    Where those are more, the first are taken. `empties` is how many slots are empty.
+    """
+    slot = tl.arange(0, stays.shape[0])
+    inside = slot < BUDGET
+    token = tl.load(mirror + slot, mask=inside, other=0)
+    empty = (inside & (token < 0)).to(tl.int32)
+    left = (inside & (token >= 0) & (stays == 0)).to(tl.int32)
+    before = tl.cumsum(empty + (left << 16))  # two sums in one
+    order = tl.where(empty > 0, before & 0xFFFF, empties + (before >> 16)) - 1
+    takes = (empty + left > 0) & (order < count)
+    tl.store(mirror + slot, tl.load(entering + order, mask=takes), mask=takes)
+    tl.store(entering_slots + order, slot, mask=takes)
+
+
+@triton.jit
+def _exchange(
+    keys,
+    tokens,
+    in_slots,
+    bounds,
+    scratch,
+    out,
+    BUDGET: tl.constexpr,
+    CAPACITY: tl.constexpr,
+    ENTERING: tl.constexpr,
+):
+    """Let the best tokens stay in their slots, and others of the best enter; return how many.
+
+    Args:
+        keys, tokens: vectors of the tokens that are listed.
+        in_slots: keys and tokens of those in slots; how many slots are empty, and how many tokens
+            are to be in slots.
+        bounds: a key that `depth` keys reach, the highest of all, and `depth`: so many of the best
+            stay, if they are in slots.
+        scratch: a counter.
+        out: the unit's mirror, entering tokens and their slots, and its row's counts.
+    """
+    slot_keys, slot_tokens, empties, wished = in_slots
+    low, highest, depth = bounds
+    mirror, entering, entering_slots, counts = out
+    # The exact rank of the best `depth`: which tokens stay in their slots.
+    every_key, every_token = (slot_keys,) + keys, (slot_tokens,) + tokens  # noqa: RUF005
+    key, token = find_rank(every_key, every_token, low, highest + 1, depth)
+    stays = reaches(slot_keys, slot_tokens, key, token).to(tl.int32)
+    staying = tl.sum(stays)
+    wanted = wished - staying
+    enter_count = tl.minimum(wanted, CAPACITY)
+    if enter_count > 0:
+        if wanted > CAPACITY:
+            # Of the tokens that fell out as many stay as do not have to leave.
+            leaving = tl.maximum(enter_count - empties, 0)
+            spared = BUDGET - empties - staying - leaving
+            stays = _spare_highest(stays, slot_keys, slot_tokens, key, spared)
+        # Those that enter are among the best `depth`, and so in the list.
+        key, token = find_rank(keys, tokens, key, highest + 1, enter_count)
+        _write_entering(keys, tokens, key, token, scratch, entering, enter_count, ENTERING)
+        tl.debug_barrier()
+        _fill_slots(mirror, stays, entering, entering_slots, empties, enter_count, BUDGET)
+        tl.atomic_add(counts, enter_count)
+        if wanted > CAPACITY:
+            tl.atomic_add(counts + 1, wanted - CAPACITY)
+    return enter_count
+
+
+@triton.jit(
+    do_not_specialize=[
+        "row_capacity",
+        "state_layers",
+        "first_layer",
+        "sink_tokens",
+        "recent_tokens",
+        "workspace_width",
+    ],
+    do_not_specialize_on_alignment=["slots", "positions", "counts"],
+)
+def _select(
+    scores,
+    mirror,
+    slots,
+    positions,
+    workspace,
+    entering,
+    entering_slots,
+    counts,
+    row_capacity,
+    state_layers,
+    first_layer,
+    sink_tokens,
+    recent_tokens,
+    workspace_width,
+    LAYERS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    BUDGET: tl.constexpr,
+    MARGIN: tl.constexpr,
+    CAPACITY: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ENTERING: tl.constexpr,
+):
+    """One program selects the tokens of a unit, a row's kv head in one layer."""
+    unit = tl.program_id(0).to(tl.int64)
+    row = unit // (LAYERS * KV_HEADS)
+    layer_head = unit % (LAYERS * KV_HEADS)
+    state_slot = tl.load(slots + row).to(tl.int64)
+    entering += unit * CAPACITY
+    entering_slots += unit * CAPACITY
+    enter_count = 0
+
+    if state_slot >= 0:
+        scores += unit * row_capacity
+        mirror += ((state_slot * state_layers + first_layer) * KV_HEADS + layer_head) * BUDGET
+        scratch = workspace + unit * workspace_width
+        counters = scratch.to(tl.pointer_type(tl.int32))
+        entries = scratch + 1
+        # The tokens that compete: [start, stop).
+        start = sink_tokens
+        stop = tl.load(positions + row) - recent_tokens + 1
+        stop = tl.where(stop > start, stop, 0)
+        candidates = tl.maximum(stop - start, 0)
+
+        # The tokens in slots are taken out of the row.
+        slot = tl.arange(0, WIDTH)  # [WIDTH], as all vectors below
+        slot_tokens = tl.load(mirror + slot, mask=slot < BUDGET, other=-1)
+        competes = (slot_tokens >= start) & (slot_tokens < stop)
+        empties = tl.sum(((slot < BUDGET) & (slot_tokens < 0)).to(tl.int32))
+        slot_tokens = tl.where(competes, slot_tokens, 0)
+        slot_keys = _load_keys(scores, slot_tokens, competes, start, stop)
+        slot_keys = tl.where(competes, slot_keys, _LOWEST)
+        tl.debug_barrier()
+        tl.store(scores + slot_tokens, tl.full((WIDTH,), _RESIDENT, tl.int32), mask=competes)
+        tl.debug_barrier()
+
+        # A bound that not many more tokens reach than the best `depth`, and a list of those.
+        maxima = _group_maxima(scores, start, stop, WIDTH)
+        highest = tl.max(tl.maximum(tl.maximum(maxima[0], maxima[1]), slot_keys))
+        depth = tl.minimum(BUDGET + MARGIN, candidates)
+        low = _find_key_bound(maxima, slot_keys, highest, depth)
+        bound = low.to(tl.int64) << 32
+        listed = _list_outsiders(scores, start, stop, maxima, bound, counters, entries, WIDTH)
+        if listed > 2 * WIDTH:
+            slot_ranks = _ranks(slot_keys, slot_tokens)
+            high = (highest.to(tl.int64) + 1) << 32
+            bound = _raise_bound(scores, start, stop, slot_ranks, bound, high, depth, WIDTH)
+            low = (bound >> 32).to(tl.int32)
+            listed = _list_outsiders(scores, start, stop, maxima, bound, counters, entries, WIDTH)
+        lower = tl.load(entries + slot, mask=slot < listed, other=_LOWEST_RANK)
+        key, token = (lower >> 32).to(tl.int32), lower.to(tl.int32)
+        in_slots = (slot_keys, slot_tokens, empties, tl.minimum(BUDGET, candidates))
+        bounds = (low, highest, depth)
+        out = (mirror, entering, entering_slots, counts + row * 2)
+        if listed > WIDTH:
+            upper = tl.load(entries + WIDTH + slot, mask=WIDTH + slot < listed, other=_LOWEST_RANK)
+            enter_count = _exchange(
+                (key, (upper >> 32).to(tl.int32)),
+                (token, upper.to(tl.int32)),
+                in_slots,
+                bounds,
+                counters,
+                out,
+                BUDGET,
+                CAPACITY,
+                ENTERING,
+            )
+        else:  # as nearly always: counts are of fewer
+            enter_count = _exchange(
+                (key,), (token,), in_slots, bounds, counters, out, BUDGET, CAPACITY, ENTERING
+            )
+
+    # Padding behind the tokens that enter.
+    pad = tl.arange(0, ENTERING)
+    padded = (pad >= enter_count) & (pad < CAPACITY)
+    nothing = tl.full((ENTERING,), -1, tl.int32)
+    tl.store(entering + pad, nothing, mask=padded)
+    tl.store(entering_slots + pad, nothing, mask=padded)

@@ -1,0 +1,200 @@
+"""Keys are encoded as sketches, Triton.
+
+A program computes as many channels as one product on a multiprocessor has columns. A token that is
+appended would wait for one part of its channels after the other, if a program computed them all.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from cache_rank.kernels.sketch.reference import Sketch, SketchShape
+
+_BLOCK_KEYS = 32
+_BLOCK_CHANNELS = tl.constexpr(16)
+"""A program encodes so many channels of so many keys."""
+
+
+def append_codes(
+    keys: Tensor,
+    code_pool: Tensor,
+    sketch: Sketch,
+    shape: SketchShape,
+    page_table: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    first_layer: int,
+) -> None:
+    """See the reference. One launch; D is a power of two."""
+    by_token = keys.transpose(0, 1)  # (L, R, Hkv, D)
+    _encode_tokens(
+        by_token, code_pool, sketch, shape, page_table, slots, positions, first_layer, None
+    )
+
+
+def load_codes(
+    keys: Tensor,
+    code_pool: Tensor,
+    sketch: Sketch,
+    shape: SketchShape,
+    pages: Tensor,
+    start: int,
+) -> None:
+    """See the reference. One launch; D is a power of two."""
+    _encode_tokens(keys, code_pool, sketch, shape, pages.unsqueeze(0), None, None, 0, start)
+
+
+def _encode_tokens(
+    keys: Tensor,
+    code_pool: Tensor,
+    sketch: Sketch,
+    shape: SketchShape,
+    page_table: Tensor,
+    slots: Tensor | None,
+    positions: Tensor | None,
+    first_layer: int,
+    start: int | None,
+) -> None:
+    """Encode tokens, (layers, n, Hkv, D): one a row of the table, or from `start` on of the one."""
+    layers, count, kv_heads, head_dim = keys.shape
+    channels = sketch.keys.shape[2]
+    assert keys.stride(3) == 1
+    assert page_table.stride(1) == 1
+    assert code_pool.is_contiguous()
+    assert code_pool.shape[4] == shape.bytes
+    fine_parts = triton.cdiv(shape.fine, _BLOCK_CHANNELS.value)
+    parts = fine_parts + triton.cdiv(shape.coarse, _BLOCK_CHANNELS.value)
+    _encode[(triton.cdiv(count, _BLOCK_KEYS), layers * kv_heads, parts)](
+        keys,
+        sketch.keys,
+        sketch.shift,
+        code_pool,
+        page_table,
+        page_table if slots is None else slots,
+        page_table if positions is None else positions,
+        first_layer,
+        start or 0,
+        count,
+        *keys.stride()[:3],
+        code_pool.shape[1],
+        page_table.stride(0),
+        IS_LOAD=start is not None,
+        KV_HEADS=kv_heads,
+        HEAD_DIM=head_dim,
+        CHANNELS=channels,
+        FINE=shape.fine,
+        COARSE=shape.coarse,
+        PAGE=code_pool.shape[3],
+        SIZE=shape.bytes,
+        FINE_PARTS=fine_parts,
+        BLOCK=_BLOCK_KEYS,
+    )
+
+
+@triton.jit
+def _encode_part(
+    key,
+    maps,
+    shift,
+    target,
+    is_token,
+    part,
+    CHANNELS: tl.constexpr,
+    BITS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Write a part of the bytes of channels of BITS bits.
+
+    Args:
+        key: (BLOCK, D) float32.
+        maps, shift: of the first of these channels.
+        target: (BLOCK,), where the first of these bytes goes.
+        is_token: (BLOCK,).
+        part: which.
+        CHANNELS: how many there are of so many bits.
+    """
+    SHARE: tl.constexpr = 8 // BITS  # channels that share a byte lie CHANNELS // SHARE apart
+    BYTES: tl.constexpr = _BLOCK_CHANNELS // SHARE
+    column = tl.arange(0, _BLOCK_CHANNELS)
+    byte, place = part * BYTES + column % BYTES, column // BYTES
+    channel = place * (CHANNELS // SHARE) + byte
+    is_channel = byte < CHANNELS // SHARE
+    dims = tl.arange(0, HEAD_DIM)
+    of_channel = tl.load(
+        maps + channel[None, :] * HEAD_DIM + dims[:, None], mask=is_channel[None, :], other=0.0
+    )
+    below = tl.load(shift + channel, mask=is_channel, other=0.0)
+    # How many whole steps keys lie above the mean: [BLOCK, channels]
+    steps = tl.floor(tl.dot(key, of_channel, input_precision="ieee") - below[None, :])
+    HALF: tl.constexpr = 1 << (BITS - 1)
+    codes = tl.clamp(steps + HALF, 0.0, 2.0 * HALF - 1).to(tl.int32) << (BITS * place)[None, :]
+    packed = tl.sum(tl.reshape(codes, (BLOCK, SHARE, BYTES)), axis=1)
+    byte = part * BYTES + tl.arange(0, BYTES)
+    is_byte = is_token[:, None] & (byte < CHANNELS // SHARE)[None, :]
+    tl.store(target[:, None] + byte[None, :], packed.to(tl.uint8), mask=is_byte)
+
+
+@triton.jit(
+    do_not_specialize=["first_layer", "start", "count", "pool_layers", "page_stride"],
+    do_not_specialize_on_alignment=["page_table", "slots", "positions"],
+)
+def _encode(
+    keys,
+    maps,
+    shift,
+    codes,
+    page_table,
+    slots,
+    positions,
+    first_layer,
+    start,
+    count,
+    layer_stride,
+    token_stride,
+    head_stride,
+    pool_layers,
+    page_stride,
+    IS_LOAD: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    FINE: tl.constexpr,
+    COARSE: tl.constexpr,
+    PAGE: tl.constexpr,
+    SIZE: tl.constexpr,
+    FINE_PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program encodes a part of the channels of BLOCK keys of a head."""
+    layer, head = tl.program_id(1) // KV_HEADS, tl.program_id(1) % KV_HEADS
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    is_token = index < count
+    if IS_LOAD:
+        position = start + index
+        table = page_table + tl.zeros_like(index)
+    else:
+        position = tl.load(positions + index, mask=is_token, other=0)
+        is_token = is_token & (tl.load(slots + index, mask=is_token, other=-1) >= 0)
+        table = page_table + index.to(tl.int64) * page_stride
+    page = tl.load(table + position // PAGE, mask=is_token, other=0).to(tl.int64)
+    dims = tl.arange(0, HEAD_DIM)
+    source = layer.to(tl.int64) * layer_stride + index.to(tl.int64) * token_stride
+    source += head * head_stride
+    key = tl.load(keys + source[:, None] + dims[None, :], mask=is_token[:, None], other=0.0).to(
+        tl.float32
+    )
+
+    own = ((first_layer + layer) * KV_HEADS + head).to(tl.int64) * CHANNELS
+    own_maps, own_shift = maps + own * HEAD_DIM, shift + own
+    row = ((page * pool_layers + first_layer + layer) * KV_HEADS + head) * PAGE + position % PAGE
+    target = codes + row * SIZE
+    part = tl.program_id(2)
+    if part < FINE_PARTS:
+        _encode_part(key, own_maps, own_shift, target, is_token, part, FINE, 4, HEAD_DIM, BLOCK)
+    else:
+        own_maps, own_shift = own_maps + FINE * HEAD_DIM, own_shift + FINE
+        target, part = target + FINE // 2, part - FINE_PARTS
+        _encode_part(key, own_maps, own_shift, target, is_token, part, COARSE, 2, HEAD_DIM, BLOCK)

@@ -1,0 +1,291 @@
+"""A sketch of keys that only scores read, some 2 bits an element, plain torch: the specification.
+
+What an error of a key costs is known from the queries that meet it. With C the second moment of the
+queries of a KV head, after rotary embedding, and μ the mean of its keys, an error of C^½ (k - μ)
+changes logits by its length in the mean. So that is what is coded: along its principal directions
+U, and divided by its standard deviations σ in these, largest first,
+
+    z = B (k - μ),  B = σ⁻¹ Uᵀ C^½        q·k = (B⁻ᵀ q)·z + q·μ
+
+The first channels of z are rounded to 4 bits, the next ones to 2, and the last, which hardly vary,
+are dropped. q·μ is the same for all tokens of a query head, and scores, which are
+log-probabilities, are the same without it.
+
+All of z have the variance 1, so that steps are the same for all channels and tokens: those with the
+least error of uniform codes of a normal distribution (Max, 1960). A code depends on its key alone.
+
+Scores know nothing of channels. A byte of a sketch is four crumbs, numbers of 2 bits, and a logit
+is the sum of all crumbs of a key, each times the weight that a query gives it:
+
+    a channel of 2 bits is a crumb, whose weight is that of the channel
+    a channel of 4 bits is two, of which the second counts four times as much
+
+What codes are counted from is the same for all tokens, too, and left out.
+
+A score is the largest log-probability of its token over the query heads of a group. Its normalizers
+are over all tokens; or over those that are attended to anyway, which are few, so that they are
+known before the others are read, and logits are never written.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from cache_rank.kernels.score.reference import ScoreWorkspace
+
+FINE_STEP, COARSE_STEP = 0.3352, 0.9957
+"""Steps of codes of 4 bits and of 2 bits, for a variance of 1."""
+
+
+class Attended(NamedTuple):
+    """The tokens that a step attends to.
+
+    Attributes:
+        chosen: (slots, layers, Hkv, k) int32, those in the slots of each sequence; -1 for none.
+        sinks, recent: so many first and newest tokens; none of them is chosen.
+    """
+
+    chosen: Tensor
+    sinks: int
+    recent: int
+
+
+class SketchShape(NamedTuple):
+    """Which channels are coded, of keys of D elements: those of 4 bits come first.
+
+    Attributes:
+        fine: channels of 4 bits, an even number.
+        coarse: channels of 2 bits, a multiple of 4.
+    """
+
+    fine: int
+    coarse: int
+
+    @property
+    def channels(self) -> int:
+        """All that are coded."""
+        return self.fine + self.coarse
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of a key."""
+        return self.fine // 2 + self.coarse // 4
+
+
+def sketch_shape(head_dim: int, bits: int) -> SketchShape:
+    """The channels of a sketch of 1, 2, 3 or 4 bits an element of a key; D is a multiple of 32."""
+    fine, coarse = {1: (1, 2), 2: (2, 4), 3: (4, 4), 4: (8, 0)}[bits]
+    return SketchShape(fine * head_dim // 8, coarse * head_dim // 8)
+
+
+class Sketch(NamedTuple):
+    """What maps keys to codes, and queries to what multiplies codes.
+
+    Attributes:
+        keys: (layers, Hkv, C, D) float32, B in units of the steps.
+        shift: (layers, Hkv, C) float32, what it makes of μ.
+        queries: (layers, Hkv, 4 · bytes, D) float32, B⁻ᵀ times the steps, of the first crumb of
+            every byte, of every second one, and so on.
+    """
+
+    keys: Tensor
+    shift: Tensor
+    queries: Tensor
+
+
+def make_sketch(basis: Tensor, mean: Tensor, shape: SketchShape) -> Sketch:
+    """Make the maps.
+
+    Args:
+        basis: (layers, Hkv, D, D) float32, B.
+        mean: (layers, Hkv, D) float32, μ.
+        shape: which channels are coded.
+    """
+    steps = basis.new_full((shape.channels, 1), FINE_STEP, dtype=torch.float64)
+    steps[shape.fine :] = COARSE_STEP
+    exact = basis.double()
+    keys = exact[..., : shape.channels, :] / steps
+    shift = (keys @ mean.double().unsqueeze(-1)).squeeze(-1)
+    weights = torch.linalg.inv(exact).mT[..., : shape.channels, :] * steps
+    low, high = weights[..., : shape.fine, :].chunk(2, dim=-2)
+    of_fine = (low, 4 * low, high, 4 * high)
+    of_coarse = (
+        weights[..., shape.fine :, :].chunk(4, dim=-2) if shape.coarse else [low[..., :0, :]] * 4
+    )
+    parts = [part for pair in zip(of_fine, of_coarse, strict=True) for part in pair]
+    return Sketch(keys.float(), shift.float(), torch.cat(parts, dim=-2).float())
+
+
+def encode_keys(keys: Tensor, sketch: Sketch, shape: SketchShape) -> Tensor:
+    """Encode keys of all heads of some layers.
+
+    Args:
+        keys: (layers, Hkv, n, D), any float dtype.
+        sketch: of these layers.
+        shape: which channels are coded.
+
+    Returns:
+        (layers, Hkv, n, bytes) uint8.
+    """
+    # In float64, so that no order of a sum decides on a code.
+    steps = keys.double() @ sketch.keys.double().mT - sketch.shift.double().unsqueeze(-2)
+    whole = steps.nan_to_num().floor()
+    fine = (whole[..., : shape.fine] + 8).clamp(0, 15).to(torch.uint8)
+    coarse = (whole[..., shape.fine :] + 2).clamp(0, 3).to(torch.uint8)
+    return torch.cat((_pack(fine, 4), _pack(coarse, 2)), dim=-1)
+
+
+def crumbs(codes: Tensor) -> Tensor:
+    """The crumbs of codes, (..., bytes) uint8: (..., 4 · bytes) float32, see `Sketch`."""
+    return _unpack(codes, 2)
+
+
+def crumb_weights(queries: Tensor, sketch: Sketch, scale: float) -> Tensor:
+    """What queries give the crumbs: (..., layers, Hkv, G, 4 · bytes) float32.
+
+    Args:
+        queries: (..., layers, Hq, D) float32.
+        sketch: of these layers.
+        scale: factor on the logits.
+    """
+    grouped = queries.unflatten(-2, (sketch.queries.shape[1], -1))
+    return (grouped * scale) @ sketch.queries.mT
+
+
+def score_sketch(
+    queries: Tensor,
+    code_pool: Tensor,
+    sketch: Sketch,
+    shape: SketchShape,
+    page_table: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    first_layer: int,
+    scale: float,
+    workspace: ScoreWorkspace,
+    out: Tensor,
+    attended: Attended | None = None,
+) -> None:
+    """Score the resident tokens of every row of a step by their codes; see `score_step`.
+
+    Args:
+        queries: (R, L, Hq, D) float32.
+        code_pool: (pages, layers, Hkv, P, bytes) uint8.
+        sketch: of all layers.
+        shape: which channels are coded.
+        page_table: (R, max pages) int32.
+        slots: (R,) int32; a row of slot -1 is left alone.
+        positions: (R,) int32; tokens [0, position] are scored.
+        first_layer: index of the first of the L layers in the pool.
+        scale: factor on the logits.
+        workspace: what `score_workspace` made.
+        out: (R, L, Hkv, capacity) float32, written in place; entries of other tokens keep what they
+            hold.
+        attended: whose log-sum-exp normalizes logits; by default that of all tokens does.
+    """
+    layers, page_tokens = queries.shape[1], code_pool.shape[3]
+    of_layers = Sketch(*(part[first_layer : first_layer + layers] for part in sketch))
+    for row, (slot, position) in enumerate(zip(slots.tolist(), positions.tolist(), strict=True)):
+        if slot < 0:
+            continue
+        pages = page_table[row, : position // page_tokens + 1].to(torch.int64)
+        codes = code_pool[:, first_layer : first_layer + layers][pages]  # (pages, L, Hkv, P, bytes)
+        codes = codes.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, : position + 1]
+        logits = crumb_weights(queries[row], of_layers, scale) @ crumbs(codes).mT  # (L, Hkv, G, T)
+        normalizer = logits.logsumexp(-1, keepdim=True)
+        if attended is not None:
+            chosen = attended.chosen[slot, first_layer : first_layer + layers]
+            normalizer = attended_normalizer(logits, chosen, attended.sinks, attended.recent)
+        out[row, :, :, : position + 1] = (logits - normalizer).amax(dim=-2)
+
+
+def attended_normalizer(logits: Tensor, chosen: Tensor, sinks: int, recent: int) -> Tensor:
+    """The log-sum-exp of the logits of tokens that are attended to, or 0 if there are none.
+
+    Args:
+        logits: (L, Hkv, G, T) float32, of all tokens.
+        chosen: (L, Hkv, k) int32, tokens that are neither sinks nor recent; -1 for none.
+        sinks, recent: so many first and newest tokens.
+
+    Returns:
+        (L, Hkv, G, 1) float32.
+    """
+    tokens = logits.shape[-1]
+    token = torch.arange(tokens, device=logits.device)
+    is_attended = ((token < sinks) | (token >= tokens - recent)).expand(*chosen.shape[:2], tokens)
+    is_attended = torch.cat((is_attended, is_attended[..., :1]), dim=-1)  # and of no token
+    chosen = torch.where(chosen < 0, tokens, chosen).to(torch.int64)
+    is_attended = is_attended.scatter(-1, chosen, value=True)[..., :tokens].unsqueeze(-2)
+    normalizer = logits.masked_fill(~is_attended, -torch.inf).logsumexp(-1, keepdim=True)
+    return torch.where(normalizer == -torch.inf, 0.0, normalizer)
+
+
+def append_codes(
+    keys: Tensor,
+    code_pool: Tensor,
+    sketch: Sketch,
+    shape: SketchShape,
+    page_table: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    first_layer: int,
+) -> None:
+    """Encode the newest key of every row, for the layers of a group.
+
+    Args:
+        keys: (R, L, Hkv, D), any strides but that of D.
+        code_pool: (pages, layers, Hkv, P, bytes) uint8, written in place.
+        sketch, shape: as for `score_sketch`.
+        page_table, slots, positions, first_layer: as for `append_step`.
+    """
+    row = (slots >= 0).nonzero().squeeze(-1)
+    position = positions[row].to(torch.int64)
+    page_tokens, layers = code_pool.shape[3], keys.shape[1]
+    of_layers = Sketch(*(part[first_layer : first_layer + layers] for part in sketch))
+    codes = encode_keys(keys[row].permute(1, 2, 0, 3), of_layers, shape)  # (L, Hkv, rows, bytes)
+    page = page_table[row, position // page_tokens].to(torch.int64)
+    layer = torch.arange(first_layer, first_layer + layers, device=keys.device)
+    offset = (position % page_tokens).unsqueeze(-1)
+    code_pool[page.unsqueeze(-1), layer, :, offset] = codes.permute(2, 0, 1, 3)
+
+
+def load_codes(
+    keys: Tensor,
+    code_pool: Tensor,
+    sketch: Sketch,
+    shape: SketchShape,
+    pages: Tensor,
+    start: int,
+) -> None:
+    """Encode the keys of a shipment.
+
+    Args:
+        keys: (layers, n, Hkv, D).
+        code_pool: (pages, layers, Hkv, P, bytes) uint8, written in place.
+        sketch, shape: as for `score_sketch`.
+        pages: (max pages,) int32, the pages of the sequence in order.
+        start: position of the first token.
+    """
+    page_tokens = code_pool.shape[3]
+    position = torch.arange(start, start + keys.shape[1], device=keys.device)
+    page = pages[position // page_tokens].to(torch.int64)
+    codes = encode_keys(keys.transpose(1, 2), sketch, shape)  # (layers, Hkv, n, bytes)
+    code_pool[page, :, :, position % page_tokens] = codes.permute(2, 0, 1, 3)
+
+
+def _pack(codes: Tensor, bits: int) -> Tensor:
+    """Pack codes: channels that lie C · bits / 8 apart share a byte, the first its low bits."""
+    parts = codes.chunk(8 // bits, dim=-1) if codes.shape[-1] else []
+    packed = codes.new_zeros((*codes.shape[:-1], codes.shape[-1] * bits // 8))
+    for index, part in enumerate(parts):
+        packed |= part << index * bits
+    return packed
+
+
+def _unpack(packed: Tensor, bits: int) -> Tensor:
+    """Unpack codes to float32."""
+    parts = [packed >> shift & (1 << bits) - 1 for shift in range(0, 8, bits)]
+    return torch.cat(parts, dim=-1).float()

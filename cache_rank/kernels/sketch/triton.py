@@ -1,0 +1,501 @@
+"""A sketch of keys is scored, Triton; `encoding` makes it.
+
+Scores multiply bytes of crumbs as integers of 8 bits: a byte is shifted and masked four times, four
+bytes in an instruction, and each of the four is one product on the matrix unit. Weights, which are
+computed once a step, are in two digits of 8 bits. So what a token costs is its bytes.
+
+Where normalizers are those of attended tokens, a few programs a unit read these first, and scores
+are written as they are computed. Else logits are written and read again, see kernels/score.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from cache_rank.kernels.coded.digits import (
+    digit_columns,
+    is_digit,
+    split_digits,
+    sum_of_digits,
+    unit_of_heads,
+    unit_of_rows,
+)
+from cache_rank.kernels.score.reference import ScoreWorkspace
+from cache_rank.kernels.score.triton import (
+    CHUNK_TOKENS,
+    finish_scores,
+    score_constants,
+    score_grid,
+    scratch,
+    store_logits,
+    sum_up_chunk,
+)
+from cache_rank.kernels.sketch.encoding import append_codes, load_codes
+from cache_rank.kernels.sketch.reference import Attended, Sketch, SketchShape
+
+__all__ = ["append_codes", "load_codes", "score_sketch"]
+
+
+class Launch(NamedTuple):
+    """How scores are spread over a GPU; only time depends on it.
+
+    Attributes:
+        block: tokens whose crumbs a program multiplies at a time, which are of one page.
+        chunk: tokens that a program scores.
+        warps, stages: of a program.
+    """
+
+    block: int
+    chunk: int
+    warps: int
+    stages: int
+
+
+LAUNCH_OF_ALL = Launch(256, 2 * CHUNK_TOKENS, 4, 3)
+"""Where the normalizers are those of all tokens."""
+
+LAUNCH_OF_ATTENDED = Launch(64, 1024, 1, 5)
+"""Where they are those of attended tokens."""
+
+_NORMALIZER_PARTS = 8
+"""So many programs share the attended tokens of a unit: each waits for memory time and again."""
+
+_BLOCK_CRUMBS = 32
+"""A program computes so many of the weights of its query heads."""
+
+
+def _beside_logits(workspace: ScoreWorkspace, *shapes: tuple[int, ...]) -> Iterator[Tensor]:
+    """Make float32 tensors in the half of the scratch that rounded logits leave.
+
+    What is allocated while a graph is captured, the graph keeps, and each length has graphs of its
+    own: they would fill the GPU.
+    """
+    room = workspace.logits.view(-1)
+    first = room.numel() // 2
+    for shape in shapes:
+        last = first + math.prod(shape)
+        yield room[first:last].view(shape)
+        first = last
+
+
+def score_sketch(
+    queries: Tensor,
+    code_pool: Tensor,
+    sketch: Sketch,
+    shape: SketchShape,
+    page_table: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    first_layer: int,
+    scale: float,
+    workspace: ScoreWorkspace,
+    out: Tensor,
+    attended: Attended | None = None,
+) -> None:
+    """See the reference. P is a power of two, 128 or more, and D is one.
+
+    Three launches: weights, logits and scores; or, if normalizers are those of attended tokens,
+    weights, these and scores.
+    """
+    rows, layers, query_heads, head_dim = queries.shape
+    pool_layers, kv_heads, page_tokens, size = code_pool.shape[1:]
+    group, crumbs = query_heads // kv_heads, 4 * size
+    assert code_pool.is_contiguous()
+    assert sketch.queries.shape == (pool_layers, kv_heads, crumbs, head_dim)
+    launch = LAUNCH_OF_ALL if attended is None else LAUNCH_OF_ATTENDED
+    block = min(launch.block, page_tokens)
+    assert page_tokens % block == 0
+    constants = score_constants(queries, workspace, out, launch.chunk)
+    chunks, units = score_grid(out, launch.chunk)
+    weights, normalizers = _beside_logits(
+        workspace,
+        (rows, layers, query_heads, crumbs),
+        (units, _NORMALIZER_PARTS, 2, constants["PADDED"]),
+    )
+    parts = triton.cdiv(crumbs, _BLOCK_CRUMBS)
+    block_queries = 64 if head_dim <= 128 else 16  # more of 256 do not fit into registers
+    _weigh[(layers * kv_heads, triton.cdiv(rows * group, block_queries), parts)](
+        queries,
+        sketch.queries,
+        weights,
+        rows,
+        first_layer,
+        scale,
+        LAYERS=layers,
+        KV_HEADS=kv_heads,
+        GROUP=group,
+        CRUMBS=crumbs,
+        HEAD_DIM=head_dim,
+        BLOCK_CRUMBS=_BLOCK_CRUMBS,
+        BLOCK_QUERIES=block_queries,
+    )
+    del constants["PARTS"], constants["HEAD_DIM"]
+    constants |= {
+        "SIZE": size,
+        "WIDTH": max(32, triton.next_power_of_2(size)),  # the matrix unit takes 32 bytes at a time
+        "PAGE": page_tokens,
+        "BLOCK": block,
+        "COLUMNS": digit_columns(queries, out),
+        "STAGES": launch.stages,
+        "INTERPRETED": not queries.is_cuda,
+        "NORMALIZER_PARTS": 0 if attended is None else _NORMALIZER_PARTS,
+    }
+    if attended is not None:
+        assert attended.chosen.is_contiguous()
+        _normalize[(_NORMALIZER_PARTS, units)](
+            weights,
+            code_pool,
+            page_table,
+            slots,
+            positions,
+            attended.chosen,
+            normalizers,
+            first_layer,
+            pool_layers,
+            page_table.stride(0),
+            attended.sinks,
+            attended.recent,
+            **{name: value for name, value in constants.items() if name != "CHUNK"},
+            BUDGET=attended.chosen.shape[-1],
+            num_warps=launch.warps,
+        )
+    logits, partial = scratch(workspace, rounded=True)
+    _score[(chunks, units)](
+        weights,
+        code_pool,
+        page_table,
+        slots,
+        positions,
+        normalizers,
+        logits,
+        partial,
+        out,
+        first_layer,
+        pool_layers,
+        page_table.stride(0),
+        out.shape[-1],
+        **constants,
+        num_warps=launch.warps,
+    )
+    if attended is None:
+        finish_scores(logits, partial, slots, positions, constants, out)
+
+
+@triton.jit(do_not_specialize=["rows", "first_layer", "scale"])
+def _weigh(
+    queries,
+    maps,
+    weights,
+    rows,
+    first_layer,
+    scale,
+    LAYERS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    CRUMBS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_CRUMBS: tl.constexpr,
+    BLOCK_QUERIES: tl.constexpr,
+):
+    """One program computes BLOCK_CRUMBS weights of BLOCK_QUERIES heads of a layer and KV head."""
+    layer, head = tl.program_id(0) // KV_HEADS, tl.program_id(0) % KV_HEADS
+    query = tl.program_id(1) * BLOCK_QUERIES + tl.arange(0, BLOCK_QUERIES)
+    row, in_group = query // GROUP, query % GROUP
+    is_query = (row < rows)[:, None]
+    dims = tl.arange(0, HEAD_DIM)
+    crumb = tl.program_id(2) * BLOCK_CRUMBS + tl.arange(0, BLOCK_CRUMBS)
+    index = (row * LAYERS + layer) * KV_HEADS * GROUP + head * GROUP + in_group
+    index = index.to(tl.int64)[:, None]
+    content = tl.load(queries + index * HEAD_DIM + dims[None, :], mask=is_query, other=0.0)
+    own = ((first_layer + layer) * KV_HEADS + head).to(tl.int64) * CRUMBS * HEAD_DIM
+    is_crumb = crumb < CRUMBS
+    map_of = tl.load(
+        maps + own + crumb[:, None] * HEAD_DIM + dims[None, :], mask=is_crumb[:, None], other=0.0
+    )  # [BLOCK_CRUMBS, D]
+    # In three products of TensorFloat-32, which is nearly as exact as float32.
+    product = tl.dot(content * scale, tl.trans(map_of), input_precision="tf32x3")
+    tl.store(weights + index * CRUMBS + crumb[None, :], product, mask=is_query & is_crumb[None, :])
+
+
+@triton.jit
+def _crumbs(packed, INDEX: tl.constexpr, INTERPRETED: tl.constexpr):
+    """Unpack the crumbs of an index from bytes: int8 of the same shape."""
+    if INTERPRETED:
+        return ((packed >> 2 * INDEX) & 3).to(tl.int8)
+    elif INDEX == 0:
+        return tl.inline_asm_elementwise(
+            "and.b32 $0, $1, 0x03030303;", "=r,r", [packed], dtype=tl.int8, is_pure=True, pack=4
+        )
+    elif INDEX == 1:
+        return tl.inline_asm_elementwise(
+            "{ .reg .b32 t; shr.b32 t, $1, 2; and.b32 $0, t, 0x03030303; }",
+            "=r,r",
+            [packed],
+            dtype=tl.int8,
+            is_pure=True,
+            pack=4,
+        )
+    elif INDEX == 2:
+        return tl.inline_asm_elementwise(
+            "{ .reg .b32 t; shr.b32 t, $1, 4; and.b32 $0, t, 0x03030303; }",
+            "=r,r",
+            [packed],
+            dtype=tl.int8,
+            is_pure=True,
+            pack=4,
+        )
+    else:
+        return tl.inline_asm_elementwise(
+            "{ .reg .b32 t; shr.b32 t, $1, 6; and.b32 $0, t, 0x03030303; }",
+            "=r,r",
+            [packed],
+            dtype=tl.int8,
+            is_pure=True,
+            pack=4,
+        )
+
+
+@triton.jit
+def _load_digits(
+    unit_weights,
+    GROUP: tl.constexpr,
+    PADDED: tl.constexpr,
+    SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Load the weights of the crumbs of each index, in digits.
+
+    Returns:
+        (WIDTH, PADDED * COLUMNS) int8 for each index, and (PADDED,) what a digit counts for.
+    """
+    row, byte = tl.arange(0, PADDED * COLUMNS), tl.arange(0, WIDTH)
+    at = unit_weights + (row // COLUMNS)[:, None] * (4 * SIZE) + byte[None, :]
+    is_weight = is_digit(row, GROUP, COLUMNS)[:, None] & (byte < SIZE)[None, :]
+    first = tl.load(at, mask=is_weight, other=0.0)
+    second = tl.load(at + SIZE, mask=is_weight, other=0.0)
+    third = tl.load(at + 2 * SIZE, mask=is_weight, other=0.0)
+    fourth = tl.load(at + 3 * SIZE, mask=is_weight, other=0.0)
+    greatest = tl.maximum(
+        tl.maximum(tl.abs(first), tl.abs(second)), tl.maximum(tl.abs(third), tl.abs(fourth))
+    )
+    unit = unit_of_rows(tl.max(greatest, axis=1))
+    return (
+        tl.trans(split_digits(first / unit[:, None], COLUMNS)),
+        tl.trans(split_digits(second / unit[:, None], COLUMNS)),
+        tl.trans(split_digits(third / unit[:, None], COLUMNS)),
+        tl.trans(split_digits(fourth / unit[:, None], COLUMNS)),
+        unit_of_heads(unit, COLUMNS, PADDED),
+    )
+
+
+@triton.jit
+def _logits_of(
+    packed,
+    first_digits,
+    second_digits,
+    third_digits,
+    fourth_digits,
+    query_unit,
+    PADDED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """The logits of sketches, (BLOCK, WIDTH) uint8: (BLOCK, PADDED) float32."""
+    products = tl.dot(_crumbs(packed, 0, INTERPRETED), first_digits, out_dtype=tl.int32)
+    products = tl.dot(_crumbs(packed, 1, INTERPRETED), second_digits, products, out_dtype=tl.int32)
+    products = tl.dot(_crumbs(packed, 2, INTERPRETED), third_digits, products, out_dtype=tl.int32)
+    products = tl.dot(_crumbs(packed, 3, INTERPRETED), fourth_digits, products, out_dtype=tl.int32)
+    return sum_of_digits(products, COLUMNS, PADDED, BLOCK) * query_unit[None, :]
+
+
+@triton.jit(
+    do_not_specialize=["first_layer", "page_stride", "sinks", "recent"],
+    do_not_specialize_on_alignment=["page_table", "slots", "positions"],
+)
+def _normalize(
+    weights,
+    codes,
+    page_table,
+    slots,
+    positions,
+    chosen,
+    normalizers,
+    first_layer,
+    pool_layers,
+    page_stride,
+    sinks,
+    recent,
+    LAYERS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    PADDED: tl.constexpr,
+    SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STAGES: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+    NORMALIZER_PARTS: tl.constexpr,
+    BUDGET: tl.constexpr,
+):
+    """One program sums up a part of the attended tokens of a unit: a row, layer and kv head."""
+    part, unit = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    row = unit // (LAYERS * KV_HEADS)
+    slot = tl.load(slots + row)
+    if slot >= 0:
+        tokens = tl.load(positions + row) + 1
+        layer, head = first_layer + (unit // KV_HEADS) % LAYERS, unit % KV_HEADS
+        pages = page_table + row * page_stride
+        in_slots = chosen + ((slot.to(tl.int64) * pool_layers + layer) * KV_HEADS + head) * BUDGET
+        heads, byte = tl.arange(0, PADDED), tl.arange(0, WIDTH)
+        first, second, third, fourth, query_unit = _load_digits(
+            weights + unit * GROUP * 4 * SIZE, GROUP, PADDED, SIZE, WIDTH, COLUMNS
+        )
+
+        # What is in the slots comes first, then the first tokens, then the newest.
+        firsts = tl.minimum(sinks, tokens)
+        newest = tl.minimum(recent, tokens - firsts)
+        largest = tl.full((PADDED,), -float("inf"), tl.float32)
+        total = tl.zeros((PADDED,), tl.float32)
+        for block in tl.range(
+            part * BLOCK, BUDGET + firsts + newest, NORMALIZER_PARTS * BLOCK, num_stages=STAGES
+        ):
+            index = block + tl.arange(0, BLOCK)
+            token = tl.load(in_slots + index, mask=index < BUDGET, other=-1)
+            always = index - BUDGET
+            token = tl.where(always >= 0, always, token)
+            token = tl.where(always >= firsts, tokens - newest + (always - firsts), token)
+            is_token = (token >= 0) & (index < BUDGET + firsts + newest)
+            page = tl.load(pages + token // PAGE, mask=is_token, other=0).to(tl.int64)
+            tile = ((page * pool_layers + layer) * KV_HEADS + head) * PAGE + token % PAGE
+            packed = tl.load(
+                codes + (tile * SIZE)[:, None] + byte[None, :],
+                mask=is_token[:, None] & (byte < SIZE)[None, :],
+                other=0,
+            )
+            logit = _logits_of(
+                packed,
+                first,
+                second,
+                third,
+                fourth,
+                query_unit,
+                PADDED,
+                BLOCK,
+                COLUMNS,
+                INTERPRETED,
+            )
+            logit = tl.where(is_token[:, None], logit, -float("inf"))
+            before, largest = largest, tl.maximum(largest, tl.max(logit, axis=0))
+            # Until there is a token, nothing is summed up, and -inf is not subtracted from itself.
+            base = tl.where(largest == -float("inf"), 0.0, largest)
+            total = total * tl.exp(before - base) + tl.sum(tl.exp(logit - base[None, :]), axis=0)
+        at = normalizers + (unit * NORMALIZER_PARTS + part) * 2 * PADDED + heads
+        tl.store(at, largest)
+        tl.store(at + PADDED, total)
+
+
+@triton.jit
+def _normalizer(unit_normalizers, GROUP: tl.constexpr, PADDED: tl.constexpr, PARTS: tl.constexpr):
+    """The log-sum-exp of attended tokens, (PADDED,), from its parts; infinite for no head."""
+    heads, part = tl.arange(0, PADDED), tl.arange(0, PARTS)
+    at = unit_normalizers + part[:, None] * 2 * PADDED + heads[None, :]
+    maxima, totals = tl.load(at), tl.load(at + PADDED)
+    largest = tl.max(maxima, axis=0)
+    base = tl.where(largest == -float("inf"), 0.0, largest)
+    total = tl.sum(totals * tl.exp(maxima - base[None, :]), axis=0)
+    log_sum = base + tl.log(tl.where(total > 0, total, 1.0))
+    return tl.where(heads < GROUP, log_sum, float("inf"))
+
+
+@triton.jit(
+    do_not_specialize=["first_layer", "page_stride", "capacity"],
+    do_not_specialize_on_alignment=["page_table", "slots", "positions"],
+)
+def _score(
+    weights,
+    codes,
+    page_table,
+    slots,
+    positions,
+    normalizers,
+    logits,
+    partial,
+    out,
+    first_layer,
+    pool_layers,
+    page_stride,
+    capacity,
+    LAYERS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    PADDED: tl.constexpr,
+    CHUNK: tl.constexpr,
+    SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STAGES: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+    NORMALIZER_PARTS: tl.constexpr,
+):
+    """One program scores CHUNK tokens of a unit: a row, layer and kv head."""
+    chunk, unit = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    row = unit // (LAYERS * KV_HEADS)
+    tokens = tl.load(positions + row) + 1
+    start = chunk * CHUNK
+    if (tl.load(slots + row) >= 0) & (start < tokens):
+        layer, head = first_layer + (unit // KV_HEADS) % LAYERS, unit % KV_HEADS
+        unit_logits = logits + unit * capacity * PADDED
+        pages = page_table + row * page_stride
+        stop = tl.minimum(start + CHUNK, tokens)
+
+        byte = tl.arange(0, WIDTH)
+        first, second, third, fourth, query_unit = _load_digits(
+            weights + unit * GROUP * 4 * SIZE, GROUP, PADDED, SIZE, WIDTH, COLUMNS
+        )
+        if NORMALIZER_PARTS > 0:
+            own = normalizers + unit * NORMALIZER_PARTS * 2 * PADDED
+            log_sum = _normalizer(own, GROUP, PADDED, NORMALIZER_PARTS)
+
+        for block in tl.range(start, stop, BLOCK, num_stages=STAGES):
+            token = block + tl.arange(0, BLOCK)
+            page = tl.load(pages + block // PAGE).to(tl.int64)
+            tile = ((page * pool_layers + layer) * KV_HEADS + head) * PAGE
+            in_page = (token % PAGE)[:, None] * SIZE + byte[None, :]
+            if SIZE == WIDTH:
+                packed = tl.load(codes + tile * SIZE + in_page)
+            else:
+                packed = tl.load(
+                    codes + tile * SIZE + in_page, mask=(byte < SIZE)[None, :], other=0
+                )
+            logit = _logits_of(
+                packed,
+                first,
+                second,
+                third,
+                fourth,
+                query_unit,
+                PADDED,
+                BLOCK,
+                COLUMNS,
+                INTERPRETED,
+            )
+            if NORMALIZER_PARTS > 0:
+                score = tl.max(logit - log_sum[None, :], axis=1)
+                tl.store(out + unit * capacity + token, score, mask=token < stop)
+            else:
+                store_logits(logit, token, token < stop, unit_logits, PADDED)
+        if NORMALIZER_PARTS == 0:
+            share = partial + (unit * tl.cdiv(capacity, CHUNK) + chunk) * 2 * PADDED
+            sum_up_chunk(start, stop, unit_logits, share, PADDED, CHUNK)
