@@ -6,7 +6,7 @@
     python -m scripts.benchmark questions math500 --out math500.jsonl  # for a machine without hub
 
 Questions are asked and graded by sgl-eval, which `pip install --editable '.[eval]'` brings;
-docs/guide.md says how to serve and how to read the result.
+docs/evaluation.md says how to serve and how to read the result.
 """
 
 from __future__ import annotations
