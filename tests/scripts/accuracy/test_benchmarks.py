@@ -30,7 +30,7 @@ from scripts.accuracy.benchmarks.questions import (
 )
 from scripts.accuracy.benchmarks.runs import Record, read_run, write_record
 from scripts.accuracy.benchmarks.server import Counters
-from scripts.accuracy.tasks.pointer_chase import make_chain
+from scripts.accuracy.pointer_chase import make_chain
 
 CHAINS = Path("tests/data/pointer_chase.jsonl")
 SERVER = {"model_path": "/models/Tiny", "reasoning_parser": "qwen3", "cache_rank_gpus": 0}
