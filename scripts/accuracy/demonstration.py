@@ -15,8 +15,7 @@ from openai import OpenAI
 from rich.console import Console
 from rich.table import Column, Table
 
-from scripts.accuracy.tasks import Problem
-from scripts.accuracy.tasks.pointer_chase import make_chain
+from scripts.accuracy.pointer_chase import Problem, make_chain
 from scripts.shared.serving import Server, serve
 from sglang_ext.flags import SHARE_GPU_VARIABLE
 

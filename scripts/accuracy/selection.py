@@ -19,7 +19,7 @@ from cache_rank.measure.recording import RECORD_VARIABLE, read_events
 from cache_rank.measure.timeline import Timeline
 from cache_rank.protocol import DownMessage, Measured, Row, UpMessage
 from cache_rank.selector import Selector
-from scripts.accuracy.tasks.pointer_chase import make_chain
+from scripts.accuracy.pointer_chase import make_chain
 from scripts.shared.models import BUNDLED_FOLDER
 from scripts.shared.report import table
 from scripts.shared.serving import serve

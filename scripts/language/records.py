@@ -7,9 +7,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from scripts.language.cells import by_system, with_budget
-from scripts.language.runs import Run
-from scripts.shared.systems import System
+from scripts.accuracy.comparison import Run
+from scripts.language.cells import by_system
 
 
 class ReadText(msgspec.Struct, frozen=True):
@@ -71,23 +70,6 @@ class Score(msgspec.Struct, frozen=True):
     late_steps: int = 0
     stale_steps: int = 0
 
-    @property
-    def parsed(self) -> System:
-        """The system, with its budget."""
-        return with_budget(self.system, self.budget)
-
-    @property
-    def key(self) -> tuple[str, str]:
-        """Identity of the score, for maps."""
-        return self.parsed.label, self.text
-
-
-class LayerRecall(msgspec.Struct, frozen=True):
-    """Means over the heads of a layer and all texts; see docs/recall.md."""
-
-    recall: float
-    attention_mass: float
-
 
 class TextRun(Run, kw_only=True):
     """How scores came about.
@@ -97,14 +79,12 @@ class TextRun(Run, kw_only=True):
         scored: the last of them, which count.
         warm_up: those before, which are decoded while systems become sparse.
         texts: by name.
-        layers: recall of systems by layer of the model, by label.
     """
 
     context: int
     scored: int
     warm_up: int
     texts: dict[str, ReadText]
-    layers: dict[str, dict[int, LayerRecall]] = msgspec.field(default_factory=dict)
 
 
 class Report(msgspec.Struct):

@@ -17,8 +17,7 @@ import zmq
 from transformers import AutoTokenizer
 from waiting import wait_until
 
-from scripts.accuracy.tasks import Problem
-from scripts.accuracy.tasks.pointer_chase import make_chain
+from scripts.accuracy.pointer_chase import Problem, make_chain
 from scripts.shared.serving import Server, serve
 from sglang_ext.exchange.host.gate import LET_GO_VARIABLE
 from sglang_ext.refusals import ALLOW_LARGE_BUDGET_VARIABLE

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import pytest
 from workload import DENSE, SMALL_CACHE_RANK, TENTH_OF_THE_CONTEXT, random_prompts
 
-from scripts.accuracy.tasks.pointer_chase import make_chain
+from scripts.accuracy.pointer_chase import make_chain
 from scripts.shared.serving import log_probabilities, serve
 from sglang_ext.refusals import ALLOW_LARGE_BUDGET_VARIABLE
 

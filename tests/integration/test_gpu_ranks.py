@@ -16,7 +16,7 @@ import pytest
 import requests
 from workload import GPU_FLAGS, random_prompts
 
-from scripts.accuracy.tasks.pointer_chase import make_chain
+from scripts.accuracy.pointer_chase import make_chain
 from scripts.shared.machine import memory_gib, visible_gpus
 from scripts.shared.serving import Server, serve
 

@@ -43,4 +43,3 @@ def test_every_token_selected_equals_dense_and_few_do_not(
             assert len(cell["kl_after_transition"]) == 72 - cell["sparse_from"]
             assert cell["stale_steps"] == 0
     assert not (tmp_path / "out" / "logits").exists()
-    assert main(["--out", str(tmp_path / "out"), "--render", *arguments[:2], "--gpus"]) == 0

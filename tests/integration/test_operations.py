@@ -15,7 +15,7 @@ from urllib.parse import quote
 import pytest
 import yaml
 
-from scripts.accuracy.tasks.pointer_chase import make_chain
+from scripts.accuracy.pointer_chase import make_chain
 from scripts.shared.serving import Client, Server, ServerError, free_port
 
 FOLDER = Path(__file__).parents[2] / "docs" / "operations"

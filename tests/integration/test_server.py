@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from openai import OpenAI
 
-from scripts.accuracy.tasks.pointer_chase import make_chain
+from scripts.accuracy.pointer_chase import make_chain
 from scripts.shared.serving import Server
 
 pytestmark = pytest.mark.xdist_group("bundled server")
