@@ -22,6 +22,9 @@ BACKEND = "cache_rank"
 FORECAST_ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 """Queries of these are forecast by default; those of others can be, if the user says so."""
 
+FORECAST_ROTARY_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
+"""Of these, a position is rotated at rates that no request's length changes; see rotary.py."""
+
 FORECAST_GROUP_LAYERS = 2
 HISTORY_GROUP_LAYERS = 6
 """Layers of a group where queries are forecast, and where they are predicted from earlier ones."""
@@ -44,6 +47,7 @@ def choose_schedule(
     layers_per_group: int | None,
     forecast_lead: int,
     architecture: str,
+    rotary_type: str,
     sparse_layers: int,
 ) -> Schedule:
     """Choose what the user does not, which is None, for a model's class and its sparse layers."""
@@ -53,6 +57,8 @@ def choose_schedule(
         query_predictor, why = "forecast", "from the hidden state of the same step"
         if architecture not in FORECAST_ARCHITECTURES:
             query_predictor, why = "last", "forecasts are not tested with this model"
+        elif rotary_type not in FORECAST_ROTARY_TYPES:
+            query_predictor, why = "last", f"a forecast cannot rotate by {rotary_type}"
         elif groups <= forecast_lead:
             query_predictor = "last"
             why = f"--forecast-lead {forecast_lead} needs more layer groups than {groups}"
@@ -60,6 +66,12 @@ def choose_schedule(
         is_forecast = query_predictor == "forecast"
         layers_per_group = FORECAST_GROUP_LAYERS if is_forecast else HISTORY_GROUP_LAYERS
     return Schedule(query_predictor, layers_per_group, why)
+
+
+def rotary_type(model: Mapping[str, Any]) -> str:
+    """The kind of rotary embedding that a model's config.json names, in either of its forms."""
+    rotary = model.get("rope_parameters") or model.get("rope_scaling") or {}
+    return str(rotary.get("rope_type") or rotary.get("type") or "default")
 
 
 def flag_of(field: str) -> str:

@@ -25,6 +25,7 @@ from sglang_ext.flags import (
     CacheRankFlags,
     choose_schedule,
     flag_of,
+    rotary_type,
 )
 from sglang_ext.planning import DecoderSizes, Planner, find_gpu
 from sglang_ext.refusals import models, refuse, refuse_untested_sglang, servers
@@ -107,6 +108,7 @@ class CacheRankServerArgs(CacheRankFlags):
             self.layers_per_group,
             self.forecast_lead,
             architecture=str(model.hf_config.architectures[0]),
+            rotary_type=rotary_type(model.hf_text_config.to_dict()),
             sparse_layers=model.num_hidden_layers - self.dense_layers,
         )
         if self.query_predictor is None:

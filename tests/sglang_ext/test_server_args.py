@@ -137,6 +137,17 @@ WORKING_SET = "--inference-kv working-set"
 KERNELS, PREFILL = "--attention-backend", "--prefill-attention-backend"
 TRANSFER = "--cache-rank-transfer-backend"
 LLAMA = Model("Llama")
+DEEP = {"num_hidden_layers": 8, "layer_types": ["full_attention"] * 8}
+
+
+def rotated(kind: str) -> dict[str, Any]:
+    """A deep model whose positions are scaled."""
+    factors = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
+    of_kind = factors if kind == "longrope" else {}
+    scaling = {"rope_type": kind, "factor": 4.0, "original_max_position_embeddings": 512, **of_kind}
+    return DEEP | {"rope_parameters": {"rope_theta": 10000.0, **scaling}}
+
+
 WINDOWS = {
     "use_sliding_window": True,
     "sliding_window": 8,
@@ -284,6 +295,7 @@ CASES = [
     Case("--dense-layers 2", model=LLAMA),
     Case("--dense-layers 7", model=LLAMA),
     Case("--query-predictor forecast", model=LLAMA),
+    Case("--query-predictor forecast", model=Model("Llama", rotated("longrope"))),
     Case("--calibration folder", model=LLAMA),
     Case("--quantization fp8"),
     Case("--score-keys sketch"),
@@ -815,9 +827,6 @@ def test_the_users_model_is_served_however_the_flag_is_spelled(
     assert parse_server_args(spelling.format(model).split()).model_path == str(model)
 
 
-DEEP = {"num_hidden_layers": 8, "layer_types": ["full_attention"] * 8}
-
-
 @pytest.mark.parametrize(
     ("model", "flags", "chosen"),
     [
@@ -827,6 +836,8 @@ DEEP = {"num_hidden_layers": 8, "layer_types": ["full_attention"] * 8}
         (Model("Qwen3", DEEP), "--dense-layers 4 --forecast-lead 1", ("forecast", 2)),
         (Model("Olmo2", DEEP), "", ("last", 6)),
         (Model("Olmo2", DEEP), "--query-predictor forecast", ("forecast", 2)),
+        (Model("Llama", rotated("yarn")), "", ("forecast", 2)),
+        (Model("Llama", rotated("longrope")), "", ("last", 6)),
         (Model("Llama", DEEP), "--query-predictor ema --layers-per-group 3", ("ema", 3)),
         (LLAMA, "", ("last", 6)),
     ],
