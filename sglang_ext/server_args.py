@@ -77,6 +77,7 @@ class CacheRankServerArgs(CacheRankFlags):
             raise
         if not self.is_baseline:
             self._choose_schedule()
+            self._follow_budget()
         self._refuse_model()
         if not self.is_baseline:
             self._say_what_to_expect()
@@ -114,6 +115,11 @@ class CacheRankServerArgs(CacheRankFlags):
         if self.query_predictor is None:
             logger.info("cache rank: --query-predictor %s (%s)", predictor, why)
         compat.decide(self, query_predictor=predictor, layers_per_group=group_layers)
+
+    def _follow_budget(self) -> None:
+        """Set what follows --sparse-budget where the user does not."""
+        config = self.cache_rank_config(servers.ANY_SHAPE, max_rows=1)
+        compat.decide(self, hysteresis=config.hysteresis, max_swap_tokens=config.max_swap_tokens)
 
     def _say_what_to_expect(self) -> None:
         """Log how K and V are held, and where that pays, if it can be estimated."""

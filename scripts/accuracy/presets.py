@@ -74,7 +74,7 @@ PRESETS = {
                 if "=last" not in label
                 for window in (2, 4, 8, 16, 32)
             ),
-            *(f"{label},selection_margin={k}" for label in PREDICTORS for k in (0, 64, 256)),
+            *(f"{label},hysteresis={k}" for label in PREDICTORS for k in (0, 64, 256)),
         ),
         budgets=(16,),
     ),

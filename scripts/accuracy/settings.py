@@ -12,7 +12,7 @@ POLICY: dict[str, Any] = {
     "sink_tokens": 4,
     "recent_tokens": 16,
     "dense_layers": 1,
-    "selection_margin": 8,
+    "hysteresis": 8,
     "query_frame": "pre",
     "query_window": 16,
     "recall_interval": 4,
@@ -47,7 +47,7 @@ def policy_of(system: System, settings: Mapping[str, Any]) -> dict[str, Any]:
     if system.mode != CACHE_RANK:
         return {key: merged[key] for key in _SHARED}
     # A selection may change whole from one step to the next, as it does in the baselines.
-    return {"delta_capacity": merged["sparse_budget"], **merged}
+    return {"max_swap_tokens": merged["sparse_budget"], **merged}
 
 
 def attended_tokens(system: System, settings: Mapping[str, Any]) -> int:

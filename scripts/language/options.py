@@ -19,7 +19,7 @@ POLICY: dict[str, Any] = {
     "sink_tokens": 4,
     "recent_tokens": 64,
     "dense_layers": 1,
-    "selection_margin": 0,
+    "hysteresis": 0,
     "query_frame": "pre",
     "query_window": 16,
     "recall_interval": 1,

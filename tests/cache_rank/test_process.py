@@ -201,8 +201,8 @@ class Policy:
             sparse_budget=16,
             recent_tokens=8,
             query_window=6,
-            selection_margin=4,
-            delta_capacity=4,
+            hysteresis=4,
+            max_swap_tokens=4,
             checksum=True,
         )
 

@@ -485,7 +485,7 @@ def test_it_counts_what_it_holds() -> None:
 @pytest.mark.parametrize("rows", [1, 3])
 def test_overflow_counts_tokens_that_waited(rows: int) -> None:
     """With a margin that lets no token fall, 8 slots fill at 3 a step: 5, then 2 tokens wait."""
-    served = Served(small_config(selection_margin=1000))
+    served = Served(small_config(hysteresis=1000))
     requests = [served.arrive(epoch + 1, 50 + 10 * epoch) for epoch in range(rows)]
     heads = GQA.layers * GQA.kv_heads * rows
     for waited in (5, 7, 7, 7):
@@ -494,7 +494,7 @@ def test_overflow_counts_tokens_that_waited(rows: int) -> None:
 
 
 def test_nothing_overflows_at_the_capacity_of_the_budget() -> None:
-    served = Served(small_config(delta_capacity=8))
+    served = Served(small_config(max_swap_tokens=8))
     request = served.arrive(1, 50)
     for _ in range(10):
         served.decode([request])
@@ -653,7 +653,7 @@ def test_recall_is_by_the_keys_that_are_held_whatever_selection_scores_by() -> N
 
 
 def test_a_request_that_is_not_sparse_yet_is_not_measured() -> None:
-    config = small_config(layers_per_group=3, query_window=2, delta_capacity=2)
+    config = small_config(layers_per_group=3, query_window=2, max_swap_tokens=2)
     served = Served(config)
     # One has nothing to select; the other has a full window one step before full slots.
     for epoch, prompt in ((1, 1), (2, 50)):
@@ -698,7 +698,7 @@ def test_a_gpu_measures_what_a_cpu_measures(predictor: Predictor) -> None:
         query_predictor=predictor,
         query_frame="pre",
         sparse_budget=64,
-        delta_capacity=64,
+        max_swap_tokens=64,
     )
     taken = []
     for device in (CPU, torch.device("cuda")):

@@ -10,7 +10,7 @@ import pytest
 from scripts import evaluate
 from scripts.accuracy.outcomes import Result
 from scripts.accuracy.report import Report
-from scripts.shared.serving import Server
+from scripts.shared.serving import Server, serve
 
 pytestmark = pytest.mark.xdist_group("bundled server")
 
@@ -52,3 +52,17 @@ def test_a_problem_may_have_no_prompt(bundled_server: Server, tmp_path: Path) ->
     # This model has not learned to write tables; what it writes instead is graded.
     assert result.output_tokens.value == 2 * 8 + 1 + 2 * 4
     assert result.exact.value == 0.0
+
+
+def test_a_small_budget_selects_well_with_the_flags_that_follow_it(tmp_path: Path) -> None:
+    small = "--sparse-threshold 264 --sparse-budget 40 --recent-tokens 16 --recall-interval 4"
+    with serve([*small.split(), "--enable-metrics"]) as server:
+        command = [*CHAINS, str(tmp_path), "--base-url", server.url, "--budgets", "40"]
+        dials = ["--systems", "cache-rank", "--dials", "facts=128,hops=80"]
+        assert evaluate.main([*command, *dials]) == 0
+    (result,) = read_results(tmp_path)
+    assert result.exact.value == 1.0
+    assert result.sparse_steps is not None
+    assert result.sparse_steps > 0.9
+    assert result.recall is not None
+    assert result.recall > 0.45

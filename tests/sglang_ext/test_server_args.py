@@ -297,6 +297,8 @@ CASES = [
     Case("--query-predictor forecast", model=LLAMA),
     Case("--query-predictor forecast", model=Model("Llama", rotated("longrope"))),
     Case("--calibration folder", model=LLAMA),
+    Case("--hysteresis 2048"),
+    Case("--sparse-budget 40 --hysteresis 256", "--hysteresis 256"),
     Case("--quantization fp8"),
     Case("--score-keys sketch"),
     Case("--score-keys sketch --calibration folder", "--score-keys sketch", model=LLAMA),
@@ -404,8 +406,8 @@ def test_a_refusal_names_the_flags_that_were_given_as_they_are_typed() -> None:
         "Drop --trace and --sink-tokens and --disable-overlap-schedule."
     )
     assert Refusal(asked, "it is a test").refuses(args)
-    assert not Refusal("--recent-tokens --delta-capacity", "it is a test").refuses(args)
-    assert Refusal("--recent-tokens --delta-capacity", "{}", PLAIN).message(args) == (
+    assert not Refusal("--recent-tokens --bulk-chunk-tokens", "it is a test").refuses(args)
+    assert Refusal("--recent-tokens --bulk-chunk-tokens", "{}", PLAIN).message(args) == (
         "--recent-tokens 64: {}. Pass --cache-rank-gpus 0 for plain SGLang."
     )
 
@@ -413,12 +415,12 @@ def test_a_refusal_names_the_flags_that_were_given_as_they_are_typed() -> None:
 RANGES = [
     *(
         f"{flag} {value}"
-        for flag in ("--layers-per-group", "--sparse-budget", "--query-window", "--delta-capacity")
+        for flag in ("--layers-per-group", "--sparse-budget", "--query-window", "--max-swap-tokens")
         for value in (0, -1)
     ),
     "--sink-tokens -1",
     "--recent-tokens -1",
-    "--selection-margin -1",
+    "--hysteresis -1",
     "--recall-interval -1",
     "--kv-residency-options alpha=0 --kv-residency lynx",
     "--kv-residency-options reading=4 --kv-residency bf16",
@@ -515,7 +517,7 @@ def test_the_environment_allows_a_working_set_above_the_threshold(
     [
         "--sink-tokens 0",
         "--recent-tokens 0",
-        "--selection-margin 0",
+        "--hysteresis 0",
         "--recall-interval 0",
         "--dense-layers 0",
         "--dense-layers 1",
@@ -893,8 +895,8 @@ def test_the_config_of_the_cache_rank_carries_the_flags(
         "query_window": 2,
         "query_predictor": "ridge",
         "query_frame": "post",
-        "selection_margin": 11,
-        "delta_capacity": 13,
+        "hysteresis": 11,
+        "max_swap_tokens": 13,
         "wire_dtype": "fp8",
         "recall_interval": 17,
         "sketch_bits": 3,
@@ -916,6 +918,35 @@ def test_the_config_of_the_cache_rank_carries_the_flags(
     assert (config.model, config.max_rows, config.checksum) == (model, 6, False)
     monkeypatch.setenv(CHECKSUM_VARIABLE, "1")
     assert parse_server_args(["--kv-residency", "bf16"]).cache_rank_config(model, 6).checksum
+
+
+def test_a_flag_of_the_policy_has_the_default_of_the_policy() -> None:
+    policy = CacheRankConfig(ModelShape(1, 1, 1, 8, "float32", 1.0))
+    chosen_later = {"query_predictor", "layers_per_group", "hysteresis", "max_swap_tokens"}
+    for name, default in compat.default_values(CacheRankServerArgs).items():
+        if name in CACHE_RANK_FIELDS and name in CacheRankConfig.__struct_fields__:
+            if name in chosen_later:
+                assert default is None
+            elif name != "kv_residency_options":  # a text here
+                assert default == getattr(policy, name)
+
+
+@pytest.mark.parametrize(
+    ("flags", "sizes"),
+    [
+        ("", (256, 128)),
+        ("--sparse-budget 512", (64, 64)),
+        ("--sparse-budget 40", (5, 40)),
+        ("--sparse-budget 7", (0, 7)),
+        ("--sparse-budget 40 --hysteresis 0", (0, 40)),
+        ("--sparse-budget 40 --max-swap-tokens 3", (5, 3)),
+    ],
+)
+def test_what_stays_and_what_enters_follows_the_budget(flags: str, sizes: tuple[int, int]) -> None:
+    args = parse_server_args(flags.split())
+    assert (args.hysteresis, args.max_swap_tokens) == sizes
+    config = args.cache_rank_config(ModelShape(1, 1, 1, 8, "float32", 1.0), max_rows=6)
+    assert (config.hysteresis, config.max_swap_tokens) == sizes
 
 
 def test_checksums_of_rounded_tokens_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
