@@ -12,7 +12,7 @@ from cache_rank.kernels.select.reference import MOST_SLOTS
 from cache_rank.kernels.wire.reference import wire_width
 from cache_rank.schedule import Boundary, by_forecast, by_history
 
-HistoryPredictor = Literal["last", "ema", "spade", "ridge"]
+HistoryPredictor = Literal["last", "spade"]
 Predictor = Literal[HistoryPredictor, "forecast"]
 Frame = Literal["post", "pre"]
 ScoreKeys = Literal["resident", "fp8", "sketch"]

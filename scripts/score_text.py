@@ -3,7 +3,7 @@
     python -m scripts.fetch_model smollm2
     python -m scripts.score_text --out results/texts
     python -m scripts.score_text --model-path DIR --text FILE ... --context 4096 --tokens 256 \\
-        --systems oracle quest window cache-rank cache-rank:query_predictor=ema \\
+        --systems oracle quest window cache-rank cache-rank:query_predictor=spade \\
         --budgets 64 128 384 --out results/texts
 
 Each system is served in turn and decodes the first --context tokens of each text: the tokens are

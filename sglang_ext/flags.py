@@ -137,7 +137,7 @@ class CacheRankFlags(ServerArgs):
         _DEFAULTS.query_window
     )
     query_predictor: A[
-        Literal["last", "ema", "spade", "ridge", "forecast"] | None,
+        Literal["last", "spade", "forecast"] | None,
         Arg(
             help="How a query is predicted: from those of earlier steps, or (forecast) from the "
             "hidden state of the same step, --forecast-lead layer groups before. Default: forecast "

@@ -157,7 +157,7 @@ def rotary(model: ModelShape) -> ModelShape:
 
 
 @pytest.mark.parametrize("frame", ["post", "pre"])
-@pytest.mark.parametrize("predictor", ["last", "ema", "spade", "ridge"])
+@pytest.mark.parametrize("predictor", ["last", "spade"])
 def test_slots_fill_as_the_configuration_says(predictor: str, frame: str) -> None:
     config = small_config(rotary(GQA), query_predictor=predictor, query_frame=frame)
     decode = Decode.start(config, prompt=5)

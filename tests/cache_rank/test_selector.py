@@ -144,7 +144,7 @@ PROMPTS = (1, 45, PAGE_TOKENS - 3, PAGE_TOKENS + 44)
     [
         (model, predictor, ("post", "pre")[(row + column) % 2])
         for row, model in enumerate(MODELS)
-        for column, predictor in enumerate(("last", "ema", "spade", "ridge"))
+        for column, predictor in enumerate(("last", "spade"))
     ],
 )
 def test_a_step_of_rows_of_any_length_equals_the_reference_row_by_row(
@@ -374,7 +374,7 @@ def test_a_step_may_have_refused_rows_only() -> None:
 
 
 def test_a_poisoned_row_leaves_its_batch_mates_alone() -> None:
-    served = Served(small_config(query_predictor="ridge"))
+    served = Served(small_config(query_predictor="spade"))
     healthy, poisoned = served.arrive(1, 30), served.arrive(2, 30)
     for step in range(8):
         tensors = [request.compute() for request in (healthy, poisoned)]
@@ -545,7 +545,7 @@ def shares_of(found: Measurement) -> Tensor:
     return torch.tensor([found.held_recall, found.held_attention_mass])
 
 
-@pytest.mark.parametrize(("predictor", "frame"), [("last", "pre"), ("ridge", "post")])
+@pytest.mark.parametrize(("predictor", "frame"), [("last", "pre"), ("spade", "post")])
 def test_the_row_and_group_that_a_step_names_is_measured(
     predictor: Predictor, frame: Frame
 ) -> None:

@@ -141,7 +141,7 @@ class Case:
 
 
 DEFAULT = [
-    Case("ridge", "pre", "llama", 4, 2, "working-set", dense_layers=0),
+    Case("spade", "pre", "llama", 4, 2, "working-set", dense_layers=0),
     Case(
         *("forecast", "pre", "qwen3", 4, 2, "full"),
         layers=6,
@@ -153,7 +153,7 @@ THOROUGH = [
     Case("forecast", "pre", "qwen2", 2, 2, "working-set", layers=7, forecast_lead=1),
     Case("last", "pre", "qwen3", 2, 1, "full"),
     Case("spade", "post", "qwen3", 4, 2, "full"),
-    Case("ema", "pre", "qwen3", 4, 1, "working-set"),
+    Case("last", "pre", "qwen3", 4, 1, "working-set"),
 ]
 # What is equal but for the last bits is not when it is rounded to codes.
 ROUNDED = [

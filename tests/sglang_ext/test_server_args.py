@@ -794,14 +794,14 @@ def test_a_config_file_gives_our_flags_and_the_command_line_wins(tmp_path: Path)
         f"model-path: {model}\n"
         "sparse-threshold: 8192\n"
         "sparse-budget: 512\n"
-        "query-predictor: ema\n"
+        "query-predictor: spade\n"
         "disable-overlap-schedule: true\n"
     )
     args = parse_server_args(["--config", str(config), "--sparse-budget", "256"])
     assert args.model_path == str(model)
     assert args.sparse_threshold == 8192
     assert args.sparse_budget == 256
-    assert args.query_predictor == "ema"
+    assert args.query_predictor == "spade"
     assert args.disable_overlap_schedule
 
 
@@ -840,7 +840,7 @@ def test_the_users_model_is_served_however_the_flag_is_spelled(
         (Model("Olmo2", DEEP), "--query-predictor forecast", ("forecast", 2)),
         (Model("Llama", rotated("yarn")), "", ("forecast", 2)),
         (Model("Llama", rotated("longrope")), "", ("last", 6)),
-        (Model("Llama", DEEP), "--query-predictor ema --layers-per-group 3", ("ema", 3)),
+        (Model("Llama", DEEP), "--query-predictor spade --layers-per-group 3", ("spade", 3)),
         (LLAMA, "", ("last", 6)),
     ],
     ids=str,
@@ -893,7 +893,7 @@ def test_the_config_of_the_cache_rank_carries_the_flags(
         "sink_tokens": 5,
         "recent_tokens": 9,
         "query_window": 2,
-        "query_predictor": "ridge",
+        "query_predictor": "spade",
         "query_frame": "post",
         "hysteresis": 11,
         "max_swap_tokens": 13,
@@ -970,7 +970,7 @@ def test_options_of_the_residency_are_numbers_where_they_can_be() -> None:
 
 
 def test_the_arguments_survive_pickling() -> None:
-    args = parse_server_args(["--sparse-budget", "128", "--query-predictor", "ridge"])
+    args = parse_server_args(["--sparse-budget", "128", "--query-predictor", "spade"])
     arrived = pickle.loads(pickle.dumps(args))
     assert type(arrived) is CacheRankServerArgs
     assert arrived == args

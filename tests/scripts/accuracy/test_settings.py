@@ -32,7 +32,7 @@ def quiet() -> Iterator[None]:
 
 
 def test_a_label_changes_the_policy() -> None:
-    system = System.parse("cache-rank:query_predictor=ridge,sparse_budget=7")
+    system = System.parse("cache-rank:query_predictor=spade,sparse_budget=7")
     policy = policy_of(system, {"sparse_budget": 9, "sink_tokens": 3})
     assert (policy["sparse_budget"], policy["sink_tokens"]) == (7, 3)
     assert policy["max_swap_tokens"] == 7

@@ -51,7 +51,7 @@ RUN = TextRun(
 )
 
 SCORES = [
-    score("opticks", "cache-rank:query_predictor=ema", 64, 0.3),
+    score("opticks", "cache-rank:query_predictor=spade", 64, 0.3),
     score("opticks", "cache-rank", 128, 0.2),
     score("opticks", "cache-rank", 64, 0.25),
     score("regex", "cache-rank", 64, 0.35),
@@ -63,7 +63,7 @@ def test_cells_are_ordered_by_system_and_budget() -> None:
     order = [(cell.system, cell.budget, len(cell.scores)) for cell in cells_of(SCORES)]
     assert order == [
         ("oracle", 64, 1),
-        ("cache-rank:query_predictor=ema", 64, 1),
+        ("cache-rank:query_predictor=spade", 64, 1),
         ("cache-rank", 64, 2),
         ("cache-rank", 128, 1),
     ]
