@@ -309,7 +309,7 @@ class DownMessage:
 
     @staticmethod
     def _parts(config: CacheRankConfig, layers: int, rows: int) -> tuple[_Part, ...]:
-        entries = (rows, layers, config.model.kv_heads, config.delta_capacity)
+        entries = (rows, layers, config.model.kv_heads, config.max_swap_tokens)
         tokens = _Part(config.wire_torch_dtype, (*entries, config.wire_width))
         header = _Part(torch.int64, (rows, len(AnswerHeader._fields)))
         return header, _Part(torch.int32, entries), tokens, tokens

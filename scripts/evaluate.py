@@ -29,7 +29,7 @@ from scripts.shared.systems import CACHE_RANK, DECODE_MODES, DENSE
 SETTINGS: dict[str, Any] = {
     "sink_tokens": 4,
     "recent_tokens": 16,
-    "selection_margin": 8,
+    "hysteresis": 8,
     "recall_interval": 4,
     "kv_residency": "bf16",
 }

@@ -21,7 +21,13 @@ from scripts.shared.models import find_config, model_config
 from scripts.shared.report import table
 from scripts.shared.systems import System, parse_assignments
 from sglang_ext import compat
-from sglang_ext.flags import CACHE_RANK_FIELDS, CacheRankFlags, choose_schedule, make_config
+from sglang_ext.flags import (
+    CACHE_RANK_FIELDS,
+    CacheRankFlags,
+    choose_schedule,
+    make_config,
+    rotary_type,
+)
 from sglang_ext.planning import GPUS, DecoderSizes, Planner
 
 TENSOR_PARALLEL = 2
@@ -83,6 +89,7 @@ def make_planner(
         flags["layers_per_group"],
         flags["forecast_lead"],
         architecture=(config.get("architectures") or [""])[0],
+        rotary_type=rotary_type(config),
         sparse_layers=sizes.layers - flags["dense_layers"],
     )
     shape = sizes.shape(flags["dense_layers"])

@@ -1,7 +1,7 @@
 """Measure time per output token of several systems side by side, and write tables and plots.
 
     python -m scripts.profile_tpot --model qwen3-8b --shapes 8x32768 16x32768 \
-        --systems floor dense fp8 tp2 quest cache-rank cache-rank:delta_capacity=64 --out results/
+        --systems floor dense fp8 tp2 quest cache-rank cache-rank:max_swap_tokens=64 --out results/
     python -m scripts.profile_tpot --experiment table2 | quest-time | tpot
     python -m scripts.profile_tpot --model bundled --shapes 2x600 --systems dense cache-rank \
         --sparse-threshold 300 --sparse-budget 64                # without a GPU

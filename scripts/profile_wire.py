@@ -32,7 +32,7 @@ def main() -> int:
     parser.add_argument("--channels", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--wire-dtype", default="bf16", choices=get_args(WireDtype))
     parser.add_argument("--layers-per-group", type=int, default=6)
-    parser.add_argument("--delta-capacity", type=int, default=128)
+    parser.add_argument("--max-swap-tokens", type=int, default=128)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     if torch.cuda.device_count() < 2:
@@ -40,7 +40,7 @@ def main() -> int:
     config = CacheRankConfig(
         model_shape(model_config(args.model)),
         layers_per_group=args.layers_per_group,
-        delta_capacity=args.delta_capacity,
+        max_swap_tokens=args.max_swap_tokens,
         wire_dtype=args.wire_dtype,
     )
     messages = {batch: tuple(down_sizes(config, batch)) for batch in args.batches}

@@ -29,7 +29,7 @@ from scripts.shared.systems import CACHE_RANK, DECODE_MODES
 SETTINGS: dict[str, Any] = {
     "sink_tokens": 4,
     "recent_tokens": 64,
-    "selection_margin": 0,
+    "hysteresis": 0,
     "recall_interval": 1,
     "bulk_chunk_tokens": 8192,
     "kv_residency": "bf16",

@@ -129,7 +129,7 @@ def leave_room_beyond_allocator(available_bytes: int, configurator: Any, *_: Any
         raise UnsupportedError(
             f"--max-sparse-requests {args.max_sparse_requests} leaves no memory for SGLang's pool: "
             f"working sets, messages and what dense layers keep take {taken / 1e9:.1f} of "
-            f"{available_bytes / 1e9:.1f} GB; lower it, or --sparse-budget, --delta-capacity, or, "
+            f"{available_bytes / 1e9:.1f} GB; lower it, or --sparse-budget, --max-swap-tokens, or, "
             "with --inference-kv working-set, --context-length or --dense-layers."
         )
     return available_bytes - taken

@@ -29,10 +29,6 @@ FORMATS: dict[str, type[Residency]] = {
     )
 }
 
-DEFAULT_FORMAT = QuantSpecResidency.name
-"""A server holds K and V so unless it is told otherwise: scores read an eighth of what they would
-of keys in bfloat16, and choose nearly the same tokens."""
-
 CPU_MEMORY_FRACTION = 0.5
 """The cache rank takes this share of the free host memory for tokens, unless it is told another.
 Memory is touched only as it is used."""

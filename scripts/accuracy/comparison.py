@@ -157,7 +157,7 @@ def server_flags(system: System, options: argparse.Namespace, load: Load) -> lis
             arguments |= {name: settings[name] for name in _SHARED if name in settings}
         else:
             # A selection may change whole from one step to the next, as it does in the baselines.
-            arguments |= {"delta_capacity": settings["sparse_budget"], **settings}
+            arguments |= {"max_swap_tokens": settings["sparse_budget"], **settings}
             arguments["sparse_threshold"] = load.threshold
             arguments["max_sparse_requests"] = load.requests
     return [

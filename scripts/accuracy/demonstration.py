@@ -26,8 +26,8 @@ ARGUMENTS = {
     "--sparse-budget": BUDGET,
     "--sink-tokens": SINKS,
     "--recent-tokens": RECENT,
-    "--selection-margin": 8,
-    "--delta-capacity": 40,
+    "--hysteresis": 8,
+    "--max-swap-tokens": 40,
     "--recall-interval": 4,
 }
 console = Console()

@@ -13,7 +13,7 @@ from scripts.shared.serving import Client, cache_rank_state
 
 SETTINGS = (
     *("model_path", "kv_residency", "query_predictor", "query_frame", "query_window"),
-    *("sparse_budget", "selection_margin", "sink_tokens", "recent_tokens", "recall_interval"),
+    *("sparse_budget", "hysteresis", "sink_tokens", "recent_tokens", "recall_interval"),
 )
 """These settings of the server are kept beside what was measured with them."""
 

@@ -36,7 +36,7 @@ def recorded_events(budget: int, chains: int) -> list[dict[str, Any]]:
     flags = (
         "--kv-residency bf16 --sparse-threshold 264 "
         f"--sparse-budget {budget} --sink-tokens {SINKS} --recent-tokens {RECENT} "
-        f"--delta-capacity {budget} --query-window {WINDOW}"
+        f"--max-swap-tokens {budget} --query-window {WINDOW}"
     )
     tokenizer = AutoTokenizer.from_pretrained(BUNDLED_FOLDER)
     problems = [make_chain(seed=seed, facts=128, hops=80) for seed in range(chains)]
@@ -53,7 +53,7 @@ def base_config(events: list[dict[str, Any]]) -> CacheRankConfig:
     return msgspec.structs.replace(
         recorded,
         layers_per_group=recorded.model.layers,
-        selection_margin=0,
+        hysteresis=0,
         max_rows=len({event["epoch"] for event in events if event["kind"] == "load"}),
         recall_interval=1,
     )
@@ -118,12 +118,12 @@ def compare_margins(
     heads = base.model.layers * base.model.kv_heads
     found = {}
     for margin in tqdm(MARGINS, desc="margins"):
-        config = msgspec.structs.replace(base, selection_margin=margin)
+        config = msgspec.structs.replace(base, hysteresis=margin)
         steps = list(replay(config, events))
         means = _means(steps)
         most = sorted(step.entering_most for step in steps)
         capacity = max(1, most[int(0.99 * len(most))])
-        sized = msgspec.structs.replace(config, delta_capacity=capacity)
+        sized = msgspec.structs.replace(config, max_swap_tokens=capacity)
         message = DownMessage.size(sized, config.model.layers, rows=1)
         found[margin] = [*means, capacity, round(means[2] * heads * token_bytes), message]
     header = ("margin", "recall", "attention captured", "entering mean", "p99 of most")

@@ -81,7 +81,13 @@ def config_for(sample: Sample, budget: int, rows: int = 1) -> CacheRankConfig:
     layers, kv_heads, _, head_dim = sample.keys.shape
     (dtype,) = (name for name, dtype in DTYPES.items() if dtype == sample.keys.dtype)
     model = ModelShape(layers, sample.queries.shape[2], kv_heads, head_dim, dtype, sample.scale)
-    return CacheRankConfig(model, layers_per_group=layers, sparse_budget=budget, max_rows=rows)
+    return CacheRankConfig(
+        model,
+        layers_per_group=layers,
+        sparse_budget=budget,
+        kv_residency="bf16",
+        max_rows=rows,
+    )
 
 
 def measure(
@@ -143,7 +149,7 @@ class _Held:
 
         generator = torch.Generator().manual_seed(0)
         heads = (rows, model.layers, model.kv_heads)
-        count = min(config.delta_capacity, sample.tokens)
+        count = min(config.max_swap_tokens, sample.tokens)
         entering = torch.rand((*heads, sample.tokens), generator=generator).argsort(-1)
         self.entering = entering[..., :count].sort(-1).values.to(device, torch.int32)
         wire = (2, *heads, count, model.head_dim)

@@ -45,7 +45,7 @@ def served_sample(model_path: Path, text: Path, tokens: int, steps: int) -> Samp
     flags = [
         *("--model-path", str(model_path), "--skip-tokenizer-init", "--dense-layers", "0"),
         *("--sparse-threshold", "256", "--sparse-budget", str(tokens), "--query-window", "1"),
-        *("--delta-capacity", str(tokens), "--bulk-chunk-tokens", str(tokens)),
+        *("--max-swap-tokens", str(tokens), "--bulk-chunk-tokens", str(tokens)),
         *("--max-sparse-requests", "1", "--recall-interval", "0"),
     ]
     with tempfile.TemporaryDirectory() as folder:

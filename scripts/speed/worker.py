@@ -17,7 +17,6 @@ from pathlib import Path
 import msgspec
 
 from cache_rank.config import CacheRankConfig
-from cache_rank.residency import DEFAULT_FORMAT
 from scripts.shared.models import BUNDLED, model_config, model_shape
 from scripts.shared.systems import residency_options
 from scripts.speed.bench import Bench
@@ -86,7 +85,7 @@ def measure_cache_steps(job: Job) -> Iterator[Measurement]:
     torch.set_grad_enabled(False)
     device = torch.device("cuda" if job.gpus else "cpu")
     model = model_shape(model_config(job.model))
-    fields = {"kv_residency": DEFAULT_FORMAT, **job.engine, "model": model}
+    fields = {**job.engine, "model": model}
     if "kv_residency_options" in fields:  # a text, as in the arguments of a server
         fields["kv_residency_options"] = residency_options(fields)
     for shape in job.shapes:

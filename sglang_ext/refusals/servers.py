@@ -256,6 +256,15 @@ CACHE_RANKS = (
         lambda args: args.trace is not None and _cannot_write(args.trace),
     ),
     Refusal(
+        "--hysteresis",
+        lambda args: (
+            "a selected token would stay until as many others again as --sparse-budget "
+            f"{args.sparse_budget} rank before it, so that what is selected hardly follows queries"
+        ),
+        "pass less than the budget, or drop it for an eighth of that",
+        lambda args: args.hysteresis is not None and args.hysteresis >= args.sparse_budget,
+    ),
+    Refusal(
         "--max-total-tokens --sparse-threshold",
         "a request that turns sparse has more tokens than SGLang's pool, so that none would",
         "raise --max-total-tokens, or lower --sparse-threshold",
@@ -406,16 +415,18 @@ def refuse_rust_server() -> None:
         )
 
 
+ANY_SHAPE = ModelShape(1 << 20, 1, 1, 128, "bfloat16", 1.0)
+"""The shape of a model that is not read yet; what depends on it, the table of models refuses."""
+
+
 def refuse_out_of_range(args: CacheRankFlags) -> None:
     """Refuse values that the configuration of a cache rank does not take.
 
     Raises:
         UnsupportedError: a value is out of range.
     """
-    # The shape is not known yet; what depends on it, the table of models refuses.
-    shape = ModelShape(1 << 20, 1, 1, 128, "bfloat16", 1.0, rotary_frequency=(1.0,))
     try:
-        args.cache_rank_config(shape, max_rows=1)
+        args.cache_rank_config(ANY_SHAPE, max_rows=1)
     except ValueError as error:
         field, complaint = str(error).split(" ", 1)
         raise UnsupportedError(f"{flag_of(field)} {complaint}.") from None

@@ -223,7 +223,7 @@ class Selecting:
             kv_residency="mosaickv",
             kv_residency_options={**SHORT, "threshold": 0},
             sparse_budget=48,
-            delta_capacity=48,
+            max_swap_tokens=48,
             recent_tokens=16,
             query_window=16,
         )

@@ -374,7 +374,7 @@ def test_enough_tokens_are_scored_for_the_budget() -> None:
         kv_residency="mosaickv",
         kv_residency_options={"scored": 0, "block": 16},
         sparse_budget=1900,
-        selection_margin=50,
+        hysteresis=50,
     )
     held = Held.empty(tokens, WIDE)
     created = residency.create(config, PAGES, CPU)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import threading
@@ -49,7 +50,7 @@ PLACEMENT = Placement("127.0.0.1")
 LONG = 60.0
 """A timeout that no passing test reaches."""
 
-PREDICTORS = ("last", "ema", "spade", "ridge")
+PREDICTORS = ("last", "spade")
 FRAMES = ("post", "pre")
 
 
@@ -201,13 +202,13 @@ class Policy:
             sparse_budget=16,
             recent_tokens=8,
             query_window=6,
-            selection_margin=4,
-            delta_capacity=4,
+            hysteresis=4,
+            max_swap_tokens=4,
             checksum=True,
         )
 
 
-# Each way of sharing kv heads, each dtype and both rotary layouts meet each frame.
+# Each way of sharing kv heads, each dtype and both rotary layouts are met.
 SHAPES = (
     with_rotary(MHA),
     with_rotary(GQA, interleaved=True),
@@ -215,12 +216,11 @@ SHAPES = (
     with_rotary(GQA),
 )
 POLICIES = [
-    Policy(predictor, frame, SHAPES[(place + shift) % len(SHAPES)])
-    for shift, frame in enumerate(FRAMES)
-    for place, predictor in enumerate(PREDICTORS)
+    Policy(predictor, frame, shape)
+    for (predictor, frame), shape in zip(itertools.product(PREDICTORS, FRAMES), SHAPES, strict=True)
 ]
 
-BY_DEFAULT = (("last", "post"), ("ridge", "pre"))
+BY_DEFAULT = (("last", "post"), ("spade", "pre"))
 """These policies are in the default run; test_selector.py steps all others in this process."""
 
 STEPS = 100
@@ -297,7 +297,7 @@ def test_says_what_to_do_when_no_token_fits(capfd: pytest.CaptureFixture[str]) -
 def lasting_rank() -> Iterator[InferenceRank]:
     """One process for all tests that leave it serving."""
     config = small_config(
-        with_rotary(GQA), query_predictor="ridge", query_frame="pre", checksum=True
+        with_rotary(GQA), query_predictor="spade", query_frame="pre", checksum=True
     )
     rank = InferenceRank(config)
     yield rank

@@ -144,7 +144,7 @@ PROMPTS = (1, 45, PAGE_TOKENS - 3, PAGE_TOKENS + 44)
     [
         (model, predictor, ("post", "pre")[(row + column) % 2])
         for row, model in enumerate(MODELS)
-        for column, predictor in enumerate(("last", "ema", "spade", "ridge"))
+        for column, predictor in enumerate(("last", "spade"))
     ],
 )
 def test_a_step_of_rows_of_any_length_equals_the_reference_row_by_row(
@@ -374,7 +374,7 @@ def test_a_step_may_have_refused_rows_only() -> None:
 
 
 def test_a_poisoned_row_leaves_its_batch_mates_alone() -> None:
-    served = Served(small_config(query_predictor="ridge"))
+    served = Served(small_config(query_predictor="spade"))
     healthy, poisoned = served.arrive(1, 30), served.arrive(2, 30)
     for step in range(8):
         tensors = [request.compute() for request in (healthy, poisoned)]
@@ -485,7 +485,7 @@ def test_it_counts_what_it_holds() -> None:
 @pytest.mark.parametrize("rows", [1, 3])
 def test_overflow_counts_tokens_that_waited(rows: int) -> None:
     """With a margin that lets no token fall, 8 slots fill at 3 a step: 5, then 2 tokens wait."""
-    served = Served(small_config(selection_margin=1000))
+    served = Served(small_config(hysteresis=1000))
     requests = [served.arrive(epoch + 1, 50 + 10 * epoch) for epoch in range(rows)]
     heads = GQA.layers * GQA.kv_heads * rows
     for waited in (5, 7, 7, 7):
@@ -494,7 +494,7 @@ def test_overflow_counts_tokens_that_waited(rows: int) -> None:
 
 
 def test_nothing_overflows_at_the_capacity_of_the_budget() -> None:
-    served = Served(small_config(delta_capacity=8))
+    served = Served(small_config(max_swap_tokens=8))
     request = served.arrive(1, 50)
     for _ in range(10):
         served.decode([request])
@@ -545,7 +545,7 @@ def shares_of(found: Measurement) -> Tensor:
     return torch.tensor([found.held_recall, found.held_attention_mass])
 
 
-@pytest.mark.parametrize(("predictor", "frame"), [("last", "pre"), ("ridge", "post")])
+@pytest.mark.parametrize(("predictor", "frame"), [("last", "pre"), ("spade", "post")])
 def test_the_row_and_group_that_a_step_names_is_measured(
     predictor: Predictor, frame: Frame
 ) -> None:
@@ -653,7 +653,7 @@ def test_recall_is_by_the_keys_that_are_held_whatever_selection_scores_by() -> N
 
 
 def test_a_request_that_is_not_sparse_yet_is_not_measured() -> None:
-    config = small_config(layers_per_group=3, query_window=2, delta_capacity=2)
+    config = small_config(layers_per_group=3, query_window=2, max_swap_tokens=2)
     served = Served(config)
     # One has nothing to select; the other has a full window one step before full slots.
     for epoch, prompt in ((1, 1), (2, 50)):
@@ -698,7 +698,7 @@ def test_a_gpu_measures_what_a_cpu_measures(predictor: Predictor) -> None:
         query_predictor=predictor,
         query_frame="pre",
         sparse_budget=64,
-        delta_capacity=64,
+        max_swap_tokens=64,
     )
     taken = []
     for device in (CPU, torch.device("cuda")):

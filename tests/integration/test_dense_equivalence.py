@@ -37,7 +37,7 @@ def server(request: pytest.FixtureRequest, random_model: Callable[..., Path]) ->
         *SMALL_CACHE_RANK,
         *("--model-path", str(random_model()), "--skip-tokenizer-init"),
         *("--sparse-threshold", str(THRESHOLD), "--sparse-budget", "512"),
-        *("--delta-capacity", "64", "--inference-kv", request.param),
+        *("--max-swap-tokens", "64", "--inference-kv", request.param),
     ]
     if request.param == "working-set":
         arguments += ["--max-total-tokens", "2100"]  # rows that are freed are soon another's

@@ -29,7 +29,7 @@ TIMEOUT = 2.0
 CHAINS = [make_chain(seed=seed, facts=128, hops=60) for seed in range(8)]
 ARGUMENTS = (
     "--sparse-threshold 270 --sparse-budget 640 --sink-tokens 4 --recent-tokens 16 "
-    "--query-window 8 --delta-capacity 64 --layers-per-group 1 --bulk-chunk-tokens 128 "
+    "--query-window 8 --max-swap-tokens 64 --layers-per-group 1 --bulk-chunk-tokens 128 "
     f"--max-sparse-requests 8 --recall-interval 8 --max-total-tokens 8000 --enable-metrics "
     f"--cache-rank-timeout {TIMEOUT}"
 ).split()
@@ -143,7 +143,7 @@ def test_a_cache_rank_is_stopped(server: Server, streams: Streams) -> None:
 @pytest.fixture(scope="module")
 def letting_go() -> Iterator[Server]:
     """A server lets go of steps as between GPUs: they go on with their last selection."""
-    sparse = "--sparse-threshold 264 --sparse-budget 40 --selection-margin 8 --delta-capacity 40"
+    sparse = "--sparse-threshold 264 --sparse-budget 40 --hysteresis 8 --max-swap-tokens 40"
     environment = {LET_GO_VARIABLE: "1", "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1"}
     with serve([*ARGUMENTS, *sparse.split()], environment) as server:
         yield server

@@ -52,7 +52,7 @@ def test_log_probabilities_differ_by_the_error_of_the_format(
     flags = [
         *SMALL_CACHE_RANK,
         *("--model-path", str(random_model()), "--skip-tokenizer-init"),
-        *("--sparse-threshold", "500", "--sparse-budget", "1400", "--delta-capacity", "128"),
+        *("--sparse-threshold", "500", "--sparse-budget", "1400", "--max-swap-tokens", "128"),
         *("--kv-residency", held.name),
     ]
     if held.options:

@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.gpu(2, ranks=True), pytest.mark.timeout(600)]
 
 CHAIN_FLAGS = (
     "--sparse-threshold 264 --sparse-budget 40 --sink-tokens 4 --recent-tokens 16 "
-    "--selection-margin 8 --delta-capacity 40 --recall-interval 4"
+    "--hysteresis 8 --max-swap-tokens 40 --recall-interval 4"
 ).split()
 CHAINS = [make_chain(seed=seed, facts=128, hops=80) for seed in range(8)]
 
@@ -195,7 +195,7 @@ def test_memory_is_released_on_both_gpus_and_comes_back(backend: str) -> None:
 def deep_flags(model: Path) -> list[str]:
     return (
         f"--model-path {model} --skip-tokenizer-init --layers-per-group 1 --dense-layers 0 "
-        "--sparse-threshold 1024 --sparse-budget 512 --recent-tokens 32 --delta-capacity 64 "
+        "--sparse-threshold 1024 --sparse-budget 512 --recent-tokens 32 --max-swap-tokens 64 "
         "--bulk-chunk-tokens 256"
     ).split()
 

@@ -62,9 +62,9 @@ class Case:
         return [
             *SMALL_CACHE_RANK,
             *("--skip-tokenizer-init", "--sparse-threshold", str(THRESHOLD)),
-            *("--sparse-budget", str(BUDGET), "--selection-margin", str(MARGIN)),
+            *("--sparse-budget", str(BUDGET), "--hysteresis", str(MARGIN)),
             # The prompt of the request that decodes alone is shipped in one step, longer ones not.
-            *("--delta-capacity", str(CAPACITY), "--bulk-chunk-tokens", "160"),
+            *("--max-swap-tokens", str(CAPACITY), "--bulk-chunk-tokens", "160"),
             *("--query-predictor", self.predictor, "--query-frame", self.frame),
             *("--inference-kv", self.inference_kv, "--wire-dtype", self.wire_dtype),
             *("--dense-layers", str(self.dense_layers)),
@@ -94,8 +94,8 @@ class Case:
             query_window=4,
             query_predictor=self.predictor,
             query_frame=self.frame,
-            selection_margin=MARGIN,
-            delta_capacity=CAPACITY,
+            hysteresis=MARGIN,
+            max_swap_tokens=CAPACITY,
             score_keys=self.score_keys,
             score_normalizer=self.score_normalizer,
         )
@@ -141,7 +141,7 @@ class Case:
 
 
 DEFAULT = [
-    Case("ridge", "pre", "llama", 4, 2, "working-set", dense_layers=0),
+    Case("spade", "pre", "llama", 4, 2, "working-set", dense_layers=0),
     Case(
         *("forecast", "pre", "qwen3", 4, 2, "full"),
         layers=6,
@@ -153,7 +153,7 @@ THOROUGH = [
     Case("forecast", "pre", "qwen2", 2, 2, "working-set", layers=7, forecast_lead=1),
     Case("last", "pre", "qwen3", 2, 1, "full"),
     Case("spade", "post", "qwen3", 4, 2, "full"),
-    Case("ema", "pre", "qwen3", 4, 1, "working-set"),
+    Case("last", "pre", "qwen3", 4, 1, "working-set"),
 ]
 # What is equal but for the last bits is not when it is rounded to codes.
 ROUNDED = [

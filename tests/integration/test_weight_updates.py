@@ -27,7 +27,7 @@ from scripts.shared.serving import Server, free_port, log_probabilities, serve
 pytestmark = [pytest.mark.thorough, pytest.mark.xdist_group("weight-updates")]
 
 FLAGS = (
-    "--skip-tokenizer-init --sparse-threshold 100 --sparse-budget 24 --delta-capacity 24 "
+    "--skip-tokenizer-init --sparse-threshold 100 --sparse-budget 24 --max-swap-tokens 24 "
     "--query-predictor forecast --forecast-lead 1 --layers-per-group 1"
 ).split()
 

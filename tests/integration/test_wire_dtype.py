@@ -10,8 +10,8 @@ from scripts.shared.serving import serve
 CHAIN = make_chain(seed=7, facts=128, hops=80)
 # A working set of 60 tokens, so that most of what attention reads has travelled.
 FLAGS = (
-    "--sparse-threshold 264 --sparse-budget 40 --recent-tokens 16 --selection-margin 8 "
-    "--delta-capacity 40"
+    "--sparse-threshold 264 --sparse-budget 40 --recent-tokens 16 --hysteresis 8 "
+    "--max-swap-tokens 40"
 ).split()
 
 

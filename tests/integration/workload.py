@@ -17,7 +17,7 @@ SMALL_CACHE_RANK = (
 # A working set of 60 tokens: a tenth of the length that a walk of 80 hops reaches.
 TENTH_OF_THE_CONTEXT = (
     "--cache-rank-gpus 1 --enable-metrics --sparse-threshold 264 --sparse-budget 40 "
-    "--sink-tokens 4 --recent-tokens 16 --selection-margin 8 --delta-capacity 40 "
+    "--sink-tokens 4 --recent-tokens 16 --hysteresis 8 --max-swap-tokens 40 "
     "--recall-interval 4"
 ).split()
 

@@ -97,7 +97,7 @@ def test_a_comparison_comes_back_from_its_file(comparison: tuple[Comparison, Pat
 
 def test_a_recording_is_compared_on(tmp_path: Path) -> None:
     model = ModelShape(1, query_heads=4, kv_heads=2, head_dim=16, dtype="bfloat16", scale=0.25)
-    config = CacheRankConfig(model, 1, sparse_budget=8, delta_capacity=8, max_rows=1)
+    config = CacheRankConfig(model, 1, sparse_budget=8, max_swap_tokens=8, max_rows=1)
     generator = torch.Generator().manual_seed(1)
     shipment = torch.randn((2, 1, 300, 2, 16), generator=generator).to(torch.bfloat16)
     (boundary,) = config.boundaries

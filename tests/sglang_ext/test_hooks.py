@@ -232,7 +232,7 @@ def test_a_cache_rank_puts_its_reserve_behind_the_pool_whose_size_stays(
     row = torch.empty((2, 2, 8), dtype=torch.float32)  # K and V of one token in one layer
     left = hooks.leave_room_beyond_allocator(10_000_000, CONFIGURATOR)
     staged = 3 * 2 * (4 + 2 * 2) * 8 * 4  # q, k and v of three requests in the two sparse layers
-    entering = 3 * 2 * 2 * args.delta_capacity * (2 * 8 * 4 + 4)  # K, V and slots
+    entering = 3 * 2 * 2 * args.max_swap_tokens * (2 * 8 * 4 + 4)  # K, V and slots
     left_for_headers = 10_000_000 - reserve * 3 * row.nbytes - staged - entering - left
     assert 0 < left_for_headers < 1000
 

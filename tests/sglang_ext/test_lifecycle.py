@@ -31,7 +31,7 @@ CONFIG = CacheRankConfig(
     sink_tokens=2,
     recent_tokens=3,
     query_window=3,
-    delta_capacity=3,
+    max_swap_tokens=3,
     query_frame="post",
 )
 
@@ -239,7 +239,7 @@ def expected_phases(config: CacheRankConfig, decoding: Decoding, chunk: int) -> 
         phases.append(Phase.SPARSE if sparse else Phase.WARMING)
         exchanged += 1
         older = max(0, position + 1 - config.sink_tokens - config.recent_tokens)
-        slots = min(config.sparse_budget, older, slots + config.delta_capacity)
+        slots = min(config.sparse_budget, older, slots + config.max_swap_tokens)
     return phases
 
 
@@ -252,7 +252,7 @@ policies = st.builds(
     sink_tokens=st.integers(0, 4),
     recent_tokens=st.integers(0, 6),
     query_window=st.integers(1, 6),
-    delta_capacity=st.integers(1, 7),
+    max_swap_tokens=st.integers(1, 7),
 )
 chunks = st.integers(2, 64)
 

@@ -99,10 +99,10 @@ def test_exact_selection_has_full_recall_and_no_selection_holds_more_mass() -> N
     scores = score_tokens(queries, keys, config.model.scale)
     candidates = config.candidates_after(TOKENS - 1)
     mirror = slots_of(config, 1, [EMPTY] * config.sparse_budget).clone()
-    # Several selections, because a step ships at most `delta_capacity` tokens.
+    # Several selections, because a step ships at most `max_swap_tokens` tokens.
     for _ in range(config.sparse_budget):
         mirror = select_tokens(
-            scores, mirror, candidates, config.selection_margin, config.delta_capacity
+            scores, mirror, candidates, config.hysteresis, config.max_swap_tokens
         ).mirror
     recall, mass = measure_recall(scores, mirror, config, TOKENS)
     assert (recall == 1.0).all()

@@ -49,8 +49,8 @@ CONFIG = CacheRankConfig(
     sink_tokens=2,
     recent_tokens=3,
     query_window=2,
-    selection_margin=1,
-    delta_capacity=2,
+    hysteresis=1,
+    max_swap_tokens=2,
     max_rows=3,
     checksum=True,
 )
