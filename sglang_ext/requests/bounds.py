@@ -32,6 +32,9 @@ class Limits(NamedTuple):
     context: int
     """How many tokens a prompt and its answer may have."""
 
+    labels: frozenset[str] = frozenset()
+    """What clients may call their requests in metrics."""
+
 
 class Bound(NamedTuple):
     """What a field may hold; null always stands for its default."""
@@ -91,6 +94,29 @@ def by_token(item: Bound, vocabulary: int) -> Bound:
     return Bound(f"an object of tokens below {vocabulary}, each with {item.what}", holds)
 
 
+def structured(fields: dict[str, Bound]) -> Bound:
+    """Objects whose fields, where they are given, hold what they may."""
+
+    def holds(value: Any) -> bool:
+        return isinstance(value, dict) and all(
+            value.get(name) is None or bound.holds(value[name]) for name, bound in fields.items()
+        )
+
+    return Bound("an object; " + ", ".join(f"{n} is {b.what}" for n, b in fields.items()), holds)
+
+
+def by_name(names: frozenset[str]) -> Bound:
+    """Objects with some of these names, each with a string."""
+    return Bound(
+        f"an object of strings, named in [{', '.join(sorted(names))}]",
+        lambda value: (
+            isinstance(value, dict)
+            and names.issuperset(value)
+            and all(isinstance(one, str) for one in value.values())
+        ),
+    )
+
+
 FLAG = Bound("true or false", lambda value: isinstance(value, bool))
 TEXT = Bound("a string", lambda value: isinstance(value, str))
 OBJECT = Bound("an object", lambda value: isinstance(value, dict))
@@ -104,6 +130,7 @@ ONE_A_PROMPT = (
     "return_logprob",
     "logprob_start_len",
     "top_logprobs_num",
+    "return_hidden_states",
     "return_sampling_mask",
     "sampling_logprobs_mode",
     "custom_logit_processor",
@@ -145,8 +172,17 @@ def request_bounds(limits: Limits) -> dict[str, Bound]:
         # Prompts and what is thought of them.
         "max_thinking_tokens": position,
         "routed_experts_start_len": position,
-        "session_params": OBJECT,
+        "session_params": structured(
+            {
+                "id": TEXT,
+                "rid": TEXT,
+                "offset": integer(-1, limits.context),
+                "replace": FLAG,
+                "drop_previous_output": FLAG,
+            }
+        ),
         "dimensions": integer(1, INT32),
+        "custom_labels": by_name(limits.labels),
         # Where and when a request is computed.
         "priority": integer(-INT32, INT32),
         "routed_dp_rank": COUNT,

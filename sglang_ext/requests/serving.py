@@ -44,9 +44,10 @@ async def generate(
     **kwargs: Any,
 ) -> AsyncIterator[Any]:
     """Refuse what cannot be served, and turn per-token statistics into one summary."""
-    model = manager.model_config
-    has_cache_rank = getattr(manager.server_args, "has_cache_rank", False)
-    refuse_request(request, Limits(model.vocab_size, model.context_len), has_cache_rank)
+    args, model = manager.server_args, manager.model_config
+    labels = frozenset(getattr(args, "tokenizer_metrics_allowed_custom_labels", None) or ())
+    limits = Limits(model.vocab_size, model.context_len, labels)
+    refuse_request(request, limits, getattr(args, "has_cache_rank", False))
     heed_body(request)
     has_begun = False
     try:
