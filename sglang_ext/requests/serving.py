@@ -44,10 +44,10 @@ async def generate(
     **kwargs: Any,
 ) -> AsyncIterator[Any]:
     """Refuse what cannot be served, and turn per-token statistics into one summary."""
-    args, model = manager.server_args, manager.model_config
-    labels = frozenset(getattr(args, "tokenizer_metrics_allowed_custom_labels", None) or ())
+    server, model = manager.server_args, manager.model_config
+    labels = frozenset(getattr(server, "tokenizer_metrics_allowed_custom_labels", None) or ())
     limits = Limits(model.vocab_size, model.context_len, labels)
-    refuse_request(request, limits, getattr(args, "has_cache_rank", False))
+    refuse_request(request, limits, getattr(server, "has_cache_rank", False))
     heed_body(request)
     has_begun = False
     try:
