@@ -18,7 +18,7 @@ from sglang_ext import compat, hooks, inference_rank, plugin, processes
 from sglang_ext.hooks import HOOKS, Hook
 from sglang_ext.lifecycle import RequestStatistics
 from sglang_ext.refusals import UnsupportedError
-from sglang_ext.requests import CACHE_RANK
+from sglang_ext.requests import CACHE_RANK, serving
 from sglang_ext.server_args import BUNDLED_MODEL, CacheRankServerArgs
 
 # After ours, which makes SGLang importable without a GPU.
@@ -70,7 +70,7 @@ def test_the_plugin_is_live_and_loading_it_again_hooks_nothing_twice() -> None:
         registered = [
             (kind, function)
             for kind, function, _ in HookRegistry._hooks[hook.target]
-            if function.__module__ == "sglang_ext.hooks"
+            if function.__module__.startswith("sglang_ext.")
         ]
         assert registered == [(hook.kind, hook.function)]
 
@@ -456,14 +456,14 @@ LATE = (6, None, 7, 8, 9, 10, 2, 0.5, 0.75, 0.625, 0.875)
     ids=str,
 )
 def test_the_summary_is_the_last_that_is_known(per_token: list[Any], values: Any) -> None:
-    assert hooks._summary(per_token) == summary_of(values)
+    assert serving._summary(per_token) == summary_of(values)
 
 
 def test_the_summary_reads_statistics_in_the_order_they_are_written() -> None:
     statistics = RequestStatistics(
         sparse_steps=1, dense_reason="recomputed", late_steps=3, retractions=5
     )
-    assert hooks._summary([statistics.as_tuple()]) == {
+    assert serving._summary([statistics.as_tuple()]) == {
         "sparse_steps": 1,
         "dense_reason": "recomputed",
         "tokens_shipped": 0,
@@ -480,14 +480,15 @@ def test_the_summary_reads_statistics_in_the_order_they_are_written() -> None:
 
 def test_statistics_of_another_length_are_not_guessed_at() -> None:
     with pytest.raises(ValueError, match="zip"):
-        hooks._summary([(1, 2, 3)])
+        serving._summary([(1, 2, 3)])
 
 
 def responses(outputs: list[Any], sampling_params: Any = None) -> list[Any]:
     """What a client gets for these outputs of SGLang's tokenizer manager."""
 
     manager = SimpleNamespace(
-        model_config=SimpleNamespace(vocab_size=300), server_args=SimpleNamespace()
+        model_config=SimpleNamespace(vocab_size=300, context_len=2048),
+        server_args=SimpleNamespace(),
     )
 
     async def original(given: Any, request: Any, *args: Any) -> AsyncIterator[Any]:
@@ -497,7 +498,7 @@ def responses(outputs: list[Any], sampling_params: Any = None) -> list[Any]:
 
     async def collect() -> list[Any]:
         request = SimpleNamespace(sampling_params=sampling_params)
-        stream = hooks.summarize_meta_info(original, manager, request, "http request")
+        stream = serving.generate(original, manager, request, "http request")
         return [output async for output in stream]
 
     return asyncio.run(collect())
@@ -558,10 +559,11 @@ def test_a_refused_request_never_reaches_sglang() -> None:
 
     async def ask() -> None:
         request = SimpleNamespace(sampling_params={"custom_params": {CACHE_RANK: "no"}})
-        async for _ in hooks.summarize_meta_info(
+        async for _ in serving.generate(
             original,
             SimpleNamespace(
-                model_config=SimpleNamespace(vocab_size=300), server_args=SimpleNamespace()
+                model_config=SimpleNamespace(vocab_size=300, context_len=2048),
+                server_args=SimpleNamespace(),
             ),
             request,
         ):

@@ -49,7 +49,11 @@ HOOKED_PARAMETERS = {
     "note_new_weights": "self recv_req",
     "release_memory": "self recv_req",
     "resume_memory": "self recv_req",
-    "summarize_meta_info": "self obj request",
+    "read_body": "self",
+    "generate": "self obj request",
+    "answer_error": "self message err_type status_code param",
+    "name_sample": "self",
+    "abort_samples": "self rid abort_all",
 }
 """The first parameters of the functions that ours are hooked to."""
 
