@@ -164,6 +164,7 @@ class Lifecycle:
         capacity_tokens: how many tokens fit in the cache rank.
         live: the epochs by request slot.
         prompts: what prompts have in common; None where nothing is shared.
+        weight_updates: how often SGLang has loaded other weights.
     """
 
     def __init__(
@@ -175,6 +176,7 @@ class Lifecycle:
         prompts: SharedPrompts | None = None,
     ) -> None:
         self.capacity_tokens = 0
+        self.weight_updates = 0
         self.prompts = prompts
         self.live: dict[int, SparseSequence] = {}
         self._config = config
@@ -281,8 +283,8 @@ class Lifecycle:
                 sequence.statistics.add_measured(measured)
 
     def _prefix(self, request: Any, length: int) -> SharedPrefix:
-        """What a request may share: tokens that were computed densely."""
-        if self.prompts is None:
+        """What a request may share: tokens that were computed densely, and by the same weights."""
+        if self.prompts is None or request.cache_rank_weights != self.weight_updates:
             return SharedPrefix()
         dense = request.cache_rank_dense_tokens
         return self.prompts.prefix_of(request, length if dense is None else min(dense, length))
@@ -328,5 +330,4 @@ def prepare_requests(requests: Sequence[Any]) -> None:
             request.cache_rank_losses = 0
             request.cache_rank_dense_tokens = None
             request.cache_rank_page_keys = None
-            request.cache_rank_weights = None
             request.cache_rank_dense_reasons = set()
