@@ -36,7 +36,6 @@ DenseReason = Literal[
     "prefill",
     "below_threshold",
     "asked",
-    "recomputed",
     "cache_rank_losses",
     "down",
     "max_sparse_requests",
@@ -49,7 +48,6 @@ DenseReason = Literal[
     prefill              it has not decoded yet
     below_threshold      it is shorter than the sparse threshold
     asked                its custom_params say so
-    recomputed           it was sparse when a cache rank was lost, and SGLang recomputed it
     cache_rank_losses    it was there when MOST_LOSSES cache ranks were lost
     down                 there is no cache rank at the moment
     max_sparse_requests  no block of the reserve is free
@@ -192,8 +190,6 @@ class Lifecycle:
             return "below_threshold"
         if asks_to_stay_dense(request):
             return "asked"
-        if request.cache_rank_failed:
-            return "recomputed"
         if request.cache_rank_losses >= MOST_LOSSES:
             return "cache_rank_losses"
         if not is_up:
@@ -326,7 +322,6 @@ def prepare_requests(requests: Sequence[Any]) -> None:
     for request in requests:
         if not hasattr(request, "cache_rank_statistics"):
             request.cache_rank_statistics = RequestStatistics()
-            request.cache_rank_failed = False
             request.cache_rank_losses = 0
             request.cache_rank_dense_tokens = None
             request.cache_rank_page_keys = None

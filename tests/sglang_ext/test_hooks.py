@@ -460,11 +460,11 @@ def test_the_summary_is_the_last_that_is_known(per_token: list[Any], values: Any
 
 def test_the_summary_reads_statistics_in_the_order_they_are_written() -> None:
     statistics = RequestStatistics(
-        sparse_steps=1, dense_reason="recomputed", late_steps=3, retractions=5
+        sparse_steps=1, dense_reason="cache_rank_losses", late_steps=3, retractions=5
     )
     assert hooks._summary([statistics.as_tuple()]) == {
         "sparse_steps": 1,
-        "dense_reason": "recomputed",
+        "dense_reason": "cache_rank_losses",
         "tokens_shipped": 0,
         "late_steps": 3,
         "stale_steps": 0,

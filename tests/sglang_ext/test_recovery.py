@@ -40,7 +40,7 @@ class Requests:
         )
 
     def _request(self, name: str) -> Any:
-        request = Mock(cache_rank_losses=0, cache_rank_failed=False, is_retracted=False)
+        request = Mock(cache_rank_losses=0, is_retracted=False)
         request.name, request.cache_rank_statistics = name, RequestStatistics()
         request.finished.return_value = False
         return request
@@ -71,7 +71,7 @@ def test_sparse_requests_leave_the_batch_and_are_queued_a_turn_later() -> None:
     assert batch_of.handle.exchange is None
     assert [sequence.orphaned for sequence in batch_of.sequences] == [False, True, True]
     assert [sequence.ended for sequence in batch_of.sequences] == [True, False, False]
-    assert [request.cache_rank_failed for request in batch_of.requests] == [False, True, True]
+    assert [request.cache_rank_losses for request in batch_of.requests] == [1, 1, 1]
 
     scheduler, batch = Mock(), batch_of.batch(kept, orphan, done)
     done.finished.return_value = True
