@@ -149,7 +149,6 @@ def run_step(
         result, plan = rank.decode_step.run(batch.reqs, batch.seq_lens_cpu.tolist(), forward)
         result.cache_rank_plan = plan
     else:
-        rank.before_prefill(batch.reqs)
         result = forward()
     if result.logits_output is not None:
         info = result.logits_output.customized_info or {}
@@ -182,11 +181,16 @@ def after_forward(result: Any, runner: Any, forward_batch: Any, *_: Any, **__: A
         backend.on_extend(forward_batch)
 
 
-def separate_prefixes(result: None, request: Any, *_: Any, **__: Any) -> None:
+def after_request(result: None, request: Any, *_: Any, **__: Any) -> None:
     """Keep apart what requests must not reuse of each other."""
+    before_match(request)
+
+
+def before_match(request: Any, *_: Any, **__: Any) -> None:
+    """Keep a prompt apart from what other weights have computed; it may have waited meanwhile."""
     rank = inference_rank.current()
     if rank is not None:
-        reuse.separate(request, rank.args.reuse_sparse_tokens == "on", rank.weight_updates)
+        rank.before_match(request)
 
 
 def offer_to_tree(
@@ -338,8 +342,14 @@ HOOKS = (
     Hook(
         "sglang.srt.managers.schedule_batch.Req.__init__",
         HookType.AFTER,
-        separate_prefixes,
-        "schedule_batch.py:787; prefixes are matched and kept by the request's extra_key",
+        after_request,
+        "schedule_batch.py:787; the queue is sorted by what is found under a request's extra_key",
+    ),
+    Hook(
+        "sglang.srt.managers.schedule_batch.Req.init_next_round_input",
+        HookType.BEFORE,
+        before_match,
+        "schedule_batch.py:1180; the prefix is matched by extra_key, right before the prefill",
     ),
     Hook(
         compat.OFFER,

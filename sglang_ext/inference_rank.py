@@ -44,7 +44,6 @@ class InferenceRank:
         decode_step: runs decode steps.
         cache_rank: the cache rank while it is up, and what its loss leaves to be done.
         eviction: of tokens from the pool; None when every token stays there.
-        weight_updates: how often SGLang has loaded other weights.
     """
 
     def __init__(
@@ -71,7 +70,6 @@ class InferenceRank:
             ValueError: a flag does not suit the model.
         """
         self.args = args
-        self.weight_updates = 0
         self.config = args.cache_rank_config(model, args.max_sparse_requests)
         self.device = pools.req_to_token.device
         self.metrics = CacheRankMetrics(args, self.config, tp_rank)
@@ -170,17 +168,16 @@ class InferenceRank:
     def on_weights_updated(self) -> None:
         """Send by what queries are forecast before the next step; updates come in many parts."""
         self._weights_have_changed = self._source is not None
-        self.weight_updates += 1
+        self.lifecycle.weight_updates += 1
         self._shipping.drop_unused(everything=True)
 
     # Events of requests.
 
-    def before_prefill(self, requests: list[Any]) -> None:
-        """Note the weights of prompts, which may have waited in the queue while they changed."""
-        prepare_requests(requests)
-        for request in requests:
-            if request.cache_rank_weights is None:
-                request.cache_rank_weights = self.weight_updates
+    def before_match(self, request: Any) -> None:
+        """Let a request find what the weights of today have computed, if it has nothing yet."""
+        if compat.pool_state(request).req_pool_idx is None:
+            sparse_tokens = self.args.reuse_sparse_tokens == "on"
+            reuse.separate(request, sparse_tokens, self.lifecycle.weight_updates)
 
     def on_prefilled(self, requests: list[Any]) -> None:
         """Read the rows of prompts anew in the next step.

@@ -36,7 +36,6 @@ DenseReason = Literal[
     "prefill",
     "below_threshold",
     "asked",
-    "recomputed",
     "cache_rank_losses",
     "down",
     "max_sparse_requests",
@@ -49,7 +48,6 @@ DenseReason = Literal[
     prefill              it has not decoded yet
     below_threshold      it is shorter than the sparse threshold
     asked                its custom_params say so
-    recomputed           it was sparse when a cache rank was lost, and SGLang recomputed it
     cache_rank_losses    it was there when MOST_LOSSES cache ranks were lost
     down                 there is no cache rank at the moment
     max_sparse_requests  no block of the reserve is free
@@ -164,6 +162,7 @@ class Lifecycle:
         capacity_tokens: how many tokens fit in the cache rank.
         live: the epochs by request slot.
         prompts: what prompts have in common; None where nothing is shared.
+        weight_updates: how often SGLang has loaded other weights.
     """
 
     def __init__(
@@ -175,6 +174,7 @@ class Lifecycle:
         prompts: SharedPrompts | None = None,
     ) -> None:
         self.capacity_tokens = 0
+        self.weight_updates = 0
         self.prompts = prompts
         self.live: dict[int, SparseSequence] = {}
         self._config = config
@@ -190,8 +190,6 @@ class Lifecycle:
             return "below_threshold"
         if asks_to_stay_dense(request):
             return "asked"
-        if request.cache_rank_failed:
-            return "recomputed"
         if request.cache_rank_losses >= MOST_LOSSES:
             return "cache_rank_losses"
         if not is_up:
@@ -281,8 +279,8 @@ class Lifecycle:
                 sequence.statistics.add_measured(measured)
 
     def _prefix(self, request: Any, length: int) -> SharedPrefix:
-        """What a request may share: tokens that were computed densely."""
-        if self.prompts is None:
+        """What a request may share: tokens that were computed densely, and by the same weights."""
+        if self.prompts is None or request.cache_rank_weights != self.weight_updates:
             return SharedPrefix()
         dense = request.cache_rank_dense_tokens
         return self.prompts.prefix_of(request, length if dense is None else min(dense, length))
@@ -324,9 +322,7 @@ def prepare_requests(requests: Sequence[Any]) -> None:
     for request in requests:
         if not hasattr(request, "cache_rank_statistics"):
             request.cache_rank_statistics = RequestStatistics()
-            request.cache_rank_failed = False
             request.cache_rank_losses = 0
             request.cache_rank_dense_tokens = None
             request.cache_rank_page_keys = None
-            request.cache_rank_weights = None
             request.cache_rank_dense_reasons = set()

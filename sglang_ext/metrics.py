@@ -74,7 +74,6 @@ _DENSE_REASONS: tuple[DenseReason, ...] = (
     "max_sparse_requests",
     "cache_rank_memory",
     "down",
-    "recomputed",
     "cache_rank_losses",
 )
 """These are counted, from zero on."""

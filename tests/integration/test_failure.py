@@ -140,6 +140,27 @@ def test_a_cache_rank_is_stopped(server: Server, streams: Streams) -> None:
     lose_the_cache_rank(server, streams, signal.SIGSTOP)
 
 
+@IN_ALL_MODES
+def test_what_was_sparse_is_sparse_again_with_the_next_cache_rank(
+    server: Server, streams: Streams
+) -> None:
+    def disturb() -> None:
+        kill(server)
+        wait_until(lambda: not server.cache_rank()["up"])
+        # Else the answers could end before the next one is up.
+        server.post("/pause_generation", {"mode": "in_place"}).raise_for_status()
+        server.wait_for(60, up=True)
+        server.post("/continue_generation").raise_for_status()
+
+    server.wait_for(60, up=True)
+    responses = streams.run(disturb)
+    assert_exact(streams, responses)
+    assert statistics(responses, "stale_steps") > 0
+    recomputes = server.mode == "working-set"  # type: ignore[attr-defined]
+    assert (statistics(responses, "retractions") > 0) == recomputes
+    assert [r["meta_info"]["cache_rank"]["dense_reason"] for r in responses] == [None] * 8
+
+
 @pytest.fixture(scope="module")
 def letting_go() -> Iterator[Server]:
     """A server lets go of steps as between GPUs: they go on with their last selection."""

@@ -307,8 +307,7 @@ def test_batches_that_decode_are_decode_steps_and_others_are_not(rank: Mock, dec
     rank.decode_step.run.side_effect = lambda requests, lengths, forward: (forward(), "plan")
     result = hooks.run_step(rank.original, "worker", batch)
     called = [name for name, _, _ in rank.mock_calls]
-    first = "decode_step.run" if decode else "before_prefill"
-    assert called == [first, "original", "statistics_of"]
+    assert called == ["decode_step.run"] * decode + ["original", "statistics_of"]
     if decode:
         assert rank.decode_step.run.call_args.args[:2] == (["request"], [7])
         assert result.cache_rank_plan == "plan"
@@ -461,11 +460,11 @@ def test_the_summary_is_the_last_that_is_known(per_token: list[Any], values: Any
 
 def test_the_summary_reads_statistics_in_the_order_they_are_written() -> None:
     statistics = RequestStatistics(
-        sparse_steps=1, dense_reason="recomputed", late_steps=3, retractions=5
+        sparse_steps=1, dense_reason="cache_rank_losses", late_steps=3, retractions=5
     )
     assert serving._summary([statistics.as_tuple()]) == {
         "sparse_steps": 1,
-        "dense_reason": "recomputed",
+        "dense_reason": "cache_rank_losses",
         "tokens_shipped": 0,
         "late_steps": 3,
         "stale_steps": 0,

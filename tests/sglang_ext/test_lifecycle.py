@@ -92,13 +92,6 @@ def test_a_request_stays_dense_when_it_asks_to(
     )
 
 
-def test_a_request_that_lost_a_cache_rank_stays_dense() -> None:
-    lifecycle, _ = lifecycle_with()
-    request = request_on(1)
-    request.cache_rank_failed = True
-    assert lifecycle.reason_to_stay_dense(request, THRESHOLD, is_up=True) == "recomputed"
-
-
 @pytest.mark.parametrize(
     ("losses", "reason"),
     [(0, None), (MOST_LOSSES - 1, None), (MOST_LOSSES, "cache_rank_losses")],
@@ -187,8 +180,6 @@ def test_a_request_says_the_same_of_itself_whatever_the_cache_rank_does(is_up: b
     assert reason(request) == ("max_sparse_requests" if is_up else "down")
     request.cache_rank_losses = MOST_LOSSES
     assert reason(request) == "cache_rank_losses"
-    request.cache_rank_failed = True
-    assert reason(request) == "recomputed"
     assert reason(request_on(1, custom={"cache_rank": False})) == "asked"
 
 
@@ -385,12 +376,11 @@ def test_epochs_only_grow_and_their_ends_give_everything_back(
 def test_preparing_a_request_again_keeps_what_it_carries() -> None:
     request = request_on(1)
     request.cache_rank_statistics.retractions = 2
-    request.cache_rank_failed = True
     request.cache_rank_losses = 1
     request.cache_rank_dense_reasons.add("asked")
     prepare_requests([request])
     assert request.cache_rank_statistics.retractions == 2
-    assert (request.cache_rank_failed, request.cache_rank_losses) == (True, 1)
+    assert request.cache_rank_losses == 1
     assert request.cache_rank_dense_reasons == {"asked"}
 
 
