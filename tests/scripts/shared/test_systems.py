@@ -9,7 +9,7 @@ from scripts.shared.systems import SYSTEMS, System, parse_assignments, residency
 HACK = "kv_residency=hack,kv_residency_options=bits=2+partition=64"
 
 
-@pytest.mark.parametrize("label", [*SYSTEMS, f"cache-rank:{HACK}", "cache-step:delta_capacity=64"])
+@pytest.mark.parametrize("label", [*SYSTEMS, f"cache-rank:{HACK}"])
 def test_a_label_reads_what_it_prints(label: str) -> None:
     assert System.parse(label).label == label
 
