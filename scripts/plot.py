@@ -1,15 +1,8 @@
 """Draw what was measured.
 
-    python -m scripts.plot recall --base-url http://127.0.0.1:30000 [--output results/recall]
-    python -m scripts.plot recall --file server_info.json
     python -m scripts.plot tradeoff --texts results/texts --speed results/speed \\
         --curve quest quest quest \\
         --estimate "cache rank" cache-rank:calibration=calibrations/smollm2 cache-rank
-
-`recall` draws the state that `/server_info` shows, of whatever model is served: recall, attention
-mass and query cosine as maps of layers and heads, and the overlap of what queries select by the
-distance between them (AsyncSpade Fig. 4). It writes PNG and SVG, and beside them `recall.json`,
-which `--file` reads too. What the figures mean: docs/recall.md.
 
 `tradeoff` draws what a user decides by: KL of a language model, as `score_text` has recorded it,
 against time per token and tokens a second, as `profile_tpot` has, a curve a system, at the same
@@ -28,10 +21,8 @@ from pathlib import Path
 
 import msgspec
 
-from scripts.accuracy.recall import read_state, write_plots
 from scripts.language.records import Report
 from scripts.shared.command import explained, make_parser
-from scripts.shared.serving import ServerError
 from scripts.speed.jobs import Shape
 from scripts.speed.report import read_results
 from scripts.tradeoff import report
@@ -44,12 +35,6 @@ def parse_options(argv: Sequence[str]) -> Namespace:
     """The command line."""
     parser = make_parser("plot", __doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    recall = commands.add_parser("recall", help="how good selections were, by layer and head")
-    source = recall.add_mutually_exclusive_group(required=True)
-    source.add_argument("--base-url", help="of a running server")
-    source.add_argument("--file", type=Path, help="a saved /server_info, or a recall.json")
-    recall.add_argument("--output", type=Path, default=Path("results/recall"), help="a folder")
-    recall.set_defaults(run=draw_recall)
     tradeoff = commands.add_parser("tradeoff", help="divergence against the time of a step")
     add = tradeoff.add_argument
     add("--texts", type=Path, required=True, help="a folder of score_text")
@@ -66,15 +51,6 @@ def parse_options(argv: Sequence[str]) -> Namespace:
     add("--output", type=Path, default=Path("results/tradeoff"), help="a folder")
     tradeoff.set_defaults(run=draw_tradeoff)
     return parser.parse_args(argv)
-
-
-def draw_recall(options: Namespace) -> list[Path]:
-    """Draw how good selections were; the files.
-
-    Raises:
-        NothingMeasuredError: the server has measured nothing.
-    """
-    return write_plots(read_state(options.base_url, options.file), options.output)
 
 
 def draw_tradeoff(options: Namespace) -> list[Path]:
@@ -114,7 +90,7 @@ def main(arguments: Sequence[str]) -> int:
     options = parse_options(arguments)
     try:
         files = options.run(options)
-    except (OSError, ServerError, ValueError) as error:
+    except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     for path in files:

@@ -26,7 +26,6 @@ from sglang_ext.lifecycle import RequestStatistics
 from sglang_ext.memory import (
     bytes_beyond_allocator,
     dense_store_rows,
-    measuring_bytes,
     message_bytes,
     reserve_rows,
 )
@@ -124,7 +123,6 @@ def leave_room_beyond_allocator(available_bytes: int, configurator: Any, *_: Any
     )
     token = 2 * shape.kv_heads * shape.head_dim * dtype.itemsize
     taken = bytes_beyond_allocator(args, layers, token) + message_bytes(args, shape)
-    taken += measuring_bytes(args, shape)
     if taken >= available_bytes:
         raise UnsupportedError(
             f"--max-sparse-requests {args.max_sparse_requests} leaves no memory for SGLang's pool: "
@@ -297,7 +295,7 @@ async def summarize_meta_info(
         yield output
 
 
-def _summary(per_token: list[tuple[int | float | str | None, ...] | None]) -> dict[str, Any]:
+def _summary(per_token: list[tuple[int | str | None, ...] | None]) -> dict[str, Any]:
     last = next((values for values in reversed(per_token) if values is not None), None)
     names = [field.name for field in dataclasses.fields(RequestStatistics)]
     return dict(zip(names, last or RequestStatistics().as_tuple(), strict=True))

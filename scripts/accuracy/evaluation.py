@@ -29,7 +29,7 @@ from scripts.shared.systems import DENSE, System
 
 REQUEST_SECONDS = 3600.0
 
-STATISTICS = ("sparse_steps", "late_steps", "stale_steps", "recall", "attention_mass")
+STATISTICS = ("sparse_steps", "late_steps", "stale_steps")
 """The statistics of a response, fields of Outcome, that a cache rank adds."""
 
 

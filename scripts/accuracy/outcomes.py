@@ -46,8 +46,6 @@ class Outcome(msgspec.Struct, frozen=True):
     sparse_steps: int | None = None  # steps over a working set; None without a cache rank
     late_steps: int = 0  # steps that waited for their selection
     stale_steps: int = 0  # steps that missed their selection
-    recall: float | None = None  # mean over its measured steps, see docs/recall.md
-    attention_mass: float | None = None  # mean over its measured steps
 
 
 class Run(msgspec.Struct):
@@ -76,8 +74,6 @@ class Result(msgspec.Struct):
     sparse_steps: float | None  # fraction of decode steps; None without a cache rank
     late_steps: float  # fraction of the sparse ones
     stale_steps: float  # fraction of the sparse ones
-    recall: float | None  # mean over problems, see docs/recall.md; None where none was measured
-    attention_mass: float | None  # mean over problems
     flops: float | None = None  # work of the inference rank a token; None if it is unknown
     cache_rank_flops: float | None = None  # work of the cache rank's scores a token
     bits: float | None = None  # bits of an element on the cache rank, metadata included

@@ -25,7 +25,7 @@ from scripts.shared.systems import CACHE_RANK, DENSE, SYSTEMS, System, residency
 
 HEADER = (
     *("system", "changed", "k", "exact chain", "minus dense", "hop accuracy", "correct prefix"),
-    *("output tokens", "sparse steps", "stale", "recall", "mass", "MFLOPs a token", "bits"),
+    *("output tokens", "sparse steps", "stale", "MFLOPs a token", "bits"),
 )
 
 
@@ -81,15 +81,8 @@ def _result(of_seed: dict[int, Outcome], dense: dict[int, Outcome], run: Run) ->
         sparse_steps=sum(sparse) / sum(o.output_tokens for o in outcomes) if sparse else None,
         late_steps=sum(o.late_steps for o in outcomes) / max(1, sum(sparse)),
         stale_steps=sum(o.stale_steps for o in outcomes) / max(1, sum(sparse)),
-        recall=_mean_of_measured(o.recall for o in outcomes),
-        attention_mass=_mean_of_measured(o.attention_mass for o in outcomes),
         **_costs(outcomes, run),
     )
-
-
-def _mean_of_measured(values: Iterable[float | None]) -> float | None:
-    measured = [value for value in values if value is not None]
-    return sum(measured) / len(measured) if measured else None
 
 
 def _costs(outcomes: Sequence[Outcome], run: Run) -> dict[str, float]:
@@ -189,8 +182,6 @@ def _cells(result: Result) -> list[str]:
         number(result.output_tokens.value, 0),
         percent(result.sparse_steps),
         "–" if result.sparse_steps is None else percent(result.stale_steps),
-        number(result.recall, 3),
-        number(result.attention_mass, 3),
         number(None if result.flops is None else result.flops / 1e6, 3),
         number(result.bits, 2),
     ]

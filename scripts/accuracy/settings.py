@@ -15,13 +15,12 @@ POLICY: dict[str, Any] = {
     "selection_margin": 8,
     "query_frame": "pre",
     "query_window": 16,
-    "recall_interval": 4,
     "kv_residency": "bf16",
 }
 """These are the arguments of sparse systems where neither a label nor the user says otherwise: a
 small model attends to few tokens and repeats queries, and its first layer keeps count of where it
-is. Answers are short, so that recall has to be measured often. Keys are as they came, so that what
-is lost is by the selection; what a format loses is asked for by its name."""
+is. Keys are as they came, so that what is lost is by the selection; what a format loses is asked
+for by its name."""
 
 _SHARED = ("sparse_budget", "sink_tokens", "recent_tokens", "dense_layers")
 """The baselines take these of POLICY."""

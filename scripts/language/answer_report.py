@@ -152,12 +152,10 @@ def _sparse(answers: Sequence[Answer]) -> str:
                 str(sum(len(a.written) for a in there)),
                 str(sum(a.late_steps for a in there)),
                 str(sum(a.stale_steps for a in there)),
-                interval([a.recall for a in there], 2),
-                interval([a.attention_mass for a in there], 2),
             ]
         )
     header = ("system", "k", "first sparse", "opening", "tokens that count")
-    return table((*header, "late steps", "stale steps", "recall", "attention mass"), rows)
+    return table((*header, "late steps", "stale steps"), rows)
 
 
 def write_report(found: AnswerReport, out: Path) -> list[Path]:

@@ -35,7 +35,6 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
         exact: whether all words are right; None where no program can tell.
         right, prefix, words: words that are right, those of them before the first mistake, and
             words of the right answer.
-        recall, attention_mass: of the selections, see docs/recall.md; None where not measured.
         late_steps, stale_steps: steps that waited for their selection, and that missed it.
     """
 
@@ -54,8 +53,6 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     right: int = 0
     prefix: int = 0
     words: int = 0
-    recall: float | None = None
-    attention_mass: float | None = None
     late_steps: int = 0
     stale_steps: int = 0
 

@@ -23,7 +23,7 @@ from scripts.shared.lines import Lines
 from scripts.shared.serving import Client, ServerError
 from scripts.shared.systems import DENSE, System
 
-STATISTICS = ("recall", "attention_mass", "late_steps", "stale_steps")
+STATISTICS = ("late_steps", "stale_steps")
 """The statistics of a response, fields of Answer, that a cache rank adds."""
 
 

@@ -22,7 +22,6 @@ POLICY: dict[str, Any] = {
     "selection_margin": 0,
     "query_frame": "pre",
     "query_window": 16,
-    "recall_interval": 1,
     "bulk_chunk_tokens": 8192,
     "kv_residency": "bf16",
 }

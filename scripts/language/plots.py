@@ -20,14 +20,13 @@ SMOOTHING = 16
 
 
 def write_plots(run: TextRun, cells: Sequence[Cell], out: Path) -> list[Path]:
-    """Draw KL by budget and by position, and recall by layer; nothing without Matplotlib."""
+    """Draw KL by budget and by position; nothing without Matplotlib."""
     if not plots.can_draw() or not cells:
         return []
     title = f"{Path(run.model).name}, {len(run.texts)} texts of {run.context} tokens"
     return [
         *_by_budget(cells, title, out),
         *_by_position(cells, title, out),
-        *_by_layer(run, title, out),
     ]
 
 
@@ -88,24 +87,6 @@ def _by_position(cells: Sequence[Cell], title: str, out: Path) -> list[Path]:
     figure.suptitle(title, fontsize=10)
     plots.legend(figure, axes)
     return plots.save(figure, out / "kl-position")
-
-
-def _by_layer(run: TextRun, title: str, out: Path) -> list[Path]:
-    measured = {label: run.layers[label] for label in sorted(run.layers) if run.layers[label]}
-    if not measured:
-        return []
-    figure, panels = plots.panels(2, (9, 3.6), sharey=True)
-    for index, (label, layers) in enumerate(measured.items()):
-        for axes, field in zip(panels, ("recall", "attention_mass"), strict=True):
-            values = [getattr(layer, field) for layer in layers.values()]
-            name = curve_name(System.parse(label))
-            axes.plot(list(layers), values, label=name, color=plots.colour(index), marker=".")
-    for axes, name in zip(panels, ("recall", "attention mass"), strict=True):
-        axes.set_ylim(0, 1)
-        plots.label(axes, name, "layer")
-    figure.suptitle(title, fontsize=10)
-    plots.legend(figure, panels)
-    return plots.save(figure, out / "recall-layers")
 
 
 def _name(label: str) -> str:

@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
 from tqdm import tqdm
 from transformers import AutoTokenizer
 
@@ -19,7 +18,7 @@ from scripts.language.comparison import Comparison, Load, make_systems
 from scripts.language.divergence import compare, kl_by_token
 from scripts.language.forcing import Forced, force
 from scripts.language.prompts import LONGEST_TOKEN
-from scripts.language.records import LayerRecall, ReadText, Report, Score, TextRun
+from scripts.language.records import ReadText, Report, Score, TextRun
 from scripts.language.report import write_report
 from scripts.language.runs import common_fields, find_run, go_on, recorded
 from scripts.shared.lines import Lines
@@ -30,10 +29,7 @@ from scripts.shared.systems import DENSE, System
 DIGITS = 6
 """The KL of a token is recorded with so many decimals."""
 
-STATISTICS = (
-    *("recall", "attention_mass", "held_recall", "held_attention_mass"),
-    *("late_steps", "stale_steps"),
-)
+STATISTICS = ("late_steps", "stale_steps")
 """The statistics of a response, fields of Score, that a cache rank adds."""
 
 
@@ -109,7 +105,6 @@ class Scoring:
 
     def _run_one(self, server: Client, system: System, work: Sequence[Tokens]) -> None:
         decoded = dict(self._decode(server, system, work))
-        self._run.layers[system.label] = layer_recall(server)
         if system.label == DENSE:
             self._dense = decoded
             return
@@ -167,18 +162,6 @@ class Scoring:
             kl_after_transition=kl_by_token(dense, found).round(DIGITS).tolist(),
             **{key: statistics[key] for key in STATISTICS if key in statistics},
         )
-
-
-def layer_recall(server: Client) -> dict[int, LayerRecall]:
-    """What a server measured by true keys, by layer; empty where it measured nothing."""
-    measured = server.cache_rank().get("recall_by_head") or {}
-    if "recall" not in measured:
-        return {}
-    means = (np.mean(measured[name], axis=-1) for name in LayerRecall.__struct_fields__)
-    return {
-        layer: LayerRecall(*map(float, values))
-        for layer, *values in zip(measured["layers"], *means, strict=True)
-    }
 
 
 def score(options: Namespace, argv: Sequence[str]) -> tuple[Report, list[Path]]:

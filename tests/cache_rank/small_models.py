@@ -40,6 +40,5 @@ def small_config(model: ModelShape = GQA, **changes: Any) -> CacheRankConfig:
         "selection_margin": 3,
         "delta_capacity": 3,
         "max_rows": 4,
-        "recall_interval": 0,
     }
     return CacheRankConfig(model, **{**policy, **changes})

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from scripts.language.comparison import make_systems, server_flags
-from scripts.language.records import LayerRecall, ReadText, Report, Score, TextRun, cells_of
+from scripts.language.records import ReadText, Report, Score, TextRun, cells_of
 from scripts.language.report import interval, markdown, write_report
 from scripts.language.scoring import load_of, tokenize
 from scripts.score_text import parse_options
@@ -30,7 +30,6 @@ def score(text: str, system: str, budget: int | None, kl: float) -> Score:
         largest_difference=1.5,
         sparse_from=1,
         kl_after_transition=[kl] * 40,
-        recall=0.5 if system.startswith("cache-rank") else None,
     )
 
 
@@ -47,7 +46,6 @@ RUN = TextRun(
         "regex": ReadText("manual", "cd" * 32, 4096),
     },
     failures={"quest:sparse_budget=64": "it ended"},
-    layers={"cache-rank:sparse_budget=64": {3: LayerRecall(0.5, 0.6), 4: LayerRecall(0.4, 0.7)}},
 )
 
 SCORES = [
@@ -72,13 +70,13 @@ def test_cells_are_ordered_by_system_and_budget() -> None:
 def test_a_report_has_tables_and_plots(tmp_path: Path) -> None:
     files = write_report(Report(RUN, SCORES), tmp_path)
     plots = {path.name for path in files if path.suffix == ".png"}
-    assert plots == {"kl-budget.png", "kl-position.png", "recall-layers.png"}
+    assert plots == {"kl-budget.png", "kl-position.png"}
     text = markdown(Report(RUN, SCORES))
     assert "| cache-rank | 64 | 64 | 0.3000 [0.2500, 0.3500] |" in text
     assert "| oracle | 64 | 0.0100 | – |" in text  # by text
     assert "quest:sparse_budget=64: it ended" in text
     cells = json.loads((tmp_path / "results.json").read_text())["cells"]
-    assert {"text", "system", "budget", "kl", "ratio_p5", "recall"} <= set(cells[0])
+    assert {"text", "system", "budget", "kl", "ratio_p5"} <= set(cells[0])
     assert msgspec.convert(cells, list[Score]) == SCORES
 
 
