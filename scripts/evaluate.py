@@ -30,11 +30,10 @@ SETTINGS: dict[str, Any] = {
     "sink_tokens": 4,
     "recent_tokens": 16,
     "hysteresis": 8,
-    "recall_interval": 4,
     "kv_residency": "bf16",
 }
-"""The bundled model attends to few tokens. Answers are short, so that recall has to be measured
-often. Keys are as they came: what a format loses is asked for by its name."""
+"""The bundled model attends to few tokens. Keys are as they came: what a format loses is asked for
+by its name."""
 
 
 def parse_options(argv: Sequence[str]) -> argparse.Namespace:

@@ -30,7 +30,6 @@ SETTINGS: dict[str, Any] = {
     "sink_tokens": 4,
     "recent_tokens": 64,
     "hysteresis": 0,
-    "recall_interval": 1,
     "bulk_chunk_tokens": 8192,
     "kv_residency": "bf16",
 }

@@ -24,7 +24,6 @@ from sglang_ext.calibration.serving import CALLS
 from sglang_ext.memory import (
     bytes_beyond_allocator,
     dense_store_rows,
-    measuring_bytes,
     message_bytes,
     reserve_rows,
 )
@@ -123,7 +122,6 @@ def leave_room_beyond_allocator(available_bytes: int, configurator: Any, *_: Any
     )
     token = 2 * shape.kv_heads * shape.head_dim * dtype.itemsize
     taken = bytes_beyond_allocator(args, layers, token) + message_bytes(args, shape)
-    taken += measuring_bytes(args, shape)
     if taken >= available_bytes:
         raise UnsupportedError(
             f"--max-sparse-requests {args.max_sparse_requests} leaves no memory for SGLang's pool: "

@@ -22,7 +22,6 @@ from typing import Any, Literal
 from cache_rank.config import CacheRankConfig
 from cache_rank.pages import PAGE_TOKENS
 from sglang_ext import compat
-from sglang_ext.recall import Means
 from sglang_ext.shared_prompts import SharedPrefix, SharedPrompts
 from sglang_ext.working_set import Reserve
 
@@ -73,11 +72,6 @@ class RequestStatistics:
         late_steps: exchanged steps that waited for an answer.
         stale_steps: steps whose answer was lost with a cache rank, so that it was not applied.
         retractions: times SGLang had to recompute it because a cache rank was lost.
-        recall_measurements: of its steps, each of one layer group, that were reported in time.
-        recall, attention_mass: their means by the keys as they came; None without any, and where
-            nobody has these keys.
-        held_recall, held_attention_mass: their means by the keys as the residency format holds
-            them; None without any.
     """
 
     sparse_steps: int = 0
@@ -86,22 +80,8 @@ class RequestStatistics:
     late_steps: int = 0
     stale_steps: int = 0
     retractions: int = 0
-    recall_measurements: int = 0
-    recall: float | None = None
-    attention_mass: float | None = None
-    held_recall: float | None = None
-    held_attention_mass: float | None = None
 
-    def add_measured(self, measured: Means) -> None:
-        """Add a measurement to the means."""
-        self.recall_measurements += 1
-        share = 1 / self.recall_measurements
-        for name in ("recall", "attention_mass", "held_recall", "held_attention_mass"):
-            if (value := getattr(measured, name)) is not None:
-                before = getattr(self, name) or 0.0
-                setattr(self, name, (1 - share) * before + share * value)
-
-    def as_tuple(self) -> tuple[int | float | str | None, ...]:
+    def as_tuple(self) -> tuple[int | str | None, ...]:
         """Return the values in the order of the fields."""
         return (
             self.sparse_steps,
@@ -110,11 +90,6 @@ class RequestStatistics:
             self.late_steps,
             self.stale_steps,
             self.retractions,
-            self.recall_measurements,
-            self.recall,
-            self.attention_mass,
-            self.held_recall,
-            self.held_attention_mass,
         )
 
 
@@ -271,12 +246,6 @@ class Lifecycle:
             sequence.statistics.dense_reason = None
             return True
         return False
-
-    def note_measured(self, epoch: int, measured: Means) -> None:
-        """Add a measurement to the statistics of its request, if that has not ended meanwhile."""
-        for sequence in self.live.values():
-            if sequence.epoch == epoch:
-                sequence.statistics.add_measured(measured)
 
     def _prefix(self, request: Any, length: int) -> SharedPrefix:
         """What a request may share: tokens that were computed densely, and by the same weights."""

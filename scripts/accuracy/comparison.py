@@ -118,12 +118,12 @@ def make_systems(options: argparse.Namespace) -> list[System]:
     """The systems of a command line, each with each budget that its label leaves open.
 
     Raises:
-        ValueError: there is no such system, or it does not serve whole sequences.
+        ValueError: there is no such system, or it is one of speed.
     """
     systems: dict[str, System] = {}
     for label in options.systems:
         system = System.parse(label)
-        if system.at_budget or not system.is_server or system.servers > 1:
+        if system.at_budget:
             raise ValueError(f"the system {system.name!r} is one of speed: it answers no requests")
         for budget in options.budgets:
             one = system.with_budget(budget)

@@ -7,7 +7,6 @@ from argparse import Namespace
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import msgspec
@@ -25,13 +24,13 @@ from scripts.accuracy.comparison import (
 from scripts.accuracy.pointer_chase import Problem, make_chain
 from scripts.accuracy.statistics import Estimate, interval
 from scripts.shared import report
-from scripts.shared.report import number, percent, table
+from scripts.shared.report import percent, table
 from scripts.shared.serving import Client
 from scripts.shared.systems import DENSE, SYSTEMS, System
 
 REQUEST_SECONDS = 3600.0
 
-STATISTICS = ("sparse_steps", "stale_steps", "recall", "attention_mass")
+STATISTICS = ("sparse_steps", "stale_steps")
 """The statistics of a response, fields of Outcome, that a cache rank adds."""
 
 
@@ -43,8 +42,6 @@ class Outcome(msgspec.Struct, frozen=True):
     tokens: int
     sparse_steps: int | None = None  # None without a cache rank
     stale_steps: int = 0  # steps that missed their selection
-    recall: float | None = None  # see docs/recall.md; None where not measured
-    attention_mass: float | None = None
 
 
 class Result(msgspec.Struct):
@@ -56,8 +53,6 @@ class Result(msgspec.Struct):
     correct_hops: Estimate  # share of lookups that were right
     sparse_steps: float | None  # share of decode steps; None without a cache rank
     stale_steps: float  # share of the sparse ones
-    recall: float | None  # mean over chains; None where none was measured
-    attention_mass: float | None
 
 
 class Report(msgspec.Struct):
@@ -141,14 +136,7 @@ def _summarize(label: str, outcomes: Sequence[Outcome], dense: Sequence[Outcome]
         correct_hops=statistics.mean([o.correct_hops for o in outcomes]),
         sparse_steps=sum(steps) / sum(o.tokens for o in outcomes) if steps else None,
         stale_steps=sum(o.stale_steps for o in outcomes) / max(1, sum(steps)),
-        recall=_mean_of_measured([o.recall for o in outcomes]),
-        attention_mass=_mean_of_measured([o.attention_mass for o in outcomes]),
     )
-
-
-def _mean_of_measured(values: Sequence[float | None]) -> float | None:
-    measured = [value for value in values if value is not None]
-    return fmean(measured) if measured else None
 
 
 def markdown(found: Report) -> str:
@@ -159,7 +147,7 @@ def markdown(found: Report) -> str:
         describe_run(found.run),
         "Brackets are 95% intervals over chains (bootstrap, paired for differences). Of n right "
         "ones out of n, they say nothing: an error rate of 3/n is not excluded.",
-        table((*header, "recall", "mass"), map(_cells, found.results)),
+        table(header, map(_cells, found.results)),
         *describe_failures(found.run),
     ]
     return "\n\n".join(parts)
@@ -173,6 +161,4 @@ def _cells(result: Result) -> list[str]:
         interval(result.correct_hops, 3),
         percent(result.sparse_steps),
         "–" if result.sparse_steps is None else percent(result.stale_steps),
-        number(result.recall, 3),
-        number(result.attention_mass, 3),
     ]

@@ -46,7 +46,7 @@ def served_sample(model_path: Path, text: Path, tokens: int, steps: int) -> Samp
         *("--model-path", str(model_path), "--skip-tokenizer-init", "--dense-layers", "0"),
         *("--sparse-threshold", "256", "--sparse-budget", str(tokens), "--query-window", "1"),
         *("--max-swap-tokens", str(tokens), "--bulk-chunk-tokens", str(tokens)),
-        *("--max-sparse-requests", "1", "--recall-interval", "0"),
+        *("--max-sparse-requests", "1"),
     ]
     with tempfile.TemporaryDirectory() as folder:
         variables = {RECORD_VARIABLE: folder, ALLOW_LARGE_BUDGET_VARIABLE: "1"}

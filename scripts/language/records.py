@@ -44,9 +44,6 @@ class Score(msgspec.Struct, frozen=True):
         sparse_from: tokens that were decoded before attention was sparse.
         kl_after_transition: KL of each token from the first that sparse attention predicted, also
             of those that do not count.
-        recall, attention_mass: of the selections, by the keys as they came, see docs/recall.md;
-            None where not measured.
-        held_recall, held_attention_mass: the same by the keys as the cache rank holds them.
         late_steps, stale_steps: steps that waited for their selection, and that missed it.
     """
 
@@ -63,10 +60,6 @@ class Score(msgspec.Struct, frozen=True):
     largest_difference: float
     sparse_from: int | None
     kl_after_transition: list[float]
-    recall: float | None = None
-    attention_mass: float | None = None
-    held_recall: float | None = None
-    held_attention_mass: float | None = None
     late_steps: int = 0
     stale_steps: int = 0
 

@@ -22,8 +22,6 @@ MEASURES = {
     "top-1 agreement": ("top1_agreement", 3),
     "ratio, mean": ("ratio_mean", 3),
     "ratio, 5 %": ("ratio_p5", 2),
-    "recall": ("recall", 2),
-    "attention mass": ("attention_mass", 2),
 }
 """The columns of the first table: a field of Score, and decimals."""
 

@@ -32,10 +32,7 @@ from scripts.shared.systems import DENSE, System
 DIGITS = 6
 """The KL of a token is recorded with so many decimals."""
 
-STATISTICS = (
-    *("recall", "attention_mass", "held_recall", "held_attention_mass"),
-    *("late_steps", "stale_steps"),
-)
+STATISTICS = ("late_steps", "stale_steps")
 """The statistics of a response, fields of Score, that a cache rank adds."""
 
 

@@ -81,7 +81,6 @@ def test_a_run_records_what_was_asked_of_which_server(systems: Path) -> None:
     # In a step all requests are exchanged together, and not before the threshold.
     assert WALK_TOKENS / 2 < sparse.record.counters["steps"] < 6 * WALK_TOKENS
     assert sparse.record.counters["tokens_shipped"] > 0
-    assert 0 < sparse.record.cache_rank["recall"] <= 1
 
 
 def test_the_two_are_compared(

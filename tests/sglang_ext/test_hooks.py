@@ -222,7 +222,7 @@ def test_a_process_without_server_arguments_has_pools_without_reserve() -> None:
 def test_a_cache_rank_puts_its_reserve_behind_the_pool_whose_size_stays(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    args = cache_rank_args(recall_interval=0)
+    args = cache_rank_args()
     monkeypatch.setattr(hooks, "get_server_args", lambda: args)
     reserve = 3 * (4 + 20)
     pool = kv_pool()
@@ -244,7 +244,7 @@ def test_dense_layers_alone_have_rows_for_tokens_that_lose_theirs(
     rows = 33 + 3 * (4 + 20)
 
     def with_arguments(**changes: Any) -> tuple[Any, int]:
-        args = cache_rank_args(context_length=100, recall_interval=0, **changes)
+        args = cache_rank_args(context_length=100, **changes)
         monkeypatch.setattr(hooks, "get_server_args", lambda: args)
         return kv_pool(), hooks.leave_room_beyond_allocator(10_000_000, CONFIGURATOR)
 
@@ -259,17 +259,6 @@ def test_dense_layers_alone_have_rows_for_tokens_that_lose_theirs(
     assert pool.k_data_ptrs.tolist() == [buffer.data_ptr() for buffer in pool.k_buffer]
     row = torch.empty((2, 2, 8), dtype=torch.float32)  # K and V of one token in one layer
     assert before - left == 3 * 100 * row.nbytes
-
-
-@pytest.mark.usefixtures("environment")
-def test_measuring_by_the_keys_in_the_pool_takes_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    def left(**changes: Any) -> int:
-        args = cache_rank_args(**changes)
-        monkeypatch.setattr(hooks, "get_server_args", lambda: args)
-        return hooks.leave_room_beyond_allocator(100_000_000, CONFIGURATOR)
-
-    assert left(inference_kv="working-set") == left(inference_kv="working-set", recall_interval=0)
-    assert left(recall_interval=0) - left() > 4 * 4096 * 2 * 2 * 4  # scores that wait for slots
 
 
 @pytest.mark.usefixtures("environment")
@@ -434,12 +423,11 @@ def test_the_internal_state_shows_the_cache_rank(rank: Mock) -> None:
 
 NAMES = [
     *("sparse_steps", "dense_reason", "tokens_shipped", "late_steps", "stale_steps"),
-    *("retractions", "recall_measurements", "recall", "attention_mass"),
-    *("held_recall", "held_attention_mass"),
+    "retractions",
 ]
-NOTHING = (0, "prefill", 0, 0, 0, 0, 0, None, None, None, None)
-EARLY = (1, "down", 2, 3, 4, 5, 0, None, None, None, None)
-LATE = (6, None, 7, 8, 9, 10, 2, 0.5, 0.75, 0.625, 0.875)
+NOTHING = (0, "prefill", 0, 0, 0, 0)
+EARLY = (1, "down", 2, 3, 4, 5)
+LATE = (6, None, 7, 8, 9, 10)
 
 
 @pytest.mark.parametrize(
@@ -469,11 +457,6 @@ def test_the_summary_reads_statistics_in_the_order_they_are_written() -> None:
         "late_steps": 3,
         "stale_steps": 0,
         "retractions": 5,
-        "recall_measurements": 0,
-        "recall": None,
-        "attention_mass": None,
-        "held_recall": None,
-        "held_attention_mass": None,
     }
 
 

@@ -58,7 +58,7 @@ def test_a_server_has_room_for_its_requests() -> None:
 def test_a_request_turns_sparse_at_its_threshold_whatever_the_budget() -> None:
     flags = server_flags(System.parse("cache-rank:sparse_budget=9999"), options_of("--gpus"), LOAD)
     assert value_of(flags, "--sparse-threshold") == "259"
-    assert value_of(flags, "--delta-capacity") == "9999"
+    assert value_of(flags, "--max-swap-tokens") == "9999"
 
 
 def test_a_label_goes_before_the_settings_of_a_run_and_those_before_the_default() -> None:
@@ -66,7 +66,7 @@ def test_a_label_goes_before_the_settings_of_a_run_and_those_before_the_default(
     system = System.parse("cache-rank:recent_tokens=5,sparse_budget=40")
     flags = server_flags(system, options, LOAD)
     assert (value_of(flags, "--sink-tokens"), value_of(flags, "--recent-tokens")) == ("3", "5")
-    assert value_of(flags, "--recall-interval") == str(SETTINGS["recall_interval"])
+    assert value_of(flags, "--hysteresis") == str(SETTINGS["hysteresis"])
     assert attended_tokens(system, options.settings) == 3 + 40 + 5 + 1
 
 

@@ -29,7 +29,6 @@ def score(text: str, system: str, budget: int | None, kl: float) -> Score:
         largest_difference=1.5,
         sparse_from=1,
         kl_after_transition=[kl] * 40,
-        recall=0.5 if system.startswith("cache-rank") else None,
     )
 
 
@@ -76,7 +75,7 @@ def test_a_report_has_tables_and_a_plot(tmp_path: Path) -> None:
     assert "| oracle | 64 | 0.0100 | – |" in text  # by text
     assert "quest:sparse_budget=64 failed: it ended" in text
     cells = json.loads((tmp_path / "results.json").read_text())["cells"]
-    assert {"text", "system", "budget", "kl", "ratio_p5", "recall"} <= set(cells[0])
+    assert {"text", "system", "budget", "kl", "ratio_p5"} <= set(cells[0])
     assert msgspec.convert(cells, list[Score]) == SCORES
 
 
