@@ -81,7 +81,7 @@ PRESETS = {
     "residency": Preset(
         "What do the formats of the cache rank cost in accuracy?",
         (
-            *(DENSE, CACHE_RANK, f"{CACHE_RANK}:score_keys=fp8", f"{CACHE_RANK}:wire_dtype=fp8"),
+            *(DENSE, CACHE_RANK, f"{CACHE_RANK}:wire_dtype=int8"),
             *(
                 f"{CACHE_RANK}:kv_residency={name},kv_residency_options={chosen}"
                 for name, choices in FORMATS.items()

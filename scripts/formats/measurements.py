@@ -55,7 +55,6 @@ def variants(formats: Sequence[str], dtype: torch.dtype) -> list[Variant]:
     """What to compare of each format; one that has no line here, with its default options."""
     table = [
         Variant("bf16", {}, key_bits=8 * dtype.itemsize),
-        Variant("bf16", {}, score_keys="fp8", key_bits=8),
         Variant("lynx", {"reading": "full"}, key_bits=8),
         Variant("lynx", {"reading": "anchor"}, key_bits=4),
         Variant("quantspec", {"reading": 8}, key_bits=8),

@@ -24,7 +24,6 @@ PATIENCE_SECONDS = 600.0
 
 VARIANTS = (
     Variant("bf16", {}),
-    Variant("bf16", {}, score_keys="fp8"),
     Variant("lynx", {}),
     Variant("quantspec", {}),
     Variant("hack", {"bits": 4}),

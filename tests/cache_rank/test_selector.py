@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from modelled_request import Computed, Request, pack_up
+from modelled_request import Request, pack_up
 from small_models import FORECAST, GQA, MODELS, small_config, with_rotary
 from torch import Tensor
 
@@ -267,15 +267,6 @@ def test_groups_of_any_size_equal_the_reference(layers_per_group: int) -> None:
         served.decode(requests)
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_scoring_by_a_copy_of_the_keys_changes_nothing_else(model: str) -> None:
-    """The keys are ones that the copy holds exactly, so that the reference scores the same."""
-    served = Served(small_config(MODELS[model], score_keys="fp8", checksum=True))
-    requests = [served.arrive(epoch + 1, prompt) for epoch, prompt in enumerate(PROMPTS)]
-    for _ in range(8):
-        served.decode(requests)
-
-
 @pytest.mark.parametrize("normalizer", ["all", "attended"])
 @pytest.mark.parametrize(("model", "bits"), [("mha", 1), ("gqa", 2), ("mqa", 4)])
 def test_scores_of_sketches_are_those_of_the_reference(
@@ -305,7 +296,7 @@ def test_scores_of_sketches_are_those_of_the_reference(
     assert int(served.selector.overflow) > 0
 
 
-@pytest.mark.parametrize("wire_dtype", ["fp8", "int8"])
+@pytest.mark.parametrize("wire_dtype", ["int8"])
 @pytest.mark.parametrize("model", MODELS)
 def test_tokens_shipped_in_8_bits_are_the_same_tokens_rounded(
     model: str, wire_dtype: WireDtype
@@ -623,33 +614,6 @@ def test_a_forecast_for_the_next_step_is_measured_there_wherever_its_row_is() ->
             before[request.epoch] = computed.hidden[entered]
             request.choose(*computed)
     assert measured > 8
-
-
-def test_recall_is_by_the_keys_that_are_held_whatever_selection_scores_by() -> None:
-    config = small_config(score_keys="fp8", layers_per_group=3)
-    served = Served(config)
-    request = served.arrive(1, 60)
-    measured = 0
-    # No copy in 8 bits tells these keys apart.
-    request.reference.keys = [1 + keys / 100 for keys in request.reference.keys]
-    shipment = torch.stack([torch.stack(request.reference.keys).transpose(1, 2), request.prompt[1]])
-    served.selector.end(1)
-    sequence = served.selector.begin(1)
-    served.selector.load(sequence, shipment)
-    layers = config.groups[0]
-    for _ in range(8):
-        queries, keys, values, hidden = request.compute()
-        computed = Computed(queries, 1 + keys / 100, values, hidden)
-        mirror = served.selector.mirror(sequence, layers)[..., : sequence.filled].clone()
-        resident = torch.stack(request.reference.keys)
-        served.exchange([row_of(request)], [computed], measured=FIRST)
-        for found in served.selector.recall.take():
-            measured += 1
-            scores = score_tokens(queries, resident, config.model.scale)
-            expected = measure_recall(scores, mirror, config, request.position)
-            torch.testing.assert_close(shares_of(found), expected)
-        request.choose(*computed)
-    assert measured == 8 - config.query_window - 1
 
 
 def test_a_request_that_is_not_sparse_yet_is_not_measured() -> None:

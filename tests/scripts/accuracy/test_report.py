@@ -87,7 +87,7 @@ def test_a_cell_of_one_problem_has_no_interval() -> None:
 @pytest.mark.parametrize(
     ("changes", "bits"),
     [
-        ("score_keys=fp8", 36),
+        ("kv_residency=bf16", 32),
         ("kv_residency=hack,kv_residency_options=bits=2+partition=64", 3.0625),
     ],
 )
@@ -142,7 +142,10 @@ def test_a_report_is_written_and_read(tmp_path: Path) -> None:
         ("dense", "dense"),
         ("quest:sparse_budget=16", "quest"),
         ("cache-rank:query_predictor=spade,query_frame=pre", "cache-rank: spade, pre"),
-        ("cache-rank:wire_dtype=fp8,query_window=4", "cache-rank: wire_dtype fp8, query_window 4"),
+        (
+            "cache-rank:wire_dtype=int8,query_window=4",
+            "cache-rank: wire_dtype int8, query_window 4",
+        ),
     ],
 )
 def test_curves_are_named_for_readers(label: str, name: str) -> None:

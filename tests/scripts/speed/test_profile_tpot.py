@@ -797,7 +797,6 @@ def test_a_blank_calibration_is_of_the_model_and_corrects_no_projection(
     ("changes", "needed"),
     [
         ("", False),
-        ("score_keys=fp8", False),
         ("score_keys=sketch", True),
         ("score_keys=sketch,calibration=mine", False),
     ],
