@@ -15,9 +15,9 @@ from cache_rank.schedule import Boundary, by_forecast, by_history
 HistoryPredictor = Literal["last", "spade"]
 Predictor = Literal[HistoryPredictor, "forecast"]
 Frame = Literal["post", "pre"]
-ScoreKeys = Literal["resident", "fp8", "sketch"]
+ScoreKeys = Literal["resident", "sketch"]
 ScoreNormalizer = Literal["all", "attended"]
-WireDtype = Literal["bf16", "fp8", "int8"]
+WireDtype = Literal["bf16", "int8"]
 SMALL_SWAP_TOKENS = 64
 """So many tokens may enter in a step by default even where they are more than a sixteenth of the
 slots: a message of them is short, and a small selection that changes slowly is a poor one."""
@@ -94,12 +94,12 @@ class CacheRankConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         kv_residency: how K and V are held. By default scores read an eighth of what they would of
             keys in bfloat16, and choose nearly the same tokens.
         kv_residency_options: options of that format, which checks them.
-        score_keys: score by the keys as they are held, by a copy of them in 8 bits, or by a sketch.
+        score_keys: score by the keys as they are held, or by a sketch of them.
         sketch_bits: bits of a sketch, an element of a key.
         score_normalizer: a score is a logit less a log-sum-exp: over all tokens, or, of sketches,
             over those that are attended to, which is known before the others are read.
         wire_dtype: dtype of the keys and values of an answer; bf16 is the KV pool's own dtype,
-            whichever it is, fp8 is float8_e4m3fn, and int8 has a scale for 8 channels.
+            whichever it is, and int8 has a scale for 8 channels.
         max_rows: most requests of one step.
         checksum: both ranks compare checksums of the slots at every step (slow, for debugging).
 
@@ -177,13 +177,12 @@ class CacheRankConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         try:
             wire_width(self.model.head_dim, self.wire_torch_dtype)
         except ValueError as error:
-            raise ValueError(f"wire_dtype {self.wire_dtype}: {error}; use bf16 or fp8") from error
+            raise ValueError(f"wire_dtype {self.wire_dtype}: {error}; use bf16") from error
 
     @property
     def wire_torch_dtype(self) -> torch.dtype:
         """Dtype of the keys and values of an answer."""
-        rounded = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
-        return rounded.get(self.wire_dtype, self.model.torch_dtype)
+        return torch.int8 if self.wire_dtype == "int8" else self.model.torch_dtype
 
     @property
     def wire_width(self) -> int:

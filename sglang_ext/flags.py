@@ -191,10 +191,9 @@ class CacheRankFlags(ServerArgs):
         Arg(help="Options of --kv-residency, as name=value separated by commas."),
     ] = ""
     score_keys: A[
-        Literal["resident", "fp8", "sketch"],
+        Literal["resident", "sketch"],
         Arg(
-            help="Score tokens by their keys as they are held; by a copy in 8 bits, which halves "
-            "what the cache rank reads of bf16 keys in a step; or by a sketch of --sketch-bits, "
+            help="Score tokens by their keys as they are held, or by a sketch of --sketch-bits, "
             "beside any format, for which --calibration is needed."
         ),
     ] = _DEFAULTS.score_keys
@@ -210,11 +209,11 @@ class CacheRankFlags(ServerArgs):
         ),
     ] = _DEFAULTS.score_normalizer
     wire_dtype: A[
-        Literal["bf16", "fp8", "int8"],
+        Literal["bf16", "int8"],
         Arg(
             help="How K and V travel back to the inference rank: bf16 is in the KV pool's own "
-            "dtype, even if that is another; fp8 is rounded to e4m3 and int8 with a scale for 8 "
-            "channels, which halves an answer."
+            "dtype, even if that is another; int8 is rounded with a scale for 8 channels, which "
+            "halves an answer."
         ),
     ] = _DEFAULTS.wire_dtype
     max_sparse_requests: A[

@@ -292,7 +292,7 @@ class Planner:
         if config.score_keys == "sketch":
             bits = config.sketch_bits
         elif config.kv_residency == "bf16":
-            bits = 8 if config.score_keys == "fp8" else 16
+            bits = 16
         elif config.kv_residency == "lynx":
             # It reads fewer: to decode logarithms takes as long as to read so many.
             bits = 11 if options.get("reading") == "anchor" else 16

@@ -63,11 +63,6 @@ def require_format(config: CacheRankConfig) -> None:
         )
     if FORMATS[name].lossless:
         return
-    if config.score_keys == "fp8":
-        raise ValueError(
-            f"score_keys {config.score_keys}: {name} scores by its own codes; drop it, or hold "
-            "keys as they came, by bf16"
-        )
     if config.checksum:
         raise ValueError(
             f"kv_residency {name}: checksums compare tokens bit for bit, and tokens that were "

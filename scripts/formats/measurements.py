@@ -13,7 +13,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from cache_rank import residency
-from cache_rank.config import DTYPES, CacheRankConfig, ModelShape, OptionValue, ScoreKeys
+from cache_rank.config import DTYPES, CacheRankConfig, ModelShape, OptionValue
 from cache_rank.pages import PAGE_TOKENS
 from cache_rank.protocol import AnswerHeader
 from cache_rank.residency import bytes_per_token, require_format
@@ -29,19 +29,15 @@ class Variant(NamedTuple):
 
     format: str  # a name of FORMATS
     options: dict[str, OptionValue]
-    score_keys: ScoreKeys = "resident"  # see CacheRankConfig
 
     @property
     def title(self) -> str:
         """The options in tables."""
-        if self.score_keys != "resident":
-            return f"score keys {self.score_keys}"
         return ",".join(f"{name}={value}" for name, value in self.options.items())
 
 
 VARIANTS = (
     Variant("bf16", {}),
-    Variant("bf16", {}, score_keys="fp8"),
     Variant("lynx", {"reading": "full"}),
     Variant("lynx", {"reading": "anchor"}),
     Variant("quantspec", {"reading": 8}),
@@ -110,7 +106,6 @@ def measure(sample: Sample, exact: Exact, variant: Variant, budget: int) -> Meas
         config_for(sample, budget),
         kv_residency=variant.format,
         kv_residency_options=variant.options,
-        score_keys=variant.score_keys,
     )
     require_format(config)
     held = _Held(sample, config)

@@ -69,17 +69,14 @@ def kernel_rows(config: CacheRankConfig, rows: int, tokens: int) -> Iterator[dic
     def row(kernel: str, us: float, torch_us: float | None, moved: int) -> dict[str, Any]:
         return {"kernel": kernel, "us": us, "torch_us": torch_us, "bytes": moved}
 
-    def score(operations: Any, held: torch.Tensor) -> Callable[[], None]:
-        step = (queries, held, table, slots, positions, 0, HEAD_DIM**-0.5)
+    def score(operations: Any) -> Callable[[], None]:
+        step = (queries, keys, table, slots, positions, 0, HEAD_DIM**-0.5)
         return lambda: operations.score_step(*step, workspace, scores)
 
-    for name, held in (("bf16", keys), ("fp8", keys.to(torch.float8_e4m3fn))):
-        plain = median_microseconds(score(torch_only, held), 3) if held is keys else None
-        yield row(
-            f"score, {name} keys", median_microseconds(score(triton, held)), plain, held.nbytes
-        )
+    plain = median_microseconds(score(torch_only), 3)
+    yield row("score, bf16 keys", median_microseconds(score(triton)), plain, keys.nbytes)
 
-    score(triton, keys)()
+    score(triton)()
     fresh = scores.clone()
 
     def select() -> None:

@@ -26,7 +26,6 @@ _CPU_BACKENDS = {None, "torch_native", "intel_amx", BACKEND}
 
 _GPU_BACKENDS = ("fa3", "flashinfer", "triton")
 
-_E4M3_SINCE = (8, 9)
 """The compute capability from which on Triton has 8-bit floating point numbers of this type."""
 
 
@@ -90,19 +89,6 @@ def _at_least(least: int, asked: str, why: str) -> Refusal:
     """A row that refuses a number below `least`."""
     return Refusal(
         asked, why, f"pass {least} or more", lambda args: getattr(args, field_of(asked)) < least
-    )
-
-
-def _e4m3(asked: str, remedy: str) -> Refusal:
-    """A row that refuses fp8 where the GPU has no such numbers."""
-    return Refusal(
-        asked,
-        "this GPU has no numbers of type e4m3, which came with Ada and Hopper",
-        remedy,
-        lambda args: (
-            getattr(args, field_of(asked)) == "fp8"
-            and torch.cuda.get_device_capability() < _E4M3_SINCE
-        ),
     )
 
 
@@ -382,8 +368,6 @@ GPUS = (
             and not torch.cuda.can_device_access_peer(args.base_gpu_id, args.first_cache_rank_gpu)
         ),
     ),
-    _e4m3("--wire-dtype", "pass int8 or bf16"),
-    _e4m3("--score-keys", "pass resident or sketch"),
     Refusal(
         "--attention-backend",
         f"decode over working sets is by {', '.join(_GPU_BACKENDS)}, which read tokens one by one",

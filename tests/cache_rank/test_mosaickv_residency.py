@@ -703,7 +703,6 @@ def test_a_group_that_does_not_divide_the_head_dimension_is_refused_or_not_chose
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"score_keys": "fp8"}, "score_keys fp8: mosaickv scores by its own codes"),
         ({"checksum": True}, "kv_residency mosaickv: checksums compare tokens bit for bit"),
     ],
 )

@@ -52,13 +52,13 @@ class Link:
     "policy",
     [
         {},
-        {"score_keys": "fp8", "wire_dtype": "fp8"},
+        {"wire_dtype": "int8"},
         {"kv_residency": "quantspec", "kv_residency_options": {"reading": 4}},
         {"kv_residency": "hack", "kv_residency_options": {"bits": 4}, "wire_dtype": "int8"},
         {"kv_residency": "lynx"},
         {"kv_residency": "mosaickv"},
     ],
-    ids=["bf16", "fp8", "quantspec", "hack", "lynx", "mosaickv"],
+    ids=["bf16", "int8", "quantspec", "hack", "lynx", "mosaickv"],
 )
 def test_no_step_compiles_a_kernel(policy: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rank, "memory_for_tokens", lambda *of: MEMORY_BYTES)

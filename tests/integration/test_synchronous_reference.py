@@ -157,7 +157,6 @@ THOROUGH = [
 ]
 # What is equal but for the last bits is not when it is rounded to codes.
 ROUNDED = [
-    Case("last", "post", "llama", 4, 4, "full", wire_dtype="fp8"),
     Case("last", "post", "llama", 4, 4, "full", wire_dtype="int8"),
     Case(
         *("forecast", "pre", "qwen3", 4, 1, "working-set"),

@@ -16,11 +16,10 @@ FLAGS = (
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("dtype", ["fp8", "int8"])
-def test_rounded_tokens_walk_the_chain(dtype: str) -> None:
+def test_rounded_tokens_walk_the_chain() -> None:
     sampling = {"temperature": 0, "max_new_tokens": CHAIN.max_tokens}
     body = {"text": CHAIN.prompt, "sampling_params": sampling}
-    with serve(["--cache-rank-gpus", "1", *FLAGS, "--wire-dtype", dtype]) as server:
+    with serve(["--cache-rank-gpus", "1", *FLAGS, "--wire-dtype", "int8"]) as server:
         response = server.post("/generate", body).json()
     assert CHAIN.grade(response["text"]).correct_hops == 80
     assert response["meta_info"]["cache_rank"]["tokens_shipped"] > 0

@@ -34,15 +34,12 @@ def line(comparison: Comparison, name: str, options: str = "") -> Measurement:
 
 
 def test_tokens_as_they_came_have_no_error(comparison: tuple[Comparison, Path]) -> None:
-    exact, coarse = (line(comparison[0], "bf16", options) for options in ("", "score keys fp8"))
+    exact = line(comparison[0], "bf16")
     assert (exact.bytes, exact.bits) == (2 * 32 * 2, 16)
-    assert coarse.bits == 20  # 8 more for a key, none for a value
-    for m in (exact, coarse):
-        assert m.quality.key_error == m.quality.value_error == m.quality.output_error == 0
-    assert exact.quality.score_error == pytest.approx(0, abs=1e-12)
-    assert exact.quality.recall == 1
-    assert coarse.quality.score_error is not None
-    assert 1e-5 < coarse.quality.score_error < 0.1
+    quality = exact.quality
+    assert quality.key_error == quality.value_error == quality.output_error == 0
+    assert quality.score_error == pytest.approx(0, abs=1e-12)
+    assert quality.recall == 1
 
 
 def test_every_format_has_a_line_and_is_worth_what_it_holds(

@@ -65,7 +65,6 @@ FP8_32B = {**FP8_14B, **LARGE}
         (NO_DENSE_LAYER | HACK, 64, 32 * K, 20.20),
         (LAST | BF16, 8, 32 * K, 6.56),
         (LAST | BF16, 16, 32 * K, 12.20),
-        (NO_DENSE_LAYER | BF16 | {"score_keys": "fp8"}, 16, 32 * K, 8.22),
         (NO_DENSE_LAYER | LARGE, 8, 32 * K, 19.88),
         (H100, 8, 32 * K, 8.18),
         (H100, 16, 32 * K, 9.64),
@@ -242,7 +241,6 @@ def bytes_of(part: Any, seen: set[int]) -> int:
     "policy",
     [
         *({"kv_residency": name} | keys for name in FORMATS for keys in SCORE_KEYS),
-        {"kv_residency": "bf16", "score_keys": "fp8"},
         {"kv_residency": "hack", "kv_residency_options": {"bits": 2}},
     ],
     ids=lambda policy: "-".join(map(str, policy.values())),

@@ -271,7 +271,6 @@ CASES = [
     *(Case(f"--attention-backend {kernels}", gpus=2) for kernels in ("fa4", "trtllm_mha")),
     Case("--disable-overlap-schedule", gpus=2),
     Case("--max-queued-requests 8", gpus=2),
-    *(Case(flags, gpus=2, generation=8) for flags in ("--wire-dtype fp8", "--score-keys fp8")),
     Case("--cuda-graph-backend-decode breakable", gpus=2),
     Case('--cuda-graph-config {"decode":{"backend":"breakable"}}', gpus=2),
     # Decode is a synchronous baseline.
@@ -424,10 +423,8 @@ RANGES = [
     "--kv-residency-options alpha=0 --kv-residency lynx",
     "--kv-residency-options reading=4 --kv-residency bf16",
     "--kv-residency-options alpha=1",
-    "--score-keys fp8",
     "--kv-residency-options reading=4,alpha --kv-residency quantspec",
     "--kv-residency-options reading=4,reading=8 --kv-residency quantspec",
-    "--score-keys fp8 --kv-residency lynx",
     "--score-normalizer attended",
     f"--sparse-budget 0 {QUEST}",
 ]
@@ -739,7 +736,7 @@ BASELINE = "--cache-rank-gpus 0 --decode-mode tova"
         ("--cache-rank-gpus 0", None),
         ("--cache-rank-gpus 0 --kv-residency quantspec --dtype float32 --page-size 16", None),
         (
-            "--cache-rank-gpus 0 --wire-dtype fp8 --kv-residency lynx",
+            "--cache-rank-gpus 0 --wire-dtype int8 --kv-residency lynx",
             "without a cache rank these have no effect: --kv-residency, --wire-dtype",
         ),
         (
@@ -752,7 +749,7 @@ BASELINE = "--cache-rank-gpus 0 --decode-mode tova"
             f"{BASELINE} --sparse-budget 8 --sparse-threshold 80 --trace t.json",
             "with --decode-mode tova these have no effect: --sparse-threshold, --trace",
         ),
-        ("--wire-dtype fp8 --kv-residency lynx", None),
+        ("--wire-dtype int8 --kv-residency lynx", None),
     ],
 )
 def test_one_line_names_the_flags_that_are_ignored(
@@ -880,7 +877,7 @@ def test_what_was_chosen_and_what_to_expect_is_said_at_start_up(
     assert f"cache rank: {said}" in logged if said else "estimate" not in logged
 
 
-@pytest.mark.parametrize("changed", [{"score_keys": "fp8"}, {"kv_residency": "lynx"}])
+@pytest.mark.parametrize("changed", [{"kv_residency": "lynx"}])
 def test_the_config_of_the_cache_rank_carries_the_flags(
     changed: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -895,7 +892,7 @@ def test_the_config_of_the_cache_rank_carries_the_flags(
         "query_frame": "post",
         "hysteresis": 11,
         "max_swap_tokens": 13,
-        "wire_dtype": "fp8",
+        "wire_dtype": "int8",
         "sketch_bits": 3,
         **changed,
     }
@@ -948,11 +945,11 @@ def test_what_stays_and_what_enters_follows_the_budget(flags: str, sizes: tuple[
 
 def test_checksums_of_rounded_tokens_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = ModelShape(1, 1, 1, 8, "bfloat16", 1.0)
-    config = parse_server_args(["--wire-dtype", "fp8"]).cache_rank_config(model, max_rows=6)
-    assert config.wire_torch_dtype == torch.float8_e4m3fn
+    config = parse_server_args(["--wire-dtype", "int8"]).cache_rank_config(model, max_rows=6)
+    assert config.wire_torch_dtype == torch.int8
     monkeypatch.setenv(CHECKSUM_VARIABLE, "1")
-    with pytest.raises(UnsupportedError, match=r"^--wire-dtype fp8: "):
-        parse_server_args(["--wire-dtype", "fp8"])
+    with pytest.raises(UnsupportedError, match=r"^--wire-dtype int8: "):
+        parse_server_args(["--wire-dtype", "int8"])
 
 
 def test_options_of_the_residency_are_numbers_where_they_can_be() -> None:
