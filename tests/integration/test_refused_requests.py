@@ -117,7 +117,7 @@ LONG_CHAT = [{"role": "user", "content": LONG}]
         ("/v1/completions", {"prompt": LONG, "max_tokens": 4}),
         ("/v1/chat/completions", {"messages": LONG_CHAT, "max_tokens": 4}),
         ("/v1/responses", {"input": LONG, "max_output_tokens": 4}),
-        ("/v1/messages", {"model": "default", "messages": LONG_CHAT, "max_tokens": 4}),
+        ("/v1/messages", {"messages": LONG_CHAT, "max_tokens": 4}),
     ],
     ids=lambda given: str(given)[:30],
 )
@@ -130,9 +130,9 @@ def test_every_api_keeps_a_request_dense_that_asks_for_it(
         series = [line for line in lines if "dense_requests_total{" in line]
         return sum(float(line.split()[-1]) for line in series if 'reason="asked"' in line)
 
-    before = asked()
+    before, model = asked(), bundled_server.read("/v1/models")["data"][0]["id"]
     for wish, more in ((True, 0), (False, 1)):
-        said = {**body, "custom_params": {"cache_rank": wish}}
+        said = {"model": model, **body, "custom_params": {"cache_rank": wish}}
         assert bundled_server.post(path, said, timeout=60).status_code == 200
         assert asked() - before == more
 
