@@ -6,7 +6,6 @@ the memory that a baseline needs, and refuse `custom_params` that are not ours t
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import AsyncIterator, Callable
 from typing import Any, NamedTuple
 
@@ -22,7 +21,7 @@ from sglang.srt.runtime_context import get_server_args
 from cache_rank.config import ModelShape
 from sglang_ext import baselines, compat, inference_rank, reuse
 from sglang_ext.calibration.serving import CALLS
-from sglang_ext.lifecycle import RequestStatistics
+from sglang_ext.lifecycle import summary
 from sglang_ext.memory import (
     bytes_beyond_allocator,
     dense_store_rows,
@@ -297,14 +296,8 @@ async def summarize_meta_info(
         for item in output if isinstance(output, list) else [output]:
             meta = item.get("meta_info") or {}
             if isinstance(meta.get(CACHE_RANK), list):
-                meta[CACHE_RANK] = _summary(meta[CACHE_RANK])
+                meta[CACHE_RANK] = summary(meta[CACHE_RANK])
         yield output
-
-
-def _summary(per_token: list[tuple[int | float | str | None, ...] | None]) -> dict[str, Any]:
-    last = next((values for values in reversed(per_token) if values is not None), None)
-    names = [field.name for field in dataclasses.fields(RequestStatistics)]
-    return dict(zip(names, last or RequestStatistics().as_tuple(), strict=True))
 
 
 def add_calls() -> None:
