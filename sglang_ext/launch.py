@@ -5,7 +5,8 @@ python -m sglang_ext.launch --cache-rank-gpus 1 [any SGLang flag]
 
 from __future__ import annotations
 
-import os
+import contextlib
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -24,21 +25,23 @@ def main(argv: Sequence[str]) -> int:
 
     # Imported here, so that a refusal does not wait for it.
     from sglang.srt.entrypoints.http_server import app, launch_server
-    from sglang.srt.utils import kill_process_tree
 
-    from sglang_ext import processes
+    from sglang_ext import processes, stopping
     from sglang_ext.requests.serving import answer_exceptions
 
     processes.load_plugin()
     answer_exceptions(app)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        launch_server(
-            server_args,
-            run_scheduler_process_func=processes.run_scheduler_process,
-            run_detokenizer_process_func=processes.run_detokenizer_process,
-        )
+        with contextlib.suppress(KeyboardInterrupt):
+            launch_server(
+                server_args,
+                init_tokenizer_manager_func=stopping.init_tokenizer_manager,
+                run_scheduler_process_func=processes.run_scheduler_process,
+                run_detokenizer_process_func=processes.run_detokenizer_process,
+            )
     finally:
-        kill_process_tree(os.getpid(), include_parent=False)
+        stopping.end_processes()
     return 0
 
 

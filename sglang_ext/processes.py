@@ -7,6 +7,7 @@ place.
 
 from __future__ import annotations
 
+import signal
 from typing import Any
 
 from sglang.srt.managers import detokenizer_manager, scheduler
@@ -28,6 +29,15 @@ def load_plugin() -> None:
     plugin.assert_live()
 
 
+def ignore_signals() -> None:
+    """Let this process, and those that it starts, be ended by the server's first process alone.
+
+    Ctrl-C in a terminal reaches all of them.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+
+
 def run_scheduler_process(
     server_args: CacheRankServerArgs,
     port_args: Any,
@@ -37,6 +47,7 @@ def run_scheduler_process(
     **kwargs: Any,
 ) -> Any:
     """Run SGLang's scheduler process with our hooks, beside its cache rank."""
+    ignore_signals()
     load_plugin()
     cpu.name_the_device()
     if server_args.has_cache_rank:
@@ -46,4 +57,5 @@ def run_scheduler_process(
 
 def run_detokenizer_process(*args: Any, **kwargs: Any) -> Any:
     """Run SGLang's detokenizer process; importing this package let it be imported without a GPU."""
+    ignore_signals()
     return detokenizer_manager.run_detokenizer_process(*args, **kwargs)

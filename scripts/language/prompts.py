@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from scripts.accuracy.texts import Text
-
-LONGEST_TOKEN = 16
-"""A token of a text has fewer characters than this, but for few."""
+from sglang_ext.calibration.texts import LONGEST_TOKEN, Text
 
 
 def first_tokens(tokenizer: Any, text: Text, count: int) -> list[int]:

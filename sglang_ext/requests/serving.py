@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import re
 import sys
@@ -12,7 +11,7 @@ from typing import Any
 
 from fastapi import HTTPException
 
-from sglang_ext.lifecycle import RequestStatistics
+from sglang_ext.lifecycle import summary
 from sglang_ext.requests import heed_body, refuse_request
 from sglang_ext.requests.bodies import CACHE_RANK, note_wish
 from sglang_ext.requests.bounds import Limits
@@ -56,7 +55,7 @@ async def generate(
             for item in output if isinstance(output, list) else [output]:
                 meta = item.get("meta_info") or {}
                 if isinstance(meta.get(CACHE_RANK), list):
-                    meta[CACHE_RANK] = _summary(meta[CACHE_RANK])
+                    meta[CACHE_RANK] = summary(meta[CACHE_RANK])
             yield output
     except _UNREADABLE as error:
         if has_begun:
@@ -112,9 +111,3 @@ def abort_samples(
 
 def _blame(error: Exception) -> str:
     return f"the request holds what cannot be read: {type(error).__name__}: {error}"
-
-
-def _summary(per_token: list[tuple[int | float | str | None, ...] | None]) -> dict[str, Any]:
-    last = next((values for values in reversed(per_token) if values is not None), None)
-    names = [field.name for field in dataclasses.fields(RequestStatistics)]
-    return dict(zip(names, last or RequestStatistics().as_tuple(), strict=True))

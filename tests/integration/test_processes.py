@@ -2,32 +2,104 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import signal
 import subprocess
 import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+import requests
+from waiting import wait_until
+from workload import SMALL_CACHE_RANK, random_prompts
 
 from scripts.shared.serving import Server
 
 
+def processes_of(server: Server) -> list[psutil.Process]:
+    processes = psutil.Process(server.process.pid).children(recursive=True)
+    assert int(server.cache_rank()["pid"]) in {process.pid for process in processes}
+    return processes
+
+
+def assert_it_has_stopped(server: Server, processes: list[psutil.Process]) -> None:
+    assert server.process.wait(timeout=30) == 0, server.tail()
+    _, alive = psutil.wait_procs(processes, timeout=20)
+    assert alive == []
+    log = server.log.read_text(errors="replace")
+    assert not re.search("crashed|Traceback|SIGQUIT|was lost", log), server.tail()
+
+
 @pytest.mark.serial
-def test_interrupt_leaves_no_process() -> None:
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.thorough)]
+)
+def test_an_idle_server_stops_and_leaves_no_process(number: int) -> None:
     running = Server(["--cache-rank-gpus", "1"])
     try:
         running.wait_ready()
-        pid = int(running.cache_rank()["pid"])
-        processes = psutil.Process(running.process.pid).children(recursive=True)
-        assert pid in {process.pid for process in processes}
-        running.process.send_signal(signal.SIGINT)
-        running.process.wait(timeout=60)
-        _, alive = psutil.wait_procs(processes, timeout=20)
-        assert alive == []
+        processes = processes_of(running)
+        running.process.send_signal(number)
+        assert_it_has_stopped(running, processes)
     finally:
         running.stop()
+
+
+@pytest.mark.serial
+@pytest.mark.parametrize(
+    ("number", "times", "to_all"),
+    [
+        (signal.SIGINT, 1, True),
+        pytest.param(signal.SIGINT, 2, True, marks=pytest.mark.thorough),
+        pytest.param(signal.SIGTERM, 1, True, marks=pytest.mark.thorough),
+        pytest.param(signal.SIGTERM, 1, False, marks=pytest.mark.thorough),
+    ],
+)
+def test_a_server_stops_while_streams_run(
+    random_model: Callable[..., Path], number: int, times: int, to_all: bool
+) -> None:
+    flags = [*SMALL_CACHE_RANK, "--skip-tokenizer-init", "--sparse-threshold", "100"]
+    flags += ["--sparse-budget", "24", "--delta-capacity", "24"]
+    running = Server([*flags, "--model-path", str(random_model())])
+    ends: list[Any] = []
+    try:
+        running.wait_ready()
+        threads = [
+            threading.Thread(target=lambda prompt=prompt: ends.append(last_event(running, prompt)))
+            for prompt in random_prompts([150] * 4, seed=1)
+        ]
+        for thread in threads:
+            thread.start()
+        wait_until(lambda: running.cache_rank()["sparse_requests"] == len(threads))
+        processes = processes_of(running)
+        for _ in range(times):
+            # The server is the first process of its group, as a shell's child is in a terminal.
+            (os.killpg if to_all else os.kill)(running.process.pid, number)
+            time.sleep(0.5)
+        assert_it_has_stopped(running, processes)
+        for thread in threads:
+            thread.join()
+        assert [end["meta_info"]["finish_reason"]["type"] for end in ends] == ["abort"] * 4
+    finally:
+        running.stop()
+
+
+def last_event(server: Server, prompt: list[int]) -> Any:
+    """The last that a stream says before it ends as streams do."""
+    sampling = {"max_new_tokens": 1800, "temperature": 0, "ignore_eos": True}
+    body = {"input_ids": prompt, "sampling_params": sampling, "stream": True}
+    url = f"{server.url}/generate"
+    with requests.post(url, json=body, stream=True, timeout=120) as response:
+        *_, event, done = (line for line in response.iter_lines() if line)
+    assert done == b"data: [DONE]"
+    return json.loads(event.removeprefix(b"data: "))
 
 
 @pytest.mark.serial

@@ -16,7 +16,7 @@ import torch
 
 from sglang_ext import compat, hooks, inference_rank, plugin, processes
 from sglang_ext.hooks import HOOKS, Hook
-from sglang_ext.lifecycle import RequestStatistics
+from sglang_ext.lifecycle import RequestStatistics, summary
 from sglang_ext.refusals import UnsupportedError
 from sglang_ext.requests import CACHE_RANK, serving
 from sglang_ext.server_args import BUNDLED_MODEL, CacheRankServerArgs
@@ -443,14 +443,14 @@ LATE = (6, None, 7, 8, 9, 10)
     ids=str,
 )
 def test_the_summary_is_the_last_that_is_known(per_token: list[Any], values: Any) -> None:
-    assert serving._summary(per_token) == summary_of(values)
+    assert summary(per_token) == summary_of(values)
 
 
 def test_the_summary_reads_statistics_in_the_order_they_are_written() -> None:
     statistics = RequestStatistics(
         sparse_steps=1, dense_reason="cache_rank_losses", late_steps=3, retractions=5
     )
-    assert serving._summary([statistics.as_tuple()]) == {
+    assert summary([statistics.as_tuple()]) == {
         "sparse_steps": 1,
         "dense_reason": "cache_rank_losses",
         "tokens_shipped": 0,
@@ -462,7 +462,7 @@ def test_the_summary_reads_statistics_in_the_order_they_are_written() -> None:
 
 def test_statistics_of_another_length_are_not_guessed_at() -> None:
     with pytest.raises(ValueError, match="zip"):
-        serving._summary([(1, 2, 3)])
+        summary([(1, 2, 3)])
 
 
 def responses(outputs: list[Any], sampling_params: Any = None) -> list[Any]:

@@ -60,7 +60,8 @@ HOOKED_PARAMETERS = {
 
 CALLED = {
     "entrypoints.http_server.launch_server": (
-        "server_args run_scheduler_process_func run_detokenizer_process_func"
+        "server_args init_tokenizer_manager_func run_scheduler_process_func "
+        "run_detokenizer_process_func"
     ),
     "layers.attention.attention_registry.register_attention_backend": "name",
     "managers.detokenizer_manager.run_detokenizer_process": "server_args",

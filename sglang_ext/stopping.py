@@ -1,0 +1,80 @@
+"""A server stops within seconds, whether a signal comes to its first process or to all of them.
+
+SIGINT and SIGTERM mean the same. Requests that run have a few seconds to end, then they are
+aborted, so that streams end with a reason. A second signal aborts them at once. SGLang would wait
+for the last of them after SIGTERM, and after Ctrl-C in a terminal report a crash: its schedulers
+get the signal as well.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import uvicorn
+from sglang.srt.entrypoints import engine, http_server
+from sglang.srt.managers.tokenizer_manager import SignalHandler
+from sglang.srt.utils import kill_process_tree
+
+from sglang_ext import processes
+
+SECONDS_TO_END = 2.0
+"""Requests that run when the server is to stop may end by themselves for so long."""
+
+SECONDS_TO_ABORT = 3.0
+"""A server that has aborted its requests waits so long for their streams to end."""
+
+
+class Stopping(SignalHandler):
+    """Stops the HTTP server of this process; SGLang makes one when the first request comes."""
+
+    def __init__(self, manager: Any) -> None:
+        """Take the signals over from the HTTP server.
+
+        Args:
+            manager: SGLang's TokenizerManager.
+        """
+        super().__init__(manager)
+        self._loop = asyncio.get_running_loop()
+        self._is_stopping = False
+        handler = signal.getsignal(signal.SIGINT)
+        self._exit: Callable[..., Any] | None = None
+        if isinstance(getattr(handler, "__self__", None), uvicorn.Server):
+            self._exit = handler  # type: ignore[assignment]
+            self._loop.add_signal_handler(signal.SIGINT, self.sigterm_handler)
+
+    def sigterm_handler(self, signum: Any = None, frame: Any = None) -> None:
+        """Take no more requests, and stop when none is left."""
+        if self._exit is None:
+            super().sigterm_handler(signum, frame)
+        elif self._is_stopping:
+            self._abort()
+        else:
+            self._is_stopping = True
+            self._exit(signal.SIGINT, None)
+            self._loop.call_later(SECONDS_TO_END, self._abort)
+
+    def _abort(self) -> None:
+        assert self._exit is not None
+        self.tokenizer_manager.abort_request(abort_all=True)
+        # The second time it does not wait for streams.
+        self._loop.call_later(SECONDS_TO_ABORT, self._exit, signal.SIGINT, None)
+
+
+def init_tokenizer_manager(*args: Any, **kwargs: Any) -> Any:
+    """Make SGLang's tokenizer manager, which is to stop in our way."""
+    made = engine.init_tokenizer_manager(*args, **kwargs)
+    made[0].signal_handler_class = Stopping
+    return made
+
+
+def end_processes() -> None:
+    """End the other processes of a server that has stopped; none of them has crashed."""
+    processes.ignore_signals()
+    state = http_server.get_global_state()
+    if state is not None and (watchdog := state.tokenizer_manager._subprocess_watchdog) is not None:
+        watchdog.stop()
+    kill_process_tree(os.getpid(), include_parent=False)
