@@ -62,7 +62,7 @@ def write_plots(results: Sequence[Result], out: Path) -> list[Path]:
 
 
 def curve_name(system: System, hidden: frozenset[str] = frozenset()) -> str:
-    """A label for readers: `cache-rank: spade, pre`, without the hidden arguments."""
+    """A label for readers: `cache-rank: spade`, without the hidden arguments."""
     changes = [
         str(value) if name.startswith(SELF_EXPLANATORY) and isinstance(value, str)
         else f"{name} {value}"

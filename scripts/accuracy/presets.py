@@ -10,16 +10,14 @@ from typing import Any, get_args
 
 import msgspec
 
-from cache_rank.config import Frame, HistoryPredictor
+from cache_rank.config import HistoryPredictor
 from scripts.shared.models import BUNDLED
 from scripts.shared.systems import CACHE_RANK, DECODE_MODES, DENSE
 
 Dials = dict[str, Any]
 BUNDLED_CHASE: Dials = {"facts": 128, "hops": 80}
 PREDICTORS = tuple(
-    f"{CACHE_RANK}:query_predictor={predictor},query_frame={frame}"
-    for predictor in get_args(HistoryPredictor)
-    for frame in get_args(Frame)
+    f"{CACHE_RANK}:query_predictor={predictor}" for predictor in get_args(HistoryPredictor)
 )
 
 
@@ -64,7 +62,7 @@ PRESETS = {
         model="pointer-chase-128-mixed",
     ),
     "predictors": Preset(
-        "Which predictor, in which frame, from how many queries, with how much hysteresis?",
+        "Which predictor, from how many queries, with how much hysteresis?",
         (
             *(DENSE, "oracle"),
             *(label for label in PREDICTORS if "=last" in label),

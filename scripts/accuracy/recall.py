@@ -12,7 +12,7 @@ from scripts.shared import plots
 from scripts.shared.serving import Client, cache_rank_state
 
 SETTINGS = (
-    *("model_path", "kv_residency", "query_predictor", "query_frame", "query_window"),
+    *("model_path", "kv_residency", "query_predictor", "query_window"),
     *("sparse_budget", "hysteresis", "sink_tokens", "recent_tokens", "recall_interval"),
 )
 """These settings of the server are kept beside what was measured with them."""
@@ -85,7 +85,7 @@ def title_of(state: dict[str, Any]) -> str:
     times = str(counts[0]) if len(set(counts)) == 1 else f"{min(counts)} to {max(counts)}"
     return (
         f"{Path(settings['model_path']).name}, k = {settings['sparse_budget']}, "
-        f"{settings['query_predictor']} ({settings['query_frame']}), "
+        f"{settings['query_predictor']}, "
         f"{settings['kv_residency']}; {times} measurements of each layer"
     )
 

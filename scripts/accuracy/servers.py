@@ -11,7 +11,7 @@ from scripts.shared.serving import PLAIN, Client, Server
 RECORDED = (
     *("version", "model_path", "dtype", "attention_backend", "decode_mode", "cache_rank_gpus"),
     *("sparse_threshold", "sparse_budget", "sink_tokens", "recent_tokens", "dense_layers"),
-    *("query_predictor", "query_frame", "query_window", "hysteresis", "max_swap_tokens"),
+    *("query_predictor", "query_window", "hysteresis", "max_swap_tokens"),
     *("layers_per_group", "forecast_lead", "calibration"),
     *("kv_residency", "kv_residency_options", "score_keys", "sketch_bits", "score_normalizer"),
     *("wire_dtype", "inference_kv"),

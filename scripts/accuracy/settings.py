@@ -13,7 +13,6 @@ POLICY: dict[str, Any] = {
     "recent_tokens": 16,
     "dense_layers": 1,
     "hysteresis": 8,
-    "query_frame": "pre",
     "query_window": 16,
     "recall_interval": 4,
     "kv_residency": "bf16",

@@ -20,7 +20,6 @@ POLICY: dict[str, Any] = {
     "recent_tokens": 64,
     "dense_layers": 1,
     "hysteresis": 0,
-    "query_frame": "pre",
     "query_window": 16,
     "recall_interval": 1,
     "bulk_chunk_tokens": 8192,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Hashable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from small_models import FORECAST, GQA, MODELS, small_config, with_rotary
 from torch import Tensor
 
 from cache_rank import residency
-from cache_rank.config import CacheRankConfig, Frame, ModelShape, Predictor, WireDtype
+from cache_rank.config import CacheRankConfig, ModelShape, Predictor, WireDtype
 from cache_rank.graphs import Captures
 from cache_rank.kernels.checksum.reference import slots_checksum
 from cache_rank.kernels.score.reference import score_tokens
@@ -139,21 +140,13 @@ PROMPTS = (1, 45, PAGE_TOKENS - 3, PAGE_TOKENS + 44)
 """Short, usual, crossing into a second page, and beyond it."""
 
 
-@pytest.mark.parametrize(
-    ("model", "predictor", "frame"),
-    [
-        (model, predictor, ("post", "pre")[(row + column) % 2])
-        for row, model in enumerate(MODELS)
-        for column, predictor in enumerate(("last", "spade"))
-    ],
-)
+@pytest.mark.parametrize(("model", "predictor"), itertools.product(MODELS, ("last", "spade")))
 def test_a_step_of_rows_of_any_length_equals_the_reference_row_by_row(
-    model: str, predictor: str, frame: str
+    model: str, predictor: str
 ) -> None:
     config = small_config(
         with_rotary(MODELS[model], interleaved=model == "gqa"),
         query_predictor=predictor,
-        query_frame=frame,
         checksum=True,
     )
     served = Served(config)
@@ -536,11 +529,9 @@ def shares_of(found: Measurement) -> Tensor:
     return torch.tensor([found.held_recall, found.held_attention_mass])
 
 
-@pytest.mark.parametrize(("predictor", "frame"), [("last", "pre"), ("spade", "post")])
-def test_the_row_and_group_that_a_step_names_is_measured(
-    predictor: Predictor, frame: Frame
-) -> None:
-    config = small_config(with_rotary(GQA), query_predictor=predictor, query_frame=frame)
+@pytest.mark.parametrize("predictor", ["last", "spade"])
+def test_the_row_and_group_that_a_step_names_is_measured(predictor: Predictor) -> None:
+    config = small_config(with_rotary(GQA), query_predictor=predictor)
     served = Served(config)
     requests = [served.arrive(1, 50), served.arrive(2, 70)]
     measured = set()
@@ -660,7 +651,6 @@ def test_a_gpu_measures_what_a_cpu_measures(predictor: Predictor) -> None:
     config = small_config(
         with_rotary(model),
         query_predictor=predictor,
-        query_frame="pre",
         sparse_budget=64,
         max_swap_tokens=64,
     )

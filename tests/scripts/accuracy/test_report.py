@@ -141,7 +141,7 @@ def test_a_report_is_written_and_read(tmp_path: Path) -> None:
     [
         ("dense", "dense"),
         ("quest:sparse_budget=16", "quest"),
-        ("cache-rank:query_predictor=spade,query_frame=pre", "cache-rank: spade, pre"),
+        ("cache-rank:query_predictor=spade", "cache-rank: spade"),
         (
             "cache-rank:wire_dtype=int8,query_window=4",
             "cache-rank: wire_dtype int8, query_window 4",
