@@ -101,8 +101,6 @@ class CacheRankConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         wire_dtype: dtype of the keys and values of an answer; bf16 is the KV pool's own dtype,
             whichever it is, and int8 has a scale for 8 channels.
         max_rows: most requests of one step.
-        recall_interval: recall against exact selection is measured in one of so many steps, see
-            recall.py; 0 is never.
         checksum: both ranks compare checksums of the slots at every step (slow, for debugging).
 
     Raises:
@@ -127,7 +125,6 @@ class CacheRankConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     score_normalizer: ScoreNormalizer = "all"
     wire_dtype: WireDtype = "bf16"
     max_rows: int = 256
-    recall_interval: int = 64
     checksum: bool = False
 
     def __post_init__(self) -> None:
@@ -150,7 +147,7 @@ class CacheRankConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         for name in at_least_one:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("sink_tokens", "recent_tokens", "hysteresis", "recall_interval"):
+        for name in ("sink_tokens", "recent_tokens", "hysteresis"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
         margin = self.hysteresis

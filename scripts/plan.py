@@ -6,7 +6,7 @@
 
 Compares a cache rank beside a GPU with plain SGLang, tensor parallel over the same two GPUs with an
 FP8 cache. Needs no GPU, and of the model only its config.json. Estimates are by bytes over
-bandwidth; docs/performance.md says how far measurements were from them. `needs` is what --set takes
+bandwidth; docs/runs says how far measurements were from them. `needs` is what --set takes
 so that all requests of a batch are sparse, and fit beside the model.
 """
 

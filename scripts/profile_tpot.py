@@ -1,15 +1,13 @@
-"""Measure time per output token of several systems side by side, and write tables and plots.
+"""Measure time per output token of several systems side by side, and write a table.
 
     python -m scripts.profile_tpot --model qwen3-8b --shapes 8x32768 16x32768 \
-        --systems floor dense fp8 tp2 quest cache-rank cache-rank:max_swap_tokens=64 --out results/
-    python -m scripts.profile_tpot --experiment table2 | quest-time | tpot
+        --systems floor dense fp8 tp2 quest cache-rank cache-rank:dense_layers=0 --out results/
     python -m scripts.profile_tpot --model bundled --shapes 2x600 --systems dense cache-rank \
         --sparse-threshold 300 --sparse-budget 64                # without a GPU
-    python -m scripts.profile_tpot --render results/             # tables and plots again
 
 Each system runs in a process of its own, with a deadline: one that fails is a line in the table,
-and its log is in OUT/logs. The exit status is 1 then. Results are written as they come; `--resume`
-measures what is missing, on the same machine and with the same settings.
+and its log is in OUT/logs. The exit status is 1 then. Results are written as they come, in JSON and
+Markdown; `--resume` measures what is missing, on the same machine and with the same settings.
 Weights are random numbers in the shapes of `model_shapes`; see scripts.speed.weights for which.
 """
 
@@ -23,7 +21,6 @@ from pathlib import Path
 
 from scripts.shared.command import explained, make_parser
 from scripts.shared.systems import SYSTEMS
-from scripts.speed.experiments import EXPERIMENTS
 from scripts.speed.jobs import Shape
 from scripts.speed.profile import profile
 
@@ -32,11 +29,11 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
     """The command line."""
     parser = make_parser("profile_tpot", __doc__)
     add = parser.add_argument
-    add("--model", nargs="+", help="a name in scripts/speed/model_shapes, `bundled`, or a folder")
-    add("--shapes", nargs="+", type=explained(Shape.parse), default=[], help="BATCHxCONTEXT")
-    add("--systems", nargs="+", help=f"NAME[:ARGUMENT=VALUE,...] of {', '.join(SYSTEMS)}")
-    add("--experiment", choices=EXPERIMENTS, help="a preset of systems and shapes")
-    add("--capacity", type=int, default=0, help="also find the largest batch of this context")
+    add("--model", default="qwen3-8b",
+        help="a name in scripts/speed/model_shapes, `bundled`, or a folder")  # fmt: skip
+    add("--shapes", nargs="+", type=explained(Shape.parse), required=True, help="BATCHxCONTEXT")
+    add("--systems", nargs="+", required=True,
+        help=f"NAME[:ARGUMENT=VALUE,...] of {', '.join(SYSTEMS)}")  # fmt: skip
     add("--sparse-budget", type=int, default=2048)
     add("--sparse-threshold", type=int, default=4096)
     add("--repeats", type=int, default=3, help="windows of decode steps")
@@ -46,23 +43,14 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
     add("--memory-fraction", type=float, default=0.85, help="of a GPU, for weights and KV pool")
     add("--engine-args", dest="engine", metavar="ENGINE_ARGS", type=explained(json.loads),
         default={}, help="JSON object of engine arguments")  # fmt: skip
-    add("--trace", action="store_true", help="trace both ranks; costs time in the step")
-    add("--arrival", action="store_true", help="also time steps while one more prompt is shipped")
-    add("--gpus", help="indices of the GPUs to use, separated by commas; default: all")
-    add("--concurrent", action="store_true", help="run jobs on different GPUs at the same time")
     add("--worker-seconds", type=float, default=600.0, help="deadline of one system")
     add("--shape-seconds", type=float, default=300.0, help="deadline of one shape")
     add("--out", type=Path, default=Path("results"))
     add("--resume", action="store_true", help="keep what OUT holds and measure the rest")
     add("--dry-run", action="store_true", help="print the jobs and their engines' arguments")
-    add("--render", type=Path, help="write the tables and plots of a folder again; needs no GPU")
     options = parser.parse_args(argv)
     if min(options.repeats, options.window) < 1:
         parser.error("--repeats and --window must be at least 1")
-    if not options.render and not options.experiment:
-        if not options.systems or not (options.shapes or options.capacity):
-            parser.error("give --experiment, or --systems with --shapes or --capacity")
-        options.model = options.model or ["qwen3-8b"]
     return options
 
 

@@ -220,16 +220,6 @@ class CacheRankFlags(ServerArgs):
         int,
         Arg(help="Tokens of a prompt that are shipped to the cache rank in one decode step."),
     ] = 512
-    recall_interval: A[
-        int,
-        Arg(
-            help="Of so many steps, recall against exact selection is measured in one; 0 is never. "
-            "In such a step the cache rank scores one layer group of one request 3 + log2(query "
-            "window) times more than in others: by the true query, by its prediction and by "
-            "earlier queries. With --inference-kv full SGLang's GPU scores it once, by the keys as "
-            "they came."
-        ),
-    ] = _DEFAULTS.recall_interval
     cache_rank_transfer_backend: A[
         Literal["auto", "peer", "nccl"],
         Arg(

@@ -28,11 +28,6 @@ def panels(columns: int, size: tuple[float, float], **options: Any) -> tuple[Any
     return figure, list(figure.subplots(1, columns, squeeze=False, **options)[0])
 
 
-def colour_map(name: str) -> Any:
-    """One of Matplotlib's maps of numbers to colours."""
-    return importlib.import_module("matplotlib").colormaps[name]
-
-
 def colour(index: int) -> str:
     """The colour of a series; they come round again after the last."""
     return COLOURS[index % len(COLOURS)]

@@ -28,11 +28,9 @@ class System(msgspec.Struct, frozen=True):
     Attributes:
         name: names it in SYSTEMS.
         mode: what a decode step attends to: DENSE, one of DECODE_MODES, or CACHE_RANK.
-        gpus: GPUs that it needs, where there are any; its servers have as many each.
+        gpus: GPUs that it needs, where there are any.
         arguments: server arguments that make it what it is.
         at_budget: it runs at a context of the sparse budget, whatever the shape's.
-        servers: servers that share the requests, each on GPUs of its own.
-        is_server: False is the cache rank's step alone, without an engine.
         changes: server arguments that its label changes.
     """
 
@@ -41,8 +39,6 @@ class System(msgspec.Struct, frozen=True):
     gpus: int = 1
     arguments: dict[str, Any] = {}
     at_budget: bool = False
-    servers: int = 1
-    is_server: bool = True
     changes: dict[str, Any] = {}
 
     @classmethod
@@ -69,12 +65,12 @@ class System(msgspec.Struct, frozen=True):
     @property
     def is_sparse(self) -> bool:
         """Whether a server of it takes the arguments of sparse attention."""
-        return self.is_server and self.mode != DENSE
+        return self.mode != DENSE
 
     @property
     def has_cache_rank(self) -> bool:
         """Whether a server of it has one: requests decode densely until it holds their prompts."""
-        return self.is_server and self.mode == CACHE_RANK
+        return self.mode == CACHE_RANK
 
     @property
     def has_budget(self) -> bool:
@@ -94,10 +90,8 @@ class System(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, changes=changes)
 
 
-def _plain(
-    name: str, gpus: int = 1, at_budget: bool = False, servers: int = 1, **arguments: Any
-) -> System:
-    return System(name, DENSE, gpus, {"cache_rank_gpus": 0, **arguments}, at_budget, servers)
+def _plain(name: str, gpus: int = 1, at_budget: bool = False, **arguments: Any) -> System:
+    return System(name, DENSE, gpus, {"cache_rank_gpus": 0, **arguments}, at_budget)
 
 
 def _cache_rank(name: str, inference_kv: str) -> System:
@@ -113,11 +107,8 @@ SYSTEMS = {
         _plain("tp2", gpus=2, tp_size=2),
         _plain("tp2-fp8", gpus=2, tp_size=2, kv_cache_dtype="fp8_e4m3"),
         *(System(m, m, 1, {"cache_rank_gpus": 0, "decode_mode": m}) for m in DECODE_MODES),
-        _plain("two-fp8", gpus=2, servers=2, kv_cache_dtype="fp8_e4m3"),
-        System("two-quest", "quest", 2, {"cache_rank_gpus": 0, "decode_mode": "quest"}, servers=2),
         _cache_rank(CACHE_RANK, "full"),
         _cache_rank("cache-rank-working-set", "working-set"),
-        System("cache-step", CACHE_RANK, is_server=False),
     )
 }
 

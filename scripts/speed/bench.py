@@ -9,17 +9,15 @@ witness is the time of a decode step of the whole batch.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import math
 import random
-import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from scripts.speed.jobs import Job, Shape
-from scripts.speed.records import Arrival, Measurement, step_times, summarize, wire_between
+from scripts.speed.records import Measurement, step_times, summarize, wire_between
 
 REPORT_INTERVAL = 16
 """A request that is not the witness reports after so many tokens."""
@@ -91,10 +89,8 @@ def plan_batch(
     if job.settings.skip_steps is not None:
         settle = job.settings.skip_steps
     most = waves * shipping + settle + job.settings.steps + 4 * REPORT_INTERVAL
-    if job.measures_arrival:
-        most += shipping + settle + 4 * REPORT_INTERVAL
     most = min(most, job.engine["context_length"] - shape.context - 1)
-    needed = (shape.batch + job.measures_arrival) * (shape.context + most)
+    needed = shape.batch * (shape.context + most)
     if needed > pool_tokens and not covers:
         raise NotMeasuredError(f"does not fit: {needed} tokens, pool of {pool_tokens}")
     if cache_rank_tokens is not None and needed > cache_rank_tokens:
@@ -107,17 +103,6 @@ def make_prompts(shape: Shape, vocabulary: int, seed: int) -> list[list[int]]:
     generator = random.Random(f"{seed} {shape}")
     low = min(256, vocabulary // 2)  # leave out special tokens of small vocabularies
     return [generator.choices(range(low, vocabulary), k=shape.context) for _ in range(shape.batch)]
-
-
-def arrival_of(witness: Stream, arriving: Stream) -> Arrival:
-    """Steps of the witness between the first and the last report of the one that arrived."""
-    begun, ended = arriving.arrivals[0][1], arriving.arrivals[-1][1]
-    steps = [
-        1e3 * (now - then) / (more - tokens)
-        for (tokens, then), (more, now) in itertools.pairwise(witness.arrivals)
-        if begun <= then and now <= ended
-    ]
-    return Arrival(len(steps), statistics.median(steps), max(steps))
 
 
 def progress_of(stream: Stream, cache_rank: bool) -> int:
@@ -183,13 +168,6 @@ class Bench:
                 first = witness.tokens + 2  # not the step that answered
                 await until(lambda: witness.tokens >= first + settings.steps)
                 after = await self._state()
-                if self._job.measures_arrival:
-                    (prompt,) = make_prompts(
-                        Shape(1, shape.context), self._job.vocabulary, settings.seed
-                    )
-                    arriving = send(prompt, 1)
-                    await until(lambda: progress_of(arriving, cache_rank) > 0)
-                    measurement.arrival = arrival_of(witness, arriving)
         except TimeoutError:
             raise NotMeasuredError(f"ran out of time; {self._situation(streams, plan)}") from None
         finally:

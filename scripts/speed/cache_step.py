@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import NamedTuple
 
 import torch
 
@@ -13,7 +12,6 @@ from cache_rank.measure.timing import device_seconds
 from cache_rank.messages import MessageBuffers
 from cache_rank.pages import PAGE_TOKENS
 from cache_rank.protocol import (
-    AnswerHeader,
     Row,
     basis_shape,
     bulk_shape,
@@ -29,19 +27,10 @@ DRIFT = 0.1
 """Each step adds noise of so much of their standard deviation to queries, keys and values."""
 
 
-class CacheStep(NamedTuple):
-    """What was measured."""
-
-    seconds: list[float]  # time of each step
-    up_bytes: int  # bytes of a step's messages to the cache rank
-    down_bytes: int
-    tokens_shipped: int  # tokens of the last step, over all layers and KV heads
-
-
 def measure_cache_step(
     config: CacheRankConfig, tokens: int, steps: int, device: torch.device
-) -> CacheStep:
-    """Time steps over `config.max_rows` sequences of so many tokens, whose slots are full.
+) -> list[float]:
+    """Seconds of steps over `config.max_rows` sequences of so many tokens, whose slots are full.
 
     Queries, keys and values are random numbers that drift.
 
@@ -93,9 +82,4 @@ def measure_cache_step(
         for tensor in current:
             tensor.add_(DRIFT * random(*tensor.shape))
         seconds.append(device_seconds(partial(step, number), device))
-    shipped = AnswerHeader._fields.index("shipped_tokens")
-    return CacheStep(
-        seconds[fill:],
-        *buffers.nbytes(rows),
-        sum(int(down.header[:, shipped].sum()) for down in messages.down),
-    )
+    return seconds[fill:]

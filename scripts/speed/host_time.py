@@ -108,7 +108,7 @@ class HostTime:
         torch.set_grad_enabled(False)
         args = parse_server_args(
             f"--device {device} --sparse-threshold 512 --sparse-budget 64 --max-swap-tokens 16 "
-            "--recall-interval 0 --log-level warning".split()
+            "--log-level warning".split()
         )
         self._placement = Placement(args.cache_rank_address)
         if device == "cuda":

@@ -7,8 +7,9 @@ costs seconds.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
@@ -17,14 +18,6 @@ from scripts.shared.systems import System
 
 ROOM_FOR_OUTPUT = 4096
 """A sequence may grow by so many tokens while its prompt is shipped, settles and is measured."""
-
-TRACE_STEPS = 640
-"""Tracing begins with the first sparse request of an engine; this reaches the measured steps."""
-
-PORTS = 200
-"""Each job has so many ports for itself."""
-
-CAPACITY_BATCHES = (8, 16, 24, 32, 48, 64)
 
 
 class Shape(msgspec.Struct, frozen=True, order=True):
@@ -59,17 +52,10 @@ class Shape(msgspec.Struct, frozen=True, order=True):
         return f"{self.batch} × {self.context}"
 
 
-class Wish(NamedTuple):
-    """One model, one system, and the shapes to measure."""
-
-    model: str
-    system: str
-    shapes: tuple[Shape, ...]
-
-
 class Settings(msgspec.Struct):
     """How every job is run."""
 
+    model: str = "qwen3-8b"  # as of scripts.shared.models
     sparse_budget: int = 2048  # k
     sparse_threshold: int = 4096  # context from which the sparse systems are sparse
     repeats: int = 3  # windows of decode steps that are measured
@@ -77,11 +63,8 @@ class Settings(msgspec.Struct):
     skip_steps: int | None = None  # steps before the first window; None is as many as needed
     seed: int = 1  # seed of the prompts
     shape_seconds: float = 300.0  # deadline of a shape
-    capacity: int = 0  # context whose largest fitting batch is searched for too; 0 is none
     memory_fraction: float = 0.85  # share of a GPU for weights and KV pool
     engine: dict[str, Any] = {}  # further engine arguments of every system
-    trace: bool = False  # systems with a cache rank write a trace
-    arrival: bool = False  # also measure the steps while one more request comes to a cache rank
 
     @property
     def steps(self) -> int:
@@ -90,111 +73,60 @@ class Settings(msgspec.Struct):
 
 
 class Job(msgspec.Struct):
-    """What a worker process is given, or several that share its batches."""
+    """What a worker process is given: one engine and the shapes that it measures."""
 
-    model: str
     system: str
     gpus: int  # GPUs that it needs
     cache_rank: bool
-    engine: dict[str, Any]  # arguments of `sglang_ext.Engine`, or those of a cache rank alone
+    engine: dict[str, Any]  # arguments of `sglang_ext.Engine`
     shapes: list[Shape]  # shapes as they are run
     vocabulary: int
     settings: Settings
-    capacity: int = 0  # context whose largest fitting batch is searched for; 0 is none
-    trace: str = ""  # file of the cache rank's trace; empty for none
-    cache_step: bool = False  # measure the cache rank's step alone
-    servers: int = 1  # engines at the same time, each with its part of a batch and of the GPUs
-    part: int = 0  # which of several servers it is, from 1 on; 0 is all of them
-
-    @property
-    def measures_arrival(self) -> bool:
-        """Whether one more request comes when a batch has been measured."""
-        return self.cache_rank and self.settings.arrival
 
     @property
     def name(self) -> str:
         """The job's name, usable as a file name."""
-        text = f"{Path(self.model).name}-{self.system}" + (f"-{self.part}" if self.part else "")
+        text = f"{Path(self.settings.model).name}-{self.system}"
         return "".join(c if c.isalnum() or c in "-._=" else "-" for c in text)
 
 
-def divide(job: Job) -> list[Job]:
-    """A job for each of its servers: an equal part of every batch, and ports of its own.
-
-    Raises:
-        ValueError: a batch cannot be divided, or its largest is asked for.
-    """
-    count = job.servers
-    if job.capacity or any(shape.batch % count for shape in job.shapes):
-        raise ValueError(f"{job.system}: {count} servers need batches that are multiples of that")
-    shapes = [Shape(shape.batch // count, shape.context) for shape in job.shapes]
-    parts = []
-    for part in range(1, count + 1):
-        engine = dict(job.engine)
-        if "port" in engine:
-            engine["port"] += PORTS // count * (part - 1)
-        parts.append(
-            msgspec.structs.replace(
-                job, gpus=job.gpus // count, shapes=shapes, servers=1, part=part, engine=engine
-            )
-        )
-    return parts
-
-
-def make_job(wish: Wish, settings: Settings, out: Path) -> Job:
-    """The engine of a wish, and its shapes as run.
+def make_job(label: str, shapes: Sequence[Shape], settings: Settings) -> Job:
+    """The engine of a system, and its shapes as run.
 
     Raises:
         ValueError: there is no such model or system.
     """
-    system, config = System.parse(wish.system), model_config(wish.model)
+    system, config = System.parse(label), model_config(settings.model)
     changes = system.server_changes
-    shapes, capacity = list(wish.shapes), settings.capacity
-    job = Job(
-        wish.model,
-        wish.system,
-        gpus=0 if wish.model == BUNDLED else system.gpus,
-        cache_rank=system.has_cache_rank,
-        engine={"sparse_budget": settings.sparse_budget, **changes},
-        shapes=shapes,
-        vocabulary=config["vocab_size"],
-        settings=settings,
-        cache_step=not system.is_server,
-        servers=system.servers,
-    )
-    if job.cache_step:
-        return job
     if system.at_budget:
-        if capacity:  # which batch will fit is not known yet
-            shapes += [Shape(batch, capacity) for batch in CAPACITY_BATCHES]
         budget = changes.pop("sparse_budget", settings.sparse_budget)
-        shapes, capacity = sorted({Shape(shape.batch, budget) for shape in shapes}), 0
-    batches = {shape.batch // system.servers for shape in shapes}
-    batches |= set(CAPACITY_BATCHES if capacity else ())
-    if job.measures_arrival:
-        batches |= {shape.batch + 1 for shape in shapes}
-    longest = max([capacity, *(shape.context for shape in shapes)])
-    arguments = _engine_arguments(wish.model, config, settings, batches, longest)
+        shapes = sorted({Shape(shape.batch, budget) for shape in shapes})
+    batches = {shape.batch for shape in shapes}
+    longest = max(shape.context for shape in shapes)
+    arguments = _engine_arguments(config, settings, batches, longest)
     if system.is_sparse:
         arguments["sparse_budget"] = settings.sparse_budget
         arguments["sparse_threshold"] = settings.sparse_threshold
     if system.has_cache_rank:
         arguments["max_sparse_requests"] = max(batches)
-    job.shapes, job.capacity = shapes, capacity
-    job.engine = arguments | system.arguments | settings.engine | changes
-    if settings.trace and system.has_cache_rank:
-        job.trace = str((out / "traces" / f"{job.name}.json").resolve())
-        job.engine = {"trace_steps": TRACE_STEPS, **job.engine, "trace": job.trace}
-    return job
+    return Job(
+        label,
+        gpus=0 if settings.model == BUNDLED else system.gpus,
+        cache_rank=system.has_cache_rank,
+        engine=arguments | system.arguments | settings.engine | changes,
+        shapes=list(shapes),
+        vocabulary=config["vocab_size"],
+        settings=settings,
+    )
 
 
 def _engine_arguments(
-    model: str, config: dict[str, Any], settings: Settings, batches: set[int], longest: int
+    config: dict[str, Any], settings: Settings, batches: set[int], longest: int
 ) -> dict[str, Any]:
     """The arguments that the engines of all systems share."""
     length, trained = longest + ROOM_FOR_OUTPUT, config["max_position_embeddings"]
     arguments: dict[str, Any] = {
-        "model_path": str(folder_of(model).resolve()),
+        "model_path": str(folder_of(settings.model).resolve()),
         "skip_tokenizer_init": True,
         "disable_radix_cache": True,
         "context_length": length,
@@ -207,7 +139,7 @@ def _engine_arguments(
         "sampling_backend": "pytorch",
         "grammar_backend": "none",
     }
-    if model == BUNDLED:
+    if settings.model == BUNDLED:
         return arguments | {
             "device": "cpu",
             "dtype": "float32",

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import functools
-import gc
-import importlib.util
 import itertools
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import msgspec
 import torch
 
 from cache_rank.config import CacheRankConfig
@@ -21,7 +19,6 @@ from cache_rank.pages import PAGE_TOKENS
 from scripts.shared.models import model_config, model_shape
 from scripts.shared.report import number, table_of
 from scripts.speed.cache_step import measure_cache_step
-from scripts.speed.scores import measure_scores
 
 QUERY_HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 GROUP_LAYERS = 6
@@ -111,8 +108,6 @@ def kernel_rows(config: CacheRankConfig, rows: int, tokens: int) -> Iterator[dic
         name = f"select, {units} rows, {entered:.0f} of {budget} enter"
         yield row(name, took, plain, fresh.nbytes)
 
-    yield from flashinfer_top_k(fresh.view(units, tokens), budget)
-
     def gather(operations: Any) -> Callable[[], None]:
         held = (keys, values, table, slots, 0)
         return lambda: operations.gather_step(*held, everywhere, out, out_values)
@@ -126,34 +121,17 @@ def kernel_rows(config: CacheRankConfig, rows: int, tokens: int) -> Iterator[dic
         yield row(f"{name}, {capacity} tokens a row", took, plain, 2 * 2 * out.nbytes)
 
 
-def flashinfer_top_k(scores: torch.Tensor, count: int) -> Iterator[dict[str, Any]]:
-    """Time FlashInfer's top-k, if it is installed.
-
-    It is only a part of a selection: that finds the best k + margin too, ranks positions within
-    bounds, keeps what is in slots, and lists what enters and where.
-
-    Args:
-        scores: (rows, T) float32.
-        count: how many are found in each row.
-    """
-    if importlib.util.find_spec("flashinfer") is None:
-        return
-    top_k = importlib.import_module("flashinfer").top_k
-    expected = torch.topk(scores, count).values
-    plain = median_microseconds(lambda: torch.topk(scores, count))
-    for which, ties in (("any", 0), ("newer", 2)):  # flashinfer.TopKTieBreak; ours is the second
-        find = functools.partial(top_k, scores, count, tie_break=ties)
-        is_exact = torch.equal(find()[0].sort(descending=True).values, expected)
-        name = f"FlashInfer, top {count} alone, {which} of equals{'' if is_exact else ', WRONG'}"
-        took = median_microseconds(find)
-        yield {"kernel": name, "us": took, "torch_us": plain, "bytes": scores.nbytes}
-
-
 def whole_steps(config: CacheRankConfig, tokens: int) -> Iterator[dict[str, Any]]:
-    """Time whole steps of a cache rank."""
-    torch.cuda.empty_cache()
-    found = measure_cache_step(config, tokens, STEPS, DEVICE)
-    yield {"kernel": "whole step", "us": 1e6 * statistics.median(found.seconds)}
+    """Time whole steps of a cache rank, by how it holds keys and what its scores read of them."""
+    for name, residency, keys in (
+        ("keys in bf16", "bf16", "resident"),
+        ("quantspec", "quantspec", "resident"),
+        ("quantspec, scores by a sketch", "quantspec", "sketch"),
+    ):
+        torch.cuda.empty_cache()
+        variant = msgspec.structs.replace(config, kv_residency=residency, score_keys=keys)
+        seconds = measure_cache_step(variant, tokens, STEPS, DEVICE)
+        yield {"kernel": f"whole step, {name}", "us": 1e6 * statistics.median(seconds)}
     torch.cuda.empty_cache()
 
 
@@ -175,25 +153,6 @@ def measure(rows: int, tokens: int) -> dict[str, Any]:
         moved = row.get("bytes")
         row["share"] = moved / (1e-6 * row["us"]) / bandwidth if moved else None
     shape = f"{rows} x {tokens} tokens, {torch.cuda.get_device_name()}"
-    return {"shape": shape, "copy_bytes_per_second": bandwidth, "rows": results}
-
-
-def measure_scoring(batches: Sequence[int], tokens: int) -> dict[str, Any]:
-    """Time scores by what they read of the keys, for each number of sequences."""
-    bandwidth = copy_bandwidth()
-    results: list[dict[str, Any]] = []
-    for rows in batches:
-        gc.collect()  # graphs and what they hold are in cycles
-        torch.cuda.empty_cache()
-        config = CacheRankConfig(
-            model_shape(model_config("qwen3-8b")),
-            layers_per_group=2,
-            kv_residency="quantspec",
-            score_keys="sketch",
-            max_rows=rows,
-        )
-        results += measure_scores(config, tokens, bandwidth)
-    shape = f"{tokens} tokens, {torch.cuda.get_device_name()}"
     return {"shape": shape, "copy_bytes_per_second": bandwidth, "rows": results}
 
 

@@ -7,16 +7,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
 
 from scripts.shared.machine import ProcessTree, memory_gib
-from scripts.speed.jobs import Job, Shape, divide
-from scripts.speed.records import Measurement, explain_failure, together
+from scripts.speed.jobs import Job
+from scripts.speed.records import Measurement, explain_failure
 
 POLL_SECONDS = 0.5
 LOG_TAIL = 20_000
@@ -30,48 +28,12 @@ def run_job(
     stopping: threading.Event,
     note: Callable[[Measurement], None],
 ) -> str:
-    """Run a job in a worker, or in one for each of its servers, at the same time.
-
-    Args and what is returned are those of `run_worker`; `note` takes what all servers measured
-    together once the last of them has.
-    """
-    if job.servers == 1:
-        return run_worker(job, gpus, out, seconds, stopping, note)
-    changed, measured = threading.Lock(), defaultdict[Shape, list[Measurement]](list)
-
-    def note_part(measurement: Measurement) -> None:
-        shape = Shape(measurement.shape.batch * job.servers, measurement.shape.context)
-        with changed:
-            parts = measured[shape]
-            if measurement.ended:
-                parts.append(measurement)
-                if len(parts) == job.servers:
-                    note(together(parts, shape))
-            elif not parts:
-                note(together([measurement], shape))
-
-    def run(part: Job) -> str:
-        own = gpus[(part.part - 1) * part.gpus : part.part * part.gpus]
-        return run_worker(part, own, out, seconds, stopping, note_part)
-
-    with ThreadPoolExecutor(job.servers) as pool:
-        return "; ".join(pool.map(run, divide(job)))
-
-
-def run_worker(
-    job: Job,
-    gpus: Sequence[str],
-    out: Path,
-    seconds: float,
-    stopping: threading.Event,
-    note: Callable[[Measurement], None],
-) -> str:
     """Run a job, and end all of its processes.
 
     Args:
         job: what to run.
         gpus: the GPUs that it may use, as CUDA_VISIBLE_DEVICES names them.
-        out: folder of the results; its logs and traces are written there.
+        out: folder of the results; its log is written there.
         seconds: time that it may take.
         stopping: it ends early once this is set.
         note: takes each measurement when it begins, and again when it ended.
@@ -79,8 +41,7 @@ def run_worker(
     Returns:
         Why shapes that were not noted were not measured.
     """
-    for folder in ("logs", "traces"):
-        (out / folder).mkdir(parents=True, exist_ok=True)
+    (out / "logs").mkdir(parents=True, exist_ok=True)
     log, messages = (out / "logs" / f"{job.name}.{kind}" for kind in ("log", "jsonl"))
     messages.write_bytes(b"")
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}

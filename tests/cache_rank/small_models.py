@@ -40,6 +40,5 @@ def small_config(model: ModelShape = GQA, **changes: Any) -> CacheRankConfig:
         "max_swap_tokens": 3,
         "kv_residency": "bf16",
         "max_rows": 4,
-        "recall_interval": 0,
     }
     return CacheRankConfig(model, **{**policy, **changes})

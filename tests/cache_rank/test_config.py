@@ -35,7 +35,7 @@ BELOW_ONE = [
 ]
 NEGATIVE = [
     Refused(name, -1, f"{name} must not be negative, got -1")
-    for name in ("sink_tokens", "recent_tokens", "hysteresis", "recall_interval")
+    for name in ("sink_tokens", "recent_tokens", "hysteresis")
 ]
 
 
@@ -47,7 +47,7 @@ def test_refuses_what_is_out_of_range_and_names_it(refused: Refused) -> None:
         small_config(**{refused.field: refused.value})
 
 
-@pytest.mark.parametrize("name", ["sink_tokens", "recent_tokens", "hysteresis", "recall_interval"])
+@pytest.mark.parametrize("name", ["sink_tokens", "recent_tokens", "hysteresis"])
 def test_accepts_zero_where_it_means_none(name: str) -> None:
     assert getattr(small_config(**{name: 0}), name) == 0
 

@@ -225,7 +225,6 @@ def test_rows_travel_as_arrays() -> None:
         "step": 1,
         "rows": [[5, 9]],
         "traced": False,
-        "measured": None,
     }
     assert msgspec.msgpack.decode(wire, type=Step).rows[0].position == 9
 

@@ -9,8 +9,10 @@ import pytest
 import torch
 from workload import GPU_FLAGS, REUSE, SMALL_CACHE_RANK, STRICT, TENTH_OF_THE_CONTEXT, VOCABULARY
 
-from scripts.shared.serving import PLAIN, Server, serve
+from scripts.shared.serving import PLAIN, Server, serve, stop_on_sigterm
 from sglang_ext.refusals import ALLOW_LARGE_BUDGET_VARIABLE
+
+stop_on_sigterm()
 
 
 @pytest.fixture(scope="session")

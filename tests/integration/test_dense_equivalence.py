@@ -84,11 +84,6 @@ def test_a_request_may_stay_dense(server: Server) -> None:
         "late_steps": 0,
         "stale_steps": 0,
         "retractions": 0,
-        "recall_measurements": 0,
-        "recall": None,
-        "attention_mass": None,
-        "held_recall": None,
-        "held_attention_mass": None,
     }
     refused = server.post(
         "/generate",

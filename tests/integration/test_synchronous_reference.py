@@ -222,13 +222,6 @@ def test_selections_equal_the_synchronous_reference(served: Served) -> None:
     responses = [*served.together, served.alone]
     steps = [response["meta_info"]["cache_rank"]["sparse_steps"] for response in responses]
     assert min(steps) > 200, steps
-    for response in responses:
-        measured = response["meta_info"]["cache_rank"]
-        assert 0 < measured["held_recall"] <= 1
-        if served.case.inference_kv == "full":  # no key is rounded
-            assert measured["recall"] == pytest.approx(measured["held_recall"], abs=2e-3)
-        else:
-            assert measured["recall"] is measured["attention_mass"] is None
     config = served.case.config(recorded_frequency(served.model))
     assert replay(config, served.recorded) > len(responses) * 200
 

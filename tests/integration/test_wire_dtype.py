@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from scripts.accuracy.tasks.pointer_chase import make_chain
+from scripts.accuracy.pointer_chase import make_chain
 from scripts.shared.serving import serve
 
 CHAIN = make_chain(seed=7, facts=128, hops=80)

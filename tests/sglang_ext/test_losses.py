@@ -42,7 +42,6 @@ def config_of(model: ModelShape, max_rows: int) -> CacheRankConfig:
         max_swap_tokens=8,
         max_rows=max_rows,
         kv_residency="hack",  # refuses what is not finite
-        recall_interval=0,
     )
 
 

@@ -152,7 +152,7 @@ def test_the_work_of_a_cache_rank_alone_is_near_that_measured(
 
 @pytest.mark.parametrize(("reading", "milliseconds"), [("full", 5.3), ("anchor", 3.9)])
 def test_scores_of_lynx_take_as_long_as_measured(reading: str, milliseconds: float) -> None:
-    """docs/formats.md has those of bfloat16 at 5.4 ms; all else of a step is the same."""
+    """docs/results.md has those of bfloat16 at 5.4 ms; all else of a step is the same."""
     lynx = {"kv_residency": "lynx", "kv_residency_options": {"reading": reading}}
     found, exact = (
         planner(**NO_DENSE_LAYER, **policy).cache_rank(8, 32 * K).cache for policy in (lynx, BF16)

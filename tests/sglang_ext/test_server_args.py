@@ -420,7 +420,6 @@ RANGES = [
     "--sink-tokens -1",
     "--recent-tokens -1",
     "--hysteresis -1",
-    "--recall-interval -1",
     "--kv-residency-options alpha=0 --kv-residency lynx",
     "--kv-residency-options reading=4 --kv-residency bf16",
     "--kv-residency-options alpha=1",
@@ -515,7 +514,6 @@ def test_the_environment_allows_a_working_set_above_the_threshold(
         "--sink-tokens 0",
         "--recent-tokens 0",
         "--hysteresis 0",
-        "--recall-interval 0",
         "--dense-layers 0",
         "--dense-layers 1",
         "--sparse-threshold 2116",
@@ -894,7 +892,6 @@ def test_the_config_of_the_cache_rank_carries_the_flags(
         "hysteresis": 11,
         "max_swap_tokens": 13,
         "wire_dtype": "int8",
-        "recall_interval": 17,
         "sketch_bits": 3,
         **changed,
     }

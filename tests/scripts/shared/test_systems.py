@@ -9,15 +9,15 @@ from scripts.shared.systems import SYSTEMS, System, parse_assignments, residency
 HACK = "kv_residency=hack,kv_residency_options=bits=2+partition=64"
 
 
-@pytest.mark.parametrize("label", [*SYSTEMS, f"cache-rank:{HACK}", "cache-step:max_swap_tokens=64"])
+@pytest.mark.parametrize("label", [*SYSTEMS, f"cache-rank:{HACK}"])
 def test_a_label_reads_what_it_prints(label: str) -> None:
     assert System.parse(label).label == label
 
 
 def test_a_label_changes_arguments() -> None:
     assert parse_assignments("a=1,b=two,c=0.5") == {"a": 1, "b": "two", "c": 0.5}
-    system = System.parse("cache-rank:query_predictor=spade,sparse_budget=7")
-    assert system.changes == {"query_predictor": "spade", "sparse_budget": 7}
+    system = System.parse("cache-rank:query_predictor=ridge,sparse_budget=7")
+    assert system.changes == {"query_predictor": "ridge", "sparse_budget": 7}
     assert (system.gpus, system.arguments["cache_rank_gpus"]) == (2, 1)
 
 

@@ -1,4 +1,4 @@
-"""The parts of profile_tpot that need no engine and measure nothing."""
+"""Systems are measured side by side, and what was measured is kept."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from scripts.speed import profile, report
 from scripts.speed.bench import (
     NotMeasuredError,
     Stream,
-    arrival_of,
     make_prompts,
     plan_batch,
     progress_of,
@@ -28,41 +27,25 @@ from scripts.speed.bench import (
 )
 from scripts.speed.cache_step import measure_cache_step
 from scripts.speed.calibration import needs_calibration, write_blank
-from scripts.speed.experiments import EXPERIMENTS, TABLE2, TABLE2_FLOOR, table2
-from scripts.speed.jobs import (
-    CAPACITY_BATCHES,
-    Job,
-    Settings,
-    Shape,
-    Wish,
-    divide,
-    make_job,
-)
-from scripts.speed.profile import make_jobs
+from scripts.speed.jobs import Job, Settings, Shape, make_job
 from scripts.speed.records import (
     Measurement,
     Results,
-    TraceTimes,
     explain_failure,
     quantile,
     step_times,
     summarize,
-    together,
     wire_between,
 )
-from scripts.speed.runner import run_job, run_worker
-from scripts.speed.trace import reduce_trace
+from scripts.speed.runner import run_job
 from scripts.speed.weights import DUMMY_LARGEST, norms_for_unit_logits
-from scripts.speed.worker import search_capacity
 from sglang_ext.calibration.files import read, sources
 
-MODEL = "qwen3-8b"
 SHAPE = Shape(8, 32768)
 
 
 def job_of(system: str, *shapes: Shape, **settings: object) -> Job:
-    wish = Wish(MODEL, system, shapes or (SHAPE,))
-    return make_job(wish, msgspec.convert(settings, Settings), Path("out"))
+    return make_job(system, shapes or (SHAPE,), msgspec.convert(settings, Settings))
 
 
 class TestJobs:
@@ -76,20 +59,18 @@ class TestJobs:
             Shape.parse(text)
 
     def test_cache_rank_job(self) -> None:
-        job = job_of("cache-rank:sparse_budget=1024", SHAPE, Shape(4, 8192), trace=True)
+        job = job_of("cache-rank:sparse_budget=1024", SHAPE, Shape(4, 8192))
         assert job.gpus == 2
         assert job.engine["cache_rank_gpus"] == 1
         assert job.engine["sparse_budget"] == 1024
         assert job.engine["max_sparse_requests"] == 8
         assert job.engine["cuda_graph_bs_decode"] == [4, 8]
-        assert job.engine["trace"] == job.trace
-        assert job.trace.endswith(".json")
 
     def test_plain_job_has_no_flag_of_the_cache_rank(self) -> None:
-        job = job_of("tp2-fp8", trace=True)
+        job = job_of("tp2-fp8")
         assert job.engine["tp_size"] == 2
         assert job.engine["kv_cache_dtype"] == "fp8_e4m3"
-        assert not {"sparse_budget", "trace", "max_sparse_requests"} & set(job.engine)
+        assert not {"sparse_budget", "max_sparse_requests"} & set(job.engine)
         # 32768 tokens and room for output are within what the model was trained for.
         assert "json_model_override_args" not in job.engine
 
@@ -104,33 +85,8 @@ class TestJobs:
         assert job_of("floor:sparse_budget=512").shapes == [Shape(8, 512)]
         assert "sparse_budget" not in job_of("floor:sparse_budget=512").engine
 
-    def test_capacity_search_captures_its_batches(self) -> None:
-        assert job_of("dense", capacity=32768).engine["cuda_graph_bs_decode"] == [*CAPACITY_BATCHES]
-        assert job_of("dense", capacity=32768).capacity == 32768
-        floor = job_of("floor", capacity=32768)
-        assert floor.capacity == 0
-        assert [shape.batch for shape in floor.shapes] == [*CAPACITY_BATCHES]
-
-    def test_two_servers_share_batches_gpus_and_ports(self) -> None:
-        job = job_of("two-quest", SHAPE, Shape(4, 8192))
-        assert (job.gpus, job.servers) == (2, 2)
-        assert job.engine["cuda_graph_bs_decode"] == [2, 4]
-        job.engine["port"] = 30000
-        first, second = divide(job)
-        assert first.shapes == second.shapes == [Shape(4, 32768), Shape(2, 8192)]
-        assert (first.gpus, first.servers, first.engine["port"]) == (1, 1, 30000)
-        assert second.engine == {**first.engine, "port": 30100}
-        assert len({job.name, first.name, second.name}) == 3
-
-    @pytest.mark.parametrize("asked", ["--shapes 3x8192", "--capacity 8192"])
-    def test_what_two_servers_cannot_share_is_refused(
-        self, asked: str, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        assert main(f"--systems two-fp8 {asked} --dry-run".split()) == 2
-        assert "2 servers need batches that are multiples" in capsys.readouterr().err
-
     def test_job_survives_the_way_to_the_worker(self) -> None:
-        job = job_of("cache-rank", trace=True)
+        job = job_of("cache-rank")
         assert msgspec.json.decode(msgspec.json.encode(job), type=Job) == job
 
     def test_name_is_a_file_name(self) -> None:
@@ -149,32 +105,6 @@ class TestJobs:
         assert str(config.dtype) == "torch.bfloat16"
         assert config.num_attention_heads % config.num_key_value_heads == 0
         assert config.head_dim == 128
-
-    @pytest.mark.parametrize("experiment", EXPERIMENTS)
-    def test_presets_are_jobs(self, experiment: str) -> None:
-        results = Results()
-        jobs = make_jobs(parse_options(["--experiment", experiment]), results)
-        assert len({job.name for job in jobs}) == len(jobs)
-        engines = [job for job in jobs if not job.cache_step]
-        assert all(not unmeasurable(job, shape) for job in engines for shape in job.shapes)
-
-    def test_table2_covers_the_paper(self) -> None:
-        # Two models, two batches, two packings; the paper's 16 rows are these on two devices.
-        assert len(set(TABLE2)) == 8
-        wishes = table2(["qwen3-8b"])
-        assert wishes[0] == Wish("qwen3-8b", TABLE2_FLOOR, (Shape(8, 2048), Shape(16, 1024)))
-        assert len(wishes) == 5
-
-    def test_resume_leaves_out_what_was_measured(self) -> None:
-        options = parse_options("--shapes 8x32768 4x32768 --systems dense fp8".split())
-        results = Results(
-            measurements=[
-                Measurement(MODEL, "dense", SHAPE, tpot_ms=1.0),
-                Measurement(MODEL, "fp8", SHAPE, failure="out of memory"),
-            ]
-        )
-        shapes = {job.system: job.shapes for job in make_jobs(options, results)}
-        assert shapes == {"dense": [Shape(4, 32768)], "fp8": [SHAPE, Shape(4, 32768)]}
 
 
 class TestStatistics:
@@ -198,7 +128,7 @@ class TestStatistics:
             step_times([(5, 0.0), (6, 1.0)], first=4, steps=2)
 
     def test_summary(self) -> None:
-        measurement = Measurement(MODEL, "dense", SHAPE)
+        measurement = Measurement("dense", SHAPE)
         summarize(measurement, [0.001, 0.001, 0.004, 0.002, 0.002, 0.002], window=3)
         assert [repeat.median for repeat in measurement.repeats] == [1.0, 2.0]
         assert measurement.tpot_ms == 1.5
@@ -212,7 +142,6 @@ class TestStatistics:
         after = {"steps": 20, "up_bytes": 300, "bulk_bytes": 65, "steps_waited": 5}
         wire = wire_between(start, before, after)
         assert wire is not None
-        assert (wire.first_step, wire.last_step) == (11, 20)
         assert (wire.up_bytes, wire.down_bytes, wire.bulk_bytes) == (20.0, 0.0, 60.0)
         assert wire.late_share == pytest.approx(0.1)
         assert wire_between({}, {}, {}) is None
@@ -233,66 +162,6 @@ class TestStatistics:
         assert explain_failure(log, ready, late) == phrase
 
 
-def event(rank: str, name: str, step: int, ts: float, dur: float) -> dict[str, object]:
-    return {
-        "ph": "X",
-        "cat": rank,
-        "name": name,
-        "ts": ts,
-        "dur": dur,
-        "args": {"step": step, "group": 0},
-    }
-
-
-EVENTS = [
-    made
-    for step in range(1, 5)
-    for made in (
-        event("inference", "group", step, 1000.0 * step, 400.0),
-        event("inference", "group", step, 1000.0 * step + 500, 400.0),
-        event("inference", "wait", step, 1000.0 * step + 450, 10.0 * step),
-        event("cache", "score", step, 7.0, 300.0),
-        event("cache", "select", step, 8.0, 100.0),
-        event("cache", "receive", step, 9.0, 9999.0),
-        event("inference", f"layer {step}", step, 1000.0 * step, 50.0),
-    )
-]
-
-
-def trace_file(path: Path, *events: dict[str, object], end: str = "") -> Path:
-    """A trace as both ranks write it."""
-    path.write_text("[\n" + "".join(f"{json.dumps(event)},\n" for event in events) + end)
-    return path
-
-
-class TestTrace:
-    @pytest.mark.parametrize("end", ["", '{"name": "brok'])
-    def test_reduced(self, tmp_path: Path, end: str) -> None:
-        """A rank that is stopped may leave half a line."""
-        times = reduce_trace(trace_file(tmp_path / "trace.json", *EVENTS, end=end), None)
-        assert times is not None
-        assert times.steps == 4
-        assert times.step_ms == 1.0
-        assert times.management_ms == pytest.approx(0.4)
-        assert times.median_us["cache receive"] == 9999.0
-        assert times.median_us["inference wait"] == 25.0
-        assert times.median_us["inference layer"] == 50.0
-        assert times.wait_share_p50 == pytest.approx(0.02)
-        assert times.wait_share_p99 == pytest.approx(0.03)
-
-    def test_only_the_measured_steps_count(self, tmp_path: Path) -> None:
-        path = trace_file(tmp_path / "trace.json", *EVENTS)
-        wire = wire_between({}, {"steps": 2}, {"steps": 4})
-        times = reduce_trace(path, wire)
-        assert times is not None
-        assert times.steps == 2
-        assert reduce_trace(path, wire_between({}, {"steps": 90}, {"steps": 99})) is None
-
-    def test_no_file_and_no_steps(self, tmp_path: Path) -> None:
-        assert reduce_trace(tmp_path / "none.json", None) is None
-        assert reduce_trace(trace_file(tmp_path / "empty.json"), None) is None
-
-
 ARGUMENTS = SimpleNamespace(
     sparse_budget=2048,
     max_swap_tokens=128,
@@ -302,7 +171,7 @@ ARGUMENTS = SimpleNamespace(
 )
 
 
-class TestWorker:
+class TestBench:
     def test_prompts_are_of_the_seed(self) -> None:
         shape = Shape(3, 50)
         prompts = make_prompts(shape, 1000, seed=1)
@@ -333,94 +202,30 @@ class TestWorker:
         with pytest.raises(NotMeasuredError, match="does not fit"):
             plan_batch(job_of("cache-rank"), SHAPE, ARGUMENTS, pool, cache_rank)
 
-    @pytest.mark.parametrize(("most", "found"), [(48, 48), (20, 16), (7, None)])
-    def test_the_largest_batch_that_is_measured_is_the_capacity(
-        self, most: int, found: int | None
-    ) -> None:
-        """The report also says why larger ones were not measured."""
-
-        def measure(measurement: Measurement) -> None:
-            measurement.ended = 1.0
-            measurement.failure = "" if measurement.shape.batch <= most else "a request ended"
-
-        bench = SimpleNamespace(pool_tokens=50 * 1000, measure=measure)
-        told = map(msgspec.structs.replace, search_capacity(bench, job_of("dense", capacity=600)))
-        ended = [measurement for measurement in told if measurement.ended]
-        assert [m.shape.batch for m in ended if m.capacity_search and not m.failure] == (
-            [found] if found else []
-        )
-        assert sum(m.capacity_search for m in ended) == 1
-        tried = [m.shape.batch for m in ended if not m.capacity_search]
-        assert tried == [batch for batch in (48, 32, 24, 16, 8) if batch > most]
-
     def test_progress(self) -> None:
         stream = Stream([(1, 0.0), (40, 1.0)], {"sparse_steps": 12})
         assert progress_of(stream, cache_rank=True) == 12
         assert progress_of(stream, cache_rank=False) == 40
         assert progress_of(Stream(), cache_rank=False) == 0
 
-    @pytest.mark.parametrize(
-        ("seconds", "reason"),
-        [(600.0, "did not start (ValueError: "), (0.0, "did not start in time")],
-    )
-    def test_a_worker_that_fails_is_explained_by_its_log(
-        self, seconds: float, reason: str, tmp_path: Path
-    ) -> None:
-        job, noted = job_of("cache-step", SHAPE), list[Measurement]()
-        job.gpus, job.engine = 0, {"kv_residency_options": "nothing"}
-        why = run_worker(job, [], tmp_path, seconds, threading.Event(), noted.append)
-        assert why.startswith(reason)
-        assert noted == []
 
-
-def test_servers_that_share_a_batch_are_one_system() -> None:
-    parts = [measured(MODEL, "two-fp8", Shape(4, 8192), time) for time in (10.0, 20.0)]
-    both = together(parts, Shape(8, 8192))
-    assert both.shape == Shape(8, 8192)
-    assert both.tpot_ms == 15
-    assert (both.p10_ms, both.p90_ms) == (10, 20)
-    assert both.tokens_per_second == pytest.approx(400 + 200)
-    assert len(both.repeats) == 4
-    assert both.memory_gib == [100.0, 20.5] * 2
-    parts[1].failure = "out of memory"
-    failed = together(parts, Shape(8, 8192))
-    assert (failed.failure, failed.tpot_ms, failed.mean_ms) == ("out of memory", None, None)
-
-
-def test_servers_of_a_job_run_at_the_same_time(tmp_path: Path) -> None:
-    job, noted = job_of("cache-step", Shape(2, 600), repeats=1, window=2), list[Measurement]()
-    job.servers, job.model, job.gpus = 2, "bundled", 0
-    job.engine = {"sparse_budget": 32, "layers_per_group": 1}
-    why = run_job(job, [], tmp_path, 120.0, threading.Event(), noted.append)
-    assert "-1.log; " in why
-    begun, ended = noted[0], noted[-1]
-    assert not begun.ended
-    assert [measurement.ended > 0 for measurement in noted].count(True) == 1
-    assert ended.shape == Shape(2, 600)
-    assert ended.failure == ""
-    assert len(ended.repeats) == 2
-    assert ended.tokens_per_second
-
-
-def measured(model: str, system: str, shape: Shape, milliseconds: float) -> Measurement:
-    measurement = Measurement(model, system, shape, memory_gib=[100.0, 20.5])
-    summarize(measurement, [milliseconds / 1e3] * 4, window=2)
+def measured(system: str, shape: Shape, milliseconds: float) -> Measurement:
+    measurement = Measurement(system, shape, memory_gib=[100.0, 20.5])
+    seconds = [milliseconds / 1e3] * 2
+    summarize(measurement, [*seconds, *(1.1 * one for one in seconds)], window=2)
     return measurement
 
 
-def example(experiment: str = "") -> Results:
-    results = Results(experiment, ["python", "-m", "scripts.profile_tpot"])
+def example() -> Results:
+    results = Results(["python -m scripts.profile_tpot"], settings=Settings())
     results.measurements = [
-        measured(MODEL, "floor", Shape(8, 2048), 6.0),
-        measured(MODEL, "dense", SHAPE, 14.0),
-        measured(MODEL, "quest", SHAPE, 10.0),
-        measured(MODEL, "window", SHAPE, 8.0),
-        measured(MODEL, "cache-rank", SHAPE, 6.1),
-        Measurement(MODEL, "tp2", SHAPE, "out of memory: see logs/a|b.log"),
+        measured("floor", Shape(8, 2048), 6.0),
+        measured("dense", SHAPE, 14.0),
+        measured("cache-rank", SHAPE, 6.3),
+        Measurement("tp2", SHAPE, "out of memory: see logs/a|b.log"),
     ]
-    ours = results.measurements[4]
-    ours.wire = wire_between({}, {}, {"steps": 10, "down_bytes": 5e8, "up_bytes": 1e7})
-    ours.trace = TraceTimes(10, {"cache score": 300.0}, 6.0, 4.0, 0.001, 0.02)
+    wire = wire_between({}, {}, {"steps": 10, "down_bytes": 5e8, "up_bytes": 1e7})
+    results.measurements[2].wire = wire
     return results
 
 
@@ -434,38 +239,13 @@ class TestReport:
     def test_table(self) -> None:
         text = report.markdown(example())
         row = row_of(text, "8 × 32768", "cache-rank")
-        assert row[2:7] == ["6.10", "6.10–6.10", "6.10", "1311", "1.02"]
+        assert row[2:6] == ["6.62", "6.30–6.93", "6.30–6.93", "6.62"]
+        assert row[6:8] == ["1209", "1.05"]
         assert row[-1] == "100.0 + 20.5"
         assert "50.00" in row
         failed = row_of(text, "8 × 32768", "tp2")
         assert failed[2] == "out of memory: see logs/a/b.log"
         assert len(failed) == len(row)
-        assert row_of(text, "8 × 32768", "cache-rank", "10")[3:7] == [
-            "6.00",
-            "4.00",
-            "0.10 %",
-            "2.00 %",
-        ]
-
-    def test_table2(self) -> None:
-        results = Results("table2")
-        first = TABLE2[0]
-        ours = measured(first.model, first.system, first.shape, 3.0)
-        ours.wire = wire_between({}, {}, {"steps": 10, "down_bytes": 6e8})
-        results.measurements = [measured(first.model, TABLE2_FLOOR, first.floor, 6.0), ours]
-        row = row_of(report.markdown(results), first.model, "8 × 32768, 2048", "6")
-        # Six of 36 layers; 60 MB in 6 ms; 2.4 GB of bf16 K and V in 6 ms.
-        assert row[3:7] == ["1.00", "0.50", "0.50", "10.00"]
-        assert float(row[7]) == pytest.approx(2 * 2 * 36 * 8 * 128 * 8 * 2048 / 6e6, abs=0.01)
-        missing = row_of(report.markdown(results), "qwen3-32b")
-        assert missing[3:7] == ["–"] * 4
-
-    def test_quest_share(self) -> None:
-        results = example("quest-time")
-        assert report.quest_share(results, MODEL, SHAPE) == pytest.approx(0.2)
-        assert report.quest_share(results, MODEL, Shape(1, 1)) is None
-        row = row_of(report.markdown(results), MODEL, "8 × 32768")
-        assert row[2:] == ["10.00", "8.00", "20.0 %"]
 
     def test_written_and_read_again(self, tmp_path: Path) -> None:
         results = example()
@@ -478,81 +258,39 @@ class TestReport:
     @pytest.mark.parametrize(
         ("system", "floor"),
         [
-            ("cache-rank", 6.0),
-            ("floor", 6.0),
-            ("cache-rank:calibration=blank,attention_backend=triton", 6.2),
-            ("floor:attention_backend=triton", 6.2),
-            ("cache-rank:attention_backend=flashinfer", 6.0),  # whose floor has no number
+            ("cache-rank", 6.3),
+            ("floor", 6.3),
+            ("cache-rank:calibration=blank,attention_backend=triton", 6.51),
+            ("floor:attention_backend=triton", 6.51),
+            ("cache-rank:attention_backend=flashinfer", 6.3),  # whose floor has no number
         ],
     )
     def test_a_floor_is_that_of_the_systems_changes(self, system: str, floor: float) -> None:
         results = example()
         results.measurements += [
-            Measurement(MODEL, "floor:attention_backend=flashinfer", Shape(8, 2048), "no memory"),
-            measured(MODEL, "floor:attention_backend=triton", Shape(8, 2048), 6.2),
-            measured(MODEL, "floor:attention_backend=triton,page_size=1", Shape(8, 2048), 6.4),
-            Measurement(MODEL, "floor", Shape(8, 2048), "out of memory"),
+            Measurement("floor:attention_backend=flashinfer", Shape(8, 2048), "no memory"),
+            measured("floor:attention_backend=triton", Shape(8, 2048), 6.2),
+            measured("floor:attention_backend=triton,page_size=1", Shape(8, 2048), 6.4),
+            Measurement("floor", Shape(8, 2048), "out of memory"),
         ]
-        assert report.floor_of(results, MODEL, system, 8) == pytest.approx(floor)
-        assert report.floor_of(results, MODEL, system, 16) is None
-        assert row_of(report.markdown(results), "8 × 32768", "cache-rank")[6] == "1.02"
+        assert report.floor_of(results, system, 8) == pytest.approx(floor)
+        assert report.floor_of(results, system, 16) is None
 
     def test_no_floor_of_other_changes_stands_in(self) -> None:
-        results = Results(measurements=[measured(MODEL, "floor:page_size=1", SHAPE, 6.0)])
-        assert report.floor_of(results, MODEL, "cache-rank", 8) is None
-
-    @pytest.mark.parametrize("experiment", ["", "table2", "quest-time"])
-    def test_plots(self, tmp_path: Path, experiment: str) -> None:
-        pytest.importorskip("matplotlib")
-        results = example(experiment)
-        plots = report.write_plots(results, tmp_path)
-        assert plots[0].name == f"tpot-{MODEL}.png"
-        assert len(plots) == 1 + bool(experiment)
-        assert all(path.read_bytes().startswith(b"\x89PNG") for path in plots)
-
-    def test_the_line_of_a_plot_is_the_floor_without_changes(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        drawn: list[object] = []
-        monkeypatch.setattr(report, "grouped_bars", lambda *_, floors: drawn.append(floors) or [])
-        results = example()
-        triton = measured(MODEL, "floor:attention_backend=triton", Shape(8, 2048), 6.2)
-        results.measurements.append(triton)
-        report.tpot_plot(results, MODEL, tmp_path)
-        assert drawn == [[pytest.approx(6.0)]]
-
-    def test_no_plot_of_nothing(self, tmp_path: Path) -> None:
-        assert report.write_plots(Results(), tmp_path) == []
-
-    def test_jobs_are_described(self) -> None:
-        text = report.describe_jobs([job_of("cache-rank", capacity=32768)])
-        assert "8x32768" in text
-        assert "largest batch of 32768" in text
+        results = Results(measurements=[measured("floor:page_size=1", SHAPE, 6.0)])
+        assert report.floor_of(results, "cache-rank", 8) is None
 
 
 class TestCommandLine:
-    @pytest.mark.parametrize("line", ["", "--systems dense", "--shapes 8x100", "--shapes 8"])
-    def test_incomplete_lines_are_refused(self, line: str) -> None:
-        with pytest.raises(SystemExit):
-            parse_options(line.split())
-
-    def test_unknown_system_is_an_error(self) -> None:
-        options = parse_options("--shapes 1x10 --systems nothing".split())
-        with pytest.raises(ValueError, match="no system"):
-            make_jobs(options, Results())
-
-    def test_unknown_model_is_an_error(self) -> None:
-        options = parse_options("--shapes 1x10 --systems dense --model nothing".split())
-        with pytest.raises(ValueError, match="no model"):
-            make_jobs(options, Results())
-
     @pytest.mark.parametrize(
         ("line", "why"),
         [
+            ("--systems dense", "--shapes"),
+            ("--shapes 8x100", "--systems"),
             ("--systems dense --shapes 8", "--shapes: '8' is not a shape: write BATCHxCONTEXT"),
             ("--engine-args {", "--engine-args: Expecting property name"),
-            ("--window 0", "--repeats and --window must be at least 1"),
-            ("--repeats 0", "--repeats and --window must be at least 1"),
+            ("--systems x --shapes 1x1 --window 0", "--repeats and --window must be at least 1"),
+            ("--systems x --shapes 1x1 --repeats 0", "--repeats and --window must be at least 1"),
         ],
     )
     def test_what_is_wrong_is_said(
@@ -562,13 +300,47 @@ class TestCommandLine:
             parse_options(line.split())
         assert why in capsys.readouterr().err
 
-    def test_no_record_is_no_traceback(
-        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    @pytest.mark.parametrize(
+        ("line", "why"),
+        [("--systems nothing", "no system"), ("--systems dense --model nothing", "no model")],
+    )
+    def test_an_unknown_system_or_model_is_said(
+        self, line: str, why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        assert main(["--render", str(tmp_path)]) == 2
-        (line,) = capsys.readouterr().err.splitlines()
-        assert line.startswith("error: ")
-        assert str(tmp_path / "results.json") in line
+        assert main(["--shapes", "1x10", "--out", str(tmp_path), *line.split()]) == 2
+        assert why in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("seconds", "reason"),
+    [(100.0, "did not start (sglang_ext.refusals."), (0.0, "did not start in time")],
+)
+def test_a_worker_that_fails_is_explained_by_its_log(
+    seconds: float, reason: str, tmp_path: Path
+) -> None:
+    job, noted = job_of("cache-rank", Shape(1, 400), model="bundled"), list[Measurement]()
+    job.engine["kv_residency_options"] = "nothing"
+    why = run_job(job, [], tmp_path, seconds, threading.Event(), noted.append)
+    assert why.startswith(reason)
+    assert noted == []
+
+
+def test_systems_are_measured_side_by_side_without_a_gpu(tmp_path: Path) -> None:
+    line = f"--model bundled --shapes 2x400 --systems floor cache-rank --out {tmp_path}"
+    sparse = "--sparse-threshold 300 --sparse-budget 32 --window 8 --skip-steps 2"
+    assert main([*line.split(), *sparse.split()]) == 0
+    results = report.read_results(tmp_path / "results.json")
+    floor, ours = results.measurements
+    assert (floor.system, floor.shape) == ("floor", Shape(2, 32))
+    assert (ours.system, ours.shape) == ("cache-rank", Shape(2, 400))
+    for one in (floor, ours):
+        assert one.failure == ""
+        assert len(one.repeats) == 3
+        assert one.tpot_ms is not None
+        assert 0 < one.started < one.ended
+    assert ours.wire is not None
+    assert ours.wire.down_bytes > 0
+    assert row_of((tmp_path / "results.md").read_text(), "2 × 400", "cache-rank")
 
 
 class TestRecord:
@@ -577,27 +349,25 @@ class TestRecord:
     @pytest.fixture
     def run(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., int]:
         """Profile systems, of which fp8 fails, on GPUs of a kind; the exit status."""
-        ours: dict[str, str] = {}
-
-        def describe(gpus: Sequence[str]) -> dict[str, object]:
-            return {"gpus": [ours["kind"]] * len(gpus)}
+        gpus: list[str] = []
 
         def run_job(job: Job, *rest: object) -> str:
             note = rest[-1]
             assert callable(note)
             for shape in job.shapes if job.system != "fp8" else ():
-                ended = measured(job.model, job.system, shape, 5.0)
+                ended = measured(job.system, shape, 5.0)
                 ended.ended = 1.0
                 note(ended)
             return "out of memory"
 
-        def run(systems: str, *options: str, kind: str = "H200", gpus: str = "0") -> int:
-            ours["kind"] = kind
-            out = ["--shapes", "8x32768", "--gpus", gpus, "--out", str(tmp_path)]
+        def run(systems: str, *options: str, kinds: Sequence[str] = ("H200",)) -> int:
+            gpus[:] = kinds
+            out = ["--shapes", "8x32768", "--out", str(tmp_path)]
             return main(["--systems", *systems.split(), *out, *options])
 
         monkeypatch.setattr(profile, "run_job", run_job)
-        monkeypatch.setattr(machine, "describe", describe)
+        monkeypatch.setattr(machine, "visible_gpus", lambda: [str(n) for n in range(len(gpus))])
+        monkeypatch.setattr(machine, "describe", lambda _: {"gpus": list(gpus)})
         return run
 
     def read(self, out: Path) -> Results:
@@ -607,6 +377,7 @@ class TestRecord:
         self, run: Callable[..., int], tmp_path: Path
     ) -> None:
         assert run("dense fp8") == 1
+        assert [m.failure for m in self.read(tmp_path).measurements] == ["", "out of memory"]
         assert run("dense", "--resume") == 0
         assert [m.system for m in self.read(tmp_path).measurements] == ["dense"]
 
@@ -616,7 +387,7 @@ class TestRecord:
         assert run("fp8") == 1
         assert run("dense") == 0  # failures are nothing to keep
         before = self.read(tmp_path)
-        assert before.earlier_commands == []
+        assert len(before.commands) == 1
         assert run("quest") == 2
         assert f"{tmp_path} has results: pass --resume, or another --out" in capsys.readouterr().err
         assert run("quest", "--dry-run") == 0
@@ -625,10 +396,10 @@ class TestRecord:
     def test_a_resumed_record_names_all_commands_and_gpus(
         self, run: Callable[..., int], tmp_path: Path
     ) -> None:
-        assert run("dense", gpus="0,1") == 0
-        assert run("quest", "--resume", "--shape-seconds", "9", gpus="1") == 0
+        assert run("dense tp2", kinds=("H200", "H200")) == 0
+        assert run("quest", "--resume", "--shape-seconds", "9") == 0
         results = self.read(tmp_path)
-        assert [m.system for m in results.measurements] == ["dense", "quest"]
+        assert [m.system for m in results.measurements] == ["dense", "tp2", "quest"]
         assert results.machine["gpus"] == ["H200", "H200"]
         assert [command.split()[4] for command in results.commands] == ["dense", "quest"]
         text = (tmp_path / "results.md").read_text()
@@ -637,7 +408,7 @@ class TestRecord:
     @pytest.mark.parametrize(
         ("options", "kind", "why"),
         [
-            ("--window 32", "H200", "window 64, not 32"),
+            ("--model qwen3-4b", "H200", "model qwen3-8b, not qwen3-4b"),
             ("--seed 2", "H200", "seed 1, not 2"),
             ('--engine-args {"page_size":2}', "H200", "engine {}, not {'page_size': 2}"),
             ("", "H100", "GPUs H200, not H100"),
@@ -654,54 +425,10 @@ class TestRecord:
     ) -> None:
         assert run("dense") == 0
         before = self.read(tmp_path)
-        assert run("quest", "--resume", *options.split(), kind=kind) == 2
+        assert run("quest", "--resume", *options.split(), kinds=(kind,)) == 2
         said = f"{tmp_path} was measured with {why}: pass another --out"
         assert said in capsys.readouterr().err
         assert self.read(tmp_path) == before
-
-    def test_another_release_is_refused(
-        self,
-        run: Callable[..., int],
-        tmp_path: Path,
-        monkeypatch: pytest.MonkeyPatch,
-        capsys: pytest.CaptureFixture[str],
-    ) -> None:
-        assert run("dense") == 0
-        monkeypatch.setattr("importlib.metadata.version", lambda name: f"another {name}")
-        assert run("quest", "--resume") == 2
-        assert "not another sglang: pass another --out" in capsys.readouterr().err
-
-    def test_another_model_may_have_other_settings(self, run: Callable[..., int]) -> None:
-        assert run("dense") == 0
-        assert run("dense", "--resume", "--model", "qwen3-32b", "--window", "32") == 0
-
-    def test_records_of_earlier_versions_are_read(
-        self, run: Callable[..., int], tmp_path: Path
-    ) -> None:
-        assert run("dense") == 0
-        record = json.loads((tmp_path / "results.json").read_text())
-        del record["earlier_commands"]
-        (tmp_path / "results.json").write_text(json.dumps(record))
-        assert main(["--render", str(tmp_path)]) == 0
-        assert run("quest", "--resume") == 0
-
-
-class TestArrival:
-    def test_a_cache_rank_has_room_for_one_more(self) -> None:
-        job, plain = job_of("cache-rank", SHAPE, arrival=True), job_of("dense", SHAPE, arrival=True)
-        assert job.engine["max_sparse_requests"] == SHAPE.batch + 1
-        assert job.engine["cuda_graph_bs_decode"] == [SHAPE.batch, SHAPE.batch + 1]
-        assert plain.engine["cuda_graph_bs_decode"] == [SHAPE.batch]
-        assert (job.measures_arrival, plain.measures_arrival) == (True, False)
-
-    def test_steps_count_between_the_reports_of_the_one_that_arrived(self) -> None:
-        witness, arriving = Stream(), Stream()
-        witness.arrivals = [(1, 0.0), (2, 1.0), (3, 1.010), (5, 1.050), (6, 1.055), (7, 9.0)]
-        arriving.arrivals = [(1, 1.0), (2, 1.03), (3, 1.055)]
-        found = arrival_of(witness, arriving)
-        assert found.steps == 3
-        assert found.median_ms == pytest.approx(10)
-        assert found.longest_ms == pytest.approx(20)
 
 
 class TestWeights:
@@ -754,25 +481,8 @@ class TestCacheStep:
             score_keys=score_keys,
         )
         found = measure_cache_step(config, 512, 5, torch.device("cpu"))
-        assert len(found.seconds) == 5
-        assert min(found.seconds) > 0
-        # q, k and v of two requests, float32.
-        assert found.up_bytes == 2 * 4 * (4 + 2 * 2) * 32 * 4
-        assert 0 < found.tokens_shipped < 2 * 4 * 2 * 16
-        assert found.down_bytes > 2 * 4 * 2 * 16 * 2 * 32 * 4
-
-    def test_no_engine_is_needed(self, tmp_path: Path) -> None:
-        """A format may have options, which a label holds as one text."""
-        out = tmp_path / "results"
-        hack = "kv_residency=hack,kv_residency_options=bits=4+partition=64"
-        arguments = f"--model bundled --shapes 1x512 --systems cache-step:layers_per_group=1,{hack}"
-        options = ["--sparse-budget", "32", "--window", "4", "--out", str(out)]
-        assert main([*arguments.split(), *options]) == 0
-        (measured,) = report.read_results(out / "results.json").measurements
-        assert measured.failure == ""
-        assert measured.tpot_ms is not None
-        assert measured.wire is not None
-        assert 0 < measured.started < measured.ended
+        assert len(found) == 5
+        assert min(found) > 0
 
 
 @pytest.mark.parametrize("model", ["qwen3-8b", "llama-3.1-8b"])
@@ -795,11 +505,7 @@ def test_a_blank_calibration_is_of_the_model_and_corrects_no_projection(
 
 @pytest.mark.parametrize(
     ("changes", "needed"),
-    [
-        ("", False),
-        ("score_keys=sketch", True),
-        ("score_keys=sketch,calibration=mine", False),
-    ],
+    [("", False), ("score_keys=sketch", True), ("score_keys=sketch,calibration=mine", False)],
 )
 def test_a_calibration_is_made_where_none_is_named_and_one_is_needed(
     changes: str, needed: bool
