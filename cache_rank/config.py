@@ -14,7 +14,6 @@ from cache_rank.schedule import Boundary, by_forecast, by_history
 
 HistoryPredictor = Literal["last", "spade"]
 Predictor = Literal[HistoryPredictor, "forecast"]
-Frame = Literal["post", "pre"]
 ScoreKeys = Literal["resident", "sketch"]
 ScoreNormalizer = Literal["all", "attended"]
 WireDtype = Literal["bf16", "int8"]
@@ -85,8 +84,9 @@ class CacheRankConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         sparse_budget: k, tokens in the slots of each (layer, request, kv head).
         sink_tokens, recent_tokens: always attended; never compete for slots.
         query_window: W, predecessors the next query is regressed on.
-        query_predictor, query_frame: how the next query is predicted; `forecast` needs more layer
-            groups than `forecast_lead`, and is from the hidden state of the step itself.
+        query_predictor: how the next query is predicted: from earlier ones, rotated to its
+            position, or by `forecast`, from the hidden state of the step itself, which needs more
+            layer groups than `forecast_lead`.
         forecast_lead: a group's queries are forecast from what enters the group so many before it.
         hysteresis: a token stays while it is among the best k + hysteresis; by default k // 8.
         max_swap_tokens: most tokens that enter a (layer, request, kv head) in one step; by default
@@ -114,7 +114,6 @@ class CacheRankConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     recent_tokens: int = 64
     query_window: int = 16
     query_predictor: Predictor = "last"
-    query_frame: Frame = "pre"
     forecast_lead: int = 2
     # These two follow the budget where they are not given; see __post_init__.
     hysteresis: int = None  # type: ignore[assignment]

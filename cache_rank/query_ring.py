@@ -31,7 +31,7 @@ class QueryRing:
         self._config = config
         self._operations = operations_for(device)
         self._frequency: Tensor | None = None
-        if config.query_frame == "pre" and model.rotary_frequency:
+        if model.rotary_frequency:
             self._frequency = torch.tensor(model.rotary_frequency, device=device)
         largest_group = max(len(layers) for layers in config.groups)
         self._predicted = torch.empty(

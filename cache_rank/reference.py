@@ -126,7 +126,7 @@ class SynchronousReference:
         config, window = self.config, self.queries[layer]
         padding = [torch.zeros_like(window[0])] * (config.query_window + 1 - len(window))
         queries = torch.stack(window + padding, dim=1)  # (Hq, W + 1, D)
-        if config.query_frame == "pre" and config.model.rotary_frequency:
+        if config.model.rotary_frequency:
             frequency = torch.tensor(config.model.rotary_frequency)
             queries = align_to_next_position(queries, frequency, config.model.rotary_interleaved)
         return predict_next_query(queries, torch.tensor([len(window)]), config.history_predictor)

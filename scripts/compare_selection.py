@@ -3,7 +3,7 @@
     python -m scripts.compare_selection [--budget 40] [--chains 4]
 
 Serves the bundled model once and records every query, key and value that reaches the cache rank;
-then replays the record through each predictor in each frame, and through several margins. The true
+then replays the record through each predictor, and through several margins. The true
 query of a step scores the selection that was made for it: recall of the exact top tokens, and the
 attention probability captured. The bundled model restates each key, so its queries repeat: read the
 order of the rows, not their height. The last line is one JSON object.
@@ -39,7 +39,7 @@ def main() -> None:
     predictors, text = compare_predictors(base, events)
     print(f"Selection by predictor, k = {options.budget}, no margin\n\n{text}\n")
     margins, text = compare_margins(base, events)
-    print(f"Hysteresis, predictor {base.query_predictor}-{base.query_frame}\n\n{text}\n")
+    print(f"Hysteresis, predictor {base.query_predictor}\n\n{text}\n")
     results = {"machine": platform.platform(), "predictors": predictors, "margins": margins}
     print(json.dumps(results))
 

@@ -148,10 +148,6 @@ class CacheRankFlags(ServerArgs):
         int,
         Arg(help="Layer groups between a hidden state and the queries that are forecast from it."),
     ] = _DEFAULTS.forecast_lead
-    query_frame: A[
-        Literal["post", "pre"],
-        Arg(help="Predict among queries after or before rotary position embedding."),
-    ] = _DEFAULTS.query_frame
     hysteresis: A[
         int | None,
         Arg(

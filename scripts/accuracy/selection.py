@@ -1,11 +1,10 @@
-"""Replays what a cache rank received through other predictors, frames and margins."""
+"""Replays what a cache rank received through other predictors and margins."""
 
 from __future__ import annotations
 
 import statistics
 import tempfile
 from collections.abc import Iterator
-from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
@@ -14,7 +13,7 @@ import torch
 from tqdm import tqdm
 from transformers import AutoTokenizer
 
-from cache_rank.config import CacheRankConfig, Frame, HistoryPredictor
+from cache_rank.config import CacheRankConfig, HistoryPredictor
 from cache_rank.kernels.score.reference import score_tokens
 from cache_rank.measure.recall import measure_recall
 from cache_rank.measure.recording import RECORD_VARIABLE, read_events
@@ -124,15 +123,13 @@ def _buffer(size: int) -> torch.Tensor:
 def compare_predictors(
     base: CacheRankConfig, events: list[dict[str, Any]]
 ) -> tuple[dict[str, list[float]], str]:
-    """Recall, attention captured and entering tokens of each predictor in each frame; a table."""
+    """Recall, attention captured and entering tokens of each predictor; a table."""
     found = {}
-    for name, frame in tqdm(
-        list(product(get_args(HistoryPredictor), get_args(Frame))), desc="predictors"
-    ):
-        config = msgspec.structs.replace(base, query_predictor=name, query_frame=frame)
-        found[f"{name}-{frame}"] = _means(list(replay(config, events)))
-    header = ("predictor", "frame", "recall", "attention captured", "entering tokens, mean")
-    rows = [[*name.rsplit("-", 1), *map("{:.3f}".format, row)] for name, row in found.items()]
+    for name in tqdm(get_args(HistoryPredictor), desc="predictors"):
+        config = msgspec.structs.replace(base, query_predictor=name)
+        found[name] = _means(list(replay(config, events)))
+    header = ("predictor", "recall", "attention captured", "entering tokens, mean")
+    rows = [[name, *map("{:.3f}".format, row)] for name, row in found.items()]
     return found, table(header, rows)
 
 

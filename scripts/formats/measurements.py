@@ -78,7 +78,9 @@ def config_for(sample: Sample, budget: int) -> CacheRankConfig:
     layers, kv_heads, _, head_dim = sample.keys.shape
     (dtype,) = (name for name, dtype in DTYPES.items() if dtype == sample.keys.dtype)
     model = ModelShape(layers, sample.queries.shape[2], kv_heads, head_dim, dtype, sample.scale)
-    return CacheRankConfig(model, layers_per_group=layers, sparse_budget=budget, max_rows=1)
+    return CacheRankConfig(
+        model, layers_per_group=layers, sparse_budget=budget, kv_residency="bf16", max_rows=1
+    )
 
 
 def measure_all(options: Namespace, sample: Sample) -> list[Measurement]:

@@ -36,7 +36,6 @@ def small_config(model: ModelShape = GQA, **changes: Any) -> CacheRankConfig:
         "sink_tokens": 2,
         "recent_tokens": 4,
         "query_window": 4,
-        "query_frame": "post",
         "hysteresis": 3,
         "max_swap_tokens": 3,
         "kv_residency": "bf16",

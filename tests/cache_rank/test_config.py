@@ -103,7 +103,6 @@ def test_travels_as_msgpack_and_is_checked_again_on_arrival() -> None:
     for change in (
         {"sparse_budget": 0},
         {"query_predictor": "median"},
-        {"query_frame": "sideways"},
         {"surprise": 1},
     ):
         damaged = msgspec.msgpack.encode({**fields, **change})

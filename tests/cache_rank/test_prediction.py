@@ -74,12 +74,12 @@ def predicted_after(
 @pytest.mark.parametrize("pushed", [1, 2, 3, 9])
 @pytest.mark.parametrize("rotary", ROTARY)
 @pytest.mark.parametrize("method", PREDICTORS)
-def test_the_pre_frame_predicts_a_purely_rotating_query_exactly(
+def test_a_query_that_only_rotates_is_predicted_exactly(
     method: str, rotary: str, pushed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Weights sum to one."""
     torch.manual_seed(0)
-    config = small_config(ROTARY[rotary], query_predictor=method, query_frame="pre")
+    config = small_config(ROTARY[rotary], query_predictor=method)
     model = config.model
     content = torch.randn(model.layers, model.query_heads, model.head_dim)
     position = 1000
@@ -91,24 +91,6 @@ def test_the_pre_frame_predicts_a_purely_rotating_query_exactly(
     rounding = (2 * (config.query_window + 1) + 12) * UNIT_ROUNDOFF
     error = (predicted - truth).norm(dim=-1) / truth.norm(dim=-1)
     assert float(error.max()) <= rounding
-
-
-@pytest.mark.parametrize("method", PREDICTORS)
-def test_without_rotary_embedding_the_frames_are_the_same(
-    method: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    torch.manual_seed(0)
-    post = small_config(FLOAT32, query_predictor=method, query_frame="post")
-    pre = msgspec.structs.replace(post, query_frame="pre")
-    queries = torch.randn(9, FLOAT32.layers, FLOAT32.query_heads, FLOAT32.head_dim)
-    predicted = [predicted_after(queries, 7, config, monkeypatch) for config in (post, pre)]
-    assert torch.equal(*predicted)
-
-
-def test_the_post_frame_does_not_know_of_rotation(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = small_config(ROTARY["halves"], query_predictor="last")
-    query = torch.randn(1, FLOAT32.layers, FLOAT32.query_heads, FLOAT32.head_dim)
-    assert torch.equal(predicted_after(query, 7, config, monkeypatch), query[0])
 
 
 @pytest.mark.parametrize("prompt", range(1, 8))

@@ -156,10 +156,9 @@ def rotary(model: ModelShape) -> ModelShape:
     return msgspec.structs.replace(model, rotary_frequency=ROTARY_FREQUENCY)
 
 
-@pytest.mark.parametrize("frame", ["post", "pre"])
 @pytest.mark.parametrize("predictor", ["last", "spade"])
-def test_slots_fill_as_the_configuration_says(predictor: str, frame: str) -> None:
-    config = small_config(rotary(GQA), query_predictor=predictor, query_frame=frame)
+def test_slots_fill_as_the_configuration_says(predictor: str) -> None:
+    config = small_config(rotary(GQA), query_predictor=predictor)
     decode = Decode.start(config, prompt=5)
     filled = 0
     for _ in range(15):

@@ -41,7 +41,6 @@ class Case:
     """
 
     predictor: Any
-    frame: Any
     family: str
     heads: int
     kv_heads: int
@@ -56,7 +55,7 @@ class Case:
     score_normalizer: Any = "all"
 
     def __str__(self) -> str:
-        return f"{self.predictor}-{self.frame}-{self.family}-{self.heads}-{self.kv_heads}"
+        return f"{self.predictor}-{self.family}-{self.heads}-{self.kv_heads}"
 
     def flags(self) -> list[str]:
         return [
@@ -65,7 +64,7 @@ class Case:
             *("--sparse-budget", str(BUDGET), "--hysteresis", str(MARGIN)),
             # The prompt of the request that decodes alone is shipped in one step, longer ones not.
             *("--max-swap-tokens", str(CAPACITY), "--bulk-chunk-tokens", "160"),
-            *("--query-predictor", self.predictor, "--query-frame", self.frame),
+            *("--query-predictor", self.predictor),
             *("--inference-kv", self.inference_kv, "--wire-dtype", self.wire_dtype),
             *("--dense-layers", str(self.dense_layers)),
             *("--layers-per-group", str(self.layers_per_group)),
@@ -93,7 +92,6 @@ class Case:
             recent_tokens=8,
             query_window=4,
             query_predictor=self.predictor,
-            query_frame=self.frame,
             hysteresis=MARGIN,
             max_swap_tokens=CAPACITY,
             score_keys=self.score_keys,
@@ -141,25 +139,25 @@ class Case:
 
 
 DEFAULT = [
-    Case("spade", "pre", "llama", 4, 2, "working-set", dense_layers=0),
+    Case("spade", "llama", 4, 2, "working-set", dense_layers=0),
     Case(
-        *("forecast", "pre", "qwen3", 4, 2, "full"),
+        *("forecast", "qwen3", 4, 2, "full"),
         layers=6,
         layers_per_group=1,
         calibrated=True,
     ),
 ]
 THOROUGH = [
-    Case("forecast", "pre", "qwen2", 2, 2, "working-set", layers=7, forecast_lead=1),
-    Case("last", "pre", "qwen3", 2, 1, "full"),
-    Case("spade", "post", "qwen3", 4, 2, "full"),
-    Case("last", "pre", "qwen3", 4, 1, "working-set"),
+    Case("forecast", "qwen2", 2, 2, "working-set", layers=7, forecast_lead=1),
+    Case("last", "qwen3", 2, 1, "full"),
+    Case("spade", "qwen3", 4, 2, "full"),
+    Case("last", "qwen3", 4, 1, "working-set"),
 ]
 # What is equal but for the last bits is not when it is rounded to codes.
 ROUNDED = [
-    Case("last", "post", "llama", 4, 4, "full", wire_dtype="int8"),
+    Case("last", "llama", 4, 4, "full", wire_dtype="int8"),
     Case(
-        *("forecast", "pre", "qwen3", 4, 1, "working-set"),
+        *("forecast", "qwen3", 4, 1, "working-set"),
         layers=6,
         dense_layers=0,
         layers_per_group=1,
@@ -167,7 +165,7 @@ ROUNDED = [
         score_keys="sketch",
         score_normalizer="attended",
     ),
-    Case("last", "pre", "qwen3", 2, 2, "full", layers=6, calibrated=True, score_keys="sketch"),
+    Case("last", "qwen3", 2, 2, "full", layers=6, calibrated=True, score_keys="sketch"),
 ]
 
 

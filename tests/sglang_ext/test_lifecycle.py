@@ -31,7 +31,6 @@ CONFIG = CacheRankConfig(
     recent_tokens=3,
     query_window=3,
     max_swap_tokens=3,
-    query_frame="post",
 )
 
 
@@ -237,7 +236,7 @@ decodings = st.builds(
     Decoding, first_position=st.integers(THRESHOLD - 1, 40), steps=st.integers(1, 60)
 )
 policies = st.builds(
-    lambda **policy: CacheRankConfig(CONFIG.model, query_frame="post", **policy),
+    lambda **policy: CacheRankConfig(CONFIG.model, **policy),
     sparse_budget=st.integers(1, 20),
     sink_tokens=st.integers(0, 4),
     recent_tokens=st.integers(0, 6),

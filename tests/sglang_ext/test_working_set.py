@@ -48,7 +48,6 @@ def small_config(**changes: Any) -> CacheRankConfig:
         "sink_tokens": 2,
         "recent_tokens": 3,
         "max_swap_tokens": 2,
-        "query_frame": "post",
     }
     return CacheRankConfig(model, **{**policy, **changes})
 

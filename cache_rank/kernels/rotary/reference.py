@@ -13,10 +13,10 @@ from torch import Tensor
 def align_to_next_position(queries: Tensor, inverse_frequency: Tensor, interleaved: bool) -> Tensor:
     """Rotate each query of a window forward to the position of the token to come.
 
-    A query that was rotated to position i becomes what it would have been at position t + 1. This
-    is the `pre` frame of the predictor. To undo each rotation, predict, and rotate to t + 1 is the
-    same as to predict among queries that all carry the rotation of t + 1, because Gram matrices do
-    not change under a common rotation. So only angles of at most W + 1 positions are needed.
+    A query that was rotated to position i becomes what it would have been at position t + 1. To
+    undo each rotation, predict, and rotate to t + 1 is the same as to predict among queries that
+    all carry the rotation of t + 1, because Gram matrices do not change under a common rotation. So
+    only angles of at most W + 1 positions are needed.
 
     Args:
         queries: (..., W + 1, D), newest first: entry i stands at position t - i.

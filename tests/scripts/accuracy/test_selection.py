@@ -38,19 +38,19 @@ def recording(config: CacheRankConfig, repeats: bool) -> list[dict[str, Any]]:
 
 
 def results(repeats: bool, **policy: Any) -> list[StepResult]:
-    config = small_config(GQA, query_frame="post", **policy)
+    config = small_config(GQA, **policy)
     events = recording(config, repeats)
     return list(replay(base_config(events), events))
 
 
 def test_a_query_that_repeats_selects_what_it_needs() -> None:
-    found = results(repeats=True, delta_capacity=8)
+    found = results(repeats=True, max_swap_tokens=8)
     assert [step.recall for step in found] == [1.0] * len(found)
     assert all(0 < step.attention_mass <= 1 + 1e-6 for step in found)
 
 
 def test_other_queries_need_other_tokens() -> None:
-    found = results(repeats=False, delta_capacity=8)
+    found = results(repeats=False, max_swap_tokens=8)
     assert 0 < sum(step.recall for step in found) / len(found) < 0.9
 
 
@@ -58,5 +58,5 @@ def test_other_queries_need_other_tokens() -> None:
 def test_steps_count_from_where_window_and_slots_are_full(
     window: int, capacity: int, steps: int
 ) -> None:
-    found = results(repeats=True, query_window=window, delta_capacity=capacity)
+    found = results(repeats=True, query_window=window, max_swap_tokens=capacity)
     assert len(found) == STEPS - steps

@@ -16,8 +16,8 @@ def test_a_label_reads_what_it_prints(label: str) -> None:
 
 def test_a_label_changes_arguments() -> None:
     assert parse_assignments("a=1,b=two,c=0.5") == {"a": 1, "b": "two", "c": 0.5}
-    system = System.parse("cache-rank:query_predictor=ridge,sparse_budget=7")
-    assert system.changes == {"query_predictor": "ridge", "sparse_budget": 7}
+    system = System.parse("cache-rank:query_predictor=spade,sparse_budget=7")
+    assert system.changes == {"query_predictor": "spade", "sparse_budget": 7}
     assert (system.gpus, system.arguments["cache_rank_gpus"]) == (2, 1)
 
 

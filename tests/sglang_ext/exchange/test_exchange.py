@@ -52,6 +52,7 @@ CONFIG = CacheRankConfig(
     hysteresis=1,
     max_swap_tokens=2,
     max_rows=3,
+    kv_residency="bf16",
     checksum=True,
 )
 POOL_ROWS = 400
