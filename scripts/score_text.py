@@ -18,11 +18,11 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from scripts.accuracy.texts import TEXTS, find_text
 from scripts.language.options import add_options, check_model, read_options
 from scripts.language.scoring import score
 from scripts.shared.command import make_parser
 from scripts.shared.serving import ServerError, stop_on_sigterm
+from sglang_ext.calibration.texts import TEXTS, find_text
 
 BUDGETS = (64, 128, 384)
 

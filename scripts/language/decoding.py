@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
-from scripts.accuracy.texts import TEXTS
 from scripts.language.answer_report import make_report, write_report
 from scripts.language.answers import Answer, AnswerReport, AnswerRun, Key
 from scripts.language.cells import without_budget
@@ -22,6 +21,7 @@ from scripts.language.tasks import QUESTION, TASKS, Request, make_question, plai
 from scripts.shared.lines import Lines
 from scripts.shared.serving import Client, ServerError
 from scripts.shared.systems import DENSE, System
+from sglang_ext.calibration.texts import TEXTS
 
 STATISTICS = ("recall", "attention_mass", "late_steps", "stale_steps")
 """The statistics of a response, fields of Answer, that a cache rank adds."""

@@ -15,11 +15,8 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from scripts.accuracy.texts import Text
 from scripts.shared.models import folder_of
-
-LONGEST_TOKEN = 16
-"""A token of a text has fewer characters than this, but for few."""
+from sglang_ext.calibration.texts import LONGEST_TOKEN, Text
 
 _DOCUMENT = "[[document]]"
 

@@ -18,7 +18,6 @@ from scripts.language.cells import without_budget
 from scripts.language.comparison import Comparison, Load, make_systems
 from scripts.language.divergence import compare, kl_by_token
 from scripts.language.forcing import Forced, force
-from scripts.language.prompts import LONGEST_TOKEN
 from scripts.language.records import LayerRecall, ReadText, Report, Score, TextRun
 from scripts.language.report import write_report
 from scripts.language.runs import common_fields, find_run, go_on, recorded
@@ -26,6 +25,7 @@ from scripts.shared.lines import Lines
 from scripts.shared.models import folder_of
 from scripts.shared.serving import Client, ServerError
 from scripts.shared.systems import DENSE, System
+from sglang_ext.calibration.texts import LONGEST_TOKEN
 
 DIGITS = 6
 """The KL of a token is recorded with so many decimals."""

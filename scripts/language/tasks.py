@@ -19,8 +19,8 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from scripts.accuracy.tasks import Problem
-from scripts.accuracy.texts import TEXTS
 from scripts.language.prompts import Reader, joined
+from sglang_ext.calibration.texts import TEXTS
 
 GOLDEN = 0.6180339887
 """Multiples of it, less their whole part, fill [0, 1) evenly however many there are."""
