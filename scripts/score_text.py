@@ -20,11 +20,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from scripts.accuracy.comparison import add_options, read_options
-from scripts.accuracy.texts import TEXTS, find_text
 from scripts.language.scoring import score
 from scripts.shared.command import make_parser
 from scripts.shared.serving import ServerError, stop_on_sigterm
 from scripts.shared.systems import CACHE_RANK, DECODE_MODES
+from sglang_ext.calibration.texts import TEXTS, find_text
 
 SETTINGS: dict[str, Any] = {
     "sink_tokens": 4,

@@ -128,7 +128,7 @@ class CacheRankFlags(ServerArgs):
     calibration: A[
         str | None,
         Arg(
-            help="Folder with what scripts.calibrate has fitted to this model and these flags: "
+            help="Folder with what sglang_ext.calibrate has fitted to this model and these flags: "
             "corrections of forecasts, without which they are by the model's own projections, and "
             "how keys are sketched."
         ),

@@ -53,7 +53,7 @@ class LayerSource:
             logger.info(
                 "cache rank: queries are forecast by the model's own projections. On SmolLM2 that "
                 "diverged two to three times as far from dense decoding as corrected ones, which "
-                "python -m scripts.calibrate makes for --calibration"
+                "python -m sglang_ext.calibrate makes for --calibration"
             )
 
     def watch(

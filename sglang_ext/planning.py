@@ -7,7 +7,7 @@ for each layer. The constants were fitted to the tables of docs/runs, with which
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from cache_rank.config import CacheRankConfig, ModelShape
@@ -16,26 +16,27 @@ from cache_rank.residency import capacity_tokens, memory_for_tokens
 _LAYER_SECONDS = 54e-6
 """What a layer of the model takes beside its bytes."""
 
-_LOGIT_BYTES = 7.5
-"""What the logits of a query head cost for each scored token, written and read, in bytes.
+_CACHE_LAYER_SECONDS, _CACHE_GROUP_SECONDS = 10e-6, 65e-6
+"""What a layer, and a layer group, take in the cache rank beside bytes."""
+
+_GATHER_SECONDS = 0.05e-6
+"""Gathers in a layer, for each request and KV head."""
+
+_NORMALIZER_SECONDS = 0.1e-6
+"""The tokens of a layer by which heads are compared, where their logits are not all written, for
+each request and KV head."""
+
+_LOGIT_BYTES, _SELECT_BYTES = 7.5, 32
+"""What a scored token costs beside its key: for each logit that is written and read, and to select.
 
 Kernels take query heads of a KV head by powers of two.
 """
 
-_SELECT_SECONDS = (6e-6, 7.5e-12)
-"""Selection in a layer; and for each of its scores."""
-
-_GATHER_SECONDS = (4e-6, 0.05e-6)
-"""Appends and gathers in a layer; and for each request and KV head."""
-
-_NORMALIZER_SECONDS = 0.1e-6
-"""The scattered tokens of a layer by which heads are compared, for each request and KV head."""
-
 _FORECAST_SHARE = 0.55
 """A forecast reads projections at this share of the bandwidth of a copy."""
 
-_GROUP_SECONDS = 65e-6
-"""What a layer group costs the cache rank beside its layers."""
+_KEY_BITS = {"bf16": 16.0, "lynx": 16.0, "quantspec": 4.25, "hack": 4.5}
+"""Bits that a score reads of an element of a key. Lynx reads fewer, and takes as long."""
 
 _LOADED_SHARE = 0.85
 """SGLang gives its weights and its KV pool so much of a GPU; its `mem_fraction_static` here."""
@@ -45,6 +46,9 @@ _MOST_REQUESTS = 1 << 10
 
 CONTEXT_BYTES = 700_000_000
 """A process takes so much of a GPU before it has allocated anything."""
+
+TENSOR_PARALLEL = 2
+"""A cache rank and the model take so many GPUs, and so many are given to plain SGLang."""
 
 
 class Gpu(NamedTuple):
@@ -184,8 +188,8 @@ class Planner:
         Raises:
             ValueError: the format of the cache rank cannot be estimated.
         """
-        if config.kv_residency == "mosaickv":
-            raise ValueError("kv_residency mosaickv is not estimated: bytes do not bind it")
+        if config.kv_residency not in _KEY_BITS:
+            raise ValueError(f"kv_residency {config.kv_residency} is not estimated")
         self._sizes = sizes
         self._gpu = gpu
         self._config = config
@@ -194,42 +198,37 @@ class Planner:
     def dense(self, batch: int, context: int, gpus: int = 1, kv_bytes: int = 2) -> float:
         """Seconds of a step of plain SGLang, tensor parallel over so many GPUs."""
         sizes = self._sizes
-        return (
-            sizes.step_bytes / gpus / self._gpu.bandwidth
-            + sizes.layers * self._attention(batch * context, kv_bytes) / gpus
-            + sizes.layers * _LAYER_SECONDS
-        )
+        weights = sizes.step_bytes / self._gpu.bandwidth
+        attention = sizes.layers * self._attention(batch * context, kv_bytes)
+        return (weights + attention) / gpus + sizes.layers * _LAYER_SECONDS
 
     def cache_rank(self, batch: int, context: int) -> Estimate:
         """A step in which all requests are sparse."""
-        sizes, config = self._sizes, self._config
+        sizes, config, bandwidth = self._sizes, self._config, self._gpu.bandwidth
         attended = config.sink_tokens + config.sparse_budget + config.recent_tokens + 1
-        sparse_layers = sizes.layers - self._dense_layers
-        inference = self.dense(batch, min(attended, context)) + self._dense_layers * (
-            self._attention(batch * max(0, context - attended), 2)
-        )
-        rows = batch * sizes.kv_heads
-        scores = rows * context
-        # Logits are written by each query head, and read for the scores of all heads of a group,
-        # unless what heads are compared by is known before.
+        in_dense_layers = self._attention(batch * max(0, context - attended), 2)
+        inference = self.dense(batch, min(attended, context))
+        inference += self._dense_layers * in_dense_layers
+
+        sketched = config.score_keys == "sketch"
+        bits = config.sketch_bits if sketched else _KEY_BITS[config.kv_residency]
+        # Heads are compared by what all their logits add up to, unless that is known before.
         known = config.score_normalizer == "attended"
-        heads = 0 if known else _next_power_of_two(sizes.query_heads // sizes.kv_heads)
-        scored = self._scored_bytes() + _LOGIT_BYTES * (heads + 1)
-        layer = (
-            scores * scored / self._gpu.bandwidth
-            + sum(_at(_SELECT_SECONDS, scores))
-            + sum(_at(_GATHER_SECONDS, rows))
-            + (rows * _NORMALIZER_SECONDS if known else 0.0)
-        )
+        logits = 1 if known else 1 + _power_of_two(sizes.query_heads // sizes.kv_heads)
+        scored = bits * sizes.head_dim / 8 + _LOGIT_BYTES * logits + _SELECT_BYTES
+        rows = batch * sizes.kv_heads
+        of_rows = _GATHER_SECONDS + (_NORMALIZER_SECONDS if known else 0.0)
+        layer = rows * context * scored / bandwidth + rows * of_rows + _CACHE_LAYER_SECONDS
         if config.query_predictor == "forecast":
             projection = 2 * sizes.hidden_size * sizes.query_heads * sizes.head_dim
-            layer += projection / (self._gpu.bandwidth * _FORECAST_SHARE)
-        groups = -(-sparse_layers // config.layers_per_group)
-        return Estimate(inference, sparse_layers * layer + groups * _GROUP_SECONDS)
+            layer += projection / (bandwidth * _FORECAST_SHARE)
+        layers = sizes.layers - self._dense_layers
+        groups = -(-layers // config.layers_per_group)
+        return Estimate(inference, layers * layer + groups * _CACHE_GROUP_SECONDS)
 
-    def largest_hidden_batch(self, context: int) -> int:
-        """The most requests of such a length for which the cache rank hides behind the model."""
-        return _last(lambda batch: self.cache_rank(batch, context).is_hidden)
+    def tensor_parallel(self, batch: int, context: int) -> float:
+        """Seconds of a step of plain SGLang on as many GPUs as a cache rank takes, FP8 cache."""
+        return self.dense(batch, context, TENSOR_PARALLEL, kv_bytes=1)
 
     def dense_tokens(self, gpus: int = 1, kv_bytes: int = 2) -> int:
         """How many tokens the pool of plain SGLang holds on so many GPUs."""
@@ -244,39 +243,22 @@ class Planner:
         memory = memory_for_tokens(free, memory_fraction, on_gpu=True)
         return capacity_tokens(self._config, memory)
 
-    def batches_won(self, context: int, gpus: int) -> range:
-        """The batches whose step is shorter than with tensor parallelism and an FP8 cache.
+    def summary(self, context: int = 32768, memory_fraction: float | None = None) -> str:
+        """Say in a line up to what the cache rank hides, and for what batches it pays.
 
-        From the least one to the last before one that is not; empty if there is none.
+        Of the batches that it holds in such a share of its GPU.
         """
-
-        def is_longer(batch: int) -> bool:
-            return self.cache_rank(batch, context).step >= self.dense(batch, context, gpus, 1)
-
-        first = 1 + _last(is_longer)
-        return range(first, 1 + _last(lambda batch: not is_longer(batch), first))
-
-    def summary(
-        self, context: int = 32768, gpus: int = 2, memory_fraction: float | None = None
-    ) -> str:
-        """Say in a line up to what the cache rank hides, and from what on it pays.
-
-        Nothing is said of more requests than it holds in such a share of its GPU.
-        """
-        held = min(_MOST_REQUESTS, self.cache_rank_tokens(memory_fraction) // context)
-        hidden = min(held, self.largest_hidden_batch(context))
-        won = self.batches_won(context, gpus)
+        held = self.cache_rank_tokens(memory_fraction) // context
+        batches = range(1, 1 + min(held, _MOST_REQUESTS))
+        ours = {batch: self.cache_rank(batch, context) for batch in batches}
+        hidden = sum(ours[batch].is_hidden for batch in batches)
+        won = [b for b in batches if ours[b].step < self.tensor_parallel(b, context)]
+        pays = f"from {won[0]} to {won[-1]} requests" if won else "for no batch that fits"
         gpu = self._gpu.name if self._gpu.measured else f"{self._gpu.name}, by its data sheet"
-        than = f"than of {gpus} tensor-parallel GPUs with an FP8 cache"
-        if won.start > held:
-            pays = f"never shorter {than}"
-        elif won[-1] >= held:
-            pays = f"shorter {than} from {won.start} on"
-        else:
-            pays = f"shorter {than} from {won.start} to {won[-1]} requests"
         return (
-            f"estimates ({gpu}, {context:,} tokens a request; python -m scripts.plan has more): "
-            f"hidden behind the model up to {hidden} requests, and a step is {pays}"
+            f"estimates ({gpu}, {context:,} tokens a request; python -m sglang_ext.plan has more): "
+            f"hidden behind the model up to {hidden} requests, and a step is shorter than of "
+            f"{TENSOR_PARALLEL} tensor-parallel GPUs with an FP8 cache {pays}"
         )
 
     def _attention(self, tokens: int, kv_bytes: int) -> float:
@@ -284,35 +266,7 @@ class Planner:
         share = self._gpu.fp8_kv_share if kv_bytes == 1 else 1.0
         return tokens * self._sizes.kv_elements * kv_bytes / (self._gpu.bandwidth * share)
 
-    def _scored_bytes(self) -> float:
-        """What a score reads of a key, in bytes."""
-        config = self._config
-        options = config.kv_residency_options
-        bits: float
-        if config.score_keys == "sketch":
-            bits = config.sketch_bits
-        elif config.kv_residency == "bf16":
-            bits = 16
-        elif config.kv_residency == "lynx":
-            # It reads fewer: to decode logarithms takes as long as to read so many.
-            bits = 11 if options.get("reading") == "anchor" else 16
-        elif config.kv_residency == "hack":
-            bits = float(options.get("bits", 4)) + 0.5
-        else:
-            bits = float(options.get("reading", 4)) + 0.25
-        return bits * self._sizes.head_dim / 8
 
-
-def _next_power_of_two(number: int) -> int:
+def _power_of_two(number: int) -> int:
     """The least power of two that is no less."""
     return 1 << (number - 1).bit_length()
-
-
-def _at(line: tuple[float, float], x: float) -> tuple[float, float]:
-    return line[0], line[1] * x
-
-
-def _last(holds: Callable[[int], bool], first: int = 1) -> int:
-    """The number up to which a condition holds, from the first on; the one before if never."""
-    numbers = range(first, _MOST_REQUESTS + 1)
-    return next((number - 1 for number in numbers if not holds(number)), _MOST_REQUESTS)

@@ -139,7 +139,7 @@ def read_card(folder: Path) -> Card:
         card = msgspec.json.decode((folder / CARD).read_bytes(), type=Card)
     except FileNotFoundError:
         raise CalibrationError(
-            f"{folder} has no {CARD}; make one with python -m scripts.calibrate"
+            f"{folder} has no {CARD}; make one with python -m sglang_ext.calibrate"
         ) from None
     except (OSError, msgspec.MsgspecError) as error:
         raise CalibrationError(f"{folder / CARD} is no card: {error}") from None

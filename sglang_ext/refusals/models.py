@@ -166,7 +166,7 @@ WORKING_SETS = (
     Refusal(
         "--score-keys",
         "a sketch is fitted to the model's keys",
-        "make a calibration (python -m scripts.calibrate), and pass it by --calibration",
+        "make a calibration (python -m sglang_ext.calibrate), and pass it by --calibration",
         lambda args: args.score_keys == "sketch" and args.calibration is None,
     ),
     Refusal(

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from scripts.calibrate import main
+from sglang_ext.calibrate import main
 from sglang_ext.calibration.files import read
+from sglang_ext.server_args import BUNDLED_MODEL
 
 pytestmark = [
     pytest.mark.language_model,
@@ -25,7 +26,7 @@ def test_forecasts_get_better_on_texts_that_were_not_fitted_to(
     arguments = f"--model-path {language_model} --out {tmp_path / 'new'} --tokens 600 --rank 32"
     texts = "--text tensors python functions --held-out distributions"
     # An engine sets up the logging and the signals of its process.
-    command = [sys.executable, "-m", "scripts.calibrate", *arguments.split(), *texts.split()]
+    command = [sys.executable, "-m", "sglang_ext.calibrate", *arguments.split(), *texts.split()]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=840, check=True)
     card, corrections, bases = read(tmp_path / "new")
     assert {*bases} == {*range(1, 30)}
@@ -48,8 +49,7 @@ def test_forecasts_get_better_on_texts_that_were_not_fitted_to(
 def test_a_model_without_layers_enough_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert (
-        main(["--model-path", "bundled", "--out", str(tmp_path / "new"), "--text", __file__]) == 1
-    )
+    model, out = str(BUNDLED_MODEL), str(tmp_path / "new")
+    assert main(["--model-path", model, "--out", out, "--text", __file__]) == 1
     assert "has 2 layers" in capsys.readouterr().err
     assert not (tmp_path / "new").exists()

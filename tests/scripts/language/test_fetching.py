@@ -20,10 +20,10 @@ from safetensors.torch import load_file, save_file
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from scripts.accuracy.texts import TEXTS
 from scripts.fetch_model import main
 from scripts.language.fetching import MODELS, WEIGHTS, FetchError, Package, fetch, hash_weights
 from scripts.language.gguf_folder import LAYER_TENSORS, TENSORS, tensor_name, write_folder
+from sglang_ext.calibration.texts import TEXTS
 
 GGUF = "small/model.gguf"
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]

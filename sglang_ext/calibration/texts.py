@@ -68,6 +68,9 @@ class Text(msgspec.Struct, frozen=True):
         return files[0]
 
 
+LONGEST_TOKEN = 16
+"""A token of a text has fewer characters than this, but for few."""
+
 _OPTICKS = "tvm_ffi/3rdparty/libbacktrace/Isaac.Newton-Opticks.txt"
 _DEFINITIONS = "timm/data/_info/imagenet_synset_to_definition.txt"
 _LICENCE = "nvidia_cublas-*.dist-info/licenses/License.txt"

@@ -1,6 +1,6 @@
 """Fit the forecast of queries to a model: how an earlier layer's input tells a layer's queries.
 
-    python -m scripts.calibrate --model-path DIR --out calibrations/NAME
+    python -m sglang_ext.calibrate --model-path DIR --out calibrations/NAME
     python -m sglang_ext.launch --model-path DIR --query-predictor forecast \\
         --calibration calibrations/NAME
 
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -21,35 +21,27 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from tqdm import tqdm
+from rich.console import Console
+from rich.progress import track
 from transformers import AutoConfig, AutoTokenizer
 
-from scripts.accuracy.texts import CALIBRATION_TEXTS, Text, find_text
-from scripts.language.prompts import LONGEST_TOKEN
-from scripts.shared.command import explained, make_parser
-from scripts.shared.machine import visible_gpus
-from scripts.shared.models import folder_of, model_config
-from scripts.shared.report import table
-from scripts.shared.serving import stop_on_sigterm
-from sglang_ext import compat
+from sglang_ext import compat, cpu
 from sglang_ext.calibration.files import read_card, sources
 from sglang_ext.calibration.held_out import SELECTED
 from sglang_ext.calibration.serving import Described, Schedule
+from sglang_ext.calibration.texts import CALIBRATION_TEXTS, LONGEST_TOKEN, Text, find_text
+from sglang_ext.command_line import make_parser, table
 from sglang_ext.flags import FORECAST_GROUP_LAYERS, flag_of
 from sglang_ext.server_args import CacheRankServerArgs
 
 CONTEXT = 4096
 """Tokens of a text that are prefilled at once."""
 
-_REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
-
 
 def parse_options(argv: Sequence[str]) -> argparse.Namespace:
     """The command line."""
     parser = make_parser("calibrate", __doc__)
     add = parser.add_argument
-    models = "folder, repository, or a model that fetch_model knows; default: %(default)s"
-    add("--model-path", "--model", dest="model", default="smollm2", help=models)
     add("--out", type=Path, required=True, help="folder to write")
     add("--text", nargs="+", default=list(CALIBRATION_TEXTS), metavar="FILE",
         help="files that are fitted to; default: some of installed packages")  # fmt: skip
@@ -64,11 +56,9 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
         default = FORECAST_GROUP_LAYERS if defaults[field] is None else defaults[field]
         add(flag_of(field), type=int, default=default,
             help="as the server has it; default: %(default)s")  # fmt: skip
-    add("--engine-args", type=explained(json.loads), default={},
-        help="JSON object of engine arguments")  # fmt: skip
+    add("--engine-args", type=_json_object, default={}, help="JSON object of engine arguments")
     options = parser.parse_args(argv)
     try:
-        options.model_path = _model_path(options.model)
         options.texts = [find_text(name) for name in options.text]
         options.held_out_texts = [find_text(name) for name in options.held_out]
     except ValueError as error:
@@ -76,6 +66,13 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
     if min(options.tokens, options.rank, options.layers_per_group, options.forecast_lead) < 1:
         parser.error("--tokens, --rank, --layers-per-group and --forecast-lead must be at least 1")
     return options
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        return dict(json.loads(text))
+    except (TypeError, ValueError) as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def calibrate(options: argparse.Namespace) -> None:
@@ -99,21 +96,19 @@ def calibrate(options: argparse.Namespace) -> None:
     prompts = [tokens_of(text) for text in options.texts]
     held_out = [tokens_of(text) for text in options.held_out_texts]
     described = Described(
-        model=str(options.model),
+        model=options.model_path,
         texts={text.name: text.sha256 for text in options.texts},
         held_out={text.name: text.sha256 for text in options.held_out_texts},
     )
     engine = Engine(model_path=options.model_path, **_engine_arguments(options))
     try:
         engine.collective_rpc("begin_calibration", schedule=_json(schedule))
-        with tqdm(total=len(prompts) + len(held_out), unit="text", dynamic_ncols=True) as bar:
-            for part in (prompts, held_out):
-                for prompt in part:
-                    engine.generate(input_ids=prompt, sampling_params={"max_new_tokens": 1})
-                    bar.update()
-                if part is prompts:
-                    fitted = {"rank": options.rank, "ridge": options.ridge}
-                    engine.collective_rpc("fit_calibration", **fitted)
+        console = Console(stderr=True)
+        for prompt in track(prompts, "texts that are fitted to", console=console):
+            engine.generate(input_ids=prompt, sampling_params={"max_new_tokens": 1})
+        engine.collective_rpc("fit_calibration", rank=options.rank, ridge=options.ridge)
+        for prompt in track(held_out, "texts that are held out", console=console):
+            engine.generate(input_ids=prompt, sampling_params={"max_new_tokens": 1})
         engine.collective_rpc(
             "finish_calibration",
             folder=str(options.out.absolute()),
@@ -121,18 +116,6 @@ def calibrate(options: argparse.Namespace) -> None:
         )
     finally:
         engine.shutdown()
-
-
-def _model_path(model: str) -> str:
-    """What SGLang is to load; a repository id it finds itself.
-
-    Raises:
-        ValueError: there is no such model here, and it is no repository id.
-    """
-    if _REPOSITORY.fullmatch(model) and not Path(model).exists():
-        return model
-    model_config(model)
-    return str(folder_of(model))
 
 
 def _engine_arguments(options: argparse.Namespace) -> dict[str, Any]:
@@ -150,7 +133,7 @@ def _engine_arguments(options: argparse.Namespace) -> dict[str, Any]:
         "grammar_backend": "none",
         "cuda_graph_backend_prefill": "disabled",
     }
-    if not visible_gpus():
+    if not cpu.has_gpu():
         arguments |= {"device": "cpu", "attention_backend": "torch_native", "dtype": "float32"}
     return arguments | options.engine_args
 
@@ -197,7 +180,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    stop_on_sigterm()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the engine is stopped
     try:
         sys.exit(main(sys.argv[1:]))
     except KeyboardInterrupt:

@@ -12,7 +12,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from transformers import AutoTokenizer
 
-from scripts.accuracy.texts import TEXTS, Text, find_text
+from sglang_ext.calibration.texts import TEXTS, Text, find_text
 
 
 def test_there_are_texts_of_several_kinds() -> None:

@@ -1,0 +1,67 @@
+"""A plan is printed from a model's configuration, before anything is started."""
+
+from __future__ import annotations
+
+import pytest
+
+from scripts.shared.models import MODEL_SHAPES
+from sglang_ext.plan import main, parse_options, plan
+
+MODEL = ("--model-path", str(MODEL_SHAPES / "qwen3-8b"))
+
+
+def planned(*arguments: str) -> list[str]:
+    return plan(parse_options([*MODEL, *arguments])).splitlines()
+
+
+def cells(batch: int, context: int, *arguments: str) -> list[str]:
+    """Step, hidden, tensor parallel and × faster of one line."""
+    shape = ("--batches", str(batch), "--contexts", str(context))
+    line = planned(*shape, *arguments)[2]
+    return [cell.strip() for cell in line.strip("|").split("|")][1:]
+
+
+def test_a_plan_has_a_row_for_each_batch_and_context() -> None:
+    text = planned("--contexts", "8192", "32768", "--batches", "1", "24")
+    rows = [line.split(" | ") for line in text if " × " in line][1:]
+    assert [row[0] for row in rows] == [
+        *("| 1 × 8,192", "| 24 × 8,192"),
+        *("| 1 × 32,768", "| 24 × 32,768"),
+    ]
+    assert [row[2] for row in rows] == ["yes", "yes", "yes", "no"]
+    assert text[-1].startswith("estimates (H200, 32,768 tokens a request;")
+
+
+def test_a_plan_says_what_stays_dense_and_what_does_not_fit() -> None:
+    assert cells(64, 32768)[:2] == ["–", "does not fit"]
+    assert cells(16, 32768, "--cache-rank-mem-fraction", "0.1")[1] == "does not fit"
+    assert cells(4, 4095)[:2] == ["–", "stays dense"]
+    assert cells(4, 4096)[1] == "yes"
+    assert cells(4, 4095, "--sparse-threshold", "4000")[1] == "yes"
+    assert not planned("--contexts", "2048")[-1].startswith("estimates")
+
+
+def test_flags_gpus_and_weights_change_a_plan() -> None:
+    def step(*arguments: str, batch: int = 24) -> float:
+        return float(cells(batch, 32768, *arguments)[0])
+
+    usual = step()
+    assert step("--kv-residency", "bf16") > 1.5 * usual
+    assert step("--query-predictor", "last", "--layers-per-group", "6") < usual
+    assert step("--gpu", "H100", "--sparse-budget", "1024") > 1.2 * usual
+    assert step("--quantization", "fp8", batch=4) < 0.85 * step(batch=4)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        ("--sparse-budget 0", "sparse_budget"),
+        ("--kv-residency hack --kv-residency-options bits=3", "bits"),
+        ("--kv-residency mosaickv", "kv_residency mosaickv is not estimated"),
+    ],
+)
+def test_what_cannot_be_planned_is_said(
+    arguments: str, why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*MODEL, *arguments.split()]) == 2
+    assert why in capsys.readouterr().err
