@@ -226,9 +226,9 @@ class _Help(argparse.Action):
     """Prints our flags, and with --help-all SGLang's hundreds behind them."""
 
     def __call__(
-        self, parser: argparse.ArgumentParser, *_: Any, option_string: str | None = None
+        self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option: Any = None
     ) -> NoReturn:
-        is_short = option_string != "--help-all"
+        is_short = option != "--help-all"
         ours = _parser_of_ours(epilog=None if is_short else "SGLang's own options follow.")
         ours.print_help()
         if not is_short:

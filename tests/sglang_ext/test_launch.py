@@ -9,14 +9,17 @@ import socket
 import subprocess
 import sys
 import time
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from huggingface_hub import constants
+from packaging.version import Version
 
 import sglang_ext
 from scripts.shared.serving import free_port
+from sglang_ext import compat
 from sglang_ext.flags import CACHE_RANK_FIELDS
 from sglang_ext.model_path import find_file, require_model
 from sglang_ext.port import reserved
@@ -61,7 +64,7 @@ def test_a_flag_that_cannot_be_read_exits_with_status_2(
     flags: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as caught:
-        argument_parser().parse_args(flags.split())
+        argument_parser().parse_args(["--model-path", "m", *flags.split()])
     assert caught.value.code == 2
     usage, *_, error = capsys.readouterr().err.splitlines()
     assert usage.startswith("usage: python -m sglang_ext.launch")
@@ -215,3 +218,24 @@ def test_a_refusal_ends_the_command_with_one_line_and_status_2(flags: str, said:
     assert (ended.returncode, ended.stdout) == (2, "")
     assert "Traceback" not in ended.stderr
     assert ended.stderr.splitlines()[-1].startswith(said)
+
+
+@pytest.mark.skipif(Version("0.5.21") > compat.RELEASE, reason="this release has no such commands")
+def test_sglang_serve_finds_the_same_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from sglang.cli.serve_backends import SERVE_BACKENDS_GROUP, ServeBackendRegistry, ServeRequest
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    entries = project["entry-points"][SERVE_BACKENDS_GROUP]
+    installed = tmp_path / "sglang_cache_rank-9.dist-info"
+    installed.mkdir()
+    (installed / "METADATA").write_text(f"Name: {project['name']}\nVersion: 9\n")
+    lines = [f"{name} = {target}\n" for name, target in entries.items()]
+    (installed / "entry_points.txt").write_text("".join([f"[{SERVE_BACKENDS_GROUP}]\n", *lines]))
+    monkeypatch.syspath_prepend(tmp_path)
+    backend = ServeBackendRegistry({}).get("cache-rank").backend
+    with pytest.raises(SystemExit) as caught:
+        backend.run(ServeRequest(("--model-path", "/nowhere"), "/nowhere"))
+    assert caught.value.code == 2
+    assert "error: --model-path /nowhere: " in capsys.readouterr().err
