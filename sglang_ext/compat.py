@@ -40,6 +40,7 @@ _SINCE_0_5_19 = _since("0.5.19")
 _SINCE_0_5_20 = _since("0.5.20")
 _SINCE_0_5_21 = _since("0.5.21")
 _SINCE_0_5_22 = _since("0.5.22")
+_SINCE_0_5_23 = _since("0.5.23")
 
 
 # Arguments.
@@ -57,7 +58,11 @@ def default_values(cls: type) -> dict[str, Any]:
     """Return the fields of ServerArgs, or of a class derived from it, with their defaults."""
     is_struct = issubclass(cls, msgspec.Struct)
     fields: Any = msgspec.structs.fields(cls) if is_struct else dataclasses.fields(cls)
-    return {field.name: field.default for field in fields}
+    absent = (dataclasses.MISSING, msgspec.NODEFAULT)
+    return {
+        field.name: field.default if field.default_factory in absent else field.default_factory()
+        for field in fields
+    }
 
 
 RESOLVED_IN = "resolve_once" if _SINCE_0_5_19 else "__post_init__"
@@ -126,6 +131,10 @@ def serves_without_python() -> bool:
     from sglang.srt.environ import envs
 
     return _SINCE_0_5_20 and bool(envs.SGLANG_RUST_SERVER.get())
+
+
+HAS_GRAMMARS_ON_CPUS = _SINCE_0_5_23
+"""Before, a request with a grammar ends the scheduler of a CPU engine."""
 
 
 # Pools and requests.

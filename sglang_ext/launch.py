@@ -9,20 +9,32 @@ import contextlib
 import signal
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from sglang_ext.server_args import CacheRankServerArgs
+
+COMPLAINTS = (ValueError, OSError, AssertionError, ImportError)
+"""Errors by which SGLang and we refuse arguments."""
 
 
 def main(argv: Sequence[str]) -> int:
     """Serve until stopped, and return the exit status: 2 if the arguments are refused."""
-    from sglang_ext.refusals import refuse_used_port
+    from sglang_ext.port import reserved
     from sglang_ext.server_args import parse_server_args
 
-    try:
-        server_args = parse_server_args(argv)
-        refuse_used_port(server_args.host, server_args.port)
-    except (ValueError, OSError) as error:  # ours, and SGLang's own complaints about arguments
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    with contextlib.ExitStack() as held:
+        try:
+            server_args = parse_server_args(argv)
+            held.enter_context(reserved(server_args.host, server_args.port))
+        except COMPLAINTS as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 2
+        _serve(server_args)
+    return 0
 
+
+def _serve(server_args: CacheRankServerArgs) -> None:
     # Imported here, so that a refusal does not wait for it.
     from sglang.srt.entrypoints.http_server import app, launch_server
 
@@ -42,7 +54,6 @@ def main(argv: Sequence[str]) -> int:
             )
     finally:
         stopping.end_processes()
-    return 0
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import json
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from sglang.srt.arg_groups.arg_utils import add_cli_args_from_dataclass
@@ -27,8 +27,10 @@ from sglang_ext.flags import (
     flag_of,
     rotary_type,
 )
+from sglang_ext.model_path import require_model
 from sglang_ext.planning import DecoderSizes, Planner, find_gpu
 from sglang_ext.refusals import models, refuse, refuse_untested_sglang, servers
+from sglang_ext.refusals.known import say_unknown
 from sglang_ext.unreached import say_unreached_settings
 
 logger = logging.getLogger(__name__)
@@ -49,6 +51,7 @@ class CacheRankServerArgs(CacheRankFlags):
     Raises:
         UnsupportedError: an argument cannot be combined with a cache rank; the message has the
             remedy.
+        FileNotFoundError: there is no such model.
     """
 
     def __post_init__(self) -> None:
@@ -67,6 +70,7 @@ class CacheRankServerArgs(CacheRankFlags):
             let_sglang()
             return
         self._refuse_arguments()
+        say_unknown(self)
         if self.is_baseline:
             self._say_ignored(f"with --decode-mode {self.decode_mode}", baselines.FIELDS)
         self._set_required()
@@ -87,6 +91,8 @@ class CacheRankServerArgs(CacheRankFlags):
         """Refuse what the user explicitly asked for and cannot have."""
         servers.refuse_rust_server()
         refuse(self, servers.SERVERS)
+        if not self.on_gpu:
+            refuse(self, servers.CPUS)
         if self.is_baseline:
             refuse(self, baselines.REFUSALS)
         else:
@@ -94,6 +100,7 @@ class CacheRankServerArgs(CacheRankFlags):
             if self.on_gpu:
                 refuse(self, servers.GPUS)
         servers.refuse_out_of_range(self)
+        require_model(self.model_path, self.revision)
 
     def _refuse_model(self) -> None:
         """Refuse a model whose attention a working set cannot represent."""
@@ -166,7 +173,9 @@ class CacheRankServerArgs(CacheRankFlags):
         self._set("device", "cpu", "no GPU found")
         self._set_missing("attention_backend", "torch_native", "the CPU engine's backend")
         self._set_missing("sampling_backend", "pytorch", "the CPU engine's sampler")
-        self._set_missing("grammar_backend", "none", "grammar kernels need a GPU")
+        if not compat.HAS_GRAMMARS_ON_CPUS:
+            why = "requests cannot have grammars: before SGLang 0.5.23 their masks need a GPU"
+            self._set_missing("grammar_backend", "none", why)
         self._set("sleep_on_idle", True, "an idle scheduler would take a core from the others")
         self._set_missing("max_total_tokens", _CPU_POOL_TOKENS, "host memory is shared")
         self._set_missing("max_running_requests", _CPU_RUNNING_REQUESTS, "host memory is shared")
@@ -202,6 +211,7 @@ def parse_server_args(argv: Sequence[str]) -> CacheRankServerArgs:
 
     Raises:
         UnsupportedError: an argument cannot be combined with a cache rank.
+        FileNotFoundError: there is no such model.
     """
     parser = argument_parser()
     arguments = list(argv)
@@ -220,13 +230,41 @@ def parse_server_args(argv: Sequence[str]) -> CacheRankServerArgs:
     return args
 
 
+class _Help(argparse.Action):
+    """Prints our flags, and with --help-all SGLang's hundreds behind them."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option: Any = None
+    ) -> NoReturn:
+        is_short = option != "--help-all"
+        ours = _parser_of_ours(epilog=None if is_short else "SGLang's own options follow.")
+        ours.print_help()
+        if not is_short:
+            theirs = argparse.ArgumentParser(usage=argparse.SUPPRESS, add_help=False)
+            ServerArgs.add_cli_args(theirs)
+            theirs.print_help()
+        parser.exit()
+
+
+def _parser_of_ours(epilog: str | None = None) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m sglang_ext.launch",
+        usage="%(prog)s [--model-path MODEL] [options below] [options of sglang.launch_server]",
+        add_help=False,
+        epilog=epilog,
+    )
+    ours = parser.add_argument_group("cache rank")
+    add_cli_args_from_dataclass(ours, CacheRankServerArgs, fields=CACHE_RANK_FIELDS)
+    parser.add_argument("-h", "--help", action=_Help, nargs=0, help="print this")
+    parser.add_argument("--help-all", action=_Help, nargs=0, help="print SGLang's options as well")
+    return parser
+
+
 def argument_parser() -> argparse.ArgumentParser:
     """Make a parser of SGLang's flags, with ours under a heading of their own."""
     if BACKEND not in ATTENTION_BACKEND_CHOICES:
         add_attention_backend_choices([BACKEND])
-    parser = argparse.ArgumentParser(prog="python -m sglang_ext.launch")
-    ours = parser.add_argument_group("cache rank")
-    add_cli_args_from_dataclass(ours, CacheRankServerArgs, fields=CACHE_RANK_FIELDS)
+    parser = _parser_of_ours()
     ServerArgs.add_cli_args(parser)
     return parser
 

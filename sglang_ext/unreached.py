@@ -26,6 +26,23 @@ def say_unreached_settings(args: CacheRankFlags, context_length: int) -> None:
             args.sparse_threshold,
             context_length,
         )
+    if args.max_total_tokens is not None and args.max_total_tokens <= args.sparse_threshold:
+        logger.warning(
+            "cache rank: --max-total-tokens %d: no request gets to --sparse-threshold %d in such a "
+            "pool. All stay dense; raise it, or lower the threshold.",
+            args.max_total_tokens,
+            args.sparse_threshold,
+        )
+    if args.reuse_sparse_tokens == "on" and args.disable_radix_cache:
+        logger.warning(
+            "cache rank: --reuse-sparse-tokens on: nothing is reused without a radix cache"
+        )
+    if args.cache_rank_transfer_backend != "auto" and not args.on_gpu:
+        logger.warning(
+            "cache rank: --cache-rank-transfer-backend %s: it chooses what carries steps between "
+            "GPUs, and the ranks run on CPUs",
+            args.cache_rank_transfer_backend,
+        )
     running = args.max_running_requests
     if running is not None and args.max_sparse_requests < running:
         logger.warning(

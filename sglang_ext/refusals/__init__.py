@@ -1,7 +1,8 @@
 """What cannot be had together with a cache rank: what was asked, why not, and what to do.
 
-`servers` and `models` hold the tables, and `baselines/refusals.py` those of the baselines. A table
-is read from the top: a row may rely on the rows above it, which did not refuse.
+What would give wrong tokens or end in a crash is refused; `servers` and `models` hold the tables,
+and `baselines/refusals.py` those of the baselines. A table is read from the top: a row may rely on
+the rows above it, which did not refuse. Other flags that nobody has tried, `known` warns of.
 """
 
 from __future__ import annotations
@@ -10,8 +11,6 @@ import dataclasses
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
-
-import psutil
 
 from sglang_ext import compat
 from sglang_ext.flags import CacheRankFlags, field_of
@@ -69,8 +68,7 @@ class Refusal:
         """The flags that are not at their defaults."""
         defaults = compat.default_values(type(args))
         names = [name for name in self.asked.split() if name not in compat.ABSENT_FLAGS]
-        fields = {name: field_of(name) for name in names}
-        return [name for name, field in fields.items() if getattr(args, field) != defaults[field]]
+        return [name for name in names if getattr(args, field_of(name)) != defaults[field_of(name)]]
 
 
 def refuse(args: CacheRankFlags, rows: Iterable[Refusal]) -> None:
@@ -105,23 +103,6 @@ def refuse_untested_sglang(args: CacheRankFlags) -> None:
             release,
             _listed(compat.TESTED_ON_GPUS),
         )
-
-
-def refuse_used_port(host: str, port: int) -> None:
-    """Refuse a port that does not exist, or that another process listens on.
-
-    Raises:
-        UnsupportedError: it cannot be had.
-    """
-    if not 0 < port < 1 << 16:
-        raise UnsupportedError(f"--port {port}: ports go from 1 to 65535. Choose one of them.")
-    for connection in psutil.net_connections(kind="tcp"):
-        address = connection.laddr
-        if connection.status == psutil.CONN_LISTEN and address and address.port == port:
-            raise UnsupportedError(
-                f"--port {port}: another process listens on that port of {host}. "
-                "Choose another one."
-            )
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -5,14 +5,18 @@ SGLang has read the configuration of the model by then.
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import psutil
+from sglang.srt.configs.hybrid_arch import mambaish_config
+from sglang.srt.configs.model_config import AttentionArch
 
 from cache_rank.config import DTYPES
 from sglang_ext import compat
 from sglang_ext.flags import FORECAST_ROTARY_TYPES, CacheRankFlags, field_of, rotary_type
 from sglang_ext.memory import bytes_beyond_allocator
+from sglang_ext.model_path import find_file
 from sglang_ext.refusals import PLAIN, Refusal
 
 MAX_HEAD_DIM = 256
@@ -30,24 +34,51 @@ def _model(args: CacheRankFlags) -> Any:
     return compat.model_config(args)
 
 
-def _is_latent(args: CacheRankFlags) -> bool:
-    """Whether the model has multi-head latent attention."""
-    from sglang.srt.configs.model_config import AttentionArch
+def _why_not(args: CacheRankFlags) -> str | None:
+    """Why the model cannot be served with sparse decode, if it cannot."""
+    model, heads = _model(args), _model(args).head_dim
+    if not model.is_generation:
+        return "the model does not generate, so it has no decode steps"
+    if model.attention_arch == AttentionArch.MLA:
+        return "multi-head latent attention is not supported"
+    if _is_windowed(model):
+        return "sliding-window and linear attention layers are not supported"
+    if model.is_multimodal:
+        return "multimodal models are not supported"
+    if heads > MAX_HEAD_DIM or heads % 8 != 0:
+        return f"heads have {heads} elements, and multiples of 8 up to {MAX_HEAD_DIM} are supported"
+    if args.on_gpu and not args.is_baseline and heads not in GPU_HEAD_DIMS:
+        served = ", ".join(map(str, GPU_HEAD_DIMS))
+        return f"heads have {heads} elements, and on GPUs a cache rank serves {served}"
+    if _declares_small_kv(args):
+        return "its K and V are declared to be quantized, and the KV pool has the model's dtype"
+    return None
 
-    return _model(args).attention_arch == AttentionArch.MLA
 
-
-def _is_windowed(args: CacheRankFlags) -> bool:
+def _is_windowed(model: Any) -> bool:
     """Whether some layer attends to less than all tokens, or not by softmax attention at all."""
-    from sglang.srt.configs.hybrid_arch import mambaish_config
-
-    model = _model(args)
     kinds = getattr(model.hf_text_config, "layer_types", None) or []
     return (
         model.is_hybrid_swa
         or any(kind != "full_attention" for kind in kinds)
         or mambaish_config(model) is not None
         or (model.sliding_window_size or -1) > 0
+    )
+
+
+def _declares_small_kv(args: CacheRankFlags) -> bool:
+    """Whether the checkpoint says how K and V are quantized; ModelOpt does in a file of its own.
+
+    SGLang then has scales in its attention layers. `--kv-cache-dtype bfloat16` leaves them there,
+    and backends apply them to what was not divided by them.
+    """
+    declared = getattr(_model(args).hf_config, "quantization_config", None) or {}
+    declared = declared if isinstance(declared, dict) else declared.to_dict()
+    file = find_file(args.model_path, "hf_quant_config.json", args.revision)
+    parts = [declared, json.loads(file.read_text()) if file else {}]
+    parts += [part.get("quantization") or {} for part in parts]
+    return any(
+        part.get(key) for part in parts for key in ("kv_cache_scheme", "kv_cache_quant_algo")
     )
 
 
@@ -94,42 +125,9 @@ def _other_head_dim_than_flashinfers(asked: str) -> Refusal:
 MODELS = (
     Refusal(
         "--model-path",
-        "the model does not generate, so it has no decode steps",
+        lambda args: str(_why_not(args)),
         PLAIN,
-        lambda args: not _model(args).is_generation,
-    ),
-    Refusal("--model-path", "multi-head latent attention is not supported", PLAIN, _is_latent),
-    Refusal(
-        "--model-path",
-        "sliding-window and linear attention layers are not supported",
-        PLAIN,
-        _is_windowed,
-    ),
-    Refusal(
-        "--model-path",
-        "multimodal models are not supported",
-        PLAIN,
-        lambda args: _model(args).is_multimodal,
-    ),
-    Refusal(
-        "--model-path",
-        lambda args: (
-            f"the head dimension is {_model(args).head_dim}, and multiples of 8 up to "
-            f"{MAX_HEAD_DIM} are supported"
-        ),
-        PLAIN,
-        lambda args: _model(args).head_dim > MAX_HEAD_DIM or _model(args).head_dim % 8 != 0,
-    ),
-    Refusal(
-        "--model-path",
-        lambda args: (
-            f"the head dimension is {_model(args).head_dim}, and on GPUs a cache rank serves "
-            f"{', '.join(map(str, GPU_HEAD_DIMS))}"
-        ),
-        PLAIN,
-        lambda args: (
-            args.on_gpu and not args.is_baseline and _model(args).head_dim not in GPU_HEAD_DIMS
-        ),
+        lambda args: _why_not(args) is not None,
     ),
     _other_head_dim_than_flashinfers("--attention-backend"),
     _other_head_dim_than_flashinfers("--prefill-attention-backend"),
@@ -138,6 +136,11 @@ MODELS = (
         lambda args: f"a KV pool of {_dtype(args)} is not supported",
         "pass --dtype bfloat16",
         lambda args: _dtype(args) not in DTYPES,
+    ),
+    Refusal(
+        "--kv-cache-dtype",
+        lambda args: f"the KV pool must have the model's dtype, which is {_dtype(args)}",
+        when=lambda args: args.kv_cache_dtype != "auto" and _dtype(args) != "bfloat16",
     ),
     Refusal(
         "--dense-layers",

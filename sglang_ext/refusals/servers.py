@@ -29,15 +29,6 @@ _GPU_BACKENDS = ("fa3", "flashinfer", "triton")
 """The compute capability from which on Triton has 8-bit floating point numbers of this type."""
 
 
-def _is_missing(model_path: str) -> bool:
-    """Whether a path is clearly local and not there; a repository id has one slash at most."""
-    path = Path(model_path).expanduser()
-    local = (
-        path.is_absolute() or model_path.startswith(("./", "../", "~")) or model_path.count("/") > 1
-    )
-    return (local or path.is_dir()) and not (path / "config.json").is_file()
-
-
 def _can_bind(address: str) -> bool:
     """Whether a socket of this machine can be bound to an address."""
     try:
@@ -85,34 +76,18 @@ def _decode_graph(args: CacheRankFlags) -> str | None:
     return phase.get("backend") if isinstance(phase, dict) else getattr(phase, "backend", None)
 
 
-def _at_least(least: int, asked: str, why: str) -> Refusal:
-    """A row that refuses a number below `least`."""
-    return Refusal(
-        asked, why, f"pass {least} or more", lambda args: getattr(args, field_of(asked)) < least
-    )
-
-
 SERVERS = (
     Refusal(
-        "--tp-size --pp-size --nnodes",
-        "tensor parallelism, pipeline parallelism and several machines are not supported yet",
-        when=lambda args: max(args.tp_size, args.pp_size, args.nnodes) > 1,
+        "--tp-size --pp-size --dp-size --nnodes",
+        "a model is served by one GPU of one machine yet",
     ),
     Refusal(
-        "--dp-size",
-        "data parallelism is not supported yet",
-        f"{DROP}, and start one server a replica",
-        lambda args: args.dp_size > 1,
-    ),
-    Refusal("--disaggregation-mode", "prefill and decode on separate servers are not supported"),
-    Refusal(
-        "--tokenizer-worker-num",
-        "several tokenizer workers load no plugins, which check what a request asks for",
-        when=lambda args: args.tokenizer_worker_num > 1,
+        "--disaggregation-mode --encoder-only",
+        "prefill, decode and encoders on separate servers are not supported",
     ),
     Refusal(
-        "--smg-grpc-mode --grpc-mode --use-ray --encoder-only",
-        "this server answers over HTTP, and its processes are its own",
+        "--tokenizer-worker-num --smg-grpc-mode --grpc-mode --use-ray",
+        "requests are checked in one process that answers over HTTP",
     ),
     Refusal(
         "--device",
@@ -127,54 +102,11 @@ SERVERS = (
         lambda args: args.device == "cuda" and not cpu.has_gpu(),
     ),
     Refusal(
-        "--attention-backend --prefill-attention-backend",
-        "the CPU engine attends by torch",
-        DROP,
-        lambda args: (
-            not args.on_gpu
-            and not {args.attention_backend, args.prefill_attention_backend} <= _CPU_BACKENDS
-        ),
-    ),
-    Refusal(
-        "--quantization",
-        "the CPU engine has no kernels for weights in 8 bits",
-        when=lambda args: args.quantization == "fp8" and not args.on_gpu,
-    ),
-    Refusal(
-        "--cache-rank-transfer-backend",
-        "it chooses what carries steps between GPUs, and the ranks run on CPUs",
-        when=lambda args: args.cache_rank_transfer_backend != "auto" and not args.on_gpu,
-    ),
-    Refusal(
         "--cache-rank-address",
         "that is not an address of this machine",
         f"pass the address of one of its interfaces, or {DROP} for loopback",
         lambda args: not _can_bind(args.cache_rank_address),
     ),
-    Refusal(
-        "--cache-rank-timeout",
-        "a cache rank says four times a second that it is alive",
-        "pass a finite number of seconds, at least 1",
-        lambda args: not 1 <= args.cache_rank_timeout < math.inf,
-    ),
-    Refusal(
-        "--cache-rank-max-restart-delay",
-        "a lost cache rank must be started again, and not in a busy loop",
-        "pass a number of seconds from 1 to 3600",
-        lambda args: not 1 <= args.cache_rank_max_restart_delay <= 3600,
-    ),
-    Refusal(
-        "--cache-rank-mem-fraction",
-        "the cache rank takes a share of the free memory",
-        "pass a number above 0 and at most 1",
-        lambda args: (
-            args.cache_rank_mem_fraction is not None and not 0 < args.cache_rank_mem_fraction <= 1
-        ),
-    ),
-    _at_least(1, "--max-sparse-requests", "a cache rank serves sparse requests"),
-    _at_least(2, "--bulk-chunk-tokens", "every step adds one token of its own"),
-    _at_least(0, "--dense-layers", "a number of layers cannot be negative"),
-    _at_least(1, "--trace-steps", "at least one step must be traced"),
     Refusal(
         "--radix-cache-backend --enable-hierarchical-cache --enable-lmcache --enable-flexkv "
         "--enable-session-radix-cache --enable-unified-cache-external-linker",
@@ -189,13 +121,22 @@ SERVERS = (
         "--speculative-algorithm",
         "speculative decoding verifies several queries a step, and the cache rank predicts one",
     ),
+    Refusal("--is-embedding --dllm-algorithm", "only autoregressive generation has decode steps"),
     Refusal(
-        "--enable-memory-saver",
-        "what it saves is memory of GPUs, and its library loads only where there is a driver",
-        f"{DROP}: on CPUs memory is released and resumed without it",
-        lambda args: args.enable_memory_saver and not args.on_gpu,
+        "--enable-lora --lora-paths",
+        "LoRA is not supported",
+        f"merge the adapter into the model, or {DROP}",
     ),
-    Refusal("--kv-cache-dtype", "the KV pool must have the model's dtype"),
+    Refusal(
+        "--model-impl",
+        "this has no attention layers that a cache rank can serve",
+        when=lambda args: args.model_impl == "transformers",
+    ),
+    Refusal(
+        "--kv-cache-dtype",
+        "the KV pool must have the model's dtype",
+        when=lambda args: args.kv_cache_dtype not in ("auto", "bf16", "bfloat16"),
+    ),
     Refusal(
         "--decode-attention-backend",
         "decode goes through the cache rank's own backend",
@@ -208,26 +149,36 @@ SERVERS = (
         f"name another backend, or {DROP}",
         lambda args: BACKEND in (args.attention_backend, args.prefill_attention_backend),
     ),
-    Refusal(
-        "--model-path",
-        "this does not exist or has no config.json",
-        "pass a model folder or a Hugging Face repository id",
-        lambda args: _is_missing(args.model_path),
-    ),
-    Refusal(
-        "--model-impl",
-        "this has no attention layers that a cache rank can serve",
-        when=lambda args: args.model_impl == "transformers",
-    ),
-    Refusal("--is-embedding --dllm-algorithm", "only autoregressive generation has decode steps"),
-    Refusal(
-        "--enable-lora --lora-paths",
-        "LoRA is not supported",
-        f"merge the adapter into the model, or {DROP}",
-        lambda args: bool(args.enable_lora or args.lora_paths),
-    ),
 )
 """These rows are of every server with sparse decode, by a cache rank or by a baseline."""
+
+CPUS = (
+    Refusal(
+        "--attention-backend --prefill-attention-backend",
+        "the CPU engine attends by torch",
+        DROP,
+        lambda args: not {args.attention_backend, args.prefill_attention_backend} <= _CPU_BACKENDS,
+    ),
+    Refusal(
+        "--quantization",
+        "the CPU engine has no kernels for weights in 8 bits",
+        when=lambda args: args.quantization == "fp8",
+    ),
+    Refusal(
+        "--enable-memory-saver",
+        "what it saves is memory of GPUs, and its library loads only where there is a driver",
+        f"{DROP}: on CPUs memory is released and resumed without it",
+    ),
+    Refusal(
+        "--enable-torch-compile",
+        "on CPUs SGLang cannot compile decode steps whose prefill has another attention backend",
+    ),
+    Refusal(
+        "--enable-deterministic-inference --rl-on-policy-target",
+        "SGLang has no deterministic attention on CPUs",
+    ),
+)
+"""These rows are of every server with sparse decode whose ranks run on CPUs."""
 
 CACHE_RANKS = (
     Refusal(
@@ -251,14 +202,6 @@ CACHE_RANKS = (
         lambda args: args.hysteresis is not None and args.hysteresis >= args.sparse_budget,
     ),
     Refusal(
-        "--max-total-tokens --sparse-threshold",
-        "a request that turns sparse has more tokens than SGLang's pool, so that none would",
-        "raise --max-total-tokens, or lower --sparse-threshold",
-        lambda args: (
-            args.max_total_tokens is not None and args.max_total_tokens <= args.sparse_threshold
-        ),
-    ),
-    Refusal(
         "--preferred-sampling-params",
         "a cache rank cannot follow beams",
         f"take beam_width out of it, or {PLAIN}",
@@ -272,21 +215,6 @@ CACHE_RANKS = (
         "--page-size",
         "tokens are selected one by one, so a page holds one token",
         when=lambda args: args.page_size not in (None, 1),
-    ),
-    Refusal(
-        "--reuse-sparse-tokens --disable-radix-cache --inference-kv",
-        "nothing is reused without a radix cache",
-        "drop --reuse-sparse-tokens",
-        lambda args: (
-            args.reuse_sparse_tokens == "on"
-            and (args.disable_radix_cache or not args.reuses_prefixes)
-        ),
-    ),
-    Refusal(
-        "--inference-kv --strip-thinking-cache",
-        "this spares the radix cache, which is off with --inference-kv working-set",
-        "drop --strip-thinking-cache, or pass --inference-kv full",
-        lambda args: args.inference_kv == "working-set" and args.strip_thinking_cache,
     ),
     Refusal(
         "--inference-kv --max-queued-requests",
@@ -402,13 +330,29 @@ def refuse_rust_server() -> None:
 ANY_SHAPE = ModelShape(1 << 20, 1, 1, 128, "bfloat16", 1.0)
 """The shape of a model that is not read yet; what depends on it, the table of models refuses."""
 
+RANGES = {
+    "--cache-rank-timeout": (1, 86_400),  # a cache rank says four times a second that it is alive
+    "--cache-rank-max-restart-delay": (1, 3600),
+    "--cache-rank-mem-fraction": (0.01, 1),
+    "--max-sparse-requests": (1, None),
+    "--bulk-chunk-tokens": (2, None),  # every step adds one token of its own
+    "--dense-layers": (0, None),
+    "--trace-steps": (1, None),
+}
+"""The least and the most that flags take of which the cache rank itself is not told."""
+
 
 def refuse_out_of_range(args: CacheRankFlags) -> None:
-    """Refuse values that the configuration of a cache rank does not take.
+    """Refuse numbers that are too small or too large.
 
     Raises:
-        UnsupportedError: a value is out of range.
+        UnsupportedError: one is; the message has the range.
     """
+    for flag, (least, most) in RANGES.items():
+        value = getattr(args, field_of(flag))
+        if value is not None and not least <= value <= (math.inf if most is None else most):
+            allowed = f"{least} or more" if most is None else f"a number from {least} to {most}"
+            raise UnsupportedError(f"{flag} {value}: this is out of range. Pass {allowed}.")
     try:
         args.cache_rank_config(ANY_SHAPE, max_rows=1)
     except ValueError as error:

@@ -10,6 +10,7 @@ from openai import OpenAI
 
 from scripts.accuracy.pointer_chase import make_chain
 from scripts.shared.serving import Server
+from sglang_ext import compat
 
 pytestmark = pytest.mark.xdist_group("bundled server")
 
@@ -105,3 +106,11 @@ def test_metrics_are_exported_under_their_names(server: Server, client: OpenAI) 
         assert samples[f"sglang_cache_rank_{name}"] > 0
     for name in ("delta_overflow_total", "step_wait_seconds_sum"):
         assert samples[f"sglang_cache_rank_{name}"] >= 0
+
+
+@pytest.mark.skipif(not compat.HAS_GRAMMARS_ON_CPUS, reason="their masks need a GPU")
+def test_an_answer_keeps_to_its_grammar(bundled_server: Server) -> None:
+    sampling = {"max_new_tokens": 12, "temperature": 1, "regex": "s1( s1)*"}
+    body = {"text": "go s1", "sampling_params": sampling}
+    answer = bundled_server.post("/generate", body).json()
+    assert {*answer["text"].split()} == {"s1"}

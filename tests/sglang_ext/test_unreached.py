@@ -10,16 +10,20 @@ import pytest
 from sglang_ext.unreached import say_small_capacity, say_unreached_settings
 
 
-def args_of(
-    threshold: int = 4096, sparse: int = 32, running: int | None = None, swap: int = 128
-) -> Any:
-    return SimpleNamespace(
-        sparse_threshold=threshold,
-        sparse_budget=2048,
-        max_sparse_requests=sparse,
-        max_running_requests=running,
-        max_swap_tokens=swap,
-    )
+def args_of(threshold: int = 4096, sparse: int = 32, **changes: Any) -> Any:
+    usual = {
+        "sparse_threshold": threshold,
+        "sparse_budget": 2048,
+        "max_swap_tokens": 128,
+        "max_sparse_requests": sparse,
+        "max_running_requests": None,
+        "max_total_tokens": None,
+        "reuse_sparse_tokens": "off",
+        "disable_radix_cache": False,
+        "cache_rank_transfer_backend": "auto",
+        "on_gpu": False,
+    }
+    return SimpleNamespace(**{**usual, **changes})
 
 
 @pytest.mark.parametrize(
@@ -28,10 +32,15 @@ def args_of(
         (args_of(), 4097, None),
         (args_of(), 4096, "--sparse-threshold 4096"),
         (args_of(), 1024, "the context ends at 1024 tokens"),
-        (args_of(running=32), 8192, None),
-        (args_of(running=33), 8192, "--max-sparse-requests 32: up to 33 requests"),
-        (args_of(swap=32), 8192, None),
-        (args_of(swap=31), 8192, "--max-swap-tokens 31: a request stays dense for 67 steps"),
+        (args_of(max_running_requests=32), 8192, None),
+        (args_of(max_running_requests=33), 8192, "--max-sparse-requests 32: up to 33 requests"),
+        (args_of(max_swap_tokens=32), 8192, None),
+        (args_of(max_swap_tokens=31), 8192, "--max-swap-tokens 31: a request stays dense for 67"),
+        (args_of(max_total_tokens=4097, reuse_sparse_tokens="on"), 8192, None),
+        (args_of(max_total_tokens=4096), 8192, "--max-total-tokens 4096"),
+        (args_of(reuse_sparse_tokens="on", disable_radix_cache=True), 8192, "nothing is reused"),
+        (args_of(cache_rank_transfer_backend="peer"), 8192, "--cache-rank-transfer-backend peer"),
+        (args_of(cache_rank_transfer_backend="peer", on_gpu=True), 8192, None),
     ],
 )
 def test_what_keeps_requests_dense_or_slow_is_named(

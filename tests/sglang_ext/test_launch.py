@@ -1,0 +1,241 @@
+"""The command: its help, its status, its port, and whether there is a model."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from huggingface_hub import constants
+from packaging.version import Version
+
+import sglang_ext
+from scripts.shared.serving import free_port
+from sglang_ext import compat
+from sglang_ext.flags import CACHE_RANK_FIELDS
+from sglang_ext.model_path import find_file, require_model
+from sglang_ext.port import reserved
+from sglang_ext.refusals import UnsupportedError
+from sglang_ext.server_args import BUNDLED_MODEL, argument_parser
+
+COMMAND = [sys.executable, "-m", "sglang_ext.launch"]
+ENVIRONMENT = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+ROOT = Path(sglang_ext.__file__).parent.parent
+
+
+# Help.
+
+
+def printed(option: str, capsys: pytest.CaptureFixture[str]) -> str:
+    with pytest.raises(SystemExit) as caught:
+        argument_parser().parse_args([option])
+    assert caught.value.code == 0
+    return capsys.readouterr().out
+
+
+def test_help_is_of_our_flags_and_says_where_sglangs_are(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    output = printed("--help", capsys)
+    assert output.startswith("usage: python -m sglang_ext.launch [--model-path MODEL] ")
+    (section,) = re.findall(r"^cache rank:\n((?:(?: .*)?\n)+)", output, flags=re.MULTILINE)
+    shown = re.findall(r"^  --([a-z-]+)", section, flags=re.MULTILINE)
+    assert shown == [name.replace("_", "-") for name in CACHE_RANK_FIELDS]
+    assert "--help-all" in output
+    assert "--page-size" not in output
+
+
+def test_all_of_the_help_has_our_flags_before_sglangs(capsys: pytest.CaptureFixture[str]) -> None:
+    output = printed("--help-all", capsys)
+    assert 0 < output.index("\n  --cache-rank-gpus") < output.index("\n  --page-size")
+    assert output.count("usage:") == 1
+
+
+@pytest.mark.parametrize("flags", ["--sparse-budgets 7", "--kv-residency fp3", "--trace-steps few"])
+def test_a_flag_that_cannot_be_read_exits_with_status_2(
+    flags: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        argument_parser().parse_args(["--model-path", "m", *flags.split()])
+    assert caught.value.code == 2
+    usage, *_, error = capsys.readouterr().err.splitlines()
+    assert usage.startswith("usage: python -m sglang_ext.launch")
+    assert flags.split()[0] in error
+
+
+# The port.
+
+
+def test_one_server_of_ours_holds_a_port_that_sglang_can_bind() -> None:
+    port = free_port()
+    with reserved("127.0.0.1", port):
+        with socket.socket() as sglangs:
+            sglangs.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sglangs.bind(("127.0.0.1", port))
+        said = f"^--port {port}: a server that is starting "
+        with pytest.raises(UnsupportedError, match=said), reserved("0.0.0.0", port):
+            pass
+    with reserved("127.0.0.1", port):
+        pass
+
+
+def test_refuses_a_port_that_somebody_listens_on() -> None:
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+        with reserved("127.0.0.1", port):
+            pass  # bound, and nobody listens yet
+        listener.listen()
+        for host in ("127.0.0.1", "0.0.0.0", "localhost"):
+            with pytest.raises(UnsupportedError, match=f"^--port {port}: "), reserved(host, port):
+                pass
+
+
+@pytest.mark.parametrize(
+    ("host", "port", "flag"),
+    [
+        ("127.0.0.1", 0, "--port"),
+        ("127.0.0.1", 1 << 16, "--port"),
+        ("no.such.host.invalid", 12345, "--host"),
+        ("192.0.2.1", 12345, "--port"),  # nobody's address
+    ],
+)
+def test_refuses_a_port_that_cannot_be_had(host: str, port: int, flag: str) -> None:
+    with pytest.raises(UnsupportedError, match=f"^{flag} "), reserved(host, port):
+        pass
+
+
+@contextlib.contextmanager
+def launched(port: int) -> Iterator[subprocess.Popen[str]]:
+    process = subprocess.Popen(
+        [*COMMAND, "--port", str(port)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env=ENVIRONMENT,
+        start_new_session=True,
+    )
+    try:
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, 15)
+        process.communicate()
+
+
+def test_of_two_servers_that_start_together_on_a_port_one_is_refused_at_once() -> None:
+    port = free_port()
+    with launched(port) as one, launched(port) as other:
+        while (codes := [one.poll(), other.poll()]) == [None, None]:
+            time.sleep(0.1)
+        assert sorted(code is None for code in codes) == [False, True]
+        refused = one if codes[1] is None else other
+        assert refused.stderr is not None
+        said = refused.stderr.read()
+        assert refused.returncode == 2
+        assert said.splitlines()[-1].startswith(f"error: --port {port}: a server that is starting")
+        assert "Load weight" not in said
+
+
+# The model.
+
+
+def test_a_model_is_found_in_a_folder() -> None:
+    require_model(str(BUNDLED_MODEL))
+    assert find_file(str(BUNDLED_MODEL), "config.json") == BUNDLED_MODEL / "config.json"
+    assert find_file(str(BUNDLED_MODEL), "no.json") is None
+
+
+@pytest.mark.parametrize("path", ["/nowhere", "./nowhere", "../nowhere", "~/nowhere", "a/b/c"])
+def test_a_folder_that_is_not_there_is_named(path: str) -> None:
+    with pytest.raises(FileNotFoundError, match=rf"^--model-path {re.escape(path)}: this does not"):
+        require_model(path)
+
+
+def test_a_folder_without_a_configuration_is_no_model(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"has no config\.json"):
+        require_model(str(tmp_path))
+
+
+def test_a_model_in_the_cache_needs_no_network(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cached = tmp_path / "models--somebody--model"
+    (cached / "refs").mkdir(parents=True)
+    (cached / "refs/main").write_text("abc")
+    (cached / "snapshots/abc").mkdir(parents=True)
+    (cached / "snapshots/abc/config.json").write_text("{}")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    require_model("somebody/model")
+    with pytest.raises(FileNotFoundError, match=rf"{tmp_path}\. Unset HF_HUB_OFFLINE, or "):
+        require_model("somebody/mistyped")
+
+
+def test_a_hub_that_does_not_answer_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        hub = f"http://127.0.0.1:{closed.getsockname()[1]}"
+        monkeypatch.setattr(constants, "ENDPOINT", hub)
+        monkeypatch.setattr(
+            constants, "HUGGINGFACE_CO_URL_TEMPLATE", hub + "/{repo_id}/{revision}/{filename}"
+        )
+        with pytest.raises(FileNotFoundError, match=f"{hub} does not answer"):
+            require_model("somebody/model")
+
+
+# The status.
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--page-size 16", "error: --page-size 16: "),
+        ("--model-path /nowhere", "error: --model-path /nowhere: "),
+        ("--enable-mis", "error: Multi-item scoring"),  # SGLang asserts this
+    ],
+)
+def test_a_refusal_ends_the_command_with_one_line_and_status_2(flags: str, said: str) -> None:
+    ended = subprocess.run(
+        [*COMMAND, *flags.split()],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=ENVIRONMENT,
+        timeout=120,
+    )
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert "Traceback" not in ended.stderr
+    assert ended.stderr.splitlines()[-1].startswith(said)
+
+
+@pytest.mark.skipif(Version("0.5.21") > compat.RELEASE, reason="this release has no such commands")
+def test_sglang_serve_finds_the_same_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from sglang.cli.serve_backends import SERVE_BACKENDS_GROUP, ServeBackendRegistry, ServeRequest
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    entries = project["entry-points"][SERVE_BACKENDS_GROUP]
+    installed = tmp_path / "sglang_cache_rank-9.dist-info"
+    installed.mkdir()
+    (installed / "METADATA").write_text(f"Name: {project['name']}\nVersion: 9\n")
+    lines = [f"{name} = {target}\n" for name, target in entries.items()]
+    (installed / "entry_points.txt").write_text("".join([f"[{SERVE_BACKENDS_GROUP}]\n", *lines]))
+    monkeypatch.syspath_prepend(tmp_path)
+    backend = ServeBackendRegistry({}).get("cache-rank").backend
+    with pytest.raises(SystemExit) as caught:
+        backend.run(ServeRequest(("--model-path", "/nowhere"), "/nowhere"))
+    assert caught.value.code == 2
+    assert "error: --model-path /nowhere: " in capsys.readouterr().err

@@ -1,0 +1,272 @@
+"""What is refused with a cache rank, row by row, and what is only warned of."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sglang_ext import baselines, compat, cpu
+from sglang_ext.flags import BACKEND, field_of
+from sglang_ext.refusals import PLAIN, Refusal, UnsupportedError, known, models, refuse, servers
+from sglang_ext.server_args import BUNDLED_MODEL, CacheRankServerArgs, argument_parser
+
+Make = Callable[..., CacheRankServerArgs]
+
+
+@pytest.fixture
+def make(monkeypatch: pytest.MonkeyPatch) -> Make:
+    """Make arguments as the user gives them, on a machine without a GPU, and resolve nothing."""
+    monkeypatch.setattr(cpu, "has_gpu", lambda: False)
+    monkeypatch.setattr(CacheRankServerArgs, "_resolve", lambda self, let_sglang: None)
+    for variable in [name for name in os.environ if name.startswith("CACHE_RANK_")]:
+        monkeypatch.delenv(variable)
+    return lambda **fields: CacheRankServerArgs(**{"model_path": str(BUNDLED_MODEL), **fields})
+
+
+def check(args: CacheRankServerArgs, rows: tuple[Refusal, ...], flags: str) -> None:
+    """Some row refuses the arguments, and names these flags and a remedy."""
+    with pytest.raises(UnsupportedError) as caught:
+        refuse(args, rows)
+    sentences = re.fullmatch(r"(--.+?): (.+?)\. ([A-Z].+)\.", str(caught.value))
+    assert sentences
+    named, why, remedy = sentences.groups()
+    assert re.findall(r"(?<!\S)--[a-z-]+", named) == flags.split()
+    assert "{" not in why + remedy
+
+
+SERVER_CASES: list[tuple[str, dict[str, Any]]] = [
+    ("--tp-size", {"tp_size": 2}),
+    ("--pp-size --nnodes", {"pp_size": 2, "nnodes": 2}),
+    ("--disaggregation-mode", {"disaggregation_mode": "decode"}),
+    ("--use-ray", {"use_ray": True}),
+    ("--device", {"device": "npu"}),
+    ("--device", {"device": "cuda"}),
+    ("--cache-rank-address", {"cache_rank_address": "not.an.address.invalid"}),
+    ("--enable-hierarchical-cache", {"enable_hierarchical_cache": True}),
+    ("--enable-mixed-chunk", {"enable_mixed_chunk": True}),
+    ("--enable-pdmux", {"enable_pdmux": True}),
+    ("--speculative-algorithm", {"speculative_algorithm": "NGRAM"}),
+    ("--is-embedding", {"is_embedding": True}),
+    ("--lora-paths", {"lora_paths": ["adapter=/nowhere"]}),
+    ("--model-impl", {"model_impl": "transformers"}),
+    ("--kv-cache-dtype", {"kv_cache_dtype": "fp8_e4m3"}),
+    ("--decode-attention-backend", {"decode_attention_backend": "triton"}),
+    ("--prefill-attention-backend", {"prefill_attention_backend": BACKEND}),
+]
+CPU_CASES: list[tuple[str, dict[str, Any]]] = [
+    ("--attention-backend", {"attention_backend": "triton"}),
+    ("--prefill-attention-backend", {"prefill_attention_backend": "fa3"}),
+    ("--quantization", {"quantization": "fp8"}),
+    ("--enable-memory-saver", {"enable_memory_saver": True}),
+    ("--enable-torch-compile", {"enable_torch_compile": True}),
+    ("--enable-deterministic-inference", {"enable_deterministic_inference": True}),
+    ("--rl-on-policy-target", {"rl_on_policy_target": "fsdp"}),
+]
+CACHE_RANK_CASES: list[tuple[str, dict[str, Any]]] = [
+    ("--cache-rank-gpus", {"cache_rank_gpus": 2}),
+    ("--trace", {"trace": "missing-folder/trace.json"}),
+    ("--trace", {"trace": "."}),
+    ("--preferred-sampling-params", {"preferred_sampling_params": '{"beam_width": 4}'}),
+    ("--page-size", {"page_size": 16}),
+    ("--inference-kv --kv-canary", {"inference_kv": "working-set", "kv_canary": "log"}),
+    (
+        "--inference-kv --max-queued-requests",
+        {"inference_kv": "working-set", "max_queued_requests": 8},
+    ),
+    (
+        "--inference-kv --disable-overlap-schedule",
+        {"inference_kv": "working-set", "disable_overlap_schedule": True},
+    ),
+    ("--sparse-threshold", {"sparse_threshold": 68}),
+    ("--sparse-threshold", {"sparse_threshold": 2115}),
+    ("--sparse-budget", {"sparse_budget": 4029}),
+    *(
+        [("--startup-weight-load-mode", {"startup_weight_load_mode": "overlap"})]
+        if "--startup-weight-load-mode" not in compat.ABSENT_FLAGS
+        else []
+    ),
+]
+GPU_CASES: list[tuple[int, int, str, dict[str, Any]]] = [
+    (2, 9, "--disable-overlap-schedule", {"disable_overlap_schedule": True}),
+    (2, 9, "--cache-rank-base-gpu-id", {"cache_rank_base_gpu_id": 0}),
+    (1, 9, "--cache-rank-gpus", {}),
+    (2, 9, "--gpu-id-step", {"gpu_id_step": 2}),
+    (2, 9, "--cache-rank-transfer-backend", {"cache_rank_transfer_backend": "peer"}),
+    (2, 8, "--wire-dtype", {"wire_dtype": "fp8"}),
+    (2, 8, "--score-keys", {"score_keys": "fp8"}),
+    (2, 9, "--attention-backend", {"attention_backend": "trtllm_mha"}),
+    (2, 9, "--cuda-graph-backend-decode", {"cuda_graph_backend_decode": "breakable"}),
+    (2, 9, "--cuda-graph-config", {"cuda_graph_config": {"decode": {"backend": "breakable"}}}),
+]
+BASELINE_CASES: list[tuple[int, int, str, dict[str, Any]]] = [
+    (0, 9, "--decode-mode", {"cache_rank_gpus": 1}),
+    (1, 10, "--decode-mode", {}),
+    (0, 9, "--decode-mode --inference-kv", {"inference_kv": "working-set"}),
+    (0, 9, "--decode-mode --page-size", {"page_size": 16}),
+    (1, 9, "--decode-mode --page-size", {"page_size": 1}),
+    (1, 9, "--decode-mode --enable-memory-saver", {"enable_memory_saver": True}),
+]
+
+
+@pytest.mark.parametrize(
+    ("rows", "flags", "fields"),
+    [
+        *((servers.SERVERS, *case) for case in SERVER_CASES),
+        *((servers.CPUS, *case) for case in CPU_CASES),
+        *((servers.CACHE_RANKS, *case) for case in CACHE_RANK_CASES),
+    ],
+)
+def test_refuses_and_names_the_flags_and_a_remedy(
+    rows: tuple[Refusal, ...], flags: str, fields: dict[str, Any], make: Make
+) -> None:
+    refuse(make(), rows)
+    check(make(**fields), rows, flags)
+
+
+def pretend_gpus(count: int, generation: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "has_gpu", lambda: count > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (generation, 0))
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: False)
+
+
+@pytest.mark.parametrize(("gpus", "generation", "flags", "fields"), GPU_CASES)
+def test_refuses_what_gpus_cannot_do(
+    gpus: int,
+    generation: int,
+    flags: str,
+    fields: dict[str, Any],
+    make: Make,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pretend_gpus(2, 9, monkeypatch)
+    refuse(make(), servers.GPUS)
+    pretend_gpus(gpus, generation, monkeypatch)
+    check(make(**fields), servers.GPUS, flags)
+
+
+@pytest.mark.parametrize(("gpus", "generation", "flags", "fields"), BASELINE_CASES)
+def test_refuses_what_a_baseline_cannot_do(
+    gpus: int,
+    generation: int,
+    flags: str,
+    fields: dict[str, Any],
+    make: Make,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    quest = {"decode_mode": "quest", "cache_rank_gpus": 0}
+    refuse(make(**quest), baselines.REFUSALS)
+    pretend_gpus(gpus, generation, monkeypatch)
+    args = make(**{**quest, **fields})
+    check(args, baselines.REFUSALS, flags)
+
+
+def test_full_queues_are_refused_on_gpus(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    refuse(make(max_queued_requests=8), servers.CACHE_RANKS)
+    pretend_gpus(2, 9, monkeypatch)
+    check(make(max_queued_requests=8), servers.CACHE_RANKS, "--max-queued-requests")
+
+
+@pytest.mark.parametrize(
+    ("field", "values"),
+    [
+        ("cache_rank_timeout", (0.95, float("inf"), float("nan"))),
+        ("cache_rank_max_restart_delay", (0.5, 3601)),
+        ("cache_rank_mem_fraction", (0, 1.1, float("nan"))),
+        ("max_sparse_requests", (0,)),
+        ("bulk_chunk_tokens", (1,)),
+        ("dense_layers", (-1,)),
+        ("trace_steps", (0,)),
+        ("layers_per_group", (0,)),
+        ("sparse_budget", (0, -1)),
+        ("query_window", (0,)),
+        ("sink_tokens", (-1,)),
+        ("recent_tokens", (-1,)),
+        ("score_normalizer", ("attended",)),
+    ],
+)
+def test_refuses_values_out_of_range(field: str, values: tuple[Any, ...], make: Make) -> None:
+    servers.refuse_out_of_range(make())
+    for value in values:
+        with pytest.raises(UnsupportedError, match=rf"^--{field.replace('_', '-')} \S"):
+            servers.refuse_out_of_range(make(**{field: value}))
+
+
+@pytest.mark.parametrize(
+    ("residency", "options"),
+    [
+        ("lynx", "alpha=0"),
+        ("bf16", "reading=4"),
+        ("quantspec", "reading=4,alpha"),
+        ("quantspec", "reading=4,reading=8"),
+    ],
+)
+def test_refuses_options_of_a_residency(residency: str, options: str, make: Make) -> None:
+    args = make(kv_residency=residency, kv_residency_options=options)
+    with pytest.raises(UnsupportedError, match=r"^--kv-residency-options "):
+        servers.refuse_out_of_range(args)
+
+
+ROWS = (
+    *servers.SERVERS,
+    *servers.CPUS,
+    *servers.CACHE_RANKS,
+    *servers.GPUS,
+    *models.MODELS,
+    *models.WORKING_SETS,
+    *baselines.REFUSALS,
+)
+
+
+def test_rows_and_the_list_of_known_flags_name_flags_that_there_are() -> None:
+    there = {option for each in argument_parser()._actions for option in each.option_strings}
+    for row in ROWS:
+        why = row.why if isinstance(row.why, str) else ""
+        named = re.findall(r"(?<!\S)--[a-z][a-z-]*", f"{row.asked} {why} {row.remedy}")
+        assert row.asked
+        assert {*named} <= there | compat.ABSENT_FLAGS
+    assert len(known.KNOWN - {*compat.default_values(CacheRankServerArgs)}) <= 2  # of one release
+
+
+def test_no_row_refuses_a_flag_that_is_at_its_default_alone(make: Make) -> None:
+    args = make()
+    assert [row.asked for row in ROWS if row.when is None and row.refuses(args)] == []
+
+
+def test_a_refusal_names_the_flags_that_were_given_as_they_are_typed(make: Make) -> None:
+    args = make(sink_tokens=7, trace="t.json", disable_overlap_schedule=True)
+    asked = "--trace --recent-tokens --sink-tokens --disable-overlap-schedule"
+    assert Refusal(asked, "it is a test").message(args) == (
+        "--trace t.json --sink-tokens 7 --disable-overlap-schedule: it is a test. "
+        "Drop --trace and --sink-tokens and --disable-overlap-schedule."
+    )
+    assert Refusal(asked, "it is a test").refuses(args)
+    assert not Refusal("--recent-tokens", "it is a test").refuses(args)
+    assert Refusal("--recent-tokens", "{}", PLAIN).message(args) == (
+        "--recent-tokens 64: {}. Pass --cache-rank-gpus 0 for plain SGLang."
+    )
+
+
+def test_one_line_names_the_flags_that_nobody_has_tried(
+    make: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    known.say_unknown(make(enable_metrics=True, api_key="secret", sparse_budget=7))
+    assert caplog.messages == []
+    known.say_unknown(make(cpu_offload_gb=1, enable_metrics=True, num_continuous_decode_steps=2))
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    said, _, flags = record.getMessage().rpartition(": ")
+    assert said == "cache rank: not known to work with it"
+    assert {*flags.split(", ")} == {"--cpu-offload-gb", "--num-continuous-decode-steps"}
+    assert all(field_of(flag) not in known.KNOWN for flag in flags.split(", "))
+
+
+def test_a_file_that_can_be_written_takes_a_trace(make: Make, tmp_path: Path) -> None:
+    refuse(make(trace=str(tmp_path / "trace.json")), servers.CACHE_RANKS)
