@@ -7,16 +7,33 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from sglang_ext.server_args import CacheRankServerArgs
 
 
-def main(argv: Sequence[str]) -> int:
-    """Serve until stopped, and return the exit status: 2 if the arguments are refused."""
+def main(
+    argv: Sequence[str],
+    kind: type[CacheRankServerArgs] | None = None,
+    run_scheduler_process: Callable[..., Any] | None = None,
+) -> int:
+    """Serve until stopped.
+
+    Args:
+        argv: the command line.
+        kind: of the arguments, if not CacheRankServerArgs.
+        run_scheduler_process: runs a scheduler process, if not ours.
+
+    Returns:
+        The exit status: 2 if the arguments are refused.
+    """
     from sglang_ext.refusals import refuse_used_port
-    from sglang_ext.server_args import parse_server_args
+    from sglang_ext.server_args import CacheRankServerArgs, parse_server_args
 
     try:
-        server_args = parse_server_args(argv)
+        server_args = parse_server_args(argv, kind or CacheRankServerArgs)
         refuse_used_port(server_args.host, server_args.port)
     except (ValueError, OSError) as error:  # ours, and SGLang's own complaints about arguments
         print(f"error: {error}", file=sys.stderr)
@@ -32,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         launch_server(
             server_args,
-            run_scheduler_process_func=processes.run_scheduler_process,
+            run_scheduler_process_func=run_scheduler_process or processes.run_scheduler_process,
             run_detokenizer_process_func=processes.run_detokenizer_process,
         )
     finally:

@@ -96,7 +96,7 @@ class Job(msgspec.Struct):
     system: str
     gpus: int  # GPUs that it needs
     cache_rank: bool
-    engine: dict[str, Any]  # arguments of `sglang_ext.Engine`, or those of a cache rank alone
+    engine: dict[str, Any]  # arguments of an engine, or those of a cache rank alone
     shapes: list[Shape]  # shapes as they are run
     vocabulary: int
     settings: Settings

@@ -29,6 +29,7 @@ from scripts.speed.weights import norms_for_unit_logits
 
 def measure_on_engine(job: Job) -> Iterator[Measurement]:
     """Start the engine and measure every shape: each measurement as it begins and as it ended."""
+    from scripts.baselines.plugin import Engine as BaselineEngine
     from scripts.speed.calibration import needs_calibration, write_blank
     from sglang_ext import Engine, compat
 
@@ -37,7 +38,8 @@ def measure_on_engine(job: Job) -> Iterator[Measurement]:
         if job.cache_rank and needs_calibration(arguments):
             write_blank(Path(folder), model_config(job.model), arguments)
             arguments["calibration"] = folder
-        engine = Engine(**arguments)  # which has read it once it has started
+        # Which has read the calibration once it has started.
+        engine = (BaselineEngine if "decode_mode" in arguments else Engine)(**arguments)
     try:
         if job.model != BUNDLED:
             compat.load_weights(engine, norms_for_unit_logits(model_config(job.model)))

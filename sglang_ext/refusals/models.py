@@ -11,7 +11,7 @@ import psutil
 
 from cache_rank.config import DTYPES
 from sglang_ext import compat
-from sglang_ext.flags import CacheRankFlags, field_of
+from sglang_ext.flags import CacheRankFlags
 from sglang_ext.memory import bytes_beyond_allocator
 from sglang_ext.refusals import PLAIN, Refusal
 
@@ -19,10 +19,9 @@ MAX_HEAD_DIM = 256
 """The widest head that the kernels take, in elements."""
 
 GPU_HEAD_DIMS = (64, 128, 256)
-"""Tiles of kernels are powers of two on GPUs; the interpreter takes others, for tests on CPUs."""
+"""Tiles of kernels are powers of two on GPUs; the interpreter takes others, for tests on CPUs.
 
-FLASHINFER_HEAD_DIMS = (64, 128, 256)
-"""FlashInfer checks no others: heads of 80 or 96 elements end in illegal accesses of memory."""
+FlashInfer checks no others: heads of 80 or 96 elements end in illegal accesses of memory."""
 
 
 def _model(args: CacheRankFlags) -> Any:
@@ -70,22 +69,6 @@ def _bytes_of_working_sets(args: CacheRankFlags) -> int:
     return bytes_beyond_allocator(args, model.num_hidden_layers, token)
 
 
-def _other_head_dim_than_flashinfers(asked: str) -> Refusal:
-    """A row that refuses FlashInfer for a size of heads that it has no kernels for."""
-    return Refusal(
-        asked,
-        lambda args: (
-            f"heads have {_model(args).head_dim} elements, and FlashInfer has kernels for "
-            f"{', '.join(map(str, FLASHINFER_HEAD_DIMS))}"
-        ),
-        "pass triton",
-        lambda args: (
-            getattr(args, field_of(asked)) == "flashinfer"
-            and _model(args).head_dim not in FLASHINFER_HEAD_DIMS
-        ),
-    )
-
-
 MODELS = (
     Refusal(
         "--model-path",
@@ -122,12 +105,8 @@ MODELS = (
             f"{', '.join(map(str, GPU_HEAD_DIMS))}"
         ),
         PLAIN,
-        lambda args: (
-            args.on_gpu and not args.is_baseline and _model(args).head_dim not in GPU_HEAD_DIMS
-        ),
+        lambda args: args.on_gpu and _model(args).head_dim not in GPU_HEAD_DIMS,
     ),
-    _other_head_dim_than_flashinfers("--attention-backend"),
-    _other_head_dim_than_flashinfers("--prefill-attention-backend"),
     Refusal(
         "--dtype",
         lambda args: f"a KV pool of {_dtype(args)} is not supported",

@@ -26,7 +26,7 @@ from sglang.srt.server_args import ServerArgs
 
 import sglang_ext
 from cache_rank.config import CacheRankConfig, ModelShape
-from sglang_ext import baselines, compat, cpu, launch, plugin, server_args
+from sglang_ext import compat, cpu, launch, plugin, server_args
 from sglang_ext.flags import (
     BACKEND,
     CACHE_RANK_FIELDS,
@@ -61,7 +61,7 @@ def _leave_the_process_as_it_was(monkeypatch: pytest.MonkeyPatch) -> Iterator[No
     environment, level = dict(os.environ), logging.root.level
     handlers, logging.root.handlers = logging.root.handlers, []
     monkeypatch.setattr(cpu, "has_gpu", lambda: False)
-    monkeypatch.setattr(server_args, "argument_parser", lambda: made)
+    monkeypatch.setattr(server_args, "argument_parser", lambda kind: made)
     for variable in (ALLOW_LARGE_BUDGET_VARIABLE, CHECKSUM_VARIABLE):
         os.environ.pop(variable, None)
     yield
@@ -132,9 +132,7 @@ class Case:
         return " ".join(str(word) for word in words if word)
 
 
-QUEST = "--decode-mode quest --cache-rank-gpus 0"
 WORKING_SET = "--inference-kv working-set"
-KERNELS, PREFILL = "--attention-backend", "--prefill-attention-backend"
 TRANSFER = "--cache-rank-transfer-backend"
 LLAMA = Model("Llama")
 WINDOWS = {
@@ -263,24 +261,10 @@ CASES = [
     *(Case(flags, gpus=2, generation=8) for flags in ("--wire-dtype fp8", "--score-keys fp8")),
     Case("--cuda-graph-backend-decode breakable", gpus=2),
     Case('--cuda-graph-config {"decode":{"backend":"breakable"}}', gpus=2),
-    # Decode is a synchronous baseline.
-    Case("--decode-mode quest"),
-    Case("--decode-mode tova --cache-rank-gpus 2"),
-    Case(f"{QUEST} {WORKING_SET}", "--decode-mode --inference-kv"),
-    Case(f"{QUEST} --page-size 16", "--decode-mode --page-size"),
-    Case(f"{QUEST} --page-size 1", "--decode-mode --page-size", gpus=1),
-    Case(QUEST, "--decode-mode", gpus=1, generation=10),
-    Case(f"{QUEST} --enable-memory-saver", "--decode-mode --enable-memory-saver", gpus=1),
-    Case(f"{QUEST} --enable-mixed-chunk", "--enable-mixed-chunk"),
-    Case(f"{QUEST} --tp-size 2", "--tp-size"),
-    Case(f"{QUEST} --dense-layers 2", "--dense-layers", model=LLAMA),
     # The model is at fault.
     Case("", "--model-path", gpus=2, model=LLAMA),
     *(Case("", "--model-path", gpus=2, model=Model("Llama", {"head_dim": d})) for d in (32, 96)),
     Case("--attention-backend flashinfer", "--model-path", gpus=2, model=LLAMA),
-    Case(f"{QUEST} {KERNELS} flashinfer", KERNELS, gpus=1, model=LLAMA),
-    Case(QUEST, KERNELS, gpus=1, generation=8, model=Model("Llama", {"head_dim": 80})),
-    Case(f"{QUEST} {PREFILL} flashinfer", PREFILL, gpus=1, model=LLAMA),
     Case("--dense-layers 2", model=LLAMA),
     Case("--dense-layers 7", model=LLAMA),
     Case("--query-predictor forecast", model=LLAMA),
@@ -316,7 +300,6 @@ ROWS = (
     *servers.GPUS,
     *models.MODELS,
     *models.WORKING_SETS,
-    *baselines.REFUSALS,
 )
 
 
@@ -365,8 +348,7 @@ def test_refuses_and_names_the_flags_and_a_remedy(case: Case) -> None:
     assert flags_in(named) <= set(row.asked.split())
     assert "{" not in why + remedy
     if PLAIN in row.remedy:
-        own = "--decode-mode" if "--decode-mode" in case.flags else "--cache-rank-gpus 0"
-        assert own in remedy
+        assert "--cache-rank-gpus 0" in remedy
 
 
 def test_every_row_refuses_something() -> None:
@@ -415,7 +397,6 @@ RANGES = [
     "--kv-residency-options reading=4,reading=8 --kv-residency quantspec",
     "--score-keys fp8 --kv-residency lynx",
     "--score-normalizer attended",
-    f"--sparse-budget 0 {QUEST}",
 ]
 
 
@@ -449,8 +430,6 @@ def test_gpus_have_the_kernels_of_their_generation(
     assert (args.device, args.attention_backend, args.page_size) == ("cuda", kernels, 1)
     assert args.decode_attention_backend == BACKEND
     assert (args.max_total_tokens, args.sampling_backend) == (None, None)
-    if generation < 10:
-        assert parse_server_args(QUEST.split()).page_size == 16
     given = (
         "--cache-rank-base-gpu-id 1 --cache-rank-transfer-backend nccl --attention-backend triton "
         "--cuda-graph-backend-decode full"
@@ -716,9 +695,6 @@ def test_without_a_cache_rank_it_is_plain_sglang() -> None:
     assert args.dtype == "auto"
 
 
-BASELINE = "--cache-rank-gpus 0 --decode-mode tova"
-
-
 @pytest.mark.parametrize(
     ("flags", "line"),
     [
@@ -732,11 +708,6 @@ BASELINE = "--cache-rank-gpus 0 --decode-mode tova"
             "--cache-rank-gpus 0 --dense-layers 2 --sparse-budget 0 --cache-rank-base-gpu-id 0",
             "without a cache rank these have no effect: --sparse-budget, --dense-layers, "
             "--cache-rank-base-gpu-id",
-        ),
-        (f"{BASELINE} --sparse-budget 8 --sink-tokens 1 --recent-tokens 2 --dense-layers 0", None),
-        (
-            f"{BASELINE} --sparse-budget 8 --sparse-threshold 80 --trace t.json",
-            "with --decode-mode tova these have no effect: --sparse-threshold, --trace",
         ),
         ("--wire-dtype fp8 --kv-residency lynx", None),
     ],
@@ -753,7 +724,7 @@ def test_one_line_names_the_flags_that_are_ignored(
 def test_every_flag_of_ours_is_named_without_a_cache_rank(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    heeded = ("cache_rank_gpus", "decode_mode", "allow_untested_sglang")
+    heeded = ("cache_rank_gpus", "allow_untested_sglang")
     own = [name for name in CACHE_RANK_FIELDS if name not in heeded]
     given: dict[str, Any] = dict.fromkeys(own, "another")
     compat.resolve(
@@ -943,7 +914,6 @@ def test_the_arguments_survive_pickling() -> None:
         "--score-keys fp3",
         "--wire-dtype float8",
         "--kv-residency fp3",
-        "--decode-mode dense",
         "--cache-rank-transfer-backend rdma",
         "--trace-steps few",
         "--cache-rank-timeout soon",

@@ -78,6 +78,7 @@ def test_presets_make_problems(name: str) -> None:
 @pytest.mark.usefixtures("quiet")
 def test_servers_accept_the_flags_of_presets(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every argument that a preset gives, with every value that it gives it."""
+    from scripts.baselines.args import BaselineServerArgs
     from sglang_ext import cpu, server_args
 
     monkeypatch.setattr(cpu, "has_gpu", lambda: False)
@@ -86,7 +87,11 @@ def test_servers_accept_the_flags_of_presets(monkeypatch: pytest.MonkeyPatch) ->
         for system in map(System.parse, preset.systems):
             new = {("name", system.name), *system.changes.items()} - seen
             if new and system.name != "dense":
-                parsed = server_args.parse_server_args(system_flags(system, POLICY, 264, 64))
+                is_baseline = system.mode in DECODE_MODES
+                parsed = server_args.parse_server_args(
+                    system_flags(system, POLICY, 264, 64),
+                    BaselineServerArgs if is_baseline else server_args.CacheRankServerArgs,
+                )
                 assert parsed.sparse_budget == {**POLICY, **system.changes}["sparse_budget"]
                 seen |= new
     assert ("kv_residency", "mosaickv") in seen
