@@ -16,8 +16,7 @@ from cache_rank import residency
 from cache_rank.channels.link import Link
 from cache_rank.channels.transport import Pending
 from cache_rank.copies import Readback
-from cache_rank.measure.recording import Recorder
-from cache_rank.measure.timeline import Timeline
+from cache_rank.measure.observer import Observer
 from cache_rank.messages import MessageBuffers
 from cache_rank.protocol import (
     NO_EPOCH,
@@ -65,8 +64,7 @@ class CacheRank:
             )
         self._link = link
         self._device = device
-        self._recorder = Recorder.from_environment(config)
-        self._timeline = Timeline(message.trace, device)
+        self._observer = Observer(config, message.trace, device)
         self._overflow, self._overflow_tokens = Readback(), 0
         self._last_epoch = 0
         self._last_step = 0
@@ -112,7 +110,9 @@ class CacheRank:
         rows = [Row(sequence.epoch, sequence.tokens)]
         step, messages = selector.begin_step(0, rows), self._messages.of(1)
         for boundary, up in zip(self._boundaries, messages.up, strict=True):
-            selector.serve(step, boundary, up, messages.answer_of(boundary), self._timeline)
+            selector.serve(
+                step, boundary, up, messages.answer_of(boundary), self._observer.timeline
+            )
 
     def load(self, message: Load) -> str | None:
         """Take over a bulk shipment; return the reason when it is refused.
@@ -151,7 +151,7 @@ class CacheRank:
         selector.load(sequence, shipment)
         if shipment.is_cuda:
             self._loaded[message.epoch] = self._mark()
-        self._recorder.record_load(message, shipment)
+        self._observer.recorder.record_load(message, shipment)
         return None
 
     def _begin(self, epoch: int) -> bool:
@@ -216,7 +216,7 @@ class CacheRank:
         dtype = config.model.torch_dtype
         with self._receive_of_layer(projection_shape(config), dtype) as projection:
             self.selector.load_projection(message.layer, projection)
-            self._recorder.record_projection(message, projection)
+            self._observer.recorder.record_projection(message, projection)
         return None
 
     def load_basis(self, message: KeyBasis) -> str | None:
@@ -229,7 +229,7 @@ class CacheRank:
             return f"KeyBasis of layer {message.layer}, which has no sketch"
         with self._receive_of_layer(basis_shape(config), torch.float32) as basis:
             self.selector.load_basis(message.layer, basis)
-            self._recorder.record_basis(message, basis)
+            self._observer.recorder.record_basis(message, basis)
         return None
 
     @contextlib.contextmanager
@@ -271,19 +271,19 @@ class CacheRank:
             torch.cuda.current_stream().wait_event(self._received_of_layers)
             self._received_of_layers = None
         step = self.selector.begin_step(message.step, message.rows, refused.keys())
-        self._timeline.enter_step(message.step, message.traced)
+        self._observer.on_step(message)
         messages = self._messages.of(len(message.rows))
         for lane, (boundary, up) in enumerate(zip(self._boundaries, messages.up, strict=True)):
             # The receive is posted only when the answer before is queued: should the host have to
             # wait for the device in between, both ranks are waiting for that answer.
             received = self._link.up.receive(up.buffer, self._taken[lane], lane=lane)
-            self._timeline.enter_group(lane)
+            self._observer.on_wait(lane)
             received.wait(PEER_SECONDS)
-            self._timeline.mark("receive")
+            self._observer.on_message()
             self._serve(step, boundary, up, messages.answer_of(boundary))
             if up.buffer.is_cuda:
                 self._taken[lane] = self._mark()
-            self._recorder.record_step(self.selector, step, boundary, up)
+            self._observer.on_answer(self.selector, step, boundary, up)
         self.selector.end_step(step)
         self._last_step = max(self._last_step, message.step)
         return "; ".join(refused.values()) or None
@@ -299,7 +299,7 @@ class CacheRank:
         group = boundary.answered
         if group is not None and (sent := self._sent[group]) is not None:
             sent.wait(PEER_SECONDS)
-        self.selector.serve(step, boundary, up, down, self._timeline)
+        self.selector.serve(step, boundary, up, down, self._observer.timeline)
         if group is not None and down is not None:
             self._sent[group] = self._link.down.send(down.buffer, lane=group)
 

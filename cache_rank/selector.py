@@ -13,8 +13,8 @@ steps, see `Residency.captures_append`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from typing import NamedTuple, Protocol, TypeVar
+from collections.abc import Callable, Collection, Hashable, Sequence
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -46,10 +46,35 @@ _STEP_BYTES = 1024
 """A row of a step uploads fewer bytes than this beside its pages."""
 
 
-class RunPart(Protocol):
-    """Runs a part of the work of a boundary, by its name in the timeline."""
+class Parts:
+    """Runs the parts of a boundary's work, as they are: the whole may be captured."""
 
-    def __call__(self, name: str, action: Callable[[], Result]) -> Result: ...
+    def run(self, name: str, action: Callable[[], Result], is_captured: bool = True) -> Result:
+        """Run a part.
+
+        Args:
+            name: in the timeline.
+            action: the work.
+            is_captured: whether it can be captured.
+        """
+        return action()
+
+
+_PARTS = Parts()
+
+
+class _TracedParts(Parts):
+    """Runs each part from a graph of its own, and marks its end."""
+
+    def __init__(self, captures: Captures, key: tuple[Hashable, ...], timeline: Timeline) -> None:
+        self._captures = captures
+        self._key = key
+        self._timeline = timeline
+
+    def run(self, name: str, action: Callable[[], Result], is_captured: bool = True) -> Result:
+        result = self._captures.run((name, *self._key) if is_captured else None, action)
+        self._timeline.mark(name)
+        return result
 
 
 class SelectorStep(NamedTuple):
@@ -292,61 +317,57 @@ class Selector:
         """
         messages = [message.buffer.data_ptr() for message in (up, down) if message is not None]
         key = (boundary, step.key, self._forecasts(boundary), *messages)
-
-        def run_part(name: str, action: Callable[[], Result]) -> Result:
-            if not timeline.is_tracing:
-                return action()  # the whole is captured
-            captured = name != "append" or self._residency.captures_append
-            result = self._captures.run((name, *key) if captured else None, action)
-            timeline.mark(name)
-            return result
-
-        def take() -> None:
-            if boundary.left is not None:
-                layers = self.config.groups[boundary.left]
-                run_part("append", lambda: self._append(step, layers, up))
-
-        def answer() -> None:
-            if boundary.answered is not None and down is not None:
-                self._answer(step, boundary, boundary.answered, up, down, run_part)
-
-        def take_and_answer() -> None:
-            take()
-            answer()
-
         if timeline.is_tracing:
-            take_and_answer()
+            parts = _TracedParts(self._captures, key, timeline)
+            self._append(step, boundary, up, parts)
+            self._answer(step, boundary, up, down, parts)
         elif self._residency.captures_append:
-            self._captures.run(key, take_and_answer)
+            self._captures.run(key, lambda: self._append_and_answer(step, boundary, up, down))
         else:
-            take()
-            self._captures.run(key, answer)
-        if self.config.checksum and boundary.answered is not None and down is not None:
-            for index, _, sequence in step.live:
-                down.header[index, _CHECKSUM] = self._checksum(step, boundary, index, sequence)
+            self._append(step, boundary, up)
+            self._captures.run(key, lambda: self._answer(step, boundary, up, down))
+        if self.config.checksum:
+            self._add_checksums(step, boundary, down)
 
-    def _append(self, step: SelectorStep, layers: range, up: UpMessage) -> None:
-        self._residency.append(step.rows, layers, up.tokens, self._queries.entries)
+    def _append_and_answer(
+        self, step: SelectorStep, boundary: Boundary, up: UpMessage, down: DownMessage | None
+    ) -> None:
+        self._append(step, boundary, up)
+        self._answer(step, boundary, up, down)
+
+    def _append(
+        self, step: SelectorStep, boundary: Boundary, up: UpMessage, parts: Parts = _PARTS
+    ) -> None:
+        """Take over the tokens of the group that is left, if one is."""
+        if boundary.left is None:
+            return
+        layers, ring = self.config.groups[boundary.left], self._queries.entries
+        parts.run(
+            "append",
+            lambda: self._residency.append(step.rows, layers, up.tokens, ring),
+            is_captured=self._residency.captures_append,
+        )
 
     def _answer(
         self,
         step: SelectorStep,
         boundary: Boundary,
-        group: int,
         up: UpMessage,
-        down: DownMessage,
-        run_part: RunPart,
+        down: DownMessage | None,
+        parts: Parts = _PARTS,
     ) -> None:
-        """Choose the tokens that a group attends to, and lay out what changes."""
+        """Choose the tokens that a group attends to, if one is answered, and lay out changes."""
+        group = boundary.answered
+        if group is None or down is None:
+            return
         rows, layers = step.rows_of(boundary), self.config.groups[group]
-        changed = step.changed[group]
-        queries = run_part("predict", lambda: self._predict(step, boundary, group, up))
-        chosen = self._mirror.chosen
-        scores = run_part(
+        changed, chosen = step.changed[group], self._mirror.chosen
+        queries = parts.run("predict", lambda: self._predict(step, boundary, group, up))
+        scores = parts.run(
             "score", lambda: self._residency.score(rows, layers, queries, chosen=chosen)
         )
-        run_part("select", lambda: self._mirror.select(rows, layers, scores, down.slots, changed))
-        run_part("gather", lambda: self._gather(rows, layers, changed, down))
+        parts.run("select", lambda: self._mirror.select(rows, layers, scores, down.slots, changed))
+        parts.run("gather", lambda: self._gather(rows, layers, changed, down))
 
     def _predict(self, step: SelectorStep, boundary: Boundary, group: int, up: UpMessage) -> Tensor:
         """The queries by which a group is selected for, (R, L, Hq, D) float32."""
@@ -391,6 +412,15 @@ class Selector:
         pages: Tensor
         (pages,) = upload((self._slot_pages[sequence.slot, : len(sequence.pages)],), self._device)
         return pages
+
+    def _add_checksums(
+        self, step: SelectorStep, boundary: Boundary, down: DownMessage | None
+    ) -> None:
+        """Put into an answer, if there is one, what its slots hold."""
+        if boundary.answered is None or down is None:
+            return
+        for index, _, sequence in step.live:
+            down.header[index, _CHECKSUM] = self._checksum(step, boundary, index, sequence)
 
     def _checksum(
         self, step: SelectorStep, boundary: Boundary, index: int, sequence: ResidentSequence

@@ -98,16 +98,6 @@ class CacheRankFlags(ServerArgs):
             "Without a GPU every rank is a CPU process."
         ),
     ] = 1
-    decode_mode: A[
-        Literal["cache-rank", "quest", "window", "tova", "oracle"],
-        Arg(
-            help="How sparse layers decode. All but cache-rank are synchronous baselines on the "
-            "inference rank and need --cache-rank-gpus 0: they select with the current query and "
-            "share --sparse-budget, --sink-tokens, --recent-tokens and --dense-layers. They have "
-            "no threshold: a request attends to everything while it has no more tokens than these "
-            "add up to."
-        ),
-    ] = "cache-rank"
     sparse_threshold: A[int, Arg(help="Length in tokens at which a request turns sparse.")] = 4096
     sparse_budget: A[
         int, Arg(help="Tokens that each KV head attends to beside sinks and recent tokens.")
@@ -276,15 +266,10 @@ class CacheRankFlags(ServerArgs):
         return self.cache_rank_gpus > 0
 
     @property
-    def is_baseline(self) -> bool:
-        """Whether decode is one of the synchronous baselines."""
-        return self.decode_mode != "cache-rank"
-
-    @property
     def reuses_prefixes(self) -> bool:
-        """Whether SGLang's radix cache can be on: a baseline has to see every token prefilled, and
-        with `--inference-kv working-set` the rows that could be reused are freed."""
-        return not self.is_baseline and self.inference_kv == "full"
+        """Whether SGLang's radix cache can be on: with `--inference-kv working-set` the rows that
+        could be reused are freed."""
+        return self.inference_kv == "full"
 
     @property
     def on_gpu(self) -> bool:
@@ -315,10 +300,10 @@ class CacheRankFlags(ServerArgs):
         return make_config(flags, model, max_rows, os.environ.get(CHECKSUM_VARIABLE) == "1")
 
 
-_SGLANG_FIELDS = compat.default_values(ServerArgs)
+SGLANG_FIELDS = compat.default_values(ServerArgs)
 
 CACHE_RANK_FIELDS = [
-    field for field in compat.default_values(CacheRankFlags) if field not in _SGLANG_FIELDS
+    field for field in compat.default_values(CacheRankFlags) if field not in SGLANG_FIELDS
 ]
 """The fields that we add to SGLang's."""
 

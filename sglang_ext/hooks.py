@@ -1,7 +1,7 @@
 """Every place where we touch SGLang's internals: target, kind of hook, function, and why.
 
-Line numbers refer to SGLang 0.5.16. Hooks change nothing on a server without a cache rank, but for
-the memory that a baseline needs, and refuse `custom_params` that are not ours to read.
+Line numbers refer to SGLang 0.5.16. Hooks change nothing on a server without a cache rank, but
+refuse `custom_params` that are not ours to read.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from sglang.srt.plugins.hook_registry import HookType
 from sglang.srt.runtime_context import get_server_args
 
 from cache_rank.config import ModelShape
-from sglang_ext import baselines, compat, inference_rank, reuse
+from sglang_ext import compat, inference_rank, reuse
 from sglang_ext.calibration.serving import CALLS
 from sglang_ext.memory import (
     bytes_beyond_allocator,
@@ -48,17 +48,12 @@ class Hook(NamedTuple):
     why: str
 
 
-def _our_args() -> CacheRankServerArgs | None:
+def _cache_rank_args() -> CacheRankServerArgs | None:
     try:
         args = get_server_args()
     except ValueError:  # a process that uses parts of SGLang without serving
         return None
-    return args if isinstance(args, CacheRankServerArgs) else None
-
-
-def _cache_rank_args() -> CacheRankServerArgs | None:
-    args = _our_args()
-    return args if args is not None and args.has_cache_rank else None
+    return args if isinstance(args, CacheRankServerArgs) and args.has_cache_rank else None
 
 
 def add_reserve_rows(shapes: tuple[Any, Any], pool: Any) -> tuple[Any, Any]:
@@ -103,11 +98,9 @@ def add_dense_store(result: None, pool: Any) -> None:
 
 
 def leave_room_beyond_allocator(available_bytes: int, configurator: Any, *_: Any, **__: Any) -> int:
-    """Take our rows beyond the allocator and messages, or a baseline, out of the pool's share."""
-    args = _our_args()
-    if args is not None and args.is_baseline:
-        return available_bytes - baselines.memory_beside_pool(args, available_bytes)
-    if args is None or not args.has_cache_rank:
+    """Take our rows beyond the allocator and messages out of the pool's share."""
+    args = _cache_rank_args()
+    if args is None:
         return available_bytes
     model = configurator.model_config
     layers, dtype = configurator.layer_info.num_effective_layers, configurator.kv_cache_dtype
@@ -170,13 +163,6 @@ def process_result(
     with rank.cache_rank.without_missed(plan):
         original(scheduler, batch, result, *args, **kw)
     rank.cache_rank.retract_left(scheduler)
-
-
-def after_forward(result: Any, runner: Any, forward_batch: Any, *_: Any, **__: Any) -> None:
-    """Let a baseline see what prefills have written."""
-    backend = baselines.current()
-    if backend is not None and forward_batch.forward_mode.is_extend():
-        backend.on_extend(forward_batch)
 
 
 def after_request(result: None, request: Any, *_: Any, **__: Any) -> None:
@@ -330,12 +316,6 @@ HOOKS = (
         HookType.AROUND,
         process_result,
         "scheduler.py; whatever a step says is read here: tokens, stops, grammars, probabilities",
-    ),
-    Hook(
-        "sglang.srt.model_executor.model_runner.ModelRunner.forward",
-        HookType.AFTER,
-        after_forward,
-        "model_runner.py:1382; prefill goes to another backend than decode, eager or graph",
     ),
     Hook(
         "sglang.srt.managers.schedule_batch.Req.__init__",

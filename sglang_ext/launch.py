@@ -8,8 +8,8 @@ from __future__ import annotations
 import contextlib
 import signal
 import sys
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from sglang_ext.server_args import CacheRankServerArgs
@@ -18,23 +18,38 @@ COMPLAINTS = (ValueError, OSError, AssertionError, ImportError)
 """Errors by which SGLang and we refuse arguments."""
 
 
-def main(argv: Sequence[str]) -> int:
-    """Serve until stopped, and return the exit status: 2 if the arguments are refused."""
+def main(
+    argv: Sequence[str],
+    kind: type[CacheRankServerArgs] | None = None,
+    run_scheduler_process: Callable[..., Any] | None = None,
+) -> int:
+    """Serve until stopped.
+
+    Args:
+        argv: the command line.
+        kind: of the arguments, if not CacheRankServerArgs.
+        run_scheduler_process: runs a scheduler process, if not ours.
+
+    Returns:
+        The exit status: 2 if the arguments are refused.
+    """
     from sglang_ext.port import reserved
-    from sglang_ext.server_args import parse_server_args
+    from sglang_ext.server_args import CacheRankServerArgs, parse_server_args
 
     with contextlib.ExitStack() as held:
         try:
-            server_args = parse_server_args(argv)
+            server_args = parse_server_args(argv, kind or CacheRankServerArgs)
             held.enter_context(reserved(server_args.host, server_args.port))
         except COMPLAINTS as error:
             print(f"error: {error}", file=sys.stderr)
             return 2
-        _serve(server_args)
+        _serve(server_args, run_scheduler_process)
     return 0
 
 
-def _serve(server_args: CacheRankServerArgs) -> None:
+def _serve(
+    server_args: CacheRankServerArgs, run_scheduler_process: Callable[..., Any] | None
+) -> None:
     # Imported here, so that a refusal does not wait for it.
     from sglang.srt.entrypoints.http_server import app, launch_server
 
@@ -49,7 +64,7 @@ def _serve(server_args: CacheRankServerArgs) -> None:
             launch_server(
                 server_args,
                 init_tokenizer_manager_func=stopping.init_tokenizer_manager,
-                run_scheduler_process_func=processes.run_scheduler_process,
+                run_scheduler_process_func=run_scheduler_process or processes.run_scheduler_process,
                 run_detokenizer_process_func=processes.run_detokenizer_process,
             )
     finally:

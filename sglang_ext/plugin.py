@@ -42,7 +42,7 @@ def assert_live() -> None:
 
 def _create_backend(runner: Any) -> Any:
     """Create the decode attention backend of a model runner, for SGLang's registry."""
-    from sglang_ext import baselines, inference_rank
+    from sglang_ext import inference_rank
     from sglang_ext.attention import CacheRankAttnBackend
     from sglang_ext.server_args import CacheRankServerArgs
 
@@ -51,6 +51,4 @@ def _create_backend(runner: Any) -> Any:
             "the attention backend cache_rank needs a cache rank: "
             "start the server with python -m sglang_ext.launch"
         )
-    if runner.server_args.is_baseline:
-        return baselines.create_backend(runner, runner.server_args)
     return CacheRankAttnBackend(runner, inference_rank.create(runner, runner.server_args))

@@ -18,10 +18,11 @@ from sglang.srt.server_args import (
 )
 from sglang.srt.utils import is_flashinfer_available
 
-from sglang_ext import baselines, compat, cpu
+from sglang_ext import compat, cpu
 from sglang_ext.flags import (
     BACKEND,
     CACHE_RANK_FIELDS,
+    SGLANG_FIELDS,
     CacheRankFlags,
     choose_schedule,
     flag_of,
@@ -65,27 +66,23 @@ class CacheRankServerArgs(CacheRankFlags):
     def _resolve(self, let_sglang: Callable[[], None]) -> None:
         """Check what is given, and choose what is not, before SGLang does and after."""
         refuse_untested_sglang(self)
-        if self.cache_rank_gpus == 0 and not self.is_baseline:
-            self._say_ignored("without a cache rank")
+        if self.cache_rank_gpus == 0:
+            self._say_ignored()
             let_sglang()
             return
         self._refuse_arguments()
         say_unknown(self)
-        if self.is_baseline:
-            self._say_ignored(f"with --decode-mode {self.decode_mode}", baselines.FIELDS)
         self._set_required()
         try:
             let_sglang()
         except AssertionError:  # some models ask something of a machine
             self._refuse_model()
             raise
-        if not self.is_baseline:
-            self._choose_schedule()
-            self._follow_budget()
+        self._choose_schedule()
+        self._follow_budget()
         self._refuse_model()
-        if not self.is_baseline:
-            self._say_what_to_expect()
-            say_unreached_settings(self, compat.model_config(self).context_len)
+        self._say_what_to_expect()
+        say_unreached_settings(self, compat.model_config(self).context_len)
 
     def _refuse_arguments(self) -> None:
         """Refuse what the user explicitly asked for and cannot have."""
@@ -93,20 +90,16 @@ class CacheRankServerArgs(CacheRankFlags):
         refuse(self, servers.SERVERS)
         if not self.on_gpu:
             refuse(self, servers.CPUS)
-        if self.is_baseline:
-            refuse(self, baselines.REFUSALS)
-        else:
-            refuse(self, servers.CACHE_RANKS)
-            if self.on_gpu:
-                refuse(self, servers.GPUS)
+        refuse(self, servers.CACHE_RANKS)
+        if self.on_gpu:
+            refuse(self, servers.GPUS)
         servers.refuse_out_of_range(self)
         require_model(self.model_path, self.revision)
 
     def _refuse_model(self) -> None:
         """Refuse a model whose attention a working set cannot represent."""
         refuse(self, models.MODELS)
-        if not self.is_baseline:
-            refuse(self, models.WORKING_SETS)
+        refuse(self, models.WORKING_SETS)
 
     def _choose_schedule(self) -> None:
         """Choose how queries are predicted, and the layers of a group, where the user does not."""
@@ -149,20 +142,18 @@ class CacheRankServerArgs(CacheRankFlags):
 
     def _set_required(self) -> None:
         """Set what decode over working sets needs, and say so."""
-        if self.is_baseline:
-            self._set("disable_radix_cache", True, "a baseline has to see every token prefilled")
-        elif not self.reuses_prefixes:
+        if not self.reuses_prefixes:
             why = "--inference-kv working-set frees the rows that could be reused; full keeps them"
             self._set("disable_radix_cache", True, why)
-        if self.is_baseline:
-            self._set("page_size", baselines.page_size(self), "what is selected together")
-        else:
-            self._set("page_size", 1, "tokens are selected one by one")
+        self._set("page_size", 1, "tokens are selected one by one")
+        self._set_for_device()
+        self._set("decode_attention_backend", BACKEND, "sparse decode over the working set")
+
+    def _set_for_device(self) -> None:
         if self.on_gpu:
             self._set_for_gpu()
         else:
             self._set_for_cpu()
-        self._set("decode_attention_backend", BACKEND, "sparse decode over the working set")
 
     def _set_for_gpu(self) -> None:
         self.device = "cuda"
@@ -191,29 +182,35 @@ class CacheRankServerArgs(CacheRankFlags):
             setattr(self, field, value)
             logger.info("cache rank: %s %s (%s)", flag_of(field), value, reason)
 
-    def _say_ignored(self, when: str, heeded: Sequence[str] = ()) -> None:
+    def _say_ignored(self) -> None:
         """Log which of our flags are not at their defaults and have no effect."""
         ignored = [
             flag_of(field)
             for field, default in compat.default_values(type(self)).items()
             if field in CACHE_RANK_FIELDS
-            and field not in ("cache_rank_gpus", "decode_mode", "allow_untested_sglang", *heeded)
+            and field not in ("cache_rank_gpus", "allow_untested_sglang")
             and getattr(self, field) != default
         ]
         if ignored:
-            logger.warning("%s these have no effect: %s", when, ", ".join(ignored))
+            logger.warning("without a cache rank these have no effect: %s", ", ".join(ignored))
 
 
-def parse_server_args(argv: Sequence[str]) -> CacheRankServerArgs:
+def parse_server_args(
+    argv: Sequence[str], kind: type[CacheRankServerArgs] = CacheRankServerArgs
+) -> CacheRankServerArgs:
     """Parse a command line as SGLang's launcher does.
 
     Without a model path, the bundled model is served.
+
+    Args:
+        argv: the command line.
+        kind: of the arguments; a class that is derived from ours may have more flags.
 
     Raises:
         UnsupportedError: an argument cannot be combined with a cache rank.
         FileNotFoundError: there is no such model.
     """
-    parser = argument_parser()
+    parser = argument_parser(kind)
     arguments = list(argv)
     if "--config" in arguments:
         arguments = compat.merge_config_file(parser, arguments)
@@ -225,7 +222,7 @@ def parse_server_args(argv: Sequence[str]) -> CacheRankServerArgs:
         datefmt="%Y-%m-%d %H:%M:%S",
         force=True,
     )
-    args: CacheRankServerArgs = CacheRankServerArgs.from_cli_args(parsed)
+    args: CacheRankServerArgs = kind.from_cli_args(parsed)
     compat.resolve(args)
     return args
 
@@ -237,7 +234,7 @@ class _Help(argparse.Action):
         self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option: Any = None
     ) -> NoReturn:
         is_short = option != "--help-all"
-        ours = _parser_of_ours(epilog=None if is_short else "SGLang's own options follow.")
+        ours = _parser_of_ours(self.const, None if is_short else "SGLang's own options follow.")
         ours.print_help()
         if not is_short:
             theirs = argparse.ArgumentParser(usage=argparse.SUPPRESS, add_help=False)
@@ -246,7 +243,9 @@ class _Help(argparse.Action):
         parser.exit()
 
 
-def _parser_of_ours(epilog: str | None = None) -> argparse.ArgumentParser:
+def _parser_of_ours(
+    kind: type[CacheRankServerArgs], epilog: str | None = None
+) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m sglang_ext.launch",
         usage="%(prog)s [--model-path MODEL] [options below] [options of sglang.launch_server]",
@@ -254,17 +253,21 @@ def _parser_of_ours(epilog: str | None = None) -> argparse.ArgumentParser:
         epilog=epilog,
     )
     ours = parser.add_argument_group("cache rank")
-    add_cli_args_from_dataclass(ours, CacheRankServerArgs, fields=CACHE_RANK_FIELDS)
-    parser.add_argument("-h", "--help", action=_Help, nargs=0, help="print this")
-    parser.add_argument("--help-all", action=_Help, nargs=0, help="print SGLang's options as well")
+    own = [field for field in compat.default_values(kind) if field not in SGLANG_FIELDS]
+    add_cli_args_from_dataclass(ours, kind, fields=own)
+    helps = {"-h --help": "print this", "--help-all": "print SGLang's options as well"}
+    for flags, text in helps.items():
+        parser.add_argument(*flags.split(), action=_Help, nargs=0, const=kind, help=text)
     return parser
 
 
-def argument_parser() -> argparse.ArgumentParser:
+def argument_parser(
+    kind: type[CacheRankServerArgs] = CacheRankServerArgs,
+) -> argparse.ArgumentParser:
     """Make a parser of SGLang's flags, with ours under a heading of their own."""
     if BACKEND not in ATTENTION_BACKEND_CHOICES:
         add_attention_backend_choices([BACKEND])
-    parser = _parser_of_ours()
+    parser = _parser_of_ours(kind)
     ServerArgs.add_cli_args(parser)
     return parser
 

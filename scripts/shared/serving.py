@@ -143,13 +143,14 @@ class Client:
 
 
 class Server(Client):
-    """One `python -m sglang_ext.launch` that this process starts."""
+    """One server that this process starts: with a cache rank, plain SGLang, or a baseline."""
 
     def __init__(self, arguments: Sequence[str], environment: dict[str, str] | None = None) -> None:
         self.port = free_port()
         super().__init__(f"http://127.0.0.1:{self.port}")
         self.log = Path(tempfile.mkstemp(prefix="server-", suffix=".log")[1])
-        command = [sys.executable, "-m", "sglang_ext.launch", "--port", str(self.port)]
+        launcher = "scripts.baselines" if "--decode-mode" in arguments else "sglang_ext"
+        command = [sys.executable, "-m", f"{launcher}.launch", "--port", str(self.port)]
         command += ["--skip-server-warmup", "--log-level-http", "warning", *arguments]
         with self.log.open("wb") as output:
             self.process = subprocess.Popen(

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import msgspec
 
+from scripts.baselines.plugin import Engine as BaselineEngine
 from scripts.shared.models import BUNDLED, model_config
 from scripts.speed.bench import Bench
 from scripts.speed.calibration import needs_calibration, write_blank
@@ -32,7 +33,8 @@ def measure(job: Job) -> Iterator[Measurement]:
         if job.cache_rank and needs_calibration(arguments):
             write_blank(Path(folder), config, arguments)
             arguments["calibration"] = folder
-        engine = Engine(**arguments)  # which has read it once it has started
+        # Which has read the calibration once it has started.
+        engine = (BaselineEngine if "decode_mode" in arguments else Engine)(**arguments)
     try:
         if job.settings.model != BUNDLED:
             compat.load_weights(engine, norms_for_unit_logits(config))

@@ -1,8 +1,8 @@
 """What cannot be had together with a cache rank: what was asked, why not, and what to do.
 
-What would give wrong tokens or end in a crash is refused; `servers` and `models` hold the tables,
-and `baselines/refusals.py` those of the baselines. A table is read from the top: a row may rely on
-the rows above it, which did not refuse. Other flags that nobody has tried, `known` warns of.
+What would give wrong tokens or end in a crash is refused; `servers` and `models` hold the tables.
+A table is read from the top: a row may rely on the rows above it, which did not refuse. Other flags
+that nobody has tried, `known` warns of.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class UnsupportedError(ValueError):
 DROP = "drop {given}"
 """The remedy of most rows."""
 
-PLAIN = "{plain}"
+PLAIN = "pass --cache-rank-gpus 0 for plain SGLang"
 """The remedy of what only SGLang without sparse decode can have."""
 
 
@@ -40,8 +40,7 @@ class Refusal:
     Attributes:
         asked: the flags that ask for it, separated by blanks.
         why: why it cannot be had; a function of the arguments where the reason has numbers.
-        remedy: what to do. `{given}` stands for the flags that are not at their defaults, and
-            `{plain}` for how to have SGLang without sparse decode.
+        remedy: what to do. `{given}` stands for the flags that are not at their defaults.
         when: tells whether arguments ask for it; without one, they do when some flag is not at
             its default.
     """
@@ -60,8 +59,7 @@ class Refusal:
         given = self._given(args) or self.asked.split()[:1]
         asked = " ".join(_as_typed(name, getattr(args, field_of(name))) for name in given)
         why = self.why if isinstance(self.why, str) else self.why(args)
-        plain = "drop --decode-mode" if args.is_baseline else "pass --cache-rank-gpus 0"
-        remedy = self.remedy.format(given=" and ".join(given), plain=f"{plain} for plain SGLang")
+        remedy = self.remedy.format(given=" and ".join(given))
         return f"{asked}: {why}. {remedy[0].upper()}{remedy[1:]}."
 
     def _given(self, args: CacheRankFlags) -> list[str]:

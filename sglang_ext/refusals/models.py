@@ -14,7 +14,7 @@ from sglang.srt.configs.model_config import AttentionArch
 
 from cache_rank.config import DTYPES
 from sglang_ext import compat
-from sglang_ext.flags import FORECAST_ROTARY_TYPES, CacheRankFlags, field_of, rotary_type
+from sglang_ext.flags import FORECAST_ROTARY_TYPES, CacheRankFlags, rotary_type
 from sglang_ext.memory import bytes_beyond_allocator
 from sglang_ext.model_path import find_file
 from sglang_ext.refusals import PLAIN, Refusal
@@ -23,10 +23,9 @@ MAX_HEAD_DIM = 256
 """The widest head that the kernels take, in elements."""
 
 GPU_HEAD_DIMS = (64, 128, 256)
-"""Tiles of kernels are powers of two on GPUs; the interpreter takes others, for tests on CPUs."""
+"""Tiles of kernels are powers of two on GPUs; the interpreter takes others, for tests on CPUs.
 
-FLASHINFER_HEAD_DIMS = (64, 128, 256)
-"""FlashInfer checks no others: heads of 80 or 96 elements end in illegal accesses of memory."""
+FlashInfer checks no others: heads of 80 or 96 elements end in illegal accesses of memory."""
 
 
 def _model(args: CacheRankFlags) -> Any:
@@ -47,7 +46,7 @@ def _why_not(args: CacheRankFlags) -> str | None:
         return "multimodal models are not supported"
     if heads > MAX_HEAD_DIM or heads % 8 != 0:
         return f"heads have {heads} elements, and multiples of 8 up to {MAX_HEAD_DIM} are supported"
-    if args.on_gpu and not args.is_baseline and heads not in GPU_HEAD_DIMS:
+    if args.on_gpu and heads not in GPU_HEAD_DIMS:
         served = ", ".join(map(str, GPU_HEAD_DIMS))
         return f"heads have {heads} elements, and on GPUs a cache rank serves {served}"
     if _declares_small_kv(args):
@@ -106,22 +105,6 @@ def _bytes_of_working_sets(args: CacheRankFlags) -> int:
     return bytes_beyond_allocator(args, model.num_hidden_layers, token)
 
 
-def _other_head_dim_than_flashinfers(asked: str) -> Refusal:
-    """A row that refuses FlashInfer for a size of heads that it has no kernels for."""
-    return Refusal(
-        asked,
-        lambda args: (
-            f"heads have {_model(args).head_dim} elements, and FlashInfer has kernels for "
-            f"{', '.join(map(str, FLASHINFER_HEAD_DIMS))}"
-        ),
-        "pass triton",
-        lambda args: (
-            getattr(args, field_of(asked)) == "flashinfer"
-            and _model(args).head_dim not in FLASHINFER_HEAD_DIMS
-        ),
-    )
-
-
 MODELS = (
     Refusal(
         "--model-path",
@@ -129,8 +112,6 @@ MODELS = (
         PLAIN,
         lambda args: _why_not(args) is not None,
     ),
-    _other_head_dim_than_flashinfers("--attention-backend"),
-    _other_head_dim_than_flashinfers("--prefill-attention-backend"),
     Refusal(
         "--dtype",
         lambda args: f"a KV pool of {_dtype(args)} is not supported",

@@ -150,7 +150,7 @@ SERVERS = (
         lambda args: BACKEND in (args.attention_backend, args.prefill_attention_backend),
     ),
 )
-"""These rows are of every server with sparse decode, by a cache rank or by a baseline."""
+"""These rows are of every server with sparse decode."""
 
 CPUS = (
     Refusal(

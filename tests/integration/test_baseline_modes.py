@@ -16,7 +16,7 @@ from workload import difference, random_prompts
 from scripts.shared.serving import Server, log_probabilities, serve
 from scripts.shared.systems import DECODE_MODES
 
-# tests/sglang_ext/test_baselines.py tests the same selections without a server.
+# tests/scripts/baselines/test_baselines.py tests the same selections without a server.
 pytestmark = [pytest.mark.xdist_group("plain server"), pytest.mark.thorough]
 
 SINKS, RECENT, BUDGET, DENSE_LAYERS, PAGE = 4, 16, 16, 1, 16
@@ -27,7 +27,7 @@ ATTENDED = SINKS + BUDGET + RECENT + 1
 def server(request: pytest.FixtureRequest, random_model: Callable[..., Path]) -> Iterator[Server]:
     arguments = [
         *("--model-path", str(random_model()), "--skip-tokenizer-init", "--dtype", "float32"),
-        *("--cache-rank-gpus", "0", "--decode-mode", request.param),
+        *("--decode-mode", request.param),
         *("--sparse-budget", str(BUDGET), "--dense-layers", str(DENSE_LAYERS)),
         *("--sink-tokens", str(SINKS), "--recent-tokens", str(RECENT)),
         *("--chunked-prefill-size", "100", "--max-total-tokens", "20000"),

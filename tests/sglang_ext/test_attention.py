@@ -16,9 +16,9 @@ import pytest
 import torch
 
 from cache_rank.config import CacheRankConfig
+from scripts.baselines.selection import attend
 from sglang_ext import compat
 from sglang_ext.attention import CacheRankAttnBackend, _RunnerOverTable
-from sglang_ext.baselines.selection import attend
 from sglang_ext.exchange import make_gate
 from sglang_ext.pools import model_shape
 from sglang_ext.server_args import BUNDLED_MODEL

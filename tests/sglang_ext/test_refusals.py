@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_ext import baselines, compat, cpu
+from sglang_ext import compat, cpu
 from sglang_ext.flags import BACKEND, field_of
 from sglang_ext.refusals import PLAIN, Refusal, UnsupportedError, known, models, refuse, servers
 from sglang_ext.server_args import BUNDLED_MODEL, CacheRankServerArgs, argument_parser
@@ -99,19 +99,9 @@ GPU_CASES: list[tuple[int, int, str, dict[str, Any]]] = [
     (1, 9, "--cache-rank-gpus", {}),
     (2, 9, "--gpu-id-step", {"gpu_id_step": 2}),
     (2, 9, "--cache-rank-transfer-backend", {"cache_rank_transfer_backend": "peer"}),
-    (2, 8, "--wire-dtype", {"wire_dtype": "fp8"}),
-    (2, 8, "--score-keys", {"score_keys": "fp8"}),
     (2, 9, "--attention-backend", {"attention_backend": "trtllm_mha"}),
     (2, 9, "--cuda-graph-backend-decode", {"cuda_graph_backend_decode": "breakable"}),
     (2, 9, "--cuda-graph-config", {"cuda_graph_config": {"decode": {"backend": "breakable"}}}),
-]
-BASELINE_CASES: list[tuple[int, int, str, dict[str, Any]]] = [
-    (0, 9, "--decode-mode", {"cache_rank_gpus": 1}),
-    (1, 10, "--decode-mode", {}),
-    (0, 9, "--decode-mode --inference-kv", {"inference_kv": "working-set"}),
-    (0, 9, "--decode-mode --page-size", {"page_size": 16}),
-    (1, 9, "--decode-mode --page-size", {"page_size": 1}),
-    (1, 9, "--decode-mode --enable-memory-saver", {"enable_memory_saver": True}),
 ]
 
 
@@ -150,22 +140,6 @@ def test_refuses_what_gpus_cannot_do(
     refuse(make(), servers.GPUS)
     pretend_gpus(gpus, generation, monkeypatch)
     check(make(**fields), servers.GPUS, flags)
-
-
-@pytest.mark.parametrize(("gpus", "generation", "flags", "fields"), BASELINE_CASES)
-def test_refuses_what_a_baseline_cannot_do(
-    gpus: int,
-    generation: int,
-    flags: str,
-    fields: dict[str, Any],
-    make: Make,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    quest = {"decode_mode": "quest", "cache_rank_gpus": 0}
-    refuse(make(**quest), baselines.REFUSALS)
-    pretend_gpus(gpus, generation, monkeypatch)
-    args = make(**{**quest, **fields})
-    check(args, baselines.REFUSALS, flags)
 
 
 def test_full_queues_are_refused_on_gpus(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,7 +195,6 @@ ROWS = (
     *servers.GPUS,
     *models.MODELS,
     *models.WORKING_SETS,
-    *baselines.REFUSALS,
 )
 
 

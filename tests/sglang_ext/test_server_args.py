@@ -52,7 +52,7 @@ def _leave_the_process_as_it_was(monkeypatch: pytest.MonkeyPatch) -> Iterator[No
     environment, level = dict(os.environ), logging.root.level
     handlers, logging.root.handlers = logging.root.handlers, []
     monkeypatch.setattr(cpu, "has_gpu", lambda: False)
-    monkeypatch.setattr(server_args, "argument_parser", lambda: made)
+    monkeypatch.setattr(server_args, "argument_parser", lambda kind: made)
     for variable in (ALLOW_LARGE_BUDGET_VARIABLE, CHECKSUM_VARIABLE):
         os.environ.pop(variable, None)
     yield
@@ -99,7 +99,6 @@ class Model:
 
 # What is refused.
 
-QUEST = "--decode-mode quest --cache-rank-gpus 0"
 LLAMA = Model("Llama")
 DEEP = {"num_hidden_layers": 8, "layer_types": ["full_attention"] * 8}
 
@@ -146,14 +145,12 @@ def refusal_of(flags: str, model: Path = BUNDLED_MODEL) -> str:
         "--trace-steps 0",
         "--score-keys sketch",
         "--max-sparse-requests 10000000",
-        "--decode-mode tova",
-        "--decode-mode quest --cache-rank-gpus 0 --enable-mixed-chunk",
+        "--enable-mixed-chunk",
         "--rl-on-policy-target fsdp",
     ],
 )
 def test_the_command_line_is_refused_where_a_table_refuses_it(flags: str) -> None:
-    flag = "--enable-mixed-chunk" if "mixed" in flags else flags.split()[0]
-    assert re.match(rf"{flag}( \S+)?: \S.+\. \S.+\.$", refusal_of(flags))
+    assert re.match(rf"{flags.split()[0]}( \S+)?: \S.+\. \S.+\.$", refusal_of(flags))
 
 
 @pytest.mark.parametrize(
@@ -182,7 +179,6 @@ def test_refuses_settings_that_do_not_fit_the_model(tmp_path: Path) -> None:
     model = LLAMA.write(tmp_path)
     for flags in ("--dense-layers 2", "--query-predictor forecast", "--calibration folder"):
         assert refusal_of(flags, model).startswith(f"{flags}: ")
-    assert refusal_of(f"{QUEST} --dense-layers 2", model).startswith("--dense-layers 2: ")
     said = refusal_of("--score-keys sketch --calibration folder", model)
     assert said.startswith("--score-keys sketch: heads have 16 elements")
 
@@ -194,8 +190,6 @@ def test_refuses_heads_that_kernels_of_gpus_do_not_take(
     pretend_gpus(2, monkeypatch)
     model = Model("Llama", {"head_dim": 80}).write(tmp_path)
     assert "on GPUs a cache rank serves 64, 128, 256" in refusal_of("", model)
-    flags = "--attention-backend flashinfer"
-    assert refusal_of(f"{QUEST} {flags}", model).startswith(f"{flags}: heads have 80 elements")
 
 
 FP8 = {"num_bits": 8, "type": "float"}
@@ -263,8 +257,6 @@ def test_gpus_have_the_kernels_of_their_generation(
     assert (args.device, args.attention_backend, args.page_size) == ("cuda", kernels, 1)
     assert args.decode_attention_backend == BACKEND
     assert (args.max_total_tokens, args.sampling_backend) == (None, None)
-    if generation < 10:
-        assert parse_server_args(QUEST.split()).page_size == 16
     given = (
         "--cache-rank-base-gpu-id 1 --cache-rank-transfer-backend nccl --attention-backend triton "
         "--cuda-graph-backend-decode full"
@@ -494,9 +486,6 @@ def test_without_a_cache_rank_it_is_plain_sglang() -> None:
     assert args.dtype == "auto"
 
 
-BASELINE = "--cache-rank-gpus 0 --decode-mode tova"
-
-
 @pytest.mark.parametrize(
     ("flags", "line"),
     [
@@ -510,11 +499,6 @@ BASELINE = "--cache-rank-gpus 0 --decode-mode tova"
             "--cache-rank-gpus 0 --dense-layers 2 --sparse-budget 0 --cache-rank-base-gpu-id 0",
             "without a cache rank these have no effect: --sparse-budget, --dense-layers, "
             "--cache-rank-base-gpu-id",
-        ),
-        (f"{BASELINE} --sparse-budget 8 --sink-tokens 1 --recent-tokens 2 --dense-layers 0", None),
-        (
-            f"{BASELINE} --sparse-budget 8 --sparse-threshold 80 --trace t.json",
-            "with --decode-mode tova these have no effect: --sparse-threshold, --trace",
         ),
         ("--wire-dtype int8 --kv-residency lynx", None),
     ],
@@ -531,7 +515,7 @@ def test_one_line_names_the_flags_that_are_ignored(
 def test_every_flag_of_ours_is_named_without_a_cache_rank(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    heeded = ("cache_rank_gpus", "decode_mode", "allow_untested_sglang")
+    heeded = ("cache_rank_gpus", "allow_untested_sglang")
     own = [name for name in CACHE_RANK_FIELDS if name not in heeded]
     given: dict[str, Any] = dict.fromkeys(own, "another")
     compat.resolve(

@@ -17,10 +17,9 @@ from typing import Any
 
 import pytest
 
+from scripts.baselines.attention import BaselineAttnBackend
 from sglang_ext import compat
 from sglang_ext.attention import CacheRankAttnBackend
-from sglang_ext.baselines.attention import BaselineAttnBackend
-from sglang_ext.baselines.refusals import REFUSALS
 from sglang_ext.flags import CacheRankFlags, field_of
 from sglang_ext.hooks import HOOKS, Hook
 from sglang_ext.refusals import models, servers
@@ -39,7 +38,6 @@ HOOKED_PARAMETERS = {
     "after_request": "self",
     "before_match": "self",
     "offer_to_tree": "self req" + ("" if "cache_finished_req" in compat.OFFER else " up_to"),
-    "after_forward": "self forward_batch",
     "end_epoch": "self req",
     "end_all_epochs": "self",
     "before_next_batch": "self running_batch",
@@ -251,7 +249,6 @@ def test_the_flags_that_are_refused_exist() -> None:
         *servers.GPUS,
         *models.MODELS,
         *models.WORKING_SETS,
-        *REFUSALS,
     )
     asked = {field_of(flag) for row in rows for flag in row.asked.split()}
     absent = {field_of(flag) for flag in compat.ABSENT_FLAGS}

@@ -15,10 +15,10 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from torch import Tensor
 
-from cache_rank.kernels.baselines.reference import Budget
+from scripts.baselines.args import BaselineServerArgs
+from scripts.baselines.kernels.reference import Budget
+from scripts.baselines.selection import QUEST_PAGE, Selection, Step, attend
 from sglang_ext import compat
-from sglang_ext.baselines.selection import QUEST_PAGE, Selection, Step, attend
-from sglang_ext.flags import CacheRankFlags
 
 
 class BaselineAttnBackend(AttentionBackend):
@@ -31,7 +31,7 @@ class BaselineAttnBackend(AttentionBackend):
         selection: what the sparse layers attend to.
     """
 
-    def __init__(self, runner: Any, args: CacheRankFlags) -> None:
+    def __init__(self, runner: Any, args: BaselineServerArgs) -> None:
         super().__init__()
         self.token_to_kv_pool = runner.token_to_kv_pool
         self.req_to_token_pool = runner.req_to_token_pool

@@ -10,10 +10,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cache_rank.kernels.baselines.candidates import first_recent
-from cache_rank.kernels.baselines.pages import build_bounds, score_pages
-from cache_rank.kernels.baselines.reference import Budget
-from cache_rank.kernels.baselines.tokens import score_tokens, score_workspace
+from scripts.baselines.kernels.candidates import first_recent
+from scripts.baselines.kernels.pages import build_bounds, score_pages
+from scripts.baselines.kernels.reference import Budget
+from scripts.baselines.kernels.tokens import score_tokens, score_workspace
 
 __all__ = ["build_bounds", "score_pages", "score_tokens", "score_workspace", "select"]
 

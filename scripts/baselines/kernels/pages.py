@@ -7,14 +7,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cache_rank.kernels.baselines.candidates import (
+from scripts.baselines.kernels.candidates import (
     BLOCK,
     count_splits,
     first_recent,
     must_choose,
 )
-from cache_rank.kernels.baselines.queries import load_queries, padded_group
-from cache_rank.kernels.baselines.reference import Budget
+from scripts.baselines.kernels.queries import load_queries, padded_group
+from scripts.baselines.kernels.reference import Budget
 
 
 def build_bounds(

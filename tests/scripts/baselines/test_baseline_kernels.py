@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from cache_rank.kernels.baselines import reference
-from cache_rank.kernels.baselines import triton as kernels
-from cache_rank.kernels.baselines.reference import Budget
+from scripts.baselines.kernels import reference
+from scripts.baselines.kernels import triton as kernels
+from scripts.baselines.kernels.reference import Budget
 
 TOKENS = Budget(sinks=3, recent=5, selected=9, page=1)
 PAGES = Budget.of_pages(sinks=3, recent=5, selected=7, page=4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -10,12 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from cache_rank.kernels.baselines.reference import Budget
+from scripts.baselines import plugin
+from scripts.baselines.args import BACKEND, BaselineServerArgs
+from scripts.baselines.attention import BaselineAttnBackend
+from scripts.baselines.kernels.reference import Budget
+from scripts.baselines.selection import PER_HEAD, QUEST_PAGE, Selection, attend
 from scripts.shared.systems import DECODE_MODES
-from sglang_ext import baselines, cpu, hooks
-from sglang_ext.baselines.attention import BaselineAttnBackend
-from sglang_ext.baselines.selection import PER_HEAD, QUEST_PAGE, Selection, attend
-from sglang_ext.flags import BACKEND
+from sglang_ext import cpu
+from sglang_ext.refusals import UnsupportedError
 from sglang_ext.server_args import CacheRankServerArgs, parse_server_args
 
 SINKS, RECENT, BUDGET = 3, 6, 16
@@ -215,36 +218,51 @@ def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def baseline(mode: str, *flags: str) -> CacheRankServerArgs:
-    return parse_server_args(["--decode-mode", mode, "--cache-rank-gpus", "0", *flags])
+    return parse_server_args(["--decode-mode", mode, *flags], BaselineServerArgs)
 
 
 @pytest.mark.usefixtures("_no_gpu")
 @pytest.mark.parametrize("mode", DECODE_MODES)
-def test_a_baseline_decodes_in_our_backend_without_a_cache_rank(mode: str) -> None:
+def test_a_baseline_decodes_in_its_own_backend_without_a_cache_rank(mode: str) -> None:
     args = baseline(mode)
     assert not args.has_cache_rank
     assert args.decode_attention_backend == BACKEND
     assert args.disable_radix_cache
     assert (args.page_size, args.dense_layers) == (1, 1)
-    # The threshold plays no part.
-    assert baseline(mode, "--sparse-threshold", "1").sparse_threshold == 1
+
+
+@pytest.mark.usefixtures("_no_gpu")
+@pytest.mark.parametrize(
+    "flags", ["--cache-rank-gpus 1", "--enable-mixed-chunk", "--tp-size 2", "--dense-layers 9"]
+)
+def test_what_a_baseline_cannot_have_is_refused(flags: str) -> None:
+    with pytest.raises(UnsupportedError):
+        baseline("quest", *flags.split())
+
+
+@pytest.mark.usefixtures("_no_gpu")
+def test_the_arguments_reach_the_scheduler_process() -> None:
+    args = baseline("tova", "--sparse-budget", "128")
+    arrived = pickle.loads(pickle.dumps(args))
+    assert type(arrived) is BaselineServerArgs
+    assert arrived == args
 
 
 def test_quest_takes_its_bounds_out_of_the_pools_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     for mode, left in (("quest", 1600), ("oracle", 1700)):
-        args: Any = Mock(spec=CacheRankServerArgs, decode_mode=mode, is_baseline=True)
-        monkeypatch.setattr(hooks, "get_server_args", lambda args=args: args)
-        assert hooks.leave_room_beyond_allocator(1700, Mock()) == left
+        args: Any = Mock(spec=BaselineServerArgs, decode_mode=mode)
+        monkeypatch.setattr(plugin, "get_server_args", lambda args=args: args)
+        assert plugin.leave_room_for_bounds(1700, Mock()) == left
 
 
 def test_prefills_alone_reach_the_baseline(monkeypatch: pytest.MonkeyPatch) -> None:
     backend = Mock()
-    monkeypatch.setattr(baselines, "_current", backend)
+    monkeypatch.setattr(plugin, "_backends", [backend])
     for is_extend in (True, False):
         batch = SimpleNamespace(
             forward_mode=SimpleNamespace(is_extend=lambda is_extend=is_extend: is_extend)
         )
-        assert hooks.after_forward("result", "runner", batch) is None
+        assert plugin.after_forward("result", "runner", batch) is None
     backend.on_extend.assert_called_once()
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cache_rank.kernels.baselines.reference import Budget, ScoreWorkspace
+from scripts.baselines.kernels.reference import Budget, ScoreWorkspace
 
 QUEST_PAGE = 16
 """A page of Quest has this many tokens, as in the paper."""
@@ -85,7 +85,7 @@ class Selection:
         self._group = query_heads // self._kv_heads
         self.heads = self._kv_heads if PER_HEAD[mode] else 1
         kind = "triton" if keys[0].is_cuda else "reference"
-        self._kernels: Any = importlib.import_module(f"cache_rank.kernels.baselines.{kind}")
+        self._kernels: Any = importlib.import_module(f"scripts.baselines.kernels.{kind}")
         self.bounds = (
             [key.new_zeros((rows // pool_page, self._kv_heads, 2, head_dim)) for key in keys]
             if mode == "quest"

@@ -1,0 +1,44 @@
+"""Watches a cache rank at work: a recording of what came and was chosen, and a timeline."""
+
+from __future__ import annotations
+
+import torch
+
+from cache_rank.config import CacheRankConfig
+from cache_rank.measure.recording import Recorder
+from cache_rank.measure.timeline import Timeline
+from cache_rank.protocol import Step, UpMessage
+from cache_rank.schedule import Boundary
+from cache_rank.selector import Selector, SelectorStep
+
+
+class Observer:
+    """Is told of what happens, and changes nothing of it.
+
+    Attributes:
+        recorder: of shipments; of steps it is told by `on_answer`.
+        timeline: marked by the parts of a step's work.
+    """
+
+    def __init__(self, config: CacheRankConfig, trace: str, device: torch.device) -> None:
+        """Record where the environment says, and append timelines to the file `trace`, if any."""
+        self.recorder = Recorder.from_environment(config)
+        self.timeline = Timeline(trace, device)
+
+    def on_step(self, message: Step) -> None:
+        """A step begins."""
+        self.timeline.enter_step(message.step, message.traced)
+
+    def on_wait(self, lane: int) -> None:
+        """The wait for the message of a boundary begins."""
+        self.timeline.enter_group(lane)
+
+    def on_message(self) -> None:
+        """The message has come."""
+        self.timeline.mark("receive")
+
+    def on_answer(
+        self, selector: Selector, step: SelectorStep, boundary: Boundary, up: UpMessage
+    ) -> None:
+        """A boundary's answer has been queued."""
+        self.recorder.record_step(selector, step, boundary, up)

@@ -1,0 +1,15 @@
+"""Rivals of a cache rank: synchronous sparse attention in SGLang's own engine, a plugin of its own.
+
+Quest (arXiv 2406.10774), TOVA (arXiv 2401.06104), a window, and an oracle select on the inference
+rank, with the current query, before each layer's attention. They share --sparse-budget,
+--sink-tokens, --recent-tokens and --dense-layers with a cache rank.
+
+    args.py        the flag --decode-mode, and what a baseline needs of SGLang
+    plugin.py      registers the attention backend and hooks; scheduler processes and an engine
+    launch.py      python -m scripts.baselines.launch --decode-mode quest
+    attention.py   the decode attention backend
+    selection.py   what each mode attends to
+    kernels/       scores and selection by the current query: the reference, and Triton
+"""
+
+import sglang_ext  # noqa: F401  (makes SGLang importable without a GPU)
