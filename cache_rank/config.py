@@ -12,12 +12,16 @@ from cache_rank.kernels.select.reference import MOST_SLOTS
 from cache_rank.kernels.wire.reference import wire_width
 from cache_rank.schedule import Boundary, by_forecast, by_history
 
-HistoryPredictor = Literal["last", "ema", "spade", "ridge"]
+HistoryPredictor = Literal["last", "spade"]
 Predictor = Literal[HistoryPredictor, "forecast"]
 Frame = Literal["post", "pre"]
-ScoreKeys = Literal["resident", "fp8", "sketch"]
+ScoreKeys = Literal["resident", "sketch"]
 ScoreNormalizer = Literal["all", "attended"]
-WireDtype = Literal["bf16", "fp8", "int8"]
+WireDtype = Literal["bf16", "int8"]
+SMALL_SWAP_TOKENS = 64
+"""So many tokens may enter in a step by default even where they are more than a sixteenth of the
+slots: a message of them is short, and a small selection that changes slowly is a poor one."""
+
 OptionValue = int | float | str
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -84,19 +88,19 @@ class CacheRankConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         query_predictor, query_frame: how the next query is predicted; `forecast` needs more layer
             groups than `forecast_lead`, and is from the hidden state of the step itself.
         forecast_lead: a group's queries are forecast from what enters the group so many before it.
-        selection_margin: a token stays while it is among the best k + margin.
-        delta_capacity: most tokens that enter a (layer, request, kv head) in one step.
-        kv_residency: how K and V are held.
+        hysteresis: a token stays while it is among the best k + hysteresis; by default k // 8.
+        max_swap_tokens: most tokens that enter a (layer, request, kv head) in one step; by default
+            k // 16, but up to SMALL_SWAP_TOKENS whatever k is.
+        kv_residency: how K and V are held. By default scores read an eighth of what they would of
+            keys in bfloat16, and choose nearly the same tokens.
         kv_residency_options: options of that format, which checks them.
-        score_keys: score by the keys as they are held, by a copy of them in 8 bits, or by a sketch.
+        score_keys: score by the keys as they are held, or by a sketch of them.
         sketch_bits: bits of a sketch, an element of a key.
         score_normalizer: a score is a logit less a log-sum-exp: over all tokens, or, of sketches,
             over those that are attended to, which is known before the others are read.
         wire_dtype: dtype of the keys and values of an answer; bf16 is the KV pool's own dtype,
-            whichever it is, fp8 is float8_e4m3fn, and int8 has a scale for 8 channels.
+            whichever it is, and int8 has a scale for 8 channels.
         max_rows: most requests of one step.
-        recall_interval: recall against exact selection is measured in one of so many steps, see
-            recall.py; 0 is never.
         checksum: both ranks compare checksums of the slots at every step (slow, for debugging).
 
     Raises:
@@ -112,43 +116,51 @@ class CacheRankConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     query_predictor: Predictor = "last"
     query_frame: Frame = "pre"
     forecast_lead: int = 2
-    selection_margin: int = 256
-    delta_capacity: int = 128
-    kv_residency: str = "bf16"
+    # These two follow the budget where they are not given; see __post_init__.
+    hysteresis: int = None  # type: ignore[assignment]
+    max_swap_tokens: int = None  # type: ignore[assignment]
+    kv_residency: str = "quantspec"
     kv_residency_options: dict[str, OptionValue] = msgspec.field(default_factory=dict)
     score_keys: ScoreKeys = "resident"
     sketch_bits: Literal[1, 2, 3, 4] = 2
     score_normalizer: ScoreNormalizer = "all"
     wire_dtype: WireDtype = "bf16"
     max_rows: int = 256
-    recall_interval: int = 64
     checksum: bool = False
 
     def __post_init__(self) -> None:
+        budget = self.sparse_budget
+        by_budget = {
+            "hysteresis": budget // 8,
+            "max_swap_tokens": max(budget // 16, min(budget, SMALL_SWAP_TOKENS)),
+        }
+        for name, value in by_budget.items():
+            if getattr(self, name) is None:
+                msgspec.structs.force_setattr(self, name, value)
         at_least_one = (
             "layers_per_group",
             "sparse_budget",
             "query_window",
-            "delta_capacity",
+            "max_swap_tokens",
             "max_rows",
             "forecast_lead",
         )
         for name in at_least_one:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("sink_tokens", "recent_tokens", "selection_margin", "recall_interval"):
+        for name in ("sink_tokens", "recent_tokens", "hysteresis"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
-        budget, margin = self.sparse_budget, self.selection_margin
+        margin = self.hysteresis
         if budget > MOST_SLOTS:
             raise ValueError(f"sparse_budget must be at most {MOST_SLOTS}, got {budget}")
-        if self.delta_capacity > MOST_SLOTS:
+        if self.max_swap_tokens > MOST_SLOTS:
             raise ValueError(
-                f"delta_capacity must be at most {MOST_SLOTS}, got {self.delta_capacity}"
+                f"max_swap_tokens must be at most {MOST_SLOTS}, got {self.max_swap_tokens}"
             )
         if budget + margin > 2 * MOST_SLOTS:
             raise ValueError(
-                f"selection_margin must be at most {2 * MOST_SLOTS - budget} beside sparse_budget "
+                f"hysteresis must be at most {2 * MOST_SLOTS - budget} beside sparse_budget "
                 f"{budget}, got {margin}"
             )
         if self.forecasts and self.forecast_lead >= len(self.groups):
@@ -165,13 +177,12 @@ class CacheRankConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         try:
             wire_width(self.model.head_dim, self.wire_torch_dtype)
         except ValueError as error:
-            raise ValueError(f"wire_dtype {self.wire_dtype}: {error}; use bf16 or fp8") from error
+            raise ValueError(f"wire_dtype {self.wire_dtype}: {error}; use bf16") from error
 
     @property
     def wire_torch_dtype(self) -> torch.dtype:
         """Dtype of the keys and values of an answer."""
-        rounded = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
-        return rounded.get(self.wire_dtype, self.model.torch_dtype)
+        return torch.int8 if self.wire_dtype == "int8" else self.model.torch_dtype
 
     @property
     def wire_width(self) -> int:
@@ -211,7 +222,7 @@ class CacheRankConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
         Pure arithmetic, so that both ranks know it without a message.
         """
-        return min(self.slots_wanted_after(position), filled + self.delta_capacity)
+        return min(self.slots_wanted_after(position), filled + self.max_swap_tokens)
 
     def slots_wanted_after(self, position: int) -> int:
         """Slots that the step after `position` can use: one a candidate, at most k."""

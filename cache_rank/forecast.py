@@ -8,6 +8,7 @@ the next token.
 from __future__ import annotations
 
 import functools
+import math
 
 import torch
 from torch import Tensor
@@ -70,9 +71,9 @@ class Forecast:
         self._projections: dict[int, Tensor] = {}
         self._constants: dict[int, Tensor] = {}
         self._query_norms: dict[int, Tensor] = {}
-        self._queries: dict[int, Tensor] = {}
         most = (config.max_rows, config.layers_per_group, model.query_heads, model.head_dim)
         self._workspace = self._operations.forecast_workspace(*most, device)
+        self._queries = torch.zeros(math.prod(most), device=device)
         self._missing = {group: {*layers} for group, layers in enumerate(config.groups)}
         for group, layers in enumerate(config.groups):
             heads = (len(layers), model.query_heads, model.head_dim)
@@ -80,8 +81,6 @@ class Forecast:
             self._projections[group] = zeros((*heads[:2], model.hidden_size, model.head_dim))
             self._constants[group] = zeros(heads)
             self._query_norms[group] = zeros(heads)
-            # One for each group, because a measurement compares them with what came true.
-            self._queries[group] = zeros((config.max_rows, *heads), dtype=torch.float32)
 
     def load(self, layer: int, projection: Tensor) -> None:
         """Take over by what a layer is forecast, (H + 2, Hq, D); see protocol.Projection."""
@@ -96,10 +95,6 @@ class Forecast:
         """Whether projections of all layers of a group have come."""
         return not self._missing[group]
 
-    def queries(self, group: int, rows: int) -> Tensor:
-        """The newest forecasts of a group for so many rows, (R, L, Hq, D) float32; a view."""
-        return self._queries[group][:rows]
-
     def predict(self, rows: StepRows, group: int, hidden: Tensor, is_fresh: bool) -> Tensor:
         """Forecast the queries of a group.
 
@@ -110,10 +105,12 @@ class Forecast:
             is_fresh: whether the queries are those of this step; they are of the next otherwise.
 
         Returns:
-            (R, L, Hq, D) float32, valid until the next step; those of a refused row are arbitrary.
+            (R, L, Hq, D) float32, valid until the next call; those of a refused row are arbitrary.
         """
         model = self._config.model
-        queries, query_norms = self.queries(group, hidden.shape[0]), self._query_norms[group]
+        query_norms = self._query_norms[group]
+        heads = (hidden.shape[0], *query_norms.shape)
+        queries = self._queries[: math.prod(heads)].view(heads)
         self._operations.forecast_step(
             hidden,
             self._projections[group],

@@ -32,7 +32,7 @@ class Mirror:
         )
         largest_group = max(len(layers) for layers in config.groups)
         self._entering = torch.empty(
-            slots * largest_group * model.kv_heads * config.delta_capacity,
+            slots * largest_group * model.kv_heads * config.max_swap_tokens,
             dtype=torch.int32,
             device=device,
         )
@@ -41,7 +41,7 @@ class Mirror:
             largest_group,
             model.kv_heads,
             config.sparse_budget,
-            config.selection_margin,
+            config.hysteresis,
             device,
         )
 
@@ -94,7 +94,7 @@ class Mirror:
             layers.start,
             config.sink_tokens,
             config.recent_tokens,
-            config.selection_margin,
+            config.hysteresis,
             self._workspace,
             self.entering(slots),
             slots,

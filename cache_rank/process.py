@@ -124,9 +124,6 @@ def serve(launch: Launch) -> None:
             control.refuse(reason)
         if rank is None:
             continue
-        # At once, because the inference rank keeps its half of a measurement meanwhile.
-        for measurement in rank.selector.recall.take():
-            reports.send(measurement)
         if time.monotonic() - last_report > REPORT_SECONDS:
             last_report = time.monotonic()
             reports.send(rank.report(control.refused))

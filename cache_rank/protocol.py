@@ -25,7 +25,7 @@ from torch import Tensor
 from cache_rank.config import CacheRankConfig
 from cache_rank.schedule import Boundary
 
-PROTOCOL_VERSION = 10
+PROTOCOL_VERSION = 11
 NO_EPOCH = -1
 
 
@@ -34,20 +34,6 @@ class Row(msgspec.Struct, frozen=True, array_like=True):
 
     epoch: int
     position: int
-
-
-class Measured(msgspec.Struct, frozen=True, array_like=True):
-    """Whose selection is measured in a step: one row's, in one layer group.
-
-    Attributes:
-        row: its index among the rows of the step.
-        group: the layer group.
-        wants_slots: whether the measurement says which tokens sat in the slots.
-    """
-
-    row: int
-    group: int
-    wants_slots: bool
 
 
 class Open(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -74,13 +60,11 @@ class Step(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
         step: its number; only grows.
         rows: the requests that it exchanges.
         traced: asks for its timeline.
-        measured: asks for a measurement; the inference rank alone decides whose.
     """
 
     step: int
     rows: list[Row]
     traced: bool = False
-    measured: Measured | None = None
 
 
 class Load(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -170,35 +154,6 @@ class Opened(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     capacity_tokens: int
 
 
-class Measurement(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """What one measured step says of one request and L layers; recall.py explains the numbers.
-
-    All is measured by the keys as the residency format holds them. With the slots, the inference
-    rank can tell what they held by the keys as they came.
-
-    Attributes:
-        epoch: the request's epoch.
-        step: number of the step.
-        first_layer: the first of the L layers, counted from the first sparse layer.
-        held_recall, held_attention_mass: (L, Hkv).
-        query_cosine: (L, Hq).
-        prediction_overlap: (L, Hkv).
-        overlap: (distances, L, Hkv), one for each of `recall.overlap_distances`.
-        slots: (L, Hkv, used) little-endian int32, the token in each slot that the step used; empty
-            where they were not asked for.
-    """
-
-    epoch: int
-    step: int
-    first_layer: int
-    held_recall: list[list[float]]
-    held_attention_mass: list[list[float]]
-    query_cosine: list[list[float]]
-    prediction_overlap: list[list[float]]
-    overlap: list[list[list[float]]]
-    slots: bytes = b""
-
-
 class Report(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """What the cache rank holds and has done since it opened.
 
@@ -220,7 +175,7 @@ class Report(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
 
 
 ToCacheRank = Open | Step | Load | Adopt | Share | Drop | Projection | KeyBasis | End | Flush
-ToInferenceRank = Ready | Opened | Report | Measurement
+ToInferenceRank = Ready | Opened | Report
 
 
 class AnswerHeader(NamedTuple):
@@ -309,7 +264,7 @@ class DownMessage:
 
     @staticmethod
     def _parts(config: CacheRankConfig, layers: int, rows: int) -> tuple[_Part, ...]:
-        entries = (rows, layers, config.model.kv_heads, config.delta_capacity)
+        entries = (rows, layers, config.model.kv_heads, config.max_swap_tokens)
         tokens = _Part(config.wire_torch_dtype, (*entries, config.wire_width))
         header = _Part(torch.int64, (rows, len(AnswerHeader._fields)))
         return header, _Part(torch.int32, entries), tokens, tokens

@@ -25,7 +25,6 @@ from cache_rank.protocol import (
     DownMessage,
     KeyBasis,
     Load,
-    Measured,
     Open,
     Projection,
     Report,
@@ -87,9 +86,8 @@ class CacheRank:
     def _warm_up(self) -> None:
         """Serve a sequence of our own until its slots are full, so that no request waits.
 
-        On a GPU the first launch of every kernel compiles or loads it, and memory is taken; so
-        every layer group is measured once too. On a CPU there is nothing to gain beyond the first
-        step.
+        On a GPU the first launch of every kernel compiles or loads it, and memory is taken. On a
+        CPU there is nothing to gain beyond the first step.
         """
         config, selector = self.config, self.selector
         on_gpu = self._device.type == "cuda"
@@ -105,17 +103,14 @@ class CacheRank:
         queries = config.query_window + 1 if on_gpu else 1
         while sequence.filled < wanted or sequence.queries < queries:
             self._warm_up_step(sequence)
-        for group in range(len(config.groups) if on_gpu and config.recall_interval else 0):
-            self._warm_up_step(sequence, Measured(0, group, wants_slots=True))
         selector.end(NO_EPOCH)
         if on_gpu:
             torch.cuda.synchronize(self._device)
-        selector.recall.take()
 
-    def _warm_up_step(self, sequence: ResidentSequence, measured: Measured | None = None) -> None:
+    def _warm_up_step(self, sequence: ResidentSequence) -> None:
         selector = self.selector
         rows = [Row(sequence.epoch, sequence.tokens)]
-        step, messages = selector.begin_step(0, rows, measured=measured), self._messages.of(1)
+        step, messages = selector.begin_step(0, rows), self._messages.of(1)
         for boundary, up in zip(self._boundaries, messages.up, strict=True):
             selector.serve(step, boundary, up, messages.answer_of(boundary), self._timeline)
 
@@ -275,9 +270,7 @@ class CacheRank:
         if self._received_of_layers is not None:
             torch.cuda.current_stream().wait_event(self._received_of_layers)
             self._received_of_layers = None
-        step = self.selector.begin_step(
-            message.step, message.rows, refused.keys(), message.measured
-        )
+        step = self.selector.begin_step(message.step, message.rows, refused.keys())
         self._timeline.enter_step(message.step, message.traced)
         messages = self._messages.of(len(message.rows))
         for lane, (boundary, up) in enumerate(zip(self._boundaries, messages.up, strict=True)):

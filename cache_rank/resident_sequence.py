@@ -18,10 +18,7 @@ class ResidentSequence:
         tokens: how many of its tokens are resident.
         shared: how many of its pages have a name, by which other epochs may hold them, too.
         adopted: how many of its first tokens were in pages of others when it began.
-        earlier_queries: how many queries were in the query ring before its last step, at most
-            W + 1. The query of that step was predicted from these.
         queries: how many of its newest tokens have their query in the query ring, at most W + 1.
-        used: how many slots of its working set were in use in its last step.
         filled: how many slots are in use once the answer to its last step is applied.
         fresh_filled: the same of groups that are answered for the step itself.
     """
@@ -32,17 +29,13 @@ class ResidentSequence:
     tokens: int = 0
     shared: int = 0
     adopted: int = 0
-    earlier_queries: int = 0
     queries: int = 0
-    used: int = 0
     filled: int = 0
     fresh_filled: int = 0
 
     def advance(self, config: CacheRankConfig, position: int) -> None:
         """Account for the step at `position`."""
         self.tokens = position + 1
-        self.earlier_queries = self.queries
         self.queries = min(self.queries + 1, config.query_window + 1)
-        self.used = self.filled
         self.filled = config.filled_after(position, self.filled)
         self.fresh_filled = config.filled_after(position - 1, self.fresh_filled)

@@ -25,11 +25,10 @@ from cache_rank.copies import upload
 from cache_rank.forecast import Forecast
 from cache_rank.graphs import Captures
 from cache_rank.kernels.checksum.reference import slots_checksum
-from cache_rank.measure.recall import MeasuredStep, RecallMeter
 from cache_rank.measure.timeline import Timeline
 from cache_rank.mirror import Mirror
 from cache_rank.pages import PAGE_TOKENS, PageAllocator
-from cache_rank.protocol import NO_EPOCH, AnswerHeader, DownMessage, Measured, Row, UpMessage
+from cache_rank.protocol import NO_EPOCH, AnswerHeader, DownMessage, Row, UpMessage
 from cache_rank.query_ring import QueryRing
 from cache_rank.resident_sequence import ResidentSequence
 from cache_rank.schedule import Boundary
@@ -64,7 +63,6 @@ class SelectorStep(NamedTuple):
         key: two steps of the same key differ only in what their rows hold.
         live: index, row and sequence of each row that is exchanged.
         changed: (groups, R, 2) int32: tokens that entered, and that must wait for a later step.
-        measured: whose selection is measured, if any is.
     """
 
     number: int
@@ -73,7 +71,6 @@ class SelectorStep(NamedTuple):
     key: tuple[int, ...]
     live: Sequence[tuple[int, Row, ResidentSequence]]
     changed: Tensor
-    measured: Measured | None
 
     def rows_of(self, boundary: Boundary) -> StepRows:
         """The rows as the group that is answered has them."""
@@ -87,7 +84,6 @@ class Selector:
         sequences: the live sequences, by epoch.
         pages: the pages of the resident memory.
         named: pages that have a name, by it: their tokens are complete, and epochs may share them.
-        recall: the measurements of steps.
         overflow: () int64, tokens that had to wait for a later step, summed over layers and heads.
         capacity_tokens: how many tokens fit.
     """
@@ -101,7 +97,6 @@ class Selector:
         self.pages = PageAllocator(residency.pages_in(config, memory_bytes))
         self.capacity_tokens = residency.capacity_tokens(config, memory_bytes)
         self.overflow = torch.zeros((), dtype=torch.int64, device=device)
-        self.recall = RecallMeter(config)
         self._device = device
         self._page_bytes = PAGE_TOKENS * residency.bytes_per_token(config)
         self._residency = residency.create(config, self.pages.pages, device)
@@ -117,7 +112,6 @@ class Selector:
             self._step_memory = torch.empty(step_bytes, dtype=torch.uint8, device=device)
         self._queries = QueryRing(config, device)
         self._forecast = Forecast(config, device) if config.forecasts else None
-        self._last_places: dict[int, int] = {}
         self._mirror = Mirror(config, device)
 
     @property
@@ -230,7 +224,6 @@ class Selector:
         number: int,
         rows: Sequence[Row],
         refused: Collection[int] = (),
-        measured: Measured | None = None,
     ) -> SelectorStep:
         """Begin a step over rows, of which some are refused by index; all others are live."""
         live = [
@@ -276,9 +269,7 @@ class Selector:
         if moved != self._scores_moved:
             self._captures.clear()
             self._scores_moved = moved
-        return SelectorStep(
-            number, step_rows, earlier_rows, (count, width), live, changed, measured
-        )
+        return SelectorStep(number, step_rows, earlier_rows, (count, width), live, changed)
 
     def serve(
         self,
@@ -299,8 +290,6 @@ class Selector:
             down: the answer, which the work writes; None where the boundary has none.
             timeline: marked after each part.
         """
-        if step.measured is not None and step.measured.group == boundary.left:
-            self._measure(step, boundary.left, up, step.measured)
         messages = [message.buffer.data_ptr() for message in (up, down) if message is not None]
         key = (boundary, step.key, self._forecasts(boundary), *messages)
 
@@ -379,7 +368,6 @@ class Selector:
 
     def end_step(self, step: SelectorStep) -> None:
         """Account for what the answers to all groups could not ship, and check what came."""
-        self._last_places = {row.epoch: index for index, row, _ in step.live}
         self.overflow += step.changed[..., 1].sum()
         self._residency.check()
 
@@ -403,41 +391,6 @@ class Selector:
         pages: Tensor
         (pages,) = upload((self._slot_pages[sequence.slot, : len(sequence.pages)],), self._device)
         return pages
-
-    def _measure(self, step: SelectorStep, group: int, up: UpMessage, measured: Measured) -> None:
-        """Measure what was selected for a row, if it is live and sparse."""
-        found = next((live for live in step.live if live[0] == measured.row), None)
-        if found is None:
-            return
-        index, row, sequence = found
-        # What the inference rank waits for before a request turns sparse.
-        is_warm = sequence.earlier_queries > self.config.query_window
-        if not is_warm or not 0 < sequence.used == self.config.slots_wanted_after(row.position - 1):
-            return
-        # The current token is not resident yet.
-        rows, layers = step.rows.row_at(index, row.position - 1), self.config.groups[group]
-
-        def score(queries: Tensor) -> Tensor:
-            one_row = queries.contiguous().unsqueeze(0)
-            return self._residency.score(rows, layers, one_row, exact=True)[0]
-
-        self.recall.measure(
-            MeasuredStep(row.epoch, step.number, row.position, layers, measured.wants_slots),
-            self.mirror(sequence, layers)[..., : sequence.used],
-            up.queries[index],
-            self._predicted_before(rows, row.epoch, group, index),
-            self._queries.entries[sequence.slot, layers.start : layers.stop],
-            score,
-        )
-
-    def _predicted_before(self, rows: StepRows, epoch: int, group: int, index: int) -> Tensor:
-        """What the queries of a measured row and group were expected to be, (L, Hq, D)."""
-        if self._forecast is not None and self._forecast.knows(group):
-            is_fresh = group >= self.config.forecast_lead
-            place = index if is_fresh else self._last_places.get(epoch)
-            if place is not None:
-                return self._forecast.queries(group, place + 1)[place]
-        return self._queries.predict(rows, self.config.groups[group])[0]
 
     def _checksum(
         self, step: SelectorStep, boundary: Boundary, index: int, sequence: ResidentSequence

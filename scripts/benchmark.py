@@ -1,29 +1,27 @@
 """AIME, GPQA Diamond and MATH-500 on a running server, and a comparison of two servers.
 
-    python -m scripts.benchmark run aime24 aime25 --base-url http://127.0.0.1:30000 --out dense
+    python -m scripts.benchmark run aime24 --base-url http://127.0.0.1:30000 --out dense
     python -m scripts.benchmark run gpqa --from-dataset gpqa.jsonl --base-url ... --out dense
     python -m scripts.benchmark compare dense cache-rank
-    python -m scripts.benchmark questions math500 --out math500.jsonl  # for a machine without hub
 
-Questions are asked and graded by sgl-eval, which `pip install --editable '.[eval]'` brings;
-docs/evaluation.md says how to serve and how to read the result.
+Questions are asked and graded by sgl-eval, which `pip install --editable '.[eval]'` brings. The
+defaults of sampling are those of the cards of reasoning models; docs/evaluation.md says how to
+serve and how to read the result.
 """
 
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from scripts.accuracy.benchmarks.comparison import compare_folders, markdown, write_report
-from scripts.accuracy.benchmarks.harness import Sampling, harness_version
-from scripts.accuracy.benchmarks.questions import BENCHMARKS, digest, write_questions
-from scripts.accuracy.benchmarks.runs import run_benchmarks
+from scripts.accuracy.benchmarks.comparison import compare_folders, markdown, write_comparison
+from scripts.accuracy.benchmarks.harness import BENCHMARKS
+from scripts.accuracy.benchmarks.runs import run_benchmark
 from scripts.shared.command import make_parser
 from scripts.shared.serving import ServerError
-
-_NAMES = ", ".join(BENCHMARKS)
 
 
 def parse_options(argv: Sequence[str]) -> argparse.Namespace:
@@ -31,19 +29,22 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
     parser = make_parser("benchmark", __doc__)
     commands = parser.add_subparsers(dest="command", required=True)
 
-    run = commands.add_parser("run", help="ask a server all questions of benchmarks")
+    run = commands.add_parser("run", help="ask a server all questions of a benchmark")
     add = run.add_argument
-    add("benchmarks", nargs="+", choices=BENCHMARKS, metavar="BENCHMARK", help=_NAMES)
+    add("benchmark", choices=BENCHMARKS)
     add("--base-url", required=True, help="of the server, with or without /v1")
     add("--out", type=Path, required=True, help="folder of this system; its name is the system's")
-    add("--from-dataset", type=Path, metavar="FILE", help="questions, one JSON object a line")
+    add("--from-dataset", type=Path, metavar="FILE", help="questions, one JSON object a line: "
+        "id, problem, expected_answer")  # fmt: skip
     add("--num-examples", type=int, help="ask the first questions only")
-    repeats = "answers to each question; default: 16 AIME, 8 GPQA, 4 MATH-500"
-    add("--n-repeats", type=int, help=repeats)
-    add("--temperature", type=float, default=Sampling.temperature)
-    add("--top-p", type=float, default=Sampling.top_p)
+    add("--n-repeats", type=int, help="answers to each question; default: 16 AIME, 8 GPQA, "
+        "4 MATH-500")  # fmt: skip
+    add("--temperature", type=float, default=0.6)
+    add("--top-p", type=float, default=0.95)
     add("--top-k", type=int, help="default: the server's, from the model's generation_config.json")
-    add("--max-tokens", type=int, default=Sampling.max_tokens, help="of an answer")
+    add("--max-tokens", type=int, default=32768,
+        help="of an answer. Reasoning needs room: a chain that is cut short hides what happens at "
+        "the end of a long one, where a cache rank has most to lose")  # fmt: skip
     add("--no-thinking", action="store_true", help="tell the chat template enable_thinking=false")
     add("--prompt", type=Path, metavar="FILE", help="a prompt file of sgl-eval, instead of its own")
     add("--num-threads", type=int, help="requests at a time; default: 64, or what fits")
@@ -53,15 +54,7 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
     compare.add_argument("baseline", type=Path, help="--out of the dense system")
     compare.add_argument("system", type=Path, help="--out of the other system")
     compare.add_argument("--out", type=Path, help="folder of the report; default: SYSTEM")
-
-    questions = commands.add_parser("questions", help="write the questions of a benchmark")
-    questions.add_argument("benchmark", choices=BENCHMARKS, metavar="BENCHMARK", help=_NAMES)
-    questions.add_argument("--out", type=Path, required=True, metavar="FILE")
-
-    options = parser.parse_args(argv)
-    if options.command == "run" and options.from_dataset and len(options.benchmarks) > 1:
-        parser.error("--from-dataset is of one benchmark")
-    return options
+    return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -71,16 +64,12 @@ def main(argv: Sequence[str]) -> int:
         if options.command == "compare":
             report = compare_folders(options.baseline, options.system)
             print(markdown(report))
-            for file in write_report(report, options.out or options.system):
+            for file in write_comparison(report, options.out or options.system):
                 print(file, file=sys.stderr)
-            return 0
-        harness_version()
-        if options.command == "run":
-            run_benchmarks(options, ["python", "-m", "scripts.benchmark", *argv])
         else:
-            questions = BENCHMARKS[options.benchmark].load()
-            write_questions(questions, options.out)
-            print(f"{options.out}: {len(questions)} questions, sha256 {digest(options.out)}")
+            command = shlex.join(["python", "-m", "scripts.benchmark", *argv])
+            for warning in run_benchmark(options, command).warnings:
+                print(f"warning: {warning}")
     except InterruptedError as error:
         print(f"error: {error}", file=sys.stderr)
         return 130

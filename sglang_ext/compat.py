@@ -290,9 +290,9 @@ def tokens_read(request: Any) -> int:
 def reads_until_the_stream_is_done() -> Any:
     """Say when decode has read SGLang's table for the last time, which 0.5.18 and later ask.
 
-    Behind the graph, on the same stream, chunks of prompts are shipped and recall is measured, and
-    baselines read the table in every sparse layer. So what rewrites the table is to wait for the
-    stream, not for a point in it.
+    Behind the graph, on the same stream, chunks of prompts are shipped, and baselines read the
+    table in every sparse layer. So what rewrites the table is to wait for the stream, not for a
+    point in it.
     """
     from sglang.srt.layers.attention.base_attn_backend import SharedReadEnds
 

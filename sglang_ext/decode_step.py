@@ -3,8 +3,7 @@
     plan       decides what every request does, and brings the working-set table up to date
     announce   tells the cache rank which requests the step exchanges
     forward    is SGLang's; attention.py meets the exchange at the gate, layer group by layer group
-    end        accounts for the step, measures its selection if it is its turn, ships chunks of
-               prompts, and evicts what the cache rank has
+    end        accounts for the step, ships chunks of prompts, and evicts what the cache rank has
 
 Whatever goes wrong with the cache rank in between is in recovery.py.
 """
@@ -17,7 +16,6 @@ from typing import Any, TypeVar
 from sglang_ext.eviction import Eviction
 from sglang_ext.exchange.base import Exchange, Gate
 from sglang_ext.lifecycle import Phase
-from sglang_ext.measured_steps import MeasuredSteps
 from sglang_ext.metrics import CacheRankMetrics
 from sglang_ext.recovery import CacheRankHandle
 from sglang_ext.shipping import Shipping
@@ -41,7 +39,6 @@ class DecodeStep:
         cache_rank: CacheRankHandle,
         shipping: Shipping,
         eviction: Eviction | None,
-        measured_steps: MeasuredSteps,
         metrics: CacheRankMetrics,
         tracer: Tracer | None,
     ) -> None:
@@ -53,7 +50,6 @@ class DecodeStep:
             cache_rank: which it is exchanged with.
             shipping: of prompts to it.
             eviction: told of steps of sparse requests; None when every token stays in the pool.
-            measured_steps: chooses the steps that are measured, and measures them.
             metrics: told of what happens.
             tracer: chooses the steps that are traced; None without.
         """
@@ -63,7 +59,6 @@ class DecodeStep:
         self._cache_rank = cache_rank
         self._shipping = shipping
         self._eviction = eviction
-        self._measured_steps = measured_steps
         self._metrics = metrics
         self._tracer = tracer
 
@@ -88,7 +83,6 @@ class DecodeStep:
         self._cache_rank.follow_supervisor()
         plan = self._planner.plan(requests, lengths, self._cache_rank.exchange is not None)
         plan.exchange = self._cache_rank.exchange
-        plan.measured = self._measured_steps.choose(plan)
         self._planner.publish(plan, self._gate.awaited_step)
         self.running = plan
         return plan
@@ -96,9 +90,7 @@ class DecodeStep:
     def announce(self, plan: StepPlan) -> None:
         """Tell the cache rank which requests the step exchanges."""
         traced = self._tracer is not None and self._tracer.wants(len(plan.sparse))
-        self._cache_rank.attempt(
-            lambda exchange: exchange.announce(plan.step, plan.rows, traced, plan.measured)
-        )
+        self._cache_rank.attempt(lambda exchange: exchange.announce(plan.step, plan.rows, traced))
 
     def end(self, plan: StepPlan) -> None:
         """Account for the step, ship chunks of prompts, and note what can be evicted.
@@ -114,8 +106,6 @@ class DecodeStep:
             sequence.statistics.sparse_steps += 1
         if (exchange := self._cache_rank.exchange) is None:
             return
-        if plan.measured is not None:
-            self._measured_steps.score(plan, exchange)
         if plan.rows:
             self._account(exchange, plan)
         elif plan.shipping:

@@ -10,8 +10,8 @@ import msgspec
 from sglang.srt.arg_groups.arg_utils import A, Arg
 from sglang.srt.server_args import ServerArgs
 
-from cache_rank.config import CacheRankConfig, ModelShape
-from cache_rank.residency import DEFAULT_FORMAT, FORMATS, require_format
+from cache_rank.config import SMALL_SWAP_TOKENS, CacheRankConfig, ModelShape
+from cache_rank.residency import FORMATS, require_format
 from cache_rank.residency.options import parse_options
 from sglang_ext import compat, cpu
 from sglang_ext.losses import LONGEST_DELAY_SECONDS
@@ -19,11 +19,17 @@ from sglang_ext.losses import LONGEST_DELAY_SECONDS
 BACKEND = "cache_rank"
 """The name under which SGLang knows our decode attention backend."""
 
+_DEFAULTS = CacheRankConfig(ModelShape(1, 1, 1, 8, "bfloat16", 1.0))
+"""What the cache rank does unless it is told otherwise is the default of a flag, too."""
+
 FORECAST_ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 """Queries of these are forecast by default; those of others can be, if the user says so."""
 
+FORECAST_ROTARY_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
+"""Of these, a position is rotated at rates that no request's length changes; see rotary.py."""
+
 FORECAST_GROUP_LAYERS = 2
-HISTORY_GROUP_LAYERS = 6
+HISTORY_GROUP_LAYERS = _DEFAULTS.layers_per_group
 """Layers of a group where queries are forecast, and where they are predicted from earlier ones."""
 
 CHECKSUM_VARIABLE = "CACHE_RANK_CHECKSUM"
@@ -44,6 +50,7 @@ def choose_schedule(
     layers_per_group: int | None,
     forecast_lead: int,
     architecture: str,
+    rotary_type: str,
     sparse_layers: int,
 ) -> Schedule:
     """Choose what the user does not, which is None, for a model's class and its sparse layers."""
@@ -53,6 +60,8 @@ def choose_schedule(
         query_predictor, why = "forecast", "from the hidden state of the same step"
         if architecture not in FORECAST_ARCHITECTURES:
             query_predictor, why = "last", "forecasts are not tested with this model"
+        elif rotary_type not in FORECAST_ROTARY_TYPES:
+            query_predictor, why = "last", f"a forecast cannot rotate by {rotary_type}"
         elif groups <= forecast_lead:
             query_predictor = "last"
             why = f"--forecast-lead {forecast_lead} needs more layer groups than {groups}"
@@ -60,6 +69,12 @@ def choose_schedule(
         is_forecast = query_predictor == "forecast"
         layers_per_group = FORECAST_GROUP_LAYERS if is_forecast else HISTORY_GROUP_LAYERS
     return Schedule(query_predictor, layers_per_group, why)
+
+
+def rotary_type(model: Mapping[str, Any]) -> str:
+    """The kind of rotary embedding that a model's config.json names, in either of its forms."""
+    rotary = model.get("rope_parameters") or model.get("rope_scaling") or {}
+    return str(rotary.get("rope_type") or rotary.get("type") or "default")
 
 
 def flag_of(field: str) -> str:
@@ -96,9 +111,13 @@ class CacheRankFlags(ServerArgs):
     sparse_threshold: A[int, Arg(help="Length in tokens at which a request turns sparse.")] = 4096
     sparse_budget: A[
         int, Arg(help="Tokens that each KV head attends to beside sinks and recent tokens.")
-    ] = 2048
-    sink_tokens: A[int, Arg(help="First tokens that are always attended to.")] = 4
-    recent_tokens: A[int, Arg(help="Newest tokens that are always attended to.")] = 64
+    ] = _DEFAULTS.sparse_budget
+    sink_tokens: A[int, Arg(help="First tokens that are always attended to.")] = (
+        _DEFAULTS.sink_tokens
+    )
+    recent_tokens: A[int, Arg(help="Newest tokens that are always attended to.")] = (
+        _DEFAULTS.recent_tokens
+    )
     layers_per_group: A[
         int | None,
         Arg(
@@ -114,9 +133,11 @@ class CacheRankFlags(ServerArgs):
             "how keys are sketched."
         ),
     ] = None
-    query_window: A[int, Arg(help="Earlier queries that the next query is predicted from.")] = 16
+    query_window: A[int, Arg(help="Earlier queries that the next query is predicted from.")] = (
+        _DEFAULTS.query_window
+    )
     query_predictor: A[
-        Literal["last", "ema", "spade", "ridge", "forecast"] | None,
+        Literal["last", "spade", "forecast"] | None,
         Arg(
             help="How a query is predicted: from those of earlier steps, or (forecast) from the "
             "hidden state of the same step, --forecast-lead layer groups before. Default: forecast "
@@ -126,18 +147,25 @@ class CacheRankFlags(ServerArgs):
     forecast_lead: A[
         int,
         Arg(help="Layer groups between a hidden state and the queries that are forecast from it."),
-    ] = 2
+    ] = _DEFAULTS.forecast_lead
     query_frame: A[
         Literal["post", "pre"],
         Arg(help="Predict among queries after or before rotary position embedding."),
-    ] = "pre"
-    selection_margin: A[
-        int,
-        Arg(help="A selected token stays while it ranks within --sparse-budget plus this."),
-    ] = 256
-    delta_capacity: A[
-        int, Arg(help="Most tokens that may enter the working set of a KV head in one step.")
-    ] = 128
+    ] = _DEFAULTS.query_frame
+    hysteresis: A[
+        int | None,
+        Arg(
+            help="A selected token stays while it ranks within --sparse-budget plus this. Default: "
+            "an eighth of the budget."
+        ),
+    ] = None
+    max_swap_tokens: A[
+        int | None,
+        Arg(
+            help="Most tokens that may enter the working set of a KV head in one step. Default: a "
+            f"sixteenth of --sparse-budget, or up to {SMALL_SWAP_TOKENS} of a small one."
+        ),
+    ] = None
     inference_kv: A[
         Literal["full", "working-set"],
         Arg(
@@ -157,20 +185,21 @@ class CacheRankFlags(ServerArgs):
     kv_residency: A[
         str,
         Arg(help="How the cache rank holds K and V; bf16 is as they came.", choices=list(FORMATS)),
-    ] = DEFAULT_FORMAT
+    ] = _DEFAULTS.kv_residency
     kv_residency_options: A[
         str,
         Arg(help="Options of --kv-residency, as name=value separated by commas."),
     ] = ""
     score_keys: A[
-        Literal["resident", "fp8", "sketch"],
+        Literal["resident", "sketch"],
         Arg(
-            help="Score tokens by their keys as they are held; by a copy in 8 bits, which halves "
-            "what the cache rank reads of bf16 keys in a step; or by a sketch of --sketch-bits, "
+            help="Score tokens by their keys as they are held, or by a sketch of --sketch-bits, "
             "beside any format, for which --calibration is needed."
         ),
-    ] = "resident"
-    sketch_bits: A[Literal[1, 2, 3, 4], Arg(help="Bits of a sketch, an element of a key.")] = 2
+    ] = _DEFAULTS.score_keys
+    sketch_bits: A[Literal[1, 2, 3, 4], Arg(help="Bits of a sketch, an element of a key.")] = (
+        _DEFAULTS.sketch_bits
+    )
     score_normalizer: A[
         Literal["all", "attended"],
         Arg(
@@ -178,15 +207,15 @@ class CacheRankFlags(ServerArgs):
             "tokens; or, with --score-keys sketch, over those that are attended to, for which "
             "logits need not be written and read again."
         ),
-    ] = "all"
+    ] = _DEFAULTS.score_normalizer
     wire_dtype: A[
-        Literal["bf16", "fp8", "int8"],
+        Literal["bf16", "int8"],
         Arg(
             help="How K and V travel back to the inference rank: bf16 is in the KV pool's own "
-            "dtype, even if that is another; fp8 is rounded to e4m3 and int8 with a scale for 8 "
-            "channels, which halves an answer."
+            "dtype, even if that is another; int8 is rounded with a scale for 8 channels, which "
+            "halves an answer."
         ),
-    ] = "bf16"
+    ] = _DEFAULTS.wire_dtype
     max_sparse_requests: A[
         int,
         Arg(help="Requests that can be sparse at once; each reserves a working set of pool rows."),
@@ -195,16 +224,6 @@ class CacheRankFlags(ServerArgs):
         int,
         Arg(help="Tokens of a prompt that are shipped to the cache rank in one decode step."),
     ] = 512
-    recall_interval: A[
-        int,
-        Arg(
-            help="Of so many steps, recall against exact selection is measured in one; 0 is never. "
-            "In such a step the cache rank scores one layer group of one request 3 + log2(query "
-            "window) times more than in others: by the true query, by its prediction and by "
-            "earlier queries. With --inference-kv full SGLang's GPU scores it once, by the keys as "
-            "they came."
-        ),
-    ] = 64
     cache_rank_transfer_backend: A[
         Literal["auto", "peer", "nccl"],
         Arg(

@@ -6,8 +6,7 @@ the memory that a baseline needs, and refuse `custom_params` that are not ours t
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -22,16 +21,15 @@ from sglang.srt.runtime_context import get_server_args
 from cache_rank.config import ModelShape
 from sglang_ext import baselines, compat, inference_rank, reuse
 from sglang_ext.calibration.serving import CALLS
-from sglang_ext.lifecycle import RequestStatistics
 from sglang_ext.memory import (
     bytes_beyond_allocator,
     dense_store_rows,
-    measuring_bytes,
     message_bytes,
     reserve_rows,
 )
 from sglang_ext.refusals import UnsupportedError
-from sglang_ext.requests import CACHE_RANK, refuse_request
+from sglang_ext.requests import serving
+from sglang_ext.requests.bodies import CACHE_RANK
 from sglang_ext.server_args import CacheRankServerArgs
 
 WHAT_A_CACHE_RANK_NEEDS = {GPU_MEMORY_TYPE_KV_CACHE, GPU_MEMORY_TYPE_WEIGHTS}
@@ -124,12 +122,11 @@ def leave_room_beyond_allocator(available_bytes: int, configurator: Any, *_: Any
     )
     token = 2 * shape.kv_heads * shape.head_dim * dtype.itemsize
     taken = bytes_beyond_allocator(args, layers, token) + message_bytes(args, shape)
-    taken += measuring_bytes(args, shape)
     if taken >= available_bytes:
         raise UnsupportedError(
             f"--max-sparse-requests {args.max_sparse_requests} leaves no memory for SGLang's pool: "
             f"working sets, messages and what dense layers keep take {taken / 1e9:.1f} of "
-            f"{available_bytes / 1e9:.1f} GB; lower it, or --sparse-budget, --delta-capacity, or, "
+            f"{available_bytes / 1e9:.1f} GB; lower it, or --sparse-budget, --max-swap-tokens, or, "
             "with --inference-kv working-set, --context-length or --dense-layers."
         )
     return available_bytes - taken
@@ -150,7 +147,6 @@ def run_step(
         result, plan = rank.decode_step.run(batch.reqs, batch.seq_lens_cpu.tolist(), forward)
         result.cache_rank_plan = plan
     else:
-        rank.before_prefill(batch.reqs)
         result = forward()
     if result.logits_output is not None:
         info = result.logits_output.customized_info or {}
@@ -183,11 +179,16 @@ def after_forward(result: Any, runner: Any, forward_batch: Any, *_: Any, **__: A
         backend.on_extend(forward_batch)
 
 
-def separate_prefixes(result: None, request: Any, *_: Any, **__: Any) -> None:
+def after_request(result: None, request: Any, *_: Any, **__: Any) -> None:
     """Keep apart what requests must not reuse of each other."""
+    before_match(request)
+
+
+def before_match(request: Any, *_: Any, **__: Any) -> None:
+    """Keep a prompt apart from what other weights have computed; it may have waited meanwhile."""
     rank = inference_rank.current()
     if rank is not None:
-        reuse.separate(request, rank.args.reuse_sparse_tokens == "on", rank.weight_updates)
+        rank.before_match(request)
 
 
 def offer_to_tree(
@@ -279,30 +280,6 @@ def add_internal_state(result: Any, scheduler: Any, *_: Any, **__: Any) -> Any:
     return result
 
 
-async def summarize_meta_info(
-    original: Callable[..., AsyncIterator[Any]],
-    manager: Any,
-    request: Any,
-    *args: Any,
-    **kwargs: Any,
-) -> AsyncIterator[Any]:
-    """Refuse what cannot be served, and turn per-token statistics into one summary."""
-    has_cache_rank = getattr(manager.server_args, "has_cache_rank", False)
-    refuse_request(request, manager.model_config.vocab_size, has_cache_rank)
-    async for output in original(manager, request, *args, **kwargs):
-        for item in output if isinstance(output, list) else [output]:
-            meta = item.get("meta_info") or {}
-            if isinstance(meta.get(CACHE_RANK), list):
-                meta[CACHE_RANK] = _summary(meta[CACHE_RANK])
-        yield output
-
-
-def _summary(per_token: list[tuple[int | float | str | None, ...] | None]) -> dict[str, Any]:
-    last = next((values for values in reversed(per_token) if values is not None), None)
-    names = [field.name for field in dataclasses.fields(RequestStatistics)]
-    return dict(zip(names, last or RequestStatistics().as_tuple(), strict=True))
-
-
 def add_calls() -> None:
     """Give schedulers what a calibration calls by name: scheduler.py:4304 looks for a method."""
     from sglang.srt.managers.scheduler import Scheduler
@@ -363,8 +340,14 @@ HOOKS = (
     Hook(
         "sglang.srt.managers.schedule_batch.Req.__init__",
         HookType.AFTER,
-        separate_prefixes,
-        "schedule_batch.py:787; prefixes are matched and kept by the request's extra_key",
+        after_request,
+        "schedule_batch.py:787; the queue is sorted by what is found under a request's extra_key",
+    ),
+    Hook(
+        "sglang.srt.managers.schedule_batch.Req.init_next_round_input",
+        HookType.BEFORE,
+        before_match,
+        "schedule_batch.py:1180; the prefix is matched by extra_key, right before the prefill",
     ),
     Hook(
         compat.OFFER,
@@ -438,10 +421,35 @@ HOOKS = (
         resume_memory,
         "weight_updater.py; the cache rank comes back with SGLang's memory",
     ),
-    Hook(
-        "sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request",
-        HookType.AROUND,
-        summarize_meta_info,
-        "tokenizer_manager.py; every API's responses pass through it",
+    *(
+        Hook(target, HookType.AROUND, function, why)
+        for target, function, why in (
+            (
+                "starlette.requests.Request.body",
+                serving.read_body,
+                "what is ours is dropped by APIs that do not know it",
+            ),
+            (
+                "sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request",
+                serving.generate,
+                "tokenizer_manager.py; every API's requests and responses pass through it",
+            ),
+            (
+                "sglang.srt.entrypoints.openai.serving_base.OpenAIServingBase"
+                ".create_error_response",
+                serving.answer_error,
+                "serving_base.py; what a request has broken is answered as a fault of the server",
+            ),
+            (
+                "sglang.srt.managers.io_struct.GenerateReqInput.regenerate_rid",
+                serving.name_sample,
+                "io_struct.py:310; samples get names that have nothing of their request's",
+            ),
+            (
+                "sglang.srt.managers.tokenizer_manager.TokenizerManager.abort_request",
+                serving.abort_samples,
+                "tokenizer_manager.py; it looks for a request by its name only",
+            ),
+        )
     ),
 )

@@ -19,7 +19,6 @@ from sglang_ext.exchange.base import Exchange
 from sglang_ext.exchange.connection import Connection, Placement
 from sglang_ext.layer_source import LayerSource
 from sglang_ext.lifecycle import Phase, prepare_requests
-from sglang_ext.measured_steps import MeasuredSteps
 from sglang_ext.memory import dense_store_rows_per_request, reserve_block_rows
 from sglang_ext.metrics import CacheRankMetrics
 from sglang_ext.pools import Pools, first_reserve_row, model_shape, pools_of
@@ -29,7 +28,6 @@ from sglang_ext.shipping import Shipping
 from sglang_ext.step_plan import StepPlanner
 from sglang_ext.supervisor import Supervisor
 from sglang_ext.tracing import Tracer
-from sglang_ext.true_recall import TrueRecall
 from sglang_ext.unreached import say_small_capacity
 
 
@@ -44,7 +42,6 @@ class InferenceRank:
         decode_step: runs decode steps.
         cache_rank: the cache rank while it is up, and what its loss leaves to be done.
         eviction: of tokens from the pool; None when every token stays there.
-        weight_updates: how often SGLang has loaded other weights.
     """
 
     def __init__(
@@ -71,10 +68,9 @@ class InferenceRank:
             ValueError: a flag does not suit the model.
         """
         self.args = args
-        self.weight_updates = 0
         self.config = args.cache_rank_config(model, args.max_sparse_requests)
         self.device = pools.req_to_token.device
-        self.metrics = CacheRankMetrics(args, self.config, tp_rank)
+        self.metrics = CacheRankMetrics(args, tp_rank)
         self._source = source
         self._weights_have_changed = False
         if source is not None and source.forecasts:
@@ -96,15 +92,7 @@ class InferenceRank:
         self._supervisor = supervisor
         tracer = Tracer(args.trace, args.trace_steps) if args.trace else None
 
-        true_recall = None
-        if self.config.recall_interval and not evicts:
-            true_recall = TrueRecall(
-                self.config, pools.req_to_token, pools.keys[args.dense_layers :]
-            )
-        self._measured_steps = MeasuredSteps(self.config, self.lifecycle, self.metrics, true_recall)
-
         supervisor.on_report = self.metrics.on_report
-        supervisor.on_measurement = self._measured_steps.on_measurement
         supervisor.on_loss = self.metrics.on_loss
         connection = supervisor.open(self.config)
         say_small_capacity(connection.capacity_tokens, pools.req_to_token.shape[1])
@@ -129,7 +117,6 @@ class InferenceRank:
             self.cache_rank,
             self._shipping,
             self.eviction,
-            self._measured_steps,
             self.metrics,
             tracer,
         )
@@ -170,17 +157,16 @@ class InferenceRank:
     def on_weights_updated(self) -> None:
         """Send by what queries are forecast before the next step; updates come in many parts."""
         self._weights_have_changed = self._source is not None
-        self.weight_updates += 1
+        self.lifecycle.weight_updates += 1
         self._shipping.drop_unused(everything=True)
 
     # Events of requests.
 
-    def before_prefill(self, requests: list[Any]) -> None:
-        """Note the weights of prompts, which may have waited in the queue while they changed."""
-        prepare_requests(requests)
-        for request in requests:
-            if request.cache_rank_weights is None:
-                request.cache_rank_weights = self.weight_updates
+    def before_match(self, request: Any) -> None:
+        """Let a request find what the weights of today have computed, if it has nothing yet."""
+        if compat.pool_state(request).req_pool_idx is None:
+            sparse_tokens = self.args.reuse_sparse_tokens == "on"
+            reuse.separate(request, sparse_tokens, self.lifecycle.weight_updates)
 
     def on_prefilled(self, requests: list[Any]) -> None:
         """Read the rows of prompts anew in the next step.
@@ -223,11 +209,7 @@ class InferenceRank:
     # Between steps.
 
     def before_next_batch(self, scheduler: Any, running_batch: Any) -> None:
-        """Evict tokens, and give requests whose K and V are lost back to SGLang's queue.
-
-        Measurements are passed on here, because it is called while the server idles too.
-        """
-        self._measured_steps.settle()
+        """Evict tokens, and give requests whose K and V are lost back to SGLang's queue."""
         if self._weights_have_changed and self.lifecycle.live:
             self._weights_have_changed = False
             self.cache_rank.attempt(self._project)
@@ -241,14 +223,13 @@ class InferenceRank:
 
     # What users see.
 
-    def statistics_of(self, requests: list[Any]) -> list[tuple[int | float | str | None, ...]]:
+    def statistics_of(self, requests: list[Any]) -> list[tuple[int | str | None, ...]]:
         """Return what the responses report so far, one entry a request; see RequestStatistics."""
         prepare_requests(requests)
         return [request.cache_rank_statistics.as_tuple() for request in requests]
 
     def state(self, tree_cache: Any) -> dict[str, Any]:
         """Return what `/server_info` shows; what SGLang's tree can give up counts as free."""
-        self._measured_steps.settle()
         connection, last_loss = self._supervisor.connection, self._supervisor.last_loss
         return {
             "up": connection is not None,

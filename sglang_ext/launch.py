@@ -23,12 +23,14 @@ def main(argv: Sequence[str]) -> int:
         return 2
 
     # Imported here, so that a refusal does not wait for it.
-    from sglang.srt.entrypoints.http_server import launch_server
+    from sglang.srt.entrypoints.http_server import app, launch_server
     from sglang.srt.utils import kill_process_tree
 
     from sglang_ext import processes
+    from sglang_ext.requests.serving import answer_exceptions
 
     processes.load_plugin()
+    answer_exceptions(app)
     try:
         launch_server(
             server_args,

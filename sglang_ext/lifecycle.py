@@ -22,7 +22,6 @@ from typing import Any, Literal
 from cache_rank.config import CacheRankConfig
 from cache_rank.pages import PAGE_TOKENS
 from sglang_ext import compat
-from sglang_ext.recall import Means
 from sglang_ext.shared_prompts import SharedPrefix, SharedPrompts
 from sglang_ext.working_set import Reserve
 
@@ -36,7 +35,6 @@ DenseReason = Literal[
     "prefill",
     "below_threshold",
     "asked",
-    "recomputed",
     "cache_rank_losses",
     "down",
     "max_sparse_requests",
@@ -49,7 +47,6 @@ DenseReason = Literal[
     prefill              it has not decoded yet
     below_threshold      it is shorter than the sparse threshold
     asked                its custom_params say so
-    recomputed           it was sparse when a cache rank was lost, and SGLang recomputed it
     cache_rank_losses    it was there when MOST_LOSSES cache ranks were lost
     down                 there is no cache rank at the moment
     max_sparse_requests  no block of the reserve is free
@@ -75,11 +72,6 @@ class RequestStatistics:
         late_steps: exchanged steps that waited for an answer.
         stale_steps: steps whose answer was lost with a cache rank, so that it was not applied.
         retractions: times SGLang had to recompute it because a cache rank was lost.
-        recall_measurements: of its steps, each of one layer group, that were reported in time.
-        recall, attention_mass: their means by the keys as they came; None without any, and where
-            nobody has these keys.
-        held_recall, held_attention_mass: their means by the keys as the residency format holds
-            them; None without any.
     """
 
     sparse_steps: int = 0
@@ -88,22 +80,8 @@ class RequestStatistics:
     late_steps: int = 0
     stale_steps: int = 0
     retractions: int = 0
-    recall_measurements: int = 0
-    recall: float | None = None
-    attention_mass: float | None = None
-    held_recall: float | None = None
-    held_attention_mass: float | None = None
 
-    def add_measured(self, measured: Means) -> None:
-        """Add a measurement to the means."""
-        self.recall_measurements += 1
-        share = 1 / self.recall_measurements
-        for name in ("recall", "attention_mass", "held_recall", "held_attention_mass"):
-            if (value := getattr(measured, name)) is not None:
-                before = getattr(self, name) or 0.0
-                setattr(self, name, (1 - share) * before + share * value)
-
-    def as_tuple(self) -> tuple[int | float | str | None, ...]:
+    def as_tuple(self) -> tuple[int | str | None, ...]:
         """Return the values in the order of the fields."""
         return (
             self.sparse_steps,
@@ -112,11 +90,6 @@ class RequestStatistics:
             self.late_steps,
             self.stale_steps,
             self.retractions,
-            self.recall_measurements,
-            self.recall,
-            self.attention_mass,
-            self.held_recall,
-            self.held_attention_mass,
         )
 
 
@@ -164,6 +137,7 @@ class Lifecycle:
         capacity_tokens: how many tokens fit in the cache rank.
         live: the epochs by request slot.
         prompts: what prompts have in common; None where nothing is shared.
+        weight_updates: how often SGLang has loaded other weights.
     """
 
     def __init__(
@@ -175,6 +149,7 @@ class Lifecycle:
         prompts: SharedPrompts | None = None,
     ) -> None:
         self.capacity_tokens = 0
+        self.weight_updates = 0
         self.prompts = prompts
         self.live: dict[int, SparseSequence] = {}
         self._config = config
@@ -190,8 +165,6 @@ class Lifecycle:
             return "below_threshold"
         if asks_to_stay_dense(request):
             return "asked"
-        if request.cache_rank_failed:
-            return "recomputed"
         if request.cache_rank_losses >= MOST_LOSSES:
             return "cache_rank_losses"
         if not is_up:
@@ -274,15 +247,9 @@ class Lifecycle:
             return True
         return False
 
-    def note_measured(self, epoch: int, measured: Means) -> None:
-        """Add a measurement to the statistics of its request, if that has not ended meanwhile."""
-        for sequence in self.live.values():
-            if sequence.epoch == epoch:
-                sequence.statistics.add_measured(measured)
-
     def _prefix(self, request: Any, length: int) -> SharedPrefix:
-        """What a request may share: tokens that were computed densely."""
-        if self.prompts is None:
+        """What a request may share: tokens that were computed densely, and by the same weights."""
+        if self.prompts is None or request.cache_rank_weights != self.weight_updates:
             return SharedPrefix()
         dense = request.cache_rank_dense_tokens
         return self.prompts.prefix_of(request, length if dense is None else min(dense, length))
@@ -324,9 +291,7 @@ def prepare_requests(requests: Sequence[Any]) -> None:
     for request in requests:
         if not hasattr(request, "cache_rank_statistics"):
             request.cache_rank_statistics = RequestStatistics()
-            request.cache_rank_failed = False
             request.cache_rank_losses = 0
             request.cache_rank_dense_tokens = None
             request.cache_rank_page_keys = None
-            request.cache_rank_weights = None
             request.cache_rank_dense_reasons = set()

@@ -13,7 +13,6 @@ from cache_rank.config import ModelShape
 from cache_rank.protocol import down_sizes, up_sizes
 from sglang_ext.compat import model_config
 from sglang_ext.flags import CacheRankFlags
-from sglang_ext.true_recall import score_bytes
 
 
 def reserve_block_rows(args: CacheRankFlags) -> int:
@@ -53,11 +52,3 @@ def message_bytes(args: CacheRankFlags, shape: ModelShape) -> int:
     """Return the bytes of the buffers that messages are staged and received in."""
     config = args.cache_rank_config(shape, args.max_sparse_requests)
     return sum(up_sizes(config, config.max_rows)) + sum(down_sizes(config, config.max_rows))
-
-
-def measuring_bytes(args: CacheRankFlags, shape: ModelShape) -> int:
-    """Return the bytes that measuring by the keys in the pool takes at most."""
-    if args.inference_kv != "full" or not args.recall_interval:
-        return 0
-    config = args.cache_rank_config(shape, args.max_sparse_requests)
-    return score_bytes(config, int(model_config(args).context_len))

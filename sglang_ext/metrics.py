@@ -7,19 +7,13 @@ only the cache rank knows arrives in its reports.
 from __future__ import annotations
 
 import logging
-import math
-from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from torch import Tensor
-
-from cache_rank.config import CacheRankConfig
-from cache_rank.protocol import Measurement, Report
+from cache_rank.protocol import Report
 from sglang_ext.exchange.base import Exchange, ExchangeCounters
 from sglang_ext.flags import CacheRankFlags
 from sglang_ext.lifecycle import DenseReason
 from sglang_ext.losses import Loss
-from sglang_ext.recall import Means, RecallStatistics
 
 logger = logging.getLogger(__name__)
 
@@ -41,15 +35,6 @@ _GAUGES = {
     "memory_released": "Whether there is no cache rank because SGLang's memory is released",
 }
 
-_MEASURED = {
-    "recall": "Share of the top tokens that the slots held",
-    "attention_mass": "Share of attention probability that the slots held",
-    "held_recall": "Recall by the keys as the cache rank holds them",
-    "held_attention_mass": "Attention mass by the keys as the cache rank holds them",
-    "query_cosine": "Cosine of predicted and true queries",
-}
-"""The fields of Means. Only those that are measured are exported."""
-
 _EXCHANGE_COUNTERS = {
     "tokens_shipped": "Tokens that entered slots",
     "up_bytes": "Bytes of queries, keys and values sent",
@@ -62,7 +47,6 @@ _COUNTERS = {
     **_EXCHANGE_COUNTERS,
     "delta_overflow": "Tokens that waited for a later step to enter",
     "refused_messages": "Control messages refused by the cache rank",
-    "recall_measurements": "Measurements of one layer group's recall",
     "stale_steps": "Request steps whose answer was lost",
     "retractions": "Requests recomputed because a cache rank was lost",
     "losses": "Cache ranks that were lost after they had started",
@@ -74,7 +58,6 @@ _DENSE_REASONS: tuple[DenseReason, ...] = (
     "max_sparse_requests",
     "cache_rank_memory",
     "down",
-    "recomputed",
     "cache_rank_losses",
 )
 """These are counted, from zero on."""
@@ -89,16 +72,9 @@ class _Totals(NamedTuple):
 
 
 class CacheRankMetrics:
-    """Counts what happens between the ranks, and exports it when SGLang exports metrics.
+    """Counts what happens between the ranks, and exports it when SGLang exports metrics."""
 
-    Attributes:
-        recall: what was measured of selections.
-    """
-
-    def __init__(self, args: CacheRankFlags, config: CacheRankConfig, tp_rank: int) -> None:
-        self.recall = RecallStatistics(
-            config, args.dense_layers, has_true_keys=args.inference_kv == "full"
-        )
+    def __init__(self, args: CacheRankFlags, tp_rank: int) -> None:
         self._report = Report()
         self._log_interval = args.decode_log_interval
         self._steps_waited = 0
@@ -114,7 +90,7 @@ class CacheRankMetrics:
                 "tp_rank": str(tp_rank),
                 "residency": args.kv_residency,
             }
-            self._series = _Series(labels, self.recall.measured)
+            self._series = _Series(labels)
 
     def on_connect(self, counters: ExchangeCounters, capacity_tokens: int) -> None:
         """A new exchange begins: its counters are at zero, and count on from here."""
@@ -162,19 +138,6 @@ class CacheRankMetrics:
         if self._series is not None:
             self._series.set("memory_released", is_released)
 
-    def on_measurement(self, measurement: Measurement, true_shares: Tensor | None) -> Means | None:
-        """A step was measured; see RecallStatistics.add.
-
-        Returns:
-            Its means; None if it was left out.
-        """
-        by_layer = self.recall.add(measurement, true_shares)
-        if not by_layer:
-            return None
-        if self._series is not None:
-            self._series.set_measured(by_layer)
-        return self.recall.latest
-
     def on_stale(self, steps: int) -> None:
         """This many requests made a step whose answer was lost."""
         if self._series is not None:
@@ -198,8 +161,8 @@ class CacheRankMetrics:
         self._export_counters()
 
     def state(self) -> dict[str, Any]:
-        """Tell `/server_info` what was last reported, measured and waited."""
-        report, latest = self._report, self.recall.latest
+        """Tell `/server_info` what was last reported and waited."""
+        report = self._report
         return {
             "tokens_held": report.tokens_held,
             "bytes_held": report.bytes_held,
@@ -207,8 +170,6 @@ class CacheRankMetrics:
             "epochs": report.epochs,
             "overflow_tokens": report.overflow_tokens,
             "refused_messages": report.refused_messages,
-            **(latest._asdict() if latest else dict.fromkeys(Means._fields)),
-            "recall_by_head": self.recall.by_head(),
             "steps_waited": self._steps_waited,
             "wait_seconds": self._wait_seconds,
         }
@@ -234,45 +195,33 @@ class CacheRankMetrics:
         steps, wait_seconds, tokens_shipped = (
             now - then for now, then in zip(self._logged, before, strict=True)
         )
-        latest, recall = self.recall.latest, self.recall.measured[0]
         logger.info(
             "Cache rank decode, #sparse-req: %d, #token held: %d, wait: %.2f ms/step, "
-            "shipped: %.1f tokens/step, %s: %.3f",
+            "shipped: %.1f tokens/step",
             sparse_requests,
             self._report.tokens_held,
             1e3 * wait_seconds / steps,
             tokens_shipped / steps,
-            recall.replace("_", " "),
-            getattr(latest, recall) if latest else math.nan,
         )
 
 
 class _Series:
     """The Prometheus series of this process, all with the same labels."""
 
-    def __init__(self, labels: dict[str, str], measured: Sequence[str]) -> None:
-        """Create them; of what is measured, the given fields of Means."""
+    def __init__(self, labels: dict[str, str]) -> None:
         # Imported here, because SGLang sets the multiprocess folder first.
         from prometheus_client import Counter, Gauge, Histogram
 
         self._labels = labels
-        newest = {"multiprocess_mode": "mostrecent"}
         self._gauges = {
-            name: Gauge(_PREFIX + name, text, [*labels], **newest).labels(**labels)
-            for name, text in {**_GAUGES, **{name: _MEASURED[name] for name in measured}}.items()
+            name: Gauge(_PREFIX + name, text, [*labels], multiprocess_mode="mostrecent").labels(
+                **labels
+            )
+            for name, text in _GAUGES.items()
         }
         self._counters = {
             name: Counter(_PREFIX + name, text, [*labels]).labels(**labels)
             for name, text in _COUNTERS.items()
-        }
-        self._of_layers = {
-            name: Gauge(
-                f"{_PREFIX}layer_{name}",
-                f"{_MEASURED[name]}, last measured of a layer",
-                [*labels, "layer"],
-                **newest,
-            )
-            for name in measured
         }
         self._dense_requests = Counter(
             f"{_PREFIX}dense_requests",
@@ -306,12 +255,3 @@ class _Series:
     def count_dense(self, reason: DenseReason) -> None:
         """Count a request that stays dense."""
         self._dense_requests.labels(**self._labels, reason=reason).inc()
-
-    def set_measured(self, by_layer: Mapping[int, Means]) -> None:
-        """Set what was measured of some layers, and its mean over them."""
-        self.add("recall_measurements", 1)
-        for name, series in self._of_layers.items():
-            values = {layer: getattr(means, name) for layer, means in by_layer.items()}
-            self.set(name, sum(values.values()) / len(values))
-            for layer, value in values.items():
-                series.labels(**self._labels, layer=layer).set(value)

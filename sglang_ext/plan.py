@@ -6,7 +6,7 @@
 
 Compares a cache rank beside a GPU with plain SGLang, tensor parallel over the same two GPUs with an
 FP8 cache. Needs no GPU, and of the model only its config.json. Estimates are by bytes over
-bandwidth; docs/performance.md says how far measurements were from them. The flags of the cache rank
+bandwidth; docs/runs says how far measurements were from them. The flags of the cache rank
 are those of a server.
 """
 
@@ -21,7 +21,13 @@ from sglang.srt.arg_groups.arg_utils import add_cli_args_from_dataclass
 from transformers import PretrainedConfig
 
 from sglang_ext.command_line import make_parser, table
-from sglang_ext.flags import CACHE_RANK_FIELDS, CacheRankFlags, choose_schedule, make_config
+from sglang_ext.flags import (
+    CACHE_RANK_FIELDS,
+    CacheRankFlags,
+    choose_schedule,
+    make_config,
+    rotary_type,
+)
 from sglang_ext.planning import GPUS, TENSOR_PARALLEL, DecoderSizes, Planner
 
 
@@ -59,6 +65,7 @@ def make_planner(options: argparse.Namespace) -> Planner:
         options.forecast_lead,
         architecture=(config.get("architectures") or [""])[0],
         sparse_layers=sizes.layers - options.dense_layers,
+        rotary_type=rotary_type(config),
     )
     shape = sizes.shape(options.dense_layers)
     policy = make_config(flags, shape, options.max_sparse_requests)

@@ -1,7 +1,7 @@
 """How long a decode step takes, and how much fits, estimated before anything is started.
 
 Decode is bound by what it reads: a step takes its bytes over the bandwidth of a copy, and something
-for each layer. The constants were fitted to docs/performance.md, with which the tests compare.
+for each layer. The constants were fitted to the tables of docs/runs, with which the tests compare.
 """
 
 from __future__ import annotations

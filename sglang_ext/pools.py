@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any, NamedTuple
 
 import torch
@@ -10,7 +11,10 @@ from torch import Tensor
 from cache_rank.config import ModelShape
 from sglang_ext.memory import dense_store_rows, reserve_rows
 from sglang_ext.projections import decoder_layers
+from sglang_ext.rotary import Rotary, rotary_of
 from sglang_ext.server_args import CacheRankServerArgs
+
+logger = logging.getLogger(__name__)
 
 
 class Pools(NamedTuple):
@@ -74,6 +78,7 @@ def model_shape(runner: Any, dense_layers: int, forecasts: bool) -> ModelShape:
     first = attention[0]
     if len(attention) != len(pool.k_buffer) or first.qk_head_dim != first.v_head_dim:
         raise ValueError("the model's attention layers do not match its KV pool")
+    rotary = _rotary(runner.model, forecasts)
     return ModelShape(
         layers=len(pool.k_buffer) - dense_layers,
         query_heads=first.tp_q_head_num,
@@ -81,7 +86,9 @@ def model_shape(runner: Any, dense_layers: int, forecasts: bool) -> ModelShape:
         head_dim=first.qk_head_dim,
         dtype=str(pool.dtype).removeprefix("torch."),
         scale=float(first.scaling),
-        **_rotary(runner.model),
+        rotary_frequency=rotary.frequency,
+        rotary_interleaved=rotary.interleaved,
+        rotary_scale=rotary.scale,
         **(_hidden_state(runner.model) if forecasts else {}),
     )
 
@@ -97,15 +104,14 @@ def _hidden_state(model: torch.nn.Module) -> dict[str, Any]:
     }
 
 
-def _rotary(model: torch.nn.Module) -> dict[str, Any]:
-    """Read rotary frequencies off the angles of position 1, whatever scaling the model applies."""
-    for module in model.modules():
-        cache = getattr(module, "cos_sin_cache", None)
-        if isinstance(cache, Tensor):
-            cos, sin = cache[1].double().chunk(2)
-            return {
-                "rotary_frequency": tuple(torch.atan2(sin, cos).tolist()),
-                "rotary_interleaved": not module.is_neox_style,
-                "rotary_scale": round(float(torch.hypot(cos, sin)[0]), 6),
-            }
-    return {}
+def _rotary(model: torch.nn.Module, forecasts: bool) -> Rotary:
+    """What queries are rotated by, if it can be told; a forecast cannot do without."""
+    try:
+        return rotary_of(model)
+    except ValueError as error:
+        if forecasts:
+            raise ValueError(
+                f"queries cannot be forecast: {error}; pass --query-predictor last"
+            ) from error
+        logger.warning("cache rank: queries are not rotated to the next position: %s", error)
+        return Rotary()

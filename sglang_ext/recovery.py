@@ -134,7 +134,6 @@ class CacheRankHandle:
             sequence.request.cache_rank_losses += 1
             if self._recomputes and is_sparse:
                 sequence.orphaned = True
-                sequence.request.cache_rank_failed = True
                 self._orphans.append(sequence.request)
             else:
                 self._lifecycle.end(row)

@@ -37,20 +37,25 @@ def dense_tokens(request: Any) -> int | None:
 def forget(request: Any) -> None:
     """Forget what was computed of a request: SGLang has taken its slot, and prefills it anew."""
     request.cache_rank_dense_tokens = request.cache_rank_page_keys = None
-    request.cache_rank_weights = None
 
 
 def separate(request: Any, sparse_tokens: bool, weight_updates: int) -> None:
     """Give a request a namespace in the tree, where it must not find what others have left there.
 
+    It keeps the namespace while it has a slot, so that what it goes on computing by other weights
+    stays where nobody begins any more.
+
     Args:
-        request: SGLang's Req, new.
+        request: SGLang's Req, which has no slot.
         sparse_tokens: whether the tree is offered tokens that sparse steps have computed.
         weight_updates: how often other weights have been loaded.
     """
     apart = [DENSE_NAMESPACE] if sparse_tokens and asks_to_stay_dense(request) else []
     if weight_updates:
         apart.append(f"weights {weight_updates}")
-    key = request.extra_key or ""
-    if apart or key.startswith(_NAMESPACE):
-        request.extra_key = f"{_NAMESPACE}{', '.join(apart)}] {key}"
+    before = getattr(request, "cache_rank_namespace", "")
+    key = (request.extra_key or "").removeprefix(before)
+    namespace = f"{_NAMESPACE}{', '.join(apart)}] " if apart or key.startswith(_NAMESPACE) else ""
+    if namespace != before:
+        request.extra_key = namespace + key
+    request.cache_rank_namespace, request.cache_rank_weights = namespace, weight_updates

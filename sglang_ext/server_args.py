@@ -25,6 +25,7 @@ from sglang_ext.flags import (
     CacheRankFlags,
     choose_schedule,
     flag_of,
+    rotary_type,
 )
 from sglang_ext.planning import DecoderSizes, Planner, find_gpu
 from sglang_ext.refusals import models, refuse, refuse_untested_sglang, servers
@@ -76,6 +77,7 @@ class CacheRankServerArgs(CacheRankFlags):
             raise
         if not self.is_baseline:
             self._choose_schedule()
+            self._follow_budget()
         self._refuse_model()
         if not self.is_baseline:
             self._say_what_to_expect()
@@ -107,11 +109,17 @@ class CacheRankServerArgs(CacheRankFlags):
             self.layers_per_group,
             self.forecast_lead,
             architecture=str(model.hf_config.architectures[0]),
+            rotary_type=rotary_type(model.hf_text_config.to_dict()),
             sparse_layers=model.num_hidden_layers - self.dense_layers,
         )
         if self.query_predictor is None:
             logger.info("cache rank: --query-predictor %s (%s)", predictor, why)
         compat.decide(self, query_predictor=predictor, layers_per_group=group_layers)
+
+    def _follow_budget(self) -> None:
+        """Set what follows --sparse-budget where the user does not."""
+        config = self.cache_rank_config(servers.ANY_SHAPE, max_rows=1)
+        compat.decide(self, hysteresis=config.hysteresis, max_swap_tokens=config.max_swap_tokens)
 
     def _say_what_to_expect(self) -> None:
         """Log how K and V are held, and where that pays, if it can be estimated."""

@@ -78,13 +78,11 @@ class SharedPrompts:
     def keys_of(self, request: Any, length: int) -> list[bytes]:
         """Compute the keys of the complete pages of a request that has `length` tokens.
 
-        Each is a hash of all tokens up to the page's end, of what prefixes are kept apart by, and
-        of the weights by which they were computed.
+        Each is a hash of all tokens up to the page's end, and of what prefixes are kept apart by.
         A page is complete when its tail can be shipped, too: others may wait for it.
         """
         tokens = array("q", request.origin_input_ids) + array("q", request.output_ids)
-        apart = *compat.kept_apart_by(request), request.cache_rank_weights
-        digest = hashlib.blake2b(repr(apart).encode(), digest_size=16)
+        digest = hashlib.blake2b(repr(compat.kept_apart_by(request)).encode(), digest_size=16)
         keys = []
         complete = min(length, len(tokens)) - self._tail
         for stop in range(PAGE_TOKENS, complete + 1, PAGE_TOKENS):

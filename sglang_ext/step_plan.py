@@ -18,7 +18,6 @@ from torch import Tensor
 from cache_rank.config import CacheRankConfig
 from cache_rank.graphs import capture
 from cache_rank.operations import operations_for
-from cache_rank.protocol import Measured
 from sglang_ext import reuse
 from sglang_ext.compat import pool_state
 from sglang_ext.exchange.base import Exchange
@@ -51,7 +50,6 @@ class StepPlan:
         sparse: the sparse requests.
         shipping: requests whose prompt is being shipped, and their length.
         exchange: with the cache rank that was up when it was planned; None if none was.
-        measured: whose selection is measured, if any is; see measured_steps.py.
     """
 
     step: int = 0
@@ -64,7 +62,6 @@ class StepPlan:
     sparse: list[SparseSequence] = dataclasses.field(default_factory=list)
     shipping: list[tuple[SparseSequence, int]] = dataclasses.field(default_factory=list)
     exchange: Exchange | None = None
-    measured: Measured | None = None
 
 
 def _step_numbers(table: WorkingSetTable) -> HostToDeviceRing:

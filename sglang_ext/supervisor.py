@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 
 from cache_rank.config import CacheRankConfig
-from cache_rank.protocol import Measurement, Report
+from cache_rank.protocol import Report
 from sglang_ext.exchange.connection import (
     ENDING_SECONDS,
     START_SECONDS,
@@ -46,7 +46,6 @@ class Supervisor:
         last_loss: the last of both, or None.
         on_report: called in the supervisor's thread with each report, the first when the cache rank
             comes up, and with None when it goes down.
-        on_measurement: called in the supervisor's thread with each measurement.
         on_loss: called in the supervisor's thread with each loss and each failed start.
     """
 
@@ -78,7 +77,6 @@ class Supervisor:
         self._placement = placement
         self._timeout = timeout
         self.on_report: Callable[[Report | None], None] = lambda report: None
-        self.on_measurement: Callable[[Measurement], None] = lambda measurement: None
         self.on_loss: Callable[[Loss], None] = lambda loss: None
         self._config: CacheRankConfig | None = None
         self._may_open = threading.Event()
@@ -165,10 +163,7 @@ class Supervisor:
                 connection.open(self._config)
                 up_since = time.monotonic()
                 self._publish(connection, up_since - started - waited)
-                connection.watch(
-                    lambda report: self.on_report(report),
-                    lambda measurement: self.on_measurement(measurement),
-                )
+                connection.watch(lambda report: self.on_report(report))
             except Exception as error:  # whatever ended it, the rank is down and starts again
                 delay = self._withdraw(connection, up_since, error)
             finally:

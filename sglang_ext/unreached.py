@@ -1,4 +1,4 @@
-"""Settings that nothing will ever reach, which a server can be started with all the same."""
+"""Settings that hardly help, which a server can be started with all the same."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ import logging
 from sglang_ext.flags import CacheRankFlags
 
 logger = logging.getLogger(__name__)
+
+_LONGEST_FILL = 64
+"""More steps than this before a request turns sparse are worth a word; by default there are 16."""
 
 
 def say_unreached_settings(args: CacheRankFlags, context_length: int) -> None:
@@ -31,6 +34,16 @@ def say_unreached_settings(args: CacheRankFlags, context_length: int) -> None:
             "other.",
             args.max_sparse_requests,
             running,
+        )
+    assert args.max_swap_tokens is not None
+    fill = -(-args.sparse_budget // args.max_swap_tokens)
+    if fill > _LONGEST_FILL:
+        logger.warning(
+            "cache rank: --max-swap-tokens %d: a request stays dense for %d steps while "
+            "--sparse-budget %d fills, and later a selection changes as slowly. Raise it.",
+            args.max_swap_tokens,
+            fill,
+            args.sparse_budget,
         )
 
 

@@ -1,7 +1,8 @@
 """Set up what every test needs.
 
 Without a GPU, Triton kernels run in Triton's interpreter, in this process only. Hypothesis has two
-profiles. Tests that start servers come first.
+profiles. Tests that start servers come first. Tests of kernels need no package but cache_rank, so
+that nothing else is imported before a test asks for it.
 """
 
 import importlib
@@ -13,11 +14,6 @@ import pytest
 import torch
 from hypothesis import settings
 
-from scripts.language.fetching import FetchError, fetch
-from scripts.shared.models import fetched_folder
-from scripts.shared.serving import stop_on_sigterm
-
-stop_on_sigterm()
 # A shell lets what it runs in the background ignore interrupts, and so would servers of tests.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -62,6 +58,9 @@ def device() -> torch.device:
 @pytest.fixture(scope="session")
 def language_model() -> Path:
     """The folder of SmolLM2-135M-Instruct, which is fetched where it is missing."""
+    from scripts.language.fetching import FetchError, fetch
+    from scripts.shared.models import fetched_folder
+
     folder = fetched_folder("smollm2")
     try:
         fetch("smollm2", folder)
@@ -74,10 +73,10 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip a test that needs more GPUs than there are, or has more ranks than can be on them."""
     if marker := item.get_closest_marker("gpu"):
         (wanted,) = marker.args or (1,)
-        from sglang_ext.flags import SHARE_GPU_VARIABLE  # it imports kernels
+        if marker.kwargs.get("ranks"):
+            from sglang_ext.flags import SHARE_GPU_VARIABLE
 
-        if marker.kwargs.get("ranks") and os.environ.get(SHARE_GPU_VARIABLE) == "1":
-            wanted = 1
+            wanted = 1 if os.environ.get(SHARE_GPU_VARIABLE) == "1" else wanted
         if torch.cuda.device_count() < wanted:
             pytest.skip(f"needs {wanted} GPU{'s' * (wanted > 1)}")
 

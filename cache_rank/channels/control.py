@@ -25,8 +25,7 @@ logger = logging.getLogger(__name__)
 Message = TypeVar("Message")
 
 MAX_FRAME_BYTES = 1 << 24
-"""Longer frames are refused. A step of 4096 rows is about 80 KB. The longest message is a
-measurement with slots: 400 KB of six layers, 8 KV heads and 2,048 slots."""
+"""Longer frames are refused. A step of 4096 rows is about 80 KB."""
 
 _MAGIC = b"CRNK"
 _HEAD = struct.Struct("<4sHQ")

@@ -1,9 +1,10 @@
 """Point-to-point channels over NCCL, between two GPUs of one machine.
 
-Torch's own process groups bring a watchdog that ends the process when a transfer does not come, and
-streams of their own. Here a lost peer must cost a step, and transfers belong on streams that the
-exchange orders itself; so this file calls NCCL through NVIDIA's bindings, nccl4py, which load the
-library that torch ships. They are imported where a communicator is made: ranks on CPUs need none.
+Torch's own process groups do not let a lost peer go: after `abort`, the destructor of
+`ProcessGroupNCCL` waits for a minute (torch 2.11), in which no new cache rank can start, and its
+watchdog prints stack traces. Here a lost peer must cost a step. So this file calls NCCL through
+NVIDIA's bindings, nccl4py, which load the library that torch ships. They are imported where a
+communicator is made: ranks on CPUs need none.
 
 What the bindings lack is a deadline: NCCL waits for a peer, and for its transfers, without one. So
 two short threads wait for NCCL here, and the caller waits for them.

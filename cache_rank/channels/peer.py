@@ -109,7 +109,7 @@ class _ReceiveBuffers:
             except TransportError as error:
                 raise TransportError(
                     f"no room for {size / 1e9:.2f} GB of messages ({error}): lower "
-                    "--max-sparse-requests, --delta-capacity or --mem-fraction-static"
+                    "--max-sparse-requests, --max-swap-tokens or --mem-fraction-static"
                 ) from error
         weakref.finalize(self, _free, context, pointer).atexit = False
         call(driver.cuMemsetD8, pointer, 0, size)

@@ -29,10 +29,6 @@ FORMATS: dict[str, type[Residency]] = {
     )
 }
 
-DEFAULT_FORMAT = QuantSpecResidency.name
-"""A server holds K and V so unless it is told otherwise: scores read an eighth of what they would
-of keys in bfloat16, and choose nearly the same tokens."""
-
 CPU_MEMORY_FRACTION = 0.5
 """The cache rank takes this share of the free host memory for tokens, unless it is told another.
 Memory is touched only as it is used."""
@@ -67,11 +63,6 @@ def require_format(config: CacheRankConfig) -> None:
         )
     if FORMATS[name].lossless:
         return
-    if config.score_keys == "fp8":
-        raise ValueError(
-            f"score_keys {config.score_keys}: {name} scores by its own codes; drop it, or hold "
-            "keys as they came, by bf16"
-        )
     if config.checksum:
         raise ValueError(
             f"kv_residency {name}: checksums compare tokens bit for bit, and tokens that were "

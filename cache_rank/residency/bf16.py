@@ -1,8 +1,4 @@
-"""`bf16`: tokens as they came, in the pool's dtype. The reference for every other format.
-
-With `score_keys` fp8, scores are computed from a second copy of the keys in 8 bits: half the bytes
-to read in every step, for a quarter more memory. What is shipped is exact either way.
-"""
+"""`bf16`: tokens as they came, in the pool's dtype. The reference for every other format."""
 
 from __future__ import annotations
 
@@ -25,9 +21,7 @@ class Bf16Residency(Residency):
 
     @classmethod
     def bytes_per_token(cls, config: CacheRankConfig) -> int:
-        model = config.model
-        coarse = model.layers * model.kv_heads * model.head_dim
-        return model.bytes_per_token + (coarse if config.score_keys == "fp8" else 0)
+        return config.model.bytes_per_token
 
     def __init__(self, config: CacheRankConfig, pages: int, device: torch.device) -> None:
         super().__init__(config, pages, device)
@@ -35,14 +29,9 @@ class Bf16Residency(Residency):
         shape = (pages, model.layers, model.kv_heads, PAGE_TOKENS, model.head_dim)
         self._keys = torch.empty(shape, dtype=model.torch_dtype, device=device)
         self._values = torch.empty_like(self._keys)
-        self._coarse_keys = None
-        if config.score_keys == "fp8":
-            self._coarse_keys = torch.empty(shape, dtype=torch.float8_e4m3fn, device=device)
 
     def load(self, pages: Tensor, slot: int, start: int, shipment: Tensor) -> None:
-        self._operations.load_tokens(
-            shipment, self._keys, self._values, pages, start, self._coarse_keys
-        )
+        self._operations.load_tokens(shipment, self._keys, self._values, pages, start)
 
     def append(self, rows: StepRows, layers: range, up: Tensor, query_ring: Tensor) -> None:
         self._operations.append_step(
@@ -54,7 +43,6 @@ class Bf16Residency(Residency):
             rows.slots,
             rows.positions,
             layers.start,
-            self._coarse_keys,
         )
 
     def score(
@@ -66,10 +54,9 @@ class Bf16Residency(Residency):
         chosen: Tensor | None = None,
     ) -> Tensor:
         workspace, out = self._scores.take(queries.shape[0], len(layers), rows.capacity)
-        coarse = self._coarse_keys
         self._operations.score_step(
             queries,
-            self._keys if exact or coarse is None else coarse,
+            self._keys,
             rows.page_table,
             rows.slots,
             rows.positions,

@@ -9,14 +9,12 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import torch
 from openai import OpenAI
 from rich.console import Console
 from rich.table import Column, Table
 
-from scripts.accuracy.tasks import Problem
-from scripts.accuracy.tasks.pointer_chase import make_chain
+from scripts.accuracy.pointer_chase import Problem, make_chain
 from scripts.shared.serving import Server, serve
 from sglang_ext.flags import SHARE_GPU_VARIABLE
 
@@ -27,9 +25,8 @@ ARGUMENTS = {
     "--sparse-budget": BUDGET,
     "--sink-tokens": SINKS,
     "--recent-tokens": RECENT,
-    "--selection-margin": 8,
-    "--delta-capacity": 40,
-    "--recall-interval": 4,
+    "--hysteresis": 8,
+    "--max-swap-tokens": 40,
 }
 console = Console()
 
@@ -115,16 +112,12 @@ def show_cache_rank(
         max((state[name] for state in meanwhile), default=0)
         for name in ("tokens_held", "bytes_held")
     )
-    # Means over layers and heads, since the server started.
-    recall, mass = (np.mean(after["recall_by_head"][name]) for name in ("recall", "attention_mass"))
     rows = {
         "tokens held": f"{tokens}",
         "memory held": f"{held / 1e6:.1f} MB",
         "tokens attended to": f"{SINKS} sinks + {BUDGET} selected + {RECENT} recent + 1",
         "decode steps exchanged": f"{steps:.0f}",
         "tokens shipped": f"{shipped:.0f}, {shipped / steps:.1f} a step",
-        "recall against exact selection": f"{recall:.3f}",
-        "attention mass captured": f"{mass:.3f}",
         "steps that waited": f"{waited:.0f}",
         "time waited": f"{1e3 * seconds / steps:.2f} ms a step",
     }

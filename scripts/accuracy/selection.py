@@ -15,11 +15,13 @@ from tqdm import tqdm
 from transformers import AutoTokenizer
 
 from cache_rank.config import CacheRankConfig, Frame, HistoryPredictor
+from cache_rank.kernels.score.reference import score_tokens
+from cache_rank.measure.recall import measure_recall
 from cache_rank.measure.recording import RECORD_VARIABLE, read_events
 from cache_rank.measure.timeline import Timeline
-from cache_rank.protocol import DownMessage, Measured, Row, UpMessage
+from cache_rank.protocol import DownMessage, Row, UpMessage
 from cache_rank.selector import Selector
-from scripts.accuracy.tasks.pointer_chase import make_chain
+from scripts.accuracy.pointer_chase import make_chain
 from scripts.shared.models import BUNDLED_FOLDER
 from scripts.shared.report import table
 from scripts.shared.serving import serve
@@ -36,7 +38,7 @@ def recorded_events(budget: int, chains: int) -> list[dict[str, Any]]:
     flags = (
         "--kv-residency bf16 --sparse-threshold 264 "
         f"--sparse-budget {budget} --sink-tokens {SINKS} --recent-tokens {RECENT} "
-        f"--delta-capacity {budget} --query-window {WINDOW}"
+        f"--max-swap-tokens {budget} --query-window {WINDOW}"
     )
     tokenizer = AutoTokenizer.from_pretrained(BUNDLED_FOLDER)
     problems = [make_chain(seed=seed, facts=128, hops=80) for seed in range(chains)]
@@ -53,9 +55,8 @@ def base_config(events: list[dict[str, Any]]) -> CacheRankConfig:
     return msgspec.structs.replace(
         recorded,
         layers_per_group=recorded.model.layers,
-        selection_margin=0,
+        hysteresis=0,
         max_rows=len({event["epoch"] for event in events if event["kind"] == "load"}),
-        recall_interval=1,
     )
 
 
@@ -69,26 +70,51 @@ class StepResult(NamedTuple):
 
 
 def replay(config: CacheRankConfig, events: list[dict[str, Any]]) -> Iterator[StepResult]:
-    """Select again from recorded tensors, one request a step; one result a warm step."""
+    """Select again from recorded tensors, one request a step; one result a step that is sparse."""
     selector, timeline = Selector(config, CPU, MEMORY_BYTES), Timeline("", CPU)
     (layers,), (boundary,) = config.groups, config.boundaries
     up = UpMessage(config, boundary, 1, _buffer(UpMessage.size(config, boundary, 1)))
     down = DownMessage(config, len(layers), 1, _buffer(DownMessage.size(config, len(layers), 1)))
+    keys: dict[int, torch.Tensor] = {}  # (layers, tokens, Hkv, D) by epoch
     for number, event in enumerate(events):
         if event["kind"] == "load":
-            sequence = selector.sequences.get(event["epoch"]) or selector.begin(event["epoch"])
-            selector.load(sequence, event["shipment"])
+            epoch, shipment = event["epoch"], event["shipment"]
+            sequence = selector.sequences.get(epoch) or selector.begin(epoch)
+            selector.load(sequence, shipment)
+            keys[epoch] = torch.cat((keys.get(epoch, shipment[0, :, :0]), shipment[0]), dim=1)
         for row in event.get("rows", ()):
-            rows = [Row(row["epoch"], row["position"])]
-            step = selector.begin_step(number, rows, measured=Measured(0, 0, wants_slots=False))
+            epoch, position = row["epoch"], row["position"]
+            worth = _worth(selector, epoch, position, row["queries"], keys[epoch])
+            keys[epoch] = torch.cat((keys[epoch], row["keys"][:, None]), dim=1)
+            step = selector.begin_step(number, [Row(epoch, position)])
             up.queries[0], up.keys[0], up.values[0] = row["queries"], row["keys"], row["values"]
             selector.serve(step, boundary, up, down, timeline)
             selector.end_step(step)
-            for measured in selector.recall.take():
-                by_head = (measured.held_recall, measured.held_attention_mass)  # nothing is rounded
-                recall, mass = (float(torch.tensor(heads).mean()) for heads in by_head)
+            if worth is not None:
                 entering = (down.slots >= 0).sum(-1)
-                yield StepResult(recall, mass, float(entering.float().mean()), int(entering.max()))
+                yield StepResult(*worth, float(entering.float().mean()), int(entering.max()))
+
+
+def _worth(
+    selector: Selector, epoch: int, position: int, queries: torch.Tensor, keys: torch.Tensor
+) -> tuple[float, float] | None:
+    """Recall and attention mass of what was selected for a step; None before a request is sparse.
+
+    Args:
+        selector: the answer to the step before is in its mirror.
+        epoch: of the request.
+        position: of the step.
+        queries: (layers, Hq, D), the true queries of the step.
+        keys: (layers, position, Hkv, D) of the tokens before it.
+    """
+    config, sequence = selector.config, selector.sequences[epoch]
+    is_warm = sequence.queries > config.query_window
+    if not is_warm or not 0 < sequence.filled == config.slots_wanted_after(position - 1):
+        return None
+    scores = score_tokens(queries, keys.transpose(1, 2), config.model.scale)
+    slots = selector.mirror(sequence, config.groups[0])[..., : sequence.filled]
+    recall, mass = measure_recall(scores, slots, config, position).mean((1, 2)).tolist()
+    return recall, mass
 
 
 def _buffer(size: int) -> torch.Tensor:
@@ -118,12 +144,12 @@ def compare_margins(
     heads = base.model.layers * base.model.kv_heads
     found = {}
     for margin in tqdm(MARGINS, desc="margins"):
-        config = msgspec.structs.replace(base, selection_margin=margin)
+        config = msgspec.structs.replace(base, hysteresis=margin)
         steps = list(replay(config, events))
         means = _means(steps)
         most = sorted(step.entering_most for step in steps)
         capacity = max(1, most[int(0.99 * len(most))])
-        sized = msgspec.structs.replace(config, delta_capacity=capacity)
+        sized = msgspec.structs.replace(config, max_swap_tokens=capacity)
         message = DownMessage.size(sized, config.model.layers, rows=1)
         found[margin] = [*means, capacity, round(means[2] * heads * token_bytes), message]
     header = ("margin", "recall", "attention captured", "entering mean", "p99 of most")

@@ -59,6 +59,17 @@ def ratio(values: ArrayLike, baseline: ArrayLike) -> Estimate:
     )
 
 
+def interval(
+    estimate: Estimate | None, digits: int = 2, scale: float = 1, sign: bool = False
+) -> str:
+    """An estimate as text: its interval is left out where it is a point; a dash for none."""
+    if estimate is None:
+        return "–"
+    plus = "+" if sign else ""
+    value, low, high = (f"{scale * part:{plus}.{digits}f}" for part in estimate)
+    return value if low == high == value else f"{value} [{low}, {high}]"
+
+
 def _estimate(statistic: Callable[..., Any], *samples: ArrayLike) -> Estimate:
     arrays = [np.asarray(sample, dtype=np.float64) for sample in samples]
     if any(array.ndim != 1 or len(array) < 2 for array in arrays):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -51,22 +51,9 @@ class Sample(NamedTuple):
         shape = f"{layers} layers, {kv_heads} KV heads of {head_dim}, {tokens} tokens, {dtype}"
         return f"{self.source}: {shape}"
 
-    def to(self, device: torch.device, dtype: torch.dtype | None = None) -> Sample:
-        """The same on a device, and rounded to a dtype if one is given."""
-        keys, values, queries = (part.to(device, dtype) for part in self[:3])
-        return Sample(keys, values, queries, self.scale, self.source)
-
-    def only(self, layers: Sequence[int]) -> Sample:
-        """The same of some of the layers.
-
-        Raises:
-            ValueError: there is no such layer.
-        """
-        last = self.keys.shape[0] - 1
-        if missing := [layer for layer in layers if not 0 <= layer <= last]:
-            raise ValueError(f"no layer {', '.join(map(str, missing))}: there are 0 to {last}")
-        chosen = list(layers)
-        keys, values, queries = self.keys[chosen], self.values[chosen], self.queries[:, chosen]
+    def to(self, device: torch.device) -> Sample:
+        """The same on a device."""
+        keys, values, queries = (part.to(device) for part in self[:3])
         return Sample(keys, values, queries, self.scale, self.source)
 
 

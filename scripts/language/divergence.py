@@ -66,20 +66,3 @@ def weighted_quantile(values: Tensor, weights: Tensor, share: float) -> Tensor:
     ordered, order = values.flatten().sort()
     below = weights.flatten()[order].cumsum(0)
     return ordered[(below < share * below[-1]).sum().clamp(max=ordered.numel() - 1)]
-
-
-def left_out(dense: NDArray[np.float64], system: NDArray[np.float64], most: int) -> float:
-    """The share of the KL that is lost if only dense decoding's `most` best tokens are known.
-
-    Args:
-        dense, system: log-probabilities, (tokens, vocabulary).
-        most: tokens of the vocabulary whose probabilities are known, in both; of the others only
-            the sum is.
-    """
-    p, q = torch.from_numpy(dense), torch.from_numpy(system)
-    best, index = p.topk(most, dim=-1)
-    known = torch.stack((best, q.gather(-1, index)))
-    rest = (1 - known.exp().sum(-1)).clamp(min=1e-12).log()[..., None]
-    coarse_p, coarse_q = torch.cat((known, rest), dim=-1)
-    whole = (p.exp() * (p - q)).sum()
-    return float(1 - (coarse_p.exp() * (coarse_p - coarse_q)).sum() / whole)

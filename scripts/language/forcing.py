@@ -6,8 +6,6 @@ the logits of every step, and with `--enable-custom-logit-processor` takes it fr
 also appends the logits, as they came, to a file of the request: through the HTTP API SGLang returns
 no more than the best log-probabilities of a step, as JSON, and computes them after this processor.
 
-Behind the forced tokens the model may go on by itself: `force` ends with them, `write` begins so.
-
 A server with that flag runs the code that a client sends: it should listen on loopback only.
 """
 
@@ -34,31 +32,28 @@ _KEY = "forced"
 
 
 class ForcedTokens(CustomLogitProcessor):
-    """Lets a request sample the tokens that it names first, and keeps their logits."""
+    """Lets a request sample the tokens that it names, and keeps their logits."""
 
     def __call__(self, logits: torch.Tensor, custom_param_list: Any = None) -> torch.Tensor:
-        """Force the next token of each request that has one left; the others sample their own.
+        """Force the next token of each request that has one left.
 
         Args:
             logits: (B, vocabulary), of the requests that have this processor.
             custom_param_list: their parameters, which SGLang hands over as one object a request.
         """
-        rows, next_tokens, files = [], [], {}
+        rows, next_tokens, files = [], [], []
         for row, params in enumerate(custom_param_list):
             forced = params[_KEY]
-            if _reads_prompt(params["__req__"]):
+            if _reads_prompt(params["__req__"]) or forced["step"] == len(forced["tokens"]):
                 continue
-            if forced["step"] < len(forced["tokens"]):
-                rows.append(row)
-                next_tokens.append(forced["tokens"][forced["step"]])
-                if forced["file"] is not None:
-                    files[row] = Path(forced["file"])
+            rows.append(row)
+            next_tokens.append(forced["tokens"][forced["step"]])
+            files.append(Path(forced["file"]))
             forced["step"] += 1
-        if files:
-            on_host = logits.float().cpu().numpy()
-            for row, path in files.items():
-                with path.open("ab") as file:
-                    file.write(on_host[row].tobytes())
+        on_host = logits[rows].float().cpu().numpy()
+        for path, kept in zip(files, on_host, strict=True):
+            with path.open("ab") as file:
+                file.write(kept.tobytes())
         logits[rows] = -torch.inf
         logits[rows, next_tokens] = 0.0
         return logits
@@ -108,70 +103,22 @@ def force(server: Client, prompt: Sequence[int], tokens: Sequence[int], file: Pa
         ServerError: it did not decode these tokens.
     """
     file.unlink(missing_ok=True)
-    answer = _post(server, prompt, tokens, len(tokens), file, ignore_eos=True)
-    if answer["output_ids"] != list(tokens):
-        raise ServerError("the server decoded other tokens than those that were forced")
-    statistics = answer["meta_info"].get("cache_rank") or {}
-    return Forced(len(prompt), list(tokens), file, statistics)
-
-
-class Written(msgspec.Struct):
-    """What a model wrote.
-
-    Attributes:
-        tokens: the opening and what follows it, without the token that ended it.
-        ended: whether the model ended it; it was cut otherwise.
-        statistics: what a cache rank's server says of the request; empty without one.
-    """
-
-    tokens: list[int]
-    ended: bool
-    statistics: dict[str, Any]
-
-
-def write(server: Client, prompt: Sequence[int], opening: Sequence[int], most: int) -> Written:
-    """Let a server write greedily after a prompt.
-
-    Args:
-        server: as in `force`.
-        prompt: token ids that are read before.
-        opening: token ids that are decoded by force first; there may be none.
-        most: tokens after the opening, of which an end of the model's own is one.
-
-    Raises:
-        ServerError: it did not answer, or not with the opening.
-    """
-    answer = _post(server, prompt, opening, len(opening) + most, None, ignore_eos=False)
-    tokens, finish = answer["output_ids"], answer["meta_info"]["finish_reason"]
-    if tokens[: len(opening)] != list(opening):
-        raise ServerError("the server decoded other tokens than those that were forced")
-    ended = finish["type"] == "stop"
-    if ended and tokens[-1:] == [finish.get("matched")]:
-        tokens = tokens[:-1]
-    return Written(tokens, ended, answer["meta_info"].get("cache_rank") or {})
-
-
-def _post(
-    server: Client,
-    prompt: Sequence[int],
-    tokens: Sequence[int],
-    length: int,
-    file: Path | None,
-    ignore_eos: bool,
-) -> Any:
-    """The response to a request whose first tokens are forced."""
-    named = None if file is None else str(file.absolute())
+    forced = {"tokens": list(tokens), "file": str(file.absolute()), "step": 0}
     body = {
         "input_ids": list(prompt),
         "custom_logit_processor": ForcedTokens.to_str(),
         "sampling_params": {
-            "max_new_tokens": length,
+            "max_new_tokens": len(tokens),
             "temperature": 0,
-            "ignore_eos": ignore_eos,
-            "custom_params": {_KEY: {"tokens": list(tokens), "file": named, "step": 0}},
+            "ignore_eos": True,
+            "custom_params": {_KEY: forced},
         },
     }
     response = server.post("/generate", body, timeout=REQUEST_SECONDS)
     if response.status_code != 200:
         raise ServerError(f"the server answers {response.status_code}: {response.text[:500]}")
-    return response.json()
+    answer = response.json()
+    if answer["output_ids"] != list(tokens):
+        raise ServerError("the server decoded other tokens than those that were forced")
+    statistics = answer["meta_info"].get("cache_rank") or {}
+    return Forced(len(prompt), list(tokens), file, statistics)

@@ -7,9 +7,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from scripts.language.cells import by_system, with_budget
-from scripts.language.runs import Run
-from scripts.shared.systems import System
+from scripts.accuracy.comparison import Run
+from scripts.language.cells import by_system
 
 
 class ReadText(msgspec.Struct, frozen=True):
@@ -45,9 +44,6 @@ class Score(msgspec.Struct, frozen=True):
         sparse_from: tokens that were decoded before attention was sparse.
         kl_after_transition: KL of each token from the first that sparse attention predicted, also
             of those that do not count.
-        recall, attention_mass: of the selections, by the keys as they came, see docs/recall.md;
-            None where not measured.
-        held_recall, held_attention_mass: the same by the keys as the cache rank holds them.
         late_steps, stale_steps: steps that waited for their selection, and that missed it.
     """
 
@@ -64,29 +60,8 @@ class Score(msgspec.Struct, frozen=True):
     largest_difference: float
     sparse_from: int | None
     kl_after_transition: list[float]
-    recall: float | None = None
-    attention_mass: float | None = None
-    held_recall: float | None = None
-    held_attention_mass: float | None = None
     late_steps: int = 0
     stale_steps: int = 0
-
-    @property
-    def parsed(self) -> System:
-        """The system, with its budget."""
-        return with_budget(self.system, self.budget)
-
-    @property
-    def key(self) -> tuple[str, str]:
-        """Identity of the score, for maps."""
-        return self.parsed.label, self.text
-
-
-class LayerRecall(msgspec.Struct, frozen=True):
-    """Means over the heads of a layer and all texts; see docs/recall.md."""
-
-    recall: float
-    attention_mass: float
 
 
 class TextRun(Run, kw_only=True):
@@ -97,14 +72,12 @@ class TextRun(Run, kw_only=True):
         scored: the last of them, which count.
         warm_up: those before, which are decoded while systems become sparse.
         texts: by name.
-        layers: recall of systems by layer of the model, by label.
     """
 
     context: int
     scored: int
     warm_up: int
     texts: dict[str, ReadText]
-    layers: dict[str, dict[int, LayerRecall]] = msgspec.field(default_factory=dict)
 
 
 class Report(msgspec.Struct):

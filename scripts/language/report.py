@@ -1,4 +1,4 @@
-"""What `score_text` found: tables with intervals over texts, and plots."""
+"""What `score_text` found: tables with intervals over texts, and a plot."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import itertools
 import statistics as averages
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from scripts.accuracy import statistics
-from scripts.language.plots import write_plots
+from scripts.accuracy.comparison import describe_failures, describe_run
 from scripts.language.records import Cell, Report, TextRun, cells_of
-from scripts.shared import report
+from scripts.shared import plots, report
 from scripts.shared.report import number, table
 
 MEASURES = {
@@ -21,8 +22,6 @@ MEASURES = {
     "top-1 agreement": ("top1_agreement", 3),
     "ratio, mean": ("ratio_mean", 3),
     "ratio, 5 %": ("ratio_p5", 2),
-    "recall": ("recall", 2),
-    "attention mass": ("attention_mass", 2),
 }
 """The columns of the first table: a field of Score, and decimals."""
 
@@ -40,36 +39,24 @@ def markdown(found: Report) -> str:
     """The report as text."""
     run, cells = found.run, cells_of(found.cells)
     parts = [
-        *(f"    {command}" for command in run.commands),
-        "",
-        f"{run.model}: {len(run.texts)} texts, {run.context} tokens each, the last {run.scored} "
-        f"of which count, after {run.warm_up} that decode while systems become sparse. "
-        f"Settings: {', '.join(f'{k}={v}' for k, v in run.settings.items())}. "
-        f"Machine: {', '.join(f'{k} {v}' for k, v in run.machine.items())}.",
-        "",
+        f"# {Path(run.model).name} on {len(run.texts)} texts",
+        describe_run(run),
+        f"Of each text {run.context} tokens, the last {run.scored} of which count, after "
+        f"{run.warm_up} that decode while systems become sparse.",
         EXPLANATION,
-        "",
         _summary(cells),
-        "",
         "## KL by text",
-        "",
         _by_text(cells, run),
-        "",
         "## KL by tokens since the transition",
-        "",
         _by_position(cells),
-        "",
         "## Texts",
-        "",
         table(
             ("text", "kind", "sha256"),
             ([name, text.kind, text.sha256[:16]] for name, text in run.texts.items()),
         ),
+        *describe_failures(run),
     ]
-    if run.failures:
-        parts += ["", "## Failures", ""]
-        parts += [f"- {label}: {reason}" for label, reason in run.failures.items()]
-    return "\n".join(parts)
+    return "\n\n".join(parts)
 
 
 def _summary(cells: Sequence[Cell]) -> str:
@@ -120,11 +107,46 @@ def interval(values: Sequence[float | None], digits: int) -> str:
     known = [value for value in values if value is not None]
     if len(known) < 2:
         return number(known[0] if known else None, digits)
-    mean = statistics.mean(np.array(known))
-    return f"{mean.value:.{digits}f} [{mean.low:.{digits}f}, {mean.high:.{digits}f}]"
+    return statistics.interval(statistics.mean(known), digits)
 
 
 def write_report(found: Report, out: Path) -> list[Path]:
-    """Write results.json, results.md and the plots; the files."""
+    """Write results.json, results.md and a plot; the files."""
     files = report.write_report(out, "results", found, markdown(found))
-    return [*files, *write_plots(found.run, cells_of(found.cells), out)]
+    return [*files, *_plot(found.run, cells_of(found.cells), out)]
+
+
+def _plot(run: TextRun, cells: Sequence[Cell], out: Path) -> list[Path]:
+    """Draw KL and the low ratio by budget; nothing without Matplotlib."""
+    if not plots.can_draw() or not cells:
+        return []
+    figure, (kl, ratio) = plots.panels(2, (9, 3.8))
+    for index, system in enumerate(dict.fromkeys(cell.system for cell in cells)):
+        found = [cell for cell in cells if cell.system == system and cell.budget is not None]
+        for axes, field in ((kl, "kl"), (ratio, "ratio_p5")):
+            values = [[getattr(score, field) for score in cell.scores] for cell in found]
+            _line(axes, [cell.budget for cell in found], values, system, index)
+    for axes in (kl, ratio):
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    kl.set_yscale("log")
+    ratio.set_ylim(0, 1)
+    title = f"{Path(run.model).name}, {len(run.texts)} texts of {run.context} tokens"
+    plots.label(kl, title, "k, selected tokens of a KV head", "KL(dense ‖ system), nats a token")
+    plots.label(ratio, "5th percentile of p(system) / p(dense)", "k, selected tokens of a KV head")
+    plots.legend(figure, (kl, ratio))
+    return plots.save(figure, out / "kl-budget")
+
+
+def _line(
+    axes: Any, x: Sequence[int | None], values: list[list[float]], name: str, index: int
+) -> None:
+    """Means over texts, with intervals where there are several texts."""
+    style = {"color": plots.colour(index), "marker": plots.marker(index), "markersize": 4}
+    if min(map(len, values), default=0) < 2:
+        axes.plot(x, [averages.fmean(v) for v in values], label=name, **style)
+        return
+    found = [statistics.mean(v) for v in values]
+    mean = np.array([estimate.value for estimate in found])
+    ends = np.array([(estimate.low, estimate.high) for estimate in found]).T
+    axes.errorbar(x, mean, np.abs(ends - mean), label=name, capsize=2, linewidth=1.2, **style)

@@ -29,8 +29,8 @@ TIMEOUT = 2.0
 # was computed: a wrong token is a token of the wrong place or time.
 ARGUMENTS = (
     "--cache-rank-gpus 1 --sparse-threshold 270 --sparse-budget 640 --sink-tokens 4 "
-    "--recent-tokens 16 --query-window 8 --delta-capacity 64 --layers-per-group 1 "
-    "--bulk-chunk-tokens 128 --recall-interval 8 --max-total-tokens 8000 --enable-metrics "
+    "--recent-tokens 16 --query-window 8 --max-swap-tokens 64 --layers-per-group 1 "
+    "--bulk-chunk-tokens 128 --max-total-tokens 8000 --enable-metrics "
     f"--cache-rank-timeout {TIMEOUT} --cache-rank-max-restart-delay 2"
 ).split()
 

@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 import requests
 from transformers import AutoTokenizer
 
-from scripts.accuracy.tasks import Problem
-from scripts.accuracy.tasks.pointer_chase import make_chain
+from scripts.accuracy.pointer_chase import Problem, make_chain
 from scripts.shared.serving import Client
 from sglang_ext.server_args import BUNDLED_MODEL
 

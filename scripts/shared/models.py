@@ -18,8 +18,6 @@ BUNDLED_FOLDER = _SCRIPTS.parent / "sglang_ext" / "bundled_model"
 MODEL_SHAPES = _SCRIPTS / "speed" / "model_shapes"
 """Configurations of published models, without weights."""
 
-NAMED = (_SCRIPTS / "accuracy" / "models", MODEL_SHAPES)
-
 FETCHED = {
     "smollm2": "python -m scripts.fetch_model smollm2",
     "smollm2-bfloat16": "python -m scripts.fetch_model smollm2 --dtype bfloat16",
@@ -34,7 +32,7 @@ def fetched_folder(model: str) -> Path:
 
 
 def folder_of(model: str) -> Path:
-    """The folder of a model: `bundled`, a name in NAMED or FETCHED, or itself a folder.
+    """The folder of a model: `bundled`, a name in MODEL_SHAPES or FETCHED, or itself a folder.
 
     Raises:
         ValueError: it has to be fetched first; says how.
@@ -48,7 +46,7 @@ def folder_of(model: str) -> Path:
 def _find_folder(model: str) -> Path:
     if model == BUNDLED:
         return BUNDLED_FOLDER
-    named = (*(path / model for path in NAMED), fetched_folder(model))
+    named = (MODEL_SHAPES / model, fetched_folder(model))
     return next((path for path in named if path.is_dir()), Path(model))
 
 

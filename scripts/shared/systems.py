@@ -1,6 +1,6 @@
 """The ways to serve a model that are compared, for accuracy and for speed alike.
 
-A label names a system and the server arguments that it changes: `cache-rank:query_predictor=ridge`,
+A label names a system and the server arguments that it changes: `cache-rank:query_predictor=spade`,
 where arguments are named as in CacheRankServerArgs. A list inside a value is joined with `+`:
 `kv_residency_options=bits=2+partition=16`.
 """

@@ -78,7 +78,7 @@ def plan_batch(
     settle, waves, shipping = SETTLE_STEPS, 1, 0
     covers = job.cache_rank and arguments.inference_kv == "working-set"
     if job.cache_rank:
-        fill = math.ceil(arguments.sparse_budget / arguments.delta_capacity)
+        fill = math.ceil(arguments.sparse_budget / arguments.max_swap_tokens)
         settle += arguments.query_window + fill
         # A shipped chunk grows by the token of its step.
         shipping = math.ceil(shape.context / (arguments.bulk_chunk_tokens - 1))

@@ -39,7 +39,7 @@ def measure_cache_step(
     """
     require_format(config)
     rows, model = config.max_rows, config.model
-    fill = -(-config.sparse_budget // config.delta_capacity)
+    fill = -(-config.sparse_budget // config.max_swap_tokens)
     pages = rows * -(-(tokens + fill + steps) // PAGE_TOKENS)
     page_bytes = PAGE_TOKENS * bytes_per_token(config)
     selector = Selector(config, device, pages * page_bytes + fixed_bytes(config))

@@ -40,7 +40,7 @@ def copy_bandwidth() -> float:
 def kernel_rows(config: CacheRankConfig, rows: int, tokens: int) -> Iterator[dict[str, Any]]:
     """Time the kernels of one layer group, one after the other."""
     triton, torch_only = operations_for(DEVICE), operations_for(CPU)
-    budget, capacity, pages = config.sparse_budget, config.delta_capacity, tokens // PAGE_TOKENS
+    budget, capacity, pages = config.sparse_budget, config.max_swap_tokens, tokens // PAGE_TOKENS
     heads = (rows, GROUP_LAYERS, KV_HEADS)
     pool = (rows * pages, GROUP_LAYERS, KV_HEADS, PAGE_TOKENS, HEAD_DIM)
     sets = (2, GROUP_LAYERS, rows * budget, KV_HEADS, HEAD_DIM)
@@ -64,26 +64,23 @@ def kernel_rows(config: CacheRankConfig, rows: int, tokens: int) -> Iterator[dic
         header = torch.zeros((rows, 6), dtype=torch.int64)
         applied = torch.empty_like(slots)
     workspace = triton.score_workspace(*heads, QUERY_HEADS // KV_HEADS, tokens, DEVICE)
-    scratch = triton.select_workspace(*heads, budget, config.selection_margin, DEVICE)
+    scratch = triton.select_workspace(*heads, budget, config.hysteresis, DEVICE)
 
     def row(kernel: str, us: float, torch_us: float | None, moved: int) -> dict[str, Any]:
         return {"kernel": kernel, "us": us, "torch_us": torch_us, "bytes": moved}
 
-    def score(operations: Any, held: torch.Tensor) -> Callable[[], None]:
-        step = (queries, held, table, slots, positions, 0, HEAD_DIM**-0.5)
+    def score(operations: Any) -> Callable[[], None]:
+        step = (queries, keys, table, slots, positions, 0, HEAD_DIM**-0.5)
         return lambda: operations.score_step(*step, workspace, scores)
 
-    for name, held in (("bf16", keys), ("fp8", keys.to(torch.float8_e4m3fn))):
-        plain = median_microseconds(score(torch_only, held), 3) if held is keys else None
-        yield row(
-            f"score, {name} keys", median_microseconds(score(triton, held)), plain, held.nbytes
-        )
+    plain = median_microseconds(score(torch_only), 3)
+    yield row("score, bf16 keys", median_microseconds(score(triton)), plain, keys.nbytes)
 
-    score(triton, keys)()
+    score(triton)()
     fresh = scores.clone()
 
     def select() -> None:
-        policy = (config.sink_tokens, config.recent_tokens, config.selection_margin)
+        policy = (config.sink_tokens, config.recent_tokens, config.hysteresis)
         into = (scratch, entering, entering_slots, changed)
         triton.select_step(scores, mirror, slots, positions, 0, *policy, *into)
 
@@ -144,7 +141,9 @@ def measure(rows: int, tokens: int) -> dict[str, Any]:
     Says each time as soon as there is one: some kernels take long to compile.
     """
     model = model_shape(model_config("qwen3-8b"))
-    config = CacheRankConfig(model, layers_per_group=GROUP_LAYERS, max_rows=rows)
+    config = CacheRankConfig(
+        model, layers_per_group=GROUP_LAYERS, kv_residency="bf16", max_rows=rows
+    )
     bandwidth = copy_bandwidth()
     results: list[dict[str, Any]] = []
     for row in itertools.chain(kernel_rows(config, rows, tokens), whole_steps(config, tokens)):

@@ -22,7 +22,6 @@ from cache_rank.protocol import (
     Flush,
     KeyBasis,
     Load,
-    Measured,
     Projection,
     Row,
     Share,
@@ -136,13 +135,7 @@ class Exchange(ABC):
         """Whether the step waited long enough for answers to count as late."""
         return self.waited > LATE_SECONDS
 
-    def announce(
-        self,
-        step: int,
-        rows: ExchangedRows,
-        traced: bool = False,
-        measured: Measured | None = None,
-    ) -> None:
+    def announce(self, step: int, rows: ExchangedRows, traced: bool = False) -> None:
         """Tell the cache rank which requests a step exchanges, before its forward pass.
 
         Without requests, nothing is exchanged, and the answers to the step before are still
@@ -151,7 +144,7 @@ class Exchange(ABC):
         if rows:
             epochs = [sequence.epoch for sequence in rows.sequences]
             announced = list(map(Row, epochs, rows.positions))
-            self.connection.control.send(Step(step, announced, traced, measured))
+            self.connection.control.send(Step(step, announced, traced))
 
     @abstractmethod
     def finish_step(self) -> None:
@@ -168,13 +161,6 @@ class Exchange(ABC):
             sequences: those that are sparse in it.
         """
         return []
-
-    @abstractmethod
-    def queries(self, group: int, row: int) -> Tensor:
-        """Return a request's queries in the last step, (L, Hq, D); the next one overwrites them.
-
-        On a GPU they are there once the forward pass, which has been queued, is computed.
-        """
 
     @abstractmethod
     def spans(self) -> list[Span]:

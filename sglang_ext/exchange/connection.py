@@ -22,7 +22,7 @@ from cache_rank.channels.link import Link, TransferBackend, make_rendezvous, tra
 from cache_rank.channels.transport import INFERENCE
 from cache_rank.config import CacheRankConfig
 from cache_rank.process import LINK_SECONDS, Launch
-from cache_rank.protocol import Measurement, Open, Opened, Ready, Report, ToInferenceRank
+from cache_rank.protocol import Open, Opened, Ready, Report, ToInferenceRank
 from sglang_ext.exchange.spawned_process import DYING_SECONDS, SpawnedProcess
 
 START_SECONDS = 120.0
@@ -163,10 +163,8 @@ class Connection:
             self._check_alive()
         raise CacheRankDownError(f"not {kind.__name__.lower()} within {START_SECONDS:.0f} s")
 
-    def watch(
-        self, on_report: Callable[[Report], None], on_measurement: Callable[[Measurement], None]
-    ) -> None:
-        """Pass reports and measurements on until the process dies or stops.
+    def watch(self, on_report: Callable[[Report], None]) -> None:
+        """Pass reports on until the process dies or stops.
 
         Raises:
             CacheRankDownError: why it ended.
@@ -175,8 +173,6 @@ class Connection:
             message = self._reports.receive(POLL_SECONDS)
             if isinstance(message, Report):
                 on_report(message)
-            elif isinstance(message, Measurement):
-                on_measurement(message)
             self._check_alive()
             self.check()
 

@@ -11,7 +11,7 @@ import psutil
 
 from cache_rank.config import DTYPES
 from sglang_ext import compat
-from sglang_ext.flags import CacheRankFlags, field_of
+from sglang_ext.flags import FORECAST_ROTARY_TYPES, CacheRankFlags, field_of, rotary_type
 from sglang_ext.memory import bytes_beyond_allocator
 from sglang_ext.refusals import PLAIN, Refusal
 
@@ -54,6 +54,11 @@ def _is_windowed(args: CacheRankFlags) -> bool:
 def _dtype(args: CacheRankFlags) -> str:
     """The dtype of the model and of its KV pool."""
     return str(_model(args).dtype).removeprefix("torch.")
+
+
+def _rotary_type(args: CacheRankFlags) -> str:
+    """How the model's configuration says that queries are rotated."""
+    return rotary_type(_model(args).hf_text_config.to_dict())
 
 
 def _groups(args: CacheRankFlags) -> int:
@@ -180,6 +185,17 @@ WORKING_SETS = (
         ),
         "lower --forecast-lead or --layers-per-group, or pass --query-predictor last",
         lambda args: args.query_predictor == "forecast" and _groups(args) <= args.forecast_lead,
+    ),
+    Refusal(
+        "--query-predictor",
+        lambda args: (
+            f"queries are rotated by {_rotary_type(args)}, whose frequencies are not those of a "
+            "position alone, or not known to be"
+        ),
+        "pass --query-predictor last",
+        lambda args: (
+            args.query_predictor == "forecast" and _rotary_type(args) not in FORECAST_ROTARY_TYPES
+        ),
     ),
     Refusal(
         "--max-sparse-requests --inference-kv",

@@ -26,7 +26,6 @@ _CPU_BACKENDS = {None, "torch_native", "intel_amx", BACKEND}
 
 _GPU_BACKENDS = ("fa3", "flashinfer", "triton")
 
-_E4M3_SINCE = (8, 9)
 """The compute capability from which on Triton has 8-bit floating point numbers of this type."""
 
 
@@ -90,19 +89,6 @@ def _at_least(least: int, asked: str, why: str) -> Refusal:
     """A row that refuses a number below `least`."""
     return Refusal(
         asked, why, f"pass {least} or more", lambda args: getattr(args, field_of(asked)) < least
-    )
-
-
-def _e4m3(asked: str, remedy: str) -> Refusal:
-    """A row that refuses fp8 where the GPU has no such numbers."""
-    return Refusal(
-        asked,
-        "this GPU has no numbers of type e4m3, which came with Ada and Hopper",
-        remedy,
-        lambda args: (
-            getattr(args, field_of(asked)) == "fp8"
-            and torch.cuda.get_device_capability() < _E4M3_SINCE
-        ),
     )
 
 
@@ -256,6 +242,15 @@ CACHE_RANKS = (
         lambda args: args.trace is not None and _cannot_write(args.trace),
     ),
     Refusal(
+        "--hysteresis",
+        lambda args: (
+            "a selected token would stay until as many others again as --sparse-budget "
+            f"{args.sparse_budget} rank before it, so that what is selected hardly follows queries"
+        ),
+        "pass less than the budget, or drop it for an eighth of that",
+        lambda args: args.hysteresis is not None and args.hysteresis >= args.sparse_budget,
+    ),
+    Refusal(
         "--max-total-tokens --sparse-threshold",
         "a request that turns sparse has more tokens than SGLang's pool, so that none would",
         "raise --max-total-tokens, or lower --sparse-threshold",
@@ -373,8 +368,6 @@ GPUS = (
             and not torch.cuda.can_device_access_peer(args.base_gpu_id, args.first_cache_rank_gpu)
         ),
     ),
-    _e4m3("--wire-dtype", "pass int8 or bf16"),
-    _e4m3("--score-keys", "pass resident or sketch"),
     Refusal(
         "--attention-backend",
         f"decode over working sets is by {', '.join(_GPU_BACKENDS)}, which read tokens one by one",
@@ -406,16 +399,18 @@ def refuse_rust_server() -> None:
         )
 
 
+ANY_SHAPE = ModelShape(1 << 20, 1, 1, 128, "bfloat16", 1.0)
+"""The shape of a model that is not read yet; what depends on it, the table of models refuses."""
+
+
 def refuse_out_of_range(args: CacheRankFlags) -> None:
     """Refuse values that the configuration of a cache rank does not take.
 
     Raises:
         UnsupportedError: a value is out of range.
     """
-    # The shape is not known yet; what depends on it, the table of models refuses.
-    shape = ModelShape(1 << 20, 1, 1, 128, "bfloat16", 1.0, rotary_frequency=(1.0,))
     try:
-        args.cache_rank_config(shape, max_rows=1)
+        args.cache_rank_config(ANY_SHAPE, max_rows=1)
     except ValueError as error:
         field, complaint = str(error).split(" ", 1)
         raise UnsupportedError(f"{flag_of(field)} {complaint}.") from None

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from cache_rank.config import CacheRankConfig
-from cache_rank.kernels.fp8.reference import round_to_fp8
 from cache_rank.kernels.wire.reference import from_wire, to_wire
 from cache_rank.protocol import UpMessage
 from cache_rank.reference import SynchronousReference
@@ -63,7 +62,6 @@ class Request:
         """Of the next token."""
         self._generator = torch.Generator().manual_seed(epoch)
         self.prompt = self._random(2, model.layers, prompt, model.kv_heads, model.head_dim)
-        self.prompt[0] = self._scored_exactly(self.prompt[0])
         self.reference = SynchronousReference(config, *self.prompt)
         self._query = self._random(model.layers, model.query_heads, model.head_dim).float()
         slots = (model.layers, model.kv_heads, config.sparse_budget, model.head_dim)
@@ -74,12 +72,6 @@ class Request:
     def _random(self, *shape: int) -> Tensor:
         return torch.randn(shape, generator=self._generator).to(self.config.model.torch_dtype)
 
-    def _scored_exactly(self, keys: Tensor) -> Tensor:
-        """Keys that the reference, which knows no coarse copy of them, scores as a copy scores."""
-        if self.config.score_keys == "fp8":
-            keys = round_to_fp8(keys).to(keys.dtype)
-        return keys
-
     def compute(self) -> Computed:
         """What a forward pass computes for the next token; its queries drift."""
         model = self.config.model
@@ -88,7 +80,7 @@ class Request:
         keys, values = self._random(2, model.layers, model.kv_heads, model.head_dim)
         hidden = 5 * self._random(len(self.config.groups), model.hidden_size)
         queries = self._query.to(model.torch_dtype)
-        return Computed(queries, self._scored_exactly(keys), values, hidden)
+        return Computed(queries, keys, values, hidden)
 
     def choose(self, queries: Tensor, keys: Tensor, values: Tensor, hidden: Tensor) -> None:
         """Let the reference append the token and choose, as the boundaries of a step follow."""

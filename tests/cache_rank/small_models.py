@@ -37,9 +37,9 @@ def small_config(model: ModelShape = GQA, **changes: Any) -> CacheRankConfig:
         "recent_tokens": 4,
         "query_window": 4,
         "query_frame": "post",
-        "selection_margin": 3,
-        "delta_capacity": 3,
+        "hysteresis": 3,
+        "max_swap_tokens": 3,
+        "kv_residency": "bf16",
         "max_rows": 4,
-        "recall_interval": 0,
     }
     return CacheRankConfig(model, **{**policy, **changes})

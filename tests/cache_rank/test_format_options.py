@@ -10,12 +10,12 @@ import pytest
 from cache_rank.residency import FORMATS
 from cache_rank.residency.options import parse_options, with_defaults
 
-FLAGS = Path(__file__).parents[2] / "docs" / "flags.md"
+GUIDE = Path(__file__).parents[2] / "docs" / "guide.md"
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_the_documented_defaults_are_those_of_the_code(name: str) -> None:
-    (row,) = re.findall(rf"^\| `{name}` \| (.+=.+|none) \|$", FLAGS.read_text(), re.MULTILINE)
+    (row,) = re.findall(rf"^\| `{name}` \| (.+=.+|none) \|$", GUIDE.read_text(), re.MULTILINE)
     documented = parse_options(",".join(re.findall(r"`(\w+=[^`]+)`", row)))
     assert documented == with_defaults({}, FORMATS[name].options)
     assert ("none" in row) == (not documented)

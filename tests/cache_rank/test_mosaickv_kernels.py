@@ -16,7 +16,7 @@ from cache_rank.kernels.mosaickv import triton
 from cache_rank.kernels.wire.reference import to_wire
 from cache_rank.measure.timeline import Timeline
 from cache_rank.pages import PAGE_TOKENS
-from cache_rank.protocol import DownMessage, Measured, Row, UpMessage, down_sizes, up_sizes
+from cache_rank.protocol import DownMessage, Row, UpMessage, down_sizes, up_sizes
 from cache_rank.selector import Selector
 
 ONE_LAYER = ModelShape(1, 3, 1, 8, "bfloat16", 8**-0.5)
@@ -223,7 +223,7 @@ class Selecting:
             kv_residency="mosaickv",
             kv_residency_options={**SHORT, "threshold": 0},
             sparse_budget=48,
-            delta_capacity=48,
+            max_swap_tokens=48,
             recent_tokens=16,
             query_window=16,
         )
@@ -250,8 +250,7 @@ class Selecting:
         self._steps += 1
         rows = [Row(sequence.epoch, sequence.tokens) for sequence in sequences]
         timeline = Timeline("", self._device)
-        measured = Measured(self._steps % 2, 0, wants_slots=True) if self._steps % 5 == 0 else None
-        step = self.selector.begin_step(self._steps, rows, measured=measured)
+        step = self.selector.begin_step(self._steps, rows)
         for boundary, layers, buffers in zip(
             config.boundaries, config.groups, self._messages, strict=True
         ):

@@ -374,7 +374,7 @@ def test_enough_tokens_are_scored_for_the_budget() -> None:
         kv_residency="mosaickv",
         kv_residency_options={"scored": 0, "block": 16},
         sparse_budget=1900,
-        selection_margin=50,
+        hysteresis=50,
     )
     held = Held.empty(tokens, WIDE)
     created = residency.create(config, PAGES, CPU)
@@ -703,7 +703,6 @@ def test_a_group_that_does_not_divide_the_head_dimension_is_refused_or_not_chose
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"score_keys": "fp8"}, "score_keys fp8: mosaickv scores by its own codes"),
         ({"checksum": True}, "kv_residency mosaickv: checksums compare tokens bit for bit"),
     ],
 )

@@ -500,7 +500,6 @@ def test_options_survive_the_control_channel(name: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"score_keys": "fp8"}, "score_keys fp8: {} scores by its own codes"),
         ({"checksum": True}, "kv_residency {}: checksums compare tokens bit for bit"),
     ],
 )

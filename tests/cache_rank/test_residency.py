@@ -15,7 +15,6 @@ from torch import Tensor
 
 from cache_rank import residency
 from cache_rank.config import DTYPES, CacheRankConfig, ModelShape
-from cache_rank.kernels.fp8.reference import round_to_fp8
 from cache_rank.kernels.score.reference import score_tokens
 from cache_rank.kernels.wire.reference import to_wire, wire_width
 from cache_rank.pages import PAGE_TOKENS
@@ -306,31 +305,6 @@ def test_score_equals_the_score_kernel(name: str, model: str, count: int) -> Non
         assert torch.equal(scores, score_tokens(queries[group], keys[group], tokens.model.scale))
 
 
-@every_lossless_format
-@pytest.mark.parametrize("count", [77, PAGE_TOKENS + 1])
-@pytest.mark.parametrize("model", MODELS)
-def test_a_coarse_copy_of_the_keys_is_for_scores_that_need_not_be_exact(
-    name: str, model: str, count: int
-) -> None:
-    torch.manual_seed(0)
-    tokens = Tokens.sample(count, MODELS[model])
-    queries, layers = tokens.queries(), tokens.all_layers
-    held = Held.empty(name, tokens, score_keys="fp8")
-    held.load(count - 2)
-    for group in (range(0, 2), range(2, 3)):
-        held.append(group)
-    held.resident += 1
-    held.load(1)
-    keys = tokens.keys.transpose(1, 2).contiguous()
-    for exact, scored in ((False, round_to_fp8(keys).float()), (True, keys)):
-        scores = held.score(layers, queries, count - 1, exact)
-        assert torch.equal(scores, score_tokens(queries, scored, tokens.model.scale))
-    for part, source in zip(
-        held.read(layers, tokens.positions()), (tokens.keys, tokens.values), strict=True
-    ):
-        assert torch.equal(part, source.transpose(1, 2))
-
-
 @every_format
 def test_every_row_scores_its_own_tokens(name: str) -> None:
     torch.manual_seed(0)
@@ -415,15 +389,6 @@ def test_a_refused_row_is_not_appended(name: str) -> None:
         assert torch.equal(one, source)
     assert (held.query_ring[held.slot] == 0).all()
     assert (held.query_ring[other.slot, :, :, 4] == 4).all()
-
-
-def test_a_copy_of_the_keys_in_8_bits_takes_a_byte_an_element() -> None:
-    plain, with_copy = (
-        residency.bytes_per_token(small_config(GQA, score_keys=keys))
-        for keys in ("resident", "fp8")
-    )
-    assert plain == GQA.bytes_per_token == 2 * 3 * 2 * 8 * 2
-    assert with_copy == plain + 3 * 2 * 8
 
 
 def test_an_unknown_format_is_refused_and_the_known_ones_named() -> None:

@@ -28,7 +28,6 @@ every_format = pytest.mark.parametrize(
     "options",
     [
         {"kv_residency": "bf16"},
-        {"kv_residency": "bf16", "score_keys": "fp8"},
         {"kv_residency": "bf16", "score_keys": "sketch"},
         {"kv_residency": "lynx"},
         {"kv_residency": "quantspec"},

@@ -9,8 +9,10 @@ import pytest
 import torch
 from workload import GPU_FLAGS, REUSE, SMALL_CACHE_RANK, STRICT, TENTH_OF_THE_CONTEXT, VOCABULARY
 
-from scripts.shared.serving import PLAIN, Server, serve
+from scripts.shared.serving import PLAIN, Server, serve, stop_on_sigterm
 from sglang_ext.refusals import ALLOW_LARGE_BUDGET_VARIABLE
+
+stop_on_sigterm()
 
 
 @pytest.fixture(scope="session")
@@ -70,7 +72,7 @@ def plain_server(random_model: Callable[..., Path]) -> Iterator[Server]:
 @pytest.fixture(scope="session")
 def reusing_server(random_model: Callable[..., Path]) -> Iterator[Server]:
     """A server whose sparse steps attend to everything, which plain SGLang checks."""
-    flags = [*SMALL_CACHE_RANK, *REUSE, "--sparse-budget", "1024", "--delta-capacity", "64"]
+    flags = [*SMALL_CACHE_RANK, *REUSE, "--sparse-budget", "1024", "--max-swap-tokens", "64"]
     environment = {ALLOW_LARGE_BUDGET_VARIABLE: "1", **STRICT}
     with serve([*flags, "--model-path", str(random_model())], environment) as server:
         yield server

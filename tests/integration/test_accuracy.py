@@ -8,47 +8,38 @@ import msgspec
 import pytest
 
 from scripts import evaluate
-from scripts.accuracy.outcomes import Result
-from scripts.accuracy.report import Report
-from scripts.shared.serving import Server
+from scripts.accuracy.evaluation import Report
+from scripts.shared.serving import Server, serve
 
 pytestmark = pytest.mark.xdist_group("bundled server")
 
-CHAINS = "--chains 4 --gpus --out".split()
-
-
-def read_results(folder: Path) -> list[Result]:
-    return msgspec.json.decode((folder / "results.json").read_bytes(), type=Report).results
-
 
 def test_evaluates_a_running_server(bundled_server: Server, tmp_path: Path) -> None:
-    command = [*CHAINS, str(tmp_path), "--base-url", bundled_server.url]
-    command += ["--dials", "facts=128,hops=30"]
-    assert evaluate.main([*command, "--systems", "dense", "--budgets", "40"]) == 0
-    ours = [*command, "--systems", "cache-rank", "--budgets", "40"]
-    with pytest.raises(SystemExit, match="--resume"):
-        evaluate.main(ours)
-    assert evaluate.main([*ours, "--resume"]) == 0
+    command = ["--out", str(tmp_path), "--base-url", bundled_server.url, "--gpus"]
+    command += "--chains 4 --hops 30 --systems dense cache-rank --budgets 40".split()
+    assert evaluate.main(command) == 0
 
-    dense, sparse = read_results(tmp_path)
+    report = msgspec.json.decode((tmp_path / "results.json").read_bytes(), type=Report)
+    dense, sparse = report.results
+    assert (dense.system, sparse.system) == ("dense", "cache-rank:sparse_budget=40")
     assert dense.exact.value == sparse.exact.value == 1.0
     assert dense.sparse_steps == 0
+    assert dense.exact_difference is None
     assert sparse.sparse_steps is not None
     assert sparse.sparse_steps > 0.5
     assert sparse.exact_difference is not None
     assert sparse.exact_difference.value == 0.0
-
-    before = (tmp_path / "outcomes.jsonl").read_bytes()
-    assert evaluate.main([*ours, "--resume"]) == 0
-    assert (tmp_path / "outcomes.jsonl").read_bytes() == before
-    assert (tmp_path / "results.md").exists()
+    table = (tmp_path / "results.md").read_text()
+    assert "| cache-rank:sparse_budget=40 | 1.00 | 0.00 | 1.000 |" in table
 
 
-def test_a_problem_may_have_no_prompt(bundled_server: Server, tmp_path: Path) -> None:
-    command = [*CHAINS, str(tmp_path), "--base-url", bundled_server.url, "--systems", "dense"]
-    task = "--budgets 40 --task self-written --dials hops=2,keys=8".split()
-    assert evaluate.main([*command, *task]) == 0
-    (result,) = read_results(tmp_path)
-    # This model has not learned to write tables; what it writes instead is graded.
-    assert result.output_tokens.value == 2 * 8 + 1 + 2 * 4
-    assert result.exact.value == 0.0
+def test_a_small_budget_selects_well_with_the_flags_that_follow_it(tmp_path: Path) -> None:
+    with serve("--sparse-threshold 264 --sparse-budget 40 --recent-tokens 16".split()) as server:
+        command = ["--out", str(tmp_path), "--base-url", server.url]
+        command += "--chains 3 --systems cache-rank --budgets 40".split()
+        assert evaluate.main(command) == 0
+    report = msgspec.json.decode((tmp_path / "results.json").read_bytes(), type=Report)
+    (result,) = report.results
+    assert result.exact.value == 1.0
+    assert result.sparse_steps is not None
+    assert result.sparse_steps > 0.9

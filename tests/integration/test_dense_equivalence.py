@@ -37,7 +37,7 @@ def server(request: pytest.FixtureRequest, random_model: Callable[..., Path]) ->
         *SMALL_CACHE_RANK,
         *("--model-path", str(random_model()), "--skip-tokenizer-init"),
         *("--sparse-threshold", str(THRESHOLD), "--sparse-budget", "512"),
-        *("--delta-capacity", "64", "--inference-kv", request.param),
+        *("--max-swap-tokens", "64", "--inference-kv", request.param),
     ]
     if request.param == "working-set":
         arguments += ["--max-total-tokens", "2100"]  # rows that are freed are soon another's
@@ -84,11 +84,6 @@ def test_a_request_may_stay_dense(server: Server) -> None:
         "late_steps": 0,
         "stale_steps": 0,
         "retractions": 0,
-        "recall_measurements": 0,
-        "recall": None,
-        "attention_mass": None,
-        "held_recall": None,
-        "held_attention_mass": None,
     }
     refused = server.post(
         "/generate",

@@ -17,8 +17,7 @@ import zmq
 from transformers import AutoTokenizer
 from waiting import wait_until
 
-from scripts.accuracy.tasks import Problem
-from scripts.accuracy.tasks.pointer_chase import make_chain
+from scripts.accuracy.pointer_chase import Problem, make_chain
 from scripts.shared.serving import Server, serve
 from sglang_ext.exchange.host.gate import LET_GO_VARIABLE
 from sglang_ext.refusals import ALLOW_LARGE_BUDGET_VARIABLE
@@ -30,8 +29,8 @@ TIMEOUT = 2.0
 CHAINS = [make_chain(seed=seed, facts=128, hops=60) for seed in range(8)]
 ARGUMENTS = (
     "--sparse-threshold 270 --sparse-budget 640 --sink-tokens 4 --recent-tokens 16 "
-    "--query-window 8 --delta-capacity 64 --layers-per-group 1 --bulk-chunk-tokens 128 "
-    f"--max-sparse-requests 8 --recall-interval 8 --max-total-tokens 8000 --enable-metrics "
+    "--query-window 8 --max-swap-tokens 64 --layers-per-group 1 --bulk-chunk-tokens 128 "
+    f"--max-sparse-requests 8 --max-total-tokens 8000 --enable-metrics "
     f"--cache-rank-timeout {TIMEOUT}"
 ).split()
 
@@ -141,10 +140,31 @@ def test_a_cache_rank_is_stopped(server: Server, streams: Streams) -> None:
     lose_the_cache_rank(server, streams, signal.SIGSTOP)
 
 
+@IN_ALL_MODES
+def test_what_was_sparse_is_sparse_again_with_the_next_cache_rank(
+    server: Server, streams: Streams
+) -> None:
+    def disturb() -> None:
+        kill(server)
+        wait_until(lambda: not server.cache_rank()["up"])
+        # Else the answers could end before the next one is up.
+        server.post("/pause_generation", {"mode": "in_place"}).raise_for_status()
+        server.wait_for(60, up=True)
+        server.post("/continue_generation").raise_for_status()
+
+    server.wait_for(60, up=True)
+    responses = streams.run(disturb)
+    assert_exact(streams, responses)
+    assert statistics(responses, "stale_steps") > 0
+    recomputes = server.mode == "working-set"  # type: ignore[attr-defined]
+    assert (statistics(responses, "retractions") > 0) == recomputes
+    assert [r["meta_info"]["cache_rank"]["dense_reason"] for r in responses] == [None] * 8
+
+
 @pytest.fixture(scope="module")
 def letting_go() -> Iterator[Server]:
     """A server lets go of steps as between GPUs: they go on with their last selection."""
-    sparse = "--sparse-threshold 264 --sparse-budget 40 --selection-margin 8 --delta-capacity 40"
+    sparse = "--sparse-threshold 264 --sparse-budget 40 --hysteresis 8 --max-swap-tokens 40"
     environment = {LET_GO_VARIABLE: "1", "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1"}
     with serve([*ARGUMENTS, *sparse.split()], environment) as server:
         yield server

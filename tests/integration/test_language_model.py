@@ -33,9 +33,7 @@ def test_every_token_selected_equals_dense_and_few_do_not(
         assert every["largest_difference"] < 1e-4
         assert 0 <= every["kl"] < 1e-6
         assert every["top1_agreement"] == 1
-        assert every["recall"] == 1
         assert 0.01 < few["kl"] < 3
-        assert few["recall"] < 0.95
         assert few["ratio_p5"] < every["ratio_p5"]
         for cell in (every, few):
             # 17 exchanged steps fill the query window; slots fill in one.
@@ -43,4 +41,3 @@ def test_every_token_selected_equals_dense_and_few_do_not(
             assert len(cell["kl_after_transition"]) == 72 - cell["sparse_from"]
             assert cell["stale_steps"] == 0
     assert not (tmp_path / "out" / "logits").exists()
-    assert main(["--out", str(tmp_path / "out"), "--render", *arguments[:2], "--gpus"]) == 0

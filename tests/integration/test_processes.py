@@ -52,7 +52,7 @@ from sglang_ext.server_args import BUNDLED_MODEL
 
 if __name__ == "__main__":
     engine = Engine(sparse_threshold=100, sparse_budget=32, sink_tokens=4, recent_tokens=8,
-                    delta_capacity=32, skip_tokenizer_init=True)
+                    max_swap_tokens=32, skip_tokenizer_init=True)
 
     def generate():
         return engine.generate(

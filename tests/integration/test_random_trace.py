@@ -160,8 +160,8 @@ def test_nothing_is_left_behind(inference_kv: str, random_model: Callable[..., P
     arguments = [
         *SMALL_CACHE_RANK,
         *("--model-path", str(random_model()), "--skip-tokenizer-init"),
-        *("--sparse-threshold", "100", "--sparse-budget", "32", "--delta-capacity", "8"),
-        *("--selection-margin", "4", "--inference-kv", inference_kv),
+        *("--sparse-threshold", "100", "--sparse-budget", "32", "--max-swap-tokens", "8"),
+        *("--hysteresis", "4", "--inference-kv", inference_kv),
         *("--max-sparse-requests", str(MOST_SPARSE)),  # runs out at times
         *("--max-total-tokens", "2500"),  # so does this
         *("--cache-rank-max-restart-delay", "1"),

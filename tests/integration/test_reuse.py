@@ -137,8 +137,8 @@ def test_many_share_a_prompt_under_pressure(server: Server, plain_server: Server
 def test_requests_that_ask_for_it_attend_to_what_was_computed_densely(
     reused: str, plain_server: Server, random_model: Callable[..., Path]
 ) -> None:
-    flags = [*SMALL_CACHE_RANK, *REUSE, "--sparse-budget", "32", "--delta-capacity", "8"]
-    flags += ["--selection-margin", "4", "--reuse-sparse-tokens", reused]
+    flags = [*SMALL_CACHE_RANK, *REUSE, "--sparse-budget", "32", "--max-swap-tokens", "8"]
+    flags += ["--hysteresis", "4", "--reuse-sparse-tokens", reused]
     with serve([*flags, "--model-path", str(random_model())], STRICT) as server:
         first = server.generate(PROMPT, NEW_TOKENS)
         prompt = PROMPT + first["output_ids"] + QUESTION
@@ -159,7 +159,7 @@ def test_requests_that_ask_for_it_attend_to_what_was_computed_densely(
 
 @pytest.fixture(scope="module")
 def server_with_priorities(random_model: Callable[..., Path]) -> Iterator[Server]:
-    flags = [*SMALL_CACHE_RANK, *REUSE, "--sparse-budget", "1024", "--delta-capacity", "64"]
+    flags = [*SMALL_CACHE_RANK, *REUSE, "--sparse-budget", "1024", "--max-swap-tokens", "64"]
     flags += ["--max-running-requests", "2", "--radix-eviction-policy", "priority"]
     flags += ["--enable-priority-scheduling", "--priority-scheduling-preemption-threshold", "0"]
     environment = {ALLOW_LARGE_BUDGET_VARIABLE: "1", **STRICT}

@@ -62,9 +62,9 @@ class Case:
         return [
             *SMALL_CACHE_RANK,
             *("--skip-tokenizer-init", "--sparse-threshold", str(THRESHOLD)),
-            *("--sparse-budget", str(BUDGET), "--selection-margin", str(MARGIN)),
+            *("--sparse-budget", str(BUDGET), "--hysteresis", str(MARGIN)),
             # The prompt of the request that decodes alone is shipped in one step, longer ones not.
-            *("--delta-capacity", str(CAPACITY), "--bulk-chunk-tokens", "160"),
+            *("--max-swap-tokens", str(CAPACITY), "--bulk-chunk-tokens", "160"),
             *("--query-predictor", self.predictor, "--query-frame", self.frame),
             *("--inference-kv", self.inference_kv, "--wire-dtype", self.wire_dtype),
             *("--dense-layers", str(self.dense_layers)),
@@ -94,8 +94,8 @@ class Case:
             query_window=4,
             query_predictor=self.predictor,
             query_frame=self.frame,
-            selection_margin=MARGIN,
-            delta_capacity=CAPACITY,
+            hysteresis=MARGIN,
+            max_swap_tokens=CAPACITY,
             score_keys=self.score_keys,
             score_normalizer=self.score_normalizer,
         )
@@ -141,7 +141,7 @@ class Case:
 
 
 DEFAULT = [
-    Case("ridge", "pre", "llama", 4, 2, "working-set", dense_layers=0),
+    Case("spade", "pre", "llama", 4, 2, "working-set", dense_layers=0),
     Case(
         *("forecast", "pre", "qwen3", 4, 2, "full"),
         layers=6,
@@ -153,11 +153,10 @@ THOROUGH = [
     Case("forecast", "pre", "qwen2", 2, 2, "working-set", layers=7, forecast_lead=1),
     Case("last", "pre", "qwen3", 2, 1, "full"),
     Case("spade", "post", "qwen3", 4, 2, "full"),
-    Case("ema", "pre", "qwen3", 4, 1, "working-set"),
+    Case("last", "pre", "qwen3", 4, 1, "working-set"),
 ]
 # What is equal but for the last bits is not when it is rounded to codes.
 ROUNDED = [
-    Case("last", "post", "llama", 4, 4, "full", wire_dtype="fp8"),
     Case("last", "post", "llama", 4, 4, "full", wire_dtype="int8"),
     Case(
         *("forecast", "pre", "qwen3", 4, 1, "working-set"),
@@ -225,13 +224,6 @@ def test_selections_equal_the_synchronous_reference(served: Served) -> None:
     responses = [*served.together, served.alone]
     steps = [response["meta_info"]["cache_rank"]["sparse_steps"] for response in responses]
     assert min(steps) > 200, steps
-    for response in responses:
-        measured = response["meta_info"]["cache_rank"]
-        assert 0 < measured["held_recall"] <= 1
-        if served.case.inference_kv == "full":  # no key is rounded
-            assert measured["recall"] == pytest.approx(measured["held_recall"], abs=2e-3)
-        else:
-            assert measured["recall"] is measured["attention_mass"] is None
     config = served.case.config(recorded_frequency(served.model))
     assert replay(config, served.recorded) > len(responses) * 200
 

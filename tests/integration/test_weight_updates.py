@@ -11,6 +11,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import psutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from waiting import wait_until
 from workload import DENSE, SMALL_CACHE_RANK, STRICT, difference, random_prompts
 
 from cache_rank.measure.recording import RECORD_VARIABLE, read_events
@@ -27,9 +29,11 @@ from scripts.shared.serving import Server, free_port, log_probabilities, serve
 pytestmark = [pytest.mark.thorough, pytest.mark.xdist_group("weight-updates")]
 
 FLAGS = (
-    "--skip-tokenizer-init --sparse-threshold 100 --sparse-budget 24 --delta-capacity 24 "
+    "--skip-tokenizer-init --sparse-threshold 100 --sparse-budget 24 --max-swap-tokens 24 "
     "--query-predictor forecast --forecast-lead 1 --layers-per-group 1"
 ).split()
+
+AT_A_TIME = 4
 
 
 def test_new_weights_reach_the_cache_rank(
@@ -72,6 +76,7 @@ def test_new_weights_reach_the_cache_rank(
 @pytest.fixture(scope="module")
 def server(random_model: Callable[..., Path]) -> Iterator[Server]:
     flags = [*SMALL_CACHE_RANK, *FLAGS, "--model-path", str(random_model("qwen3", 4))]
+    flags += ["--max-running-requests", str(AT_A_TIME)]
     with serve(flags, STRICT) as running:
         yield running
 
@@ -208,6 +213,54 @@ def test_weights_change_while_generation_is_paused(
     assert state["starts"] == 1
     server.flush_cache()
     server.wait_for(10, tokens_held=0)
+
+
+@pytest.mark.parametrize("mode", ["retract", "in_place"])
+def test_what_is_prefilled_by_new_weights_attends_to_nothing_of_old_ones(
+    server: Server, trainer: Trainer, mode: str
+) -> None:
+    assert trainer.update_from_tensor(1.0).json()["success"]
+    prompts = random_prompts([300] * (AT_A_TIME + 2), seed=15)
+    server.generate_all(prompts, 1)  # all of them are known by the old weights
+    sampling = {"max_new_tokens": 300, "temperature": 0, "ignore_eos": True}
+    dense = sampling | DENSE["sampling_params"]
+    body = {"input_ids": prompts, "sampling_params": [sampling] + [dense] * (len(prompts) - 1)}
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(server.post, "/generate", {**body, "return_logprob": True})
+        wait_until(lambda: server.cache_rank()["sparse_requests"] > 0)
+        server.post("/pause_generation", {"mode": mode}).raise_for_status()
+        assert trainer.update_from_tensor(0.5, flush_cache=False).json()["success"]
+        server.post("/continue_generation").raise_for_status()
+    responses = asked.result().json()
+    known = [cached(server.generate(prompt, 1)) > 0 for prompt in prompts]
+    # Those that went on in place have keys and values of both weights.
+    assert known == [mode == "retract"] * AT_A_TIME + [True] * 2
+    server.flush_cache()
+    for index, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
+        assert len(response["output_ids"]) == 300
+        if index == 0:  # it was sparse
+            continue
+        differences = differences_by_todays_weights(server, prompt, response)
+        was_queued = index >= AT_A_TIME
+        if was_queued:
+            assert cached(response) == 0
+            assert max(differences) < 1e-4
+        else:
+            assert max(differences[:5]) > 1e-3
+            assert (max(differences[-5:]) < 1e-4) == (mode == "retract")
+
+
+def cached(response: Any) -> int:
+    return int(response["meta_info"]["cached_tokens"])
+
+
+def differences_by_todays_weights(server: Server, prompt: list[int], response: Any) -> list[float]:
+    """How far the log-probability of each token is from what a prefill says of it."""
+    tokens = prompt + response["output_ids"]
+    forced = server.generate(tokens, 1, return_logprob=True, logprob_start_len=len(prompt) - 1)
+    expected = [entry[0] for entry in forced["meta_info"]["input_token_logprobs"][1:]]
+    ours = log_probabilities(response)
+    return [abs(one - other) for one, other in zip(ours, expected, strict=True)]
 
 
 def release(server: Server, tags: list[str] | None = None) -> None:

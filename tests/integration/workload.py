@@ -10,15 +10,14 @@ VOCABULARY = 300
 
 SMALL_CACHE_RANK = (
     "--kv-residency bf16 --sink-tokens 4 --recent-tokens 8 --layers-per-group 2 --query-window 4 "
-    "--max-sparse-requests 8 --bulk-chunk-tokens 64 --recall-interval 8 "
+    "--max-sparse-requests 8 --bulk-chunk-tokens 64 "
     "--max-total-tokens 20000 --enable-metrics --dtype float32"
 ).split()
 
 # A working set of 60 tokens: a tenth of the length that a walk of 80 hops reaches.
 TENTH_OF_THE_CONTEXT = (
     "--cache-rank-gpus 1 --enable-metrics --sparse-threshold 264 --sparse-budget 40 "
-    "--sink-tokens 4 --recent-tokens 16 --selection-margin 8 --delta-capacity 40 "
-    "--recall-interval 4"
+    "--sink-tokens 4 --recent-tokens 16 --hysteresis 8 --max-swap-tokens 40"
 ).split()
 
 REUSE = (

@@ -136,7 +136,7 @@ def test_triton_gathers_what_the_reference_gathers(
     rows = (table[[2, 1, 0, 3]], slots, positions)
     found = []
     for gather_codes in (reference.gather_codes, held_as.triton.gather_codes):
-        for shipped_as in (dtype, torch.float8_e4m3fn, torch.int8):
+        for shipped_as in (dtype, torch.int8):
             shape = (2, *entering.shape, wire_width(head_dim_of(tokens), shipped_as))
             out = torch.full(shape, 7.0, device=device).to(shipped_as)
             gather_codes(tokens, *rows, 1, entering, out[0], out[1])

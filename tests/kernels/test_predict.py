@@ -11,14 +11,13 @@ from torch import Tensor
 
 from cache_rank.kernels.predict import reference, triton
 from cache_rank.kernels.predict.reference import (
-    EMA_DECAY,
     RIDGE_STRENGTH,
     PredictionMethod,
     predict_next_query,
 )
 from cache_rank.kernels.rotary.reference import align_to_next_position
 
-METHODS: tuple[PredictionMethod, ...] = ("last", "ema", "spade", "ridge")
+METHODS: tuple[PredictionMethod, ...] = ("last", "spade")
 UNIT_ROUNDOFF = torch.finfo(torch.float32).eps / 2
 
 
@@ -39,9 +38,6 @@ def naive_prediction(queries: Tensor, method: PredictionMethod) -> Expected:
     rounding = 2 * (available + 2) * UNIT_ROUNDOFF * float(queries.norm())
     if method == "last" or available == 0:
         return Expected(newest, 0.0)
-    if method == "ema":
-        weights = torch.tensor([EMA_DECAY**age for age in range(available + 1)]).double()
-        return Expected(weights / weights.sum() @ queries, rounding)
 
     ridge = RIDGE_STRENGTH * float(predecessors.pow(2).sum()) / available
     total = torch.zeros_like(newest)
@@ -55,7 +51,7 @@ def naive_prediction(queries: Tensor, method: PredictionMethod) -> Expected:
             solution = torch.linalg.solve(gram, window @ newest)
             condition = float(torch.linalg.cond(gram))
             assert condition <= (1 + available / RIDGE_STRENGTH) * (1 + 1e-9)
-        weights = solution.softmax(-1) if method == "spade" else solution
+        weights = solution.softmax(-1)
         shifted = queries[:n]  # q_t, q_{t-1}, ...: one token newer than the window
         total += weights @ shifted
         # Normwise perturbation of a linear system: forming the Gram matrix and the right side
@@ -198,20 +194,6 @@ def test_a_poisoned_head_leaves_the_others_alone(method: PredictionMethod, poiso
     assert torch.equal(predicted[others], expected[others])
 
 
-@pytest.mark.parametrize("growth", [1.0, 1.05, -1.1], ids=str)
-def test_ridge_continues_a_geometric_sequence(growth: float) -> None:
-    """q_{t+1} = r q_t: the window of n is right up to a factor trace(n) / (trace(n) + eps).
-
-    With |r| >= 1 the newest predecessors have at least the mean squared norm, so window n falls
-    short by at most strength / n, and the mean over n leaves room for rounding below the strength.
-    """
-    first = torch.randn(32)
-    queries = torch.stack([first * growth**t for t in range(8, -1, -1)])
-    predicted = predict_next_query(queries, torch.tensor(9), "ridge")
-    truth = queries[0] * growth
-    assert float((predicted - truth).norm() / truth.norm()) <= RIDGE_STRENGTH
-
-
 def test_spade_stays_inside_the_convex_hull_of_the_queries() -> None:
     """Softmax weights are positive and sum to one, so no element can leave the queries' range."""
     queries = torch.randn(6, 17, 16)
@@ -231,7 +213,7 @@ def test_spade_favours_what_followed_the_most_similar_queries() -> None:
 
 
 def test_unknown_method_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match=r"'median'.*use last, ema, spade or ridge"):
+    with pytest.raises(ValueError, match=r"'median'.*use last or spade"):
         predict_next_query(torch.zeros(2, 4), torch.tensor(1), "median")  # type: ignore[arg-type]
 
 
@@ -331,11 +313,8 @@ def test_a_step_predicts_each_row_from_its_own_ring(
     [
         *((method, 1, STREAMS[0]) for method in METHODS),
         *((method, 4, STREAMS[1]) for method in METHODS),
-        ("ema", 16, STREAMS[0]),
         ("spade", 2, STREAMS[1]),
-        ("ridge", 7, STREAMS[0]),
         ("spade", 16, STREAMS[1]),
-        pytest.param("ridge", 16, STREAMS[1], marks=pytest.mark.thorough),
         pytest.param("spade", 7, STREAMS[0], marks=pytest.mark.thorough),
     ],
     ids=lambda value: value.name if isinstance(value, Stream) else str(value),
@@ -349,12 +328,11 @@ def test_triton_equals_reference(
     assert_close(step.predicted_by(triton, method), expected, 1e-4)
 
 
-@pytest.mark.parametrize("method", ["spade", "ridge"])
-def test_triton_of_almost_constant_queries(device: torch.device, method: PredictionMethod) -> None:
+def test_triton_of_almost_constant_queries(device: torch.device) -> None:
     step = step_of(device, [9, 17], 16, 64, stream=STREAMS[2])
     # Each may be off by what the conditioning of the Gram matrix makes of rounding.
-    expected = step.predicted_by(reference, method)
-    assert_close(step.predicted_by(triton, method), expected, 5e-4)
+    expected = step.predicted_by(reference, "spade")
+    assert_close(step.predicted_by(triton, "spade"), expected, 5e-4)
 
 
 @pytest.mark.parametrize(
@@ -362,12 +340,12 @@ def test_triton_of_almost_constant_queries(device: torch.device, method: Predict
     [
         ("spade", 16, 16, False),
         ("last", 16, 16, True),
-        ("ridge", 16, 4, False),
-        ("ema", 16, 4, True),
+        ("spade", 16, 4, False),
+        ("last", 16, 4, True),
         ("last", 32, 24, False),
         ("spade", 32, 24, True),
-        ("ema", 64, 64, False),
-        ("ridge", 64, 64, True),
+        ("last", 64, 64, False),
+        ("spade", 64, 64, True),
     ],
 )
 def test_triton_aligns_queries_as_the_reference(
@@ -386,7 +364,7 @@ def test_triton_aligns_queries_as_the_reference(
 
 @pytest.mark.parametrize(
     ("method", "dtype"),
-    [("last", torch.float16), ("ema", torch.bfloat16), ("spade", torch.bfloat16)],
+    [("last", torch.float16), ("spade", torch.bfloat16)],
     ids=str,
 )
 def test_triton_of_narrow_queries(
@@ -398,7 +376,7 @@ def test_triton_of_narrow_queries(
 
 @pytest.mark.parametrize(
     ("method", "scale"),
-    [("last", 1e3), ("ema", 0.0), ("spade", 0.0), ("spade", 1e-3), ("ridge", 0.0), ("ridge", 1e3)],
+    [("last", 1e3), ("spade", 0.0), ("spade", 1e-3), ("spade", 1e3)],
 )
 def test_triton_at_any_head_norm(
     device: torch.device, method: PredictionMethod, scale: float
@@ -445,12 +423,12 @@ def test_a_step_of_an_unknown_method_raises(device: torch.device, implementation
     ("method", "window", "rotary_dim", "dtype"),
     [
         ("last", 16, 0, torch.float32),
-        ("ema", 32, 64, torch.bfloat16),
+        ("last", 32, 64, torch.bfloat16),
         ("spade", 16, 128, torch.bfloat16),
         ("spade", 32, 0, torch.bfloat16),
         ("spade", 32, 64, torch.float32),
-        ("ridge", 16, 64, torch.bfloat16),
-        ("ridge", 32, 128, torch.float32),
+        ("spade", 16, 64, torch.bfloat16),
+        ("spade", 32, 128, torch.float32),
     ],
     ids=str,
 )

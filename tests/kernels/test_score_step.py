@@ -150,7 +150,3 @@ def test_triton_at_full_size(group: int) -> None:
     )
     actual, expected = score(triton, step, 140032), score(reference, step, 140032)
     torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-5)
-    rounded = (step[0], step[1].to(torch.float8_e4m3fn), *step[2:])
-    actual, expected = score(triton, rounded, 140032), score(reference, rounded, 140032)
-    # Logits of up to 32 in float16, and products of 8-bit numbers that Hopper sums to 14 bits.
-    torch.testing.assert_close(actual, expected, atol=3e-2, rtol=0)

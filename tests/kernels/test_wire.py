@@ -82,8 +82,8 @@ def test_a_block_that_is_not_finite_is_none(broken: float) -> None:
     assert (read[1] == 1).all()
 
 
-@pytest.mark.parametrize("dtype", [*DTYPES, torch.float8_e4m3fn], ids=str)
-def test_floats_are_written_as_they_are_or_rounded(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_floats_are_written_as_they_are(dtype: torch.dtype) -> None:
     tokens = torch.randn((4, 24), generator=torch.Generator().manual_seed(0))
     written = to_wire(tokens, dtype)
     assert written.dtype == dtype

@@ -8,6 +8,6 @@ from typing import Any
 
 def fake_request(**attributes: Any) -> Any:
     """Make a request whose state in the pools is found wherever a release has it."""
-    request = SimpleNamespace(**attributes)
+    request = SimpleNamespace(cache_rank_weights=0, **attributes)
     request.kv = request
     return request

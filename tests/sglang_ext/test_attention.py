@@ -98,7 +98,7 @@ def errors(kernels: str, captured: bool) -> list[float]:
         sparse_budget=BUDGET,
         sink_tokens=SINKS,
         recent_tokens=RECENT,
-        delta_capacity=BUDGET,
+        max_swap_tokens=BUDGET,
         max_rows=len(SLOTS),
     )
     pool, true = runner.token_to_kv_pool, runner.req_to_token_pool.req_to_token

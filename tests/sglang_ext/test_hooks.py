@@ -18,7 +18,7 @@ from sglang_ext import compat, hooks, inference_rank, plugin, processes
 from sglang_ext.hooks import HOOKS, Hook
 from sglang_ext.lifecycle import RequestStatistics
 from sglang_ext.refusals import UnsupportedError
-from sglang_ext.requests import CACHE_RANK
+from sglang_ext.requests import CACHE_RANK, serving
 from sglang_ext.server_args import BUNDLED_MODEL, CacheRankServerArgs
 
 # After ours, which makes SGLang importable without a GPU.
@@ -70,7 +70,7 @@ def test_the_plugin_is_live_and_loading_it_again_hooks_nothing_twice() -> None:
         registered = [
             (kind, function)
             for kind, function, _ in HookRegistry._hooks[hook.target]
-            if function.__module__ == "sglang_ext.hooks"
+            if function.__module__.startswith("sglang_ext.")
         ]
         assert registered == [(hook.kind, hook.function)]
 
@@ -222,7 +222,7 @@ def test_a_process_without_server_arguments_has_pools_without_reserve() -> None:
 def test_a_cache_rank_puts_its_reserve_behind_the_pool_whose_size_stays(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    args = cache_rank_args(recall_interval=0)
+    args = cache_rank_args()
     monkeypatch.setattr(hooks, "get_server_args", lambda: args)
     reserve = 3 * (4 + 20)
     pool = kv_pool()
@@ -232,7 +232,7 @@ def test_a_cache_rank_puts_its_reserve_behind_the_pool_whose_size_stays(
     row = torch.empty((2, 2, 8), dtype=torch.float32)  # K and V of one token in one layer
     left = hooks.leave_room_beyond_allocator(10_000_000, CONFIGURATOR)
     staged = 3 * 2 * (4 + 2 * 2) * 8 * 4  # q, k and v of three requests in the two sparse layers
-    entering = 3 * 2 * 2 * args.delta_capacity * (2 * 8 * 4 + 4)  # K, V and slots
+    entering = 3 * 2 * 2 * args.max_swap_tokens * (2 * 8 * 4 + 4)  # K, V and slots
     left_for_headers = 10_000_000 - reserve * 3 * row.nbytes - staged - entering - left
     assert 0 < left_for_headers < 1000
 
@@ -244,7 +244,7 @@ def test_dense_layers_alone_have_rows_for_tokens_that_lose_theirs(
     rows = 33 + 3 * (4 + 20)
 
     def with_arguments(**changes: Any) -> tuple[Any, int]:
-        args = cache_rank_args(context_length=100, recall_interval=0, **changes)
+        args = cache_rank_args(context_length=100, **changes)
         monkeypatch.setattr(hooks, "get_server_args", lambda: args)
         return kv_pool(), hooks.leave_room_beyond_allocator(10_000_000, CONFIGURATOR)
 
@@ -259,17 +259,6 @@ def test_dense_layers_alone_have_rows_for_tokens_that_lose_theirs(
     assert pool.k_data_ptrs.tolist() == [buffer.data_ptr() for buffer in pool.k_buffer]
     row = torch.empty((2, 2, 8), dtype=torch.float32)  # K and V of one token in one layer
     assert before - left == 3 * 100 * row.nbytes
-
-
-@pytest.mark.usefixtures("environment")
-def test_measuring_by_the_keys_in_the_pool_takes_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    def left(**changes: Any) -> int:
-        args = cache_rank_args(**changes)
-        monkeypatch.setattr(hooks, "get_server_args", lambda: args)
-        return hooks.leave_room_beyond_allocator(100_000_000, CONFIGURATOR)
-
-    assert left(inference_kv="working-set") == left(inference_kv="working-set", recall_interval=0)
-    assert left(recall_interval=0) - left() > 4 * 4096 * 2 * 2 * 4  # scores that wait for slots
 
 
 @pytest.mark.usefixtures("environment")
@@ -307,8 +296,7 @@ def test_batches_that_decode_are_decode_steps_and_others_are_not(rank: Mock, dec
     rank.decode_step.run.side_effect = lambda requests, lengths, forward: (forward(), "plan")
     result = hooks.run_step(rank.original, "worker", batch)
     called = [name for name, _, _ in rank.mock_calls]
-    first = "decode_step.run" if decode else "before_prefill"
-    assert called == [first, "original", "statistics_of"]
+    assert called == ["decode_step.run"] * decode + ["original", "statistics_of"]
     if decode:
         assert rank.decode_step.run.call_args.args[:2] == (["request"], [7])
         assert result.cache_rank_plan == "plan"
@@ -435,12 +423,11 @@ def test_the_internal_state_shows_the_cache_rank(rank: Mock) -> None:
 
 NAMES = [
     *("sparse_steps", "dense_reason", "tokens_shipped", "late_steps", "stale_steps"),
-    *("retractions", "recall_measurements", "recall", "attention_mass"),
-    *("held_recall", "held_attention_mass"),
+    "retractions",
 ]
-NOTHING = (0, "prefill", 0, 0, 0, 0, 0, None, None, None, None)
-EARLY = (1, "down", 2, 3, 4, 5, 0, None, None, None, None)
-LATE = (6, None, 7, 8, 9, 10, 2, 0.5, 0.75, 0.625, 0.875)
+NOTHING = (0, "prefill", 0, 0, 0, 0)
+EARLY = (1, "down", 2, 3, 4, 5)
+LATE = (6, None, 7, 8, 9, 10)
 
 
 @pytest.mark.parametrize(
@@ -456,38 +443,34 @@ LATE = (6, None, 7, 8, 9, 10, 2, 0.5, 0.75, 0.625, 0.875)
     ids=str,
 )
 def test_the_summary_is_the_last_that_is_known(per_token: list[Any], values: Any) -> None:
-    assert hooks._summary(per_token) == summary_of(values)
+    assert serving._summary(per_token) == summary_of(values)
 
 
 def test_the_summary_reads_statistics_in_the_order_they_are_written() -> None:
     statistics = RequestStatistics(
-        sparse_steps=1, dense_reason="recomputed", late_steps=3, retractions=5
+        sparse_steps=1, dense_reason="cache_rank_losses", late_steps=3, retractions=5
     )
-    assert hooks._summary([statistics.as_tuple()]) == {
+    assert serving._summary([statistics.as_tuple()]) == {
         "sparse_steps": 1,
-        "dense_reason": "recomputed",
+        "dense_reason": "cache_rank_losses",
         "tokens_shipped": 0,
         "late_steps": 3,
         "stale_steps": 0,
         "retractions": 5,
-        "recall_measurements": 0,
-        "recall": None,
-        "attention_mass": None,
-        "held_recall": None,
-        "held_attention_mass": None,
     }
 
 
 def test_statistics_of_another_length_are_not_guessed_at() -> None:
     with pytest.raises(ValueError, match="zip"):
-        hooks._summary([(1, 2, 3)])
+        serving._summary([(1, 2, 3)])
 
 
 def responses(outputs: list[Any], sampling_params: Any = None) -> list[Any]:
     """What a client gets for these outputs of SGLang's tokenizer manager."""
 
     manager = SimpleNamespace(
-        model_config=SimpleNamespace(vocab_size=300), server_args=SimpleNamespace()
+        model_config=SimpleNamespace(vocab_size=300, context_len=2048),
+        server_args=SimpleNamespace(),
     )
 
     async def original(given: Any, request: Any, *args: Any) -> AsyncIterator[Any]:
@@ -497,7 +480,7 @@ def responses(outputs: list[Any], sampling_params: Any = None) -> list[Any]:
 
     async def collect() -> list[Any]:
         request = SimpleNamespace(sampling_params=sampling_params)
-        stream = hooks.summarize_meta_info(original, manager, request, "http request")
+        stream = serving.generate(original, manager, request, "http request")
         return [output async for output in stream]
 
     return asyncio.run(collect())
@@ -558,10 +541,11 @@ def test_a_refused_request_never_reaches_sglang() -> None:
 
     async def ask() -> None:
         request = SimpleNamespace(sampling_params={"custom_params": {CACHE_RANK: "no"}})
-        async for _ in hooks.summarize_meta_info(
+        async for _ in serving.generate(
             original,
             SimpleNamespace(
-                model_config=SimpleNamespace(vocab_size=300), server_args=SimpleNamespace()
+                model_config=SimpleNamespace(vocab_size=300, context_len=2048),
+                server_args=SimpleNamespace(),
             ),
             request,
         ):

@@ -20,7 +20,6 @@ from sglang_ext.lifecycle import (
     SparseSequence,
     prepare_requests,
 )
-from sglang_ext.recall import Means
 from sglang_ext.working_set import Reserve
 
 THRESHOLD = 12
@@ -31,7 +30,7 @@ CONFIG = CacheRankConfig(
     sink_tokens=2,
     recent_tokens=3,
     query_window=3,
-    delta_capacity=3,
+    max_swap_tokens=3,
     query_frame="post",
 )
 
@@ -90,13 +89,6 @@ def test_a_request_stays_dense_when_it_asks_to(
         lifecycle.reason_to_stay_dense(request_on(1, custom=custom), THRESHOLD, is_up=True)
         == reason
     )
-
-
-def test_a_request_that_lost_a_cache_rank_stays_dense() -> None:
-    lifecycle, _ = lifecycle_with()
-    request = request_on(1)
-    request.cache_rank_failed = True
-    assert lifecycle.reason_to_stay_dense(request, THRESHOLD, is_up=True) == "recomputed"
 
 
 @pytest.mark.parametrize(
@@ -187,8 +179,6 @@ def test_a_request_says_the_same_of_itself_whatever_the_cache_rank_does(is_up: b
     assert reason(request) == ("max_sparse_requests" if is_up else "down")
     request.cache_rank_losses = MOST_LOSSES
     assert reason(request) == "cache_rank_losses"
-    request.cache_rank_failed = True
-    assert reason(request) == "recomputed"
     assert reason(request_on(1, custom={"cache_rank": False})) == "asked"
 
 
@@ -239,7 +229,7 @@ def expected_phases(config: CacheRankConfig, decoding: Decoding, chunk: int) -> 
         phases.append(Phase.SPARSE if sparse else Phase.WARMING)
         exchanged += 1
         older = max(0, position + 1 - config.sink_tokens - config.recent_tokens)
-        slots = min(config.sparse_budget, older, slots + config.delta_capacity)
+        slots = min(config.sparse_budget, older, slots + config.max_swap_tokens)
     return phases
 
 
@@ -252,7 +242,7 @@ policies = st.builds(
     sink_tokens=st.integers(0, 4),
     recent_tokens=st.integers(0, 6),
     query_window=st.integers(1, 6),
-    delta_capacity=st.integers(1, 7),
+    max_swap_tokens=st.integers(1, 7),
 )
 chunks = st.integers(2, 64)
 
@@ -385,12 +375,11 @@ def test_epochs_only_grow_and_their_ends_give_everything_back(
 def test_preparing_a_request_again_keeps_what_it_carries() -> None:
     request = request_on(1)
     request.cache_rank_statistics.retractions = 2
-    request.cache_rank_failed = True
     request.cache_rank_losses = 1
     request.cache_rank_dense_reasons.add("asked")
     prepare_requests([request])
     assert request.cache_rank_statistics.retractions == 2
-    assert (request.cache_rank_failed, request.cache_rank_losses) == (True, 1)
+    assert request.cache_rank_losses == 1
     assert request.cache_rank_dense_reasons == {"asked"}
 
 
@@ -399,33 +388,3 @@ def test_statistics_travel_in_the_order_of_their_fields() -> None:
     values: dict[str, Any] = {name: index for index, name in enumerate(names)}
     statistics = RequestStatistics(**values)
     assert statistics.as_tuple() == tuple(range(len(names)))
-
-
-def test_measurements_reach_the_request_of_their_epoch_while_it_lives() -> None:
-    lifecycle, _ = lifecycle_with()
-    first, second = (lifecycle.begin(request_on(slot)) for slot in (1, 2))
-    lifecycle.end(2)
-    statistics = first.statistics
-    assert statistics.recall is None
-    lifecycle.note_measured(first.epoch, Means(0.5, 0.75, 0.625, 0.875, 1.0))
-    lifecycle.note_measured(second.epoch, Means(0.1, 0.1, 0.1, 0.1, 0.1))
-    assert (statistics.recall, statistics.attention_mass) == (0.5, 0.75)
-    assert (statistics.held_recall, statistics.held_attention_mass) == (0.625, 0.875)
-    lifecycle.note_measured(first.epoch, Means(1.0, 0.25, 1.0, 0.125, 1.0))
-    lifecycle.note_measured(first.epoch, Means(0.0, 0.5, 0.25, 0.5, 1.0))
-    assert statistics.recall_measurements == 3
-    assert statistics.recall == pytest.approx(0.5)
-    assert statistics.attention_mass == pytest.approx(0.5)
-    assert statistics.held_recall == pytest.approx(0.625)
-    assert statistics.held_attention_mass == pytest.approx(0.5)
-    assert second.statistics == RequestStatistics(dense_reason="shipping")
-
-
-def test_what_nobody_measures_stays_unknown() -> None:
-    lifecycle, _ = lifecycle_with()
-    sequence = lifecycle.begin(request_on(1))
-    lifecycle.note_measured(sequence.epoch, Means(None, None, 0.5, 0.75, 1.0))
-    statistics = sequence.statistics
-    assert (statistics.recall, statistics.attention_mass) == (None, None)
-    assert (statistics.held_recall, statistics.held_attention_mass) == (0.5, 0.75)
-    assert statistics.recall_measurements == 1

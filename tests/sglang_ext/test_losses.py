@@ -38,11 +38,10 @@ def config_of(model: ModelShape, max_rows: int) -> CacheRankConfig:
         sink_tokens=2,
         recent_tokens=4,
         query_window=2,
-        selection_margin=2,
-        delta_capacity=8,
+        hysteresis=2,
+        max_swap_tokens=8,
         max_rows=max_rows,
         kv_residency="hack",  # refuses what is not finite
-        recall_interval=0,
     )
 
 

@@ -8,22 +8,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from prometheus_client import REGISTRY
 
-from cache_rank.config import CacheRankConfig, ModelShape
-from cache_rank.measure.recall import overlap_distances
-from cache_rank.protocol import Measurement, Report
+from cache_rank.protocol import Report
 from sglang_ext.exchange.base import ExchangeCounters
 from sglang_ext.losses import Loss
 from sglang_ext.metrics import EXPORT_STEPS, CacheRankMetrics
 
-CONFIG = CacheRankConfig(ModelShape(2, 2, 1, 8, "float32", 1.0))
 ARGS: Any = SimpleNamespace(
-    dense_layers=1,
     decode_log_interval=1000,
     enable_metrics=True,
-    inference_kv="full",
     served_model_name="model",
     kv_residency="bf16",
 )
@@ -39,9 +33,8 @@ def exported(series: str, **labels: str) -> float | None:
 class Exchanging:
     """Metrics, and the counters of an exchange with the cache rank."""
 
-    def __init__(self, **changes: Any) -> None:
-        args: Any = SimpleNamespace(**{**vars(ARGS), **changes})
-        self.metrics = CacheRankMetrics(args, CONFIG, tp_rank=0)
+    def __init__(self) -> None:
+        self.metrics = CacheRankMetrics(ARGS, tp_rank=0)
         self.steps = 0
         self.connect()
 
@@ -149,52 +142,6 @@ def test_a_report_sets_what_is_held_and_adds_what_is_new(exchanging: Exchanging)
     assert exchanging.metrics.state()["overflow_tokens"] == 2
 
 
-def measurement() -> Measurement:
-    overlap = [[[0.0], [0.0]]] * len(overlap_distances(CONFIG.query_window))
-    values = [[0.2], [0.4]], [[0.5], [0.7]], [[0.1, 0.3], [0.4, 0.6]], [[0.0], [0.0]]
-    return Measurement(7, 30, 0, *values, overlap)
-
-
-HELD = {"held_recall": (0.2, 0.4), "held_attention_mass": (0.5, 0.7), "query_cosine": (0.2, 0.5)}
-"""These are its means by layer."""
-
-
-def assert_exported(expected: dict[str, tuple[float, float]]) -> None:
-    assert exported("recall_measurements_total") == 1
-    for name, means in expected.items():
-        assert exported(name) == pytest.approx(sum(means) / 2)
-        for layer, mean in enumerate(means, start=ARGS.dense_layers):
-            assert exported(f"layer_{name}", layer=str(layer)) == pytest.approx(mean)
-
-
-def test_a_measurement_is_exported_by_layer_and_as_a_mean(exchanging: Exchanging) -> None:
-    shares = torch.tensor([[[0.1], [0.3]], [[0.4], [0.8]]])
-    means = exchanging.metrics.on_measurement(measurement(), shares)
-    assert means == pytest.approx((0.2, 0.6, 0.3, 0.6, 0.35))
-    assert_exported({"recall": (0.1, 0.3), "attention_mass": (0.4, 0.8), **HELD})
-    state = exchanging.metrics.state()
-    assert (state["recall"], state["held_recall"]) == pytest.approx((0.2, 0.3))
-
-
-def test_without_the_true_keys_there_is_no_recall_but_the_held_one() -> None:
-    with own_series():
-        metrics = Exchanging(inference_kv="working-set").metrics
-        metrics.on_measurement(measurement(), None)
-        assert_exported(HELD)
-        for name in ("recall", "attention_mass"):
-            assert exported(name) is exported(f"layer_{name}", layer="1") is None
-            assert metrics.state()[name] is None
-        assert metrics.state()["held_recall"] == pytest.approx(0.3)
-        assert "recall" not in metrics.state()["recall_by_head"]
-
-
-def test_a_measurement_that_is_not_finite_is_not_exported(exchanging: Exchanging) -> None:
-    shares = torch.full((2, 2, 1), torch.nan)
-    assert exchanging.metrics.on_measurement(measurement(), shares) is None
-    assert exported("recall_measurements_total") == 0
-    assert exchanging.metrics.state()["held_recall"] is None
-
-
 def test_waits_and_losses_are_counted(
     exchanging: Exchanging, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -216,7 +163,7 @@ def test_waits_and_losses_are_counted(
 
 def test_without_series_the_state_is_kept() -> None:
     args: Any = SimpleNamespace(**{**vars(ARGS), "enable_metrics": False})
-    metrics = CacheRankMetrics(args, CONFIG, tp_rank=0)
+    metrics = CacheRankMetrics(args, tp_rank=0)
     metrics.on_report(Report(tokens_held=5))
     metrics.on_stale(1)
     metrics.on_retraction()

@@ -135,7 +135,6 @@ def bytes_of(part: Any, seen: set[int]) -> int:
     "policy",
     [
         *({"kv_residency": name} | keys for name in FORMATS for keys in SCORE_KEYS),
-        {"kv_residency": "bf16", "score_keys": "fp8"},
         {"kv_residency": "hack", "kv_residency_options": {"bits": 2}},
     ],
     ids=lambda policy: "-".join(map(str, policy.values())),

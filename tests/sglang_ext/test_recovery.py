@@ -40,7 +40,7 @@ class Requests:
         )
 
     def _request(self, name: str) -> Any:
-        request = Mock(cache_rank_losses=0, cache_rank_failed=False, is_retracted=False)
+        request = Mock(cache_rank_losses=0, is_retracted=False)
         request.name, request.cache_rank_statistics = name, RequestStatistics()
         request.finished.return_value = False
         return request
@@ -71,7 +71,7 @@ def test_sparse_requests_leave_the_batch_and_are_queued_a_turn_later() -> None:
     assert batch_of.handle.exchange is None
     assert [sequence.orphaned for sequence in batch_of.sequences] == [False, True, True]
     assert [sequence.ended for sequence in batch_of.sequences] == [True, False, False]
-    assert [request.cache_rank_failed for request in batch_of.requests] == [False, True, True]
+    assert [request.cache_rank_losses for request in batch_of.requests] == [1, 1, 1]
 
     scheduler, batch = Mock(), batch_of.batch(kept, orphan, done)
     done.finished.return_value = True
@@ -242,12 +242,16 @@ def test_the_batch_is_not_full_any_more_when_tokens_were_evicted(rank: Any, evic
     assert called[-2:] == ["queue_retracted", "retract_orphans"], "in this order"
 
 
-def test_a_prompt_is_of_the_weights_by_which_its_prefill_began(rank: Any) -> None:
-    request = fake_request(req_pool_idx=3)
-    for updates, noted in ((1, 1), (2, 1)):  # the second chunk of a prompt
-        rank.weight_updates = updates
-        InferenceRank.before_prefill(rank, [request])
-        assert request.cache_rank_weights == noted
-    InferenceRank.on_request_freed(rank, request)  # it is retracted
-    InferenceRank.before_prefill(rank, [request])
-    assert request.cache_rank_weights == 2
+def test_a_prompt_is_of_the_weights_by_which_its_prefill_begins(rank: Any) -> None:
+    request = fake_request(req_pool_idx=None, extra_key="tenant", sampling_params=Mock())
+
+    def found_with(updates: int, slot: int | None) -> tuple[str, int]:
+        rank.lifecycle.weight_updates, request.req_pool_idx = updates, slot
+        InferenceRank.before_match(rank, request)
+        return request.extra_key, request.cache_rank_weights
+
+    assert found_with(0, None) == ("tenant", 0)
+    assert found_with(1, None) == ("cache rank [weights 1] tenant", 1)  # it has waited
+    assert found_with(2, None) == ("cache rank [weights 2] tenant", 2)
+    assert found_with(3, slot=3) == ("cache rank [weights 2] tenant", 2)  # its next chunk
+    assert found_with(3, None) == ("cache rank [weights 3] tenant", 3)  # it was retracted

@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 
 from sglang_ext.requests import CACHE_RANK, refuse_request
+from sglang_ext.requests.bounds import Limits
 
-VOCABULARY = 300
+LIMITS = Limits(vocabulary=300, context=2048)
 CUSTOM = "custom_params"
 
 
 def refuse(has_cache_rank: bool = True, **request: Any) -> None:
-    refuse_request(SimpleNamespace(**request), VOCABULARY, has_cache_rank)
+    refuse_request(SimpleNamespace(**request), LIMITS, has_cache_rank)
 
 
 @pytest.mark.parametrize(
@@ -24,7 +25,7 @@ def refuse(has_cache_rank: bool = True, **request: Any) -> None:
         {"input_ids": None, "text": "a"},
         {"input_ids": []},
         {"input_ids": [0, 299]},
-        {"input_ids": [[0, 1], [], [299]]},
+        {"input_ids": [[0, 1], [299]]},
         {"input_embeds": None},
         {"positional_embed_overrides": None},
         *(
@@ -32,7 +33,6 @@ def refuse(has_cache_rank: bool = True, **request: Any) -> None:
             for params in (
                 None,
                 {},
-                [],
                 {"temperature": 0},
                 {"max_new_tokens": 0},
                 {"max_new_tokens": None, "min_new_tokens": 3},
@@ -41,9 +41,9 @@ def refuse(has_cache_rank: bool = True, **request: Any) -> None:
                 {CUSTOM: {"other": "anything"}},
                 {CUSTOM: {CACHE_RANK: None}},
                 {CUSTOM: {CACHE_RANK: True}},
-                [{}, {CUSTOM: {CACHE_RANK: False}}],
             )
         ),
+        {"text": ["a", "b"], "sampling_params": [{}, {CUSTOM: {CACHE_RANK: False}}]},
     ],
     ids=str,
 )
@@ -58,16 +58,20 @@ def test_what_can_be_served_is(request_: dict[str, Any]) -> None:
         ({"input_ids": [5, 300]}, "input_ids: 300 is not a token; .* from 0 to 299"),
         ({"input_ids": [-1, 5]}, "input_ids: -1 is not a token"),
         ({"input_ids": [[5], [5, 10**9]]}, "input_ids: 1000000000 is not a token"),
+        ({"input_ids": [[5], []]}, "input_ids: each prompt of a batch must have a token"),
         ({"input_ids": [1.5]}, "input_ids must be lists of integers"),
         ({"input_ids": ["5"]}, "input_ids must be lists of integers"),
         ({"input_ids": [True]}, "input_ids must be lists of integers"),
         ({"sampling_params": {"max_new_tokens": "8"}}, "max_new_tokens .* got '8'"),
         ({"sampling_params": {"max_new_tokens": -1}}, "max_new_tokens .* got -1"),
         ({"sampling_params": {"max_new_tokens": 1.5}}, "max_new_tokens .* got 1.5"),
-        ({"sampling_params": [{}, {"min_new_tokens": []}]}, "min_new_tokens .* got "),
+        (
+            {"text": ["a", "b"], "sampling_params": [{}, {"min_new_tokens": []}]},
+            "min_new_tokens .* got ",
+        ),
         ({"sampling_params": {CUSTOM: "a"}}, "custom_params must be an object, got 'a'"),
         *(
-            ({"sampling_params": [{CUSTOM: {CACHE_RANK: wanted}}]}, "must be true or false, got ")
+            ({"sampling_params": {CUSTOM: {CACHE_RANK: wanted}}}, "must be true or false, got ")
             for wanted in (0, 1, "false", "", [], {}, 0.0)
         ),
     ],

@@ -137,6 +137,17 @@ WORKING_SET = "--inference-kv working-set"
 KERNELS, PREFILL = "--attention-backend", "--prefill-attention-backend"
 TRANSFER = "--cache-rank-transfer-backend"
 LLAMA = Model("Llama")
+DEEP = {"num_hidden_layers": 8, "layer_types": ["full_attention"] * 8}
+
+
+def rotated(kind: str) -> dict[str, Any]:
+    """A deep model whose positions are scaled."""
+    factors = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
+    of_kind = factors if kind == "longrope" else {}
+    scaling = {"rope_type": kind, "factor": 4.0, "original_max_position_embeddings": 512, **of_kind}
+    return DEEP | {"rope_parameters": {"rope_theta": 10000.0, **scaling}}
+
+
 WINDOWS = {
     "use_sliding_window": True,
     "sliding_window": 8,
@@ -260,7 +271,6 @@ CASES = [
     *(Case(f"--attention-backend {kernels}", gpus=2) for kernels in ("fa4", "trtllm_mha")),
     Case("--disable-overlap-schedule", gpus=2),
     Case("--max-queued-requests 8", gpus=2),
-    *(Case(flags, gpus=2, generation=8) for flags in ("--wire-dtype fp8", "--score-keys fp8")),
     Case("--cuda-graph-backend-decode breakable", gpus=2),
     Case('--cuda-graph-config {"decode":{"backend":"breakable"}}', gpus=2),
     # Decode is a synchronous baseline.
@@ -284,7 +294,10 @@ CASES = [
     Case("--dense-layers 2", model=LLAMA),
     Case("--dense-layers 7", model=LLAMA),
     Case("--query-predictor forecast", model=LLAMA),
+    Case("--query-predictor forecast", model=Model("Llama", rotated("longrope"))),
     Case("--calibration folder", model=LLAMA),
+    Case("--hysteresis 2048"),
+    Case("--sparse-budget 40 --hysteresis 256", "--hysteresis 256"),
     Case("--quantization fp8"),
     Case("--score-keys sketch"),
     Case("--score-keys sketch --calibration folder", "--score-keys sketch", model=LLAMA),
@@ -392,8 +405,8 @@ def test_a_refusal_names_the_flags_that_were_given_as_they_are_typed() -> None:
         "Drop --trace and --sink-tokens and --disable-overlap-schedule."
     )
     assert Refusal(asked, "it is a test").refuses(args)
-    assert not Refusal("--recent-tokens --delta-capacity", "it is a test").refuses(args)
-    assert Refusal("--recent-tokens --delta-capacity", "{}", PLAIN).message(args) == (
+    assert not Refusal("--recent-tokens --bulk-chunk-tokens", "it is a test").refuses(args)
+    assert Refusal("--recent-tokens --bulk-chunk-tokens", "{}", PLAIN).message(args) == (
         "--recent-tokens 64: {}. Pass --cache-rank-gpus 0 for plain SGLang."
     )
 
@@ -401,20 +414,17 @@ def test_a_refusal_names_the_flags_that_were_given_as_they_are_typed() -> None:
 RANGES = [
     *(
         f"{flag} {value}"
-        for flag in ("--layers-per-group", "--sparse-budget", "--query-window", "--delta-capacity")
+        for flag in ("--layers-per-group", "--sparse-budget", "--query-window", "--max-swap-tokens")
         for value in (0, -1)
     ),
     "--sink-tokens -1",
     "--recent-tokens -1",
-    "--selection-margin -1",
-    "--recall-interval -1",
+    "--hysteresis -1",
     "--kv-residency-options alpha=0 --kv-residency lynx",
     "--kv-residency-options reading=4 --kv-residency bf16",
     "--kv-residency-options alpha=1",
-    "--score-keys fp8",
     "--kv-residency-options reading=4,alpha --kv-residency quantspec",
     "--kv-residency-options reading=4,reading=8 --kv-residency quantspec",
-    "--score-keys fp8 --kv-residency lynx",
     "--score-normalizer attended",
     f"--sparse-budget 0 {QUEST}",
 ]
@@ -503,8 +513,7 @@ def test_the_environment_allows_a_working_set_above_the_threshold(
     [
         "--sink-tokens 0",
         "--recent-tokens 0",
-        "--selection-margin 0",
-        "--recall-interval 0",
+        "--hysteresis 0",
         "--dense-layers 0",
         "--dense-layers 1",
         "--sparse-threshold 2116",
@@ -727,7 +736,7 @@ BASELINE = "--cache-rank-gpus 0 --decode-mode tova"
         ("--cache-rank-gpus 0", None),
         ("--cache-rank-gpus 0 --kv-residency quantspec --dtype float32 --page-size 16", None),
         (
-            "--cache-rank-gpus 0 --wire-dtype fp8 --kv-residency lynx",
+            "--cache-rank-gpus 0 --wire-dtype int8 --kv-residency lynx",
             "without a cache rank these have no effect: --kv-residency, --wire-dtype",
         ),
         (
@@ -740,7 +749,7 @@ BASELINE = "--cache-rank-gpus 0 --decode-mode tova"
             f"{BASELINE} --sparse-budget 8 --sparse-threshold 80 --trace t.json",
             "with --decode-mode tova these have no effect: --sparse-threshold, --trace",
         ),
-        ("--wire-dtype fp8 --kv-residency lynx", None),
+        ("--wire-dtype int8 --kv-residency lynx", None),
     ],
 )
 def test_one_line_names_the_flags_that_are_ignored(
@@ -780,14 +789,14 @@ def test_a_config_file_gives_our_flags_and_the_command_line_wins(tmp_path: Path)
         f"model-path: {model}\n"
         "sparse-threshold: 8192\n"
         "sparse-budget: 512\n"
-        "query-predictor: ema\n"
+        "query-predictor: spade\n"
         "disable-overlap-schedule: true\n"
     )
     args = parse_server_args(["--config", str(config), "--sparse-budget", "256"])
     assert args.model_path == str(model)
     assert args.sparse_threshold == 8192
     assert args.sparse_budget == 256
-    assert args.query_predictor == "ema"
+    assert args.query_predictor == "spade"
     assert args.disable_overlap_schedule
 
 
@@ -815,9 +824,6 @@ def test_the_users_model_is_served_however_the_flag_is_spelled(
     assert parse_server_args(spelling.format(model).split()).model_path == str(model)
 
 
-DEEP = {"num_hidden_layers": 8, "layer_types": ["full_attention"] * 8}
-
-
 @pytest.mark.parametrize(
     ("model", "flags", "chosen"),
     [
@@ -827,7 +833,9 @@ DEEP = {"num_hidden_layers": 8, "layer_types": ["full_attention"] * 8}
         (Model("Qwen3", DEEP), "--dense-layers 4 --forecast-lead 1", ("forecast", 2)),
         (Model("Olmo2", DEEP), "", ("last", 6)),
         (Model("Olmo2", DEEP), "--query-predictor forecast", ("forecast", 2)),
-        (Model("Llama", DEEP), "--query-predictor ema --layers-per-group 3", ("ema", 3)),
+        (Model("Llama", rotated("yarn")), "", ("forecast", 2)),
+        (Model("Llama", rotated("longrope")), "", ("last", 6)),
+        (Model("Llama", DEEP), "--query-predictor spade --layers-per-group 3", ("spade", 3)),
         (LLAMA, "", ("last", 6)),
     ],
     ids=str,
@@ -869,7 +877,7 @@ def test_what_was_chosen_and_what_to_expect_is_said_at_start_up(
     assert f"cache rank: {said}" in logged if said else "estimate" not in logged
 
 
-@pytest.mark.parametrize("changed", [{"score_keys": "fp8"}, {"kv_residency": "lynx"}])
+@pytest.mark.parametrize("changed", [{"kv_residency": "lynx"}])
 def test_the_config_of_the_cache_rank_carries_the_flags(
     changed: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -880,12 +888,11 @@ def test_the_config_of_the_cache_rank_carries_the_flags(
         "sink_tokens": 5,
         "recent_tokens": 9,
         "query_window": 2,
-        "query_predictor": "ridge",
+        "query_predictor": "spade",
         "query_frame": "post",
-        "selection_margin": 11,
-        "delta_capacity": 13,
-        "wire_dtype": "fp8",
-        "recall_interval": 17,
+        "hysteresis": 11,
+        "max_swap_tokens": 13,
+        "wire_dtype": "int8",
         "sketch_bits": 3,
         **changed,
     }
@@ -907,13 +914,42 @@ def test_the_config_of_the_cache_rank_carries_the_flags(
     assert parse_server_args(["--kv-residency", "bf16"]).cache_rank_config(model, 6).checksum
 
 
+def test_a_flag_of_the_policy_has_the_default_of_the_policy() -> None:
+    policy = CacheRankConfig(ModelShape(1, 1, 1, 8, "float32", 1.0))
+    chosen_later = {"query_predictor", "layers_per_group", "hysteresis", "max_swap_tokens"}
+    for name, default in compat.default_values(CacheRankServerArgs).items():
+        if name in CACHE_RANK_FIELDS and name in CacheRankConfig.__struct_fields__:
+            if name in chosen_later:
+                assert default is None
+            elif name != "kv_residency_options":  # a text here
+                assert default == getattr(policy, name)
+
+
+@pytest.mark.parametrize(
+    ("flags", "sizes"),
+    [
+        ("", (256, 128)),
+        ("--sparse-budget 512", (64, 64)),
+        ("--sparse-budget 40", (5, 40)),
+        ("--sparse-budget 7", (0, 7)),
+        ("--sparse-budget 40 --hysteresis 0", (0, 40)),
+        ("--sparse-budget 40 --max-swap-tokens 3", (5, 3)),
+    ],
+)
+def test_what_stays_and_what_enters_follows_the_budget(flags: str, sizes: tuple[int, int]) -> None:
+    args = parse_server_args(flags.split())
+    assert (args.hysteresis, args.max_swap_tokens) == sizes
+    config = args.cache_rank_config(ModelShape(1, 1, 1, 8, "float32", 1.0), max_rows=6)
+    assert (config.hysteresis, config.max_swap_tokens) == sizes
+
+
 def test_checksums_of_rounded_tokens_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = ModelShape(1, 1, 1, 8, "bfloat16", 1.0)
-    config = parse_server_args(["--wire-dtype", "fp8"]).cache_rank_config(model, max_rows=6)
-    assert config.wire_torch_dtype == torch.float8_e4m3fn
+    config = parse_server_args(["--wire-dtype", "int8"]).cache_rank_config(model, max_rows=6)
+    assert config.wire_torch_dtype == torch.int8
     monkeypatch.setenv(CHECKSUM_VARIABLE, "1")
-    with pytest.raises(UnsupportedError, match=r"^--wire-dtype fp8: "):
-        parse_server_args(["--wire-dtype", "fp8"])
+    with pytest.raises(UnsupportedError, match=r"^--wire-dtype int8: "):
+        parse_server_args(["--wire-dtype", "int8"])
 
 
 def test_options_of_the_residency_are_numbers_where_they_can_be() -> None:
@@ -928,7 +964,7 @@ def test_options_of_the_residency_are_numbers_where_they_can_be() -> None:
 
 
 def test_the_arguments_survive_pickling() -> None:
-    args = parse_server_args(["--sparse-budget", "128", "--query-predictor", "ridge"])
+    args = parse_server_args(["--sparse-budget", "128", "--query-predictor", "spade"])
     arrived = pickle.loads(pickle.dumps(args))
     assert type(arrived) is CacheRankServerArgs
     assert arrived == args

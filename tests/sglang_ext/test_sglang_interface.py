@@ -36,7 +36,8 @@ HOOKED_PARAMETERS = {
     "leave_room_beyond_allocator": "self pre_model_load_memory",
     "run_step": "self batch",
     "process_result": "self batch result",
-    "separate_prefixes": "self",
+    "after_request": "self",
+    "before_match": "self",
     "offer_to_tree": "self req" + ("" if "cache_finished_req" in compat.OFFER else " up_to"),
     "after_forward": "self forward_batch",
     "end_epoch": "self req",
@@ -49,7 +50,11 @@ HOOKED_PARAMETERS = {
     "note_new_weights": "self recv_req",
     "release_memory": "self recv_req",
     "resume_memory": "self recv_req",
-    "summarize_meta_info": "self obj request",
+    "read_body": "self",
+    "generate": "self obj request",
+    "answer_error": "self message err_type status_code param",
+    "name_sample": "self",
+    "abort_samples": "self rid abort_all",
 }
 """The first parameters of the functions that ours are hooked to."""
 

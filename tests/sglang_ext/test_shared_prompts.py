@@ -148,15 +148,15 @@ def test_prompts_with_different_salts_are_kept_apart() -> None:
     assert len({key for found in keys for key in found}) == 6
 
 
-def test_prompts_computed_by_different_weights_are_kept_apart() -> None:
-    """One may have waited in the queue while the weights changed."""
+def test_what_was_computed_by_several_weights_is_not_shared() -> None:
+    """Weights have changed since its prefill began."""
     rank = Rank()
-    keys = []
-    for weights in (0, 1):
-        request = rank.request(TEXT[: pages(2)])
+    rank.lifecycle.weight_updates = 1
+    request = rank.request(TEXT[: pages(2)])
+    for weights, shared in ((0, 0), (1, 2)):
         request.cache_rank_weights = weights
-        keys += rank.prompts.keys_of(request, pages(2))
-    assert len({*keys}) == 4
+        assert rank.lifecycle.reason_to_stay_dense(request, pages(2), is_up=True) is None
+        assert len(rank.lifecycle.begin(request, pages(2)).prefix.keys) == shared
 
 
 def test_what_sparse_steps_wrote_is_not_shared() -> None:

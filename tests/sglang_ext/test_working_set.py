@@ -47,7 +47,7 @@ def small_config(**changes: Any) -> CacheRankConfig:
         "sparse_budget": 5,
         "sink_tokens": 2,
         "recent_tokens": 3,
-        "delta_capacity": 2,
+        "max_swap_tokens": 2,
         "query_frame": "post",
     }
     return CacheRankConfig(model, **{**policy, **changes})
@@ -141,7 +141,7 @@ class TableTrace(RuleBasedStateMachine):
         advance(self.table, batch, positions, [request.block is not None for request in requests])
         for slot, request in zip(batch, requests, strict=True):
             self.check(slot, request)
-            wanted = min(self.config.sparse_budget, request.filled + self.config.delta_capacity)
+            wanted = min(self.config.sparse_budget, request.filled + self.config.max_swap_tokens)
             if request.block is not None:
                 request.filled = wanted
 
@@ -192,7 +192,7 @@ class TraceWithoutSinksOrRing(TableTrace):
 class TraceWithBudgetBeyondContext(TableTrace):
     """The table is wider than SGLang's own."""
 
-    config = small_config(sparse_budget=CONTEXT + 7, delta_capacity=9)
+    config = small_config(sparse_budget=CONTEXT + 7, max_swap_tokens=9)
 
 
 MACHINES = [TableTrace, TraceWithoutSinksOrRing, TraceWithBudgetBeyondContext]

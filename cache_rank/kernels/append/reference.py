@@ -9,8 +9,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cache_rank.kernels.fp8.reference import round_to_fp8
-
 
 def append_step(
     up: Tensor,
@@ -21,7 +19,6 @@ def append_step(
     slots: Tensor,
     positions: Tensor,
     first_layer: int,
-    score_pool: Tensor | None = None,
 ) -> None:
     """Store the newest query, key and value of every row, for the layers of a group.
 
@@ -37,8 +34,6 @@ def append_step(
         slots: (R,) int32, the state slot of each row; negative skips the row.
         positions: (R,) int32, the position of each row's token.
         first_layer: index of the group's first layer in the pools and the ring.
-        score_pool: (pages, layers, Hkv, P, D) float8_e4m3fn, a second copy of the keys, written in
-            place; None where there is no such copy.
     """
     row = (slots >= 0).nonzero().squeeze(-1)
     position = positions[row].to(torch.int64)
@@ -56,8 +51,6 @@ def append_step(
     query_ring[slot.unsqueeze(-1), layer, :, entry] = queries.to(query_ring.dtype)
     key_pool[page.unsqueeze(-1), layer, :, offset] = keys.to(key_pool.dtype)
     value_pool[page.unsqueeze(-1), layer, :, offset] = values.to(value_pool.dtype)
-    if score_pool is not None:
-        score_pool[page.unsqueeze(-1), layer, :, offset] = round_to_fp8(keys)
 
 
 def load_tokens(
@@ -66,7 +59,6 @@ def load_tokens(
     value_pool: Tensor,
     pages: Tensor,
     start: int,
-    score_pool: Tensor | None = None,
 ) -> None:
     """Store consecutive tokens of one sequence, for all layers.
 
@@ -76,7 +68,6 @@ def load_tokens(
         pages: (pages of the sequence,) int32, in order. Positions beyond them start them again, as
             in `append_step`, and the newest tokens stay.
         start: position of the first token.
-        score_pool: see `append_step`.
     """
     page_tokens = key_pool.shape[3]
     stop = start + shipment.shape[2]
@@ -87,5 +78,3 @@ def load_tokens(
     keys, values = shipment[:, :, first - start :].transpose(1, 2)  # (n, layers, Hkv, D) each
     key_pool[page, :, :, offset] = keys.to(key_pool.dtype)
     value_pool[page, :, :, offset] = values.to(value_pool.dtype)
-    if score_pool is not None:
-        score_pool[page, :, :, offset] = round_to_fp8(keys)

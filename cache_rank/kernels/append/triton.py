@@ -6,8 +6,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cache_rank.kernels.fp8.triton import round_to_fp8
-
 _BLOCK_ELEMENTS = 2048
 """A program moves at most this many elements."""
 
@@ -21,7 +19,6 @@ def append_step(
     slots: Tensor,
     positions: Tensor,
     first_layer: int,
-    score_pool: Tensor | None = None,
 ) -> None:
     """See the reference. One launch; D is a power of two."""
     rows, layers, heads, head_dim = up.shape
@@ -39,7 +36,6 @@ def append_step(
         key_pool,
         value_pool,
         query_ring,
-        key_pool if score_pool is None else score_pool,
         page_table,
         slots,
         positions,
@@ -47,7 +43,6 @@ def append_step(
         up.stride(0),
         page_table.stride(0),
         page_table.shape[1],
-        HAS_SCORE_POOL=score_pool is not None,
         LAYERS=layers,
         POOL_LAYERS=pool_layers,
         QUERY_HEADS=query_heads,
@@ -68,7 +63,6 @@ def _append(
     key_pool,
     value_pool,
     query_ring,
-    score_pool,
     page_table,
     slots,
     positions,
@@ -76,7 +70,6 @@ def _append(
     up_stride,
     page_stride,
     max_pages,
-    HAS_SCORE_POOL: tl.constexpr,
     LAYERS: tl.constexpr,
     POOL_LAYERS: tl.constexpr,
     QUERY_HEADS: tl.constexpr,
@@ -117,8 +110,6 @@ def _append(
     in_pool = ((first_key + key_head) * PAGE_TOKENS + position % PAGE_TOKENS) * HEAD_DIM
     is_key = (key_head >= 0) & (key_head < KV_HEADS)
     tl.store(key_pool + in_pool + dims, content, mask=is_key)
-    if HAS_SCORE_POOL:
-        tl.store(score_pool + in_pool + dims, round_to_fp8(content), mask=is_key)
 
     value_head = key_head - KV_HEADS
     in_pool = ((first_key + value_head) * PAGE_TOKENS + position % PAGE_TOKENS) * HEAD_DIM
@@ -132,7 +123,6 @@ def load_tokens(
     value_pool: Tensor,
     pages: Tensor,
     start: int,
-    score_pool: Tensor | None = None,
 ) -> None:
     """See the reference. One launch; D is a power of two."""
     _, layers, count, kv_heads, head_dim = shipment.shape
@@ -146,13 +136,11 @@ def load_tokens(
         shipment,
         key_pool,
         value_pool,
-        key_pool if score_pool is None else score_pool,
         pages,
         start,
         count,
         skipped,
         pages.shape[0],
-        HAS_SCORE_POOL=score_pool is not None,
         LAYERS=layers,
         KV_HEADS=kv_heads,
         PAGE_TOKENS=page_tokens,
@@ -169,13 +157,11 @@ def _load(
     shipment,
     key_pool,
     value_pool,
-    score_pool,
     pages,
     start,
     count,
     skipped,
     page_count,
-    HAS_SCORE_POOL: tl.constexpr,
     LAYERS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     PAGE_TOKENS: tl.constexpr,
@@ -202,7 +188,5 @@ def _load(
     content = content.to(key_pool.dtype.element_ty)
     if part == 0:
         tl.store(key_pool + target, content, mask=is_token)
-        if HAS_SCORE_POOL:
-            tl.store(score_pool + target, round_to_fp8(content), mask=is_token)
     else:
         tl.store(value_pool + target, content, mask=is_token)

@@ -386,7 +386,6 @@ def _score(
                 IS_RING=True,
                 STAGES=1,  # these are few tokens: shared memory is for the codes
                 EXACT=EXACT,
-                COARSE=False,
             )
         share = partial + (unit * tl.cdiv(capacity, CHUNK) + chunk) * 2 * PADDED
         sum_up_chunk(start, stop, unit_logits, share, PADDED, CHUNK)

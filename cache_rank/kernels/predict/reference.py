@@ -22,13 +22,10 @@ from torch import Tensor
 
 from cache_rank.kernels.rotary.reference import align_to_next_position
 
-PredictionMethod = Literal["last", "ema", "spade", "ridge"]
+PredictionMethod = Literal["last", "spade"]
 
 RIDGE_STRENGTH = 1e-3
 """eps is this share of the mean squared query norm, so that it means the same at any head norm."""
-
-EMA_DECAY = 0.5
-"""The exponential moving average gives a query this weight relative to its successor."""
 
 
 def predict_next_query(queries: Tensor, counts: Tensor, method: PredictionMethod) -> Tensor:
@@ -39,8 +36,7 @@ def predict_next_query(queries: Tensor, counts: Tensor, method: PredictionMethod
             ignored.
         counts: integers that broadcast to (...), how many queries of each head are valid, at
             least 1.
-        method: `last` repeats the newest query; `ema` averages with decaying weights; `spade` is
-            the regression above; `ridge` is the same regression without the softmax.
+        method: `last` repeats the newest query; `spade` is the regression above.
 
     Returns:
         (..., D) float32.
@@ -53,16 +49,12 @@ def predict_next_query(queries: Tensor, counts: Tensor, method: PredictionMethod
     queries = torch.where(valid.unsqueeze(-1), queries, 0.0)
     if method == "last":
         return queries[..., 0, :]
-    if method == "ema":
-        weights = valid * EMA_DECAY ** torch.arange(queries.shape[-2], device=queries.device)
-        weights = weights / weights.sum(-1, keepdim=True)
-        return (weights.unsqueeze(-2) @ queries).squeeze(-2)
-    if method in ("spade", "ridge"):
-        weights = _regression_weights(queries, counts, softmax=method == "spade")
+    if method == "spade":
+        weights = _regression_weights(queries, counts)
         predicted = (weights.unsqueeze(-2) @ queries[..., :-1, :]).squeeze(-2)
         # A single query has no predecessor to regress on: repeat it.
         return torch.where((counts > 1).unsqueeze(-1), predicted, queries[..., 0, :])
-    raise ValueError(f"unknown query predictor {method!r}: use last, ema, spade or ridge")
+    raise ValueError(f"unknown query predictor {method!r}: use last or spade")
 
 
 def predict_step(
@@ -106,7 +98,7 @@ def predict_step(
     out[row] = predict_next_query(queries, counts[row].view(-1, 1, 1), method)
 
 
-def _regression_weights(queries: Tensor, counts: Tensor, softmax: bool) -> Tensor:
+def _regression_weights(queries: Tensor, counts: Tensor) -> Tensor:
     """Weights on [q_t, q_{t-1}, ...], averaged over all window sizes: (..., W).
 
     One Cholesky factorization serves all windows. With the predecessors newest first, the factor of
@@ -128,8 +120,7 @@ def _regression_weights(queries: Tensor, counts: Tensor, softmax: bool) -> Tenso
     solutions = (inverse * projected).cumsum(-2)  # (..., n - 1, i)
 
     lag = torch.arange(window, device=gram.device)
-    if softmax:
-        inside = lag <= lag.unsqueeze(-1)
-        solutions = solutions.masked_fill(~inside, -torch.inf).softmax(-1)
+    inside = lag <= lag.unsqueeze(-1)
+    weights = solutions.masked_fill(~inside, -torch.inf).softmax(-1)
     uses_window = (lag < available).to(gram.dtype) / available
-    return (uses_window.unsqueeze(-2) @ solutions).squeeze(-2)
+    return (uses_window.unsqueeze(-2) @ weights).squeeze(-2)

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from cache_rank.kernels.predict.reference import EMA_DECAY, RIDGE_STRENGTH, PredictionMethod
+from cache_rank.kernels.predict.reference import RIDGE_STRENGTH, PredictionMethod
 
 _SMALLEST_RIDGE = torch.finfo(torch.float32).tiny ** 0.5
 """The ridge is at least this, so that queries of zeros have a solution too."""
 
-_METHODS = ("last", "ema", "spade", "ridge")
+_METHODS = ("last", "spade")
 
 
 def predict_step(
@@ -32,7 +30,7 @@ def predict_step(
     rows, layers, query_heads, head_dim = out.shape
     _, ring_layers, _, ring, _ = query_ring.shape
     if method not in _METHODS:
-        raise ValueError(f"unknown query predictor {method!r}: use last, ema, spade or ridge")
+        raise ValueError(f"unknown query predictor {method!r}: use last or spade")
     assert query_ring.is_contiguous()
     assert query_ring.shape[2::2] == (query_heads, head_dim)
     assert out.is_contiguous()
@@ -55,7 +53,6 @@ def predict_step(
         ROTARY_PAIRS=rotary_pairs,
         INTERLEAVED=interleaved,
         METHOD=method,
-        LOG2_DECAY=math.log2(EMA_DECAY),
         RIDGE_STRENGTH=RIDGE_STRENGTH,
         SMALLEST_RIDGE=_SMALLEST_RIDGE,
         BLOCK=block,
@@ -73,7 +70,7 @@ def _rotate(first, second, steps, pair, frequency, ROTARY_PAIRS: tl.constexpr):
 
 
 @triton.jit
-def _average_solution(gram, projection, available, SOFTMAX: tl.constexpr, BLOCK: tl.constexpr):
+def _average_solution(gram, projection, available, BLOCK: tl.constexpr):
     """The mean of all windows' solutions: (BLOCK,) weights on [q_t, q_{t-1}, ...].
 
     Args:
@@ -101,11 +98,10 @@ def _average_solution(gram, projection, available, SOFTMAX: tl.constexpr, BLOCK:
         projected = tl.sum(inverse_row * projection[None, :], 1)[:, None]
         solutions += tl.where(row >= step, inverse_row * projected, 0.0)
 
-    if SOFTMAX:
-        solutions = tl.where(column <= row, solutions, float("-inf"))
-        solutions = tl.exp(solutions - tl.max(solutions, 1)[:, None])
-        solutions = solutions / tl.sum(solutions, 1)[:, None]
-    return tl.sum(tl.where(row < available, solutions, 0.0), 0) / available
+    solutions = tl.where(column <= row, solutions, float("-inf"))
+    weights = tl.exp(solutions - tl.max(solutions, 1)[:, None])
+    weights = weights / tl.sum(weights, 1)[:, None]
+    return tl.sum(tl.where(row < available, weights, 0.0), 0) / available
 
 
 @triton.jit(
@@ -128,7 +124,6 @@ def _predict(
     ROTARY_PAIRS: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     METHOD: tl.constexpr,
-    LOG2_DECAY: tl.constexpr,
     RIDGE_STRENGTH: tl.constexpr,
     SMALLEST_RIDGE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -183,34 +178,28 @@ def _predict(
                 ROTARY_PAIRS,
             )
 
-        if METHOD == "ema":
-            older_weights = tl.exp2((lag + 1) * LOG2_DECAY)
-            older_weights = tl.where((lag < WINDOW) & (lag + 1 < count), older_weights, 0.0)
-            newest_weight = 1.0 / (1.0 + tl.sum(older_weights, 0))
-            older_weights *= newest_weight
-        else:
-            # The Gram matrix, (lag, lag), one column at a time.
-            gram = tl.zeros((BLOCK, BLOCK), dtype=tl.float32)
-            for step in range(WINDOW):
-                is_step = lag[:, None] == step
-                step_first = tl.sum(tl.where(is_step, older_first, 0.0), 0)
-                step_second = tl.sum(tl.where(is_step, older_second, 0.0), 0)
-                products = older_first * step_first[None, :] + older_second * step_second[None, :]
-                gram = tl.where(lag[None, :] == step, tl.sum(products, 1)[:, None], gram)
-            projection = tl.sum(older_first * first[None, :] + older_second * second[None, :], 1)
-            available = tl.maximum(count - 1, 1)
-            # Its ridge, and the regression.
-            diagonal = lag[:, None] == lag[None, :]
-            trace = tl.sum(tl.sum(tl.where(diagonal, gram, 0.0), 1), 0)
-            ridge = tl.maximum(RIDGE_STRENGTH * trace / available, SMALLEST_RIDGE)
-            gram += tl.where(diagonal, ridge, 0.0)
-            weights = _average_solution(gram, projection, available, METHOD == "spade", BLOCK)
-            # Shifted by one token: weight i goes to the query of age i, which has lag i - 1.
-            shifted = tl.where(lag[:, None] + 1 == lag[None, :], weights[None, :], 0.0)
-            older_weights = tl.sum(shifted, 1)
-            newest_weight = tl.sum(tl.where(lag == 0, weights, 0.0), 0)
-            # A single query has no predecessor to regress on: it is repeated.
-            newest_weight = tl.where(count > 1, newest_weight, 1.0)
+        # The Gram matrix, (lag, lag), one column at a time.
+        gram = tl.zeros((BLOCK, BLOCK), dtype=tl.float32)
+        for step in range(WINDOW):
+            is_step = lag[:, None] == step
+            step_first = tl.sum(tl.where(is_step, older_first, 0.0), 0)
+            step_second = tl.sum(tl.where(is_step, older_second, 0.0), 0)
+            products = older_first * step_first[None, :] + older_second * step_second[None, :]
+            gram = tl.where(lag[None, :] == step, tl.sum(products, 1)[:, None], gram)
+        projection = tl.sum(older_first * first[None, :] + older_second * second[None, :], 1)
+        available = tl.maximum(count - 1, 1)
+        # Its ridge, and the regression.
+        diagonal = lag[:, None] == lag[None, :]
+        trace = tl.sum(tl.sum(tl.where(diagonal, gram, 0.0), 1), 0)
+        ridge = tl.maximum(RIDGE_STRENGTH * trace / available, SMALLEST_RIDGE)
+        gram += tl.where(diagonal, ridge, 0.0)
+        weights = _average_solution(gram, projection, available, BLOCK)
+        # Shifted by one token: weight i goes to the query of age i, which has lag i - 1.
+        shifted = tl.where(lag[:, None] + 1 == lag[None, :], weights[None, :], 0.0)
+        older_weights = tl.sum(shifted, 1)
+        newest_weight = tl.sum(tl.where(lag == 0, weights, 0.0), 0)
+        # A single query has no predecessor to regress on: it is repeated.
+        newest_weight = tl.where(count > 1, newest_weight, 1.0)
 
         # The weighted sum of the window is the prediction.
         first = first * newest_weight + tl.sum(older_first * older_weights[:, None], 0)

@@ -71,7 +71,7 @@ def score_step(
 
     Args:
         queries: (R, L, Hq, D) float32.
-        key_pool: (pages, layers, Hkv, P, D), any float dtype, 8 bit included.
+        key_pool: (pages, layers, Hkv, P, D), any float dtype.
         page_table: (R, max pages) int32.
         slots: (R,) int32; a row of slot -1 is left alone.
         positions: (R,) int32; tokens [0, position] are scored.
@@ -86,10 +86,6 @@ def score_step(
         if slot < 0:
             continue
         pages = page_table[row, : position // page_tokens + 1].to(torch.int64)
-        keys = key_pool[:, first_layer : first_layer + layers]
-        if keys.dtype == torch.float8_e4m3fn:  # torch indexes no 8-bit floats on CPU
-            keys = keys.view(torch.uint8)[pages].view(keys.dtype)
-        else:
-            keys = keys[pages]  # (pages, L, Hkv, P, D)
+        keys = key_pool[:, first_layer : first_layer + layers][pages]  # (pages, L, Hkv, P, D)
         keys = keys.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, : position + 1]
         out[row, :, :, : position + 1] = score_tokens(queries[row], keys, scale)

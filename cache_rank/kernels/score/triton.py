@@ -139,7 +139,7 @@ def score_step(
     scale: float,
     workspace: ScoreWorkspace,
     out: Tensor,
-    rounded: bool | None = None,
+    rounded: bool = False,
     block: int = _BLOCK,
     warps: int = 4,
     stages: int = 3,
@@ -147,16 +147,15 @@ def score_step(
     """See the reference. Two launches; P must be a multiple of the block.
 
     Args:
-        rounded: whether logits are kept in float16; by default those of 8-bit keys are.
+        rounded: whether logits are kept in float16.
         block, warps, stages: only time depends on them.
     """
-    coarse = key_pool.dtype == torch.float8_e4m3fn
     page_tokens = key_pool.shape[3]
     block = min(block, page_tokens)
     assert page_tokens % block == 0
     assert key_pool.is_contiguous()
     constants = score_constants(queries, workspace, out, CHUNK_TOKENS)
-    logits, partial = scratch(workspace, coarse if rounded is None else rounded)
+    logits, partial = scratch(workspace, rounded)
     _score[score_grid(out, CHUNK_TOKENS)](
         queries,
         key_pool,
@@ -174,7 +173,6 @@ def score_step(
         PAGE=page_tokens,
         BLOCK=block,
         EXACT=multiplies_float32(key_pool),
-        COARSE=coarse,
         num_warps=warps,
         num_stages=stages,
     )
@@ -258,7 +256,6 @@ def score_full_precision(
     IS_RING: tl.constexpr,
     STAGES: tl.constexpr,
     EXACT: tl.constexpr,
-    COARSE: tl.constexpr,
 ):
     """Write the logits of tokens [first, last), whose keys are as they came, to scratch.
 
@@ -274,11 +271,10 @@ def score_full_precision(
         IS_RING: whether all tokens are in one page, position p in entry p % PAGE.
         STAGES: how many blocks are under way at once; None takes the number of the launch.
         EXACT: whether keys are multiplied as float32.
-        COARSE: whether keys have 8 bits.
     """
     DTYPE: tl.constexpr = tl.float32 if EXACT else keys.dtype.element_ty
     # What a number of the dtype leaves out of a query, the next part makes up for.
-    STEP: tl.constexpr = 16.0 if COARSE else 128.0
+    STEP: tl.constexpr = 128.0
     parts, weight = load_query_parts(unit_queries, GROUP, PADDED, PARTS, HEAD_DIM, DTYPE, STEP)
     parts, weight = tl.trans(parts), weight * scale
     dims = tl.arange(0, HEAD_DIM)
@@ -401,7 +397,6 @@ def _score(
     PAGE: tl.constexpr,
     BLOCK: tl.constexpr,
     EXACT: tl.constexpr,
-    COARSE: tl.constexpr,
 ):
     """One program scores CHUNK tokens of a unit: a row, layer and kv head."""
     chunk, unit = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -435,7 +430,6 @@ def _score(
             IS_RING=False,
             STAGES=None,
             EXACT=EXACT,
-            COARSE=COARSE,
         )
         share = partial + (unit * tl.cdiv(capacity, CHUNK) + chunk) * 2 * PADDED
         sum_up_chunk(start, stop, unit_logits, share, PADDED, CHUNK)

@@ -1,17 +1,15 @@
 """How tokens are written into a message and read from it, plain torch: the specification.
 
-In the dtype of the KV pool as they are; in float8_e4m3fn rounded; or in int8, where 8 channels
-share a power of two: their integers are of 7 bits and a sign, and a byte more is for each 8. That
-is MXINT8 of the OCP Microscaling Formats (MX) Specification, section 5.3, in blocks of 8 and not of
-32: what one thread of a GPU reads at once.
+In the dtype of the KV pool as they are, or in int8, where 8 channels share a power of two: their
+integers are of 7 bits and a sign, and a byte more is for each 8. That is MXINT8 of the OCP
+Microscaling Formats (MX) Specification, section 5.3, in blocks of 8 and not of 32: what one thread
+of a GPU reads at once.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
-
-from cache_rank.kernels.fp8.reference import round_to_fp8
 
 SHARED = 8
 """So many channels share a power of two."""
@@ -55,8 +53,6 @@ def to_wire(tokens: Tensor, dtype: torch.dtype) -> Tensor:
         come first, rounded to the nearest, half to even, and then the blocks' exponents. Those of a
         block in which a number is not finite are 0, and its exponent is 255.
     """
-    if dtype == torch.float8_e4m3fn:
-        return round_to_fp8(tokens)
     if dtype != torch.int8:
         return tokens.to(dtype)
     blocks = tokens.float().unflatten(-1, (-1, SHARED))

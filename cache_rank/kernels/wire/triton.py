@@ -5,7 +5,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from cache_rank.kernels.fp8.triton import round_to_fp8
 from cache_rank.kernels.wire.reference import LARGEST, SHARED
 
 _SHARED = tl.constexpr(SHARED)
@@ -44,11 +43,7 @@ def store_tokens(out, target, content, used, HEAD_DIM: tl.constexpr, FIRST: tl.c
         block = HEAD_DIM + FIRST // _SHARED + tl.arange(0, BLOCKS)[None, :]
         tl.store(row + block, exponent.to(tl.int8), mask=used)
     else:
-        at = out + target[:, None] * HEAD_DIM + channel
-        if DTYPE == tl.float8e4nv:
-            tl.store(at, round_to_fp8(content), mask=used)
-        else:
-            tl.store(at, content.to(DTYPE), mask=used)
+        tl.store(out + target[:, None] * HEAD_DIM + channel, content.to(DTYPE), mask=used)
 
 
 @triton.jit

@@ -17,7 +17,7 @@ With `auto`, each layer of each segment has the one that compresses most within 
 
 The paper drops a quarter of the channels and scores blocks first (sections 5.2 and 4.2). Both
 together lose a fifth of the recall on the keys of a language model, and an eighth of the attention,
-so that neither is the default; docs/formats.md has the figures.
+so that neither is the default; docs/results.md has the figures.
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ class MosaicKVResidency(Residency):
         self._candidates = Candidates(options, model)
         self._memory = PackedMemory(self._candidates, model, sizes, device)
         share = round(float(options["scored"]) * 10_000)
-        self._scored = (share, config.sparse_budget + config.selection_margin)
+        self._scored = (share, config.sparse_budget + config.hysteresis)
         self._most_strategies = sizes.most_strategies
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="mosaickv")
         self._segments: dict[int, Segments] = {}

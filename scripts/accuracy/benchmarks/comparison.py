@@ -1,4 +1,4 @@
-"""Two runs of the same questions, compared question by question: figures, tables and a plot.
+"""Two runs of the same questions, compared question by question.
 
 Thirty questions of AIME are a small sample: what the mean would be on other thirty is uncertain by
 seven to nine points, however often each is asked. Most of that is how hard the questions are, which
@@ -7,54 +7,45 @@ and its interval is over questions; it holds the noise of a few answers to each 
 
 Accuracy alone does not say what sparse attention costs: it can also make chains of thought longer
 (Less is Less, arXiv 2601.03043; Hold Onto That Thought, arXiv 2512.12008), and so lose in tokens
-what it gains in time per token. Lengths, truncated answers and tokens a right answer stand beside.
+what it gains in time per token. Lengths and truncated answers stand beside.
 """
 
 from __future__ import annotations
 
-import json
+import hashlib
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import msgspec
-import pandas as pd
 
 from scripts.accuracy import statistics
-from scripts.accuracy.benchmarks.runs import Record, Run, read_run
-from scripts.accuracy.statistics import Estimate
-from scripts.shared import plots, report
-from scripts.shared.report import number, table
+from scripts.accuracy.benchmarks.harness import Answer
+from scripts.accuracy.benchmarks.runs import Run, read_run
+from scripts.accuracy.statistics import Estimate, interval
+from scripts.shared.report import percent, table, write_report
 
-POOLED = "pooled"
-
-# These differ between any two servers and mean nothing.
-_VOLATILE = frozenset(
-    "host port nccl_port dist_init_addr random_seed startup_time kv_events served_model_name "
-    "tokenizer_path max_req_input_len".split()
-)
-# These must not differ, beside the sampling and the questions.
 _SAME = ("reasoning_parser", "sampling_defaults", "chat_template")
+"""Flags of servers that must not differ, beside how the harness sampled and the questions."""
 
 
 class Summary(msgspec.Struct):
     """One system on one benchmark."""
 
-    accuracy: Estimate  # share of right answers, the mean over questions, in [0, 1]
+    accuracy: Estimate  # share of right answers, the mean over questions
     tokens: Estimate  # mean length of an answer, its thinking included
-    tokens_per_right_answer: float | None  # tokens of all answers over the number of right ones
-    seconds: float  # time of an answer, with as many requests at a time as the run had
     truncated: float  # share of answers that reached the most tokens
     unanswered: float  # share in which nothing could be read as an answer
     failed: float  # share of requests that failed; they are left out of all else
 
 
 class Comparison(msgspec.Struct):
-    """Two systems on one benchmark, or on all of them pooled."""
+    """Two systems on one benchmark."""
 
-    benchmark: str  # its name, or `pooled`
+    benchmark: str
     questions: int
-    repeats: int  # repeats of the benchmark that has most
+    repeats: int
     baseline: Summary
     system: Summary
     accuracy_difference: Estimate  # system less baseline, in [-1, 1]
@@ -64,107 +55,29 @@ class Comparison(msgspec.Struct):
 
 
 class Report(msgspec.Struct):
-    """Everything that is said of two folders of runs; `comparison.json`.
+    """Everything that is said of two folders of runs; `comparison.json`."""
 
-    Pairs are of the baseline and the system.
-    """
-
-    names: tuple[str, str]
-    comparisons: list[Comparison]  # one a benchmark, and the pooled one if there are several
-    settings: dict[str, dict[str, Any]]  # what both runs share, by benchmark
-    server_differences: dict[str, tuple[Any, Any]]  # flags of the servers that differ
-    counters: dict[str, tuple[dict[str, float], dict[str, float]]]  # of its runs, by benchmark
-    warnings: list[str]  # warnings of all runs
+    names: tuple[str, str]  # of the baseline and the system
+    comparisons: list[Comparison]
+    warnings: list[str]  # of all runs
 
 
 def compare_folders(baseline: Path, system: Path) -> Report:
-    """Compare all benchmarks that both folders hold.
-
-    Args:
-        baseline, system: folders that `run --out` named; their last parts name the systems.
+    """Compare all benchmarks that two folders hold, which `run --out` named after the systems.
 
     Raises:
         FileNotFoundError: a folder, or a benchmark of one, is missing in the other.
         ValueError: two runs are not of the same questions, sampled and read in the same way, or
             one was cut short.
     """
-    names = (baseline.resolve().name, system.resolve().name)
-    if names[0] == names[1]:
-        names = (str(baseline), str(system))
-    pairs = {
-        name: (read_run(baseline / name), read_run(system / name))
-        for name in _common(baseline, system)
-    }
-    settings = {name: _shared_settings(one, other) for name, (one, other) in pairs.items()}
-    comparisons = [compare(name, [pair]) for name, pair in pairs.items()]
-    if len(pairs) > 1:
-        comparisons.append(compare(POOLED, list(pairs.values())))
-    differences: dict[str, tuple[Any, Any]] = {}
-    for one, other in pairs.values():
-        differences |= _server_differences(one.record, other.record)
-    return Report(
-        names=names,
-        comparisons=comparisons,
-        settings=settings,
-        server_differences=differences,
-        counters={
-            name: (one.record.counters.cache_rank, other.record.counters.cache_rank)
-            for name, (one, other) in pairs.items()
-        },
-        warnings=[
-            f"{name}, {benchmark}: {warning}"
-            for benchmark, pair in pairs.items()
-            for name, run in zip(names, pair, strict=True)
-            for warning in run.record.warnings
-        ],
-    )
-
-
-def compare(name: str, pairs: Sequence[tuple[Run, Run]]) -> Comparison:
-    """Compare pairs of runs, all questions of all pairs alike.
-
-    Args:
-        name: name of the comparison.
-        pairs: baseline and system of one benchmark each.
-
-    Raises:
-        ValueError: every request of a question failed, or there are fewer than two questions.
-    """
-    baseline, system = (
-        pd.concat({run.record.benchmark: run.answers for run in runs})
-        for runs in zip(*pairs, strict=True)
-    )
-    # Means over repeats, one row a question.
-    means, others = (
-        answers.groupby(level=[0, 1], sort=False)[["correct", "tokens"]].mean()
-        for answers in (baseline, system)
-    )
-    if means.isna().any(axis=None) or others.isna().any(axis=None):
-        raise ValueError(f"{name}: every request of a question failed; run it again")
-    difference = others.correct - means.correct
-    return Comparison(
-        benchmark=name,
-        questions=len(means),
-        repeats=max(one.record.sampling.repeats for one, _ in pairs),
-        baseline=_summarize(baseline, means),
-        system=_summarize(system, others),
-        accuracy_difference=statistics.difference(others.correct, means.correct),
-        tokens_ratio=statistics.ratio(others.tokens, means.tokens),
-        gained=int((difference > 0).sum()),
-        lost=int((difference < 0).sum()),
-    )
-
-
-def _summarize(answers: pd.DataFrame, means: pd.DataFrame) -> Summary:
-    """One system, from its answers and their means over repeats."""
-    total, answered = answers.sum(), answers[~answers.failed].mean().to_dict()
-    return Summary(
-        accuracy=statistics.mean(means.correct),
-        tokens=statistics.mean(means.tokens),
-        tokens_per_right_answer=float(total.tokens / total.correct) if total.correct else None,
-        **{name: answered[name] for name in ("seconds", "truncated", "unanswered")},
-        failed=float(answers.failed.mean()),
-    )
+    report = Report((baseline.resolve().name, system.resolve().name), [], [])
+    for name in _common(baseline, system):
+        pair = read_run(baseline / name), read_run(system / name)
+        _require_same_settings(*pair)
+        report.comparisons.append(_compare(*pair))
+        for side, run in zip(report.names, pair, strict=True):
+            report.warnings += [f"{side}, {name}: {warning}" for warning in run.record.warnings]
+    return report
 
 
 def _common(baseline: Path, system: Path) -> list[str]:
@@ -181,152 +94,124 @@ def _common(baseline: Path, system: Path) -> list[str]:
     return sorted(one)
 
 
-def _shared_settings(one: Run, other: Run) -> dict[str, Any]:
-    ours, theirs = _settings(one.record), _settings(other.record)
+def _require_same_settings(one: Run, other: Run) -> None:
+    ours, theirs = _settings(one), _settings(other)
     if different := [name for name in ours if ours[name] != theirs[name]]:
         raise ValueError(
             f"{one.folder} and {other.folder} cannot be compared: "
             + "; ".join(f"{name} is {ours[name]!r} and {theirs[name]!r}" for name in different)
         )
-    return ours
 
 
-def _settings(record: Record) -> dict[str, Any]:
+def _settings(run: Run) -> dict[str, Any]:
     """What two runs must share."""
+    gen = dict(run.metrics["gen"])
+    body = gen.pop("extra_body", None) or {}
+    asked = {(answer.question, answer.problem, answer.expected) for answer in run.answers}
     return {
         # The folder that holds a model may differ between machines, its name should not.
-        "model": Path(str(record.server.get("model_path"))).name,
-        **{name: record.server.get(name) for name in _SAME},
-        **msgspec.to_builtins(record.sampling),
-        "questions": record.questions,
-        "questions_sha256": record.questions_sha256,
-        "harness": f"sgl-eval {record.versions['sgl-eval']}",
+        "model": Path(str(run.record.server.get("model_path"))).name,
+        **{name: run.record.server.get(name) for name in _SAME},
+        **gen,
+        "top_k": body.get("top_k"),
+        "prompt": run.metrics.get("prompt", {}).get("yaml"),
+        "repeats": run.metrics["n_repeats"],
+        "harness": f"sgl-eval {run.metrics['sgl_eval_version']}",
+        "number of questions": len(asked),
+        "questions": hashlib.sha256(repr(sorted(asked)).encode()).hexdigest(),
     }
 
 
-def _server_differences(one: Record, other: Record) -> dict[str, tuple[Any, Any]]:
-    names = sorted((one.server.keys() | other.server.keys()) - _VOLATILE)
-    sides = {name: (one.server.get(name), other.server.get(name)) for name in names}
-    sides["asked to stay dense"] = one.dense, other.dense
-    sides["requests at a time"] = one.threads, other.threads
-    return {name: values for name, values in sides.items() if values[0] != values[1]}
+def _compare(baseline: Run, system: Run) -> Comparison:
+    sides = [_by_question(run.answers) for run in (baseline, system)]
+    right, tokens = (
+        [[fmean(getattr(a, name) for a in side[q]) for q in sides[0]] for side in sides]
+        for name in ("is_right", "tokens")
+    )
+    gains = [ours - theirs for theirs, ours in zip(*right, strict=True)]
+    return Comparison(
+        benchmark=baseline.record.benchmark,
+        questions=len(sides[0]),
+        repeats=baseline.metrics["n_repeats"],
+        baseline=_summarize(baseline.answers, right[0], tokens[0]),
+        system=_summarize(system.answers, right[1], tokens[1]),
+        accuracy_difference=statistics.difference(right[1], right[0]),
+        tokens_ratio=statistics.ratio(tokens[1], tokens[0]),
+        gained=sum(gain > 0 for gain in gains),
+        lost=sum(gain < 0 for gain in gains),
+    )
 
 
-def write_report(found: Report, out: Path) -> list[Path]:
-    """Write comparison.json, comparison.md and comparison.png; the files."""
-    files = report.write_report(out, "comparison", found, markdown(found))
-    return [*files, *_plot(found, out / "comparison")]
+def _by_question(answers: Sequence[Answer]) -> dict[str, list[Answer]]:
+    """The answers to each question that did not fail."""
+    found: dict[str, list[Answer]] = {answer.question: [] for answer in answers}
+    for answer in answers:
+        if not answer.has_failed:
+            found[answer.question].append(answer)
+    if not all(found.values()):
+        raise ValueError("every request of a question failed; run it again")
+    return found
+
+
+def _summarize(
+    answers: Sequence[Answer], right: Sequence[float], tokens: Sequence[float]
+) -> Summary:
+    answered = [answer for answer in answers if not answer.has_failed]
+    return Summary(
+        accuracy=statistics.mean(right),
+        tokens=statistics.mean(tokens),
+        truncated=fmean(answer.is_truncated for answer in answered),
+        unanswered=fmean(answer.is_unanswered for answer in answered),
+        failed=1 - len(answered) / len(answers),
+    )
+
+
+def write_comparison(found: Report, out: Path) -> list[Path]:
+    """Write comparison.json and comparison.md; the files."""
+    return write_report(out, "comparison", found, markdown(found))
 
 
 def markdown(found: Report) -> str:
     """All tables."""
     baseline, system = found.names
+    accuracy = ("benchmark", "questions × answers", *found.names, "difference, points")
+    lengths = ("benchmark", "", "tokens", "ratio", "cut", "none", "failed")
     parts = [
         f"# {system} against {baseline}",
-        "Accuracy is the share of right answers, the mean over questions. Differences are of the "
-        "same questions; [low, high] is a 95% interval from resampling questions. One that holds 0 "
-        "does not show that the two are equal: it shows which differences are excluded.",
-        _accuracy_table(found),
-        _length_table(found),
+        "Accuracy is the share of right answers in percent, the mean over questions. Differences "
+        "are of the same questions; [low, high] is a 95% interval from resampling questions. One "
+        "that holds 0 does not show that the two are equal: it shows which differences are "
+        "excluded.",
+        table((*accuracy, "questions better / worse"), map(_accuracy_cells, found.comparisons)),
+        table(
+            lengths,
+            (
+                _length_cells(comparison, name, side)
+                for comparison in found.comparisons
+                for name, side in zip(
+                    found.names, (comparison.baseline, comparison.system), strict=True
+                )
+            ),
+        ),
         "Tokens are of an answer, its thinking included. *Cut* reached the most tokens; in *none* "
-        "there was nothing to grade; *failed* requests are left out of all else. Seconds of an "
-        "answer depend on how many requests ran at a time.",
+        "there was nothing to grade; *failed* requests are left out of all else.",
+        *(f"- {warning}" for warning in found.warnings),
     ]
-    if found.warnings:
-        parts += ["## Warnings", "\n".join(f"- {warning}" for warning in found.warnings)]
-    parts += ["## What was run", _settings_table(found)]
-    if found.server_differences:
-        rows = [
-            [name, *(f"`{_plain(value)}`" for value in values)]
-            for name, values in found.server_differences.items()
-        ]
-        parts += ["What differs:", table(["", baseline, system], rows)]
-    counters = [
-        [benchmark, name, *(f"{side.get(name, 0):.1f}".removesuffix(".0") for side in sides)]
-        for benchmark, sides in found.counters.items()
-        for name in sorted(sides[0].keys() | sides[1].keys())
-    ]
-    if counters:
-        header = ["benchmark", "", baseline, system]
-        parts += ["The cache ranks during the runs:", table(header, counters)]
     return "\n\n".join(parts)
 
 
-def _accuracy_table(found: Report) -> str:
-    header = ["benchmark", "questions × answers", *found.names, "difference, points"]
-    rows = [
-        [
-            c.benchmark,
-            f"{c.questions} × {c.repeats}" if c.benchmark in found.settings else f"{c.questions}",
-            _interval(c.baseline.accuracy, 100, "%"),
-            _interval(c.system.accuracy, 100, "%"),
-            _interval(c.accuracy_difference, 100, sign=True),
-            f"{c.gained} / {c.lost}",
-        ]
-        for c in found.comparisons
+def _accuracy_cells(found: Comparison) -> list[str]:
+    return [
+        found.benchmark,
+        f"{found.questions} × {found.repeats}",
+        interval(found.baseline.accuracy, 1, 100),
+        interval(found.system.accuracy, 1, 100),
+        interval(found.accuracy_difference, 1, 100, sign=True),
+        f"{found.gained} / {found.lost}",
     ]
-    return table([*header, "questions better / worse"], rows)
 
 
-def _length_table(found: Report) -> str:
-    header = ["benchmark", "", "tokens", "ratio", "tokens a right answer"]
-    rows = [
-        [
-            *(c.benchmark, name, f"{arm.tokens.value:.0f}"),
-            _interval(c.tokens_ratio, digits=3) if arm is c.system else "",
-            number(arm.tokens_per_right_answer, 0),
-            *(f"{100 * share:.1f}%" for share in (arm.truncated, arm.unanswered, arm.failed)),
-            number(arm.seconds, 1),
-        ]
-        for c in found.comparisons
-        for name, arm in zip(found.names, (c.baseline, c.system), strict=True)
-    ]
-    return table([*header, "cut", "none", "failed", "seconds"], rows)
-
-
-def _settings_table(found: Report) -> str:
-    names = next(iter(found.settings.values()))
-    rows = [
-        [name, *(f"`{_plain(settings[name])}`" for settings in found.settings.values())]
-        for name in names
-        if any(settings[name] not in (None, "") for settings in found.settings.values())
-    ]
-    return table(["", *found.settings], rows)
-
-
-def _interval(
-    estimate: Estimate, scale: float = 1, unit: str = "", digits: int = 1, sign: bool = False
-) -> str:
-    plus = "+" if sign else ""
-    value, low, high = (f"{scale * end:{plus}.{digits}f}" for end in estimate)
-    return f"{value}{unit} [{low}, {high}]"
-
-
-def _plain(value: Any) -> str:
-    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    return text.replace("|", "/").replace("\n", " ").strip() or "–"
-
-
-def _plot(found: Report, stem: Path) -> list[Path]:
-    """Differences and their intervals, one line a benchmark: accuracy, then length."""
-    if not plots.can_draw():
-        return []
-    baseline, system = found.names
-    comparisons = found.comparisons
-    figure, panels = plots.panels(2, (9, 1.6 + 0.4 * len(comparisons)), sharey=True)
-    series = (
-        ("accuracy, points", 0, 100, [c.accuracy_difference for c in comparisons]),
-        ("tokens of an answer, ratio", 1, 1, [c.tokens_ratio for c in comparisons]),
-    )
-    for axes, (label, equal, scale, estimates) in zip(panels, series, strict=True):
-        for line, estimate in enumerate(estimates):
-            value, low, high = (scale * end for end in estimate)
-            axes.plot([low, high], [line, line], color=plots.COLOURS[0], linewidth=2)
-            axes.plot([value], [line], "o", color=plots.COLOURS[0])
-        axes.axvline(equal, color=plots.COLOURS[7], linewidth=1)
-        plots.label(axes, x=label)
-        axes.spines["left"].set_visible(False)
-    panels[0].set_yticks(range(len(comparisons)), [c.benchmark for c in comparisons])
-    panels[0].invert_yaxis()
-    figure.suptitle(f"{system} against {baseline}, 95% intervals over questions", fontsize=10)
-    return plots.save(figure, stem, ("png",))
+def _length_cells(found: Comparison, name: str, side: Summary) -> list[str]:
+    shares = (side.truncated, side.unanswered, side.failed)
+    ratio = interval(found.tokens_ratio, 3) if side is found.system else ""
+    return [found.benchmark, name, f"{side.tokens.value:.0f}", ratio, *map(percent, shares)]

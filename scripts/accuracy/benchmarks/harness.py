@@ -8,106 +8,91 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
-from importlib.metadata import version
+from argparse import Namespace
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import pandas as pd
+import msgspec
 
-from scripts.accuracy.benchmarks.questions import Benchmark
+MATH500 = "HuggingFaceH4/MATH-500"
 
 
-@dataclasses.dataclass(frozen=True)
-class Sampling:
-    """How answers are sampled and read: what two runs must share to be compared.
+class Benchmark(NamedTuple):
+    """One benchmark.
 
     Attributes:
-        repeats: answers to each question.
-        temperature, top_p: those of the model's card. The harness's own temperature is 0, at which
-            all repeats are one answer.
-        top_k: tokens to sample from; None leaves it to the server, which takes it from the model's
-            generation_config.json.
-        max_tokens: longest answer, its thinking included. Reasoning needs room: a chain that is cut
-            short hides what happens at the end of a long one, where a cache rank has most to lose.
-        thinking: what the chat template is told as `enable_thinking`.
-        prompt: text of a prompt file of the harness, in the place of the benchmark's own; empty is
-            its own.
+        harness: the harness's benchmark that prompts and grades it. All of its mathematics
+            benchmarks share a prompt and a grader, so that MATH-500, which it does not list, runs
+            under the name of one of them.
+        repeats: answers to each question by default: the fewer questions, the more.
     """
 
+    harness: str
     repeats: int
-    temperature: float = 0.6
-    top_p: float = 0.95
-    top_k: int | None = None
-    max_tokens: int = 32768
-    thinking: bool = True
-    prompt: str = ""
-
-    def __post_init__(self) -> None:
-        if self.repeats > 1 and self.temperature == 0:
-            raise ValueError(
-                f"{self.repeats} repeats at temperature 0 are one answer {self.repeats} times: "
-                "give --temperature, or --n-repeats 1"
-            )
 
 
-def harness_version() -> str:
-    """The version of sgl-eval.
-
-    Raises:
-        ModuleNotFoundError: it is not installed, with the remedy.
-    """
-    try:
-        return version("sgl-eval")
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            "sgl-eval is not installed: pip install --editable '.[eval]'"
-        ) from error
+BENCHMARKS = {
+    "aime24": Benchmark("aime24", 16),
+    "aime25": Benchmark("aime25", 16),
+    "aime26": Benchmark("aime26", 16),
+    "gpqa": Benchmark("gpqa", 8),
+    "math500": Benchmark("aime25", 4),
+    "custom": Benchmark("aime25", 1),
+}
+"""By their names on our command line; `custom` is problems of one's own, with answers as in MATH.
+The years of AIME come with the harness; GPQA Diamond and MATH-500 come from the hub."""
 
 
-def arguments(
-    benchmark: Benchmark,
-    questions: Path,
-    prompt: Path | None,
-    out: Path,
-    base_url: str,
-    sampling: Sampling,
-    threads: int,
-) -> list[str]:
-    """The arguments of `sgl-eval`, which makes a folder in `out`.
+class Answer(msgspec.Struct, frozen=True):
+    """One answer to one question, as the harness graded it."""
 
-    The file of questions is always given, so that what was asked is a file of the run and not
-    whatever the harness or the hub holds that day. `prompt` is a file with the text of
-    `sampling.prompt`, or None for the benchmark's own.
-    """
-    thinking = json.dumps(sampling.thinking)
-    command = ["run", benchmark.harness, "--base-url", f"{base_url}/v1"]
-    command += ["--from-dataset", str(questions), "--out-dir", str(out)]
+    question: str  # id
+    problem: str
+    expected: str
+    is_right: bool
+    tokens: int  # its thinking included
+    is_truncated: bool  # it reached the most tokens
+    is_unanswered: bool  # nothing in it could be read as an answer
+    has_failed: bool  # the request failed; nothing else counts
+
+
+def arguments(options: Namespace, url: str, folder: Path, threads: int) -> list[str]:
+    """The arguments of `sgl-eval`, which makes a folder in `folder`."""
+    benchmark = BENCHMARKS[options.benchmark]
+    thinking = json.dumps(not options.no_thinking)
+    command = ["run", benchmark.harness, "--base-url", f"{url}/v1", "--out-dir", str(folder)]
     # No --seed: the harness would send the same one for all repeats.
-    command += ["--n-repeats", str(sampling.repeats)]
-    command += ["--temperature", str(sampling.temperature), "--top-p", str(sampling.top_p)]
+    command += ["--n-repeats", str(options.n_repeats or benchmark.repeats)]
+    # The harness's own temperature is 0, at which all repeats are one answer.
+    command += ["--temperature", str(options.temperature), "--top-p", str(options.top_p)]
     # Unset, an answer would be as long as the server lets it.
-    command += ["--max-tokens", str(sampling.max_tokens)]
+    command += ["--max-tokens", str(options.max_tokens), "--num-threads", str(threads)]
     # The harness sends `thinking`; the templates of Qwen3 read `enable_thinking`.
-    command += ["--thinking" if sampling.thinking else "--no-thinking"]
+    command += ["--no-thinking" if options.no_thinking else "--thinking"]
     command += ["--chat-template-kwarg", f"enable_thinking={thinking}"]
-    command += ["--num-threads", str(threads)]
-    if prompt is not None:
-        command += ["--prompt", str(prompt)]
+    if options.num_examples:
+        command += ["--num-examples", str(options.num_examples)]
+    if options.prompt:
+        command += ["--prompt", str(options.prompt)]
+    if options.from_dataset:
+        command += ["--from-dataset", str(options.from_dataset)]
+    elif options.benchmark == "math500":
+        command += ["--from-dataset", str(write_math500(_math500_of_hub(), folder))]
     return command
 
 
-def extra_body(sampling: Sampling, dense: bool) -> dict[str, Any]:
+def extra_body(options: Namespace) -> dict[str, Any]:
     """What every request holds beyond the options of the harness's command line."""
     body: dict[str, Any] = {}
-    if sampling.top_k is not None:
-        body["top_k"] = sampling.top_k
-    if dense:
+    if options.top_k is not None:
+        body["top_k"] = options.top_k
+    if options.dense:
         body["custom_params"] = {"cache_rank": False}
     return body
 
 
-def run_harness(command: Sequence[str], body: Mapping[str, Any]) -> int:
+def run_harness(command: list[str], body: Mapping[str, Any]) -> int:
     """Run `sgl-eval` in this process; its exit status.
 
     It shows progress, writes every answer as it comes, and ends at Ctrl-C with what it has. The
@@ -117,53 +102,62 @@ def run_harness(command: Sequence[str], body: Mapping[str, Any]) -> int:
 
     spec = registry.get(command[1])
     spec.default_gen = dataclasses.replace(spec.default_gen, extra_body=dict(body) or None)
-    return int(cli.main(list(command)))
+    return int(cli.main(command))
 
 
-def read_answers(out: Path, questions: Sequence[str], repeats: int) -> pd.DataFrame:
-    """Read what the harness wrote.
-
-    Args:
-        out: the folder that `arguments` was given.
-        questions: the ids that were asked.
-        repeats: answers to each question.
-
-    Returns:
-        One row an answer, by the id of its question and in the order of the questions:
-
-        correct       float, the grade, 1 or 0
-        tokens        float, tokens of the answer, its thinking included
-        seconds       float, from sending the request to its answer
-        truncated     bool, the answer reached `max_tokens`
-        unanswered    bool, nothing in the answer could be read as one
-        failed        bool, the request failed; the numbers are NaN
+def read_results(folder: Path) -> tuple[dict[str, Any], list[Answer]]:
+    """Read what the harness wrote: its metrics, among them how it sampled, and all answers.
 
     Raises:
         FileNotFoundError: the harness wrote no results.
-        ValueError: answers are missing. Those of an interrupted run are the short ones, and its
-            mean is no estimate of anything.
+        ValueError: it was interrupted. The answers that it has are the short ones, and their mean
+            is no estimate of anything.
     """
-    folder = next((path.parent for path in sorted(out.glob("sgl_eval_*/metrics.json"))), None)
-    if folder is None:
-        raise FileNotFoundError(f"{out} has no results: the run ended before the harness wrote any")
-    rows: list[dict[str, Any]] = []
-    for repeat in range(repeats):
-        with (folder / f"output-rs{repeat}.jsonl").open(encoding="utf-8") as file:
-            rows += map(json.loads, file)
-    if len(rows) < (asked := len(questions) * repeats):
-        raise ValueError(f"{folder} has {len(rows)} of {asked} answers: the run was cut short")
-    written = pd.DataFrame(rows).set_index("id")
-    failed = ~written.finish_reason.isin(["stop", "length"])
-    seconds = written.generation_end_time - written.generation_start_time
-    answers = pd.DataFrame(
-        {
-            "correct": written.symbolic_correct.astype(float).mask(failed),
-            "tokens": written.num_generated_tokens.astype(float).mask(failed),
-            "seconds": seconds.mask(failed),
-            "truncated": written.finish_reason == "length",
-            # The harness prints this rate only for repeats; it is told here for one, too.
-            "unanswered": written.predicted_answer.isna() & ~failed,
-            "failed": failed,
-        }
+    found = next(iter(sorted(folder.glob("sgl_eval_*/metrics.json"))), None)
+    if found is None:
+        raise FileNotFoundError(f"{folder}: the run ended before the harness wrote its results")
+    metrics: dict[str, Any] = json.loads(found.read_text(encoding="utf-8"))
+    if metrics.get("partial"):
+        raise ValueError(f"{found.parent}: the run was cut short")
+    answers: list[Answer] = []
+    for file in sorted(found.parent.glob("output-rs*.jsonl")):
+        with file.open(encoding="utf-8") as lines:
+            answers += [_answer(json.loads(line)) for line in lines]
+    return metrics, answers
+
+
+def _answer(row: Mapping[str, Any]) -> Answer:
+    failed = row["finish_reason"] not in ("stop", "length")
+    return Answer(
+        row["id"],
+        row["problem"],
+        row["expected_answer"],
+        bool(row["symbolic_correct"]),
+        row["num_generated_tokens"],
+        row["finish_reason"] == "length",
+        row["predicted_answer"] is None and not failed,
+        failed,
     )
-    return answers.loc[list(questions)]
+
+
+def _math500_of_hub() -> Iterable[Mapping[str, Any]]:
+    from datasets import load_dataset
+
+    try:
+        return list(load_dataset(MATH500, split="test"))
+    except OSError as error:  # what the hub's library raises without access is one, too
+        raise OSError(f"{error}\nWithout access to the hub, give --from-dataset") from error
+
+
+def write_math500(rows: Iterable[Mapping[str, Any]], folder: Path) -> Path:
+    """Write the questions of MATH-500, of rows as the hub has them, for the harness to read."""
+    path = folder / "questions.jsonl"
+    with path.open("w", encoding="utf-8") as file:
+        for row in rows:
+            question = {
+                "id": row["unique_id"],  # path of the problem in MATH: test/algebra/1072.json
+                "problem": row["problem"],
+                "expected_answer": row["answer"],
+            }
+            file.write(json.dumps(question, ensure_ascii=False) + "\n")
+    return path

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from cache_rank.config import CacheRankConfig
 from cache_rank.measure.timeline import Span
-from cache_rank.protocol import Measured, bulk_shape
+from cache_rank.protocol import bulk_shape
 from sglang_ext.exchange.base import Exchange
 from sglang_ext.exchange.connection import Connection
 from sglang_ext.exchange.device.clock import StepTimes
@@ -64,16 +64,10 @@ class DeviceExchange(Exchange):
         self._operations.collect_tokens(slots.keys, slots.values, row, shipment)
         self._operations.copy_tokens(slots.keys, slots.values, row, row)
 
-    def announce(
-        self,
-        step: int,
-        rows: ExchangedRows,
-        traced: bool = False,
-        measured: Measured | None = None,
-    ) -> None:
+    def announce(self, step: int, rows: ExchangedRows, traced: bool = False) -> None:
         self._settle()
         self._step, self._rows = step, rows
-        super().announce(step, rows, traced, measured)
+        super().announce(step, rows, traced)
         self._transfers.times.choose(step if traced else None)
         if traced:
             self._traced_steps.add(step)
@@ -115,9 +109,6 @@ class DeviceExchange(Exchange):
         # because `finish` ends every transfer that it waits for.
         self.connection.link.finish()
         self._transfers.scatter_stream.synchronize()
-
-    def queries(self, group: int, row: int) -> Tensor:
-        return self._transfers.queries(group)[row]
 
     def spans(self) -> list[Span]:
         self._read_clock()

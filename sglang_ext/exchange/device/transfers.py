@@ -19,7 +19,6 @@ from abc import ABC, abstractmethod
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from cache_rank.channels.nccl import NcclChannel
 from cache_rank.channels.peer import PeerChannel
@@ -31,7 +30,6 @@ from cache_rank.kernels.gate import triton as gate_kernels
 from cache_rank.messages import MessageBuffers, StepMessages
 from cache_rank.operations import operations_for
 from cache_rank.protocol import AnswerHeader
-from cache_rank.schedule import lanes_of_left
 from sglang_ext.exchange.connection import Connection
 from sglang_ext.exchange.device.gate import DeviceGate
 from sglang_ext.exchange.device.times import TransferTimes
@@ -93,7 +91,6 @@ class DeviceTransfers(ABC):
             expected=Field(4 * config.max_rows, -1),
             expected_fresh=Field(4 * config.max_rows, -1),
         )
-        self._lane_of_left = lanes_of_left(config.boundaries)
         self._answers = [
             Answer(boundary.answered, boundary.is_fresh)
             for boundary in config.boundaries
@@ -141,10 +138,6 @@ class DeviceTransfers(ABC):
     @abstractmethod
     def _queue(self, rows: int) -> None:
         """Queue the transfers of a step of so many requests, whose numbers are written."""
-
-    def queries(self, group: int) -> Tensor:
-        """Return the queries of a group in the last step, (R, L, Hq, D)."""
-        return self.messages.of(len(self._rows)).up[self._lane_of_left[group]].queries
 
     def _take_computed(self, lane: int, stream: torch.cuda.Stream) -> None:
         """Hold a stream, the current one, until a message of its step is computed.

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from cache_rank.config import CacheRankConfig
 from cache_rank.measure.timeline import Span
-from cache_rank.protocol import Measured
 from sglang_ext.exchange.base import Exchange
 from sglang_ext.exchange.connection import Connection
 from sglang_ext.exchange.host.gate import HostGate
@@ -33,16 +32,10 @@ class HostExchange(Exchange):
         self._let_go: dict[int, list[SparseSequence]] = {}
         gate.open(self._transfers)
 
-    def announce(
-        self,
-        step: int,
-        rows: ExchangedRows,
-        traced: bool = False,
-        measured: Measured | None = None,
-    ) -> None:
+    def announce(self, step: int, rows: ExchangedRows, traced: bool = False) -> None:
         self._step, self._rows = step, rows
         self._transfers.prepare(step, rows, traced)
-        super().announce(step, rows, traced, measured)
+        super().announce(step, rows, traced)
 
     def finish_step(self) -> None:
         """Account for what the forward pass has sent and received.
@@ -65,9 +58,6 @@ class HostExchange(Exchange):
     def missed(self, step: int, sequences: Sequence[SparseSequence]) -> list[SparseSequence]:
         let_go = self._let_go.get(step, [])
         return [sequence for sequence in sequences if sequence in let_go]
-
-    def queries(self, group: int, row: int) -> Tensor:
-        return self._transfers.queries(group)[row]
 
     def spans(self) -> list[Span]:
         return self._transfers.take_spans()

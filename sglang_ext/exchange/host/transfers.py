@@ -141,10 +141,6 @@ class HostTransfers:
         if (sent := self._sent[lane]) is not None:
             sent.wait(self._connection.timeout)
 
-    def queries(self, group: int) -> Tensor:
-        """Return the queries of a group in the last step, (R, L, Hq, D)."""
-        return self.messages.of(len(self._rows)).up[self._lane_of_left[group]].queries
-
     def take_spans(self) -> list[Span]:
         """Return the times of traced steps so far."""
         spans, self._spans = self._spans, []

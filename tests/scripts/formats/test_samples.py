@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 def test_a_recording_is_read_back(tmp_path: Path) -> None:
     """What a selector received for the longest of two sequences, in two groups of layers."""
     model = ModelShape(3, query_heads=4, kv_heads=2, head_dim=16, dtype="bfloat16", scale=0.25)
-    config = CacheRankConfig(model, 2, sparse_budget=8, delta_capacity=8, max_rows=2)
+    config = CacheRankConfig(model, 2, sparse_budget=8, max_swap_tokens=8, max_rows=2)
     generator = torch.Generator().manual_seed(1)
 
     def normal(*shape: int) -> torch.Tensor:

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scripts.language.divergence import compare, kl_by_token, left_out, weighted_quantile
+from scripts.language.divergence import compare, kl_by_token, weighted_quantile
 
 
 def distributions(seed: int, tokens: int = 5, vocabulary: int = 40) -> list[np.ndarray]:
@@ -56,10 +56,3 @@ def test_a_weighted_quantile() -> None:
     values, weights = torch.tensor([3.0, 1.0, 2.0]), torch.tensor([0.5, 0.2, 0.3])
     found = [float(weighted_quantile(values, weights, share)) for share in (0.1, 0.2, 0.4, 0.9, 1)]
     assert found == [1, 1, 2, 3, 3]
-
-
-def test_what_is_left_out_shrinks_to_nothing() -> None:
-    p, q = distributions(2)
-    shares = [left_out(p, q, most) for most in (1, 10, 39)]
-    assert shares[0] > shares[1] > abs(shares[2])
-    assert shares[2] == pytest.approx(0, abs=1e-6)  # one token is left, and known

@@ -12,30 +12,23 @@ import torch
 from scripts.language.forcing import ForcedTokens
 
 
-def parameters(tokens: list[int], file: Path | None, read: int = 4) -> dict[str, Any]:
+def parameters(tokens: list[int], file: Path, read: int = 4) -> dict[str, Any]:
     """What SGLang hands over of a request of which it has read so many of 4 prompt tokens."""
     request = SimpleNamespace(
         extend_range=SimpleNamespace(end=read), extend_end=read, origin_input_ids=[0] * 4
     )
-    named = None if file is None else str(file)
-    return {"forced": {"tokens": tokens, "file": named, "step": 0}, "__req__": request}
+    return {"forced": {"tokens": tokens, "file": str(file), "step": 0}, "__req__": request}
 
 
-def test_tokens_are_forced_first_and_free_then(tmp_path: Path) -> None:
-    kept = parameters([3, 1], tmp_path / "logits")
-    short = parameters([2], None)
-    free = parameters([], None)
-    steps = torch.randn((3, 3, 5), generator=torch.Generator().manual_seed(0))
+def test_tokens_are_forced_and_their_logits_kept_as_they_came(tmp_path: Path) -> None:
+    long, short = parameters([3, 1, 0], tmp_path / "long"), parameters([2], tmp_path / "short")
+    steps = torch.randn((3, 2, 5), generator=torch.Generator().manual_seed(0))
     best = [step.argmax(-1).tolist() for step in steps]
-    found = [
-        ForcedTokens()(step.clone(), [kept, short, free]).argmax(-1).tolist() for step in steps
-    ]
-    assert found[0] == [3, 2, best[0][2]]
-    assert found[1] == [1, best[1][1], best[1][2]]
-    assert found[2] == best[2]
-    # The logits of forced tokens are kept as they came.
-    logits = np.fromfile(tmp_path / "logits", np.float32).reshape(2, 5)
-    assert (logits == steps[:2, 0].numpy()).all()
+    found = [ForcedTokens()(step.clone(), [long, short]).argmax(-1).tolist() for step in steps]
+    assert found == [[3, 2], [1, best[1][1]], [0, best[2][1]]]
+    for row, (name, count) in enumerate((("long", 3), ("short", 1))):
+        logits = np.fromfile(tmp_path / name, np.float32).reshape(count, 5)
+        assert (logits == steps[:count, row].numpy()).all()
 
 
 def test_a_chunk_of_a_prompt_forces_nothing(tmp_path: Path) -> None:

@@ -164,7 +164,7 @@ class TestStatistics:
 
 ARGUMENTS = SimpleNamespace(
     sparse_budget=2048,
-    delta_capacity=128,
+    max_swap_tokens=128,
     query_window=16,
     bulk_chunk_tokens=513,
     inference_kv="full",
@@ -475,8 +475,8 @@ class TestCacheStep:
             model,
             layers_per_group=3,
             sparse_budget=40,
-            selection_margin=0,
-            delta_capacity=16,
+            hysteresis=0,
+            max_swap_tokens=16,
             max_rows=2,
             score_keys=score_keys,
         )

@@ -1,0 +1,253 @@
+"""What commands share that compare systems: options, how each system is served, the record."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.metadata
+import shlex
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+from tqdm import tqdm
+
+from scripts.shared.command import explained
+from scripts.shared.machine import describe, run_jobs, visible_gpus
+from scripts.shared.models import folder_of, model_config
+from scripts.shared.serving import PLAIN, Client, Server
+from scripts.shared.systems import CACHE_RANK, System, parse_assignments, to_flags
+from sglang_ext.refusals import ALLOW_LARGE_BUDGET_VARIABLE
+
+ENVIRONMENT = {ALLOW_LARGE_BUDGET_VARIABLE: "1"}
+"""A budget above the length of a request shows that nothing but the selection costs anything."""
+
+SERVERS_ON_A_CPU = 2
+"""At a time: most of a start is imports, which keep one core busy."""
+
+GRAPH_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
+
+LEAST_POOL_TOKENS = 8192
+
+_SHARED = ("sparse_budget", "sink_tokens", "recent_tokens", "dense_layers")
+"""The baselines take these arguments of sparse systems."""
+
+_REASON = 300
+"""A report quotes so many characters of the last line of a failure."""
+
+
+class Load(NamedTuple):
+    """What a server has to hold.
+
+    Attributes:
+        requests: at once.
+        tokens: of all of them together.
+        threshold: tokens of a request before it turns sparse.
+    """
+
+    requests: int
+    tokens: int
+    threshold: int
+
+
+class Run(msgspec.Struct, kw_only=True):
+    """How results came about.
+
+    Attributes:
+        commands: command lines that were run.
+        machine: what it ran on, and versions.
+        model: its folder or name.
+        settings: arguments of sparse systems.
+        failures: of servers, by label.
+    """
+
+    commands: list[str]
+    machine: dict[str, Any]
+    model: str
+    settings: dict[str, Any]
+    failures: dict[str, str] = {}
+
+
+def add_options(
+    parser: argparse.ArgumentParser,
+    model: str,
+    systems: Sequence[str],
+    budgets: Sequence[int],
+    settings: Mapping[str, Any],
+) -> None:
+    """Add the options that all comparisons have, with their defaults."""
+    add = parser.add_argument
+    add("--out", type=Path, required=True, help="folder of the results")
+    add("--model-path", "--model", dest="model", default=model,
+        help="a folder, or a name as smollm2; default: %(default)s")  # fmt: skip
+    add("--systems", nargs="+", default=list(systems), metavar="LABEL",
+        help="NAME or NAME:ARGUMENT=VALUE,...; default: %(default)s")  # fmt: skip
+    add("--budgets", type=int, nargs="+", default=list(budgets), metavar="K",
+        help="tokens that each KV head selects; default: %(default)s")  # fmt: skip
+    given = ",".join(f"{name}={value}" for name, value in settings.items())
+    add("--set", type=explained(parse_assignments), default={}, dest="settings",
+        metavar="NAME=VALUE,...",
+        help=f"server arguments of all sparse systems; default: {given}")  # fmt: skip
+    add("--gpus", nargs="*", metavar="GPU",
+        help="that servers may use; one listed twice takes two servers; default: all")  # fmt: skip
+    add("--server-flags", type=explained(shlex.split), default=[],
+        help="further flags of every server")  # fmt: skip
+
+
+def read_options(
+    parser: argparse.ArgumentParser, argv: Sequence[str], settings: Mapping[str, Any]
+) -> argparse.Namespace:
+    """Read a command line, with settings and the machine where it says nothing; ends if wrong."""
+    options = parser.parse_args(argv)
+    options.settings = {**settings, **options.settings}
+    if options.gpus is None:
+        options.gpus = visible_gpus()
+    if min(options.budgets) < 1:
+        parser.error("--budgets must be at least 1")
+    try:
+        model_config(options.model)
+        make_systems(options)
+    except ValueError as error:
+        parser.error(str(error))
+    return options
+
+
+def make_systems(options: argparse.Namespace) -> list[System]:
+    """The systems of a command line, each with each budget that its label leaves open.
+
+    Raises:
+        ValueError: there is no such system, or it is one of speed.
+    """
+    systems: dict[str, System] = {}
+    for label in options.systems:
+        system = System.parse(label)
+        if system.at_budget:
+            raise ValueError(f"the system {system.name!r} is one of speed: it answers no requests")
+        for budget in options.budgets:
+            one = system.with_budget(budget)
+            systems[one.label] = one
+    return list(systems.values())
+
+
+def start_run(name: str, argv: Sequence[str], options: argparse.Namespace) -> dict[str, Any]:
+    """The fields of Run, of a `python -m scripts.NAME`."""
+    versions = {part: importlib.metadata.version(part) for part in ("sglang", "torch")}
+    return {
+        "commands": [shlex.join(["python", "-m", f"scripts.{name}", *argv])],
+        "machine": {**describe(list(dict.fromkeys(options.gpus))), **versions},
+        "model": options.model,
+        "settings": options.settings,
+    }
+
+
+def attended_tokens(system: System, settings: Mapping[str, Any]) -> int:
+    """The most tokens that a sparse layer attends to: sinks, selected and recent ones, its own."""
+    arguments = {**settings, **system.changes}
+    return sum(arguments[name] for name in _SHARED[:3]) + 1
+
+
+def server_flags(system: System, options: argparse.Namespace, load: Load) -> list[str]:
+    """The command line of a system's server; what the user gives comes last and wins."""
+    arguments = {**system.arguments, **system.changes}
+    if system.is_sparse:
+        settings = {**options.settings, **system.changes}
+        if system.mode != CACHE_RANK:
+            arguments |= {name: settings[name] for name in _SHARED if name in settings}
+        else:
+            # A selection may change whole from one step to the next, as it does in the baselines.
+            arguments |= {"max_swap_tokens": settings["sparse_budget"], **settings}
+            arguments["sparse_threshold"] = load.threshold
+            arguments["max_sparse_requests"] = load.requests
+    return [
+        *_machine_flags(bool(options.gpus), load),
+        *("--model-path", str(folder_of(options.model))),
+        *to_flags(arguments),
+        *options.server_flags,
+    ]
+
+
+def _machine_flags(on_gpus: bool, load: Load) -> list[str]:
+    """Flags that any system needs on this machine."""
+    machine = PLAIN[2:]  # without the choice of plain SGLang
+    if on_gpus:
+        batches = [str(batch) for batch in GRAPH_BATCHES if batch < 2 * load.requests]
+        machine = [
+            *("--dtype", "bfloat16", "--cuda-graph-backend-prefill", "disabled"),
+            *("--cuda-graph-bs-decode", *batches, "--sampling-backend", "pytorch"),
+            *("--grammar-backend", "none", "--disable-radix-cache"),
+        ]
+    # SGLang counts a request twice while its prompt is computed in chunks.
+    requests, tokens = load.requests + 1, max(LEAST_POOL_TOKENS, 2 * load.tokens)
+    return [*machine, "--max-running-requests", str(requests), "--max-total-tokens", str(tokens)]
+
+
+class Job(NamedTuple):
+    """A system, and how many GPUs its server takes."""
+
+    system: System
+    gpus: int
+
+
+def serve_each(
+    systems: Sequence[System],
+    options: argparse.Namespace,
+    load: Load,
+    run: Run,
+    use: Callable[[Client, System], None],
+) -> None:
+    """Serve systems, on GPUs of their own; one that fails is noted in the run, and others go on.
+
+    Args:
+        systems: those that need most GPUs are started first.
+        options: the command line.
+        load: what each server has to hold.
+        run: takes down failures.
+        use: is called with each server, from several threads.
+    """
+    on_gpus = bool(options.gpus)
+    running: set[Server] = set()
+
+    @contextlib.contextmanager
+    def serving(job: Job, gpus: Sequence[str]) -> Iterator[Server]:
+        seen = {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}
+        server = Server(server_flags(job.system, options, load), {**seen, **ENVIRONMENT})
+        running.add(server)
+        try:
+            yield server.wait_ready()
+        finally:
+            server.stop()
+            running.remove(server)
+
+    def run_job(job: Job, gpus: list[str]) -> None:
+        with serving(job, gpus) as server:
+            use(server, job.system)
+        bar.update()
+
+    def fail(job: Job, error: Exception) -> None:
+        reason = str(error).strip().rpartition("\n")[2][-_REASON:]
+        run.failures[job.system.label] = f"{type(error).__name__}: {reason}"
+        tqdm.write(f"{job.system.label} failed: {str(error)[-1500:]}", file=sys.stderr)
+
+    def stop() -> None:
+        for server in list(running):
+            server.stop()
+
+    jobs = [Job(system, system.gpus if on_gpus else 0) for system in systems]
+    jobs.sort(key=lambda job: -job.gpus)
+    with tqdm(total=len(jobs), unit="server", dynamic_ncols=True) as bar:
+        run_jobs(jobs, options.gpus, run_job, fail, stop, None if on_gpus else SERVERS_ON_A_CPU)
+
+
+def describe_run(run: Run) -> str:
+    """The head of a report: commands, machine and settings."""
+    machine = ", ".join(f"{name} {value}" for name, value in run.machine.items() if value)
+    settings = ", ".join(f"{name}={value}" for name, value in run.settings.items())
+    commands = "\n".join(f"    {command}" for command in run.commands)
+    return f"{commands}\n\n{machine}. Sparse systems: {settings}."
+
+
+def describe_failures(run: Run) -> list[str]:
+    """The foot of a report: a line a server that failed."""
+    return [f"{label} failed: {reason}" for label, reason in run.failures.items()]

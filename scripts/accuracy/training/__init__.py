@@ -1,1 +1,0 @@
-"""Trains the models that the evaluation runs: recipes, batches, the loop, the export, the card."""

@@ -1,0 +1,91 @@
+"""Pointer chases: answers grade as right, wrong ones as wrong."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from scripts.accuracy.pointer_chase import make_chain
+
+seeds = st.integers(0, 2**32)
+statements = st.integers(1, 4)
+
+
+@given(seeds, statements)
+def test_the_answer_is_exact(seed: int, restatements: int) -> None:
+    chain = make_chain(seed, 20, 12, restatements=restatements)
+    grade = chain.grade(" ".join(chain.answer))
+    assert grade.exact
+    assert grade.correct_hops == grade.correct_prefix_hops == grade.hops == chain.hops == 12
+
+
+@given(seeds, statements)
+def test_the_same_seed_makes_the_same_problem(seed: int, restatements: int) -> None:
+    assert make_chain(seed, 20, 12, 128, restatements) == make_chain(
+        seed, 20, 12, 128, restatements
+    )
+
+
+@given(seeds, statements, st.data())
+def test_a_changed_word_is_not_exact(seed: int, restatements: int, data: st.DataObject) -> None:
+    chain = make_chain(seed, 20, 12, restatements=restatements)
+    place = data.draw(st.integers(0, chain.max_tokens - 1))
+    words = list(chain.answer)
+    words[place] = "other"
+    grade = chain.grade(" ".join(words))
+    assert not grade.exact
+    before = chain.grade(" ".join(chain.answer[:place])).correct_prefix_hops
+    assert grade.correct_prefix_hops == before <= grade.correct_hops <= grade.hops
+
+
+@given(seeds, statements, st.data())
+def test_a_short_answer_is_not_exact(seed: int, restatements: int, data: st.DataObject) -> None:
+    chain = make_chain(seed, 20, 12, restatements=restatements)
+    length = data.draw(st.integers(0, chain.max_tokens - 1))
+    grade = chain.grade(" ".join(chain.answer[:length]))
+    assert not grade.exact
+    assert grade.correct_hops <= grade.hops
+
+
+@given(st.integers(0, 2**32 - 1))
+def test_other_words_find_nothing(seed: int) -> None:
+    """Words drawn from the vocabulary, as a model without the facts would write them."""
+    chain = make_chain(seed, 20, 12)
+    vocabulary = [f"{role}{key}" for role in "sd" for key in range(128)]
+    words = random.Random(seed).choices(vocabulary, k=chain.max_tokens)
+    assert not chain.grade(" ".join(words)).exact
+
+
+def test_a_chain_reads_as_documented() -> None:
+    chain = make_chain(seed=0, facts=3, hops=2, keys=8, restatements=2)
+    *facts, go, start = chain.prompt.split()
+    assert go == "go"
+    table = dict(zip(facts[::2], facts[1::2], strict=True))
+    assert sorted(table) == sorted(value.replace("d", "s") for value in table.values())
+    second = table[start].replace("d", "s")
+    assert " ".join(chain.answer) == f"{start} {table[start]} {second} {second} {table[second]}"
+
+
+def test_a_hop_counts_after_an_earlier_mistake() -> None:
+    chain = make_chain(seed=0, facts=20, hops=5)
+    words = list(chain.answer)
+    words[2] = "d0" if words[2] != "d0" else "d1"  # the first value
+    grade = chain.grade(" ".join(words))
+    assert (grade.correct_hops, grade.correct_prefix_hops) == (4, 0)
+
+
+@given(seeds, st.integers(2, 30))
+def test_a_lap_visits_every_key_once(seed: int, facts: int) -> None:
+    chain = make_chain(seed, facts, facts)
+    values = [word for word in chain.answer if word.startswith("d")]
+    assert len(set(values)) == facts
+    assert values[-1] == chain.prompt.split()[-1].replace("s", "d")
+
+
+@pytest.mark.parametrize("sizes", [(1, 1), (129, 1), (5, 0), (5, 5, 128, 0)])
+def test_impossible_sizes_are_refused(sizes: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="must be in"):
+        make_chain(0, *sizes)
