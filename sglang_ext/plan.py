@@ -6,7 +6,7 @@
 
 Compares a cache rank beside a GPU with plain SGLang, tensor parallel over the same two GPUs with an
 FP8 cache. Needs no GPU, and of the model only its config.json. Estimates are by bytes over
-bandwidth; docs/performance.md says how far measurements were from them. The flags of the cache rank
+bandwidth; docs/runs says how far measurements were from them. The flags of the cache rank
 are those of a server.
 """
 
@@ -66,6 +66,7 @@ def make_planner(options: argparse.Namespace) -> Planner:
         architecture=(config.get("architectures") or [""])[0],
         rotary_type=rotary_type(config),
         sparse_layers=sizes.layers - options.dense_layers,
+        rotary_type=rotary_type(config),
     )
     shape = sizes.shape(options.dense_layers)
     policy = make_config(flags, shape, options.max_sparse_requests)
