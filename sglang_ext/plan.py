@@ -64,7 +64,6 @@ def make_planner(options: argparse.Namespace) -> Planner:
         options.layers_per_group,
         options.forecast_lead,
         architecture=(config.get("architectures") or [""])[0],
-        rotary_type=rotary_type(config),
         sparse_layers=sizes.layers - options.dense_layers,
         rotary_type=rotary_type(config),
     )
