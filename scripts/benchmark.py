@@ -5,8 +5,8 @@
     python -m scripts.benchmark compare dense cache-rank
 
 Questions are asked and graded by sgl-eval, which `pip install --editable '.[eval]'` brings. The
-defaults of sampling are those of the cards of reasoning models; docs/evaluation.md says how to
-serve and how to read the result.
+defaults of sampling are those of the cards of reasoning models; docs/guide.md, under "Evaluation",
+says how to serve and how to read the result.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@
 
 Compares a cache rank beside a GPU with plain SGLang, tensor parallel over the same two GPUs with an
 FP8 cache. Needs no GPU, and of the model only its config.json. Estimates are by bytes over
-bandwidth; docs/runs says how far measurements were from them. The flags of the cache rank
-are those of a server.
+bandwidth; docs/guide.md, under "Sizing", says how near they are. The flags of the cache rank are
+those of a server.
 """
 
 from __future__ import annotations

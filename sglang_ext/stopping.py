@@ -1,9 +1,9 @@
-"""A server stops within seconds, whether a signal comes to its first process or to all of them.
+"""A server stops cleanly, whether a signal comes to its first process or to all of them.
 
-SIGINT and SIGTERM mean the same. Requests that run have a few seconds to end, then they are
-aborted, so that streams end with a reason. A second signal aborts them at once. SGLang would wait
-for the last of them after SIGTERM, and after Ctrl-C in a terminal report a crash: its schedulers
-get the signal as well.
+After SIGTERM the server waits for the last request that runs, as SGLang does. After SIGINT, which
+is Ctrl-C, requests have a few seconds to end and are then aborted, so that streams end with a
+reason. A second signal aborts them at once. SGLang reports a crash after Ctrl-C in a terminal: its
+schedulers get the signal as well.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from sglang.srt.utils import kill_process_tree
 from sglang_ext import processes
 
 SECONDS_TO_END = 2.0
-"""Requests that run when the server is to stop may end by themselves for so long."""
+"""Requests that run at SIGINT may end by themselves for so long."""
 
 SECONDS_TO_ABORT = 3.0
 """A server that has aborted its requests waits so long for their streams to end."""
@@ -44,7 +44,7 @@ class Stopping(SignalHandler):
         self._exit: Callable[..., Any] | None = None
         if isinstance(getattr(handler, "__self__", None), uvicorn.Server):
             self._exit = handler  # type: ignore[assignment]
-            self._loop.add_signal_handler(signal.SIGINT, self.sigterm_handler)
+            self._loop.add_signal_handler(signal.SIGINT, self._interrupt)
 
     def sigterm_handler(self, signum: Any = None, frame: Any = None) -> None:
         """Take no more requests, and stop when none is left."""
@@ -55,7 +55,11 @@ class Stopping(SignalHandler):
         else:
             self._is_stopping = True
             self._exit(signal.SIGINT, None)
+
+    def _interrupt(self) -> None:
+        if not self._is_stopping:
             self._loop.call_later(SECONDS_TO_END, self._abort)
+        self.sigterm_handler()
 
     def _abort(self) -> None:
         assert self._exit is not None

@@ -54,25 +54,29 @@ def test_an_idle_server_stops_and_leaves_no_process(number: int) -> None:
 
 @pytest.mark.serial
 @pytest.mark.parametrize(
-    ("number", "times", "to_all"),
+    ("number", "times", "to_all", "reason"),
     [
-        (signal.SIGINT, 1, True),
-        pytest.param(signal.SIGINT, 2, True, marks=pytest.mark.thorough),
-        pytest.param(signal.SIGTERM, 1, True, marks=pytest.mark.thorough),
-        pytest.param(signal.SIGTERM, 1, False, marks=pytest.mark.thorough),
+        (signal.SIGINT, 1, True, "abort"),
+        pytest.param(signal.SIGINT, 2, True, "abort", marks=pytest.mark.thorough),
+        pytest.param(signal.SIGTERM, 1, True, "length", marks=pytest.mark.thorough),
+        pytest.param(signal.SIGTERM, 1, False, "length", marks=pytest.mark.thorough),
+        pytest.param(signal.SIGTERM, 2, False, "abort", marks=pytest.mark.thorough),
     ],
 )
 def test_a_server_stops_while_streams_run(
-    random_model: Callable[..., Path], number: int, times: int, to_all: bool
+    random_model: Callable[..., Path], number: int, times: int, to_all: bool, reason: str
 ) -> None:
     flags = [*SMALL_CACHE_RANK, "--skip-tokenizer-init", "--sparse-threshold", "100"]
-    flags += ["--sparse-budget", "24", "--delta-capacity", "24"]
+    flags += ["--sparse-budget", "24", "--max-swap-tokens", "24"]
     running = Server([*flags, "--model-path", str(random_model())])
     ends: list[Any] = []
+    tokens = 1800 if reason == "abort" else 300
     try:
         running.wait_ready()
         threads = [
-            threading.Thread(target=lambda prompt=prompt: ends.append(last_event(running, prompt)))
+            threading.Thread(
+                target=lambda prompt=prompt: ends.append(last_event(running, prompt, tokens))
+            )
             for prompt in random_prompts([150] * 4, seed=1)
         ]
         for thread in threads:
@@ -86,14 +90,14 @@ def test_a_server_stops_while_streams_run(
         assert_it_has_stopped(running, processes)
         for thread in threads:
             thread.join()
-        assert [end["meta_info"]["finish_reason"]["type"] for end in ends] == ["abort"] * 4
+        assert [end["meta_info"]["finish_reason"]["type"] for end in ends] == [reason] * 4
     finally:
         running.stop()
 
 
-def last_event(server: Server, prompt: list[int]) -> Any:
+def last_event(server: Server, prompt: list[int], tokens: int) -> Any:
     """The last that a stream says before it ends as streams do."""
-    sampling = {"max_new_tokens": 1800, "temperature": 0, "ignore_eos": True}
+    sampling = {"max_new_tokens": tokens, "temperature": 0, "ignore_eos": True}
     body = {"input_ids": prompt, "sampling_params": sampling, "stream": True}
     url = f"{server.url}/generate"
     with requests.post(url, json=body, stream=True, timeout=120) as response:

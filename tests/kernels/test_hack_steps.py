@@ -203,7 +203,7 @@ def test_what_cannot_be_encoded_is_noted_by_its_place(
     ("option", "dtype", "shipped_as", "head_dim"),
     [
         ("2 bits", torch.float32, torch.float32, 64),
-        ("2 bits, 16, stochastic", torch.float16, torch.int8, 16),
+        ("2 bits, 16, stochastic", torch.float16, torch.int8, 64),
         ("4 bits", NARROW, NARROW, 64),
         ("2 bits", NARROW, torch.int8, 64),
         ("4 bits", torch.float32, torch.int8, 128),

@@ -82,13 +82,16 @@ def test_baselines_take_what_they_share_with_a_cache_rank() -> None:
 
 @pytest.mark.usefixtures("quiet")
 def test_a_server_accepts_the_flags(monkeypatch: pytest.MonkeyPatch) -> None:
-    from sglang_ext import cpu, server_args
+    from scripts.baselines.args import BaselineServerArgs
+    from sglang_ext import cpu
+    from sglang_ext.server_args import CacheRankServerArgs, parse_server_args
 
     monkeypatch.setattr(cpu, "has_gpu", lambda: False)
     monkeypatch.setenv("CACHE_RANK_ALLOW_LARGE_BUDGET", "1")
     options = options_of("--gpus", "--systems", *DECODE_MODES, "cache-rank", "--budgets", "32")
     for system in make_systems(options):
-        parsed = server_args.parse_server_args(server_flags(system, options, LOAD))
+        kind = CacheRankServerArgs if system.has_cache_rank else BaselineServerArgs
+        parsed = parse_server_args(server_flags(system, options, LOAD), kind)
         assert (parsed.sparse_budget, parsed.recent_tokens) == (32, 16)
 
 
