@@ -6,7 +6,6 @@ python -m sglang_ext.launch --cache-rank-gpus 1 [any SGLang flag]
 from __future__ import annotations
 
 import contextlib
-import signal
 import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -58,15 +57,14 @@ def _serve(
 
     processes.load_plugin()
     answer_exceptions(app)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    stopping.stop_on_signals()
     try:
-        with contextlib.suppress(KeyboardInterrupt):
-            launch_server(
-                server_args,
-                init_tokenizer_manager_func=stopping.init_tokenizer_manager,
-                run_scheduler_process_func=run_scheduler_process or processes.run_scheduler_process,
-                run_detokenizer_process_func=processes.run_detokenizer_process,
-            )
+        launch_server(
+            server_args,
+            init_tokenizer_manager_func=stopping.init_tokenizer_manager,
+            run_scheduler_process_func=run_scheduler_process or processes.run_scheduler_process,
+            run_detokenizer_process_func=processes.run_detokenizer_process,
+        )
     finally:
         stopping.end_processes()
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -73,6 +74,22 @@ def init_tokenizer_manager(*args: Any, **kwargs: Any) -> Any:
     made = engine.init_tokenizer_manager(*args, **kwargs)
     made[0].signal_handler_class = Stopping
     return made
+
+
+def stop_on_signals() -> None:
+    """Stop at once while no HTTP server listens to signals: before it has started, and after it.
+
+    An exception would not do. It is lost where it is raised in a callback, and the server goes on.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _stop_at_once)
+
+
+def _stop_at_once(signum: int, frame: Any) -> None:
+    end_processes()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def end_processes() -> None:

@@ -73,6 +73,8 @@ def test_a_server_stops_while_streams_run(
     tokens = 1800 if reason == "abort" else 300
     try:
         running.wait_ready()
+        # Until then SGLang sends requests to itself, and logs how they failed.
+        wait_until(lambda: "ready to roll" in running.log.read_text(errors="replace"))
         threads = [
             threading.Thread(
                 target=lambda prompt=prompt: ends.append(last_event(running, prompt, tokens))
