@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import re
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 
-_REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
+from sglang_ext.model_path import require_model
 
 
 def make_parser(name: str, description: str | None) -> argparse.ArgumentParser:
@@ -30,9 +28,10 @@ def make_parser(name: str, description: str | None) -> argparse.ArgumentParser:
 
 
 def _model(path: str) -> str:
-    if not (Path(path) / "config.json").is_file() and not _REPOSITORY.fullmatch(path):
-        what = "has no config.json" if Path(path).is_dir() else "does not exist"
-        raise argparse.ArgumentTypeError(f"{path} {what}")
+    try:
+        require_model(path)
+    except FileNotFoundError as error:
+        raise argparse.ArgumentTypeError(str(error).removeprefix("--model-path ")) from None
     return path
 
 

@@ -52,7 +52,7 @@ def note_wish(body: bytes) -> None:
         if name == CACHE_RANK and place and place[-1] == _CUSTOM:
             if value is not None and not isinstance(value, bool):
                 raise ValueError(f"{_CUSTOM}.{CACHE_RANK} must be true or false, got {value!r:.80}")
-            if place == (_CUSTOM,):
+            if "sampling_params" not in place:  # SGLang reads those, of each prompt of a batch
                 _wish.set(value)
         elif name == CACHE_RANK or is_misspelt(name):
             raise ValueError(

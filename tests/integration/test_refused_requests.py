@@ -131,8 +131,13 @@ def test_every_api_keeps_a_request_dense_that_asks_for_it(
         return sum(float(line.split()[-1]) for line in series if 'reason="asked"' in line)
 
     before, model = asked(), bundled_server.read("/v1/models")["data"][0]["id"]
-    for wish, more in ((True, 0), (False, 1)):
-        said = {"model": model, **body, "custom_params": {"cache_rank": wish}}
+    dense = {"custom_params": {"cache_rank": False}}
+    for wish, more in (
+        ({"custom_params": {"cache_rank": True}}, 0),
+        (dense, 1),
+        ({"extra_body": dense}, 2),  # where clients put it that take it for the body itself
+    ):
+        said = {"model": model, **body, **wish}
         assert bundled_server.post(path, said, timeout=60).status_code == 200
         assert asked() - before == more
 
