@@ -57,6 +57,10 @@ async def generate(
                 if isinstance(meta.get(CACHE_RANK), list):
                     meta[CACHE_RANK] = summary(meta[CACHE_RANK])
             yield output
+    except HTTPException as error:
+        if "Grammar accept_token failed" not in str(error.detail):
+            raise
+        raise ValueError("no token of this model keeps to the grammar of the request") from error
     except _UNREADABLE as error:
         if has_begun:
             raise

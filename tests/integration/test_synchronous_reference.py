@@ -151,7 +151,8 @@ THOROUGH = [
     Case("forecast", "qwen2", 2, 2, "working-set", layers=7, forecast_lead=1),
     Case("last", "qwen3", 2, 1, "full"),
     Case("spade", "qwen3", 4, 2, "full"),
-    Case("last", "qwen3", 4, 1, "working-set"),
+    # Not with 4 heads of qwen3: there two tokens rank so closely that rounding decides.
+    Case("last", "llama", 4, 1, "working-set"),
 ]
 # What is equal but for the last bits is not when it is rounded to codes.
 ROUNDED = [
