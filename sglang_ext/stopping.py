@@ -9,6 +9,7 @@ schedulers get the signal as well.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import os
 import signal
 import sys
@@ -87,6 +88,7 @@ def stop_on_signals() -> None:
 
 def _stop_at_once(signum: int, frame: Any) -> None:
     end_processes()
+    atexit._run_exitfuncs()  # semaphores are files, which would stay
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
