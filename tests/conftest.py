@@ -8,6 +8,7 @@ that nothing else is imported before a test asks for it.
 import importlib
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,15 @@ LONGEST_FIRST = [
     "test_wire_dtype",
 ]
 """After the first, these files start servers, from the longest group to the shortest."""
+
+
+@pytest.fixture(autouse=True)
+def signals() -> Iterator[None]:
+    """Handle signals as before after a test: what tests start inherits those that are ignored."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture
