@@ -20,3 +20,10 @@ def pack_hidden() -> Callable[..., None]:
     from cache_rank.kernels.pack import triton
 
     return triton.pack_hidden
+
+
+@by_device(reference.stamp)
+def stamp() -> Callable[..., None]:
+    from cache_rank.kernels.pack import triton
+
+    return triton.stamp
