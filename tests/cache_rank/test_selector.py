@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Callable, Collection, Hashable, Sequence
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -16,12 +14,11 @@ from small_models import FORECAST, GQA, MODELS, small_config, with_rotary
 from torch import Tensor
 
 from cache_rank import residency
-from cache_rank.config import CacheRankConfig, ModelShape, WireDtype
+from cache_rank.config import CacheRankConfig, WireDtype
 from cache_rank.graphs import Captures
 from cache_rank.kernels.checksum.reference import slots_checksum
 from cache_rank.kernels.select.reference import EMPTY
 from cache_rank.measure.timeline import Timeline
-from cache_rank.messages import MessageBuffers
 from cache_rank.pages import PAGE_TOKENS, OutOfPagesError
 from cache_rank.protocol import (
     NO_EPOCH,
@@ -29,10 +26,7 @@ from cache_rank.protocol import (
     DownMessage,
     Row,
     basis_shape,
-    bulk_shape,
-    down_sizes,
     projection_shape,
-    up_sizes,
 )
 from cache_rank.selector import Selector
 
@@ -217,50 +211,6 @@ def test_what_was_captured_before_projections_came_is_not_replayed_after() -> No
         boundary.answered is not None and not boundary.is_fresh for boundary in config.boundaries
     ]
     assert any(changed)
-
-
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_a_traced_step_is_what_every_step_is(device: str, tmp_path: Path) -> None:
-    """The same work leaves the times of its parts; on a GPU it is replayed from graphs."""
-    model = ModelShape(6, 8, 2, 128, "bfloat16", 128**-0.5, hidden_size=64)
-    config = small_config(model, query_predictor="forecast", forecast_lead=1, max_rows=1)
-    on, path = torch.device(device), tmp_path / "trace.json"
-    selector, timeline = Selector(config, on, 1 << 24), Timeline(str(path), on, config.boundaries)
-    sequence = selector.begin(1)
-    selector.load(sequence, torch.randn(bulk_shape(config, 45)).to(on, torch.bfloat16))
-    ups, downs = (
-        [torch.zeros(size, dtype=torch.uint8, device=on) for size in sizes(config, 1)]
-        for sizes in (up_sizes, down_sizes)
-    )
-    messages, keys = MessageBuffers(config, ups, downs).of(1), []
-    for number in range(1, 9):
-        if device == "cpu":
-            selector._captures = seen = Seen()
-            keys.append(seen.keys)
-        step = selector.begin_step(number, [Row(1, sequence.tokens)])
-        timeline.enter_step(number, traced=number == 7)
-        for boundary, up in zip(config.boundaries, messages.up, strict=True):
-            timeline.mark(boundary, "begin")
-            timeline.mark(boundary, "receive")
-            selector.serve(step, boundary, up, messages.answer_of(boundary), timeline)
-        selector.end_step(step)
-    assert all(one == keys[0] for one in keys)
-    if device == "cuda":
-        assert len(selector._captures._graphs) == len(config.boundaries)
-    spans = [json.loads(line.rstrip(",")) for line in path.read_text().splitlines()]
-    answering = ["predict", "score", "select", "gather"]
-    assert [(span["args"]["step"], span["args"]["group"], span["name"]) for span in spans] == [
-        (7, lane, part)
-        for lane, boundary in enumerate(config.boundaries)
-        for part in [
-            "receive",
-            *["append"] * (boundary.left is not None),
-            *answering * (boundary.answered is not None),
-        ]
-    ]
-    assert sum(span["dur"] for span in spans if span["name"] in answering) > 0
-    starts = [span["ts"] for span in spans]
-    assert starts == sorted(starts)
 
 
 def load_projections(served: Served, first: int, seed: int = 0) -> dict[int, Tensor]:
