@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from cache_rank.config import CacheRankConfig, ModelShape
-from cache_rank.kernels.forecast.reference import forecast_step, forecast_workspace
-from cache_rank.operations import operations_for
+from cache_rank.kernels.forecast import forecast_step, forecast_workspace, reference
 from cache_rank.step_rows import StepRows
 
 
@@ -39,7 +38,7 @@ def forecast_layer(
     frequency = None
     if model.rotary_frequency:
         frequency = torch.tensor(model.rotary_frequency, device=hidden.device)
-    forecast_step(
+    reference.forecast_step(
         hidden,
         projection[None, :-2].transpose(1, 2),
         constant[None],
@@ -51,7 +50,7 @@ def forecast_layer(
         model.rotary_scale,
         model.norm_epsilon,
         model.query_norm_epsilon or 0.0,
-        forecast_workspace(len(hidden), 1, *heads, hidden.device),
+        reference.forecast_workspace(len(hidden), 1, *heads, hidden.device),
         queries,
     )
     return queries[:, 0]
@@ -64,7 +63,6 @@ class Forecast:
         """Take memory; forecasts are zero until `load` has brought the projections."""
         model = config.model
         self._config = config
-        self._operations = operations_for(device)
         self._frequency: Tensor | None = None
         if model.rotary_frequency:
             self._frequency = torch.tensor(model.rotary_frequency, device=device)
@@ -72,7 +70,7 @@ class Forecast:
         self._constants: dict[int, Tensor] = {}
         self._query_norms: dict[int, Tensor] = {}
         most = (config.max_rows, config.layers_per_group, model.query_heads, model.head_dim)
-        self._workspace = self._operations.forecast_workspace(*most, device)
+        self._workspace = forecast_workspace(*most, device)
         self._queries = torch.zeros(math.prod(most), device=device)
         self._missing = {group: {*layers} for group, layers in enumerate(config.groups)}
         for group, layers in enumerate(config.groups):
@@ -111,7 +109,7 @@ class Forecast:
         query_norms = self._query_norms[group]
         heads = (hidden.shape[0], *query_norms.shape)
         queries = self._queries[: math.prod(heads)].view(heads)
-        self._operations.forecast_step(
+        forecast_step(
             hidden,
             self._projections[group],
             self._constants[group],

@@ -70,19 +70,18 @@ class Captures:
         """Allow a few more captures: a step begins."""
         self._left = CAPTURES_A_STEP
 
-    def run(self, key: Hashable | None, action: Callable[[], Result]) -> Result:
+    def run(self, key: Hashable, action: Callable[[], Result]) -> Result:
         """Do what an action does; see `capture` for what it must be like.
 
         Args:
-            key: two actions of the same key do the same, with the same memory. An action without a
-                key is never captured.
+            key: two actions of the same key do the same, with the same memory.
             action: the work. It runs as it is at first, which compiles its kernels, and is captured
                 later.
 
         Returns:
             The result of the action now, or of the run that was captured.
         """
-        if not self._captures or key is None:
+        if not self._captures:
             return action()
         if key in self._graphs:
             graph, result = self._graphs[key]

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from cache_rank.config import CacheRankConfig
+from cache_rank.kernels.select import select_step, select_workspace
 from cache_rank.kernels.select.reference import EMPTY
-from cache_rank.operations import operations_for
 from cache_rank.step_rows import StepRows
 
 
@@ -20,7 +20,6 @@ class Mirror:
     def __init__(self, config: CacheRankConfig, device: torch.device) -> None:
         model, slots = config.model, config.max_rows
         self._config = config
-        self._operations = operations_for(device)
         self._tokens = torch.full(
             (slots, model.layers, model.kv_heads, config.sparse_budget),
             EMPTY,
@@ -36,7 +35,7 @@ class Mirror:
             dtype=torch.int32,
             device=device,
         )
-        self._workspace = self._operations.select_workspace(
+        self._workspace = select_workspace(
             slots,
             largest_group,
             model.kv_heads,
@@ -86,7 +85,7 @@ class Mirror:
                 later step.
         """
         config = self._config
-        self._operations.select_step(
+        select_step(
             scores,
             self._tokens,
             rows.slots,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cache_rank.config import CacheRankConfig
-from cache_rank.operations import operations_for
+from cache_rank.kernels.predict import predict_step
 from cache_rank.step_rows import StepRows
 
 
@@ -29,7 +29,6 @@ class QueryRing:
             device=device,
         )
         self._config = config
-        self._operations = operations_for(device)
         self._frequency: Tensor | None = None
         if model.rotary_frequency:
             self._frequency = torch.tensor(model.rotary_frequency, device=device)
@@ -52,7 +51,7 @@ class QueryRing:
         config, model = self._config, self._config.model
         shape = (rows.slots.shape[0], len(layers), model.query_heads, model.head_dim)
         predicted = self._predicted[: math.prod(shape)].view(shape)
-        self._operations.predict_step(
+        predict_step(
             self.entries,
             rows.slots,
             rows.positions,

@@ -39,7 +39,7 @@ from cache_rank.protocol import (
 from cache_rank.residency import memory_for_tokens
 from cache_rank.resident_sequence import ResidentSequence
 from cache_rank.schedule import Boundary
-from cache_rank.selector import Selector, SelectorStep
+from cache_rank.selector import Selector
 
 PEER_SECONDS = 600.0
 """The cache rank waits so long for the inference rank in the middle of a step, which may be slow or
@@ -274,15 +274,12 @@ class CacheRank:
         self._observer.on_step(message)
         messages = self._messages.of(len(message.rows))
         for lane, (boundary, up) in enumerate(zip(self._boundaries, messages.up, strict=True)):
-            # The receive is posted only when the answer before is queued: should the host have to
-            # wait for the device in between, both ranks are waiting for that answer.
-            received = self._link.up.receive(up.buffer, self._taken[lane], lane=lane)
-            self._observer.on_wait(lane)
-            received.wait(PEER_SECONDS)
-            self._observer.on_message()
-            self._serve(step, boundary, up, messages.answer_of(boundary))
-            if up.buffer.is_cuda:
-                self._taken[lane] = self._mark()
+            answer = messages.answer_of(boundary)
+            self._receive(lane, up)
+            self._wait_until_sent(boundary)
+            self.selector.serve(step, boundary, up, answer, self._observer.timeline)
+            self._send(boundary, answer)
+            self._release(lane, up)
             self._observer.on_answer(self.selector, step, boundary, up)
         self.selector.end_step(step)
         self._last_step = max(self._last_step, message.step)
@@ -293,15 +290,33 @@ class CacheRank:
         if (loaded := self._loaded.pop(epoch, None)) is not None:
             torch.cuda.current_stream().wait_event(loaded)
 
-    def _serve(
-        self, step: SelectorStep, boundary: Boundary, up: UpMessage, down: DownMessage | None
-    ) -> None:
-        group = boundary.answered
-        if group is not None and (sent := self._sent[group]) is not None:
+    def _receive(self, lane: int, up: UpMessage) -> None:
+        """Let what is queued next wait for a message, and on a CPU the host.
+
+        It is posted only when the answer before is queued: should the host have to wait for the
+        device in between, both ranks are waiting for that answer.
+        """
+        boundary = self._boundaries[lane]
+        received = self._link.up.receive(up.buffer, self._taken[lane], lane=lane)
+        self._observer.on_wait(boundary)
+        received.wait(PEER_SECONDS)
+        self._observer.on_message(boundary)
+
+    def _release(self, lane: int, up: UpMessage) -> None:
+        """Let the buffer of a message be written again once what is queued has read it."""
+        if up.buffer.is_cuda:
+            self._taken[lane] = self._mark()
+
+    def _wait_until_sent(self, boundary: Boundary) -> None:
+        """Wait until the answer of the step before has left the buffer of this one."""
+        if boundary.answered is not None and (sent := self._sent[boundary.answered]) is not None:
             sent.wait(PEER_SECONDS)
-        self.selector.serve(step, boundary, up, down, self._observer.timeline)
-        if group is not None and down is not None:
-            self._sent[group] = self._link.down.send(down.buffer, lane=group)
+
+    def _send(self, boundary: Boundary, answer: DownMessage | None) -> None:
+        """Send an answer, if there is one, when what is queued has written it."""
+        if boundary.answered is not None and answer is not None:
+            lane = boundary.answered
+            self._sent[lane] = self._link.down.send(answer.buffer, lane=lane)
 
     def _refused_rows(self, message: Step) -> dict[int, str]:
         refused = {}

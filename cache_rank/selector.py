@@ -13,8 +13,8 @@ steps, see `Residency.captures_append`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Sequence
-from typing import NamedTuple, TypeVar
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,8 +34,6 @@ from cache_rank.resident_sequence import ResidentSequence
 from cache_rank.schedule import Boundary
 from cache_rank.step_rows import StepRows
 
-Result = TypeVar("Result")
-
 _CHECKSUM = AnswerHeader._fields.index("checksum")
 _SHIPPED = AnswerHeader._fields.index("shipped_tokens")
 
@@ -44,37 +42,6 @@ _PAGES_ROUNDING = 16
 
 _STEP_BYTES = 1024
 """A row of a step uploads fewer bytes than this beside its pages."""
-
-
-class Parts:
-    """Runs the parts of a boundary's work, as they are: the whole may be captured."""
-
-    def run(self, name: str, action: Callable[[], Result], is_captured: bool = True) -> Result:
-        """Run a part.
-
-        Args:
-            name: in the timeline.
-            action: the work.
-            is_captured: whether it can be captured.
-        """
-        return action()
-
-
-_PARTS = Parts()
-
-
-class _TracedParts(Parts):
-    """Runs each part from a graph of its own, and marks its end."""
-
-    def __init__(self, captures: Captures, key: tuple[Hashable, ...], timeline: Timeline) -> None:
-        self._captures = captures
-        self._key = key
-        self._timeline = timeline
-
-    def run(self, name: str, action: Callable[[], Result], is_captured: bool = True) -> Result:
-        result = self._captures.run((name, *self._key) if is_captured else None, action)
-        self._timeline.mark(name)
-        return result
 
 
 class SelectorStep(NamedTuple):
@@ -306,7 +273,7 @@ class Selector:
     ) -> None:
         """Take over what came at a boundary, and lay out the answer.
 
-        What is queued is one graph, or in a step that is traced one a part.
+        What is queued is one graph.
 
         Args:
             step: under way.
@@ -317,36 +284,33 @@ class Selector:
         """
         messages = [message.buffer.data_ptr() for message in (up, down) if message is not None]
         key = (boundary, step.key, self._forecasts(boundary), *messages)
-        if timeline.is_tracing:
-            parts = _TracedParts(self._captures, key, timeline)
-            self._append(step, boundary, up, parts)
-            self._answer(step, boundary, up, down, parts)
-        elif self._residency.captures_append:
-            self._captures.run(key, lambda: self._append_and_answer(step, boundary, up, down))
+        if self._residency.captures_append:
+            self._captures.run(key, lambda: self._serve(step, boundary, up, down, timeline))
         else:
-            self._append(step, boundary, up)
-            self._captures.run(key, lambda: self._answer(step, boundary, up, down))
+            self._append(step, boundary, up, timeline)
+            self._captures.run(key, lambda: self._answer(step, boundary, up, down, timeline))
         if self.config.checksum:
             self._add_checksums(step, boundary, down)
 
-    def _append_and_answer(
-        self, step: SelectorStep, boundary: Boundary, up: UpMessage, down: DownMessage | None
+    def _serve(
+        self,
+        step: SelectorStep,
+        boundary: Boundary,
+        up: UpMessage,
+        down: DownMessage | None,
+        timeline: Timeline,
     ) -> None:
-        self._append(step, boundary, up)
-        self._answer(step, boundary, up, down)
+        self._append(step, boundary, up, timeline)
+        self._answer(step, boundary, up, down, timeline)
 
     def _append(
-        self, step: SelectorStep, boundary: Boundary, up: UpMessage, parts: Parts = _PARTS
+        self, step: SelectorStep, boundary: Boundary, up: UpMessage, timeline: Timeline
     ) -> None:
         """Take over the tokens of the group that is left, if one is."""
-        if boundary.left is None:
-            return
-        layers, ring = self.config.groups[boundary.left], self._queries.entries
-        parts.run(
-            "append",
-            lambda: self._residency.append(step.rows, layers, up.tokens, ring),
-            is_captured=self._residency.captures_append,
-        )
+        if boundary.left is not None:
+            layers = self.config.groups[boundary.left]
+            self._residency.append(step.rows, layers, up.tokens, self._queries.entries)
+            timeline.mark(boundary, "append")
 
     def _answer(
         self,
@@ -354,20 +318,22 @@ class Selector:
         boundary: Boundary,
         up: UpMessage,
         down: DownMessage | None,
-        parts: Parts = _PARTS,
+        timeline: Timeline,
     ) -> None:
         """Choose the tokens that a group attends to, if one is answered, and lay out changes."""
         group = boundary.answered
         if group is None or down is None:
             return
         rows, layers = step.rows_of(boundary), self.config.groups[group]
-        changed, chosen = step.changed[group], self._mirror.chosen
-        queries = parts.run("predict", lambda: self._predict(step, boundary, group, up))
-        scores = parts.run(
-            "score", lambda: self._residency.score(rows, layers, queries, chosen=chosen)
-        )
-        parts.run("select", lambda: self._mirror.select(rows, layers, scores, down.slots, changed))
-        parts.run("gather", lambda: self._gather(rows, layers, changed, down))
+        changed = step.changed[group]
+        queries = self._predict(step, boundary, group, up)
+        timeline.mark(boundary, "predict")
+        scores = self._residency.score(rows, layers, queries, chosen=self._mirror.chosen)
+        timeline.mark(boundary, "score")
+        self._mirror.select(rows, layers, scores, down.slots, changed)
+        timeline.mark(boundary, "select")
+        self._gather(rows, layers, changed, down)
+        timeline.mark(boundary, "gather")
 
     def _predict(self, step: SelectorStep, boundary: Boundary, group: int, up: UpMessage) -> Tensor:
         """The queries by which a group is selected for, (R, L, Hq, D) float32."""

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cache_rank.kernels.scatter import copy_tokens
 from cache_rank.kernels.scatter.reference import layer_buffers
-from cache_rank.operations import operations_for
 from sglang_ext import compat
 from sglang_ext.lifecycle import SparseSequence
 
@@ -49,10 +49,9 @@ class DenseStore:
         self._first_block, self._block_rows = first_block, block_rows
         self._first_row = keys[0].shape[0] - blocks * rows_per_request
         self._rows_per_request = rows_per_request
-        self._copy_tokens = operations_for(keys[0].device).copy_tokens
         for count in (EVICTION_STRIDE, EVICTION_STRIDE + 1):  # so that no request waits to compile
             row = torch.zeros(count, dtype=torch.int64, device=keys[0].device)
-            self._copy_tokens(self._keys, self._values, row, row)
+            copy_tokens(self._keys, self._values, row, row)
 
     def rows_of(self, sequence: SparseSequence, start: int, stop: int) -> Tensor:
         """Return the rows of a request's tokens from start to stop: (stop - start,) int64."""
@@ -62,7 +61,7 @@ class DenseStore:
 
     def copy(self, pool_rows: Tensor, store_rows: Tensor) -> None:
         """Copy tokens from pool rows into the store, (n,) int64 each, on the current stream."""
-        self._copy_tokens(self._keys, self._values, pool_rows, store_rows)
+        copy_tokens(self._keys, self._values, pool_rows, store_rows)
 
 
 class Eviction:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from cache_rank.config import CacheRankConfig
 from cache_rank.graphs import capture
-from cache_rank.operations import operations_for
+from cache_rank.kernels.scatter import copy_tokens
 from sglang_ext import reuse
 from sglang_ext.compat import pool_state
 from sglang_ext.exchange.base import Exchange
@@ -127,7 +127,6 @@ class StepPlanner:
         self._config = config
         self._metrics = metrics
         self._req_to_token = pools.req_to_token
-        self._operations = operations_for(pools.req_to_token.device)
         self._graph: torch.cuda.CUDAGraph | None = None
         if self.numbers is not None:
             self.numbers.write()
@@ -231,4 +230,4 @@ class StepPlanner:
         if sinks:
             source = self._req_to_token[sequence.row, :sinks].to(torch.int64)
             target = torch.arange(sequence.block, sequence.block + sinks, device=source.device)
-            self._operations.copy_tokens(self.slots.keys, self.slots.values, source, target)
+            copy_tokens(self.slots.keys, self.slots.values, source, target)

@@ -23,19 +23,19 @@ class Observer:
     def __init__(self, config: CacheRankConfig, trace: str, device: torch.device) -> None:
         """Record where the environment says, and append timelines to the file `trace`, if any."""
         self.recorder = Recorder.from_environment(config)
-        self.timeline = Timeline(trace, device)
+        self.timeline = Timeline(trace, device, config.boundaries)
 
     def on_step(self, message: Step) -> None:
         """A step begins."""
         self.timeline.enter_step(message.step, message.traced)
 
-    def on_wait(self, lane: int) -> None:
+    def on_wait(self, boundary: Boundary) -> None:
         """The wait for the message of a boundary begins."""
-        self.timeline.enter_group(lane)
+        self.timeline.mark(boundary, "begin")
 
-    def on_message(self) -> None:
+    def on_message(self, boundary: Boundary) -> None:
         """The message has come."""
-        self.timeline.mark("receive")
+        self.timeline.mark(boundary, "receive")
 
     def on_answer(
         self, selector: Selector, step: SelectorStep, boundary: Boundary, up: UpMessage

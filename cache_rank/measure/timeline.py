@@ -9,11 +9,20 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
+from torch import Tensor
+
+from cache_rank.kernels.pack import stamp
+from cache_rank.schedule import Boundary
+
+Part = Literal["begin", "receive", "append", "predict", "score", "select", "gather"]
+PARTS: tuple[Part, ...] = get_args(Part)
+"""What is done at a boundary, in this order; not every boundary has all parts. `begin` is no part,
+but when the wait for the message begins."""
 
 
 class Span(NamedTuple):
@@ -70,73 +79,59 @@ class TraceFile:
 
 
 class Timeline:
-    """Marks on the stream of the cache rank; does nothing between traced steps.
+    """When the parts of a step were done, on the stream of the cache rank; nothing without a file.
 
-    A mark ends the span that began at the mark before it.
+    A mark is one kernel that stores the time. CUDA graphs hold it between the kernels that it
+    times, so that what is traced is what is served. Every step leaves its marks where the step
+    before left them; those of traced steps are copied.
     """
 
-    def __init__(self, path: str, device: torch.device) -> None:
+    def __init__(
+        self, path: str, device: torch.device, boundaries: Sequence[Boundary] = ()
+    ) -> None:
+        """Append to a file, if there is one, when the parts of what comes at boundaries end."""
         self._file = TraceFile(path, "cache") if path else None
-        self._on_gpu = device.type == "cuda"
-        self._tracing = False
-        self._step = self._group = 0
-        self._marks: list[_Mark] = []
-
-    @property
-    def is_tracing(self) -> bool:
-        """Whether the step under way is traced."""
-        return self._tracing
+        self._lanes = {boundary: lane for lane, boundary in enumerate(boundaries)}
+        self._stamps = torch.zeros((len(boundaries), len(PARTS)), dtype=torch.int64, device=device)
+        self._traced_step: int | None = None
+        self._traced: list[tuple[int, Tensor]] = []
 
     def enter_step(self, step: int, traced: bool) -> None:
-        """Mark what follows as part of a step.
-
-        The first step that is not traced writes the spans of those that were.
-        """
+        """Begin a step. The first step that is not traced writes the spans of those that were."""
+        if self._traced_step is not None:
+            self._traced.append((self._traced_step, self._stamps.clone()))
+        self._traced_step = step if traced and self._file is not None else None
         if not traced:
             self.flush()
-        self._tracing = traced and self._file is not None
-        self._step = step
 
-    def enter_group(self, group: int) -> None:
-        """Mark what follows as work on a layer group; what came before is no span."""
-        self._group = group
-        self.mark("")
-
-    def mark(self, name: str) -> None:
-        """End a span, unless it has no name, and begin the next, on the current stream."""
-        if not self._tracing:
-            return
-        when: torch.cuda.Event | float = time.monotonic_ns() / 1e3
-        if self._on_gpu:
-            when = torch.cuda.Event(enable_timing=True)
-            when.record()
-        self._marks.append(_Mark(name, self._step, self._group, when))
+    def mark(self, boundary: Boundary, part: Part) -> None:
+        """Mark, on the current stream, that a part of what is done at a boundary has ended."""
+        if self._file is not None:
+            stamp(self._stamps, self._lanes[boundary] * len(PARTS) + PARTS.index(part))
 
     def flush(self) -> None:
         """Write the spans of the traced steps; waits for the device to finish them."""
-        if self._file is None or not self._marks:
+        if self._file is None or not self._traced:
             return
-        marks, self._marks = self._marks, []
-        times = self._times([mark.when for mark in marks])
-        self._file.write(
-            Span(mark.name, start, stop, mark.step, mark.group)
-            for mark, (start, stop) in zip(marks[1:], pairwise(times), strict=True)
-            if mark.name
-        )
+        traced, self._traced = self._traced, []
+        offset = self._host_offset()
+        for step, stamps in traced:
+            for lane, times in enumerate(stamps.tolist()):
+                marks = [
+                    (part, (nanoseconds + offset) / 1e3)
+                    for part, nanoseconds in zip(PARTS, times, strict=True)
+                    if nanoseconds
+                ]
+                self._file.write(
+                    Span(part, start, stop, step, lane)
+                    for (_, start), (part, stop) in pairwise(marks)
+                )
 
-    def _times(self, marks: list[torch.cuda.Event | float]) -> list[float]:
-        if not self._on_gpu:
-            return [float(when) for when in marks]  # type: ignore[arg-type]
+    def _host_offset(self) -> int:
+        """The nanoseconds from a stamp to the host's monotonic clock; stops the device."""
+        if not self._stamps.is_cuda:
+            return 0
+        now = torch.zeros(1, dtype=torch.int64, device=self._stamps.device)
+        stamp(now, 0)
         torch.cuda.synchronize()
-        now = torch.cuda.Event(enable_timing=True)
-        now.record()
-        now.synchronize()
-        host = time.monotonic_ns() / 1e3
-        return [host - 1e3 * when.elapsed_time(now) for when in marks]  # type: ignore[union-attr]
-
-
-class _Mark(NamedTuple):
-    name: str
-    step: int
-    group: int
-    when: torch.cuda.Event | float
+        return time.monotonic_ns() - int(now)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from cache_rank.config import CacheRankConfig, OptionValue
-from cache_rank.operations import operations_for
+from cache_rank.kernels.score import score_workspace
 from cache_rank.residency.options import Ranges, require_options, with_defaults
 from cache_rank.residency.scores import ScoreBuffers
 from cache_rank.step_rows import StepRows
@@ -76,7 +76,6 @@ class Residency(ABC):
     def __init__(self, config: CacheRankConfig, pages: int, device: torch.device) -> None:
         self._model = config.model
         self._device = device
-        self._operations = operations_for(device)
         self._scores = ScoreBuffers(config.model, self.score_workspace, device)
 
     def load_basis(self, layer: int, basis: Tensor) -> None:
@@ -179,7 +178,7 @@ class Residency(ABC):
         self, rows: int, layers: int, kv_heads: int, group: int, capacity: int, device: torch.device
     ) -> Any:
         """Allocate the scratch memory of a scoring of at most so many rows, layers and tokens."""
-        return self._operations.score_workspace(rows, layers, kv_heads, group, capacity, device)
+        return score_workspace(rows, layers, kv_heads, group, capacity, device)
 
     def prepare_scores(self, rows: int, layers: int, capacity: int) -> int:
         """Make room for scores of so many rows, layers and tokens.

@@ -8,6 +8,9 @@ import torch
 from torch import Tensor
 
 from cache_rank.config import CacheRankConfig
+from cache_rank.kernels.append import append_step, load_tokens
+from cache_rank.kernels.gather import gather_step
+from cache_rank.kernels.score import score_step
 from cache_rank.pages import PAGE_TOKENS
 from cache_rank.residency.base import Residency
 from cache_rank.step_rows import StepRows
@@ -31,10 +34,10 @@ class Bf16Residency(Residency):
         self._values = torch.empty_like(self._keys)
 
     def load(self, pages: Tensor, slot: int, start: int, shipment: Tensor) -> None:
-        self._operations.load_tokens(shipment, self._keys, self._values, pages, start)
+        load_tokens(shipment, self._keys, self._values, pages, start)
 
     def append(self, rows: StepRows, layers: range, up: Tensor, query_ring: Tensor) -> None:
-        self._operations.append_step(
+        append_step(
             up,
             self._keys,
             self._values,
@@ -54,7 +57,7 @@ class Bf16Residency(Residency):
         chosen: Tensor | None = None,
     ) -> Tensor:
         workspace, out = self._scores.take(queries.shape[0], len(layers), rows.capacity)
-        self._operations.score_step(
+        score_step(
             queries,
             self._keys,
             rows.page_table,
@@ -70,7 +73,7 @@ class Bf16Residency(Residency):
     def gather(
         self, rows: StepRows, layers: range, entering: Tensor, keys: Tensor, values: Tensor
     ) -> None:
-        self._operations.gather_step(
+        gather_step(
             self._keys,
             self._values,
             rows.page_table,

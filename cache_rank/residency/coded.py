@@ -13,8 +13,9 @@ from torch import Tensor
 
 from cache_rank.config import CacheRankConfig
 from cache_rank.copies import upload
+from cache_rank.kernels.append import append_step, load_tokens
+from cache_rank.kernels.coded import reference
 from cache_rank.kernels.coded.reference import Codec, CodedTokens
-from cache_rank.operations import coded_operations_for
 from cache_rank.pages import PAGE_TOKENS
 from cache_rank.residency.base import Residency
 from cache_rank.residency.not_finite import NotFinite
@@ -24,8 +25,7 @@ from cache_rank.step_rows import StepRows
 class CodedResidency(Residency):
     """Codes in pages, and a full-precision ring of the newest tokens of each slot.
 
-    A subclass sets the class attributes and builds the codecs. Its Triton kernels are in the folder
-    of its name.
+    A subclass sets the class attributes, the kernels among them, and builds the codecs.
     """
 
     group_tokens: ClassVar[int]
@@ -33,6 +33,11 @@ class CodedResidency(Residency):
 
     full_groups: ClassVar[int] = 0
     """So many of the newest complete groups stay in full precision."""
+
+    encode_groups = staticmethod(reference.encode_groups)
+    gather_codes = staticmethod(reference.gather_codes)
+    score_codes = staticmethod(reference.score_codes)
+    """The kernels: those of the format, which are these where there is no GPU."""
 
     @classmethod
     @abstractmethod
@@ -62,7 +67,6 @@ class CodedResidency(Residency):
     def __init__(self, config: CacheRankConfig, pages: int, device: torch.device) -> None:
         super().__init__(config, pages, device)
         model = config.model
-        self._coded_operations = coded_operations_for(device, self.name)
         self._not_finite = NotFinite(model, device)
         codecs = self.codecs(config)
         ring = (config.max_rows, model.layers, model.kv_heads, self.ring_tokens(), model.head_dim)
@@ -95,7 +99,7 @@ class CodedResidency(Residency):
         slots, starts = upload(place, self._device)
         # Encode before the ring takes the new tokens: a group that they complete began with older
         # ones, which are in it.
-        self._coded_operations.encode_groups(
+        self.encode_groups(
             self._tokens,
             pages.unsqueeze(0),
             slots,
@@ -104,12 +108,12 @@ class CodedResidency(Residency):
             range(self._model.layers),
             shipment,
         )
-        self._operations.load_tokens(shipment, *self._tokens.rings, slots, start)
+        load_tokens(shipment, *self._tokens.rings, slots, start)
         self.check()
 
     def load_tail(self, slot: int, start: int, shipment: Tensor) -> None:
         (slots,) = upload((torch.tensor([slot], dtype=torch.int32),), self._device)
-        self._operations.load_tokens(shipment, *self._tokens.rings, slots, start)
+        load_tokens(shipment, *self._tokens.rings, slots, start)
 
     def copy_page(self, source: int, target: int) -> None:
         for planes in self._tokens.planes:
@@ -117,7 +121,7 @@ class CodedResidency(Residency):
                 plane[target].copy_(plane[source])
 
     def append(self, rows: StepRows, layers: range, up: Tensor, query_ring: Tensor) -> None:
-        self._operations.append_step(
+        append_step(
             up,
             *self._tokens.rings,
             query_ring,
@@ -126,9 +130,7 @@ class CodedResidency(Residency):
             rows.positions,
             layers.start,
         )
-        self._coded_operations.encode_groups(
-            self._tokens, rows.page_table, rows.slots, rows.positions, 1, layers
-        )
+        self.encode_groups(self._tokens, rows.page_table, rows.slots, rows.positions, 1, layers)
         if self._device.type != "cuda":
             self.check()
 
@@ -141,7 +143,7 @@ class CodedResidency(Residency):
         chosen: Tensor | None = None,
     ) -> Tensor:
         workspace, out = self._scores.take(queries.shape[0], len(layers), rows.capacity)
-        self._coded_operations.score_codes(
+        self.score_codes(
             self._tokens,
             queries,
             rows.page_table,
@@ -158,7 +160,7 @@ class CodedResidency(Residency):
     def gather(
         self, rows: StepRows, layers: range, entering: Tensor, keys: Tensor, values: Tensor
     ) -> None:
-        self._coded_operations.gather_codes(
+        self.gather_codes(
             self._tokens,
             rows.page_table,
             rows.slots,

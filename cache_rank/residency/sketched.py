@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from cache_rank.config import CacheRankConfig
+from cache_rank.kernels.sketch import append_codes, load_codes, score_sketch
 from cache_rank.kernels.sketch.reference import (
     Attended,
     Sketch,
@@ -86,9 +87,7 @@ class SketchedResidency(Residency):
 
     def load(self, pages: Tensor, slot: int, start: int, shipment: Tensor) -> None:
         self._held.load(pages, slot, start, shipment)
-        self._operations.load_codes(
-            shipment[0], self._codes, self._sketch, self._shape, pages, start
-        )
+        load_codes(shipment[0], self._codes, self._sketch, self._shape, pages, start)
 
     def load_tail(self, slot: int, start: int, shipment: Tensor) -> None:
         self._held.load_tail(slot, start, shipment)
@@ -100,7 +99,7 @@ class SketchedResidency(Residency):
     def append(self, rows: StepRows, layers: range, up: Tensor, query_ring: Tensor) -> None:
         self._held.append(rows, layers, up, query_ring)
         first_key = self._model.query_heads
-        self._operations.append_codes(
+        append_codes(
             up[:, :, first_key : first_key + self._model.kv_heads],
             self._codes,
             self._sketch,
@@ -125,7 +124,7 @@ class SketchedResidency(Residency):
         if chosen is not None and self._config.score_normalizer == "attended":
             attended = Attended(chosen, self._config.sink_tokens, self._config.recent_tokens)
         workspace, out = self._scores.take(queries.shape[0], len(layers), rows.capacity)
-        self._operations.score_sketch(
+        score_sketch(
             queries,
             self._codes,
             self._sketch,

@@ -12,9 +12,15 @@ import msgspec
 import torch
 
 from cache_rank.config import CacheRankConfig
+from cache_rank.kernels.gather import gather_step
+from cache_rank.kernels.gather import reference as torch_gather
+from cache_rank.kernels.scatter import reference as torch_scatter
+from cache_rank.kernels.scatter import scatter_step
 from cache_rank.kernels.scatter.reference import layer_buffers
+from cache_rank.kernels.score import reference as torch_score
+from cache_rank.kernels.score import score_step, score_workspace
+from cache_rank.kernels.select import select_step, select_workspace
 from cache_rank.measure.timing import median_microseconds
-from cache_rank.operations import operations_for
 from cache_rank.pages import PAGE_TOKENS
 from scripts.shared.models import model_config, model_shape
 from scripts.shared.report import number, table_of
@@ -27,7 +33,7 @@ STEPS = 24
 DRIFTS = ((1.0, 0.02), (1.0, 0.1), (0.0, 1.0))
 """Slots are selected again by scores of which a share is left and to which noise is added: from
 hardly any noise to scores that have nothing to do with those before."""
-CPU, DEVICE = torch.device("cpu"), torch.device("cuda")
+DEVICE = torch.device("cuda")
 
 
 def copy_bandwidth() -> float:
@@ -39,7 +45,6 @@ def copy_bandwidth() -> float:
 
 def kernel_rows(config: CacheRankConfig, rows: int, tokens: int) -> Iterator[dict[str, Any]]:
     """Time the kernels of one layer group, one after the other."""
-    triton, torch_only = operations_for(DEVICE), operations_for(CPU)
     budget, capacity, pages = config.sparse_budget, config.max_swap_tokens, tokens // PAGE_TOKENS
     heads = (rows, GROUP_LAYERS, KV_HEADS)
     pool = (rows * pages, GROUP_LAYERS, KV_HEADS, PAGE_TOKENS, HEAD_DIM)
@@ -63,26 +68,25 @@ def kernel_rows(config: CacheRankConfig, rows: int, tokens: int) -> Iterator[dic
         ]
         header = torch.zeros((rows, 6), dtype=torch.int64)
         applied = torch.empty_like(slots)
-    workspace = triton.score_workspace(*heads, QUERY_HEADS // KV_HEADS, tokens, DEVICE)
-    scratch = triton.select_workspace(*heads, budget, config.hysteresis, DEVICE)
+    workspace = score_workspace(*heads, QUERY_HEADS // KV_HEADS, tokens, DEVICE)
+    scratch = select_workspace(*heads, budget, config.hysteresis, DEVICE)
 
     def row(kernel: str, us: float, torch_us: float | None, moved: int) -> dict[str, Any]:
         return {"kernel": kernel, "us": us, "torch_us": torch_us, "bytes": moved}
 
-    def score(operations: Any) -> Callable[[], None]:
-        step = (queries, keys, table, slots, positions, 0, HEAD_DIM**-0.5)
-        return lambda: operations.score_step(*step, workspace, scores)
+    def score(by: Callable[..., None] = score_step) -> None:
+        by(queries, keys, table, slots, positions, 0, HEAD_DIM**-0.5, workspace, scores)
 
-    plain = median_microseconds(score(torch_only), 3)
-    yield row("score, bf16 keys", median_microseconds(score(triton)), plain, keys.nbytes)
+    plain = median_microseconds(lambda: score(torch_score.score_step), 3)
+    yield row("score, bf16 keys", median_microseconds(score), plain, keys.nbytes)
 
-    score(triton)()
+    score()
     fresh = scores.clone()
 
     def select() -> None:
         policy = (config.sink_tokens, config.recent_tokens, config.hysteresis)
         into = (scratch, entering, entering_slots, changed)
-        triton.select_step(scores, mirror, slots, positions, 0, *policy, *into)
+        select_step(scores, mirror, slots, positions, 0, *policy, *into)
 
     for _ in range(2 * budget // capacity):  # fill the slots
         scores.copy_(fresh)
@@ -108,17 +112,19 @@ def kernel_rows(config: CacheRankConfig, rows: int, tokens: int) -> Iterator[dic
         name = f"select, {units} rows, {entered:.0f} of {budget} enter"
         yield row(name, took, plain, fresh.nbytes)
 
-    def gather(operations: Any) -> Callable[[], None]:
-        held = (keys, values, table, slots, 0)
-        return lambda: operations.gather_step(*held, everywhere, out, out_values)
+    def gather(by: Callable[..., None] = gather_step) -> None:
+        by(keys, values, table, slots, 0, everywhere, out, out_values)
 
-    def scatter(operations: Any) -> Callable[[], None]:
-        answer = (header, header[:, :4].contiguous(), places, out, out_values)
-        return lambda: operations.scatter_step(*working_sets, slots * budget, *answer, applied)
+    expected = header[:, :4].contiguous()
 
-    for name, call in (("gather", gather), ("scatter", scatter)):
-        took, plain = (median_microseconds(call(way)) for way in (triton, torch_only))
-        yield row(f"{name}, {capacity} tokens a row", took, plain, 2 * 2 * out.nbytes)
+    def scatter(by: Callable[..., None] = scatter_step) -> None:
+        by(*working_sets, slots * budget, header, expected, places, out, out_values, applied)
+
+    moved, size = 2 * 2 * out.nbytes, f"{capacity} tokens a row"
+    plain = median_microseconds(lambda: gather(torch_gather.gather_step))
+    yield row(f"gather, {size}", median_microseconds(gather), plain, moved)
+    plain = median_microseconds(lambda: scatter(torch_scatter.scatter_step))
+    yield row(f"scatter, {size}", median_microseconds(scatter), plain, moved)
 
 
 def whole_steps(config: CacheRankConfig, tokens: int) -> Iterator[dict[str, Any]]:

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from cache_rank.channels.transport import Pending
 from cache_rank.config import CacheRankConfig
+from cache_rank.kernels.scatter import collect_tokens
 from cache_rank.measure.timeline import Span
-from cache_rank.operations import operations_for
 from cache_rank.pages import PAGE_TOKENS
 from cache_rank.protocol import (
     Adopt,
@@ -127,7 +127,6 @@ class Exchange(ABC):
         self.waited = 0.0
         self._config = config
         self._slots = slots
-        self._operations = operations_for(slots.device)
         self._shipments: deque[Pending] = deque()
 
     @property
@@ -235,7 +234,7 @@ class Exchange(ABC):
             dtype=self._config.model.torch_dtype,
             device=self._slots.device,
         )
-        self._operations.collect_tokens(self._slots.keys, self._slots.values, pool_rows, shipment)
+        collect_tokens(self._slots.keys, self._slots.values, pool_rows, shipment)
         self.connection.control.send(Load(sequence.epoch, sequence.shipped, count))
         sequence.shipped += count
         self.counters.bulk_bytes += shipment.nbytes

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from importlib import import_module
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from cache_rank.kernels.pinned_ring import collect, post
 from cache_rank.kernels.pinned_ring.reference import blocks
-from cache_rank.operations import implementation_for
 
 RING_ENTRIES = 16
 """A ring holds far more entries than a host is steps ahead of its device, or behind it."""
@@ -39,7 +38,6 @@ class HostToDeviceRing:
     def __init__(self, device: torch.device, **fields: Field) -> None:
         size = sum(field.size for field in fields.values())
         self._ring = _pinned(device, RING_ENTRIES, size)
-        self._kernels = _kernels(device)
         self._entries = [_Entry(entry, fields) for entry in self._ring]
         self._turn = 0
         self._collected = torch.zeros(blocks(size), dtype=torch.int64, device=device)
@@ -61,7 +59,7 @@ class HostToDeviceRing:
 
     def collect(self) -> None:
         """Replace all fields by those of the next step, on the current stream."""
-        self._kernels.collect(self._ring, self._collected, self._on_device)
+        collect(self._ring, self._collected, self._on_device)
 
 
 class _Entry:
@@ -98,7 +96,6 @@ class DeviceToHostRing:
         self._newest = _pinned(values.device, 1, 1)[0]
         self._entries = self._ring.view(RING_ENTRIES, *values.shape).numpy()
         self._newest_seen = self._newest.numpy()
-        self._kernels = _kernels(values.device)
 
     def post(self, number: Tensor) -> None:
         """Bring the tensor as it is then, on the current stream.
@@ -106,7 +103,7 @@ class DeviceToHostRing:
         Args:
             number: (1,) int64 of the device: numbers grow; of 0, nothing is brought.
         """
-        self._kernels.post(self._values, self._ring, self._newest, number)
+        post(self._values, self._ring, self._newest, number)
 
     @property
     def newest(self) -> int:
@@ -122,7 +119,3 @@ class DeviceToHostRing:
 def _pinned(device: torch.device, entries: int, width: int) -> Tensor:
     """Make host memory that a device sees, (entries, width) int64 zeros."""
     return torch.zeros((entries, width), dtype=torch.int64, pin_memory=device.type == "cuda")
-
-
-def _kernels(device: torch.device) -> Any:
-    return import_module(f"cache_rank.kernels.pinned_ring.{implementation_for(device)}")

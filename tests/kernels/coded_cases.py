@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import import_module
-from typing import Any
+from types import ModuleType
 
 import pytest
 import torch
@@ -14,7 +13,9 @@ from torch import Tensor
 from cache_rank.kernels.append import reference as append
 from cache_rank.kernels.coded import reference
 from cache_rank.kernels.coded.reference import Codec, CodedTokens
+from cache_rank.kernels.lynx import triton as lynx_triton
 from cache_rank.kernels.lynx.reference import DEFAULT_ALPHA, LynxCodec
+from cache_rank.kernels.quantspec import triton as quantspec_triton
 from cache_rank.kernels.quantspec.reference import QuantSpecCodec
 
 PAGE = 256
@@ -26,7 +27,7 @@ class Format:
     """One way of holding codes.
 
     Attributes:
-        name: the folder of its kernels.
+        triton: its kernels.
         codecs: makes those of keys and values for tokens of a dtype.
         group_tokens, ring: see `CodedTokens`.
         largest_scale: finds in the planes of keys what a query is multiplied with first.
@@ -34,17 +35,13 @@ class Format:
         rounding_on_gpu: how far that product may be off on a GPU.
     """
 
-    name: str
+    triton: ModuleType
     codecs: Callable[[torch.dtype], tuple[Codec, Codec]]
     group_tokens: int
     ring: int
     largest_scale: Callable[[tuple[Tensor, ...]], float]
     largest_code: float
     rounding_on_gpu: float = 0.0
-
-    @property
-    def triton(self) -> Any:
-        return import_module(f"cache_rank.kernels.{self.name}.triton")
 
 
 def largest(numbers: Tensor) -> float:
@@ -54,7 +51,7 @@ def largest(numbers: Tensor) -> float:
 
 def quantspec(bits: int) -> Format:
     return Format(
-        "quantspec",
+        quantspec_triton,
         lambda dtype: (QuantSpecCodec(True, dtype, bits), QuantSpecCodec(False, dtype)),
         128,
         256,
@@ -66,7 +63,7 @@ def quantspec(bits: int) -> Format:
 def lynx(in_full: bool, alpha: float = DEFAULT_ALPHA) -> Format:
     codec = LynxCodec(alpha, scores_in_full=in_full)
     return Format(
-        "lynx",
+        lynx_triton,
         lambda dtype: (codec, codec),
         256,
         256,

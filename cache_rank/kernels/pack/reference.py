@@ -58,10 +58,10 @@ def pack_hidden(
 
 
 def stamp(stamps: Tensor, index: int) -> None:
-    """Store the time in nanoseconds: that of the GPU's global timer, or of the system's clock.
+    """Store the time in nanoseconds: by the GPU's global timer, or the host's monotonic clock.
 
     Args:
         stamps: int64, on the device; entry `index` is written.
         index: the entry of `stamps`.
     """
-    stamps.view(-1)[index] = time.time_ns()
+    stamps.view(-1)[index] = time.monotonic_ns()

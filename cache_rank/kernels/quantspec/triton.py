@@ -12,7 +12,7 @@ lower - 120 in one byte, which is 16 / S times what the decoded key has above Z,
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -33,6 +33,7 @@ from cache_rank.kernels.coded.rounding import is_finite, nearest_integers, power
 from cache_rank.kernels.coded.tokens import load_group, store_gathered
 from cache_rank.kernels.nibbles.triton import high_nibbles, low_nibbles, pack_nibbles, signed
 from cache_rank.kernels.quantspec.reference import QuantSpecCodec
+from cache_rank.kernels.score.reference import ScoreWorkspace
 from cache_rank.kernels.score.triton import CHUNK_TOKENS, store_logits
 
 _MOST_OF_A_WARP = 512
@@ -288,7 +289,20 @@ encode_groups = partial(coded.encode_groups, FORMAT)
 gather_codes = partial(coded.gather_codes, FORMAT)
 
 
-def score_codes(tokens: CodedTokens, queries: Tensor, *arguments: Any, **options: Any) -> None:
+def score_codes(
+    tokens: CodedTokens,
+    queries: Tensor,
+    page_table: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    first_layer: int,
+    scale: float,
+    workspace: ScoreWorkspace,
+    out: Tensor,
+    exact: bool = False,
+    rounded: bool | None = None,
+    **options: int,
+) -> None:
     """See the reference. Programs of one warp wait for no other: queries change with every group.
 
     What larger groups of query heads, or larger heads, need does not fit the registers of one.
@@ -297,4 +311,18 @@ def score_codes(tokens: CodedTokens, queries: Tensor, *arguments: Any, **options
     if query_elements <= _MOST_OF_A_WARP:
         one_warp = {"chunk": CHUNK_TOKENS, "warps": 1, "stages": 5, "ring_block": 16}
         options = one_warp | options
-    coded.score_codes(FORMAT, tokens, queries, *arguments, **options)
+    coded.score_codes(
+        FORMAT,
+        tokens,
+        queries,
+        page_table,
+        slots,
+        positions,
+        first_layer,
+        scale,
+        workspace,
+        out,
+        exact,
+        rounded,
+        **options,
+    )

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from cache_rank.config import CacheRankConfig
 from cache_rank.copies import upload
+from cache_rank.kernels.append import append_step, load_tokens
 from cache_rank.residency.base import Residency
 from cache_rank.residency.mosaickv.memory import BUFFER_TOKENS, MemorySizes, PackedMemory
 from cache_rank.residency.mosaickv.options import OPTIONS
@@ -94,7 +95,7 @@ class MosaicKVResidency(Residency):
         while begin < stop:  # what is compressed next may still lie where later tokens go
             end = segments.at_once(stop)
             part = shipment[:, :, begin - start : end - start].contiguous()
-            self._operations.load_tokens(part, *self._memory.store.rings, place, begin)
+            load_tokens(part, *self._memory.store.rings, place, begin)
             segments.append(pages, every_layer, end)
             begin = end
 
@@ -103,7 +104,7 @@ class MosaicKVResidency(Residency):
         for slot, position in on_host:
             if slot >= 0 and position == 0 and layers.start == 0:
                 self._begin(slot)
-        self._operations.append_step(
+        append_step(
             up,
             *self._memory.store.rings,
             query_ring,

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from cache_rank.config import CacheRankConfig
+from cache_rank.kernels.scatter import collect_tokens, copy_tokens
 from cache_rank.measure.timeline import Span
 from cache_rank.protocol import bulk_shape
 from sglang_ext.exchange.base import Exchange
@@ -61,8 +62,8 @@ class DeviceExchange(Exchange):
         shipment = torch.empty(
             bulk_shape(config, 1), dtype=config.model.torch_dtype, device=slots.device
         )
-        self._operations.collect_tokens(slots.keys, slots.values, row, shipment)
-        self._operations.copy_tokens(slots.keys, slots.values, row, row)
+        collect_tokens(slots.keys, slots.values, row, shipment)
+        copy_tokens(slots.keys, slots.values, row, row)
 
     def announce(self, step: int, rows: ExchangedRows, traced: bool = False) -> None:
         self._settle()

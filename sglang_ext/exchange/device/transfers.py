@@ -27,8 +27,8 @@ from cache_rank.channels.transport import Pending
 from cache_rank.config import CacheRankConfig
 from cache_rank.graphs import capture
 from cache_rank.kernels.gate import triton as gate_kernels
+from cache_rank.kernels.scatter import scatter_step
 from cache_rank.messages import MessageBuffers, StepMessages
-from cache_rank.operations import operations_for
 from cache_rank.protocol import AnswerHeader
 from sglang_ext.exchange.connection import Connection
 from sglang_ext.exchange.device.gate import DeviceGate
@@ -79,7 +79,6 @@ class DeviceTransfers(ABC):
         self._slots = slots
         self._gate = gate
         self._timeout = connection.timeout
-        self._operations = operations_for(device)
         # A comparison of checksums stops the device, which no graph can.
         self._captured_rows = range(1, 1 if config.checksum else config.max_rows + 1)
         self._rows = ExchangedRows()
@@ -161,7 +160,7 @@ class DeviceTransfers(ABC):
             numbers.collect()
         applied, shipped = self._by_group[:, group, :rows]
         gate_kernels.refresh(self._accepts, self._gate.accepts)
-        self._operations.scatter_step(
+        scatter_step(
             *self._slots.groups[group],
             numbers["first_rows"][:rows],
             message.header,

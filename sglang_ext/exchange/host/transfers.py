@@ -10,9 +10,10 @@ from torch import Tensor
 
 from cache_rank.channels.transport import Pending
 from cache_rank.config import CacheRankConfig
+from cache_rank.kernels.pack import pack_hidden, pack_layer
+from cache_rank.kernels.scatter import scatter_step
 from cache_rank.measure.timeline import Span
 from cache_rank.messages import MessageBuffers
-from cache_rank.operations import operations_for
 from cache_rank.protocol import AnswerHeader, DownMessage, up_sizes
 from cache_rank.schedule import lanes_of_entered, lanes_of_left
 from sglang_ext.exchange.connection import CacheRankDownError, Connection
@@ -48,7 +49,6 @@ class HostTransfers:
         self._connection = connection
         self._config = config
         self._slots = slots
-        self._operations = operations_for(torch.device("cpu"))
         self._step, self._rows = 0, ExchangedRows()
         self._batch_index = torch.empty(0, dtype=torch.int32)
         self._boundaries = config.boundaries
@@ -90,7 +90,7 @@ class HostTransfers:
         lane, count = self._lane_of_left[group], self._batch_index.shape[0]
         if layer_in_group == 0:
             self._wait_until_sent(lane)
-        self._operations.pack_layer(
+        pack_layer(
             self.messages.of(len(self._rows)).up[lane].tokens,
             self._batch_index,
             layer_in_group,
@@ -106,7 +106,7 @@ class HostTransfers:
         lane, count = self._lane_of_entered[group], self._batch_index.shape[0]
         if self._boundaries[lane].left is None:
             self._wait_until_sent(lane)
-        self._operations.pack_hidden(
+        pack_hidden(
             self.messages.of(len(self._rows)).up[lane].hidden,
             self._batch_index,
             hidden[:count],
@@ -169,7 +169,7 @@ class HostTransfers:
                 )
             first_rows.append(slots.first_slot(sequence))
             self.brought.append((sequence, header.shipped_tokens))
-        self._operations.scatter_step(
+        scatter_step(
             *slots.groups[group],
             torch.tensor(first_rows, dtype=torch.int32),
             message.header,

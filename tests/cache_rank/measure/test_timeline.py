@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from cache_rank.measure.timeline import Span, Timeline, TraceFile
+from cache_rank.schedule import by_history
 
 CPU = torch.device("cpu")
 
@@ -109,21 +110,24 @@ def test_both_ranks_append_whole_lines_to_one_file(tmp_path: Path) -> None:
 # What the cache rank marks.
 
 
-def run_step(timeline: Timeline, step: int, traced: bool, groups: int = 2) -> None:
+BOUNDARIES = by_history(groups=2)
+
+
+def run_step(timeline: Timeline, step: int, traced: bool) -> None:
     timeline.enter_step(step, traced)
-    for group in range(groups):
-        timeline.enter_group(group)
+    for boundary in BOUNDARIES:
+        timeline.mark(boundary, "begin")
         time.sleep(0.002)
-        timeline.mark("receive")
-        timeline.mark("score")
+        timeline.mark(boundary, "receive")
+        timeline.mark(boundary, "score")
         time.sleep(0.001)
-        timeline.mark("select")
+        timeline.mark(boundary, "select")
 
 
 def test_traced_steps_are_written_by_the_first_that_is_not(tmp_path: Path) -> None:
     path = tmp_path / "trace"
     TraceFile(str(path), "inference").begin()
-    timeline = Timeline(str(path), CPU)
+    timeline = Timeline(str(path), CPU, BOUNDARIES)
     before = time.monotonic_ns() / 1e3
     run_step(timeline, 1, traced=False)
     run_step(timeline, 2, traced=True)
@@ -155,7 +159,7 @@ def test_traced_steps_are_written_by_the_first_that_is_not(tmp_path: Path) -> No
 def test_every_run_of_traced_steps_is_written(tmp_path: Path) -> None:
     path = tmp_path / "trace"
     TraceFile(str(path), "inference").begin()
-    timeline = Timeline(str(path), CPU)
+    timeline = Timeline(str(path), CPU, BOUNDARIES)
     for step in range(6):
         run_step(timeline, step, traced=step % 2 == 0)
     steps = [event["args"]["step"] for event in events_of(path)]
@@ -172,5 +176,5 @@ def test_without_a_file_nothing_is_kept(
     for step in range(3):
         run_step(timeline, step, traced)
     timeline.enter_step(4, traced=False)
-    assert timeline._marks == []
+    assert timeline._traced == []
     assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,56 @@
+"""What the timeline says of a selector's work."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from small_models import small_config
+
+from cache_rank.config import ModelShape
+from cache_rank.measure.timeline import Timeline
+from cache_rank.messages import MessageBuffers
+from cache_rank.protocol import Row, bulk_shape, down_sizes, up_sizes
+from cache_rank.selector import Selector
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_traced_step_is_what_every_step_is(device: str, tmp_path: Path) -> None:
+    """The same work leaves the times of its parts; on a GPU it is replayed from graphs."""
+    model = ModelShape(6, 8, 2, 128, "bfloat16", 128**-0.5, hidden_size=64)
+    config = small_config(model, query_predictor="forecast", forecast_lead=1, max_rows=1)
+    on, path = torch.device(device), tmp_path / "trace.json"
+    selector, timeline = Selector(config, on, 1 << 24), Timeline(str(path), on, config.boundaries)
+    sequence = selector.begin(1)
+    selector.load(sequence, torch.randn(bulk_shape(config, 45)).to(on, torch.bfloat16))
+    ups, downs = (
+        [torch.zeros(size, dtype=torch.uint8, device=on) for size in sizes(config, 1)]
+        for sizes in (up_sizes, down_sizes)
+    )
+    messages = MessageBuffers(config, ups, downs).of(1)
+    for number in range(1, 9):
+        step = selector.begin_step(number, [Row(1, sequence.tokens)])
+        timeline.enter_step(number, traced=number == 7)
+        for boundary, up in zip(config.boundaries, messages.up, strict=True):
+            timeline.mark(boundary, "begin")
+            timeline.mark(boundary, "receive")
+            selector.serve(step, boundary, up, messages.answer_of(boundary), timeline)
+        selector.end_step(step)
+    if device == "cuda":
+        assert len(selector._captures._graphs) == len(config.boundaries)
+    spans = [json.loads(line.rstrip(",")) for line in path.read_text().splitlines()]
+    answering = ["predict", "score", "select", "gather"]
+    assert [(span["args"]["step"], span["args"]["group"], span["name"]) for span in spans] == [
+        (7, lane, part)
+        for lane, boundary in enumerate(config.boundaries)
+        for part in [
+            "receive",
+            *["append"] * (boundary.left is not None),
+            *answering * (boundary.answered is not None),
+        ]
+    ]
+    assert sum(span["dur"] for span in spans if span["name"] in answering) > 0
+    starts = [span["ts"] for span in spans]
+    assert starts == sorted(starts)
