@@ -211,8 +211,7 @@ def _encode(
 def _gather(
     planes,
     token,
-    is_coded,
-    message,
+    target,
     tables,
     OF_KEYS: tl.constexpr,
     LAYOUT: tl.constexpr,
@@ -222,7 +221,7 @@ def _gather(
     anchors, residuals, minimums, spans, means, spreads = planes
     HALF: tl.constexpr = LAYOUT.head_dim // 2
     dims = tl.arange(0, HALF)
-    mask = is_coded[:, None]
+    mask = target.is_coded[:, None]
     at = token[:, None] * HALF + dims[None, :]
     anchor_bytes = tl.load(anchors + at, mask=mask, other=0).to(tl.int32)
     residual_bytes = tl.load(residuals + at, mask=mask, other=0).to(tl.int32)
@@ -240,7 +239,7 @@ def _gather(
         mean = tl.load(means + of_chunk, mask=mask, other=0.0).to(tl.float32)
         spread = tl.load(spreads + of_chunk, mask=mask, other=0.0).to(tl.float32)
         decoded = minimum + span * (mean + spread * fraction)
-        store_gathered(message, decoded, is_high * HALF, LAYOUT)
+        store_gathered(target, decoded, is_high * HALF, LAYOUT)
 
 
 @triton.jit
