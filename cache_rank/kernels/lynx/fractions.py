@@ -208,8 +208,8 @@ def keys_of_codes(
         The keys in the low and in the high nibbles, float16; float32 in the interpreter.
     """
     if INTERPRETED:
-        low = _signed_fraction(anchors & 15, residuals & 15, table, IN_FULL)
-        high = _signed_fraction(anchors >> 4, residuals >> 4, table, IN_FULL)
+        low = signed_fraction(anchors & 15, residuals & 15, table, IN_FULL)
+        high = signed_fraction(anchors >> 4, residuals >> 4, table, IN_FULL)
         return low * low_spread.to(tl.float32), high * high_spread.to(tl.float32)
     else:
         return tl.inline_asm_elementwise(
@@ -223,20 +223,14 @@ def keys_of_codes(
 
 
 @triton.jit
-def _signed_fraction(anchor, residual, table, IN_FULL: tl.constexpr):
+def signed_fraction(anchor, residual, table, IN_FULL: tl.constexpr):
     """The signed fraction f of nibbles of anchors and residuals."""
     anchor = (anchor.to(tl.int32) ^ 8) - 8
-    level = 16 * magnitude_of(anchor)
+    level = 16 * tl.where(anchor < 0, -anchor - 1, anchor)
     if IN_FULL:
         level -= (residual.to(tl.int32) ^ 8) - 8
     fraction = tl.load(table + level)
     return tl.where(anchor < 0, -fraction, fraction)
-
-
-@triton.jit
-def magnitude_of(anchor):
-    """The V of signed anchors."""
-    return tl.where(anchor < 0, -anchor - 1, anchor)
 
 
 @triton.jit

@@ -27,7 +27,7 @@ from cache_rank.kernels.lynx.fractions import (
     half_part,
     instructions,
     keys_of_codes,
-    magnitude_of,
+    signed_fraction,
     table_words,
 )
 from cache_rank.kernels.lynx.reference import (
@@ -227,11 +227,9 @@ def _gather(
     residual_bytes = tl.load(residuals + at, mask=mask, other=0).to(tl.int32)
     for is_high in tl.static_range(2):
         channel = dims[None, :] + is_high * HALF
-        anchor = (((anchor_bytes >> 4 * is_high) & 15) ^ 8) - 8
-        residual = (((residual_bytes >> 4 * is_high) & 15) ^ 8) - 8
-        level = 16 * magnitude_of(anchor) - residual
-        fraction = tl.load(tables[1] + level, mask=mask, other=0.0)
-        fraction = tl.where(anchor < 0, -fraction, fraction)
+        anchor = (anchor_bytes >> 4 * is_high) & 15
+        residual = (residual_bytes >> 4 * is_high) & 15
+        fraction = signed_fraction(anchor, residual, tables[1], IN_FULL=True)  # [n, D / 2]
         of_page = (token // LAYOUT.group_tokens)[:, None] * LAYOUT.head_dim + channel
         of_chunk = (token // CONSTANTS.chunk)[:, None] * LAYOUT.head_dim + channel
         minimum = tl.load(minimums + of_page, mask=mask, other=0.0)

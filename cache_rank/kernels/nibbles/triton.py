@@ -1,8 +1,8 @@
-"""Packed 4-bit codes, Triton: functions for kernels.
+"""Packed codes of 4 bits and less, Triton: functions for kernels.
 
-On a GPU one instruction unpacks four bytes. A kernel that took each byte by itself would be bound
-by arithmetic long before it is bound by memory. The interpreter knows no machine instructions, and
-does take each byte by itself.
+On a GPU a shift and a mask unpack four bytes at once. A kernel that took each byte by itself would
+be bound by arithmetic long before it is bound by memory. The interpreter knows no machine
+instructions, and does take each byte by itself.
 """
 
 from __future__ import annotations
