@@ -18,8 +18,10 @@ from cache_rank.kernels.sketch.reference import (
     Attended,
     Sketch,
     SketchShape,
+    SketchWorkspace,
     make_sketch,
     sketch_shape,
+    sketch_workspace,
 )
 from cache_rank.pages import PAGE_TOKENS
 from cache_rank.residency.base import Residency
@@ -139,6 +141,12 @@ class SketchedResidency(Residency):
             attended,
         )
         return out
+
+    def score_workspace(
+        self, rows: int, layers: int, kv_heads: int, group: int, capacity: int, device: torch.device
+    ) -> SketchWorkspace:
+        scores = super().score_workspace(rows, layers, kv_heads, group, capacity, device)
+        return sketch_workspace(scores, rows, layers, kv_heads, group, self._shape)
 
     def gather(
         self, rows: StepRows, layers: range, entering: Tensor, keys: Tensor, values: Tensor

@@ -148,7 +148,8 @@ def test_scores_are_those_of_the_reference(
     queries = torch.randn(5, 2, kv_heads * group, head_dim, device=device)
     outs = []
     for module, scoring in ((triton, score_triton), (reference, score_reference)):
-        workspace = scoring.score_workspace(5, 2, kv_heads, group, 1536, device)
+        scores = scoring.score_workspace(5, 2, kv_heads, group, 1536, device)
+        workspace = reference.sketch_workspace(scores, 5, 2, kv_heads, group, shape)
         out = torch.full((5, 2, kv_heads, 1536), 7.0, device=device)
         step = (table, slots, positions, 1, head_dim**-0.5, workspace, out)
         module.score_sketch(queries, pool, sketch, shape, *step)
@@ -182,7 +183,8 @@ def test_scores_by_attended_tokens_are_those_of_the_reference(
     attended = Attended(chosen.to(device), sinks, recent)
     outs = []
     for module, scoring in ((triton, score_triton), (reference, score_reference)):
-        workspace = scoring.score_workspace(5, 2, kv_heads, group, 1536, device)
+        scores = scoring.score_workspace(5, 2, kv_heads, group, 1536, device)
+        workspace = reference.sketch_workspace(scores, 5, 2, kv_heads, group, shape)
         out = torch.full((5, 2, kv_heads, 1536), 7.0, device=device)
         step = (table, slots, positions, 1, head_dim**-0.5, workspace, out, attended)
         module.score_sketch(queries, pool, sketch, shape, *step)

@@ -56,9 +56,9 @@ class Format(NamedTuple):
         encode: (planes, group, source, tables, OF_KEYS, LAYOUT, CONSTANTS) writes the codes of the
             group of the given index among the groups of (page, layer, kv head). `load_group` reads
             its tokens from the source. Returns 1 if they and their scales are all finite, else 0.
-        gather: (planes, token, is_coded, message, tables, OF_KEYS, LAYOUT, CONSTANTS) decodes some
-            tokens, and passes them to `store_gathered` with the message. `token` is the index of
-            each among the tokens of pages, (pages, layers, Hkv, P); not all are held as codes.
+        gather: (planes, token, target, tables, OF_KEYS, LAYOUT, CONSTANTS) decodes some tokens, and
+            passes them to `store_gathered` with the target. `token` is the index of each among the
+            tokens of pages, (pages, layers, Hkv, P); `target.is_coded` says which are codes.
         logits: (planes, queries, pages, layer, head, start, coded_stop, scale, logits, tables,
             GROUP, PADDED, STAGES, INTERPRETED, LAYOUT, CONSTANTS) passes the logits of the keys
             [start, coded_stop) to `store_logits`. `queries` and `logits` are those of the unit.

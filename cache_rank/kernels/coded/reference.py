@@ -107,6 +107,12 @@ class CodedTokens(NamedTuple):
         return max(0, complete - self.full_tokens)
 
 
+def quotient(numerator: Tensor, denominator: Tensor) -> Tensor:
+    """The quotient, and 0 where the denominator is 0: there all elements are the same."""
+    ratio = numerator / denominator
+    return torch.where(denominator == 0, torch.zeros_like(ratio), ratio)
+
+
 def encode_groups(
     tokens: CodedTokens,
     page_table: Tensor,

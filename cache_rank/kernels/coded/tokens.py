@@ -2,10 +2,56 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
 from cache_rank.kernels.wire.triton import store_tokens
+
+
+class GroupSource(NamedTuple):
+    """Where a program finds the tokens of the group that it encodes.
+
+    Attributes:
+        ring: (slots, layers, Hkv, ring, D), keys or values.
+        shipment: (2, layers, count, Hkv, D), or None where the ring has all tokens.
+        part: 0 for keys, 1 for values.
+        unit: index of (slot, layer, kv head) among those of the ring.
+        first: position of the group's first token.
+        start: position of the row's first new token.
+        count: how many new tokens the row has.
+    """
+
+    ring: Any
+    shipment: Any
+    part: Any
+    unit: Any
+    first: Any
+    start: Any
+    count: Any
+
+
+class GatherTarget(NamedTuple):
+    """Where a program writes the tokens that it gathers, and where it finds those without codes.
+
+    Attributes:
+        out: the keys or values of the message.
+        out_token: (BLOCK,) index of each token in the message.
+        used: (BLOCK,) whether there is such a token.
+        is_coded: (BLOCK,) whether it is held as codes.
+        ring: (slots, layers, Hkv, ring, D), keys or values.
+        ring_token: (BLOCK,) index of each token among those of the ring.
+        largest: the largest number of the ring's dtype.
+    """
+
+    out: Any
+    out_token: Any
+    used: Any
+    is_coded: Any
+    ring: Any
+    ring_token: Any
+    largest: Any
 
 
 @triton.jit
@@ -15,48 +61,47 @@ def load_group(source, dims, LAYOUT: tl.constexpr):
     Tokens of the shipment, if there is one, are read from it, and those before them from the ring.
 
     Args:
-        source: ring, shipment or None, 0 for keys or 1 for values, the position of the row's first
-            new token, that of the group's first token, the index of (slot, layer, kv head) among
-            those of the ring, and how many new tokens the row has.
+        source: a `GroupSource`.
         dims: which channels.
         LAYOUT: see `Layout`.
     """
-    ring, shipment, part, start, first, ring_unit, count = source
-    position = first + tl.arange(0, LAYOUT.group_tokens)
-    held = ring_unit * LAYOUT.ring + position % LAYOUT.ring
+    position = source.first + tl.arange(0, LAYOUT.group_tokens)
+    held = source.unit * LAYOUT.ring + position % LAYOUT.ring
     held = held[:, None] * LAYOUT.head_dim + dims[None, :]
-    if shipment is None:
-        return tl.load(ring + held).to(tl.float32)
+    if source.shipment is None:
+        return tl.load(source.ring + held).to(tl.float32)
     else:
-        is_new = (position >= start)[:, None]
-        layer_and_head = ring_unit % (LAYOUT.layers * LAYOUT.kv_heads)
+        is_new = (position >= source.start)[:, None]
+        layer_and_head = source.unit % (LAYOUT.layers * LAYOUT.kv_heads)
         layer, head = layer_and_head // LAYOUT.kv_heads, layer_and_head % LAYOUT.kv_heads
-        token = (part * LAYOUT.layers + layer) * count + position - start
+        token = (source.part * LAYOUT.layers + layer) * source.count + position - source.start
         shipped = (token * LAYOUT.kv_heads + head)[:, None] * LAYOUT.head_dim + dims[None, :]
-        old = tl.load(ring + held, mask=~is_new, other=0.0).to(tl.float32)
+        old = tl.load(source.ring + held, mask=~is_new, other=0.0).to(tl.float32)
         # To the dtype of the ring and back, as if it had waited there.
-        new = tl.load(shipment + shipped, mask=is_new, other=0.0).to(ring.dtype.element_ty)
+        new = tl.load(source.shipment + shipped, mask=is_new, other=0.0)
+        new = new.to(source.ring.dtype.element_ty)
         return tl.where(is_new, new.to(tl.float32), old)
 
 
 @triton.jit
-def store_gathered(message, decoded, FIRST: tl.constexpr, LAYOUT: tl.constexpr):
+def store_gathered(target, decoded, FIRST: tl.constexpr, LAYOUT: tl.constexpr):
     """Write consecutive channels of tokens to a message: as decoded, or as they came.
 
     What decodes beyond the dtype's range becomes its largest number.
 
     Args:
-        message: the ring, the message, and for each token (BLOCK,) its index in the message,
-            whether it is used, whether it is held as codes and its index among those of the ring;
-            and the largest number of the ring's dtype.
+        target: a `GatherTarget`.
         decoded: (BLOCK, n) float32.
         FIRST: the first of the channels, a multiple of n.
         LAYOUT: see `Layout`.
     """
-    ring, out, target, used, is_coded, in_ring, largest = message
+    is_coded = target.is_coded[:, None]
     dims = FIRST + tl.arange(0, decoded.shape[1])
-    source = in_ring[:, None] * LAYOUT.head_dim + dims[None, :]
-    newest = tl.load(ring + source, mask=(used & ~is_coded)[:, None], other=0.0)
-    decoded = tl.clamp(decoded, -largest, largest).to(newest.dtype)
-    content = tl.where(is_coded[:, None], decoded, newest)
-    store_tokens(out, target, content, used, LAYOUT.head_dim, FIRST)
+    newest = tl.load(
+        target.ring + target.ring_token[:, None] * LAYOUT.head_dim + dims[None, :],
+        mask=(target.used & ~target.is_coded)[:, None],
+        other=0.0,
+    )
+    decoded = tl.clamp(decoded, -target.largest, target.largest).to(newest.dtype)
+    content = tl.where(is_coded, decoded, newest)  # [BLOCK, n]
+    store_tokens(target.out, target.out_token, content, target.used, LAYOUT.head_dim, FIRST)

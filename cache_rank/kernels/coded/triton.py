@@ -15,6 +15,7 @@ from torch import Tensor
 
 from cache_rank.kernels.coded.format import Format, Layout
 from cache_rank.kernels.coded.reference import CodedTokens
+from cache_rank.kernels.coded.tokens import GatherTarget, GroupSource
 from cache_rank.kernels.score.reference import ScoreWorkspace
 from cache_rank.kernels.score.triton import (
     CHUNK_TOKENS,
@@ -229,13 +230,13 @@ def _encode(
             ring, planes = key_ring, key_planes
         else:
             ring, planes = value_ring, value_planes
-        source = (ring, shipment, part, start, first, ring_unit, count)
+        source = GroupSource(ring, shipment, part, ring_unit, first, start, count)
         finite = ENCODE(planes, group, source, tables, True, LAYOUT, CONSTANTS)
     elif part == 0:
-        source = (key_ring, shipment, 0, start, first, ring_unit, count)
+        source = GroupSource(key_ring, shipment, 0, ring_unit, first, start, count)
         finite = ENCODE(key_planes, group, source, tables, True, LAYOUT, CONSTANTS)
     else:
-        source = (value_ring, shipment, 1, start, first, ring_unit, count)
+        source = GroupSource(value_ring, shipment, 1, ring_unit, first, start, count)
         finite = ENCODE(value_planes, group, source, tables, False, LAYOUT, CONSTANTS)
     if finite == 0:  # see `CodedTokens.not_finite`
         UNITS: tl.constexpr = LAYOUT.layers * LAYOUT.kv_heads
@@ -275,8 +276,8 @@ def _gather(
     coded = _coded_tokens(tl.load(positions + row) + 1, LAYOUT)
     layer, head = first_layer + unit // LAYOUT.kv_heads, unit % LAYOUT.kv_heads
     entry = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    target = (row * LAYERS * LAYOUT.kv_heads + unit) * CAPACITY + entry
-    position = tl.load(entering + target, mask=(entry < CAPACITY) & (slot >= 0), other=-1)
+    out_token = (row * LAYERS * LAYOUT.kv_heads + unit) * CAPACITY + entry
+    position = tl.load(entering + out_token, mask=(entry < CAPACITY) & (slot >= 0), other=-1)
     used = position >= 0
     is_coded = used & (position < coded)
     # Where each token is, in the pages and in the ring.
@@ -285,15 +286,14 @@ def _gather(
     tile = (page * LAYOUT.layers + layer) * LAYOUT.kv_heads + head
     token = tile * LAYOUT.page + position % LAYOUT.page
     ring_unit = (slot * LAYOUT.layers + layer) * LAYOUT.kv_heads + head
-    in_ring = ring_unit * LAYOUT.ring + position % LAYOUT.ring
+    ring_token = ring_unit * LAYOUT.ring + position % LAYOUT.ring
     for is_values in tl.static_range(2):
         ring = value_ring if is_values else key_ring
         out = out_values if is_values else out_keys
         GATHER(
             value_planes if is_values else key_planes,
             token,
-            is_coded,
-            (ring, out, target, used, is_coded, in_ring, largest),
+            GatherTarget(out, out_token, used, is_coded, ring, ring_token, largest),
             tables,
             is_values == 0,
             LAYOUT,

@@ -29,7 +29,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cache_rank.kernels.coded.reference import Plane
+from cache_rank.kernels.coded.reference import Plane, quotient
 
 GROUP = 64
 """This many tokens are quantized together; partitions divide it."""
@@ -248,7 +248,7 @@ def _encode_partition(
     # Divided by a tensor: by a number, some devices multiply with the inverse.
     scale = (exact.amax(dim=-1, keepdim=True) - minimum) / torch.full_like(minimum, most)
     scale = scale.to(elements.dtype)  # as stored, before anything is taken relative to it
-    offset = _quotient(exact - minimum, scale.float())
+    offset = quotient(exact - minimum, scale.float())
     if seed is None:
         rounded = offset.round()
     else:
@@ -256,12 +256,6 @@ def _encode_partition(
     # Where the elements are not finite the scale tells so, or the minimum, and codes mean nothing.
     codes = rounded.nan_to_num().clamp(0, most).to(torch.int16)
     return codes, minimum.to(elements.dtype), scale
-
-
-def _quotient(numerator: Tensor, denominator: Tensor) -> Tensor:
-    """The quotient, and 0 where the denominator is 0: there all elements are the same."""
-    quotient = numerator / denominator
-    return torch.where(denominator == 0, torch.zeros_like(quotient), quotient)
 
 
 def _uniform(seed: int, minimum: Tensor, scale: Tensor, elements: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from cache_rank.kernels.coded.rounding import is_finite, nearest_integers, quoti
 from cache_rank.kernels.coded.tokens import load_group, store_gathered
 from cache_rank.kernels.hack.queries import query_operands
 from cache_rank.kernels.hack.reference import HackCodec
-from cache_rank.kernels.nibbles.triton import high_nibbles, low_nibbles
+from cache_rank.kernels.nibbles.triton import unpack_codes
 from cache_rank.kernels.score.triton import store_logits
 
 _PRODUCTS = 4096
@@ -239,8 +239,7 @@ def _decode_channels(
 def _gather(
     planes,
     token,
-    is_coded,
-    message,
+    target,
     tables,
     OF_KEYS: tl.constexpr,
     LAYOUT: tl.constexpr,
@@ -249,37 +248,13 @@ def _gather(
     """Decode gathered tokens, and store them; see `Format`."""
     WIDTH: tl.constexpr = CONSTANTS.width
     byte = tl.arange(0, WIDTH)
-    mask = is_coded[:, None] & (byte < WIDTH)[None, :]
+    mask = target.is_coded[:, None] & (byte < WIDTH)[None, :]
     packed = tl.load(planes[0] + token[:, None] * WIDTH + byte[None, :], mask=mask, other=0)
     for index in tl.static_range(8 // CONSTANTS.bits):
         decoded = _decode_channels(
             packed, planes, token, mask, index, OF_KEYS, WIDTH, LAYOUT, CONSTANTS
         )
-        store_gathered(message, decoded, index * WIDTH, LAYOUT)
-
-
-@triton.jit
-def _codes(packed, INDEX: tl.constexpr, BITS: tl.constexpr, INTERPRETED: tl.constexpr):
-    """Unpack code INDEX of each byte: int8 of the same shape; a GPU unpacks four at once."""
-    if INTERPRETED:
-        return ((packed >> (INDEX * BITS)) & ((1 << BITS) - 1)).to(tl.int8)
-    elif BITS == 4:
-        return low_nibbles(packed, False) if INDEX == 0 else high_nibbles(packed, False)
-    elif INDEX == 0:
-        return _asm("and.b32 $0, $1, 0x03030303;", packed)
-    elif INDEX == 1:
-        return _asm("{ .reg .b32 t; shr.b32 t, $1, 2; and.b32 $0, t, 0x03030303; }", packed)
-    elif INDEX == 2:
-        return _asm("{ .reg .b32 t; shr.b32 t, $1, 4; and.b32 $0, t, 0x03030303; }", packed)
-    else:
-        return _asm("{ .reg .b32 t; shr.b32 t, $1, 6; and.b32 $0, t, 0x03030303; }", packed)
-
-
-@triton.jit
-def _asm(INSTRUCTIONS: tl.constexpr, packed):
-    return tl.inline_asm_elementwise(
-        INSTRUCTIONS, "=r,r", [packed], dtype=tl.int8, is_pure=True, pack=4
-    )
+        store_gathered(target, decoded, index * WIDTH, LAYOUT)
 
 
 @triton.jit
@@ -301,7 +276,7 @@ def _logits_on_codes(
     # Products of the codes: [block, columns]
     product = tl.zeros((BLOCK, COLUMNS), tl.int32)
     for index in tl.static_range(8 // CONSTANTS.bits):
-        code = _codes(packed, index, CONSTANTS.bits, INTERPRETED)
+        code = unpack_codes(packed, index, CONSTANTS.bits, INTERPRETED)
         product = tl.dot(code, operands[index], product, out_dtype=tl.int32)
     COUNT: tl.constexpr = COLUMNS // PADDED
     product = tl.reshape(product.to(tl.float32), (BLOCK, PADDED, COUNT))

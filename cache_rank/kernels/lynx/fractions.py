@@ -42,77 +42,117 @@ def growth_coefficients(alpha: float) -> tuple[float, ...]:
     return tuple(coefficients.tolist())
 
 
+# PTX. Four bytes of anchors, and of residuals, become four words of two keys each: those of the low
+# and of the high nibbles of bytes 0 and 1, and of bytes 2 and 3.
+#
+# prmt takes four of eight bytes, by the low three bits of four nibbles. lop3 combines the bits of
+# three words: 0x28, 0x6A and 0x78 are (a ^ b) & c, (a & b) ^ c and a ^ (b & c).
+
+_OPERANDS = """
+        .reg .b32 anchors, residuals, spread_low_01, spread_low_23, spread_high_01, spread_high_23;
+        .reg .b32 small_byte_0, small_byte_1;
+        .reg .b32 sign, magnitude, residual, bytes_0, bytes_1, key, flip, r, growth, sum;
+        mov.b32 anchors, $4;
+        mov.b32 residuals, $5;
+        mov.b32 spread_low_01, $6;
+        mov.b32 spread_low_23, $7;
+        mov.b32 spread_high_01, $8;
+        mov.b32 spread_high_23, $9;
+        mov.b32 small_byte_0, $10;
+        mov.b32 small_byte_1, $14;"""
+"""The operands get names. `small` words have a byte of the fractions of anchors 0 to 3, and `large`
+ones of 4 to 7. The small words come four times, once an element, and the first is used. Some
+results are written before all operands are read."""
+
+_RESULTS = {"low_01": "$0", "low_23": "$1", "high_01": "$2", "high_23": "$3"}
+
+_MAGNITUDES = """
+        and.b32 sign, anchors, 0x88888888;
+        shr.b32 flip, sign, 3;
+        sub.u32 sign, sign, flip;
+        lop3.b32 magnitude, anchors, sign, 0x77777777, 0x28;
+        prmt.b32 sign, anchors, 0, 0x3120;
+        prmt.b32 residual, residuals, 0, 0x3120;"""
+"""The nibble of a negative anchor is flipped. Bytes 1 and 2 of signs and residuals change places,
+so that the bytes of a pair are 16 bits apart, as its keys are."""
+
+_NEXT_PAIR = """
+        shr.b32 magnitude, magnitude, 16;
+        shr.b32 residual, residual, 8;"""
+
+_LOOK_UP = """
+        prmt.b32 bytes_0, small_byte_0, large_byte_0, magnitude;
+        prmt.b32 bytes_1, small_byte_1, large_byte_1, magnitude;"""
+"""Bytes 0 and 1 of the fractions of four nibbles."""
+
+_JOIN = {
+    "low": """
+        prmt.b32 key, bytes_0, bytes_1, 0x6240;""",
+    "high": """
+        prmt.b32 key, bytes_0, bytes_1, 0x7351;""",
+}
+
+_RESIDUALS = {
+    "low": """
+        lop3.b32 r, residual, 0x000F000F, 0x64086408, 0x6A;
+        add.rn.f16x2 r, r, minus_1032;""",
+    "high": """
+        lop3.b32 r, residual, 0x00F000F0, 0x64806480, 0x6A;
+        fma.rn.f16x2 r, r, sixteenth, minus_72;""",
+}
+"""A nibble of a residual, its top bit flipped, becomes the lowest bits of 1024, or the bits above
+them, wherever it is in place already: 1032 + r, or 1024 + 16 (8 + r)."""
+
+_GROW = """
+        mul.rn.f16x2 growth, r, growth;
+        add.rn.f16x2 sum, key, inverse_alpha;
+        fma.rn.f16x2 key, sum, growth, key;"""
+"""F + (F + 1 / α) (exp(-λ r) - 1), of which `growth` has the last factor over r."""
+
+_FINISH = """
+        mul.rn.f16x2 key, key, spread_{keys};
+        shl.b32 flip, sign, {sign_shift};
+        lop3.b32 {result}, key, flip, 0x80008000, 0x78;"""
+"""Times the spread, with the sign of the anchor."""
+
+_KEYS = (("low", "01", 12), ("high", "01", 8), ("low", "23", 4), ("high", "23", 0))
+"""The words of keys in the order in which they are made, and how far their signs are shifted."""
+
+
 @functools.lru_cache(maxsize=16)
 def instructions(alpha: float, in_full: bool) -> str:
-    """PTX that makes keys of four bytes of anchors, and of residuals if they are read.
+    """PTX that makes keys of four bytes of anchors, and of residuals if they are read."""
+    coefficients = growth_coefficients(alpha)
+    constants = {
+        "large_byte_0": _bytes_of_fractions(range(4, 8), alpha, 0),
+        "large_byte_1": _bytes_of_fractions(range(4, 8), alpha, 1),
+        "inverse_alpha": _pair(1 / alpha),
+        "sixteenth": _pair(1 / 16),
+        "minus_72": _pair(-72),
+        "minus_1032": _pair(-1032),
+        **{f"growth_{power}": _pair(number) for power, number in enumerate(coefficients, start=1)},
+    }
+    powers = range(len(coefficients) - 1, 0, -1)
+    lines = _OPERANDS + _constants(constants) + _MAGNITUDES
+    for half, pair, sign_shift in _KEYS:
+        if half == "low":
+            lines += (_NEXT_PAIR if pair == "23" else "") + _LOOK_UP
+        lines += _JOIN[half]
+        if in_full:
+            lines += _RESIDUALS[half] + f"\n        mov.b32 growth, growth_{len(coefficients)};"
+            for power in powers:
+                lines += f"\n        fma.rn.f16x2 growth, r, growth, growth_{power};"
+            lines += _GROW
+        keys = f"{half}_{pair}"
+        lines += _FINISH.format(keys=keys, sign_shift=sign_shift, result=_RESULTS[keys])
+    return f"{{ {lines} }}"
 
-    The operands are, for channels two by two: the low and the high keys; bytes of anchors and of
-    residuals; low and high spreads; and both `table_words`, four times. Some results are written
-    before all operands are read.
 
-    `prmt` takes four of eight bytes, by the low three bits of four nibbles: here bytes 0 and 1 of
-    the fractions of two bytes of anchors. A nibble of residuals becomes the lowest bits of 1024, or
-    the bits above them, wherever it is in place already. 0x28, 0x6A and 0x78 are (a ^ b) & c,
-    (a & b) ^ c and a ^ (b & c).
-    """
-    low_bytes, high_bytes = (
-        f"{words}, 0x{_bytes_of_fractions(range(4, 8), alpha, byte):08x}"
-        for byte, words in enumerate(("$10", "$14"))
+def _constants(words: dict[str, int]) -> str:
+    """PTX that gives words names."""
+    return "".join(
+        f"\n        .reg .b32 {name}; mov.b32 {name}, 0x{word:08x};" for name, word in words.items()
     )
-    lines = """
-        and.b32 sign, $4, 0x88888888;
-        shr.b32 next, sign, 3;
-        sub.u32 sign, sign, next;
-        lop3.b32 anchor, $4, sign, 0x77777777, 0x28;
-        prmt.b32 sign, $4, 0, 0x3120;
-        prmt.b32 residual, $5, 0, 0x3120;"""
-    for pair in range(2):
-        if pair == 1:
-            lines += """
-        shr.b32 anchor, anchor, 16;
-        shr.b32 residual, residual, 8;"""
-        lines += f"""
-        prmt.b32 first, {low_bytes}, anchor;
-        prmt.b32 second, {high_bytes}, anchor;"""
-        for is_high in range(2):
-            lines += f"""
-        prmt.b32 key, first, second, {("0x6240", "0x7351")[is_high]};"""
-            if in_full:
-                lines += _grown(is_high, alpha)
-            lines += f"""
-        mul.rn.f16x2 key, key, ${6 + 2 * is_high + pair};
-        shl.b32 next, sign, {12 - 8 * pair - 4 * is_high};
-        lop3.b32 ${2 * is_high + pair}, key, next, 0x80008000, 0x78;"""
-    registers = "sign, anchor, residual, first, second, key, next, r, growth, constant"
-    return f"{{ .reg .b32 {registers}; {lines} }}"
-
-
-def _grown(is_high: int, alpha: float) -> str:
-    """PTX that adds to the fractions of two anchors what their residuals do to them."""
-    lines = (
-        f"""
-        lop3.b32 r, residual, 0x00F000F0, 0x64806480, 0x6A;
-        mov.b32 constant, {_pair(-72)};
-        mov.b32 growth, {_pair(1 / 16)};
-        fma.rn.f16x2 r, r, growth, constant;"""
-        if is_high
-        else f"""
-        lop3.b32 r, residual, 0x000F000F, 0x64086408, 0x6A;
-        mov.b32 constant, {_pair(-1032)};
-        add.rn.f16x2 r, r, constant;"""
-    )
-    *rest, highest = growth_coefficients(alpha)
-    lines += f"""
-        mov.b32 growth, {_pair(highest)};"""
-    for coefficient in reversed(rest):
-        lines += f"""
-        mov.b32 constant, {_pair(coefficient)};
-        fma.rn.f16x2 growth, r, growth, constant;"""
-    return f"""{lines}
-        mul.rn.f16x2 growth, r, growth;
-        mov.b32 constant, {_pair(1 / alpha)};
-        add.rn.f16x2 next, key, constant;
-        fma.rn.f16x2 key, next, growth, key;"""
 
 
 def _half(number: float) -> int:
@@ -120,9 +160,9 @@ def _half(number: float) -> int:
     return int.from_bytes(struct.pack("<e", number), "little")
 
 
-def _pair(number: float) -> str:
+def _pair(number: float) -> int:
     """A word with a number in half precision, twice."""
-    return f"0x{_half(number) * 0x10001:08x}"
+    return _half(number) * 0x10001
 
 
 def _bytes_of_fractions(anchors: range, alpha: float, byte: int) -> int:
@@ -168,8 +208,8 @@ def keys_of_codes(
         The keys in the low and in the high nibbles, float16; float32 in the interpreter.
     """
     if INTERPRETED:
-        low = _signed_fraction(anchors & 15, residuals & 15, table, IN_FULL)
-        high = _signed_fraction(anchors >> 4, residuals >> 4, table, IN_FULL)
+        low = signed_fraction(anchors & 15, residuals & 15, table, IN_FULL)
+        high = signed_fraction(anchors >> 4, residuals >> 4, table, IN_FULL)
         return low * low_spread.to(tl.float32), high * high_spread.to(tl.float32)
     else:
         return tl.inline_asm_elementwise(
@@ -183,20 +223,14 @@ def keys_of_codes(
 
 
 @triton.jit
-def _signed_fraction(anchor, residual, table, IN_FULL: tl.constexpr):
+def signed_fraction(anchor, residual, table, IN_FULL: tl.constexpr):
     """The signed fraction f of nibbles of anchors and residuals."""
     anchor = (anchor.to(tl.int32) ^ 8) - 8
-    level = 16 * magnitude_of(anchor)
+    level = 16 * tl.where(anchor < 0, -anchor - 1, anchor)
     if IN_FULL:
         level -= (residual.to(tl.int32) ^ 8) - 8
     fraction = tl.load(table + level)
     return tl.where(anchor < 0, -fraction, fraction)
-
-
-@triton.jit
-def magnitude_of(anchor):
-    """The V of signed anchors."""
-    return tl.where(anchor < 0, -anchor - 1, anchor)
 
 
 @triton.jit

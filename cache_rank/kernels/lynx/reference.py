@@ -27,7 +27,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cache_rank.kernels.coded.reference import Plane
+from cache_rank.kernels.coded.reference import Plane, quotient
 from cache_rank.kernels.nibbles.reference import pack_nibbles, unpack_nibbles
 
 PAGE = 256
@@ -82,13 +82,13 @@ def encode_page(tokens: Tensor, alpha: float = DEFAULT_ALPHA) -> LynxCodes:
     page = tokens.float()
     minimum = page.amin(dim=-2, keepdim=True)
     span = page.amax(dim=-2, keepdim=True) - minimum
-    chunks = _divide(page - minimum, span).unflatten(-2, (-1, CHUNK))  # (..., P / C, C, D)
+    chunks = quotient(page - minimum, span).unflatten(-2, (-1, CHUNK))  # (..., P / C, C, D)
     # Mean and spread are rounded to what is stored before anything is taken relative to them.
     mean = (_sum_of_chunk(chunks) / CHUNK).to(torch.float16)
     centred = chunks - mean.float()
     spread = centred.abs().amax(dim=-2, keepdim=True).to(torch.float16)
     negative = (centred < 0).flatten(-3, -2)
-    fraction = _divide(centred.abs(), spread.float()).flatten(-3, -2).contiguous()
+    fraction = quotient(centred.abs(), spread.float()).flatten(-3, -2).contiguous()
     level = torch.bucketize(fraction, boundaries_of_levels(alpha, fraction.device)).to(torch.int16)
     magnitude = (level + 7) >> 4
     anchor = torch.where(negative, -magnitude - 1, magnitude)
@@ -211,12 +211,6 @@ def fractions_of_levels(alpha: float, device: torch.device) -> Tensor:
 def boundaries_of_levels(alpha: float, device: torch.device) -> Tensor:
     """The |f| above which each level is rounded up to the next: (LEVELS,) float32."""
     return torch.tensor([fraction_of(level + 0.5, alpha) for level in range(LEVELS)], device=device)
-
-
-def _divide(numerator: Tensor, denominator: Tensor) -> Tensor:
-    """The quotient, and 0 where the denominator is 0: there all elements are the same."""
-    quotient = numerator / denominator
-    return torch.where(denominator == 0, torch.zeros_like(quotient), quotient)
 
 
 def _sum_of_chunk(chunks: Tensor) -> Tensor:

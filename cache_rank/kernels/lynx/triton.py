@@ -27,7 +27,7 @@ from cache_rank.kernels.lynx.fractions import (
     half_part,
     instructions,
     keys_of_codes,
-    magnitude_of,
+    signed_fraction,
     table_words,
 )
 from cache_rank.kernels.lynx.reference import (
@@ -211,8 +211,7 @@ def _encode(
 def _gather(
     planes,
     token,
-    is_coded,
-    message,
+    target,
     tables,
     OF_KEYS: tl.constexpr,
     LAYOUT: tl.constexpr,
@@ -222,17 +221,15 @@ def _gather(
     anchors, residuals, minimums, spans, means, spreads = planes
     HALF: tl.constexpr = LAYOUT.head_dim // 2
     dims = tl.arange(0, HALF)
-    mask = is_coded[:, None]
+    mask = target.is_coded[:, None]
     at = token[:, None] * HALF + dims[None, :]
     anchor_bytes = tl.load(anchors + at, mask=mask, other=0).to(tl.int32)
     residual_bytes = tl.load(residuals + at, mask=mask, other=0).to(tl.int32)
     for is_high in tl.static_range(2):
         channel = dims[None, :] + is_high * HALF
-        anchor = (((anchor_bytes >> 4 * is_high) & 15) ^ 8) - 8
-        residual = (((residual_bytes >> 4 * is_high) & 15) ^ 8) - 8
-        level = 16 * magnitude_of(anchor) - residual
-        fraction = tl.load(tables[1] + level, mask=mask, other=0.0)
-        fraction = tl.where(anchor < 0, -fraction, fraction)
+        anchor = (anchor_bytes >> 4 * is_high) & 15
+        residual = (residual_bytes >> 4 * is_high) & 15
+        fraction = signed_fraction(anchor, residual, tables[1], IN_FULL=True)  # [n, D / 2]
         of_page = (token // LAYOUT.group_tokens)[:, None] * LAYOUT.head_dim + channel
         of_chunk = (token // CONSTANTS.chunk)[:, None] * LAYOUT.head_dim + channel
         minimum = tl.load(minimums + of_page, mask=mask, other=0.0)
@@ -240,7 +237,7 @@ def _gather(
         mean = tl.load(means + of_chunk, mask=mask, other=0.0).to(tl.float32)
         spread = tl.load(spreads + of_chunk, mask=mask, other=0.0).to(tl.float32)
         decoded = minimum + span * (mean + spread * fraction)
-        store_gathered(message, decoded, is_high * HALF, LAYOUT)
+        store_gathered(target, decoded, is_high * HALF, LAYOUT)
 
 
 @triton.jit

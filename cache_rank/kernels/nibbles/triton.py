@@ -1,8 +1,8 @@
-"""Packed 4-bit codes, Triton: functions for kernels.
+"""Packed codes of 4 bits and less, Triton: functions for kernels.
 
-On a GPU one instruction unpacks four bytes. A kernel that took each byte by itself would be bound
-by arithmetic long before it is bound by memory. The interpreter knows no machine instructions, and
-does take each byte by itself.
+On a GPU a shift and a mask unpack four bytes at once. A kernel that took each byte by itself would
+be bound by arithmetic long before it is bound by memory. The interpreter knows no machine
+instructions, and does take each byte by itself.
 """
 
 from __future__ import annotations
@@ -18,24 +18,21 @@ def pack_nibbles(low, high):
 
 
 @triton.jit
-def low_nibbles(packed, INTERPRETED: tl.constexpr):
-    """Unpack the unsigned low nibbles of uint8: int8 of the same shape."""
-    if INTERPRETED:
-        return (packed & 15).to(tl.int8)
-    else:
-        return tl.inline_asm_elementwise(
-            "and.b32 $0, $1, 0x0F0F0F0F;", "=r,r", [packed], dtype=tl.int8, is_pure=True, pack=4
-        )
+def unpack_codes(packed, INDEX: tl.constexpr, BITS: tl.constexpr, INTERPRETED: tl.constexpr):
+    """Unpack code INDEX, from the lowest bits up, of bytes of unsigned codes of BITS bits each.
 
-
-@triton.jit
-def high_nibbles(packed, INTERPRETED: tl.constexpr):
-    """Unpack the unsigned high nibbles of uint8: int8 of the same shape."""
+    Returns:
+        int8 of the shape of `packed`.
+    """
+    SHIFT: tl.constexpr = INDEX * BITS
+    MASK: tl.constexpr = (1 << BITS) - 1
     if INTERPRETED:
-        return (packed >> 4).to(tl.int8)
+        return ((packed >> SHIFT) & MASK).to(tl.int8)
     else:
+        # A register holds four bytes: it is shifted as a whole, and each byte keeps its own bits.
+        MASKS: tl.constexpr = MASK * 0x01010101
         return tl.inline_asm_elementwise(
-            "{ .reg .b32 t; shr.b32 t, $1, 4; and.b32 $0, t, 0x0F0F0F0F; }",
+            f"shr.b32 $0, $1, {SHIFT}; and.b32 $0, $0, {MASKS};",
             "=r,r",
             [packed],
             dtype=tl.int8,

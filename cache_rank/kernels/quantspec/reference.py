@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cache_rank.kernels.coded.reference import Plane
+from cache_rank.kernels.coded.reference import Plane, quotient
 from cache_rank.kernels.nibbles.reference import pack_nibbles, unpack_nibbles
 
 GROUP = 128
@@ -72,8 +72,8 @@ def _encode(tokens: Tensor, dim: int) -> QuantSpecCodes:
     stored = (span / torch.full_like(span, 15)).to(tokens.dtype)
     scale = stored.float()  # rounded to what is stored before anything is taken relative to it
     offset = exact - zero
-    upper = _quotient(offset, scale).round().clamp(0, 15)
-    lower = _quotient(offset - scale * upper, scale / 16).round().clamp(-8, 7)
+    upper = quotient(offset, scale).round().clamp(0, 15)
+    lower = quotient(offset - scale * upper, scale / 16).round().clamp(-8, 7)
     return QuantSpecCodes(_pack(upper), _pack(lower), stored, zero.to(tokens.dtype))
 
 
@@ -143,12 +143,6 @@ class QuantSpecCodec(NamedTuple):
     def score(self, queries: Tensor, planes: Sequence[Tensor], scale: float, exact: bool) -> Tensor:
         """Compute the logits of groups of keys."""
         return score_keys(queries, QuantSpecCodes(*planes), scale, self.bits(exact))
-
-
-def _quotient(numerator: Tensor, denominator: Tensor) -> Tensor:
-    """The quotient, and 0 where the denominator is 0: there all elements are the same."""
-    quotient = numerator / denominator
-    return torch.where(denominator == 0, torch.zeros_like(quotient), quotient)
 
 
 def _pack(codes: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ from cache_rank.kernels.coded.format import Format, Parameters
 from cache_rank.kernels.coded.reference import CodedTokens
 from cache_rank.kernels.coded.rounding import is_finite, nearest_integers, power_below, quotient
 from cache_rank.kernels.coded.tokens import load_group, store_gathered
-from cache_rank.kernels.nibbles.triton import high_nibbles, low_nibbles, pack_nibbles, signed
+from cache_rank.kernels.nibbles.triton import pack_nibbles, signed, unpack_codes
 from cache_rank.kernels.quantspec.reference import QuantSpecCodec
 from cache_rank.kernels.score.reference import ScoreWorkspace
 from cache_rank.kernels.score.triton import CHUNK_TOKENS, store_logits
@@ -147,8 +147,7 @@ def _decode_half(upper, lower, scale, zero, IS_HIGH: tl.constexpr):
 def _gather(
     planes,
     token,
-    is_coded,
-    message,
+    target,
     tables,
     OF_KEYS: tl.constexpr,
     LAYOUT: tl.constexpr,
@@ -158,7 +157,7 @@ def _gather(
     upper, lower, scales, zeros = planes
     HALF: tl.constexpr = LAYOUT.head_dim // 2
     dims = tl.arange(0, HALF)
-    mask = is_coded[:, None]
+    mask = target.is_coded[:, None]
     at = token[:, None] * HALF + dims[None, :]
     uppers = tl.load(upper + at, mask=mask, other=0)
     lowers = tl.load(lower + at, mask=mask, other=0)
@@ -169,10 +168,10 @@ def _gather(
             scale = tl.load(scales + channel, mask=mask, other=0.0).to(tl.float32)
             zero = tl.load(zeros + channel, mask=mask, other=0.0).to(tl.float32)
         else:
-            scale = tl.load(scales + token, mask=is_coded, other=0.0).to(tl.float32)[:, None]
-            zero = tl.load(zeros + token, mask=is_coded, other=0.0).to(tl.float32)[:, None]
+            scale = tl.load(scales + token, mask=target.is_coded, other=0.0).to(tl.float32)[:, None]
+            zero = tl.load(zeros + token, mask=target.is_coded, other=0.0).to(tl.float32)[:, None]
         decoded = _decode_half(uppers, lowers, scale, zero, is_high)
-        store_gathered(message, decoded, is_high * HALF, LAYOUT)
+        store_gathered(target, decoded, is_high * HALF, LAYOUT)
 
 
 @triton.jit
@@ -270,8 +269,8 @@ def _logits(
             low_rest += 7.5 * (low_query * low_scale[None, :])
             high_rest += 7.5 * (high_query * high_scale[None, :])
         else:
-            low_codes = low_nibbles(uppers, INTERPRETED)
-            high_codes = high_nibbles(uppers, INTERPRETED)
+            low_codes = unpack_codes(uppers, 0, 4, INTERPRETED)
+            high_codes = unpack_codes(uppers, 1, 4, INTERPRETED)
         # Exact products with the digits: [group tokens, PADDED * columns]
         products = tl.dot(low_codes, tl.trans(low_digits), out_dtype=tl.int32)
         products = tl.dot(high_codes, tl.trans(high_digits), products, out_dtype=tl.int32)

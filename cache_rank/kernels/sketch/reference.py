@@ -40,6 +40,10 @@ FINE_STEP, COARSE_STEP = 0.3352, 0.9957
 """Steps of codes of 4 bits and of 2 bits, for a variance of 1."""
 
 
+NORMALIZER_PARTS = 8
+"""This many programs share the attended tokens of a unit: each of them mostly waits for memory."""
+
+
 class Attended(NamedTuple):
     """The tokens that a step attends to.
 
@@ -94,6 +98,37 @@ class Sketch(NamedTuple):
     keys: Tensor
     shift: Tensor
     queries: Tensor
+
+
+class SketchWorkspace(NamedTuple):
+    """Scratch of one scoring. The reference needs none; these are the shapes of triton.py.
+
+    It is made once and for all: what is allocated while a graph is captured, the graph keeps.
+
+    Attributes:
+        scores: that of all scorings.
+        weights: (rows, layers, Hq, 4 · bytes) float32, what queries give the crumbs.
+        normalizers: (units, NORMALIZER_PARTS, 2, PADDED) float32, each part's largest logit and the
+            sum of exponentials relative to it; for units and PADDED see `ScoreWorkspace`.
+    """
+
+    scores: ScoreWorkspace
+    weights: Tensor
+    normalizers: Tensor
+
+
+def sketch_workspace(
+    scores: ScoreWorkspace, rows: int, layers: int, kv_heads: int, group: int, shape: SketchShape
+) -> SketchWorkspace:
+    """Add to the scratch of scores what sketches take for as many rows and layers."""
+    units, partial = rows * layers * kv_heads, scores.partial
+    padded = partial.shape[-1]  # 0 without a GPU, as all scratch is
+    weights = units * group * 4 * shape.bytes if padded else 0
+    return SketchWorkspace(
+        scores,
+        partial.new_empty(weights),
+        partial.new_empty(units * NORMALIZER_PARTS * 2 * padded),
+    )
 
 
 def make_sketch(basis: Tensor, mean: Tensor, shape: SketchShape) -> Sketch:
@@ -165,7 +200,7 @@ def score_sketch(
     positions: Tensor,
     first_layer: int,
     scale: float,
-    workspace: ScoreWorkspace,
+    workspace: SketchWorkspace,
     out: Tensor,
     attended: Attended | None = None,
 ) -> None:
@@ -181,7 +216,7 @@ def score_sketch(
         positions: (R,) int32; tokens [0, position] are scored.
         first_layer: index of the first of the L layers in the pool.
         scale: factor on the logits.
-        workspace: what `score_workspace` made.
+        workspace: what `sketch_workspace` made.
         out: (R, L, Hkv, capacity) float32, written in place; entries of other tokens keep what they
             hold.
         attended: whose log-sum-exp normalizes logits; by default that of all tokens does.

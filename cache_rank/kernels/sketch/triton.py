@@ -10,8 +10,6 @@ are written as they are computed. Else logits are written and read again, see ke
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import triton
@@ -26,7 +24,7 @@ from cache_rank.kernels.coded.digits import (
     unit_of_heads,
     unit_of_rows,
 )
-from cache_rank.kernels.score.reference import ScoreWorkspace
+from cache_rank.kernels.nibbles.triton import unpack_codes
 from cache_rank.kernels.score.triton import (
     CHUNK_TOKENS,
     finish_scores,
@@ -37,7 +35,13 @@ from cache_rank.kernels.score.triton import (
     sum_up_chunk,
 )
 from cache_rank.kernels.sketch.encoding import append_codes, load_codes
-from cache_rank.kernels.sketch.reference import Attended, Sketch, SketchShape
+from cache_rank.kernels.sketch.reference import (
+    NORMALIZER_PARTS,
+    Attended,
+    Sketch,
+    SketchShape,
+    SketchWorkspace,
+)
 
 __all__ = ["append_codes", "load_codes", "score_sketch"]
 
@@ -63,25 +67,8 @@ LAUNCH_OF_ALL = Launch(256, 2 * CHUNK_TOKENS, 4, 3)
 LAUNCH_OF_ATTENDED = Launch(64, 1024, 1, 5)
 """Where they are those of attended tokens."""
 
-_NORMALIZER_PARTS = 8
-"""So many programs share the attended tokens of a unit: each waits for memory time and again."""
-
 _BLOCK_CRUMBS = 32
 """A program computes so many of the weights of its query heads."""
-
-
-def _beside_logits(workspace: ScoreWorkspace, *shapes: tuple[int, ...]) -> Iterator[Tensor]:
-    """Make float32 tensors in the half of the scratch that rounded logits leave.
-
-    What is allocated while a graph is captured, the graph keeps, and each length has graphs of its
-    own: they would fill the GPU.
-    """
-    room = workspace.logits.view(-1)
-    first = room.numel() // 2
-    for shape in shapes:
-        last = first + math.prod(shape)
-        yield room[first:last].view(shape)
-        first = last
 
 
 def score_sketch(
@@ -94,7 +81,7 @@ def score_sketch(
     positions: Tensor,
     first_layer: int,
     scale: float,
-    workspace: ScoreWorkspace,
+    workspace: SketchWorkspace,
     out: Tensor,
     attended: Attended | None = None,
 ) -> None:
@@ -111,16 +98,14 @@ def score_sketch(
     launch = LAUNCH_OF_ALL if attended is None else LAUNCH_OF_ATTENDED
     block = min(launch.block, page_tokens)
     assert page_tokens % block == 0
-    constants = score_constants(queries, workspace, out, launch.chunk)
+    constants = score_constants(queries, workspace.scores, out, launch.chunk)
     chunks, units = score_grid(out, launch.chunk)
-    weights, normalizers = _beside_logits(
-        workspace,
-        (rows, layers, query_heads, crumbs),
-        (units, _NORMALIZER_PARTS, 2, constants["PADDED"]),
-    )
+    _, weights, normalizers = workspace
+    assert weights.numel() >= rows * layers * query_heads * crumbs
+    assert normalizers.numel() >= units * NORMALIZER_PARTS * 2 * constants["PADDED"]
     parts = triton.cdiv(crumbs, _BLOCK_CRUMBS)
     block_queries = 64 if head_dim <= 128 else 16  # more of 256 do not fit into registers
-    _weigh[(layers * kv_heads, triton.cdiv(rows * group, block_queries), parts)](
+    _weigh_crumbs[(layers * kv_heads, triton.cdiv(rows * group, block_queries), parts)](
         queries,
         sketch.queries,
         weights,
@@ -144,11 +129,11 @@ def score_sketch(
         "COLUMNS": digit_columns(queries, out),
         "STAGES": launch.stages,
         "INTERPRETED": not queries.is_cuda,
-        "NORMALIZER_PARTS": 0 if attended is None else _NORMALIZER_PARTS,
+        "NORMALIZER_PARTS": 0 if attended is None else NORMALIZER_PARTS,
     }
     if attended is not None:
         assert attended.chosen.is_contiguous()
-        _normalize[(_NORMALIZER_PARTS, units)](
+        _normalize[(NORMALIZER_PARTS, units)](
             weights,
             code_pool,
             page_table,
@@ -165,7 +150,7 @@ def score_sketch(
             BUDGET=attended.chosen.shape[-1],
             num_warps=launch.warps,
         )
-    logits, partial = scratch(workspace, rounded=True)
+    logits, partial = scratch(workspace.scores, rounded=True)
     _score[(chunks, units)](
         weights,
         code_pool,
@@ -188,7 +173,7 @@ def score_sketch(
 
 
 @triton.jit(do_not_specialize=["rows", "first_layer", "scale"])
-def _weigh(
+def _weigh_crumbs(
     queries,
     maps,
     weights,
@@ -224,96 +209,58 @@ def _weigh(
 
 
 @triton.jit
-def _crumbs(packed, INDEX: tl.constexpr, INTERPRETED: tl.constexpr):
-    """Unpack the crumbs of an index from bytes: int8 of the same shape."""
-    if INTERPRETED:
-        return ((packed >> 2 * INDEX) & 3).to(tl.int8)
-    elif INDEX == 0:
-        return tl.inline_asm_elementwise(
-            "and.b32 $0, $1, 0x03030303;", "=r,r", [packed], dtype=tl.int8, is_pure=True, pack=4
-        )
-    elif INDEX == 1:
-        return tl.inline_asm_elementwise(
-            "{ .reg .b32 t; shr.b32 t, $1, 2; and.b32 $0, t, 0x03030303; }",
-            "=r,r",
-            [packed],
-            dtype=tl.int8,
-            is_pure=True,
-            pack=4,
-        )
-    elif INDEX == 2:
-        return tl.inline_asm_elementwise(
-            "{ .reg .b32 t; shr.b32 t, $1, 4; and.b32 $0, t, 0x03030303; }",
-            "=r,r",
-            [packed],
-            dtype=tl.int8,
-            is_pure=True,
-            pack=4,
-        )
-    else:
-        return tl.inline_asm_elementwise(
-            "{ .reg .b32 t; shr.b32 t, $1, 6; and.b32 $0, t, 0x03030303; }",
-            "=r,r",
-            [packed],
-            dtype=tl.int8,
-            is_pure=True,
-            pack=4,
-        )
-
-
-@triton.jit
-def _load_digits(
-    unit_weights,
+def _load_weigh_crumbsts(
+    unit_weigh_crumbsts,
     GROUP: tl.constexpr,
     PADDED: tl.constexpr,
     SIZE: tl.constexpr,
     WIDTH: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Load the weights of the crumbs of each index, in digits.
+    """Load the weights of a unit's crumbs as integers of two digits.
 
     Returns:
-        (WIDTH, PADDED * COLUMNS) int8 for each index, and (PADDED,) what a digit counts for.
+        weights: for each of the four crumbs of a byte, (WIDTH, PADDED * COLUMNS) int8 digits.
+        unit: (PADDED,) float32, what 1 in the lower digit of a head stands for.
     """
-    row, byte = tl.arange(0, PADDED * COLUMNS), tl.arange(0, WIDTH)
-    at = unit_weights + (row // COLUMNS)[:, None] * (4 * SIZE) + byte[None, :]
-    is_weight = is_digit(row, GROUP, COLUMNS)[:, None] & (byte < SIZE)[None, :]
-    first = tl.load(at, mask=is_weight, other=0.0)
-    second = tl.load(at + SIZE, mask=is_weight, other=0.0)
-    third = tl.load(at + 2 * SIZE, mask=is_weight, other=0.0)
-    fourth = tl.load(at + 3 * SIZE, mask=is_weight, other=0.0)
-    greatest = tl.maximum(
-        tl.maximum(tl.abs(first), tl.abs(second)), tl.maximum(tl.abs(third), tl.abs(fourth))
+    column, byte = tl.arange(0, PADDED * COLUMNS), tl.arange(0, WIDTH)
+    at = unit_weigh_crumbsts + (column // COLUMNS)[:, None] * (4 * SIZE) + byte[None, :]
+    is_weigh_crumbst = is_digit(column, GROUP, COLUMNS)[:, None] & (byte < SIZE)[None, :]
+    # [PADDED * COLUMNS, WIDTH] each
+    w0 = tl.load(at, mask=is_weigh_crumbst, other=0.0)
+    w1 = tl.load(at + SIZE, mask=is_weigh_crumbst, other=0.0)
+    w2 = tl.load(at + 2 * SIZE, mask=is_weigh_crumbst, other=0.0)
+    w3 = tl.load(at + 3 * SIZE, mask=is_weigh_crumbst, other=0.0)
+    largest = tl.maximum(tl.maximum(tl.abs(w0), tl.abs(w1)), tl.maximum(tl.abs(w2), tl.abs(w3)))
+    unit = unit_of_rows(tl.max(largest, axis=1))
+    weights = (
+        tl.trans(split_digits(w0 / unit[:, None], COLUMNS)),
+        tl.trans(split_digits(w1 / unit[:, None], COLUMNS)),
+        tl.trans(split_digits(w2 / unit[:, None], COLUMNS)),
+        tl.trans(split_digits(w3 / unit[:, None], COLUMNS)),
     )
-    unit = unit_of_rows(tl.max(greatest, axis=1))
-    return (
-        tl.trans(split_digits(first / unit[:, None], COLUMNS)),
-        tl.trans(split_digits(second / unit[:, None], COLUMNS)),
-        tl.trans(split_digits(third / unit[:, None], COLUMNS)),
-        tl.trans(split_digits(fourth / unit[:, None], COLUMNS)),
-        unit_of_heads(unit, COLUMNS, PADDED),
-    )
+    return weights, unit_of_heads(unit, COLUMNS, PADDED)
 
 
 @triton.jit
 def _logits_of(
     packed,
-    first_digits,
-    second_digits,
-    third_digits,
-    fourth_digits,
-    query_unit,
+    weights,
+    unit,
     PADDED: tl.constexpr,
     BLOCK: tl.constexpr,
     COLUMNS: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """The logits of sketches, (BLOCK, WIDTH) uint8: (BLOCK, PADDED) float32."""
-    products = tl.dot(_crumbs(packed, 0, INTERPRETED), first_digits, out_dtype=tl.int32)
-    products = tl.dot(_crumbs(packed, 1, INTERPRETED), second_digits, products, out_dtype=tl.int32)
-    products = tl.dot(_crumbs(packed, 2, INTERPRETED), third_digits, products, out_dtype=tl.int32)
-    products = tl.dot(_crumbs(packed, 3, INTERPRETED), fourth_digits, products, out_dtype=tl.int32)
-    return sum_of_digits(products, COLUMNS, PADDED, BLOCK) * query_unit[None, :]
+    """The logits of sketches, (BLOCK, WIDTH) uint8: (BLOCK, PADDED) float32.
+
+    For `weights` and `unit` see `_load_weigh_crumbsts`.
+    """
+    products = tl.zeros((BLOCK, PADDED * COLUMNS), tl.int32)
+    for index in tl.static_range(4):
+        crumbs = unpack_codes(packed, index, 2, INTERPRETED)  # [BLOCK, WIDTH]
+        products = tl.dot(crumbs, weights[index], products, out_dtype=tl.int32)
+    return sum_of_digits(products, COLUMNS, PADDED, BLOCK) * unit[None, :]
 
 
 @triton.jit(
@@ -357,7 +304,7 @@ def _normalize(
         pages = page_table + row * page_stride
         in_slots = chosen + ((slot.to(tl.int64) * pool_layers + layer) * KV_HEADS + head) * BUDGET
         heads, byte = tl.arange(0, PADDED), tl.arange(0, WIDTH)
-        first, second, third, fourth, query_unit = _load_digits(
+        own_weigh_crumbsts, weight_unit = _load_weigh_crumbsts(
             weights + unit * GROUP * 4 * SIZE, GROUP, PADDED, SIZE, WIDTH, COLUMNS
         )
 
@@ -383,16 +330,7 @@ def _normalize(
                 other=0,
             )
             logit = _logits_of(
-                packed,
-                first,
-                second,
-                third,
-                fourth,
-                query_unit,
-                PADDED,
-                BLOCK,
-                COLUMNS,
-                INTERPRETED,
+                packed, own_weigh_crumbsts, weight_unit, PADDED, BLOCK, COLUMNS, INTERPRETED
             )
             logit = tl.where(is_token[:, None], logit, -float("inf"))
             before, largest = largest, tl.maximum(largest, tl.max(logit, axis=0))
@@ -461,7 +399,7 @@ def _score(
         stop = tl.minimum(start + CHUNK, tokens)
 
         byte = tl.arange(0, WIDTH)
-        first, second, third, fourth, query_unit = _load_digits(
+        own_weigh_crumbsts, weight_unit = _load_weigh_crumbsts(
             weights + unit * GROUP * 4 * SIZE, GROUP, PADDED, SIZE, WIDTH, COLUMNS
         )
         if NORMALIZER_PARTS > 0:
@@ -480,16 +418,7 @@ def _score(
                     codes + tile * SIZE + in_page, mask=(byte < SIZE)[None, :], other=0
                 )
             logit = _logits_of(
-                packed,
-                first,
-                second,
-                third,
-                fourth,
-                query_unit,
-                PADDED,
-                BLOCK,
-                COLUMNS,
-                INTERPRETED,
+                packed, own_weigh_crumbsts, weight_unit, PADDED, BLOCK, COLUMNS, INTERPRETED
             )
             if NORMALIZER_PARTS > 0:
                 score = tl.max(logit - log_sum[None, :], axis=1)
