@@ -8,6 +8,7 @@ that nothing else is imported before a test asks for it.
 import importlib
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -35,19 +36,26 @@ settings.load_profile("default")  # `--hypothesis-profile thorough` takes the ot
 
 LONGEST_FIRST = [
     "test_sglang_interface",  # takes seconds, and says what a new release of SGLang has moved
+    "test_dense_equivalence",  # with others that take plain SGLang as well
+    "test_failure",
+    "test_server",  # with others of the bundled model
+    "test_weight_updates",
     "test_language_model",
-    "test_dense_equivalence",  # with test_baseline_modes, which takes plain SGLang as well
-    "test_baseline_modes",
-    "test_server",  # with test_accuracy and test_benchmark, of the bundled model
-    "test_accuracy",
-    "test_benchmark",
-    "test_synchronous_reference",
     "test_random_trace",
+    "test_synchronous_reference",
+    "test_engine",
     "test_formats",
-    "test_processes",
-    "test_wire_dtype",
 ]
 """After the first, these files start servers, from the longest group to the shortest."""
+
+
+@pytest.fixture(autouse=True)
+def signals() -> Iterator[None]:
+    """Handle signals as before after a test: what tests start inherits those that are ignored."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture

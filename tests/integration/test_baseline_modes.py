@@ -14,16 +14,15 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from workload import difference, random_prompts
 
 from scripts.shared.serving import Server, log_probabilities, serve
-from scripts.shared.systems import DECODE_MODES
 
-# tests/scripts/baselines/test_baselines.py tests the same selections without a server.
+# One mode selects pages and one tokens; test_baselines.py tests all of them without a server.
 pytestmark = [pytest.mark.xdist_group("plain server"), pytest.mark.thorough]
 
 SINKS, RECENT, BUDGET, DENSE_LAYERS, PAGE = 4, 16, 16, 1, 16
 ATTENDED = SINKS + BUDGET + RECENT + 1
 
 
-@pytest.fixture(scope="module", params=DECODE_MODES)
+@pytest.fixture(scope="module", params=["quest", "oracle"])
 def server(request: pytest.FixtureRequest, random_model: Callable[..., Path]) -> Iterator[Server]:
     arguments = [
         *("--model-path", str(random_model()), "--skip-tokenizer-init", "--dtype", "float32"),
@@ -84,11 +83,7 @@ class NaiveAttention:
             best = sorted(scores, key=lambda page: -scores[page])[: BUDGET // PAGE]
             pages = [0, *best, *range(max(1, first_recent), math.ceil(length / PAGE))]
             return [t for p in pages for t in range(p * PAGE, min(length, (p + 1) * PAGE))]
-        score = {
-            "window": torch.arange(length),
-            "tova": probabilities.mean(dim=0),
-            "oracle": probabilities[heads].amax(dim=0),
-        }[self.mode]
+        score = probabilities[heads].amax(dim=0)
         between = range(SINKS, max(SINKS, length - 1 - RECENT))
         best = sorted(between, key=lambda token: -float(score[token]))[:BUDGET]
         return [*range(SINKS), *best, *range(max(SINKS, length - 1 - RECENT), length)]

@@ -37,13 +37,9 @@ FORMATS = [
 ]
 """These formats lose something. test_dense_equivalence.py tests the one that does not."""
 
-PARAMETERS = [
-    pytest.param(held, id=str(held), marks=[pytest.mark.thorough] if index else [])
-    for index, held in enumerate(FORMATS)
-]
 
-
-@pytest.mark.parametrize("held", PARAMETERS)
+@pytest.mark.thorough
+@pytest.mark.parametrize("held", FORMATS, ids=str)
 def test_log_probabilities_differ_by_the_error_of_the_format(
     held: Format, random_model: Callable[..., Path]
 ) -> None:

@@ -26,7 +26,7 @@ from cache_rank.measure.recording import RECORD_VARIABLE, read_events
 from cache_rank.pages import PAGE_TOKENS
 from scripts.shared.serving import Server, free_port, log_probabilities, serve
 
-pytestmark = [pytest.mark.thorough, pytest.mark.xdist_group("weight-updates")]
+pytestmark = [pytest.mark.thorough, pytest.mark.xdist_group(name="weight-updates")]
 
 FLAGS = (
     "--skip-tokenizer-init --sparse-threshold 100 --sparse-budget 24 --max-swap-tokens 24 "
