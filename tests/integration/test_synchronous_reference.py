@@ -154,9 +154,9 @@ THOROUGH = [
 ]
 # What is equal but for the last bits is not when it is rounded to codes.
 ROUNDED = [
+    Case("last", "llama", 4, 4, "full", wire_dtype="int8"),
     Case(
         *("forecast", "qwen3", 4, 1, "working-set"),
-        wire_dtype="int8",
         layers=6,
         dense_layers=0,
         layers_per_group=1,
