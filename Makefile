@@ -1,7 +1,8 @@
 # make demo       serve the bundled model with a cache rank, ask it a question, show what the cache rank did
-# make test       run the tests: some 16 minutes on 2 cores; ARGS="tests/kernels -q" is one pytest run of what it names
-#                 TESTS="tests/integration" runs what it names as all are: in parallel, the serial ones alone
-# make test-all   run the thorough tests too, and try more examples of each property: some 30 minutes
+# make test       run the tests: some 8 minutes on 2 cores; ARGS="tests/kernels -q" is one pytest run of what it names
+#                 TESTS="tests/integration" runs what it names as all are: in parallel
+# make test-all   run the thorough tests too, and try more examples of each property
+# make test-remaining   run what test-all adds to test
 # make serve      serve; ARGS="..." takes any flag of SGLang and ours
 # make lint       formatter, linter, type checker
 # make soak      use a server for two minutes, kill and disturb its cache rank, check every answer; ARGS="--seconds 1800"
@@ -24,13 +25,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 # Tests that share a server are a group. conftest.py puts the longest groups first.
 IN_PARALLEL := -n auto --dist loadgroup --no-loadscope-reorder
 THOROUGHLY := --hypothesis-profile thorough
-# Run both parts of a selection, also when the first one fails. Status 5 is that of a part without tests.
-define in_two_parts
-	@failed=0; \
-	$(PYTEST) $(IN_PARALLEL) -m "not serial$(1)" $(2) || [ $$? -eq 5 ] || failed=1; \
-	$(PYTEST) -m "serial$(1)" $(2) || [ $$? -eq 5 ] || failed=1; \
-	exit $$failed
-endef
+CHOSEN ?= not thorough
 
 .PHONY: demo serve test test-all test-remaining lint soak bench clean install
 
@@ -44,15 +39,14 @@ test: install
 ifdef ARGS
 	$(PYTEST) $(ARGS)
 else
-	$(call in_two_parts, and not thorough,$(TESTS))
+	$(PYTEST) $(IN_PARALLEL) -m "$(CHOSEN)" $(TESTS)
 endif
 
 test-all: install
-	$(call in_two_parts,,$(THOROUGHLY))
+	$(PYTEST) $(IN_PARALLEL) $(THOROUGHLY)
 
-# What test-all adds to test: the thorough tests, and more examples of each property.
 test-remaining: install
-	$(call in_two_parts, and (thorough or hypothesis),$(THOROUGHLY))
+	$(PYTEST) $(IN_PARALLEL) $(THOROUGHLY) -m "thorough or hypothesis"
 
 lint: install
 	$(BIN)/ruff format --check .

@@ -240,16 +240,15 @@ def test_selections_equal_the_synchronous_reference_slot_by_slot(policy: Policy)
         rank.close()
 
 
-@pytest.mark.serial  # others take and give back gigabytes
 @pytest.mark.thorough
 def test_tokens_take_the_share_of_the_memory_that_they_were_given() -> None:
     capacities = []
-    for fraction in (0.01, 0.02):
+    for fraction in (0.01, 0.04):
         placement = Placement("127.0.0.1", memory_fraction=fraction)
         rank = InferenceRank(small_config(GQA), placement=placement)
         capacities.append(rank.connection.capacity_tokens)
         rank.close()
-    assert capacities[1] / capacities[0] == pytest.approx(2, rel=0.3)  # what is free changes
+    assert capacities[1] / capacities[0] == pytest.approx(4, rel=0.5)  # what is free changes
 
 
 def test_says_what_to_do_when_no_token_fits(capfd: pytest.CaptureFixture[str]) -> None:
@@ -569,7 +568,7 @@ def test_the_process_exits_when_its_standard_input_closes(moment: str) -> None:
         connection.close()
 
 
-SILENCE_SECONDS = 1.5
+SILENCE_SECONDS = 5.0
 
 
 @pytest.fixture(scope="module")
@@ -580,7 +579,7 @@ def fragile() -> Iterator[InferenceRank]:
     rank.close()
 
 
-@pytest.mark.serial
+@pytest.mark.xdist_group("fragile cache rank")
 @pytest.mark.parametrize(
     "ending", [signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM], ids=lambda s: s.name
 )
@@ -595,10 +594,10 @@ def test_a_lost_process_is_withdrawn_and_replaced(
 
     os.kill(lost.process.pid, ending)
     began = time.monotonic()
-    wait_until(lambda: supervisor.connection is not lost, SILENCE_SECONDS + 10)
+    wait_until(lambda: supervisor.connection is not lost, SILENCE_SECONDS + LONG)
     with pytest.raises(TransportError):
         answer.wait(LONG)
-    assert time.monotonic() - began < SILENCE_SECONDS + 10
+    assert time.monotonic() - began < SILENCE_SECONDS + LONG
 
     wait_until(lambda: supervisor.starts == starts + 1, LONG)
     assert fragile.reports.downs == downs + 1
@@ -626,7 +625,7 @@ def assert_serves(rank: InferenceRank, connection: Connection) -> None:
     rank.end(request)
 
 
-@pytest.mark.serial
+@pytest.mark.xdist_group("fragile cache rank")
 def test_a_released_process_is_no_loss_and_the_next_one_opens_on_resume(
     fragile: InferenceRank,
 ) -> None:
@@ -661,7 +660,7 @@ def test_a_released_process_is_no_loss_and_the_next_one_opens_on_resume(
     assert_serves(fragile, supervisor.connection)
 
 
-@pytest.mark.serial
+@pytest.mark.xdist_group("fragile cache rank")
 def test_a_process_that_is_released_while_it_opens_does_not_come_up(
     fragile: InferenceRank,
 ) -> None:

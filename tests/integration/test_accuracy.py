@@ -9,7 +9,7 @@ import pytest
 
 from scripts import evaluate
 from scripts.accuracy.evaluation import Report
-from scripts.shared.serving import Server, serve
+from scripts.shared.serving import Server
 
 pytestmark = pytest.mark.xdist_group("bundled server")
 
@@ -31,15 +31,3 @@ def test_evaluates_a_running_server(bundled_server: Server, tmp_path: Path) -> N
     assert sparse.exact_difference.value == 0.0
     table = (tmp_path / "results.md").read_text()
     assert "| cache-rank:sparse_budget=40 | 1.00 | 0.00 | 1.000 |" in table
-
-
-def test_a_small_budget_selects_well_with_the_flags_that_follow_it(tmp_path: Path) -> None:
-    with serve("--sparse-threshold 264 --sparse-budget 40 --recent-tokens 16".split()) as server:
-        command = ["--out", str(tmp_path), "--base-url", server.url]
-        command += "--chains 3 --systems cache-rank --budgets 40".split()
-        assert evaluate.main(command) == 0
-    report = msgspec.json.decode((tmp_path / "results.json").read_bytes(), type=Report)
-    (result,) = report.results
-    assert result.exact.value == 1.0
-    assert result.sparse_steps is not None
-    assert result.sparse_steps > 0.9

@@ -97,6 +97,7 @@ def test_the_two_are_compared(
     assert comparison["tokens_ratio"] == [1, 1, 1]
 
 
+@pytest.mark.thorough
 def test_a_run_that_was_never_sparse_says_so(ask: Command, tmp_path: Path) -> None:
     # A prompt of 259 tokens and an answer of 3 do not come to the threshold of 264.
     finished = ask(tmp_path, "--num-examples", "2", "--n-repeats", "1", "--max-tokens", "3")
@@ -107,6 +108,7 @@ def test_a_run_that_was_never_sparse_says_so(ask: Command, tmp_path: Path) -> No
     assert "this is a dense run" in run.record.warnings[0]
 
 
+@pytest.mark.thorough
 def test_requests_without_room_on_the_cache_rank_are_counted(ask: Command, tmp_path: Path) -> None:
     # 48 requests at a time, and working sets for 32. Answers are long, so that the first ones still
     # decode when the last ones come.
@@ -117,6 +119,7 @@ def test_requests_without_room_on_the_cache_rank_are_counted(ask: Command, tmp_p
     assert "dense steps (max_sparse_requests): lower --num-threads" in finished.stdout
 
 
+@pytest.mark.thorough
 def test_what_could_not_be_compared_is_refused(ask: Command, systems: Path, tmp_path: Path) -> None:
     finished = ask(tmp_path, "--max-tokens", "4096")
     assert finished.returncode == 2

@@ -13,13 +13,11 @@ from sglang_ext.calibrate import main
 from sglang_ext.calibration.files import read
 from sglang_ext.server_args import BUNDLED_MODEL
 
-pytestmark = [
-    pytest.mark.language_model,
-    pytest.mark.timeout(900),
-    pytest.mark.xdist_group("language-model"),
-]
 
-
+@pytest.mark.thorough
+@pytest.mark.language_model
+@pytest.mark.timeout(900)
+@pytest.mark.xdist_group("language-model")
 def test_forecasts_get_better_on_texts_that_were_not_fitted_to(
     language_model: Path, tmp_path: Path
 ) -> None:

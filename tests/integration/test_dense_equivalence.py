@@ -29,18 +29,16 @@ def in_batches(server: Server, batch: int) -> list[Any]:
     return responses
 
 
-@pytest.fixture(
-    scope="module", params=[pytest.param("full", marks=pytest.mark.thorough), "working-set"]
-)
-def server(request: pytest.FixtureRequest, random_model: Callable[..., Path]) -> Iterator[Server]:
+@pytest.fixture(scope="module")
+def server(random_model: Callable[..., Path]) -> Iterator[Server]:
+    """Working sets alone are in the pool; test_reuse.py has a server with whole contexts."""
     arguments = [
         *SMALL_CACHE_RANK,
         *("--model-path", str(random_model()), "--skip-tokenizer-init"),
         *("--sparse-threshold", str(THRESHOLD), "--sparse-budget", "512"),
-        *("--max-swap-tokens", "64", "--inference-kv", request.param),
+        *("--max-swap-tokens", "64", "--inference-kv", "working-set"),
+        *("--max-total-tokens", "2100"),  # rows that are freed are soon another's
     ]
-    if request.param == "working-set":
-        arguments += ["--max-total-tokens", "2100"]  # rows that are freed are soon another's
     environment = {
         ALLOW_LARGE_BUDGET_VARIABLE: "1",
         CHECKSUM_VARIABLE: "1",

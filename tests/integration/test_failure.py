@@ -14,6 +14,7 @@ import psutil
 import pytest
 import requests
 import zmq
+from endings import assert_streams_end
 from transformers import AutoTokenizer
 from waiting import wait_until
 
@@ -23,9 +24,7 @@ from sglang_ext.exchange.host.gate import LET_GO_VARIABLE
 from sglang_ext.refusals import ALLOW_LARGE_BUDGET_VARIABLE
 from sglang_ext.server_args import BUNDLED_MODEL
 
-pytestmark = pytest.mark.serial
-
-TIMEOUT = 2.0
+TIMEOUT = 8.0
 CHAINS = [make_chain(seed=seed, facts=128, hops=60) for seed in range(8)]
 ARGUMENTS = (
     "--sparse-threshold 270 --sparse-budget 640 --sink-tokens 4 --recent-tokens 16 "
@@ -35,31 +34,25 @@ ARGUMENTS = (
 ).split()
 
 
-FORECAST = "--query-predictor forecast --forecast-lead 1 --dense-layers 0"
-"""The bundled model has two layers, of which then the second is selected for in the same step."""
-
-IN_ALL_MODES = pytest.mark.parametrize(
-    "server",
-    [
-        pytest.param("full", marks=[pytest.mark.thorough]),
-        pytest.param("working-set", marks=[pytest.mark.thorough]),
-        pytest.param(f"full {FORECAST}", marks=[pytest.mark.thorough], id="full-forecast"),
-        pytest.param(f"working-set {FORECAST}", id="working-set-forecast"),
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param("full", marks=[pytest.mark.thorough, pytest.mark.xdist_group("failure full")]),
+        pytest.param("working-set", marks=pytest.mark.xdist_group("failure working-set")),
     ],
-    indirect=True,
 )
-"""These tests run thoroughly in all modes; tests/sglang_ext/test_losses.py has `full` as well."""
-
-
-@pytest.fixture(scope="module")
 def server(request: pytest.FixtureRequest) -> Iterator[Server]:
+    """One server has whole contexts, and the other working sets and forecasts."""
     environment = {
         ALLOW_LARGE_BUDGET_VARIABLE: "1",
         "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
     }
-    mode, *schedule = request.param.split()
-    with serve([*ARGUMENTS, "--inference-kv", mode, *schedule], environment) as running:
-        running.mode = mode  # type: ignore[attr-defined]
+    arguments = [*ARGUMENTS, "--inference-kv", request.param]
+    if request.param == "working-set":
+        # The bundled model has two layers: the second is then selected for in the same step.
+        arguments += "--query-predictor forecast --forecast-lead 1 --dense-layers 0".split()
+    with serve(arguments, environment) as running:
+        running.mode = request.param  # type: ignore[attr-defined]
         yield running
 
 
@@ -75,6 +68,7 @@ class Streams:
     def __init__(self, server: Server) -> None:
         self.server = server
         self.tokenizer: Any = AutoTokenizer.from_pretrained(BUNDLED_MODEL)
+        self.prompts = [self.tokenizer(chain.prompt)["input_ids"] for chain in CHAINS]
 
     def run(self, disturb: Callable[[], None] | None = None) -> list[Any]:
         """Run all chains, and call `disturb` once at least four of them are sparse."""
@@ -91,10 +85,9 @@ class Streams:
         thread = threading.Thread(target=when_sparse, daemon=True)
         if disturb is not None:
             thread.start()
-        prompts = [self.tokenizer(chain.prompt)["input_ids"] for chain in CHAINS]
-        responses = self.server.generate_all(prompts, CHAINS[0].max_tokens)
+        responses = self.server.generate_all(self.prompts, CHAINS[0].max_tokens)
         if disturb is not None:
-            thread.join(timeout=60)
+            thread.join(timeout=120)
             assert not thread.is_alive()
         assert not errors, errors
         return responses
@@ -121,26 +114,46 @@ def statistics(responses: list[Any], name: str) -> int:
     return sum(response["meta_info"]["cache_rank"][name] for response in responses)
 
 
-@pytest.mark.thorough
-@IN_ALL_MODES
-def test_undisturbed(streams: Streams) -> None:
-    responses = streams.run()
+def kill(server: Server) -> None:
+    server.signal_cache_rank(signal.SIGKILL)
+
+
+def lose_the_cache_rank(server: Server, streams: Streams, number: int) -> None:
+    """Signal the cache rank: answers stay exact, and so are those with the next cache rank."""
+    starts = server.cache_rank()["starts"]
+
+    def disturb() -> None:
+        server.signal_cache_rank(number)
+        wait_until(lambda: not server.metrics()["sglang_cache_rank_up"], 60)
+
+    responses = streams.run(disturb)
     assert_exact(streams, responses)
-    assert statistics(responses, "stale_steps") == 0
-    assert all(r["meta_info"]["cache_rank"]["sparse_steps"] > 200 for r in responses)
+    assert statistics(responses, "stale_steps") > 0
+    if server.mode == "working-set":  # type: ignore[attr-defined]
+        assert statistics(responses, "retractions") > 0
+    else:
+        assert statistics(responses, "retractions") == 0
+
+    state = server.wait_for(60, up=True, starts=starts + 1)
+    ending = "killed by SIGKILL" if number == signal.SIGKILL else "killed by this server"
+    assert state["last_loss"].startswith(f"was lost: {ending}")
+    assert state["last_loss"] in server.log.read_text(errors="replace")
+    assert server.metrics()["sglang_cache_rank_losses_total"] == state["losses"] > 0
+    assert server.metrics()["sglang_cache_rank_up"] == 1
+    after = streams.run()
+    assert_exact(streams, after)
+    assert statistics(after, "stale_steps") == 0
+    assert all(response["meta_info"]["cache_rank"]["sparse_steps"] > 200 for response in after)
 
 
-@IN_ALL_MODES
 def test_a_cache_rank_is_killed(server: Server, streams: Streams) -> None:
     lose_the_cache_rank(server, streams, signal.SIGKILL)
 
 
-@IN_ALL_MODES
 def test_a_cache_rank_is_stopped(server: Server, streams: Streams) -> None:
     lose_the_cache_rank(server, streams, signal.SIGSTOP)
 
 
-@IN_ALL_MODES
 def test_what_was_sparse_is_sparse_again_with_the_next_cache_rank(
     server: Server, streams: Streams
 ) -> None:
@@ -161,91 +174,6 @@ def test_what_was_sparse_is_sparse_again_with_the_next_cache_rank(
     assert [r["meta_info"]["cache_rank"]["dense_reason"] for r in responses] == [None] * 8
 
 
-@pytest.fixture(scope="module")
-def letting_go() -> Iterator[Server]:
-    """A server lets go of steps as between GPUs: they go on with their last selection."""
-    sparse = "--sparse-threshold 264 --sparse-budget 40 --hysteresis 8 --max-swap-tokens 40"
-    environment = {LET_GO_VARIABLE: "1", "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1"}
-    with serve([*ARGUMENTS, *sparse.split()], environment) as server:
-        yield server
-
-
-@pytest.mark.thorough
-def test_a_step_that_cannot_be_changed_is_taken_back(letting_go: Server) -> None:
-    """What such a step says is not used."""
-    streams = Streams(letting_go)
-    for _ in range(3):
-        letting_go.wait_for(60, up=True)
-        responses = streams.run(lambda: kill(letting_go))
-        assert_exact(streams, responses)
-        assert statistics(responses, "retractions") > 0
-    letting_go.wait_for(60, up=True, epochs=0)
-
-
-@pytest.mark.thorough
-def test_a_last_step_that_cannot_be_changed_is_taken_back(letting_go: Server) -> None:
-    """Each step from some on is the last of one request, so that one is lost in its last step."""
-    pid = int(letting_go.wait_for(60, up=True)["pid"])
-    streams = Streams(letting_go)
-    prompts = [streams.tokenizer(chain.prompt)["input_ids"] for chain in CHAINS]
-    lengths = range(91, 91 + len(prompts))
-    sampling = [{"max_new_tokens": length, "temperature": 0} for length in lengths]
-    body = {"input_ids": prompts, "sampling_params": sampling, "stream": True}
-    latest: dict[int, Any] = {}
-    with requests.post(f"{letting_go.url}/generate", json=body, stream=True, timeout=60) as events:
-        for line in events.iter_lines():
-            if not line.startswith(b"data: {"):
-                continue
-            event = json.loads(line.removeprefix(b"data: "))
-            latest[event["index"]] = event
-            if event["meta_info"]["completion_tokens"] == 90 and pid:
-                os.kill(pid, signal.SIGKILL)
-                pid = 0
-    responses = [latest[index] for index in range(len(CHAINS))]
-    assert statistics(responses, "retractions") > 0
-    for response, chain, length in zip(responses, CHAINS, lengths, strict=True):
-        assert response["output_ids"] == streams.expected(chain)[:length]
-    letting_go.wait_for(60, up=True, epochs=0)
-
-
-def kill(server: Server) -> None:
-    server.signal_cache_rank(signal.SIGKILL)
-
-
-def lose_the_cache_rank(server: Server, streams: Streams, number: int) -> None:
-    """Signal the cache rank: answers stay exact, and so are those with the next cache rank."""
-    starts = server.cache_rank()["starts"]
-    seen: dict[str, float] = {}
-
-    def disturb() -> None:
-        server.signal_cache_rank(number)
-        signalled = time.monotonic()
-        while server.metrics()["sglang_cache_rank_up"] and time.monotonic() - signalled < 30:
-            time.sleep(0.05)
-        seen["down_after"] = time.monotonic() - signalled
-
-    responses = streams.run(disturb)
-    assert_exact(streams, responses)
-    # A stopped process is noticed within the timeout; the rest is slack for a busy machine.
-    assert seen["down_after"] < TIMEOUT + 3
-    assert statistics(responses, "stale_steps") > 0
-    if server.mode == "working-set":  # type: ignore[attr-defined]
-        assert statistics(responses, "retractions") > 0
-    else:
-        assert statistics(responses, "retractions") == 0
-
-    state = server.wait_for(60, up=True, starts=starts + 1)
-    ending = "killed by SIGKILL" if number == signal.SIGKILL else "killed by this server"
-    assert state["last_loss"].startswith(f"was lost: {ending}")
-    assert state["last_loss"] in server.log.read_text(errors="replace")
-    assert server.metrics()["sglang_cache_rank_losses_total"] == state["losses"] > 0
-    assert server.metrics()["sglang_cache_rank_up"] == 1
-    after = streams.run()
-    assert_exact(streams, after)
-    assert all(response["meta_info"]["cache_rank"]["sparse_steps"] > 200 for response in after)
-
-
-@IN_ALL_MODES
 def test_late_answers_are_waited_for(server: Server, streams: Streams) -> None:
     def disturb() -> None:
         pid = int(server.cache_rank()["pid"])
@@ -263,7 +191,6 @@ def test_late_answers_are_waited_for(server: Server, streams: Streams) -> None:
     assert server.cache_rank()["starts"] == starts
 
 
-@IN_ALL_MODES
 def test_foreign_control_messages_change_nothing(server: Server, streams: Streams) -> None:
     def disturb() -> None:
         process = psutil.Process(int(server.cache_rank()["pid"]))
@@ -286,7 +213,6 @@ def test_foreign_control_messages_change_nothing(server: Server, streams: Stream
     assert statistics(responses, "stale_steps") == 0
 
 
-@IN_ALL_MODES
 def test_the_pool_is_freed_where_it_may_be(server: Server, streams: Streams) -> None:
     free = server.cache_rank()["pool_free_tokens"]
     while_sparse: dict[str, int] = {}
@@ -305,3 +231,72 @@ def test_the_pool_is_freed_where_it_may_be(server: Server, streams: Streams) -> 
     else:
         assert used > 270
     assert server.wait_for(10, epochs=0)["pool_free_tokens"] == free
+
+
+def test_a_server_stops_while_streams_run(server: Server, streams: Streams) -> None:
+    """The last test of a server: nothing is left of it."""
+    is_working_set = server.mode == "working-set"  # type: ignore[attr-defined]
+    number, reason = (signal.SIGINT, "abort") if is_working_set else (signal.SIGTERM, "length")
+    assert_streams_end(server, streams.prompts[:4], number, 1, True, reason)
+
+
+@pytest.fixture(scope="module")
+def letting_go() -> Iterator[Server]:
+    """A server lets go of steps as between GPUs: they go on with their last selection.
+
+    Its working sets are small and travel in 8 bits.
+    """
+    sparse = (
+        "--sparse-threshold 264 --sparse-budget 40 --hysteresis 8 --max-swap-tokens 40 "
+        "--wire-dtype int8"
+    )
+    environment = {LET_GO_VARIABLE: "1", "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1"}
+    with serve([*ARGUMENTS, *sparse.split()], environment) as server:
+        yield server
+
+
+@pytest.mark.thorough
+@pytest.mark.xdist_group("failure letting go")
+def test_a_step_that_cannot_be_changed_is_taken_back(letting_go: Server) -> None:
+    """What such a step says is not used."""
+    streams = Streams(letting_go)
+    for _ in range(3):
+        letting_go.wait_for(60, up=True)
+        responses = streams.run(lambda: kill(letting_go))
+        assert_exact(streams, responses)
+        assert statistics(responses, "retractions") > 0
+    letting_go.wait_for(60, up=True, epochs=0)
+
+
+@pytest.mark.thorough
+@pytest.mark.xdist_group("failure letting go")
+def test_a_last_step_that_cannot_be_changed_is_taken_back(letting_go: Server) -> None:
+    """Each step from some on is the last of one request, so that one is lost in its last step."""
+    pid = int(letting_go.wait_for(60, up=True)["pid"])
+    streams = Streams(letting_go)
+    lengths = range(91, 91 + len(CHAINS))
+    sampling = [{"max_new_tokens": length, "temperature": 0} for length in lengths]
+    body = {"input_ids": streams.prompts, "sampling_params": sampling, "stream": True}
+    latest: dict[int, Any] = {}
+    with requests.post(f"{letting_go.url}/generate", json=body, stream=True, timeout=60) as events:
+        for line in events.iter_lines():
+            if not line.startswith(b"data: {"):
+                continue
+            event = json.loads(line.removeprefix(b"data: "))
+            latest[event["index"]] = event
+            if event["meta_info"]["completion_tokens"] == 90 and pid:
+                os.kill(pid, signal.SIGKILL)
+                pid = 0
+    responses = [latest[index] for index in range(len(CHAINS))]
+    assert statistics(responses, "retractions") > 0
+    for response, chain, length in zip(responses, CHAINS, lengths, strict=True):
+        assert response["output_ids"] == streams.expected(chain)[:length]
+    letting_go.wait_for(60, up=True, epochs=0)
+
+
+@pytest.mark.thorough
+@pytest.mark.xdist_group("failure letting go")
+def test_a_second_signal_aborts_streams(letting_go: Server) -> None:
+    """The last test of this server."""
+    prompts = Streams(letting_go).prompts[:4]
+    assert_streams_end(letting_go, prompts, signal.SIGTERM, 2, False, "abort")

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import requests
+from waiting import wait_until
 from workload import GPU_FLAGS, random_prompts
 
 from scripts.accuracy.pointer_chase import make_chain
@@ -49,11 +49,6 @@ def walk(server: Server, chains: list[Any]) -> list[tuple[int, dict[str, Any]]]:
         return list(pool.map(one, chains))
 
 
-def state(server: Server) -> dict[str, Any]:
-    info = requests.get(f"{server.url}/server_info", timeout=30).json()
-    return dict(info["internal_states"][0]["cache_rank"])
-
-
 def test_sparse_chains_are_exact_alone_and_together(chain_server: Server) -> None:
     for chains in (CHAINS[:1], CHAINS):
         for hops, statistics in walk(chain_server, chains):
@@ -77,11 +72,13 @@ def test_a_dense_layer_keeps_tokens_that_leave_the_pool(working_set_server: Serv
 
 def wait_until_up(server: Server, starts: int = 1) -> dict[str, Any]:
     """Wait until the cache rank was started so often and is up, and return the server's state."""
-    deadline = time.monotonic() + 60
-    while not (found := state(server))["up"] or found["starts"] < starts:
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
-    return found
+
+    def is_up() -> bool:
+        found = server.cache_rank()
+        return bool(found["up"] and found["starts"] >= starts)
+
+    wait_until(is_up, 60)
+    return server.cache_rank()
 
 
 @contextlib.contextmanager
@@ -92,7 +89,7 @@ def lose_while_sparse(
 
     def lose() -> None:
         deadline = time.monotonic() + 60
-        while state(server)["sparse_requests"] < requests_at_least:
+        while server.cache_rank()["sparse_requests"] < requests_at_least:
             if time.monotonic() > deadline:
                 return  # the requests say that nothing was lost
             time.sleep(0.01)
@@ -161,7 +158,7 @@ def test_memory_is_released_on_both_gpus_and_comes_back(backend: str) -> None:
             assert released[0] < used[0] - POOL_GIB
             assert released[1] < unused[1] + CONTEXTS_GIB
             server.post("/resume_memory_occupation").raise_for_status()
-        found = state(server)
+        found = server.cache_rank()
         assert (found["up"], found["losses"], found["failed_starts"]) == (True, 0, 0)
 
 
@@ -214,7 +211,7 @@ def test_slots_equal_the_mirror_over_many_groups(
     with serve([*gpu_flags, *flags], environment) as server:
         responses = server.generate_all(random_prompts([3000, 700, 1500, 4000]), 600)
         steps = [response["meta_info"]["cache_rank"]["sparse_steps"] for response in responses]
-        after = state(server)
+        after = server.cache_rank()
     assert min(steps) > 100, steps
     assert after["starts"] == 1
     assert after["up"]

@@ -19,7 +19,6 @@ import msgspec
 import pytest
 import torch
 
-from scripts.shared.machine import visible_gpus
 from sglang_ext.calibration.files import read_card
 from sglang_ext.calibration.serving import Described, Schedule
 
@@ -39,7 +38,6 @@ ENGINE: dict[str, Any] = {
     "grammar_backend": "none",
     "cuda_graph_backend_prefill": "disabled",
 }
-ON_A_CPU = {"device": "cpu", "attention_backend": "torch_native", "dtype": "float32"}
 
 
 @pytest.fixture(scope="module")
@@ -108,11 +106,6 @@ def missed(model: Path, out: Path, **engine: str) -> list[float]:
     return [fit.plain for fit in fits.values()]
 
 
-@pytest.mark.thorough
-def test_a_projection_misses_nothing_of_its_own_layer(model: Path, tmp_path: Path) -> None:
-    assert max(missed(model, tmp_path / "out")) < 1e-4
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("scheme", ["channels", "blocks"])
 def test_fp8_weights_miss_what_rounding_of_inputs_loses(
@@ -133,8 +126,7 @@ def main(model: str, out: str, changes: str) -> None:
     """Calibrate each layer by what enters it, on random tokens."""
     from sglang_ext.engine import Engine
 
-    arguments = ENGINE | ({} if visible_gpus() else ON_A_CPU) | json.loads(changes)
-    engine = Engine(model_path=model, **arguments)
+    engine = Engine(model_path=model, **ENGINE, **json.loads(changes))
     try:
         schedule = Schedule(dense_layers=0, layers_per_group=1, forecast_lead=0)
         engine.collective_rpc("begin_calibration", schedule=encoded(schedule))

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from endings import assert_it_stops, assert_its_processes_follow_a_dead_scheduler
 from workload import SMALL_CACHE_RANK, random_prompts
 
 from scripts.shared.serving import Server, serve
@@ -205,3 +206,7 @@ def test_nothing_is_left_behind(inference_kv: str, random_model: Callable[..., P
         assert state["starts"] == 1 + trace.losses
         assert state["refused_messages"] == 0
         assert_all_can_be_sparse(server)
+        if inference_kv == "full":
+            assert_it_stops(server, signal.SIGINT)
+        else:
+            assert_its_processes_follow_a_dead_scheduler(server)

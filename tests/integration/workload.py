@@ -14,10 +14,11 @@ SMALL_CACHE_RANK = (
     "--max-total-tokens 20000 --enable-metrics --dtype float32"
 ).split()
 
-# A working set of 60 tokens: a tenth of the length that a walk of 80 hops reaches.
+# A working set of 60 tokens: a tenth of the length that a walk of 80 hops reaches. Flags that are
+# not given follow from the budget.
 TENTH_OF_THE_CONTEXT = (
     "--cache-rank-gpus 1 --enable-metrics --sparse-threshold 264 --sparse-budget 40 "
-    "--sink-tokens 4 --recent-tokens 16 --hysteresis 8 --max-swap-tokens 40"
+    "--recent-tokens 16"
 ).split()
 
 REUSE = (

@@ -39,11 +39,6 @@ STEPS = [
 LONGEST_BATCH = 4
 
 
-@pytest.mark.skipif(ON_GPU, reason="GPUs have other kernels")
-def test_attends_to_the_rows_of_the_table_on_a_cpu() -> None:
-    assert max(in_own_process("torch_native", False)) < 1e-5
-
-
 @pytest.mark.gpu
 @pytest.mark.timeout(600)  # FlashInfer may compile its kernels
 @pytest.mark.parametrize("captured", [False, True])

@@ -59,11 +59,6 @@ def test_a_calibration_finds_its_texts_and_reads_the_model(installed: Path, tmp_
     assert (status, "has 2 layers" in said) == (1, True), said
 
 
-def test_a_server_says_what_it_takes(installed: Path, tmp_path: Path) -> None:
-    status, said = run(installed, tmp_path, "sglang_ext.launch", "--help")
-    assert (status, "--cache-rank-gpus" in said) == (0, True), said
-
-
 @pytest.mark.parametrize("command", [plan, calibrate])
 @pytest.mark.parametrize("model", ["/nowhere", "empty"])
 def test_a_model_that_is_not_there_is_said(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import pkgutil
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -16,13 +15,13 @@ import torch
 
 from sglang_ext import compat, hooks, inference_rank, plugin, processes
 from sglang_ext.hooks import HOOKS, Hook
-from sglang_ext.lifecycle import RequestStatistics, summary
+from sglang_ext.lifecycle import summary
 from sglang_ext.refusals import UnsupportedError
 from sglang_ext.requests import CACHE_RANK, serving
 from sglang_ext.server_args import BUNDLED_MODEL, CacheRankServerArgs
 
 # After ours, which makes SGLang importable without a GPU.
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool  # isort: skip
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool  # isort: skip
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType  # isort: skip
 
 
@@ -113,61 +112,6 @@ def test_a_scheduler_does_not_start_when_a_hook_is_missing(monkeypatch: pytest.M
 # Nothing happens without an inference rank.
 
 
-def test_a_step_without_inference_rank_runs_as_it_is() -> None:
-    result = object()
-    original = Mock(return_value=result)
-    batch = Mock()
-    assert hooks.run_step(original, "worker", batch, 1, pp_proxy_tensors=None) is result
-    original.assert_called_once_with("worker", batch, 1, pp_proxy_tensors=None)
-    assert batch.mock_calls == []
-
-
-def test_hooks_before_sglangs_functions_leave_their_arguments_alone() -> None:
-    untouched = Mock()
-    assert hooks.end_epoch(untouched, untouched) is None
-    assert hooks.end_all_epochs(untouched) is None
-    assert hooks.before_next_batch(untouched, untouched, untouched) is None
-    assert untouched.mock_calls == []
-
-
-def test_the_internal_state_without_inference_rank_is_sglangs_own() -> None:
-    result = SimpleNamespace(internal_state={"load": 1})
-    assert hooks.add_internal_state(result, Mock()) is result
-    assert result.internal_state == {"load": 1}
-
-
-def test_request_slots_are_freed_and_cleared_as_ever() -> None:
-    pool = ReqToTokenPool(size=3, max_context_len=8, device="cpu", enable_memory_saver=False)
-    request = pooled_request()
-    pool.alloc([request])
-    assert pool.available_size() == 2
-    pool.free(request)
-    assert compat.pool_state(request).req_pool_idx is None
-    assert pool.available_size() == 3
-    pool.alloc([pooled_request()])
-    pool.clear()
-    assert pool.available_size() == 3
-
-
-def pooled_request() -> Any:
-    """A request that a ReqToTokenPool takes."""
-
-    class Pooled:
-        """Its slot, and whether it has one."""
-
-        req_pool_idx: int | None = None
-
-        @property
-        def kv(self) -> Pooled:
-            return self
-
-        @property
-        def holds_kv(self) -> bool:
-            return self.req_pool_idx is not None
-
-    return Pooled()
-
-
 def kv_pool() -> Any:
     return MHATokenToKVPool(
         size=32,
@@ -212,10 +156,6 @@ def test_plain_sglang_has_pools_without_reserve(
     monkeypatch.setattr(hooks, "get_server_args", lambda: args)
     assert kv_pool().k_buffer[0].shape == (33, 2, 8)
     assert hooks.leave_room_beyond_allocator(10_000, CONFIGURATOR) == 10_000
-
-
-def test_a_process_without_server_arguments_has_pools_without_reserve() -> None:
-    assert kv_pool().k_buffer[0].shape == (33, 2, 8)
 
 
 @pytest.mark.usefixtures("environment")
@@ -288,21 +228,6 @@ def batch_of(decode: bool) -> Any:
     return SimpleNamespace(forward_mode=mode, reqs=["request"], seq_lens_cpu=torch.tensor([7]))
 
 
-@pytest.mark.parametrize("decode", [True, False], ids=["decode", "prefill"])
-def test_batches_that_decode_are_decode_steps_and_others_are_not(rank: Mock, decode: bool) -> None:
-    batch = batch_of(decode)
-    logits = SimpleNamespace(customized_info=None)
-    rank.original.return_value = SimpleNamespace(logits_output=logits)
-    rank.decode_step.run.side_effect = lambda requests, lengths, forward: (forward(), "plan")
-    result = hooks.run_step(rank.original, "worker", batch)
-    called = [name for name, _, _ in rank.mock_calls]
-    assert called == ["decode_step.run"] * decode + ["original", "statistics_of"]
-    if decode:
-        assert rank.decode_step.run.call_args.args[:2] == (["request"], [7])
-        assert result.cache_rank_plan == "plan"
-    assert result.logits_output.customized_info == {CACHE_RANK: [(1, 2, 3, 4, 5)]}
-
-
 def test_what_others_report_of_a_step_is_kept(rank: Mock) -> None:
     logits = SimpleNamespace(customized_info={"other": [1]})
     hooks.run_step(
@@ -317,41 +242,6 @@ def test_a_step_without_logits_or_without_batch_passes(rank: Mock) -> None:
     assert hooks.run_step(Mock(return_value=result), "worker", None) is result
 
 
-def test_a_result_is_processed_without_what_missed_its_answers(rank: Mock) -> None:
-    rank.cache_rank.without_missed.return_value = contextlib.nullcontext()
-    result = Mock(cache_rank_plan="plan")
-    hooks.process_result(rank.original, "scheduler", "batch", result)
-    rank.cache_rank.without_missed.assert_called_once_with("plan")
-    rank.original.assert_called_once_with("scheduler", "batch", result)
-    result.copy_done.synchronize.assert_called_once_with()
-
-
-def test_rows_of_prompts_are_read_anew_when_their_prefill_is_processed(rank: Mock) -> None:
-    batch = SimpleNamespace(reqs=["first", "second"])
-    hooks.process_result(rank.original, "scheduler", batch, SimpleNamespace(copy_done=None))
-    assert [name for name, _, _ in rank.mock_calls] == ["original", "on_prefilled"]
-    rank.on_prefilled.assert_called_once_with(batch.reqs)
-
-
-def test_the_end_of_requests_reaches_the_rank_before_sglang_forgets_their_slot(rank: Mock) -> None:
-    slots: list[int] = []
-    rank.on_request_freed.side_effect = lambda request: slots.append(
-        compat.pool_state(request).req_pool_idx
-    )
-    pool = ReqToTokenPool(size=3, max_context_len=8, device="cpu", enable_memory_saver=False)
-    request = pooled_request()
-    (slot,) = pool.alloc([request])
-    pool.free(request)
-    assert slots == [slot]
-    pool.clear()
-    rank.on_pool_cleared.assert_called_once_with()
-
-
-def test_what_happens_between_steps_is_the_ranks(rank: Mock) -> None:
-    hooks.before_next_batch("scheduler", "batch", None)
-    rank.before_next_batch.assert_called_once_with("scheduler", "batch")
-
-
 @pytest.mark.parametrize(("mode", "retracts"), [("retract", True), ("in_place", False)])
 def test_orphans_leave_the_batch_before_a_pause_takes_their_last_result(
     rank: Mock, mode: str, retracts: bool
@@ -360,16 +250,6 @@ def test_orphans_leave_the_batch_before_a_pause_takes_their_last_result(
     hooks.before_pause(scheduler, Mock(mode=mode))
     retracted = [((scheduler, scheduler.running_batch),)] if retracts else []
     assert rank.cache_rank.retract_orphans.call_args_list == retracted
-
-
-def test_an_abort_finds_requests_that_are_queued_a_turn_later(rank: Mock) -> None:
-    original = Mock()
-    hooks.abort_request(original, "scheduler", "abort")
-    (scheduler, abort) = rank.cache_rank.abort_retracted.call_args.args
-    assert scheduler == "scheduler"
-    original.assert_not_called()
-    abort()
-    original.assert_called_once_with("scheduler", "abort")
 
 
 @pytest.mark.parametrize("waiting", [0, 1])
@@ -410,15 +290,6 @@ def test_the_cache_rank_is_there_while_what_it_needs_is(
     assert rank.cache_rank.resume.call_count == ups
 
 
-def test_the_internal_state_shows_the_cache_rank(rank: Mock) -> None:
-    result = SimpleNamespace(internal_state={"load": 1})
-    rank.state.return_value = {"up": True}
-    assert hooks.add_internal_state(result, Mock()).internal_state == {
-        "load": 1,
-        CACHE_RANK: {"up": True},
-    }
-
-
 # What responses report, and what requests may ask.
 
 NAMES = [
@@ -444,20 +315,6 @@ LATE = (6, None, 7, 8, 9, 10)
 )
 def test_the_summary_is_the_last_that_is_known(per_token: list[Any], values: Any) -> None:
     assert summary(per_token) == summary_of(values)
-
-
-def test_the_summary_reads_statistics_in_the_order_they_are_written() -> None:
-    statistics = RequestStatistics(
-        sparse_steps=1, dense_reason="cache_rank_losses", late_steps=3, retractions=5
-    )
-    assert summary([statistics.as_tuple()]) == {
-        "sparse_steps": 1,
-        "dense_reason": "cache_rank_losses",
-        "tokens_shipped": 0,
-        "late_steps": 3,
-        "stale_steps": 0,
-        "retractions": 5,
-    }
 
 
 def test_statistics_of_another_length_are_not_guessed_at() -> None:
@@ -501,19 +358,6 @@ def test_each_response_of_a_stream_has_its_own_summary() -> None:
     ]
 
 
-def test_each_response_of_a_batch_has_its_own_summary() -> None:
-    batch = [
-        {"meta_info": {CACHE_RANK: [EARLY]}},
-        {"meta_info": {CACHE_RANK: [None]}},
-        {"meta_info": {CACHE_RANK: [LATE, None]}},
-    ]
-    assert [item["meta_info"][CACHE_RANK] for item in responses([batch])[0]] == [
-        summary_of(EARLY),
-        summary_of(NOTHING),
-        summary_of(LATE),
-    ]
-
-
 def test_responses_without_statistics_pass_unchanged() -> None:
     others = [{"text": "a"}, {"meta_info": None}, {"meta_info": {"id": "x"}}, [{"embedding": [1]}]]
     assert responses(others) == [
@@ -529,27 +373,3 @@ def test_a_summary_that_is_already_one_passes_unchanged() -> None:
     assert responses([{"meta_info": {CACHE_RANK: dict(summary)}}]) == [
         {"meta_info": {CACHE_RANK: summary}}
     ]
-
-
-def test_a_refused_request_never_reaches_sglang() -> None:
-    class Reached(Exception):  # noqa: N818
-        pass
-
-    async def original(*_: Any) -> AsyncIterator[Any]:
-        raise Reached
-        yield
-
-    async def ask() -> None:
-        request = SimpleNamespace(sampling_params={"custom_params": {CACHE_RANK: "no"}})
-        async for _ in serving.generate(
-            original,
-            SimpleNamespace(
-                model_config=SimpleNamespace(vocab_size=300, context_len=2048),
-                server_args=SimpleNamespace(),
-            ),
-            request,
-        ):
-            pass
-
-    with pytest.raises(ValueError, match="must be true or false, got 'no'"):
-        asyncio.run(ask())

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import socket
 import subprocess
 import sys
-import time
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,15 +16,13 @@ from packaging.version import Version
 
 import sglang_ext
 from scripts.shared.serving import free_port
-from sglang_ext import compat
+from sglang_ext import compat, launch
 from sglang_ext.flags import CACHE_RANK_FIELDS
 from sglang_ext.model_path import find_file, require_model
 from sglang_ext.port import reserved
 from sglang_ext.refusals import UnsupportedError
 from sglang_ext.server_args import BUNDLED_MODEL, argument_parser
 
-COMMAND = [sys.executable, "-m", "sglang_ext.launch"]
-ENVIRONMENT = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
 ROOT = Path(sglang_ext.__file__).parent.parent
 
 
@@ -114,37 +109,15 @@ def test_refuses_a_port_that_cannot_be_had(host: str, port: int, flag: str) -> N
         pass
 
 
-@contextlib.contextmanager
-def launched(port: int) -> Iterator[subprocess.Popen[str]]:
-    process = subprocess.Popen(
-        [*COMMAND, "--port", str(port)],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=ROOT,
-        env=ENVIRONMENT,
-        start_new_session=True,
-    )
-    try:
-        yield process
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, 15)
-        process.communicate()
-
-
-def test_of_two_servers_that_start_together_on_a_port_one_is_refused_at_once() -> None:
+def test_a_server_whose_port_another_one_holds_is_refused_before_it_loads_anything(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(launch, "_serve", lambda *_: pytest.fail("it is started"))
     port = free_port()
-    with launched(port) as one, launched(port) as other:
-        while (codes := [one.poll(), other.poll()]) == [None, None]:
-            time.sleep(0.1)
-        assert sorted(code is None for code in codes) == [False, True]
-        refused = one if codes[1] is None else other
-        assert refused.stderr is not None
-        said = refused.stderr.read()
-        assert refused.returncode == 2
-        assert said.splitlines()[-1].startswith(f"error: --port {port}: a server that is starting")
-        assert "Load weight" not in said
+    with reserved("127.0.0.1", port):
+        assert launch.main(["--port", str(port)]) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.startswith(f"error: --port {port}: a server that is starting")
 
 
 # The model.
@@ -201,23 +174,28 @@ def test_a_hub_that_does_not_answer_is_asked_once(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ("--page-size 16", "error: --page-size 16: "),
         ("--model-path /nowhere", "error: --model-path /nowhere: "),
         ("--enable-mis", "error: Multi-item scoring"),  # SGLang asserts this
     ],
 )
-def test_a_refusal_ends_the_command_with_one_line_and_status_2(flags: str, said: str) -> None:
+def test_a_refusal_is_one_line_and_status_2(
+    flags: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert launch.main(flags.split()) == 2
+    printed, errors = capsys.readouterr()
+    assert (printed, "Traceback" in errors) == ("", False)
+    assert errors.splitlines()[-1].startswith(said)
+
+
+def test_a_refusal_ends_the_command() -> None:
+    command = [sys.executable, "-m", "sglang_ext.launch", "--page-size", "16"]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     ended = subprocess.run(
-        [*COMMAND, *flags.split()],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env=ENVIRONMENT,
-        timeout=120,
+        command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=120
     )
     assert (ended.returncode, ended.stdout) == (2, "")
     assert "Traceback" not in ended.stderr
-    assert ended.stderr.splitlines()[-1].startswith(said)
+    assert ended.stderr.splitlines()[-1].startswith("error: --page-size 16: ")
 
 
 @pytest.mark.skipif(Version("0.5.21") > compat.RELEASE, reason="this release has no such commands")

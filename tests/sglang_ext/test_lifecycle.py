@@ -90,31 +90,6 @@ def test_a_request_stays_dense_when_it_asks_to(
     )
 
 
-@pytest.mark.parametrize(
-    ("losses", "reason"),
-    [(0, None), (MOST_LOSSES - 1, None), (MOST_LOSSES, "cache_rank_losses")],
-)
-def test_a_request_that_may_have_ended_cache_ranks_stays_dense(
-    losses: int, reason: str | None
-) -> None:
-    lifecycle, _ = lifecycle_with()
-    request = request_on(1)
-    request.cache_rank_losses = losses
-    assert lifecycle.reason_to_stay_dense(request, THRESHOLD, is_up=True) == reason
-
-
-def test_only_as_many_requests_are_sparse_as_the_reserve_has_blocks() -> None:
-    lifecycle, _ = lifecycle_with(blocks=2)
-    for slot in (1, 2):
-        lifecycle.begin(request_on(slot))
-    assert (
-        lifecycle.reason_to_stay_dense(request_on(3), THRESHOLD, is_up=True)
-        == "max_sparse_requests"
-    )
-    lifecycle.end(1)
-    assert lifecycle.reason_to_stay_dense(request_on(3), THRESHOLD, is_up=True) is None
-
-
 @dataclasses.dataclass(frozen=True)
 class Room:
     prompt: int
@@ -137,31 +112,6 @@ def test_an_epoch_needs_room_for_the_whole_request_and_one_step_more(room: Room)
     lifecycle, _ = lifecycle_with(capacity=room.needed - 1)
     assert lifecycle.reason_to_stay_dense(request, THRESHOLD, is_up=True) == "cache_rank_memory"
     lifecycle.capacity_tokens = room.needed
-    assert lifecycle.reason_to_stay_dense(request, THRESHOLD, is_up=True) is None
-
-
-def test_live_epochs_count_against_the_memory_until_they_end() -> None:
-    lifecycle, _ = lifecycle_with(capacity=2 * 31 - 1)
-    lifecycle.begin(request_on(1))
-    assert (
-        lifecycle.reason_to_stay_dense(request_on(2), THRESHOLD, is_up=True) == "cache_rank_memory"
-    )
-    lifecycle.end(1)
-    assert lifecycle.reason_to_stay_dense(request_on(2), THRESHOLD, is_up=True) is None
-
-
-def test_without_a_cache_rank_there_is_no_memory() -> None:
-    lifecycle, _ = lifecycle_with(capacity=0)
-    assert (
-        lifecycle.reason_to_stay_dense(request_on(1), THRESHOLD, is_up=True) == "cache_rank_memory"
-    )
-
-
-def test_without_a_cache_rank_no_epoch_may_begin() -> None:
-    lifecycle, _ = lifecycle_with()
-    request = request_on(1)
-    reason = lifecycle.reason_to_stay_dense(request, THRESHOLD, is_up=False)
-    assert reason == "down"
     assert lifecycle.reason_to_stay_dense(request, THRESHOLD, is_up=True) is None
 
 
@@ -269,24 +219,6 @@ def test_phases_depend_on_the_requests_own_positions_alone(
             lifecycle.end(slot)
     for slot, decoding in enumerate(decodings):
         assert seen[slot] == expected_phases(config, decoding, chunk)
-
-
-@settings(deadline=None)
-@given(policies, st.integers(THRESHOLD - 1, 40), chunks)
-def test_every_epoch_turns_sparse_once_and_stays_so(
-    config: CacheRankConfig, first_position: int, chunk: int
-) -> None:
-    lifecycle, _ = lifecycle_with(config)
-    sequence = lifecycle.begin(request_on(1))
-    turns = []
-    for position in range(first_position, first_position + 200):
-        before = sequence.phase
-        take_step(lifecycle, sequence, position, chunk, config)
-        order = list(Phase)
-        assert order.index(sequence.phase) >= order.index(before)
-        if sequence.phase is Phase.SPARSE and before is not Phase.SPARSE:
-            turns.append(position)
-    assert len(turns) == 1
 
 
 def test_a_prompt_that_is_shipped_in_one_step_warms_in_the_next() -> None:

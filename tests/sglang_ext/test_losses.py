@@ -74,7 +74,7 @@ class Decoding:
             [torch.randn((rows, 1, 64), generator=generator) for _ in range(2)] for _ in range(2)
         )
         self.tokens = torch.arange(SLOTS * CONTEXT, dtype=torch.int32).view(SLOTS, CONTEXT)
-        self.supervisor = Supervisor("cache rank of a test", Placement("127.0.0.1"), LONG)
+        self.supervisor = Supervisor("cache rank of a test", Placement("127.0.0.1"), LONG, 0.0)
         pools = Pools(self.tokens, self.keys, self.values, None)
         self.rank = InferenceRank(ARGS, MODEL, pools, 0, self.supervisor, None)
         self._generator = generator

@@ -204,27 +204,6 @@ def rank() -> Any:
     return rank
 
 
-@pytest.mark.parametrize("orphaned", [False, True])
-def test_the_cache_rank_is_told_of_the_end_of_an_epoch_that_it_holds(
-    rank: Any, orphaned: bool
-) -> None:
-    (sequence,) = Requests(Phase.SPARSE).sequences
-    sequence.orphaned = orphaned
-    rank.lifecycle.end.return_value = sequence
-    InferenceRank.on_request_freed(rank, fake_request(req_pool_idx=3))
-    rank.table.forget.assert_called_once_with(3)
-    rank.lifecycle.end.assert_called_once_with(3)
-    ended = [] if orphaned else [(([sequence.epoch],),)]
-    assert rank.exchange.end.call_args_list == ended
-
-
-def test_the_cache_rank_is_told_that_all_epochs_are_over(rank: Any) -> None:
-    rank.lifecycle.live = {1: Mock(), 4: Mock()}
-    InferenceRank.on_pool_cleared(rank)
-    assert [call.args for call in rank.lifecycle.end.call_args_list] == [(1,), (4,)]
-    rank.exchange.flush.assert_called_once_with()
-
-
 @pytest.mark.parametrize("live", [{}, {1: Mock()}], ids=["idle", "exchanging"])
 def test_a_lost_cache_rank_is_noticed_while_nothing_decodes(rank: Any, live: Any) -> None:
     rank.lifecycle.live = live
