@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import msgspec
 from tqdm import tqdm
 
-from scripts.shared.command import explained
+from scripts.shared.command import command_line, explained
 from scripts.shared.machine import describe, run_jobs, visible_gpus
 from scripts.shared.models import folder_of, model_config
 from scripts.shared.serving import PLAIN, Client, Server
@@ -135,7 +135,7 @@ def start_run(name: str, argv: Sequence[str], options: argparse.Namespace) -> di
     """The fields of Run, of a `python -m scripts.NAME`."""
     versions = {part: importlib.metadata.version(part) for part in ("sglang", "torch")}
     return {
-        "commands": [shlex.join(["python", "-m", f"scripts.{name}", *argv])],
+        "commands": [command_line(name, argv)],
         "machine": {**describe(list(dict.fromkeys(options.gpus))), **versions},
         "model": options.model,
         "settings": options.settings,

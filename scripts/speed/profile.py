@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import shlex
 import sys
 import threading
 from argparse import Namespace
@@ -15,6 +14,7 @@ import msgspec
 from tqdm import tqdm
 
 from scripts.shared import machine
+from scripts.shared.command import command_line
 from scripts.shared.serving import stop_on_sigterm
 from scripts.speed import report
 from scripts.speed.jobs import Job, Settings, make_job
@@ -131,7 +131,7 @@ def profile(options: Namespace, argv: Sequence[str]) -> int:
         then = conditions(results.settings, results.machine)
         refuse_change(options.out, then, conditions(settings, described))
     systems = {job.system for job in jobs}
-    results.commands.append(shlex.join(["python", "-m", "scripts.profile_tpot", *argv]))
+    results.commands.append(command_line("profile_tpot", argv))
     # Of one machine the record says all GPUs that a run had, also when the next one has fewer.
     results.machine = max(described, results.machine, key=lambda m: len(m.get("gpus") or []))
     results.settings = settings
