@@ -19,9 +19,9 @@ from typing import Any
 
 import requests
 
-from scripts.accuracy.comparison import add_options, read_options
 from scripts.accuracy.evaluation import evaluate
 from scripts.shared.command import make_parser, run
+from scripts.shared.comparison import add_options, read_options
 from scripts.shared.models import BUNDLED
 from scripts.shared.systems import CACHE_RANK, DECODE_MODES, DENSE
 

@@ -19,9 +19,9 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from scripts.accuracy.comparison import add_options, read_options
 from scripts.language.scoring import score
 from scripts.shared.command import make_parser, run
+from scripts.shared.comparison import add_options, read_options
 from scripts.shared.serving import ServerError
 from scripts.shared.systems import CACHE_RANK, DECODE_MODES
 from sglang_ext.calibration.texts import TEXTS, find_text

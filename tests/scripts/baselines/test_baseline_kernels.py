@@ -136,27 +136,6 @@ def test_page_scores_bound_every_logit_of_the_page() -> None:
                 assert abs(out[row, kv_head, first // 4].item() - best) < 1e-4
 
 
-@pytest.mark.parametrize("shared", [False, True], ids=["each kv head", "all heads"])
-def test_token_scores_are_probabilities(shared: bool) -> None:
-    given = case([20, 1])
-    out = torch.full((2, 1 if shared else 2, 64), torch.nan)
-    reference.score_tokens(*given, budget=TOKENS, scale=0.25, shared=shared, out=out)
-    for row, (slot, length) in enumerate(
-        zip(given.slots.tolist(), given.lengths.tolist(), strict=True)
-    ):
-        probabilities = []
-        for head in range(4):
-            keys = given.keys[given.req_to_token[slot, :length].to(torch.int64), head // 2]
-            weights = [math.exp(0.25 * (key @ given.queries[row, head]).item()) for key in keys]
-            probabilities.append([weight / sum(weights) for weight in weights])
-        for token in range(length):
-            here = [probability[token] for probability in probabilities]
-            expected = (
-                [sum(here) / 4] if shared else [math.log(max(here[:2])), math.log(max(here[2:]))]
-            )
-            assert torch.allclose(out[row, :, token], torch.tensor(expected), atol=1e-5)
-
-
 @pytest.mark.parametrize("budget", BUDGETS, ids=str)
 def test_lists_hold_what_is_always_attended_to_and_the_best(budget: Budget) -> None:
     lengths = [1, 4, 12, 17, 18, 19, 33, 64]
