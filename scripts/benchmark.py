@@ -12,7 +12,6 @@ says how to serve and how to read the result.
 from __future__ import annotations
 
 import argparse
-import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,7 +19,7 @@ from pathlib import Path
 from scripts.accuracy.benchmarks.comparison import compare_folders, markdown, write_comparison
 from scripts.accuracy.benchmarks.harness import BENCHMARKS
 from scripts.accuracy.benchmarks.runs import run_benchmark
-from scripts.shared.command import make_parser
+from scripts.shared.command import command_line, make_parser
 from scripts.shared.serving import ServerError
 
 
@@ -67,7 +66,7 @@ def main(argv: Sequence[str]) -> int:
             for file in write_comparison(report, options.out or options.system):
                 print(file, file=sys.stderr)
         else:
-            command = shlex.join(["python", "-m", "scripts.benchmark", *argv])
+            command = command_line("benchmark", argv)
             for warning in run_benchmark(options, command).warnings:
                 print(f"warning: {warning}")
     except InterruptedError as error:

@@ -10,7 +10,6 @@ formats.json and formats.md.
 from __future__ import annotations
 
 import argparse
-import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,9 +25,9 @@ from scripts.formats.measurements import (
     measure_all,
     write_comparison,
 )
-from scripts.formats.samples import Sample, read_recording
+from scripts.formats.samples import Sample, recorded_sample
 from scripts.formats.synthetic import synthetic_sample
-from scripts.shared.command import make_parser
+from scripts.shared.command import command_line, make_parser
 from scripts.shared.machine import describe, visible_gpus
 
 
@@ -65,7 +64,7 @@ def make_sample(options: argparse.Namespace) -> Sample:
         ValueError: it cannot be made or read, or is too short.
     """
     if options.recording:
-        sample = read_recording(options.recording, options.steps)
+        sample = recorded_sample(options.recording, options.steps)
     else:
         sizes = ("tokens", "steps", "layers", "query_heads", "kv_heads", "head_dim", "seed")
         sample = synthetic_sample(*(getattr(options, name) for name in sizes))
@@ -95,7 +94,7 @@ def main(argv: Sequence[str]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     comparison = Comparison(
-        command=shlex.join(["python", "-m", "scripts.compare_formats", *argv]),
+        command=command_line("compare_formats", argv),
         machine=describe(visible_gpus() if options.device == "cuda" else []),
         source=sample.describe(),
         tokens=sample.tokens,

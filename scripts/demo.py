@@ -9,14 +9,18 @@ and once with a working set of a tenth of the context.
 
 from __future__ import annotations
 
-import sys
+from collections.abc import Sequence
 
 from scripts.accuracy.demonstration import demonstrate
-from scripts.shared.serving import stop_on_sigterm
+from scripts.shared.command import make_parser, run
+
+
+def main(argv: Sequence[str]) -> int:
+    """Demonstrate; the exit status."""
+    make_parser("demo", __doc__).parse_args(argv)
+    demonstrate()
+    return 0
+
 
 if __name__ == "__main__":
-    stop_on_sigterm()
-    try:
-        demonstrate()
-    except KeyboardInterrupt:
-        sys.exit("interrupted")
+    run(main)

@@ -19,11 +19,10 @@ from typing import Any
 
 import requests
 
-from scripts.accuracy.comparison import add_options, read_options
 from scripts.accuracy.evaluation import evaluate
-from scripts.shared.command import make_parser
+from scripts.shared.command import make_parser, run
+from scripts.shared.comparison import add_options, read_options
 from scripts.shared.models import BUNDLED
-from scripts.shared.serving import stop_on_sigterm
 from scripts.shared.systems import CACHE_RANK, DECODE_MODES, DENSE
 
 SETTINGS: dict[str, Any] = {
@@ -67,8 +66,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    stop_on_sigterm()
-    try:
-        sys.exit(main(sys.argv[1:]))
-    except KeyboardInterrupt:
-        sys.exit("interrupted")
+    run(main)

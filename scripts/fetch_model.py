@@ -14,9 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from scripts.language.fetching import DTYPES, MODELS, FetchError, fetch
-from scripts.shared.command import make_parser
+from scripts.shared.command import make_parser, run
 from scripts.shared.models import fetched_folder
-from scripts.shared.serving import stop_on_sigterm
 
 
 def main(argv: Sequence[str]) -> int:
@@ -40,8 +39,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    stop_on_sigterm()
-    try:
-        sys.exit(main(sys.argv[1:]))
-    except KeyboardInterrupt:
-        sys.exit("interrupted; nothing is left of it")
+    run(main, "interrupted; nothing is left of it")

@@ -19,10 +19,10 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from scripts.accuracy.comparison import add_options, read_options
 from scripts.language.scoring import score
-from scripts.shared.command import make_parser
-from scripts.shared.serving import ServerError, stop_on_sigterm
+from scripts.shared.command import make_parser, run
+from scripts.shared.comparison import add_options, read_options
+from scripts.shared.serving import ServerError
 from scripts.shared.systems import CACHE_RANK, DECODE_MODES
 from sglang_ext.calibration.texts import TEXTS, find_text
 
@@ -81,8 +81,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    stop_on_sigterm()
-    try:
-        sys.exit(main(sys.argv[1:]))
-    except KeyboardInterrupt:
-        sys.exit("interrupted; what was scored is in --out")
+    run(main, "interrupted; what was scored is in --out")

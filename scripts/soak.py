@@ -16,20 +16,19 @@ or end on the machine meanwhile: its files in /dev/shm would count as left behin
 from __future__ import annotations
 
 import argparse
-import sys
+from collections.abc import Sequence
 
 from rich.console import Console
 
 from scripts.accuracy.demonstration import environment
 from scripts.operations.disturbances import DISTURBANCES
 from scripts.operations.soak import Setting, soak
-from scripts.shared.command import make_parser
-from scripts.shared.serving import stop_on_sigterm
+from scripts.shared.command import make_parser, run
 
 MODES = ("full", "working-set")
 
 
-def parse_options(argv: list[str] | None = None) -> argparse.Namespace:
+def parse_options(argv: Sequence[str]) -> argparse.Namespace:
     """Read a command line; ends if it is wrong."""
     parser = make_parser("soak", __doc__)
     add = parser.add_argument
@@ -48,7 +47,7 @@ def parse_options(argv: list[str] | None = None) -> argparse.Namespace:
     return options
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: Sequence[str]) -> int:
     """Soak a server in each mode; returns the exit status."""
     options = parse_options(argv)
     console = Console()
@@ -75,8 +74,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    stop_on_sigterm()
-    try:
-        sys.exit(main())
-    except KeyboardInterrupt:
-        sys.exit("interrupted")
+    run(main)

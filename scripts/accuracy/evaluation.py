@@ -11,8 +11,9 @@ from typing import Any
 
 import msgspec
 
-from scripts.accuracy import statistics
-from scripts.accuracy.comparison import (
+from scripts.accuracy.pointer_chase import Problem, make_chain
+from scripts.shared import report, statistics
+from scripts.shared.comparison import (
     Load,
     Run,
     describe_failures,
@@ -21,11 +22,9 @@ from scripts.accuracy.comparison import (
     serve_each,
     start_run,
 )
-from scripts.accuracy.pointer_chase import Problem, make_chain
-from scripts.accuracy.statistics import Estimate, interval
-from scripts.shared import report
 from scripts.shared.report import percent, table
 from scripts.shared.serving import Client
+from scripts.shared.statistics import Estimate, interval
 from scripts.shared.systems import DENSE, SYSTEMS, System
 
 REQUEST_SECONDS = 3600.0

@@ -36,7 +36,6 @@ class Grade(NamedTuple):
     """What a decode got right. A hop is one lookup: a value which follows from the key before."""
 
     correct_hops: int  # hops which follow from the word before them, also after a mistake
-    correct_prefix_hops: int  # hops before the first wrong word
     hops: int  # hops of the whole answer
     exact: bool  # every word is right
 
@@ -74,7 +73,6 @@ class Problem:
         matched = next((index for index, (word, right) in pairs if word != right), len(words))
         return Grade(
             correct_hops=min(sum(self._found(words)), self.hops),
-            correct_prefix_hops=sum(self._found(self.answer[:matched])),
             hops=self.hops,
             exact=matched == self.max_tokens,
         )

@@ -1,12 +1,11 @@
-"""Replays what a cache rank received through other predictors and margins."""
+"""Replays what a cache rank recorded through other predictors and margins."""
 
 from __future__ import annotations
 
 import statistics
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import NamedTuple, get_args
 
 import msgspec
 import torch
@@ -16,12 +15,14 @@ from transformers import AutoTokenizer
 from cache_rank.config import CacheRankConfig, HistoryPredictor
 from cache_rank.kernels.score.reference import score_tokens
 from cache_rank.measure.recall import measure_recall
-from cache_rank.measure.recording import RECORD_VARIABLE, read_events
+from cache_rank.measure.recording import RECORD_VARIABLE
 from cache_rank.measure.timeline import Timeline
 from cache_rank.protocol import DownMessage, Row, UpMessage
+from cache_rank.resident_sequence import ResidentSequence
 from cache_rank.selector import Selector
 from scripts.accuracy.pointer_chase import make_chain
 from scripts.shared.models import BUNDLED_FOLDER
+from scripts.shared.recordings import Recorded
 from scripts.shared.report import table
 from scripts.shared.serving import serve
 
@@ -32,8 +33,8 @@ MEMORY_BYTES = 1 << 30
 """The selector has so much memory for resident tokens; it is touched only as it is used."""
 
 
-def recorded_events(budget: int, chains: int) -> list[dict[str, Any]]:
-    """Everything that a cache rank receives while the bundled model walks chains."""
+def record(budget: int, chains: int, folder: Path) -> None:
+    """Record everything that a cache rank receives while the bundled model walks chains."""
     flags = (
         "--kv-residency bf16 --sparse-threshold 264 "
         f"--sparse-budget {budget} --sink-tokens {SINKS} --recent-tokens {RECENT} "
@@ -42,20 +43,23 @@ def recorded_events(budget: int, chains: int) -> list[dict[str, Any]]:
     tokenizer = AutoTokenizer.from_pretrained(BUNDLED_FOLDER)
     problems = [make_chain(seed=seed, facts=128, hops=80) for seed in range(chains)]
     prompts = [tokenizer(problem.prompt)["input_ids"] for problem in problems]
-    with tempfile.TemporaryDirectory() as folder:
-        with serve(flags.split(), {RECORD_VARIABLE: folder}) as server:
-            server.generate_all(prompts, problems[0].max_tokens)
-        return list(read_events(Path(folder)))
+    with serve(flags.split(), {RECORD_VARIABLE: str(folder)}) as server:
+        server.generate_all(prompts, problems[0].max_tokens)
 
 
-def base_config(events: list[dict[str, Any]]) -> CacheRankConfig:
-    """The configuration that all comparisons vary: without a margin, all layers in one group."""
-    recorded: CacheRankConfig = events[0]["config"]
+def base_config(recorded: CacheRankConfig) -> CacheRankConfig:
+    """The configuration that all comparisons vary.
+
+    All layers are one group, and nothing needs what is fitted or sketched: queries are predicted
+    from those before, and score all keys as they are held.
+    """
     return msgspec.structs.replace(
         recorded,
         layers_per_group=recorded.model.layers,
+        query_predictor=recorded.history_predictor,
+        score_keys="resident",
         hysteresis=0,
-        max_rows=len({event["epoch"] for event in events if event["kind"] == "load"}),
+        max_rows=1,
     )
 
 
@@ -68,49 +72,48 @@ class StepResult(NamedTuple):
     entering_most: int  # tokens of any (layer, KV head): the capacity must allow them
 
 
-def replay(config: CacheRankConfig, events: list[dict[str, Any]]) -> Iterator[StepResult]:
-    """Select again from recorded tensors, one request a step; one result a step that is sparse."""
+def replay(config: CacheRankConfig, recorded: Recorded) -> Iterator[StepResult]:
+    """Select again for a recorded sequence; one result a step that is sparse."""
     selector, timeline = Selector(config, CPU, MEMORY_BYTES), Timeline("", CPU)
     (layers,), (boundary,) = config.groups, config.boundaries
     up = UpMessage(config, boundary, 1, _buffer(UpMessage.size(config, boundary, 1)))
     down = DownMessage(config, len(layers), 1, _buffer(DownMessage.size(config, len(layers), 1)))
-    keys: dict[int, torch.Tensor] = {}  # (layers, tokens, Hkv, D) by epoch
-    for number, event in enumerate(events):
-        if event["kind"] == "load":
-            epoch, shipment = event["epoch"], event["shipment"]
-            sequence = selector.sequences.get(epoch) or selector.begin(epoch)
-            selector.load(sequence, shipment)
-            keys[epoch] = torch.cat((keys.get(epoch, shipment[0, :, :0]), shipment[0]), dim=1)
-        for row in event.get("rows", ()):
-            epoch, position = row["epoch"], row["position"]
-            worth = _worth(selector, epoch, position, row["queries"], keys[epoch])
-            keys[epoch] = torch.cat((keys[epoch], row["keys"][:, None]), dim=1)
-            step = selector.begin_step(number, [Row(epoch, position)])
-            up.queries[0], up.keys[0], up.values[0] = row["queries"], row["keys"], row["values"]
-            selector.serve(step, boundary, up, down, timeline)
-            selector.end_step(step)
-            if worth is not None:
-                entering = (down.slots >= 0).sum(-1)
-                yield StepResult(*worth, float(entering.float().mean()), int(entering.max()))
+    sequence = selector.begin(epoch=1)
+    selector.load(sequence, recorded.shipment())
+    for number, queries in enumerate(recorded.queries):
+        position = recorded.prompt + number
+        worth = _worth(selector, sequence, position, queries, recorded.keys[:, :, :position])
+        step = selector.begin_step(number, [Row(1, position)])
+        up.queries[0] = queries
+        up.keys[0], up.values[0] = (kv[:, :, position] for kv in (recorded.keys, recorded.values))
+        selector.serve(step, boundary, up, down, timeline)
+        selector.end_step(step)
+        if worth is not None:
+            entering = (down.slots >= 0).sum(-1)
+            yield StepResult(*worth, float(entering.float().mean()), int(entering.max()))
 
 
 def _worth(
-    selector: Selector, epoch: int, position: int, queries: torch.Tensor, keys: torch.Tensor
+    selector: Selector,
+    sequence: ResidentSequence,
+    position: int,
+    queries: torch.Tensor,
+    keys: torch.Tensor,
 ) -> tuple[float, float] | None:
     """Recall and attention mass of what was selected for a step; None before a request is sparse.
 
     Args:
         selector: the answer to the step before is in its mirror.
-        epoch: of the request.
+        sequence: its sequence.
         position: of the step.
         queries: (layers, Hq, D), the true queries of the step.
-        keys: (layers, position, Hkv, D) of the tokens before it.
+        keys: (layers, Hkv, position, D) of the tokens before it.
     """
-    config, sequence = selector.config, selector.sequences[epoch]
+    config = selector.config
     is_warm = sequence.queries > config.query_window
     if not is_warm or not 0 < sequence.filled == config.slots_wanted_after(position - 1):
         return None
-    scores = score_tokens(queries, keys.transpose(1, 2), config.model.scale)
+    scores = score_tokens(queries, keys, config.model.scale)
     slots = selector.mirror(sequence, config.groups[0])[..., : sequence.filled]
     recall, mass = measure_recall(scores, slots, config, position).mean((1, 2)).tolist()
     return recall, mass
@@ -121,20 +124,20 @@ def _buffer(size: int) -> torch.Tensor:
 
 
 def compare_predictors(
-    base: CacheRankConfig, events: list[dict[str, Any]]
+    base: CacheRankConfig, sequences: list[Recorded]
 ) -> tuple[dict[str, list[float]], str]:
     """Recall, attention captured and entering tokens of each predictor; a table."""
     found = {}
     for name in tqdm(get_args(HistoryPredictor), desc="predictors"):
         config = msgspec.structs.replace(base, query_predictor=name)
-        found[name] = _means(list(replay(config, events)))
+        found[name] = _means(_replay_all(config, sequences))
     header = ("predictor", "recall", "attention captured", "entering tokens, mean")
     rows = [[name, *map("{:.3f}".format, row)] for name, row in found.items()]
     return found, table(header, rows)
 
 
 def compare_margins(
-    base: CacheRankConfig, events: list[dict[str, Any]]
+    base: CacheRankConfig, sequences: list[Recorded]
 ) -> tuple[dict[int, list[float]], str]:
     """What hysteresis costs in recall and saves in bytes, by margin; a table."""
     token_bytes = 2 * base.model.head_dim * base.model.torch_dtype.itemsize
@@ -142,7 +145,7 @@ def compare_margins(
     found = {}
     for margin in tqdm(MARGINS, desc="margins"):
         config = msgspec.structs.replace(base, hysteresis=margin)
-        steps = list(replay(config, events))
+        steps = _replay_all(config, sequences)
         means = _means(steps)
         most = sorted(step.entering_most for step in steps)
         capacity = max(1, most[int(0.99 * len(most))])
@@ -155,6 +158,18 @@ def compare_margins(
         for margin, row in found.items()
     ]
     return found, table((*header, "useful bytes a step", "message bytes at p99"), rows)
+
+
+def _replay_all(config: CacheRankConfig, sequences: list[Recorded]) -> list[StepResult]:
+    """The results of all sequences.
+
+    Raises:
+        ValueError: no step of them is sparse.
+    """
+    steps = [step for recorded in sequences for step in replay(config, recorded)]
+    if not steps:
+        raise ValueError("the recording has no step whose selection was complete")
+    return steps
 
 
 def _means(steps: list[StepResult]) -> list[float]:

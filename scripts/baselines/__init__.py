@@ -9,7 +9,8 @@ rank, with the current query, before each layer's attention. They share --sparse
     launch.py      python -m scripts.baselines.launch --decode-mode quest
     attention.py   the decode attention backend
     selection.py   what each mode attends to
-    kernels/       scores and selection by the current query: the reference, and Triton
+    reference.py   scores and selection by the current query, plain torch
+    kernels.py     the same for Quest on a GPU, Triton
 """
 
 import sglang_ext  # noqa: F401  (makes SGLang importable without a GPU)

@@ -16,7 +16,7 @@ from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from torch import Tensor
 
 from scripts.baselines.args import BaselineServerArgs
-from scripts.baselines.kernels.reference import Budget
+from scripts.baselines.reference import Budget
 from scripts.baselines.selection import QUEST_PAGE, Selection, Step, attend
 from sglang_ext import compat
 

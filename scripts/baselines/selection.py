@@ -8,13 +8,12 @@ one. A request that has no more tokens than that attends to all of them.
 from __future__ import annotations
 
 import dataclasses
-import importlib
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from scripts.baselines.kernels.reference import Budget, ScoreWorkspace
+from scripts.baselines import kernels, reference
+from scripts.baselines.reference import Budget
 
 QUEST_PAGE = 16
 """A page of Quest has this many tokens, as in the paper."""
@@ -34,7 +33,6 @@ class Step:
         attended: (B * H,) int32 tokens that each list holds; H is 1 or Hkv.
         lists: (B, H, width) int32 pool row * H + head.
         scores: (B, H, pages) float32, or None.
-        workspace: scratch memory of exact scores, or None.
     """
 
     slots: Tensor
@@ -43,7 +41,6 @@ class Step:
     attended: Tensor
     lists: Tensor
     scores: Tensor | None
-    workspace: ScoreWorkspace | None
 
 
 class Selection:
@@ -84,8 +81,7 @@ class Selection:
         rows, self._kv_heads, head_dim = keys[0].shape
         self._group = query_heads // self._kv_heads
         self.heads = self._kv_heads if PER_HEAD[mode] else 1
-        kind = "triton" if keys[0].is_cuda else "reference"
-        self._kernels: Any = importlib.import_module(f"scripts.baselines.kernels.{kind}")
+        self._kernels = kernels if keys[0].is_cuda else reference
         self.bounds = (
             [key.new_zeros((rows // pool_page, self._kv_heads, 2, head_dim)) for key in keys]
             if mode == "quest"
@@ -109,18 +105,12 @@ class Selection:
             attended=attended[:, None].expand(rows, self.heads).reshape(-1).contiguous(),
             lists=self._req_to_token.new_zeros((rows, self.heads, self.budget.width)),
             scores=None,
-            workspace=None,
         )
-        capacity = self._req_to_token.shape[1]
         if self.mode == "window":
             self._list_window(step, attended)
             return step
-        pages = -(-capacity // self.budget.page)
+        pages = -(-self._req_to_token.shape[1] // self.budget.page)
         step.scores = torch.empty((rows, self.heads, pages), dtype=torch.float32, device=device)
-        if self.mode != "quest":
-            step.workspace = self._kernels.score_workspace(
-                rows, self._kv_heads, self._group, capacity, device
-            )
         return step
 
     def select(self, step: Step, layer: int, queries: Tensor) -> None:
@@ -140,14 +130,10 @@ class Selection:
                 queries, self.bounds[layer], *where, self._pool_page, step.scores
             )
         else:
-            self._kernels.score_tokens(
-                queries,
-                self._keys[layer],
-                *where,
-                self._scale,
-                self.mode == "tova",
-                step.workspace,
-                step.scores,
+            shared = self.mode == "tova"
+            assert step.scores is not None
+            reference.score_tokens(
+                queries, self._keys[layer], *where, self._scale, shared, step.scores
             )
         self._kernels.select(step.scores, *where, step.lists)
 

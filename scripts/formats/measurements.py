@@ -21,7 +21,7 @@ from cache_rank.step_rows import StepRows
 from scripts.formats.quality import Exact, Quality, compare
 from scripts.formats.samples import Sample
 from scripts.shared import report
-from scripts.shared.report import number, table
+from scripts.shared.report import number, provenance, table
 
 
 class Variant(NamedTuple):
@@ -167,8 +167,7 @@ def markdown(found: Comparison) -> str:
     header = ("format", "options", "bytes a token", "bits", "K", "V", "attention output", "scores")
     parts = [
         "# Residency formats",
-        f"    {found.command}",
-        ", ".join(f"{name} {value}" for name, value in found.machine.items() if value),
+        provenance([found.command], found.machine),
         f"Data: {found.source}. Selection: k = {found.budget}, by the true queries of the newest "
         f"{found.steps} tokens. Bytes are in one layer and KV head; errors are vNMSE.",
         table((*header, "recall", "attention mass"), map(_cells, found.measurements)),

@@ -1,18 +1,14 @@
-"""What residency formats are compared on, and how to read it from a recording."""
+"""What residency formats are compared on."""
 
 from __future__ import annotations
 
-import itertools
-import math
-from collections import defaultdict
-from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from cache_rank.measure.recording import read_events
+from scripts.shared.recordings import read_recording
 
 
 class Sample(NamedTuple):
@@ -57,8 +53,8 @@ class Sample(NamedTuple):
         return Sample(keys, values, queries, self.scale, self.source)
 
 
-def read_recording(folder: Path, steps: int) -> Sample:
-    """The longest sequence that a cache rank recorded, see cache_rank/measure/recording.py.
+def recorded_sample(folder: Path, steps: int) -> Sample:
+    """The longest sequence that a cache rank recorded.
 
     Args:
         folder: the one that CACHE_RANK_RECORD named.
@@ -67,50 +63,6 @@ def read_recording(folder: Path, steps: int) -> Sample:
     Raises:
         ValueError: there is no recording, or none of a decode step.
     """
-    loads: dict[int, list[Tensor]] = defaultdict(list)
-    # By epoch and position; an event holds the rows of one layer group, if any.
-    decoded: dict[int, dict[int, list[_Part]]] = defaultdict(lambda: defaultdict(list))
-    scale = math.nan
-    for event in read_events(folder):
-        if event["kind"] == "config":
-            scale = event["config"].model.scale
-        if event["kind"] == "load":
-            loads[event["epoch"]].append(event["shipment"])
-        for row in event.get("rows", ()):
-            part = _Part(event["layers"].start, row["queries"], row["keys"], row["values"])
-            decoded[row["epoch"]][row["position"]].append(part)
-    sequences = [_sequence(loads[epoch], decoded[epoch]) for epoch in loads.keys() & decoded.keys()]
-    whole = [tensors for tensors in sequences if tensors]
-    if not whole:
-        raise ValueError(f"{folder}: holds no recorded decode step of every layer of a sequence")
-    keys, values, queries = max(whole, key=lambda tensors: tensors[0].shape[2])
-    return Sample(keys, values, queries[-steps:], scale, "recording")
-
-
-class _Part(NamedTuple):
-    """One token in the layers of one group."""
-
-    first_layer: int
-    queries: Tensor  # (layers, Hq, D)
-    keys: Tensor  # (layers, Hkv, D)
-    values: Tensor  # (layers, Hkv, D)
-
-
-def _sequence(
-    shipments: list[Tensor], positions: Mapping[int, list[_Part]]
-) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Keys, values and queries, as in Sample, up to the last step that has every layer, if any."""
-    shipped = torch.cat(shipments, dim=2)
-    _, layers, prompt, *_ = shipped.shape
-    queries, tokens = [], []
-    for position in itertools.count(prompt):
-        parts = sorted(positions.get(position, []), key=lambda part: part.first_layer)
-        if sum(len(part.keys) for part in parts) != layers:
-            break
-        queries.append(torch.cat([part.queries for part in parts]))
-        tokens.append(torch.cat([torch.stack((part.keys, part.values)) for part in parts], dim=1))
-    if not queries:
-        return None
-    # (2, layers, Hkv, tokens, D)
-    keys, values = torch.cat((shipped.transpose(2, 3), torch.stack(tokens, dim=3)), dim=3)
-    return keys, values, torch.stack(queries)
+    config, sequences = read_recording(folder)
+    keys, values, queries = max(sequences, key=lambda recorded: recorded.keys.shape[2])
+    return Sample(keys, values, queries[-steps:], config.model.scale, "recording")

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from scripts.accuracy.comparison import Run
-from scripts.language.cells import by_system
+from scripts.shared.comparison import Run
+from scripts.shared.systems import SYSTEMS
 
 
 class ReadText(msgspec.Struct, frozen=True):
@@ -96,5 +96,17 @@ class Cell(NamedTuple):
 
 
 def cells_of(scores: Iterable[Score]) -> list[Cell]:
-    """Scores of the same system and budget together, in the order of systems and budgets."""
-    return [Cell(*key, there) for key, there in by_system(scores).items()]
+    """Scores of the same system and budget together.
+
+    Cells are in the order of SYSTEMS, of labels as they come, and of budgets.
+    """
+    groups: dict[tuple[str, int | None], list[Score]] = {}
+    for score in scores:
+        groups.setdefault((score.system, score.budget), []).append(score)
+    places, labels = list(SYSTEMS), [system for system, _ in groups]
+
+    def place(cell: Cell) -> tuple[int, int, int]:
+        name = cell.system.partition(":")[0]
+        return places.index(name), labels.index(cell.system), cell.budget or 0
+
+    return sorted((Cell(*key, there) for key, there in groups.items()), key=place)

@@ -10,10 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from scripts.accuracy import statistics
-from scripts.accuracy.comparison import describe_failures, describe_run
 from scripts.language.records import Cell, Report, TextRun, cells_of
-from scripts.shared import plots, report
+from scripts.shared import plots, report, statistics
+from scripts.shared.comparison import describe_failures, describe_run
 from scripts.shared.report import number, table
 
 MEASURES = {

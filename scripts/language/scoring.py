@@ -7,27 +7,26 @@ from argparse import Namespace
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from transformers import AutoTokenizer
 
-from scripts.accuracy.comparison import (
+from scripts.language import forcing
+from scripts.language.divergence import compare, kl_by_token
+from scripts.language.forcing import Forced, force
+from scripts.language.records import ReadText, Report, Score, TextRun
+from scripts.language.report import write_report
+from scripts.shared.comparison import (
     Load,
     attended_tokens,
     make_systems,
     serve_each,
     start_run,
 )
-from scripts.language import forcing
-from scripts.language.cells import without_budget
-from scripts.language.divergence import compare, kl_by_token
-from scripts.language.forcing import Forced, force
-from scripts.language.prompts import first_tokens
-from scripts.language.records import ReadText, Report, Score, TextRun
-from scripts.language.report import write_report
 from scripts.shared.models import folder_of
 from scripts.shared.serving import Client, ServerError
 from scripts.shared.systems import DENSE, System
+from sglang_ext.calibration.texts import LONGEST_TOKEN
 
 DIGITS = 6
 """The KL of a token is recorded with so many decimals."""
@@ -48,13 +47,18 @@ def tokenize(options: Namespace) -> list[Tokens]:
     """The first tokens of each text.
 
     Raises:
-        ValueError: a text is too short.
+        ValueError: a text is too short, or cannot be read.
     """
-    tokenizer = AutoTokenizer.from_pretrained(folder_of(options.model))
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder_of(options.model))
     before = options.context - options.tokens - options.warm_up
     found = []
     for text in options.texts:
-        ids = first_tokens(tokenizer, text, options.context)
+        start = text.read()[: LONGEST_TOKEN * options.context]  # a book takes a minute
+        ids = tokenizer(start)["input_ids"][: options.context]
+        if len(ids) < options.context:
+            raise ValueError(
+                f"{text.name}: has {len(ids)} tokens, and {options.context} are needed"
+            )
         found.append(Tokens(text.name, ids[:before], ids[before:]))
     return found
 
@@ -108,7 +112,7 @@ class Scoring:
         dense, found = (run.log_probabilities(sparse_from) for run in (self._dense[name], forced))
         counted = slice(first - sparse_from, None)
         divergence = compare(dense[counted], found[counted], forced.tokens[first:])
-        label, budget = without_budget(system)
+        label, budget = system.without_budget()
         attended = self._options.context
         if system.is_sparse:
             attended = min(attended, attended_tokens(system, self._options.settings))

@@ -1,10 +1,14 @@
-"""What all command lines share."""
+"""What all commands share: how they are read, recorded and run."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
-from typing import TypeVar
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from typing import NoReturn, TypeVar
+
+from scripts.shared.serving import stop_on_sigterm
 
 ValueT = TypeVar("ValueT")
 
@@ -28,3 +32,17 @@ def explained(read: Callable[[str], ValueT]) -> Callable[[str], ValueT]:
             raise argparse.ArgumentTypeError(str(error)) from None
 
     return read_or_explain
+
+
+def command_line(name: str, argv: Sequence[str]) -> str:
+    """A run of `python -m scripts.NAME`, as one types it."""
+    return shlex.join(["python", "-m", f"scripts.{name}", *argv])
+
+
+def run(main: Callable[[Sequence[str]], int], interrupted: str = "interrupted") -> NoReturn:
+    """Run a command with this process's arguments; SIGTERM interrupts it, as Ctrl-C does."""
+    stop_on_sigterm()
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except KeyboardInterrupt:
+        sys.exit(interrupted)

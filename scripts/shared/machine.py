@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.metadata
 import os
 import platform
 import threading
@@ -13,6 +14,9 @@ from typing import Any, Protocol, TypeVar
 
 import psutil
 import pynvml
+
+VERSIONS = ("sglang", "torch")
+"""The packages whose versions are recorded."""
 
 
 class NeedsGpus(Protocol):
@@ -57,9 +61,10 @@ def visible_gpus() -> list[str]:
 
 
 def describe(gpus: Sequence[str]) -> dict[str, Any]:
-    """The machine, for the record."""
+    """The machine and the versions that matter, for the record."""
     names = [str(pynvml.nvmlDeviceGetName(handle)) for handle in _handles(gpus)]
-    return {"platform": platform.platform(), "cpus": os.cpu_count(), "gpus": names}
+    versions = {name: importlib.metadata.version(name) for name in VERSIONS}
+    return {"platform": platform.platform(), "cpus": os.cpu_count(), "gpus": names, **versions}
 
 
 def memory_gib(gpus: Sequence[str]) -> list[float]:

@@ -22,6 +22,15 @@ def table_of(rows: Iterable[Mapping[str, str]]) -> str:
     return table(header, ([row.get(name, "") for name in header] for row in rows))
 
 
+def provenance(commands: Sequence[str], machine: Mapping[str, Any]) -> str:
+    """The head of a report: what was typed, and on what machine, as `machine.describe` says it."""
+    gpus = machine.get("gpus") or []
+    kinds = [f"{gpus.count(name)} × {name}" for name in dict.fromkeys(gpus)] or ["no GPU"]
+    rest = [f"{name} {value}" for name, value in machine.items() if value and name != "gpus"]
+    typed = "\n".join(f"    {command}" for command in commands)
+    return f"{typed}\n\n{', '.join((*kinds, *rest))}."
+
+
 def number(value: float | None, digits: int = 2) -> str:
     """A number with so many decimals, or a dash for none."""
     return "–" if value is None else f"{value:.{digits}f}"

@@ -13,9 +13,6 @@ from typing import Any
 
 import msgspec
 
-from cache_rank.config import OptionValue
-from cache_rank.residency.options import parse_options
-
 CACHE_RANK = "cache-rank"
 DENSE = "dense"
 DECODE_MODES = ("window", "quest", "tova", "oracle")
@@ -89,6 +86,12 @@ class System(msgspec.Struct, frozen=True):
         changes = {"sparse_budget": budget, **self.changes}
         return msgspec.structs.replace(self, changes=changes)
 
+    def without_budget(self) -> tuple[str, int | None]:
+        """Its label without the budget, and the budget."""
+        changes = {name: v for name, v in self.changes.items() if name != "sparse_budget"}
+        budget = self.changes.get("sparse_budget") if self.is_sparse else None
+        return msgspec.structs.replace(self, changes=changes).label, budget
+
 
 def _plain(name: str, gpus: int = 1, at_budget: bool = False, **arguments: Any) -> System:
     return System(name, DENSE, gpus, {"cache_rank_gpus": 0, **arguments}, at_budget)
@@ -129,15 +132,6 @@ def parse_assignments(text: str) -> dict[str, Any]:
         except json.JSONDecodeError:
             found[name] = value
     return found
-
-
-def residency_options(arguments: Mapping[str, Any]) -> dict[str, OptionValue]:
-    """The options of the residency format that arguments of a server name.
-
-    Raises:
-        ValueError: they are not a list of NAME=VALUE.
-    """
-    return parse_options(str(_listed(arguments.get("kv_residency_options", ""))))
 
 
 def to_flags(arguments: Mapping[str, Any]) -> list[str]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-import shlex
 import sys
 import threading
 from argparse import Namespace
@@ -15,14 +13,12 @@ import msgspec
 from tqdm import tqdm
 
 from scripts.shared import machine
+from scripts.shared.command import command_line
 from scripts.shared.serving import stop_on_sigterm
 from scripts.speed import report
 from scripts.speed.jobs import Job, Settings, make_job
 from scripts.speed.records import Measurement, Results
 from scripts.speed.runner import run_job
-
-VERSIONS = ("sglang", "torch")
-"""The packages whose versions are recorded."""
 
 
 def read_earlier(out: Path) -> Results:
@@ -41,7 +37,7 @@ def conditions(settings: Settings, described: Mapping[str, Any]) -> dict[str, An
     kept = msgspec.structs.asdict(settings)
     del kept["shape_seconds"]  # changes no measurement
     kinds = ", ".join(sorted(set(described.get("gpus") or []))) or "none"
-    return {**kept, "GPUs": kinds, **{name: described.get(name) for name in VERSIONS}}
+    return {**kept, "GPUs": kinds, **{name: described.get(name) for name in machine.VERSIONS}}
 
 
 def refuse_change(out: Path, earlier: Mapping[str, Any], now: Mapping[str, Any]) -> None:
@@ -125,13 +121,12 @@ def profile(options: Namespace, argv: Sequence[str]) -> int:
     if earlier.measurements and not options.resume:
         raise ValueError(f"{options.out} has results: pass --resume, or another --out")
     gpus = machine.visible_gpus()
-    versions = {name: importlib.metadata.version(name) for name in VERSIONS}
-    described = machine.describe(gpus) | versions
+    described = machine.describe(gpus)
     if results.settings:
         then = conditions(results.settings, results.machine)
         refuse_change(options.out, then, conditions(settings, described))
     systems = {job.system for job in jobs}
-    results.commands.append(shlex.join(["python", "-m", "scripts.profile_tpot", *argv]))
+    results.commands.append(command_line("profile_tpot", argv))
     # Of one machine the record says all GPUs that a run had, also when the next one has fewer.
     results.machine = max(described, results.machine, key=lambda m: len(m.get("gpus") or []))
     results.settings = settings

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from scripts.shared.report import number, percent, table_of, write_report
+from scripts.shared.report import number, percent, provenance, table_of, write_report
 from scripts.speed.jobs import Job
 from scripts.speed.records import Measurement, Results, Wire
 
@@ -56,17 +56,10 @@ def _changes(label: str) -> frozenset[str]:
 
 def markdown(results: Results) -> str:
     """The report."""
-    machine = results.machine
-    gpus = machine.get("gpus") or []
-    kinds = [f"{gpus.count(name)} × {name}" for name in dict.fromkeys(gpus)] or ["no GPU"]
-    versions = ", ".join(
-        f"{name} {machine[name]}" for name in ("sglang", "torch") if name in machine
-    )
     model = results.settings.model if results.settings else ""
     parts = [
         f"# Time per output token: {model}",
-        *(f"`{command}`" for command in results.commands),
-        ", ".join(filter(None, (*kinds, machine.get("platform", ""), versions))),
+        provenance(results.commands, results.machine),
         "TPOT is the median decode step of the batch (p10–p90), and its spread is that of the "
         "windows' medians; all systems are measured from the same stream of tokens.",
         tpot_table(results),

@@ -20,11 +20,11 @@ from typing import Any
 
 import msgspec
 
-from scripts.accuracy import statistics
 from scripts.accuracy.benchmarks.harness import Answer
 from scripts.accuracy.benchmarks.runs import Run, read_run
-from scripts.accuracy.statistics import Estimate, interval
+from scripts.shared import statistics
 from scripts.shared.report import percent, table, write_report
+from scripts.shared.statistics import Estimate, interval
 
 _SAME = ("reasoning_parser", "sampling_defaults", "chat_template")
 """Flags of servers that must not differ, beside how the harness sampled and the questions."""

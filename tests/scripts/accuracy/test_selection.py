@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,36 +12,24 @@ from small_models import GQA, small_config
 
 from cache_rank.config import CacheRankConfig
 from scripts.accuracy.selection import StepResult, base_config, replay
+from scripts.compare_selection import main
+from scripts.shared.recordings import Recorded
 
 PROMPT, STEPS = 50, 12
 
 
-def recording(config: CacheRankConfig, repeats: bool) -> list[dict[str, Any]]:
+def recording(config: CacheRankConfig, repeats: bool) -> Recorded:
     """What a cache rank receives of one request, whose queries may stay the same."""
     request = Request(config, 1, PROMPT)
-    events: list[dict[str, Any]] = [
-        {"kind": "config", "config": config},
-        {"kind": "load", "epoch": 1, "shipment": request.prompt},
-    ]
-    first: torch.Tensor | None = None
-    for position in range(PROMPT, PROMPT + STEPS):
-        queries, keys, values, _ = request.compute()
-        first = queries if first is None else first
-        row = {
-            "epoch": 1,
-            "position": position,
-            "queries": first if repeats else queries,
-            "keys": keys,
-            "values": values,
-        }
-        events.append({"kind": "step", "rows": [row]})
-    return events
+    queries, keys, values, _ = zip(*(request.compute() for _ in range(STEPS)), strict=True)
+    decoded = torch.stack((torch.stack(keys, dim=2), torch.stack(values, dim=2)))
+    kv = torch.cat((request.prompt.transpose(2, 3), decoded), dim=3)
+    return Recorded(*kv, torch.stack(queries[:1] * STEPS if repeats else queries))
 
 
 def results(repeats: bool, **policy: Any) -> list[StepResult]:
     config = small_config(GQA, **policy)
-    events = recording(config, repeats)
-    return list(replay(base_config(events), events))
+    return list(replay(base_config(config), recording(config, repeats)))
 
 
 def test_a_query_that_repeats_selects_what_it_needs() -> None:
@@ -60,3 +49,10 @@ def test_steps_count_from_where_window_and_slots_are_full(
 ) -> None:
     found = results(repeats=True, query_window=window, max_swap_tokens=capacity)
     assert len(found) == STEPS - steps
+
+
+def test_a_folder_without_a_recording_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--recording", str(tmp_path)]) == 2
+    assert "holds no recorded decode step" in capsys.readouterr().err

@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from scripts.baselines.kernels import reference
-from scripts.baselines.kernels import triton as kernels
-from scripts.baselines.kernels.reference import Budget
+from scripts.baselines import kernels, reference
+from scripts.baselines.reference import Budget
 
 TOKENS = Budget(sinks=3, recent=5, selected=9, page=1)
 PAGES = Budget.of_pages(sinks=3, recent=5, selected=7, page=4)
@@ -137,30 +136,6 @@ def test_page_scores_bound_every_logit_of_the_page() -> None:
                 assert abs(out[row, kv_head, first // 4].item() - best) < 1e-4
 
 
-@pytest.mark.parametrize("shared", [False, True], ids=["each kv head", "all heads"])
-def test_token_scores_are_probabilities(shared: bool) -> None:
-    given = case([20, 1])
-    out = torch.full((2, 1 if shared else 2, 64), torch.nan)
-    workspace = reference.score_workspace(2, 2, 2, 64, given.keys.device)
-    reference.score_tokens(
-        *given, budget=TOKENS, scale=0.25, shared=shared, workspace=workspace, out=out
-    )
-    for row, (slot, length) in enumerate(
-        zip(given.slots.tolist(), given.lengths.tolist(), strict=True)
-    ):
-        probabilities = []
-        for head in range(4):
-            keys = given.keys[given.req_to_token[slot, :length].to(torch.int64), head // 2]
-            weights = [math.exp(0.25 * (key @ given.queries[row, head]).item()) for key in keys]
-            probabilities.append([weight / sum(weights) for weight in weights])
-        for token in range(length):
-            here = [probability[token] for probability in probabilities]
-            expected = (
-                [sum(here) / 4] if shared else [math.log(max(here[:2])), math.log(max(here[2:]))]
-            )
-            assert torch.allclose(out[row, :, token], torch.tensor(expected), atol=1e-5)
-
-
 @pytest.mark.parametrize("budget", BUDGETS, ids=str)
 def test_lists_hold_what_is_always_attended_to_and_the_best(budget: Budget) -> None:
     lengths = [1, 4, 12, 17, 18, 19, 33, 64]
@@ -254,45 +229,6 @@ def test_triton_page_scores(
     assert torch.allclose(found[chosen], expected[chosen], atol=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("heads", "head_dim", "shared", "dtype"),
-    [
-        (*SHAPES[0], False, torch.float32),
-        (*SHAPES[0], True, torch.bfloat16),
-        (*SHAPES[1], False, torch.bfloat16),
-        (*SHAPES[2], True, torch.float32),
-        (*SHAPES[3], False, torch.bfloat16),
-        (*SHAPES[3], True, torch.float32),
-    ],
-    ids=str,
-)
-def test_triton_token_scores(
-    device: torch.device, heads: tuple[int, int], head_dim: int, shared: bool, dtype: torch.dtype
-) -> None:
-    given = case([*LENGTHS, 200], heads, head_dim, dtype, 1, device)
-    compare_token_scores(given, TOKENS, shared)
-
-
-def compare_token_scores(given: Case, budget: Budget, shared: bool) -> None:
-    rows, query_heads, head_dim = given.queries.shape
-    kv_heads, capacity = given.keys.shape[1], given.req_to_token.shape[1]
-    found, expected = (
-        torch.zeros((rows, 1 if shared else kv_heads, capacity), device=given.keys.device)
-        for _ in range(2)
-    )
-    for module, out in ((kernels, found), (reference, expected)):
-        workspace = module.score_workspace(
-            rows, kv_heads, query_heads // kv_heads, capacity, given.keys.device
-        )
-        module.score_tokens(*given, budget, head_dim**-0.5, shared, workspace, out)
-    for row, length in enumerate(given.lengths.tolist()):
-        if must_choose(given, budget)[row]:
-            candidates = slice(budget.sinks, length - 1 - budget.recent)
-            assert torch.allclose(
-                found[row, :, candidates], expected[row, :, candidates], atol=2e-5, rtol=1e-4
-            )
-
-
 def must_choose(given: Case, budget: Budget) -> Tensor:
     return budget.attended_of(given.lengths) < given.lengths
 
@@ -347,11 +283,22 @@ def test_triton_lists_of_many_blocks(device: torch.device) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("shared", [False, True], ids=["each kv head", "all heads"])
-def test_large_batches_on_a_gpu(shared: bool) -> None:
+def test_a_graph_holds_token_scores(shared: bool) -> None:
+    given = case([60, 20, 1], device="cuda")
+    eager, captured = (torch.zeros((3, 1 if shared else 2, 64), device="cuda") for _ in range(2))
+    reference.score_tokens(*given, TOKENS, 0.25, shared, eager)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        reference.score_tokens(*given, TOKENS, 0.25, shared, captured)
+    graph.replay()
+    assert torch.equal(captured, eager)
+
+
+@pytest.mark.gpu
+def test_large_batches_on_a_gpu() -> None:
     device = torch.device("cuda")
     lengths: Any = torch.randint(1, 8000, (24,), generator=torch.Generator().manual_seed(0))
     given = case(lengths.tolist(), (32, 8), 128, torch.bfloat16, 16, device)
-    compare_token_scores(given, Budget(4, 64, 512, 1), shared)
     pages = Budget.of_pages(4, 64, 512, 16)
     given, bounds = with_bounds(given, pages)
     built = torch.zeros_like(bounds)

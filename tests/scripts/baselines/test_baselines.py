@@ -14,7 +14,7 @@ from torch import Tensor
 from scripts.baselines import plugin
 from scripts.baselines.args import BACKEND, BaselineServerArgs
 from scripts.baselines.attention import BaselineAttnBackend
-from scripts.baselines.kernels.reference import Budget
+from scripts.baselines.reference import Budget
 from scripts.baselines.selection import PER_HEAD, QUEST_PAGE, Selection, attend
 from scripts.shared.systems import DECODE_MODES
 from sglang_ext import cpu

@@ -11,7 +11,7 @@ from cache_rank.measure.recording import Recorder
 from cache_rank.measure.timeline import Timeline
 from cache_rank.protocol import DownMessage, Load, Row, UpMessage
 from cache_rank.selector import Selector
-from scripts.formats.samples import read_recording
+from scripts.formats.samples import recorded_sample
 
 CPU = torch.device("cpu")
 
@@ -58,7 +58,7 @@ def test_a_recording_is_read_back(tmp_path: Path) -> None:
                 recorder.record_step(selector, step, boundary, up)
         selector.end_step(step)
 
-    sample = read_recording(tmp_path, 2)
+    sample = recorded_sample(tmp_path, 2)
     kv, queries = tokens[2]
     assert torch.equal(sample.keys, kv[0, :, :, : 310 + steps - 1])
     assert torch.equal(sample.values, kv[1, :, :, : 310 + steps - 1])

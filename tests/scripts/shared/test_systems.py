@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from scripts.shared.systems import SYSTEMS, System, parse_assignments, residency_options, to_flags
+from scripts.shared.systems import SYSTEMS, System, parse_assignments, to_flags
 
 HACK = "kv_residency=hack,kv_residency_options=bits=2+partition=64"
 
@@ -34,11 +34,15 @@ def test_a_budget_goes_to_those_who_have_one() -> None:
     assert named.with_budget(5) == named
 
 
-def test_options_of_a_format_are_one_text_for_servers_and_an_object_for_a_cache_rank() -> None:
+def test_a_label_without_its_budget_names_the_other_changes() -> None:
+    system = System.parse("cache-rank:sparse_budget=7,query_predictor=spade")
+    assert system.without_budget() == ("cache-rank:query_predictor=spade", 7)
+    assert System.parse("dense").without_budget() == ("dense", None)
+
+
+def test_options_of_a_format_are_one_text_for_servers() -> None:
     changes = System.parse(f"cache-rank:{HACK}").server_changes
     assert changes["kv_residency_options"] == "bits=2,partition=64"
-    assert residency_options(changes) == {"bits": 2, "partition": 64}
-    assert residency_options({}) == {}
 
 
 def test_flags_of_lists_and_switches() -> None:

@@ -403,7 +403,7 @@ class TestRecord:
         assert results.machine["gpus"] == ["H200", "H200"]
         assert [command.split()[4] for command in results.commands] == ["dense", "quest"]
         text = (tmp_path / "results.md").read_text()
-        assert all(f"`{command}`" in text for command in results.commands)
+        assert all(f"    {command}\n" in text for command in results.commands)
 
     @pytest.mark.parametrize(
         ("options", "kind", "why"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from scripts.accuracy import statistics
+from scripts.shared import statistics
 
 
 def test_intervals_hold_the_true_mean_nine_times_in_ten() -> None:

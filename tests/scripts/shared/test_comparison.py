@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from scripts.accuracy.comparison import Load, attended_tokens, make_systems, server_flags
 from scripts.evaluate import SETTINGS, main, parse_options
+from scripts.shared.comparison import Load, attended_tokens, make_systems, server_flags
 from scripts.shared.systems import DECODE_MODES, System
 
 LOAD = Load(4, 4 * 579, 259)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib.metadata
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,9 +13,10 @@ from typing import Any, NamedTuple
 import msgspec
 from tqdm import tqdm
 
-from scripts.shared.command import explained
+from scripts.shared.command import command_line, explained
 from scripts.shared.machine import describe, run_jobs, visible_gpus
 from scripts.shared.models import folder_of, model_config
+from scripts.shared.report import provenance
 from scripts.shared.serving import PLAIN, Client, Server
 from scripts.shared.systems import CACHE_RANK, System, parse_assignments, to_flags
 from sglang_ext.refusals import ALLOW_LARGE_BUDGET_VARIABLE
@@ -133,10 +133,9 @@ def make_systems(options: argparse.Namespace) -> list[System]:
 
 def start_run(name: str, argv: Sequence[str], options: argparse.Namespace) -> dict[str, Any]:
     """The fields of Run, of a `python -m scripts.NAME`."""
-    versions = {part: importlib.metadata.version(part) for part in ("sglang", "torch")}
     return {
-        "commands": [shlex.join(["python", "-m", f"scripts.{name}", *argv])],
-        "machine": {**describe(list(dict.fromkeys(options.gpus))), **versions},
+        "commands": [command_line(name, argv)],
+        "machine": describe(list(dict.fromkeys(options.gpus))),
         "model": options.model,
         "settings": options.settings,
     }
@@ -242,10 +241,8 @@ def serve_each(
 
 def describe_run(run: Run) -> str:
     """The head of a report: commands, machine and settings."""
-    machine = ", ".join(f"{name} {value}" for name, value in run.machine.items() if value)
     settings = ", ".join(f"{name}={value}" for name, value in run.settings.items())
-    commands = "\n".join(f"    {command}" for command in run.commands)
-    return f"{commands}\n\n{machine}. Sparse systems: {settings}."
+    return f"{provenance(run.commands, run.machine)} Sparse systems: {settings}."
 
 
 def describe_failures(run: Run) -> list[str]:

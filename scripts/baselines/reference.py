@@ -1,7 +1,7 @@
-"""Synchronous token selection with the current query, plain torch: the specification.
+"""Selection with the current query, plain torch: what runs on CPUs, and specifies the kernels.
 
-This is what the baselines need that run in SGLang's own engine: Quest (arXiv 2406.10774), TOVA
-(arXiv 2401.06104), a sliding window, and an oracle that scores every token exactly.
+`score_tokens` also runs on GPUs: TOVA and the oracle are compared for what they select, and not for
+how long they take.
 
 Keys are in SGLang's own pool, (pool rows, Hkv, D). All functions find tokens through the same three
 tensors: `req_to_token`, (request slots, context) int32, holds the pool row of each token of each
@@ -59,26 +59,6 @@ class Budget(NamedTuple):
         sinks, recent_start = self.sinks_of(lengths), self.recent_start_of(lengths)
         chosen = (recent_start - sinks).clamp(max=self.selected)
         return sinks + lengths - recent_start + chosen
-
-
-class ScoreWorkspace(NamedTuple):
-    """Scratch of `score_tokens`. The reference needs none; these are the shapes of triton.py.
-
-    Attributes:
-        logits: (B * Hkv, capacity, G) float32.
-        partial: (B * Hkv, splits, 2, padded G) float32, what programs know of the log-sum-exp.
-    """
-
-    logits: Tensor
-    partial: Tensor
-
-
-def score_workspace(
-    rows: int, kv_heads: int, group: int, capacity: int, device: torch.device
-) -> ScoreWorkspace:
-    """Make scratch for rows of up to `capacity` tokens: none."""
-    empty = torch.empty(0, device=device)
-    return ScoreWorkspace(empty, empty)
 
 
 def build_bounds(
@@ -160,15 +140,14 @@ def score_tokens(
     budget: Budget,
     scale: float,
     shared: bool,
-    workspace: ScoreWorkspace,
     out: Tensor,
 ) -> None:
     """Score every token exactly with the current query.
 
     Where each kv head selects for itself, a token's score is the largest log-probability that a
     query head of the group gives it. Where all heads share what they select, as in TOVA section 3,
-    it is the mean of all heads' probabilities. A row whose candidates are all taken may be left
-    alone.
+    it is the mean of all heads' probabilities. Nothing waits for
+    the lengths, so that a CUDA graph can hold it.
 
     Args:
         queries: (B, Hq, D) current queries.
@@ -177,20 +156,21 @@ def score_tokens(
         budget: it says which tokens are candidates.
         scale: factor on the logits.
         shared: whether all heads share what they select.
-        workspace: what `score_workspace` made.
         out: (B, Hkv, capacity) float32, or (B, 1, capacity) where heads share; written in place.
             Only entries of candidates mean something afterwards.
     """
     kv_heads = keys.shape[1]
-    for row, (slot, length) in enumerate(zip(slots.tolist(), lengths.tolist(), strict=True)):
-        tokens = keys[req_to_token[slot, :length].to(torch.int64)].float()  # (T, Hkv, D)
+    tables = req_to_token[slots.to(torch.int64)].to(torch.int64)  # (B, capacity)
+    beyond = torch.arange(tables.shape[1], device=keys.device) >= lengths[:, None]
+    for row in range(len(queries)):  # one by one: keys are copied, and those of all are many
+        tokens = keys[tables[row]].float()  # (capacity, Hkv, D)
         query = queries[row].float().reshape(kv_heads, -1, queries.shape[-1])
-        logits = (query @ tokens.permute(1, 2, 0)) * scale  # (Hkv, G, T)
-        log_probabilities = torch.log_softmax(logits, dim=-1)
+        logits = (query @ tokens.permute(1, 2, 0)) * scale  # (Hkv, G, capacity)
+        log_probabilities = logits.masked_fill(beyond[row], -torch.inf).log_softmax(dim=-1)
         if shared:
-            out[row, 0, :length] = log_probabilities.exp().mean(dim=(0, 1))
+            out[row, 0] = log_probabilities.exp().mean(dim=(0, 1))
         else:
-            out[row, :, :length] = log_probabilities.amax(dim=1)
+            out[row] = log_probabilities.amax(dim=1)
 
 
 def select(

@@ -1,0 +1,94 @@
+"""Reads what a cache rank recorded as sequences, see cache_rank/measure/recording.py."""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from cache_rank.config import CacheRankConfig
+from cache_rank.measure.recording import read_events
+
+
+class Recorded(NamedTuple):
+    """One sequence, up to the last step that has every layer.
+
+    Attributes:
+        keys, values: (layers, Hkv, tokens, D).
+        queries: (steps, layers, Hq, D), the true ones of the newest tokens.
+    """
+
+    keys: Tensor
+    values: Tensor
+    queries: Tensor
+
+    @property
+    def prompt(self) -> int:
+        """Tokens before the first query."""
+        return self.keys.shape[2] - len(self.queries)
+
+    def shipment(self) -> Tensor:
+        """Keys and values of the prompt as they are shipped: (2, layers, prompt, Hkv, D)."""
+        kv = torch.stack((self.keys, self.values))[..., : self.prompt, :]
+        return kv.transpose(2, 3).contiguous()
+
+
+def read_recording(folder: Path) -> tuple[CacheRankConfig, list[Recorded]]:
+    """The configuration of a recording, and its sequences in the order in which they came.
+
+    Args:
+        folder: the one that CACHE_RANK_RECORD named.
+
+    Raises:
+        ValueError: there is no recording, or none of a decode step.
+    """
+    config: CacheRankConfig | None = None
+    loads: dict[int, list[Tensor]] = defaultdict(list)
+    # By epoch and position; an event holds the rows of one layer group, if any.
+    decoded: dict[int, dict[int, list[_Part]]] = defaultdict(lambda: defaultdict(list))
+    for event in read_events(folder):
+        if event["kind"] == "config":
+            config = event["config"]
+        if event["kind"] == "load":
+            loads[event["epoch"]].append(event["shipment"])
+        for row in event.get("rows", ()):
+            part = _Part(event["layers"].start, row["queries"], row["keys"], row["values"])
+            decoded[row["epoch"]][row["position"]].append(part)
+    sequences = [_sequence(shipments, decoded[epoch]) for epoch, shipments in loads.items()]
+    whole = [sequence for sequence in sequences if sequence]
+    if config is None or not whole:
+        raise ValueError(f"{folder}: holds no recorded decode step of every layer of a sequence")
+    return config, whole
+
+
+class _Part(NamedTuple):
+    """One token in the layers of one group."""
+
+    first_layer: int
+    queries: Tensor  # (layers, Hq, D)
+    keys: Tensor  # (layers, Hkv, D)
+    values: Tensor  # (layers, Hkv, D)
+
+
+def _sequence(
+    shipments: Sequence[Tensor], positions: Mapping[int, Sequence[_Part]]
+) -> Recorded | None:
+    shipped = torch.cat(list(shipments), dim=2)
+    _, layers, prompt, *_ = shipped.shape
+    queries, tokens = [], []
+    for position in itertools.count(prompt):
+        parts = sorted(positions.get(position, []), key=lambda part: part.first_layer)
+        if sum(len(part.keys) for part in parts) != layers:
+            break
+        queries.append(torch.cat([part.queries for part in parts]))
+        tokens.append(torch.cat([torch.stack((part.keys, part.values)) for part in parts], dim=1))
+    if not queries:
+        return None
+    # (2, layers, Hkv, tokens, D)
+    keys, values = torch.cat((shipped.transpose(2, 3), torch.stack(tokens, dim=3)), dim=3)
+    return Recorded(keys, values, torch.stack(queries))
