@@ -160,7 +160,7 @@ def process_result(
         return
     if result.copy_done is not None:
         result.copy_done.synchronize()  # the next that SGLang does
-    with rank.cache_rank.without_missed(plan):
+    with rank.cache_rank.without_stale(plan):
         original(scheduler, batch, result, *args, **kw)
     rank.cache_rank.retract_left(scheduler)
 

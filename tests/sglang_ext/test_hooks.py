@@ -318,10 +318,10 @@ def test_a_step_without_logits_or_without_batch_passes(rank: Mock) -> None:
 
 
 def test_a_result_is_processed_without_what_missed_its_answers(rank: Mock) -> None:
-    rank.cache_rank.without_missed.return_value = contextlib.nullcontext()
+    rank.cache_rank.without_stale.return_value = contextlib.nullcontext()
     result = Mock(cache_rank_plan="plan")
     hooks.process_result(rank.original, "scheduler", "batch", result)
-    rank.cache_rank.without_missed.assert_called_once_with("plan")
+    rank.cache_rank.without_stale.assert_called_once_with("plan")
     rank.original.assert_called_once_with("scheduler", "batch", result)
     result.copy_done.synchronize.assert_called_once_with()
 
