@@ -1,7 +1,7 @@
 """Every place where we touch SGLang's internals: target, kind of hook, function, and why.
 
-Line numbers refer to SGLang 0.5.16. Hooks change nothing on a server without a cache rank, but
-refuse `custom_params` that are not ours to read.
+A target names the function of SGLang, and the reason says what that function does. Hooks change
+nothing on a server without a cache rank, but refuse `custom_params` that are not ours to read.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ def process_result(
         return
     if result.copy_done is not None:
         result.copy_done.synchronize()  # the next that SGLang does
-    with rank.cache_rank.without_missed(plan):
+    with rank.cache_rank.without_stale(plan):
         original(scheduler, batch, result, *args, **kw)
     rank.cache_rank.retract_left(scheduler)
 
@@ -267,7 +267,7 @@ def add_internal_state(result: Any, scheduler: Any, *_: Any, **__: Any) -> Any:
 
 
 def add_calls() -> None:
-    """Give schedulers what a calibration calls by name: scheduler.py:4304 looks for a method."""
+    """Give schedulers what a calibration calls: `handle_rpc_request` looks for methods by name."""
     from sglang.srt.managers.scheduler import Scheduler
 
     for call in CALLS:
@@ -279,13 +279,13 @@ HOOKS = (
         "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool._kv_buffer_shapes",
         HookType.AFTER,
         add_reserve_rows,
-        "memory_pool.py:1990; working sets live in rows that the allocator never hands out",
+        "working sets live in rows that the allocator never hands out",
     ),
     Hook(
         "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool._create_buffers_normal",
         HookType.AFTER,
         add_dense_store,
-        "memory_pool.py:1982; dense layers keep tokens that lose their pool rows",
+        "dense layers keep tokens that lose their pool rows",
     ),
     *(
         (
@@ -293,7 +293,7 @@ HOOKS = (
                 "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool._build_kv_buffer_descs",
                 HookType.AROUND,
                 describe_rows_of_the_allocator,
-                "memory_pool.py:2657 of 0.5.23; it checks that they are the allocator's",
+                "from 0.5.23 on; it checks that the buffers are the allocator's",
             ),
         )
         if compat.DESCRIBES_BUFFERS
@@ -303,79 +303,79 @@ HOOKS = (
         "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._profile_available_bytes",
         HookType.AFTER,
         leave_room_beyond_allocator,
-        "kv_cache_configurator.py:1527; what is behind the pool is part of the same memory",
+        "what is behind the pool is part of the same memory",
     ),
     Hook(
         "sglang.srt.managers.tp_worker.TpModelWorker.forward_batch_generation",
         HookType.AROUND,
         run_step,
-        "tp_worker.py:529; the one call a step, eager or graph, that sees the requests",
+        "the one call a step, eager or graph, that sees the requests",
     ),
     Hook(
         "sglang.srt.managers.scheduler.Scheduler.process_batch_result",
         HookType.AROUND,
         process_result,
-        "scheduler.py; whatever a step says is read here: tokens, stops, grammars, probabilities",
+        "whatever a step says is read here: tokens, stops, grammars, probabilities",
     ),
     Hook(
         "sglang.srt.managers.schedule_batch.Req.__init__",
         HookType.AFTER,
         after_request,
-        "schedule_batch.py:787; the queue is sorted by what is found under a request's extra_key",
+        "the queue is sorted by what is found under a request's extra_key",
     ),
     Hook(
         "sglang.srt.managers.schedule_batch.Req.init_next_round_input",
         HookType.BEFORE,
         before_match,
-        "schedule_batch.py:1180; the prefix is matched by extra_key, right before the prefill",
+        "the prefix is matched by extra_key, right before the prefill",
     ),
     Hook(
         compat.OFFER,
         HookType.AROUND,
         offer_to_tree,
-        "radix_cache.py:433; what sparse steps wrote must not be reused as if it were dense",
+        "what sparse steps wrote must not be reused as if it were dense",
     ),
     Hook(
         "sglang.srt.mem_cache.memory_pool.ReqToTokenPool.free",
         HookType.BEFORE,
         end_epoch,
-        "memory_pool.py:307; finish, abort, retraction and preemption all end here",
+        "finish, abort, retraction and preemption all end here",
     ),
     Hook(
         "sglang.srt.mem_cache.memory_pool.ReqToTokenPool.clear",
         HookType.BEFORE,
         end_all_epochs,
-        "memory_pool.py:312; flush_cache",
+        "flush_cache ends here",
     ),
     Hook(
         "sglang.srt.managers.scheduler.Scheduler.get_next_batch_to_run",
         HookType.BEFORE,
         before_next_batch,
-        "scheduler.py:2687; the only point where batches may change and no step is being built",
+        "the only point where batches may change and no step is being built",
     ),
     Hook(
         "sglang.srt.managers.scheduler.Scheduler.pause_generation",
         HookType.BEFORE,
         before_pause,
-        "scheduler.py:4165; a step that failed must not give the tokens it is paused with",
+        "a step that failed must not give the tokens it is paused with",
     ),
     Hook(
         "sglang.srt.managers.scheduler.Scheduler.abort_request",
         HookType.AROUND,
         abort_request,
-        "scheduler.py:4030; looks for requests in the queue and in batches only",
+        "looks for requests in the queue and in batches only",
     ),
     Hook(
         "sglang.srt.managers.scheduler.Scheduler.is_fully_idle",
         HookType.AFTER,
         is_idle,
-        "scheduler.py:3686; flushes, updates of weights and releases of memory ask it",
+        "flushes, updates of weights and releases of memory ask it",
     ),
     Hook(
         "sglang.srt.managers.scheduler.Scheduler.get_internal_state",
         HookType.AFTER,
         add_internal_state,
-        "scheduler.py:3876; /server_info",
+        "/server_info reads it",
     ),
     *(
         Hook(
@@ -383,7 +383,7 @@ HOOKS = (
             f"SchedulerWeightUpdaterManager.{update}",
             HookType.AFTER,
             note_new_weights,
-            "weight_updater.py:110; queries are forecast by the model's projections",
+            "queries are forecast by the model's projections",
         )
         for update in compat.WEIGHT_UPDATES
     ),
@@ -392,14 +392,14 @@ HOOKS = (
         "SchedulerWeightUpdaterManager.release_memory_occupation",
         HookType.BEFORE,
         release_memory,
-        "weight_updater.py; what the cache rank holds is released with SGLang's memory",
+        "what the cache rank holds is released with SGLang's memory",
     ),
     Hook(
         "sglang.srt.managers.scheduler_components.weight_updater."
         "SchedulerWeightUpdaterManager.resume_memory_occupation",
         HookType.AFTER,
         resume_memory,
-        "weight_updater.py; the cache rank comes back with SGLang's memory",
+        "the cache rank comes back with SGLang's memory",
     ),
     *(
         Hook(target, HookType.AROUND, function, why)
@@ -412,23 +412,23 @@ HOOKS = (
             (
                 "sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request",
                 serving.generate,
-                "tokenizer_manager.py; every API's requests and responses pass through it",
+                "every API's requests and responses pass through it",
             ),
             (
                 "sglang.srt.entrypoints.openai.serving_base.OpenAIServingBase"
                 ".create_error_response",
                 serving.answer_error,
-                "serving_base.py; what a request has broken is answered as a fault of the server",
+                "what a request has broken is answered as a fault of the server",
             ),
             (
                 "sglang.srt.managers.io_struct.GenerateReqInput.regenerate_rid",
                 serving.name_sample,
-                "io_struct.py:310; samples get names that have nothing of their request's",
+                "samples get names that have nothing of their request's",
             ),
             (
                 "sglang.srt.managers.tokenizer_manager.TokenizerManager.abort_request",
                 serving.abort_samples,
-                "tokenizer_manager.py; it looks for a request by its name only",
+                "it looks for a request by its name only",
             ),
         )
     ),

@@ -151,7 +151,7 @@ class CacheRankHandle:
     # Requests that SGLang recomputes.
 
     @contextlib.contextmanager
-    def without_missed(self, plan: StepPlan) -> Iterator[None]:
+    def without_stale(self, plan: StepPlan) -> Iterator[None]:
         """Let SGLang skip, in the result of a step, the requests that missed their answers.
 
         They are retracted before the next batch, so that the step under way is skipped as well.
@@ -159,27 +159,27 @@ class CacheRankHandle:
         Args:
             plan: of the step, which has been computed.
         """
-        missed = self._take_missed(plan)
-        were_retracted = [request.is_retracted for request in missed]
-        for request in missed:
+        stale = self._take_stale(plan)
+        were_retracted = [request.is_retracted for request in stale]
+        for request in stale:
             request.is_retracted = True
         try:
             yield
         finally:
-            for request, was_retracted in zip(missed, were_retracted, strict=True):
+            for request, was_retracted in zip(stale, were_retracted, strict=True):
                 request.is_retracted = was_retracted
 
-    def _take_missed(self, plan: StepPlan) -> list[Any]:
+    def _take_stale(self, plan: StepPlan) -> list[Any]:
         if plan.exchange is None:
             return []
-        sequences = plan.exchange.missed(plan.step, plan.sparse)
+        sequences = plan.exchange.stale_requests(plan.step, plan.sparse)
         if not sequences:
             return []
         if plan.exchange is self.exchange:
             self._lose("its answers do not come any more")
-        missed = [sequence.request for sequence in sequences]
-        self._orphans += [request for request in missed if request not in self._orphans]
-        return missed
+        stale = [sequence.request for sequence in sequences]
+        self._orphans += [request for request in stale if request not in self._orphans]
+        return stale
 
     def queue_retracted(self, scheduler: Any) -> None:
         """Queue the requests that were retracted a turn ago."""

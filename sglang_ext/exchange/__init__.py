@@ -1,13 +1,15 @@
 """The inference rank's side of the exchange: what a decode step sends to the cache rank, and gets.
 
-Between CPUs and between GPUs it has the same three parts, in `host/` and in `device/`:
+Between CPUs (`host.py`) and between GPUs (`device/`) it has the same three parts:
 
     gate        where the forward pass meets the exchange, layer group by layer group
     transfers   what is sent, received and written into slots, for one connection
     exchange    the host's accounts of it: announcements, counters, deadlines
 
-The answer to step t for a layer group is applied just before that group's attention in the next
-decode step, so that the cache rank has a whole step for each group.
+An answer is applied just before the attention of its layer group. With forecasts it is applied in
+the step that asked for it, some groups later. The first groups, for which no hidden state comes
+early enough, and all groups without forecasts get the answer in the next decode step, so the cache
+rank has a whole step for it. `cache_rank/schedule.py` says which is which.
 """
 
 from __future__ import annotations
@@ -17,8 +19,7 @@ from torch import Tensor
 from cache_rank.config import CacheRankConfig
 from sglang_ext.exchange.base import Exchange, Gate
 from sglang_ext.exchange.connection import Connection
-from sglang_ext.exchange.host.exchange import HostExchange
-from sglang_ext.exchange.host.gate import HostGate
+from sglang_ext.exchange.host import HostExchange, HostGate
 from sglang_ext.exchange.slots import SlotBuffers
 
 

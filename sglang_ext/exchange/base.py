@@ -149,7 +149,9 @@ class Exchange(ABC):
     def finish_step(self) -> None:
         """End the step, whose forward pass has been computed, or on a GPU been queued."""
 
-    def missed(self, step: int, sequences: Sequence[SparseSequence]) -> list[SparseSequence]:
+    def stale_requests(
+        self, step: int, sequences: Sequence[SparseSequence]
+    ) -> list[SparseSequence]:
         """Return the requests for which a step went on without answers that it should have had.
 
         Between CPUs there are none: a forward pass in which the cache rank is lost attends to

@@ -20,7 +20,7 @@ from waiting import wait_until
 
 from scripts.accuracy.pointer_chase import Problem, make_chain
 from scripts.shared.serving import Server, serve
-from sglang_ext.exchange.host.gate import LET_GO_VARIABLE
+from sglang_ext.exchange.host import LET_GO_VARIABLE
 from sglang_ext.refusals import ALLOW_LARGE_BUDGET_VARIABLE
 from sglang_ext.server_args import BUNDLED_MODEL
 

@@ -57,7 +57,7 @@ class Requests:
     def plan(self, missed: list[SparseSequence]) -> Any:
         """A step of all sparse requests, some of which missed their answers."""
         sparse = [sequence for sequence in self.sequences if sequence.phase is Phase.SPARSE]
-        self.exchange.missed.return_value = [each for each in sparse if each in missed]
+        self.exchange.stale_requests.return_value = [each for each in sparse if each in missed]
         return StepPlan(step=7, sparse=sparse, exchange=self.exchange)
 
     def batch(self, *requests: Any) -> Any:
@@ -130,11 +130,11 @@ def test_what_a_step_says_of_requests_that_missed_their_answers_is_skipped(
     plan = batch_of.plan(missed=[warming, missed])
     if noticed:
         batch_of.lose()
-    with batch_of.handle.without_missed(plan):
+    with batch_of.handle.without_stale(plan):
         assert [r.is_retracted for r in batch_of.requests] == [False, False, True]
     assert [r.is_retracted for r in batch_of.requests] == [False, False, False]
     assert batch_of.handle.exchange is None
-    batch_of.exchange.missed.assert_called_once_with(7, [answered, missed])
+    batch_of.exchange.stale_requests.assert_called_once_with(7, [answered, missed])
 
     batch = batch_of.batch(*batch_of.requests)
     batch_of.handle.retract_orphans(Mock(), batch)
@@ -145,7 +145,7 @@ def test_what_a_step_says_of_requests_that_missed_their_answers_is_skipped(
 def test_a_request_that_sglang_has_retracted_stays_retracted() -> None:
     batch_of = Requests(Phase.SPARSE)
     batch_of.requests[0].is_retracted = True
-    with batch_of.handle.without_missed(batch_of.plan(missed=batch_of.sequences)):
+    with batch_of.handle.without_stale(batch_of.plan(missed=batch_of.sequences)):
         pass
     assert batch_of.requests[0].is_retracted is True
 
@@ -153,7 +153,7 @@ def test_a_request_that_sglang_has_retracted_stays_retracted() -> None:
 def test_a_step_that_got_its_answers_is_processed_as_it_is() -> None:
     batch_of = Requests(Phase.SPARSE)
     for plan in (batch_of.plan(missed=[]), StepPlan(step=7, sparse=batch_of.sequences)):
-        with batch_of.handle.without_missed(plan):
+        with batch_of.handle.without_stale(plan):
             assert batch_of.requests[0].is_retracted is False
     assert batch_of.handle.exchange is batch_of.exchange
 

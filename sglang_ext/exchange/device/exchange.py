@@ -7,7 +7,11 @@ of a step is seen some steps later.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -17,14 +21,118 @@ from cache_rank.kernels.scatter import collect_tokens, copy_tokens
 from cache_rank.measure.timeline import Span
 from cache_rank.protocol import bulk_shape
 from sglang_ext.exchange.base import Exchange
-from sglang_ext.exchange.connection import Connection
-from sglang_ext.exchange.device.clock import StepTimes
-from sglang_ext.exchange.device.gate import DeviceGate
-from sglang_ext.exchange.device.steps_under_way import StepsUnderWay
+from sglang_ext.exchange.connection import CacheRankDownError, Connection
+from sglang_ext.exchange.device.gate import DeviceGate, StepTimes
 from sglang_ext.exchange.device.transfers import make_transfers
 from sglang_ext.exchange.pinned_ring import RING_ENTRIES
 from sglang_ext.exchange.slots import ExchangedRows, SlotBuffers
 from sglang_ext.lifecycle import SparseSequence
+
+Outcome = Sequence[Sequence[int]]
+"""For each request of a step, the groups in which its answer was applied, and the tokens."""
+
+
+@dataclasses.dataclass(slots=True)
+class _InflightStep:
+    """One step; `waiting_since` is when it was first seen to have begun and not to be answered."""
+
+    step: int
+    rows: ExchangedRows
+    waiting_since: float | None = None
+
+
+class InflightSteps:
+    """Steps whose answers the device is not done with, in the order in which they were queued.
+
+    The scheduler thread adds and reaps them; the supervisor's thread looks for overdue ones.
+    """
+
+    def __init__(self, groups: int, timeout: float) -> None:
+        """Begin with none.
+
+        Args:
+            groups: layer groups, in each of which an answer must have been applied.
+            timeout: seconds from when a step's first message is computed until its answers are
+                overdue.
+        """
+        self._groups = groups
+        self._timeout = timeout
+        self._steps: deque[_InflightStep] = deque()
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    def add(self, step: int, rows: ExchangedRows) -> None:
+        """Add a step whose transfers have been queued."""
+        with self._lock:
+            self._steps.append(_InflightStep(step, rows))
+
+    def reap(
+        self, newest: int, outcome_of: Callable[[int], Outcome]
+    ) -> Iterator[tuple[SparseSequence, int]]:
+        """Remove the steps that are answered, and yield the tokens that each request got.
+
+        Args:
+            newest: the last step whose answers have been applied.
+            outcome_of: gives the outcome of a step.
+
+        Raises:
+            CacheRankDownError: an answer was not for its request.
+        """
+        while self._steps and self._steps[0].step <= newest:
+            oldest = self._steps[0]
+            applied, shipped = outcome_of(oldest.step)
+            for sequence in self._without_answer(oldest, applied):
+                if not sequence.ended:
+                    raise CacheRankDownError(
+                        f"the answer to step {oldest.step} is not for epoch {sequence.epoch}"
+                    )
+            with self._lock:
+                self._steps.popleft()
+            yield from zip(oldest.rows.sequences, shipped, strict=False)
+
+    def stale_requests(
+        self, step: int, newest: int, outcome_of: Callable[[int], Outcome]
+    ) -> list[SparseSequence]:
+        """Return the requests of a step that did not get all of their answer.
+
+        Args:
+            step: its transfers have ended, one way or the other; it may be reaped.
+            newest, outcome_of: as above.
+        """
+        entry = next((entry for entry in self._steps if entry.step == step), None)
+        if entry is None:
+            return []
+        if step > newest:
+            return list(entry.rows.sequences)
+        return self._without_answer(entry, outcome_of(step)[0])
+
+    def _without_answer(self, entry: _InflightStep, applied: Sequence[int]) -> list[SparseSequence]:
+        pairs = zip(entry.rows.sequences, applied, strict=False)
+        return [sequence for sequence, groups in pairs if groups != self._groups]
+
+    def check_deadline(self, applied: int, computed: int) -> None:
+        """Look for an overdue answer. Long prompts may be computed before a step is.
+
+        Args:
+            applied: the last step whose answers have been applied.
+            computed: the last step whose first message has been computed.
+
+        Raises:
+            CacheRankDownError: an answer is overdue.
+        """
+        with self._lock:
+            oldest = self._steps[0] if self._steps else None
+        if oldest is None or oldest.step <= applied or oldest.step > computed:
+            return
+        now = time.monotonic()
+        if oldest.waiting_since is None:
+            oldest.waiting_since = now
+        late = now - oldest.waiting_since
+        if late > self._timeout:
+            raise CacheRankDownError(f"no answer to step {oldest.step} in {late:.1f} s")
+
 
 MAX_SHIPMENTS_UNDER_WAY = 64
 """At most so many shipments, which each hold a copy of their tokens, are under way.
@@ -42,7 +150,7 @@ class DeviceExchange(Exchange):
         super().__init__(connection, config, slots)
         self._gate = gate
         self._step, self._rows = 0, ExchangedRows()
-        self._under_way = StepsUnderWay(len(config.groups), connection.timeout)
+        self._inflight = InflightSteps(len(config.groups), connection.timeout)
         self._waits_for_itself = any(boundary.is_fresh for boundary in config.boundaries)
         self._queued = 0
         self._awaited: dict[int, int] = {}  # by step, whose answers its forward pass waits for
@@ -66,7 +174,7 @@ class DeviceExchange(Exchange):
         copy_tokens(slots.keys, slots.values, row, row)
 
     def announce(self, step: int, rows: ExchangedRows, traced: bool = False) -> None:
-        self._settle()
+        self._reap()
         self._step, self._rows = step, rows
         super().announce(step, rows, traced)
         self._transfers.times.choose(step if traced else None)
@@ -80,20 +188,22 @@ class DeviceExchange(Exchange):
         self._gate.clock.expect(self._step)
         self._awaited[self._step] = self._step if self._waits_for_itself else self._queued
         self._queued = self._step
-        self._under_way.add(self._step, self._rows)
+        self._inflight.add(self._step, self._rows)
         self._transfers.queue(self._step, self._rows)
         self._count_messages(self._transfers.messages.nbytes(len(self._rows)))
 
-    def missed(self, step: int, sequences: Sequence[SparseSequence]) -> list[SparseSequence]:
+    def stale_requests(
+        self, step: int, sequences: Sequence[SparseSequence]
+    ) -> list[SparseSequence]:
         if self._gate.is_open and not self._is_closed:
             return []  # nothing has ended a wait
-        if self._gate.gave_up(step):
+        if self._gate.timed_out(step):
             return list(sequences)  # answers may have been applied a moment later
         outcomes = self._transfers.outcomes
-        missed = self._under_way.missed(
+        stale = self._inflight.stale_requests(
             self._awaited.get(step, 0), outcomes.newest, lambda step: outcomes.entry(step).tolist()
         )
-        return [sequence for sequence in sequences if sequence in missed]
+        return [sequence for sequence in sequences if sequence in stale]
 
     def ship(self, sequence: SparseSequence, pool_rows: Tensor) -> None:
         shipment = self._send_prompt(sequence, pool_rows, MAX_SHIPMENTS_UNDER_WAY)
@@ -141,11 +251,11 @@ class DeviceExchange(Exchange):
             if times.step in self._traced_steps:
                 self._times.append(times)
 
-    def _settle(self) -> None:
+    def _reap(self) -> None:
         """Account for the steps that the device is done with."""
         self._read_clock()
         outcomes = self._transfers.outcomes
-        for sequence, tokens in self._under_way.settle(
+        for sequence, tokens in self._inflight.reap(
             outcomes.newest, lambda step: outcomes.entry(step).tolist()
         ):
             self._count_tokens(sequence, tokens)
@@ -153,5 +263,5 @@ class DeviceExchange(Exchange):
             del self._awaited[step]
 
     def _check_deadline(self) -> None:
-        """Look for overdue answers, in the supervisor's thread; see StepsUnderWay."""
-        self._under_way.check_deadline(self._transfers.outcomes.newest, self._gate.begun.newest)
+        """Look for overdue answers, in the supervisor's thread; see InflightSteps."""
+        self._inflight.check_deadline(self._transfers.outcomes.newest, self._gate.begun.newest)

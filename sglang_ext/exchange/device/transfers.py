@@ -13,9 +13,12 @@ scatters captured; see NcclTransfers for their order.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
+import time
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -28,13 +31,81 @@ from cache_rank.config import CacheRankConfig
 from cache_rank.graphs import capture
 from cache_rank.kernels.gate import triton as gate_kernels
 from cache_rank.kernels.scatter import scatter_step
+from cache_rank.measure.timeline import Span
 from cache_rank.messages import MessageBuffers, StepMessages
 from cache_rank.protocol import AnswerHeader
 from sglang_ext.exchange.connection import Connection
 from sglang_ext.exchange.device.gate import DeviceGate
-from sglang_ext.exchange.device.times import TransferTimes
 from sglang_ext.exchange.pinned_ring import DeviceToHostRing, Field, HostToDeviceRing
 from sglang_ext.exchange.slots import ExchangedRows, SlotBuffers
+
+_UNTIMED = contextlib.nullcontext()
+
+
+class TransferTimes:
+    """Times of what was queued on streams in traced steps: when it began and ended."""
+
+    def __init__(self) -> None:
+        self._step: int | None = None
+        self._timed: list[tuple[str, int, int, torch.cuda.Event, torch.cuda.Event]] = []
+
+    def choose(self, step: int | None) -> None:
+        """Take the times of what is queued next, as of this step; of None, take none."""
+        self._step = step
+
+    @property
+    def are_taken(self) -> bool:
+        """Whether the current step is traced."""
+        return self._step is not None
+
+    def of(
+        self,
+        name: str,
+        group: int,
+        stream: torch.cuda.Stream,
+        after: torch.cuda.Event | None = None,
+    ) -> contextlib.AbstractContextManager[None]:
+        """Time what is queued inside on a stream, from when an event has happened."""
+        step = self._step
+        return _UNTIMED if step is None else self._time(name, step, group, stream, after)
+
+    @contextlib.contextmanager
+    def _time(
+        self,
+        name: str,
+        step: int,
+        group: int,
+        stream: torch.cuda.Stream,
+        after: torch.cuda.Event | None,
+    ) -> Iterator[None]:
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        if after is not None:
+            stream.wait_event(after)
+        start.record(stream)
+        yield
+        stop.record(stream)
+        self._timed.append((name, step, group, start, stop))
+
+    def take_spans(self) -> list[Span]:
+        """Return the times so far, and wait for the device to be done with them."""
+        timed, self._timed = self._timed, []
+        torch.cuda.synchronize()
+        now = torch.cuda.Event(enable_timing=True)
+        now.record()
+        now.synchronize()
+        host = time.monotonic_ns() / 1e3
+        return [
+            Span(
+                name,
+                host - 1e3 * start.elapsed_time(now),
+                host - 1e3 * stop.elapsed_time(now),
+                step,
+                group,
+                lane=name,
+            )
+            for name, step, group, start, stop in timed
+        ]
+
 
 _SHIPPED = AnswerHeader._fields.index("shipped_tokens")
 

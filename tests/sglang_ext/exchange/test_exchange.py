@@ -35,8 +35,7 @@ from cache_rank.protocol import (
 )
 from cache_rank.selector import Selector, SelectorStep
 from sglang_ext.exchange.connection import CacheRankDownError
-from sglang_ext.exchange.host.exchange import MAX_SHIPMENTS_UNDER_WAY, HostExchange
-from sglang_ext.exchange.host.gate import HostGate
+from sglang_ext.exchange.host import MAX_SHIPMENTS_UNDER_WAY, HostExchange, HostGate
 from sglang_ext.exchange.slots import ExchangedRows, SlotBuffers
 from sglang_ext.lifecycle import RequestStatistics, SparseSequence
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from cache_rank.config import CacheRankConfig, ModelShape
-from sglang_ext.exchange.device.clock import StepClock
+from sglang_ext.exchange.device.gate import StepClock
 
 MODEL = ModelShape(4, query_heads=2, kv_heads=1, head_dim=8, dtype="float32", scale=1.0)
 

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 
 from sglang_ext.exchange.connection import CacheRankDownError
-from sglang_ext.exchange.device import steps_under_way
-from sglang_ext.exchange.device.steps_under_way import Outcome, StepsUnderWay
+from sglang_ext.exchange.device import exchange
+from sglang_ext.exchange.device.exchange import InflightSteps, Outcome
 from sglang_ext.exchange.slots import ExchangedRows
 from sglang_ext.lifecycle import RequestStatistics, SparseSequence
 
@@ -29,7 +29,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
     clock = Clock()
-    monkeypatch.setattr(steps_under_way, "time", clock)
+    monkeypatch.setattr(exchange, "time", clock)
     yield clock
     assert time.monotonic() != clock.now
 
@@ -45,17 +45,17 @@ def rows_of(*sequences: SparseSequence) -> ExchangedRows:
     return rows
 
 
-def steps_of(*numbers: int) -> StepsUnderWay:
-    steps = StepsUnderWay(GROUPS, TIMEOUT)
+def steps_of(*numbers: int) -> InflightSteps:
+    steps = InflightSteps(GROUPS, TIMEOUT)
     for number in numbers:
         steps.add(number, rows_of(sequence_of(1)))
     return steps
 
 
-def settle(steps: StepsUnderWay, outcomes: dict[int, Outcome]) -> list[tuple[int, int]]:
+def reap(steps: InflightSteps, outcomes: dict[int, Outcome]) -> list[tuple[int, int]]:
     """The epochs and tokens of the steps that are done."""
-    settled = steps.settle(max(outcomes, default=0), lambda step: outcomes[step])
-    return [(sequence.epoch, tokens) for sequence, tokens in settled]
+    reaped = steps.reap(max(outcomes, default=0), lambda step: outcomes[step])
+    return [(sequence.epoch, tokens) for sequence, tokens in reaped]
 
 
 def test_an_overdue_answer_means_the_cache_rank_is_down(clock: Clock) -> None:
@@ -86,12 +86,12 @@ def test_a_step_that_is_answered_is_never_overdue(clock: Clock) -> None:
     steps.check_deadline(applied=6, computed=8)
     clock.now += 2 * TIMEOUT
     steps.check_deadline(applied=7, computed=8)
-    assert settle(steps, {7: [[GROUPS], [0]]}) == [(1, 0)]
+    assert reap(steps, {7: [[GROUPS], [0]]}) == [(1, 0)]
     steps.check_deadline(applied=7, computed=8)  # the wait for step 8 begins now
 
 
-def test_steps_are_settled_in_order_when_the_device_is_done() -> None:
-    steps = StepsUnderWay(GROUPS, TIMEOUT)
+def test_steps_are_reaped_in_order_when_the_device_is_done() -> None:
+    steps = InflightSteps(GROUPS, TIMEOUT)
     both = rows_of(sequence_of(1), sequence_of(2))
     for number, rows in ((1, both), (2, rows_of(sequence_of(2))), (3, both)):
         steps.add(number, rows)
@@ -99,38 +99,38 @@ def test_steps_are_settled_in_order_when_the_device_is_done() -> None:
         1: [[GROUPS, GROUPS, 0], [10, 20, 0]],
         2: [[GROUPS, 0, 0], [5, 0, 0]],
     }
-    assert settle(steps, outcomes) == [(1, 10), (2, 20), (2, 5)]
+    assert reap(steps, outcomes) == [(1, 10), (2, 20), (2, 5)]
     assert len(steps) == 1
-    assert settle(steps, outcomes) == []
+    assert reap(steps, outcomes) == []
 
 
 def test_an_answer_that_was_not_applied_means_the_cache_rank_is_down_unless_it_ended() -> None:
     outcomes: dict[int, Outcome] = {1: [[GROUPS, GROUPS - 1], [3, 4]]}
-    steps = StepsUnderWay(GROUPS, TIMEOUT)
+    steps = InflightSteps(GROUPS, TIMEOUT)
     steps.add(1, rows_of(sequence_of(1), sequence_of(2, ended=True)))
-    assert settle(steps, outcomes) == [(1, 3), (2, 4)]
+    assert reap(steps, outcomes) == [(1, 3), (2, 4)]
     steps.add(1, rows_of(sequence_of(1), sequence_of(2)))
     with pytest.raises(CacheRankDownError, match="the answer to step 1 is not for epoch 2"):
-        settle(steps, outcomes)
+        reap(steps, outcomes)
 
 
 def test_requests_miss_a_step_whose_answers_have_not_been_applied() -> None:
     first, second = sequence_of(1), sequence_of(2)
-    steps = StepsUnderWay(GROUPS, TIMEOUT)
+    steps = InflightSteps(GROUPS, TIMEOUT)
     steps.add(7, rows_of(first, second))
     steps.add(8, rows_of(first, second))
     outcomes: dict[int, Outcome] = {7: ([2, 1], [5, 5])}
 
     def missed(step: int, newest: int) -> list[SparseSequence]:
-        return steps.missed(step, newest, lambda number: outcomes[number])
+        return steps.stale_requests(step, newest, lambda number: outcomes[number])
 
     assert missed(7, newest=6) == [first, second]
     assert missed(7, newest=7) == [second]
     assert missed(8, newest=7) == [first, second]
-    assert missed(6, newest=7) == []  # it was settled long ago
+    assert missed(6, newest=7) == []  # it was reaped long ago
     with pytest.raises(CacheRankDownError, match="step 7 is not for epoch 2"):
-        settle(steps, outcomes)
-    assert missed(7, newest=7) == [second], "a step that could not be settled is still known"
+        reap(steps, outcomes)
+    assert missed(7, newest=7) == [second], "a step that could not be reaped is still known"
     outcomes[7] = ([2, 2], [5, 5])
-    assert settle(steps, outcomes) == [(1, 5), (2, 5)]
+    assert reap(steps, outcomes) == [(1, 5), (2, 5)]
     assert missed(7, newest=7) == []

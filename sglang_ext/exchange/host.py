@@ -1,14 +1,20 @@
-"""What a step sends and what it does with the answers, between ranks that are CPU processes."""
+"""The exchange between ranks that are CPU processes: the host itself waits, sends and scatters.
+
+Transfers happen inside the forward pass, group by group. This path serves tests and development.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import os
 import time
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from cache_rank.channels.transport import Pending
+from cache_rank.channels.control import ControlError
+from cache_rank.channels.transport import Pending, TransportError
 from cache_rank.config import CacheRankConfig
 from cache_rank.kernels.pack import pack_hidden, pack_layer
 from cache_rank.kernels.scatter import scatter_step
@@ -16,6 +22,7 @@ from cache_rank.measure.timeline import Span
 from cache_rank.messages import MessageBuffers
 from cache_rank.protocol import AnswerHeader, DownMessage, up_sizes
 from cache_rank.schedule import lanes_of_entered, lanes_of_left
+from sglang_ext.exchange.base import Exchange, Gate
 from sglang_ext.exchange.connection import CacheRankDownError, Connection
 from sglang_ext.exchange.slots import ExchangedRows, SlotBuffers
 from sglang_ext.lifecycle import SparseSequence
@@ -187,3 +194,126 @@ class HostTransfers:
         if self._traced:
             stop = time.monotonic()
             self._spans.append(Span(name, 1e6 * start, 1e6 * stop, self._step, group))
+
+
+LET_GO_VARIABLE = "CACHE_RANK_LET_GO"
+"""If this is 1, a loss is as it is between GPUs, where the pass under way cannot be changed."""
+
+
+class HostGate(Gate):
+    """Carries out the transfers of the connection that is open, group by group.
+
+    A cache rank that is lost in a forward pass closes the gate, and the pass goes on without it.
+
+    Attributes:
+        failure: what closed the gate in a forward pass, or None.
+        let_go: whether passes, since it was lost, go on with their last selection.
+    """
+
+    def __init__(self) -> None:
+        """Begin closed: there is no connection yet."""
+        self.failure: Exception | None = None
+        self.let_go = False
+        self._lets_go = os.environ.get(LET_GO_VARIABLE) == "1"
+        self._transfers: HostTransfers | None = None
+
+    @property
+    def is_open(self) -> bool:
+        return self._transfers is not None or self.let_go
+
+    def open(self, transfers: HostTransfers) -> None:
+        """Let forward passes carry out the transfers of a connection."""
+        self._transfers, self.failure, self.let_go = transfers, None, False
+
+    def close(self) -> None:
+        """Let forward passes go on without transfers, and let go of what a failure refers to."""
+        self._transfers = self.failure = None
+        self.let_go = False
+
+    def begin_forward(self) -> None:
+        """Nothing is to be timed here."""
+
+    def stage_hidden(self, group: int, hidden: Tensor, residual: Tensor | None) -> None:
+        self._while_open(lambda transfers: transfers.stage_hidden(group, hidden, residual))
+
+    def enter_group(self, group: int) -> None:
+        self._while_open(lambda transfers: transfers.take_answer(group))
+
+    def stage(
+        self, group: int, layer_in_group: int, queries: Tensor, keys: Tensor, values: Tensor
+    ) -> None:
+        self._while_open(
+            lambda transfers: transfers.stage(group, layer_in_group, queries, keys, values)
+        )
+
+    def leave_group(self, group: int) -> None:
+        self._while_open(lambda transfers: transfers.leave(group))
+
+    def _while_open(self, action: Callable[[HostTransfers], None]) -> None:
+        if self._transfers is None:
+            return
+        try:
+            action(self._transfers)
+        except (TransportError, ControlError, CacheRankDownError) as error:
+            self.close()
+            if self._lets_go:
+                self.let_go = True
+            else:
+                self.failure = error
+
+
+MAX_SHIPMENTS_UNDER_WAY = 4
+"""At most so many shipments, which each hold a copy of their tokens, are under way."""
+
+
+class HostExchange(Exchange):
+    """The exchange between ranks that are CPU processes; forward passes carry it out."""
+
+    def __init__(
+        self, connection: Connection, config: CacheRankConfig, slots: SlotBuffers, gate: HostGate
+    ) -> None:
+        super().__init__(connection, config, slots)
+        self._transfers = HostTransfers(connection, config, slots)
+        self._gate = gate
+        self._step, self._rows = 0, ExchangedRows()
+        self._let_go: dict[int, list[SparseSequence]] = {}
+        gate.open(self._transfers)
+
+    def announce(self, step: int, rows: ExchangedRows, traced: bool = False) -> None:
+        self._step, self._rows = step, rows
+        self._transfers.prepare(step, rows, traced)
+        super().announce(step, rows, traced)
+
+    def finish_step(self) -> None:
+        """Account for what the forward pass has sent and received.
+
+        Raises:
+            TransportError, ControlError, CacheRankDownError: the cache rank was lost in it.
+        """
+        if self._gate.let_go:
+            self._let_go[self._step] = list(self._rows.sequences)
+            return
+        self.waited = self._transfers.waited
+        brought, self._transfers.brought = self._transfers.brought, []
+        for sequence, tokens in brought:
+            self._count_tokens(sequence, tokens)
+        if self._gate.failure is not None:
+            raise self._gate.failure
+        if self._rows:
+            self._count_messages(self._transfers.messages.nbytes(len(self._rows)))
+
+    def stale_requests(
+        self, step: int, sequences: Sequence[SparseSequence]
+    ) -> list[SparseSequence]:
+        let_go = self._let_go.get(step, [])
+        return [sequence for sequence in sequences if sequence in let_go]
+
+    def spans(self) -> list[Span]:
+        return self._transfers.take_spans()
+
+    def ship(self, sequence: SparseSequence, pool_rows: Tensor) -> None:
+        self._send_prompt(sequence, pool_rows, MAX_SHIPMENTS_UNDER_WAY)
+
+    def close(self) -> None:
+        self._gate.close()
+        super().close()
