@@ -24,7 +24,6 @@ if not torch.cuda.is_available():
     importlib.import_module("triton.experimental.gluon")  # the interpreter imports it later
     for kernel in sorted((Path(__file__).parents[1] / "cache_rank/kernels").glob("*/triton.py")):
         importlib.import_module(f"cache_rank.kernels.{kernel.parent.name}.triton")
-    importlib.import_module("scripts.baselines.kernels.triton")
     del os.environ["TRITON_INTERPRET"]
 
 

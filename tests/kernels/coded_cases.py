@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
