@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from cache_rank.config import CacheRankConfig
+from cache_rank.kernels.checksum.reference import slots_checksum
 from cache_rank.kernels.wire.reference import from_wire, to_wire
-from cache_rank.protocol import UpMessage
+from cache_rank.protocol import NO_EPOCH, AnswerHeader, DownMessage, Row, UpMessage
 from cache_rank.reference import SynchronousReference
 from cache_rank.schedule import Boundary
 
@@ -51,6 +52,12 @@ def pack_up(
     return up
 
 
+def assert_refused(answers: Sequence[DownMessage], row: int) -> None:
+    for answer in answers:
+        assert (answer.header[row] == NO_EPOCH).all()
+        assert (answer.slots[row] == -1).all()
+
+
 class Request:
     """A request on the inference rank: its stream of tensors, its slots and their reference."""
 
@@ -71,6 +78,11 @@ class Request:
 
     def _random(self, *shape: int) -> Tensor:
         return torch.randn(shape, generator=self._generator).to(self.config.model.torch_dtype)
+
+    @property
+    def row(self) -> Row:
+        """Of the step of the next token."""
+        return Row(self.epoch, self.position)
 
     def compute(self) -> Computed:
         """What a forward pass computes for the next token; its queries drift."""
@@ -115,6 +127,24 @@ class Request:
             slot = slots[layer, head, entry]
             self.keys[layers[layer], head, slot] = keys[layer, head, entry]
             self.values[layers[layer], head, slot] = values[layer, head, entry]
+
+    def check_answers(self, step: int, index: int, answers: Sequence[DownMessage]) -> None:
+        """Apply a row's answers and compare with the reference, which has chosen already."""
+        for layers, answer in zip(self.config.groups, answers, strict=True):
+            slots = answer.slots[index]
+            self.apply(layers, slots, answer.keys[index], answer.values[index])
+            filled = self.used(layers.start)
+            used = (slice(layers.start, layers.stop), slice(None), slice(filled))
+            checksum = slots_checksum(self.keys[used], self.values[used])
+            assert AnswerHeader(*answer.header[index].tolist()) == AnswerHeader(
+                step=step,
+                epoch=self.epoch,
+                resident_tokens=self.position - self.is_fresh(layers.start),
+                filled_slots=filled,
+                shipped_tokens=int((slots >= 0).sum()),
+                checksum=checksum if self.config.checksum else 0,
+            )
+        self.assert_slots_are_those_of_the_reference()
 
     def assert_slots_are_those_of_the_reference(self) -> None:
         for layer in range(self.config.model.layers):

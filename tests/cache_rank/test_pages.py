@@ -9,35 +9,17 @@ from hypothesis import strategies as st
 from cache_rank.pages import PAGE_TOKENS, OutOfPagesError, PageAllocator
 
 
-@pytest.mark.parametrize(
-    ("tokens", "pages"),
-    [
-        (0, 0),
-        (1, 1),
-        (PAGE_TOKENS - 1, 1),
-        (PAGE_TOKENS, 1),
-        (PAGE_TOKENS + 1, 2),
-        (5 * PAGE_TOKENS, 5),
-    ],
-)
-def test_a_sequence_gets_the_pages_that_its_tokens_need(tokens: int, pages: int) -> None:
-    allocator = PageAllocator(5)
-    held: list[int] = []
-    allocator.extend(held, tokens)
-    assert len(held) == pages
-    assert allocator.free == 5 - pages
-    assert len(set(held)) == pages
-    assert set(held) <= set(range(5))
-
-
 def test_pages_come_only_when_the_last_one_is_full() -> None:
     allocator = PageAllocator(3)
     held: list[int] = []
+    allocator.extend(held, 0)
+    assert held == []
     for tokens in range(1, 3 * PAGE_TOKENS + 1):
         before = list(held)
         allocator.extend(held, tokens)
         assert held[: len(before)] == before, "earlier pages keep their place"
         assert len(held) == (tokens - 1) // PAGE_TOKENS + 1
+    assert (set(held), allocator.free) == ({0, 1, 2}, 0)
 
 
 def test_fewer_tokens_than_are_held_take_nothing_away() -> None:
@@ -89,3 +71,15 @@ def test_every_page_is_free_or_one_sequences(pages: int, events: list[tuple[int,
         assert len(set(taken)) == len(taken)
         assert set(taken) <= set(range(pages))
         assert allocator.free == pages - len(taken)
+
+
+def test_a_shared_page_is_free_when_its_last_holder_gives_it_back() -> None:
+    allocator = PageAllocator(2)
+    held: list[int] = []
+    allocator.extend(held, 1)
+    other = list(held)
+    allocator.share(other)
+    allocator.give_back(held)
+    assert allocator.free == 1
+    allocator.give_back(other)
+    assert allocator.free == 2

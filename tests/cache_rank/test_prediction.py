@@ -71,7 +71,7 @@ def predicted_after(
     return torch.cat(predicted)
 
 
-@pytest.mark.parametrize("pushed", [1, 2, 3, 9])
+@pytest.mark.parametrize("pushed", [1, 2, 9])
 @pytest.mark.parametrize("rotary", ROTARY)
 @pytest.mark.parametrize("method", PREDICTORS)
 def test_a_query_that_only_rotates_is_predicted_exactly(
@@ -93,7 +93,7 @@ def test_a_query_that_only_rotates_is_predicted_exactly(
     assert float(error.max()) <= rounding
 
 
-@pytest.mark.parametrize("prompt", range(1, 8))
+@pytest.mark.parametrize("prompt", [1, 2, 3, 4, 5])
 def test_a_prediction_does_not_depend_on_where_the_ring_begins(
     prompt: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,7 +20,6 @@ from cache_rank.protocol import (
     Row,
     Step,
     UpMessage,
-    bulk_shape,
     up_sizes,
 )
 from cache_rank.schedule import by_forecast
@@ -162,60 +160,13 @@ def test_a_message_laid_over_a_larger_buffer_uses_only_its_own_bytes(
         assert (larger[size:] == 7).all()
 
 
-@given(configs(), rows_of_a_step)
-def test_what_one_side_packs_the_other_reads(config: CacheRankConfig, rows: int) -> None:
-    kinds: list[tuple[Any, Any]] = [
-        (UpMessage, config.boundaries[0]),
-        (DownMessage, len(config.groups[0])),
-    ]
-    for kind, part in kinds:
-        packed = torch.randint(0, 256, (kind.size(config, part, rows),), dtype=torch.uint8)
-        received = kind(config, part, rows, packed.clone())
-        sent = kind(config, part, rows, packed)
-        assert torch.equal(received.keys.view(torch.uint8), sent.keys.view(torch.uint8))
-        assert torch.equal(received.values.view(torch.uint8), sent.values.view(torch.uint8))
-        if isinstance(received, UpMessage):
-            assert torch.equal(received.queries.view(torch.uint8), sent.queries.view(torch.uint8))
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_in_8_bits_tokens_take_a_byte_an_element(dtype: str) -> None:
-    model = ModelShape(36, query_heads=32, kv_heads=8, head_dim=128, dtype=dtype, scale=1.0)
+def test_in_8_bits_tokens_take_a_byte_an_element() -> None:
+    model = ModelShape(36, query_heads=32, kv_heads=8, head_dim=128, dtype="bfloat16", scale=1.0)
     config = CacheRankConfig(model)
     entries = 8 * 6 * model.kv_heads * config.max_swap_tokens
     integers = msgspec.structs.replace(config, wire_dtype="int8")
     assert DownMessage.size(integers, 6, 8) == 8 * 48 + entries * (4 + 2 * (model.head_dim + 16))
     assert up_sizes(config, 8) == up_sizes(integers, 8)
-
-
-@given(configs(), st.integers(1, 9))
-def test_a_bulk_shipment_holds_keys_and_values_of_all_layers(
-    config: CacheRankConfig, count: int
-) -> None:
-    shipment = torch.empty(bulk_shape(config, count), dtype=config.model.torch_dtype)
-    assert shipment.nbytes == count * config.model.bytes_per_token
-    assert shipment[0].shape == (
-        config.model.layers,
-        count,
-        config.model.kv_heads,
-        config.model.head_dim,
-    )
-
-
-def test_header_fields_come_back_by_name() -> None:
-    config = small_config(GQA)
-    buffer = torch.zeros(DownMessage.size(config, 2, 3), dtype=torch.uint8)
-    message = DownMessage(config, 2, 3, buffer)
-    header = AnswerHeader(
-        step=2**40,
-        epoch=7,
-        resident_tokens=100,
-        filled_slots=8,
-        shipped_tokens=3,
-        checksum=2**63 - 1,
-    )
-    message.header[1] = torch.tensor(header)
-    assert AnswerHeader(*message.header[1].tolist()) == header
 
 
 def test_rows_travel_as_arrays() -> None:

@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import Any
 
 import msgspec
 import pytest
 import torch
-from modelled_request import Request, pack_up
+from modelled_request import Request, assert_refused, pack_up
 from small_models import FORECAST, GQA, MODELS, small_config, with_rotary
 from torch import Tensor
 
 from cache_rank import residency
-from cache_rank.config import CacheRankConfig, WireDtype
+from cache_rank.config import CacheRankConfig
 from cache_rank.graphs import Captures
-from cache_rank.kernels.checksum.reference import slots_checksum
 from cache_rank.kernels.select.reference import EMPTY
 from cache_rank.measure.timeline import Timeline
 from cache_rank.pages import PAGE_TOKENS, OutOfPagesError
 from cache_rank.protocol import (
     NO_EPOCH,
-    AnswerHeader,
     DownMessage,
     Row,
     basis_shape,
@@ -84,51 +81,36 @@ class Served:
     def decode(self, requests: Sequence[Request]) -> None:
         """One step of some requests, whose answers must be those of the reference."""
         tensors = [request.compute() for request in requests]
-        rows = [row_of(request) for request in requests]
+        rows = [request.row for request in requests]
         answers = self.exchange(rows, tensors)
         for index, (request, computed) in enumerate(zip(requests, tensors, strict=True)):
             request.choose(*computed)
             self.check(request, index, answers)
 
     def check(self, request: Request, index: int, answers: Sequence[DownMessage]) -> None:
-        """Apply a row's answers and compare with the reference, which has chosen already."""
-        config = self.config
+        """A row's answers and what the selector holds are those of the reference, which has
+        chosen already."""
+        request.check_answers(self.steps, index, answers)
         sequence = self.selector.sequences[request.epoch]
-        for layers, answer in zip(config.groups, answers, strict=True):
-            slots = answer.slots[index]
-            request.apply(layers, slots, answer.keys[index], answer.values[index])
-            filled, is_fresh = request.used(layers.start), request.is_fresh(layers.start)
-            used = (slice(layers.start, layers.stop), slice(None), slice(filled))
-            checksum = slots_checksum(request.keys[used], request.values[used])
-            assert AnswerHeader(*answer.header[index].tolist()) == AnswerHeader(
-                step=self.steps,
-                epoch=request.epoch,
-                resident_tokens=request.position - is_fresh,
-                filled_slots=filled,
-                shipped_tokens=int((slots >= 0).sum()),
-                checksum=checksum if config.checksum else 0,
-            )
+        for layers in self.config.groups:
             chosen = self.selector.mirror(sequence, layers).tolist()
             assert chosen == [
                 [[EMPTY if token is None else token for token in head] for head in layer]
                 for layer in request.reference.slots[layers.start : layers.stop]
             ]
-        request.assert_slots_are_those_of_the_reference()
 
     def end(self, *requests: Request) -> None:
         for request in requests:
             assert self.selector.end(request.epoch)
 
 
-def row_of(request: Request) -> Row:
-    return Row(request.epoch, request.position)
-
-
 PROMPTS = (1, 45, PAGE_TOKENS - 3, PAGE_TOKENS + 44)
 """Short, usual, crossing into a second page, and beyond it."""
 
 
-@pytest.mark.parametrize(("model", "predictor"), itertools.product(MODELS, ("last", "spade")))
+@pytest.mark.parametrize(
+    ("model", "predictor"), [("mha", "last"), ("gqa", "spade"), ("gqa", "last"), ("mqa", "spade")]
+)
 def test_a_step_of_rows_of_any_length_equals_the_reference_row_by_row(
     model: str, predictor: str
 ) -> None:
@@ -144,7 +126,7 @@ def test_a_step_of_rows_of_any_length_equals_the_reference_row_by_row(
         requests[::-1],
         requests[1:2],  # the others skip a step
         [requests[2], requests[0]],
-        *([requests[1:]] * 3),
+        requests[1:],
         [requests[3], requests[0], requests[2]],
     ):
         served.decode(batch)
@@ -152,10 +134,15 @@ def test_a_step_of_rows_of_any_length_equals_the_reference_row_by_row(
 
 
 @pytest.mark.parametrize(
-    ("model", "layers_per_group", "lead", "rotary"),
-    [("mha", 2, 1, True), ("gqa", 1, 2, True), ("mqa", 2, 2, False), ("gqa", 4, 1, True)],
+    ("model", "layers_per_group", "lead", "rotary", "is_fitted"),
+    [
+        ("mha", 2, 1, True, False),
+        ("gqa", 1, 2, True, True),
+        ("gqa", 1, 2, True, False),
+        ("mqa", 2, 2, False, True),
+        ("gqa", 4, 1, True, True),
+    ],
 )
-@pytest.mark.parametrize("is_fitted", [True, False], ids=["fitted", "plain"])
 def test_forecasts_select_for_the_step_itself_and_the_first_groups_for_the_next(
     model: str, layers_per_group: int, lead: int, rotary: bool, is_fitted: bool
 ) -> None:
@@ -175,7 +162,7 @@ def test_forecasts_select_for_the_step_itself_and_the_first_groups_for_the_next(
     requests = [served.arrive(epoch + 1, prompt) for epoch, prompt in enumerate(PROMPTS)]
     for request in requests:
         request.reference.projections = projections
-    for batch in (*([requests] * 4), requests[::-1], requests[1:2], *([requests[1:]] * 6)):
+    for batch in (*([requests] * 4), requests[::-1], requests[1:2], *([requests[1:]] * 2)):
         served.decode(batch)
     # Weights may change in the middle of a request.
     projections.update(load_projections(served, first, seed=1))
@@ -203,7 +190,7 @@ def test_what_was_captured_before_projections_came_is_not_replayed_after() -> No
     keys = []
     for _ in range(2):
         served.selector._captures = seen = Seen()
-        served.exchange([row_of(request)], [request.compute()])
+        served.exchange([request.row], [request.compute()])
         keys.append(seen.keys)
         load_projections(served, first=0)
     changed = [one != other for one, other in zip(*keys, strict=True)]
@@ -228,12 +215,14 @@ def load_projections(served: Served, first: int, seed: int = 0) -> dict[int, Ten
 def test_groups_of_any_size_equal_the_reference(layers_per_group: int) -> None:
     served = Served(small_config(layers_per_group=layers_per_group))
     requests = [served.arrive(1, 30), served.arrive(2, 60, chunk=25)]
-    for _ in range(12):
+    for _ in range(7):
         served.decode(requests)
 
 
-@pytest.mark.parametrize("normalizer", ["all", "attended"])
-@pytest.mark.parametrize(("model", "bits"), [("mha", 1), ("gqa", 2), ("mqa", 4)])
+@pytest.mark.parametrize(
+    ("model", "bits", "normalizer"),
+    [("mha", 1, "attended"), ("gqa", 2, "attended"), ("gqa", 2, "all"), ("mqa", 4, "all")],
+)
 def test_scores_of_sketches_are_those_of_the_reference(
     model: str, bits: int, normalizer: str
 ) -> None:
@@ -256,27 +245,18 @@ def test_scores_of_sketches_are_those_of_the_reference(
     requests = [served.arrive(epoch + 1, prompt) for epoch, prompt in enumerate(PROMPTS)]
     for request in requests:
         request.reference.bases = bases
-    for batch in (*([requests] * 4), requests[::-1], requests[1:2], *([requests[1:]] * 6)):
+    for batch in (*([requests] * 4), requests[::-1], requests[1:2], *([requests[1:]] * 2)):
         served.decode(batch)
     assert int(served.selector.overflow) > 0
 
 
-@pytest.mark.parametrize("wire_dtype", ["int8"])
 @pytest.mark.parametrize("model", MODELS)
-def test_tokens_shipped_in_8_bits_are_the_same_tokens_rounded(
-    model: str, wire_dtype: WireDtype
-) -> None:
-    served = Served(small_config(MODELS[model], wire_dtype=wire_dtype))
+def test_tokens_shipped_in_8_bits_are_the_same_tokens_rounded(model: str) -> None:
+    served = Served(small_config(MODELS[model], wire_dtype="int8"))
     requests = [served.arrive(epoch + 1, prompt) for epoch, prompt in enumerate(PROMPTS)]
     for _ in range(8):
         served.decode(requests)
     assert max(request.filled for request in requests) == served.config.sparse_budget
-
-
-def assert_refused(answers: Sequence[DownMessage], row: int) -> None:
-    for answer in answers:
-        assert (answer.header[row] == NO_EPOCH).all()
-        assert (answer.slots[row] == -1).all()
 
 
 def vars_of(sequence: Any) -> dict[str, Any]:
@@ -295,9 +275,9 @@ def test_a_refused_row_changes_nothing(place: int) -> None:
     sequence = selector.sequences[1]
     before = vars_of(sequence)
     mirror = selector.mirror(sequence, range(3)).clone()
-    for bad in (row_of(bystander), Row(77, 0), Row(1, 2**40), Row(NO_EPOCH, -1)):
+    for bad in (bystander.row, Row(77, 0), Row(1, 2**40), Row(NO_EPOCH, -1)):
         tensors = [request.compute() for request in requests]
-        rows = [row_of(request) for request in requests]
+        rows = [request.row for request in requests]
         garbage = tuple(torch.full_like(part, float("nan")) for part in tensors[0])
         rows.insert(place, bad)
         tensors.insert(place, garbage)
@@ -319,7 +299,7 @@ def test_a_step_may_have_refused_rows_only() -> None:
     for _ in range(8):
         served.decode([request])
     overflow = int(served.selector.overflow)
-    rows, tensors = [row_of(request)] * 2, [request.compute()] * 2
+    rows, tensors = [request.row] * 2, [request.compute()] * 2
     answers = served.exchange(rows, tensors, refused=[0, 1])
     for row in range(2):
         assert_refused(answers, row)
@@ -335,7 +315,7 @@ def test_a_poisoned_row_leaves_its_batch_mates_alone() -> None:
         if step == 2:
             for part in tensors[1]:
                 part.fill_(float("nan"))
-        rows = [row_of(healthy), row_of(poisoned)]
+        rows = [healthy.row, poisoned.row]
         answers = served.exchange(rows, tensors)
         healthy.choose(*tensors[0])
         served.check(healthy, 0, answers)
@@ -356,13 +336,14 @@ def test_slots_and_pages_of_ended_epochs_are_used_again() -> None:
         request = served.arrive(epoch, 2 * PAGE_TOKENS - 4)
         sequence = selector.sequences[epoch]
         assert (selector.mirror(sequence, range(3)) == EMPTY).all()
-        for _ in range(8):  # into a third page
+        for _ in range(5):  # into a third page
             served.decode([lasting, request])
         slots.add(sequence.slot)
         pages.update(sequence.pages)
         assert len(sequence.pages) == 3
         assert selector.pages.free == 0
         served.end(request)
+        assert not selector.end(epoch)
         assert selector.pages.free == 3
         assert epoch not in selector.sequences
     assert len(slots) == 1
@@ -370,14 +351,6 @@ def test_slots_and_pages_of_ended_epochs_are_used_again() -> None:
     served.end(lasting)
     assert selector.pages.free == 4
     assert (selector.tokens_held, selector.bytes_held) == (0, 0)
-
-
-def test_the_end_of_an_epoch_that_is_not_live_is_told_apart() -> None:
-    served = Served(small_config())
-    served.arrive(1, 5)
-    assert served.selector.end(1)
-    assert not served.selector.end(1)
-    assert not served.selector.end(2)
 
 
 def test_it_is_full_when_every_slot_is_taken() -> None:
@@ -436,12 +409,11 @@ def test_it_counts_what_it_holds() -> None:
     assert (selector.tokens_held, selector.bytes_held) == (11, page)
 
 
-@pytest.mark.parametrize("rows", [1, 3])
-def test_overflow_counts_tokens_that_waited(rows: int) -> None:
+def test_overflow_counts_tokens_that_waited() -> None:
     """With a margin that lets no token fall, 8 slots fill at 3 a step: 5, then 2 tokens wait."""
     served = Served(small_config(hysteresis=1000))
-    requests = [served.arrive(epoch + 1, 50 + 10 * epoch) for epoch in range(rows)]
-    heads = GQA.layers * GQA.kv_heads * rows
+    requests = [served.arrive(epoch, 50 + 10 * epoch) for epoch in (1, 2, 3)]
+    heads = GQA.layers * GQA.kv_heads * 3
     for waited in (5, 7, 7, 7):
         served.decode(requests)
         assert int(served.selector.overflow) == waited * heads

@@ -6,13 +6,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
 
-import pytest
 import torch
 from torch import Tensor
 
 from cache_rank.kernels.append import reference as append
 from cache_rank.kernels.coded import reference
 from cache_rank.kernels.coded.reference import Codec, CodedTokens
+from cache_rank.kernels.hack import triton as hack_triton
+from cache_rank.kernels.hack.reference import GROUP, HackCodec
 from cache_rank.kernels.lynx import triton as lynx_triton
 from cache_rank.kernels.lynx.reference import DEFAULT_ALPHA, LynxCodec
 from cache_rank.kernels.quantspec import triton as quantspec_triton
@@ -30,23 +31,54 @@ class Format:
         triton: its kernels.
         codecs: makes those of keys and values for tokens of a dtype.
         group_tokens, ring: see `CodedTokens`.
-        largest_scale: finds in the planes of keys what a query is multiplied with first.
-        largest_code: the largest code that it is multiplied with then.
-        rounding_on_gpu: how far that product may be off on a GPU.
+        tolerance: how far a score of some queries may be off, by what float32 and the format round.
     """
 
     triton: ModuleType
     codecs: Callable[[torch.dtype], tuple[Codec, Codec]]
     group_tokens: int
     ring: int
-    largest_scale: Callable[[tuple[Tensor, ...]], float]
-    largest_code: float
-    rounding_on_gpu: float = 0.0
+    tolerance: Callable[[CodedTokens, Tensor], float]
 
 
 def largest(numbers: Tensor) -> float:
     """The largest of those that were written."""
     return float(numbers[numbers.isfinite()].abs().max())
+
+
+def of_rounded_queries(
+    largest_scale: Callable[[tuple[Tensor, ...]], float],
+    largest_code: float,
+    rounding_on_gpu: float = 0.0,
+) -> Callable[[CodedTokens, Tensor], float]:
+    """A logit is off by what its query and codes were rounded, and a score by twice that; see
+    `split_digits`. Float32 sums round beside it.
+
+    Args:
+        largest_scale: finds in the planes of keys what a query is multiplied with first.
+        largest_code: the largest code that it is multiplied with then.
+        rounding_on_gpu: how far that product may be off on a GPU.
+    """
+
+    def tolerance(tokens: CodedTokens, queries: Tensor) -> float:
+        folded = float(queries.abs().max()) * largest_scale(tokens.planes[0])
+        rounding = largest_code * 2.0**-14 + rounding_on_gpu * queries.is_cuda
+        return 2 * queries.shape[-1] ** 0.5 * folded * rounding + 1e-4
+
+    return tolerance
+
+
+def of_partitions(tokens: CodedTokens, queries: Tensor) -> float:
+    """What float32 rounds of a score at most, in a handful of operations of each partition.
+
+    The terms of a product are of the size of the ranges of queries and keys. A score is off by
+    twice what its logits are. Queries in parts are less exact beside newest keys in bfloat16.
+    """
+    _, minima, scales, _ = tokens.planes[0]
+    sizes = queries.shape[-1] ** 0.5 * float(queries.abs().max())
+    sizes *= largest(minima) + 15 * largest(scales)
+    of_ring = 1e-3 if tokens.rings[0].dtype == torch.bfloat16 else 0.0
+    return 2 * 8 * torch.finfo(torch.float32).eps * sizes + of_ring
 
 
 def quantspec(bits: int) -> Format:
@@ -55,8 +87,7 @@ def quantspec(bits: int) -> Format:
         lambda dtype: (QuantSpecCodec(True, dtype, bits), QuantSpecCodec(False, dtype)),
         128,
         256,
-        lambda planes: largest(planes[2]),
-        15 if bits == 4 else 8,
+        of_rounded_queries(lambda planes: largest(planes[2]), 15 if bits == 4 else 8),
     )
 
 
@@ -67,22 +98,38 @@ def lynx(in_full: bool, alpha: float = DEFAULT_ALPHA) -> Format:
         lambda dtype: (codec, codec),
         256,
         256,
-        lambda planes: largest(planes[3]) * largest(planes[5]),
-        1,
-        rounding_on_gpu=2**-11,  # half precision
+        of_rounded_queries(
+            lambda planes: largest(planes[3]) * largest(planes[5]), 1, 2**-11
+        ),  # half precision
     )
 
 
-READINGS = {
+def hack(bits: int = 2, partition: int = 64, seed: int | None = None) -> Format:
+    return Format(
+        hack_triton,
+        lambda dtype: (
+            HackCodec(True, dtype, bits, partition, seed),
+            HackCodec(False, dtype, bits, partition, seed),
+        ),
+        GROUP,
+        GROUP,
+        of_partitions,
+    )
+
+
+FORMATS = {
     "quantspec 4": quantspec(4),
     "quantspec 8": quantspec(8),
     "lynx anchor": lynx(in_full=False),
     "lynx anchor, large alpha": lynx(in_full=False, alpha=50.0),
     "lynx full": lynx(in_full=True),
+    "hack 2": hack(),
+    "hack 2, 32": hack(partition=32),
+    "hack 2, 16, stochastic": hack(partition=16, seed=65535),
+    "hack 4": hack(bits=4),
+    "hack 4, 16": hack(bits=4, partition=16),
+    "hack 4, stochastic": hack(bits=4, seed=0),
 }
-FORMATS = {"quantspec": quantspec(8), "lynx": lynx(in_full=True)}
-every_format = pytest.mark.parametrize("held_as", FORMATS.values(), ids=FORMATS)
-every_reading = pytest.mark.parametrize("held_as", READINGS.values(), ids=READINGS)
 NARROW = torch.bfloat16 if torch.cuda.is_available() else torch.float16
 """A dtype of 16 bits that this machine rounds to the nearest: not bfloat16 in the interpreter."""
 

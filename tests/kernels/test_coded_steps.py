@@ -11,13 +11,10 @@ from coded_cases import (
     KV_HEADS,
     LAYERS,
     NARROW,
-    READINGS,
     Format,
     assert_same,
     copy_of,
     empty,
-    every_format,
-    every_reading,
     load,
     on,
     random_shipment,
@@ -29,14 +26,15 @@ from cache_rank.kernels.coded.reference import CodedTokens
 from cache_rank.kernels.score import triton as score
 from cache_rank.kernels.wire.reference import to_wire, wire_width
 
-RESIDENT = (600, 1, 300, 513)
+RESIDENT = (300, 1, 127, 512)
+"""Codes and newest tokens, only newest ones of no or of one group, and codes of two pages."""
 
 
 def four_sequences(
-    held_as: Format, device: torch.device, dtype: torch.dtype, **shape: int
+    held_as: Format, device: torch.device, dtype: torch.dtype, head_dim: int | None = None
 ) -> tuple[CodedTokens, Tensor]:
     """RESIDENT tokens in slots 0 to 3; with the page table of all."""
-    tokens = empty(held_as, device, dtype, **shape)
+    tokens = empty(held_as, device, dtype, head_dim=head_dim)
     generator = torch.Generator().manual_seed(1)
     table = torch.randperm(12, generator=generator).view(4, 3).to(device, torch.int32)
     for slot, count in enumerate(RESIDENT):
@@ -44,25 +42,35 @@ def four_sequences(
     return tokens, table
 
 
-@every_format
 @pytest.mark.parametrize(
-    ("start", "count", "dtype"),
+    ("name", "start", "count", "dtype"),
     [
-        (0, 1, torch.float32),
-        (0, 255, NARROW),
-        (0, 700, torch.float32),
-        (100, 500, NARROW),
-        (255, 1, NARROW),
-        (383, 2, torch.float32),
-        (511, 130, torch.float16),
+        ("quantspec 8", 0, 255, NARROW),
+        ("quantspec 8", 100, 500, torch.float32),
+        ("quantspec 8", 255, 1, torch.float16),
+        ("lynx full", 0, 1, torch.float32),
+        ("lynx full", 255, 1, NARROW),
+        ("lynx full", 100, 500, torch.float16),
+        ("hack 2", 0, 64, NARROW),
+        ("hack 2, 32", 0, 63, torch.float32),
+        ("hack 2, 16, stochastic", 191, 1, NARROW),
+        ("hack 2, 16, stochastic", 100, 300, torch.float32),
+        ("hack 4", 191, 1, torch.float32),
+        ("hack 4, 16", 100, 300, torch.float16),
+        ("hack 4, stochastic", 100, 300, NARROW),
     ],
     ids=str,
 )
 def test_triton_encodes_of_a_shipment_what_the_reference_encodes(
-    device: torch.device, held_as: Format, start: int, count: int, dtype: torch.dtype
+    device: torch.device, name: str, start: int, count: int, dtype: torch.dtype
 ) -> None:
-    tokens = empty(held_as, device, dtype)
+    held_as = FORMATS[name]
+    tokens = empty(
+        held_as, device, dtype, layers=1, head_dim=64 if held_as.name == "hack" else None
+    )
     shipment = random_shipment(tokens, start + count)
+    shipment[:, :, ::7, 0, 5] = 0.0
+    shipment[:, :, 1::7, 0, 5] = -0.0
     pages = on(device, 5, 0, 11)
     if start:
         load(tokens, pages, 2, 0, shipment[:, :, :start].contiguous())
@@ -71,22 +79,33 @@ def test_triton_encodes_of_a_shipment_what_the_reference_encodes(
         found.append(copy_of(tokens))
         new = shipment[:, :, start:].contiguous()
         rows = (pages[None], on(device, 2), on(device, start))
-        encode_groups(found[-1], *rows, count, range(LAYERS), new)
+        encode_groups(found[-1], *rows, count, range(1), new)
     assert_same(*found)
 
 
-@every_format
+@pytest.mark.parametrize(
+    ("name", "head_dim"),
+    [
+        ("quantspec 8", None),
+        ("lynx full", None),
+        ("hack 2", 128),
+        ("hack 2, 32", 16),
+        ("hack 2, 16, stochastic", 128),
+        ("hack 4, stochastic", 16),
+    ],
+)
 def test_triton_encodes_of_a_step_what_the_reference_encodes(
-    device: torch.device, held_as: Format
+    device: torch.device, name: str, head_dim: int | None
 ) -> None:
     """Rows that complete a group, that do not, and that are refused."""
-    tokens = empty(held_as, device, torch.float32)
+    held_as = FORMATS[name]
+    tokens = empty(held_as, device, torch.float32, head_dim=head_dim)
     table = torch.arange(12, device=device, dtype=torch.int32).view(4, 3)
     for slot in range(4):
-        load(tokens, table[slot], slot, 0, random_shipment(tokens, 511, seed=slot))
-        ring = tokens.rings[slot % 2]
-        ring[slot, :, :, 511 % ring.shape[3]] = slot - 1.5
-    for slots, starts in (((3, -1, 1, 0), (511, 511, 400, 511)), ((), ())):
+        load(tokens, table[slot], slot, 0, random_shipment(tokens, 255, seed=slot))
+        for ring in tokens.rings:
+            ring[slot, :, :, 255 % ring.shape[3]] = slot - 1.5
+    for slots, starts in (((3, -1, 1, 0), (255, 255, 100, 255)), ((), ())):
         found = []
         for encode_groups in (reference.encode_groups, held_as.triton.encode_groups):
             found.append(copy_of(tokens))
@@ -95,49 +114,71 @@ def test_triton_encodes_of_a_step_what_the_reference_encodes(
         assert_same(*found)
         if slots:
             assert not torch.equal(found[0].planes[0][0], tokens.planes[0][0])
-            assert found[0].resident[:, 1:].amax(dim=1).tolist() == [512, 401, 511, 512]
+            assert found[0].resident[:, 1:].amax(dim=1).tolist() == [256, 101, 255, 256]
+
+
+NAN, INFINITY, LARGEST = float("nan"), float("inf"), torch.finfo(torch.float32).max
 
 
 @pytest.mark.parametrize(
-    ("held_as", "part", "wrong"),
+    ("name", "part", "wrong", "beside"),
     [
-        (FORMATS["quantspec"], 0, float("nan")),
-        (FORMATS["quantspec"], 1, float("inf")),
-        (FORMATS["lynx"], 1, float("nan")),
+        ("quantspec 8", 0, NAN, 0.0),
+        ("quantspec 8", 1, INFINITY, 0.0),
+        ("lynx full", 1, NAN, 0.0),
+        ("hack 2", 0, -INFINITY, 0.0),
+        ("hack 2", 1, NAN, 0.0),
+        ("hack 2", 0, LARGEST, -LARGEST),
+        ("hack 2", 1, LARGEST, -LARGEST),
     ],
-    ids=["quantspec-keys", "quantspec-values", "lynx-values"],
 )
-def test_what_is_not_finite_is_noted_by_its_place(
-    device: torch.device, held_as: Format, part: int, wrong: float
+def test_what_cannot_be_encoded_is_noted_by_its_place(
+    device: torch.device, name: str, part: int, wrong: float, beside: float
 ) -> None:
+    """What is not finite, or too far apart."""
+    held_as = FORMATS[name]
     tokens = empty(held_as, device, torch.float32)
-    shipment = random_shipment(tokens, 600)
-    shipment[part, 1, 77, 0, -1] = wrong
-    shipment[part, 0, 33, 1, 3] = wrong
+    shipment = random_shipment(tokens, 300)
+    shipment[part, 0, 33, 1, 3] = shipment[part, 1, 77, 0, -1] = wrong
+    shipment[part, 1, 77, 0, -2] = shipment[part, 1, 78, 0, -1] = beside
+    shipment[part, 1, 299, 1, 3] = float("nan")  # not in a complete group
     rows = (on(device, 1, 2, 3)[None], on(device, 0), on(device, 0))
     for encode_groups in (reference.encode_groups, held_as.triton.encode_groups):
         tokens.not_finite.zero_()
-        encode_groups(tokens, *rows, 600, range(LAYERS), shipment)
+        encode_groups(tokens, *rows, 300, range(LAYERS), shipment)
         assert int(tokens.not_finite) == 1 + (part * LAYERS + 1) * KV_HEADS
 
 
-@every_format
 @pytest.mark.parametrize(
-    ("dtype", "capacity"), [(torch.float32, 0), (torch.float32, 1), (NARROW, 40)], ids=str
+    ("name", "dtype", "head_dim", "capacity"),
+    [
+        ("quantspec 8", torch.float32, None, 0),
+        ("quantspec 8", NARROW, None, 21),
+        ("lynx full", torch.float32, None, 21),
+        ("lynx full", NARROW, None, 1),
+        ("hack 2", torch.float32, 64, 21),
+        ("hack 2, 16, stochastic", torch.float16, 64, 21),
+        ("hack 4", NARROW, 128, 21),
+        ("hack 4, 16", torch.float32, 16, 21),
+        pytest.param("hack 2, 32", NARROW, 64, 21, marks=pytest.mark.thorough),
+    ],
+    ids=str,
 )
 def test_triton_gathers_what_the_reference_gathers(
-    device: torch.device, held_as: Format, dtype: torch.dtype, capacity: int
+    device: torch.device, name: str, dtype: torch.dtype, head_dim: int | None, capacity: int
 ) -> None:
-    tokens, table = four_sequences(held_as, device, dtype)
-    slots, positions = on(device, 2, -1, 0, 3), on(device, 299, 0, 599, 512)
+    """From codes and from rings, with padding and a refused row."""
+    held_as = FORMATS[name]
+    tokens, table = four_sequences(held_as, device, dtype, head_dim)
+    slots, positions = on(device, 2, -1, 0, 3), on(device, 126, 0, 299, 511)
     generator = torch.Generator().manual_seed(0)
-    entering = torch.randint(-200, 600, (4, 1, KV_HEADS, capacity), generator=generator)
-    entering = entering.to(device, torch.int32).clamp(max=positions.view(-1, 1, 1, 1))
+    entering = torch.randint(-100, 512, (4, 1, KV_HEADS, capacity), generator=generator)
+    entering = entering.to(device, torch.int32).minimum(positions.view(-1, 1, 1, 1))
     rows = (table[[2, 1, 0, 3]], slots, positions)
     found = []
     for gather_codes in (reference.gather_codes, held_as.triton.gather_codes):
         for shipped_as in (dtype, torch.int8):
-            shape = (2, *entering.shape, wire_width(head_dim_of(tokens), shipped_as))
+            shape = (2, *entering.shape, wire_width(tokens.rings[0].shape[-1], shipped_as))
             out = torch.full(shape, 7.0, device=device).to(shipped_as)
             gather_codes(tokens, *rows, 1, entering, out[0], out[1])
             found.append(out)
@@ -146,35 +187,29 @@ def test_triton_gathers_what_the_reference_gathers(
     assert as_held.isfinite().all()
     left_alone = (entering < 0) | (slots < 0).view(-1, 1, 1, 1)
     assert (as_held[:, left_alone] == 7.0).all()
-    for one, other in zip(by_reference, found[3:], strict=True):
-        expected = to_wire(as_held, one.dtype)
-        if one.dtype == torch.int8:
-            expected[:, left_alone] = 7
-        assert torch.equal(one.view(torch.uint8), expected.view(torch.uint8))
-        assert torch.equal(other.view(torch.uint8), expected.view(torch.uint8))
+    expected = to_wire(as_held, torch.int8)
+    expected[:, left_alone] = 7
+    for out in (*by_reference, found[3]):
+        assert torch.equal(out, expected)
 
 
 def test_what_decodes_beyond_the_range_of_the_dtype_is_gathered_as_its_largest_number(
     device: torch.device,
 ) -> None:
-    held_as = FORMATS["quantspec"]
+    held_as = FORMATS["quantspec 8"]
     tokens, table = four_sequences(held_as, device, torch.float16)
     for planes in tokens.planes:
         planes[2].fill_(60000.0)
     entering = torch.arange(300, dtype=torch.int32, device=device).expand(1, 1, KV_HEADS, 300)
-    rows = (table[:1], on(device, 0), on(device, 599))
+    rows = (table[:1], on(device, 0), on(device, 299))
     found = []
     for gather_codes in (reference.gather_codes, held_as.triton.gather_codes):
-        shape = (*entering.shape, head_dim_of(tokens))
-        outs = [torch.zeros(shape, dtype=torch.float16, device=device) for _ in range(2)]
-        gather_codes(tokens, *rows, 0, entering.contiguous(), *outs)
-        found.append(torch.stack(outs))
+        shape = (2, *entering.shape, tokens.rings[0].shape[-1])
+        out = torch.zeros(shape, dtype=torch.float16, device=device)
+        gather_codes(tokens, *rows, 0, entering.contiguous(), out[0], out[1])
+        found.append(out)
     assert torch.equal(*found)
     assert found[0].max() == torch.finfo(torch.float16).max
-
-
-def head_dim_of(tokens: CodedTokens) -> int:
-    return tokens.rings[0].shape[-1]
 
 
 def scored(
@@ -183,111 +218,125 @@ def scored(
     queries: Tensor,
     rows: tuple[Tensor, Tensor, Tensor],
     capacity: int,
+    exact: bool = False,
     **options: Any,
 ) -> Tensor:
+    """Of layers from the second on."""
     count, layers, query_heads, head_dim = queries.shape
     kv_heads, device = tokens.rings[0].shape[2], queries.device
     out = torch.full((count, layers, kv_heads, capacity), 7.0, device=device)
     workspace = score.score_workspace(
         count, layers, kv_heads, query_heads // kv_heads, capacity, device
     )
-    for _ in range(2):  # the workspace is ready for the next launch
-        score_codes(tokens, queries, *rows, 1, head_dim**-0.5, workspace, out, **options)
+    for _ in range(1 + queries.is_cuda):  # the workspace is ready for the next launch
+        score_codes(tokens, queries, *rows, 1, head_dim**-0.5, workspace, out, exact, **options)
     return out
 
 
-def tolerance(held_as: Format, tokens: CodedTokens, queries: Tensor) -> float:
-    """A logit is off by what its query and codes were rounded, and a score by twice that; see
-    `split_digits`. Float32 sums round beside it."""
-    head_dim = queries.shape[-1]
-    folded = float(queries.abs().max()) * held_as.largest_scale(tokens.planes[0])
-    rounding = held_as.largest_code * 2.0**-14
-    if queries.is_cuda:
-        rounding += held_as.rounding_on_gpu
-    return 2 * head_dim**0.5 * folded * rounding + 1e-4
-
-
 @pytest.mark.parametrize(
-    ("reading", "group"),
+    ("name", "group", "head_dim", "exact"),
     [
-        ("quantspec 4", 1),
-        ("quantspec 4", 3),
-        ("quantspec 8", 4),
-        ("quantspec 8", 8),
-        ("lynx anchor", 8),
-        ("lynx anchor, large alpha", 4),
-        ("lynx full", 1),
-        ("lynx full", 3),
+        ("quantspec 4", 1, None, False),
+        ("quantspec 4", 3, None, True),
+        ("quantspec 8", 8, None, False),
+        ("lynx anchor", 8, None, False),
+        ("lynx anchor, large alpha", 4, None, False),
+        ("lynx full", 3, None, False),
+        ("hack 2", 4, 128, False),
+        ("hack 2", 1, 64, True),
+        ("hack 2, 32", 3, 128, False),
+        ("hack 2, 16, stochastic", 8, 32, False),
+        ("hack 4", 4, 16, False),
+        ("hack 4, 16", 16, 64, False),
     ],
 )
-def test_triton_scores_as_the_reference_but_for_the_rounding_of_the_query(
-    device: torch.device, reading: str, group: int, monkeypatch: pytest.MonkeyPatch
+def test_triton_scores_as_the_reference_but_for_rounding(
+    device: torch.device,
+    name: str,
+    group: int,
+    head_dim: int | None,
+    exact: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Of codes and newest tokens, of a refused row, of newest tokens only, of codes only."""
     monkeypatch.setattr(score, "CHUNK_TOKENS", 256)  # several programs a row
-    held_as = READINGS[reading]
-    tokens, table = four_sequences(held_as, device, torch.float16)
-    generator = torch.Generator().manual_seed(2)
-    queries = 2 * torch.randn((4, 1, KV_HEADS * group, head_dim_of(tokens)), generator=generator)
+    held_as = FORMATS[name]
+    tokens, table = four_sequences(held_as, device, torch.float16, head_dim)
+    shape = (4, 1, KV_HEADS * group, tokens.rings[0].shape[-1])
+    queries = 2 * torch.randn(shape, generator=torch.Generator().manual_seed(2))
+    queries[0, 0, 0] = 0.5  # no range to encode
     queries = queries.to(device)
-    rows = (table[[2, 1, 0, 3]], on(device, 2, -1, 0, 3), on(device, 299, 5, 599, 512))
-    expected = scored(reference.score_codes, tokens, queries, rows, 601)
-    score_codes = held_as.triton.score_codes
-    actual = scored(score_codes, tokens, queries, rows, 601, rounded=False, chunk=256)
-    allowed = tolerance(held_as, tokens, queries)
-    torch.testing.assert_close(actual, expected, atol=allowed, rtol=0)
+    rows = (table[[0, 3, 1, 3]], on(device, 0, -1, 1, 3), on(device, 299, 5, 0, 511))
+    expected = scored(reference.score_codes, tokens, queries, rows, 513, exact)
+    options = {"rounded": False, "chunk": 256}
+    actual = scored(held_as.triton.score_codes, tokens, queries, rows, 513, exact, **options)
+    allowed = held_as.tolerance(tokens, queries)
+    torch.testing.assert_close(actual, expected, atol=allowed, rtol=1e-6)
     assert (actual[1] == 7.0).all()
+    assert (actual[0, ..., 300:] == 7.0).all()
 
 
 @pytest.mark.parametrize(
-    "reading",
+    "name",
     [
         "quantspec 4",
         *(
-            pytest.param(reading, marks=pytest.mark.thorough)
-            for reading in ("quantspec 8", "lynx anchor", "lynx full")
+            pytest.param(name, marks=pytest.mark.thorough)
+            for name in ("quantspec 8", "lynx anchor", "lynx full", "hack 2", "hack 4, 16")
         ),
     ],
 )
-def test_scores_do_not_depend_on_what_is_scored_beside(device: torch.device, reading: str) -> None:
-    held_as = READINGS[reading]
+def test_scores_do_not_depend_on_what_is_scored_beside(device: torch.device, name: str) -> None:
+    held_as = FORMATS[name]
     tokens, table = four_sequences(held_as, device, torch.float16)
     generator = torch.Generator().manual_seed(2)
-    queries = torch.randn((4, 1, 4, head_dim_of(tokens)), generator=generator).to(device)
+    queries = torch.randn((4, 1, 4, tokens.rings[0].shape[-1]), generator=generator).to(device)
     slots, positions = on(device, 0, 1, 2, 3), on(device, *(count - 1 for count in RESIDENT))
-    together = scored(held_as.triton.score_codes, tokens, queries, (table, slots, positions), 600)
+    together = scored(held_as.triton.score_codes, tokens, queries, (table, slots, positions), 512)
     for row, count in enumerate(RESIDENT):
         one = slice(row, row + 1)
         rows = (table[one], slots[one], positions[one])
-        alone = scored(held_as.triton.score_codes, tokens, queries[one], rows, 600)
+        alone = scored(held_as.triton.score_codes, tokens, queries[one], rows, 512)
         assert torch.equal(alone[0, ..., :count], together[row, ..., :count])
 
 
 @pytest.mark.gpu
-@every_reading
-def test_triton_at_full_size(held_as: Format) -> None:
-    device, count = torch.device("cuda"), 20001
-    tokens = empty(held_as, device, torch.bfloat16, pages=80, layers=2, kv_heads=8, head_dim=128)
-    shipment = random_shipment(tokens, count)
+@pytest.mark.parametrize(
+    ("name", "group", "head_dim"),
+    [
+        *((name, 4, 128) for name in FORMATS),
+        *(
+            (name, *shape)
+            for name in FORMATS
+            if FORMATS[name].name == "hack"
+            for shape in ((1, 64), (8, 128), (2, 256))
+        ),
+    ],
+)
+def test_triton_at_full_size(name: str, group: int, head_dim: int) -> None:
+    """20001 tokens in bfloat16, read through a page table of 80 random pages."""
+    held_as, device, count, kv_heads = FORMATS[name], torch.device("cuda"), 20001, 8
+    shape = {"pages": 80, "layers": 2, "kv_heads": kv_heads, "head_dim": head_dim}
+    tokens, by_triton = (empty(held_as, device, torch.bfloat16, **shape) for _ in range(2))
     generator = torch.Generator(device).manual_seed(0)
     pages = torch.randperm(80, generator=generator, device=device).to(torch.int32)
+    shipment = random_shipment(tokens, count)
     load(tokens, pages, 1, 0, shipment)
-    by_triton = copy_of(empty(held_as, device, torch.bfloat16, 80, 2, 8, 128))
     rows = (pages[None], on(device, 1), on(device, 0))
     held_as.triton.encode_groups(by_triton, *rows, count, range(2), shipment)
     assert_same(by_triton, tokens._replace(rings=by_triton.rings))
 
-    queries = torch.randn((1, 1, 32, 128), generator=generator, device=device)
+    queries = torch.randn((1, 1, kv_heads * group, head_dim), generator=generator, device=device)
     rows = (pages[None], on(device, 1), on(device, count - 1))
-    expected = scored(reference.score_codes, tokens, queries, rows, 20480)
-    actual = scored(held_as.triton.score_codes, tokens, queries, rows, 20480, rounded=False)
-    allowed = tolerance(held_as, tokens, queries)
-    torch.testing.assert_close(actual, expected, atol=allowed, rtol=0)
+    for exact in (False, True):
+        expected = scored(reference.score_codes, tokens, queries, rows, 20480, exact)
+        score_codes = held_as.triton.score_codes
+        actual = scored(score_codes, tokens, queries, rows, 20480, exact, rounded=False)
+        allowed = held_as.tolerance(tokens, queries)
+        torch.testing.assert_close(actual, expected, atol=allowed, rtol=1e-6)
 
     entering = torch.randint(-1, count, (1, 1, 8, 3000), generator=generator, device=device)
-    entering = entering.to(torch.int32)
-    found = []
-    for gather_codes in (reference.gather_codes, held_as.triton.gather_codes):
-        outs = torch.zeros((2, 1, 1, 8, 3000, 128), dtype=torch.bfloat16, device=device)
-        gather_codes(tokens, *rows, 1, entering, outs[0], outs[1])
-        found.append(outs)
-    assert torch.equal(*found)
+    outs = torch.zeros((2, 2, 1, 1, 8, 3000, head_dim), dtype=torch.bfloat16, device=device)
+    for implementation, out in zip((reference, held_as.triton), outs, strict=True):
+        implementation.gather_codes(tokens, *rows, 1, entering.to(torch.int32), out[0], out[1])
+    assert torch.equal(*outs)

@@ -144,16 +144,6 @@ def test_codes_do_not_depend_on_what_is_encoded_beside(
             assert torch.equal(other, third)
 
 
-@pytest.mark.parametrize("seed", [None, 5])
-def test_keys_are_encoded_each_by_itself(seed: int | None) -> None:
-    keys = torch.randn(3, GROUP, 128)
-    together = encode_keys(keys, 2, 64, seed)
-    for token in (0, 17, GROUP - 1):
-        alone = encode_keys(keys[:, token : token + 1], 2, 64, seed)
-        for one, other in zip(together, alone, strict=True):
-            assert torch.equal(one[:, token : token + 1], other)
-
-
 @pytest.mark.parametrize("bits", [2, 4])
 def test_values_are_decoded_one_by_one_as_in_their_group(bits: int) -> None:
     codes = encode_values(torch.randn(2, 3 * GROUP, 16), bits, 32)
@@ -257,7 +247,7 @@ def test_stochastic_rounding_keeps_the_mean(
 ) -> None:
     """Over seeds, of every element: the mean of n is off by five of its deviations at most."""
     group = torch.randn(GROUP, GROUP, generator=torch.Generator().manual_seed(4))
-    repeated = 300
+    repeated = 150
     mean = torch.zeros_like(group, dtype=torch.float64)
     for seed in range(repeated):
         mean += decode(encode(group, bits, GROUP, seed), bits, GROUP) / repeated
@@ -265,7 +255,7 @@ def test_stochastic_rounding_keeps_the_mean(
     step = of_each(codes.scale, GROUP, GROUP, -1 if encode is encode_keys else -2).double()
     assert ((mean - group).abs() <= 5 * 0.5 * step / repeated**0.5 + 1e-6).all()
     assert (mean - group).mean().abs() < 5 * 0.5 * step.max() / (repeated * GROUP**2) ** 0.5
-    assert normalized_error(group, mean) < normalized_error(group, decode(codes, bits, GROUP)) / 30
+    assert normalized_error(group, mean) < normalized_error(group, decode(codes, bits, GROUP)) / 20
 
 
 @either

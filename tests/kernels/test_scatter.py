@@ -16,6 +16,9 @@ from cache_rank.kernels.wire.reference import from_wire, to_wire
 
 BITS = {2: torch.int16, 4: torch.int32}
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+IMPLEMENTATIONS = pytest.mark.parametrize(
+    "implementation", [reference, triton], ids=["reference", "triton"]
+)
 POISON = 7
 
 
@@ -65,7 +68,9 @@ class Shipment:
                         value_rows.tensors[layer][target, head] = self.values[place]
         return key_rows, value_rows, applied
 
-    def written_by(self, implementation) -> tuple[LayerBuffers, LayerBuffers, list[int]]:
+    def written_by(
+        self, implementation, accepts: Tensor | None = None
+    ) -> tuple[LayerBuffers, LayerBuffers, list[int]]:
         key_rows, value_rows = copy_of(self.key_rows), copy_of(self.value_rows)
         applied = torch.full_like(self.first_rows, POISON)
         implementation.scatter_step(
@@ -78,6 +83,7 @@ class Shipment:
             self.keys,
             self.values,
             applied,
+            accepts,
         )
         return key_rows, value_rows, applied.tolist()
 
@@ -151,30 +157,14 @@ def test_reference_writes_each_token_to_its_slot_and_nothing_else(
     assert_same_writes(shipment.written_by(reference), shipment.written_by_loops())
 
 
-def test_heads_of_one_row_take_different_tokens() -> None:
-    keys, values = layer_buffers([torch.zeros(4, 2, 1)]), layer_buffers([torch.zeros(4, 2, 1)])
-    header = torch.zeros(1, 6, dtype=torch.int64)
-    applied = torch.full((1,), POISON, dtype=torch.int32)
-    reference.scatter_step(
-        keys,
-        values,
-        torch.tensor([1], dtype=torch.int32),
-        header,
-        header[:, :4],
-        torch.tensor([[[[0], [2]]]], dtype=torch.int32),
-        torch.tensor([[[[[5.0]], [[6.0]]]]]),
-        torch.tensor([[[[[7.0]], [[8.0]]]]]),
-        applied,
-    )
-    assert keys.tensors[0].squeeze(-1).tolist() == [[0, 0], [5, 0], [0, 0], [0, 6]]
-    assert values.tensors[0].squeeze(-1).tolist() == [[0, 0], [7, 0], [0, 0], [0, 8]]
-    assert applied.tolist() == [1]
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
-    ("rows", "layers", "kv_heads", "entries", "slots", "head_dim"),
-    [(1, 1, 1, 1, 1, 16), (3, 2, 2, 5, 7, 16), (2, 3, 1, 8, 8, 64), (2, 1, 3, 3, 9, 128)],
+    ("rows", "layers", "kv_heads", "entries", "slots", "head_dim", "dtype"),
+    [
+        (1, 1, 1, 1, 1, 16, torch.bfloat16),
+        (3, 2, 2, 5, 7, 16, torch.float32),
+        (2, 3, 1, 8, 8, 64, torch.float16),
+        (2, 1, 3, 3, 9, 128, torch.bfloat16),
+    ],
 )
 def test_triton_equals_reference(
     device: torch.device,
@@ -198,7 +188,7 @@ def test_more_entries_than_one_program_takes(
     assert_same_writes(shipment.written_by(triton), shipment.written_by(reference))
 
 
-@pytest.mark.parametrize("implementation", [reference, triton], ids=["reference", "triton"])
+@IMPLEMENTATIONS
 @pytest.mark.parametrize("column", [0, 1, 2, 3, "first row"])
 def test_a_row_of_another_step_writes_nothing(
     device: torch.device, implementation, column: int | str
@@ -218,28 +208,27 @@ def test_a_row_of_another_step_writes_nothing(
             assert not torch.equal(layer, old)
 
 
-@pytest.mark.parametrize("implementation", [reference, triton], ids=["reference", "triton"])
-def test_the_last_two_columns_of_a_header_do_not_matter(
-    device: torch.device, implementation
-) -> None:
-    shipment = random_shipment(device, 2, 1, 1, 2, 2, 16)
-    shipment.header[:, 4:] += 1
-    assert shipment.written_by(implementation)[2] == [1, 1]
+@IMPLEMENTATIONS
+def test_rows_without_entries_and_no_rows_are_applied(device: torch.device, implementation) -> None:
+    """Whatever the last two columns of their headers are."""
+    for rows, entries in ((2, 0), (0, 2)):
+        shipment = random_shipment(device, rows, 1, 1, entries, 2, 16)
+        shipment.header[:, 4:] += 1
+        keys, values, applied = shipment.written_by(implementation)
+        assert applied == [1] * rows
+        assert same_buffers(keys, shipment.key_rows)
+        assert same_buffers(values, shipment.value_rows)
 
 
-@pytest.mark.parametrize("implementation", [reference, triton], ids=["reference", "triton"])
-def test_rows_without_entries_are_applied(device: torch.device, implementation) -> None:
-    shipment = random_shipment(device, 2, 1, 1, 0, 2, 16)
-    keys, values, applied = shipment.written_by(implementation)
-    assert applied == [1, 1]
+@IMPLEMENTATIONS
+def test_nothing_is_applied_when_answers_are_refused(device: torch.device, implementation) -> None:
+    shipment = random_shipment(device, 2, 2, 2, 3, 4, 16)
+    refused, accepted = torch.tensor([[0], [1]], dtype=torch.int32, device=device)
+    keys, values, applied = shipment.written_by(implementation, refused)
+    assert applied == [0, 0]
     assert same_buffers(keys, shipment.key_rows)
     assert same_buffers(values, shipment.value_rows)
-
-
-@pytest.mark.parametrize("implementation", [reference, triton], ids=["reference", "triton"])
-def test_no_rows(device: torch.device, implementation) -> None:
-    shipment = random_shipment(device, 0, 1, 1, 2, 2, 16)
-    assert shipment.written_by(implementation)[2] == []
+    assert_same_writes(shipment.written_by(implementation, accepted), shipment.written_by_loops())
 
 
 def test_tokens_are_converted_to_the_dtype_of_the_pool(device: torch.device) -> None:
@@ -253,24 +242,6 @@ def test_tokens_are_converted_to_the_dtype_of_the_pool(device: torch.device) -> 
     by_loops = shipment.written_by_loops()
     assert_same_writes(shipment.written_by(reference), by_loops)
     assert_same_writes(shipment.written_by(triton), by_loops)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_tokens_of_integers_are_what_they_stand_for(
-    device: torch.device, dtype: torch.dtype
-) -> None:
-    shipment = random_shipment(device, 3, 2, 2, 16, 20, 64, dtype)
-    shipped = replace(
-        shipment,
-        keys=to_wire(shipment.keys, torch.int8),
-        values=to_wire(shipment.values, torch.int8),
-    )
-    in_full = replace(
-        shipment, keys=from_wire(shipped.keys, dtype), values=from_wire(shipped.values, dtype)
-    )
-    expected = in_full.written_by_loops()
-    assert_same_writes(shipped.written_by(reference), expected)
-    assert_same_writes(shipped.written_by(triton), expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -307,13 +278,25 @@ def random_pool(
     return keys, random_buffers(shape, 2, device, dtype, generator)
 
 
-@pytest.mark.parametrize("implementation", [reference, triton], ids=["reference", "triton"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("rows", [[], [4], [7, 2, 5], [0, 0, 9, 1, 1]], ids=str)
+MOVES = pytest.mark.parametrize(
+    ("moves", "dtype"),
+    [
+        ({}, torch.float32),
+        ({0: 7}, torch.float16),
+        ({0: 7, 9: 2, 1: 5}, torch.bfloat16),
+        ({0: 7, 9: 2, 1: 5}, torch.float32),
+    ],
+    ids=str,
+)
+
+
+@IMPLEMENTATIONS
+@MOVES
 def test_collects_whole_tokens_of_all_layers(
-    device: torch.device, implementation, dtype: torch.dtype, rows: list[int]
+    device: torch.device, implementation, dtype: torch.dtype, moves: dict[int, int]
 ) -> None:
     keys, values = random_pool(device, dtype)
+    rows = [*moves.values(), *moves.values()]
     out = torch.full((2, 2, len(rows), 3, 16), POISON, dtype=dtype, device=device)
     index = torch.tensor(rows, dtype=torch.int64, device=device)
     implementation.collect_tokens(keys, values, index, out)
@@ -323,9 +306,8 @@ def test_collects_whole_tokens_of_all_layers(
                 assert same_bits(layer[place], buffer[row])
 
 
-@pytest.mark.parametrize("implementation", [reference, triton], ids=["reference", "triton"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("moves", [{}, {0: 7}, {0: 7, 9: 2, 1: 5}], ids=str)
+@IMPLEMENTATIONS
+@MOVES
 def test_copies_whole_tokens_between_rows(
     device: torch.device, implementation, dtype: torch.dtype, moves: dict[int, int]
 ) -> None:
@@ -412,25 +394,3 @@ def test_pools_of_more_than_2_31_elements() -> None:
             if slot > 0:  # clamped entries all go to slot 0
                 written = keys.tensors[0][rows - 32 + slot, head]
                 assert torch.equal(written, shipment.keys[0, 0, head, entry])
-
-
-def test_nothing_is_applied_when_answers_are_refused(device: torch.device) -> None:
-    for implementation in (reference, triton):
-        buffers = [layer_buffers([torch.zeros((4, 1, 16), device=device)]) for _ in range(2)]
-        header = torch.zeros((1, 6), dtype=torch.int64, device=device)
-        applied = torch.full((1,), 7, dtype=torch.int32, device=device)
-        for accepted in (0, 1):
-            accepts = torch.tensor([accepted], dtype=torch.int32, device=device)
-            implementation.scatter_step(
-                *buffers,
-                torch.ones(1, dtype=torch.int32, device=device),
-                header,
-                header[:, :4].contiguous(),
-                torch.zeros((1, 1, 1, 1), dtype=torch.int32, device=device),
-                torch.ones((1, 1, 1, 1, 16), device=device),
-                torch.ones((1, 1, 1, 1, 16), device=device),
-                applied,
-                accepts,
-            )
-            assert int(applied) == accepted
-            assert float(buffers[0].tensors[0].sum()) == 16 * accepted

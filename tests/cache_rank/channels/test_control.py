@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,18 +51,15 @@ def test_a_flipped_bit_in_any_byte_is_refused(payload: bytes, sequence: int) -> 
             unseal(SECRET, 0, bytes(damaged))
 
 
-@given(payloads, st.data())
-def test_a_truncated_frame_is_refused(payload: bytes, data: st.DataObject) -> None:
+@given(payloads, st.binary(min_size=1, max_size=20), st.data())
+def test_a_frame_cut_short_or_extended_is_refused(
+    payload: bytes, more: bytes, data: st.DataObject
+) -> None:
     frame = seal(SECRET, 1, payload)
     kept = data.draw(st.integers(0, len(frame) - 1))
-    with pytest.raises(RefusedFrameError):
-        unseal(SECRET, 0, frame[:kept])
-
-
-@given(payloads, st.binary(min_size=1, max_size=20))
-def test_an_extended_frame_is_refused(payload: bytes, more: bytes) -> None:
-    with pytest.raises(RefusedFrameError, match="wrong secret"):
-        unseal(SECRET, 0, seal(SECRET, 1, payload) + more)
+    for damaged in (frame[:kept], frame + more):
+        with pytest.raises(RefusedFrameError):
+            unseal(SECRET, 0, damaged)
 
 
 @given(st.binary(max_size=300))
@@ -170,41 +167,31 @@ def packed(value: Any) -> bytes:
     return msgspec.msgpack.encode(value)
 
 
-@dataclass(frozen=True)
-class BadFrame:
-    name: str
-    make: Callable[[], bytes]
+BAD_FRAMES = {
+    "empty": b"",
+    "foreign secret": sealed(packed(Flush()), secret=OTHER_SECRET),
+    "other magic": b"HTTP" + sealed(packed(Flush()))[4:],
+    "sequence zero": sealed(packed(Flush()), sequence=0),
+    "oversized": sealed(bytes(MAX_FRAME_BYTES)),
+    "not msgpack": sealed(b"\xc1", sequence=1000),
+    "no payload": sealed(b""),
+    "untyped": sealed(packed([1, 2, 3])),
+    "unknown type": sealed(packed({"type": "Reboot"})),
+    "unknown field": sealed(packed({"type": "Flush", "now": True})),
+    "missing field": sealed(packed({"type": "Load", "epoch": 1})),
+    "wrong type of field": sealed(packed({"type": "End", "epochs": "all"})),
+    "message of the other side": sealed(packed({"type": "Ready"})),
+}
 
 
-BAD_FRAMES = (
-    BadFrame("empty", lambda: b""),
-    BadFrame("one-byte", lambda: b"x"),
-    BadFrame("head-only", lambda: sealed(b"")[:14]),
-    BadFrame("foreign-secret", lambda: sealed(packed(Flush()), secret=OTHER_SECRET)),
-    BadFrame("other-magic", lambda: b"HTTP" + sealed(packed(Flush()))[4:]),
-    BadFrame("cut-short", lambda: sealed(packed(Flush()))[:-1]),
-    BadFrame("sequence-zero", lambda: sealed(packed(Flush()), sequence=0)),
-    BadFrame("oversized", lambda: sealed(bytes(MAX_FRAME_BYTES))),
-    BadFrame("not-msgpack", lambda: sealed(b"\xc1")),
-    BadFrame("no-payload", lambda: sealed(b"")),
-    BadFrame("untyped", lambda: sealed(packed([1, 2, 3]))),
-    BadFrame("unknown-type", lambda: sealed(packed({"type": "Reboot"}))),
-    BadFrame("unknown-field", lambda: sealed(packed({"type": "Flush", "now": True}))),
-    BadFrame("missing-field", lambda: sealed(packed({"type": "Load", "epoch": 1}))),
-    BadFrame("wrong-type-of-field", lambda: sealed(packed({"type": "End", "epochs": "all"}))),
-    BadFrame("message-of-the-other-side", lambda: sealed(packed({"type": "Ready"}))),
-)
-
-
-@pytest.mark.parametrize("bad", BAD_FRAMES, ids=lambda bad: bad.name)
-def test_a_bad_frame_is_counted_and_the_good_sender_still_gets_through(
-    channel: Channel, bad: BadFrame
-) -> None:
-    channel.stranger.send(bad.make())
-    channel.expect_refused(1)
+def test_bad_frames_are_counted_and_the_good_sender_still_gets_through(channel: Channel) -> None:
+    """One that says nothing does not use up its sequence number."""
+    for count, frame in enumerate(BAD_FRAMES.values(), start=1):
+        channel.stranger.send(frame)
+        channel.expect_refused(count)
     channel.sender.send(Flush())
     assert channel.receive() == Flush()
-    assert channel.receiver.refused == 1
+    assert channel.receiver.refused == len(BAD_FRAMES)
 
 
 def test_a_replayed_frame_is_counted_and_acted_upon_once(channel: Channel) -> None:
@@ -213,13 +200,6 @@ def test_a_replayed_frame_is_counted_and_acted_upon_once(channel: Channel) -> No
     assert channel.receive() == Flush()
     channel.stranger.send(frame)
     channel.expect_refused(1)
-
-
-def test_a_bad_payload_does_not_use_up_its_sequence_number(channel: Channel) -> None:
-    channel.stranger.send(sealed(b"\xc1", sequence=1000))
-    channel.expect_refused(1)
-    channel.sender.send(Flush())
-    assert channel.receive() == Flush()
 
 
 def test_a_frame_beyond_the_socket_limit_cuts_off_only_its_sender(channel: Channel) -> None:
@@ -279,12 +259,8 @@ def test_a_sender_raises_and_does_not_block_once_its_queue_is_full(channel: Chan
     with pytest.raises(ControlError, match="not sent"):
         send_for_ever()
     sender.close()
-
-
-def test_a_closed_sender_raises(channel: Channel) -> None:
-    channel.sender.close()
     with pytest.raises(ControlError, match="not sent"):
-        channel.sender.send(Flush())
+        sender.send(Flush())
 
 
 def test_every_receiver_binds_a_port_of_its_own(channel: Channel) -> None:

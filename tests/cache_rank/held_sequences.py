@@ -1,0 +1,166 @@
+"""A sequence that a residency holds, on pages in any order."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from small_models import GQA, small_config
+from torch import Tensor
+
+from cache_rank import residency
+from cache_rank.config import CacheRankConfig, ModelShape
+from cache_rank.protocol import AnswerHeader
+from cache_rank.residency.base import Residency
+from cache_rank.step_rows import StepRows
+
+CPU = torch.device("cpu")
+PAGES = 16
+
+
+@dataclass
+class Held:
+    """K and V are (layers, Hkv, tokens, D) each, of which the first tokens are resident."""
+
+    config: CacheRankConfig
+    residency: Any
+    query_ring: Tensor
+    keys: Tensor
+    values: Tensor
+    slot: int
+    pages: list[int]
+    resident: int = 0
+
+    @classmethod
+    def empty(
+        cls,
+        name: str,
+        count: int,
+        model: ModelShape = GQA,
+        slot: int = 1,
+        beside: Held | None = None,
+        tokens_seed: int = 0,
+        device: torch.device = CPU,
+        **options: Any,
+    ) -> Held:
+        """Nothing yet of a sequence of `count` random tokens, in a residency or beside another."""
+        config = small_config(model, kv_residency=name, kv_residency_options=options)
+        if beside is not None:
+            held, ring, device = beside.residency, beside.query_ring, beside.keys.device
+        else:
+            held = residency.create(config, PAGES, device)
+            shape = (4, model.layers, model.query_heads, 5, model.head_dim)
+            ring = torch.zeros(shape, dtype=model.torch_dtype, device=device)
+        generator = torch.Generator().manual_seed(tokens_seed)
+        shape = (2, model.layers, model.kv_heads, count, model.head_dim)
+        keys, values = torch.randn(shape, generator=generator).to(device, model.torch_dtype)
+        pages = list(range(PAGES))
+        random.Random(tokens_seed).shuffle(pages)
+        return cls(config, held, ring, keys, values, slot, pages)
+
+    @classmethod
+    def whole(cls, name: str, count: int, **arguments: Any) -> Held:
+        """All tokens, in one shipment."""
+        held = cls.empty(name, count, **arguments)
+        held.load(count)
+        return held
+
+    @classmethod
+    def two(cls, name: str, left: int, right: int, **arguments: Any) -> tuple[Held, Held]:
+        """Nothing yet of two sequences of one residency, whose pages lie between each other's."""
+        one = cls.empty(name, left, slot=2, **arguments)
+        other = cls.empty(name, right, slot=0, tokens_seed=1, beside=one, **arguments)
+        one.pages, other.pages = one.pages[::2], one.pages[1::2]
+        return one, other
+
+    @property
+    def page_table(self) -> Tensor:
+        return torch.tensor(self.pages, dtype=torch.int32, device=self.keys.device)
+
+    @property
+    def layers(self) -> range:
+        return range(self.config.model.layers)
+
+    def queries(self) -> Tensor:
+        model = self.config.model
+        return torch.randn(model.layers, model.query_heads, model.head_dim)
+
+    def load(self, count: int) -> None:
+        part = slice(self.resident, self.resident + count)
+        shipment = torch.stack((self.keys, self.values))[:, :, :, part].transpose(2, 3)
+        self.residency.load(self.page_table, self.slot, self.resident, shipment.contiguous())
+        self.resident += count
+
+    def append(self, layers_per_group: int = 2) -> None:
+        append_together([self], layers_per_group)
+
+    def message(self, layers: range) -> Tensor:
+        """The next token: (1, len(layers), Hq + 2 Hkv, D). Its queries are its position."""
+        group = slice(layers.start, layers.stop)
+        keys, values = (part[group, :, self.resident] for part in (self.keys, self.values))
+        queries = torch.full_like(self.query_ring[0, group, :, 0], float(self.resident))
+        return torch.cat((queries, keys, values), dim=1).unsqueeze(0)
+
+    def read(
+        self, layers: range | None = None, positions: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Of some layers, or all; tokens at (..., n) positions, or all."""
+        layers = layers or self.layers
+        if positions is None:
+            positions = torch.arange(self.resident)
+        shape = (len(layers), self.config.model.kv_heads, positions.shape[-1])
+        rows = rows_of([self], [self.resident - 1])
+        return self.residency.read(rows, layers, positions.to(self.keys.device).expand(shape))
+
+    def score(
+        self,
+        queries: Tensor,
+        exact: bool = False,
+        layers: range | None = None,
+        position: int | None = None,
+    ) -> Tensor:
+        """Scores of the tokens up to a position, or of all."""
+        layers = layers or self.layers
+        position = self.resident - 1 if position is None else position
+        scores = self.residency.score(
+            rows_of([self], [position]), layers, queries.unsqueeze(0), exact
+        )
+        assert scores.dtype == torch.float32
+        assert scores.shape[:3] == (1, len(layers), self.config.model.kv_heads)
+        return scores[0, :, :, : position + 1].clone()
+
+
+def rows_of(sequences: list[Held], positions: list[int], refused: tuple[int, ...] = ()) -> StepRows:
+    device, count = sequences[0].keys.device, len(sequences)
+    slots = [-1 if row in refused else held.slot for row, held in enumerate(sequences)]
+    return StepRows(
+        torch.tensor(slots, dtype=torch.int32, device=device),
+        torch.tensor(positions, dtype=torch.int32, device=device),
+        torch.ones(count, dtype=torch.int32, device=device),
+        torch.stack([held.page_table for held in sequences]),
+        torch.zeros((count, len(AnswerHeader._fields)), dtype=torch.int64, device=device),
+        capacity=max(positions) + 1,
+    )
+
+
+def append_together(sequences: list[Held], layers_per_group: int = 2) -> None:
+    """The next token of every sequence of one residency, a group of layers after the other."""
+    first = sequences[0]
+    held: Residency = first.residency
+    rows = rows_of(sequences, [one.resident for one in sequences])
+    for start in range(0, len(first.layers), layers_per_group):
+        layers = first.layers[start : start + layers_per_group]
+        up = torch.cat([one.message(layers) for one in sequences])
+        held.append(rows, layers, up, first.query_ring)
+    for one in sequences:
+        one.resident += 1
+
+
+def assert_hold_the_same(left: Held, right: Held) -> None:
+    assert left.resident == right.resident
+    for one, other in zip(left.read(), right.read(), strict=True):
+        assert torch.equal(one, other)
+    queries = left.queries()
+    assert torch.equal(left.score(queries), right.score(queries))
