@@ -15,6 +15,7 @@ import msgspec
 
 from cache_rank.config import OptionValue
 from cache_rank.residency.options import parse_options
+from sglang_ext.flags import CONFIG_FLAG, CONFIG_KEYS
 
 CACHE_RANK = "cache-rank"
 DENSE = "dense"
@@ -143,7 +144,12 @@ def residency_options(arguments: Mapping[str, Any]) -> dict[str, OptionValue]:
 def to_flags(arguments: Mapping[str, Any]) -> list[str]:
     """Arguments of a server as its command line."""
     flags: list[str] = []
+    settings = {name: _listed(arguments[name]) for name in CONFIG_KEYS if name in arguments}
+    if settings:
+        flags += [CONFIG_FLAG, json.dumps(settings)]
     for name, value in arguments.items():
+        if name in settings:
+            continue
         flags.append(f"--{name.replace('_', '-')}")
         if value is not True:
             flags.append(str(_listed(value)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import statistics
 from collections.abc import Callable
 from pathlib import Path
@@ -55,7 +56,7 @@ def test_log_probabilities_differ_by_the_error_of_the_format(
         *("--kv-residency", held.name),
     ]
     if held.options:
-        flags += ["--kv-residency-options", held.options]
+        flags += ["--cache-rank-config", json.dumps({"kv_residency_options": held.options})]
     with serve(flags, {ALLOW_LARGE_BUDGET_VARIABLE: "1"}) as server:
         dense = server.generate_all(PROMPTS, NEW_TOKENS, return_logprob=True, **DENSE)
         found = server.generate_all(PROMPTS, NEW_TOKENS, return_logprob=True)

@@ -19,7 +19,8 @@ FLAGS = (
 def test_rounded_tokens_walk_the_chain() -> None:
     sampling = {"temperature": 0, "max_new_tokens": CHAIN.max_tokens}
     body = {"text": CHAIN.prompt, "sampling_params": sampling}
-    with serve(["--cache-rank-gpus", "1", *FLAGS, "--wire-dtype", "int8"]) as server:
+    rounded = ["--cache-rank-config", '{"wire_dtype": "int8"}']
+    with serve(["--cache-rank-gpus", "1", *FLAGS, *rounded]) as server:
         response = server.post("/generate", body).json()
     assert CHAIN.grade(response["text"]).correct_hops == 80
     assert response["meta_info"]["cache_rank"]["tokens_shipped"] > 0
