@@ -31,7 +31,7 @@ from sglang_ext.calibration.held_out import SELECTED
 from sglang_ext.calibration.serving import Described, Schedule
 from sglang_ext.calibration.texts import CALIBRATION_TEXTS, LONGEST_TOKEN, Text, find_text
 from sglang_ext.command_line import make_parser, table
-from sglang_ext.flags import FORECAST_GROUP_LAYERS, flag_of
+from sglang_ext.flags import FORECAST_GROUP_LAYERS
 from sglang_ext.server_args import CacheRankServerArgs
 
 CONTEXT = 4096
@@ -54,7 +54,7 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
     defaults = compat.default_values(CacheRankServerArgs)
     for field in Schedule.__struct_fields__:
         default = FORECAST_GROUP_LAYERS if defaults[field] is None else defaults[field]
-        add(flag_of(field), type=int, default=default,
+        add(f"--{field.replace('_', '-')}", type=int, default=default,
             help="as the server has it; default: %(default)s")  # fmt: skip
     add("--engine-args", type=_json_object, default={}, help="JSON object of engine arguments")
     options = parser.parse_args(argv)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
+import functools
 import os
 from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, get_type_hints
 
 import msgspec
-from sglang.srt.arg_groups.arg_utils import A, Arg
+from sglang.srt.arg_groups.arg_utils import A, Arg, add_cli_args_from_dataclass
 from sglang.srt.server_args import ServerArgs
 
-from cache_rank.config import SMALL_SWAP_TOKENS, CacheRankConfig, ModelShape
+from cache_rank.config import CacheRankConfig, ModelShape
 from cache_rank.residency import FORMATS, require_format
 from cache_rank.residency.options import parse_options
 from sglang_ext import compat, cpu
@@ -33,16 +35,28 @@ HISTORY_GROUP_LAYERS = _DEFAULTS.layers_per_group
 """Layers of a group where queries are forecast, and where they are predicted from earlier ones."""
 
 CHECKSUM_VARIABLE = "CACHE_RANK_CHECKSUM"
-SHARE_GPU_VARIABLE = "CACHE_RANK_SHARE_GPU"
 """Set to 1, this variable makes both ranks compare checksums of every slot at every step."""
 
+SHARE_GPU_VARIABLE = "CACHE_RANK_SHARE_GPU"
+"""Set to 1, this variable lets both ranks take turns on one GPU, for tests."""
 
-class Schedule(NamedTuple):
-    """How queries are predicted, the layers of a group, and why."""
+CONFIG_FLAG = "--cache-rank-config"
+"""The flag of the settings that users rarely turn: a JSON object."""
 
-    query_predictor: str
-    layers_per_group: int
-    why: str
+CONFIG_KEYS = (
+    "kv_residency_options",
+    "layers_per_group",
+    "query_window",
+    "sketch_bits",
+    "score_normalizer",
+    "wire_dtype",
+    "bulk_chunk_tokens",
+    "cache_rank_transfer_backend",
+    "cache_rank_max_restart_delay",
+    "trace_steps",
+    "allow_untested_sglang",
+)
+"""The keys of CONFIG_FLAG; each is a field of the arguments."""
 
 
 def choose_schedule(
@@ -52,8 +66,12 @@ def choose_schedule(
     architecture: str,
     rotary_type: str,
     sparse_layers: int,
-) -> Schedule:
-    """Choose what the user does not, which is None, for a model's class and its sparse layers."""
+) -> tuple[str, int, str]:
+    """Choose what the user leaves open (None), by the model's class and its sparse layers.
+
+    Returns:
+        The query predictor, the layers of a group, and why it is that predictor.
+    """
     why = "as asked for"
     if query_predictor is None:
         groups = -(-sparse_layers // (layers_per_group or FORECAST_GROUP_LAYERS))
@@ -68,7 +86,7 @@ def choose_schedule(
     if layers_per_group is None:
         is_forecast = query_predictor == "forecast"
         layers_per_group = FORECAST_GROUP_LAYERS if is_forecast else HISTORY_GROUP_LAYERS
-    return Schedule(query_predictor, layers_per_group, why)
+    return query_predictor, layers_per_group, why
 
 
 def rotary_type(model: Mapping[str, Any]) -> str:
@@ -78,7 +96,9 @@ def rotary_type(model: Mapping[str, Any]) -> str:
 
 
 def flag_of(field: str) -> str:
-    """The flag that sets a field of the arguments."""
+    """What the user types to set a field of the arguments: a flag, or a key of CONFIG_FLAG."""
+    if field in CONFIG_KEYS:
+        return f"{CONFIG_FLAG} {field}"
     return f"--{field.replace('_', '-')}"
 
 
@@ -92,11 +112,7 @@ class CacheRankFlags(ServerArgs):
     """SGLang's arguments and ours, as the user gave them; CacheRankServerArgs checks them."""
 
     cache_rank_gpus: A[
-        int,
-        Arg(
-            help="Number of cache ranks, one for each tensor-parallel rank; 0 is plain SGLang. "
-            "Without a GPU every rank is a CPU process."
-        ),
+        int, Arg(help="Number of cache ranks: 1, or 0 for plain SGLang; without a GPU, a process.")
     ] = 1
     sparse_threshold: A[int, Arg(help="Length in tokens at which a request turns sparse.")] = 4096
     sparse_budget: A[
@@ -108,156 +124,106 @@ class CacheRankFlags(ServerArgs):
     recent_tokens: A[int, Arg(help="Newest tokens that are always attended to.")] = (
         _DEFAULTS.recent_tokens
     )
-    layers_per_group: A[
-        int | None,
-        Arg(
-            help="Consecutive layers whose queries and answers share one message. Default: "
-            f"{FORECAST_GROUP_LAYERS} where queries are forecast, {HISTORY_GROUP_LAYERS} otherwise."
-        ),
-    ] = None
-    calibration: A[
-        str | None,
-        Arg(
-            help="Folder with what sglang_ext.calibrate has fitted to this model and these flags: "
-            "corrections of forecasts, without which they are by the model's own projections, and "
-            "how keys are sketched."
-        ),
-    ] = None
-    query_window: A[int, Arg(help="Earlier queries that the next query is predicted from.")] = (
-        _DEFAULTS.query_window
-    )
-    query_predictor: A[
-        Literal["last", "spade", "forecast"] | None,
-        Arg(
-            help="How a query is predicted: from those of earlier steps, or (forecast) from the "
-            "hidden state of the same step, --forecast-lead layer groups before. Default: forecast "
-            "for Llama, Qwen2 and Qwen3 with more layer groups than that, last otherwise."
-        ),
-    ] = None
-    forecast_lead: A[
-        int,
-        Arg(help="Layer groups between a hidden state and the queries that are forecast from it."),
-    ] = _DEFAULTS.forecast_lead
-    hysteresis: A[
-        int | None,
-        Arg(
-            help="A selected token stays while it ranks within --sparse-budget plus this. Default: "
-            "an eighth of the budget."
-        ),
-    ] = None
-    max_swap_tokens: A[
-        int | None,
-        Arg(
-            help="Most tokens that may enter the working set of a KV head in one step. Default: a "
-            f"sixteenth of --sparse-budget, or up to {SMALL_SWAP_TOKENS} of a small one."
-        ),
-    ] = None
+    dense_layers: A[int, Arg(help="First layers that attend to every token.")] = 1
+    max_sparse_requests: A[
+        int, Arg(help="Requests that are sparse at once; each reserves a working set of rows.")
+    ] = 32
     inference_kv: A[
         Literal["full", "working-set"],
         Arg(
-            help="What the inference rank keeps of a sparse request in sparse layers: every "
-            "token, or only the working set, which frees its pool for more requests."
+            help="Tokens of a sparse request that stay in SGLang's KV pool; working-set frees rows."
         ),
     ] = "full"
     reuse_sparse_tokens: A[
         Literal["off", "on"],
-        Arg(
-            help="Whether the radix cache is offered tokens that sparse steps have computed: off "
-            "offers only what was computed densely, so that reuse changes no answer; on offers all "
-            "to requests that may be sparse, and to others what others of their kind computed."
-        ),
+        Arg(help="Whether the radix cache may reuse tokens that sparse steps have computed."),
     ] = "off"
-    dense_layers: A[int, Arg(help="First layers that attend to every token.")] = 1
+    query_predictor: A[
+        Literal["last", "spade", "forecast"] | None,
+        Arg(help="How queries are predicted; default: forecast where the model allows, or last."),
+    ] = None
+    forecast_lead: A[
+        int, Arg(help="Layer groups between a hidden state and the queries forecast from it.")
+    ] = _DEFAULTS.forecast_lead
+    calibration: A[
+        str | None,
+        Arg(help="Folder that sglang_ext.calibrate has written for this model and flags."),
+    ] = None
+    hysteresis: A[
+        int | None,
+        Arg(
+            help="Ranks beyond the budget within which a selected token stays; default: budget / 8."
+        ),
+    ] = None
+    max_swap_tokens: A[
+        int | None,
+        Arg(help="Tokens that may enter a KV head's working set in a step; default: budget / 16."),
+    ] = None
     kv_residency: A[
         str,
         Arg(help="How the cache rank holds K and V; bf16 is as they came.", choices=list(FORMATS)),
     ] = _DEFAULTS.kv_residency
-    kv_residency_options: A[
-        str,
-        Arg(help="Options of --kv-residency, as name=value separated by commas."),
-    ] = ""
     score_keys: A[
         Literal["resident", "sketch"],
         Arg(
-            help="Score tokens by their keys as they are held, or by a sketch of --sketch-bits, "
-            "beside any format, for which --calibration is needed."
+            help="Keys that are scored: those held, or a sketch of them, which needs --calibration."
         ),
     ] = _DEFAULTS.score_keys
-    sketch_bits: A[Literal[1, 2, 3, 4], Arg(help="Bits of a sketch, an element of a key.")] = (
+    cache_rank_timeout: A[
+        float, Arg(help="Seconds without an answer after which a cache rank counts as down.")
+    ] = 5.0
+    cache_rank_base_gpu_id: A[
+        int | None, Arg(help="GPU of the cache rank; default: the one after SGLang's own.")
+    ] = None
+    cache_rank_mem_fraction: A[
+        float | None,
+        Arg(help="Share of free memory that holds tokens; default: 0.9 on GPUs, 8 GiB on CPUs."),
+    ] = None
+    cache_rank_address: A[
+        str, Arg(help="Address that channels between the ranks bind to; they are not encrypted.")
+    ] = "127.0.0.1"
+    trace: A[
+        str | None, Arg(help="File for a timeline of a few decode steps, for Perfetto or Chrome.")
+    ] = None
+
+    # These are keys of --cache-rank-config.
+    kv_residency_options: A[
+        str, Arg(help="options of --kv-residency, as name=value,name=value")
+    ] = ""
+    layers_per_group: A[
+        int | None,
+        Arg(
+            help="layers of one message; default: "
+            f"{FORECAST_GROUP_LAYERS} for forecasts, or {HISTORY_GROUP_LAYERS}"
+        ),
+    ] = None
+    query_window: A[int, Arg(help="earlier queries that the next one is predicted from")] = (
+        _DEFAULTS.query_window
+    )
+    sketch_bits: A[Literal[1, 2, 3, 4], Arg(help="bits of a sketch, for each element of a key")] = (
         _DEFAULTS.sketch_bits
     )
     score_normalizer: A[
         Literal["all", "attended"],
-        Arg(
-            help="By what the logits of query heads are compared: their log-sum-exp over all "
-            "tokens; or, with --score-keys sketch, over those that are attended to, for which "
-            "logits need not be written and read again."
-        ),
+        Arg(help='tokens in the normalizer: "all", or "attended" (sketch only)'),
     ] = _DEFAULTS.score_normalizer
     wire_dtype: A[
         Literal["bf16", "int8"],
-        Arg(
-            help="How K and V travel back to the inference rank: bf16 is in the KV pool's own "
-            "dtype, even if that is another; int8 is rounded with a scale for 8 channels, which "
-            "halves an answer."
-        ),
+        Arg(help='K and V of answers: "bf16" is the KV pool\'s dtype, "int8" half'),
     ] = _DEFAULTS.wire_dtype
-    max_sparse_requests: A[
-        int,
-        Arg(help="Requests that can be sparse at once; each reserves a working set of pool rows."),
-    ] = 32
     bulk_chunk_tokens: A[
-        int,
-        Arg(help="Tokens of a prompt that are shipped to the cache rank in one decode step."),
+        int, Arg(help="prompt tokens that are shipped to the cache rank in a decode step")
     ] = 512
     cache_rank_transfer_backend: A[
         Literal["auto", "peer", "nccl"],
-        Arg(
-            help="What carries the steps between GPUs: copies into the peer's memory, which take "
-            "no multiprocessor, or NCCL. auto is peer where a GPU reaches the other's memory."
-        ),
+        Arg(help='what copies between GPUs: "auto", "peer" or "nccl"'),
     ] = "auto"
-    cache_rank_timeout: A[
-        float,
-        Arg(help="Seconds without an answer after which a cache rank counts as down."),
-    ] = 5.0
     cache_rank_max_restart_delay: A[
-        float,
-        Arg(
-            help="Most seconds that the restart of a lost cache rank is put off. The first three "
-            "come at once; the delay of the next ones doubles from 1 s, until one is up for 60 s."
-        ),
+        float, Arg(help="most seconds before a lost cache rank is restarted")
     ] = LONGEST_DELAY_SECONDS
-    cache_rank_base_gpu_id: A[
-        int | None,
-        Arg(help="GPU of the first cache rank. Default: the one after SGLang's own GPUs."),
-    ] = None
-    cache_rank_mem_fraction: A[
-        float | None,
-        Arg(
-            help="Share of the free memory of its GPU that a cache rank takes for tokens; the rest "
-            "is for scores and messages. Default: 0.9; without a GPU, half of the host's, 8 GiB at "
-            "most."
-        ),
-    ] = None
-    trace: A[
-        str | None,
-        Arg(
-            help="Write a timeline of a few decode steps of both ranks to this file; Perfetto and "
-            "Chrome read it."
-        ),
-    ] = None
-    trace_steps: A[int, Arg(help="Decode steps that --trace covers.")] = 8
-    cache_rank_address: A[
-        str,
-        Arg(
-            help="Host name or IP of the interface that the channels between the ranks bind to. "
-            "They are authenticated, not encrypted: leave them on loopback where you can."
-        ),
-    ] = "127.0.0.1"
-
+    trace_steps: A[int, Arg(help="decode steps that --trace covers")] = 8
     allow_untested_sglang: A[
-        bool, Arg(help="Start with a release of SGLang that is not tested with a cache rank.")
+        bool, Arg(help="start with a release of SGLang that is not tested")
     ] = False
 
     @property
@@ -306,6 +272,65 @@ CACHE_RANK_FIELDS = [
     field for field in compat.default_values(CacheRankFlags) if field not in SGLANG_FIELDS
 ]
 """The fields that we add to SGLang's."""
+
+
+@functools.cache
+def _types_of_fields() -> dict[str, Any]:
+    return get_type_hints(CacheRankFlags)
+
+
+def read_config(text: str) -> dict[str, Any]:
+    """Read the JSON object of CONFIG_FLAG.
+
+    Raises:
+        ValueError: it is no JSON object, or a key is unknown or has a value of another kind.
+    """
+    try:
+        given = msgspec.json.decode(text, type=dict[str, Any])
+    except msgspec.DecodeError as error:
+        raise ValueError(f"{text}: {error}") from None
+    found = {}
+    for key, value in given.items():
+        if key not in CONFIG_KEYS:
+            raise ValueError(f"unknown key {key}; the keys are {', '.join(CONFIG_KEYS)}")
+        try:
+            found[key] = msgspec.convert(value, _types_of_fields()[key])
+        except msgspec.ValidationError as error:
+            raise ValueError(f"{key}: {error}") from None
+    return found
+
+
+class _ReadConfig(argparse.Action):
+    """Sets the field of each key; keys of a flag given twice add up."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option: Any = None
+    ) -> None:
+        try:
+            found = read_config(values)
+        except ValueError as error:
+            raise argparse.ArgumentError(self, str(error)) from None
+        for field, value in found.items():
+            setattr(namespace, field, value)
+
+
+def add_flags(parser: argparse.ArgumentParser, kind: type[CacheRankFlags]) -> None:
+    """Add our flags to a parser, and list the keys of CONFIG_FLAG."""
+    defaults = compat.default_values(kind)
+    fields = [name for name in defaults if name not in {*SGLANG_FIELDS, *CONFIG_KEYS}]
+    ours = parser.add_argument_group("cache rank")
+    add_cli_args_from_dataclass(ours, kind, fields=fields)
+    ours.add_argument(
+        CONFIG_FLAG,
+        action=_ReadConfig,
+        default=argparse.SUPPRESS,
+        metavar="JSON",
+        help="JSON object of settings that are rarely turned; its keys are below.",
+    )
+    hints = get_type_hints(CacheRankFlags, include_extras=True)
+    lines = [f"{key:28} {hints[key].__metadata__[0].help}" for key in CONFIG_KEYS]
+    parser.add_argument_group(f"keys of {CONFIG_FLAG}", "\n".join(lines))
+
 
 _SHARED_FIELDS = {*CACHE_RANK_FIELDS} & {*CacheRankConfig.__struct_fields__} - {
     "kv_residency_options"  # a text here

@@ -17,6 +17,7 @@ from sglang_ext.eviction import DenseStore, Eviction
 from sglang_ext.exchange import make_exchange, make_gate
 from sglang_ext.exchange.base import Exchange
 from sglang_ext.exchange.connection import Connection, Placement
+from sglang_ext.ineffective_flags import warn_small_capacity
 from sglang_ext.layer_source import LayerSource
 from sglang_ext.lifecycle import Phase, prepare_requests
 from sglang_ext.memory import dense_store_rows_per_request, reserve_block_rows
@@ -28,7 +29,6 @@ from sglang_ext.shipping import Shipping
 from sglang_ext.step_plan import StepPlanner
 from sglang_ext.supervisor import Supervisor
 from sglang_ext.tracing import Tracer
-from sglang_ext.unreached import say_small_capacity
 
 
 class InferenceRank:
@@ -95,7 +95,7 @@ class InferenceRank:
         supervisor.on_report = self.metrics.on_report
         supervisor.on_loss = self.metrics.on_loss
         connection = supervisor.open(self.config)
-        say_small_capacity(connection.capacity_tokens, pools.req_to_token.shape[1])
+        warn_small_capacity(connection.capacity_tokens, pools.req_to_token.shape[1])
         self.cache_rank = CacheRankHandle(
             supervisor,
             self._begin_exchange,

@@ -9,7 +9,7 @@ PROMPT_RESTARTS = 3
 
 FIRST_DELAY_SECONDS = 1.0
 LONGEST_DELAY_SECONDS = 30.0
-"""The default of --cache-rank-max-restart-delay."""
+"""The default of `cache_rank_max_restart_delay`."""
 
 STABLE_SECONDS = 60.0
 """A cache rank that was up for so long begins a new row of restarts."""

@@ -17,13 +17,15 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from sglang.srt.arg_groups.arg_utils import add_cli_args_from_dataclass
 from transformers import PretrainedConfig
 
+from sglang_ext import compat
 from sglang_ext.command_line import make_parser, table
 from sglang_ext.flags import (
     CACHE_RANK_FIELDS,
+    CONFIG_KEYS,
     CacheRankFlags,
+    add_flags,
     choose_schedule,
     make_config,
     rotary_type,
@@ -41,8 +43,9 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
         metavar="TOKENS", help="tokens of each request")  # fmt: skip
     add("--batches", type=int, nargs="+", default=[1, 4, 8, 16, 32, 64], metavar="REQUESTS",
         help="requests at once")  # fmt: skip
-    ours = parser.add_argument_group("cache rank")
-    add_cli_args_from_dataclass(ours, CacheRankFlags, fields=CACHE_RANK_FIELDS)
+    add_flags(parser, CacheRankFlags)
+    defaults = compat.default_values(CacheRankFlags)
+    parser.set_defaults(**{key: defaults[key] for key in CONFIG_KEYS})
     options = parser.parse_args(argv)
     if min(*options.contexts, *options.batches) < 1:
         parser.error("--contexts and --batches: must be 1 or more")

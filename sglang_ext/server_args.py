@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-from sglang.srt.arg_groups.arg_utils import add_cli_args_from_dataclass
 from sglang.srt.server_args import (
     ATTENTION_BACKEND_CHOICES,
     ServerArgs,
@@ -22,17 +21,17 @@ from sglang_ext import compat, cpu
 from sglang_ext.flags import (
     BACKEND,
     CACHE_RANK_FIELDS,
-    SGLANG_FIELDS,
     CacheRankFlags,
+    add_flags,
     choose_schedule,
     flag_of,
     rotary_type,
 )
+from sglang_ext.ineffective_flags import warn_ineffective_flags
 from sglang_ext.model_path import require_model
 from sglang_ext.planning import DecoderSizes, Planner, find_gpu
 from sglang_ext.refusals import models, refuse, refuse_untested_sglang, servers
 from sglang_ext.refusals.known import say_unknown
-from sglang_ext.unreached import say_unreached_settings
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +81,7 @@ class CacheRankServerArgs(CacheRankFlags):
         self._follow_budget()
         self._refuse_model()
         self._say_what_to_expect()
-        say_unreached_settings(self, compat.model_config(self).context_len)
+        warn_ineffective_flags(self, compat.model_config(self).context_len)
 
     def _refuse_arguments(self) -> None:
         """Refuse what the user explicitly asked for and cannot have."""
@@ -251,10 +250,9 @@ def _parser_of_ours(
         usage="%(prog)s [--model-path MODEL] [options below] [options of sglang.launch_server]",
         add_help=False,
         epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,  # for the lines of the keys
     )
-    ours = parser.add_argument_group("cache rank")
-    own = [field for field in compat.default_values(kind) if field not in SGLANG_FIELDS]
-    add_cli_args_from_dataclass(ours, kind, fields=own)
+    add_flags(parser, kind)
     helps = {"-h --help": "print this", "--help-all": "print SGLang's options as well"}
     for flags, text in helps.items():
         parser.add_argument(*flags.split(), action=_Help, nargs=0, const=kind, help=text)

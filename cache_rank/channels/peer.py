@@ -151,7 +151,7 @@ class _SendBuffers:
         except TransportError as error:
             raise TransportError(
                 f"the GPUs cannot map each other's memory here ({error}); "
-                "--cache-rank-transfer-backend nccl does without"
+                "cache_rank_transfer_backend nccl, a key of --cache-rank-config, does without"
             ) from error
         weakref.finalize(self, _unmap, context, pointer).atexit = False
         self.addresses = [int(pointer) + offset for offset in _offsets(sizes)[:-1]]

@@ -38,7 +38,7 @@ def record(budget: int, chains: int, folder: Path) -> None:
     flags = (
         "--kv-residency bf16 --sparse-threshold 264 "
         f"--sparse-budget {budget} --sink-tokens {SINKS} --recent-tokens {RECENT} "
-        f"--max-swap-tokens {budget} --query-window {WINDOW}"
+        f'--max-swap-tokens {budget} --cache-rank-config {{"query_window":{WINDOW}}}'
     )
     tokenizer = AutoTokenizer.from_pretrained(BUNDLED_FOLDER)
     problems = [make_chain(seed=seed, facts=128, hops=80) for seed in range(chains)]

@@ -55,7 +55,7 @@ class Measurement(msgspec.Struct):
     """One line of the comparison."""
 
     format: str
-    options: str  # as in `--kv-residency-options`
+    options: str  # as in `kv_residency_options` of `--cache-rank-config`
     bytes: float  # of K and V of a token in one layer and KV head, all that grows with tokens
     bits: float  # of an element of them
     quality: Quality

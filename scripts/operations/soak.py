@@ -29,9 +29,10 @@ TIMEOUT = 2.0
 # was computed: a wrong token is a token of the wrong place or time.
 ARGUMENTS = (
     "--cache-rank-gpus 1 --sparse-threshold 270 --sparse-budget 640 --sink-tokens 4 "
-    "--recent-tokens 16 --query-window 8 --max-swap-tokens 64 --layers-per-group 1 "
-    "--bulk-chunk-tokens 128 --max-total-tokens 8000 --enable-metrics "
-    f"--cache-rank-timeout {TIMEOUT} --cache-rank-max-restart-delay 2"
+    "--recent-tokens 16 --max-swap-tokens 64 --max-total-tokens 8000 --enable-metrics "
+    f"--cache-rank-timeout {TIMEOUT} "
+    '--cache-rank-config {"query_window":8,"layers_per_group":1,"bulk_chunk_tokens":128,'
+    '"cache_rank_max_restart_delay":2}'
 ).split()
 
 SECONDS_BETWEEN_DISTURBANCES = (0.5, 3.0)

@@ -13,6 +13,8 @@ from typing import Any
 
 import msgspec
 
+from sglang_ext.flags import CONFIG_FLAG, CONFIG_KEYS
+
 CACHE_RANK = "cache-rank"
 DENSE = "dense"
 DECODE_MODES = ("window", "quest", "tova", "oracle")
@@ -137,7 +139,12 @@ def parse_assignments(text: str) -> dict[str, Any]:
 def to_flags(arguments: Mapping[str, Any]) -> list[str]:
     """Arguments of a server as its command line."""
     flags: list[str] = []
+    settings = {name: _listed(arguments[name]) for name in CONFIG_KEYS if name in arguments}
+    if settings:
+        flags += [CONFIG_FLAG, json.dumps(settings)]
     for name, value in arguments.items():
+        if name in settings:
+            continue
         flags.append(f"--{name.replace('_', '-')}")
         if value is not True:
             flags.append(str(_listed(value)))

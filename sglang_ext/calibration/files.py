@@ -198,7 +198,7 @@ def sources(
     if layers <= dense_layers + ahead:
         raise ValueError(
             f"the model has {layers} layers, and none is left behind --dense-layers {dense_layers} "
-            f"and --forecast-lead {forecast_lead} groups of --layers-per-group {layers_per_group}"
+            f"and --forecast-lead {forecast_lead} groups of {layers_per_group} layers"
         )
     groups = -(-(layers - dense_layers) // layers_per_group)
     found = {}

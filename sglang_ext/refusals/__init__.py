@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from sglang_ext import compat
-from sglang_ext.flags import CacheRankFlags, field_of
+from sglang_ext.flags import CacheRankFlags, field_of, flag_of
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,8 @@ class Refusal:
     """A row of a table.
 
     Attributes:
-        asked: the flags that ask for it, separated by blanks.
+        asked: the flags that ask for it, separated by blanks; a key of --cache-rank-config is
+            written as a flag, too.
         why: why it cannot be had; a function of the arguments where the reason has numbers.
         remedy: what to do. `{given}` stands for the flags that are not at their defaults.
         when: tells whether arguments ask for it; without one, they do when some flag is not at
@@ -59,7 +60,7 @@ class Refusal:
         given = self._given(args) or self.asked.split()[:1]
         asked = " ".join(_as_typed(name, getattr(args, field_of(name))) for name in given)
         why = self.why if isinstance(self.why, str) else self.why(args)
-        remedy = self.remedy.format(given=" and ".join(given))
+        remedy = self.remedy.format(given=" and ".join(flag_of(field_of(name)) for name in given))
         return f"{asked}: {why}. {remedy[0].upper()}{remedy[1:]}."
 
     def _given(self, args: CacheRankFlags) -> list[str]:
@@ -86,15 +87,15 @@ def refuse_untested_sglang(args: CacheRankFlags) -> None:
     Raises:
         UnsupportedError: the installed release is not tested, and nobody asked for it all the same.
     """
-    release, flag = compat.RELEASE, "--allow-untested-sglang"
+    release, key = compat.RELEASE, "--cache-rank-config '{\"allow_untested_sglang\": true}'"
     if not compat.is_in(compat.TESTED):
         if not args.allow_untested_sglang:
             raise UnsupportedError(
                 f"SGLang {release} is not tested with a cache rank: {_listed(compat.TESTED)} are. "
-                f"Run pip install 'sglang=={compat.TESTED[-1]}', or pass {flag} to try it all the "
-                "same."
+                f"Run pip install 'sglang=={compat.TESTED[-1]}', or pass {key} to try it all "
+                "the same."
             )
-        logger.warning("cache rank: SGLang %s is not tested (%s)", release, flag)
+        logger.warning("cache rank: SGLang %s is not tested (%s)", release, key)
     elif args.on_gpu and not compat.is_in(compat.TESTED_ON_GPUS):
         logger.warning(
             "cache rank: SGLang %s is not tested on GPUs: %s are",
@@ -111,4 +112,5 @@ def _listed(names: Sequence[str]) -> str:
 def _as_typed(name: str, value: Any) -> str:
     """A flag with its value, as far as the value is a word of the command line."""
     is_word = isinstance(value, str | int | float) and not isinstance(value, bool)
-    return f"{name} {value}" if is_word else name
+    typed = flag_of(field_of(name))
+    return f"{typed} {value}" if is_word else typed

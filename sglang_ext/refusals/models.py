@@ -167,7 +167,7 @@ WORKING_SETS = (
             f"the model has {_groups(args)} groups of sparse layers, and forecasts need "
             f"more than their lead of {args.forecast_lead}"
         ),
-        "lower --forecast-lead or --layers-per-group, or pass --query-predictor last",
+        "lower --forecast-lead or layers_per_group, or pass --query-predictor last",
         lambda args: args.query_predictor == "forecast" and _groups(args) <= args.forecast_lead,
     ),
     Refusal(

@@ -12,7 +12,7 @@ import torch
 
 from cache_rank.config import ModelShape
 from sglang_ext import compat, cpu
-from sglang_ext.flags import BACKEND, CacheRankFlags, field_of, flag_of
+from sglang_ext.flags import BACKEND, CONFIG_FLAG, CacheRankFlags, flag_of
 from sglang_ext.refusals import (
     ALLOW_LARGE_BUDGET_VARIABLE,
     DROP,
@@ -25,8 +25,6 @@ from sglang_ext.requests import wants_beams
 _CPU_BACKENDS = {None, "torch_native", "intel_amx", BACKEND}
 
 _GPU_BACKENDS = ("fa3", "flashinfer", "triton")
-
-"""The compute capability from which on Triton has 8-bit floating point numbers of this type."""
 
 
 def _can_bind(address: str) -> bool:
@@ -289,7 +287,7 @@ GPUS = (
         lambda args: (
             f"GPU {args.base_gpu_id} cannot reach the memory of GPU {args.first_cache_rank_gpu}"
         ),
-        f"pass nccl, or {DROP}",
+        f'pass {{{{"cache_rank_transfer_backend": "nccl"}}}} by {CONFIG_FLAG}, or drop it',
         lambda args: (
             args.cache_rank_transfer_backend == "peer"
             and args.base_gpu_id != args.first_cache_rank_gpu
@@ -331,13 +329,13 @@ ANY_SHAPE = ModelShape(1 << 20, 1, 1, 128, "bfloat16", 1.0)
 """The shape of a model that is not read yet; what depends on it, the table of models refuses."""
 
 RANGES = {
-    "--cache-rank-timeout": (1, 86_400),  # a cache rank says four times a second that it is alive
-    "--cache-rank-max-restart-delay": (1, 3600),
-    "--cache-rank-mem-fraction": (0.01, 1),
-    "--max-sparse-requests": (1, None),
-    "--bulk-chunk-tokens": (2, None),  # every step adds one token of its own
-    "--dense-layers": (0, None),
-    "--trace-steps": (1, None),
+    "cache_rank_timeout": (1, 86_400),  # a cache rank says four times a second that it is alive
+    "cache_rank_max_restart_delay": (1, 3600),
+    "cache_rank_mem_fraction": (0.01, 1),
+    "max_sparse_requests": (1, None),
+    "bulk_chunk_tokens": (2, None),  # every step adds one token of its own
+    "dense_layers": (0, None),
+    "trace_steps": (1, None),
 }
 """The least and the most that flags take of which the cache rank itself is not told."""
 
@@ -348,11 +346,13 @@ def refuse_out_of_range(args: CacheRankFlags) -> None:
     Raises:
         UnsupportedError: one is; the message has the range.
     """
-    for flag, (least, most) in RANGES.items():
-        value = getattr(args, field_of(flag))
+    for field, (least, most) in RANGES.items():
+        value = getattr(args, field)
         if value is not None and not least <= value <= (math.inf if most is None else most):
             allowed = f"{least} or more" if most is None else f"a number from {least} to {most}"
-            raise UnsupportedError(f"{flag} {value}: this is out of range. Pass {allowed}.")
+            raise UnsupportedError(
+                f"{flag_of(field)} {value}: this is out of range. Pass {allowed}."
+            )
     try:
         args.cache_rank_config(ANY_SHAPE, max_rows=1)
     except ValueError as error:

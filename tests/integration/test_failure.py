@@ -28,8 +28,8 @@ TIMEOUT = 8.0
 CHAINS = [make_chain(seed=seed, facts=128, hops=60) for seed in range(8)]
 ARGUMENTS = (
     "--sparse-threshold 270 --sparse-budget 640 --sink-tokens 4 --recent-tokens 16 "
-    "--query-window 8 --max-swap-tokens 64 --layers-per-group 1 --bulk-chunk-tokens 128 "
-    f"--max-sparse-requests 8 --max-total-tokens 8000 --enable-metrics "
+    '--cache-rank-config {"query_window":8,"layers_per_group":1,"bulk_chunk_tokens":128} '
+    "--max-swap-tokens 64 --max-sparse-requests 8 --max-total-tokens 8000 --enable-metrics "
     f"--cache-rank-timeout {TIMEOUT}"
 ).split()
 
@@ -248,7 +248,7 @@ def letting_go() -> Iterator[Server]:
     """
     sparse = (
         "--sparse-threshold 264 --sparse-budget 40 --hysteresis 8 --max-swap-tokens 40 "
-        "--wire-dtype int8"
+        '--cache-rank-config {"wire_dtype":"int8"}'
     )
     environment = {LET_GO_VARIABLE: "1", "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1"}
     with serve([*ARGUMENTS, *sparse.split()], environment) as server:

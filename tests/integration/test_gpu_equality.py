@@ -26,9 +26,10 @@ pytestmark = [pytest.mark.gpu(2, ranks=True), pytest.mark.timeout(600)]
 
 BUDGET, CAPACITY, MARGIN, RECENT, GROUP_LAYERS = 256, 32, 32, 32, 2
 FLAGS = (
-    f"--skip-tokenizer-init --layers-per-group {GROUP_LAYERS} --dense-layers 0 "
+    f"--skip-tokenizer-init --dense-layers 0 "
     f"--sparse-threshold 600 --recent-tokens {RECENT} --max-swap-tokens {CAPACITY} "
-    f"--hysteresis {MARGIN} --bulk-chunk-tokens 256"
+    f"--hysteresis {MARGIN} --cache-rank-config "
+    f'{{"layers_per_group":{GROUP_LAYERS},"bulk_chunk_tokens":256}}'
 ).split()
 PROMPTS = [700, 1500, 900, 2500, 650, 1100, 800, 2000, 700, 1300, 1000, 600]
 TOKENS = [1000, 300, 700, 500, 900, 400, 600, 1000, 500, 400, 300, 600]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import threading
@@ -140,11 +141,15 @@ CONTEXTS_GIB = 2.0
 """Contexts and libraries of both processes take less than this."""
 
 
+def carried_by(backend: str) -> tuple[str, str]:
+    return "--cache-rank-config", json.dumps({"cache_rank_transfer_backend": backend})
+
+
 @pytest.mark.parametrize("backend", ["peer", "nccl"])
 def test_memory_is_released_on_both_gpus_and_comes_back(backend: str) -> None:
     gpus = visible_gpus()[:2]
     unused = memory_gib(gpus)
-    flags = [*CHAIN_FLAGS, "--enable-memory-saver", "--cache-rank-transfer-backend", backend]
+    flags = [*CHAIN_FLAGS, "--enable-memory-saver", *carried_by(backend)]
     with serve([*GPU_FLAGS, *flags]) as server:
         for starts in (1, 2, 3):
             assert wait_until_up(server)["starts"] == starts
@@ -164,9 +169,9 @@ def test_memory_is_released_on_both_gpus_and_comes_back(backend: str) -> None:
 
 def deep_flags(model: Path) -> list[str]:
     return (
-        f"--model-path {model} --skip-tokenizer-init --layers-per-group 1 --dense-layers 0 "
+        f"--model-path {model} --skip-tokenizer-init --dense-layers 0 "
         "--sparse-threshold 1024 --sparse-budget 512 --recent-tokens 32 --max-swap-tokens 64 "
-        "--bulk-chunk-tokens 256"
+        '--cache-rank-config {"layers_per_group":1,"bulk_chunk_tokens":256}'
     ).split()
 
 
@@ -181,7 +186,7 @@ FORECAST = "--query-predictor forecast --forecast-lead"
 def test_a_cache_rank_of_many_groups_is_lost_and_comes_back(
     deep_model: Path, backend: str, schedule: str
 ) -> None:
-    flags = [*deep_flags(deep_model), *schedule.split(), "--cache-rank-transfer-backend", backend]
+    flags = [*deep_flags(deep_model), *schedule.split(), *carried_by(backend)]
     prompts = random_prompts([3000, 700, 1500, 4000])
     with serve([*GPU_FLAGS, *flags]) as server:
         for starts in (1, 2, 3):

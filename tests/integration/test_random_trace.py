@@ -165,7 +165,7 @@ def test_nothing_is_left_behind(inference_kv: str, random_model: Callable[..., P
         *("--hysteresis", "4", "--inference-kv", inference_kv),
         *("--max-sparse-requests", str(MOST_SPARSE)),  # runs out at times
         *("--max-total-tokens", "2500"),  # so does this
-        *("--cache-rank-max-restart-delay", "1"),
+        *("--cache-rank-config", '{"cache_rank_max_restart_delay": 1}'),
     ]
     environment = {
         CHECKSUM_VARIABLE: "1",

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -58,18 +59,23 @@ class Case:
         return f"{self.predictor}-{self.family}-{self.heads}-{self.kv_heads}"
 
     def flags(self) -> list[str]:
+        settings = {
+            # The prompt of the request that decodes alone is shipped in one step, longer ones not.
+            "bulk_chunk_tokens": 160,
+            "layers_per_group": self.layers_per_group,
+            "score_normalizer": self.score_normalizer,
+            "wire_dtype": self.wire_dtype,
+        }
         return [
             *SMALL_CACHE_RANK,
             *("--skip-tokenizer-init", "--sparse-threshold", str(THRESHOLD)),
             *("--sparse-budget", str(BUDGET), "--hysteresis", str(MARGIN)),
-            # The prompt of the request that decodes alone is shipped in one step, longer ones not.
-            *("--max-swap-tokens", str(CAPACITY), "--bulk-chunk-tokens", "160"),
+            *("--max-swap-tokens", str(CAPACITY)),
             *("--query-predictor", self.predictor),
-            *("--inference-kv", self.inference_kv, "--wire-dtype", self.wire_dtype),
+            *("--inference-kv", self.inference_kv),
             *("--dense-layers", str(self.dense_layers)),
-            *("--layers-per-group", str(self.layers_per_group)),
             *("--forecast-lead", str(self.forecast_lead)),
-            *("--score-keys", self.score_keys, "--score-normalizer", self.score_normalizer),
+            *("--score-keys", self.score_keys, "--cache-rank-config", json.dumps(settings)),
         ]
 
     def config(self, rotary_frequency: list[float]) -> CacheRankConfig:

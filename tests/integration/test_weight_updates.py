@@ -30,7 +30,7 @@ pytestmark = [pytest.mark.thorough, pytest.mark.xdist_group(name="weight-updates
 
 FLAGS = (
     "--skip-tokenizer-init --sparse-threshold 100 --sparse-budget 24 --max-swap-tokens 24 "
-    "--query-predictor forecast --forecast-lead 1 --layers-per-group 1"
+    '--query-predictor forecast --forecast-lead 1 --cache-rank-config {"layers_per_group":1}'
 ).split()
 
 AT_A_TIME = 4

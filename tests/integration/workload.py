@@ -9,8 +9,8 @@ from sglang_ext.flags import CHECKSUM_VARIABLE
 VOCABULARY = 300
 
 SMALL_CACHE_RANK = (
-    "--kv-residency bf16 --sink-tokens 4 --recent-tokens 8 --layers-per-group 2 --query-window 4 "
-    "--max-sparse-requests 8 --bulk-chunk-tokens 64 "
+    "--kv-residency bf16 --sink-tokens 4 --recent-tokens 8 --max-sparse-requests 8 "
+    '--cache-rank-config {"layers_per_group":2,"query_window":4,"bulk_chunk_tokens":64} '
     "--max-total-tokens 20000 --enable-metrics --dtype float32"
 ).split()
 

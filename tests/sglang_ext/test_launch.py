@@ -17,7 +17,7 @@ from packaging.version import Version
 import sglang_ext
 from scripts.shared.serving import free_port
 from sglang_ext import compat, launch
-from sglang_ext.flags import CACHE_RANK_FIELDS
+from sglang_ext.flags import CACHE_RANK_FIELDS, CONFIG_KEYS
 from sglang_ext.model_path import find_file, require_model
 from sglang_ext.port import reserved
 from sglang_ext.refusals import UnsupportedError
@@ -43,7 +43,11 @@ def test_help_is_of_our_flags_and_says_where_sglangs_are(
     assert output.startswith("usage: python -m sglang_ext.launch [--model-path MODEL] ")
     (section,) = re.findall(r"^cache rank:\n((?:(?: .*)?\n)+)", output, flags=re.MULTILINE)
     shown = re.findall(r"^  --([a-z-]+)", section, flags=re.MULTILINE)
-    assert shown == [name.replace("_", "-") for name in CACHE_RANK_FIELDS]
+    flags = [name.replace("_", "-") for name in CACHE_RANK_FIELDS if name not in CONFIG_KEYS]
+    assert shown == [*flags, "cache-rank-config"]
+    keys = output.partition("keys of --cache-rank-config:\n")[2].splitlines()
+    assert [line.split()[0] for line in keys[: len(CONFIG_KEYS)]] == list(CONFIG_KEYS)
+    assert all(len(line) <= 100 for line in output.splitlines())
     assert "--help-all" in output
     assert "--page-size" not in output
 
@@ -54,7 +58,10 @@ def test_all_of_the_help_has_our_flags_before_sglangs(capsys: pytest.CaptureFixt
     assert output.count("usage:") == 1
 
 
-@pytest.mark.parametrize("flags", ["--sparse-budgets 7", "--kv-residency fp3", "--trace-steps few"])
+@pytest.mark.parametrize(
+    "flags",
+    ["--sparse-budgets 7", "--kv-residency fp3", '--cache-rank-config {"trace_steps":"few"}'],
+)
 def test_a_flag_that_cannot_be_read_exits_with_status_2(
     flags: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

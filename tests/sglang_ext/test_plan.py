@@ -47,7 +47,9 @@ def test_flags_gpus_and_weights_change_a_plan() -> None:
 
     usual = step()
     assert step("--kv-residency", "bf16") > 1.5 * usual
-    assert step("--query-predictor", "last", "--layers-per-group", "6") < usual
+    assert (
+        step("--query-predictor", "last", "--cache-rank-config", '{"layers_per_group": 6}') < usual
+    )
     assert step("--gpu", "H100", "--sparse-budget", "1024") > 1.2 * usual
     assert step("--quantization", "fp8", batch=4) < 0.85 * step(batch=4)
 
@@ -56,7 +58,7 @@ def test_flags_gpus_and_weights_change_a_plan() -> None:
     ("arguments", "why"),
     [
         ("--sparse-budget 0", "sparse_budget"),
-        ("--kv-residency hack --kv-residency-options bits=3", "bits"),
+        ('--kv-residency hack --cache-rank-config {"kv_residency_options":"bits=3"}', "bits"),
         ("--kv-residency mosaickv", "kv_residency mosaickv is not estimated"),
     ],
 )

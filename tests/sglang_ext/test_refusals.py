@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from sglang_ext import compat, cpu
-from sglang_ext.flags import BACKEND, field_of
+from sglang_ext.flags import BACKEND, CONFIG_KEYS, field_of, flag_of
 from sglang_ext.refusals import PLAIN, Refusal, UnsupportedError, known, models, refuse, servers
 from sglang_ext.server_args import BUNDLED_MODEL, CacheRankServerArgs, argument_parser
 
@@ -98,7 +98,7 @@ GPU_CASES: list[tuple[int, int, str, dict[str, Any]]] = [
     (2, 9, "--cache-rank-base-gpu-id", {"cache_rank_base_gpu_id": 0}),
     (1, 9, "--cache-rank-gpus", {}),
     (2, 9, "--gpu-id-step", {"gpu_id_step": 2}),
-    (2, 9, "--cache-rank-transfer-backend", {"cache_rank_transfer_backend": "peer"}),
+    (2, 9, "--cache-rank-config", {"cache_rank_transfer_backend": "peer"}),
     (2, 9, "--attention-backend", {"attention_backend": "trtllm_mha"}),
     (2, 9, "--cuda-graph-backend-decode", {"cuda_graph_backend_decode": "breakable"}),
     (2, 9, "--cuda-graph-config", {"cuda_graph_config": {"decode": {"backend": "breakable"}}}),
@@ -169,7 +169,7 @@ def test_full_queues_are_refused_on_gpus(make: Make, monkeypatch: pytest.MonkeyP
 def test_refuses_values_out_of_range(field: str, values: tuple[Any, ...], make: Make) -> None:
     servers.refuse_out_of_range(make())
     for value in values:
-        with pytest.raises(UnsupportedError, match=rf"^--{field.replace('_', '-')} \S"):
+        with pytest.raises(UnsupportedError, match=rf"^{flag_of(field)} \S"):
             servers.refuse_out_of_range(make(**{field: value}))
 
 
@@ -184,7 +184,7 @@ def test_refuses_values_out_of_range(field: str, values: tuple[Any, ...], make: 
 )
 def test_refuses_options_of_a_residency(residency: str, options: str, make: Make) -> None:
     args = make(kv_residency=residency, kv_residency_options=options)
-    with pytest.raises(UnsupportedError, match=r"^--kv-residency-options "):
+    with pytest.raises(UnsupportedError, match=r"^--cache-rank-config kv_residency_options "):
         servers.refuse_out_of_range(args)
 
 
@@ -200,6 +200,7 @@ ROWS = (
 
 def test_rows_and_the_list_of_known_flags_name_flags_that_there_are() -> None:
     there = {option for each in argument_parser()._actions for option in each.option_strings}
+    there |= {f"--{key.replace('_', '-')}" for key in CONFIG_KEYS}
     for row in ROWS:
         why = row.why if isinstance(row.why, str) else ""
         named = re.findall(r"(?<!\S)--[a-z][a-z-]*", f"{row.asked} {why} {row.remedy}")

@@ -27,7 +27,11 @@ from sglang_ext.flags import (
     BACKEND,
     CACHE_RANK_FIELDS,
     CHECKSUM_VARIABLE,
+    CONFIG_FLAG,
+    CONFIG_KEYS,
     SHARE_GPU_VARIABLE,
+    flag_of,
+    read_config,
 )
 from sglang_ext.refusals import (
     ALLOW_LARGE_BUDGET_VARIABLE,
@@ -142,7 +146,7 @@ def refusal_of(flags: str, model: Path = BUNDLED_MODEL) -> str:
         "--tp-size 2",
         "--enable-torch-compile",
         "--page-size 16",
-        "--trace-steps 0",
+        '--cache-rank-config {"trace_steps":0}',
         "--score-keys sketch",
         "--max-sparse-requests 10000000",
         "--enable-mixed-chunk",
@@ -258,7 +262,8 @@ def test_gpus_have_the_kernels_of_their_generation(
     assert args.decode_attention_backend == BACKEND
     assert (args.max_total_tokens, args.sampling_backend) == (None, None)
     given = (
-        "--cache-rank-base-gpu-id 1 --cache-rank-transfer-backend nccl --attention-backend triton "
+        '--cache-rank-base-gpu-id 1 --cache-rank-config {"cache_rank_transfer_backend":"nccl"} '
+        "--attention-backend triton "
         "--cuda-graph-backend-decode full"
     )
     args = parse_server_args(given.split())
@@ -283,7 +288,7 @@ def test_ranks_share_a_gpu_if_they_are_told_to(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(ServerArgs, compat.RESOLVED_IN, lambda self: None)  # it looks for the GPUs
     monkeypatch.setenv(SHARE_GPU_VARIABLE, "1")
-    for flags in ([], ["--cache-rank-transfer-backend", "peer"]):
+    for flags in ([], ["--cache-rank-config", '{"cache_rank_transfer_backend": "peer"}']):
         args = parse_server_args(flags)
         assert (args.base_gpu_id, args.first_cache_rank_gpu) == (0, 0)
 
@@ -310,7 +315,6 @@ def test_the_environment_allows_a_working_set_above_the_threshold(
         "--recent-tokens 0",
         "--dense-layers 0",
         "--sparse-threshold 2116",
-        "--bulk-chunk-tokens 2",
         "--cache-rank-timeout 1.0",
         "--cache-rank-mem-fraction 1.0",
         "--page-size 1",
@@ -377,10 +381,10 @@ def test_an_sglang_that_was_not_tested_can_be_tried(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pretend_sglang_is("0.5.99", monkeypatch)
-    with pytest.raises(UnsupportedError, match=r"or pass --allow-untested-sglang to try it"):
+    with pytest.raises(UnsupportedError, match=r"or pass --cache-rank-config '{.*}' to try it"):
         parse_server_args([])
-    assert parse_server_args(["--allow-untested-sglang"]).has_cache_rank
-    assert "SGLang 0.5.99 is not tested (--allow-untested-sglang)" in capsys.readouterr().err
+    assert parse_server_args([CONFIG_FLAG, '{"allow_untested_sglang": true}']).has_cache_rank
+    assert "SGLang 0.5.99 is not tested (--cache-rank-config" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -492,15 +496,16 @@ def test_without_a_cache_rank_it_is_plain_sglang() -> None:
         ("--cache-rank-gpus 0", None),
         ("--cache-rank-gpus 0 --kv-residency quantspec --dtype float32 --page-size 16", None),
         (
-            "--cache-rank-gpus 0 --wire-dtype int8 --kv-residency lynx",
-            "without a cache rank these have no effect: --kv-residency, --wire-dtype",
+            '--cache-rank-gpus 0 --cache-rank-config {"wire_dtype":"int8"} --kv-residency lynx',
+            "without a cache rank these have no effect: --kv-residency, --cache-rank-config "
+            "wire_dtype",
         ),
         (
             "--cache-rank-gpus 0 --dense-layers 2 --sparse-budget 0 --cache-rank-base-gpu-id 0",
             "without a cache rank these have no effect: --sparse-budget, --dense-layers, "
             "--cache-rank-base-gpu-id",
         ),
-        ("--wire-dtype int8 --kv-residency lynx", None),
+        ('--cache-rank-config {"wire_dtype":"int8"} --kv-residency lynx', None),
     ],
 )
 def test_one_line_names_the_flags_that_are_ignored(
@@ -521,7 +526,7 @@ def test_every_flag_of_ours_is_named_without_a_cache_rank(
     compat.resolve(
         CacheRankServerArgs(model_path=str(BUNDLED_MODEL), device="cpu", cache_rank_gpus=0, **given)
     )
-    flags = ", ".join(f"--{name.replace('_', '-')}" for name in own)
+    flags = ", ".join(map(flag_of, own))
     assert caplog.messages.count(f"without a cache rank these have no effect: {flags}") == 1
 
 
@@ -579,14 +584,22 @@ def test_the_users_model_is_served_however_the_flag_is_spelled(
     ("model", "flags", "chosen"),
     [
         (Model("Llama", DEEP), "", ("forecast", 2)),
-        (Model("Qwen2", DEEP), "--dense-layers 4 --layers-per-group 1", ("forecast", 1)),
+        (
+            Model("Qwen2", DEEP),
+            '--dense-layers 4 --cache-rank-config {"layers_per_group":1}',
+            ("forecast", 1),
+        ),
         (Model("Qwen3", DEEP), "--dense-layers 4", ("last", 6)),
         (Model("Qwen3", DEEP), "--dense-layers 4 --forecast-lead 1", ("forecast", 2)),
         (Model("Olmo2", DEEP), "", ("last", 6)),
         (Model("Olmo2", DEEP), "--query-predictor forecast", ("forecast", 2)),
         (Model("Llama", rotated("yarn")), "", ("forecast", 2)),
         (Model("Llama", rotated("longrope")), "", ("last", 6)),
-        (Model("Llama", DEEP), "--query-predictor spade --layers-per-group 3", ("spade", 3)),
+        (
+            Model("Llama", DEEP),
+            '--query-predictor spade --cache-rank-config {"layers_per_group":3}',
+            ("spade", 3),
+        ),
         (LLAMA, "", ("last", 6)),
     ],
     ids=str,
@@ -649,11 +662,11 @@ def test_the_config_of_the_cache_rank_carries_the_flags(
     shared = {*CACHE_RANK_FIELDS} & {*CacheRankConfig.__struct_fields__}
     scores = {"score_keys", "score_normalizer", "kv_residency", "kv_residency_options"}
     assert {*given} | scores == shared
-    flags = [
-        word
-        for name, value in given.items()
-        for word in (f"--{name.replace('_', '-')}", str(value))
-    ]
+    keys = {name: value for name, value in given.items() if name in CONFIG_KEYS}
+    flags = [CONFIG_FLAG, json.dumps(keys)]
+    for name, value in given.items():
+        if name not in keys:
+            flags += [flag_of(name), str(value)]
     args = parse_server_args(["--kv-residency", "bf16", *flags])
     model = ModelShape(1, 1, 1, 8, "float32", 1.0, rotary_frequency=(1.0,))
     config, usual = args.cache_rank_config(model, max_rows=6), CacheRankConfig(model)
@@ -695,11 +708,40 @@ def test_what_stays_and_what_enters_follows_the_budget(flags: str, sizes: tuple[
 
 def test_checksums_of_rounded_tokens_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = ModelShape(1, 1, 1, 8, "bfloat16", 1.0)
-    config = parse_server_args(["--wire-dtype", "int8"]).cache_rank_config(model, max_rows=6)
+    config = parse_server_args([CONFIG_FLAG, '{"wire_dtype": "int8"}']).cache_rank_config(
+        model, max_rows=6
+    )
     assert config.wire_torch_dtype == torch.int8
     monkeypatch.setenv(CHECKSUM_VARIABLE, "1")
-    with pytest.raises(UnsupportedError, match=r"^--wire-dtype int8: "):
-        parse_server_args(["--wire-dtype", "int8"])
+    with pytest.raises(UnsupportedError, match=r"^--cache-rank-config wire_dtype int8: "):
+        parse_server_args([CONFIG_FLAG, '{"wire_dtype": "int8"}'])
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("{", "truncated"),
+        ("[1]", "Expected `object`"),
+        ('{"sketch_bit": 3}', "unknown key sketch_bit; the keys are kv_residency_options, layers"),
+        ('{"sketch_bits": 5}', "sketch_bits: Invalid enum value 5"),
+        ('{"trace_steps": "8"}', "trace_steps: Expected `int`, got `str`"),
+        ('{"wire_dtype": "fp8"}', "wire_dtype: Invalid enum value 'fp8'"),
+    ],
+)
+def test_a_setting_that_cannot_be_read_is_refused(
+    text: str, why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(ValueError, match=re.escape(why)):
+        read_config(text)
+    with pytest.raises(SystemExit, match="2"):
+        parse_server_args([CONFIG_FLAG, text])
+    assert f"argument {CONFIG_FLAG}: " in capsys.readouterr().err
+
+
+def test_settings_of_flags_given_twice_add_up_and_the_last_of_a_key_wins() -> None:
+    first, second = '{"query_window": 4, "trace_steps": 3}', '{"trace_steps": 5}'
+    args = parse_server_args([CONFIG_FLAG, first, CONFIG_FLAG, second])
+    assert (args.query_window, args.trace_steps) == (4, 5)
 
 
 def test_options_of_the_residency_are_numbers_where_they_can_be() -> None:
@@ -709,7 +751,9 @@ def test_options_of_the_residency_are_numbers_where_they_can_be() -> None:
         ("alpha=0.5", {"alpha": 0.5}),
         ("", {}),
     ):
-        args = parse_server_args(["--kv-residency", "lynx", "--kv-residency-options", given])
+        args = parse_server_args(
+            ["--kv-residency", "lynx", CONFIG_FLAG, json.dumps({"kv_residency_options": given})]
+        )
         assert args.cache_rank_config(model, max_rows=6).kv_residency_options == options
 
 

@@ -47,4 +47,7 @@ def test_options_of_a_format_are_one_text_for_servers() -> None:
 
 def test_flags_of_lists_and_switches() -> None:
     flags = to_flags({"enable_metrics": True, "kv_residency_options": "bits=2+partition=16"})
-    assert flags == ["--enable-metrics", "--kv-residency-options", "bits=2,partition=16"]
+    assert flags == [
+        *("--cache-rank-config", '{"kv_residency_options": "bits=2,partition=16"}'),
+        "--enable-metrics",
+    ]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from sglang_ext.unreached import say_small_capacity, say_unreached_settings
+from sglang_ext.ineffective_flags import warn_ineffective_flags, warn_small_capacity
 
 
 def args_of(threshold: int = 4096, sparse: int = 32, **changes: Any) -> Any:
@@ -39,14 +39,18 @@ def args_of(threshold: int = 4096, sparse: int = 32, **changes: Any) -> Any:
         (args_of(max_total_tokens=4097, reuse_sparse_tokens="on"), 8192, None),
         (args_of(max_total_tokens=4096), 8192, "--max-total-tokens 4096"),
         (args_of(reuse_sparse_tokens="on", disable_radix_cache=True), 8192, "nothing is reused"),
-        (args_of(cache_rank_transfer_backend="peer"), 8192, "--cache-rank-transfer-backend peer"),
+        (
+            args_of(cache_rank_transfer_backend="peer"),
+            8192,
+            "cache_rank_transfer_backend peer has no effect",
+        ),
         (args_of(cache_rank_transfer_backend="peer", on_gpu=True), 8192, None),
     ],
 )
 def test_what_keeps_requests_dense_or_slow_is_named(
     args: Any, context_length: int, named: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    say_unreached_settings(args, context_length)
+    warn_ineffective_flags(args, context_length)
     assert [record.levelname for record in caplog.records] == ["WARNING"] * (named is not None)
     assert named is None or named in caplog.text
 
@@ -55,5 +59,5 @@ def test_what_keeps_requests_dense_or_slow_is_named(
 def test_a_small_cache_rank_says_that_max_tokens_is_needed(
     capacity: int, warns: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    say_small_capacity(capacity, 8192)
+    warn_small_capacity(capacity, 8192)
     assert ("Have clients set max_tokens" in caplog.text) is warns

@@ -1,10 +1,10 @@
-"""Settings that hardly help, which a server can be started with all the same."""
+"""Warnings of flags that have no effect, or hardly any, beside the others."""
 
 from __future__ import annotations
 
 import logging
 
-from sglang_ext.flags import CacheRankFlags
+from sglang_ext.flags import CacheRankFlags, flag_of
 
 logger = logging.getLogger(__name__)
 
@@ -12,7 +12,7 @@ _LONGEST_FILL = 64
 """More steps than this before a request turns sparse are worth a word; by default there are 16."""
 
 
-def say_unreached_settings(args: CacheRankFlags, context_length: int) -> None:
+def warn_ineffective_flags(args: CacheRankFlags, context_length: int) -> None:
     """Warn of each setting that keeps requests dense.
 
     Args:
@@ -39,8 +39,8 @@ def say_unreached_settings(args: CacheRankFlags, context_length: int) -> None:
         )
     if args.cache_rank_transfer_backend != "auto" and not args.on_gpu:
         logger.warning(
-            "cache rank: --cache-rank-transfer-backend %s: it chooses what carries steps between "
-            "GPUs, and the ranks run on CPUs",
+            "cache rank: %s %s has no effect: the ranks run on CPUs",
+            flag_of("cache_rank_transfer_backend"),
             args.cache_rank_transfer_backend,
         )
     running = args.max_running_requests
@@ -64,7 +64,7 @@ def say_unreached_settings(args: CacheRankFlags, context_length: int) -> None:
         )
 
 
-def say_small_capacity(capacity_tokens: int, context_length: int) -> None:
+def warn_small_capacity(capacity_tokens: int, context_length: int) -> None:
     """Warn that a request of unknown length does not fit on the cache rank.
 
     Args:
