@@ -300,8 +300,11 @@ def read_config(text: str) -> dict[str, Any]:
     return found
 
 
-class _ReadConfig(argparse.Action):
-    """Sets the field of each key; keys of a flag given twice add up."""
+class _ReadConfig(argparse._StoreAction):
+    """Sets the field of each key; keys of a flag given twice add up.
+
+    SGLang's reader of --config takes no other actions than this kind.
+    """
 
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option: Any = None

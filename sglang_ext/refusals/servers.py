@@ -12,7 +12,7 @@ import torch
 
 from cache_rank.config import ModelShape
 from sglang_ext import compat, cpu
-from sglang_ext.flags import BACKEND, CONFIG_FLAG, CacheRankFlags, flag_of
+from sglang_ext.flags import BACKEND, CacheRankFlags, flag_of
 from sglang_ext.refusals import (
     ALLOW_LARGE_BUDGET_VARIABLE,
     DROP,
@@ -287,7 +287,7 @@ GPUS = (
         lambda args: (
             f"GPU {args.base_gpu_id} cannot reach the memory of GPU {args.first_cache_rank_gpu}"
         ),
-        f'pass {{{{"cache_rank_transfer_backend": "nccl"}}}} by {CONFIG_FLAG}, or drop it',
+        "set it to nccl, or drop it",
         lambda args: (
             args.cache_rank_transfer_backend == "peer"
             and args.base_gpu_id != args.first_cache_rank_gpu
