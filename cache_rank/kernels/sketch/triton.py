@@ -209,8 +209,8 @@ def _weigh_crumbs(
 
 
 @triton.jit
-def _load_weigh_crumbsts(
-    unit_weigh_crumbsts,
+def _load_weights(
+    unit_weights,
     GROUP: tl.constexpr,
     PADDED: tl.constexpr,
     SIZE: tl.constexpr,
@@ -224,13 +224,13 @@ def _load_weigh_crumbsts(
         unit: (PADDED,) float32, what 1 in the lower digit of a head stands for.
     """
     column, byte = tl.arange(0, PADDED * COLUMNS), tl.arange(0, WIDTH)
-    at = unit_weigh_crumbsts + (column // COLUMNS)[:, None] * (4 * SIZE) + byte[None, :]
-    is_weigh_crumbst = is_digit(column, GROUP, COLUMNS)[:, None] & (byte < SIZE)[None, :]
+    at = unit_weights + (column // COLUMNS)[:, None] * (4 * SIZE) + byte[None, :]
+    is_weight = is_digit(column, GROUP, COLUMNS)[:, None] & (byte < SIZE)[None, :]
     # [PADDED * COLUMNS, WIDTH] each
-    w0 = tl.load(at, mask=is_weigh_crumbst, other=0.0)
-    w1 = tl.load(at + SIZE, mask=is_weigh_crumbst, other=0.0)
-    w2 = tl.load(at + 2 * SIZE, mask=is_weigh_crumbst, other=0.0)
-    w3 = tl.load(at + 3 * SIZE, mask=is_weigh_crumbst, other=0.0)
+    w0 = tl.load(at, mask=is_weight, other=0.0)
+    w1 = tl.load(at + SIZE, mask=is_weight, other=0.0)
+    w2 = tl.load(at + 2 * SIZE, mask=is_weight, other=0.0)
+    w3 = tl.load(at + 3 * SIZE, mask=is_weight, other=0.0)
     largest = tl.maximum(tl.maximum(tl.abs(w0), tl.abs(w1)), tl.maximum(tl.abs(w2), tl.abs(w3)))
     unit = unit_of_rows(tl.max(largest, axis=1))
     weights = (
@@ -254,7 +254,7 @@ def _logits_of(
 ):
     """The logits of sketches, (BLOCK, WIDTH) uint8: (BLOCK, PADDED) float32.
 
-    For `weights` and `unit` see `_load_weigh_crumbsts`.
+    For `weights` and `unit` see `_load_weights`.
     """
     products = tl.zeros((BLOCK, PADDED * COLUMNS), tl.int32)
     for index in tl.static_range(4):
@@ -304,7 +304,7 @@ def _normalize(
         pages = page_table + row * page_stride
         in_slots = chosen + ((slot.to(tl.int64) * pool_layers + layer) * KV_HEADS + head) * BUDGET
         heads, byte = tl.arange(0, PADDED), tl.arange(0, WIDTH)
-        own_weigh_crumbsts, weight_unit = _load_weigh_crumbsts(
+        own_weights, weight_unit = _load_weights(
             weights + unit * GROUP * 4 * SIZE, GROUP, PADDED, SIZE, WIDTH, COLUMNS
         )
 
@@ -330,7 +330,7 @@ def _normalize(
                 other=0,
             )
             logit = _logits_of(
-                packed, own_weigh_crumbsts, weight_unit, PADDED, BLOCK, COLUMNS, INTERPRETED
+                packed, own_weights, weight_unit, PADDED, BLOCK, COLUMNS, INTERPRETED
             )
             logit = tl.where(is_token[:, None], logit, -float("inf"))
             before, largest = largest, tl.maximum(largest, tl.max(logit, axis=0))
@@ -399,7 +399,7 @@ def _score(
         stop = tl.minimum(start + CHUNK, tokens)
 
         byte = tl.arange(0, WIDTH)
-        own_weigh_crumbsts, weight_unit = _load_weigh_crumbsts(
+        own_weights, weight_unit = _load_weights(
             weights + unit * GROUP * 4 * SIZE, GROUP, PADDED, SIZE, WIDTH, COLUMNS
         )
         if NORMALIZER_PARTS > 0:
@@ -418,7 +418,7 @@ def _score(
                     codes + tile * SIZE + in_page, mask=(byte < SIZE)[None, :], other=0
                 )
             logit = _logits_of(
-                packed, own_weigh_crumbsts, weight_unit, PADDED, BLOCK, COLUMNS, INTERPRETED
+                packed, own_weights, weight_unit, PADDED, BLOCK, COLUMNS, INTERPRETED
             )
             if NORMALIZER_PARTS > 0:
                 score = tl.max(logit - log_sum[None, :], axis=1)
