@@ -1,0 +1,48 @@
+"""Attention of a decode step over rows of the KV pool, plain torch: the specification.
+
+A request that is sparse attends, by KV head, to the rows that were picked for it; any other to all
+of its own.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def attend_rows(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    picked: Tensor,
+    row_table: Tensor,
+    slots: Tensor,
+    lengths: Tensor,
+    sparse_from: Tensor,
+    scale: float,
+    out: Tensor,
+) -> None:
+    """Attend to the tokens of a decode step.
+
+    Args:
+        queries: (B, Hq, D).
+        keys, values: (rows, Hkv, D), the pool of a layer; the current tokens are there.
+        picked: (B, Hkv, W) int32, rows of each sparse request; see `pick_tokens`.
+        row_table: (slots, context) int32, where the tokens of each slot lie in the pool.
+        slots: (B,) the slot of each request.
+        lengths: (B,) tokens of each request, the current one included.
+        sparse_from: (slots,) int32, the length from which the request of a slot is sparse.
+        scale: factor on the logits.
+        out: (B, Hq, D), written in place.
+    """
+    kv_heads = keys.shape[1]
+    head = torch.arange(kv_heads, device=keys.device).unsqueeze(-1)
+    for request, (slot, length) in enumerate(zip(slots.tolist(), lengths.tolist(), strict=True)):
+        if length < sparse_from[slot]:
+            rows = row_table[slot, :length].expand(kv_heads, -1)
+        else:
+            rows = picked[request]
+        key, value = (pool[rows.long(), head].float() for pool in (keys, values))  # (Hkv, n, D)
+        query = queries[request].float().unflatten(0, (kv_heads, -1))  # (Hkv, G, D)
+        weights = (query @ key.mT * scale).softmax(-1)
+        out[request] = (weights @ value).flatten(0, 1).to(out.dtype)

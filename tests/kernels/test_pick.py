@@ -1,0 +1,105 @@
+"""Tokens picked from keys, and attention over their rows: references against loops and Triton."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from cache_rank.kernels.attend import reference as attend_reference
+from cache_rank.kernels.attend import triton as attend_triton
+from cache_rank.kernels.pick import reference, triton
+from cache_rank.kernels.pick.reference import to_keys
+
+POISON = -7
+SINKS, RECENT = 2, 3
+
+
+def random_rows(
+    lengths: list[int], context: int, generator: torch.Generator, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A table of scattered rows of a pool, and the slots of requests, in no order."""
+    slots = torch.randperm(len(lengths) + 2, generator=generator)[: len(lengths)]
+    table = torch.randperm((len(lengths) + 2) * context, generator=generator).to(torch.int32)
+    return table.view(-1, context).to(device), slots.to(device)
+
+
+@pytest.mark.parametrize("implementation", [reference, triton], ids=["reference", "triton"])
+@pytest.mark.parametrize("lengths", [[40], [13, 12, 100, 300], [4200]])
+@pytest.mark.parametrize("distinct", [3, 1 << 16])
+def test_the_best_keys_are_picked_the_earlier_of_equals(
+    implementation, lengths: list[int], distinct: int, device: torch.device
+) -> None:
+    generator = torch.Generator().manual_seed(1)
+    budget, kv_heads, context = 7, 2, 5000
+    keys = torch.randint(0, distinct, (len(lengths), kv_heads, context), generator=generator)
+    table, slots = random_rows(lengths, context, generator, device)
+    sparse_from = torch.full((len(table),), SINKS + RECENT + budget + 1, dtype=torch.int32)
+    out = torch.full(
+        (len(lengths), kv_heads, SINKS + budget + RECENT), POISON, dtype=torch.int32, device=device
+    )
+    implementation.pick_tokens(
+        keys.to(device, torch.uint16),
+        table,
+        slots,
+        torch.tensor(lengths, device=device),
+        sparse_from.to(device),
+        SINKS,
+        RECENT,
+        out,
+    )
+    for request, length in enumerate(lengths):
+        for head in range(kv_heads):
+            if length < SINKS + RECENT + budget + 1:
+                assert (out[request, head] == POISON).all()
+                continue
+            own = keys[request, head].tolist()
+            tokens = sorted(range(SINKS, length - RECENT), key=lambda t: (-own[t], t))[:budget]
+            tokens = [*range(SINKS), *sorted(tokens), *range(length - RECENT, length)]
+            assert out[request, head].tolist() == table[slots[request], tokens].tolist()
+
+
+def test_scores_keep_their_order_as_keys() -> None:
+    scores = torch.tensor([-torch.inf, -40.0, -24.0, -1.0, -0.9, 0.0, 7.9, 50.0, torch.inf])
+    keys = to_keys(scores).tolist()
+    assert keys == sorted(keys)
+    assert (keys[0], keys[-1], to_keys(torch.tensor([torch.nan])).item()) == (0, 65535, 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("query_heads", "kv_heads", "head_dim"), [(2, 2, 16), (12, 2, 64)])
+@pytest.mark.parametrize("lengths", [[1], [11, 70, 300, 64]])
+def test_attention_over_rows(
+    dtype: torch.dtype,
+    query_heads: int,
+    kv_heads: int,
+    head_dim: int,
+    lengths: list[int],
+    device: torch.device,
+) -> None:
+    generator = torch.Generator().manual_seed(2)
+    context, width = 300, 50
+    table, slots = random_rows(lengths, context, generator, device)
+    pool = torch.randn((2, table.numel(), kv_heads, head_dim), generator=generator)
+    queries = torch.randn((len(lengths), query_heads, head_dim), generator=generator)
+    pool, queries = pool.to(device, dtype), queries.to(device, dtype)
+    picked = torch.zeros((len(lengths), kv_heads, width), dtype=torch.int32)
+    for request, length in enumerate(lengths):
+        for head in range(kv_heads):
+            tokens = torch.randperm(max(length, width), generator=generator)[:width]
+            picked[request, head] = table[slots[request].cpu(), tokens % context].cpu()
+    step = (
+        queries,
+        pool[0],
+        pool[1],
+        picked.to(device),
+        table,
+        slots,
+        torch.tensor(lengths, device=device),
+        torch.full((len(table),), width + 1, dtype=torch.int32, device=device),
+        head_dim**-0.5,
+    )
+    expected, got = torch.empty_like(queries), torch.empty_like(queries)
+    attend_reference.attend_rows(*step, expected)
+    attend_triton.attend_rows(*step, got)
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(got, expected, atol=tolerance, rtol=tolerance)
