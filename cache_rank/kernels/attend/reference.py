@@ -27,7 +27,8 @@ def attend_rows(
     Args:
         queries: (B, Hq, D).
         keys, values: (rows, Hkv, D), the pool of a layer; the current tokens are there.
-        picked: (B, Hkv, W) int32, rows of each sparse request; see `pick_tokens`.
+        picked: (B, Hkv, W) int32, rows of each sparse request, the first of as many as it has
+            tokens; see `pick_tokens`.
         row_table: (slots, context) int32, where the tokens of each slot lie in the pool.
         slots: (B,) the slot of each request.
         lengths: (B,) tokens of each request, the current one included.
@@ -41,7 +42,7 @@ def attend_rows(
         if length < sparse_from[slot]:
             rows = row_table[slot, :length].expand(kv_heads, -1)
         else:
-            rows = picked[request]
+            rows = picked[request, :, :length]
         key, value = (pool[rows.long(), head].float() for pool in (keys, values))  # (Hkv, n, D)
         query = queries[request].float().unflatten(0, (kv_heads, -1))  # (Hkv, G, D)
         weights = (query @ key.mT * scale).softmax(-1)

@@ -116,7 +116,7 @@ def _attend(
     slot = tl.load(slots + request).to(tl.int64)
     length = tl.load(lengths + request).to(tl.int32)
     is_sparse = length >= tl.load(sparse_from + slot)
-    tokens = tl.where(is_sparse, WIDTH, length)
+    tokens = tl.where(is_sparse, tl.minimum(WIDTH, length), length)
     own_rows, all_rows = picked + unit * WIDTH, row_table + slot * table_stride
 
     in_group, dims = tl.arange(0, QUERIES), tl.arange(0, HEAD_DIM)

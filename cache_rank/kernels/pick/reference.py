@@ -42,10 +42,11 @@ def pick_tokens(
         row_table: (slots, context) int32, where the tokens of each slot lie in the pool.
         slots: (B,) the slot of each request.
         lengths: (B,) tokens of each request, the current one included.
-        sparse_from: (slots,) int32, the length from which the request of a slot is sparse. It is at
-            least the width of `out`.
+        sparse_from: (slots,) int32, the length from which the request of a slot is sparse. It is
+            more than sinks and recent tokens.
         sinks, recent: so many first and newest tokens are always attended to.
-        out: (B, Hkv, sinks + k + recent) int32, rows of the pool, written in place.
+        out: (B, Hkv, sinks + k + recent) int32, rows of the pool, written in place. Of a request
+            with fewer tokens these are all, and come first.
     """
     budget = out.shape[-1] - sinks - recent
     for request, (slot, length) in enumerate(zip(slots.tolist(), lengths.tolist(), strict=True)):
@@ -56,4 +57,5 @@ def pick_tokens(
         picked = order[:, :budget].sort(dim=-1).values + sinks
         first = torch.arange(sinks, device=keys.device).expand(len(picked), -1)
         newest = torch.arange(length - recent, length, device=keys.device).expand(len(picked), -1)
-        out[request] = row_table[slot, torch.cat((first, picked, newest), dim=-1)]
+        attended = torch.cat((first, picked, newest), dim=-1)
+        out[request, :, : attended.shape[-1]] = row_table[slot, attended]

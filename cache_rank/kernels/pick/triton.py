@@ -99,7 +99,8 @@ def _pick(
     token = tl.where(place < SINKS, place, stop + place - SINKS)
     is_always = place < SINKS + RECENT
     row = tl.load(rows + token, mask=is_always, other=0)
-    tl.store(target + tl.where(place < SINKS, place, BUDGET + place), row, mask=is_always)
+    picks = tl.minimum(BUDGET, stop - SINKS)
+    tl.store(target + tl.where(place < SINKS, place, picks + place), row, mask=is_always)
 
     # The upper half of the key of the k-th best, and its lower half.
     counts = tl.zeros((256,), tl.int32)
