@@ -111,6 +111,13 @@ def field_of(flag: str) -> str:
 class CacheRankFlags(ServerArgs):
     """SGLang's arguments and ours, as the user gave them; CacheRankServerArgs checks them."""
 
+    cache_rank: A[
+        Literal["inline", "process", "off"] | None,
+        Arg(
+            help="Where tokens are selected: in SGLang's process, or in a process with a GPU of its "
+            "own. off is plain SGLang. Default: process if --cache-rank-gpus is 1."
+        ),
+    ] = None
     cache_rank_gpus: A[
         int, Arg(help="Number of cache ranks: 1, or 0 for plain SGLang; without a GPU, a process.")
     ] = 1
@@ -227,9 +234,24 @@ class CacheRankFlags(ServerArgs):
     ] = False
 
     @property
+    def placement(self) -> str:
+        """Where tokens are selected: `inline`, `process` or `off`."""
+        return self.cache_rank or ("process" if self.cache_rank_gpus > 0 else "off")
+
+    @property
     def has_cache_rank(self) -> bool:
-        """Whether this server has a cache rank."""
-        return self.cache_rank_gpus > 0
+        """Whether this server has a cache rank, which is a process of its own."""
+        return self.placement == "process"
+
+    @property
+    def is_inline(self) -> bool:
+        """Whether SGLang's process selects."""
+        return self.placement == "inline"
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether long requests decode sparsely at all."""
+        return self.placement != "off"
 
     @property
     def reuses_prefixes(self) -> bool:

@@ -21,6 +21,10 @@ from sglang.srt.runtime_context import get_server_args
 from cache_rank.config import ModelShape
 from sglang_ext import compat, inference_rank, reuse
 from sglang_ext.calibration.serving import CALLS
+from sglang_ext.inference_rank import InferenceRank
+from sglang_ext.inline import starting
+from sglang_ext.inline.rank import InlineRank
+from sglang_ext.inline.selection import bytes_beside_sketches
 from sglang_ext.memory import (
     bytes_beyond_allocator,
     dense_store_rows,
@@ -54,6 +58,19 @@ def _cache_rank_args() -> CacheRankServerArgs | None:
     except ValueError:  # a process that uses parts of SGLang without serving
         return None
     return args if isinstance(args, CacheRankServerArgs) and args.has_cache_rank else None
+
+
+def _sparse_args() -> CacheRankServerArgs | None:
+    try:
+        args = get_server_args()
+    except ValueError:
+        return None
+    return args if isinstance(args, CacheRankServerArgs) and args.is_sparse else None
+
+
+def _rank() -> InferenceRank | InlineRank | None:
+    """What selects in this process, or has a cache rank select."""
+    return starting.current() or inference_rank.current()
 
 
 def add_reserve_rows(shapes: tuple[Any, Any], pool: Any) -> tuple[Any, Any]:
@@ -99,11 +116,13 @@ def add_dense_store(result: None, pool: Any) -> None:
 
 def leave_room_beyond_allocator(available_bytes: int, configurator: Any, *_: Any, **__: Any) -> int:
     """Take our rows beyond the allocator and messages out of the pool's share."""
-    args = _cache_rank_args()
+    args = _sparse_args()
     if args is None:
         return available_bytes
     model = configurator.model_config
     layers, dtype = configurator.layer_info.num_effective_layers, configurator.kv_cache_dtype
+    if args.is_inline:
+        return bytes_beside_sketches(args, available_bytes, layers, dtype, model)
     shape = ModelShape(
         layers - args.dense_layers,
         model.num_attention_heads // args.tp_size,
@@ -129,7 +148,7 @@ def run_step(
     original: Callable[..., Any], worker: Any, batch: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """Run a batch, as one of our decode steps when it is one."""
-    rank = inference_rank.current()
+    rank = _rank()
     if rank is None or batch is None:
         return original(worker, batch, *args, **kwargs)
 
@@ -137,10 +156,9 @@ def run_step(
         return original(worker, batch, *args, **kwargs)
 
     if batch.forward_mode.is_decode():
-        result, plan = rank.decode_step.run(batch.reqs, batch.seq_lens_cpu.tolist(), forward)
-        result.cache_rank_plan = plan
+        result = rank.run_decode(batch.reqs, batch.seq_lens_cpu.tolist(), forward)
     else:
-        result = forward()
+        result = rank.run_other(batch.reqs, forward)
     if result.logits_output is not None:
         info = result.logits_output.customized_info or {}
         info[CACHE_RANK] = rank.statistics_of(batch.reqs)
@@ -172,7 +190,7 @@ def after_request(result: None, request: Any, *_: Any, **__: Any) -> None:
 
 def before_match(request: Any, *_: Any, **__: Any) -> None:
     """Keep a prompt apart from what other weights have computed; it may have waited meanwhile."""
-    rank = inference_rank.current()
+    rank = _rank()
     if rank is not None:
         rank.before_match(request)
 
@@ -181,7 +199,7 @@ def offer_to_tree(
     original: Callable[..., None], tree: Any, request: Any, *args: Any, **kwargs: Any
 ) -> None:
     """Offer the radix cache what may be reused of a request, and have the rest freed."""
-    ours = _cache_rank_args()
+    ours = _sparse_args()
     if ours is None or tree.disable:
         return original(tree, request, *args, **kwargs)
     most = None if ours.reuse_sparse_tokens == "on" else reuse.dense_tokens(request)
@@ -190,7 +208,7 @@ def offer_to_tree(
 
 def end_epoch(pool: Any, request: Any) -> None:
     """End the epoch of a request whose slot is about to be freed."""
-    rank = inference_rank.current()
+    rank = _rank()
     if rank is not None:
         rank.on_request_freed(request)
 
@@ -252,7 +270,7 @@ def resume_memory(result: Any, updater: Any, *_: Any, **__: Any) -> Any:
 
 def note_new_weights(result: Any, *_: Any, **__: Any) -> Any:
     """Let the cache rank forecast by the weights that were loaded."""
-    rank = inference_rank.current()
+    rank = _rank()
     if rank is not None:
         rank.on_weights_updated()
     return result
@@ -260,10 +278,17 @@ def note_new_weights(result: Any, *_: Any, **__: Any) -> Any:
 
 def add_internal_state(result: Any, scheduler: Any, *_: Any, **__: Any) -> Any:
     """Show the cache rank in `/server_info`."""
-    rank = inference_rank.current()
+    rank = _rank()
     if rank is not None:
         result.internal_state[CACHE_RANK] = rank.state(scheduler.tree_cache)
     return result
+
+
+def load_calibration(result: None, scheduler: Any, *_: Any, **__: Any) -> None:
+    """Have sketches fitted to the model, before requests come."""
+    args = _sparse_args()
+    if args is not None and args.is_inline:
+        starting.load_calibration(scheduler, args)
 
 
 def add_calls() -> None:
@@ -304,6 +329,12 @@ HOOKS = (
         HookType.AFTER,
         leave_room_beyond_allocator,
         "what is behind the pool is part of the same memory",
+    ),
+    Hook(
+        "sglang.srt.managers.scheduler.Scheduler.__init__",
+        HookType.AFTER,
+        load_calibration,
+        "the model is loaded, and nothing is served yet",
     ),
     Hook(
         "sglang.srt.managers.tp_worker.TpModelWorker.forward_batch_generation",

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from sglang.srt.runtime_context import get_parallel
 from torch import Tensor
@@ -29,6 +30,8 @@ from sglang_ext.shipping import Shipping
 from sglang_ext.step_plan import StepPlanner
 from sglang_ext.supervisor import Supervisor
 from sglang_ext.tracing import Tracer
+
+Result = TypeVar("Result")
 
 
 class InferenceRank:
@@ -151,6 +154,20 @@ class InferenceRank:
             return
         if self.device.type == "cuda" or self.decode_step.running is not None:
             self.gate.stage_hidden(group, hidden, residual)
+
+    # Steps.
+
+    def run_other(self, requests: list[Any], forward: Callable[[], Result]) -> Result:
+        """Run a step that is no decode step."""
+        return forward()
+
+    def run_decode(
+        self, requests: list[Any], lengths: list[int], forward: Callable[[], Result]
+    ) -> Result:
+        """Run a decode step, and leave its plan with what it computes."""
+        result, plan = self.decode_step.run(requests, lengths, forward)
+        result.cache_rank_plan = plan  # type: ignore[attr-defined]
+        return result
 
     # Events of the model.
 

@@ -302,3 +302,4 @@ def prepare_requests(requests: Sequence[Any]) -> None:
             request.cache_rank_dense_tokens = None
             request.cache_rank_page_keys = None
             request.cache_rank_dense_reasons = set()
+            request.cache_rank_sparse_from = None

@@ -44,6 +44,7 @@ def _create_backend(runner: Any) -> Any:
     """Create the decode attention backend of a model runner, for SGLang's registry."""
     from sglang_ext import inference_rank
     from sglang_ext.attention import CacheRankAttnBackend
+    from sglang_ext.inline import starting
     from sglang_ext.server_args import CacheRankServerArgs
 
     if not isinstance(runner.server_args, CacheRankServerArgs):
@@ -51,4 +52,6 @@ def _create_backend(runner: Any) -> Any:
             "the attention backend cache_rank needs a cache rank: "
             "start the server with python -m sglang_ext.launch"
         )
+    if runner.server_args.is_inline:
+        return starting.create_backend(runner, runner.server_args)
     return CacheRankAttnBackend(runner, inference_rank.create(runner, runner.server_args))

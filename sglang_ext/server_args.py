@@ -65,9 +65,12 @@ class CacheRankServerArgs(CacheRankFlags):
     def _resolve(self, let_sglang: Callable[[], None]) -> None:
         """Check what is given, and choose what is not, before SGLang does and after."""
         refuse_untested_sglang(self)
-        if self.cache_rank_gpus == 0:
+        if not self.is_sparse:
             self._say_ignored()
             let_sglang()
+            return
+        if self.is_inline:
+            self._resolve_inline(let_sglang)
             return
         self._refuse_arguments()
         say_unknown(self)
@@ -82,6 +85,18 @@ class CacheRankServerArgs(CacheRankFlags):
         self._refuse_model()
         self._say_what_to_expect()
         warn_ineffective_flags(self, compat.model_config(self).context_len)
+
+    def _resolve_inline(self, let_sglang: Callable[[], None]) -> None:
+        """Check and choose for selection in SGLang's process."""
+        servers.refuse_rust_server()
+        servers.refuse_out_of_range(self)
+        require_model(self.model_path, self.revision)
+        self._set_for_device()
+        why = "prefill writes sketches, and sparse decode reads them"
+        self._set("prefill_attention_backend", BACKEND, why)
+        self._set("decode_attention_backend", BACKEND, why)
+        let_sglang()
+        refuse(self, models.MODELS)
 
     def _refuse_arguments(self) -> None:
         """Refuse what the user explicitly asked for and cannot have."""
@@ -187,7 +202,7 @@ class CacheRankServerArgs(CacheRankFlags):
             flag_of(field)
             for field, default in compat.default_values(type(self)).items()
             if field in CACHE_RANK_FIELDS
-            and field not in ("cache_rank_gpus", "allow_untested_sglang")
+            and field not in ("cache_rank", "cache_rank_gpus", "allow_untested_sglang")
             and getattr(self, field) != default
         ]
         if ignored:

@@ -1,0 +1,204 @@
+"""Fits the sketches of keys to a loaded model, before the server takes requests.
+
+A sketch codes keys along the directions in which queries vary most. A few thousand tokens of any
+text tell them, so the model reads some when it is served for the first time. What is found is kept
+in the user's cache folder, under a fingerprint of the weights. Each tensor-parallel rank has heads
+of its own, and finds and keeps what belongs to these.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from sglang.srt.model_executor.forward_batch_info import (
+    CaptureHiddenMode,
+    ForwardBatch,
+    ForwardMode,
+)
+from torch import Tensor
+from transformers import AutoTokenizer
+
+from sglang_ext.calibration.files import CalibrationError, read
+from sglang_ext.calibration.key_statistics import KeyBasis, KeyMoments, key_basis
+from sglang_ext.calibration.texts import CALIBRATION_TEXTS, LONGEST_TOKEN
+from sglang_ext.inline.selection import Heads
+from sglang_ext.server_args import CacheRankServerArgs
+
+logger = logging.getLogger(__name__)
+
+TEXTS = ("tensors", "python", "changes", "tables")
+TOKENS_ON_GPU, TOKENS_ON_CPU = 4096, 512
+"""Tokens of each text: the divergence of 12,000 in all is hardly above that of many more."""
+
+_SAMPLED = 4096
+"""So many bytes of each parameter enter the fingerprint."""
+
+
+def prompts(tokenizer: Any, vocabulary: int, tokens: int) -> Iterator[list[int]]:
+    """The texts that a model reads, in tokens of its own; bytes of texts where it has no tokenizer.
+
+    Raises:
+        ValueError: a text is not installed.
+    """
+    for name in TEXTS:
+        text = CALIBRATION_TEXTS[name].read()[: LONGEST_TOKEN * tokens]
+        if tokenizer is None:
+            yield [byte % vocabulary for byte in text.encode()[:tokens]]
+        else:
+            yield list(tokenizer(text)["input_ids"][:tokens])
+
+
+def load_tokenizer(args: CacheRankServerArgs) -> Any:
+    """Load the model's tokenizer, or return None if it has none."""
+    try:
+        return AutoTokenizer.from_pretrained(
+            args.tokenizer_path or args.model_path, trust_remote_code=args.trust_remote_code
+        )
+    except (OSError, ValueError) as error:
+        logger.warning("cache rank: sketches are fitted to bytes, without a tokenizer: %s", error)
+        return None
+
+
+def collect(
+    runner: Any, prompts: Iterator[list[int]], heads: Heads, backend: Any
+) -> list[KeyBasis]:
+    """Let a model read prompts; return how the keys of its sparse layers are sketched.
+
+    Nothing else has been served yet: prompts take rows from the beginning of the pool.
+    """
+    backend.moments = [
+        KeyMoments(heads.kv_heads, heads.head_dim, runner.device) for _ in range(heads.layers)
+    ]
+    try:
+        for tokens in prompts:
+            _prefill(runner, tokens)
+        return [key_basis(moments) for moments in backend.moments]
+    finally:
+        backend.moments = None
+
+
+@torch.inference_mode()
+def _prefill(runner: Any, tokens: list[int]) -> None:
+    """Compute a prompt in one forward pass, in the first rows of the pool."""
+    count, device = len(tokens), runner.device
+    rows = torch.arange(1, count + 1, dtype=torch.int64, device=device)
+    runner.req_to_token_pool.req_to_token[0, :count] = rows.to(torch.int32)
+
+    def one(value: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.tensor([value], dtype=dtype, device=device)
+
+    batch = ForwardBatch(
+        forward_mode=ForwardMode.EXTEND,
+        batch_size=1,
+        input_ids=torch.tensor(tokens, dtype=torch.int64, device=device),
+        req_pool_indices=one(0, torch.int64),
+        seq_lens=one(count, torch.int64),
+        seq_lens_cpu=torch.tensor([count]),
+        seq_lens_sum=count,
+        out_cache_loc=rows,
+        positions=rows - 1,
+        extend_num_tokens=count,
+        extend_seq_lens=one(count),
+        extend_prefix_lens=one(0),
+        extend_start_loc=one(0),
+        extend_seq_lens_cpu=[count],
+        extend_prefix_lens_cpu=[0],
+        extend_logprob_start_lens_cpu=[count],
+        capture_hidden_mode=CaptureHiddenMode.NULL,
+    )
+    runner.forward(batch)
+    runner.req_to_token_pool.req_to_token[0, :count] = 0  # the slot of padding
+
+
+def fingerprint(model: torch.nn.Module, heads: Heads) -> str:
+    """Name what is loaded: the heads, and a sample of every parameter."""
+    found = hashlib.sha256(repr(heads).encode())
+    for name, parameter in model.named_parameters():
+        found.update(f"{name} {parameter.dtype} {tuple(parameter.shape)}".encode())
+        raw = parameter.detach().reshape(-1).view(torch.uint8)
+        step = max(1, len(raw) // _SAMPLED)
+        found.update(raw[::step][:_SAMPLED].cpu().numpy().tobytes())
+    return found.hexdigest()[:32]
+
+
+def cache_file(name: str) -> Path:
+    """Where what was fitted to a model is kept."""
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache) / "sglang-cache-rank" / "sketches" / f"{name}.safetensors"
+
+
+def kept(file: Path, layers: int) -> list[KeyBasis] | None:
+    """Read what is kept, if it is."""
+    try:
+        with safe_open(file, "pt") as parts:
+            return [
+                KeyBasis(*(parts.get_tensor(f"{layer}.{part}") for part in KeyBasis._fields))
+                for layer in range(layers)
+            ]
+    except (OSError, SafetensorError):
+        return None
+
+
+def keep(file: Path, bases: list[KeyBasis]) -> None:
+    """Write what was fitted; a server that cannot only has to fit again."""
+    tensors = {
+        f"{layer}.{part}": tensor.cpu().contiguous()
+        for layer, basis in enumerate(bases)
+        for part, tensor in zip(KeyBasis._fields, basis, strict=True)
+    }
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = file.with_suffix(f".{os.getpid()}")
+        save_file(tensors, unfinished)
+        unfinished.replace(file)
+    except OSError as error:
+        logger.warning("cache rank: the calibration is not kept: %s", error)
+
+
+def of_folder(folder: Path, first: int, heads: Heads, tp_rank: int, tp_size: int) -> list[KeyBasis]:
+    """Read a folder that `sglang_ext.calibrate` has written; a rank takes its own heads.
+
+    Raises:
+        CalibrationError: it is not of this model.
+    """
+    card, _, bases = read(folder)
+    found = card.layers - card.dense_layers, card.head_dim
+    if found != (heads.layers, heads.head_dim) or card.dense_layers != first:
+        raise CalibrationError(
+            f"--calibration {folder}: it has {found[0]} layers of heads of {found[1]} elements "
+            f"({card.model}), and the server {heads.layers} of {heads.head_dim}. "
+            "Drop it: a server calibrates itself."
+        )
+    # Ranks share KV heads where there are more of them than heads.
+    start = tp_rank * card.kv_heads // tp_size
+    own = slice(start, start + heads.kv_heads)
+    return [KeyBasis(*(part[own] for part in bases[first + n])) for n in range(heads.layers)]
+
+
+def calibrate(
+    runner: Any, backend: Any, heads: Heads, tokenizer: Callable[[], Any], file: Path
+) -> list[KeyBasis]:
+    """Return what is kept for a loaded model, or fit it and keep it."""
+    bases = kept(file, heads.layers)
+    if bases is not None:
+        logger.info("cache rank: sketches are as fitted before (%s)", file)
+        return bases
+    started = time.monotonic()
+    on_gpu = torch.device(runner.device).type == "cuda"
+    room = min(runner.token_to_kv_pool.size, runner.req_to_token_pool.req_to_token.shape[1])
+    tokens = min(TOKENS_ON_GPU if on_gpu else TOKENS_ON_CPU, room - 1)
+    logger.info("cache rank: fitting sketches to the model, on %d tokens", tokens * len(TEXTS))
+    vocabulary = runner.model_config.vocab_size
+    bases = collect(runner, prompts(tokenizer(), vocabulary, tokens), heads, backend)
+    logger.info("cache rank: sketches fitted in %.1f s (%s)", time.monotonic() - started, file)
+    keep(file, bases)
+    return bases

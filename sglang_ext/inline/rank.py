@@ -1,0 +1,107 @@
+"""Which requests of a scheduler process are sparse, and what users see of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+from sglang_ext import compat, reuse
+from sglang_ext.inline.selection import NEVER, Selection
+from sglang_ext.lifecycle import asks_to_stay_dense, prepare_requests
+from sglang_ext.server_args import CacheRankServerArgs
+
+Result = TypeVar("Result")
+
+
+class InlineRank:
+    """Tells the selection which request has which slot, and counts.
+
+    A request is sparse from `--sparse-threshold` tokens on, whatever else the server does.
+
+    Attributes:
+        selection: of this process.
+    """
+
+    def __init__(self, args: CacheRankServerArgs, selection: Selection) -> None:
+        self.selection = selection
+        self._args = args
+        self._weight_updates = 0
+        self._steps = 0
+        self._sparse_requests = 0
+
+    # Events of SGLang, in the order of a request's life.
+
+    def before_match(self, request: Any) -> None:
+        """Let a request find what the weights of today have computed, if it has nothing yet."""
+        if compat.pool_state(request).req_pool_idx is None:
+            sparse_tokens = self._args.reuse_sparse_tokens == "on"
+            reuse.separate(request, sparse_tokens, self._weight_updates)
+
+    def run_other(self, requests: list[Any], forward: Callable[[], Result]) -> Result:
+        """Run a step that is no decode step, a prefill say."""
+        self._enter(requests)
+        return forward()
+
+    def run_decode(
+        self, requests: list[Any], lengths: list[int], forward: Callable[[], Result]
+    ) -> Result:
+        """Run a decode step of requests of such lengths, current tokens included."""
+        self._enter(requests)
+        self._steps += 1
+        self._sparse_requests = 0
+        for request, length in zip(requests, lengths, strict=True):
+            statistics = request.cache_rank_statistics
+            if length < self._args.sparse_threshold:
+                statistics.dense_reason = "below_threshold"
+            elif request.cache_rank_sparse_from == NEVER:
+                statistics.dense_reason = "asked"
+            else:
+                statistics.dense_reason = None
+                statistics.sparse_steps += 1
+                self._sparse_requests += 1
+                reuse.note_sparse(request, length - 1)
+        return forward()
+
+    def _enter(self, requests: list[Any]) -> None:
+        """Write what is known of requests that have come to a slot."""
+        prepare_requests(requests)
+        new = [request for request in requests if request.cache_rank_sparse_from is None]
+        if not new:
+            return
+        for request in new:
+            stays_dense = asks_to_stay_dense(request)
+            request.cache_rank_sparse_from = NEVER if stays_dense else self._args.sparse_threshold
+        slots = [compat.pool_state(request).req_pool_idx for request in new]
+        values = [request.cache_rank_sparse_from for request in new]
+        told = torch.tensor([slots, values], dtype=torch.int64)
+        of_device = self.selection.sparse_from
+        if of_device.is_cuda:
+            told = told.pin_memory().to(of_device.device, non_blocking=True)
+        of_device[told[0]] = told[1].to(torch.int32)
+
+    def on_request_freed(self, request: Any) -> None:
+        """Forget the slot of a request that SGLang takes back."""
+        reuse.forget(request)
+        request.cache_rank_sparse_from = None
+
+    def on_weights_updated(self) -> None:
+        """Keep what other weights have computed apart."""
+        self._weight_updates += 1
+
+    # What users see.
+
+    def statistics_of(self, requests: list[Any]) -> list[tuple[int | str | None, ...]]:
+        """Return what the responses report so far, one entry a request; see RequestStatistics."""
+        prepare_requests(requests)
+        return [request.cache_rank_statistics.as_tuple() for request in requests]
+
+    def state(self, tree_cache: Any) -> dict[str, Any]:
+        """Return what `/server_info` shows."""
+        return {
+            "placement": "inline",
+            "steps": self._steps,
+            "sparse_requests": self._sparse_requests,
+            "sketch_bytes": self.selection.sketch_bytes,
+        }

@@ -1,0 +1,178 @@
+"""Sketches of a KV pool's rows, and what a decode step selects by them."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from cache_rank.kernels.attend import attend_rows
+from cache_rank.kernels.pick import pick_tokens
+from cache_rank.kernels.row_sketch import encode_rows, row_scratch, score_rows
+from cache_rank.kernels.sketch.reference import Sketch, make_sketch, sketch_shape
+from sglang_ext.flags import CacheRankFlags
+
+REQUESTS_AT_ONCE = 64
+"""Requests that are scored in one go; scratch is of so many."""
+
+NEVER = torch.iinfo(torch.int32).max
+"""The length from which a request is sparse that stays dense."""
+
+
+class Heads(NamedTuple):
+    """The attention layers of one tensor-parallel rank that may be sparse."""
+
+    layers: int
+    query_heads: int
+    kv_heads: int
+    head_dim: int
+
+
+class Selection:
+    """Selects for every sparse layer of one scheduler process; layers count from the first.
+
+    Attributes:
+        sparse_from: (request slots,) int32, the length from which the request of a slot is sparse.
+    """
+
+    def __init__(self, args: CacheRankFlags, heads: Heads, codes: Tensor, row_table: Tensor):
+        """Take memory; what is encoded means nothing until `load_basis` has brought the bases.
+
+        Args:
+            args: the server's arguments.
+            heads: of the sparse layers.
+            codes: what `make_codes` made.
+            row_table: (request slots, context) int32, SGLang's `req_to_token`.
+        """
+        self._sinks, self._recent = args.sink_tokens, args.recent_tokens
+        self._shape = sketch_shape(heads.head_dim, args.sketch_bits)
+        self._row_table = row_table
+        slots, context = row_table.shape
+        new = row_table.new_zeros
+        size = self._shape.bytes
+        self._codes = codes
+        self._sketches = [
+            Sketch(
+                new((1, heads.kv_heads, self._shape.channels, heads.head_dim), dtype=torch.float32),
+                new((1, heads.kv_heads, self._shape.channels), dtype=torch.float32),
+                new((1, heads.kv_heads, 4 * size, heads.head_dim), dtype=torch.float32),
+            )
+            for _ in range(heads.layers)
+        ]
+        self.sparse_from = new(slots).fill_(NEVER)
+        at_once = min(REQUESTS_AT_ONCE, slots)
+        self._scratch = row_scratch(
+            at_once, heads.query_heads, heads.kv_heads, context, self._codes[0]
+        )
+        self._keys = new((at_once, heads.kv_heads, context), dtype=torch.uint16)
+        width = args.sink_tokens + args.sparse_budget + args.recent_tokens
+        self._picked = new((at_once, heads.kv_heads, width))
+
+    @property
+    def sketch_bytes(self) -> int:
+        """Memory of all sketches."""
+        return self._codes.numel()
+
+    def load_basis(self, layer: int, basis: Tensor, mean: Tensor) -> None:
+        """Take over the directions of a layer's keys: (Hkv, D, D) and (Hkv, D), see KeyBasis.
+
+        The maps stay where they are, since captured graphs read them.
+        """
+        made = make_sketch(basis.unsqueeze(0), mean.unsqueeze(0), self._shape)
+        for own, part in zip(self._sketches[layer], made, strict=True):
+            own.copy_(part)
+
+    def encode(self, layer: int, keys: Tensor, rows: Tensor) -> None:
+        """Encode keys, (n, Hkv, D), that are written to pool rows, (n,)."""
+        encode_rows(keys, rows, self._sketches[layer], self._shape, self._codes[layer])
+
+    def attend(
+        self,
+        layer: int,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        slots: Tensor,
+        lengths: Tensor,
+        scale: float,
+    ) -> Tensor:
+        """Attend to what is selected of sparse requests, and to all tokens of others.
+
+        Args:
+            layer: which.
+            queries: (B, Hq, D).
+            keys, values: (pool rows, Hkv, D), which have the current tokens.
+            slots: (B,) request slots.
+            lengths: (B,) tokens of each request, the current one included.
+            scale: factor on the logits.
+
+        Returns:
+            (B, Hq, D).
+        """
+        out = torch.empty_like(queries)
+        for start in range(0, len(queries), REQUESTS_AT_ONCE):
+            part = slice(start, start + REQUESTS_AT_ONCE)
+            of_part = self._row_table, slots[part], lengths[part], self.sparse_from
+            requests = len(queries[part])
+            scores, picked = self._keys[:requests], self._picked[:requests]
+            score_rows(
+                queries[part],
+                self._codes[layer],
+                self._sketches[layer],
+                self._shape,
+                *of_part,
+                scale,
+                self._scratch,
+                scores,
+            )
+            pick_tokens(scores, *of_part, self._sinks, self._recent, picked)
+            attend_rows(queries[part], keys, values, picked, *of_part, scale, out[part])
+        return out
+
+
+def make_codes(args: CacheRankFlags, heads: Heads, rows: int, device: torch.device) -> Tensor:
+    """Make room for the sketches of pool rows: (layers, Hkv, rows, bytes) uint8."""
+    size = sketch_shape(heads.head_dim, args.sketch_bits).bytes
+    return torch.empty((heads.layers, heads.kv_heads, rows, size), dtype=torch.uint8, device=device)
+
+
+def bytes_beside_sketches(
+    args: CacheRankFlags, available: int, layers: int, dtype: torch.dtype, model: Any
+) -> int:
+    """Share the memory of SGLang's KV pool between K and V and what selection takes.
+
+    Args:
+        args: the server's arguments.
+        available: bytes of both.
+        layers: of the pool, dense ones among them.
+        dtype: of the pool.
+        model: SGLang's configuration of the model.
+
+    Returns:
+        The bytes of K and V.
+    """
+    kv_heads = model.get_num_kv_heads(args.tp_size)
+    group = model.num_attention_heads // args.tp_size // kv_heads
+    size = sketch_shape(model.head_dim, args.sketch_bits).bytes
+    token = 2 * layers * kv_heads * model.head_dim * dtype.itemsize
+    sketches = (layers - args.dense_layers) * kv_heads * size
+    maps = 4 * (layers - args.dense_layers) * kv_heads * 8 * size * model.head_dim
+    padded = 1 << (group - 1).bit_length()
+    scratch = REQUESTS_AT_ONCE * kv_heads * model.context_len * 2 * (1 + padded)
+    return (available - maps - scratch) * token // (token + sketches)
+
+
+def heads_of(runner: Any, dense_layers: int) -> Heads:
+    """Read the heads off a loaded model, as far as layers may be sparse.
+
+    Raises:
+        ValueError: its attention layers are not those of SGLang's KV pool.
+    """
+    pool = runner.token_to_kv_pool
+    attention = [part for part in runner.model.modules() if type(part).__name__ == "RadixAttention"]
+    first = attention[0]
+    if len(attention) != len(pool.k_buffer) or first.qk_head_dim != first.v_head_dim:
+        raise ValueError("the model's attention layers do not match its KV pool")
+    layers = len(attention) - dense_layers
+    return Heads(layers, first.tp_q_head_num, first.tp_k_head_num, first.qk_head_dim)
