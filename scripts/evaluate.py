@@ -23,7 +23,7 @@ from scripts.accuracy.evaluation import evaluate
 from scripts.shared.command import make_parser, run
 from scripts.shared.comparison import add_options, read_options
 from scripts.shared.models import BUNDLED
-from scripts.shared.systems import CACHE_RANK, DECODE_MODES, DENSE
+from scripts.shared.systems import CACHE_RANK, DECODE_MODES, DENSE, INLINE
 
 SETTINGS: dict[str, Any] = {
     "sink_tokens": 4,
@@ -38,7 +38,7 @@ by its name."""
 def parse_options(argv: Sequence[str]) -> argparse.Namespace:
     """The command line."""
     parser = make_parser("evaluate", __doc__)
-    add_options(parser, BUNDLED, (DENSE, *DECODE_MODES, CACHE_RANK), (16, 32, 64), SETTINGS)
+    add_options(parser, BUNDLED, (DENSE, *DECODE_MODES, INLINE, CACHE_RANK), (16, 32, 64), SETTINGS)
     add = parser.add_argument
     add("--facts", type=int, default=128, help="of a chain's table; default: %(default)s")
     add("--hops", type=int, default=80, help="of a chain; default: %(default)s")

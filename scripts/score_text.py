@@ -23,7 +23,7 @@ from scripts.language.scoring import score
 from scripts.shared.command import make_parser, run
 from scripts.shared.comparison import add_options, read_options
 from scripts.shared.serving import ServerError
-from scripts.shared.systems import CACHE_RANK, DECODE_MODES
+from scripts.shared.systems import CACHE_RANK, DECODE_MODES, INLINE
 from sglang_ext.calibration.texts import TEXTS, find_text
 
 SETTINGS: dict[str, Any] = {
@@ -43,7 +43,7 @@ SCORED_ON_CPU = SCORED_TEXTS[::2]
 def parse_options(argv: Sequence[str]) -> argparse.Namespace:
     """The command line."""
     parser = make_parser("score_text", __doc__)
-    add_options(parser, "smollm2", (*DECODE_MODES, CACHE_RANK), (64, 128, 384), SETTINGS)
+    add_options(parser, "smollm2", (*DECODE_MODES, INLINE, CACHE_RANK), (64, 128, 384), SETTINGS)
     add = parser.add_argument
     add("--text", nargs="+", metavar="FILE",
         help=f"files, or names of {', '.join(TEXTS)}; default: the first eight, without a GPU "

@@ -18,7 +18,7 @@ from scripts.shared.machine import describe, run_jobs, visible_gpus
 from scripts.shared.models import folder_of, model_config
 from scripts.shared.report import provenance
 from scripts.shared.serving import PLAIN, Client, Server
-from scripts.shared.systems import CACHE_RANK, System, parse_assignments, to_flags
+from scripts.shared.systems import CACHE_RANK, INLINE, System, parse_assignments, to_flags
 from sglang_ext.refusals import ALLOW_LARGE_BUDGET_VARIABLE
 
 ENVIRONMENT = {ALLOW_LARGE_BUDGET_VARIABLE: "1"}
@@ -154,6 +154,8 @@ def server_flags(system: System, options: argparse.Namespace, load: Load) -> lis
         settings = {**options.settings, **system.changes}
         if system.mode != CACHE_RANK:
             arguments |= {name: settings[name] for name in _SHARED if name in settings}
+            if system.mode == INLINE:
+                arguments["sparse_threshold"] = load.threshold
         else:
             # A selection may change whole from one step to the next, as it does in the baselines.
             arguments |= {"max_swap_tokens": settings["sparse_budget"], **settings}

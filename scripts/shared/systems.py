@@ -16,6 +16,7 @@ import msgspec
 from sglang_ext.flags import CONFIG_FLAG, CONFIG_KEYS
 
 CACHE_RANK = "cache-rank"
+INLINE = "inline"
 DENSE = "dense"
 DECODE_MODES = ("window", "quest", "tova", "oracle")
 """Synchronous baselines of the same engine: they select with the current query."""
@@ -26,7 +27,7 @@ class System(msgspec.Struct, frozen=True):
 
     Attributes:
         name: names it in SYSTEMS.
-        mode: what a decode step attends to: DENSE, one of DECODE_MODES, or CACHE_RANK.
+        mode: what a decode step attends to: DENSE, one of DECODE_MODES, INLINE, or CACHE_RANK.
         gpus: GPUs that it needs, where there are any.
         arguments: server arguments that make it what it is.
         at_budget: it runs at a context of the sparse budget, whatever the shape's.
@@ -99,6 +100,10 @@ def _plain(name: str, gpus: int = 1, at_budget: bool = False, **arguments: Any) 
     return System(name, DENSE, gpus, {"cache_rank_gpus": 0, **arguments}, at_budget)
 
 
+def _inline(name: str, gpus: int = 1, **arguments: Any) -> System:
+    return System(name, INLINE, gpus, {"cache_rank": "inline", **arguments})
+
+
 def _cache_rank(name: str, inference_kv: str) -> System:
     return System(name, CACHE_RANK, 2, {"cache_rank_gpus": 1, "inference_kv": inference_kv})
 
@@ -112,6 +117,10 @@ SYSTEMS = {
         _plain("tp2", gpus=2, tp_size=2),
         _plain("tp2-fp8", gpus=2, tp_size=2, kv_cache_dtype="fp8_e4m3"),
         *(System(m, m, 1, {"cache_rank_gpus": 0, "decode_mode": m}) for m in DECODE_MODES),
+        _inline(INLINE),
+        _inline("inline-fp8", kv_cache_dtype="fp8_e4m3"),
+        _inline("inline-tp2", gpus=2, tp_size=2),
+        _inline("inline-tp2-fp8", gpus=2, tp_size=2, kv_cache_dtype="fp8_e4m3"),
         _cache_rank(CACHE_RANK, "full"),
         _cache_rank("cache-rank-working-set", "working-set"),
     )
