@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from cache_rank.kernels.by_device import by_device
 from cache_rank.kernels.attend import reference
+from cache_rank.kernels.by_device import by_device
 
 
 @by_device(reference.attend_rows)

@@ -32,7 +32,7 @@ def attend_rows(
     scale: float,
     out: Tensor,
 ) -> None:
-    """See the reference. Two launches; D is a power of two, and a KV head has at most 16 queries."""
+    """See the reference. Two launches; D is a power of two, and G is at most 16."""
     requests, query_heads, head_dim = queries.shape
     kv_heads, width = picked.shape[1:]
     group = query_heads // kv_heads
