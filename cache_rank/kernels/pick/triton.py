@@ -95,11 +95,10 @@ def _pick(
     stop = length - RECENT
 
     # Sinks and recent tokens, which nobody picks.
-    place = tl.arange(0, ALWAYS)
-    token = tl.where(place < SINKS, place, stop + place - SINKS)
-    is_always = place < SINKS + RECENT
-    row = tl.load(rows + token, mask=is_always, other=0)
-    tl.store(target + tl.where(place < SINKS, place, BUDGET + place), row, mask=is_always)
+    always = tl.arange(0, ALWAYS)
+    is_always = always < SINKS + RECENT
+    row = tl.load(rows + tl.where(always < SINKS, always, stop + always - SINKS), mask=is_always)
+    tl.store(target + tl.where(always < SINKS, always, BUDGET + always), row, mask=is_always)
 
     # The upper half of the key of the k-th best, and its lower half.
     counts = tl.zeros((256,), tl.int32)
@@ -127,7 +126,7 @@ def _pick(
         is_picked = (key > bound) | ((is_equal != 0) & (equals <= equal_wanted))
         picked = is_picked.to(tl.int32)
         place = written + tl.cumsum(picked, axis=0) - picked
-        row = tl.load(rows + token, mask=is_picked, other=0)
-        tl.store(target + SINKS + place, row, mask=is_picked)
+        picked_row = tl.load(rows + token, mask=is_picked)
+        tl.store(target + SINKS + place, picked_row, mask=is_picked)
         written += tl.sum(picked, axis=0)
         equal_written += tl.sum(is_equal, axis=0)
