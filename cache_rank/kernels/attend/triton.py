@@ -32,7 +32,7 @@ def attend_rows(
     scale: float,
     out: Tensor,
 ) -> None:
-    """See the reference. Two launches; D is a power of two, and a KV head has at most 16 queries."""
+    """See the reference. Two launches; D is a power of two, and G is at most 16."""
     requests, query_heads, head_dim = queries.shape
     kv_heads, width = picked.shape[1:]
     group = query_heads // kv_heads
@@ -122,9 +122,9 @@ def _attend(
     in_group, dims = tl.arange(0, QUERIES), tl.arange(0, HEAD_DIM)
     is_query = in_group < GROUP
     query_head = head * GROUP + in_group
-    at = request * request_stride + query_head * query_stride
+    source = request * request_stride + query_head * query_stride
     query = tl.load(
-        queries + at[:, None] + dims[None, :], mask=is_query[:, None], other=0.0
+        queries + source[:, None] + dims[None, :], mask=is_query[:, None], other=0.0
     )  # [QUERIES, D]
     if EXACT:
         query = query.to(tl.float32)
@@ -138,10 +138,10 @@ def _attend(
         is_token = token < tokens
         row = tl.load(own_rows + token, mask=is_token & is_sparse, other=0)
         row += tl.load(all_rows + token, mask=is_token & (is_sparse == 0), other=0)
-        at = row.to(tl.int64) * row_stride + head * head_stride
-        at = at[:, None] + dims[None, :]
-        key = tl.load(keys + at, mask=is_token[:, None], other=0.0)  # [BLOCK, D]
-        value = tl.load(values + at, mask=is_token[:, None], other=0.0)
+        in_pool = row.to(tl.int64) * row_stride + head * head_stride
+        in_pool = in_pool[:, None] + dims[None, :]
+        key = tl.load(keys + in_pool, mask=is_token[:, None], other=0.0)  # [BLOCK, D]
+        value = tl.load(values + in_pool, mask=is_token[:, None], other=0.0)
         logits = tl.dot(query, tl.trans(key.to(query.dtype)), input_precision="ieee") * scale
         logits = tl.where(is_token[None, :], logits, -1e30)  # [QUERIES, BLOCK]
         before, largest = largest, tl.maximum(largest, tl.max(logits, axis=1))

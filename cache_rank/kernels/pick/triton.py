@@ -17,6 +17,9 @@ _BLOCK = 4096
 
 _WARPS = 16
 
+_VECTOR = tl.constexpr(8)
+"""A thread loads so many keys at once."""
+
 
 def pick_tokens(
     keys: Tensor,
@@ -63,7 +66,7 @@ def _best_bin(counts, wanted):
 
 
 @triton.jit(
-    do_not_specialize=["capacity", "table_stride"],
+    do_not_specialize=["table_stride"],
     do_not_specialize_on_alignment=["row_table", "slots", "lengths", "sparse_from"],
 )
 def _pick(
@@ -95,40 +98,48 @@ def _pick(
     stop = length - RECENT
 
     # Sinks and recent tokens, which nobody picks.
-    place = tl.arange(0, ALWAYS)
-    token = tl.where(place < SINKS, place, stop + place - SINKS)
-    is_always = place < SINKS + RECENT
-    row = tl.load(rows + token, mask=is_always, other=0)
+    always = tl.arange(0, ALWAYS)
+    is_always = always < SINKS + RECENT
+    row = tl.load(rows + tl.where(always < SINKS, always, stop + always - SINKS), mask=is_always)
     picks = tl.minimum(BUDGET, stop - SINKS)
-    tl.store(target + tl.where(place < SINKS, place, picks + place), row, mask=is_always)
+    tl.store(target + tl.where(always < SINKS, always, picks + always), row, mask=is_always)
 
     # The upper half of the key of the k-th best, and its lower half.
+    in_block = tl.arange(0, BLOCK)
+    load_stop = tl.minimum(tl.cdiv(stop, _VECTOR) * _VECTOR, capacity)
     counts = tl.zeros((256,), tl.int32)
-    for block in range(SINKS, stop, BLOCK):
-        token = block + tl.arange(0, BLOCK)
-        key = tl.load(own_keys + token, mask=token < stop, other=0).to(tl.int32)
-        counts += tl.histogram(key >> 8, 256, mask=token < stop)
+    for block in range(0, stop, BLOCK):
+        token = block + in_block
+        competes = (token >= SINKS) & (token < stop)
+        key = tl.load(own_keys + token, mask=token < load_stop, other=0).to(tl.int32)
+        counts += tl.histogram(key >> 8, 256, mask=competes)
     upper, above_upper = _best_bin(counts, BUDGET)
     counts = tl.zeros((256,), tl.int32)
-    for block in range(SINKS, stop, BLOCK):
-        token = block + tl.arange(0, BLOCK)
-        key = tl.load(own_keys + token, mask=token < stop, other=0).to(tl.int32)
-        counts += tl.histogram(key & 255, 256, mask=(token < stop) & (key >> 8 == upper))
+    for block in range(0, stop, BLOCK):
+        token = block + in_block
+        competes = (token >= SINKS) & (token < stop)
+        key = tl.load(own_keys + token, mask=token < load_stop, other=0).to(tl.int32)
+        counts += tl.histogram(key & 255, 256, mask=competes & (key >> 8 == upper))
     lower, above_lower = _best_bin(counts, BUDGET - above_upper)
     bound = (upper << 8) | lower
     equal_wanted = BUDGET - above_upper - above_lower
 
-    written = 0
-    equal_written = 0
-    for block in range(SINKS, stop, BLOCK):
-        token = block + tl.arange(0, BLOCK)
-        key = tl.load(own_keys + token, mask=token < stop, other=0).to(tl.int32)
-        is_equal = ((key == bound) & (token < stop)).to(tl.int32)
-        equals = equal_written + tl.cumsum(is_equal, axis=0)
-        is_picked = (key > bound) | ((is_equal != 0) & (equals <= equal_wanted))
-        picked = is_picked.to(tl.int32)
-        place = written + tl.cumsum(picked, axis=0) - picked
-        row = tl.load(rows + token, mask=is_picked, other=0)
-        tl.store(target + SINKS + place, row, mask=is_picked)
-        written += tl.sum(picked, axis=0)
-        equal_written += tl.sum(is_equal, axis=0)
+    above, equal = 0, 0
+    for block in range(0, stop, BLOCK):
+        token = block + in_block
+        competes = (token >= SINKS) & (token < stop)
+        key = tl.load(own_keys + token, mask=token < load_stop, other=0).to(tl.int32)
+        is_above = (competes & (key > bound)).to(tl.int32)
+        is_equal = (competes & (key == bound)).to(tl.int32)
+        # Two sums in one: how many up to each token are above the key, and how many equal it.
+        both = is_above + (is_equal << 16)
+        up_to = tl.cumsum(both, axis=0)
+        above_before = above + (up_to & 0xFFFF) - is_above
+        equal_before = equal + (up_to >> 16) - is_equal
+        is_picked = (is_above | (is_equal & (equal_before < equal_wanted))) != 0
+        place = above_before + tl.minimum(equal_before, equal_wanted)
+        picked = tl.load(rows + token, mask=is_picked)
+        tl.store(target + SINKS + place, picked, mask=is_picked)
+        total = tl.sum(both, axis=0)
+        above += total & 0xFFFF
+        equal += total >> 16

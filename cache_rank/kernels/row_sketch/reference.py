@@ -23,12 +23,15 @@ from cache_rank.kernels.sketch.reference import (
 
 
 class RowScratch(NamedTuple):
-    """Scratch of one scoring, of so many requests and tokens at most. The reference needs none.
+    """Scratch of one scoring, of so many requests and tokens at most.
+
+    The reference needs none; these are the shapes of triton.py. PADDED is the query heads of a KV
+    head, padded to a power of two.
 
     Attributes:
         weights: (B, Hq, 4 · bytes) float32, what queries give the crumbs.
-        logits: (B · Hkv, capacity, G) float16, relative to the largest logit that is possible.
-        sums: (B · Hkv, chunks, 2, G) float32, each chunk's largest logit, and the sum of
+        logits: (B · Hkv, capacity, PADDED) float16.
+        sums: (B · Hkv, chunks, 2, PADDED) float32, each chunk's largest logit, and the sum of
             exponentials relative to it.
     """
 
@@ -70,7 +73,7 @@ def score_rows(
     probabilities are over all tokens of the request.
 
     Args:
-        queries: (B, Hq, D), any float dtype.
+        queries: (B, Hq, D), any float dtype and any stride of B.
         codes: (Hkv, pool rows, bytes) uint8.
         sketch, shape: of the layer.
         row_table: (slots, context) int32, where the tokens of each slot lie in the pool.
@@ -95,6 +98,9 @@ def score_rows(
 def row_scratch(
     requests: int, query_heads: int, kv_heads: int, capacity: int, codes: Tensor
 ) -> RowScratch:
-    """Make scratch; of the reference it is empty."""
+    """Make scratch for so many requests of up to `capacity` tokens; of the reference it is empty.
+
+    One scoring after another may use it on one stream.
+    """
     empty = codes.new_empty(0, dtype=torch.float32)
     return RowScratch(empty, empty, empty)

@@ -323,6 +323,30 @@ def sum_up_chunk(start, stop, unit_logits, share, PADDED: tl.constexpr, CHUNK: t
     tl.store(share + PADDED + heads, tl.sum(total, axis=0))
 
 
+@triton.jit
+def log_sum_of_chunks(
+    shares, tokens, GROUP: tl.constexpr, PADDED: tl.constexpr, CHUNK: tl.constexpr
+):
+    """The log-sum-exp of a unit, (PADDED,) float32, from the shares of its chunks.
+
+    See `sum_up_chunk`. It is infinite for what is no head.
+    """
+    heads = tl.arange(0, PADDED)
+    greatest = tl.full((PADDED,), -float("inf"), tl.float32)
+    total = tl.zeros((PADDED,), tl.float32)
+    chunks = tl.cdiv(tokens, CHUNK)
+    for first in range(0, chunks, _FINISH_CHUNKS):
+        chunk = first + tl.arange(0, _FINISH_CHUNKS)
+        at = chunk[:, None] * 2 * PADDED + heads[None, :]
+        used = (chunk < chunks)[:, None]
+        maxima = tl.load(shares + at, used, -float("inf"))
+        totals = tl.load(shares + PADDED + at, used, 0.0)
+        before, greatest = greatest, tl.maximum(greatest, tl.max(maxima, axis=0))
+        total *= tl.exp(before - greatest)
+        total += tl.sum(totals * tl.exp(maxima - greatest[None, :]), axis=0)
+    return tl.where(heads < GROUP, greatest + tl.log(total), float("inf"))
+
+
 @triton.jit(
     do_not_specialize=["capacity"],
     do_not_specialize_on_alignment=["slots", "positions"],
@@ -346,23 +370,10 @@ def _finish(
     tokens = tl.load(positions + row) + 1
     start = tl.program_id(0) * TOKENS
     if (tl.load(slots + row) >= 0) & (start < tokens):
-        # The log-sum-exp of the unit, from the shares of all chunks.
-        heads = tl.arange(0, PADDED)
-        unit_partial = partial + unit * tl.cdiv(capacity, CHUNK) * 2 * PADDED
-        greatest = tl.full((PADDED,), -float("inf"), tl.float32)
-        total = tl.zeros((PADDED,), tl.float32)
-        chunks = tl.cdiv(tokens, CHUNK)
-        for first in range(0, chunks, _FINISH_CHUNKS):
-            chunk = first + tl.arange(0, _FINISH_CHUNKS)
-            at = chunk[:, None] * 2 * PADDED + heads[None, :]
-            used = (chunk < chunks)[:, None]
-            maxima = tl.load(unit_partial + at, used, -float("inf"))
-            totals = tl.load(unit_partial + PADDED + at, used, 0.0)
-            before, greatest = greatest, tl.maximum(greatest, tl.max(maxima, axis=0))
-            total *= tl.exp(before - greatest)
-            total += tl.sum(totals * tl.exp(maxima - greatest[None, :]), axis=0)
-        log_sum = tl.where(heads < GROUP, greatest + tl.log(total), float("inf"))
+        shares = partial + unit * tl.cdiv(capacity, CHUNK) * 2 * PADDED
+        log_sum = log_sum_of_chunks(shares, tokens, GROUP, PADDED, CHUNK)
         # The scores: the largest log-probability over the heads.
+        heads = tl.arange(0, PADDED)
         token = start + tl.arange(0, TOKENS)
         at = (unit * capacity + token)[:, None] * PADDED + heads[None, :]
         logit = tl.load(logits + at, mask=(token < tokens)[:, None], other=0.0).to(tl.float32)

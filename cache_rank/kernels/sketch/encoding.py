@@ -12,9 +12,9 @@ from torch import Tensor
 
 from cache_rank.kernels.sketch.reference import Sketch, SketchShape
 
-_BLOCK_KEYS = 32
+BLOCK_KEYS = 32
 _BLOCK_CHANNELS = tl.constexpr(16)
-"""A program encodes so many channels of so many keys."""
+"""A program encodes so many channels of so many keys of a head."""
 
 
 def append_codes(
@@ -59,14 +59,12 @@ def _encode_tokens(
 ) -> None:
     """Encode tokens, (layers, n, Hkv, D): one a row of the table, or from `start` on of the one."""
     layers, count, kv_heads, head_dim = keys.shape
-    channels = sketch.keys.shape[2]
+    assert sketch.keys.shape[2] == shape.channels
     assert keys.stride(3) == 1
     assert page_table.stride(1) == 1
     assert code_pool.is_contiguous()
     assert code_pool.shape[4] == shape.bytes
-    fine_parts = triton.cdiv(shape.fine, _BLOCK_CHANNELS.value)
-    parts = fine_parts + triton.cdiv(shape.coarse, _BLOCK_CHANNELS.value)
-    _encode[(triton.cdiv(count, _BLOCK_KEYS), layers * kv_heads, parts)](
+    _encode[encode_grid(count, layers * kv_heads, shape)](
         keys,
         sketch.keys,
         sketch.shift,
@@ -83,14 +81,19 @@ def _encode_tokens(
         IS_LOAD=start is not None,
         KV_HEADS=kv_heads,
         HEAD_DIM=head_dim,
-        CHANNELS=channels,
         FINE=shape.fine,
         COARSE=shape.coarse,
         PAGE=code_pool.shape[3],
         SIZE=shape.bytes,
-        FINE_PARTS=fine_parts,
-        BLOCK=_BLOCK_KEYS,
+        BLOCK=BLOCK_KEYS,
     )
+
+
+def encode_grid(count: int, heads: int, shape: SketchShape) -> tuple[int, int, int]:
+    """The grid for so many keys of so many heads: blocks of keys, heads, and parts of channels."""
+    channels = _BLOCK_CHANNELS.value
+    parts = triton.cdiv(shape.fine, channels) + triton.cdiv(shape.coarse, channels)
+    return triton.cdiv(count, BLOCK_KEYS), heads, parts
 
 
 @triton.jit
@@ -137,6 +140,36 @@ def _encode_part(
     tl.store(target[:, None] + byte[None, :], packed.to(tl.uint8), mask=is_byte)
 
 
+@triton.jit
+def encode_block(
+    key,
+    maps,
+    shift,
+    target,
+    is_token,
+    FINE: tl.constexpr,
+    COARSE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Write the bytes that are the program's part of a block of keys of a head; see `encode_grid`.
+
+    Args:
+        key: (BLOCK, D) float32.
+        maps, shift: of the head.
+        target: (BLOCK,), where the sketch of each key goes.
+        is_token: (BLOCK,).
+    """
+    FINE_PARTS: tl.constexpr = (FINE + _BLOCK_CHANNELS - 1) // _BLOCK_CHANNELS
+    part = tl.program_id(2)
+    if part < FINE_PARTS:
+        _encode_part(key, maps, shift, target, is_token, part, FINE, 4, HEAD_DIM, BLOCK)
+    else:
+        maps, shift = maps + FINE * HEAD_DIM, shift + FINE
+        target, part = target + FINE // 2, part - FINE_PARTS
+        _encode_part(key, maps, shift, target, is_token, part, COARSE, 2, HEAD_DIM, BLOCK)
+
+
 @triton.jit(
     do_not_specialize=["first_layer", "start", "count", "pool_layers", "page_stride"],
     do_not_specialize_on_alignment=["page_table", "slots", "positions"],
@@ -160,12 +193,10 @@ def _encode(
     IS_LOAD: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    CHANNELS: tl.constexpr,
     FINE: tl.constexpr,
     COARSE: tl.constexpr,
     PAGE: tl.constexpr,
     SIZE: tl.constexpr,
-    FINE_PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """One program encodes a part of the channels of BLOCK keys of a head."""
@@ -187,14 +218,16 @@ def _encode(
         tl.float32
     )
 
-    own = ((first_layer + layer) * KV_HEADS + head).to(tl.int64) * CHANNELS
-    own_maps, own_shift = maps + own * HEAD_DIM, shift + own
     row = ((page * pool_layers + first_layer + layer) * KV_HEADS + head) * PAGE + position % PAGE
-    target = codes + row * SIZE
-    part = tl.program_id(2)
-    if part < FINE_PARTS:
-        _encode_part(key, own_maps, own_shift, target, is_token, part, FINE, 4, HEAD_DIM, BLOCK)
-    else:
-        own_maps, own_shift = own_maps + FINE * HEAD_DIM, own_shift + FINE
-        target, part = target + FINE // 2, part - FINE_PARTS
-        _encode_part(key, own_maps, own_shift, target, is_token, part, COARSE, 2, HEAD_DIM, BLOCK)
+    own = ((first_layer + layer) * KV_HEADS + head).to(tl.int64) * (FINE + COARSE)
+    encode_block(
+        key,
+        maps + own * HEAD_DIM,
+        shift + own,
+        codes + row * SIZE,
+        is_token,
+        FINE,
+        COARSE,
+        HEAD_DIM,
+        BLOCK,
+    )

@@ -1,8 +1,4 @@
-"""A sketch of keys is scored, Triton; `encoding` makes it.
-
-Scores multiply bytes of crumbs as integers of 8 bits: a byte is shifted and masked four times, four
-bytes in an instruction, and each of the four is one product on the matrix unit. Weights, which are
-computed once a step, are in two digits of 8 bits. So what a token costs is its bytes.
+"""A sketch of keys is scored, Triton; `encoding` makes it, and `crumbs` multiplies it.
 
 Where normalizers are those of attended tokens, a few programs a unit read these first, and scores
 are written as they are computed. Else logits are written and read again, see kernels/score.
@@ -16,15 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cache_rank.kernels.coded.digits import (
-    digit_columns,
-    is_digit,
-    split_digits,
-    sum_of_digits,
-    unit_of_heads,
-    unit_of_rows,
-)
-from cache_rank.kernels.nibbles.triton import unpack_codes
+from cache_rank.kernels.coded.digits import digit_columns
 from cache_rank.kernels.score.triton import (
     CHUNK_TOKENS,
     finish_scores,
@@ -34,6 +22,7 @@ from cache_rank.kernels.score.triton import (
     store_logits,
     sum_up_chunk,
 )
+from cache_rank.kernels.sketch.crumbs import load_weights, logits_of, weigh_crumbs
 from cache_rank.kernels.sketch.encoding import append_codes, load_codes
 from cache_rank.kernels.sketch.reference import (
     NORMALIZER_PARTS,
@@ -50,7 +39,7 @@ class Launch(NamedTuple):
     """How scores are spread over a GPU; only time depends on it.
 
     Attributes:
-        block: tokens whose crumbs a program multiplies at a time, which are of one page.
+        block: tokens whose crumbs a program multiplies at a time.
         chunk: tokens that a program scores.
         warps, stages: of a program.
     """
@@ -66,9 +55,6 @@ LAUNCH_OF_ALL = Launch(256, 2 * CHUNK_TOKENS, 4, 3)
 
 LAUNCH_OF_ATTENDED = Launch(64, 1024, 1, 5)
 """Where they are those of attended tokens."""
-
-_BLOCK_CRUMBS = 32
-"""A program computes so many of the weights of its query heads."""
 
 
 def score_sketch(
@@ -90,36 +76,17 @@ def score_sketch(
     Three launches: weights, logits and scores; or, if normalizers are those of attended tokens,
     weights, these and scores.
     """
-    rows, layers, query_heads, head_dim = queries.shape
     pool_layers, kv_heads, page_tokens, size = code_pool.shape[1:]
-    group, crumbs = query_heads // kv_heads, 4 * size
     assert code_pool.is_contiguous()
-    assert sketch.queries.shape == (pool_layers, kv_heads, crumbs, head_dim)
+    assert sketch.queries.shape[:3] == (pool_layers, kv_heads, 4 * size)
     launch = LAUNCH_OF_ALL if attended is None else LAUNCH_OF_ATTENDED
     block = min(launch.block, page_tokens)
     assert page_tokens % block == 0
     constants = score_constants(queries, workspace.scores, out, launch.chunk)
     chunks, units = score_grid(out, launch.chunk)
     _, weights, normalizers = workspace
-    assert weights.numel() >= rows * layers * query_heads * crumbs
     assert normalizers.numel() >= units * NORMALIZER_PARTS * 2 * constants["PADDED"]
-    parts = triton.cdiv(crumbs, _BLOCK_CRUMBS)
-    block_queries = 64 if head_dim <= 128 else 16  # more of 256 do not fit into registers
-    _weigh_crumbs[(layers * kv_heads, triton.cdiv(rows * group, block_queries), parts)](
-        queries,
-        sketch.queries,
-        weights,
-        rows,
-        first_layer,
-        scale,
-        LAYERS=layers,
-        KV_HEADS=kv_heads,
-        GROUP=group,
-        CRUMBS=crumbs,
-        HEAD_DIM=head_dim,
-        BLOCK_CRUMBS=_BLOCK_CRUMBS,
-        BLOCK_QUERIES=block_queries,
-    )
+    weigh_crumbs(queries, sketch, first_layer, scale, weights)
     del constants["PARTS"], constants["HEAD_DIM"]
     constants |= {
         "SIZE": size,
@@ -172,97 +139,6 @@ def score_sketch(
         finish_scores(logits, partial, slots, positions, constants, out)
 
 
-@triton.jit(do_not_specialize=["rows", "first_layer", "scale"])
-def _weigh_crumbs(
-    queries,
-    maps,
-    weights,
-    rows,
-    first_layer,
-    scale,
-    LAYERS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    CRUMBS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_CRUMBS: tl.constexpr,
-    BLOCK_QUERIES: tl.constexpr,
-):
-    """One program computes BLOCK_CRUMBS weights of BLOCK_QUERIES heads of a layer and KV head."""
-    layer, head = tl.program_id(0) // KV_HEADS, tl.program_id(0) % KV_HEADS
-    query = tl.program_id(1) * BLOCK_QUERIES + tl.arange(0, BLOCK_QUERIES)
-    row, in_group = query // GROUP, query % GROUP
-    is_query = (row < rows)[:, None]
-    dims = tl.arange(0, HEAD_DIM)
-    crumb = tl.program_id(2) * BLOCK_CRUMBS + tl.arange(0, BLOCK_CRUMBS)
-    index = (row * LAYERS + layer) * KV_HEADS * GROUP + head * GROUP + in_group
-    index = index.to(tl.int64)[:, None]
-    content = tl.load(queries + index * HEAD_DIM + dims[None, :], mask=is_query, other=0.0)
-    own = ((first_layer + layer) * KV_HEADS + head).to(tl.int64) * CRUMBS * HEAD_DIM
-    is_crumb = crumb < CRUMBS
-    map_of = tl.load(
-        maps + own + crumb[:, None] * HEAD_DIM + dims[None, :], mask=is_crumb[:, None], other=0.0
-    )  # [BLOCK_CRUMBS, D]
-    # In three products of TensorFloat-32, which is nearly as exact as float32.
-    product = tl.dot(content * scale, tl.trans(map_of), input_precision="tf32x3")
-    tl.store(weights + index * CRUMBS + crumb[None, :], product, mask=is_query & is_crumb[None, :])
-
-
-@triton.jit
-def _load_weights(
-    unit_weights,
-    GROUP: tl.constexpr,
-    PADDED: tl.constexpr,
-    SIZE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    """Load the weights of a unit's crumbs as integers of two digits.
-
-    Returns:
-        weights: for each of the four crumbs of a byte, (WIDTH, PADDED * COLUMNS) int8 digits.
-        unit: (PADDED,) float32, what 1 in the lower digit of a head stands for.
-    """
-    column, byte = tl.arange(0, PADDED * COLUMNS), tl.arange(0, WIDTH)
-    at = unit_weights + (column // COLUMNS)[:, None] * (4 * SIZE) + byte[None, :]
-    is_weight = is_digit(column, GROUP, COLUMNS)[:, None] & (byte < SIZE)[None, :]
-    # [PADDED * COLUMNS, WIDTH] each
-    w0 = tl.load(at, mask=is_weight, other=0.0)
-    w1 = tl.load(at + SIZE, mask=is_weight, other=0.0)
-    w2 = tl.load(at + 2 * SIZE, mask=is_weight, other=0.0)
-    w3 = tl.load(at + 3 * SIZE, mask=is_weight, other=0.0)
-    largest = tl.maximum(tl.maximum(tl.abs(w0), tl.abs(w1)), tl.maximum(tl.abs(w2), tl.abs(w3)))
-    unit = unit_of_rows(tl.max(largest, axis=1))
-    weights = (
-        tl.trans(split_digits(w0 / unit[:, None], COLUMNS)),
-        tl.trans(split_digits(w1 / unit[:, None], COLUMNS)),
-        tl.trans(split_digits(w2 / unit[:, None], COLUMNS)),
-        tl.trans(split_digits(w3 / unit[:, None], COLUMNS)),
-    )
-    return weights, unit_of_heads(unit, COLUMNS, PADDED)
-
-
-@triton.jit
-def _logits_of(
-    packed,
-    weights,
-    unit,
-    PADDED: tl.constexpr,
-    BLOCK: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-):
-    """The logits of sketches, (BLOCK, WIDTH) uint8: (BLOCK, PADDED) float32.
-
-    For `weights` and `unit` see `_load_weights`.
-    """
-    products = tl.zeros((BLOCK, PADDED * COLUMNS), tl.int32)
-    for index in tl.static_range(4):
-        crumbs = unpack_codes(packed, index, 2, INTERPRETED)  # [BLOCK, WIDTH]
-        products = tl.dot(crumbs, weights[index], products, out_dtype=tl.int32)
-    return sum_of_digits(products, COLUMNS, PADDED, BLOCK) * unit[None, :]
-
-
 @triton.jit(
     do_not_specialize=["first_layer", "page_stride", "sinks", "recent"],
     do_not_specialize_on_alignment=["page_table", "slots", "positions"],
@@ -304,7 +180,7 @@ def _normalize(
         pages = page_table + row * page_stride
         in_slots = chosen + ((slot.to(tl.int64) * pool_layers + layer) * KV_HEADS + head) * BUDGET
         heads, byte = tl.arange(0, PADDED), tl.arange(0, WIDTH)
-        own_weights, weight_unit = _load_weights(
+        own_weights, weight_unit = load_weights(
             weights + unit * GROUP * 4 * SIZE, GROUP, PADDED, SIZE, WIDTH, COLUMNS
         )
 
@@ -329,9 +205,7 @@ def _normalize(
                 mask=is_token[:, None] & (byte < SIZE)[None, :],
                 other=0,
             )
-            logit = _logits_of(
-                packed, own_weights, weight_unit, PADDED, BLOCK, COLUMNS, INTERPRETED
-            )
+            logit = logits_of(packed, own_weights, weight_unit, PADDED, BLOCK, COLUMNS, INTERPRETED)
             logit = tl.where(is_token[:, None], logit, -float("inf"))
             before, largest = largest, tl.maximum(largest, tl.max(logit, axis=0))
             # Until there is a token, nothing is summed up, and -inf is not subtracted from itself.
@@ -399,7 +273,7 @@ def _score(
         stop = tl.minimum(start + CHUNK, tokens)
 
         byte = tl.arange(0, WIDTH)
-        own_weights, weight_unit = _load_weights(
+        own_weights, weight_unit = load_weights(
             weights + unit * GROUP * 4 * SIZE, GROUP, PADDED, SIZE, WIDTH, COLUMNS
         )
         if NORMALIZER_PARTS > 0:
@@ -417,9 +291,7 @@ def _score(
                 packed = tl.load(
                     codes + tile * SIZE + in_page, mask=(byte < SIZE)[None, :], other=0
                 )
-            logit = _logits_of(
-                packed, own_weights, weight_unit, PADDED, BLOCK, COLUMNS, INTERPRETED
-            )
+            logit = logits_of(packed, own_weights, weight_unit, PADDED, BLOCK, COLUMNS, INTERPRETED)
             if NORMALIZER_PARTS > 0:
                 score = tl.max(logit - log_sum[None, :], axis=1)
                 tl.store(out + unit * capacity + token, score, mask=token < stop)

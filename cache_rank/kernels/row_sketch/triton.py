@@ -1,0 +1,274 @@
+"""Sketches in rows of SGLang's KV pool are written and scored, Triton.
+
+What a key becomes, and what queries make of it, is that of kernels/sketch; only where sketches lie
+differs. Scores take three launches: queries weigh crumbs; logits are written, and what each chunk
+of tokens adds to the log-sum-exp; logits become keys. A unit is a request and a KV head.
+
+All of it may be captured in a graph: grids depend on capacities alone, and a program that has
+nothing to do ends at once.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from cache_rank.kernels.coded.digits import digit_columns
+from cache_rank.kernels.pick.reference import KEY_MOST, KEY_UNIT, KEY_ZERO
+from cache_rank.kernels.row_sketch.reference import RowScratch
+from cache_rank.kernels.score.triton import log_sum_of_chunks, store_logits, sum_up_chunk
+from cache_rank.kernels.sketch.crumbs import load_weights, logits_of, weigh_crumbs
+from cache_rank.kernels.sketch.encoding import BLOCK_KEYS, encode_block, encode_grid
+from cache_rank.kernels.sketch.reference import Sketch, SketchShape
+from cache_rank.kernels.sketch.triton import Launch
+
+LAUNCH = Launch(block=256, chunk=1024, warps=4, stages=4)
+"""How logits are spread over a GPU.
+
+Where a sketch lies is loaded a stage before it is, so there is a stage more than pages need.
+"""
+
+_FINISHED_LOGITS = 8192
+"""A program turns this many logits into keys."""
+
+_KEY_UNIT, _KEY_ZERO = tl.constexpr(float(KEY_UNIT)), tl.constexpr(float(KEY_ZERO))
+_KEY_MOST = tl.constexpr(float(KEY_MOST))
+
+
+def encode_rows(
+    keys: Tensor, rows: Tensor, sketch: Sketch, shape: SketchShape, codes: Tensor
+) -> None:
+    """See the reference. One launch; D is a power of two."""
+    count, kv_heads, head_dim = keys.shape
+    assert keys.stride(2) == 1
+    assert rows.stride(0) == 1
+    assert codes.is_contiguous()
+    assert codes.shape[2] == shape.bytes
+    assert sketch.keys.is_contiguous()
+    assert sketch.keys.shape == (1, kv_heads, shape.channels, head_dim)
+    _encode[encode_grid(count, kv_heads, shape)](
+        keys,
+        sketch.keys,
+        sketch.shift,
+        rows,
+        codes,
+        count,
+        codes.shape[1],
+        *keys.stride()[:2],
+        HEAD_DIM=head_dim,
+        FINE=shape.fine,
+        COARSE=shape.coarse,
+        SIZE=shape.bytes,
+        BLOCK=BLOCK_KEYS,
+    )
+
+
+def score_rows(
+    queries: Tensor,
+    codes: Tensor,
+    sketch: Sketch,
+    shape: SketchShape,
+    row_table: Tensor,
+    slots: Tensor,
+    lengths: Tensor,
+    sparse_from: Tensor,
+    scale: float,
+    scratch: RowScratch,
+    out: Tensor,
+) -> None:
+    """See the reference. Three launches; D is a power of two, and only queries of B are strided."""
+    requests, query_heads, head_dim = queries.shape
+    kv_heads, pool_rows, size = codes.shape
+    capacity, group = out.shape[2], query_heads // kv_heads
+    padded = triton.next_power_of_2(group)
+    units, chunks = requests * kv_heads, triton.cdiv(capacity, LAUNCH.chunk)
+    weights, logits, sums = scratch
+    assert size == shape.bytes
+    assert sketch.queries.shape == (1, kv_heads, 4 * size, head_dim)
+    assert codes.is_contiguous()
+    assert out.is_contiguous()
+    assert row_table.stride(1) == 1
+    assert logits.numel() >= units * capacity * padded
+    assert sums.numel() >= units * chunks * 2 * padded
+
+    of_one_layer = queries.unsqueeze(1)
+    weigh_crumbs(of_one_layer, sketch, 0, scale, weights)
+    constants = {
+        "KV_HEADS": kv_heads,
+        "GROUP": group,
+        "PADDED": padded,
+        "CHUNK": LAUNCH.chunk,
+    }
+    _score[(chunks, units)](
+        weights,
+        codes,
+        row_table,
+        slots,
+        lengths,
+        sparse_from,
+        logits,
+        sums,
+        pool_rows,
+        row_table.stride(0),
+        capacity,
+        **constants,
+        SIZE=size,
+        WIDTH=max(32, triton.next_power_of_2(size)),  # the matrix unit takes 32 bytes at a time
+        BLOCK=LAUNCH.block,
+        COLUMNS=digit_columns(of_one_layer, out.unsqueeze(1)),
+        STAGES=LAUNCH.stages,
+        INTERPRETED=not queries.is_cuda,
+        num_warps=LAUNCH.warps,
+    )
+    tokens = _FINISHED_LOGITS // padded
+    _finish[(triton.cdiv(capacity, tokens), units)](
+        slots, lengths, sparse_from, logits, sums, out, capacity, **constants, TOKENS=tokens
+    )
+
+
+def row_scratch(
+    requests: int, query_heads: int, kv_heads: int, capacity: int, codes: Tensor
+) -> RowScratch:
+    """See the reference."""
+    padded = triton.next_power_of_2(query_heads // kv_heads)
+    units, chunks = requests * kv_heads, triton.cdiv(capacity, LAUNCH.chunk)
+    return RowScratch(
+        codes.new_empty((requests, query_heads, 4 * codes.shape[2]), dtype=torch.float32),
+        codes.new_empty((units, capacity, padded), dtype=torch.float16),
+        codes.new_empty((units, chunks, 2, padded), dtype=torch.float32),
+    )
+
+
+@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["rows"])
+def _encode(
+    keys,
+    maps,
+    shift,
+    rows,
+    codes,
+    count,
+    pool_rows,
+    token_stride,
+    head_stride,
+    HEAD_DIM: tl.constexpr,
+    FINE: tl.constexpr,
+    COARSE: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program encodes a part of the channels of BLOCK keys of a head."""
+    head = tl.program_id(1).to(tl.int64)
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    is_token = index < count
+    row = tl.load(rows + index, mask=is_token, other=0).to(tl.int64)
+    source = index.to(tl.int64) * token_stride + head * head_stride
+    at = source[:, None] + tl.arange(0, HEAD_DIM)[None, :]
+    key = tl.load(keys + at, mask=is_token[:, None], other=0.0).to(tl.float32)
+    channel = head * (FINE + COARSE)
+    encode_block(
+        key,
+        maps + channel * HEAD_DIM,
+        shift + channel,
+        codes + (head * pool_rows + row) * SIZE,
+        is_token,
+        FINE,
+        COARSE,
+        HEAD_DIM,
+        BLOCK,
+    )
+
+
+@triton.jit(do_not_specialize_on_alignment=["row_table", "slots", "lengths", "sparse_from"])
+def _score(
+    weights,
+    codes,
+    row_table,
+    slots,
+    lengths,
+    sparse_from,
+    logits,
+    sums,
+    pool_rows,
+    table_stride,
+    capacity,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    PADDED: tl.constexpr,
+    CHUNK: tl.constexpr,
+    SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STAGES: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """One program computes the logits of CHUNK tokens of a unit."""
+    chunk, unit = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    request, head = unit // KV_HEADS, unit % KV_HEADS
+    slot = tl.load(slots + request).to(tl.int64)
+    length = tl.load(lengths + request).to(tl.int32)
+    start = chunk * CHUNK
+    if (start < length) & (length >= tl.load(sparse_from + slot)):
+        rows = row_table + slot * table_stride
+        own_codes = codes + head * pool_rows * SIZE
+        unit_logits = logits + unit * capacity * PADDED
+        stop = tl.minimum(start + CHUNK, length)
+        byte = tl.arange(0, WIDTH)
+        own_weights, weight_unit = load_weights(
+            weights + unit * GROUP * 4 * SIZE, GROUP, PADDED, SIZE, WIDTH, COLUMNS
+        )
+        for block in tl.range(start, stop, BLOCK, num_stages=STAGES):
+            token = block + tl.arange(0, BLOCK)
+            # Behind the last token it is row 0, whose logits are not stored.
+            row = tl.load(rows + token, mask=token < stop, other=0).to(tl.int64)
+            at = (row * SIZE)[:, None] + byte[None, :]
+            if SIZE == WIDTH:
+                packed = tl.load(own_codes + at)
+            else:
+                packed = tl.load(own_codes + at, mask=(byte < SIZE)[None, :], other=0)
+            logit = logits_of(packed, own_weights, weight_unit, PADDED, BLOCK, COLUMNS, INTERPRETED)
+            store_logits(logit, token, token < stop, unit_logits, PADDED)
+        share = sums + (unit * tl.cdiv(capacity, CHUNK) + chunk) * 2 * PADDED
+        sum_up_chunk(start, stop, unit_logits, share, PADDED, CHUNK)
+
+
+@triton.jit(do_not_specialize_on_alignment=["slots", "lengths", "sparse_from"])
+def _finish(
+    slots,
+    lengths,
+    sparse_from,
+    logits,
+    sums,
+    out,
+    capacity,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    PADDED: tl.constexpr,
+    CHUNK: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    """One program writes the keys of TOKENS tokens of a unit."""
+    unit = tl.program_id(1).to(tl.int64)
+    slot = tl.load(slots + unit // KV_HEADS).to(tl.int64)
+    length = tl.load(lengths + unit // KV_HEADS).to(tl.int32)
+    start = tl.program_id(0) * TOKENS
+    if (start < length) & (length >= tl.load(sparse_from + slot)):
+        shares = sums + unit * tl.cdiv(capacity, CHUNK) * 2 * PADDED
+        log_sum = log_sum_of_chunks(shares, length, GROUP, PADDED, CHUNK)
+        token = start + tl.arange(0, TOKENS)
+        is_token = token < length
+        at = (unit * capacity + token)[:, None] * PADDED + tl.arange(0, PADDED)[None, :]
+        logit = tl.load(logits + at, mask=is_token[:, None], other=0.0).to(tl.float32)
+        key = _to_keys(tl.max(logit - log_sum[None, :], axis=1))
+        tl.store(out + unit * capacity + token, key, mask=is_token)
+
+
+@triton.jit
+def _to_keys(scores):
+    """See `to_keys` of kernels/pick/reference.py: uint16."""
+    keys = tl.clamp(scores * _KEY_UNIT + _KEY_ZERO, 0.0, _KEY_MOST)
+    keys = tl.where(scores == scores, keys, 0.0)
+    # Of float32 numbers from 2^23 on the unit is 1, and to it sums are rounded, halves to even.
+    return ((keys + 8388608.0) - 8388608.0).to(tl.int32).to(tl.uint16)

@@ -1,0 +1,159 @@
+"""Queries weigh the crumbs of sketches, and logits are sums of weights times crumbs, Triton.
+
+Bytes of crumbs are multiplied as integers of 8 bits: a byte is shifted and masked four times, four
+bytes in an instruction, and each of the four is one product on the matrix unit. Weights, which are
+computed once a step, are in two digits of 8 bits. So what a token costs is its bytes.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from cache_rank.kernels.coded.digits import (
+    is_digit,
+    split_digits,
+    sum_of_digits,
+    unit_of_heads,
+    unit_of_rows,
+)
+from cache_rank.kernels.nibbles.triton import unpack_codes
+from cache_rank.kernels.sketch.reference import Sketch
+
+_BLOCK_CRUMBS = 32
+"""A program computes so many of the weights of its query heads."""
+
+
+def weigh_crumbs(
+    queries: Tensor, sketch: Sketch, first_layer: int, scale: float, weights: Tensor
+) -> None:
+    """Compute what queries give the crumbs. One launch; D is a power of two.
+
+    Args:
+        queries: (R, L, Hq, D), any float dtype; only the stride of R may be any.
+        sketch: of all layers.
+        first_layer: of the L layers.
+        scale: factor on the logits.
+        weights: (R, L, Hq, 4 · bytes) float32, or as many numbers and more, written in place.
+    """
+    rows, layers, query_heads, head_dim = queries.shape
+    kv_heads, crumbs = sketch.queries.shape[1:3]
+    group = query_heads // kv_heads
+    assert queries[0].is_contiguous()
+    assert sketch.queries.is_contiguous()
+    assert sketch.queries.shape[3] == head_dim
+    assert weights.numel() >= rows * layers * query_heads * crumbs
+    parts = triton.cdiv(crumbs, _BLOCK_CRUMBS)
+    block_queries = 64 if head_dim <= 128 else 16  # more of 256 do not fit into registers
+    _weigh_crumbs[(layers * kv_heads, triton.cdiv(rows * group, block_queries), parts)](
+        queries,
+        sketch.queries,
+        weights,
+        rows,
+        first_layer,
+        scale,
+        queries.stride(0),
+        LAYERS=layers,
+        KV_HEADS=kv_heads,
+        GROUP=group,
+        CRUMBS=crumbs,
+        HEAD_DIM=head_dim,
+        BLOCK_CRUMBS=_BLOCK_CRUMBS,
+        BLOCK_QUERIES=block_queries,
+    )
+
+
+@triton.jit(do_not_specialize=["rows", "first_layer", "scale"])
+def _weigh_crumbs(
+    queries,
+    maps,
+    weights,
+    rows,
+    first_layer,
+    scale,
+    row_stride,
+    LAYERS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    CRUMBS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_CRUMBS: tl.constexpr,
+    BLOCK_QUERIES: tl.constexpr,
+):
+    """One program computes BLOCK_CRUMBS weights of BLOCK_QUERIES heads of a layer and KV head."""
+    layer, head = tl.program_id(0) // KV_HEADS, tl.program_id(0) % KV_HEADS
+    query = tl.program_id(1) * BLOCK_QUERIES + tl.arange(0, BLOCK_QUERIES)
+    row, in_group = query // GROUP, query % GROUP
+    is_query = (row < rows)[:, None]
+    dims = tl.arange(0, HEAD_DIM)
+    crumb = tl.program_id(2) * BLOCK_CRUMBS + tl.arange(0, BLOCK_CRUMBS)
+    index = (row * LAYERS + layer) * KV_HEADS * GROUP + head * GROUP + in_group
+    index = index.to(tl.int64)[:, None]
+    source = row.to(tl.int64) * row_stride
+    source += (layer * KV_HEADS * GROUP + head * GROUP + in_group) * HEAD_DIM
+    content = tl.load(queries + source[:, None] + dims[None, :], mask=is_query, other=0.0)
+    content = content.to(tl.float32)
+    own = ((first_layer + layer) * KV_HEADS + head).to(tl.int64) * CRUMBS * HEAD_DIM
+    is_crumb = crumb < CRUMBS
+    map_of = tl.load(
+        maps + own + crumb[:, None] * HEAD_DIM + dims[None, :], mask=is_crumb[:, None], other=0.0
+    )  # [BLOCK_CRUMBS, D]
+    # In three products of TensorFloat-32, which is nearly as exact as float32.
+    product = tl.dot(content * scale, tl.trans(map_of), input_precision="tf32x3")
+    tl.store(weights + index * CRUMBS + crumb[None, :], product, mask=is_query & is_crumb[None, :])
+
+
+@triton.jit
+def load_weights(
+    unit_weights,
+    GROUP: tl.constexpr,
+    PADDED: tl.constexpr,
+    SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Load the weights of a unit's crumbs as integers of two digits.
+
+    Returns:
+        weights: for each of the four crumbs of a byte, (WIDTH, PADDED * COLUMNS) int8 digits.
+        unit: (PADDED,) float32, what 1 in the lower digit of a head stands for.
+    """
+    column, byte = tl.arange(0, PADDED * COLUMNS), tl.arange(0, WIDTH)
+    at = unit_weights + (column // COLUMNS)[:, None] * (4 * SIZE) + byte[None, :]
+    is_weight = is_digit(column, GROUP, COLUMNS)[:, None] & (byte < SIZE)[None, :]
+    # [PADDED * COLUMNS, WIDTH] each
+    w0 = tl.load(at, mask=is_weight, other=0.0)
+    w1 = tl.load(at + SIZE, mask=is_weight, other=0.0)
+    w2 = tl.load(at + 2 * SIZE, mask=is_weight, other=0.0)
+    w3 = tl.load(at + 3 * SIZE, mask=is_weight, other=0.0)
+    largest = tl.maximum(tl.maximum(tl.abs(w0), tl.abs(w1)), tl.maximum(tl.abs(w2), tl.abs(w3)))
+    unit = unit_of_rows(tl.max(largest, axis=1))
+    weights = (
+        tl.trans(split_digits(w0 / unit[:, None], COLUMNS)),
+        tl.trans(split_digits(w1 / unit[:, None], COLUMNS)),
+        tl.trans(split_digits(w2 / unit[:, None], COLUMNS)),
+        tl.trans(split_digits(w3 / unit[:, None], COLUMNS)),
+    )
+    return weights, unit_of_heads(unit, COLUMNS, PADDED)
+
+
+@triton.jit
+def logits_of(
+    packed,
+    weights,
+    unit,
+    PADDED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """The logits of sketches, (BLOCK, WIDTH) uint8: (BLOCK, PADDED) float32.
+
+    For `weights` and `unit` see `load_weights`.
+    """
+    products = tl.zeros((BLOCK, PADDED * COLUMNS), tl.int32)
+    for index in tl.static_range(4):
+        crumbs = unpack_codes(packed, index, 2, INTERPRETED)  # [BLOCK, WIDTH]
+        products = tl.dot(crumbs, weights[index], products, out_dtype=tl.int32)
+    return sum_of_digits(products, COLUMNS, PADDED, BLOCK) * unit[None, :]
