@@ -21,6 +21,12 @@ from sglang_ext.losses import LONGEST_DELAY_SECONDS
 BACKEND = "cache_rank"
 """The name under which SGLang knows our decode attention backend."""
 
+PREFILL_BACKEND = "cache_rank_prefill"
+"""The one under which it knows the prefill backend of inline selection.
+
+SGLang takes two equal names for the choice of --attention-backend, which is that of the kernels.
+"""
+
 _DEFAULTS = CacheRankConfig(ModelShape(1, 1, 1, 8, "bfloat16", 1.0))
 """What the cache rank does unless it is told otherwise is the default of a flag, too."""
 
@@ -111,12 +117,9 @@ def field_of(flag: str) -> str:
 class CacheRankFlags(ServerArgs):
     """SGLang's arguments and ours, as the user gave them; CacheRankServerArgs checks them."""
 
-    cache_rank: A[
-        Literal["inline", "process", "off"] | None,
-        Arg(
-            help="Where tokens are selected: in SGLang's process, or in a process with a GPU of its "
-            "own. off is plain SGLang. Default: process if --cache-rank-gpus is 1."
-        ),
+    cache_rank_placement: A[
+        Literal["inline", "process"] | None,
+        Arg(help="Where tokens are selected: in SGLang's process, or by a cache rank on its GPU."),
     ] = None
     cache_rank_gpus: A[
         int, Arg(help="Number of cache ranks: 1, or 0 for plain SGLang; without a GPU, a process.")
@@ -236,7 +239,7 @@ class CacheRankFlags(ServerArgs):
     @property
     def placement(self) -> str:
         """Where tokens are selected: `inline`, `process` or `off`."""
-        return self.cache_rank or ("process" if self.cache_rank_gpus > 0 else "off")
+        return self.cache_rank_placement or ("process" if self.cache_rank_gpus > 0 else "off")
 
     @property
     def has_cache_rank(self) -> bool:

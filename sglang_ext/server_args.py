@@ -21,6 +21,7 @@ from sglang_ext import compat, cpu
 from sglang_ext.flags import (
     BACKEND,
     CACHE_RANK_FIELDS,
+    PREFILL_BACKEND,
     CacheRankFlags,
     add_flags,
     choose_schedule,
@@ -92,9 +93,8 @@ class CacheRankServerArgs(CacheRankFlags):
         servers.refuse_out_of_range(self)
         require_model(self.model_path, self.revision)
         self._set_for_device()
-        why = "prefill writes sketches, and sparse decode reads them"
-        self._set("prefill_attention_backend", BACKEND, why)
-        self._set("decode_attention_backend", BACKEND, why)
+        self._set("prefill_attention_backend", PREFILL_BACKEND, "prefill writes sketches of keys")
+        self._set("decode_attention_backend", BACKEND, "sparse decode by sketches")
         let_sglang()
         refuse(self, models.MODELS)
 
@@ -202,7 +202,7 @@ class CacheRankServerArgs(CacheRankFlags):
             flag_of(field)
             for field, default in compat.default_values(type(self)).items()
             if field in CACHE_RANK_FIELDS
-            and field not in ("cache_rank", "cache_rank_gpus", "allow_untested_sglang")
+            and field not in ("cache_rank_placement", "cache_rank_gpus", "allow_untested_sglang")
             and getattr(self, field) != default
         ]
         if ignored:
@@ -279,7 +279,7 @@ def argument_parser(
 ) -> argparse.ArgumentParser:
     """Make a parser of SGLang's flags, with ours under a heading of their own."""
     if BACKEND not in ATTENTION_BACKEND_CHOICES:
-        add_attention_backend_choices([BACKEND])
+        add_attention_backend_choices([BACKEND, PREFILL_BACKEND])
     parser = _parser_of_ours(kind)
     ServerArgs.add_cli_args(parser)
     return parser

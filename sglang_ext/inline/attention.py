@@ -10,24 +10,17 @@ from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from torch import Tensor
 
 from sglang_ext import compat
-from sglang_ext.calibration.key_statistics import KeyMoments
 from sglang_ext.inline.selection import Selection
 from sglang_ext.server_args import CacheRankServerArgs
 
 
 class InlineAttnBackend(AttentionBackend):
-    """Sketches the keys of every forward pass, and selects in decode steps.
-
-    Attributes:
-        moments: by sparse layer, what is collected of the tokens of a prefill; None outside
-            a calibration.
-    """
+    """Sketches the keys of every forward pass, and selects in decode steps."""
 
     def __init__(self, runner: Any, args: CacheRankServerArgs, selection: Selection) -> None:
         super().__init__()
         self.token_to_kv_pool = runner.token_to_kv_pool
         self.req_to_token_pool = runner.req_to_token_pool
-        self.moments: list[KeyMoments] | None = None
         self._dense_layers = args.dense_layers
         self._dense = ATTENTION_BACKENDS[args.attention_backend](runner)
         self.needs_cpu_seq_lens = self._dense.needs_cpu_seq_lens
@@ -64,8 +57,9 @@ class InlineAttnBackend(AttentionBackend):
         if index >= 0:
             keys = k.view(-1, layer.tp_k_head_num, layer.qk_head_dim)
             self._selection.encode(index, keys, forward_batch.out_cache_loc)
-            if self.moments is not None:
-                self.moments[index].add(q.view(len(keys), -1, layer.qk_head_dim), keys)
+            if self._selection.moments is not None:
+                queries = q.view(len(keys), -1, layer.qk_head_dim)
+                self._selection.moments[index].add(queries, keys)
         return self._dense.forward_extend(q, k, v, layer, forward_batch, *args, **kw)
 
     def forward_decode(

@@ -30,7 +30,7 @@ from transformers import AutoTokenizer
 from sglang_ext.calibration.files import CalibrationError, read
 from sglang_ext.calibration.key_statistics import KeyBasis, KeyMoments, key_basis
 from sglang_ext.calibration.texts import CALIBRATION_TEXTS, LONGEST_TOKEN
-from sglang_ext.inline.selection import Heads
+from sglang_ext.inline.selection import Heads, Selection
 from sglang_ext.server_args import CacheRankServerArgs
 
 logger = logging.getLogger(__name__)
@@ -69,21 +69,22 @@ def load_tokenizer(args: CacheRankServerArgs) -> Any:
 
 
 def collect(
-    runner: Any, prompts: Iterator[list[int]], heads: Heads, backend: Any
+    runner: Any, prompts: Iterator[list[int]], heads: Heads, selection: Selection
 ) -> list[KeyBasis]:
     """Let a model read prompts; return how the keys of its sparse layers are sketched.
 
     Nothing else has been served yet: prompts take rows from the beginning of the pool.
     """
-    backend.moments = [
+    moments = [
         KeyMoments(heads.kv_heads, heads.head_dim, runner.device) for _ in range(heads.layers)
     ]
+    selection.moments = moments
     try:
         for tokens in prompts:
             _prefill(runner, tokens)
-        return [key_basis(moments) for moments in backend.moments]
+        return [key_basis(of_layer) for of_layer in moments]
     finally:
-        backend.moments = None
+        selection.moments = None
 
 
 @torch.inference_mode()
@@ -185,7 +186,7 @@ def of_folder(folder: Path, first: int, heads: Heads, tp_rank: int, tp_size: int
 
 
 def calibrate(
-    runner: Any, backend: Any, heads: Heads, tokenizer: Callable[[], Any], file: Path
+    runner: Any, selection: Selection, heads: Heads, tokenizer: Callable[[], Any], file: Path
 ) -> list[KeyBasis]:
     """Return what is kept for a loaded model, or fit it and keep it."""
     bases = kept(file, heads.layers)
@@ -198,7 +199,7 @@ def calibrate(
     tokens = min(TOKENS_ON_GPU if on_gpu else TOKENS_ON_CPU, room - 1)
     logger.info("cache rank: fitting sketches to the model, on %d tokens", tokens * len(TEXTS))
     vocabulary = runner.model_config.vocab_size
-    bases = collect(runner, prompts(tokenizer(), vocabulary, tokens), heads, backend)
+    bases = collect(runner, prompts(tokenizer(), vocabulary, tokens), heads, selection)
     logger.info("cache rank: sketches fitted in %.1f s (%s)", time.monotonic() - started, file)
     keep(file, bases)
     return bases

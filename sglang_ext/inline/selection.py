@@ -11,6 +11,7 @@ from cache_rank.kernels.attend import attend_rows
 from cache_rank.kernels.pick import pick_tokens
 from cache_rank.kernels.row_sketch import encode_rows, row_scratch, score_rows
 from cache_rank.kernels.sketch.reference import Sketch, make_sketch, sketch_shape
+from sglang_ext.calibration.key_statistics import KeyMoments
 from sglang_ext.flags import CacheRankFlags
 
 REQUESTS_AT_ONCE = 64
@@ -34,6 +35,7 @@ class Selection:
 
     Attributes:
         sparse_from: (request slots,) int32, the length from which the request of a slot is sparse.
+        moments: by layer, of the tokens that a calibration prefills; None outside of one.
     """
 
     def __init__(self, args: CacheRankFlags, heads: Heads, codes: Tensor, row_table: Tensor):
@@ -47,6 +49,7 @@ class Selection:
         """
         self._sinks, self._recent = args.sink_tokens, args.recent_tokens
         self._shape = sketch_shape(heads.head_dim, args.sketch_bits)
+        self.moments: list[KeyMoments] | None = None
         self._row_table = row_table
         slots, context = row_table.shape
         new = row_table.new_zeros

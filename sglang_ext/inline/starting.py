@@ -15,7 +15,6 @@ from sglang_ext.inline.selection import Selection, heads_of, make_codes
 from sglang_ext.server_args import CacheRankServerArgs
 
 _current: InlineRank | None = None
-_backend: InlineAttnBackend | None = None
 
 
 def current() -> InlineRank | None:
@@ -24,19 +23,24 @@ def current() -> InlineRank | None:
 
 
 def create_backend(runner: Any, args: CacheRankServerArgs) -> InlineAttnBackend:
-    """Make the attention backend of a model runner, and the rank around it.
+    """Make an attention backend of a model runner, and with the first one the rank around both.
+
+    SGLang asks for two, one of prefill and one of decode, which share a selection.
 
     Raises:
         ValueError: the model's attention layers are not those of SGLang's KV pool.
     """
-    global _current, _backend
+    global _current
+    if _current is None:
+        _current = InlineRank(args, _make_selection(runner, args))
+    return InlineAttnBackend(runner, args, _current.selection)
+
+
+def _make_selection(runner: Any, args: CacheRankServerArgs) -> Selection:
     pool, heads = runner.token_to_kv_pool, heads_of(runner, args.dense_layers)
     with pool.memory_saver_adapter.region(GPU_MEMORY_TYPE_KV_CACHE):
         codes = make_codes(args, heads, len(pool.k_buffer[-1]), pool.k_buffer[-1].device)
-    selection = Selection(args, heads, codes, runner.req_to_token_pool.req_to_token)
-    _current = InlineRank(args, selection)
-    _backend = InlineAttnBackend(runner, args, selection)
-    return _backend
+    return Selection(args, heads, codes, runner.req_to_token_pool.req_to_token)
 
 
 def load_calibration(scheduler: Any, args: CacheRankServerArgs) -> None:
@@ -58,6 +62,6 @@ def load_calibration(scheduler: Any, args: CacheRankServerArgs) -> None:
         def tokenizer() -> Any:
             return scheduler.tokenizer or calibrating.load_tokenizer(args)
 
-        bases = calibrating.calibrate(runner, _backend, heads, tokenizer, file)
+        bases = calibrating.calibrate(runner, _current.selection, heads, tokenizer, file)
     for layer, (basis, mean) in enumerate(bases):
         _current.selection.load_basis(layer, basis.to(runner.device), mean.to(runner.device))
