@@ -24,10 +24,11 @@ from cache_rank.kernels.sketch.encoding import BLOCK_KEYS, encode_block, encode_
 from cache_rank.kernels.sketch.reference import Sketch, SketchShape
 from cache_rank.kernels.sketch.triton import Launch
 
-LAUNCH = Launch(block=256, chunk=1024, warps=4, stages=4)
+LAUNCH = Launch(block=256, chunk=1024, warps=4, stages=5)
 """How logits are spread over a GPU.
 
-Where a sketch lies is loaded a stage before it is, so there is a stage more than pages need.
+A block waits for its rows and then for the sketches in them, so that five stages are two blocks of
+each under way.
 """
 
 _FINISHED_LOGITS = 8192
@@ -78,7 +79,7 @@ def score_rows(
     scratch: RowScratch,
     out: Tensor,
 ) -> None:
-    """See the reference. Three launches; D is a power of two, and only queries of B are strided."""
+    """See the reference. Three launches; D is a power of two, and G is at most 16."""
     requests, query_heads, head_dim = queries.shape
     kv_heads, pool_rows, size = codes.shape
     capacity, group = out.shape[2], query_heads // kv_heads
