@@ -51,10 +51,8 @@ def prompts(tokenizer: Any, vocabulary: int, tokens: int) -> Iterator[list[int]]
     """
     for name in TEXTS:
         text = CALIBRATION_TEXTS[name].read()[: LONGEST_TOKEN * tokens]
-        if tokenizer is None:
-            yield [byte % vocabulary for byte in text.encode()[:tokens]]
-        else:
-            yield list(tokenizer(text)["input_ids"][:tokens])
+        found = [] if tokenizer is None else list(tokenizer(text)["input_ids"][:tokens])
+        yield found or [byte % vocabulary for byte in text.encode()[:tokens]]
 
 
 def load_tokenizer(args: CacheRankServerArgs) -> Any:
