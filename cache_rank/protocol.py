@@ -1,11 +1,11 @@
 """The one contract between the inference rank and the cache rank.
 
 Control messages travel over ZMQ as msgpack; tensors travel over P2P in the packed layouts below,
-whose sizes follow from control messages alone. A step of R rows exchanges, for each boundary (see
-schedule.py) of a layer group that is left, one that is entered, and one that is answered,
+whose sizes follow from control messages alone. A step of R rows exchanges, for each LayerMessage
+(see schedule.py),
 
-    up    per row: its queries, keys and values in each layer of the first (L, Hq + 2 Hkv, D), and
-          the hidden state that enters the second (H,)
+    up    per row: its queries, keys and values in each layer of `kv_of` (L, Hq + 2 Hkv, D), and
+          the hidden state that enters `hidden_of` (H,)
     down  header (R, 6) int64, slots (R, L, Hkv, C) int32, keys and values (R, L, Hkv, C, D)
 
 and on the bulk channel travel n tokens, keys and values (2, layers, n, Hkv, D), and what a layer's
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from cache_rank.config import CacheRankConfig
-from cache_rank.schedule import Boundary
+from cache_rank.schedule import LayerMessage
 
 PROTOCOL_VERSION = 11
 NO_EPOCH = -1
@@ -190,25 +190,25 @@ class AnswerHeader(NamedTuple):
 
 
 class UpMessage:
-    """Views into one packed up message: what `rows` requests computed at a boundary.
+    """Views into one packed up message: what `rows` requests computed.
 
     Rows follow each other, so that the place of a row does not depend on how many there are.
 
     Attributes:
         buffer: (bytes,) uint8.
         tokens: (rows, L, Hq + 2 Hkv, D) in the dtype of the KV pool, contiguous but for the rows; L
-            is 0 where no group is left.
+            is 0 where the message is of no group's KV.
         queries, keys, values: its parts, by heads.
-        hidden: (rows, H) in the same dtype, contiguous but for the rows; H is 0 where no group is
-            entered.
+        hidden: (rows, H) in the same dtype, contiguous but for the rows; H is 0 where the
+            message carries no hidden state.
     """
 
     def __init__(
-        self, config: CacheRankConfig, boundary: Boundary, rows: int, buffer: Tensor
+        self, config: CacheRankConfig, layer_message: LayerMessage, rows: int, buffer: Tensor
     ) -> None:
         """Lay the message out over a buffer of its size."""
         model = config.model
-        tokens, hidden = _up_shapes(config, boundary)
+        tokens, hidden = _up_shapes(config, layer_message)
         self.buffer = buffer
         by_row = buffer.view(model.torch_dtype).view(rows, -1)
         self.tokens = by_row[:, : math.prod(tokens)].view(rows, *tokens)
@@ -218,19 +218,21 @@ class UpMessage:
         self.hidden = by_row[:, math.prod(tokens) :][:, :hidden]
 
     @staticmethod
-    def size(config: CacheRankConfig, boundary: Boundary, rows: int) -> int:
+    def size(config: CacheRankConfig, layer_message: LayerMessage, rows: int) -> int:
         """Bytes of the message."""
-        tokens, hidden = _up_shapes(config, boundary)
+        tokens, hidden = _up_shapes(config, layer_message)
         itemsize = config.model.torch_dtype.itemsize
         return rows * (math.prod(tokens) * itemsize + _aligned(hidden * itemsize))
 
 
-def _up_shapes(config: CacheRankConfig, boundary: Boundary) -> tuple[tuple[int, int, int], int]:
+def _up_shapes(
+    config: CacheRankConfig, layer_message: LayerMessage
+) -> tuple[tuple[int, int, int], int]:
     """Shape of a row's tokens in an up message, whose bytes are aligned, and width of its input."""
     model = config.model
-    layers = 0 if boundary.left is None else len(config.groups[boundary.left])
+    layers = 0 if layer_message.kv_of is None else len(config.groups[layer_message.kv_of])
     tokens = (layers, model.query_heads + 2 * model.kv_heads, model.head_dim)
-    return tokens, 0 if boundary.entered is None else model.hidden_size
+    return tokens, 0 if layer_message.hidden_of is None else model.hidden_size
 
 
 class DownMessage:
@@ -271,8 +273,8 @@ class DownMessage:
 
 
 def up_sizes(config: CacheRankConfig, rows: int) -> list[int]:
-    """Bytes of the message of each boundary in a step of so many rows."""
-    return [UpMessage.size(config, boundary, rows) for boundary in config.boundaries]
+    """Bytes of each message to the cache rank in a step of so many rows."""
+    return [UpMessage.size(config, layer_message, rows) for layer_message in config.layer_messages]
 
 
 def down_sizes(config: CacheRankConfig, rows: int) -> list[int]:

@@ -38,7 +38,7 @@ from cache_rank.protocol import (
 )
 from cache_rank.residency import memory_for_tokens
 from cache_rank.resident_sequence import ResidentSequence
-from cache_rank.schedule import Boundary
+from cache_rank.schedule import LayerMessage
 from cache_rank.selector import Selector
 
 PEER_SECONDS = 600.0
@@ -74,8 +74,8 @@ class CacheRank:
             for size in down_sizes(config, config.max_rows)
         ]
         self._messages = MessageBuffers(config, link.buffers, answers)
-        self._boundaries = config.boundaries
-        self._taken: list[torch.cuda.Event | None] = [None] * len(self._boundaries)
+        self._layer_messages = config.layer_messages
+        self._taken: list[torch.cuda.Event | None] = [None] * len(self._layer_messages)
         self._sent: list[Pending | None] = [None] * len(config.groups)
         self._loaded: dict[int, torch.cuda.Event] = {}
         self._received_of_layers: torch.cuda.Event | None = None
@@ -109,9 +109,9 @@ class CacheRank:
         selector = self.selector
         rows = [Row(sequence.epoch, sequence.tokens)]
         step, messages = selector.begin_step(0, rows), self._messages.of(1)
-        for boundary, up in zip(self._boundaries, messages.up, strict=True):
+        for layer_message, up in zip(self._layer_messages, messages.up, strict=True):
             selector.serve(
-                step, boundary, up, messages.answer_of(boundary), self._observer.timeline
+                step, layer_message, up, messages.answer_of(layer_message), self._observer.timeline
             )
 
     def load(self, message: Load) -> str | None:
@@ -273,14 +273,16 @@ class CacheRank:
         step = self.selector.begin_step(message.step, message.rows, refused.keys())
         self._observer.on_step(message)
         messages = self._messages.of(len(message.rows))
-        for lane, (boundary, up) in enumerate(zip(self._boundaries, messages.up, strict=True)):
-            answer = messages.answer_of(boundary)
+        for lane, (layer_message, up) in enumerate(
+            zip(self._layer_messages, messages.up, strict=True)
+        ):
+            answer = messages.answer_of(layer_message)
             self._receive(lane, up)
-            self._wait_until_sent(boundary)
-            self.selector.serve(step, boundary, up, answer, self._observer.timeline)
-            self._send(boundary, answer)
+            self._wait_until_sent(layer_message)
+            self.selector.serve(step, layer_message, up, answer, self._observer.timeline)
+            self._send(layer_message, answer)
             self._release(lane, up)
-            self._observer.on_answer(self.selector, step, boundary, up)
+            self._observer.on_answer(self.selector, step, layer_message, up)
         self.selector.end_step(step)
         self._last_step = max(self._last_step, message.step)
         return "; ".join(refused.values()) or None
@@ -296,27 +298,28 @@ class CacheRank:
         It is posted only when the answer before is queued: should the host have to wait for the
         device in between, both ranks are waiting for that answer.
         """
-        boundary = self._boundaries[lane]
+        layer_message = self._layer_messages[lane]
         received = self._link.up.receive(up.buffer, self._taken[lane], lane=lane)
-        self._observer.on_wait(boundary)
+        self._observer.on_wait(layer_message)
         received.wait(PEER_SECONDS)
-        self._observer.on_message(boundary)
+        self._observer.on_message(layer_message)
 
     def _release(self, lane: int, up: UpMessage) -> None:
         """Let the buffer of a message be written again once what is queued has read it."""
         if up.buffer.is_cuda:
             self._taken[lane] = self._mark()
 
-    def _wait_until_sent(self, boundary: Boundary) -> None:
+    def _wait_until_sent(self, layer_message: LayerMessage) -> None:
         """Wait until the answer of the step before has left the buffer of this one."""
-        if boundary.answered is not None and (sent := self._sent[boundary.answered]) is not None:
+        group = layer_message.selects_for
+        if group is not None and (sent := self._sent[group]) is not None:
             sent.wait(PEER_SECONDS)
 
-    def _send(self, boundary: Boundary, answer: DownMessage | None) -> None:
+    def _send(self, layer_message: LayerMessage, answer: DownMessage | None) -> None:
         """Send an answer, if there is one, when what is queued has written it."""
-        if boundary.answered is not None and answer is not None:
-            lane = boundary.answered
-            self._sent[lane] = self._link.down.send(answer.buffer, lane=lane)
+        group = layer_message.selects_for
+        if group is not None and answer is not None:
+            self._sent[group] = self._link.down.send(answer.buffer, lane=group)
 
     def _refused_rows(self, message: Step) -> dict[int, str]:
         refused = {}

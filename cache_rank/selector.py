@@ -1,4 +1,4 @@
-"""The cache rank's computation: append, predict, score, select, gather, one boundary at a time.
+"""The cache rank's computation: append, predict, score, select, gather, one message at a time.
 
 The state of all sequences is in a few tensors, of the residency, the query ring and the mirror, so
 that each operation is one kernel over all rows of a step. The selector knows no channels: rank.py
@@ -31,7 +31,7 @@ from cache_rank.pages import PAGE_TOKENS, PageAllocator
 from cache_rank.protocol import NO_EPOCH, AnswerHeader, DownMessage, Row, UpMessage
 from cache_rank.query_ring import QueryRing
 from cache_rank.resident_sequence import ResidentSequence
-from cache_rank.schedule import Boundary
+from cache_rank.schedule import LayerMessage
 from cache_rank.step_rows import StepRows
 
 _CHECKSUM = AnswerHeader._fields.index("checksum")
@@ -64,9 +64,9 @@ class SelectorStep(NamedTuple):
     live: Sequence[tuple[int, Row, ResidentSequence]]
     changed: Tensor
 
-    def rows_of(self, boundary: Boundary) -> StepRows:
-        """The rows as the group that is answered has them."""
-        return self.earlier if boundary.is_fresh else self.rows
+    def rows_of(self, layer_message: LayerMessage) -> StepRows:
+        """The rows as the group that is selected for has them."""
+        return self.earlier if layer_message.same_step else self.rows
 
 
 class Selector:
@@ -266,86 +266,88 @@ class Selector:
     def serve(
         self,
         step: SelectorStep,
-        boundary: Boundary,
+        layer_message: LayerMessage,
         up: UpMessage,
         down: DownMessage | None,
         timeline: Timeline,
     ) -> None:
-        """Take over what came at a boundary, and lay out the answer.
+        """Take over what a message brought, and lay out the answer.
 
         What is queued is one graph.
 
         Args:
             step: under way.
-            boundary: one of `config.boundaries`, in their order.
+            layer_message: one of `config.layer_messages`, in their order.
             up: what came; it is read when the work runs.
-            down: the answer, which the work writes; None where the boundary has none.
+            down: the answer, which the work writes; None where the message has none.
             timeline: marked after each part.
         """
         messages = [message.buffer.data_ptr() for message in (up, down) if message is not None]
-        key = (boundary, step.key, self._forecasts(boundary), *messages)
+        key = (layer_message, step.key, self._forecasts(layer_message), *messages)
         if self._residency.captures_append:
-            self._captures.run(key, lambda: self._serve(step, boundary, up, down, timeline))
+            self._captures.run(key, lambda: self._serve(step, layer_message, up, down, timeline))
         else:
-            self._append(step, boundary, up, timeline)
-            self._captures.run(key, lambda: self._answer(step, boundary, up, down, timeline))
+            self._append(step, layer_message, up, timeline)
+            self._captures.run(key, lambda: self._answer(step, layer_message, up, down, timeline))
         if self.config.checksum:
-            self._add_checksums(step, boundary, down)
+            self._add_checksums(step, layer_message, down)
 
     def _serve(
         self,
         step: SelectorStep,
-        boundary: Boundary,
+        layer_message: LayerMessage,
         up: UpMessage,
         down: DownMessage | None,
         timeline: Timeline,
     ) -> None:
-        self._append(step, boundary, up, timeline)
-        self._answer(step, boundary, up, down, timeline)
+        self._append(step, layer_message, up, timeline)
+        self._answer(step, layer_message, up, down, timeline)
 
     def _append(
-        self, step: SelectorStep, boundary: Boundary, up: UpMessage, timeline: Timeline
+        self, step: SelectorStep, layer_message: LayerMessage, up: UpMessage, timeline: Timeline
     ) -> None:
-        """Take over the tokens of the group that is left, if one is."""
-        if boundary.left is not None:
-            layers = self.config.groups[boundary.left]
+        """Take over the tokens of a group, if the message brought some."""
+        if layer_message.kv_of is not None:
+            layers = self.config.groups[layer_message.kv_of]
             self._residency.append(step.rows, layers, up.tokens, self._queries.entries)
-            timeline.mark(boundary, "append")
+            timeline.mark(layer_message, "append")
 
     def _answer(
         self,
         step: SelectorStep,
-        boundary: Boundary,
+        layer_message: LayerMessage,
         up: UpMessage,
         down: DownMessage | None,
         timeline: Timeline,
     ) -> None:
-        """Choose the tokens that a group attends to, if one is answered, and lay out changes."""
-        group = boundary.answered
+        """Choose the tokens that a group attends to, if an answer is due, and lay out changes."""
+        group = layer_message.selects_for
         if group is None or down is None:
             return
-        rows, layers = step.rows_of(boundary), self.config.groups[group]
+        rows, layers = step.rows_of(layer_message), self.config.groups[group]
         changed = step.changed[group]
-        queries = self._predict(step, boundary, group, up)
-        timeline.mark(boundary, "predict")
+        queries = self._predict(step, layer_message, group, up)
+        timeline.mark(layer_message, "predict")
         scores = self._residency.score(rows, layers, queries, chosen=self._mirror.chosen)
-        timeline.mark(boundary, "score")
+        timeline.mark(layer_message, "score")
         self._mirror.select(rows, layers, scores, down.slots, changed)
-        timeline.mark(boundary, "select")
+        timeline.mark(layer_message, "select")
         self._gather(rows, layers, changed, down)
-        timeline.mark(boundary, "gather")
+        timeline.mark(layer_message, "gather")
 
-    def _predict(self, step: SelectorStep, boundary: Boundary, group: int, up: UpMessage) -> Tensor:
+    def _predict(
+        self, step: SelectorStep, layer_message: LayerMessage, group: int, up: UpMessage
+    ) -> Tensor:
         """The queries by which a group is selected for, (R, L, Hq, D) float32."""
-        if self._forecast is not None and self._forecasts(boundary):
-            return self._forecast.predict(step.rows, group, up.hidden, boundary.is_fresh)
+        if self._forecast is not None and self._forecasts(layer_message):
+            return self._forecast.predict(step.rows, group, up.hidden, layer_message.same_step)
         return self._queries.predict(step.rows, self.config.groups[group])
 
-    def _forecasts(self, boundary: Boundary) -> bool:
-        """Whether the answer of a boundary is by forecasts; the first groups need projections."""
-        if self._forecast is None or boundary.answered is None:
+    def _forecasts(self, layer_message: LayerMessage) -> bool:
+        """Whether a message is answered by forecasts; the first groups need projections."""
+        if self._forecast is None or layer_message.selects_for is None:
             return False
-        return boundary.is_fresh or self._forecast.knows(boundary.answered)
+        return layer_message.same_step or self._forecast.knows(layer_message.selects_for)
 
     def _gather(self, rows: StepRows, layers: range, changed: Tensor, down: DownMessage) -> None:
         entering = self._mirror.entering(down.slots)
@@ -380,21 +382,26 @@ class Selector:
         return pages
 
     def _add_checksums(
-        self, step: SelectorStep, boundary: Boundary, down: DownMessage | None
+        self, step: SelectorStep, layer_message: LayerMessage, down: DownMessage | None
     ) -> None:
         """Put into an answer, if there is one, what its slots hold."""
-        if boundary.answered is None or down is None:
+        if layer_message.selects_for is None or down is None:
             return
         for index, _, sequence in step.live:
-            down.header[index, _CHECKSUM] = self._checksum(step, boundary, index, sequence)
+            down.header[index, _CHECKSUM] = self._checksum(step, layer_message, index, sequence)
 
     def _checksum(
-        self, step: SelectorStep, boundary: Boundary, index: int, sequence: ResidentSequence
+        self,
+        step: SelectorStep,
+        layer_message: LayerMessage,
+        index: int,
+        sequence: ResidentSequence,
     ) -> int:
-        layers, is_fresh = self.config.groups[boundary.answered or 0], boundary.is_fresh
-        newest = sequence.tokens - 1 - is_fresh
-        rows = step.rows_of(boundary).row_at(index, newest)
-        filled = sequence.fresh_filled if is_fresh else sequence.filled
+        layers = self.config.groups[layer_message.selects_for or 0]
+        same_step = layer_message.same_step
+        newest = sequence.tokens - 1 - same_step
+        rows = step.rows_of(layer_message).row_at(index, newest)
+        filled = sequence.fresh_filled if same_step else sequence.filled
         slots = self._residency.read(rows, layers, self.mirror(sequence, layers))
         keys, values = (part[..., :filled, :] for part in slots)
         return slots_checksum(keys, values)

@@ -36,7 +36,7 @@ class Link:
     """The channels between an inference rank and its cache rank.
 
     Attributes:
-        up, down, bulk: see the module. A lane of `up` is a boundary, one of `down` a layer group.
+        up, down, bulk: see the module. A lane of `up` is a layer message, one of `down` a group.
         buffers: memory for what this rank receives in a step, one a lane: (bytes,) uint8.
     """
 

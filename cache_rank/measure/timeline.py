@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from cache_rank.kernels.pack import stamp
-from cache_rank.schedule import Boundary
+from cache_rank.schedule import LayerMessage
 
 Part = Literal["begin", "receive", "append", "predict", "score", "select", "gather"]
 PARTS: tuple[Part, ...] = get_args(Part)
-"""What is done at a boundary, in this order; not every boundary has all parts. `begin` is no part,
+"""What is done for a message, in this order; not every message has all parts. `begin` is no part,
 but when the wait for the message begins."""
 
 
@@ -87,12 +87,14 @@ class Timeline:
     """
 
     def __init__(
-        self, path: str, device: torch.device, boundaries: Sequence[Boundary] = ()
+        self, path: str, device: torch.device, layer_messages: Sequence[LayerMessage] = ()
     ) -> None:
-        """Append to a file, if there is one, when the parts of what comes at boundaries end."""
+        """Append to a file, if there is one, when the parts of each message end."""
         self._file = TraceFile(path, "cache") if path else None
-        self._lanes = {boundary: lane for lane, boundary in enumerate(boundaries)}
-        self._stamps = torch.zeros((len(boundaries), len(PARTS)), dtype=torch.int64, device=device)
+        self._lanes = {message: lane for lane, message in enumerate(layer_messages)}
+        self._stamps = torch.zeros(
+            (len(layer_messages), len(PARTS)), dtype=torch.int64, device=device
+        )
         self._traced_step: int | None = None
         self._traced: list[tuple[int, Tensor]] = []
 
@@ -104,10 +106,10 @@ class Timeline:
         if not traced:
             self.flush()
 
-    def mark(self, boundary: Boundary, part: Part) -> None:
-        """Mark, on the current stream, that a part of what is done at a boundary has ended."""
+    def mark(self, layer_message: LayerMessage, part: Part) -> None:
+        """Mark, on the current stream, that a part of what is done for a message has ended."""
         if self._file is not None:
-            stamp(self._stamps, self._lanes[boundary] * len(PARTS) + PARTS.index(part))
+            stamp(self._stamps, self._lanes[layer_message] * len(PARTS) + PARTS.index(part))
 
     def flush(self) -> None:
         """Write the spans of the traced steps; waits for the device to finish them."""

@@ -75,8 +75,8 @@ class StepResult(NamedTuple):
 def replay(config: CacheRankConfig, recorded: Recorded) -> Iterator[StepResult]:
     """Select again for a recorded sequence; one result a step that is sparse."""
     selector, timeline = Selector(config, CPU, MEMORY_BYTES), Timeline("", CPU)
-    (layers,), (boundary,) = config.groups, config.boundaries
-    up = UpMessage(config, boundary, 1, _buffer(UpMessage.size(config, boundary, 1)))
+    (layers,), (layer_message,) = config.groups, config.layer_messages
+    up = UpMessage(config, layer_message, 1, _buffer(UpMessage.size(config, layer_message, 1)))
     down = DownMessage(config, len(layers), 1, _buffer(DownMessage.size(config, len(layers), 1)))
     sequence = selector.begin(epoch=1)
     selector.load(sequence, recorded.shipment())
@@ -86,7 +86,7 @@ def replay(config: CacheRankConfig, recorded: Recorded) -> Iterator[StepResult]:
         step = selector.begin_step(number, [Row(1, position)])
         up.queries[0] = queries
         up.keys[0], up.values[0] = (kv[:, :, position] for kv in (recorded.keys, recorded.values))
-        selector.serve(step, boundary, up, down, timeline)
+        selector.serve(step, layer_message, up, down, timeline)
         selector.end_step(step)
         if worth is not None:
             entering = (down.slots >= 0).sum(-1)

@@ -73,8 +73,8 @@ def measure_cache_step(
     def step(number: int) -> None:
         announced = [Row(epoch, tokens - 1 + number) for epoch in range(1, rows + 1)]
         step = selector.begin_step(number, announced)
-        for boundary, up in zip(config.boundaries, messages.up, strict=True):
-            selector.serve(step, boundary, up, messages.answer_of(boundary), timeline)
+        for layer_message, up in zip(config.layer_messages, messages.up, strict=True):
+            selector.serve(step, layer_message, up, messages.answer_of(layer_message), timeline)
         selector.end_step(step)
 
     seconds = []

@@ -83,8 +83,8 @@ class Driven:
     def put_token(self, request: Request) -> Tensor:
         """Put a request's next token on the wire; its K and V, (2, layers, Hkv, D)."""
         computed = request.compute()
-        for boundary in self.config.boundaries:
-            self.link.up.put(pack_up(self.config, boundary, [computed]).buffer)
+        for layer_message in self.config.layer_messages:
+            self.link.up.put(pack_up(self.config, layer_message, [computed]).buffer)
         return torch.stack((computed.keys, computed.values))
 
     def step(self, request: Request) -> None:

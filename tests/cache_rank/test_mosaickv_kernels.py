@@ -251,10 +251,10 @@ class Selecting:
         rows = [Row(sequence.epoch, sequence.tokens) for sequence in sequences]
         timeline = Timeline("", self._device)
         step = self.selector.begin_step(self._steps, rows)
-        for boundary, layers, buffers in zip(
-            config.boundaries, config.groups, self._messages, strict=True
+        for layer_message, layers, buffers in zip(
+            config.layer_messages, config.groups, self._messages, strict=True
         ):
-            up = UpMessage(config, boundary, 2, buffers[0])
+            up = UpMessage(config, layer_message, 2, buffers[0])
             down = DownMessage(config, len(layers), 2, buffers[1])
             for index, row in enumerate(rows):
                 tokens = self._tokens[index][:, layers.start : layers.stop]
@@ -266,7 +266,7 @@ class Selecting:
                 up.queries[index] = tokens[0][:, heads, looked_for].to(self._device)
                 up.keys[index] = tokens[0, :, :, row.position].to(self._device)
                 up.values[index] = tokens[1, :, :, row.position].to(self._device)
-            self.selector.serve(step, boundary, up, down, timeline)
+            self.selector.serve(step, layer_message, up, down, timeline)
         self.selector.end_step(step)
         every_layer = range(config.model.layers)
         slots = [self.selector.mirror(sequence, every_layer) for sequence in sequences]

@@ -635,11 +635,11 @@ def test_selections_are_those_of_the_synchronous_reference_where_nothing_is_lost
         step = selector.begin_step(number, [Row(1, request.position)])
         computed = request.compute()
         request.choose(*computed)
-        for boundary, layers in zip(config.boundaries, config.groups, strict=True):
-            up = pack_up(config, boundary, [computed])
+        for layer_message, layers in zip(config.layer_messages, config.groups, strict=True):
+            up = pack_up(config, layer_message, [computed])
             size = DownMessage.size(config, len(layers), 1)
             down = DownMessage(config, len(layers), 1, torch.zeros(size, dtype=torch.uint8))
-            selector.serve(step, boundary, up, down, Timeline("", CPU))
+            selector.serve(step, layer_message, up, down, Timeline("", CPU))
             slots, keys, values = (getattr(down, name)[0] for name in ("slots", "keys", "values"))
             request.apply(layers, slots, keys, values)
             for layer in layers:

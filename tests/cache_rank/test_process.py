@@ -37,7 +37,7 @@ from cache_rank.protocol import (
     Share,
     Step,
 )
-from cache_rank.schedule import Boundary
+from cache_rank.schedule import LayerMessage
 from sglang_ext.exchange.connection import CacheRankDownError, Connection, Placement
 from sglang_ext.supervisor import Supervisor
 
@@ -113,11 +113,13 @@ class InferenceRank:
             step = self.last_step
         self.connection.control.send(Step(step, rows))
 
-    def exchange_group(self, boundary: Boundary, tensors: Sequence[Computed]) -> DownMessage:
-        """Send the message of a boundary and wait for its answer."""
+    def exchange_group(
+        self, layer_message: LayerMessage, tensors: Sequence[Computed]
+    ) -> DownMessage:
+        """Send a message and wait for its answer."""
         config, rows = self.config, len(tensors)
-        sent = self.connection.link.up.send(pack_up(config, boundary, tensors).buffer)
-        layers = config.groups[boundary.answered or 0]
+        sent = self.connection.link.up.send(pack_up(config, layer_message, tensors).buffer)
+        layers = config.groups[layer_message.selects_for or 0]
         size = DownMessage.size(config, len(layers), rows)
         down = DownMessage(config, len(layers), rows, torch.zeros(size, dtype=torch.uint8))
         self.connection.link.down.receive(down.buffer).wait(LONG)
@@ -129,7 +131,10 @@ class InferenceRank:
     ) -> list[DownMessage]:
         """One whole step; the answer of every group."""
         self.announce(rows, step)
-        return [self.exchange_group(boundary, tensors) for boundary in self.config.boundaries]
+        return [
+            self.exchange_group(layer_message, tensors)
+            for layer_message in self.config.layer_messages
+        ]
 
     def decode(self, requests: Sequence[Request]) -> None:
         """One step of some requests, whose answers must be those of the reference."""
@@ -242,7 +247,7 @@ def test_the_next_step_may_be_announced_before_the_last_answer_is_read(
                 receive.wait(LONG)
                 sent.wait(LONG)
                 request.apply(layers, down.slots[0], down.keys[0], down.values[0])
-            up = pack_up(config, config.boundaries[group], [tensors])
+            up = pack_up(config, config.layer_messages[group], [tensors])
             buffers.append(up)
             sent = link.up.send(up.buffer)
             size = DownMessage.size(config, len(layers), 1)

@@ -64,17 +64,17 @@ class Served:
         answers: dict[int, DownMessage] = {}
         self.steps += 1
         step = selector.begin_step(self.steps, rows, refused)
-        for boundary in config.boundaries:
-            up = pack_up(config, boundary, tensors, self._device)
-            if boundary.answered is None:
-                selector.serve(step, boundary, up, None, self.timeline)
+        for layer_message in config.layer_messages:
+            up = pack_up(config, layer_message, tensors, self._device)
+            if layer_message.selects_for is None:
+                selector.serve(step, layer_message, up, None, self.timeline)
                 continue
-            layers = len(config.groups[boundary.answered])
+            layers = len(config.groups[layer_message.selects_for])
             size = DownMessage.size(config, layers, len(rows))
             buffer = torch.ones(size, dtype=torch.uint8, device=self._device)
             down = DownMessage(config, layers, len(rows), buffer)
-            selector.serve(step, boundary, up, down, self.timeline)
-            answers[boundary.answered] = down
+            selector.serve(step, layer_message, up, down, self.timeline)
+            answers[layer_message.selects_for] = down
         selector.end_step(step)
         return [answers[group] for group in sorted(answers)]
 
@@ -195,7 +195,8 @@ def test_what_was_captured_before_projections_came_is_not_replayed_after() -> No
         load_projections(served, first=0)
     changed = [one != other for one, other in zip(*keys, strict=True)]
     assert changed == [
-        boundary.answered is not None and not boundary.is_fresh for boundary in config.boundaries
+        message.selects_for is not None and not message.same_step
+        for message in config.layer_messages
     ]
     assert any(changed)
 

@@ -265,7 +265,7 @@ def replay(config: CacheRankConfig, folder: Path) -> int:
                     layer, row["queries"][index], row["keys"][index], row["values"][index]
                 )
             for index, layer in enumerate(event["answered"]):
-                if event["is_fresh"]:
+                if event["same_step"]:
                     reference.select_now(layer, row["hidden"], position)
                 else:
                     reference.select(layer, position, row["hidden"])
@@ -346,8 +346,8 @@ class ReferenceAttention:
         position = key.shape[2] - 1
         config = self.config
         entered = layer // config.layers_per_group - config.forecast_lead
-        is_fresh = config.forecasts and entered >= 0
-        if is_fresh:
+        same_step = config.forecasts and entered >= 0
+        if same_step:
             hidden = self.hidden[config.groups[entered].start]
             self.reference.select_now(layer, hidden, position)
         elif self.exchanged:

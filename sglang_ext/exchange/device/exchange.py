@@ -151,7 +151,7 @@ class DeviceExchange(Exchange):
         self._gate = gate
         self._step, self._rows = 0, ExchangedRows()
         self._inflight = InflightSteps(len(config.groups), connection.timeout)
-        self._waits_for_itself = any(boundary.is_fresh for boundary in config.boundaries)
+        self._waits_for_itself = any(message.same_step for message in config.layer_messages)
         self._queued = 0
         self._awaited: dict[int, int] = {}  # by step, whose answers its forward pass waits for
         self._is_closed = False

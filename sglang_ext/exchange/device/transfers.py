@@ -1,8 +1,8 @@
 """What a step sends and what it does with the answers, queued on streams of their own.
 
-For each boundary
+For each message of the schedule
 
-    up stream        when its message is computed, sends the staging buffer
+    up stream        when it is computed, sends the staging buffer
     down stream      receives the answer
     scatter stream   when the answer has come, writes it into the slots
 
@@ -114,7 +114,7 @@ class Answer(NamedTuple):
     """An answer of a step: the layer group that it is for, and whether in the step itself."""
 
     group: int
-    is_fresh: bool
+    same_step: bool
 
 
 def make_transfers(
@@ -162,9 +162,9 @@ class DeviceTransfers(ABC):
             expected_fresh=Field(4 * config.max_rows, -1),
         )
         self._answers = [
-            Answer(boundary.answered, boundary.is_fresh)
-            for boundary in config.boundaries
-            if boundary.answered is not None
+            Answer(message.selects_for, message.same_step)
+            for message in config.layer_messages
+            if message.selects_for is not None
         ]
         self._by_group = torch.zeros((2, groups, config.max_rows), dtype=torch.int64, device=device)
         self._totals = self._by_group.sum(dim=1)
@@ -199,8 +199,8 @@ class DeviceTransfers(ABC):
         self._numbers.write(
             step=[step],
             first_rows=[self._slots.first_slot(sequence) for sequence in rows.sequences],
-            expected=_expected(rows, step, is_fresh=False),
-            expected_fresh=_expected(rows, step, is_fresh=True),
+            expected=_expected(rows, step, same_step=False),
+            expected_fresh=_expected(rows, step, same_step=True),
         )
         self._queue(len(rows))
         self._gate.awaited_step = step
@@ -226,7 +226,7 @@ class DeviceTransfers(ABC):
         """
         group, numbers = answer.group, self._numbers
         message = self.messages.of(rows).down[group]
-        expected = numbers["expected_fresh" if answer.is_fresh else "expected"]
+        expected = numbers["expected_fresh" if answer.same_step else "expected"]
         if answer is self._answers[0]:
             numbers.collect()
         applied, shipped = self._by_group[:, group, :rows]
@@ -244,7 +244,7 @@ class DeviceTransfers(ABC):
         )
         shipped.copy_(message.header[:, _SHIPPED])
         if self._config.checksum and self._rows and int(self._accepts):
-            self._slots.compare_checksums(group, self._rows, message.header, answer.is_fresh)
+            self._slots.compare_checksums(group, self._rows, message.header, answer.same_step)
         gate_kernels.signal(self._gate.applied, group, numbers["step"])
         if answer is self._answers[-1]:
             torch.sum(self._by_group, dim=1, out=self._totals)
@@ -361,5 +361,5 @@ class NcclTransfers(DeviceTransfers):
             return self._down.receive(messages.down[group].buffer, after, lane=group)
 
 
-def _expected(rows: ExchangedRows, step: int, is_fresh: bool) -> list[int]:
-    return list(itertools.chain.from_iterable(rows.expected_headers(step, is_fresh)))
+def _expected(rows: ExchangedRows, step: int, same_step: bool) -> list[int]:
+    return list(itertools.chain.from_iterable(rows.expected_headers(step, same_step)))

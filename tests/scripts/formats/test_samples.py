@@ -43,9 +43,9 @@ def test_a_recording_is_read_back(tmp_path: Path) -> None:
         rows = [Row(epoch, length + number) for epoch, length in lengths.items()]
         step = selector.begin_step(number, rows)
         for group, layers in enumerate(config.groups):
-            boundary = config.boundaries[group]
-            size = UpMessage.size(config, boundary, len(rows))
-            up = UpMessage(config, boundary, len(rows), torch.zeros(size, dtype=torch.uint8))
+            layer_message = config.layer_messages[group]
+            size = UpMessage.size(config, layer_message, len(rows))
+            up = UpMessage(config, layer_message, len(rows), torch.zeros(size, dtype=torch.uint8))
             part = slice(layers.start, layers.stop)
             for index, row in enumerate(rows):
                 kv, queries = tokens[row.epoch]
@@ -53,9 +53,9 @@ def test_a_recording_is_read_back(tmp_path: Path) -> None:
                 up.keys[index], up.values[index] = kv[:, part, :, row.position]
             size = DownMessage.size(config, len(layers), len(rows))
             down = DownMessage(config, len(layers), len(rows), torch.zeros(size, dtype=torch.uint8))
-            selector.serve(step, boundary, up, down, timeline)
+            selector.serve(step, layer_message, up, down, timeline)
             if (number, group) != (steps - 1, 1):  # it was stopped in the middle of a step
-                recorder.record_step(selector, step, boundary, up)
+                recorder.record_step(selector, step, layer_message, up)
         selector.end_step(step)
 
     sample = recorded_sample(tmp_path, 2)

@@ -97,10 +97,10 @@ class CacheRankInProcess:
         self._loads: deque[Load] = deque()
         self._layers: deque[int] = deque()
         self._steps: deque[tuple[SelectorStep, int]] = deque()
-        self._lanes = itertools.cycle(range(len(config.boundaries)))
+        self._lanes = itertools.cycle(range(len(config.layer_messages)))
         self._step: SelectorStep | None = None
         self._up: UpMessage | None = None
-        self._boundary = config.boundaries[0]
+        self._layer_message = config.layer_messages[0]
         self._timeline = Timeline("", CPU)
 
     def _take_control(self, message: Any) -> None:
@@ -127,19 +127,19 @@ class CacheRankInProcess:
         assert lane == next(self._lanes)
         self.log.append(f"send {lane}")
         assert self._step is not None
-        self._boundary, rows = self.config.boundaries[lane], self._step.rows.slots.shape[0]
-        self._up = UpMessage(self.config, self._boundary, rows, buffer.clone())
-        if self._boundary.answered is None:
+        self._layer_message, rows = self.config.layer_messages[lane], self._step.rows.slots.shape[0]
+        self._up = UpMessage(self.config, self._layer_message, rows, buffer.clone())
+        if self._layer_message.selects_for is None:
             self._serve(None)
         return Transfer(self.log, f"send {lane}", lambda: None)
 
     def _serve(self, down: DownMessage | None) -> None:
         assert self._step is not None
         assert self._up is not None
-        self.selector.serve(self._step, self._boundary, self._up, down, self._timeline)
+        self.selector.serve(self._step, self._layer_message, self._up, down, self._timeline)
 
     def _give_down(self, buffer: Tensor, lane: int) -> Transfer:
-        assert lane == self._boundary.answered
+        assert lane == self._layer_message.selects_for
         self.log.append(f"receive {lane}")
         assert self._step is not None
         layers, rows = len(self.config.groups[lane]), self._step.rows.slots.shape[0]
