@@ -273,15 +273,15 @@ class CacheRank:
         step = self.selector.begin_step(message.step, message.rows, refused.keys())
         self._observer.on_step(message)
         messages = self._messages.of(len(message.rows))
-        for lane, (layer_message, up) in enumerate(
+        for index, (layer_message, up) in enumerate(
             zip(self._layer_messages, messages.up, strict=True)
         ):
             answer = messages.answer_of(layer_message)
-            self._receive(lane, up)
+            self._receive(index, up)
             self._wait_until_sent(layer_message)
             self.selector.serve(step, layer_message, up, answer, self._observer.timeline)
             self._send(layer_message, answer)
-            self._release(lane, up)
+            self._release(index, up)
             self._observer.on_answer(self.selector, step, layer_message, up)
         self.selector.end_step(step)
         self._last_step = max(self._last_step, message.step)
@@ -292,22 +292,22 @@ class CacheRank:
         if (loaded := self._loaded.pop(epoch, None)) is not None:
             torch.cuda.current_stream().wait_event(loaded)
 
-    def _receive(self, lane: int, up: UpMessage) -> None:
+    def _receive(self, index: int, up: UpMessage) -> None:
         """Let what is queued next wait for a message, and on a CPU the host.
 
         It is posted only when the answer before is queued: should the host have to wait for the
         device in between, both ranks are waiting for that answer.
         """
-        layer_message = self._layer_messages[lane]
-        received = self._link.up.receive(up.buffer, self._taken[lane], lane=lane)
+        layer_message = self._layer_messages[index]
+        received = self._link.up.receive(up.buffer, self._taken[index], buffer_index=index)
         self._observer.on_wait(layer_message)
         received.wait(PEER_SECONDS)
         self._observer.on_message(layer_message)
 
-    def _release(self, lane: int, up: UpMessage) -> None:
+    def _release(self, index: int, up: UpMessage) -> None:
         """Let the buffer of a message be written again once what is queued has read it."""
         if up.buffer.is_cuda:
-            self._taken[lane] = self._mark()
+            self._taken[index] = self._mark()
 
     def _wait_until_sent(self, layer_message: LayerMessage) -> None:
         """Wait until the answer of the step before has left the buffer of this one."""
@@ -319,7 +319,7 @@ class CacheRank:
         """Send an answer, if there is one, when what is queued has written it."""
         group = layer_message.selects_for
         if group is not None and answer is not None:
-            self._sent[group] = self._link.down.send(answer.buffer, lane=group)
+            self._sent[group] = self._link.down.send(answer.buffer, buffer_index=group)
 
     def _refused_rows(self, message: Step) -> dict[int, str]:
         refused = {}

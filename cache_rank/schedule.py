@@ -67,8 +67,8 @@ def by_forecast(groups: int, lead: int) -> tuple[LayerMessage, ...]:
 def index_by_kv(layer_messages: Sequence[LayerMessage]) -> dict[int, int]:
     """The message that carries the KV of a group, for each group."""
     return {
-        message.kv_of: lane
-        for lane, message in enumerate(layer_messages)
+        message.kv_of: index
+        for index, message in enumerate(layer_messages)
         if message.kv_of is not None
     }
 
@@ -76,7 +76,7 @@ def index_by_kv(layer_messages: Sequence[LayerMessage]) -> dict[int, int]:
 def index_by_hidden(layer_messages: Sequence[LayerMessage]) -> dict[int, int]:
     """The message that carries the hidden state that enters a group, for groups where one does."""
     return {
-        message.hidden_of: lane
-        for lane, message in enumerate(layer_messages)
+        message.hidden_of: index
+        for index, message in enumerate(layer_messages)
         if message.hidden_of is not None
     }

@@ -32,7 +32,7 @@ class Span(NamedTuple):
         name: what took it.
         start, stop: microseconds of the host's monotonic clock.
         step, group: the step and the layer group that it belongs to.
-        lane: the row of the rank's display; spans of one lane do not overlap.
+        track: the row of the rank's display; spans of one track do not overlap.
     """
 
     name: str
@@ -40,7 +40,7 @@ class Span(NamedTuple):
     stop: float
     step: int
     group: int
-    lane: str = "compute"
+    track: str = "compute"
 
 
 class TraceFile:
@@ -66,7 +66,7 @@ class TraceFile:
                     "ts": span.start,
                     "dur": max(0.0, span.stop - span.start),
                     "pid": f"{self._rank} rank",
-                    "tid": span.lane,
+                    "tid": span.track,
                     "args": {"step": span.step, "group": span.group},
                 }
             )
@@ -91,7 +91,7 @@ class Timeline:
     ) -> None:
         """Append to a file, if there is one, when the parts of each message end."""
         self._file = TraceFile(path, "cache") if path else None
-        self._lanes = {message: lane for lane, message in enumerate(layer_messages)}
+        self._index = {message: index for index, message in enumerate(layer_messages)}
         self._stamps = torch.zeros(
             (len(layer_messages), len(PARTS)), dtype=torch.int64, device=device
         )
@@ -109,7 +109,7 @@ class Timeline:
     def mark(self, layer_message: LayerMessage, part: Part) -> None:
         """Mark, on the current stream, that a part of what is done for a message has ended."""
         if self._file is not None:
-            stamp(self._stamps, self._lanes[layer_message] * len(PARTS) + PARTS.index(part))
+            stamp(self._stamps, self._index[layer_message] * len(PARTS) + PARTS.index(part))
 
     def flush(self) -> None:
         """Write the spans of the traced steps; waits for the device to finish them."""
@@ -118,14 +118,14 @@ class Timeline:
         traced, self._traced = self._traced, []
         offset = self._host_offset()
         for step, stamps in traced:
-            for lane, times in enumerate(stamps.tolist()):
+            for index, times in enumerate(stamps.tolist()):
                 marks = [
                     (part, (nanoseconds + offset) / 1e3)
                     for part, nanoseconds in zip(PARTS, times, strict=True)
                     if nanoseconds
                 ]
                 self._file.write(
-                    Span(part, start, stop, step, lane)
+                    Span(part, start, stop, step, index)
                     for (_, start), (part, stop) in pairwise(marks)
                 )
 

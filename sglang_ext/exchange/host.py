@@ -94,11 +94,11 @@ class HostTransfers:
         """Copy one layer's tensors of the exchanged requests: (batch, heads, D) each."""
         if not self._rows:
             return
-        lane, count = self._index_by_kv[group], self._batch_index.shape[0]
+        index, count = self._index_by_kv[group], self._batch_index.shape[0]
         if layer_in_group == 0:
-            self._wait_until_sent(lane)
+            self._wait_until_sent(index)
         pack_layer(
-            self.messages.of(len(self._rows)).up[lane].tokens,
+            self.messages.of(len(self._rows)).up[index].tokens,
             self._batch_index,
             layer_in_group,
             queries[:count],
@@ -110,42 +110,42 @@ class HostTransfers:
         """Copy what enters a group, (batch, H) each, and send it with what the last group left."""
         if not self._rows:
             return
-        lane, count = self._index_by_hidden[group], self._batch_index.shape[0]
-        if self._layer_messages[lane].kv_of is None:
-            self._wait_until_sent(lane)
+        index, count = self._index_by_hidden[group], self._batch_index.shape[0]
+        if self._layer_messages[index].kv_of is None:
+            self._wait_until_sent(index)
         pack_hidden(
-            self.messages.of(len(self._rows)).up[lane].hidden,
+            self.messages.of(len(self._rows)).up[index].hidden,
             self._batch_index,
             hidden[:count],
             None if residual is None else residual[:count],
         )
-        self._send(lane)
+        self._send(index)
 
     def leave(self, group: int) -> None:
         """Send what is staged of a group, unless it goes with the hidden state to come."""
         if not self._rows:
             return
         self._trace("group", group, self._group_start)
-        lane = self._index_by_kv[group]
-        if self._layer_messages[lane].hidden_of is None:
-            self._send(lane)
+        index = self._index_by_kv[group]
+        if self._layer_messages[index].hidden_of is None:
+            self._send(index)
 
-    def _send(self, lane: int) -> None:
+    def _send(self, index: int) -> None:
         """Send a message as it is staged, then post the receive of its answer."""
-        messages, layer_message = self.messages.of(len(self._rows)), self._layer_messages[lane]
+        messages, layer_message = self.messages.of(len(self._rows)), self._layer_messages[index]
         link = self._connection.link
-        self._sent[lane] = link.up.send(messages.up[lane].buffer, lane=lane)
+        self._sent[index] = link.up.send(messages.up[index].buffer, buffer_index=index)
         # A receive must never be what a send waits behind, so it is posted after the send.
         if (group := layer_message.selects_for) is not None:
             down = messages.down[group]
-            pending = link.down.receive(down.buffer, lane=group)
+            pending = link.down.receive(down.buffer, buffer_index=group)
             self._answers[group] = _AnswerUnderWay(
                 self._step, self._rows, down, layer_message.same_step, pending
             )
 
-    def _wait_until_sent(self, lane: int) -> None:
+    def _wait_until_sent(self, index: int) -> None:
         """Wait until a staging buffer may be written again."""
-        if (sent := self._sent[lane]) is not None:
+        if (sent := self._sent[index]) is not None:
             sent.wait(self._connection.timeout)
 
     def take_spans(self) -> list[Span]:

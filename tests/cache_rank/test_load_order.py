@@ -41,10 +41,10 @@ class Channel:
         """As the peer sends; not in the middle of a test, because it waits for the device."""
         self._sent.append(tensor.to("cuda"))
 
-    def send(self, tensor: Tensor, after: Event | None = None, lane: int = 0) -> Channel:
+    def send(self, tensor: Tensor, after: Event | None = None, buffer_index: int = 0) -> Channel:
         return self
 
-    def receive(self, tensor: Tensor, after: Event | None = None, lane: int = 0) -> Channel:
+    def receive(self, tensor: Tensor, after: Event | None = None, buffer_index: int = 0) -> Channel:
         if after is None:
             self.stream.wait_stream(torch.cuda.current_stream())
         else:

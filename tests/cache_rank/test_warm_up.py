@@ -24,10 +24,10 @@ LENGTHS = (1, 40, 700, 4095, 5000, 33_000, 70_001, 131_071)
 class Silent:
     """A channel on which all messages are zeros."""
 
-    def send(self, tensor: Tensor, after: Any = None, lane: int = 0) -> Silent:
+    def send(self, tensor: Tensor, after: Any = None, buffer_index: int = 0) -> Silent:
         return self
 
-    def receive(self, tensor: Tensor, after: Any = None, lane: int = 0) -> Silent:
+    def receive(self, tensor: Tensor, after: Any = None, buffer_index: int = 0) -> Silent:
         tensor.zero_()
         return self
 

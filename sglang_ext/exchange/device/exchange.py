@@ -242,7 +242,7 @@ class DeviceExchange(Exchange):
             spans.append(Span("group", start, stop, times.step, group))
             for layer in members[:-1]:
                 span = (layers[layer], layers[layer + 1], times.step, group)
-                spans.append(Span(f"layer {layer}", *span, lane="layers"))
+                spans.append(Span(f"layer {layer}", *span, track="layers"))
         return spans
 
     def _read_clock(self) -> None:

@@ -197,14 +197,14 @@ class DeviceGate(Gate):
                 self._wait_for_slots(0)
 
     def stage_hidden(self, group: int, hidden: Tensor, residual: Tensor | None) -> None:
-        lane = self._index_by_hidden[group]
+        index = self._index_by_hidden[group]
         self._packing += (hidden,) if residual is None else (hidden, residual)
         self._side_stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._side_stream):
             pack.pack_hidden(
-                self.staging[lane].hidden, self._exchanged[: hidden.shape[0]], hidden, residual
+                self.staging[index].hidden, self._exchanged[: hidden.shape[0]], hidden, residual
             )
-            self._complete(lane)
+            self._complete(index)
             self._wait_for_slots(group)
 
     def enter_group(self, group: int) -> None:
@@ -241,10 +241,10 @@ class DeviceGate(Gate):
         if is_last:
             self._join()
 
-    def _complete(self, lane: int) -> None:
+    def _complete(self, index: int) -> None:
         """Say that a message is complete."""
-        gate.raise_flag(self.computed, lane, self._steps[1:])
-        if lane == 0:
+        gate.raise_flag(self.computed, index, self._steps[1:])
+        if index == 0:
             self.begun.post(self._steps[1:])
 
     def _wait_for_slots(self, group: int) -> None:

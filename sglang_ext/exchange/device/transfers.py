@@ -101,7 +101,7 @@ class TransferTimes:
                 host - 1e3 * stop.elapsed_time(now),
                 step,
                 group,
-                lane=name,
+                track=name,
             )
             for name, step, group, start, stop in timed
         ]
@@ -174,8 +174,8 @@ class DeviceTransfers(ABC):
         self._accepts = torch.zeros(1, dtype=torch.int32, device=device)
         flags = gate.computed
         self._waits = [
-            FlagMoves(awaited=[flags.data_ptr() + lane * flags.itemsize])
-            for lane in range(flags.numel())
+            FlagMoves(awaited=[flags.data_ptr() + index * flags.itemsize])
+            for index in range(flags.numel())
         ]
         self._warm_up()
 
@@ -209,15 +209,15 @@ class DeviceTransfers(ABC):
     def _queue(self, rows: int) -> None:
         """Queue the transfers of a step of so many requests, whose numbers are written."""
 
-    def _take_computed(self, lane: int, stream: torch.cuda.Stream) -> None:
+    def _take_computed(self, index: int, stream: torch.cuda.Stream) -> None:
         """Hold a stream, the current one, until a message of its step is computed.
 
         There is no deadline: every forward pass that is queued comes to its end, with answers or
         without. The flags count forward passes, because nothing holds back forward passes once the
         gate is closed.
         """
-        self._waits[lane].queue(stream)
-        gate_kernels.lower_flag(self._gate.computed, lane)
+        self._waits[index].queue(stream)
+        gate_kernels.lower_flag(self._gate.computed, index)
 
     def _apply(self, answer: Answer, rows: int) -> None:
         """Queue that the answer that has come is written into slots, on the current stream.
@@ -286,10 +286,10 @@ class CopiedTransfers(DeviceTransfers):
 
     def _send(self, rows: int) -> None:
         stream = self._up.stream
-        for lane, message in enumerate(self.messages.of(rows).up):
-            self._take_computed(lane, stream)
-            with self.times.of("send", lane, stream):
-                self._up.send(message.buffer, lane=lane)
+        for index, message in enumerate(self.messages.of(rows).up):
+            self._take_computed(index, stream)
+            with self.times.of("send", index, stream):
+                self._up.send(message.buffer, buffer_index=index)
 
     def _take_answers(self, rows: int) -> None:
         stream = self._down.stream
@@ -297,7 +297,7 @@ class CopiedTransfers(DeviceTransfers):
         for answer in self._answers:
             group = answer.group
             with self.times.of("receive", group, stream):
-                self._down.receive(messages[group].buffer, lane=group)
+                self._down.receive(messages[group].buffer, buffer_index=group)
             with self.times.of("scatter", group, stream):
                 self._apply(answer, rows)
 
@@ -344,12 +344,12 @@ class NcclTransfers(DeviceTransfers):
         config = self._config
         behind = 0 if config.forecasts and config.forecast_lead == 1 else 1
         with torch.cuda.stream(up.stream):
-            for lane, message in enumerate(messages.up):
-                self._take_computed(lane, up.stream)
+            for index, message in enumerate(messages.up):
+                self._take_computed(index, up.stream)
                 computed = up.stream.record_event()
-                with self.times.of("send", lane, up.stream, computed):
-                    up.send(message.buffer, computed, lane=lane)
-                answered = self._answers[len(received) : lane + 1 - behind]
+                with self.times.of("send", index, up.stream, computed):
+                    up.send(message.buffer, computed, buffer_index=index)
+                answered = self._answers[len(received) : index + 1 - behind]
                 received += [self._receive(answer, messages, computed) for answer in answered]
             rest = self._answers[len(received) :]
             received += [self._receive(answer, messages, computed) for answer in rest]
@@ -358,7 +358,7 @@ class NcclTransfers(DeviceTransfers):
     def _receive(self, answer: Answer, messages: StepMessages, after: torch.cuda.Event) -> Pending:
         group = answer.group
         with self.times.of("receive", group, self._down.stream, after):
-            return self._down.receive(messages.down[group].buffer, after, lane=group)
+            return self._down.receive(messages.down[group].buffer, after, buffer_index=group)
 
 
 def _expected(rows: ExchangedRows, step: int, same_step: bool) -> list[int]:

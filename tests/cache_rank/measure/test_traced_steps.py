@@ -44,8 +44,8 @@ def test_a_traced_step_is_what_every_step_is(device: str, tmp_path: Path) -> Non
     spans = [json.loads(line.rstrip(",")) for line in path.read_text().splitlines()]
     answering = ["predict", "score", "select", "gather"]
     assert [(span["args"]["step"], span["args"]["group"], span["name"]) for span in spans] == [
-        (7, lane, part)
-        for lane, layer_message in enumerate(config.layer_messages)
+        (7, index, part)
+        for index, layer_message in enumerate(config.layer_messages)
         for part in [
             "receive",
             *["append"] * (layer_message.kv_of is not None),

@@ -97,7 +97,7 @@ class CacheRankInProcess:
         self._loads: deque[Load] = deque()
         self._layers: deque[int] = deque()
         self._steps: deque[tuple[SelectorStep, int]] = deque()
-        self._lanes = itertools.cycle(range(len(config.layer_messages)))
+        self._indices = itertools.cycle(range(len(config.layer_messages)))
         self._step: SelectorStep | None = None
         self._up: UpMessage | None = None
         self._layer_message = config.layer_messages[0]
@@ -123,26 +123,27 @@ class CacheRankInProcess:
         self.selector.load(self.selector.sequences[load.epoch], shipment)
         return Transfer(self.log, "bulk", lambda: None)
 
-    def _take_up(self, buffer: Tensor, lane: int) -> Transfer:
-        assert lane == next(self._lanes)
-        self.log.append(f"send {lane}")
+    def _take_up(self, buffer: Tensor, buffer_index: int) -> Transfer:
+        assert buffer_index == next(self._indices)
+        self.log.append(f"send {buffer_index}")
         assert self._step is not None
-        self._layer_message, rows = self.config.layer_messages[lane], self._step.rows.slots.shape[0]
+        rows = self._step.rows.slots.shape[0]
+        self._layer_message = self.config.layer_messages[buffer_index]
         self._up = UpMessage(self.config, self._layer_message, rows, buffer.clone())
         if self._layer_message.selects_for is None:
             self._serve(None)
-        return Transfer(self.log, f"send {lane}", lambda: None)
+        return Transfer(self.log, f"send {buffer_index}", lambda: None)
 
     def _serve(self, down: DownMessage | None) -> None:
         assert self._step is not None
         assert self._up is not None
         self.selector.serve(self._step, self._layer_message, self._up, down, self._timeline)
 
-    def _give_down(self, buffer: Tensor, lane: int) -> Transfer:
-        assert lane == self._layer_message.selects_for
-        self.log.append(f"receive {lane}")
+    def _give_down(self, buffer: Tensor, buffer_index: int) -> Transfer:
+        assert buffer_index == self._layer_message.selects_for
+        self.log.append(f"receive {buffer_index}")
         assert self._step is not None
-        layers, rows = len(self.config.groups[lane]), self._step.rows.slots.shape[0]
+        layers, rows = len(self.config.groups[buffer_index]), self._step.rows.slots.shape[0]
         down = DownMessage(self.config, layers, rows, torch.zeros_like(buffer))
         self._serve(down)
 
@@ -151,7 +152,7 @@ class CacheRankInProcess:
             self.answered(down)
             buffer.copy_(down.buffer)
 
-        return Transfer(self.log, f"receive {lane}", finish)
+        return Transfer(self.log, f"receive {buffer_index}", finish)
 
 
 @dataclasses.dataclass
@@ -472,7 +473,7 @@ def test_spans_are_those_of_traced_steps() -> None:
     for span in spans:
         assert before <= span.start <= span.stop <= after
     for previous, span in itertools.pairwise(spans):
-        assert previous.stop <= span.start, "spans of one lane do not overlap"
+        assert previous.stop <= span.start, "spans of one track do not overlap"
     assert side.exchange.spans() == []
 
 
@@ -494,7 +495,7 @@ def test_a_loss_in_a_forward_pass_closes_the_gate_and_ends_the_step() -> None:
     request = side.arrive(20)
     assert side.gate.is_open
 
-    def lose(buffer: Tensor, lane: int) -> Transfer:
+    def lose(buffer: Tensor, buffer_index: int) -> Transfer:
         raise TransportError("the peer is gone")
 
     side.connection.link.up.send = lose
