@@ -117,7 +117,7 @@ def serve(launch: Launch) -> None:
         elif isinstance(message, KeyBasis):
             reason = rank.load_basis(message)
         elif isinstance(message, End):
-            reason = rank.end(message.epochs)
+            reason = rank.end(message.sequence_ids)
         elif isinstance(message, Flush):
             rank.flush()
         if reason:

@@ -26,13 +26,13 @@ from cache_rank.config import CacheRankConfig
 from cache_rank.schedule import LayerMessage
 
 PROTOCOL_VERSION = 11
-NO_EPOCH = -1
+NO_SEQUENCE = -1
 
 
 class Row(msgspec.Struct, frozen=True, array_like=True):
-    """One request in a step: its epoch, and the position of the token being computed."""
+    """One request in a step: its sequence's id, and the position of the token being computed."""
 
-    epoch: int
+    sequence_id: int
     position: int
 
 
@@ -70,38 +70,38 @@ class Step(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
 class Load(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """Bulk shipment of tokens [start, start + count); the tensor follows on the bulk channel.
 
-    `start` 0 begins an epoch that has not begun, whose number must exceed every earlier one.
+    `start` 0 begins a sequence that has not begun, whose id must exceed every earlier one.
     """
 
-    epoch: int
+    sequence_id: int
     start: int
     count: int
 
 
 class Adopt(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """An epoch's first pages are those of these names.
+    """A sequence's first pages are those of these names.
 
-    An epoch that has not begun begins, whose number must exceed every earlier one; without names,
+    A sequence that has not begun begins, whose id must exceed every earlier one; without names,
     that is all. Else it must hold nothing yet. Its shipment goes on where the pages end, or
     `residency.shared_tail` tokens before.
     """
 
-    epoch: int
+    sequence_id: int
     names: list[int]
 
 
 class Share(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """The next complete pages of an epoch get these names, and are held until they are dropped.
+    """The next complete pages of a sequence get these names, and are held until they are dropped.
 
     Nothing is written into a page that has a name.
     """
 
-    epoch: int
+    sequence_id: int
     names: list[int]
 
 
 class Drop(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Pages lose their names; epochs that have them keep them."""
+    """Pages lose their names; sequences that have them keep them."""
 
     names: list[int]
 
@@ -132,13 +132,13 @@ class KeyBasis(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True
 
 
 class End(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """The epochs are over: finish, abort, retraction and preemption are the same here."""
+    """The sequences are over: finish, abort, retraction and preemption are the same here."""
 
-    epochs: list[int]
+    sequence_ids: list[int]
 
 
 class Flush(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Every epoch is over, and no page has a name."""
+    """Every sequence is over, and no page has a name."""
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -160,8 +160,8 @@ class Report(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     Attributes:
         tokens_held, bytes_held: resident now, those of shared pages once; bytes include growth
             space.
-        tokens_kept: those among them that no epoch has.
-        epochs: live now.
+        tokens_kept: those among them that no sequence has.
+        sequences: live now.
         overflow_tokens: tokens per (layer, kv head) that waited for a later step, summed.
         refused_messages: control messages that were malformed, oversized, replayed or out of place.
     """
@@ -169,7 +169,7 @@ class Report(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     tokens_held: int = 0
     bytes_held: int = 0
     tokens_kept: int = 0
-    epochs: int = 0
+    sequences: int = 0
     overflow_tokens: int = 0
     refused_messages: int = 0
 
@@ -182,7 +182,7 @@ class AnswerHeader(NamedTuple):
     """Columns of the header of a row in a down message."""
 
     step: int
-    epoch: int
+    sequence_id: int
     resident_tokens: int
     filled_slots: int
     shipped_tokens: int

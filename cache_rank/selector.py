@@ -28,7 +28,7 @@ from cache_rank.kernels.checksum.reference import slots_checksum
 from cache_rank.measure.timeline import Timeline
 from cache_rank.mirror import Mirror
 from cache_rank.pages import PAGE_TOKENS, PageAllocator
-from cache_rank.protocol import NO_EPOCH, AnswerHeader, DownMessage, Row, UpMessage
+from cache_rank.protocol import NO_SEQUENCE, AnswerHeader, DownMessage, Row, UpMessage
 from cache_rank.query_ring import QueryRing
 from cache_rank.resident_sequence import ResidentSequence
 from cache_rank.schedule import LayerMessage
@@ -73,9 +73,9 @@ class Selector:
     """All sequences of one cache rank.
 
     Attributes:
-        sequences: the live sequences, by epoch.
+        sequences: the live sequences, by id.
         pages: the pages of the resident memory.
-        named: pages that have a name, by it: their tokens are complete, and epochs may share them.
+        named: pages that have a name, by it: their tokens are complete; sequences may share them.
         overflow: () int64, tokens that had to wait for a later step, summed over layers and heads.
         capacity_tokens: how many tokens fit.
     """
@@ -136,16 +136,16 @@ class Selector:
         """Whether no further sequence can begin."""
         return not self._free_slots
 
-    def begin(self, epoch: int) -> ResidentSequence:
-        """Begin an epoch, when not full."""
+    def begin(self, sequence_id: int) -> ResidentSequence:
+        """Begin a sequence, when not full."""
         slot = self._free_slots.pop()
         self._mirror.clear(slot)
-        self.sequences[epoch] = ResidentSequence(epoch, slot)
-        return self.sequences[epoch]
+        self.sequences[sequence_id] = ResidentSequence(sequence_id, slot)
+        return self.sequences[sequence_id]
 
-    def end(self, epoch: int) -> bool:
-        """Forget an epoch; whether it was live."""
-        sequence = self.sequences.pop(epoch, None)
+    def end(self, sequence_id: int) -> bool:
+        """Forget a sequence; whether it was live."""
+        sequence = self.sequences.pop(sequence_id, None)
         if sequence is None:
             return False
         self._residency.end(sequence.slot)
@@ -219,21 +219,28 @@ class Selector:
     ) -> SelectorStep:
         """Begin a step over rows, of which some are refused by index; all others are live."""
         live = [
-            (index, row, self.sequences[row.epoch])
+            (index, row, self.sequences[row.sequence_id])
             for index, row in enumerate(rows)
             if index not in refused
         ]
         count = len(rows)
         slots, positions, earlier, counts = ([-1] * count, [0] * count, [0] * count, [0] * count)
-        header = [[NO_EPOCH] * len(AnswerHeader._fields)] * count
+        header = [[NO_SEQUENCE] * len(AnswerHeader._fields)] * count
         fresh_header = list(header)
         for index, row, sequence in live:
             self._extend(sequence, row.position + 1)
             sequence.advance(self.config, row.position)
             slots[index], positions[index] = sequence.slot, row.position
             earlier[index], counts[index] = row.position - 1, sequence.queries
-            header[index] = [number, row.epoch, row.position + 1, sequence.filled, 0, 0]
-            fresh_header[index] = [number, row.epoch, row.position, sequence.fresh_filled, 0, 0]
+            header[index] = [number, row.sequence_id, row.position + 1, sequence.filled, 0, 0]
+            fresh_header[index] = [
+                number,
+                row.sequence_id,
+                row.position,
+                sequence.fresh_filled,
+                0,
+                0,
+            ]
         width = max((len(sequence.pages) for _, _, sequence in live), default=1)
         on_gpu = self._step_memory is not None
         if on_gpu:

@@ -188,15 +188,15 @@ def offer_to_tree(
     return compat.offer_tokens(original, tree, request, most, *args, **kwargs)
 
 
-def end_epoch(pool: Any, request: Any) -> None:
-    """End the epoch of a request whose slot is about to be freed."""
+def end_sequence(pool: Any, request: Any) -> None:
+    """End the sequence of a request whose slot is about to be freed."""
     rank = inference_rank.current()
     if rank is not None:
         rank.on_request_freed(request)
 
 
-def end_all_epochs(pool: Any) -> None:
-    """End all epochs, because the request pool is about to be cleared."""
+def end_all_sequences(pool: Any) -> None:
+    """End all sequences, because the request pool is about to be cleared."""
     rank = inference_rank.current()
     if rank is not None:
         rank.on_pool_cleared()
@@ -338,13 +338,13 @@ HOOKS = (
     Hook(
         "sglang.srt.mem_cache.memory_pool.ReqToTokenPool.free",
         HookType.BEFORE,
-        end_epoch,
+        end_sequence,
         "finish, abort, retraction and preemption all end here",
     ),
     Hook(
         "sglang.srt.mem_cache.memory_pool.ReqToTokenPool.clear",
         HookType.BEFORE,
-        end_all_epochs,
+        end_all_sequences,
         "flush_cache ends here",
     ),
     Hook(

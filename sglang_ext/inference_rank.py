@@ -38,7 +38,7 @@ class InferenceRank:
         config: agreed with the cache rank.
         gate: where forward passes meet the exchange.
         table: the working-set table.
-        lifecycle: the epochs of requests.
+        lifecycle: the sequences of requests.
         decode_step: runs decode steps.
         cache_rank: the cache rank while it is up, and what its loss leaves to be done.
         eviction: of tokens from the pool; None when every token stays there.
@@ -181,7 +181,7 @@ class InferenceRank:
                 self.table.forget(row)
 
     def on_request_freed(self, request: Any) -> None:
-        """End the epoch of a request whose slot SGLang takes back.
+        """End the sequence of a request whose slot SGLang takes back.
 
         It finished, or was aborted, retracted or preempted.
         """
@@ -191,11 +191,11 @@ class InferenceRank:
         sequence = self.lifecycle.end(row)
         self._note_if_none_is_live()
         if sequence is not None and not sequence.orphaned:
-            epoch = sequence.epoch
-            self.cache_rank.attempt(lambda exchange: exchange.end([epoch]))
+            sequence_id = sequence.sequence_id
+            self.cache_rank.attempt(lambda exchange: exchange.end([sequence_id]))
 
     def on_pool_cleared(self) -> None:
-        """End all epochs, because SGLang empties its pools."""
+        """End all sequences, because SGLang empties its pools."""
         for row in list(self.lifecycle.live):
             self.lifecycle.end(row)
         self.lifecycle.forget_shared()

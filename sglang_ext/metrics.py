@@ -167,7 +167,7 @@ class CacheRankMetrics:
             "tokens_held": report.tokens_held,
             "bytes_held": report.bytes_held,
             "tokens_kept": report.tokens_kept,
-            "epochs": report.epochs,
+            "sequences": report.sequences,
             "overflow_tokens": report.overflow_tokens,
             "refused_messages": report.refused_messages,
             "steps_waited": self._steps_waited,

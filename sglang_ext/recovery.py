@@ -51,7 +51,7 @@ class CacheRankHandle:
         Args:
             supervisor: keeps a cache rank running.
             begin_exchange: makes the exchange over a connection.
-            lifecycle, table: the epochs, and the table that their rows are in.
+            lifecycle, table: the sequences, and the table that their rows are in.
             metrics: told of connections and losses.
             recomputes: whether sparse requests must be recomputed after a loss; else they go on
                 dense.

@@ -25,7 +25,7 @@ class Shipping:
 
         Args:
             cache_rank: while it is up.
-            lifecycle: the epochs, which know what prompts have in common.
+            lifecycle: the sequences, which know what prompts have in common.
             req_to_token: SGLang's table, (request slots, context length) int32 pool rows.
             chunk_tokens: most tokens of a prompt that are shipped in one step.
             tail_tokens: see `residency.shared_tail`.
@@ -60,8 +60,8 @@ class Shipping:
     def _take(self, sequence: SparseSequence) -> bool:
         """Let a request begin with what the cache rank has of it; whether it goes on from there.
 
-        One that waits for another's shipment begins its epoch now: later ones would overtake it,
-        and the cache rank takes epochs in order only.
+        One that waits for another's shipment begins its sequence now: later ones would overtake it,
+        and the cache rank takes sequences in order only.
         """
         assert self._lifecycle.prompts is not None
         self.drop_unused()
@@ -75,7 +75,7 @@ class Shipping:
         if names is None:
             self._lifecycle.end(sequence.row)
             if prefix.announced:
-                self._cache_rank.attempt(lambda exchange: exchange.end([sequence.epoch]))
+                self._cache_rank.attempt(lambda exchange: exchange.end([sequence.sequence_id]))
             return False
         self.drop_unused()
         if names:

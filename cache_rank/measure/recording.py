@@ -68,7 +68,9 @@ class Recorder:
     def record_load(self, message: Load, shipment: Tensor) -> None:
         """Record a bulk shipment."""
         if self._folder is not None:
-            self._write({"kind": "load", "epoch": message.epoch, "shipment": shipment.cpu()})
+            self._write(
+                {"kind": "load", "sequence_id": message.sequence_id, "shipment": shipment.cpu()}
+            )
 
     def record_projection(self, message: Projection, projection: Tensor) -> None:
         """Record by what a layer's queries are forecast."""
@@ -98,7 +100,7 @@ class Recorder:
         came = UpMessage(selector.config, layer_message, len(up.hidden), up.buffer.cpu())
         rows = [
             {
-                "epoch": row.epoch,
+                "sequence_id": row.sequence_id,
                 "position": row.position,
                 "queries": came.queries[index].clone(),
                 "keys": came.keys[index].clone(),

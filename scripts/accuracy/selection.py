@@ -78,7 +78,7 @@ def replay(config: CacheRankConfig, recorded: Recorded) -> Iterator[StepResult]:
     (layers,), (layer_message,) = config.groups, config.layer_messages
     up = UpMessage(config, layer_message, 1, _buffer(UpMessage.size(config, layer_message, 1)))
     down = DownMessage(config, len(layers), 1, _buffer(DownMessage.size(config, len(layers), 1)))
-    sequence = selector.begin(epoch=1)
+    sequence = selector.begin(sequence_id=1)
     selector.load(sequence, recorded.shipment())
     for number, queries in enumerate(recorded.queries):
         position = recorded.prompt + number

@@ -172,7 +172,7 @@ class HostTransfers:
                 continue
             if header[:4] != wanted:
                 raise CacheRankDownError(
-                    f"answered (step, epoch, resident, filled) {header[:4]}, expected {wanted}"
+                    f"answered (step, sequence, resident, filled) {header[:4]}, expected {wanted}"
                 )
             first_rows.append(slots.first_slot(sequence))
             self.brought.append((sequence, header.shipped_tokens))

@@ -73,7 +73,7 @@ class ExchangedRows:
             same_step: whether for itself; for the next one otherwise.
         """
         return [
-            (step, sequence.epoch, position + (not same_step), filled)
+            (step, sequence.sequence_id, position + (not same_step), filled)
             for sequence, position, filled in zip(
                 self.sequences, self.positions, self.slots_filled(same_step), strict=True
             )
@@ -136,7 +136,7 @@ class SlotBuffers:
                 continue
             if self._checksum(group, sequence, filled) != AnswerHeader(*columns).checksum:
                 raise AssertionError(
-                    f"slots of epoch {sequence.epoch} at {position} differ from the mirror"
+                    f"slots of sequence {sequence.sequence_id} at {position} differ from the mirror"
                 )
 
     def _checksum(self, group: int, sequence: SparseSequence, filled: int) -> int:

@@ -11,7 +11,7 @@ from torch import Tensor
 from cache_rank.config import CacheRankConfig
 from cache_rank.kernels.checksum.reference import slots_checksum
 from cache_rank.kernels.wire.reference import from_wire, to_wire
-from cache_rank.protocol import NO_EPOCH, AnswerHeader, DownMessage, Row, UpMessage
+from cache_rank.protocol import NO_SEQUENCE, AnswerHeader, DownMessage, Row, UpMessage
 from cache_rank.reference import SynchronousReference
 from cache_rank.schedule import LayerMessage
 
@@ -55,20 +55,20 @@ def pack_up(
 
 def assert_refused(answers: Sequence[DownMessage], row: int) -> None:
     for answer in answers:
-        assert (answer.header[row] == NO_EPOCH).all()
+        assert (answer.header[row] == NO_SEQUENCE).all()
         assert (answer.slots[row] == -1).all()
 
 
 class Request:
     """A request on the inference rank: its stream of tensors, its slots and their reference."""
 
-    def __init__(self, config: CacheRankConfig, epoch: int, prompt: int) -> None:
+    def __init__(self, config: CacheRankConfig, sequence_id: int, prompt: int) -> None:
         model = config.model
         self.config = config
-        self.epoch = epoch
+        self.sequence_id = sequence_id
         self.position = prompt
         """Of the next token."""
-        self._generator = torch.Generator().manual_seed(epoch)
+        self._generator = torch.Generator().manual_seed(sequence_id)
         self.prompt = self._random(2, model.layers, prompt, model.kv_heads, model.head_dim)
         self.reference = SynchronousReference(config, *self.prompt)
         self._query = self._random(model.layers, model.query_heads, model.head_dim).float()
@@ -83,7 +83,7 @@ class Request:
     @property
     def row(self) -> Row:
         """Of the step of the next token."""
-        return Row(self.epoch, self.position)
+        return Row(self.sequence_id, self.position)
 
     def compute(self) -> Computed:
         """What a forward pass computes for the next token; its queries drift."""
@@ -141,7 +141,7 @@ class Request:
             checksum = slots_checksum(self.keys[used], self.values[used])
             assert AnswerHeader(*answer.header[index].tolist()) == AnswerHeader(
                 step=step,
-                epoch=self.epoch,
+                sequence_id=self.sequence_id,
                 resident_tokens=self.position - self.same_step(layers.start),
                 filled_slots=filled,
                 shipped_tokens=int((slots >= 0).sum()),

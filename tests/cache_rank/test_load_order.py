@@ -89,20 +89,20 @@ class Driven:
 
     def step(self, request: Request) -> None:
         self._steps += 1
-        rows = [Row(request.epoch, request.position)]
+        rows = [Row(request.sequence_id, request.position)]
         assert self.rank.step(Step(self._steps, rows)) is None
         request.position += 1
 
     def load(self, request: Request) -> None:
-        assert self.rank.load(Load(request.epoch, 0, request.prompt.shape[2])) is None
+        assert self.rank.load(Load(request.sequence_id, 0, request.prompt.shape[2])) is None
 
     def pages_of(self, request: Request) -> list[int]:
-        return list(self.rank.selector.sequences[request.epoch].pages)
+        return list(self.rank.selector.sequences[request.sequence_id].pages)
 
     def held(self, request: Request, first: int) -> Tensor:
         """K and V of a request's tokens from `first` on, (2, layers, Hkv, n, D)."""
         selector = self.rank.selector
-        sequence = selector.sequences[request.epoch]
+        sequence = selector.sequences[request.sequence_id]
         positions = torch.arange(first, sequence.tokens, device="cuda")
         positions = positions.expand(MODEL.layers, MODEL.kv_heads, -1)
         rows = StepRows(
@@ -117,12 +117,12 @@ class Driven:
 
 
 @pytest.mark.gpu
-def test_a_late_load_of_an_ended_epoch_leaves_the_next_owner_of_its_pages_alone(
+def test_a_late_load_of_an_ended_sequence_leaves_the_next_owner_of_its_pages_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(rank, "memory_for_tokens", lambda *of: MEMORY_BYTES)
     driven = Driven()
-    owner, ended = (Request(driven.config, epoch, PROMPT) for epoch in (1, 2))
+    owner, ended = (Request(driven.config, sequence_id, PROMPT) for sequence_id in (1, 2))
     bulk = driven.link.bulk
     bulk.put(owner.prompt)
     bulk.put(ended.prompt)
@@ -137,7 +137,7 @@ def test_a_late_load_of_an_ended_epoch_leaves_the_next_owner_of_its_pages_alone(
     bulk.late_cycles = LATE_CYCLES
     driven.load(ended)
     freed = driven.pages_of(ended)
-    assert driven.rank.end([ended.epoch]) is None
+    assert driven.rank.end([ended.sequence_id]) is None
     driven.step(owner)
     assert not bulk.stream.query(), "the load was not late"
 

@@ -237,18 +237,18 @@ class Selecting:
             for both in sizes
         ]
         self._steps = 0
-        for epoch, chunks in enumerate(((200, 180), (250,)), start=1):
-            sequence = self.selector.begin(epoch)
+        for sequence_id, chunks in enumerate(((200, 180), (250,)), start=1):
+            sequence = self.selector.begin(sequence_id)
             for chunk in chunks:
                 part = slice(sequence.tokens, sequence.tokens + chunk)
-                shipment = self._tokens[epoch - 1][:, :, :, part].transpose(2, 3)
+                shipment = self._tokens[sequence_id - 1][:, :, :, part].transpose(2, 3)
                 self.selector.load(sequence, shipment.contiguous().to(device))
 
     def step(self) -> Tensor:
         """Decode a token of each: (2, layers, Hkv, k) which token sits in which slot."""
         config, sequences = self.config, list(self.selector.sequences.values())
         self._steps += 1
-        rows = [Row(sequence.epoch, sequence.tokens) for sequence in sequences]
+        rows = [Row(sequence.sequence_id, sequence.tokens) for sequence in sequences]
         timeline = Timeline("", self._device)
         step = self.selector.begin_step(self._steps, rows)
         for layer_message, layers, buffers in zip(

@@ -628,7 +628,7 @@ def test_selections_are_those_of_the_synchronous_reference_where_nothing_is_lost
         kv_residency_options={**DENSE, "segment": 512, "threshold": 0},
     )
     memory = residency.fixed_bytes(config) + 4 * PAGE_TOKENS * residency.bytes_per_token(config)
-    selector, request = Selector(config, CPU, memory), Request(config, epoch=1, prompt=350)
+    selector, request = Selector(config, CPU, memory), Request(config, sequence_id=1, prompt=350)
     sequence = selector.begin(1)
     selector.load(sequence, request.prompt)
     for number in range(110):

@@ -170,7 +170,7 @@ def test_in_8_bits_tokens_take_a_byte_an_element() -> None:
 
 
 def test_rows_travel_as_arrays() -> None:
-    wire = msgspec.msgpack.encode(Step(step=1, rows=[Row(epoch=5, position=9)]))
+    wire = msgspec.msgpack.encode(Step(step=1, rows=[Row(sequence_id=5, position=9)]))
     assert msgspec.msgpack.decode(wire) == {
         "type": "Step",
         "step": 1,

@@ -63,7 +63,7 @@ def step(
 ) -> list[Tensor]:
     """One decode step; the answers to its messages."""
     config, answers = selector.config, []
-    begun = selector.begin_step(number, [Row(sequence.epoch, sequence.tokens)])
+    begun = selector.begin_step(number, [Row(sequence.sequence_id, sequence.tokens)])
     for layer_message in config.layer_messages:
         down = None
         if layer_message.selects_for is not None:
@@ -86,7 +86,7 @@ def test_a_sequence_on_pages_of_another_answers_as_if_they_were_its_own(
     config = config_with(**options)
     request = Request(config, 1, PROMPT + 300)
     selector = selector_with(config)
-    first, second, alone = (selector.begin(epoch) for epoch in (1, 2, 3))
+    first, second, alone = (selector.begin(sequence_id) for sequence_id in (1, 2, 3))
     ship(selector, first, request.prompt[:, :, :PROMPT], chunk)
     assert selector.may_share(first, [7, 8])
     selector.share(first, [7, 8])

@@ -52,28 +52,30 @@ def test_selections_equal_those_of_each_request_alone(
     assert config.query_predictor == predictor
     steps = {event["step"] for event in events if event["kind"] == "step"}
     assert len(steps) > 1000
-    compared = sum(replay(config, events, epoch) for epoch in range(1, len(PROMPTS) + 1))
+    compared = sum(
+        replay(config, events, sequence_id) for sequence_id in range(1, len(PROMPTS) + 1)
+    )
     assert compared == sum(len(e["rows"]) for e in events if e["kind"] == "step")
 
 
-def replay(config: CacheRankConfig, events: list[Any], epoch: int) -> int:
+def replay(config: CacheRankConfig, events: list[Any], sequence_id: int) -> int:
     """Select for one request alone, wait for every step, and count the selections compared."""
     device = torch.device("cuda")
     selector = Selector(config, device, 4 << 30)
-    sequence, timeline, compared = selector.begin(epoch), Timeline("", device), 0
+    sequence, timeline, compared = selector.begin(sequence_id), Timeline("", device), 0
     messages = itertools.cycle(messages_of(config, device))
     for event in events:
         if event["kind"] == "load":
-            if event["epoch"] == epoch:
+            if event["sequence_id"] == sequence_id:
                 selector.load(sequence, event["shipment"].to(device))
             continue
         if event["kind"] == "projection":
             selector.load_projection(event["layer"], event["projection"].to(device))
             continue
         layer_message, up, down = next(messages)
-        for row in (row for row in event["rows"] if row["epoch"] == epoch):
+        for row in (row for row in event["rows"] if row["sequence_id"] == sequence_id):
             if layer_message == config.layer_messages[0]:
-                step = selector.begin_step(event["step"], [Row(epoch, row["position"])])
+                step = selector.begin_step(event["step"], [Row(sequence_id, row["position"])])
             for part in ("queries", "keys", "values", "hidden"):
                 getattr(up, part)[0] = row[part]
             answered = event["answered"]
@@ -81,7 +83,7 @@ def replay(config: CacheRankConfig, events: list[Any], epoch: int) -> int:
             selector.serve(step, layer_message, up, down, timeline)
             torch.cuda.synchronize()
             mirror = selector.mirror(sequence, answered)
-            assert torch.equal(mirror.cpu(), row["mirror"]), (event["step"], answered, epoch)
+            assert torch.equal(mirror.cpu(), row["mirror"]), (event["step"], answered, sequence_id)
             compared += 1
     return compared
 

@@ -19,7 +19,7 @@ from sglang_ext.step_plan import StepPlan
 
 
 class Requests:
-    """Requests of a batch, each with an epoch, and a cache rank that they lose."""
+    """Requests of a batch, each with a sequence, and a cache rank that they lose."""
 
     def __init__(self, *phases: Phase, recomputes: bool = True) -> None:
         self.requests = [self._request(f"request {index}") for index in range(len(phases))]
@@ -158,7 +158,7 @@ def test_a_step_that_got_its_answers_is_processed_as_it_is() -> None:
     assert batch_of.handle.exchange is batch_of.exchange
 
 
-def test_without_recomputing_every_epoch_ends_and_nothing_is_retracted() -> None:
+def test_without_recomputing_every_sequence_ends_and_nothing_is_retracted() -> None:
     batch_of = Requests(Phase.SHIPPING, Phase.SPARSE, recomputes=False)
     batch_of.lose()
     assert [sequence.ended for sequence in batch_of.sequences] == [True, True]

@@ -85,8 +85,9 @@ class InflightSteps:
             applied, shipped = outcome_of(oldest.step)
             for sequence in self._without_answer(oldest, applied):
                 if not sequence.ended:
+                    step, sequence_id = oldest.step, sequence.sequence_id
                     raise CacheRankDownError(
-                        f"the answer to step {oldest.step} is not for epoch {sequence.epoch}"
+                        f"the answer to step {step} is not for sequence {sequence_id}"
                     )
             with self._lock:
                 self._steps.popleft()

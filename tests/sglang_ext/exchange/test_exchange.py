@@ -109,7 +109,7 @@ class CacheRankInProcess:
             self._step = self.selector.begin_step(message.step, message.rows)
         elif isinstance(message, Load):
             if message.start == 0:
-                self.selector.begin(message.epoch)
+                self.selector.begin(message.sequence_id)
             self._loads.append(message)
         elif isinstance(message, Projection):
             self._layers.append(message.layer)
@@ -120,7 +120,7 @@ class CacheRankInProcess:
             return Transfer(self.log, "bulk", lambda: None)
         load = self._loads.popleft()
         assert shipment.shape[2] == load.count
-        self.selector.load(self.selector.sequences[load.epoch], shipment)
+        self.selector.load(self.selector.sequences[load.sequence_id], shipment)
         return Transfer(self.log, "bulk", lambda: None)
 
     def _take_up(self, buffer: Tensor, buffer_index: int) -> Transfer:
@@ -197,13 +197,15 @@ class InferenceSide:
         slots = SlotBuffers(config, self.keys, self.values)
         self.exchange = HostExchange(connection, config, slots, self.gate)
         self.steps = 0
-        self._epochs = itertools.count(1)
+        self._sequence_ids = itertools.count(1)
 
     def arrive(self, prompt: int) -> Decoding:
-        epoch = next(self._epochs)
-        block = 300 + (epoch - 1) * BLOCK_ROWS
-        sequence = SparseSequence(epoch, None, epoch, block, prompt, RequestStatistics())
-        request = Decoding(sequence, 100 * (epoch - 1), prompt)
+        sequence_id = next(self._sequence_ids)
+        block = 300 + (sequence_id - 1) * BLOCK_ROWS
+        sequence = SparseSequence(
+            sequence_id, None, sequence_id, block, prompt, RequestStatistics()
+        )
+        request = Decoding(sequence, 100 * (sequence_id - 1), prompt)
         pool_rows = torch.arange(request.first_row, request.first_row + prompt)
         self.exchange.ship(sequence, pool_rows[: prompt // 2])
         self.exchange.ship(sequence, pool_rows[prompt // 2 :])
@@ -246,7 +248,7 @@ class InferenceSide:
 
     def assert_slots_are_the_mirrors(self, request: Decoding) -> None:
         selector, sequence = self.connection.selector, request.sequence
-        mirror = selector.mirror(selector.sequences[sequence.epoch], range(MODEL.layers))
+        mirror = selector.mirror(selector.sequences[sequence.sequence_id], range(MODEL.layers))
         first = sequence.block + CONFIG.sink_tokens
         for layer in range(MODEL.layers):
             for head in range(MODEL.kv_heads):
@@ -381,7 +383,7 @@ def test_the_answer_for_a_request_that_ended_is_not_applied() -> None:
     assert leaving.sequence.statistics.tokens_shipped == 0
 
 
-@pytest.mark.parametrize("column", ["step", "epoch", "resident_tokens", "filled_slots"])
+@pytest.mark.parametrize("column", ["step", "sequence_id", "resident_tokens", "filled_slots"])
 def test_an_answer_that_is_not_the_expected_one_means_the_cache_rank_is_down(column: str) -> None:
     side = InferenceSide()
     request = side.arrive(40)
@@ -408,7 +410,7 @@ def test_slots_that_differ_from_the_mirror_are_an_error() -> None:
         down.keys[0, 0, 0, 0, 0] += 1
 
     side.connection.answered = corrupt
-    with pytest.raises(AssertionError, match="slots of epoch 1 at 40 differ from the mirror"):
+    with pytest.raises(AssertionError, match="slots of sequence 1 at 40 differ from the mirror"):
         side.apply_answers()
 
 
