@@ -1,8 +1,8 @@
 """The cache rank's computation: append, predict, score, select, gather, one message at a time.
 
-The state of all sequences is in a few tensors, of the residency, the query ring and the mirror, so
-that each operation is one kernel over all rows of a step. The selector knows no channels: rank.py
-receives its inputs and sends its outputs.
+The state of all sequences is in a few tensors, of the residency, the query ring and the slot map,
+so that each operation is one kernel over all rows of a step. The selector knows no channels:
+rank.py receives its inputs and sends its outputs.
 
 Everything runs on one stream: the programs of a scoring fill the multiprocessors, and a selection
 beside it would find hardly any room. What is queued for a group is captured in graphs, because the
@@ -26,12 +26,12 @@ from cache_rank.forecast import Forecast
 from cache_rank.graphs import Captures
 from cache_rank.kernels.checksum.reference import slots_checksum
 from cache_rank.measure.timeline import Timeline
-from cache_rank.mirror import Mirror
 from cache_rank.pages import PAGE_TOKENS, PageAllocator
 from cache_rank.protocol import NO_SEQUENCE, AnswerHeader, DownMessage, Row, UpMessage
 from cache_rank.query_ring import QueryRing
 from cache_rank.resident_sequence import ResidentSequence
 from cache_rank.schedule import LayerMessage
+from cache_rank.slot_map import SlotMap
 from cache_rank.step_rows import StepRows
 
 _CHECKSUM = AnswerHeader._fields.index("checksum")
@@ -104,7 +104,7 @@ class Selector:
             self._step_memory = torch.empty(step_bytes, dtype=torch.uint8, device=device)
         self._queries = QueryRing(config, device)
         self._forecast = Forecast(config, device) if config.forecasts else None
-        self._mirror = Mirror(config, device)
+        self._slot_map = SlotMap(config, device)
 
     @property
     def tokens_held(self) -> int:
@@ -139,7 +139,7 @@ class Selector:
     def begin(self, sequence_id: int) -> ResidentSequence:
         """Begin a sequence, when not full."""
         slot = self._free_slots.pop()
-        self._mirror.clear(slot)
+        self._slot_map.clear(slot)
         self.sequences[sequence_id] = ResidentSequence(sequence_id, slot)
         return self.sequences[sequence_id]
 
@@ -248,7 +248,7 @@ class Selector:
         page_table = self._slot_pages[[max(slot, 0) for slot in slots], :width]
         small = torch.tensor((slots, positions, earlier, counts), dtype=torch.int32)
         on_host = (small, page_table, torch.tensor((header, fresh_header)))
-        changed = self._mirror.zero_changes(count)
+        changed = self._slot_map.zero_changes(count)
         capacity = width * PAGE_TOKENS if on_gpu else max(positions) + 1
         numbers, table, headers = upload(on_host, self._device, self._step_memory)
         step_rows, earlier_rows = (
@@ -335,9 +335,9 @@ class Selector:
         changed = step.changed[group]
         queries = self._predict(step, layer_message, group, up)
         timeline.mark(layer_message, "predict")
-        scores = self._residency.score(rows, layers, queries, chosen=self._mirror.chosen)
+        scores = self._residency.score(rows, layers, queries, chosen=self._slot_map.chosen)
         timeline.mark(layer_message, "score")
-        self._mirror.select(rows, layers, scores, down.slots, changed)
+        self._slot_map.select(rows, layers, scores, down.slots, changed)
         timeline.mark(layer_message, "select")
         self._gather(rows, layers, changed, down)
         timeline.mark(layer_message, "gather")
@@ -357,7 +357,7 @@ class Selector:
         return layer_message.same_step or self._forecast.knows(layer_message.selects_for)
 
     def _gather(self, rows: StepRows, layers: range, changed: Tensor, down: DownMessage) -> None:
-        entering = self._mirror.entering(down.slots)
+        entering = self._slot_map.entering(down.slots)
         self._residency.gather(rows, layers, entering, down.keys, down.values)
         down.header.copy_(rows.header)
         down.header[:, _SHIPPED] += changed[:, 0]  # 0 so far; refused rows stay
@@ -367,9 +367,9 @@ class Selector:
         self.overflow += step.changed[..., 1].sum()
         self._residency.check()
 
-    def mirror(self, sequence: ResidentSequence, layers: range) -> Tensor:
+    def slot_map(self, sequence: ResidentSequence, layers: range) -> Tensor:
         """Which token sits in which slot, (len(layers), Hkv, k) int32; a view."""
-        return self._mirror.tokens(sequence.slot, layers)
+        return self._slot_map.tokens(sequence.slot, layers)
 
     def _extend(self, sequence: ResidentSequence, tokens: int) -> None:
         new: list[int] = []
@@ -409,6 +409,6 @@ class Selector:
         newest = sequence.tokens - 1 - same_step
         rows = step.rows_of(layer_message).row_at(index, newest)
         filled = sequence.fresh_filled if same_step else sequence.filled
-        slots = self._residency.read(rows, layers, self.mirror(sequence, layers))
+        slots = self._residency.read(rows, layers, self.slot_map(sequence, layers))
         keys, values = (part[..., :filled, :] for part in slots)
         return slots_checksum(keys, values)

@@ -89,7 +89,7 @@ class Recorder:
         """Record one message of a step.
 
         `layers` are those whose queries, keys and values came, `answered` those that were selected
-        for, `same_step` says whether for this step, and `mirror` is of these, after it.
+        for, `same_step` says whether for this step, and `slot_map` is of these, after it.
         """
         if self._folder is None:
             return
@@ -106,7 +106,7 @@ class Recorder:
                 "keys": came.keys[index].clone(),
                 "values": came.values[index].clone(),
                 "hidden": came.hidden[index].clone(),
-                "mirror": selector.mirror(sequence, answered).cpu().clone(),
+                "slot_map": selector.slot_map(sequence, answered).cpu().clone(),
             }
             for index, row, sequence in step.live
         ]

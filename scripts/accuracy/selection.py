@@ -103,7 +103,7 @@ def _worth(
     """Recall and attention mass of what was selected for a step; None before a request is sparse.
 
     Args:
-        selector: the answer to the step before is in its mirror.
+        selector: the answer to the step before is in its slot map.
         sequence: its sequence.
         position: of the step.
         queries: (layers, Hq, D), the true queries of the step.
@@ -114,7 +114,7 @@ def _worth(
     if not is_warm or not 0 < sequence.filled == config.slots_wanted_after(position - 1):
         return None
     scores = score_tokens(queries, keys, config.model.scale)
-    slots = selector.mirror(sequence, config.groups[0])[..., : sequence.filled]
+    slots = selector.slot_map(sequence, config.groups[0])[..., : sequence.filled]
     recall, mass = measure_recall(scores, slots, config, position).mean((1, 2)).tolist()
     return recall, mass
 

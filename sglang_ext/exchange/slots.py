@@ -114,7 +114,7 @@ class SlotBuffers:
     def compare_checksums(
         self, group: int, rows: ExchangedRows, headers: Tensor, same_step: bool
     ) -> None:
-        """Compare the slots in use with the cache rank's mirror of them; stops the device.
+        """Compare the slots in use with what the cache rank's slot map says; stops the device.
 
         Args:
             group: the layer group.
@@ -135,9 +135,8 @@ class SlotBuffers:
             if sequence.ended:
                 continue
             if self._checksum(group, sequence, filled) != AnswerHeader(*columns).checksum:
-                raise AssertionError(
-                    f"slots of sequence {sequence.sequence_id} at {position} differ from the mirror"
-                )
+                name = f"sequence {sequence.sequence_id} at {position}"
+                raise AssertionError(f"slots of {name} differ from the slot map")
 
     def _checksum(self, group: int, sequence: SparseSequence, filled: int) -> int:
         first = self.first_slot(sequence)

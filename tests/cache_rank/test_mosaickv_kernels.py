@@ -269,7 +269,7 @@ class Selecting:
             self.selector.serve(step, layer_message, up, down, timeline)
         self.selector.end_step(step)
         every_layer = range(config.model.layers)
-        slots = [self.selector.mirror(sequence, every_layer) for sequence in sequences]
+        slots = [self.selector.slot_map(sequence, every_layer) for sequence in sequences]
         return torch.stack(slots).cpu()
 
 

@@ -649,7 +649,7 @@ def test_selections_are_those_of_the_synchronous_reference_where_nothing_is_lost
                         for tokens in request.reference.slots[layer]
                     ]
                 )
-                found = selector.mirror(sequence, range(layer, layer + 1))[0]
+                found = selector.slot_map(sequence, range(layer, layer + 1))[0]
                 assert torch.equal(found.long(), expected)
         selector.end_step(step)
     for layer in range(shape.layers):

@@ -93,7 +93,7 @@ class Served:
         request.check_answers(self.steps, index, answers)
         sequence = self.selector.sequences[request.sequence_id]
         for layers in self.config.groups:
-            chosen = self.selector.mirror(sequence, layers).tolist()
+            chosen = self.selector.slot_map(sequence, layers).tolist()
             assert chosen == [
                 [[EMPTY if token is None else token for token in head] for head in layer]
                 for layer in request.reference.slots[layers.start : layers.stop]
@@ -283,7 +283,7 @@ def test_a_refused_row_changes_nothing(place: int) -> None:
     selector = served.selector
     sequence = selector.sequences[1]
     before = vars_of(sequence)
-    mirror = selector.mirror(sequence, range(3)).clone()
+    slot_map = selector.slot_map(sequence, range(3)).clone()
     for bad in (bystander.row, Row(77, 0), Row(1, 2**40), Row(NO_SEQUENCE, -1)):
         tensors = [request.compute() for request in requests]
         rows = [request.row for request in requests]
@@ -298,7 +298,7 @@ def test_a_refused_row_changes_nothing(place: int) -> None:
             request.choose(*computed)
             served.check(request, index, answers)
         assert vars_of(sequence) == before
-        assert torch.equal(selector.mirror(sequence, range(3)), mirror)
+        assert torch.equal(selector.slot_map(sequence, range(3)), slot_map)
     served.decode([bystander, *requests])
 
 
@@ -344,7 +344,7 @@ def test_slots_and_pages_of_ended_sequences_are_used_again() -> None:
     for sequence_id in range(2, 6):
         request = served.arrive(sequence_id, 2 * PAGE_TOKENS - 4)
         sequence = selector.sequences[sequence_id]
-        assert (selector.mirror(sequence, range(3)) == EMPTY).all()
+        assert (selector.slot_map(sequence, range(3)) == EMPTY).all()
         for _ in range(5):  # into a third page
             served.decode([lasting, request])
         slots.add(sequence.slot)

@@ -82,8 +82,12 @@ def replay(config: CacheRankConfig, events: list[Any], sequence_id: int) -> int:
             assert answered == (config.groups[layer_message.selects_for] if down else range(0))
             selector.serve(step, layer_message, up, down, timeline)
             torch.cuda.synchronize()
-            mirror = selector.mirror(sequence, answered)
-            assert torch.equal(mirror.cpu(), row["mirror"]), (event["step"], answered, sequence_id)
+            slot_map = selector.slot_map(sequence, answered)
+            assert torch.equal(slot_map.cpu(), row["slot_map"]), (
+                event["step"],
+                answered,
+                sequence_id,
+            )
             compared += 1
     return compared
 

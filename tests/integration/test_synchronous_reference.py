@@ -273,7 +273,7 @@ def replay(config: CacheRankConfig, folder: Path) -> int:
                     [-1 if token is None else token for token in slots]
                     for slots in reference.slots[layer]
                 ]
-                assert row["mirror"][index].tolist() == expected, (
+                assert row["slot_map"][index].tolist() == expected, (
                     event["step"],
                     layer,
                     sequence_id,

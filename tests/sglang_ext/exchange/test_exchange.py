@@ -246,13 +246,13 @@ class InferenceSide:
             self.gate.leave_group(group)
         self.exchange.finish_step()
 
-    def assert_slots_are_the_mirrors(self, request: Decoding) -> None:
+    def assert_slots_equal_the_slot_map(self, request: Decoding) -> None:
         selector, sequence = self.connection.selector, request.sequence
-        mirror = selector.mirror(selector.sequences[sequence.sequence_id], range(MODEL.layers))
+        slot_map = selector.slot_map(selector.sequences[sequence.sequence_id], range(MODEL.layers))
         first = sequence.block + CONFIG.sink_tokens
         for layer in range(MODEL.layers):
             for head in range(MODEL.kv_heads):
-                tokens = mirror[layer, head, : sequence.filled].to(torch.int64)
+                tokens = slot_map[layer, head, : sequence.filled].to(torch.int64)
                 assert (tokens >= 0).all()
                 for buffers in (self.keys, self.values):
                     held = buffers[layer][first : first + sequence.filled, head]
@@ -293,7 +293,7 @@ def test_slots_hold_what_the_cache_rank_chose(config: CacheRankConfig, wire: str
     side.apply_answers()
     for request in (first, second):
         assert request.sequence.filled == CONFIG.sparse_budget
-        side.assert_slots_are_the_mirrors(request)
+        side.assert_slots_equal_the_slot_map(request)
     counters = side.exchange.counters
     announced = [message for message in side.connection.sent if isinstance(message, Step)]
     assert len(announced) == 8, "a step without rows is not announced"
@@ -379,7 +379,7 @@ def test_the_answer_for_a_request_that_ended_is_not_applied() -> None:
     block = slice(leaving.sequence.block, leaving.sequence.block + BLOCK_ROWS)
     for buffer, old in zip((*side.keys, *side.values), before, strict=True):
         assert torch.equal(buffer[block], old[block])
-    side.assert_slots_are_the_mirrors(staying)
+    side.assert_slots_equal_the_slot_map(staying)
     assert leaving.sequence.statistics.tokens_shipped == 0
 
 
@@ -401,7 +401,7 @@ def test_an_answer_that_is_not_the_expected_one_means_the_cache_rank_is_down(col
         assert torch.equal(buffer, old)
 
 
-def test_slots_that_differ_from_the_mirror_are_an_error() -> None:
+def test_slots_that_differ_from_the_slot_map_are_an_error() -> None:
     side = InferenceSide()
     request = side.arrive(40)
     side.step([request])
@@ -410,7 +410,7 @@ def test_slots_that_differ_from_the_mirror_are_an_error() -> None:
         down.keys[0, 0, 0, 0, 0] += 1
 
     side.connection.answered = corrupt
-    with pytest.raises(AssertionError, match="slots of sequence 1 at 40 differ from the mirror"):
+    with pytest.raises(AssertionError, match="slots of sequence 1 at 40 differ from the slot map"):
         side.apply_answers()
 
 

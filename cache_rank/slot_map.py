@@ -1,6 +1,6 @@
 """Which token sits in which slot of the inference rank's working sets.
 
-The cache rank chose it, so it need not ask: the mirror equals the slots.
+The cache rank chose it, so it need not ask.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from cache_rank.kernels.select.reference import EMPTY
 from cache_rank.step_rows import StepRows
 
 
-class Mirror:
+class SlotMap:
     """Slots of all sequences, and memory for changes to them: both stay where they are."""
 
     def __init__(self, config: CacheRankConfig, device: torch.device) -> None:
