@@ -13,9 +13,9 @@ import math
 import torch
 from torch import Tensor
 
+from cache_rank.batch_metadata import BatchMetadata
 from cache_rank.config import CacheRankConfig, ModelShape
 from cache_rank.kernels.forecast import forecast_step, forecast_workspace, reference
-from cache_rank.step_rows import StepRows
 
 
 def forecast_layer(
@@ -93,7 +93,7 @@ class Forecast:
         """Whether projections of all layers of a group have come."""
         return not self._missing[group]
 
-    def predict(self, rows: StepRows, group: int, hidden: Tensor, same_step: bool) -> Tensor:
+    def predict(self, rows: BatchMetadata, group: int, hidden: Tensor, same_step: bool) -> Tensor:
         """Forecast the queries of a group.
 
         Args:

@@ -20,10 +20,11 @@ import torch
 from torch import Tensor
 
 from cache_rank import residency
+from cache_rank.batch_metadata import BatchMetadata
 from cache_rank.config import CacheRankConfig
 from cache_rank.copies import upload
 from cache_rank.forecast import Forecast
-from cache_rank.graphs import Captures
+from cache_rank.graphs import CudaGraphCache
 from cache_rank.kernels.checksum.reference import slots_checksum
 from cache_rank.measure.timeline import Timeline
 from cache_rank.pages import PAGE_TOKENS, PageAllocator
@@ -32,7 +33,6 @@ from cache_rank.query_ring import QueryRing
 from cache_rank.resident_sequence import ResidentSequence
 from cache_rank.schedule import LayerMessage
 from cache_rank.slot_map import SlotMap
-from cache_rank.step_rows import StepRows
 
 _CHECKSUM = AnswerHeader._fields.index("checksum")
 _SHIPPED = AnswerHeader._fields.index("shipped_tokens")
@@ -58,13 +58,13 @@ class SelectorStep(NamedTuple):
     """
 
     number: int
-    rows: StepRows
-    earlier: StepRows
+    rows: BatchMetadata
+    earlier: BatchMetadata
     key: tuple[int, ...]
     live: Sequence[tuple[int, Row, ResidentSequence]]
     changed: Tensor
 
-    def rows_of(self, layer_message: LayerMessage) -> StepRows:
+    def rows_of(self, layer_message: LayerMessage) -> BatchMetadata:
         """The rows as the group that is selected for has them."""
         return self.earlier if layer_message.same_step else self.rows
 
@@ -96,7 +96,7 @@ class Selector:
         self._free_slots = list(range(slots))[::-1]
         # Pages of the sequence in each slot, so that no step builds its page table from lists.
         self._slot_pages = torch.zeros((slots, max(1, self.pages.pages)), dtype=torch.int32)
-        self._captures = Captures(device)
+        self._graphs = CudaGraphCache(device)
         self._scores_moved = 0
         self._step_memory: Tensor | None = None
         if device.type == "cuda":
@@ -251,8 +251,8 @@ class Selector:
         changed = self._slot_map.zero_changes(count)
         capacity = width * PAGE_TOKENS if on_gpu else max(positions) + 1
         numbers, table, headers = upload(on_host, self._device, self._step_memory)
-        step_rows, earlier_rows = (
-            StepRows(
+        current, before = (
+            BatchMetadata(
                 numbers[0],
                 numbers[column],
                 numbers[3],
@@ -263,12 +263,12 @@ class Selector:
             )
             for column, of_rows in ((1, positions), (2, earlier))
         )
-        self._captures.allow_more()
+        self._graphs.allow_more()
         moved = self._residency.prepare_scores(count, len(self.config.groups[0]), capacity)
         if moved != self._scores_moved:
-            self._captures.clear()
+            self._graphs.clear()
             self._scores_moved = moved
-        return SelectorStep(number, step_rows, earlier_rows, (count, width), live, changed)
+        return SelectorStep(number, current, before, (count, width), live, changed)
 
     def serve(
         self,
@@ -292,10 +292,10 @@ class Selector:
         messages = [message.buffer.data_ptr() for message in (up, down) if message is not None]
         key = (layer_message, step.key, self._forecasts(layer_message), *messages)
         if self._residency.captures_append:
-            self._captures.run(key, lambda: self._serve(step, layer_message, up, down, timeline))
+            self._graphs.run(key, lambda: self._serve(step, layer_message, up, down, timeline))
         else:
             self._append(step, layer_message, up, timeline)
-            self._captures.run(key, lambda: self._answer(step, layer_message, up, down, timeline))
+            self._graphs.run(key, lambda: self._answer(step, layer_message, up, down, timeline))
         if self.config.checksum:
             self._add_checksums(step, layer_message, down)
 
@@ -356,7 +356,9 @@ class Selector:
             return False
         return layer_message.same_step or self._forecast.knows(layer_message.selects_for)
 
-    def _gather(self, rows: StepRows, layers: range, changed: Tensor, down: DownMessage) -> None:
+    def _gather(
+        self, rows: BatchMetadata, layers: range, changed: Tensor, down: DownMessage
+    ) -> None:
         entering = self._slot_map.entering(down.slots)
         self._residency.gather(rows, layers, entering, down.keys, down.values)
         down.header.copy_(rows.header)

@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.cuda import Event
 
 from cache_rank import rank
+from cache_rank.batch_metadata import BatchMetadata
 from cache_rank.config import CacheRankConfig, ModelShape
 from cache_rank.pages import PAGE_TOKENS
 from cache_rank.protocol import AnswerHeader, Load, Open, Row, Step, up_sizes
-from cache_rank.step_rows import StepRows
 
 MODEL = ModelShape(3, query_heads=8, kv_heads=2, head_dim=64, dtype="bfloat16", scale=64**-0.5)
 MEMORY_BYTES = 1 << 24
@@ -105,7 +105,7 @@ class Driven:
         sequence = selector.sequences[request.sequence_id]
         positions = torch.arange(first, sequence.tokens, device="cuda")
         positions = positions.expand(MODEL.layers, MODEL.kv_heads, -1)
-        rows = StepRows(
+        rows = BatchMetadata(
             slots=torch.tensor([sequence.slot], dtype=torch.int32, device="cuda"),
             positions=torch.tensor([sequence.tokens - 1], dtype=torch.int32, device="cuda"),
             counts=torch.ones(1, dtype=torch.int32, device="cuda"),

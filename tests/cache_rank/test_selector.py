@@ -14,7 +14,7 @@ from torch import Tensor
 
 from cache_rank import residency
 from cache_rank.config import CacheRankConfig
-from cache_rank.graphs import Captures
+from cache_rank.graphs import CudaGraphCache
 from cache_rank.kernels.select.reference import EMPTY
 from cache_rank.measure.timeline import Timeline
 from cache_rank.pages import PAGE_TOKENS, OutOfPagesError
@@ -175,7 +175,7 @@ def test_forecasts_select_for_the_step_itself_and_the_first_groups_for_the_next(
     assert int(served.selector.overflow) > 0
 
 
-class Seen(Captures):
+class Seen(CudaGraphCache):
     """It captures nothing, and remembers for what it was asked, but for where messages are."""
 
     def __init__(self) -> None:
@@ -193,7 +193,7 @@ def test_what_was_captured_before_projections_came_is_not_replayed_after() -> No
     request = served.arrive(1, prompt=45)
     keys = []
     for _ in range(2):
-        served.selector._captures = seen = Seen()
+        served.selector._graphs = seen = Seen()
         served.exchange([request.row], [request.compute()])
         keys.append(seen.keys)
         load_projections(served, first=0)

@@ -40,7 +40,7 @@ def test_a_traced_step_is_what_every_step_is(device: str, tmp_path: Path) -> Non
             selector.serve(step, layer_message, up, messages.answer_of(layer_message), timeline)
         selector.end_step(step)
     if device == "cuda":
-        assert len(selector._captures._graphs) == len(config.layer_messages)
+        assert len(selector._graphs._graphs) == len(config.layer_messages)
     spans = [json.loads(line.rstrip(",")) for line in path.read_text().splitlines()]
     answering = ["predict", "score", "select", "gather"]
     assert [(span["args"]["step"], span["args"]["group"], span["name"]) for span in spans] == [
