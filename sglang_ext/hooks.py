@@ -177,15 +177,15 @@ def before_match(request: Any, *_: Any, **__: Any) -> None:
         rank.before_match(request)
 
 
-def offer_to_tree(
+def insert_prefix(
     original: Callable[..., None], tree: Any, request: Any, *args: Any, **kwargs: Any
 ) -> None:
-    """Offer the radix cache what may be reused of a request, and have the rest freed."""
+    """Insert what may be reused of a request into the radix cache, and have the rest freed."""
     ours = _cache_rank_args()
     if ours is None or tree.disable:
         return original(tree, request, *args, **kwargs)
     most = None if ours.reuse_sparse_tokens == "on" else reuse.dense_tokens(request)
-    return compat.offer_tokens(original, tree, request, most, *args, **kwargs)
+    return compat.insert_tokens(original, tree, request, most, *args, **kwargs)
 
 
 def end_sequence(pool: Any, request: Any) -> None:
@@ -330,9 +330,9 @@ HOOKS = (
         "the prefix is matched by extra_key, right before the prefill",
     ),
     Hook(
-        compat.OFFER,
+        compat.INSERT_PREFIX,
         HookType.AROUND,
-        offer_to_tree,
+        insert_prefix,
         "what sparse steps wrote must not be reused as if it were dense",
     ),
     Hook(

@@ -23,7 +23,7 @@ from sglang_ext.lifecycle import Phase, prepare_requests
 from sglang_ext.memory import dense_store_rows_per_request, reserve_block_rows
 from sglang_ext.metrics import CacheRankMetrics
 from sglang_ext.pools import Pools, first_reserve_row, model_shape, pools_of
-from sglang_ext.recovery import CacheRankHandle
+from sglang_ext.recovery import CacheRankClient
 from sglang_ext.server_args import CacheRankServerArgs
 from sglang_ext.shipping import Shipping
 from sglang_ext.step_plan import StepPlanner
@@ -96,7 +96,7 @@ class InferenceRank:
         supervisor.on_loss = self.metrics.on_loss
         connection = supervisor.open(self.config)
         warn_small_capacity(connection.capacity_tokens, pools.req_to_token.shape[1])
-        self.cache_rank = CacheRankHandle(
+        self.cache_rank = CacheRankClient(
             supervisor,
             self._begin_exchange,
             self.lifecycle,
@@ -166,7 +166,7 @@ class InferenceRank:
         """Let a request find what the weights of today have computed, if it has nothing yet."""
         if compat.pool_state(request).req_pool_idx is None:
             sparse_tokens = self.args.reuse_sparse_tokens == "on"
-            reuse.separate(request, sparse_tokens, self.lifecycle.weight_updates)
+            reuse.set_namespace(request, sparse_tokens, self.lifecycle.weight_updates)
 
     def on_prefilled(self, requests: list[Any]) -> None:
         """Read the rows of prompts anew in the next step.
@@ -192,7 +192,7 @@ class InferenceRank:
         self._note_if_none_is_live()
         if sequence is not None and not sequence.orphaned:
             sequence_id = sequence.sequence_id
-            self.cache_rank.attempt(lambda exchange: exchange.end([sequence_id]))
+            self.cache_rank.call(lambda exchange: exchange.end([sequence_id]))
 
     def on_pool_cleared(self) -> None:
         """End all sequences, because SGLang empties its pools."""
@@ -200,7 +200,7 @@ class InferenceRank:
             self.lifecycle.end(row)
         self.lifecycle.forget_shared()
         self._note_if_none_is_live()
-        self.cache_rank.attempt(lambda exchange: exchange.flush())
+        self.cache_rank.call(lambda exchange: exchange.flush())
 
     def _note_if_none_is_live(self) -> None:
         if not self.lifecycle.live:
@@ -212,7 +212,7 @@ class InferenceRank:
         """Evict tokens, and give requests whose K and V are lost back to SGLang's queue."""
         if self._weights_have_changed and self.lifecycle.live:
             self._weights_have_changed = False
-            self.cache_rank.attempt(self._project)
+            self.cache_rank.call(self._project)
         if not self.lifecycle.live:
             # As decode steps do: a lost cache rank keeps memory until then.
             self.cache_rank.follow_supervisor()

@@ -13,7 +13,7 @@ from cache_rank.protocol import Report
 from sglang_ext.exchange.base import Exchange, ExchangeCounters
 from sglang_ext.flags import CacheRankFlags
 from sglang_ext.lifecycle import DenseReason
-from sglang_ext.losses import Loss
+from sglang_ext.restart_backoff import Loss
 
 logger = logging.getLogger(__name__)
 

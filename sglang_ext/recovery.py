@@ -28,7 +28,7 @@ from sglang_ext.supervisor import Supervisor
 from sglang_ext.working_set import WorkingSetTable
 
 
-class CacheRankHandle:
+class CacheRankClient:
     """The cache rank while it is up, and what its loss leaves to be done.
 
     Attributes:
@@ -78,7 +78,7 @@ class CacheRankHandle:
             counters.add(self.exchange.counters)
         return counters
 
-    def attempt(self, action: Callable[[Exchange], None]) -> None:
+    def call(self, action: Callable[[Exchange], None]) -> None:
         """Do something with the cache rank, if it is up and stays up."""
         if self.exchange is None:
             return

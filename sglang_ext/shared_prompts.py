@@ -82,7 +82,7 @@ class SharedPrompts:
         A page is complete when its tail can be shipped, too: others may wait for it.
         """
         tokens = array("q", request.origin_input_ids) + array("q", request.output_ids)
-        digest = hashlib.blake2b(repr(compat.kept_apart_by(request)).encode(), digest_size=16)
+        digest = hashlib.blake2b(repr(compat.prefix_namespace(request)).encode(), digest_size=16)
         keys = []
         complete = min(length, len(tokens)) - self._tail
         for stop in range(PAGE_TOKENS, complete + 1, PAGE_TOKENS):

@@ -37,7 +37,8 @@ HOOKED_PARAMETERS = {
     "process_result": "self batch result",
     "after_request": "self",
     "before_match": "self",
-    "offer_to_tree": "self req" + ("" if "cache_finished_req" in compat.OFFER else " up_to"),
+    "insert_prefix": "self req"
+    + ("" if "cache_finished_req" in compat.INSERT_PREFIX else " up_to"),
     "end_sequence": "self req",
     "end_all_sequences": "self",
     "before_next_batch": "self running_batch",
