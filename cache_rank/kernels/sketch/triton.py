@@ -1,8 +1,9 @@
 """A sketch of keys is scored, Triton; `encoding` makes it.
 
-Scores multiply bytes of crumbs as integers of 8 bits: a byte is shifted and masked four times, four
-bytes in an instruction, and each of the four is one product on the matrix unit. Weights, which are
-computed once a step, are in two digits of 8 bits. So what a token costs is its bytes.
+Scores multiply int2 elements as integers of 8 bits: a byte of four is shifted and masked four
+times, four bytes in an instruction, and each of the four is one product on the matrix unit.
+Weights, which are computed once a step, are split into two int8. So what a token costs is its
+bytes.
 
 Where normalizers are those of attended tokens, a few programs a unit read these first, and scores
 are written as they are computed. Else logits are written and read again, see kernels/score.
@@ -50,7 +51,7 @@ class Launch(NamedTuple):
     """How scores are spread over a GPU; only time depends on it.
 
     Attributes:
-        block: tokens whose crumbs a program multiplies at a time, which are of one page.
+        block: tokens whose elements a program multiplies at a time, which are of one page.
         chunk: tokens that a program scores.
         warps, stages: of a program.
     """
@@ -67,7 +68,7 @@ LAUNCH_OF_ALL = Launch(256, 2 * CHUNK_TOKENS, 4, 3)
 LAUNCH_OF_ATTENDED = Launch(64, 1024, 1, 5)
 """Where they are those of attended tokens."""
 
-_BLOCK_CRUMBS = 32
+_BLOCK_ELEMENTS = 32
 """A program computes so many of the weights of its query heads."""
 
 
@@ -92,20 +93,20 @@ def score_sketch(
     """
     rows, layers, query_heads, head_dim = queries.shape
     pool_layers, kv_heads, page_tokens, size = code_pool.shape[1:]
-    group, crumbs = query_heads // kv_heads, 4 * size
+    group, elements = query_heads // kv_heads, 4 * size
     assert code_pool.is_contiguous()
-    assert sketch.queries.shape == (pool_layers, kv_heads, crumbs, head_dim)
+    assert sketch.queries.shape == (pool_layers, kv_heads, elements, head_dim)
     launch = LAUNCH_OF_ALL if attended is None else LAUNCH_OF_ATTENDED
     block = min(launch.block, page_tokens)
     assert page_tokens % block == 0
     constants = score_constants(queries, workspace.scores, out, launch.chunk)
     chunks, units = score_grid(out, launch.chunk)
     _, weights, normalizers = workspace
-    assert weights.numel() >= rows * layers * query_heads * crumbs
+    assert weights.numel() >= rows * layers * query_heads * elements
     assert normalizers.numel() >= units * NORMALIZER_PARTS * 2 * constants["PADDED"]
-    parts = triton.cdiv(crumbs, _BLOCK_CRUMBS)
+    parts = triton.cdiv(elements, _BLOCK_ELEMENTS)
     block_queries = 64 if head_dim <= 128 else 16  # more of 256 do not fit into registers
-    _weigh_crumbs[(layers * kv_heads, triton.cdiv(rows * group, block_queries), parts)](
+    _query_weights[(layers * kv_heads, triton.cdiv(rows * group, block_queries), parts)](
         queries,
         sketch.queries,
         weights,
@@ -115,9 +116,9 @@ def score_sketch(
         LAYERS=layers,
         KV_HEADS=kv_heads,
         GROUP=group,
-        CRUMBS=crumbs,
+        ELEMENTS=elements,
         HEAD_DIM=head_dim,
-        BLOCK_CRUMBS=_BLOCK_CRUMBS,
+        BLOCK_ELEMENTS=_BLOCK_ELEMENTS,
         BLOCK_QUERIES=block_queries,
     )
     del constants["PARTS"], constants["HEAD_DIM"]
@@ -173,7 +174,7 @@ def score_sketch(
 
 
 @triton.jit(do_not_specialize=["rows", "first_layer", "scale"])
-def _weigh_crumbs(
+def _query_weights(
     queries,
     maps,
     weights,
@@ -183,29 +184,33 @@ def _weigh_crumbs(
     LAYERS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
-    CRUMBS: tl.constexpr,
+    ELEMENTS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    BLOCK_CRUMBS: tl.constexpr,
+    BLOCK_ELEMENTS: tl.constexpr,
     BLOCK_QUERIES: tl.constexpr,
 ):
-    """One program computes BLOCK_CRUMBS weights of BLOCK_QUERIES heads of a layer and KV head."""
+    """One program computes BLOCK_ELEMENTS weights of BLOCK_QUERIES heads of a layer and KV head."""
     layer, head = tl.program_id(0) // KV_HEADS, tl.program_id(0) % KV_HEADS
     query = tl.program_id(1) * BLOCK_QUERIES + tl.arange(0, BLOCK_QUERIES)
     row, in_group = query // GROUP, query % GROUP
     is_query = (row < rows)[:, None]
     dims = tl.arange(0, HEAD_DIM)
-    crumb = tl.program_id(2) * BLOCK_CRUMBS + tl.arange(0, BLOCK_CRUMBS)
+    element = tl.program_id(2) * BLOCK_ELEMENTS + tl.arange(0, BLOCK_ELEMENTS)
     index = (row * LAYERS + layer) * KV_HEADS * GROUP + head * GROUP + in_group
     index = index.to(tl.int64)[:, None]
     content = tl.load(queries + index * HEAD_DIM + dims[None, :], mask=is_query, other=0.0)
-    own = ((first_layer + layer) * KV_HEADS + head).to(tl.int64) * CRUMBS * HEAD_DIM
-    is_crumb = crumb < CRUMBS
+    own = ((first_layer + layer) * KV_HEADS + head).to(tl.int64) * ELEMENTS * HEAD_DIM
+    is_element = element < ELEMENTS
     map_of = tl.load(
-        maps + own + crumb[:, None] * HEAD_DIM + dims[None, :], mask=is_crumb[:, None], other=0.0
-    )  # [BLOCK_CRUMBS, D]
+        maps + own + element[:, None] * HEAD_DIM + dims[None, :],
+        mask=is_element[:, None],
+        other=0.0,
+    )  # [BLOCK_ELEMENTS, D]
     # In three products of TensorFloat-32, which is nearly as exact as float32.
     product = tl.dot(content * scale, tl.trans(map_of), input_precision="tf32x3")
-    tl.store(weights + index * CRUMBS + crumb[None, :], product, mask=is_query & is_crumb[None, :])
+    tl.store(
+        weights + index * ELEMENTS + element[None, :], product, mask=is_query & is_element[None, :]
+    )
 
 
 @triton.jit
@@ -217,10 +222,10 @@ def _load_weights(
     WIDTH: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Load the weights of a unit's crumbs as integers of two digits.
+    """Load the weights of a unit's elements as integers of two digits.
 
     Returns:
-        weights: for each of the four crumbs of a byte, (WIDTH, PADDED * COLUMNS) int8 digits.
+        weights: for each of the four elements of a byte, (WIDTH, PADDED * COLUMNS) int8 digits.
         unit: (PADDED,) float32, what 1 in the lower digit of a head stands for.
     """
     column, byte = tl.arange(0, PADDED * COLUMNS), tl.arange(0, WIDTH)
@@ -258,8 +263,8 @@ def _logits_of(
     """
     products = tl.zeros((BLOCK, PADDED * COLUMNS), tl.int32)
     for index in tl.static_range(4):
-        crumbs = unpack_codes(packed, index, 2, INTERPRETED)  # [BLOCK, WIDTH]
-        products = tl.dot(crumbs, weights[index], products, out_dtype=tl.int32)
+        elements = unpack_codes(packed, index, 2, INTERPRETED)  # [BLOCK, WIDTH]
+        products = tl.dot(elements, weights[index], products, out_dtype=tl.int32)
     return sum_of_digits(products, COLUMNS, PADDED, BLOCK) * unit[None, :]
 
 
