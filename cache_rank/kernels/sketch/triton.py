@@ -17,11 +17,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cache_rank.kernels.coded.digits import (
-    digit_columns,
-    is_digit,
-    split_digits,
-    sum_of_digits,
+from cache_rank.kernels.coded.int8_split import (
+    holds_int8,
+    int8_columns,
+    split_int8,
+    sum_int8_products,
     unit_of_heads,
     unit_of_rows,
 )
@@ -127,7 +127,7 @@ def score_sketch(
         "WIDTH": max(32, triton.next_power_of_2(size)),  # the matrix unit takes 32 bytes at a time
         "PAGE": page_tokens,
         "BLOCK": block,
-        "COLUMNS": digit_columns(queries, out),
+        "COLUMNS": int8_columns(queries, out),
         "STAGES": launch.stages,
         "INTERPRETED": not queries.is_cuda,
         "NORMALIZER_PARTS": 0 if attended is None else NORMALIZER_PARTS,
@@ -222,15 +222,15 @@ def _load_weights(
     WIDTH: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Load the weights of a unit's elements as integers of two digits.
+    """Load the weights of a unit's elements, each split into two int8.
 
     Returns:
-        weights: for each of the four elements of a byte, (WIDTH, PADDED * COLUMNS) int8 digits.
-        unit: (PADDED,) float32, what 1 in the lower digit of a head stands for.
+        weights: for each of the four elements of a byte, (WIDTH, PADDED * COLUMNS) int8.
+        unit: (PADDED,) float32, what 1 in the lower int8 of a head stands for.
     """
     column, byte = tl.arange(0, PADDED * COLUMNS), tl.arange(0, WIDTH)
     at = unit_weights + (column // COLUMNS)[:, None] * (4 * SIZE) + byte[None, :]
-    is_weight = is_digit(column, GROUP, COLUMNS)[:, None] & (byte < SIZE)[None, :]
+    is_weight = holds_int8(column, GROUP, COLUMNS)[:, None] & (byte < SIZE)[None, :]
     # [PADDED * COLUMNS, WIDTH] each
     w0 = tl.load(at, mask=is_weight, other=0.0)
     w1 = tl.load(at + SIZE, mask=is_weight, other=0.0)
@@ -239,10 +239,10 @@ def _load_weights(
     largest = tl.maximum(tl.maximum(tl.abs(w0), tl.abs(w1)), tl.maximum(tl.abs(w2), tl.abs(w3)))
     unit = unit_of_rows(tl.max(largest, axis=1))
     weights = (
-        tl.trans(split_digits(w0 / unit[:, None], COLUMNS)),
-        tl.trans(split_digits(w1 / unit[:, None], COLUMNS)),
-        tl.trans(split_digits(w2 / unit[:, None], COLUMNS)),
-        tl.trans(split_digits(w3 / unit[:, None], COLUMNS)),
+        tl.trans(split_int8(w0 / unit[:, None], COLUMNS)),
+        tl.trans(split_int8(w1 / unit[:, None], COLUMNS)),
+        tl.trans(split_int8(w2 / unit[:, None], COLUMNS)),
+        tl.trans(split_int8(w3 / unit[:, None], COLUMNS)),
     )
     return weights, unit_of_heads(unit, COLUMNS, PADDED)
 
@@ -265,7 +265,7 @@ def _logits_of(
     for index in tl.static_range(4):
         elements = unpack_codes(packed, index, 2, INTERPRETED)  # [BLOCK, WIDTH]
         products = tl.dot(elements, weights[index], products, out_dtype=tl.int32)
-    return sum_of_digits(products, COLUMNS, PADDED, BLOCK) * unit[None, :]
+    return sum_int8_products(products, COLUMNS, PADDED, BLOCK) * unit[None, :]
 
 
 @triton.jit(
