@@ -25,7 +25,7 @@ def forecast_layer(
 
     Args:
         model: the layer's shape.
-        projection: (H + 2, Hq, D), see protocol.Projection.
+        projection: (H + 2, Hq, D), see protocol.QueryProjection.
         hidden: (T, H), what entered an earlier layer.
         positions: (T,) integer.
 
@@ -81,7 +81,7 @@ class Forecast:
             self._query_norms[group] = zeros(heads)
 
     def load(self, layer: int, projection: Tensor) -> None:
-        """Take over by what a layer is forecast, (H + 2, Hq, D); see protocol.Projection."""
+        """Take over by what a layer is forecast, (H + 2, Hq, D); see protocol.QueryProjection."""
         config = self._config
         group = layer // config.layers_per_group
         self._missing[group].discard(layer)

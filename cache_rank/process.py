@@ -33,7 +33,7 @@ from cache_rank.protocol import (
     Load,
     Open,
     Opened,
-    Projection,
+    QueryProjection,
     Ready,
     Share,
     Step,
@@ -112,7 +112,7 @@ def serve(launch: Launch) -> None:
             reason = rank.share(message)
         elif isinstance(message, Drop):
             reason = rank.drop(message.names)
-        elif isinstance(message, Projection):
+        elif isinstance(message, QueryProjection):
             reason = rank.load_projection(message)
         elif isinstance(message, KeyBasis):
             reason = rank.load_basis(message)

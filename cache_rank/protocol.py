@@ -106,7 +106,7 @@ class Drop(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     names: list[int]
 
 
-class Projection(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+class QueryProjection(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """By what the queries of a layer are forecast; the tensor follows on the bulk channel.
 
     Its rows are the projections of each element of the hidden state, a constant, and the weights of
@@ -174,7 +174,7 @@ class Report(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     refused_messages: int = 0
 
 
-ToCacheRank = Open | Step | Load | Adopt | Share | Drop | Projection | KeyBasis | End | Flush
+ToCacheRank = Open | Step | Load | Adopt | Share | Drop | QueryProjection | KeyBasis | End | Flush
 ToInferenceRank = Ready | Opened | Report
 
 

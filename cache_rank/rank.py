@@ -25,7 +25,7 @@ from cache_rank.protocol import (
     KeyBasis,
     Load,
     Open,
-    Projection,
+    QueryProjection,
     Report,
     Row,
     Share,
@@ -202,14 +202,14 @@ class CacheRank:
         unknown = sorted({*names} - known)
         return f"Drop of pages {unknown}, which there are not" if unknown else None
 
-    def load_projection(self, message: Projection) -> str | None:
+    def load_projection(self, message: QueryProjection) -> str | None:
         """Take over by what a layer's queries are forecast; return the reason when it is refused.
 
         Nothing is received for a layer that no inference rank sends.
         """
         config = self.config
         if not config.forecasts or not 0 <= message.layer < config.model.layers:
-            return f"Projection of layer {message.layer}, which is not forecast"
+            return f"QueryProjection of layer {message.layer}, which is not forecast"
         dtype = config.model.torch_dtype
         with self._receive_of_layer(projection_shape(config), dtype) as projection:
             self.selector.load_projection(message.layer, projection)

@@ -18,12 +18,12 @@ from sglang_ext.exchange import make_exchange, make_gate
 from sglang_ext.exchange.base import Exchange
 from sglang_ext.exchange.connection import Connection, Placement
 from sglang_ext.ineffective_flags import warn_small_capacity
-from sglang_ext.layer_source import LayerSource
 from sglang_ext.lifecycle import Phase, prepare_requests
 from sglang_ext.memory import dense_store_rows_per_request, reserve_block_rows
 from sglang_ext.metrics import CacheRankMetrics
 from sglang_ext.pools import Pools, first_reserve_row, model_shape, pools_of
 from sglang_ext.recovery import CacheRankClient
+from sglang_ext.selection_weights import SelectionWeights
 from sglang_ext.server_args import CacheRankServerArgs
 from sglang_ext.shipping import Shipping
 from sglang_ext.step_plan import StepPlanner
@@ -51,7 +51,7 @@ class InferenceRank:
         pools: Pools,
         tp_rank: int,
         supervisor: Supervisor,
-        source: LayerSource | None,
+        selection_weights: SelectionWeights | None,
     ) -> None:
         """Open the cache rank for a loaded model.
 
@@ -61,7 +61,7 @@ class InferenceRank:
             pools: SGLang's, with rows of our own behind them.
             tp_rank: tensor-parallel rank of this process.
             supervisor: its process has been spawned.
-            source: what the cache rank is told of layers, if it has to be told.
+            selection_weights: what the cache rank is told of layers, if it has to be told.
 
         Raises:
             CacheRankDownError: the cache rank did not start.
@@ -71,10 +71,10 @@ class InferenceRank:
         self.config = args.cache_rank_config(model, args.max_sparse_requests)
         self.device = pools.req_to_token.device
         self.metrics = CacheRankMetrics(args, tp_rank)
-        self._source = source
+        self._selection_weights = selection_weights
         self._weights_have_changed = False
-        if source is not None and source.forecasts:
-            source.watch(self.config.groups, self._on_input)
+        if selection_weights is not None and selection_weights.forecasts:
+            selection_weights.watch(self.config.groups, self._on_input)
         planner = StepPlanner(
             args, self.config, pools, self.metrics, by_kernels=self.device.type == "cuda"
         )
@@ -131,18 +131,18 @@ class InferenceRank:
 
     def _begin_exchange(self, connection: Connection) -> Exchange:
         exchange = make_exchange(connection, self.config, self._planner.slots, self.gate)
-        if self._source is not None and self._source.sketches:
+        if self._selection_weights is not None and self._selection_weights.sketches:
             for layer in range(self.config.model.layers):
-                exchange.sketch(layer, self._source.basis(layer, self.device))
+                exchange.sketch(layer, self._selection_weights.basis(layer, self.device))
         self._project(exchange)
         return exchange
 
     def _project(self, exchange: Exchange) -> None:
         """Send by what queries are forecast."""
-        if self._source is None or not self._source.forecasts:
+        if self._selection_weights is None or not self._selection_weights.forecasts:
             return
         for layer in range(self.config.model.layers):
-            projection = self._source.projection(layer, self.config.model.torch_dtype)
+            projection = self._selection_weights.projection(layer, self.config.model.torch_dtype)
             if projection is not None:
                 exchange.project(layer, projection)
 
@@ -156,7 +156,7 @@ class InferenceRank:
 
     def on_weights_updated(self) -> None:
         """Send by what queries are forecast before the next step; updates come in many parts."""
-        self._weights_have_changed = self._source is not None
+        self._weights_have_changed = self._selection_weights is not None
         self.lifecycle.weight_updates += 1
         self._shipping.drop_unused(everything=True)
 
@@ -307,14 +307,14 @@ def create(runner: Any, args: CacheRankServerArgs) -> InferenceRank:
     assert _supervisor is not None
     forecasts = args.query_predictor == "forecast"
     is_told = forecasts or args.score_keys == "sketch"
-    source = LayerSource(runner.model, args) if is_told else None
+    weights = SelectionWeights(runner.model, args) if is_told else None
     _current = InferenceRank(
         args,
         model_shape(runner, args.dense_layers, forecasts),
         pools_of(runner, args),
         get_parallel().tp_rank,
         _supervisor,
-        source,
+        weights,
     )
     return _current
 

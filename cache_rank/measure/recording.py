@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from cache_rank.config import CacheRankConfig
-from cache_rank.protocol import KeyBasis, Load, Projection, UpMessage
+from cache_rank.protocol import KeyBasis, Load, QueryProjection, UpMessage
 from cache_rank.schedule import LayerMessage
 from cache_rank.selector import Selector, SelectorStep
 
@@ -72,7 +72,7 @@ class Recorder:
                 {"kind": "load", "sequence_id": message.sequence_id, "shipment": shipment.cpu()}
             )
 
-    def record_projection(self, message: Projection, projection: Tensor) -> None:
+    def record_projection(self, message: QueryProjection, projection: Tensor) -> None:
         """Record by what a layer's queries are forecast."""
         if self._folder is not None:
             event = {"kind": "projection", "layer": message.layer}

@@ -22,7 +22,7 @@ from cache_rank.protocol import (
     Flush,
     KeyBasis,
     Load,
-    Projection,
+    QueryProjection,
     Row,
     Share,
     Step,
@@ -169,13 +169,13 @@ class Exchange(ABC):
 
     def project(self, layer: int, projection: Tensor) -> None:
         """Send by what a layer's queries are forecast, (H + 2, Hq, D); wait until it is gone."""
-        self._send_of_layer(Projection(layer), projection)
+        self._send_of_layer(QueryProjection(layer), projection)
 
     def sketch(self, layer: int, basis: Tensor) -> None:
         """Send how a layer's keys are sketched, (Hkv, D + 1, D); wait until it is gone."""
         self._send_of_layer(KeyBasis(layer), basis)
 
-    def _send_of_layer(self, message: Projection | KeyBasis, tensor: Tensor) -> None:
+    def _send_of_layer(self, message: QueryProjection | KeyBasis, tensor: Tensor) -> None:
         self.connection.control.send(message)
         self.connection.link.bulk.send(tensor).wait(self.connection.timeout)
         self.counters.bulk_bytes += tensor.nbytes

@@ -25,7 +25,7 @@ from cache_rank.protocol import (
     End,
     Flush,
     Load,
-    Projection,
+    QueryProjection,
     Row,
     Step,
     UpMessage,
@@ -111,7 +111,7 @@ class CacheRankInProcess:
             if message.start == 0:
                 self.selector.begin(message.sequence_id)
             self._loads.append(message)
-        elif isinstance(message, Projection):
+        elif isinstance(message, QueryProjection):
             self._layers.append(message.layer)
 
     def _take_bulk(self, shipment: Tensor) -> Transfer:
