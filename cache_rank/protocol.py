@@ -197,7 +197,7 @@ class UpMessage:
     Attributes:
         buffer: (bytes,) uint8.
         tokens: (rows, L, Hq + 2 Hkv, D) in the dtype of the KV pool, contiguous but for the rows; L
-            is 0 where the message is of no group's KV.
+            is 0 where the message carries none.
         queries, keys, values: its parts, by heads.
         hidden: (rows, H) in the same dtype, contiguous but for the rows; H is 0 where the
             message carries no hidden state.

@@ -65,7 +65,7 @@ def by_forecast(groups: int, lead: int) -> tuple[LayerMessage, ...]:
 
 
 def index_by_kv(layer_messages: Sequence[LayerMessage]) -> dict[int, int]:
-    """The message that carries the KV of a group, for each group."""
+    """The index of the message that carries the KV of a group, for each group."""
     return {
         message.kv_of: index
         for index, message in enumerate(layer_messages)
@@ -74,7 +74,7 @@ def index_by_kv(layer_messages: Sequence[LayerMessage]) -> dict[int, int]:
 
 
 def index_by_hidden(layer_messages: Sequence[LayerMessage]) -> dict[int, int]:
-    """The message that carries the hidden state that enters a group, for groups where one does."""
+    """The index of the message that carries what enters a group, for groups where one does."""
     return {
         message.hidden_of: index
         for index, message in enumerate(layer_messages)

@@ -114,7 +114,7 @@ class SlotBuffers:
     def compare_checksums(
         self, group: int, rows: ExchangedRows, headers: Tensor, same_step: bool
     ) -> None:
-        """Compare the slots in use with what the cache rank's slot map says; stops the device.
+        """Compare the slots in use with those of the cache rank's slot map; stops the device.
 
         Args:
             group: the layer group.

@@ -83,11 +83,8 @@ def replay(config: CacheRankConfig, events: list[Any], sequence_id: int) -> int:
             selector.serve(step, layer_message, up, down, timeline)
             torch.cuda.synchronize()
             slot_map = selector.slot_map(sequence, answered)
-            assert torch.equal(slot_map.cpu(), row["slot_map"]), (
-                event["step"],
-                answered,
-                sequence_id,
-            )
+            where = (event["step"], answered, sequence_id)
+            assert torch.equal(slot_map.cpu(), row["slot_map"]), where
             compared += 1
     return compared
 

@@ -273,11 +273,8 @@ def replay(config: CacheRankConfig, folder: Path) -> int:
                     [-1 if token is None else token for token in slots]
                     for slots in reference.slots[layer]
                 ]
-                assert row["slot_map"][index].tolist() == expected, (
-                    event["step"],
-                    layer,
-                    sequence_id,
-                )
+                where = (event["step"], layer, sequence_id)
+                assert row["slot_map"][index].tolist() == expected, where
             compared += len(event["answered"]) > 0
     return compared
 
