@@ -29,7 +29,7 @@ from sglang_ext.flags import (
 )
 from sglang_ext.ineffective_flags import warn_ineffective_flags
 from sglang_ext.model_path import require_model
-from sglang_ext.planning import DecoderSizes, Planner, find_gpu
+from sglang_ext.planning import find_gpu, make_planner
 from sglang_ext.refusals import refuse, refuse_untested_sglang, servers
 from sglang_ext.refusals.known import say_unknown
 
@@ -125,12 +125,10 @@ class CacheRankServerArgs(CacheRankFlags):
         gpu = find_gpu(torch.cuda.get_device_name()) if self.on_gpu else None
         if gpu is None:
             return
-        model = compat.model_config(self)
+        config = compat.model_config(self).hf_text_config.to_dict()
+        flags = {field: getattr(self, field) for field in CACHE_RANK_FIELDS}
         try:
-            sizes = DecoderSizes.of_config(model.hf_text_config.to_dict(), self.quantization)
-            shape = sizes.shape(self.dense_layers)
-            config = self.cache_rank_config(shape, self.max_sparse_requests)
-            planner = Planner(sizes, gpu, config, self.dense_layers)
+            planner = make_planner(gpu, config, self.quantization, flags)
         except ValueError as error:
             logger.info("cache rank: no estimate of its speed: %s", error)
             return

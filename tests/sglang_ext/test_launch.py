@@ -210,7 +210,7 @@ def test_a_refusal_ends_the_command() -> None:
     [
         (["--model-path", "/nowhere"], {"sglang", "torch"}),
         (["--model=/nowhere", "--page-size", "16"], {"sglang", "torch"}),
-        (["--page-size", "16"], {"sglang.srt.layers", "sglang.srt.entrypoints"}),
+        (["--page-size", "16"], {"sglang.srt.layers", "sglang.srt.entrypoints.http_server"}),
     ],
 )
 def test_a_refusal_spares_the_imports_that_it_does_not_need(
