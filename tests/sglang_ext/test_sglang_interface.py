@@ -22,7 +22,7 @@ from sglang_ext import compat
 from sglang_ext.attention import CacheRankAttnBackend
 from sglang_ext.flags import CacheRankFlags, field_of
 from sglang_ext.hooks import HOOKS, Hook
-from sglang_ext.refusals import models, servers
+from sglang_ext.refusals import servers
 
 SRT = "sglang.srt."
 REQUEST = "managers.schedule_batch.Req"
@@ -244,14 +244,8 @@ def test_every_method_that_a_backend_must_have_is_one_of_ours() -> None:
 
 def test_the_flags_that_are_refused_exist() -> None:
     fields = compat.default_values(CacheRankFlags)
-    rows = (
-        *servers.SERVERS,
-        *servers.CACHE_RANKS,
-        *servers.GPUS,
-        *models.MODELS,
-        *models.WORKING_SETS,
-    )
-    asked = {field_of(flag) for row in rows for flag in row.asked.split()}
+    tables = {**servers.SPARSE_DECODE_FLAGS, **servers.EXCHANGE_FLAGS}
+    asked = {field_of(flag) for flags in tables for flag in flags.split()}
     absent = {field_of(flag) for flag in compat.ABSENT_FLAGS}
     assert sorted(asked - fields.keys()) == sorted(absent)
 
