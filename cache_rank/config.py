@@ -10,7 +10,7 @@ import torch
 
 from cache_rank.kernels.select.reference import MOST_SLOTS
 from cache_rank.kernels.wire.reference import wire_width
-from cache_rank.schedule import Boundary, by_forecast, by_history
+from cache_rank.schedule import LayerMessage, by_forecast, by_history
 
 HistoryPredictor = Literal["last", "spade"]
 Predictor = Literal[HistoryPredictor, "forecast"]
@@ -204,7 +204,7 @@ class CacheRankConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return "last" if self.query_predictor == "forecast" else self.query_predictor
 
     @property
-    def boundaries(self) -> tuple[Boundary, ...]:
+    def layer_messages(self) -> tuple[LayerMessage, ...]:
         """The messages of a step, in order."""
         groups = len(self.groups)
         return by_forecast(groups, self.forecast_lead) if self.forecasts else by_history(groups)

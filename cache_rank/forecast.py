@@ -13,9 +13,9 @@ import math
 import torch
 from torch import Tensor
 
+from cache_rank.batch_metadata import BatchMetadata
 from cache_rank.config import CacheRankConfig, ModelShape
 from cache_rank.kernels.forecast import forecast_step, forecast_workspace, reference
-from cache_rank.step_rows import StepRows
 
 
 def forecast_layer(
@@ -25,7 +25,7 @@ def forecast_layer(
 
     Args:
         model: the layer's shape.
-        projection: (H + 2, Hq, D), see protocol.Projection.
+        projection: (H + 2, Hq, D), see protocol.QueryProjection.
         hidden: (T, H), what entered an earlier layer.
         positions: (T,) integer.
 
@@ -81,7 +81,7 @@ class Forecast:
             self._query_norms[group] = zeros(heads)
 
     def load(self, layer: int, projection: Tensor) -> None:
-        """Take over by what a layer is forecast, (H + 2, Hq, D); see protocol.Projection."""
+        """Take over by what a layer is forecast, (H + 2, Hq, D); see protocol.QueryProjection."""
         config = self._config
         group = layer // config.layers_per_group
         self._missing[group].discard(layer)
@@ -93,14 +93,14 @@ class Forecast:
         """Whether projections of all layers of a group have come."""
         return not self._missing[group]
 
-    def predict(self, rows: StepRows, group: int, hidden: Tensor, is_fresh: bool) -> Tensor:
+    def predict(self, rows: BatchMetadata, group: int, hidden: Tensor, same_step: bool) -> Tensor:
         """Forecast the queries of a group.
 
         Args:
             rows: the rows of the step.
             group: one whose projections have come.
-            hidden: (R, H), what entered the group that its boundary names.
-            is_fresh: whether the queries are those of this step; they are of the next otherwise.
+            hidden: (R, H), what entered the group that the message names.
+            same_step: whether the queries are those of this step; they are of the next otherwise.
 
         Returns:
             (R, L, Hq, D) float32, valid until the next call; those of a refused row are arbitrary.
@@ -114,7 +114,7 @@ class Forecast:
             self._projections[group],
             self._constants[group],
             None if model.query_norm_epsilon is None else query_norms,
-            rows.positions if is_fresh else rows.positions + 1,
+            rows.positions if same_step else rows.positions + 1,
             rows.slots,
             self._frequency,
             model.rotary_interleaved,

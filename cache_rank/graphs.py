@@ -55,7 +55,7 @@ def _no_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-class Captures:
+class CudaGraphCache:
     """Runs actions, on a GPU from graphs."""
 
     def __init__(self, device: torch.device) -> None:

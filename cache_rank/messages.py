@@ -13,22 +13,22 @@ from torch import Tensor
 
 from cache_rank.config import CacheRankConfig
 from cache_rank.protocol import DownMessage, UpMessage
-from cache_rank.schedule import Boundary
+from cache_rank.schedule import LayerMessage
 
 
 class StepMessages(NamedTuple):
-    """What travels to the cache rank at each boundary, and back for each layer group."""
+    """What travels to the cache rank in each message, and back for each layer group."""
 
     up: list[UpMessage]
     down: list[DownMessage]
 
-    def answer_of(self, boundary: Boundary) -> DownMessage | None:
-        """What answers the message of a boundary, if anything does."""
-        return None if boundary.answered is None else self.down[boundary.answered]
+    def answer_of(self, layer_message: LayerMessage) -> DownMessage | None:
+        """What answers a message, if anything does."""
+        return None if layer_message.selects_for is None else self.down[layer_message.selects_for]
 
 
 class MessageBuffers:
-    """A buffer for each boundary and one for each group, which never move."""
+    """A buffer for each message and one for each group, which never move."""
 
     def __init__(
         self, config: CacheRankConfig, ups: Sequence[Tensor], answers: Sequence[Tensor]
@@ -37,7 +37,7 @@ class MessageBuffers:
 
         Args:
             config: that both ranks have agreed on.
-            ups: (bytes,) uint8 of each boundary, for `config.max_rows` requests.
+            ups: (bytes,) uint8 of each layer message, for `config.max_rows` requests.
             answers: (bytes,) uint8 of each group, likewise.
         """
         self._config = config
@@ -60,9 +60,9 @@ class MessageBuffers:
 
     def _make(self, rows: int) -> StepMessages:
         config, up, down = self._config, [], []
-        for boundary, buffer in zip(config.boundaries, self._ups, strict=True):
-            size = UpMessage.size(config, boundary, rows)
-            up.append(UpMessage(config, boundary, rows, buffer[:size]))
+        for layer_message, buffer in zip(config.layer_messages, self._ups, strict=True):
+            size = UpMessage.size(config, layer_message, rows)
+            up.append(UpMessage(config, layer_message, rows, buffer[:size]))
         for layers, answer in zip(map(len, config.groups), self._answers, strict=True):
             size = DownMessage.size(config, layers, rows)
             down.append(DownMessage(config, layers, rows, answer[:size]))

@@ -33,7 +33,7 @@ from cache_rank.protocol import (
     Load,
     Open,
     Opened,
-    Projection,
+    QueryProjection,
     Ready,
     Share,
     Step,
@@ -112,12 +112,12 @@ def serve(launch: Launch) -> None:
             reason = rank.share(message)
         elif isinstance(message, Drop):
             reason = rank.drop(message.names)
-        elif isinstance(message, Projection):
+        elif isinstance(message, QueryProjection):
             reason = rank.load_projection(message)
         elif isinstance(message, KeyBasis):
             reason = rank.load_basis(message)
         elif isinstance(message, End):
-            reason = rank.end(message.epochs)
+            reason = rank.end(message.sequence_ids)
         elif isinstance(message, Flush):
             rank.flush()
         if reason:

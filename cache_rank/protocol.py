@@ -1,11 +1,11 @@
 """The one contract between the inference rank and the cache rank.
 
 Control messages travel over ZMQ as msgpack; tensors travel over P2P in the packed layouts below,
-whose sizes follow from control messages alone. A step of R rows exchanges, for each boundary (see
-schedule.py) of a layer group that is left, one that is entered, and one that is answered,
+whose sizes follow from control messages alone. A step of R rows exchanges, for each LayerMessage
+(see schedule.py),
 
-    up    per row: its queries, keys and values in each layer of the first (L, Hq + 2 Hkv, D), and
-          the hidden state that enters the second (H,)
+    up    per row: its queries, keys and values in each layer of `kv_of` (L, Hq + 2 Hkv, D), and
+          the hidden state that enters `hidden_of` (H,)
     down  header (R, 6) int64, slots (R, L, Hkv, C) int32, keys and values (R, L, Hkv, C, D)
 
 and on the bulk channel travel n tokens, keys and values (2, layers, n, Hkv, D), and what a layer's
@@ -23,16 +23,16 @@ import torch
 from torch import Tensor
 
 from cache_rank.config import CacheRankConfig
-from cache_rank.schedule import Boundary
+from cache_rank.schedule import LayerMessage
 
 PROTOCOL_VERSION = 11
-NO_EPOCH = -1
+NO_SEQUENCE = -1
 
 
 class Row(msgspec.Struct, frozen=True, array_like=True):
-    """One request in a step: its epoch, and the position of the token being computed."""
+    """One request in a step: its sequence's id, and the position of the token being computed."""
 
-    epoch: int
+    sequence_id: int
     position: int
 
 
@@ -70,43 +70,43 @@ class Step(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
 class Load(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """Bulk shipment of tokens [start, start + count); the tensor follows on the bulk channel.
 
-    `start` 0 begins an epoch that has not begun, whose number must exceed every earlier one.
+    `start` 0 begins a sequence that has not begun, whose id must exceed every earlier one.
     """
 
-    epoch: int
+    sequence_id: int
     start: int
     count: int
 
 
 class Adopt(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """An epoch's first pages are those of these names.
+    """A sequence's first pages are those of these names.
 
-    An epoch that has not begun begins, whose number must exceed every earlier one; without names,
+    A sequence that has not begun begins, whose id must exceed every earlier one; without names,
     that is all. Else it must hold nothing yet. Its shipment goes on where the pages end, or
     `residency.shared_tail` tokens before.
     """
 
-    epoch: int
+    sequence_id: int
     names: list[int]
 
 
 class Share(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """The next complete pages of an epoch get these names, and are held until they are dropped.
+    """The next complete pages of a sequence get these names, and are held until they are dropped.
 
     Nothing is written into a page that has a name.
     """
 
-    epoch: int
+    sequence_id: int
     names: list[int]
 
 
 class Drop(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Pages lose their names; epochs that have them keep them."""
+    """Pages lose their names; sequences that have them keep them."""
 
     names: list[int]
 
 
-class Projection(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+class QueryProjection(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """By what the queries of a layer are forecast; the tensor follows on the bulk channel.
 
     Its rows are the projections of each element of the hidden state, a constant, and the weights of
@@ -132,13 +132,13 @@ class KeyBasis(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True
 
 
 class End(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """The epochs are over: finish, abort, retraction and preemption are the same here."""
+    """The sequences are over: finish, abort, retraction and preemption are the same here."""
 
-    epochs: list[int]
+    sequence_ids: list[int]
 
 
 class Flush(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Every epoch is over, and no page has a name."""
+    """Every sequence is over, and no page has a name."""
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -160,8 +160,8 @@ class Report(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     Attributes:
         tokens_held, bytes_held: resident now, those of shared pages once; bytes include growth
             space.
-        tokens_kept: those among them that no epoch has.
-        epochs: live now.
+        tokens_kept: those among them that no sequence has.
+        sequences: live now.
         overflow_tokens: tokens per (layer, kv head) that waited for a later step, summed.
         refused_messages: control messages that were malformed, oversized, replayed or out of place.
     """
@@ -169,12 +169,12 @@ class Report(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     tokens_held: int = 0
     bytes_held: int = 0
     tokens_kept: int = 0
-    epochs: int = 0
+    sequences: int = 0
     overflow_tokens: int = 0
     refused_messages: int = 0
 
 
-ToCacheRank = Open | Step | Load | Adopt | Share | Drop | Projection | KeyBasis | End | Flush
+ToCacheRank = Open | Step | Load | Adopt | Share | Drop | QueryProjection | KeyBasis | End | Flush
 ToInferenceRank = Ready | Opened | Report
 
 
@@ -182,7 +182,7 @@ class AnswerHeader(NamedTuple):
     """Columns of the header of a row in a down message."""
 
     step: int
-    epoch: int
+    sequence_id: int
     resident_tokens: int
     filled_slots: int
     shipped_tokens: int
@@ -190,25 +190,25 @@ class AnswerHeader(NamedTuple):
 
 
 class UpMessage:
-    """Views into one packed up message: what `rows` requests computed at a boundary.
+    """Views into one packed up message: what `rows` requests computed.
 
     Rows follow each other, so that the place of a row does not depend on how many there are.
 
     Attributes:
         buffer: (bytes,) uint8.
         tokens: (rows, L, Hq + 2 Hkv, D) in the dtype of the KV pool, contiguous but for the rows; L
-            is 0 where no group is left.
+            is 0 where the message carries none.
         queries, keys, values: its parts, by heads.
-        hidden: (rows, H) in the same dtype, contiguous but for the rows; H is 0 where no group is
-            entered.
+        hidden: (rows, H) in the same dtype, contiguous but for the rows; H is 0 where the
+            message carries no hidden state.
     """
 
     def __init__(
-        self, config: CacheRankConfig, boundary: Boundary, rows: int, buffer: Tensor
+        self, config: CacheRankConfig, layer_message: LayerMessage, rows: int, buffer: Tensor
     ) -> None:
         """Lay the message out over a buffer of its size."""
         model = config.model
-        tokens, hidden = _up_shapes(config, boundary)
+        tokens, hidden = _up_shapes(config, layer_message)
         self.buffer = buffer
         by_row = buffer.view(model.torch_dtype).view(rows, -1)
         self.tokens = by_row[:, : math.prod(tokens)].view(rows, *tokens)
@@ -218,19 +218,21 @@ class UpMessage:
         self.hidden = by_row[:, math.prod(tokens) :][:, :hidden]
 
     @staticmethod
-    def size(config: CacheRankConfig, boundary: Boundary, rows: int) -> int:
+    def size(config: CacheRankConfig, layer_message: LayerMessage, rows: int) -> int:
         """Bytes of the message."""
-        tokens, hidden = _up_shapes(config, boundary)
+        tokens, hidden = _up_shapes(config, layer_message)
         itemsize = config.model.torch_dtype.itemsize
         return rows * (math.prod(tokens) * itemsize + _aligned(hidden * itemsize))
 
 
-def _up_shapes(config: CacheRankConfig, boundary: Boundary) -> tuple[tuple[int, int, int], int]:
+def _up_shapes(
+    config: CacheRankConfig, layer_message: LayerMessage
+) -> tuple[tuple[int, int, int], int]:
     """Shape of a row's tokens in an up message, whose bytes are aligned, and width of its input."""
     model = config.model
-    layers = 0 if boundary.left is None else len(config.groups[boundary.left])
+    layers = 0 if layer_message.kv_of is None else len(config.groups[layer_message.kv_of])
     tokens = (layers, model.query_heads + 2 * model.kv_heads, model.head_dim)
-    return tokens, 0 if boundary.entered is None else model.hidden_size
+    return tokens, 0 if layer_message.hidden_of is None else model.hidden_size
 
 
 class DownMessage:
@@ -271,8 +273,8 @@ class DownMessage:
 
 
 def up_sizes(config: CacheRankConfig, rows: int) -> list[int]:
-    """Bytes of the message of each boundary in a step of so many rows."""
-    return [UpMessage.size(config, boundary, rows) for boundary in config.boundaries]
+    """Bytes of each message to the cache rank in a step of so many rows."""
+    return [UpMessage.size(config, layer_message, rows) for layer_message in config.layer_messages]
 
 
 def down_sizes(config: CacheRankConfig, rows: int) -> list[int]:

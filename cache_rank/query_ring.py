@@ -7,9 +7,9 @@ import math
 import torch
 from torch import Tensor
 
+from cache_rank.batch_metadata import BatchMetadata
 from cache_rank.config import CacheRankConfig
 from cache_rank.kernels.predict import predict_step
-from cache_rank.step_rows import StepRows
 
 
 class QueryRing:
@@ -37,7 +37,7 @@ class QueryRing:
             slots * largest_group * heads * model.head_dim, dtype=torch.float32, device=device
         )
 
-    def predict(self, rows: StepRows, layers: range) -> Tensor:
+    def predict(self, rows: BatchMetadata, layers: range) -> Tensor:
         """Predict the queries of the tokens after those of a step.
 
         Args:

@@ -19,13 +19,13 @@ from cache_rank.copies import Readback
 from cache_rank.measure.observer import Observer
 from cache_rank.messages import MessageBuffers
 from cache_rank.protocol import (
-    NO_EPOCH,
+    NO_SEQUENCE,
     Adopt,
     DownMessage,
     KeyBasis,
     Load,
     Open,
-    Projection,
+    QueryProjection,
     Report,
     Row,
     Share,
@@ -38,7 +38,7 @@ from cache_rank.protocol import (
 )
 from cache_rank.residency import memory_for_tokens
 from cache_rank.resident_sequence import ResidentSequence
-from cache_rank.schedule import Boundary
+from cache_rank.schedule import LayerMessage
 from cache_rank.selector import Selector
 
 PEER_SECONDS = 600.0
@@ -66,7 +66,7 @@ class CacheRank:
         self._device = device
         self._observer = Observer(config, message.trace, device)
         self._overflow, self._overflow_tokens = Readback(), 0
-        self._last_epoch = 0
+        self._last_sequence_id = 0
         self._last_step = 0
         # One buffer a message: on a GPU several are under way at once.
         answers = [
@@ -74,8 +74,8 @@ class CacheRank:
             for size in down_sizes(config, config.max_rows)
         ]
         self._messages = MessageBuffers(config, link.buffers, answers)
-        self._boundaries = config.boundaries
-        self._taken: list[torch.cuda.Event | None] = [None] * len(self._boundaries)
+        self._layer_messages = config.layer_messages
+        self._taken: list[torch.cuda.Event | None] = [None] * len(self._layer_messages)
         self._sent: list[Pending | None] = [None] * len(config.groups)
         self._loaded: dict[int, torch.cuda.Event] = {}
         self._received_of_layers: torch.cuda.Event | None = None
@@ -95,23 +95,23 @@ class CacheRank:
         shipment = torch.zeros(
             bulk_shape(config, tokens), dtype=config.model.torch_dtype, device=self._device
         )
-        sequence = selector.begin(NO_EPOCH)
+        sequence = selector.begin(NO_SEQUENCE)
         selector.load(sequence, shipment)
         wanted = config.slots_wanted_after(tokens)
         queries = config.query_window + 1 if on_gpu else 1
         while sequence.filled < wanted or sequence.queries < queries:
             self._warm_up_step(sequence)
-        selector.end(NO_EPOCH)
+        selector.end(NO_SEQUENCE)
         if on_gpu:
             torch.cuda.synchronize(self._device)
 
     def _warm_up_step(self, sequence: ResidentSequence) -> None:
         selector = self.selector
-        rows = [Row(sequence.epoch, sequence.tokens)]
+        rows = [Row(sequence.sequence_id, sequence.tokens)]
         step, messages = selector.begin_step(0, rows), self._messages.of(1)
-        for boundary, up in zip(self._boundaries, messages.up, strict=True):
+        for layer_message, up in zip(self._layer_messages, messages.up, strict=True):
             selector.serve(
-                step, boundary, up, messages.answer_of(boundary), self._observer.timeline
+                step, layer_message, up, messages.answer_of(layer_message), self._observer.timeline
             )
 
     def load(self, message: Load) -> str | None:
@@ -129,72 +129,69 @@ class CacheRank:
                 dtype=config.model.torch_dtype,
                 device=self._device,
             )
-            # Steps of ended epochs may still write into the pages that this shipment gets.
+            # Steps of ended sequences may still write into the pages that this shipment gets.
             after = self._mark(torch.cuda.default_stream()) if shipment.is_cuda else None
             self._link.bulk.receive(shipment, after).wait(PEER_SECONDS)
             return self._load(message, shipment)
 
     def _load(self, message: Load, shipment: Tensor) -> str | None:
-        selector = self.selector
-        if (
-            message.start == 0
-            and message.epoch > self._last_epoch
-            and not self._begin(message.epoch)
-        ):
-            return f"Load for epoch {message.epoch}: {self.config.max_rows} epochs are live"
-        sequence = selector.sequences.get(message.epoch)
+        selector, sequence_id = self.selector, message.sequence_id
+        is_new = message.start == 0 and sequence_id > self._last_sequence_id
+        if is_new and not self._begin(sequence_id):
+            return f"Load for sequence {sequence_id}: {self.config.max_rows} sequences are live"
+        sequence = selector.sequences.get(sequence_id)
         if sequence is None:
-            return f"Load for epoch {message.epoch}, which is not live"
+            return f"Load for sequence {sequence_id}, which is not live"
         if sequence.tokens != message.start:
             held = sequence.tokens
-            return f"Load at {message.start} for epoch {message.epoch}, which holds {held} tokens"
+            return f"Load at {message.start} for sequence {sequence_id}, which holds {held} tokens"
         selector.load(sequence, shipment)
         if shipment.is_cuda:
-            self._loaded[message.epoch] = self._mark()
+            self._loaded[sequence_id] = self._mark()
         self._observer.recorder.record_load(message, shipment)
         return None
 
-    def _begin(self, epoch: int) -> bool:
-        """Begin an epoch, unless too many are live."""
+    def _begin(self, sequence_id: int) -> bool:
+        """Begin a sequence, unless too many are live."""
         if self.selector.is_full:
             return False
-        self._last_epoch = epoch
-        self.selector.begin(epoch)
+        self._last_sequence_id = sequence_id
+        self.selector.begin(sequence_id)
         return True
 
     def adopt(self, message: Adopt) -> str | None:
-        """Let an epoch begin with pages that are there; return the reason when it is refused."""
-        selector, epoch = self.selector, message.epoch
-        if epoch > self._last_epoch and not self._begin(epoch):
-            return f"Adopt for epoch {epoch}: {self.config.max_rows} epochs are live"
-        sequence = selector.sequences.get(epoch)
+        """Let a sequence begin with pages that are there; return the reason when it is refused."""
+        selector, sequence_id = self.selector, message.sequence_id
+        if sequence_id > self._last_sequence_id and not self._begin(sequence_id):
+            return f"Adopt for sequence {sequence_id}: {self.config.max_rows} sequences are live"
+        sequence = selector.sequences.get(sequence_id)
         if sequence is None:
-            return f"Adopt for epoch {epoch}, which is not live"
+            return f"Adopt for sequence {sequence_id}, which is not live"
         if unknown := [name for name in message.names if name not in selector.named]:
-            return f"Adopt for epoch {epoch} of pages {unknown}, which there are not"
+            return f"Adopt for sequence {sequence_id} of pages {unknown}, which there are not"
         if sequence.pages:
-            return f"Adopt for epoch {epoch}, which holds {sequence.tokens} tokens"
+            return f"Adopt for sequence {sequence_id}, which holds {sequence.tokens} tokens"
         with self._link.in_background():  # behind the shipments that the pages came with
             if self._device.type == "cuda":
-                # Steps of ended epochs may still write into the page that a copy gets.
+                # Steps of ended sequences may still write into the page that a copy gets.
                 torch.cuda.current_stream().wait_stream(torch.cuda.default_stream())
             selector.adopt(sequence, message.names)
             if self._device.type == "cuda":
-                self._loaded[epoch] = self._mark()
+                self._loaded[sequence_id] = self._mark()
         return None
 
     def share(self, message: Share) -> str | None:
-        """Name pages of an epoch; return the reason when it is refused."""
-        selector, names = self.selector, message.names
-        sequence = selector.sequences.get(message.epoch)
+        """Name pages of a sequence; return the reason when it is refused."""
+        selector, sequence_id, names = self.selector, message.sequence_id, message.names
+        sequence = selector.sequences.get(sequence_id)
         if sequence is None:
-            return f"Share of epoch {message.epoch}, which is not live"
+            return f"Share of sequence {sequence_id}, which is not live"
         if not residency.FORMATS[self.config.kv_residency].shares_pages:
             return f"Share of pages, which {self.config.kv_residency} does not"
         if len({*names} - selector.named.keys()) < len(names):
-            return f"Share of epoch {message.epoch} by names {names}, some of which there are"
+            return f"Share of sequence {sequence_id} by names {names}, some of which there are"
         if not selector.may_share(sequence, names):
-            return f"Share of {len(names)} pages of epoch {message.epoch}, which are not complete"
+            return f"Share of {len(names)} pages of sequence {sequence_id}, which are not complete"
         selector.share(sequence, names)
         return None
 
@@ -205,14 +202,14 @@ class CacheRank:
         unknown = sorted({*names} - known)
         return f"Drop of pages {unknown}, which there are not" if unknown else None
 
-    def load_projection(self, message: Projection) -> str | None:
+    def load_projection(self, message: QueryProjection) -> str | None:
         """Take over by what a layer's queries are forecast; return the reason when it is refused.
 
         Nothing is received for a layer that no inference rank sends.
         """
         config = self.config
         if not config.forecasts or not 0 <= message.layer < config.model.layers:
-            return f"Projection of layer {message.layer}, which is not forecast"
+            return f"QueryProjection of layer {message.layer}, which is not forecast"
         dtype = config.model.torch_dtype
         with self._receive_of_layer(projection_shape(config), dtype) as projection:
             self.selector.load_projection(message.layer, projection)
@@ -243,97 +240,102 @@ class CacheRank:
             if received.is_cuda:
                 self._received_of_layers = self._mark()
 
-    def end(self, epochs: Collection[int]) -> str | None:
-        """Forget epochs; return the reason when one of them was not live."""
-        for epoch in epochs:
+    def end(self, sequence_ids: Collection[int]) -> str | None:
+        """Forget sequences; return the reason when one of them was not live."""
+        for sequence_id in sequence_ids:
             # A load that is under way still writes into pages and strategies that others get next.
-            self._wait_for_load(epoch)
-        unknown = [epoch for epoch in epochs if not self.selector.end(epoch)]
-        return f"End of epochs {unknown}, which are not live" if unknown else None
+            self._wait_for_load(sequence_id)
+        unknown = [
+            sequence_id for sequence_id in sequence_ids if not self.selector.end(sequence_id)
+        ]
+        return f"End of sequences {unknown}, which are not live" if unknown else None
 
     def flush(self) -> None:
-        """Forget every epoch and every name."""
+        """Forget every sequence and every name."""
         self.end(list(self.selector.sequences))
         self.drop(list(self.selector.named))
 
     def step(self, message: Step) -> str | None:
         """Exchange one decode step; return the reason when rows of it were refused.
 
-        A refused row gets an answer of no epoch, which changes nothing on the inference rank. A
+        A refused row gets an answer of no sequence, which changes nothing on the inference rank. A
         number of rows that no inference rank sends is refused before anything is received.
         """
         if not 0 < len(message.rows) <= self.config.max_rows:
             return f"Step of {len(message.rows)} rows, 1 to {self.config.max_rows} were agreed"
         refused = self._refused_rows(message)
         for row in message.rows:
-            self._wait_for_load(row.epoch)
+            self._wait_for_load(row.sequence_id)
         if self._received_of_layers is not None:
             torch.cuda.current_stream().wait_event(self._received_of_layers)
             self._received_of_layers = None
         step = self.selector.begin_step(message.step, message.rows, refused.keys())
         self._observer.on_step(message)
         messages = self._messages.of(len(message.rows))
-        for lane, (boundary, up) in enumerate(zip(self._boundaries, messages.up, strict=True)):
-            answer = messages.answer_of(boundary)
-            self._receive(lane, up)
-            self._wait_until_sent(boundary)
-            self.selector.serve(step, boundary, up, answer, self._observer.timeline)
-            self._send(boundary, answer)
-            self._release(lane, up)
-            self._observer.on_answer(self.selector, step, boundary, up)
+        for index, (layer_message, up) in enumerate(
+            zip(self._layer_messages, messages.up, strict=True)
+        ):
+            answer = messages.answer_of(layer_message)
+            self._receive(index, up)
+            self._wait_until_sent(layer_message)
+            self.selector.serve(step, layer_message, up, answer, self._observer.timeline)
+            self._send(layer_message, answer)
+            self._release(index, up)
+            self._observer.on_answer(self.selector, step, layer_message, up)
         self.selector.end_step(step)
         self._last_step = max(self._last_step, message.step)
         return "; ".join(refused.values()) or None
 
-    def _wait_for_load(self, epoch: int) -> None:
-        """Let the steps that follow wait, on the device, for the last load of an epoch."""
-        if (loaded := self._loaded.pop(epoch, None)) is not None:
+    def _wait_for_load(self, sequence_id: int) -> None:
+        """Let the steps that follow wait, on the device, for the last load of a sequence."""
+        if (loaded := self._loaded.pop(sequence_id, None)) is not None:
             torch.cuda.current_stream().wait_event(loaded)
 
-    def _receive(self, lane: int, up: UpMessage) -> None:
+    def _receive(self, index: int, up: UpMessage) -> None:
         """Let what is queued next wait for a message, and on a CPU the host.
 
         It is posted only when the answer before is queued: should the host have to wait for the
         device in between, both ranks are waiting for that answer.
         """
-        boundary = self._boundaries[lane]
-        received = self._link.up.receive(up.buffer, self._taken[lane], lane=lane)
-        self._observer.on_wait(boundary)
+        layer_message = self._layer_messages[index]
+        received = self._link.up.receive(up.buffer, self._taken[index], buffer_index=index)
+        self._observer.on_wait(layer_message)
         received.wait(PEER_SECONDS)
-        self._observer.on_message(boundary)
+        self._observer.on_message(layer_message)
 
-    def _release(self, lane: int, up: UpMessage) -> None:
+    def _release(self, index: int, up: UpMessage) -> None:
         """Let the buffer of a message be written again once what is queued has read it."""
         if up.buffer.is_cuda:
-            self._taken[lane] = self._mark()
+            self._taken[index] = self._mark()
 
-    def _wait_until_sent(self, boundary: Boundary) -> None:
+    def _wait_until_sent(self, layer_message: LayerMessage) -> None:
         """Wait until the answer of the step before has left the buffer of this one."""
-        if boundary.answered is not None and (sent := self._sent[boundary.answered]) is not None:
+        group = layer_message.selects_for
+        if group is not None and (sent := self._sent[group]) is not None:
             sent.wait(PEER_SECONDS)
 
-    def _send(self, boundary: Boundary, answer: DownMessage | None) -> None:
+    def _send(self, layer_message: LayerMessage, answer: DownMessage | None) -> None:
         """Send an answer, if there is one, when what is queued has written it."""
-        if boundary.answered is not None and answer is not None:
-            lane = boundary.answered
-            self._sent[lane] = self._link.down.send(answer.buffer, lane=lane)
+        group = layer_message.selects_for
+        if group is not None and answer is not None:
+            self._sent[group] = self._link.down.send(answer.buffer, buffer_index=group)
 
     def _refused_rows(self, message: Step) -> dict[int, str]:
         refused = {}
-        epochs: set[int] = set()
+        sequence_ids: set[int] = set()
         for index, row in enumerate(message.rows):
-            sequence = self.selector.sequences.get(row.epoch)
+            sequence = self.selector.sequences.get(row.sequence_id)
             if sequence is None:
-                refused[index] = f"row of epoch {row.epoch}, which is not live"
+                refused[index] = f"row of sequence {row.sequence_id}, which is not live"
             elif row.position != sequence.tokens:
                 held = sequence.tokens
-                refused[index] = f"row at {row.position} of epoch {row.epoch} at {held}"
+                refused[index] = f"row at {row.position} of sequence {row.sequence_id} at {held}"
             elif message.step <= self._last_step:
                 refused[index] = f"row of step {message.step} after step {self._last_step}"
-            elif row.epoch in epochs:
-                refused[index] = f"second row of epoch {row.epoch}"
+            elif row.sequence_id in sequence_ids:
+                refused[index] = f"second row of sequence {row.sequence_id}"
             else:
-                epochs.add(row.epoch)
+                sequence_ids.add(row.sequence_id)
         return refused
 
     def report(self, refused_messages: int) -> Report:
@@ -345,7 +347,7 @@ class CacheRank:
             tokens_held=self.selector.tokens_held,
             bytes_held=self.selector.bytes_held,
             tokens_kept=self.selector.tokens_kept,
-            epochs=len(self.selector.sequences),
+            sequences=len(self.selector.sequences),
             overflow_tokens=self._overflow_tokens,
             refused_messages=refused_messages,
         )

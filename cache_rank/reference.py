@@ -21,11 +21,11 @@ from cache_rank.kernels.rotary.reference import align_to_next_position
 from cache_rank.kernels.score.reference import score_tokens
 from cache_rank.kernels.sketch.reference import (
     attended_normalizer,
-    crumb_weights,
-    crumbs,
     encode_keys,
     make_sketch,
+    query_weights,
     sketch_shape,
+    unpack_int2,
 )
 
 
@@ -110,8 +110,8 @@ class SynchronousReference:
         basis = self.bases[layer].unsqueeze(0)
         shape = sketch_shape(self.config.model.head_dim, self.config.sketch_bits)
         sketch = make_sketch(basis[:, :, :-1], basis[:, :, -1], shape)
-        weights = crumb_weights(queries.unsqueeze(0), sketch, scale)
-        logits = weights @ crumbs(encode_keys(keys, sketch, shape)).mT
+        weights = query_weights(queries.unsqueeze(0), sketch, scale)
+        logits = weights @ unpack_int2(encode_keys(keys, sketch, shape)).mT
         normalizer = logits.logsumexp(-1, keepdim=True)
         if self.config.score_normalizer == "attended":
             chosen = [

@@ -1,4 +1,4 @@
-"""What the cache rank's host knows of one epoch; its tensors are in the selector's state."""
+"""What the cache rank's host knows of one sequence; its tensors are in the selector's state."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ class ResidentSequence:
     """One incarnation of a request on the inference rank, whose K and V the cache rank holds.
 
     Attributes:
-        epoch: its number.
+        sequence_id: its number.
         slot: its row in the selector's state tensors.
         pages: the pages that hold its K and V, in order.
         tokens: how many of its tokens are resident.
-        shared: how many of its pages have a name, by which other epochs may hold them, too.
+        shared: how many of its pages have a name, by which other sequences may hold them, too.
         adopted: how many of its first tokens were in pages of others when it began.
         queries: how many of its newest tokens have their query in the query ring, at most W + 1.
         filled: how many slots are in use once the answer to its last step is applied.
         fresh_filled: the same of groups that are answered for the step itself.
     """
 
-    epoch: int
+    sequence_id: int
     slot: int
     pages: list[int] = dataclasses.field(default_factory=list)
     tokens: int = 0

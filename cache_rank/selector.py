@@ -1,8 +1,8 @@
-"""The cache rank's computation: append, predict, score, select, gather, one boundary at a time.
+"""The cache rank's computation: append, predict, score, select, gather, one message at a time.
 
-The state of all sequences is in a few tensors, of the residency, the query ring and the mirror, so
-that each operation is one kernel over all rows of a step. The selector knows no channels: rank.py
-receives its inputs and sends its outputs.
+The state of all sequences is in a few tensors, of the residency, the query ring and the slot map,
+so that each operation is one kernel over all rows of a step. The selector knows no channels:
+rank.py receives its inputs and sends its outputs.
 
 Everything runs on one stream: the programs of a scoring fill the multiprocessors, and a selection
 beside it would find hardly any room. What is queued for a group is captured in graphs, because the
@@ -20,19 +20,19 @@ import torch
 from torch import Tensor
 
 from cache_rank import residency
+from cache_rank.batch_metadata import BatchMetadata
 from cache_rank.config import CacheRankConfig
 from cache_rank.copies import upload
 from cache_rank.forecast import Forecast
-from cache_rank.graphs import Captures
+from cache_rank.graphs import CudaGraphCache
 from cache_rank.kernels.checksum.reference import slots_checksum
 from cache_rank.measure.timeline import Timeline
-from cache_rank.mirror import Mirror
 from cache_rank.pages import PAGE_TOKENS, PageAllocator
-from cache_rank.protocol import NO_EPOCH, AnswerHeader, DownMessage, Row, UpMessage
+from cache_rank.protocol import NO_SEQUENCE, AnswerHeader, DownMessage, Row, UpMessage
 from cache_rank.query_ring import QueryRing
 from cache_rank.resident_sequence import ResidentSequence
-from cache_rank.schedule import Boundary
-from cache_rank.step_rows import StepRows
+from cache_rank.schedule import LayerMessage
+from cache_rank.slot_map import SlotMap
 
 _CHECKSUM = AnswerHeader._fields.index("checksum")
 _SHIPPED = AnswerHeader._fields.index("shipped_tokens")
@@ -58,24 +58,24 @@ class SelectorStep(NamedTuple):
     """
 
     number: int
-    rows: StepRows
-    earlier: StepRows
+    rows: BatchMetadata
+    earlier: BatchMetadata
     key: tuple[int, ...]
     live: Sequence[tuple[int, Row, ResidentSequence]]
     changed: Tensor
 
-    def rows_of(self, boundary: Boundary) -> StepRows:
-        """The rows as the group that is answered has them."""
-        return self.earlier if boundary.is_fresh else self.rows
+    def rows_of(self, layer_message: LayerMessage) -> BatchMetadata:
+        """The rows as the group that is selected for has them."""
+        return self.earlier if layer_message.same_step else self.rows
 
 
 class Selector:
     """All sequences of one cache rank.
 
     Attributes:
-        sequences: the live sequences, by epoch.
+        sequences: the live sequences, by id.
         pages: the pages of the resident memory.
-        named: pages that have a name, by it: their tokens are complete, and epochs may share them.
+        named: pages that have a name, by it: their tokens are complete; sequences may share them.
         overflow: () int64, tokens that had to wait for a later step, summed over layers and heads.
         capacity_tokens: how many tokens fit.
     """
@@ -96,7 +96,7 @@ class Selector:
         self._free_slots = list(range(slots))[::-1]
         # Pages of the sequence in each slot, so that no step builds its page table from lists.
         self._slot_pages = torch.zeros((slots, max(1, self.pages.pages)), dtype=torch.int32)
-        self._captures = Captures(device)
+        self._graphs = CudaGraphCache(device)
         self._scores_moved = 0
         self._step_memory: Tensor | None = None
         if device.type == "cuda":
@@ -104,7 +104,7 @@ class Selector:
             self._step_memory = torch.empty(step_bytes, dtype=torch.uint8, device=device)
         self._queries = QueryRing(config, device)
         self._forecast = Forecast(config, device) if config.forecasts else None
-        self._mirror = Mirror(config, device)
+        self._slot_map = SlotMap(config, device)
 
     @property
     def tokens_held(self) -> int:
@@ -136,16 +136,16 @@ class Selector:
         """Whether no further sequence can begin."""
         return not self._free_slots
 
-    def begin(self, epoch: int) -> ResidentSequence:
-        """Begin an epoch, when not full."""
+    def begin(self, sequence_id: int) -> ResidentSequence:
+        """Begin a sequence, when not full."""
         slot = self._free_slots.pop()
-        self._mirror.clear(slot)
-        self.sequences[epoch] = ResidentSequence(epoch, slot)
-        return self.sequences[epoch]
+        self._slot_map.clear(slot)
+        self.sequences[sequence_id] = ResidentSequence(sequence_id, slot)
+        return self.sequences[sequence_id]
 
-    def end(self, epoch: int) -> bool:
-        """Forget an epoch; whether it was live."""
-        sequence = self.sequences.pop(epoch, None)
+    def end(self, sequence_id: int) -> bool:
+        """Forget a sequence; whether it was live."""
+        sequence = self.sequences.pop(sequence_id, None)
         if sequence is None:
             return False
         self._residency.end(sequence.slot)
@@ -219,21 +219,28 @@ class Selector:
     ) -> SelectorStep:
         """Begin a step over rows, of which some are refused by index; all others are live."""
         live = [
-            (index, row, self.sequences[row.epoch])
+            (index, row, self.sequences[row.sequence_id])
             for index, row in enumerate(rows)
             if index not in refused
         ]
         count = len(rows)
         slots, positions, earlier, counts = ([-1] * count, [0] * count, [0] * count, [0] * count)
-        header = [[NO_EPOCH] * len(AnswerHeader._fields)] * count
+        header = [[NO_SEQUENCE] * len(AnswerHeader._fields)] * count
         fresh_header = list(header)
         for index, row, sequence in live:
             self._extend(sequence, row.position + 1)
             sequence.advance(self.config, row.position)
             slots[index], positions[index] = sequence.slot, row.position
             earlier[index], counts[index] = row.position - 1, sequence.queries
-            header[index] = [number, row.epoch, row.position + 1, sequence.filled, 0, 0]
-            fresh_header[index] = [number, row.epoch, row.position, sequence.fresh_filled, 0, 0]
+            header[index] = [number, row.sequence_id, row.position + 1, sequence.filled, 0, 0]
+            fresh_header[index] = [
+                number,
+                row.sequence_id,
+                row.position,
+                sequence.fresh_filled,
+                0,
+                0,
+            ]
         width = max((len(sequence.pages) for _, _, sequence in live), default=1)
         on_gpu = self._step_memory is not None
         if on_gpu:
@@ -241,11 +248,11 @@ class Selector:
         page_table = self._slot_pages[[max(slot, 0) for slot in slots], :width]
         small = torch.tensor((slots, positions, earlier, counts), dtype=torch.int32)
         on_host = (small, page_table, torch.tensor((header, fresh_header)))
-        changed = self._mirror.zero_changes(count)
+        changed = self._slot_map.zero_changes(count)
         capacity = width * PAGE_TOKENS if on_gpu else max(positions) + 1
         numbers, table, headers = upload(on_host, self._device, self._step_memory)
-        step_rows, earlier_rows = (
-            StepRows(
+        current, before = (
+            BatchMetadata(
                 numbers[0],
                 numbers[column],
                 numbers[3],
@@ -256,99 +263,103 @@ class Selector:
             )
             for column, of_rows in ((1, positions), (2, earlier))
         )
-        self._captures.allow_more()
+        self._graphs.allow_more()
         moved = self._residency.prepare_scores(count, len(self.config.groups[0]), capacity)
         if moved != self._scores_moved:
-            self._captures.clear()
+            self._graphs.clear()
             self._scores_moved = moved
-        return SelectorStep(number, step_rows, earlier_rows, (count, width), live, changed)
+        return SelectorStep(number, current, before, (count, width), live, changed)
 
     def serve(
         self,
         step: SelectorStep,
-        boundary: Boundary,
+        layer_message: LayerMessage,
         up: UpMessage,
         down: DownMessage | None,
         timeline: Timeline,
     ) -> None:
-        """Take over what came at a boundary, and lay out the answer.
+        """Take over what a message brought, and lay out the answer.
 
         What is queued is one graph.
 
         Args:
             step: under way.
-            boundary: one of `config.boundaries`, in their order.
+            layer_message: one of `config.layer_messages`, in their order.
             up: what came; it is read when the work runs.
-            down: the answer, which the work writes; None where the boundary has none.
+            down: the answer, which the work writes; None where the message has none.
             timeline: marked after each part.
         """
         messages = [message.buffer.data_ptr() for message in (up, down) if message is not None]
-        key = (boundary, step.key, self._forecasts(boundary), *messages)
+        key = (layer_message, step.key, self._forecasts(layer_message), *messages)
         if self._residency.captures_append:
-            self._captures.run(key, lambda: self._serve(step, boundary, up, down, timeline))
+            self._graphs.run(key, lambda: self._serve(step, layer_message, up, down, timeline))
         else:
-            self._append(step, boundary, up, timeline)
-            self._captures.run(key, lambda: self._answer(step, boundary, up, down, timeline))
+            self._append(step, layer_message, up, timeline)
+            self._graphs.run(key, lambda: self._answer(step, layer_message, up, down, timeline))
         if self.config.checksum:
-            self._add_checksums(step, boundary, down)
+            self._add_checksums(step, layer_message, down)
 
     def _serve(
         self,
         step: SelectorStep,
-        boundary: Boundary,
+        layer_message: LayerMessage,
         up: UpMessage,
         down: DownMessage | None,
         timeline: Timeline,
     ) -> None:
-        self._append(step, boundary, up, timeline)
-        self._answer(step, boundary, up, down, timeline)
+        self._append(step, layer_message, up, timeline)
+        self._answer(step, layer_message, up, down, timeline)
 
     def _append(
-        self, step: SelectorStep, boundary: Boundary, up: UpMessage, timeline: Timeline
+        self, step: SelectorStep, layer_message: LayerMessage, up: UpMessage, timeline: Timeline
     ) -> None:
-        """Take over the tokens of the group that is left, if one is."""
-        if boundary.left is not None:
-            layers = self.config.groups[boundary.left]
+        """Take over the tokens of a group, if the message brought some."""
+        if layer_message.kv_of is not None:
+            layers = self.config.groups[layer_message.kv_of]
             self._residency.append(step.rows, layers, up.tokens, self._queries.entries)
-            timeline.mark(boundary, "append")
+            timeline.mark(layer_message, "append")
 
     def _answer(
         self,
         step: SelectorStep,
-        boundary: Boundary,
+        layer_message: LayerMessage,
         up: UpMessage,
         down: DownMessage | None,
         timeline: Timeline,
     ) -> None:
-        """Choose the tokens that a group attends to, if one is answered, and lay out changes."""
-        group = boundary.answered
+        """Choose the tokens that a group attends to, if an answer is due, and lay out changes."""
+        group = layer_message.selects_for
         if group is None or down is None:
             return
-        rows, layers = step.rows_of(boundary), self.config.groups[group]
+        rows, layers = step.rows_of(layer_message), self.config.groups[group]
         changed = step.changed[group]
-        queries = self._predict(step, boundary, group, up)
-        timeline.mark(boundary, "predict")
-        scores = self._residency.score(rows, layers, queries, chosen=self._mirror.chosen)
-        timeline.mark(boundary, "score")
-        self._mirror.select(rows, layers, scores, down.slots, changed)
-        timeline.mark(boundary, "select")
+        queries = self._predict(step, layer_message, group, up)
+        timeline.mark(layer_message, "predict")
+        scores = self._residency.score(rows, layers, queries, chosen=self._slot_map.chosen)
+        timeline.mark(layer_message, "score")
+        self._slot_map.select(rows, layers, scores, down.slots, changed)
+        timeline.mark(layer_message, "select")
         self._gather(rows, layers, changed, down)
-        timeline.mark(boundary, "gather")
+        timeline.mark(layer_message, "gather")
 
-    def _predict(self, step: SelectorStep, boundary: Boundary, group: int, up: UpMessage) -> Tensor:
+    def _predict(
+        self, step: SelectorStep, layer_message: LayerMessage, group: int, up: UpMessage
+    ) -> Tensor:
         """The queries by which a group is selected for, (R, L, Hq, D) float32."""
-        if self._forecast is not None and self._forecasts(boundary):
-            return self._forecast.predict(step.rows, group, up.hidden, boundary.is_fresh)
+        if self._forecast is not None and self._forecasts(layer_message):
+            return self._forecast.predict(step.rows, group, up.hidden, layer_message.same_step)
         return self._queries.predict(step.rows, self.config.groups[group])
 
-    def _forecasts(self, boundary: Boundary) -> bool:
-        """Whether the answer of a boundary is by forecasts; the first groups need projections."""
-        if self._forecast is None or boundary.answered is None:
+    def _forecasts(self, layer_message: LayerMessage) -> bool:
+        """Whether a message is answered by forecasts; the first groups need projections."""
+        if self._forecast is None or layer_message.selects_for is None:
             return False
-        return boundary.is_fresh or self._forecast.knows(boundary.answered)
+        return layer_message.same_step or self._forecast.knows(layer_message.selects_for)
 
-    def _gather(self, rows: StepRows, layers: range, changed: Tensor, down: DownMessage) -> None:
-        entering = self._mirror.entering(down.slots)
+    def _gather(
+        self, rows: BatchMetadata, layers: range, changed: Tensor, down: DownMessage
+    ) -> None:
+        entering = self._slot_map.entering(down.slots)
         self._residency.gather(rows, layers, entering, down.keys, down.values)
         down.header.copy_(rows.header)
         down.header[:, _SHIPPED] += changed[:, 0]  # 0 so far; refused rows stay
@@ -358,9 +369,9 @@ class Selector:
         self.overflow += step.changed[..., 1].sum()
         self._residency.check()
 
-    def mirror(self, sequence: ResidentSequence, layers: range) -> Tensor:
+    def slot_map(self, sequence: ResidentSequence, layers: range) -> Tensor:
         """Which token sits in which slot, (len(layers), Hkv, k) int32; a view."""
-        return self._mirror.tokens(sequence.slot, layers)
+        return self._slot_map.tokens(sequence.slot, layers)
 
     def _extend(self, sequence: ResidentSequence, tokens: int) -> None:
         new: list[int] = []
@@ -380,21 +391,26 @@ class Selector:
         return pages
 
     def _add_checksums(
-        self, step: SelectorStep, boundary: Boundary, down: DownMessage | None
+        self, step: SelectorStep, layer_message: LayerMessage, down: DownMessage | None
     ) -> None:
         """Put into an answer, if there is one, what its slots hold."""
-        if boundary.answered is None or down is None:
+        if layer_message.selects_for is None or down is None:
             return
         for index, _, sequence in step.live:
-            down.header[index, _CHECKSUM] = self._checksum(step, boundary, index, sequence)
+            down.header[index, _CHECKSUM] = self._checksum(step, layer_message, index, sequence)
 
     def _checksum(
-        self, step: SelectorStep, boundary: Boundary, index: int, sequence: ResidentSequence
+        self,
+        step: SelectorStep,
+        layer_message: LayerMessage,
+        index: int,
+        sequence: ResidentSequence,
     ) -> int:
-        layers, is_fresh = self.config.groups[boundary.answered or 0], boundary.is_fresh
-        newest = sequence.tokens - 1 - is_fresh
-        rows = step.rows_of(boundary).row_at(index, newest)
-        filled = sequence.fresh_filled if is_fresh else sequence.filled
-        slots = self._residency.read(rows, layers, self.mirror(sequence, layers))
+        layers = self.config.groups[layer_message.selects_for or 0]
+        same_step = layer_message.same_step
+        newest = sequence.tokens - 1 - same_step
+        rows = step.rows_of(layer_message).row_at(index, newest)
+        filled = sequence.fresh_filled if same_step else sequence.filled
+        slots = self._residency.read(rows, layers, self.slot_map(sequence, layers))
         keys, values = (part[..., :filled, :] for part in slots)
         return slots_checksum(keys, values)

@@ -159,8 +159,8 @@ HAS_SALT = _SINCE_0_5_20
 """Before, `extra_key` of a request holds its `cache_salt`."""
 
 
-def kept_apart_by(request: Any) -> tuple[str | None, ...]:
-    """Return by what a request's prefixes are kept apart."""
+def prefix_namespace(request: Any) -> tuple[str | None, ...]:
+    """The namespace of a request: it shares prefixes only with requests of the same one."""
     if HAS_SALT:
         return request.extra_key, request.cache_salt
     return (request.extra_key,)
@@ -198,8 +198,8 @@ def release_request(batch: Any, index: int, server_args: Any) -> None:
         batch.release_req(index, len(batch.reqs), server_args)
 
 
-def _offer_and_free(
-    offer: Callable[..., None],
+def _insert_and_free(
+    insert: Callable[..., None],
     tree: Any,
     request: Any,
     most: int | None,
@@ -215,11 +215,11 @@ def _offer_and_free(
         table = tree.req_to_token_pool.req_to_token
         rows = table[pool_state(request).req_pool_idx, stop:kv_len_to_handle]
         tree.token_to_kv_pool_allocator.free(rows)
-    offer(tree, request, is_insert, kv_len_to_handle=stop)
+    insert(tree, request, is_insert, kv_len_to_handle=stop)
 
 
-def _offer_up_to(
-    offer: Callable[..., None],
+def _insert_up_to(
+    insert: Callable[..., None],
     tree: Any,
     request: Any,
     most: int | None,
@@ -227,34 +227,35 @@ def _offer_up_to(
     up_to: int,
     **kwargs: Any,
 ) -> None:
-    offer(tree, request, up_to=up_to if most is None else min(most, up_to), **kwargs)
+    insert(tree, request, up_to=up_to if most is None else min(most, up_to), **kwargs)
 
 
 _CACHE = "sglang.srt.mem_cache."
 if _SINCE_0_5_22:
-    OFFER = _CACHE + "unified_radix_cache.UnifiedRadixCache.checkpoint"
+    INSERT_PREFIX = _CACHE + "unified_radix_cache.UnifiedRadixCache.checkpoint"
 elif _SINCE_0_5_21:
-    OFFER = _CACHE + "unified_radix_cache.UnifiedRadixCache.insert_req"
+    INSERT_PREFIX = _CACHE + "unified_radix_cache.UnifiedRadixCache.insert_req"
 elif _SINCE_0_5_19:
-    OFFER = _CACHE + "unified_radix_cache.UnifiedRadixCache.cache_finished_req"
+    INSERT_PREFIX = _CACHE + "unified_radix_cache.UnifiedRadixCache.cache_finished_req"
 else:
-    OFFER = _CACHE + "radix_cache.RadixCache.cache_finished_req"
+    INSERT_PREFIX = _CACHE + "radix_cache.RadixCache.cache_finished_req"
 """The method that puts tokens of a request into the radix cache, of the class that is the default.
 
 From 0.5.22 on it is called for requests that go on, too.
 """
 
-offer_tokens: Callable[..., None] = _offer_up_to if _SINCE_0_5_21 else _offer_and_free
-"""Call OFFER with at most so many tokens of a request; the rows of all others are freed.
+insert_tokens: Callable[..., None] = _insert_up_to if _SINCE_0_5_21 else _insert_and_free
+"""Call INSERT_PREFIX with at most so many tokens of a request; the rows of all others are freed.
 
-Up to 0.5.20 OFFER frees what it is told of, and from 0.5.21 on its caller what is not in the tree.
+Up to 0.5.20 INSERT_PREFIX frees what it is told of, and from 0.5.21 on its caller frees what is
+not in the tree.
 
 Args:
-    offer: OFFER.
+    insert: INSERT_PREFIX.
     tree: the radix cache.
     request: SGLang's Req.
-    most: how many tokens may be offered; None is all of them.
-    *args, **kwargs: what else SGLang gives OFFER.
+    most: how many tokens may be inserted; None is all of them.
+    *args, **kwargs: what else SGLang gives INSERT_PREFIX.
 """
 
 

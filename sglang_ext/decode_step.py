@@ -17,7 +17,7 @@ from sglang_ext.eviction import Eviction
 from sglang_ext.exchange.base import Exchange, Gate
 from sglang_ext.lifecycle import Phase
 from sglang_ext.metrics import CacheRankMetrics
-from sglang_ext.recovery import CacheRankHandle
+from sglang_ext.recovery import CacheRankClient
 from sglang_ext.shipping import Shipping
 from sglang_ext.step_plan import StepPlan, StepPlanner
 from sglang_ext.tracing import Tracer
@@ -36,7 +36,7 @@ class DecodeStep:
         self,
         planner: StepPlanner,
         gate: Gate,
-        cache_rank: CacheRankHandle,
+        cache_rank: CacheRankClient,
         shipping: Shipping,
         eviction: Eviction | None,
         metrics: CacheRankMetrics,
@@ -90,7 +90,7 @@ class DecodeStep:
     def announce(self, plan: StepPlan) -> None:
         """Tell the cache rank which requests the step exchanges."""
         traced = self._tracer is not None and self._tracer.wants(len(plan.sparse))
-        self._cache_rank.attempt(lambda exchange: exchange.announce(plan.step, plan.rows, traced))
+        self._cache_rank.call(lambda exchange: exchange.announce(plan.step, plan.rows, traced))
 
     def end(self, plan: StepPlan) -> None:
         """Account for the step, ship chunks of prompts, and note what can be evicted.
@@ -98,7 +98,7 @@ class DecodeStep:
         On a GPU the forward pass has been queued, not computed.
         """
         self.running = None
-        self._cache_rank.attempt(lambda exchange: exchange.finish_step())
+        self._cache_rank.call(lambda exchange: exchange.finish_step())
         for sequence, filled, fresh_filled in plan.unsettled:
             sequence.exchanged += 1
             sequence.filled, sequence.fresh_filled = filled, fresh_filled

@@ -195,26 +195,26 @@ def before_match(request: Any, *_: Any, **__: Any) -> None:
         rank.before_match(request)
 
 
-def offer_to_tree(
+def insert_prefix(
     original: Callable[..., None], tree: Any, request: Any, *args: Any, **kwargs: Any
 ) -> None:
-    """Offer the radix cache what may be reused of a request, and have the rest freed."""
+    """Insert what may be reused of a request into the radix cache, and have the rest freed."""
     ours = _sparse_args()
     if ours is None or tree.disable:
         return original(tree, request, *args, **kwargs)
     most = None if ours.reuse_sparse_tokens == "on" else reuse.dense_tokens(request)
-    return compat.offer_tokens(original, tree, request, most, *args, **kwargs)
+    return compat.insert_tokens(original, tree, request, most, *args, **kwargs)
 
 
-def end_epoch(pool: Any, request: Any) -> None:
-    """End the epoch of a request whose slot is about to be freed."""
+def end_sequence(pool: Any, request: Any) -> None:
+    """End the sequence of a request whose slot is about to be freed."""
     rank = _rank()
     if rank is not None:
         rank.on_request_freed(request)
 
 
-def end_all_epochs(pool: Any) -> None:
-    """End all epochs, because the request pool is about to be cleared."""
+def end_all_sequences(pool: Any) -> None:
+    """End all sequences, because the request pool is about to be cleared."""
     rank = inference_rank.current()
     if rank is not None:
         rank.on_pool_cleared()
@@ -361,21 +361,21 @@ HOOKS = (
         "the prefix is matched by extra_key, right before the prefill",
     ),
     Hook(
-        compat.OFFER,
+        compat.INSERT_PREFIX,
         HookType.AROUND,
-        offer_to_tree,
+        insert_prefix,
         "what sparse steps wrote must not be reused as if it were dense",
     ),
     Hook(
         "sglang.srt.mem_cache.memory_pool.ReqToTokenPool.free",
         HookType.BEFORE,
-        end_epoch,
+        end_sequence,
         "finish, abort, retraction and preemption all end here",
     ),
     Hook(
         "sglang.srt.mem_cache.memory_pool.ReqToTokenPool.clear",
         HookType.BEFORE,
-        end_all_epochs,
+        end_all_sequences,
         "flush_cache ends here",
     ),
     Hook(

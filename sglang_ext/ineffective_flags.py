@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 
-from sglang_ext.flags import CacheRankFlags, flag_of
+from sglang_ext.flags import CacheRankFlags
+from sglang_ext.refusals import Objection
 
 logger = logging.getLogger(__name__)
 
@@ -13,55 +15,52 @@ _LONGEST_FILL = 64
 
 
 def warn_ineffective_flags(args: CacheRankFlags, context_length: int) -> None:
-    """Warn of each setting that keeps requests dense.
+    """Warn of each setting that is without effect, or keeps requests dense.
 
     Args:
         args: the server's arguments, complete.
         context_length: the most tokens of a request.
     """
-    if args.sparse_threshold >= context_length:
-        logger.warning(
-            "cache rank: --sparse-threshold %d: no request gets there, because the context ends "
-            "at %d tokens. All stay dense; lower it.",
-            args.sparse_threshold,
-            context_length,
-        )
-    if args.max_total_tokens is not None and args.max_total_tokens <= args.sparse_threshold:
-        logger.warning(
-            "cache rank: --max-total-tokens %d: no request gets to --sparse-threshold %d in such a "
-            "pool. All stay dense; raise it, or lower the threshold.",
-            args.max_total_tokens,
-            args.sparse_threshold,
-        )
-    if args.reuse_sparse_tokens == "on" and args.disable_radix_cache:
-        logger.warning(
-            "cache rank: --reuse-sparse-tokens on: nothing is reused without a radix cache"
-        )
-    if args.cache_rank_transfer_backend != "auto" and not args.on_gpu:
-        logger.warning(
-            "cache rank: %s %s has no effect: the ranks run on CPUs",
-            flag_of("cache_rank_transfer_backend"),
-            args.cache_rank_transfer_backend,
-        )
-    running = args.max_running_requests
+    for objection in _ineffective(args, context_length):
+        logger.warning("cache rank: %s", objection.message(args))
+
+
+def _ineffective(args: CacheRankFlags, context_length: int) -> Iterator[Objection]:
+    threshold, pool, running = (
+        args.sparse_threshold,
+        args.max_total_tokens,
+        args.max_running_requests,
+    )
+    if threshold >= context_length:
+        why = f"no request gets there, because the context ends at {context_length} tokens"
+        yield Objection("--sparse-threshold", why, "lower it, or all stay dense")
+    if pool is not None and pool <= threshold:
+        why = f"no request gets to --sparse-threshold {threshold} in such a pool"
+        yield Objection("--max-total-tokens", why, "raise it, or all stay dense")
     if running is not None and args.max_sparse_requests < running:
-        logger.warning(
-            "cache rank: --max-sparse-requests %d: up to %d requests run at once "
-            "(--max-running-requests), and those beyond it stay dense. Raise it, or lower the "
-            "other.",
-            args.max_sparse_requests,
-            running,
-        )
+        why = f"up to {running} requests run at once, and those beyond it stay dense"
+        yield Objection("--max-sparse-requests", why, "raise it, or lower --max-running-requests")
+    if args.reuse_sparse_tokens == "on" and args.disable_radix_cache:
+        yield Objection("--reuse-sparse-tokens", "nothing is reused without a radix cache")
+    if args.cache_rank_transfer_backend != "auto" and not args.on_gpu:
+        why = "this has no effect, because the ranks run on CPUs"
+        yield Objection("--cache-rank-transfer-backend", why)
+    forecasts, sketches = args.query_predictor == "forecast", args.score_keys == "sketch"
+    if args.calibration is not None and not forecasts and not sketches:
+        why = f"it is of forecasts and sketches, and --query-predictor is {args.query_predictor}"
+        yield Objection("--calibration", why)
+    assert args.hysteresis is not None
+    if args.hysteresis >= args.sparse_budget:
+        why = f"tokens hardly leave a working set of --sparse-budget {args.sparse_budget}"
+        yield Objection("--hysteresis", why, "lower it, or drop it for an eighth of the budget")
     assert args.max_swap_tokens is not None
     fill = -(-args.sparse_budget // args.max_swap_tokens)
     if fill > _LONGEST_FILL:
-        logger.warning(
-            "cache rank: --max-swap-tokens %d: a request stays dense for %d steps while "
-            "--sparse-budget %d fills, and later a selection changes as slowly. Raise it.",
-            args.max_swap_tokens,
-            fill,
-            args.sparse_budget,
+        why = (
+            f"a request stays dense for {fill} steps while --sparse-budget {args.sparse_budget} "
+            "fills, and later a selection changes as slowly"
         )
+        yield Objection("--max-swap-tokens", why, "raise it")
 
 
 def warn_small_capacity(capacity_tokens: int, context_length: int) -> None:

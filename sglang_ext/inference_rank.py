@@ -19,12 +19,12 @@ from sglang_ext.exchange import make_exchange, make_gate
 from sglang_ext.exchange.base import Exchange
 from sglang_ext.exchange.connection import Connection, Placement
 from sglang_ext.ineffective_flags import warn_small_capacity
-from sglang_ext.layer_source import LayerSource
 from sglang_ext.lifecycle import Phase, prepare_requests
 from sglang_ext.memory import dense_store_rows_per_request, reserve_block_rows
 from sglang_ext.metrics import CacheRankMetrics
 from sglang_ext.pools import Pools, first_reserve_row, model_shape, pools_of
-from sglang_ext.recovery import CacheRankHandle
+from sglang_ext.recovery import CacheRankClient
+from sglang_ext.selection_weights import SelectionWeights
 from sglang_ext.server_args import CacheRankServerArgs
 from sglang_ext.shipping import Shipping
 from sglang_ext.step_plan import StepPlanner
@@ -41,7 +41,7 @@ class InferenceRank:
         config: agreed with the cache rank.
         gate: where forward passes meet the exchange.
         table: the working-set table.
-        lifecycle: the epochs of requests.
+        lifecycle: the sequences of requests.
         decode_step: runs decode steps.
         cache_rank: the cache rank while it is up, and what its loss leaves to be done.
         eviction: of tokens from the pool; None when every token stays there.
@@ -54,7 +54,7 @@ class InferenceRank:
         pools: Pools,
         tp_rank: int,
         supervisor: Supervisor,
-        source: LayerSource | None,
+        selection_weights: SelectionWeights | None,
     ) -> None:
         """Open the cache rank for a loaded model.
 
@@ -64,7 +64,7 @@ class InferenceRank:
             pools: SGLang's, with rows of our own behind them.
             tp_rank: tensor-parallel rank of this process.
             supervisor: its process has been spawned.
-            source: what the cache rank is told of layers, if it has to be told.
+            selection_weights: what the cache rank is told of layers, if it has to be told.
 
         Raises:
             CacheRankDownError: the cache rank did not start.
@@ -74,10 +74,10 @@ class InferenceRank:
         self.config = args.cache_rank_config(model, args.max_sparse_requests)
         self.device = pools.req_to_token.device
         self.metrics = CacheRankMetrics(args, tp_rank)
-        self._source = source
+        self._selection_weights = selection_weights
         self._weights_have_changed = False
-        if source is not None and source.forecasts:
-            source.watch(self.config.groups, self._on_input)
+        if selection_weights is not None and selection_weights.forecasts:
+            selection_weights.watch(self.config.groups, self._on_input)
         planner = StepPlanner(
             args, self.config, pools, self.metrics, by_kernels=self.device.type == "cuda"
         )
@@ -99,7 +99,7 @@ class InferenceRank:
         supervisor.on_loss = self.metrics.on_loss
         connection = supervisor.open(self.config)
         warn_small_capacity(connection.capacity_tokens, pools.req_to_token.shape[1])
-        self.cache_rank = CacheRankHandle(
+        self.cache_rank = CacheRankClient(
             supervisor,
             self._begin_exchange,
             self.lifecycle,
@@ -134,18 +134,18 @@ class InferenceRank:
 
     def _begin_exchange(self, connection: Connection) -> Exchange:
         exchange = make_exchange(connection, self.config, self._planner.slots, self.gate)
-        if self._source is not None and self._source.sketches:
+        if self._selection_weights is not None and self._selection_weights.sketches:
             for layer in range(self.config.model.layers):
-                exchange.sketch(layer, self._source.basis(layer, self.device))
+                exchange.sketch(layer, self._selection_weights.basis(layer, self.device))
         self._project(exchange)
         return exchange
 
     def _project(self, exchange: Exchange) -> None:
         """Send by what queries are forecast."""
-        if self._source is None or not self._source.forecasts:
+        if self._selection_weights is None or not self._selection_weights.forecasts:
             return
         for layer in range(self.config.model.layers):
-            projection = self._source.projection(layer, self.config.model.torch_dtype)
+            projection = self._selection_weights.projection(layer, self.config.model.torch_dtype)
             if projection is not None:
                 exchange.project(layer, projection)
 
@@ -173,7 +173,7 @@ class InferenceRank:
 
     def on_weights_updated(self) -> None:
         """Send by what queries are forecast before the next step; updates come in many parts."""
-        self._weights_have_changed = self._source is not None
+        self._weights_have_changed = self._selection_weights is not None
         self.lifecycle.weight_updates += 1
         self._shipping.drop_unused(everything=True)
 
@@ -183,7 +183,7 @@ class InferenceRank:
         """Let a request find what the weights of today have computed, if it has nothing yet."""
         if compat.pool_state(request).req_pool_idx is None:
             sparse_tokens = self.args.reuse_sparse_tokens == "on"
-            reuse.separate(request, sparse_tokens, self.lifecycle.weight_updates)
+            reuse.set_namespace(request, sparse_tokens, self.lifecycle.weight_updates)
 
     def on_prefilled(self, requests: list[Any]) -> None:
         """Read the rows of prompts anew in the next step.
@@ -198,7 +198,7 @@ class InferenceRank:
                 self.table.forget(row)
 
     def on_request_freed(self, request: Any) -> None:
-        """End the epoch of a request whose slot SGLang takes back.
+        """End the sequence of a request whose slot SGLang takes back.
 
         It finished, or was aborted, retracted or preempted.
         """
@@ -208,16 +208,16 @@ class InferenceRank:
         sequence = self.lifecycle.end(row)
         self._note_if_none_is_live()
         if sequence is not None and not sequence.orphaned:
-            epoch = sequence.epoch
-            self.cache_rank.attempt(lambda exchange: exchange.end([epoch]))
+            sequence_id = sequence.sequence_id
+            self.cache_rank.call(lambda exchange: exchange.end([sequence_id]))
 
     def on_pool_cleared(self) -> None:
-        """End all epochs, because SGLang empties its pools."""
+        """End all sequences, because SGLang empties its pools."""
         for row in list(self.lifecycle.live):
             self.lifecycle.end(row)
         self.lifecycle.forget_shared()
         self._note_if_none_is_live()
-        self.cache_rank.attempt(lambda exchange: exchange.flush())
+        self.cache_rank.call(lambda exchange: exchange.flush())
 
     def _note_if_none_is_live(self) -> None:
         if not self.lifecycle.live:
@@ -229,7 +229,7 @@ class InferenceRank:
         """Evict tokens, and give requests whose K and V are lost back to SGLang's queue."""
         if self._weights_have_changed and self.lifecycle.live:
             self._weights_have_changed = False
-            self.cache_rank.attempt(self._project)
+            self.cache_rank.call(self._project)
         if not self.lifecycle.live:
             # As decode steps do: a lost cache rank keeps memory until then.
             self.cache_rank.follow_supervisor()
@@ -324,14 +324,14 @@ def create(runner: Any, args: CacheRankServerArgs) -> InferenceRank:
     assert _supervisor is not None
     forecasts = args.query_predictor == "forecast"
     is_told = forecasts or args.score_keys == "sketch"
-    source = LayerSource(runner.model, args) if is_told else None
+    weights = SelectionWeights(runner.model, args) if is_told else None
     _current = InferenceRank(
         args,
         model_shape(runner, args.dense_layers, forecasts),
         pools_of(runner, args),
         get_parallel().tp_rank,
         _supervisor,
-        source,
+        weights,
     )
     return _current
 

@@ -1,14 +1,14 @@
-"""A request's life as the cache rank sees it: SGLang's events become epochs.
+"""A request's life as the cache rank sees it: SGLang's events become sequences.
 
-An epoch is one incarnation of a request on one request slot. It begins in the first decode step at
-or beyond the sparse threshold and goes through three phases:
+A sequence is one incarnation of a request on one request slot. It begins in the first decode step
+at or beyond the sparse threshold and goes through three phases:
 
     shipping   dense; the prompt's K and V go to the cache rank, one chunk a step
     warming    dense; steps are exchanged, slots fill, the query window fills
     sparse     attends to the working set
 
 Each transition depends on the request's own positions alone, never on timing or batch mates, so the
-same request gives the same tokens. Finish, abort, retraction and preemption all end the epoch in
+same request gives the same tokens. Finish, abort, retraction and preemption all end the sequence in
 one place.
 """
 
@@ -51,7 +51,7 @@ DenseReason = Literal[
     down                 there is no cache rank at the moment
     max_sparse_requests  no block of the reserve is free
     cache_rank_memory    the cache rank has no room for all of its tokens
-    shipping, warming    its epoch is in this phase
+    shipping, warming    its sequence is in this phase
 """
 
 
@@ -63,7 +63,7 @@ class Phase(enum.Enum):
 
 @dataclasses.dataclass(slots=True)
 class RequestStatistics:
-    """What the response reports of one request, over all its epochs.
+    """What the response reports of one request, over all its sequences.
 
     Attributes:
         sparse_steps: decode steps over the working set.
@@ -102,10 +102,10 @@ def summary(per_token: list[tuple[int | float | str | None, ...] | None]) -> dic
 
 @dataclasses.dataclass(slots=True, eq=False)
 class SparseSequence:
-    """Everything the inference rank owns for one epoch.
+    """Everything the inference rank owns for one sequence.
 
     Attributes:
-        epoch: its number; only grows.
+        sequence_id: its number; only grows.
         request: SGLang's Req.
         row: request slot.
         block: first pool row of its reserve block.
@@ -121,7 +121,7 @@ class SparseSequence:
         prefix: the pages of its prompt that it has in common with others.
     """
 
-    epoch: int
+    sequence_id: int
     request: Any
     row: int
     block: int
@@ -138,11 +138,11 @@ class SparseSequence:
 
 
 class Lifecycle:
-    """All live epochs of one inference rank.
+    """All live sequences of one inference rank.
 
     Attributes:
         capacity_tokens: how many tokens fit in the cache rank.
-        live: the epochs by request slot.
+        live: the sequences by request slot.
         prompts: what prompts have in common; None where nothing is shared.
         weight_updates: how often SGLang has loaded other weights.
     """
@@ -164,10 +164,10 @@ class Lifecycle:
         self._threshold = threshold
         self._context_length = context_length
         self._reserved_tokens = 0
-        self._last_epoch = 0
+        self._last_sequence_id = 0
 
     def reason_to_stay_dense(self, request: Any, length: int, is_up: bool) -> DenseReason | None:
-        """Say why a request may not begin an epoch: what is its own first, then what may pass."""
+        """Say why a request may not begin a sequence: what is its own first, then what may pass."""
         if length < self._threshold:
             return "below_threshold"
         if asks_to_stay_dense(request):
@@ -184,13 +184,13 @@ class Lifecycle:
         return None
 
     def begin(self, request: Any, length: int = 0) -> SparseSequence:
-        """Begin an epoch for a request of so many tokens that has no reason to stay dense."""
-        self._last_epoch += 1
+        """Begin a sequence for a request of so many tokens that has no reason to stay dense."""
+        self._last_sequence_id += 1
         block = self._reserve.take()
         request.cache_rank_statistics.dense_reason = "shipping"
         prefix = self._prefix(request, length)
         sequence = SparseSequence(
-            epoch=self._last_epoch,
+            sequence_id=self._last_sequence_id,
             request=request,
             row=compat.pool_state(request).req_pool_idx,
             block=block,
@@ -203,7 +203,7 @@ class Lifecycle:
         return sequence
 
     def end(self, row: int) -> SparseSequence | None:
-        """End the epoch on a request slot, if there is one."""
+        """End the sequence on a request slot, if there is one."""
         sequence = self.live.pop(row, None)
         if sequence is not None:
             sequence.ended = True
@@ -214,7 +214,7 @@ class Lifecycle:
         return sequence
 
     def take_shared(self, sequence: SparseSequence) -> list[int] | None:
-        """Let an epoch have the pages of its prompt that there are.
+        """Let a sequence have the pages of its prompt that there are.
 
         Returns:
             Their names; None if there is no room for the others, which there was when it began.
@@ -228,7 +228,7 @@ class Lifecycle:
         return self.prompts.take(prefix)
 
     def name_shipped(self, sequence: SparseSequence) -> list[int]:
-        """Name the pages of an epoch that are complete, for others to have; return the names."""
+        """Name the pages of a sequence that are complete, for others to have; return the names."""
         assert self.prompts is not None
         names = self.prompts.name_shipped(sequence.prefix, sequence.shipped)
         sequence.reserved_tokens -= PAGE_TOKENS * len(names)
@@ -241,7 +241,7 @@ class Lifecycle:
             self.prompts.clear()
 
     def move_on(self, sequence: SparseSequence, position: int) -> bool:
-        """Move an epoch on to the step at `position`, and say whether it turns sparse there."""
+        """Move a sequence on to the step at `position`, and say whether it turns sparse there."""
         if sequence.phase is Phase.SHIPPING and sequence.shipped == position:
             sequence.phase = Phase.WARMING
             sequence.statistics.dense_reason = "warming"
@@ -294,7 +294,7 @@ def asks_to_stay_dense(request: Any) -> bool:
 
 
 def prepare_requests(requests: Sequence[Any]) -> None:
-    """Give SGLang's Req objects the attributes that outlive an epoch."""
+    """Give SGLang's Req objects the attributes that outlive a sequence."""
     for request in requests:
         if not hasattr(request, "cache_rank_statistics"):
             request.cache_rank_statistics = RequestStatistics()

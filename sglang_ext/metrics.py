@@ -13,7 +13,7 @@ from cache_rank.protocol import Report
 from sglang_ext.exchange.base import Exchange, ExchangeCounters
 from sglang_ext.flags import CacheRankFlags
 from sglang_ext.lifecycle import DenseReason
-from sglang_ext.losses import Loss
+from sglang_ext.restart_backoff import Loss
 
 logger = logging.getLogger(__name__)
 
@@ -167,7 +167,7 @@ class CacheRankMetrics:
             "tokens_held": report.tokens_held,
             "bytes_held": report.bytes_held,
             "tokens_kept": report.tokens_kept,
-            "epochs": report.epochs,
+            "sequences": report.sequences,
             "overflow_tokens": report.overflow_tokens,
             "refused_messages": report.refused_messages,
             "steps_waited": self._steps_waited,

@@ -80,7 +80,7 @@ def _parameters(layer: torch.nn.Module) -> Any:
 
 @torch.no_grad()
 def projection_of(layer: DecoderLayer, dtype: torch.dtype, is_before: bool = False) -> Tensor:
-    """By what a layer's queries are made, see protocol.Projection.
+    """By what a layer's queries are made, see protocol.QueryProjection.
 
     Of the hidden state of the token before (`is_before`) the model's weights make none: that begins
     with zeros, which a calibration corrects.

@@ -28,7 +28,7 @@ from sglang_ext.supervisor import Supervisor
 from sglang_ext.working_set import WorkingSetTable
 
 
-class CacheRankHandle:
+class CacheRankClient:
     """The cache rank while it is up, and what its loss leaves to be done.
 
     Attributes:
@@ -51,7 +51,7 @@ class CacheRankHandle:
         Args:
             supervisor: keeps a cache rank running.
             begin_exchange: makes the exchange over a connection.
-            lifecycle, table: the epochs, and the table that their rows are in.
+            lifecycle, table: the sequences, and the table that their rows are in.
             metrics: told of connections and losses.
             recomputes: whether sparse requests must be recomputed after a loss; else they go on
                 dense.
@@ -78,7 +78,7 @@ class CacheRankHandle:
             counters.add(self.exchange.counters)
         return counters
 
-    def attempt(self, action: Callable[[Exchange], None]) -> None:
+    def call(self, action: Callable[[Exchange], None]) -> None:
         """Do something with the cache rank, if it is up and stays up."""
         if self.exchange is None:
             return

@@ -39,7 +39,7 @@ def forget(request: Any) -> None:
     request.cache_rank_dense_tokens = request.cache_rank_page_keys = None
 
 
-def separate(request: Any, sparse_tokens: bool, weight_updates: int) -> None:
+def set_namespace(request: Any, sparse_tokens: bool, weight_updates: int) -> None:
     """Give a request a namespace in the tree, where it must not find what others have left there.
 
     It keeps the namespace while it has a slot, so that what it goes on computing by other weights

@@ -30,8 +30,8 @@ from sglang_ext.flags import (
 )
 from sglang_ext.ineffective_flags import warn_ineffective_flags
 from sglang_ext.model_path import require_model
-from sglang_ext.planning import DecoderSizes, Planner, find_gpu
-from sglang_ext.refusals import models, refuse, refuse_untested_sglang, servers
+from sglang_ext.planning import find_gpu, make_planner
+from sglang_ext.refusals import refuse, refuse_untested_sglang, servers
 from sglang_ext.refusals.known import say_unknown
 
 logger = logging.getLogger(__name__)
@@ -89,31 +89,34 @@ class CacheRankServerArgs(CacheRankFlags):
 
     def _resolve_inline(self, let_sglang: Callable[[], None]) -> None:
         """Check and choose for selection in SGLang's process."""
-        servers.refuse_rust_server()
+        refuse(self, servers.sparse_decode(self))
+        refuse(self, servers.inline(self))
         servers.refuse_out_of_range(self)
         require_model(self.model_path, self.revision)
+        say_unknown(self)
         self._set_for_device()
         self._set("prefill_attention_backend", PREFILL_BACKEND, "prefill writes sketches of keys")
         self._set("decode_attention_backend", BACKEND, "sparse decode by sketches")
         let_sglang()
-        refuse(self, models.MODELS)
+        from sglang_ext.refusals import models
+
+        refuse(self, models.sparse_decode(self))
+        refuse(self, models.inline(self))
 
     def _refuse_arguments(self) -> None:
         """Refuse what the user explicitly asked for and cannot have."""
-        servers.refuse_rust_server()
-        refuse(self, servers.SERVERS)
-        if not self.on_gpu:
-            refuse(self, servers.CPUS)
-        refuse(self, servers.CACHE_RANKS)
-        if self.on_gpu:
-            refuse(self, servers.GPUS)
+        refuse(self, servers.sparse_decode(self))
+        refuse(self, servers.exchange(self))
         servers.refuse_out_of_range(self)
         require_model(self.model_path, self.revision)
 
     def _refuse_model(self) -> None:
         """Refuse a model whose attention a working set cannot represent."""
-        refuse(self, models.MODELS)
-        refuse(self, models.WORKING_SETS)
+        # Imported here: it brings SGLang's layers, for which a refused flag need not wait.
+        from sglang_ext.refusals import models
+
+        refuse(self, models.sparse_decode(self))
+        refuse(self, models.exchange(self))
 
     def _choose_schedule(self) -> None:
         """Choose how queries are predicted, and the layers of a group, where the user does not."""
@@ -142,12 +145,10 @@ class CacheRankServerArgs(CacheRankFlags):
         gpu = find_gpu(torch.cuda.get_device_name()) if self.on_gpu else None
         if gpu is None:
             return
-        model = compat.model_config(self)
+        config = compat.model_config(self).hf_text_config.to_dict()
+        flags = {field: getattr(self, field) for field in CACHE_RANK_FIELDS}
         try:
-            sizes = DecoderSizes.of_config(model.hf_text_config.to_dict(), self.quantization)
-            shape = sizes.shape(self.dense_layers)
-            config = self.cache_rank_config(shape, self.max_sparse_requests)
-            planner = Planner(sizes, gpu, config, self.dense_layers)
+            planner = make_planner(gpu, config, self.quantization, flags)
         except ValueError as error:
             logger.info("cache rank: no estimate of its speed: %s", error)
             return

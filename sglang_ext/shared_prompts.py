@@ -29,7 +29,7 @@ from sglang_ext.flags import CacheRankFlags
 
 @dataclasses.dataclass(slots=True, eq=False)
 class SharedPage:
-    """A page that has a name, and how many live epochs have it."""
+    """A page that has a name, and how many live sequences have it."""
 
     name: int
     users: int = 0
@@ -37,7 +37,7 @@ class SharedPage:
 
 @dataclasses.dataclass(slots=True)
 class SharedPrefix:
-    """What an epoch shares.
+    """What a sequence shares.
 
     Attributes:
         keys: of the complete pages of its prompt, in order.
@@ -82,7 +82,7 @@ class SharedPrompts:
         A page is complete when its tail can be shipped, too: others may wait for it.
         """
         tokens = array("q", request.origin_input_ids) + array("q", request.output_ids)
-        digest = hashlib.blake2b(repr(compat.kept_apart_by(request)).encode(), digest_size=16)
+        digest = hashlib.blake2b(repr(compat.prefix_namespace(request)).encode(), digest_size=16)
         keys = []
         complete = min(length, len(tokens)) - self._tail
         for stop in range(PAGE_TOKENS, complete + 1, PAGE_TOKENS):
@@ -132,7 +132,7 @@ class SharedPrompts:
         return found < len(prefix.keys) and prefix.keys[found] in self._shippers
 
     def take(self, prefix: SharedPrefix) -> list[int]:
-        """Let an epoch have the pages that it finds, and ship the others; return their names."""
+        """Let a sequence have the pages that it finds, and ship the others; return their names."""
         prefix.began = True
         found = self.found(prefix)
         prefix.pages = [self._pages[key] for key in prefix.keys[:found]]
@@ -161,7 +161,7 @@ class SharedPrompts:
         return named
 
     def end(self, prefix: SharedPrefix) -> None:
-        """Let go of what an epoch has, which was used just now."""
+        """Let go of what a sequence has, which was used just now."""
         for key in prefix.keys:
             if self._shippers.get(key) is prefix:
                 del self._shippers[key]

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from cache_rank.pages import PAGE_TOKENS
 from sglang_ext.lifecycle import Lifecycle, SparseSequence
-from sglang_ext.recovery import CacheRankHandle
+from sglang_ext.recovery import CacheRankClient
 
 
 class Shipping:
@@ -15,7 +15,7 @@ class Shipping:
 
     def __init__(
         self,
-        cache_rank: CacheRankHandle,
+        cache_rank: CacheRankClient,
         lifecycle: Lifecycle,
         req_to_token: Tensor,
         chunk_tokens: int,
@@ -25,7 +25,7 @@ class Shipping:
 
         Args:
             cache_rank: while it is up.
-            lifecycle: the epochs, which know what prompts have in common.
+            lifecycle: the sequences, which know what prompts have in common.
             req_to_token: SGLang's table, (request slots, context length) int32 pool rows.
             chunk_tokens: most tokens of a prompt that are shipped in one step.
             tail_tokens: see `residency.shared_tail`.
@@ -44,9 +44,9 @@ class Shipping:
         stop = min(length, sequence.shipped + self._chunk_tokens)
         if stop > sequence.shipped:
             pool_rows = self._req_to_token[sequence.row, sequence.shipped : stop].to(torch.int64)
-            self._cache_rank.attempt(lambda exchange: exchange.ship(sequence, pool_rows))
+            self._cache_rank.call(lambda exchange: exchange.ship(sequence, pool_rows))
         if shares and not sequence.ended and (names := self._lifecycle.name_shipped(sequence)):
-            self._cache_rank.attempt(lambda exchange: exchange.share(sequence, names))
+            self._cache_rank.call(lambda exchange: exchange.share(sequence, names))
 
     def drop_unused(self, everything: bool = False) -> None:
         """Tell the cache rank which pages are to go: those whose room is needed, or all."""
@@ -55,13 +55,13 @@ class Shipping:
         if everything:
             prompts.drop(prompts.tokens)
         if names := prompts.take_dropped():
-            self._cache_rank.attempt(lambda exchange: exchange.drop(names))
+            self._cache_rank.call(lambda exchange: exchange.drop(names))
 
     def _take(self, sequence: SparseSequence) -> bool:
         """Let a request begin with what the cache rank has of it; whether it goes on from there.
 
-        One that waits for another's shipment begins its epoch now: later ones would overtake it,
-        and the cache rank takes epochs in order only.
+        One that waits for another's shipment begins its sequence now: later ones would overtake it,
+        and the cache rank takes sequences in order only.
         """
         assert self._lifecycle.prompts is not None
         self.drop_unused()
@@ -69,16 +69,16 @@ class Shipping:
         if self._lifecycle.prompts.must_wait(prefix):
             if not prefix.announced:
                 prefix.announced = True
-                self._cache_rank.attempt(lambda exchange: exchange.adopt(sequence, []))
+                self._cache_rank.call(lambda exchange: exchange.adopt(sequence, []))
             return False
         names = self._lifecycle.take_shared(sequence)
         if names is None:
             self._lifecycle.end(sequence.row)
             if prefix.announced:
-                self._cache_rank.attempt(lambda exchange: exchange.end([sequence.epoch]))
+                self._cache_rank.call(lambda exchange: exchange.end([sequence.sequence_id]))
             return False
         self.drop_unused()
         if names:
             sequence.shipped = PAGE_TOKENS * len(names) - self._tail_tokens
-            self._cache_rank.attempt(lambda exchange: exchange.adopt(sequence, names))
+            self._cache_rank.call(lambda exchange: exchange.adopt(sequence, names))
         return True

@@ -80,7 +80,7 @@ class StepPlanner:
     """Plans the decode steps of one inference rank.
 
     Attributes:
-        lifecycle: the epochs, which move on as their steps are planned.
+        lifecycle: the sequences, which move on as their steps are planned.
         table: the working-set table, which is brought up to date.
         slots: where its sparse rows point to.
         numbers: what the kernels of a step read, if they bring the table up to date: `steps`, the
@@ -97,7 +97,7 @@ class StepPlanner:
         metrics: CacheRankMetrics,
         by_kernels: bool,
     ) -> None:
-        """Begin with no epoch.
+        """Begin with no sequence.
 
         Args:
             args: the server's arguments.
@@ -206,7 +206,7 @@ class StepPlanner:
         self.table.add(self.numbers["sources"], self.numbers["targets"])
 
     def _begin(self, request: Any, length: int, is_up: bool) -> SparseSequence | None:
-        """Begin an epoch, unless there is a reason against it."""
+        """Begin a sequence, unless there is a reason against it."""
         reason = self.lifecycle.reason_to_stay_dense(request, length, is_up)
         if reason is None:
             return self.lifecycle.begin(request, length)
@@ -218,7 +218,7 @@ class StepPlanner:
         return None
 
     def _move_on(self, sequence: SparseSequence, position: int) -> None:
-        """Move an epoch on; from where it turns sparse it attends to its working set."""
+        """Move a sequence on; from where it turns sparse it attends to its working set."""
         if self.lifecycle.move_on(sequence, position):
             self.table.enter(sequence.row, position, sequence.block)
             reuse.note_sparse(sequence.request, position)

@@ -24,7 +24,7 @@ from sglang_ext.exchange.connection import (
     Connection,
     Placement,
 )
-from sglang_ext.losses import LONGEST_DELAY_SECONDS, Loss, RestartDelays
+from sglang_ext.restart_backoff import LONGEST_DELAY_SECONDS, Loss, RestartBackoff
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ class Supervisor:
         self.losses = 0
         self.failed_starts = 0
         self.last_loss: Loss | None = None
-        self._delays = RestartDelays(longest_delay)
+        self._backoff = RestartBackoff(longest_delay)
         self._reason: str | None = None
         self._name = name
         self._placement = placement
@@ -215,7 +215,7 @@ class Supervisor:
             lifetime = connection.process.age_seconds
             ending = connection.process.how_it_ended()
             last_words = connection.process.last_words()
-        delay = self._delays.after(0.0 if up_since is None else time.monotonic() - up_since)
+        delay = self._backoff.after(0.0 if up_since is None else time.monotonic() - up_since)
         loss = Loss(up_since is not None, reason, ending, last_words, lifetime, delay)
         self.losses += loss.was_up
         self.failed_starts += not loss.was_up

@@ -43,14 +43,16 @@ class GlooChannel:
         if not torch.equal(received, proof(self._peer)):
             raise TransportError(f"channel {self.name}: the peer does not know the secret")
 
-    def send(self, tensor: Tensor, after: torch.cuda.Event | None = None, lane: int = 0) -> Pending:
+    def send(
+        self, tensor: Tensor, after: torch.cuda.Event | None = None, buffer_index: int = 0
+    ) -> Pending:
         try:
             return _GlooPending(self.name, tensor, self._group.send([tensor], self._peer, 0))
         except RuntimeError as error:
             raise TransportError(f"channel {self.name}: {error}") from error
 
     def receive(
-        self, tensor: Tensor, after: torch.cuda.Event | None = None, lane: int = 0
+        self, tensor: Tensor, after: torch.cuda.Event | None = None, buffer_index: int = 0
     ) -> Pending:
         try:
             return _GlooPending(self.name, tensor, self._group.recv([tensor], self._peer, 0))

@@ -36,8 +36,9 @@ class Link:
     """The channels between an inference rank and its cache rank.
 
     Attributes:
-        up, down, bulk: see the module. A lane of `up` is a boundary, one of `down` a layer group.
-        buffers: memory for what this rank receives in a step, one a lane: (bytes,) uint8.
+        up, down, bulk: see the module. `up` has a buffer for each layer message, `down` for each
+            layer group.
+        buffers: memory for what this rank receives in a step, (bytes,) uint8 each.
     """
 
     NAMES = ("up", "down", "bulk")

@@ -160,11 +160,13 @@ class NcclChannel:
             self.abort()
             raise TransportError(f"channel {self.name}: no answer in {timeout:g} s")
 
-    def send(self, tensor: Tensor, after: torch.cuda.Event | None = None, lane: int = 0) -> Pending:
+    def send(
+        self, tensor: Tensor, after: torch.cuda.Event | None = None, buffer_index: int = 0
+    ) -> Pending:
         return self._transfer(self._communicator.send, tensor, after)
 
     def receive(
-        self, tensor: Tensor, after: torch.cuda.Event | None = None, lane: int = 0
+        self, tensor: Tensor, after: torch.cuda.Event | None = None, buffer_index: int = 0
     ) -> Pending:
         return self._transfer(self._communicator.recv, tensor, after)
 

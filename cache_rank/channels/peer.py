@@ -1,7 +1,7 @@
 """Channels whose transfers are copies into the peer's memory, by the copy engines of the GPUs.
 
-A receive lends the peer a buffer, and a send copies into it. Two flags a lane say when; the
-hardware that feeds a stream waits for them:
+A receive lends the peer a buffer, and a send copies into it. Two flags of each buffer say when;
+the hardware that feeds a stream waits for them:
 
     sender      takes its `lent`; copies; raises the peer's `arrived`
     receiver    raises the peer's `lent`; takes its `arrived`
@@ -37,10 +37,10 @@ from cache_rank.channels.stream_memory import FlagMoves, call
 from cache_rank.channels.transport import Pending, StreamPending, TransportError, queue_behind
 
 _LENT, _ARRIVED = 0, 64
-"""The flags of a lane are at these offsets in its end's memory."""
+"""The flags of a buffer are at these offsets in its end's memory."""
 
-_LANE_BYTES = 128
-"""The flags of the next lane begin so many bytes further."""
+_FLAG_BYTES = 128
+"""The flags of the next buffer begin so many bytes further."""
 
 _RAISE_SECONDS = 1e-3
 """All flags are raised again after this time, as long as a peer that is gone may lower some."""
@@ -68,9 +68,9 @@ class _Flags:
         address: their address as the GPU of this process sees it.
     """
 
-    def __init__(self, path: Path, lanes: int, context: Any, creates: bool = False) -> None:
+    def __init__(self, path: Path, buffers: int, context: Any, creates: bool = False) -> None:
         """Map a file that only this user can read; `creates` makes it, of zeros."""
-        size = -(-lanes * _LANE_BYTES // mmap.PAGESIZE) * mmap.PAGESIZE
+        size = -(-buffers * _FLAG_BYTES // mmap.PAGESIZE) * mmap.PAGESIZE
         how = os.O_RDWR | (os.O_CREAT | os.O_EXCL if creates else 0)
         descriptor = os.open(path, how, 0o600)
         try:
@@ -85,9 +85,9 @@ class _Flags:
         weakref.finalize(self, _unregister, context, pointer, self._held).atexit = False
         self.address = int(call(driver.cuMemHostGetDevicePointer, pointer, 0))
 
-    def of(self, lane: int, flag: int) -> int:
+    def of(self, index: int, flag: int) -> int:
         """A flag's address, as the GPU of this process sees it."""
-        return self.address + lane * _LANE_BYTES + flag
+        return self.address + index * _FLAG_BYTES + flag
 
     def raise_all(self) -> None:
         """End what is waiting for any of these flags now."""
@@ -182,7 +182,7 @@ class PeerChannel:
     is still to come, until `finish` has seen that nothing is.
 
     Attributes:
-        buffers: the buffers to receive into, one a lane: (bytes,) uint8.
+        buffers: the buffers to receive into: (bytes,) uint8 each.
     """
 
     def __init__(
@@ -198,7 +198,7 @@ class PeerChannel:
         Args:
             name: the channel's name, for error messages.
             device: this rank's GPU.
-            sends, receives: bytes of the buffers to send into and to receive into, one a lane.
+            sends, receives: bytes of the buffers to send into and to receive into.
             exchange: gives the peer some bytes, and returns those that it gives at the same time.
 
         Raises:
@@ -213,12 +213,12 @@ class PeerChannel:
         self._receive_buffers = _ReceiveBuffers(receives, context)
         self.buffers = self._receive_buffers.views(device)
         path = _SHARED_MEMORY / f"cache-rank-{secrets.token_hex(8)}"
-        lanes = max(len(sends), len(receives))
+        buffers = max(len(sends), len(receives))
         try:
-            self._flags = _Flags(path, lanes, context, creates=True)
+            self._flags = _Flags(path, buffers, context, creates=True)
             told = exchange(path.name.ljust(_NAME_BYTES).encode() + self._receive_buffers.handle)
             peer_path = _SHARED_MEMORY / Path(told[:_NAME_BYTES].decode().strip()).name
-            self._peer_flags = _Flags(peer_path, lanes, context)
+            self._peer_flags = _Flags(peer_path, buffers, context)
             peer_path.unlink(missing_ok=True)  # the peer may be killed before it does
             self._send_buffers = _SendBuffers(told[_NAME_BYTES:], sends, context)
             exchange(b"mapped")
@@ -226,13 +226,15 @@ class PeerChannel:
             path.unlink(missing_ok=True)
         self._sends = sends
         flags, peers = self._flags, self._peer_flags
-        self._takes_lent = [FlagMoves(taken=[flags.of(lane, _LENT)]) for lane in range(len(sends))]
+        self._takes_lent = [
+            FlagMoves(taken=[flags.of(index, _LENT)]) for index in range(len(sends))
+        ]
         self._raises_arrived = [
-            FlagMoves(raised=[peers.of(lane, _ARRIVED)]) for lane in range(len(sends))
+            FlagMoves(raised=[peers.of(index, _ARRIVED)]) for index in range(len(sends))
         ]
         self._receives = [
-            FlagMoves(raised=[peers.of(lane, _LENT)], taken=[flags.of(lane, _ARRIVED)])
-            for lane in range(len(receives))
+            FlagMoves(raised=[peers.of(index, _LENT)], taken=[flags.of(index, _ARRIVED)])
+            for index in range(len(receives))
         ]
         self._open = True
         self._lock = threading.Lock()
@@ -240,24 +242,28 @@ class PeerChannel:
         self._ending: threading.Thread | None = None
         self._starting = threading.Lock()
 
-    def send(self, tensor: Tensor, after: torch.cuda.Event | None = None, lane: int = 0) -> Pending:
+    def send(
+        self, tensor: Tensor, after: torch.cuda.Event | None = None, buffer_index: int = 0
+    ) -> Pending:
         assert tensor.is_contiguous()
-        assert tensor.nbytes <= self._sends[lane]
+        assert tensor.nbytes <= self._sends[buffer_index]
         queue_behind(after, self.stream)
         with self.queueing():
-            self._takes_lent[lane].queue(self.stream)
-            source, target = tensor.data_ptr(), self._send_buffers.addresses[lane]
+            self._takes_lent[buffer_index].queue(self.stream)
+            source, target = tensor.data_ptr(), self._send_buffers.addresses[buffer_index]
             call(driver.cuMemcpyAsync, target, source, tensor.nbytes, self.stream.cuda_stream)
-            self._raises_arrived[lane].queue(self.stream)
+            self._raises_arrived[buffer_index].queue(self.stream)
         return StreamPending(tensor, self.stream)
 
     def receive(
-        self, tensor: Tensor, after: torch.cuda.Event | None = None, lane: int = 0
+        self, tensor: Tensor, after: torch.cuda.Event | None = None, buffer_index: int = 0
     ) -> Pending:
-        assert tensor.data_ptr() == self.buffers[lane].data_ptr(), "not the buffer of this lane"
+        assert tensor.data_ptr() == self.buffers[buffer_index].data_ptr(), (
+            "not the buffer at this index"
+        )
         queue_behind(after, self.stream)
         with self.queueing():
-            self._receives[lane].queue(self.stream)
+            self._receives[buffer_index].queue(self.stream)
         return StreamPending(tensor, self.stream)
 
     @contextlib.contextmanager

@@ -36,16 +36,17 @@ class Channel(Protocol):
     """Ordered transfers between the two ranks.
 
     On a GPU a transfer begins after the event `after`, or without one after all work queued on the
-    current stream. CPU channels take no notice of it. `lane` says which of the receiver's buffers a
-    message is for, on both sides alike; only channels that write into them themselves take notice.
+    current stream. CPU channels take no notice of it. `buffer_index` says which of the
+    receiver's buffers a message is for, on both sides alike; only channels that write into them
+    themselves take notice.
     """
 
     def send(
-        self, tensor: Tensor, after: torch.cuda.Event | None = None, lane: int = 0
+        self, tensor: Tensor, after: torch.cuda.Event | None = None, buffer_index: int = 0
     ) -> Pending: ...
 
     def receive(
-        self, tensor: Tensor, after: torch.cuda.Event | None = None, lane: int = 0
+        self, tensor: Tensor, after: torch.cuda.Event | None = None, buffer_index: int = 0
     ) -> Pending: ...
 
     def abort(self) -> None:

@@ -32,13 +32,13 @@ def overlap_ratio(first: Tensor, second: Tensor, tokens: int) -> Tensor:
 
 
 def measure_recall(
-    scores: Tensor, mirror: Tensor, config: CacheRankConfig, position: int
+    scores: Tensor, slot_map: Tensor, config: CacheRankConfig, position: int
 ) -> Tensor:
     """Compare the slots that a step used with exact selection by the true query of that step.
 
     Args:
         scores: (L, Hkv, >= position) float32 by the true queries of the step at `position`.
-        mirror: (L, Hkv, filled) integer, the tokens that sat in slots, chosen after `position - 1`.
+        slot_map: (L, Hkv, filled) integer, the tokens in slots, chosen after `position - 1`.
         config: the cache rank's policy.
         position: the step's position.
 
@@ -48,15 +48,15 @@ def measure_recall(
         the slots held; NaN when no slot is in use.
     """
     candidates = config.candidates_after(position - 1)
-    exact = top_tokens(scores[..., :position], candidates, mirror.shape[-1])
+    exact = top_tokens(scores[..., :position], candidates, slot_map.shape[-1])
     return torch.stack(
-        (overlap_ratio(mirror, exact, position), _attention_mass(scores, mirror, candidates))
+        (overlap_ratio(slot_map, exact, position), _attention_mass(scores, slot_map, candidates))
     )
 
 
-def _attention_mass(scores: Tensor, mirror: Tensor, candidates: range) -> Tensor:
+def _attention_mass(scores: Tensor, slot_map: Tensor, candidates: range) -> Tensor:
     """The share of the candidates' attention probability that slots held, (L, Hkv)."""
     probability = scores[..., : candidates.stop].exp()
-    held = probability.gather(-1, mirror.to(torch.int64)).sum(-1)
+    held = probability.gather(-1, slot_map.to(torch.int64)).sum(-1)
     mass = held / probability[..., candidates.start :].sum(-1).clamp(min=1e-30)
-    return mass if mirror.shape[-1] else torch.full_like(mass, float("nan"))
+    return mass if slot_map.shape[-1] else torch.full_like(mass, float("nan"))

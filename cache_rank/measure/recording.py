@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from cache_rank.config import CacheRankConfig
-from cache_rank.protocol import KeyBasis, Load, Projection, UpMessage
-from cache_rank.schedule import Boundary
+from cache_rank.protocol import KeyBasis, Load, QueryProjection, UpMessage
+from cache_rank.schedule import LayerMessage
 from cache_rank.selector import Selector, SelectorStep
 
 RECORD_VARIABLE = "CACHE_RANK_RECORD"
@@ -68,9 +68,11 @@ class Recorder:
     def record_load(self, message: Load, shipment: Tensor) -> None:
         """Record a bulk shipment."""
         if self._folder is not None:
-            self._write({"kind": "load", "epoch": message.epoch, "shipment": shipment.cpu()})
+            self._write(
+                {"kind": "load", "sequence_id": message.sequence_id, "shipment": shipment.cpu()}
+            )
 
-    def record_projection(self, message: Projection, projection: Tensor) -> None:
+    def record_projection(self, message: QueryProjection, projection: Tensor) -> None:
         """Record by what a layer's queries are forecast."""
         if self._folder is not None:
             event = {"kind": "projection", "layer": message.layer}
@@ -82,33 +84,34 @@ class Recorder:
             self._write({"kind": "basis", "layer": message.layer, "basis": basis.cpu()})
 
     def record_step(
-        self, selector: Selector, step: SelectorStep, boundary: Boundary, up: UpMessage
+        self, selector: Selector, step: SelectorStep, layer_message: LayerMessage, up: UpMessage
     ) -> None:
-        """Record one boundary of a step.
+        """Record one message of a step.
 
         `layers` are those whose queries, keys and values came, `answered` those that were selected
-        for, `is_fresh` says whether for this step, and `mirror` is of these, after it.
+        for, `same_step` says whether for this step, and `slot_map` is of these, after it.
         """
         if self._folder is None:
             return
         groups = selector.config.groups
-        layers = range(0) if boundary.left is None else groups[boundary.left]
-        answered = range(0) if boundary.answered is None else groups[boundary.answered]
-        came = UpMessage(selector.config, boundary, len(up.hidden), up.buffer.cpu())
+        kv_of, selects_for = layer_message.kv_of, layer_message.selects_for
+        layers = range(0) if kv_of is None else groups[kv_of]
+        answered = range(0) if selects_for is None else groups[selects_for]
+        came = UpMessage(selector.config, layer_message, len(up.hidden), up.buffer.cpu())
         rows = [
             {
-                "epoch": row.epoch,
+                "sequence_id": row.sequence_id,
                 "position": row.position,
                 "queries": came.queries[index].clone(),
                 "keys": came.keys[index].clone(),
                 "values": came.values[index].clone(),
                 "hidden": came.hidden[index].clone(),
-                "mirror": selector.mirror(sequence, answered).cpu().clone(),
+                "slot_map": selector.slot_map(sequence, answered).cpu().clone(),
             }
             for index, row, sequence in step.live
         ]
         event = {"kind": "step", "step": step.number, "layers": layers, "answered": answered}
-        self._write({**event, "is_fresh": boundary.is_fresh, "rows": rows})
+        self._write({**event, "same_step": layer_message.same_step, "rows": rows})
 
     def _write(self, event: dict[str, Any]) -> None:
         assert self._folder is not None

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from cache_rank.kernels.pack import stamp
-from cache_rank.schedule import Boundary
+from cache_rank.schedule import LayerMessage
 
 Part = Literal["begin", "receive", "append", "predict", "score", "select", "gather"]
 PARTS: tuple[Part, ...] = get_args(Part)
-"""What is done at a boundary, in this order; not every boundary has all parts. `begin` is no part,
+"""What is done for a message, in this order; not every message has all parts. `begin` is no part,
 but when the wait for the message begins."""
 
 
@@ -32,7 +32,7 @@ class Span(NamedTuple):
         name: what took it.
         start, stop: microseconds of the host's monotonic clock.
         step, group: the step and the layer group that it belongs to.
-        lane: the row of the rank's display; spans of one lane do not overlap.
+        track: the row of the rank's display; spans of one track do not overlap.
     """
 
     name: str
@@ -40,7 +40,7 @@ class Span(NamedTuple):
     stop: float
     step: int
     group: int
-    lane: str = "compute"
+    track: str = "compute"
 
 
 class TraceFile:
@@ -66,7 +66,7 @@ class TraceFile:
                     "ts": span.start,
                     "dur": max(0.0, span.stop - span.start),
                     "pid": f"{self._rank} rank",
-                    "tid": span.lane,
+                    "tid": span.track,
                     "args": {"step": span.step, "group": span.group},
                 }
             )
@@ -87,12 +87,14 @@ class Timeline:
     """
 
     def __init__(
-        self, path: str, device: torch.device, boundaries: Sequence[Boundary] = ()
+        self, path: str, device: torch.device, layer_messages: Sequence[LayerMessage] = ()
     ) -> None:
-        """Append to a file, if there is one, when the parts of what comes at boundaries end."""
+        """Append to a file, if there is one, when the parts of each message end."""
         self._file = TraceFile(path, "cache") if path else None
-        self._lanes = {boundary: lane for lane, boundary in enumerate(boundaries)}
-        self._stamps = torch.zeros((len(boundaries), len(PARTS)), dtype=torch.int64, device=device)
+        self._index = {message: index for index, message in enumerate(layer_messages)}
+        self._stamps = torch.zeros(
+            (len(layer_messages), len(PARTS)), dtype=torch.int64, device=device
+        )
         self._traced_step: int | None = None
         self._traced: list[tuple[int, Tensor]] = []
 
@@ -104,10 +106,10 @@ class Timeline:
         if not traced:
             self.flush()
 
-    def mark(self, boundary: Boundary, part: Part) -> None:
-        """Mark, on the current stream, that a part of what is done at a boundary has ended."""
+    def mark(self, layer_message: LayerMessage, part: Part) -> None:
+        """Mark, on the current stream, that a part of what is done for a message has ended."""
         if self._file is not None:
-            stamp(self._stamps, self._lanes[boundary] * len(PARTS) + PARTS.index(part))
+            stamp(self._stamps, self._index[layer_message] * len(PARTS) + PARTS.index(part))
 
     def flush(self) -> None:
         """Write the spans of the traced steps; waits for the device to finish them."""
@@ -116,14 +118,14 @@ class Timeline:
         traced, self._traced = self._traced, []
         offset = self._host_offset()
         for step, stamps in traced:
-            for lane, times in enumerate(stamps.tolist()):
+            for index, times in enumerate(stamps.tolist()):
                 marks = [
                     (part, (nanoseconds + offset) / 1e3)
                     for part, nanoseconds in zip(PARTS, times, strict=True)
                     if nanoseconds
                 ]
                 self._file.write(
-                    Span(part, start, stop, step, lane)
+                    Span(part, start, stop, step, index)
                     for (_, start), (part, stop) in pairwise(marks)
                 )
 

@@ -14,11 +14,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from cache_rank.batch_metadata import BatchMetadata
 from cache_rank.config import CacheRankConfig, OptionValue
 from cache_rank.kernels.score import score_workspace
 from cache_rank.residency.options import Ranges, require_options, with_defaults
 from cache_rank.residency.scores import ScoreBuffers
-from cache_rank.step_rows import StepRows
 
 
 class Residency(ABC):
@@ -91,13 +91,13 @@ class Residency(ABC):
 
         Args:
             pages: (pages,) int32, the sequence's pages.
-            slot: the sequence's slot, see StepRows.
+            slot: the sequence's slot, see BatchMetadata.
             start: position of the first token.
             shipment: (2, layers, n, Hkv, D), keys and values.
         """
 
     @abstractmethod
-    def append(self, rows: StepRows, layers: range, up: Tensor, query_ring: Tensor) -> None:
+    def append(self, rows: BatchMetadata, layers: range, up: Tensor, query_ring: Tensor) -> None:
         """Take over one token a row, and its queries.
 
         Args:
@@ -110,7 +110,7 @@ class Residency(ABC):
     @abstractmethod
     def score(
         self,
-        rows: StepRows,
+        rows: BatchMetadata,
         layers: range,
         queries: Tensor,
         exact: bool = False,
@@ -131,7 +131,7 @@ class Residency(ABC):
 
     @abstractmethod
     def gather(
-        self, rows: StepRows, layers: range, entering: Tensor, keys: Tensor, values: Tensor
+        self, rows: BatchMetadata, layers: range, entering: Tensor, keys: Tensor, values: Tensor
     ) -> None:
         """Decode tokens into a message.
 
@@ -188,7 +188,7 @@ class Residency(ABC):
         """
         return self._scores.prepare(rows, layers, capacity)
 
-    def read(self, rows: StepRows, layers: range, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def read(self, rows: BatchMetadata, layers: range, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Decode tokens of one sequence, for checksums and measurements.
 
         Args:

@@ -7,13 +7,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from cache_rank.batch_metadata import BatchMetadata
 from cache_rank.config import CacheRankConfig
 from cache_rank.kernels.append import append_step, load_tokens
 from cache_rank.kernels.gather import gather_step
 from cache_rank.kernels.score import score_step
 from cache_rank.pages import PAGE_TOKENS
 from cache_rank.residency.base import Residency
-from cache_rank.step_rows import StepRows
 
 
 class Bf16Residency(Residency):
@@ -36,7 +36,7 @@ class Bf16Residency(Residency):
     def load(self, pages: Tensor, slot: int, start: int, shipment: Tensor) -> None:
         load_tokens(shipment, self._keys, self._values, pages, start)
 
-    def append(self, rows: StepRows, layers: range, up: Tensor, query_ring: Tensor) -> None:
+    def append(self, rows: BatchMetadata, layers: range, up: Tensor, query_ring: Tensor) -> None:
         append_step(
             up,
             self._keys,
@@ -50,7 +50,7 @@ class Bf16Residency(Residency):
 
     def score(
         self,
-        rows: StepRows,
+        rows: BatchMetadata,
         layers: range,
         queries: Tensor,
         exact: bool = False,
@@ -71,7 +71,7 @@ class Bf16Residency(Residency):
         return out
 
     def gather(
-        self, rows: StepRows, layers: range, entering: Tensor, keys: Tensor, values: Tensor
+        self, rows: BatchMetadata, layers: range, entering: Tensor, keys: Tensor, values: Tensor
     ) -> None:
         gather_step(
             self._keys,

@@ -11,6 +11,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from cache_rank.batch_metadata import BatchMetadata
 from cache_rank.config import CacheRankConfig
 from cache_rank.copies import upload
 from cache_rank.kernels.append import append_step, load_tokens
@@ -19,7 +20,6 @@ from cache_rank.kernels.coded.reference import Codec, CodedTokens
 from cache_rank.pages import PAGE_TOKENS
 from cache_rank.residency.base import Residency
 from cache_rank.residency.not_finite import NotFinite
-from cache_rank.step_rows import StepRows
 
 
 class CodedResidency(Residency):
@@ -120,7 +120,7 @@ class CodedResidency(Residency):
             for plane in planes:
                 plane[target].copy_(plane[source])
 
-    def append(self, rows: StepRows, layers: range, up: Tensor, query_ring: Tensor) -> None:
+    def append(self, rows: BatchMetadata, layers: range, up: Tensor, query_ring: Tensor) -> None:
         append_step(
             up,
             *self._tokens.rings,
@@ -136,7 +136,7 @@ class CodedResidency(Residency):
 
     def score(
         self,
-        rows: StepRows,
+        rows: BatchMetadata,
         layers: range,
         queries: Tensor,
         exact: bool = False,
@@ -158,7 +158,7 @@ class CodedResidency(Residency):
         return out
 
     def gather(
-        self, rows: StepRows, layers: range, entering: Tensor, keys: Tensor, values: Tensor
+        self, rows: BatchMetadata, layers: range, entering: Tensor, keys: Tensor, values: Tensor
     ) -> None:
         self.gather_codes(
             self._tokens,

@@ -12,6 +12,7 @@ import functools
 import torch
 from torch import Tensor
 
+from cache_rank.batch_metadata import BatchMetadata
 from cache_rank.config import CacheRankConfig
 from cache_rank.kernels.sketch import append_codes, load_codes, score_sketch
 from cache_rank.kernels.sketch.reference import (
@@ -25,7 +26,6 @@ from cache_rank.kernels.sketch.reference import (
 )
 from cache_rank.pages import PAGE_TOKENS
 from cache_rank.residency.base import Residency
-from cache_rank.step_rows import StepRows
 
 
 def shape_of(config: CacheRankConfig) -> SketchShape:
@@ -98,7 +98,7 @@ class SketchedResidency(Residency):
         self._held.copy_page(source, target)
         self._codes[target].copy_(self._codes[source])
 
-    def append(self, rows: StepRows, layers: range, up: Tensor, query_ring: Tensor) -> None:
+    def append(self, rows: BatchMetadata, layers: range, up: Tensor, query_ring: Tensor) -> None:
         self._held.append(rows, layers, up, query_ring)
         first_key = self._model.query_heads
         append_codes(
@@ -114,7 +114,7 @@ class SketchedResidency(Residency):
 
     def score(
         self,
-        rows: StepRows,
+        rows: BatchMetadata,
         layers: range,
         queries: Tensor,
         exact: bool = False,
@@ -149,7 +149,7 @@ class SketchedResidency(Residency):
         return sketch_workspace(scores, rows, layers, kv_heads, group, self._shape)
 
     def gather(
-        self, rows: StepRows, layers: range, entering: Tensor, keys: Tensor, values: Tensor
+        self, rows: BatchMetadata, layers: range, entering: Tensor, keys: Tensor, values: Tensor
     ) -> None:
         self._held.gather(rows, layers, entering, keys, values)
 

@@ -75,10 +75,10 @@ class StepResult(NamedTuple):
 def replay(config: CacheRankConfig, recorded: Recorded) -> Iterator[StepResult]:
     """Select again for a recorded sequence; one result a step that is sparse."""
     selector, timeline = Selector(config, CPU, MEMORY_BYTES), Timeline("", CPU)
-    (layers,), (boundary,) = config.groups, config.boundaries
-    up = UpMessage(config, boundary, 1, _buffer(UpMessage.size(config, boundary, 1)))
+    (layers,), (layer_message,) = config.groups, config.layer_messages
+    up = UpMessage(config, layer_message, 1, _buffer(UpMessage.size(config, layer_message, 1)))
     down = DownMessage(config, len(layers), 1, _buffer(DownMessage.size(config, len(layers), 1)))
-    sequence = selector.begin(epoch=1)
+    sequence = selector.begin(sequence_id=1)
     selector.load(sequence, recorded.shipment())
     for number, queries in enumerate(recorded.queries):
         position = recorded.prompt + number
@@ -86,7 +86,7 @@ def replay(config: CacheRankConfig, recorded: Recorded) -> Iterator[StepResult]:
         step = selector.begin_step(number, [Row(1, position)])
         up.queries[0] = queries
         up.keys[0], up.values[0] = (kv[:, :, position] for kv in (recorded.keys, recorded.values))
-        selector.serve(step, boundary, up, down, timeline)
+        selector.serve(step, layer_message, up, down, timeline)
         selector.end_step(step)
         if worth is not None:
             entering = (down.slots >= 0).sum(-1)
@@ -103,7 +103,7 @@ def _worth(
     """Recall and attention mass of what was selected for a step; None before a request is sparse.
 
     Args:
-        selector: the answer to the step before is in its mirror.
+        selector: the answer to the step before is in its slot map.
         sequence: its sequence.
         position: of the step.
         queries: (layers, Hq, D), the true queries of the step.
@@ -114,7 +114,7 @@ def _worth(
     if not is_warm or not 0 < sequence.filled == config.slots_wanted_after(position - 1):
         return None
     scores = score_tokens(queries, keys, config.model.scale)
-    slots = selector.mirror(sequence, config.groups[0])[..., : sequence.filled]
+    slots = selector.slot_map(sequence, config.groups[0])[..., : sequence.filled]
     recall, mass = measure_recall(scores, slots, config, position).mean((1, 2)).tolist()
     return recall, mass
 

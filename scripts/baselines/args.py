@@ -10,7 +10,14 @@ from sglang.srt.arg_groups.arg_utils import A, Arg
 
 from scripts.baselines.selection import QUEST_PAGE
 from sglang_ext import compat
-from sglang_ext.refusals import UnsupportedError, models, refuse, refuse_untested_sglang, servers
+from sglang_ext.refusals import (
+    UnsupportedError,
+    models,
+    of_flags,
+    refuse,
+    refuse_untested_sglang,
+    servers,
+)
 from sglang_ext.server_args import CacheRankServerArgs
 
 BACKEND = "baseline"
@@ -38,7 +45,8 @@ class BaselineServerArgs(CacheRankServerArgs):
             raise UnsupportedError(
                 "baselines attend by FlashAttention-3, which SGLang has from Ampere to Hopper."
             )
-        refuse(self, servers.SERVERS)
+        refuse(self, servers.sparse_decode(self))
+        refuse(self, of_flags(self, servers.EXCHANGE_FLAGS))
         servers.refuse_out_of_range(self)
         self._set("disable_radix_cache", True, "a baseline has to see every token prefilled")
         # SGLang's CPU engine has pages of one token.
@@ -47,4 +55,4 @@ class BaselineServerArgs(CacheRankServerArgs):
         self._set_for_device()
         self._set("decode_attention_backend", BACKEND, "selection by the current query")
         let_sglang()
-        refuse(self, models.MODELS)
+        refuse(self, models.sparse_decode(self))

@@ -13,11 +13,11 @@ from torch import Tensor
 from tqdm import tqdm
 
 from cache_rank import residency
+from cache_rank.batch_metadata import BatchMetadata
 from cache_rank.config import DTYPES, CacheRankConfig, ModelShape, OptionValue
 from cache_rank.pages import PAGE_TOKENS
 from cache_rank.protocol import AnswerHeader
 from cache_rank.residency import bytes_per_token, require_format
-from cache_rank.step_rows import StepRows
 from scripts.formats.quality import Exact, Quality, compare
 from scripts.formats.samples import Sample
 from scripts.shared import report
@@ -135,7 +135,7 @@ class _Held:
 
     def step(self, position: int) -> Tensor:
         """Append the token, and score by its query: (layers, Hkv, position + 1) float32."""
-        sample, rows = self._sample, self._step_rows(position)
+        sample, rows = self._sample, self._batch_metadata(position)
         query = sample.queries[position - sample.positions.start]
         up = torch.cat((query, sample.keys[:, :, position], sample.values[:, :, position]), dim=1)
         self._residency.append(rows, self._layers, up.unsqueeze(0), self._query_ring)
@@ -145,16 +145,16 @@ class _Held:
     def read(self) -> tuple[Tensor, Tensor]:
         """All keys and values: (layers, Hkv, tokens, D) each, in the pool's dtype."""
         positions = torch.arange(self._sample.tokens, device=self._pages.device)
-        rows = self._step_rows(self._sample.tokens - 1)
+        rows = self._batch_metadata(self._sample.tokens - 1)
         return self._residency.read(
             rows, self._layers, positions.expand(self._sample.keys.shape[:3])
         )
 
-    def _step_rows(self, position: int) -> StepRows:
+    def _batch_metadata(self, position: int) -> BatchMetadata:
         slots = torch.zeros(1, dtype=torch.int32, device=self._pages.device)
         header = slots.new_zeros((1, len(AnswerHeader._fields)), dtype=torch.int64)
         positions, counts = torch.full_like(slots, position), torch.ones_like(slots)
-        return StepRows(slots, positions, counts, self._pages, header, position + 1)
+        return BatchMetadata(slots, positions, counts, self._pages, header, position + 1)
 
 
 def write_comparison(found: Comparison, out: Path) -> list[Path]:

@@ -210,7 +210,7 @@ def _what_is_left(server: Server, free: int) -> list[str]:
     if server.process.poll() is not None:
         return []
     try:
-        server.wait_for(SECONDS_TO_END, up=True, epochs=0)
+        server.wait_for(SECONDS_TO_END, up=True, sequences=0)
         server.flush_cache(SECONDS_TO_END)  # prompts are kept for those who come again
         state = server.wait_for(SECONDS_TO_END, tokens_held=0)
     except (TimeoutError, requests.RequestException) as error:

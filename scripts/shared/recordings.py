@@ -49,17 +49,19 @@ def read_recording(folder: Path) -> tuple[CacheRankConfig, list[Recorded]]:
     """
     config: CacheRankConfig | None = None
     loads: dict[int, list[Tensor]] = defaultdict(list)
-    # By epoch and position; an event holds the rows of one layer group, if any.
+    # By sequence id and position; an event holds the rows of one layer group, if any.
     decoded: dict[int, dict[int, list[_Part]]] = defaultdict(lambda: defaultdict(list))
     for event in read_events(folder):
         if event["kind"] == "config":
             config = event["config"]
         if event["kind"] == "load":
-            loads[event["epoch"]].append(event["shipment"])
+            loads[event["sequence_id"]].append(event["shipment"])
         for row in event.get("rows", ()):
             part = _Part(event["layers"].start, row["queries"], row["keys"], row["values"])
-            decoded[row["epoch"]][row["position"]].append(part)
-    sequences = [_sequence(shipments, decoded[epoch]) for epoch, shipments in loads.items()]
+            decoded[row["sequence_id"]][row["position"]].append(part)
+    sequences = [
+        _sequence(shipments, decoded[sequence_id]) for sequence_id, shipments in loads.items()
+    ]
     whole = [sequence for sequence in sequences if sequence]
     if config is None or not whole:
         raise ValueError(f"{folder}: holds no recorded decode step of every layer of a sequence")

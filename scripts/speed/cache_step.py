@@ -53,8 +53,8 @@ def measure_cache_step(
         basis = torch.eye(elements, width, device=device)  # keys are independent, around 0
         for layer in range(model.layers):
             selector.load_basis(layer, basis.expand(heads, elements, width))
-    for epoch in range(1, rows + 1):
-        sequence = selector.begin(epoch)
+    for sequence_id in range(1, rows + 1):
+        sequence = selector.begin(sequence_id)
         for start in range(0, tokens, LOADED_TOKENS):
             count = min(LOADED_TOKENS, tokens - start)
             selector.load(sequence, random(*bulk_shape(config, count)))
@@ -71,10 +71,10 @@ def measure_cache_step(
     timeline = Timeline("", device)
 
     def step(number: int) -> None:
-        announced = [Row(epoch, tokens - 1 + number) for epoch in range(1, rows + 1)]
+        announced = [Row(sequence_id, tokens - 1 + number) for sequence_id in range(1, rows + 1)]
         step = selector.begin_step(number, announced)
-        for boundary, up in zip(config.boundaries, messages.up, strict=True):
-            selector.serve(step, boundary, up, messages.answer_of(boundary), timeline)
+        for layer_message, up in zip(config.layer_messages, messages.up, strict=True):
+            selector.serve(step, layer_message, up, messages.answer_of(layer_message), timeline)
         selector.end_step(step)
 
     seconds = []

@@ -44,7 +44,9 @@ def make_rank(args: CacheRankServerArgs, supervisor: Supervisor) -> InferenceRan
 
     allocator = SimpleNamespace(available_size=lambda: rows)
     pools = Pools(table % (SLOTS * CONTEXT // 4), pool(), pool(), allocator)
-    return InferenceRank(args, model, pools, tp_rank=0, supervisor=supervisor, source=None)
+    return InferenceRank(
+        args, model, pools, tp_rank=0, supervisor=supervisor, selection_weights=None
+    )
 
 
 def make_request(slot: int) -> Any:

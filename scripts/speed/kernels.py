@@ -57,7 +57,7 @@ def kernel_rows(config: CacheRankConfig, rows: int, tokens: int) -> Iterator[dic
         positions = torch.full_like(slots, tokens - 1)
         queries = torch.randn((rows, GROUP_LAYERS, QUERY_HEADS, HEAD_DIM))
         scores = torch.empty((*heads, tokens))
-        mirror = torch.full((*heads, budget), -1, dtype=torch.int32)
+        slot_map = torch.full((*heads, budget), -1, dtype=torch.int32)
         entering, entering_slots = torch.empty((2, *heads, capacity), dtype=torch.int32)
         changed = torch.zeros((rows, 2), dtype=torch.int32)
         out, out_values = torch.empty((2, *heads, capacity, HEAD_DIM), dtype=torch.bfloat16)
@@ -86,16 +86,16 @@ def kernel_rows(config: CacheRankConfig, rows: int, tokens: int) -> Iterator[dic
     def select() -> None:
         policy = (config.sink_tokens, config.recent_tokens, config.hysteresis)
         into = (scratch, entering, entering_slots, changed)
-        select_step(scores, mirror, slots, positions, 0, *policy, *into)
+        select_step(scores, slot_map, slots, positions, 0, *policy, *into)
 
     for _ in range(2 * budget // capacity):  # fill the slots
         scores.copy_(fresh)
         select()
-    filled_slots, current = mirror.clone(), fresh
+    filled_slots, current = slot_map.clone(), fresh
 
     def restore() -> None:
         scores.copy_(current)
-        mirror.copy_(filled_slots)
+        slot_map.copy_(filled_slots)
         changed.zero_()
 
     def select_again() -> None:

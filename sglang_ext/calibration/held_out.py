@@ -46,7 +46,7 @@ class HeldOutRecall:
             model: its shape.
             layers: its decoder layers.
             sources: what tells the queries, of each that is forecast.
-            projections: by what these are forecast, (H + 2, Hq, D); see protocol.Projection.
+            projections: by what these are forecast, (H + 2, Hq, D); see protocol.QueryProjection.
         """
         self.shares: dict[int, list[Tensor]] = {layer: [] for layer in sources}
         self._model, self._sources, self._projections = model, sources, projections

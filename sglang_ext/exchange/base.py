@@ -22,7 +22,7 @@ from cache_rank.protocol import (
     Flush,
     KeyBasis,
     Load,
-    Projection,
+    QueryProjection,
     Row,
     Share,
     Step,
@@ -141,8 +141,8 @@ class Exchange(ABC):
         applied.
         """
         if rows:
-            epochs = [sequence.epoch for sequence in rows.sequences]
-            announced = list(map(Row, epochs, rows.positions))
+            sequence_ids = [sequence.sequence_id for sequence in rows.sequences]
+            announced = list(map(Row, sequence_ids, rows.positions))
             self.connection.control.send(Step(step, announced, traced))
 
     @abstractmethod
@@ -169,13 +169,13 @@ class Exchange(ABC):
 
     def project(self, layer: int, projection: Tensor) -> None:
         """Send by what a layer's queries are forecast, (H + 2, Hq, D); wait until it is gone."""
-        self._send_of_layer(Projection(layer), projection)
+        self._send_of_layer(QueryProjection(layer), projection)
 
     def sketch(self, layer: int, basis: Tensor) -> None:
         """Send how a layer's keys are sketched, (Hkv, D + 1, D); wait until it is gone."""
         self._send_of_layer(KeyBasis(layer), basis)
 
-    def _send_of_layer(self, message: Projection | KeyBasis, tensor: Tensor) -> None:
+    def _send_of_layer(self, message: QueryProjection | KeyBasis, tensor: Tensor) -> None:
         self.connection.control.send(message)
         self.connection.link.bulk.send(tensor).wait(self.connection.timeout)
         self.counters.bulk_bytes += tensor.nbytes
@@ -185,24 +185,24 @@ class Exchange(ABC):
         """Send the next tokens of a prompt, whose pool rows are given, in the background."""
 
     def adopt(self, sequence: SparseSequence, names: list[int]) -> None:
-        """Let an epoch, which may be new, begin with pages that the cache rank has."""
-        self.connection.control.send(Adopt(sequence.epoch, names))
+        """Let a sequence, which may be new, begin with pages that the cache rank has."""
+        self.connection.control.send(Adopt(sequence.sequence_id, names))
         self.counters.tokens_adopted += PAGE_TOKENS * len(names)
 
     def share(self, sequence: SparseSequence, names: list[int]) -> None:
-        """Name the next complete pages of an epoch, for others to have."""
-        self.connection.control.send(Share(sequence.epoch, names))
+        """Name the next complete pages of a sequence, for others to have."""
+        self.connection.control.send(Share(sequence.sequence_id, names))
 
     def drop(self, names: list[int]) -> None:
         """Let pages of these names go."""
         self.connection.control.send(Drop(names))
 
-    def end(self, epochs: list[int]) -> None:
-        """Tell the cache rank that epochs are over."""
-        self.connection.control.send(End(epochs))
+    def end(self, sequence_ids: list[int]) -> None:
+        """Tell the cache rank that sequences are over."""
+        self.connection.control.send(End(sequence_ids))
 
     def flush(self) -> None:
-        """Tell the cache rank that all epochs are over."""
+        """Tell the cache rank that all sequences are over."""
         self.connection.control.send(Flush())
 
     def close(self) -> None:
@@ -237,7 +237,7 @@ class Exchange(ABC):
             device=self._slots.device,
         )
         collect_tokens(self._slots.keys, self._slots.values, pool_rows, shipment)
-        self.connection.control.send(Load(sequence.epoch, sequence.shipped, count))
+        self.connection.control.send(Load(sequence.sequence_id, sequence.shipped, count))
         sequence.shipped += count
         self.counters.bulk_bytes += shipment.nbytes
         return shipment

@@ -21,7 +21,7 @@ from cache_rank.kernels.scatter import scatter_step
 from cache_rank.measure.timeline import Span
 from cache_rank.messages import MessageBuffers
 from cache_rank.protocol import AnswerHeader, DownMessage, up_sizes
-from cache_rank.schedule import lanes_of_entered, lanes_of_left
+from cache_rank.schedule import index_by_hidden, index_by_kv
 from sglang_ext.exchange.base import Exchange, Gate
 from sglang_ext.exchange.connection import CacheRankDownError, Connection
 from sglang_ext.exchange.slots import ExchangedRows, SlotBuffers
@@ -33,12 +33,12 @@ class _AnswerUnderWay:
     step: int
     rows: ExchangedRows
     message: DownMessage
-    is_fresh: bool
+    same_step: bool
     pending: Pending
 
 
 class HostTransfers:
-    """The transfers of one connection, a boundary at a time.
+    """The transfers of one connection, a message at a time.
 
     Attributes:
         messages: the memory of messages.
@@ -58,10 +58,10 @@ class HostTransfers:
         self._slots = slots
         self._step, self._rows = 0, ExchangedRows()
         self._batch_index = torch.empty(0, dtype=torch.int32)
-        self._boundaries = config.boundaries
-        self._lane_of_left = lanes_of_left(self._boundaries)
-        self._lane_of_entered = lanes_of_entered(self._boundaries)
-        self._sent: list[Pending | None] = [None] * len(self._boundaries)
+        self._layer_messages = config.layer_messages
+        self._index_by_kv = index_by_kv(self._layer_messages)
+        self._index_by_hidden = index_by_hidden(self._layer_messages)
+        self._sent: list[Pending | None] = [None] * len(self._layer_messages)
         self._answers: list[_AnswerUnderWay | None] = [None] * len(config.groups)
         self._traced = False
         self._group_start = 0.0
@@ -94,11 +94,11 @@ class HostTransfers:
         """Copy one layer's tensors of the exchanged requests: (batch, heads, D) each."""
         if not self._rows:
             return
-        lane, count = self._lane_of_left[group], self._batch_index.shape[0]
+        index, count = self._index_by_kv[group], self._batch_index.shape[0]
         if layer_in_group == 0:
-            self._wait_until_sent(lane)
+            self._wait_until_sent(index)
         pack_layer(
-            self.messages.of(len(self._rows)).up[lane].tokens,
+            self.messages.of(len(self._rows)).up[index].tokens,
             self._batch_index,
             layer_in_group,
             queries[:count],
@@ -110,42 +110,42 @@ class HostTransfers:
         """Copy what enters a group, (batch, H) each, and send it with what the last group left."""
         if not self._rows:
             return
-        lane, count = self._lane_of_entered[group], self._batch_index.shape[0]
-        if self._boundaries[lane].left is None:
-            self._wait_until_sent(lane)
+        index, count = self._index_by_hidden[group], self._batch_index.shape[0]
+        if self._layer_messages[index].kv_of is None:
+            self._wait_until_sent(index)
         pack_hidden(
-            self.messages.of(len(self._rows)).up[lane].hidden,
+            self.messages.of(len(self._rows)).up[index].hidden,
             self._batch_index,
             hidden[:count],
             None if residual is None else residual[:count],
         )
-        self._send(lane)
+        self._send(index)
 
     def leave(self, group: int) -> None:
         """Send what is staged of a group, unless it goes with the hidden state to come."""
         if not self._rows:
             return
         self._trace("group", group, self._group_start)
-        lane = self._lane_of_left[group]
-        if self._boundaries[lane].entered is None:
-            self._send(lane)
+        index = self._index_by_kv[group]
+        if self._layer_messages[index].hidden_of is None:
+            self._send(index)
 
-    def _send(self, lane: int) -> None:
-        """Send what is staged at a boundary, then post the receive of its answer."""
-        messages, boundary = self.messages.of(len(self._rows)), self._boundaries[lane]
+    def _send(self, index: int) -> None:
+        """Send a message as it is staged, then post the receive of its answer."""
+        messages, layer_message = self.messages.of(len(self._rows)), self._layer_messages[index]
         link = self._connection.link
-        self._sent[lane] = link.up.send(messages.up[lane].buffer, lane=lane)
+        self._sent[index] = link.up.send(messages.up[index].buffer, buffer_index=index)
         # A receive must never be what a send waits behind, so it is posted after the send.
-        if (group := boundary.answered) is not None:
+        if (group := layer_message.selects_for) is not None:
             down = messages.down[group]
-            pending = link.down.receive(down.buffer, lane=group)
+            pending = link.down.receive(down.buffer, buffer_index=group)
             self._answers[group] = _AnswerUnderWay(
-                self._step, self._rows, down, boundary.is_fresh, pending
+                self._step, self._rows, down, layer_message.same_step, pending
             )
 
-    def _wait_until_sent(self, lane: int) -> None:
+    def _wait_until_sent(self, index: int) -> None:
         """Wait until a staging buffer may be written again."""
-        if (sent := self._sent[lane]) is not None:
+        if (sent := self._sent[index]) is not None:
             sent.wait(self._connection.timeout)
 
     def take_spans(self) -> list[Span]:
@@ -162,7 +162,7 @@ class HostTransfers:
     def _apply(self, group: int, answer: _AnswerUnderWay) -> None:
         started = time.monotonic()
         message, rows, slots = answer.message, answer.rows, self._slots
-        first_rows, expected = [], rows.expected_headers(answer.step, answer.is_fresh)
+        first_rows, expected = [], rows.expected_headers(answer.step, answer.same_step)
         for sequence, columns, wanted in zip(
             rows.sequences, message.header.tolist(), expected, strict=True
         ):
@@ -172,7 +172,7 @@ class HostTransfers:
                 continue
             if header[:4] != wanted:
                 raise CacheRankDownError(
-                    f"answered (step, epoch, resident, filled) {header[:4]}, expected {wanted}"
+                    f"answered (step, sequence, resident, filled) {header[:4]}, expected {wanted}"
                 )
             first_rows.append(slots.first_slot(sequence))
             self.brought.append((sequence, header.shipped_tokens))
@@ -188,7 +188,7 @@ class HostTransfers:
         )
         self._trace("scatter", group, started)
         if self._config.checksum:
-            slots.compare_checksums(group, rows, message.header, answer.is_fresh)
+            slots.compare_checksums(group, rows, message.header, answer.same_step)
 
     def _trace(self, name: str, group: int, start: float) -> None:
         if self._traced:

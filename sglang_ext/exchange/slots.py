@@ -61,21 +61,21 @@ class ExchangedRows:
             indices[index] = row
         return indices
 
-    def slots_filled(self, is_fresh: bool) -> list[int]:
+    def slots_filled(self, same_step: bool) -> list[int]:
         """Return the slots in use once answers for this step, or for the next one, are applied."""
-        return self.fresh_filled if is_fresh else self.filled_after
+        return self.fresh_filled if same_step else self.filled_after
 
-    def expected_headers(self, step: int, is_fresh: bool) -> list[tuple[int, int, int, int]]:
+    def expected_headers(self, step: int, same_step: bool) -> list[tuple[int, int, int, int]]:
         """Return what the header of an answer must begin with, for each request.
 
         Args:
             step: the step that is answered.
-            is_fresh: whether for itself; for the next one otherwise.
+            same_step: whether for itself; for the next one otherwise.
         """
         return [
-            (step, sequence.epoch, position + (not is_fresh), filled)
+            (step, sequence.sequence_id, position + (not same_step), filled)
             for sequence, position, filled in zip(
-                self.sequences, self.positions, self.slots_filled(is_fresh), strict=True
+                self.sequences, self.positions, self.slots_filled(same_step), strict=True
             )
         ]
 
@@ -112,15 +112,15 @@ class SlotBuffers:
         return sequence.block + self._sinks
 
     def compare_checksums(
-        self, group: int, rows: ExchangedRows, headers: Tensor, is_fresh: bool
+        self, group: int, rows: ExchangedRows, headers: Tensor, same_step: bool
     ) -> None:
-        """Compare the slots in use with the cache rank's mirror of them; stops the device.
+        """Compare the slots in use with those of the cache rank's slot map; stops the device.
 
         Args:
             group: the layer group.
             rows: the requests of the step.
             headers: (R, 6) int64 of the answer, see AnswerHeader.
-            is_fresh: whether the answer is for the step itself.
+            same_step: whether the answer is for the step itself.
 
         Raises:
             AssertionError: they differ.
@@ -128,16 +128,15 @@ class SlotBuffers:
         for sequence, position, filled, columns in zip(
             rows.sequences,
             rows.positions,
-            rows.slots_filled(is_fresh),
+            rows.slots_filled(same_step),
             headers.tolist(),
             strict=True,
         ):
             if sequence.ended:
                 continue
             if self._checksum(group, sequence, filled) != AnswerHeader(*columns).checksum:
-                raise AssertionError(
-                    f"slots of epoch {sequence.epoch} at {position} differ from the mirror"
-                )
+                name = f"sequence {sequence.sequence_id} at {position}"
+                raise AssertionError(f"slots of {name} differ from the slot map")
 
     def _checksum(self, group: int, sequence: SparseSequence, filled: int) -> int:
         first = self.first_slot(sequence)

@@ -37,7 +37,7 @@ class InlineRank:
         """Let a request find what the weights of today have computed, if it has nothing yet."""
         if compat.pool_state(request).req_pool_idx is None:
             sparse_tokens = self._args.reuse_sparse_tokens == "on"
-            reuse.separate(request, sparse_tokens, self._weight_updates)
+            reuse.set_namespace(request, sparse_tokens, self._weight_updates)
 
     def run_other(self, requests: list[Any], forward: Callable[[], Result]) -> Result:
         """Run a step that is no decode step, a prefill say."""

@@ -6,6 +6,7 @@ SGLang has read the configuration of the model by then.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import psutil
@@ -17,7 +18,7 @@ from sglang_ext import compat
 from sglang_ext.flags import FORECAST_ROTARY_TYPES, CacheRankFlags, rotary_type
 from sglang_ext.memory import bytes_beyond_allocator
 from sglang_ext.model_path import find_file
-from sglang_ext.refusals import PLAIN, Refusal
+from sglang_ext.refusals import PLAIN, Objection
 
 MAX_HEAD_DIM = 256
 """The widest head that the kernels take, in elements."""
@@ -28,14 +29,84 @@ GPU_HEAD_DIMS = (64, 128, 256)
 FlashInfer checks no others: heads of 80 or 96 elements end in illegal accesses of memory."""
 
 
-def _model(args: CacheRankFlags) -> Any:
-    """SGLang's configuration of the model."""
-    return compat.model_config(args)
+MOST_QUERY_HEADS = 16
+"""Query heads of a KV head that attention over rows takes."""
 
 
-def _why_not(args: CacheRankFlags) -> str | None:
+def sparse_decode(args: CacheRankFlags) -> Iterator[Objection]:
+    """Object to a model that sparse decode cannot serve, wherever tokens are selected."""
+    model = compat.model_config(args)
+    layers, dtype = model.num_hidden_layers, str(model.dtype).removeprefix("torch.")
+    why_not = _why_not(args, model)
+    if why_not is not None:
+        yield Objection("--model-path", why_not, PLAIN)
+    if dtype not in DTYPES:
+        yield Objection(
+            "--dtype", f"a KV pool of {dtype} is not supported", "pass --dtype bfloat16"
+        )
+    if args.dense_layers >= layers:
+        why = f"none of the model's {layers} layers would be sparse"
+        yield Objection("--dense-layers", why, f"lower it, or {PLAIN}")
+
+
+def exchange(args: CacheRankFlags) -> Iterator[Objection]:
+    """Object to what a cache rank in a process of its own cannot do with the model."""
+    model = compat.model_config(args)
+    heads, sketches = model.head_dim, args.score_keys == "sketch"
+    dtype = str(model.dtype).removeprefix("torch.")
+    if args.kv_cache_dtype != "auto" and dtype != "bfloat16":
+        why = f"the KV pool must have the model's dtype, which is {dtype}"
+        yield Objection("--kv-cache-dtype", why)
+    if sketches and args.calibration is None:
+        remedy = "make a calibration (python -m sglang_ext.calibrate), and pass it by --calibration"
+        yield Objection("--score-keys", "a sketch is fitted to the model's keys", remedy)
+    if sketches and heads % 32 != 0:
+        why = f"heads have {heads} elements, and a sketch needs a multiple of 32"
+        yield Objection("--score-keys", why, "score by the keys as they are held")
+    if args.query_predictor == "forecast":
+        yield from _forecasts(args, model)
+    token = 2 * model.get_num_kv_heads(args.tp_size) * heads * model.dtype.itemsize
+    taken = bytes_beyond_allocator(args, model.num_hidden_layers, token)
+    if args.device == "cpu" and taken > psutil.virtual_memory().available:
+        yield Objection(
+            "--max-sparse-requests --inference-kv",
+            f"the working sets take {taken / 1e9:.0f} GB, more than this machine has free",
+            "lower --max-sparse-requests or --sparse-budget, or, with --inference-kv working-set, "
+            "--context-length or --dense-layers",
+        )
+
+
+def inline(args: CacheRankFlags) -> Iterator[Objection]:
+    """Object to a model whose keys have no sketches, or whose heads the kernels do not take."""
+    model = compat.model_config(args)
+    if model.head_dim % 32 != 0:
+        why = f"heads have {model.head_dim} elements, and a sketch needs a multiple of 32"
+        yield Objection("--model-path", why, PLAIN)
+    group = model.num_attention_heads // model.get_total_num_kv_heads()
+    if group > MOST_QUERY_HEADS:
+        why = f"{group} query heads share a KV head, and kernels take {MOST_QUERY_HEADS}"
+        yield Objection("--model-path", why, PLAIN)
+
+
+def _forecasts(args: CacheRankFlags, model: Any) -> Iterator[Objection]:
+    assert args.layers_per_group is not None
+    groups = -(-(model.num_hidden_layers - args.dense_layers) // args.layers_per_group)
+    if groups <= args.forecast_lead:
+        yield Objection(
+            "--query-predictor --forecast-lead",
+            f"the model has {groups} groups of sparse layers, and forecasts need more than their "
+            f"lead of {args.forecast_lead}",
+            "lower --forecast-lead or layers_per_group, or pass --query-predictor last",
+        )
+    rotary = rotary_type(model.hf_text_config.to_dict())
+    if rotary not in FORECAST_ROTARY_TYPES:
+        why = f"queries are rotated by {rotary}, which may depend on more than a position"
+        yield Objection("--query-predictor", why, "pass --query-predictor last")
+
+
+def _why_not(args: CacheRankFlags, model: Any) -> str | None:
     """Why the model cannot be served with sparse decode, if it cannot."""
-    model, heads = _model(args), _model(args).head_dim
+    heads = model.head_dim
     if not model.is_generation:
         return "the model does not generate, so it has no decode steps"
     if model.attention_arch == AttentionArch.MLA:
@@ -49,7 +120,7 @@ def _why_not(args: CacheRankFlags) -> str | None:
     if args.on_gpu and heads not in GPU_HEAD_DIMS:
         served = ", ".join(map(str, GPU_HEAD_DIMS))
         return f"heads have {heads} elements, and on GPUs a cache rank serves {served}"
-    if _declares_small_kv(args):
+    if _declares_small_kv(args, model):
         return "its K and V are declared to be quantized, and the KV pool has the model's dtype"
     return None
 
@@ -65,13 +136,13 @@ def _is_windowed(model: Any) -> bool:
     )
 
 
-def _declares_small_kv(args: CacheRankFlags) -> bool:
+def _declares_small_kv(args: CacheRankFlags, model: Any) -> bool:
     """Whether the checkpoint says how K and V are quantized; ModelOpt does in a file of its own.
 
     SGLang then has scales in its attention layers. `--kv-cache-dtype bfloat16` leaves them there,
     and backends apply them to what was not divided by them.
     """
-    declared = getattr(_model(args).hf_config, "quantization_config", None) or {}
+    declared = getattr(model.hf_config, "quantization_config", None) or {}
     declared = declared if isinstance(declared, dict) else declared.to_dict()
     file = find_file(args.model_path, "hf_quant_config.json", args.revision)
     parts = [declared, json.loads(file.read_text()) if file else {}]
@@ -79,120 +150,3 @@ def _declares_small_kv(args: CacheRankFlags) -> bool:
     return any(
         part.get(key) for part in parts for key in ("kv_cache_scheme", "kv_cache_quant_algo")
     )
-
-
-def _dtype(args: CacheRankFlags) -> str:
-    """The dtype of the model and of its KV pool."""
-    return str(_model(args).dtype).removeprefix("torch.")
-
-
-def _rotary_type(args: CacheRankFlags) -> str:
-    """How the model's configuration says that queries are rotated."""
-    return rotary_type(_model(args).hf_text_config.to_dict())
-
-
-def _groups(args: CacheRankFlags) -> int:
-    """How many layer groups are not dense, once it is chosen how many layers make one."""
-    assert args.layers_per_group is not None
-    sparse_layers = _model(args).num_hidden_layers - args.dense_layers
-    return int(-(-sparse_layers // args.layers_per_group))
-
-
-def _bytes_of_working_sets(args: CacheRankFlags) -> int:
-    """The host memory of all rows behind the KV pool."""
-    model = _model(args)
-    token = 2 * model.get_num_kv_heads(args.tp_size) * model.head_dim * model.dtype.itemsize
-    return bytes_beyond_allocator(args, model.num_hidden_layers, token)
-
-
-MODELS = (
-    Refusal(
-        "--model-path",
-        lambda args: str(_why_not(args)),
-        PLAIN,
-        lambda args: _why_not(args) is not None,
-    ),
-    Refusal(
-        "--dtype",
-        lambda args: f"a KV pool of {_dtype(args)} is not supported",
-        "pass --dtype bfloat16",
-        lambda args: _dtype(args) not in DTYPES,
-    ),
-    Refusal(
-        "--kv-cache-dtype",
-        lambda args: f"the KV pool must have the model's dtype, which is {_dtype(args)}",
-        when=lambda args: args.kv_cache_dtype != "auto" and _dtype(args) != "bfloat16",
-    ),
-    Refusal(
-        "--dense-layers",
-        lambda args: f"none of the model's {_model(args).num_hidden_layers} layers would be sparse",
-        f"lower it, or {PLAIN}",
-        lambda args: args.dense_layers >= _model(args).num_hidden_layers,
-    ),
-)
-"""These rows are of every server with sparse decode."""
-
-WORKING_SETS = (
-    Refusal(
-        "--calibration",
-        lambda args: (
-            "it is of forecasts and sketches, and queries are not forecast: --query-predictor is "
-            f"{args.query_predictor}"
-        ),
-        "drop it, or pass --score-keys sketch, or, where the model has more layer groups than "
-        "--forecast-lead, --query-predictor forecast",
-        lambda args: (
-            args.calibration is not None
-            and args.query_predictor != "forecast"
-            and args.score_keys != "sketch"
-        ),
-    ),
-    Refusal(
-        "--score-keys",
-        "a sketch is fitted to the model's keys",
-        "make a calibration (python -m sglang_ext.calibrate), and pass it by --calibration",
-        lambda args: args.score_keys == "sketch" and args.calibration is None,
-    ),
-    Refusal(
-        "--score-keys",
-        lambda args: (
-            f"heads have {_model(args).head_dim} elements, and a sketch needs a multiple of 32"
-        ),
-        "score by the keys as they are held",
-        lambda args: args.score_keys == "sketch" and _model(args).head_dim % 32 != 0,
-    ),
-    Refusal(
-        "--query-predictor --forecast-lead",
-        lambda args: (
-            f"the model has {_groups(args)} groups of sparse layers, and forecasts need "
-            f"more than their lead of {args.forecast_lead}"
-        ),
-        "lower --forecast-lead or layers_per_group, or pass --query-predictor last",
-        lambda args: args.query_predictor == "forecast" and _groups(args) <= args.forecast_lead,
-    ),
-    Refusal(
-        "--query-predictor",
-        lambda args: (
-            f"queries are rotated by {_rotary_type(args)}, whose frequencies are not those of a "
-            "position alone, or not known to be"
-        ),
-        "pass --query-predictor last",
-        lambda args: (
-            args.query_predictor == "forecast" and _rotary_type(args) not in FORECAST_ROTARY_TYPES
-        ),
-    ),
-    Refusal(
-        "--max-sparse-requests --inference-kv",
-        lambda args: (
-            f"the working sets take {_bytes_of_working_sets(args) / 1e9:.0f} GB, more than this "
-            "machine has free"
-        ),
-        "lower --max-sparse-requests or --sparse-budget, or, with --inference-kv working-set, "
-        "--context-length or --dense-layers",
-        lambda args: (
-            args.device == "cpu"
-            and _bytes_of_working_sets(args) > psutil.virtual_memory().available
-        ),
-    ),
-)
-"""These rows are of a server with a cache rank."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -17,14 +17,164 @@ from sglang_ext.refusals import (
     ALLOW_LARGE_BUDGET_VARIABLE,
     DROP,
     PLAIN,
-    Refusal,
+    Objection,
     UnsupportedError,
+    of_flags,
 )
-from sglang_ext.requests import wants_beams
 
-_CPU_BACKENDS = {None, "torch_native", "intel_amx", BACKEND}
+GPU_KERNELS, CPU_KERNELS = ("fa3", "flashinfer", "triton"), ("torch_native", "intel_amx")
+"""SGLang's attention backends that read tokens one by one."""
 
-_GPU_BACKENDS = ("fa3", "flashinfer", "triton")
+SPARSE_DECODE_FLAGS = {
+    "--is-embedding --encoder-only --dllm-algorithm": "only autoregression has decode steps",
+    "--tokenizer-worker-num --smg-grpc-mode --grpc-mode --use-ray": (
+        "requests are checked in one process that answers over HTTP"
+    ),
+    "--enable-mixed-chunk": "prefill and decode rows cannot share a batch",
+    "--enable-two-batch-overlap --enable-pdmux --enable-streaming-session": "this is not supported",
+    "--enable-lora --lora-paths": "LoRA is not supported, unless it is merged into the model",
+}
+"""Flags that sparse decode does not allow, and why."""
+
+EXCHANGE_FLAGS = {
+    "--tp-size --pp-size --dp-size --nnodes": "a model is served by one GPU of one machine yet",
+    "--disaggregation-mode": "prefill and decode on separate servers are not supported",
+    "--radix-cache-backend --enable-hierarchical-cache --enable-lmcache --enable-flexkv "
+    "--enable-session-radix-cache --enable-unified-cache-external-linker": (
+        "only SGLang's own radix cache, in the KV pool, is told what was computed densely"
+    ),
+    "--speculative-algorithm": "it verifies several queries a step, and one is predicted",
+    "--startup-weight-load-mode": "the cache rank gets weights that are not loaded by then",
+}
+"""Flags that a cache rank in a process of its own does not allow, and why."""
+
+INLINE_FLAGS = {
+    "--pp-size --nnodes --enable-dp-attention": "this is not tested with selection in the process",
+    "--disaggregation-mode": "K and V that another server computes have no sketches",
+    "--radix-cache-backend --enable-hierarchical-cache --enable-lmcache --enable-flexkv "
+    "--enable-session-radix-cache --enable-unified-cache-external-linker": (
+        "K and V that come back to the pool have no sketches"
+    ),
+    "--speculative-algorithm": "it verifies several queries a step, and one is selected for",
+}
+"""Flags that selection in SGLang's process does not allow, and why."""
+
+
+def sparse_decode(args: CacheRankFlags) -> Iterator[Objection]:
+    """Object to what sparse decode does not allow, wherever tokens are selected."""
+    if compat.serves_without_python():
+        raise UnsupportedError(
+            "SGLANG_RUST_SERVER: that server loads no plugins, which check requests. Unset it."
+        )
+    yield from of_flags(args, SPARSE_DECODE_FLAGS)
+    if args.device not in (None, "cpu", "cuda") or (args.device == "cuda" and not cpu.has_gpu()):
+        why = "sparse decode runs on CPUs, and on NVIDIA GPUs that are usable"
+        yield Objection("--device", why, f"pass --device cpu, or {DROP}")
+    if args.model_impl == "transformers":
+        yield Objection("--model-impl", "this has no attention layers that can be sparse")
+    if "beam_width" in str(args.preferred_sampling_params):
+        yield Objection("--preferred-sampling-params", "sparse decode cannot follow beams")
+    if args.decode_attention_backend not in (None, BACKEND):
+        remedy = f"{DROP}, and choose the kernels with --attention-backend"
+        yield Objection("--decode-attention-backend", "sparse decode has its own", remedy)
+    if _names_other_kernels(args):
+        why = f"kernels are those of {', '.join(GPU_KERNELS if args.on_gpu else CPU_KERNELS)}"
+        remedy = f"pass one of them, or {DROP}"
+        yield Objection("--attention-backend --prefill-attention-backend", why, remedy)
+
+
+def exchange(args: CacheRankFlags) -> Iterator[Objection]:
+    """Object to what a cache rank that has a process of its own does not allow."""
+    yield from of_flags(args, EXCHANGE_FLAGS)
+    if args.kv_cache_dtype not in ("auto", "bf16", "bfloat16"):
+        yield Objection("--kv-cache-dtype", "the KV pool must have the model's dtype")
+    if args.page_size not in (None, 1):
+        yield Objection("--page-size", "tokens are selected one by one, so a page holds one token")
+    if args.cache_rank_gpus != 1:
+        why = "there is one cache rank for each tensor-parallel rank"
+        yield Objection("--cache-rank-gpus", why, f"pass 1, or {PLAIN}")
+    if not _can_bind(args.cache_rank_address):
+        remedy = f"pass the address of one of its interfaces, or {DROP} for loopback"
+        yield Objection("--cache-rank-address", "this machine has no such address", remedy)
+    if args.trace is not None and not _can_write(args.trace):
+        remedy = f"pass one in a folder that exists, or {DROP}"
+        yield Objection("--trace", "this file cannot be written", remedy)
+    yield from _threshold(args)
+    frees_rows = args.inference_kv == "working-set"
+    if (args.on_gpu or frees_rows) and (
+        args.disable_overlap_schedule or args.max_queued_requests is not None
+    ):
+        yield Objection(
+            "--inference-kv --disable-overlap-schedule --max-queued-requests",
+            "a step whose cache rank is lost is taken back, which only the overlap schedule can, "
+            "and its requests are queued again, which a full queue would turn away",
+            "drop --disable-overlap-schedule and --max-queued-requests",
+        )
+    if frees_rows and (args.enable_return_routed_experts or args.kv_canary != "none"):
+        yield Objection(
+            "--inference-kv --enable-return-routed-experts --kv-canary",
+            "tokens lose the rows of the KV pool by which routed experts and the canary find them",
+            "drop --enable-return-routed-experts and --kv-canary, or pass --inference-kv full",
+        )
+    if args.on_gpu:
+        yield from _exchange_between_gpus(args)
+
+
+def inline(args: CacheRankFlags) -> Iterator[Objection]:
+    """Object to what selection in SGLang's own process does not allow."""
+    yield from of_flags(args, INLINE_FLAGS)
+    if args.cache_rank_gpus > 1:
+        yield Objection("--cache-rank-gpus", "selection in SGLang's process has no GPU of its own")
+    if args.kv_cache_dtype not in ("auto", "bf16", "bfloat16", "fp8_e4m3"):
+        why = "K and V are attended to in the model's dtype or in fp8_e4m3"
+        yield Objection("--kv-cache-dtype", why)
+    if args.recent_tokens < 1:
+        yield Objection("--recent-tokens", "the current token is one of them", "pass 1 or more")
+    yield from _threshold(args)
+
+
+def _threshold(args: CacheRankFlags) -> Iterator[Objection]:
+    least = _least_threshold(args)
+    if args.sparse_threshold < least:
+        yield Objection(
+            "--sparse-threshold --sparse-budget --sink-tokens --recent-tokens",
+            f"a request has to have {least} tokens before it turns sparse: budget, sinks and "
+            "recent ones",
+            "raise --sparse-threshold, or lower one of the others",
+        )
+
+
+def _exchange_between_gpus(args: CacheRankFlags) -> Iterator[Objection]:
+    own, other, there = args.base_gpu_id, args.first_cache_rank_gpu, torch.cuda.device_count()
+    if other >= there or (own == other and not args.shares_gpu):
+        yield Objection(
+            "--cache-rank-gpus --cache-rank-base-gpu-id --base-gpu-id --gpu-id-step",
+            f"the cache rank would run on GPU {other} of {there}, counted from 0, and SGLang does "
+            f"on GPU {own}",
+            f"pass another --cache-rank-base-gpu-id, add a GPU, or {PLAIN}; with "
+            "CUDA_VISIBLE_DEVICES= both ranks run on CPUs, for tests",
+        )
+    if (
+        args.cache_rank_transfer_backend == "peer"
+        and own != other
+        and not torch.cuda.can_device_access_peer(own, other)
+    ):
+        why = f"GPU {own} cannot reach the memory of GPU {other}"
+        yield Objection("--cache-rank-transfer-backend", why, "set it to nccl, or drop it")
+    if not {args.cuda_graph_backend_decode, _decode_graph(args)} <= {None, "full", "disabled"}:
+        yield Objection(
+            "--cuda-graph-backend-decode --cuda-graph-config",
+            "decode must be one full CUDA graph, inside which the exchange is gated, or none",
+            "pass --cuda-graph-backend-decode full, and drop --cuda-graph-config",
+        )
+
+
+def _names_other_kernels(args: CacheRankFlags) -> bool:
+    """Whether an attention backend is named that sparse decode cannot take its kernels from."""
+    decode, prefill = args.attention_backend, args.prefill_attention_backend
+    if args.on_gpu:
+        return prefill == BACKEND or decode not in (None, *GPU_KERNELS)
+    return not {decode, prefill} <= {None, *CPU_KERNELS}
 
 
 def _can_bind(address: str) -> bool:
@@ -38,33 +188,17 @@ def _can_bind(address: str) -> bool:
     return True
 
 
-def _cannot_write(file: str) -> bool:
-    """Whether a file can be neither made nor replaced."""
+def _can_write(file: str) -> bool:
+    """Whether a file can be made or replaced."""
     path = Path(file).expanduser()
-    if path.exists():
-        return path.is_dir() or not os.access(path, os.W_OK)
-    return not path.parent.is_dir() or not os.access(path.parent, os.W_OK | os.X_OK)
+    return not path.is_dir() and os.access(path if path.exists() else path.parent, os.W_OK)
 
 
-def _working_set(args: CacheRankFlags) -> int:
-    """The tokens that a KV head attends to in a sparse step, without the current one."""
-    return args.sparse_budget + args.sink_tokens + args.recent_tokens
-
-
-def _prefers_beams(args: CacheRankFlags) -> bool:
-    """Whether requests that do not say otherwise search with several beams."""
-    preferred = args.preferred_sampling_params
-    if isinstance(preferred, str):
-        try:
-            preferred = json.loads(preferred)
-        except ValueError:  # SGLang says so
-            return False
-    return isinstance(preferred, dict) and wants_beams(preferred)
-
-
-def _own_gpus(args: CacheRankFlags) -> range:
-    """The GPUs of SGLang's ranks, and those that --gpu-id-step leaves between them."""
-    return range(args.base_gpu_id, args.base_gpu_id + args.tp_size * args.gpu_id_step)
+def _least_threshold(args: CacheRankFlags) -> int:
+    """The length from which a request has the tokens that a sparse step attends to."""
+    always = args.sink_tokens + args.recent_tokens
+    allows_less = os.environ.get(ALLOW_LARGE_BUDGET_VARIABLE) == "1"
+    return always + (1 if allows_less else max(1, args.sparse_budget))
 
 
 def _decode_graph(args: CacheRankFlags) -> str | None:
@@ -74,268 +208,17 @@ def _decode_graph(args: CacheRankFlags) -> str | None:
     return phase.get("backend") if isinstance(phase, dict) else getattr(phase, "backend", None)
 
 
-SERVERS = (
-    Refusal(
-        "--tp-size --pp-size --dp-size --nnodes",
-        "a model is served by one GPU of one machine yet",
-    ),
-    Refusal(
-        "--disaggregation-mode --encoder-only",
-        "prefill, decode and encoders on separate servers are not supported",
-    ),
-    Refusal(
-        "--tokenizer-worker-num --smg-grpc-mode --grpc-mode --use-ray",
-        "requests are checked in one process that answers over HTTP",
-    ),
-    Refusal(
-        "--device",
-        "the ranks run on NVIDIA GPUs and on CPUs",
-        f"pass --device cuda or cpu, or {PLAIN}",
-        lambda args: args.device not in (None, "cpu", "cuda"),
-    ),
-    Refusal(
-        "--device",
-        "this machine has no usable NVIDIA GPU",
-        f"pass --device cpu, or {DROP}",
-        lambda args: args.device == "cuda" and not cpu.has_gpu(),
-    ),
-    Refusal(
-        "--cache-rank-address",
-        "that is not an address of this machine",
-        f"pass the address of one of its interfaces, or {DROP} for loopback",
-        lambda args: not _can_bind(args.cache_rank_address),
-    ),
-    Refusal(
-        "--radix-cache-backend --enable-hierarchical-cache --enable-lmcache --enable-flexkv "
-        "--enable-session-radix-cache --enable-unified-cache-external-linker",
-        "only SGLang's own radix cache, in the KV pool, is told what was computed densely",
-    ),
-    Refusal("--enable-mixed-chunk", "prefill and decode rows cannot share a batch"),
-    Refusal(
-        "--enable-two-batch-overlap --enable-pdmux --enable-streaming-session",
-        "two-batch overlap, PD multiplexing and streaming sessions are not supported",
-    ),
-    Refusal(
-        "--speculative-algorithm",
-        "speculative decoding verifies several queries a step, and the cache rank predicts one",
-    ),
-    Refusal("--is-embedding --dllm-algorithm", "only autoregressive generation has decode steps"),
-    Refusal(
-        "--enable-lora --lora-paths",
-        "LoRA is not supported",
-        f"merge the adapter into the model, or {DROP}",
-    ),
-    Refusal(
-        "--model-impl",
-        "this has no attention layers that a cache rank can serve",
-        when=lambda args: args.model_impl == "transformers",
-    ),
-    Refusal(
-        "--kv-cache-dtype",
-        "the KV pool must have the model's dtype",
-        when=lambda args: args.kv_cache_dtype not in ("auto", "bf16", "bfloat16"),
-    ),
-    Refusal(
-        "--decode-attention-backend",
-        "decode goes through the cache rank's own backend",
-        f"{DROP}, and choose the kernels with --attention-backend",
-        lambda args: args.decode_attention_backend not in (None, BACKEND),
-    ),
-    Refusal(
-        "--attention-backend --prefill-attention-backend",
-        f"these choose kernels, and {BACKEND} has none of its own",
-        f"name another backend, or {DROP}",
-        lambda args: BACKEND in (args.attention_backend, args.prefill_attention_backend),
-    ),
-)
-"""These rows are of every server with sparse decode."""
-
-CPUS = (
-    Refusal(
-        "--attention-backend --prefill-attention-backend",
-        "the CPU engine attends by torch",
-        DROP,
-        lambda args: not {args.attention_backend, args.prefill_attention_backend} <= _CPU_BACKENDS,
-    ),
-    Refusal(
-        "--quantization",
-        "the CPU engine has no kernels for weights in 8 bits",
-        when=lambda args: args.quantization == "fp8",
-    ),
-    Refusal(
-        "--enable-memory-saver",
-        "what it saves is memory of GPUs, and its library loads only where there is a driver",
-        f"{DROP}: on CPUs memory is released and resumed without it",
-    ),
-    Refusal(
-        "--enable-torch-compile",
-        "on CPUs SGLang cannot compile decode steps whose prefill has another attention backend",
-    ),
-    Refusal(
-        "--enable-deterministic-inference --rl-on-policy-target",
-        "SGLang has no deterministic attention on CPUs",
-    ),
-)
-"""These rows are of every server with sparse decode whose ranks run on CPUs."""
-
-CACHE_RANKS = (
-    Refusal(
-        "--cache-rank-gpus",
-        "there is one cache rank for each tensor-parallel rank",
-        f"pass 1, or {PLAIN}",
-    ),
-    Refusal(
-        "--trace",
-        "this file cannot be written",
-        f"pass one in a folder that exists, or {DROP}",
-        lambda args: args.trace is not None and _cannot_write(args.trace),
-    ),
-    Refusal(
-        "--hysteresis",
-        lambda args: (
-            "a selected token would stay until as many others again as --sparse-budget "
-            f"{args.sparse_budget} rank before it, so that what is selected hardly follows queries"
-        ),
-        "pass less than the budget, or drop it for an eighth of that",
-        lambda args: args.hysteresis is not None and args.hysteresis >= args.sparse_budget,
-    ),
-    Refusal(
-        "--preferred-sampling-params",
-        "a cache rank cannot follow beams",
-        f"take beam_width out of it, or {PLAIN}",
-        _prefers_beams,
-    ),
-    Refusal(
-        "--startup-weight-load-mode",
-        "queries are forecast by weights that are not there yet when the cache rank gets them",
-    ),
-    Refusal(
-        "--page-size",
-        "tokens are selected one by one, so a page holds one token",
-        when=lambda args: args.page_size not in (None, 1),
-    ),
-    Refusal(
-        "--inference-kv --max-queued-requests",
-        "requests whose cache rank is lost are recomputed, and a full queue would turn them away",
-        "drop --max-queued-requests",
-        lambda args: (
-            args.max_queued_requests is not None
-            and (args.on_gpu or args.inference_kv == "working-set")
-        ),
-    ),
-    Refusal(
-        "--inference-kv --enable-return-routed-experts --kv-canary",
-        "tokens lose the rows of the KV pool by which routed experts and the canary find them",
-        "drop --enable-return-routed-experts and --kv-canary, or pass --inference-kv full",
-        lambda args: (
-            args.inference_kv == "working-set"
-            and (args.enable_return_routed_experts or args.kv_canary != "none")
-        ),
-    ),
-    Refusal(
-        "--inference-kv --disable-overlap-schedule",
-        "only the overlap schedule can take back a step that the cache rank failed in",
-        "drop --disable-overlap-schedule, or pass --inference-kv full",
-        lambda args: args.inference_kv == "working-set" and args.disable_overlap_schedule,
-    ),
-    Refusal(
-        "--sparse-threshold --sink-tokens --recent-tokens",
-        "a sparse request must have more tokens than sinks and recent ones",
-        "raise --sparse-threshold, or lower --sink-tokens or --recent-tokens",
-        lambda args: args.sparse_threshold <= args.sink_tokens + args.recent_tokens,
-    ),
-    Refusal(
-        "--sparse-threshold --sparse-budget --sink-tokens --recent-tokens",
-        lambda args: (
-            f"budget, sinks and recent tokens add up to {_working_set(args)}, and a request turns "
-            f"sparse at {args.sparse_threshold} tokens"
-        ),
-        "lower --sparse-budget, or raise --sparse-threshold",
-        lambda args: (
-            _working_set(args) > args.sparse_threshold
-            and os.environ.get(ALLOW_LARGE_BUDGET_VARIABLE) != "1"
-        ),
-    ),
-)
-"""These rows are of a server with a cache rank."""
-
-GPUS = (
-    Refusal(
-        "--disable-overlap-schedule",
-        "on GPUs only the overlap schedule can take back a step that the cache rank failed in",
-        DROP,
-        lambda args: args.disable_overlap_schedule,
-    ),
-    Refusal(
-        "--cache-rank-base-gpu-id",
-        "this is SGLang's own GPU, and a cache rank needs another",
-        f"{DROP} to take the next one",
-        lambda args: not args.shares_gpu and args.first_cache_rank_gpu in _own_gpus(args),
-    ),
-    Refusal(
-        "--cache-rank-gpus --cache-rank-base-gpu-id --base-gpu-id --gpu-id-step",
-        lambda args: (
-            f"the cache rank would run on GPU {args.first_cache_rank_gpu}, counted from 0, and "
-            f"this machine has {torch.cuda.device_count()}"
-        ),
-        f"pass another --cache-rank-base-gpu-id, add a GPU, or {PLAIN}; with "
-        "CUDA_VISIBLE_DEVICES= both ranks run on CPUs, for tests",
-        lambda args: args.first_cache_rank_gpu + args.cache_rank_gpus > torch.cuda.device_count(),
-    ),
-    Refusal(
-        "--cache-rank-transfer-backend",
-        lambda args: (
-            f"GPU {args.base_gpu_id} cannot reach the memory of GPU {args.first_cache_rank_gpu}"
-        ),
-        "set it to nccl, or drop it",
-        lambda args: (
-            args.cache_rank_transfer_backend == "peer"
-            and args.base_gpu_id != args.first_cache_rank_gpu
-            and not torch.cuda.can_device_access_peer(args.base_gpu_id, args.first_cache_rank_gpu)
-        ),
-    ),
-    Refusal(
-        "--attention-backend",
-        f"decode over working sets is by {', '.join(_GPU_BACKENDS)}, which read tokens one by one",
-        f"pass one of them, or {DROP}",
-        lambda args: args.attention_backend not in (None, *_GPU_BACKENDS),
-    ),
-    Refusal(
-        "--cuda-graph-backend-decode --cuda-graph-config",
-        "decode must be one full CUDA graph, inside which the exchange is gated, or none",
-        "pass --cuda-graph-backend-decode full, and drop --cuda-graph-config",
-        lambda args: (
-            not {args.cuda_graph_backend_decode, _decode_graph(args)} <= {None, "full", "disabled"}
-        ),
-    ),
-)
-"""These rows are of a server with a cache rank on a GPU."""
-
-
-def refuse_rust_server() -> None:
-    """Refuse SGLang's server in Rust, which the environment asks for.
-
-    Raises:
-        UnsupportedError: it does.
-    """
-    if compat.serves_without_python():
-        raise UnsupportedError(
-            "SGLANG_RUST_SERVER: a server in Rust loads no plugins, which check what a request "
-            "asks for. Unset it."
-        )
-
-
 ANY_SHAPE = ModelShape(1 << 20, 1, 1, 128, "bfloat16", 1.0)
-"""The shape of a model that is not read yet; what depends on it, the table of models refuses."""
+"""The shape of a model that is not read yet; what depends on it, `models` refuses."""
 
 RANGES = {
     "cache_rank_timeout": (1, 86_400),  # a cache rank says four times a second that it is alive
     "cache_rank_max_restart_delay": (1, 3600),
     "cache_rank_mem_fraction": (0.01, 1),
-    "max_sparse_requests": (1, None),
-    "bulk_chunk_tokens": (2, None),  # every step adds one token of its own
-    "dense_layers": (0, None),
-    "trace_steps": (1, None),
+    "max_sparse_requests": (1, math.inf),
+    "bulk_chunk_tokens": (2, math.inf),  # every step adds one token of its own
+    "dense_layers": (0, math.inf),
+    "trace_steps": (1, math.inf),
 }
 """The least and the most that flags take of which the cache rank itself is not told."""
 
@@ -348,11 +231,9 @@ def refuse_out_of_range(args: CacheRankFlags) -> None:
     """
     for field, (least, most) in RANGES.items():
         value = getattr(args, field)
-        if value is not None and not least <= value <= (math.inf if most is None else most):
-            allowed = f"{least} or more" if most is None else f"a number from {least} to {most}"
-            raise UnsupportedError(
-                f"{flag_of(field)} {value}: this is out of range. Pass {allowed}."
-            )
+        if value is not None and not least <= value <= most:
+            allowed = f"{least} or more" if most == math.inf else f"a number from {least} to {most}"
+            raise UnsupportedError(f"{flag_of(field)} {value}: out of range. Pass {allowed}.")
     try:
         args.cache_rank_config(ANY_SHAPE, max_rows=1)
     except ValueError as error:

@@ -11,10 +11,10 @@ from small_models import GQA, small_config
 from torch import Tensor
 
 from cache_rank import residency
+from cache_rank.batch_metadata import BatchMetadata
 from cache_rank.config import CacheRankConfig, ModelShape
 from cache_rank.protocol import AnswerHeader
 from cache_rank.residency.base import Residency
-from cache_rank.step_rows import StepRows
 
 CPU = torch.device("cpu")
 PAGES = 16
@@ -132,10 +132,12 @@ class Held:
         return scores[0, :, :, : position + 1].clone()
 
 
-def rows_of(sequences: list[Held], positions: list[int], refused: tuple[int, ...] = ()) -> StepRows:
+def rows_of(
+    sequences: list[Held], positions: list[int], refused: tuple[int, ...] = ()
+) -> BatchMetadata:
     device, count = sequences[0].keys.device, len(sequences)
     slots = [-1 if row in refused else held.slot for row, held in enumerate(sequences)]
-    return StepRows(
+    return BatchMetadata(
         torch.tensor(slots, dtype=torch.int32, device=device),
         torch.tensor(positions, dtype=torch.int32, device=device),
         torch.ones(count, dtype=torch.int32, device=device),

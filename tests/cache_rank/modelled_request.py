@@ -11,9 +11,9 @@ from torch import Tensor
 from cache_rank.config import CacheRankConfig
 from cache_rank.kernels.checksum.reference import slots_checksum
 from cache_rank.kernels.wire.reference import from_wire, to_wire
-from cache_rank.protocol import NO_EPOCH, AnswerHeader, DownMessage, Row, UpMessage
+from cache_rank.protocol import NO_SEQUENCE, AnswerHeader, DownMessage, Row, UpMessage
 from cache_rank.reference import SynchronousReference
-from cache_rank.schedule import Boundary
+from cache_rank.schedule import LayerMessage
 
 
 class Computed(NamedTuple):
@@ -32,42 +32,43 @@ class Computed(NamedTuple):
 
 def pack_up(
     config: CacheRankConfig,
-    boundary: Boundary,
+    layer_message: LayerMessage,
     computed: Sequence[Computed],
     device: torch.device | str = "cpu",
 ) -> UpMessage:
-    """The message of a boundary, in which each row computed something."""
+    """A message in which each row computed something."""
     rows = len(computed)
-    buffer = torch.zeros(UpMessage.size(config, boundary, rows), dtype=torch.uint8, device=device)
-    up = UpMessage(config, boundary, rows, buffer)
+    size = UpMessage.size(config, layer_message, rows)
+    buffer = torch.zeros(size, dtype=torch.uint8, device=device)
+    up = UpMessage(config, layer_message, rows, buffer)
     for index, (queries, keys, values, hidden) in enumerate(computed):
-        if boundary.left is not None:
-            layers = config.groups[boundary.left]
+        if layer_message.kv_of is not None:
+            layers = config.groups[layer_message.kv_of]
             of_group = slice(layers.start, layers.stop)
             up.queries[index] = queries[of_group]
             up.keys[index] = keys[of_group]
             up.values[index] = values[of_group]
-        if boundary.entered is not None:
-            up.hidden[index] = hidden[boundary.entered]
+        if layer_message.hidden_of is not None:
+            up.hidden[index] = hidden[layer_message.hidden_of]
     return up
 
 
 def assert_refused(answers: Sequence[DownMessage], row: int) -> None:
     for answer in answers:
-        assert (answer.header[row] == NO_EPOCH).all()
+        assert (answer.header[row] == NO_SEQUENCE).all()
         assert (answer.slots[row] == -1).all()
 
 
 class Request:
     """A request on the inference rank: its stream of tensors, its slots and their reference."""
 
-    def __init__(self, config: CacheRankConfig, epoch: int, prompt: int) -> None:
+    def __init__(self, config: CacheRankConfig, sequence_id: int, prompt: int) -> None:
         model = config.model
         self.config = config
-        self.epoch = epoch
+        self.sequence_id = sequence_id
         self.position = prompt
         """Of the next token."""
-        self._generator = torch.Generator().manual_seed(epoch)
+        self._generator = torch.Generator().manual_seed(sequence_id)
         self.prompt = self._random(2, model.layers, prompt, model.kv_heads, model.head_dim)
         self.reference = SynchronousReference(config, *self.prompt)
         self._query = self._random(model.layers, model.query_heads, model.head_dim).float()
@@ -82,7 +83,7 @@ class Request:
     @property
     def row(self) -> Row:
         """Of the step of the next token."""
-        return Row(self.epoch, self.position)
+        return Row(self.sequence_id, self.position)
 
     def compute(self) -> Computed:
         """What a forward pass computes for the next token; its queries drift."""
@@ -95,30 +96,32 @@ class Request:
         return Computed(queries, keys, values, hidden)
 
     def choose(self, queries: Tensor, keys: Tensor, values: Tensor, hidden: Tensor) -> None:
-        """Let the reference append the token and choose, as the boundaries of a step follow."""
+        """Let the reference append the token and choose, as the messages of a step follow."""
         config = self.config
-        for boundary in config.boundaries:
-            if boundary.left is not None:
-                for layer in config.groups[boundary.left]:
+        for message in config.layer_messages:
+            if message.kv_of is not None:
+                for layer in config.groups[message.kv_of]:
                     self.reference.append(layer, queries[layer], keys[layer], values[layer])
-            for layer in () if boundary.answered is None else config.groups[boundary.answered]:
-                if boundary.is_fresh:
-                    self.reference.select_now(layer, hidden[boundary.entered], self.position)
+            group = message.selects_for
+            for layer in () if group is None else config.groups[group]:
+                if message.same_step:
+                    self.reference.select_now(layer, hidden[message.hidden_of], self.position)
                 else:
-                    tells = None if boundary.entered is None else hidden[boundary.entered]
+                    tells = None if message.hidden_of is None else hidden[message.hidden_of]
                     self.reference.select(layer, self.position, tells)
         self.filled = config.filled_after(self.position, self.filled)
         self.fresh_filled = config.filled_after(self.position - 1, self.fresh_filled)
         self.position += 1
 
-    def is_fresh(self, layer: int) -> bool:
+    def same_step(self, layer: int) -> bool:
         """Whether the answer for a layer is for the step itself."""
-        fresh = {boundary.answered for boundary in self.config.boundaries if boundary.is_fresh}
+        messages = self.config.layer_messages
+        fresh = {message.selects_for for message in messages if message.same_step}
         return layer // self.config.layers_per_group in fresh
 
     def used(self, layer: int) -> int:
         """Slots in use in a layer, by its newest answer."""
-        return self.fresh_filled if self.is_fresh(layer) else self.filled
+        return self.fresh_filled if self.same_step(layer) else self.filled
 
     def apply(self, layers: range, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """Write the answer for a group, (len(layers), Hkv, C[, width]), into the slots."""
@@ -138,8 +141,8 @@ class Request:
             checksum = slots_checksum(self.keys[used], self.values[used])
             assert AnswerHeader(*answer.header[index].tolist()) == AnswerHeader(
                 step=step,
-                epoch=self.epoch,
-                resident_tokens=self.position - self.is_fresh(layers.start),
+                sequence_id=self.sequence_id,
+                resident_tokens=self.position - self.same_step(layers.start),
                 filled_slots=filled,
                 shipped_tokens=int((slots >= 0).sum()),
                 checksum=checksum if self.config.checksum else 0,

@@ -13,12 +13,12 @@ from small_models import MHA, small_config
 from torch import Tensor
 
 from cache_rank import residency
+from cache_rank.batch_metadata import BatchMetadata
 from cache_rank.config import CacheRankConfig, ModelShape
 from cache_rank.kernels.mosaickv.store import Run, Strategy, load_vectors, packed_tokens, runs_of
 from cache_rank.protocol import AnswerHeader
 from cache_rank.residency.mosaickv import MosaicKVResidency
 from cache_rank.residency.mosaickv.memory import BUFFER_TOKENS
-from cache_rank.step_rows import StepRows
 
 CPU = torch.device("cpu")
 PAGES = 16
@@ -107,9 +107,9 @@ class Held:
             self.residency.append(rows, range(layer, layer + 1), up.view(1, 1, *up.shape), ring)
         self.resident += 1
 
-    def rows(self, position: int) -> StepRows:
+    def rows(self, position: int) -> BatchMetadata:
         device = self.tokens.device
-        return StepRows(
+        return BatchMetadata(
             torch.tensor([self.slot], dtype=torch.int32, device=device),
             torch.tensor([position], dtype=torch.int32, device=device),
             torch.ones(1, dtype=torch.int32, device=device),

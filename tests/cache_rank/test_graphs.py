@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from cache_rank.graphs import CAPTURES_A_STEP, Captures
+from cache_rank.graphs import CAPTURES_A_STEP, CudaGraphCache
 
 
 class Doubled:
@@ -20,56 +20,56 @@ class Doubled:
         return self.out
 
 
-def check(captures: Captures, action: Doubled, key: str, value: float) -> None:
+def check(graphs: CudaGraphCache, action: Doubled, key: str, value: float) -> None:
     action.given.fill_(value)
-    captures.allow_more()
-    assert captures.run(key, action) is action.out
+    graphs.allow_more()
+    assert graphs.run(key, action) is action.out
     assert action.out.tolist() == [2 * value] * 4
 
 
 def test_on_a_cpu_every_call_is_the_action() -> None:
-    captures, action = Captures(torch.device("cpu")), Doubled(torch.device("cpu"))
+    graphs, action = CudaGraphCache(torch.device("cpu")), Doubled(torch.device("cpu"))
     for turn in range(4):
-        check(captures, action, "doubled", turn)
-    captures.clear()
+        check(graphs, action, "doubled", turn)
+    graphs.clear()
     assert action.runs == 4
 
 
 @pytest.mark.gpu
 def test_on_a_gpu_the_action_runs_once_is_captured_and_then_replayed() -> None:
-    captures, action = Captures(torch.device("cuda")), Doubled(torch.device("cuda"))
+    graphs, action = CudaGraphCache(torch.device("cuda")), Doubled(torch.device("cuda"))
     for turn in range(5):
-        check(captures, action, "doubled", turn)
+        check(graphs, action, "doubled", turn)
     assert action.runs == 2
 
     other = Doubled(torch.device("cuda"))
-    check(captures, other, "other", 7)
+    check(graphs, other, "other", 7)
     assert (other.runs, action.runs) == (1, 2)
 
-    captures.clear()
+    graphs.clear()
     for turn in range(3):
-        check(captures, action, "doubled", turn)
+        check(graphs, action, "doubled", turn)
     assert action.runs == 4
 
 
 @pytest.mark.gpu
 def test_a_graph_is_replayed_on_the_stream_that_asks() -> None:
-    captures, action = Captures(torch.device("cuda")), Doubled(torch.device("cuda"))
+    graphs, action = CudaGraphCache(torch.device("cuda")), Doubled(torch.device("cuda"))
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         for turn in range(4):
-            check(captures, action, "doubled", turn)
+            check(graphs, action, "doubled", turn)
 
 
 @pytest.mark.gpu
 def test_a_step_captures_a_few_actions_and_runs_the_others_as_they_are() -> None:
-    captures = Captures(torch.device("cuda"))
+    graphs = CudaGraphCache(torch.device("cuda"))
     actions = [Doubled(torch.device("cuda")) for _ in range(2 * CAPTURES_A_STEP)]
     for step in range(4):
-        captures.allow_more()
+        graphs.allow_more()
         for key, action in enumerate(actions):
             action.given.fill_(step)
-            captures.run(key, action)
+            graphs.run(key, action)
             assert action.out.tolist() == [2 * step] * 4
     # Once to compile; the second half once more in the step that captured the first.
     assert [action.runs for action in actions] == [2] * CAPTURES_A_STEP + [3] * CAPTURES_A_STEP

@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.cuda import Event
 
 from cache_rank import rank
+from cache_rank.batch_metadata import BatchMetadata
 from cache_rank.config import CacheRankConfig, ModelShape
 from cache_rank.pages import PAGE_TOKENS
 from cache_rank.protocol import AnswerHeader, Load, Open, Row, Step, up_sizes
-from cache_rank.step_rows import StepRows
 
 MODEL = ModelShape(3, query_heads=8, kv_heads=2, head_dim=64, dtype="bfloat16", scale=64**-0.5)
 MEMORY_BYTES = 1 << 24
@@ -41,10 +41,10 @@ class Channel:
         """As the peer sends; not in the middle of a test, because it waits for the device."""
         self._sent.append(tensor.to("cuda"))
 
-    def send(self, tensor: Tensor, after: Event | None = None, lane: int = 0) -> Channel:
+    def send(self, tensor: Tensor, after: Event | None = None, buffer_index: int = 0) -> Channel:
         return self
 
-    def receive(self, tensor: Tensor, after: Event | None = None, lane: int = 0) -> Channel:
+    def receive(self, tensor: Tensor, after: Event | None = None, buffer_index: int = 0) -> Channel:
         if after is None:
             self.stream.wait_stream(torch.cuda.current_stream())
         else:
@@ -83,29 +83,29 @@ class Driven:
     def put_token(self, request: Request) -> Tensor:
         """Put a request's next token on the wire; its K and V, (2, layers, Hkv, D)."""
         computed = request.compute()
-        for boundary in self.config.boundaries:
-            self.link.up.put(pack_up(self.config, boundary, [computed]).buffer)
+        for layer_message in self.config.layer_messages:
+            self.link.up.put(pack_up(self.config, layer_message, [computed]).buffer)
         return torch.stack((computed.keys, computed.values))
 
     def step(self, request: Request) -> None:
         self._steps += 1
-        rows = [Row(request.epoch, request.position)]
+        rows = [Row(request.sequence_id, request.position)]
         assert self.rank.step(Step(self._steps, rows)) is None
         request.position += 1
 
     def load(self, request: Request) -> None:
-        assert self.rank.load(Load(request.epoch, 0, request.prompt.shape[2])) is None
+        assert self.rank.load(Load(request.sequence_id, 0, request.prompt.shape[2])) is None
 
     def pages_of(self, request: Request) -> list[int]:
-        return list(self.rank.selector.sequences[request.epoch].pages)
+        return list(self.rank.selector.sequences[request.sequence_id].pages)
 
     def held(self, request: Request, first: int) -> Tensor:
         """K and V of a request's tokens from `first` on, (2, layers, Hkv, n, D)."""
         selector = self.rank.selector
-        sequence = selector.sequences[request.epoch]
+        sequence = selector.sequences[request.sequence_id]
         positions = torch.arange(first, sequence.tokens, device="cuda")
         positions = positions.expand(MODEL.layers, MODEL.kv_heads, -1)
-        rows = StepRows(
+        rows = BatchMetadata(
             slots=torch.tensor([sequence.slot], dtype=torch.int32, device="cuda"),
             positions=torch.tensor([sequence.tokens - 1], dtype=torch.int32, device="cuda"),
             counts=torch.ones(1, dtype=torch.int32, device="cuda"),
@@ -117,12 +117,12 @@ class Driven:
 
 
 @pytest.mark.gpu
-def test_a_late_load_of_an_ended_epoch_leaves_the_next_owner_of_its_pages_alone(
+def test_a_late_load_of_an_ended_sequence_leaves_the_next_owner_of_its_pages_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(rank, "memory_for_tokens", lambda *of: MEMORY_BYTES)
     driven = Driven()
-    owner, ended = (Request(driven.config, epoch, PROMPT) for epoch in (1, 2))
+    owner, ended = (Request(driven.config, sequence_id, PROMPT) for sequence_id in (1, 2))
     bulk = driven.link.bulk
     bulk.put(owner.prompt)
     bulk.put(ended.prompt)
@@ -137,7 +137,7 @@ def test_a_late_load_of_an_ended_epoch_leaves_the_next_owner_of_its_pages_alone(
     bulk.late_cycles = LATE_CYCLES
     driven.load(ended)
     freed = driven.pages_of(ended)
-    assert driven.rank.end([ended.epoch]) is None
+    assert driven.rank.end([ended.sequence_id]) is None
     driven.step(owner)
     assert not bulk.stream.query(), "the load was not late"
 

@@ -237,24 +237,24 @@ class Selecting:
             for both in sizes
         ]
         self._steps = 0
-        for epoch, chunks in enumerate(((200, 180), (250,)), start=1):
-            sequence = self.selector.begin(epoch)
+        for sequence_id, chunks in enumerate(((200, 180), (250,)), start=1):
+            sequence = self.selector.begin(sequence_id)
             for chunk in chunks:
                 part = slice(sequence.tokens, sequence.tokens + chunk)
-                shipment = self._tokens[epoch - 1][:, :, :, part].transpose(2, 3)
+                shipment = self._tokens[sequence_id - 1][:, :, :, part].transpose(2, 3)
                 self.selector.load(sequence, shipment.contiguous().to(device))
 
     def step(self) -> Tensor:
         """Decode a token of each: (2, layers, Hkv, k) which token sits in which slot."""
         config, sequences = self.config, list(self.selector.sequences.values())
         self._steps += 1
-        rows = [Row(sequence.epoch, sequence.tokens) for sequence in sequences]
+        rows = [Row(sequence.sequence_id, sequence.tokens) for sequence in sequences]
         timeline = Timeline("", self._device)
         step = self.selector.begin_step(self._steps, rows)
-        for boundary, layers, buffers in zip(
-            config.boundaries, config.groups, self._messages, strict=True
+        for layer_message, layers, buffers in zip(
+            config.layer_messages, config.groups, self._messages, strict=True
         ):
-            up = UpMessage(config, boundary, 2, buffers[0])
+            up = UpMessage(config, layer_message, 2, buffers[0])
             down = DownMessage(config, len(layers), 2, buffers[1])
             for index, row in enumerate(rows):
                 tokens = self._tokens[index][:, layers.start : layers.stop]
@@ -266,10 +266,10 @@ class Selecting:
                 up.queries[index] = tokens[0][:, heads, looked_for].to(self._device)
                 up.keys[index] = tokens[0, :, :, row.position].to(self._device)
                 up.values[index] = tokens[1, :, :, row.position].to(self._device)
-            self.selector.serve(step, boundary, up, down, timeline)
+            self.selector.serve(step, layer_message, up, down, timeline)
         self.selector.end_step(step)
         every_layer = range(config.model.layers)
-        slots = [self.selector.mirror(sequence, every_layer) for sequence in sequences]
+        slots = [self.selector.slot_map(sequence, every_layer) for sequence in sequences]
         return torch.stack(slots).cpu()
 
 

@@ -628,18 +628,18 @@ def test_selections_are_those_of_the_synchronous_reference_where_nothing_is_lost
         kv_residency_options={**DENSE, "segment": 512, "threshold": 0},
     )
     memory = residency.fixed_bytes(config) + 4 * PAGE_TOKENS * residency.bytes_per_token(config)
-    selector, request = Selector(config, CPU, memory), Request(config, epoch=1, prompt=350)
+    selector, request = Selector(config, CPU, memory), Request(config, sequence_id=1, prompt=350)
     sequence = selector.begin(1)
     selector.load(sequence, request.prompt)
     for number in range(110):
         step = selector.begin_step(number, [Row(1, request.position)])
         computed = request.compute()
         request.choose(*computed)
-        for boundary, layers in zip(config.boundaries, config.groups, strict=True):
-            up = pack_up(config, boundary, [computed])
+        for layer_message, layers in zip(config.layer_messages, config.groups, strict=True):
+            up = pack_up(config, layer_message, [computed])
             size = DownMessage.size(config, len(layers), 1)
             down = DownMessage(config, len(layers), 1, torch.zeros(size, dtype=torch.uint8))
-            selector.serve(step, boundary, up, down, Timeline("", CPU))
+            selector.serve(step, layer_message, up, down, Timeline("", CPU))
             slots, keys, values = (getattr(down, name)[0] for name in ("slots", "keys", "values"))
             request.apply(layers, slots, keys, values)
             for layer in layers:
@@ -649,7 +649,7 @@ def test_selections_are_those_of_the_synchronous_reference_where_nothing_is_lost
                         for tokens in request.reference.slots[layer]
                     ]
                 )
-                found = selector.mirror(sequence, range(layer, layer + 1))[0]
+                found = selector.slot_map(sequence, range(layer, layer + 1))[0]
                 assert torch.equal(found.long(), expected)
         selector.end_step(step)
     for layer in range(shape.layers):

@@ -61,13 +61,13 @@ def predicted_after(
     for number, query in enumerate(queries):
         predicted.clear()
         step = selector.begin_step(number, [Row(1, prompt + number)])
-        for boundary, layers in zip(config.boundaries, config.groups, strict=True):
-            size = UpMessage.size(config, boundary, 1)
-            up = UpMessage(config, boundary, 1, torch.zeros(size, dtype=torch.uint8))
+        for layer_message, layers in zip(config.layer_messages, config.groups, strict=True):
+            size = UpMessage.size(config, layer_message, 1)
+            up = UpMessage(config, layer_message, 1, torch.zeros(size, dtype=torch.uint8))
             up.queries[0] = query[layers.start : layers.stop]
             size = DownMessage.size(config, len(layers), 1)
             down = DownMessage(config, len(layers), 1, torch.zeros(size, dtype=torch.uint8))
-            selector.serve(step, boundary, up, down, Timeline("", torch.device("cpu")))
+            selector.serve(step, layer_message, up, down, Timeline("", torch.device("cpu")))
     return torch.cat(predicted)
 
 

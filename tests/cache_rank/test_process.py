@@ -24,7 +24,7 @@ from cache_rank.channels.transport import TransportError
 from cache_rank.config import CacheRankConfig, ModelShape
 from cache_rank.pages import PAGE_TOKENS
 from cache_rank.protocol import (
-    NO_EPOCH,
+    NO_SEQUENCE,
     Adopt,
     DownMessage,
     Drop,
@@ -37,7 +37,7 @@ from cache_rank.protocol import (
     Share,
     Step,
 )
-from cache_rank.schedule import Boundary
+from cache_rank.schedule import LayerMessage
 from sglang_ext.exchange.connection import CacheRankDownError, Connection, Placement
 from sglang_ext.supervisor import Supervisor
 
@@ -82,11 +82,11 @@ class InferenceRank:
         self.refused = 0
         """How many messages the cache rank must have refused so far."""
         self.last_step = 0
-        self._last_epoch = 0
+        self._last_sequence_id = 0
 
     def new_request(self, prompt: int) -> Request:
-        self._last_epoch += 1
-        return Request(self.config, self._last_epoch, prompt)
+        self._last_sequence_id += 1
+        return Request(self.config, self._last_sequence_id, prompt)
 
     def load(self, request: Request, chunk: int | None = None) -> None:
         """Ship a request's prompt, in chunks."""
@@ -95,7 +95,7 @@ class InferenceRank:
         chunk = chunk or count
         for start in range(0, count, chunk):
             part = prompt[:, :, start : start + chunk].contiguous()
-            self.send_load(Load(request.epoch, start, part.shape[2]), part)
+            self.send_load(Load(request.sequence_id, start, part.shape[2]), part)
 
     def send_load(self, message: Load, shipment: Tensor) -> None:
         self.connection.control.send(message)
@@ -113,11 +113,13 @@ class InferenceRank:
             step = self.last_step
         self.connection.control.send(Step(step, rows))
 
-    def exchange_group(self, boundary: Boundary, tensors: Sequence[Computed]) -> DownMessage:
-        """Send the message of a boundary and wait for its answer."""
+    def exchange_group(
+        self, layer_message: LayerMessage, tensors: Sequence[Computed]
+    ) -> DownMessage:
+        """Send a message and wait for its answer."""
         config, rows = self.config, len(tensors)
-        sent = self.connection.link.up.send(pack_up(config, boundary, tensors).buffer)
-        layers = config.groups[boundary.answered or 0]
+        sent = self.connection.link.up.send(pack_up(config, layer_message, tensors).buffer)
+        layers = config.groups[layer_message.selects_for or 0]
         size = DownMessage.size(config, len(layers), rows)
         down = DownMessage(config, len(layers), rows, torch.zeros(size, dtype=torch.uint8))
         self.connection.link.down.receive(down.buffer).wait(LONG)
@@ -129,7 +131,10 @@ class InferenceRank:
     ) -> list[DownMessage]:
         """One whole step; the answer of every group."""
         self.announce(rows, step)
-        return [self.exchange_group(boundary, tensors) for boundary in self.config.boundaries]
+        return [
+            self.exchange_group(layer_message, tensors)
+            for layer_message in self.config.layer_messages
+        ]
 
     def decode(self, requests: Sequence[Request]) -> None:
         """One step of some requests, whose answers must be those of the reference."""
@@ -140,7 +145,7 @@ class InferenceRank:
             request.check_answers(self.last_step, index, answers)
 
     def end(self, *requests: Request) -> None:
-        self.connection.control.send(End([request.epoch for request in requests]))
+        self.connection.control.send(End([request.sequence_id for request in requests]))
 
     def expect_refused(self, count: int) -> None:
         """The cache rank counts so many more refused messages, and no others."""
@@ -242,7 +247,7 @@ def test_the_next_step_may_be_announced_before_the_last_answer_is_read(
                 receive.wait(LONG)
                 sent.wait(LONG)
                 request.apply(layers, down.slots[0], down.keys[0], down.values[0])
-            up = pack_up(config, config.boundaries[group], [tensors])
+            up = pack_up(config, config.layer_messages[group], [tensors])
             buffers.append(up)
             sent = link.up.send(up.buffer)
             size = DownMessage.size(config, len(layers), 1)
@@ -258,7 +263,7 @@ def test_the_next_step_may_be_announced_before_the_last_answer_is_read(
     rank.end(request)
 
 
-def test_refused_rows_are_answered_with_no_epoch_and_the_others_are_served(
+def test_refused_rows_are_answered_for_no_sequence_and_the_others_are_served(
     rank: InferenceRank,
 ) -> None:
     request, ended = rank.arrive(prompt=20), rank.arrive(prompt=20)
@@ -267,13 +272,13 @@ def test_refused_rows_are_answered_with_no_epoch_and_the_others_are_served(
     garbage = ended.compute()
     never_begun = rank.new_request(prompt=5)
     bad_rows: list[Callable[[], Row]] = [
-        lambda: Row(ended.epoch, ended.position),
-        lambda: Row(never_begun.epoch, never_begun.position),
-        lambda: Row(NO_EPOCH, 0),
+        lambda: Row(ended.sequence_id, ended.position),
+        lambda: Row(never_begun.sequence_id, never_begun.position),
+        lambda: Row(NO_SEQUENCE, 0),
         lambda: Row(2**62, 0),
-        lambda: Row(request.epoch, request.position - 1),
-        lambda: Row(request.epoch, request.position + 1),
-        lambda: Row(request.epoch, -1),
+        lambda: Row(request.sequence_id, request.position - 1),
+        lambda: Row(request.sequence_id, request.position + 1),
+        lambda: Row(request.sequence_id, -1),
     ]
     for bad_row in bad_rows:
         tensors = request.compute()
@@ -318,19 +323,19 @@ def test_loads_and_ends_of_what_is_not_live_are_refused(rank: InferenceRank) -> 
     rank.end(ended)
     unshipped = rank.new_request(prompt=5)
     bad_loads = [
-        Load(ended.epoch, 20, 5),  # is over
-        Load(ended.epoch, 0, 5),  # an epoch does not begin twice
-        Load(unshipped.epoch, 3, 5),  # does not begin at the beginning
-        Load(request.epoch, 0, 5),  # is there already
-        Load(request.epoch, 20, 5),  # one token behind
-        Load(request.epoch, 22, 5),  # one token ahead
+        Load(ended.sequence_id, 20, 5),  # is over
+        Load(ended.sequence_id, 0, 5),  # a sequence does not begin twice
+        Load(unshipped.sequence_id, 3, 5),  # does not begin at the beginning
+        Load(request.sequence_id, 0, 5),  # is there already
+        Load(request.sequence_id, 20, 5),  # one token behind
+        Load(request.sequence_id, 22, 5),  # one token ahead
     ]
     for bad in bad_loads:
         rank.send_load(bad, unshipped.prompt)
     for count in (0, -1, rank.connection.capacity_tokens * 1000):
-        rank.connection.control.send(Load(unshipped.epoch, 0, count))
+        rank.connection.control.send(Load(unshipped.sequence_id, 0, count))
     rank.end(ended)
-    rank.connection.control.send(End([unshipped.epoch, 2**40]))
+    rank.connection.control.send(End([unshipped.sequence_id, 2**40]))
     rank.expect_refused(len(bad_loads) + 5)
     rank.decode([request])
     rank.end(request)
@@ -341,14 +346,14 @@ def test_a_request_on_pages_of_another_is_served_as_if_it_had_shipped_them(
 ) -> None:
     send = rank.connection.control.send
     first = rank.arrive(prompt=PAGE_TOKENS + 40)
-    twin = Request(rank.config, first.epoch, PAGE_TOKENS + 40)
-    twin.epoch = rank.new_request(prompt=1).epoch
-    send(Adopt(twin.epoch, []))  # waits, and is overtaken
+    twin = Request(rank.config, first.sequence_id, PAGE_TOKENS + 40)
+    twin.sequence_id = rank.new_request(prompt=1).sequence_id
+    send(Adopt(twin.sequence_id, []))  # waits, and is overtaken
     later = rank.arrive(prompt=20)
-    send(Share(first.epoch, [1]))
-    send(Adopt(twin.epoch, [1]))
+    send(Share(first.sequence_id, [1]))
+    send(Adopt(twin.sequence_id, [1]))
     rest = twin.prompt[:, :, PAGE_TOKENS:].contiguous()
-    rank.send_load(Load(twin.epoch, PAGE_TOKENS, 40), rest)
+    rank.send_load(Load(twin.sequence_id, PAGE_TOKENS, 40), rest)
     rank.decode([first, twin, later])
     rank.reports.wait_for(lambda report: report.tokens_held == PAGE_TOKENS + 2 * 41 + 21)
     rank.end(first)
@@ -364,16 +369,16 @@ def test_pages_that_there_are_not_are_refused(rank: InferenceRank) -> None:
     request, ended, long = rank.arrive(20), rank.arrive(20), rank.arrive(2 * PAGE_TOKENS + 1)
     rank.end(ended)
     send = rank.connection.control.send
-    send(Share(long.epoch, [1]))
+    send(Share(long.sequence_id, [1]))
     bad = [
-        Share(request.epoch, [2]),  # has no complete page
-        Share(long.epoch, [1]),  # the name is taken
-        Share(long.epoch, [2, 2]),
-        Share(long.epoch, [2, 3]),  # has one more
-        Share(ended.epoch, [2]),
-        Adopt(ended.epoch, [1]),
-        Adopt(request.epoch, [1]),  # holds tokens
-        Adopt(long.epoch, [2]),
+        Share(request.sequence_id, [2]),  # has no complete page
+        Share(long.sequence_id, [1]),  # the name is taken
+        Share(long.sequence_id, [2, 2]),
+        Share(long.sequence_id, [2, 3]),  # has one more
+        Share(ended.sequence_id, [2]),
+        Adopt(ended.sequence_id, [1]),
+        Adopt(request.sequence_id, [1]),  # holds tokens
+        Adopt(long.sequence_id, [2]),
         Drop([2]),
     ]
     for message in bad:
@@ -428,13 +433,13 @@ def test_memory_is_back_to_nothing_when_the_last_request_ends(
     rank.decode(requests)
     rank.reports.wait_for(lambda report: report.tokens_held == 332)
     assert rank.reports.latest is not None
-    assert rank.reports.latest.epochs == 2
+    assert rank.reports.latest.sequences == 2
     assert rank.reports.latest.bytes_held >= 332 * rank.config.model.bytes_per_token
     if ending == "end":
         rank.end(*requests)
     else:
         rank.connection.control.send(Flush())
-    rank.reports.wait_for(lambda report: report.epochs == 0)
+    rank.reports.wait_for(lambda report: report.sequences == 0)
     assert rank.reports.latest.tokens_held == 0
     assert rank.reports.latest.bytes_held == 0
     again = rank.arrive(prompt=20)
@@ -442,7 +447,7 @@ def test_memory_is_back_to_nothing_when_the_last_request_ends(
     rank.end(again)
 
 
-def test_an_epoch_number_is_never_used_again(rank: InferenceRank) -> None:
+def test_a_sequence_id_is_never_used_again(rank: InferenceRank) -> None:
     request = rank.arrive(prompt=20)
     rank.connection.control.send(Flush())
     rank.load(request)

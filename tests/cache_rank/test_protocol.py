@@ -86,9 +86,9 @@ def assert_fields_are_independent(fields: dict[str, Tensor]) -> None:
 @given(configs(), rows_of_a_step)
 def test_up_message_fields_tile_the_buffer(config: CacheRankConfig, rows: int) -> None:
     model = config.model
-    for boundary, layers in zip(config.boundaries, map(len, config.groups), strict=True):
-        buffer = torch.zeros(UpMessage.size(config, boundary, rows), dtype=torch.uint8)
-        message = UpMessage(config, boundary, rows, buffer)
+    for layer_message, layers in zip(config.layer_messages, map(len, config.groups), strict=True):
+        buffer = torch.zeros(UpMessage.size(config, layer_message, rows), dtype=torch.uint8)
+        message = UpMessage(config, layer_message, rows, buffer)
         assert message.queries.shape == (rows, layers, model.query_heads, model.head_dim)
         assert message.keys.shape == (rows, layers, model.kv_heads, model.head_dim)
         assert message.values.shape == message.keys.shape
@@ -107,12 +107,12 @@ def test_the_place_of_a_row_does_not_depend_on_how_many_there_are(
     config: CacheRankConfig, rows: int
 ) -> None:
     """A captured graph stages rows before it is known how many a step exchanges."""
-    for boundary in (config.boundaries[0], *by_forecast(len(config.groups), lead=1)[:1]):
-        size = UpMessage.size(config, boundary, rows)
-        most = UpMessage.size(config, boundary, rows + 3)
+    for layer_message in (config.layer_messages[0], *by_forecast(len(config.groups), lead=1)[:1]):
+        size = UpMessage.size(config, layer_message, rows)
+        most = UpMessage.size(config, layer_message, rows + 3)
         larger = torch.randint(0, 256, (most,), dtype=torch.uint8)
         few, many = (
-            UpMessage(config, boundary, count, larger[:end])
+            UpMessage(config, layer_message, count, larger[:end])
             for count, end in ((rows, size), (rows + 3, None))
         )
         for name in ("tokens", "hidden"):
@@ -150,7 +150,7 @@ def test_a_message_laid_over_a_larger_buffer_uses_only_its_own_bytes(
     config: CacheRankConfig, rows: int
 ) -> None:
     kinds: list[tuple[Any, Any]] = [
-        (UpMessage, config.boundaries[0]),
+        (UpMessage, config.layer_messages[0]),
         (DownMessage, len(config.groups[0])),
     ]
     for kind, part in kinds:
@@ -170,7 +170,7 @@ def test_in_8_bits_tokens_take_a_byte_an_element() -> None:
 
 
 def test_rows_travel_as_arrays() -> None:
-    wire = msgspec.msgpack.encode(Step(step=1, rows=[Row(epoch=5, position=9)]))
+    wire = msgspec.msgpack.encode(Step(step=1, rows=[Row(sequence_id=5, position=9)]))
     assert msgspec.msgpack.decode(wire) == {
         "type": "Step",
         "step": 1,

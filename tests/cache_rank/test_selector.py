@@ -14,12 +14,12 @@ from torch import Tensor
 
 from cache_rank import residency
 from cache_rank.config import CacheRankConfig
-from cache_rank.graphs import Captures
+from cache_rank.graphs import CudaGraphCache
 from cache_rank.kernels.select.reference import EMPTY
 from cache_rank.measure.timeline import Timeline
 from cache_rank.pages import PAGE_TOKENS, OutOfPagesError
 from cache_rank.protocol import (
-    NO_EPOCH,
+    NO_SEQUENCE,
     DownMessage,
     Row,
     basis_shape,
@@ -44,9 +44,9 @@ class Served:
         self._device = device
         self.timeline = Timeline("", device)
 
-    def arrive(self, epoch: int, prompt: int, chunk: int | None = None) -> Request:
-        request = Request(self.config, epoch, prompt)
-        sequence = self.selector.begin(epoch)
+    def arrive(self, sequence_id: int, prompt: int, chunk: int | None = None) -> Request:
+        request = Request(self.config, sequence_id, prompt)
+        sequence = self.selector.begin(sequence_id)
         for start in range(0, prompt, chunk or prompt):
             shipment = request.prompt[:, :, start : start + (chunk or prompt)]
             self.selector.load(sequence, shipment.to(self._device))
@@ -64,17 +64,17 @@ class Served:
         answers: dict[int, DownMessage] = {}
         self.steps += 1
         step = selector.begin_step(self.steps, rows, refused)
-        for boundary in config.boundaries:
-            up = pack_up(config, boundary, tensors, self._device)
-            if boundary.answered is None:
-                selector.serve(step, boundary, up, None, self.timeline)
+        for layer_message in config.layer_messages:
+            up = pack_up(config, layer_message, tensors, self._device)
+            if layer_message.selects_for is None:
+                selector.serve(step, layer_message, up, None, self.timeline)
                 continue
-            layers = len(config.groups[boundary.answered])
+            layers = len(config.groups[layer_message.selects_for])
             size = DownMessage.size(config, layers, len(rows))
             buffer = torch.ones(size, dtype=torch.uint8, device=self._device)
             down = DownMessage(config, layers, len(rows), buffer)
-            selector.serve(step, boundary, up, down, self.timeline)
-            answers[boundary.answered] = down
+            selector.serve(step, layer_message, up, down, self.timeline)
+            answers[layer_message.selects_for] = down
         selector.end_step(step)
         return [answers[group] for group in sorted(answers)]
 
@@ -91,9 +91,9 @@ class Served:
         """A row's answers and what the selector holds are those of the reference, which has
         chosen already."""
         request.check_answers(self.steps, index, answers)
-        sequence = self.selector.sequences[request.epoch]
+        sequence = self.selector.sequences[request.sequence_id]
         for layers in self.config.groups:
-            chosen = self.selector.mirror(sequence, layers).tolist()
+            chosen = self.selector.slot_map(sequence, layers).tolist()
             assert chosen == [
                 [[EMPTY if token is None else token for token in head] for head in layer]
                 for layer in request.reference.slots[layers.start : layers.stop]
@@ -101,7 +101,7 @@ class Served:
 
     def end(self, *requests: Request) -> None:
         for request in requests:
-            assert self.selector.end(request.epoch)
+            assert self.selector.end(request.sequence_id)
 
 
 PROMPTS = (1, 45, PAGE_TOKENS - 3, PAGE_TOKENS + 44)
@@ -120,7 +120,9 @@ def test_a_step_of_rows_of_any_length_equals_the_reference_row_by_row(
         checksum=True,
     )
     served = Served(config)
-    requests = [served.arrive(epoch + 1, prompt) for epoch, prompt in enumerate(PROMPTS)]
+    requests = [
+        served.arrive(sequence_id + 1, prompt) for sequence_id, prompt in enumerate(PROMPTS)
+    ]
     for batch in (
         *([requests] * 4),
         requests[::-1],
@@ -159,7 +161,9 @@ def test_forecasts_select_for_the_step_itself_and_the_first_groups_for_the_next(
     served = Served(config)
     first = 0 if is_fitted else lead * layers_per_group
     projections = load_projections(served, first)
-    requests = [served.arrive(epoch + 1, prompt) for epoch, prompt in enumerate(PROMPTS)]
+    requests = [
+        served.arrive(sequence_id + 1, prompt) for sequence_id, prompt in enumerate(PROMPTS)
+    ]
     for request in requests:
         request.reference.projections = projections
     for batch in (*([requests] * 4), requests[::-1], requests[1:2], *([requests[1:]] * 2)):
@@ -171,7 +175,7 @@ def test_forecasts_select_for_the_step_itself_and_the_first_groups_for_the_next(
     assert int(served.selector.overflow) > 0
 
 
-class Seen(Captures):
+class Seen(CudaGraphCache):
     """It captures nothing, and remembers for what it was asked, but for where messages are."""
 
     def __init__(self) -> None:
@@ -189,13 +193,14 @@ def test_what_was_captured_before_projections_came_is_not_replayed_after() -> No
     request = served.arrive(1, prompt=45)
     keys = []
     for _ in range(2):
-        served.selector._captures = seen = Seen()
+        served.selector._graphs = seen = Seen()
         served.exchange([request.row], [request.compute()])
         keys.append(seen.keys)
         load_projections(served, first=0)
     changed = [one != other for one, other in zip(*keys, strict=True)]
     assert changed == [
-        boundary.answered is not None and not boundary.is_fresh for boundary in config.boundaries
+        message.selects_for is not None and not message.same_step
+        for message in config.layer_messages
     ]
     assert any(changed)
 
@@ -242,7 +247,9 @@ def test_scores_of_sketches_are_those_of_the_reference(
         basis[:, :-1] += 2 * torch.eye(32)
         bases[layer] = basis
         served.selector.load_basis(layer, basis)
-    requests = [served.arrive(epoch + 1, prompt) for epoch, prompt in enumerate(PROMPTS)]
+    requests = [
+        served.arrive(sequence_id + 1, prompt) for sequence_id, prompt in enumerate(PROMPTS)
+    ]
     for request in requests:
         request.reference.bases = bases
     for batch in (*([requests] * 4), requests[::-1], requests[1:2], *([requests[1:]] * 2)):
@@ -253,7 +260,9 @@ def test_scores_of_sketches_are_those_of_the_reference(
 @pytest.mark.parametrize("model", MODELS)
 def test_tokens_shipped_in_8_bits_are_the_same_tokens_rounded(model: str) -> None:
     served = Served(small_config(MODELS[model], wire_dtype="int8"))
-    requests = [served.arrive(epoch + 1, prompt) for epoch, prompt in enumerate(PROMPTS)]
+    requests = [
+        served.arrive(sequence_id + 1, prompt) for sequence_id, prompt in enumerate(PROMPTS)
+    ]
     for _ in range(8):
         served.decode(requests)
     assert max(request.filled for request in requests) == served.config.sparse_budget
@@ -274,8 +283,8 @@ def test_a_refused_row_changes_nothing(place: int) -> None:
     selector = served.selector
     sequence = selector.sequences[1]
     before = vars_of(sequence)
-    mirror = selector.mirror(sequence, range(3)).clone()
-    for bad in (bystander.row, Row(77, 0), Row(1, 2**40), Row(NO_EPOCH, -1)):
+    slot_map = selector.slot_map(sequence, range(3)).clone()
+    for bad in (bystander.row, Row(77, 0), Row(1, 2**40), Row(NO_SEQUENCE, -1)):
         tensors = [request.compute() for request in requests]
         rows = [request.row for request in requests]
         garbage = tuple(torch.full_like(part, float("nan")) for part in tensors[0])
@@ -289,7 +298,7 @@ def test_a_refused_row_changes_nothing(place: int) -> None:
             request.choose(*computed)
             served.check(request, index, answers)
         assert vars_of(sequence) == before
-        assert torch.equal(selector.mirror(sequence, range(3)), mirror)
+        assert torch.equal(selector.slot_map(sequence, range(3)), slot_map)
     served.decode([bystander, *requests])
 
 
@@ -327,15 +336,15 @@ def test_a_poisoned_row_leaves_its_batch_mates_alone() -> None:
         served.decode([successor, healthy])
 
 
-def test_slots_and_pages_of_ended_epochs_are_used_again() -> None:
+def test_slots_and_pages_of_ended_sequences_are_used_again() -> None:
     served = Served(small_config(checksum=True), pages=4)
     selector = served.selector
     lasting = served.arrive(1, 20)
     slots, pages = set(), set()
-    for epoch in range(2, 6):
-        request = served.arrive(epoch, 2 * PAGE_TOKENS - 4)
-        sequence = selector.sequences[epoch]
-        assert (selector.mirror(sequence, range(3)) == EMPTY).all()
+    for sequence_id in range(2, 6):
+        request = served.arrive(sequence_id, 2 * PAGE_TOKENS - 4)
+        sequence = selector.sequences[sequence_id]
+        assert (selector.slot_map(sequence, range(3)) == EMPTY).all()
         for _ in range(5):  # into a third page
             served.decode([lasting, request])
         slots.add(sequence.slot)
@@ -343,9 +352,9 @@ def test_slots_and_pages_of_ended_epochs_are_used_again() -> None:
         assert len(sequence.pages) == 3
         assert selector.pages.free == 0
         served.end(request)
-        assert not selector.end(epoch)
+        assert not selector.end(sequence_id)
         assert selector.pages.free == 3
-        assert epoch not in selector.sequences
+        assert sequence_id not in selector.sequences
     assert len(slots) == 1
     assert len(pages) == 3
     served.end(lasting)
@@ -357,9 +366,9 @@ def test_it_is_full_when_every_slot_is_taken() -> None:
     config = small_config(max_rows=3)
     served = Served(config)
     requests = []
-    for epoch in range(1, 4):
+    for sequence_id in range(1, 4):
         assert not served.selector.is_full
-        requests.append(served.arrive(epoch, 10))
+        requests.append(served.arrive(sequence_id, 10))
     assert served.selector.is_full
     assert len({sequence.slot for sequence in served.selector.sequences.values()}) == 3
     served.end(requests[1])
@@ -375,9 +384,9 @@ def test_what_fits_by_capacity_fits_however_it_is_divided(worst: bool) -> None:
     first = [2 * PAGE_TOKENS + 1] * 3 if worst else [1] * 3
     counts = [*first, selector.capacity_tokens - sum(first)]
     model = config.model
-    for epoch, count in enumerate(counts, start=1):
+    for sequence_id, count in enumerate(counts, start=1):
         shape = (2, model.layers, count, model.kv_heads, model.head_dim)
-        selector.load(selector.begin(epoch), torch.zeros(shape, dtype=model.torch_dtype))
+        selector.load(selector.begin(sequence_id), torch.zeros(shape, dtype=model.torch_dtype))
     assert selector.tokens_held == selector.capacity_tokens
     assert selector.bytes_held >= selector.capacity_tokens * model.bytes_per_token
     assert selector.bytes_held <= 12 * PAGE_TOKENS * model.bytes_per_token
@@ -412,7 +421,7 @@ def test_it_counts_what_it_holds() -> None:
 def test_overflow_counts_tokens_that_waited() -> None:
     """With a margin that lets no token fall, 8 slots fill at 3 a step: 5, then 2 tokens wait."""
     served = Served(small_config(hysteresis=1000))
-    requests = [served.arrive(epoch, 50 + 10 * epoch) for epoch in (1, 2, 3)]
+    requests = [served.arrive(sequence_id, 50 + 10 * sequence_id) for sequence_id in (1, 2, 3)]
     heads = GQA.layers * GQA.kv_heads * 3
     for waited in (5, 7, 7, 7):
         served.decode(requests)

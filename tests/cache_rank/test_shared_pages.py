@@ -61,17 +61,17 @@ def ship(selector: Selector, sequence: ResidentSequence, prompt: Tensor, chunk: 
 def step(
     selector: Selector, number: int, sequence: ResidentSequence, computed: Computed
 ) -> list[Tensor]:
-    """One decode step; the answers to its boundaries."""
+    """One decode step; the answers to its messages."""
     config, answers = selector.config, []
-    begun = selector.begin_step(number, [Row(sequence.epoch, sequence.tokens)])
-    for boundary in config.boundaries:
+    begun = selector.begin_step(number, [Row(sequence.sequence_id, sequence.tokens)])
+    for layer_message in config.layer_messages:
         down = None
-        if boundary.answered is not None:
-            layers = len(config.groups[boundary.answered])
+        if layer_message.selects_for is not None:
+            layers = len(config.groups[layer_message.selects_for])
             buffer = torch.zeros(DownMessage.size(config, layers, 1), dtype=torch.uint8)
             down = DownMessage(config, layers, 1, buffer)
-        up = pack_up(config, boundary, [computed])
-        selector.serve(begun, boundary, up, down, Timeline("", CPU))
+        up = pack_up(config, layer_message, [computed])
+        selector.serve(begun, layer_message, up, down, Timeline("", CPU))
         if down is not None:
             answers += [down.slots.clone(), down.keys.clone(), down.values.clone()]
     selector.end_step(begun)
@@ -86,7 +86,7 @@ def test_a_sequence_on_pages_of_another_answers_as_if_they_were_its_own(
     config = config_with(**options)
     request = Request(config, 1, PROMPT + 300)
     selector = selector_with(config)
-    first, second, alone = (selector.begin(epoch) for epoch in (1, 2, 3))
+    first, second, alone = (selector.begin(sequence_id) for sequence_id in (1, 2, 3))
     ship(selector, first, request.prompt[:, :, :PROMPT], chunk)
     assert selector.may_share(first, [7, 8])
     selector.share(first, [7, 8])

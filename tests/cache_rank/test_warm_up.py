@@ -24,10 +24,10 @@ LENGTHS = (1, 40, 700, 4095, 5000, 33_000, 70_001, 131_071)
 class Silent:
     """A channel on which all messages are zeros."""
 
-    def send(self, tensor: Tensor, after: Any = None, lane: int = 0) -> Silent:
+    def send(self, tensor: Tensor, after: Any = None, buffer_index: int = 0) -> Silent:
         return self
 
-    def receive(self, tensor: Tensor, after: Any = None, lane: int = 0) -> Silent:
+    def receive(self, tensor: Tensor, after: Any = None, buffer_index: int = 0) -> Silent:
         tensor.zero_()
         return self
 
@@ -73,13 +73,13 @@ def test_no_step_compiles_a_kernel(policy: dict[str, Any], monkeypatch: pytest.M
     monkeypatch.setattr(triton.knobs.runtime, "jit_cache_hook", note)
     positions: dict[int, int] = {}
     number = 0
-    for epoch, tokens in enumerate(LENGTHS, start=1):
-        assert opened.load(Load(epoch, 0, tokens)) is None
-        positions[epoch] = tokens
+    for sequence_id, tokens in enumerate(LENGTHS, start=1):
+        assert opened.load(Load(sequence_id, 0, tokens)) is None
+        positions[sequence_id] = tokens
         for _ in range(24):
             number += 1
-            rows = [Row(epoch, position) for epoch, position in positions.items()]
+            rows = [Row(sequence_id, position) for sequence_id, position in positions.items()]
             assert opened.step(Step(number, rows)) is None
-            positions = {epoch: position + 1 for epoch, position in positions.items()}
+            positions = {sequence_id: position + 1 for sequence_id, position in positions.items()}
     torch.cuda.synchronize()
     assert compiled == []

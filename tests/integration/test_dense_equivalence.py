@@ -94,7 +94,7 @@ def test_a_request_may_stay_dense(server: Server) -> None:
 def test_memory_returns_on_both_ranks(server: Server) -> None:
     free = server.cache_rank()["pool_free_tokens"]
     server.generate_all(PROMPTS, 20)
-    assert server.wait_for(10, epochs=0)["pool_free_tokens"] == free
+    assert server.wait_for(10, sequences=0)["pool_free_tokens"] == free
     server.flush_cache()
     server.wait_for(10, tokens_held=0, bytes_held=0)
     server.generate_all(PROMPTS[-2:], NEW_TOKENS)

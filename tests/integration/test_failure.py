@@ -230,7 +230,7 @@ def test_the_pool_is_freed_where_it_may_be(server: Server, streams: Streams) -> 
         assert used < 16 + 2 * 64
     else:
         assert used > 270
-    assert server.wait_for(10, epochs=0)["pool_free_tokens"] == free
+    assert server.wait_for(10, sequences=0)["pool_free_tokens"] == free
 
 
 def test_a_server_stops_while_streams_run(server: Server, streams: Streams) -> None:
@@ -265,7 +265,7 @@ def test_a_step_that_cannot_be_changed_is_taken_back(letting_go: Server) -> None
         responses = streams.run(lambda: kill(letting_go))
         assert_exact(streams, responses)
         assert statistics(responses, "retractions") > 0
-    letting_go.wait_for(60, up=True, epochs=0)
+    letting_go.wait_for(60, up=True, sequences=0)
 
 
 @pytest.mark.thorough
@@ -291,7 +291,7 @@ def test_a_last_step_that_cannot_be_changed_is_taken_back(letting_go: Server) ->
     assert statistics(responses, "retractions") > 0
     for response, chain, length in zip(responses, CHAINS, lengths, strict=True):
         assert response["output_ids"] == streams.expected(chain)[:length]
-    letting_go.wait_for(60, up=True, epochs=0)
+    letting_go.wait_for(60, up=True, sequences=0)
 
 
 @pytest.mark.thorough

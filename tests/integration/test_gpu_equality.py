@@ -17,7 +17,7 @@ from cache_rank.config import CacheRankConfig, Predictor
 from cache_rank.measure.recording import RECORD_VARIABLE, read_events
 from cache_rank.measure.timeline import Timeline
 from cache_rank.protocol import DownMessage, Row, UpMessage
-from cache_rank.schedule import Boundary
+from cache_rank.schedule import LayerMessage
 from cache_rank.selector import Selector
 from scripts.shared.serving import log_probabilities, serve
 from sglang_ext.refusals import ALLOW_LARGE_BUDGET_VARIABLE
@@ -52,56 +52,59 @@ def test_selections_equal_those_of_each_request_alone(
     assert config.query_predictor == predictor
     steps = {event["step"] for event in events if event["kind"] == "step"}
     assert len(steps) > 1000
-    compared = sum(replay(config, events, epoch) for epoch in range(1, len(PROMPTS) + 1))
+    compared = sum(
+        replay(config, events, sequence_id) for sequence_id in range(1, len(PROMPTS) + 1)
+    )
     assert compared == sum(len(e["rows"]) for e in events if e["kind"] == "step")
 
 
-def replay(config: CacheRankConfig, events: list[Any], epoch: int) -> int:
+def replay(config: CacheRankConfig, events: list[Any], sequence_id: int) -> int:
     """Select for one request alone, wait for every step, and count the selections compared."""
     device = torch.device("cuda")
     selector = Selector(config, device, 4 << 30)
-    sequence, timeline, compared = selector.begin(epoch), Timeline("", device), 0
+    sequence, timeline, compared = selector.begin(sequence_id), Timeline("", device), 0
     messages = itertools.cycle(messages_of(config, device))
     for event in events:
         if event["kind"] == "load":
-            if event["epoch"] == epoch:
+            if event["sequence_id"] == sequence_id:
                 selector.load(sequence, event["shipment"].to(device))
             continue
         if event["kind"] == "projection":
             selector.load_projection(event["layer"], event["projection"].to(device))
             continue
-        boundary, up, down = next(messages)
-        for row in (row for row in event["rows"] if row["epoch"] == epoch):
-            if boundary == config.boundaries[0]:
-                step = selector.begin_step(event["step"], [Row(epoch, row["position"])])
+        layer_message, up, down = next(messages)
+        for row in (row for row in event["rows"] if row["sequence_id"] == sequence_id):
+            if layer_message == config.layer_messages[0]:
+                step = selector.begin_step(event["step"], [Row(sequence_id, row["position"])])
             for part in ("queries", "keys", "values", "hidden"):
                 getattr(up, part)[0] = row[part]
             answered = event["answered"]
-            assert answered == (config.groups[boundary.answered] if down else range(0))
-            selector.serve(step, boundary, up, down, timeline)
+            assert answered == (config.groups[layer_message.selects_for] if down else range(0))
+            selector.serve(step, layer_message, up, down, timeline)
             torch.cuda.synchronize()
-            mirror = selector.mirror(sequence, answered)
-            assert torch.equal(mirror.cpu(), row["mirror"]), (event["step"], answered, epoch)
+            slot_map = selector.slot_map(sequence, answered)
+            where = (event["step"], answered, sequence_id)
+            assert torch.equal(slot_map.cpu(), row["slot_map"]), where
             compared += 1
     return compared
 
 
 def messages_of(
     config: CacheRankConfig, device: torch.device
-) -> list[tuple[Boundary, UpMessage, DownMessage | None]]:
-    """The messages of each boundary; work on them is captured, so that they stay where they are."""
+) -> list[tuple[LayerMessage, UpMessage, DownMessage | None]]:
+    """Messages and answers of a step. Graphs work on them, so that they stay where they are."""
 
     def empty(size: int) -> torch.Tensor:
         return torch.zeros(size, dtype=torch.uint8, device=device)
 
-    messages: list[tuple[Boundary, UpMessage, DownMessage | None]] = []
-    for boundary in config.boundaries:
+    messages: list[tuple[LayerMessage, UpMessage, DownMessage | None]] = []
+    for layer_message in config.layer_messages:
         down = None
-        if boundary.answered is not None:
-            layers = len(config.groups[boundary.answered])
+        if layer_message.selects_for is not None:
+            layers = len(config.groups[layer_message.selects_for])
             down = DownMessage(config, layers, 1, empty(DownMessage.size(config, layers, 1)))
-        up = UpMessage(config, boundary, 1, empty(UpMessage.size(config, boundary, 1)))
-        messages.append((boundary, up, down))
+        up = UpMessage(config, layer_message, 1, empty(UpMessage.size(config, layer_message, 1)))
+        messages.append((layer_message, up, down))
     return messages
 
 

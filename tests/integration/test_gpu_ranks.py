@@ -206,7 +206,7 @@ def test_a_cache_rank_of_many_groups_is_lost_and_comes_back(
 @pytest.mark.parametrize("inference_kv", ["full", "working-set"])
 @pytest.mark.parametrize("schedule", [LAST, f"{FORECAST} 2"])
 @pytest.mark.parametrize("checksum", ["1", "0"])
-def test_slots_equal_the_mirror_over_many_groups(
+def test_slots_equal_the_slot_map_over_many_groups(
     deep_model: Path, gpu_flags: list[str], inference_kv: str, schedule: str, checksum: str
 ) -> None:
     """With checksums every step is compared; without, the host runs ahead as it does in use."""

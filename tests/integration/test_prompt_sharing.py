@@ -81,14 +81,14 @@ def test_samples_of_a_prompt_are_prefilled_once_shipped_once_and_sparse_together
 
 def test_the_next_turn_ships_what_is_new(server: Server, plain_server: Server) -> None:
     first = server.generate(PROMPT, NEW_TOKENS, return_logprob=True)
-    state = server.wait_for(10, epochs=0, tokens_held=SHARED, tokens_kept=SHARED)
+    state = server.wait_for(10, sequences=0, tokens_held=SHARED, tokens_kept=SHARED)
     prompt = PROMPT + first["output_ids"] + QUESTION
     second = server.generate(prompt, NEW_TOKENS, return_logprob=True)
     assert_equal(
         [first, second],
         [plain_server.generate(one, NEW_TOKENS, return_logprob=True) for one in (PROMPT, prompt)],
     )
-    after = server.wait_for(10, epochs=0, tokens_held=3 * PAGE, tokens_kept=3 * PAGE)
+    after = server.wait_for(10, sequences=0, tokens_held=3 * PAGE, tokens_kept=3 * PAGE)
     assert after["tokens_adopted"] - state["tokens_adopted"] == SHARED
     assert after["refused_messages"] == 0
     steps = [one["meta_info"]["cache_rank"]["sparse_steps"] for one in (first, second)]
@@ -111,5 +111,5 @@ def test_requests_that_wait_for_a_prompt_go_on_when_its_request_is_aborted(
     timer.join()
     assert_equal(responses, expected)
     assert all(one["meta_info"]["cache_rank"]["sparse_steps"] > 10 for one in responses)
-    state = server.wait_for(10, epochs=0, tokens_held=SHARED, tokens_kept=SHARED)
+    state = server.wait_for(10, sequences=0, tokens_held=SHARED, tokens_kept=SHARED)
     assert state["refused_messages"] == 0

@@ -195,7 +195,7 @@ def test_nothing_is_left_behind(inference_kv: str, random_model: Callable[..., P
         assert sum(one.get("sparse_steps", 0) > 0 for one in statistics) > 10
         assert sum(r["meta_info"].get("num_retractions", 0) for r in finished) > 10
         server.wait_for(60, up=True)
-        assert server.wait_for(15, epochs=0)["pool_free_tokens"] == free
+        assert server.wait_for(15, sequences=0)["pool_free_tokens"] == free
         state = server.cache_rank()
         assert state["tokens_held"] == state["tokens_kept"]
         assert state["tokens_adopted"] > 0

@@ -127,7 +127,7 @@ def test_many_share_a_prompt_under_pressure(server: Server, plain_server: Server
     others = random_prompts([350] * 12, seed=5)
     server.generate_all(others, NEW_TOKENS)
     assert cached(server.generate(PROMPT + QUESTION, 1)) < len(PROMPT)
-    state = server.wait_for(15, epochs=0)
+    state = server.wait_for(15, sequences=0)
     assert state["pool_free_tokens"] == free
     assert state["refused_messages"] == 0
 
@@ -183,7 +183,7 @@ def test_a_sparse_request_that_is_preempted_goes_on_where_it_was(
 ) -> None:
     server = server_with_priorities
     flush(server)
-    free = server.wait_for(10, epochs=0)["pool_free_tokens"]
+    free = server.wait_for(10, sequences=0)["pool_free_tokens"]
     prompts = random_prompts([300] * 3, seed=14)
     lengths = [400, 400, NEW_TOKENS]
     # Two at a time as below: the rounding of 400 tokens depends on it.
@@ -204,6 +204,6 @@ def test_a_sparse_request_that_is_preempted_goes_on_where_it_was(
         assert difference(log_probabilities(response), log_probabilities(expected)) < 1e-5
         assert sparse_steps(response) > 30
     assert sorted(one["meta_info"]["num_retractions"] for one in low) == [0, 1]
-    state = server.wait_for(10, epochs=0)
+    state = server.wait_for(10, sequences=0)
     assert state["pool_free_tokens"] == free
     assert state["refused_messages"] == 0

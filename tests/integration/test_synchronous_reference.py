@@ -247,25 +247,25 @@ def replay(config: CacheRankConfig, folder: Path) -> int:
     compared = 0
     for event in read_events(folder):
         if event["kind"] == "load":
-            shipments.setdefault(event["epoch"], []).append(event["shipment"])
+            shipments.setdefault(event["sequence_id"], []).append(event["shipment"])
         if event["kind"] == "projection":
             projections[event["layer"]] = event["projection"]
         if event["kind"] == "basis":
             bases[event["layer"]] = event["basis"]
         for row in event.get("rows", ()):
-            epoch, position = row["epoch"], row["position"]
-            if epoch not in references:
-                prompt = torch.cat(shipments.pop(epoch), dim=2)
-                references[epoch] = SynchronousReference(config, prompt[0], prompt[1])
-                references[epoch].projections = projections
-                references[epoch].bases = bases
-            reference = references[epoch]
+            sequence_id, position = row["sequence_id"], row["position"]
+            if sequence_id not in references:
+                prompt = torch.cat(shipments.pop(sequence_id), dim=2)
+                references[sequence_id] = SynchronousReference(config, prompt[0], prompt[1])
+                references[sequence_id].projections = projections
+                references[sequence_id].bases = bases
+            reference = references[sequence_id]
             for index, layer in enumerate(event["layers"]):
                 reference.append(
                     layer, row["queries"][index], row["keys"][index], row["values"][index]
                 )
             for index, layer in enumerate(event["answered"]):
-                if event["is_fresh"]:
+                if event["same_step"]:
                     reference.select_now(layer, row["hidden"], position)
                 else:
                     reference.select(layer, position, row["hidden"])
@@ -273,7 +273,8 @@ def replay(config: CacheRankConfig, folder: Path) -> int:
                     [-1 if token is None else token for token in slots]
                     for slots in reference.slots[layer]
                 ]
-                assert row["mirror"][index].tolist() == expected, (event["step"], layer, epoch)
+                where = (event["step"], layer, sequence_id)
+                assert row["slot_map"][index].tolist() == expected, where
             compared += len(event["answered"]) > 0
     return compared
 
@@ -346,8 +347,8 @@ class ReferenceAttention:
         position = key.shape[2] - 1
         config = self.config
         entered = layer // config.layers_per_group - config.forecast_lead
-        is_fresh = config.forecasts and entered >= 0
-        if is_fresh:
+        same_step = config.forecasts and entered >= 0
+        if same_step:
             hidden = self.hidden[config.groups[entered].start]
             self.reference.select_now(layer, hidden, position)
         elif self.exchanged:

@@ -54,7 +54,7 @@ def test_new_weights_reach_the_cache_rank(
     (prompt,) = random_prompts([140])
     with serve(flags, {RECORD_VARIABLE: str(recorded)}) as server:
         before = server.generate(prompt, 40)["output_ids"]
-        server.wait_for(10, epochs=0)  # SGLang refuses while a step is under way
+        server.wait_for(10, sequences=0)  # SGLang refuses while a step is under way
         answer = server.post("/update_weights_from_disk", {"model_path": str(other)})
         assert answer.json()["success"], answer.text
         after = server.generate(prompt, 40)
@@ -205,7 +205,7 @@ def test_what_is_prefilled_by_new_weights_attends_to_nothing_of_old_ones(
         server.post("/continue_generation").raise_for_status()
     responses = asked.result().json()
     assert responses[0]["meta_info"]["cache_rank"]["sparse_steps"] > 50
-    state = server.wait_for(10, epochs=0)
+    state = server.wait_for(10, sequences=0)
     assert state["tokens_held"] == state["tokens_kept"]
     assert state["starts"] == 1
     known = [cached(server.generate(prompt, 1)) > 0 for prompt in prompts]
@@ -258,7 +258,7 @@ def test_memory_that_is_released_comes_back_without_what_it_held(server: Server)
     (prompt,) = random_prompts([700], seed=10)
     sparse = server.generate(prompt, 40, return_logprob=True)
     dense = server.generate(prompt, 40, return_logprob=True, **DENSE)
-    before = server.wait_for(10, epochs=0, tokens_kept=2 * PAGE_TOKENS)
+    before = server.wait_for(10, sequences=0, tokens_kept=2 * PAGE_TOKENS)
 
     release(server)
     assert not psutil.pid_exists(before["pid"])
@@ -280,7 +280,7 @@ def test_memory_that_is_released_comes_back_without_what_it_held(server: Server)
     assert_same(again, sparse)
     for name in ("sparse_steps", "tokens_shipped", "stale_steps"):
         assert again["meta_info"]["cache_rank"][name] == sparse["meta_info"]["cache_rank"][name]
-    state = server.wait_for(10, epochs=0, tokens_kept=before["tokens_kept"])
+    state = server.wait_for(10, sequences=0, tokens_kept=before["tokens_kept"])
     assert state["starts"] == before["starts"] + 1
     for name in ("losses", "failed_starts", "tokens_adopted", "pool_free_tokens"):
         assert state[name] == before[name]
@@ -297,7 +297,7 @@ def test_weights_change_while_memory_is_released(
     assert trainer.update_from_tensor(1.0).json()["success"]
     (prompt,) = random_prompts([700], seed=11)
     old = server.generate(prompt, 30, return_logprob=True)
-    before = server.wait_for(10, epochs=0)
+    before = server.wait_for(10, sequences=0)
     for tags in parts:
         release(server, tags)
     resume(server, ["weights"])

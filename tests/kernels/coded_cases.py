@@ -52,7 +52,7 @@ def of_rounded_queries(
     rounding_on_gpu: float = 0.0,
 ) -> Callable[[CodedTokens, Tensor], float]:
     """A logit is off by what its query and codes were rounded, and a score by twice that; see
-    `split_digits`. Float32 sums round beside it.
+    `split_int8`. Float32 sums round beside it.
 
     Args:
         largest_scale: finds in the planes of keys what a query is multiplied with first.

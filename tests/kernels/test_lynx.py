@@ -18,7 +18,7 @@ from quantization_cases import (
 )
 from torch import Tensor
 
-from cache_rank.kernels.lynx.fractions import instructions, table_words
+from cache_rank.kernels.lynx.decoding import instructions, table_words
 from cache_rank.kernels.lynx.reference import (
     CHUNK,
     LEVELS,

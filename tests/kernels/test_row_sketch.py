@@ -18,10 +18,10 @@ from cache_rank.kernels.row_sketch import reference, triton
 from cache_rank.kernels.sketch.reference import (
     Sketch,
     SketchShape,
-    crumb_weights,
-    crumbs,
     make_sketch,
+    query_weights,
     sketch_shape,
+    unpack_int2,
 )
 
 UNTOUCHED = 7
@@ -144,8 +144,8 @@ def scored(module: ModuleType, step: Step, capacity: int) -> Tensor:
 def rounding_of(step: Step) -> float:
     """How far keys may lie apart, as logits are rounded to float16, and weights to integers."""
     queries = step.queries.float()
-    weights = crumb_weights(queries.unsqueeze(1), step.sketch, step.scale)[:, 0]
-    logits = weights @ crumbs(step.codes).mT
+    weights = query_weights(queries.unsqueeze(1), step.sketch, step.scale)[:, 0]
+    logits = weights @ unpack_int2(step.codes).mT
     return float(logits.abs().max()) * KEY_UNIT * 2.0**-11 + 6
 
 

@@ -38,31 +38,31 @@ def python_ranking(scores: list[float], candidates: range) -> list[int]:
 
 @dataclass(frozen=True)
 class PythonSelection:
-    mirror: list[int]
+    slot_map: list[int]
     entering: list[int]
     slots: list[int]
     overflow: int
 
 
 def python_select(
-    scores: list[float], mirror: list[int], candidates: range, margin: int, capacity: int
+    scores: list[float], slot_map: list[int], candidates: range, margin: int, capacity: int
 ) -> PythonSelection:
     """One head."""
-    budget = len(mirror)
+    budget = len(slot_map)
     ranking = python_ranking(scores, candidates)
-    resident = [token for token in mirror if token != EMPTY]
+    resident = [token for token in slot_map if token != EMPTY]
     kept = [token for token in resident if token in ranking[: budget + margin]]
     wanted = min(budget, len(ranking)) - len(kept)
     outside = [token for token in ranking if token not in resident]
     entering = sorted(outside[: min(wanted, capacity)])
 
-    empty = [slot for slot, token in enumerate(mirror) if token == EMPTY]
-    fallen = [slot for slot, token in enumerate(mirror) if token != EMPTY and token not in kept]
+    empty = [slot for slot, token in enumerate(slot_map) if token == EMPTY]
+    fallen = [slot for slot, token in enumerate(slot_map) if token != EMPTY and token not in kept]
     # Those that do not compete leave first, then the lowest.
     rank = {token: place for place, token in enumerate(ranking)}
-    fallen.sort(key=lambda slot: rank.get(mirror[slot], len(rank)), reverse=True)
+    fallen.sort(key=lambda slot: rank.get(slot_map[slot], len(rank)), reverse=True)
     slots = (empty + sorted(fallen[: max(0, len(entering) - len(empty))]))[: len(entering)]
-    after = list(mirror)
+    after = list(slot_map)
     for slot, token in zip(slots, entering, strict=True):
         after[slot] = token
     return PythonSelection(after, entering, slots, max(0, wanted - capacity))
@@ -79,12 +79,12 @@ class Policy:
     def candidates(self, tokens: int) -> range:
         return range(self.sinks, max(self.sinks, tokens - self.recent))
 
-    def empty_mirror(self) -> Tensor:
+    def empty_slot_map(self) -> Tensor:
         return torch.full((LAYERS, HEADS, self.budget), EMPTY, dtype=torch.int32)
 
-    def apply(self, scores: Tensor, mirror: Tensor) -> Selection:
+    def apply(self, scores: Tensor, slot_map: Tensor) -> Selection:
         candidates = self.candidates(scores.shape[-1])
-        return select_tokens(scores, mirror, candidates, self.margin, self.capacity)
+        return select_tokens(scores, slot_map, candidates, self.margin, self.capacity)
 
 
 def heads(tensor: Tensor) -> list[list]:
@@ -98,7 +98,7 @@ def assert_rules_hold(policy: Policy, scores: Tensor, before: Tensor, change: Se
     rows = zip(
         heads(scores),
         heads(before),
-        heads(change.mirror),
+        heads(change.slot_map),
         heads(change.entering),
         heads(change.slots),
         change.overflow.flatten().tolist(),
@@ -107,7 +107,7 @@ def assert_rules_hold(policy: Policy, scores: Tensor, before: Tensor, change: Se
     for score, old, new, entering, slots, overflow in rows:
         expected = python_select(score, old, candidates, policy.margin, policy.capacity)
         padding = [EMPTY] * (policy.capacity - len(expected.entering))
-        assert new == expected.mirror
+        assert new == expected.slot_map
         assert entering == expected.entering + padding
         assert slots == expected.slots + padding
         assert overflow == expected.overflow
@@ -149,16 +149,16 @@ policies = st.builds(
 
 @given(policies, st.data())
 def test_follows_the_rules_step_after_step(policy: Policy, data: st.DataObject) -> None:
-    """A sequence that grows; every step's mirror is the start of the next."""
-    mirror = policy.empty_mirror()
+    """A sequence that grows; every step's slot map is the start of the next."""
+    slot_map = policy.empty_slot_map()
     tokens = data.draw(st.integers(1, 8))
     for _ in range(data.draw(st.integers(1, 4))):
         scores = data.draw(score_tensors(tokens))
-        before = mirror.clone()
-        change = policy.apply(scores, mirror)
-        assert torch.equal(mirror, before), "the given mirror was modified"
+        before = slot_map.clone()
+        change = policy.apply(scores, slot_map)
+        assert torch.equal(slot_map, before), "the given slot map was modified"
         assert_rules_hold(policy, scores, before, change)
-        mirror = change.mirror
+        slot_map = change.slot_map
         tokens += data.draw(st.integers(0, 4))
 
 
@@ -179,11 +179,11 @@ every_shape = pytest.mark.parametrize(("policy", "tokens"), SHAPES, ids=str)
 def test_follows_the_rules_while_scores_drift(policy: Policy, tokens: int) -> None:
     torch.manual_seed(0)
     scores = torch.randn(LAYERS, HEADS, tokens)
-    mirror = policy.empty_mirror()
+    slot_map = policy.empty_slot_map()
     for _ in range(12):
-        change = policy.apply(scores, mirror)
-        assert_rules_hold(policy, scores, mirror, change)
-        mirror = change.mirror
+        change = policy.apply(scores, slot_map)
+        assert_rules_hold(policy, scores, slot_map, change)
+        slot_map = change.slot_map
         scores = 0.9 * scores + 0.4 * torch.randn_like(scores)
 
 
@@ -193,18 +193,18 @@ def test_constant_scores_without_margin_converge_to_the_exact_top(
 ) -> None:
     torch.manual_seed(0)
     policy = Policy(policy.budget, 0, policy.capacity)
-    # A full mirror of the worst tokens: everything must be exchanged, `capacity` at a time.
+    # A full slot map of the worst tokens: everything must be exchanged, `capacity` at a time.
     scores = torch.randint(-9, 0, (LAYERS, HEADS, tokens)).float()
-    mirror = policy.empty_mirror()
+    slot_map = policy.empty_slot_map()
     for _ in range(math.ceil(policy.budget / policy.capacity)):
-        mirror = policy.apply(-scores, mirror).mirror
+        slot_map = policy.apply(-scores, slot_map).slot_map
     for _ in range(math.ceil(policy.budget / policy.capacity)):
-        mirror = policy.apply(scores, mirror).mirror
-    for score, slots in zip(heads(scores), heads(mirror), strict=True):
+        slot_map = policy.apply(scores, slot_map).slot_map
+    for score, slots in zip(heads(scores), heads(slot_map), strict=True):
         exact = python_ranking(score, policy.candidates(tokens))[: policy.budget]
         assert {token for token in slots if token != EMPTY} == set(exact)
-    settled = policy.apply(scores, mirror)
-    assert torch.equal(settled.mirror, mirror)
+    settled = policy.apply(scores, slot_map)
+    assert torch.equal(settled.slot_map, slot_map)
     assert (settled.entering == EMPTY).all()
     assert (settled.overflow == 0).all()
 
@@ -233,8 +233,8 @@ def test_by_hand(
     slots: list[int],
     overflow: int,
 ) -> None:
-    mirror = torch.tensor(before, dtype=torch.int32).expand(LAYERS, HEADS, -1)
-    change = policy.apply(torch.tensor(scores).float().expand(LAYERS, HEADS, -1), mirror)
+    slot_map = torch.tensor(before, dtype=torch.int32).expand(LAYERS, HEADS, -1)
+    change = policy.apply(torch.tensor(scores).float().expand(LAYERS, HEADS, -1), slot_map)
     found = [part[1, 0].tolist() for part in change]
     assert found == [after, entering, slots, overflow]
 
@@ -287,7 +287,7 @@ class Batch:
     layers: int = 1
     kv_heads: int = 1
 
-    def empty_mirror(self, device: torch.device) -> Tensor:
+    def empty_slot_map(self, device: torch.device) -> Tensor:
         shape = (10, self.layers + 1, self.kv_heads, self.policy.budget)
         return torch.full(shape, EMPTY, dtype=torch.int32, device=device)
 
@@ -311,10 +311,10 @@ class Batch:
         return scores
 
     def select(
-        self, implementation, scores: Tensor, mirror: Tensor, grown: int, **options: int
+        self, implementation, scores: Tensor, slot_map: Tensor, grown: int, **options: int
     ) -> Outputs:
-        """Change the mirror in place; the rows have grown by that many tokens."""
-        device, policy = mirror.device, self.policy
+        """Change the slot map in place; the rows have grown by that many tokens."""
+        device, policy = slot_map.device, self.policy
         shape = (*scores.shape[:3], policy.capacity)
         outputs = Outputs(
             torch.full(shape, 77, dtype=torch.int32, device=device),
@@ -326,7 +326,7 @@ class Batch:
         )
         implementation.select_step(
             scores.to(device, copy=True),
-            mirror,
+            slot_map,
             int32(self.slots, device),
             int32([position + grown for position in self.positions], device),
             1,
@@ -343,10 +343,10 @@ class Batch:
 def test_reference_step_selects_for_every_row_alone() -> None:
     batch = Batch("", (30, 3, 2, 17), (4, 0, -1, 9), Policy(5, 2, 3), layers=2)
     scores = batch.draw_scores(torch.Generator().manual_seed(0), 40)
-    mirror = batch.empty_mirror(torch.device("cpu"))
-    mirror[4, 1:] = torch.arange(1, 6)
-    before = mirror.clone()
-    outputs = batch.select(reference, scores, mirror, 0)
+    slot_map = batch.empty_slot_map(torch.device("cpu"))
+    slot_map[4, 1:] = torch.arange(1, 6)
+    before = slot_map.clone()
+    outputs = batch.select(reference, scores, slot_map, 0)
     for row, (position, slot) in enumerate(zip(batch.positions, batch.slots, strict=True)):
         if slot < 0:
             assert (outputs.entering[row] == EMPTY).all()
@@ -354,14 +354,14 @@ def test_reference_step_selects_for_every_row_alone() -> None:
             assert outputs.counts[row].tolist() == [5, 5]
             continue
         change = batch.policy.apply(scores[row, :, :, : position + 1], before[slot, 1:])
-        assert torch.equal(mirror[slot, 1:], change.mirror)
+        assert torch.equal(slot_map[slot, 1:], change.slot_map)
         assert torch.equal(outputs.entering[row], change.entering)
         assert torch.equal(outputs.entering_slots[row], change.slots)
         entered = int((change.entering != EMPTY).sum())
         assert outputs.counts[row].tolist() == [5 + entered, 5 + int(change.overflow.sum())]
     untouched = [slot for slot in range(10) if slot not in batch.slots]
-    assert torch.equal(mirror[untouched], before[untouched])
-    assert torch.equal(mirror[:, 0], before[:, 0])
+    assert torch.equal(slot_map[untouched], before[untouched])
+    assert torch.equal(slot_map[:, 0], before[:, 0])
 
 
 LONG, RAGGED = (110,), (60, 3, 2, 20)
@@ -388,17 +388,17 @@ BATCHES = (
 
 
 def assert_steps_agree(
-    batch: Batch, device: torch.device, mirror: Tensor, steps: list[Tensor], **options: int
+    batch: Batch, device: torch.device, slot_map: Tensor, steps: list[Tensor], **options: int
 ) -> Tensor:
-    """Select by both, each carrying its mirror over, while every row grows by a token a step."""
-    reference_mirror = mirror.clone()
+    """Select by both, each carrying its slot map over, while every row grows by a token a step."""
+    reference_slot_map = slot_map.clone()
     for grown, scores in enumerate(steps):
-        expected = batch.select(reference, scores, reference_mirror, grown)
-        actual = batch.select(triton, scores, mirror, grown, **options)
+        expected = batch.select(reference, scores, reference_slot_map, grown)
+        actual = batch.select(triton, scores, slot_map, grown, **options)
         for name in Outputs._fields:
             assert torch.equal(getattr(actual, name), getattr(expected, name)), (grown, name)
-        assert torch.equal(mirror, reference_mirror), grown
-    return mirror
+        assert torch.equal(slot_map, reference_slot_map), grown
+    return slot_map
 
 
 SLOW_BATCHES = (
@@ -425,24 +425,24 @@ SLOW_BATCHES = (
 def test_triton_equals_reference_step_after_step(batch: Batch, device: torch.device) -> None:
     generator = torch.Generator().manual_seed(1)
     steps = [batch.draw_scores(generator, max(batch.positions) + 4) for _ in range(2)]
-    mirror = batch.empty_mirror(device)
-    assert_steps_agree(batch, device, mirror, steps, width=batch.width)
+    slot_map = batch.empty_slot_map(device)
+    assert_steps_agree(batch, device, slot_map, steps, width=batch.width)
 
 
 def test_triton_fills_slots_that_are_empty_or_stale(device: torch.device) -> None:
-    """Gaps in the mirror, and tokens that do not compete, some of them beyond the row."""
+    """Gaps in the slot map, and tokens that do not compete, some of them beyond the row."""
     batch = Batch("", (60, 40), (1, 2), Policy(12, 2, 5, sinks=2, recent=3))
-    mirror = batch.empty_mirror(device)
-    mirror[..., ::3] = int32([1, 9, 5000, 59], device)
+    slot_map = batch.empty_slot_map(device)
+    slot_map[..., ::3] = int32([1, 9, 5000, 59], device)
     steps = [batch.draw_scores(torch.Generator().manual_seed(2), 64) for _ in range(2)]
-    assert_steps_agree(batch, device, mirror, steps, width=batch.width)
+    assert_steps_agree(batch, device, slot_map, steps, width=batch.width)
 
 
 def test_triton_of_no_rows(device: torch.device) -> None:
     batch = Batch("", (), (), SMALL)
-    mirror = batch.empty_mirror(device)
-    batch.select(triton, torch.empty((0, 1, 1, 8)), mirror, 0)
-    assert (mirror == EMPTY).all()
+    slot_map = batch.empty_slot_map(device)
+    batch.select(triton, torch.empty((0, 1, 1, 8)), slot_map, 0)
+    assert (slot_map == EMPTY).all()
 
 
 FULL_POLICY = Policy(budget=2048, margin=256, capacity=128, sinks=4, recent=64)
@@ -467,11 +467,11 @@ def test_triton_at_full_size(batch: Batch, filled: bool) -> None:
     for _ in range(3):
         fresh = batch.draw_scores(generator, row_capacity)
         steps.append(0.98 * steps[-1] + 0.2 * fresh if batch.scores == "random" else fresh)
-    mirror = batch.empty_mirror(device)
+    slot_map = batch.empty_slot_map(device)
     if filled:
         for row, (position, slot) in enumerate(zip(batch.positions, batch.slots, strict=True)):
             candidates = batch.policy.candidates(position + 1)
             best = top_tokens(steps[0][row].to(device), candidates, batch.policy.budget)
-            mirror[slot, 1:, :, : best.shape[-1]] = best.to(torch.int32)
+            slot_map[slot, 1:, :, : best.shape[-1]] = best.to(torch.int32)
         steps = steps[1:]
-    assert_steps_agree(batch, device, mirror, steps)
+    assert_steps_agree(batch, device, slot_map, steps)

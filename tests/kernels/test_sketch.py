@@ -40,20 +40,20 @@ def test_a_sketch_has_as_many_bits_as_it_says(head_dim: int, bits: int) -> None:
 
 @pytest.mark.parametrize("bits", [1, 2, 3, 4])
 def test_logits_are_those_of_the_decoded_keys_less_a_constant(bits: int) -> None:
-    """Crumbs and weights give what channels would, by the definition of the codes."""
+    """Elements and weights give what channels would, by the definition of the codes."""
     sketch, shape = random_sketch(2, 2, 32, bits, torch.device("cpu"))
     keys, queries = torch.randn(2, 2, 50, 32), torch.randn(2, 6, 32)
     codes = reference.encode_keys(keys, sketch, shape)
     assert codes.shape == (2, 2, 50, shape.bytes)
-    found = reference.crumb_weights(queries, sketch, 0.5) @ reference.crumbs(codes).mT
+    found = reference.query_weights(queries, sketch, 0.5) @ reference.unpack_int2(codes).mT
 
     steps = keys.double() @ sketch.keys.double().mT - sketch.shift.double().unsqueeze(-2)
     levels = torch.tensor([16.0] * shape.fine + [4.0] * shape.coarse)
     whole = torch.minimum((steps.floor() + levels / 2).clamp(min=0), levels - 1)
     fine, coarse = whole.split((shape.fine, shape.coarse), dim=-1)
-    by_crumb = sketch.queries.unflatten(-2, (4, shape.bytes))[..., :, :]
-    low, high = by_crumb[:, :, 0, : shape.fine // 2], by_crumb[:, :, 2, : shape.fine // 2]
-    maps = torch.cat((low, high, by_crumb[:, :, :, shape.fine // 2 :].flatten(2, 3)), dim=2)
+    by_element = sketch.queries.unflatten(-2, (4, shape.bytes))[..., :, :]
+    low, high = by_element[:, :, 0, : shape.fine // 2], by_element[:, :, 2, : shape.fine // 2]
+    maps = torch.cat((low, high, by_element[:, :, :, shape.fine // 2 :].flatten(2, 3)), dim=2)
     weights = (queries.view(2, 2, 3, 32) * 0.5) @ maps.mT
     expected = weights.double() @ torch.cat((fine, coarse), dim=-1).mT
     torch.testing.assert_close(found, expected.float(), rtol=1e-4, atol=1e-3)
@@ -68,7 +68,7 @@ def test_more_bits_keep_more_of_the_logits() -> None:
         shape = sketch_shape(64, bits)
         sketch = make_sketch(torch.eye(64).view(1, 1, 64, 64), torch.zeros(1, 1, 64), shape)
         codes = reference.encode_keys(keys, sketch, shape)
-        found = reference.crumb_weights(queries, sketch, 1.0) @ reference.crumbs(codes).mT
+        found = reference.query_weights(queries, sketch, 1.0) @ reference.unpack_int2(codes).mT
         centred = [part - part.mean(-1, keepdim=True) for part in (found[0, 0], exact[0])]
         errors.append(float((centred[0] - centred[1]).square().mean() / centred[1].square().mean()))
     assert errors[0] > errors[1] > errors[2] > errors[3]

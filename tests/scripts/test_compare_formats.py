@@ -77,13 +77,13 @@ def test_a_recording_is_compared_on(tmp_path: Path) -> None:
     config = CacheRankConfig(model, 1, sparse_budget=8, max_swap_tokens=8, max_rows=1)
     generator = torch.Generator().manual_seed(1)
     shipment = torch.randn((2, 1, 300, 2, 16), generator=generator).to(torch.bfloat16)
-    (boundary,) = config.boundaries
-    current = torch.randn(UpMessage.size(config, boundary, 1) // 2, generator=generator)
-    up = UpMessage(config, boundary, 1, current.to(torch.bfloat16).view(torch.uint8))
+    (layer_message,) = config.layer_messages
+    current = torch.randn(UpMessage.size(config, layer_message, 1) // 2, generator=generator)
+    up = UpMessage(config, layer_message, 1, current.to(torch.bfloat16).view(torch.uint8))
     selector, recorder = Selector(config, CPU, 1 << 24), Recorder(tmp_path, config)
     selector.load(selector.begin(1), shipment)
     recorder.record_load(Load(1, 0, 300), shipment)
-    recorder.record_step(selector, selector.begin_step(0, [Row(1, 300)]), boundary, up)
+    recorder.record_step(selector, selector.begin_step(0, [Row(1, 300)]), layer_message, up)
 
     out = tmp_path / "out"
     arguments = ["--recording", str(tmp_path), "--budget", "8", "--out", str(out)]

@@ -85,7 +85,7 @@ def test_the_plugin_is_live_and_loading_it_again_hooks_nothing_twice() -> None:
 def test_a_hook_that_cannot_be_applied_is_an_error_that_names_it(
     target: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    missing = Hook(target, HookType.BEFORE, hooks.end_all_epochs, "gone in this version")
+    missing = Hook(target, HookType.BEFORE, hooks.end_all_sequences, "gone in this version")
     monkeypatch.setattr(hooks, "HOOKS", (*HOOKS, missing))
     registered = [(missing.kind, missing.function, None)]
     monkeypatch.setitem(HookRegistry._hooks, target, registered)
@@ -99,7 +99,7 @@ def test_a_hook_that_cannot_be_applied_is_an_error_that_names_it(
 
 
 def test_a_scheduler_does_not_start_when_a_hook_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    missing = Hook("sglang.gone", HookType.BEFORE, hooks.end_all_epochs, "gone in this version")
+    missing = Hook("sglang.gone", HookType.BEFORE, hooks.end_all_sequences, "gone in this version")
     monkeypatch.setattr(hooks, "HOOKS", (*HOOKS, missing))
     start = Mock()
     monkeypatch.setattr(processes.scheduler, "run_scheduler_process", start)

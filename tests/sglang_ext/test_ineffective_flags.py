@@ -2,55 +2,60 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from sglang_ext import cpu
 from sglang_ext.ineffective_flags import warn_ineffective_flags, warn_small_capacity
+from sglang_ext.server_args import BUNDLED_MODEL, CacheRankServerArgs
 
 
-def args_of(threshold: int = 4096, sparse: int = 32, **changes: Any) -> Any:
-    usual = {
-        "sparse_threshold": threshold,
-        "sparse_budget": 2048,
-        "max_swap_tokens": 128,
-        "max_sparse_requests": sparse,
-        "max_running_requests": None,
-        "max_total_tokens": None,
-        "reuse_sparse_tokens": "off",
-        "disable_radix_cache": False,
-        "cache_rank_transfer_backend": "auto",
-        "on_gpu": False,
-    }
-    return SimpleNamespace(**{**usual, **changes})
+@pytest.fixture
+def make(monkeypatch: pytest.MonkeyPatch) -> Callable[..., CacheRankServerArgs]:
+    """Make arguments with what start-up chooses, and resolve nothing."""
+    monkeypatch.setattr(CacheRankServerArgs, "_resolve", lambda self, let_sglang: None)
+    chosen = {"model_path": str(BUNDLED_MODEL), "hysteresis": 256, "max_swap_tokens": 128}
+    return lambda **fields: CacheRankServerArgs(**{**chosen, **fields})
 
 
 @pytest.mark.parametrize(
-    ("args", "context_length", "named"),
+    ("fields", "context_length", "named"),
     [
-        (args_of(), 4097, None),
-        (args_of(), 4096, "--sparse-threshold 4096"),
-        (args_of(), 1024, "the context ends at 1024 tokens"),
-        (args_of(max_running_requests=32), 8192, None),
-        (args_of(max_running_requests=33), 8192, "--max-sparse-requests 32: up to 33 requests"),
-        (args_of(max_swap_tokens=32), 8192, None),
-        (args_of(max_swap_tokens=31), 8192, "--max-swap-tokens 31: a request stays dense for 67"),
-        (args_of(max_total_tokens=4097, reuse_sparse_tokens="on"), 8192, None),
-        (args_of(max_total_tokens=4096), 8192, "--max-total-tokens 4096"),
-        (args_of(reuse_sparse_tokens="on", disable_radix_cache=True), 8192, "nothing is reused"),
+        ({}, 4097, None),
+        ({}, 4096, "--sparse-threshold 4096"),
+        ({}, 1024, "the context ends at 1024 tokens"),
+        ({"max_running_requests": 32}, 8192, None),
+        ({"max_running_requests": 33}, 8192, "--max-sparse-requests 32: up to 33 requests"),
+        ({"max_swap_tokens": 32}, 8192, None),
+        ({"max_swap_tokens": 31}, 8192, "--max-swap-tokens 31: a request stays dense for 67"),
+        ({"max_total_tokens": 4097, "reuse_sparse_tokens": "on"}, 8192, None),
+        ({"max_total_tokens": 4096}, 8192, "--max-total-tokens 4096"),
+        ({"reuse_sparse_tokens": "on", "disable_radix_cache": True}, 8192, "nothing is reused"),
         (
-            args_of(cache_rank_transfer_backend="peer"),
+            {"cache_rank_transfer_backend": "peer"},
             8192,
-            "cache_rank_transfer_backend peer has no effect",
+            "cache_rank_transfer_backend peer: this has no effect",
         ),
-        (args_of(cache_rank_transfer_backend="peer", on_gpu=True), 8192, None),
+        ({"cache_rank_transfer_backend": "peer", "device": "cuda"}, 8192, None),
+        ({"hysteresis": 2047}, 8192, None),
+        ({"hysteresis": 2048}, 8192, "--hysteresis 2048: tokens hardly leave"),
+        ({"calibration": "folder", "score_keys": "sketch"}, 8192, None),
+        ({"calibration": "folder", "query_predictor": "forecast"}, 8192, None),
+        ({"calibration": "folder", "query_predictor": "last"}, 8192, "--calibration folder: "),
     ],
 )
-def test_what_keeps_requests_dense_or_slow_is_named(
-    args: Any, context_length: int, named: str | None, caplog: pytest.LogCaptureFixture
+def test_what_is_without_effect_is_named(
+    fields: dict[str, Any],
+    context_length: int,
+    named: str | None,
+    make: Callable[..., CacheRankServerArgs],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    warn_ineffective_flags(args, context_length)
+    monkeypatch.setattr(cpu, "has_gpu", lambda: fields.get("device") == "cuda")
+    warn_ineffective_flags(make(**fields), context_length)
     assert [record.levelname for record in caplog.records] == ["WARNING"] * (named is not None)
     assert named is None or named in caplog.text
 

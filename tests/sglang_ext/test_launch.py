@@ -205,6 +205,28 @@ def test_a_refusal_ends_the_command() -> None:
     assert ended.stderr.splitlines()[-1].startswith("error: --page-size 16: ")
 
 
+@pytest.mark.parametrize(
+    ("argv", "spared"),
+    [
+        (["--model-path", "/nowhere"], {"sglang", "torch"}),
+        (["--model=/nowhere", "--page-size", "16"], {"sglang", "torch"}),
+        (["--page-size", "16"], {"sglang.srt.layers", "sglang.srt.entrypoints.http_server"}),
+    ],
+)
+def test_a_refusal_spares_the_imports_that_it_does_not_need(
+    argv: list[str], spared: set[str]
+) -> None:
+    program = (
+        "import sys; from sglang_ext import launch; "
+        f"print(launch.main({argv}), {spared} & sys.modules.keys())"
+    )
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    output = subprocess.check_output(
+        [sys.executable, "-c", program], text=True, cwd=ROOT, env=environment, timeout=120
+    )
+    assert output == "2 set()\n"
+
+
 @pytest.mark.skipif(Version("0.5.21") > compat.RELEASE, reason="this release has no such commands")
 def test_sglang_serve_finds_the_same_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

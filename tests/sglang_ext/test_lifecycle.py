@@ -1,4 +1,4 @@
-"""Epochs: when they begin, how they move on, why they do not begin, and what they give back."""
+"""Sequences: when they begin, how they move on, why they do not begin, and what they give back."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ CONFIG = CacheRankConfig(
 def lifecycle_with(
     config: CacheRankConfig = CONFIG, blocks: int = 4, capacity: int = 10_000
 ) -> tuple[Lifecycle, Reserve]:
-    """All epochs of one inference rank, connected to a cache rank with this much memory."""
+    """All sequences of one inference rank, connected to a cache rank with this much memory."""
     reserve = Reserve(500, config.sink_tokens + config.sparse_budget, blocks)
     lifecycle = Lifecycle(config, reserve, THRESHOLD, CONTEXT)
     lifecycle.capacity_tokens = capacity
@@ -61,7 +61,7 @@ def request_on(
 
 
 @pytest.mark.parametrize("length", [1, THRESHOLD - 1, THRESHOLD, THRESHOLD + 1])
-def test_an_epoch_may_begin_from_the_threshold_on(length: int) -> None:
+def test_a_sequence_may_begin_from_the_threshold_on(length: int) -> None:
     lifecycle, _ = lifecycle_with()
     reason = lifecycle.reason_to_stay_dense(request_on(1), length, is_up=True)
     assert reason == ("below_threshold" if length < THRESHOLD else None)
@@ -107,7 +107,7 @@ class Room:
     ],
     ids=str,
 )
-def test_an_epoch_needs_room_for_the_whole_request_and_one_step_more(room: Room) -> None:
+def test_a_sequence_needs_room_for_the_whole_request_and_one_step_more(room: Room) -> None:
     request = request_on(1, room.prompt, room.new_tokens)
     lifecycle, _ = lifecycle_with(capacity=room.needed - 1)
     assert lifecycle.reason_to_stay_dense(request, THRESHOLD, is_up=True) == "cache_rank_memory"
@@ -235,7 +235,7 @@ def test_a_prompt_that_is_shipped_in_one_step_warms_in_the_next() -> None:
 # Ends.
 
 
-def test_the_end_of_an_epoch_is_told_once() -> None:
+def test_the_end_of_a_sequence_is_told_once() -> None:
     lifecycle, reserve = lifecycle_with()
     sequence = lifecycle.begin(request_on(7))
     assert not sequence.ended
@@ -246,7 +246,7 @@ def test_the_end_of_an_epoch_is_told_once() -> None:
     assert reserve.free_blocks == 4
 
 
-def test_a_request_that_comes_back_has_a_new_epoch_and_its_old_statistics() -> None:
+def test_a_request_that_comes_back_has_a_new_sequence_and_its_old_statistics() -> None:
     lifecycle, _ = lifecycle_with()
     request = request_on(1)
     first = lifecycle.begin(request)
@@ -256,7 +256,7 @@ def test_a_request_that_comes_back_has_a_new_epoch_and_its_old_statistics() -> N
     lifecycle.end(1)
     request.req_pool_idx = 2
     second = lifecycle.begin(request)
-    assert second.epoch > first.epoch
+    assert second.sequence_id > first.sequence_id
     assert second.row == 2
     assert (second.phase, second.ended, second.orphaned) == (Phase.SHIPPING, False, False)
     assert (second.shipped, second.exchanged, second.filled) == (0, 0, 0)
@@ -265,13 +265,13 @@ def test_a_request_that_comes_back_has_a_new_epoch_and_its_old_statistics() -> N
 
 @settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 7), st.integers(1, 300)), max_size=60))
-def test_epochs_only_grow_and_their_ends_give_everything_back(
+def test_sequence_ids_only_grow_and_their_ends_give_everything_back(
     events: list[tuple[int, int]],
 ) -> None:
-    """A slot with an epoch ends it; a slot without one begins one where there is room."""
+    """A slot with a sequence ends it; a slot without one begins one where there is room."""
     blocks, capacity = 3, 400
     lifecycle, reserve = lifecycle_with(blocks=blocks, capacity=capacity)
-    epochs: list[int] = []
+    sequence_ids: list[int] = []
     for slot, new_tokens in events:
         if slot in lifecycle.live:
             lifecycle.end(slot)
@@ -288,11 +288,11 @@ def test_epochs_only_grow_and_their_ends_give_everything_back(
         if reason is None:
             sequence = lifecycle.begin(request)
             assert sequence.reserved_tokens == needed
-            epochs.append(sequence.epoch)
+            sequence_ids.append(sequence.sequence_id)
         live = lifecycle.live.values()
         assert len({sequence.block for sequence in live}) == len(live)
         assert reserve.free_blocks == blocks - len(live)
-    assert epochs == sorted(set(epochs))
+    assert sequence_ids == sorted(set(sequence_ids))
     for slot in list(lifecycle.live):
         lifecycle.end(slot)
     assert reserve.free_blocks == blocks

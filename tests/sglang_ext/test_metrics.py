@@ -12,8 +12,8 @@ from prometheus_client import REGISTRY
 
 from cache_rank.protocol import Report
 from sglang_ext.exchange.base import ExchangeCounters
-from sglang_ext.losses import Loss
 from sglang_ext.metrics import EXPORT_STEPS, CacheRankMetrics
+from sglang_ext.restart_backoff import Loss
 
 ARGS: Any = SimpleNamespace(
     decode_log_interval=1000,

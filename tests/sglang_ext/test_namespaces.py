@@ -6,7 +6,7 @@ import itertools
 from types import SimpleNamespace
 from typing import Any
 
-from sglang_ext.reuse import separate
+from sglang_ext.reuse import set_namespace
 
 KEYS = (None, "tenant", " cache_rank: false", " weights 1", "cache rank [weights 1] tenant")
 
@@ -16,7 +16,7 @@ def namespace(key: str | None, dense: bool, sparse_tokens: bool, updates: int) -
     request: Any = SimpleNamespace(
         extra_key=key, sampling_params=SimpleNamespace(custom_params=custom)
     )
-    separate(request, sparse_tokens, updates)
+    set_namespace(request, sparse_tokens, updates)
     return request.extra_key
 
 

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from cache_rank.config import CacheRankConfig
+from cache_rank.config import CacheRankConfig, ModelShape
 from cache_rank.residency import FORMATS, bytes_per_token, fixed_bytes, memory_for_tokens
 from cache_rank.selector import Selector
 from scripts.shared.models import model_config
-from sglang_ext.planning import CONTEXT_BYTES, GPUS, DecoderSizes, Planner, find_gpu
+from sglang_ext.planning import CONTEXT_BYTES, GPUS, Decoder, Planner, find_gpu
 
 K = 1024
 
@@ -25,7 +25,7 @@ def planner(
     **policy: Any,
 ) -> Planner:
     """Make estimates for the default flags, or others."""
-    sizes = DecoderSizes.of_config(model_config(model), quantization)
+    decoder = Decoder.of_config(model_config(model), quantization)
     fields = {
         "query_predictor": "forecast",
         "layers_per_group": 2,
@@ -33,8 +33,8 @@ def planner(
         "sparse_budget": 2048,
         **policy,
     }
-    config = CacheRankConfig(sizes.shape(dense_layers), **fields)
-    return Planner(sizes, GPUS[gpu], config, dense_layers)
+    config = CacheRankConfig(decoder.sparse_shape(dense_layers), **fields)
+    return Planner(decoder, GPUS[gpu], config)
 
 
 LAST = {"query_predictor": "last", "layers_per_group": 6, "dense_layers": 0}
@@ -143,9 +143,9 @@ def test_a_cache_rank_holds_what_is_planned_in_the_memory_that_it_is_given(
     policy: dict[str, Any],
 ) -> None:
     """The plan is not only the cache rank's own arithmetic: so much is really allocated."""
-    sizes = DecoderSizes(3, 4, 2, 64, 256, 1000, 1000, 2)
+    decoder = Decoder(ModelShape(3, 4, 2, 64, "bfloat16", 0.125, (1.0,)), 256, 2000, 2000)
     memory, share = 64 * 10**6, 0.5
-    config = CacheRankConfig(sizes.shape(1), max_rows=2, **policy)
+    config = CacheRankConfig(decoder.sparse_shape(1), max_rows=2, **policy)
     selector = Selector(config, torch.device("cpu"), memory_for_tokens(2 * memory, share, True))
     held = bytes_of(selector._residency, set())
     if policy["kv_residency"] == "mosaickv":  # of which no plan is made
@@ -154,7 +154,7 @@ def test_a_cache_rank_holds_what_is_planned_in_the_memory_that_it_is_given(
     else:
         least = held
         gpu = GPUS["H200"]._replace(memory=CONTEXT_BYTES + 2 * memory)
-        planned = Planner(sizes, gpu, config, 1).cache_rank_tokens(share)
+        planned = Planner(decoder, gpu, config).cache_rank_tokens(share)
         assert planned == selector.capacity_tokens > 0
     assert held <= memory <= 1.02 * least
     of_pages = memory - fixed_bytes(config)
@@ -171,12 +171,12 @@ def test_a_gpu_has_the_memory_that_is_planned_with() -> None:
 
 
 def test_weights_are_those_of_the_model() -> None:
-    sizes = DecoderSizes.of_config(model_config("qwen3-8b"))
+    sizes = Decoder.of_config(model_config("qwen3-8b"))
     assert sizes.step_bytes == pytest.approx(2 * (8.19e9 - 0.62e9), rel=0.01)
-    in_fp8 = DecoderSizes.of_config(model_config("qwen3-8b"), "fp8")
+    in_fp8 = Decoder.of_config(model_config("qwen3-8b"), "fp8")
     assert in_fp8.step_bytes == pytest.approx(6.95e9 + 2 * 0.62e9, rel=0.01)
     named = {**model_config("qwen3-8b"), "quantization_config": {"quant_method": "fp8"}}
-    assert DecoderSizes.of_config(named) == in_fp8
+    assert Decoder.of_config(named) == in_fp8
 
 
 @pytest.mark.parametrize(
@@ -191,7 +191,7 @@ def test_what_cannot_be_estimated_is_said(changes: dict[str, Any], why: str) -> 
     config = {**model_config("qwen3-8b"), **changes}
     config = {name: value for name, value in config.items() if value is not None}
     with pytest.raises(ValueError, match=why):
-        DecoderSizes.of_config(config)
+        Decoder.of_config(config)
 
 
 def test_a_format_that_cannot_be_estimated_is_said() -> None:

@@ -14,12 +14,12 @@ from sglang_ext import compat
 from sglang_ext.exchange.base import ExchangeCounters
 from sglang_ext.inference_rank import InferenceRank
 from sglang_ext.lifecycle import Phase, RequestStatistics, SparseSequence
-from sglang_ext.recovery import CacheRankHandle
+from sglang_ext.recovery import CacheRankClient
 from sglang_ext.step_plan import StepPlan
 
 
 class Requests:
-    """Requests of a batch, each with an epoch, and a cache rank that they lose."""
+    """Requests of a batch, each with a sequence, and a cache rank that they lose."""
 
     def __init__(self, *phases: Phase, recomputes: bool = True) -> None:
         self.requests = [self._request(f"request {index}") for index in range(len(phases))]
@@ -35,7 +35,7 @@ class Requests:
             live=self.live, end=self._end, capacity_tokens=0, forget_shared=lambda: None
         )
         parts = (lifecycle, self.table, self.metrics)
-        self.handle = CacheRankHandle(
+        self.client = CacheRankClient(
             self.supervisor, lambda connection: self.exchange, *parts, recomputes
         )
 
@@ -52,7 +52,7 @@ class Requests:
         def fail(exchange: Any) -> None:
             raise TransportError("the peer is gone")
 
-        self.handle.attempt(fail)
+        self.client.call(fail)
 
     def plan(self, missed: list[SparseSequence]) -> Any:
         """A step of all sparse requests, some of which missed their answers."""
@@ -68,28 +68,28 @@ def test_sparse_requests_leave_the_batch_and_are_queued_a_turn_later() -> None:
     batch_of = Requests(Phase.WARMING, Phase.SPARSE, Phase.SPARSE)
     kept, orphan, done = batch_of.requests
     batch_of.lose()
-    assert batch_of.handle.exchange is None
+    assert batch_of.client.exchange is None
     assert [sequence.orphaned for sequence in batch_of.sequences] == [False, True, True]
     assert [sequence.ended for sequence in batch_of.sequences] == [True, False, False]
     assert [request.cache_rank_losses for request in batch_of.requests] == [1, 1, 1]
 
     scheduler, batch = Mock(), batch_of.batch(kept, orphan, done)
     done.finished.return_value = True
-    batch_of.handle.retract_orphans(scheduler, batch)
+    batch_of.client.retract_orphans(scheduler, batch)
     assert batch.release_req.call_args.args[:2] == (1, 3)
     batch.filter_batch.assert_called_once_with(keep_indices=[0, 2])
     assert batch.batch_is_full is False
-    assert batch_of.handle.to_queue == [orphan]
-    assert (batch_of.handle.retractions, orphan.cache_rank_statistics.retractions) == (1, 1)
+    assert batch_of.client.to_queue == [orphan]
+    assert (batch_of.client.retractions, orphan.cache_rank_statistics.retractions) == (1, 1)
     scheduler._add_request_to_queue.assert_not_called()
 
     later = batch_of.batch(kept, done)
-    batch_of.handle.queue_retracted(scheduler)
-    batch_of.handle.retract_orphans(scheduler, later)
+    batch_of.client.queue_retracted(scheduler)
+    batch_of.client.retract_orphans(scheduler, later)
     scheduler._add_request_to_queue.assert_called_once_with(orphan, is_retracted=True)
     assert later.mock_calls == []
     assert later.batch_is_full is True
-    assert batch_of.handle.to_queue == []
+    assert batch_of.client.to_queue == []
 
 
 @pytest.mark.parametrize("has_finished", [False, True])
@@ -100,10 +100,10 @@ def test_an_orphan_that_has_left_the_batch_and_ended_is_left_alone(has_finished:
     (request,) = batch_of.requests
     request.finished.return_value = has_finished
     compat.pool_state(request).req_pool_idx = 3 if has_finished else None
-    batch_of.handle.retract_left(Mock(running_batch=batch))
-    batch_of.handle.retract_orphans(Mock(), batch)
+    batch_of.client.retract_left(Mock(running_batch=batch))
+    batch_of.client.retract_orphans(Mock(), batch)
     batch.release_req.assert_not_called()
-    assert batch_of.handle.to_queue == []
+    assert batch_of.client.to_queue == []
 
 
 @pytest.mark.skipif(not compat.SKIPS_FINISHING, reason="requests stay until they have finished")
@@ -114,10 +114,10 @@ def test_an_orphan_that_has_left_the_batch_before_its_last_result_is_recomputed(
     batch_of, scheduler = Requests(Phase.SPARSE), Mock()
     batch_of.lose()
     scheduler.running_batch = batch_of.batch()
-    batch_of.handle.retract_left(scheduler)
-    batch_of.handle.retract_orphans(scheduler, scheduler.running_batch)
+    batch_of.client.retract_left(scheduler)
+    batch_of.client.retract_orphans(scheduler, scheduler.running_batch)
     released.assert_called_once_with(batch_of.requests[0], scheduler)
-    assert batch_of.handle.to_queue == batch_of.requests
+    assert batch_of.client.to_queue == batch_of.requests
 
 
 @pytest.mark.parametrize("recomputes", [False, True], ids=["full", "working-set"])
@@ -130,22 +130,22 @@ def test_what_a_step_says_of_requests_that_missed_their_answers_is_skipped(
     plan = batch_of.plan(missed=[warming, missed])
     if noticed:
         batch_of.lose()
-    with batch_of.handle.without_stale(plan):
+    with batch_of.client.without_stale(plan):
         assert [r.is_retracted for r in batch_of.requests] == [False, False, True]
     assert [r.is_retracted for r in batch_of.requests] == [False, False, False]
-    assert batch_of.handle.exchange is None
+    assert batch_of.client.exchange is None
     batch_of.exchange.stale_requests.assert_called_once_with(7, [answered, missed])
 
     batch = batch_of.batch(*batch_of.requests)
-    batch_of.handle.retract_orphans(Mock(), batch)
+    batch_of.client.retract_orphans(Mock(), batch)
     retracted = [answered, missed] if recomputes else [missed]
-    assert batch_of.handle.to_queue == [sequence.request for sequence in retracted]
+    assert batch_of.client.to_queue == [sequence.request for sequence in retracted]
 
 
 def test_a_request_that_sglang_has_retracted_stays_retracted() -> None:
     batch_of = Requests(Phase.SPARSE)
     batch_of.requests[0].is_retracted = True
-    with batch_of.handle.without_stale(batch_of.plan(missed=batch_of.sequences)):
+    with batch_of.client.without_stale(batch_of.plan(missed=batch_of.sequences)):
         pass
     assert batch_of.requests[0].is_retracted is True
 
@@ -153,12 +153,12 @@ def test_a_request_that_sglang_has_retracted_stays_retracted() -> None:
 def test_a_step_that_got_its_answers_is_processed_as_it_is() -> None:
     batch_of = Requests(Phase.SPARSE)
     for plan in (batch_of.plan(missed=[]), StepPlan(step=7, sparse=batch_of.sequences)):
-        with batch_of.handle.without_stale(plan):
+        with batch_of.client.without_stale(plan):
             assert batch_of.requests[0].is_retracted is False
-    assert batch_of.handle.exchange is batch_of.exchange
+    assert batch_of.client.exchange is batch_of.exchange
 
 
-def test_without_recomputing_every_epoch_ends_and_nothing_is_retracted() -> None:
+def test_without_recomputing_every_sequence_ends_and_nothing_is_retracted() -> None:
     batch_of = Requests(Phase.SHIPPING, Phase.SPARSE, recomputes=False)
     batch_of.lose()
     assert [sequence.ended for sequence in batch_of.sequences] == [True, True]
@@ -166,7 +166,7 @@ def test_without_recomputing_every_epoch_ends_and_nothing_is_retracted() -> None
     assert [sequence.statistics.stale_steps for sequence in batch_of.sequences] == [0, 1]
     assert [request.cache_rank_losses for request in batch_of.requests] == [1, 1]
     batch = batch_of.batch(*batch_of.requests)
-    batch_of.handle.retract_orphans(Mock(), batch)
+    batch_of.client.retract_orphans(Mock(), batch)
     assert batch.mock_calls == []
 
 
@@ -176,21 +176,21 @@ def test_a_loss_ends_the_connection_and_keeps_its_counts() -> None:
     connection = batch_of.exchange.connection
     batch_of.supervisor.fail.assert_called_once_with(connection, "the peer is gone")
     batch_of.exchange.close.assert_called_once_with()
-    assert batch_of.handle.counters.up_bytes == 5
+    assert batch_of.client.counters.up_bytes == 5
     batch_of.lose()  # there is nothing left to lose
     batch_of.exchange.close.assert_called_once_with()
-    batch_of.handle.follow_supervisor()
-    assert batch_of.handle.counters.up_bytes == 10, "those of the next connection are added"
+    batch_of.client.follow_supervisor()
+    assert batch_of.client.counters.up_bytes == 10, "those of the next connection are added"
 
 
 def test_an_abort_finds_requests_that_are_queued_a_turn_later() -> None:
-    handle = Requests().handle
+    client = Requests().client
     queued, aborted, kept = "queued", "aborted", "kept"
-    handle.to_queue = [aborted, kept]
+    client.to_queue = [aborted, kept]
     scheduler = SimpleNamespace(waiting_queue=[queued])
-    handle.abort_retracted(scheduler, lambda: scheduler.waiting_queue.remove(aborted))
+    client.abort_retracted(scheduler, lambda: scheduler.waiting_queue.remove(aborted))
     assert scheduler.waiting_queue == [queued]
-    assert handle.to_queue == [kept]
+    assert client.to_queue == [kept]
 
 
 # What SGLang tells an inference rank.
@@ -200,7 +200,7 @@ def test_an_abort_finds_requests_that_are_queued_a_turn_later() -> None:
 def rank() -> Any:
     rank: Any = Mock()
     rank.eviction.evict.return_value = False
-    rank.cache_rank.attempt.side_effect = lambda action: action(rank.exchange)
+    rank.cache_rank.call.side_effect = lambda action: action(rank.exchange)
     return rank
 
 

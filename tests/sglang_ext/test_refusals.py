@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,12 @@ import torch
 
 from sglang_ext import compat, cpu
 from sglang_ext.flags import BACKEND, CONFIG_KEYS, field_of, flag_of
-from sglang_ext.refusals import PLAIN, Refusal, UnsupportedError, known, models, refuse, servers
+from sglang_ext.refusals import PLAIN, Objection, UnsupportedError, known, of_flags, refuse, servers
 from sglang_ext.server_args import BUNDLED_MODEL, CacheRankServerArgs, argument_parser
 
 Make = Callable[..., CacheRankServerArgs]
+Object = Callable[[CacheRankServerArgs], Iterator[Objection]]
+FLAGS = {**servers.SPARSE_DECODE_FLAGS, **servers.EXCHANGE_FLAGS}
 
 
 @pytest.fixture
@@ -30,10 +33,23 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Make:
     return lambda **fields: CacheRankServerArgs(**{"model_path": str(BUNDLED_MODEL), **fields})
 
 
-def check(args: CacheRankServerArgs, rows: tuple[Refusal, ...], flags: str) -> None:
-    """Some row refuses the arguments, and names these flags and a remedy."""
+@functools.cache
+def options() -> set[str]:
+    """Every flag that there is, and the keys of --cache-rank-config as flags."""
+    there = {option for each in argument_parser()._actions for option in each.option_strings}
+    return there | {f"--{key.replace('_', '-')}" for key in CONFIG_KEYS}
+
+
+def named_flags(text: str) -> set[str]:
+    return {*re.findall(r"(?<!\S)--[a-z][a-z-]*", text)}
+
+
+def check(args: CacheRankServerArgs, object_to: Object, flags: str) -> None:
+    """The arguments are refused; the message names these flags and a remedy, by its true flags."""
+    objection = next(object_to(args))
+    assert named_flags(" ".join(objection)) <= options() | compat.ABSENT_FLAGS
     with pytest.raises(UnsupportedError) as caught:
-        refuse(args, rows)
+        refuse(args, object_to(args))
     sentences = re.fullmatch(r"(--.+?): (.+?)\. ([A-Z].+)\.", str(caught.value))
     assert sentences
     named, why, remedy = sentences.groups()
@@ -41,40 +57,33 @@ def check(args: CacheRankServerArgs, rows: tuple[Refusal, ...], flags: str) -> N
     assert "{" not in why + remedy
 
 
-SERVER_CASES: list[tuple[str, dict[str, Any]]] = [
-    ("--tp-size", {"tp_size": 2}),
-    ("--pp-size --nnodes", {"pp_size": 2, "nnodes": 2}),
-    ("--disaggregation-mode", {"disaggregation_mode": "decode"}),
+SPARSE_DECODE_CASES: list[tuple[str, dict[str, Any]]] = [
     ("--use-ray", {"use_ray": True}),
     ("--device", {"device": "npu"}),
     ("--device", {"device": "cuda"}),
-    ("--cache-rank-address", {"cache_rank_address": "not.an.address.invalid"}),
-    ("--enable-hierarchical-cache", {"enable_hierarchical_cache": True}),
     ("--enable-mixed-chunk", {"enable_mixed_chunk": True}),
     ("--enable-pdmux", {"enable_pdmux": True}),
-    ("--speculative-algorithm", {"speculative_algorithm": "NGRAM"}),
     ("--is-embedding", {"is_embedding": True}),
     ("--lora-paths", {"lora_paths": ["adapter=/nowhere"]}),
     ("--model-impl", {"model_impl": "transformers"}),
     ("--kv-cache-dtype", {"kv_cache_dtype": "fp8_e4m3"}),
     ("--decode-attention-backend", {"decode_attention_backend": "triton"}),
     ("--prefill-attention-backend", {"prefill_attention_backend": BACKEND}),
-]
-CPU_CASES: list[tuple[str, dict[str, Any]]] = [
     ("--attention-backend", {"attention_backend": "triton"}),
     ("--prefill-attention-backend", {"prefill_attention_backend": "fa3"}),
-    ("--quantization", {"quantization": "fp8"}),
-    ("--enable-memory-saver", {"enable_memory_saver": True}),
-    ("--enable-torch-compile", {"enable_torch_compile": True}),
-    ("--enable-deterministic-inference", {"enable_deterministic_inference": True}),
-    ("--rl-on-policy-target", {"rl_on_policy_target": "fsdp"}),
+    ("--preferred-sampling-params", {"preferred_sampling_params": '{"beam_width": 4}'}),
+    ("--page-size", {"page_size": 16}),
 ]
-CACHE_RANK_CASES: list[tuple[str, dict[str, Any]]] = [
+EXCHANGE_CASES: list[tuple[str, dict[str, Any]]] = [
+    ("--tp-size", {"tp_size": 2}),
+    ("--pp-size --nnodes", {"pp_size": 2, "nnodes": 2}),
+    ("--disaggregation-mode", {"disaggregation_mode": "decode"}),
+    ("--cache-rank-address", {"cache_rank_address": "not.an.address.invalid"}),
+    ("--enable-hierarchical-cache", {"enable_hierarchical_cache": True}),
+    ("--speculative-algorithm", {"speculative_algorithm": "NGRAM"}),
     ("--cache-rank-gpus", {"cache_rank_gpus": 2}),
     ("--trace", {"trace": "missing-folder/trace.json"}),
     ("--trace", {"trace": "."}),
-    ("--preferred-sampling-params", {"preferred_sampling_params": '{"beam_width": 4}'}),
-    ("--page-size", {"page_size": 16}),
     ("--inference-kv --kv-canary", {"inference_kv": "working-set", "kv_canary": "log"}),
     (
         "--inference-kv --max-queued-requests",
@@ -93,59 +102,68 @@ CACHE_RANK_CASES: list[tuple[str, dict[str, Any]]] = [
         else []
     ),
 ]
-GPU_CASES: list[tuple[int, int, str, dict[str, Any]]] = [
-    (2, 9, "--disable-overlap-schedule", {"disable_overlap_schedule": True}),
-    (2, 9, "--cache-rank-base-gpu-id", {"cache_rank_base_gpu_id": 0}),
-    (1, 9, "--cache-rank-gpus", {}),
-    (2, 9, "--gpu-id-step", {"gpu_id_step": 2}),
-    (2, 9, "--cache-rank-config", {"cache_rank_transfer_backend": "peer"}),
-    (2, 9, "--attention-backend", {"attention_backend": "trtllm_mha"}),
-    (2, 9, "--cuda-graph-backend-decode", {"cuda_graph_backend_decode": "breakable"}),
-    (2, 9, "--cuda-graph-config", {"cuda_graph_config": {"decode": {"backend": "breakable"}}}),
+GPU_CASES: list[tuple[int, Object, str, dict[str, Any]]] = [
+    (2, servers.sparse_decode, "--attention-backend", {"attention_backend": "trtllm_mha"}),
+    *(
+        (gpus, servers.exchange, flags, fields)
+        for gpus, flags, fields in (
+            (2, "--disable-overlap-schedule", {"disable_overlap_schedule": True}),
+            (2, "--max-queued-requests", {"max_queued_requests": 8}),
+            (2, "--cache-rank-base-gpu-id", {"cache_rank_base_gpu_id": 0}),
+            (1, "--cache-rank-gpus", {}),
+            (2, "--gpu-id-step", {"gpu_id_step": 2}),
+            (2, "--cache-rank-config", {"cache_rank_transfer_backend": "peer"}),
+            (2, "--cuda-graph-backend-decode", {"cuda_graph_backend_decode": "breakable"}),
+            (2, "--cuda-graph-config", {"cuda_graph_config": {"decode": {"backend": "breakable"}}}),
+        )
+    ),
 ]
 
 
 @pytest.mark.parametrize(
-    ("rows", "flags", "fields"),
+    ("object_to", "flags", "fields"),
     [
-        *((servers.SERVERS, *case) for case in SERVER_CASES),
-        *((servers.CPUS, *case) for case in CPU_CASES),
-        *((servers.CACHE_RANKS, *case) for case in CACHE_RANK_CASES),
+        *((servers.sparse_decode, *case) for case in SPARSE_DECODE_CASES),
+        *((servers.exchange, *case) for case in EXCHANGE_CASES),
     ],
 )
 def test_refuses_and_names_the_flags_and_a_remedy(
-    rows: tuple[Refusal, ...], flags: str, fields: dict[str, Any], make: Make
+    object_to: Object, flags: str, fields: dict[str, Any], make: Make
 ) -> None:
-    refuse(make(), rows)
-    check(make(**fields), rows, flags)
+    check(make(**fields), object_to, flags)
 
 
-def pretend_gpus(count: int, generation: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def pretend_gpus(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu, "has_gpu", lambda: count > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (generation, 0))
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: False)
 
 
-@pytest.mark.parametrize(("gpus", "generation", "flags", "fields"), GPU_CASES)
+@pytest.mark.parametrize(("gpus", "object_to", "flags", "fields"), GPU_CASES)
 def test_refuses_what_gpus_cannot_do(
     gpus: int,
-    generation: int,
+    object_to: Object,
     flags: str,
     fields: dict[str, Any],
     make: Make,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    pretend_gpus(2, 9, monkeypatch)
-    refuse(make(), servers.GPUS)
-    pretend_gpus(gpus, generation, monkeypatch)
-    check(make(**fields), servers.GPUS, flags)
+    pretend_gpus(gpus, monkeypatch)
+    check(make(**fields), object_to, flags)
 
 
-def test_full_queues_are_refused_on_gpus(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    refuse(make(max_queued_requests=8), servers.CACHE_RANKS)
-    pretend_gpus(2, 9, monkeypatch)
-    check(make(max_queued_requests=8), servers.CACHE_RANKS, "--max-queued-requests")
+@pytest.mark.parametrize("gpus", [0, 2])
+def test_what_nobody_asked_for_is_not_refused(
+    gpus: int, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend_gpus(gpus, monkeypatch)
+    args = make()
+    assert [*servers.sparse_decode(args), *servers.exchange(args)] == []
+
+
+def test_full_queues_are_allowed_on_cpus(make: Make) -> None:
+    args = make(max_queued_requests=8)
+    refuse(args, servers.exchange(args))
 
 
 @pytest.mark.parametrize(
@@ -188,42 +206,22 @@ def test_refuses_options_of_a_residency(residency: str, options: str, make: Make
         servers.refuse_out_of_range(args)
 
 
-ROWS = (
-    *servers.SERVERS,
-    *servers.CPUS,
-    *servers.CACHE_RANKS,
-    *servers.GPUS,
-    *models.MODELS,
-    *models.WORKING_SETS,
-)
-
-
-def test_rows_and_the_list_of_known_flags_name_flags_that_there_are() -> None:
-    there = {option for each in argument_parser()._actions for option in each.option_strings}
-    there |= {f"--{key.replace('_', '-')}" for key in CONFIG_KEYS}
-    for row in ROWS:
-        why = row.why if isinstance(row.why, str) else ""
-        named = re.findall(r"(?<!\S)--[a-z][a-z-]*", f"{row.asked} {why} {row.remedy}")
-        assert row.asked
-        assert {*named} <= there | compat.ABSENT_FLAGS
+def test_the_tables_and_the_list_of_known_flags_name_flags_that_there_are() -> None:
+    for asked, why in FLAGS.items():
+        assert asked
+        assert named_flags(f"{asked} {why}") <= options() | compat.ABSENT_FLAGS
     assert len(known.KNOWN - {*compat.default_values(CacheRankServerArgs)}) <= 2  # of one release
-
-
-def test_no_row_refuses_a_flag_that_is_at_its_default_alone(make: Make) -> None:
-    args = make()
-    assert [row.asked for row in ROWS if row.when is None and row.refuses(args)] == []
 
 
 def test_a_refusal_names_the_flags_that_were_given_as_they_are_typed(make: Make) -> None:
     args = make(sink_tokens=7, trace="t.json", disable_overlap_schedule=True)
     asked = "--trace --recent-tokens --sink-tokens --disable-overlap-schedule"
-    assert Refusal(asked, "it is a test").message(args) == (
+    (objection,) = of_flags(args, {asked: "it is a test", "--recent-tokens": "it is a test"})
+    assert objection.message(args) == (
         "--trace t.json --sink-tokens 7 --disable-overlap-schedule: it is a test. "
         "Drop --trace and --sink-tokens and --disable-overlap-schedule."
     )
-    assert Refusal(asked, "it is a test").refuses(args)
-    assert not Refusal("--recent-tokens", "it is a test").refuses(args)
-    assert Refusal("--recent-tokens", "{}", PLAIN).message(args) == (
+    assert Objection("--recent-tokens", "{}", PLAIN).message(args) == (
         "--recent-tokens 64: {}. Pass --cache-rank-gpus 0 for plain SGLang."
     )
 
@@ -243,4 +241,5 @@ def test_one_line_names_the_flags_that_nobody_has_tried(
 
 
 def test_a_file_that_can_be_written_takes_a_trace(make: Make, tmp_path: Path) -> None:
-    refuse(make(trace=str(tmp_path / "trace.json")), servers.CACHE_RANKS)
+    args = make(trace=str(tmp_path / "trace.json"))
+    refuse(args, servers.exchange(args))

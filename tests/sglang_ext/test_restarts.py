@@ -11,7 +11,7 @@ import pytest
 
 from sglang_ext.exchange.connection import Placement
 from sglang_ext.exchange.spawned_process import LAST_WORDS_CHARACTERS, SpawnedProcess
-from sglang_ext.losses import STABLE_SECONDS, Loss, RestartDelays
+from sglang_ext.restart_backoff import STABLE_SECONDS, Loss, RestartBackoff
 from sglang_ext.supervisor import Supervisor
 
 LONG = 60.0
@@ -22,10 +22,10 @@ def spawned(program: str) -> SpawnedProcess:
 
 
 def test_three_restarts_are_prompt_and_the_next_ones_double() -> None:
-    delays = RestartDelays(longest=5.0)
-    assert [delays.after(0.0) for _ in range(7)] == [0, 0, 0, 1, 2, 4, 5]
-    assert [delays.after(STABLE_SECONDS) for _ in range(2)] == [0, 0]
-    assert [delays.after(STABLE_SECONDS - 1) for _ in range(3)] == [0, 0, 1]
+    backoff = RestartBackoff(longest=5.0)
+    assert [backoff.after(0.0) for _ in range(7)] == [0, 0, 0, 1, 2, 4, 5]
+    assert [backoff.after(STABLE_SECONDS) for _ in range(2)] == [0, 0]
+    assert [backoff.after(STABLE_SECONDS - 1) for _ in range(3)] == [0, 0, 1]
 
 
 def test_the_line_has_all_that_is_known() -> None:

@@ -22,7 +22,7 @@ from sglang_ext import compat
 from sglang_ext.attention import CacheRankAttnBackend
 from sglang_ext.flags import CacheRankFlags, field_of
 from sglang_ext.hooks import HOOKS, Hook
-from sglang_ext.refusals import models, servers
+from sglang_ext.refusals import servers
 
 SRT = "sglang.srt."
 REQUEST = "managers.schedule_batch.Req"
@@ -37,9 +37,10 @@ HOOKED_PARAMETERS = {
     "process_result": "self batch result",
     "after_request": "self",
     "before_match": "self",
-    "offer_to_tree": "self req" + ("" if "cache_finished_req" in compat.OFFER else " up_to"),
-    "end_epoch": "self req",
-    "end_all_epochs": "self",
+    "insert_prefix": "self req"
+    + ("" if "cache_finished_req" in compat.INSERT_PREFIX else " up_to"),
+    "end_sequence": "self req",
+    "end_all_sequences": "self",
     "before_next_batch": "self running_batch",
     "before_pause": "self recv_req",
     "abort_request": "self recv_req",
@@ -243,14 +244,8 @@ def test_every_method_that_a_backend_must_have_is_one_of_ours() -> None:
 
 def test_the_flags_that_are_refused_exist() -> None:
     fields = compat.default_values(CacheRankFlags)
-    rows = (
-        *servers.SERVERS,
-        *servers.CACHE_RANKS,
-        *servers.GPUS,
-        *models.MODELS,
-        *models.WORKING_SETS,
-    )
-    asked = {field_of(flag) for row in rows for flag in row.asked.split()}
+    tables = {**servers.SPARSE_DECODE_FLAGS, **servers.EXCHANGE_FLAGS}
+    asked = {field_of(flag) for flags in tables for flag in flags.split()}
     absent = {field_of(flag) for flag in compat.ABSENT_FLAGS}
     assert sorted(asked - fields.keys()) == sorted(absent)
 

@@ -146,7 +146,7 @@ def test_a_step_brings_its_numbers_to_the_device() -> None:
     assert numbers["exchanged"].tolist() == [-1, 0] + [-1] * padding
 
 
-def test_without_a_cache_rank_no_epoch_begins_and_long_requests_are_counted() -> None:
+def test_without_a_cache_rank_no_sequence_begins_and_long_requests_are_counted() -> None:
     planner, metrics = planner_of(), Mock()
     planner._metrics = metrics
     long, short = request_on(1), request_on(2)

@@ -18,12 +18,12 @@ import triton.language as tl
 from torch import Tensor
 
 from cache_rank.kernels.coded import triton as coded
-from cache_rank.kernels.coded.digits import digit_columns, load_query_half
 from cache_rank.kernels.coded.format import Format, Parameters
+from cache_rank.kernels.coded.int8_split import int8_columns, load_query_half
 from cache_rank.kernels.coded.reference import CodedTokens
 from cache_rank.kernels.coded.rounding import is_finite, power_below, quotient
 from cache_rank.kernels.coded.tokens import load_group, store_gathered
-from cache_rank.kernels.lynx.fractions import (
+from cache_rank.kernels.lynx.decoding import (
     half_part,
     instructions,
     keys_of_codes,
@@ -97,7 +97,7 @@ def _scoring(
     codec, head_dim = _codec(tokens), queries.shape[-1]
     alpha, in_full = codec.alpha, codec.reads_in_full(exact)
     chunks = chunks or min(PAGE // CHUNK, max(1, _SCORED_ELEMENTS // (CHUNK * head_dim)))
-    columns = digit_columns(queries, out)
+    columns = int8_columns(queries, out)
     constants = _Scoring(CHUNK, chunks, columns, in_full, instructions(alpha, in_full))
     device = queries.device
     return Parameters((fractions_of_levels(alpha, device), table_words(alpha, device)), constants)

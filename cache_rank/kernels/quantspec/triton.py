@@ -19,15 +19,15 @@ import triton.language as tl
 from torch import Tensor
 
 from cache_rank.kernels.coded import triton as coded
-from cache_rank.kernels.coded.digits import (
-    digit_columns,
+from cache_rank.kernels.coded.format import Format, Parameters
+from cache_rank.kernels.coded.int8_split import (
+    int8_columns,
     load_query_half,
-    split_digits,
-    sum_of_digits,
+    split_int8,
+    sum_int8_products,
     unit_of_heads,
     unit_of_rows,
 )
-from cache_rank.kernels.coded.format import Format, Parameters
 from cache_rank.kernels.coded.reference import CodedTokens
 from cache_rank.kernels.coded.rounding import is_finite, nearest_integers, power_below, quotient
 from cache_rank.kernels.coded.tokens import load_group, store_gathered
@@ -63,7 +63,7 @@ def _encoding(tokens: CodedTokens) -> Parameters:
 def _scoring(tokens: CodedTokens, queries: Tensor, out: Tensor, exact: bool) -> Parameters:
     codec = tokens.codecs[0]
     assert isinstance(codec, QuantSpecCodec)
-    return Parameters((), _Scoring(codec.bits(exact), digit_columns(queries, out)))
+    return Parameters((), _Scoring(codec.bits(exact), int8_columns(queries, out)))
 
 
 @triton.jit
@@ -236,7 +236,7 @@ def _logits(
     # [PADDED, D / 2] each
     low_query = load_query_half(queries, 0, scale, GROUP, PADDED, LAYOUT.head_dim)
     high_query = load_query_half(queries, 1, scale, GROUP, PADDED, LAYOUT.head_dim)
-    # The same in units in which they fit the digits: [PADDED * columns, D / 2] each
+    # The same in units in which they fit two int8: [PADDED * columns, D / 2] each
     COLUMNS: tl.constexpr = CONSTANTS.columns
     low_numbers = load_query_half(queries, 0, scale, GROUP, PADDED, LAYOUT.head_dim, COLUMNS)
     high_numbers = load_query_half(queries, 1, scale, GROUP, PADDED, LAYOUT.head_dim, COLUMNS)
@@ -249,7 +249,7 @@ def _logits(
         page = tl.load(pages + first // LAYOUT.page).to(tl.int64)
         tile = (page * LAYOUT.layers + layer) * LAYOUT.kv_heads + head
         group = tile * (LAYOUT.page // SIZE) + first % LAYOUT.page // SIZE
-        # Queries times scales, in digits, and what the zeros add. A unit of scales is a power of
+        # Queries times scales, as int8, and what the zeros add. A unit of scales is a power of
         # two for the whole group: one for each head would take as long as the products.
         channel = group * LAYOUT.head_dim + dims
         low_scale = tl.load(scales + channel).to(tl.float32)
@@ -257,8 +257,8 @@ def _logits(
         low_rest = low_query * tl.load(zeros + channel).to(tl.float32)[None, :]
         high_rest = high_query * tl.load(zeros + channel + HALF).to(tl.float32)[None, :]
         scale_unit = power_below(tl.max(tl.maximum(low_scale, high_scale), axis=0))
-        low_digits = split_digits(low_numbers * (low_scale / scale_unit)[None, :], COLUMNS)
-        high_digits = split_digits(high_numbers * (high_scale / scale_unit)[None, :], COLUMNS)
+        low_int8 = split_int8(low_numbers * (low_scale / scale_unit)[None, :], COLUMNS)
+        high_int8 = split_int8(high_numbers * (high_scale / scale_unit)[None, :], COLUMNS)
         # Codes as integers: [group tokens, D / 2] each
         at = group * SIZE * HALF + token[:, None] * HALF + dims[None, :]
         uppers = tl.load(upper + at)
@@ -271,10 +271,10 @@ def _logits(
         else:
             low_codes = unpack_codes(uppers, 0, 4, INTERPRETED)
             high_codes = unpack_codes(uppers, 1, 4, INTERPRETED)
-        # Exact products with the digits: [group tokens, PADDED * columns]
-        products = tl.dot(low_codes, tl.trans(low_digits), out_dtype=tl.int32)
-        products = tl.dot(high_codes, tl.trans(high_digits), products, out_dtype=tl.int32)
-        of_codes = sum_of_digits(products, COLUMNS, PADDED, SIZE)
+        # Exact products with the int8: [group tokens, PADDED * columns]
+        products = tl.dot(low_codes, tl.trans(low_int8), out_dtype=tl.int32)
+        products = tl.dot(high_codes, tl.trans(high_int8), products, out_dtype=tl.int32)
+        of_codes = sum_int8_products(products, COLUMNS, PADDED, SIZE)
         code_unit = query_unit * (scale_unit * (0.0625 if CONSTANTS.bits == 8 else 1.0))
         rest = tl.sum(low_rest + high_rest, axis=1)
         logit = of_codes * code_unit[None, :] + rest[None, :]

@@ -16,9 +16,9 @@ from cache_rank.kernels.pick.reference import to_keys
 from cache_rank.kernels.sketch.reference import (
     Sketch,
     SketchShape,
-    crumb_weights,
-    crumbs,
     encode_keys,
+    query_weights,
+    unpack_int2,
 )
 
 
@@ -89,8 +89,8 @@ def score_rows(
         if length < sparse_from[slot]:
             continue
         rows = row_table[slot, :length].long()
-        weights = crumb_weights(queries[request].float().unsqueeze(0), sketch, scale)[0]
-        logits = weights @ crumbs(codes[:, rows]).mT  # (Hkv, G, T)
+        weights = query_weights(queries[request].float().unsqueeze(0), sketch, scale)[0]
+        logits = weights @ unpack_int2(codes[:, rows]).mT  # (Hkv, G, T)
         scores = (logits - logits.logsumexp(-1, keepdim=True)).amax(dim=-2)
         out[request, :, :length] = to_keys(scores).to(torch.uint16)
 

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cache_rank.kernels.coded.digits import digit_columns
+from cache_rank.kernels.coded.int8_split import int8_columns
 from cache_rank.kernels.pick.reference import KEY_MOST, KEY_UNIT, KEY_ZERO
 from cache_rank.kernels.row_sketch.reference import RowScratch
 from cache_rank.kernels.score.triton import log_sum_of_chunks, store_logits, sum_up_chunk
@@ -118,7 +118,7 @@ def score_rows(
         SIZE=size,
         WIDTH=max(32, triton.next_power_of_2(size)),  # the matrix unit takes 32 bytes at a time
         BLOCK=LAUNCH.block,
-        COLUMNS=digit_columns(of_one_layer, out.unsqueeze(1)),
+        COLUMNS=int8_columns(of_one_layer, out.unsqueeze(1)),
         STAGES=LAUNCH.stages,
         INTERPRETED=not queries.is_cuda,
         num_warps=LAUNCH.warps,

@@ -1,9 +1,9 @@
 """The tokens of a working set are selected, plain torch: the specification.
 
 AsyncSpade (arXiv 2510.07486), section 4.3, selects the k tokens with the best scores. Here they are
-in slots, and the mirror says which token is in which. A token in a slot stays while it is among the
-best k + margin, so that the answer to a step is a small difference against the mirror. Where more
-should be exchanged than an answer has room for, the best enter and the lowest leave.
+in slots, and the slot map says which token is in which. A token in a slot stays while it is among
+the best k + margin, so that the answer to a step is a small difference against the slot map. Where
+more should be exchanged than an answer has room for, the best enter and the lowest leave.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ MOST_SLOTS = 1 << 14
 """The Triton kernel takes no larger k; k + margin may be twice as much."""
 
 EMPTY = -1
-"""This stands in the mirror for an empty slot, and pads lists of tokens and slots."""
+"""This stands in the slot map for an empty slot, and pads lists of tokens and slots."""
 
 _LOWEST = torch.iinfo(torch.int64).min
 _HIGHEST = torch.iinfo(torch.int64).max
@@ -27,13 +27,13 @@ class Selection(NamedTuple):
     """What changes in the slots of each layer and kv head.
 
     Attributes:
-        mirror: (L, Hkv, k) int32, the token position in each slot after the change; -1 is empty.
+        slot_map: (L, Hkv, k) int32, the token position in each slot after the change; -1 is empty.
         entering: (L, Hkv, C) int32, positions of the tokens that enter, ascending; -1 pads.
         slots: (L, Hkv, C) int32, the slot that each entering token takes; -1 pads.
         overflow: (L, Hkv) int32, how many more tokens would have entered at unlimited capacity.
     """
 
-    mirror: Tensor
+    slot_map: Tensor
     entering: Tensor
     slots: Tensor
     overflow: Tensor
@@ -70,7 +70,7 @@ def top_tokens(scores: Tensor, candidates: range, count: int) -> Tensor:
 
 
 def select_tokens(
-    scores: Tensor, mirror: Tensor, candidates: range, margin: int, capacity: int
+    scores: Tensor, slot_map: Tensor, candidates: range, margin: int, capacity: int
 ) -> Selection:
     """Select the tokens of one sequence's next step, and how its slots change.
 
@@ -82,21 +82,21 @@ def select_tokens(
 
     Args:
         scores: (L, Hkv, T) float32.
-        mirror: (L, Hkv, k) int32 positions, -1 where empty.
+        slot_map: (L, Hkv, k) int32 positions, -1 where empty.
         candidates: the positions that compete, within [0, T).
         margin: how far beyond k a token may fall before it leaves.
         capacity: C in the shapes, the most tokens that may enter a layer and kv head.
 
     Returns:
-        The change. The given mirror is not modified.
+        The change. The given slot map is not modified.
     """
-    budget, tokens = mirror.shape[-1], scores.shape[-1]
+    budget, tokens = slot_map.shape[-1], scores.shape[-1]
     target = min(budget, len(candidates))
     most = min(capacity, target)
     keys = rank_keys(scores, candidates)
 
-    competes = (mirror >= candidates.start) & (mirror < candidates.stop)
-    slot_keys = keys.gather(-1, torch.where(competes, mirror, 0).to(torch.int64))
+    competes = (slot_map >= candidates.start) & (slot_map < candidates.stop)
+    slot_keys = keys.gather(-1, torch.where(competes, slot_map, 0).to(torch.int64))
     stays = torch.zeros_like(competes)
     if len(candidates):
         depth = min(budget + margin, len(candidates))
@@ -104,14 +104,14 @@ def select_tokens(
     wanted = target - stays.sum(-1)  # (L, Hkv)
 
     resident = torch.zeros((*keys.shape[:-1], tokens + 1), dtype=torch.bool, device=keys.device)
-    resident.scatter_(-1, torch.where(competes, mirror, tokens).to(torch.int64), True)
+    resident.scatter_(-1, torch.where(competes, slot_map, tokens).to(torch.int64), True)
     best = keys.masked_fill(resident[..., :-1], _LOWEST).topk(most, dim=-1).indices
     used = torch.arange(most, device=keys.device) < wanted.unsqueeze(-1)
     # Unused entries, which `tokens` stands for, sort last.
     entering = torch.where(used, best, tokens).sort(-1).values.to(torch.int32)
     entering = torch.where(used, entering, EMPTY)
 
-    empty = mirror == EMPTY
+    empty = slot_map == EMPTY
     by_rank = torch.where(stays, _HIGHEST, torch.where(competes, slot_keys, _LOWEST))
     by_rank = by_rank.masked_fill(empty, _HIGHEST).argsort(dim=-1, stable=True)
     ranking = torch.arange(budget, device=keys.device)
@@ -119,14 +119,14 @@ def select_tokens(
     leaves = torch.zeros_like(competes).scatter_(-1, by_rank, ranking < leaving)
     slot_order = torch.where(empty, 0, torch.where(leaves, 1, 2))
     taken = slot_order.argsort(dim=-1, stable=True)[..., :most]
-    after = mirror.clone()
+    after = slot_map.clone()
     # Unused entries write a slot's own token back, into a slot that no used entry takes.
-    after.scatter_(-1, taken, torch.where(used, entering, mirror.gather(-1, taken)))
+    after.scatter_(-1, taken, torch.where(used, entering, slot_map.gather(-1, taken)))
 
     padding = (0, capacity - most)
     slots = torch.where(used, taken, EMPTY).to(torch.int32)
     return Selection(
-        mirror=after,
+        slot_map=after,
         entering=torch.nn.functional.pad(entering, padding, value=EMPTY),
         slots=torch.nn.functional.pad(slots, padding, value=EMPTY),
         overflow=(wanted - capacity).clamp(min=0).to(torch.int32),
@@ -142,7 +142,7 @@ def select_workspace(
 
 def select_step(
     scores: Tensor,
-    mirror: Tensor,
+    slot_map: Tensor,
     slots: Tensor,
     positions: Tensor,
     first_layer: int,
@@ -161,10 +161,10 @@ def select_step(
 
     Args:
         scores: (R, L, Hkv, capacity) float32, of tokens [0, position]; may be overwritten.
-        mirror: (slots, layers, Hkv, k) int32, changed in place.
+        slot_map: (slots, layers, Hkv, k) int32, changed in place.
         slots: (R,) int32 state slots, no two the same; for a row of slot -1 nothing enters.
         positions: (R,) int32, of each row's current token.
-        first_layer: index of the first of the L layers in the mirror.
+        first_layer: index of the first of the L layers in the slot map.
         sink_tokens: how many of the oldest tokens do not compete.
         recent_tokens: how many of the newest tokens do not compete.
         margin: how far beyond k a token may fall before it leaves.
@@ -181,7 +181,7 @@ def select_step(
         if slot < 0:
             continue
         tokens = position + 1
-        working_set = mirror[slot, first_layer : first_layer + layers]
+        working_set = slot_map[slot, first_layer : first_layer + layers]
         change = select_tokens(
             scores[row, :, :, :tokens],
             working_set,
@@ -189,7 +189,7 @@ def select_step(
             margin,
             entering.shape[-1],
         )
-        working_set.copy_(change.mirror)
+        working_set.copy_(change.slot_map)
         entering[row] = change.entering
         entering_slots[row] = change.slots
         counts[row, 0] += (change.entering != EMPTY).sum().to(torch.int32)

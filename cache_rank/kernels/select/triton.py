@@ -48,7 +48,7 @@ _RESIDENT = tl.constexpr(-1)
 def _default_width(budget: int, margin: int) -> int:
     """The width of vectors: half the groups of a row, and half of the tokens that can be listed.
 
-    Where no token in a slot is among the best, as in an empty mirror, `n` maxima must reach the
+    Where no token in a slot is among the best, as in an empty slot map, `n` maxima must reach the
     bound. Of g groups of random tokens -g log(1 - n/g) tokens then do: few enough where g > 1.75 n.
     """
     width = int(triton.next_power_of_2(max(budget, (budget + margin) * 7 // 8)))
@@ -82,7 +82,7 @@ def _registers(warps: int, programs: int) -> int:
 
 def select_step(
     scores: Tensor,
-    mirror: Tensor,
+    slot_map: Tensor,
     slots: Tensor,
     positions: Tensor,
     first_layer: int,
@@ -109,13 +109,13 @@ def select_step(
         resident_programs: how many programs a multiprocessor should have registers for.
     """
     rows, layers, kv_heads, row_capacity = scores.shape
-    budget, capacity = mirror.shape[-1], entering.shape[-1]
+    budget, capacity = slot_map.shape[-1], entering.shape[-1]
     units = rows * layers * kv_heads
     width = width or _default_width(budget, margin)
     warps = warps or min(16, max(1, width // 128))
-    for tensor in (scores, mirror, slots, positions, workspace, entering, entering_slots, counts):
+    for tensor in (scores, slot_map, slots, positions, workspace, entering, entering_slots, counts):
         assert tensor.is_contiguous()
-    assert mirror.shape[2] == kv_heads
+    assert slot_map.shape[2] == kv_heads
     assert entering.shape == entering_slots.shape == (*scores.shape[:3], capacity)
     assert workspace.shape[0] >= units
     assert workspace.shape[1] >= _workspace_width(width)
@@ -126,7 +126,7 @@ def select_step(
         return
     _select[(units,)](
         scores.view(torch.int32),
-        mirror,
+        slot_map,
         slots,
         positions,
         workspace,
@@ -134,7 +134,7 @@ def select_step(
         entering_slots,
         counts,
         row_capacity,
-        mirror.shape[1],
+        slot_map.shape[1],
         first_layer,
         sink_tokens,
         recent_tokens,
@@ -301,20 +301,20 @@ def _spare_highest(stays, keys, tokens, highest, count):
 
 
 @triton.jit
-def _fill_slots(mirror, stays, entering, entering_slots, empties, count, BUDGET: tl.constexpr):
+def _fill_slots(slot_map, stays, entering, entering_slots, empties, count, BUDGET: tl.constexpr):
     """Put the entering tokens into empty slots, and then into those whose token does not stay.
 
     Where those are more, the first are taken. `empties` is how many slots are empty.
     """
     slot = tl.arange(0, stays.shape[0])
     inside = slot < BUDGET
-    token = tl.load(mirror + slot, mask=inside, other=0)
+    token = tl.load(slot_map + slot, mask=inside, other=0)
     empty = (inside & (token < 0)).to(tl.int32)
     left = (inside & (token >= 0) & (stays == 0)).to(tl.int32)
     before = tl.cumsum(empty + (left << 16))  # two sums in one
     order = tl.where(empty > 0, before & 0xFFFF, empties + (before >> 16)) - 1
     takes = (empty + left > 0) & (order < count)
-    tl.store(mirror + slot, tl.load(entering + order, mask=takes), mask=takes)
+    tl.store(slot_map + slot, tl.load(entering + order, mask=takes), mask=takes)
     tl.store(entering_slots + order, slot, mask=takes)
 
 
@@ -339,11 +339,11 @@ def _exchange(
         bounds: a key that `depth` keys reach, the highest of all, and `depth`: so many of the best
             stay, if they are in slots.
         scratch: a counter.
-        out: the unit's mirror, entering tokens and their slots, and its row's counts.
+        out: the unit's slot map, entering tokens and their slots, and its row's counts.
     """
     slot_keys, slot_tokens, empties, wished = in_slots
     low, highest, depth = bounds
-    mirror, entering, entering_slots, counts = out
+    slot_map, entering, entering_slots, counts = out
     # The exact rank of the best `depth`: which tokens stay in their slots.
     every_key, every_token = (slot_keys,) + keys, (slot_tokens,) + tokens  # noqa: RUF005
     key, token = find_rank(every_key, every_token, low, highest + 1, depth)
@@ -361,7 +361,7 @@ def _exchange(
         key, token = find_rank(keys, tokens, key, highest + 1, enter_count)
         _write_entering(keys, tokens, key, token, scratch, entering, enter_count, ENTERING)
         tl.debug_barrier()
-        _fill_slots(mirror, stays, entering, entering_slots, empties, enter_count, BUDGET)
+        _fill_slots(slot_map, stays, entering, entering_slots, empties, enter_count, BUDGET)
         tl.atomic_add(counts, enter_count)
         if wanted > CAPACITY:
             tl.atomic_add(counts + 1, wanted - CAPACITY)
@@ -381,7 +381,7 @@ def _exchange(
 )
 def _select(
     scores,
-    mirror,
+    slot_map,
     slots,
     positions,
     workspace,
@@ -413,7 +413,7 @@ def _select(
 
     if state_slot >= 0:
         scores += unit * row_capacity
-        mirror += ((state_slot * state_layers + first_layer) * KV_HEADS + layer_head) * BUDGET
+        slot_map += ((state_slot * state_layers + first_layer) * KV_HEADS + layer_head) * BUDGET
         scratch = workspace + unit * workspace_width
         counters = scratch.to(tl.pointer_type(tl.int32))
         entries = scratch + 1
@@ -425,7 +425,7 @@ def _select(
 
         # The tokens in slots are taken out of the row.
         slot = tl.arange(0, WIDTH)  # [WIDTH], as all vectors below
-        slot_tokens = tl.load(mirror + slot, mask=slot < BUDGET, other=-1)
+        slot_tokens = tl.load(slot_map + slot, mask=slot < BUDGET, other=-1)
         competes = (slot_tokens >= start) & (slot_tokens < stop)
         empties = tl.sum(((slot < BUDGET) & (slot_tokens < 0)).to(tl.int32))
         slot_tokens = tl.where(competes, slot_tokens, 0)
@@ -452,7 +452,7 @@ def _select(
         key, token = (lower >> 32).to(tl.int32), lower.to(tl.int32)
         in_slots = (slot_keys, slot_tokens, empties, tl.minimum(BUDGET, candidates))
         bounds = (low, highest, depth)
-        out = (mirror, entering, entering_slots, counts + row * 2)
+        out = (slot_map, entering, entering_slots, counts + row * 2)
         if listed > WIDTH:
             upper = tl.load(entries + WIDTH + slot, mask=WIDTH + slot < listed, other=_LOWEST_RANK)
             enter_count = _exchange(

@@ -11,10 +11,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cache_rank.kernels.coded.digits import (
-    is_digit,
-    split_digits,
-    sum_of_digits,
+from cache_rank.kernels.coded.int8_split import (
+    holds_int8,
+    split_int8,
+    sum_int8_products,
     unit_of_heads,
     unit_of_rows,
 )
@@ -121,7 +121,7 @@ def load_weights(
     """
     column, byte = tl.arange(0, PADDED * COLUMNS), tl.arange(0, WIDTH)
     at = unit_weights + (column // COLUMNS)[:, None] * (4 * SIZE) + byte[None, :]
-    is_weight = is_digit(column, GROUP, COLUMNS)[:, None] & (byte < SIZE)[None, :]
+    is_weight = holds_int8(column, GROUP, COLUMNS)[:, None] & (byte < SIZE)[None, :]
     # [PADDED * COLUMNS, WIDTH] each
     w0 = tl.load(at, mask=is_weight, other=0.0)
     w1 = tl.load(at + SIZE, mask=is_weight, other=0.0)
@@ -130,10 +130,10 @@ def load_weights(
     largest = tl.maximum(tl.maximum(tl.abs(w0), tl.abs(w1)), tl.maximum(tl.abs(w2), tl.abs(w3)))
     unit = unit_of_rows(tl.max(largest, axis=1))
     weights = (
-        tl.trans(split_digits(w0 / unit[:, None], COLUMNS)),
-        tl.trans(split_digits(w1 / unit[:, None], COLUMNS)),
-        tl.trans(split_digits(w2 / unit[:, None], COLUMNS)),
-        tl.trans(split_digits(w3 / unit[:, None], COLUMNS)),
+        tl.trans(split_int8(w0 / unit[:, None], COLUMNS)),
+        tl.trans(split_int8(w1 / unit[:, None], COLUMNS)),
+        tl.trans(split_int8(w2 / unit[:, None], COLUMNS)),
+        tl.trans(split_int8(w3 / unit[:, None], COLUMNS)),
     )
     return weights, unit_of_heads(unit, COLUMNS, PADDED)
 
@@ -156,4 +156,4 @@ def logits_of(
     for index in tl.static_range(4):
         crumbs = unpack_codes(packed, index, 2, INTERPRETED)  # [BLOCK, WIDTH]
         products = tl.dot(crumbs, weights[index], products, out_dtype=tl.int32)
-    return sum_of_digits(products, COLUMNS, PADDED, BLOCK) * unit[None, :]
+    return sum_int8_products(products, COLUMNS, PADDED, BLOCK) * unit[None, :]

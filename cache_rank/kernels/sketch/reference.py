@@ -14,10 +14,10 @@ log-probabilities, are the same without it.
 All of z have the variance 1, so that steps are the same for all channels and tokens: those with the
 least error of uniform codes of a normal distribution (Max, 1960). A code depends on its key alone.
 
-Scores know nothing of channels. A byte of a sketch is four crumbs, numbers of 2 bits, and a logit
-is the sum of all crumbs of a key, each times the weight that a query gives it:
+Scores know nothing of channels. A byte of a sketch is four int2 elements, and a logit is the sum
+of all elements of a key, each times the weight that a query gives it:
 
-    a channel of 2 bits is a crumb, whose weight is that of the channel
+    a channel of 2 bits is one element, whose weight is that of the channel
     a channel of 4 bits is two, of which the second counts four times as much
 
 What codes are counted from is the same for all tokens, too, and left out.
@@ -91,7 +91,7 @@ class Sketch(NamedTuple):
     Attributes:
         keys: (layers, Hkv, C, D) float32, B in units of the steps.
         shift: (layers, Hkv, C) float32, what it makes of μ.
-        queries: (layers, Hkv, 4 · bytes, D) float32, B⁻ᵀ times the steps, of the first crumb of
+        queries: (layers, Hkv, 4 · bytes, D) float32, B⁻ᵀ times the steps, of the first element of
             every byte, of every second one, and so on.
     """
 
@@ -107,7 +107,7 @@ class SketchWorkspace(NamedTuple):
 
     Attributes:
         scores: that of all scorings.
-        weights: (rows, layers, Hq, 4 · bytes) float32, what queries give the crumbs.
+        weights: (rows, layers, Hq, 4 · bytes) float32, what queries give the elements.
         normalizers: (units, NORMALIZER_PARTS, 2, PADDED) float32, each part's largest logit and the
             sum of exponentials relative to it; for units and PADDED see `ScoreWorkspace`.
     """
@@ -173,13 +173,13 @@ def encode_keys(keys: Tensor, sketch: Sketch, shape: SketchShape) -> Tensor:
     return torch.cat((_pack(fine, 4), _pack(coarse, 2)), dim=-1)
 
 
-def crumbs(codes: Tensor) -> Tensor:
-    """The crumbs of codes, (..., bytes) uint8: (..., 4 · bytes) float32, see `Sketch`."""
+def unpack_int2(codes: Tensor) -> Tensor:
+    """Codes, (..., bytes) uint8, as elements: (..., 4 · bytes) float32, ordered as in `Sketch`."""
     return _unpack(codes, 2)
 
 
-def crumb_weights(queries: Tensor, sketch: Sketch, scale: float) -> Tensor:
-    """What queries give the crumbs: (..., layers, Hkv, G, 4 · bytes) float32.
+def query_weights(queries: Tensor, sketch: Sketch, scale: float) -> Tensor:
+    """The weights that queries give the elements: (..., layers, Hkv, G, 4 · bytes) float32.
 
     Args:
         queries: (..., layers, Hq, D) float32.
@@ -229,7 +229,8 @@ def score_sketch(
         pages = page_table[row, : position // page_tokens + 1].to(torch.int64)
         codes = code_pool[:, first_layer : first_layer + layers][pages]  # (pages, L, Hkv, P, bytes)
         codes = codes.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, : position + 1]
-        logits = crumb_weights(queries[row], of_layers, scale) @ crumbs(codes).mT  # (L, Hkv, G, T)
+        weights = query_weights(queries[row], of_layers, scale)
+        logits = weights @ unpack_int2(codes).mT  # (L, Hkv, G, T)
         normalizer = logits.logsumexp(-1, keepdim=True)
         if attended is not None:
             chosen = attended.chosen[slot, first_layer : first_layer + layers]

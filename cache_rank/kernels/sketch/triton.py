@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cache_rank.kernels.coded.digits import digit_columns
+from cache_rank.kernels.coded.int8_split import int8_columns
 from cache_rank.kernels.score.triton import (
     CHUNK_TOKENS,
     finish_scores,
@@ -93,7 +93,7 @@ def score_sketch(
         "WIDTH": max(32, triton.next_power_of_2(size)),  # the matrix unit takes 32 bytes at a time
         "PAGE": page_tokens,
         "BLOCK": block,
-        "COLUMNS": digit_columns(queries, out),
+        "COLUMNS": int8_columns(queries, out),
         "STAGES": launch.stages,
         "INTERPRETED": not queries.is_cuda,
         "NORMALIZER_PARTS": 0 if attended is None else NORMALIZER_PARTS,

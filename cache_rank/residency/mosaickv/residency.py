@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from cache_rank.batch_metadata import BatchMetadata
 from cache_rank.config import CacheRankConfig
 from cache_rank.copies import upload
 from cache_rank.kernels.append import append_step, load_tokens
@@ -33,7 +34,6 @@ from cache_rank.residency.mosaickv.segments import (
 )
 from cache_rank.residency.mosaickv.strategy import Candidates, strategy_bytes
 from cache_rank.residency.options import Ranges
-from cache_rank.step_rows import StepRows
 
 
 class MosaicKVResidency(Residency):
@@ -99,7 +99,7 @@ class MosaicKVResidency(Residency):
             segments.append(pages, every_layer, end)
             begin = end
 
-    def append(self, rows: StepRows, layers: range, up: Tensor, query_ring: Tensor) -> None:
+    def append(self, rows: BatchMetadata, layers: range, up: Tensor, query_ring: Tensor) -> None:
         on_host = rows.numbers()
         for slot, position in on_host:
             if slot >= 0 and position == 0 and layers.start == 0:
@@ -119,7 +119,7 @@ class MosaicKVResidency(Residency):
 
     def score(
         self,
-        rows: StepRows,
+        rows: BatchMetadata,
         layers: range,
         queries: Tensor,
         exact: bool = False,
@@ -142,7 +142,7 @@ class MosaicKVResidency(Residency):
         return out
 
     def gather(
-        self, rows: StepRows, layers: range, entering: Tensor, keys: Tensor, values: Tensor
+        self, rows: BatchMetadata, layers: range, entering: Tensor, keys: Tensor, values: Tensor
     ) -> None:
         self._memory.operations.gather_packed(
             self._memory.store,

@@ -85,8 +85,9 @@ class InflightSteps:
             applied, shipped = outcome_of(oldest.step)
             for sequence in self._without_answer(oldest, applied):
                 if not sequence.ended:
+                    step, sequence_id = oldest.step, sequence.sequence_id
                     raise CacheRankDownError(
-                        f"the answer to step {oldest.step} is not for epoch {sequence.epoch}"
+                        f"the answer to step {step} is not for sequence {sequence_id}"
                     )
             with self._lock:
                 self._steps.popleft()
@@ -151,7 +152,7 @@ class DeviceExchange(Exchange):
         self._gate = gate
         self._step, self._rows = 0, ExchangedRows()
         self._inflight = InflightSteps(len(config.groups), connection.timeout)
-        self._waits_for_itself = any(boundary.is_fresh for boundary in config.boundaries)
+        self._waits_for_itself = any(message.same_step for message in config.layer_messages)
         self._queued = 0
         self._awaited: dict[int, int] = {}  # by step, whose answers its forward pass waits for
         self._is_closed = False
@@ -242,7 +243,7 @@ class DeviceExchange(Exchange):
             spans.append(Span("group", start, stop, times.step, group))
             for layer in members[:-1]:
                 span = (layers[layer], layers[layer + 1], times.step, group)
-                spans.append(Span(f"layer {layer}", *span, lane="layers"))
+                spans.append(Span(f"layer {layer}", *span, track="layers"))
         return spans
 
     def _read_clock(self) -> None:

@@ -37,7 +37,7 @@ from cache_rank.config import CacheRankConfig
 from cache_rank.kernels.gate import triton as gate
 from cache_rank.kernels.pack import triton as pack
 from cache_rank.protocol import UpMessage, up_sizes
-from cache_rank.schedule import lanes_of_entered, lanes_of_left
+from cache_rank.schedule import index_by_hidden, index_by_kv
 from sglang_ext.exchange.base import Gate
 from sglang_ext.exchange.pinned_ring import RING_ENTRIES, DeviceToHostRing
 
@@ -121,8 +121,8 @@ class DeviceGate(Gate):
     """Buffers and flags of one inference rank on a GPU.
 
     Attributes:
-        staging: the up message of each boundary, for `max_rows` requests.
-        computed: (boundaries,) int64, see the module.
+        staging: each message to the cache rank, for `max_rows` requests.
+        computed: (messages,) int64, see the module.
         applied: (groups,) int64, likewise.
         accepts: (1,) int32 in host memory that the device reads: 0 once answers under way will not
             come, which ends every wait for them.
@@ -140,18 +140,18 @@ class DeviceGate(Gate):
             exchanged: (max batch,) int64, the index among the exchanged requests of each batch row,
                 or -1.
         """
-        device, boundaries = steps.device, config.boundaries
+        device, layer_messages = steps.device, config.layer_messages
         sizes = up_sizes(config, config.max_rows)
         self.staging = [
             UpMessage(
                 config,
-                boundary,
+                layer_message,
                 config.max_rows,
                 torch.zeros(size, dtype=torch.uint8, device=device),
             )
-            for boundary, size in zip(boundaries, sizes, strict=True)
+            for layer_message, size in zip(layer_messages, sizes, strict=True)
         ]
-        self.computed = torch.zeros(len(boundaries), dtype=torch.int64, device=device)
+        self.computed = torch.zeros(len(layer_messages), dtype=torch.int64, device=device)
         self.applied = torch.zeros(len(config.groups), dtype=torch.int64, device=device)
         self.accepts = torch.zeros(1, dtype=torch.int32).pin_memory()
         self._given_up = torch.zeros(RING_ENTRIES, dtype=torch.int64).pin_memory()
@@ -159,9 +159,9 @@ class DeviceGate(Gate):
         self.clock = StepClock(config, device)
         self.begun = DeviceToHostRing(steps[1:])
         self._steps, self._exchanged = steps, exchanged
-        self._lane_of_left = lanes_of_left(boundaries)
-        self._lane_of_entered = lanes_of_entered(boundaries)
-        self._fresh = {boundary.answered for boundary in boundaries if boundary.is_fresh}
+        self._index_by_kv = index_by_kv(layer_messages)
+        self._index_by_hidden = index_by_hidden(layer_messages)
+        self._fresh = {message.selects_for for message in layer_messages if message.same_step}
         self._side_stream = torch.cuda.Stream(device)
         # The memory of what is being packed must not be used again before that is done.
         self._packing: list[Tensor] = []
@@ -193,18 +193,18 @@ class DeviceGate(Gate):
         self._side_stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._side_stream):
             pack.stamp(self.clock.stamps, 0)
-            if 0 not in self._lane_of_entered:
+            if 0 not in self._index_by_hidden:
                 self._wait_for_slots(0)
 
     def stage_hidden(self, group: int, hidden: Tensor, residual: Tensor | None) -> None:
-        lane = self._lane_of_entered[group]
+        index = self._index_by_hidden[group]
         self._packing += (hidden,) if residual is None else (hidden, residual)
         self._side_stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._side_stream):
             pack.pack_hidden(
-                self.staging[lane].hidden, self._exchanged[: hidden.shape[0]], hidden, residual
+                self.staging[index].hidden, self._exchanged[: hidden.shape[0]], hidden, residual
             )
-            self._complete(lane)
+            self._complete(index)
             self._wait_for_slots(group)
 
     def enter_group(self, group: int) -> None:
@@ -218,7 +218,7 @@ class DeviceGate(Gate):
         self._side_stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._side_stream):
             pack.pack_layer(
-                self.staging[self._lane_of_left[group]].tokens,
+                self.staging[self._index_by_kv[group]].tokens,
                 self._exchanged[: queries.shape[0]],
                 layer_in_group,
                 queries,
@@ -232,8 +232,8 @@ class DeviceGate(Gate):
         self._side_stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._side_stream):
             following, is_last = group + 1, group + 1 == len(self._config.groups)
-            if following not in self._lane_of_entered:
-                self._complete(self._lane_of_left[group])
+            if following not in self._index_by_hidden:
+                self._complete(self._index_by_kv[group])
                 if not is_last:
                     self._wait_for_slots(following)
             if is_last:
@@ -241,10 +241,10 @@ class DeviceGate(Gate):
         if is_last:
             self._join()
 
-    def _complete(self, lane: int) -> None:
+    def _complete(self, index: int) -> None:
         """Say that a message is complete."""
-        gate.raise_flag(self.computed, lane, self._steps[1:])
-        if lane == 0:
+        gate.raise_flag(self.computed, index, self._steps[1:])
+        if index == 0:
             self.begun.post(self._steps[1:])
 
     def _wait_for_slots(self, group: int) -> None:

@@ -1,8 +1,8 @@
 """What a step sends and what it does with the answers, queued on streams of their own.
 
-For each boundary
+For each message of the schedule
 
-    up stream        when its message is computed, sends the staging buffer
+    up stream        when it is computed, sends the staging buffer
     down stream      receives the answer
     scatter stream   when the answer has come, writes it into the slots
 
@@ -101,7 +101,7 @@ class TransferTimes:
                 host - 1e3 * stop.elapsed_time(now),
                 step,
                 group,
-                lane=name,
+                track=name,
             )
             for name, step, group, start, stop in timed
         ]
@@ -114,7 +114,7 @@ class Answer(NamedTuple):
     """An answer of a step: the layer group that it is for, and whether in the step itself."""
 
     group: int
-    is_fresh: bool
+    same_step: bool
 
 
 def make_transfers(
@@ -162,9 +162,9 @@ class DeviceTransfers(ABC):
             expected_fresh=Field(4 * config.max_rows, -1),
         )
         self._answers = [
-            Answer(boundary.answered, boundary.is_fresh)
-            for boundary in config.boundaries
-            if boundary.answered is not None
+            Answer(message.selects_for, message.same_step)
+            for message in config.layer_messages
+            if message.selects_for is not None
         ]
         self._by_group = torch.zeros((2, groups, config.max_rows), dtype=torch.int64, device=device)
         self._totals = self._by_group.sum(dim=1)
@@ -174,8 +174,8 @@ class DeviceTransfers(ABC):
         self._accepts = torch.zeros(1, dtype=torch.int32, device=device)
         flags = gate.computed
         self._waits = [
-            FlagMoves(awaited=[flags.data_ptr() + lane * flags.itemsize])
-            for lane in range(flags.numel())
+            FlagMoves(awaited=[flags.data_ptr() + index * flags.itemsize])
+            for index in range(flags.numel())
         ]
         self._warm_up()
 
@@ -199,8 +199,8 @@ class DeviceTransfers(ABC):
         self._numbers.write(
             step=[step],
             first_rows=[self._slots.first_slot(sequence) for sequence in rows.sequences],
-            expected=_expected(rows, step, is_fresh=False),
-            expected_fresh=_expected(rows, step, is_fresh=True),
+            expected=_expected(rows, step, same_step=False),
+            expected_fresh=_expected(rows, step, same_step=True),
         )
         self._queue(len(rows))
         self._gate.awaited_step = step
@@ -209,15 +209,15 @@ class DeviceTransfers(ABC):
     def _queue(self, rows: int) -> None:
         """Queue the transfers of a step of so many requests, whose numbers are written."""
 
-    def _take_computed(self, lane: int, stream: torch.cuda.Stream) -> None:
+    def _take_computed(self, index: int, stream: torch.cuda.Stream) -> None:
         """Hold a stream, the current one, until a message of its step is computed.
 
         There is no deadline: every forward pass that is queued comes to its end, with answers or
         without. The flags count forward passes, because nothing holds back forward passes once the
         gate is closed.
         """
-        self._waits[lane].queue(stream)
-        gate_kernels.lower_flag(self._gate.computed, lane)
+        self._waits[index].queue(stream)
+        gate_kernels.lower_flag(self._gate.computed, index)
 
     def _apply(self, answer: Answer, rows: int) -> None:
         """Queue that the answer that has come is written into slots, on the current stream.
@@ -226,7 +226,7 @@ class DeviceTransfers(ABC):
         """
         group, numbers = answer.group, self._numbers
         message = self.messages.of(rows).down[group]
-        expected = numbers["expected_fresh" if answer.is_fresh else "expected"]
+        expected = numbers["expected_fresh" if answer.same_step else "expected"]
         if answer is self._answers[0]:
             numbers.collect()
         applied, shipped = self._by_group[:, group, :rows]
@@ -244,7 +244,7 @@ class DeviceTransfers(ABC):
         )
         shipped.copy_(message.header[:, _SHIPPED])
         if self._config.checksum and self._rows and int(self._accepts):
-            self._slots.compare_checksums(group, self._rows, message.header, answer.is_fresh)
+            self._slots.compare_checksums(group, self._rows, message.header, answer.same_step)
         gate_kernels.signal(self._gate.applied, group, numbers["step"])
         if answer is self._answers[-1]:
             torch.sum(self._by_group, dim=1, out=self._totals)
@@ -286,10 +286,10 @@ class CopiedTransfers(DeviceTransfers):
 
     def _send(self, rows: int) -> None:
         stream = self._up.stream
-        for lane, message in enumerate(self.messages.of(rows).up):
-            self._take_computed(lane, stream)
-            with self.times.of("send", lane, stream):
-                self._up.send(message.buffer, lane=lane)
+        for index, message in enumerate(self.messages.of(rows).up):
+            self._take_computed(index, stream)
+            with self.times.of("send", index, stream):
+                self._up.send(message.buffer, buffer_index=index)
 
     def _take_answers(self, rows: int) -> None:
         stream = self._down.stream
@@ -297,7 +297,7 @@ class CopiedTransfers(DeviceTransfers):
         for answer in self._answers:
             group = answer.group
             with self.times.of("receive", group, stream):
-                self._down.receive(messages[group].buffer, lane=group)
+                self._down.receive(messages[group].buffer, buffer_index=group)
             with self.times.of("scatter", group, stream):
                 self._apply(answer, rows)
 
@@ -344,12 +344,12 @@ class NcclTransfers(DeviceTransfers):
         config = self._config
         behind = 0 if config.forecasts and config.forecast_lead == 1 else 1
         with torch.cuda.stream(up.stream):
-            for lane, message in enumerate(messages.up):
-                self._take_computed(lane, up.stream)
+            for index, message in enumerate(messages.up):
+                self._take_computed(index, up.stream)
                 computed = up.stream.record_event()
-                with self.times.of("send", lane, up.stream, computed):
-                    up.send(message.buffer, computed, lane=lane)
-                answered = self._answers[len(received) : lane + 1 - behind]
+                with self.times.of("send", index, up.stream, computed):
+                    up.send(message.buffer, computed, buffer_index=index)
+                answered = self._answers[len(received) : index + 1 - behind]
                 received += [self._receive(answer, messages, computed) for answer in answered]
             rest = self._answers[len(received) :]
             received += [self._receive(answer, messages, computed) for answer in rest]
@@ -358,8 +358,8 @@ class NcclTransfers(DeviceTransfers):
     def _receive(self, answer: Answer, messages: StepMessages, after: torch.cuda.Event) -> Pending:
         group = answer.group
         with self.times.of("receive", group, self._down.stream, after):
-            return self._down.receive(messages.down[group].buffer, after, lane=group)
+            return self._down.receive(messages.down[group].buffer, after, buffer_index=group)
 
 
-def _expected(rows: ExchangedRows, step: int, is_fresh: bool) -> list[int]:
-    return list(itertools.chain.from_iterable(rows.expected_headers(step, is_fresh)))
+def _expected(rows: ExchangedRows, step: int, same_step: bool) -> list[int]:
+    return list(itertools.chain.from_iterable(rows.expected_headers(step, same_step)))

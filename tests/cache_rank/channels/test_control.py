@@ -133,9 +133,9 @@ def channel() -> Iterator[Channel]:
 
 
 MESSAGES = (
-    Load(epoch=1, start=0, count=100),
+    Load(sequence_id=1, start=0, count=100),
     Step(step=1, rows=[Row(1, 100), Row(2**40, 0)]),
-    End(epochs=[1, 2, 3]),
+    End(sequence_ids=[1, 2, 3]),
     Flush(),
 )
 
@@ -178,8 +178,8 @@ BAD_FRAMES = {
     "untyped": sealed(packed([1, 2, 3])),
     "unknown type": sealed(packed({"type": "Reboot"})),
     "unknown field": sealed(packed({"type": "Flush", "now": True})),
-    "missing field": sealed(packed({"type": "Load", "epoch": 1})),
-    "wrong type of field": sealed(packed({"type": "End", "epochs": "all"})),
+    "missing field": sealed(packed({"type": "Load", "sequence_id": 1})),
+    "wrong type of field": sealed(packed({"type": "End", "sequence_ids": "all"})),
     "message of the other side": sealed(packed({"type": "Ready"})),
 }
 

@@ -17,7 +17,7 @@ from cache_rank.graphs import capture
 
 pytestmark = pytest.mark.gpu
 
-LANES = [1000, 1 << 20, 256]
+SIZES = [1000, 1 << 20, 256]
 ROUNDS = 40
 LONG = 60.0
 """Seconds that no passing test waits."""
@@ -28,18 +28,18 @@ A_WHILE = 3_000_000
 Form = Callable[[list[int], list[int]], PeerChannel]
 
 
-def message(number: int, lane: int, device: str = "cuda") -> Tensor:
+def message(number: int, index: int, device: str = "cuda") -> Tensor:
     """What is sent: of another length each time, none of them nothing."""
-    size = LANES[lane] - number
-    return (torch.arange(size, device=device) + 7 * number + lane).to(torch.uint8)
+    size = SIZES[index] - number
+    return (torch.arange(size, device=device) + 7 * number + index).to(torch.uint8)
 
 
 def send_rounds(form: Form, pipe: Connection) -> None:
-    channel = form(LANES, [])
+    channel = form(SIZES, [])
     under_way = [
-        channel.send(message(number, lane), lane=lane)
+        channel.send(message(number, index), buffer_index=index)
         for number in range(ROUNDS)
-        for lane in range(len(LANES))
+        for index in range(len(SIZES))
     ]
     torch.cuda.synchronize()
     del under_way  # which hold what is sent
@@ -48,15 +48,15 @@ def send_rounds(form: Form, pipe: Connection) -> None:
 
 
 def send_graphs(form: Form, pipe: Connection) -> None:
-    channel = form(LANES, [])
+    channel = form(SIZES, [])
     tick = torch.zeros(1, dtype=torch.uint8, device="cuda")
-    sent = [torch.zeros(size, dtype=torch.uint8, device="cuda") for size in LANES]
+    sent = [torch.zeros(size, dtype=torch.uint8, device="cuda") for size in SIZES]
 
     def send() -> None:
         tick.add_(1)
-        for lane, tensor in enumerate(sent):
+        for index, tensor in enumerate(sent):
             tensor.copy_(tick.expand_as(tensor))
-            channel.send(tensor, lane=lane)
+            channel.send(tensor, buffer_index=index)
 
     tick.copy_(tick.add(1) - 1)  # so that its kernels are loaded
     graph = capture(send, channel.stream)
@@ -69,7 +69,7 @@ def send_graphs(form: Form, pipe: Connection) -> None:
 
 
 def send_one_and_die(form: Form, pipe: Connection) -> None:
-    channel = form(LANES, LANES)
+    channel = form(SIZES, SIZES)
     under_way = channel.send(message(0, 0)), channel.receive(channel.buffers[0])
     torch.cuda.Stream().synchronize()
     pipe.send("queued")
@@ -126,44 +126,44 @@ def start() -> Iterator[Callable[..., Peer]]:
         peer.kill()
 
 
-def test_every_message_arrives_in_its_lane_and_none_before_the_buffer_is_lent(
+def test_every_message_arrives_in_its_buffer_and_none_before_it_is_lent(
     start: Callable[..., Peer],
 ) -> None:
-    channel = start(send_rounds).form([], LANES)
+    channel = start(send_rounds).form([], SIZES)
     copies = []
     for number in range(ROUNDS):
-        for lane in range(len(LANES)):
-            size = message(number, lane).numel()
-            channel.receive(channel.buffers[lane][:size], lane=lane).wait(LONG)
+        for index in range(len(SIZES)):
+            size = message(number, index).numel()
+            channel.receive(channel.buffers[index][:size], buffer_index=index).wait(LONG)
             # The peer has sent the next rounds by now, if it does not wait.
             torch.cuda._sleep(A_WHILE)
-            copies.append((number, lane, channel.buffers[lane][:size].clone()))
-    for number, lane, copy in copies:
-        assert torch.equal(copy, message(number, lane)), (number, lane)
+            copies.append((number, index, channel.buffers[index][:size].clone()))
+    for number, index, copy in copies:
+        assert torch.equal(copy, message(number, index)), (number, index)
 
 
-def test_buffers_begin_as_zeros_where_their_lanes_want_them(start: Callable[..., Peer]) -> None:
-    channel = start(send_rounds).form([], LANES)
-    assert [buffer.numel() for buffer in channel.buffers] == LANES
+def test_buffers_begin_as_zeros_of_the_sizes_asked_for(start: Callable[..., Peer]) -> None:
+    channel = start(send_rounds).form([], SIZES)
+    assert [buffer.numel() for buffer in channel.buffers] == SIZES
     assert not any(buffer.any() for buffer in channel.buffers)
     assert all(buffer.data_ptr() % 256 == 0 for buffer in channel.buffers)
     with pytest.raises(AssertionError, match="not the buffer"):
-        channel.receive(channel.buffers[1], lane=0)
+        channel.receive(channel.buffers[1], buffer_index=0)
 
 
 def test_graphs_hold_transfers_and_keep_their_order(start: Callable[..., Peer]) -> None:
-    channel = start(send_graphs).form([], LANES)
+    channel = start(send_graphs).form([], SIZES)
     row = torch.zeros(1, dtype=torch.int64, device="cuda")
-    seen = torch.zeros((ROUNDS, len(LANES), 2), dtype=torch.uint8, device="cuda")
+    seen = torch.zeros((ROUNDS, len(SIZES), 2), dtype=torch.uint8, device="cuda")
     copies = [torch.empty_like(buffer) for buffer in channel.buffers]
 
     def note() -> None:
-        for lane, copy in enumerate(copies):
-            seen[:, lane].index_copy_(0, row, torch.stack([copy.min(), copy.max()])[None])
+        for index, copy in enumerate(copies):
+            seen[:, index].index_copy_(0, row, torch.stack([copy.min(), copy.max()])[None])
 
     def receive() -> None:
-        for lane, (buffer, copy) in enumerate(zip(channel.buffers, copies, strict=True)):
-            channel.receive(buffer, lane=lane)
+        for index, (buffer, copy) in enumerate(zip(channel.buffers, copies, strict=True)):
+            channel.receive(buffer, buffer_index=index)
             copy.copy_(buffer)
 
     for copy, buffer in zip(copies, channel.buffers, strict=True):
@@ -177,21 +177,21 @@ def test_graphs_hold_transfers_and_keep_their_order(start: Callable[..., Peer]) 
             row.add_(1)
     torch.cuda.synchronize()
     rounds = torch.arange(1, ROUNDS + 1, dtype=torch.uint8, device="cuda")
-    assert torch.equal(seen, rounds[:, None, None].expand(-1, len(LANES), 2))
+    assert torch.equal(seen, rounds[:, None, None].expand(-1, len(SIZES), 2))
 
 
 def test_abort_ends_transfers_of_a_killed_peer_and_the_device_goes_on(
     start: Callable[..., Peer],
 ) -> None:
     peer = start(send_one_and_die)
-    channel = peer.form(LANES, LANES)
+    channel = peer.form(SIZES, SIZES)
     channel.receive(channel.buffers[0][:1000]).wait(LONG)
     assert torch.equal(channel.buffers[0], message(0, 0))
     peer.expect("queued")
-    channel.receive(channel.buffers[1], lane=1)  # never sent
+    channel.receive(channel.buffers[1], buffer_index=1)  # never sent
     answer = message(0, 0)
     for _ in range(2):
-        channel.send(answer, lane=0)  # lent once
+        channel.send(answer, buffer_index=0)  # lent once
     peer.kill()
     assert not channel.is_idle
 
@@ -210,5 +210,5 @@ def test_abort_ends_transfers_of_a_killed_peer_and_the_device_goes_on(
 def test_memory_that_nobody_shares_is_refused() -> None:
     with pytest.raises(TransportError, match="cuIpcOpenMemHandle"):
         PeerChannel(
-            "down", torch.device("cuda", 0), [], LANES, lambda given: given[:40] + bytes(64)
+            "down", torch.device("cuda", 0), [], SIZES, lambda given: given[:40] + bytes(64)
         )

@@ -89,24 +89,24 @@ def test_both_ranks_append_whole_lines_to_one_file(tmp_path: Path) -> None:
 # What the cache rank marks.
 
 
-BOUNDARIES = by_history(groups=2)
+LAYER_MESSAGES = by_history(groups=2)
 
 
 def run_step(timeline: Timeline, step: int, traced: bool) -> None:
     timeline.enter_step(step, traced)
-    for boundary in BOUNDARIES:
-        timeline.mark(boundary, "begin")
+    for layer_message in LAYER_MESSAGES:
+        timeline.mark(layer_message, "begin")
         time.sleep(0.002)
-        timeline.mark(boundary, "receive")
-        timeline.mark(boundary, "score")
+        timeline.mark(layer_message, "receive")
+        timeline.mark(layer_message, "score")
         time.sleep(0.001)
-        timeline.mark(boundary, "select")
+        timeline.mark(layer_message, "select")
 
 
 def test_traced_steps_are_written_by_the_first_that_is_not(tmp_path: Path) -> None:
     path = tmp_path / "trace"
     TraceFile(str(path), "inference").begin()
-    timeline = Timeline(str(path), CPU, BOUNDARIES)
+    timeline = Timeline(str(path), CPU, LAYER_MESSAGES)
     before = time.monotonic_ns() / 1e3
     run_step(timeline, 1, traced=False)
     run_step(timeline, 2, traced=True)

@@ -22,7 +22,8 @@ def test_a_traced_step_is_what_every_step_is(device: str, tmp_path: Path) -> Non
     model = ModelShape(6, 8, 2, 128, "bfloat16", 128**-0.5, hidden_size=64)
     config = small_config(model, query_predictor="forecast", forecast_lead=1, max_rows=1)
     on, path = torch.device(device), tmp_path / "trace.json"
-    selector, timeline = Selector(config, on, 1 << 24), Timeline(str(path), on, config.boundaries)
+    selector = Selector(config, on, 1 << 24)
+    timeline = Timeline(str(path), on, config.layer_messages)
     sequence = selector.begin(1)
     selector.load(sequence, torch.randn(bulk_shape(config, 45)).to(on, torch.bfloat16))
     ups, downs = (
@@ -33,22 +34,22 @@ def test_a_traced_step_is_what_every_step_is(device: str, tmp_path: Path) -> Non
     for number in range(1, 9):
         step = selector.begin_step(number, [Row(1, sequence.tokens)])
         timeline.enter_step(number, traced=number == 7)
-        for boundary, up in zip(config.boundaries, messages.up, strict=True):
-            timeline.mark(boundary, "begin")
-            timeline.mark(boundary, "receive")
-            selector.serve(step, boundary, up, messages.answer_of(boundary), timeline)
+        for layer_message, up in zip(config.layer_messages, messages.up, strict=True):
+            timeline.mark(layer_message, "begin")
+            timeline.mark(layer_message, "receive")
+            selector.serve(step, layer_message, up, messages.answer_of(layer_message), timeline)
         selector.end_step(step)
     if device == "cuda":
-        assert len(selector._captures._graphs) == len(config.boundaries)
+        assert len(selector._graphs._graphs) == len(config.layer_messages)
     spans = [json.loads(line.rstrip(",")) for line in path.read_text().splitlines()]
     answering = ["predict", "score", "select", "gather"]
     assert [(span["args"]["step"], span["args"]["group"], span["name"]) for span in spans] == [
-        (7, lane, part)
-        for lane, boundary in enumerate(config.boundaries)
+        (7, index, part)
+        for index, layer_message in enumerate(config.layer_messages)
         for part in [
             "receive",
-            *["append"] * (boundary.left is not None),
-            *answering * (boundary.answered is not None),
+            *["append"] * (layer_message.kv_of is not None),
+            *answering * (layer_message.selects_for is not None),
         ]
     ]
     assert sum(span["dur"] for span in spans if span["name"] in answering) > 0

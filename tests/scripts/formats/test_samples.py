@@ -28,34 +28,34 @@ def test_a_recording_is_read_back(tmp_path: Path) -> None:
     lengths = {1: 300, 2: 310}
     steps = 4
     tokens = {
-        epoch: [normal(2, 3, 2, length + steps, 16), normal(steps, 3, 4, 16)]
-        for epoch, length in lengths.items()
+        sequence_id: [normal(2, 3, 2, length + steps, 16), normal(steps, 3, 4, 16)]
+        for sequence_id, length in lengths.items()
     }
     selector, recorder = Selector(config, CPU, 1 << 24), Recorder(tmp_path, config)
     timeline = Timeline("", CPU)
-    for epoch, length in lengths.items():
-        sequence = selector.begin(epoch)
+    for sequence_id, length in lengths.items():
+        sequence = selector.begin(sequence_id)
         for part in (slice(0, 200), slice(200, length)):  # shipped in two parts
-            shipment = tokens[epoch][0][:, :, :, part].transpose(2, 3).contiguous()
-            recorder.record_load(Load(epoch, part.start, shipment.shape[2]), shipment)
+            shipment = tokens[sequence_id][0][:, :, :, part].transpose(2, 3).contiguous()
+            recorder.record_load(Load(sequence_id, part.start, shipment.shape[2]), shipment)
             selector.load(sequence, shipment)
     for number in range(steps):
-        rows = [Row(epoch, length + number) for epoch, length in lengths.items()]
+        rows = [Row(sequence_id, length + number) for sequence_id, length in lengths.items()]
         step = selector.begin_step(number, rows)
         for group, layers in enumerate(config.groups):
-            boundary = config.boundaries[group]
-            size = UpMessage.size(config, boundary, len(rows))
-            up = UpMessage(config, boundary, len(rows), torch.zeros(size, dtype=torch.uint8))
+            layer_message = config.layer_messages[group]
+            size = UpMessage.size(config, layer_message, len(rows))
+            up = UpMessage(config, layer_message, len(rows), torch.zeros(size, dtype=torch.uint8))
             part = slice(layers.start, layers.stop)
             for index, row in enumerate(rows):
-                kv, queries = tokens[row.epoch]
+                kv, queries = tokens[row.sequence_id]
                 up.queries[index] = queries[number, part]
                 up.keys[index], up.values[index] = kv[:, part, :, row.position]
             size = DownMessage.size(config, len(layers), len(rows))
             down = DownMessage(config, len(layers), len(rows), torch.zeros(size, dtype=torch.uint8))
-            selector.serve(step, boundary, up, down, timeline)
+            selector.serve(step, layer_message, up, down, timeline)
             if (number, group) != (steps - 1, 1):  # it was stopped in the middle of a step
-                recorder.record_step(selector, step, boundary, up)
+                recorder.record_step(selector, step, layer_message, up)
         selector.end_step(step)
 
     sample = recorded_sample(tmp_path, 2)

@@ -25,7 +25,7 @@ from cache_rank.protocol import (
     End,
     Flush,
     Load,
-    Projection,
+    QueryProjection,
     Row,
     Step,
     UpMessage,
@@ -97,10 +97,10 @@ class CacheRankInProcess:
         self._loads: deque[Load] = deque()
         self._layers: deque[int] = deque()
         self._steps: deque[tuple[SelectorStep, int]] = deque()
-        self._lanes = itertools.cycle(range(len(config.boundaries)))
+        self._indices = itertools.cycle(range(len(config.layer_messages)))
         self._step: SelectorStep | None = None
         self._up: UpMessage | None = None
-        self._boundary = config.boundaries[0]
+        self._layer_message = config.layer_messages[0]
         self._timeline = Timeline("", CPU)
 
     def _take_control(self, message: Any) -> None:
@@ -109,9 +109,9 @@ class CacheRankInProcess:
             self._step = self.selector.begin_step(message.step, message.rows)
         elif isinstance(message, Load):
             if message.start == 0:
-                self.selector.begin(message.epoch)
+                self.selector.begin(message.sequence_id)
             self._loads.append(message)
-        elif isinstance(message, Projection):
+        elif isinstance(message, QueryProjection):
             self._layers.append(message.layer)
 
     def _take_bulk(self, shipment: Tensor) -> Transfer:
@@ -120,29 +120,30 @@ class CacheRankInProcess:
             return Transfer(self.log, "bulk", lambda: None)
         load = self._loads.popleft()
         assert shipment.shape[2] == load.count
-        self.selector.load(self.selector.sequences[load.epoch], shipment)
+        self.selector.load(self.selector.sequences[load.sequence_id], shipment)
         return Transfer(self.log, "bulk", lambda: None)
 
-    def _take_up(self, buffer: Tensor, lane: int) -> Transfer:
-        assert lane == next(self._lanes)
-        self.log.append(f"send {lane}")
+    def _take_up(self, buffer: Tensor, buffer_index: int) -> Transfer:
+        assert buffer_index == next(self._indices)
+        self.log.append(f"send {buffer_index}")
         assert self._step is not None
-        self._boundary, rows = self.config.boundaries[lane], self._step.rows.slots.shape[0]
-        self._up = UpMessage(self.config, self._boundary, rows, buffer.clone())
-        if self._boundary.answered is None:
+        rows = self._step.rows.slots.shape[0]
+        self._layer_message = self.config.layer_messages[buffer_index]
+        self._up = UpMessage(self.config, self._layer_message, rows, buffer.clone())
+        if self._layer_message.selects_for is None:
             self._serve(None)
-        return Transfer(self.log, f"send {lane}", lambda: None)
+        return Transfer(self.log, f"send {buffer_index}", lambda: None)
 
     def _serve(self, down: DownMessage | None) -> None:
         assert self._step is not None
         assert self._up is not None
-        self.selector.serve(self._step, self._boundary, self._up, down, self._timeline)
+        self.selector.serve(self._step, self._layer_message, self._up, down, self._timeline)
 
-    def _give_down(self, buffer: Tensor, lane: int) -> Transfer:
-        assert lane == self._boundary.answered
-        self.log.append(f"receive {lane}")
+    def _give_down(self, buffer: Tensor, buffer_index: int) -> Transfer:
+        assert buffer_index == self._layer_message.selects_for
+        self.log.append(f"receive {buffer_index}")
         assert self._step is not None
-        layers, rows = len(self.config.groups[lane]), self._step.rows.slots.shape[0]
+        layers, rows = len(self.config.groups[buffer_index]), self._step.rows.slots.shape[0]
         down = DownMessage(self.config, layers, rows, torch.zeros_like(buffer))
         self._serve(down)
 
@@ -151,7 +152,7 @@ class CacheRankInProcess:
             self.answered(down)
             buffer.copy_(down.buffer)
 
-        return Transfer(self.log, f"receive {lane}", finish)
+        return Transfer(self.log, f"receive {buffer_index}", finish)
 
 
 @dataclasses.dataclass
@@ -196,13 +197,15 @@ class InferenceSide:
         slots = SlotBuffers(config, self.keys, self.values)
         self.exchange = HostExchange(connection, config, slots, self.gate)
         self.steps = 0
-        self._epochs = itertools.count(1)
+        self._sequence_ids = itertools.count(1)
 
     def arrive(self, prompt: int) -> Decoding:
-        epoch = next(self._epochs)
-        block = 300 + (epoch - 1) * BLOCK_ROWS
-        sequence = SparseSequence(epoch, None, epoch, block, prompt, RequestStatistics())
-        request = Decoding(sequence, 100 * (epoch - 1), prompt)
+        sequence_id = next(self._sequence_ids)
+        block = 300 + (sequence_id - 1) * BLOCK_ROWS
+        sequence = SparseSequence(
+            sequence_id, None, sequence_id, block, prompt, RequestStatistics()
+        )
+        request = Decoding(sequence, 100 * (sequence_id - 1), prompt)
         pool_rows = torch.arange(request.first_row, request.first_row + prompt)
         self.exchange.ship(sequence, pool_rows[: prompt // 2])
         self.exchange.ship(sequence, pool_rows[prompt // 2 :])
@@ -243,13 +246,13 @@ class InferenceSide:
             self.gate.leave_group(group)
         self.exchange.finish_step()
 
-    def assert_slots_are_the_mirrors(self, request: Decoding) -> None:
+    def assert_slots_equal_the_slot_map(self, request: Decoding) -> None:
         selector, sequence = self.connection.selector, request.sequence
-        mirror = selector.mirror(selector.sequences[sequence.epoch], range(MODEL.layers))
+        slot_map = selector.slot_map(selector.sequences[sequence.sequence_id], range(MODEL.layers))
         first = sequence.block + CONFIG.sink_tokens
         for layer in range(MODEL.layers):
             for head in range(MODEL.kv_heads):
-                tokens = mirror[layer, head, : sequence.filled].to(torch.int64)
+                tokens = slot_map[layer, head, : sequence.filled].to(torch.int64)
                 assert (tokens >= 0).all()
                 for buffers in (self.keys, self.values):
                     held = buffers[layer][first : first + sequence.filled, head]
@@ -290,7 +293,7 @@ def test_slots_hold_what_the_cache_rank_chose(config: CacheRankConfig, wire: str
     side.apply_answers()
     for request in (first, second):
         assert request.sequence.filled == CONFIG.sparse_budget
-        side.assert_slots_are_the_mirrors(request)
+        side.assert_slots_equal_the_slot_map(request)
     counters = side.exchange.counters
     announced = [message for message in side.connection.sent if isinstance(message, Step)]
     assert len(announced) == 8, "a step without rows is not announced"
@@ -376,11 +379,11 @@ def test_the_answer_for_a_request_that_ended_is_not_applied() -> None:
     block = slice(leaving.sequence.block, leaving.sequence.block + BLOCK_ROWS)
     for buffer, old in zip((*side.keys, *side.values), before, strict=True):
         assert torch.equal(buffer[block], old[block])
-    side.assert_slots_are_the_mirrors(staying)
+    side.assert_slots_equal_the_slot_map(staying)
     assert leaving.sequence.statistics.tokens_shipped == 0
 
 
-@pytest.mark.parametrize("column", ["step", "epoch", "resident_tokens", "filled_slots"])
+@pytest.mark.parametrize("column", ["step", "sequence_id", "resident_tokens", "filled_slots"])
 def test_an_answer_that_is_not_the_expected_one_means_the_cache_rank_is_down(column: str) -> None:
     side = InferenceSide()
     request = side.arrive(40)
@@ -398,7 +401,7 @@ def test_an_answer_that_is_not_the_expected_one_means_the_cache_rank_is_down(col
         assert torch.equal(buffer, old)
 
 
-def test_slots_that_differ_from_the_mirror_are_an_error() -> None:
+def test_slots_that_differ_from_the_slot_map_are_an_error() -> None:
     side = InferenceSide()
     request = side.arrive(40)
     side.step([request])
@@ -407,7 +410,7 @@ def test_slots_that_differ_from_the_mirror_are_an_error() -> None:
         down.keys[0, 0, 0, 0, 0] += 1
 
     side.connection.answered = corrupt
-    with pytest.raises(AssertionError, match="slots of epoch 1 at 40 differ from the mirror"):
+    with pytest.raises(AssertionError, match="slots of sequence 1 at 40 differ from the slot map"):
         side.apply_answers()
 
 
@@ -472,7 +475,7 @@ def test_spans_are_those_of_traced_steps() -> None:
     for span in spans:
         assert before <= span.start <= span.stop <= after
     for previous, span in itertools.pairwise(spans):
-        assert previous.stop <= span.start, "spans of one lane do not overlap"
+        assert previous.stop <= span.start, "spans of one track do not overlap"
     assert side.exchange.spans() == []
 
 
@@ -494,7 +497,7 @@ def test_a_loss_in_a_forward_pass_closes_the_gate_and_ends_the_step() -> None:
     request = side.arrive(20)
     assert side.gate.is_open
 
-    def lose(buffer: Tensor, lane: int) -> Transfer:
+    def lose(buffer: Tensor, buffer_index: int) -> Transfer:
         raise TransportError("the peer is gone")
 
     side.connection.link.up.send = lose

@@ -34,8 +34,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
     assert time.monotonic() != clock.now
 
 
-def sequence_of(epoch: int, ended: bool = False) -> SparseSequence:
-    return SparseSequence(epoch, None, epoch, 0, 0, RequestStatistics(), ended=ended)
+def sequence_of(sequence_id: int, ended: bool = False) -> SparseSequence:
+    return SparseSequence(sequence_id, None, sequence_id, 0, 0, RequestStatistics(), ended=ended)
 
 
 def rows_of(*sequences: SparseSequence) -> ExchangedRows:
@@ -53,9 +53,9 @@ def steps_of(*numbers: int) -> InflightSteps:
 
 
 def reap(steps: InflightSteps, outcomes: dict[int, Outcome]) -> list[tuple[int, int]]:
-    """The epochs and tokens of the steps that are done."""
+    """The sequences and tokens of the steps that are done."""
     reaped = steps.reap(max(outcomes, default=0), lambda step: outcomes[step])
-    return [(sequence.epoch, tokens) for sequence, tokens in reaped]
+    return [(sequence.sequence_id, tokens) for sequence, tokens in reaped]
 
 
 def test_an_overdue_answer_means_the_cache_rank_is_down(clock: Clock) -> None:
@@ -110,7 +110,7 @@ def test_an_answer_that_was_not_applied_means_the_cache_rank_is_down_unless_it_e
     steps.add(1, rows_of(sequence_of(1), sequence_of(2, ended=True)))
     assert reap(steps, outcomes) == [(1, 3), (2, 4)]
     steps.add(1, rows_of(sequence_of(1), sequence_of(2)))
-    with pytest.raises(CacheRankDownError, match="the answer to step 1 is not for epoch 2"):
+    with pytest.raises(CacheRankDownError, match="the answer to step 1 is not for sequence 2"):
         reap(steps, outcomes)
 
 
@@ -128,7 +128,7 @@ def test_requests_miss_a_step_whose_answers_have_not_been_applied() -> None:
     assert missed(7, newest=7) == [second]
     assert missed(8, newest=7) == [first, second]
     assert missed(6, newest=7) == []  # it was reaped long ago
-    with pytest.raises(CacheRankDownError, match="step 7 is not for epoch 2"):
+    with pytest.raises(CacheRankDownError, match="step 7 is not for sequence 2"):
         reap(steps, outcomes)
     assert missed(7, newest=7) == [second], "a step that could not be reaped is still known"
     outcomes[7] = ([2, 2], [5, 5])

@@ -48,7 +48,7 @@ class Loss:
         )
 
 
-class RestartDelays:
+class RestartBackoff:
     """How long each restart is put off: three not at all, then 1, 2, 4 and so on seconds."""
 
     def __init__(self, longest: float = LONGEST_DELAY_SECONDS) -> None:

@@ -19,8 +19,8 @@ from sglang_ext.server_args import CacheRankServerArgs
 logger = logging.getLogger(__name__)
 
 
-class LayerSource:
-    """Reads a model's decoder layers; sparse layers are counted from the first sparse one.
+class SelectionWeights:
+    """What the cache rank selects by; sparse layers are counted from the first sparse one.
 
     Attributes:
         forecasts: whether queries are forecast, by `projection`.
@@ -65,7 +65,7 @@ class LayerSource:
         watch_inputs([self._layers[layers.start] for layers in groups], watch)
 
     def projection(self, layer: int, dtype: torch.dtype) -> Tensor | None:
-        """By what a sparse layer's queries are forecast, (H + 2, Hq, D); see protocol.Projection.
+        """What a sparse layer's queries are forecast by, (H + 2, Hq, D): see QueryProjection.
 
         The model's weights are read anew, so that an update of them is heeded.
 

@@ -1,6 +1,6 @@
 """Which token sits in which slot of the inference rank's working sets.
 
-The cache rank chose it, so it need not ask: the mirror equals the slots.
+The cache rank chose it, so it need not ask.
 """
 
 from __future__ import annotations
@@ -8,13 +8,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from cache_rank.batch_metadata import BatchMetadata
 from cache_rank.config import CacheRankConfig
 from cache_rank.kernels.select import select_step, select_workspace
 from cache_rank.kernels.select.reference import EMPTY
-from cache_rank.step_rows import StepRows
 
 
-class Mirror:
+class SlotMap:
     """Slots of all sequences, and memory for changes to them: both stay where they are."""
 
     def __init__(self, config: CacheRankConfig, device: torch.device) -> None:
@@ -53,7 +53,7 @@ class Mirror:
         """Which token sits in which slot, (len(layers), Hkv, k) int32, -1 where empty; a view.
 
         Args:
-            slot: the sequence's slot, see StepRows.
+            slot: the sequence's slot, see BatchMetadata.
             layers: the layers that are wanted.
         """
         return self._tokens[slot, layers.start : layers.stop]
@@ -71,7 +71,7 @@ class Mirror:
         return self._changed[:, :rows].zero_()
 
     def select(
-        self, rows: StepRows, layers: range, scores: Tensor, slots: Tensor, changed: Tensor
+        self, rows: BatchMetadata, layers: range, scores: Tensor, slots: Tensor, changed: Tensor
     ) -> None:
         """Choose the tokens of the next step, with hysteresis, and put them into slots.
 

@@ -42,18 +42,18 @@ def request(tokens: int = TOKENS) -> Any:
 @pytest.mark.parametrize(("most", "offered"), [(None, 10), (4, 4), (10, 10), (12, 10)])
 def test_no_more_is_offered_than_may_be(most: int | None, offered: int) -> None:
     tree = Tree()
-    compat._offer_and_free(Tree.finish, tree, request(), most, kv_len_to_handle=TOKENS)
+    compat._insert_and_free(Tree.finish, tree, request(), most, kv_len_to_handle=TOKENS)
     assert tree.offered == (True, offered)
     assert tree.freed == list(range(100 + offered, 100 + TOKENS))
     # From 0.5.21 on what calls it frees the rows of the others.
     tree = Tree()
-    compat._offer_up_to(Tree.checkpoint, tree, request(), most, up_to=TOKENS)
+    compat._insert_up_to(Tree.checkpoint, tree, request(), most, up_to=TOKENS)
     assert (tree.offered, tree.freed) == (offered, [])
 
 
 @pytest.mark.parametrize(("tokens", "handled"), [(10, 10), (7, 7), (12, 10)])
 def test_rows_of_steps_that_were_taken_back_are_freed(tokens: int, handled: int) -> None:
     tree = Tree()
-    compat._offer_and_free(Tree.finish, tree, request(tokens), 4, False, kv_len_to_handle=TOKENS)
+    compat._insert_and_free(Tree.finish, tree, request(tokens), 4, False, kv_len_to_handle=TOKENS)
     assert tree.offered == (False, handled)
     assert tree.freed == list(range(100 + handled, 100 + TOKENS))

@@ -1,4 +1,4 @@
-"""The rows of a step as kernels are given them."""
+"""The requests of a step as kernels are given them: on the device, a row each."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 
-class StepRows(NamedTuple):
-    """The requests of a step, on the device.
+class BatchMetadata(NamedTuple):
+    """A row for each request of a step, on the device.
 
     Attributes:
         slots: (R,) int32, each row's place in the state tensors; -1 is a refused row.
@@ -36,11 +36,11 @@ class StepRows(NamedTuple):
             return self.on_host
         return list(zip(self.slots.tolist(), self.positions.tolist(), strict=True))
 
-    def row_at(self, index: int, position: int) -> StepRows:
+    def row_at(self, index: int, position: int) -> BatchMetadata:
         """One of the rows as a step of its own, whose current token is at `position`."""
         one = slice(index, index + 1)
         # Copies, because kernels are compiled anew for numbers that lie at odd addresses.
-        return StepRows(
+        return BatchMetadata(
             self.slots[one].clone(),
             torch.full_like(self.positions[one], position),
             self.counts[one].clone(),
