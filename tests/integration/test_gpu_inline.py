@@ -24,11 +24,12 @@ FLAGS = (
 PROMPTS = [700, 1500, 900, 2500, 650, 1100, 800, 2000]
 
 
-@pytest.fixture(scope="module", params=["auto", "fp8_e4m3"])
+@pytest.fixture(scope="module", params=["fa3 auto", "triton fp8_e4m3"])
 def generous_budget(deep_model: Path, request: pytest.FixtureRequest) -> Iterator[Any]:
     """A server has a budget no less than any length."""
+    backend, dtype = request.param.split()
     flags = [*FLAGS, "--model-path", str(deep_model), "--sparse-budget", "4096"]
-    flags += ["--kv-cache-dtype", request.param]
+    flags += ["--attention-backend", backend, "--kv-cache-dtype", dtype]
     with serve(flags, {ALLOW_LARGE_BUDGET_VARIABLE: "1"}) as server:
         yield server
 
