@@ -94,5 +94,13 @@ class InlineAttnBackend(AttentionBackend):
             forward_batch.req_pool_indices,
             forward_batch.seq_lens,
             layer.scaling,
+            *_pool_scales(layer, all_keys),
         )
         return output.view(-1, layer.tp_q_head_num * layer.v_head_dim)
+
+
+def _pool_scales(layer: Any, keys: Tensor) -> tuple[float, float]:
+    """What the keys and values of an FP8 pool were divided by; no other pool divides them."""
+    if keys.element_size() > 1 or layer.k_scale is None:
+        return 1.0, 1.0
+    return layer.k_scale_float, layer.v_scale_float

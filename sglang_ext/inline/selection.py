@@ -99,6 +99,8 @@ class Selection:
         slots: Tensor,
         lengths: Tensor,
         scale: float,
+        k_scale: float = 1.0,
+        v_scale: float = 1.0,
     ) -> Tensor:
         """Attend to what is selected of sparse requests, and to all tokens of others.
 
@@ -109,6 +111,7 @@ class Selection:
             slots: (B,) request slots.
             lengths: (B,) tokens of each request, the current one included.
             scale: factor on the logits.
+            k_scale, v_scale: factors on the keys and values of an FP8 pool.
 
         Returns:
             (B, Hq, D).
@@ -130,7 +133,17 @@ class Selection:
                 scores,
             )
             pick_tokens(scores, *of_part, self._sinks, self._recent, picked)
-            attend_rows(queries[part], keys, values, picked, *of_part, scale, out[part])
+            attend_rows(
+                queries[part],
+                keys,
+                values,
+                picked,
+                *of_part,
+                scale,
+                out[part],
+                k_scale,
+                v_scale,
+            )
         return out
 
 
