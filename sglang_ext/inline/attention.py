@@ -117,5 +117,13 @@ class InlineAttnBackend(AttentionBackend):
         picked = self._selection.select(index, queries, *step)
         self._branch.join()
         all_keys, all_values = self.token_to_kv_pool.get_kv_buffer(layer.layer_id)
-        output = self._selection.attend(queries, all_keys, all_values, picked, *step)
+        factors = _pool_scales(layer, all_keys)
+        output = self._selection.attend(queries, all_keys, all_values, picked, *step, *factors)
         return output.view(-1, layer.tp_q_head_num * layer.v_head_dim)
+
+
+def _pool_scales(layer: Any, keys: Tensor) -> tuple[float, float]:
+    """What the keys and values of an FP8 pool were divided by; no other pool divides them."""
+    if keys.element_size() > 1 or layer.k_scale is None:
+        return 1.0, 1.0
+    return layer.k_scale_float, layer.v_scale_float

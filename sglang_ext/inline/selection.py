@@ -133,6 +133,8 @@ class Selection:
         slots: Tensor,
         lengths: Tensor,
         scale: float,
+        k_scale: float = 1.0,
+        v_scale: float = 1.0,
     ) -> Tensor:
         """Attend to what `select` has picked of sparse requests, and to all tokens of others.
 
@@ -140,13 +142,14 @@ class Selection:
             queries: (B, Hq, D).
             keys, values: (pool rows, Hkv, D), which have the current tokens.
             picked, slots, lengths, scale: as for `select`.
+            k_scale, v_scale: factors on the keys and values of an FP8 pool.
 
         Returns:
             (B, Hq, D).
         """
         out = torch.empty_like(queries)
         of_step = self._row_table, slots, lengths, self.sparse_from
-        attend_rows(queries, keys, values, picked, *of_step, scale, out)
+        attend_rows(queries, keys, values, picked, *of_step, scale, out, k_scale, v_scale)
         return out
 
 
