@@ -28,7 +28,7 @@ def attend_rows(
         queries: (B, Hq, D).
         keys, values: (rows, Hkv, D), the pool of a layer; the current tokens are there.
         picked: (B, Hkv, W) int32, rows of each sparse request, the first of as many as it has
-            tokens; see `pick_tokens`.
+            tokens; see `select_rows`.
         row_table: (slots, context) int32, where the tokens of each slot lie in the pool.
         slots: (B,) the slot of each request.
         lengths: (B,) tokens of each request, the current one included.
