@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from cache_rank.kernels.attend import attend_rows
-from cache_rank.kernels.pick import pick_tokens
-from cache_rank.kernels.row_sketch import encode_rows, row_scratch, score_rows
+from cache_rank.kernels.row_sketch import encode_rows, row_scratch, select_rows
 from cache_rank.kernels.sketch.reference import Sketch, make_sketch, sketch_shape
 from sglang_ext.calibration.key_statistics import KeyMoments
 from sglang_ext.flags import CacheRankFlags
@@ -68,7 +67,6 @@ class Selection:
         self._scratch = row_scratch(
             at_once, heads.query_heads, heads.kv_heads, context, self._codes[0]
         )
-        self._keys = new((at_once, heads.kv_heads, context), dtype=torch.uint16)
         self._width = args.sink_tokens + args.sparse_budget + args.recent_tokens
 
     @property
@@ -109,19 +107,18 @@ class Selection:
         for start in range(0, len(queries), REQUESTS_AT_ONCE):
             part = slice(start, start + REQUESTS_AT_ONCE)
             of_part = self._row_table, slots[part], lengths[part], self.sparse_from
-            requests = len(queries[part])
-            scores = self._keys[:requests]
-            score_rows(
+            select_rows(
                 queries[part],
                 self._codes[layer],
                 self._sketches[layer],
                 self._shape,
                 *of_part,
                 scale,
+                self._sinks,
+                self._recent,
                 self._scratch,
-                scores,
+                picked[part],
             )
-            pick_tokens(scores, *of_part, self._sinks, self._recent, picked[part])
         return picked
 
     def attend(
@@ -181,7 +178,7 @@ def bytes_beside_sketches(
     sketches = (layers - args.dense_layers) * kv_heads * size
     maps = 4 * (layers - args.dense_layers) * kv_heads * 8 * size * model.head_dim
     padded = 1 << (group - 1).bit_length()
-    scratch = REQUESTS_AT_ONCE * kv_heads * model.context_len * 2 * (1 + padded)
+    scratch = REQUESTS_AT_ONCE * kv_heads * model.context_len * (2 * padded + 1)
     return (available - maps - scratch) * token // (token + sketches)
 
 

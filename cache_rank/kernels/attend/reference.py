@@ -31,7 +31,7 @@ def attend_rows(
         keys, values: (rows, Hkv, D), the pool of a layer; the current tokens are there.
             FP8 or a type as wide as that of the queries.
         picked: (B, Hkv, W) int32, rows of each sparse request, the first of as many as it has
-            tokens; see `pick_tokens`.
+            tokens; see `select_rows`.
         row_table: (slots, context) int32, where the tokens of each slot lie in the pool.
         slots: (B,) the slot of each request.
         lengths: (B,) tokens of each request, the current one included.
