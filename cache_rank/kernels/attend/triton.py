@@ -34,7 +34,7 @@ class Launch(NamedTuple):
 
     most_splits: int = 32
 
-    least_share: int = 256
+    least_share: int = 64
     """Tokens worth a program of their own."""
 
 
