@@ -23,6 +23,8 @@ _WARPS = 8
 _CHUNKS_AT_ONCE = tl.constexpr(64)
 _PARTS_AT_ONCE = tl.constexpr(16)
 
+_LN_2 = tl.constexpr(0.6931471805599453)
+
 _KEY_UNIT, _KEY_MOST = tl.constexpr(float(KEY_UNIT)), tl.constexpr(float(KEY_MOST))
 
 
@@ -146,9 +148,9 @@ def _log_sum(shares, chunks, GROUP: tl.constexpr, PADDED: tl.constexpr):
         maxima = tl.load(shares + at, mask=is_used, other=-float("inf"))
         totals = tl.load(shares + PADDED + at, mask=is_used, other=0.0)
         before, greatest = greatest, tl.maximum(greatest, tl.max(maxima, axis=0))
-        total *= tl.exp(before - greatest)
-        total += tl.sum(totals * tl.exp(maxima - greatest[None, :]), axis=0)
-    return tl.where(heads < GROUP, greatest + tl.log(total), float("inf"))
+        total *= tl.exp2(before - greatest)
+        total += tl.sum(totals * tl.exp2(maxima - greatest[None, :]), axis=0)
+    return tl.where(heads < GROUP, (greatest + tl.log2(total)) * _LN_2, float("inf"))
 
 
 @triton.jit

@@ -36,8 +36,8 @@ class RowScratch(NamedTuple):
     Attributes:
         weights: (B, Hq, 4 · bytes) float32, what queries give the crumbs.
         logits: (B · Hkv, capacity, PADDED) float16.
-        sums: (B · Hkv, chunks, 2, PADDED) float32, each chunk's largest logit, and the sum of
-            exponentials relative to it.
+        sums: (B · Hkv, chunks, 2, PADDED) float32, each chunk's largest logit in units of log 2,
+            and the sum of exponentials relative to it.
         keys: (B · Hkv, capacity) uint8.
         counts: (B · Hkv, parts, 256) int16, how often each part's tokens have each key.
     """

@@ -18,18 +18,24 @@ from torch import Tensor
 from cache_rank.kernels.coded.int8_split import int8_columns
 from cache_rank.kernels.row_sketch.picking import part_tokens, pick_by_logits
 from cache_rank.kernels.row_sketch.reference import RowScratch
-from cache_rank.kernels.score.triton import store_logits, sum_up_chunk
+from cache_rank.kernels.score.triton import store_logits
 from cache_rank.kernels.sketch.crumbs import load_weights, logits_of, weigh_crumbs
 from cache_rank.kernels.sketch.encoding import BLOCK_KEYS, encode_block, encode_grid
 from cache_rank.kernels.sketch.reference import Sketch, SketchShape
 from cache_rank.kernels.sketch.triton import Launch
 
-LAUNCH = Launch(block=256, chunk=1024, warps=4, stages=5)
+LAUNCH = Launch(block=128, chunk=1024, warps=2, stages=5)
 """How logits are spread over a GPU.
 
 A block waits for its rows and then for the sketches in them, so that five stages are two blocks of
-each under way.
+each under way. Programs of less than four warps multiply by instructions of a warp, whose results
+nobody has to wait for.
 """
+
+_LOG2_E = tl.constexpr(1.4426950408889634)
+
+_LEAST_LOGIT = tl.constexpr(-1e30)
+"""Below all logits, and finite, so that differences are numbers."""
 
 
 def encode_rows(
@@ -206,25 +212,50 @@ def _score(
     slot = tl.load(slots + request).to(tl.int64)
     length = tl.load(lengths + request).to(tl.int32)
     start, scored = chunk * CHUNK, length - 1
-    if (start < scored) & (length >= tl.load(sparse_from + slot)):
-        rows = row_table + slot * table_stride
-        own_codes = codes + head * pool_rows * SIZE
-        unit_logits = logits + unit * capacity * PADDED
-        stop = tl.minimum(start + CHUNK, scored)
-        byte = tl.arange(0, WIDTH)
+    if start < scored:
+        # Weights are loaded while it is looked up whether the request is sparse.
+        least = tl.load(sparse_from + slot)
         own_weights, weight_unit = load_weights(
             weights + unit * GROUP * 4 * SIZE, GROUP, PADDED, SIZE, WIDTH, COLUMNS
         )
-        for block in tl.range(start, stop, BLOCK, num_stages=STAGES):
-            token = block + tl.arange(0, BLOCK)
-            # Behind the last token it is row 0, whose logits are not stored.
-            row = tl.load(rows + token, mask=token < stop, other=0).to(tl.int64)
-            at = (row * SIZE)[:, None] + byte[None, :]
-            if SIZE == WIDTH:
-                packed = tl.load(own_codes + at)
-            else:
-                packed = tl.load(own_codes + at, mask=(byte < SIZE)[None, :], other=0)
-            logit = logits_of(packed, own_weights, weight_unit, PADDED, BLOCK, COLUMNS, INTERPRETED)
-            store_logits(logit, token, token < stop, unit_logits, PADDED)
-        share = sums + (unit * tl.cdiv(capacity, CHUNK) + chunk) * 2 * PADDED
-        sum_up_chunk(start, stop, unit_logits, share, PADDED, CHUNK)
+        if length >= least:
+            rows = row_table + slot * table_stride
+            own_codes = codes + head * pool_rows * SIZE
+            unit_logits = logits + unit * capacity * PADDED
+            stop = tl.minimum(start + CHUNK, scored)
+            byte = tl.arange(0, WIDTH)
+            greatest = tl.full((BLOCK, PADDED), _LEAST_LOGIT, tl.float32)
+            total = tl.zeros((BLOCK, PADDED), tl.float32)
+            for block in tl.range(start, stop, BLOCK, num_stages=STAGES):
+                token = block + tl.arange(0, BLOCK)
+                # Behind the last token it is row 0, whose logits are not stored.
+                row = tl.load(rows + token, mask=token < stop, other=0).to(tl.int64)
+                at = (row * SIZE)[:, None] + byte[None, :]
+                if SIZE == WIDTH:
+                    packed = tl.load(own_codes + at)
+                else:
+                    packed = tl.load(own_codes + at, mask=(byte < SIZE)[None, :], other=0)
+                logit = logits_of(
+                    packed, own_weights, weight_unit, PADDED, BLOCK, COLUMNS, INTERPRETED
+                )
+                store_logits(logit, token, token < stop, unit_logits, PADDED)
+                logit = tl.where((token < stop)[:, None], logit * _LOG2_E, _LEAST_LOGIT)
+                greatest, total = _add_exponentials(greatest, total, logit)
+            share = sums + (unit * tl.cdiv(capacity, CHUNK) + chunk) * 2 * PADDED
+            heads = tl.arange(0, PADDED)
+            of_chunk = tl.max(greatest, axis=0)
+            total = tl.sum(total * tl.exp2(greatest - of_chunk[None, :]), axis=0)
+            tl.store(share + heads, of_chunk)
+            tl.store(share + PADDED + heads, total)
+
+
+@triton.jit
+def _add_exponentials(greatest, total, logit):
+    """Add 2^logit to sums of powers of two that are relative to the greatest exponent of each.
+
+    Every element has a sum of its own: threads need not wait for each other.
+    """
+    more = logit - greatest
+    power = tl.exp2(-tl.abs(more))
+    total = tl.where(more > 0, total * power + 1.0, total + power)
+    return tl.maximum(greatest, logit), total
