@@ -16,9 +16,11 @@ CHUNK = 32
 
 
 @pytest.fixture(autouse=True)
-def short_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several programs pick of a unit, and add up more counts than they load at once."""
-    monkeypatch.setattr(picking, "_PART_TOKENS", 64)
+def short_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program reads the keys of longer requests in several blocks."""
+    monkeypatch.setattr(picking, "_HELD", 1024)
+    monkeypatch.setattr(picking, "_BLOCK", 512)
+    monkeypatch.setattr(picking, "_PART_LOGITS", 256)
 
 
 def best(keys: list[int], length: int) -> list[int]:
@@ -39,15 +41,16 @@ def test_the_best_keys_are_picked_the_earlier_of_equals(length: int, distinct: i
 
 @pytest.mark.parametrize("heads", [1, 3])
 @pytest.mark.parametrize("spread", [0.0, 0.05, 4.0])
-@pytest.mark.parametrize("lengths", [[40], [13, 9, 11, 12, 100, 300], [64, 65, 67, 68], [2500]])
-def test_programs_of_a_unit_pick_what_one_would(
+@pytest.mark.parametrize(
+    "lengths", [[40], [13, 9, 11, 12, 100, 300], [1024, 1027, 1028, 67], [2500]]
+)
+def test_a_program_picks_by_the_keys_that_it_has_made(
     lengths: list[int], spread: float, heads: int, device: torch.device
 ) -> None:
-    """By the keys that they themselves have made; spread is that of logits, which makes ties."""
+    """The spread is that of logits; little of it makes ties."""
     generator = torch.Generator().manual_seed(1)
     kv_heads, capacity, padded = 2, 2600, 4
     units, chunks = len(lengths) * kv_heads, -(-capacity // CHUNK)
-    parts = -(-capacity // picking.part_tokens(padded))
     logits = spread * torch.randn((units, capacity, padded), generator=generator)
     sums = torch.full((units, chunks, 2, padded), torch.nan)
     for unit in range(units):
@@ -61,7 +64,6 @@ def test_programs_of_a_unit_pick_what_one_would(
         logits.to(device, torch.float16),
         sums.to(device),
         torch.zeros((units, capacity), dtype=torch.uint8, device=device),
-        torch.full((units, parts, 256), 99, dtype=torch.int16, device=device),
     )
     slots = torch.randperm(len(lengths) + 2, generator=generator)[: len(lengths)]
     table = torch.randperm((len(lengths) + 2) * capacity, generator=generator).to(torch.int32)
@@ -88,8 +90,8 @@ def test_programs_of_a_unit_pick_what_one_would(
             continue
         own = logits[unit, : length - 1, :heads].half().float()
         keys = to_keys((own - own.logsumexp(dim=0)).amax(dim=-1)).int()
-        used = scratch.keys[unit, : length - 1].cpu().int()
-        assert int((used - keys).abs().max()) <= 1
+        used = scratch.keys[unit, : length - RECENT].cpu().int()
+        assert int((used - keys[: length - RECENT]).abs().max()) <= 1
         rows = table[slots[request], best(used.tolist(), length)].tolist()
         assert found == rows + [POISON] * (12 - len(rows))
 

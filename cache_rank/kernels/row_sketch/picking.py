@@ -1,9 +1,9 @@
 """Tokens are picked by the logits of their sketches, Triton.
 
-The tokens of a unit, which is a request and a KV head, are in parts, and two launches have one
-program a part. The first writes keys, and how often each key is among those that compete. The
-second adds up the counts of all parts: they say what the k-th best key is, and where the picks of
-its part go. So no program waits for another, and nothing depends on their order.
+One program picks for one unit, which is a request and a KV head. It turns logits into keys, halves
+the range of keys until it knows the k-th best, and writes, by one prefix sum, the rows of what is
+above it and of enough that equals it. Comparisons take eight sums; a histogram of keys would take
+as long as its fullest bin, and most keys are in few.
 """
 
 from __future__ import annotations
@@ -14,23 +14,19 @@ from torch import Tensor
 
 from cache_rank.kernels.row_sketch.reference import KEY_MOST, KEY_UNIT, RowScratch
 
-_PART_TOKENS = 2048
-_PART_LOGITS = 8192
-"""A part has so many tokens, or as many as have so many logits, if these are fewer."""
+_HELD = 32768
+"""A program holds the keys of so many tokens in registers, and reads those of more again."""
 
-_WARPS = 8
+_BLOCK = 16384
+"""It writes rows of so many tokens at a time."""
+
+_PART_LOGITS = 32768
+"""It turns so many logits into keys at a time."""
 
 _CHUNKS_AT_ONCE = tl.constexpr(64)
-_PARTS_AT_ONCE = tl.constexpr(16)
-
-_LN_2 = tl.constexpr(0.6931471805599453)
 
 _KEY_UNIT, _KEY_MOST = tl.constexpr(float(KEY_UNIT)), tl.constexpr(float(KEY_MOST))
-
-
-def part_tokens(padded: int) -> int:
-    """The tokens of a part, where a unit has so many query heads; at most 32767."""
-    return min(_PART_TOKENS, _PART_LOGITS // padded)
+_LN_2 = tl.constexpr(0.6931471805599453)
 
 
 def pick_by_logits(
@@ -47,7 +43,7 @@ def pick_by_logits(
 ) -> None:
     """Pick the tokens of all sparse requests, whose logits and sums of chunks are in scratch.
 
-    For parameters that are not here see `select_rows` of the reference. Two launches.
+    For parameters that are not here see `select_rows` of the reference. One launch.
 
     Args:
         group: query heads of a KV head.
@@ -55,79 +51,134 @@ def pick_by_logits(
     """
     requests, kv_heads, width = out.shape
     capacity, padded = scratch.logits.shape[1:]
-    tokens = part_tokens(padded)
-    parts = triton.cdiv(capacity, tokens)
-    assert scratch.counts.shape[1] == parts
-    grid = (parts, requests * kv_heads)
-    constants = {"KV_HEADS": kv_heads, "SINKS": sinks, "RECENT": recent, "TOKENS": tokens}
-    _finish[grid](
+    budget = width - sinks - recent
+    assert budget < 1 << 16
+    held = min(_HELD, triton.next_power_of_2(capacity))
+    block = min(_BLOCK, held)
+    _pick[(requests * kv_heads,)](
+        row_table,
         slots,
         lengths,
         sparse_from,
         scratch.logits,
         scratch.sums,
         scratch.keys,
-        scratch.counts,
-        capacity,
-        **constants,
-        GROUP=group,
-        PADDED=padded,
-        CHUNK=chunk,
-        num_warps=_WARPS,
-    )
-    _pick[grid](
-        row_table,
-        slots,
-        lengths,
-        sparse_from,
-        scratch.keys,
-        scratch.counts,
         out,
         capacity,
         row_table.stride(0),
-        **constants,
-        BUDGET=width - sinks - recent,
+        KV_HEADS=kv_heads,
+        GROUP=group,
+        PADDED=padded,
+        CHUNK=chunk,
+        SINKS=sinks,
+        RECENT=recent,
+        BUDGET=budget,
         ALWAYS=triton.next_power_of_2(sinks + recent),
-        num_warps=_WARPS,
+        PART=min(block, _PART_LOGITS // padded),
+        HELD=held,
+        BLOCK=block,
+        num_warps=min(32, max(4, held // 1024)),
     )
 
 
-@triton.jit(do_not_specialize_on_alignment=["slots", "lengths", "sparse_from"])
-def _finish(
+@triton.jit(
+    do_not_specialize=["table_stride"],
+    do_not_specialize_on_alignment=["row_table", "slots", "lengths", "sparse_from"],
+)
+def _pick(
+    row_table,
     slots,
     lengths,
     sparse_from,
     logits,
     sums,
     keys,
-    counts,
+    out,
     capacity,
+    table_stride,
     KV_HEADS: tl.constexpr,
-    SINKS: tl.constexpr,
-    RECENT: tl.constexpr,
-    TOKENS: tl.constexpr,
     GROUP: tl.constexpr,
     PADDED: tl.constexpr,
     CHUNK: tl.constexpr,
+    SINKS: tl.constexpr,
+    RECENT: tl.constexpr,
+    BUDGET: tl.constexpr,
+    ALWAYS: tl.constexpr,
+    PART: tl.constexpr,
+    HELD: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    """One program writes the keys of a part of a unit, and counts those that compete."""
-    part, unit = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    """One program picks for one unit."""
+    unit = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + unit // KV_HEADS).to(tl.int64)
     length = tl.load(lengths + unit // KV_HEADS).to(tl.int32)
-    start = part * TOKENS
-    if (start < length) & (length >= tl.load(sparse_from + slot)):
-        token = start + tl.arange(0, TOKENS)
-        is_scored = token < length - 1
-        at = (unit * capacity + token)[:, None] * PADDED + tl.arange(0, PADDED)[None, :]
-        logit = tl.load(logits + at, mask=is_scored[:, None], other=0.0).to(tl.float32)
-        shares = sums + unit * tl.cdiv(capacity, CHUNK) * 2 * PADDED
-        log_sum = _log_sum(shares, tl.cdiv(length - 1, CHUNK), GROUP, PADDED)
-        key = _to_keys(tl.max(logit - log_sum[None, :], axis=1))
-        tl.store(keys + unit * capacity + token, key.to(tl.uint8), mask=is_scored)
-        competes = (token >= SINKS) & (token < length - RECENT)
-        count = tl.histogram(key, 256, mask=competes).to(tl.int16)
-        own = unit * tl.cdiv(capacity, TOKENS) + part
-        tl.store(counts + own * 256 + tl.arange(0, 256), count)
+    if length < tl.load(sparse_from + slot):
+        return
+    rows = row_table + slot * table_stride
+    target = out + unit * (SINKS + BUDGET + RECENT)
+    stop = length - RECENT
+
+    # Sinks and recent tokens, which nobody picks.
+    always = tl.arange(0, ALWAYS)
+    is_always = always < SINKS + RECENT
+    token = tl.where(always < SINKS, always, stop + always - SINKS)
+    row = tl.load(rows + token, mask=is_always)
+    picks = tl.minimum(BUDGET, stop - SINKS)
+    tl.store(target + tl.where(always < SINKS, always, picks + always), row, mask=is_always)
+
+    # Logits become keys.
+    own_keys = keys + unit * capacity
+    heads = tl.arange(0, PADDED)
+    shares = sums + unit * tl.cdiv(capacity, CHUNK) * 2 * PADDED
+    log_sum = _log_sum(shares, tl.cdiv(length - 1, CHUNK), GROUP, PADDED)
+    for start in range(0, stop, PART):
+        scored = start + tl.arange(0, PART)
+        at = (unit * capacity + scored)[:, None] * PADDED + heads[None, :]
+        logit = tl.load(logits + at, mask=(scored < stop)[:, None], other=0.0).to(tl.float32)
+        scores = tl.max(logit - log_sum[None, :], axis=1)
+        tl.store(own_keys + scored, _to_keys(scores).to(tl.uint8), mask=scored < stop)
+    tl.debug_barrier()
+
+    # The largest key that, with those above it, BUDGET tokens have; or 0.
+    held = _load_keys(own_keys, 0, stop, SINKS, HELD)
+    bound = 0
+    for halving in tl.static_range(8):
+        candidate = bound + (128 >> halving)
+        count = tl.sum((held >= candidate).to(tl.int32), axis=0)
+        for block in range(HELD, stop, BLOCK):
+            more = _load_keys(own_keys, block, stop, SINKS, BLOCK)
+            count += tl.sum((more >= candidate).to(tl.int32), axis=0)
+        bound = tl.where(count >= BUDGET, candidate, bound)
+    above = tl.sum((held > bound).to(tl.int32), axis=0)
+    for block in range(HELD, stop, BLOCK):
+        more = _load_keys(own_keys, block, stop, SINKS, BLOCK)
+        above += tl.sum((more > bound).to(tl.int32), axis=0)
+    equal_wanted = BUDGET - above
+
+    above_before, equal_before = 0, 0
+    for block in range(0, stop, BLOCK):
+        key = _load_keys(own_keys, block, stop, SINKS, BLOCK)
+        is_above = (key > bound).to(tl.uint32)
+        is_equal = (key == bound).to(tl.uint32)
+        # Two sums in one: how many up to each token are above the bound, and how many equal it.
+        both = is_above + (is_equal << 16)
+        before = tl.cumsum(both, axis=0) - both
+        equal = equal_before + (before >> 16).to(tl.int32)
+        place = above_before + (before & 0xFFFF).to(tl.int32) + tl.minimum(equal, equal_wanted)
+        is_picked = (key > bound) | ((key == bound) & (equal < equal_wanted))
+        picked = tl.load(rows + block + tl.arange(0, BLOCK), mask=is_picked, other=0)
+        tl.store(target + SINKS + place, picked, mask=is_picked)
+        above_before += tl.sum(is_above.to(tl.int32), axis=0)
+        equal_before += tl.sum(is_equal.to(tl.int32), axis=0)
+
+
+@triton.jit
+def _load_keys(own_keys, block, stop, SINKS: tl.constexpr, BLOCK: tl.constexpr):
+    """The keys of BLOCK tokens, int32; -1 where a token does not compete."""
+    token = block + tl.arange(0, BLOCK)
+    competes = (token >= SINKS) & (token < stop)
+    key = tl.load(own_keys + token, mask=token < stop, other=0).to(tl.int32)
+    return tl.where(competes, key, -1)
 
 
 @triton.jit
@@ -160,95 +211,3 @@ def _to_keys(scores):
     keys = tl.where(scores == scores, keys, 0.0)
     # Of float32 numbers from 2^23 on the unit is 1, and to it sums are rounded, halves to even.
     return ((keys + 8388608.0) - 8388608.0).to(tl.int32)
-
-
-@triton.jit(
-    do_not_specialize=["table_stride"],
-    do_not_specialize_on_alignment=["row_table", "slots", "lengths", "sparse_from"],
-)
-def _pick(
-    row_table,
-    slots,
-    lengths,
-    sparse_from,
-    keys,
-    counts,
-    out,
-    capacity,
-    table_stride,
-    KV_HEADS: tl.constexpr,
-    SINKS: tl.constexpr,
-    RECENT: tl.constexpr,
-    TOKENS: tl.constexpr,
-    BUDGET: tl.constexpr,
-    ALWAYS: tl.constexpr,
-):
-    """One program writes the rows of the tokens that are picked of a part of a unit."""
-    part, unit = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    slot = tl.load(slots + unit // KV_HEADS).to(tl.int64)
-    length = tl.load(lengths + unit // KV_HEADS).to(tl.int32)
-    start, stop = part * TOKENS, length - RECENT
-    if (start < length) & (length >= tl.load(sparse_from + slot)):
-        rows = row_table + slot * table_stride
-        target = out + unit * (SINKS + BUDGET + RECENT)
-        if part == 0:
-            always = tl.arange(0, ALWAYS)
-            is_always = always < SINKS + RECENT
-            token = tl.where(always < SINKS, always, stop + always - SINKS)
-            row = tl.load(rows + token, mask=is_always)
-            picks = tl.minimum(BUDGET, stop - SINKS)
-            place = tl.where(always < SINKS, always, picks + always)
-            tl.store(target + place, row, mask=is_always)
-
-        # All rows are loaded, picked or not, so that nothing waits for them later.
-        token = start + tl.arange(0, TOKENS)
-        competes = (token >= SINKS) & (token < stop)
-        key = tl.load(keys + unit * capacity + token, mask=token < length - 1, other=0)
-        row = tl.load(rows + token, mask=competes, other=0)
-
-        parts = tl.cdiv(capacity, TOKENS)
-        bound, above, above_before, equal_before = _find_bound(
-            counts + unit * parts * 256, tl.cdiv(length, TOKENS), part, BUDGET
-        )
-        is_above = (competes & (key > bound)).to(tl.int32)
-        is_equal = (competes & (key == bound)).to(tl.int32)
-        # Two sums in one: how many before each token are above the bound, and how many equal it.
-        both = is_above + (is_equal << 16)
-        before = tl.cumsum(both, axis=0) - both
-        equal_wanted = BUDGET - above
-        equal = equal_before + (before >> 16)
-        place = SINKS + above_before + (before & 0xFFFF) + tl.minimum(equal, equal_wanted)
-        is_picked = (is_above | (is_equal & (equal < equal_wanted))) != 0
-        tl.store(target + place, row, mask=is_picked)
-
-
-@triton.jit
-def _find_bound(counts, parts, part, BUDGET: tl.constexpr):
-    """Find the key of the BUDGET-th best, or 0 if there are fewer.
-
-    Args:
-        counts: (parts, 256) int16, of a unit.
-        parts: how many have tokens.
-        part: one of them.
-        BUDGET: so many are wanted.
-
-    Returns:
-        bound: the key.
-        above: how many keys are above it.
-        above_before, equal_before: how many keys of earlier parts are above it, and equal it.
-    """
-    bins = tl.arange(0, 256)
-    total = tl.zeros((256,), tl.int32)
-    before = tl.zeros((256,), tl.int32)
-    for first in range(0, parts, _PARTS_AT_ONCE):
-        other = first + tl.arange(0, _PARTS_AT_ONCE)
-        at = other[:, None] * 256 + bins[None, :]
-        count = tl.load(counts + at, mask=(other < parts)[:, None], other=0).to(tl.int32)
-        total += tl.sum(count, axis=0)
-        before += tl.sum(tl.where((other < part)[:, None], count, 0), axis=0)
-    at_or_above = tl.cumsum(total, axis=0, reverse=True)
-    bound = tl.max(tl.where(at_or_above >= BUDGET, bins, 0), axis=0)
-    above = tl.sum(tl.where(bins > bound, total, 0), axis=0)
-    above_before = tl.sum(tl.where(bins > bound, before, 0), axis=0)
-    equal_before = tl.sum(tl.where(bins == bound, before, 0), axis=0)
-    return bound, above, above_before, equal_before

@@ -39,14 +39,12 @@ class RowScratch(NamedTuple):
         sums: (B · Hkv, chunks, 2, PADDED) float32, each chunk's largest logit in units of log 2,
             and the sum of exponentials relative to it.
         keys: (B · Hkv, capacity) uint8.
-        counts: (B · Hkv, parts, 256) int16, how often each part's tokens have each key.
     """
 
     weights: Tensor
     logits: Tensor
     sums: Tensor
     keys: Tensor
-    counts: Tensor
 
 
 def encode_rows(
@@ -159,4 +157,4 @@ def row_scratch(
     One selection after another may use it on one stream.
     """
     empty = codes.new_empty(0, dtype=torch.float32)
-    return RowScratch(empty, empty, empty, empty, empty)
+    return RowScratch(empty, empty, empty, empty)

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from cache_rank.kernels.coded.int8_split import int8_columns
-from cache_rank.kernels.row_sketch.picking import part_tokens, pick_by_logits
+from cache_rank.kernels.row_sketch.picking import pick_by_logits
 from cache_rank.kernels.row_sketch.reference import RowScratch
 from cache_rank.kernels.score.triton import store_logits
 from cache_rank.kernels.sketch.crumbs import load_weights, logits_of, weigh_crumbs
@@ -81,7 +81,7 @@ def select_rows(
     scratch: RowScratch,
     out: Tensor,
 ) -> None:
-    """See the reference. Four launches; D is a power of two, and G is at most 16."""
+    """See the reference. Three launches; D is a power of two, and G is at most 16."""
     requests, query_heads, head_dim = queries.shape
     kv_heads, pool_rows, size = codes.shape
     group, capacity = query_heads // kv_heads, scratch.keys.shape[1]
@@ -133,13 +133,11 @@ def row_scratch(
     """See the reference."""
     padded = triton.next_power_of_2(query_heads // kv_heads)
     units, chunks = requests * kv_heads, triton.cdiv(capacity, LAUNCH.chunk)
-    parts = triton.cdiv(capacity, part_tokens(padded))
     return RowScratch(
         codes.new_empty((requests, query_heads, 4 * codes.shape[2]), dtype=torch.float32),
         codes.new_empty((units, capacity, padded), dtype=torch.float16),
         codes.new_empty((units, chunks, 2, padded), dtype=torch.float32),
         codes.new_empty((units, capacity)),
-        codes.new_empty((units, parts, 256), dtype=torch.int16),
     )
 
 
