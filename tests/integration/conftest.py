@@ -7,7 +7,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from workload import GPU_FLAGS, REUSE, SMALL_CACHE_RANK, STRICT, TENTH_OF_THE_CONTEXT, VOCABULARY
+from workload import (
+    GPU_FLAGS,
+    REUSE,
+    SMALL_CACHE_RANK,
+    SMALL_INLINE,
+    STRICT,
+    STRICT_POOL,
+    TENTH_OF_THE_CONTEXT,
+    VOCABULARY,
+)
 
 from scripts.shared.serving import PLAIN, Server, serve, stop_on_sigterm
 from sglang_ext.refusals import ALLOW_LARGE_BUDGET_VARIABLE
@@ -75,6 +84,25 @@ def reusing_server(random_model: Callable[..., Path]) -> Iterator[Server]:
     flags = [*SMALL_CACHE_RANK, *REUSE, "--sparse-budget", "1024", "--max-swap-tokens", "64"]
     environment = {ALLOW_LARGE_BUDGET_VARIABLE: "1", **STRICT}
     with serve([*flags, "--model-path", str(random_model())], environment) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def cache_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The user's cache folder, where the first inline server keeps what it fits to a model."""
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="session")
+def inline_server(random_model: Callable[..., Path], cache_home: Path) -> Iterator[Server]:
+    """As `reusing_server`, with selection in SGLang's own process."""
+    flags = [*SMALL_INLINE, *REUSE, "--sparse-budget", "1024", "--model-path", str(random_model())]
+    environment = {
+        ALLOW_LARGE_BUDGET_VARIABLE: "1",
+        "XDG_CACHE_HOME": str(cache_home),
+        **STRICT_POOL,
+    }
+    with serve(flags, environment) as server:
         yield server
 
 
