@@ -145,9 +145,8 @@ def kept(file: Path, heads: Heads) -> list[KeyBasis] | None:
             ]
     except (OSError, SafetensorError):
         return None
-    shapes = KeyBasis(
-        (heads.kv_heads, heads.head_dim, heads.head_dim), (heads.kv_heads, heads.head_dim)
-    )
+    vectors = heads.kv_heads, heads.head_dim
+    shapes = (*vectors, heads.head_dim), vectors
     whole = all(
         part.shape == shape and bool(part.isfinite().all())
         for basis in bases

@@ -96,7 +96,7 @@ def cache_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def inline_server(random_model: Callable[..., Path], cache_home: Path) -> Iterator[Server]:
     """As `reusing_server`, with selection in SGLang's own process."""
-    flags = [*SMALL_INLINE, *REUSE, "--sparse-budget", "1024", "--model-path", str(random_model())]
+    flags = [*SMALL_INLINE, *REUSE, "--sparse-budget", "2040", "--model-path", str(random_model())]
     environment = {
         ALLOW_LARGE_BUDGET_VARIABLE: "1",
         "XDG_CACHE_HOME": str(cache_home),
@@ -109,7 +109,15 @@ def inline_server(random_model: Callable[..., Path], cache_home: Path) -> Iterat
 @pytest.fixture(scope="session")
 def bundled_server() -> Iterator[Server]:
     """A server has the bundled model and a cache rank."""
-    with serve(TENTH_OF_THE_CONTEXT) as server:
+    with serve([*TENTH_OF_THE_CONTEXT, "--cache-rank-gpus", "1"]) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def bundled_inline_server(cache_home: Path) -> Iterator[Server]:
+    """A server has the bundled model, and selects in its own process."""
+    flags = [*TENTH_OF_THE_CONTEXT, "--cache-rank-placement", "inline"]
+    with serve(flags, {"XDG_CACHE_HOME": str(cache_home)}) as server:
         yield server
 
 

@@ -22,8 +22,7 @@ SMALL_INLINE = (
 # A working set of 60 tokens: a tenth of the length that a walk of 80 hops reaches. Flags that are
 # not given follow from the budget.
 TENTH_OF_THE_CONTEXT = (
-    "--cache-rank-gpus 1 --enable-metrics --sparse-threshold 264 --sparse-budget 40 "
-    "--recent-tokens 16"
+    "--enable-metrics --sparse-threshold 264 --sparse-budget 40 --recent-tokens 16"
 ).split()
 
 REUSE = (

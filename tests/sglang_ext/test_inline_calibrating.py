@@ -84,7 +84,7 @@ def test_ranks_take_their_own_heads_of_a_folder(folder: Path, ranks: int) -> Non
     ],
 )
 def test_a_folder_of_another_model_is_refused(folder: Path, first: int, heads: Heads) -> None:
-    with pytest.raises(CalibrationError, match="is of somewhere, .* Drop it"):
+    with pytest.raises(CalibrationError, match="it is of somewhere"):
         of_folder(folder, first, heads, 0, 1)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -134,7 +133,7 @@ def test_batches_of_more_requests_than_are_scored_at_once(device: torch.device) 
 
 
 def test_a_row_that_is_another_tokens_now_is_sketched_anew(pool: Pool) -> None:
-    selection, fresh = pool.selection(budget=4), None
+    selection = pool.selection(budget=4)
     rows = pool.table[0, :CONTEXT].long()
     pool.keys[0, rows] = torch.randn(CONTEXT, KV_HEADS, HEAD_DIM, device=pool.device)
     stale = pool.attend(selection, 0)
