@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import random
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -39,20 +40,26 @@ TEXTS = ("tensors", "python", "changes", "tables")
 TOKENS_ON_GPU, TOKENS_ON_CPU = 4096, 512
 """Tokens of each text: the divergence of 12,000 in all is hardly above that of many more."""
 
+_LEAST_KNOWN = 32
+"""Of so many tokens, or more, is a text in any language that a model knows."""
+
 _SAMPLED = 4096
 """So many bytes of each parameter enter the fingerprint."""
 
 
 def prompts(tokenizer: Any, vocabulary: int, tokens: int) -> Iterator[list[int]]:
-    """The texts that a model reads, in tokens of its own; bytes of texts where it has no tokenizer.
+    """The texts that a model reads, in its tokens; random tokens where it has none for a text.
 
     Raises:
         ValueError: a text is not installed.
     """
-    for name in TEXTS:
+    for seed, name in enumerate(TEXTS):
         text = CALIBRATION_TEXTS[name].read()[: LONGEST_TOKEN * tokens]
         found = [] if tokenizer is None else list(tokenizer(text)["input_ids"][:tokens])
-        yield found or [byte % vocabulary for byte in text.encode()[:tokens]]
+        # A vocabulary that has no words for it reads one unknown token all the time.
+        if len(set(found)) < min(_LEAST_KNOWN, tokens // 4):
+            found = random.Random(seed).choices(range(vocabulary), k=tokens)
+        yield found
 
 
 def load_tokenizer(args: CacheRankServerArgs) -> Any:
@@ -62,7 +69,9 @@ def load_tokenizer(args: CacheRankServerArgs) -> Any:
             args.tokenizer_path or args.model_path, trust_remote_code=args.trust_remote_code
         )
     except (OSError, ValueError) as error:
-        logger.warning("cache rank: sketches are fitted to bytes, without a tokenizer: %s", error)
+        logger.warning(
+            "cache rank: sketches are fitted to random tokens, without a tokenizer: %s", error
+        )
         return None
 
 

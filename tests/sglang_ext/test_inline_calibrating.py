@@ -12,6 +12,7 @@ import torch
 
 from sglang_ext.calibration.files import Calibration, CalibrationError, Card, write
 from sglang_ext.calibration.key_statistics import KeyBasis
+from sglang_ext.calibration.texts import CALIBRATION_TEXTS
 from sglang_ext.inline import calibrating
 from sglang_ext.inline.calibrating import calibrate, fingerprint, keep, kept, of_folder, prompts
 from sglang_ext.inline.selection import Heads
@@ -159,17 +160,23 @@ def test_a_fingerprint_is_of_weights_and_heads() -> None:
     assert fingerprint(other, HEADS) != names[0]
 
 
-def test_a_model_reads_tokens_of_its_own_or_bytes() -> None:
-    def words(text: str) -> dict[str, list[int]]:
-        return {"input_ids": [len(word) for word in text.split()]}
+def test_a_model_reads_texts_in_its_tokens_or_random_tokens() -> None:
+    def characters(text: str) -> dict[str, list[int]]:
+        return {"input_ids": [ord(character) % 256 for character in text]}
 
-    of_tokenizer = list(prompts(words, 300, 50))
-    of_bytes = list(prompts(None, 100, 50))
-    assert [len(one) for one in of_tokenizer] == [len(one) for one in of_bytes] == [50] * 4
-    assert len({tuple(one) for one in of_bytes}) == 4
-    assert max(max(one) for one in of_bytes) < 100
-    # Where a tokenizer finds nothing in a text, bytes do.
-    assert list(prompts(lambda _: {"input_ids": []}, 100, 50)) == of_bytes
+    def unknown(text: str) -> dict[str, list[int]]:
+        return {"input_ids": [0] + [2] * len(text.split())}
+
+    texts = list(prompts(characters, 300, 500))
+    assert [len(text) for text in texts] == [500] * 4
+    assert bytes(texts[1]).decode("latin-1") in CALIBRATION_TEXTS["python"].read()
+    drawn = list(prompts(None, 100, 500))
+    assert [len(one) for one in drawn] == [500] * 4
+    assert {token for one in drawn for token in one} == {*range(100)}
+    assert len({tuple(one) for one in drawn}) == 4
+    # A vocabulary of something else than words knows none of them.
+    assert list(prompts(unknown, 100, 500)) == drawn
+    assert list(prompts(lambda _: {"input_ids": []}, 100, 500)) == drawn
 
 
 @pytest.fixture
