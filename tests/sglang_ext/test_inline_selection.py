@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -51,12 +52,20 @@ class Pool:
         selection.sparse_from.fill_(THRESHOLD)
         return selection
 
-    def attend(self, selection: Selection, layer: int, heads: slice = slice(None)) -> Tensor:
-        """(B, Hkv, G, D)."""
-        queries = self.queries[layer].unflatten(1, (KV_HEADS, GROUP))[:, heads].flatten(1, 2)
-        slots = torch.arange(self.slots, device=self.device)
+    def attend(
+        self,
+        selection: Selection,
+        layer: int,
+        heads: slice = slice(None),
+        slots: Sequence[int] | None = None,
+    ) -> Tensor:
+        """What requests attend to, or those of some slots: (B, Hkv, G, D)."""
+        of = torch.arange(self.slots) if slots is None else torch.tensor(slots)
+        of = of.to(self.device)
+        queries = self.queries[layer, of].unflatten(1, (KV_HEADS, GROUP))[:, heads].flatten(1, 2)
         keys, values = self.keys[layer, :, heads], self.values[layer, :, heads]
-        out = selection.attend(layer, queries, keys, values, slots, self.lengths, SCALE)
+        step = of, self.lengths[of], SCALE
+        out = selection.attend(layer, queries, keys, values, *step)
         return out.unflatten(1, (-1, GROUP))
 
     def dense(self, layer: int) -> Tensor:
@@ -120,16 +129,7 @@ def test_batches_of_more_requests_than_are_scored_at_once(device: torch.device) 
     selection = pool.selection(budget=4)
     together = pool.attend(selection, 0)
     for slots in ([0, 1], [REQUESTS_AT_ONCE - 1, REQUESTS_AT_ONCE], [REQUESTS_AT_ONCE + 2]):
-        alone = selection.attend(
-            0,
-            pool.queries[0, slots],
-            pool.keys[0],
-            pool.values[0],
-            torch.tensor(slots, device=device),
-            pool.lengths[slots],
-            SCALE,
-        )
-        torch.testing.assert_close(alone.unflatten(1, (-1, GROUP)), together[slots])
+        torch.testing.assert_close(pool.attend(selection, 0, slots=slots), together[slots])
 
 
 def test_a_row_that_is_another_tokens_now_is_sketched_anew(pool: Pool) -> None:
@@ -147,5 +147,7 @@ def test_a_row_that_is_another_tokens_now_is_sketched_anew(pool: Pool) -> None:
 @pytest.mark.parametrize("rows", [[], [7], [5, 3, 90]])
 def test_rows_of_any_number_are_encoded(pool: Pool, rows: list[int]) -> None:
     selection = pool.selection(budget=4)
-    selection.encode(1, pool.keys[1, rows], torch.tensor(rows, dtype=torch.int64))
+    selection.encode(
+        1, pool.keys[1, rows], torch.tensor(rows, dtype=torch.int64, device=pool.device)
+    )
     assert torch.equal(pool.attend(selection, 1), pool.attend(pool.selection(budget=4), 1))
