@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
+import torch
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
@@ -12,6 +15,28 @@ from torch import Tensor
 from sglang_ext import compat
 from sglang_ext.inline.selection import Selection
 from sglang_ext.server_args import CacheRankServerArgs
+
+
+class Branch:
+    """A second stream of a GPU; in a captured graph, a branch beside other kernels."""
+
+    def __init__(self, device: str) -> None:
+        self._stream = torch.cuda.Stream() if torch.device(device).type == "cuda" else None
+
+    @contextlib.contextmanager
+    def fork(self) -> Iterator[None]:
+        """Have what is called inside run beside what is called after it, until `join`."""
+        if self._stream is None:
+            yield
+            return
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def join(self) -> None:
+        """Wait for what has been forked."""
+        if self._stream is not None:
+            torch.cuda.current_stream().wait_stream(self._stream)
 
 
 class InlineAttnBackend(AttentionBackend):
@@ -25,6 +50,7 @@ class InlineAttnBackend(AttentionBackend):
         self._dense = ATTENTION_BACKENDS[args.attention_backend](runner)
         self.needs_cpu_seq_lens = self._dense.needs_cpu_seq_lens
         self._selection = selection
+        self._branch = Branch(runner.device)
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         if self._dense_layers or not forward_batch.forward_mode.is_decode_or_idle():
@@ -78,21 +104,26 @@ class InlineAttnBackend(AttentionBackend):
                 q, k, v, layer, forward_batch, save_kv_cache, **kwargs
             )
         rows = forward_batch.out_cache_loc
-        # Before the pool, which may scale keys in place.
-        keys = k.view(-1, layer.tp_k_head_num, layer.qk_head_dim)
-        self._selection.encode(index, keys, rows)
-        if save_kv_cache:
-            self.token_to_kv_pool.set_kv_buffer(
-                layer, KVWriteLoc(rows, None), k, v, layer.k_scale, layer.v_scale
-            )
+        queries = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        step = forward_batch.req_pool_indices, forward_batch.seq_lens, layer.scaling
+        with self._branch.fork():
+            # Sketches come first: the pool may scale keys in place.
+            keys = k.view(-1, layer.tp_k_head_num, layer.qk_head_dim)
+            self._selection.encode(index, keys, rows)
+            if save_kv_cache:
+                self.token_to_kv_pool.set_kv_buffer(
+                    layer, KVWriteLoc(rows, None), k, v, layer.k_scale, layer.v_scale
+                )
+        picked = self._selection.select(index, queries, *step)
+        self._branch.join()
         all_keys, all_values = self.token_to_kv_pool.get_kv_buffer(layer.layer_id)
-        output = self._selection.attend(
-            index,
-            q.view(-1, layer.tp_q_head_num, layer.qk_head_dim),
-            all_keys,
-            all_values,
-            forward_batch.req_pool_indices,
-            forward_batch.seq_lens,
-            layer.scaling,
-        )
+        factors = _pool_scales(layer, all_keys)
+        output = self._selection.attend(queries, all_keys, all_values, picked, *step, *factors)
         return output.view(-1, layer.tp_q_head_num * layer.v_head_dim)
+
+
+def _pool_scales(layer: Any, keys: Tensor) -> tuple[float, float]:
+    """What the keys and values of an FP8 pool were divided by; no other pool divides them."""
+    if keys.element_size() > 1 or layer.k_scale is None:
+        return 1.0, 1.0
+    return layer.k_scale_float, layer.v_scale_float

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from cache_rank.kernels.attend import attend_rows
-from cache_rank.kernels.pick import pick_tokens
-from cache_rank.kernels.row_sketch import encode_rows, row_scratch, score_rows
+from cache_rank.kernels.row_sketch import encode_rows, row_scratch, select_rows
 from cache_rank.kernels.sketch.reference import Sketch, make_sketch, sketch_shape
 from sglang_ext.calibration.key_statistics import KeyMoments
 from sglang_ext.flags import CacheRankFlags
@@ -68,9 +67,7 @@ class Selection:
         self._scratch = row_scratch(
             at_once, heads.query_heads, heads.kv_heads, context, self._codes[0]
         )
-        self._keys = new((at_once, heads.kv_heads, context), dtype=torch.uint16)
-        width = args.sink_tokens + args.sparse_budget + args.recent_tokens
-        self._picked = new((at_once, heads.kv_heads, width))
+        self._width = args.sink_tokens + args.sparse_budget + args.recent_tokens
 
     @property
     def sketch_bytes(self) -> int:
@@ -90,47 +87,66 @@ class Selection:
         """Encode keys, (n, Hkv, D), that are written to pool rows, (n,)."""
         encode_rows(keys, rows, self._sketches[layer], self._shape, self._codes[layer])
 
-    def attend(
-        self,
-        layer: int,
-        queries: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        slots: Tensor,
-        lengths: Tensor,
-        scale: float,
+    def select(
+        self, layer: int, queries: Tensor, slots: Tensor, lengths: Tensor, scale: float
     ) -> Tensor:
-        """Attend to what is selected of sparse requests, and to all tokens of others.
+        """Select for the sparse requests of a decode step; their current tokens are not read.
 
         Args:
             layer: which.
             queries: (B, Hq, D).
-            keys, values: (pool rows, Hkv, D), which have the current tokens.
             slots: (B,) request slots.
             lengths: (B,) tokens of each request, the current one included.
             scale: factor on the logits.
 
         Returns:
-            (B, Hq, D).
+            (B, Hkv, attended tokens) int32, rows of the pool.
         """
-        out = torch.empty_like(queries)
+        heads = self._codes.shape[1]
+        picked = slots.new_empty((len(queries), heads, self._width), dtype=torch.int32)
         for start in range(0, len(queries), REQUESTS_AT_ONCE):
             part = slice(start, start + REQUESTS_AT_ONCE)
             of_part = self._row_table, slots[part], lengths[part], self.sparse_from
-            requests = len(queries[part])
-            scores, picked = self._keys[:requests], self._picked[:requests]
-            score_rows(
+            select_rows(
                 queries[part],
                 self._codes[layer],
                 self._sketches[layer],
                 self._shape,
                 *of_part,
                 scale,
+                self._sinks,
+                self._recent,
                 self._scratch,
-                scores,
+                picked[part],
             )
-            pick_tokens(scores, *of_part, self._sinks, self._recent, picked)
-            attend_rows(queries[part], keys, values, picked, *of_part, scale, out[part])
+        return picked
+
+    def attend(
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        picked: Tensor,
+        slots: Tensor,
+        lengths: Tensor,
+        scale: float,
+        k_scale: float = 1.0,
+        v_scale: float = 1.0,
+    ) -> Tensor:
+        """Attend to what `select` has picked of sparse requests, and to all tokens of others.
+
+        Args:
+            queries: (B, Hq, D).
+            keys, values: (pool rows, Hkv, D), which have the current tokens.
+            picked, slots, lengths, scale: as for `select`.
+            k_scale, v_scale: factors on the keys and values of an FP8 pool.
+
+        Returns:
+            (B, Hq, D).
+        """
+        out = torch.empty_like(queries)
+        of_step = self._row_table, slots, lengths, self.sparse_from
+        attend_rows(queries, keys, values, picked, *of_step, scale, out, k_scale, v_scale)
         return out
 
 
@@ -162,7 +178,7 @@ def bytes_beside_sketches(
     sketches = (layers - args.dense_layers) * kv_heads * size
     maps = 4 * (layers - args.dense_layers) * kv_heads * 8 * size * model.head_dim
     padded = 1 << (group - 1).bit_length()
-    scratch = REQUESTS_AT_ONCE * kv_heads * model.context_len * 2 * (1 + padded)
+    scratch = REQUESTS_AT_ONCE * kv_heads * model.context_len * (2 * padded + 1)
     return (available - maps - scratch) * token // (token + sketches)
 
 

@@ -11,10 +11,8 @@ from torch import Tensor
 
 from cache_rank.kernels.attend import reference as attend_reference
 from cache_rank.kernels.attend import triton as attend_triton
-from cache_rank.kernels.pick import reference as pick_reference
-from cache_rank.kernels.pick import triton as pick_triton
-from cache_rank.kernels.pick.reference import KEY_UNIT
-from cache_rank.kernels.row_sketch import reference, triton
+from cache_rank.kernels.row_sketch import picking, reference, triton
+from cache_rank.kernels.row_sketch.reference import KEY_UNIT, RowScratch
 from cache_rank.kernels.sketch.reference import (
     Sketch,
     SketchShape,
@@ -26,13 +24,14 @@ from cache_rank.kernels.sketch.reference import (
 
 UNTOUCHED = 7
 SPARSE_FROM = 20
+SINKS, RECENT, BUDGET = 3, 5, 40
 
 
 @pytest.fixture(autouse=True)
 def short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several programs score a request, and several blocks are in a chunk."""
     monkeypatch.setattr(triton, "LAUNCH", triton.LAUNCH._replace(block=128, chunk=256))
-    monkeypatch.setattr(triton, "_FINISHED_LOGITS", 512)
+    monkeypatch.setattr(picking, "_PART_LOGITS", 512)
 
 
 def sketch_of_a_layer(
@@ -81,7 +80,7 @@ def test_keys_are_encoded_into_their_rows(
 
 
 class Step(NamedTuple):
-    """What a decode step scores: the arguments of `score_rows` before the scratch."""
+    """What a decode step selects by: the arguments of `select_rows` up to the scale."""
 
     queries: Tensor
     codes: Tensor
@@ -128,17 +127,36 @@ def decode_step(
     return step, keys
 
 
-def scored(module: ModuleType, step: Step, capacity: int) -> Tensor:
-    """The keys that a version of `score_rows` writes, (B, Hkv, capacity) int32."""
+def selected(module: ModuleType, step: Step, capacity: int) -> tuple[Tensor, RowScratch]:
+    """What a version of `select_rows` picks, (B, Hkv, attended), and its scratch."""
     requests, query_heads, _ = step.queries.shape
     kv_heads = len(step.codes)
     size = (requests + 1, query_heads, kv_heads, capacity + 300)  # more than it takes
     scratch = module.row_scratch(*size, step.codes)
-    out = torch.full(
-        (requests, kv_heads, capacity), UNTOUCHED, dtype=torch.int32, device=step.codes.device
-    ).to(torch.uint16)
-    module.score_rows(*step, scratch, out)
-    return out.to(torch.int32)
+    scratch.keys.fill_(UNTOUCHED)
+    picked = torch.full(
+        (requests, kv_heads, SINKS + BUDGET + RECENT),
+        -1,
+        dtype=torch.int32,
+        device=step.codes.device,
+    )
+    module.select_rows(*step, SINKS, RECENT, scratch, picked)
+    return picked, scratch
+
+
+def scored(step: Step, capacity: int) -> Tensor:
+    """The keys by which Triton picks, (B, Hkv, capacity) int32."""
+    requests, kv_heads = len(step.queries), len(step.codes)
+    keys = selected(triton, step, capacity)[1].keys[: requests * kv_heads, :capacity]
+    return keys.unflatten(0, (requests, kv_heads)).int()
+
+
+def expected_keys(step: Step, request: int) -> Tensor:
+    """The keys of a request's tokens by the reference, (Hkv, length - 1) int32."""
+    queries = step.queries[request].float().unsqueeze(0)
+    rows = step.row_table[step.slots[request], : int(step.lengths[request]) - 1].long()
+    weights = query_weights(queries, step.sketch, step.scale)[0]
+    return reference.score_rows(weights, step.codes[:, rows]).int()
 
 
 def rounding_of(step: Step) -> float:
@@ -146,7 +164,7 @@ def rounding_of(step: Step) -> float:
     queries = step.queries.float()
     weights = query_weights(queries.unsqueeze(1), step.sketch, step.scale)[:, 0]
     logits = weights @ unpack_int2(step.codes).mT
-    return float(logits.abs().max()) * KEY_UNIT * 2.0**-11 + 6
+    return float(logits.abs().max()) * KEY_UNIT * 2.0**-11 + 1
 
 
 @pytest.mark.parametrize(
@@ -160,7 +178,7 @@ def rounding_of(step: Step) -> float:
         (2, 2, 128, 3, torch.float16, torch.int64),
     ],
 )
-def test_scores_are_those_of_the_reference(
+def test_keys_and_picks_are_those_of_the_reference(
     kv_heads: int,
     group: int,
     head_dim: int,
@@ -169,30 +187,40 @@ def test_scores_are_those_of_the_reference(
     index: torch.dtype,
     device: torch.device,
 ) -> None:
-    """Of lengths around those of blocks and chunks, and with dense requests between sparse ones."""
-    lengths = [300, SPARSE_FROM - 1, 256, SPARSE_FROM, 1, 257, 600, 128]
+    """Of lengths around those of blocks, chunks and parts, and with dense requests between."""
+    lengths = [300, SPARSE_FROM - 1, 256, SPARSE_FROM, 1, 257, 258, 600, 129, 128]
     step, _ = decode_step(lengths, kv_heads, group, head_dim, bits, dtype, index, device)
-    found, expected = (scored(module, step, 777) for module in (triton, reference))
-    assert bool((expected[0, :, :300] != UNTOUCHED).all())
+    picked, scratch = selected(triton, step, 777)
+    keys = scratch.keys[: len(lengths) * kv_heads].unflatten(0, (len(lengths), kv_heads)).int()
     for request, length in enumerate(lengths):
-        written = length if length >= SPARSE_FROM else 0
-        assert bool((found[request, :, written:] == UNTOUCHED).all())
-    assert int((found - expected).abs().max()) <= rounding_of(step)
+        is_sparse = length >= SPARSE_FROM
+        scored = length - 1 if is_sparse else 0
+        assert bool((keys[request, :, scored:] == UNTOUCHED).all())
+        if not is_sparse:
+            assert bool((picked[request] == -1).all())
+            continue
+        own = keys[request, :, :scored]
+        assert int((own - expected_keys(step, request)).abs().max()) <= rounding_of(step)
+        tokens = reference.pick(own.to(torch.uint8), length, SINKS, RECENT, BUDGET)
+        attended = tokens.shape[1]
+        rows = step.row_table[step.slots[request]][tokens]
+        assert torch.equal(picked[request, :, :attended], rows)
+        assert bool((picked[request, :, attended:] == -1).all())
 
 
 def test_requests_are_sparse_by_the_length_of_their_slot(device: torch.device) -> None:
     step, _ = decode_step([90, 90, 90], 2, 2, 64, 2, torch.float32, torch.int64, device)
     step.sparse_from[step.slots] = torch.tensor([90, 91, 5], dtype=torch.int32, device=device)
-    is_scored = (scored(triton, step, 90) != UNTOUCHED).flatten(1).all(dim=1)
+    is_scored = (selected(triton, step, 90)[0] != -1).flatten(1).all(dim=1)
     assert is_scored.tolist() == [True, False, True]
 
 
 @pytest.mark.parametrize("value", [torch.inf, torch.nan])
 def test_queries_that_are_no_numbers_harm_no_others(value: float, device: torch.device) -> None:
     step, _ = decode_step([90, 300], 2, 2, 64, 2, torch.float32, torch.int64, device)
-    before = scored(triton, step, 300)
+    before = scored(step, 300)
     step.queries[0, 1, 5] = value
-    after = scored(triton, step, 300)
+    after = scored(step, 300)
     assert torch.equal(after[1], before[1])
     assert torch.equal(after[0, 1], before[0, 1])
 
@@ -203,39 +231,32 @@ def test_a_decode_step_attends_to_what_it_would_by_the_references(
 ) -> None:
     """Tokens that are worth picking have keys beside which roundings are small."""
     dtype = dtype or torch.float32
-    head_dim, sinks, recent, budget = 64, 3, 5, 40
+    head_dim, attended = 64, SINKS + BUDGET + RECENT
     lengths = [700, SPARSE_FROM - 1, 300, 56]
     step, keys = decode_step(lengths, kv_heads, group, head_dim, 2, dtype, torch.int64, device)
-    step.sparse_from[step.slots[0]] = sinks + budget + recent
-    step.sparse_from[step.slots[2:]] = sinks + budget + recent + 1
-    width = sinks + budget + recent
+    step.sparse_from[step.slots[0]] = attended
+    step.sparse_from[step.slots[2:]] = attended + 1
     # The keys of as many tokens as are picked are along the mean of their head's queries.
     for request, length in enumerate(lengths):
         slot = int(step.slots[request])
-        chosen = torch.randperm(max(0, length - sinks - recent))[:budget].to(device) + sinks
+        chosen = torch.randperm(max(0, length - SINKS - RECENT))[:BUDGET].to(device) + SINKS
         rows = step.row_table[slot, chosen].long()
         mean = step.queries[request].float().unflatten(0, (kv_heads, group)).mean(dim=1)
         keys[rows] = 3 * mean * group**0.5 + 0.1 * torch.randn_like(keys[rows])
     every = torch.arange(len(keys), device=device)
     triton.encode_rows(keys, every, step.sketch, step.shape, step.codes)
-    scores = scored(reference, step, 705)
     for request, length in enumerate(lengths):
-        best = scores[request, :, sinks : length - recent].sort(descending=True).values
-        if length >= int(step.sparse_from[step.slots[request]]) and best.shape[-1] > budget:
-            assert int((best[:, budget - 1] - best[:, budget]).min()) > 2 * rounding_of(step)
+        keys_of = expected_keys(step, request)[:, SINKS : length - RECENT]
+        best = keys_of.sort(descending=True).values
+        if length >= int(step.sparse_from[step.slots[request]]) and best.shape[-1] > BUDGET:
+            assert int((best[:, BUDGET - 1] - best[:, BUDGET]).min()) > 2 * rounding_of(step)
     values = torch.randn_like(keys)
     pool = [part.to(dtype) for part in (keys, values)]
     results = []
-    for sketching, picking, attending in (
-        (triton, pick_triton, attend_triton),
-        (reference, pick_reference, attend_reference),
-    ):
-        scores = scored(sketching, step, 705).to(torch.uint16)
-        picked = torch.zeros((len(lengths), kv_heads, width), dtype=torch.int32, device=device)
-        table = step[4:8]
-        picking.pick_tokens(scores, *table, sinks, recent, picked)
+    for selecting, attending in ((triton, attend_triton), (reference, attend_reference)):
+        picked, _ = selected(selecting, step, 705)
         out = torch.empty(step.queries.shape, dtype=dtype, device=device)
-        attending.attend_rows(step.queries, *pool, picked, *table, head_dim**-0.5, out)
+        attending.attend_rows(step.queries, *pool, picked, *step[4:8], head_dim**-0.5, out)
         results.append((picked, out))
     (found_rows, found), (expected_rows, expected) = results
     assert torch.equal(found_rows, expected_rows)

@@ -21,20 +21,24 @@ def attend_rows(
     sparse_from: Tensor,
     scale: float,
     out: Tensor,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> None:
     """Attend to the tokens of a decode step.
 
     Args:
         queries: (B, Hq, D).
         keys, values: (rows, Hkv, D), the pool of a layer; the current tokens are there.
+            FP8 or a type as wide as that of the queries.
         picked: (B, Hkv, W) int32, rows of each sparse request, the first of as many as it has
-            tokens; see `pick_tokens`.
+            tokens; see `select_rows`.
         row_table: (slots, context) int32, where the tokens of each slot lie in the pool.
         slots: (B,) the slot of each request.
         lengths: (B,) tokens of each request, the current one included.
         sparse_from: (slots,) int32, the length from which the request of a slot is sparse.
         scale: factor on the logits.
         out: (B, Hq, D), written in place.
+        k_scale, v_scale: factors on the keys and values of an FP8 pool.
     """
     kv_heads = keys.shape[1]
     head = torch.arange(kv_heads, device=keys.device).unsqueeze(-1)
@@ -45,5 +49,5 @@ def attend_rows(
             rows = picked[request, :, :length]
         key, value = (pool[rows.long(), head].float() for pool in (keys, values))  # (Hkv, n, D)
         query = queries[request].float().unflatten(0, (kv_heads, -1))  # (Hkv, G, D)
-        weights = (query @ key.mT * scale).softmax(-1)
-        out[request] = (weights @ value).flatten(0, 1).to(out.dtype)
+        weights = (query @ key.mT * (scale * k_scale)).softmax(-1)
+        out[request] = (weights @ value * v_scale).flatten(0, 1).to(out.dtype)

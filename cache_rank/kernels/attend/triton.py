@@ -6,15 +6,39 @@ KV head are split over programs, whose results a second kernel merges by their l
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-_BLOCK = 64
-_MOST_SPLITS = 32
-_PROGRAMS = 512
-"""About so many programs keep a GPU's memory busy."""
+
+class Launch(NamedTuple):
+    """How the work is laid out; the result depends on it by rounding alone."""
+
+    block: int = 32
+    """Tokens at a time."""
+
+    warps: int = 4
+
+    stages: int = 7
+    """Keys and values are read (stages - 1) / 2 blocks ahead, and the numbers of their rows as far
+    ahead of them. With seven, four programs share a multiprocessor at 256 bytes a row."""
+
+    stages_of_wide_rows: int = 5
+    """With rows of more bytes, which take more shared memory."""
+
+    programs: int = 528
+    """As many as an H100 or H200 runs at once: four on each of 132 multiprocessors."""
+
+    most_splits: int = 32
+
+    least_share: int = 64
+    """Tokens worth a program of their own."""
+
+
+LAUNCH = Launch()
 
 _QUERIES = 16
 """The matrix unit takes so many query heads at a time."""
@@ -31,6 +55,8 @@ def attend_rows(
     sparse_from: Tensor,
     scale: float,
     out: Tensor,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> None:
     """See the reference. Two launches; D is a power of two, and G is at most 16."""
     requests, query_heads, head_dim = queries.shape
@@ -44,12 +70,13 @@ def attend_rows(
     assert out.is_contiguous()
     assert row_table.stride(1) == 1
     units = requests * kv_heads
-    splits = min(_MOST_SPLITS, triton.next_power_of_2(max(1, _PROGRAMS // units)))
+    splits = min(LAUNCH.most_splits, max(1, LAUNCH.programs // units))
+    is_wide = head_dim * keys.element_size() > 256
     partial = torch.empty(
         (requests, query_heads, splits, head_dim), dtype=torch.float32, device=out.device
     )
     log_sums = torch.empty(partial.shape[:3], dtype=torch.float32, device=out.device)
-    _attend[(splits, units)](
+    _attend[(units, splits)](
         queries,
         keys,
         values,
@@ -60,7 +87,8 @@ def attend_rows(
         sparse_from,
         partial,
         log_sums,
-        scale * 1.4426950408889634,  # powers of two are faster than those of e
+        scale * k_scale * 1.4426950408889634,  # powers of two are faster than those of e
+        v_scale,
         *queries.stride()[:2],
         *keys.stride()[:2],
         row_table.stride(0),
@@ -70,18 +98,25 @@ def attend_rows(
         HEAD_DIM=head_dim,
         WIDTH=width,
         SPLITS=splits,
-        BLOCK=_BLOCK,
+        LEAST_SHARE=LAUNCH.least_share,
+        BLOCK=LAUNCH.block,
         EXACT=not queries.is_cuda,  # the interpreter multiplies no bfloat16
-        num_warps=4,
-        num_stages=3,
+        num_warps=LAUNCH.warps,
+        num_stages=LAUNCH.stages_of_wide_rows if is_wide else LAUNCH.stages,
     )
     _merge[(requests * query_heads,)](
-        partial, log_sums, out, HEAD_DIM=head_dim, SPLITS=splits, num_warps=2
+        partial,
+        log_sums,
+        out,
+        HEAD_DIM=head_dim,
+        SPLITS=splits,
+        PADDED_SPLITS=triton.next_power_of_2(splits),
+        num_warps=2,
     )
 
 
 @triton.jit(
-    do_not_specialize=["scale", "table_stride"],
+    do_not_specialize=["scale", "v_scale", "table_stride"],
     do_not_specialize_on_alignment=["row_table", "slots", "lengths", "sparse_from"],
 )
 def _attend(
@@ -96,6 +131,7 @@ def _attend(
     partial,
     log_sums,
     scale,
+    v_scale,
     request_stride,
     query_stride,
     row_stride,
@@ -107,17 +143,18 @@ def _attend(
     HEAD_DIM: tl.constexpr,
     WIDTH: tl.constexpr,
     SPLITS: tl.constexpr,
+    LEAST_SHARE: tl.constexpr,
     BLOCK: tl.constexpr,
     EXACT: tl.constexpr,
 ):
     """One program attends to a part of the tokens of one request and KV head."""
-    split, unit = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    unit, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     request, head = unit // KV_HEADS, unit % KV_HEADS
     slot = tl.load(slots + request).to(tl.int64)
     length = tl.load(lengths + request).to(tl.int32)
     is_sparse = length >= tl.load(sparse_from + slot)
     tokens = tl.where(is_sparse, tl.minimum(WIDTH, length), length)
-    own_rows, all_rows = picked + unit * WIDTH, row_table + slot * table_stride
+    rows = tl.where(is_sparse, picked + unit * WIDTH, row_table + slot * table_stride)
 
     in_group, dims = tl.arange(0, QUERIES), tl.arange(0, HEAD_DIM)
     is_query = in_group < GROUP
@@ -131,13 +168,13 @@ def _attend(
     largest = tl.full((QUERIES,), -1e30, tl.float32)
     total = tl.zeros((QUERIES,), tl.float32)
     sums = tl.zeros((QUERIES, HEAD_DIM), tl.float32)
-    share = tl.cdiv(tl.cdiv(tokens, SPLITS), BLOCK) * BLOCK
+    share = tl.cdiv(tokens, tl.minimum(SPLITS, tl.maximum(1, tokens // LEAST_SHARE)))
     start = split * share
-    for block in tl.range(start, tl.minimum(start + share, tokens), BLOCK):
+    end = tl.minimum(start + share, tokens)
+    for block in tl.range(start, end, BLOCK):
         token = block + tl.arange(0, BLOCK)
-        is_token = token < tokens
-        row = tl.load(own_rows + token, mask=is_token & is_sparse, other=0)
-        row += tl.load(all_rows + token, mask=is_token & (is_sparse == 0), other=0)
+        is_token = token < end
+        row = tl.load(rows + token, mask=is_token, other=0)
         in_pool = row.to(tl.int64) * row_stride + head * head_stride
         in_pool = in_pool[:, None] + dims[None, :]
         key = tl.load(keys + in_pool, mask=is_token[:, None], other=0.0)  # [BLOCK, D]
@@ -153,19 +190,31 @@ def _attend(
     at = ((request * KV_HEADS * GROUP + query_head) * SPLITS + split).to(tl.int64)
     some = tl.maximum(total, 1e-30)
     tl.store(
-        partial + at[:, None] * HEAD_DIM + dims[None, :], sums / some[:, None], is_query[:, None]
+        partial + at[:, None] * HEAD_DIM + dims[None, :],
+        sums * (v_scale / some)[:, None],
+        is_query[:, None],
     )
     tl.store(log_sums + at, tl.where(total > 0, largest + tl.log2(some), -1e30), is_query)
 
 
 @triton.jit
-def _merge(partial, log_sums, out, HEAD_DIM: tl.constexpr, SPLITS: tl.constexpr):
+def _merge(
+    partial,
+    log_sums,
+    out,
+    HEAD_DIM: tl.constexpr,
+    SPLITS: tl.constexpr,
+    PADDED_SPLITS: tl.constexpr,
+):
     """One program merges what was computed for one query head."""
     head = tl.program_id(0).to(tl.int64)
-    split, dims = tl.arange(0, SPLITS), tl.arange(0, HEAD_DIM)
+    split, dims = tl.arange(0, PADDED_SPLITS), tl.arange(0, HEAD_DIM)
     at = head * SPLITS + split
-    log_sum = tl.load(log_sums + at)
+    is_split = split < SPLITS
+    log_sum = tl.load(log_sums + at, mask=is_split, other=-1e30)
     weights = tl.exp2(log_sum - tl.max(log_sum, axis=0))
     weights = weights / tl.sum(weights, axis=0)
-    parts = tl.load(partial + at[:, None] * HEAD_DIM + dims[None, :])  # [SPLITS, D]
+    parts = tl.load(
+        partial + at[:, None] * HEAD_DIM + dims[None, :], mask=is_split[:, None], other=0.0
+    )  # [PADDED_SPLITS, D]
     tl.store(out + head * HEAD_DIM + dims, tl.sum(parts * weights[:, None], axis=0))

@@ -1,4 +1,4 @@
-"""Sketches that lie in the rows of SGLang's KV pool: written with the keys, and scored."""
+"""Sketches that lie in the rows of SGLang's KV pool: written with the keys, and selected by."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ def encode_rows() -> Callable[..., None]:
     return triton.encode_rows
 
 
-@by_device(reference.score_rows)
-def score_rows() -> Callable[..., None]:
+@by_device(reference.select_rows)
+def select_rows() -> Callable[..., None]:
     from cache_rank.kernels.row_sketch import triton
 
-    return triton.score_rows
+    return triton.select_rows
 
 
 @by_device(reference.row_scratch)

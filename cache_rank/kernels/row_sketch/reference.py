@@ -12,7 +12,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cache_rank.kernels.pick.reference import to_keys
 from cache_rank.kernels.sketch.reference import (
     Sketch,
     SketchShape,
@@ -21,9 +20,15 @@ from cache_rank.kernels.sketch.reference import (
     unpack_int2,
 )
 
+KEY_UNIT = 16
+"""Keys that a nat has: errors of sketches are far larger than a sixteenth."""
+
+KEY_MOST = 255
+"""The key of the score 0, which is the log-probability of a token that has all the attention."""
+
 
 class RowScratch(NamedTuple):
-    """Scratch of one scoring, of so many requests and tokens at most.
+    """Scratch of one selection, of so many requests and tokens at most.
 
     The reference needs none; these are the shapes of triton.py. PADDED is the query heads of a KV
     head, padded to a power of two.
@@ -33,11 +38,15 @@ class RowScratch(NamedTuple):
         logits: (B · Hkv, capacity, PADDED) float16.
         sums: (B · Hkv, chunks, 2, PADDED) float32, each chunk's largest logit, and the sum of
             exponentials relative to it.
+        keys: (B · Hkv, capacity) uint8.
+        counts: (B · Hkv, parts, 256) int16, how often each part's tokens have each key.
     """
 
     weights: Tensor
     logits: Tensor
     sums: Tensor
+    keys: Tensor
+    counts: Tensor
 
 
 def encode_rows(
@@ -54,7 +63,7 @@ def encode_rows(
     codes[:, rows.long()] = encode_keys(keys.transpose(0, 1).unsqueeze(0), sketch, shape)[0]
 
 
-def score_rows(
+def select_rows(
     queries: Tensor,
     codes: Tensor,
     sketch: Sketch,
@@ -64,35 +73,82 @@ def score_rows(
     lengths: Tensor,
     sparse_from: Tensor,
     scale: float,
+    sinks: int,
+    recent: int,
     scratch: RowScratch,
     out: Tensor,
 ) -> None:
-    """Score the tokens of every request that is sparse; out of others nothing is written.
-
-    A score is the largest log-probability of its token over the query heads of a KV head, where
-    probabilities are over all tokens of the request.
+    """Pick the tokens of every request that is sparse; out of others nothing is written.
 
     Args:
         queries: (B, Hq, D), any float dtype and any stride of B.
-        codes: (Hkv, pool rows, bytes) uint8.
+        codes: (Hkv, pool rows, bytes) uint8. The current token's need not be there yet.
         sketch, shape: of the layer.
         row_table: (slots, context) int32, where the tokens of each slot lie in the pool.
         slots: (B,) the slot of each request.
         lengths: (B,) tokens of each request, the current one included.
-        sparse_from: (slots,) int32, the length from which the request of a slot is sparse.
+        sparse_from: (slots,) int32, the length from which the request of a slot is sparse. It is
+            more than sinks and recent tokens.
         scale: factor on the logits.
+        sinks, recent: so many first and newest tokens are always attended to, the current one
+            among the newest.
         scratch: of at least so many requests and tokens.
-        out: (B, Hkv, capacity) uint16, keys of the scores of tokens 0 to length - 1, see
-            kernels/pick; written in place.
+        out: (B, Hkv, sinks + k + recent) int32, rows of the pool in the order of the tokens,
+            written in place. Of a request with fewer tokens these are all, and come first.
     """
+    assert recent >= 1
+    budget = out.shape[-1] - sinks - recent
     for request, (slot, length) in enumerate(zip(slots.tolist(), lengths.tolist(), strict=True)):
         if length < sparse_from[slot]:
             continue
         rows = row_table[slot, :length].long()
         weights = query_weights(queries[request].float().unsqueeze(0), sketch, scale)[0]
-        logits = weights @ unpack_int2(codes[:, rows]).mT  # (Hkv, G, T)
-        scores = (logits - logits.logsumexp(-1, keepdim=True)).amax(dim=-2)
-        out[request, :, :length] = to_keys(scores).to(torch.uint16)
+        keys = score_rows(weights, codes[:, rows[:-1]])
+        attended = rows[pick(keys, length, sinks, recent, budget)]
+        out[request, :, : attended.shape[-1]] = attended
+
+
+def score_rows(weights: Tensor, codes: Tensor) -> Tensor:
+    """Score the tokens of a request before the current one.
+
+    A score is the largest log-probability of its token over the query heads of a KV head, where
+    probabilities are over all these tokens.
+
+    Args:
+        weights: (Hkv, G, 4 · bytes), what queries give the crumbs.
+        codes: (Hkv, T, bytes) uint8.
+
+    Returns:
+        (Hkv, T) keys of the scores.
+    """
+    logits = weights @ unpack_int2(codes).mT  # (Hkv, G, T)
+    return to_keys((logits - logits.logsumexp(-1, keepdim=True)).amax(dim=-2))
+
+
+def to_keys(scores: Tensor) -> Tensor:
+    """Round log-probabilities to keys from 0 to 255 in their order, uint8; NaN is 0."""
+    keys = (scores * KEY_UNIT + KEY_MOST).round().clamp(0, KEY_MOST)
+    return keys.nan_to_num(0.0).to(torch.uint8)
+
+
+def pick(keys: Tensor, length: int, sinks: int, recent: int, budget: int) -> Tensor:
+    """Pick the best keys of the tokens between the first and the newest ones.
+
+    Args:
+        keys: (Hkv, length - 1) uint8.
+        length: tokens of the request.
+        sinks, recent: so many first and newest tokens are attended to whatever their keys.
+        budget: so many others are; of equal keys the earlier tokens.
+
+    Returns:
+        (Hkv, attended) tokens in their order.
+    """
+    candidates = keys[:, sinks : length - recent]
+    order = candidates.argsort(dim=-1, descending=True, stable=True)
+    picked = order[:, :budget].sort(dim=-1).values + sinks
+    first = torch.arange(sinks, device=keys.device).expand(len(keys), -1)
+    newest = torch.arange(length - recent, length, device=keys.device).expand(len(keys), -1)
+    return torch.cat((first, picked, newest), dim=-1)
 
 
 def row_scratch(
@@ -100,7 +156,7 @@ def row_scratch(
 ) -> RowScratch:
     """Make scratch for so many requests of up to `capacity` tokens; of the reference it is empty.
 
-    One scoring after another may use it on one stream.
+    One selection after another may use it on one stream.
     """
     empty = codes.new_empty(0, dtype=torch.float32)
-    return RowScratch(empty, empty, empty)
+    return RowScratch(empty, empty, empty, empty, empty)

@@ -1,8 +1,8 @@
-"""Sketches in rows of SGLang's KV pool are written and scored, Triton.
+"""Sketches in rows of SGLang's KV pool are written, and tokens are selected by them, Triton.
 
 What a key becomes, and what queries make of it, is that of kernels/sketch; only where sketches lie
-differs. Scores take three launches: queries weigh crumbs; logits are written, and what each chunk
-of tokens adds to the log-sum-exp; logits become keys. A unit is a request and a KV head.
+differs. Queries weigh crumbs; logits are written, and what each chunk of tokens adds to the
+log-sum-exp; picking.py picks by them. A unit is a request and a KV head.
 
 All of it may be captured in a graph: grids depend on capacities alone, and a program that has
 nothing to do ends at once.
@@ -16,9 +16,9 @@ import triton.language as tl
 from torch import Tensor
 
 from cache_rank.kernels.coded.int8_split import int8_columns
-from cache_rank.kernels.pick.reference import KEY_MOST, KEY_UNIT, KEY_ZERO
+from cache_rank.kernels.row_sketch.picking import part_tokens, pick_by_logits
 from cache_rank.kernels.row_sketch.reference import RowScratch
-from cache_rank.kernels.score.triton import log_sum_of_chunks, store_logits, sum_up_chunk
+from cache_rank.kernels.score.triton import store_logits, sum_up_chunk
 from cache_rank.kernels.sketch.crumbs import load_weights, logits_of, weigh_crumbs
 from cache_rank.kernels.sketch.encoding import BLOCK_KEYS, encode_block, encode_grid
 from cache_rank.kernels.sketch.reference import Sketch, SketchShape
@@ -30,12 +30,6 @@ LAUNCH = Launch(block=256, chunk=1024, warps=4, stages=5)
 A block waits for its rows and then for the sketches in them, so that five stages are two blocks of
 each under way.
 """
-
-_FINISHED_LOGITS = 8192
-"""A program turns this many logits into keys."""
-
-_KEY_UNIT, _KEY_ZERO = tl.constexpr(float(KEY_UNIT)), tl.constexpr(float(KEY_ZERO))
-_KEY_MOST = tl.constexpr(float(KEY_MOST))
 
 
 def encode_rows(
@@ -66,7 +60,7 @@ def encode_rows(
     )
 
 
-def score_rows(
+def select_rows(
     queries: Tensor,
     codes: Tensor,
     sketch: Sketch,
@@ -76,45 +70,44 @@ def score_rows(
     lengths: Tensor,
     sparse_from: Tensor,
     scale: float,
+    sinks: int,
+    recent: int,
     scratch: RowScratch,
     out: Tensor,
 ) -> None:
-    """See the reference. Three launches; D is a power of two, and G is at most 16."""
+    """See the reference. Four launches; D is a power of two, and G is at most 16."""
     requests, query_heads, head_dim = queries.shape
     kv_heads, pool_rows, size = codes.shape
-    capacity, group = out.shape[2], query_heads // kv_heads
+    group, capacity = query_heads // kv_heads, scratch.keys.shape[1]
     padded = triton.next_power_of_2(group)
     units, chunks = requests * kv_heads, triton.cdiv(capacity, LAUNCH.chunk)
-    weights, logits, sums = scratch
+    assert recent >= 1  # the current token is not scored
     assert size == shape.bytes
     assert sketch.queries.shape == (1, kv_heads, 4 * size, head_dim)
     assert codes.is_contiguous()
     assert out.is_contiguous()
     assert row_table.stride(1) == 1
-    assert logits.numel() >= units * capacity * padded
-    assert sums.numel() >= units * chunks * 2 * padded
+    assert len(scratch.keys) >= units
+    assert scratch.sums.shape[1:] == (chunks, 2, padded)
 
     of_one_layer = queries.unsqueeze(1)
-    weigh_crumbs(of_one_layer, sketch, 0, scale, weights)
-    constants = {
-        "KV_HEADS": kv_heads,
-        "GROUP": group,
-        "PADDED": padded,
-        "CHUNK": LAUNCH.chunk,
-    }
+    weigh_crumbs(of_one_layer, sketch, 0, scale, scratch.weights)
     _score[(chunks, units)](
-        weights,
+        scratch.weights,
         codes,
         row_table,
         slots,
         lengths,
         sparse_from,
-        logits,
-        sums,
+        scratch.logits,
+        scratch.sums,
         pool_rows,
         row_table.stride(0),
         capacity,
-        **constants,
+        KV_HEADS=kv_heads,
+        GROUP=group,
+        PADDED=padded,
+        CHUNK=LAUNCH.chunk,
         SIZE=size,
         WIDTH=max(32, triton.next_power_of_2(size)),  # the matrix unit takes 32 bytes at a time
         BLOCK=LAUNCH.block,
@@ -123,9 +116,8 @@ def score_rows(
         INTERPRETED=not queries.is_cuda,
         num_warps=LAUNCH.warps,
     )
-    tokens = _FINISHED_LOGITS // padded
-    _finish[(triton.cdiv(capacity, tokens), units)](
-        slots, lengths, sparse_from, logits, sums, out, capacity, **constants, TOKENS=tokens
+    pick_by_logits(
+        row_table, slots, lengths, sparse_from, group, LAUNCH.chunk, sinks, recent, scratch, out
     )
 
 
@@ -135,10 +127,13 @@ def row_scratch(
     """See the reference."""
     padded = triton.next_power_of_2(query_heads // kv_heads)
     units, chunks = requests * kv_heads, triton.cdiv(capacity, LAUNCH.chunk)
+    parts = triton.cdiv(capacity, part_tokens(padded))
     return RowScratch(
         codes.new_empty((requests, query_heads, 4 * codes.shape[2]), dtype=torch.float32),
         codes.new_empty((units, capacity, padded), dtype=torch.float16),
         codes.new_empty((units, chunks, 2, padded), dtype=torch.float32),
+        codes.new_empty((units, capacity)),
+        codes.new_empty((units, parts, 256), dtype=torch.int16),
     )
 
 
@@ -210,12 +205,12 @@ def _score(
     request, head = unit // KV_HEADS, unit % KV_HEADS
     slot = tl.load(slots + request).to(tl.int64)
     length = tl.load(lengths + request).to(tl.int32)
-    start = chunk * CHUNK
-    if (start < length) & (length >= tl.load(sparse_from + slot)):
+    start, scored = chunk * CHUNK, length - 1
+    if (start < scored) & (length >= tl.load(sparse_from + slot)):
         rows = row_table + slot * table_stride
         own_codes = codes + head * pool_rows * SIZE
         unit_logits = logits + unit * capacity * PADDED
-        stop = tl.minimum(start + CHUNK, length)
+        stop = tl.minimum(start + CHUNK, scored)
         byte = tl.arange(0, WIDTH)
         own_weights, weight_unit = load_weights(
             weights + unit * GROUP * 4 * SIZE, GROUP, PADDED, SIZE, WIDTH, COLUMNS
@@ -233,43 +228,3 @@ def _score(
             store_logits(logit, token, token < stop, unit_logits, PADDED)
         share = sums + (unit * tl.cdiv(capacity, CHUNK) + chunk) * 2 * PADDED
         sum_up_chunk(start, stop, unit_logits, share, PADDED, CHUNK)
-
-
-@triton.jit(do_not_specialize_on_alignment=["slots", "lengths", "sparse_from"])
-def _finish(
-    slots,
-    lengths,
-    sparse_from,
-    logits,
-    sums,
-    out,
-    capacity,
-    KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    PADDED: tl.constexpr,
-    CHUNK: tl.constexpr,
-    TOKENS: tl.constexpr,
-):
-    """One program writes the keys of TOKENS tokens of a unit."""
-    unit = tl.program_id(1).to(tl.int64)
-    slot = tl.load(slots + unit // KV_HEADS).to(tl.int64)
-    length = tl.load(lengths + unit // KV_HEADS).to(tl.int32)
-    start = tl.program_id(0) * TOKENS
-    if (start < length) & (length >= tl.load(sparse_from + slot)):
-        shares = sums + unit * tl.cdiv(capacity, CHUNK) * 2 * PADDED
-        log_sum = log_sum_of_chunks(shares, length, GROUP, PADDED, CHUNK)
-        token = start + tl.arange(0, TOKENS)
-        is_token = token < length
-        at = (unit * capacity + token)[:, None] * PADDED + tl.arange(0, PADDED)[None, :]
-        logit = tl.load(logits + at, mask=is_token[:, None], other=0.0).to(tl.float32)
-        key = _to_keys(tl.max(logit - log_sum[None, :], axis=1))
-        tl.store(out + unit * capacity + token, key, mask=is_token)
-
-
-@triton.jit
-def _to_keys(scores):
-    """See `to_keys` of kernels/pick/reference.py: uint16."""
-    keys = tl.clamp(scores * _KEY_UNIT + _KEY_ZERO, 0.0, _KEY_MOST)
-    keys = tl.where(scores == scores, keys, 0.0)
-    # Of float32 numbers from 2^23 on the unit is 1, and to it sums are rounded, halves to even.
-    return ((keys + 8388608.0) - 8388608.0).to(tl.int32).to(tl.uint16)

@@ -1,0 +1,140 @@
+"""Attention over rows of a pool: the reference against SDPA, Triton against the reference."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from cache_rank.kernels.attend import reference, triton
+
+WIDTH, SPARSE_FROM = 600, 700
+
+
+class Step(NamedTuple):
+    queries: Tensor
+    keys: Tensor
+    values: Tensor
+    picked: Tensor
+    row_table: Tensor
+    slots: Tensor
+    lengths: Tensor
+    sparse_from: Tensor
+    scale: float
+
+
+def a_step(
+    lengths: list[int],
+    device: torch.device,
+    query_heads: int = 4,
+    kv_heads: int = 2,
+    head_dim: int = 64,
+    dtype: torch.dtype = torch.float32,
+    pool_dtype: torch.dtype | None = None,
+    always_dense: tuple[int, ...] = (),
+) -> Step:
+    """A decode step of random values whose tokens lie scattered in the pool."""
+    generator = torch.Generator().manual_seed(2)
+    slot_count = len(lengths) + 2
+    slots = torch.randperm(slot_count, generator=generator)[: len(lengths)]
+    context = max(lengths)
+    table = torch.randperm(slot_count * context, generator=generator).to(torch.int32)
+    table = table.view(slot_count, context)
+    pool = torch.randn((2, table.numel(), kv_heads, head_dim), generator=generator)
+    pool = pool.to(pool_dtype or dtype).to(device)
+    queries = torch.randn((len(lengths), query_heads, head_dim), generator=generator)
+    picked = torch.zeros((len(lengths), kv_heads, WIDTH), dtype=torch.int32)
+    for request, length in enumerate(lengths):
+        for head in range(kv_heads):
+            tokens = torch.randperm(length, generator=generator)[:WIDTH]
+            picked[request, head, : len(tokens)] = table[slots[request], tokens]
+    sparse_from = torch.full((slot_count,), SPARSE_FROM, dtype=torch.int32)
+    sparse_from[slots[list(always_dense)]] = 1 << 30
+    return Step(
+        queries.to(device, dtype),
+        pool[0],
+        pool[1],
+        picked.to(device),
+        table.to(device),
+        slots.to(device),
+        torch.tensor(lengths, device=device),
+        sparse_from.to(device),
+        head_dim**-0.5,
+    )
+
+
+def attended(implementation: Any, step: Step, **scales: float) -> Tensor:
+    out = torch.empty(step.queries.shape, dtype=step.queries.dtype, device=step.queries.device)
+    implementation.attend_rows(*step, out, **scales)
+    return out
+
+
+def assert_same(step: Step, **scales: float) -> None:
+    tolerance = 1e-5 if step.queries.dtype == torch.float32 else 2e-2
+    got, expected = (attended(each, step, **scales) for each in (triton, reference))
+    torch.testing.assert_close(got, expected, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("pool_dtype", [torch.float32, torch.float8_e4m3fn])
+def test_a_request_attends_to_its_picked_rows_or_to_all(
+    pool_dtype: torch.dtype, device: torch.device
+) -> None:
+    step = a_step([5, 699, 700, 1000], device, pool_dtype=pool_dtype)
+    k_scale, v_scale = 0.5, 3.0
+    got = attended(reference, step, k_scale=k_scale, v_scale=v_scale)
+    for request, length in enumerate(step.lengths.tolist()):
+        for query_head in range(4):
+            head = query_head // 2
+            rows = step.row_table[step.slots[request], :length]
+            if length >= SPARSE_FROM:
+                rows = step.picked[request, head]
+            key = step.keys.float()[rows.long(), head] * k_scale
+            value = step.values.float()[rows.long(), head] * v_scale
+            query = step.queries[request, query_head]
+            expected = scaled_dot_product_attention(query[None], key, value)[0]
+            torch.testing.assert_close(got[request, query_head], expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("length", [1, 32, 33, 63, 64, 65, 127, 128, 129, 600, 699, 700])
+def test_lengths_around_blocks_and_splits(length: int, device: torch.device) -> None:
+    assert_same(a_step([length, 64], device))
+
+
+@pytest.mark.parametrize("length", [700, 3000])
+def test_a_long_dense_request_beside_sparse_ones(length: int, device: torch.device) -> None:
+    assert_same(a_step([2000, length, 900], device, always_dense=(1,)))
+
+
+def test_more_requests_than_programs(device: torch.device) -> None:
+    programs = triton.LAUNCH.programs
+    assert_same(a_step([3, 40] * (programs // 4 + 1), device, 2, 2, 16))
+
+
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 7, 8, 16])
+def test_query_heads_of_a_kv_head(group: int, device: torch.device) -> None:
+    assert_same(a_step([11, 300, 800], device, 2 * group, 2))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("is_fp8", [False, True])
+def test_head_dims_and_types(
+    head_dim: int, dtype: torch.dtype, is_fp8: bool, device: torch.device
+) -> None:
+    pool_dtype = torch.float8_e4m3fn if is_fp8 else None
+    step = a_step([11, 300, 800], device, head_dim=head_dim, dtype=dtype, pool_dtype=pool_dtype)
+    assert_same(step)
+    if is_fp8:
+        assert_same(step, k_scale=0.5, v_scale=1.5)
+
+
+def test_queries_may_lie_in_a_wider_tensor(device: torch.device) -> None:
+    step = a_step([11, 800], device)
+    wide = torch.full((2, 3 * 4, 64), torch.nan, device=device)
+    wide[:, 4:8] = step.queries
+    strided = step._replace(queries=wide[:, 4:8])
+    assert strided.queries.stride(0) > 4 * 64
+    torch.testing.assert_close(attended(triton, strided), attended(triton, step))
