@@ -65,7 +65,8 @@ class Pool:
         queries = self.queries[layer, of].unflatten(1, (KV_HEADS, GROUP))[:, heads].flatten(1, 2)
         keys, values = self.keys[layer, :, heads], self.values[layer, :, heads]
         step = of, self.lengths[of], SCALE
-        out = selection.attend(layer, queries, keys, values, *step)
+        picked = selection.select(layer, queries, *step)
+        out = selection.attend(queries, keys, values, picked, *step)
         return out.unflatten(1, (-1, GROUP))
 
     def dense(self, layer: int) -> Tensor:
