@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import random
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -39,20 +40,26 @@ TEXTS = ("tensors", "python", "changes", "tables")
 TOKENS_ON_GPU, TOKENS_ON_CPU = 4096, 512
 """Tokens of each text: the divergence of 12,000 in all is hardly above that of many more."""
 
+_LEAST_KNOWN = 32
+"""Of so many tokens, or more, is a text in any language that a model knows."""
+
 _SAMPLED = 4096
 """So many bytes of each parameter enter the fingerprint."""
 
 
 def prompts(tokenizer: Any, vocabulary: int, tokens: int) -> Iterator[list[int]]:
-    """The texts that a model reads, in tokens of its own; bytes of texts where it has no tokenizer.
+    """The texts that a model reads, in its tokens; random tokens where it has none for a text.
 
     Raises:
         ValueError: a text is not installed.
     """
-    for name in TEXTS:
+    for seed, name in enumerate(TEXTS):
         text = CALIBRATION_TEXTS[name].read()[: LONGEST_TOKEN * tokens]
         found = [] if tokenizer is None else list(tokenizer(text)["input_ids"][:tokens])
-        yield found or [byte % vocabulary for byte in text.encode()[:tokens]]
+        # A vocabulary that has no words for it reads one unknown token all the time.
+        if len(set(found)) < min(_LEAST_KNOWN, tokens // 4):
+            found = random.Random(seed).choices(range(vocabulary), k=tokens)
+        yield found
 
 
 def load_tokenizer(args: CacheRankServerArgs) -> Any:
@@ -62,7 +69,9 @@ def load_tokenizer(args: CacheRankServerArgs) -> Any:
             args.tokenizer_path or args.model_path, trust_remote_code=args.trust_remote_code
         )
     except (OSError, ValueError) as error:
-        logger.warning("cache rank: sketches are fitted to bytes, without a tokenizer: %s", error)
+        logger.warning(
+            "cache rank: sketches are fitted to random tokens, without a tokenizer: %s", error
+        )
         return None
 
 
@@ -135,16 +144,24 @@ def cache_file(name: str) -> Path:
     return Path(cache) / "sglang-cache-rank" / "sketches" / f"{name}.safetensors"
 
 
-def kept(file: Path, layers: int) -> list[KeyBasis] | None:
-    """Read what is kept, if it is."""
+def kept(file: Path, heads: Heads) -> list[KeyBasis] | None:
+    """Read what is kept, if it is, and whole."""
     try:
         with safe_open(file, "pt") as parts:
-            return [
+            bases = [
                 KeyBasis(*(parts.get_tensor(f"{layer}.{part}") for part in KeyBasis._fields))
-                for layer in range(layers)
+                for layer in range(heads.layers)
             ]
     except (OSError, SafetensorError):
         return None
+    vectors = heads.kv_heads, heads.head_dim
+    shapes = (*vectors, heads.head_dim), vectors
+    whole = all(
+        part.shape == shape and bool(part.isfinite().all())
+        for basis in bases
+        for part, shape in zip(basis, shapes, strict=True)
+    )
+    return bases if whole else None
 
 
 def keep(file: Path, bases: list[KeyBasis]) -> None:
@@ -170,25 +187,38 @@ def of_folder(folder: Path, first: int, heads: Heads, tp_rank: int, tp_size: int
         CalibrationError: it is not of this model.
     """
     card, _, bases = read(folder)
-    found = card.layers - card.dense_layers, card.head_dim
-    if found != (heads.layers, heads.head_dim) or card.dense_layers != first:
-        raise CalibrationError(
-            f"--calibration {folder}: it has {found[0]} layers of heads of {found[1]} elements "
-            f"({card.model}), and the server {heads.layers} of {heads.head_dim}. "
-            "Drop it: a server calibrates itself."
-        )
     # Ranks share KV heads where there are more of them than heads.
+    kv_heads = max(1, card.kv_heads // tp_size)
+    found = Heads(
+        card.layers - card.dense_layers, card.query_heads // tp_size, kv_heads, card.head_dim
+    )
+    if found != heads or card.dense_layers != first:
+        raise CalibrationError(
+            f"--calibration {folder}: it is of {card.model}, whose layers behind the "
+            f"{card.dense_layers} dense ones would be {found}, and here are {heads} behind "
+            f"{first}. Drop it: a server calibrates itself."
+        )
     start = tp_rank * card.kv_heads // tp_size
     own = slice(start, start + heads.kv_heads)
     return [KeyBasis(*(part[own] for part in bases[first + n])) for n in range(heads.layers)]
 
 
 def calibrate(
-    runner: Any, selection: Selection, heads: Heads, tokenizer: Callable[[], Any], file: Path
+    runner: Any,
+    selection: Selection,
+    heads: Heads,
+    tokenizer: Callable[[], Any],
+    file: Path,
+    tp_group: Any,
 ) -> list[KeyBasis]:
-    """Return what is kept for a loaded model, or fit it and keep it."""
-    bases = kept(file, heads.layers)
-    if bases is not None:
+    """Return what is kept for a loaded model, or fit it and keep it.
+
+    Tensor-parallel ranks compute a prefill together, so that all of them fit if one has to.
+    """
+    bases = kept(file, heads)
+    everybody = torch.tensor(bases is not None, dtype=torch.int32)
+    torch.distributed.all_reduce(everybody, torch.distributed.ReduceOp.MIN, group=tp_group)
+    if bases is not None and everybody:
         logger.info("cache rank: sketches are as fitted before (%s)", file)
         return bases
     started = time.monotonic()

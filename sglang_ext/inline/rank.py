@@ -29,7 +29,7 @@ class InlineRank:
         self._args = args
         self._weight_updates = 0
         self._steps = 0
-        self._sparse_requests = 0
+        self._sparse_slots: set[int] = set()
 
     # Events of SGLang, in the order of a request's life.
 
@@ -50,7 +50,6 @@ class InlineRank:
         """Run a decode step of requests of such lengths, current tokens included."""
         self._enter(requests)
         self._steps += 1
-        self._sparse_requests = 0
         for request, length in zip(requests, lengths, strict=True):
             statistics = request.cache_rank_statistics
             if length < self._args.sparse_threshold:
@@ -60,7 +59,7 @@ class InlineRank:
             else:
                 statistics.dense_reason = None
                 statistics.sparse_steps += 1
-                self._sparse_requests += 1
+                self._sparse_slots.add(compat.pool_state(request).req_pool_idx)
                 reuse.note_sparse(request, length - 1)
         return forward()
 
@@ -85,6 +84,7 @@ class InlineRank:
         """Forget the slot of a request that SGLang takes back."""
         reuse.forget(request)
         request.cache_rank_sparse_from = None
+        self._sparse_slots.discard(compat.pool_state(request).req_pool_idx)
 
     def on_weights_updated(self) -> None:
         """Keep what other weights have computed apart."""
@@ -98,10 +98,12 @@ class InlineRank:
         return [request.cache_rank_statistics.as_tuple() for request in requests]
 
     def state(self, tree_cache: Any) -> dict[str, Any]:
-        """Return what `/server_info` shows."""
+        """Return what `/server_info` shows; what SGLang's tree can give up counts as free."""
+        free = tree_cache.token_to_kv_pool_allocator.available_size()
         return {
             "placement": "inline",
             "steps": self._steps,
-            "sparse_requests": self._sparse_requests,
+            "sparse_requests": len(self._sparse_slots),
+            "pool_free_tokens": free + tree_cache.evictable_size(),
             "sketch_bytes": self.selection.sketch_bytes,
         }

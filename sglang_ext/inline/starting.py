@@ -62,6 +62,8 @@ def load_calibration(scheduler: Any, args: CacheRankServerArgs) -> None:
         def tokenizer() -> Any:
             return scheduler.tokenizer or calibrating.load_tokenizer(args)
 
-        bases = calibrating.calibrate(runner, _current.selection, heads, tokenizer, file)
+        bases = calibrating.calibrate(
+            runner, _current.selection, heads, tokenizer, file, scheduler.tp_cpu_group
+        )
     for layer, (basis, mean) in enumerate(bases):
         _current.selection.load_basis(layer, basis.to(runner.device), mean.to(runner.device))

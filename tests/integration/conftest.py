@@ -7,7 +7,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from workload import GPU_FLAGS, REUSE, SMALL_CACHE_RANK, STRICT, TENTH_OF_THE_CONTEXT, VOCABULARY
+from workload import (
+    GPU_FLAGS,
+    REUSE,
+    SMALL_CACHE_RANK,
+    SMALL_INLINE,
+    STRICT,
+    STRICT_POOL,
+    TENTH_OF_THE_CONTEXT,
+    VOCABULARY,
+)
 
 from scripts.shared.serving import PLAIN, Server, serve, stop_on_sigterm
 from sglang_ext.refusals import ALLOW_LARGE_BUDGET_VARIABLE
@@ -79,9 +88,36 @@ def reusing_server(random_model: Callable[..., Path]) -> Iterator[Server]:
 
 
 @pytest.fixture(scope="session")
+def cache_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The user's cache folder, where the first inline server keeps what it fits to a model."""
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="session")
+def inline_server(random_model: Callable[..., Path], cache_home: Path) -> Iterator[Server]:
+    """As `reusing_server`, with selection in SGLang's own process."""
+    flags = [*SMALL_INLINE, *REUSE, "--sparse-budget", "2040", "--model-path", str(random_model())]
+    environment = {
+        ALLOW_LARGE_BUDGET_VARIABLE: "1",
+        "XDG_CACHE_HOME": str(cache_home),
+        **STRICT_POOL,
+    }
+    with serve(flags, environment) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
 def bundled_server() -> Iterator[Server]:
     """A server has the bundled model and a cache rank."""
-    with serve(TENTH_OF_THE_CONTEXT) as server:
+    with serve([*TENTH_OF_THE_CONTEXT, "--cache-rank-gpus", "1"]) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def bundled_inline_server(cache_home: Path) -> Iterator[Server]:
+    """A server has the bundled model, and selects in its own process."""
+    flags = [*TENTH_OF_THE_CONTEXT, "--cache-rank-placement", "inline"]
+    with serve(flags, {"XDG_CACHE_HOME": str(cache_home)}) as server:
         yield server
 
 

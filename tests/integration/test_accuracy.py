@@ -10,18 +10,25 @@ import pytest
 from scripts import evaluate
 from scripts.accuracy.evaluation import Report
 from scripts.shared.serving import Server
+from scripts.shared.systems import CACHE_RANK, INLINE
 
 pytestmark = pytest.mark.xdist_group("bundled server")
 
 
-def test_evaluates_a_running_server(bundled_server: Server, tmp_path: Path) -> None:
-    command = ["--out", str(tmp_path), "--base-url", bundled_server.url, "--gpus"]
-    command += "--chains 4 --hops 30 --systems dense cache-rank --budgets 40".split()
+@pytest.mark.parametrize(
+    ("fixture", "system"), [("bundled_server", CACHE_RANK), ("bundled_inline_server", INLINE)]
+)
+def test_evaluates_a_running_server(
+    fixture: str, system: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    server: Server = request.getfixturevalue(fixture)
+    command = ["--out", str(tmp_path), "--base-url", server.url, "--gpus"]
+    command += f"--chains 4 --hops 30 --systems dense {system} --budgets 40".split()
     assert evaluate.main(command) == 0
 
     report = msgspec.json.decode((tmp_path / "results.json").read_bytes(), type=Report)
     dense, sparse = report.results
-    assert (dense.system, sparse.system) == ("dense", "cache-rank:sparse_budget=40")
+    assert (dense.system, sparse.system) == ("dense", f"{system}:sparse_budget=40")
     assert dense.exact.value == sparse.exact.value == 1.0
     assert dense.sparse_steps == 0
     assert dense.exact_difference is None
@@ -30,4 +37,4 @@ def test_evaluates_a_running_server(bundled_server: Server, tmp_path: Path) -> N
     assert sparse.exact_difference is not None
     assert sparse.exact_difference.value == 0.0
     table = (tmp_path / "results.md").read_text()
-    assert "| cache-rank:sparse_budget=40 | 1.00 | 0.00 | 1.000 |" in table
+    assert f"| {system}:sparse_budget=40 | 1.00 | 0.00 | 1.000 |" in table

@@ -24,9 +24,10 @@ NEW_TOKENS = 60
 PROMPT, OTHER, QUESTION = random_prompts([300, 300, 25], seed=3)
 
 
-@pytest.fixture(scope="module")
-def server(reusing_server: Server) -> Server:
-    return reusing_server
+@pytest.fixture(scope="module", params=["reusing_server", "inline_server"])
+def server(request: pytest.FixtureRequest) -> Server:
+    found: Server = request.getfixturevalue(request.param)
+    return found
 
 
 @pytest.fixture(autouse=True)
@@ -68,7 +69,7 @@ def test_what_sparse_steps_wrote_is_computed_again(server: Server, plain_server:
     dense = plain_server.generate(prompt, NEW_TOKENS, return_logprob=True)
     response = server.generate(prompt, NEW_TOKENS, return_logprob=True, **DENSE)
     # The step of the overlap schedule beyond the end may be sparse, too; its token is not kept.
-    assert len(PROMPT) < cached(response) <= len(PROMPT) + NEW_TOKENS - sparse_steps(first)
+    assert len(PROMPT) <= cached(response) <= len(PROMPT) + NEW_TOKENS - sparse_steps(first)
     assert response["output_ids"] == dense["output_ids"]
     assert difference(log_probabilities(response), log_probabilities(dense)) < 1e-5
     # This turn was dense, so the next one finds all of it.
@@ -127,9 +128,9 @@ def test_many_share_a_prompt_under_pressure(server: Server, plain_server: Server
     others = random_prompts([350] * 12, seed=5)
     server.generate_all(others, NEW_TOKENS)
     assert cached(server.generate(PROMPT + QUESTION, 1)) < len(PROMPT)
-    state = server.wait_for(15, sequences=0)
-    assert state["pool_free_tokens"] == free
-    assert state["refused_messages"] == 0
+    state = server.wait_for(15, pool_free_tokens=free)
+    # Selection in SGLang's process has no sequences, and no messages.
+    assert state.get("sequences", 0) == state.get("refused_messages", 0) == 0
 
 
 @pytest.mark.thorough

@@ -14,11 +14,15 @@ SMALL_CACHE_RANK = (
     "--max-total-tokens 20000 --enable-metrics --dtype float32"
 ).split()
 
+SMALL_INLINE = (
+    "--cache-rank-placement inline --sink-tokens 4 --recent-tokens 8 --enable-metrics "
+    "--dtype float32"
+).split()
+
 # A working set of 60 tokens: a tenth of the length that a walk of 80 hops reaches. Flags that are
 # not given follow from the budget.
 TENTH_OF_THE_CONTEXT = (
-    "--cache-rank-gpus 1 --enable-metrics --sparse-threshold 264 --sparse-budget 40 "
-    "--recent-tokens 16"
+    "--enable-metrics --sparse-threshold 264 --sparse-budget 40 --recent-tokens 16"
 ).split()
 
 REUSE = (
@@ -26,7 +30,10 @@ REUSE = (
     "--chunked-prefill-size 128"
 ).split()
 
-STRICT = {CHECKSUM_VARIABLE: "1", "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "2"}
+STRICT_POOL = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "2"}
+"""The environment of a server that checks pools after every batch."""
+
+STRICT = {CHECKSUM_VARIABLE: "1", **STRICT_POOL}
 """The environment of a server that checks slots at every step, and pools after every batch."""
 
 DENSE = {"sampling_params": {"custom_params": {"cache_rank": False}}}

@@ -1,0 +1,148 @@
+"""Selection in SGLang's own process, with a budget that covers everything, is dense decode."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import requests
+from waiting import wait_until
+from workload import DENSE, difference, random_prompts
+
+from scripts.shared.serving import Server, log_probabilities
+
+pytestmark = pytest.mark.xdist_group("plain server")
+
+THRESHOLD = 100
+NEW_TOKENS = 60
+# Below, just below, at and above the threshold; the last two are prefilled in chunks of 128.
+PROMPTS = random_prompts([30, 60, 98, 99, 100, 101, 150, 228, 300])
+
+
+@pytest.fixture(autouse=True)
+def _empty_tree(inline_server: Server) -> None:
+    inline_server.flush_cache()
+
+
+def statistics(response: Any) -> dict[str, Any]:
+    return dict(response["meta_info"]["cache_rank"])
+
+
+def steps_from(prompt: list[int], new_tokens: int) -> int:
+    """How many decode steps of a request are at or beyond the threshold.
+
+    The prefill gives the first token; the step that is given the n-th has n tokens and the prompt.
+    """
+    return sum(len(prompt) + n >= THRESHOLD for n in range(1, new_tokens))
+
+
+def assert_as_plain(responses: list[Any], expected: list[Any]) -> None:
+    for response, plain in zip(responses, expected, strict=True):
+        assert response["output_ids"] == plain["output_ids"]
+        assert difference(log_probabilities(response), log_probabilities(plain)) < 1e-4
+
+
+@pytest.mark.parametrize("batch", [1, 4, 9])
+def test_answers_and_log_probabilities_equal_plain_sglang(
+    inline_server: Server, plain_server: Server, batch: int
+) -> None:
+    for first in range(0, len(PROMPTS), batch):
+        prompts = PROMPTS[first : first + batch]
+        expected = plain_server.generate_all(prompts, NEW_TOKENS, return_logprob=True)
+        responses = inline_server.generate_all(prompts, NEW_TOKENS, return_logprob=True)
+        assert_as_plain(responses, expected)
+        for prompt, response in zip(prompts, responses, strict=True):
+            found = statistics(response)
+            assert found.pop("sparse_steps") == steps_from(prompt, NEW_TOKENS)
+            turns_sparse = len(prompt) + NEW_TOKENS > THRESHOLD
+            assert found.pop("dense_reason") == (None if turns_sparse else "below_threshold")
+            assert set(found.values()) == {0}  # there is no second process
+
+
+def test_requests_that_ask_to_stay_dense_share_a_batch_with_others(
+    inline_server: Server, plain_server: Server
+) -> None:
+    expected = plain_server.generate_all(PROMPTS, NEW_TOKENS, return_logprob=True)
+    parameters = {"max_new_tokens": NEW_TOKENS, "temperature": 0, "ignore_eos": True}
+    asked = [number % 2 == 0 for number in range(len(PROMPTS))]
+    body = {
+        "input_ids": PROMPTS,
+        "sampling_params": [
+            parameters | (DENSE["sampling_params"] if dense else {}) for dense in asked
+        ],
+        "return_logprob": True,
+    }
+    responses = inline_server.post("/generate", body).json()
+    assert_as_plain(responses, expected)
+    for prompt, dense, response in zip(PROMPTS, asked, responses, strict=True):
+        found = statistics(response)
+        assert found["sparse_steps"] == (0 if dense else steps_from(prompt, NEW_TOKENS))
+        if dense:
+            is_long = len(prompt) + NEW_TOKENS > THRESHOLD
+            assert found["dense_reason"] == ("asked" if is_long else "below_threshold")
+
+
+def test_a_prompt_of_many_chunks_is_sparse_from_its_first_step(
+    inline_server: Server, plain_server: Server
+) -> None:
+    (prompt,) = random_prompts([1900], seed=1)
+    expected = plain_server.generate(prompt, 40, return_logprob=True)
+    for known in (0, len(prompt) - 1):  # asked twice, it is found in the tree and equally sparse
+        response = inline_server.generate(prompt, 40, return_logprob=True)
+        assert response["meta_info"]["cached_tokens"] == known
+        assert statistics(response)["sparse_steps"] == 39
+        assert_as_plain([response], [expected])
+
+
+def test_requests_that_wait_for_room_in_the_pool_answer_the_same(
+    inline_server: Server, plain_server: Server
+) -> None:
+    free = inline_server.cache_rank()["pool_free_tokens"]
+    prompts = random_prompts([150] * 8, seed=6)  # 8 · 450 tokens, and there is room for 2500
+    expected = plain_server.generate_all(prompts, 300, return_logprob=True)
+    responses = inline_server.generate_all(prompts, 300, return_logprob=True)
+    assert_as_plain(responses, expected)
+    assert {statistics(response)["sparse_steps"] for response in responses} == {299}
+    state = inline_server.wait_for(10, sparse_requests=0)
+    assert state["pool_free_tokens"] == free
+
+
+def test_a_request_that_is_aborted_leaves_the_pool_whole(inline_server: Server) -> None:
+    free = inline_server.cache_rank()["pool_free_tokens"]
+    (prompt,) = random_prompts([300], seed=7)
+    sampling = {"max_new_tokens": 1500, "temperature": 0, "ignore_eos": True}
+    body = {"input_ids": prompt, "sampling_params": sampling, "stream": True, "rid": "gone"}
+    with requests.post(
+        f"{inline_server.url}/generate", json=body, stream=True, timeout=60
+    ) as stream:
+        lines = stream.iter_lines()
+        next(lines)
+        wait_until(lambda: inline_server.cache_rank()["sparse_requests"] == 1, 30)
+        inline_server.post("/abort_request", {"rid": "gone"}).raise_for_status()
+        for _ in lines:
+            pass
+    state = inline_server.wait_for(10, sparse_requests=0)
+    assert state["pool_free_tokens"] == free
+    assert statistics(inline_server.generate(prompt, 20))["sparse_steps"] == 19
+
+
+def test_a_pause_changes_no_answer(inline_server: Server, plain_server: Server) -> None:
+    prompts = random_prompts([200, 300, 150], seed=8)
+    expected = plain_server.generate_all(prompts, 300, return_logprob=True)
+    for mode in ("in_place", "retract"):
+        inline_server.flush_cache()
+        responses = paused(inline_server, prompts, mode)
+        assert_as_plain(responses, expected)
+        assert all(statistics(one)["sparse_steps"] > 250 for one in responses)
+
+
+def paused(server: Server, prompts: list[list[int]], mode: str) -> list[Any]:
+    """Answers of sparse requests that a pause interrupts."""
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(server.generate_all, prompts, 300, return_logprob=True)
+        wait_until(lambda: server.cache_rank()["sparse_requests"] == len(prompts), 60)
+        server.post("/pause_generation", {"mode": mode}).raise_for_status()
+        assert not asked.done()
+        server.post("/continue_generation").raise_for_status()
+        return asked.result()

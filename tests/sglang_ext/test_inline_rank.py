@@ -1,0 +1,159 @@
+"""Requests come to slots and leave them: who is sparse, and what users see of it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from fake_requests import fake_request
+
+from sglang_ext import reuse
+from sglang_ext.inline.rank import InlineRank
+from sglang_ext.inline.selection import NEVER
+
+SLOTS, THRESHOLD = 4, 100
+
+
+class Scheduler:
+    """Gives requests slots, and steps, as SGLang does."""
+
+    def __init__(self) -> None:
+        self.sparse_from = torch.full((SLOTS,), NEVER, dtype=torch.int32)
+        selection: Any = SimpleNamespace(sparse_from=self.sparse_from, sketch_bytes=12)
+        args: Any = SimpleNamespace(sparse_threshold=THRESHOLD, reuse_sparse_tokens="off")
+        self.rank = InlineRank(args, selection)
+        self.seen: list[list[int]] = []
+        """What the selection knew of slots in each forward pass."""
+
+    def forward(self) -> str:
+        self.seen.append(self.sparse_from.tolist())
+        return "result"
+
+    def prefill(self, *requests: Any) -> None:
+        assert self.rank.run_other(list(requests), self.forward) == "result"
+
+    def decode(self, lengths: list[int], *requests: Any) -> None:
+        assert self.rank.run_decode(list(requests), lengths, self.forward) == "result"
+
+    def free(self, request: Any) -> None:
+        self.rank.on_request_freed(request)
+        request.req_pool_idx = None
+
+    def state(self) -> dict[str, Any]:
+        pool = SimpleNamespace(available_size=lambda: 30)
+        tree = SimpleNamespace(token_to_kv_pool_allocator=pool, evictable_size=lambda: 12)
+        return self.rank.state(tree)
+
+
+@pytest.fixture
+def scheduler() -> Scheduler:
+    return Scheduler()
+
+
+def request(slot: int | None, dense: bool = False) -> Any:
+    custom = {"cache_rank": False} if dense else None
+    return fake_request(
+        req_pool_idx=slot,
+        extra_key=None,
+        sampling_params=SimpleNamespace(custom_params=custom),
+    )
+
+
+def statistics(scheduler: Scheduler, one: Any) -> tuple[Any, ...]:
+    return scheduler.rank.statistics_of([one])[0][:2]
+
+
+def test_a_slot_is_told_before_its_first_step_and_not_again(scheduler: Scheduler) -> None:
+    one, other = request(2), request(0, dense=True)
+    scheduler.prefill(one)
+    assert scheduler.seen == [[NEVER, NEVER, THRESHOLD, NEVER]]
+    scheduler.sparse_from[2] = 7  # what is known is not written at every step
+    scheduler.prefill(one)  # the next chunk of its prompt
+    scheduler.decode([50], one)
+    scheduler.prefill(other)
+    assert [seen[2] for seen in scheduler.seen[1:]] == [7, 7, 7]
+    assert [seen[0] for seen in scheduler.seen] == [NEVER] * 4
+
+
+def test_a_slot_is_as_the_request_that_has_it_now(scheduler: Scheduler) -> None:
+    one, dense, another = request(1), request(1, dense=True), request(1)
+    for current, expected in ((one, THRESHOLD), (dense, NEVER), (another, THRESHOLD)):
+        scheduler.prefill(current)
+        assert scheduler.seen[-1][1] == expected
+        scheduler.decode([THRESHOLD], current)
+        assert scheduler.seen[-1][1] == expected
+        scheduler.free(current)
+
+
+def test_a_request_that_was_retracted_is_told_of_its_new_slot(scheduler: Scheduler) -> None:
+    one = request(0)
+    scheduler.prefill(one)
+    scheduler.decode([150], one)
+    scheduler.free(one)
+    assert reuse.dense_tokens(one) is None  # all of it is computed anew
+    dense = request(0, dense=True)
+    scheduler.prefill(dense)
+    one.req_pool_idx = 3
+    scheduler.prefill(one)
+    assert scheduler.seen[-1] == [NEVER, NEVER, NEVER, THRESHOLD]
+    scheduler.decode([151, 200], one, dense)
+    assert statistics(scheduler, one) == (2, None)  # over both of its lives
+    assert statistics(scheduler, dense) == (0, "asked")
+    assert reuse.dense_tokens(one) == 150
+
+
+def test_steps_from_the_threshold_on_are_sparse_and_counted(scheduler: Scheduler) -> None:
+    one, dense = request(0), request(1, dense=True)
+    assert statistics(scheduler, one) == (0, "prefill")
+    scheduler.prefill(one, dense)
+    expected = [(0, "below_threshold"), (0, "below_threshold"), (1, None), (2, None)]
+    for length, found in zip(range(98, 102), expected, strict=True):
+        scheduler.decode([length, length], one, dense)
+        assert statistics(scheduler, one) == found
+        why = "below_threshold" if length < THRESHOLD else "asked"
+        assert statistics(scheduler, dense) == (0, why)
+    assert reuse.dense_tokens(one) == THRESHOLD - 1  # the first sparse step wrote token 99
+    assert reuse.dense_tokens(dense) is None
+
+
+def test_the_state_names_requests_that_are_sparse_now(scheduler: Scheduler) -> None:
+    one, other = request(0), request(1)
+    scheduler.prefill(one, other)
+    assert scheduler.state() == {
+        "placement": "inline",
+        "steps": 0,
+        "sparse_requests": 0,
+        "pool_free_tokens": 42,
+        "sketch_bytes": 12,
+    }
+    scheduler.decode([200, 99], one, other)
+    assert scheduler.state()["sparse_requests"] == 1
+    scheduler.decode([201, 100], one, other)
+    assert scheduler.state()["sparse_requests"] == 2
+    scheduler.free(one)
+    assert scheduler.state()["sparse_requests"] == 1  # although no step has come since
+    scheduler.free(other)
+    assert (scheduler.state()["sparse_requests"], scheduler.state()["steps"]) == (0, 2)
+
+
+def test_a_request_is_kept_apart_from_other_weights_while_it_has_no_slot(
+    scheduler: Scheduler,
+) -> None:
+    waiting, running = request(None), request(1)
+    for one in (waiting, running):
+        scheduler.rank.before_match(one)
+    assert (waiting.extra_key, running.extra_key) == (None, None)
+    scheduler.rank.on_weights_updated()
+    for one in (waiting, running):
+        scheduler.rank.before_match(one)
+    assert waiting.extra_key is not None
+    assert running.extra_key is None
+
+
+def test_a_request_that_never_ran_may_be_freed(scheduler: Scheduler) -> None:
+    never = request(0)
+    scheduler.rank.on_request_freed(never)
+    scheduler.prefill(never)
+    assert scheduler.seen[-1][0] == THRESHOLD
