@@ -21,6 +21,7 @@ from sglang_ext import compat, cpu
 from sglang_ext.flags import (
     BACKEND,
     CACHE_RANK_FIELDS,
+    HEEDED_FIELDS,
     PREFILL_BACKEND,
     CacheRankFlags,
     add_flags,
@@ -67,7 +68,7 @@ class CacheRankServerArgs(CacheRankFlags):
         """Check what is given, and choose what is not, before SGLang does and after."""
         refuse_untested_sglang(self)
         if not self.is_sparse:
-            self._say_ignored()
+            self._say_ignored("without a cache rank these have no effect")
             let_sglang()
             return
         if self.is_inline:
@@ -94,6 +95,7 @@ class CacheRankServerArgs(CacheRankFlags):
         servers.refuse_out_of_range(self)
         require_model(self.model_path, self.revision)
         say_unknown(self)
+        self._say_ignored("cache rank: only a cache rank with --cache-rank-gpus 1 heeds these")
         self._set_for_device()
         self._set("prefill_attention_backend", PREFILL_BACKEND, "prefill writes sketches of keys")
         self._set("decode_attention_backend", BACKEND, "sparse decode by sketches")
@@ -197,17 +199,16 @@ class CacheRankServerArgs(CacheRankFlags):
             setattr(self, field, value)
             logger.info("cache rank: %s %s (%s)", flag_of(field), value, reason)
 
-    def _say_ignored(self) -> None:
+    def _say_ignored(self, why: str) -> None:
         """Log which of our flags are not at their defaults and have no effect."""
+        defaults, heeded = compat.default_values(type(self)), HEEDED_FIELDS[self.placement]
         ignored = [
             flag_of(field)
-            for field, default in compat.default_values(type(self)).items()
-            if field in CACHE_RANK_FIELDS
-            and field not in ("cache_rank_placement", "cache_rank_gpus", "allow_untested_sglang")
-            and getattr(self, field) != default
+            for field in CACHE_RANK_FIELDS
+            if field not in heeded and getattr(self, field) != defaults[field]
         ]
         if ignored:
-            logger.warning("without a cache rank these have no effect: %s", ", ".join(ignored))
+            logger.warning("%s: %s", why, ", ".join(ignored))
 
 
 def parse_server_args(

@@ -135,14 +135,15 @@ CONFIGURATOR = SimpleNamespace(
 
 
 def cache_rank_args(**changes: Any) -> CacheRankServerArgs:
-    args = CacheRankServerArgs(
-        model_path=str(BUNDLED_MODEL),
-        device="cpu",
-        sparse_budget=20,
-        sink_tokens=4,
-        max_sparse_requests=3,
-        **changes,
-    )
+    usual = {
+        "model_path": str(BUNDLED_MODEL),
+        "device": "cpu",
+        "cache_rank_gpus": 1,
+        "sparse_budget": 20,
+        "sink_tokens": 4,
+        "max_sparse_requests": 3,
+    }
+    args = CacheRankServerArgs(**{**usual, **changes})
     compat.resolve(args)
     return args
 

@@ -16,7 +16,12 @@ from sglang_ext.server_args import BUNDLED_MODEL, CacheRankServerArgs
 def make(monkeypatch: pytest.MonkeyPatch) -> Callable[..., CacheRankServerArgs]:
     """Make arguments with what start-up chooses, and resolve nothing."""
     monkeypatch.setattr(CacheRankServerArgs, "_resolve", lambda self, let_sglang: None)
-    chosen = {"model_path": str(BUNDLED_MODEL), "hysteresis": 256, "max_swap_tokens": 128}
+    chosen = {
+        "model_path": str(BUNDLED_MODEL),
+        "cache_rank_gpus": 1,
+        "hysteresis": 256,
+        "max_swap_tokens": 128,
+    }
     return lambda **fields: CacheRankServerArgs(**{**chosen, **fields})
 
 
