@@ -65,6 +65,26 @@ def test_what_is_without_effect_is_named(
     assert named is None or named in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"hysteresis": None, "max_swap_tokens": None, "max_running_requests": 64}, None),
+        ({"sparse_threshold": 8192}, "--sparse-threshold 8192"),
+        ({"max_total_tokens": 4096}, "--max-total-tokens 4096"),
+        ({"reuse_sparse_tokens": "on", "disable_radix_cache": True}, "nothing is reused"),
+    ],
+)
+def test_what_is_without_effect_inline_is_named(
+    fields: dict[str, Any],
+    named: str | None,
+    make: Callable[..., CacheRankServerArgs],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    warn_ineffective_flags(make(cache_rank_gpus=None, **fields), 8192)
+    assert len(caplog.records) == (named is not None)
+    assert named is None or named in caplog.text
+
+
 @pytest.mark.parametrize(("capacity", "warns"), [(8192, False), (8191, True)])
 def test_a_small_cache_rank_says_that_max_tokens_is_needed(
     capacity: int, warns: bool, caplog: pytest.LogCaptureFixture

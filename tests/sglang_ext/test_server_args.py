@@ -697,6 +697,38 @@ def test_what_was_chosen_and_what_to_expect_is_said_at_start_up(
     assert f"cache rank: {said}" in logged if said else "estimate" not in logged
 
 
+@pytest.mark.parametrize(
+    ("gpus", "model", "said"),
+    [
+        (0, Model("Qwen3", WIDE), ""),
+        (
+            1,
+            Model("Qwen3", WIDE),
+            "; 8 requests of 32768 tokens: \\d+.\\d ms a step estimated, dense ",
+        ),
+        (1, Model("Qwen3", WIDE | {"num_experts": 4}), ""),
+    ],
+    ids=str,
+)
+def test_an_inline_server_says_what_selects_and_what_to_expect(
+    gpus: int,
+    model: Model,
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    pretend_gpus(gpus, monkeypatch)
+    monkeypatch.setattr(ServerArgs, compat.RESOLVED_IN, lambda self: None)  # it looks for the GPUs
+    # What only a cache rank heeds does not matter.
+    served = f"--model-path {model.write(tmp_path)} --kv-residency mosaickv"
+    parse_server_args(served.split())
+    logged = capsys.readouterr().err
+    assert re.search(rf"cache rank: tokens are selected in this process \(.+\){said}", logged)
+    assert (NO_ESTIMATE in logged) == ("num_experts" in model.changes)
+    assert said or "ms a step" not in logged
+
+
 @pytest.mark.parametrize("changed", [{"kv_residency": "lynx"}])
 def test_the_config_of_the_cache_rank_carries_the_flags(
     changed: dict[str, str], monkeypatch: pytest.MonkeyPatch
