@@ -275,5 +275,5 @@ def make_series(
     """Create the series of a tensor-parallel rank, with labels of their own, if SGLang has any."""
     if not args.enable_metrics:
         return None
-    of_all = {"model_name": args.served_model_name, "tp_rank": str(tp_rank)}
+    of_all = {"model_name": args.served_model_name or args.model_path, "tp_rank": str(tp_rank)}
     return Series({**of_all, **labels}, gauges, counters, reasons)

@@ -19,7 +19,8 @@ THRESHOLD = 100
 ARGS: Any = SimpleNamespace(
     decode_log_interval=10,
     enable_metrics=True,
-    served_model_name="model",
+    served_model_name=None,
+    model_path="model",
     placement="inline",
     sparse_threshold=THRESHOLD,
 )
