@@ -1,7 +1,7 @@
-"""SGLang with an asynchronous cache rank.
+"""SGLang with sparse decode, and an asynchronous cache rank that may select for it.
 
-from sglang_ext import Engine                        # sglang.Engine, with a cache rank
-python -m sglang_ext.launch --cache-rank-gpus 1      # sglang.launch_server, with a cache rank
+from sglang_ext import Engine                    # sglang.Engine, with sparse decode
+python -m sglang_ext.launch --model-path MODEL  # sglang.launch_server, with sparse decode
 """
 
 from typing import TYPE_CHECKING, Any

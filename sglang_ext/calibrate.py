@@ -1,8 +1,7 @@
 """Fit the forecast of queries to a model: how an earlier layer's input tells a layer's queries.
 
     python -m sglang_ext.calibrate --model-path DIR --out calibrations/NAME
-    python -m sglang_ext.launch --model-path DIR --query-predictor forecast \\
-        --calibration calibrations/NAME
+    python -m sglang_ext.launch --cache-rank-gpus 1 --model-path DIR --calibration calibrations/NAME
 
 The engine prefills texts, files of installed packages unless --text names others, and the
 corrections of the model's query projections are fitted to what it computes. How well, says

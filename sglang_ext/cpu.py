@@ -110,10 +110,10 @@ def name_the_device() -> None:
 
 
 def say_once() -> None:
-    """Log, once a launch, that the ranks are CPU processes."""
+    """Log, once a launch, that CPUs serve."""
     if not has_gpu() and _SAID not in os.environ:
         os.environ[_SAID] = "1"
         logger.warning(
-            "no GPU found: the inference rank and the cache rank are CPU processes, "
-            "and sgl_kernel is a stand-in that cannot compute"
+            "no GPU found: this is served by CPU processes, and sgl_kernel is a stand-in that "
+            "cannot compute"
         )

@@ -1,4 +1,4 @@
-"""SGLang in this process, with a cache rank."""
+"""SGLang in this process, with sparse decode."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from sglang_ext.server_args import BUNDLED_MODEL, CacheRankServerArgs
 
 
 class Engine(engine.Engine):
-    """`sglang.Engine` with a cache rank; it takes the arguments of CacheRankServerArgs.
+    """`sglang.Engine` with sparse decode; it takes the arguments of CacheRankServerArgs.
 
-    Without `model_path` it serves the bundled model. With `cache_rank_gpus=0` it is plain SGLang.
+    Without `model_path` it serves the bundled model. With `cache_rank_gpus=1` a cache rank selects
+    tokens, and with `cache_rank_gpus=0` it is plain SGLang.
 
     Raises:
         UnsupportedError: an argument cannot be combined with a cache rank.
@@ -28,8 +29,8 @@ class Engine(engine.Engine):
         processes.load_plugin()
         if "server_args" not in kwargs:
             kwargs.setdefault("model_path", str(BUNDLED_MODEL))
-            wants_cache_rank = kwargs.get("cache_rank_gpus", 1) > 0
-            frees_rows = wants_cache_rank and kwargs.get("inference_kv") == "working-set"
+            has_cache_rank = (kwargs.get("cache_rank_gpus") or 0) > 0
+            frees_rows = has_cache_rank and kwargs.get("inference_kv") == "working-set"
             if frees_rows and kwargs.get("disable_radix_cache") is False:
                 raise UnsupportedError(
                     "disable_radix_cache=False: with inference_kv='working-set' the rows that "

@@ -117,13 +117,13 @@ def field_of(flag: str) -> str:
 class CacheRankFlags(ServerArgs):
     """SGLang's arguments and ours, as the user gave them; CacheRankServerArgs checks them."""
 
-    cache_rank_placement: A[
-        Literal["inline", "process"] | None,
-        Arg(help="Where tokens are selected: in SGLang's process, or by a cache rank on its GPU."),
-    ] = None
     cache_rank_gpus: A[
-        int, Arg(help="Number of cache ranks: 1, or 0 for plain SGLang; without a GPU, a process.")
-    ] = 1
+        int | None,
+        Arg(
+            help="1: a cache rank on a GPU of its own selects tokens; 0: plain SGLang; default: "
+            "SGLang's process selects."
+        ),
+    ] = None
     sparse_threshold: A[int, Arg(help="Length in tokens at which a request turns sparse.")] = 4096
     sparse_budget: A[
         int, Arg(help="Tokens that each KV head attends to beside sinks and recent tokens.")
@@ -157,7 +157,10 @@ class CacheRankFlags(ServerArgs):
     ] = _DEFAULTS.forecast_lead
     calibration: A[
         str | None,
-        Arg(help="Folder that sglang_ext.calibrate has written for this model and flags."),
+        Arg(
+            help="Folder that sglang_ext.calibrate has written for this model and flags; auto, the "
+            "default where SGLang's process selects: the server fits sketches itself."
+        ),
     ] = None
     hysteresis: A[
         int | None,
@@ -239,7 +242,9 @@ class CacheRankFlags(ServerArgs):
     @property
     def placement(self) -> str:
         """Where tokens are selected: `inline`, `process` or `off`."""
-        return self.cache_rank_placement or ("process" if self.cache_rank_gpus > 0 else "off")
+        if self.cache_rank_gpus is None:
+            return "inline"
+        return "process" if self.cache_rank_gpus > 0 else "off"
 
     @property
     def has_cache_rank(self) -> bool:
@@ -297,6 +302,26 @@ CACHE_RANK_FIELDS = [
     field for field in compat.default_values(CacheRankFlags) if field not in SGLANG_FIELDS
 ]
 """The fields that we add to SGLang's."""
+
+_INLINE_FIELDS = {
+    "cache_rank_gpus",
+    "sparse_threshold",
+    "sparse_budget",
+    "sink_tokens",
+    "recent_tokens",
+    "dense_layers",
+    "reuse_sparse_tokens",
+    "calibration",
+    "sketch_bits",
+    "allow_untested_sglang",
+}
+
+HEEDED_FIELDS = {
+    "inline": _INLINE_FIELDS,
+    "process": {*CACHE_RANK_FIELDS},
+    "off": {"cache_rank_gpus", "allow_untested_sglang"},
+}
+"""By the placement, those of our fields that have an effect."""
 
 
 @functools.cache

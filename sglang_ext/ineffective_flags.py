@@ -26,22 +26,24 @@ def warn_ineffective_flags(args: CacheRankFlags, context_length: int) -> None:
 
 
 def _ineffective(args: CacheRankFlags, context_length: int) -> Iterator[Objection]:
-    threshold, pool, running = (
-        args.sparse_threshold,
-        args.max_total_tokens,
-        args.max_running_requests,
-    )
+    threshold, pool = args.sparse_threshold, args.max_total_tokens
     if threshold >= context_length:
         why = f"no request gets there, because the context ends at {context_length} tokens"
         yield Objection("--sparse-threshold", why, "lower it, or all stay dense")
     if pool is not None and pool <= threshold:
         why = f"no request gets to --sparse-threshold {threshold} in such a pool"
         yield Objection("--max-total-tokens", why, "raise it, or all stay dense")
+    if args.reuse_sparse_tokens == "on" and args.disable_radix_cache:
+        yield Objection("--reuse-sparse-tokens", "nothing is reused without a radix cache")
+    if args.has_cache_rank:
+        yield from _ineffective_with_a_cache_rank(args)
+
+
+def _ineffective_with_a_cache_rank(args: CacheRankFlags) -> Iterator[Objection]:
+    running = args.max_running_requests
     if running is not None and args.max_sparse_requests < running:
         why = f"up to {running} requests run at once, and those beyond it stay dense"
         yield Objection("--max-sparse-requests", why, "raise it, or lower --max-running-requests")
-    if args.reuse_sparse_tokens == "on" and args.disable_radix_cache:
-        yield Objection("--reuse-sparse-tokens", "nothing is reused without a radix cache")
     if args.cache_rank_transfer_backend != "auto" and not args.on_gpu:
         why = "this has no effect, because the ranks run on CPUs"
         yield Objection("--cache-rank-transfer-backend", why)

@@ -1,6 +1,6 @@
-"""Serve with a cache rank; SGLang's flags and ours may be given.
+"""Serve with sparse decode; SGLang's flags and ours may be given.
 
-python -m sglang_ext.launch --cache-rank-gpus 1 [any SGLang flag]
+python -m sglang_ext.launch --model-path MODEL [any SGLang flag]
 """
 
 from __future__ import annotations

@@ -1,12 +1,14 @@
 """Prometheus series on SGLang's `/metrics`, and the periodic log line.
 
 Series are created in the scheduler process, which SGLang's multiprocess collector includes. What
-only the cache rank knows arrives in its reports.
+only the cache rank knows arrives in its reports. `inline.metrics` has those of selection in this
+process.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from cache_rank.protocol import Report
@@ -82,15 +84,12 @@ class CacheRankMetrics:
         self._logged = _Totals(0, 0.0, 0)
         self._counters = ExchangeCounters()
         self._exported = dict.fromkeys(_EXCHANGE_COUNTERS, 0)
-        self._sparse_requests = 0
-        self._series: _Series | None = None
-        if args.enable_metrics:
-            labels = {
-                "model_name": args.served_model_name,
-                "tp_rank": str(tp_rank),
-                "residency": args.kv_residency,
-            }
-            self._series = _Series(labels)
+        labels = {"residency": args.kv_residency}
+        self._series = make_series(args, tp_rank, labels, _GAUGES, _COUNTERS, _DENSE_REASONS)
+        if self._series is not None:
+            self._series.set("memory_released", 0)
+            text = "Time that a decode step waited for the cache rank"
+            self._waits = self._series.histogram("step_wait_seconds", text, _WAIT_BUCKETS)
 
     def on_connect(self, counters: ExchangeCounters, capacity_tokens: int) -> None:
         """A new exchange begins: its counters are at zero, and count on from here."""
@@ -106,8 +105,8 @@ class CacheRankMetrics:
         self._wait_seconds += exchange.waited
         self._steps_waited += exchange.was_late
         if self._series is not None:
-            self._series.observe_wait(exchange.waited)
-            self._set_sparse_requests(sparse_requests)
+            self._waits.observe(exchange.waited)
+            self._series.set("sparse_requests", sparse_requests)
             if step % EXPORT_STEPS == 0:
                 self._export_counters()
         if step % self._log_interval == 0:
@@ -150,14 +149,13 @@ class CacheRankMetrics:
 
     def on_dense(self, request: Any, reason: DenseReason) -> None:
         """A long request stays dense; counted once a request and reason."""
-        if reason not in request.cache_rank_dense_reasons:
-            request.cache_rank_dense_reasons.add(reason)
-            if self._series is not None:
-                self._series.count_dense(reason)
+        if self._series is not None:
+            self._series.count_dense(request, reason)
 
     def on_no_sparse_requests(self) -> None:
         """No request is sparse any more."""
-        self._set_sparse_requests(0)
+        if self._series is not None:
+            self._series.set("sparse_requests", 0)
         self._export_counters()
 
     def state(self) -> dict[str, Any]:
@@ -173,11 +171,6 @@ class CacheRankMetrics:
             "steps_waited": self._steps_waited,
             "wait_seconds": self._wait_seconds,
         }
-
-    def _set_sparse_requests(self, requests: int) -> None:
-        if self._series is not None and requests != self._sparse_requests:
-            self._series.set("sparse_requests", requests)
-            self._sparse_requests = requests
 
     def _export_counters(self) -> None:
         """Export what was counted since the last time."""
@@ -205,53 +198,82 @@ class CacheRankMetrics:
         )
 
 
-class _Series:
-    """The Prometheus series of this process, all with the same labels."""
+class Series:
+    """Prometheus series of this process, all with the same labels."""
 
-    def __init__(self, labels: dict[str, str]) -> None:
+    def __init__(
+        self,
+        labels: dict[str, str],
+        gauges: Mapping[str, str],
+        counters: Mapping[str, str],
+        reasons: Iterable[DenseReason],
+    ) -> None:
+        """Create series; `sparse_requests` and the requests that stay dense begin at zero.
+
+        Args:
+            labels: their values by name.
+            gauges, counters: help texts by name.
+            reasons: why requests stay dense that are counted.
+        """
         # Imported here, because SGLang sets the multiprocess folder first.
-        from prometheus_client import Counter, Gauge, Histogram
+        from prometheus_client import Counter, Gauge
 
         self._labels = labels
         self._gauges = {
             name: Gauge(_PREFIX + name, text, [*labels], multiprocess_mode="mostrecent").labels(
                 **labels
             )
-            for name, text in _GAUGES.items()
+            for name, text in gauges.items()
         }
         self._counters = {
             name: Counter(_PREFIX + name, text, [*labels]).labels(**labels)
-            for name, text in _COUNTERS.items()
+            for name, text in counters.items()
         }
         self._dense_requests = Counter(
             f"{_PREFIX}dense_requests",
             "Requests beyond the sparse threshold that stay dense",
             [*labels, "reason"],
         )
-        self._step_wait = Histogram(
-            f"{_PREFIX}step_wait_seconds",
-            "Time that a decode step waited for the cache rank",
-            [*labels],
-            buckets=_WAIT_BUCKETS,
-        ).labels(**labels)
+        self._shown: dict[str, float] = {}
         self.set("sparse_requests", 0)
-        self.set("memory_released", 0)
-        for reason in _DENSE_REASONS:
+        for reason in reasons:
             self._dense_requests.labels(**labels, reason=reason)
 
     def set(self, gauge: str, value: float) -> None:
         """Set a gauge."""
-        self._gauges[gauge].set(value)
+        if self._shown.get(gauge) != value:
+            self._gauges[gauge].set(value)
+            self._shown[gauge] = value
 
     def add(self, counter: str, amount: int) -> None:
         """Add to a counter; what it counts may have begun again at zero, which adds nothing."""
         if amount > 0:
             self._counters[counter].inc(amount)
 
-    def observe_wait(self, seconds: float) -> None:
-        """Add the wait of a step to the histogram."""
-        self._step_wait.observe(seconds)
+    def count_dense(self, request: Any, reason: DenseReason) -> None:
+        """Count a request that stays dense, once a request and reason."""
+        if reason not in request.cache_rank_dense_reasons:
+            request.cache_rank_dense_reasons.add(reason)
+            self._dense_requests.labels(**self._labels, reason=reason).inc()
 
-    def count_dense(self, reason: DenseReason) -> None:
-        """Count a request that stays dense."""
-        self._dense_requests.labels(**self._labels, reason=reason).inc()
+    def histogram(self, name: str, text: str, buckets: Sequence[float]) -> Any:
+        """Create a histogram of these upper bounds."""
+        from prometheus_client import Histogram
+
+        made = Histogram(_PREFIX + name, text, [*self._labels], buckets=buckets)
+        return made.labels(**self._labels)
+
+
+def make_series(
+    args: CacheRankFlags,
+    tp_rank: int,
+    labels: Mapping[str, str],
+    gauges: Mapping[str, str],
+    counters: Mapping[str, str],
+    reasons: Iterable[DenseReason],
+) -> Series | None:
+    """Create the series of a tensor-parallel rank, with labels of their own, if SGLang has any."""
+    if not args.enable_metrics:
+        return None
+    of_all = {"model_name": args.served_model_name or args.model_path, "tp_rank": str(tp_rank)}
+    return Series({**of_all, **labels}, gauges, counters, reasons)

@@ -4,10 +4,10 @@
     python -m sglang_ext.plan --model-path DIR --quantization fp8 --gpu H100 --contexts 16384 \\
         --kv-residency bf16 --sparse-budget 1024
 
-Compares a cache rank beside a GPU with plain SGLang, tensor parallel over the same two GPUs with an
-FP8 cache. Needs no GPU, and of the model only its config.json. Estimates are by bytes over
-bandwidth; docs/guide.md, under "Sizing", says how near they are. The flags of the cache rank are
-those of a server.
+Compares dense decode, selection in SGLang's process (inline), and a cache rank on a second GPU, and
+with the last plain SGLang, tensor parallel over the same two GPUs with an FP8 cache. Needs no GPU,
+and of the model only its config.json. Estimates are by bytes over bandwidth; docs/guide.md, under
+"Sizing", says how near they are. Our flags are those of a server.
 """
 
 from __future__ import annotations
@@ -22,6 +22,10 @@ from sglang_ext import compat
 from sglang_ext.command_line import make_parser, table
 from sglang_ext.flags import CONFIG_KEYS, CacheRankFlags, add_flags
 from sglang_ext.planning import GPUS, TENSOR_PARALLEL, make_planner
+
+GPUS_TAKEN = {"dense": 1, "inline": 1, "cache rank": 2}
+HEADER = ("batch × context", "take", *(f"{name}, ms" for name in GPUS_TAKEN), "hidden",
+          "tensor parallel, ms")  # fmt: skip
 
 
 def parse_options(argv: Sequence[str]) -> argparse.Namespace:
@@ -51,26 +55,33 @@ def plan(options: argparse.Namespace) -> str:
     held = planner.cache_rank_tokens(share)
 
     def row(batch: int, context: int) -> tuple[str, ...]:
-        ours, theirs = planner.cache_rank(batch, context), planner.tensor_parallel(batch, context)
-        step, hidden, faster = "–", "yes" if ours.is_hidden else "no", "–"
+        with_cache_rank = planner.cache_rank(batch, context)
+        hidden = "yes" if with_cache_rank.is_hidden else "no"
+        steps = {"dense": planner.dense(batch, context)}
+        room = {"dense": planner.dense_tokens()}
         if context < options.sparse_threshold:
             hidden = "stays dense"
-        elif batch * context > held:
-            hidden = "does not fit"
         else:
-            step, faster = f"{1e3 * ours.step:.2f}", f"{theirs / ours.step:.2f}"
-        return f"{batch} × {context:,}", step, hidden, f"{1e3 * theirs:.2f}", faster
+            steps |= {"inline": planner.inline(batch, context), "cache rank": with_cache_rank.step}
+            room |= {"inline": planner.inline_tokens(), "cache rank": held}
+        if batch * context > held:
+            hidden = "does not fit"
+        fitting = {name: step for name, step in steps.items() if batch * context <= room[name]}
+        shown = (f"{1e3 * fitting[name]:.2f}" if name in fitting else "–" for name in GPUS_TAKEN)
+        theirs = f"{1e3 * planner.tensor_parallel(batch, context):.2f}"
+        take = min(fitting, key=lambda name: fitting[name] * GPUS_TAKEN[name], default="–")
+        return f"{batch} × {context:,}", take, *shown, hidden, theirs
 
     rows = [row(batch, context) for context in options.contexts for batch in options.batches]
-    header = ("batch × context", "step, ms", "hidden", "tensor parallel, ms", "× faster")
     on_both = planner.dense_tokens(TENSOR_PARALLEL, kv_bytes=1)
     turns_sparse = longest >= options.sparse_threshold
     return (
-        f"{table(header, rows)}\n\n"
+        f"{table(HEADER, rows)}\n\n"
+        "Take: what decodes the most tokens a second for each GPU. A cache rank takes a second.\n\n"
         f"The cache rank holds {held:,} tokens, of {options.max_sparse_requests} requests by "
         f"--max-sparse-requests. A pool of plain SGLang holds about {planner.dense_tokens():,} on "
         "one GPU, which is also what fits beside a cache rank without --inference-kv working-set, "
-        f"and {on_both:,} in FP8 on {TENSOR_PARALLEL}."
+        f"{planner.inline_tokens():,} with sketches, and {on_both:,} in FP8 on {TENSOR_PARALLEL}."
         + (f"\n\n{planner.summary(longest, share)}" if turns_sparse else "")
     )
 

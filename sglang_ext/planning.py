@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from cache_rank.config import CacheRankConfig, ModelShape
+from cache_rank.kernels.sketch.reference import sketch_shape
 from cache_rank.residency import capacity_tokens, memory_for_tokens
 from sglang_ext.flags import choose_schedule, make_config, rotary_type
 
@@ -19,6 +20,9 @@ from sglang_ext.flags import choose_schedule, make_config, rotary_type
 # and there, in a layer for each request and KV head, to gather, and to compare heads by the tokens
 # attended to.
 _LAYER, _CACHE_LAYER, _CACHE_GROUP, _GATHER, _NORMALIZER = 54e-6, 10e-6, 65e-6, 0.05e-6, 0.1e-6
+
+_INLINE_LAYER = 25e-6
+"""Seconds beside bytes, of a sparse layer whose tokens are selected in SGLang's process."""
 
 # What a scored token costs beside its key: for each logit, by powers of two of query heads, and to
 # select.
@@ -192,15 +196,18 @@ class Planner:
         """Seconds of a step of plain SGLang on as many GPUs as a cache rank takes, FP8 cache."""
         return self.dense(batch, context, TENSOR_PARALLEL, kv_bytes=1)
 
+    def inline(self, batch: int, context: int, gpus: int = 1, kv_bytes: int = 2) -> float:
+        """Seconds of a step in which SGLang's process selects for all requests."""
+        scored = self._config.model.layers * batch * context * self._sketch_bytes
+        overhead = self._config.model.layers * _INLINE_LAYER
+        attended = self._over_selected(batch, context, gpus, kv_bytes)
+        return attended + scored / self._gpu.bandwidth / gpus + overhead
+
     def cache_rank(self, batch: int, context: int) -> Estimate:
-        """A step in which all requests are sparse."""
+        """A step in which a cache rank selects for all requests."""
         model, config, bandwidth = self._model.attention, self._config, self._gpu.bandwidth
         sparse_layers = config.model.layers
-        attended = config.sink_tokens + config.sparse_budget + config.recent_tokens + 1
-        in_dense_layers = self._attention(batch * max(0, context - attended), 2)
-        inference = self.dense(batch, min(attended, context))
-        inference += (model.layers - sparse_layers) * in_dense_layers
-
+        inference = self._over_selected(batch, context)
         sketched = config.score_keys == "sketch"
         bits = config.sketch_bits if sketched else _KEY_BITS[config.kv_residency]
         # Heads are compared by what all their logits add up to, unless that is known before.
@@ -218,10 +225,12 @@ class Planner:
 
     def dense_tokens(self, gpus: int = 1, kv_bytes: int = 2) -> int:
         """How many tokens the pool of plain SGLang holds on so many GPUs."""
-        model = self._model
-        weights = model.step_bytes + model.head_bytes  # and the embedding
-        free = gpus * self._gpu.memory * _LOADED_SHARE - weights
-        return max(0, int(free * 2 / kv_bytes / model.attention.bytes_per_token))
+        return self._pool_tokens(gpus, self._model.attention.bytes_per_token * kv_bytes / 2)
+
+    def inline_tokens(self) -> int:
+        """How many tokens the pool holds beside their sketches, on one GPU."""
+        sketches = self._config.model.layers * self._sketch_bytes
+        return self._pool_tokens(1, self._model.attention.bytes_per_token + sketches)
 
     def cache_rank_tokens(self, memory_fraction: float | None = None) -> int:
         """How many tokens the cache rank holds in such a share of its GPU."""
@@ -244,6 +253,26 @@ class Planner:
             f"has more): hidden behind the model up to {hidden} requests, and a step is shorter "
             f"than of {TENSOR_PARALLEL} tensor-parallel GPUs with an FP8 cache {pays}"
         )
+
+    @property
+    def _sketch_bytes(self) -> int:
+        """Bytes of the sketches of a token in one layer."""
+        model = self._config.model
+        return model.kv_heads * sketch_shape(model.head_dim, self._config.sketch_bits).bytes
+
+    def _over_selected(self, batch: int, context: int, gpus: int = 1, kv_bytes: int = 2) -> float:
+        """Seconds of a step whose sparse layers attend to what is selected."""
+        config, layers = self._config, self._model.attention.layers
+        attended = config.sink_tokens + config.sparse_budget + config.recent_tokens + 1
+        left_out = batch * max(0, context - attended)
+        of_dense_layers = (layers - config.model.layers) * self._attention(left_out, kv_bytes)
+        return self.dense(batch, min(attended, context), gpus, kv_bytes) + of_dense_layers / gpus
+
+    def _pool_tokens(self, gpus: int, token_bytes: float) -> int:
+        """How many tokens of such a size SGLang's pool holds on so many GPUs."""
+        weights = self._model.step_bytes + self._model.head_bytes  # and the embedding
+        free = gpus * self._gpu.memory * _LOADED_SHARE - weights
+        return max(0, int(free / token_bytes))
 
     def _attention(self, tokens: int, kv_bytes: int) -> float:
         """Seconds in which one layer reads K and V of so many tokens."""

@@ -21,6 +21,7 @@ from sglang_ext import compat, cpu
 from sglang_ext.flags import (
     BACKEND,
     CACHE_RANK_FIELDS,
+    HEEDED_FIELDS,
     PREFILL_BACKEND,
     CacheRankFlags,
     add_flags,
@@ -30,7 +31,7 @@ from sglang_ext.flags import (
 )
 from sglang_ext.ineffective_flags import warn_ineffective_flags
 from sglang_ext.model_path import require_model
-from sglang_ext.planning import find_gpu, make_planner
+from sglang_ext.planning import Planner, find_gpu, make_planner
 from sglang_ext.refusals import refuse, refuse_untested_sglang, servers
 from sglang_ext.refusals.known import say_unknown
 
@@ -67,7 +68,7 @@ class CacheRankServerArgs(CacheRankFlags):
         """Check what is given, and choose what is not, before SGLang does and after."""
         refuse_untested_sglang(self)
         if not self.is_sparse:
-            self._say_ignored()
+            self._say_ignored("without a cache rank these have no effect")
             let_sglang()
             return
         if self.is_inline:
@@ -94,6 +95,7 @@ class CacheRankServerArgs(CacheRankFlags):
         servers.refuse_out_of_range(self)
         require_model(self.model_path, self.revision)
         say_unknown(self)
+        self._say_ignored("cache rank: only a cache rank with --cache-rank-gpus 1 heeds these")
         self._set_for_device()
         self._set("prefill_attention_backend", PREFILL_BACKEND, "prefill writes sketches of keys")
         self._set("decode_attention_backend", BACKEND, "sparse decode by sketches")
@@ -102,6 +104,8 @@ class CacheRankServerArgs(CacheRankFlags):
 
         refuse(self, models.sparse_decode(self))
         refuse(self, models.inline(self))
+        self._say_what_to_expect_inline()
+        warn_ineffective_flags(self, compat.model_config(self).context_len)
 
     def _refuse_arguments(self) -> None:
         """Refuse what the user explicitly asked for and cannot have."""
@@ -142,18 +146,43 @@ class CacheRankServerArgs(CacheRankFlags):
         """Log how K and V are held, and where that pays, if it can be estimated."""
         options = f" ({self.kv_residency_options})" if self.kv_residency_options else ""
         logger.info("cache rank: --kv-residency %s%s", self.kv_residency, options)
+        planner = self._planner()
+        if planner is not None:
+            said = planner.summary(memory_fraction=self.cache_rank_mem_fraction)
+            logger.info("cache rank: %s", said)
+
+    def _say_what_to_expect_inline(self) -> None:
+        """Log that this process selects, and how long a step takes, if it can be estimated."""
+        estimate, planner = "", self._planner()
+        if planner is not None:
+            batch, context = 8, min(32768, compat.model_config(self).context_len)
+            split = self.tp_size, 1 if self.kv_cache_dtype.startswith("fp8") else 2
+            inline, dense = (
+                1e3 * step(batch, context, *split) for step in (planner.inline, planner.dense)
+            )
+            estimate = (
+                f"; {batch} requests of {context} tokens: {inline:.1f} ms a step estimated, "
+                f"dense {dense:.1f}"
+            )
+        why = "without --cache-rank-gpus, which names a GPU for it or switches it off"
+        logger.info("cache rank: tokens are selected in this process (%s)%s", why, estimate)
+
+    def _planner(self) -> Planner | None:
+        """Return what estimates this server's steps; the log says why if nothing does."""
         gpu = find_gpu(torch.cuda.get_device_name()) if self.on_gpu else None
         if gpu is None:
-            return
+            return None
         config = compat.model_config(self).hf_text_config.to_dict()
-        flags = {field: getattr(self, field) for field in CACHE_RANK_FIELDS}
+        defaults, heeded = compat.default_values(type(self)), HEEDED_FIELDS[self.placement]
+        flags = {
+            field: getattr(self, field) if field in heeded else defaults[field]
+            for field in CACHE_RANK_FIELDS
+        }
         try:
-            planner = make_planner(gpu, config, self.quantization, flags)
+            return make_planner(gpu, config, self.quantization, flags)
         except ValueError as error:
             logger.info("cache rank: no estimate of its speed: %s", error)
-            return
-        said = planner.summary(memory_fraction=self.cache_rank_mem_fraction)
-        logger.info("cache rank: %s", said)
+            return None
 
     def _set_required(self) -> None:
         """Set what decode over working sets needs, and say so."""
@@ -197,17 +226,16 @@ class CacheRankServerArgs(CacheRankFlags):
             setattr(self, field, value)
             logger.info("cache rank: %s %s (%s)", flag_of(field), value, reason)
 
-    def _say_ignored(self) -> None:
+    def _say_ignored(self, why: str) -> None:
         """Log which of our flags are not at their defaults and have no effect."""
+        defaults, heeded = compat.default_values(type(self)), HEEDED_FIELDS[self.placement]
         ignored = [
             flag_of(field)
-            for field, default in compat.default_values(type(self)).items()
-            if field in CACHE_RANK_FIELDS
-            and field not in ("cache_rank_placement", "cache_rank_gpus", "allow_untested_sglang")
-            and getattr(self, field) != default
+            for field in CACHE_RANK_FIELDS
+            if field not in heeded and getattr(self, field) != defaults[field]
         ]
         if ignored:
-            logger.warning("without a cache rank these have no effect: %s", ", ".join(ignored))
+            logger.warning("%s: %s", why, ", ".join(ignored))
 
 
 def parse_server_args(

@@ -36,7 +36,7 @@ MEMORY_BYTES = 1 << 30
 def record(budget: int, chains: int, folder: Path) -> None:
     """Record everything that a cache rank receives while the bundled model walks chains."""
     flags = (
-        "--kv-residency bf16 --sparse-threshold 264 "
+        "--cache-rank-gpus 1 --kv-residency bf16 --sparse-threshold 264 "
         f"--sparse-budget {budget} --sink-tokens {SINKS} --recent-tokens {RECENT} "
         f'--max-swap-tokens {budget} --cache-rank-config {{"query_window":{WINDOW}}}'
     )

@@ -101,7 +101,7 @@ def _plain(name: str, gpus: int = 1, at_budget: bool = False, **arguments: Any) 
 
 
 def _inline(name: str, gpus: int = 1, **arguments: Any) -> System:
-    return System(name, INLINE, gpus, {"cache_rank_placement": "inline", **arguments})
+    return System(name, INLINE, gpus, arguments)
 
 
 def _cache_rank(name: str, inference_kv: str) -> System:

@@ -109,8 +109,8 @@ class HostTime:
         torch.set_num_threads(1)
         torch.set_grad_enabled(False)
         args = parse_server_args(
-            f"--device {device} --sparse-threshold 512 --sparse-budget 64 --max-swap-tokens 16 "
-            "--log-level warning".split()
+            f"--device {device} --cache-rank-gpus 1 --sparse-threshold 512 --sparse-budget 64 "
+            "--max-swap-tokens 16 --log-level warning".split()
         )
         self._placement = Placement(args.cache_rank_address)
         if device == "cuda":

@@ -8,5 +8,6 @@ host.
 selection   the sketches, and a layer's selection and attention
 attention   the attention backend
 rank        which requests are sparse, and what users see
+metrics     what is exported of them, and logged
 calibrating fits the sketch to the loaded model, once
 """

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import torch
 
 from sglang_ext import compat, reuse
+from sglang_ext.inline.metrics import InlineMetrics
 from sglang_ext.inline.selection import NEVER, Selection
 from sglang_ext.lifecycle import asks_to_stay_dense, prepare_requests
 from sglang_ext.server_args import CacheRankServerArgs
@@ -24,12 +25,13 @@ class InlineRank:
         selection: of this process.
     """
 
-    def __init__(self, args: CacheRankServerArgs, selection: Selection) -> None:
+    def __init__(self, args: CacheRankServerArgs, selection: Selection, tp_rank: int) -> None:
         self.selection = selection
         self._args = args
         self._weight_updates = 0
         self._steps = 0
         self._sparse_slots: set[int] = set()
+        self._metrics = InlineMetrics(args, tp_rank)
 
     # Events of SGLang, in the order of a request's life.
 
@@ -49,18 +51,22 @@ class InlineRank:
     ) -> Result:
         """Run a decode step of requests of such lengths, current tokens included."""
         self._enter(requests)
-        self._steps += 1
+        sparse_slots = set()
         for request, length in zip(requests, lengths, strict=True):
             statistics = request.cache_rank_statistics
             if length < self._args.sparse_threshold:
                 statistics.dense_reason = "below_threshold"
             elif request.cache_rank_sparse_from == NEVER:
                 statistics.dense_reason = "asked"
+                self._metrics.on_asked(request)
             else:
                 statistics.dense_reason = None
                 statistics.sparse_steps += 1
-                self._sparse_slots.add(compat.pool_state(request).req_pool_idx)
+                sparse_slots.add(compat.pool_state(request).req_pool_idx)
                 reuse.note_sparse(request, length - 1)
+        self._sparse_slots = sparse_slots
+        self._steps += bool(sparse_slots)
+        self._metrics.on_decode(len(requests), len(sparse_slots))
         return forward()
 
     def _enter(self, requests: list[Any]) -> None:
@@ -84,7 +90,11 @@ class InlineRank:
         """Forget the slot of a request that SGLang takes back."""
         reuse.forget(request)
         request.cache_rank_sparse_from = None
-        self._sparse_slots.discard(compat.pool_state(request).req_pool_idx)
+        slot = compat.pool_state(request).req_pool_idx
+        if slot in self._sparse_slots:
+            self._sparse_slots.remove(slot)
+            if not self._sparse_slots:
+                self._metrics.on_no_sparse_requests()
 
     def on_weights_updated(self) -> None:
         """Keep what other weights have computed apart."""

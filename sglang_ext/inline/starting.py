@@ -32,7 +32,7 @@ def create_backend(runner: Any, args: CacheRankServerArgs) -> InlineAttnBackend:
     """
     global _current
     if _current is None:
-        _current = InlineRank(args, _make_selection(runner, args))
+        _current = InlineRank(args, _make_selection(runner, args), get_parallel().tp_rank)
     return InlineAttnBackend(runner, args, _current.selection)
 
 

@@ -93,6 +93,10 @@ def exchange(args: CacheRankFlags) -> Iterator[Objection]:
     if args.cache_rank_gpus != 1:
         why = "there is one cache rank for each tensor-parallel rank"
         yield Objection("--cache-rank-gpus", why, f"pass 1, or {PLAIN}")
+    if args.calibration == "auto":
+        why = "a cache rank is not calibrated by its server"
+        remedy = f"make a folder (python -m sglang_ext.calibrate), or {DROP}"
+        yield Objection("--calibration", why, remedy)
     if not _can_bind(args.cache_rank_address):
         remedy = f"pass the address of one of its interfaces, or {DROP} for loopback"
         yield Objection("--cache-rank-address", "this machine has no such address", remedy)
@@ -123,8 +127,9 @@ def exchange(args: CacheRankFlags) -> Iterator[Objection]:
 def inline(args: CacheRankFlags) -> Iterator[Objection]:
     """Object to what selection in SGLang's own process does not allow."""
     yield from of_flags(args, INLINE_FLAGS)
-    if args.cache_rank_gpus > 1:
-        yield Objection("--cache-rank-gpus", "selection in SGLang's process has no GPU of its own")
+    if args.inference_kv == "working-set":
+        why = "rows of the KV pool are freed only where a cache rank holds their K and V"
+        yield Objection("--inference-kv", why, "pass --cache-rank-gpus 1")
     if args.kv_cache_dtype not in ("auto", "bf16", "bfloat16", "fp8_e4m3"):
         why = "K and V are attended to in the model's dtype or in fp8_e4m3"
         yield Objection("--kv-cache-dtype", why)

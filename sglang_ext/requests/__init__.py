@@ -16,16 +16,16 @@ from sglang_ext.requests.bounds import (
 from sglang_ext.requests.patterns import refuse_patterns
 
 _NOT_TOKENS = ("input_embeds", "positional_embed_overrides")
-"""What a prompt may be made of beside tokens, by which alone the cache rank tells prompts apart."""
+"""What a prompt may be made of beside tokens, by which alone prompts are told apart."""
 
 
-def refuse_request(request: Any, limits: Limits, has_cache_rank: bool) -> None:
+def refuse_request(request: Any, limits: Limits, is_sparse: bool) -> None:
     """Refuse a request of any of SGLang's APIs, alone or a batch.
 
     Args:
         request: SGLang's GenerateReqInput or EmbeddingReqInput, not yet normalized.
         limits: what requests may ask of this model.
-        has_cache_rank: whether the server has one.
+        is_sparse: whether the server decodes sparsely.
 
     Raises:
         ValueError: the request says what cannot be served; clients get its text with a 400.
@@ -35,9 +35,9 @@ def refuse_request(request: Any, limits: Limits, has_cache_rank: bool) -> None:
     if input_ids:
         for ids in input_ids if isinstance(input_ids[0], list) else [input_ids]:
             _refuse_ids(ids, limits.vocabulary)
-    for name in _NOT_TOKENS if has_cache_rank else ():
+    for name in _NOT_TOKENS if is_sparse else ():
         if getattr(request, name, None) is not None:
-            raise ValueError(f"{name}: a server with a cache rank takes tokens; send input_ids")
+            raise ValueError(f"{name}: a server with sparse decode takes tokens; send input_ids")
     for name in ONE_A_PROMPT:
         _refuse_other_lengths(name, getattr(request, name, None), prompts)
     for name, bound in request_bounds(limits).items():
@@ -47,7 +47,7 @@ def refuse_request(request: Any, limits: Limits, has_cache_rank: bool) -> None:
     params = getattr(request, "sampling_params", None)
     for one in params if isinstance(params, list) else [params]:
         if one is not None:
-            _refuse_params(one, limits, prompts or 1, has_cache_rank)
+            _refuse_params(one, limits, prompts or 1, is_sparse)
 
 
 def wants_beams(params: dict[str, Any]) -> bool:
@@ -103,15 +103,15 @@ def _refuse_other_lengths(name: str, value: Any, prompts: int | None) -> None:
         raise ValueError(f"{name}: {len(value)} values for {prompts} prompts; give one for each")
 
 
-def _refuse_params(params: Any, limits: Limits, prompts: int, has_cache_rank: bool) -> None:
+def _refuse_params(params: Any, limits: Limits, prompts: int, is_sparse: bool) -> None:
     if not isinstance(params, dict):
         raise ValueError(f"sampling_params must be an object, got {params!r:.80}")
     for name in params:
         if name in SET_BY_SGLANG or is_misspelt(name):
             raise ValueError(f"{name} is not a sampling parameter")
-    if has_cache_rank and wants_beams(params):
+    if is_sparse and wants_beams(params):
         raise ValueError(
-            "beam_width: a cache rank cannot follow beams; drop it, or ask a server with "
+            "beam_width: sparse decode cannot follow beams; drop it, or ask a server with "
             "--cache-rank-gpus 0"
         )
     for name, bound in sampling_bounds(limits).items():

@@ -46,7 +46,7 @@ async def generate(
     server, model = manager.server_args, manager.model_config
     labels = frozenset(getattr(server, "tokenizer_metrics_allowed_custom_labels", None) or ())
     limits = Limits(model.vocab_size, model.context_len, labels)
-    refuse_request(request, limits, getattr(server, "has_cache_rank", False))
+    refuse_request(request, limits, getattr(server, "is_sparse", False))
     heed_body(request)
     has_begun = False
     try:

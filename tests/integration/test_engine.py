@@ -14,8 +14,8 @@ from sglang_ext import Engine, compat
 from sglang_ext.server_args import BUNDLED_MODEL
 
 if __name__ == "__main__":
-    engine = Engine(sparse_threshold=100, sparse_budget=32, sink_tokens=4, recent_tokens=8,
-                    max_swap_tokens=32, skip_tokenizer_init=True)
+    engine = Engine(cache_rank_gpus=1, sparse_threshold=100, sparse_budget=32, sink_tokens=4,
+                    recent_tokens=8, max_swap_tokens=32, skip_tokenizer_init=True)
 
     def generate():
         return engine.generate(

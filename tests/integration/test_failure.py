@@ -27,7 +27,8 @@ from sglang_ext.server_args import BUNDLED_MODEL
 TIMEOUT = 8.0
 CHAINS = [make_chain(seed=seed, facts=128, hops=60) for seed in range(8)]
 ARGUMENTS = (
-    "--sparse-threshold 270 --sparse-budget 640 --sink-tokens 4 --recent-tokens 16 "
+    "--cache-rank-gpus 1 --sparse-threshold 270 --sparse-budget 640 --sink-tokens 4 "
+    "--recent-tokens 16 "
     '--cache-rank-config {"query_window":8,"layers_per_group":1,"bulk_chunk_tokens":128} '
     "--max-swap-tokens 64 --max-sparse-requests 8 --max-total-tokens 8000 --enable-metrics "
     f"--cache-rank-timeout {TIMEOUT}"

@@ -9,7 +9,8 @@ from sglang_ext.flags import CHECKSUM_VARIABLE
 VOCABULARY = 300
 
 SMALL_CACHE_RANK = (
-    "--kv-residency bf16 --sink-tokens 4 --recent-tokens 8 --max-sparse-requests 8 "
+    "--cache-rank-gpus 1 --kv-residency bf16 --sink-tokens 4 --recent-tokens 8 "
+    "--max-sparse-requests 8 "
     '--cache-rank-config {"layers_per_group":2,"query_window":4,"bulk_chunk_tokens":64} '
     "--max-total-tokens 20000 --enable-metrics --dtype float32"
 ).split()
@@ -40,7 +41,8 @@ DENSE = {"sampling_params": {"custom_params": {"cache_rank": False}}}
 """A request with these options stays dense."""
 
 GPU_FLAGS = (
-    "--kv-residency bf16 --dtype bfloat16 --cuda-graph-backend-prefill disabled "
+    "--cache-rank-gpus 1 --kv-residency bf16 --dtype bfloat16 "
+    "--cuda-graph-backend-prefill disabled "
     "--cuda-graph-bs-decode 1 2 4 8 --max-running-requests 16 --max-total-tokens 100000 "
     "--sampling-backend pytorch --grammar-backend none --cache-rank-mem-fraction 0.2"
 ).split()

@@ -135,14 +135,15 @@ CONFIGURATOR = SimpleNamespace(
 
 
 def cache_rank_args(**changes: Any) -> CacheRankServerArgs:
-    args = CacheRankServerArgs(
-        model_path=str(BUNDLED_MODEL),
-        device="cpu",
-        sparse_budget=20,
-        sink_tokens=4,
-        max_sparse_requests=3,
-        **changes,
-    )
+    usual = {
+        "model_path": str(BUNDLED_MODEL),
+        "device": "cpu",
+        "cache_rank_gpus": 1,
+        "sparse_budget": 20,
+        "sink_tokens": 4,
+        "max_sparse_requests": 3,
+    }
+    args = CacheRankServerArgs(**{**usual, **changes})
     compat.resolve(args)
     return args
 
@@ -219,6 +220,7 @@ def rank(monkeypatch: pytest.MonkeyPatch) -> Mock:
     """A stand-in for the inference rank of this process."""
     rank = Mock()
     rank.statistics_of.return_value = [(1, 2, 3, 4, 5)]
+    rank.run_other.side_effect = lambda requests, forward: forward()
     monkeypatch.setattr(inference_rank, "_current", rank)
     return rank
 

@@ -16,7 +16,12 @@ from sglang_ext.server_args import BUNDLED_MODEL, CacheRankServerArgs
 def make(monkeypatch: pytest.MonkeyPatch) -> Callable[..., CacheRankServerArgs]:
     """Make arguments with what start-up chooses, and resolve nothing."""
     monkeypatch.setattr(CacheRankServerArgs, "_resolve", lambda self, let_sglang: None)
-    chosen = {"model_path": str(BUNDLED_MODEL), "hysteresis": 256, "max_swap_tokens": 128}
+    chosen = {
+        "model_path": str(BUNDLED_MODEL),
+        "cache_rank_gpus": 1,
+        "hysteresis": 256,
+        "max_swap_tokens": 128,
+    }
     return lambda **fields: CacheRankServerArgs(**{**chosen, **fields})
 
 
@@ -57,6 +62,26 @@ def test_what_is_without_effect_is_named(
     monkeypatch.setattr(cpu, "has_gpu", lambda: fields.get("device") == "cuda")
     warn_ineffective_flags(make(**fields), context_length)
     assert [record.levelname for record in caplog.records] == ["WARNING"] * (named is not None)
+    assert named is None or named in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"hysteresis": None, "max_swap_tokens": None, "max_running_requests": 64}, None),
+        ({"sparse_threshold": 8192}, "--sparse-threshold 8192"),
+        ({"max_total_tokens": 4096}, "--max-total-tokens 4096"),
+        ({"reuse_sparse_tokens": "on", "disable_radix_cache": True}, "nothing is reused"),
+    ],
+)
+def test_what_is_without_effect_inline_is_named(
+    fields: dict[str, Any],
+    named: str | None,
+    make: Callable[..., CacheRankServerArgs],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    warn_ineffective_flags(make(cache_rank_gpus=None, **fields), 8192)
+    assert len(caplog.records) == (named is not None)
     assert named is None or named in caplog.text
 
 

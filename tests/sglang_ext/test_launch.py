@@ -195,22 +195,22 @@ def test_a_refusal_is_one_line_and_status_2(
 
 
 def test_a_refusal_ends_the_command() -> None:
-    command = [sys.executable, "-m", "sglang_ext.launch", "--page-size", "16"]
+    command = [sys.executable, "-m", "sglang_ext.launch", "--enable-mixed-chunk"]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     ended = subprocess.run(
         command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=120
     )
     assert (ended.returncode, ended.stdout) == (2, "")
     assert "Traceback" not in ended.stderr
-    assert ended.stderr.splitlines()[-1].startswith("error: --page-size 16: ")
+    assert ended.stderr.splitlines()[-1].startswith("error: --enable-mixed-chunk: ")
 
 
 @pytest.mark.parametrize(
     ("argv", "spared"),
     [
         (["--model-path", "/nowhere"], {"sglang", "torch"}),
-        (["--model=/nowhere", "--page-size", "16"], {"sglang", "torch"}),
-        (["--page-size", "16"], {"sglang.srt.layers", "sglang.srt.entrypoints.http_server"}),
+        (["--model=/nowhere", "--enable-mixed-chunk"], {"sglang", "torch"}),
+        (["--enable-mixed-chunk"], {"sglang.srt.layers", "sglang.srt.entrypoints.http_server"}),
     ],
 )
 def test_a_refusal_spares_the_imports_that_it_does_not_need(

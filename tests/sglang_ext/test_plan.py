@@ -15,7 +15,7 @@ def planned(*arguments: str) -> list[str]:
 
 
 def cells(batch: int, context: int, *arguments: str) -> list[str]:
-    """Step, hidden, tensor parallel and × faster of one line."""
+    """What to take, the steps of the three, hidden, and tensor parallel, of one line."""
     shape = ("--batches", str(batch), "--contexts", str(context))
     line = planned(*shape, *arguments)[2]
     return [cell.strip() for cell in line.strip("|").split("|")][1:]
@@ -28,22 +28,26 @@ def test_a_plan_has_a_row_for_each_batch_and_context() -> None:
         *("| 1 × 8,192", "| 24 × 8,192"),
         *("| 1 × 32,768", "| 24 × 32,768"),
     ]
-    assert [row[2] for row in rows] == ["yes", "yes", "yes", "no"]
+    assert [row[1] for row in rows] == ["dense", "inline", "inline", "cache rank"]
+    assert [row[5] for row in rows] == ["yes", "yes", "yes", "no"]
     assert text[-1].startswith("estimates (H200, 32,768 tokens a request;")
 
 
 def test_a_plan_says_what_stays_dense_and_what_does_not_fit() -> None:
-    assert cells(64, 32768)[:2] == ["–", "does not fit"]
-    assert cells(16, 32768, "--cache-rank-mem-fraction", "0.1")[1] == "does not fit"
-    assert cells(4, 4095)[:2] == ["–", "stays dense"]
-    assert cells(4, 4096)[1] == "yes"
-    assert cells(4, 4095, "--sparse-threshold", "4000")[1] == "yes"
+    assert cells(64, 32768)[:5] == ["–", "–", "–", "–", "does not fit"]
+    take, dense, inline, cache_rank, hidden, _ = cells(32, 32768)
+    assert (take, dense, inline, hidden) == ("cache rank", "–", "–", "no")
+    assert cache_rank != "–"
+    assert cells(16, 32768, "--cache-rank-mem-fraction", "0.1")[3:5] == ["–", "does not fit"]
+    assert cells(4, 4095)[2:5] == ["–", "–", "stays dense"]
+    assert cells(4, 4096)[4] == "yes"
+    assert cells(4, 4095, "--sparse-threshold", "4000")[4] == "yes"
     assert not planned("--contexts", "2048")[-1].startswith("estimates")
 
 
 def test_flags_gpus_and_weights_change_a_plan() -> None:
     def step(*arguments: str, batch: int = 24) -> float:
-        return float(cells(batch, 32768, *arguments)[0])
+        return float(cells(batch, 32768, *arguments)[3])
 
     usual = step()
     assert step("--kv-residency", "bf16") > 1.5 * usual

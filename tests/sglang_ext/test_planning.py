@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from cache_rank.config import CacheRankConfig, ModelShape
+from cache_rank.kernels.sketch.reference import sketch_shape
 from cache_rank.residency import FORMATS, bytes_per_token, fixed_bytes, memory_for_tokens
 from cache_rank.selector import Selector
 from scripts.shared.models import model_config
@@ -86,6 +87,23 @@ def test_steps_of_plain_sglang_are_near_those_measured(
 
 def test_the_work_of_the_cache_rank_is_near_that_measured() -> None:
     assert 1000 * planner().cache_rank(8, 32 * K).cache == pytest.approx(4.70, rel=0.1)
+
+
+def test_selection_in_the_process_reads_a_sketch_of_every_token() -> None:
+    found, longer = planner().inline(8, 32 * K), planner().inline(8, 64 * K)
+    assert planner().cache_rank(8, 32 * K).inference < found < planner().dense(8, 32 * K)
+    more = 8 * 32 * K * 8  # of tokens, for each KV head
+    sketches, keys_and_values = 35 * more * sketch_shape(128, 2).bytes, 2 * more * 128 * 2
+    read = (longer - found) * GPUS["H200"].bandwidth
+    assert read == pytest.approx(sketches + keys_and_values)
+    assert planner(sketch_bits=4).inline(8, 32 * K) > found
+    assert planner().inline(8, 32 * K, gpus=2, kv_bytes=1) < found
+
+
+def test_sketches_take_room_of_the_pool() -> None:
+    token, sketch = 36 * 2 * 8 * 128 * 2, 35 * 8 * sketch_shape(128, 2).bytes
+    room = planner().dense_tokens() * token / (token + sketch)
+    assert planner().inline_tokens() == pytest.approx(room, rel=1e-5)
 
 
 def test_a_summary_says_where_a_cache_rank_pays() -> None:

@@ -20,7 +20,7 @@ from sglang_ext.server_args import BUNDLED_MODEL, CacheRankServerArgs, argument_
 
 Make = Callable[..., CacheRankServerArgs]
 Object = Callable[[CacheRankServerArgs], Iterator[Objection]]
-FLAGS = {**servers.SPARSE_DECODE_FLAGS, **servers.EXCHANGE_FLAGS}
+FLAGS = {**servers.SPARSE_DECODE_FLAGS, **servers.EXCHANGE_FLAGS, **servers.INLINE_FLAGS}
 
 
 @pytest.fixture
@@ -30,7 +30,8 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Make:
     monkeypatch.setattr(CacheRankServerArgs, "_resolve", lambda self, let_sglang: None)
     for variable in [name for name in os.environ if name.startswith("CACHE_RANK_")]:
         monkeypatch.delenv(variable)
-    return lambda **fields: CacheRankServerArgs(**{"model_path": str(BUNDLED_MODEL), **fields})
+    usual = {"model_path": str(BUNDLED_MODEL), "cache_rank_gpus": 1}
+    return lambda **fields: CacheRankServerArgs(**{**usual, **fields})
 
 
 @functools.cache
@@ -66,15 +67,15 @@ SPARSE_DECODE_CASES: list[tuple[str, dict[str, Any]]] = [
     ("--is-embedding", {"is_embedding": True}),
     ("--lora-paths", {"lora_paths": ["adapter=/nowhere"]}),
     ("--model-impl", {"model_impl": "transformers"}),
-    ("--kv-cache-dtype", {"kv_cache_dtype": "fp8_e4m3"}),
     ("--decode-attention-backend", {"decode_attention_backend": "triton"}),
     ("--prefill-attention-backend", {"prefill_attention_backend": BACKEND}),
     ("--attention-backend", {"attention_backend": "triton"}),
     ("--prefill-attention-backend", {"prefill_attention_backend": "fa3"}),
     ("--preferred-sampling-params", {"preferred_sampling_params": '{"beam_width": 4}'}),
-    ("--page-size", {"page_size": 16}),
 ]
 EXCHANGE_CASES: list[tuple[str, dict[str, Any]]] = [
+    ("--kv-cache-dtype", {"kv_cache_dtype": "fp8_e4m3"}),
+    ("--page-size", {"page_size": 16}),
     ("--tp-size", {"tp_size": 2}),
     ("--pp-size --nnodes", {"pp_size": 2, "nnodes": 2}),
     ("--disaggregation-mode", {"disaggregation_mode": "decode"}),
@@ -82,6 +83,7 @@ EXCHANGE_CASES: list[tuple[str, dict[str, Any]]] = [
     ("--enable-hierarchical-cache", {"enable_hierarchical_cache": True}),
     ("--speculative-algorithm", {"speculative_algorithm": "NGRAM"}),
     ("--cache-rank-gpus", {"cache_rank_gpus": 2}),
+    ("--calibration", {"calibration": "auto"}),
     ("--trace", {"trace": "missing-folder/trace.json"}),
     ("--trace", {"trace": "."}),
     ("--inference-kv --kv-canary", {"inference_kv": "working-set", "kv_canary": "log"}),
@@ -102,6 +104,16 @@ EXCHANGE_CASES: list[tuple[str, dict[str, Any]]] = [
         else []
     ),
 ]
+INLINE_CASES: list[tuple[str, dict[str, Any]]] = [
+    ("--pp-size --nnodes", {"pp_size": 2, "nnodes": 2}),
+    ("--disaggregation-mode", {"disaggregation_mode": "decode"}),
+    ("--enable-hierarchical-cache", {"enable_hierarchical_cache": True}),
+    ("--speculative-algorithm", {"speculative_algorithm": "NGRAM"}),
+    ("--inference-kv", {"inference_kv": "working-set"}),
+    ("--kv-cache-dtype", {"kv_cache_dtype": "fp8_e5m2"}),
+    ("--recent-tokens", {"recent_tokens": 0}),
+    ("--sparse-threshold", {"sparse_threshold": 68}),
+]
 GPU_CASES: list[tuple[int, Object, str, dict[str, Any]]] = [
     (2, servers.sparse_decode, "--attention-backend", {"attention_backend": "trtllm_mha"}),
     *(
@@ -109,9 +121,9 @@ GPU_CASES: list[tuple[int, Object, str, dict[str, Any]]] = [
         for gpus, flags, fields in (
             (2, "--disable-overlap-schedule", {"disable_overlap_schedule": True}),
             (2, "--max-queued-requests", {"max_queued_requests": 8}),
-            (2, "--cache-rank-base-gpu-id", {"cache_rank_base_gpu_id": 0}),
+            (2, "--cache-rank-gpus --cache-rank-base-gpu-id", {"cache_rank_base_gpu_id": 0}),
             (1, "--cache-rank-gpus", {}),
-            (2, "--gpu-id-step", {"gpu_id_step": 2}),
+            (2, "--cache-rank-gpus --gpu-id-step", {"gpu_id_step": 2}),
             (2, "--cache-rank-config", {"cache_rank_transfer_backend": "peer"}),
             (2, "--cuda-graph-backend-decode", {"cuda_graph_backend_decode": "breakable"}),
             (2, "--cuda-graph-config", {"cuda_graph_config": {"decode": {"backend": "breakable"}}}),
@@ -131,6 +143,13 @@ def test_refuses_and_names_the_flags_and_a_remedy(
     object_to: Object, flags: str, fields: dict[str, Any], make: Make
 ) -> None:
     check(make(**fields), object_to, flags)
+
+
+@pytest.mark.parametrize(("flags", "fields"), INLINE_CASES)
+def test_refuses_what_selection_in_the_process_cannot_do(
+    flags: str, fields: dict[str, Any], make: Make
+) -> None:
+    check(make(cache_rank_gpus=None, **fields), servers.inline, flags)
 
 
 def pretend_gpus(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,6 +178,8 @@ def test_what_nobody_asked_for_is_not_refused(
     pretend_gpus(gpus, monkeypatch)
     args = make()
     assert [*servers.sparse_decode(args), *servers.exchange(args)] == []
+    args = make(cache_rank_gpus=None)
+    assert [*servers.sparse_decode(args), *servers.inline(args)] == []
 
 
 def test_full_queues_are_allowed_on_cpus(make: Make) -> None:

@@ -14,8 +14,8 @@ LIMITS = Limits(vocabulary=300, context=2048)
 CUSTOM = "custom_params"
 
 
-def refuse(has_cache_rank: bool = True, **request: Any) -> None:
-    refuse_request(SimpleNamespace(**request), LIMITS, has_cache_rank)
+def refuse(is_sparse: bool = True, **request: Any) -> None:
+    refuse_request(SimpleNamespace(**request), LIMITS, is_sparse)
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_what_can_be_served_is(request_: dict[str, Any]) -> None:
     refuse(**request_)
 
 
-@pytest.mark.parametrize("has_cache_rank", [True, False])
+@pytest.mark.parametrize("is_sparse", [True, False])
 @pytest.mark.parametrize(
     ("request_", "said"),
     [
@@ -77,23 +77,21 @@ def test_what_can_be_served_is(request_: dict[str, Any]) -> None:
     ],
     ids=str,
 )
-def test_what_cannot_be_is_refused(
-    request_: dict[str, Any], said: str, has_cache_rank: bool
-) -> None:
+def test_what_cannot_be_is_refused(request_: dict[str, Any], said: str, is_sparse: bool) -> None:
     with pytest.raises(ValueError, match=said):
-        refuse(has_cache_rank, **request_)
+        refuse(is_sparse, **request_)
 
 
 def test_a_beam_search_is_refused_with_a_cache_rank() -> None:
     beams: dict[str, Any] = {"sampling_params": {"beam_width": 2}}
     refuse(sampling_params={"beam_width": 1})
-    refuse(has_cache_rank=False, **beams)
+    refuse(is_sparse=False, **beams)
     with pytest.raises(ValueError, match=r"^beam_width: .* --cache-rank-gpus 0"):
         refuse(**beams)
 
 
 @pytest.mark.parametrize("name", ["input_embeds", "positional_embed_overrides"])
 def test_embeddings_are_refused_where_tokens_are_needed(name: str) -> None:
-    refuse(has_cache_rank=False, **{name: [[0.5]]})
+    refuse(is_sparse=False, **{name: [[0.5]]})
     with pytest.raises(ValueError, match=f"{name}: .* send input_ids"):
-        refuse(has_cache_rank=True, **{name: [[0.5]]})
+        refuse(is_sparse=True, **{name: [[0.5]]})

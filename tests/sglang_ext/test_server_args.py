@@ -9,7 +9,7 @@ import os
 import pickle
 import re
 from argparse import ArgumentParser
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,8 @@ from sglang_ext.flags import (
     CHECKSUM_VARIABLE,
     CONFIG_FLAG,
     CONFIG_KEYS,
+    HEEDED_FIELDS,
+    PREFILL_BACKEND,
     SHARE_GPU_VARIABLE,
     flag_of,
     read_config,
@@ -40,6 +42,11 @@ from sglang_ext.refusals import (
 from sglang_ext.server_args import BUNDLED_MODEL, CacheRankServerArgs, parse_server_args
 
 ROOT = Path(sglang_ext.__file__).parent.parent
+
+
+def parse(argv: Sequence[str]) -> CacheRankServerArgs:
+    """Parse the command line of a server that has a cache rank unless it says otherwise."""
+    return parse_server_args(["--cache-rank-gpus", "1", *argv])
 
 
 @functools.cache
@@ -136,7 +143,7 @@ def pretend_gpus(count: int, monkeypatch: pytest.MonkeyPatch, generation: int = 
 
 def refusal_of(flags: str, model: Path = BUNDLED_MODEL) -> str:
     with pytest.raises(UnsupportedError) as caught:
-        parse_server_args(["--model-path", str(model), *flags.split()])
+        parse(["--model-path", str(model), *flags.split()])
     return str(caught.value)
 
 
@@ -222,7 +229,7 @@ def test_refuses_a_checkpoint_of_quantized_k_and_v(
 def test_takes_each_spelling_of_the_models_dtype(spelling: str, tmp_path: Path) -> None:
     model = Model("Llama", {"dtype": "bfloat16"}).write(tmp_path)
     flags = ["--model-path", str(model), "--kv-cache-dtype", spelling]
-    assert parse_server_args(flags).kv_cache_dtype == spelling
+    assert parse(flags).kv_cache_dtype == spelling
 
 
 def test_refuses_a_pool_of_a_dtype_that_kernels_do_not_take(tmp_path: Path) -> None:
@@ -242,7 +249,7 @@ def test_cpu_ranks_of_a_machine_with_gpus_need_none_of_them(
     flags: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pretend_gpus(1, monkeypatch)
-    assert parse_server_args(["--device", "cpu", *flags.split()]).device == "cpu"
+    assert parse(["--device", "cpu", *flags.split()]).device == "cpu"
 
 
 @pytest.mark.parametrize(
@@ -255,7 +262,7 @@ def test_gpus_have_the_kernels_of_their_generation(
     pretend_gpus(2, monkeypatch, generation)
     monkeypatch.setattr(server_args, "is_flashinfer_available", lambda: has_flashinfer)
     monkeypatch.setattr(ServerArgs, compat.RESOLVED_IN, lambda self: None)  # it looks for the GPUs
-    args = parse_server_args([])
+    args = parse([])
     assert (args.device, args.attention_backend, args.page_size) == ("cuda", kernels, 1)
     assert args.decode_attention_backend == BACKEND
     assert (args.max_total_tokens, args.sampling_backend) == (None, None)
@@ -264,7 +271,7 @@ def test_gpus_have_the_kernels_of_their_generation(
         "--attention-backend triton "
         "--cuda-graph-backend-decode full"
     )
-    args = parse_server_args(given.split())
+    args = parse(given.split())
     assert (args.first_cache_rank_gpu, args.attention_backend) == (1, "triton")
 
 
@@ -278,7 +285,7 @@ def test_gpus_have_the_kernels_of_their_generation(
     ],
 )
 def test_the_cache_rank_takes_the_gpu_after_sglangs_own(flags: str, gpu: int) -> None:
-    assert parse_server_args(flags.split()).first_cache_rank_gpu == gpu
+    assert parse(flags.split()).first_cache_rank_gpu == gpu
 
 
 def test_ranks_share_a_gpu_if_they_are_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -287,12 +294,12 @@ def test_ranks_share_a_gpu_if_they_are_told_to(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(ServerArgs, compat.RESOLVED_IN, lambda self: None)  # it looks for the GPUs
     monkeypatch.setenv(SHARE_GPU_VARIABLE, "1")
     for flags in ([], ["--cache-rank-config", '{"cache_rank_transfer_backend": "peer"}']):
-        args = parse_server_args(flags)
+        args = parse(flags)
         assert (args.base_gpu_id, args.first_cache_rank_gpu) == (0, 0)
 
 
 def test_the_name_of_our_backend_is_accepted_for_decode() -> None:
-    assert parse_server_args(["--decode-attention-backend", BACKEND]).attention_backend != BACKEND
+    assert parse(["--decode-attention-backend", BACKEND]).attention_backend != BACKEND
 
 
 def test_the_environment_allows_a_working_set_above_the_threshold(
@@ -301,9 +308,9 @@ def test_the_environment_allows_a_working_set_above_the_threshold(
     too_large = ["--sparse-threshold", "100", "--sparse-budget", "2048"]
     monkeypatch.setenv(ALLOW_LARGE_BUDGET_VARIABLE, "0")
     with pytest.raises(UnsupportedError, match="--sparse-threshold"):
-        parse_server_args(too_large)
+        parse(too_large)
     monkeypatch.setenv(ALLOW_LARGE_BUDGET_VARIABLE, "1")
-    assert parse_server_args(too_large).sparse_threshold == 100
+    assert parse(too_large).sparse_threshold == 100
 
 
 @pytest.mark.parametrize(
@@ -322,7 +329,7 @@ def test_the_environment_allows_a_working_set_above_the_threshold(
     ],
 )
 def test_accepts_values_at_the_edge_of_what_is_refused(flags: str) -> None:
-    args = parse_server_args(flags.split())
+    args = parse(flags.split())
     name, *value = flags.split()[-2:] if " " in flags else (flags,)
     held = getattr(args, name.removeprefix("--").replace("-", "_"))
     assert str(held) == (value[0] if value else "True")
@@ -340,7 +347,7 @@ ACCEPTED_MODELS = [
 
 @pytest.mark.parametrize("model", ACCEPTED_MODELS, ids=str)
 def test_accepts_a_model_of_full_attention(model: Model, tmp_path: Path) -> None:
-    args = parse_server_args(["--model-path", str(model.write(tmp_path))])
+    args = parse(["--model-path", str(model.write(tmp_path))])
     assert args.model_path == str(tmp_path)
     assert args.decode_attention_backend == BACKEND
 
@@ -365,14 +372,14 @@ def test_refuses_an_sglang_that_was_not_tested(
 ) -> None:
     pretend_sglang_is(version, monkeypatch)
     with pytest.raises(UnsupportedError, match=rf"^SGLang {re.escape(version)} .* pip install "):
-        parse_server_args(flags.split())
+        parse(flags.split())
 
 
 @pytest.mark.skipif(bool(compat.ABSENT_FLAGS), reason="this release has no server in Rust")
 def test_a_server_without_python_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SGLANG_RUST_SERVER", "1")
     with pytest.raises(UnsupportedError, match=r"^SGLANG_RUST_SERVER: .*\. Unset it\.$"):
-        parse_server_args([])
+        parse([])
 
 
 def test_an_sglang_that_was_not_tested_can_be_tried(
@@ -380,8 +387,8 @@ def test_an_sglang_that_was_not_tested_can_be_tried(
 ) -> None:
     pretend_sglang_is("0.5.99", monkeypatch)
     with pytest.raises(UnsupportedError, match=r"or pass --cache-rank-config '{.*}' to try it"):
-        parse_server_args([])
-    assert parse_server_args([CONFIG_FLAG, '{"allow_untested_sglang": true}']).has_cache_rank
+        parse([])
+    assert parse([CONFIG_FLAG, '{"allow_untested_sglang": true}']).has_cache_rank
     assert "SGLang 0.5.99 is not tested (--cache-rank-config" in capsys.readouterr().err
 
 
@@ -394,7 +401,7 @@ def test_start_up_says_which_releases_are_not_tested_on_gpus(
     pretend_sglang_is(version, monkeypatch)
     pretend_gpus(2, monkeypatch)
     monkeypatch.setattr(ServerArgs, compat.RESOLVED_IN, lambda self: None)  # it looks for the GPUs
-    parse_server_args([])
+    parse([])
     said = f"SGLang {version} is not tested on GPUs: 0.5.16 and 0.5.23 are"
     assert (said in capsys.readouterr().err) is not tested
 
@@ -405,7 +412,7 @@ def test_start_up_says_which_releases_are_not_tested_on_gpus(
 def test_no_arguments_serve_the_bundled_model_and_log_what_was_set(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    args = parse_server_args([])
+    args = parse([])
     assert args.model_path == str(BUNDLED_MODEL)
     assert args.dense_layers == 1
     assert args.inference_kv == "full"
@@ -427,6 +434,36 @@ def test_no_arguments_serve_the_bundled_model_and_log_what_was_set(
         assert re.search(rf"cache rank: --{name.replace('_', '-')} {value} \(.+\)\n", logged), name
 
 
+def test_by_default_the_servers_own_process_selects(capsys: pytest.CaptureFixture[str]) -> None:
+    args = parse_server_args([])
+    assert (args.placement, args.is_sparse, args.has_cache_rank) == ("inline", True, False)
+    assert args.model_path == str(BUNDLED_MODEL)
+    assert args.prefill_attention_backend == PREFILL_BACKEND
+    assert args.decode_attention_backend == BACKEND
+    assert not args.disable_radix_cache
+    assert "heeds" not in capsys.readouterr().err
+
+
+def test_an_inline_server_may_have_what_a_cache_rank_may_not() -> None:
+    flags = "--dtype bfloat16 --kv-cache-dtype fp8_e4m3 --disable-overlap-schedule"
+    args = parse_server_args([*flags.split(), "--max-queued-requests", "8"])
+    assert args.is_inline
+    assert args.kv_cache_dtype == "fp8_e4m3"
+
+
+def test_freed_rows_need_a_cache_rank() -> None:
+    with pytest.raises(
+        UnsupportedError, match=r"^--inference-kv working-set: .* --cache-rank-gpus"
+    ):
+        parse_server_args(["--inference-kv", "working-set"])
+
+
+def test_an_inline_server_refuses_a_model_whose_keys_have_no_sketch(tmp_path: Path) -> None:
+    model = LLAMA.write(tmp_path)
+    with pytest.raises(UnsupportedError, match=r"^--model-path .*: heads have 16 elements"):
+        parse_server_args(["--model-path", str(model)])
+
+
 def test_keeps_what_the_user_chose_and_does_not_claim_to_have_set_it(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -443,7 +480,7 @@ def test_keeps_what_the_user_chose_and_does_not_claim_to_have_set_it(
         for name, value in chosen.items()
         for word in (f"--{name.replace('_', '-')}", str(value))
     ]
-    args = parse_server_args(flags)
+    args = parse(flags)
     assert {name: getattr(args, name) for name in chosen} == chosen
     logged = capsys.readouterr().err
     for name in chosen:
@@ -452,13 +489,13 @@ def test_keeps_what_the_user_chose_and_does_not_claim_to_have_set_it(
 
 def test_the_checkpoint_decides_its_dtype(tmp_path: Path) -> None:
     model = Model("Llama", {"dtype": "bfloat16"}).write(tmp_path)
-    args = parse_server_args(["--model-path", str(model)])
+    args = parse(["--model-path", str(model)])
     assert args.dtype == "auto"
     assert str(compat.model_config(args).dtype) == "torch.bfloat16"
 
 
 def test_nothing_is_reused_where_rows_are_freed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert parse_server_args(["--inference-kv", "working-set"]).disable_radix_cache
+    assert parse(["--inference-kv", "working-set"]).disable_radix_cache
     assert re.search(
         r"--disable-radix-cache True \(--inference-kv working-set frees the rows .+\)\n",
         capsys.readouterr().err,
@@ -469,9 +506,9 @@ def test_says_once_a_launch_that_there_is_no_gpu(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("SGLANG_EXT_CPU_SAID", raising=False)
-    parse_server_args([])
-    parse_server_args([])
-    assert capsys.readouterr().err.count("no GPU found: the inference rank") == 1
+    parse([])
+    parse([])
+    assert capsys.readouterr().err.count("no GPU found: ") == 1
 
 
 def test_without_a_cache_rank_it_is_plain_sglang() -> None:
@@ -479,7 +516,7 @@ def test_without_a_cache_rank_it_is_plain_sglang() -> None:
         "--cache-rank-gpus 0 --device cpu --page-size 16 --enable-mixed-chunk --sparse-budget 0 "
         "--attention-backend triton --decode-attention-backend torch_native --dense-layers 99"
     )
-    args = parse_server_args(flags.split())
+    args = parse(flags.split())
     assert not args.has_cache_rank
     assert not args.disable_radix_cache
     assert args.enable_mixed_chunk
@@ -509,17 +546,38 @@ def test_without_a_cache_rank_it_is_plain_sglang() -> None:
 def test_one_line_names_the_flags_that_are_ignored(
     flags: str, line: str | None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    parse_server_args(["--device", "cpu", *flags.split()])
+    parse(["--device", "cpu", *flags.split()])
     logged = capsys.readouterr().err.splitlines()
     said = [each.split("] ", 1)[1] for each in logged if "no effect" in each]
+    assert said == ([] if line is None else [line])
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        ("--sparse-budget 512 --calibration auto --reuse-sparse-tokens on", None),
+        ('--tp-size 1 --page-size 1 --cache-rank-config {"sketch_bits":3}', None),
+        (
+            "--kv-residency lynx --hysteresis 3 --max-sparse-requests 4 --sink-tokens 5",
+            "--max-sparse-requests, --hysteresis, --kv-residency",
+        ),
+        ('--cache-rank-config {"trace_steps":3}', "--cache-rank-config trace_steps"),
+    ],
+)
+def test_one_line_names_the_flags_that_only_a_cache_rank_heeds(
+    flags: str, line: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parse_server_args(flags.split())
+    said = re.findall(
+        "only a cache rank with --cache-rank-gpus 1 heeds these: (.+)", capsys.readouterr().err
+    )
     assert said == ([] if line is None else [line])
 
 
 def test_every_flag_of_ours_is_named_without_a_cache_rank(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    heeded = ("cache_rank_gpus", "allow_untested_sglang")
-    own = [name for name in CACHE_RANK_FIELDS if name not in heeded]
+    own = [name for name in CACHE_RANK_FIELDS if name not in HEEDED_FIELDS["off"]]
     given: dict[str, Any] = dict.fromkeys(own, "another")
     compat.resolve(
         CacheRankServerArgs(model_path=str(BUNDLED_MODEL), device="cpu", cache_rank_gpus=0, **given)
@@ -531,7 +589,7 @@ def test_every_flag_of_ours_is_named_without_a_cache_rank(
 def test_without_a_cache_rank_no_model_is_refused(tmp_path: Path) -> None:
     model = Model("Mistral", {"sliding_window": 8})
     flags = f"--cache-rank-gpus 0 --device cpu --model-path {model.write(tmp_path)}"
-    assert not parse_server_args(flags.split()).has_cache_rank
+    assert not parse(flags.split()).has_cache_rank
 
 
 def test_a_config_file_gives_our_flags_and_the_command_line_wins(tmp_path: Path) -> None:
@@ -546,7 +604,7 @@ def test_a_config_file_gives_our_flags_and_the_command_line_wins(tmp_path: Path)
         "query-predictor: spade\n"
         "disable-overlap-schedule: true\n"
     )
-    args = parse_server_args(["--config", str(config), "--sparse-budget", "256"])
+    args = parse(["--config", str(config), "--sparse-budget", "256"])
     assert args.model_path == str(model)
     assert args.sparse_threshold == 8192
     assert args.sparse_budget == 256
@@ -557,7 +615,7 @@ def test_a_config_file_gives_our_flags_and_the_command_line_wins(tmp_path: Path)
 def test_a_config_file_without_a_model_serves_the_bundled_one(tmp_path: Path) -> None:
     config = tmp_path / "server.yaml"
     config.write_text("sparse-budget: 512\n")
-    args = parse_server_args(["--config", str(config)])
+    args = parse(["--config", str(config)])
     assert (args.model_path, args.sparse_budget) == (str(BUNDLED_MODEL), 512)
 
 
@@ -565,7 +623,7 @@ def test_a_config_file_is_refused_like_the_command_line(tmp_path: Path) -> None:
     config = tmp_path / "server.yaml"
     config.write_text("page-size: 16\n")
     with pytest.raises(UnsupportedError, match=r"^--page-size 16: "):
-        parse_server_args(["--config", str(config)])
+        parse(["--config", str(config)])
 
 
 @pytest.mark.parametrize(
@@ -575,7 +633,7 @@ def test_the_users_model_is_served_however_the_flag_is_spelled(
     spelling: str, tmp_path: Path
 ) -> None:
     model = LLAMA.write(tmp_path)
-    assert parse_server_args(spelling.format(model).split()).model_path == str(model)
+    assert parse(spelling.format(model).split()).model_path == str(model)
 
 
 @pytest.mark.parametrize(
@@ -605,7 +663,7 @@ def test_the_users_model_is_served_however_the_flag_is_spelled(
 def test_queries_are_forecast_where_the_model_allows(
     model: Model, flags: str, chosen: tuple[str, int], tmp_path: Path
 ) -> None:
-    args = parse_server_args(["--model-path", str(model.write(tmp_path)), *flags.split()])
+    args = parse(["--model-path", str(model.write(tmp_path)), *flags.split()])
     assert (args.query_predictor, args.layers_per_group) == chosen
 
 
@@ -632,11 +690,43 @@ def test_what_was_chosen_and_what_to_expect_is_said_at_start_up(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(ServerArgs, compat.RESOLVED_IN, lambda self: None)  # it looks for the GPUs
     served = ["--model-path", str(model.write(tmp_path)), "--kv-residency", residency]
-    parse_server_args(served)
+    parse(served)
     logged = capsys.readouterr().err
     assert f"cache rank: --kv-residency {residency}\n" in logged
     assert "cache rank: --query-predictor last (" in logged
     assert f"cache rank: {said}" in logged if said else "estimate" not in logged
+
+
+@pytest.mark.parametrize(
+    ("gpus", "model", "said"),
+    [
+        (0, Model("Qwen3", WIDE), ""),
+        (
+            1,
+            Model("Qwen3", WIDE),
+            "; 8 requests of 32768 tokens: \\d+.\\d ms a step estimated, dense ",
+        ),
+        (1, Model("Qwen3", WIDE | {"num_experts": 4}), ""),
+    ],
+    ids=str,
+)
+def test_an_inline_server_says_what_selects_and_what_to_expect(
+    gpus: int,
+    model: Model,
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    pretend_gpus(gpus, monkeypatch)
+    monkeypatch.setattr(ServerArgs, compat.RESOLVED_IN, lambda self: None)  # it looks for the GPUs
+    # What only a cache rank heeds does not matter.
+    served = f"--model-path {model.write(tmp_path)} --kv-residency mosaickv"
+    parse_server_args(served.split())
+    logged = capsys.readouterr().err
+    assert re.search(rf"cache rank: tokens are selected in this process \(.+\){said}", logged)
+    assert (NO_ESTIMATE in logged) == ("num_experts" in model.changes)
+    assert said or "ms a step" not in logged
 
 
 @pytest.mark.parametrize("changed", [{"kv_residency": "lynx"}])
@@ -665,14 +755,14 @@ def test_the_config_of_the_cache_rank_carries_the_flags(
     for name, value in given.items():
         if name not in keys:
             flags += [flag_of(name), str(value)]
-    args = parse_server_args(["--kv-residency", "bf16", *flags])
+    args = parse(["--kv-residency", "bf16", *flags])
     model = ModelShape(1, 1, 1, 8, "float32", 1.0, rotary_frequency=(1.0,))
     config, usual = args.cache_rank_config(model, max_rows=6), CacheRankConfig(model)
     assert {name: getattr(config, name) for name in given} == given
     assert all(getattr(usual, name) != value for name, value in given.items())
     assert (config.model, config.max_rows, config.checksum) == (model, 6, False)
     monkeypatch.setenv(CHECKSUM_VARIABLE, "1")
-    assert parse_server_args(["--kv-residency", "bf16"]).cache_rank_config(model, 6).checksum
+    assert parse(["--kv-residency", "bf16"]).cache_rank_config(model, 6).checksum
 
 
 def test_a_flag_of_the_policy_has_the_default_of_the_policy() -> None:
@@ -698,7 +788,7 @@ def test_a_flag_of_the_policy_has_the_default_of_the_policy() -> None:
     ],
 )
 def test_what_stays_and_what_enters_follows_the_budget(flags: str, sizes: tuple[int, int]) -> None:
-    args = parse_server_args(flags.split())
+    args = parse(flags.split())
     assert (args.hysteresis, args.max_swap_tokens) == sizes
     config = args.cache_rank_config(ModelShape(1, 1, 1, 8, "float32", 1.0), max_rows=6)
     assert (config.hysteresis, config.max_swap_tokens) == sizes
@@ -706,13 +796,11 @@ def test_what_stays_and_what_enters_follows_the_budget(flags: str, sizes: tuple[
 
 def test_checksums_of_rounded_tokens_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = ModelShape(1, 1, 1, 8, "bfloat16", 1.0)
-    config = parse_server_args([CONFIG_FLAG, '{"wire_dtype": "int8"}']).cache_rank_config(
-        model, max_rows=6
-    )
+    config = parse([CONFIG_FLAG, '{"wire_dtype": "int8"}']).cache_rank_config(model, max_rows=6)
     assert config.wire_torch_dtype == torch.int8
     monkeypatch.setenv(CHECKSUM_VARIABLE, "1")
     with pytest.raises(UnsupportedError, match=r"^--cache-rank-config wire_dtype int8: "):
-        parse_server_args([CONFIG_FLAG, '{"wire_dtype": "int8"}'])
+        parse([CONFIG_FLAG, '{"wire_dtype": "int8"}'])
 
 
 @pytest.mark.parametrize(
@@ -732,13 +820,13 @@ def test_a_setting_that_cannot_be_read_is_refused(
     with pytest.raises(ValueError, match=re.escape(why)):
         read_config(text)
     with pytest.raises(SystemExit, match="2"):
-        parse_server_args([CONFIG_FLAG, text])
+        parse([CONFIG_FLAG, text])
     assert f"argument {CONFIG_FLAG}: " in capsys.readouterr().err
 
 
 def test_settings_of_flags_given_twice_add_up_and_the_last_of_a_key_wins() -> None:
     first, second = '{"query_window": 4, "trace_steps": 3}', '{"trace_steps": 5}'
-    args = parse_server_args([CONFIG_FLAG, first, CONFIG_FLAG, second])
+    args = parse([CONFIG_FLAG, first, CONFIG_FLAG, second])
     assert (args.query_window, args.trace_steps) == (4, 5)
 
 
@@ -749,14 +837,14 @@ def test_options_of_the_residency_are_numbers_where_they_can_be() -> None:
         ("alpha=0.5", {"alpha": 0.5}),
         ("", {}),
     ):
-        args = parse_server_args(
+        args = parse(
             ["--kv-residency", "lynx", CONFIG_FLAG, json.dumps({"kv_residency_options": given})]
         )
         assert args.cache_rank_config(model, max_rows=6).kv_residency_options == options
 
 
 def test_the_arguments_survive_pickling() -> None:
-    args = parse_server_args(["--sparse-budget", "128", "--query-predictor", "spade"])
+    args = parse(["--sparse-budget", "128", "--query-predictor", "spade"])
     arrived = pickle.loads(pickle.dumps(args))
     assert type(arrived) is CacheRankServerArgs
     assert arrived == args
@@ -779,7 +867,7 @@ def without_starting(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 def test_the_engine_refuses_a_radix_cache_before_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     started = without_starting(monkeypatch)
     with pytest.raises(UnsupportedError, match=r"^disable_radix_cache=False: "):
-        sglang_ext.Engine(inference_kv="working-set", disable_radix_cache=False)
+        sglang_ext.Engine(cache_rank_gpus=1, inference_kv="working-set", disable_radix_cache=False)
     assert started == []
 
 
@@ -791,7 +879,7 @@ def test_the_engine_takes_the_bundled_model_unless_given_another(
     sglang_ext.Engine(cache_rank_gpus=0, disable_radix_cache=False)
     sglang_ext.Engine(disable_radix_cache=False)
     sglang_ext.Engine(model_path="/other", disable_radix_cache=True)
-    arguments = parse_server_args([])
+    arguments = parse([])
     sglang_ext.Engine(server_args=arguments)
     assert started == [
         {"model_path": str(BUNDLED_MODEL)},

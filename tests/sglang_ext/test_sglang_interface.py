@@ -33,6 +33,7 @@ HOOKED_PARAMETERS = {
     "describe_rows_of_the_allocator": "self",
     "add_dense_store": "self",
     "leave_room_beyond_allocator": "self pre_model_load_memory",
+    "load_calibration": "self",
     "run_step": "self batch",
     "process_result": "self batch result",
     "after_request": "self",

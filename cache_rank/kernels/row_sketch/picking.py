@@ -17,7 +17,7 @@ from cache_rank.kernels.row_sketch.reference import KEY_MOST, KEY_UNIT, RowScrat
 _HELD = 32768
 """A program holds the keys of so many tokens in registers, and reads those of more again."""
 
-_BLOCK = 16384
+_BLOCK = 8192
 """It writes rows of so many tokens at a time."""
 
 _PART_LOGITS = 32768

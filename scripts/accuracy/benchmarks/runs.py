@@ -189,7 +189,7 @@ def _threads(server: EvaluatedServer, options: Namespace) -> int:
 def _warnings_of_steps(record: Record) -> list[str]:
     """What a reader has to know of the steps that were sparse, and of those that were not."""
     steps = int(record.counters.get("steps", 0))
-    if record.dense or not record.server.get("cache_rank_gpus"):
+    if record.dense or record.server.get("cache_rank_gpus", 0) == 0:
         stray = f"{steps} decode steps were sparse: other requests ran meanwhile"
         return [stray] if steps else []
     warnings = []
