@@ -116,8 +116,7 @@ def bundled_server() -> Iterator[Server]:
 @pytest.fixture(scope="session")
 def bundled_inline_server(cache_home: Path) -> Iterator[Server]:
     """A server has the bundled model, and selects in its own process."""
-    flags = [*TENTH_OF_THE_CONTEXT, "--cache-rank-placement", "inline"]
-    with serve(flags, {"XDG_CACHE_HOME": str(cache_home)}) as server:
+    with serve(TENTH_OF_THE_CONTEXT, {"XDG_CACHE_HOME": str(cache_home)}) as server:
         yield server
 
 

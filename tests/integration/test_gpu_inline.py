@@ -16,7 +16,7 @@ from sglang_ext.refusals import ALLOW_LARGE_BUDGET_VARIABLE
 pytestmark = [pytest.mark.gpu(1), pytest.mark.timeout(600)]
 
 FLAGS = (
-    "--cache-rank-placement inline --skip-tokenizer-init --dtype bfloat16 --sparse-threshold 600 "
+    "--skip-tokenizer-init --dtype bfloat16 --sparse-threshold 600 "
     "--recent-tokens 32 --cuda-graph-bs-decode 1 2 4 8 --max-running-requests 16 "
     "--max-total-tokens 100000 --sampling-backend pytorch --grammar-backend none "
     "--chunked-prefill-size 512"

@@ -15,10 +15,7 @@ SMALL_CACHE_RANK = (
     "--max-total-tokens 20000 --enable-metrics --dtype float32"
 ).split()
 
-SMALL_INLINE = (
-    "--cache-rank-placement inline --sink-tokens 4 --recent-tokens 8 --enable-metrics "
-    "--dtype float32"
-).split()
+SMALL_INLINE = ("--sink-tokens 4 --recent-tokens 8 --enable-metrics --dtype float32").split()
 
 # A working set of 60 tokens: a tenth of the length that a walk of 80 hops reaches. Flags that are
 # not given follow from the budget.

@@ -22,12 +22,9 @@ class Launch(NamedTuple):
 
     warps: int = 4
 
-    stages: int = 7
+    stages: int = 5
     """Keys and values are read (stages - 1) / 2 blocks ahead, and the numbers of their rows as far
-    ahead of them. With seven, four programs share a multiprocessor at 256 bytes a row."""
-
-    stages_of_wide_rows: int = 5
-    """With rows of more bytes, which take more shared memory."""
+    ahead of them."""
 
     programs: int = 528
     """As many as an H100 or H200 runs at once: four on each of 132 multiprocessors."""
@@ -71,7 +68,6 @@ def attend_rows(
     assert row_table.stride(1) == 1
     units = requests * kv_heads
     splits = min(LAUNCH.most_splits, max(1, LAUNCH.programs // units))
-    is_wide = head_dim * keys.element_size() > 256
     partial = torch.empty(
         (requests, query_heads, splits, head_dim), dtype=torch.float32, device=out.device
     )
@@ -102,7 +98,7 @@ def attend_rows(
         BLOCK=LAUNCH.block,
         EXACT=not queries.is_cuda,  # the interpreter multiplies no bfloat16
         num_warps=LAUNCH.warps,
-        num_stages=LAUNCH.stages_of_wide_rows if is_wide else LAUNCH.stages,
+        num_stages=LAUNCH.stages,
     )
     _merge[(requests * query_heads,)](
         partial,
