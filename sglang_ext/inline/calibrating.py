@@ -1,9 +1,11 @@
 """Fits the sketches of keys to a loaded model, before the server takes requests.
 
 A sketch codes keys along the directions in which queries vary most. A few thousand tokens of any
-text tell them, so the model reads some when it is served for the first time. What is found is kept
-in the user's cache folder, under a fingerprint of the weights. Each tensor-parallel rank has heads
-of its own, and finds and keeps what belongs to these.
+text tell them, if they stand at positions from the whole context: rotary embedding turns some
+directions so slowly that the beginning of a context shows nothing of them. So the model reads
+pieces of texts, each at another position, when it is served for the first time. What is found is
+kept in the user's cache folder, under a fingerprint of the weights. Each tensor-parallel rank has
+heads of its own, and finds and keeps what belongs to these.
 """
 
 from __future__ import annotations
@@ -37,8 +39,11 @@ from sglang_ext.server_args import CacheRankServerArgs
 logger = logging.getLogger(__name__)
 
 TEXTS = ("tensors", "python", "changes", "tables")
-TOKENS_ON_GPU, TOKENS_ON_CPU = 4096, 512
-"""Tokens of each text: the divergence of 12,000 in all is hardly above that of many more."""
+PIECES = 4
+"""Of each text."""
+
+TOKENS_ON_GPU, TOKENS_ON_CPU = 1024, 128
+"""Tokens of a piece."""
 
 _LEAST_KNOWN = 32
 """Of so many tokens, or more, is a text in any language that a model knows."""
@@ -48,18 +53,20 @@ _SAMPLED = 4096
 
 
 def prompts(tokenizer: Any, vocabulary: int, tokens: int) -> Iterator[list[int]]:
-    """The texts that a model reads, in its tokens; random tokens where it has none for a text.
+    """The pieces that a model reads, in its tokens; random tokens where it has none for a text.
 
     Raises:
         ValueError: a text is not installed.
     """
     for seed, name in enumerate(TEXTS):
-        text = CALIBRATION_TEXTS[name].read()[: LONGEST_TOKEN * tokens]
-        found = [] if tokenizer is None else list(tokenizer(text)["input_ids"][:tokens])
+        length = PIECES * tokens
+        text = CALIBRATION_TEXTS[name].read()[: LONGEST_TOKEN * length]
+        found = [] if tokenizer is None else list(tokenizer(text)["input_ids"][:length])
         # A vocabulary that has no words for it reads one unknown token all the time.
-        if len(set(found)) < min(_LEAST_KNOWN, tokens // 4):
-            found = random.Random(seed).choices(range(vocabulary), k=tokens)
-        yield found
+        if len(set(found)) < min(_LEAST_KNOWN, length // 4):
+            found = random.Random(seed).choices(range(vocabulary), k=length)
+        for start in range(0, len(found), tokens):
+            yield found[start : start + tokens]
 
 
 def load_tokenizer(args: CacheRankServerArgs) -> Any:
@@ -78,25 +85,29 @@ def load_tokenizer(args: CacheRankServerArgs) -> Any:
 def collect(
     runner: Any, prompts: Iterator[list[int]], heads: Heads, selection: Selection
 ) -> list[KeyBasis]:
-    """Let a model read prompts; return how the keys of its sparse layers are sketched.
+    """Let a model read prompts, the first at the beginning of the context, the last at its end.
 
     Nothing else has been served yet: prompts take rows from the beginning of the pool.
+
+    Returns:
+        How the keys of the sparse layers are sketched.
     """
     moments = [
         KeyMoments(heads.kv_heads, heads.head_dim, runner.device) for _ in range(heads.layers)
     ]
     selection.moments = moments
     try:
-        for tokens in prompts:
-            _prefill(runner, tokens)
+        pieces, context = list(prompts), int(runner.model_config.context_len)
+        for index, tokens in enumerate(pieces):
+            _prefill(runner, tokens, (context - len(tokens)) * index // max(1, len(pieces) - 1))
         return [key_basis(of_layer) for of_layer in moments]
     finally:
         selection.moments = None
 
 
 @torch.inference_mode()
-def _prefill(runner: Any, tokens: list[int]) -> None:
-    """Compute a prompt in one forward pass, in the first rows of the pool."""
+def _prefill(runner: Any, tokens: list[int], position: int) -> None:
+    """Compute a prompt from a position on, in one forward pass and the first rows of the pool."""
     count, device = len(tokens), runner.device
     rows = torch.arange(1, count + 1, dtype=torch.int64, device=device)
     runner.req_to_token_pool.req_to_token[0, :count] = rows.to(torch.int32)
@@ -113,7 +124,7 @@ def _prefill(runner: Any, tokens: list[int]) -> None:
         seq_lens_cpu=torch.tensor([count]),
         seq_lens_sum=count,
         out_cache_loc=rows,
-        positions=rows - 1,
+        positions=rows - 1 + position,
         extend_num_tokens=count,
         extend_seq_lens=one(count),
         extend_prefix_lens=one(0),
@@ -127,9 +138,9 @@ def _prefill(runner: Any, tokens: list[int]) -> None:
     runner.req_to_token_pool.req_to_token[0, :count] = 0  # the slot of padding
 
 
-def fingerprint(model: torch.nn.Module, heads: Heads) -> str:
-    """Name what is loaded: the heads, and a sample of every parameter."""
-    found = hashlib.sha256(repr(heads).encode())
+def fingerprint(model: torch.nn.Module, heads: Heads, context: int) -> str:
+    """Name what is fitted to: the heads, the context, and a sample of every parameter."""
+    found = hashlib.sha256(f"{heads} {context}".encode())
     for name, parameter in model.named_parameters():
         found.update(f"{name} {parameter.dtype} {tuple(parameter.shape)}".encode())
         raw = parameter.detach().reshape(-1).view(torch.uint8)
@@ -225,7 +236,9 @@ def calibrate(
     on_gpu = torch.device(runner.device).type == "cuda"
     room = min(runner.token_to_kv_pool.size, runner.req_to_token_pool.req_to_token.shape[1])
     tokens = min(TOKENS_ON_GPU if on_gpu else TOKENS_ON_CPU, room - 1)
-    logger.info("cache rank: fitting sketches to the model, on %d tokens", tokens * len(TEXTS))
+    logger.info(
+        "cache rank: fitting sketches to the model, on %d tokens", tokens * PIECES * len(TEXTS)
+    )
     vocabulary = runner.model_config.vocab_size
     bases = collect(runner, prompts(tokenizer(), vocabulary, tokens), heads, selection)
     logger.info("cache rank: sketches fitted in %.1f s (%s)", time.monotonic() - started, file)

@@ -57,7 +57,9 @@ def load_calibration(scheduler: Any, args: CacheRankServerArgs) -> None:
         place = parallel.tp_rank, parallel.tp_size
         bases = calibrating.of_folder(Path(args.calibration), args.dense_layers, heads, *place)
     else:
-        file = calibrating.cache_file(calibrating.fingerprint(runner.model, heads))
+        file = calibrating.cache_file(
+            calibrating.fingerprint(runner.model, heads, int(runner.model_config.context_len))
+        )
 
         def tokenizer() -> Any:
             return scheduler.tokenizer or calibrating.load_tokenizer(args)

@@ -147,17 +147,18 @@ def model(seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
 
 def test_a_fingerprint_is_of_weights_and_heads() -> None:
     names = [
-        fingerprint(model(), HEADS),
-        fingerprint(model(seed=1), HEADS),
-        fingerprint(model(dtype=torch.bfloat16), HEADS),
-        fingerprint(model(), HEADS._replace(layers=2)),
+        fingerprint(model(), HEADS, 64),
+        fingerprint(model(seed=1), HEADS, 64),
+        fingerprint(model(dtype=torch.bfloat16), HEADS, 64),
+        fingerprint(model(), HEADS._replace(layers=2), 64),
+        fingerprint(model(), HEADS, 65),
     ]
     assert len({*names}) == 4
-    assert fingerprint(model(), HEADS) == names[0]
+    assert fingerprint(model(), HEADS, 64) == names[0]
     other = model()
     with torch.no_grad():
         other[1].bias[3] += 1
-    assert fingerprint(other, HEADS) != names[0]
+    assert fingerprint(other, HEADS, 64) != names[0]
 
 
 def test_a_model_reads_texts_in_its_tokens_or_random_tokens() -> None:
@@ -168,12 +169,12 @@ def test_a_model_reads_texts_in_its_tokens_or_random_tokens() -> None:
         return {"input_ids": [0] + [2] * len(text.split())}
 
     texts = list(prompts(characters, 300, 500))
-    assert [len(text) for text in texts] == [500] * 4
-    assert bytes(texts[1]).decode("latin-1") in CALIBRATION_TEXTS["python"].read()
+    assert [len(text) for text in texts] == [500] * 16
+    assert bytes(texts[4] + texts[5]).decode("latin-1") in CALIBRATION_TEXTS["python"].read()
     drawn = list(prompts(None, 100, 500))
-    assert [len(one) for one in drawn] == [500] * 4
+    assert [len(one) for one in drawn] == [500] * 16
     assert {token for one in drawn for token in one} == {*range(100)}
-    assert len({tuple(one) for one in drawn}) == 4
+    assert len({tuple(one) for one in drawn}) == 16
     # A vocabulary of something else than words knows none of them.
     assert list(prompts(unknown, 100, 500)) == drawn
     assert list(prompts(lambda _: {"input_ids": []}, 100, 500)) == drawn
