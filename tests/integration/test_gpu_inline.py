@@ -13,7 +13,7 @@ from workload import DENSE, random_prompts
 from scripts.shared.serving import log_probabilities, serve
 from sglang_ext.refusals import ALLOW_LARGE_BUDGET_VARIABLE
 
-pytestmark = [pytest.mark.gpu(1), pytest.mark.timeout(600)]
+pytestmark = pytest.mark.timeout(600)
 
 FLAGS = (
     "--skip-tokenizer-init --dtype bfloat16 --sparse-threshold 600 "
@@ -24,12 +24,20 @@ FLAGS = (
 PROMPTS = [700, 1500, 900, 2500, 650, 1100, 800, 2000]
 
 
-@pytest.fixture(scope="module", params=["fa3 auto", "triton fp8_e4m3"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param("--attention-backend fa3", marks=pytest.mark.gpu(1)),
+        pytest.param(
+            "--attention-backend triton --kv-cache-dtype fp8_e4m3", marks=pytest.mark.gpu(1)
+        ),
+        pytest.param("--attention-backend fa3 --tp-size 2", marks=pytest.mark.gpu(2)),
+    ],
+)
 def generous_budget(deep_model: Path, request: pytest.FixtureRequest) -> Iterator[Any]:
     """A server has a budget no less than any length."""
-    backend, dtype = request.param.split()
     flags = [*FLAGS, "--model-path", str(deep_model), "--sparse-budget", "4096"]
-    flags += ["--attention-backend", backend, "--kv-cache-dtype", dtype]
+    flags += request.param.split()
     with serve(flags, {ALLOW_LARGE_BUDGET_VARIABLE: "1"}) as server:
         yield server
 
@@ -58,6 +66,7 @@ def test_log_probabilities_equal_dense_ones_when_every_token_is_selected(
     assert compared > 200
 
 
+@pytest.mark.gpu(1)
 def test_the_same_requests_get_the_same_tokens(deep_model: Path) -> None:
     """In batches of other companions, from prefixes of the radix cache, and in captured graphs."""
     flags = [*FLAGS, "--model-path", str(deep_model), "--sparse-budget", "128"]

@@ -20,7 +20,7 @@ _HELD = 32768
 _BLOCK = 8192
 """It writes rows of so many tokens at a time."""
 
-_PART_LOGITS = 16384
+_PART_LOGITS = 32768
 """It turns so many logits into keys at a time."""
 
 _CHUNKS_AT_ONCE = tl.constexpr(64)
@@ -121,7 +121,8 @@ def _pick(
     # Sinks and recent tokens, which nobody picks.
     always = tl.arange(0, ALWAYS)
     is_always = always < SINKS + RECENT
-    row = tl.load(rows + tl.where(always < SINKS, always, stop + always - SINKS), mask=is_always)
+    token = tl.where(always < SINKS, always, stop + always - SINKS)
+    row = tl.load(rows + token, mask=is_always)
     picks = tl.minimum(BUDGET, stop - SINKS)
     tl.store(target + tl.where(always < SINKS, always, picks + always), row, mask=is_always)
 
@@ -130,7 +131,7 @@ def _pick(
     heads = tl.arange(0, PADDED)
     shares = sums + unit * tl.cdiv(capacity, CHUNK) * 2 * PADDED
     log_sum = _log_sum(shares, tl.cdiv(length - 1, CHUNK), GROUP, PADDED)
-    for start in tl.range(0, stop, PART, num_stages=3):
+    for start in range(0, stop, PART):
         scored = start + tl.arange(0, PART)
         at = (unit * capacity + scored)[:, None] * PADDED + heads[None, :]
         logit = tl.load(logits + at, mask=(scored < stop)[:, None], other=0.0).to(tl.float32)
@@ -157,9 +158,6 @@ def _pick(
     above_before, equal_before = 0, 0
     for block in range(0, stop, BLOCK):
         key = _load_keys(own_keys, block, stop, SINKS, BLOCK)
-        # All rows are loaded, picked or not, so that nothing waits for them later.
-        token = block + tl.arange(0, BLOCK)
-        all_rows = tl.load(rows + token, mask=token < stop, other=0)
         is_above = (key > bound).to(tl.uint32)
         is_equal = (key == bound).to(tl.uint32)
         # Two sums in one: how many up to each token are above the bound, and how many equal it.
@@ -168,10 +166,10 @@ def _pick(
         equal = equal_before + (before >> 16).to(tl.int32)
         place = above_before + (before & 0xFFFF).to(tl.int32) + tl.minimum(equal, equal_wanted)
         is_picked = (key > bound) | ((key == bound) & (equal < equal_wanted))
-        tl.store(target + SINKS + place, all_rows, mask=is_picked)
-        total = tl.sum(both, axis=0)
-        above_before += (total & 0xFFFF).to(tl.int32)
-        equal_before += (total >> 16).to(tl.int32)
+        picked = tl.load(rows + block + tl.arange(0, BLOCK), mask=is_picked, other=0)
+        tl.store(target + SINKS + place, picked, mask=is_picked)
+        above_before += tl.sum(is_above.to(tl.int32), axis=0)
+        equal_before += tl.sum(is_equal.to(tl.int32), axis=0)
 
 
 @triton.jit

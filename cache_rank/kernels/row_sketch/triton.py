@@ -24,12 +24,12 @@ from cache_rank.kernels.sketch.encoding import BLOCK_KEYS, encode_block, encode_
 from cache_rank.kernels.sketch.reference import Sketch, SketchShape
 from cache_rank.kernels.sketch.triton import Launch
 
-LAUNCH = Launch(block=64, chunk=1024, warps=1, stages=7)
+LAUNCH = Launch(block=128, chunk=1024, warps=2, stages=5)
 """How logits are spread over a GPU.
 
-A block waits for its rows and then for the sketches in them, so that seven stages are three blocks
-of each under way. Programs of less than four warps multiply by instructions of a warp, whose
-results nobody has to wait for.
+A block waits for its rows and then for the sketches in them, so that five stages are two blocks of
+each under way. Programs of less than four warps multiply by instructions of a warp, whose results
+nobody has to wait for.
 """
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
