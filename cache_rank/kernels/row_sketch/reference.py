@@ -34,7 +34,7 @@ class RowScratch(NamedTuple):
     head, padded to a power of two.
 
     Attributes:
-        weights: (B, Hq, 4 · bytes) float32, what queries give the crumbs.
+        weights: (B, Hq, 4 · bytes) float32, what queries give the elements.
         logits: (B · Hkv, capacity, PADDED) float16.
         sums: (B · Hkv, chunks, 2, PADDED) float32, each chunk's largest logit in units of log 2,
             and the sum of exponentials relative to it.
@@ -113,7 +113,7 @@ def score_rows(weights: Tensor, codes: Tensor) -> Tensor:
     probabilities are over all these tokens.
 
     Args:
-        weights: (Hkv, G, 4 · bytes), what queries give the crumbs.
+        weights: (Hkv, G, 4 · bytes), what queries give the elements.
         codes: (Hkv, T, bytes) uint8.
 
     Returns:

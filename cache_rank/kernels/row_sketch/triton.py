@@ -1,7 +1,7 @@
 """Sketches in rows of SGLang's KV pool are written, and tokens are selected by them, Triton.
 
 What a key becomes, and what queries make of it, is that of kernels/sketch; only where sketches lie
-differs. Queries weigh crumbs; logits are written, and what each chunk of tokens adds to the
+differs. Queries weigh elements; logits are written, and what each chunk of tokens adds to the
 log-sum-exp; picking.py picks by them. A unit is a request and a KV head.
 
 All of it may be captured in a graph: grids depend on capacities alone, and a program that has
@@ -19,8 +19,8 @@ from cache_rank.kernels.coded.int8_split import int8_columns
 from cache_rank.kernels.row_sketch.picking import pick_by_logits
 from cache_rank.kernels.row_sketch.reference import RowScratch
 from cache_rank.kernels.score.triton import store_logits
-from cache_rank.kernels.sketch.crumbs import load_weights, logits_of, weigh_crumbs
 from cache_rank.kernels.sketch.encoding import BLOCK_KEYS, encode_block, encode_grid
+from cache_rank.kernels.sketch.products import load_weights, logits_of, weigh_elements
 from cache_rank.kernels.sketch.reference import Sketch, SketchShape
 from cache_rank.kernels.sketch.triton import Launch
 
@@ -97,7 +97,7 @@ def select_rows(
     assert scratch.sums.shape[1:] == (chunks, 2, padded)
 
     of_one_layer = queries.unsqueeze(1)
-    weigh_crumbs(of_one_layer, sketch, 0, scale, scratch.weights)
+    weigh_elements(of_one_layer, sketch, 0, scale, scratch.weights)
     _score[(chunks, units)](
         scratch.weights,
         codes,

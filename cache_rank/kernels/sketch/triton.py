@@ -1,4 +1,4 @@
-"""A sketch of keys is scored, Triton; `encoding` makes it, and `crumbs` multiplies it.
+"""A sketch of keys is scored, Triton; `encoding` makes it, and `products` multiplies it.
 
 Where normalizers are those of attended tokens, a few programs a unit read these first, and scores
 are written as they are computed. Else logits are written and read again, see kernels/score.
@@ -22,8 +22,8 @@ from cache_rank.kernels.score.triton import (
     store_logits,
     sum_up_chunk,
 )
-from cache_rank.kernels.sketch.crumbs import load_weights, logits_of, weigh_crumbs
 from cache_rank.kernels.sketch.encoding import append_codes, load_codes
+from cache_rank.kernels.sketch.products import load_weights, logits_of, weigh_elements
 from cache_rank.kernels.sketch.reference import (
     NORMALIZER_PARTS,
     Attended,
@@ -39,7 +39,7 @@ class Launch(NamedTuple):
     """How scores are spread over a GPU; only time depends on it.
 
     Attributes:
-        block: tokens whose crumbs a program multiplies at a time.
+        block: tokens whose elements a program multiplies at a time.
         chunk: tokens that a program scores.
         warps, stages: of a program.
     """
@@ -86,7 +86,7 @@ def score_sketch(
     chunks, units = score_grid(out, launch.chunk)
     _, weights, normalizers = workspace
     assert normalizers.numel() >= units * NORMALIZER_PARTS * 2 * constants["PADDED"]
-    weigh_crumbs(queries, sketch, first_layer, scale, weights)
+    weigh_elements(queries, sketch, first_layer, scale, weights)
     del constants["PARTS"], constants["HEAD_DIM"]
     constants |= {
         "SIZE": size,

@@ -1,8 +1,8 @@
-"""Queries weigh the crumbs of sketches, and logits are sums of weights times crumbs, Triton.
+"""Queries weigh the int2 elements of sketches, and logits are sums of the products, Triton.
 
-Bytes of crumbs are multiplied as integers of 8 bits: a byte is shifted and masked four times, four
+Elements are multiplied as integers of 8 bits: a byte of four is shifted and masked four times, four
 bytes in an instruction, and each of the four is one product on the matrix unit. Weights, which are
-computed once a step, are in two digits of 8 bits. So what a token costs is its bytes.
+computed once a step, are split into two int8. So what a token costs is its bytes.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from cache_rank.kernels.coded.int8_split import (
 from cache_rank.kernels.nibbles.triton import unpack_codes
 from cache_rank.kernels.sketch.reference import Sketch
 
-_BLOCK_CRUMBS = 32
+_BLOCK_ELEMENTS = 32
 """A program computes so many of the weights of its query heads."""
 
 
-def weigh_crumbs(
+def weigh_elements(
     queries: Tensor, sketch: Sketch, first_layer: int, scale: float, weights: Tensor
 ) -> None:
-    """Compute what queries give the crumbs. One launch; D is a power of two.
+    """Compute what queries give the elements. One launch; D is a power of two.
 
     Args:
         queries: (R, L, Hq, D), any float dtype; only the stride of R may be any.
@@ -38,15 +38,15 @@ def weigh_crumbs(
         weights: (R, L, Hq, 4 · bytes) float32, or as many numbers and more, written in place.
     """
     rows, layers, query_heads, head_dim = queries.shape
-    kv_heads, crumbs = sketch.queries.shape[1:3]
+    kv_heads, elements = sketch.queries.shape[1:3]
     group = query_heads // kv_heads
     assert queries[0].is_contiguous()
     assert sketch.queries.is_contiguous()
     assert sketch.queries.shape[3] == head_dim
-    assert weights.numel() >= rows * layers * query_heads * crumbs
-    parts = triton.cdiv(crumbs, _BLOCK_CRUMBS)
+    assert weights.numel() >= rows * layers * query_heads * elements
+    parts = triton.cdiv(elements, _BLOCK_ELEMENTS)
     block_queries = 64 if head_dim <= 128 else 16  # more of 256 do not fit into registers
-    _weigh_crumbs[(layers * kv_heads, triton.cdiv(rows * group, block_queries), parts)](
+    _weigh_elements[(layers * kv_heads, triton.cdiv(rows * group, block_queries), parts)](
         queries,
         sketch.queries,
         weights,
@@ -57,15 +57,15 @@ def weigh_crumbs(
         LAYERS=layers,
         KV_HEADS=kv_heads,
         GROUP=group,
-        CRUMBS=crumbs,
+        ELEMENTS=elements,
         HEAD_DIM=head_dim,
-        BLOCK_CRUMBS=_BLOCK_CRUMBS,
+        BLOCK_ELEMENTS=_BLOCK_ELEMENTS,
         BLOCK_QUERIES=block_queries,
     )
 
 
 @triton.jit(do_not_specialize=["rows", "first_layer", "scale"])
-def _weigh_crumbs(
+def _weigh_elements(
     queries,
     maps,
     weights,
@@ -76,32 +76,36 @@ def _weigh_crumbs(
     LAYERS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
-    CRUMBS: tl.constexpr,
+    ELEMENTS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    BLOCK_CRUMBS: tl.constexpr,
+    BLOCK_ELEMENTS: tl.constexpr,
     BLOCK_QUERIES: tl.constexpr,
 ):
-    """One program computes BLOCK_CRUMBS weights of BLOCK_QUERIES heads of a layer and KV head."""
+    """One program computes BLOCK_ELEMENTS weights of BLOCK_QUERIES heads of a layer and KV head."""
     layer, head = tl.program_id(0) // KV_HEADS, tl.program_id(0) % KV_HEADS
     query = tl.program_id(1) * BLOCK_QUERIES + tl.arange(0, BLOCK_QUERIES)
     row, in_group = query // GROUP, query % GROUP
     is_query = (row < rows)[:, None]
     dims = tl.arange(0, HEAD_DIM)
-    crumb = tl.program_id(2) * BLOCK_CRUMBS + tl.arange(0, BLOCK_CRUMBS)
+    element = tl.program_id(2) * BLOCK_ELEMENTS + tl.arange(0, BLOCK_ELEMENTS)
     index = (row * LAYERS + layer) * KV_HEADS * GROUP + head * GROUP + in_group
     index = index.to(tl.int64)[:, None]
     source = row.to(tl.int64) * row_stride
     source += (layer * KV_HEADS * GROUP + head * GROUP + in_group) * HEAD_DIM
     content = tl.load(queries + source[:, None] + dims[None, :], mask=is_query, other=0.0)
     content = content.to(tl.float32)
-    own = ((first_layer + layer) * KV_HEADS + head).to(tl.int64) * CRUMBS * HEAD_DIM
-    is_crumb = crumb < CRUMBS
+    own = ((first_layer + layer) * KV_HEADS + head).to(tl.int64) * ELEMENTS * HEAD_DIM
+    is_element = element < ELEMENTS
     map_of = tl.load(
-        maps + own + crumb[:, None] * HEAD_DIM + dims[None, :], mask=is_crumb[:, None], other=0.0
-    )  # [BLOCK_CRUMBS, D]
+        maps + own + element[:, None] * HEAD_DIM + dims[None, :],
+        mask=is_element[:, None],
+        other=0.0,
+    )  # [BLOCK_ELEMENTS, D]
     # In three products of TensorFloat-32, which is nearly as exact as float32.
     product = tl.dot(content * scale, tl.trans(map_of), input_precision="tf32x3")
-    tl.store(weights + index * CRUMBS + crumb[None, :], product, mask=is_query & is_crumb[None, :])
+    tl.store(
+        weights + index * ELEMENTS + element[None, :], product, mask=is_query & is_element[None, :]
+    )
 
 
 @triton.jit
@@ -113,11 +117,11 @@ def load_weights(
     WIDTH: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Load the weights of a unit's crumbs as integers of two digits.
+    """Load the weights of a unit's elements, each split into two int8.
 
     Returns:
-        weights: for each of the four crumbs of a byte, (WIDTH, PADDED * COLUMNS) int8 digits.
-        unit: (PADDED,) float32, what 1 in the lower digit of a head stands for.
+        weights: for each of the four elements of a byte, (WIDTH, PADDED * COLUMNS) int8.
+        unit: (PADDED,) float32, what 1 in the lower int8 of a head stands for.
     """
     column, byte = tl.arange(0, PADDED * COLUMNS), tl.arange(0, WIDTH)
     at = unit_weights + (column // COLUMNS)[:, None] * (4 * SIZE) + byte[None, :]
@@ -154,6 +158,6 @@ def logits_of(
     """
     products = tl.zeros((BLOCK, PADDED * COLUMNS), tl.int32)
     for index in tl.static_range(4):
-        crumbs = unpack_codes(packed, index, 2, INTERPRETED)  # [BLOCK, WIDTH]
-        products = tl.dot(crumbs, weights[index], products, out_dtype=tl.int32)
+        elements = unpack_codes(packed, index, 2, INTERPRETED)  # [BLOCK, WIDTH]
+        products = tl.dot(elements, weights[index], products, out_dtype=tl.int32)
     return sum_int8_products(products, COLUMNS, PADDED, BLOCK) * unit[None, :]
