@@ -39,6 +39,8 @@ class Decoding:
             sparse_from=torch.zeros(8, dtype=torch.int32), sketch_bytes=640
         )
         self.rank = InlineRank(args, selection, tp_rank)
+        pool = SimpleNamespace(available_size=lambda: 30)
+        self.tree = SimpleNamespace(token_to_kv_pool_allocator=pool, evictable_size=lambda: 12)
 
     def run(self, requests: list[Any], length: int = THRESHOLD, steps: int = 1) -> None:
         for _ in range(steps):
@@ -114,11 +116,12 @@ def test_without_series_the_state_is_kept_and_one_rank_logs(
     with caplog.at_level("INFO", logger="sglang_ext.inline.metrics"):
         decoding.run([request, make_request(2, stays_dense=True)], steps=10)
     assert caplog.messages == []
-    assert decoding.rank.state(None) == {
+    assert decoding.rank.state(decoding.tree) == {
         "placement": "inline",
         "steps": 10,
         "sparse_requests": 1,
+        "pool_free_tokens": 42,
         "sketch_bytes": 640,
     }
     decoding.rank.on_request_freed(request)
-    assert decoding.rank.state(None)["sparse_requests"] == 0
+    assert decoding.rank.state(decoding.tree)["sparse_requests"] == 0

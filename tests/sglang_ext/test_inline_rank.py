@@ -22,8 +22,14 @@ class Scheduler:
     def __init__(self) -> None:
         self.sparse_from = torch.full((SLOTS,), NEVER, dtype=torch.int32)
         selection: Any = SimpleNamespace(sparse_from=self.sparse_from, sketch_bytes=12)
-        args: Any = SimpleNamespace(sparse_threshold=THRESHOLD, reuse_sparse_tokens="off")
-        self.rank = InlineRank(args, selection)
+        args: Any = SimpleNamespace(
+            sparse_threshold=THRESHOLD,
+            reuse_sparse_tokens="off",
+            placement="inline",
+            enable_metrics=False,
+            decode_log_interval=40,
+        )
+        self.rank = InlineRank(args, selection, tp_rank=0)
         self.seen: list[list[int]] = []
         """What the selection knew of slots in each forward pass."""
 
