@@ -308,6 +308,13 @@ def reads_until_the_stream_is_done() -> Any:
     return SharedReadEnds.UNKNOWN
 
 
+def set_real_tokens(batch: Any, tokens: int) -> None:
+    """Say how many tokens of a forward batch are no padding; the field was renamed by 0.5.23."""
+    for name in ("num_token_non_padded_cpu", "global_num_token_non_padded_cpu"):
+        if hasattr(batch, name):
+            setattr(batch, name, tokens)
+
+
 def translator_over(runner: Any, table: Tensor) -> Any:
     """Return what lets an attention backend read pool rows from a table in the place of SGLang's.
 

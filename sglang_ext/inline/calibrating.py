@@ -30,6 +30,7 @@ from sglang.srt.model_executor.forward_batch_info import (
 from torch import Tensor
 from transformers import AutoTokenizer
 
+from sglang_ext import compat
 from sglang_ext.calibration.files import CalibrationError, read
 from sglang_ext.calibration.key_statistics import KeyBasis, KeyMoments, key_basis
 from sglang_ext.calibration.texts import CALIBRATION_TEXTS, LONGEST_TOKEN
@@ -91,6 +92,9 @@ def collect(
 
     Returns:
         How the keys of the sparse layers are sketched.
+
+    Raises:
+        ValueError: a prefill did not show its tokens, and nothing else.
     """
     moments = [
         KeyMoments(heads.kv_heads, heads.head_dim, runner.device) for _ in range(heads.layers)
@@ -100,6 +104,12 @@ def collect(
         pieces, context = list(prompts), int(runner.model_config.context_len)
         for index, tokens in enumerate(pieces):
             _prefill(runner, tokens, (context - len(tokens)) * index // max(1, len(pieces) - 1))
+        read = sum(map(len, pieces))
+        if any(of_layer.tokens != read for of_layer in moments):  # padding is no token
+            raise ValueError(
+                "sketches cannot be fitted: prefill hides its tokens. Pass "
+                "--cuda-graph-backend-prefill disabled, or --calibration FOLDER."
+            )
         return [key_basis(of_layer) for of_layer in moments]
     finally:
         selection.moments = None
@@ -123,6 +133,7 @@ def _prefill(runner: Any, tokens: list[int], position: int) -> None:
         seq_lens=one(count, torch.int64),
         seq_lens_cpu=torch.tensor([count]),
         seq_lens_sum=count,
+        orig_seq_lens=one(count),
         out_cache_loc=rows,
         positions=rows - 1 + position,
         extend_num_tokens=count,
@@ -134,6 +145,7 @@ def _prefill(runner: Any, tokens: list[int], position: int) -> None:
         extend_logprob_start_lens_cpu=[count],
         capture_hidden_mode=CaptureHiddenMode.NULL,
     )
+    compat.set_real_tokens(batch, count)
     runner.forward(batch)
     runner.req_to_token_pool.req_to_token[0, :count] = 0  # the slot of padding
 
@@ -235,7 +247,8 @@ def calibrate(
     started = time.monotonic()
     on_gpu = torch.device(runner.device).type == "cuda"
     room = min(runner.token_to_kv_pool.size, runner.req_to_token_pool.req_to_token.shape[1])
-    tokens = min(TOKENS_ON_GPU if on_gpu else TOKENS_ON_CPU, room - 1)
+    context = int(runner.model_config.context_len)
+    tokens = min(TOKENS_ON_GPU if on_gpu else TOKENS_ON_CPU, room - 1, context)
     logger.info(
         "cache rank: fitting sketches to the model, on %d tokens", tokens * PIECES * len(TEXTS)
     )

@@ -12,6 +12,7 @@ from cache_rank.kernels.row_sketch import encode_rows, row_scratch, select_rows
 from cache_rank.kernels.sketch.reference import Sketch, make_sketch, sketch_shape
 from sglang_ext.calibration.key_statistics import KeyMoments
 from sglang_ext.flags import CacheRankFlags
+from sglang_ext.refusals import UnsupportedError
 
 REQUESTS_AT_ONCE = 64
 """Requests that are scored in one go; scratch is of so many."""
@@ -170,6 +171,9 @@ def bytes_beside_sketches(
 
     Returns:
         The bytes of K and V.
+
+    Raises:
+        UnsupportedError: nothing is left for them.
     """
     kv_heads = model.get_num_kv_heads(args.tp_size)
     group = model.num_attention_heads // args.tp_size // kv_heads
@@ -178,9 +182,15 @@ def bytes_beside_sketches(
     sketches = (layers - args.dense_layers) * kv_heads * size
     maps = 4 * (layers - args.dense_layers) * kv_heads * 8 * size * model.head_dim
     padded = 1 << (group - 1).bit_length()
-    # Of a token: logits, a key, and its share of counts and sums, rounded up.
+    # Of a token: logits, a key, and its share of sums, rounded up.
     token_scratch = 2 * padded + 1 + (1 + padded // 8)
     scratch = REQUESTS_AT_ONCE * kv_heads * model.context_len * token_scratch
+    if maps + scratch >= available:
+        raise UnsupportedError(
+            f"--context-length {model.context_len}: selection would take "
+            f"{(maps + scratch) / 1e9:.1f} of the {available / 1e9:.1f} GB that SGLang's pool has. "
+            "Lower it."
+        )
     return (available - maps - scratch) * token // (token + sketches)
 
 
@@ -188,12 +198,14 @@ def heads_of(runner: Any, dense_layers: int) -> Heads:
     """Read the heads off a loaded model, as far as layers may be sparse.
 
     Raises:
-        ValueError: its attention layers are not those of SGLang's KV pool.
+        ValueError: its attention layers are not those of SGLang's KV pool, or not plain ones.
     """
     pool = runner.token_to_kv_pool
     attention = [part for part in runner.model.modules() if type(part).__name__ == "RadixAttention"]
     first = attention[0]
     if len(attention) != len(pool.k_buffer) or first.qk_head_dim != first.v_head_dim:
         raise ValueError("the model's attention layers do not match its KV pool")
+    if any(part.logit_cap or part.xai_temperature_len > 0 for part in attention):
+        raise ValueError("the model caps logits of attention, which inline selection does not")
     layers = len(attention) - dense_layers
     return Heads(layers, first.tp_q_head_num, first.tp_k_head_num, first.qk_head_dim)

@@ -12,7 +12,7 @@ import torch
 
 from cache_rank.config import ModelShape
 from sglang_ext import compat, cpu
-from sglang_ext.flags import BACKEND, CacheRankFlags, flag_of
+from sglang_ext.flags import BACKEND, SGLANG_FIELDS, CacheRankFlags, field_of, flag_of
 from sglang_ext.refusals import (
     ALLOW_LARGE_BUDGET_VARIABLE,
     DROP,
@@ -48,7 +48,14 @@ EXCHANGE_FLAGS = {
 }
 """Flags that a cache rank in a process of its own does not allow, and why."""
 
+_CONTEXT_PARALLEL = " ".join(
+    flag
+    for flag in "--dcp-size --attn-cp-size --enable-prefill-cp --enable-kv-cache-sharding".split()
+    if field_of(flag) in SGLANG_FIELDS  # some came later
+)
+
 INLINE_FLAGS = {
+    _CONTEXT_PARALLEL: "sketches lie by the rows of one pool, and parts of a context in several",
     "--pp-size --nnodes --enable-dp-attention": "this is not tested with selection in the process",
     "--disaggregation-mode": "K and V that another server computes have no sketches",
     "--radix-cache-backend --enable-hierarchical-cache --enable-lmcache --enable-flexkv "
@@ -133,9 +140,15 @@ def inline(args: CacheRankFlags) -> Iterator[Objection]:
     if args.kv_cache_dtype not in ("auto", "bf16", "bfloat16", "fp8_e4m3"):
         why = "K and V are attended to in the model's dtype or in fp8_e4m3"
         yield Objection("--kv-cache-dtype", why)
+    if args.kv_cache_dtype == "fp8_e4m3" and args.on_gpu and _compute_capability() < (8, 9):
+        yield Objection("--kv-cache-dtype", "this GPU does not read FP8 in our kernels")
     if args.recent_tokens < 1:
         yield Objection("--recent-tokens", "the current token is one of them", "pass 1 or more")
     yield from _threshold(args)
+
+
+def _compute_capability() -> tuple[int, int]:
+    return torch.cuda.get_device_capability()
 
 
 def _threshold(args: CacheRankFlags) -> Iterator[Objection]:

@@ -203,7 +203,7 @@ def test_one_fit_serves_every_later_start(
         device="cpu",
         token_to_kv_pool=SimpleNamespace(size=1000),
         req_to_token_pool=SimpleNamespace(req_to_token=torch.zeros(1, 1000)),
-        model_config=SimpleNamespace(vocab_size=300),
+        model_config=SimpleNamespace(vocab_size=300, context_len=900),
     )
     file = tmp_path / "kept.safetensors"
     selection: Any = None

@@ -45,6 +45,7 @@ def encode_rows(
     count, kv_heads, head_dim = keys.shape
     assert keys.stride(2) == 1
     assert rows.stride(0) == 1
+    assert len(rows) == count
     assert codes.is_contiguous()
     assert codes.shape[2] == shape.bytes
     assert sketch.keys.is_contiguous()
