@@ -52,20 +52,18 @@ class Hook(NamedTuple):
     why: str
 
 
-def _cache_rank_args() -> CacheRankServerArgs | None:
+def _sparse_args() -> CacheRankServerArgs | None:
+    """The arguments of a server that decodes sparsely, wherever tokens are selected."""
     try:
         args = get_server_args()
     except ValueError:  # a process that uses parts of SGLang without serving
         return None
-    return args if isinstance(args, CacheRankServerArgs) and args.has_cache_rank else None
-
-
-def _sparse_args() -> CacheRankServerArgs | None:
-    try:
-        args = get_server_args()
-    except ValueError:
-        return None
     return args if isinstance(args, CacheRankServerArgs) and args.is_sparse else None
+
+
+def _cache_rank_args() -> CacheRankServerArgs | None:
+    args = _sparse_args()
+    return args if args is not None and args.has_cache_rank else None
 
 
 def _rank() -> InferenceRank | InlineRank | None:

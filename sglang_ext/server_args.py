@@ -90,37 +90,31 @@ class CacheRankServerArgs(CacheRankFlags):
 
     def _resolve_inline(self, let_sglang: Callable[[], None]) -> None:
         """Check and choose for selection in SGLang's process."""
-        refuse(self, servers.sparse_decode(self))
-        refuse(self, servers.inline(self))
-        servers.refuse_out_of_range(self)
-        require_model(self.model_path, self.revision)
+        self._refuse_arguments()
         say_unknown(self)
         self._say_ignored("cache rank: only a cache rank with --cache-rank-gpus 1 heeds these")
         self._set_for_device()
         self._set("prefill_attention_backend", PREFILL_BACKEND, "prefill writes sketches of keys")
         self._set("decode_attention_backend", BACKEND, "sparse decode by sketches")
         let_sglang()
-        from sglang_ext.refusals import models
-
-        refuse(self, models.sparse_decode(self))
-        refuse(self, models.inline(self))
+        self._refuse_model()
         self._say_what_to_expect_inline()
         warn_ineffective_flags(self, compat.model_config(self).context_len)
 
     def _refuse_arguments(self) -> None:
         """Refuse what the user explicitly asked for and cannot have."""
         refuse(self, servers.sparse_decode(self))
-        refuse(self, servers.exchange(self))
+        refuse(self, servers.inline(self) if self.is_inline else servers.exchange(self))
         servers.refuse_out_of_range(self)
         require_model(self.model_path, self.revision)
 
     def _refuse_model(self) -> None:
-        """Refuse a model whose attention a working set cannot represent."""
+        """Refuse a model that cannot decode sparsely, or not in this placement."""
         # Imported here: it brings SGLang's layers, for which a refused flag need not wait.
         from sglang_ext.refusals import models
 
         refuse(self, models.sparse_decode(self))
-        refuse(self, models.exchange(self))
+        refuse(self, models.inline(self) if self.is_inline else models.exchange(self))
 
     def _choose_schedule(self) -> None:
         """Choose how queries are predicted, and the layers of a group, where the user does not."""

@@ -10,4 +10,5 @@ attention   the attention backend
 rank        which requests are sparse, and what users see
 metrics     what is exported of them, and logged
 calibrating fits the sketch to the loaded model, once
+starting    builds all of this when SGLang has loaded the model
 """
