@@ -28,7 +28,7 @@ def test_a_plan_has_a_row_for_each_batch_and_context() -> None:
         *("| 1 × 8,192", "| 24 × 8,192"),
         *("| 1 × 32,768", "| 24 × 32,768"),
     ]
-    assert [row[1] for row in rows] == ["dense", "inline", "inline", "cache rank"]
+    assert [row[1] for row in rows] == ["dense", "inline", "dense", "cache rank"]
     assert [row[5] for row in rows] == ["yes", "yes", "yes", "no"]
     assert text[-1].startswith("estimates (H200, 32,768 tokens a request;")
 
