@@ -69,6 +69,7 @@ class Selection:
             at_once, heads.query_heads, heads.kv_heads, context, self._codes[0]
         )
         self._width = args.sink_tokens + args.sparse_budget + args.recent_tokens
+        self._budgets = new(slots).fill_(args.sparse_budget)
 
     @property
     def sketch_bytes(self) -> int:
@@ -104,16 +105,20 @@ class Selection:
             (B, Hkv, attended tokens) int32, rows of the pool.
         """
         heads = self._codes.shape[1]
+        budgets = self._budgets[: len(queries)]
         picked = slots.new_empty((len(queries), heads, self._width), dtype=torch.int32)
         for start in range(0, len(queries), REQUESTS_AT_ONCE):
             part = slice(start, start + REQUESTS_AT_ONCE)
-            of_part = self._row_table, slots[part], lengths[part], self.sparse_from
             select_rows(
                 queries[part],
                 self._codes[layer],
                 self._sketches[layer],
                 self._shape,
-                *of_part,
+                self._row_table,
+                slots[part],
+                lengths[part],
+                self.sparse_from,
+                budgets[part],
                 scale,
                 self._sinks,
                 self._recent,
@@ -146,8 +151,10 @@ class Selection:
             (B, Hq, D).
         """
         out = torch.empty_like(queries)
-        of_step = self._row_table, slots, lengths, self.sparse_from
-        attend_rows(queries, keys, values, picked, *of_step, scale, out, k_scale, v_scale)
+        budgets = self._budgets[: len(slots)]
+        of_step = self._row_table, slots, lengths, self.sparse_from, budgets
+        always = self._sinks + self._recent
+        attend_rows(queries, keys, values, picked, *of_step, always, scale, out, k_scale, v_scale)
         return out
 
 
