@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from bit_planes import keys_of
 
 from cache_rank.kernels.row_sketch import picking, reference
 from cache_rank.kernels.row_sketch.reference import RowScratch, to_keys
@@ -17,10 +18,8 @@ CHUNK = 32
 
 @pytest.fixture(autouse=True)
 def short_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A program reads the keys of longer requests in several blocks."""
-    monkeypatch.setattr(picking, "_HELD", 1024)
-    monkeypatch.setattr(picking, "_BLOCK", 512)
-    monkeypatch.setattr(picking, "_PART_LOGITS", 256)
+    """Several programs write keys, and of longer requests more words are marked."""
+    monkeypatch.setattr(picking, "LAUNCH", picking.LAUNCH._replace(tokens=256, few_words=32))
 
 
 def best(keys: list[int], length: int, budget: int) -> list[int]:
@@ -42,23 +41,24 @@ def test_the_best_keys_are_picked_the_earlier_of_equals(
     assert picked.tolist() == [best(of_head, length, budget) for of_head in keys.tolist()]
 
 
-@pytest.mark.parametrize("heads", [1, 3])
-@pytest.mark.parametrize("spread", [0.0, 0.05, 4.0])
+@pytest.mark.parametrize(
+    ("heads", "spread"), [(1, 0.0), (3, 0.05), (1, 4.0), (3, 4.0), (3, math.nan)]
+)
 @pytest.mark.parametrize(
     ("lengths", "budgets"),
     [
         ([40], [MOST]),
-        ([13, 9, 11, 12, 100, 300], [MOST, MOST, 5, MOST, 1, 6]),
-        ([1024, 1027, 1028, 67], [3, MOST, 0, 1]),
-        ([2500], [4]),
+        ([13, 9, 259, 12, 67, 260], [MOST, MOST, 5, MOST, 1, 6]),
+        ([1027, 1028], [3, MOST]),
+        ([2500, 300], [4, 0]),
     ],
 )
 def test_a_program_picks_by_the_keys_that_it_has_made(
     lengths: list[int], budgets: list[int], spread: float, heads: int, device: torch.device
 ) -> None:
-    """The spread is that of logits; little of it makes ties."""
+    """The spread is that of logits: little of it makes ties, and without numbers all are."""
     generator = torch.Generator().manual_seed(1)
-    kv_heads, capacity, padded = 2, 2600, 4
+    kv_heads, capacity, padded = 2, 2688, 4
     units, chunks = len(lengths) * kv_heads, -(-capacity // CHUNK)
     logits = spread * torch.randn((units, capacity, padded), generator=generator)
     sums = torch.full((units, chunks, 2, padded), torch.nan)
@@ -70,9 +70,10 @@ def test_a_program_picks_by_the_keys_that_it_has_made(
     empty = torch.empty(0)
     scratch = RowScratch(
         empty,
-        logits.to(device, torch.float16),
+        logits.mT.contiguous().to(device, torch.float16),
         sums.to(device),
-        torch.zeros((units, capacity), dtype=torch.uint8, device=device),
+        torch.zeros((units, 8, capacity // 8), dtype=torch.uint8, device=device),
+        torch.zeros((units, 2, capacity // 32), dtype=torch.int32, device=device),
     )
     slots = torch.randperm(len(lengths) + 2, generator=generator)[: len(lengths)]
     table = torch.randperm((len(lengths) + 2) * capacity, generator=generator).to(torch.int32)
@@ -100,7 +101,7 @@ def test_a_program_picks_by_the_keys_that_it_has_made(
             continue
         own = logits[unit, : length - 1, :heads].half().float()
         keys = to_keys((own - own.logsumexp(dim=0)).amax(dim=-1)).int()
-        used = scratch.keys[unit, : length - RECENT].cpu().int()
+        used = keys_of(scratch.keys)[unit, : length - RECENT].cpu()
         assert int((used - keys[: length - RECENT]).abs().max()) <= 1
         rows = table[slots[request], best(used.tolist(), length, budgets[request])].tolist()
         assert found[: len(rows)] == rows

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from bit_planes import keys_of
 from torch import Tensor
 
 from cache_rank.kernels.attend import reference as attend_reference
@@ -31,7 +32,7 @@ SINKS, RECENT, MOST = 3, 5, 40
 def short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several programs score a request, and several blocks are in a chunk."""
     monkeypatch.setattr(triton, "LAUNCH", triton.LAUNCH._replace(block=128, chunk=256))
-    monkeypatch.setattr(picking, "_PART_LOGITS", 512)
+    monkeypatch.setattr(picking, "LAUNCH", picking.LAUNCH._replace(tokens=128))
 
 
 def sketch_of_a_layer(
@@ -151,10 +152,10 @@ def selected(module: ModuleType, step: Step, capacity: int) -> tuple[Tensor, Row
 
 
 def scored(step: Step, capacity: int) -> Tensor:
-    """The keys by which Triton picks, (B, Hkv, capacity) int32."""
+    """The keys by which Triton picks, (B, Hkv, capacity)."""
     requests, kv_heads = len(step.queries), len(step.codes)
-    keys = selected(triton, step, capacity)[1].keys[: requests * kv_heads, :capacity]
-    return keys.unflatten(0, (requests, kv_heads)).int()
+    keys = keys_of(selected(triton, step, capacity)[1].keys)[: requests * kv_heads, :capacity]
+    return keys.unflatten(0, (requests, kv_heads))
 
 
 def expected_keys(step: Step, request: int) -> Tensor:
@@ -201,15 +202,15 @@ def test_keys_and_picks_are_those_of_the_reference(
     budgets = [MOST, MOST, 7, MOST, 3, 0, MOST - 1, 1, MOST, 23]
     step, _ = decode_step(lengths, kv_heads, group, head_dim, bits, dtype, index, device, budgets)
     picked, scratch = selected(triton, step, 777)
-    keys = scratch.keys[: len(lengths) * kv_heads].unflatten(0, (len(lengths), kv_heads)).int()
+    planes = scratch.keys[: len(lengths) * kv_heads].unflatten(0, (len(lengths), kv_heads))
     for request, length in enumerate(lengths):
         is_sparse = length >= SPARSE_FROM
         competing = length - RECENT if is_sparse else 0
-        assert bool((keys[request, :, competing:] == UNTOUCHED).all())
+        assert bool((planes[request, ..., 4 * -(-competing // 32) :] == UNTOUCHED).all())
         if not is_sparse:
             assert bool((picked[request] == -1).all())
             continue
-        own = keys[request, :, :competing]
+        own = keys_of(planes[request])[:, :competing]
         expected = expected_keys(step, request)[:, :competing]
         assert int((own - expected).abs().max()) <= rounding_of(step)
         tokens = reference.pick(own.to(torch.uint8), length, SINKS, RECENT, budgets[request])
@@ -232,8 +233,8 @@ def test_queries_that_are_no_numbers_harm_no_others(value: float, device: torch.
     before = scored(step, 300)
     step.queries[0, 1, 5] = value
     after = scored(step, 300)
-    assert torch.equal(after[1], before[1])
-    assert torch.equal(after[0, 1], before[0, 1])
+    assert torch.equal(after[1, :, : 300 - RECENT], before[1, :, : 300 - RECENT])
+    assert torch.equal(after[0, 1, : 90 - RECENT], before[0, 1, : 90 - RECENT])
 
 
 @pytest.mark.parametrize(("kv_heads", "group", "dtype"), [(2, 4, torch.bfloat16), (1, 3, None)])

@@ -35,16 +35,20 @@ class RowScratch(NamedTuple):
 
     Attributes:
         weights: (B, Hq, 4 · bytes) float32, what queries give the elements.
-        logits: (B · Hkv, capacity, PADDED) float16.
+        logits: (B · Hkv, PADDED, capacity) float16.
         sums: (B · Hkv, chunks, 2, PADDED) float32, each chunk's largest logit in units of log 2,
             and the sum of exponentials relative to it.
-        keys: (B · Hkv, capacity) uint8.
+        keys: (B · Hkv, 8, capacity / 8) uint8, bit planes: of the key of token t, bit b is bit
+            t % 8 of byte t // 8 of plane b.
+        marks: (B · Hkv, 2, capacity / 32) int32, the tokens that are picked, as in a plane; and
+            how many these are before each word.
     """
 
     weights: Tensor
     logits: Tensor
     sums: Tensor
     keys: Tensor
+    marks: Tensor
 
 
 def encode_rows(
@@ -161,4 +165,4 @@ def row_scratch(
     One selection after another may use it on one stream.
     """
     empty = codes.new_empty(0, dtype=torch.float32)
-    return RowScratch(empty, empty, empty, empty)
+    return RowScratch(empty, empty, empty, empty, empty)

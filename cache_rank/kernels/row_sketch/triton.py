@@ -18,7 +18,6 @@ from torch import Tensor
 from cache_rank.kernels.coded.int8_split import int8_columns
 from cache_rank.kernels.row_sketch.picking import pick_by_logits
 from cache_rank.kernels.row_sketch.reference import RowScratch
-from cache_rank.kernels.score.triton import store_logits
 from cache_rank.kernels.sketch.encoding import BLOCK_KEYS, encode_block, encode_grid
 from cache_rank.kernels.sketch.products import load_weights, logits_of, weigh_elements
 from cache_rank.kernels.sketch.reference import Sketch, SketchShape
@@ -83,10 +82,10 @@ def select_rows(
     scratch: RowScratch,
     out: Tensor,
 ) -> None:
-    """See the reference. Three launches; D is a power of two, and G is at most 16."""
+    """See the reference. Four launches; D is a power of two, and G is at most 16."""
     requests, query_heads, head_dim = queries.shape
     kv_heads, pool_rows, size = codes.shape
-    group, capacity = query_heads // kv_heads, scratch.keys.shape[1]
+    group, capacity = query_heads // kv_heads, scratch.logits.shape[2]
     padded = triton.next_power_of_2(group)
     units, chunks = requests * kv_heads, triton.cdiv(capacity, LAUNCH.chunk)
     assert recent >= 1  # the current token is not scored
@@ -144,12 +143,14 @@ def row_scratch(
 ) -> RowScratch:
     """See the reference."""
     padded = triton.next_power_of_2(query_heads // kv_heads)
+    capacity = triton.cdiv(capacity, 512) * 512  # so that all rows are aligned
     units, chunks = requests * kv_heads, triton.cdiv(capacity, LAUNCH.chunk)
     return RowScratch(
         codes.new_empty((requests, query_heads, 4 * codes.shape[2]), dtype=torch.float32),
-        codes.new_empty((units, capacity, padded), dtype=torch.float16),
+        codes.new_empty((units, padded, capacity), dtype=torch.float16),
         codes.new_empty((units, chunks, 2, padded), dtype=torch.float32),
-        codes.new_empty((units, capacity)),
+        codes.new_empty((units, 8, capacity // 8)),
+        codes.new_empty((units, 2, capacity // 32), dtype=torch.int32),
     )
 
 
@@ -233,7 +234,7 @@ def _score(
             own_codes = codes + head * pool_rows * SIZE
             unit_logits = logits + unit * capacity * PADDED
             stop = tl.minimum(start + CHUNK, scored)
-            byte = tl.arange(0, WIDTH)
+            byte, heads = tl.arange(0, WIDTH), tl.arange(0, PADDED)
             greatest = tl.full((BLOCK, PADDED), _LEAST_LOGIT, tl.float32)
             total = tl.zeros((BLOCK, PADDED), tl.float32)
             for block in tl.range(start, stop, BLOCK, num_stages=STAGES):
@@ -248,11 +249,14 @@ def _score(
                 logit = logits_of(
                     packed, own_weights, weight_unit, PADDED, BLOCK, COLUMNS, INTERPRETED
                 )
-                store_logits(logit, token, token < stop, unit_logits, PADDED)
-                logit = tl.where((token < stop)[:, None], logit * _LOG2_E, _LEAST_LOGIT)
+                # Those behind the last token are nobody's.
+                rounded = tl.clamp(logit, -65504.0, 65504.0).to(tl.float16)
+                tl.store(unit_logits + heads[None, :] * capacity + token[:, None], rounded)
+                # Not the mask of the rows, which threads would have to tell each other.
+                is_token = tl.arange(0, BLOCK) < stop - block
+                logit = tl.where(is_token[:, None], logit * _LOG2_E, _LEAST_LOGIT)
                 greatest, total = _add_exponentials(greatest, total, logit)
             share = sums + (unit * tl.cdiv(capacity, CHUNK) + chunk) * 2 * PADDED
-            heads = tl.arange(0, PADDED)
             of_chunk = tl.max(greatest, axis=0)
             total = tl.sum(total * tl.exp2(greatest - of_chunk[None, :]), axis=0)
             tl.store(share + heads, of_chunk)
