@@ -96,6 +96,7 @@ def select_rows(
     assert row_table.stride(1) == 1
     assert len(scratch.keys) >= units
     assert scratch.sums.shape[1:] == (chunks, 2, padded)
+    assert capacity % LAUNCH.block == 0  # logits are stored by the block
 
     of_one_layer = queries.unsqueeze(1)
     weigh_elements(of_one_layer, sketch, 0, scale, scratch.weights)
