@@ -31,7 +31,7 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from sglang_ext import compat
-from sglang_ext.calibration.files import CalibrationError, read
+from sglang_ext.calibration.files import read
 from sglang_ext.calibration.key_statistics import KeyBasis, KeyMoments, key_basis
 from sglang_ext.calibration.texts import CALIBRATION_TEXTS, LONGEST_TOKEN
 from sglang_ext.inline.selection import Heads, Selection
@@ -207,20 +207,9 @@ def of_folder(folder: Path, first: int, heads: Heads, tp_rank: int, tp_size: int
     """Read a folder that `sglang_ext.calibrate` has written; a rank takes its own heads.
 
     Raises:
-        CalibrationError: it is not of this model.
+        CalibrationError: it cannot be read.
     """
     card, _, bases = read(folder)
-    # Ranks share KV heads where there are more of them than heads.
-    kv_heads = max(1, card.kv_heads // tp_size)
-    found = Heads(
-        card.layers - card.dense_layers, card.query_heads // tp_size, kv_heads, card.head_dim
-    )
-    if found != heads or card.dense_layers != first:
-        raise CalibrationError(
-            f"--calibration {folder}: it is of {card.model}, whose layers behind the "
-            f"{card.dense_layers} dense ones would be {found}, and here are {heads} behind "
-            f"{first}. Drop it: a server calibrates itself."
-        )
     start = tp_rank * card.kv_heads // tp_size
     own = slice(start, start + heads.kv_heads)
     return [KeyBasis(*(part[own] for part in bases[first + n])) for n in range(heads.layers)]

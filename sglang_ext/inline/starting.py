@@ -47,7 +47,7 @@ def load_calibration(scheduler: Any, args: CacheRankServerArgs) -> None:
     """Have sketches fitted to the model of a scheduler that is about to serve.
 
     Raises:
-        CalibrationError: the folder that the user names is none of this model.
+        CalibrationError: the folder that the user names cannot be read.
     """
     assert _current is not None
     runner = scheduler.tp_worker.model_runner

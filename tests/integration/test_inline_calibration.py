@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from msgspec.structs import replace
 from workload import REUSE, SMALL_INLINE, random_prompts
 
 from scripts.shared.serving import Server, serve
-from sglang_ext.calibration.files import TENSORS, Calibration, Card, write
+from sglang_ext.calibration.files import Calibration, Card, write
 from sglang_ext.inline.calibrating import kept
 from sglang_ext.inline.selection import Heads
 
@@ -66,7 +65,7 @@ def test_a_model_is_fitted_to_once(
 
 
 @pytest.mark.thorough
-def test_a_folder_of_the_model_is_read_and_one_of_another_is_refused(
+def test_a_folder_of_the_model_is_read(
     inline_server: Server, random_model: Callable[..., Path], cache_home: Path, tmp_path: Path
 ) -> None:
     fitted = kept(kept_file(cache_home), HEADS)
@@ -96,9 +95,3 @@ def test_a_folder_of_the_model_is_read_and_one_of_another_is_refused(
     assert FITTED not in log
     assert READ not in log
     assert not (tmp_path / "sglang-cache-rank").exists()
-
-    other = replace(card, model="another", layers=3)
-    write(tmp_path / "other", Calibration(other, {}, bases))
-    assert (tmp_path / "other" / TENSORS).exists()
-    with pytest.raises(RuntimeError, match="it is of another"):
-        start(random_model(), tmp_path, "--calibration", str(tmp_path / "other"))
