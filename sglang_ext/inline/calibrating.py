@@ -30,6 +30,7 @@ from sglang.srt.model_executor.forward_batch_info import (
 from torch import Tensor
 from transformers import AutoTokenizer
 
+from cache_rank.user_cache import cache_folder
 from sglang_ext import compat
 from sglang_ext.calibration.files import read
 from sglang_ext.calibration.key_statistics import KeyBasis, KeyMoments, key_basis
@@ -163,8 +164,7 @@ def fingerprint(model: torch.nn.Module, heads: Heads, context: int) -> str:
 
 def cache_file(name: str) -> Path:
     """Where what was fitted to a model is kept."""
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(cache) / "sglang-cache-rank" / "sketches" / f"{name}.safetensors"
+    return cache_folder() / "sketches" / f"{name}.safetensors"
 
 
 def kept(file: Path, heads: Heads) -> list[KeyBasis] | None:
