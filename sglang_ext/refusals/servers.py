@@ -65,6 +65,9 @@ _CONTEXT_PARALLEL = " ".join(
 INLINE_FLAGS = {
     _CONTEXT_PARALLEL: "sketches lie by the rows of one pool, and parts of a context in several",
     "--pp-size --nnodes --enable-dp-attention": "this is not tested with selection in the process",
+    "--moe-a2a-backend --moe-dense-tp-size": (
+        "ranks agree on a batch beforehand, and do not on the prompts that sketches are fitted to"
+    ),
     "--disaggregation-mode": "K and V that another server computes have no sketches",
     "--radix-cache-backend --enable-hierarchical-cache --enable-lmcache --enable-flexkv "
     "--enable-session-radix-cache --enable-unified-cache-external-linker": (
@@ -83,8 +86,8 @@ def sparse_decode(args: CacheRankFlags) -> Iterator[Objection]:
         )
     if args.on_gpu and envs.SGLANG_ENABLE_POST_CAPTURE_KV_SIZING.get():
         raise UnsupportedError(
-            "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING: the KV pool gets its size after what lies beside "
-            "it, which is sized by it. Unset it."
+            "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING: the KV pool gets its size after what is sized "
+            "by it. Unset it."
         )
     yield from of_flags(args, SPARSE_DECODE_FLAGS)
     if args.device not in (None, "cpu", "cuda") or (args.device == "cuda" and not cpu.has_gpu()):

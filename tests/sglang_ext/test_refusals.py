@@ -112,6 +112,7 @@ INLINE_CASES: list[tuple[str, dict[str, Any]]] = [
     ("--inference-kv", {"inference_kv": "working-set"}),
     ("--kv-cache-dtype", {"kv_cache_dtype": "fp8_e5m2"}),
     ("--recent-tokens", {"recent_tokens": 0}),
+    ("--moe-a2a-backend", {"moe_a2a_backend": "deepep"}),
     ("--prefill-attention-backend", {"prefill_attention_backend": "torch_native"}),
     ("--sparse-threshold", {"sparse_threshold": 68}),
 ]
@@ -190,7 +191,7 @@ def test_a_pool_that_grows_after_captures_is_refused(
     pretend_gpus(gpus, monkeypatch)
     monkeypatch.setenv("SGLANG_ENABLE_POST_CAPTURE_KV_SIZING", "1")
     if gpus:
-        with pytest.raises(UnsupportedError, match="^SGLANG_ENABLE_POST_CAPTURE_KV_SIZING: "):
+        with pytest.raises(UnsupportedError, match=r"^SGLANG_ENABLE_POST_CAPTURE_KV_SIZING: "):
             refuse(make(), servers.sparse_decode(make()))
     else:
         refuse(make(), servers.sparse_decode(make()))
