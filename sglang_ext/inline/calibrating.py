@@ -89,22 +89,23 @@ def collect(
 ) -> list[KeyBasis]:
     """Let a model read prompts, the first at the beginning of the context, the last at its end.
 
-    Nothing else has been served yet: prompts take rows from the beginning of the pool.
-
     Returns:
         How the keys of the sparse layers are sketched.
 
     Raises:
         ValueError: a prefill did not show its tokens, and nothing else.
     """
+    pieces, context = list(prompts), int(runner.model_config.context_len)
+    allocator = runner.token_to_kv_pool_allocator
+    rows = allocator.alloc(_whole_pages(max(map(len, pieces)), allocator))
     moments = [
         KeyMoments(heads.kv_heads, heads.head_dim, runner.device) for _ in range(heads.layers)
     ]
     selection.moments = moments
     try:
-        pieces, context = list(prompts), int(runner.model_config.context_len)
         for index, tokens in enumerate(pieces):
-            _prefill(runner, tokens, (context - len(tokens)) * index // max(1, len(pieces) - 1))
+            position = (context - len(tokens)) * index // max(1, len(pieces) - 1)
+            _prefill(runner, tokens, position, rows[: len(tokens)])
         read = sum(map(len, pieces))
         if any(of_layer.tokens != read for of_layer in moments):  # padding is no token
             raise ValueError(
@@ -114,13 +115,32 @@ def collect(
         return [key_basis(of_layer) for of_layer in moments]
     finally:
         selection.moments = None
+        allocator.free(rows)
+
+
+def tokens_of_piece(runner: Any) -> int:
+    """How many tokens of a text are read at a time."""
+    on_gpu = torch.device(runner.device).type == "cuda"
+    room = min(runner.token_to_kv_pool.size, runner.req_to_token_pool.req_to_token.shape[1])
+    context = int(runner.model_config.context_len)
+    return min(TOKENS_ON_GPU if on_gpu else TOKENS_ON_CPU, room - 1, context)
+
+
+def has_room(runner: Any) -> bool:
+    """Whether the pool has room for what is read at a time."""
+    allocator = runner.token_to_kv_pool_allocator
+    needed = _whole_pages(tokens_of_piece(runner), allocator)
+    return bool(allocator.available_size() >= needed)
+
+
+def _whole_pages(tokens: int, allocator: Any) -> int:
+    return int(-(-tokens // allocator.page_size) * allocator.page_size)
 
 
 @torch.inference_mode()
-def _prefill(runner: Any, tokens: list[int], position: int) -> None:
-    """Compute a prompt from a position on, in one forward pass and the first rows of the pool."""
+def _prefill(runner: Any, tokens: list[int], position: int, rows: Tensor) -> None:
+    """Compute a prompt from a position on, in one forward pass and these rows of the pool."""
     count, device = len(tokens), runner.device
-    rows = torch.arange(1, count + 1, dtype=torch.int64, device=device)
     runner.req_to_token_pool.req_to_token[0, :count] = rows.to(torch.int32)
 
     def one(value: int, dtype: torch.dtype = torch.int32) -> Tensor:
@@ -136,7 +156,7 @@ def _prefill(runner: Any, tokens: list[int], position: int) -> None:
         seq_lens_sum=count,
         orig_seq_lens=one(count),
         out_cache_loc=rows,
-        positions=rows - 1 + position,
+        positions=torch.arange(position, position + count, device=device),
         extend_num_tokens=count,
         extend_seq_lens=one(count),
         extend_prefix_lens=one(0),
@@ -234,10 +254,7 @@ def calibrate(
         logger.info("cache rank: sketches are as fitted before (%s)", file)
         return bases
     started = time.monotonic()
-    on_gpu = torch.device(runner.device).type == "cuda"
-    room = min(runner.token_to_kv_pool.size, runner.req_to_token_pool.req_to_token.shape[1])
-    context = int(runner.model_config.context_len)
-    tokens = min(TOKENS_ON_GPU if on_gpu else TOKENS_ON_CPU, room - 1, context)
+    tokens = tokens_of_piece(runner)
     logger.info(
         "cache rank: fitting sketches to the model, on %d tokens", tokens * PIECES * len(TEXTS)
     )

@@ -95,3 +95,24 @@ def test_a_folder_of_the_model_is_read(
     assert FITTED not in log
     assert READ not in log
     assert not (tmp_path / "sglang-cache-rank").exists()
+
+
+@pytest.mark.thorough
+def test_sketches_are_fitted_again_to_weights_that_come_after_dummies(
+    inline_server: Server, random_model: Callable[..., Path], cache_home: Path, tmp_path: Path
+) -> None:
+    log, expected = start(random_model(), cache_home)
+    assert READ in log
+    flags = [*SMALL_INLINE, *REUSE, "--sparse-budget", "8", "--model-path", str(random_model())]
+    with serve([*flags, "--load-format", "dummy"], {"XDG_CACHE_HOME": str(tmp_path)}) as server:
+        assert server.generate(PROMPT, 60)["output_ids"] != expected
+        body = {"model_path": str(random_model()), "load_format": "auto"}
+        assert server.post("/update_weights_from_disk", body).json()["success"]
+        assert server.log.read_text().count(FITTED) == 1
+        for known in (0, len(PROMPT) - 1):
+            response = server.generate(PROMPT, 60)
+            assert response["output_ids"] == expected
+            assert response["meta_info"]["cached_tokens"] == known
+        assert server.post("/update_weights_from_disk", body).json()["success"]
+        assert server.generate(PROMPT, 60)["output_ids"] == expected
+        assert server.log.read_text().count(FITTED) == 2
