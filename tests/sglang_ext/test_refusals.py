@@ -42,7 +42,7 @@ def options() -> set[str]:
 
 
 def named_flags(text: str) -> set[str]:
-    return {*re.findall(r"(?<!\S)--[a-z][a-z-]*", text)}
+    return {*re.findall(r"(?<!\S)--[a-z][a-z0-9-]*", text)}
 
 
 def check(args: CacheRankServerArgs, object_to: Object, flags: str) -> None:
@@ -54,7 +54,7 @@ def check(args: CacheRankServerArgs, object_to: Object, flags: str) -> None:
     sentences = re.fullmatch(r"(--.+?): (.+?)\. ([A-Z].+)\.", str(caught.value))
     assert sentences
     named, why, remedy = sentences.groups()
-    assert re.findall(r"(?<!\S)--[a-z-]+", named) == flags.split()
+    assert re.findall(r"(?<!\S)--[a-z0-9-]+", named) == flags.split()
     assert "{" not in why + remedy
 
 
