@@ -115,6 +115,7 @@ class CacheRankServerArgs(CacheRankFlags):
 
         refuse(self, models.sparse_decode(self))
         refuse(self, models.inline(self) if self.is_inline else models.exchange(self))
+        refuse(self, models.calibration(self))
 
     def _choose_schedule(self) -> None:
         """Choose how queries are predicted, and the layers of a group, where the user does not."""

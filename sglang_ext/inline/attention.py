@@ -7,12 +7,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
-from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from torch import Tensor
 
-from sglang_ext import compat
+from sglang_ext.dense_kernels import AroundDenseKernels
 from sglang_ext.inline.selection import Selection
 from sglang_ext.server_args import CacheRankServerArgs
 
@@ -39,16 +37,12 @@ class Branch:
             torch.cuda.current_stream().wait_stream(self._stream)
 
 
-class InlineAttnBackend(AttentionBackend):
+class InlineAttnBackend(AroundDenseKernels):
     """Sketches the keys of every forward pass, and selects in decode steps."""
 
     def __init__(self, runner: Any, args: CacheRankServerArgs, selection: Selection) -> None:
-        super().__init__()
-        self.token_to_kv_pool = runner.token_to_kv_pool
-        self.req_to_token_pool = runner.req_to_token_pool
+        super().__init__(runner, args.attention_backend)
         self._dense_layers = args.dense_layers
-        self._dense = ATTENTION_BACKENDS[args.attention_backend](runner)
-        self.needs_cpu_seq_lens = self._dense.needs_cpu_seq_lens
         self._selection = selection
         self._branch = Branch(runner.device)
 
@@ -63,18 +57,6 @@ class InlineAttnBackend(AttentionBackend):
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
         if self._dense_layers or not forward_batch.forward_mode.is_decode_or_idle():
             self._dense.init_forward_metadata_in_graph(forward_batch)
-
-    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        self._dense.init_cuda_graph_state(max_bs, max_num_tokens)
-
-    def get_cuda_graph_seq_len_fill_value(self) -> int:
-        return int(self._dense.get_cuda_graph_seq_len_fill_value())
-
-    def support_triton(self) -> bool:
-        return bool(self._dense.support_triton())
-
-    def shared_read_ends(self, forward_mode: Any) -> Any:
-        return compat.reads_until_the_stream_is_done()
 
     def forward_extend(
         self, q: Tensor, k: Tensor, v: Tensor, layer: Any, forward_batch: Any, *args: Any, **kw: Any

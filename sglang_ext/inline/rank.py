@@ -23,10 +23,13 @@ class InlineRank:
 
     Attributes:
         selection: of this process.
+        fit_again: fits the sketches to weights that will be loaded, and says whether it could; None
+            where they are fitted to those of today.
     """
 
     def __init__(self, args: CacheRankServerArgs, selection: Selection, tp_rank: int) -> None:
         self.selection = selection
+        self.fit_again: Callable[[], bool] | None = None
         self._args = args
         self._weight_updates = 0
         self._steps = 0
@@ -44,6 +47,9 @@ class InlineRank:
     def run_other(self, requests: list[Any], forward: Callable[[], Result]) -> Result:
         """Run a step that is no decode step, a prefill say."""
         self._enter(requests)
+        # Weights come in parts. The first prefill says that they are all there.
+        if self._weight_updates and self.fit_again is not None and self.fit_again():
+            self.fit_again = None
         return forward()
 
     def run_decode(

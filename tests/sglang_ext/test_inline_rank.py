@@ -163,3 +163,22 @@ def test_a_request_that_never_ran_may_be_freed(scheduler: Scheduler) -> None:
     scheduler.rank.on_request_freed(never)
     scheduler.prefill(never)
     assert scheduler.seen[-1][0] == THRESHOLD
+
+
+def test_sketches_are_fitted_again_at_the_first_prefill_by_other_weights(
+    scheduler: Scheduler,
+) -> None:
+    """And once, as soon as there is room for it."""
+    room = [False, True]
+    scheduler.rank.fit_again = lambda: room.pop(0)
+    one = request(0)
+    scheduler.prefill(one)
+    scheduler.rank.on_weights_updated()
+    scheduler.decode([50], one)
+    assert room == [False, True]
+    scheduler.prefill(one)
+    assert room == [True]
+    for _ in range(2):
+        scheduler.rank.on_weights_updated()
+        scheduler.prefill(one)
+        assert room == []

@@ -42,7 +42,7 @@ def options() -> set[str]:
 
 
 def named_flags(text: str) -> set[str]:
-    return {*re.findall(r"(?<!\S)--[a-z][a-z-]*", text)}
+    return {*re.findall(r"(?<!\S)--[a-z][a-z0-9-]*", text)}
 
 
 def check(args: CacheRankServerArgs, object_to: Object, flags: str) -> None:
@@ -54,7 +54,7 @@ def check(args: CacheRankServerArgs, object_to: Object, flags: str) -> None:
     sentences = re.fullmatch(r"(--.+?): (.+?)\. ([A-Z].+)\.", str(caught.value))
     assert sentences
     named, why, remedy = sentences.groups()
-    assert re.findall(r"(?<!\S)--[a-z-]+", named) == flags.split()
+    assert re.findall(r"(?<!\S)--[a-z0-9-]+", named) == flags.split()
     assert "{" not in why + remedy
 
 
@@ -112,6 +112,8 @@ INLINE_CASES: list[tuple[str, dict[str, Any]]] = [
     ("--inference-kv", {"inference_kv": "working-set"}),
     ("--kv-cache-dtype", {"kv_cache_dtype": "fp8_e5m2"}),
     ("--recent-tokens", {"recent_tokens": 0}),
+    ("--moe-a2a-backend", {"moe_a2a_backend": "deepep"}),
+    ("--prefill-attention-backend", {"prefill_attention_backend": "torch_native"}),
     ("--sparse-threshold", {"sparse_threshold": 68}),
 ]
 GPU_CASES: list[tuple[int, Object, str, dict[str, Any]]] = [
@@ -180,6 +182,19 @@ def test_what_nobody_asked_for_is_not_refused(
     assert [*servers.sparse_decode(args), *servers.exchange(args)] == []
     args = make(cache_rank_gpus=None)
     assert [*servers.sparse_decode(args), *servers.inline(args)] == []
+
+
+@pytest.mark.parametrize("gpus", [0, 2])
+def test_a_pool_that_grows_after_captures_is_refused(
+    gpus: int, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend_gpus(gpus, monkeypatch)
+    monkeypatch.setenv("SGLANG_ENABLE_POST_CAPTURE_KV_SIZING", "1")
+    if gpus:
+        with pytest.raises(UnsupportedError, match=r"^SGLANG_ENABLE_POST_CAPTURE_KV_SIZING: "):
+            refuse(make(), servers.sparse_decode(make()))
+    else:
+        refuse(make(), servers.sparse_decode(make()))
 
 
 def test_full_queues_are_allowed_on_cpus(make: Make) -> None:

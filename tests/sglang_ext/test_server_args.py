@@ -23,6 +23,7 @@ from sglang.srt.server_args import ServerArgs
 import sglang_ext
 from cache_rank.config import CacheRankConfig, ModelShape
 from sglang_ext import compat, cpu, plugin, server_args
+from sglang_ext.calibration.files import TENSORS, Calibration, Card, write
 from sglang_ext.flags import (
     BACKEND,
     CACHE_RANK_FIELDS,
@@ -449,6 +450,64 @@ def test_an_inline_server_may_have_what_a_cache_rank_may_not() -> None:
     args = parse_server_args([*flags.split(), "--max-queued-requests", "8"])
     assert args.is_inline
     assert args.kv_cache_dtype == "fp8_e4m3"
+
+
+def card(model: Path, **changes: Any) -> Card:
+    """What a calibration of a model says."""
+    config = json.loads((model / "config.json").read_text())
+    values = {
+        "model": "somewhere",
+        "architecture": config["architectures"][0],
+        "hidden_size": config["hidden_size"],
+        "layers": config["num_hidden_layers"],
+        "query_heads": config["num_attention_heads"],
+        "kv_heads": config["num_key_value_heads"],
+        "head_dim": config["head_dim"],
+        **{"dense_layers": 1, "layers_per_group": 1, "forecast_lead": 1, "rank": 1, "ridge": 0.1},
+        **{"texts": {}, "held_out": {}, "tokens": 1, "fits": {}},
+    }
+    return Card(**values | changes)
+
+
+FORECAST = '--query-predictor forecast --forecast-lead 1 --cache-rank-config {"layers_per_group":1}'
+
+
+@pytest.mark.parametrize("placement", ["--cache-rank-gpus 1", ""])
+def test_a_calibration_that_does_not_suit_is_refused_at_the_door(
+    placement: str, tmp_path: Path
+) -> None:
+    flags = [*placement.split(), "--calibration", str(tmp_path)]
+
+    def refusal() -> str:
+        with pytest.raises(UnsupportedError, match=rf"^--calibration {tmp_path}: ") as caught:
+            parse_server_args(flags)
+        return str(caught.value)
+
+    assert "has no card.json" in refusal()
+    write(tmp_path, Calibration(card(BUNDLED_MODEL), {}, {}))
+    assert parse_server_args(flags).calibration == str(tmp_path)
+    for name, value in {
+        **{"architecture": "LlamaModel", "layers": 9, "query_heads": 32, "kv_heads": 16},
+        **{"head_dim": 512, "dense_layers": 0},
+    }.items():
+        write(tmp_path, Calibration(card(BUNDLED_MODEL, **{name: value}), {}, {}))
+        assert f"it is of {name} {value} (somewhere), and the server has" in refusal()
+    write(tmp_path, Calibration(card(BUNDLED_MODEL), {}, {}))
+    (tmp_path / TENSORS).unlink()
+    assert f"it has no {TENSORS}" in refusal()
+
+
+@pytest.mark.parametrize("changed", ["hidden_size", "layers_per_group", "forecast_lead"])
+def test_a_calibration_of_another_schedule_is_refused_with_forecasts_only(
+    changed: str, tmp_path: Path
+) -> None:
+    model = Model("Qwen3", DEEP | {"head_dim": 32}).write(tmp_path)
+    folder = tmp_path / "calibration"
+    write(folder, Calibration(card(model, **{changed: 1000}), {}, {}))
+    flags = f"--model-path {model} --calibration {folder}"
+    assert f"it is of {changed} 1000" in refusal_of(f"{FORECAST} --calibration {folder}", model)
+    parse(f"--query-predictor last {flags}".split())
+    parse_server_args(flags.split())
 
 
 def test_freed_rows_need_a_cache_rank() -> None:
