@@ -113,7 +113,6 @@ class Residency(ABC):
         rows: BatchMetadata,
         layers: range,
         queries: Tensor,
-        exact: bool = False,
         chosen: Tensor | None = None,
     ) -> Tensor:
         """Score all resident tokens: (R, len(layers), Hkv, >= capacity) float32.
@@ -124,7 +123,6 @@ class Residency(ABC):
             rows: the rows of the step.
             layers: the layers to score.
             queries: (R, len(layers), Hq, D) float32.
-            exact: take the most exact keys there are, for measurements.
             chosen: (slots, layers, Hkv, k) int32, the tokens in the slots of all sequences, for
                 what normalizes by these; see `score_normalizer`.
         """

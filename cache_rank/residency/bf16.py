@@ -53,7 +53,6 @@ class Bf16Residency(Residency):
         rows: BatchMetadata,
         layers: range,
         queries: Tensor,
-        exact: bool = False,
         chosen: Tensor | None = None,
     ) -> Tensor:
         workspace, out = self._scores.take(queries.shape[0], len(layers), rows.capacity)

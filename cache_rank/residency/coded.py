@@ -139,7 +139,6 @@ class CodedResidency(Residency):
         rows: BatchMetadata,
         layers: range,
         queries: Tensor,
-        exact: bool = False,
         chosen: Tensor | None = None,
     ) -> Tensor:
         workspace, out = self._scores.take(queries.shape[0], len(layers), rows.capacity)
@@ -153,7 +152,6 @@ class CodedResidency(Residency):
             self._model.scale,
             workspace,
             out,
-            exact,
         )
         return out
 

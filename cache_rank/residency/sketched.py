@@ -1,8 +1,7 @@
 """`--score-keys sketch`: scores read a sketch of the keys, whichever format holds the tokens.
 
 Sketches are in pages as the tokens are, some 2 bits an element of a key beside what the format
-takes. kernels/sketch/reference.py says what they are. What is shipped is what the format holds, and
-measurements score by that.
+takes. kernels/sketch/reference.py says what they are. What is shipped is what the format holds.
 """
 
 from __future__ import annotations
@@ -117,11 +116,8 @@ class SketchedResidency(Residency):
         rows: BatchMetadata,
         layers: range,
         queries: Tensor,
-        exact: bool = False,
         chosen: Tensor | None = None,
     ) -> Tensor:
-        if exact:
-            return self._held.score(rows, layers, queries, exact)
         attended = None
         if chosen is not None and self._config.score_normalizer == "attended":
             attended = Attended(chosen, self._config.sink_tokens, self._config.recent_tokens)

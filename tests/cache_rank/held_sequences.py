@@ -117,16 +117,13 @@ class Held:
     def score(
         self,
         queries: Tensor,
-        exact: bool = False,
         layers: range | None = None,
         position: int | None = None,
     ) -> Tensor:
         """Scores of the tokens up to a position, or of all."""
         layers = layers or self.layers
         position = self.resident - 1 if position is None else position
-        scores = self.residency.score(
-            rows_of([self], [position]), layers, queries.unsqueeze(0), exact
-        )
+        scores = self.residency.score(rows_of([self], [position]), layers, queries.unsqueeze(0))
         assert scores.dtype == torch.float32
         assert scores.shape[:3] == (1, len(layers), self.config.model.kv_heads)
         return scores[0, :, :, : position + 1].clone()

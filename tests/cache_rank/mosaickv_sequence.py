@@ -124,10 +124,17 @@ class Held:
         found = self.residency.read(self.rows(self.resident - 1), self.layers, positions)
         return torch.stack(found)
 
-    def score(self, queries: Tensor, exact: bool = False) -> Tensor:
-        """Of queries (layers, Hq, D), all tokens: (layers, Hkv, resident)."""
+    def score(self, queries: Tensor, by_tokens: bool = False) -> Tensor:
+        """Of queries (layers, Hq, D), all tokens: (layers, Hkv, resident).
+
+        `by_tokens` scores each by its own key, as the option scored=100.
+        """
         rows, one_row = self.rows(self.resident - 1), queries.unsqueeze(0).to(self.tokens.device)
-        scores = self.residency.score(rows, self.layers, one_row, exact)
+        configured = self.residency._scored
+        if by_tokens:
+            self.residency._scored = (1_000_000, 0)
+        scores = self.residency.score(rows, self.layers, one_row)
+        self.residency._scored = configured
         return scores[0, ..., : self.resident].clone()
 
     def queries(self, seed: int = 5) -> Tensor:

@@ -30,14 +30,14 @@ class Said(NamedTuple):
         strategies: r, g and block of each buffer in the pages, by layer.
         tokens: (2, layers, Hkv, T / 3, D), every third token as it is read.
         scores: (layers, Hkv, T), some tokens by their blocks.
-        exact: the same, all tokens by themselves.
+        by_tokens: the same, all tokens by themselves.
         shipped: (2, layers, Hkv, n, D), some of them.
     """
 
     strategies: list[list[tuple[int, int, int]]]
     tokens: Tensor
     scores: Tensor
-    exact: Tensor
+    by_tokens: Tensor
     shipped: Tensor
 
     @classmethod
@@ -49,7 +49,7 @@ class Said(NamedTuple):
         found = (
             held.read(range(0, held.resident, 3)),
             held.score(queries),
-            held.score(queries, exact=True),
+            held.score(queries, by_tokens=True),
             shipped_by(held),
         )
         return cls(strategies, *(part.cpu().float() for part in found))
@@ -107,7 +107,7 @@ def assert_agree(found: Said, expected: Said) -> None:
         assert (one - other).square().mean() < 1e-4 * energy
         assert ((one - other).abs() > 0.05 * energy.sqrt()).float().mean() < 1e-3
     assert (found.shipped[..., 0, :] == 7).all()
-    for one, other in ((found.scores, expected.scores), (found.exact, expected.exact)):
+    for one, other in ((found.scores, expected.scores), (found.by_tokens, expected.by_tokens)):
         assert ((one - other).abs() > 0.05).float().mean() < 2e-3
 
 
@@ -141,9 +141,9 @@ def test_kernels_read_bitmaps_of_several_words(group: int, dropped: int) -> None
     expected, found = (Held.whole(drifting(model, 300), model, **options) for _ in range(2))
     found.residency._memory.operations = triton
     queries = expected.queries()
-    for exact in (False, True):
+    for by_tokens in (False, True):
         torch.testing.assert_close(
-            found.score(queries, exact), expected.score(queries, exact), rtol=0, atol=1e-4
+            found.score(queries, by_tokens), expected.score(queries, by_tokens), rtol=0, atol=1e-4
         )
     # Decoded numbers are rounded to bfloat16, from sums in another order.
     one, other = (shipped_by(held)[..., 1:, :].float() for held in (found, expected))

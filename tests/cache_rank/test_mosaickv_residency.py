@@ -183,9 +183,9 @@ def test_codes_and_scores_are_the_same_bits_however_tokens_arrive(data: st.DataO
             held.load(count)
     assert held.codes() == whole.codes()
     assert torch.equal(held.read(), whole.read())
-    for exact in (False, True):
+    for by_tokens in (False, True):
         queries = held.queries()
-        assert torch.equal(held.score(queries, exact), whole.score(queries, exact))
+        assert torch.equal(held.score(queries, by_tokens), whole.score(queries, by_tokens))
 
 
 def test_token_by_token_equals_the_whole_through_several_segments() -> None:
@@ -315,20 +315,20 @@ def test_all_elements_of_all_channels_are_dense_but_for_rounding(model: str, cou
         assert (found.float() - source.float()).abs().max() <= 8 * eps * source.float().abs().max()
     queries = held.queries()
     expected = score_tokens(queries, held.tokens[0], shape.scale)
-    for exact in (False, True):
+    for by_tokens in (False, True):
         torch.testing.assert_close(
-            held.score(queries, exact), expected, rtol=16 * eps, atol=64 * eps
+            held.score(queries, by_tokens), expected, rtol=16 * eps, atol=64 * eps
         )
 
 
 @pytest.mark.parametrize("count", [40, 300, 1500])
-def test_exact_scores_are_those_of_the_decoded_keys(count: int) -> None:
+def test_scores_by_tokens_are_those_of_the_decoded_keys(count: int) -> None:
     held = Held.whole(drifting(MHA, count), **SHORT)
     queries = held.queries()
     expected = score_tokens(queries, held.read()[0], MHA.scale)
-    torch.testing.assert_close(held.score(queries, exact=True), expected, rtol=1e-4, atol=1e-4)
-    by_tokens = Held.whole(drifting(MHA, count), **SHORT, scored=100)
-    assert torch.equal(by_tokens.score(queries), held.score(queries, exact=True))
+    torch.testing.assert_close(held.score(queries, by_tokens=True), expected, rtol=1e-4, atol=1e-4)
+    configured = Held.whole(drifting(MHA, count), **SHORT, scored=100)
+    assert torch.equal(configured.score(queries), held.score(queries, by_tokens=True))
 
 
 @pytest.mark.parametrize(("scored", "wanted"), [(0, 11), (10, 152), (25, 379)])
@@ -381,8 +381,8 @@ def test_enough_tokens_are_scored_for_the_budget() -> None:
     assert isinstance(created, MosaicKVResidency)
     held.residency = created
     held.load(2000)
-    exact, found = held.score(held.queries(), exact=True), held.score(held.queries())
-    assert (~torch.isclose(exact, found, atol=0.02)).sum(dim=-1).max() <= 50
+    by_tokens, found = held.score(held.queries(), by_tokens=True), held.score(held.queries())
+    assert (~torch.isclose(by_tokens, found, atol=0.02)).sum(dim=-1).max() <= 50
 
 
 @pytest.mark.thorough
@@ -523,7 +523,7 @@ def test_channels_of_any_kind_are_served(model: str, kind: str, count: int) -> N
     assert found.isfinite().all()
     if kind in ("constant", "zero"):  # one direction, which any strategy keeps
         torch.testing.assert_close(found, held.tokens, rtol=0.02, atol=0)
-    scores = held.score(held.queries(), exact=True)
+    scores = held.score(held.queries(), by_tokens=True)
     assert (scores <= 0).all()
 
 

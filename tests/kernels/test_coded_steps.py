@@ -219,7 +219,6 @@ def scored(
     queries: Tensor,
     rows: tuple[Tensor, Tensor, Tensor],
     capacity: int,
-    exact: bool = False,
     **options: Any,
 ) -> Tensor:
     """Of layers from the second on."""
@@ -230,25 +229,25 @@ def scored(
         count, layers, kv_heads, query_heads // kv_heads, capacity, device
     )
     for _ in range(1 + queries.is_cuda):  # the workspace is ready for the next launch
-        score_codes(tokens, queries, *rows, 1, head_dim**-0.5, workspace, out, exact, **options)
+        score_codes(tokens, queries, *rows, 1, head_dim**-0.5, workspace, out, **options)
     return out
 
 
 @pytest.mark.parametrize(
-    ("name", "group", "head_dim", "exact"),
+    ("name", "group", "head_dim"),
     [
-        ("quantspec 4", 1, None, False),
-        ("quantspec 4", 3, None, True),
-        ("quantspec 8", 8, None, False),
-        ("lynx anchor", 8, None, False),
-        ("lynx anchor, large alpha", 4, None, False),
-        ("lynx full", 3, None, False),
-        ("hack 2", 4, 128, False),
-        ("hack 2", 1, 64, True),
-        ("hack 2, 32", 3, 128, False),
-        ("hack 2, 16, stochastic", 8, 32, False),
-        ("hack 4", 4, 16, False),
-        ("hack 4, 16", 16, 64, False),
+        ("quantspec 4", 1, None),
+        ("quantspec 4", 3, None),
+        ("quantspec 8", 8, None),
+        ("lynx anchor", 8, None),
+        ("lynx anchor, large alpha", 4, None),
+        ("lynx full", 3, None),
+        ("hack 2", 4, 128),
+        ("hack 2", 1, 64),
+        ("hack 2, 32", 3, 128),
+        ("hack 2, 16, stochastic", 8, 32),
+        ("hack 4", 4, 16),
+        ("hack 4, 16", 16, 64),
     ],
 )
 def test_triton_scores_as_the_reference_but_for_rounding(
@@ -256,7 +255,6 @@ def test_triton_scores_as_the_reference_but_for_rounding(
     name: str,
     group: int,
     head_dim: int | None,
-    exact: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Of codes and newest tokens, of a refused row, of newest tokens only, of codes only."""
@@ -268,9 +266,9 @@ def test_triton_scores_as_the_reference_but_for_rounding(
     queries[0, 0, 0] = 0.5  # no range to encode
     queries = queries.to(device)
     rows = (table[[0, 3, 1, 3]], on(device, 0, -1, 1, 3), on(device, 299, 5, 0, 511))
-    expected = scored(reference.score_codes, tokens, queries, rows, 513, exact)
+    expected = scored(reference.score_codes, tokens, queries, rows, 513)
     options = {"rounded": False, "chunk": 256}
-    actual = scored(held_as.triton.score_codes, tokens, queries, rows, 513, exact, **options)
+    actual = scored(held_as.triton.score_codes, tokens, queries, rows, 513, **options)
     allowed = held_as.tolerance(tokens, queries)
     torch.testing.assert_close(actual, expected, atol=allowed, rtol=1e-6)
     assert (actual[1] == 7.0).all()
@@ -329,12 +327,10 @@ def test_triton_at_full_size(name: str, group: int, head_dim: int) -> None:
 
     queries = torch.randn((1, 1, kv_heads * group, head_dim), generator=generator, device=device)
     rows = (pages[None], on(device, 1), on(device, count - 1))
-    for exact in (False, True):
-        expected = scored(reference.score_codes, tokens, queries, rows, 20480, exact)
-        score_codes = held_as.triton.score_codes
-        actual = scored(score_codes, tokens, queries, rows, 20480, exact, rounded=False)
-        allowed = held_as.tolerance(tokens, queries)
-        torch.testing.assert_close(actual, expected, atol=allowed, rtol=1e-6)
+    expected = scored(reference.score_codes, tokens, queries, rows, 20480)
+    actual = scored(held_as.triton.score_codes, tokens, queries, rows, 20480, rounded=False)
+    allowed = held_as.tolerance(tokens, queries)
+    torch.testing.assert_close(actual, expected, atol=allowed, rtol=1e-6)
 
     entering = torch.randint(-1, count, (1, 1, 8, 3000), generator=generator, device=device)
     outs = torch.zeros((2, 2, 1, 1, 8, 3000, head_dim), dtype=torch.bfloat16, device=device)

@@ -63,8 +63,8 @@ class Format(NamedTuple):
             GROUP, PADDED, STAGES, INTERPRETED, LAYOUT, CONSTANTS) passes the logits of the keys
             [start, coded_stop) to `store_logits`. `queries` and `logits` are those of the unit.
         encoding: makes the parameters of `encode` and of `gather` from the tokens.
-        scoring: makes those of `logits` from the tokens, queries, scores to be written, whether to
-            be exact, and options of the format.
+        scoring: makes those of `logits` from the tokens, queries, scores to be written, and options
+            of the format.
         keys_as_values: whether `encode` is the same for both, and so is compiled once.
     """
 

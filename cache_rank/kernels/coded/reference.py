@@ -60,14 +60,13 @@ class Codec(Protocol):
             entries: (n, width) of each plane, the entries of n tokens.
         """
 
-    def score(self, queries: Tensor, planes: Sequence[Tensor], scale: float, exact: bool) -> Tensor:
+    def score(self, queries: Tensor, planes: Sequence[Tensor], scale: float) -> Tensor:
         """Compute the logits of groups of keys: (..., G, group tokens) float32.
 
         Args:
             queries: (..., G, D) float32.
             planes: (..., entries, width) each, the codes of the groups.
             scale: factor on the logits.
-            exact: whether to read all that is held of a key, whatever reading is configured.
         """
 
 
@@ -237,7 +236,6 @@ def score_codes(
     scale: float,
     workspace: ScoreWorkspace,
     out: Tensor,
-    exact: bool = False,
 ) -> None:
     """Score the resident tokens of every row of a step: `score_tokens` of score/reference.py.
 
@@ -252,7 +250,6 @@ def score_codes(
         workspace: what `score_workspace` made.
         out: (R, L, Hkv, capacity) float32, written in place; entries of other tokens keep what they
             hold.
-        exact: whether to read all that is held of a key, whatever reading is configured.
     """
     kv_heads = out.shape[2]
     layers = slice(first_layer, first_layer + out.shape[1])
@@ -262,7 +259,7 @@ def score_codes(
             continue
         coded = tokens.coded(position + 1)
         logits = [
-            _coded_logits(tokens, grouped[row], page_table[row], layers, first, last, scale, exact)
+            _coded_logits(tokens, grouped[row], page_table[row], layers, first, last, scale)
             for first in range(0, coded, _TILE_TOKENS)
             for last in (min(first + _TILE_TOKENS, coded),)
         ]
@@ -282,7 +279,6 @@ def _coded_logits(
     first: int,
     last: int,
     scale: float,
-    exact: bool,
 ) -> Tensor:
     """Logits of a sequence's tokens [first, last), whole groups: (L, Hkv, G, n) float32."""
     size, groups_of_page = tokens.group_tokens, tokens.page_tokens // tokens.group_tokens
@@ -294,7 +290,7 @@ def _coded_logits(
         plane.unflatten(3, (groups_of_page, -1))[page, layer, :, within]
         for plane in tokens.planes[0]
     ]  # (groups, L, Hkv, entries, width)
-    logits = tokens.codecs[0].score(queries, planes, scale, exact)
+    logits = tokens.codecs[0].score(queries, planes, scale)
     return logits.permute(1, 2, 3, 0, 4).flatten(3)
 
 

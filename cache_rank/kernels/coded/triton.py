@@ -125,8 +125,7 @@ def score_codes(
     scale: float,
     workspace: ScoreWorkspace,
     out: Tensor,
-    exact: bool = False,
-    rounded: bool | None = None,
+    rounded: bool = True,
     chunk: int = 2 * CHUNK_TOKENS,
     warps: int = 4,
     stages: int = 3,
@@ -137,16 +136,16 @@ def score_codes(
     """See the reference. Two launches; D is a power of two, on a GPU of at least 64.
 
     Args:
-        rounded: whether logits are kept in float16; by default unless scores are to be exact.
+        rounded: whether logits are kept in float16.
         chunk: how many tokens a program scores, a multiple of CHUNK_TOKENS.
         warps, stages: of a program.
         registers: the most registers of a thread.
         ring_block: how many keys of the ring are multiplied at a time.
         options: options of the format; only time and the last bits depend on them.
     """
-    parameters, key_ring = of.scoring(tokens, queries, out, exact, **options), tokens.rings[0]
+    parameters, key_ring = of.scoring(tokens, queries, out, **options), tokens.rings[0]
     constants = score_constants(queries, workspace, out, chunk)
-    logits, partial = scratch(workspace, not exact if rounded is None else rounded)
+    logits, partial = scratch(workspace, rounded)
     _score[score_grid(out, chunk)](
         queries,
         tokens.planes[0],

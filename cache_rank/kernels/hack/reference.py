@@ -94,9 +94,9 @@ def encode_values(tokens: Tensor, bits: int, partition: int, seed: int | None = 
     return HackValues(pack(codes, bits), minimum, scale)
 
 
-def encode_queries(queries: Tensor, partition: int, seed: int | None = None) -> HackKeys:
+def encode_queries(queries: Tensor, partition: int) -> HackKeys:
     """Quantize queries, (..., G, D) of any float dtype, to 8 bits; see `encode_keys`."""
-    return encode_keys(queries.float(), QUERY_BITS, partition, seed)
+    return encode_keys(queries.float(), QUERY_BITS, partition)
 
 
 def decode_keys(codes: HackKeys, bits: int, partition: int) -> Tensor:
@@ -196,13 +196,9 @@ class HackCodec(NamedTuple):
             return decode_keys(HackKeys(*entries), self.bits, self.partition)
         return decode_values(HackValues(*entries), self.bits, partition=1)
 
-    def score(self, queries: Tensor, planes: Sequence[Tensor], scale: float, exact: bool) -> Tensor:
-        """Compute the logits of groups of keys: on codes, or exactly by queries as they are."""
-        codes = HackKeys(*planes)
-        if exact:
-            keys = decode_keys(codes, self.bits, self.partition)
-            return (queries @ keys.transpose(-1, -2)) * scale
-        return score_keys(queries, codes, scale, self.bits, self.partition)
+    def score(self, queries: Tensor, planes: Sequence[Tensor], scale: float) -> Tensor:
+        """Compute the logits of groups of keys on their codes."""
+        return score_keys(queries, HackKeys(*planes), scale, self.bits, self.partition)
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:

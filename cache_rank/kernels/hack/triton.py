@@ -26,9 +26,6 @@ from cache_rank.kernels.score.triton import store_logits
 _PRODUCTS = 4096
 """Registers hold this many products of a block of keys with the columns of queries."""
 
-_DECODED_BLOCK = 64
-"""This many decoded keys are multiplied at a time."""
-
 
 class _Encoding(NamedTuple):
     """What `_encode` and `_gather` are compiled for.
@@ -54,7 +51,6 @@ class _Scoring(NamedTuple):
         columns: the columns of queries in a product.
         bytes: how many bytes of a token are read: `width`, or more, which count for nothing.
         block: how many tokens are multiplied at once.
-        decodes: whether decoded keys are multiplied.
     """
 
     bits: int
@@ -63,7 +59,6 @@ class _Scoring(NamedTuple):
     columns: int
     bytes: int
     block: int
-    decodes: bool
 
 
 def _encoding(tokens: CodedTokens) -> Parameters:
@@ -77,7 +72,6 @@ def _scoring(
     tokens: CodedTokens,
     queries: Tensor,
     out: Tensor,
-    exact: bool,
     products: int = _PRODUCTS,
     columns: int = 8,
 ) -> Parameters:
@@ -86,7 +80,7 @@ def _scoring(
     assert isinstance(codec, HackCodec)
     partition = min(codec.partition, head_dim)
     group = triton.next_power_of_2(queries.shape[2] // out.shape[2])
-    columns = max(columns, group * (1 if exact else head_dim // partition))
+    columns = max(columns, group * (head_dim // partition))
     width = head_dim * codec.bits // 8
     constants = _Scoring(
         codec.bits,
@@ -94,8 +88,7 @@ def _scoring(
         width,
         columns,
         max(32, width),  # the matrix unit takes no fewer
-        _DECODED_BLOCK if exact else min(products // columns, tokens.page_tokens),
-        exact,
+        min(products // columns, tokens.page_tokens),
     )
     return Parameters((), constants)
 
@@ -210,19 +203,18 @@ def _decode_channels(
     mask,
     INDEX: tl.constexpr,
     OF_KEYS: tl.constexpr,
-    BYTES: tl.constexpr,
     LAYOUT: tl.constexpr,
     CONSTANTS: tl.constexpr,
 ):
-    """Decode channels [INDEX · width, (INDEX + 1) · width) of tokens: (n, BYTES) float32.
+    """Decode channels [INDEX · width, (INDEX + 1) · width) of tokens: (n, width) float32.
 
     Args:
-        packed: (n, BYTES) codes, of which those of the width of a token are used.
+        packed: (n, width) codes.
         token: (n,) indices among the tokens of pages, (pages, layers, Hkv, P).
-        mask: (n, BYTES) which are wanted.
+        mask: (n, width) which are wanted.
     """
     minima, scales = planes[1], planes[2]
-    channel = INDEX * CONSTANTS.width + tl.arange(0, BYTES)
+    channel = INDEX * CONSTANTS.width + tl.arange(0, CONSTANTS.width)
     if OF_KEYS:
         PARTITION: tl.constexpr = min(CONSTANTS.partition, LAYOUT.head_dim)
         COUNT: tl.constexpr = LAYOUT.head_dim // PARTITION
@@ -251,9 +243,7 @@ def _gather(
     mask = target.is_coded[:, None] & (byte < WIDTH)[None, :]
     packed = tl.load(planes[0] + token[:, None] * WIDTH + byte[None, :], mask=mask, other=0)
     for index in tl.static_range(8 // CONSTANTS.bits):
-        decoded = _decode_channels(
-            packed, planes, token, mask, index, OF_KEYS, WIDTH, LAYOUT, CONSTANTS
-        )
+        decoded = _decode_channels(packed, planes, token, mask, index, OF_KEYS, LAYOUT, CONSTANTS)
         store_gathered(target, decoded, index * WIDTH, LAYOUT)
 
 
@@ -292,44 +282,6 @@ def _logits_on_codes(
 
 
 @triton.jit
-def _logits_of_decoded(
-    packed,
-    planes,
-    tile,
-    queries,
-    scale,
-    GROUP: tl.constexpr,
-    PADDED: tl.constexpr,
-    LAYOUT: tl.constexpr,
-    CONSTANTS: tl.constexpr,
-):
-    """Logits of a block by decoded keys and queries as they are, float32: slow, to measure with."""
-    BLOCK: tl.constexpr = CONSTANTS.block
-    COLUMNS: tl.constexpr = CONSTANTS.columns
-    token = tile + tl.arange(0, BLOCK)
-    byte, head = tl.arange(0, CONSTANTS.bytes), tl.arange(0, COLUMNS)[None, :]
-    used = (byte < CONSTANTS.width)[:, None] & (head < GROUP)
-    product = tl.zeros((BLOCK, COLUMNS), tl.float32)
-    for index in tl.static_range(8 // CONSTANTS.bits):
-        key = _decode_channels(
-            packed,
-            planes,
-            token,
-            (byte < CONSTANTS.width)[None, :],
-            index,
-            True,
-            CONSTANTS.bytes,
-            LAYOUT,
-            CONSTANTS,
-        )
-        at = head * LAYOUT.head_dim + (index * CONSTANTS.width + byte)[:, None]
-        query = tl.load(queries + at, mask=used, other=0.0) * scale
-        product = tl.dot(key, query, product, input_precision="ieee")
-    # Columns beyond the heads are 0.
-    return tl.sum(tl.reshape(product, (BLOCK, COLUMNS // PADDED, PADDED)), axis=1)
-
-
-@triton.jit
 def _logits(
     planes,
     queries,
@@ -349,8 +301,7 @@ def _logits(
     CONSTANTS: tl.constexpr,
 ):
     """Compute the logits of the keys [start, coded_stop) of a unit; see `Format`."""
-    if not CONSTANTS.decodes:
-        query = query_operands(queries, scale, GROUP, PADDED, LAYOUT.head_dim, CONSTANTS)
+    query = query_operands(queries, scale, GROUP, PADDED, LAYOUT.head_dim, CONSTANTS)
     PARTITIONS: tl.constexpr = LAYOUT.head_dim // CONSTANTS.partition
     WIDTH: tl.constexpr = CONSTANTS.width
     token, byte = tl.arange(0, CONSTANTS.block), tl.arange(0, CONSTANTS.bytes)[None, :]
@@ -361,14 +312,9 @@ def _logits(
         # Keys that a page has beyond the last token are read too, and their logits not written.
         at = tile * WIDTH + (token[:, None] * WIDTH + byte)
         packed = tl.load(planes[0] + at, mask=byte < WIDTH, other=0)
-        if CONSTANTS.decodes:
-            logit = _logits_of_decoded(
-                packed, planes, tile, queries, scale, GROUP, PADDED, LAYOUT, CONSTANTS
-            )
-        else:
-            logit = _logits_on_codes(
-                packed, planes, tile, query, PADDED, PARTITIONS, INTERPRETED, CONSTANTS
-            )
+        logit = _logits_on_codes(
+            packed, planes, tile, query, PADDED, PARTITIONS, INTERPRETED, CONSTANTS
+        )
         store_logits(logit, first + token, first + token < coded_stop, logits, PADDED)
 
 

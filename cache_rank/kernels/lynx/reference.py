@@ -186,14 +186,9 @@ class LynxCodec(NamedTuple):
         """Decode tokens from anchors and residuals."""
         return decode_tokens(LynxCodes(*entries), self.alpha)
 
-    def reads_in_full(self, exact: bool) -> bool:
-        """Whether scores read residuals too."""
-        return exact or self.scores_in_full
-
-    def score(self, queries: Tensor, planes: Sequence[Tensor], scale: float, exact: bool) -> Tensor:
+    def score(self, queries: Tensor, planes: Sequence[Tensor], scale: float) -> Tensor:
         """Compute the logits of pages of keys."""
-        full = self.reads_in_full(exact)
-        return score_page(queries, LynxCodes(*planes), scale, self.alpha, full)
+        return score_page(queries, LynxCodes(*planes), scale, self.alpha, self.scores_in_full)
 
 
 def fraction_of(level: float, alpha: float) -> float:

@@ -92,10 +92,10 @@ def _encoding(tokens: CodedTokens) -> Parameters:
 
 
 def _scoring(
-    tokens: CodedTokens, queries: Tensor, out: Tensor, exact: bool, chunks: int | None = None
+    tokens: CodedTokens, queries: Tensor, out: Tensor, chunks: int | None = None
 ) -> Parameters:
     codec, head_dim = _codec(tokens), queries.shape[-1]
-    alpha, in_full = codec.alpha, codec.reads_in_full(exact)
+    alpha, in_full = codec.alpha, codec.scores_in_full
     chunks = chunks or min(PAGE // CHUNK, max(1, _SCORED_ELEMENTS // (CHUNK * head_dim)))
     columns = int8_columns(queries, out)
     constants = _Scoring(CHUNK, chunks, columns, in_full, instructions(alpha, in_full))

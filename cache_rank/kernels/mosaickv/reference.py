@@ -212,7 +212,6 @@ def score_packed_step(
     scored: tuple[int, int],
     workspace: None,
     out: Tensor,
-    exact: bool = False,
 ) -> None:
     """Score the resident tokens of every row of a step.
 
@@ -233,7 +232,6 @@ def score_packed_step(
         workspace: what `score_packed_workspace` made.
         out: (R, L, Hkv, capacity) float32, written in place; entries of other tokens keep what they
             hold.
-        exact: whether to score all tokens by themselves.
     """
     grouped = queries.unflatten(2, (out.shape[2], -1))  # (R, L, Hkv, G, D)
     for row, (slot, position) in enumerate(zip(slots.tolist(), positions.tolist(), strict=True)):
@@ -247,7 +245,7 @@ def score_packed_step(
                 slot,
                 first_layer + index,
                 resident,
-                resident if exact else wanted,
+                wanted,
                 scale,
             )
             out[row, index, :, :resident] = _scores(logits)

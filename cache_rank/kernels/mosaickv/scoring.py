@@ -1,6 +1,6 @@
 """Packed keys are scored, blocks first and then the tokens of the best blocks, Triton.
 
-A step takes six launches, or the first three where every token is scored by itself:
+A step takes six launches:
 
     rotate_queries  rotates queries by each strategy of their sequence
     _score          computes the logits of all tokens, those in blocks by the keys of their blocks
@@ -104,7 +104,6 @@ def score_packed_step(
     scored: tuple[int, int],
     workspace: PackedWorkspace,
     out: Tensor,
-    exact: bool = False,
 ) -> None:
     """See the reference. 16 divides the capacity."""
     chunk = 2 * CHUNK_TOKENS
@@ -127,7 +126,7 @@ def score_packed_step(
         "in_table": store.rows.shape[1],
     }
     rotate_queries(store, queries, slots, first_layer, constants["PADDED"], rotated)
-    for refines in (False,) if exact else (False, True):
+    for refines in (False, True):
         if refines:
             bound_unit[(units,)](
                 out,
@@ -169,7 +168,6 @@ def score_packed_step(
             **numbers,
             **constants,
             VECTORS=_VECTORS,
-            BY_TOKEN=exact,
             REFINES=refines,
             LAYOUT=layout,
             EXACT=multiplies_float32(key_ring),
@@ -221,7 +219,6 @@ def _score(
     HEAD_DIM: tl.constexpr,
     CHUNK: tl.constexpr,
     VECTORS: tl.constexpr,
-    BY_TOKEN: tl.constexpr,
     REFINES: tl.constexpr,
     LAYOUT: tl.constexpr,
     EXACT: tl.constexpr,
@@ -241,7 +238,7 @@ def _score(
         return
     unit_strategies = strategy_of + slot * buffers
     packed = tokens_in_pages(unit_strategies, tokens, LAYOUT)
-    in_blocks = (wanted_tokens(tokens, millionths, fewest) < packed) & (not BY_TOKEN)
+    in_blocks = wanted_tokens(tokens, millionths, fewest) < packed
     bound = float("inf")
     if REFINES:
         bound = tl.load(bounds + unit)

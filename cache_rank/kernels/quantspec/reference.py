@@ -136,13 +136,9 @@ class QuantSpecCodec(NamedTuple):
         """Decode tokens from both nibbles."""
         return decode(QuantSpecCodes(*entries))
 
-    def bits(self, exact: bool) -> int:
-        """How many bits of a key scores read."""
-        return 8 if exact else self.score_bits
-
-    def score(self, queries: Tensor, planes: Sequence[Tensor], scale: float, exact: bool) -> Tensor:
+    def score(self, queries: Tensor, planes: Sequence[Tensor], scale: float) -> Tensor:
         """Compute the logits of groups of keys."""
-        return score_keys(queries, QuantSpecCodes(*planes), scale, self.bits(exact))
+        return score_keys(queries, QuantSpecCodes(*planes), scale, self.score_bits)
 
 
 def _pack(codes: Tensor) -> Tensor:

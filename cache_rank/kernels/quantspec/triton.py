@@ -60,10 +60,10 @@ def _encoding(tokens: CodedTokens) -> Parameters:
     return Parameters((), _NoConstants())
 
 
-def _scoring(tokens: CodedTokens, queries: Tensor, out: Tensor, exact: bool) -> Parameters:
+def _scoring(tokens: CodedTokens, queries: Tensor, out: Tensor) -> Parameters:
     codec = tokens.codecs[0]
     assert isinstance(codec, QuantSpecCodec)
-    return Parameters((), _Scoring(codec.bits(exact), int8_columns(queries, out)))
+    return Parameters((), _Scoring(codec.score_bits, int8_columns(queries, out)))
 
 
 @triton.jit
@@ -298,8 +298,7 @@ def score_codes(
     scale: float,
     workspace: ScoreWorkspace,
     out: Tensor,
-    exact: bool = False,
-    rounded: bool | None = None,
+    rounded: bool = True,
     **options: int,
 ) -> None:
     """See the reference. Programs of one warp wait for no other: queries change with every group.
@@ -321,7 +320,6 @@ def score_codes(
         scale,
         workspace,
         out,
-        exact,
         rounded,
         **options,
     )

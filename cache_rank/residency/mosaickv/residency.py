@@ -122,7 +122,6 @@ class MosaicKVResidency(Residency):
         rows: BatchMetadata,
         layers: range,
         queries: Tensor,
-        exact: bool = False,
         chosen: Tensor | None = None,
     ) -> Tensor:
         workspace, out = self._scores.take(queries.shape[0], len(layers), rows.capacity)
@@ -137,7 +136,6 @@ class MosaicKVResidency(Residency):
             self._scored,
             workspace,
             out,
-            exact,
         )
         return out
 
