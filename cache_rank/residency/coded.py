@@ -15,7 +15,7 @@ from cache_rank.batch_metadata import BatchMetadata
 from cache_rank.config import CacheRankConfig
 from cache_rank.copies import upload
 from cache_rank.kernels.append import append_step, load_tokens
-from cache_rank.kernels.coded import reference
+from cache_rank.kernels.coded import encode_groups, gather_codes, score_codes
 from cache_rank.kernels.coded.reference import Codec, CodedTokens
 from cache_rank.pages import PAGE_TOKENS
 from cache_rank.residency.base import Residency
@@ -25,7 +25,7 @@ from cache_rank.residency.not_finite import NotFinite
 class CodedResidency(Residency):
     """Codes in pages, and a full-precision ring of the newest tokens of each slot.
 
-    A subclass sets the class attributes, the kernels among them, and builds the codecs.
+    A subclass sets the class attributes, and builds the codecs.
     """
 
     group_tokens: ClassVar[int]
@@ -33,11 +33,6 @@ class CodedResidency(Residency):
 
     full_groups: ClassVar[int] = 0
     """So many of the newest complete groups stay in full precision."""
-
-    encode_groups = staticmethod(reference.encode_groups)
-    gather_codes = staticmethod(reference.gather_codes)
-    score_codes = staticmethod(reference.score_codes)
-    """The kernels: those of the format, which are these where there is no GPU."""
 
     @classmethod
     @abstractmethod
@@ -99,7 +94,7 @@ class CodedResidency(Residency):
         slots, starts = upload(place, self._device)
         # Encode before the ring takes the new tokens: a group that they complete began with older
         # ones, which are in it.
-        self.encode_groups(
+        encode_groups(
             self._tokens,
             pages.unsqueeze(0),
             slots,
@@ -130,7 +125,7 @@ class CodedResidency(Residency):
             rows.positions,
             layers.start,
         )
-        self.encode_groups(self._tokens, rows.page_table, rows.slots, rows.positions, 1, layers)
+        encode_groups(self._tokens, rows.page_table, rows.slots, rows.positions, 1, layers)
         if self._device.type != "cuda":
             self.check()
 
@@ -142,7 +137,7 @@ class CodedResidency(Residency):
         chosen: Tensor | None = None,
     ) -> Tensor:
         workspace, out = self._scores.take(queries.shape[0], len(layers), rows.capacity)
-        self.score_codes(
+        score_codes(
             self._tokens,
             queries,
             rows.page_table,
@@ -158,7 +153,7 @@ class CodedResidency(Residency):
     def gather(
         self, rows: BatchMetadata, layers: range, entering: Tensor, keys: Tensor, values: Tensor
     ) -> None:
-        self.gather_codes(
+        gather_codes(
             self._tokens,
             rows.page_table,
             rows.slots,

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 from cache_rank.config import CacheRankConfig, OptionValue
-from cache_rank.kernels import hack
 from cache_rank.kernels.coded.reference import Codec
 from cache_rank.kernels.hack.reference import GROUP, HackCodec
 from cache_rank.residency.coded import CodedResidency
@@ -29,10 +28,6 @@ class HackResidency(CodedResidency):
         "seed": Between(0, 65535, default=0),
     }
     group_tokens: ClassVar[int] = GROUP
-
-    encode_groups = staticmethod(hack.encode_groups)
-    gather_codes = staticmethod(hack.gather_codes)
-    score_codes = staticmethod(hack.score_codes)
 
     @classmethod
     def validate(cls, options: Mapping[str, OptionValue]) -> None:

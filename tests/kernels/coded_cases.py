@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -12,11 +11,8 @@ from torch import Tensor
 from cache_rank.kernels.append import reference as append
 from cache_rank.kernels.coded import reference
 from cache_rank.kernels.coded.reference import Codec, CodedTokens
-from cache_rank.kernels.hack import triton as hack_triton
 from cache_rank.kernels.hack.reference import GROUP, HackCodec
-from cache_rank.kernels.lynx import triton as lynx_triton
 from cache_rank.kernels.lynx.reference import DEFAULT_ALPHA, LynxCodec
-from cache_rank.kernels.quantspec import triton as quantspec_triton
 from cache_rank.kernels.quantspec.reference import QuantSpecCodec
 
 PAGE = 256
@@ -28,13 +24,11 @@ class Format:
     """One way of holding codes.
 
     Attributes:
-        triton: its kernels.
         codecs: makes those of keys and values for tokens of a dtype.
         group_tokens, ring: see `CodedTokens`.
         tolerance: how far a score of some queries may be off, by what float32 and the format round.
     """
 
-    triton: ModuleType
     codecs: Callable[[torch.dtype], tuple[Codec, Codec]]
     group_tokens: int
     ring: int
@@ -83,7 +77,6 @@ def of_partitions(tokens: CodedTokens, queries: Tensor) -> float:
 
 def quantspec(bits: int) -> Format:
     return Format(
-        quantspec_triton,
         lambda dtype: (QuantSpecCodec(True, dtype, bits), QuantSpecCodec(False, dtype)),
         128,
         256,
@@ -94,7 +87,6 @@ def quantspec(bits: int) -> Format:
 def lynx(in_full: bool, alpha: float = DEFAULT_ALPHA) -> Format:
     codec = LynxCodec(alpha, scores_in_full=in_full)
     return Format(
-        lynx_triton,
         lambda dtype: (codec, codec),
         256,
         256,
@@ -106,7 +98,6 @@ def lynx(in_full: bool, alpha: float = DEFAULT_ALPHA) -> Format:
 
 def hack(bits: int = 2, partition: int = 64, seed: int | None = None) -> Format:
     return Format(
-        hack_triton,
         lambda dtype: (
             HackCodec(True, dtype, bits, partition, seed),
             HackCodec(False, dtype, bits, partition, seed),

@@ -1,9 +1,9 @@
 """The three launches on tokens held as codes, for every format, Triton.
 
 The reference beside this file specifies them. What differs between formats is in the folder of
-each, as a `Format`: how a group becomes codes, how codes become tokens of a message, and what the
-logits of keys are. These functions are compiled into the kernels here, which know which group a
-program encodes, which tokens it gathers, and what becomes of logits.
+each, as a `Format`, which its codec imports: how a group becomes codes, how codes become tokens of
+a message, and what the logits of keys are. These functions are compiled into the kernels here,
+which know which group a program encodes, which tokens it gathers, and what becomes of logits.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cache_rank.kernels.coded.format import Format, Layout
+from cache_rank.kernels.coded.format import Layout
 from cache_rank.kernels.coded.reference import CodedTokens
 from cache_rank.kernels.coded.tokens import GatherTarget, GroupSource
 from cache_rank.kernels.score.reference import ScoreWorkspace
@@ -34,7 +34,6 @@ _GATHERED_ELEMENTS = 2048
 
 
 def encode_groups(
-    of: Format,
     tokens: CodedTokens,
     page_table: Tensor,
     slots: Tensor,
@@ -42,11 +41,11 @@ def encode_groups(
     count: int,
     layers: range,
     shipment: Tensor | None = None,
-    warps: int = 8,
 ) -> None:
     """See the reference. One launch; D is a power of two."""
     assert shipment is None or (shipment.is_contiguous() and slots.shape[0] == 1)
-    layout, parameters = Layout.of(tokens), of.encoding(tokens)
+    of, layout = tokens.codecs[0].kernels(), Layout.of(tokens)
+    parameters = of.encoding(tokens)
     most_groups = triton.cdiv(count, tokens.group_tokens)
     # Groups of a row; keys and values of each layer and kv head; rows.
     _encode[(most_groups, len(layers) * layout.kv_heads * 2, slots.shape[0])](
@@ -66,13 +65,12 @@ def encode_groups(
         KEYS_AS_VALUES=of.keys_as_values,
         LAYOUT=layout,
         CONSTANTS=parameters.constants,
-        num_warps=warps,
+        num_warps=8,
         enable_fp_fusion=False,  # the same bits as the reference
     )
 
 
 def gather_codes(
-    of: Format,
     tokens: CodedTokens,
     page_table: Tensor,
     slots: Tensor,
@@ -84,7 +82,8 @@ def gather_codes(
 ) -> None:
     """See the reference. One launch; D is a power of two."""
     rows, layers, kv_heads, capacity = entering.shape
-    layout, parameters = Layout.of(tokens), of.encoding(tokens)
+    of, layout = tokens.codecs[0].kernels(), Layout.of(tokens)
+    parameters = of.encoding(tokens)
     assert entering.is_contiguous()
     for out in (out_keys, out_values):
         assert out.is_contiguous()
@@ -115,7 +114,6 @@ def gather_codes(
 
 
 def score_codes(
-    of: Format,
     tokens: CodedTokens,
     queries: Tensor,
     page_table: Tensor,
@@ -126,24 +124,16 @@ def score_codes(
     workspace: ScoreWorkspace,
     out: Tensor,
     rounded: bool = True,
-    chunk: int = 2 * CHUNK_TOKENS,
-    warps: int = 4,
-    stages: int = 3,
-    registers: int | None = None,
-    ring_block: int = 64,
-    **options: int,
 ) -> None:
     """See the reference. Two launches; D is a power of two, on a GPU of at least 64.
 
     Args:
         rounded: whether logits are kept in float16.
-        chunk: how many tokens a program scores, a multiple of CHUNK_TOKENS.
-        warps, stages: of a program.
-        registers: the most registers of a thread.
-        ring_block: how many keys of the ring are multiplied at a time.
-        options: options of the format; only time and the last bits depend on them.
     """
-    parameters, key_ring = of.scoring(tokens, queries, out, **options), tokens.rings[0]
+    of, key_ring = tokens.codecs[0].kernels(), tokens.rings[0]
+    parameters = of.scoring(tokens, queries, out)
+    launch = parameters.launch
+    chunk = launch.chunks * CHUNK_TOKENS
     constants = score_constants(queries, workspace, out, chunk)
     logits, partial = scratch(workspace, rounded)
     _score[score_grid(out, chunk)](
@@ -161,15 +151,15 @@ def score_codes(
         page_stride=page_table.stride(0),
         capacity=out.shape[-1],
         **constants,
-        RING_BLOCK=ring_block,
-        STAGES=stages,
+        RING_BLOCK=launch.ring_block,
+        STAGES=launch.stages,
         LOGITS=of.logits,
         LAYOUT=Layout.of(tokens),
         CONSTANTS=parameters.constants,
         EXACT=multiplies_float32(key_ring),
         INTERPRETED=not key_ring.is_cuda,
-        num_warps=warps,
-        maxnreg=registers,
+        num_warps=launch.warps,
+        maxnreg=launch.registers,
     )
     finish_scores(logits, partial, slots, positions, constants, out)
 

@@ -24,12 +24,15 @@ whatever batches and order groups are encoded.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from cache_rank.kernels.coded.reference import Plane, quotient
+
+if TYPE_CHECKING:
+    from cache_rank.kernels.coded.format import Format
 
 GROUP = 64
 """This many tokens are quantized together; partitions divide it."""
@@ -199,6 +202,12 @@ class HackCodec(NamedTuple):
     def score(self, queries: Tensor, planes: Sequence[Tensor], scale: float) -> Tensor:
         """Compute the logits of groups of keys on their codes."""
         return score_keys(queries, HackKeys(*planes), scale, self.bits, self.partition)
+
+    def kernels(self) -> Format:
+        """Import what is compiled for the format."""
+        from cache_rank.kernels.hack.triton import FORMAT
+
+        return FORMAT
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:

@@ -6,14 +6,12 @@ less 128, which the sums of the keys' codes make up for.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import NamedTuple
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from cache_rank.kernels.coded import triton as coded
 from cache_rank.kernels.coded.format import Format, Parameters
 from cache_rank.kernels.coded.reference import CodedTokens
 from cache_rank.kernels.coded.rounding import is_finite, nearest_integers, quotient
@@ -22,6 +20,9 @@ from cache_rank.kernels.hack.queries import query_operands
 from cache_rank.kernels.hack.reference import HackCodec
 from cache_rank.kernels.nibbles.triton import unpack_codes
 from cache_rank.kernels.score.triton import store_logits
+
+_LEAST_COLUMNS = 8
+"""Keys are multiplied with at least this many columns of queries."""
 
 _PRODUCTS = 4096
 """Registers hold this many products of a block of keys with the columns of queries."""
@@ -72,15 +73,12 @@ def _scoring(
     tokens: CodedTokens,
     queries: Tensor,
     out: Tensor,
-    products: int = _PRODUCTS,
-    columns: int = 8,
 ) -> Parameters:
-    """Keys are multiplied with at least `columns` columns of queries, `products` at once."""
     codec, head_dim = tokens.codecs[0], queries.shape[-1]
     assert isinstance(codec, HackCodec)
     partition = min(codec.partition, head_dim)
     group = triton.next_power_of_2(queries.shape[2] // out.shape[2])
-    columns = max(columns, group * (head_dim // partition))
+    columns = max(_LEAST_COLUMNS, group * (head_dim // partition))
     width = head_dim * codec.bits // 8
     constants = _Scoring(
         codec.bits,
@@ -88,7 +86,7 @@ def _scoring(
         width,
         columns,
         max(32, width),  # the matrix unit takes no fewer
-        min(products // columns, tokens.page_tokens),
+        min(_PRODUCTS // columns, tokens.page_tokens),
     )
     return Parameters((), constants)
 
@@ -319,7 +317,3 @@ def _logits(
 
 
 FORMAT = Format(_encode, _gather, _logits, _encoding, _scoring)
-
-encode_groups = partial(coded.encode_groups, FORMAT)
-gather_codes = partial(coded.gather_codes, FORMAT)
-score_codes = partial(coded.score_codes, FORMAT)

@@ -22,13 +22,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from cache_rank.kernels.coded.reference import Plane, quotient
 from cache_rank.kernels.nibbles.reference import pack_nibbles, unpack_nibbles
+
+if TYPE_CHECKING:
+    from cache_rank.kernels.coded.format import Format
 
 PAGE = 256
 """This many tokens are normalized together."""
@@ -189,6 +192,12 @@ class LynxCodec(NamedTuple):
     def score(self, queries: Tensor, planes: Sequence[Tensor], scale: float) -> Tensor:
         """Compute the logits of pages of keys."""
         return score_page(queries, LynxCodes(*planes), scale, self.alpha, self.scores_in_full)
+
+    def kernels(self) -> Format:
+        """Import what is compiled for the format."""
+        from cache_rank.kernels.lynx.triton import FORMAT
+
+        return FORMAT
 
 
 def fraction_of(level: float, alpha: float) -> float:

@@ -18,13 +18,16 @@ device, and however many groups are encoded at once.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from cache_rank.kernels.coded.reference import Plane, quotient
 from cache_rank.kernels.nibbles.reference import pack_nibbles, unpack_nibbles
+
+if TYPE_CHECKING:
+    from cache_rank.kernels.coded.format import Format
 
 GROUP = 128
 """This many tokens are quantized together; at least as many newest ones stay in full precision."""
@@ -139,6 +142,12 @@ class QuantSpecCodec(NamedTuple):
     def score(self, queries: Tensor, planes: Sequence[Tensor], scale: float) -> Tensor:
         """Compute the logits of groups of keys."""
         return score_keys(queries, QuantSpecCodes(*planes), scale, self.score_bits)
+
+    def kernels(self) -> Format:
+        """Import what is compiled for the format."""
+        from cache_rank.kernels.quantspec.triton import FORMAT
+
+        return FORMAT
 
 
 def _pack(codes: Tensor) -> Tensor:
