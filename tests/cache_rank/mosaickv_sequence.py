@@ -18,7 +18,7 @@ from cache_rank.config import CacheRankConfig, ModelShape
 from cache_rank.kernels.mosaickv.store import Run, Strategy, load_vectors, packed_tokens, runs_of
 from cache_rank.protocol import AnswerHeader
 from cache_rank.residency.mosaickv import MosaicKVResidency
-from cache_rank.residency.mosaickv.memory import BUFFER_TOKENS
+from cache_rank.residency.mosaickv.strategy import BUFFER_TOKENS
 
 CPU = torch.device("cpu")
 PAGES = 16

@@ -47,10 +47,15 @@ from cache_rank.pages import PAGE_TOKENS
 from cache_rank.protocol import DownMessage, Row
 from cache_rank.residency.mosaickv import MosaicKVResidency
 from cache_rank.residency.mosaickv import segments as mosaickv_segments
-from cache_rank.residency.mosaickv.memory import BUFFER_TOKENS
 from cache_rank.residency.mosaickv.options import OPTIONS
-from cache_rank.residency.mosaickv.segments import OPENING_TOKENS, SegmentLengths
-from cache_rank.residency.mosaickv.strategy import Candidates, CompressedTokens, compress
+from cache_rank.residency.mosaickv.segments import OPENING_TOKENS
+from cache_rank.residency.mosaickv.strategy import (
+    BUFFER_TOKENS,
+    Candidates,
+    CompressedTokens,
+    SegmentLengths,
+    compress,
+)
 from cache_rank.residency.options import with_defaults
 from cache_rank.selector import Selector
 

@@ -5,6 +5,8 @@ Tokens are in a `PackedStore`, as packed vectors, which `vectors` specifies.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -24,21 +26,9 @@ from cache_rank.kernels.mosaickv.vectors import (
     encode,
     lost_energy,
     mean_keys,
-    pack_vectors,
-    rotation_of,
     score_packed,
 )
 from cache_rank.kernels.wire.reference import to_wire
-
-__all__ = [
-    "add_covariance",
-    "compress_buffers",
-    "gather_packed",
-    "pack_vectors",
-    "rotation_of",
-    "score_packed_step",
-    "score_packed_workspace",
-]
 
 _TILE_TOKENS = 4096
 """This many tokens of one sequence are unpacked at once for scoring."""
@@ -196,9 +186,16 @@ def _read_layer(
 
 
 def score_packed_workspace(
-    store: PackedStore, rows: int, layers: int, group: int, capacity: int, strategies: int
-) -> None:
-    """Make scratch for `rows` rows of up to `capacity` tokens: none."""
+    store: PackedStore,
+    rows: int,
+    layers: int,
+    group: int,
+    capacity: int,
+    strategies: int,
+    device: torch.device,
+) -> Any:
+    """Make scratch for rows of up to `capacity` tokens and `strategies` strategies: none."""
+    return None
 
 
 def score_packed_step(
@@ -210,7 +207,7 @@ def score_packed_step(
     first_layer: int,
     scale: float,
     scored: tuple[int, int],
-    workspace: None,
+    workspace: Any,
     out: Tensor,
 ) -> None:
     """Score the resident tokens of every row of a step.

@@ -12,7 +12,7 @@ A step takes six launches:
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -75,12 +75,10 @@ def score_packed_workspace(
     group: int,
     capacity: int,
     strategies: int,
-) -> PackedWorkspace:
-    """Make scratch for `rows` rows of up to `capacity` tokens and `strategies` strategies.
-
-    One launch after another may use it on one stream.
-    """
-    layout, device = Layout.of(store), store.strategy_of.device
+    device: torch.device,
+) -> Any:
+    """See the reference. One launch after another may use it on one stream."""
+    layout = Layout.of(store)
     units, exact = rows * layers * layout.kv_heads, multiplies_float32(store.rings[0])
     of_tokens = score_workspace(rows, layers, layout.kv_heads, group, capacity, device)
     columns = max(4 * of_tokens.partial.shape[-1], 16)  # PARTS * PADDED, see `score_constants`
@@ -102,10 +100,10 @@ def score_packed_step(
     first_layer: int,
     scale: float,
     scored: tuple[int, int],
-    workspace: PackedWorkspace,
+    workspace: Any,
     out: Tensor,
 ) -> None:
-    """See the reference. 16 divides the capacity."""
+    """See the reference, with a `PackedWorkspace`. 16 divides the capacity."""
     chunk = 2 * CHUNK_TOKENS
     layout, constants = Layout.of(store), score_constants(queries, workspace.of_tokens, out, chunk)
     key_ring, (chunks, units) = store.rings[0], score_grid(out, chunk)

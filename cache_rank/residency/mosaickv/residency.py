@@ -23,16 +23,25 @@ from cache_rank.batch_metadata import BatchMetadata
 from cache_rank.config import CacheRankConfig
 from cache_rank.copies import upload
 from cache_rank.kernels.append import append_step, load_tokens
+from cache_rank.kernels.mosaickv import (
+    gather_packed,
+    score_packed_step,
+    score_packed_workspace,
+)
 from cache_rank.residency.base import Residency
-from cache_rank.residency.mosaickv.memory import BUFFER_TOKENS, MemorySizes, PackedMemory
+from cache_rank.residency.mosaickv.memory import PackedMemory
 from cache_rank.residency.mosaickv.options import OPTIONS
 from cache_rank.residency.mosaickv.segments import (
     MOST_BUFFERS,
     OPENING_TOKENS,
-    SegmentLengths,
     Segments,
 )
-from cache_rank.residency.mosaickv.strategy import Candidates, strategy_bytes
+from cache_rank.residency.mosaickv.strategy import (
+    BUFFER_TOKENS,
+    Candidates,
+    SegmentLengths,
+    strategy_bytes,
+)
 from cache_rank.residency.options import Ranges
 
 
@@ -74,14 +83,14 @@ class MosaicKVResidency(Residency):
     def __init__(self, config: CacheRankConfig, pages: int, device: torch.device) -> None:
         model, options = config.model, self.settings(config)
         lengths = SegmentLengths.of(options)
-        sizes = MemorySizes(pages, config.max_rows, lengths.originals, lengths.least)
         super().__init__(config, pages, device)
         self._lengths = lengths
         self._candidates = Candidates(options, model)
-        self._memory = PackedMemory(self._candidates, model, sizes, device)
+        self._memory = PackedMemory(
+            self._candidates, model, lengths, pages, config.max_rows, device
+        )
         share = round(float(options["scored"]) * 10_000)
         self._scored = (share, config.sparse_budget + config.hysteresis)
-        self._most_strategies = sizes.most_strategies
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="mosaickv")
         self._segments: dict[int, Segments] = {}
 
@@ -125,7 +134,7 @@ class MosaicKVResidency(Residency):
         chosen: Tensor | None = None,
     ) -> Tensor:
         workspace, out = self._scores.take(queries.shape[0], len(layers), rows.capacity)
-        self._memory.operations.score_packed_step(
+        score_packed_step(
             self._memory.store,
             queries,
             rows.page_table,
@@ -142,7 +151,7 @@ class MosaicKVResidency(Residency):
     def gather(
         self, rows: BatchMetadata, layers: range, entering: Tensor, keys: Tensor, values: Tensor
     ) -> None:
-        self._memory.operations.gather_packed(
+        gather_packed(
             self._memory.store,
             rows.page_table,
             rows.slots,
@@ -158,13 +167,14 @@ class MosaicKVResidency(Residency):
             ended.end()
 
     def check(self) -> None:
-        self._memory.check()
+        self._memory.not_finite.check()
 
     def score_workspace(
         self, rows: int, layers: int, kv_heads: int, group: int, capacity: int, device: torch.device
     ) -> Any:
-        return self._memory.operations.score_packed_workspace(
-            self._memory.store, rows, layers, group, capacity, self._most_strategies(capacity)
+        strategies = self._lengths.most_strategies(capacity)
+        return score_packed_workspace(
+            self._memory.store, rows, layers, group, capacity, strategies, device
         )
 
     def _begin(self, slot: int) -> None:
