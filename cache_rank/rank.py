@@ -186,7 +186,7 @@ class CacheRank:
         sequence = selector.sequences.get(sequence_id)
         if sequence is None:
             return f"Share of sequence {sequence_id}, which is not live"
-        if not residency.FORMATS[self.config.kv_residency].shares_pages:
+        if residency.shared_tail(self.config) is None:
             return f"Share of pages, which {self.config.kv_residency} does not"
         if len({*names} - selector.named.keys()) < len(names):
             return f"Share of sequence {sequence_id} by names {names}, some of which there are"

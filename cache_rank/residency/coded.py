@@ -6,7 +6,7 @@ kernels/coded/reference.py says which tokens are held as codes, and why steps th
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -89,7 +89,7 @@ class CodedResidency(Residency):
             for plane in codec.planes(model.head_dim)
         )
 
-    def load(self, pages: Tensor, slot: int, start: int, shipment: Tensor) -> None:
+    def _load(self, pages: Tensor, slot: int, start: int, shipment: Tensor) -> None:
         place = (torch.tensor([slot], dtype=torch.int32), torch.tensor([start], dtype=torch.int32))
         slots, starts = upload(place, self._device)
         # Encode before the ring takes the new tokens: a group that they complete began with older
@@ -111,11 +111,12 @@ class CodedResidency(Residency):
         load_tokens(shipment, *self._tokens.rings, slots, start)
 
     def copy_page(self, source: int, target: int) -> None:
+        super().copy_page(source, target)
         for planes in self._tokens.planes:
             for plane in planes:
                 plane[target].copy_(plane[source])
 
-    def append(self, rows: BatchMetadata, layers: range, up: Tensor, query_ring: Tensor) -> None:
+    def _append(self, rows: BatchMetadata, layers: range, up: Tensor, query_ring: Tensor) -> None:
         append_step(
             up,
             *self._tokens.rings,
@@ -129,14 +130,9 @@ class CodedResidency(Residency):
         if self._device.type != "cuda":
             self.check()
 
-    def score(
-        self,
-        rows: BatchMetadata,
-        layers: range,
-        queries: Tensor,
-        chosen: Tensor | None = None,
-    ) -> Tensor:
-        workspace, out = self._scores.take(queries.shape[0], len(layers), rows.capacity)
+    def _score(
+        self, rows: BatchMetadata, layers: range, queries: Tensor, workspace: Any, out: Tensor
+    ) -> None:
         score_codes(
             self._tokens,
             queries,
@@ -148,7 +144,6 @@ class CodedResidency(Residency):
             workspace,
             out,
         )
-        return out
 
     def gather(
         self, rows: BatchMetadata, layers: range, entering: Tensor, keys: Tensor, values: Tensor

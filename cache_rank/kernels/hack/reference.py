@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from cache_rank.kernels.coded.reference import Plane, quotient
+from cache_rank.kernels.nibbles.reference import pack, unpack
 
 if TYPE_CHECKING:
     from cache_rank.kernels.coded.format import Format
@@ -208,25 +209,6 @@ class HackCodec(NamedTuple):
         from cache_rank.kernels.hack.triton import FORMAT
 
         return FORMAT
-
-
-def pack(codes: Tensor, bits: int) -> Tensor:
-    """Pack codes, (..., D) integers below 2^bits, to (..., D · bits / 8) uint8.
-
-    Codes that are D · bits / 8 columns apart share a byte, the first in the lowest bits. So a shift
-    and a mask unpack a stretch of columns in order.
-    """
-    parts = codes.to(torch.uint8).chunk(8 // bits, dim=-1)
-    packed = torch.zeros_like(parts[0])
-    for index, part in enumerate(parts):
-        packed |= part << (index * bits)
-    return packed
-
-
-def unpack(packed: Tensor, bits: int) -> Tensor:
-    """Unpack codes: (..., D · bits / 8) uint8 to (..., D) uint8."""
-    parts = [packed >> shift & (1 << bits) - 1 for shift in range(0, 8, bits)]
-    return torch.cat(parts, dim=-1)
 
 
 def sums_dtype(bits: int, partition: int) -> torch.dtype:

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from cache_rank.kernels.coded.reference import Plane, quotient
-from cache_rank.kernels.nibbles.reference import pack_nibbles, unpack_nibbles
+from cache_rank.kernels.nibbles.reference import pack, unpack_signed
 
 if TYPE_CHECKING:
     from cache_rank.kernels.coded.format import Format
@@ -97,8 +97,8 @@ def encode_page(tokens: Tensor, alpha: float = DEFAULT_ALPHA) -> LynxCodes:
     anchor = torch.where(negative, -magnitude - 1, magnitude)
     residual = 16 * magnitude - level
     return LynxCodes(
-        pack_nibbles(anchor),
-        pack_nibbles(residual),
+        pack(anchor, 4),
+        pack(residual, 4),
         minimum,
         span,
         mean.squeeze(-2),
@@ -127,11 +127,11 @@ def decode_tokens(codes: LynxCodes, alpha: float = DEFAULT_ALPHA, full: bool = T
     Returns:
         (..., n, D) float32.
     """
-    anchor = unpack_nibbles(codes.anchor, signed=True)
+    anchor = unpack_signed(codes.anchor)
     negative = anchor < 0
     level = 16 * torch.where(negative, -anchor - 1, anchor)
     if full:
-        level = level - unpack_nibbles(codes.residual, signed=True)
+        level = level - unpack_signed(codes.residual)
     fraction = fractions_of_levels(alpha, level.device)[level.to(torch.int64)]
     fraction = torch.where(negative, -fraction, fraction)
     return codes.minimum + codes.span * (codes.mean.float() + codes.spread.float() * fraction)

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from cache_rank.kernels.coded.reference import Plane, quotient
-from cache_rank.kernels.nibbles.reference import pack_nibbles, unpack_nibbles
+from cache_rank.kernels.nibbles.reference import pack, unpack, unpack_signed
 
 if TYPE_CHECKING:
     from cache_rank.kernels.coded.format import Format
@@ -91,9 +91,9 @@ def decode(codes: QuantSpecCodes, bits: int = 8) -> Tensor:
         (..., n, D) float32.
     """
     scale = codes.scale.float()
-    offset = scale * unpack_nibbles(codes.upper, signed=False)
+    offset = scale * unpack(codes.upper, 4)
     if bits == 8:
-        offset = offset + scale / 16 * unpack_nibbles(codes.lower, signed=True)
+        offset = offset + scale / 16 * unpack_signed(codes.lower)
     return offset + codes.zero.float()
 
 
@@ -151,4 +151,4 @@ class QuantSpecCodec(NamedTuple):
 
 
 def _pack(codes: Tensor) -> Tensor:
-    return pack_nibbles(codes.nan_to_num())  # the scale tells that they mean nothing
+    return pack(codes.nan_to_num(), 4)  # the scale tells that they mean nothing

@@ -34,6 +34,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from cache_rank.kernels.nibbles.reference import pack, unpack
 from cache_rank.kernels.score.reference import ScoreWorkspace
 
 FINE_STEP, COARSE_STEP = 0.3352, 0.9957
@@ -170,12 +171,12 @@ def encode_keys(keys: Tensor, sketch: Sketch, shape: SketchShape) -> Tensor:
     whole = steps.nan_to_num().floor()
     fine = (whole[..., : shape.fine] + 8).clamp(0, 15).to(torch.uint8)
     coarse = (whole[..., shape.fine :] + 2).clamp(0, 3).to(torch.uint8)
-    return torch.cat((_pack(fine, 4), _pack(coarse, 2)), dim=-1)
+    return torch.cat((pack(fine, 4), pack(coarse, 2)), dim=-1)
 
 
 def unpack_int2(codes: Tensor) -> Tensor:
     """Codes, (..., bytes) uint8, as elements: (..., 4 · bytes) float32, ordered as in `Sketch`."""
-    return _unpack(codes, 2)
+    return unpack(codes, 2).float()
 
 
 def query_weights(queries: Tensor, sketch: Sketch, scale: float) -> Tensor:
@@ -310,18 +311,3 @@ def load_codes(
     page = pages[position // page_tokens].to(torch.int64)
     codes = encode_keys(keys.transpose(1, 2), sketch, shape)  # (layers, Hkv, n, bytes)
     code_pool[page, :, :, position % page_tokens] = codes.permute(2, 0, 1, 3)
-
-
-def _pack(codes: Tensor, bits: int) -> Tensor:
-    """Pack codes: channels that lie C · bits / 8 apart share a byte, the first its low bits."""
-    parts = codes.chunk(8 // bits, dim=-1) if codes.shape[-1] else []
-    packed = codes.new_zeros((*codes.shape[:-1], codes.shape[-1] * bits // 8))
-    for index, part in enumerate(parts):
-        packed |= part << index * bits
-    return packed
-
-
-def _unpack(packed: Tensor, bits: int) -> Tensor:
-    """Unpack codes to float32."""
-    parts = [packed >> shift & (1 << bits) - 1 for shift in range(0, 8, bits)]
-    return torch.cat(parts, dim=-1).float()

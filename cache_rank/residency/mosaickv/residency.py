@@ -51,11 +51,13 @@ class MosaicKVResidency(Residency):
     name: ClassVar[str] = "mosaickv"
     options: ClassVar[Ranges] = OPTIONS
     captures_append: ClassVar[bool] = False
-    # A page means nothing without the segments of its slot, and where these end depends on the
-    # whole sequence.
-    shares_pages: ClassVar[bool] = False
     # The opening is compressed by a strategy of its own, and whole buffers by the same one.
     warm_up_tokens: ClassVar[int] = OPENING_TOKENS + 2 * MOST_BUFFERS * BUFFER_TOKENS
+
+    @classmethod
+    def tail_tokens(cls) -> None:
+        """None: a page means nothing without the segments of its slot, and where these end depends
+        on the whole sequence."""
 
     @classmethod
     def bytes_per_token(cls, config: CacheRankConfig) -> int:
@@ -94,7 +96,7 @@ class MosaicKVResidency(Residency):
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="mosaickv")
         self._segments: dict[int, Segments] = {}
 
-    def load(self, pages: Tensor, slot: int, start: int, shipment: Tensor) -> None:
+    def _load(self, pages: Tensor, slot: int, start: int, shipment: Tensor) -> None:
         if start == 0:
             self._begin(slot)
         segments, every_layer = self._segments[slot], range(self._model.layers)
@@ -108,7 +110,7 @@ class MosaicKVResidency(Residency):
             segments.append(pages, every_layer, end)
             begin = end
 
-    def append(self, rows: BatchMetadata, layers: range, up: Tensor, query_ring: Tensor) -> None:
+    def _append(self, rows: BatchMetadata, layers: range, up: Tensor, query_ring: Tensor) -> None:
         on_host = rows.numbers()
         for slot, position in on_host:
             if slot >= 0 and position == 0 and layers.start == 0:
@@ -126,14 +128,9 @@ class MosaicKVResidency(Residency):
             if slot >= 0:
                 self._segments[slot].append(rows.page_table[row], layers, position + 1)
 
-    def score(
-        self,
-        rows: BatchMetadata,
-        layers: range,
-        queries: Tensor,
-        chosen: Tensor | None = None,
-    ) -> Tensor:
-        workspace, out = self._scores.take(queries.shape[0], len(layers), rows.capacity)
+    def _score(
+        self, rows: BatchMetadata, layers: range, queries: Tensor, workspace: Any, out: Tensor
+    ) -> None:
         score_packed_step(
             self._memory.store,
             queries,
@@ -146,7 +143,6 @@ class MosaicKVResidency(Residency):
             workspace,
             out,
         )
-        return out
 
     def gather(
         self, rows: BatchMetadata, layers: range, entering: Tensor, keys: Tensor, values: Tensor
