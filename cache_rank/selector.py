@@ -26,6 +26,7 @@ from cache_rank.copies import upload
 from cache_rank.forecast import Forecast
 from cache_rank.graphs import CudaGraphCache
 from cache_rank.kernels.checksum.reference import slots_checksum
+from cache_rank.kernels.rows import PagedRows
 from cache_rank.measure.timeline import Timeline
 from cache_rank.pages import PAGE_TOKENS, PageAllocator
 from cache_rank.protocol import NO_SEQUENCE, AnswerHeader, DownMessage, Row, UpMessage
@@ -253,10 +254,8 @@ class Selector:
         numbers, table, headers = upload(on_host, self._device, self._step_memory)
         current, before = (
             BatchMetadata(
-                numbers[0],
-                numbers[column],
+                PagedRows(table, numbers[0], numbers[column]),
                 numbers[3],
-                table,
                 headers[column - 1],
                 capacity,
                 list(zip(slots, of_rows, strict=True)),

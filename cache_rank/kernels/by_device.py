@@ -37,8 +37,10 @@ def by_device(reference: Callable[P, R]) -> Callable[P, R]:
 
 
 def is_on_gpu(*arguments: object) -> bool:
-    """Whether an argument is a tensor of a GPU, or is a GPU."""
+    """Whether an argument, or one in a tuple of them, is a tensor of a GPU, or is a GPU."""
     for argument in arguments:
+        if isinstance(argument, tuple) and is_on_gpu(*argument):
+            return True
         if isinstance(argument, Tensor) and argument.is_cuda:
             return True
         if isinstance(argument, torch.device):

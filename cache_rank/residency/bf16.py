@@ -42,9 +42,7 @@ class Bf16Residency(Residency):
             self._keys,
             self._values,
             query_ring,
-            rows.page_table,
-            rows.slots,
-            rows.positions,
+            rows.paged,
             layers.start,
         )
 
@@ -54,9 +52,7 @@ class Bf16Residency(Residency):
         score_step(
             queries,
             self._keys,
-            rows.page_table,
-            rows.slots,
-            rows.positions,
+            rows.paged,
             layers.start,
             self._model.scale,
             workspace,
@@ -69,8 +65,7 @@ class Bf16Residency(Residency):
         gather_step(
             self._keys,
             self._values,
-            rows.page_table,
-            rows.slots,
+            rows.paged,
             layers.start,
             entering,
             keys,

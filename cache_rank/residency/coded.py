@@ -17,6 +17,7 @@ from cache_rank.copies import upload
 from cache_rank.kernels.append import append_step, load_tokens
 from cache_rank.kernels.coded import encode_groups, gather_codes, score_codes
 from cache_rank.kernels.coded.reference import Codec, CodedTokens
+from cache_rank.kernels.rows import PagedRows
 from cache_rank.pages import PAGE_TOKENS
 from cache_rank.residency.base import Residency
 from cache_rank.residency.not_finite import NotFinite
@@ -72,7 +73,6 @@ class CodedResidency(Residency):
                 torch.empty(ring, dtype=model.torch_dtype, device=device),
                 torch.empty(ring, dtype=model.torch_dtype, device=device),
             ),
-            resident=torch.zeros((config.max_rows, model.layers), dtype=torch.int32, device=device),
             not_finite=self._not_finite.flags,
             group_tokens=self.group_tokens,
             page_tokens=PAGE_TOKENS,
@@ -96,9 +96,7 @@ class CodedResidency(Residency):
         # ones, which are in it.
         encode_groups(
             self._tokens,
-            pages.unsqueeze(0),
-            slots,
-            starts,
+            PagedRows(pages.unsqueeze(0), slots, starts),
             shipment.shape[2],
             range(self._model.layers),
             shipment,
@@ -121,12 +119,10 @@ class CodedResidency(Residency):
             up,
             *self._tokens.rings,
             query_ring,
-            rows.slots.unsqueeze(1),
-            rows.slots,
-            rows.positions,
+            rows.paged._replace(page_table=rows.slots.unsqueeze(1)),
             layers.start,
         )
-        encode_groups(self._tokens, rows.page_table, rows.slots, rows.positions, 1, layers)
+        encode_groups(self._tokens, rows.paged, 1, layers)
         if self._device.type != "cuda":
             self.check()
 
@@ -136,9 +132,7 @@ class CodedResidency(Residency):
         score_codes(
             self._tokens,
             queries,
-            rows.page_table,
-            rows.slots,
-            rows.positions,
+            rows.paged,
             layers.start,
             self._model.scale,
             workspace,
@@ -150,9 +144,7 @@ class CodedResidency(Residency):
     ) -> None:
         gather_codes(
             self._tokens,
-            rows.page_table,
-            rows.slots,
-            rows.positions,
+            rows.paged,
             layers.start,
             entering,
             keys,

@@ -84,9 +84,7 @@ class KeySketches:
             self._codes,
             self._sketch,
             self._shape,
-            rows.page_table,
-            rows.slots,
-            rows.positions,
+            rows.paged,
             layers.start,
         )
 
@@ -108,9 +106,7 @@ class KeySketches:
             self._codes,
             self._sketch,
             self._shape,
-            rows.page_table,
-            rows.slots,
-            rows.positions,
+            rows.paged,
             layers.start,
             self._config.model.scale,
             workspace,

@@ -13,6 +13,7 @@ from torch import Tensor
 from cache_rank import residency
 from cache_rank.batch_metadata import BatchMetadata
 from cache_rank.config import CacheRankConfig, ModelShape
+from cache_rank.kernels.rows import PagedRows
 from cache_rank.protocol import AnswerHeader
 from cache_rank.residency.base import Residency
 
@@ -135,10 +136,12 @@ def rows_of(
     device, count = sequences[0].keys.device, len(sequences)
     slots = [-1 if row in refused else held.slot for row, held in enumerate(sequences)]
     return BatchMetadata(
-        torch.tensor(slots, dtype=torch.int32, device=device),
-        torch.tensor(positions, dtype=torch.int32, device=device),
+        PagedRows(
+            torch.stack([held.page_table for held in sequences]),
+            torch.tensor(slots, dtype=torch.int32, device=device),
+            torch.tensor(positions, dtype=torch.int32, device=device),
+        ),
         torch.ones(count, dtype=torch.int32, device=device),
-        torch.stack([held.page_table for held in sequences]),
         torch.zeros((count, len(AnswerHeader._fields)), dtype=torch.int64, device=device),
         capacity=max(positions) + 1,
     )

@@ -16,6 +16,7 @@ from cache_rank import residency
 from cache_rank.batch_metadata import BatchMetadata
 from cache_rank.config import CacheRankConfig, ModelShape
 from cache_rank.kernels.mosaickv.store import Run, Strategy, load_vectors, packed_tokens, runs_of
+from cache_rank.kernels.rows import PagedRows
 from cache_rank.protocol import AnswerHeader
 from cache_rank.residency.mosaickv import MosaicKVResidency
 from cache_rank.residency.mosaickv.strategy import BUFFER_TOKENS
@@ -110,10 +111,12 @@ class Held:
     def rows(self, position: int) -> BatchMetadata:
         device = self.tokens.device
         return BatchMetadata(
-            torch.tensor([self.slot], dtype=torch.int32, device=device),
-            torch.tensor([position], dtype=torch.int32, device=device),
+            PagedRows(
+                self.page_table.unsqueeze(0),
+                torch.tensor([self.slot], dtype=torch.int32, device=device),
+                torch.tensor([position], dtype=torch.int32, device=device),
+            ),
             torch.ones(1, dtype=torch.int32, device=device),
-            self.page_table.unsqueeze(0),
             torch.zeros((1, len(AnswerHeader._fields)), dtype=torch.int64, device=device),
             capacity=position + 1,
         )

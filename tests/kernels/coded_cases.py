@@ -14,6 +14,7 @@ from cache_rank.kernels.coded.reference import Codec, CodedTokens
 from cache_rank.kernels.hack.reference import GROUP, HackCodec
 from cache_rank.kernels.lynx.reference import DEFAULT_ALPHA, LynxCodec
 from cache_rank.kernels.quantspec.reference import QuantSpecCodec
+from cache_rank.kernels.rows import PagedRows
 
 PAGE = 256
 SLOTS, LAYERS, KV_HEADS = 4, 2, 2
@@ -158,7 +159,6 @@ def empty(
         codecs=codecs,
         planes=(planes(codecs[0]), planes(codecs[1])),
         rings=(ring, ring.clone()),
-        resident=torch.zeros((SLOTS, layers), dtype=torch.int32, device=device),
         not_finite=torch.zeros(1, dtype=torch.int32, device=device),
         group_tokens=held_as.group_tokens,
         page_tokens=PAGE,
@@ -170,7 +170,6 @@ def copy_of(tokens: CodedTokens) -> CodedTokens:
     return tokens._replace(
         planes=(keys, values),
         rings=(tokens.rings[0].clone(), tokens.rings[1].clone()),
-        resident=tokens.resident.clone(),
         not_finite=tokens.not_finite.clone(),
     )
 
@@ -196,15 +195,16 @@ def load(tokens: CodedTokens, pages: Tensor, slot: int, start: int, shipment: Te
     slots, starts = on(pages.device, slot), on(pages.device, start)
     layers = range(shipment.shape[1])
     count = shipment.shape[2]
-    reference.encode_groups(tokens, pages[None], slots, starts, count, layers, shipment)
+    rows = PagedRows(pages[None], slots, starts)
+    reference.encode_groups(tokens, rows, count, layers, shipment)
     append.load_tokens(shipment, *tokens.rings, slots, start)
 
 
 def assert_same(left: CodedTokens, right: CodedTokens) -> None:
     """The same bits everywhere."""
     for one, other in zip(
-        (*left.planes[0], *left.planes[1], *left.rings, left.resident, left.not_finite),
-        (*right.planes[0], *right.planes[1], *right.rings, right.resident, right.not_finite),
+        (*left.planes[0], *left.planes[1], *left.rings, left.not_finite),
+        (*right.planes[0], *right.planes[1], *right.rings, right.not_finite),
         strict=True,
     ):
         assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))

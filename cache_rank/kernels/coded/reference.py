@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from cache_rank.kernels.rows import PagedRows
 from cache_rank.kernels.score.reference import ScoreWorkspace
 from cache_rank.kernels.wire.reference import to_wire
 
@@ -84,8 +85,6 @@ class CodedTokens(NamedTuple):
         planes: those of keys and of values, each (pages, layers, Hkv, entries of a page, width).
         rings: those of keys and of values, (slots, layers, Hkv, ring, D) each; position p is in
             entry p % ring. A ring holds one group more than stays in full precision.
-        resident: (slots, layers) int32, how many tokens `encode_groups` saw last. Steps follow
-            their positions instead.
         not_finite: (1,) int32, 0 until tokens were encoded that are not finite, or span more than
             float32; then 1 + (part · layers + layer) · Hkv + head of the last of them, where part
             is 0 for keys and 1 for values.
@@ -96,7 +95,6 @@ class CodedTokens(NamedTuple):
     codecs: tuple[Codec, Codec]
     planes: tuple[tuple[Tensor, ...], tuple[Tensor, ...]]
     rings: tuple[Tensor, Tensor]
-    resident: Tensor
     not_finite: Tensor
     group_tokens: int
     page_tokens: int
@@ -120,9 +118,7 @@ def quotient(numerator: Tensor, denominator: Tensor) -> Tensor:
 
 def encode_groups(
     tokens: CodedTokens,
-    page_table: Tensor,
-    slots: Tensor,
-    starts: Tensor,
+    rows: PagedRows,
     count: int,
     layers: range,
     shipment: Tensor | None = None,
@@ -130,20 +126,18 @@ def encode_groups(
     """Encode the groups that new tokens complete.
 
     Args:
-        tokens: what is held; planes, resident and not_finite are written in place.
-        page_table: (R, max pages) int32, the pages of each row's sequence in order.
-        slots: (R,) int32; a row of slot -1 is left alone.
-        starts: (R,) int32, the position of each row's first new token.
+        tokens: what is held; planes and not_finite are written in place.
+        rows: the rows of the step, where a position is that of the first new token.
         count: how many new tokens each row has.
         layers: which layers.
         shipment: (2, layers, count, Hkv, D), the new keys and values of the one row. None where the
             rings hold them already, which they may if each row has one new token.
     """
     size, ring_tokens = tokens.group_tokens, tokens.rings[0].shape[3]
+    page_table, slots, starts = rows
     for pages, slot, start in zip(page_table, slots.tolist(), starts.tolist(), strict=True):
         if slot < 0:
             continue
-        tokens.resident[slot, layers.start : layers.stop] = start + count
         for first in range(tokens.coded(start), tokens.coded(start + count), size):
             positions = torch.arange(first, first + size, device=slots.device)
             is_new = positions >= start if shipment is not None else torch.zeros_like(positions) > 0
@@ -165,9 +159,7 @@ def encode_groups(
 
 def gather_codes(
     tokens: CodedTokens,
-    page_table: Tensor,
-    slots: Tensor,
-    positions: Tensor,
+    rows: PagedRows,
     first_layer: int,
     entering: Tensor,
     out_keys: Tensor,
@@ -177,15 +169,14 @@ def gather_codes(
 
     Args:
         tokens: what is held.
-        page_table: (R, max pages) int32, the pages of each row's sequence in order.
-        slots: (R,) int32; negative skips the row.
-        positions: (R,) int32, the position of each row's newest token.
+        rows: the rows of the step.
         first_layer: index of the first of the L layers.
         entering: (R, L, Hkv, C) int32 token positions; negative is padding.
         out_keys, out_values: (R, L, Hkv, C, width) in the dtype of the rings or in another of a
             message, see `to_wire`; written in place. Entries of padding and of skipped rows keep
             what they hold.
     """
+    page_table, slots, positions = rows
     used = (entering >= 0) & (slots >= 0).view(-1, 1, 1, 1)
     row, layer, head, entry = used.nonzero(as_tuple=True)
     resident = positions[row].to(torch.int64) + 1
@@ -235,9 +226,7 @@ def read_tokens(
 def score_codes(
     tokens: CodedTokens,
     queries: Tensor,
-    page_table: Tensor,
-    slots: Tensor,
-    positions: Tensor,
+    rows: PagedRows,
     first_layer: int,
     scale: float,
     workspace: ScoreWorkspace,
@@ -248,15 +237,14 @@ def score_codes(
     Args:
         tokens: what is held.
         queries: (R, L, Hq, D) float32.
-        page_table: (R, max pages) int32, the pages of each row's sequence in order.
-        slots: (R,) int32; a row of slot -1 is left alone.
-        positions: (R,) int32; tokens [0, position] are scored.
+        rows: the rows of the step; tokens [0, position] of each are scored.
         first_layer: index of the first of the L layers.
         scale: factor on the logits.
         workspace: what `score_workspace` made.
         out: (R, L, Hkv, capacity) float32, written in place; entries of other tokens keep what they
             hold.
     """
+    page_table, slots, positions = rows
     kv_heads = out.shape[2]
     layers = slice(first_layer, first_layer + out.shape[1])
     grouped = queries.unflatten(2, (kv_heads, -1))  # (R, L, Hkv, G, D)

@@ -16,6 +16,7 @@ from torch import Tensor
 from cache_rank.kernels.coded.format import Layout
 from cache_rank.kernels.coded.reference import CodedTokens
 from cache_rank.kernels.coded.tokens import GatherTarget, GroupSource
+from cache_rank.kernels.rows import PagedRows
 from cache_rank.kernels.score.reference import ScoreWorkspace
 from cache_rank.kernels.score.triton import (
     CHUNK_TOKENS,
@@ -35,32 +36,27 @@ _GATHERED_ELEMENTS = 2048
 
 def encode_groups(
     tokens: CodedTokens,
-    page_table: Tensor,
-    slots: Tensor,
-    starts: Tensor,
+    rows: PagedRows,
     count: int,
     layers: range,
     shipment: Tensor | None = None,
 ) -> None:
     """See the reference. One launch; D is a power of two."""
-    assert shipment is None or (shipment.is_contiguous() and slots.shape[0] == 1)
+    assert shipment is None or (shipment.is_contiguous() and len(rows.slots) == 1)
     of, layout = tokens.codecs[0].kernels(), Layout.of(tokens)
     parameters = of.encoding(tokens)
     most_groups = triton.cdiv(count, tokens.group_tokens)
     # Groups of a row; keys and values of each layer and kv head; rows.
-    _encode[(most_groups, len(layers) * layout.kv_heads * 2, slots.shape[0])](
+    _encode[(most_groups, len(layers) * layout.kv_heads * 2, len(rows.slots))](
         *tokens.planes,
         *tokens.rings,
         parameters.tables,
         shipment,
-        page_table,
-        slots,
-        starts,
-        tokens.resident,
+        *rows,
         tokens.not_finite,
         layers.start,
         count,
-        page_table.stride(0),
+        rows.page_table.stride(0),
         ENCODE=of.encode,
         KEYS_AS_VALUES=of.keys_as_values,
         LAYOUT=layout,
@@ -72,16 +68,14 @@ def encode_groups(
 
 def gather_codes(
     tokens: CodedTokens,
-    page_table: Tensor,
-    slots: Tensor,
-    positions: Tensor,
+    rows: PagedRows,
     first_layer: int,
     entering: Tensor,
     out_keys: Tensor,
     out_values: Tensor,
 ) -> None:
     """See the reference. One launch; D is a power of two."""
-    rows, layers, kv_heads, capacity = entering.shape
+    count, layers, kv_heads, capacity = entering.shape
     of, layout = tokens.codecs[0].kernels(), Layout.of(tokens)
     parameters = of.encoding(tokens)
     assert entering.is_contiguous()
@@ -90,18 +84,16 @@ def gather_codes(
         assert out.shape == (*entering.shape, wire_width(layout.head_dim, out.dtype))
     block = min(_GATHERED_ELEMENTS // layout.head_dim, triton.next_power_of_2(capacity))
     block = max(1, block)
-    _gather[(triton.cdiv(capacity, block), layers * kv_heads, rows)](
+    _gather[(triton.cdiv(capacity, block), layers * kv_heads, count)](
         *tokens.planes,
         *tokens.rings,
         parameters.tables,
-        page_table,
-        slots,
-        positions,
+        *rows,
         entering,
         out_keys,
         out_values,
         first_layer,
-        page_table.stride(0),
+        rows.page_table.stride(0),
         largest=torch.finfo(tokens.rings[0].dtype).max,
         LAYERS=layers,
         CAPACITY=capacity,
@@ -116,9 +108,7 @@ def gather_codes(
 def score_codes(
     tokens: CodedTokens,
     queries: Tensor,
-    page_table: Tensor,
-    slots: Tensor,
-    positions: Tensor,
+    rows: PagedRows,
     first_layer: int,
     scale: float,
     workspace: ScoreWorkspace,
@@ -141,14 +131,12 @@ def score_codes(
         tokens.planes[0],
         key_ring,
         parameters.tables,
-        page_table,
-        slots,
-        positions,
+        *rows,
         logits,
         partial,
         first_layer=first_layer,
         scale=scale,
-        page_stride=page_table.stride(0),
+        page_stride=rows.page_table.stride(0),
         capacity=out.shape[-1],
         **constants,
         RING_BLOCK=launch.ring_block,
@@ -161,7 +149,7 @@ def score_codes(
         num_warps=launch.warps,
         maxnreg=launch.registers,
     )
-    finish_scores(logits, partial, slots, positions, constants, out)
+    finish_scores(logits, partial, rows, constants, out)
 
 
 @triton.jit
@@ -185,7 +173,6 @@ def _encode(
     page_table,
     slots,
     starts,
-    resident,
     not_finite,
     first_layer,
     count,
@@ -204,8 +191,6 @@ def _encode(
     layer, head = first_layer + unit // LAYOUT.kv_heads, unit % LAYOUT.kv_heads
     first = _coded_tokens(start, LAYOUT) + tl.program_id(0) * LAYOUT.group_tokens
     exists = (slot >= 0) & (first < _coded_tokens(start + count, LAYOUT))
-    if (slot >= 0) & (tl.program_id(0) == 0) & (head == 0) & (part == 0):
-        tl.store(resident + slot * LAYOUT.layers + layer, start + count)
     if not exists:
         return
     # Where its codes go, and where its tokens are.

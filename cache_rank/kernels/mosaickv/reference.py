@@ -28,6 +28,7 @@ from cache_rank.kernels.mosaickv.vectors import (
     mean_keys,
     score_packed,
 )
+from cache_rank.kernels.rows import PagedRows
 from cache_rank.kernels.wire.reference import to_wire
 
 _TILE_TOKENS = 4096
@@ -119,9 +120,7 @@ def _compress_buffer(
 
 def gather_packed(
     store: PackedStore,
-    page_table: Tensor,
-    slots: Tensor,
-    positions: Tensor,
+    rows: PagedRows,
     first_layer: int,
     entering: Tensor,
     out_keys: Tensor,
@@ -131,15 +130,14 @@ def gather_packed(
 
     Args:
         store: where the tokens are.
-        page_table: (R, max pages) int32, the pages of each row's sequence in order.
-        slots: (R,) int32; a row of slot -1 is left alone.
-        positions: (R,) int32, the position of each row's newest token.
+        rows: the rows of the step.
         first_layer: index of the first of the L layers in the store.
         entering: (R, L, Hkv, C) int32 token positions; negative is padding.
         out_keys, out_values: (R, L, Hkv, C, width) in the dtype of the rings or in another of a
             message, see `to_wire`; written in place. Entries of padding and of skipped rows keep
             what they hold.
     """
+    page_table, slots, positions = rows
     used = (entering >= 0) & (slots >= 0).view(-1, 1, 1, 1)
     for row, index in used.flatten(2).any(dim=-1).nonzero().tolist():
         head, entry = used[row, index].nonzero(as_tuple=True)
@@ -201,9 +199,7 @@ def score_packed_workspace(
 def score_packed_step(
     store: PackedStore,
     queries: Tensor,
-    page_table: Tensor,
-    slots: Tensor,
-    positions: Tensor,
+    rows: PagedRows,
     first_layer: int,
     scale: float,
     scored: tuple[int, int],
@@ -219,9 +215,7 @@ def score_packed_step(
     Args:
         store: where the tokens are.
         queries: (R, L, Hq, D) float32.
-        page_table: (R, max pages) int32, the pages of each row's sequence in order.
-        slots: (R,) int32; a row of slot -1 is left alone.
-        positions: (R,) int32; tokens [0, position] are scored.
+        rows: the rows of the step; tokens [0, position] of each are scored.
         first_layer: index of the first of the L layers in the store.
         scale: factor on the logits.
         scored: how many tokens of each kv head are scored by themselves: in millionths of a row's
@@ -230,6 +224,7 @@ def score_packed_step(
         out: (R, L, Hkv, capacity) float32, written in place; entries of other tokens keep what they
             hold.
     """
+    page_table, slots, positions = rows
     grouped = queries.unflatten(2, (out.shape[2], -1))  # (R, L, Hkv, G, D)
     for row, (slot, position) in enumerate(zip(slots.tolist(), positions.tolist(), strict=True)):
         resident = position + 1

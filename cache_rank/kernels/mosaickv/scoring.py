@@ -31,6 +31,7 @@ from cache_rank.kernels.mosaickv.packing import tokens_in_pages
 from cache_rank.kernels.mosaickv.queries import RotatedQueries, rotate_queries, rotated_queries
 from cache_rank.kernels.mosaickv.store import PackedStore
 from cache_rank.kernels.mosaickv.unpacking import in_words
+from cache_rank.kernels.rows import PagedRows
 from cache_rank.kernels.score.reference import ScoreWorkspace
 from cache_rank.kernels.score.triton import (
     CHUNK_TOKENS,
@@ -94,9 +95,7 @@ def score_packed_workspace(
 def score_packed_step(
     store: PackedStore,
     queries: Tensor,
-    page_table: Tensor,
-    slots: Tensor,
-    positions: Tensor,
+    rows: PagedRows,
     first_layer: int,
     scale: float,
     scored: tuple[int, int],
@@ -123,7 +122,7 @@ def score_packed_step(
         "buffers": store.strategy_of.shape[1],
         "in_table": store.rows.shape[1],
     }
-    rotate_queries(store, queries, slots, first_layer, constants["PADDED"], rotated)
+    rotate_queries(store, queries, rows.slots, first_layer, constants["PADDED"], rotated)
     for refines in (False, True):
         if refines:
             bound_unit[(units,)](
@@ -131,8 +130,8 @@ def score_packed_step(
                 store.strategy_of,
                 store.rows,
                 store.numbers,
-                slots,
-                positions,
+                rows.slots,
+                rows.positions,
                 workspace.listed,
                 workspace.bounds,
                 workspace.oldest,
@@ -151,10 +150,10 @@ def score_packed_step(
             key_ring,
             store.strategy_of,
             store.rows,
-            slots,
-            positions,
+            rows.slots,
+            rows.positions,
             store.numbers,
-            page_table,
+            rows.page_table,
             workspace.listed,
             workspace.bounds,
             workspace.oldest,
@@ -162,7 +161,7 @@ def score_packed_step(
             partial=partial,
             out=out,
             scale=scale,
-            page_stride=page_table.stride(0),
+            page_stride=rows.page_table.stride(0),
             **numbers,
             **constants,
             VECTORS=_VECTORS,
@@ -171,7 +170,7 @@ def score_packed_step(
             EXACT=multiplies_float32(key_ring),
             maxnreg=_REGISTERS,
         )
-        finish_scores(logits, partial, slots, positions, constants, out)
+        finish_scores(logits, partial, rows, constants, out)
 
 
 @triton.jit(

@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from cache_rank.kernels.rows import PagedRows
 from cache_rank.kernels.score.reference import ScoreWorkspace
 
 CHUNK_TOKENS = 512
@@ -99,8 +100,7 @@ def score_constants(
 def finish_scores(
     logits: Tensor,
     partial: Tensor,
-    slots: Tensor,
-    positions: Tensor,
+    rows: PagedRows,
     constants: dict[str, int],
     out: Tensor,
 ) -> None:
@@ -108,15 +108,14 @@ def finish_scores(
 
     Args:
         logits, partial: the `scratch` that has been written.
-        slots: (R,) int32; a row of slot -1 is left alone.
-        positions: (R,) int32; tokens [0, position] get scores.
+        rows: the rows of the step; tokens [0, position] of each get scores.
         constants: the `score_constants` of the launch that has written.
         out: (R, L, Hkv, capacity) float32, written in place.
     """
     tokens = _FINISHED_LOGITS // constants["PADDED"]
     _finish[score_grid(out, tokens)](
-        slots,
-        positions,
+        rows.slots,
+        rows.positions,
         logits,
         partial,
         out,
@@ -132,26 +131,20 @@ def finish_scores(
 def score_step(
     queries: Tensor,
     key_pool: Tensor,
-    page_table: Tensor,
-    slots: Tensor,
-    positions: Tensor,
+    rows: PagedRows,
     first_layer: int,
     scale: float,
     workspace: ScoreWorkspace,
     out: Tensor,
     rounded: bool = False,
-    block: int = _BLOCK,
-    warps: int = 4,
-    stages: int = 3,
 ) -> None:
     """See the reference. Two launches; P must be a multiple of the block.
 
     Args:
         rounded: whether logits are kept in float16.
-        block, warps, stages: only time depends on them.
     """
     page_tokens = key_pool.shape[3]
-    block = min(block, page_tokens)
+    block = min(_BLOCK, page_tokens)
     assert page_tokens % block == 0
     assert key_pool.is_contiguous()
     constants = score_constants(queries, workspace, out, CHUNK_TOKENS)
@@ -159,24 +152,22 @@ def score_step(
     _score[score_grid(out, CHUNK_TOKENS)](
         queries,
         key_pool,
-        page_table,
-        slots,
-        positions,
+        *rows,
         logits,
         partial,
         first_layer,
         scale,
         key_pool.shape[1],
-        page_table.stride(0),
+        rows.page_table.stride(0),
         out.shape[-1],
         **constants,
         PAGE=page_tokens,
         BLOCK=block,
         EXACT=multiplies_float32(key_pool),
-        num_warps=warps,
-        num_stages=stages,
+        num_warps=4,
+        num_stages=3,
     )
-    finish_scores(logits, partial, slots, positions, constants, out)
+    finish_scores(logits, partial, rows, constants, out)
 
 
 def multiplies_float32(keys: Tensor) -> bool:

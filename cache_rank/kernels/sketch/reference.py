@@ -35,6 +35,7 @@ import torch
 from torch import Tensor
 
 from cache_rank.kernels.nibbles.reference import pack, unpack
+from cache_rank.kernels.rows import PagedRows
 from cache_rank.kernels.score.reference import ScoreWorkspace
 
 FINE_STEP, COARSE_STEP = 0.3352, 0.9957
@@ -196,9 +197,7 @@ def score_sketch(
     code_pool: Tensor,
     sketch: Sketch,
     shape: SketchShape,
-    page_table: Tensor,
-    slots: Tensor,
-    positions: Tensor,
+    rows: PagedRows,
     first_layer: int,
     scale: float,
     workspace: SketchWorkspace,
@@ -212,9 +211,7 @@ def score_sketch(
         code_pool: (pages, layers, Hkv, P, bytes) uint8.
         sketch: of all layers.
         shape: which channels are coded.
-        page_table: (R, max pages) int32.
-        slots: (R,) int32; a row of slot -1 is left alone.
-        positions: (R,) int32; tokens [0, position] are scored.
+        rows: the rows of the step; tokens [0, position] of each are scored.
         first_layer: index of the first of the L layers in the pool.
         scale: factor on the logits.
         workspace: what `sketch_workspace` made.
@@ -224,6 +221,7 @@ def score_sketch(
     """
     layers, page_tokens = queries.shape[1], code_pool.shape[3]
     of_layers = Sketch(*(part[first_layer : first_layer + layers] for part in sketch))
+    page_table, slots, positions = rows
     for row, (slot, position) in enumerate(zip(slots.tolist(), positions.tolist(), strict=True)):
         if slot < 0:
             continue
@@ -265,9 +263,7 @@ def append_codes(
     code_pool: Tensor,
     sketch: Sketch,
     shape: SketchShape,
-    page_table: Tensor,
-    slots: Tensor,
-    positions: Tensor,
+    rows: PagedRows,
     first_layer: int,
 ) -> None:
     """Encode the newest key of every row, for the layers of a group.
@@ -276,8 +272,9 @@ def append_codes(
         keys: (R, L, Hkv, D), any strides but that of D.
         code_pool: (pages, layers, Hkv, P, bytes) uint8, written in place.
         sketch, shape: as for `score_sketch`.
-        page_table, slots, positions, first_layer: as for `append_step`.
+        rows, first_layer: as for `append_step`.
     """
+    page_table, slots, positions = rows
     row = (slots >= 0).nonzero().squeeze(-1)
     position = positions[row].to(torch.int64)
     page_tokens, layers = code_pool.shape[3], keys.shape[1]

@@ -119,14 +119,12 @@ class MosaicKVResidency(Residency):
             up,
             *self._memory.store.rings,
             query_ring,
-            rows.slots.unsqueeze(1),
-            rows.slots,
-            rows.positions,
+            rows.paged._replace(page_table=rows.slots.unsqueeze(1)),
             layers.start,
         )
         for row, (slot, position) in enumerate(on_host):
             if slot >= 0:
-                self._segments[slot].append(rows.page_table[row], layers, position + 1)
+                self._segments[slot].append(rows.paged.page_table[row], layers, position + 1)
 
     def _score(
         self, rows: BatchMetadata, layers: range, queries: Tensor, workspace: Any, out: Tensor
@@ -134,9 +132,7 @@ class MosaicKVResidency(Residency):
         score_packed_step(
             self._memory.store,
             queries,
-            rows.page_table,
-            rows.slots,
-            rows.positions,
+            rows.paged,
             layers.start,
             self._model.scale,
             self._scored,
@@ -149,9 +145,7 @@ class MosaicKVResidency(Residency):
     ) -> None:
         gather_packed(
             self._memory.store,
-            rows.page_table,
-            rows.slots,
-            rows.positions,
+            rows.paged,
             layers.start,
             entering,
             keys,
