@@ -128,11 +128,6 @@ class Selector:
         return (self.pages.pages - self.pages.free) * self._page_bytes
 
     @property
-    def warm_up_tokens(self) -> int:
-        """Tokens of a sequence that has used all kernels of the residency."""
-        return self._residency.warm_up_tokens
-
-    @property
     def is_full(self) -> bool:
         """Whether no further sequence can begin."""
         return not self._free_slots

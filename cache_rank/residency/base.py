@@ -35,9 +35,6 @@ class Residency(ABC):
     lossless: ClassVar[bool] = False
     """Tokens are read back as they came."""
 
-    warm_up_tokens: ClassVar[int] = 1
-    """A sequence of so many tokens has used all kernels, but for those of its appends and steps."""
-
     captures_append: ClassVar[bool] = True
     """Appends of as many rows always queue the same work, so that CUDA graphs can capture them."""
 

@@ -47,7 +47,6 @@ from cache_rank.pages import PAGE_TOKENS
 from cache_rank.protocol import DownMessage, Row
 from cache_rank.residency.mosaickv import MosaicKVResidency
 from cache_rank.residency.mosaickv import segments as mosaickv_segments
-from cache_rank.residency.mosaickv.options import OPTIONS
 from cache_rank.residency.mosaickv.segments import OPENING_TOKENS
 from cache_rank.residency.mosaickv.strategy import (
     BUFFER_TOKENS,
@@ -77,7 +76,7 @@ class Expected:
     @classmethod
     def of(cls, held: Held) -> Expected:
         options, model = held.config.kv_residency_options, held.config.model
-        candidates = Candidates(with_defaults(options, OPTIONS), model)
+        candidates = Candidates(with_defaults(options, MosaicKVResidency.options), model)
         lengths = SegmentLengths(int(options["segment"]), float(options["threshold"]))
         count = held.resident // BUFFER_TOKENS * BUFFER_TOKENS
         ends: list[int] = []
@@ -425,7 +424,9 @@ def test_the_highest_rate_and_the_largest_group_without_much_loss_are_chosen(
     basis = torch.randn((2, 2, directions, 64), generator=generator)
     tokens = torch.randn((2, 2, 512, directions), generator=generator) @ basis
     exact = tokens.double()
-    candidates = Candidates(with_defaults({"loss": 0.1, "dropped": 25}, OPTIONS), WIDE)
+    candidates = Candidates(
+        with_defaults({"loss": 0.1, "dropped": 25}, MosaicKVResidency.options), WIDE
+    )
     strategy = candidates.choose(tokens, candidates.rotations(exact.transpose(-1, -2) @ exact))
     assert (strategy.kept, strategy.group) == expected
     assert strategy.rotations.shape == (2, 2, 64, 48)
@@ -439,7 +440,9 @@ def test_the_largest_blocks_of_keys_that_are_alike_are_chosen(alike: int, block:
     keys = torch.randn((2, 1, 512 // alike, 64), generator=generator)
     tokens = keys.repeat_interleave(alike, dim=2).expand(2, 2, -1, -1)
     exact = tokens.double()
-    candidates = Candidates(with_defaults({"variance": 0.25, "block": "auto"}, OPTIONS), WIDE)
+    candidates = Candidates(
+        with_defaults({"variance": 0.25, "block": "auto"}, MosaicKVResidency.options), WIDE
+    )
     rotations = candidates.rotations(exact.transpose(-1, -2) @ exact)
     assert candidates.choose(tokens, rotations).block == block
 
@@ -447,7 +450,7 @@ def test_the_largest_blocks_of_keys_that_are_alike_are_chosen(alike: int, block:
 def test_the_loss_of_a_token_is_that_of_its_mean_vector() -> None:
     tokens = drifting(MHA, 64)[:, 0]
     exact = tokens.double()
-    candidates = Candidates(with_defaults({"block": "auto"}, OPTIONS), MHA)
+    candidates = Candidates(with_defaults({"block": "auto"}, MosaicKVResidency.options), MHA)
     strategy = candidates.choose(tokens, candidates.rotations(exact.transpose(-1, -2) @ exact))
     found = compress(tokens, strategy)
     decoded = torch.stack(

@@ -23,13 +23,13 @@ from cache_rank.kernels.lynx.reference import (
     CHUNK,
     LEVELS,
     PAGE,
+    LynxCodec,
     LynxCodes,
     align,
     decode_page,
     decode_tokens,
     encode_page,
     fraction_of,
-    score_page,
 )
 from cache_rank.kernels.nibbles.reference import pack, unpack, unpack_signed
 
@@ -181,7 +181,7 @@ def test_scores_are_those_of_the_decoded_keys(full: bool) -> None:
     generator = torch.Generator().manual_seed(1)
     codes = encode_page(torch.randn(3, PAGE, 16, generator=generator), alpha=5.0)
     queries = torch.randn(3, 4, 16, generator=generator)
-    scores = score_page(queries, codes, 0.25, alpha=5.0, full=full)
+    scores = LynxCodec(5.0, scores_in_full=full).score(queries, codes, 0.25)
     decoded = decode_page(codes, alpha=5.0, full=full)
     expected = torch.einsum("hgd,htd->hgt", queries, decoded) * 0.25
     torch.testing.assert_close(scores, expected, rtol=1e-5, atol=1e-5)

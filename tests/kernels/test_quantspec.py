@@ -19,11 +19,11 @@ from torch import Tensor
 from cache_rank.kernels.nibbles.reference import unpack, unpack_signed
 from cache_rank.kernels.quantspec.reference import (
     GROUP,
+    QuantSpecCodec,
     QuantSpecCodes,
     decode,
     encode_keys,
     encode_values,
-    score_keys,
 )
 
 Encode = Callable[[Tensor], QuantSpecCodes]
@@ -119,7 +119,7 @@ def test_scores_are_those_of_the_decoded_keys(bits: int) -> None:
     codes = encode_keys(torch.randn(3, GROUP, 16, generator=generator))
     queries = torch.randn(3, 4, 16, generator=generator)
     expected = torch.einsum("hgd,htd->hgt", queries, decode(codes, bits)) * 0.25
-    scores = score_keys(queries, codes, 0.25, bits)
+    scores = QuantSpecCodec(True, torch.float32, bits).score(queries, codes, 0.25)
     torch.testing.assert_close(scores, expected, rtol=1e-5, atol=1e-5)
 
 

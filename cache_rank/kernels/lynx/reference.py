@@ -142,27 +142,6 @@ def decode_page(codes: LynxCodes, alpha: float = DEFAULT_ALPHA, full: bool = Tru
     return decode_tokens(align(codes), alpha, full)
 
 
-def score_page(
-    queries: Tensor,
-    codes: LynxCodes,
-    scale: float,
-    alpha: float = DEFAULT_ALPHA,
-    full: bool = True,
-) -> Tensor:
-    """Compute the attention logits of complete pages of keys.
-
-    Args:
-        queries: (..., G, D) float32, the query heads of the keys' kv head.
-        codes: those of keys, (..., P, D).
-        scale: factor on the logits.
-        alpha, full: see `decode_tokens`.
-
-    Returns:
-        (..., G, P) float32.
-    """
-    return (queries @ decode_page(codes, alpha, full).transpose(-1, -2)) * scale
-
-
 class LynxCodec(NamedTuple):
     """The codec of keys and of values; see coded/reference.py.
 
@@ -191,7 +170,8 @@ class LynxCodec(NamedTuple):
 
     def score(self, queries: Tensor, planes: Sequence[Tensor], scale: float) -> Tensor:
         """Compute the logits of pages of keys."""
-        return score_page(queries, LynxCodes(*planes), scale, self.alpha, self.scores_in_full)
+        keys = decode_page(LynxCodes(*planes), self.alpha, self.scores_in_full)
+        return (queries @ keys.transpose(-1, -2)) * scale
 
     def kernels(self) -> Format:
         """Import what is compiled for the format."""

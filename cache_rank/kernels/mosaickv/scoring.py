@@ -28,7 +28,7 @@ from cache_rank.kernels.mosaickv.bounds import (
 from cache_rank.kernels.mosaickv.layout import Layout
 from cache_rank.kernels.mosaickv.logits import load_queries, run_at, score_vectors
 from cache_rank.kernels.mosaickv.packing import tokens_in_pages
-from cache_rank.kernels.mosaickv.queries import RotatedQueries, rotate_queries, rotated_queries
+from cache_rank.kernels.mosaickv.queries import rotate_queries
 from cache_rank.kernels.mosaickv.store import PackedStore
 from cache_rank.kernels.mosaickv.unpacking import in_words
 from cache_rank.kernels.rows import PagedRows
@@ -57,13 +57,19 @@ class PackedWorkspace(NamedTuple):
 
     Attributes:
         of_tokens: the scratch that all formats need.
-        rotated: the queries of each unit and strategy.
+        exact: (units, strategies, G, columns) float32, the queries of each unit, which is a row,
+            layer and kv head, in the frame of each strategy.
+        parts: (units, strategies, PARTS * PADDED, columns) in the dtype that keys are multiplied
+            in, see `load_query_parts`.
+        weights: (units, strategies, PARTS * PADDED) float32, the weights of the parts.
         listed: (units, capacity) int32, for each chunk the tokens that are scored by themselves.
         bounds, oldest: (units,) float32 and int32, see `bound_unit`.
     """
 
     of_tokens: ScoreWorkspace
-    rotated: RotatedQueries
+    exact: Tensor
+    parts: Tensor
+    weights: Tensor
     listed: Tensor
     bounds: Tensor
     oldest: Tensor
@@ -80,12 +86,17 @@ def score_packed_workspace(
 ) -> Any:
     """See the reference. One launch after another may use it on one stream."""
     layout = Layout.of(store)
-    units, exact = rows * layers * layout.kv_heads, multiplies_float32(store.rings[0])
+    units, keys = rows * layers * layout.kv_heads, store.rings[0]
     of_tokens = score_workspace(rows, layers, layout.kv_heads, group, capacity, device)
     columns = max(4 * of_tokens.partial.shape[-1], 16)  # PARTS * PADDED, see `score_constants`
+    parts, dtype = (units, strategies, columns), torch.float32
+    if not multiplies_float32(keys):
+        dtype = keys.dtype
     return PackedWorkspace(
         of_tokens,
-        rotated_queries(store, units, strategies, group, columns, exact),
+        torch.empty((units, strategies, group, layout.columns), device=device),
+        torch.empty((*parts, layout.columns), dtype=dtype, device=device),
+        torch.empty(parts, device=device),
         torch.empty((units, capacity), dtype=torch.int32, device=device),
         torch.empty(units, device=device),
         torch.empty(units, dtype=torch.int32, device=device),
@@ -107,11 +118,10 @@ def score_packed_step(
     layout, constants = Layout.of(store), score_constants(queries, workspace.of_tokens, out, chunk)
     key_ring, (chunks, units) = store.rings[0], score_grid(out, chunk)
     logits, partial = scratch(workspace.of_tokens, rounded=False)
-    rotated = workspace.rotated
-    strategies = rotated.parts.shape[1]
+    strategies = workspace.parts.shape[1]
     assert out.shape[-1] % 16 == 0
-    assert rotated.parts.shape[0] >= units
-    assert rotated.parts.shape[2] == constants["PARTS"] * constants["PADDED"]
+    assert workspace.parts.shape[0] >= units
+    assert workspace.parts.shape[2] == constants["PARTS"] * constants["PADDED"]
     millionths, fewest = scored
     numbers = {
         "first_layer": first_layer,
@@ -122,6 +132,7 @@ def score_packed_step(
         "buffers": store.strategy_of.shape[1],
         "in_table": store.rows.shape[1],
     }
+    rotated = (workspace.exact, workspace.parts, workspace.weights)
     rotate_queries(store, queries, rows.slots, first_layer, constants["PADDED"], rotated)
     for refines in (False, True):
         if refines:
@@ -143,8 +154,8 @@ def score_packed_step(
             )
         _score[(chunks, units)](
             queries,
-            rotated.parts,
-            rotated.weights,
+            workspace.parts,
+            workspace.weights,
             in_words(store.keys),
             in_words(store.block_keys),
             key_ring,

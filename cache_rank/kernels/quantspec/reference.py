@@ -97,21 +97,6 @@ def decode(codes: QuantSpecCodes, bits: int = 8) -> Tensor:
     return offset + codes.zero.float()
 
 
-def score_keys(queries: Tensor, codes: QuantSpecCodes, scale: float, bits: int = 8) -> Tensor:
-    """Compute the attention logits of keys.
-
-    Args:
-        queries: (..., G, D) float32, the query heads of the keys' kv head.
-        codes: those of keys, see `decode`.
-        scale: factor on the logits.
-        bits: 4 or 8, see `decode`.
-
-    Returns:
-        (..., G, n) float32.
-    """
-    return (queries @ decode(codes, bits).transpose(-1, -2)) * scale
-
-
 class QuantSpecCodec(NamedTuple):
     """The codec of keys, per channel, or of values, per token; see coded/reference.py.
 
@@ -141,7 +126,8 @@ class QuantSpecCodec(NamedTuple):
 
     def score(self, queries: Tensor, planes: Sequence[Tensor], scale: float) -> Tensor:
         """Compute the logits of groups of keys."""
-        return score_keys(queries, QuantSpecCodes(*planes), scale, self.score_bits)
+        keys = decode(QuantSpecCodes(*planes), self.score_bits)
+        return (queries @ keys.transpose(-1, -2)) * scale
 
     def kernels(self) -> Format:
         """Import what is compiled for the format."""

@@ -183,17 +183,18 @@ def load_query_parts(
     PARTS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     DTYPE: tl.constexpr,
-    STEP: tl.constexpr,
 ):
     """Split float32 queries into sums of numbers of the keys' dtype.
 
     The matrix unit needs 16 columns and a group has four heads or so. Four parts a head make the
-    product nearly as exact as float32 at no cost. Part p counts for STEP ** -p.
+    product nearly as exact as float32 at no cost. Part p counts for 128 ** -p.
 
     Returns:
         (PARTS * PADDED, D) parts of the queries, scaled by a power of two; and (PARTS * PADDED,)
         factors, by which the product of each part with a key must be multiplied.
     """
+    # What a number of the dtype leaves out of a query, the next part makes up for.
+    STEP: tl.constexpr = 128.0
     column = tl.arange(0, PARTS * PADDED)
     head = column % PADDED
     part = column // PADDED
@@ -264,9 +265,7 @@ def score_full_precision(
         EXACT: whether keys are multiplied as float32.
     """
     DTYPE: tl.constexpr = tl.float32 if EXACT else keys.dtype.element_ty
-    # What a number of the dtype leaves out of a query, the next part makes up for.
-    STEP: tl.constexpr = 128.0
-    parts, weight = load_query_parts(unit_queries, GROUP, PADDED, PARTS, HEAD_DIM, DTYPE, STEP)
+    parts, weight = load_query_parts(unit_queries, GROUP, PADDED, PARTS, HEAD_DIM, DTYPE)
     parts, weight = tl.trans(parts), weight * scale
     dims = tl.arange(0, HEAD_DIM)
     for block in tl.range(first, last, BLOCK, num_stages=STAGES):
