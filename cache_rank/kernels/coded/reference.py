@@ -167,6 +167,8 @@ def gather_codes(
 ) -> None:
     """Read K and V of the tokens that enter the working sets, decoded in full.
 
+    What decodes beyond the range of the rings' dtype becomes its largest number.
+
     Args:
         tokens: what is held.
         rows: the rows of the step.
@@ -176,51 +178,26 @@ def gather_codes(
             message, see `to_wire`; written in place. Entries of padding and of skipped rows keep
             what they hold.
     """
-    page_table, slots, positions = rows
-    used = (entering >= 0) & (slots >= 0).view(-1, 1, 1, 1)
+    used = (entering >= 0) & (rows.slots >= 0).view(-1, 1, 1, 1)
     row, layer, head, entry = used.nonzero(as_tuple=True)
-    resident = positions[row].to(torch.int64) + 1
     position = entering[row, layer, head, entry].to(torch.int64)
-    page = page_table[row, position // tokens.page_tokens].to(torch.int64)
-    slot = slots[row].to(torch.int64)
-    found = read_tokens(tokens, page, slot, layer + first_layer, head, position, resident)
-    for out, part in zip((out_keys, out_values), found, strict=True):
-        out[row, layer, head, entry] = to_wire(part, out.dtype)
-
-
-def read_tokens(
-    tokens: CodedTokens,
-    page: Tensor,
-    slot: Tensor,
-    layer: Tensor,
-    head: Tensor,
-    position: Tensor,
-    resident: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """Read tokens from anywhere: keys and values, (n, D) each in the dtype of the rings.
-
-    What decodes beyond the range of the dtype becomes its largest number.
-
-    Args:
-        tokens: what is held.
-        page, slot, layer, head, position: (n,) int64, where each token is.
-        resident: (n,) integers, how many tokens its sequence has.
-    """
-    size, ring_tokens = tokens.group_tokens, tokens.rings[0].shape[3]
-    coded = resident // size * size - tokens.full_tokens
+    page = rows.page_table[row, position // tokens.page_tokens].to(torch.int64)
+    slot, size = rows.slots[row].to(torch.int64), tokens.group_tokens
+    coded = (rows.positions[row].to(torch.int64) + 1) // size * size - tokens.full_tokens
     is_coded = (position < coded).nonzero().squeeze(-1)
-    place = (page[is_coded], layer[is_coded], head[is_coded])
+    place = (page[is_coded], layer[is_coded] + first_layer, head[is_coded])
     offset = position[is_coded] % tokens.page_tokens
-    found = []
-    for codec, planes, ring in zip(tokens.codecs, tokens.planes, tokens.rings, strict=True):
-        part = ring[slot, layer, head, position % ring_tokens]
+    outs = (out_keys, out_values)
+    for codec, planes, ring, out in zip(
+        tokens.codecs, tokens.planes, tokens.rings, outs, strict=True
+    ):
+        part = ring[slot, layer + first_layer, head, position % ring.shape[3]]
         entries = [
             plane[(*place, offset * plane.shape[3] // tokens.page_tokens)] for plane in planes
         ]
         largest = torch.finfo(part.dtype).max
         part[is_coded] = codec.decode(entries).clamp(-largest, largest).to(part.dtype)
-        found.append(part)
-    return found[0], found[1]
+        out[row, layer, head, entry] = to_wire(part, out.dtype)
 
 
 def score_codes(

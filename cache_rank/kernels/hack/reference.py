@@ -105,12 +105,7 @@ def encode_queries(queries: Tensor, partition: int) -> HackKeys:
 
 def decode_keys(codes: HackKeys, bits: int, partition: int) -> Tensor:
     """Decode keys or queries, with the arguments of their encoding: (..., n, D) float32."""
-    found = unpack(codes.codes, bits)
-    minimum, scale = (
-        entries.float().repeat_interleave(partition, dim=-1)[..., : found.shape[-1]]
-        for entries in (codes.minimum, codes.scale)
-    )
-    return minimum + scale * found
+    return _decode(codes, bits, partition, dim=-1)
 
 
 def decode_values(codes: HackValues, bits: int, partition: int) -> Tensor:
@@ -121,12 +116,7 @@ def decode_values(codes: HackValues, bits: int, partition: int) -> Tensor:
         bits: the bits that they were encoded with.
         partition: how many tokens share an entry.
     """
-    found = unpack(codes.codes, bits)
-    minimum, scale = (
-        entries.float().repeat_interleave(partition, dim=-2)[..., : found.shape[-2], :]
-        for entries in (codes.minimum, codes.scale)
-    )
-    return minimum + scale * found
+    return _decode(codes, bits, partition, dim=-2)
 
 
 def score_keys(queries: Tensor, keys: HackKeys, scale: float, bits: int, partition: int) -> Tensor:
@@ -214,6 +204,16 @@ class HackCodec(NamedTuple):
 def sums_dtype(bits: int, partition: int) -> torch.dtype:
     """The dtype that holds the sum of a partition's codes."""
     return torch.uint8 if ((1 << bits) - 1) * partition < 256 else torch.int16
+
+
+def _decode(codes: HackKeys | HackValues, bits: int, partition: int, dim: int) -> Tensor:
+    """Decode codes whose partitions are of a dimension."""
+    found = unpack(codes.codes, bits)
+    minimum, scale = (
+        entries.float().repeat_interleave(partition, dim=dim).narrow(dim, 0, found.shape[dim])
+        for entries in (codes.minimum, codes.scale)
+    )
+    return minimum + scale * found
 
 
 def _encode(
