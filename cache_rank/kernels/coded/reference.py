@@ -171,12 +171,8 @@ def gather_codes(
 
     Args:
         tokens: what is held.
-        rows: the rows of the step.
-        first_layer: index of the first of the L layers.
-        entering: (R, L, Hkv, C) int32 token positions; negative is padding.
-        out_keys, out_values: (R, L, Hkv, C, width) in the dtype of the rings or in another of a
-            message, see `to_wire`; written in place. Entries of padding and of skipped rows keep
-            what they hold.
+        rows, first_layer, entering, out_keys, out_values: as for `gather_step` of
+            gather/reference.py, in the dtype of the rings or in another of a message.
     """
     used = (entering >= 0) & (rows.slots >= 0).view(-1, 1, 1, 1)
     row, layer, head, entry = used.nonzero(as_tuple=True)
@@ -213,13 +209,7 @@ def score_codes(
 
     Args:
         tokens: what is held.
-        queries: (R, L, Hq, D) float32.
-        rows: the rows of the step; tokens [0, position] of each are scored.
-        first_layer: index of the first of the L layers.
-        scale: factor on the logits.
-        workspace: what `score_workspace` made.
-        out: (R, L, Hkv, capacity) float32, written in place; entries of other tokens keep what they
-            hold.
+        queries, rows, first_layer, scale, workspace, out: as for `score_step` beside it.
     """
     page_table, slots, positions = rows
     kv_heads = out.shape[2]

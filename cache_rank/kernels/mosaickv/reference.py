@@ -130,12 +130,8 @@ def gather_packed(
 
     Args:
         store: where the tokens are.
-        rows: the rows of the step.
-        first_layer: index of the first of the L layers in the store.
-        entering: (R, L, Hkv, C) int32 token positions; negative is padding.
-        out_keys, out_values: (R, L, Hkv, C, width) in the dtype of the rings or in another of a
-            message, see `to_wire`; written in place. Entries of padding and of skipped rows keep
-            what they hold.
+        rows, first_layer, entering, out_keys, out_values: as for `gather_step` of
+            gather/reference.py, in the dtype of the rings or in another of a message.
     """
     page_table, slots, positions = rows
     used = (entering >= 0) & (slots >= 0).view(-1, 1, 1, 1)
@@ -214,15 +210,10 @@ def score_packed_step(
 
     Args:
         store: where the tokens are.
-        queries: (R, L, Hq, D) float32.
-        rows: the rows of the step; tokens [0, position] of each are scored.
-        first_layer: index of the first of the L layers in the store.
-        scale: factor on the logits.
         scored: how many tokens of each kv head are scored by themselves: in millionths of a row's
             tokens, and at least. The last of the blocks may be scored in part.
         workspace: what `score_packed_workspace` made.
-        out: (R, L, Hkv, capacity) float32, written in place; entries of other tokens keep what they
-            hold.
+        queries, rows, first_layer, scale, out: as for `score_step` of score/reference.py.
     """
     page_table, slots, positions = rows
     grouped = queries.unflatten(2, (out.shape[2], -1))  # (R, L, Hkv, G, D)

@@ -207,16 +207,11 @@ def score_sketch(
     """Score the resident tokens of every row of a step by their codes; see `score_step`.
 
     Args:
-        queries: (R, L, Hq, D) float32.
         code_pool: (pages, layers, Hkv, P, bytes) uint8.
         sketch: of all layers.
         shape: which channels are coded.
-        rows: the rows of the step; tokens [0, position] of each are scored.
-        first_layer: index of the first of the L layers in the pool.
-        scale: factor on the logits.
         workspace: what `sketch_workspace` made.
-        out: (R, L, Hkv, capacity) float32, written in place; entries of other tokens keep what they
-            hold.
+        queries, rows, first_layer, scale, out: as for `score_step`.
         attended: whose log-sum-exp normalizes logits; by default that of all tokens does.
     """
     layers, page_tokens = queries.shape[1], code_pool.shape[3]
