@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from endings import assert_it_stops
 from workload import (
     GPU_FLAGS,
     REUSE,
@@ -115,9 +117,13 @@ def bundled_server() -> Iterator[Server]:
 
 @pytest.fixture(scope="session")
 def bundled_inline_server(cache_home: Path) -> Iterator[Server]:
-    """A server has the bundled model, and selects in its own process."""
+    """A server has the bundled model, and selects in its own process.
+
+    It is interrupted in the end, and nothing of it is left.
+    """
     with serve(TENTH_OF_THE_CONTEXT, {"XDG_CACHE_HOME": str(cache_home)}) as server:
         yield server
+        assert_it_stops(server, signal.SIGINT)
 
 
 @pytest.fixture(scope="module", params=["fa3", "flashinfer", "triton"])
