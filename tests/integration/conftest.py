@@ -119,9 +119,11 @@ def bundled_server() -> Iterator[Server]:
 def bundled_inline_server(cache_home: Path) -> Iterator[Server]:
     """A server has the bundled model, and selects in its own process.
 
-    It is interrupted in the end, and nothing of it is left.
+    Prompts come in chunks, so that an answer is right only if all of them are sketched. The server
+    is interrupted in the end, and nothing of it is left.
     """
-    with serve(TENTH_OF_THE_CONTEXT, {"XDG_CACHE_HOME": str(cache_home)}) as server:
+    flags = [*TENTH_OF_THE_CONTEXT, "--chunked-prefill-size", "128"]
+    with serve(flags, {"XDG_CACHE_HOME": str(cache_home)}) as server:
         yield server
         assert_it_stops(server, signal.SIGINT)
 
