@@ -38,6 +38,7 @@ def start(model: Path, cache_home: Path, *flags: str) -> tuple[str, list[int]]:
         return server.log.read_text(), response["output_ids"]
 
 
+@pytest.mark.thorough
 def test_a_model_is_fitted_to_once(
     inline_server: Server, random_model: Callable[..., Path], cache_home: Path, tmp_path: Path
 ) -> None:

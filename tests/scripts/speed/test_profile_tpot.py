@@ -313,7 +313,10 @@ class TestCommandLine:
 
 @pytest.mark.parametrize(
     ("seconds", "reason"),
-    [(100.0, "did not start (sglang_ext.refusals."), (0.0, "did not start in time")],
+    [
+        pytest.param(100.0, "did not start (sglang_ext.refusals.", marks=pytest.mark.thorough),
+        (0.0, "did not start in time"),
+    ],
 )
 def test_a_worker_that_fails_is_explained_by_its_log(
     seconds: float, reason: str, tmp_path: Path
@@ -325,6 +328,7 @@ def test_a_worker_that_fails_is_explained_by_its_log(
     assert noted == []
 
 
+@pytest.mark.thorough
 def test_systems_are_measured_side_by_side_without_a_gpu(tmp_path: Path) -> None:
     line = f"--model bundled --shapes 2x400 --systems floor cache-rank --out {tmp_path}"
     sparse = "--sparse-threshold 300 --sparse-budget 32 --window 8 --skip-steps 2"
