@@ -34,6 +34,7 @@ class InlineRank:
         self._weight_updates = 0
         self._steps = 0
         self._sparse_slots: set[int] = set()
+        self._is_deterministic = args.enable_deterministic_inference
         self._metrics = InlineMetrics(args, tp_rank)
 
     # Events of SGLang, in the order of a request's life.
@@ -72,6 +73,8 @@ class InlineRank:
                 reuse.note_sparse(request, length - 1)
         self._sparse_slots = sparse_slots
         self._steps += bool(sparse_slots)
+        # Kernels of two kinds round differently: which of them runs may hang on a request alone.
+        self.selection.step_is_sparse = bool(sparse_slots) or self._is_deterministic
         self._metrics.on_decode(len(requests), len(sparse_slots))
         return forward()
 
@@ -105,6 +108,13 @@ class InlineRank:
     def on_weights_updated(self) -> None:
         """Keep what other weights have computed apart."""
         self._weight_updates += 1
+
+    def capture_both_kinds(self, capture: Callable[[], None]) -> None:
+        """Capture the graphs of steps without sparse requests, then those of steps with some."""
+        before = self.selection.step_is_sparse
+        for self.selection.step_is_sparse in (False, True):
+            capture()
+        self.selection.step_is_sparse = before
 
     # What users see.
 

@@ -35,6 +35,8 @@ class Selection:
 
     Attributes:
         sparse_from: (request slots,) int32, the length from which the request of a slot is sparse.
+        step_is_sparse: whether the decode step under way, or being captured, may have a sparse
+            request; all others are SGLang's own.
         moments: by layer, of the tokens that a calibration prefills; None outside of one.
     """
 
@@ -50,6 +52,7 @@ class Selection:
         self._sinks, self._recent = args.sink_tokens, args.recent_tokens
         self._shape = sketch_shape(heads.head_dim, args.sketch_bits)
         self.moments: list[KeyMoments] | None = None
+        self.step_is_sparse = True
         self._row_table = row_table
         slots, context = row_table.shape
         new = row_table.new_zeros

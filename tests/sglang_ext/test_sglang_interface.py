@@ -35,6 +35,8 @@ HOOKED_PARAMETERS = {
     "leave_room_beyond_allocator": "self pre_model_load_memory",
     "load_calibration": "self",
     "run_step": "self batch",
+    "capture_both_kinds": "self stream_idx",
+    "name_graph": "self size stream_idx variant_label",
     "process_result": "self batch result",
     "after_request": "self",
     "before_match": "self",
