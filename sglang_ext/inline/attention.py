@@ -53,6 +53,7 @@ class InlineAttnBackend(AttentionBackend):
         self._branch = Branch(runner.device)
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
+        self._begin_step(forward_batch)
         if self._dense_layers or not forward_batch.forward_mode.is_decode_or_idle():
             self._dense.init_forward_metadata(forward_batch)
 
@@ -61,8 +62,13 @@ class InlineAttnBackend(AttentionBackend):
             self._dense.init_forward_metadata_out_graph(forward_batch, in_capture=in_capture)
 
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
+        self._begin_step(forward_batch)
         if self._dense_layers or not forward_batch.forward_mode.is_decode_or_idle():
             self._dense.init_forward_metadata_in_graph(forward_batch)
+
+    def _begin_step(self, forward_batch: Any) -> None:
+        if forward_batch.forward_mode.is_decode_or_idle():
+            self._selection.begin_step(forward_batch.seq_lens)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         self._dense.init_cuda_graph_state(max_bs, max_num_tokens)
