@@ -41,7 +41,7 @@ class BudgetCurve(NamedTuple):
     def __str__(self) -> str:
         if self.least == self.most:
             return str(self.most)
-        return f"{self.factor} √length, from {self.least} to {self.most}"
+        return f"{self.factor} * sqrt(length), from {self.least} to {self.most}"
 
 
 INLINE_CURVE = BudgetCurve(6, 192, 1024)

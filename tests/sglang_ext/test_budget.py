@@ -31,3 +31,4 @@ def test_a_flat_curve_is_the_same_at_every_length() -> None:
     curve = BudgetCurve.flat(40)
     assert {curve.at(length) for length in (1, 1000, 1 << 20)} == {40}
     assert str(curve) == "40"
+    assert str(BudgetCurve(6, 192, 1024)) == "6 * sqrt(length), from 192 to 1024"

@@ -725,7 +725,7 @@ def test_an_inline_server_says_what_selects_and_what_to_expect(
     served = f"--model-path {model.write(tmp_path)} --kv-residency mosaickv"
     parse_server_args(served.split())
     logged = capsys.readouterr().err
-    budgets = f", --sparse-budget {INLINE_CURVE}"
+    budgets = re.escape(f", --sparse-budget {INLINE_CURVE}")
     assert re.search(
         rf"cache rank: tokens are selected in this process \(.+\){budgets}{said}", logged
     )
