@@ -17,7 +17,8 @@ from sglang_ext.flags import CacheRankFlags
 
 def reserve_block_rows(args: CacheRankFlags) -> int:
     """Return the pool rows of one request's block in the reserve."""
-    return args.sink_tokens + args.budget_curve.most
+    assert args.sparse_budget is not None
+    return args.sink_tokens + args.sparse_budget
 
 
 def reserve_rows(args: CacheRankFlags) -> int:

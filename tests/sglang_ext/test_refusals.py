@@ -114,7 +114,7 @@ INLINE_CASES: list[tuple[str, dict[str, Any]]] = [
     ("--recent-tokens", {"recent_tokens": 0}),
     ("--sparse-threshold", {"sparse_threshold": 68}),
     ("--sparse-threshold", {"sparse_threshold": 259}),  # 192 tokens are selected of so many
-    ("--sparse-threshold", {"sparse_threshold": 2115, "sparse_budget": 2048}),
+    ("--sparse-threshold --sparse-budget", {"sparse_threshold": 2115, "sparse_budget": 2048}),
 ]
 GPU_CASES: list[tuple[int, Object, str, dict[str, Any]]] = [
     (2, servers.sparse_decode, "--attention-backend", {"attention_backend": "trtllm_mha"}),
@@ -160,10 +160,11 @@ def test_refuses_what_selection_in_the_process_cannot_do(
 def test_the_least_threshold_is_one_that_covers_its_own_budget(
     always: int, least: int, make: Make
 ) -> None:
-    """The named length is accepted, and no shorter one."""
+    """It is accepted, and a shorter one is told of it."""
     fields = {"cache_rank_gpus": None, "recent_tokens": always - 4}
     assert not list(servers.inline(make(sparse_threshold=least, **fields)))
-    check(make(sparse_threshold=least - 1, **fields), servers.inline, "--sparse-threshold")
+    (objection,) = servers.inline(make(sparse_threshold=least - 1, **fields))
+    assert f"a request has to have {least} tokens" in objection.why
 
 
 def pretend_gpus(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
