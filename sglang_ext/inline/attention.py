@@ -50,14 +50,17 @@ class InlineAttnBackend(AroundDenseKernels):
         self._selection = selection
         self._branch = Branch(runner.device)
 
+    def _selects(self, forward_batch: Any) -> bool:
+        """Whether a forward pass is a decode step that may have a sparse request."""
+        is_decode = bool(forward_batch.forward_mode.is_decode_or_idle())
+        return is_decode and self._selection.step_is_sparse
+
     def _planned(self, forward_batch: Any) -> Any:
         """The backend of SGLang's that a forward pass needs, or None."""
-        is_selecting = (
-            forward_batch.forward_mode.is_decode_or_idle() and self._selection.step_is_sparse
-        )
-        return self._in_sparse_steps if is_selecting else self._dense
+        return self._in_sparse_steps if self._selects(forward_batch) else self._dense
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
+        self._begin_step(forward_batch)
         if (backend := self._planned(forward_batch)) is not None:
             backend.init_forward_metadata(forward_batch)
 
@@ -66,8 +69,13 @@ class InlineAttnBackend(AroundDenseKernels):
             backend.init_forward_metadata_out_graph(forward_batch, in_capture=in_capture)
 
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
+        self._begin_step(forward_batch)
         if (backend := self._planned(forward_batch)) is not None:
             backend.init_forward_metadata_in_graph(forward_batch)
+
+    def _begin_step(self, forward_batch: Any) -> None:
+        if self._selects(forward_batch):
+            self._selection.begin_step(forward_batch.seq_lens)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         for backend in filter(None, (self._dense, self._in_sparse_steps)):

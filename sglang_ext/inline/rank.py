@@ -58,7 +58,7 @@ class InlineRank:
     ) -> Result:
         """Run a decode step of requests of such lengths, current tokens included."""
         self._enter(requests)
-        sparse_slots = set()
+        sparse_slots, attended = set(), 0
         for request, length in zip(requests, lengths, strict=True):
             statistics = request.cache_rank_statistics
             if length < self._args.sparse_threshold:
@@ -69,13 +69,15 @@ class InlineRank:
             else:
                 statistics.dense_reason = None
                 statistics.sparse_steps += 1
+                statistics.attended_tokens = self.selection.attended(length)
+                attended += statistics.attended_tokens
                 sparse_slots.add(compat.pool_state(request).req_pool_idx)
                 reuse.note_sparse(request, length - 1)
         self._sparse_slots = sparse_slots
         self._steps += bool(sparse_slots)
         # Kernels of two kinds round differently: which of them runs may hang on a request alone.
         self.selection.step_is_sparse = bool(sparse_slots) or self._is_deterministic
-        self._metrics.on_decode(len(requests), len(sparse_slots))
+        self._metrics.on_decode(len(requests), len(sparse_slots), attended)
         return forward()
 
     def _enter(self, requests: list[Any]) -> None:
@@ -131,5 +133,6 @@ class InlineRank:
             "steps": self._steps,
             "sparse_requests": len(self._sparse_slots),
             "pool_free_tokens": free + tree_cache.evictable_size(),
+            "sparse_budget": str(self.selection.curve),
             "sketch_bytes": self.selection.sketch_bytes,
         }

@@ -234,9 +234,13 @@ def _can_write(file: str) -> bool:
 
 def _least_threshold(args: CacheRankFlags) -> int:
     """The length from which a request has the tokens that a sparse step attends to."""
-    always = args.sink_tokens + args.recent_tokens
-    allows_less = os.environ.get(ALLOW_LARGE_BUDGET_VARIABLE) == "1"
-    return always + (1 if allows_less else max(1, args.sparse_budget))
+    always, curve = args.sink_tokens + args.recent_tokens, args.budget_curve
+    if os.environ.get(ALLOW_LARGE_BUDGET_VARIABLE) == "1":
+        return always + 1
+    least = always + max(1, curve.least)
+    while least < always + curve.at(least):  # budgets grow with the threshold, and more slowly
+        least = always + curve.at(least)
+    return least
 
 
 def _decode_graph(args: CacheRankFlags) -> str | None:

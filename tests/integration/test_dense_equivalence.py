@@ -78,6 +78,7 @@ def test_a_request_may_stay_dense(server: Server) -> None:
     assert response["meta_info"]["cache_rank"] == {
         "sparse_steps": 0,
         "dense_reason": "asked",
+        "attended_tokens": 0,
         "tokens_shipped": 0,
         "late_steps": 0,
         "stale_steps": 0,

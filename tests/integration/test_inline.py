@@ -57,6 +57,8 @@ def test_answers_and_log_probabilities_equal_plain_sglang(
             assert found.pop("sparse_steps") == steps_from(prompt, NEW_TOKENS)
             turns_sparse = len(prompt) + NEW_TOKENS > THRESHOLD
             assert found.pop("dense_reason") == (None if turns_sparse else "below_threshold")
+            attended = len(prompt) + NEW_TOKENS - 1 if turns_sparse else 0
+            assert found.pop("attended_tokens") == attended  # the budget covers all
             assert set(found.values()) == {0}  # there is no second process
 
 

@@ -14,7 +14,7 @@ from cache_rank.kernels.attend import reference, triton
 pytestmark = pytest.mark.usefixtures("few_splits")
 THOROUGH = pytest.mark.thorough
 
-WIDTH, SPARSE_FROM = 600, 700
+ALWAYS, MOST, SPARSE_FROM = 20, 580, 700
 
 
 class Step(NamedTuple):
@@ -26,6 +26,8 @@ class Step(NamedTuple):
     slots: Tensor
     lengths: Tensor
     sparse_from: Tensor
+    budgets: Tensor
+    always: int
     scale: float
 
 
@@ -38,8 +40,13 @@ def a_step(
     dtype: torch.dtype = torch.float32,
     pool_dtype: torch.dtype | None = None,
     always_dense: tuple[int, ...] = (),
+    budgets: list[int] | None = None,
 ) -> Step:
-    """A decode step of random values whose tokens lie scattered in the pool."""
+    """A decode step of random values whose tokens lie scattered in the pool.
+
+    Behind the rows that a sparse request attends to are rows of no pool.
+    """
+    budgets = budgets or [MOST] * len(lengths)
     generator = torch.Generator().manual_seed(2)
     slot_count = len(lengths) + 2
     slots = torch.randperm(slot_count, generator=generator)[: len(lengths)]
@@ -49,10 +56,10 @@ def a_step(
     pool = torch.randn((2, table.numel(), kv_heads, head_dim), generator=generator)
     pool = pool.to(pool_dtype or dtype).to(device)
     queries = torch.randn((len(lengths), query_heads, head_dim), generator=generator)
-    picked = torch.zeros((len(lengths), kv_heads, WIDTH), dtype=torch.int32)
-    for request, length in enumerate(lengths):
+    picked = torch.full((len(lengths), kv_heads, MOST + ALWAYS), 1 << 30, dtype=torch.int32)
+    for request, (length, budget) in enumerate(zip(lengths, budgets, strict=True)):
         for head in range(kv_heads):
-            tokens = torch.randperm(length, generator=generator)[:WIDTH]
+            tokens = torch.randperm(length, generator=generator)[: budget + ALWAYS]
             picked[request, head, : len(tokens)] = table[slots[request], tokens]
     sparse_from = torch.full((slot_count,), SPARSE_FROM, dtype=torch.int32)
     sparse_from[slots[list(always_dense)]] = 1 << 30
@@ -65,6 +72,8 @@ def a_step(
         slots.to(device),
         torch.tensor(lengths, device=device),
         sparse_from.to(device),
+        torch.tensor(budgets, dtype=torch.int32, device=device),
+        ALWAYS,
         head_dim**-0.5,
     )
 
@@ -85,7 +94,8 @@ def assert_same(step: Step, **scales: float) -> None:
 def test_a_request_attends_to_its_picked_rows_or_to_all(
     pool_dtype: torch.dtype, device: torch.device
 ) -> None:
-    step = a_step([5, 699, 700, 1000], device, pool_dtype=pool_dtype)
+    lengths, budgets = [5, 699, 700, 1000, 800], [MOST, MOST, MOST, 30, 0]
+    step = a_step(lengths, device, pool_dtype=pool_dtype, budgets=budgets)
     k_scale, v_scale = 0.5, 3.0
     got = attended(reference, step, k_scale=k_scale, v_scale=v_scale)
     for request, length in enumerate(step.lengths.tolist()):
@@ -93,12 +103,25 @@ def test_a_request_attends_to_its_picked_rows_or_to_all(
             head = query_head // 2
             rows = step.row_table[step.slots[request], :length]
             if length >= SPARSE_FROM:
-                rows = step.picked[request, head]
+                rows = step.picked[request, head, : budgets[request] + ALWAYS]
             key = step.keys.float()[rows.long(), head] * k_scale
             value = step.values.float()[rows.long(), head] * v_scale
             query = step.queries[request, query_head]
             expected = scaled_dot_product_attention(query[None], key, value)[0]
             torch.testing.assert_close(got[request, query_head], expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("pool_dtype", [torch.float32, torch.float8_e4m3fn])
+def test_requests_attend_to_as_many_rows_as_each_may(
+    pool_dtype: torch.dtype, device: torch.device
+) -> None:
+    """None of them more than it has: the last has fewer tokens than it may attend to."""
+    budgets = [0, 1, 12, 44, 300, MOST, MOST]
+    step = a_step(
+        [900, 1000, 700, 2000, 701, 5000, 550], device, pool_dtype=pool_dtype, budgets=budgets
+    )
+    step.sparse_from.fill_(500)
+    assert_same(step)
 
 
 @pytest.mark.parametrize("length", [1, 32, 33, 63, 64, 65, 127, 128, 129, 600, 699, 700])

@@ -11,7 +11,7 @@ from cache_rank.kernels.row_sketch import picking, reference
 from cache_rank.kernels.row_sketch.reference import RowScratch, to_keys
 
 POISON = -7
-SINKS, RECENT, BUDGET, SPARSE_FROM = 2, 3, 7, 10
+SINKS, RECENT, MOST, SPARSE_FROM = 2, 3, 7, 10
 CHUNK = 32
 
 
@@ -23,29 +23,38 @@ def short_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(picking, "_PART_LOGITS", 256)
 
 
-def best(keys: list[int], length: int) -> list[int]:
+def best(keys: list[int], length: int, budget: int) -> list[int]:
     """The tokens that a request attends to, by a loop."""
     candidates = range(SINKS, length - RECENT)
-    picked = sorted(candidates, key=lambda token: (-keys[token], token))[:BUDGET]
+    picked = sorted(candidates, key=lambda token: (-keys[token], token))[:budget]
     return [*range(SINKS), *sorted(picked), *range(length - RECENT, length)]
 
 
 @pytest.mark.parametrize("distinct", [1, 3, 256])
 @pytest.mark.parametrize("length", [10, 12, 13, 40])
-def test_the_best_keys_are_picked_the_earlier_of_equals(length: int, distinct: int) -> None:
+@pytest.mark.parametrize("budget", [0, 1, MOST])
+def test_the_best_keys_are_picked_the_earlier_of_equals(
+    budget: int, length: int, distinct: int
+) -> None:
     generator = torch.Generator().manual_seed(1)
     keys = torch.randint(0, distinct, (2, length - 1), generator=generator, dtype=torch.uint8)
-    picked = reference.pick(keys, length, SINKS, RECENT, BUDGET)
-    assert picked.tolist() == [best(of_head, length) for of_head in keys.tolist()]
+    picked = reference.pick(keys, length, SINKS, RECENT, budget)
+    assert picked.tolist() == [best(of_head, length, budget) for of_head in keys.tolist()]
 
 
 @pytest.mark.parametrize("heads", [1, 3])
 @pytest.mark.parametrize("spread", [0.0, 0.05, 4.0])
 @pytest.mark.parametrize(
-    "lengths", [[40], [13, 9, 11, 12, 100, 300], [1024, 1027, 1028, 67], [2500]]
+    ("lengths", "budgets"),
+    [
+        ([40], [MOST]),
+        ([13, 9, 11, 12, 100, 300], [MOST, MOST, 5, MOST, 1, 6]),
+        ([1024, 1027, 1028, 67], [3, MOST, 0, 1]),
+        ([2500], [4]),
+    ],
 )
 def test_a_program_picks_by_the_keys_that_it_has_made(
-    lengths: list[int], spread: float, heads: int, device: torch.device
+    lengths: list[int], budgets: list[int], spread: float, heads: int, device: torch.device
 ) -> None:
     """The spread is that of logits; little of it makes ties."""
     generator = torch.Generator().manual_seed(1)
@@ -69,13 +78,14 @@ def test_a_program_picks_by_the_keys_that_it_has_made(
     table = torch.randperm((len(lengths) + 2) * capacity, generator=generator).to(torch.int32)
     table = table.view(-1, capacity)
     out = torch.full(
-        (len(lengths), kv_heads, SINKS + BUDGET + RECENT), POISON, dtype=torch.int32, device=device
+        (len(lengths), kv_heads, SINKS + MOST + RECENT), POISON, dtype=torch.int32, device=device
     )
     picking.pick_by_logits(
         table.to(device),
         slots.to(device),
         torch.tensor(lengths, device=device),
         torch.full((len(table),), SPARSE_FROM, dtype=torch.int32, device=device),
+        torch.tensor(budgets, dtype=torch.int32, device=device),
         heads,
         CHUNK,
         SINKS,
@@ -86,14 +96,14 @@ def test_a_program_picks_by_the_keys_that_it_has_made(
     for unit, found in enumerate(out.flatten(0, 1).tolist()):
         request, length = unit // kv_heads, lengths[unit // kv_heads]
         if length < SPARSE_FROM:
-            assert found == [POISON] * 12
+            assert found == [POISON] * (SINKS + MOST + RECENT)
             continue
         own = logits[unit, : length - 1, :heads].half().float()
         keys = to_keys((own - own.logsumexp(dim=0)).amax(dim=-1)).int()
         used = scratch.keys[unit, : length - RECENT].cpu().int()
         assert int((used - keys[: length - RECENT]).abs().max()) <= 1
-        rows = table[slots[request], best(used.tolist(), length)].tolist()
-        assert found == rows + [POISON] * (12 - len(rows))
+        rows = table[slots[request], best(used.tolist(), length, budgets[request])].tolist()
+        assert found[: len(rows)] == rows
 
 
 def test_scores_keep_their_order_as_keys() -> None:

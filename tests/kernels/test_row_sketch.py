@@ -24,7 +24,7 @@ from cache_rank.kernels.sketch.reference import (
 
 UNTOUCHED = 7
 SPARSE_FROM = 20
-SINKS, RECENT, BUDGET = 3, 5, 40
+SINKS, RECENT, MOST = 3, 5, 40
 
 
 @pytest.fixture(autouse=True)
@@ -89,6 +89,7 @@ class Step(NamedTuple):
     slots: Tensor
     lengths: Tensor
     sparse_from: Tensor
+    budgets: Tensor
     scale: float
 
 
@@ -101,8 +102,12 @@ def decode_step(
     dtype: torch.dtype,
     index: torch.dtype,
     device: torch.device,
+    budgets: list[int] | None = None,
 ) -> tuple[Step, Tensor]:
-    """Requests whose tokens lie in scattered rows, and the pool's keys, (rows, Hkv, D)."""
+    """Requests whose tokens lie in scattered rows, and the pool's keys, (rows, Hkv, D).
+
+    Their budgets are MOST where none are given.
+    """
     sketch, shape = sketch_of_a_layer(kv_heads, head_dim, bits, device)
     slot_count, context = len(lengths) + 2, max(lengths) + 5
     slots = torch.randperm(slot_count)[: len(lengths)]
@@ -121,6 +126,7 @@ def decode_step(
         slots.to(device, index),
         torch.tensor(lengths, dtype=index, device=device),
         torch.full((slot_count,), SPARSE_FROM, dtype=torch.int32, device=device),
+        torch.tensor(budgets or [MOST] * len(lengths), dtype=torch.int32, device=device),
         2 * head_dim**-0.5,
     )
     return step, keys
@@ -134,7 +140,7 @@ def selected(module: ModuleType, step: Step, capacity: int) -> tuple[Tensor, Row
     scratch = module.row_scratch(*size, step.codes)
     scratch.keys.fill_(UNTOUCHED)
     picked = torch.full(
-        (requests, kv_heads, SINKS + BUDGET + RECENT),
+        (requests, kv_heads, SINKS + MOST + RECENT),
         -1,
         dtype=torch.int32,
         device=step.codes.device,
@@ -186,9 +192,13 @@ def test_keys_and_picks_are_those_of_the_reference(
     index: torch.dtype,
     device: torch.device,
 ) -> None:
-    """Of lengths around those of blocks, chunks and parts, and with dense requests between."""
+    """Of lengths around those of blocks, chunks and parts, and with dense requests between.
+
+    Budgets are all that is allowed, more than there is, nothing, and between.
+    """
     lengths = [300, SPARSE_FROM - 1, 256, SPARSE_FROM, 1, 257, 258, 600, 129, 128]
-    step, _ = decode_step(lengths, kv_heads, group, head_dim, bits, dtype, index, device)
+    budgets = [MOST, MOST, 7, MOST, 3, 0, MOST - 1, 1, MOST, 23]
+    step, _ = decode_step(lengths, kv_heads, group, head_dim, bits, dtype, index, device, budgets)
     picked, scratch = selected(triton, step, 777)
     keys = scratch.keys[: len(lengths) * kv_heads].unflatten(0, (len(lengths), kv_heads)).int()
     for request, length in enumerate(lengths):
@@ -201,11 +211,11 @@ def test_keys_and_picks_are_those_of_the_reference(
         own = keys[request, :, :competing]
         expected = expected_keys(step, request)[:, :competing]
         assert int((own - expected).abs().max()) <= rounding_of(step)
-        tokens = reference.pick(own.to(torch.uint8), length, SINKS, RECENT, BUDGET)
+        tokens = reference.pick(own.to(torch.uint8), length, SINKS, RECENT, budgets[request])
         attended = tokens.shape[1]
+        assert attended == min(length, SINKS + budgets[request] + RECENT)
         rows = step.row_table[step.slots[request]][tokens]
         assert torch.equal(picked[request, :, :attended], rows)
-        assert bool((picked[request, :, attended:] == -1).all())
 
 
 def test_requests_are_sparse_by_the_length_of_their_slot(device: torch.device) -> None:
@@ -232,32 +242,36 @@ def test_a_decode_step_attends_to_what_it_would_by_the_references(
 ) -> None:
     """Tokens that are worth picking have keys beside which roundings are small."""
     dtype = dtype or torch.float32
-    head_dim, attended = 64, SINKS + BUDGET + RECENT
-    lengths = [700, SPARSE_FROM - 1, 300, 56]
-    step, keys = decode_step(lengths, kv_heads, group, head_dim, 2, dtype, torch.int64, device)
+    head_dim, attended = 64, SINKS + MOST + RECENT
+    lengths, budgets = [700, SPARSE_FROM - 1, 90, 56], [MOST, MOST, 17, MOST]
+    step, keys = decode_step(
+        lengths, kv_heads, group, head_dim, 2, dtype, torch.int64, device, budgets
+    )
     step.sparse_from[step.slots[0]] = attended
     step.sparse_from[step.slots[2:]] = attended + 1
     # The keys of as many tokens as are picked are along the mean of their head's queries.
     for request, length in enumerate(lengths):
         slot = int(step.slots[request])
-        chosen = torch.randperm(max(0, length - SINKS - RECENT))[:BUDGET].to(device) + SINKS
+        chosen = torch.randperm(max(0, length - SINKS - RECENT))[: budgets[request]]
+        chosen = chosen.to(device) + SINKS
         rows = step.row_table[slot, chosen].long()
         mean = step.queries[request].float().unflatten(0, (kv_heads, group)).mean(dim=1)
         keys[rows] = 3 * mean * group**0.5 + 0.1 * torch.randn_like(keys[rows])
     every = torch.arange(len(keys), device=device)
     triton.encode_rows(keys, every, step.sketch, step.shape, step.codes)
-    for request, length in enumerate(lengths):
+    for request, (length, budget) in enumerate(zip(lengths, budgets, strict=True)):
         keys_of = expected_keys(step, request)[:, SINKS : length - RECENT]
         best = keys_of.sort(descending=True).values
-        if length >= int(step.sparse_from[step.slots[request]]) and best.shape[-1] > BUDGET:
-            assert int((best[:, BUDGET - 1] - best[:, BUDGET]).min()) > 2 * rounding_of(step)
+        if length >= int(step.sparse_from[step.slots[request]]) and best.shape[-1] > budget:
+            assert int((best[:, budget - 1] - best[:, budget]).min()) > 2 * rounding_of(step)
     values = torch.randn_like(keys)
     pool = [part.to(dtype) for part in (keys, values)]
     results = []
     for selecting, attending in ((triton, attend_triton), (reference, attend_reference)):
         picked, _ = selected(selecting, step, 705)
         out = torch.empty(step.queries.shape, dtype=dtype, device=device)
-        attending.attend_rows(step.queries, *pool, picked, *step[4:8], head_dim**-0.5, out)
+        requests = *step[4:9], SINKS + RECENT
+        attending.attend_rows(step.queries, *pool, picked, *requests, head_dim**-0.5, out)
         results.append((picked, out))
     (found_rows, found), (expected_rows, expected) = results
     assert torch.equal(found_rows, expected_rows)

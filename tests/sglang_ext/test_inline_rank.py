@@ -28,7 +28,11 @@ class Scheduler:
     def __init__(self, deterministic: bool = False) -> None:
         self.sparse_from = torch.full((SLOTS,), NEVER, dtype=torch.int32)
         self.selection: Any = SimpleNamespace(
-            sparse_from=self.sparse_from, sketch_bytes=12, step_is_sparse=True
+            sparse_from=self.sparse_from,
+            sketch_bytes=12,
+            step_is_sparse=True,
+            curve="a tenth",
+            attended=lambda length: length // 10,
         )
         args: Any = SimpleNamespace(
             sparse_threshold=THRESHOLD,
@@ -136,6 +140,16 @@ def test_steps_from_the_threshold_on_are_sparse_and_counted(scheduler: Scheduler
     assert reuse.dense_tokens(dense) is None
 
 
+def test_the_tokens_of_the_last_sparse_step_are_reported(scheduler: Scheduler) -> None:
+    one = request(0)
+    scheduler.prefill(one)
+    found = []
+    for length in (99, 100, 150):
+        scheduler.decode([length], one)
+        found.append(scheduler.rank.statistics_of([one])[0][2])
+    assert found == [0, 10, 15]
+
+
 def test_the_state_names_requests_that_are_sparse_now(scheduler: Scheduler) -> None:
     one, other = request(0), request(1)
     scheduler.prefill(one, other)
@@ -144,6 +158,7 @@ def test_the_state_names_requests_that_are_sparse_now(scheduler: Scheduler) -> N
         "steps": 0,
         "sparse_requests": 0,
         "pool_free_tokens": 42,
+        "sparse_budget": "a tenth",
         "sketch_bytes": 12,
     }
     scheduler.decode([200, 99], one, other)

@@ -115,6 +115,8 @@ INLINE_CASES: list[tuple[str, dict[str, Any]]] = [
     ("--moe-a2a-backend", {"moe_a2a_backend": "deepep"}),
     ("--prefill-attention-backend", {"prefill_attention_backend": "torch_native"}),
     ("--sparse-threshold", {"sparse_threshold": 68}),
+    ("--sparse-threshold", {"sparse_threshold": 259}),  # 192 tokens are selected of so many
+    ("--sparse-threshold --sparse-budget", {"sparse_threshold": 2115, "sparse_budget": 2048}),
 ]
 GPU_CASES: list[tuple[int, Object, str, dict[str, Any]]] = [
     (2, servers.sparse_decode, "--attention-backend", {"attention_backend": "trtllm_mha"}),
@@ -152,6 +154,19 @@ def test_refuses_what_selection_in_the_process_cannot_do(
     flags: str, fields: dict[str, Any], make: Make
 ) -> None:
     check(make(cache_rank_gpus=None, **fields), servers.inline, flags)
+
+
+@pytest.mark.parametrize(
+    ("always", "least"), [(68, 260), (704, 896), (1204, 1430), (100_000, 101_024)]
+)
+def test_the_least_threshold_is_one_that_covers_its_own_budget(
+    always: int, least: int, make: Make
+) -> None:
+    """It is accepted, and a shorter one is told of it."""
+    fields = {"cache_rank_gpus": None, "recent_tokens": always - 4}
+    assert not list(servers.inline(make(sparse_threshold=least, **fields)))
+    (objection,) = servers.inline(make(sparse_threshold=least - 1, **fields))
+    assert f"a request has to have {least} tokens" in objection.why
 
 
 def pretend_gpus(count: int, monkeypatch: pytest.MonkeyPatch) -> None:

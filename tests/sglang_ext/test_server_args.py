@@ -23,6 +23,7 @@ from sglang.srt.server_args import ServerArgs
 import sglang_ext
 from cache_rank.config import CacheRankConfig, ModelShape
 from sglang_ext import compat, cpu, plugin, server_args
+from sglang_ext.budget import INLINE_CURVE, BudgetCurve
 from sglang_ext.calibration.files import TENSORS, Calibration, Card, write
 from sglang_ext.flags import (
     BACKEND,
@@ -783,7 +784,10 @@ def test_an_inline_server_says_what_selects_and_what_to_expect(
     served = f"--model-path {model.write(tmp_path)} --kv-residency mosaickv"
     parse_server_args(served.split())
     logged = capsys.readouterr().err
-    assert re.search(rf"cache rank: tokens are selected in this process \(.+\){said}", logged)
+    budgets = re.escape(f", --sparse-budget {INLINE_CURVE}")
+    assert re.search(
+        rf"cache rank: tokens are selected in this process \(.+\){budgets}{said}", logged
+    )
     assert (NO_ESTIMATE in logged) == ("num_experts" in model.changes)
     assert said or "ms a step" not in logged
 
@@ -826,7 +830,9 @@ def test_the_config_of_the_cache_rank_carries_the_flags(
 
 def test_a_flag_of_the_policy_has_the_default_of_the_policy() -> None:
     policy = CacheRankConfig(ModelShape(1, 1, 1, 8, "float32", 1.0))
-    chosen_later = {"query_predictor", "layers_per_group", "hysteresis", "max_swap_tokens"}
+    chosen_later = {
+        *("query_predictor", "layers_per_group", "sparse_budget", "hysteresis", "max_swap_tokens")
+    }
     for name, default in compat.default_values(CacheRankServerArgs).items():
         if name in CACHE_RANK_FIELDS and name in CacheRankConfig.__struct_fields__:
             if name in chosen_later:
@@ -851,6 +857,21 @@ def test_what_stays_and_what_enters_follows_the_budget(flags: str, sizes: tuple[
     assert (args.hysteresis, args.max_swap_tokens) == sizes
     config = args.cache_rank_config(ModelShape(1, 1, 1, 8, "float32", 1.0), max_rows=6)
     assert (config.hysteresis, config.max_swap_tokens) == sizes
+
+
+@pytest.mark.parametrize(
+    ("flags", "curve"),
+    [
+        ("", INLINE_CURVE),
+        ("--cache-rank-gpus 1", BudgetCurve.flat(2048)),
+        ("--sparse-budget 40", BudgetCurve.flat(40)),
+        ("--sparse-budget 40 --cache-rank-gpus 1", BudgetCurve.flat(40)),
+    ],
+)
+def test_budgets_follow_lengths_only_inline_and_by_default(flags: str, curve: BudgetCurve) -> None:
+    args = parse_server_args(["--model-path", str(BUNDLED_MODEL), *flags.split()])
+    assert args.budget_curve == curve
+    assert pickle.loads(pickle.dumps(args)).budget_curve == curve
 
 
 def test_checksums_of_rounded_tokens_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

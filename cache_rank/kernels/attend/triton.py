@@ -50,6 +50,8 @@ def attend_rows(
     slots: Tensor,
     lengths: Tensor,
     sparse_from: Tensor,
+    budgets: Tensor,
+    always: int,
     scale: float,
     out: Tensor,
     k_scale: float = 1.0,
@@ -81,6 +83,7 @@ def attend_rows(
         slots,
         lengths,
         sparse_from,
+        budgets,
         partial,
         log_sums,
         scale * k_scale * 1.4426950408889634,  # powers of two are faster than those of e
@@ -93,6 +96,7 @@ def attend_rows(
         QUERIES=_QUERIES,
         HEAD_DIM=head_dim,
         WIDTH=width,
+        ALWAYS=always,
         SPLITS=splits,
         LEAST_SHARE=LAUNCH.least_share,
         BLOCK=LAUNCH.block,
@@ -113,7 +117,7 @@ def attend_rows(
 
 @triton.jit(
     do_not_specialize=["scale", "v_scale", "table_stride"],
-    do_not_specialize_on_alignment=["row_table", "slots", "lengths", "sparse_from"],
+    do_not_specialize_on_alignment=["row_table", "slots", "lengths", "sparse_from", "budgets"],
 )
 def _attend(
     queries,
@@ -124,6 +128,7 @@ def _attend(
     slots,
     lengths,
     sparse_from,
+    budgets,
     partial,
     log_sums,
     scale,
@@ -138,6 +143,7 @@ def _attend(
     QUERIES: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     WIDTH: tl.constexpr,
+    ALWAYS: tl.constexpr,
     SPLITS: tl.constexpr,
     LEAST_SHARE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -149,7 +155,8 @@ def _attend(
     slot = tl.load(slots + request).to(tl.int64)
     length = tl.load(lengths + request).to(tl.int32)
     is_sparse = length >= tl.load(sparse_from + slot)
-    tokens = tl.where(is_sparse, tl.minimum(WIDTH, length), length)
+    attended = tl.minimum(tl.load(budgets + request) + ALWAYS, length)
+    tokens = tl.where(is_sparse, attended, length)
     rows = tl.where(is_sparse, picked + unit * WIDTH, row_table + slot * table_stride)
 
     in_group, dims = tl.arange(0, QUERIES), tl.arange(0, HEAD_DIM)

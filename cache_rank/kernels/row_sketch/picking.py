@@ -34,6 +34,7 @@ def pick_by_logits(
     slots: Tensor,
     lengths: Tensor,
     sparse_from: Tensor,
+    budgets: Tensor,
     group: int,
     chunk: int,
     sinks: int,
@@ -51,8 +52,8 @@ def pick_by_logits(
     """
     requests, kv_heads, width = out.shape
     capacity, padded = scratch.logits.shape[1:]
-    budget = width - sinks - recent
-    assert budget < 1 << 16
+    most = width - sinks - recent
+    assert most < 1 << 16
     held = min(_HELD, triton.next_power_of_2(capacity))
     block = min(_BLOCK, held)
     _pick[(requests * kv_heads,)](
@@ -60,6 +61,7 @@ def pick_by_logits(
         slots,
         lengths,
         sparse_from,
+        budgets,
         scratch.logits,
         scratch.sums,
         scratch.keys,
@@ -72,7 +74,7 @@ def pick_by_logits(
         CHUNK=chunk,
         SINKS=sinks,
         RECENT=recent,
-        BUDGET=budget,
+        MOST=most,
         ALWAYS=triton.next_power_of_2(sinks + recent),
         PART=min(block, _PART_LOGITS // padded),
         HELD=held,
@@ -83,13 +85,14 @@ def pick_by_logits(
 
 @triton.jit(
     do_not_specialize=["table_stride"],
-    do_not_specialize_on_alignment=["row_table", "slots", "lengths", "sparse_from"],
+    do_not_specialize_on_alignment=["row_table", "slots", "lengths", "sparse_from", "budgets"],
 )
 def _pick(
     row_table,
     slots,
     lengths,
     sparse_from,
+    budgets,
     logits,
     sums,
     keys,
@@ -102,7 +105,7 @@ def _pick(
     CHUNK: tl.constexpr,
     SINKS: tl.constexpr,
     RECENT: tl.constexpr,
-    BUDGET: tl.constexpr,
+    MOST: tl.constexpr,
     ALWAYS: tl.constexpr,
     PART: tl.constexpr,
     HELD: tl.constexpr,
@@ -114,8 +117,9 @@ def _pick(
     length = tl.load(lengths + unit // KV_HEADS).to(tl.int32)
     if length < tl.load(sparse_from + slot):
         return
+    budget = tl.load(budgets + unit // KV_HEADS)
     rows = row_table + slot * table_stride
-    target = out + unit * (SINKS + BUDGET + RECENT)
+    target = out + unit * (SINKS + MOST + RECENT)
     stop = length - RECENT
 
     # Sinks and recent tokens, which nobody picks.
@@ -123,7 +127,7 @@ def _pick(
     is_always = always < SINKS + RECENT
     token = tl.where(always < SINKS, always, stop + always - SINKS)
     row = tl.load(rows + token, mask=is_always)
-    picks = tl.minimum(BUDGET, stop - SINKS)
+    picks = tl.minimum(budget, stop - SINKS)
     tl.store(target + tl.where(always < SINKS, always, picks + always), row, mask=is_always)
 
     # Logits become keys.
@@ -139,7 +143,7 @@ def _pick(
         tl.store(own_keys + scored, _to_keys(scores).to(tl.uint8), mask=scored < stop)
     tl.debug_barrier()
 
-    # The largest key that, with those above it, BUDGET tokens have; or 0.
+    # The largest key that, with those above it, as many tokens as the budget have; or 0.
     held = _load_keys(own_keys, 0, stop, SINKS, HELD)
     bound = 0
     for halving in tl.static_range(8):
@@ -148,12 +152,12 @@ def _pick(
         for block in range(HELD, stop, BLOCK):
             more = _load_keys(own_keys, block, stop, SINKS, BLOCK)
             count += tl.sum((more >= candidate).to(tl.int32), axis=0)
-        bound = tl.where(count >= BUDGET, candidate, bound)
+        bound = tl.where(count >= budget, candidate, bound)
     above = tl.sum((held > bound).to(tl.int32), axis=0)
     for block in range(HELD, stop, BLOCK):
         more = _load_keys(own_keys, block, stop, SINKS, BLOCK)
         above += tl.sum((more > bound).to(tl.int32), axis=0)
-    equal_wanted = BUDGET - above
+    equal_wanted = budget - above
 
     above_before, equal_before = 0, 0
     for block in range(0, stop, BLOCK):

@@ -70,6 +70,7 @@ def select_rows(
     slots: Tensor,
     lengths: Tensor,
     sparse_from: Tensor,
+    budgets: Tensor,
     scale: float,
     sinks: int,
     recent: int,
@@ -87,16 +88,19 @@ def select_rows(
         lengths: (B,) tokens of each request, the current one included.
         sparse_from: (slots,) int32, the length from which the request of a slot is sparse. It is
             more than sinks and recent tokens.
+        budgets: (B,) int32, how many tokens between the first and the newest ones each request
+            attends to, at most as many as `out` has room for.
         scale: factor on the logits.
         sinks, recent: so many first and newest tokens are always attended to, the current one
             among the newest.
         scratch: of at least so many requests and tokens.
-        out: (B, Hkv, sinks + k + recent) int32, rows of the pool in the order of the tokens,
-            written in place. Of a request with fewer tokens these are all, and come first.
+        out: (B, Hkv, sinks + most + recent) int32, rows of the pool in the order of the tokens,
+            written in place. Those that a request attends to come first, all that it has if they
+            are no more than its budget; behind them is anything.
     """
     assert recent >= 1
-    budget = out.shape[-1] - sinks - recent
-    for request, (slot, length) in enumerate(zip(slots.tolist(), lengths.tolist(), strict=True)):
+    requests = zip(slots.tolist(), lengths.tolist(), budgets.tolist(), strict=True)
+    for request, (slot, length, budget) in enumerate(requests):
         if length < sparse_from[slot]:
             continue
         rows = row_table[slot, :length].long()

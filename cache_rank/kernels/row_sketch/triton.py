@@ -76,6 +76,7 @@ def select_rows(
     slots: Tensor,
     lengths: Tensor,
     sparse_from: Tensor,
+    budgets: Tensor,
     scale: float,
     sinks: int,
     recent: int,
@@ -124,7 +125,17 @@ def select_rows(
         num_warps=LAUNCH.warps,
     )
     pick_by_logits(
-        row_table, slots, lengths, sparse_from, group, LAUNCH.chunk, sinks, recent, scratch, out
+        row_table,
+        slots,
+        lengths,
+        sparse_from,
+        budgets,
+        group,
+        LAUNCH.chunk,
+        sinks,
+        recent,
+        scratch,
+        out,
     )
 
 
