@@ -86,8 +86,10 @@ def _serve(job: Job, count: int, gpus: Sequence[str]) -> Iterator[list[Server]]:
     with contextlib.ExitStack() as held:
         servers = []
         for first in range(0, count * max(1, job.gpus), max(1, job.gpus)):
-            seen = {"CUDA_VISIBLE_DEVICES": ",".join(gpus[first : first + job.gpus])}
-            servers.append(Server(to_flags(job.engine), ENVIRONMENT | (seen if job.gpus else {})))
+            environment = {**ENVIRONMENT, "HF_HUB_OFFLINE": "1"}
+            if job.gpus:
+                environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[first : first + job.gpus])
+            servers.append(Server(to_flags(job.engine), environment))
             held.callback(servers[-1].stop)
         for server in servers:
             server.wait_ready(START_SECONDS)
@@ -104,7 +106,8 @@ def spread_logits(server: Client, config: dict[str, Any]) -> None:
     """
     with tempfile.TemporaryDirectory() as folder:
         save_file(dict(norms_for_unit_logits(config)), Path(folder) / "norms.safetensors")
-        answer = server.post("/update_weights_from_disk", {"model_path": folder})
+        body = {"model_path": folder, "load_format": "safetensors"}
+        answer = server.post("/update_weights_from_disk", body)
     if answer.status_code != 200:
         raise ServerError(f"/update_weights_from_disk answers {answer.text}")
 
