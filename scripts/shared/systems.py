@@ -159,7 +159,9 @@ def to_flags(arguments: Mapping[str, Any]) -> list[str]:
         if name in settings or value is None:
             continue
         flags.append(f"--{name.replace('_', '-')}")
-        if value is not True:
+        if isinstance(value, list):
+            flags += map(str, value)
+        elif value is not True:
             flags.append(str(_listed(value)))
     return flags
 
