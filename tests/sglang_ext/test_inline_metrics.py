@@ -18,6 +18,7 @@ from sglang_ext.metrics import EXPORT_STEPS
 THRESHOLD = 100
 ARGS: Any = SimpleNamespace(
     decode_log_interval=10,
+    enable_deterministic_inference=False,
     enable_metrics=True,
     served_model_name=None,
     model_path="model",

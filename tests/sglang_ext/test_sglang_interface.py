@@ -241,7 +241,7 @@ def test_every_method_that_a_backend_must_have_is_one_of_ours() -> None:
     wanted = {"init_cuda_graph_state", "get_cuda_graph_seq_len_fill_value", "forward_decode"}
     assert wanted <= {*dir(base)}
     for backend in BACKENDS:
-        assert wanted <= {*vars(backend)}
+        assert not [name for name in wanted if getattr(backend, name) is getattr(base, name)]
         assert not getattr(backend, "__abstractmethods__", None)
 
 
