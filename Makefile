@@ -5,7 +5,7 @@
 # make test-remaining   run what test-all adds to test
 # make serve      serve; ARGS="..." takes any flag of SGLang and ours
 # make lint       formatter, linter, type checker
-# make soak      use a server for two minutes, kill and disturb its cache rank, check every answer; ARGS="--seconds 1800"
+# make soak      use servers for two minutes, disturb them and their cache ranks, check every answer; ARGS="--seconds 1800"
 # make bench      host time per decode step, start-up, bytes on the wire, recall of the predictors
 # make clean      remove what the others made
 #

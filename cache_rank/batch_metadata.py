@@ -8,27 +8,35 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from cache_rank.kernels.rows import PagedRows
+
 
 class BatchMetadata(NamedTuple):
     """A row for each request of a step, on the device.
 
     Attributes:
-        slots: (R,) int32, each row's place in the state tensors; -1 is a refused row.
-        positions: (R,) int32, position of each row's current token.
+        paged: slot, position and pages of each row; a refused row has slot -1.
         counts: (R,) int32, queries in the ring, the current one included.
-        page_table: (R, max pages) int32, pages of each row, in order.
         header: (R, 6) int64, see AnswerHeader.
         capacity: no row has more tokens after the step.
         on_host: slot and position of each row, so that nobody has to ask the device.
     """
 
-    slots: Tensor
-    positions: Tensor
+    paged: PagedRows
     counts: Tensor
-    page_table: Tensor
     header: Tensor
     capacity: int
     on_host: Sequence[tuple[int, int]] | None = None
+
+    @property
+    def slots(self) -> Tensor:
+        """(R,) int32, each row's place in the state tensors."""
+        return self.paged.slots
+
+    @property
+    def positions(self) -> Tensor:
+        """(R,) int32, position of each row's current token."""
+        return self.paged.positions
 
     def numbers(self) -> Sequence[tuple[int, int]]:
         """Slot and position of each row, on the host."""
@@ -41,10 +49,12 @@ class BatchMetadata(NamedTuple):
         one = slice(index, index + 1)
         # Copies, because kernels are compiled anew for numbers that lie at odd addresses.
         return BatchMetadata(
-            self.slots[one].clone(),
-            torch.full_like(self.positions[one], position),
+            PagedRows(
+                self.paged.page_table[one].clone(),
+                self.slots[one].clone(),
+                torch.full_like(self.positions[one], position),
+            ),
             self.counts[one].clone(),
-            self.page_table[one].clone(),
             self.header[one],
             capacity=position + 1,
         )

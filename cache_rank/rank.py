@@ -41,6 +41,12 @@ from cache_rank.resident_sequence import ResidentSequence
 from cache_rank.schedule import LayerMessage
 from cache_rank.selector import Selector
 
+WARM_UP_TOKENS = 768
+"""A sequence of so many tokens has used all kernels of every format, but for those of its steps.
+
+`mosaickv` needs most: 256 open a sequence, and two runs of 256 are compressed by what they were.
+"""
+
 PEER_SECONDS = 600.0
 """The cache rank waits so long for the inference rank in the middle of a step, which may be slow or
 compiling. The inference rank's death ends this process at once anyway."""
@@ -90,7 +96,7 @@ class CacheRank:
         config, selector = self.config, self.selector
         on_gpu = self._device.type == "cuda"
         tokens = config.sink_tokens + config.recent_tokens + config.sparse_budget
-        tokens = max(tokens, selector.warm_up_tokens) if on_gpu else 1
+        tokens = max(tokens, WARM_UP_TOKENS) if on_gpu else 1
         tokens = min(tokens, selector.capacity_tokens) or 1
         shipment = torch.zeros(
             bulk_shape(config, tokens), dtype=config.model.torch_dtype, device=self._device
@@ -186,7 +192,7 @@ class CacheRank:
         sequence = selector.sequences.get(sequence_id)
         if sequence is None:
             return f"Share of sequence {sequence_id}, which is not live"
-        if not residency.FORMATS[self.config.kv_residency].shares_pages:
+        if residency.shared_tail(self.config) is None:
             return f"Share of pages, which {self.config.kv_residency} does not"
         if len({*names} - selector.named.keys()) < len(names):
             return f"Share of sequence {sequence_id} by names {names}, some of which there are"

@@ -26,6 +26,7 @@ from cache_rank.copies import upload
 from cache_rank.forecast import Forecast
 from cache_rank.graphs import CudaGraphCache
 from cache_rank.kernels.checksum.reference import slots_checksum
+from cache_rank.kernels.rows import PagedRows
 from cache_rank.measure.timeline import Timeline
 from cache_rank.pages import PAGE_TOKENS, PageAllocator
 from cache_rank.protocol import NO_SEQUENCE, AnswerHeader, DownMessage, Row, UpMessage
@@ -125,11 +126,6 @@ class Selector:
     def bytes_held(self) -> int:
         """Memory of the pages in use."""
         return (self.pages.pages - self.pages.free) * self._page_bytes
-
-    @property
-    def warm_up_tokens(self) -> int:
-        """Tokens of a sequence that has used all kernels of the residency."""
-        return self._residency.warm_up_tokens
 
     @property
     def is_full(self) -> bool:
@@ -253,10 +249,8 @@ class Selector:
         numbers, table, headers = upload(on_host, self._device, self._step_memory)
         current, before = (
             BatchMetadata(
-                numbers[0],
-                numbers[column],
+                PagedRows(table, numbers[0], numbers[column]),
                 numbers[3],
-                table,
                 headers[column - 1],
                 capacity,
                 list(zip(slots, of_rows, strict=True)),

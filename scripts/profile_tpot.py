@@ -14,14 +14,11 @@ Weights are random numbers in the shapes of `model_shapes`; see scripts.speed.we
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from scripts.shared.command import explained, make_parser
-from scripts.shared.systems import SYSTEMS
-from scripts.speed.jobs import Shape
+from scripts.speed.jobs import Shape, add_engine_options
 from scripts.speed.profile import profile
 
 
@@ -29,23 +26,13 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
     """The command line."""
     parser = make_parser("profile_tpot", __doc__)
     add = parser.add_argument
-    add("--model", default="qwen3-8b",
-        help="a name in scripts/speed/model_shapes, `bundled`, or a folder")  # fmt: skip
+    add_engine_options(parser)
     add("--shapes", nargs="+", type=explained(Shape.parse), required=True, help="BATCHxCONTEXT")
-    add("--systems", nargs="+", required=True,
-        help=f"NAME[:ARGUMENT=VALUE,...] of {', '.join(SYSTEMS)}")  # fmt: skip
-    add("--sparse-budget", type=int, default=2048)
-    add("--sparse-threshold", type=int, default=4096)
     add("--repeats", type=int, default=3, help="windows of decode steps")
     add("--window", type=int, default=64, help="decode steps of a window")
     add("--skip-steps", type=int, help="steps before the first window; default: enough to settle")
-    add("--seed", type=int, default=1)
-    add("--memory-fraction", type=float, default=0.85, help="of a GPU, for weights and KV pool")
-    add("--engine-args", dest="engine", metavar="ENGINE_ARGS", type=explained(json.loads),
-        default={}, help="JSON object of engine arguments")  # fmt: skip
     add("--worker-seconds", type=float, default=600.0, help="deadline of one system")
     add("--shape-seconds", type=float, default=300.0, help="deadline of one shape")
-    add("--out", type=Path, default=Path("results"))
     add("--resume", action="store_true", help="keep what OUT holds and measure the rest")
     add("--dry-run", action="store_true", help="print the jobs and their engines' arguments")
     options = parser.parse_args(argv)

@@ -8,8 +8,8 @@
 
 Each system is served in turn and decodes the first --context tokens of each text: the tokens are
 forced, so that all decode the same ones, and their distributions at the last --tokens are compared
-over the whole vocabulary. Dense decoding is always served, to compare with. Writes results.json,
-results.md and a plot.
+over the whole vocabulary. Dense decoding is always served, to compare with. A label may leave its
+budget to the server, `inline:sparse_budget=null`. Writes results.json, results.md and a plot.
 """
 
 from __future__ import annotations

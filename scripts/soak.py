@@ -1,13 +1,14 @@
-"""Use a server for a while, kill and disturb its cache rank at random, and check every answer.
+"""Use a server for a while, disturb it at random, and check every answer.
 
     python -m scripts.soak --seconds 1800
-    python -m scripts.soak --seconds 600 --streams 16 --inference-kv working-set
+    python -m scripts.soak --seconds 600 --streams 16 --modes working-set
     python -m scripts.soak --disturbances kill stall -- --cache-rank-mem-fraction 0.2
 
-Serves the bundled model, on GPUs where there are two, with the flags behind `--`. Several streams
-of requests walk through tables of facts, so that every token has one right value. Meanwhile the
-cache rank is killed, stopped and delayed, requests are aborted, generation is paused, caches are
-flushed and weights are loaded again. At the end the pools have to be whole, the memory of both
+Serves the bundled model, on GPUs where there are two, with the flags behind `--`. Tokens are
+selected by a cache rank, with either --inference-kv, and in the server's own process. Several
+streams of requests walk through tables of facts, so that every token has one right value. Meanwhile
+the cache rank is killed, stopped and delayed, requests are aborted, generation is paused, caches
+are flushed and weights are loaded again. At the end the pools have to be whole, the memory of both
 ranks flat, and no file left behind. Prints one line a mode; the status is 1 if anything was wrong.
 One that is interrupted ends what is under way, and says what it has seen. No other server may start
 or end on the machine meanwhile: its files in /dev/shm would count as left behind.
@@ -22,10 +23,11 @@ from rich.console import Console
 
 from scripts.accuracy.demonstration import environment
 from scripts.operations.disturbances import DISTURBANCES
-from scripts.operations.soak import Setting, soak
+from scripts.operations.soak import CACHE_RANK, Setting, soak
 from scripts.shared.command import make_parser, run
 
-MODES = ("full", "working-set")
+INLINE = "inline"
+MODES = ("full", "working-set", INLINE)
 
 
 def parse_options(argv: Sequence[str]) -> argparse.Namespace:
@@ -35,8 +37,8 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
     add("--seconds", type=float, default=120, help="in all, start-up apart; default: 120")
     add("--streams", type=int, default=8, help="requests at once; default: 8")
     add("--requests", type=int, default=100_000, help="after so many a mode ends early")
-    add("--inference-kv", nargs="+", choices=MODES, default=list(MODES), dest="modes",
-        help="one server after the other; default: both")  # fmt: skip
+    add("--modes", nargs="+", choices=MODES, default=list(MODES),
+        help="--inference-kv of a cache rank, or none; default: one after the other")  # fmt: skip
     add("--seed", type=int, default=0, help="of prompts and disturbances; default: 0")
     add("--disturbances", nargs="+", choices=list(DISTURBANCES), default=list(DISTURBANCES),
         help="those that come, drawn by their weights; default: all")  # fmt: skip
@@ -51,17 +53,21 @@ def main(argv: Sequence[str]) -> int:
     """Soak a server in each mode; returns the exit status."""
     options = parse_options(argv)
     console = Console()
-    setting = Setting(
-        options.seconds / len(options.modes),
-        options.streams,
-        options.requests,
-        options.seed,
-        options.disturbances,
-    )
     failed = False
     for mode in options.modes:
-        arguments = ["--inference-kv", mode, "--max-sparse-requests", str(options.streams)]
-        arguments += options.flags
+        arguments, disturbances = options.flags, options.disturbances
+        if mode == INLINE:
+            disturbances = [one for one in disturbances if not DISTURBANCES[one].of_cache_rank]
+        else:
+            most = ["--max-sparse-requests", str(options.streams)]
+            arguments = [*CACHE_RANK, "--inference-kv", mode, *most, *arguments]
+        setting = Setting(
+            options.seconds / len(options.modes),
+            options.streams,
+            options.requests,
+            options.seed,
+            disturbances,
+        )
         with console.status(f"{mode}: starting") as status:
             verdict = soak(arguments, environment(), setting, status.update)
         console.print(f"{mode}: {verdict}", soft_wrap=True, highlight=False)

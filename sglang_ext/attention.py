@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
-from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
 from sglang_ext import compat
+from sglang_ext.dense_kernels import AroundDenseKernels
 from sglang_ext.inference_rank import InferenceRank
 from sglang_ext.step_plan import StepPlan
 
 
-class CacheRankAttnBackend(AttentionBackend):
+class CacheRankAttnBackend(AroundDenseKernels):
     """Two instances of the inner backend: one over SGLang's table, one over the working-set table.
 
     The first serves the dense layers. The second serves all others; for a dense request its rows
@@ -25,15 +25,12 @@ class CacheRankAttnBackend(AttentionBackend):
     """
 
     def __init__(self, runner: Any, rank: InferenceRank) -> None:
-        super().__init__()
-        build = ATTENTION_BACKENDS[rank.args.attention_backend]
-        self.token_to_kv_pool = runner.token_to_kv_pool
-        self.req_to_token_pool = runner.req_to_token_pool
+        kernels = rank.args.attention_backend
+        super().__init__(runner, kernels)
         self.needs_cpu_seq_lens = True
         self._rank = rank
         self._is_captured = rank.device.type == "cuda"
-        self._dense = build(runner)
-        self._sparse = build(_RunnerOverTable(runner, rank.table.table))
+        self._sparse = ATTENTION_BACKENDS[kernels](_RunnerOverTable(runner, rank.table.table))
         self._plan: StepPlan | None = None
         self._sparse_view: Any = None
 
@@ -119,18 +116,6 @@ class CacheRankAttnBackend(AttentionBackend):
         if layer_in_group == len(rank.config.groups[group]) - 1:
             rank.gate.leave_group(group)
         return output
-
-    def shared_read_ends(self, forward_mode: Any) -> Any:
-        return compat.reads_until_the_stream_is_done()
-
-    def forward_extend(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return self._dense.forward_extend(*args, **kwargs)
-
-    def support_triton(self) -> bool:
-        return bool(self._dense.support_triton())
-
-    def get_cuda_graph_seq_len_fill_value(self) -> int:
-        return int(self._dense.get_cuda_graph_seq_len_fill_value())
 
 
 class _RunnerOverTable:

@@ -16,6 +16,7 @@ from cache_rank.config import CacheRankConfig, ModelShape
 from cache_rank.residency import FORMATS, require_format
 from cache_rank.residency.options import parse_options
 from sglang_ext import compat, cpu
+from sglang_ext.budget import INLINE_CURVE, BudgetCurve
 from sglang_ext.restart_backoff import LONGEST_DELAY_SECONDS
 
 BACKEND = "cache_rank"
@@ -126,8 +127,12 @@ class CacheRankFlags(ServerArgs):
     ] = None
     sparse_threshold: A[int, Arg(help="Length in tokens at which a request turns sparse.")] = 4096
     sparse_budget: A[
-        int, Arg(help="Tokens that each KV head attends to beside sinks and recent tokens.")
-    ] = _DEFAULTS.sparse_budget
+        int | None,
+        Arg(
+            help="Tokens that each KV head attends to beside sinks and recent ones; default: "
+            f"{INLINE_CURVE}, or {_DEFAULTS.sparse_budget} at every length with a cache rank."
+        ),
+    ] = None
     sink_tokens: A[int, Arg(help="First tokens that are always attended to.")] = (
         _DEFAULTS.sink_tokens
     )
@@ -260,6 +265,13 @@ class CacheRankFlags(ServerArgs):
     def is_sparse(self) -> bool:
         """Whether long requests decode sparsely at all."""
         return self.placement != "off"
+
+    @property
+    def budget_curve(self) -> BudgetCurve:
+        """How many tokens a request selects, by its length."""
+        if self.sparse_budget is not None:
+            return BudgetCurve.flat(self.sparse_budget)
+        return INLINE_CURVE if self.is_inline else BudgetCurve.flat(_DEFAULTS.sparse_budget)
 
     @property
     def reuses_prefixes(self) -> bool:

@@ -6,6 +6,7 @@ nothing on a server without a cache rank, but refuse `custom_params` that are no
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -41,6 +42,8 @@ WHAT_A_CACHE_RANK_NEEDS = {GPU_MEMORY_TYPE_KV_CACHE, GPU_MEMORY_TYPE_WEIGHTS}
 
 Its tokens are of the KV cache, and an exchange begins with projections of the weights.
 """
+
+DECODE_GRAPHS = "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner"
 
 
 class Hook(NamedTuple):
@@ -289,6 +292,24 @@ def load_calibration(result: None, scheduler: Any, *_: Any, **__: Any) -> None:
         starting.load_calibration(scheduler, args)
 
 
+def capture_both_kinds(
+    original: Callable[..., None], runner: Any, *args: Any, **kwargs: Any
+) -> None:
+    """Capture a batch size twice: with selection, and as SGLang alone decodes."""
+    rank = starting.current()
+    if rank is None:
+        return original(runner, *args, **kwargs)
+    rank.capture_both_kinds(lambda: original(runner, *args, **kwargs))
+
+
+def name_graph(key: Any, runner: Any, *_: Any, **__: Any) -> Any:
+    """Tell the two graphs of a batch size apart, in their capture and in their use."""
+    rank = starting.current()
+    if rank is None or rank.selection.step_is_sparse:
+        return key
+    return dataclasses.replace(key, variant_label=f"{key.variant_label} dense")
+
+
 def add_calls() -> None:
     """Give schedulers what a calibration calls: `handle_rpc_request` looks for methods by name."""
     from sglang.srt.managers.scheduler import Scheduler
@@ -339,6 +360,18 @@ HOOKS = (
         HookType.AROUND,
         run_step,
         "the one call a step, eager or graph, that sees the requests",
+    ),
+    Hook(
+        f"{DECODE_GRAPHS}._capture_one_stream",
+        HookType.AROUND,
+        capture_both_kinds,
+        "steps without sparse requests must cost what they cost without us",
+    ),
+    Hook(
+        f"{DECODE_GRAPHS}._make_graph_key",
+        HookType.AFTER,
+        name_graph,
+        "a graph is found by its key",
     ),
     Hook(
         "sglang.srt.managers.scheduler.Scheduler.process_batch_result",

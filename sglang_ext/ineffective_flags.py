@@ -51,15 +51,16 @@ def _ineffective_with_a_cache_rank(args: CacheRankFlags) -> Iterator[Objection]:
     if args.calibration is not None and not forecasts and not sketches:
         why = f"it is of forecasts and sketches, and --query-predictor is {args.query_predictor}"
         yield Objection("--calibration", why)
+    budget = args.budget_curve.most
     assert args.hysteresis is not None
-    if args.hysteresis >= args.sparse_budget:
-        why = f"tokens hardly leave a working set of --sparse-budget {args.sparse_budget}"
+    if args.hysteresis >= budget:
+        why = f"tokens hardly leave a working set of --sparse-budget {budget}"
         yield Objection("--hysteresis", why, "lower it, or drop it for an eighth of the budget")
     assert args.max_swap_tokens is not None
-    fill = -(-args.sparse_budget // args.max_swap_tokens)
+    fill = -(-budget // args.max_swap_tokens)
     if fill > _LONGEST_FILL:
         why = (
-            f"a request stays dense for {fill} steps while --sparse-budget {args.sparse_budget} "
+            f"a request stays dense for {fill} steps while --sparse-budget {budget} "
             "fills, and later a selection changes as slowly"
         )
         yield Objection("--max-swap-tokens", why, "raise it")

@@ -66,8 +66,9 @@ class RequestStatistics:
     """What the response reports of one request, over all its sequences.
 
     Attributes:
-        sparse_steps: decode steps over the working set.
+        sparse_steps: decode steps over selected tokens.
         dense_reason: why the last decode step attended to everything; None when it did not.
+        attended_tokens: those that a KV head attended to in the last sparse step; 0 before one.
         tokens_shipped: tokens that entered slots, per (layer, kv head), summed.
         late_steps: exchanged steps that waited for an answer.
         stale_steps: steps whose answer was lost with a cache rank, so that it was not applied.
@@ -76,6 +77,7 @@ class RequestStatistics:
 
     sparse_steps: int = 0
     dense_reason: DenseReason | None = "prefill"
+    attended_tokens: int = 0
     tokens_shipped: int = 0
     late_steps: int = 0
     stale_steps: int = 0
@@ -86,6 +88,7 @@ class RequestStatistics:
         return (
             self.sparse_steps,
             self.dense_reason,
+            self.attended_tokens,
             self.tokens_shipped,
             self.late_steps,
             self.stale_steps,

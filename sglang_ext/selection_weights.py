@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sglang_ext.calibration.files import CalibrationError, Card, Source, read, sources
+from sglang_ext.calibration.files import Source, read, sources
 from sglang_ext.calibration.fitting import Correction
 from sglang_ext.calibration.key_statistics import KeyBasis
 from sglang_ext.projections import DecoderLayer, decoder_layers, projection_of, watch_inputs
@@ -32,7 +32,7 @@ class SelectionWeights:
 
         Raises:
             ValueError: the model is not built as a forecast needs it.
-            CalibrationError: the calibration is not one of this model and these flags.
+            CalibrationError: the calibration cannot be read.
         """
         self.forecasts = args.query_predictor == "forecast"
         self.sketches = args.score_keys == "sketch"
@@ -47,8 +47,7 @@ class SelectionWeights:
         self._corrections: dict[int, Correction] = {}
         self._bases: dict[int, KeyBasis] = {}
         if args.calibration is not None:
-            card, self._corrections, self._bases = read(Path(args.calibration))
-            check_suits(card, args.calibration, _expected(model, args))
+            _, self._corrections, self._bases = read(Path(args.calibration))
         elif self.forecasts:
             logger.info(
                 "cache rank: queries are forecast by the model's own projections. On SmolLM2 that "
@@ -86,37 +85,3 @@ class SelectionWeights:
         """How a sparse layer's keys are sketched, (Hkv, D + 1, D); see protocol.KeyBasis."""
         basis, mean = self._bases[self._first + layer]
         return torch.cat((basis, mean.unsqueeze(1)), dim=1).to(device)
-
-
-def _expected(model: torch.nn.Module, args: CacheRankServerArgs) -> dict[str, Any]:
-    """What the card of a calibration has to say."""
-    attention = [part for part in model.modules() if type(part).__name__ == "RadixAttention"]
-    expected = {
-        "architecture": type(model).__name__,
-        "layers": len(attention),
-        "query_heads": attention[0].tp_q_head_num,
-        "kv_heads": attention[0].tp_k_head_num,
-        "head_dim": attention[0].qk_head_dim,
-        "dense_layers": args.dense_layers,
-    }
-    if args.query_predictor == "forecast":
-        expected |= {
-            "hidden_size": decoder_layers(model)[0].input_norm.weight.shape[0],
-            "layers_per_group": args.layers_per_group,
-            "forecast_lead": args.forecast_lead,
-        }
-    return expected
-
-
-def check_suits(card: Card, folder: str, expected: dict[str, Any]) -> None:
-    """Check that a calibration is one of a model and of a server's flags.
-
-    Raises:
-        CalibrationError: it is not; says in what it differs.
-    """
-    for name, value in expected.items():
-        if (found := getattr(card, name)) != value:
-            raise CalibrationError(
-                f"--calibration {folder}: it is of {name} {found} ({card.model}), and the server "
-                f"has {value}. Calibrate again with this model and these flags."
-            )

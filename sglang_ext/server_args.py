@@ -115,6 +115,7 @@ class CacheRankServerArgs(CacheRankFlags):
 
         refuse(self, models.sparse_decode(self))
         refuse(self, models.inline(self) if self.is_inline else models.exchange(self))
+        refuse(self, models.calibration(self))
 
     def _choose_schedule(self) -> None:
         """Choose how queries are predicted, and the layers of a group, where the user does not."""
@@ -132,9 +133,14 @@ class CacheRankServerArgs(CacheRankFlags):
         compat.decide(self, query_predictor=predictor, layers_per_group=group_layers)
 
     def _follow_budget(self) -> None:
-        """Set what follows --sparse-budget where the user does not."""
+        """Set --sparse-budget and what follows it where the user does not."""
         config = self.cache_rank_config(servers.ANY_SHAPE, max_rows=1)
-        compat.decide(self, hysteresis=config.hysteresis, max_swap_tokens=config.max_swap_tokens)
+        compat.decide(
+            self,
+            sparse_budget=config.sparse_budget,
+            hysteresis=config.hysteresis,
+            max_swap_tokens=config.max_swap_tokens,
+        )
 
     def _say_what_to_expect(self) -> None:
         """Log how K and V are held, and where that pays, if it can be estimated."""
@@ -147,19 +153,19 @@ class CacheRankServerArgs(CacheRankFlags):
 
     def _say_what_to_expect_inline(self) -> None:
         """Log that this process selects, and how long a step takes, if it can be estimated."""
-        estimate, planner = "", self._planner()
+        said, planner = f"--sparse-budget {self.budget_curve}", self._planner()
         if planner is not None:
             batch, context = 8, min(32768, compat.model_config(self).context_len)
             split = self.tp_size, 1 if self.kv_cache_dtype.startswith("fp8") else 2
             inline, dense = (
                 1e3 * step(batch, context, *split) for step in (planner.inline, planner.dense)
             )
-            estimate = (
+            said += (
                 f"; {batch} requests of {context} tokens: {inline:.1f} ms a step estimated, "
                 f"dense {dense:.1f}"
             )
         why = "without --cache-rank-gpus, which names a GPU for it or switches it off"
-        logger.info("cache rank: tokens are selected in this process (%s)%s", why, estimate)
+        logger.info("cache rank: tokens are selected in this process (%s), %s", why, said)
 
     def _planner(self) -> Planner | None:
         """Return what estimates this server's steps; the log says why if nothing does."""

@@ -157,6 +157,7 @@ class StepPlanner:
                 if is_sparse:
                     plan.sparse.append(sequence)
                     length = table.sparse_length(filled)
+                    sequence.statistics.attended_tokens = length
                 elif phase is shipping:
                     plan.shipping.append((sequence, length))
                 if phase is not shipping and not sequence.orphaned:

@@ -30,7 +30,7 @@ if not torch.cuda.is_available():
 
 
 settings.register_profile("default", max_examples=10, deadline=None, derandomize=True)
-settings.register_profile("thorough", max_examples=60, deadline=None, derandomize=True)
+settings.register_profile("thorough", max_examples=30, deadline=None, derandomize=True)
 settings.load_profile("default")  # `--hypothesis-profile thorough` takes the other
 
 

@@ -16,7 +16,7 @@ from cache_rank.residency.hack import HackResidency
 from cache_rank.residency.lynx import LynxResidency
 from cache_rank.residency.mosaickv import MosaicKVResidency
 from cache_rank.residency.quantspec import QuantSpecResidency
-from cache_rank.residency.sketched import SketchedResidency
+from cache_rank.residency.sketched import KeySketches
 
 FORMATS: dict[str, type[Residency]] = {
     residency.name: residency
@@ -77,10 +77,7 @@ def create(config: CacheRankConfig, pages: int, device: torch.device) -> Residen
         ValueError: the format does not exist, or cannot do what is configured.
     """
     require_format(config)
-    held = FORMATS[config.kv_residency](config, pages, device)
-    if config.score_keys == "sketch":
-        return SketchedResidency(held, config, pages, device)
-    return held
+    return FORMATS[config.kv_residency](config, pages, device)
 
 
 def shared_tail(config: CacheRankConfig) -> int | None:
@@ -88,8 +85,7 @@ def shared_tail(config: CacheRankConfig) -> int | None:
 
     None where they may not.
     """
-    held = FORMATS[config.kv_residency]
-    return held.tail_tokens() if held.shares_pages else None
+    return FORMATS[config.kv_residency].tail_tokens()
 
 
 def bytes_per_token(config: CacheRankConfig) -> int:
@@ -122,6 +118,6 @@ def capacity_tokens(config: CacheRankConfig, memory_bytes: int) -> int:
     return max(0, pages_in(config, memory_bytes) - config.max_rows) * PAGE_TOKENS
 
 
-def _parts(config: CacheRankConfig) -> list[type[Residency]]:
+def _parts(config: CacheRankConfig) -> list[type[Residency] | type[KeySketches]]:
     held = FORMATS[config.kv_residency]
-    return [held, SketchedResidency] if config.score_keys == "sketch" else [held]
+    return [held, KeySketches] if config.score_keys == "sketch" else [held]

@@ -1,8 +1,9 @@
 """What a residency format is: how the cache rank holds K and V.
 
-A format says how tokens are taken over (`load`, `append`), how they are scored (`score`), how they
-are decoded into a message (`gather`), and how many bytes a token takes (`bytes_per_token`). All the
-rest has a default.
+A format says how tokens are taken over (`_load`, `_append`), how they are scored (`_score`), how
+they are decoded into a message (`gather`), and how many bytes a token takes (`bytes_per_token`).
+All the rest has a default. With `--score-keys sketch`, sketches of the keys lie beside the tokens
+of any format and are scored in their place.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from cache_rank.config import CacheRankConfig, OptionValue
 from cache_rank.kernels.score import score_workspace
 from cache_rank.residency.options import Ranges, require_options, with_defaults
 from cache_rank.residency.scores import ScoreBuffers
+from cache_rank.residency.sketched import KeySketches
 
 
 class Residency(ABC):
@@ -33,19 +35,15 @@ class Residency(ABC):
     lossless: ClassVar[bool] = False
     """Tokens are read back as they came."""
 
-    warm_up_tokens: ClassVar[int] = 1
-    """A sequence of so many tokens has used all kernels, but for those of its appends and steps."""
-
     captures_append: ClassVar[bool] = True
     """Appends of as many rows always queue the same work, so that CUDA graphs can capture them."""
 
-    shares_pages: ClassVar[bool] = True
-    """A complete page depends on nothing but its own tokens, so that several sequences can have it.
-    """
-
     @classmethod
-    def tail_tokens(cls) -> int:
-        """So many tokens of complete pages are held outside of them, too, while they are newest."""
+    def tail_tokens(cls) -> int | None:
+        """So many tokens of complete pages are held outside of them, too, while they are newest.
+
+        None where a page depends on more than its own tokens, so that no two sequences can have it.
+        """
         return 0
 
     @classmethod
@@ -73,19 +71,36 @@ class Residency(ABC):
         """Memory beside the pages, however few tokens are held."""
         return 0
 
+    @abstractmethod
+    def _load(self, pages: Tensor, slot: int, start: int, shipment: Tensor) -> None:
+        """See `load`."""
+
+    @abstractmethod
+    def _append(self, rows: BatchMetadata, layers: range, up: Tensor, query_ring: Tensor) -> None:
+        """See `append`."""
+
+    @abstractmethod
+    def _score(
+        self, rows: BatchMetadata, layers: range, queries: Tensor, workspace: Any, out: Tensor
+    ) -> None:
+        """See `score`; `workspace` is what `score_workspace` made."""
+
     def __init__(self, config: CacheRankConfig, pages: int, device: torch.device) -> None:
         self._model = config.model
         self._device = device
-        self._scores = ScoreBuffers(config.model, self.score_workspace, device)
+        sketched = config.score_keys == "sketch"
+        self._sketches = KeySketches(config, pages, device) if sketched else None
+        make_workspace = (self._sketches or self).score_workspace
+        self._scores = ScoreBuffers(config.model, make_workspace, device)
 
     def load_basis(self, layer: int, basis: Tensor) -> None:
         """Take over the directions of a layer's keys, (Hkv, D + 1, D); see protocol.KeyBasis.
 
         What scores by no sketch has no use for them.
         """
-        return
+        if self._sketches is not None:
+            self._sketches.load_basis(layer, basis)
 
-    @abstractmethod
     def load(self, pages: Tensor, slot: int, start: int, shipment: Tensor) -> None:
         """Take over a bulk shipment.
 
@@ -95,8 +110,10 @@ class Residency(ABC):
             start: position of the first token.
             shipment: (2, layers, n, Hkv, D), keys and values.
         """
+        self._load(pages, slot, start, shipment)
+        if self._sketches is not None:
+            self._sketches.load(pages, start, shipment[0])
 
-    @abstractmethod
     def append(self, rows: BatchMetadata, layers: range, up: Tensor, query_ring: Tensor) -> None:
         """Take over one token a row, and its queries.
 
@@ -106,15 +123,12 @@ class Residency(ABC):
             up: (R, len(layers), Hq + 2 Hkv, D), see UpMessage.
             query_ring: (slots, layers, Hq, W + 1, D), written in place.
         """
+        self._append(rows, layers, up, query_ring)
+        if self._sketches is not None:
+            self._sketches.append(rows, layers, up)
 
-    @abstractmethod
     def score(
-        self,
-        rows: BatchMetadata,
-        layers: range,
-        queries: Tensor,
-        exact: bool = False,
-        chosen: Tensor | None = None,
+        self, rows: BatchMetadata, layers: range, queries: Tensor, chosen: Tensor | None = None
     ) -> Tensor:
         """Score all resident tokens: (R, len(layers), Hkv, >= capacity) float32.
 
@@ -124,10 +138,15 @@ class Residency(ABC):
             rows: the rows of the step.
             layers: the layers to score.
             queries: (R, len(layers), Hq, D) float32.
-            exact: take the most exact keys there are, for measurements.
             chosen: (slots, layers, Hkv, k) int32, the tokens in the slots of all sequences, for
                 what normalizes by these; see `score_normalizer`.
         """
+        workspace, out = self._scores.take(queries.shape[0], len(layers), rows.capacity)
+        if self._sketches is None:
+            self._score(rows, layers, queries, workspace, out)
+        else:
+            self._sketches.score(rows, layers, queries, chosen, workspace, out)
+        return out
 
     @abstractmethod
     def gather(
@@ -155,7 +174,8 @@ class Residency(ABC):
 
     def copy_page(self, source: int, target: int) -> None:
         """Copy a page: a format with `tail_tokens` writes the last one of another again."""
-        return
+        if self._sketches is not None:
+            self._sketches.copy_page(source, target)
 
     def end(self, slot: int) -> None:
         """Forget a sequence that has ended; its slot may begin another.

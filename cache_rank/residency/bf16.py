@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -33,42 +33,31 @@ class Bf16Residency(Residency):
         self._keys = torch.empty(shape, dtype=model.torch_dtype, device=device)
         self._values = torch.empty_like(self._keys)
 
-    def load(self, pages: Tensor, slot: int, start: int, shipment: Tensor) -> None:
+    def _load(self, pages: Tensor, slot: int, start: int, shipment: Tensor) -> None:
         load_tokens(shipment, self._keys, self._values, pages, start)
 
-    def append(self, rows: BatchMetadata, layers: range, up: Tensor, query_ring: Tensor) -> None:
+    def _append(self, rows: BatchMetadata, layers: range, up: Tensor, query_ring: Tensor) -> None:
         append_step(
             up,
             self._keys,
             self._values,
             query_ring,
-            rows.page_table,
-            rows.slots,
-            rows.positions,
+            rows.paged,
             layers.start,
         )
 
-    def score(
-        self,
-        rows: BatchMetadata,
-        layers: range,
-        queries: Tensor,
-        exact: bool = False,
-        chosen: Tensor | None = None,
-    ) -> Tensor:
-        workspace, out = self._scores.take(queries.shape[0], len(layers), rows.capacity)
+    def _score(
+        self, rows: BatchMetadata, layers: range, queries: Tensor, workspace: Any, out: Tensor
+    ) -> None:
         score_step(
             queries,
             self._keys,
-            rows.page_table,
-            rows.slots,
-            rows.positions,
+            rows.paged,
             layers.start,
             self._model.scale,
             workspace,
             out,
         )
-        return out
 
     def gather(
         self, rows: BatchMetadata, layers: range, entering: Tensor, keys: Tensor, values: Tensor
@@ -76,8 +65,7 @@ class Bf16Residency(Residency):
         gather_step(
             self._keys,
             self._values,
-            rows.page_table,
-            rows.slots,
+            rows.paged,
             layers.start,
             entering,
             keys,

@@ -6,7 +6,7 @@ kernels/coded/reference.py says which tokens are held as codes, and why steps th
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -15,8 +15,9 @@ from cache_rank.batch_metadata import BatchMetadata
 from cache_rank.config import CacheRankConfig
 from cache_rank.copies import upload
 from cache_rank.kernels.append import append_step, load_tokens
-from cache_rank.kernels.coded import reference
+from cache_rank.kernels.coded import encode_groups, gather_codes, score_codes
 from cache_rank.kernels.coded.reference import Codec, CodedTokens
+from cache_rank.kernels.rows import PagedRows
 from cache_rank.pages import PAGE_TOKENS
 from cache_rank.residency.base import Residency
 from cache_rank.residency.not_finite import NotFinite
@@ -25,7 +26,7 @@ from cache_rank.residency.not_finite import NotFinite
 class CodedResidency(Residency):
     """Codes in pages, and a full-precision ring of the newest tokens of each slot.
 
-    A subclass sets the class attributes, the kernels among them, and builds the codecs.
+    A subclass sets the class attributes, and builds the codecs.
     """
 
     group_tokens: ClassVar[int]
@@ -33,11 +34,6 @@ class CodedResidency(Residency):
 
     full_groups: ClassVar[int] = 0
     """So many of the newest complete groups stay in full precision."""
-
-    encode_groups = staticmethod(reference.encode_groups)
-    gather_codes = staticmethod(reference.gather_codes)
-    score_codes = staticmethod(reference.score_codes)
-    """The kernels: those of the format, which are these where there is no GPU."""
 
     @classmethod
     @abstractmethod
@@ -77,7 +73,6 @@ class CodedResidency(Residency):
                 torch.empty(ring, dtype=model.torch_dtype, device=device),
                 torch.empty(ring, dtype=model.torch_dtype, device=device),
             ),
-            resident=torch.zeros((config.max_rows, model.layers), dtype=torch.int32, device=device),
             not_finite=self._not_finite.flags,
             group_tokens=self.group_tokens,
             page_tokens=PAGE_TOKENS,
@@ -94,16 +89,14 @@ class CodedResidency(Residency):
             for plane in codec.planes(model.head_dim)
         )
 
-    def load(self, pages: Tensor, slot: int, start: int, shipment: Tensor) -> None:
+    def _load(self, pages: Tensor, slot: int, start: int, shipment: Tensor) -> None:
         place = (torch.tensor([slot], dtype=torch.int32), torch.tensor([start], dtype=torch.int32))
         slots, starts = upload(place, self._device)
         # Encode before the ring takes the new tokens: a group that they complete began with older
         # ones, which are in it.
-        self.encode_groups(
+        encode_groups(
             self._tokens,
-            pages.unsqueeze(0),
-            slots,
-            starts,
+            PagedRows(pages.unsqueeze(0), slots, starts),
             shipment.shape[2],
             range(self._model.layers),
             shipment,
@@ -116,55 +109,42 @@ class CodedResidency(Residency):
         load_tokens(shipment, *self._tokens.rings, slots, start)
 
     def copy_page(self, source: int, target: int) -> None:
+        super().copy_page(source, target)
         for planes in self._tokens.planes:
             for plane in planes:
                 plane[target].copy_(plane[source])
 
-    def append(self, rows: BatchMetadata, layers: range, up: Tensor, query_ring: Tensor) -> None:
+    def _append(self, rows: BatchMetadata, layers: range, up: Tensor, query_ring: Tensor) -> None:
         append_step(
             up,
             *self._tokens.rings,
             query_ring,
-            rows.slots.unsqueeze(1),
-            rows.slots,
-            rows.positions,
+            rows.paged._replace(page_table=rows.slots.unsqueeze(1)),
             layers.start,
         )
-        self.encode_groups(self._tokens, rows.page_table, rows.slots, rows.positions, 1, layers)
+        encode_groups(self._tokens, rows.paged, 1, layers)
         if self._device.type != "cuda":
             self.check()
 
-    def score(
-        self,
-        rows: BatchMetadata,
-        layers: range,
-        queries: Tensor,
-        exact: bool = False,
-        chosen: Tensor | None = None,
-    ) -> Tensor:
-        workspace, out = self._scores.take(queries.shape[0], len(layers), rows.capacity)
-        self.score_codes(
+    def _score(
+        self, rows: BatchMetadata, layers: range, queries: Tensor, workspace: Any, out: Tensor
+    ) -> None:
+        score_codes(
             self._tokens,
             queries,
-            rows.page_table,
-            rows.slots,
-            rows.positions,
+            rows.paged,
             layers.start,
             self._model.scale,
             workspace,
             out,
-            exact,
         )
-        return out
 
     def gather(
         self, rows: BatchMetadata, layers: range, entering: Tensor, keys: Tensor, values: Tensor
     ) -> None:
-        self.gather_codes(
+        gather_codes(
             self._tokens,
-            rows.page_table,
-            rows.slots,
-            rows.positions,
+            rows.paged,
             layers.start,
             entering,
             keys,

@@ -7,11 +7,9 @@ is shipped is decoded.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import ClassVar
 
-from cache_rank.config import CacheRankConfig, OptionValue
-from cache_rank.kernels import hack
+from cache_rank.config import CacheRankConfig
 from cache_rank.kernels.coded.reference import Codec
 from cache_rank.kernels.hack.reference import GROUP, HackCodec
 from cache_rank.residency.coded import CodedResidency
@@ -26,20 +24,9 @@ class HackResidency(CodedResidency):
         "bits": OneOf((4, 2)),
         "partition": OneOf((64, 32, 16)),
         "rounding": OneOf(("nearest", "stochastic")),
-        "seed": Between(0, 65535, default=0),
+        "seed": Between(0, 65535, default=0, whole=True),
     }
     group_tokens: ClassVar[int] = GROUP
-
-    encode_groups = staticmethod(hack.encode_groups)
-    gather_codes = staticmethod(hack.gather_codes)
-    score_codes = staticmethod(hack.score_codes)
-
-    @classmethod
-    def validate(cls, options: Mapping[str, OptionValue]) -> None:
-        super().validate(options)
-        seed = options.get("seed", 0)
-        if isinstance(seed, float) and not seed.is_integer():
-            raise ValueError(f"kv_residency_options seed={seed}: hack takes a whole number")
 
     @classmethod
     def codecs(cls, config: CacheRankConfig) -> tuple[Codec, Codec]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import ClassVar
 
 from cache_rank.config import CacheRankConfig
-from cache_rank.kernels import lynx
 from cache_rank.kernels.coded.reference import Codec
 from cache_rank.kernels.lynx.reference import DEFAULT_ALPHA, PAGE, LynxCodec
 from cache_rank.residency.coded import CodedResidency
@@ -25,10 +24,6 @@ class LynxResidency(CodedResidency):
         "reading": OneOf(("full", "anchor")),
     }
     group_tokens: ClassVar[int] = PAGE
-
-    encode_groups = staticmethod(lynx.encode_groups)
-    gather_codes = staticmethod(lynx.gather_codes)
-    score_codes = staticmethod(lynx.score_codes)
 
     @classmethod
     def codecs(cls, config: CacheRankConfig) -> tuple[Codec, Codec]:

@@ -9,18 +9,21 @@ from cache_rank.config import OptionValue
 
 
 class Between(NamedTuple):
-    """A number of a closed range."""
+    """A number of a closed range, or a whole one."""
 
     least: float
     most: float
     default: float
+    whole: bool = False
 
     def accepts(self, value: OptionValue) -> bool:
-        """Whether `value` is in the range."""
-        return not isinstance(value, str) and self.least <= value <= self.most
+        """Whether `value` is such a number."""
+        if isinstance(value, str) or not self.least <= value <= self.most:
+            return False
+        return not self.whole or value == int(value)
 
     def __str__(self) -> str:
-        return f"from {self.least:g} to {self.most:g}"
+        return f"{'a whole number ' if self.whole else ''}from {self.least:g} to {self.most:g}"
 
 
 class OneOf(NamedTuple):

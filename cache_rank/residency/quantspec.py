@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import ClassVar
 
 from cache_rank.config import CacheRankConfig
-from cache_rank.kernels import quantspec
 from cache_rank.kernels.coded.reference import Codec
 from cache_rank.kernels.quantspec.reference import GROUP, QuantSpecCodec
 from cache_rank.residency.coded import CodedResidency
@@ -23,10 +22,6 @@ class QuantSpecResidency(CodedResidency):
     options: ClassVar[Ranges] = {"reading": OneOf((4, 8))}
     group_tokens: ClassVar[int] = GROUP
     full_groups: ClassVar[int] = 1
-
-    encode_groups = staticmethod(quantspec.encode_groups)
-    gather_codes = staticmethod(quantspec.gather_codes)
-    score_codes = staticmethod(quantspec.score_codes)
 
     @classmethod
     def codecs(cls, config: CacheRankConfig) -> tuple[Codec, Codec]:

@@ -1,8 +1,7 @@
 """`--score-keys sketch`: scores read a sketch of the keys, whichever format holds the tokens.
 
 Sketches are in pages as the tokens are, some 2 bits an element of a key beside what the format
-takes. kernels/sketch/reference.py says what they are. What is shipped is what the format holds, and
-measurements score by that.
+takes. kernels/sketch/reference.py says what they are. What is shipped is what the format holds.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from torch import Tensor
 
 from cache_rank.batch_metadata import BatchMetadata
 from cache_rank.config import CacheRankConfig
+from cache_rank.kernels.score import score_workspace
 from cache_rank.kernels.sketch import append_codes, load_codes, score_sketch
 from cache_rank.kernels.sketch.reference import (
     Attended,
@@ -25,7 +25,6 @@ from cache_rank.kernels.sketch.reference import (
     sketch_workspace,
 )
 from cache_rank.pages import PAGE_TOKENS
-from cache_rank.residency.base import Residency
 
 
 def shape_of(config: CacheRankConfig) -> SketchShape:
@@ -33,8 +32,8 @@ def shape_of(config: CacheRankConfig) -> SketchShape:
     return sketch_shape(config.model.head_dim, config.sketch_bits)
 
 
-class SketchedResidency(Residency):
-    """Tokens in a format, and sketches of their keys."""
+class KeySketches:
+    """Sketches of the keys of all sequences, in as many pages as their tokens."""
 
     @classmethod
     def bytes_per_token(cls, config: CacheRankConfig) -> int:
@@ -49,20 +48,10 @@ class SketchedResidency(Residency):
         elements = shape.channels * (model.head_dim + 1) + 4 * shape.bytes * model.head_dim
         return 4 * model.layers * model.kv_heads * elements
 
-    def __init__(
-        self, held: Residency, config: CacheRankConfig, pages: int, device: torch.device
-    ) -> None:
-        """Take memory; what is encoded means nothing until `load_basis` has brought the bases.
-
-        Args:
-            held: the tokens.
-            config: `score_keys` is sketch.
-            pages: as many as the tokens have.
-            device: of the cache rank.
-        """
-        super().__init__(config, pages, device)
+    def __init__(self, config: CacheRankConfig, pages: int, device: torch.device) -> None:
+        """Take memory; what is encoded means nothing until `load_basis` has brought the bases."""
         model = config.model
-        self._held, self._shape, self._config = held, shape_of(config), config
+        self._shape, self._config = shape_of(config), config
         pool = (pages, model.layers, model.kv_heads, PAGE_TOKENS, self._shape.bytes)
         self._codes = torch.empty(pool, dtype=torch.uint8, device=device)
         zeros = functools.partial(torch.zeros, dtype=torch.float32, device=device)
@@ -73,42 +62,29 @@ class SketchedResidency(Residency):
             zeros((*heads, 4 * self._shape.bytes, model.head_dim)),
         )
 
-    @property
-    def warm_up_tokens(self) -> int:  # type: ignore[override]
-        return self._held.warm_up_tokens
-
-    @property
-    def captures_append(self) -> bool:  # type: ignore[override]
-        return self._held.captures_append
-
     def load_basis(self, layer: int, basis: Tensor) -> None:
         """Take over the directions of a layer's keys, (Hkv, D + 1, D); see protocol.KeyBasis."""
         made = make_sketch(basis[None, :, :-1], basis[None, :, -1], self._shape)
         for own, part in zip(self._sketch, made, strict=True):
             own[layer] = part[0]
 
-    def load(self, pages: Tensor, slot: int, start: int, shipment: Tensor) -> None:
-        self._held.load(pages, slot, start, shipment)
-        load_codes(shipment[0], self._codes, self._sketch, self._shape, pages, start)
-
-    def load_tail(self, slot: int, start: int, shipment: Tensor) -> None:
-        self._held.load_tail(slot, start, shipment)
+    def load(self, pages: Tensor, start: int, keys: Tensor) -> None:
+        """Encode the keys of a shipment, (layers, n, Hkv, D)."""
+        load_codes(keys, self._codes, self._sketch, self._shape, pages, start)
 
     def copy_page(self, source: int, target: int) -> None:
-        self._held.copy_page(source, target)
+        """Copy a page."""
         self._codes[target].copy_(self._codes[source])
 
-    def append(self, rows: BatchMetadata, layers: range, up: Tensor, query_ring: Tensor) -> None:
-        self._held.append(rows, layers, up, query_ring)
-        first_key = self._model.query_heads
+    def append(self, rows: BatchMetadata, layers: range, up: Tensor) -> None:
+        """Encode the keys of a message; see `Residency.append`."""
+        model = self._config.model
         append_codes(
-            up[:, :, first_key : first_key + self._model.kv_heads],
+            up[:, :, model.query_heads : model.query_heads + model.kv_heads],
             self._codes,
             self._sketch,
             self._shape,
-            rows.page_table,
-            rows.slots,
-            rows.positions,
+            rows.paged,
             layers.start,
         )
 
@@ -117,44 +93,30 @@ class SketchedResidency(Residency):
         rows: BatchMetadata,
         layers: range,
         queries: Tensor,
-        exact: bool = False,
-        chosen: Tensor | None = None,
-    ) -> Tensor:
-        if exact:
-            return self._held.score(rows, layers, queries, exact)
+        chosen: Tensor | None,
+        workspace: SketchWorkspace,
+        out: Tensor,
+    ) -> None:
+        """Score all resident tokens; see `Residency.score`."""
         attended = None
         if chosen is not None and self._config.score_normalizer == "attended":
             attended = Attended(chosen, self._config.sink_tokens, self._config.recent_tokens)
-        workspace, out = self._scores.take(queries.shape[0], len(layers), rows.capacity)
         score_sketch(
             queries,
             self._codes,
             self._sketch,
             self._shape,
-            rows.page_table,
-            rows.slots,
-            rows.positions,
+            rows.paged,
             layers.start,
-            self._model.scale,
+            self._config.model.scale,
             workspace,
             out,
             attended,
         )
-        return out
 
     def score_workspace(
         self, rows: int, layers: int, kv_heads: int, group: int, capacity: int, device: torch.device
     ) -> SketchWorkspace:
-        scores = super().score_workspace(rows, layers, kv_heads, group, capacity, device)
+        """Allocate the scratch memory of a scoring of at most so many rows, layers and tokens."""
+        scores = score_workspace(rows, layers, kv_heads, group, capacity, device)
         return sketch_workspace(scores, rows, layers, kv_heads, group, self._shape)
-
-    def gather(
-        self, rows: BatchMetadata, layers: range, entering: Tensor, keys: Tensor, values: Tensor
-    ) -> None:
-        self._held.gather(rows, layers, entering, keys, values)
-
-    def end(self, slot: int) -> None:
-        self._held.end(slot)
-
-    def check(self) -> None:
-        self._held.check()

@@ -119,7 +119,7 @@ def _decode(server: Client, system: System, chain: Problem) -> Outcome:
 def _place(label: str) -> tuple[int, int]:
     """Where a system stands in the table."""
     system = System.parse(label)
-    return list(SYSTEMS).index(system.name), system.changes.get("sparse_budget", 0)
+    return list(SYSTEMS).index(system.name), system.changes.get("sparse_budget") or 0
 
 
 def _summarize(label: str, outcomes: Sequence[Outcome], dense: Sequence[Outcome] | None) -> Result:

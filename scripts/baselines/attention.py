@@ -10,18 +10,16 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
-from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from torch import Tensor
 
 from scripts.baselines.args import BaselineServerArgs
 from scripts.baselines.reference import Budget
 from scripts.baselines.selection import QUEST_PAGE, Selection, Step, attend
-from sglang_ext import compat
+from sglang_ext.dense_kernels import AroundDenseKernels
 
 
-class BaselineAttnBackend(AttentionBackend):
+class BaselineAttnBackend(AroundDenseKernels):
     """Selects with the current query, then attends, layer by layer.
 
     Dense layers are served by the inner backend. What a step needs is prepared inside the CUDA
@@ -32,19 +30,15 @@ class BaselineAttnBackend(AttentionBackend):
     """
 
     def __init__(self, runner: Any, args: BaselineServerArgs) -> None:
-        super().__init__()
-        self.token_to_kv_pool = runner.token_to_kv_pool
-        self.req_to_token_pool = runner.req_to_token_pool
+        super().__init__(runner, args.attention_backend)
         self._dense_layers = args.dense_layers
-        self._dense = ATTENTION_BACKENDS[args.attention_backend](runner)
-        self.needs_cpu_seq_lens = self._dense.needs_cpu_seq_lens
         page = QUEST_PAGE if args.decode_mode == "quest" else 1
         attention = next(
             module for module in runner.model.modules() if type(module).__name__ == "RadixAttention"
         )
         self.selection = Selection(
             args.decode_mode,
-            Budget.of_pages(args.sink_tokens, args.recent_tokens, args.sparse_budget, page),
+            Budget.of_pages(args.sink_tokens, args.recent_tokens, args.budget_curve.most, page),
             runner.req_to_token_pool.req_to_token,
             runner.token_to_kv_pool.k_buffer[args.dense_layers :],
             attention.tp_q_head_num,
@@ -68,12 +62,6 @@ class BaselineAttnBackend(AttentionBackend):
         if self._dense_layers:
             self._dense.init_forward_metadata_in_graph(forward_batch)
         self._prepare_step(forward_batch)
-
-    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        self._dense.init_cuda_graph_state(max_bs, max_num_tokens)
-
-    def get_cuda_graph_seq_len_fill_value(self) -> int:
-        return int(self._dense.get_cuda_graph_seq_len_fill_value())
 
     def forward_decode(
         self,
@@ -106,15 +94,6 @@ class BaselineAttnBackend(AttentionBackend):
                 queries, keys, values, self._step.lists, self._step.attended, layer.scaling
             )
         return output.view(-1, layer.tp_q_head_num * layer.v_head_dim)
-
-    def shared_read_ends(self, forward_mode: Any) -> Any:
-        return compat.reads_until_the_stream_is_done()
-
-    def forward_extend(self, *args: Any, **kwargs: Any) -> Tensor:
-        return self._dense.forward_extend(*args, **kwargs)
-
-    def support_triton(self) -> bool:
-        return bool(self._dense.support_triton())
 
     def on_extend(self, forward_batch: Any) -> None:
         """After a prefill: keep the bounds of its pages. Does nothing but for `quest`."""

@@ -15,6 +15,7 @@ from tqdm import tqdm
 from cache_rank import residency
 from cache_rank.batch_metadata import BatchMetadata
 from cache_rank.config import DTYPES, CacheRankConfig, ModelShape, OptionValue
+from cache_rank.kernels.rows import PagedRows
 from cache_rank.pages import PAGE_TOKENS
 from cache_rank.protocol import AnswerHeader
 from cache_rank.residency import bytes_per_token, require_format
@@ -154,7 +155,8 @@ class _Held:
         slots = torch.zeros(1, dtype=torch.int32, device=self._pages.device)
         header = slots.new_zeros((1, len(AnswerHeader._fields)), dtype=torch.int64)
         positions, counts = torch.full_like(slots, position), torch.ones_like(slots)
-        return BatchMetadata(slots, positions, counts, self._pages, header, position + 1)
+        rows = PagedRows(self._pages, slots, positions)
+        return BatchMetadata(rows, counts, header, position + 1)
 
 
 def write_comparison(found: Comparison, out: Path) -> list[Path]:

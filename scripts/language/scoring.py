@@ -114,9 +114,10 @@ class Scoring:
         divergence = compare(dense[counted], found[counted], forced.tokens[first:])
         label, budget = system.without_budget()
         attended = self._options.context
-        if system.is_sparse:
-            attended = min(attended, attended_tokens(system, self._options.settings))
         statistics = forced.statistics
+        if system.is_sparse:
+            said = statistics.get("attended_tokens")  # baselines say nothing
+            attended = said or min(attended, attended_tokens(system, self._options.settings))
         return Score(
             name,
             label,

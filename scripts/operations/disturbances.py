@@ -1,4 +1,4 @@
-"""What happens to a server and its cache rank while it is in use."""
+"""What happens to a server, and its cache rank if it has one, while it is in use."""
 
 from __future__ import annotations
 
@@ -28,10 +28,17 @@ class Scene(NamedTuple):
 
 
 class Disturbance(NamedTuple):
-    """One kind of disturbance, and how often it comes beside the others."""
+    """One kind of disturbance.
+
+    Attributes:
+        act: does it.
+        weight: how often it comes beside the others.
+        of_cache_rank: whether it takes a cache rank.
+    """
 
     act: Callable[[Scene], None]
     weight: int
+    of_cache_rank: bool = False
 
 
 def kill(scene: Scene) -> None:
@@ -86,9 +93,9 @@ def update_weights_in_a_pause(scene: Scene) -> None:
 
 
 DISTURBANCES = {
-    "kill": Disturbance(kill, 2),
-    "stall": Disturbance(stall, 1),
-    "delay": Disturbance(delay, 4),
+    "kill": Disturbance(kill, 2, of_cache_rank=True),
+    "stall": Disturbance(stall, 1, of_cache_rank=True),
+    "delay": Disturbance(delay, 4, of_cache_rank=True),
     "abort": Disturbance(abort, 8),
     "pause": Disturbance(pause, 4),
     "flush": Disturbance(flush, 4),

@@ -28,12 +28,16 @@ TIMEOUT = 2.0
 # A working set holds all tokens of a chain, so that an answer has one right value whichever way it
 # was computed: a wrong token is a token of the wrong place or time.
 ARGUMENTS = (
-    "--cache-rank-gpus 1 --sparse-threshold 270 --sparse-budget 640 --sink-tokens 4 "
-    "--recent-tokens 16 --max-swap-tokens 64 --max-total-tokens 8000 --enable-metrics "
-    f"--cache-rank-timeout {TIMEOUT} "
+    "--sparse-threshold 270 --sparse-budget 640 --sink-tokens 4 --recent-tokens 16 "
+    "--max-total-tokens 8000 --enable-metrics"
+).split()
+
+CACHE_RANK = (
+    f"--cache-rank-gpus 1 --max-swap-tokens 64 --cache-rank-timeout {TIMEOUT} "
     '--cache-rank-config {"query_window":8,"layers_per_group":1,"bulk_chunk_tokens":128,'
     '"cache_rank_max_restart_delay":2}'
 ).split()
+"""Where tokens are selected by a cache rank; without these, the server's own process selects."""
 
 SECONDS_BETWEEN_DISTURBANCES = (0.5, 3.0)
 METRICS_OF_A_PROCESS = re.compile(r"(?:counter|gauge|histogram|summary)\w*_(\d+)\.db")
@@ -73,7 +77,7 @@ class Verdict(msgspec.Struct, frozen=True):
         requests_at_losses: how many requests were sparse then, summed over the losses.
         outages: seconds of each time without a cache rank.
         longest_seconds: of a request.
-        inference_memory, cache_rank_memory: of either rank.
+        inference_memory, cache_rank_memory: of either rank, if there is one.
     """
 
     requests: Counter[str]
@@ -86,7 +90,7 @@ class Verdict(msgspec.Struct, frozen=True):
     outages: list[float]
     longest_seconds: float
     inference_memory: Memory
-    cache_rank_memory: Memory
+    cache_rank_memory: Memory | None
 
     @property
     def result(self) -> str:
@@ -97,21 +101,23 @@ class Verdict(msgspec.Struct, frozen=True):
 
     def __str__(self) -> str:
         """The verdict in one line."""
+        kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(self.requests.items()))
+        said = (
+            f"{self.result}: {self.requests.total()} requests "
+            f"({kinds}; {self.sparse_requests} sparse), the longest {self.longest_seconds:.1f} s, "
+            f"{len(self.mistakes)} mistakes; {self.disturbances.total()} disturbances"
+        )
+        memory = f"; memory of the inference rank {self.inference_memory}"
+        if self.cache_rank_memory is None:
+            return said + memory
         outages = "never down"
         if self.outages:
             outages = (
                 f"up again after {statistics.median(self.outages):.1f} s, "
                 f"{max(self.outages):.1f} at most"
             )
-        kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(self.requests.items()))
-        return (
-            f"{self.result}: {self.requests.total()} requests "
-            f"({kinds}; {self.sparse_requests} sparse), the longest {self.longest_seconds:.1f} s, "
-            f"{len(self.mistakes)} mistakes; {self.disturbances.total()} disturbances, "
-            f"{self.losses} losses of {self.requests_at_losses} sparse requests, {outages}; "
-            f"memory of the inference rank {self.inference_memory}, "
-            f"of the cache rank {self.cache_rank_memory}"
-        )
+        losses = f", {self.losses} losses of {self.requests_at_losses} sparse requests, {outages}"
+        return f"{said}{losses}{memory}, of the cache rank {self.cache_rank_memory}"
 
 
 def soak(
@@ -155,7 +161,8 @@ def _use(server: Server, setting: Setting, show: Callable[[str], None]) -> Verdi
     source = random.Random(f"disturbances {setting.seed}")
     mistakes: list[str] = []
     disturbances: Counter[str] = Counter()
-    free = server.cache_rank()["pool_free_tokens"]
+    first = server.cache_rank()
+    has_cache_rank = "pid" in first
     watch = Watch(server, server.process.pid)
     streams = Streams(server, setting.streams, setting.seed, setting.most_requests)
     scene = Scene(server, streams, source, TIMEOUT)
@@ -168,7 +175,8 @@ def _use(server: Server, setting: Setting, show: Callable[[str], None]) -> Verdi
                 mistakes.append(f"the server ended: {server.tail()[-500:]}")
                 break
             try:
-                disturbances[disturb(scene, setting.disturbances)] += 1
+                if setting.disturbances:
+                    disturbances[disturb(scene, setting.disturbances)] += 1
             except Exception as error:  # a disturbance that the server does not take is a finding
                 mistakes.append(f"{type(error).__name__}: {error}")
             show(_line(streams.ended, disturbances, deadline - time.monotonic()))
@@ -177,14 +185,14 @@ def _use(server: Server, setting: Setting, show: Callable[[str], None]) -> Verdi
     finally:
         streams.stop()
         try:
-            mistakes += _what_is_left(server, free)
+            mistakes += _what_is_left(server, first["pool_free_tokens"], has_cache_rank)
         finally:
             watch.stop()
     mistakes += [one.mistake for one in streams.ended if one.mistake]
-    for name, memory in (
-        ("inference rank", watch.inference_memory),
-        ("cache rank", watch.cache_rank_memory),
-    ):
+    memories = {"inference rank": watch.inference_memory}
+    if has_cache_rank:
+        memories["cache rank"] = watch.cache_rank_memory
+    for name, memory in memories.items():
         if not memory.late and not interrupted:
             mistakes.append(f"the memory of the {name} was not seen: soak for longer")
         elif not memory.flat:
@@ -201,18 +209,20 @@ def _use(server: Server, setting: Setting, show: Callable[[str], None]) -> Verdi
         watch.outages,
         max((one.seconds for one in streams.ended), default=0.0),
         watch.inference_memory,
-        watch.cache_rank_memory,
+        memories.get("cache rank"),
     )
 
 
-def _what_is_left(server: Server, free: int) -> list[str]:
+def _what_is_left(server: Server, free: int, has_cache_rank: bool) -> list[str]:
     """What is not as before the first request, when the last one has ended."""
     if server.process.poll() is not None:
         return []
     try:
-        server.wait_for(SECONDS_TO_END, up=True, sequences=0)
+        idle = {"up": True, "sequences": 0} if has_cache_rank else {"sparse_requests": 0}
+        server.wait_for(SECONDS_TO_END, **idle)
         server.flush_cache(SECONDS_TO_END)  # prompts are kept for those who come again
-        state = server.wait_for(SECONDS_TO_END, tokens_held=0)
+        empty = {"tokens_held": 0} if has_cache_rank else {}
+        state = server.wait_for(SECONDS_TO_END, **empty)
     except (TimeoutError, requests.RequestException) as error:
         return [str(error)[:500]]
     if state["pool_free_tokens"] != free:

@@ -7,9 +7,11 @@ import functools
 import importlib.metadata
 import os
 import platform
+import subprocess
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import psutil
@@ -64,7 +66,17 @@ def describe(gpus: Sequence[str]) -> dict[str, Any]:
     """The machine and the versions that matter, for the record."""
     names = [str(pynvml.nvmlDeviceGetName(handle)) for handle in _handles(gpus)]
     versions = {name: importlib.metadata.version(name) for name in VERSIONS}
+    versions["commit"] = _commit()
     return {"platform": platform.platform(), "cpus": os.cpu_count(), "gpus": names, **versions}
+
+
+def _commit() -> str:
+    """The commit of this checkout, marked if files were changed since; empty outside of one."""
+    command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
+    with contextlib.suppress(OSError):
+        here = Path(__file__).parent
+        return subprocess.run(command, cwd=here, capture_output=True, text=True).stdout.strip()
+    return ""
 
 
 def memory_gib(gpus: Sequence[str]) -> list[float]:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from cache_rank.config import ModelShape
+from cache_rank.user_cache import cache_folder
 
 BUNDLED = "bundled"
 _SCRIPTS = Path(__file__).parents[1]
@@ -27,8 +27,7 @@ FETCHED = {
 
 def fetched_folder(model: str) -> Path:
     """Where `scripts.fetch_model` writes a model that is not told where."""
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(cache) / "sglang-cache-rank" / model
+    return cache_folder() / model
 
 
 def folder_of(model: str) -> Path:

@@ -162,8 +162,8 @@ class Server(Client):
             )
         self._tree = ProcessTree(self.process.pid)
 
-    def wait_ready(self) -> Server:
-        deadline = time.monotonic() + START_SECONDS
+    def wait_ready(self, seconds: float = START_SECONDS) -> Server:
+        deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             if self.process.poll() is not None:
                 raise RuntimeError(f"server ended: {self.tail()}")

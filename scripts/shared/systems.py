@@ -2,7 +2,7 @@
 
 A label names a system and the server arguments that it changes: `cache-rank:query_predictor=spade`,
 where arguments are named as in CacheRankServerArgs. A list inside a value is joined with `+`:
-`kv_residency_options=bits=2+partition=16`.
+`kv_residency_options=bits=2+partition=16`. An argument that is `null` is left to its default.
 """
 
 from __future__ import annotations
@@ -54,12 +54,16 @@ class System(msgspec.Struct, frozen=True):
         system = msgspec.structs.replace(SYSTEMS[name], changes=parse_assignments(changes))
         if "sparse_budget" in system.changes and not system.has_budget:
             raise ValueError(f"{label!r}: {name} has no arguments of sparse attention")
+        if system.mode in DECODE_MODES and system.changes.get("sparse_budget", 0) is None:
+            raise ValueError(f"{label!r}: {name} has no budget of its own")
         return system
 
     @property
     def label(self) -> str:
         """What `parse` reads."""
-        changes = ",".join(f"{key}={value}" for key, value in self.changes.items())
+        changes = ",".join(
+            f"{key}={'null' if value is None else value}" for key, value in self.changes.items()
+        )
         return f"{self.name}:{changes}" if changes else self.name
 
     @property
@@ -152,10 +156,12 @@ def to_flags(arguments: Mapping[str, Any]) -> list[str]:
     if settings:
         flags += [CONFIG_FLAG, json.dumps(settings)]
     for name, value in arguments.items():
-        if name in settings:
+        if name in settings or value is None:
             continue
         flags.append(f"--{name.replace('_', '-')}")
-        if value is not True:
+        if isinstance(value, list):
+            flags += map(str, value)
+        elif value is not True:
             flags.append(str(_listed(value)))
     return flags
 

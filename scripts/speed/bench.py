@@ -12,7 +12,7 @@ import asyncio
 import math
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -98,11 +98,11 @@ def plan_batch(
     return Plan(settle, most)
 
 
-def make_prompts(shape: Shape, vocabulary: int, seed: int) -> list[list[int]]:
-    """Random tokens, the same for the same shape and seed."""
-    generator = random.Random(f"{seed} {shape}")
+def make_prompts(lengths: Sequence[int], vocabulary: int, seed: object) -> list[list[int]]:
+    """Random tokens, the same for the same lengths and seed."""
+    generator = random.Random(f"{seed}")
     low = min(256, vocabulary // 2)  # leave out special tokens of small vocabularies
-    return [generator.choices(range(low, vocabulary), k=shape.context) for _ in range(shape.batch)]
+    return [generator.choices(range(low, vocabulary), k=length) for length in lengths]
 
 
 def progress_of(stream: Stream, cache_rank: bool) -> int:
@@ -156,7 +156,8 @@ class Bench:
                 changed.clear()
                 await changed.wait()
 
-        first_prompt, *prompts = make_prompts(shape, self._job.vocabulary, settings.seed)
+        lengths, seed = [shape.context] * shape.batch, f"{settings.seed} {shape}"
+        first_prompt, *prompts = make_prompts(lengths, self._job.vocabulary, seed)
         begun = time.perf_counter()
         start = await self._state()
         witness = send(first_prompt, 1)

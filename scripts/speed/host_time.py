@@ -53,9 +53,13 @@ def make_request(slot: int) -> Any:
     """What the inference rank reads of SGLang's Req."""
     request = SimpleNamespace(
         req_pool_idx=slot,
-        origin_input_ids=range(LENGTH),
+        origin_input_ids=range(slot, slot + LENGTH),  # nothing in common
+        output_ids=[],
+        extra_key=None,
+        cache_salt=None,
         cache_protected_len=0,
         sampling_params=SimpleNamespace(custom_params=None, max_new_tokens=2048),
+        cache_rank_weights=0,  # the first ones, as hooks of ours note
     )
     request.kv = request  # where later releases have what is in the pools
     return request

@@ -6,6 +6,7 @@ costs seconds.
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,8 +14,9 @@ from typing import Any
 
 import msgspec
 
+from scripts.shared.command import explained
 from scripts.shared.models import BUNDLED, folder_of, model_config
-from scripts.shared.systems import System
+from scripts.shared.systems import SYSTEMS, System
 
 ROOM_FOR_OUTPUT = 4096
 """A sequence may grow by so many tokens while its prompt is shipped, settles and is measured."""
@@ -70,6 +72,22 @@ class Settings(msgspec.Struct):
     def steps(self) -> int:
         """Decode steps that are measured of a shape."""
         return self.repeats * self.window
+
+
+def add_engine_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of engines, which Settings has as well, of systems, and of the results."""
+    add = parser.add_argument
+    add("--model", "--model-path", default="qwen3-8b",
+        help="a name in scripts/speed/model_shapes, `bundled`, or a folder")  # fmt: skip
+    add("--systems", nargs="+", required=True,
+        help=f"NAME[:ARGUMENT=VALUE,...] of {', '.join(SYSTEMS)}")  # fmt: skip
+    add("--sparse-budget", type=int, default=2048)
+    add("--sparse-threshold", type=int, default=4096)
+    add("--seed", type=int, default=1)
+    add("--memory-fraction", type=float, default=0.85, help="of a GPU, for weights and KV pool")
+    add("--engine-args", dest="engine", metavar="ENGINE_ARGS", type=explained(json.loads),
+        default={}, help="JSON object of engine arguments")  # fmt: skip
+    add("--out", type=Path, default=Path("results"))
 
 
 class Job(msgspec.Struct):

@@ -14,6 +14,7 @@ import torch
 from cache_rank.config import CacheRankConfig
 from cache_rank.kernels.gather import gather_step
 from cache_rank.kernels.gather import reference as torch_gather
+from cache_rank.kernels.rows import PagedRows
 from cache_rank.kernels.scatter import reference as torch_scatter
 from cache_rank.kernels.scatter import scatter_step
 from cache_rank.kernels.scatter.reference import layer_buffers
@@ -55,6 +56,7 @@ def kernel_rows(config: CacheRankConfig, rows: int, tokens: int) -> Iterator[dic
         table = torch.randperm(rows * pages).view(rows, pages).to(torch.int32)
         slots = torch.arange(rows, dtype=torch.int32)
         positions = torch.full_like(slots, tokens - 1)
+        paged = PagedRows(table, slots, positions)
         queries = torch.randn((rows, GROUP_LAYERS, QUERY_HEADS, HEAD_DIM))
         scores = torch.empty((*heads, tokens))
         slot_map = torch.full((*heads, budget), -1, dtype=torch.int32)
@@ -75,7 +77,7 @@ def kernel_rows(config: CacheRankConfig, rows: int, tokens: int) -> Iterator[dic
         return {"kernel": kernel, "us": us, "torch_us": torch_us, "bytes": moved}
 
     def score(by: Callable[..., None] = score_step) -> None:
-        by(queries, keys, table, slots, positions, 0, HEAD_DIM**-0.5, workspace, scores)
+        by(queries, keys, paged, 0, HEAD_DIM**-0.5, workspace, scores)
 
     plain = median_microseconds(lambda: score(torch_score.score_step), 3)
     yield row("score, bf16 keys", median_microseconds(score), plain, keys.nbytes)
@@ -113,7 +115,7 @@ def kernel_rows(config: CacheRankConfig, rows: int, tokens: int) -> Iterator[dic
         yield row(name, took, plain, fresh.nbytes)
 
     def gather(by: Callable[..., None] = gather_step) -> None:
-        by(keys, values, table, slots, 0, everywhere, out, out_values)
+        by(keys, values, paged, 0, everywhere, out, out_values)
 
     expected = header[:, :4].contiguous()
 

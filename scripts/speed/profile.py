@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import threading
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -69,7 +68,6 @@ def make_jobs(options: Namespace, settings: Settings, results: Results) -> list[
 
 def run_all(results: Results, jobs: Sequence[Job], gpus: Sequence[str], options: Namespace) -> None:
     """Run jobs, and add what they measure to the results, which are written as they come."""
-    stopping = threading.Event()
     bar = tqdm(total=sum(len(job.shapes) for job in jobs), unit="shape", dynamic_ncols=True)
 
     def add(measurements: list[Measurement]) -> None:
@@ -77,22 +75,19 @@ def run_all(results: Results, jobs: Sequence[Job], gpus: Sequence[str], options:
         report.write_results(results, options.out)
         bar.update(len(measurements))
 
-    def run(job: Job, taken: list[str]) -> None:
-        def note(measurement: Measurement) -> None:
-            if measurement.ended:
-                add([measurement])
-            else:
-                bar.set_description(f"{job.system} {measurement.shape}")
-
-        bar.set_description(f"starting {job.system}")
-        reason = run_job(job, taken, options.out, options.worker_seconds, stopping, note)
-        add([] if stopping.is_set() else unmeasured(job, results, reason))
-
-    def fail(job: Job, error: Exception) -> None:
-        add(unmeasured(job, results, f"{type(error).__name__}: {error}"))
+    def note(measurement: Measurement) -> None:
+        if measurement.ended:
+            add([measurement])
+        else:
+            bar.set_description(f"{measurement.system} {measurement.shape}")
 
     with bar:
-        machine.run_jobs(jobs, gpus, run, fail, stopping.set, at_once=1)
+        for job in jobs:
+            bar.set_description(f"starting {job.system}")
+            reason = f"needs {job.gpus} GPUs, and there are {len(gpus)}"
+            if job.gpus <= len(gpus):
+                reason = run_job(job, gpus[: job.gpus], options.out, options.worker_seconds, note)
+            add(unmeasured(job, results, reason))
 
 
 def unmeasured(job: Job, results: Results, reason: str) -> list[Measurement]:

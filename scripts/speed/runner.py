@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -25,7 +24,6 @@ def run_job(
     gpus: Sequence[str],
     out: Path,
     seconds: float,
-    stopping: threading.Event,
     note: Callable[[Measurement], None],
 ) -> str:
     """Run a job, and end all of its processes.
@@ -35,7 +33,6 @@ def run_job(
         gpus: the GPUs that it may use, as CUDA_VISIBLE_DEVICES names them.
         out: folder of the results; its log is written there.
         seconds: time that it may take.
-        stopping: it ends early once this is set.
         note: takes each measurement when it begins, and again when it ended.
 
     Returns:
@@ -77,7 +74,7 @@ def run_job(
                     else:
                         most = used
                     note(measurement)
-                if ended or late or stopping.is_set():
+                if ended or late:
                     break
                 time.sleep(POLL_SECONDS)
     finally:

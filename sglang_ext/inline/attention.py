@@ -8,11 +8,10 @@ from typing import Any
 
 import torch
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
-from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from torch import Tensor
 
-from sglang_ext import compat
+from sglang_ext.dense_kernels import AroundDenseKernels
 from sglang_ext.inline.selection import Selection
 from sglang_ext.server_args import CacheRankServerArgs
 
@@ -39,50 +38,55 @@ class Branch:
             torch.cuda.current_stream().wait_stream(self._stream)
 
 
-class InlineAttnBackend(AttentionBackend):
+class InlineAttnBackend(AroundDenseKernels):
     """Sketches the keys of every forward pass, and selects in decode steps."""
 
     def __init__(self, runner: Any, args: CacheRankServerArgs, selection: Selection) -> None:
-        super().__init__()
-        self.token_to_kv_pool = runner.token_to_kv_pool
-        self.req_to_token_pool = runner.req_to_token_pool
+        super().__init__(runner, args.attention_backend)
         self._dense_layers = args.dense_layers
-        self._dense = ATTENTION_BACKENDS[args.attention_backend](runner)
-        self.needs_cpu_seq_lens = self._dense.needs_cpu_seq_lens
+        # Graphs of the two kinds of decode steps must not share the buffers of a backend.
+        make = ATTENTION_BACKENDS[args.attention_backend]
+        self._in_sparse_steps = make(runner) if args.dense_layers else None
         self._selection = selection
         self._branch = Branch(runner.device)
 
+    def _selects(self, forward_batch: Any) -> bool:
+        """Whether a forward pass is a decode step that may have a sparse request."""
+        is_decode = bool(forward_batch.forward_mode.is_decode_or_idle())
+        return is_decode and self._selection.step_is_sparse
+
+    def _planned(self, forward_batch: Any) -> Any:
+        """The backend of SGLang's that a forward pass needs, or None."""
+        return self._in_sparse_steps if self._selects(forward_batch) else self._dense
+
     def init_forward_metadata(self, forward_batch: Any) -> None:
-        if self._dense_layers or not forward_batch.forward_mode.is_decode_or_idle():
-            self._dense.init_forward_metadata(forward_batch)
+        self._begin_step(forward_batch)
+        if (backend := self._planned(forward_batch)) is not None:
+            backend.init_forward_metadata(forward_batch)
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
-        if self._dense_layers or not forward_batch.forward_mode.is_decode_or_idle():
-            self._dense.init_forward_metadata_out_graph(forward_batch, in_capture=in_capture)
+        if (backend := self._planned(forward_batch)) is not None:
+            backend.init_forward_metadata_out_graph(forward_batch, in_capture=in_capture)
 
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
-        if self._dense_layers or not forward_batch.forward_mode.is_decode_or_idle():
-            self._dense.init_forward_metadata_in_graph(forward_batch)
+        self._begin_step(forward_batch)
+        if (backend := self._planned(forward_batch)) is not None:
+            backend.init_forward_metadata_in_graph(forward_batch)
+
+    def _begin_step(self, forward_batch: Any) -> None:
+        if self._selects(forward_batch):
+            self._selection.begin_step(forward_batch.seq_lens)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        self._dense.init_cuda_graph_state(max_bs, max_num_tokens)
-
-    def get_cuda_graph_seq_len_fill_value(self) -> int:
-        return int(self._dense.get_cuda_graph_seq_len_fill_value())
-
-    def support_triton(self) -> bool:
-        return bool(self._dense.support_triton())
-
-    def shared_read_ends(self, forward_mode: Any) -> Any:
-        return compat.reads_until_the_stream_is_done()
+        for backend in filter(None, (self._dense, self._in_sparse_steps)):
+            backend.init_cuda_graph_state(max_bs, max_num_tokens)
 
     def forward_extend(
         self, q: Tensor, k: Tensor, v: Tensor, layer: Any, forward_batch: Any, *args: Any, **kw: Any
     ) -> Tensor:
         index = layer.layer_id - self._dense_layers
         if index >= 0:
-            keys = k.view(-1, layer.tp_k_head_num, layer.qk_head_dim)
-            self._selection.encode(index, keys, forward_batch.out_cache_loc)
+            keys = self._encode(k, layer, forward_batch)
             if self._selection.moments is not None:
                 queries = q.view(len(keys), -1, layer.qk_head_dim)
                 self._selection.moments[index].add(queries, keys)
@@ -98,28 +102,48 @@ class InlineAttnBackend(AttentionBackend):
         save_kv_cache: bool = True,
         **kwargs: Any,
     ) -> Tensor:
+        is_dense_layer = layer.layer_id < self._dense_layers
+        if self._selection.step_is_sparse and not is_dense_layer:
+            return self._decode_sparse(q, k, v, layer, forward_batch, save_kv_cache)
+        forward = self._planned(forward_batch).forward_decode
+        step = q, k, v, layer, forward_batch, save_kv_cache
+        if is_dense_layer:
+            return forward(*step, **kwargs)
+        if layer.k_scale is not None:  # the pool may scale keys in place
+            self._encode(k, layer, forward_batch)
+            return forward(*step, **kwargs)
+        with self._branch.fork():
+            self._encode(k, layer, forward_batch)
+        output = forward(*step, **kwargs)
+        self._branch.join()
+        return output
+
+    def _decode_sparse(
+        self, q: Tensor, k: Tensor, v: Tensor, layer: Any, forward_batch: Any, save_kv_cache: bool
+    ) -> Tensor:
+        """Attend to what is selected of sparse requests, and to all tokens of others."""
         index = layer.layer_id - self._dense_layers
-        if index < 0:
-            return self._dense.forward_decode(
-                q, k, v, layer, forward_batch, save_kv_cache, **kwargs
-            )
-        rows = forward_batch.out_cache_loc
         queries = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
         step = forward_batch.req_pool_indices, forward_batch.seq_lens, layer.scaling
         with self._branch.fork():
             # Sketches come first: the pool may scale keys in place.
-            keys = k.view(-1, layer.tp_k_head_num, layer.qk_head_dim)
-            self._selection.encode(index, keys, rows)
+            self._encode(k, layer, forward_batch)
             if save_kv_cache:
-                self.token_to_kv_pool.set_kv_buffer(
-                    layer, KVWriteLoc(rows, None), k, v, layer.k_scale, layer.v_scale
-                )
+                rows = KVWriteLoc(forward_batch.out_cache_loc, None)
+                self.token_to_kv_pool.set_kv_buffer(layer, rows, k, v, layer.k_scale, layer.v_scale)
         picked = self._selection.select(index, queries, *step)
         self._branch.join()
         all_keys, all_values = self.token_to_kv_pool.get_kv_buffer(layer.layer_id)
         factors = _pool_scales(layer, all_keys)
         output = self._selection.attend(queries, all_keys, all_values, picked, *step, *factors)
         return output.view(-1, layer.tp_q_head_num * layer.v_head_dim)
+
+    def _encode(self, k: Tensor, layer: Any, forward_batch: Any) -> Tensor:
+        """Write the sketches of new keys; returns the keys by heads."""
+        keys = k.view(-1, layer.tp_k_head_num, layer.qk_head_dim)
+        index = layer.layer_id - self._dense_layers
+        self._selection.encode(index, keys, forward_batch.out_cache_loc)
+        return keys
 
 
 def _pool_scales(layer: Any, keys: Tensor) -> tuple[float, float]:

@@ -30,8 +30,9 @@ from sglang.srt.model_executor.forward_batch_info import (
 from torch import Tensor
 from transformers import AutoTokenizer
 
+from cache_rank.user_cache import cache_folder
 from sglang_ext import compat
-from sglang_ext.calibration.files import CalibrationError, read
+from sglang_ext.calibration.files import read
 from sglang_ext.calibration.key_statistics import KeyBasis, KeyMoments, key_basis
 from sglang_ext.calibration.texts import CALIBRATION_TEXTS, LONGEST_TOKEN
 from sglang_ext.inline.selection import Heads, Selection
@@ -88,22 +89,23 @@ def collect(
 ) -> list[KeyBasis]:
     """Let a model read prompts, the first at the beginning of the context, the last at its end.
 
-    Nothing else has been served yet: prompts take rows from the beginning of the pool.
-
     Returns:
         How the keys of the sparse layers are sketched.
 
     Raises:
         ValueError: a prefill did not show its tokens, and nothing else.
     """
+    pieces, context = list(prompts), int(runner.model_config.context_len)
+    allocator = runner.token_to_kv_pool_allocator
+    rows = allocator.alloc(_whole_pages(max(map(len, pieces)), allocator))
     moments = [
         KeyMoments(heads.kv_heads, heads.head_dim, runner.device) for _ in range(heads.layers)
     ]
     selection.moments = moments
     try:
-        pieces, context = list(prompts), int(runner.model_config.context_len)
         for index, tokens in enumerate(pieces):
-            _prefill(runner, tokens, (context - len(tokens)) * index // max(1, len(pieces) - 1))
+            position = (context - len(tokens)) * index // max(1, len(pieces) - 1)
+            _prefill(runner, tokens, position, rows[: len(tokens)])
         read = sum(map(len, pieces))
         if any(of_layer.tokens != read for of_layer in moments):  # padding is no token
             raise ValueError(
@@ -113,13 +115,32 @@ def collect(
         return [key_basis(of_layer) for of_layer in moments]
     finally:
         selection.moments = None
+        allocator.free(rows)
+
+
+def tokens_of_piece(runner: Any) -> int:
+    """How many tokens of a text are read at a time."""
+    on_gpu = torch.device(runner.device).type == "cuda"
+    room = min(runner.token_to_kv_pool.size, runner.req_to_token_pool.req_to_token.shape[1])
+    context = int(runner.model_config.context_len)
+    return min(TOKENS_ON_GPU if on_gpu else TOKENS_ON_CPU, room - 1, context)
+
+
+def has_room(runner: Any) -> bool:
+    """Whether the pool has room for what is read at a time."""
+    allocator = runner.token_to_kv_pool_allocator
+    needed = _whole_pages(tokens_of_piece(runner), allocator)
+    return bool(allocator.available_size() >= needed)
+
+
+def _whole_pages(tokens: int, allocator: Any) -> int:
+    return int(-(-tokens // allocator.page_size) * allocator.page_size)
 
 
 @torch.inference_mode()
-def _prefill(runner: Any, tokens: list[int], position: int) -> None:
-    """Compute a prompt from a position on, in one forward pass and the first rows of the pool."""
+def _prefill(runner: Any, tokens: list[int], position: int, rows: Tensor) -> None:
+    """Compute a prompt from a position on, in one forward pass and these rows of the pool."""
     count, device = len(tokens), runner.device
-    rows = torch.arange(1, count + 1, dtype=torch.int64, device=device)
     runner.req_to_token_pool.req_to_token[0, :count] = rows.to(torch.int32)
 
     def one(value: int, dtype: torch.dtype = torch.int32) -> Tensor:
@@ -135,7 +156,7 @@ def _prefill(runner: Any, tokens: list[int], position: int) -> None:
         seq_lens_sum=count,
         orig_seq_lens=one(count),
         out_cache_loc=rows,
-        positions=rows - 1 + position,
+        positions=torch.arange(position, position + count, device=device),
         extend_num_tokens=count,
         extend_seq_lens=one(count),
         extend_prefix_lens=one(0),
@@ -163,8 +184,7 @@ def fingerprint(model: torch.nn.Module, heads: Heads, context: int) -> str:
 
 def cache_file(name: str) -> Path:
     """Where what was fitted to a model is kept."""
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(cache) / "sglang-cache-rank" / "sketches" / f"{name}.safetensors"
+    return cache_folder() / "sketches" / f"{name}.safetensors"
 
 
 def kept(file: Path, heads: Heads) -> list[KeyBasis] | None:
@@ -207,20 +227,9 @@ def of_folder(folder: Path, first: int, heads: Heads, tp_rank: int, tp_size: int
     """Read a folder that `sglang_ext.calibrate` has written; a rank takes its own heads.
 
     Raises:
-        CalibrationError: it is not of this model.
+        CalibrationError: it cannot be read.
     """
     card, _, bases = read(folder)
-    # Ranks share KV heads where there are more of them than heads.
-    kv_heads = max(1, card.kv_heads // tp_size)
-    found = Heads(
-        card.layers - card.dense_layers, card.query_heads // tp_size, kv_heads, card.head_dim
-    )
-    if found != heads or card.dense_layers != first:
-        raise CalibrationError(
-            f"--calibration {folder}: it is of {card.model}, whose layers behind the "
-            f"{card.dense_layers} dense ones would be {found}, and here are {heads} behind "
-            f"{first}. Drop it: a server calibrates itself."
-        )
     start = tp_rank * card.kv_heads // tp_size
     own = slice(start, start + heads.kv_heads)
     return [KeyBasis(*(part[own] for part in bases[first + n])) for n in range(heads.layers)]
@@ -245,10 +254,7 @@ def calibrate(
         logger.info("cache rank: sketches are as fitted before (%s)", file)
         return bases
     started = time.monotonic()
-    on_gpu = torch.device(runner.device).type == "cuda"
-    room = min(runner.token_to_kv_pool.size, runner.req_to_token_pool.req_to_token.shape[1])
-    context = int(runner.model_config.context_len)
-    tokens = min(TOKENS_ON_GPU if on_gpu else TOKENS_ON_CPU, room - 1, context)
+    tokens = tokens_of_piece(runner)
     logger.info(
         "cache rank: fitting sketches to the model, on %d tokens", tokens * PIECES * len(TEXTS)
     )

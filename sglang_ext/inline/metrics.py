@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import Any, NamedTuple
 
 from sglang_ext.flags import CacheRankFlags
 from sglang_ext.metrics import EXPORT_STEPS, make_series
@@ -11,7 +11,17 @@ from sglang_ext.metrics import EXPORT_STEPS, make_series
 logger = logging.getLogger(__name__)
 
 _GAUGES = {"sparse_requests": "Requests decoding over selected tokens"}
-_COUNTERS = {"sparse_steps": "Request steps over selected tokens"}
+_COUNTERS = {
+    "sparse_steps": "Request steps over selected tokens",
+    "attended_tokens": "Tokens that a KV head attended to in these steps",
+}
+
+
+class _Totals(NamedTuple):
+    """What is exported, in the order of _COUNTERS."""
+
+    sparse_steps: int
+    attended_tokens: int
 
 
 class InlineMetrics:
@@ -23,14 +33,15 @@ class InlineMetrics:
         # The ranks of a server say the same.
         self._log_interval = args.decode_log_interval if tp_rank == 0 else 0
         self._steps = 0
-        self._sparse_steps = 0
-        self._exported_sparse_steps = 0
-        self._logged_sparse_steps = 0
+        self._totals = self._exported = self._logged = _Totals(0, 0)
 
-    def on_decode(self, requests: int, sparse_requests: int) -> None:
-        """Count a decode step of so many requests."""
+    def on_decode(self, requests: int, sparse_requests: int, attended_tokens: int) -> None:
+        """Count a decode step of so many requests, of which the sparse ones attend to tokens."""
         self._steps += 1
-        self._sparse_steps += sparse_requests
+        self._totals = _Totals(
+            self._totals.sparse_steps + sparse_requests,
+            self._totals.attended_tokens + attended_tokens,
+        )
         if self._series is not None:
             self._series.set("sparse_requests", sparse_requests)
             if self._steps % EXPORT_STEPS == 0:
@@ -51,17 +62,21 @@ class InlineMetrics:
 
     def _export(self) -> None:
         assert self._series is not None
-        self._series.add("sparse_steps", self._sparse_steps - self._exported_sparse_steps)
-        self._exported_sparse_steps = self._sparse_steps
+        for name, now, before in zip(_COUNTERS, self._totals, self._exported, strict=True):
+            self._series.add(name, now - before)
+        self._exported = self._totals
 
     def _log(self, requests: int, sparse_requests: int) -> None:
         """Write a line about the steps since the last one, if some were sparse."""
-        sparse_steps = self._sparse_steps - self._logged_sparse_steps
-        self._logged_sparse_steps = self._sparse_steps
+        sparse_steps = self._totals.sparse_steps - self._logged.sparse_steps
+        attended = self._totals.attended_tokens - self._logged.attended_tokens
+        self._logged = self._totals
         if sparse_steps:
             logger.info(
-                "Sparse decode, #sparse-req: %d, #dense-req: %d, sparse: %.1f requests/step",
+                "Sparse decode, #sparse-req: %d, #dense-req: %d, sparse: %.1f requests/step, "
+                "attended: %.0f tokens/request",
                 sparse_requests,
                 requests - sparse_requests,
                 sparse_steps / self._log_interval,
+                attended / sparse_steps,
             )

@@ -23,14 +23,18 @@ class InlineRank:
 
     Attributes:
         selection: of this process.
+        fit_again: fits the sketches to weights that will be loaded, and says whether it could; None
+            where they are fitted to those of today.
     """
 
     def __init__(self, args: CacheRankServerArgs, selection: Selection, tp_rank: int) -> None:
         self.selection = selection
+        self.fit_again: Callable[[], bool] | None = None
         self._args = args
         self._weight_updates = 0
         self._steps = 0
         self._sparse_slots: set[int] = set()
+        self._is_deterministic = args.enable_deterministic_inference
         self._metrics = InlineMetrics(args, tp_rank)
 
     # Events of SGLang, in the order of a request's life.
@@ -44,6 +48,9 @@ class InlineRank:
     def run_other(self, requests: list[Any], forward: Callable[[], Result]) -> Result:
         """Run a step that is no decode step, a prefill say."""
         self._enter(requests)
+        # Weights come in parts. The first prefill says that they are all there.
+        if self._weight_updates and self.fit_again is not None and self.fit_again():
+            self.fit_again = None
         return forward()
 
     def run_decode(
@@ -51,7 +58,7 @@ class InlineRank:
     ) -> Result:
         """Run a decode step of requests of such lengths, current tokens included."""
         self._enter(requests)
-        sparse_slots = set()
+        sparse_slots, attended = set(), 0
         for request, length in zip(requests, lengths, strict=True):
             statistics = request.cache_rank_statistics
             if length < self._args.sparse_threshold:
@@ -62,11 +69,15 @@ class InlineRank:
             else:
                 statistics.dense_reason = None
                 statistics.sparse_steps += 1
+                statistics.attended_tokens = self.selection.attended(length)
+                attended += statistics.attended_tokens
                 sparse_slots.add(compat.pool_state(request).req_pool_idx)
                 reuse.note_sparse(request, length - 1)
         self._sparse_slots = sparse_slots
         self._steps += bool(sparse_slots)
-        self._metrics.on_decode(len(requests), len(sparse_slots))
+        # Kernels of two kinds round differently: which of them runs may hang on a request alone.
+        self.selection.step_is_sparse = bool(sparse_slots) or self._is_deterministic
+        self._metrics.on_decode(len(requests), len(sparse_slots), attended)
         return forward()
 
     def _enter(self, requests: list[Any]) -> None:
@@ -100,6 +111,13 @@ class InlineRank:
         """Keep what other weights have computed apart."""
         self._weight_updates += 1
 
+    def capture_both_kinds(self, capture: Callable[[], None]) -> None:
+        """Capture the graphs of steps without sparse requests, then those of steps with some."""
+        before = self.selection.step_is_sparse
+        for self.selection.step_is_sparse in (False, True):
+            capture()
+        self.selection.step_is_sparse = before
+
     # What users see.
 
     def statistics_of(self, requests: list[Any]) -> list[tuple[int | str | None, ...]]:
@@ -115,5 +133,6 @@ class InlineRank:
             "steps": self._steps,
             "sparse_requests": len(self._sparse_slots),
             "pool_free_tokens": free + tree_cache.evictable_size(),
+            "sparse_budget": str(self.selection.curve),
             "sketch_bytes": self.selection.sketch_bytes,
         }

@@ -34,7 +34,10 @@ class Selection:
     """Selects for every sparse layer of one scheduler process; layers count from the first.
 
     Attributes:
+        curve: the budget of a request by its length.
         sparse_from: (request slots,) int32, the length from which the request of a slot is sparse.
+        step_is_sparse: whether the decode step under way, or being captured, may have a sparse
+            request; all others are SGLang's own.
         moments: by layer, of the tokens that a calibration prefills; None outside of one.
     """
 
@@ -50,6 +53,7 @@ class Selection:
         self._sinks, self._recent = args.sink_tokens, args.recent_tokens
         self._shape = sketch_shape(heads.head_dim, args.sketch_bits)
         self.moments: list[KeyMoments] | None = None
+        self.step_is_sparse = True
         self._row_table = row_table
         slots, context = row_table.shape
         new = row_table.new_zeros
@@ -68,13 +72,17 @@ class Selection:
         self._scratch = row_scratch(
             at_once, heads.query_heads, heads.kv_heads, context, self._codes[0]
         )
-        self._width = args.sink_tokens + args.sparse_budget + args.recent_tokens
-        self._budgets = new(slots).fill_(args.sparse_budget)
+        self.curve = args.budget_curve
+        self._budgets = new(0)
 
     @property
     def sketch_bytes(self) -> int:
         """Memory of all sketches."""
         return self._codes.numel()
+
+    def attended(self, length: int) -> int:
+        """How many tokens a KV head of a sparse request of this length attends to."""
+        return min(length, self._sinks + self.curve.at(length) + self._recent)
 
     def load_basis(self, layer: int, basis: Tensor, mean: Tensor) -> None:
         """Take over the directions of a layer's keys: (Hkv, D, D) and (Hkv, D), see KeyBasis.
@@ -89,10 +97,19 @@ class Selection:
         """Encode keys, (n, Hkv, D), that are written to pool rows, (n,)."""
         encode_rows(keys, rows, self._sketches[layer], self._shape, self._codes[layer])
 
+    def begin_step(self, lengths: Tensor) -> None:
+        """Set the budgets of a decode step, (B,) lengths, current tokens included.
+
+        In a captured graph this is part of it.
+        """
+        self._budgets = self.curve.of(lengths)
+
     def select(
         self, layer: int, queries: Tensor, slots: Tensor, lengths: Tensor, scale: float
     ) -> Tensor:
         """Select for the sparse requests of a decode step; their current tokens are not read.
+
+        The step has begun by `begin_step`.
 
         Args:
             layer: which.
@@ -102,11 +119,11 @@ class Selection:
             scale: factor on the logits.
 
         Returns:
-            (B, Hkv, attended tokens) int32, rows of the pool.
+            (B, Hkv, tokens) int32, rows of the pool; see `select_rows`.
         """
         heads = self._codes.shape[1]
-        budgets = self._budgets[: len(queries)]
-        picked = slots.new_empty((len(queries), heads, self._width), dtype=torch.int32)
+        width = self._sinks + self.curve.most + self._recent
+        picked = slots.new_empty((len(queries), heads, width), dtype=torch.int32)
         for start in range(0, len(queries), REQUESTS_AT_ONCE):
             part = slice(start, start + REQUESTS_AT_ONCE)
             select_rows(
@@ -118,7 +135,7 @@ class Selection:
                 slots[part],
                 lengths[part],
                 self.sparse_from,
-                budgets[part],
+                self._budgets[part],
                 scale,
                 self._sinks,
                 self._recent,
@@ -151,8 +168,7 @@ class Selection:
             (B, Hq, D).
         """
         out = torch.empty_like(queries)
-        budgets = self._budgets[: len(slots)]
-        of_step = self._row_table, slots, lengths, self.sparse_from, budgets
+        of_step = self._row_table, slots, lengths, self.sparse_from, self._budgets
         always = self._sinks + self._recent
         attend_rows(queries, keys, values, picked, *of_step, always, scale, out, k_scale, v_scale)
         return out

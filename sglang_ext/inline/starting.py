@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
 from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE
 from sglang.srt.runtime_context import get_parallel
 
+from sglang_ext.calibration.key_statistics import KeyBasis
 from sglang_ext.inline import calibrating
 from sglang_ext.inline.attention import InlineAttnBackend
 from sglang_ext.inline.rank import InlineRank
@@ -46,26 +48,42 @@ def _make_selection(runner: Any, args: CacheRankServerArgs) -> Selection:
 def load_calibration(scheduler: Any, args: CacheRankServerArgs) -> None:
     """Have sketches fitted to the model of a scheduler that is about to serve.
 
+    Dummies tell nothing of the weights that come in their place: sketches are fitted again then.
+
     Raises:
-        CalibrationError: the folder that the user names is none of this model.
+        CalibrationError: the folder that the user names cannot be read.
     """
     assert _current is not None
-    runner = scheduler.tp_worker.model_runner
-    heads = heads_of(runner, args.dense_layers)
-    if args.calibration not in (None, "auto"):
+    if args.calibration in (None, "auto"):
+        fitted = _fit(_current, scheduler, args)
+        assert fitted, "nothing is in the pool yet"
+        if args.load_format == "dummy":
+            _current.fit_again = functools.partial(_fit, _current, scheduler, args)
+    else:
+        heads = heads_of(scheduler.tp_worker.model_runner, args.dense_layers)
         parallel = get_parallel()
         place = parallel.tp_rank, parallel.tp_size
-        bases = calibrating.of_folder(Path(args.calibration), args.dense_layers, heads, *place)
-    else:
-        file = calibrating.cache_file(
-            calibrating.fingerprint(runner.model, heads, int(runner.model_config.context_len))
-        )
+        folder = Path(args.calibration)
+        _load(_current, calibrating.of_folder(folder, args.dense_layers, heads, *place))
 
-        def tokenizer() -> Any:
-            return scheduler.tokenizer or calibrating.load_tokenizer(args)
 
-        bases = calibrating.calibrate(
-            runner, _current.selection, heads, tokenizer, file, scheduler.tp_cpu_group
-        )
-    for layer, (basis, mean) in enumerate(bases):
-        _current.selection.load_basis(layer, basis.to(runner.device), mean.to(runner.device))
+def _fit(rank: InlineRank, scheduler: Any, args: CacheRankServerArgs) -> bool:
+    """Fit to the weights of today, if the pool has room; whether it had."""
+    runner = scheduler.tp_worker.model_runner
+    if not calibrating.has_room(runner):
+        return False
+    heads, context = heads_of(runner, args.dense_layers), int(runner.model_config.context_len)
+
+    def tokenizer() -> Any:
+        return scheduler.tokenizer or calibrating.load_tokenizer(args)
+
+    file = calibrating.cache_file(calibrating.fingerprint(runner.model, heads, context))
+    group = scheduler.tp_cpu_group
+    _load(rank, calibrating.calibrate(runner, rank.selection, heads, tokenizer, file, group))
+    return True
+
+
+def _load(rank: InlineRank, bases: list[KeyBasis]) -> None:
+    device = rank.selection.sparse_from.device
+    for layer, basis in enumerate(bases):
+        rank.selection.load_basis(layer, *(part.to(device) for part in basis))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -15,6 +16,7 @@ from sglang.srt.configs.model_config import AttentionArch
 
 from cache_rank.config import DTYPES
 from sglang_ext import compat
+from sglang_ext.calibration.files import TENSORS, CalibrationError, read_card
 from sglang_ext.flags import FORECAST_ROTARY_TYPES, CacheRankFlags, rotary_type
 from sglang_ext.memory import bytes_beyond_allocator
 from sglang_ext.model_path import find_file
@@ -86,6 +88,38 @@ def inline(args: CacheRankFlags) -> Iterator[Objection]:
     if group > MOST_QUERY_HEADS:
         why = f"{group} query heads share a KV head, and kernels take {MOST_QUERY_HEADS}"
         yield Objection("--model-path", why, PLAIN)
+
+
+def calibration(args: CacheRankFlags) -> Iterator[Objection]:
+    """Object to a calibration that is none, or not one of this model and these flags."""
+    if args.calibration in (None, "auto"):
+        return
+    folder, model = Path(args.calibration), compat.model_config(args)
+    try:
+        card = read_card(folder)
+    except CalibrationError as error:
+        yield Objection("--calibration", str(error))
+        return
+    if not (folder / TENSORS).is_file():
+        yield Objection("--calibration", f"it has no {TENSORS}", "calibrate again")
+    expected = {
+        "architecture": model.hf_config.architectures[0],
+        "layers": model.num_hidden_layers,
+        "query_heads": model.num_attention_heads,
+        "kv_heads": model.get_total_num_kv_heads(),
+        "head_dim": model.head_dim,
+        "dense_layers": args.dense_layers,
+    }
+    if args.has_cache_rank and args.query_predictor == "forecast":
+        expected |= {
+            "hidden_size": model.hidden_size,
+            "layers_per_group": args.layers_per_group,
+            "forecast_lead": args.forecast_lead,
+        }
+    for name, value in expected.items():
+        if (found := getattr(card, name)) != value:
+            why = f"it is of {name} {found} ({card.model}), and the server has {value}"
+            yield Objection("--calibration", why, "calibrate again with this model and these flags")
 
 
 def _forecasts(args: CacheRankFlags, model: Any) -> Iterator[Objection]:

@@ -9,10 +9,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from sglang.srt.environ import envs
 
 from cache_rank.config import ModelShape
 from sglang_ext import compat, cpu
-from sglang_ext.flags import BACKEND, SGLANG_FIELDS, CacheRankFlags, field_of, flag_of
+from sglang_ext.flags import (
+    BACKEND,
+    PREFILL_BACKEND,
+    SGLANG_FIELDS,
+    CacheRankFlags,
+    field_of,
+    flag_of,
+)
 from sglang_ext.refusals import (
     ALLOW_LARGE_BUDGET_VARIABLE,
     DROP,
@@ -57,6 +65,9 @@ _CONTEXT_PARALLEL = " ".join(
 INLINE_FLAGS = {
     _CONTEXT_PARALLEL: "sketches lie by the rows of one pool, and parts of a context in several",
     "--pp-size --nnodes --enable-dp-attention": "this is not tested with selection in the process",
+    "--moe-a2a-backend --moe-dense-tp-size": (
+        "ranks agree on a batch beforehand, and do not on the prompts that sketches are fitted to"
+    ),
     "--disaggregation-mode": "K and V that another server computes have no sketches",
     "--radix-cache-backend --enable-hierarchical-cache --enable-lmcache --enable-flexkv "
     "--enable-session-radix-cache --enable-unified-cache-external-linker": (
@@ -72,6 +83,11 @@ def sparse_decode(args: CacheRankFlags) -> Iterator[Objection]:
     if compat.serves_without_python():
         raise UnsupportedError(
             "SGLANG_RUST_SERVER: that server loads no plugins, which check requests. Unset it."
+        )
+    if args.on_gpu and envs.SGLANG_ENABLE_POST_CAPTURE_KV_SIZING.get():
+        raise UnsupportedError(
+            "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING: the KV pool gets its size after what is sized "
+            "by it. Unset it."
         )
     yield from of_flags(args, SPARSE_DECODE_FLAGS)
     if args.device not in (None, "cpu", "cuda") or (args.device == "cuda" and not cpu.has_gpu()):
@@ -142,6 +158,10 @@ def inline(args: CacheRankFlags) -> Iterator[Objection]:
         yield Objection("--kv-cache-dtype", why)
     if args.kv_cache_dtype == "fp8_e4m3" and args.on_gpu and _compute_capability() < (8, 9):
         yield Objection("--kv-cache-dtype", "this GPU does not read FP8 in our kernels")
+    if args.prefill_attention_backend not in (None, PREFILL_BACKEND):
+        why = "prefill writes sketches of keys, beside the kernels of --attention-backend"
+        remedy = f"{DROP}, and choose the kernels with --attention-backend"
+        yield Objection("--prefill-attention-backend", why, remedy)
     if args.recent_tokens < 1:
         yield Objection("--recent-tokens", "the current token is one of them", "pass 1 or more")
     yield from _threshold(args)
@@ -214,9 +234,13 @@ def _can_write(file: str) -> bool:
 
 def _least_threshold(args: CacheRankFlags) -> int:
     """The length from which a request has the tokens that a sparse step attends to."""
-    always = args.sink_tokens + args.recent_tokens
-    allows_less = os.environ.get(ALLOW_LARGE_BUDGET_VARIABLE) == "1"
-    return always + (1 if allows_less else max(1, args.sparse_budget))
+    always, curve = args.sink_tokens + args.recent_tokens, args.budget_curve
+    if os.environ.get(ALLOW_LARGE_BUDGET_VARIABLE) == "1":
+        return always + 1
+    least = always + max(1, curve.least)
+    while least < always + curve.at(least):  # budgets grow with the threshold, and more slowly
+        least = always + curve.at(least)
+    return least
 
 
 def _decode_graph(args: CacheRankFlags) -> str | None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from cache_rank import residency
 from cache_rank.batch_metadata import BatchMetadata
 from cache_rank.config import CacheRankConfig, ModelShape
+from cache_rank.kernels.rows import PagedRows
 from cache_rank.protocol import AnswerHeader
 from cache_rank.residency.base import Residency
 
@@ -117,16 +118,13 @@ class Held:
     def score(
         self,
         queries: Tensor,
-        exact: bool = False,
         layers: range | None = None,
         position: int | None = None,
     ) -> Tensor:
         """Scores of the tokens up to a position, or of all."""
         layers = layers or self.layers
         position = self.resident - 1 if position is None else position
-        scores = self.residency.score(
-            rows_of([self], [position]), layers, queries.unsqueeze(0), exact
-        )
+        scores = self.residency.score(rows_of([self], [position]), layers, queries.unsqueeze(0))
         assert scores.dtype == torch.float32
         assert scores.shape[:3] == (1, len(layers), self.config.model.kv_heads)
         return scores[0, :, :, : position + 1].clone()
@@ -138,10 +136,12 @@ def rows_of(
     device, count = sequences[0].keys.device, len(sequences)
     slots = [-1 if row in refused else held.slot for row, held in enumerate(sequences)]
     return BatchMetadata(
-        torch.tensor(slots, dtype=torch.int32, device=device),
-        torch.tensor(positions, dtype=torch.int32, device=device),
+        PagedRows(
+            torch.stack([held.page_table for held in sequences]),
+            torch.tensor(slots, dtype=torch.int32, device=device),
+            torch.tensor(positions, dtype=torch.int32, device=device),
+        ),
         torch.ones(count, dtype=torch.int32, device=device),
-        torch.stack([held.page_table for held in sequences]),
         torch.zeros((count, len(AnswerHeader._fields)), dtype=torch.int64, device=device),
         capacity=max(positions) + 1,
     )

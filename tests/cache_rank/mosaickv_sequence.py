@@ -16,9 +16,10 @@ from cache_rank import residency
 from cache_rank.batch_metadata import BatchMetadata
 from cache_rank.config import CacheRankConfig, ModelShape
 from cache_rank.kernels.mosaickv.store import Run, Strategy, load_vectors, packed_tokens, runs_of
+from cache_rank.kernels.rows import PagedRows
 from cache_rank.protocol import AnswerHeader
 from cache_rank.residency.mosaickv import MosaicKVResidency
-from cache_rank.residency.mosaickv.memory import BUFFER_TOKENS
+from cache_rank.residency.mosaickv.strategy import BUFFER_TOKENS
 
 CPU = torch.device("cpu")
 PAGES = 16
@@ -110,10 +111,12 @@ class Held:
     def rows(self, position: int) -> BatchMetadata:
         device = self.tokens.device
         return BatchMetadata(
-            torch.tensor([self.slot], dtype=torch.int32, device=device),
-            torch.tensor([position], dtype=torch.int32, device=device),
+            PagedRows(
+                self.page_table.unsqueeze(0),
+                torch.tensor([self.slot], dtype=torch.int32, device=device),
+                torch.tensor([position], dtype=torch.int32, device=device),
+            ),
             torch.ones(1, dtype=torch.int32, device=device),
-            self.page_table.unsqueeze(0),
             torch.zeros((1, len(AnswerHeader._fields)), dtype=torch.int64, device=device),
             capacity=position + 1,
         )
@@ -124,10 +127,17 @@ class Held:
         found = self.residency.read(self.rows(self.resident - 1), self.layers, positions)
         return torch.stack(found)
 
-    def score(self, queries: Tensor, exact: bool = False) -> Tensor:
-        """Of queries (layers, Hq, D), all tokens: (layers, Hkv, resident)."""
+    def score(self, queries: Tensor, by_tokens: bool = False) -> Tensor:
+        """Of queries (layers, Hq, D), all tokens: (layers, Hkv, resident).
+
+        `by_tokens` scores each by its own key, as the option scored=100.
+        """
         rows, one_row = self.rows(self.resident - 1), queries.unsqueeze(0).to(self.tokens.device)
-        scores = self.residency.score(rows, self.layers, one_row, exact)
+        configured = self.residency._scored
+        if by_tokens:
+            self.residency._scored = (1_000_000, 0)
+        scores = self.residency.score(rows, self.layers, one_row)
+        self.residency._scored = configured
         return scores[0, ..., : self.resident].clone()
 
     def queries(self, seed: int = 5) -> Tensor:

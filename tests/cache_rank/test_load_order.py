@@ -15,6 +15,7 @@ from torch.cuda import Event
 from cache_rank import rank
 from cache_rank.batch_metadata import BatchMetadata
 from cache_rank.config import CacheRankConfig, ModelShape
+from cache_rank.kernels.rows import PagedRows
 from cache_rank.pages import PAGE_TOKENS
 from cache_rank.protocol import AnswerHeader, Load, Open, Row, Step, up_sizes
 
@@ -106,10 +107,12 @@ class Driven:
         positions = torch.arange(first, sequence.tokens, device="cuda")
         positions = positions.expand(MODEL.layers, MODEL.kv_heads, -1)
         rows = BatchMetadata(
-            slots=torch.tensor([sequence.slot], dtype=torch.int32, device="cuda"),
-            positions=torch.tensor([sequence.tokens - 1], dtype=torch.int32, device="cuda"),
+            PagedRows(
+                selector._pages_of(sequence).unsqueeze(0),
+                torch.tensor([sequence.slot], dtype=torch.int32, device="cuda"),
+                torch.tensor([sequence.tokens - 1], dtype=torch.int32, device="cuda"),
+            ),
             counts=torch.ones(1, dtype=torch.int32, device="cuda"),
-            page_table=selector._pages_of(sequence).unsqueeze(0),
             header=torch.zeros((1, len(AnswerHeader._fields)), dtype=torch.int64, device="cuda"),
             capacity=sequence.tokens,
         )

@@ -10,9 +10,9 @@ from mosaickv_sequence import CPU, SHORT, Held, Immediately, drifting
 from small_models import small_config
 from torch import Tensor
 
-from cache_rank import operations, residency
+from cache_rank import residency
 from cache_rank.config import ModelShape
-from cache_rank.kernels.mosaickv import triton
+from cache_rank.kernels import by_device
 from cache_rank.kernels.wire.reference import to_wire
 from cache_rank.measure.timeline import Timeline
 from cache_rank.pages import PAGE_TOKENS
@@ -30,14 +30,14 @@ class Said(NamedTuple):
         strategies: r, g and block of each buffer in the pages, by layer.
         tokens: (2, layers, Hkv, T / 3, D), every third token as it is read.
         scores: (layers, Hkv, T), some tokens by their blocks.
-        exact: the same, all tokens by themselves.
+        by_tokens: the same, all tokens by themselves.
         shipped: (2, layers, Hkv, n, D), some of them.
     """
 
     strategies: list[list[tuple[int, int, int]]]
     tokens: Tensor
     scores: Tensor
-    exact: Tensor
+    by_tokens: Tensor
     shipped: Tensor
 
     @classmethod
@@ -49,7 +49,7 @@ class Said(NamedTuple):
         found = (
             held.read(range(0, held.resident, 3)),
             held.score(queries),
-            held.score(queries, exact=True),
+            held.score(queries, by_tokens=True),
             shipped_by(held),
         )
         return cls(strategies, *(part.cpu().float() for part in found))
@@ -107,7 +107,7 @@ def assert_agree(found: Said, expected: Said) -> None:
         assert (one - other).square().mean() < 1e-4 * energy
         assert ((one - other).abs() > 0.05 * energy.sqrt()).float().mean() < 1e-3
     assert (found.shipped[..., 0, :] == 7).all()
-    for one, other in ((found.scores, expected.scores), (found.exact, expected.exact)):
+    for one, other in ((found.scores, expected.scores), (found.by_tokens, expected.by_tokens)):
         assert ((one - other).abs() > 0.05).float().mean() < 2e-3
 
 
@@ -124,7 +124,7 @@ def test_kernels_hold_and_say_what_the_references_do(
     if torch.cuda.is_available():
         pytest.skip("the GPU runs them")
     expected = said_on_the_way(ONE_LAYER, CPU, beside=False, **options)
-    monkeypatch.setattr(operations, "implementation_for", lambda device: "triton")
+    monkeypatch.setattr(by_device, "is_on_gpu", lambda *arguments: True)
     found = said_on_the_way(ONE_LAYER, CPU, beside=False, **options)
     for one, other in zip(found, expected, strict=True):
         assert_agree(one, other)
@@ -132,22 +132,25 @@ def test_kernels_hold_and_say_what_the_references_do(
 
 
 @pytest.mark.parametrize(("group", "dropped"), [(1, 45), (2, 0), (4, 25)])
-def test_kernels_read_bitmaps_of_several_words(group: int, dropped: int) -> None:
+def test_kernels_read_bitmaps_of_several_words(
+    group: int, dropped: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of 128, 96 or 72 channels; what is read was written by torch."""
     if torch.cuda.is_available():
         pytest.skip("the GPU runs them")
     model = ModelShape(1, 4, 1, 128, "bfloat16", 128**-0.5)
     options = {**SHORT, "rate": 62.5, "group": group, "dropped": dropped, "block": 8}
     expected, found = (Held.whole(drifting(model, 300), model, **options) for _ in range(2))
-    found.residency._memory.operations = triton
     queries = expected.queries()
-    for exact in (False, True):
-        torch.testing.assert_close(
-            found.score(queries, exact), expected.score(queries, exact), rtol=0, atol=1e-4
-        )
+    scores = [expected.score(queries, by_tokens) for by_tokens in (False, True)]
+    shipped = shipped_by(expected)[..., 1:, :].float()
+    monkeypatch.setattr(by_device, "is_on_gpu", lambda *arguments: True)
+    for by_tokens, wanted in zip((False, True), scores, strict=True):
+        torch.testing.assert_close(found.score(queries, by_tokens), wanted, rtol=0, atol=1e-4)
     # Decoded numbers are rounded to bfloat16, from sums in another order.
-    one, other = (shipped_by(held)[..., 1:, :].float() for held in (found, expected))
-    torch.testing.assert_close(one, other, rtol=2**-7, atol=1e-4)
+    torch.testing.assert_close(
+        shipped_by(found)[..., 1:, :].float(), shipped, rtol=2**-7, atol=1e-4
+    )
 
 
 @pytest.mark.thorough
@@ -156,7 +159,7 @@ def test_kernels_hold_the_same_bits_however_many_buffers_come_at_once(
 ) -> None:
     if torch.cuda.is_available():
         pytest.skip("the GPU runs them")
-    monkeypatch.setattr(operations, "implementation_for", lambda device: "triton")
+    monkeypatch.setattr(by_device, "is_on_gpu", lambda *arguments: True)
     found = []
     for sizes in ((460,), (256, *(40,) * 5, 4)):
         held = Held.empty(drifting(ONE_LAYER, 460), ONE_LAYER, **SHORT)

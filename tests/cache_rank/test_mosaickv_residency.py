@@ -47,10 +47,14 @@ from cache_rank.pages import PAGE_TOKENS
 from cache_rank.protocol import DownMessage, Row
 from cache_rank.residency.mosaickv import MosaicKVResidency
 from cache_rank.residency.mosaickv import segments as mosaickv_segments
-from cache_rank.residency.mosaickv.memory import BUFFER_TOKENS
-from cache_rank.residency.mosaickv.options import OPTIONS
-from cache_rank.residency.mosaickv.segments import OPENING_TOKENS, SegmentLengths
-from cache_rank.residency.mosaickv.strategy import Candidates, CompressedTokens, compress
+from cache_rank.residency.mosaickv.segments import OPENING_TOKENS
+from cache_rank.residency.mosaickv.strategy import (
+    BUFFER_TOKENS,
+    Candidates,
+    CompressedTokens,
+    SegmentLengths,
+    compress,
+)
 from cache_rank.residency.options import with_defaults
 from cache_rank.selector import Selector
 
@@ -72,7 +76,7 @@ class Expected:
     @classmethod
     def of(cls, held: Held) -> Expected:
         options, model = held.config.kv_residency_options, held.config.model
-        candidates = Candidates(with_defaults(options, OPTIONS), model)
+        candidates = Candidates(with_defaults(options, MosaicKVResidency.options), model)
         lengths = SegmentLengths(int(options["segment"]), float(options["threshold"]))
         count = held.resident // BUFFER_TOKENS * BUFFER_TOKENS
         ends: list[int] = []
@@ -183,9 +187,9 @@ def test_codes_and_scores_are_the_same_bits_however_tokens_arrive(data: st.DataO
             held.load(count)
     assert held.codes() == whole.codes()
     assert torch.equal(held.read(), whole.read())
-    for exact in (False, True):
+    for by_tokens in (False, True):
         queries = held.queries()
-        assert torch.equal(held.score(queries, exact), whole.score(queries, exact))
+        assert torch.equal(held.score(queries, by_tokens), whole.score(queries, by_tokens))
 
 
 def test_token_by_token_equals_the_whole_through_several_segments() -> None:
@@ -315,20 +319,20 @@ def test_all_elements_of_all_channels_are_dense_but_for_rounding(model: str, cou
         assert (found.float() - source.float()).abs().max() <= 8 * eps * source.float().abs().max()
     queries = held.queries()
     expected = score_tokens(queries, held.tokens[0], shape.scale)
-    for exact in (False, True):
+    for by_tokens in (False, True):
         torch.testing.assert_close(
-            held.score(queries, exact), expected, rtol=16 * eps, atol=64 * eps
+            held.score(queries, by_tokens), expected, rtol=16 * eps, atol=64 * eps
         )
 
 
 @pytest.mark.parametrize("count", [40, 300, 1500])
-def test_exact_scores_are_those_of_the_decoded_keys(count: int) -> None:
+def test_scores_by_tokens_are_those_of_the_decoded_keys(count: int) -> None:
     held = Held.whole(drifting(MHA, count), **SHORT)
     queries = held.queries()
     expected = score_tokens(queries, held.read()[0], MHA.scale)
-    torch.testing.assert_close(held.score(queries, exact=True), expected, rtol=1e-4, atol=1e-4)
-    by_tokens = Held.whole(drifting(MHA, count), **SHORT, scored=100)
-    assert torch.equal(by_tokens.score(queries), held.score(queries, exact=True))
+    torch.testing.assert_close(held.score(queries, by_tokens=True), expected, rtol=1e-4, atol=1e-4)
+    configured = Held.whole(drifting(MHA, count), **SHORT, scored=100)
+    assert torch.equal(configured.score(queries), held.score(queries, by_tokens=True))
 
 
 @pytest.mark.parametrize(("scored", "wanted"), [(0, 11), (10, 152), (25, 379)])
@@ -381,8 +385,8 @@ def test_enough_tokens_are_scored_for_the_budget() -> None:
     assert isinstance(created, MosaicKVResidency)
     held.residency = created
     held.load(2000)
-    exact, found = held.score(held.queries(), exact=True), held.score(held.queries())
-    assert (~torch.isclose(exact, found, atol=0.02)).sum(dim=-1).max() <= 50
+    by_tokens, found = held.score(held.queries(), by_tokens=True), held.score(held.queries())
+    assert (~torch.isclose(by_tokens, found, atol=0.02)).sum(dim=-1).max() <= 50
 
 
 @pytest.mark.thorough
@@ -420,7 +424,9 @@ def test_the_highest_rate_and_the_largest_group_without_much_loss_are_chosen(
     basis = torch.randn((2, 2, directions, 64), generator=generator)
     tokens = torch.randn((2, 2, 512, directions), generator=generator) @ basis
     exact = tokens.double()
-    candidates = Candidates(with_defaults({"loss": 0.1, "dropped": 25}, OPTIONS), WIDE)
+    candidates = Candidates(
+        with_defaults({"loss": 0.1, "dropped": 25}, MosaicKVResidency.options), WIDE
+    )
     strategy = candidates.choose(tokens, candidates.rotations(exact.transpose(-1, -2) @ exact))
     assert (strategy.kept, strategy.group) == expected
     assert strategy.rotations.shape == (2, 2, 64, 48)
@@ -434,7 +440,9 @@ def test_the_largest_blocks_of_keys_that_are_alike_are_chosen(alike: int, block:
     keys = torch.randn((2, 1, 512 // alike, 64), generator=generator)
     tokens = keys.repeat_interleave(alike, dim=2).expand(2, 2, -1, -1)
     exact = tokens.double()
-    candidates = Candidates(with_defaults({"variance": 0.25, "block": "auto"}, OPTIONS), WIDE)
+    candidates = Candidates(
+        with_defaults({"variance": 0.25, "block": "auto"}, MosaicKVResidency.options), WIDE
+    )
     rotations = candidates.rotations(exact.transpose(-1, -2) @ exact)
     assert candidates.choose(tokens, rotations).block == block
 
@@ -442,7 +450,7 @@ def test_the_largest_blocks_of_keys_that_are_alike_are_chosen(alike: int, block:
 def test_the_loss_of_a_token_is_that_of_its_mean_vector() -> None:
     tokens = drifting(MHA, 64)[:, 0]
     exact = tokens.double()
-    candidates = Candidates(with_defaults({"block": "auto"}, OPTIONS), MHA)
+    candidates = Candidates(with_defaults({"block": "auto"}, MosaicKVResidency.options), MHA)
     strategy = candidates.choose(tokens, candidates.rotations(exact.transpose(-1, -2) @ exact))
     found = compress(tokens, strategy)
     decoded = torch.stack(
@@ -523,7 +531,7 @@ def test_channels_of_any_kind_are_served(model: str, kind: str, count: int) -> N
     assert found.isfinite().all()
     if kind in ("constant", "zero"):  # one direction, which any strategy keeps
         torch.testing.assert_close(found, held.tokens, rtol=0.02, atol=0)
-    scores = held.score(held.queries(), exact=True)
+    scores = held.score(held.queries(), by_tokens=True)
     assert (scores <= 0).all()
 
 

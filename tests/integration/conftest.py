@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from endings import assert_it_stops
 from workload import (
     GPU_FLAGS,
     REUSE,
@@ -115,9 +117,15 @@ def bundled_server() -> Iterator[Server]:
 
 @pytest.fixture(scope="session")
 def bundled_inline_server(cache_home: Path) -> Iterator[Server]:
-    """A server has the bundled model, and selects in its own process."""
-    with serve(TENTH_OF_THE_CONTEXT, {"XDG_CACHE_HOME": str(cache_home)}) as server:
+    """A server has the bundled model, and selects in its own process.
+
+    Prompts come in chunks, so that an answer is right only if all of them are sketched. The server
+    is interrupted in the end, and nothing of it is left.
+    """
+    flags = [*TENTH_OF_THE_CONTEXT, "--chunked-prefill-size", "128"]
+    with serve(flags, {"XDG_CACHE_HOME": str(cache_home)}) as server:
         yield server
+        assert_it_stops(server, signal.SIGINT)
 
 
 @pytest.fixture(scope="module", params=["fa3", "flashinfer", "triton"])

@@ -48,7 +48,7 @@ def server(random_model: Callable[..., Path]) -> Iterator[Server]:
         yield running
 
 
-@pytest.mark.parametrize("batch", [1, 2, 5, 8])
+@pytest.mark.parametrize("batch", [1, 5, 8])
 def test_log_probabilities_equal_plain_sglang(
     server: Server, plain_server: Server, batch: int
 ) -> None:
@@ -78,6 +78,7 @@ def test_a_request_may_stay_dense(server: Server) -> None:
     assert response["meta_info"]["cache_rank"] == {
         "sparse_steps": 0,
         "dense_reason": "asked",
+        "attended_tokens": 0,
         "tokens_shipped": 0,
         "late_steps": 0,
         "stale_steps": 0,

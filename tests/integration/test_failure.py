@@ -35,13 +35,14 @@ ARGUMENTS = (
 ).split()
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        pytest.param("full", marks=[pytest.mark.thorough, pytest.mark.xdist_group("failure full")]),
-        pytest.param("working-set", marks=pytest.mark.xdist_group("failure working-set")),
-    ],
-)
+FULL = pytest.param("full", marks=[pytest.mark.thorough, pytest.mark.xdist_group("failure full")])
+WORKING_SET = pytest.param("working-set", marks=pytest.mark.xdist_group("failure working-set"))
+
+with_working_sets = pytest.mark.parametrize("server", [WORKING_SET], indirect=True)
+"""What happens is the same with whole contexts."""
+
+
+@pytest.fixture(scope="module", params=[FULL, WORKING_SET])
 def server(request: pytest.FixtureRequest) -> Iterator[Server]:
     """One server has whole contexts, and the other working sets and forecasts."""
     environment = {
@@ -151,6 +152,7 @@ def test_a_cache_rank_is_killed(server: Server, streams: Streams) -> None:
     lose_the_cache_rank(server, streams, signal.SIGKILL)
 
 
+@with_working_sets
 def test_a_cache_rank_is_stopped(server: Server, streams: Streams) -> None:
     lose_the_cache_rank(server, streams, signal.SIGSTOP)
 
@@ -175,6 +177,7 @@ def test_what_was_sparse_is_sparse_again_with_the_next_cache_rank(
     assert [r["meta_info"]["cache_rank"]["dense_reason"] for r in responses] == [None] * 8
 
 
+@with_working_sets
 def test_late_answers_are_waited_for(server: Server, streams: Streams) -> None:
     def disturb() -> None:
         pid = int(server.cache_rank()["pid"])
@@ -192,6 +195,7 @@ def test_late_answers_are_waited_for(server: Server, streams: Streams) -> None:
     assert server.cache_rank()["starts"] == starts
 
 
+@with_working_sets
 def test_foreign_control_messages_change_nothing(server: Server, streams: Streams) -> None:
     def disturb() -> None:
         process = psutil.Process(int(server.cache_rank()["pid"]))

@@ -57,7 +57,22 @@ def test_answers_and_log_probabilities_equal_plain_sglang(
             assert found.pop("sparse_steps") == steps_from(prompt, NEW_TOKENS)
             turns_sparse = len(prompt) + NEW_TOKENS > THRESHOLD
             assert found.pop("dense_reason") == (None if turns_sparse else "below_threshold")
+            attended = len(prompt) + NEW_TOKENS - 1 if turns_sparse else 0
+            assert found.pop("attended_tokens") == attended  # the budget covers all
             assert set(found.values()) == {0}  # there is no second process
+
+
+def test_steps_without_sparse_requests_are_sglangs_own(
+    inline_server: Server, plain_server: Server
+) -> None:
+    """Bit for bit: kernels of ours would round differently."""
+    for prompt in PROMPTS[:2]:
+        count = THRESHOLD - len(prompt)
+        response, plain = (
+            server.generate(prompt, count, return_logprob=True)
+            for server in (inline_server, plain_server)
+        )
+        assert log_probabilities(response) == log_probabilities(plain)
 
 
 def test_requests_that_ask_to_stay_dense_share_a_batch_with_others(

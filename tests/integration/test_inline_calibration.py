@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from msgspec.structs import replace
 from workload import REUSE, SMALL_INLINE, random_prompts
 
 from scripts.shared.serving import Server, serve
-from sglang_ext.calibration.files import TENSORS, Calibration, Card, write
+from sglang_ext.calibration.files import Calibration, Card, write
 from sglang_ext.inline.calibrating import kept
 from sglang_ext.inline.selection import Heads
 
@@ -39,6 +38,7 @@ def start(model: Path, cache_home: Path, *flags: str) -> tuple[str, list[int]]:
         return server.log.read_text(), response["output_ids"]
 
 
+@pytest.mark.thorough
 def test_a_model_is_fitted_to_once(
     inline_server: Server, random_model: Callable[..., Path], cache_home: Path, tmp_path: Path
 ) -> None:
@@ -66,7 +66,7 @@ def test_a_model_is_fitted_to_once(
 
 
 @pytest.mark.thorough
-def test_a_folder_of_the_model_is_read_and_one_of_another_is_refused(
+def test_a_folder_of_the_model_is_read(
     inline_server: Server, random_model: Callable[..., Path], cache_home: Path, tmp_path: Path
 ) -> None:
     fitted = kept(kept_file(cache_home), HEADS)
@@ -97,8 +97,23 @@ def test_a_folder_of_the_model_is_read_and_one_of_another_is_refused(
     assert READ not in log
     assert not (tmp_path / "sglang-cache-rank").exists()
 
-    other = replace(card, model="another", layers=3)
-    write(tmp_path / "other", Calibration(other, {}, bases))
-    assert (tmp_path / "other" / TENSORS).exists()
-    with pytest.raises(RuntimeError, match="it is of another"):
-        start(random_model(), tmp_path, "--calibration", str(tmp_path / "other"))
+
+@pytest.mark.thorough
+def test_sketches_are_fitted_again_to_weights_that_come_after_dummies(
+    inline_server: Server, random_model: Callable[..., Path], cache_home: Path, tmp_path: Path
+) -> None:
+    log, expected = start(random_model(), cache_home)
+    assert READ in log
+    flags = [*SMALL_INLINE, *REUSE, "--sparse-budget", "8", "--model-path", str(random_model())]
+    with serve([*flags, "--load-format", "dummy"], {"XDG_CACHE_HOME": str(tmp_path)}) as server:
+        assert server.generate(PROMPT, 60)["output_ids"] != expected
+        body = {"model_path": str(random_model()), "load_format": "auto"}
+        assert server.post("/update_weights_from_disk", body).json()["success"]
+        assert server.log.read_text().count(FITTED) == 1
+        for known in (0, len(PROMPT) - 1):
+            response = server.generate(PROMPT, 60)
+            assert response["output_ids"] == expected
+            assert response["meta_info"]["cached_tokens"] == known
+        assert server.post("/update_weights_from_disk", body).json()["success"]
+        assert server.generate(PROMPT, 60)["output_ids"] == expected
+        assert server.log.read_text().count(FITTED) == 2

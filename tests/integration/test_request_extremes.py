@@ -64,16 +64,16 @@ SAMPLING_FIELDS = {
 """The fields of SamplingParams, of which the schema of /generate says nothing."""
 
 
-def bodies(schema: dict[str, Any], base: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Replace each field of a request by the extremes of all types that its schema names."""
+def bodies(schema: dict[str, Any], base: dict[str, Any]) -> Iterator[list[dict[str, Any]]]:
+    """For each field, requests with the extremes of all types that its schema names."""
     for name, described in schema["properties"].items():
         types = json.dumps(described)
         named = [kind for kind in EXTREMES if f'"{kind}"' in types] or list(EXTREMES)
-        for value in (None, *(value for kind in named for value in EXTREMES[kind])):
-            body = {**base, name: value}
-            if name in ("input_ids", "input_embeds"):  # one of them and the text are too many
-                body.pop("text", None)
-            yield body
+        values = (None, *(value for kind in named for value in EXTREMES[kind]))
+        rest = {**base}
+        if name in ("input_ids", "input_embeds"):  # one of them and the text are too many
+            rest.pop("text", None)
+        yield [{**rest, name: value} for value in values]
 
 
 @pytest.mark.timeout(900)
@@ -99,22 +99,26 @@ def test_the_extremes_of_every_sampling_parameter_are_answered(
         bundled_server,
         "/generate",
         (
-            {"text": "s1", "sampling_params": {**SAMPLING, name: value}}
+            [
+                {"text": "s1", "sampling_params": {**SAMPLING, name: value}}
+                for value in (None, *EXTREMES[kind])
+            ]
             for name in SAMPLING_FIELDS[kind].split()
-            for value in (None, *EXTREMES[kind])
         ),
     )
 
 
-def _answers(server: Server, path: str, asked: Iterator[dict[str, Any]]) -> None:
+def _answers(server: Server, path: str, asked: Iterator[list[dict[str, Any]]]) -> None:
+    """Requests are answered, and those of each field leave a server that answers others."""
     expected = server.generate([5, 6, 7], 2)["output_ids"]
-    for body in asked:
-        text = json.dumps(body)  # with what JSON has no words for
-        response = requests.post(
-            f"{server.url}{path}",
-            data=text,
-            headers={"Content-Type": "application/json"},
-            timeout=120,
-        )
-        assert response.status_code < 500, f"{text[:300]}: {response.text[:300]}"
+    for bodies_of_field in asked:
+        for body in bodies_of_field:
+            text = json.dumps(body)  # with what JSON has no words for
+            response = requests.post(
+                f"{server.url}{path}",
+                data=text,
+                headers={"Content-Type": "application/json"},
+                timeout=120,
+            )
+            assert response.status_code < 500, f"{text[:300]}: {response.text[:300]}"
         assert server.generate([5, 6, 7], 2)["output_ids"] == expected, text[:300]

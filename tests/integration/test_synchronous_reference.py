@@ -46,7 +46,6 @@ class Case:
     heads: int
     kv_heads: int
     inference_kv: str
-    wire_dtype: str = "bf16"
     dense_layers: int = 1
     layers: int = 3
     layers_per_group: int = 2
@@ -64,7 +63,6 @@ class Case:
             "bulk_chunk_tokens": 160,
             "layers_per_group": self.layers_per_group,
             "score_normalizer": self.score_normalizer,
-            "wire_dtype": self.wire_dtype,
         }
         return [
             *SMALL_CACHE_RANK,
@@ -160,7 +158,6 @@ THOROUGH = [
 ]
 # What is equal but for the last bits is not when it is rounded to codes.
 ROUNDED = [
-    Case("last", "llama", 4, 4, "full", wire_dtype="int8"),
     Case(
         *("forecast", "qwen3", 4, 1, "working-set"),
         layers=6,

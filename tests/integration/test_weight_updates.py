@@ -1,4 +1,4 @@
-"""When SGLang loads other weights, the cache rank forecasts by those.
+"""When SGLang loads other weights, nothing of the old ones is reused, and forecasts are by the new.
 
 When SGLang releases memory, the cache rank has none, and comes back with it.
 """
@@ -18,9 +18,19 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from waiting import wait_until
-from workload import DENSE, SMALL_CACHE_RANK, STRICT, difference, random_prompts
+from workload import (
+    DENSE,
+    SMALL_CACHE_RANK,
+    SMALL_INLINE,
+    STRICT,
+    STRICT_POOL,
+    copy_model,
+    difference,
+    negated_queries,
+    random_prompts,
+)
 
 from cache_rank.measure.recording import RECORD_VARIABLE, read_events
 from cache_rank.pages import PAGE_TOKENS
@@ -28,10 +38,13 @@ from scripts.shared.serving import Server, free_port, log_probabilities, serve
 
 pytestmark = [pytest.mark.thorough, pytest.mark.xdist_group(name="weight-updates")]
 
-FLAGS = (
-    "--skip-tokenizer-init --sparse-threshold 100 --sparse-budget 24 --max-swap-tokens 24 "
-    '--query-predictor forecast --forecast-lead 1 --cache-rank-config {"layers_per_group":1}'
-).split()
+FLAGS = "--skip-tokenizer-init --sparse-threshold 100 --sparse-budget 24".split()
+
+CACHE_RANK = [
+    *SMALL_CACHE_RANK,
+    *"--max-swap-tokens 24 --query-predictor forecast --forecast-lead 1".split(),
+    *("--cache-rank-config", '{"layers_per_group":1}'),
+]
 
 AT_A_TIME = 4
 
@@ -40,17 +53,9 @@ def test_new_weights_reach_the_cache_rank(
     random_model: Callable[..., Path], tmp_path: Path
 ) -> None:
     model = random_model("qwen3", 4)
-    other = tmp_path / "other"
-    other.mkdir()
-    for file in model.iterdir():
-        (other / file.name).write_bytes(file.read_bytes())
-    weights = load_file(model / "model.safetensors")
-    name = "model.layers.{}.self_attn.q_proj.weight"
-    changed = {name.format(layer): -weights[name.format(layer)] for layer in range(4)}
-    save_file({**weights, **changed}, other / "model.safetensors", {"format": "pt"})
-
+    other = copy_model(model, tmp_path / "other", negated_queries(model))
     recorded = tmp_path / "recorded"
-    flags = [*SMALL_CACHE_RANK, *FLAGS, "--model-path", str(model)]
+    flags = [*CACHE_RANK, *FLAGS, "--model-path", str(model)]
     (prompt,) = random_prompts([140])
     with serve(flags, {RECORD_VARIABLE: str(recorded)}) as server:
         before = server.generate(prompt, 40)["output_ids"]
@@ -73,21 +78,34 @@ def test_new_weights_reach_the_cache_rank(
 # What loops of reinforcement learning call between steps.
 
 
+@pytest.fixture(scope="module", params=["cache rank", "inline"])
+def placement(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+WITH_A_CACHE_RANK = pytest.mark.parametrize("placement", ["cache rank"], indirect=True)
+
+
 @pytest.fixture(scope="module")
-def server(random_model: Callable[..., Path]) -> Iterator[Server]:
-    flags = [*SMALL_CACHE_RANK, *FLAGS, "--model-path", str(random_model("qwen3", 4))]
-    flags += ["--max-running-requests", str(AT_A_TIME)]
-    with serve(flags, STRICT) as running:
+def server(placement: str, random_model: Callable[..., Path], cache_home: Path) -> Iterator[Server]:
+    flags, environment = CACHE_RANK, STRICT
+    if placement == "inline":
+        flags = [*SMALL_INLINE, "--max-total-tokens", "20000"]
+        environment = {**STRICT_POOL, "XDG_CACHE_HOME": str(cache_home)}
+    flags = [*flags, *FLAGS, "--model-path", str(random_model("qwen3", 4))]
+    with serve([*flags, "--max-running-requests", str(AT_A_TIME)], environment) as running:
         yield running
 
 
 class Trainer:
     """Changes what two layers make of their input, and with it K and V of all layers behind."""
 
-    def __init__(self, server: Server, model: Path) -> None:
-        self._server = server
+    def __init__(self, server: Server, model: Path, folder: Path) -> None:
+        self._server, self._model, self._folder = server, model, folder
         self._weights = load_file(model / "model.safetensors")
         self._group: Any = None
+        # The processes that a trainer and its servers share know a group by its name.
+        self._group_name = f"weights of {server.port}"
 
     def weights(self, factor: float) -> dict[str, torch.Tensor]:
         names = [f"model.layers.{layer}.self_attn.v_proj.weight" for layer in (0, 2)]
@@ -102,12 +120,18 @@ class Trainer:
         with self._session():
             return self._server.post("/update_weights_from_tensor", body)
 
+    def update_from_disk(self, factor: float, **options: Any) -> Any:
+        folder = copy_model(self._model, self._folder, self.weights(factor))
+        body = {"model_path": str(folder), **options}
+        return self._server.post("/update_weights_from_disk", body)
+
     def update_from_distributed(self, factor: float, **options: Any) -> Any:
         weights = self.weights(factor)
         body = {
             "names": list(weights),
             "dtypes": ["float32"] * len(weights),
             "shapes": [list(weight.shape) for weight in weights.values()],
+            "group_name": self._group_name,
             **options,
         }
         answers: list[Any] = []
@@ -139,7 +163,11 @@ class Trainer:
 
             port = free_port()
             place = {"master_address": "127.0.0.1", "master_port": port}
-            body = {**place, "rank_offset": 1, "world_size": 2, "backend": "gloo"}
+            body = {
+                **place,
+                **{"rank_offset": 1, "world_size": 2, "backend": "gloo"},
+                "group_name": self._group_name,
+            }
             request = threading.Thread(
                 target=lambda: self._server.post("/init_weights_update_group", body)
             )
@@ -149,21 +177,23 @@ class Trainer:
                 init_method=f"tcp://127.0.0.1:{port}",
                 world_size=2,
                 rank=0,
-                group_name="weight_update_group",
+                group_name=self._group_name,
             )
             request.join()
         return self._group
 
 
 @pytest.fixture(scope="module")
-def trainer(server: Server, random_model: Callable[..., Path]) -> Trainer:
-    return Trainer(server, random_model("qwen3", 4))
+def trainer(
+    server: Server, random_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+) -> Trainer:
+    return Trainer(server, random_model("qwen3", 4), tmp_path_factory.mktemp("update"))
 
 
-@pytest.mark.parametrize("source", ["tensor", "distributed"])
+@pytest.mark.parametrize("source", ["tensor", "distributed", "disk"])
 @pytest.mark.parametrize("flushes", [True, False])
 def test_a_prefix_of_old_weights_is_not_reused(
-    server: Server, trainer: Trainer, source: str, flushes: bool
+    server: Server, placement: str, trainer: Trainer, source: str, flushes: bool
 ) -> None:
     update = getattr(trainer, f"update_from_{source}")
     (prompt,) = random_prompts([700], seed=8)
@@ -171,25 +201,26 @@ def test_a_prefix_of_old_weights_is_not_reused(
         old = server.generate(prompt, 30, return_logprob=True)
         again = server.generate(prompt, 30, return_logprob=True)
         assert again["meta_info"]["cached_tokens"] == len(prompt) - 1
-        adopted = server.cache_rank()["tokens_adopted"]
+        adopted = server.cache_rank().get("tokens_adopted")
         answer = update(factor, flush_cache=flushes)
         assert answer.json()["success"], answer.text
         new = server.generate(prompt, 30, return_logprob=True)
         assert new["meta_info"]["cached_tokens"] == 0
-        assert server.cache_rank()["tokens_adopted"] == adopted
+        assert server.cache_rank().get("tokens_adopted") == adopted
         assert difference(log_probabilities(new), log_probabilities(old)) > 1e-3
         server.flush_cache()
         fresh = server.generate(prompt, 30, return_logprob=True)
         assert new["output_ids"] == fresh["output_ids"]
         assert difference(log_probabilities(new), log_probabilities(fresh)) < 1e-5
-    state = server.cache_rank()
-    assert state["starts"] == 1
-    assert state["refused_messages"] == 0
+    if placement == "cache rank":
+        state = server.cache_rank()
+        assert state["starts"] == 1
+        assert state["refused_messages"] == 0
 
 
 @pytest.mark.parametrize("mode", ["retract", "in_place"])
 def test_what_is_prefilled_by_new_weights_attends_to_nothing_of_old_ones(
-    server: Server, trainer: Trainer, mode: str
+    server: Server, placement: str, trainer: Trainer, mode: str
 ) -> None:
     assert trainer.update_from_tensor(1.0).json()["success"]
     prompts = random_prompts([300] * (AT_A_TIME + 2), seed=15)
@@ -205,14 +236,17 @@ def test_what_is_prefilled_by_new_weights_attends_to_nothing_of_old_ones(
         server.post("/continue_generation").raise_for_status()
     responses = asked.result().json()
     assert responses[0]["meta_info"]["cache_rank"]["sparse_steps"] > 50
-    state = server.wait_for(10, sequences=0)
-    assert state["tokens_held"] == state["tokens_kept"]
-    assert state["starts"] == 1
+    state = server.wait_for(10, sparse_requests=0)
+    if placement == "cache rank":
+        state = server.wait_for(10, sequences=0)
+        assert state["tokens_held"] == state["tokens_kept"]
+        assert state["starts"] == 1
     known = [cached(server.generate(prompt, 1)) > 0 for prompt in prompts]
     # Those that went on in place have keys and values of both weights.
     assert known == [mode == "retract"] * AT_A_TIME + [True] * 2
     server.flush_cache()
-    server.wait_for(10, tokens_held=0)
+    if placement == "cache rank":
+        server.wait_for(10, tokens_held=0)
     for index, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
         assert len(response["output_ids"]) == 300
         if index == 0:  # it was sparse
@@ -225,6 +259,27 @@ def test_what_is_prefilled_by_new_weights_attends_to_nothing_of_old_ones(
         else:
             assert max(differences[:5]) > 1e-3
             assert (max(differences[-5:]) < 1e-4) == (mode == "retract")
+
+
+def test_requests_that_a_pause_aborts_leave_nothing_to_new_weights(
+    server: Server, trainer: Trainer
+) -> None:
+    assert trainer.update_from_tensor(1.0).json()["success"]
+    prompts = random_prompts([300] * (AT_A_TIME + 2), seed=16)
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        asked = [pool.submit(server.generate, prompt, 1000) for prompt in prompts]
+        wait_until(lambda: server.cache_rank()["sparse_requests"] == AT_A_TIME)
+        server.post("/pause_generation", {"mode": "abort"}).raise_for_status()
+        assert trainer.update_from_tensor(0.5, flush_cache=False).json()["success"]
+        server.post("/continue_generation").raise_for_status()
+        ends = [each.result()["meta_info"]["finish_reason"]["type"] for each in asked]
+    assert ends == ["abort"] * len(prompts)
+    server.wait_for(10, sparse_requests=0)
+    after = [server.generate(prompt, 30, return_logprob=True) for prompt in prompts]
+    assert [cached(response) for response in after] == [0] * len(prompts)
+    server.flush_cache()
+    for prompt, response in zip(prompts, after, strict=True):
+        assert_same(response, server.generate(prompt, 30, return_logprob=True))
 
 
 def cached(response: Any) -> int:
@@ -253,6 +308,7 @@ def assert_same(response: Any, expected: Any) -> None:
     assert difference(log_probabilities(response), log_probabilities(expected)) < 1e-5
 
 
+@WITH_A_CACHE_RANK
 def test_memory_that_is_released_comes_back_without_what_it_held(server: Server) -> None:
     server.flush_cache()
     (prompt,) = random_prompts([700], seed=10)
@@ -292,29 +348,32 @@ def test_memory_that_is_released_comes_back_without_what_it_held(server: Server)
     ids=str,
 )
 def test_weights_change_while_memory_is_released(
-    server: Server, trainer: Trainer, parts: list[list[str]]
+    server: Server, placement: str, trainer: Trainer, parts: list[list[str]]
 ) -> None:
     assert trainer.update_from_tensor(1.0).json()["success"]
     (prompt,) = random_prompts([700], seed=11)
     old = server.generate(prompt, 30, return_logprob=True)
-    before = server.wait_for(10, sequences=0)
+    before = server.wait_for(10, sparse_requests=0)
     for tags in parts:
         release(server, tags)
     resume(server, ["weights"])
     assert trainer.update_from_tensor(0.5, flush_cache=False).json()["success"]
-    assert not server.cache_rank()["up"]
+    if placement == "cache rank":
+        assert not server.cache_rank()["up"]
     resume(server, ["kv_cache"])
-    assert server.cache_rank()["up"]
+    if placement == "cache rank":
+        assert server.cache_rank()["up"]
     new = server.generate(prompt, 30, return_logprob=True)
     assert new["meta_info"]["cached_tokens"] == 0
     assert new["meta_info"]["cache_rank"]["sparse_steps"] > 10
-    assert server.cache_rank()["tokens_adopted"] == before["tokens_adopted"]
+    assert server.cache_rank().get("tokens_adopted") == before.get("tokens_adopted")
     assert difference(log_probabilities(new), log_probabilities(old)) > 1e-3
     assert trainer.update_from_tensor(0.5).json()["success"]
     assert_same(server.generate(prompt, 30, return_logprob=True), new)
-    assert server.cache_rank()["losses"] == before["losses"]
+    assert server.cache_rank().get("losses") == before.get("losses")
 
 
+@WITH_A_CACHE_RANK
 def test_memory_is_released_while_a_lost_cache_rank_starts_again(server: Server) -> None:
     server.flush_cache()
     (prompt,) = random_prompts([700], seed=12)

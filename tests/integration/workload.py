@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 import random
+import shutil
+from pathlib import Path
+from typing import Any
 
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from scripts.shared.serving import Server, log_probabilities
 from sglang_ext.flags import CHECKSUM_VARIABLE
 
 VOCABULARY = 300
@@ -54,3 +61,42 @@ def random_prompts(lengths: list[int], seed: int = 0) -> list[list[int]]:
 def difference(ours: list[float], theirs: list[float]) -> float:
     """Return the largest difference of two lists of log-probabilities."""
     return max(abs(one - other) for one, other in zip(ours, theirs, strict=True))
+
+
+def assert_sparse_is_dense(server: Server, least_sparse_steps: int) -> None:
+    """Compare requests on a GPU that select every token with those that stay dense.
+
+    One at a time: the rounding of a dense step depends on how many requests are in its batch.
+    """
+    compared = 0
+    for prompt in random_prompts([650, 900, 1300, 700]):
+        wish: dict[str, Any] = {"return_logprob": True, "top_logprobs_num": 8}
+        found = server.generate(prompt, 200, **wish)
+        expected = server.generate(prompt, 200, **wish, **DENSE)
+        assert found["meta_info"]["cache_rank"]["sparse_steps"] > least_sparse_steps
+        assert expected["meta_info"]["cache_rank"]["sparse_steps"] == 0
+        # Where tokens are equally likely, rounding decides, and the rest is another text.
+        pairs = zip(found["output_ids"], expected["output_ids"], strict=True)
+        same = next((i for i, (ours, theirs) in enumerate(pairs) if ours != theirs), 200)
+        if same < 200:
+            top = expected["meta_info"]["output_top_logprobs"][same]
+            likely = {token: logprob for logprob, token, *_ in top}
+            assert likely[found["output_ids"][same]] > max(likely.values()) - 0.2, (same, top)
+        ours, theirs = log_probabilities(found)[:same], log_probabilities(expected)[:same]
+        assert difference(ours, theirs) < 0.1
+        compared += same
+    assert compared > 200
+
+
+def copy_model(model: Path, folder: Path, changed: dict[str, Tensor]) -> Path:
+    """Copy a model with other weights of some names."""
+    shutil.copytree(model, folder, dirs_exist_ok=True)
+    weights = {**load_file(model / "model.safetensors"), **changed}
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def negated_queries(model: Path) -> dict[str, Tensor]:
+    """Weights by which a model attends to other tokens."""
+    weights = load_file(model / "model.safetensors")
+    return {name: -weight for name, weight in weights.items() if "q_proj.weight" in name}

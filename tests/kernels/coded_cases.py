@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -12,12 +11,10 @@ from torch import Tensor
 from cache_rank.kernels.append import reference as append
 from cache_rank.kernels.coded import reference
 from cache_rank.kernels.coded.reference import Codec, CodedTokens
-from cache_rank.kernels.hack import triton as hack_triton
 from cache_rank.kernels.hack.reference import GROUP, HackCodec
-from cache_rank.kernels.lynx import triton as lynx_triton
 from cache_rank.kernels.lynx.reference import DEFAULT_ALPHA, LynxCodec
-from cache_rank.kernels.quantspec import triton as quantspec_triton
 from cache_rank.kernels.quantspec.reference import QuantSpecCodec
+from cache_rank.kernels.rows import PagedRows
 
 PAGE = 256
 SLOTS, LAYERS, KV_HEADS = 4, 2, 2
@@ -28,13 +25,11 @@ class Format:
     """One way of holding codes.
 
     Attributes:
-        triton: its kernels.
         codecs: makes those of keys and values for tokens of a dtype.
         group_tokens, ring: see `CodedTokens`.
         tolerance: how far a score of some queries may be off, by what float32 and the format round.
     """
 
-    triton: ModuleType
     codecs: Callable[[torch.dtype], tuple[Codec, Codec]]
     group_tokens: int
     ring: int
@@ -83,7 +78,6 @@ def of_partitions(tokens: CodedTokens, queries: Tensor) -> float:
 
 def quantspec(bits: int) -> Format:
     return Format(
-        quantspec_triton,
         lambda dtype: (QuantSpecCodec(True, dtype, bits), QuantSpecCodec(False, dtype)),
         128,
         256,
@@ -94,7 +88,6 @@ def quantspec(bits: int) -> Format:
 def lynx(in_full: bool, alpha: float = DEFAULT_ALPHA) -> Format:
     codec = LynxCodec(alpha, scores_in_full=in_full)
     return Format(
-        lynx_triton,
         lambda dtype: (codec, codec),
         256,
         256,
@@ -106,7 +99,6 @@ def lynx(in_full: bool, alpha: float = DEFAULT_ALPHA) -> Format:
 
 def hack(bits: int = 2, partition: int = 64, seed: int | None = None) -> Format:
     return Format(
-        hack_triton,
         lambda dtype: (
             HackCodec(True, dtype, bits, partition, seed),
             HackCodec(False, dtype, bits, partition, seed),
@@ -167,7 +159,6 @@ def empty(
         codecs=codecs,
         planes=(planes(codecs[0]), planes(codecs[1])),
         rings=(ring, ring.clone()),
-        resident=torch.zeros((SLOTS, layers), dtype=torch.int32, device=device),
         not_finite=torch.zeros(1, dtype=torch.int32, device=device),
         group_tokens=held_as.group_tokens,
         page_tokens=PAGE,
@@ -179,7 +170,6 @@ def copy_of(tokens: CodedTokens) -> CodedTokens:
     return tokens._replace(
         planes=(keys, values),
         rings=(tokens.rings[0].clone(), tokens.rings[1].clone()),
-        resident=tokens.resident.clone(),
         not_finite=tokens.not_finite.clone(),
     )
 
@@ -205,15 +195,16 @@ def load(tokens: CodedTokens, pages: Tensor, slot: int, start: int, shipment: Te
     slots, starts = on(pages.device, slot), on(pages.device, start)
     layers = range(shipment.shape[1])
     count = shipment.shape[2]
-    reference.encode_groups(tokens, pages[None], slots, starts, count, layers, shipment)
+    rows = PagedRows(pages[None], slots, starts)
+    reference.encode_groups(tokens, rows, count, layers, shipment)
     append.load_tokens(shipment, *tokens.rings, slots, start)
 
 
 def assert_same(left: CodedTokens, right: CodedTokens) -> None:
     """The same bits everywhere."""
     for one, other in zip(
-        (*left.planes[0], *left.planes[1], *left.rings, left.resident, left.not_finite),
-        (*right.planes[0], *right.planes[1], *right.rings, right.resident, right.not_finite),
+        (*left.planes[0], *left.planes[1], *left.rings, left.not_finite),
+        (*right.planes[0], *right.planes[1], *right.rings, right.not_finite),
         strict=True,
     ):
         assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from cache_rank.kernels.append import reference, triton
+from cache_rank.kernels.rows import PagedRows
 
 IMPLEMENTATIONS = pytest.mark.parametrize(
     "implementation", [reference, triton], ids=["reference", "triton"]
@@ -22,14 +23,11 @@ class Step:
 
     up: Tensor
     pools: tuple[Tensor, Tensor, Tensor]
-    page_table: Tensor
-    slots: Tensor
-    positions: Tensor
+    rows: PagedRows
 
     def appended_by(self, implementation) -> tuple[Tensor, ...]:
         pools = tuple(pool.clone() for pool in self.pools)
-        rows = (self.page_table, self.slots, self.positions)
-        implementation.append_step(self.up, *pools, *rows, 1)
+        implementation.append_step(self.up, *pools, self.rows, 1)
         return pools
 
     def appended_by_loops(self) -> tuple[Tensor, ...]:
@@ -37,11 +35,11 @@ class Step:
         query_heads, window = ring.shape[2:4]
         kv_heads, page_tokens = keys.shape[2:4]
         for row, (slot, position) in enumerate(
-            zip(self.slots.tolist(), self.positions.tolist(), strict=True)
+            zip(self.rows.slots.tolist(), self.rows.positions.tolist(), strict=True)
         ):
             if slot < 0:
                 continue
-            page = int(self.page_table[row, position // page_tokens])
+            page = int(self.rows.page_table[row, position // page_tokens])
             for layer, heads in enumerate(self.up[row], start=1):
                 for head in range(query_heads):
                     ring[slot, layer, head, position % window] = heads[head]
@@ -80,9 +78,11 @@ def random_step(
     return Step(
         up.to(device, dtype),
         (poisoned(*pool), poisoned(*pool), poisoned(*ring)),
-        table.to(device),
-        torch.tensor(slots, dtype=torch.int32, device=device),
-        torch.tensor(positions, dtype=torch.int32, device=device),
+        PagedRows(
+            table.to(device),
+            torch.tensor(slots, dtype=torch.int32, device=device),
+            torch.tensor(positions, dtype=torch.int32, device=device),
+        ),
     )
 
 
@@ -145,9 +145,9 @@ def test_more_heads_than_one_program_takes(
 @IMPLEMENTATIONS
 def test_a_table_of_one_page_makes_of_it_a_ring(device: torch.device, implementation) -> None:
     step = random_step(device, [7, 29, 5], [2, -1, 0])
-    slots = step.slots.unsqueeze(1)
-    step = Step(step.up, step.pools, slots, step.slots, step.positions)
-    in_page = Step(step.up, step.pools, slots, step.slots, step.positions % 8)
+    rows = step.rows._replace(page_table=step.rows.slots.unsqueeze(1))
+    step = Step(step.up, step.pools, rows)
+    in_page = Step(step.up, step.pools, rows._replace(positions=rows.positions % 8))
     keys, values, _ = in_page.appended_by_loops()
     found = step.appended_by(implementation)
     assert_same_pools(found[:2], (keys, values))
@@ -162,7 +162,7 @@ def test_pools_of_more_than_2_31_elements() -> None:
     up = torch.randn((2, 6, 48, 128), device=device).bfloat16()
     table = torch.tensor([[9, 255], [254, 3]], dtype=torch.int32, device=device)
     slots, positions = torch.tensor([[1, 0], [300, 255]], dtype=torch.int32, device=device)
-    triton.append_step(up, keys, values, ring, table, slots, positions, 30)
+    triton.append_step(up, keys, values, ring, PagedRows(table, slots, positions), 30)
     for row, (slot, page, position) in enumerate(((1, 255, 300), (0, 254, 255))):
         assert torch.equal(keys[page, 30:, :, position % 256], up[row, :, 32:40])
         assert torch.equal(values[page, 30:, :, position % 256], up[row, :, 40:])

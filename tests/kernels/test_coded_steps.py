@@ -21,9 +21,9 @@ from coded_cases import (
 )
 from torch import Tensor
 
-from cache_rank.kernels.coded import reference
+from cache_rank.kernels.coded import reference, triton
 from cache_rank.kernels.coded.reference import CodedTokens
-from cache_rank.kernels.hack import triton as hack_triton
+from cache_rank.kernels.rows import PagedRows
 from cache_rank.kernels.score import triton as score
 from cache_rank.kernels.wire.reference import to_wire, wire_width
 
@@ -67,7 +67,7 @@ def test_triton_encodes_of_a_shipment_what_the_reference_encodes(
 ) -> None:
     held_as = FORMATS[name]
     tokens = empty(
-        held_as, device, dtype, layers=1, head_dim=64 if held_as.triton is hack_triton else None
+        held_as, device, dtype, layers=1, head_dim=64 if name.startswith("hack") else None
     )
     shipment = random_shipment(tokens, start + count)
     shipment[:, :, ::7, 0, 5] = 0.0
@@ -76,11 +76,11 @@ def test_triton_encodes_of_a_shipment_what_the_reference_encodes(
     if start:
         load(tokens, pages, 2, 0, shipment[:, :, :start].contiguous())
     found = []
-    for encode_groups in (reference.encode_groups, held_as.triton.encode_groups):
+    for encode_groups in (reference.encode_groups, triton.encode_groups):
         found.append(copy_of(tokens))
         new = shipment[:, :, start:].contiguous()
-        rows = (pages[None], on(device, 2), on(device, start))
-        encode_groups(found[-1], *rows, count, range(1), new)
+        rows = PagedRows(pages[None], on(device, 2), on(device, start))
+        encode_groups(found[-1], rows, count, range(1), new)
     assert_same(*found)
 
 
@@ -108,14 +108,13 @@ def test_triton_encodes_of_a_step_what_the_reference_encodes(
             ring[slot, :, :, 255 % ring.shape[3]] = slot - 1.5
     for slots, starts in (((3, -1, 1, 0), (255, 255, 100, 255)), ((), ())):
         found = []
-        for encode_groups in (reference.encode_groups, held_as.triton.encode_groups):
+        for encode_groups in (reference.encode_groups, triton.encode_groups):
             found.append(copy_of(tokens))
-            rows = (table[: len(slots)], on(device, *slots), on(device, *starts))
-            encode_groups(found[-1], *rows, 1, range(1, LAYERS))
+            rows = PagedRows(table[: len(slots)], on(device, *slots), on(device, *starts))
+            encode_groups(found[-1], rows, 1, range(1, LAYERS))
         assert_same(*found)
         if slots:
             assert not torch.equal(found[0].planes[0][0], tokens.planes[0][0])
-            assert found[0].resident[:, 1:].amax(dim=1).tolist() == [256, 101, 255, 256]
 
 
 NAN, INFINITY, LARGEST = float("nan"), float("inf"), torch.finfo(torch.float32).max
@@ -143,10 +142,10 @@ def test_what_cannot_be_encoded_is_noted_by_its_place(
     shipment[part, 0, 33, 1, 3] = shipment[part, 1, 77, 0, -1] = wrong
     shipment[part, 1, 77, 0, -2] = shipment[part, 1, 78, 0, -1] = beside
     shipment[part, 1, 299, 1, 3] = float("nan")  # not in a complete group
-    rows = (on(device, 1, 2, 3)[None], on(device, 0), on(device, 0))
-    for encode_groups in (reference.encode_groups, held_as.triton.encode_groups):
+    rows = PagedRows(on(device, 1, 2, 3)[None], on(device, 0), on(device, 0))
+    for encode_groups in (reference.encode_groups, triton.encode_groups):
         tokens.not_finite.zero_()
-        encode_groups(tokens, *rows, 300, range(LAYERS), shipment)
+        encode_groups(tokens, rows, 300, range(LAYERS), shipment)
         assert int(tokens.not_finite) == 1 + (part * LAYERS + 1) * KV_HEADS
 
 
@@ -175,13 +174,13 @@ def test_triton_gathers_what_the_reference_gathers(
     generator = torch.Generator().manual_seed(0)
     entering = torch.randint(-100, 512, (4, 1, KV_HEADS, capacity), generator=generator)
     entering = entering.to(device, torch.int32).minimum(positions.view(-1, 1, 1, 1))
-    rows = (table[[2, 1, 0, 3]], slots, positions)
+    rows = PagedRows(table[[2, 1, 0, 3]], slots, positions)
     found = []
-    for gather_codes in (reference.gather_codes, held_as.triton.gather_codes):
+    for gather_codes in (reference.gather_codes, triton.gather_codes):
         for shipped_as in (dtype, torch.int8):
             shape = (2, *entering.shape, wire_width(tokens.rings[0].shape[-1], shipped_as))
             out = torch.full(shape, 7.0, device=device).to(shipped_as)
-            gather_codes(tokens, *rows, 1, entering, out[0], out[1])
+            gather_codes(tokens, rows, 1, entering, out[0], out[1])
             found.append(out)
     as_held, *by_reference = found[:2]
     assert torch.equal(as_held, found[2])
@@ -202,12 +201,12 @@ def test_what_decodes_beyond_the_range_of_the_dtype_is_gathered_as_its_largest_n
     for planes in tokens.planes:
         planes[2].fill_(60000.0)
     entering = torch.arange(300, dtype=torch.int32, device=device).expand(1, 1, KV_HEADS, 300)
-    rows = (table[:1], on(device, 0), on(device, 299))
+    rows = PagedRows(table[:1], on(device, 0), on(device, 299))
     found = []
-    for gather_codes in (reference.gather_codes, held_as.triton.gather_codes):
+    for gather_codes in (reference.gather_codes, triton.gather_codes):
         shape = (2, *entering.shape, tokens.rings[0].shape[-1])
         out = torch.zeros(shape, dtype=torch.float16, device=device)
-        gather_codes(tokens, *rows, 0, entering.contiguous(), out[0], out[1])
+        gather_codes(tokens, rows, 0, entering.contiguous(), out[0], out[1])
         found.append(out)
     assert torch.equal(*found)
     assert found[0].max() == torch.finfo(torch.float16).max
@@ -217,9 +216,8 @@ def scored(
     score_codes: Any,
     tokens: CodedTokens,
     queries: Tensor,
-    rows: tuple[Tensor, Tensor, Tensor],
+    rows: PagedRows,
     capacity: int,
-    exact: bool = False,
     **options: Any,
 ) -> Tensor:
     """Of layers from the second on."""
@@ -230,25 +228,25 @@ def scored(
         count, layers, kv_heads, query_heads // kv_heads, capacity, device
     )
     for _ in range(1 + queries.is_cuda):  # the workspace is ready for the next launch
-        score_codes(tokens, queries, *rows, 1, head_dim**-0.5, workspace, out, exact, **options)
+        score_codes(tokens, queries, rows, 1, head_dim**-0.5, workspace, out, **options)
     return out
 
 
 @pytest.mark.parametrize(
-    ("name", "group", "head_dim", "exact"),
+    ("name", "group", "head_dim"),
     [
-        ("quantspec 4", 1, None, False),
-        ("quantspec 4", 3, None, True),
-        ("quantspec 8", 8, None, False),
-        ("lynx anchor", 8, None, False),
-        ("lynx anchor, large alpha", 4, None, False),
-        ("lynx full", 3, None, False),
-        ("hack 2", 4, 128, False),
-        ("hack 2", 1, 64, True),
-        ("hack 2, 32", 3, 128, False),
-        ("hack 2, 16, stochastic", 8, 32, False),
-        ("hack 4", 4, 16, False),
-        ("hack 4, 16", 16, 64, False),
+        ("quantspec 4", 1, None),
+        ("quantspec 4", 3, None),
+        ("quantspec 8", 8, None),
+        ("lynx anchor", 8, None),
+        ("lynx anchor, large alpha", 4, None),
+        ("lynx full", 3, None),
+        ("hack 2", 4, 128),
+        ("hack 2", 1, 64),
+        ("hack 2, 32", 3, 128),
+        ("hack 2, 16, stochastic", 8, 32),
+        ("hack 4", 4, 16),
+        ("hack 4, 16", 16, 64),
     ],
 )
 def test_triton_scores_as_the_reference_but_for_rounding(
@@ -256,21 +254,20 @@ def test_triton_scores_as_the_reference_but_for_rounding(
     name: str,
     group: int,
     head_dim: int | None,
-    exact: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Of codes and newest tokens, of a refused row, of newest tokens only, of codes only."""
-    monkeypatch.setattr(score, "CHUNK_TOKENS", 256)  # several programs a row
+    for module in (score, triton):
+        monkeypatch.setattr(module, "CHUNK_TOKENS", 128)  # several programs a row
     held_as = FORMATS[name]
     tokens, table = four_sequences(held_as, device, torch.float16, head_dim)
     shape = (4, 1, KV_HEADS * group, tokens.rings[0].shape[-1])
     queries = 2 * torch.randn(shape, generator=torch.Generator().manual_seed(2))
     queries[0, 0, 0] = 0.5  # no range to encode
     queries = queries.to(device)
-    rows = (table[[0, 3, 1, 3]], on(device, 0, -1, 1, 3), on(device, 299, 5, 0, 511))
-    expected = scored(reference.score_codes, tokens, queries, rows, 513, exact)
-    options = {"rounded": False, "chunk": 256}
-    actual = scored(held_as.triton.score_codes, tokens, queries, rows, 513, exact, **options)
+    rows = PagedRows(table[[0, 3, 1, 3]], on(device, 0, -1, 1, 3), on(device, 299, 5, 0, 511))
+    expected = scored(reference.score_codes, tokens, queries, rows, 513)
+    actual = scored(triton.score_codes, tokens, queries, rows, 513, rounded=False)
     allowed = held_as.tolerance(tokens, queries)
     torch.testing.assert_close(actual, expected, atol=allowed, rtol=1e-6)
     assert (actual[1] == 7.0).all()
@@ -293,11 +290,11 @@ def test_scores_do_not_depend_on_what_is_scored_beside(device: torch.device, nam
     generator = torch.Generator().manual_seed(2)
     queries = torch.randn((4, 1, 4, tokens.rings[0].shape[-1]), generator=generator).to(device)
     slots, positions = on(device, 0, 1, 2, 3), on(device, *(count - 1 for count in RESIDENT))
-    together = scored(held_as.triton.score_codes, tokens, queries, (table, slots, positions), 512)
+    together = scored(triton.score_codes, tokens, queries, PagedRows(table, slots, positions), 512)
     for row, count in enumerate(RESIDENT):
         one = slice(row, row + 1)
-        rows = (table[one], slots[one], positions[one])
-        alone = scored(held_as.triton.score_codes, tokens, queries[one], rows, 512)
+        rows = PagedRows(table[one], slots[one], positions[one])
+        alone = scored(triton.score_codes, tokens, queries[one], rows, 512)
         assert torch.equal(alone[0, ..., :count], together[row, ..., :count])
 
 
@@ -309,7 +306,7 @@ def test_scores_do_not_depend_on_what_is_scored_beside(device: torch.device, nam
         *(
             (name, *shape)
             for name in FORMATS
-            if FORMATS[name].triton is hack_triton
+            if name.startswith("hack")
             for shape in ((1, 64), (8, 128), (2, 256))
         ),
     ],
@@ -323,21 +320,19 @@ def test_triton_at_full_size(name: str, group: int, head_dim: int) -> None:
     pages = torch.randperm(80, generator=generator, device=device).to(torch.int32)
     shipment = random_shipment(tokens, count)
     load(tokens, pages, 1, 0, shipment)
-    rows = (pages[None], on(device, 1), on(device, 0))
-    held_as.triton.encode_groups(by_triton, *rows, count, range(2), shipment)
+    rows = PagedRows(pages[None], on(device, 1), on(device, 0))
+    triton.encode_groups(by_triton, rows, count, range(2), shipment)
     assert_same(by_triton, tokens._replace(rings=by_triton.rings))
 
     queries = torch.randn((1, 1, kv_heads * group, head_dim), generator=generator, device=device)
-    rows = (pages[None], on(device, 1), on(device, count - 1))
-    for exact in (False, True):
-        expected = scored(reference.score_codes, tokens, queries, rows, 20480, exact)
-        score_codes = held_as.triton.score_codes
-        actual = scored(score_codes, tokens, queries, rows, 20480, exact, rounded=False)
-        allowed = held_as.tolerance(tokens, queries)
-        torch.testing.assert_close(actual, expected, atol=allowed, rtol=1e-6)
+    rows = PagedRows(pages[None], on(device, 1), on(device, count - 1))
+    expected = scored(reference.score_codes, tokens, queries, rows, 20480)
+    actual = scored(triton.score_codes, tokens, queries, rows, 20480, rounded=False)
+    allowed = held_as.tolerance(tokens, queries)
+    torch.testing.assert_close(actual, expected, atol=allowed, rtol=1e-6)
 
     entering = torch.randint(-1, count, (1, 1, 8, 3000), generator=generator, device=device)
     outs = torch.zeros((2, 2, 1, 1, 8, 3000, head_dim), dtype=torch.bfloat16, device=device)
-    for implementation, out in zip((reference, held_as.triton), outs, strict=True):
-        implementation.gather_codes(tokens, *rows, 1, entering.to(torch.int32), out[0], out[1])
+    for implementation, out in zip((reference, triton), outs, strict=True):
+        implementation.gather_codes(tokens, rows, 1, entering.to(torch.int32), out[0], out[1])
     assert torch.equal(*outs)

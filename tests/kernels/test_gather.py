@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from cache_rank.kernels.gather import reference, triton
+from cache_rank.kernels.rows import PagedRows
 from cache_rank.kernels.wire.reference import to_wire, wire_width
 
 IMPLEMENTATIONS = pytest.mark.parametrize(
@@ -30,6 +31,11 @@ def random_entering(
     return entering
 
 
+def rows_of(table: Tensor, slots: Tensor) -> PagedRows:
+    """Positions are not read."""
+    return PagedRows(table, slots.to(table.device), torch.empty(0))
+
+
 def random_step(
     device: torch.device,
     tokens: list[int],
@@ -40,7 +46,7 @@ def random_step(
     head_dim: int = 16,
     capacity: int = 5,
     page_tokens: int = 8,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, int, Tensor]:
+) -> tuple[Tensor, Tensor, PagedRows, int, Tensor]:
     """What `gather_step` reads."""
     generator = torch.Generator().manual_seed(0)
     rows, max_pages = len(tokens), max(tokens, default=0) // page_tokens + 2
@@ -52,8 +58,7 @@ def random_step(
     return (
         keys,
         values,
-        table.to(device, torch.int32),
-        torch.tensor(slots, dtype=torch.int32, device=device),
+        rows_of(table.to(device, torch.int32), torch.tensor(slots, dtype=torch.int32)),
         FIRST_LAYER,
         random_entering(tokens, layers, kv_heads, capacity, generator).to(device),
     )
@@ -74,7 +79,7 @@ def gather(implementation, step, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def gather_by_loops(step) -> Tensor:
-    keys, values, table, slots, first_layer, entering = step
+    keys, values, (table, slots, _), first_layer, entering = step
     page_tokens = keys.shape[3]
     out = poisoned(step)
     for place in (entering >= 0).nonzero().tolist():
@@ -150,7 +155,7 @@ def test_every_number_of_16_bits_is_written_in_int8_as_by_the_reference(
     slots, table = torch.zeros((2, 1), dtype=torch.int32, device=device)
     entering = torch.arange(512, dtype=torch.int32, device=device).view(1, 1, 1, 512)
     pools = (part.view(1, 1, 1, 512, 128).to(device) for part in (numbers, mixed))
-    step = (*pools, table.view(1, 1), slots, 0, entering)
+    step = (*pools, rows_of(table.view(1, 1), slots), 0, entering)
     expected = gather(reference, step, torch.int8)
     assert torch.equal(gather(triton, step, torch.int8), expected)
     assert torch.equal(
@@ -184,6 +189,6 @@ def test_pools_of_more_than_2_31_elements() -> None:
     slots = torch.tensor([1, 0], dtype=torch.int32, device=device)
     generator = torch.Generator().manual_seed(0)
     entering = random_entering([128 * 256, 100 * 256 + 3], 6, 8, 96, generator).to(device)
-    step = (keys, values, table, slots, 30, entering)
+    step = (keys, values, rows_of(table, slots), 30, entering)
     assert torch.equal(gather(triton, step), gather(reference, step))
     assert same_bits(gather(triton, step, torch.int8), gather(reference, step, torch.int8))

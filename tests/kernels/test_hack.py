@@ -25,10 +25,9 @@ from cache_rank.kernels.hack.reference import (
     encode_keys,
     encode_queries,
     encode_values,
-    pack,
     score_keys,
-    unpack,
 )
+from cache_rank.kernels.nibbles.reference import pack, unpack
 from cache_rank.kernels.score.reference import score_tokens
 
 # Codes of 2 bits fill bytes when channels are a multiple of 4: 4, 16, 28 or 128 of them.

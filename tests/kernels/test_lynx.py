@@ -23,15 +23,15 @@ from cache_rank.kernels.lynx.reference import (
     CHUNK,
     LEVELS,
     PAGE,
+    LynxCodec,
     LynxCodes,
     align,
     decode_page,
     decode_tokens,
     encode_page,
     fraction_of,
-    score_page,
 )
-from cache_rank.kernels.nibbles.reference import pack_nibbles, unpack_nibbles
+from cache_rank.kernels.nibbles.reference import pack, unpack, unpack_signed
 
 pages = tokens((CHUNK, 3 * CHUNK, PAGE))
 alphas = st.sampled_from((0.01, 1.0, 3.0, 50.0))
@@ -56,17 +56,17 @@ def largest_error(alpha: float, full: bool) -> float:
 
 
 def levels_and_signs(codes: LynxCodes) -> tuple[Tensor, Tensor]:
-    anchor = unpack_nibbles(codes.anchor, signed=True)
+    anchor = unpack_signed(codes.anchor)
     magnitude = torch.where(anchor < 0, -anchor - 1, anchor)
-    return 16 * magnitude - unpack_nibbles(codes.residual, signed=True), anchor < 0
+    return 16 * magnitude - unpack_signed(codes.residual), anchor < 0
 
 
 @given(st.lists(st.integers(-8, 7), min_size=2, max_size=16).filter(lambda c: len(c) % 2 == 0))
 def test_nibbles_come_back_and_the_first_half_of_the_channels_is_low(codes: list[int]) -> None:
-    packed = pack_nibbles(torch.tensor([codes]))
+    packed = pack(torch.tensor([codes]), 4)
     assert packed.dtype == torch.uint8
-    assert unpack_nibbles(packed, signed=True).tolist() == [codes]
-    assert unpack_nibbles(packed, signed=False).tolist() == [[code % 16 for code in codes]]
+    assert unpack_signed(packed).tolist() == [codes]
+    assert unpack(packed, 4).tolist() == [[code % 16 for code in codes]]
     assert packed[0, 0] == codes[0] % 16 + 16 * (codes[len(codes) // 2] % 16)
 
 
@@ -98,7 +98,7 @@ def test_levels_fill_both_nibbles_and_no_more(page: Tensor, alpha: float) -> Non
 def test_the_extremes_of_both_nibbles_are_reached() -> None:
     codes = encode_page(torch.randn(PAGE, 64, generator=torch.Generator().manual_seed(0)))
     for plane in codes[:2]:
-        read = unpack_nibbles(plane, signed=True)
+        read = unpack_signed(plane)
         assert (read.min(), read.max()) == (-8, 7)
 
 
@@ -137,7 +137,7 @@ def test_codes_are_those_of_the_formula(alpha: float) -> None:
             assert bool(negative[token, channel]) == (centred < 0)
             magnitude = (round(level) + 7) >> 4
             anchor = -magnitude - 1 if centred < 0 else magnitude
-            assert unpack_nibbles(codes.anchor, signed=True)[token, channel] == anchor
+            assert unpack_signed(codes.anchor)[token, channel] == anchor
     assert compared > 500
 
 
@@ -181,7 +181,7 @@ def test_scores_are_those_of_the_decoded_keys(full: bool) -> None:
     generator = torch.Generator().manual_seed(1)
     codes = encode_page(torch.randn(3, PAGE, 16, generator=generator), alpha=5.0)
     queries = torch.randn(3, 4, 16, generator=generator)
-    scores = score_page(queries, codes, 0.25, alpha=5.0, full=full)
+    scores = LynxCodec(5.0, scores_in_full=full).score(queries, codes, 0.25)
     decoded = decode_page(codes, alpha=5.0, full=full)
     expected = torch.einsum("hgd,htd->hgt", queries, decoded) * 0.25
     torch.testing.assert_close(scores, expected, rtol=1e-5, atol=1e-5)

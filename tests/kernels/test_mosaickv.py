@@ -1,6 +1,6 @@
 """Packed vectors: which elements are kept, where they go, and products with them.
 
-The reference is tested against loops and dense products, and Triton against the reference.
+They are tested against loops and dense products, and bounds of scores against sorting.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from quantization_cases import tokens
 from torch import Tensor
 
-from cache_rank.kernels.mosaickv import triton
 from cache_rank.kernels.mosaickv.bounds import bound_unit
 from cache_rank.kernels.mosaickv.layout import Layout
 from cache_rank.kernels.mosaickv.vectors import (
@@ -255,114 +254,6 @@ def test_variance_within_blocks_is_nothing_where_all_keys_of_a_block_are_the_sam
     assert unexplained_variance(normal(1, 4096, 8), 4) == pytest.approx(3 / 4, abs=0.03)
 
 
-def assert_triton_equals_reference(
-    rotated: Tensor, kept: int, group: int, dtype: torch.dtype
-) -> None:
-    """Of (units, n, C) float32 vectors."""
-    for found, expected in zip(
-        triton.pack_vectors(rotated, kept, group, dtype),
-        pack_vectors(rotated, kept, group, dtype),
-        strict=True,
-    ):
-        assert found.dtype == expected.dtype
-        assert torch.equal(found, expected)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(
-    ("units", "count", "channels", "kept", "group"),
-    [
-        (1, 1, 1, 1, 1),
-        (1, 0, 8, 4, 1),
-        (2, 17, 6, 6, 1),
-        (2, 40, 48, 8, 1),
-        (3, 5, 48, 16, 2),
-        (1, 33, 96, 36, 4),
-        (1, 16, 128, 128, 4),
-        (2, 3, 128, 48, 1),
-    ],
-)
-def test_triton_equals_reference(
-    device: torch.device,
-    units: int,
-    count: int,
-    channels: int,
-    kept: int,
-    group: int,
-    dtype: torch.dtype,
-) -> None:
-    rotated = normal(units, count, channels).to(device)
-    assert_triton_equals_reference(rotated, kept, group, dtype)
-
-
-@pytest.mark.parametrize("group", [1, 2, 4])
-@pytest.mark.parametrize("kind", ["ties", "zeros", "large", "tiny", "signs"])
-def test_triton_keeps_the_elements_of_the_reference(
-    device: torch.device, kind: str, group: int
-) -> None:
-    rotated = {
-        "ties": normal(2, 20, 32).round(),
-        "zeros": normal(2, 20, 32) * (normal(2, 20, 32, seed=1) > 1),
-        "large": normal(2, 20, 32).sign() * 3e38,
-        "tiny": normal(2, 20, 32) * 1e-40,
-        "signs": normal(2, 20, 32).sign(),
-    }[kind].to(device)
-    for found, expected in zip(
-        triton.pack_vectors(rotated, 12, group, torch.float16),
-        pack_vectors(rotated, 12, group, torch.float16),
-        strict=True,
-    ):
-        assert torch.equal(found, expected)
-
-
-def assert_rotates_like_reference(covariance: Tensor, channels: int) -> None:
-    """But for signs, and for the order of directions with the same energy."""
-    found, expected = (
-        function(covariance, channels).cpu() for function in (triton.rotation_of, rotation_of)
-    )
-    assert found.dtype == torch.float64
-    assert found.shape == expected.shape
-    identity = torch.eye(channels, dtype=torch.float64).expand(*found.shape[:-2], -1, -1)
-    torch.testing.assert_close(found.transpose(-1, -2) @ found, identity, rtol=0, atol=1e-12)
-    exact = covariance.double().cpu()
-    found, expected = (part.transpose(-1, -2) @ exact @ part for part in (found, expected))
-    scale = float(exact.abs().max())
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-11 * scale)
-
-
-@pytest.mark.parametrize(("dims", "channels"), [(1, 1), (2, 2), (4, 3), (16, 12)])
-def test_rotations_by_triton_are_eigenvectors(
-    device: torch.device, dims: int, channels: int
-) -> None:
-    part = normal(2, 1, 50, dims) * torch.logspace(0, -3, dims)
-    part = rotate(part, torch.linalg.qr(normal(dims, dims, seed=1)).Q)
-    assert_rotates_like_reference(covariance_of(part).to(device), channels)
-
-
-@pytest.mark.parametrize("kind", ["zeros", "same", "diagonal", "large", "tiny"])
-def test_rotations_by_triton_of_unusual_covariances(device: torch.device, kind: str) -> None:
-    part = {
-        "zeros": torch.zeros(1, 20, 8),
-        "same": torch.full((1, 20, 8), 3.0),
-        "diagonal": torch.eye(8).unsqueeze(0),
-        "large": normal(1, 20, 8) * 1e37,
-        "tiny": normal(1, 20, 8) * 1e-37,
-    }[kind]
-    assert_rotates_like_reference(covariance_of(part).to(device), 6)
-
-
-@pytest.mark.gpu
-def test_rotations_of_a_model_on_a_gpu() -> None:
-    part = normal(6, 2, 8, 300, 128) * torch.logspace(1, -2, 128)
-    part = rotate(part, torch.linalg.qr(normal(6, 2, 8, 128, 128, seed=1)).Q)
-    covariance = covariance_of(part).cuda()
-    assert_rotates_like_reference(covariance, 96)
-    some = covariance[2:4, :, 3:5]
-    assert torch.equal(
-        triton.rotation_of(some, 96), triton.rotation_of(covariance, 96)[2:4, :, 3:5]
-    )
-
-
 @pytest.mark.parametrize("wanted", [1, 70, 200, 351])
 @pytest.mark.parametrize("kind", ["normal", "blocks", "same", "infinite"])
 def test_bounds_leave_as_many_tokens_as_are_wanted(
@@ -411,10 +302,3 @@ def test_bounds_leave_as_many_tokens_as_are_wanted(
         if float(scores[token]) > bound or (float(scores[token]) == bound and token >= first)
     }
     assert chosen == set(order[:wanted])
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("group", [1, 2, 4])
-def test_large_segments_on_a_gpu(group: int) -> None:
-    rotated = normal(8, 65536, 96).cuda()
-    assert_triton_equals_reference(rotated, 32, group, torch.bfloat16)

@@ -16,14 +16,14 @@ from quantization_cases import (
 )
 from torch import Tensor
 
-from cache_rank.kernels.nibbles.reference import unpack_nibbles
+from cache_rank.kernels.nibbles.reference import unpack, unpack_signed
 from cache_rank.kernels.quantspec.reference import (
     GROUP,
+    QuantSpecCodec,
     QuantSpecCodes,
     decode,
     encode_keys,
     encode_values,
-    score_keys,
 )
 
 Encode = Callable[[Tensor], QuantSpecCodes]
@@ -46,7 +46,7 @@ def test_decoding_is_within_a_step(group: Tensor, encode: Encode) -> None:
         assert decoded.shape == group.shape
         assert ((group.double() - decoded.double()).abs() <= step + slack).all()
     # The lower nibble cannot round up to 8, so only there is the error above half its step.
-    lower = unpack_nibbles(codes.lower, signed=True)
+    lower = unpack_signed(codes.lower)
     error = (group.double() - decode(codes).double()).abs()
     assert (error <= torch.where(lower == 7, scale / 16, scale / 32) + slack).all()
 
@@ -74,8 +74,8 @@ def test_codes_are_those_of_the_formula(encode: Encode, dim: int) -> None:
     smallest = group.amin(dim, keepdim=True)
     scale = (group.amax(dim, keepdim=True) - smallest) / 15
     exact_upper = (group - smallest) / scale
-    upper = unpack_nibbles(codes.upper, signed=False)
-    lower = unpack_nibbles(codes.lower, signed=True)
+    upper = unpack(codes.upper, 4)
+    lower = unpack_signed(codes.lower)
     exact_lower = (exact_upper - upper) * 16
     for read, exact, bounds in ((upper, exact_upper, (0, 15)), (lower, exact_lower, (-8, 7))):
         clear = (exact % 1 - 0.5).abs() > 1e-3  # not a tie, but for float32
@@ -119,7 +119,7 @@ def test_scores_are_those_of_the_decoded_keys(bits: int) -> None:
     codes = encode_keys(torch.randn(3, GROUP, 16, generator=generator))
     queries = torch.randn(3, 4, 16, generator=generator)
     expected = torch.einsum("hgd,htd->hgt", queries, decode(codes, bits)) * 0.25
-    scores = score_keys(queries, codes, 0.25, bits)
+    scores = QuantSpecCodec(True, torch.float32, bits).score(queries, codes, 0.25)
     torch.testing.assert_close(scores, expected, rtol=1e-5, atol=1e-5)
 
 

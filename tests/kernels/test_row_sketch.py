@@ -46,15 +46,14 @@ def sketch_of_a_layer(
     return Sketch(*(part[1:2].to(device) for part in make_sketch(basis, mean, shape))), shape
 
 
-@pytest.mark.parametrize("index", [torch.int32, torch.int64])
 @pytest.mark.parametrize("count", [1, 33, 200])
 @pytest.mark.parametrize(
-    ("kv_heads", "head_dim", "bits", "dtype"),
+    ("kv_heads", "head_dim", "bits", "dtype", "index"),
     [
-        (2, 64, 1, torch.float16),
-        (1, 128, 2, torch.bfloat16),
-        (3, 64, 3, torch.float32),
-        (2, 256, 4, torch.bfloat16),
+        (2, 64, 1, torch.float16, torch.int32),
+        (1, 128, 2, torch.bfloat16, torch.int64),
+        (3, 64, 3, torch.float32, torch.int32),
+        (2, 256, 4, torch.bfloat16, torch.int64),
     ],
 )
 def test_keys_are_encoded_into_their_rows(
@@ -62,8 +61,8 @@ def test_keys_are_encoded_into_their_rows(
     head_dim: int,
     bits: int,
     dtype: torch.dtype,
-    count: int,
     index: torch.dtype,
+    count: int,
     device: torch.device,
 ) -> None:
     sketch, shape = sketch_of_a_layer(kv_heads, head_dim, bits, device)
@@ -237,6 +236,7 @@ def test_queries_that_are_no_numbers_harm_no_others(value: float, device: torch.
     assert torch.equal(after[0, 1, : 90 - RECENT], before[0, 1, : 90 - RECENT])
 
 
+@pytest.mark.usefixtures("few_splits")
 @pytest.mark.parametrize(("kv_heads", "group", "dtype"), [(2, 4, torch.bfloat16), (1, 3, None)])
 def test_a_decode_step_attends_to_what_it_would_by_the_references(
     kv_heads: int, group: int, dtype: torch.dtype | None, device: torch.device

@@ -6,6 +6,7 @@ import pytest
 import torch
 import triton.language as tl
 
+from cache_rank.kernels.rows import PagedRows
 from cache_rank.kernels.score import reference, triton
 
 PAGE = 16
@@ -31,9 +32,7 @@ def random_step(
     return (
         queries.to(device),
         pool.to(device, dtype),
-        table.to(device),
-        to_device(slots),
-        to_device(positions),
+        PagedRows(table.to(device), to_device(slots), to_device(positions)),
         1,
         head_dim**-0.5,
     )
@@ -54,7 +53,7 @@ def score(implementation, step, capacity: int) -> torch.Tensor:
 
 def test_reference_scores_every_row_through_its_own_pages() -> None:
     step = random_step(torch.device("cpu"), [0, 15, 40], [2, 0, 1])
-    queries, pool, table, _, positions, first, scale = step
+    queries, pool, (table, _, positions), first, scale = step
     out = score(reference, step, 48)
     for row, position in enumerate(positions.tolist()):
         keys = torch.stack(

@@ -52,6 +52,7 @@ def test_a_plan_is_made(installed: Path, tmp_path: Path) -> None:
     assert (status, "inline, ms" in said) == (0, True), said
 
 
+@pytest.mark.thorough
 def test_a_calibration_finds_its_texts_and_reads_the_model(installed: Path, tmp_path: Path) -> None:
     model = installed / "sglang_ext" / "bundled_model"
     arguments = ("--model-path", str(model), "--out", "new")

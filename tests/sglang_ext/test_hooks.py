@@ -295,12 +295,12 @@ def test_the_cache_rank_is_there_while_what_it_needs_is(
 # What responses report, and what requests may ask.
 
 NAMES = [
-    *("sparse_steps", "dense_reason", "tokens_shipped", "late_steps", "stale_steps"),
-    "retractions",
+    *("sparse_steps", "dense_reason", "attended_tokens", "tokens_shipped", "late_steps"),
+    *("stale_steps", "retractions"),
 ]
-NOTHING = (0, "prefill", 0, 0, 0, 0)
-EARLY = (1, "down", 2, 3, 4, 5)
-LATE = (6, None, 7, 8, 9, 10)
+NOTHING = (0, "prefill", 0, 0, 0, 0, 0)
+EARLY = (1, "down", 11, 2, 3, 4, 5)
+LATE = (6, None, 12, 7, 8, 9, 10)
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from sglang_ext.metrics import EXPORT_STEPS
 THRESHOLD = 100
 ARGS: Any = SimpleNamespace(
     decode_log_interval=10,
+    enable_deterministic_inference=False,
     enable_metrics=True,
     served_model_name=None,
     model_path="model",
@@ -36,7 +37,10 @@ class Decoding:
 
     def __init__(self, args: Any = ARGS, tp_rank: int = 0) -> None:
         selection: Any = SimpleNamespace(
-            sparse_from=torch.zeros(8, dtype=torch.int32), sketch_bytes=640
+            sparse_from=torch.zeros(8, dtype=torch.int32),
+            sketch_bytes=640,
+            curve="a tenth",
+            attended=lambda length: length // 10,
         )
         self.rank = InlineRank(args, selection, tp_rank)
         pool = SimpleNamespace(available_size=lambda: 30)
@@ -79,9 +83,11 @@ def test_steps_are_exported_every_so_many_and_the_rest_when_no_request_is_sparse
     requests = [make_request(slot) for slot in (1, 2)]
     decoding.run(requests, steps=EXPORT_STEPS + 1)
     assert exported("sparse_steps_total") == 2 * EXPORT_STEPS
+    assert exported("attended_tokens_total") == 2 * EXPORT_STEPS * 10
     for request in requests:
         decoding.rank.on_request_freed(request)
     assert exported("sparse_steps_total") == 2 * (EXPORT_STEPS + 1)
+    assert exported("attended_tokens_total") == 2 * (EXPORT_STEPS + 1) * 10
 
 
 def test_a_request_that_asks_to_stay_dense_is_counted_once_it_is_long(decoding: Decoding) -> None:
@@ -102,9 +108,11 @@ def test_a_line_sums_up_the_steps_of_an_interval_that_had_sparse_ones(
         decoding.run([asking], steps=10)
         assert caplog.messages == []
         decoding.run([sparse, asking], THRESHOLD - 1, steps=5)
-        decoding.run([sparse, asking], steps=5)
+        decoding.run([sparse, asking], steps=3)
+        decoding.run([sparse, asking], 2 * THRESHOLD, steps=2)
     assert caplog.messages == [
-        "Sparse decode, #sparse-req: 1, #dense-req: 1, sparse: 0.5 requests/step"
+        "Sparse decode, #sparse-req: 1, #dense-req: 1, sparse: 0.5 requests/step, "
+        "attended: 14 tokens/request"
     ]
 
 
@@ -121,6 +129,7 @@ def test_without_series_the_state_is_kept_and_one_rank_logs(
         "steps": 10,
         "sparse_requests": 1,
         "pool_free_tokens": 42,
+        "sparse_budget": "a tenth",
         "sketch_bytes": 640,
     }
     decoding.rank.on_request_freed(request)

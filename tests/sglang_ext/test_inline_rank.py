@@ -9,9 +9,15 @@ import pytest
 import torch
 from fake_requests import fake_request
 
-from sglang_ext import reuse
+from sglang_ext import hooks, reuse
+from sglang_ext.inline import starting
 from sglang_ext.inline.rank import InlineRank
 from sglang_ext.inline.selection import NEVER
+
+# After ours, which makes SGLang importable without a GPU.
+from sglang.srt.model_executor.runner.decode_cuda_graph_runner import (  # isort: skip
+    DecodeCudaGraphRunner,
+)
 
 SLOTS, THRESHOLD = 4, 100
 
@@ -19,22 +25,32 @@ SLOTS, THRESHOLD = 4, 100
 class Scheduler:
     """Gives requests slots, and steps, as SGLang does."""
 
-    def __init__(self) -> None:
+    def __init__(self, deterministic: bool = False) -> None:
         self.sparse_from = torch.full((SLOTS,), NEVER, dtype=torch.int32)
-        selection: Any = SimpleNamespace(sparse_from=self.sparse_from, sketch_bytes=12)
+        self.selection: Any = SimpleNamespace(
+            sparse_from=self.sparse_from,
+            sketch_bytes=12,
+            step_is_sparse=True,
+            curve="a tenth",
+            attended=lambda length: length // 10,
+        )
         args: Any = SimpleNamespace(
             sparse_threshold=THRESHOLD,
             reuse_sparse_tokens="off",
             placement="inline",
             enable_metrics=False,
             decode_log_interval=40,
+            enable_deterministic_inference=deterministic,
         )
-        self.rank = InlineRank(args, selection, tp_rank=0)
+        self.rank = InlineRank(args, self.selection, tp_rank=0)
         self.seen: list[list[int]] = []
         """What the selection knew of slots in each forward pass."""
+        self.was_sparse: list[bool] = []
+        """Whether each forward pass was to select."""
 
     def forward(self) -> str:
         self.seen.append(self.sparse_from.tolist())
+        self.was_sparse.append(self.selection.step_is_sparse)
         return "result"
 
     def prefill(self, *requests: Any) -> None:
@@ -124,6 +140,16 @@ def test_steps_from_the_threshold_on_are_sparse_and_counted(scheduler: Scheduler
     assert reuse.dense_tokens(dense) is None
 
 
+def test_the_tokens_of_the_last_sparse_step_are_reported(scheduler: Scheduler) -> None:
+    one = request(0)
+    scheduler.prefill(one)
+    found = []
+    for length in (99, 100, 150):
+        scheduler.decode([length], one)
+        found.append(scheduler.rank.statistics_of([one])[0][2])
+    assert found == [0, 10, 15]
+
+
 def test_the_state_names_requests_that_are_sparse_now(scheduler: Scheduler) -> None:
     one, other = request(0), request(1)
     scheduler.prefill(one, other)
@@ -132,6 +158,7 @@ def test_the_state_names_requests_that_are_sparse_now(scheduler: Scheduler) -> N
         "steps": 0,
         "sparse_requests": 0,
         "pool_free_tokens": 42,
+        "sparse_budget": "a tenth",
         "sketch_bytes": 12,
     }
     scheduler.decode([200, 99], one, other)
@@ -163,3 +190,57 @@ def test_a_request_that_never_ran_may_be_freed(scheduler: Scheduler) -> None:
     scheduler.rank.on_request_freed(never)
     scheduler.prefill(never)
     assert scheduler.seen[-1][0] == THRESHOLD
+
+
+def test_sketches_are_fitted_again_at_the_first_prefill_by_other_weights(
+    scheduler: Scheduler,
+) -> None:
+    """And once, as soon as there is room for it."""
+    room = [False, True]
+    scheduler.rank.fit_again = lambda: room.pop(0)
+    one = request(0)
+    scheduler.prefill(one)
+    scheduler.rank.on_weights_updated()
+    scheduler.decode([50], one)
+    assert room == [False, True]
+    scheduler.prefill(one)
+    assert room == [True]
+    for _ in range(2):
+        scheduler.rank.on_weights_updated()
+        scheduler.prefill(one)
+        assert room == []
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_step_without_sparse_requests_is_sglangs_own(deterministic: bool) -> None:
+    """But not where the tokens of a request must not hang on the others in its batch."""
+    scheduler = Scheduler(deterministic)
+    one, other, asked = request(0), request(1), request(2, dense=True)
+    scheduler.decode([99, 30], one, other)
+    scheduler.decode([100, 31], one, other)
+    scheduler.decode([32, 5000], other, asked)
+    assert scheduler.was_sparse == [deterministic, True, deterministic]
+
+
+def test_a_batch_size_has_a_graph_for_each_kind_of_step(
+    scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(starting, "_current", scheduler.rank)
+    runner = object.__new__(DecodeCudaGraphRunner)
+    make_key = DecodeCudaGraphRunner._make_graph_key
+
+    def key_of(size: int) -> Any:
+        return hooks.name_graph(make_key(runner, size), runner, size)
+
+    captured: dict[Any, bool] = {}
+
+    def capture_one_stream(_: Any) -> None:
+        for size in (8, 4):
+            captured[key_of(size)] = scheduler.selection.step_is_sparse
+
+    hooks.capture_both_kinds(capture_one_stream, runner)
+    assert len(captured) == 4
+    assert scheduler.selection.step_is_sparse  # as before the capture
+    for is_sparse in (False, True):
+        scheduler.selection.step_is_sparse = is_sparse
+        assert [captured[key_of(size)] for size in (8, 4)] == [is_sparse] * 2

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from sglang_ext.budget import INLINE_CURVE, BudgetCurve
 from sglang_ext.inline.selection import NEVER, REQUESTS_AT_ONCE, Heads, Selection, make_codes
 
 LAYERS, KV_HEADS, GROUP, HEAD_DIM = 2, 4, 2, 32
@@ -17,8 +18,9 @@ SLOTS, CONTEXT, THRESHOLD = 6, 120, 40
 SCALE = HEAD_DIM**-0.5
 
 
-def arguments(budget: int) -> Any:
-    return SimpleNamespace(sink_tokens=2, recent_tokens=4, sparse_budget=budget, sketch_bits=2)
+def arguments(budget: int | BudgetCurve) -> Any:
+    curve = BudgetCurve.flat(budget) if isinstance(budget, int) else budget
+    return SimpleNamespace(sink_tokens=2, recent_tokens=4, budget_curve=curve, sketch_bits=2)
 
 
 class Pool:
@@ -38,7 +40,7 @@ class Pool:
         self.bases = torch.linalg.qr(bases).Q
         self.means = torch.randn(LAYERS, KV_HEADS, HEAD_DIM, device=device)
 
-    def selection(self, budget: int, heads: slice = slice(None)) -> Selection:
+    def selection(self, budget: int | BudgetCurve, heads: slice = slice(None)) -> Selection:
         """A rank with some of the KV heads, which has seen all keys; all requests may be sparse."""
         kv_heads = len(range(KV_HEADS)[heads])
         of_rank = Heads(LAYERS, kv_heads * GROUP, kv_heads, HEAD_DIM)
@@ -65,6 +67,7 @@ class Pool:
         queries = self.queries[layer, of].unflatten(1, (KV_HEADS, GROUP))[:, heads].flatten(1, 2)
         keys, values = self.keys[layer, :, heads], self.values[layer, :, heads]
         step = of, self.lengths[of], SCALE
+        selection.begin_step(self.lengths[of])
         picked = selection.select(layer, queries, *step)
         out = selection.attend(queries, keys, values, picked, *step)
         return out.unflatten(1, (-1, GROUP))
@@ -93,8 +96,9 @@ def test_ranks_of_half_the_heads_find_the_halves_of_what_one_rank_finds(pool: Po
             assert torch.equal(pool.attend(half, layer, heads), pool.attend(whole, layer)[:, heads])
 
 
-def test_a_budget_of_all_tokens_is_dense_attention(pool: Pool) -> None:
-    selection = pool.selection(budget=CONTEXT)
+@pytest.mark.parametrize("budget", [CONTEXT, INLINE_CURVE])
+def test_a_budget_of_all_tokens_is_dense_attention(budget: int | BudgetCurve, pool: Pool) -> None:
+    selection = pool.selection(budget)
     for layer in range(LAYERS):
         torch.testing.assert_close(pool.attend(selection, layer), pool.dense(layer))
 
@@ -107,6 +111,37 @@ def test_the_more_is_selected_the_nearer_it_is_to_dense_attention(pool: Pool) ->
         errors = [float(difference.norm() / dense.norm()) for difference in differences]
         assert errors == sorted(errors, reverse=True)
         assert errors[-1] < errors[0] / 10
+
+
+def test_each_request_of_a_batch_has_the_budget_of_its_length(pool: Pool) -> None:
+    """As if all had this budget; the curve has another at every length, and they are all below."""
+    pool.lengths[:3] = torch.tensor([THRESHOLD, 50, CONTEXT], device=pool.device)
+    curve = BudgetCurve(3, 1, 30)
+    found = pool.attend(pool.selection(curve), 0)
+    budgets = [curve.at(length) for length in pool.lengths.tolist()]
+    assert len({*budgets[:3]}) == 3
+    for slot, budget in enumerate(budgets):
+        alone = pool.attend(pool.selection(budget), 0, slots=[slot])
+        torch.testing.assert_close(found[slot], alone[0])
+        assert pool.selection(curve).attended(int(pool.lengths[slot])) == 2 + budget + 4
+
+
+@pytest.mark.gpu
+def test_a_captured_step_follows_the_lengths_that_change_in_place(pool: Pool) -> None:
+    selection, slots = pool.selection(BudgetCurve(3, 1, 30)), list(range(SLOTS))
+    pool.attend(selection, 0, slots=slots)  # kernels are compiled
+    of = torch.arange(SLOTS, device=pool.device)
+    step = of, pool.lengths, SCALE
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        selection.begin_step(pool.lengths)
+        picked = selection.select(0, pool.queries[0], *step)
+        out = selection.attend(pool.queries[0], pool.keys[0], pool.values[0], picked, *step)
+    for length in (THRESHOLD, 77, CONTEXT):
+        pool.lengths.fill_(length)
+        graph.replay()
+        expected = pool.attend(pool.selection(BudgetCurve(3, 1, 30)), 0)
+        torch.testing.assert_close(out.unflatten(1, (-1, GROUP)), expected)
 
 
 @pytest.mark.parametrize("dense_slot", range(SLOTS))

@@ -55,6 +55,8 @@ def test_flags_gpus_and_weights_change_a_plan() -> None:
         step("--query-predictor", "last", "--cache-rank-config", '{"layers_per_group": 6}') < usual
     )
     assert step("--gpu", "H100", "--sparse-budget", "1024") > 1.2 * usual
+    inline = float(cells(8, 32768)[2])
+    assert float(cells(8, 32768, "--sparse-budget", "4096")[2]) > 1.05 * inline
     assert step("--quantization", "fp8", batch=4) < 0.85 * step(batch=4)
 
 

@@ -42,7 +42,7 @@ def options() -> set[str]:
 
 
 def named_flags(text: str) -> set[str]:
-    return {*re.findall(r"(?<!\S)--[a-z][a-z-]*", text)}
+    return {*re.findall(r"(?<!\S)--[a-z][a-z0-9-]*", text)}
 
 
 def check(args: CacheRankServerArgs, object_to: Object, flags: str) -> None:
@@ -54,7 +54,7 @@ def check(args: CacheRankServerArgs, object_to: Object, flags: str) -> None:
     sentences = re.fullmatch(r"(--.+?): (.+?)\. ([A-Z].+)\.", str(caught.value))
     assert sentences
     named, why, remedy = sentences.groups()
-    assert re.findall(r"(?<!\S)--[a-z-]+", named) == flags.split()
+    assert re.findall(r"(?<!\S)--[a-z0-9-]+", named) == flags.split()
     assert "{" not in why + remedy
 
 
@@ -112,7 +112,11 @@ INLINE_CASES: list[tuple[str, dict[str, Any]]] = [
     ("--inference-kv", {"inference_kv": "working-set"}),
     ("--kv-cache-dtype", {"kv_cache_dtype": "fp8_e5m2"}),
     ("--recent-tokens", {"recent_tokens": 0}),
+    ("--moe-a2a-backend", {"moe_a2a_backend": "deepep"}),
+    ("--prefill-attention-backend", {"prefill_attention_backend": "torch_native"}),
     ("--sparse-threshold", {"sparse_threshold": 68}),
+    ("--sparse-threshold", {"sparse_threshold": 259}),  # 192 tokens are selected of so many
+    ("--sparse-threshold --sparse-budget", {"sparse_threshold": 2115, "sparse_budget": 2048}),
 ]
 GPU_CASES: list[tuple[int, Object, str, dict[str, Any]]] = [
     (2, servers.sparse_decode, "--attention-backend", {"attention_backend": "trtllm_mha"}),
@@ -152,6 +156,19 @@ def test_refuses_what_selection_in_the_process_cannot_do(
     check(make(cache_rank_gpus=None, **fields), servers.inline, flags)
 
 
+@pytest.mark.parametrize(
+    ("always", "least"), [(68, 260), (704, 896), (1204, 1430), (100_000, 101_024)]
+)
+def test_the_least_threshold_is_one_that_covers_its_own_budget(
+    always: int, least: int, make: Make
+) -> None:
+    """It is accepted, and a shorter one is told of it."""
+    fields = {"cache_rank_gpus": None, "recent_tokens": always - 4}
+    assert not list(servers.inline(make(sparse_threshold=least, **fields)))
+    (objection,) = servers.inline(make(sparse_threshold=least - 1, **fields))
+    assert f"a request has to have {least} tokens" in objection.why
+
+
 def pretend_gpus(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu, "has_gpu", lambda: count > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
@@ -180,6 +197,19 @@ def test_what_nobody_asked_for_is_not_refused(
     assert [*servers.sparse_decode(args), *servers.exchange(args)] == []
     args = make(cache_rank_gpus=None)
     assert [*servers.sparse_decode(args), *servers.inline(args)] == []
+
+
+@pytest.mark.parametrize("gpus", [0, 2])
+def test_a_pool_that_grows_after_captures_is_refused(
+    gpus: int, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend_gpus(gpus, monkeypatch)
+    monkeypatch.setenv("SGLANG_ENABLE_POST_CAPTURE_KV_SIZING", "1")
+    if gpus:
+        with pytest.raises(UnsupportedError, match=r"^SGLANG_ENABLE_POST_CAPTURE_KV_SIZING: "):
+            refuse(make(), servers.sparse_decode(make()))
+    else:
+        refuse(make(), servers.sparse_decode(make()))
 
 
 def test_full_queues_are_allowed_on_cpus(make: Make) -> None:

@@ -23,6 +23,8 @@ from sglang.srt.server_args import ServerArgs
 import sglang_ext
 from cache_rank.config import CacheRankConfig, ModelShape
 from sglang_ext import compat, cpu, plugin, server_args
+from sglang_ext.budget import INLINE_CURVE, BudgetCurve
+from sglang_ext.calibration.files import TENSORS, Calibration, Card, write
 from sglang_ext.flags import (
     BACKEND,
     CACHE_RANK_FIELDS,
@@ -451,6 +453,64 @@ def test_an_inline_server_may_have_what_a_cache_rank_may_not() -> None:
     assert args.kv_cache_dtype == "fp8_e4m3"
 
 
+def card(model: Path, **changes: Any) -> Card:
+    """What a calibration of a model says."""
+    config = json.loads((model / "config.json").read_text())
+    values = {
+        "model": "somewhere",
+        "architecture": config["architectures"][0],
+        "hidden_size": config["hidden_size"],
+        "layers": config["num_hidden_layers"],
+        "query_heads": config["num_attention_heads"],
+        "kv_heads": config["num_key_value_heads"],
+        "head_dim": config["head_dim"],
+        **{"dense_layers": 1, "layers_per_group": 1, "forecast_lead": 1, "rank": 1, "ridge": 0.1},
+        **{"texts": {}, "held_out": {}, "tokens": 1, "fits": {}},
+    }
+    return Card(**values | changes)
+
+
+FORECAST = '--query-predictor forecast --forecast-lead 1 --cache-rank-config {"layers_per_group":1}'
+
+
+@pytest.mark.parametrize("placement", ["--cache-rank-gpus 1", ""])
+def test_a_calibration_that_does_not_suit_is_refused_at_the_door(
+    placement: str, tmp_path: Path
+) -> None:
+    flags = [*placement.split(), "--calibration", str(tmp_path)]
+
+    def refusal() -> str:
+        with pytest.raises(UnsupportedError, match=rf"^--calibration {tmp_path}: ") as caught:
+            parse_server_args(flags)
+        return str(caught.value)
+
+    assert "has no card.json" in refusal()
+    write(tmp_path, Calibration(card(BUNDLED_MODEL), {}, {}))
+    assert parse_server_args(flags).calibration == str(tmp_path)
+    for name, value in {
+        **{"architecture": "LlamaModel", "layers": 9, "query_heads": 32, "kv_heads": 16},
+        **{"head_dim": 512, "dense_layers": 0},
+    }.items():
+        write(tmp_path, Calibration(card(BUNDLED_MODEL, **{name: value}), {}, {}))
+        assert f"it is of {name} {value} (somewhere), and the server has" in refusal()
+    write(tmp_path, Calibration(card(BUNDLED_MODEL), {}, {}))
+    (tmp_path / TENSORS).unlink()
+    assert f"it has no {TENSORS}" in refusal()
+
+
+@pytest.mark.parametrize("changed", ["hidden_size", "layers_per_group", "forecast_lead"])
+def test_a_calibration_of_another_schedule_is_refused_with_forecasts_only(
+    changed: str, tmp_path: Path
+) -> None:
+    model = Model("Qwen3", DEEP | {"head_dim": 32}).write(tmp_path)
+    folder = tmp_path / "calibration"
+    write(folder, Calibration(card(model, **{changed: 1000}), {}, {}))
+    flags = f"--model-path {model} --calibration {folder}"
+    assert f"it is of {changed} 1000" in refusal_of(f"{FORECAST} --calibration {folder}", model)
+    parse(f"--query-predictor last {flags}".split())
+    parse_server_args(flags.split())
+
+
 def test_freed_rows_need_a_cache_rank() -> None:
     with pytest.raises(
         UnsupportedError, match=r"^--inference-kv working-set: .* --cache-rank-gpus"
@@ -724,7 +784,10 @@ def test_an_inline_server_says_what_selects_and_what_to_expect(
     served = f"--model-path {model.write(tmp_path)} --kv-residency mosaickv"
     parse_server_args(served.split())
     logged = capsys.readouterr().err
-    assert re.search(rf"cache rank: tokens are selected in this process \(.+\){said}", logged)
+    budgets = re.escape(f", --sparse-budget {INLINE_CURVE}")
+    assert re.search(
+        rf"cache rank: tokens are selected in this process \(.+\){budgets}{said}", logged
+    )
     assert (NO_ESTIMATE in logged) == ("num_experts" in model.changes)
     assert said or "ms a step" not in logged
 
@@ -767,7 +830,9 @@ def test_the_config_of_the_cache_rank_carries_the_flags(
 
 def test_a_flag_of_the_policy_has_the_default_of_the_policy() -> None:
     policy = CacheRankConfig(ModelShape(1, 1, 1, 8, "float32", 1.0))
-    chosen_later = {"query_predictor", "layers_per_group", "hysteresis", "max_swap_tokens"}
+    chosen_later = {
+        *("query_predictor", "layers_per_group", "sparse_budget", "hysteresis", "max_swap_tokens")
+    }
     for name, default in compat.default_values(CacheRankServerArgs).items():
         if name in CACHE_RANK_FIELDS and name in CacheRankConfig.__struct_fields__:
             if name in chosen_later:
@@ -792,6 +857,21 @@ def test_what_stays_and_what_enters_follows_the_budget(flags: str, sizes: tuple[
     assert (args.hysteresis, args.max_swap_tokens) == sizes
     config = args.cache_rank_config(ModelShape(1, 1, 1, 8, "float32", 1.0), max_rows=6)
     assert (config.hysteresis, config.max_swap_tokens) == sizes
+
+
+@pytest.mark.parametrize(
+    ("flags", "curve"),
+    [
+        ("", INLINE_CURVE),
+        ("--cache-rank-gpus 1", BudgetCurve.flat(2048)),
+        ("--sparse-budget 40", BudgetCurve.flat(40)),
+        ("--sparse-budget 40 --cache-rank-gpus 1", BudgetCurve.flat(40)),
+    ],
+)
+def test_budgets_follow_lengths_only_inline_and_by_default(flags: str, curve: BudgetCurve) -> None:
+    args = parse_server_args(["--model-path", str(BUNDLED_MODEL), *flags.split()])
+    assert args.budget_curve == curve
+    assert pickle.loads(pickle.dumps(args)).budget_curve == curve
 
 
 def test_checksums_of_rounded_tokens_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

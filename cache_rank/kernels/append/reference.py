@@ -9,15 +9,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from cache_rank.kernels.rows import PagedRows
+
 
 def append_step(
     up: Tensor,
     key_pool: Tensor,
     value_pool: Tensor,
     query_ring: Tensor,
-    page_table: Tensor,
-    slots: Tensor,
-    positions: Tensor,
+    rows: PagedRows,
     first_layer: int,
 ) -> None:
     """Store the newest query, key and value of every row, for the layers of a group.
@@ -28,13 +28,11 @@ def append_step(
         key_pool, value_pool: (pages, layers, Hkv, P, D), written in place.
         query_ring: (slots, layers, Hq, W + 1, D), written in place; position p takes entry
             p % (W + 1).
-        page_table: (R, max pages) int32, the pages of each row's sequence in order. Entries beyond
-            the page of the row's position are not read. Positions beyond the table start it again,
-            so that a table of one page turns that page into a ring of the newest tokens.
-        slots: (R,) int32, the state slot of each row; negative skips the row.
-        positions: (R,) int32, the position of each row's token.
+        rows: the rows of the step. Positions beyond the table start it again, so that a table of
+            one page turns that page into a ring of the newest tokens.
         first_layer: index of the group's first layer in the pools and the ring.
     """
+    page_table, slots, positions = rows
     row = (slots >= 0).nonzero().squeeze(-1)
     position = positions[row].to(torch.int64)
     slot = slots[row].to(torch.int64)

@@ -6,6 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from cache_rank.kernels.rows import PagedRows
+
 _BLOCK_ELEMENTS = 2048
 """A program moves at most this many elements."""
 
@@ -15,13 +17,11 @@ def append_step(
     key_pool: Tensor,
     value_pool: Tensor,
     query_ring: Tensor,
-    page_table: Tensor,
-    slots: Tensor,
-    positions: Tensor,
+    rows: PagedRows,
     first_layer: int,
 ) -> None:
     """See the reference. One launch; D is a power of two."""
-    rows, layers, heads, head_dim = up.shape
+    count, layers, heads, head_dim = up.shape
     _, pool_layers, kv_heads, page_tokens, _ = key_pool.shape
     query_heads, ring = query_ring.shape[2:4]
     assert heads == query_heads + 2 * kv_heads
@@ -29,20 +29,18 @@ def append_step(
     assert key_pool.is_contiguous()
     assert value_pool.is_contiguous()
     assert query_ring.is_contiguous()
-    assert page_table.stride(1) == 1
+    assert rows.page_table.stride(1) == 1
     block_heads = max(1, min(_BLOCK_ELEMENTS // head_dim, triton.next_power_of_2(heads)))
-    _append[(rows, layers, triton.cdiv(heads, block_heads))](
+    _append[(count, layers, triton.cdiv(heads, block_heads))](
         up,
         key_pool,
         value_pool,
         query_ring,
-        page_table,
-        slots,
-        positions,
+        *rows,
         first_layer,
         up.stride(0),
-        page_table.stride(0),
-        page_table.shape[1],
+        rows.page_table.stride(0),
+        rows.page_table.shape[1],
         LAYERS=layers,
         POOL_LAYERS=pool_layers,
         QUERY_HEADS=query_heads,

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
 from cache_rank.kernels.coded.reference import CodedTokens
 
 
@@ -34,16 +36,35 @@ class Layout(NamedTuple):
         return cls(layers, kv_heads, head_dim, ring, tokens.page_tokens, tokens.group_tokens)
 
 
+class Launch(NamedTuple):
+    """How scores are spread over a GPU; only time depends on it.
+
+    Attributes:
+        chunks: how many times CHUNK_TOKENS a program scores.
+        warps, stages: of a program.
+        registers: the most registers of a thread.
+        ring_block: how many keys of the ring are multiplied at a time.
+    """
+
+    chunks: int = 2
+    warps: int = 4
+    stages: int = 3
+    registers: int | None = None
+    ring_block: int = 64
+
+
 class Parameters(NamedTuple):
     """What the functions of a format take beside what those of all formats take.
 
     Attributes:
         tables: tensors and numbers, in a tuple.
         constants: what the functions are compiled for; they read it by name.
+        launch: of scores.
     """
 
     tables: tuple[Any, ...]
     constants: NamedTuple
+    launch: Launch = Launch()
 
 
 class Format(NamedTuple):
@@ -63,8 +84,7 @@ class Format(NamedTuple):
             GROUP, PADDED, STAGES, INTERPRETED, LAYOUT, CONSTANTS) passes the logits of the keys
             [start, coded_stop) to `store_logits`. `queries` and `logits` are those of the unit.
         encoding: makes the parameters of `encode` and of `gather` from the tokens.
-        scoring: makes those of `logits` from the tokens, queries, scores to be written, whether to
-            be exact, and options of the format.
+        scoring: makes those of `logits` from the tokens, queries and scores to be written.
         keys_as_values: whether `encode` is the same for both, and so is compiled once.
     """
 
@@ -72,5 +92,5 @@ class Format(NamedTuple):
     gather: Any
     logits: Any
     encoding: Callable[[CodedTokens], Parameters]
-    scoring: Callable[..., Parameters]
+    scoring: Callable[[CodedTokens, Tensor, Tensor], Parameters]
     keys_as_values: bool = False

@@ -14,13 +14,17 @@ are those of tokens that this step reads from the ring.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from cache_rank.kernels.rows import PagedRows
 from cache_rank.kernels.score.reference import ScoreWorkspace
 from cache_rank.kernels.wire.reference import to_wire
+
+if TYPE_CHECKING:
+    from cache_rank.kernels.coded.format import Format
 
 _TILE_TOKENS = 4096
 """This many tokens of one sequence are decoded at once for scoring."""
@@ -60,15 +64,17 @@ class Codec(Protocol):
             entries: (n, width) of each plane, the entries of n tokens.
         """
 
-    def score(self, queries: Tensor, planes: Sequence[Tensor], scale: float, exact: bool) -> Tensor:
+    def score(self, queries: Tensor, planes: Sequence[Tensor], scale: float) -> Tensor:
         """Compute the logits of groups of keys: (..., G, group tokens) float32.
 
         Args:
             queries: (..., G, D) float32.
             planes: (..., entries, width) each, the codes of the groups.
             scale: factor on the logits.
-            exact: whether to read all that is held of a key, whatever reading is configured.
         """
+
+    def kernels(self) -> Format:
+        """Import what triton.py compiles for the format."""
 
 
 class CodedTokens(NamedTuple):
@@ -79,8 +85,6 @@ class CodedTokens(NamedTuple):
         planes: those of keys and of values, each (pages, layers, Hkv, entries of a page, width).
         rings: those of keys and of values, (slots, layers, Hkv, ring, D) each; position p is in
             entry p % ring. A ring holds one group more than stays in full precision.
-        resident: (slots, layers) int32, how many tokens `encode_groups` saw last. Steps follow
-            their positions instead.
         not_finite: (1,) int32, 0 until tokens were encoded that are not finite, or span more than
             float32; then 1 + (part · layers + layer) · Hkv + head of the last of them, where part
             is 0 for keys and 1 for values.
@@ -91,7 +95,6 @@ class CodedTokens(NamedTuple):
     codecs: tuple[Codec, Codec]
     planes: tuple[tuple[Tensor, ...], tuple[Tensor, ...]]
     rings: tuple[Tensor, Tensor]
-    resident: Tensor
     not_finite: Tensor
     group_tokens: int
     page_tokens: int
@@ -115,9 +118,7 @@ def quotient(numerator: Tensor, denominator: Tensor) -> Tensor:
 
 def encode_groups(
     tokens: CodedTokens,
-    page_table: Tensor,
-    slots: Tensor,
-    starts: Tensor,
+    rows: PagedRows,
     count: int,
     layers: range,
     shipment: Tensor | None = None,
@@ -125,20 +126,18 @@ def encode_groups(
     """Encode the groups that new tokens complete.
 
     Args:
-        tokens: what is held; planes, resident and not_finite are written in place.
-        page_table: (R, max pages) int32, the pages of each row's sequence in order.
-        slots: (R,) int32; a row of slot -1 is left alone.
-        starts: (R,) int32, the position of each row's first new token.
+        tokens: what is held; planes and not_finite are written in place.
+        rows: the rows of the step, where a position is that of the first new token.
         count: how many new tokens each row has.
         layers: which layers.
         shipment: (2, layers, count, Hkv, D), the new keys and values of the one row. None where the
             rings hold them already, which they may if each row has one new token.
     """
     size, ring_tokens = tokens.group_tokens, tokens.rings[0].shape[3]
+    page_table, slots, starts = rows
     for pages, slot, start in zip(page_table, slots.tolist(), starts.tolist(), strict=True):
         if slot < 0:
             continue
-        tokens.resident[slot, layers.start : layers.stop] = start + count
         for first in range(tokens.coded(start), tokens.coded(start + count), size):
             positions = torch.arange(first, first + size, device=slots.device)
             is_new = positions >= start if shipment is not None else torch.zeros_like(positions) > 0
@@ -160,9 +159,7 @@ def encode_groups(
 
 def gather_codes(
     tokens: CodedTokens,
-    page_table: Tensor,
-    slots: Tensor,
-    positions: Tensor,
+    rows: PagedRows,
     first_layer: int,
     entering: Tensor,
     out_keys: Tensor,
@@ -170,90 +167,51 @@ def gather_codes(
 ) -> None:
     """Read K and V of the tokens that enter the working sets, decoded in full.
 
+    What decodes beyond the range of the rings' dtype becomes its largest number.
+
     Args:
         tokens: what is held.
-        page_table: (R, max pages) int32, the pages of each row's sequence in order.
-        slots: (R,) int32; negative skips the row.
-        positions: (R,) int32, the position of each row's newest token.
-        first_layer: index of the first of the L layers.
-        entering: (R, L, Hkv, C) int32 token positions; negative is padding.
-        out_keys, out_values: (R, L, Hkv, C, width) in the dtype of the rings or in another of a
-            message, see `to_wire`; written in place. Entries of padding and of skipped rows keep
-            what they hold.
+        rows, first_layer, entering, out_keys, out_values: as for `gather_step` of
+            gather/reference.py, in the dtype of the rings or in another of a message.
     """
-    used = (entering >= 0) & (slots >= 0).view(-1, 1, 1, 1)
+    used = (entering >= 0) & (rows.slots >= 0).view(-1, 1, 1, 1)
     row, layer, head, entry = used.nonzero(as_tuple=True)
-    resident = positions[row].to(torch.int64) + 1
     position = entering[row, layer, head, entry].to(torch.int64)
-    page = page_table[row, position // tokens.page_tokens].to(torch.int64)
-    slot = slots[row].to(torch.int64)
-    found = read_tokens(tokens, page, slot, layer + first_layer, head, position, resident)
-    for out, part in zip((out_keys, out_values), found, strict=True):
-        out[row, layer, head, entry] = to_wire(part, out.dtype)
-
-
-def read_tokens(
-    tokens: CodedTokens,
-    page: Tensor,
-    slot: Tensor,
-    layer: Tensor,
-    head: Tensor,
-    position: Tensor,
-    resident: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """Read tokens from anywhere: keys and values, (n, D) each in the dtype of the rings.
-
-    What decodes beyond the range of the dtype becomes its largest number.
-
-    Args:
-        tokens: what is held.
-        page, slot, layer, head, position: (n,) int64, where each token is.
-        resident: (n,) integers, how many tokens its sequence has.
-    """
-    size, ring_tokens = tokens.group_tokens, tokens.rings[0].shape[3]
-    coded = resident // size * size - tokens.full_tokens
+    page = rows.page_table[row, position // tokens.page_tokens].to(torch.int64)
+    slot, size = rows.slots[row].to(torch.int64), tokens.group_tokens
+    coded = (rows.positions[row].to(torch.int64) + 1) // size * size - tokens.full_tokens
     is_coded = (position < coded).nonzero().squeeze(-1)
-    place = (page[is_coded], layer[is_coded], head[is_coded])
+    place = (page[is_coded], layer[is_coded] + first_layer, head[is_coded])
     offset = position[is_coded] % tokens.page_tokens
-    found = []
-    for codec, planes, ring in zip(tokens.codecs, tokens.planes, tokens.rings, strict=True):
-        part = ring[slot, layer, head, position % ring_tokens]
+    outs = (out_keys, out_values)
+    for codec, planes, ring, out in zip(
+        tokens.codecs, tokens.planes, tokens.rings, outs, strict=True
+    ):
+        part = ring[slot, layer + first_layer, head, position % ring.shape[3]]
         entries = [
             plane[(*place, offset * plane.shape[3] // tokens.page_tokens)] for plane in planes
         ]
         largest = torch.finfo(part.dtype).max
         part[is_coded] = codec.decode(entries).clamp(-largest, largest).to(part.dtype)
-        found.append(part)
-    return found[0], found[1]
+        out[row, layer, head, entry] = to_wire(part, out.dtype)
 
 
 def score_codes(
     tokens: CodedTokens,
     queries: Tensor,
-    page_table: Tensor,
-    slots: Tensor,
-    positions: Tensor,
+    rows: PagedRows,
     first_layer: int,
     scale: float,
     workspace: ScoreWorkspace,
     out: Tensor,
-    exact: bool = False,
 ) -> None:
     """Score the resident tokens of every row of a step: `score_tokens` of score/reference.py.
 
     Args:
         tokens: what is held.
-        queries: (R, L, Hq, D) float32.
-        page_table: (R, max pages) int32, the pages of each row's sequence in order.
-        slots: (R,) int32; a row of slot -1 is left alone.
-        positions: (R,) int32; tokens [0, position] are scored.
-        first_layer: index of the first of the L layers.
-        scale: factor on the logits.
-        workspace: what `score_workspace` made.
-        out: (R, L, Hkv, capacity) float32, written in place; entries of other tokens keep what they
-            hold.
-        exact: whether to read all that is held of a key, whatever reading is configured.
+        queries, rows, first_layer, scale, workspace, out: as for `score_step` beside it.
     """
+    page_table, slots, positions = rows
     kv_heads = out.shape[2]
     layers = slice(first_layer, first_layer + out.shape[1])
     grouped = queries.unflatten(2, (kv_heads, -1))  # (R, L, Hkv, G, D)
@@ -262,7 +220,7 @@ def score_codes(
             continue
         coded = tokens.coded(position + 1)
         logits = [
-            _coded_logits(tokens, grouped[row], page_table[row], layers, first, last, scale, exact)
+            _coded_logits(tokens, grouped[row], page_table[row], layers, first, last, scale)
             for first in range(0, coded, _TILE_TOKENS)
             for last in (min(first + _TILE_TOKENS, coded),)
         ]
@@ -282,7 +240,6 @@ def _coded_logits(
     first: int,
     last: int,
     scale: float,
-    exact: bool,
 ) -> Tensor:
     """Logits of a sequence's tokens [first, last), whole groups: (L, Hkv, G, n) float32."""
     size, groups_of_page = tokens.group_tokens, tokens.page_tokens // tokens.group_tokens
@@ -294,7 +251,7 @@ def _coded_logits(
         plane.unflatten(3, (groups_of_page, -1))[page, layer, :, within]
         for plane in tokens.planes[0]
     ]  # (groups, L, Hkv, entries, width)
-    logits = tokens.codecs[0].score(queries, planes, scale, exact)
+    logits = tokens.codecs[0].score(queries, planes, scale)
     return logits.permute(1, 2, 3, 0, 4).flatten(3)
 
 

@@ -1,9 +1,9 @@
 """The three launches on tokens held as codes, for every format, Triton.
 
 The reference beside this file specifies them. What differs between formats is in the folder of
-each, as a `Format`: how a group becomes codes, how codes become tokens of a message, and what the
-logits of keys are. These functions are compiled into the kernels here, which know which group a
-program encodes, which tokens it gathers, and what becomes of logits.
+each, as a `Format`, which its codec imports: how a group becomes codes, how codes become tokens of
+a message, and what the logits of keys are. These functions are compiled into the kernels here,
+which know which group a program encodes, which tokens it gathers, and what becomes of logits.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cache_rank.kernels.coded.format import Format, Layout
+from cache_rank.kernels.coded.format import Layout
 from cache_rank.kernels.coded.reference import CodedTokens
 from cache_rank.kernels.coded.tokens import GatherTarget, GroupSource
+from cache_rank.kernels.rows import PagedRows
 from cache_rank.kernels.score.reference import ScoreWorkspace
 from cache_rank.kernels.score.triton import (
     CHUNK_TOKENS,
@@ -34,75 +35,65 @@ _GATHERED_ELEMENTS = 2048
 
 
 def encode_groups(
-    of: Format,
     tokens: CodedTokens,
-    page_table: Tensor,
-    slots: Tensor,
-    starts: Tensor,
+    rows: PagedRows,
     count: int,
     layers: range,
     shipment: Tensor | None = None,
-    warps: int = 8,
 ) -> None:
     """See the reference. One launch; D is a power of two."""
-    assert shipment is None or (shipment.is_contiguous() and slots.shape[0] == 1)
-    layout, parameters = Layout.of(tokens), of.encoding(tokens)
+    assert shipment is None or (shipment.is_contiguous() and len(rows.slots) == 1)
+    of, layout = tokens.codecs[0].kernels(), Layout.of(tokens)
+    parameters = of.encoding(tokens)
     most_groups = triton.cdiv(count, tokens.group_tokens)
     # Groups of a row; keys and values of each layer and kv head; rows.
-    _encode[(most_groups, len(layers) * layout.kv_heads * 2, slots.shape[0])](
+    _encode[(most_groups, len(layers) * layout.kv_heads * 2, len(rows.slots))](
         *tokens.planes,
         *tokens.rings,
         parameters.tables,
         shipment,
-        page_table,
-        slots,
-        starts,
-        tokens.resident,
+        *rows,
         tokens.not_finite,
         layers.start,
         count,
-        page_table.stride(0),
+        rows.page_table.stride(0),
         ENCODE=of.encode,
         KEYS_AS_VALUES=of.keys_as_values,
         LAYOUT=layout,
         CONSTANTS=parameters.constants,
-        num_warps=warps,
+        num_warps=8,
         enable_fp_fusion=False,  # the same bits as the reference
     )
 
 
 def gather_codes(
-    of: Format,
     tokens: CodedTokens,
-    page_table: Tensor,
-    slots: Tensor,
-    positions: Tensor,
+    rows: PagedRows,
     first_layer: int,
     entering: Tensor,
     out_keys: Tensor,
     out_values: Tensor,
 ) -> None:
     """See the reference. One launch; D is a power of two."""
-    rows, layers, kv_heads, capacity = entering.shape
-    layout, parameters = Layout.of(tokens), of.encoding(tokens)
+    count, layers, kv_heads, capacity = entering.shape
+    of, layout = tokens.codecs[0].kernels(), Layout.of(tokens)
+    parameters = of.encoding(tokens)
     assert entering.is_contiguous()
     for out in (out_keys, out_values):
         assert out.is_contiguous()
         assert out.shape == (*entering.shape, wire_width(layout.head_dim, out.dtype))
     block = min(_GATHERED_ELEMENTS // layout.head_dim, triton.next_power_of_2(capacity))
     block = max(1, block)
-    _gather[(triton.cdiv(capacity, block), layers * kv_heads, rows)](
+    _gather[(triton.cdiv(capacity, block), layers * kv_heads, count)](
         *tokens.planes,
         *tokens.rings,
         parameters.tables,
-        page_table,
-        slots,
-        positions,
+        *rows,
         entering,
         out_keys,
         out_values,
         first_layer,
-        page_table.stride(0),
+        rows.page_table.stride(0),
         largest=torch.finfo(tokens.rings[0].dtype).max,
         LAYERS=layers,
         CAPACITY=capacity,
@@ -115,64 +106,50 @@ def gather_codes(
 
 
 def score_codes(
-    of: Format,
     tokens: CodedTokens,
     queries: Tensor,
-    page_table: Tensor,
-    slots: Tensor,
-    positions: Tensor,
+    rows: PagedRows,
     first_layer: int,
     scale: float,
     workspace: ScoreWorkspace,
     out: Tensor,
-    exact: bool = False,
-    rounded: bool | None = None,
-    chunk: int = 2 * CHUNK_TOKENS,
-    warps: int = 4,
-    stages: int = 3,
-    registers: int | None = None,
-    ring_block: int = 64,
-    **options: int,
+    rounded: bool = True,
 ) -> None:
     """See the reference. Two launches; D is a power of two, on a GPU of at least 64.
 
     Args:
-        rounded: whether logits are kept in float16; by default unless scores are to be exact.
-        chunk: how many tokens a program scores, a multiple of CHUNK_TOKENS.
-        warps, stages: of a program.
-        registers: the most registers of a thread.
-        ring_block: how many keys of the ring are multiplied at a time.
-        options: options of the format; only time and the last bits depend on them.
+        rounded: whether logits are kept in float16.
     """
-    parameters, key_ring = of.scoring(tokens, queries, out, exact, **options), tokens.rings[0]
+    of, key_ring = tokens.codecs[0].kernels(), tokens.rings[0]
+    parameters = of.scoring(tokens, queries, out)
+    launch = parameters.launch
+    chunk = launch.chunks * CHUNK_TOKENS
     constants = score_constants(queries, workspace, out, chunk)
-    logits, partial = scratch(workspace, not exact if rounded is None else rounded)
+    logits, partial = scratch(workspace, rounded)
     _score[score_grid(out, chunk)](
         queries,
         tokens.planes[0],
         key_ring,
         parameters.tables,
-        page_table,
-        slots,
-        positions,
+        *rows,
         logits,
         partial,
         first_layer=first_layer,
         scale=scale,
-        page_stride=page_table.stride(0),
+        page_stride=rows.page_table.stride(0),
         capacity=out.shape[-1],
         **constants,
-        RING_BLOCK=ring_block,
-        STAGES=stages,
+        RING_BLOCK=launch.ring_block,
+        STAGES=launch.stages,
         LOGITS=of.logits,
         LAYOUT=Layout.of(tokens),
         CONSTANTS=parameters.constants,
         EXACT=multiplies_float32(key_ring),
         INTERPRETED=not key_ring.is_cuda,
-        num_warps=warps,
-        maxnreg=registers,
+        num_warps=launch.warps,
+        maxnreg=launch.registers,
     )
-    finish_scores(logits, partial, slots, positions, constants, out)
+    finish_scores(logits, partial, rows, constants, out)
 
 
 @triton.jit
@@ -196,7 +173,6 @@ def _encode(
     page_table,
     slots,
     starts,
-    resident,
     not_finite,
     first_layer,
     count,
@@ -215,8 +191,6 @@ def _encode(
     layer, head = first_layer + unit // LAYOUT.kv_heads, unit % LAYOUT.kv_heads
     first = _coded_tokens(start, LAYOUT) + tl.program_id(0) * LAYOUT.group_tokens
     exists = (slot >= 0) & (first < _coded_tokens(start + count, LAYOUT))
-    if (slot >= 0) & (tl.program_id(0) == 0) & (head == 0) & (part == 0):
-        tl.store(resident + slot * LAYOUT.layers + layer, start + count)
     if not exists:
         return
     # Where its codes go, and where its tokens are.

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from cache_rank.kernels.rows import PagedRows
 from cache_rank.kernels.wire.reference import wire_width
 from cache_rank.kernels.wire.triton import store_tokens
 
@@ -16,15 +17,14 @@ _BLOCK_ELEMENTS = 2048
 def gather_step(
     key_pool: Tensor,
     value_pool: Tensor,
-    page_table: Tensor,
-    slots: Tensor,
+    rows: PagedRows,
     first_layer: int,
     entering: Tensor,
     out_keys: Tensor,
     out_values: Tensor,
 ) -> None:
     """See the reference. One launch; D is a power of two."""
-    rows, layers, kv_heads, capacity = entering.shape
+    count, layers, kv_heads, capacity = entering.shape
     _, pool_layers, _, page_tokens, head_dim = key_pool.shape
     assert key_pool.is_contiguous()
     assert value_pool.is_contiguous()
@@ -33,18 +33,18 @@ def gather_step(
     assert out_values.is_contiguous()
     width = wire_width(head_dim, out_keys.dtype)
     assert out_keys.shape == out_values.shape == (*entering.shape, width)
-    assert page_table.stride(1) == 1
+    assert rows.page_table.stride(1) == 1
     block_entries = max(1, min(_BLOCK_ELEMENTS // head_dim, triton.next_power_of_2(capacity)))
-    _gather[(rows, layers * kv_heads, triton.cdiv(capacity, block_entries))](
+    _gather[(count, layers * kv_heads, triton.cdiv(capacity, block_entries))](
         key_pool,
         value_pool,
-        page_table,
-        slots,
+        rows.page_table,
+        rows.slots,
         entering,
         out_keys,
         out_values,
         first_layer,
-        page_table.stride(0),
+        rows.page_table.stride(0),
         LAYERS=layers,
         POOL_LAYERS=pool_layers,
         KV_HEADS=kv_heads,

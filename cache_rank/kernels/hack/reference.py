@@ -24,12 +24,16 @@ whatever batches and order groups are encoded.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from cache_rank.kernels.coded.reference import Plane, quotient
+from cache_rank.kernels.nibbles.reference import pack, unpack
+
+if TYPE_CHECKING:
+    from cache_rank.kernels.coded.format import Format
 
 GROUP = 64
 """This many tokens are quantized together; partitions divide it."""
@@ -94,19 +98,14 @@ def encode_values(tokens: Tensor, bits: int, partition: int, seed: int | None = 
     return HackValues(pack(codes, bits), minimum, scale)
 
 
-def encode_queries(queries: Tensor, partition: int, seed: int | None = None) -> HackKeys:
+def encode_queries(queries: Tensor, partition: int) -> HackKeys:
     """Quantize queries, (..., G, D) of any float dtype, to 8 bits; see `encode_keys`."""
-    return encode_keys(queries.float(), QUERY_BITS, partition, seed)
+    return encode_keys(queries.float(), QUERY_BITS, partition)
 
 
 def decode_keys(codes: HackKeys, bits: int, partition: int) -> Tensor:
     """Decode keys or queries, with the arguments of their encoding: (..., n, D) float32."""
-    found = unpack(codes.codes, bits)
-    minimum, scale = (
-        entries.float().repeat_interleave(partition, dim=-1)[..., : found.shape[-1]]
-        for entries in (codes.minimum, codes.scale)
-    )
-    return minimum + scale * found
+    return _decode(codes, bits, partition, dim=-1)
 
 
 def decode_values(codes: HackValues, bits: int, partition: int) -> Tensor:
@@ -117,12 +116,7 @@ def decode_values(codes: HackValues, bits: int, partition: int) -> Tensor:
         bits: the bits that they were encoded with.
         partition: how many tokens share an entry.
     """
-    found = unpack(codes.codes, bits)
-    minimum, scale = (
-        entries.float().repeat_interleave(partition, dim=-2)[..., : found.shape[-2], :]
-        for entries in (codes.minimum, codes.scale)
-    )
-    return minimum + scale * found
+    return _decode(codes, bits, partition, dim=-2)
 
 
 def score_keys(queries: Tensor, keys: HackKeys, scale: float, bits: int, partition: int) -> Tensor:
@@ -196,37 +190,30 @@ class HackCodec(NamedTuple):
             return decode_keys(HackKeys(*entries), self.bits, self.partition)
         return decode_values(HackValues(*entries), self.bits, partition=1)
 
-    def score(self, queries: Tensor, planes: Sequence[Tensor], scale: float, exact: bool) -> Tensor:
-        """Compute the logits of groups of keys: on codes, or exactly by queries as they are."""
-        codes = HackKeys(*planes)
-        if exact:
-            keys = decode_keys(codes, self.bits, self.partition)
-            return (queries @ keys.transpose(-1, -2)) * scale
-        return score_keys(queries, codes, scale, self.bits, self.partition)
+    def score(self, queries: Tensor, planes: Sequence[Tensor], scale: float) -> Tensor:
+        """Compute the logits of groups of keys on their codes."""
+        return score_keys(queries, HackKeys(*planes), scale, self.bits, self.partition)
 
+    def kernels(self) -> Format:
+        """Import what is compiled for the format."""
+        from cache_rank.kernels.hack.triton import FORMAT
 
-def pack(codes: Tensor, bits: int) -> Tensor:
-    """Pack codes, (..., D) integers below 2^bits, to (..., D · bits / 8) uint8.
-
-    Codes that are D · bits / 8 columns apart share a byte, the first in the lowest bits. So a shift
-    and a mask unpack a stretch of columns in order.
-    """
-    parts = codes.to(torch.uint8).chunk(8 // bits, dim=-1)
-    packed = torch.zeros_like(parts[0])
-    for index, part in enumerate(parts):
-        packed |= part << (index * bits)
-    return packed
-
-
-def unpack(packed: Tensor, bits: int) -> Tensor:
-    """Unpack codes: (..., D · bits / 8) uint8 to (..., D) uint8."""
-    parts = [packed >> shift & (1 << bits) - 1 for shift in range(0, 8, bits)]
-    return torch.cat(parts, dim=-1)
+        return FORMAT
 
 
 def sums_dtype(bits: int, partition: int) -> torch.dtype:
     """The dtype that holds the sum of a partition's codes."""
     return torch.uint8 if ((1 << bits) - 1) * partition < 256 else torch.int16
+
+
+def _decode(codes: HackKeys | HackValues, bits: int, partition: int, dim: int) -> Tensor:
+    """Decode codes whose partitions are of a dimension."""
+    found = unpack(codes.codes, bits)
+    minimum, scale = (
+        entries.float().repeat_interleave(partition, dim=dim).narrow(dim, 0, found.shape[dim])
+        for entries in (codes.minimum, codes.scale)
+    )
+    return minimum + scale * found
 
 
 def _encode(

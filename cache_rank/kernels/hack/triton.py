@@ -6,14 +6,12 @@ less 128, which the sums of the keys' codes make up for.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import NamedTuple
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from cache_rank.kernels.coded import triton as coded
 from cache_rank.kernels.coded.format import Format, Parameters
 from cache_rank.kernels.coded.reference import CodedTokens
 from cache_rank.kernels.coded.rounding import is_finite, nearest_integers, quotient
@@ -23,11 +21,11 @@ from cache_rank.kernels.hack.reference import HackCodec
 from cache_rank.kernels.nibbles.triton import unpack_codes
 from cache_rank.kernels.score.triton import store_logits
 
+_LEAST_COLUMNS = 8
+"""Keys are multiplied with at least this many columns of queries."""
+
 _PRODUCTS = 4096
 """Registers hold this many products of a block of keys with the columns of queries."""
-
-_DECODED_BLOCK = 64
-"""This many decoded keys are multiplied at a time."""
 
 
 class _Encoding(NamedTuple):
@@ -54,7 +52,6 @@ class _Scoring(NamedTuple):
         columns: the columns of queries in a product.
         bytes: how many bytes of a token are read: `width`, or more, which count for nothing.
         block: how many tokens are multiplied at once.
-        decodes: whether decoded keys are multiplied.
     """
 
     bits: int
@@ -63,7 +60,6 @@ class _Scoring(NamedTuple):
     columns: int
     bytes: int
     block: int
-    decodes: bool
 
 
 def _encoding(tokens: CodedTokens) -> Parameters:
@@ -77,16 +73,12 @@ def _scoring(
     tokens: CodedTokens,
     queries: Tensor,
     out: Tensor,
-    exact: bool,
-    products: int = _PRODUCTS,
-    columns: int = 8,
 ) -> Parameters:
-    """Keys are multiplied with at least `columns` columns of queries, `products` at once."""
     codec, head_dim = tokens.codecs[0], queries.shape[-1]
     assert isinstance(codec, HackCodec)
     partition = min(codec.partition, head_dim)
     group = triton.next_power_of_2(queries.shape[2] // out.shape[2])
-    columns = max(columns, group * (1 if exact else head_dim // partition))
+    columns = max(_LEAST_COLUMNS, group * (head_dim // partition))
     width = head_dim * codec.bits // 8
     constants = _Scoring(
         codec.bits,
@@ -94,8 +86,7 @@ def _scoring(
         width,
         columns,
         max(32, width),  # the matrix unit takes no fewer
-        _DECODED_BLOCK if exact else min(products // columns, tokens.page_tokens),
-        exact,
+        min(_PRODUCTS // columns, tokens.page_tokens),
     )
     return Parameters((), constants)
 
@@ -210,19 +201,18 @@ def _decode_channels(
     mask,
     INDEX: tl.constexpr,
     OF_KEYS: tl.constexpr,
-    BYTES: tl.constexpr,
     LAYOUT: tl.constexpr,
     CONSTANTS: tl.constexpr,
 ):
-    """Decode channels [INDEX · width, (INDEX + 1) · width) of tokens: (n, BYTES) float32.
+    """Decode channels [INDEX · width, (INDEX + 1) · width) of tokens: (n, width) float32.
 
     Args:
-        packed: (n, BYTES) codes, of which those of the width of a token are used.
+        packed: (n, width) codes.
         token: (n,) indices among the tokens of pages, (pages, layers, Hkv, P).
-        mask: (n, BYTES) which are wanted.
+        mask: (n, width) which are wanted.
     """
     minima, scales = planes[1], planes[2]
-    channel = INDEX * CONSTANTS.width + tl.arange(0, BYTES)
+    channel = INDEX * CONSTANTS.width + tl.arange(0, CONSTANTS.width)
     if OF_KEYS:
         PARTITION: tl.constexpr = min(CONSTANTS.partition, LAYOUT.head_dim)
         COUNT: tl.constexpr = LAYOUT.head_dim // PARTITION
@@ -251,9 +241,7 @@ def _gather(
     mask = target.is_coded[:, None] & (byte < WIDTH)[None, :]
     packed = tl.load(planes[0] + token[:, None] * WIDTH + byte[None, :], mask=mask, other=0)
     for index in tl.static_range(8 // CONSTANTS.bits):
-        decoded = _decode_channels(
-            packed, planes, token, mask, index, OF_KEYS, WIDTH, LAYOUT, CONSTANTS
-        )
+        decoded = _decode_channels(packed, planes, token, mask, index, OF_KEYS, LAYOUT, CONSTANTS)
         store_gathered(target, decoded, index * WIDTH, LAYOUT)
 
 
@@ -292,44 +280,6 @@ def _logits_on_codes(
 
 
 @triton.jit
-def _logits_of_decoded(
-    packed,
-    planes,
-    tile,
-    queries,
-    scale,
-    GROUP: tl.constexpr,
-    PADDED: tl.constexpr,
-    LAYOUT: tl.constexpr,
-    CONSTANTS: tl.constexpr,
-):
-    """Logits of a block by decoded keys and queries as they are, float32: slow, to measure with."""
-    BLOCK: tl.constexpr = CONSTANTS.block
-    COLUMNS: tl.constexpr = CONSTANTS.columns
-    token = tile + tl.arange(0, BLOCK)
-    byte, head = tl.arange(0, CONSTANTS.bytes), tl.arange(0, COLUMNS)[None, :]
-    used = (byte < CONSTANTS.width)[:, None] & (head < GROUP)
-    product = tl.zeros((BLOCK, COLUMNS), tl.float32)
-    for index in tl.static_range(8 // CONSTANTS.bits):
-        key = _decode_channels(
-            packed,
-            planes,
-            token,
-            (byte < CONSTANTS.width)[None, :],
-            index,
-            True,
-            CONSTANTS.bytes,
-            LAYOUT,
-            CONSTANTS,
-        )
-        at = head * LAYOUT.head_dim + (index * CONSTANTS.width + byte)[:, None]
-        query = tl.load(queries + at, mask=used, other=0.0) * scale
-        product = tl.dot(key, query, product, input_precision="ieee")
-    # Columns beyond the heads are 0.
-    return tl.sum(tl.reshape(product, (BLOCK, COLUMNS // PADDED, PADDED)), axis=1)
-
-
-@triton.jit
 def _logits(
     planes,
     queries,
@@ -349,8 +299,7 @@ def _logits(
     CONSTANTS: tl.constexpr,
 ):
     """Compute the logits of the keys [start, coded_stop) of a unit; see `Format`."""
-    if not CONSTANTS.decodes:
-        query = query_operands(queries, scale, GROUP, PADDED, LAYOUT.head_dim, CONSTANTS)
+    query = query_operands(queries, scale, GROUP, PADDED, LAYOUT.head_dim, CONSTANTS)
     PARTITIONS: tl.constexpr = LAYOUT.head_dim // CONSTANTS.partition
     WIDTH: tl.constexpr = CONSTANTS.width
     token, byte = tl.arange(0, CONSTANTS.block), tl.arange(0, CONSTANTS.bytes)[None, :]
@@ -361,19 +310,10 @@ def _logits(
         # Keys that a page has beyond the last token are read too, and their logits not written.
         at = tile * WIDTH + (token[:, None] * WIDTH + byte)
         packed = tl.load(planes[0] + at, mask=byte < WIDTH, other=0)
-        if CONSTANTS.decodes:
-            logit = _logits_of_decoded(
-                packed, planes, tile, queries, scale, GROUP, PADDED, LAYOUT, CONSTANTS
-            )
-        else:
-            logit = _logits_on_codes(
-                packed, planes, tile, query, PADDED, PARTITIONS, INTERPRETED, CONSTANTS
-            )
+        logit = _logits_on_codes(
+            packed, planes, tile, query, PADDED, PARTITIONS, INTERPRETED, CONSTANTS
+        )
         store_logits(logit, first + token, first + token < coded_stop, logits, PADDED)
 
 
 FORMAT = Format(_encode, _gather, _logits, _encoding, _scoring)
-
-encode_groups = partial(coded.encode_groups, FORMAT)
-gather_codes = partial(coded.gather_codes, FORMAT)
-score_codes = partial(coded.score_codes, FORMAT)

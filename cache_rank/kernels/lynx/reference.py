@@ -22,13 +22,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from cache_rank.kernels.coded.reference import Plane, quotient
-from cache_rank.kernels.nibbles.reference import pack_nibbles, unpack_nibbles
+from cache_rank.kernels.nibbles.reference import pack, unpack_signed
+
+if TYPE_CHECKING:
+    from cache_rank.kernels.coded.format import Format
 
 PAGE = 256
 """This many tokens are normalized together."""
@@ -94,8 +97,8 @@ def encode_page(tokens: Tensor, alpha: float = DEFAULT_ALPHA) -> LynxCodes:
     anchor = torch.where(negative, -magnitude - 1, magnitude)
     residual = 16 * magnitude - level
     return LynxCodes(
-        pack_nibbles(anchor),
-        pack_nibbles(residual),
+        pack(anchor, 4),
+        pack(residual, 4),
         minimum,
         span,
         mean.squeeze(-2),
@@ -124,11 +127,11 @@ def decode_tokens(codes: LynxCodes, alpha: float = DEFAULT_ALPHA, full: bool = T
     Returns:
         (..., n, D) float32.
     """
-    anchor = unpack_nibbles(codes.anchor, signed=True)
+    anchor = unpack_signed(codes.anchor)
     negative = anchor < 0
     level = 16 * torch.where(negative, -anchor - 1, anchor)
     if full:
-        level = level - unpack_nibbles(codes.residual, signed=True)
+        level = level - unpack_signed(codes.residual)
     fraction = fractions_of_levels(alpha, level.device)[level.to(torch.int64)]
     fraction = torch.where(negative, -fraction, fraction)
     return codes.minimum + codes.span * (codes.mean.float() + codes.spread.float() * fraction)
@@ -137,27 +140,6 @@ def decode_tokens(codes: LynxCodes, alpha: float = DEFAULT_ALPHA, full: bool = T
 def decode_page(codes: LynxCodes, alpha: float = DEFAULT_ALPHA, full: bool = True) -> Tensor:
     """Decode complete pages: (..., P, D) float32; see `decode_tokens`."""
     return decode_tokens(align(codes), alpha, full)
-
-
-def score_page(
-    queries: Tensor,
-    codes: LynxCodes,
-    scale: float,
-    alpha: float = DEFAULT_ALPHA,
-    full: bool = True,
-) -> Tensor:
-    """Compute the attention logits of complete pages of keys.
-
-    Args:
-        queries: (..., G, D) float32, the query heads of the keys' kv head.
-        codes: those of keys, (..., P, D).
-        scale: factor on the logits.
-        alpha, full: see `decode_tokens`.
-
-    Returns:
-        (..., G, P) float32.
-    """
-    return (queries @ decode_page(codes, alpha, full).transpose(-1, -2)) * scale
 
 
 class LynxCodec(NamedTuple):
@@ -186,14 +168,16 @@ class LynxCodec(NamedTuple):
         """Decode tokens from anchors and residuals."""
         return decode_tokens(LynxCodes(*entries), self.alpha)
 
-    def reads_in_full(self, exact: bool) -> bool:
-        """Whether scores read residuals too."""
-        return exact or self.scores_in_full
-
-    def score(self, queries: Tensor, planes: Sequence[Tensor], scale: float, exact: bool) -> Tensor:
+    def score(self, queries: Tensor, planes: Sequence[Tensor], scale: float) -> Tensor:
         """Compute the logits of pages of keys."""
-        full = self.reads_in_full(exact)
-        return score_page(queries, LynxCodes(*planes), scale, self.alpha, full)
+        keys = decode_page(LynxCodes(*planes), self.alpha, self.scores_in_full)
+        return (queries @ keys.transpose(-1, -2)) * scale
+
+    def kernels(self) -> Format:
+        """Import what is compiled for the format."""
+        from cache_rank.kernels.lynx.triton import FORMAT
+
+        return FORMAT
 
 
 def fraction_of(level: float, alpha: float) -> float:

@@ -9,7 +9,7 @@ with the signed fraction f of each token:
 
 from __future__ import annotations
 
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -17,8 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cache_rank.kernels.coded import triton as coded
-from cache_rank.kernels.coded.format import Format, Parameters
+from cache_rank.kernels.coded.format import Format, Launch, Parameters
 from cache_rank.kernels.coded.int8_split import int8_columns, load_query_half
 from cache_rank.kernels.coded.reference import CodedTokens
 from cache_rank.kernels.coded.rounding import is_finite, power_below, quotient
@@ -46,6 +45,10 @@ _ENCODED_CHANNELS = 16
 
 _SCORED_ELEMENTS = 16384
 """A block of keys has this many elements: 128 threads have registers for them."""
+
+_LAUNCH = Launch(stages=5, registers=128)
+"""The page table is read some stages before the keys, of which two blocks are under way then. With
+this many registers 16 warps share a multiprocessor."""
 
 
 class _Encoding(NamedTuple):
@@ -91,16 +94,15 @@ def _encoding(tokens: CodedTokens) -> Parameters:
     return Parameters(tables, _Encoding(CHUNK, min(_ENCODED_CHANNELS, ring.shape[-1] // 2)))
 
 
-def _scoring(
-    tokens: CodedTokens, queries: Tensor, out: Tensor, exact: bool, chunks: int | None = None
-) -> Parameters:
+def _scoring(tokens: CodedTokens, queries: Tensor, out: Tensor) -> Parameters:
     codec, head_dim = _codec(tokens), queries.shape[-1]
-    alpha, in_full = codec.alpha, codec.reads_in_full(exact)
-    chunks = chunks or min(PAGE // CHUNK, max(1, _SCORED_ELEMENTS // (CHUNK * head_dim)))
+    alpha, in_full = codec.alpha, codec.scores_in_full
+    chunks = min(PAGE // CHUNK, max(1, _SCORED_ELEMENTS // (CHUNK * head_dim)))
     columns = int8_columns(queries, out)
     constants = _Scoring(CHUNK, chunks, columns, in_full, instructions(alpha, in_full))
     device = queries.device
-    return Parameters((fractions_of_levels(alpha, device), table_words(alpha, device)), constants)
+    tables = (fractions_of_levels(alpha, device), table_words(alpha, device))
+    return Parameters(tables, constants, _LAUNCH)
 
 
 @lru_cache(maxsize=16)
@@ -333,9 +335,3 @@ def _by_chunk(parts, CHUNKS: tl.constexpr):
 
 
 FORMAT = Format(_encode, _gather, _logits, _encoding, _scoring, keys_as_values=True)
-
-encode_groups = partial(coded.encode_groups, FORMAT)
-gather_codes = partial(coded.gather_codes, FORMAT)
-# The page table is read some stages before the keys, of which two blocks are under way then. With
-# this many registers 16 warps share a multiprocessor.
-score_codes = partial(coded.score_codes, FORMAT, stages=5, registers=128)

@@ -11,6 +11,7 @@ from cache_rank.kernels.mosaickv.layout import Layout
 from cache_rank.kernels.mosaickv.packing import rounded, tokens_in_pages
 from cache_rank.kernels.mosaickv.store import PackedStore
 from cache_rank.kernels.mosaickv.unpacking import in_words, no_word, unpack_part
+from cache_rank.kernels.rows import PagedRows
 from cache_rank.kernels.wire.reference import wire_width
 from cache_rank.kernels.wire.triton import store_tokens
 
@@ -23,22 +24,20 @@ _REGISTERS = 128
 
 def gather_packed(
     store: PackedStore,
-    page_table: Tensor,
-    slots: Tensor,
-    positions: Tensor,
+    rows: PagedRows,
     first_layer: int,
     entering: Tensor,
     out_keys: Tensor,
     out_values: Tensor,
 ) -> None:
     """See the reference. One launch; D is a power of two."""
-    rows, layers, kv_heads, capacity = entering.shape
+    count, layers, kv_heads, capacity = entering.shape
     layout, (keys, values) = Layout.of(store), store.rings
     assert entering.is_contiguous()
     for out in (out_keys, out_values):
         assert out.is_contiguous()
         assert out.shape == (*entering.shape, wire_width(layout.head_dim, out.dtype))
-    _gather[(triton.cdiv(capacity, _ENTRIES), layers * kv_heads, rows * 2)](
+    _gather[(triton.cdiv(capacity, _ENTRIES), layers * kv_heads, count * 2)](
         keys,
         values,
         in_words(store.keys),
@@ -47,14 +46,12 @@ def gather_packed(
         store.rows,
         store.numbers,
         store.rotations,
-        page_table,
-        slots,
-        positions,
+        *rows,
         entering,
         out_keys,
         out_values,
         first_layer=first_layer,
-        page_stride=page_table.stride(0),
+        page_stride=rows.page_table.stride(0),
         buffers=store.strategy_of.shape[1],
         strategies=store.rows.shape[1],
         limit=torch.finfo(keys.dtype).max,

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -14,41 +11,13 @@ from cache_rank.kernels.mosaickv.store import PackedStore
 from cache_rank.kernels.score.triton import load_query_parts
 
 
-class RotatedQueries(NamedTuple):
-    """The queries of each unit, a row, layer and kv head, in the frame of each strategy.
-
-    Attributes:
-        exact: (units, strategies, G, columns) float32.
-        parts: (units, strategies, PARTS * PADDED, columns) in the dtype that keys are multiplied
-            in, see `load_query_parts`.
-        weights: (units, strategies, PARTS * PADDED) float32, the weights of the parts.
-    """
-
-    exact: Tensor
-    parts: Tensor
-    weights: Tensor
-
-
-def rotated_queries(
-    store: PackedStore, units: int, strategies: int, group: int, parts: int, exact: bool
-) -> RotatedQueries:
-    """Make memory for them; `parts` is PARTS * PADDED, and `exact` whether these are float32."""
-    layout, (ring, _) = Layout.of(store), store.rings
-    shape, dtype = (units, strategies, parts), torch.float32 if exact else ring.dtype
-    return RotatedQueries(
-        torch.empty((units, strategies, group, layout.columns), device=ring.device),
-        torch.empty((*shape, layout.columns), dtype=dtype, device=ring.device),
-        torch.empty(shape, device=ring.device),
-    )
-
-
 def rotate_queries(
     store: PackedStore,
     queries: Tensor,
     slots: Tensor,
     first_layer: int,
     padded: int,
-    rotated: RotatedQueries,
+    rotated: tuple[Tensor, Tensor, Tensor],
 ) -> None:
     """Rotate the queries of every row as each strategy of its sequence rotates keys. One launch.
 
@@ -58,11 +27,12 @@ def rotate_queries(
         slots: (R,) int32; a row of slot -1 is left alone.
         first_layer: index of the first of the L layers in the store.
         padded: PADDED, the query heads of a kv head, padded to a power of two.
-        rotated: memory for at least R * L * Hkv units, written in place.
+        rotated: memory for at least R * L * Hkv units, written in place: `exact`, `parts` and
+            `weights` of a `PackedWorkspace`.
     """
     layout = Layout.of(store)
     rows, layers, query_heads, _ = queries.shape
-    strategies, group = rotated.exact.shape[1:3]
+    strategies, group = rotated[0].shape[1:3]
     assert queries.is_contiguous()
     assert group == query_heads // layout.kv_heads
     _rotate[(strategies, rows * layers * layout.kv_heads)](
@@ -77,7 +47,7 @@ def rotate_queries(
         LAYERS=layers,
         GROUP=group,
         PADDED=padded,
-        PARTS=rotated.parts.shape[2] // padded,
+        PARTS=rotated[1].shape[2] // padded,
         ROWS=max(16, triton.next_power_of_2(group)),  # a product has at least 16
         LAYOUT=layout,
         num_warps=8,
@@ -130,7 +100,7 @@ def _rotate(
     # Their parts, which are taken from memory.
     tl.debug_barrier()
     DTYPE: tl.constexpr = parts.dtype.element_ty
-    found, weight = load_query_parts(own, GROUP, PADDED, PARTS, LAYOUT.columns, DTYPE, 128.0)
+    found, weight = load_query_parts(own, GROUP, PADDED, PARTS, LAYOUT.columns, DTYPE)
     row = target * PARTS * PADDED + tl.arange(0, PARTS * PADDED)
     tl.store(parts + row[:, None] * LAYOUT.columns + channel, found)
     tl.store(weights + row, weight)

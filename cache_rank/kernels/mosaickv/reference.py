@@ -5,6 +5,8 @@ Tokens are in a `PackedStore`, as packed vectors, which `vectors` specifies.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -24,21 +26,10 @@ from cache_rank.kernels.mosaickv.vectors import (
     encode,
     lost_energy,
     mean_keys,
-    pack_vectors,
-    rotation_of,
     score_packed,
 )
+from cache_rank.kernels.rows import PagedRows
 from cache_rank.kernels.wire.reference import to_wire
-
-__all__ = [
-    "add_covariance",
-    "compress_buffers",
-    "gather_packed",
-    "pack_vectors",
-    "rotation_of",
-    "score_packed_step",
-    "score_packed_workspace",
-]
 
 _TILE_TOKENS = 4096
 """This many tokens of one sequence are unpacked at once for scoring."""
@@ -129,9 +120,7 @@ def _compress_buffer(
 
 def gather_packed(
     store: PackedStore,
-    page_table: Tensor,
-    slots: Tensor,
-    positions: Tensor,
+    rows: PagedRows,
     first_layer: int,
     entering: Tensor,
     out_keys: Tensor,
@@ -141,15 +130,10 @@ def gather_packed(
 
     Args:
         store: where the tokens are.
-        page_table: (R, max pages) int32, the pages of each row's sequence in order.
-        slots: (R,) int32; a row of slot -1 is left alone.
-        positions: (R,) int32, the position of each row's newest token.
-        first_layer: index of the first of the L layers in the store.
-        entering: (R, L, Hkv, C) int32 token positions; negative is padding.
-        out_keys, out_values: (R, L, Hkv, C, width) in the dtype of the rings or in another of a
-            message, see `to_wire`; written in place. Entries of padding and of skipped rows keep
-            what they hold.
+        rows, first_layer, entering, out_keys, out_values: as for `gather_step` of
+            gather/reference.py, in the dtype of the rings or in another of a message.
     """
+    page_table, slots, positions = rows
     used = (entering >= 0) & (slots >= 0).view(-1, 1, 1, 1)
     for row, index in used.flatten(2).any(dim=-1).nonzero().tolist():
         head, entry = used[row, index].nonzero(as_tuple=True)
@@ -196,23 +180,27 @@ def _read_layer(
 
 
 def score_packed_workspace(
-    store: PackedStore, rows: int, layers: int, group: int, capacity: int, strategies: int
-) -> None:
-    """Make scratch for `rows` rows of up to `capacity` tokens: none."""
+    store: PackedStore,
+    rows: int,
+    layers: int,
+    group: int,
+    capacity: int,
+    strategies: int,
+    device: torch.device,
+) -> Any:
+    """Make scratch for rows of up to `capacity` tokens and `strategies` strategies: none."""
+    return None
 
 
 def score_packed_step(
     store: PackedStore,
     queries: Tensor,
-    page_table: Tensor,
-    slots: Tensor,
-    positions: Tensor,
+    rows: PagedRows,
     first_layer: int,
     scale: float,
     scored: tuple[int, int],
-    workspace: None,
+    workspace: Any,
     out: Tensor,
-    exact: bool = False,
 ) -> None:
     """Score the resident tokens of every row of a step.
 
@@ -222,19 +210,12 @@ def score_packed_step(
 
     Args:
         store: where the tokens are.
-        queries: (R, L, Hq, D) float32.
-        page_table: (R, max pages) int32, the pages of each row's sequence in order.
-        slots: (R,) int32; a row of slot -1 is left alone.
-        positions: (R,) int32; tokens [0, position] are scored.
-        first_layer: index of the first of the L layers in the store.
-        scale: factor on the logits.
         scored: how many tokens of each kv head are scored by themselves: in millionths of a row's
             tokens, and at least. The last of the blocks may be scored in part.
         workspace: what `score_packed_workspace` made.
-        out: (R, L, Hkv, capacity) float32, written in place; entries of other tokens keep what they
-            hold.
-        exact: whether to score all tokens by themselves.
+        queries, rows, first_layer, scale, out: as for `score_step` of score/reference.py.
     """
+    page_table, slots, positions = rows
     grouped = queries.unflatten(2, (out.shape[2], -1))  # (R, L, Hkv, G, D)
     for row, (slot, position) in enumerate(zip(slots.tolist(), positions.tolist(), strict=True)):
         resident = position + 1
@@ -247,7 +228,7 @@ def score_packed_step(
                 slot,
                 first_layer + index,
                 resident,
-                resident if exact else wanted,
+                wanted,
                 scale,
             )
             out[row, index, :, :resident] = _scores(logits)

@@ -1,6 +1,6 @@
 """Packed keys are scored, blocks first and then the tokens of the best blocks, Triton.
 
-A step takes six launches, or the first three where every token is scored by itself:
+A step takes six launches:
 
     rotate_queries  rotates queries by each strategy of their sequence
     _score          computes the logits of all tokens, those in blocks by the keys of their blocks
@@ -12,7 +12,7 @@ A step takes six launches, or the first three where every token is scored by its
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -28,9 +28,10 @@ from cache_rank.kernels.mosaickv.bounds import (
 from cache_rank.kernels.mosaickv.layout import Layout
 from cache_rank.kernels.mosaickv.logits import load_queries, run_at, score_vectors
 from cache_rank.kernels.mosaickv.packing import tokens_in_pages
-from cache_rank.kernels.mosaickv.queries import RotatedQueries, rotate_queries, rotated_queries
+from cache_rank.kernels.mosaickv.queries import rotate_queries
 from cache_rank.kernels.mosaickv.store import PackedStore
 from cache_rank.kernels.mosaickv.unpacking import in_words
+from cache_rank.kernels.rows import PagedRows
 from cache_rank.kernels.score.reference import ScoreWorkspace
 from cache_rank.kernels.score.triton import (
     CHUNK_TOKENS,
@@ -56,13 +57,19 @@ class PackedWorkspace(NamedTuple):
 
     Attributes:
         of_tokens: the scratch that all formats need.
-        rotated: the queries of each unit and strategy.
+        exact: (units, strategies, G, columns) float32, the queries of each unit, which is a row,
+            layer and kv head, in the frame of each strategy.
+        parts: (units, strategies, PARTS * PADDED, columns) in the dtype that keys are multiplied
+            in, see `load_query_parts`.
+        weights: (units, strategies, PARTS * PADDED) float32, the weights of the parts.
         listed: (units, capacity) int32, for each chunk the tokens that are scored by themselves.
         bounds, oldest: (units,) float32 and int32, see `bound_unit`.
     """
 
     of_tokens: ScoreWorkspace
-    rotated: RotatedQueries
+    exact: Tensor
+    parts: Tensor
+    weights: Tensor
     listed: Tensor
     bounds: Tensor
     oldest: Tensor
@@ -75,18 +82,21 @@ def score_packed_workspace(
     group: int,
     capacity: int,
     strategies: int,
-) -> PackedWorkspace:
-    """Make scratch for `rows` rows of up to `capacity` tokens and `strategies` strategies.
-
-    One launch after another may use it on one stream.
-    """
-    layout, device = Layout.of(store), store.strategy_of.device
-    units, exact = rows * layers * layout.kv_heads, multiplies_float32(store.rings[0])
+    device: torch.device,
+) -> Any:
+    """See the reference. One launch after another may use it on one stream."""
+    layout = Layout.of(store)
+    units, keys = rows * layers * layout.kv_heads, store.rings[0]
     of_tokens = score_workspace(rows, layers, layout.kv_heads, group, capacity, device)
     columns = max(4 * of_tokens.partial.shape[-1], 16)  # PARTS * PADDED, see `score_constants`
+    parts, dtype = (units, strategies, columns), torch.float32
+    if not multiplies_float32(keys):
+        dtype = keys.dtype
     return PackedWorkspace(
         of_tokens,
-        rotated_queries(store, units, strategies, group, columns, exact),
+        torch.empty((units, strategies, group, layout.columns), device=device),
+        torch.empty((*parts, layout.columns), dtype=dtype, device=device),
+        torch.empty(parts, device=device),
         torch.empty((units, capacity), dtype=torch.int32, device=device),
         torch.empty(units, device=device),
         torch.empty(units, dtype=torch.int32, device=device),
@@ -96,26 +106,22 @@ def score_packed_workspace(
 def score_packed_step(
     store: PackedStore,
     queries: Tensor,
-    page_table: Tensor,
-    slots: Tensor,
-    positions: Tensor,
+    rows: PagedRows,
     first_layer: int,
     scale: float,
     scored: tuple[int, int],
-    workspace: PackedWorkspace,
+    workspace: Any,
     out: Tensor,
-    exact: bool = False,
 ) -> None:
-    """See the reference. 16 divides the capacity."""
+    """See the reference, with a `PackedWorkspace`. 16 divides the capacity."""
     chunk = 2 * CHUNK_TOKENS
     layout, constants = Layout.of(store), score_constants(queries, workspace.of_tokens, out, chunk)
     key_ring, (chunks, units) = store.rings[0], score_grid(out, chunk)
     logits, partial = scratch(workspace.of_tokens, rounded=False)
-    rotated = workspace.rotated
-    strategies = rotated.parts.shape[1]
+    strategies = workspace.parts.shape[1]
     assert out.shape[-1] % 16 == 0
-    assert rotated.parts.shape[0] >= units
-    assert rotated.parts.shape[2] == constants["PARTS"] * constants["PADDED"]
+    assert workspace.parts.shape[0] >= units
+    assert workspace.parts.shape[2] == constants["PARTS"] * constants["PADDED"]
     millionths, fewest = scored
     numbers = {
         "first_layer": first_layer,
@@ -126,16 +132,17 @@ def score_packed_step(
         "buffers": store.strategy_of.shape[1],
         "in_table": store.rows.shape[1],
     }
-    rotate_queries(store, queries, slots, first_layer, constants["PADDED"], rotated)
-    for refines in (False,) if exact else (False, True):
+    rotated = (workspace.exact, workspace.parts, workspace.weights)
+    rotate_queries(store, queries, rows.slots, first_layer, constants["PADDED"], rotated)
+    for refines in (False, True):
         if refines:
             bound_unit[(units,)](
                 out,
                 store.strategy_of,
                 store.rows,
                 store.numbers,
-                slots,
-                positions,
+                rows.slots,
+                rows.positions,
                 workspace.listed,
                 workspace.bounds,
                 workspace.oldest,
@@ -147,17 +154,17 @@ def score_packed_step(
             )
         _score[(chunks, units)](
             queries,
-            rotated.parts,
-            rotated.weights,
+            workspace.parts,
+            workspace.weights,
             in_words(store.keys),
             in_words(store.block_keys),
             key_ring,
             store.strategy_of,
             store.rows,
-            slots,
-            positions,
+            rows.slots,
+            rows.positions,
             store.numbers,
-            page_table,
+            rows.page_table,
             workspace.listed,
             workspace.bounds,
             workspace.oldest,
@@ -165,17 +172,16 @@ def score_packed_step(
             partial=partial,
             out=out,
             scale=scale,
-            page_stride=page_table.stride(0),
+            page_stride=rows.page_table.stride(0),
             **numbers,
             **constants,
             VECTORS=_VECTORS,
-            BY_TOKEN=exact,
             REFINES=refines,
             LAYOUT=layout,
             EXACT=multiplies_float32(key_ring),
             maxnreg=_REGISTERS,
         )
-        finish_scores(logits, partial, slots, positions, constants, out)
+        finish_scores(logits, partial, rows, constants, out)
 
 
 @triton.jit(
@@ -221,7 +227,6 @@ def _score(
     HEAD_DIM: tl.constexpr,
     CHUNK: tl.constexpr,
     VECTORS: tl.constexpr,
-    BY_TOKEN: tl.constexpr,
     REFINES: tl.constexpr,
     LAYOUT: tl.constexpr,
     EXACT: tl.constexpr,
@@ -241,7 +246,7 @@ def _score(
         return
     unit_strategies = strategy_of + slot * buffers
     packed = tokens_in_pages(unit_strategies, tokens, LAYOUT)
-    in_blocks = (wanted_tokens(tokens, millionths, fewest) < packed) & (not BY_TOKEN)
+    in_blocks = wanted_tokens(tokens, millionths, fewest) < packed
     bound = float("inf")
     if REFINES:
         bound = tl.load(bounds + unit)

@@ -18,13 +18,16 @@ device, and however many groups are encoded at once.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from cache_rank.kernels.coded.reference import Plane, quotient
-from cache_rank.kernels.nibbles.reference import pack_nibbles, unpack_nibbles
+from cache_rank.kernels.nibbles.reference import pack, unpack, unpack_signed
+
+if TYPE_CHECKING:
+    from cache_rank.kernels.coded.format import Format
 
 GROUP = 128
 """This many tokens are quantized together; at least as many newest ones stay in full precision."""
@@ -88,25 +91,10 @@ def decode(codes: QuantSpecCodes, bits: int = 8) -> Tensor:
         (..., n, D) float32.
     """
     scale = codes.scale.float()
-    offset = scale * unpack_nibbles(codes.upper, signed=False)
+    offset = scale * unpack(codes.upper, 4)
     if bits == 8:
-        offset = offset + scale / 16 * unpack_nibbles(codes.lower, signed=True)
+        offset = offset + scale / 16 * unpack_signed(codes.lower)
     return offset + codes.zero.float()
-
-
-def score_keys(queries: Tensor, codes: QuantSpecCodes, scale: float, bits: int = 8) -> Tensor:
-    """Compute the attention logits of keys.
-
-    Args:
-        queries: (..., G, D) float32, the query heads of the keys' kv head.
-        codes: those of keys, see `decode`.
-        scale: factor on the logits.
-        bits: 4 or 8, see `decode`.
-
-    Returns:
-        (..., G, n) float32.
-    """
-    return (queries @ decode(codes, bits).transpose(-1, -2)) * scale
 
 
 class QuantSpecCodec(NamedTuple):
@@ -136,14 +124,17 @@ class QuantSpecCodec(NamedTuple):
         """Decode tokens from both nibbles."""
         return decode(QuantSpecCodes(*entries))
 
-    def bits(self, exact: bool) -> int:
-        """How many bits of a key scores read."""
-        return 8 if exact else self.score_bits
-
-    def score(self, queries: Tensor, planes: Sequence[Tensor], scale: float, exact: bool) -> Tensor:
+    def score(self, queries: Tensor, planes: Sequence[Tensor], scale: float) -> Tensor:
         """Compute the logits of groups of keys."""
-        return score_keys(queries, QuantSpecCodes(*planes), scale, self.bits(exact))
+        keys = decode(QuantSpecCodes(*planes), self.score_bits)
+        return (queries @ keys.transpose(-1, -2)) * scale
+
+    def kernels(self) -> Format:
+        """Import what is compiled for the format."""
+        from cache_rank.kernels.quantspec.triton import FORMAT
+
+        return FORMAT
 
 
 def _pack(codes: Tensor) -> Tensor:
-    return pack_nibbles(codes.nan_to_num())  # the scale tells that they mean nothing
+    return pack(codes.nan_to_num(), 4)  # the scale tells that they mean nothing

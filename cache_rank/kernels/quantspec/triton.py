@@ -11,15 +11,13 @@ lower - 120 in one byte, which is 16 / S times what the decoded key has above Z,
 
 from __future__ import annotations
 
-from functools import partial
 from typing import NamedTuple
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from cache_rank.kernels.coded import triton as coded
-from cache_rank.kernels.coded.format import Format, Parameters
+from cache_rank.kernels.coded.format import Format, Launch, Parameters
 from cache_rank.kernels.coded.int8_split import (
     int8_columns,
     load_query_half,
@@ -33,11 +31,16 @@ from cache_rank.kernels.coded.rounding import is_finite, nearest_integers, power
 from cache_rank.kernels.coded.tokens import load_group, store_gathered
 from cache_rank.kernels.nibbles.triton import pack_nibbles, signed, unpack_codes
 from cache_rank.kernels.quantspec.reference import QuantSpecCodec
-from cache_rank.kernels.score.reference import ScoreWorkspace
-from cache_rank.kernels.score.triton import CHUNK_TOKENS, store_logits
+from cache_rank.kernels.score.triton import store_logits
 
 _MOST_OF_A_WARP = 512
-"""One warp multiplies keys with queries of so many elements, of all heads of a KV head."""
+"""One warp multiplies keys with queries of so many elements, of all heads of a KV head.
+
+What larger groups of query heads, or larger heads, need does not fit its registers.
+"""
+
+_ONE_WARP = Launch(chunks=1, warps=1, stages=5, ring_block=16)
+"""Programs of one warp wait for no other: queries change with every group."""
 
 
 class _NoConstants(NamedTuple):
@@ -60,10 +63,12 @@ def _encoding(tokens: CodedTokens) -> Parameters:
     return Parameters((), _NoConstants())
 
 
-def _scoring(tokens: CodedTokens, queries: Tensor, out: Tensor, exact: bool) -> Parameters:
+def _scoring(tokens: CodedTokens, queries: Tensor, out: Tensor) -> Parameters:
     codec = tokens.codecs[0]
     assert isinstance(codec, QuantSpecCodec)
-    return Parameters((), _Scoring(codec.bits(exact), int8_columns(queries, out)))
+    of_one_head = queries.shape[2] * queries.shape[3] // out.shape[2]
+    launch = _ONE_WARP if of_one_head <= _MOST_OF_A_WARP else Launch()
+    return Parameters((), _Scoring(codec.score_bits, int8_columns(queries, out)), launch)
 
 
 @triton.jit
@@ -283,45 +288,3 @@ def _logits(
 
 
 FORMAT = Format(_encode, _gather, _logits, _encoding, _scoring)
-
-encode_groups = partial(coded.encode_groups, FORMAT)
-gather_codes = partial(coded.gather_codes, FORMAT)
-
-
-def score_codes(
-    tokens: CodedTokens,
-    queries: Tensor,
-    page_table: Tensor,
-    slots: Tensor,
-    positions: Tensor,
-    first_layer: int,
-    scale: float,
-    workspace: ScoreWorkspace,
-    out: Tensor,
-    exact: bool = False,
-    rounded: bool | None = None,
-    **options: int,
-) -> None:
-    """See the reference. Programs of one warp wait for no other: queries change with every group.
-
-    What larger groups of query heads, or larger heads, need does not fit the registers of one.
-    """
-    query_elements = queries.shape[2] * queries.shape[3] // tokens.rings[0].shape[2]
-    if query_elements <= _MOST_OF_A_WARP:
-        one_warp = {"chunk": CHUNK_TOKENS, "warps": 1, "stages": 5, "ring_block": 16}
-        options = one_warp | options
-    coded.score_codes(
-        FORMAT,
-        tokens,
-        queries,
-        page_table,
-        slots,
-        positions,
-        first_layer,
-        scale,
-        workspace,
-        out,
-        exact,
-        rounded,
-        **options,
-    )

@@ -10,6 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from cache_rank.kernels.rows import PagedRows
+
 
 def score_tokens(queries: Tensor, keys: Tensor, scale: float) -> Tensor:
     """Score every cached token of one sequence for every kv head.
@@ -59,9 +61,7 @@ def score_workspace(
 def score_step(
     queries: Tensor,
     key_pool: Tensor,
-    page_table: Tensor,
-    slots: Tensor,
-    positions: Tensor,
+    rows: PagedRows,
     first_layer: int,
     scale: float,
     workspace: ScoreWorkspace,
@@ -72,9 +72,7 @@ def score_step(
     Args:
         queries: (R, L, Hq, D) float32.
         key_pool: (pages, layers, Hkv, P, D), any float dtype.
-        page_table: (R, max pages) int32.
-        slots: (R,) int32; a row of slot -1 is left alone.
-        positions: (R,) int32; tokens [0, position] are scored.
+        rows: the rows of the step; tokens [0, position] of each are scored.
         first_layer: index of the first of the L layers in the pool.
         scale: factor on the logits.
         workspace: what `score_workspace` made.
@@ -82,6 +80,7 @@ def score_step(
             hold.
     """
     layers, page_tokens = queries.shape[1], key_pool.shape[3]
+    page_table, slots, positions = rows
     for row, (slot, position) in enumerate(zip(slots.tolist(), positions.tolist(), strict=True)):
         if slot < 0:
             continue

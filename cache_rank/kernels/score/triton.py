@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from cache_rank.kernels.rows import PagedRows
 from cache_rank.kernels.score.reference import ScoreWorkspace
 
 CHUNK_TOKENS = 512
@@ -99,8 +100,7 @@ def score_constants(
 def finish_scores(
     logits: Tensor,
     partial: Tensor,
-    slots: Tensor,
-    positions: Tensor,
+    rows: PagedRows,
     constants: dict[str, int],
     out: Tensor,
 ) -> None:
@@ -108,15 +108,14 @@ def finish_scores(
 
     Args:
         logits, partial: the `scratch` that has been written.
-        slots: (R,) int32; a row of slot -1 is left alone.
-        positions: (R,) int32; tokens [0, position] get scores.
+        rows: the rows of the step; tokens [0, position] of each get scores.
         constants: the `score_constants` of the launch that has written.
         out: (R, L, Hkv, capacity) float32, written in place.
     """
     tokens = _FINISHED_LOGITS // constants["PADDED"]
     _finish[score_grid(out, tokens)](
-        slots,
-        positions,
+        rows.slots,
+        rows.positions,
         logits,
         partial,
         out,
@@ -132,26 +131,20 @@ def finish_scores(
 def score_step(
     queries: Tensor,
     key_pool: Tensor,
-    page_table: Tensor,
-    slots: Tensor,
-    positions: Tensor,
+    rows: PagedRows,
     first_layer: int,
     scale: float,
     workspace: ScoreWorkspace,
     out: Tensor,
     rounded: bool = False,
-    block: int = _BLOCK,
-    warps: int = 4,
-    stages: int = 3,
 ) -> None:
     """See the reference. Two launches; P must be a multiple of the block.
 
     Args:
         rounded: whether logits are kept in float16.
-        block, warps, stages: only time depends on them.
     """
     page_tokens = key_pool.shape[3]
-    block = min(block, page_tokens)
+    block = min(_BLOCK, page_tokens)
     assert page_tokens % block == 0
     assert key_pool.is_contiguous()
     constants = score_constants(queries, workspace, out, CHUNK_TOKENS)
@@ -159,24 +152,22 @@ def score_step(
     _score[score_grid(out, CHUNK_TOKENS)](
         queries,
         key_pool,
-        page_table,
-        slots,
-        positions,
+        *rows,
         logits,
         partial,
         first_layer,
         scale,
         key_pool.shape[1],
-        page_table.stride(0),
+        rows.page_table.stride(0),
         out.shape[-1],
         **constants,
         PAGE=page_tokens,
         BLOCK=block,
         EXACT=multiplies_float32(key_pool),
-        num_warps=warps,
-        num_stages=stages,
+        num_warps=4,
+        num_stages=3,
     )
-    finish_scores(logits, partial, slots, positions, constants, out)
+    finish_scores(logits, partial, rows, constants, out)
 
 
 def multiplies_float32(keys: Tensor) -> bool:
@@ -192,17 +183,18 @@ def load_query_parts(
     PARTS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     DTYPE: tl.constexpr,
-    STEP: tl.constexpr,
 ):
     """Split float32 queries into sums of numbers of the keys' dtype.
 
     The matrix unit needs 16 columns and a group has four heads or so. Four parts a head make the
-    product nearly as exact as float32 at no cost. Part p counts for STEP ** -p.
+    product nearly as exact as float32 at no cost. Part p counts for 128 ** -p.
 
     Returns:
         (PARTS * PADDED, D) parts of the queries, scaled by a power of two; and (PARTS * PADDED,)
         factors, by which the product of each part with a key must be multiplied.
     """
+    # What a number of the dtype leaves out of a query, the next part makes up for.
+    STEP: tl.constexpr = 128.0
     column = tl.arange(0, PARTS * PADDED)
     head = column % PADDED
     part = column // PADDED
@@ -273,9 +265,7 @@ def score_full_precision(
         EXACT: whether keys are multiplied as float32.
     """
     DTYPE: tl.constexpr = tl.float32 if EXACT else keys.dtype.element_ty
-    # What a number of the dtype leaves out of a query, the next part makes up for.
-    STEP: tl.constexpr = 128.0
-    parts, weight = load_query_parts(unit_queries, GROUP, PADDED, PARTS, HEAD_DIM, DTYPE, STEP)
+    parts, weight = load_query_parts(unit_queries, GROUP, PADDED, PARTS, HEAD_DIM, DTYPE)
     parts, weight = tl.trans(parts), weight * scale
     dims = tl.arange(0, HEAD_DIM)
     for block in tl.range(first, last, BLOCK, num_stages=STAGES):

@@ -75,11 +75,6 @@ def select_workspace(
     return torch.empty((rows * layers * kv_heads, width), dtype=torch.int64, device=device)
 
 
-def _registers(warps: int, programs: int) -> int:
-    """How many registers a thread has if so many programs share a multiprocessor's 64 K."""
-    return min(255, max(32, 65536 // (32 * warps * programs) // 8 * 8))
-
-
 def select_step(
     scores: Tensor,
     slot_map: Tensor,
@@ -94,8 +89,6 @@ def select_step(
     entering_slots: Tensor,
     counts: Tensor,
     width: int | None = None,
-    warps: int | None = None,
-    resident_programs: int = 2,
 ) -> None:
     """See the reference. One launch; rows of up to a million tokens.
 
@@ -104,15 +97,13 @@ def select_step(
 
     Args:
         width: the width of vectors, a power of two, at least k and half of k + margin. Only time
-            depends on it, and on what follows.
-        warps: how many warps a program has.
-        resident_programs: how many programs a multiprocessor should have registers for.
+            depends on it.
     """
     rows, layers, kv_heads, row_capacity = scores.shape
     budget, capacity = slot_map.shape[-1], entering.shape[-1]
     units = rows * layers * kv_heads
     width = width or _default_width(budget, margin)
-    warps = warps or min(16, max(1, width // 128))
+    warps = min(16, max(1, width // 128))
     for tensor in (scores, slot_map, slots, positions, workspace, entering, entering_slots, counts):
         assert tensor.is_contiguous()
     assert slot_map.shape[2] == kv_heads
@@ -147,7 +138,8 @@ def select_step(
         WIDTH=width,
         ENTERING=triton.next_power_of_2(capacity),
         num_warps=warps,
-        maxnreg=_registers(warps, resident_programs),
+        # Two programs share the 64 K registers of a multiprocessor.
+        maxnreg=min(255, max(32, 65536 // (32 * warps * 2) // 8 * 8)),
     )
 
 

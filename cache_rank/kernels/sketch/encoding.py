@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from cache_rank.kernels.rows import PagedRows
 from cache_rank.kernels.sketch.reference import Sketch, SketchShape
 
 BLOCK_KEYS = 32
@@ -22,16 +23,12 @@ def append_codes(
     code_pool: Tensor,
     sketch: Sketch,
     shape: SketchShape,
-    page_table: Tensor,
-    slots: Tensor,
-    positions: Tensor,
+    rows: PagedRows,
     first_layer: int,
 ) -> None:
     """See the reference. One launch; D is a power of two."""
     by_token = keys.transpose(0, 1)  # (L, R, Hkv, D)
-    _encode_tokens(
-        by_token, code_pool, sketch, shape, page_table, slots, positions, first_layer, None
-    )
+    _encode_tokens(by_token, code_pool, sketch, shape, *rows, first_layer, None)
 
 
 def load_codes(

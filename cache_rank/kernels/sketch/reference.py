@@ -34,6 +34,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from cache_rank.kernels.nibbles.reference import pack, unpack
+from cache_rank.kernels.rows import PagedRows
 from cache_rank.kernels.score.reference import ScoreWorkspace
 
 FINE_STEP, COARSE_STEP = 0.3352, 0.9957
@@ -170,12 +172,12 @@ def encode_keys(keys: Tensor, sketch: Sketch, shape: SketchShape) -> Tensor:
     whole = steps.nan_to_num().floor()
     fine = (whole[..., : shape.fine] + 8).clamp(0, 15).to(torch.uint8)
     coarse = (whole[..., shape.fine :] + 2).clamp(0, 3).to(torch.uint8)
-    return torch.cat((_pack(fine, 4), _pack(coarse, 2)), dim=-1)
+    return torch.cat((pack(fine, 4), pack(coarse, 2)), dim=-1)
 
 
 def unpack_int2(codes: Tensor) -> Tensor:
     """Codes, (..., bytes) uint8, as elements: (..., 4 · bytes) float32, ordered as in `Sketch`."""
-    return _unpack(codes, 2)
+    return unpack(codes, 2).float()
 
 
 def query_weights(queries: Tensor, sketch: Sketch, scale: float) -> Tensor:
@@ -195,9 +197,7 @@ def score_sketch(
     code_pool: Tensor,
     sketch: Sketch,
     shape: SketchShape,
-    page_table: Tensor,
-    slots: Tensor,
-    positions: Tensor,
+    rows: PagedRows,
     first_layer: int,
     scale: float,
     workspace: SketchWorkspace,
@@ -207,22 +207,16 @@ def score_sketch(
     """Score the resident tokens of every row of a step by their codes; see `score_step`.
 
     Args:
-        queries: (R, L, Hq, D) float32.
         code_pool: (pages, layers, Hkv, P, bytes) uint8.
         sketch: of all layers.
         shape: which channels are coded.
-        page_table: (R, max pages) int32.
-        slots: (R,) int32; a row of slot -1 is left alone.
-        positions: (R,) int32; tokens [0, position] are scored.
-        first_layer: index of the first of the L layers in the pool.
-        scale: factor on the logits.
         workspace: what `sketch_workspace` made.
-        out: (R, L, Hkv, capacity) float32, written in place; entries of other tokens keep what they
-            hold.
+        queries, rows, first_layer, scale, out: as for `score_step`.
         attended: whose log-sum-exp normalizes logits; by default that of all tokens does.
     """
     layers, page_tokens = queries.shape[1], code_pool.shape[3]
     of_layers = Sketch(*(part[first_layer : first_layer + layers] for part in sketch))
+    page_table, slots, positions = rows
     for row, (slot, position) in enumerate(zip(slots.tolist(), positions.tolist(), strict=True)):
         if slot < 0:
             continue
@@ -264,9 +258,7 @@ def append_codes(
     code_pool: Tensor,
     sketch: Sketch,
     shape: SketchShape,
-    page_table: Tensor,
-    slots: Tensor,
-    positions: Tensor,
+    rows: PagedRows,
     first_layer: int,
 ) -> None:
     """Encode the newest key of every row, for the layers of a group.
@@ -275,8 +267,9 @@ def append_codes(
         keys: (R, L, Hkv, D), any strides but that of D.
         code_pool: (pages, layers, Hkv, P, bytes) uint8, written in place.
         sketch, shape: as for `score_sketch`.
-        page_table, slots, positions, first_layer: as for `append_step`.
+        rows, first_layer: as for `append_step`.
     """
+    page_table, slots, positions = rows
     row = (slots >= 0).nonzero().squeeze(-1)
     position = positions[row].to(torch.int64)
     page_tokens, layers = code_pool.shape[3], keys.shape[1]
@@ -310,18 +303,3 @@ def load_codes(
     page = pages[position // page_tokens].to(torch.int64)
     codes = encode_keys(keys.transpose(1, 2), sketch, shape)  # (layers, Hkv, n, bytes)
     code_pool[page, :, :, position % page_tokens] = codes.permute(2, 0, 1, 3)
-
-
-def _pack(codes: Tensor, bits: int) -> Tensor:
-    """Pack codes: channels that lie C · bits / 8 apart share a byte, the first its low bits."""
-    parts = codes.chunk(8 // bits, dim=-1) if codes.shape[-1] else []
-    packed = codes.new_zeros((*codes.shape[:-1], codes.shape[-1] * bits // 8))
-    for index, part in enumerate(parts):
-        packed |= part << index * bits
-    return packed
-
-
-def _unpack(packed: Tensor, bits: int) -> Tensor:
-    """Unpack codes to float32."""
-    parts = [packed >> shift & (1 << bits) - 1 for shift in range(0, 8, bits)]
-    return torch.cat(parts, dim=-1).float()

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from cache_rank.kernels.coded.int8_split import int8_columns
+from cache_rank.kernels.rows import PagedRows
 from cache_rank.kernels.score.triton import (
     CHUNK_TOKENS,
     finish_scores,
@@ -62,9 +63,7 @@ def score_sketch(
     code_pool: Tensor,
     sketch: Sketch,
     shape: SketchShape,
-    page_table: Tensor,
-    slots: Tensor,
-    positions: Tensor,
+    rows: PagedRows,
     first_layer: int,
     scale: float,
     workspace: SketchWorkspace,
@@ -103,14 +102,12 @@ def score_sketch(
         _normalize[(NORMALIZER_PARTS, units)](
             weights,
             code_pool,
-            page_table,
-            slots,
-            positions,
+            *rows,
             attended.chosen,
             normalizers,
             first_layer,
             pool_layers,
-            page_table.stride(0),
+            rows.page_table.stride(0),
             attended.sinks,
             attended.recent,
             **{name: value for name, value in constants.items() if name != "CHUNK"},
@@ -121,22 +118,20 @@ def score_sketch(
     _score[(chunks, units)](
         weights,
         code_pool,
-        page_table,
-        slots,
-        positions,
+        *rows,
         normalizers,
         logits,
         partial,
         out,
         first_layer,
         pool_layers,
-        page_table.stride(0),
+        rows.page_table.stride(0),
         out.shape[-1],
         **constants,
         num_warps=launch.warps,
     )
     if attended is None:
-        finish_scores(logits, partial, slots, positions, constants, out)
+        finish_scores(logits, partial, rows, constants, out)
 
 
 @triton.jit(

@@ -10,56 +10,26 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from importlib import import_module
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from cache_rank import operations
 from cache_rank.config import ModelShape
 from cache_rank.copies import upload
 from cache_rank.kernels.mosaickv.store import PackedStore, store_vectors
 from cache_rank.kernels.mosaickv.vectors import PackedVectors
 from cache_rank.pages import PAGE_TOKENS
-from cache_rank.residency.mosaickv.strategy import Candidates, CompressedTokens
+from cache_rank.residency.mosaickv.strategy import (
+    BUFFER_TOKENS,
+    Candidates,
+    CompressedTokens,
+    SegmentLengths,
+)
 from cache_rank.residency.not_finite import NotFinite
-
-BUFFER_TOKENS = 32
-"""The newest tokens wait in full precision until there are so many (section 5.3)."""
 
 _LARGEST_NORM = torch.finfo(torch.float32).max / 2
 """No vector may be longer: its rotated elements must be float32, whatever is rounded."""
-
-
-class MemorySizes(NamedTuple):
-    """How much there is of everything.
-
-    Attributes:
-        pages: number of pages of packed vectors.
-        slots: number of sequences.
-        ring: tokens of a slot in full precision.
-        segment: fewest tokens of a segment that is not a sequence's first.
-    """
-
-    pages: int
-    slots: int
-    ring: int
-    segment: int
-
-    @property
-    def strategies(self) -> int:
-        """Most strategies of one sequence."""
-        return self.most_strategies(self.pages * PAGE_TOKENS)
-
-    def most_strategies(self, tokens: int) -> int:
-        """Most strategies of a sequence of so many tokens."""
-        return tokens // self.segment + 2
-
-    @property
-    def rows(self) -> int:
-        """Most strategies of all sequences."""
-        return -(-self.pages * PAGE_TOKENS // self.segment) + self.slots
 
 
 class PackedMemory:
@@ -67,7 +37,7 @@ class PackedMemory:
 
     Attributes:
         store: the tensors that the operations of a step read and write.
-        operations: the module of `cache_rank.kernels.mosaickv` for the device.
+        not_finite: reports tokens that cannot be rotated.
     """
 
     @staticmethod
@@ -78,24 +48,30 @@ class PackedMemory:
         return -(-of_page * model.layers * model.kv_heads // PAGE_TOKENS)
 
     def __init__(
-        self, candidates: Candidates, model: ModelShape, sizes: MemorySizes, device: torch.device
+        self,
+        candidates: Candidates,
+        model: ModelShape,
+        lengths: SegmentLengths,
+        pages: int,
+        slots: int,
+        device: torch.device,
     ) -> None:
-        self.operations: Any = import_module(
-            f"cache_rank.kernels.mosaickv.{operations.implementation_for(device)}"
-        )
         self._device = device
+        tokens = pages * PAGE_TOKENS
+        strategies = -(-tokens // lengths.least) + slots  # most of all sequences
 
         def vectors(entries: int) -> PackedVectors:
-            shape = (sizes.pages, model.layers, model.kv_heads, entries)
+            shape = (pages, model.layers, model.kv_heads, entries)
             elements = (*shape, candidates.kept)
             return PackedVectors(
                 torch.empty(elements, dtype=model.torch_dtype, device=device),
                 torch.empty((*shape, candidates.bitmap_bytes), dtype=torch.uint8, device=device),
             )
 
-        ring = (sizes.slots, model.layers, model.kv_heads, sizes.ring, model.head_dim)
-        in_table = (sizes.rows, model.layers)
-        buffers = max(1, sizes.pages * PAGE_TOKENS // BUFFER_TOKENS)
+        ring = (slots, model.layers, model.kv_heads, lengths.originals, model.head_dim)
+        in_table = (strategies, model.layers)
+        of_slot = (slots, lengths.most_strategies(tokens))
+        buffers = max(1, tokens // BUFFER_TOKENS)
         rotation = (2, model.kv_heads, model.head_dim, candidates.channels)
         self.store = PackedStore(
             keys=vectors(PAGE_TOKENS),
@@ -105,17 +81,17 @@ class PackedMemory:
                 torch.empty(ring, dtype=model.torch_dtype, device=device),
                 torch.empty(ring, dtype=model.torch_dtype, device=device),
             ),
-            strategy_of=torch.full((sizes.slots, buffers), -1, dtype=torch.int32, device=device),
-            rows=torch.full((sizes.slots, sizes.strategies), -1, dtype=torch.int32, device=device),
+            strategy_of=torch.full((slots, buffers), -1, dtype=torch.int32, device=device),
+            rows=torch.full(of_slot, -1, dtype=torch.int32, device=device),
             numbers=torch.zeros((*in_table, 3), dtype=torch.int32, device=device),
             rotations=torch.empty((*in_table, *rotation), dtype=model.torch_dtype, device=device),
             page_tokens=PAGE_TOKENS,
             buffer_tokens=BUFFER_TOKENS,
         )
-        self._free_rows = list(range(sizes.rows))[::-1]
+        self._free_rows = list(range(strategies))[::-1]
         self._heads = torch.arange(model.kv_heads, device=device).unsqueeze(-1)
         # A flag a slot: other sequences may be loading beside a step, on a stream of their own.
-        self._not_finite = NotFinite(model, device, flags=sizes.slots)
+        self.not_finite = NotFinite(model, device, flags=slots)
         self._beside = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def begin(self, slot: int) -> None:
@@ -168,48 +144,20 @@ class PackedMemory:
         for vectors, place, packed in parts:
             store_vectors(self.store, vectors, pages, layer, self._heads, place, packed)
 
-    def compress(
-        self,
-        pages: Tensor,
-        slot: int,
-        row: int,
-        layers: range,
-        first: int,
-        last: int,
-        losses: Tensor,
-    ) -> None:
-        """Compress tokens from the ring to the pages: `compress_buffers` of the reference."""
-        self.operations.compress_buffers(self.store, pages, slot, row, layers, first, last, losses)
-
-    def add_covariance(
-        self, slot: int, layers: range, first: int, last: int, covariance: Tensor
-    ) -> None:
-        """Add successive tokens to the covariance: `add_covariance` of the reference, in place."""
-        self.operations.add_covariance(
-            self.store, slot, layers, first, last, covariance, covariance
-        )
-
     def require_finite(self, slot: int, layers: range, first: int, last: int) -> None:
         """Check that tokens of a slot are finite: otherwise they cannot be rotated.
 
         Raises:
-            ValueError: some of its tokens are not finite; on a GPU `check` says so.
+            ValueError: some of its tokens are not finite; on a GPU `not_finite` says so.
         """
         group, rings = slice(layers.start, layers.stop), self.store.rings
         entry = torch.arange(first, last, device=self._device) % rings[0].shape[3]
         tokens = torch.stack([ring[slot][group, :, entry] for ring in rings])
         norms = torch.linalg.vector_norm(tokens, dim=-1, dtype=torch.float64)
         refused = (~(norms <= _LARGEST_NORM)).any(dim=-1)
-        self._not_finite.note(slot, layers, refused)
+        self.not_finite.note(slot, layers, refused)
         if self._beside is None:
-            self.check()
-
-    def check(self, wait: bool = False) -> None:
-        """Report tokens that cannot be held, see Residency.check.
-
-        With `wait`, the host waits for the device, and all tokens that came are covered.
-        """
-        self._not_finite.check(wait)
+            self.not_finite.check()
 
     def beside(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap a function for another thread, so that it sees all that is queued now.

@@ -23,30 +23,61 @@ from cache_rank.batch_metadata import BatchMetadata
 from cache_rank.config import CacheRankConfig
 from cache_rank.copies import upload
 from cache_rank.kernels.append import append_step, load_tokens
-from cache_rank.residency.base import Residency
-from cache_rank.residency.mosaickv.memory import BUFFER_TOKENS, MemorySizes, PackedMemory
-from cache_rank.residency.mosaickv.options import OPTIONS
-from cache_rank.residency.mosaickv.segments import (
-    MOST_BUFFERS,
-    OPENING_TOKENS,
-    SegmentLengths,
-    Segments,
+from cache_rank.kernels.mosaickv import (
+    gather_packed,
+    score_packed_step,
+    score_packed_workspace,
 )
-from cache_rank.residency.mosaickv.strategy import Candidates, strategy_bytes
-from cache_rank.residency.options import Ranges
+from cache_rank.residency.base import Residency
+from cache_rank.residency.mosaickv.memory import PackedMemory
+from cache_rank.residency.mosaickv.segments import Segments
+from cache_rank.residency.mosaickv.strategy import Candidates, SegmentLengths, strategy_bytes
+from cache_rank.residency.options import Between, OneOf, Ranges
 
 
 class MosaicKVResidency(Residency):
-    """Codes in pages, and the segments of each slot and its newest tokens beside them."""
+    """Codes in pages, and the segments of each slot and its newest tokens beside them.
+
+    Its options are which strategies there are, which segments have them, and what is scored:
+
+        rate        percent of its elements that a vector loses
+        group       neighbouring elements that are kept together
+        block       tokens of a per-block key; 1 is none
+        dropped     percent of the rotated channels that all vectors lose, those of least energy
+        loss        largest share of energy that a rate and a group may lose to be chosen
+        variance    largest share of the variance of keys within blocks that may be chosen
+        segment     most tokens of a segment: longer ones take more memory a slot, for the copy in
+                    full precision, and shorter ones more memory a token, for their rotations
+        threshold   accumulated loss that ends a segment, in tokens that are lost altogether
+        scored      percent of the tokens that are scored one by one, those of the best blocks;
+                    never fewer than can be selected
+
+    With `auto`, each layer of each segment has the one that compresses most within `loss` or within
+    `variance`, and memory is reserved for the one that compresses least.
+
+    The paper drops a quarter of the channels and scores blocks first (sections 5.2 and 4.2). Both
+    together lose a fifth of the recall on the keys of a language model, and an eighth of the
+    attention, so that neither is the default; docs/results.md has the figures.
+    """
 
     name: ClassVar[str] = "mosaickv"
-    options: ClassVar[Ranges] = OPTIONS
+    options: ClassVar[Ranges] = {
+        "rate": OneOf(("auto", 0, 62.5, 75, 87.5)),
+        "group": OneOf(("auto", 1, 2, 4)),
+        "block": OneOf((1, 4, 8, 16, "auto")),
+        "dropped": Between(0, 75, default=0),
+        "loss": Between(0, 1, default=0.05),
+        "variance": Between(0, 1, default=0.5),
+        "segment": OneOf((8192, 512, 1024, 2048, 4096, 16384, 32768, 65536)),
+        "threshold": Between(0, 65536, default=1024),
+        "scored": Between(0, 100, default=25),
+    }
     captures_append: ClassVar[bool] = False
-    # A page means nothing without the segments of its slot, and where these end depends on the
-    # whole sequence.
-    shares_pages: ClassVar[bool] = False
-    # The opening is compressed by a strategy of its own, and whole buffers by the same one.
-    warm_up_tokens: ClassVar[int] = OPENING_TOKENS + 2 * MOST_BUFFERS * BUFFER_TOKENS
+
+    @classmethod
+    def tail_tokens(cls) -> None:
+        """None: a page means nothing without the segments of its slot, and where these end depends
+        on the whole sequence."""
 
     @classmethod
     def bytes_per_token(cls, config: CacheRankConfig) -> int:
@@ -74,18 +105,18 @@ class MosaicKVResidency(Residency):
     def __init__(self, config: CacheRankConfig, pages: int, device: torch.device) -> None:
         model, options = config.model, self.settings(config)
         lengths = SegmentLengths.of(options)
-        sizes = MemorySizes(pages, config.max_rows, lengths.originals, lengths.least)
         super().__init__(config, pages, device)
         self._lengths = lengths
         self._candidates = Candidates(options, model)
-        self._memory = PackedMemory(self._candidates, model, sizes, device)
+        self._memory = PackedMemory(
+            self._candidates, model, lengths, pages, config.max_rows, device
+        )
         share = round(float(options["scored"]) * 10_000)
         self._scored = (share, config.sparse_budget + config.hysteresis)
-        self._most_strategies = sizes.most_strategies
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="mosaickv")
         self._segments: dict[int, Segments] = {}
 
-    def load(self, pages: Tensor, slot: int, start: int, shipment: Tensor) -> None:
+    def _load(self, pages: Tensor, slot: int, start: int, shipment: Tensor) -> None:
         if start == 0:
             self._begin(slot)
         segments, every_layer = self._segments[slot], range(self._model.layers)
@@ -99,7 +130,7 @@ class MosaicKVResidency(Residency):
             segments.append(pages, every_layer, end)
             begin = end
 
-    def append(self, rows: BatchMetadata, layers: range, up: Tensor, query_ring: Tensor) -> None:
+    def _append(self, rows: BatchMetadata, layers: range, up: Tensor, query_ring: Tensor) -> None:
         on_host = rows.numbers()
         for slot, position in on_host:
             if slot >= 0 and position == 0 and layers.start == 0:
@@ -108,47 +139,33 @@ class MosaicKVResidency(Residency):
             up,
             *self._memory.store.rings,
             query_ring,
-            rows.slots.unsqueeze(1),
-            rows.slots,
-            rows.positions,
+            rows.paged._replace(page_table=rows.slots.unsqueeze(1)),
             layers.start,
         )
         for row, (slot, position) in enumerate(on_host):
             if slot >= 0:
-                self._segments[slot].append(rows.page_table[row], layers, position + 1)
+                self._segments[slot].append(rows.paged.page_table[row], layers, position + 1)
 
-    def score(
-        self,
-        rows: BatchMetadata,
-        layers: range,
-        queries: Tensor,
-        exact: bool = False,
-        chosen: Tensor | None = None,
-    ) -> Tensor:
-        workspace, out = self._scores.take(queries.shape[0], len(layers), rows.capacity)
-        self._memory.operations.score_packed_step(
+    def _score(
+        self, rows: BatchMetadata, layers: range, queries: Tensor, workspace: Any, out: Tensor
+    ) -> None:
+        score_packed_step(
             self._memory.store,
             queries,
-            rows.page_table,
-            rows.slots,
-            rows.positions,
+            rows.paged,
             layers.start,
             self._model.scale,
             self._scored,
             workspace,
             out,
-            exact,
         )
-        return out
 
     def gather(
         self, rows: BatchMetadata, layers: range, entering: Tensor, keys: Tensor, values: Tensor
     ) -> None:
-        self._memory.operations.gather_packed(
+        gather_packed(
             self._memory.store,
-            rows.page_table,
-            rows.slots,
-            rows.positions,
+            rows.paged,
             layers.start,
             entering,
             keys,
@@ -160,13 +177,14 @@ class MosaicKVResidency(Residency):
             ended.end()
 
     def check(self) -> None:
-        self._memory.check()
+        self._memory.not_finite.check()
 
     def score_workspace(
         self, rows: int, layers: int, kv_heads: int, group: int, capacity: int, device: torch.device
     ) -> Any:
-        return self._memory.operations.score_packed_workspace(
-            self._memory.store, rows, layers, group, capacity, self._most_strategies(capacity)
+        strategies = self._lengths.most_strategies(capacity)
+        return score_packed_workspace(
+            self._memory.store, rows, layers, group, capacity, strategies, device
         )
 
     def _begin(self, slot: int) -> None:

@@ -21,56 +21,30 @@ losses of a segment are known to stay below the threshold, since no token loses 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from concurrent.futures import Executor, Future
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from cache_rank.config import ModelShape, OptionValue
+from cache_rank.config import ModelShape
 from cache_rank.copies import Readback
+from cache_rank.kernels.mosaickv import add_covariance, compress_buffers
 from cache_rank.kernels.mosaickv.store import newest_tokens
-from cache_rank.residency.mosaickv.memory import BUFFER_TOKENS, PackedMemory
-from cache_rank.residency.mosaickv.strategy import Candidates, CompressedTokens, recompress
+from cache_rank.residency.mosaickv.memory import PackedMemory
+from cache_rank.residency.mosaickv.strategy import (
+    BUFFER_TOKENS,
+    Candidates,
+    CompressedTokens,
+    SegmentLengths,
+    recompress,
+)
 
 OPENING_TOKENS = 256
 """The first segment, which has no previous strategy, has so many tokens."""
 
 MOST_BUFFERS = 8
 """So many buffers are compressed at once: more take more scratch, and not much less time each."""
-
-
-class SegmentLengths(NamedTuple):
-    """Where a segment is finished, and when its own strategy takes effect.
-
-    Attributes:
-        most: most tokens of a segment, a multiple of 512.
-        threshold: the accumulated loss that ends a segment, in tokens that are lost altogether.
-    """
-
-    most: int
-    threshold: float
-
-    @classmethod
-    def of(cls, options: Mapping[str, OptionValue]) -> SegmentLengths:
-        """The lengths that the options `segment` and `threshold` ask for."""
-        return cls(int(options["segment"]), float(options["threshold"]))
-
-    @property
-    def least(self) -> int:
-        """Fewest tokens of a segment other than the opening."""
-        return self.most // 4
-
-    @property
-    def delay(self) -> int:
-        """Tokens between the end of a segment and the step from which its own strategy serves."""
-        return self.most // 8
-
-    @property
-    def originals(self) -> int:
-        """Most tokens of a sequence that are held in full precision."""
-        return self.most + self.delay
 
 
 class _Recompression(NamedTuple):
@@ -165,10 +139,11 @@ class Segments:
             self._complete = resident
             if self.strategies:
                 self._memory.assign(self._slot, first, resident, len(self.strategies) - 1)
-        self._memory.add_covariance(self._slot, layers, first, resident, self._covariance)
+        store, covariance = self._memory.store, self._covariance
+        add_covariance(store, self._slot, layers, first, resident, covariance, covariance)
         if self.strategies:
             row = self.strategies[-1]
-            self._memory.compress(pages, self._slot, row, layers, first, resident, self._losses)
+            compress_buffers(store, pages, self._slot, row, layers, first, resident, self._losses)
         if min(self.resident) == resident:
             self._advance(pages, resident)
 
@@ -220,7 +195,7 @@ class Segments:
                 self._memory.beside(recompress), tokens_of, self._covariance, self._candidates
             )
         else:  # the opening, which waits for no other sequence's
-            self._memory.check(wait=True)
+            self._memory.not_finite.check(wait=True)
             due, result = last, Future()
             result.set_result(recompress(tokens_of, self._covariance, self._candidates))
         self._recompression = _Recompression(first, last, due, result)

@@ -7,21 +7,21 @@ themselves; rate, element group and block are shared by all of them.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from importlib import import_module
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
-from cache_rank import operations
 from cache_rank.config import ModelShape, OptionValue
 from cache_rank.kernels.mosaickv.store import Strategy
 from cache_rank.kernels.mosaickv.vectors import (
     PackedVectors,
     bitmap_bytes,
+    encode,
     lost_energy,
     mean_keys,
+    pack_vectors,
     rotate,
+    rotation_of,
     unexplained_variance,
 )
 from cache_rank.pages import PAGE_TOKENS
@@ -33,8 +33,47 @@ _AUTO: Mapping[str, tuple[float, ...]] = {
 }
 """`auto` chooses from these; what compresses most comes first."""
 
+BUFFER_TOKENS = 32
+"""The newest tokens wait in full precision until there are so many (section 5.3)."""
+
 _SAMPLE_TOKENS = 1024
 """Rate and element group are chosen by so many tokens of a segment, evenly spaced."""
+
+
+class SegmentLengths(NamedTuple):
+    """Where a segment is finished, and when its own strategy takes effect.
+
+    Attributes:
+        most: most tokens of a segment, a multiple of 512.
+        threshold: the accumulated loss that ends a segment, in tokens that are lost altogether.
+    """
+
+    most: int
+    threshold: float
+
+    @classmethod
+    def of(cls, options: Mapping[str, OptionValue]) -> SegmentLengths:
+        """The lengths that the options `segment` and `threshold` ask for."""
+        return cls(int(options["segment"]), float(options["threshold"]))
+
+    @property
+    def least(self) -> int:
+        """Fewest tokens of a segment other than the opening."""
+        return self.most // 4
+
+    @property
+    def delay(self) -> int:
+        """Tokens between the end of a segment and the step from which its own strategy serves."""
+        return self.most // 8
+
+    def most_strategies(self, tokens: int) -> int:
+        """Most strategies of a sequence of so many tokens."""
+        return tokens // self.least + 2
+
+    @property
+    def originals(self) -> int:
+        """Most tokens of a sequence that are held in full precision."""
+        return self.most + self.delay
 
 
 class CompressedTokens(NamedTuple):
@@ -93,8 +132,7 @@ class Candidates:
 
     def rotations(self, covariance: Tensor) -> Tensor:
         """Rotations of covariances (..., D, D): (..., D, C) in the dtype of the pool."""
-        rotations: Tensor = _kernels(covariance).rotation_of(covariance, self.channels)
-        return rotations.to(self._dtype)
+        return rotation_of(covariance, self.channels).to(self._dtype)
 
     def choose(self, tokens: Tensor, rotations: Tensor) -> Strategy:
         """Choose the strategy of a finished segment of one layer.
@@ -120,18 +158,12 @@ class Candidates:
         return Strategy(kept, group, block, rotations)
 
 
-def pack_vectors(rotated: Tensor, kept: int, group: int, dtype: torch.dtype) -> PackedVectors:
-    """Pack vectors as `pack_vectors` of the reference does, by the kernel of their device."""
-    packed: PackedVectors = _kernels(rotated).pack_vectors(rotated, kept, group, dtype)
-    return packed
-
-
 def compress(tokens: Tensor, strategy: Strategy) -> CompressedTokens:
     """Compress keys and values of one layer, (2, Hkv, n, D); n is a multiple of the block."""
     kept, group, block, rotations = strategy
     blocked = tokens[0] if block > 1 else tokens[0, :, :0]
     keys, values, block_keys = (
-        pack_vectors(rotate(part, rotation), kept, group, part.dtype)
+        encode(part, rotation, kept, group)
         for part, rotation in (
             (tokens[0], rotations[0]),
             (tokens[1], rotations[1]),
@@ -155,7 +187,7 @@ def recompress(
         The compressed tokens of each layer.
     """
     found = []
-    # All layers are rotated at once: on a GPU, each by itself would take as long as all.
+    # All layers are rotated at once: on a GPU, each by itself would take far longer.
     for layer, rotations in enumerate(candidates.rotations(covariance)):
         tokens = tokens_of(layer)
         found.append(compress(tokens, candidates.choose(tokens, rotations)))
@@ -166,12 +198,6 @@ def strategy_bytes(channels: int, model: ModelShape) -> int:
     """Memory of one segment's strategies, all layers."""
     rotation = model.head_dim * channels * model.torch_dtype.itemsize
     return 2 * model.layers * model.kv_heads * rotation
-
-
-def _kernels(tensor: Tensor) -> Any:
-    """The kernels for the device that a tensor is on."""
-    implementation = operations.implementation_for(tensor.device)
-    return import_module(f"cache_rank.kernels.mosaickv.{implementation}")
 
 
 def _candidates(options: Mapping[str, OptionValue], name: str) -> tuple[float, ...]:

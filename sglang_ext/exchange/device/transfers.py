@@ -150,9 +150,6 @@ class DeviceTransfers(ABC):
         self._slots = slots
         self._gate = gate
         self._timeout = connection.timeout
-        # A comparison of checksums stops the device, which no graph can.
-        self._captured_rows = range(1, 1 if config.checksum else config.max_rows + 1)
-        self._rows = ExchangedRows()
         # What the scatter stream reads of a step.
         self._numbers = HostToDeviceRing(
             device,
@@ -195,7 +192,6 @@ class DeviceTransfers(ABC):
             TransportError: a channel is closed. What is to be sent may have been queued, and what
                 is to be received not: these transfers are of no use any more.
         """
-        self._rows = rows
         self._numbers.write(
             step=[step],
             first_rows=[self._slots.first_slot(sequence) for sequence in rows.sequences],
@@ -204,6 +200,22 @@ class DeviceTransfers(ABC):
         )
         self._queue(len(rows))
         self._gate.awaited_step = step
+        if self._config.checksum:
+            self._compare_checksums(rows)
+
+    def _compare_checksums(self, rows: ExchangedRows) -> None:
+        """Compare what slots hold after a step, when all of it has ended.
+
+        Not after each answer: the host would load kernels and allocate memory, for which CUDA
+        may wait for the forward pass, while that waits for the next answer.
+        """
+        torch.cuda.synchronize(self._slots.device)
+        if not self._gate.is_open:
+            return
+        messages = self.messages.of(len(rows)).down
+        for answer in self._answers:
+            header = messages[answer.group].header
+            self._slots.compare_checksums(answer.group, rows, header, answer.same_step)
 
     @abstractmethod
     def _queue(self, rows: int) -> None:
@@ -243,8 +255,6 @@ class DeviceTransfers(ABC):
             self._accepts,
         )
         shipped.copy_(message.header[:, _SHIPPED])
-        if self._config.checksum and self._rows and int(self._accepts):
-            self._slots.compare_checksums(group, self._rows, message.header, answer.same_step)
         gate_kernels.signal(self._gate.applied, group, numbers["step"])
         if answer is self._answers[-1]:
             torch.sum(self._by_group, dim=1, out=self._totals)
@@ -268,17 +278,17 @@ class CopiedTransfers(DeviceTransfers):
                 capture(functools.partial(self._send, rows), up.stream),
                 capture(functools.partial(self._take_answers, rows), down.stream),
             )
-            for rows in self._captured_rows
+            for rows in range(1, config.max_rows + 1)
         }
 
     def _queue(self, rows: int) -> None:
-        send, take_answers = self._graphs.get(rows, (None, None))
-        if send is None or take_answers is None or self.times.are_taken:
+        if self.times.are_taken:
             with torch.cuda.stream(self._up.stream):
                 self._send(rows)
             with torch.cuda.stream(self._down.stream):
                 self._take_answers(rows)
             return
+        send, take_answers = self._graphs[rows]
         with self._up.queueing():
             launch(send, self._up.stream)
         with self._down.queueing():
@@ -321,7 +331,7 @@ class NcclTransfers(DeviceTransfers):
         self._up, self._down = up, down
         self._graphs = {
             (answer, rows): capture(functools.partial(self._apply, answer, rows))
-            for rows in self._captured_rows
+            for rows in range(1, config.max_rows + 1)
             for answer in self._answers
         }
 
@@ -331,10 +341,7 @@ class NcclTransfers(DeviceTransfers):
             for answer, pending in zip(self._answers, received, strict=True):
                 pending.wait(self._timeout)
                 with self.times.of("scatter", answer.group, stream):
-                    if self._graphs:
-                        self._graphs[answer, rows].replay()
-                    else:
-                        self._apply(answer, rows)
+                    self._graphs[answer, rows].replay()
 
     def _queue_messages(self, rows: int) -> list[Pending]:
         up = self._up

@@ -21,6 +21,8 @@ from sglang_ext import cpu
 from sglang_ext.refusals import UnsupportedError
 from sglang_ext.server_args import CacheRankServerArgs, parse_server_args
 
+pytestmark = pytest.mark.thorough  # these are systems to compare with
+
 SINKS, RECENT, BUDGET = 3, 6, 16
 HEADS, KV_HEADS, HEAD_DIM, CONTEXT, LAYERS = 6, 2, 8, 96, 2
 SCALE = HEAD_DIM**-0.5

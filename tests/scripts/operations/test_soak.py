@@ -90,6 +90,10 @@ def test_the_verdict_is_one_line() -> None:
         "memory of the inference rank 2000 → 2010 MiB, of the cache rank 400 → 400 MiB"
     )
     assert "never down" in str(verdict(outages=[]))
+    assert str(verdict(cache_rank_memory=None)) == (
+        "PASSED: 100 requests (10 aborted, 90 finished; 80 sparse), the longest 8.2 s, 0 mistakes; "
+        "11 disturbances; memory of the inference rank 2000 → 2010 MiB"
+    )
     assert str(verdict(mistakes=["soak-3: token 1 of 2 is wrong"])).startswith("FAILED")
     assert str(verdict(interrupted=True)).startswith("INTERRUPTED")
     assert str(verdict(interrupted=True, mistakes=["no"])).startswith("FAILED")
@@ -114,7 +118,7 @@ def test_every_disturbance_can_come() -> None:
         ["--seconds", "0"],
         ["--streams", "0"],
         ["--requests", "0"],
-        ["--inference-kv", "none"],
+        ["--modes", "none"],
         ["--disturbances", "none"],
     ],
 )

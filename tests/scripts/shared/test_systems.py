@@ -21,9 +21,12 @@ def test_a_label_changes_arguments() -> None:
     assert (system.gpus, system.arguments["cache_rank_gpus"]) == (2, 1)
 
 
-@pytest.mark.parametrize("label", ["full", "cache-rank:k", "dense:sparse_budget=1", ":a=1", ""])
+@pytest.mark.parametrize(
+    "label",
+    ["full", "cache-rank:k", "dense:sparse_budget=1", "quest:sparse_budget=null", ":a=1", ""],
+)
 def test_a_wrong_label_is_refused(label: str) -> None:
-    with pytest.raises(ValueError, match=r"system|ARGUMENT|no arguments"):
+    with pytest.raises(ValueError, match=r"system|ARGUMENT|no arguments|no budget"):
         System.parse(label)
 
 
@@ -32,6 +35,13 @@ def test_a_budget_goes_to_those_who_have_one() -> None:
     assert System.parse("quest").with_budget(5).label == "quest:sparse_budget=5"
     named = System.parse("quest:sparse_budget=6")
     assert named.with_budget(5) == named
+
+
+def test_a_label_may_leave_its_budget_to_the_server() -> None:
+    system = System.parse("inline:sparse_budget=null").with_budget(5)
+    assert system.label == "inline:sparse_budget=null"
+    assert to_flags(system.changes) == []
+    assert system.without_budget() == ("inline", None)
 
 
 def test_a_label_without_its_budget_names_the_other_changes() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -173,13 +172,13 @@ ARGUMENTS = SimpleNamespace(
 
 class TestBench:
     def test_prompts_are_of_the_seed(self) -> None:
-        shape = Shape(3, 50)
-        prompts = make_prompts(shape, 1000, seed=1)
-        assert prompts == make_prompts(shape, 1000, seed=1)
-        assert prompts != make_prompts(shape, 1000, seed=2)
-        assert [len(prompt) for prompt in prompts] == [50, 50, 50]
+        lengths = [50, 3, 50]
+        prompts = make_prompts(lengths, 1000, seed=1)
+        assert prompts == make_prompts(lengths, 1000, seed=1)
+        assert prompts != make_prompts(lengths, 1000, seed=2)
+        assert [len(prompt) for prompt in prompts] == lengths
         assert all(0 <= token < 1000 for prompt in prompts for token in prompt)
-        assert all(token < 260 for token in make_prompts(shape, 260, seed=1)[0])
+        assert all(token < 260 for token in make_prompts(lengths, 260, seed=1)[0])
 
     def test_plan_waits_until_slots_are_full(self) -> None:
         plan = plan_batch(job_of("cache-rank"), SHAPE, ARGUMENTS, 1 << 20, 1 << 20)
@@ -313,18 +312,22 @@ class TestCommandLine:
 
 @pytest.mark.parametrize(
     ("seconds", "reason"),
-    [(100.0, "did not start (sglang_ext.refusals."), (0.0, "did not start in time")],
+    [
+        pytest.param(100.0, "did not start (sglang_ext.refusals.", marks=pytest.mark.thorough),
+        (0.0, "did not start in time"),
+    ],
 )
 def test_a_worker_that_fails_is_explained_by_its_log(
     seconds: float, reason: str, tmp_path: Path
 ) -> None:
     job, noted = job_of("cache-rank", Shape(1, 400), model="bundled"), list[Measurement]()
     job.engine["kv_residency_options"] = "nothing"
-    why = run_job(job, [], tmp_path, seconds, threading.Event(), noted.append)
+    why = run_job(job, [], tmp_path, seconds, noted.append)
     assert why.startswith(reason)
     assert noted == []
 
 
+@pytest.mark.thorough
 def test_systems_are_measured_side_by_side_without_a_gpu(tmp_path: Path) -> None:
     line = f"--model bundled --shapes 2x400 --systems floor cache-rank --out {tmp_path}"
     sparse = "--sparse-threshold 300 --sparse-budget 32 --window 8 --skip-steps 2"

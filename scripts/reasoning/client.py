@@ -1,0 +1,91 @@
+"""Sends requests to servers, and notes when each token comes.
+
+SGLang's own `sglang.benchmark.serving` knows one server, counts tokens by their text, which servers
+of shapes without a tokenizer do not send, and divides a gap by the tokens of the chunk after it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import aiohttp
+import msgspec
+
+from scripts.reasoning.loads import Request
+from scripts.shared.serving import ServerError
+
+
+@dataclass
+class Answer:
+    """What one request has reported.
+
+    Attributes:
+        prompt: its tokens.
+        sent: when it was sent.
+        tokens, times: tokens so far and when they came, one entry a chunk.
+        sparse_steps: its steps over selected tokens.
+    """
+
+    prompt: int
+    sent: float
+    tokens: array[int] = field(default_factory=lambda: array("q"))
+    times: array[float] = field(default_factory=lambda: array("d"))
+    sparse_steps: int = 0
+
+
+async def send(
+    urls: Sequence[str], requests: Sequence[Request], streams: int, note: Callable[[int], object]
+) -> list[Answer]:
+    """Send all requests, and return their answers in the order of their ends.
+
+    Args:
+        urls: of the servers. A request goes to the one that has fewest, as routers do.
+        requests: a stream takes the next one when its last has ended.
+        streams: requests at once.
+        note: is told how many tokens have come.
+
+    Raises:
+        ServerError: a request failed, or its answer is not as long as it was asked to be.
+        aiohttp.ClientError: a server is gone.
+    """
+    left, in_flight, answers = iter(requests), dict.fromkeys(urls, 0), list[Answer]()
+
+    async def stream() -> None:
+        for request in left:
+            url = min(in_flight, key=in_flight.__getitem__)
+            in_flight[url] += 1
+            answers.append(await _ask(session, f"{url}/generate", request, note))
+            in_flight[url] -= 1
+
+    connections, timeout = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=None)
+    async with aiohttp.ClientSession(connector=connections, timeout=timeout) as session:
+        await asyncio.gather(*(stream() for _ in range(streams)))
+    return answers
+
+
+async def _ask(
+    session: aiohttp.ClientSession, url: str, request: Request, note: Callable[[int], object]
+) -> Answer:
+    parameters = {"max_new_tokens": request.answer, "temperature": 0.0, "ignore_eos": True}
+    body = {"input_ids": request.prompt, "sampling_params": parameters, "stream": True}
+    answer, seen = Answer(len(request.prompt), time.perf_counter()), 0
+    async with session.post(url, json=body) as response:
+        async for line in response.content:
+            if response.status != 200 or line.startswith(b'data: {"error"'):
+                raise ServerError(f"{url} answers {response.status}: {line.decode()}")
+            if not line.startswith(b"data: {"):
+                continue
+            meta = msgspec.json.decode(line.removeprefix(b"data: "))["meta_info"]
+            if (tokens := meta["completion_tokens"]) > seen:
+                answer.times.append(time.perf_counter())
+                answer.tokens.append(tokens)
+                note(tokens - seen)
+                seen = tokens
+            answer.sparse_steps = (meta.get("cache_rank") or {}).get("sparse_steps", 0)
+    if seen != request.answer:
+        raise ServerError(f"an answer ended after {seen} of {request.answer} tokens")
+    return answer

@@ -1,0 +1,147 @@
+"""What the answers to a load say; nothing here needs a server."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from scripts.reasoning.client import Answer
+from scripts.reasoning.loads import Load
+from scripts.speed.jobs import Job
+from scripts.speed.records import quantile
+
+CURVE_POINTS, SLICES = 16, 2000
+"""A curve over the context has at most so many points, and is made of so many slices of time."""
+
+MOST_STREAMS = 0.9
+"""A slice of time counts in which this share of the streams decode."""
+
+
+class Gap(msgspec.Struct, frozen=True, order=True):
+    """How long a stream was silent, and where: its context, and seconds since the load began."""
+
+    seconds: float
+    context: int
+    after: float
+
+
+class Run(msgspec.Struct, frozen=True):
+    """A load was sent once; times are in seconds."""
+
+    requests: int
+    tokens: int  # of all answers
+    seconds: float  # from the first request sent to the last token
+    ttft_p50: float  # from a request sent to its first token
+    ttft_p99: float
+    tpot_p50: float  # of a request, from its first to its last token
+    tpot_p99: float
+    gap: Gap  # the longest of any stream
+    sparse_requests: int
+    sparse_share: float  # of all tokens
+    client_share: float  # processor time of the client by time; near 1 it is what is measured
+    curve: dict[int, float]  # tokens a second by context
+
+    @property
+    def tokens_per_second(self) -> float:
+        """From start to end."""
+        return self.tokens / self.seconds
+
+
+class Measurement(msgspec.Struct):
+    """One system under one load."""
+
+    system: str
+    load: str
+    failure: str = ""  # why there are no numbers
+    runs: list[Run] = []
+    memory_gib: list[float] = []  # in use at the end, one entry a GPU
+
+    @property
+    def median(self) -> Run:
+        """The run of the median speed; of two in the middle, the slower one."""
+        runs = sorted(self.runs, key=lambda run: run.tokens_per_second)
+        return runs[(len(runs) - 1) // 2]
+
+
+class Results(msgspec.Struct):
+    """All that is written: the command, the machine, the engines, and what was measured."""
+
+    commands: list[str]
+    machine: dict[str, Any]
+    jobs: list[Job]
+    measurements: list[Measurement] = []
+
+
+def measure(load: Load, answers: Sequence[Answer], client_seconds: float) -> Run:
+    """What is reported of a load that took this process so much processor time."""
+    begun = min(answer.sent for answer in answers)
+    seconds = max(answer.times[-1] for answer in answers) - begun
+    tokens = sum(answer.tokens[-1] for answer in answers)
+    ttft = [answer.times[0] - answer.sent for answer in answers]
+    tpot = [time_per_token(answer) for answer in answers]
+    return Run(
+        requests=len(answers),
+        tokens=tokens,
+        seconds=seconds,
+        ttft_p50=quantile(ttft, 0.5),
+        ttft_p99=quantile(ttft, 0.99),
+        tpot_p50=quantile(tpot, 0.5),
+        tpot_p99=quantile(tpot, 0.99),
+        gap=max(longest_gap(answer, begun) for answer in answers),
+        sparse_requests=sum(answer.sparse_steps > 0 for answer in answers),
+        sparse_share=sum(answer.sparse_steps for answer in answers) / tokens,
+        client_share=client_seconds / seconds,
+        curve=curve(answers, load.streams, 1 << (load.longest // CURVE_POINTS).bit_length()),
+    )
+
+
+def time_per_token(answer: Answer) -> float:
+    """Seconds a token after the first chunk."""
+    tokens = answer.tokens[-1] - answer.tokens[0]
+    return (answer.times[-1] - answer.times[0]) / max(1, tokens)
+
+
+def longest_gap(answer: Answer, begun: float) -> Gap:
+    """The longest time between two chunks, which may have several tokens; none before the first."""
+    chunks = zip(answer.times, answer.tokens, strict=True)
+    gaps = [
+        Gap(now - then, answer.prompt + tokens, then - begun)
+        for (then, tokens), (now, _) in itertools.pairwise(chunks)
+    ]
+    return max(gaps, default=Gap(0.0, answer.prompt, 0.0))
+
+
+def curve(answers: Sequence[Answer], streams: int, width: int) -> dict[int, float]:
+    """Tokens a second of all streams together, by the mean context of those that decode.
+
+    Time is cut into equal slices. A slice has the tokens that were written in it, where those of a
+    chunk are spread evenly over the time since the last one, and a mean context. Slices in which
+    fewer than MOST_STREAMS decode are left out, so that neither the start nor the end, when there
+    are no more requests, looks like an effect of the context. The others are gathered in bins of
+    `width` tokens of context, which are named by their first.
+
+    With answers of one length all contexts grow together, and the curve covers them. With drawn
+    lengths the mean hardly moves once it has settled: the curve is short, and says what such a
+    mixture gives.
+    """
+    first, last = min(a.times[0] for a in answers), max(a.times[-1] for a in answers)
+    edges, slice_seconds = np.linspace(first, last, SLICES + 1, retstep=True)
+    middles = edges[:-1] + slice_seconds / 2
+    written, decoding, context = np.zeros((3, SLICES))
+    for answer in answers:
+        # Before the first chunk and after the last one, the interpolation stands still.
+        written += np.diff(np.interp(edges, answer.times, answer.tokens))
+        decodes = (answer.times[0] <= middles) & (middles < answer.times[-1])
+        decoding += decodes
+        context += decodes * (answer.prompt + np.interp(middles, answer.times, answer.tokens))
+    full = decoding >= max(1.0, MOST_STREAMS * streams)
+    bins = (context[full] / decoding[full] // width).astype(int)
+    tokens, slices = np.bincount(bins, written[full]), np.bincount(bins)
+    return {
+        int(i) * width: float(tokens[i] / (slices[i] * slice_seconds))
+        for i in np.flatnonzero(slices)
+    }

@@ -1,0 +1,210 @@
+"""Loads are drawn as they are asked for, and answers are measured right, however they come."""
+
+from __future__ import annotations
+
+import statistics
+from array import array
+from collections.abc import Iterable
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from scripts.profile_reasoning import main, parse_options
+from scripts.reasoning.client import Answer
+from scripts.reasoning.loads import Load
+from scripts.reasoning.measures import (
+    Gap,
+    Measurement,
+    Results,
+    curve,
+    longest_gap,
+    measure,
+    time_per_token,
+)
+from scripts.reasoning.report import write_results
+from scripts.shared.plots import can_draw
+from scripts.shared.systems import to_flags
+
+DRAWN = Load.parse("64x200-1000+8000/32000")
+
+
+def answer(prompt: int, chunks: Iterable[tuple[int, float]], sent: float = 0.0) -> Answer:
+    """An answer whose chunks have these tokens so far, and came at these times."""
+    tokens, times = zip(*chunks, strict=True)
+    return Answer(prompt, sent, array("q", tokens), array("d", times))
+
+
+def steady(prompt: int, tokens: int, pace: float, sent: float = 0.0) -> Answer:
+    """An answer whose tokens come one by one, each so many seconds after the last."""
+    return answer(prompt, [(n, sent + n * pace) for n in range(1, tokens + 1)], sent)
+
+
+class TestLoads:
+    def test_a_load_has_fixed_or_drawn_lengths(self) -> None:
+        assert Load.parse("64x512+12000")[1:] == (64, 512, 512, 12000, 12000)
+        assert DRAWN[1:] == (64, 200, 1000, 8000, 32000)
+        assert DRAWN.longest == 33000
+
+    @pytest.mark.parametrize(
+        "text",
+        ["", "64", "64x512", "0x512+9", "1x0+9", "1x1+0", "1x9-8+9", "1x1+9/8", "1x1+2+3", "axb+c"],
+    )
+    def test_what_is_none_is_refused(self, text: str) -> None:
+        with pytest.raises(ValueError, match="write STREAMSxPROMPT"):
+            Load.parse(text)
+
+    def test_fixed_lengths_are_as_they_are_asked_for(self) -> None:
+        requests = Load.parse("3x20+40").draw(2, 300, seed=1)
+        assert [(len(request.prompt), request.answer) for request in requests] == [(20, 40)] * 6
+
+    def test_drawn_lengths_have_their_mean_and_maximum(self) -> None:
+        requests = Load.parse("2000x2-4+800/3200").draw(1, 300, seed=1)
+        answers = [request.answer for request in requests]
+        assert {len(request.prompt) for request in requests} == {2, 3, 4}
+        assert statistics.mean(answers) == pytest.approx(800, rel=0.05)
+        assert 1 <= min(answers) < 100
+        assert 2400 < max(answers) <= 3200
+        assert statistics.median(answers) < 800  # most are short
+
+    def test_requests_are_of_the_seed_and_share_no_prefix(self) -> None:
+        load = Load.parse("8x20-30+40/90")
+        assert load.draw(2, 300, seed=1) == load.draw(2, 300, seed=1)
+        prompts = [tuple(r.prompt[:4]) for seed in (1, 2) for r in load.draw(2, 300, seed)]
+        assert len(set(prompts)) == 32
+
+
+class TestMeasures:
+    @given(
+        sizes=st.lists(st.integers(1, 40), min_size=2, max_size=30),
+        pace=st.floats(0.001, 0.1),
+        streams=st.integers(1, 4),
+    )
+    def test_a_steady_stream_has_its_pace_however_it_is_cut(
+        self, sizes: list[int], pace: float, streams: int
+    ) -> None:
+        counts = [sum(sizes[: n + 1]) for n in range(len(sizes))]
+        answers = [answer(50, [(n, n * pace) for n in counts]) for _ in range(streams)]
+        assert time_per_token(answers[0]) == pytest.approx(pace)
+        found = curve(answers, streams, width=16)
+        assert list(found.values()) == pytest.approx([streams / pace] * len(found))
+        assert longest_gap(answers[0], 0.0).seconds == pytest.approx(max(sizes[1:]) * pace)
+
+    @given(
+        gaps=st.lists(st.floats(0.001, 5), min_size=1, max_size=50),
+        begun=st.floats(0, 100),
+    )
+    def test_the_longest_gap_is_one_after_the_first_token(
+        self, gaps: list[float], begun: float
+    ) -> None:
+        times = [begun + 100 + sum(gaps[:n]) for n in range(len(gaps) + 1)]
+        gap = longest_gap(answer(7, enumerate(times, start=1)), begun)
+        assert gap.seconds == pytest.approx(max(gaps))
+        assert gaps[gap.context - 8] == pytest.approx(max(gaps))
+        assert gap.after == pytest.approx(times[gap.context - 8] - begun)
+
+    def test_an_answer_of_one_chunk_has_no_gap(self) -> None:
+        assert longest_gap(answer(7, [(1, 3.0)]), 0.0) == Gap(0.0, 7, 0.0)
+
+    def test_the_curve_falls_where_tokens_take_longer(self) -> None:
+        slower = [0.001 * (n if n <= 100 else 100 + 2 * (n - 100)) for n in range(1, 301)]
+        answers = [answer(0, enumerate(slower, start=1)) for _ in range(8)]
+        found = curve(answers, 8, width=50)
+        assert list(found) == [0, 50, 100, 150, 200, 250]
+        assert [found[0], found[50]] == pytest.approx([8000, 8000], rel=0.02)
+        assert [found[100], found[250]] == pytest.approx([4000, 4000], rel=0.02)
+
+    def test_the_curve_leaves_out_when_few_streams_decode(self) -> None:
+        answers = [steady(0, 100, 0.01), steady(0, 400, 0.01)]
+        assert max(curve(answers, 2, width=10)) == 90
+        assert curve(answers, 3, width=10) == {}
+
+    def test_the_curve_is_by_the_mean_context(self) -> None:
+        assert list(curve([steady(0, 60, 0.01), steady(1000, 60, 0.01)], 2, width=100)) == [500]
+
+    def test_a_load_is_measured_from_its_first_request_to_its_last_token(self) -> None:
+        load = Load.parse("2x100+100")
+        answers = [steady(100, 100, 0.01, sent=5.0), steady(100, 100, 0.02, sent=5.5)]
+        answers[1].sparse_steps = 50
+        run = measure(load, answers, client_seconds=0.25)
+        assert (run.requests, run.tokens) == (2, 200)
+        assert run.seconds == pytest.approx(2.5)
+        assert run.tokens_per_second == pytest.approx(80)
+        assert (run.ttft_p50, run.ttft_p99) == pytest.approx((0.01, 0.02))
+        assert (run.tpot_p50, run.tpot_p99) == pytest.approx((0.01, 0.02))
+        assert (run.sparse_requests, run.sparse_share) == (1, 0.25)
+        assert run.client_share == pytest.approx(0.1)
+
+
+def example() -> Results:
+    load = Load.parse("2x100+100")
+    paces = (0.010, 0.012, 0.011)
+    runs = [measure(load, [steady(100, 100, pace)] * 2, 0.1) for pace in paces]
+    options = parse_options(["--systems", "dense", "--loads", "2x100+100"])
+    results = Results(["python -m scripts.profile_reasoning"], {"gpus": ["H100"]}, options.jobs)
+    results.measurements = [
+        Measurement("dense", load.name, runs=runs, memory_gib=[70.0, 71.5]),
+        Measurement("inline", load.name, "out of memory: a|b"),
+    ]
+    return results
+
+
+def test_a_report_has_the_median_run_and_every_failure(tmp_path: Path) -> None:
+    results = example()
+    files = write_results(results, tmp_path)
+    assert msgspec.json.decode(files[0].read_bytes(), type=Results) == results
+    text = files[1].read_text()
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()]
+    dense, failed = (line for line in lines if line[:1] == ["2x100+100"] and len(line) > 3)
+    assert dense[1:4] == ["dense", "182", "167–200"]
+    assert "70.0 + 71.5" in dense
+    assert "0.012 s at " in "".join(dense)
+    assert failed[1:3] == ["inline", "out of memory: a/b"]
+    assert ["2x100+100", "144", "182"] in [line[:3] for line in lines]
+    drawn = ["tokens-by-context.png", "tokens-by-context.svg"] if can_draw() else []
+    assert [file.name for file in files] == ["results.json", "results.md", *drawn]
+    assert all(file.stat().st_size for file in files)
+
+
+class TestCommandLine:
+    @pytest.mark.parametrize(
+        ("line", "why"),
+        [
+            ("--systems dense", "--loads"),
+            ("--systems dense --loads 8", "--loads: '8' is not a load"),
+            ("--systems nothing --loads 1x1+1", "no system"),
+            ("--systems floor --loads 1x1+1", "floor answers no requests"),
+            ("--systems dense --loads 1x1+1 --model nothing", "no model"),
+            ("--systems dense --loads 1x1+1 --rounds 0", "must be at least 1"),
+        ],
+    )
+    def test_what_is_wrong_is_said(
+        self, line: str, why: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        with pytest.raises(SystemExit, match="2"):
+            parse_options(line.split())
+        assert why in capsys.readouterr().err
+
+    def test_servers_side_by_side_share_the_streams(self) -> None:
+        line = "--systems fp8 tp2-fp8 --servers 2 --loads 16x512+100 64x200-1000+8000/32000"
+        plain, tensor_parallel = parse_options(line.split()).jobs
+        assert plain.engine["max_running_requests"] == 33
+        assert plain.engine["cuda_graph_bs_decode"] == [1, 2, 4, 8, 16, 32]
+        assert plain.engine["context_length"] > 33000
+        assert tensor_parallel.engine["max_running_requests"] == 65
+        flags = to_flags(plain.engine)
+        at = flags.index("--cuda-graph-bs-decode")
+        assert flags[at + 1 : at + 8] == ["1", "2", "4", "8", "16", "32", flags[at + 7]]
+        assert "--incremental-streaming-output" in flags
+
+    def test_too_few_gpus_are_lines_of_the_table(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+        line = f"--systems dense --loads 1x10+10 2x10+10 --out {tmp_path}"
+        assert main(line.split()) == 1
+        results = msgspec.json.decode((tmp_path / "results.json").read_bytes(), type=Results)
+        assert [m.load for m in results.measurements] == ["1x10+10", "2x10+10"]
+        assert "needs 1 GPUs, and there are 0" in results.measurements[0].failure
