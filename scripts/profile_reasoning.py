@@ -32,7 +32,7 @@ from scripts.speed.jobs import add_engine_options
 def parse_options(argv: Sequence[str]) -> argparse.Namespace:
     """The command line; ends if it is wrong."""
     parser = make_parser("profile_reasoning", __doc__)
-    add_engine_options(parser)
+    add_engine_options(parser, budget=None)
     add = parser.add_argument
     add("--loads", nargs="+", type=explained(Load.parse), required=True,
         help="STREAMSxPROMPT+ANSWER")  # fmt: skip

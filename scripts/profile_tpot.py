@@ -26,7 +26,7 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
     """The command line."""
     parser = make_parser("profile_tpot", __doc__)
     add = parser.add_argument
-    add_engine_options(parser)
+    add_engine_options(parser, budget=2048)
     add("--shapes", nargs="+", type=explained(Shape.parse), required=True, help="BATCHxCONTEXT")
     add("--repeats", type=int, default=3, help="windows of decode steps")
     add("--window", type=int, default=64, help="decode steps of a window")

@@ -46,3 +46,8 @@ class BudgetCurve(NamedTuple):
 
 INLINE_CURVE = BudgetCurve(6, 192, 1024)
 """What SGLang's process selects unless it is told otherwise."""
+
+
+def inline_curve(budget: int | None) -> BudgetCurve:
+    """What SGLang's process selects, if `--sparse-budget` is this."""
+    return INLINE_CURVE if budget is None else BudgetCurve.flat(budget)

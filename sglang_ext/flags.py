@@ -16,7 +16,7 @@ from cache_rank.config import CacheRankConfig, ModelShape
 from cache_rank.residency import FORMATS, require_format
 from cache_rank.residency.options import parse_options
 from sglang_ext import compat, cpu
-from sglang_ext.budget import INLINE_CURVE, BudgetCurve
+from sglang_ext.budget import INLINE_CURVE, BudgetCurve, inline_curve
 from sglang_ext.restart_backoff import LONGEST_DELAY_SECONDS
 
 BACKEND = "cache_rank"
@@ -269,9 +269,10 @@ class CacheRankFlags(ServerArgs):
     @property
     def budget_curve(self) -> BudgetCurve:
         """How many tokens a request selects, by its length."""
-        if self.sparse_budget is not None:
-            return BudgetCurve.flat(self.sparse_budget)
-        return INLINE_CURVE if self.is_inline else BudgetCurve.flat(_DEFAULTS.sparse_budget)
+        if self.is_inline:
+            return inline_curve(self.sparse_budget)
+        given = self.sparse_budget
+        return BudgetCurve.flat(_DEFAULTS.sparse_budget if given is None else given)
 
     @property
     def reuses_prefixes(self) -> bool:

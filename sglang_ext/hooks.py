@@ -1,7 +1,7 @@
 """Every place where we touch SGLang's internals: target, kind of hook, function, and why.
 
 A target names the function of SGLang, and the reason says what that function does. Hooks change
-nothing on a server without a cache rank, but refuse `custom_params` that are not ours to read.
+nothing on a server that decodes densely, but refuse `custom_params` that are not ours to read.
 """
 
 from __future__ import annotations
@@ -295,7 +295,7 @@ def load_calibration(result: None, scheduler: Any, *_: Any, **__: Any) -> None:
 def capture_both_kinds(
     original: Callable[..., None], runner: Any, *args: Any, **kwargs: Any
 ) -> None:
-    """Capture a batch size twice: with selection, and as SGLang alone decodes."""
+    """Capture all batch sizes twice: as SGLang alone decodes, and with selection."""
     rank = starting.current()
     if rank is None:
         return original(runner, *args, **kwargs)

@@ -14,7 +14,7 @@ import msgspec
 from cache_rank.config import CacheRankConfig, ModelShape
 from cache_rank.kernels.sketch.reference import sketch_shape
 from cache_rank.residency import capacity_tokens, memory_for_tokens
-from sglang_ext.budget import INLINE_CURVE, BudgetCurve
+from sglang_ext.budget import BudgetCurve, inline_curve
 from sglang_ext.flags import choose_schedule, make_config, rotary_type
 
 # Seconds beside bytes: of a layer of the model; of a layer and of a layer group in the cache rank;
@@ -171,12 +171,11 @@ def make_planner(
     )
     chosen = {**flags, "query_predictor": predictor, "layers_per_group": group_layers}
     shape = model.sparse_shape(flags["dense_layers"])
-    budget = flags["sparse_budget"]
     return Planner(
         model,
         gpu,
         make_config(chosen, shape, flags["max_sparse_requests"]),
-        INLINE_CURVE if budget is None else BudgetCurve.flat(budget),
+        inline_curve(flags["sparse_budget"]),
     )
 
 

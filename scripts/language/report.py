@@ -116,12 +116,13 @@ def write_report(found: Report, out: Path) -> list[Path]:
 
 
 def _plot(run: TextRun, cells: Sequence[Cell], out: Path) -> list[Path]:
-    """Draw KL and the low ratio by budget; nothing without Matplotlib."""
+    """Draw KL and the low ratio by budget, if there is Matplotlib and a budget that was given."""
+    cells = [cell for cell in cells if cell.budget is not None]
     if not plots.can_draw() or not cells:
         return []
     figure, (kl, ratio) = plots.panels(2, (9, 3.8))
     for index, system in enumerate(dict.fromkeys(cell.system for cell in cells)):
-        found = [cell for cell in cells if cell.system == system and cell.budget is not None]
+        found = [cell for cell in cells if cell.system == system]
         for axes, field in ((kl, "kl"), (ratio, "ratio_p5")):
             values = [[getattr(score, field) for score in cell.scores] for cell in found]
             _line(axes, [cell.budget for cell in found], values, system, index)

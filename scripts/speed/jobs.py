@@ -58,7 +58,7 @@ class Settings(msgspec.Struct):
     """How every job is run."""
 
     model: str = "qwen3-8b"  # as of scripts.shared.models
-    sparse_budget: int = 2048  # k
+    sparse_budget: int | None = 2048  # k; None is what each server chooses
     sparse_threshold: int = 4096  # context from which the sparse systems are sparse
     repeats: int = 3  # windows of decode steps that are measured
     window: int = 64  # decode steps of a window
@@ -74,14 +74,20 @@ class Settings(msgspec.Struct):
         return self.repeats * self.window
 
 
-def add_engine_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of engines, which Settings has as well, of systems, and of the results."""
+def add_engine_options(parser: argparse.ArgumentParser, budget: int | None) -> None:
+    """Add the options of engines, which Settings has as well, of systems, and of the results.
+
+    Args:
+        parser: of a script.
+        budget: the default of --sparse-budget; None leaves it to each server.
+    """
     add = parser.add_argument
     add("--model", "--model-path", default="qwen3-8b",
         help="a name in scripts/speed/model_shapes, `bundled`, or a folder")  # fmt: skip
     add("--systems", nargs="+", required=True,
         help=f"NAME[:ARGUMENT=VALUE,...] of {', '.join(SYSTEMS)}")  # fmt: skip
-    add("--sparse-budget", type=int, default=2048)
+    add("--sparse-budget", type=int, default=budget,
+        help=f"of sparse systems; default: {budget or 'what each server chooses'}")  # fmt: skip
     add("--sparse-threshold", type=int, default=4096)
     add("--seed", type=int, default=1)
     add("--memory-fraction", type=float, default=0.85, help="of a GPU, for weights and KV pool")

@@ -44,9 +44,9 @@ class InlineAttnBackend(AroundDenseKernels):
     def __init__(self, runner: Any, args: CacheRankServerArgs, selection: Selection) -> None:
         super().__init__(runner, args.attention_backend)
         self._dense_layers = args.dense_layers
-        # Graphs of the two kinds of decode steps must not share the buffers of a backend.
+        # In sparse steps, whose graphs must not share buffers with those of dense steps.
         make = ATTENTION_BACKENDS[args.attention_backend]
-        self._in_sparse_steps = make(runner) if args.dense_layers else None
+        self._for_dense_layers = make(runner) if args.dense_layers else None
         self._selection = selection
         self._branch = Branch(runner.device)
 
@@ -57,7 +57,7 @@ class InlineAttnBackend(AroundDenseKernels):
 
     def _planned(self, forward_batch: Any) -> Any:
         """The backend of SGLang's that a forward pass needs, or None."""
-        return self._in_sparse_steps if self._selects(forward_batch) else self._dense
+        return self._for_dense_layers if self._selects(forward_batch) else self._dense
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         self._begin_step(forward_batch)
@@ -78,7 +78,7 @@ class InlineAttnBackend(AroundDenseKernels):
             self._selection.begin_step(forward_batch.seq_lens)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        for backend in filter(None, (self._dense, self._in_sparse_steps)):
+        for backend in filter(None, (self._dense, self._for_dense_layers)):
             backend.init_cuda_graph_state(max_bs, max_num_tokens)
 
     def forward_extend(

@@ -75,7 +75,8 @@ class InlineRank:
                 reuse.note_sparse(request, length - 1)
         self._sparse_slots = sparse_slots
         self._steps += bool(sparse_slots)
-        # Kernels of two kinds round differently: which of them runs may hang on a request alone.
+        # SGLang's kernels and ours round differently. Where tokens must not depend on the batch,
+        # all steps take ours.
         self.selection.step_is_sparse = bool(sparse_slots) or self._is_deterministic
         self._metrics.on_decode(len(requests), len(sparse_slots), attended)
         return forward()
@@ -114,7 +115,8 @@ class InlineRank:
     def capture_both_kinds(self, capture: Callable[[], None]) -> None:
         """Capture the graphs of steps without sparse requests, then those of steps with some."""
         before = self.selection.step_is_sparse
-        for self.selection.step_is_sparse in (False, True):
+        for step_is_sparse in (False, True):
+            self.selection.step_is_sparse = step_is_sparse
             capture()
         self.selection.step_is_sparse = before
 

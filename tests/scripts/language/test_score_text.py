@@ -79,6 +79,13 @@ def test_a_report_has_tables_and_a_plot(tmp_path: Path) -> None:
     assert msgspec.convert(cells, list[Score]) == SCORES
 
 
+def test_servers_that_choose_their_budgets_have_a_table_and_no_plot(tmp_path: Path) -> None:
+    own = [score("opticks", "inline", None, 0.2)]
+    files = write_report(Report(RUN, own), tmp_path)
+    assert {path.name for path in files} == {"results.json", "results.md"}
+    assert "| inline | – | 4096 | 0.2000 |" in (tmp_path / "results.md").read_text()
+
+
 def test_one_text_has_no_interval() -> None:
     assert interval([0.25], 2) == "0.25"
     assert interval([None], 2) == "–"

@@ -196,8 +196,18 @@ class TestCommandLine:
         assert tensor_parallel.engine["max_running_requests"] == 65
         flags = to_flags(plain.engine)
         at = flags.index("--cuda-graph-bs-decode")
-        assert flags[at + 1 : at + 8] == ["1", "2", "4", "8", "16", "32", flags[at + 7]]
+        assert flags[at + 1 : at + 7] == ["1", "2", "4", "8", "16", "32"]
+        assert flags[at + 7].startswith("--")
         assert "--incremental-streaming-output" in flags
+
+    def test_servers_choose_their_budgets_unless_one_is_given(self) -> None:
+        line = "--systems inline --loads 1x10+10".split()
+        (own,), (given,) = (
+            parse_options([*line, *more]).jobs for more in ([], ["--sparse-budget", "64"])
+        )
+        assert "--sparse-budget" not in to_flags(own.engine)
+        flags = to_flags(given.engine)
+        assert flags[flags.index("--sparse-budget") + 1] == "64"
 
     def test_too_few_gpus_are_lines_of_the_table(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
