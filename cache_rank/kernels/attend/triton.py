@@ -26,8 +26,8 @@ class Launch(NamedTuple):
     """Keys and values are read (stages - 1) / 2 blocks ahead, and the numbers of their rows as far
     ahead of them."""
 
-    programs: int = 528
-    """As many as an H100 or H200 runs at once: four on each of 132 multiprocessors."""
+    programs: int = 396
+    """Three on each of the 132 multiprocessors of an H100 or H200."""
 
     most_splits: int = 32
 
