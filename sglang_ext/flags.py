@@ -114,6 +114,13 @@ def field_of(flag: str) -> str:
     return flag.removeprefix("--").replace("-", "_")
 
 
+LEAST_INLINE_TOKENS = 1024
+"""SGLang's process leaves shorter requests dense, whose divergence has not been measured."""
+
+SPARSE_THRESHOLD = 4096
+"""The length from which all requests are sparse where nothing weighs steps."""
+
+
 @compat.record
 class CacheRankFlags(ServerArgs):
     """SGLang's arguments and ours, as the user gave them; CacheRankServerArgs checks them."""
@@ -125,7 +132,14 @@ class CacheRankFlags(ServerArgs):
             "SGLang's process selects."
         ),
     ] = None
-    sparse_threshold: A[int, Arg(help="Length in tokens at which a request turns sparse.")] = 4096
+    sparse_threshold: A[
+        int | None,
+        Arg(
+            help="Length in tokens from which a request is sparse; default: "
+            f"{LEAST_INLINE_TOKENS} in steps that selection makes shorter, or "
+            f"{SPARSE_THRESHOLD} with a cache rank."
+        ),
+    ] = None
     sparse_budget: A[
         int | None,
         Arg(
@@ -273,6 +287,30 @@ class CacheRankFlags(ServerArgs):
             return inline_curve(self.sparse_budget)
         given = self.sparse_budget
         return BudgetCurve.flat(_DEFAULTS.sparse_budget if given is None else given)
+
+    @property
+    def least_sparse_length(self) -> int:
+        """The length from which a request has all the tokens that a sparse step attends to."""
+        always, curve = self.sink_tokens + self.recent_tokens, self.budget_curve
+        least = always + max(1, curve.least)
+        while least < always + curve.at(least):  # budgets grow with the length, and more slowly
+            least = always + curve.at(least)
+        return least
+
+    @property
+    def sparse_from(self) -> int:
+        """The length from which a request may be sparse."""
+        if self.sparse_threshold is not None:
+            return self.sparse_threshold
+        if not self.selects_when_shorter:
+            return SPARSE_THRESHOLD
+        return max(LEAST_INLINE_TOKENS, self.least_sparse_length)
+
+    @property
+    def selects_when_shorter(self) -> bool:
+        """Whether a step is dense that selection would not make shorter."""
+        chosen_by_user = self.sparse_threshold is not None
+        return self.is_inline and not chosen_by_user and not self.enable_deterministic_inference
 
     @property
     def reuses_prefixes(self) -> bool:

@@ -285,11 +285,11 @@ def add_internal_state(result: Any, scheduler: Any, *_: Any, **__: Any) -> Any:
     return result
 
 
-def load_calibration(result: None, scheduler: Any, *_: Any, **__: Any) -> None:
-    """Have sketches fitted to the model, before requests come."""
+def prepare_selection(result: None, scheduler: Any, *_: Any, **__: Any) -> None:
+    """Fit sketches to the model and measure its steps, before requests come."""
     args = _sparse_args()
     if args is not None and args.is_inline:
-        starting.load_calibration(scheduler, args)
+        starting.prepare(scheduler, args)
 
 
 def capture_both_kinds(
@@ -352,7 +352,7 @@ HOOKS = (
     Hook(
         "sglang.srt.managers.scheduler.Scheduler.__init__",
         HookType.AFTER,
-        load_calibration,
+        prepare_selection,
         "the model is loaded, and nothing is served yet",
     ),
     Hook(

@@ -26,12 +26,12 @@ def warn_ineffective_flags(args: CacheRankFlags, context_length: int) -> None:
 
 
 def _ineffective(args: CacheRankFlags, context_length: int) -> Iterator[Objection]:
-    threshold, pool = args.sparse_threshold, args.max_total_tokens
+    threshold, pool = args.sparse_from, args.max_total_tokens
     if threshold >= context_length:
-        why = f"no request gets there, because the context ends at {context_length} tokens"
+        why = f"no request has {threshold} tokens, because the context ends at {context_length}"
         yield Objection("--sparse-threshold", why, "lower it, or all stay dense")
     if pool is not None and pool <= threshold:
-        why = f"no request gets to --sparse-threshold {threshold} in such a pool"
+        why = f"no request has the {threshold} tokens of --sparse-threshold in such a pool"
         yield Objection("--max-total-tokens", why, "raise it, or all stay dense")
     if args.reuse_sparse_tokens == "on" and args.disable_radix_cache:
         yield Objection("--reuse-sparse-tokens", "nothing is reused without a radix cache")

@@ -34,6 +34,7 @@ One whose keys are not finite is, and would end every cache rank that it is ship
 DenseReason = Literal[
     "prefill",
     "below_threshold",
+    "not_shorter",
     "asked",
     "cache_rank_losses",
     "down",
@@ -46,6 +47,7 @@ DenseReason = Literal[
 
     prefill              it has not decoded yet
     below_threshold      it is shorter than the sparse threshold
+    not_shorter          selection would not make the step of its batch shorter
     asked                its custom_params say so
     cache_rank_losses    it was there when MOST_LOSSES cache ranks were lost
     down                 there is no cache rank at the moment

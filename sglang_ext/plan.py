@@ -20,7 +20,13 @@ from transformers import PretrainedConfig
 
 from sglang_ext import compat
 from sglang_ext.command_line import make_parser, table
-from sglang_ext.flags import CONFIG_KEYS, CacheRankFlags, add_flags
+from sglang_ext.flags import (
+    CONFIG_KEYS,
+    LEAST_INLINE_TOKENS,
+    SPARSE_THRESHOLD,
+    CacheRankFlags,
+    add_flags,
+)
 from sglang_ext.planning import GPUS, TENSOR_PARALLEL, make_planner
 
 GPUS_TAKEN = {"dense": 1, "inline": 1, "cache rank": 2}
@@ -53,17 +59,23 @@ def plan(options: argparse.Namespace) -> str:
     planner = make_planner(GPUS[options.gpu], config, options.quantization, vars(options))
     share, longest = options.cache_rank_mem_fraction, options.contexts[-1]
     held = planner.cache_rank_tokens(share)
+    inline_from = options.sparse_threshold or LEAST_INLINE_TOKENS
+    sparse_from = options.sparse_threshold or SPARSE_THRESHOLD
 
     def row(batch: int, context: int) -> tuple[str, ...]:
         with_cache_rank = planner.cache_rank(batch, context)
         hidden = "yes" if with_cache_rank.is_hidden else "no"
         steps = {"dense": planner.dense(batch, context)}
         room = {"dense": planner.dense_tokens()}
-        if context < options.sparse_threshold:
-            hidden = "stays dense"
+        if context >= inline_from:
+            inline = planner.inline(batch, context)
+            # Without the flag a step is dense that selection would not make shorter.
+            steps["inline"] = inline if options.sparse_threshold else min(inline, steps["dense"])
+            room["inline"] = planner.inline_tokens()
+        if context >= sparse_from:
+            steps["cache rank"], room["cache rank"] = with_cache_rank.step, held
         else:
-            steps |= {"inline": planner.inline(batch, context), "cache rank": with_cache_rank.step}
-            room |= {"inline": planner.inline_tokens(), "cache rank": held}
+            hidden = "stays dense"
         if batch * context > held:
             hidden = "does not fit"
         fitting = {name: step for name, step in steps.items() if batch * context <= room[name]}
@@ -74,7 +86,7 @@ def plan(options: argparse.Namespace) -> str:
 
     rows = [row(batch, context) for context in options.contexts for batch in options.batches]
     on_both = planner.dense_tokens(TENSOR_PARALLEL, kv_bytes=1)
-    turns_sparse = longest >= options.sparse_threshold
+    turns_sparse = longest >= sparse_from
     return (
         f"{table(HEADER, rows)}\n\n"
         "Take: what decodes the most tokens a second for each GPU. A cache rank takes a second.\n\n"

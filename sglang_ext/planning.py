@@ -22,7 +22,7 @@ from sglang_ext.flags import choose_schedule, make_config, rotary_type
 # attended to.
 _LAYER, _CACHE_LAYER, _CACHE_GROUP, _GATHER, _NORMALIZER = 54e-6, 10e-6, 65e-6, 0.05e-6, 0.1e-6
 
-_INLINE_LAYER = 82e-6
+_INLINE_LAYER = 36e-6
 """Seconds beside bytes, of a sparse layer whose tokens are selected in SGLang's process."""
 
 # What a scored token costs beside its key: for each logit, by powers of two of query heads, and to

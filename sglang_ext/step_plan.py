@@ -119,7 +119,7 @@ class StepPlanner:
                 reserve_block_rows(args),
                 args.max_sparse_requests,
             ),
-            args.sparse_threshold,
+            args.sparse_from,
             pools.req_to_token.shape[1],
             shared_prompts(args, config),
         )

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from scripts.speed.jobs import Job, Shape
 from scripts.speed.records import Measurement, step_times, summarize, wire_between
+from sglang_ext.flags import SPARSE_THRESHOLD
 
 REPORT_INTERVAL = 16
 """A request that is not the witness reports after so many tokens."""
@@ -52,7 +53,9 @@ class Plan(NamedTuple):
 
 def unmeasurable(job: Job, shape: Shape) -> str:
     """Why a shape makes no sense for the engine of a job, or nothing."""
-    threshold, longest = job.engine.get("sparse_threshold", 0), job.engine["context_length"]
+    threshold, longest = job.engine.get("sparse_threshold"), job.engine["context_length"]
+    if threshold is None:
+        threshold = SPARSE_THRESHOLD if job.cache_rank else 0
     if shape.context < threshold:
         return f"context is below --sparse-threshold {threshold}"
     return f"context is beyond the model's {longest}" if shape.context >= longest else ""

@@ -59,7 +59,7 @@ class Settings(msgspec.Struct):
 
     model: str = "qwen3-8b"  # as of scripts.shared.models
     sparse_budget: int | None = 2048  # k; None is what each server chooses
-    sparse_threshold: int = 4096  # context from which the sparse systems are sparse
+    sparse_threshold: int | None = None  # None is what each server chooses
     repeats: int = 3  # windows of decode steps that are measured
     window: int = 64  # decode steps of a window
     skip_steps: int | None = None  # steps before the first window; None is as many as needed
@@ -88,7 +88,7 @@ def add_engine_options(parser: argparse.ArgumentParser, budget: int | None) -> N
         help=f"NAME[:ARGUMENT=VALUE,...] of {', '.join(SYSTEMS)}")  # fmt: skip
     add("--sparse-budget", type=int, default=budget,
         help=f"of sparse systems; default: {budget or 'what each server chooses'}")  # fmt: skip
-    add("--sparse-threshold", type=int, default=4096)
+    add("--sparse-threshold", type=int, help="default: what each server chooses")
     add("--seed", type=int, default=1)
     add("--memory-fraction", type=float, default=0.85, help="of a GPU, for weights and KV pool")
     add("--engine-args", dest="engine", metavar="ENGINE_ARGS", type=explained(json.loads),

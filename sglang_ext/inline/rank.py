@@ -9,6 +9,7 @@ import torch
 
 from sglang_ext import compat, reuse
 from sglang_ext.inline.metrics import InlineMetrics
+from sglang_ext.inline.payoff import Payoff
 from sglang_ext.inline.selection import NEVER, Selection
 from sglang_ext.lifecycle import asks_to_stay_dense, prepare_requests
 from sglang_ext.server_args import CacheRankServerArgs
@@ -19,16 +20,19 @@ Result = TypeVar("Result")
 class InlineRank:
     """Tells the selection which request has which slot, and counts.
 
-    A request is sparse from `--sparse-threshold` tokens on, whatever else the server does.
+    A request is sparse from `--sparse-threshold` tokens on, whatever else the server does. Without
+    this flag, all of a batch that are long enough are sparse in steps that this makes shorter.
 
     Attributes:
         selection: of this process.
+        payoff: tells which steps selection makes shorter; None where it does not matter.
         fit_again: fits the sketches to weights that will be loaded, and says whether it could; None
             where they are fitted to those of today.
     """
 
     def __init__(self, args: CacheRankServerArgs, selection: Selection, tp_rank: int) -> None:
         self.selection = selection
+        self.payoff: Payoff | None = None
         self.fit_again: Callable[[], bool] | None = None
         self._args = args
         self._weight_updates = 0
@@ -58,21 +62,16 @@ class InlineRank:
     ) -> Result:
         """Run a decode step of requests of such lengths, current tokens included."""
         self._enter(requests)
+        sparse = self._sparse_of(requests, lengths)
         sparse_slots, attended = set(), 0
-        for request, length in zip(requests, lengths, strict=True):
+        for request, length in sparse:
             statistics = request.cache_rank_statistics
-            if length < self._args.sparse_threshold:
-                statistics.dense_reason = "below_threshold"
-            elif request.cache_rank_sparse_from == NEVER:
-                statistics.dense_reason = "asked"
-                self._metrics.on_asked(request)
-            else:
-                statistics.dense_reason = None
-                statistics.sparse_steps += 1
-                statistics.attended_tokens = self.selection.attended(length)
-                attended += statistics.attended_tokens
-                sparse_slots.add(compat.pool_state(request).req_pool_idx)
-                reuse.note_sparse(request, length - 1)
+            statistics.dense_reason = None
+            statistics.sparse_steps += 1
+            statistics.attended_tokens = self.selection.attended(length)
+            attended += statistics.attended_tokens
+            sparse_slots.add(compat.pool_state(request).req_pool_idx)
+            reuse.note_sparse(request, length - 1)
         self._sparse_slots = sparse_slots
         self._steps += bool(sparse_slots)
         # SGLang's kernels and ours round differently. Where tokens must not depend on the batch,
@@ -80,6 +79,27 @@ class InlineRank:
         self.selection.step_is_sparse = bool(sparse_slots) or self._is_deterministic
         self._metrics.on_decode(len(requests), len(sparse_slots), attended)
         return forward()
+
+    def _sparse_of(self, requests: list[Any], lengths: list[int]) -> list[tuple[Any, int]]:
+        """The requests of a decode step that are sparse, and their lengths; others get a reason."""
+        found = []
+        for request, length in zip(requests, lengths, strict=True):
+            if length < self._args.sparse_from:
+                request.cache_rank_statistics.dense_reason = "below_threshold"
+            elif request.cache_rank_sparse_from == NEVER:
+                request.cache_rank_statistics.dense_reason = "asked"
+                self._metrics.on_asked(request)
+            else:
+                found.append((request, length))
+        if self.payoff is None or not found:
+            return found
+        tokens, scored = sum(lengths), sum(length for _, length in found)
+        selected = sum(self.selection.attended(length) for _, length in found)
+        if self.payoff.is_shorter(tokens, scored, tokens - scored + selected):
+            return found
+        for request, _ in found:
+            request.cache_rank_statistics.dense_reason = "not_shorter"
+        return []
 
     def _enter(self, requests: list[Any]) -> None:
         """Write what is known of requests that have come to a slot."""
@@ -89,7 +109,7 @@ class InlineRank:
             return
         for request in new:
             stays_dense = asks_to_stay_dense(request)
-            request.cache_rank_sparse_from = NEVER if stays_dense else self._args.sparse_threshold
+            request.cache_rank_sparse_from = NEVER if stays_dense else self._args.sparse_from
         slots = [compat.pool_state(request).req_pool_idx for request in new]
         values = [request.cache_rank_sparse_from for request in new]
         told = torch.tensor([slots, values], dtype=torch.int64)
@@ -137,4 +157,5 @@ class InlineRank:
             "pool_free_tokens": free + tree_cache.evictable_size(),
             "sparse_budget": str(self.selection.curve),
             "sketch_bytes": self.selection.sketch_bytes,
+            "seconds_of_steps": self.payoff and self.payoff._asdict(),
         }

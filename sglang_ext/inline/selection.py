@@ -38,6 +38,7 @@ class Selection:
         sparse_from: (request slots,) int32, the length from which the request of a slot is sparse.
         step_is_sparse: whether the decode step under way, or being captured, may have a sparse
             request; all others are SGLang's own.
+        layers: that may be sparse.
         moments: by layer, of the tokens that a calibration prefills; None outside of one.
     """
 
@@ -58,6 +59,7 @@ class Selection:
         slots, context = row_table.shape
         new = row_table.new_zeros
         size = self._shape.bytes
+        self.layers = heads.layers
         self._codes = codes
         self._sketches = [
             Sketch(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,13 @@ from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE
 from sglang.srt.runtime_context import get_parallel
 
 from sglang_ext.calibration.key_statistics import KeyBasis
-from sglang_ext.inline import calibrating
+from sglang_ext.inline import calibrating, payoff
 from sglang_ext.inline.attention import InlineAttnBackend
 from sglang_ext.inline.rank import InlineRank
 from sglang_ext.inline.selection import Selection, heads_of, make_codes
 from sglang_ext.server_args import CacheRankServerArgs
+
+logger = logging.getLogger(__name__)
 
 _current: InlineRank | None = None
 
@@ -45,8 +48,8 @@ def _make_selection(runner: Any, args: CacheRankServerArgs) -> Selection:
     return Selection(args, heads, codes, runner.req_to_token_pool.req_to_token)
 
 
-def load_calibration(scheduler: Any, args: CacheRankServerArgs) -> None:
-    """Have sketches fitted to the model of a scheduler that is about to serve.
+def prepare(scheduler: Any, args: CacheRankServerArgs) -> None:
+    """Fit sketches to the model of a scheduler that is about to serve, and measure its steps.
 
     Dummies tell nothing of the weights that come in their place: sketches are fitted again then.
 
@@ -65,6 +68,21 @@ def load_calibration(scheduler: Any, args: CacheRankServerArgs) -> None:
         place = parallel.tp_rank, parallel.tp_size
         folder = Path(args.calibration)
         _load(_current, calibrating.of_folder(folder, args.dense_layers, heads, *place))
+    if args.selects_when_shorter:
+        runner, group = scheduler.tp_worker.model_runner, scheduler.tp_cpu_group
+        _current.payoff = payoff.measure(runner, _current.selection, group)
+        _say_when_steps_select(_current, args.sparse_from, int(runner.model_config.context_len))
+
+
+def _say_when_steps_select(rank: InlineRank, least: int, longest: int) -> None:
+    if rank.payoff is None:
+        return
+    lengths = range(least, max(least, longest), 64)
+    found = {n: rank.payoff.shortest(n, rank.selection.attended, lengths) for n in (1, 8, 64)}
+    said = ", ".join(f"{n} from {least}" if least else f"{n} never" for n, least in found.items())
+    logger.info(
+        "cache rank: steps select where that is shorter; tokens of so many requests: %s", said
+    )
 
 
 def _fit(rank: InlineRank, scheduler: Any, args: CacheRankServerArgs) -> bool:

@@ -173,7 +173,7 @@ def _compute_capability() -> tuple[int, int]:
 
 def _threshold(args: CacheRankFlags) -> Iterator[Objection]:
     least = _least_threshold(args)
-    if args.sparse_threshold < least:
+    if args.sparse_from < least:
         yield Objection(
             "--sparse-threshold --sparse-budget --sink-tokens --recent-tokens",
             f"a request has to have {least} tokens before it turns sparse: budget, sinks and "
@@ -234,13 +234,9 @@ def _can_write(file: str) -> bool:
 
 def _least_threshold(args: CacheRankFlags) -> int:
     """The length from which a request has the tokens that a sparse step attends to."""
-    always, curve = args.sink_tokens + args.recent_tokens, args.budget_curve
     if os.environ.get(ALLOW_LARGE_BUDGET_VARIABLE) == "1":
-        return always + 1
-    least = always + max(1, curve.least)
-    while least < always + curve.at(least):  # budgets grow with the threshold, and more slowly
-        least = always + curve.at(least)
-    return least
+        return args.sink_tokens + args.recent_tokens + 1
+    return args.least_sparse_length
 
 
 def _decode_graph(args: CacheRankFlags) -> str | None:

@@ -15,6 +15,7 @@ from scripts import evaluate
 from scripts.accuracy.evaluation import Report
 from scripts.shared.serving import Server, serve
 from sglang_ext.budget import INLINE_CURVE
+from sglang_ext.flags import LEAST_INLINE_TOKENS
 
 pytestmark = pytest.mark.xdist_group("bundled server")
 
@@ -67,3 +68,20 @@ def test_chains_of_the_bundled_model_are_right(server: Server, tmp_path: Path) -
     assert dense.exact.value == sparse.exact.value == 1.0
     assert sparse.sparse_steps is not None
     assert sparse.sparse_steps > 0.5
+
+
+@pytest.mark.thorough
+def test_a_server_that_is_told_no_threshold_weighs_its_steps(cache_home: Path) -> None:
+    """What is shorter on a CPU is as it may be; each step says what it was."""
+    prompt = [5 + number % 200 for number in range(LEAST_INLINE_TOKENS)]
+    with serve([], {"XDG_CACHE_HOME": str(cache_home)}) as server:
+        times = server.cache_rank()["seconds_of_steps"]
+        assert min(*times["dense"], *times["sparse"]) >= 0
+        assert times["token_bytes"] > times["sketch_bytes"] > 0
+        assert "steps select where that is shorter" in server.log.read_text()
+        whole = server.generate(prompt, 40)["meta_info"]["cache_rank"]
+        assert whole["dense_reason"] == (None if whole["sparse_steps"] else "not_shorter")
+        below = server.generate(prompt[:-10], 5)["meta_info"]["cache_rank"]
+        assert (below["sparse_steps"], below["dense_reason"]) == (0, "below_threshold")
+        free = server.cache_rank()["pool_free_tokens"]
+        assert free == server.read("/server_info")["max_total_num_tokens"]

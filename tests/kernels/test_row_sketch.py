@@ -113,11 +113,12 @@ def decode_step(
     slot_count, context = len(lengths) + 2, max(lengths) + 5
     slots = torch.randperm(slot_count)[: len(lengths)]
     table = torch.randperm(slot_count * context).to(torch.int32).view(slot_count, context)
-    keys = torch.randn(table.numel(), kv_heads, head_dim, device=device)
+    # Random numbers of the CPU, so that all devices have the same.
+    keys = torch.randn(table.numel(), kv_heads, head_dim).to(device)
     codes = torch.empty((kv_heads, len(keys), shape.bytes), dtype=torch.uint8, device=device)
     rows = torch.arange(len(keys), device=device)
     reference.encode_rows(keys, rows, sketch, shape, codes)
-    projected = torch.randn(len(lengths), (group + 2) * kv_heads, head_dim, device=device)
+    projected = torch.randn(len(lengths), (group + 2) * kv_heads, head_dim).to(device)
     step = Step(
         projected.to(dtype)[:, : group * kv_heads],
         codes,
@@ -257,7 +258,9 @@ def test_a_decode_step_attends_to_what_it_would_by_the_references(
         chosen = chosen.to(device) + SINKS
         rows = step.row_table[slot, chosen].long()
         mean = step.queries[request].float().unflatten(0, (kv_heads, group)).mean(dim=1)
-        keys[rows] = 3 * mean * group**0.5 + 0.1 * torch.randn_like(keys[rows])
+        keys[rows] = 3 * mean * group**0.5 + 0.1 * torch.randn(len(rows), kv_heads, head_dim).to(
+            device
+        )
     every = torch.arange(len(keys), device=device)
     triton.encode_rows(keys, every, step.sketch, step.shape, step.codes)
     for request, (length, budget) in enumerate(zip(lengths, budgets, strict=True)):

@@ -29,8 +29,8 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Callable[..., CacheRankServerArgs]:
     ("fields", "context_length", "named"),
     [
         ({}, 4097, None),
-        ({}, 4096, "--sparse-threshold 4096"),
-        ({}, 1024, "the context ends at 1024 tokens"),
+        ({}, 4096, "--sparse-threshold: no request has 4096 tokens"),
+        ({}, 1024, "the context ends at 1024"),
         ({"max_running_requests": 32}, 8192, None),
         ({"max_running_requests": 33}, 8192, "--max-sparse-requests 32: up to 33 requests"),
         ({"max_swap_tokens": 32}, 8192, None),
@@ -70,7 +70,7 @@ def test_what_is_without_effect_is_named(
     [
         ({"hysteresis": None, "max_swap_tokens": None, "max_running_requests": 64}, None),
         ({"sparse_threshold": 8192}, "--sparse-threshold 8192"),
-        ({"max_total_tokens": 4096}, "--max-total-tokens 4096"),
+        ({"max_total_tokens": 1024}, "--max-total-tokens 1024"),
         ({"reuse_sparse_tokens": "on", "disable_radix_cache": True}, "nothing is reused"),
     ],
 )

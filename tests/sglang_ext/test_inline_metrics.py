@@ -23,7 +23,7 @@ ARGS: Any = SimpleNamespace(
     served_model_name=None,
     model_path="model",
     placement="inline",
-    sparse_threshold=THRESHOLD,
+    sparse_from=THRESHOLD,
 )
 LABELS = {"model_name": "model", "tp_rank": "0", "placement": "inline"}
 

@@ -11,6 +11,7 @@ from fake_requests import fake_request
 
 from sglang_ext import hooks, reuse
 from sglang_ext.inline import starting
+from sglang_ext.inline.payoff import Payoff, StepTime
 from sglang_ext.inline.rank import InlineRank
 from sglang_ext.inline.selection import NEVER
 
@@ -35,7 +36,7 @@ class Scheduler:
             attended=lambda length: length // 10,
         )
         args: Any = SimpleNamespace(
-            sparse_threshold=THRESHOLD,
+            sparse_from=THRESHOLD,
             reuse_sparse_tokens="off",
             placement="inline",
             enable_metrics=False,
@@ -160,6 +161,7 @@ def test_the_state_names_requests_that_are_sparse_now(scheduler: Scheduler) -> N
         "pool_free_tokens": 42,
         "sparse_budget": "a tenth",
         "sketch_bytes": 12,
+        "seconds_of_steps": None,
     }
     scheduler.decode([200, 99], one, other)
     assert scheduler.state()["sparse_requests"] == 1
@@ -244,3 +246,32 @@ def test_a_batch_size_has_a_graph_for_each_kind_of_step(
     for is_sparse in (False, True):
         scheduler.selection.step_is_sparse = is_sparse
         assert [captured[key_of(size)] for size in (8, 4)] == [is_sparse] * 2
+
+
+def test_requests_are_sparse_together_where_that_is_shorter(scheduler: Scheduler) -> None:
+    """Of 200 tokens and 30 dense ones, 20 and 30 are attended to, and 200 scored."""
+    one, short, dense = request(0), request(1), request(2, dense=True)
+    scheduler.prefill(one, short, dense)
+    lengths = [200, 20, 10]
+    costs = StepTime(1.0, 0.01)
+    for dense_least, is_shorter in ((1.0, True), (-0.9, False), (-0.7, True)):
+        scheduler.rank.payoff = Payoff(StepTime(dense_least, 0.01), costs, 1, 0)
+        scheduler.decode(lengths, one, short, dense)
+        assert scheduler.was_sparse[-1] == is_shorter
+        reasons = [statistics(scheduler, each)[1] for each in (one, short, dense)]
+        assert reasons == [
+            None if is_shorter else "not_shorter",
+            "below_threshold",
+            "below_threshold",
+        ]
+    assert statistics(scheduler, one)[0] == 2
+    assert reuse.dense_tokens(one) == 199  # a sparse step has computed the last one
+
+
+def test_no_step_is_weighed_of_requests_that_all_stay_dense(scheduler: Scheduler) -> None:
+    dense = request(2, dense=True)
+    scheduler.rank.payoff = Payoff(StepTime(9.0, 0.0), StepTime(0.0, 0.0), 1, 1)
+    scheduler.prefill(dense)
+    scheduler.decode([500], dense)
+    assert statistics(scheduler, dense) == (0, "asked")
+    assert scheduler.was_sparse == [True, False]

@@ -59,7 +59,7 @@ ARGS: Any = SimpleNamespace(
     served_model_name="model",
     sink_tokens=2,
     sparse_budget=8,
-    sparse_threshold=100,
+    sparse_from=100,
     trace=None,
 )
 

@@ -33,7 +33,7 @@ HOOKED_PARAMETERS = {
     "describe_rows_of_the_allocator": "self",
     "add_dense_store": "self",
     "leave_room_beyond_allocator": "self pre_model_load_memory",
-    "load_calibration": "self",
+    "prepare_selection": "self",
     "run_step": "self batch",
     "capture_both_kinds": "self stream_idx",
     "name_graph": "self size stream_idx variant_label",

@@ -21,7 +21,7 @@ CONFIG = small_config(query_window=2)
 SLOTS, CONTEXT = 6, 64
 ARGS: Any = SimpleNamespace(
     dense_layers=0,
-    sparse_threshold=12,
+    sparse_from=12,
     sink_tokens=CONFIG.sink_tokens,
     sparse_budget=CONFIG.sparse_budget,
     disable_radix_cache=True,

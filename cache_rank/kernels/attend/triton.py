@@ -13,6 +13,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from cache_rank.kernels.dependent import (
+    dependent_launch,
+    has_dependents,
+    let_dependents_start,
+    wait_for_kernel_ahead,
+)
+
 
 class Launch(NamedTuple):
     """How the work is laid out; the result depends on it by rounding alone."""
@@ -103,6 +110,7 @@ def attend_rows(
         EXACT=not queries.is_cuda,  # the interpreter multiplies no bfloat16
         num_warps=LAUNCH.warps,
         num_stages=LAUNCH.stages,
+        HAS_DEPENDENTS=has_dependents(out),
     )
     _merge[(requests * query_heads,)](
         partial,
@@ -112,6 +120,7 @@ def attend_rows(
         SPLITS=splits,
         PADDED_SPLITS=triton.next_power_of_2(splits),
         num_warps=2,
+        **dependent_launch(out),
     )
 
 
@@ -148,8 +157,10 @@ def _attend(
     LEAST_SHARE: tl.constexpr,
     BLOCK: tl.constexpr,
     EXACT: tl.constexpr,
+    HAS_DEPENDENTS: tl.constexpr,
 ):
     """One program attends to a part of the tokens of one request and KV head."""
+    let_dependents_start(HAS_DEPENDENTS)
     unit, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     request, head = unit // KV_HEADS, unit % KV_HEADS
     slot = tl.load(slots + request).to(tl.int64)
@@ -208,8 +219,10 @@ def _merge(
     HEAD_DIM: tl.constexpr,
     SPLITS: tl.constexpr,
     PADDED_SPLITS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """One program merges what was computed for one query head."""
+    wait_for_kernel_ahead(DEPENDENT)
     head = tl.program_id(0).to(tl.int64)
     split, dims = tl.arange(0, PADDED_SPLITS), tl.arange(0, HEAD_DIM)
     at = head * SPLITS + split

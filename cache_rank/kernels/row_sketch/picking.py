@@ -16,6 +16,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from cache_rank.kernels.dependent import (
+    dependent_launch,
+    let_dependents_start,
+    wait_for_kernel_ahead,
+)
 from cache_rank.kernels.row_sketch.reference import KEY_MOST, KEY_UNIT, RowScratch
 
 
@@ -87,6 +92,7 @@ def pick_by_logits(
         RECENT=recent,
         TOKENS=LAUNCH.tokens,
         num_warps=LAUNCH.key_warps,
+        **dependent_launch(out),
     )
     all_words = triton.next_power_of_2(words)
     few_words = min(all_words, LAUNCH.few_words)
@@ -113,6 +119,7 @@ def pick_by_logits(
         FEW_WORDS=few_words,
         INTERPRETED=not out.is_cuda,
         num_warps=warps,
+        **dependent_launch(out),
     )
 
 
@@ -132,15 +139,19 @@ def _write_keys(
     CHUNK: tl.constexpr,
     RECENT: tl.constexpr,
     TOKENS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """One program writes the keys of TOKENS tokens of a unit."""
+    let_dependents_start(DEPENDENT)
     start, unit = tl.program_id(0) * TOKENS, tl.program_id(1).to(tl.int64)
     slot = tl.load(slots + unit // KV_HEADS).to(tl.int64)
     length = tl.load(lengths + unit // KV_HEADS).to(tl.int32)
+    least = tl.load(sparse_from + slot)
     stop = length - RECENT
+    wait_for_kernel_ahead(DEPENDENT)
     if start >= stop:
         return
-    if length < tl.load(sparse_from + slot):
+    if length < least:
         return
     # Eight tokens have a byte of each plane. Those behind the last one have any key.
     byte, in_byte = start // 8 + tl.arange(0, TOKENS // 8), tl.arange(0, 8)
@@ -149,7 +160,7 @@ def _write_keys(
     logit = (tl.load(logits + at, mask=is_byte[:, None], other=0.0),)
     for head in tl.static_range(1, GROUP):
         more = (tl.load(logits + head * capacity + at, mask=is_byte[:, None], other=0.0),)
-        logit = logit + more
+        logit = logit + more  # type: ignore[assignment]  # a longer tuple
 
     shares = sums + unit * tl.cdiv(capacity, CHUNK) * 2 * PADDED
     log_sums = _log_sums(shares, tl.cdiv(length - 1, CHUNK), PADDED)
@@ -231,6 +242,7 @@ def _pick(
     WORDS: tl.constexpr,
     FEW_WORDS: tl.constexpr,
     INTERPRETED: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """One program picks for one unit."""
     unit = tl.program_id(0).to(tl.int64)
@@ -238,7 +250,9 @@ def _pick(
     slot = tl.load(slots + request).to(tl.int64)
     length = tl.load(lengths + request).to(tl.int32)
     budget = tl.load(budgets + request)
-    if length < tl.load(sparse_from + slot):
+    least = tl.load(sparse_from + slot)
+    wait_for_kernel_ahead(DEPENDENT)
+    if length < least:
         return
     rows = row_table + slot * table_stride
     target = out + unit * WIDTH

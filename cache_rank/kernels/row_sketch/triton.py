@@ -16,6 +16,11 @@ import triton.language as tl
 from torch import Tensor
 
 from cache_rank.kernels.coded.int8_split import int8_columns
+from cache_rank.kernels.dependent import (
+    dependent_launch,
+    let_dependents_start,
+    wait_for_kernel_ahead,
+)
 from cache_rank.kernels.row_sketch.picking import pick_by_logits
 from cache_rank.kernels.row_sketch.reference import RowScratch
 from cache_rank.kernels.sketch.encoding import BLOCK_KEYS, encode_block, encode_grid
@@ -123,6 +128,7 @@ def select_rows(
         STAGES=LAUNCH.stages,
         INTERPRETED=not queries.is_cuda,
         num_warps=LAUNCH.warps,
+        **dependent_launch(queries),
     )
     pick_by_logits(
         row_table,
@@ -217,16 +223,19 @@ def _score(
     COLUMNS: tl.constexpr,
     STAGES: tl.constexpr,
     INTERPRETED: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """One program computes the logits of CHUNK tokens of a unit."""
+    let_dependents_start(DEPENDENT)
     chunk, unit = tl.program_id(0), tl.program_id(1).to(tl.int64)
     request, head = unit // KV_HEADS, unit % KV_HEADS
     slot = tl.load(slots + request).to(tl.int64)
     length = tl.load(lengths + request).to(tl.int32)
     start, scored = chunk * CHUNK, length - 1
+    least = tl.load(sparse_from + slot)
+    wait_for_kernel_ahead(DEPENDENT)
     if start < scored:
         # Weights are loaded while it is looked up whether the request is sparse.
-        least = tl.load(sparse_from + slot)
         own_weights, weight_unit = load_weights(
             weights + unit * GROUP * 4 * SIZE, GROUP, PADDED, SIZE, WIDTH, COLUMNS
         )

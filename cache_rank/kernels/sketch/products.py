@@ -18,6 +18,7 @@ from cache_rank.kernels.coded.int8_split import (
     unit_of_heads,
     unit_of_rows,
 )
+from cache_rank.kernels.dependent import has_dependents, let_dependents_start
 from cache_rank.kernels.nibbles.triton import unpack_codes
 from cache_rank.kernels.sketch.reference import Sketch
 
@@ -61,6 +62,7 @@ def weigh_elements(
         HEAD_DIM=head_dim,
         BLOCK_ELEMENTS=_BLOCK_ELEMENTS,
         BLOCK_QUERIES=block_queries,
+        HAS_DEPENDENTS=has_dependents(queries),
     )
 
 
@@ -80,8 +82,10 @@ def _weigh_elements(
     HEAD_DIM: tl.constexpr,
     BLOCK_ELEMENTS: tl.constexpr,
     BLOCK_QUERIES: tl.constexpr,
+    HAS_DEPENDENTS: tl.constexpr,
 ):
     """One program computes BLOCK_ELEMENTS weights of BLOCK_QUERIES heads of a layer and KV head."""
+    let_dependents_start(HAS_DEPENDENTS)
     layer, head = tl.program_id(0) // KV_HEADS, tl.program_id(0) % KV_HEADS
     query = tl.program_id(1) * BLOCK_QUERIES + tl.arange(0, BLOCK_QUERIES)
     row, in_group = query // GROUP, query % GROUP

@@ -92,7 +92,7 @@ class TestJobs:
         assert "/" not in job_of("cache-rank:query_predictor=a/b").name
 
     def test_short_context_is_not_measured_sparsely(self) -> None:
-        assert "threshold" in unmeasurable(job_of("quest"), Shape(8, 1024))
+        assert "threshold" in unmeasurable(job_of("cache-rank"), Shape(8, 1024))
         assert not unmeasurable(job_of("dense"), Shape(8, 1024))
         assert "beyond" in unmeasurable(job_of("dense"), Shape(8, 1 << 20))
 
