@@ -43,7 +43,6 @@ LONGEST_FIRST = [
     "test_language_model",
     "test_random_trace",
     "test_synchronous_reference",
-    "test_engine",
     "test_formats",
 ]
 """After the first, these files start servers, from the longest group to the shortest."""

@@ -77,6 +77,14 @@ INLINE_FLAGS = {
 }
 """Flags that selection in SGLang's process does not allow, and why."""
 
+GPU_VARIABLES = {
+    "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING": ("the KV pool gets its size after what is sized by it"),
+    "SGLANG_ENABLE_METADATA_GLUE_GRAPH": (
+        "it keeps one graph for a number of requests, and steps that select have another"
+    ),
+}
+"""Variables of SGLang that sparse decode on a GPU does not allow, and why."""
+
 
 def sparse_decode(args: CacheRankFlags) -> Iterator[Objection]:
     """Object to what sparse decode does not allow, wherever tokens are selected."""
@@ -84,11 +92,10 @@ def sparse_decode(args: CacheRankFlags) -> Iterator[Objection]:
         raise UnsupportedError(
             "SGLANG_RUST_SERVER: that server loads no plugins, which check requests. Unset it."
         )
-    if args.on_gpu and envs.SGLANG_ENABLE_POST_CAPTURE_KV_SIZING.get():
-        raise UnsupportedError(
-            "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING: the KV pool gets its size after what is sized "
-            "by it. Unset it."
-        )
+    for name, why in GPU_VARIABLES.items():
+        variable = getattr(envs, name, None)  # some came later
+        if args.on_gpu and variable is not None and variable.get():
+            raise UnsupportedError(f"{name}: {why}. Unset it.")
     yield from of_flags(args, SPARSE_DECODE_FLAGS)
     if args.device not in (None, "cpu", "cuda") or (args.device == "cuda" and not cpu.has_gpu()):
         why = "sparse decode runs on CPUs, and on NVIDIA GPUs that are usable"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -131,9 +132,9 @@ class Held:
 
 
 def rows_of(
-    sequences: list[Held], positions: list[int], refused: tuple[int, ...] = ()
+    sequences: Sequence[Any], positions: list[int], refused: tuple[int, ...] = ()
 ) -> BatchMetadata:
-    device, count = sequences[0].keys.device, len(sequences)
+    device, count = sequences[0].page_table.device, len(sequences)
     slots = [-1 if row in refused else held.slot for row, held in enumerate(sequences)]
     return BatchMetadata(
         PagedRows(

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from held_sequences import CPU, PAGES, rows_of
 from small_models import MHA, small_config
 from torch import Tensor
 
@@ -16,13 +17,9 @@ from cache_rank import residency
 from cache_rank.batch_metadata import BatchMetadata
 from cache_rank.config import CacheRankConfig, ModelShape
 from cache_rank.kernels.mosaickv.store import Run, Strategy, load_vectors, packed_tokens, runs_of
-from cache_rank.kernels.rows import PagedRows
-from cache_rank.protocol import AnswerHeader
 from cache_rank.residency.mosaickv import MosaicKVResidency
 from cache_rank.residency.mosaickv.strategy import BUFFER_TOKENS
 
-CPU = torch.device("cpu")
-PAGES = 16
 DENSE: dict[str, Any] = {"rate": 0, "dropped": 0}
 SHORT: dict[str, Any] = {
     **{"segment": 512, "threshold": 20, "variance": 0.75},
@@ -109,17 +106,7 @@ class Held:
         self.resident += 1
 
     def rows(self, position: int) -> BatchMetadata:
-        device = self.tokens.device
-        return BatchMetadata(
-            PagedRows(
-                self.page_table.unsqueeze(0),
-                torch.tensor([self.slot], dtype=torch.int32, device=device),
-                torch.tensor([position], dtype=torch.int32, device=device),
-            ),
-            torch.ones(1, dtype=torch.int32, device=device),
-            torch.zeros((1, len(AnswerHeader._fields)), dtype=torch.int64, device=device),
-            capacity=position + 1,
-        )
+        return rows_of([self], [position])
 
     def read(self, tokens: range | None = None) -> Tensor:
         positions = torch.tensor(tokens or range(self.resident), device=self.tokens.device)

@@ -17,8 +17,6 @@ from cache_rank.protocol import (
     AnswerHeader,
     DownMessage,
     Open,
-    Row,
-    Step,
     UpMessage,
     up_sizes,
 )
@@ -167,17 +165,6 @@ def test_in_8_bits_tokens_take_a_byte_an_element() -> None:
     integers = msgspec.structs.replace(config, wire_dtype="int8")
     assert DownMessage.size(integers, 6, 8) == 8 * 48 + entries * (4 + 2 * (model.head_dim + 16))
     assert up_sizes(config, 8) == up_sizes(integers, 8)
-
-
-def test_rows_travel_as_arrays() -> None:
-    wire = msgspec.msgpack.encode(Step(step=1, rows=[Row(sequence_id=5, position=9)]))
-    assert msgspec.msgpack.decode(wire) == {
-        "type": "Step",
-        "step": 1,
-        "rows": [[5, 9]],
-        "traced": False,
-    }
-    assert msgspec.msgpack.decode(wire, type=Step).rows[0].position == 9
 
 
 def test_the_rendezvous_travels_as_bytes() -> None:

@@ -19,7 +19,6 @@ from cache_rank.kernels.lynx import reference as lynx
 from cache_rank.kernels.quantspec import reference as quantspec
 from cache_rank.kernels.score.reference import score_tokens
 from cache_rank.pages import PAGE_TOKENS
-from cache_rank.residency.coded import CodedResidency
 
 COARSE: dict[str, dict[str, Any]] = {
     "lynx": {"reading": "anchor"},
@@ -235,39 +234,13 @@ def test_pages_and_slots_serve_one_sequence_after_another(name: str) -> None:
         assert_hold_the_same(following, Held.whole(name, count, tokens_seed=count))
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_a_token_takes_the_bytes_of_its_codes_and_of_what_they_are_relative_to(
-    head_dim: int,
-) -> None:
-    model = ModelShape(3, 4, 2, head_dim, "bfloat16", 1.0)
-    heads = model.layers * model.kv_heads
-    elements = 2 * heads * head_dim
-    by_name = {
-        # A byte an element; a page has 2 float32 a channel, a chunk 2 float16.
-        "lynx": elements + elements * 8 // 256 + elements * 4 // 32,
-        # A byte an element; 2 bfloat16 a channel and group of keys, and a token of values.
-        "quantspec": elements + heads * (head_dim * 4 // 128 + 4),
-        # 4 bits an element; 2 bfloat16 a partition of 64 elements, and of keys 2 bytes.
-        "hack": elements // 2 + elements * 4 // 64 + elements // 64,
-    }
-    rings_of = {"lynx": 256, "quantspec": 256, "hack": 64}
-    for name, expected in by_name.items():
-        config = small_config(model, kv_residency=name)
-        assert residency.bytes_per_token(config) == expected
-        assert expected < 0.6 * model.bytes_per_token
-        held = residency.create(config, PAGES, CPU)
-        assert isinstance(held, CodedResidency)
-        planes = [plane for planes in held._tokens.planes for plane in planes]
-        assert PAGES * PAGE_TOKENS * expected == sum(plane.nbytes for plane in planes)
-        rings = sum(ring.nbytes for ring in held._tokens.rings)
-        assert residency.fixed_bytes(config) == rings
-        assert rings == 4 * rings_of[name] * model.bytes_per_token
-
-
-@every_format
 @pytest.mark.parametrize(
-    ("part", "wrong"),
-    [("keys", float("nan")), ("values", float("inf")), ("keys", -float("inf"))],
+    ("name", "part", "wrong"),
+    [
+        ("lynx", "keys", float("nan")),
+        ("quantspec", "values", float("inf")),
+        ("hack", "keys", -float("inf")),
+    ],
 )
 def test_what_is_not_finite_is_refused_with_its_layer_and_head(
     name: str, part: str, wrong: float
@@ -305,11 +278,8 @@ def test_what_decodes_beyond_the_range_of_the_dtype_stays_finite(name: str) -> N
             r"kv_residency_options alpha=0: lynx takes alpha from 0\.01 to 1000, reading full "
             "or anchor",
         ),
-        ("lynx", {"alpha": "three"}, "alpha=three: lynx takes"),
         ("lynx", {"alpha": float("nan")}, "alpha=nan: lynx takes"),
-        ("lynx", {"reading": 4}, "reading=4: lynx takes"),
         ("quantspec", {"reading": 5}, "reading=5: quantspec takes reading 4 or 8"),
-        ("quantspec", {"group": 64}, "group=64: quantspec takes"),
         (
             "hack",
             {"bits": 3},
@@ -317,7 +287,8 @@ def test_what_decodes_beyond_the_range_of_the_dtype_stays_finite(name: str) -> N
             "stochastic, seed a whole number from 0 to 65535",
         ),
         ("hack", {"seed": 0.5}, r"seed=0\.5: hack takes .*, seed a whole number from 0 to 65535"),
-        ("hack", {"seed": float("nan")}, "seed=nan: hack takes bits"),
+        ("mosaickv", {"rate": 50}, "rate=50: mosaickv takes rate auto or 0 or 62.5 or 75 or 87.5"),
+        ("mosaickv", {"loss": "small"}, "loss=small: mosaickv takes"),
     ],
 )
 def test_options_are_refused_with_those_that_there_are(
@@ -328,7 +299,7 @@ def test_options_are_refused_with_those_that_there_are(
         residency.create(config, PAGES, CPU)
 
 
-@every_format
+@pytest.mark.parametrize("name", [*COARSE, "mosaickv"])
 def test_checksums_are_refused(name: str) -> None:
     message = f"kv_residency {name}: checksums compare tokens bit for bit"
     with pytest.raises(ValueError, match=message):
@@ -360,22 +331,13 @@ def held_after_arrivals(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="GPUs take no heads as small as these")
-@pytest.mark.parametrize(
-    ("name", "model", "coarse"),
-    [
-        ("quantspec", "mqa", True),
-        pytest.param("lynx", "mha", False, marks=pytest.mark.thorough),
-        pytest.param("lynx", "mqa", True, marks=pytest.mark.thorough),
-        pytest.param("quantspec", "mha", False, marks=pytest.mark.thorough),
-    ],
-)
-def test_kernels_hold_and_say_what_the_references_do(
-    name: str, model: str, coarse: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    options = (COARSE if coarse else FINE)[name]
-    expected, expected_said = held_after_arrivals(name, MODELS[model], CPU, **options)
+def test_kernels_hold_and_say_what_the_references_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one format; tests/kernels has the kernels of all."""
+    name, model = "quantspec", MODELS["mqa"]
+    options = COARSE[name]
+    expected, expected_said = held_after_arrivals(name, model, CPU, **options)
     monkeypatch.setattr(by_device, "is_on_gpu", lambda *arguments: True)
-    held, said = held_after_arrivals(name, MODELS[model], CPU, **options)
+    held, said = held_after_arrivals(name, model, CPU, **options)
     assert codes_of(held) == codes_of(expected)
     for one, other in zip(said[:-2], expected_said[:-2], strict=True):
         assert torch.equal(one, other)

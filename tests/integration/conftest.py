@@ -117,13 +117,13 @@ def bundled_server() -> Iterator[Server]:
 
 @pytest.fixture(scope="session")
 def bundled_inline_server(cache_home: Path) -> Iterator[Server]:
-    """A server has the bundled model, and selects in its own process.
+    """A server has the bundled model, and selects in its own process with the default budgets.
 
     Prompts come in chunks, so that an answer is right only if all of them are sketched. The server
     is interrupted in the end, and nothing of it is left.
     """
-    flags = [*TENTH_OF_THE_CONTEXT, "--chunked-prefill-size", "128"]
-    with serve(flags, {"XDG_CACHE_HOME": str(cache_home)}) as server:
+    flags = "--sparse-threshold 264 --recent-tokens 16 --enable-metrics --chunked-prefill-size 128"
+    with serve(flags.split(), {"XDG_CACHE_HOME": str(cache_home)}) as server:
         yield server
         assert_it_stops(server, signal.SIGINT)
 

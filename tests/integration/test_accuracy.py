@@ -16,19 +16,23 @@ pytestmark = pytest.mark.xdist_group("bundled server")
 
 
 @pytest.mark.parametrize(
-    ("fixture", "system"), [("bundled_server", CACHE_RANK), ("bundled_inline_server", INLINE)]
+    ("fixture", "label"),
+    [
+        ("bundled_server", f"{CACHE_RANK}:sparse_budget=40"),
+        ("bundled_inline_server", f"{INLINE}:sparse_budget=null"),
+    ],
 )
 def test_evaluates_a_running_server(
-    fixture: str, system: str, request: pytest.FixtureRequest, tmp_path: Path
+    fixture: str, label: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
     server: Server = request.getfixturevalue(fixture)
     command = ["--out", str(tmp_path), "--base-url", server.url, "--gpus"]
-    command += f"--chains 4 --hops 30 --systems dense {system} --budgets 40".split()
+    command += f"--chains 4 --hops 30 --systems dense {label} --budgets 1".split()
     assert evaluate.main(command) == 0
 
     report = msgspec.json.decode((tmp_path / "results.json").read_bytes(), type=Report)
     dense, sparse = report.results
-    assert (dense.system, sparse.system) == ("dense", f"{system}:sparse_budget=40")
+    assert (dense.system, sparse.system) == ("dense", label)
     assert dense.exact.value == sparse.exact.value == 1.0
     assert dense.sparse_steps == 0
     assert dense.exact_difference is None
@@ -37,4 +41,4 @@ def test_evaluates_a_running_server(
     assert sparse.exact_difference is not None
     assert sparse.exact_difference.value == 0.0
     table = (tmp_path / "results.md").read_text()
-    assert f"| {system}:sparse_budget=40 | 1.00 | 0.00 | 1.000 |" in table
+    assert f"| {label} | 1.00 | 0.00 | 1.000 |" in table

@@ -109,17 +109,6 @@ def test_a_run_that_was_never_sparse_says_so(ask: Command, tmp_path: Path) -> No
 
 
 @pytest.mark.thorough
-def test_requests_without_room_on_the_cache_rank_are_counted(ask: Command, tmp_path: Path) -> None:
-    # 48 requests at a time, and working sets for 32. Answers are long, so that the first ones still
-    # decode when the last ones come.
-    finished = ask(tmp_path, "--n-repeats", "16", "--num-threads", "48", "--max-tokens", "200")
-    assert finished.returncode == 0, finished.stderr
-    record = read_run(tmp_path / "custom").record
-    assert 0 < record.dense_requests["max_sparse_requests"] <= 16
-    assert "dense steps (max_sparse_requests): lower --num-threads" in finished.stdout
-
-
-@pytest.mark.thorough
 def test_what_could_not_be_compared_is_refused(ask: Command, systems: Path, tmp_path: Path) -> None:
     finished = ask(tmp_path, "--max-tokens", "4096")
     assert finished.returncode == 2

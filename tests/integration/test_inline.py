@@ -43,7 +43,7 @@ def assert_as_plain(responses: list[Any], expected: list[Any]) -> None:
         assert difference(log_probabilities(response), log_probabilities(plain)) < 1e-4
 
 
-@pytest.mark.parametrize("batch", [1, 4, 9])
+@pytest.mark.parametrize("batch", [1, 9])
 def test_answers_and_log_probabilities_equal_plain_sglang(
     inline_server: Server, plain_server: Server, batch: int
 ) -> None:
@@ -114,11 +114,11 @@ def test_requests_that_wait_for_room_in_the_pool_answer_the_same(
     inline_server: Server, plain_server: Server
 ) -> None:
     free = inline_server.cache_rank()["pool_free_tokens"]
-    prompts = random_prompts([150] * 8, seed=6)  # 8 · 450 tokens, and there is room for 2500
-    expected = plain_server.generate_all(prompts, 300, return_logprob=True)
-    responses = inline_server.generate_all(prompts, 300, return_logprob=True)
+    prompts = random_prompts([250] * 8, seed=6)  # 8 · 400 tokens, and there is room for 2500
+    expected = plain_server.generate_all(prompts, 150, return_logprob=True)
+    responses = inline_server.generate_all(prompts, 150, return_logprob=True)
     assert_as_plain(responses, expected)
-    assert {statistics(response)["sparse_steps"] for response in responses} == {299}
+    assert {statistics(response)["sparse_steps"] for response in responses} == {149}
     state = inline_server.wait_for(10, sparse_requests=0)
     assert state["pool_free_tokens"] == free
 

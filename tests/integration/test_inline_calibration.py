@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from calibration_cards import make_card
 from workload import REUSE, SMALL_INLINE, random_prompts
 
 from scripts.shared.serving import Server, serve
-from sglang_ext.calibration.files import Calibration, Card, write
+from sglang_ext.calibration.files import Calibration, write
 from sglang_ext.inline.calibrating import kept
 from sglang_ext.inline.selection import Heads
 
@@ -71,24 +72,7 @@ def test_a_folder_of_the_model_is_read(
 ) -> None:
     fitted = kept(kept_file(cache_home), HEADS)
     assert fitted is not None
-    card = Card(
-        model="random",
-        architecture="Qwen3ForCausalLM",
-        hidden_size=64,
-        layers=4,
-        query_heads=4,
-        kv_heads=2,
-        head_dim=32,
-        dense_layers=1,
-        layers_per_group=1,
-        forecast_lead=1,
-        rank=1,
-        ridge=0.01,
-        texts={},
-        held_out={},
-        tokens=1,
-        fits={},
-    )
+    card = make_card(architecture="Qwen3ForCausalLM", hidden_size=64, query_heads=4, kv_heads=2)
     bases = {1 + layer: basis for layer, basis in enumerate(fitted)}
     write(tmp_path / "own", Calibration(card, {}, bases))
     # A fit is in the flag's folder, and none in the user's.

@@ -27,15 +27,10 @@ def sampled(**params: Any) -> dict[str, Any]:
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("/generate", {"input_ids": [5, 10**6]}, "is not a token"),
-    ("/generate", {"input_ids": [5, -3]}, "is not a token"),
-    ("/generate", {"input_ids": [[5], [10**6]]}, "is not a token"),
     ("/generate", {"input_ids": [10**6], "stream": True}, "is not a token"),
-    ("/generate", {"input_ids": [[]]}, "each prompt of a batch"),
     ("/v1/completions", {"prompt": [5, 10**6]}, "is not a token"),
     ("/generate", {"input_embeds": [[0.5] * 64]}, "send input_ids"),
     ("/generate", sampled(max_new_tokens="8"), "an integer|expected i64"),
-    ("/generate", sampled(max_new_tokens=-1), "an integer"),
-    ("/generate", sampled(custom_params=3), "an object"),
     ("/generate", sampled(stop_token_ids=[10**6]), "stop_token_ids"),
     ("/generate", sampled(stop_token_ids=[-1]), "stop_token_ids"),
     ("/v1/chat/completions", {**CHAT, "stop_token_ids": [10**6]}, "stop_token_ids"),
@@ -44,7 +39,6 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("/generate", sampled(n=None), "n must be"),
     ("/v1/chat/completions", {**CHAT, "n": 0}, "n must be"),
     ("/generate", sampled(stop_regex="(.+)+\0"), "stop_regex .* a repeat needs an end"),
-    ("/generate", sampled(stop_regex="("), "stop_regex .* is not a regular expression"),
     ("/generate", sampled(logit_bias={"1000000": 1}), "logit_bias"),
     ("/generate", sampled(is_normalized=True), "is_normalized"),
     ("/generate", sampled(stream_interval=0), "stream_interval"),

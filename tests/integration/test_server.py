@@ -43,7 +43,7 @@ def chat(client: OpenAI, **options: Any) -> Any:
     )
 
 
-def test_a_tenth_of_the_context_walks_the_chain(server: Server, client: OpenAI) -> None:
+def test_a_part_of_the_context_walks_the_chain(server: Server, client: OpenAI) -> None:
     text = "".join(
         chunk.choices[0].delta.content or "" for chunk in chat(client, stream=True) if chunk.choices
     )
@@ -62,15 +62,6 @@ def test_the_response_reports_its_sparse_steps(server: Server, client: OpenAI) -
     assert statistics["dense_reason"] is None
     assert (statistics["tokens_shipped"] > 0) != is_inline(server)
     assert statistics["stale_steps"] == 0
-
-
-def test_a_request_may_ask_to_stay_dense(client: OpenAI) -> None:
-    body = {"return_meta_info": True, "custom_params": {"cache_rank": False}}
-    completion = chat(client, extra_body=body)
-    assert CHAIN.grade(completion.choices[0].message.content).exact
-    statistics = completion.choices[0].meta_info["cache_rank"]
-    assert statistics["sparse_steps"] == 0
-    assert statistics["dense_reason"] == "asked"
 
 
 def test_an_answer_does_not_depend_on_batch_mates(server: Server) -> None:

@@ -11,21 +11,25 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from calibration_cards import make_card
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from workload import DENSE, SMALL_CACHE_RANK, difference, random_prompts
+from workload import DENSE, difference, random_prompts
 
 from cache_rank.config import CacheRankConfig, ModelShape
 from cache_rank.measure.recording import RECORD_VARIABLE, read_events
 from cache_rank.reference import SynchronousReference
-from scripts.shared.serving import log_probabilities, serve
-from sglang_ext.calibration.files import Calibration, Card, Fit, sources, write
+from scripts.shared.serving import log_probabilities
+from sglang_ext.calibration.files import Calibration, Fit, sources, write
 from sglang_ext.calibration.fitting import Correction
 from sglang_ext.calibration.key_statistics import KeyBasis
 
@@ -57,24 +61,38 @@ class Case:
     def __str__(self) -> str:
         return f"{self.predictor}-{self.family}-{self.heads}-{self.kv_heads}"
 
-    def flags(self) -> list[str]:
-        settings = {
+    def engine(self) -> dict[str, Any]:
+        """The arguments of the engine, but for its model."""
+        return {
+            "cache_rank_gpus": 1,
+            "kv_residency": "bf16",
+            "dtype": "float32",
+            "max_total_tokens": 20000,
+            "max_sparse_requests": 8,
+            "skip_tokenizer_init": True,
             # The prompt of the request that decodes alone is shipped in one step, longer ones not.
             "bulk_chunk_tokens": 160,
+            "sparse_threshold": THRESHOLD,
+            "inference_kv": self.inference_kv,
+            "dense_layers": self.dense_layers,
+            **self.policy(),
+        }
+
+    def policy(self) -> dict[str, Any]:
+        """What both the engine and the reference go by."""
+        return {
             "layers_per_group": self.layers_per_group,
+            "forecast_lead": self.forecast_lead,
+            "sparse_budget": BUDGET,
+            "sink_tokens": 4,
+            "recent_tokens": 8,
+            "query_window": 4,
+            "query_predictor": self.predictor,
+            "hysteresis": MARGIN,
+            "max_swap_tokens": CAPACITY,
+            "score_keys": self.score_keys,
             "score_normalizer": self.score_normalizer,
         }
-        return [
-            *SMALL_CACHE_RANK,
-            *("--skip-tokenizer-init", "--sparse-threshold", str(THRESHOLD)),
-            *("--sparse-budget", str(BUDGET), "--hysteresis", str(MARGIN)),
-            *("--max-swap-tokens", str(CAPACITY)),
-            *("--query-predictor", self.predictor),
-            *("--inference-kv", self.inference_kv),
-            *("--dense-layers", str(self.dense_layers)),
-            *("--forecast-lead", str(self.forecast_lead)),
-            *("--score-keys", self.score_keys, "--cache-rank-config", json.dumps(settings)),
-        ]
 
     def config(self, rotary_frequency: list[float]) -> CacheRankConfig:
         return CacheRankConfig(
@@ -89,17 +107,7 @@ class Case:
                 hidden_size=WIDTH,
                 query_norm_epsilon=1e-6 if self.family == "qwen3" else None,
             ),
-            layers_per_group=self.layers_per_group,
-            forecast_lead=self.forecast_lead,
-            sparse_budget=BUDGET,
-            sink_tokens=4,
-            recent_tokens=8,
-            query_window=4,
-            query_predictor=self.predictor,
-            hysteresis=MARGIN,
-            max_swap_tokens=CAPACITY,
-            score_keys=self.score_keys,
-            score_normalizer=self.score_normalizer,
+            **self.policy(),
         )
 
     def calibration(self) -> Calibration:
@@ -116,8 +124,7 @@ class Case:
             for layer in sources(self.layers, *schedule)
         }
         fit = Fit(0, 1.0, 1.0, 1.0, 1.0, None)
-        card = Card(
-            model="random",
+        card = make_card(
             architecture={"qwen3": "Qwen3ForCausalLM", "qwen2": "Qwen2ForCausalLM"}[self.family],
             hidden_size=WIDTH,
             layers=self.layers,
@@ -127,11 +134,6 @@ class Case:
             dense_layers=self.dense_layers,
             layers_per_group=self.layers_per_group,
             forecast_lead=self.forecast_lead,
-            rank=3,
-            ridge=0.01,
-            texts={},
-            held_out={},
-            tokens=0,
             fits=dict.fromkeys(corrections, fit),
         )
         heads = (self.kv_heads, HEAD_DIM, HEAD_DIM)
@@ -171,7 +173,7 @@ ROUNDED = [
 
 
 def served_with(cases: list[Case]) -> pytest.MarkDecorator:
-    """Run a test on a server of each case; the tests of a case are a group, and share it."""
+    """Run a test on an engine of each case; the tests of a case are a group, and share it."""
     parameters = []
     for case in cases:
         marks = [pytest.mark.xdist_group(str(case))]
@@ -181,9 +183,10 @@ def served_with(cases: list[Case]) -> pytest.MarkDecorator:
 
 
 class Served(NamedTuple):
-    """A server has answered requests that decoded together, and one alone, sparse and dense.
+    """An engine has answered requests that decoded together, and one alone, sparse and dense.
 
-    `recorded` is the folder of what its cache rank received and selected.
+    `recorded` is the folder of what its cache rank received and selected. The dense request was
+    asked again by other weights, and then by those before.
     """
 
     case: Case
@@ -193,6 +196,8 @@ class Served(NamedTuple):
     prompt: list[int]
     alone: Any
     dense: Any
+    by_other_weights: Any
+    by_the_same: Any
 
 
 @pytest.fixture(scope="module")
@@ -203,19 +208,32 @@ def served(
 ) -> Served:
     case = request.param
     model = random_model(case.family, case.layers, case.heads, case.kv_heads)
-    recorded = tmp_path_factory.mktemp("recorded")
-    (prompt,) = random_prompts([150])
-    flags = [*case.flags(), "--model-path", str(model)]
+    folder = tmp_path_factory.mktemp("engine")
+    engine = {**case.engine(), "model_path": str(model)}
     if case.calibrated:
-        folder = tmp_path_factory.mktemp("calibration")
-        write(folder, case.calibration())
-        flags += ["--calibration", str(folder)]
-    with serve(flags, {RECORD_VARIABLE: str(recorded)}) as server:
+        write(folder / "calibration", case.calibration())
+        engine["calibration"] = str(folder / "calibration")
+    (prompt,) = random_prompts([150])
+    sampling = {"max_new_tokens": STEPS, "temperature": 0, "ignore_eos": True}
+    alone = {"input_ids": prompt, "sampling_params": sampling, "return_logprob": True}
+    requests = [
         # Requests of different lengths turn sparse and end at different steps.
-        together = server.generate_all(random_prompts([110, 200, 330]), STEPS)
-        alone = server.generate(prompt, STEPS, return_logprob=True)
-        dense = server.generate(prompt, STEPS, return_logprob=True, **DENSE)
-    return Served(case, model, recorded, together, prompt, alone, dense)
+        {"input_ids": random_prompts([110, 200, 330]), "sampling_params": sampling},
+        alone,
+        {**alone, "sampling_params": sampling | DENSE["sampling_params"]},
+    ]
+    asked, answered, recorded = (folder / name for name in ("asked", "answered", "recorded"))
+    asked.write_text(json.dumps({"engine": engine, "requests": requests}))
+    ran = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("use_engine.py")), str(asked), str(answered)],
+        env={**os.environ, RECORD_VARIABLE: str(recorded)},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert answered.exists(), ran.stdout[-2000:] + ran.stderr[-4000:]
+    together, *others = json.loads(answered.read_text())
+    return Served(case, model, recorded, together, prompt, *others)
 
 
 @served_with([*DEFAULT, *THOROUGH, *ROUNDED])
@@ -225,6 +243,12 @@ def test_selections_equal_the_synchronous_reference(served: Served) -> None:
     assert min(steps) > 200, steps
     config = served.case.config(recorded_frequency(served.model))
     assert replay(config, served.recorded) > len(responses) * 200
+
+
+@served_with(DEFAULT)
+def test_an_engine_takes_other_weights(served: Served) -> None:
+    assert served.by_other_weights["output_ids"] != served.dense["output_ids"]
+    assert served.by_the_same["output_ids"] == served.dense["output_ids"]
 
 
 def recorded_frequency(model: Path) -> list[float]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import base64
 import contextlib
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -34,7 +33,7 @@ from workload import (
 
 from cache_rank.measure.recording import RECORD_VARIABLE, read_events
 from cache_rank.pages import PAGE_TOKENS
-from scripts.shared.serving import Server, free_port, log_probabilities, serve
+from scripts.shared.serving import Server, log_probabilities, serve
 
 pytestmark = [pytest.mark.thorough, pytest.mark.xdist_group(name="weight-updates")]
 
@@ -103,9 +102,6 @@ class Trainer:
     def __init__(self, server: Server, model: Path, folder: Path) -> None:
         self._server, self._model, self._folder = server, model, folder
         self._weights = load_file(model / "model.safetensors")
-        self._group: Any = None
-        # The processes that a trainer and its servers share know a group by its name.
-        self._group_name = f"weights of {server.port}"
 
     def weights(self, factor: float) -> dict[str, torch.Tensor]:
         names = [f"model.layers.{layer}.self_attn.v_proj.weight" for layer in (0, 2)]
@@ -125,29 +121,6 @@ class Trainer:
         body = {"model_path": str(folder), **options}
         return self._server.post("/update_weights_from_disk", body)
 
-    def update_from_distributed(self, factor: float, **options: Any) -> Any:
-        weights = self.weights(factor)
-        body = {
-            "names": list(weights),
-            "dtypes": ["float32"] * len(weights),
-            "shapes": [list(weight.shape) for weight in weights.values()],
-            "group_name": self._group_name,
-            **options,
-        }
-        answers: list[Any] = []
-        request = threading.Thread(
-            target=lambda: answers.append(
-                self._server.post("/update_weights_from_distributed", body)
-            )
-        )
-        group = self.group()
-        with self._session():
-            request.start()
-            for weight in weights.values():
-                torch.distributed.broadcast(weight.contiguous(), src=0, group=group)
-            request.join()
-        return answers[0]
-
     @contextlib.contextmanager
     def _session(self) -> Iterator[None]:
         """Weights are sent between two calls, which SGLang has from 0.5.21 on."""
@@ -157,31 +130,6 @@ class Trainer:
             for answer in (begun, self._server.post("/end_weight_update")):
                 assert answer.json()["success"], answer.text
 
-    def group(self) -> Any:
-        if self._group is None:
-            from sglang.srt.utils import init_custom_process_group
-
-            port = free_port()
-            place = {"master_address": "127.0.0.1", "master_port": port}
-            body = {
-                **place,
-                **{"rank_offset": 1, "world_size": 2, "backend": "gloo"},
-                "group_name": self._group_name,
-            }
-            request = threading.Thread(
-                target=lambda: self._server.post("/init_weights_update_group", body)
-            )
-            request.start()
-            self._group = init_custom_process_group(
-                backend="gloo",
-                init_method=f"tcp://127.0.0.1:{port}",
-                world_size=2,
-                rank=0,
-                group_name=self._group_name,
-            )
-            request.join()
-        return self._group
-
 
 @pytest.fixture(scope="module")
 def trainer(
@@ -190,8 +138,9 @@ def trainer(
     return Trainer(server, random_model("qwen3", 4), tmp_path_factory.mktemp("update"))
 
 
-@pytest.mark.parametrize("source", ["tensor", "distributed", "disk"])
-@pytest.mark.parametrize("flushes", [True, False])
+@pytest.mark.parametrize(
+    ("source", "flushes"), [("tensor", True), ("tensor", False), ("disk", False)]
+)
 def test_a_prefix_of_old_weights_is_not_reused(
     server: Server, placement: str, trainer: Trainer, source: str, flushes: bool
 ) -> None:

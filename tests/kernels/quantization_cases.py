@@ -39,23 +39,6 @@ def _channel(kind: str, shape: tuple[int, int], generator: torch.Generator) -> T
     return normal * {"normal": 1.0, "large": 1e37, "tiny": 1e-40}[kind]
 
 
-def laplace_with_outlier_channels(pages: int = 16, head_dim: int = 64) -> Tensor:
-    """(pages, 256, D): what normalized keys look like, and two channels that dwarf the others."""
-    generator = torch.Generator().manual_seed(0)
-    uniform = torch.rand((pages, 256, head_dim), generator=generator, dtype=torch.float64) - 0.5
-    laplace = (-uniform.sign() * torch.log1p(-2 * uniform.abs())).float()
-    laplace[..., 3] *= 100
-    laplace[..., 17] *= 30
-    return laplace
-
-
-def uniform_quantization(tokens: Tensor, bits: int, dim: int) -> Tensor:
-    """Rounded to 2^bits even steps between the smallest and the largest along `dim`."""
-    smallest = tokens.amin(dim=dim, keepdim=True)
-    step = (tokens.amax(dim=dim, keepdim=True) - smallest) / (2**bits - 1)
-    return ((tokens - smallest) / step).round() * step + smallest
-
-
 def normalized_error(exact: Tensor, decoded: Tensor) -> float:
     """E |x - decoded|² / E |x|² (vNMSE, Lynx section 6.2)."""
     return float((exact - decoded).square().sum() / exact.square().sum())

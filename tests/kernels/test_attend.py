@@ -12,7 +12,6 @@ from torch.nn.functional import scaled_dot_product_attention
 from cache_rank.kernels.attend import reference, triton
 
 pytestmark = pytest.mark.usefixtures("few_splits")
-THOROUGH = pytest.mark.thorough
 
 ALWAYS, MOST, SPARSE_FROM = 20, 580, 700
 
@@ -111,15 +110,10 @@ def test_a_request_attends_to_its_picked_rows_or_to_all(
             torch.testing.assert_close(got[request, query_head], expected, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("pool_dtype", [torch.float32, torch.float8_e4m3fn])
-def test_requests_attend_to_as_many_rows_as_each_may(
-    pool_dtype: torch.dtype, device: torch.device
-) -> None:
+def test_requests_attend_to_as_many_rows_as_each_may(device: torch.device) -> None:
     """None of them more than it has: the last has fewer tokens than it may attend to."""
     budgets = [0, 1, 12, 44, 300, MOST, MOST]
-    step = a_step(
-        [900, 1000, 700, 2000, 701, 5000, 550], device, pool_dtype=pool_dtype, budgets=budgets
-    )
+    step = a_step([900, 1000, 700, 2000, 701, 5000, 550], device, budgets=budgets)
     step.sparse_from.fill_(500)
     assert_same(step)
 
@@ -139,9 +133,7 @@ def test_more_requests_than_programs(device: torch.device, monkeypatch: pytest.M
     assert_same(a_step([3, 40] * 5, device, 2, 2, 16))
 
 
-@pytest.mark.parametrize(
-    "group", [1, 3, 8, 16, *(pytest.param(group, marks=THOROUGH) for group in (2, 4, 7))]
-)
+@pytest.mark.parametrize("group", [1, 3, 8, 16])
 def test_query_heads_of_a_kv_head(group: int, device: torch.device) -> None:
     assert_same(a_step([11, 300, 800], device, 2 * group, 2))
 
@@ -155,12 +147,6 @@ def test_query_heads_of_a_kv_head(group: int, device: torch.device) -> None:
         (128, torch.bfloat16, False),
         (256, torch.float32, False),
         (256, torch.bfloat16, True),
-        pytest.param(64, torch.float32, True, marks=THOROUGH),
-        pytest.param(64, torch.bfloat16, False, marks=THOROUGH),
-        pytest.param(128, torch.float32, False, marks=THOROUGH),
-        pytest.param(128, torch.bfloat16, True, marks=THOROUGH),
-        pytest.param(256, torch.float32, True, marks=THOROUGH),
-        pytest.param(256, torch.bfloat16, False, marks=THOROUGH),
     ],
     ids=str,
 )

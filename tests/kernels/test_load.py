@@ -1,4 +1,4 @@
-"""Bulk loads into the paged pools, and the 8-bit copy of the keys that loads and appends make."""
+"""Bulk loads into the paged pools."""
 
 from __future__ import annotations
 
@@ -21,22 +21,6 @@ def random_shipment(device: torch.device, dtype: torch.dtype, count: int) -> tor
     return shipment.to(device, dtype)
 
 
-@pytest.mark.parametrize(
-    ("start", "count", "dtype"),
-    [(0, 1, torch.float16), (3, 9, torch.bfloat16), (8, 12, torch.float32)],
-)
-def test_triton_loads_what_the_reference_loads(
-    device: torch.device, start: int, count: int, dtype: torch.dtype
-) -> None:
-    pages = torch.tensor([5, 0, 3, 2, 4], dtype=torch.int32, device=device)
-    shipment = random_shipment(device, dtype, count)
-    held = []
-    for implementation in (reference, triton):
-        held.append(torch.stack(pools(device, dtype)))
-        implementation.load_tokens(shipment, *held[-1], pages, start)
-    assert torch.equal(*held)
-
-
 @pytest.mark.parametrize("implementation", [reference, triton], ids=["reference", "triton"])
 @pytest.mark.parametrize(
     ("pages", "start", "count"),
@@ -53,11 +37,11 @@ def test_triton_loads_what_the_reference_loads(
 def test_every_token_is_in_its_place_and_a_ring_of_pages_keeps_the_newest(
     device: torch.device, implementation, pages: list[int], start: int, count: int
 ) -> None:
-    shipment = random_shipment(device, torch.float32, count)
-    keys, values = pools(device, torch.float32)
+    shipment = random_shipment(device, torch.bfloat16, count)
+    keys, values = pools(device, torch.bfloat16)
     ring = torch.tensor(pages, dtype=torch.int32, device=device)
     implementation.load_tokens(shipment, keys, values, ring, start)
-    expected = torch.full((2, *keys.shape), 7.0, device=device)
+    expected = torch.full((2, *keys.shape), 7.0, dtype=torch.bfloat16, device=device)
     for token in range(count):  # the later of two tokens in one place stays
         page = pages[(start + token) // PAGE % len(pages)]
         expected[:, page, :, :, (start + token) % PAGE] = shipment[:, :, token]

@@ -11,10 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from quantization_cases import (
-    laplace_with_outlier_channels,
-    normalized_error,
     tokens,
-    uniform_quantization,
 )
 from torch import Tensor
 
@@ -23,15 +20,13 @@ from cache_rank.kernels.lynx.reference import (
     CHUNK,
     LEVELS,
     PAGE,
-    LynxCodec,
     LynxCodes,
     align,
     decode_page,
-    decode_tokens,
     encode_page,
     fraction_of,
 )
-from cache_rank.kernels.nibbles.reference import pack, unpack, unpack_signed
+from cache_rank.kernels.nibbles.reference import unpack_signed
 
 pages = tokens((CHUNK, 3 * CHUNK, PAGE))
 alphas = st.sampled_from((0.01, 1.0, 3.0, 50.0))
@@ -59,15 +54,6 @@ def levels_and_signs(codes: LynxCodes) -> tuple[Tensor, Tensor]:
     anchor = unpack_signed(codes.anchor)
     magnitude = torch.where(anchor < 0, -anchor - 1, anchor)
     return 16 * magnitude - unpack_signed(codes.residual), anchor < 0
-
-
-@given(st.lists(st.integers(-8, 7), min_size=2, max_size=16).filter(lambda c: len(c) % 2 == 0))
-def test_nibbles_come_back_and_the_first_half_of_the_channels_is_low(codes: list[int]) -> None:
-    packed = pack(torch.tensor([codes]), 4)
-    assert packed.dtype == torch.uint8
-    assert unpack_signed(packed).tolist() == [codes]
-    assert unpack(packed, 4).tolist() == [[code % 16 for code in codes]]
-    assert packed[0, 0] == codes[0] % 16 + 16 * (codes[len(codes) // 2] % 16)
 
 
 @given(page=pages, alpha=alphas, full=st.booleans())
@@ -167,35 +153,6 @@ def test_what_is_not_finite_shows_in_the_span(wrong: float) -> None:
     assert finite.sum() == 15
 
 
-def test_tokens_are_decoded_one_by_one_as_in_their_page() -> None:
-    page = torch.randn(3, PAGE, 16)
-    codes, whole = encode_page(page), decode_page(encode_page(page))
-    aligned = align(codes)
-    chosen = torch.tensor([255, 0, 31, 32, 100, 100])
-    part = LynxCodes(*(plane[:, chosen] if plane.shape[1] > 1 else plane for plane in aligned))
-    assert torch.equal(decode_tokens(part), whole[:, chosen])
-
-
-@pytest.mark.parametrize("full", [False, True])
-def test_scores_are_those_of_the_decoded_keys(full: bool) -> None:
-    generator = torch.Generator().manual_seed(1)
-    codes = encode_page(torch.randn(3, PAGE, 16, generator=generator), alpha=5.0)
-    queries = torch.randn(3, 4, 16, generator=generator)
-    scores = LynxCodec(5.0, scores_in_full=full).score(queries, codes, 0.25)
-    decoded = decode_page(codes, alpha=5.0, full=full)
-    expected = torch.einsum("hgd,htd->hgt", queries, decoded) * 0.25
-    torch.testing.assert_close(scores, expected, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("dim", [-2, -1], ids=["per channel", "per token"])
-def test_closer_than_even_steps_of_the_same_bits(dim: int) -> None:
-    exact = laplace_with_outlier_channels()
-    codes = encode_page(exact)
-    for bits, full in ((8, True), (4, False)):
-        even = normalized_error(exact, uniform_quantization(exact, bits, dim))
-        assert normalized_error(exact, decode_page(codes, full=full)) < even / 1.5
-
-
 def run_instructions(text: str, operands: list[np.ndarray]) -> list[np.ndarray]:
     """The four results of `instructions`: as a GPU runs them, by the definitions of PTX."""
     registers = {f"${4 + index}": words for index, words in enumerate(operands)}
@@ -255,7 +212,7 @@ def run_instructions(text: str, operands: list[np.ndarray]) -> list[np.ndarray]:
     return [registers[f"${index}"] for index in range(4)]
 
 
-@pytest.mark.parametrize("alpha", [0.01, 0.3, 1.0, 3.0, 10.0, 50.0, 1000.0])
+@pytest.mark.parametrize("alpha", [0.01, 1.0, 10.0, 1000.0])
 @pytest.mark.parametrize("in_full", [False, True])
 def test_instructions_of_a_gpu_make_fractions_of_every_code(alpha: float, in_full: bool) -> None:
     """Of the 16 anchors and 16 residuals in each of the eight nibbles, beside any others."""

@@ -41,16 +41,19 @@ def test_the_best_keys_are_picked_the_earlier_of_equals(
     assert picked.tolist() == [best(of_head, length, budget) for of_head in keys.tolist()]
 
 
+SHORT = [13, 9, 40, 259, 12, 67, 260], [MOST, MOST, MOST, 5, MOST, 1, 6]
+LONG = [1027, 1028, 2500, 300], [3, MOST, 4, 0]
+
+
 @pytest.mark.parametrize(
-    ("heads", "spread"), [(1, 0.0), (3, 0.05), (1, 4.0), (3, 4.0), (3, math.nan)]
-)
-@pytest.mark.parametrize(
-    ("lengths", "budgets"),
+    ("lengths", "budgets", "heads", "spread"),
     [
-        ([40], [MOST]),
-        ([13, 9, 259, 12, 67, 260], [MOST, MOST, 5, MOST, 1, 6]),
-        ([1027, 1028], [3, MOST]),
-        ([2500, 300], [4, 0]),
+        (*SHORT, 1, 0.0),
+        (*SHORT, 3, 0.05),
+        (*SHORT, 3, 4.0),
+        (*LONG, 1, 4.0),
+        (*LONG, 3, 0.05),
+        (*LONG, 3, math.nan),
     ],
 )
 def test_a_program_picks_by_the_keys_that_it_has_made(

@@ -128,17 +128,6 @@ def test_entries_beyond_the_count_are_ignored(method: PredictionMethod, garbage:
     )
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_every_head_of_a_batch_is_predicted_as_if_alone(method: PredictionMethod) -> None:
-    queries = torch.randn(3, 2, 5, 9, 16)
-    counts = torch.tensor([1, 4, 9]).view(3, 1, 1)
-    predicted = predict_next_query(queries, counts, method)
-    assert predicted.shape == (3, 2, 5, 16)
-    for row in range(3):
-        alone = predict_next_query(queries[row], counts[row], method)
-        assert torch.equal(predicted[row], alone)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("method", METHODS)
 def test_narrow_queries_are_computed_in_float32(
@@ -170,14 +159,6 @@ def test_a_poisoned_head_leaves_the_others_alone(method: PredictionMethod, poiso
     predicted = predict_next_query(poisoned, torch.tensor(9), method)
     others = [0, 1, 3]
     assert torch.equal(predicted[others], expected[others])
-
-
-def test_spade_favours_what_followed_the_most_similar_queries() -> None:
-    """In 0 1 0 1 0 a 1 has followed every 0: it must weigh more than in a plain average."""
-    queries = 8 * torch.nn.functional.one_hot(torch.tensor([0, 1, 0, 1, 0]), 2).float()
-    predicted = predict_next_query(queries, torch.tensor(5), "spade")
-    windows = [queries[:n].mean(0) for n in range(1, 5)]
-    assert predicted[1] > torch.stack(windows).mean(0)[1]
 
 
 POISON = 7.0

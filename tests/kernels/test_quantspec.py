@@ -9,17 +9,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from quantization_cases import (
-    laplace_with_outlier_channels,
-    normalized_error,
     tokens,
-    uniform_quantization,
 )
 from torch import Tensor
 
 from cache_rank.kernels.nibbles.reference import unpack, unpack_signed
 from cache_rank.kernels.quantspec.reference import (
     GROUP,
-    QuantSpecCodec,
     QuantSpecCodes,
     decode,
     encode_keys,
@@ -111,25 +107,3 @@ def test_what_is_not_finite_shows_in_the_scale(encode: Encode, dim: int, wrong: 
     finite = encode(group).scale.isfinite()
     assert not finite[(1, 0, 5) if dim == -2 else (1, 77, 0)]
     assert finite.sum() == finite.numel() - 1
-
-
-@pytest.mark.parametrize("bits", [4, 8])
-def test_scores_are_those_of_the_decoded_keys(bits: int) -> None:
-    generator = torch.Generator().manual_seed(1)
-    codes = encode_keys(torch.randn(3, GROUP, 16, generator=generator))
-    queries = torch.randn(3, 4, 16, generator=generator)
-    expected = torch.einsum("hgd,htd->hgt", queries, decode(codes, bits)) * 0.25
-    scores = QuantSpecCodec(True, torch.float32, bits).score(queries, codes, 0.25)
-    torch.testing.assert_close(scores, expected, rtol=1e-5, atol=1e-5)
-
-
-@either
-def test_both_nibbles_are_within_a_lower_step_of_direct_8_bits(encode: Encode, dim: int) -> None:
-    exact = laplace_with_outlier_channels().unflatten(1, (-1, GROUP))
-    codes = encode(exact)
-    direct = uniform_quantization(exact, 8, dim)
-    excess = (decode(codes) - exact).abs() - (direct - exact).abs()
-    assert (excess <= codes.scale / 16 * (1 + 1e-4)).all()
-    error = normalized_error(exact, decode(codes))
-    assert error < 1.5 * normalized_error(exact, direct)
-    assert error < normalized_error(exact, decode(codes, 4)) / 100

@@ -70,13 +70,6 @@ def test_equals_undoing_each_rotation_and_rotating_to_the_next_position(
     assert (aligned - expected).abs().max() <= tolerance(queries)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_dimensions_that_do_not_rotate_pass_through(case: Rotary) -> None:
-    queries = torch.randn(5, case.head_dim)
-    aligned = align_to_next_position(queries, case.frequency, case.interleaved)
-    assert torch.equal(aligned[:, case.rotary_dim :], queries[:, case.rotary_dim :])
-
-
 def test_bfloat16_queries_are_rotated_in_float32() -> None:
     case = CASES[0]
     queries = torch.randn(5, case.head_dim).bfloat16()

@@ -145,14 +145,6 @@ def test_tokens_are_encoded_as_by_the_reference(
         (2, 2, 128, 3, None),
         (1, 4, 64, 2, (300, 0, 1)),
         (1, 1, 128, 4, (40, 4, 64)),
-        *(
-            pytest.param(*case, marks=pytest.mark.thorough)
-            for case in (
-                (2, 4, 128, 2, None),
-                (2, 4, 128, 2, (130, 4, 64)),
-                (2, 3, 64, 1, (40, 0, 0)),
-            )
-        ),
     ],
 )
 def test_scores_are_those_of_the_reference(

@@ -8,11 +8,7 @@ import msgspec
 import pytest
 import torch
 
-from cache_rank.config import CacheRankConfig, ModelShape
-from cache_rank.measure.recording import Recorder
-from cache_rank.protocol import Load, Row, UpMessage
 from cache_rank.residency import FORMATS
-from cache_rank.selector import Selector
 from scripts.compare_formats import main
 from scripts.formats.measurements import Comparison, Measurement
 
@@ -70,28 +66,6 @@ def test_a_comparison_comes_back_from_its_file(comparison: tuple[Comparison, Pat
     text = (out / "formats.md").read_text()
     assert "| bf16 |  | 128.0 | 16.000 | 0.0e+00 |" in text
     assert text.count("| lynx | reading=anchor |") == 1
-
-
-def test_a_recording_is_compared_on(tmp_path: Path) -> None:
-    model = ModelShape(1, query_heads=4, kv_heads=2, head_dim=16, dtype="bfloat16", scale=0.25)
-    config = CacheRankConfig(model, 1, sparse_budget=8, max_swap_tokens=8, max_rows=1)
-    generator = torch.Generator().manual_seed(1)
-    shipment = torch.randn((2, 1, 300, 2, 16), generator=generator).to(torch.bfloat16)
-    (layer_message,) = config.layer_messages
-    current = torch.randn(UpMessage.size(config, layer_message, 1) // 2, generator=generator)
-    up = UpMessage(config, layer_message, 1, current.to(torch.bfloat16).view(torch.uint8))
-    selector, recorder = Selector(config, CPU, 1 << 24), Recorder(tmp_path, config)
-    selector.load(selector.begin(1), shipment)
-    recorder.record_load(Load(1, 0, 300), shipment)
-    recorder.record_step(selector, selector.begin_step(0, [Row(1, 300)]), layer_message, up)
-
-    out = tmp_path / "out"
-    arguments = ["--recording", str(tmp_path), "--budget", "8", "--out", str(out)]
-    assert main([*arguments, "--formats", "bf16", "quantspec"]) == 0
-    found = msgspec.json.decode((out / "formats.json").read_bytes(), type=Comparison)
-    assert found.tokens == 301
-    assert found.steps == 1
-    assert line(found, "bf16").quality.recall == 1
 
 
 @pytest.mark.parametrize(

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from calibration_cards import make_card
 from msgspec.structs import replace
 from torch import Tensor
 
 from sglang_ext.calibration.files import (
     Calibration,
     CalibrationError,
-    Card,
     Fit,
     read,
     sources,
@@ -81,22 +81,13 @@ def test_unexplained_is_the_share_of_squares(sample: tuple[Tensor, Tensor, Tenso
     assert found == pytest.approx(float(expected), rel=1e-4)
 
 
-CARD = Card(
-    model="somewhere",
-    architecture="LlamaForCausalLM",
-    hidden_size=24,
+CARD = make_card(
     layers=5,
     query_heads=4,
     kv_heads=2,
     head_dim=10,
-    dense_layers=1,
-    layers_per_group=1,
     forecast_lead=2,
-    rank=3,
-    ridge=0.01,
     texts={"a": "0" * 64},
-    held_out={},
-    tokens=400,
     fits={
         **{layer: Fit(layer + 2, 1.0, 0.2, 1.0, 0.3, 0.7, is_before=True) for layer in (1, 2)},
         **{layer: Fit(layer - 2, 0.5, 0.1, 0.6, 0.2, 0.8) for layer in (3, 4)},

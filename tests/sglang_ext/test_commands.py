@@ -52,16 +52,7 @@ def test_a_plan_is_made(installed: Path, tmp_path: Path) -> None:
     assert (status, "inline, ms" in said) == (0, True), said
 
 
-@pytest.mark.thorough
-def test_a_calibration_finds_its_texts_and_reads_the_model(installed: Path, tmp_path: Path) -> None:
-    model = installed / "sglang_ext" / "bundled_model"
-    arguments = ("--model-path", str(model), "--out", "new")
-    status, said = run(installed, tmp_path, "sglang_ext.calibrate", *arguments)
-    assert (status, "has 2 layers" in said) == (1, True), said
-
-
-@pytest.mark.parametrize("command", [plan, calibrate])
-@pytest.mark.parametrize("model", ["/nowhere", "empty"])
+@pytest.mark.parametrize(("command", "model"), [(plan, "/nowhere"), (calibrate, "empty")])
 def test_a_model_that_is_not_there_is_said(
     command: ModuleType,
     model: str,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import logging
 import os
@@ -180,11 +179,6 @@ def test_a_machine_with_a_gpu_has_nothing_to_say(
     monkeypatch.delenv(cpu._SAID, raising=False)
     cpu.say_once()
     assert caplog.records == []
-
-
-def test_the_package_has_no_names_but_its_own() -> None:
-    with pytest.raises(AttributeError, match="'sglang_ext' has no attribute 'Motor'"):
-        importlib.import_module("sglang_ext").Motor  # noqa: B018
 
 
 def test_torch_names_the_cpu_where_there_is_no_gpu() -> None:

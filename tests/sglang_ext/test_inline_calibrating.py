@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from calibration_cards import make_card
 
-from sglang_ext.calibration.files import Calibration, Card, write
+from sglang_ext.calibration.files import Calibration, write
 from sglang_ext.calibration.key_statistics import KeyBasis
 from sglang_ext.calibration.texts import CALIBRATION_TEXTS
 from sglang_ext.inline import calibrating
@@ -18,25 +19,7 @@ from sglang_ext.inline.calibrating import calibrate, fingerprint, keep, kept, of
 from sglang_ext.inline.selection import Heads
 
 HEADS = Heads(layers=3, query_heads=8, kv_heads=4, head_dim=32)
-
-CARD = Card(
-    model="somewhere",
-    architecture="LlamaForCausalLM",
-    hidden_size=24,
-    layers=4,
-    query_heads=8,
-    kv_heads=4,
-    head_dim=32,
-    dense_layers=1,
-    layers_per_group=1,
-    forecast_lead=1,
-    rank=3,
-    ridge=0.01,
-    texts={},
-    held_out={},
-    tokens=400,
-    fits={},
-)
+CARD = make_card()
 
 
 def random_bases(heads: Heads = HEADS) -> list[KeyBasis]:

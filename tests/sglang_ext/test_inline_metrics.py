@@ -124,13 +124,6 @@ def test_without_series_the_state_is_kept_and_one_rank_logs(
     with caplog.at_level("INFO", logger="sglang_ext.inline.metrics"):
         decoding.run([request, make_request(2, stays_dense=True)], steps=10)
     assert caplog.messages == []
-    assert decoding.rank.state(decoding.tree) == {
-        "placement": "inline",
-        "steps": 10,
-        "sparse_requests": 1,
-        "pool_free_tokens": 42,
-        "sparse_budget": "a tenth",
-        "sketch_bytes": 640,
-    }
+    assert decoding.rank.state(decoding.tree)["sparse_requests"] == 1
     decoding.rank.on_request_freed(request)
     assert decoding.rank.state(decoding.tree)["sparse_requests"] == 0

@@ -144,7 +144,7 @@ def test_a_captured_step_follows_the_lengths_that_change_in_place(pool: Pool) ->
         torch.testing.assert_close(out.unflatten(1, (-1, GROUP)), expected)
 
 
-@pytest.mark.parametrize("dense_slot", range(SLOTS))
+@pytest.mark.parametrize("dense_slot", [0, SLOTS - 1])
 def test_a_request_below_its_threshold_is_dense_whatever_its_mates_are(
     pool: Pool, dense_slot: int
 ) -> None:

@@ -189,7 +189,6 @@ def test_what_sglang_asserts_is_refused_in_one_line(capsys: pytest.CaptureFixtur
     ("flags", "refused", "spared"),
     [
         ("--model-path /nowhere", "--model-path /nowhere", {"sglang", "torch"}),
-        ("--model=/nowhere --enable-mixed-chunk", "--model-path /nowhere", {"sglang", "torch"}),
         (
             "--enable-mixed-chunk",
             "--enable-mixed-chunk",

@@ -221,17 +221,6 @@ def test_phases_depend_on_the_requests_own_positions_alone(
         assert seen[slot] == expected_phases(config, decoding, chunk)
 
 
-def test_a_prompt_that_is_shipped_in_one_step_warms_in_the_next() -> None:
-    lifecycle, _ = lifecycle_with()
-    sequence = lifecycle.begin(request_on(1))
-    phases, reasons = [], []
-    for position in range(30, 36):
-        phases.append(take_step(lifecycle, sequence, position, 64))
-        reasons.append(sequence.statistics.dense_reason)
-    assert phases == [Phase.SHIPPING] + 4 * [Phase.WARMING] + [Phase.SPARSE]
-    assert reasons == ["shipping"] + 4 * ["warming"] + [None]
-
-
 # Ends.
 
 

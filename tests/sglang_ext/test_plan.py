@@ -39,7 +39,10 @@ def test_a_plan_says_what_stays_dense_and_what_does_not_fit() -> None:
     assert (take, dense, inline, hidden) == ("cache rank", "–", "–", "no")
     assert cache_rank != "–"
     assert cells(16, 32768, "--cache-rank-mem-fraction", "0.1")[3:5] == ["–", "does not fit"]
-    assert cells(4, 4095)[2:5] == ["–", "–", "stays dense"]
+    assert cells(4, 1023)[2:5] == ["–", "–", "stays dense"]
+    _, dense, inline, *with_cache_rank = cells(4, 4095)
+    assert 0 < float(inline) <= float(dense)
+    assert with_cache_rank[:2] == ["–", "stays dense"]
     assert cells(4, 4096)[4] == "yes"
     assert cells(4, 4095, "--sparse-threshold", "4000")[4] == "yes"
     assert not planned("--contexts", "2048")[-1].startswith("estimates")

@@ -129,7 +129,7 @@ def test_a_summary_says_nothing_of_more_requests_than_are_held() -> None:
     assert f"up to {held} requests" in planner().summary(8 * K, memory_fraction=0.1)
 
 
-SCORE_KEYS = [{}, *({"score_keys": "sketch", "sketch_bits": bits} for bits in (1, 2, 3, 4))]
+SKETCHES = [{"score_keys": "sketch", "sketch_bits": bits} for bits in (1, 2, 3, 4, 2)]
 
 
 def bytes_of(part: Any, seen: set[int]) -> int:
@@ -153,7 +153,8 @@ def bytes_of(part: Any, seen: set[int]) -> int:
 @pytest.mark.parametrize(
     "policy",
     [
-        *({"kv_residency": name} | keys for name in FORMATS for keys in SCORE_KEYS),
+        *({"kv_residency": name} for name in FORMATS),
+        *({"kv_residency": name} | keys for name, keys in zip(FORMATS, SKETCHES, strict=True)),
         {"kv_residency": "hack", "kv_residency_options": {"bits": 2}},
     ],
     ids=lambda policy: "-".join(map(str, policy.values())),

@@ -170,19 +170,6 @@ def test_without_recomputing_every_sequence_ends_and_nothing_is_retracted() -> N
     assert batch.mock_calls == []
 
 
-def test_a_loss_ends_the_connection_and_keeps_its_counts() -> None:
-    batch_of = Requests()
-    batch_of.lose()
-    connection = batch_of.exchange.connection
-    batch_of.supervisor.fail.assert_called_once_with(connection, "the peer is gone")
-    batch_of.exchange.close.assert_called_once_with()
-    assert batch_of.client.counters.up_bytes == 5
-    batch_of.lose()  # there is nothing left to lose
-    batch_of.exchange.close.assert_called_once_with()
-    batch_of.client.follow_supervisor()
-    assert batch_of.client.counters.up_bytes == 10, "those of the next connection are added"
-
-
 def test_an_abort_finds_requests_that_are_queued_a_turn_later() -> None:
     client = Requests().client
     queued, aborted, kept = "queued", "aborted", "kept"
@@ -202,13 +189,6 @@ def rank() -> Any:
     rank.eviction.evict.return_value = False
     rank.cache_rank.call.side_effect = lambda action: action(rank.exchange)
     return rank
-
-
-@pytest.mark.parametrize("live", [{}, {1: Mock()}], ids=["idle", "exchanging"])
-def test_a_lost_cache_rank_is_noticed_while_nothing_decodes(rank: Any, live: Any) -> None:
-    rank.lifecycle.live = live
-    InferenceRank.before_next_batch(rank, Mock(), Mock())
-    assert rank.cache_rank.follow_supervisor.called == (not live)
 
 
 @pytest.mark.parametrize("evicted", [False, True])

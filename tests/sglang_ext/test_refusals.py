@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from sglang.srt.environ import envs
 
 from sglang_ext import compat, cpu
 from sglang_ext.flags import BACKEND, CONFIG_KEYS, field_of, flag_of
@@ -199,14 +200,17 @@ def test_what_nobody_asked_for_is_not_refused(
     assert [*servers.sparse_decode(args), *servers.inline(args)] == []
 
 
+@pytest.mark.parametrize("name", servers.GPU_VARIABLES)
 @pytest.mark.parametrize("gpus", [0, 2])
-def test_a_pool_that_grows_after_captures_is_refused(
-    gpus: int, make: Make, monkeypatch: pytest.MonkeyPatch
+def test_variables_that_change_pools_and_graphs_are_refused(
+    gpus: int, name: str, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if not hasattr(envs, name):
+        pytest.skip("this release of SGLang does not have it")
     pretend_gpus(gpus, monkeypatch)
-    monkeypatch.setenv("SGLANG_ENABLE_POST_CAPTURE_KV_SIZING", "1")
+    monkeypatch.setenv(name, "1")
     if gpus:
-        with pytest.raises(UnsupportedError, match=r"^SGLANG_ENABLE_POST_CAPTURE_KV_SIZING: "):
+        with pytest.raises(UnsupportedError, match=f"^{name}: "):
             refuse(make(), servers.sparse_decode(make()))
     else:
         refuse(make(), servers.sparse_decode(make()))

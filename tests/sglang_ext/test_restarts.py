@@ -11,7 +11,7 @@ import pytest
 
 from sglang_ext.exchange.connection import Placement
 from sglang_ext.exchange.spawned_process import LAST_WORDS_CHARACTERS, SpawnedProcess
-from sglang_ext.restart_backoff import STABLE_SECONDS, Loss, RestartBackoff
+from sglang_ext.restart_backoff import STABLE_SECONDS, RestartBackoff
 from sglang_ext.supervisor import Supervisor
 
 LONG = 60.0
@@ -26,17 +26,6 @@ def test_three_restarts_are_prompt_and_the_next_ones_double() -> None:
     assert [backoff.after(0.0) for _ in range(7)] == [0, 0, 0, 1, 2, 4, 5]
     assert [backoff.after(STABLE_SECONDS) for _ in range(2)] == [0, 0]
     assert [backoff.after(STABLE_SECONDS - 1) for _ in range(3)] == [0, 0, 1]
-
-
-def test_the_line_has_all_that_is_known() -> None:
-    line = Loss(True, "peer\nreset", "killed by SIGKILL", "", 7.25, 0.0).line()
-    assert line == (
-        "was lost: killed by SIGKILL, 7.2 s after its spawn; seen as: peer reset; no stderr; "
-        "the next start comes at once"
-    )
-    line = Loss(False, "ended", "exit status 1", "no memory", 2.0, 4.0).line()
-    assert line.startswith("did not start: exit status 1")
-    assert "'no memory'; the next start comes in 4 s" in line
 
 
 def test_a_process_that_exits_leaves_its_status_and_its_last_line(

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from calibration_cards import make_card
 from packaging.version import Version
 from sglang.srt.server_args import ServerArgs
 
@@ -31,7 +32,6 @@ from sglang_ext.flags import (
     CHECKSUM_VARIABLE,
     CONFIG_FLAG,
     CONFIG_KEYS,
-    HEEDED_FIELDS,
     PREFILL_BACKEND,
     SHARE_GPU_VARIABLE,
     flag_of,
@@ -131,7 +131,7 @@ WINDOWS = {
     "layer_types": None,
 }
 WIDE = {"head_dim": 128}
-NO_ESTIMATE = "no estimate of its speed: "
+CHOSEN, INLINE = "--cache-rank-gpus 1 --kv-residency quantspec", "--sink-tokens 4"
 
 
 def pretend_gpus(count: int, monkeypatch: pytest.MonkeyPatch, generation: int = 9) -> None:
@@ -456,18 +456,15 @@ def test_an_inline_server_may_have_what_a_cache_rank_may_not() -> None:
 def card(model: Path, **changes: Any) -> Card:
     """What a calibration of a model says."""
     config = json.loads((model / "config.json").read_text())
-    values = {
-        "model": "somewhere",
+    shape = {
         "architecture": config["architectures"][0],
         "hidden_size": config["hidden_size"],
         "layers": config["num_hidden_layers"],
         "query_heads": config["num_attention_heads"],
         "kv_heads": config["num_key_value_heads"],
         "head_dim": config["head_dim"],
-        **{"dense_layers": 1, "layers_per_group": 1, "forecast_lead": 1, "rank": 1, "ridge": 0.1},
-        **{"texts": {}, "held_out": {}, "tokens": 1, "fits": {}},
     }
-    return Card(**values | changes)
+    return make_card(**shape | changes)
 
 
 FORECAST = '--query-predictor forecast --forecast-lead 1 --cache-rank-config {"layers_per_group":1}'
@@ -562,15 +559,6 @@ def test_nothing_is_reused_where_rows_are_freed(capsys: pytest.CaptureFixture[st
     )
 
 
-def test_says_once_a_launch_that_there_is_no_gpu(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("SGLANG_EXT_CPU_SAID", raising=False)
-    parse([])
-    parse([])
-    assert capsys.readouterr().err.count("no GPU found: ") == 1
-
-
 def test_without_a_cache_rank_it_is_plain_sglang() -> None:
     flags = (
         "--cache-rank-gpus 0 --device cpu --page-size 16 --enable-mixed-chunk --sparse-budget 0 "
@@ -632,18 +620,6 @@ def test_one_line_names_the_flags_that_only_a_cache_rank_heeds(
         "only a cache rank with --cache-rank-gpus 1 heeds these: (.+)", capsys.readouterr().err
     )
     assert said == ([] if line is None else [line])
-
-
-def test_every_flag_of_ours_is_named_without_a_cache_rank(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    own = [name for name in CACHE_RANK_FIELDS if name not in HEEDED_FIELDS["off"]]
-    given: dict[str, Any] = dict.fromkeys(own, "another")
-    compat.resolve(
-        CacheRankServerArgs(model_path=str(BUNDLED_MODEL), device="cpu", cache_rank_gpus=0, **given)
-    )
-    flags = ", ".join(map(flag_of, own))
-    assert caplog.messages.count(f"without a cache rank these have no effect: {flags}") == 1
 
 
 def test_without_a_cache_rank_no_model_is_refused(tmp_path: Path) -> None:
@@ -728,19 +704,20 @@ def test_queries_are_forecast_where_the_model_allows(
 
 
 @pytest.mark.parametrize(
-    ("gpus", "model", "residency", "said"),
+    ("gpus", "flags", "changes", "said"),
     [
-        (0, Model("Qwen3"), "quantspec", ""),
-        (2, Model("Qwen3", WIDE), "quantspec", "estimates (H200, 32,768 tokens a request; "),
-        (2, Model("Qwen3", WIDE | {"num_experts": 4}), "quantspec", f"{NO_ESTIMATE}models with"),
-        (2, Model("Qwen3", WIDE), "mosaickv", f"{NO_ESTIMATE}kv_residency mosaickv is not"),
+        (0, CHOSEN, {}, ""),
+        (2, CHOSEN, {}, r"estimates \(H200, 32,768 tokens a request; "),
+        (2, CHOSEN, {"num_experts": 4}, "no estimate of its speed: models with"),
+        (0, INLINE, {}, ""),
+        (1, INLINE, {}, r".+; 8 requests of 32768 tokens: \d+.\d ms a step estimated, dense "),
     ],
     ids=str,
 )
 def test_what_was_chosen_and_what_to_expect_is_said_at_start_up(
     gpus: int,
-    model: Model,
-    residency: str,
+    flags: str,
+    changes: dict[str, Any],
     said: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -749,53 +726,19 @@ def test_what_was_chosen_and_what_to_expect_is_said_at_start_up(
     pretend_gpus(gpus, monkeypatch)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(ServerArgs, compat.RESOLVED_IN, lambda self: None)  # it looks for the GPUs
-    served = ["--model-path", str(model.write(tmp_path)), "--kv-residency", residency]
-    parse(served)
+    model = Model("Qwen3", WIDE | changes).write(tmp_path)
+    parse_server_args([*flags.split(), "--model-path", str(model)])
     logged = capsys.readouterr().err
-    assert f"cache rank: --kv-residency {residency}\n" in logged
-    assert "cache rank: --query-predictor last (" in logged
-    assert f"cache rank: {said}" in logged if said else "estimate" not in logged
+    if flags == INLINE:
+        selected = r"cache rank: tokens are selected in this process \(.+\), --sparse-budget "
+        assert re.search(selected + re.escape(str(INLINE_CURVE)), logged)
+    else:
+        assert "cache rank: --kv-residency quantspec\n" in logged
+        assert "cache rank: --query-predictor last (" in logged
+    assert re.search(f"cache rank: {said}", logged) if said else "estimate" not in logged
 
 
-@pytest.mark.parametrize(
-    ("gpus", "model", "said"),
-    [
-        (0, Model("Qwen3", WIDE), ""),
-        (
-            1,
-            Model("Qwen3", WIDE),
-            "; 8 requests of 32768 tokens: \\d+.\\d ms a step estimated, dense ",
-        ),
-        (1, Model("Qwen3", WIDE | {"num_experts": 4}), ""),
-    ],
-    ids=str,
-)
-def test_an_inline_server_says_what_selects_and_what_to_expect(
-    gpus: int,
-    model: Model,
-    said: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    pretend_gpus(gpus, monkeypatch)
-    monkeypatch.setattr(ServerArgs, compat.RESOLVED_IN, lambda self: None)  # it looks for the GPUs
-    # What only a cache rank heeds does not matter.
-    served = f"--model-path {model.write(tmp_path)} --kv-residency mosaickv"
-    parse_server_args(served.split())
-    logged = capsys.readouterr().err
-    budgets = re.escape(f", --sparse-budget {INLINE_CURVE}")
-    assert re.search(
-        rf"cache rank: tokens are selected in this process \(.+\){budgets}{said}", logged
-    )
-    assert (NO_ESTIMATE in logged) == ("num_experts" in model.changes)
-    assert said or "ms a step" not in logged
-
-
-@pytest.mark.parametrize("changed", [{"kv_residency": "lynx"}])
-def test_the_config_of_the_cache_rank_carries_the_flags(
-    changed: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_config_of_the_cache_rank_carries_the_flags(monkeypatch: pytest.MonkeyPatch) -> None:
     given = {
         "layers_per_group": 3,
         "forecast_lead": 4,
@@ -808,17 +751,17 @@ def test_the_config_of_the_cache_rank_carries_the_flags(
         "max_swap_tokens": 13,
         "wire_dtype": "int8",
         "sketch_bits": 3,
-        **changed,
+        "kv_residency": "lynx",
     }
     shared = {*CACHE_RANK_FIELDS} & {*CacheRankConfig.__struct_fields__}
-    scores = {"score_keys", "score_normalizer", "kv_residency", "kv_residency_options"}
+    scores = {"score_keys", "score_normalizer", "kv_residency_options"}
     assert {*given} | scores == shared
     keys = {name: value for name, value in given.items() if name in CONFIG_KEYS}
     flags = [CONFIG_FLAG, json.dumps(keys)]
     for name, value in given.items():
         if name not in keys:
             flags += [flag_of(name), str(value)]
-    args = parse(["--kv-residency", "bf16", *flags])
+    args = parse(flags)
     model = ModelShape(1, 1, 1, 8, "float32", 1.0, rotary_frequency=(1.0,))
     config, usual = args.cache_rank_config(model, max_rows=6), CacheRankConfig(model)
     assert {name: getattr(config, name) for name in given} == given
@@ -921,14 +864,6 @@ def test_options_of_the_residency_are_numbers_where_they_can_be() -> None:
             ["--kv-residency", "lynx", CONFIG_FLAG, json.dumps({"kv_residency_options": given})]
         )
         assert args.cache_rank_config(model, max_rows=6).kv_residency_options == options
-
-
-def test_the_arguments_survive_pickling() -> None:
-    args = parse(["--sparse-budget", "128", "--query-predictor", "spade"])
-    arrived = pickle.loads(pickle.dumps(args))
-    assert type(arrived) is CacheRankServerArgs
-    assert arrived == args
-    assert arrived.has_cache_rank
 
 
 # The engine.

@@ -15,12 +15,6 @@ from transformers import AutoTokenizer
 from sglang_ext.calibration.texts import TEXTS, Text, find_text
 
 
-def test_there_are_texts_of_several_kinds() -> None:
-    assert len(TEXTS) >= 10
-    assert len({text.kind for text in TEXTS.values()}) >= 8
-    assert len({text.sha256 for text in TEXTS.values()}) == len(TEXTS)
-
-
 @pytest.mark.parametrize("name", list(TEXTS))
 def test_a_text_is_installed_and_does_not_repeat_itself(name: str) -> None:
     """The start of a text compresses to some third; one passage again and again, to far less."""

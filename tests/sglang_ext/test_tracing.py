@@ -62,10 +62,3 @@ def test_a_server_that_stays_dense_traces_nothing(tmp_path: Path) -> None:
     path = tmp_path / "trace"
     assert run(Tracer(str(path), 4), [0] * ENOUGH) == ([], [])
     assert path.read_text() == "[\n"
-
-
-def test_the_file_is_begun_before_the_cache_rank_appends_to_it(tmp_path: Path) -> None:
-    path = tmp_path / "trace"
-    path.write_text("of another launch")
-    Tracer(str(path), 4)
-    assert path.read_text() == "[\n"

@@ -204,30 +204,6 @@ def test_rows_attended_to_are_those_of_a_naive_model(machine: type[TableTrace]) 
     )
 
 
-def sparse_rows(table: WorkingSetTable, filled: int) -> list[int]:
-    return table.table[1, : table.sparse_length(filled)].tolist()
-
-
-def test_the_ring_keeps_the_newest_tokens_however_often_it_wraps() -> None:
-    config = small_config()
-    true = (torch.arange(2 * CONTEXT, dtype=torch.int32) + 100).view(2, CONTEXT)
-    table = WorkingSetTable(true, config)
-    first = config.sink_tokens + config.recent_tokens  # the earliest: nothing is left to select
-    table.enter(1, first, FIRST_RESERVE_ROW)
-    for position in range(first, CONTEXT):
-        advance(table, [1], [position], [True])
-        ring = sparse_rows(table, 0)[config.sink_tokens :]
-        assert sorted(ring) == true[1, position - config.recent_tokens : position + 1].tolist()
-
-
-def test_a_row_that_skipped_steps_as_a_dense_one_is_copied_whole() -> None:
-    true = torch.arange(2 * CONTEXT, dtype=torch.int32).view(2, CONTEXT)
-    table = WorkingSetTable(true, small_config())
-    advance(table, [1], [4], [False])
-    advance(table, [1], [9], [False])
-    assert table.table[1, :10].tolist() == true[1, :10].tolist()
-
-
 def test_a_forgotten_row_shows_nothing_of_its_former_request() -> None:
     true = torch.arange(2 * CONTEXT, dtype=torch.int32).view(2, CONTEXT)
     table = WorkingSetTable(true, small_config())

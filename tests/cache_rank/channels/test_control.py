@@ -62,12 +62,6 @@ def test_a_frame_cut_short_or_extended_is_refused(
             unseal(SECRET, 0, damaged)
 
 
-@given(st.binary(max_size=300))
-def test_arbitrary_bytes_are_refused(frame: bytes) -> None:
-    with pytest.raises(RefusedFrameError):
-        unseal(SECRET, 0, frame)
-
-
 @given(sequences, st.data())
 def test_a_sequence_number_that_does_not_grow_is_refused(
     sequence: int, data: st.DataObject
@@ -202,19 +196,6 @@ def test_a_replayed_frame_is_counted_and_acted_upon_once(channel: Channel) -> No
     channel.expect_refused(1)
 
 
-def test_a_frame_beyond_the_socket_limit_cuts_off_only_its_sender(channel: Channel) -> None:
-    channel.stranger.send(bytes(4 * MAX_FRAME_BYTES + 1))
-    assert channel.receiver.receive(timeout=0.2) is None
-    for message in MESSAGES:
-        channel.sender.send(message)
-    assert tuple(channel.receive() for _ in MESSAGES) == MESSAGES
-
-
-def test_parts_of_one_message_are_separate_frames(channel: Channel) -> None:
-    channel.stranger.send_multipart([b"x", sealed(packed(Flush()), secret=OTHER_SECRET)])
-    channel.expect_refused(2)
-
-
 def test_bytes_that_are_not_zmq_are_survived(channel: Channel) -> None:
     host, port = channel.receiver.endpoint.removeprefix("tcp://").rsplit(":", 1)
     with socket.create_connection((host, int(port))) as raw:
@@ -261,22 +242,3 @@ def test_a_sender_raises_and_does_not_block_once_its_queue_is_full(channel: Chan
     sender.close()
     with pytest.raises(ControlError, match="not sent"):
         sender.send(Flush())
-
-
-def test_every_receiver_binds_a_port_of_its_own(channel: Channel) -> None:
-    other: ControlReceiver[Any] = ControlReceiver(channel.context, "127.0.0.1", SECRET, ToCacheRank)
-    assert other.endpoint != channel.receiver.endpoint
-    assert other.endpoint.startswith("tcp://127.0.0.1:")
-    other.close()
-
-
-def test_refused_messages_are_logged_with_their_reason(
-    channel: Channel, caplog: pytest.LogCaptureFixture
-) -> None:
-    channel.stranger.send(sealed(packed(Flush()), secret=OTHER_SECRET))
-    channel.expect_refused(1)
-    channel.receiver.refuse("out of place")
-    assert [record.getMessage() for record in caplog.records] == [
-        "refused control message 1: wrong secret",
-        "refused control message 2: out of place",
-    ]

@@ -17,7 +17,7 @@ from sgl_eval.types import Example, Sample
 
 from scripts import benchmark
 from scripts.accuracy.benchmarks import harness
-from scripts.accuracy.benchmarks.comparison import compare_folders, markdown
+from scripts.accuracy.benchmarks.comparison import compare_folders
 from scripts.accuracy.benchmarks.harness import BENCHMARKS, Answer
 from scripts.accuracy.benchmarks.runs import Record, read_run, write_record
 from scripts.accuracy.pointer_chase import make_chain
@@ -205,22 +205,6 @@ def test_runs_of_different_questions_are_refused(tmp_path: Path) -> None:
         compare_folders(dense, make_run(tmp_path / "more", [answer] * 3))
     with pytest.raises(FileNotFoundError, match="do not both have a run of aime24, aime25"):
         compare_folders(dense, make_run(tmp_path / "else", [answer] * 2, "aime24"))
-
-
-def test_a_report_shows_figures_and_warnings(tmp_path: Path) -> None:
-    right, wrong = (True, 100, "stop"), (False, 300, "stop")
-    dense = make_run(tmp_path / "dense", [[right, right]] * 4)
-    lost = "the cache rank was lost and started again, 1 times"
-    sparse = make_run(tmp_path / "sparse", [[right, wrong]] * 4, warnings=[lost])
-    text = markdown(compare_folders(dense, sparse))
-    assert "| aime25 | 4 × 2 | 100.0 | 50.0 | -50.0 | 0 / 4 |" in text
-    assert "| aime25 | sparse | 200 | 2.000 | 0.0 % |" in text
-    assert f"- sparse, aime25: {lost}" in text
-
-    assert benchmark.main(["compare", str(dense), str(sparse), "--out", str(tmp_path / "r")]) == 0
-    assert (tmp_path / "r" / "comparison.md").read_text() == text + "\n"
-    (written,) = json.loads((tmp_path / "r" / "comparison.json").read_text())["comparisons"]
-    assert written["accuracy_difference"] == [-0.5, -0.5, -0.5]
 
 
 def test_errors_are_one_line_and_a_status(

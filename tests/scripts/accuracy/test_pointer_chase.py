@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -20,13 +18,6 @@ def test_the_answer_is_exact(seed: int, restatements: int) -> None:
     grade = chain.grade(" ".join(chain.answer))
     assert grade.exact
     assert grade.correct_hops == grade.hops == chain.hops == 12
-
-
-@given(seeds, statements)
-def test_the_same_seed_makes_the_same_problem(seed: int, restatements: int) -> None:
-    assert make_chain(seed, 20, 12, 128, restatements) == make_chain(
-        seed, 20, 12, 128, restatements
-    )
 
 
 @given(seeds, statements, st.data())
@@ -48,15 +39,6 @@ def test_a_short_answer_is_not_exact(seed: int, restatements: int, data: st.Data
     grade = chain.grade(" ".join(chain.answer[:length]))
     assert not grade.exact
     assert grade.correct_hops <= grade.hops
-
-
-@given(st.integers(0, 2**32 - 1))
-def test_other_words_find_nothing(seed: int) -> None:
-    """Words drawn from the vocabulary, as a model without the facts would write them."""
-    chain = make_chain(seed, 20, 12)
-    vocabulary = [f"{role}{key}" for role in "sd" for key in range(128)]
-    words = random.Random(seed).choices(vocabulary, k=chain.max_tokens)
-    assert not chain.grade(" ".join(words)).exact
 
 
 def test_a_chain_reads_as_documented() -> None:

@@ -89,30 +89,6 @@ def test_the_parts_of_a_row_are_what_they_say(budget: Budget) -> None:
 # The reference, against naive python.
 
 
-def test_bounds_are_of_pages_that_become_complete() -> None:
-    given = case([30, 13, 8], pool_page=4)
-    starts = torch.tensor([9, 0, 7])
-    bounds = torch.full((given.keys.shape[0] // 4, 2, 2, 16), torch.nan)
-    reference.build_bounds(
-        given.keys, given.req_to_token, given.slots, starts, given.lengths, 8, 4, 4, bounds
-    )
-    written = 0
-    for row, (slot, complete) in enumerate(
-        zip(given.slots.tolist(), [range(2, 7), range(3), range(1, 2)], strict=True)
-    ):
-        for page in complete:
-            rows = given.req_to_token[slot, 4 * page : 4 * page + 4].tolist()
-            entry = bounds[rows[0] // 4]
-            for head in range(2):
-                for channel in range(16):
-                    values = [given.keys[i, head, channel].item() for i in rows]
-                    assert entry[head, 0, channel] == max(values)
-                    assert entry[head, 1, channel] == min(values)
-            written += 1
-        assert row < 3
-    assert (~bounds[:, 0, 0, 0].isnan()).sum() == written
-
-
 def test_page_scores_bound_every_logit_of_the_page() -> None:
     given, bounds = with_bounds(case([45, 26, 10], pool_page=4), PAGES)
     out = torch.full((3, 2, 16), torch.nan)

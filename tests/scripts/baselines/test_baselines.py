@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -13,7 +11,6 @@ from torch import Tensor
 
 from scripts.baselines import plugin
 from scripts.baselines.args import BACKEND, BaselineServerArgs
-from scripts.baselines.attention import BaselineAttnBackend
 from scripts.baselines.reference import Budget
 from scripts.baselines.selection import PER_HEAD, QUEST_PAGE, Selection, attend
 from scripts.shared.systems import DECODE_MODES
@@ -203,14 +200,6 @@ def best_page_by_hand(pools: Pools, row: int) -> set[int]:
     return {*pages, *range(best * QUEST_PAGE, (best + 1) * QUEST_PAGE)}
 
 
-def test_a_request_that_just_exceeds_the_budget_leaves_one_token_out() -> None:
-    total = SINKS + BUDGET + RECENT + 1
-    pools = Pools([total, total + 1])
-    for mode in ("window", "tova", "oracle"):
-        (whole, *_), (short, *_) = pools.listed(pools.selection(mode), 0)
-        assert len(whole) == len(short) == total
-
-
 # What SGLang sees of it.
 
 
@@ -242,42 +231,8 @@ def test_what_a_baseline_cannot_have_is_refused(flags: str) -> None:
         baseline("quest", *flags.split())
 
 
-@pytest.mark.usefixtures("_no_gpu")
-def test_the_arguments_reach_the_scheduler_process() -> None:
-    args = baseline("tova", "--sparse-budget", "128")
-    arrived = pickle.loads(pickle.dumps(args))
-    assert type(arrived) is BaselineServerArgs
-    assert arrived == args
-
-
 def test_quest_takes_its_bounds_out_of_the_pools_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     for mode, left in (("quest", 1600), ("oracle", 1700)):
         args: Any = Mock(spec=BaselineServerArgs, decode_mode=mode)
         monkeypatch.setattr(plugin, "get_server_args", lambda args=args: args)
         assert plugin.leave_room_for_bounds(1700, Mock()) == left
-
-
-def test_prefills_alone_reach_the_baseline(monkeypatch: pytest.MonkeyPatch) -> None:
-    backend = Mock()
-    monkeypatch.setattr(plugin, "_backends", [backend])
-    for is_extend in (True, False):
-        batch = SimpleNamespace(
-            forward_mode=SimpleNamespace(is_extend=lambda is_extend=is_extend: is_extend)
-        )
-        assert plugin.after_forward("result", "runner", batch) is None
-    backend.on_extend.assert_called_once()
-
-
-@pytest.mark.parametrize("mode", ["quest", "tova"])
-def test_only_quest_keeps_something_of_a_prefill(mode: str) -> None:
-    backend: Any = BaselineAttnBackend.__new__(BaselineAttnBackend)
-    backend.selection = Mock(mode=mode)
-    batch = SimpleNamespace(
-        req_pool_indices="slots",
-        extend_prefix_lens="before",
-        seq_lens="after",
-        extend_seq_lens_cpu=[3, 9, 4],
-    )
-    backend.on_extend(batch)
-    calls = [("slots", "before", "after", 9)] if mode == "quest" else []
-    assert [call.args for call in backend.selection.on_prefill.mock_calls] == calls

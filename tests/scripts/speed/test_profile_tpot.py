@@ -14,7 +14,7 @@ import torch
 from cache_rank.config import CacheRankConfig, ModelShape, ScoreKeys
 from scripts.profile_tpot import main, parse_options
 from scripts.shared import machine
-from scripts.shared.models import MODEL_SHAPES, model_config, model_shape
+from scripts.shared.models import MODEL_SHAPES, model_config
 from scripts.speed import profile, report
 from scripts.speed.bench import (
     NotMeasuredError,
@@ -31,7 +31,6 @@ from scripts.speed.records import (
     Measurement,
     Results,
     explain_failure,
-    quantile,
     step_times,
     summarize,
     wire_between,
@@ -48,10 +47,6 @@ def job_of(system: str, *shapes: Shape, **settings: object) -> Job:
 
 
 class TestJobs:
-    def test_shape_reads_what_it_prints(self) -> None:
-        assert Shape.parse("8x32768") == SHAPE
-        assert Shape.parse(str(SHAPE)) == SHAPE
-
     @pytest.mark.parametrize("text", ["8", "8x", "x8", "8x1x1", "0x5", "8x-1", "axb", ""])
     def test_shape_refuses_what_is_none(self, text: str) -> None:
         with pytest.raises(ValueError, match=r"shape|at least 1"):
@@ -84,13 +79,6 @@ class TestJobs:
         assert job_of("floor:sparse_budget=512").shapes == [Shape(8, 512)]
         assert "sparse_budget" not in job_of("floor:sparse_budget=512").engine
 
-    def test_job_survives_the_way_to_the_worker(self) -> None:
-        job = job_of("cache-rank")
-        assert msgspec.json.decode(msgspec.json.encode(job), type=Job) == job
-
-    def test_name_is_a_file_name(self) -> None:
-        assert "/" not in job_of("cache-rank:query_predictor=a/b").name
-
     def test_short_context_is_not_measured_sparsely(self) -> None:
         assert "threshold" in unmeasurable(job_of("cache-rank"), Shape(8, 1024))
         assert not unmeasurable(job_of("dense"), Shape(8, 1024))
@@ -107,14 +95,6 @@ class TestJobs:
 
 
 class TestStatistics:
-    def test_quantile(self) -> None:
-        values = [float(value) for value in range(10, 0, -1)]
-        assert quantile(values, 0.1) == 1.0
-        assert quantile(values, 0.5) == 5.0
-        assert quantile(values, 0.9) == 9.0
-        assert quantile(values, 1.0) == 10.0
-        assert quantile([3.0], 0.0) == quantile([3.0], 0.99) == 3.0
-
     def test_step_times(self) -> None:
         arrivals = [(1, 0.0), (2, 1.0), (3, 1.5), (4, 3.5)]
         assert step_times(arrivals, first=2, steps=2) == [0.5, 2.0]
@@ -184,10 +164,6 @@ class TestBench:
         plan = plan_batch(job_of("cache-rank"), SHAPE, ARGUMENTS, 1 << 20, 1 << 20)
         assert plan.settle == 20 + 16 + 16
         assert plan.most_tokens >= 64 + plan.settle + 3 * 64
-
-    def test_plan_of_a_plain_system(self) -> None:
-        plan = plan_batch(job_of("dense", skip_steps=3), SHAPE, None, 1 << 20, None)
-        assert plan.settle == 3
 
     def test_prompts_that_enter_in_turns_decode_for_longer(self) -> None:
         arguments = SimpleNamespace(**{**vars(ARGUMENTS), "inference_kv": "working-set"})
@@ -275,10 +251,6 @@ class TestReport:
         assert report.floor_of(results, system, 8) == pytest.approx(floor)
         assert report.floor_of(results, system, 16) is None
 
-    def test_no_floor_of_other_changes_stands_in(self) -> None:
-        results = Results(measurements=[measured("floor:page_size=1", SHAPE, 6.0)])
-        assert report.floor_of(results, "cache-rank", 8) is None
-
 
 class TestCommandLine:
     @pytest.mark.parametrize(
@@ -310,20 +282,10 @@ class TestCommandLine:
         assert why in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("seconds", "reason"),
-    [
-        pytest.param(100.0, "did not start (sglang_ext.refusals.", marks=pytest.mark.thorough),
-        (0.0, "did not start in time"),
-    ],
-)
-def test_a_worker_that_fails_is_explained_by_its_log(
-    seconds: float, reason: str, tmp_path: Path
-) -> None:
+def test_a_worker_that_fails_is_explained(tmp_path: Path) -> None:
     job, noted = job_of("cache-rank", Shape(1, 400), model="bundled"), list[Measurement]()
-    job.engine["kv_residency_options"] = "nothing"
-    why = run_job(job, [], tmp_path, seconds, noted.append)
-    assert why.startswith(reason)
+    why = run_job(job, [], tmp_path, 0.0, noted.append)
+    assert why.startswith("did not start in time")
     assert noted == []
 
 
@@ -464,13 +426,6 @@ class TestWeights:
 
 
 class TestCacheStep:
-    def test_shapes_are_those_of_the_model(self) -> None:
-        for name in ("qwen3-8b", "llama-3.1-8b"):
-            shape = model_shape(model_config(name))
-            assert (shape.query_heads, shape.kv_heads, shape.head_dim) == (32, 8, 128)
-            assert len(shape.rotary_frequency) == 64
-            assert shape.rotary_frequency[0] == 1
-
     @pytest.mark.parametrize("score_keys", ["resident", "sketch"])
     def test_steps_are_timed_once_the_slots_are_full(self, score_keys: ScoreKeys) -> None:
         model = ModelShape(4, 4, 2, 32, "float32", 0.25)
@@ -488,11 +443,8 @@ class TestCacheStep:
         assert min(found) > 0
 
 
-@pytest.mark.parametrize("model", ["qwen3-8b", "llama-3.1-8b"])
-def test_a_blank_calibration_is_of_the_model_and_corrects_no_projection(
-    model: str, tmp_path: Path
-) -> None:
-    config, engine = model_config(model), {"score_keys": "sketch", "dense_layers": 3}
+def test_a_blank_calibration_is_of_the_model_and_corrects_no_projection(tmp_path: Path) -> None:
+    config, engine = model_config("llama-3.1-8b"), {"score_keys": "sketch", "dense_layers": 3}
     write_blank(tmp_path, config, engine)
     card, corrections, bases = read(tmp_path)
     layers = config["num_hidden_layers"]
