@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -136,24 +137,39 @@ def gpu_flags(request: pytest.FixtureRequest) -> list[str]:
     return [*GPU_FLAGS, "--attention-backend", request.param]
 
 
+DEEP: dict[str, Any] = {
+    "vocab_size": 300,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 8192,
+    "initializer_range": 0.1,
+    "tie_word_embeddings": True,
+}
+"""Six random layers, with a head size that every build of a kernel has."""
+
+
 @pytest.fixture(scope="session")
 def deep_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A bfloat16 model has six random layers, and a head size that every build of a kernel has."""
+    """A dense Qwen3 model in bfloat16."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=300,
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=6,
-        num_attention_heads=8,
-        num_key_value_heads=2,
-        head_dim=64,
-        max_position_embeddings=8192,
-        initializer_range=0.1,
-        tie_word_embeddings=True,
-    )
     folder = tmp_path_factory.mktemp("deep")
-    Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    Qwen3ForCausalLM(Qwen3Config(**DEEP)).to(torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def model_of_experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with a mixture of experts in each layer."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(**DEEP, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=256)
+    folder = tmp_path_factory.mktemp("experts")
+    Qwen3MoeForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
     return folder

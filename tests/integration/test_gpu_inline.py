@@ -32,17 +32,26 @@ PROMPTS = [700, 1500, 900, 2500, 650, 1100, 800, 2000]
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param("--attention-backend fa3", marks=pytest.mark.gpu(1)),
+        pytest.param(("deep_model", "--attention-backend fa3"), marks=pytest.mark.gpu(1)),
         pytest.param(
-            "--attention-backend triton --kv-cache-dtype fp8_e4m3", marks=pytest.mark.gpu(1)
+            ("deep_model", "--attention-backend triton --kv-cache-dtype fp8_e4m3"),
+            marks=pytest.mark.gpu(1),
         ),
-        pytest.param("--attention-backend fa3 --tp-size 2", marks=pytest.mark.gpu(2)),
+        pytest.param(("model_of_experts", "--attention-backend fa3"), marks=pytest.mark.gpu(1)),
+        pytest.param(
+            ("deep_model", "--attention-backend fa3 --tp-size 2"), marks=pytest.mark.gpu(2)
+        ),
+        pytest.param(
+            ("deep_model", "--attention-backend fa3 --dp-size 2"), marks=pytest.mark.gpu(2)
+        ),
     ],
+    ids=" ".join,
 )
-def generous_budget(deep_model: Path, request: pytest.FixtureRequest) -> Iterator[Any]:
+def generous_budget(request: pytest.FixtureRequest) -> Iterator[Any]:
     """A server has a budget no less than any length."""
-    flags = [*FLAGS, "--model-path", str(deep_model), "--sparse-budget", "4096"]
-    flags += request.param.split()
+    model, of_case = request.param
+    flags = [*FLAGS, "--model-path", str(request.getfixturevalue(model)), "--sparse-budget", "4096"]
+    flags += of_case.split()
     with serve(flags, {ALLOW_LARGE_BUDGET_VARIABLE: "1"}) as server:
         yield server
 
