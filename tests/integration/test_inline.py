@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
 import requests
 from waiting import wait_until
-from workload import DENSE, difference, random_prompts
+from workload import DENSE, REUSE, SMALL_INLINE, difference, random_prompts
 
-from scripts.shared.serving import Server, log_probabilities
+from scripts.shared.serving import Server, log_probabilities, serve
+from sglang_ext.refusals import ALLOW_LARGE_BUDGET_VARIABLE
 
 pytestmark = pytest.mark.xdist_group("plain server")
 
@@ -161,3 +163,19 @@ def paused(server: Server, prompts: list[list[int]], mode: str) -> list[Any]:
         assert not asked.done()
         server.post("/continue_generation").raise_for_status()
         return asked.result()
+
+
+@pytest.mark.thorough
+def test_a_model_of_experts_is_dense_where_all_is_selected(
+    model_of_experts: Path, cache_home: Path
+) -> None:
+    flags = [*SMALL_INLINE, *REUSE, "--sparse-budget", "2040", "--model-path", model_of_experts]
+    environment = {ALLOW_LARGE_BUDGET_VARIABLE: "1", "XDG_CACHE_HOME": str(cache_home)}
+    with serve([str(flag) for flag in flags], environment) as server:
+        sparse, dense = (
+            server.generate_all(PROMPTS, NEW_TOKENS, return_logprob=True, **options)
+            for options in ({}, DENSE)
+        )
+    assert statistics(sparse[-1])["sparse_steps"] == NEW_TOKENS - 1
+    assert statistics(dense[-1])["sparse_steps"] == 0
+    assert_as_plain(sparse, dense)
