@@ -29,9 +29,9 @@ from sglang_ext.flags import (
 )
 from sglang_ext.planning import GPUS, TENSOR_PARALLEL, make_planner
 
-GPUS_TAKEN = {"dense": 1, "inline": 1, "cache rank": 2}
-HEADER = ("batch × context", "take", *(f"{name}, ms" for name in GPUS_TAKEN), "hidden",
-          "tensor parallel, ms")  # fmt: skip
+GPUS_TAKEN = {"dense": 1, "inline": 1, "dense TP": TENSOR_PARALLEL, "inline TP": TENSOR_PARALLEL,
+              "cache rank": 2}  # fmt: skip
+HEADER = ("batch × context", "take", *(f"{name}, ms" for name in GPUS_TAKEN), "hidden")
 
 
 def parse_options(argv: Sequence[str]) -> argparse.Namespace:
@@ -65,13 +65,15 @@ def plan(options: argparse.Namespace) -> str:
     def row(batch: int, context: int) -> tuple[str, ...]:
         with_cache_rank = planner.cache_rank(batch, context)
         hidden = "yes" if with_cache_rank.is_hidden else "no"
-        steps = {"dense": planner.dense(batch, context)}
-        room = {"dense": planner.dense_tokens()}
-        if context >= inline_from:
-            inline = planner.inline(batch, context)
-            # Without the flag a step is dense that selection would not make shorter.
-            steps["inline"] = inline if options.sparse_threshold else min(inline, steps["dense"])
-            room["inline"] = planner.inline_tokens()
+        steps, room = dict[str, float](), dict[str, int]()
+        for name, of_gpus in (("", (1, 2)), (" TP", (TENSOR_PARALLEL, 1))):  # GPUs, and bytes of KV
+            dense = steps[f"dense{name}"] = planner.dense(batch, context, *of_gpus)
+            room[f"dense{name}"] = planner.dense_tokens(*of_gpus)
+            if context >= inline_from:
+                inline = planner.inline(batch, context, *of_gpus)
+                # Without the flag a step is dense that selection would not make shorter.
+                steps[f"inline{name}"] = inline if options.sparse_threshold else min(inline, dense)
+                room[f"inline{name}"] = planner.inline_tokens(*of_gpus)
         if context >= sparse_from:
             steps["cache rank"], room["cache rank"] = with_cache_rank.step, held
         else:
@@ -80,20 +82,21 @@ def plan(options: argparse.Namespace) -> str:
             hidden = "does not fit"
         fitting = {name: step for name, step in steps.items() if batch * context <= room[name]}
         shown = (f"{1e3 * fitting[name]:.2f}" if name in fitting else "–" for name in GPUS_TAKEN)
-        theirs = f"{1e3 * planner.tensor_parallel(batch, context):.2f}"
         take = min(fitting, key=lambda name: fitting[name] * GPUS_TAKEN[name], default="–")
-        return f"{batch} × {context:,}", take, *shown, hidden, theirs
+        return f"{batch} × {context:,}", take, *shown, hidden
 
     rows = [row(batch, context) for context in options.contexts for batch in options.batches]
     on_both = planner.dense_tokens(TENSOR_PARALLEL, kv_bytes=1)
     turns_sparse = longest >= sparse_from
     return (
         f"{table(HEADER, rows)}\n\n"
-        "Take: what decodes the most tokens a second for each GPU. A cache rank takes a second.\n\n"
+        "Take: what decodes the most tokens a second for each GPU. TP is tensor parallel over "
+        f"{TENSOR_PARALLEL} GPUs with an FP8 KV cache. A cache rank takes a second GPU.\n\n"
         f"The cache rank holds {held:,} tokens, of {options.max_sparse_requests} requests by "
         f"--max-sparse-requests. A pool of plain SGLang holds about {planner.dense_tokens():,} on "
         "one GPU, which is also what fits beside a cache rank without --inference-kv working-set, "
-        f"{planner.inline_tokens():,} with sketches, and {on_both:,} in FP8 on {TENSOR_PARALLEL}."
+        f"{planner.inline_tokens():,} with sketches; in FP8 on {TENSOR_PARALLEL} GPUs {on_both:,}, and "
+        f"{planner.inline_tokens(TENSOR_PARALLEL, 1):,} with sketches."
         + (f"\n\n{planner.summary(longest, share)}" if turns_sparse else "")
     )
 

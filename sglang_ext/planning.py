@@ -22,8 +22,9 @@ from sglang_ext.flags import choose_schedule, make_config, rotary_type
 # attended to.
 _LAYER, _CACHE_LAYER, _CACHE_GROUP, _GATHER, _NORMALIZER = 54e-6, 10e-6, 65e-6, 0.05e-6, 0.1e-6
 
-_INLINE_LAYER = 36e-6
-"""Seconds beside bytes, of a sparse layer whose tokens are selected in SGLang's process."""
+# Of a sparse layer whose tokens are selected in SGLang's process: seconds beside bytes, and the
+# share of the bandwidth of a copy at which sketches are scored.
+_INLINE_LAYER, _SKETCH_SHARE = 21e-6, 0.62
 
 # What a scored token costs beside its key: for each logit, by powers of two of query heads, and to
 # select.
@@ -215,7 +216,7 @@ class Planner:
         overhead = self._config.model.layers * _INLINE_LAYER
         budget = self._inline_curve.at(context)
         attended = self._over_selected(batch, context, budget, gpus, kv_bytes)
-        return attended + scored / self._gpu.bandwidth / gpus + overhead
+        return attended + scored / (self._gpu.bandwidth * _SKETCH_SHARE) / gpus + overhead
 
     def cache_rank(self, batch: int, context: int) -> Estimate:
         """A step in which a cache rank selects for all requests."""
@@ -241,10 +242,11 @@ class Planner:
         """How many tokens the pool of plain SGLang holds on so many GPUs."""
         return self._pool_tokens(gpus, self._model.attention.bytes_per_token * kv_bytes / 2)
 
-    def inline_tokens(self) -> int:
-        """How many tokens the pool holds beside their sketches, on one GPU."""
+    def inline_tokens(self, gpus: int = 1, kv_bytes: int = 2) -> int:
+        """How many tokens the pool holds beside their sketches, on so many GPUs."""
         sketches = self._config.model.layers * self._sketch_bytes
-        return self._pool_tokens(1, self._model.attention.bytes_per_token + sketches)
+        token_bytes = self._model.attention.bytes_per_token * kv_bytes / 2
+        return self._pool_tokens(gpus, token_bytes + sketches)
 
     def cache_rank_tokens(self, memory_fraction: float | None = None) -> int:
         """How many tokens the cache rank holds in such a share of its GPU."""

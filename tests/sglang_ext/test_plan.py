@@ -14,11 +14,12 @@ def planned(*arguments: str) -> list[str]:
     return plan(parse_options([*MODEL, *arguments])).splitlines()
 
 
-def cells(batch: int, context: int, *arguments: str) -> list[str]:
-    """What to take, the steps of the three, hidden, and tensor parallel, of one line."""
+def cells(batch: int, context: int, *arguments: str) -> dict[str, str]:
+    """The cells of one line, by the titles of their columns."""
     shape = ("--batches", str(batch), "--contexts", str(context))
-    line = planned(*shape, *arguments)[2]
-    return [cell.strip() for cell in line.strip("|").split("|")][1:]
+    titles, _, line = planned(*shape, *arguments)[:3]
+    titles, line = ([part.strip() for part in row.strip("|").split("|")] for row in (titles, line))
+    return {title.removesuffix(", ms"): cell for title, cell in zip(titles, line, strict=True)}
 
 
 def test_a_plan_has_a_row_for_each_batch_and_context() -> None:
@@ -28,29 +29,35 @@ def test_a_plan_has_a_row_for_each_batch_and_context() -> None:
         *("| 1 × 8,192", "| 24 × 8,192"),
         *("| 1 × 32,768", "| 24 × 32,768"),
     ]
-    assert [row[1] for row in rows] == ["dense", "inline", "dense", "cache rank"]
-    assert [row[5] for row in rows] == ["yes", "yes", "yes", "no"]
+    assert [row[1] for row in rows] == ["dense", "inline", "inline", "inline TP"]
+    assert [row[-1].strip(" |") for row in rows] == ["yes", "yes", "yes", "no"]
     assert text[-1].startswith("estimates (H200, 32,768 tokens a request;")
 
 
 def test_a_plan_says_what_stays_dense_and_what_does_not_fit() -> None:
-    assert cells(64, 32768)[:5] == ["–", "–", "–", "–", "does not fit"]
-    take, dense, inline, cache_rank, hidden, _ = cells(32, 32768)
-    assert (take, dense, inline, hidden) == ("cache rank", "–", "–", "no")
-    assert cache_rank != "–"
-    assert cells(16, 32768, "--cache-rank-mem-fraction", "0.1")[3:5] == ["–", "does not fit"]
-    assert cells(4, 1023)[2:5] == ["–", "–", "stays dense"]
-    _, dense, inline, *with_cache_rank = cells(4, 4095)
-    assert 0 < float(inline) <= float(dense)
-    assert with_cache_rank[:2] == ["–", "stays dense"]
-    assert cells(4, 4096)[4] == "yes"
-    assert cells(4, 4095, "--sparse-threshold", "4000")[4] == "yes"
+    too_many = cells(128, 32768)
+    assert too_many.pop("batch × context") == "128 × 32,768"
+    assert {*too_many.values()} == {"–", "does not fit"}
+    many = cells(32, 32768)
+    assert (many["take"], many["dense"], many["inline"]) == ("inline TP", "–", "–")
+    assert float(many["inline TP"]) < float(many["cache rank"]) < float(many["dense TP"])
+    assert many["hidden"] == "no"
+    small = cells(16, 32768, "--cache-rank-mem-fraction", "0.1")
+    assert (small["cache rank"], small["hidden"]) == ("–", "does not fit")
+    short = cells(4, 1023)
+    assert (short["inline"], short["inline TP"], short["cache rank"]) == ("–", "–", "–")
+    assert short["hidden"] == "stays dense"
+    longer = cells(4, 4095)
+    assert 0 < float(longer["inline"]) <= float(longer["dense"])
+    assert (longer["cache rank"], longer["hidden"]) == ("–", "stays dense")
+    assert cells(4, 4096)["hidden"] == "yes"
+    assert cells(4, 4095, "--sparse-threshold", "4000")["hidden"] == "yes"
     assert not planned("--contexts", "2048")[-1].startswith("estimates")
 
 
 def test_flags_gpus_and_weights_change_a_plan() -> None:
     def step(*arguments: str, batch: int = 24) -> float:
-        return float(cells(batch, 32768, *arguments)[3])
+        return float(cells(batch, 32768, *arguments)["cache rank"])
 
     usual = step()
     assert step("--kv-residency", "bf16") > 1.5 * usual
@@ -58,8 +65,8 @@ def test_flags_gpus_and_weights_change_a_plan() -> None:
         step("--query-predictor", "last", "--cache-rank-config", '{"layers_per_group": 6}') < usual
     )
     assert step("--gpu", "H100", "--sparse-budget", "1024") > 1.2 * usual
-    inline = float(cells(8, 32768)[2])
-    assert float(cells(8, 32768, "--sparse-budget", "4096")[2]) > 1.05 * inline
+    inline = float(cells(8, 32768)["inline"])
+    assert float(cells(8, 32768, "--sparse-budget", "4096")["inline"]) > 1.05 * inline
     assert step("--quantization", "fp8", batch=4) < 0.85 * step(batch=4)
 
 
