@@ -111,9 +111,13 @@ def test_sketches_take_room_of_the_pool() -> None:
 def test_a_summary_says_where_a_cache_rank_pays() -> None:
     found = planner()
     said = found.summary()
-    match = re.search(r"up to (\d+) requests, .* from (\d+) to (\d+) requests$", said)
+    match = re.search(
+        r"up to (\d+) requests, .* from (\d+) to (\d+) requests; .* for (\d+) of these (\d+) batches$",
+        said,
+    )
     assert match
-    hidden, first, last = map(int, match.groups())
+    hidden, first, last, shorter, won = map(int, match.groups())
+    assert shorter == won == last - first + 1
     assert said.startswith("estimates (H200, 32,768 tokens a request; ")
     assert found.cache_rank(hidden, 32 * K).is_hidden
     assert not found.cache_rank(hidden + 1, 32 * K).is_hidden
