@@ -165,6 +165,46 @@ def paused(server: Server, prompts: list[list[int]], mode: str) -> list[Any]:
         return asked.result()
 
 
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {"n": 3},
+        {"frequency_penalty": 0.7, "presence_penalty": 0.5, "logit_bias": {"40": 5.0}},
+        {"repetition_penalty": 1.3},
+    ],
+    ids=" ".join,
+)
+def test_sampling_parameters_do_as_in_plain_sglang(
+    inline_server: Server, plain_server: Server, sampling: dict[str, Any]
+) -> None:
+    (prompt,) = random_prompts([150], seed=10)
+    asked = {"return_logprob": True, "sampling_params": sampling}
+    given = [server.generate(prompt, 30, **asked) for server in (inline_server, plain_server)]
+    found, expected = (one if isinstance(one, list) else [one] for one in given)
+    assert len(found) == sampling.get("n", 1)
+    assert_as_plain(found, expected)
+    assert {statistics(one)["sparse_steps"] for one in found} == {29}
+
+
+def test_a_session_goes_on_as_in_plain_sglang(inline_server: Server, plain_server: Server) -> None:
+    parts = random_prompts([150, 60, 30], seed=11)
+    found, expected = (session(server, parts) for server in (inline_server, plain_server))
+    assert_as_plain(found, expected)
+    assert [statistics(one)["sparse_steps"] for one in found] == [19] * 3
+
+
+def session(server: Server, parts: list[list[int]]) -> list[Any]:
+    """The answers to parts of a conversation, each of which follows the answer before."""
+    name = server.post("/open_session", {"capacity_of_str_len": 10000}).json()
+    answers: list[Any] = []
+    for part in parts:
+        before = answers[-1]["meta_info"]["id"] if answers else None
+        place = {"id": name, "rid": before, "offset": -1}
+        answers.append(server.generate(part, 20, return_logprob=True, session_params=place))
+    server.post("/close_session", {"session_id": name})
+    return answers
+
+
 @pytest.mark.thorough
 def test_a_model_of_experts_is_dense_where_all_is_selected(
     model_of_experts: Path, cache_home: Path
