@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -203,6 +204,25 @@ def session(server: Server, parts: list[list[int]]) -> list[Any]:
         answers.append(server.generate(part, 20, return_logprob=True, session_params=place))
     server.post("/close_session", {"session_id": name})
     return answers
+
+
+@pytest.mark.thorough
+@pytest.mark.timeout(600)
+def test_tensor_parallel_ranks_select_for_their_own_heads(
+    plain_server: Server, random_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    flags = [*SMALL_INLINE, *REUSE, "--sparse-budget", "2040", "--model-path", str(random_model())]
+    environment = {
+        ALLOW_LARGE_BUDGET_VARIABLE: "1",
+        "XDG_CACHE_HOME": str(tmp_path),
+        "SGLANG_CPU_OMP_THREADS_BIND": "0|1",
+        "SGLANG_NCCL_SO_PATH": "none",  # where it is installed, it is used on CPUs, too
+    }
+    expected = plain_server.generate_all(PROMPTS, NEW_TOKENS, return_logprob=True)
+    with serve([*flags, "--tp-size", "2"], environment) as server:
+        found = server.generate_all(PROMPTS, NEW_TOKENS, return_logprob=True)
+    assert_as_plain(found, expected)
+    assert statistics(found[-1])["sparse_steps"] == NEW_TOKENS - 1
 
 
 @pytest.mark.thorough
