@@ -95,8 +95,8 @@ def plan(options: argparse.Namespace) -> str:
         f"The cache rank holds {held:,} tokens, of {options.max_sparse_requests} requests by "
         f"--max-sparse-requests. A pool of plain SGLang holds about {planner.dense_tokens():,} on "
         "one GPU, which is also what fits beside a cache rank without --inference-kv working-set, "
-        f"{planner.inline_tokens():,} with sketches; in FP8 on {TENSOR_PARALLEL} GPUs {on_both:,}, and "
-        f"{planner.inline_tokens(TENSOR_PARALLEL, 1):,} with sketches."
+        f"{planner.inline_tokens():,} with sketches; in FP8 on {TENSOR_PARALLEL} GPUs {on_both:,}, "
+        f"and {planner.inline_tokens(TENSOR_PARALLEL, 1):,} with sketches."
         + (f"\n\n{planner.summary(longest, share)}" if turns_sparse else "")
     )
 

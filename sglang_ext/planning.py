@@ -267,7 +267,7 @@ class Planner:
         inline = {batch: self.inline(batch, context, TENSOR_PARALLEL, kv_bytes=1) for batch in won}
         shorter = sum(inline[batch] < ours[batch].step for batch in won)
         if shorter:
-            pays += f"; inline on such GPUs it is shorter still for {shorter} of these {len(won)} batches"
+            pays += f"; inline there it is shorter still for {shorter} of these {len(won)} batches"
         return (
             f"estimates ({self._gpu.name}, {context:,} tokens a request; python -m sglang_ext.plan "
             f"has more): hidden behind the model up to {hidden} requests, and a step is shorter "
