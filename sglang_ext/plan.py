@@ -29,6 +29,9 @@ from sglang_ext.flags import (
 )
 from sglang_ext.planning import GPUS, TENSOR_PARALLEL, make_planner
 
+ON_GPUS = {"": (1, 2), " TP": (TENSOR_PARALLEL, 1)}
+"""How many GPUs SGLang's process has, and how many bytes an element of the KV cache."""
+
 GPUS_TAKEN = {"dense": 1, "inline": 1, "dense TP": TENSOR_PARALLEL, "inline TP": TENSOR_PARALLEL,
               "cache rank": 2}  # fmt: skip
 HEADER = ("batch × context", "take", *(f"{name}, ms" for name in GPUS_TAKEN), "hidden")
@@ -66,14 +69,15 @@ def plan(options: argparse.Namespace) -> str:
         with_cache_rank = planner.cache_rank(batch, context)
         hidden = "yes" if with_cache_rank.is_hidden else "no"
         steps, room = dict[str, float](), dict[str, int]()
-        for name, of_gpus in (("", (1, 2)), (" TP", (TENSOR_PARALLEL, 1))):  # GPUs, and bytes of KV
+        for name, of_gpus in ON_GPUS.items():
             dense = steps[f"dense{name}"] = planner.dense(batch, context, *of_gpus)
             room[f"dense{name}"] = planner.dense_tokens(*of_gpus)
-            if context >= inline_from:
-                inline = planner.inline(batch, context, *of_gpus)
-                # Without the flag a step is dense that selection would not make shorter.
-                steps[f"inline{name}"] = inline if options.sparse_threshold else min(inline, dense)
-                room[f"inline{name}"] = planner.inline_tokens(*of_gpus)
+            if context < inline_from:
+                continue
+            inline = planner.inline(batch, context, *of_gpus)
+            # Without the flag a step is dense that selection would not make shorter.
+            steps[f"inline{name}"] = inline if options.sparse_threshold else min(inline, dense)
+            room[f"inline{name}"] = planner.inline_tokens(*of_gpus)
         if context >= sparse_from:
             steps["cache rank"], room["cache rank"] = with_cache_rank.step, held
         else:

@@ -264,10 +264,9 @@ class Planner:
         hidden = sum(ours[batch].is_hidden for batch in batches)
         won = [b for b in batches if ours[b].step < self.tensor_parallel(b, context)]
         pays = f"from {won[0]} to {won[-1]} requests" if won else "for no batch that fits"
-        inline = {batch: self.inline(batch, context, TENSOR_PARALLEL, kv_bytes=1) for batch in won}
-        shorter = sum(inline[batch] < ours[batch].step for batch in won)
-        if shorter:
-            pays += f"; inline there it is shorter still for {shorter} of these {len(won)} batches"
+        inline = (self.inline(batch, context, TENSOR_PARALLEL, kv_bytes=1) for batch in won)
+        if shorter := sum(step < ours[batch].step for batch, step in zip(won, inline, strict=True)):
+            pays += f"; inline on those GPUs is shorter for {shorter} of these {len(won)} batches"
         return (
             f"estimates ({self._gpu.name}, {context:,} tokens a request; python -m sglang_ext.plan "
             f"has more): hidden behind the model up to {hidden} requests, and a step is shorter "

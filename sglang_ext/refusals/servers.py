@@ -78,7 +78,7 @@ INLINE_FLAGS = {
 """Flags that selection in SGLang's process does not allow, and why."""
 
 GPU_VARIABLES = {
-    "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING": ("the KV pool gets its size after what is sized by it"),
+    "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING": "the KV pool gets its size after what is sized by it",
     "SGLANG_ENABLE_METADATA_GLUE_GRAPH": (
         "it keeps one graph for a number of requests, and steps that select have another"
     ),
