@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +16,7 @@ import requests
 from workload import DENSE, REUSE, SMALL_CACHE_RANK, STRICT, difference, random_prompts
 
 from scripts.shared.serving import Server, log_probabilities, serve
+from sglang_ext.refusals import ALLOW_LARGE_BUDGET_VARIABLE
 
 pytestmark = pytest.mark.xdist_group("plain server")
 
@@ -156,3 +158,58 @@ def test_requests_that_ask_for_it_attend_to_what_was_computed_densely(
         assert sparse_steps(response) > 40
         # What it attends to is not what plain SGLang computed: there is a reason for the default.
         assert difference(log_probabilities(response)[:1], log_probabilities(dense)[:1]) > 1e-5
+
+
+@pytest.fixture(scope="module")
+def server_with_priorities(random_model: Callable[..., Path]) -> Iterator[Server]:
+    flags = [*SMALL_CACHE_RANK, *REUSE, "--sparse-budget", "1024", "--max-swap-tokens", "64"]
+    flags += ["--max-running-requests", "2", "--radix-eviction-policy", "priority"]
+    flags += ["--enable-priority-scheduling", "--priority-scheduling-preemption-threshold", "0"]
+    environment = {ALLOW_LARGE_BUDGET_VARIABLE: "1", **STRICT}
+    with serve([*flags, "--model-path", str(random_model())], environment) as running:
+        yield running
+
+
+@pytest.mark.thorough
+def test_what_is_evicted_first_has_the_lowest_priority(server_with_priorities: Server) -> None:
+    server = server_with_priorities
+    flush(server)
+    dear, cheap, *others = random_prompts([600, 600, 500, 500, 500], seed=13)
+    for prompt, priority in ((dear, 10), (cheap, -10)):
+        assert sparse_steps(server.generate(prompt, NEW_TOKENS, priority=priority)) > 30
+    for prompt in others:
+        server.generate(prompt, 1, priority=0)
+    assert cached(server.generate(dear, 1, priority=10)) == len(dear) - 1  # it was there longest
+    assert cached(server.generate(cheap, 1, priority=10)) < len(cheap) - 1
+
+
+@pytest.mark.thorough
+def test_a_sparse_request_that_is_preempted_goes_on_where_it_was(
+    server_with_priorities: Server, plain_server: Server
+) -> None:
+    server = server_with_priorities
+    flush(server)
+    free = server.wait_for(10, sequences=0)["pool_free_tokens"]
+    prompts = random_prompts([300] * 3, seed=14)
+    lengths = [400, 400, NEW_TOKENS]
+    # Two at a time as below: the rounding of 400 tokens depends on it.
+    dense = plain_server.generate_all(prompts[:2], lengths[0], return_logprob=True)
+    dense.append(plain_server.generate(prompts[2], lengths[2], return_logprob=True))
+    low: list[Any] = []
+    options = {"return_logprob": True, "priority": 0}
+    running = threading.Thread(
+        target=lambda: low.extend(server.generate_all(prompts[:2], lengths[0], **options))
+    )
+    running.start()
+    server.wait_for(30, sparse_requests=2)
+    high = server.generate(prompts[2], lengths[2], return_logprob=True, priority=10)
+    assert running.is_alive(), "both places were taken"
+    running.join()
+    for response, expected in zip([*low, high], dense, strict=True):
+        assert response["output_ids"] == expected["output_ids"]
+        assert difference(log_probabilities(response), log_probabilities(expected)) < 1e-5
+        assert sparse_steps(response) > 30
+    assert sorted(one["meta_info"]["num_retractions"] for one in low) == [0, 1]
+    state = server.wait_for(10, sequences=0)
+    assert state["pool_free_tokens"] == free
+    assert state["refused_messages"] == 0

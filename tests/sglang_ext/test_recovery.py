@@ -191,6 +191,13 @@ def rank() -> Any:
     return rank
 
 
+@pytest.mark.parametrize("live", [{}, {1: Mock()}], ids=["idle", "exchanging"])
+def test_a_lost_cache_rank_is_noticed_while_nothing_decodes(rank: Any, live: Any) -> None:
+    rank.lifecycle.live = live
+    InferenceRank.before_next_batch(rank, Mock(), Mock())
+    assert rank.cache_rank.follow_supervisor.called == (not live)
+
+
 @pytest.mark.parametrize("evicted", [False, True])
 def test_the_batch_is_not_full_any_more_when_tokens_were_evicted(rank: Any, evicted: bool) -> None:
     rank.eviction.evict.return_value = evicted

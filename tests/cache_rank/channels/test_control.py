@@ -196,6 +196,19 @@ def test_a_replayed_frame_is_counted_and_acted_upon_once(channel: Channel) -> No
     channel.expect_refused(1)
 
 
+def test_a_frame_beyond_the_socket_limit_cuts_off_only_its_sender(channel: Channel) -> None:
+    channel.stranger.send(bytes(4 * MAX_FRAME_BYTES + 1))
+    assert channel.receiver.receive(timeout=0.2) is None
+    for message in MESSAGES:
+        channel.sender.send(message)
+    assert tuple(channel.receive() for _ in MESSAGES) == MESSAGES
+
+
+def test_parts_of_one_message_are_separate_frames(channel: Channel) -> None:
+    channel.stranger.send_multipart([b"x", sealed(packed(Flush()), secret=OTHER_SECRET)])
+    channel.expect_refused(2)
+
+
 def test_bytes_that_are_not_zmq_are_survived(channel: Channel) -> None:
     host, port = channel.receiver.endpoint.removeprefix("tcp://").rsplit(":", 1)
     with socket.create_connection((host, int(port))) as raw:
@@ -242,3 +255,15 @@ def test_a_sender_raises_and_does_not_block_once_its_queue_is_full(channel: Chan
     sender.close()
     with pytest.raises(ControlError, match="not sent"):
         sender.send(Flush())
+
+
+def test_refused_messages_are_logged_with_their_reason(
+    channel: Channel, caplog: pytest.LogCaptureFixture
+) -> None:
+    channel.stranger.send(sealed(packed(Flush()), secret=OTHER_SECRET))
+    channel.expect_refused(1)
+    channel.receiver.refuse("out of place")
+    assert [record.getMessage() for record in caplog.records] == [
+        "refused control message 1: wrong secret",
+        "refused control message 2: out of place",
+    ]
