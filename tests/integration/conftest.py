@@ -14,11 +14,11 @@ from workload import (
     GPU_FLAGS,
     REUSE,
     SMALL_CACHE_RANK,
-    SMALL_INLINE,
     STRICT,
     STRICT_POOL,
     TENTH_OF_THE_CONTEXT,
     VOCABULARY,
+    select_everything,
 )
 
 from scripts.shared.serving import PLAIN, Server, serve, stop_on_sigterm
@@ -99,13 +99,7 @@ def cache_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def inline_server(random_model: Callable[..., Path], cache_home: Path) -> Iterator[Server]:
     """As `reusing_server`, with selection in SGLang's own process."""
-    flags = [*SMALL_INLINE, *REUSE, "--sparse-budget", "2040", "--model-path", str(random_model())]
-    environment = {
-        ALLOW_LARGE_BUDGET_VARIABLE: "1",
-        "XDG_CACHE_HOME": str(cache_home),
-        **STRICT_POOL,
-    }
-    with serve(flags, environment) as server:
+    with select_everything(random_model(), cache_home, **STRICT_POOL) as server:
         yield server
 
 

@@ -71,6 +71,7 @@ def test_the_same_batch_gets_the_same_tokens(deep_model: Path) -> None:
     for of_prompt in zip(*answers, strict=True):
         assert all(answer["meta_info"]["cached_tokens"] > 500 for answer in of_prompt)
         assert all(answer["meta_info"]["cache_rank"]["sparse_steps"] > 290 for answer in of_prompt)
+        assert len({tuple(answer["output_ids"]) for answer in of_prompt}) == 1
         first, *others = (log_probabilities(answer) for answer in of_prompt)
         assert others == [first, first]
 

@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 import requests
 from waiting import wait_until
-from workload import DENSE, REUSE, SMALL_INLINE, difference, random_prompts
+from workload import DENSE, difference, random_prompts, select_everything
 
-from scripts.shared.serving import Server, log_probabilities, serve
-from sglang_ext.refusals import ALLOW_LARGE_BUDGET_VARIABLE
+from scripts.shared.serving import Server, log_probabilities
 
 pytestmark = pytest.mark.xdist_group("plain server")
 
@@ -212,16 +211,13 @@ def session(server: Server, parts: list[list[int]]) -> list[Any]:
 def test_tensor_parallel_ranks_select_for_their_own_heads(
     plain_server: Server, random_model: Callable[..., Path], tmp_path: Path
 ) -> None:
-    flags = [*SMALL_INLINE, *REUSE, "--sparse-budget", "2040", "--model-path", str(random_model())]
     cores = sorted(os.sched_getaffinity(0))
     environment = {
-        ALLOW_LARGE_BUDGET_VARIABLE: "1",
-        "XDG_CACHE_HOME": str(tmp_path),
         "SGLANG_CPU_OMP_THREADS_BIND": f"{cores[0]}|{cores[-1]}",
         "SGLANG_NCCL_SO_PATH": "none",  # where it is installed, it is used on CPUs, too
     }
     expected = plain_server.generate_all(PROMPTS, NEW_TOKENS, return_logprob=True)
-    with serve([*flags, "--tp-size", "2"], environment) as server:
+    with select_everything(random_model(), tmp_path, "--tp-size", "2", **environment) as server:
         found = server.generate_all(PROMPTS, NEW_TOKENS, return_logprob=True)
     assert_as_plain(found, expected)
     assert statistics(found[-1])["sparse_steps"] == NEW_TOKENS - 1
@@ -231,9 +227,7 @@ def test_tensor_parallel_ranks_select_for_their_own_heads(
 def test_a_model_of_experts_is_dense_where_all_is_selected(
     model_of_experts: Path, cache_home: Path
 ) -> None:
-    flags = [*SMALL_INLINE, *REUSE, "--sparse-budget", "2040", "--model-path", model_of_experts]
-    environment = {ALLOW_LARGE_BUDGET_VARIABLE: "1", "XDG_CACHE_HOME": str(cache_home)}
-    with serve([str(flag) for flag in flags], environment) as server:
+    with select_everything(model_of_experts, cache_home) as server:
         sparse, dense = (
             server.generate_all(PROMPTS, NEW_TOKENS, return_logprob=True, **options)
             for options in ({}, DENSE)

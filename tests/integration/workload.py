@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import random
 import shutil
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from scripts.shared.serving import Server, log_probabilities
+from scripts.shared.serving import Server, log_probabilities, serve
 from sglang_ext.flags import CHECKSUM_VARIABLE
+from sglang_ext.refusals import ALLOW_LARGE_BUDGET_VARIABLE
 
 VOCABULARY = 300
 
@@ -53,6 +55,15 @@ GPU_FLAGS = (
 
 
 LIKELY_TOKENS: dict[str, Any] = {"return_logprob": True, "top_logprobs_num": 8}
+
+
+def select_everything(
+    model: Path, cache_home: Path, *flags: str, **environment: str
+) -> AbstractContextManager[Server]:
+    """Serve with selection in SGLang's process, and a budget that covers every context."""
+    given = [*SMALL_INLINE, *REUSE, "--sparse-budget", "2040", "--model-path", str(model)]
+    allowed = {ALLOW_LARGE_BUDGET_VARIABLE: "1", "XDG_CACHE_HOME": str(cache_home)}
+    return serve([*given, *flags], allowed | environment)
 
 
 def random_prompts(lengths: list[int], seed: int = 0) -> list[list[int]]:
