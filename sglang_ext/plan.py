@@ -48,7 +48,10 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
     add_flags(parser, CacheRankFlags)
     defaults = compat.default_values(CacheRankFlags)
     parser.set_defaults(**{key: defaults[key] for key in CONFIG_KEYS})
-    return parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    if min(*options.contexts, *options.batches) < 1:
+        parser.error("--contexts and --batches must be at least 1")
+    return options
 
 
 def plan(options: argparse.Namespace) -> str:

@@ -83,3 +83,10 @@ def test_what_cannot_be_planned_is_said(
 ) -> None:
     assert main([*MODEL, *arguments.split()]) == 2
     assert why in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag", ["--contexts", "--batches"])
+def test_nothing_cannot_be_planned(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([*MODEL, flag, "8", "0"])
+    assert "--contexts and --batches must be at least 1" in capsys.readouterr().err
