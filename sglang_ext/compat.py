@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
+import torch
 from packaging.version import Version
 from torch import Tensor
 
@@ -313,6 +314,24 @@ def set_real_tokens(batch: Any, tokens: int) -> None:
     for name in ("num_token_non_padded_cpu", "global_num_token_non_padded_cpu"):
         if hasattr(batch, name):
             setattr(batch, name, tokens)
+
+
+def add_spec_logprobs(batch: Any, output: Any, tokens: Tensor, width: int) -> None:
+    """Add log-probabilities to a verification's output; the function was renamed by 0.5.23.
+
+    Args:
+        batch: SGLang's ScheduleBatch of B requests.
+        output: of the logits processor, of (B * width, vocabulary) logits.
+        tokens: (B * width,) that were drawn.
+        width: tokens of a request.
+    """
+    from sglang.srt.layers import logprob_processor
+
+    index = torch.arange(len(tokens), device=tokens.device).view(-1, width)
+    if hasattr(logprob_processor, "compute_spec_logprobs"):
+        logprob_processor.compute_spec_logprobs(batch, output, tokens, accept_index=index)
+    else:
+        logprob_processor.compute_spec_v2_logprobs(batch, output, tokens, index, width - 1)
 
 
 def translator_over(runner: Any, table: Tensor) -> Any:

@@ -28,6 +28,12 @@ PREFILL_BACKEND = "cache_rank_prefill"
 SGLang takes two equal names for the choice of --attention-backend, which is that of the kernels.
 """
 
+ALGORITHM = "CACHE_RANK"
+"""The name under which SGLang knows our drafts; `--speculative-algorithm` takes it."""
+
+DRAFT_TOKENS, MOST_DRAFT_TOKENS = 9, 33
+"""Tokens of a verification, one of which is no draft: by default, and at most."""
+
 _DEFAULTS = CacheRankConfig(ModelShape(1, 1, 1, 8, "bfloat16", 1.0))
 """What the cache rank does unless it is told otherwise is the default of a flag, too."""
 
@@ -305,6 +311,11 @@ class CacheRankFlags(ServerArgs):
         if not self.selects_when_shorter:
             return SPARSE_THRESHOLD
         return max(LEAST_INLINE_TOKENS, self.least_sparse_length)
+
+    @property
+    def has_drafts(self) -> bool:
+        """Whether selection only drafts, and all that is answered is verified densely."""
+        return self.is_inline and self.speculative_algorithm is not None
 
     @property
     def selects_when_shorter(self) -> bool:

@@ -33,6 +33,7 @@ from sglang_ext.memory import (
     reserve_rows,
 )
 from sglang_ext.refusals import UnsupportedError
+from sglang_ext.reports import leave_gaps, report
 from sglang_ext.requests import serving
 from sglang_ext.requests.bodies import CACHE_RANK
 from sglang_ext.server_args import CacheRankServerArgs
@@ -115,6 +116,32 @@ def add_dense_store(result: None, pool: Any) -> None:
             )
 
 
+def prepare_moves(original: Callable[..., None], pool: Any) -> None:
+    """Prepare the pool to move the rows of drafts, of which a chain moves none."""
+    args = _sparse_args()
+    if args is None or not args.has_drafts:
+        return original(pool)
+    pool._kv_copy_config = None
+
+
+def assign_rows(
+    original: Callable[..., None],
+    slots: torch.Tensor,
+    table: torch.Tensor,
+    starts: torch.Tensor,
+    ends: torch.Tensor,
+    rows: torch.Tensor,
+    requests: int,
+) -> None:
+    """Write pool rows that drafts may take into the table of requests."""
+    if table.is_cuda:
+        return original(slots, table, starts, ends, rows, requests)
+    first = 0
+    for slot, start, end in zip(slots.tolist(), starts.tolist(), ends.tolist(), strict=True):
+        table[slot, start:end] = rows[first : first + end - start].to(table.dtype)
+        first += end - start
+
+
 def leave_room_beyond_allocator(available_bytes: int, configurator: Any, *_: Any, **__: Any) -> int:
     """Take our rows beyond the allocator and messages out of the pool's share."""
     args = _sparse_args()
@@ -161,9 +188,7 @@ def run_step(
     else:
         result = rank.run_other(batch.reqs, forward)
     if result.logits_output is not None:
-        info = result.logits_output.customized_info or {}
-        info[CACHE_RANK] = rank.statistics_of(batch.reqs)
-        result.logits_output.customized_info = info
+        report(result, rank.statistics_of(batch.reqs))
     return result
 
 
@@ -172,10 +197,14 @@ def process_result(
 ) -> None:
     """Process what a step computed, but for requests whose answers were lost with a cache rank."""
     rank, plan = inference_rank.current(), getattr(result, "cache_rank_plan", None)
+    if getattr(result, "accept_lens", None) is not None:
+        leave_gaps(batch.reqs)
     if rank is None or plan is None:
         original(scheduler, batch, result, *args, **kw)
         if rank is not None:
             rank.on_prefilled(batch.reqs)
+        if (drafts := getattr(result, "cache_rank_drafts", 0)) and (own := starting.current()):
+            own.on_verified(result.num_correct_drafts_per_req_cpu, drafts)
         return
     if result.copy_done is not None:
         result.copy_done.synchronize()  # the next that SGLang does
@@ -297,7 +326,7 @@ def capture_both_kinds(
 ) -> None:
     """Capture all batch sizes twice: as SGLang alone decodes, and with selection."""
     rank = starting.current()
-    if rank is None:
+    if rank is None or runner.capture_forward_mode.is_target_verify():
         return original(runner, *args, **kwargs)
     rank.capture_both_kinds(lambda: original(runner, *args, **kwargs))
 
@@ -308,6 +337,16 @@ def name_graph(key: Any, runner: Any, *_: Any, **__: Any) -> Any:
     if rank is None or rank.selection.step_is_sparse:
         return key
     return dataclasses.replace(key, variant_label=f"{key.variant_label} dense")
+
+
+def describe_verification(result: Any, runner: Any, *_: Any, **__: Any) -> Any:
+    """Say what attention reads of the drafts in a verification that is captured."""
+    args = _sparse_args()
+    if result is not None or args is None or not runner.capture_forward_mode.is_target_verify():
+        return result
+    from sglang_ext.drafts.forwards import verify_input
+
+    return verify_input(None, None, runner.captured_req_width)
 
 
 def add_calls() -> None:
@@ -344,6 +383,18 @@ HOOKS = (
         else ()
     ),
     Hook(
+        "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool._init_kv_copy_and_warmup",
+        HookType.AROUND,
+        prepare_moves,
+        "it runs a kernel that CPUs do not have",
+    ),
+    Hook(
+        "sglang.srt.mem_cache.allocation.assign_req_to_token_pool_func",
+        HookType.AROUND,
+        assign_rows,
+        "so does it",
+    ),
+    Hook(
         "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._profile_available_bytes",
         HookType.AFTER,
         leave_room_beyond_allocator,
@@ -372,6 +423,12 @@ HOOKS = (
         HookType.AFTER,
         name_graph,
         "a graph is found by its key",
+    ),
+    Hook(
+        f"{DECODE_GRAPHS}.get_spec_info",
+        HookType.AFTER,
+        describe_verification,
+        "it knows the speculative algorithms of SGLang only",
     ),
     Hook(
         "sglang.srt.managers.scheduler.Scheduler.process_batch_result",

@@ -98,13 +98,6 @@ class RequestStatistics:
         )
 
 
-def summary(per_token: list[tuple[int | float | str | None, ...] | None]) -> dict[str, Any]:
-    """Return by name what the last token of a request that has statistics says."""
-    last = next((values for values in reversed(per_token) if values is not None), None)
-    names = [field.name for field in dataclasses.fields(RequestStatistics)]
-    return dict(zip(names, last or RequestStatistics().as_tuple(), strict=True))
-
-
 @dataclasses.dataclass(slots=True, eq=False)
 class SparseSequence:
     """Everything the inference rank owns for one sequence.

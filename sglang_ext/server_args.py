@@ -18,9 +18,11 @@ from sglang.srt.server_args import (
 from sglang.srt.utils import is_flashinfer_available
 
 from sglang_ext import compat, cpu
+from sglang_ext.drafts import algorithm
 from sglang_ext.flags import (
     BACKEND,
     CACHE_RANK_FIELDS,
+    DRAFT_TOKENS,
     HEEDED_FIELDS,
     PREFILL_BACKEND,
     CacheRankFlags,
@@ -96,6 +98,8 @@ class CacheRankServerArgs(CacheRankFlags):
         self._set_for_device()
         self._set("prefill_attention_backend", PREFILL_BACKEND, "prefill writes sketches of keys")
         self._set("decode_attention_backend", BACKEND, "sparse decode by sketches")
+        if self.has_drafts:
+            self._set_for_drafts()
         let_sglang()
         self._refuse_model()
         self._say_what_to_expect_inline()
@@ -192,6 +196,14 @@ class CacheRankServerArgs(CacheRankFlags):
         self._set("page_size", 1, "tokens are selected one by one")
         self._set_for_device()
         self._set("decode_attention_backend", BACKEND, "sparse decode over the working set")
+
+    def _set_for_drafts(self) -> None:
+        algorithm.register()  # SGLang looks for it before plugins are loaded
+        self._set_missing("speculative_num_draft_tokens", DRAFT_TOKENS, "drafts and one token")
+        drafts = int(self.speculative_num_draft_tokens) - 1
+        self._set("speculative_num_steps", drafts, "a chain of drafts")
+        self._set("speculative_eagle_topk", 1, "a chain of drafts")
+        self._set("sampling_backend", "pytorch", "drafts and verification draw with one noise")
 
     def _set_for_device(self) -> None:
         if self.on_gpu:

@@ -8,22 +8,19 @@ attended to. When a server starts it measures steps of two lengths, with selecti
 from __future__ import annotations
 
 import bisect
-import logging
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-from sglang.srt.model_executor.forward_batch_info import (
-    CaptureHiddenMode,
-    ForwardBatch,
-    ForwardMode,
-)
+from torch import Tensor
 
-from sglang_ext import compat
 from sglang_ext.inline.selection import NEVER, Selection
+from sglang_ext.inline.steps import Lengths, decode_batch
 
-logger = logging.getLogger(__name__)
+Verify = Callable[[Tensor, Tensor, Tensor, Lengths, Tensor], Any]
+"""Verifies tokens at positions, of request slots of some lengths, and writes them to pool rows."""
 
 REQUESTS_ON_GPU, REQUESTS_ON_CPU = 32, 2
 """Requests of the steps that are measured, at most."""
@@ -51,6 +48,24 @@ class StepTime(NamedTuple):
         return self.least + self.of_byte * read
 
 
+class VerificationTime(NamedTuple):
+    """How long it takes to verify the drafts of some requests.
+
+    Attributes:
+        step: of as many requests as were measured.
+        requests: that number.
+        of_request: seconds that one request more takes beside what it reads.
+    """
+
+    step: StepTime
+    requests: int
+    of_request: float
+
+    def of(self, requests: int, read: float) -> float:
+        """Seconds for so many requests, if so many bytes are read."""
+        return self.step.of(read) + (requests - self.requests) * self.of_request
+
+
 class Payoff(NamedTuple):
     """What steps of both kinds take.
 
@@ -58,12 +73,14 @@ class Payoff(NamedTuple):
         dense, sparse: their times.
         token_bytes: K and V of a token in all sparse layers.
         sketch_bytes: its sketches there.
+        verification: of drafts; None without them.
     """
 
     dense: StepTime
     sparse: StepTime
     token_bytes: int
     sketch_bytes: int
+    verification: VerificationTime | None = None
 
     def is_shorter(self, tokens: int, scored: int, attended: int) -> bool:
         """Whether a step is shorter if it selects.
@@ -73,9 +90,18 @@ class Payoff(NamedTuple):
             scored: of those that would be sparse.
             attended: of `tokens`, those that it would attend to.
         """
-        without = self.dense.of(tokens * self.token_bytes)
         read = attended * self.token_bytes + scored * self.sketch_bytes
-        return self.sparse.of(read) < without
+        return self.sparse.of(read) < self.dense.of(tokens * self.token_bytes)
+
+    def of_round(
+        self, requests: int, tokens: int, scored: int, attended: int
+    ) -> tuple[float, float, float]:
+        """Seconds of a dense step, of one draft and of a verification; see `is_shorter`."""
+        assert self.verification is not None
+        read = tokens * self.token_bytes
+        drafts = attended * self.token_bytes + scored * self.sketch_bytes
+        verified = self.verification.of(requests, read)
+        return self.dense.of(read), self.sparse.of(drafts), verified
 
     def shortest(self, requests: int, attended: Callable[[int], int], lengths: range) -> int | None:
         """The least of some lengths from which so many sparse requests have shorter steps.
@@ -94,31 +120,35 @@ class Payoff(NamedTuple):
         return lengths[at] if at < len(lengths) else None
 
 
-def measure(runner: Any, selection: Selection, tp_group: Any) -> Payoff | None:
+def measure(
+    runner: Any, selection: Selection, tp_group: Any, verify: Verify | None = None, width: int = 1
+) -> Payoff | None:
     """Measure decode steps of a loaded model whose pool is free; None if it is too small.
 
     Tensor-parallel ranks measure together, and agree.
+
+    Args:
+        runner: SGLang's model runner.
+        selection: of this process.
+        tp_group: of the ranks, on CPUs.
+        verify: verifies drafts, if there are any.
+        width: tokens of a request that it verifies.
     """
-    allocator = runner.token_to_kv_pool_allocator
-    requests, length = _load(runner)
-    if length < 8:
+    requests, longest = _load(runner)
+    shortest = max(longest // 8, width)
+    if longest < 2 * shortest:
         return None
-    rows = allocator.alloc(requests * length)
-    table, slots = runner.req_to_token_pool.req_to_token, slice(requests)
-    table[slots, :length] = rows.view(requests, length).to(table.dtype)
-    before, seconds = selection.step_is_sparse, {}
-    try:
-        for is_sparse in (False, True):
-            selection.step_is_sparse = is_sparse
-            selection.sparse_from[slots] = 0 if is_sparse else NEVER
-            for tokens in (length // 8, length):
-                of_step = rows.view(requests, length)[:, tokens - 1]
-                seconds[is_sparse, tokens] = _time(runner, tokens, of_step)
-    finally:
-        selection.step_is_sparse = before
-        selection.sparse_from[slots] = NEVER
-        table[slots, :length] = 0
-        allocator.free(rows)
+    few = max(1, requests // 4)
+    seconds: dict[str, float] = {}
+    with _taking(runner, requests, longest) as rows:
+        steps = _Steps(runner, selection, rows)
+        for name, tokens in (("short", shortest), ("long", longest)):
+            seconds[f"dense {name}"] = steps.decode(tokens, is_sparse=False)
+            seconds[f"sparse {name}"] = steps.decode(tokens, is_sparse=True)
+            if verify is not None:
+                seconds[f"verify {name}"] = steps.verify(verify, requests, tokens, width)
+        if verify is not None:
+            seconds["verify few"] = steps.verify(verify, few, shortest, width)
     agreed = torch.tensor(list(seconds.values()), dtype=torch.float64)
     torch.distributed.all_reduce(agreed, torch.distributed.ReduceOp.MAX, group=tp_group)
     seconds = dict(zip(seconds, agreed.tolist(), strict=True))
@@ -128,18 +158,23 @@ def measure(runner: Any, selection: Selection, tp_group: Any) -> Payoff | None:
     token_bytes = sum(part[0].numel() * part.element_size() for part in kept)
     sketch_bytes = selection.sketch_bytes // len(pool.k_buffer[-1])
 
-    def step_time(is_sparse: bool) -> StepTime:
+    def step_time(kind: str) -> StepTime:
         def read(tokens: int) -> int:
-            if not is_sparse:
+            if kind != "sparse":
                 return requests * tokens * token_bytes
             return requests * (selection.attended(tokens) * token_bytes + tokens * sketch_bytes)
 
-        short, long = length // 8, length
-        first, last = seconds[is_sparse, short], seconds[is_sparse, long]
-        of_byte = max(0.0, last - first) / max(1, read(long) - read(short))
-        return StepTime(max(0.0, first - of_byte * read(short)), of_byte)
+        first, last = seconds[f"{kind} short"], seconds[f"{kind} long"]
+        of_byte = max(0.0, last - first) / max(1, read(longest) - read(shortest))
+        return StepTime(max(0.0, first - of_byte * read(shortest)), of_byte)
 
-    return Payoff(step_time(False), step_time(True), token_bytes, sketch_bytes)
+    times = step_time("dense"), step_time("sparse"), token_bytes, sketch_bytes
+    if verify is None:
+        return Payoff(*times)
+    step, more = step_time("verify"), requests - few
+    longer = seconds["verify short"] - seconds["verify few"]
+    read = step.of_byte * more * shortest * token_bytes
+    return Payoff(*times, VerificationTime(step, requests, max(0.0, longer - read) / max(1, more)))
 
 
 def _load(runner: Any) -> tuple[int, int]:
@@ -155,32 +190,63 @@ def _load(runner: Any) -> tuple[int, int]:
     return requests, length // page * page
 
 
-@torch.inference_mode()
-def _time(runner: Any, tokens: int, rows: torch.Tensor) -> float:
-    """Seconds of a decode step of requests of so many tokens, whose new ones have these rows."""
-    count, device = len(rows), runner.device
-    best = float("inf")
-    for step in range(STEPS):
-        lengths = torch.full((count,), tokens, dtype=torch.int64)
-        batch = ForwardBatch(
-            forward_mode=ForwardMode.DECODE,
-            batch_size=count,
-            input_ids=torch.zeros(count, dtype=torch.int64, device=device),
-            req_pool_indices=torch.arange(count, device=device),
-            seq_lens=lengths.to(device),
-            seq_lens_cpu=lengths,
-            seq_lens_sum=count * tokens,
-            orig_seq_lens=lengths.to(device, torch.int32),
-            out_cache_loc=rows,
-            positions=lengths.to(device) - 1,
-            capture_hidden_mode=CaptureHiddenMode.NULL,
-        )
-        compat.set_real_tokens(batch, count)
-        wait = torch.get_device_module(device).synchronize
-        wait()
-        started = time.perf_counter()
-        runner.forward(batch)
-        wait()
-        if step:
-            best = min(best, time.perf_counter() - started)
-    return best
+@contextlib.contextmanager
+def _taking(runner: Any, requests: int, length: int) -> Iterator[Tensor]:
+    """Give the first request slots pool rows for a while, (requests, length) int64."""
+    allocator = runner.token_to_kv_pool_allocator
+    table, slots = runner.req_to_token_pool.req_to_token, slice(requests)
+    taken = allocator.alloc(requests * length)
+    rows = taken.view(requests, length)
+    table[slots, :length] = rows.to(table.dtype)
+    try:
+        yield rows
+    finally:
+        table[slots, :length] = 0
+        allocator.free(taken)
+
+
+class _Steps:
+    """Runs steps of requests that hold pool rows, and times them."""
+
+    def __init__(self, runner: Any, selection: Selection, rows: Tensor) -> None:
+        self._runner, self._selection, self._rows = runner, selection, rows
+
+    def decode(self, tokens: int, is_sparse: bool) -> float:
+        """Seconds of a decode step of requests of so many tokens."""
+        requests = len(self._rows)
+        zeros, slots, lengths = self._requests(requests, tokens)
+        batch = decode_batch(self._runner, zeros, slots, lengths, self._rows[:, tokens - 1])
+        before, sparse_from = self._selection.step_is_sparse, self._selection.sparse_from
+        self._selection.step_is_sparse = is_sparse
+        sparse_from[:requests] = 0 if is_sparse else NEVER
+        try:
+            return self._time(lambda: self._runner.forward(batch))
+        finally:
+            self._selection.step_is_sparse = before
+            sparse_from[:requests] = NEVER
+
+    def verify(self, verify: Verify, requests: int, tokens: int, width: int) -> float:
+        """Seconds of a verification, after which requests have so many tokens."""
+        zeros, slots, lengths = self._requests(requests, tokens - width)
+        positions = lengths.device[:, None] + torch.arange(width, device=slots.device)
+        rows = self._rows[:requests, tokens - width : tokens]
+        of_step = zeros[:, None].expand(requests, width), positions, slots, lengths, rows
+        return self._time(lambda: verify(*of_step))
+
+    def _requests(self, count: int, tokens: int) -> tuple[Tensor, Tensor, Lengths]:
+        """Token 0 for each of the first slots, these, and their lengths."""
+        host, device = torch.full((count,), tokens, dtype=torch.int64), self._runner.device
+        slots = torch.arange(count, device=device)
+        return torch.zeros_like(slots), slots, Lengths(host.to(device), host)
+
+    @torch.inference_mode()
+    def _time(self, step: Callable[[], Any]) -> float:
+        wait = torch.get_device_module(self._runner.device).synchronize
+        taken = []
+        for _ in range(STEPS):
+            wait()
+            started = time.perf_counter()
+            step()
+            wait()
+            taken.append(time.perf_counter() - started)
+        return min(taken[1:])

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
 
 from sglang_ext import compat, reuse
+from sglang_ext.inline.draft_number import DraftNumber
 from sglang_ext.inline.metrics import InlineMetrics
 from sglang_ext.inline.payoff import Payoff
 from sglang_ext.inline.selection import NEVER, Selection
-from sglang_ext.lifecycle import asks_to_stay_dense, prepare_requests
+from sglang_ext.lifecycle import DenseReason, asks_to_stay_dense, prepare_requests
 from sglang_ext.server_args import CacheRankServerArgs
 
 Result = TypeVar("Result")
@@ -22,10 +24,12 @@ class InlineRank:
 
     A request is sparse from `--sparse-threshold` tokens on, whatever else the server does. Without
     this flag, all of a batch that are long enough are sparse in steps that this makes shorter.
+    Where selection only drafts, all other steps are dense.
 
     Attributes:
         selection: of this process.
         payoff: tells which steps selection makes shorter; None where it does not matter.
+        drafts: tells how many drafts a round has; None without drafts.
         fit_again: fits the sketches to weights that will be loaded, and says whether it could; None
             where they are fitted to those of today.
     """
@@ -33,6 +37,7 @@ class InlineRank:
     def __init__(self, args: CacheRankServerArgs, selection: Selection, tp_rank: int) -> None:
         self.selection = selection
         self.payoff: Payoff | None = None
+        self.drafts: DraftNumber | None = None
         self.fit_again: Callable[[], bool] | None = None
         self._args = args
         self._weight_updates = 0
@@ -62,26 +67,30 @@ class InlineRank:
     ) -> Result:
         """Run a decode step of requests of such lengths, current tokens included."""
         self._enter(requests)
-        sparse = self._sparse_of(requests, lengths)
-        sparse_slots, attended = set(), 0
+        sparse = self._where_shorter(self._long_ones(requests, lengths), lengths)
+        self._count(requests, sparse, steps=1)
         for request, length in sparse:
-            statistics = request.cache_rank_statistics
-            statistics.dense_reason = None
-            statistics.sparse_steps += 1
-            statistics.attended_tokens = self.selection.attended(length)
-            attended += statistics.attended_tokens
-            sparse_slots.add(compat.pool_state(request).req_pool_idx)
             reuse.note_sparse(request, length - 1)
-        self._sparse_slots = sparse_slots
-        self._steps += bool(sparse_slots)
         # SGLang's kernels and ours round differently. Where tokens must not depend on the batch,
         # all steps take ours.
-        self.selection.step_is_sparse = bool(sparse_slots) or self._is_deterministic
-        self._metrics.on_decode(len(requests), len(sparse_slots), attended)
+        self.selection.step_is_sparse = bool(sparse) or self._is_deterministic
         return forward()
 
-    def _sparse_of(self, requests: list[Any], lengths: list[int]) -> list[tuple[Any, int]]:
-        """The requests of a decode step that are sparse, and their lengths; others get a reason."""
+    def plan_drafts(self, requests: list[Any], lengths: list[int]) -> int:
+        """Decide how many drafts a round has of requests of such lengths; 0 is a dense step."""
+        assert self.drafts is not None
+        self._enter(requests)
+        long_ones = self._long_ones(requests, lengths)
+        drafts = 0
+        if long_ones:
+            drafts = self.drafts.choose(len(requests), *self._load(long_ones, lengths))
+        if drafts == 0:
+            _give_reason(long_ones, "not_shorter")
+        self._count(requests, long_ones if drafts else [], drafts or 1)
+        return drafts
+
+    def _long_ones(self, requests: list[Any], lengths: list[int]) -> list[tuple[Any, int]]:
+        """The requests that may be sparse, and their lengths; others get a reason."""
         found = []
         for request, length in zip(requests, lengths, strict=True):
             if length < self._args.sparse_from:
@@ -91,15 +100,40 @@ class InlineRank:
                 self._metrics.on_asked(request)
             else:
                 found.append((request, length))
-        if self.payoff is None or not found:
-            return found
-        tokens, scored = sum(lengths), sum(length for _, length in found)
-        selected = sum(self.selection.attended(length) for _, length in found)
-        if self.payoff.is_shorter(tokens, scored, tokens - scored + selected):
-            return found
-        for request, _ in found:
-            request.cache_rank_statistics.dense_reason = "not_shorter"
+        return found
+
+    def _where_shorter(
+        self, long_ones: list[tuple[Any, int]], lengths: list[int]
+    ) -> list[tuple[Any, int]]:
+        """Those that a step selects for: all, or none if this would make the step longer."""
+        if self.drafts is not None:
+            return []  # dense, as all that is no draft; the round has given the reason
+        if self.payoff is None or not long_ones:
+            return long_ones
+        if self.payoff.is_shorter(*self._load(long_ones, lengths)):
+            return long_ones
+        _give_reason(long_ones, "not_shorter")
         return []
+
+    def _load(self, long_ones: list[tuple[Any, int]], lengths: list[int]) -> tuple[int, int, int]:
+        """The tokens of a step: all, those scored if it selects, and those then attended to."""
+        tokens, scored = sum(lengths), sum(length for _, length in long_ones)
+        selected = sum(self.selection.attended(length) for _, length in long_ones)
+        return tokens, scored, tokens - scored + selected
+
+    def _count(self, requests: list[Any], sparse: list[tuple[Any, int]], steps: int) -> None:
+        """Account for steps that select for some requests."""
+        attended = 0
+        for request, length in sparse:
+            statistics = request.cache_rank_statistics
+            statistics.dense_reason = None
+            statistics.sparse_steps += steps
+            statistics.attended_tokens = self.selection.attended(length)
+            attended += statistics.attended_tokens
+        self._sparse_slots = {compat.pool_state(request).req_pool_idx for request, _ in sparse}
+        self._steps += steps if sparse else 0
+        for _ in range(steps):
+            self._metrics.on_decode(len(requests), len(sparse), attended)
 
     def _enter(self, requests: list[Any]) -> None:
         """Write what is known of requests that have come to a slot."""
@@ -128,9 +162,23 @@ class InlineRank:
             if not self._sparse_slots:
                 self._metrics.on_no_sparse_requests()
 
+    def on_verified(self, accepted: list[int], drafts: int) -> None:
+        """Note how many drafts of each request a verification has confirmed."""
+        assert self.drafts is not None
+        self.drafts.note(accepted, drafts)
+
     def on_weights_updated(self) -> None:
         """Keep what other weights have computed apart."""
         self._weight_updates += 1
+
+    @contextlib.contextmanager
+    def selecting(self) -> Iterator[None]:
+        """Have decode steps select, which draft."""
+        self.selection.step_is_sparse = True
+        try:
+            yield
+        finally:
+            self.selection.step_is_sparse = False
 
     def capture_both_kinds(self, capture: Callable[[], None]) -> None:
         """Capture the graphs of steps without sparse requests, then those of steps with some."""
@@ -158,4 +206,10 @@ class InlineRank:
             "sparse_budget": str(self.selection.curve),
             "sketch_bytes": self.selection.sketch_bytes,
             "seconds_of_steps": self.payoff and self.payoff._asdict(),
+            "drafts": self.drafts and self.drafts.state(),
         }
+
+
+def _give_reason(requests: list[tuple[Any, int]], why: DenseReason) -> None:
+    for request, _ in requests:
+        request.cache_rank_statistics.dense_reason = why

@@ -13,6 +13,7 @@ from sglang.srt.runtime_context import get_parallel
 from sglang_ext.calibration.key_statistics import KeyBasis
 from sglang_ext.inline import calibrating, payoff
 from sglang_ext.inline.attention import InlineAttnBackend
+from sglang_ext.inline.draft_number import DraftNumber
 from sglang_ext.inline.rank import InlineRank
 from sglang_ext.inline.selection import Selection, heads_of, make_codes
 from sglang_ext.server_args import CacheRankServerArgs
@@ -68,8 +69,15 @@ def prepare(scheduler: Any, args: CacheRankServerArgs) -> None:
         place = parallel.tp_rank, parallel.tp_size
         folder = Path(args.calibration)
         _load(_current, calibrating.of_folder(folder, args.dense_layers, heads, *place))
-    if args.selects_when_shorter:
-        runner, group = scheduler.tp_worker.model_runner, scheduler.tp_cpu_group
+    runner, group = scheduler.tp_worker.model_runner, scheduler.tp_cpu_group
+    if args.has_drafts:
+        forwards, measured = scheduler.draft_worker.forwards, None
+        if args.selects_when_shorter:
+            with forwards.as_decode():
+                of_group = runner, _current.selection, group
+                measured = payoff.measure(*of_group, forwards.verify, forwards.width)
+        _current.drafts = DraftNumber(forwards.width - 1, measured)
+    elif args.selects_when_shorter:
         _current.payoff = payoff.measure(runner, _current.selection, group)
         _say_when_steps_select(_current, args.sparse_from, int(runner.model_config.context_len))
 

@@ -14,7 +14,9 @@ from sglang.srt.environ import envs
 from cache_rank.config import ModelShape
 from sglang_ext import compat, cpu
 from sglang_ext.flags import (
+    ALGORITHM,
     BACKEND,
+    MOST_DRAFT_TOKENS,
     PREFILL_BACKEND,
     SGLANG_FIELDS,
     CacheRankFlags,
@@ -73,9 +75,16 @@ INLINE_FLAGS = {
     "--enable-session-radix-cache --enable-unified-cache-external-linker": (
         "K and V that come back to the pool have no sketches"
     ),
-    "--speculative-algorithm": "it verifies several queries a step, and one is selected for",
 }
 """Flags that selection in SGLang's process does not allow, and why."""
+
+DRAFTS_FLAGS = {
+    "--enable-deterministic-inference": "the rounding of a verification depends on its drafts",
+    "--reuse-sparse-tokens": "all that the radix cache is offered is verified",
+    "--speculative-draft-model-path --speculative-adaptive --speculative-use-rejection-sampling "
+    "--speculative-attention-mode": "the model itself drafts, by selected tokens",
+}
+"""Flags that drafts do not allow, and why."""
 
 GPU_VARIABLES = {
     "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING": "the KV pool gets its size after what is sized by it",
@@ -169,9 +178,30 @@ def inline(args: CacheRankFlags) -> Iterator[Objection]:
         why = "prefill writes sketches of keys, beside the kernels of --attention-backend"
         remedy = f"{DROP}, and choose the kernels with --attention-backend"
         yield Objection("--prefill-attention-backend", why, remedy)
+    if args.has_drafts:
+        yield from _drafts(args)
     if args.recent_tokens < 1:
         yield Objection("--recent-tokens", "the current token is one of them", "pass 1 or more")
     yield from _threshold(args)
+
+
+def _drafts(args: CacheRankFlags) -> Iterator[Objection]:
+    if str(args.speculative_algorithm).upper() != ALGORITHM:
+        why = "it verifies several queries a step, and one is selected for"
+        remedy = f"pass --speculative-algorithm {ALGORITHM}, {DROP}, or {PLAIN}"
+        yield Objection("--speculative-algorithm", why, remedy)
+    yield from of_flags(args, DRAFTS_FLAGS)
+    tokens = args.speculative_num_draft_tokens
+    if tokens is not None and not 2 <= tokens <= MOST_DRAFT_TOKENS:
+        why = f"a round has 1 to {MOST_DRAFT_TOKENS - 1} drafts beside the current token"
+        remedy = f"pass 2 to {MOST_DRAFT_TOKENS}"
+        yield Objection("--speculative-num-draft-tokens", why, remedy)
+    drafts = None if tokens is None else tokens - 1
+    if args.speculative_num_steps not in (None, drafts):
+        why = "drafts are one less than --speculative-num-draft-tokens"
+        yield Objection("--speculative-num-steps", why)
+    if args.speculative_eagle_topk not in (None, 1):
+        yield Objection("--speculative-eagle-topk", "drafts are a chain")
 
 
 def _compute_capability() -> tuple[int, int]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from fastapi import HTTPException
 
-from sglang_ext.lifecycle import summary
+from sglang_ext.reports import summary
 from sglang_ext.requests import heed_body, refuse_request
 from sglang_ext.requests.bodies import CACHE_RANK, note_wish
 from sglang_ext.requests.bounds import Limits

@@ -15,7 +15,7 @@ import torch
 
 from sglang_ext import compat, hooks, inference_rank, plugin, processes
 from sglang_ext.hooks import HOOKS, Hook
-from sglang_ext.lifecycle import summary
+from sglang_ext.reports import summary
 from sglang_ext.refusals import UnsupportedError
 from sglang_ext.requests import CACHE_RANK, serving
 from sglang_ext.server_args import BUNDLED_MODEL, CacheRankServerArgs

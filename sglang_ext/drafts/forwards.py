@@ -1,0 +1,121 @@
+"""The forward passes of a round: decode steps over selected tokens, or all, and verifications."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from sglang.srt.model_executor.forward_batch_info import (
+    CaptureHiddenMode,
+    ForwardBatch,
+    ForwardMode,
+)
+from sglang.srt.speculative.dflash_info import DFlashVerifyInput
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+from torch import Tensor
+
+from sglang_ext.inline.selection import Selection
+from sglang_ext.inline.steps import Lengths, batch_of, decode_batch
+
+
+def verify_input(tokens: Tensor | None, positions: Tensor | None, width: int) -> Any:
+    """What SGLang's attention reads of a verification of `width` tokens a request, in a row."""
+    return DFlashVerifyInput(
+        draft_token=tokens,
+        positions=positions,
+        draft_token_num=width,
+        capture_hidden_mode=CaptureHiddenMode.NULL,
+    )
+
+
+class Forwards:
+    """Runs the model of a scheduler process.
+
+    Attributes:
+        width: tokens of a request in a verification.
+    """
+
+    def __init__(self, runner: Any, width: int) -> None:
+        self.width = width
+        self._runner = runner
+        self._verify_graphs: Any = None
+        self._decode_graphs: Any = None
+
+    def capture(self, selection: Selection, backend: Any) -> None:
+        """Capture decode steps beside the verifications that SGLang has captured, on a GPU.
+
+        Args:
+            selection: of this process.
+            backend: of attention, whose buffers belong to these graphs.
+        """
+        selection.step_is_sparse = False
+        self._verify_graphs = self._runner.decode_cuda_graph_runner
+        if not hasattr(self._verify_graphs, "captured_req_width"):
+            self._decode_graphs = self._verify_graphs  # there are no graphs
+            return
+        from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
+
+        algorithm = self._runner.spec_algorithm
+        self._runner.spec_algorithm = SpeculativeAlgorithm.NONE
+        try:
+            self._decode_graphs = DecodeCudaGraphRunner(self._runner, attn_backend=backend)
+        finally:
+            self._runner.spec_algorithm = algorithm
+
+    @contextlib.contextmanager
+    def as_decode(self) -> Iterator[None]:
+        """Have the model's runner take decode steps for what they are without drafts."""
+        self._runner.decode_cuda_graph_runner = self._decode_graphs
+        try:
+            yield
+        finally:
+            self._runner.decode_cuda_graph_runner = self._verify_graphs
+
+    def decode(self, tokens: Tensor, slots: Tensor, lengths: Lengths, rows: Tensor) -> Tensor:
+        """Run a decode step; see `decode_batch`. Returns logits, (B, vocabulary)."""
+        with self.as_decode():
+            batch = decode_batch(self._runner, tokens, slots, lengths, rows)
+            return self._runner.forward(batch).logits_output.next_token_logits
+
+    def verify(
+        self, tokens: Tensor, positions: Tensor, slots: Tensor, lengths: Lengths, rows: Tensor
+    ) -> Any:
+        """Run all tokens of a round through the model, each attending to all before it.
+
+        Args:
+            tokens, positions, rows: (B, width), the current token of a request first.
+            slots: (B,) request slots.
+            lengths: of the requests without these tokens.
+
+        Returns:
+            SGLang's output; its logits are (B * width, vocabulary).
+        """
+        batch = batch_of(
+            self._runner,
+            ForwardMode.TARGET_VERIFY,
+            tokens.flatten(),
+            positions.flatten(),
+            slots,
+            lengths,
+            rows.flatten(),
+        )
+        batch.spec_info = verify_input(batch.input_ids, batch.positions, self.width)
+        batch.spec_algorithm = self._runner.spec_algorithm
+        if torch.device(self._runner.device).type == "cpu":  # it verifies as it prefills
+            _as_extend(batch, lengths, self.width)
+        return self._runner.forward(batch)
+
+
+def _as_extend(batch: ForwardBatch, lengths: Lengths, width: int) -> None:
+    count = len(lengths.host)
+    after = lengths.after(width)
+    batch.extend_prefix_lens = lengths.device.to(torch.int32)
+    batch.extend_prefix_lens_cpu = lengths.host.tolist()
+    batch.extend_seq_lens = torch.full((count,), width, dtype=torch.int32)
+    batch.extend_seq_lens_cpu = [width] * count
+    batch.extend_start_loc = torch.arange(count, dtype=torch.int32) * width
+    batch.extend_num_tokens = count * width
+    batch.seq_lens, batch.seq_lens_cpu = after.device, after.host
+    batch.seq_lens_sum = int(after.host.sum())

@@ -1,0 +1,214 @@
+"""A round of decoding, from top to bottom: draft, verify, accept.
+
+    draft     so many decode steps over selected tokens, whose tokens are drawn with shared noise
+    verify    the current token and all drafts, in one pass that attends to everything; it replaces
+              what drafts have written to the KV pool
+    accept    drafts are right up to the first that differs; there the verification's token stands
+
+Drafts lie within the newest tokens, which are always attended to, and what is wrong of them is
+written over by the next round. So nothing is ever taken back.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from sglang.srt.managers.utils import GenerationBatchResult
+from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
+from sglang.srt.speculative.spec_info import SpecInput, SpecInputType
+from torch import Tensor
+
+from sglang_ext import compat
+from sglang_ext.drafts.acceptance import ForcedAcceptance, accepted
+from sglang_ext.drafts.forwards import Forwards
+from sglang_ext.drafts.sampling import draw, seeds_of
+from sglang_ext.inline import starting
+from sglang_ext.inline.rank import InlineRank
+from sglang_ext.inline.steps import Lengths
+from sglang_ext.reports import report
+
+Publish = Callable[[Tensor], None]
+
+
+@dataclasses.dataclass
+class CurrentTokens(SpecInput):
+    """What a round leaves to the next one: the last token of each request, (B,) int64.
+
+    The other fields are SGLang's, which passes tokens on by request slots where steps overlap.
+    """
+
+    bonus_tokens: Tensor
+    future_indices: Tensor | None = None
+    topk_p: None = None
+    topk_index: None = None
+    hidden_states: None = None
+
+    def __post_init__(self) -> None:
+        super().__init__(SpecInputType.EAGLE_DRAFT)
+
+    def filter_batch(self, new_indices: Tensor, *_: Any, **__: Any) -> None:
+        """Keep some requests."""
+        if self.future_indices is not None:
+            self.future_indices = self.future_indices[new_indices]
+        else:
+            self.bonus_tokens = self.bonus_tokens[new_indices]
+
+    def merge_batch(self, other: CurrentTokens) -> None:
+        """Append the requests of another batch."""
+        if self.future_indices is not None:
+            self.future_indices = torch.cat([self.future_indices, other.future_indices])
+        else:
+            self.bonus_tokens = torch.cat([self.bonus_tokens, other.bonus_tokens])
+
+
+class DraftWorker(BaseSpecWorker):
+    """Decodes for SGLang's scheduler, which calls it in the place of the model's own worker."""
+
+    def __init__(self, server_args: Any, target_worker: Any, **_: Any) -> None:
+        super().__init__()
+        self._target_worker, self._draft_worker = target_worker, None
+        self._args = server_args
+        self._width = int(server_args.speculative_num_draft_tokens)
+        self._forced = ForcedAcceptance()
+        self.forwards = Forwards(target_worker.model_runner, self._width)
+
+    def init_cuda_graphs(self) -> None:
+        runner = self._target_worker.model_runner
+        backend = starting.create_backend(runner, self._args)
+        self.forwards.capture(backend.selection, backend)
+
+    def forward_batch_generation(
+        self, batch: Any, on_publish: Publish | None = None, pp_proxy_tensors: Any = None
+    ) -> GenerationBatchResult:
+        """Read prompts, or decode a round."""
+        sampling = batch.sampling_info
+        if not sampling.is_all_greedy and not sampling.need_min_p_sampling:
+            # SGLang's own sampler has no seeds for min_p.
+            sampling.sampling_seed = seeds_of(batch.reqs, batch.device)
+        if not batch.forward_mode.is_decode():
+            return self._read(batch, on_publish)
+        rank = starting.current()
+        assert rank is not None
+        # The current token has no row yet: it is one more than SGLang's lengths say.
+        lengths = Lengths(batch.seq_lens, batch.seq_lens_cpu)
+        drafts = 0
+        if _can_draft(batch):
+            drafts = rank.plan_drafts(batch.reqs, (lengths.host + 1).tolist())
+        if drafts == 0:
+            return self._decode(batch, lengths, on_publish)
+        return self._round(rank, batch, lengths, drafts, on_publish)
+
+    def _read(self, batch: Any, on_publish: Publish | None) -> GenerationBatchResult:
+        """Run a prefill, which samples first tokens."""
+        result = self._target_worker.forward_batch_generation(batch)
+        if on_publish is not None:
+            on_publish(batch.seq_lens)
+        result.next_draft_input = CurrentTokens(result.next_token_ids)
+        return result
+
+    def _decode(
+        self, batch: Any, lengths: Lengths, on_publish: Publish | None
+    ) -> GenerationBatchResult:
+        """Decode one token of each request as without drafts."""
+        after = lengths.after(1)
+        batch.input_ids = batch.spec_info.bonus_tokens
+        batch.out_cache_loc = self._rows(batch, lengths, 1).flatten()
+        batch.seq_lens, batch.seq_lens_cpu = after.device, after.host
+        batch.seq_lens_sum = int(after.host.sum())
+        batch.spec_info = None
+        with self.forwards.as_decode():
+            result = self._target_worker.forward_batch_generation(batch)
+        if batch.return_logprob:
+            logprobs = result.logits_output.next_token_logprobs
+            result.logits_output.next_token_logprobs = logprobs.view(-1, 1)
+        ones = torch.ones_like(after.device, dtype=torch.int32)
+        return self._finish(result, result.next_token_ids, ones, lengths, 1, on_publish)
+
+    def _round(
+        self,
+        rank: InlineRank,
+        batch: Any,
+        lengths: Lengths,
+        drafts: int,
+        on_publish: Publish | None,
+    ) -> GenerationBatchResult:
+        slots, rows = batch.req_pool_indices, self._rows(batch, lengths, self._width)
+        positions = lengths.device[:, None] + torch.arange(self._width, device=rows.device)
+        sampling, seeds = batch.sampling_info, batch.sampling_info.sampling_seed
+        tokens = torch.zeros_like(positions)
+        tokens[:, 0] = batch.spec_info.bonus_tokens
+        with rank.selecting():
+            for step in range(drafts):
+                of_step = tokens[:, step], slots, lengths.after(step + 1), rows[:, step]
+                logits = self.forwards.decode(*of_step)
+                tokens[:, step + 1] = draw(logits, sampling, seeds, positions[:, step])
+
+        output = self.forwards.verify(tokens, positions, slots, lengths, rows)
+        verified = draw(
+            output.logits_output.next_token_logits, sampling, seeds, positions.flatten()
+        )
+        right = accepted(tokens[:, 1 : drafts + 1], verified.view(-1, self._width))
+        right = self._forced(right, drafts)
+        if batch.return_logprob:
+            compat.add_spec_logprobs(batch, output.logits_output, verified, self._width)
+        result = GenerationBatchResult(
+            logits_output=output.logits_output, can_run_cuda_graph=output.can_run_graph
+        )
+        result.cache_rank_drafts = drafts
+        report(result, rank.statistics_of(batch.reqs))
+        return self._finish(result, verified, right + 1, lengths, self._width, on_publish)
+
+    def _finish(
+        self,
+        result: GenerationBatchResult,
+        tokens: Tensor,
+        counts: Tensor,
+        lengths: Lengths,
+        width: int,
+        on_publish: Publish | None,
+    ) -> GenerationBatchResult:
+        """Say which of (B * width,) tokens stand: the first ones of each request."""
+        after = lengths.device + counts
+        if on_publish is not None:
+            on_publish(after)
+        last = tokens.view(-1, width).gather(1, counts.long()[:, None] - 1)
+        result.next_token_ids, result.accept_lens = tokens.to(torch.int32), counts
+        result.new_seq_lens, result.speculative_num_draft_tokens = after, width
+        result.next_draft_input = CurrentTokens(last.flatten().long())
+        return result
+
+    def _rows(self, batch: Any, lengths: Lengths, count: int) -> Tensor:
+        """The pool rows of the tokens behind those that requests have, (B, count) int64."""
+        table = batch.req_to_token_pool.req_to_token
+        columns = lengths.device[:, None] + torch.arange(count, device=table.device)
+        return table[batch.req_pool_indices[:, None], columns].long()
+
+    # SGLang loads weights into drafts' models too, up to 0.5.18; here they are the model's.
+
+    def update_weights_from_tensor(self, request: Any) -> Any:
+        return self._target_worker.update_weights_from_tensor(request)
+
+    def update_weights_from_disk(self, request: Any) -> tuple[bool, str]:
+        return True, "drafts have no weights of their own"
+
+    update_weights_from_ipc = update_weights_from_disk
+
+
+def _can_draft(batch: Any) -> bool:
+    """Whether all that a token's probabilities depend on is known before those before it are.
+
+    Penalties and grammars depend on all tokens before; a batch with such a request decodes as
+    without drafts.
+    """
+    sampling = batch.sampling_info
+    return not (
+        batch.has_grammar
+        or batch.return_hidden_states
+        or sampling.has_custom_logit_processor
+        or sampling.need_min_p_sampling
+        or sampling.acc_additive_penalties is not None
+        or sampling.acc_scaling_penalties is not None
+    )

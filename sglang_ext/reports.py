@@ -1,0 +1,31 @@
+"""How what a response reports of its request travels: beside each token of a step's output."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from sglang_ext.lifecycle import RequestStatistics
+from sglang_ext.requests.bodies import CACHE_RANK
+
+
+def report(result: Any, statistics: list[tuple[int | str | None, ...]]) -> None:
+    """Let a step's result carry what responses report, one entry a request."""
+    info = result.logits_output.customized_info or {}
+    info[CACHE_RANK] = statistics
+    result.logits_output.customized_info = info
+
+
+def leave_gaps(requests: list[Any]) -> None:
+    """Have one entry for each token before a step adds its own: a round has several tokens."""
+    for request in requests:
+        entries = (request.customized_info or {}).get(CACHE_RANK)
+        if entries is not None:
+            entries.extend([None] * (len(request.output_ids) - len(entries)))
+
+
+def summary(per_token: list[tuple[int | float | str | None, ...] | None]) -> dict[str, Any]:
+    """Return by name what the last token of a request that has statistics says."""
+    last = next((values for values in reversed(per_token) if values is not None), None)
+    names = [field.name for field in dataclasses.fields(RequestStatistics)]
+    return dict(zip(names, last or RequestStatistics().as_tuple(), strict=True))
