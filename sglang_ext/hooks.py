@@ -124,6 +124,20 @@ def prepare_moves(original: Callable[..., None], pool: Any) -> None:
     pool._kv_copy_config = None
 
 
+def widen_table(
+    original: Callable[..., None], table: Any, *args: Any, max_context_len: int, **kwargs: Any
+) -> None:
+    """Make the table of requests wide enough for the rows that drafts may take.
+
+    SGLang takes rows for two rounds behind a request, and its table has columns for one and four
+    tokens more. At the end of the context the rest would go to the request of the next slot.
+    """
+    ours = _sparse_args()
+    if ours is not None and ours.has_drafts:
+        max_context_len += int(ours.speculative_num_draft_tokens)
+    original(table, *args, max_context_len=max_context_len, **kwargs)
+
+
 def assign_rows(
     original: Callable[..., None],
     slots: torch.Tensor,
@@ -386,13 +400,19 @@ HOOKS = (
         "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool._init_kv_copy_and_warmup",
         HookType.AROUND,
         prepare_moves,
-        "it runs a kernel that CPUs do not have",
+        "drafts are a chain, and the kernel that it runs is missing on CPUs",
+    ),
+    Hook(
+        "sglang.srt.mem_cache.memory_pool.ReqToTokenPool.__init__",
+        HookType.AROUND,
+        widen_table,
+        "a request that is as long as can be must not write to another's rows",
     ),
     Hook(
         "sglang.srt.mem_cache.allocation.assign_req_to_token_pool_func",
         HookType.AROUND,
         assign_rows,
-        "so does it",
+        "its kernel is missing on CPUs",
     ),
     Hook(
         "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._profile_available_bytes",

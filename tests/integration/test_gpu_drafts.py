@@ -1,0 +1,56 @@
+"""A GPU drafts and verifies inside captured graphs, and answers as dense decoding does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from workload import DENSE, LIKELY_TOKENS, random_prompts, same_but_for_rounding
+
+from scripts.shared.serving import Server, serve
+
+pytestmark = pytest.mark.timeout(600)
+
+FLAGS = (
+    "--skip-tokenizer-init --dtype bfloat16 --sparse-threshold 600 --sparse-budget 512 "
+    "--recent-tokens 32 --cuda-graph-bs-decode 1 2 4 8 --max-running-requests 16 "
+    "--max-total-tokens 100000 --grammar-backend none --chunked-prefill-size 512 "
+    "--speculative-algorithm CACHE_RANK"
+).split()
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param("--attention-backend fa3", marks=pytest.mark.gpu(1)),
+        pytest.param("--attention-backend triton", marks=pytest.mark.gpu(1)),
+        pytest.param("--attention-backend fa3 --tp-size 2", marks=pytest.mark.gpu(2)),
+    ],
+)
+def drafting_server(request: pytest.FixtureRequest, deep_model: Path) -> Iterator[Server]:
+    with serve([*FLAGS, "--model-path", str(deep_model), *request.param.split()]) as server:
+        yield server
+
+
+def test_answers_equal_those_without_drafts_but_for_rounding(drafting_server: Server) -> None:
+    """One at a time: a request that asks to stay dense is then decoded without drafts."""
+    compared = confirmed = rounds = 0
+    for prompt in random_prompts([650, 900, 1300, 700]):
+        found = drafting_server.generate(prompt, 200, **LIKELY_TOKENS)
+        expected = drafting_server.generate(prompt, 200, **LIKELY_TOKENS, **DENSE)
+        assert found["meta_info"]["cache_rank"]["sparse_steps"] > 30
+        assert expected["meta_info"]["cache_rank"]["sparse_steps"] == 0
+        compared += same_but_for_rounding(found, expected)
+        confirmed += found["meta_info"]["spec_num_correct_drafts"]
+        rounds += found["meta_info"]["spec_verify_ct"]
+    assert compared > 200
+    assert confirmed > rounds  # of eight in a round
+
+
+def test_a_batch_of_many_lengths_gets_all_its_tokens(drafting_server: Server) -> None:
+    prompts = random_prompts([700, 30, 2500, 650, 100, 800])
+    for _ in range(2):
+        answers = drafting_server.generate_all(prompts, 150)
+        assert [len(answer["output_ids"]) for answer in answers] == [150] * 6
+    assert drafting_server.wait_for(10, sparse_requests=0)["drafts"]["rounds"] > 10
