@@ -156,6 +156,10 @@ pool_state: Callable[[Any], Any] = _in_record if _SINCE_0_5_19 else _in_request
 """Return what holds a request's `req_pool_idx` and `cache_protected_len`: from 0.5.19 on `kv`."""
 
 
+ASKS_FOR_DRAFTS_POOL = not _SINCE_0_5_19
+"""Up to 0.5.18 a scheduler with a speculative algorithm looks for the pool of its drafts' model."""
+
+
 HAS_SALT = _SINCE_0_5_20
 """Before, `extra_key` of a request holds its `cache_salt`."""
 

@@ -124,6 +124,12 @@ def prepare_moves(original: Callable[..., None], pool: Any) -> None:
     pool._kv_copy_config = None
 
 
+def find_drafts_pool(original: Callable[..., Any], **kwargs: Any) -> Any:
+    """Find the KV pool of drafts, which have none of their own."""
+    args = _sparse_args()
+    return None if args is not None and args.has_drafts else original(**kwargs)
+
+
 def widen_table(
     original: Callable[..., None], table: Any, *args: Any, max_context_len: int, **kwargs: Any
 ) -> None:
@@ -401,6 +407,18 @@ HOOKS = (
         HookType.AROUND,
         prepare_moves,
         "drafts are a chain, and the kernel that it runs is missing on CPUs",
+    ),
+    *(
+        (
+            Hook(
+                "sglang.srt.mem_cache.kv_cache_builder.get_draft_kv_pool",
+                HookType.AROUND,
+                find_drafts_pool,
+                "up to 0.5.18; it takes each speculative algorithm for one with a model",
+            ),
+        )
+        if compat.ASKS_FOR_DRAFTS_POOL
+        else ()
     ),
     Hook(
         "sglang.srt.mem_cache.memory_pool.ReqToTokenPool.__init__",

@@ -44,6 +44,7 @@ class InlineAttnBackend(AroundDenseKernels):
     def __init__(self, runner: Any, args: CacheRankServerArgs, selection: Selection) -> None:
         super().__init__(runner, args.attention_backend)
         self._dense_layers = args.dense_layers
+        self.needs_cpu_seq_lens |= args.has_drafts  # rounds are planned by them
         # In sparse steps, whose graphs must not share buffers with those of dense steps.
         make = ATTENTION_BACKENDS[args.attention_backend]
         self._for_dense_layers = make(runner) if args.dense_layers else None

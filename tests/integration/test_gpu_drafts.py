@@ -16,7 +16,7 @@ FLAGS = (
     "--skip-tokenizer-init --dtype bfloat16 --sparse-threshold 600 --sparse-budget 512 "
     "--recent-tokens 32 --cuda-graph-bs-decode 1 2 4 8 --max-running-requests 16 "
     "--max-total-tokens 100000 --grammar-backend none --chunked-prefill-size 512 "
-    "--speculative-algorithm CACHE_RANK"
+    "--speculative-algorithm CACHE_RANK --cuda-graph-backend-prefill disabled"
 ).split()
 
 
