@@ -341,12 +341,17 @@ def prepare_selection(result: None, scheduler: Any, *_: Any, **__: Any) -> None:
         starting.prepare(scheduler, args)
 
 
+def _verifies(runner: Any) -> bool:
+    """Whether a runner of graphs has those of verifications."""
+    return bool(runner.capture_forward_mode.is_target_verify())
+
+
 def capture_both_kinds(
     original: Callable[..., None], runner: Any, *args: Any, **kwargs: Any
 ) -> None:
     """Capture all batch sizes twice: as SGLang alone decodes, and with selection."""
     rank = starting.current()
-    if rank is None or runner.capture_forward_mode.is_target_verify():
+    if rank is None or _verifies(runner):
         return original(runner, *args, **kwargs)
     rank.capture_both_kinds(lambda: original(runner, *args, **kwargs))
 
@@ -354,7 +359,7 @@ def capture_both_kinds(
 def name_graph(key: Any, runner: Any, *_: Any, **__: Any) -> Any:
     """Tell the two graphs of a batch size apart, in their capture and in their use."""
     rank = starting.current()
-    if rank is None or rank.selection.step_is_sparse:
+    if rank is None or rank.selection.step_is_sparse or _verifies(runner):
         return key
     return dataclasses.replace(key, variant_label=f"{key.variant_label} dense")
 
@@ -362,7 +367,7 @@ def name_graph(key: Any, runner: Any, *_: Any, **__: Any) -> Any:
 def describe_verification(result: Any, runner: Any, *_: Any, **__: Any) -> Any:
     """Say what attention reads of the drafts in a verification that is captured."""
     args = _sparse_args()
-    if result is not None or args is None or not runner.capture_forward_mode.is_target_verify():
+    if result is not None or args is None or not _verifies(runner):
         return result
     from sglang_ext.drafts.forwards import verify_input
 
