@@ -22,6 +22,7 @@ from sglang.srt.runtime_context import get_server_args
 from cache_rank.config import ModelShape
 from sglang_ext import compat, inference_rank, reuse
 from sglang_ext.calibration.serving import CALLS
+from sglang_ext.drafts import noise
 from sglang_ext.inference_rank import InferenceRank
 from sglang_ext.inline import starting
 from sglang_ext.inline.rank import InlineRank
@@ -33,7 +34,7 @@ from sglang_ext.memory import (
     reserve_rows,
 )
 from sglang_ext.refusals import UnsupportedError
-from sglang_ext.reports import leave_gaps, report
+from sglang_ext.reports import repeat, report
 from sglang_ext.requests import serving
 from sglang_ext.requests.bodies import CACHE_RANK
 from sglang_ext.server_args import CacheRankServerArgs
@@ -162,6 +163,12 @@ def assign_rows(
         first += end - start
 
 
+def hash_noise(original: Callable[..., Any], seeds: Any, positions: Any, columns: Any) -> Any:
+    """Hash what noise depends on that draws tokens by a seed."""
+    on_cpu = seeds.device.type == "cpu"
+    return (noise.murmur_hash32 if on_cpu else original)(seeds, positions, columns)
+
+
 def leave_room_beyond_allocator(available_bytes: int, configurator: Any, *_: Any, **__: Any) -> int:
     """Take our rows beyond the allocator and messages out of the pool's share."""
     args = _sparse_args()
@@ -217,17 +224,18 @@ def process_result(
 ) -> None:
     """Process what a step computed, but for requests whose answers were lost with a cache rank."""
     rank, plan = inference_rank.current(), getattr(result, "cache_rank_plan", None)
-    if getattr(result, "accept_lens", None) is not None:
-        leave_gaps(batch.reqs)
+    drafts = getattr(result, "cache_rank_drafts", 0)
+    if (plan is not None or drafts) and result.copy_done is not None:
+        result.copy_done.synchronize()  # the next that SGLang does
+    if drafts:
+        repeat(batch.reqs, result)
     if rank is None or plan is None:
         original(scheduler, batch, result, *args, **kw)
         if rank is not None:
             rank.on_prefilled(batch.reqs)
-        if (drafts := getattr(result, "cache_rank_drafts", 0)) and (own := starting.current()):
-            own.on_verified(result.num_correct_drafts_per_req_cpu, drafts)
+        if drafts and (inline := starting.current()) is not None:
+            inline.on_verified(result.num_correct_drafts_per_req_cpu, drafts)
         return
-    if result.copy_done is not None:
-        result.copy_done.synchronize()  # the next that SGLang does
     with rank.cache_rank.without_stale(plan):
         original(scheduler, batch, result, *args, **kw)
     rank.cache_rank.retract_left(scheduler)
@@ -435,6 +443,12 @@ HOOKS = (
         "sglang.srt.mem_cache.allocation.assign_req_to_token_pool_func",
         HookType.AROUND,
         assign_rows,
+        "its kernel is missing on CPUs",
+    ),
+    Hook(
+        "sglang.srt.layers.sampler.murmur_hash32",
+        HookType.AROUND,
+        hash_noise,
         "its kernel is missing on CPUs",
     ),
     Hook(

@@ -16,12 +16,15 @@ def report(result: Any, statistics: list[tuple[int | str | None, ...]]) -> None:
     result.logits_output.customized_info = info
 
 
-def leave_gaps(requests: list[Any]) -> None:
-    """Have one entry for each token before a step adds its own: a round has several tokens."""
-    for request in requests:
-        entries = (request.customized_info or {}).get(CACHE_RANK)
-        if entries is not None:
-            entries.extend([None] * (len(request.output_ids) - len(entries)))
+def repeat(requests: list[Any], result: Any) -> None:
+    """Add an entry for each token of a round but the last, whose entry SGLang adds itself.
+
+    It finds the entries of the tokens that it sends by the number of those that it has sent.
+    """
+    statistics = result.logits_output.customized_info[CACHE_RANK]
+    for request, own, tokens in zip(requests, statistics, result.accept_lens.tolist(), strict=True):
+        if not request.finished() and not request.is_retracted:
+            request.customized_info[CACHE_RANK].extend([own] * (tokens - 1))
 
 
 def summary(per_token: list[tuple[int | float | str | None, ...] | None]) -> dict[str, Any]:
