@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from sglang.srt.constants import (
@@ -17,12 +17,12 @@ from sglang.srt.constants import (
     GPU_MEMORY_TYPE_WEIGHTS,
 )
 from sglang.srt.plugins.hook_registry import HookType
-from sglang.srt.runtime_context import get_server_args
 
 from cache_rank.config import ModelShape
 from sglang_ext import compat, inference_rank, reuse
 from sglang_ext.calibration.serving import CALLS
-from sglang_ext.drafts import noise
+from sglang_ext.drafts.hooks import DRAFT_HOOKS
+from sglang_ext.hook import DECODE_GRAPHS, Hook, sparse_args, verifies
 from sglang_ext.inference_rank import InferenceRank
 from sglang_ext.inline import starting
 from sglang_ext.inline.rank import InlineRank
@@ -45,29 +45,9 @@ WHAT_A_CACHE_RANK_NEEDS = {GPU_MEMORY_TYPE_KV_CACHE, GPU_MEMORY_TYPE_WEIGHTS}
 Its tokens are of the KV cache, and an exchange begins with projections of the weights.
 """
 
-DECODE_GRAPHS = "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner"
-
-
-class Hook(NamedTuple):
-    """A function of ours, and where and why SGLang runs it."""
-
-    target: str
-    kind: HookType
-    function: Callable[..., Any]
-    why: str
-
-
-def _sparse_args() -> CacheRankServerArgs | None:
-    """The arguments of a server that decodes sparsely, wherever tokens are selected."""
-    try:
-        args = get_server_args()
-    except ValueError:  # a process that uses parts of SGLang without serving
-        return None
-    return args if isinstance(args, CacheRankServerArgs) and args.is_sparse else None
-
 
 def _cache_rank_args() -> CacheRankServerArgs | None:
-    args = _sparse_args()
+    args = sparse_args()
     return args if args is not None and args.has_cache_rank else None
 
 
@@ -117,61 +97,9 @@ def add_dense_store(result: None, pool: Any) -> None:
             )
 
 
-def prepare_moves(original: Callable[..., None], pool: Any) -> None:
-    """Prepare the pool to move the rows of drafts, of which a chain moves none."""
-    args = _sparse_args()
-    if args is None or not args.has_drafts:
-        return original(pool)
-    pool._kv_copy_config = None
-
-
-def find_drafts_pool(original: Callable[..., Any], **kwargs: Any) -> Any:
-    """Find the KV pool of drafts, which have none of their own."""
-    args = _sparse_args()
-    return None if args is not None and args.has_drafts else original(**kwargs)
-
-
-def widen_table(
-    original: Callable[..., None], table: Any, *args: Any, max_context_len: int, **kwargs: Any
-) -> None:
-    """Make the table of requests wide enough for the rows that drafts may take.
-
-    SGLang takes rows for two rounds behind a request, and its table has columns for one and four
-    tokens more. At the end of the context the rest would go to the request of the next slot.
-    """
-    ours = _sparse_args()
-    if ours is not None and ours.has_drafts:
-        max_context_len += int(ours.speculative_num_draft_tokens)
-    original(table, *args, max_context_len=max_context_len, **kwargs)
-
-
-def assign_rows(
-    original: Callable[..., None],
-    slots: torch.Tensor,
-    table: torch.Tensor,
-    starts: torch.Tensor,
-    ends: torch.Tensor,
-    rows: torch.Tensor,
-    requests: int,
-) -> None:
-    """Write pool rows that drafts may take into the table of requests."""
-    if table.is_cuda:
-        return original(slots, table, starts, ends, rows, requests)
-    first = 0
-    for slot, start, end in zip(slots.tolist(), starts.tolist(), ends.tolist(), strict=True):
-        table[slot, start:end] = rows[first : first + end - start].to(table.dtype)
-        first += end - start
-
-
-def hash_noise(original: Callable[..., Any], seeds: Any, positions: Any, columns: Any) -> Any:
-    """Hash what noise depends on that draws tokens by a seed."""
-    on_cpu = seeds.device.type == "cpu"
-    return (noise.murmur_hash32 if on_cpu else original)(seeds, positions, columns)
-
-
 def leave_room_beyond_allocator(available_bytes: int, configurator: Any, *_: Any, **__: Any) -> int:
     """Take our rows beyond the allocator and messages out of the pool's share."""
-    args = _sparse_args()
+    args = sparse_args()
     if args is None:
         return available_bytes
     model = configurator.model_config
@@ -257,7 +185,7 @@ def insert_prefix(
     original: Callable[..., None], tree: Any, request: Any, *args: Any, **kwargs: Any
 ) -> None:
     """Insert what may be reused of a request into the radix cache, and have the rest freed."""
-    ours = _sparse_args()
+    ours = sparse_args()
     if ours is None or tree.disable:
         return original(tree, request, *args, **kwargs)
     most = None if ours.reuse_sparse_tokens == "on" else reuse.dense_tokens(request)
@@ -344,14 +272,9 @@ def add_internal_state(result: Any, scheduler: Any, *_: Any, **__: Any) -> Any:
 
 def prepare_selection(result: None, scheduler: Any, *_: Any, **__: Any) -> None:
     """Fit sketches to the model and measure its steps, before requests come."""
-    args = _sparse_args()
+    args = sparse_args()
     if args is not None and args.is_inline:
         starting.prepare(scheduler, args)
-
-
-def _verifies(runner: Any) -> bool:
-    """Whether a runner of graphs has those of verifications."""
-    return bool(runner.capture_forward_mode.is_target_verify())
 
 
 def capture_both_kinds(
@@ -359,7 +282,7 @@ def capture_both_kinds(
 ) -> None:
     """Capture all batch sizes twice: as SGLang alone decodes, and with selection."""
     rank = starting.current()
-    if rank is None or _verifies(runner):
+    if rank is None or verifies(runner):
         return original(runner, *args, **kwargs)
     rank.capture_both_kinds(lambda: original(runner, *args, **kwargs))
 
@@ -367,19 +290,9 @@ def capture_both_kinds(
 def name_graph(key: Any, runner: Any, *_: Any, **__: Any) -> Any:
     """Tell the two graphs of a batch size apart, in their capture and in their use."""
     rank = starting.current()
-    if rank is None or rank.selection.step_is_sparse or _verifies(runner):
+    if rank is None or rank.selection.step_is_sparse or verifies(runner):
         return key
     return dataclasses.replace(key, variant_label=f"{key.variant_label} dense")
-
-
-def describe_verification(result: Any, runner: Any, *_: Any, **__: Any) -> Any:
-    """Say what attention reads of the drafts in a verification that is captured."""
-    args = _sparse_args()
-    if result is not None or args is None or not _verifies(runner):
-        return result
-    from sglang_ext.drafts.forwards import verify_input
-
-    return verify_input(None, None, runner.captured_req_width)
 
 
 def add_calls() -> None:
@@ -416,42 +329,6 @@ HOOKS = (
         else ()
     ),
     Hook(
-        "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool._init_kv_copy_and_warmup",
-        HookType.AROUND,
-        prepare_moves,
-        "drafts are a chain, and the kernel that it runs is missing on CPUs",
-    ),
-    *(
-        (
-            Hook(
-                "sglang.srt.mem_cache.kv_cache_builder.get_draft_kv_pool",
-                HookType.AROUND,
-                find_drafts_pool,
-                "up to 0.5.18; it takes each speculative algorithm for one with a model",
-            ),
-        )
-        if compat.ASKS_FOR_DRAFTS_POOL
-        else ()
-    ),
-    Hook(
-        "sglang.srt.mem_cache.memory_pool.ReqToTokenPool.__init__",
-        HookType.AROUND,
-        widen_table,
-        "a request that is as long as can be must not write to another's rows",
-    ),
-    Hook(
-        "sglang.srt.mem_cache.allocation.assign_req_to_token_pool_func",
-        HookType.AROUND,
-        assign_rows,
-        "its kernel is missing on CPUs",
-    ),
-    Hook(
-        "sglang.srt.layers.sampler.murmur_hash32",
-        HookType.AROUND,
-        hash_noise,
-        "its kernel is missing on CPUs",
-    ),
-    Hook(
         "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._profile_available_bytes",
         HookType.AFTER,
         leave_room_beyond_allocator,
@@ -480,12 +357,6 @@ HOOKS = (
         HookType.AFTER,
         name_graph,
         "a graph is found by its key",
-    ),
-    Hook(
-        f"{DECODE_GRAPHS}.get_spec_info",
-        HookType.AFTER,
-        describe_verification,
-        "it knows the speculative algorithms of SGLang only",
     ),
     Hook(
         "sglang.srt.managers.scheduler.Scheduler.process_batch_result",
@@ -608,4 +479,5 @@ HOOKS = (
             ),
         )
     ),
+    *DRAFT_HOOKS,
 )

@@ -18,7 +18,6 @@ from sglang.srt.server_args import (
 from sglang.srt.utils import is_flashinfer_available
 
 from sglang_ext import compat, cpu
-from sglang_ext.drafts import algorithm
 from sglang_ext.flags import (
     BACKEND,
     CACHE_RANK_FIELDS,
@@ -198,6 +197,9 @@ class CacheRankServerArgs(CacheRankFlags):
         self._set("decode_attention_backend", BACKEND, "sparse decode over the working set")
 
     def _set_for_drafts(self) -> None:
+        # Imported here: a refused flag need not wait for it.
+        from sglang_ext.drafts import algorithm
+
         algorithm.register()  # SGLang looks for it before plugins are loaded
         self._set_missing("speculative_num_draft_tokens", DRAFT_TOKENS, "drafts and one token")
         drafts = int(self.speculative_num_draft_tokens) - 1

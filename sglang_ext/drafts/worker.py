@@ -58,7 +58,7 @@ class CurrentTokens(SpecInput):
 
     def merge_batch(self, other: CurrentTokens) -> None:
         """Append the requests of another batch."""
-        if self.future_indices is not None:
+        if self.future_indices is not None and other.future_indices is not None:
             self.future_indices = torch.cat([self.future_indices, other.future_indices])
         else:
             self.bonus_tokens = torch.cat([self.bonus_tokens, other.bonus_tokens])

@@ -31,7 +31,7 @@ class Acceptance(NamedTuple):
         return self.right / self.compared
 
     def after(self, accepted: list[int], drafts: int) -> Acceptance:
-        """With a round more, of which a request's drafts were compared up to the first wrong one."""
+        """With a round more; drafts of a request are compared up to the first wrong one."""
         right = sum(accepted)
         compared = right + sum(number < drafts for number in accepted)
         return Acceptance(MEMORY * self.right + right, MEMORY * self.compared + compared)

@@ -76,6 +76,7 @@ def prepare(scheduler: Any, args: CacheRankServerArgs) -> None:
             with forwards.as_decode():
                 of_group = runner, _current.selection, group
                 measured = payoff.measure(*of_group, forwards.verify, forwards.width)
+        _current.payoff = measured
         _current.drafts = DraftNumber(forwards.width - 1, measured)
     elif args.selects_when_shorter:
         _current.payoff = payoff.measure(runner, _current.selection, group)

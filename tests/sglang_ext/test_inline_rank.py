@@ -11,11 +11,13 @@ from fake_requests import fake_request
 
 from sglang_ext import hooks, reuse
 from sglang_ext.inline import starting
+from sglang_ext.inline.draft_number import DraftNumber
 from sglang_ext.inline.payoff import Payoff, StepTime
 from sglang_ext.inline.rank import InlineRank
 from sglang_ext.inline.selection import NEVER
 
 # After ours, which makes SGLang importable without a GPU.
+from sglang.srt.model_executor.forward_batch_info import ForwardMode  # isort: skip
 from sglang.srt.model_executor.runner.decode_cuda_graph_runner import (  # isort: skip
     DecodeCudaGraphRunner,
 )
@@ -162,6 +164,7 @@ def test_the_state_names_requests_that_are_sparse_now(scheduler: Scheduler) -> N
         "sparse_budget": "a tenth",
         "sketch_bytes": 12,
         "seconds_of_steps": None,
+        "drafts": None,
     }
     scheduler.decode([200, 99], one, other)
     assert scheduler.state()["sparse_requests"] == 1
@@ -229,6 +232,7 @@ def test_a_batch_size_has_a_graph_for_each_kind_of_step(
 ) -> None:
     monkeypatch.setattr(starting, "_current", scheduler.rank)
     runner = object.__new__(DecodeCudaGraphRunner)
+    runner.capture_forward_mode = ForwardMode.DECODE
     make_key = DecodeCudaGraphRunner._make_graph_key
 
     def key_of(size: int) -> Any:
@@ -246,6 +250,34 @@ def test_a_batch_size_has_a_graph_for_each_kind_of_step(
     for is_sparse in (False, True):
         scheduler.selection.step_is_sparse = is_sparse
         assert [captured[key_of(size)] for size in (8, 4)] == [is_sparse] * 2
+
+    captured.clear()
+    runner.capture_forward_mode = ForwardMode.TARGET_VERIFY
+    hooks.capture_both_kinds(capture_one_stream, runner)
+    scheduler.selection.step_is_sparse = False
+    assert {*captured} == {key_of(8), key_of(4)}  # whatever the step before was
+
+
+def test_a_round_drafts_for_those_that_are_long(scheduler: Scheduler) -> None:
+    """Whatever is no draft is dense, and may be reused."""
+    one, short, dense = request(0), request(1), request(2, dense=True)
+    scheduler.rank.drafts = DraftNumber(3, None)
+    scheduler.prefill(one, short, dense)
+    assert scheduler.rank.plan_drafts([one, short, dense], [200, 50, 300]) == 3
+    assert statistics(scheduler, one) == (3, None)
+    assert statistics(scheduler, short) == (0, "below_threshold")
+    assert statistics(scheduler, dense) == (0, "asked")
+    scheduler.selection.step_is_sparse = False
+    with scheduler.rank.selecting():
+        assert scheduler.selection.step_is_sparse
+    assert not scheduler.selection.step_is_sparse
+    assert scheduler.state()["steps"] == 3
+    assert reuse.dense_tokens(one) is None
+
+    assert scheduler.rank.plan_drafts([short], [51]) == 0  # there is nothing to select
+    scheduler.decode([204, 52, 301], one, short, dense)
+    assert scheduler.was_sparse[-1] is False
+    assert statistics(scheduler, one)[0] == 3
 
 
 def test_requests_are_sparse_together_where_that_is_shorter(scheduler: Scheduler) -> None:

@@ -57,6 +57,14 @@ HOOKED_PARAMETERS = {
     "answer_error": "self message err_type status_code param",
     "name_sample": "self",
     "abort_samples": "self rid abort_all",
+    "prepare_moves": "self",
+    "find_drafts_pool": "draft_worker",
+    "widen_table": "self size max_context_len",
+    "assign_rows": (
+        "req_pool_indices req_to_token start_offset end_offset out_cache_loc batch_size"
+    ),
+    "hash_noise": "seed positions col_indices",
+    "describe_verification": "self num_tokens",
 }
 """The first parameters of the functions that ours are hooked to."""
 
@@ -81,13 +89,25 @@ CALLED = {
     ),
     "managers.scheduler.Scheduler._add_request_to_queue": "req is_retracted",
     "managers.scheduler.run_scheduler_process": "server_args port_args gpu_id tp_rank",
+    "layers.sampler.sampling_from_probs_torch": "probs sampling_seed positions",
+    "layers.sampler.top_k_top_p_min_p_sampling_from_probs_torch": (
+        "probs top_ks top_ps min_ps need_min_p_sampling sampling_seed positions"
+    ),
+    "managers.overlap_utils.FutureMap": "device spec_algo req_to_token_pool",
     "mem_cache.memory_pool.KVWriteLoc": "loc swa_loc",
     "mem_cache.memory_pool.MHATokenToKVPool.get_kv_buffer": "layer_id",
     "mem_cache.memory_pool.MHATokenToKVPool.set_kv_buffer": "layer cache_k cache_v",
     "plugins.hook_registry.HookRegistry.register": "target hook hook_type",
     "plugins.hook_registry.HookRegistry.apply_hooks": "",
     "plugins.load_plugins": "",
+    "model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner": (
+        "model_runner attn_backend"
+    ),
     "runtime_context.get_parallel": "",
+    "speculative.dflash_info.DFlashVerifyInput": (
+        "draft_token positions draft_token_num capture_hidden_mode"
+    ),
+    "speculative.spec_info.SpeculativeAlgorithm.register": "name supports_overlap spec_class",
     "runtime_context.get_server_args": "",
     "server_args.ServerArgs.add_cli_args": "parser",
     "server_args.ServerArgs.from_cli_args": "args",
@@ -123,7 +143,15 @@ ATTRIBUTES = {
     ),
     "managers.io_struct.ReleaseMemoryOccupationReqInput": "tags",
     "managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager": "offload_tags",
-    "managers.utils.GenerationBatchResult": "logits_output",
+    "managers.utils.GenerationBatchResult": (
+        "accept_lens can_run_cuda_graph copy_done logits_output new_seq_lens next_draft_input "
+        "next_token_ids num_correct_drafts_per_req_cpu speculative_num_draft_tokens"
+    ),
+    "sampling.sampling_batch_info.SamplingBatchInfo": (
+        "acc_additive_penalties acc_scaling_penalties has_custom_logit_processor is_all_greedy "
+        "logit_bias min_ps need_min_p_sampling need_top_k_sampling need_top_p_sampling "
+        "sampling_seed temperatures top_ks top_ps"
+    ),
     "mem_cache.kv_cache_configurator.KVCacheConfigurator": "kv_cache_dtype layer_info model_config",
     "mem_cache.memory_pool.MHATokenToKVPool": (
         "device dtype k_buffer memory_saver_adapter page_size size store_dtype v_buffer"
