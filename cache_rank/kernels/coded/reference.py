@@ -14,7 +14,7 @@ are those of tokens that this step reads from the ring.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -75,6 +75,19 @@ class Codec(Protocol):
 
     def kernels(self) -> Format:
         """Import what triton.py compiles for the format."""
+
+
+@runtime_checkable
+class AttendedCodec(Codec, Protocol):
+    """The codec of a format whose codes can be attended to where they lie."""
+
+    def weigh(self, weights: Tensor, planes: Sequence[Tensor]) -> Tensor:
+        """Add up the values of each group by their weights: (..., N, D) float32.
+
+        Args:
+            weights: (..., N, group tokens) float32, at least 0.
+            planes: (..., entries, width) each, the codes of the groups.
+        """
 
 
 class CodedTokens(NamedTuple):
@@ -232,6 +245,80 @@ def score_codes(
         out[row, :, :, : position + 1] = log_probabilities.amax(dim=-2)
 
 
+def attend_codes(
+    tokens: CodedTokens,
+    queries: Tensor,
+    rows: PagedRows,
+    layer: int,
+    scale: float,
+    newest: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """Attend to the resident tokens of every row: to codes as they are, and to newest tokens.
+
+    A row has Q queries, those of its Q newest tokens or of drafts behind them. Each is later than
+    all codes. Outputs of two calls, or of a call and of what else the queries attend to, are merged
+    by `merge_parts` of attend/reference.py.
+
+    Args:
+        tokens: what is held; its codecs are `AttendedCodec`.
+        queries: (R, Q, Hq, D), any float dtype.
+        rows: the rows of the step; tokens [0, position] of each are resident. A position of -1 has
+            none.
+        layer: which layer.
+        scale: factor on the logits.
+        newest: whether the newest tokens, which are no codes, are attended to. Then the last query
+            is that of the newest token, and each of those before it that of the token before. At
+            most one more is attended to than tokens stay in full precision.
+
+    Returns:
+        Outputs (R, Q, Hq, D) and log-sum-exps (R, Q, Hq), float32. Where there is no token, and in
+        rows that are skipped, they are 0 and minus infinity.
+    """
+    page_table, slots, positions = rows
+    count, query_heads = queries.shape[1:3]
+    assert not newest or count <= tokens.full_tokens + 1
+    kv_heads, ring_tokens = tokens.rings[0].shape[2:4]
+    layers = slice(layer, layer + 1)
+    # (R, Hkv, Q G, D), the queries of a KV head beside each other.
+    grouped = queries.float().unflatten(2, (kv_heads, -1)).transpose(1, 2).flatten(2, 3)
+    out, log_sums = torch.zeros_like(grouped), torch.full_like(grouped[..., 0], -torch.inf)
+    for row, (slot, position) in enumerate(zip(slots.tolist(), positions.tolist(), strict=True)):
+        pages, coded = page_table[row], tokens.coded(position + 1)
+        resident = position + 1 if newest else coded
+        if slot < 0 or resident == 0:
+            continue
+        keys, values = (
+            [plane.squeeze(1) for plane in _groups(tokens, part, pages, layers, 0, coded)]
+            for part in range(2)
+        )
+        entries = torch.arange(coded, resident, device=slots.device) % ring_tokens
+        newest_keys, newest_values = (
+            ring[slot, layer, :, entries].float() for ring in tokens.rings
+        )  # (Hkv, n, D)
+        logits = (grouped[row] @ newest_keys.mT) * scale
+        place = torch.arange(count, device=slots.device) + position + 1 - count
+        unseen = torch.arange(coded, resident, device=slots.device) > place[:, None]  # (Q, n)
+        logits = logits.masked_fill(
+            unseen.repeat_interleave(query_heads // kv_heads, dim=0), -torch.inf
+        )
+        of_codes = tokens.codecs[0].score(grouped[row], keys, scale)  # (groups, Hkv, Q G, size)
+        logits = torch.cat((of_codes.permute(1, 2, 0, 3).flatten(2), logits), dim=-1)
+        log_sums[row] = logits.logsumexp(dim=-1)
+        finite = log_sums[row].clamp(min=torch.finfo(torch.float32).min)
+        weights = (logits - finite.unsqueeze(-1)).exp()
+        of_groups = weights[..., :coded].unflatten(-1, (-1, tokens.group_tokens))
+        codec = tokens.codecs[1]
+        assert isinstance(codec, AttendedCodec)
+        out[row] = codec.weigh(of_groups.permute(2, 0, 1, 3), values).sum(dim=0)
+        out[row] += weights[..., coded:] @ newest_values
+    return by_query(out, count), by_query(log_sums.unsqueeze(-1), count).squeeze(-1)
+
+
+def by_query(grouped: Tensor, count: int) -> Tensor:
+    """(R, Hkv, Q G, n) as (R, Q, Hq, n), where Q is the count."""
+    return grouped.unflatten(2, (count, -1)).transpose(1, 2).flatten(2, 3)
+
+
 def _coded_logits(
     tokens: CodedTokens,
     queries: Tensor,
@@ -242,17 +329,28 @@ def _coded_logits(
     scale: float,
 ) -> Tensor:
     """Logits of a sequence's tokens [first, last), whole groups: (L, Hkv, G, n) float32."""
+    planes = _groups(tokens, 0, pages, layers, first, last)
+    logits = tokens.codecs[0].score(queries, planes, scale)
+    return logits.permute(1, 2, 3, 0, 4).flatten(3)
+
+
+def _groups(
+    tokens: CodedTokens, part: int, pages: Tensor, layers: slice, first: int, last: int
+) -> list[Tensor]:
+    """The planes of keys or of values of a sequence's tokens [first, last), whole groups.
+
+    Returns:
+        (groups, L, Hkv, entries, width) each.
+    """
     size, groups_of_page = tokens.group_tokens, tokens.page_tokens // tokens.group_tokens
     group = torch.arange(first // size, last // size, device=pages.device)
     layer = torch.arange(layers.start, layers.stop, device=pages.device)
     page = pages[group // groups_of_page].to(torch.int64).unsqueeze(-1)
     within = (group % groups_of_page).unsqueeze(-1)
-    planes = [
+    return [
         plane.unflatten(3, (groups_of_page, -1))[page, layer, :, within]
-        for plane in tokens.planes[0]
-    ]  # (groups, L, Hkv, entries, width)
-    logits = tokens.codecs[0].score(queries, planes, scale)
-    return logits.permute(1, 2, 3, 0, 4).flatten(3)
+        for plane in tokens.planes[part]
+    ]
 
 
 def _note_not_finite(

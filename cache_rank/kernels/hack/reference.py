@@ -11,8 +11,14 @@ partitions, and the product is taken on codes (Eq. 4), a sum over the partitions
 
     q·k ≈ Σ_z [ s_q s_k Σ q'k'  +  m_q s_k Σ k'  +  m_k s_q Σ q'  +  Π m_q m_k ]
 
-Σ q'k' is below 2^24, so that float32 holds it exactly in whatever order it is summed. Values are
-decoded: what the cache rank ships is whole tokens.
+Attention weights are multiplied with values in the same way: those of the tokens of a partition get
+8-bit codes, whose products with the values' codes are summed over the tokens:
+
+    Σ p v ≈ Σ_z [ s_p s_v Σ p'v'  +  m_p s_v Σ v'  +  m_v s_p Σ p'  +  Π m_p m_v ]
+
+Codes of weights do not depend on a factor on all of them, such as their normalizer. Sums of codes
+are below 2^24, so that float32 holds them exactly in whatever order they are summed. Values that
+are shipped are decoded: what the cache rank ships is whole tokens.
 
 Rounding is to the nearest code, half to even; or with a seed it is stochastic, up with the
 probability that keeps the mean. The paper's is stochastic; nearest has less variance, and tokens
@@ -39,7 +45,7 @@ GROUP = 64
 """This many tokens are quantized together; partitions divide it."""
 
 QUERY_BITS = 8
-"""A code of a query has this many bits."""
+"""A code of a query, or of an attention weight, has this many bits."""
 
 
 class HackKeys(NamedTuple):
@@ -153,6 +159,35 @@ def score_keys(queries: Tensor, keys: HackKeys, scale: float, bits: int, partiti
     return logits * scale
 
 
+def weigh_values(weights: Tensor, values: HackValues, bits: int, partition: int) -> Tensor:
+    """Add up values by weights on the codes of both, as the module says.
+
+    Args:
+        weights: (..., G, n) float32, of whole partitions.
+        values: codes of (..., n, D).
+        bits, partition: those that the values were encoded with.
+
+    Returns:
+        (..., G, D) float32.
+    """
+    encoded = encode_queries(weights, partition)
+    total = torch.zeros((), device=weights.device)
+    weight_parts = encoded.codes.float().split(partition, dim=-1)
+    value_parts = unpack(values.codes, bits).float().split(partition, dim=-2)
+    for index, (weight, value) in enumerate(zip(weight_parts, value_parts, strict=True)):
+        weight_minimum, weight_scale, weight_sum = (
+            entries[..., :, index, None].float() for entries in encoded[1:]
+        )  # (..., G, 1)
+        value_minimum, value_scale = (
+            entries[..., index, None, :].float() for entries in values[1:]
+        )  # (..., 1, D)
+        total = total + weight_scale * value_scale * (weight @ value)
+        total = total + weight_minimum * value_scale * value.sum(dim=-2, keepdim=True)
+        total = total + value_minimum * weight_scale * weight_sum
+        total = total + partition * weight_minimum * value_minimum
+    return total
+
+
 class HackCodec(NamedTuple):
     """The codec of keys, or of values; see coded/reference.py.
 
@@ -160,6 +195,8 @@ class HackCodec(NamedTuple):
         of_keys: whether it encodes keys.
         dtype: the dtype of the tokens.
         bits, partition, seed: see `encode_keys`.
+        value_sums: whether the sums of the codes of values are stored too. Attention reads them,
+            and where they are missing sums up codes (summation elimination, section 5.3).
     """
 
     of_keys: bool
@@ -167,32 +204,47 @@ class HackCodec(NamedTuple):
     bits: int = 2
     partition: int = 64
     seed: int | None = None
+    value_sums: bool = False
 
     def planes(self, head_dim: int) -> tuple[Plane, ...]:
-        """The tensors of `HackKeys`, or of `HackValues`."""
+        """The tensors of `HackKeys`, or of `HackValues`, and the sums of values if they are stored.
+
+        These are (..., Z, D) in the dtype of those of keys.
+        """
         codes = Plane(GROUP, head_dim * self.bits // 8, torch.uint8)
         if not self.of_keys:
             relative_to = Plane(GROUP // self.partition, head_dim, self.dtype)
-            return codes, relative_to, relative_to
+            sums = relative_to._replace(dtype=sums_dtype(self.bits, self.partition))
+            return (codes, relative_to, relative_to, *((sums,) if self.value_sums else ()))
         partitions = -(-head_dim // self.partition)
         relative_to = Plane(GROUP, partitions, self.dtype)
         sums = Plane(GROUP, partitions, sums_dtype(self.bits, self.partition))
         return codes, relative_to, relative_to, sums
 
-    def encode(self, tokens: Tensor) -> HackKeys | HackValues:
+    def encode(self, tokens: Tensor) -> tuple[Tensor, ...]:
         """Encode complete groups."""
-        encode = encode_keys if self.of_keys else encode_values
-        return encode(tokens, self.bits, self.partition, self.seed)
+        if self.of_keys:
+            return encode_keys(tokens, self.bits, self.partition, self.seed)
+        values = encode_values(tokens, self.bits, self.partition, self.seed)
+        if not self.value_sums:
+            return values
+        parts = unpack(values.codes, self.bits).unflatten(-2, (-1, self.partition))
+        sums = parts.sum(dim=-2, dtype=torch.int16)
+        return (*values, sums.to(sums_dtype(self.bits, self.partition)))
 
     def decode(self, entries: Sequence[Tensor]) -> Tensor:
         """Decode tokens."""
         if self.of_keys:
             return decode_keys(HackKeys(*entries), self.bits, self.partition)
-        return decode_values(HackValues(*entries), self.bits, partition=1)
+        return decode_values(HackValues(*entries[:3]), self.bits, partition=1)
 
     def score(self, queries: Tensor, planes: Sequence[Tensor], scale: float) -> Tensor:
         """Compute the logits of groups of keys on their codes."""
         return score_keys(queries, HackKeys(*planes), scale, self.bits, self.partition)
+
+    def weigh(self, weights: Tensor, planes: Sequence[Tensor]) -> Tensor:
+        """Add up the values of groups by their weights, on the codes of both."""
+        return weigh_values(weights, HackValues(*planes[:3]), self.bits, self.partition)
 
     def kernels(self) -> Format:
         """Import what is compiled for the format."""
