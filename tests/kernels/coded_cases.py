@@ -123,7 +123,7 @@ FORMATS = {
     "hack 4": hack(bits=4),
     "hack 4, 16": hack(bits=4, partition=16),
     "hack 4, sums": hack(bits=4, value_sums=True),
-    "hack 2, 16, sums": hack(partition=16, value_sums=True),
+    "hack 2, sums": hack(value_sums=True),
     "hack 4, stochastic": hack(bits=4, seed=0),
 }
 NARROW = torch.bfloat16 if torch.cuda.is_available() else torch.float16

@@ -118,13 +118,12 @@ def attend_rows(
 def merge_splits(
     partial: Tensor, log_sums: Tensor, out: Tensor, total: Tensor | None, **dependent: Any
 ) -> None:
-    """Merge what was computed for the same queries and different tokens. One launch.
+    """Merge what was computed for parts of the tokens. One launch.
 
     Args:
-        partial: (..., splits, D) float32, outputs for a part of the tokens.
-        log_sums: (..., splits) float32, of powers of two; -1e30 where a part has no token.
-        out: (..., D), written in place; 0 where no part has a token.
-        total: (...) float32, the natural log-sum-exp of all tokens, written in place.
+        partial, log_sums: (..., splits, D) and (..., splits) float32, of powers of two; 0 and -1e30
+            where a part has no token.
+        out, total: (..., D) and natural log-sum-exps, (...) float32, written in place.
         dependent: options of a dependent launch.
     """
     splits, head_dim = partial.shape[-2:]

@@ -90,11 +90,9 @@ class Format(NamedTuple):
         keys_as_values: whether `encode` is the same for both, and so is compiled once.
         attend: (key_planes, value_planes, queries, pages, layer, head, start, stop, scale, GROUP,
             PADDED, STAGES, INTERPRETED, LAYOUT, CONSTANTS) attends to the tokens [start, stop), of
-            whole groups. Returns sums of values by
-            their weights, a tuple of parts of the channels, (channels, PADDED) each; and the
-            largest logit and the sum of weights relative to it, (PADDED,) each. None if the format
-            has no such function.
-        attending: makes the parameters of `attend` from the tokens and PADDED.
+            whole groups. Returns sums of values by their weights, a tuple of `parts_of_words`,
+            (channels, PADDED) each; the largest logit and the sum of weights, (PADDED,) each.
+        attending: makes its parameters from the tokens and PADDED. None if codes are only decoded.
     """
 
     encode: Any

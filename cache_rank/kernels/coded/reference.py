@@ -246,77 +246,53 @@ def score_codes(
 
 
 def attend_codes(
-    tokens: CodedTokens,
-    queries: Tensor,
-    rows: PagedRows,
-    layer: int,
-    scale: float,
-    newest: bool = True,
+    tokens: CodedTokens, queries: Tensor, rows: PagedRows, layer: int, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Attend to the resident tokens of every row: to codes as they are, and to newest tokens.
+    """Attend to the tokens of every row that are held as codes, and decode none of them to memory.
 
-    A row has Q queries, those of its Q newest tokens or of drafts behind them. Each is later than
-    all codes. Outputs of two calls, or of a call and of what else the queries attend to, are merged
-    by `merge_parts` of attend/reference.py.
+    All queries of a row are later than its codes. With newer tokens `merge_parts` of
+    attend/reference.py merges what is returned.
 
     Args:
         tokens: what is held; its codecs are `AttendedCodec`.
         queries: (R, Q, Hq, D), any float dtype.
-        rows: the rows of the step; tokens [0, position] of each are resident. A position of -1 has
-            none.
+        rows: the rows of the step; tokens [0, position] of each are resident, none for -1.
         layer: which layer.
         scale: factor on the logits.
-        newest: whether the newest tokens, which are no codes, are attended to. Then the last query
-            is that of the newest token, and each of those before it that of the token before. At
-            most one more is attended to than tokens stay in full precision.
 
     Returns:
-        Outputs (R, Q, Hq, D) and log-sum-exps (R, Q, Hq), float32. Where there is no token, and in
-        rows that are skipped, they are 0 and minus infinity.
+        Outputs (R, Q, Hq, D) and log-sum-exps (R, Q, Hq), float32; 0 and minus infinity in rows
+        that have no codes, or are skipped.
     """
-    page_table, slots, positions = rows
-    count, query_heads = queries.shape[1:3]
-    assert not newest or count <= tokens.full_tokens + 1
-    kv_heads, ring_tokens = tokens.rings[0].shape[2:4]
-    layers = slice(layer, layer + 1)
-    # (R, Hkv, Q G, D), the queries of a KV head beside each other.
-    grouped = queries.float().unflatten(2, (kv_heads, -1)).transpose(1, 2).flatten(2, 3)
+    grouped = by_kv_head(queries, tokens.rings[0].shape[2])
     out, log_sums = torch.zeros_like(grouped), torch.full_like(grouped[..., 0], -torch.inf)
-    for row, (slot, position) in enumerate(zip(slots.tolist(), positions.tolist(), strict=True)):
-        pages, coded = page_table[row], tokens.coded(position + 1)
-        resident = position + 1 if newest else coded
-        if slot < 0 or resident == 0:
+    keys, values = tokens.codecs
+    assert isinstance(values, AttendedCodec)
+    places = zip(rows.slots.tolist(), rows.positions.tolist(), strict=True)
+    for row, (slot, position) in enumerate(places):
+        coded = tokens.coded(position + 1)
+        if slot < 0 or coded == 0:
             continue
-        keys, values = (
-            [plane.squeeze(1) for plane in _groups(tokens, part, pages, layers, 0, coded)]
+        layers = slice(layer, layer + 1)
+        key_planes, value_planes = (
+            [plane[:, 0] for plane in _groups(tokens, part, rows.page_table[row], layers, 0, coded)]
             for part in range(2)
         )
-        entries = torch.arange(coded, resident, device=slots.device) % ring_tokens
-        newest_keys, newest_values = (
-            ring[slot, layer, :, entries].float() for ring in tokens.rings
-        )  # (Hkv, n, D)
-        logits = (grouped[row] @ newest_keys.mT) * scale
-        place = torch.arange(count, device=slots.device) + position + 1 - count
-        unseen = torch.arange(coded, resident, device=slots.device) > place[:, None]  # (Q, n)
-        logits = logits.masked_fill(
-            unseen.repeat_interleave(query_heads // kv_heads, dim=0), -torch.inf
-        )
-        of_codes = tokens.codecs[0].score(grouped[row], keys, scale)  # (groups, Hkv, Q G, size)
-        logits = torch.cat((of_codes.permute(1, 2, 0, 3).flatten(2), logits), dim=-1)
-        log_sums[row] = logits.logsumexp(dim=-1)
-        finite = log_sums[row].clamp(min=torch.finfo(torch.float32).min)
-        weights = (logits - finite.unsqueeze(-1)).exp()
-        of_groups = weights[..., :coded].unflatten(-1, (-1, tokens.group_tokens))
-        codec = tokens.codecs[1]
-        assert isinstance(codec, AttendedCodec)
-        out[row] = codec.weigh(of_groups.permute(2, 0, 1, 3), values).sum(dim=0)
-        out[row] += weights[..., coded:] @ newest_values
-    return by_query(out, count), by_query(log_sums.unsqueeze(-1), count).squeeze(-1)
+        logits = keys.score(grouped[row], key_planes, scale)  # (groups, Hkv, Q G, group tokens)
+        log_sums[row] = logits.logsumexp(dim=(0, -1))
+        weights = (logits - log_sums[row].unsqueeze(-1)).exp()
+        out[row] = values.weigh(weights, value_planes).sum(dim=0)
+    return by_query(out, queries), by_query(log_sums, queries)
 
 
-def by_query(grouped: Tensor, count: int) -> Tensor:
-    """(R, Hkv, Q G, n) as (R, Q, Hq, n), where Q is the count."""
-    return grouped.unflatten(2, (count, -1)).transpose(1, 2).flatten(2, 3)
+def by_kv_head(queries: Tensor, kv_heads: int) -> Tensor:
+    """(R, Q, Hq, D) as (R, Hkv, Q G, D) float32, the queries of a KV head beside each other."""
+    return queries.float().unflatten(2, (kv_heads, -1)).transpose(1, 2).flatten(2, 3)
+
+
+def by_query(grouped: Tensor, queries: Tensor) -> Tensor:
+    """(R, Hkv, Q G, ...) as (R, Q, Hq, ...)."""
+    return grouped.unflatten(2, (queries.shape[1], -1)).transpose(1, 2).flatten(2, 3)
 
 
 def _coded_logits(

@@ -16,7 +16,7 @@ from torch import Tensor
 from cache_rank.kernels.attend.triton import merge_splits
 from cache_rank.kernels.coded.attending import attend_split
 from cache_rank.kernels.coded.format import Layout
-from cache_rank.kernels.coded.reference import CodedTokens, by_query
+from cache_rank.kernels.coded.reference import CodedTokens, by_kv_head, by_query
 from cache_rank.kernels.coded.tokens import GatherTarget, GroupSource, coded_tokens
 from cache_rank.kernels.rows import PagedRows
 from cache_rank.kernels.score.reference import ScoreWorkspace
@@ -164,59 +164,43 @@ def score_codes(
 
 
 def attend_codes(
-    tokens: CodedTokens,
-    queries: Tensor,
-    rows: PagedRows,
-    layer: int,
-    scale: float,
-    newest: bool = True,
+    tokens: CodedTokens, queries: Tensor, rows: PagedRows, layer: int, scale: float
 ) -> tuple[Tensor, Tensor]:
     """See the reference. Two launches; D is a power of two, on a GPU of at least 64."""
     of, layout = tokens.codecs[0].kernels(), Layout.of(tokens)
-    assert of.attend is not None
     assert of.attending is not None
-    count = queries.shape[1]
-    assert not newest or count <= tokens.full_tokens + 1
-    # (R, Hkv, Q G, D), the queries of a KV head beside each other.
-    grouped = queries.float().unflatten(2, (layout.kv_heads, -1)).transpose(1, 2).flatten(2, 3)
-    grouped = grouped.contiguous()
+    grouped = by_kv_head(queries, layout.kv_heads).contiguous()
     units, group = grouped.shape[0] * layout.kv_heads, grouped.shape[2]
     padded = max(_LEAST_QUERIES, triton.next_power_of_2(group))
     parameters = of.attending(tokens, padded)
     launch = parameters.launch
-    programs = _MULTIPROCESSORS * launch.programs // max(1, units)
-    splits = min(_MOST_SPLITS, max(1, programs - newest))
-    partials = splits + newest
-    partial = grouped.new_empty((*grouped.shape[:3], partials, layout.head_dim))
+    splits = _MULTIPROCESSORS * launch.programs // max(1, units)
+    splits = min(_MOST_SPLITS, max(1, splits))
+    partial = grouped.new_empty((*grouped.shape[:3], splits, layout.head_dim))
     log_sums = grouped.new_empty(partial.shape[:4])
-    attend_split[(units, partials)](
+    attend_split[(units, splits)](
         grouped,
         *tokens.planes,
-        *tokens.rings,
         *rows,
         partial,
         log_sums,
         layer,
         rows.page_table.stride(0),
         scale * 1.4426950408889634,  # powers of two are faster than those of e
-        QUERIES=count,
         GROUP=group,
         PADDED=padded,
         SPLITS=splits,
-        PARTIALS=partials,
-        RING_BLOCK=launch.ring_block,
         STAGES=launch.stages,
         ATTEND=of.attend,
         LAYOUT=layout,
         CONSTANTS=parameters.constants,
-        EXACT=multiplies_float32(tokens.rings[0]),
         INTERPRETED=not grouped.is_cuda,
         num_warps=launch.warps,
         maxnreg=launch.registers,
     )
     out, total = torch.empty_like(grouped), torch.empty_like(grouped[..., 0])
     merge_splits(partial, log_sums, out, total)
-    return by_query(out, count), by_query(total.unsqueeze(-1), count).squeeze(-1)
+    return by_query(out, queries), by_query(total, queries)
 
 
 @triton.jit(

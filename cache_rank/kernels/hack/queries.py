@@ -6,11 +6,43 @@ A column holds one head's codes of one partition, and 0 in all other channels. S
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
 from cache_rank.kernels.coded.rounding import nearest_integers
+from cache_rank.kernels.hack.reference import GROUP, HackCodec
 from cache_rank.kernels.nibbles.triton import unpack_codes
+
+_LEAST_COLUMNS = 8
+"""Keys are multiplied with at least this many columns of queries."""
+
+
+class Constants(NamedTuple):
+    """What products with the codes of keys are compiled for.
+
+    Attributes:
+        bits, partition, width: those of keys, see `_Encoding` of triton.py.
+        columns: the columns of queries in a product.
+        bytes: how many bytes of a token are read: `width`, or more, which count for nothing.
+        block: how many tokens are multiplied at once.
+    """
+
+    bits: int
+    partition: int
+    width: int
+    columns: int
+    bytes: int
+    block: int
+
+    @classmethod
+    def of(cls, codec: HackCodec, head_dim: int, padded: int, block: int = GROUP) -> Constants:
+        """Those for so many queries of a KV head, padded to a power of two."""
+        partition, width = min(codec.partition, head_dim), head_dim * codec.bits // 8
+        columns = max(_LEAST_COLUMNS, padded * (head_dim // partition))
+        least_bytes = max(32, width)  # the matrix unit takes no fewer
+        return cls(codec.bits, partition, width, columns, least_bytes, block)
 
 
 @triton.jit

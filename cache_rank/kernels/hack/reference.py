@@ -11,14 +11,12 @@ partitions, and the product is taken on codes (Eq. 4), a sum over the partitions
 
     q·k ≈ Σ_z [ s_q s_k Σ q'k'  +  m_q s_k Σ k'  +  m_k s_q Σ q'  +  Π m_q m_k ]
 
-Attention weights are multiplied with values in the same way: those of the tokens of a partition get
-8-bit codes, whose products with the values' codes are summed over the tokens:
+Σ q'k' is below 2^24, so that float32 holds it exactly in whatever order it is summed. Attention
+weights are multiplied with values in the same way: they get 8-bit codes in partitions of tokens,
 
     Σ p v ≈ Σ_z [ s_p s_v Σ p'v'  +  m_p s_v Σ v'  +  m_v s_p Σ p'  +  Π m_p m_v ]
 
-Codes of weights do not depend on a factor on all of them, such as their normalizer. Sums of codes
-are below 2^24, so that float32 holds them exactly in whatever order they are summed. Values that
-are shipped are decoded: what the cache rank ships is whole tokens.
+which do not depend on a factor on all of them. Values that are shipped are decoded.
 
 Rounding is to the nearest code, half to even; or with a seed it is stochastic, up with the
 probability that keeps the mean. The paper's is stochastic; nearest has less variance, and tokens
@@ -159,35 +157,6 @@ def score_keys(queries: Tensor, keys: HackKeys, scale: float, bits: int, partiti
     return logits * scale
 
 
-def weigh_values(weights: Tensor, values: HackValues, bits: int, partition: int) -> Tensor:
-    """Add up values by weights on the codes of both, as the module says.
-
-    Args:
-        weights: (..., G, n) float32, of whole partitions.
-        values: codes of (..., n, D).
-        bits, partition: those that the values were encoded with.
-
-    Returns:
-        (..., G, D) float32.
-    """
-    encoded = encode_queries(weights, partition)
-    total = torch.zeros((), device=weights.device)
-    weight_parts = encoded.codes.float().split(partition, dim=-1)
-    value_parts = unpack(values.codes, bits).float().split(partition, dim=-2)
-    for index, (weight, value) in enumerate(zip(weight_parts, value_parts, strict=True)):
-        weight_minimum, weight_scale, weight_sum = (
-            entries[..., :, index, None].float() for entries in encoded[1:]
-        )  # (..., G, 1)
-        value_minimum, value_scale = (
-            entries[..., index, None, :].float() for entries in values[1:]
-        )  # (..., 1, D)
-        total = total + weight_scale * value_scale * (weight @ value)
-        total = total + weight_minimum * value_scale * value.sum(dim=-2, keepdim=True)
-        total = total + value_minimum * weight_scale * weight_sum
-        total = total + partition * weight_minimum * value_minimum
-    return total
-
-
 class HackCodec(NamedTuple):
     """The codec of keys, or of values; see coded/reference.py.
 
@@ -243,8 +212,9 @@ class HackCodec(NamedTuple):
         return score_keys(queries, HackKeys(*planes), scale, self.bits, self.partition)
 
     def weigh(self, weights: Tensor, planes: Sequence[Tensor]) -> Tensor:
-        """Add up the values of groups by their weights, on the codes of both."""
-        return weigh_values(weights, HackValues(*planes[:3]), self.bits, self.partition)
+        """Add up the values of groups by their weights: what the codes of both decode to."""
+        decoded = decode_keys(encode_queries(weights, self.partition), QUERY_BITS, self.partition)
+        return decoded @ decode_values(HackValues(*planes[:3]), self.bits, self.partition)
 
     def kernels(self) -> Format:
         """Import what is compiled for the format."""

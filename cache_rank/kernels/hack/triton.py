@@ -17,12 +17,9 @@ from cache_rank.kernels.coded.reference import CodedTokens
 from cache_rank.kernels.coded.rounding import is_finite, nearest_integers, quotient
 from cache_rank.kernels.coded.tokens import load_group, store_gathered
 from cache_rank.kernels.hack.attending import attend, attending
-from cache_rank.kernels.hack.queries import logits_on_codes, query_operands
+from cache_rank.kernels.hack.queries import Constants, logits_on_codes, query_operands
 from cache_rank.kernels.hack.reference import HackCodec
 from cache_rank.kernels.score.triton import store_logits
-
-_LEAST_COLUMNS = 8
-"""Keys are multiplied with at least this many columns of queries."""
 
 _PRODUCTS = 4096
 """Registers hold this many products of a block of keys with the columns of queries."""
@@ -36,42 +33,19 @@ class _Encoding(NamedTuple):
         partition: the elements of a partition; those of keys have at most D.
         width: the bytes of a token's codes.
         seed: the seed of stochastic rounding; None rounds to the nearest.
-        value_sums: whether sums of the codes of values are stored.
     """
 
     bits: int
     partition: int
     width: int
     seed: int | None
-    value_sums: bool
-
-
-class _Scoring(NamedTuple):
-    """What `_logits` is compiled for.
-
-    Attributes:
-        bits, partition, width: those of keys, see `_Encoding`.
-        columns: the columns of queries in a product.
-        bytes: how many bytes of a token are read: `width`, or more, which count for nothing.
-        block: how many tokens are multiplied at once.
-    """
-
-    bits: int
-    partition: int
-    width: int
-    columns: int
-    bytes: int
-    block: int
 
 
 def _encoding(tokens: CodedTokens) -> Parameters:
-    (codec, of_values), head_dim = tokens.codecs, tokens.rings[0].shape[-1]
+    codec, head_dim = tokens.codecs[0], tokens.rings[0].shape[-1]
     assert isinstance(codec, HackCodec)
-    assert isinstance(of_values, HackCodec)
     width = head_dim * codec.bits // 8
-    return Parameters(
-        (), _Encoding(codec.bits, codec.partition, width, codec.seed, of_values.value_sums)
-    )
+    return Parameters((), _Encoding(codec.bits, codec.partition, width, codec.seed))
 
 
 def _scoring(
@@ -79,21 +53,12 @@ def _scoring(
     queries: Tensor,
     out: Tensor,
 ) -> Parameters:
-    codec, head_dim = tokens.codecs[0], queries.shape[-1]
+    codec = tokens.codecs[0]
     assert isinstance(codec, HackCodec)
-    partition = min(codec.partition, head_dim)
     group = triton.next_power_of_2(queries.shape[2] // out.shape[2])
-    columns = max(_LEAST_COLUMNS, group * (head_dim // partition))
-    width = head_dim * codec.bits // 8
-    constants = _Scoring(
-        codec.bits,
-        partition,
-        width,
-        columns,
-        max(32, width),  # the matrix unit takes no fewer
-        min(_PRODUCTS // columns, tokens.page_tokens),
-    )
-    return Parameters((), constants)
+    constants = Constants.of(codec, queries.shape[-1], group)
+    block = min(_PRODUCTS // constants.columns, tokens.page_tokens)
+    return Parameters((), constants._replace(block=block))
 
 
 @triton.jit
@@ -186,7 +151,7 @@ def _encode(
         channel = tl.arange(0, LAYOUT.head_dim)[None, None, :]
         at = entry[:, None, None] * LAYOUT.head_dim + channel
         found, finite = _encode_partitions(parts, place, at, minima, scales, 1, CONSTANTS)
-        if CONSTANTS.value_sums:
+        if len(planes) == 4:
             sums = planes[3]
             tl.store(sums + at, tl.sum(found, axis=1, keep_dims=True).to(sums.dtype.element_ty))
     # Codes that are `width` channels apart share a byte.

@@ -48,16 +48,33 @@ def signed(nibbles):
 
 
 @triton.jit
-def code_as_half(words, INDEX: tl.constexpr, BITS: tl.constexpr, INTERPRETED: tl.constexpr):
-    """Unpack code INDEX, from the lowest bits up, of words of 16 bits: 64 + code, float16.
+def parts_of_words(numbers, ROWS: tl.constexpr, BITS: tl.constexpr):
+    """Of (ROWS, D), the channels of each code of a word: (ROWS, words) each.
+
+    A word is two successive bytes of codes of 4 or 2 bits. Part i has the channels whose codes are
+    i // 2 in the bytes that are i % 2 in a word.
+    """
+    SIZE: tl.constexpr = numbers.shape[1] // 2
+    low, high = tl.split(tl.permute(tl.reshape(numbers, (ROWS, 2, SIZE)), (0, 2, 1)))
+    if BITS == 2:
+        return parts_of_words(low, ROWS, 4) + parts_of_words(high, ROWS, 4)
+    else:
+        low, high = tl.reshape(low, (ROWS, SIZE // 2, 2)), tl.reshape(high, (ROWS, SIZE // 2, 2))
+        return tl.split(low) + tl.split(high)
+
+
+@triton.jit
+def code_as_half(words, PART: tl.constexpr, BITS: tl.constexpr, INTERPRETED: tl.constexpr):
+    """Unpack a part, see `parts_of_words`, of the codes of words of 16 bits: 64 + code, float16.
 
     The bits of 64 + n in float16 are those of 64, with n in the upper half of the lower byte. So
     two codes, of at most 4 bits, take two instructions.
     """
-    SHIFT: tl.constexpr = BITS * INDEX - 4
+    FROM: tl.constexpr = PART % 2 * 8 + PART // 2 * BITS
+    SHIFT: tl.constexpr = FROM - 4
     MASK: tl.constexpr = (1 << BITS) - 1
     if INTERPRETED:
-        return 64.0 + ((words >> (BITS * INDEX)) & MASK).to(tl.float16)
+        return 64.0 + ((words >> FROM) & MASK).to(tl.float16)
     else:
         HOW: tl.constexpr = f"shl.b32 t, $1, {-SHIFT};" if SHIFT < 0 else f"shr.b32 t, $1, {SHIFT};"
         MASKS: tl.constexpr = MASK * 0x00100010
@@ -73,13 +90,13 @@ def code_as_half(words, INDEX: tl.constexpr, BITS: tl.constexpr, INTERPRETED: tl
 
 
 @triton.jit
-def both_nibbles_as_half(upper, lower, INDEX: tl.constexpr, INTERPRETED: tl.constexpr):
-    """Compute 1032 + 16 upper + lower of nibbles INDEX of 16 bits each, float16.
+def both_nibbles_as_half(upper, lower, PART: tl.constexpr, INTERPRETED: tl.constexpr):
+    """Compute 1032 + 16 upper + lower of a part of the nibbles of words of 16 bits, float16.
 
     Lower nibbles are signed. The bits of 1024 + n in float16 end in the byte n, which is both
     nibbles, with the top bit of the lower one flipped.
     """
-    SHIFT: tl.constexpr = 4 * INDEX
+    SHIFT: tl.constexpr = PART % 2 * 8 + PART // 2 * 4
     if INTERPRETED:
         byte = (((upper >> SHIFT) & 15) << 4) | (((lower >> SHIFT) & 15) ^ 8)
         return 1024.0 + byte.to(tl.float16)

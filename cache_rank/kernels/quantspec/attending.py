@@ -8,8 +8,7 @@ codes are relative to adds one number to each:
 
 Codes are whole numbers of float16, and the factors before them are rounded to it. A word of 16 bits
 has codes of four channels. Codes of one place in two words are unpacked at once, as they lie in the
-operands of the matrix unit. So sums are taken over quarters of the channels: quarter i has those of
-the low or high half, for even or odd i, that are even or odd, for i below 2 or not.
+operands of the matrix unit. So sums are taken by `parts_of_words`.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ import triton.language as tl
 from cache_rank.kernels.coded.format import Launch, Parameters
 from cache_rank.kernels.coded.reference import CodedTokens
 from cache_rank.kernels.coded.rounding import power_below
-from cache_rank.kernels.nibbles.triton import both_nibbles_as_half, code_as_half
+from cache_rank.kernels.nibbles.triton import both_nibbles_as_half, code_as_half, parts_of_words
 from cache_rank.kernels.quantspec.reference import QuantSpecCodec
 
 _LEAST_STEP = tl.constexpr(2.0**-100)
@@ -30,30 +29,25 @@ _LEAST_STEP = tl.constexpr(2.0**-100)
 
 
 class _Attending(NamedTuple):
-    """What `attend` is compiled for: how many bits of keys and of values are read, 4 or 8."""
+    """What `attend` is compiled for: how many bits of keys and values are read, 4 or 8."""
 
-    key_bits: int
-    value_bits: int
+    bits: int
 
 
 def attending(tokens: CodedTokens, padded: int) -> Parameters:
     """See `Format`."""
-    keys, values = tokens.codecs
-    assert isinstance(keys, QuantSpecCodec)
-    assert isinstance(values, QuantSpecCodec)
-    constants = _Attending(keys.read_bits, values.read_bits)
+    codec = tokens.codecs[0]
+    assert isinstance(codec, QuantSpecCodec)
+    assert tokens.codecs[1] == codec._replace(per_channel=False)
+    launch = Launch(warps=2, programs=4 if codec.read_bits == 8 else 6)
     if padded > 8:
-        return Parameters((), constants, Launch(warps=4 if padded <= 32 else 8))
-    both = 8 in constants
-    return Parameters((), constants, Launch(warps=2, programs=4 if both else 6))
+        launch = Launch(warps=4 if padded <= 32 else 8)
+    return Parameters((), _Attending(codec.read_bits), launch)
 
 
 @triton.jit
 def _load_codes(planes, at, BITS: tl.constexpr, INTERPRETED: tl.constexpr):
-    """Load the codes of words: those of the four quarters of the channels, float16 each.
-
-    They are above what they stand for by the constant that `code_as_half` adds, or the other.
-    """
+    """Load the parts of the codes of words, float16, above what they are by OFFSET of `attend`."""
     uppers = tl.load(planes[0].to(tl.pointer_type(tl.uint16)) + at)
     if BITS == 8:
         lowers = tl.load(planes[1].to(tl.pointer_type(tl.uint16)) + at)
@@ -68,15 +62,6 @@ def _load_relative_to(planes, at, BITS: tl.constexpr):
     scale = tl.load(planes[2] + at).to(tl.float32)
     zero = tl.load(planes[3] + at).to(tl.float32)
     return scale * (0.0625 if BITS == 8 else 1.0), zero
-
-
-@triton.jit
-def _quarters(factor, PADDED: tl.constexpr, QUARTER: tl.constexpr):
-    """The quarters of the channels of (PADDED, D): (D / 4, PADDED) each."""
-    even, odd = tl.split(tl.reshape(factor, (PADDED, 2, QUARTER, 2)))
-    even_low, even_high = tl.split(tl.permute(even, (2, 0, 1)))
-    odd_low, odd_high = tl.split(tl.permute(odd, (2, 0, 1)))
-    return even_low, even_high, odd_low, odd_high
 
 
 @triton.jit
@@ -99,44 +84,43 @@ def attend(
 ):
     """Attend to the tokens [start, stop), group after group; see `Format`."""
     HEAD_DIM: tl.constexpr = LAYOUT.head_dim
-    QUARTER: tl.constexpr = HEAD_DIM // 4
+    WORDS: tl.constexpr = HEAD_DIM // 4
     SIZE: tl.constexpr = LAYOUT.group_tokens
-    KEY_OFFSET: tl.constexpr = 1032.0 if CONSTANTS.key_bits == 8 else 64.0
-    VALUE_OFFSET: tl.constexpr = 1032.0 if CONSTANTS.value_bits == 8 else 64.0
+    BITS: tl.constexpr = CONSTANTS.bits
+    OFFSET: tl.constexpr = 1032.0 if BITS == 8 else 64.0
     dims, row = tl.arange(0, HEAD_DIM), tl.arange(0, PADDED)[:, None]
     query = tl.load(queries + row * HEAD_DIM + dims[None, :], mask=row < GROUP, other=0.0) * scale
-    word, token = tl.arange(0, QUARTER), tl.arange(0, SIZE)
+    word, token = tl.arange(0, WORDS), tl.arange(0, SIZE)
     largest = tl.full((PADDED,), -1e30, tl.float32)
     total = tl.zeros((PADDED,), tl.float32)
     rest = tl.zeros((PADDED,), tl.float32)
-    sums = [tl.zeros((QUARTER, PADDED), tl.float32) for _ in (0, 1, 2, 3)]
+    sums = [tl.zeros((WORDS, PADDED), tl.float32) for _ in (0, 1, 2, 3)]
     for first in tl.range(start, stop, SIZE, num_stages=STAGES):
         page = tl.load(pages + first // LAYOUT.page).to(tl.int64)
         tile = (page * LAYOUT.layers + layer) * LAYOUT.kv_heads + head
         group = tile * (LAYOUT.page // SIZE) + first % LAYOUT.page // SIZE
-        words = group * SIZE * QUARTER
+        words = group * SIZE * WORDS
         # Queries times steps, float16 in a unit of each query, and what is added to its logits.
-        step, zero = _load_relative_to(key_planes, group * HEAD_DIM + dims, CONSTANTS.key_bits)
+        step, zero = _load_relative_to(key_planes, group * HEAD_DIM + dims, BITS)
         factor = query * step[None, :]
         unit = power_below(tl.max(tl.abs(factor), axis=1))
         factor = (factor / unit[:, None]).to(tl.float16)
-        offset = (KEY_OFFSET * unit)[:, None] * factor.to(tl.float32)
+        offset = (OFFSET * unit)[:, None] * factor.to(tl.float32)
         added = tl.sum(query * zero[None, :] - offset, axis=1)
         # [group tokens, D / 4] codes, and [group tokens, PADDED] logits
         codes = _load_codes(
             key_planes,
-            words + token[:, None] * QUARTER + word[None, :],
-            CONSTANTS.key_bits,
+            words + token[:, None] * WORDS + word[None, :],
+            BITS,
             INTERPRETED,
         )
-        factors = _quarters(factor, PADDED, QUARTER)
-        logits = tl.dot(codes[0], factors[0])
-        logits = tl.dot(codes[1], factors[1], logits)
-        logits = tl.dot(codes[2], factors[2], logits)
-        logits = tl.dot(codes[3], factors[3], logits)
+        factors = parts_of_words(factor, PADDED, 4)
+        logits = tl.dot(codes[0], tl.trans(factors[0]))
+        for i in tl.static_range(1, 4):
+            logits = tl.dot(codes[i], tl.trans(factors[i]), logits)
         logits = logits * unit[None, :] + added[None, :]
         # Weights, so scaled that weights times steps are below 2, and fit float16 whatever steps.
-        step, zero = _load_relative_to(value_planes, group * SIZE + token, CONSTANTS.value_bits)
+        step, zero = _load_relative_to(value_planes, group * SIZE + token, BITS)
         bits = tl.maximum(step, _LEAST_STEP).to(tl.int32, bitcast=True)
         exponent = ((bits >> 23) - 127).to(tl.float32)
         of_block = tl.max(logits + exponent[:, None], axis=0)
@@ -145,17 +129,14 @@ def attend(
         factor = (weights * step[:, None]).to(tl.float16)
         decay = tl.exp2(before - largest)
         total = total * decay + tl.sum(weights, axis=0)
-        added = weights * zero[:, None] - VALUE_OFFSET * factor.to(tl.float32)
+        added = weights * zero[:, None] - OFFSET * factor.to(tl.float32)
         rest = rest * decay + tl.sum(added, axis=0)
         # [D / 4, group tokens]
         codes = _load_codes(
             value_planes,
-            words + token[None, :] * QUARTER + word[:, None],
-            CONSTANTS.value_bits,
+            words + token[None, :] * WORDS + word[:, None],
+            BITS,
             INTERPRETED,
         )
         sums = [tl.dot(codes[i], factor, sums[i] * decay[None, :]) for i in (0, 1, 2, 3)]
-    # From quarters to channels in order.
-    halves = tl.join(tl.join(sums[0], sums[1]), tl.join(sums[2], sums[3]))
-    ordered = tl.reshape(tl.permute(halves, (2, 0, 3, 1)), (HEAD_DIM, PADDED))
-    return (ordered + rest[None, :],), largest, total
+    return [sums[i] + rest[None, :] for i in (0, 1, 2, 3)], largest, total
