@@ -55,13 +55,12 @@ def attend(
     BITS: tl.constexpr = CONSTANTS.bits
     WIDTH: tl.constexpr = CONSTANTS.width
     WORDS: tl.constexpr = WIDTH // 2
-    CODES: tl.constexpr = 16 // BITS  # of a word
     token, byte = tl.arange(0, BLOCK), tl.arange(0, CONSTANTS.bytes)[None, :]
     word, dims = tl.arange(0, WORDS)[:, None], tl.arange(0, HEAD_DIM)
     largest = tl.full((PADDED,), -1e30, tl.float32)
     total = tl.zeros((PADDED,), tl.float32)
     rest = tl.zeros((PADDED, HEAD_DIM), tl.float32)
-    sums = [tl.zeros((WORDS, PADDED), tl.float32) for _ in (0, 1, 2, 3, 4, 5, 6, 7)[:CODES]]
+    sums = [tl.zeros((WORDS, PADDED), tl.float32) for _ in (0, 1, 2, 3, 4, 5, 6, 7)[: 16 // BITS]]
     for first in tl.range(start, stop, BLOCK, num_stages=STAGES):
         page = tl.load(pages + first // LAYOUT.page).to(tl.int64)
         tile = (page * LAYOUT.layers + layer) * LAYOUT.kv_heads + head
@@ -99,8 +98,8 @@ def attend(
             sums[i] * decay[None, :]
             + tl.dot(code_as_half(words, i, BITS, INTERPRETED), codes)
             * (tl.trans(steps[i]) * step[None, :])
-            for i in (0, 1, 2, 3, 4, 5, 6, 7)[:CODES]
+            for i in (0, 1, 2, 3, 4, 5, 6, 7)[: 16 // BITS]
         ]
     rests = parts_of_words(rest, PADDED, BITS)
-    sums = [sums[i] + tl.trans(rests[i]) for i in (0, 1, 2, 3, 4, 5, 6, 7)[:CODES]]
+    sums = [sums[i] + tl.trans(rests[i]) for i in (0, 1, 2, 3, 4, 5, 6, 7)[: 16 // BITS]]
     return sums, largest, total
