@@ -28,6 +28,6 @@ class QuantSpecResidency(CodedResidency):
         dtype = config.model.torch_dtype
         bits = int(cls.settings(config)["reading"])
         return (
-            QuantSpecCodec(per_channel=True, dtype=dtype, score_bits=bits),
+            QuantSpecCodec(per_channel=True, dtype=dtype, read_bits=bits),
             QuantSpecCodec(per_channel=False, dtype=dtype),
         )

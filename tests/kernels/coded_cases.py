@@ -97,11 +97,13 @@ def lynx(in_full: bool, alpha: float = DEFAULT_ALPHA) -> Format:
     )
 
 
-def hack(bits: int = 2, partition: int = 64, seed: int | None = None) -> Format:
+def hack(
+    bits: int = 2, partition: int = 64, seed: int | None = None, value_sums: bool = False
+) -> Format:
     return Format(
         lambda dtype: (
             HackCodec(True, dtype, bits, partition, seed),
-            HackCodec(False, dtype, bits, partition, seed),
+            HackCodec(False, dtype, bits, partition, seed, value_sums),
         ),
         GROUP,
         GROUP,
@@ -120,6 +122,8 @@ FORMATS = {
     "hack 2, 16, stochastic": hack(partition=16, seed=65535),
     "hack 4": hack(bits=4),
     "hack 4, 16": hack(bits=4, partition=16),
+    "hack 4, sums": hack(bits=4, value_sums=True),
+    "hack 2, sums": hack(value_sums=True),
     "hack 4, stochastic": hack(bits=4, seed=0),
 }
 NARROW = torch.bfloat16 if torch.cuda.is_available() else torch.float16

@@ -59,6 +59,8 @@ def four_sequences(
         ("hack 4", 191, 1, torch.float32),
         ("hack 4, 16", 100, 300, torch.float16),
         ("hack 4, stochastic", 100, 300, NARROW),
+        ("hack 4, sums", 100, 300, torch.float32),
+        ("hack 2, sums", 191, 1, NARROW),
     ],
     ids=str,
 )
@@ -160,6 +162,7 @@ def test_what_cannot_be_encoded_is_noted_by_its_place(
         ("hack 2, 16, stochastic", torch.float16, 64, 21),
         ("hack 4", NARROW, 128, 21),
         ("hack 4, 16", torch.float32, 16, 21),
+        ("hack 4, sums", torch.float32, 16, 21),
     ],
     ids=str,
 )

@@ -6,7 +6,7 @@ KV head are split over programs, whose results a second kernel merges by their l
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -112,15 +112,31 @@ def attend_rows(
         num_stages=LAUNCH.stages,
         HAS_DEPENDENTS=has_dependents(out),
     )
-    _merge[(requests * query_heads,)](
+    merge_splits(partial, log_sums, out, None, **dependent_launch(out))
+
+
+def merge_splits(
+    partial: Tensor, log_sums: Tensor, out: Tensor, total: Tensor | None, **dependent: Any
+) -> None:
+    """Merge what was computed for parts of the tokens. One launch.
+
+    Args:
+        partial, log_sums: (..., splits, D) and (..., splits) float32, of powers of two; 0 and -1e30
+            where a part has no token.
+        out, total: (..., D) and natural log-sum-exps, (...) float32, written in place.
+        dependent: options of a dependent launch.
+    """
+    splits, head_dim = partial.shape[-2:]
+    _merge[(partial.numel() // (splits * head_dim),)](
         partial,
         log_sums,
         out,
+        total,
         HEAD_DIM=head_dim,
         SPLITS=splits,
         PADDED_SPLITS=triton.next_power_of_2(splits),
         num_warps=2,
-        **dependent_launch(out),
+        **(dependent or {"DEPENDENT": False}),
     )
 
 
@@ -216,6 +232,7 @@ def _merge(
     partial,
     log_sums,
     out,
+    total,
     HEAD_DIM: tl.constexpr,
     SPLITS: tl.constexpr,
     PADDED_SPLITS: tl.constexpr,
@@ -228,7 +245,11 @@ def _merge(
     at = head * SPLITS + split
     is_split = split < SPLITS
     log_sum = tl.load(log_sums + at, mask=is_split, other=-1e30)
-    weights = tl.exp2(log_sum - tl.max(log_sum, axis=0))
+    largest = tl.max(log_sum, axis=0)
+    weights = tl.exp2(log_sum - largest)
+    if total is not None:
+        of_all = (largest + tl.log2(tl.sum(weights, axis=0))) * 0.6931471805599453
+        tl.store(total + head, tl.where(largest > -1e29, of_all, float("-inf")))
     weights = weights / tl.sum(weights, axis=0)
     parts = tl.load(
         partial + at[:, None] * HEAD_DIM + dims[None, :], mask=is_split[:, None], other=0.0

@@ -37,13 +37,14 @@ class Layout(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """How scores are spread over a GPU; only time depends on it.
+    """How scores, or attention, are spread over a GPU; the result depends on it by rounding alone.
 
     Attributes:
         chunks: how many times CHUNK_TOKENS a program scores.
         warps, stages: of a program.
         registers: the most registers of a thread.
         ring_block: how many keys of the ring are multiplied at a time.
+        programs: of attention, how many a multiprocessor runs at once.
     """
 
     chunks: int = 2
@@ -51,6 +52,7 @@ class Launch(NamedTuple):
     stages: int = 3
     registers: int | None = None
     ring_block: int = 64
+    programs: int = 2
 
 
 class Parameters(NamedTuple):
@@ -59,7 +61,7 @@ class Parameters(NamedTuple):
     Attributes:
         tables: tensors and numbers, in a tuple.
         constants: what the functions are compiled for; they read it by name.
-        launch: of scores.
+        launch: of scores or of attention.
     """
 
     tables: tuple[Any, ...]
@@ -86,6 +88,11 @@ class Format(NamedTuple):
         encoding: makes the parameters of `encode` and of `gather` from the tokens.
         scoring: makes those of `logits` from the tokens, queries and scores to be written.
         keys_as_values: whether `encode` is the same for both, and so is compiled once.
+        attend: (key_planes, value_planes, queries, pages, layer, head, start, stop, scale, GROUP,
+            PADDED, STAGES, INTERPRETED, LAYOUT, CONSTANTS) attends to the tokens [start, stop), of
+            whole groups. Returns sums of values by their weights, a tuple of `parts_of_words`,
+            (channels, PADDED) each; the largest logit and the sum of weights, (PADDED,) each.
+        attending: makes its parameters from the tokens and PADDED. None if codes are only decoded.
     """
 
     encode: Any
@@ -94,3 +101,5 @@ class Format(NamedTuple):
     encoding: Callable[[CodedTokens], Parameters]
     scoring: Callable[[CodedTokens, Tensor, Tensor], Parameters]
     keys_as_values: bool = False
+    attend: Any = None
+    attending: Callable[[CodedTokens, int], Parameters] | None = None

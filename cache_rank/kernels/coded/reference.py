@@ -14,7 +14,7 @@ are those of tokens that this step reads from the ring.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -75,6 +75,19 @@ class Codec(Protocol):
 
     def kernels(self) -> Format:
         """Import what triton.py compiles for the format."""
+
+
+@runtime_checkable
+class AttendedCodec(Codec, Protocol):
+    """The codec of a format whose codes can be attended to where they lie."""
+
+    def weigh(self, weights: Tensor, planes: Sequence[Tensor]) -> Tensor:
+        """Add up the values of each group by their weights: (..., N, D) float32.
+
+        Args:
+            weights: (..., N, group tokens) float32, at least 0.
+            planes: (..., entries, width) each, the codes of the groups.
+        """
 
 
 class CodedTokens(NamedTuple):
@@ -232,6 +245,56 @@ def score_codes(
         out[row, :, :, : position + 1] = log_probabilities.amax(dim=-2)
 
 
+def attend_codes(
+    tokens: CodedTokens, queries: Tensor, rows: PagedRows, layer: int, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Attend to the tokens of every row that are held as codes, and decode none of them to memory.
+
+    All queries of a row are later than its codes. With newer tokens `merge_parts` of
+    attend/reference.py merges what is returned.
+
+    Args:
+        tokens: what is held; its codecs are `AttendedCodec`.
+        queries: (R, Q, Hq, D), any float dtype.
+        rows: the rows of the step; tokens [0, position] of each are resident, none for -1.
+        layer: which layer.
+        scale: factor on the logits.
+
+    Returns:
+        Outputs (R, Q, Hq, D) and log-sum-exps (R, Q, Hq), float32; 0 and minus infinity in rows
+        that have no codes, or are skipped.
+    """
+    grouped = by_kv_head(queries, tokens.rings[0].shape[2])
+    out, log_sums = torch.zeros_like(grouped), torch.full_like(grouped[..., 0], -torch.inf)
+    keys, values = tokens.codecs
+    assert isinstance(values, AttendedCodec)
+    places = zip(rows.slots.tolist(), rows.positions.tolist(), strict=True)
+    for row, (slot, position) in enumerate(places):
+        coded = tokens.coded(position + 1)
+        if slot < 0 or coded == 0:
+            continue
+        layers = slice(layer, layer + 1)
+        key_planes, value_planes = (
+            [plane[:, 0] for plane in _groups(tokens, part, rows.page_table[row], layers, 0, coded)]
+            for part in range(2)
+        )
+        logits = keys.score(grouped[row], key_planes, scale)  # (groups, Hkv, Q G, group tokens)
+        log_sums[row] = logits.logsumexp(dim=(0, -1))
+        weights = (logits - log_sums[row].unsqueeze(-1)).exp()
+        out[row] = values.weigh(weights, value_planes).sum(dim=0)
+    return by_query(out, queries), by_query(log_sums, queries)
+
+
+def by_kv_head(queries: Tensor, kv_heads: int) -> Tensor:
+    """(R, Q, Hq, D) as (R, Hkv, Q G, D) float32, the queries of a KV head beside each other."""
+    return queries.float().unflatten(2, (kv_heads, -1)).transpose(1, 2).flatten(2, 3)
+
+
+def by_query(grouped: Tensor, queries: Tensor) -> Tensor:
+    """(R, Hkv, Q G, ...) as (R, Q, Hq, ...)."""
+    return grouped.unflatten(2, (queries.shape[1], -1)).transpose(1, 2).flatten(2, 3)
+
+
 def _coded_logits(
     tokens: CodedTokens,
     queries: Tensor,
@@ -242,17 +305,28 @@ def _coded_logits(
     scale: float,
 ) -> Tensor:
     """Logits of a sequence's tokens [first, last), whole groups: (L, Hkv, G, n) float32."""
+    planes = _groups(tokens, 0, pages, layers, first, last)
+    logits = tokens.codecs[0].score(queries, planes, scale)
+    return logits.permute(1, 2, 3, 0, 4).flatten(3)
+
+
+def _groups(
+    tokens: CodedTokens, part: int, pages: Tensor, layers: slice, first: int, last: int
+) -> list[Tensor]:
+    """The planes of keys or of values of a sequence's tokens [first, last), whole groups.
+
+    Returns:
+        (groups, L, Hkv, entries, width) each.
+    """
     size, groups_of_page = tokens.group_tokens, tokens.page_tokens // tokens.group_tokens
     group = torch.arange(first // size, last // size, device=pages.device)
     layer = torch.arange(layers.start, layers.stop, device=pages.device)
     page = pages[group // groups_of_page].to(torch.int64).unsqueeze(-1)
     within = (group % groups_of_page).unsqueeze(-1)
-    planes = [
+    return [
         plane.unflatten(3, (groups_of_page, -1))[page, layer, :, within]
-        for plane in tokens.planes[0]
-    ]  # (groups, L, Hkv, entries, width)
-    logits = tokens.codecs[0].score(queries, planes, scale)
-    return logits.permute(1, 2, 3, 0, 4).flatten(3)
+        for plane in tokens.planes[part]
+    ]
 
 
 def _note_not_finite(

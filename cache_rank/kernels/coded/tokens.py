@@ -55,6 +55,13 @@ class GatherTarget(NamedTuple):
 
 
 @triton.jit
+def coded_tokens(resident, LAYOUT: tl.constexpr):
+    """How many of a sequence's tokens are held as codes."""
+    FULL: tl.constexpr = LAYOUT.ring // LAYOUT.group_tokens - 1
+    return tl.maximum((resident // LAYOUT.group_tokens - FULL) * LAYOUT.group_tokens, 0)
+
+
+@triton.jit
 def load_group(source, dims, LAYOUT: tl.constexpr):
     """Load channels `dims` of a group as they came: (group tokens, len(dims)) float32.
 

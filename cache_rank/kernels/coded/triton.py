@@ -1,4 +1,4 @@
-"""The three launches on tokens held as codes, for every format, Triton.
+"""The launches on tokens held as codes, for every format, Triton.
 
 The reference beside this file specifies them. What differs between formats is in the folder of
 each, as a `Format`, which its codec imports: how a group becomes codes, how codes become tokens of
@@ -13,9 +13,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from cache_rank.kernels.attend.triton import merge_splits
+from cache_rank.kernels.coded.attending import attend_split
 from cache_rank.kernels.coded.format import Layout
-from cache_rank.kernels.coded.reference import CodedTokens
-from cache_rank.kernels.coded.tokens import GatherTarget, GroupSource
+from cache_rank.kernels.coded.reference import CodedTokens, by_kv_head, by_query
+from cache_rank.kernels.coded.tokens import GatherTarget, GroupSource, coded_tokens
 from cache_rank.kernels.rows import PagedRows
 from cache_rank.kernels.score.reference import ScoreWorkspace
 from cache_rank.kernels.score.triton import (
@@ -32,6 +34,15 @@ from cache_rank.kernels.wire.reference import wire_width
 
 _GATHERED_ELEMENTS = 2048
 """A program gathers at most this many elements of keys, and as many of values."""
+
+_LEAST_QUERIES = 8
+"""The matrix unit multiplies codes with so many queries at a time."""
+
+_MULTIPROCESSORS = 132
+"""Of an H100 or H200, which are kept busy with attention to codes."""
+
+_MOST_SPLITS = 64
+"""The codes of a row and KV head are split over at most so many programs."""
 
 
 def encode_groups(
@@ -152,11 +163,44 @@ def score_codes(
     finish_scores(logits, partial, rows, constants, out)
 
 
-@triton.jit
-def _coded_tokens(resident, LAYOUT: tl.constexpr):
-    """How many of a sequence's tokens are held as codes."""
-    FULL: tl.constexpr = LAYOUT.ring // LAYOUT.group_tokens - 1
-    return tl.maximum((resident // LAYOUT.group_tokens - FULL) * LAYOUT.group_tokens, 0)
+def attend_codes(
+    tokens: CodedTokens, queries: Tensor, rows: PagedRows, layer: int, scale: float
+) -> tuple[Tensor, Tensor]:
+    """See the reference. Two launches; D is a power of two, on a GPU of at least 64."""
+    of, layout = tokens.codecs[0].kernels(), Layout.of(tokens)
+    assert of.attending is not None
+    grouped = by_kv_head(queries, layout.kv_heads).contiguous()
+    units, group = grouped.shape[0] * layout.kv_heads, grouped.shape[2]
+    padded = max(_LEAST_QUERIES, triton.next_power_of_2(group))
+    parameters = of.attending(tokens, padded)
+    launch = parameters.launch
+    splits = _MULTIPROCESSORS * launch.programs // max(1, units)
+    splits = min(_MOST_SPLITS, max(1, splits))
+    partial = grouped.new_empty((*grouped.shape[:3], splits, layout.head_dim))
+    log_sums = grouped.new_empty(partial.shape[:4])
+    attend_split[(units, splits)](
+        grouped,
+        *tokens.planes,
+        *rows,
+        partial,
+        log_sums,
+        layer,
+        rows.page_table.stride(0),
+        scale * 1.4426950408889634,  # powers of two are faster than those of e
+        GROUP=group,
+        PADDED=padded,
+        SPLITS=splits,
+        STAGES=launch.stages,
+        ATTEND=of.attend,
+        LAYOUT=layout,
+        CONSTANTS=parameters.constants,
+        INTERPRETED=not grouped.is_cuda,
+        num_warps=launch.warps,
+        maxnreg=launch.registers,
+    )
+    out, total = torch.empty_like(grouped), torch.empty_like(grouped[..., 0])
+    merge_splits(partial, log_sums, out, total)
+    return by_query(out, queries), by_query(total, queries)
 
 
 @triton.jit(
@@ -189,8 +233,8 @@ def _encode(
     start = tl.load(starts + row)
     unit, part = tl.program_id(1) // 2, tl.program_id(1) % 2
     layer, head = first_layer + unit // LAYOUT.kv_heads, unit % LAYOUT.kv_heads
-    first = _coded_tokens(start, LAYOUT) + tl.program_id(0) * LAYOUT.group_tokens
-    exists = (slot >= 0) & (first < _coded_tokens(start + count, LAYOUT))
+    first = coded_tokens(start, LAYOUT) + tl.program_id(0) * LAYOUT.group_tokens
+    exists = (slot >= 0) & (first < coded_tokens(start + count, LAYOUT))
     if not exists:
         return
     # Where its codes go, and where its tokens are.
@@ -247,7 +291,7 @@ def _gather(
     # Which tokens, and which of them are held as codes.
     row, unit = tl.program_id(2).to(tl.int64), tl.program_id(1)
     slot = tl.load(slots + row).to(tl.int64)
-    coded = _coded_tokens(tl.load(positions + row) + 1, LAYOUT)
+    coded = coded_tokens(tl.load(positions + row) + 1, LAYOUT)
     layer, head = first_layer + unit // LAYOUT.kv_heads, unit % LAYOUT.kv_heads
     entry = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     out_token = (row * LAYERS * LAYOUT.kv_heads + unit) * CAPACITY + entry
@@ -319,7 +363,7 @@ def _score(
         unit_queries = queries + unit * GROUP * HEAD_DIM
         unit_logits = logits + unit * capacity * PADDED
         stop = tl.minimum(start + CHUNK, tokens)
-        coded = tl.minimum(_coded_tokens(tokens, LAYOUT), stop)
+        coded = tl.minimum(coded_tokens(tokens, LAYOUT), stop)
         LOGITS(
             planes=key_planes,
             queries=unit_queries,

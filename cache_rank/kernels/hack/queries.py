@@ -6,10 +6,43 @@ A column holds one head's codes of one partition, and 0 in all other channels. S
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
 from cache_rank.kernels.coded.rounding import nearest_integers
+from cache_rank.kernels.hack.reference import GROUP, HackCodec
+from cache_rank.kernels.nibbles.triton import unpack_codes
+
+_LEAST_COLUMNS = 8
+"""Keys are multiplied with at least this many columns of queries."""
+
+
+class Constants(NamedTuple):
+    """What products with the codes of keys are compiled for.
+
+    Attributes:
+        bits, partition, width: those of keys, see `_Encoding` of triton.py.
+        columns: the columns of queries in a product.
+        bytes: how many bytes of a token are read: `width`, or more, which count for nothing.
+        block: how many tokens are multiplied at once.
+    """
+
+    bits: int
+    partition: int
+    width: int
+    columns: int
+    bytes: int
+    block: int
+
+    @classmethod
+    def of(cls, codec: HackCodec, head_dim: int, padded: int, block: int = GROUP) -> Constants:
+        """Those for so many queries of a KV head, padded to a power of two."""
+        partition, width = min(codec.partition, head_dim), head_dim * codec.bits // 8
+        columns = max(_LEAST_COLUMNS, padded * (head_dim // partition))
+        least_bytes = max(32, width)  # the matrix unit takes no fewer
+        return cls(codec.bits, partition, width, columns, least_bytes, block)
 
 
 @triton.jit
@@ -100,3 +133,37 @@ def query_operands(
     of_sum = tl.reshape(ratio + 128.0, (1, PADDED, COUNT))
     of_minimum = tl.reshape(query_sum + CONSTANTS.partition * ratio, (1, PADDED, COUNT))
     return operands, of_sum, of_minimum, tl.reshape(scale * logit_scale, (1, PADDED, COUNT))
+
+
+@triton.jit
+def logits_on_codes(
+    packed,
+    planes,
+    tile,
+    query,
+    PADDED: tl.constexpr,
+    PARTITIONS: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+    CONSTANTS: tl.constexpr,
+):
+    """Logits of a block of keys by products of codes with codes: (block, PADDED) float32."""
+    minima, scales, sums = planes[1], planes[2], planes[3]
+    operands, of_sum, of_minimum, of_all = query
+    BLOCK: tl.constexpr = CONSTANTS.block
+    COLUMNS: tl.constexpr = CONSTANTS.columns
+    # Products of the codes: [block, columns]
+    product = tl.zeros((BLOCK, COLUMNS), tl.int32)
+    for index in tl.static_range(8 // CONSTANTS.bits):
+        code = unpack_codes(packed, index, CONSTANTS.bits, INTERPRETED)
+        product = tl.dot(code, operands[index], product, out_dtype=tl.int32)
+    COUNT: tl.constexpr = COLUMNS // PADDED
+    product = tl.reshape(product.to(tl.float32), (BLOCK, PADDED, COUNT))
+    # What codes of keys are relative to, [block, 1, columns / PADDED] each, and Eq. 4.
+    partition = tl.arange(0, COUNT)[None, :]
+    at = tile * PARTITIONS + (tl.arange(0, BLOCK)[:, None] * PARTITIONS + partition)
+    there = partition < PARTITIONS
+    key_minimum = tl.load(minima + at, mask=there, other=0.0).to(tl.float32)[:, None, :]
+    key_scale = tl.load(scales + at, mask=there, other=0.0).to(tl.float32)[:, None, :]
+    key_sum = tl.load(sums + at, mask=there, other=0).to(tl.float32)[:, None, :]
+    term = key_scale * (product + of_sum * key_sum) + key_minimum * of_minimum
+    return tl.sum(term * of_all, axis=2)

@@ -11,8 +11,12 @@ partitions, and the product is taken on codes (Eq. 4), a sum over the partitions
 
     q·k ≈ Σ_z [ s_q s_k Σ q'k'  +  m_q s_k Σ k'  +  m_k s_q Σ q'  +  Π m_q m_k ]
 
-Σ q'k' is below 2^24, so that float32 holds it exactly in whatever order it is summed. Values are
-decoded: what the cache rank ships is whole tokens.
+Σ q'k' is below 2^24, so that float32 holds it exactly in whatever order it is summed. Attention
+weights are multiplied with values in the same way: they get 8-bit codes in partitions of tokens,
+
+    Σ p v ≈ Σ_z [ s_p s_v Σ p'v'  +  m_p s_v Σ v'  +  m_v s_p Σ p'  +  Π m_p m_v ]
+
+which do not depend on a factor on all of them. Values that are shipped are decoded.
 
 Rounding is to the nearest code, half to even; or with a seed it is stochastic, up with the
 probability that keeps the mean. The paper's is stochastic; nearest has less variance, and tokens
@@ -39,7 +43,7 @@ GROUP = 64
 """This many tokens are quantized together; partitions divide it."""
 
 QUERY_BITS = 8
-"""A code of a query has this many bits."""
+"""A code of a query, or of an attention weight, has this many bits."""
 
 
 class HackKeys(NamedTuple):
@@ -160,6 +164,8 @@ class HackCodec(NamedTuple):
         of_keys: whether it encodes keys.
         dtype: the dtype of the tokens.
         bits, partition, seed: see `encode_keys`.
+        value_sums: whether the sums of the codes of values are stored too. Attention reads them,
+            and where they are missing sums up codes (summation elimination, section 5.3).
     """
 
     of_keys: bool
@@ -167,32 +173,48 @@ class HackCodec(NamedTuple):
     bits: int = 2
     partition: int = 64
     seed: int | None = None
+    value_sums: bool = False
 
     def planes(self, head_dim: int) -> tuple[Plane, ...]:
-        """The tensors of `HackKeys`, or of `HackValues`."""
+        """The tensors of `HackKeys`, or of `HackValues`, and the sums of values if they are stored.
+
+        These are (..., Z, D) in the dtype of those of keys.
+        """
         codes = Plane(GROUP, head_dim * self.bits // 8, torch.uint8)
         if not self.of_keys:
             relative_to = Plane(GROUP // self.partition, head_dim, self.dtype)
-            return codes, relative_to, relative_to
+            sums = relative_to._replace(dtype=sums_dtype(self.bits, self.partition))
+            return (codes, relative_to, relative_to, *((sums,) if self.value_sums else ()))
         partitions = -(-head_dim // self.partition)
         relative_to = Plane(GROUP, partitions, self.dtype)
         sums = Plane(GROUP, partitions, sums_dtype(self.bits, self.partition))
         return codes, relative_to, relative_to, sums
 
-    def encode(self, tokens: Tensor) -> HackKeys | HackValues:
+    def encode(self, tokens: Tensor) -> tuple[Tensor, ...]:
         """Encode complete groups."""
-        encode = encode_keys if self.of_keys else encode_values
-        return encode(tokens, self.bits, self.partition, self.seed)
+        if self.of_keys:
+            return encode_keys(tokens, self.bits, self.partition, self.seed)
+        values = encode_values(tokens, self.bits, self.partition, self.seed)
+        if not self.value_sums:
+            return values
+        parts = unpack(values.codes, self.bits).unflatten(-2, (-1, self.partition))
+        sums = parts.sum(dim=-2, dtype=torch.int16)
+        return (*values, sums.to(sums_dtype(self.bits, self.partition)))
 
     def decode(self, entries: Sequence[Tensor]) -> Tensor:
         """Decode tokens."""
         if self.of_keys:
             return decode_keys(HackKeys(*entries), self.bits, self.partition)
-        return decode_values(HackValues(*entries), self.bits, partition=1)
+        return decode_values(HackValues(*entries[:3]), self.bits, partition=1)
 
     def score(self, queries: Tensor, planes: Sequence[Tensor], scale: float) -> Tensor:
         """Compute the logits of groups of keys on their codes."""
         return score_keys(queries, HackKeys(*planes), scale, self.bits, self.partition)
+
+    def weigh(self, weights: Tensor, planes: Sequence[Tensor]) -> Tensor:
+        """Add up the values of groups by their weights: what the codes of both decode to."""
+        decoded = decode_keys(encode_queries(weights, self.partition), QUERY_BITS, self.partition)
+        return decoded @ decode_values(HackValues(*planes[:3]), self.bits, self.partition)
 
     def kernels(self) -> Format:
         """Import what is compiled for the format."""

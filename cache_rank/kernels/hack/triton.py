@@ -16,13 +16,10 @@ from cache_rank.kernels.coded.format import Format, Parameters
 from cache_rank.kernels.coded.reference import CodedTokens
 from cache_rank.kernels.coded.rounding import is_finite, nearest_integers, quotient
 from cache_rank.kernels.coded.tokens import load_group, store_gathered
-from cache_rank.kernels.hack.queries import query_operands
+from cache_rank.kernels.hack.attending import attend, attending
+from cache_rank.kernels.hack.queries import Constants, logits_on_codes, query_operands
 from cache_rank.kernels.hack.reference import HackCodec
-from cache_rank.kernels.nibbles.triton import unpack_codes
 from cache_rank.kernels.score.triton import store_logits
-
-_LEAST_COLUMNS = 8
-"""Keys are multiplied with at least this many columns of queries."""
 
 _PRODUCTS = 4096
 """Registers hold this many products of a block of keys with the columns of queries."""
@@ -44,24 +41,6 @@ class _Encoding(NamedTuple):
     seed: int | None
 
 
-class _Scoring(NamedTuple):
-    """What `_logits` is compiled for.
-
-    Attributes:
-        bits, partition, width: those of keys, see `_Encoding`.
-        columns: the columns of queries in a product.
-        bytes: how many bytes of a token are read: `width`, or more, which count for nothing.
-        block: how many tokens are multiplied at once.
-    """
-
-    bits: int
-    partition: int
-    width: int
-    columns: int
-    bytes: int
-    block: int
-
-
 def _encoding(tokens: CodedTokens) -> Parameters:
     codec, head_dim = tokens.codecs[0], tokens.rings[0].shape[-1]
     assert isinstance(codec, HackCodec)
@@ -74,21 +53,12 @@ def _scoring(
     queries: Tensor,
     out: Tensor,
 ) -> Parameters:
-    codec, head_dim = tokens.codecs[0], queries.shape[-1]
+    codec = tokens.codecs[0]
     assert isinstance(codec, HackCodec)
-    partition = min(codec.partition, head_dim)
     group = triton.next_power_of_2(queries.shape[2] // out.shape[2])
-    columns = max(_LEAST_COLUMNS, group * (head_dim // partition))
-    width = head_dim * codec.bits // 8
-    constants = _Scoring(
-        codec.bits,
-        partition,
-        width,
-        columns,
-        max(32, width),  # the matrix unit takes no fewer
-        min(_PRODUCTS // columns, tokens.page_tokens),
-    )
-    return Parameters((), constants)
+    constants = Constants.of(codec, queries.shape[-1], group)
+    block = min(_PRODUCTS // constants.columns, tokens.page_tokens)
+    return Parameters((), constants._replace(block=block))
 
 
 @triton.jit
@@ -181,6 +151,9 @@ def _encode(
         channel = tl.arange(0, LAYOUT.head_dim)[None, None, :]
         at = entry[:, None, None] * LAYOUT.head_dim + channel
         found, finite = _encode_partitions(parts, place, at, minima, scales, 1, CONSTANTS)
+        if len(planes) == 4:
+            sums = planes[3]
+            tl.store(sums + at, tl.sum(found, axis=1, keep_dims=True).to(sums.dtype.element_ty))
     # Codes that are `width` channels apart share a byte.
     PER_BYTE: tl.constexpr = 8 // CONSTANTS.bits
     shifted = tl.reshape(found, (TOKENS, PER_BYTE, CONSTANTS.width))
@@ -246,40 +219,6 @@ def _gather(
 
 
 @triton.jit
-def _logits_on_codes(
-    packed,
-    planes,
-    tile,
-    query,
-    PADDED: tl.constexpr,
-    PARTITIONS: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-    CONSTANTS: tl.constexpr,
-):
-    """Logits of a block of keys by products of codes with codes: (block, PADDED) float32."""
-    minima, scales, sums = planes[1], planes[2], planes[3]
-    operands, of_sum, of_minimum, of_all = query
-    BLOCK: tl.constexpr = CONSTANTS.block
-    COLUMNS: tl.constexpr = CONSTANTS.columns
-    # Products of the codes: [block, columns]
-    product = tl.zeros((BLOCK, COLUMNS), tl.int32)
-    for index in tl.static_range(8 // CONSTANTS.bits):
-        code = unpack_codes(packed, index, CONSTANTS.bits, INTERPRETED)
-        product = tl.dot(code, operands[index], product, out_dtype=tl.int32)
-    COUNT: tl.constexpr = COLUMNS // PADDED
-    product = tl.reshape(product.to(tl.float32), (BLOCK, PADDED, COUNT))
-    # What codes of keys are relative to, [block, 1, columns / PADDED] each, and Eq. 4.
-    partition = tl.arange(0, COUNT)[None, :]
-    at = tile * PARTITIONS + (tl.arange(0, BLOCK)[:, None] * PARTITIONS + partition)
-    there = partition < PARTITIONS
-    key_minimum = tl.load(minima + at, mask=there, other=0.0).to(tl.float32)[:, None, :]
-    key_scale = tl.load(scales + at, mask=there, other=0.0).to(tl.float32)[:, None, :]
-    key_sum = tl.load(sums + at, mask=there, other=0).to(tl.float32)[:, None, :]
-    term = key_scale * (product + of_sum * key_sum) + key_minimum * of_minimum
-    return tl.sum(term * of_all, axis=2)
-
-
-@triton.jit
 def _logits(
     planes,
     queries,
@@ -310,10 +249,10 @@ def _logits(
         # Keys that a page has beyond the last token are read too, and their logits not written.
         at = tile * WIDTH + (token[:, None] * WIDTH + byte)
         packed = tl.load(planes[0] + at, mask=byte < WIDTH, other=0)
-        logit = _logits_on_codes(
+        logit = logits_on_codes(
             packed, planes, tile, query, PADDED, PARTITIONS, INTERPRETED, CONSTANTS
         )
         store_logits(logit, first + token, first + token < coded_stop, logits, PADDED)
 
 
-FORMAT = Format(_encode, _gather, _logits, _encoding, _scoring)
+FORMAT = Format(_encode, _gather, _logits, _encoding, _scoring, attend=attend, attending=attending)

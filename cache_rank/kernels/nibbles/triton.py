@@ -45,3 +45,74 @@ def unpack_codes(packed, INDEX: tl.constexpr, BITS: tl.constexpr, INTERPRETED: t
 def signed(nibbles):
     """Read nibbles, integers in [0, 15], as two's complement: float32 in [-8, 7]."""
     return ((nibbles ^ 8) - 8).to(tl.float32)
+
+
+@triton.jit
+def parts_of_words(numbers, ROWS: tl.constexpr, BITS: tl.constexpr):
+    """Of (ROWS, D), the channels of each code of a word: (ROWS, words) each.
+
+    A word is two successive bytes of codes of 4 or 2 bits. Part i has the channels whose codes are
+    i // 2 in the bytes that are i % 2 in a word.
+    """
+    SIZE: tl.constexpr = numbers.shape[1] // 2
+    low, high = tl.split(tl.permute(tl.reshape(numbers, (ROWS, 2, SIZE)), (0, 2, 1)))
+    if BITS == 2:
+        return parts_of_words(low, ROWS, 4) + parts_of_words(high, ROWS, 4)
+    else:
+        low, high = tl.reshape(low, (ROWS, SIZE // 2, 2)), tl.reshape(high, (ROWS, SIZE // 2, 2))
+        return tl.split(low) + tl.split(high)
+
+
+@triton.jit
+def code_as_half(words, PART: tl.constexpr, BITS: tl.constexpr, INTERPRETED: tl.constexpr):
+    """Unpack a part, see `parts_of_words`, of the codes of words of 16 bits: 64 + code, float16.
+
+    The bits of 64 + n in float16 are those of 64, with n in the upper half of the lower byte. So
+    two codes, of at most 4 bits, take two instructions.
+    """
+    FROM: tl.constexpr = PART % 2 * 8 + PART // 2 * BITS
+    SHIFT: tl.constexpr = FROM - 4
+    MASK: tl.constexpr = (1 << BITS) - 1
+    if INTERPRETED:
+        return 64.0 + ((words >> FROM) & MASK).to(tl.float16)
+    else:
+        HOW: tl.constexpr = f"shl.b32 t, $1, {-SHIFT};" if SHIFT < 0 else f"shr.b32 t, $1, {SHIFT};"
+        MASKS: tl.constexpr = MASK * 0x00100010
+        # 0xEA is (first and second) or third.
+        return tl.inline_asm_elementwise(
+            "{ .reg .b32 t; " + HOW + f" lop3.b32 $0, t, {MASKS}, 0x54005400, 0xEA;" + " }",
+            "=r,r",
+            [words],
+            dtype=tl.float16,
+            is_pure=True,
+            pack=2,
+        )
+
+
+@triton.jit
+def both_nibbles_as_half(upper, lower, PART: tl.constexpr, INTERPRETED: tl.constexpr):
+    """Compute 1032 + 16 upper + lower of a part of the nibbles of words of 16 bits, float16.
+
+    Lower nibbles are signed. The bits of 1024 + n in float16 end in the byte n, which is both
+    nibbles, with the top bit of the lower one flipped.
+    """
+    SHIFT: tl.constexpr = PART % 2 * 8 + PART // 2 * 4
+    if INTERPRETED:
+        byte = (((upper >> SHIFT) & 15) << 4) | (((lower >> SHIFT) & 15) ^ 8)
+        return 1024.0 + byte.to(tl.float16)
+    else:
+        MOVE: tl.constexpr = "shl.b32 t, $1, 4;" if SHIFT == 0 else f"shr.b32 t, $1, {SHIFT - 4};"
+        # 0xE4 takes bits of the first operand where the third has ones, else of the second; 0x6A
+        # is (first and second) exclusive or third.
+        return tl.inline_asm_elementwise(
+            "{ .reg .b32 t, l; "
+            + MOVE
+            + f" shr.b32 l, $2, {SHIFT};"
+            + " lop3.b32 t, t, l, 0x00F000F0, 0xE4;"
+            + " lop3.b32 $0, t, 0x00FF00FF, 0x64086408, 0x6A; }",
+            "=&r,r,r",
+            [upper, lower],
+            dtype=tl.float16,
+            is_pure=True,
+            pack=2,
+        )

@@ -103,12 +103,12 @@ class QuantSpecCodec(NamedTuple):
     Attributes:
         per_channel: whether it encodes keys.
         dtype: the dtype of the tokens.
-        score_bits: how many bits of a key scores read, 4 or 8.
+        read_bits: how many bits scores and attention read, 4 or 8.
     """
 
     per_channel: bool
     dtype: torch.dtype
-    score_bits: int = 8
+    read_bits: int = 8
 
     def planes(self, head_dim: int) -> tuple[Plane, ...]:
         """The tensors of `QuantSpecCodes`."""
@@ -126,8 +126,12 @@ class QuantSpecCodec(NamedTuple):
 
     def score(self, queries: Tensor, planes: Sequence[Tensor], scale: float) -> Tensor:
         """Compute the logits of groups of keys."""
-        keys = decode(QuantSpecCodes(*planes), self.score_bits)
+        keys = decode(QuantSpecCodes(*planes), self.read_bits)
         return (queries @ keys.transpose(-1, -2)) * scale
+
+    def weigh(self, weights: Tensor, planes: Sequence[Tensor]) -> Tensor:
+        """Add up the values of groups by their weights."""
+        return weights @ decode(QuantSpecCodes(*planes), self.read_bits)
 
     def kernels(self) -> Format:
         """Import what is compiled for the format."""

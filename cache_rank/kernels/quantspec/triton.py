@@ -30,6 +30,7 @@ from cache_rank.kernels.coded.reference import CodedTokens
 from cache_rank.kernels.coded.rounding import is_finite, nearest_integers, power_below, quotient
 from cache_rank.kernels.coded.tokens import load_group, store_gathered
 from cache_rank.kernels.nibbles.triton import pack_nibbles, signed, unpack_codes
+from cache_rank.kernels.quantspec.attending import attend, attending
 from cache_rank.kernels.quantspec.reference import QuantSpecCodec
 from cache_rank.kernels.score.triton import store_logits
 
@@ -68,7 +69,7 @@ def _scoring(tokens: CodedTokens, queries: Tensor, out: Tensor) -> Parameters:
     assert isinstance(codec, QuantSpecCodec)
     of_one_head = queries.shape[2] * queries.shape[3] // out.shape[2]
     launch = _ONE_WARP if of_one_head <= _MOST_OF_A_WARP else Launch()
-    return Parameters((), _Scoring(codec.score_bits, int8_columns(queries, out)), launch)
+    return Parameters((), _Scoring(codec.read_bits, int8_columns(queries, out)), launch)
 
 
 @triton.jit
@@ -287,4 +288,4 @@ def _logits(
         store_logits(logit, first + token, tl.full((SIZE,), 1, tl.int1), logits, PADDED)
 
 
-FORMAT = Format(_encode, _gather, _logits, _encoding, _scoring)
+FORMAT = Format(_encode, _gather, _logits, _encoding, _scoring, attend=attend, attending=attending)

@@ -1,0 +1,142 @@
+"""Attention over QuantSpec codes where they lie (QuantSpec appendices E and J), Triton.
+
+Keys have a scale for each channel of a group, and values one for each token. So neither is decoded:
+queries are multiplied with the scales of keys, once a group, and weights with those of values. What
+codes are relative to adds one number to each:
+
+    q·k = Σ (q S) code + Σ q Z          Σ p v = Σ (p S) code + Σ p Z
+
+Codes are whole numbers of float16, and the factors before them are rounded to it. A word of 16 bits
+has codes of four channels. Codes of one place in two words are unpacked at once, as they lie in the
+operands of the matrix unit. So sums are taken by `parts_of_words`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from cache_rank.kernels.coded.format import Launch, Parameters
+from cache_rank.kernels.coded.reference import CodedTokens
+from cache_rank.kernels.coded.rounding import power_below
+from cache_rank.kernels.nibbles.triton import both_nibbles_as_half, code_as_half, parts_of_words
+from cache_rank.kernels.quantspec.reference import QuantSpecCodec
+
+_LEAST_STEP = tl.constexpr(2.0**-100)
+"""No step of values counts as smaller, so that sums of weights stay in the range of float32."""
+
+
+class _Attending(NamedTuple):
+    """What `attend` is compiled for: how many bits of keys and values are read, 4 or 8."""
+
+    bits: int
+
+
+def attending(tokens: CodedTokens, padded: int) -> Parameters:
+    """See `Format`."""
+    codec = tokens.codecs[0]
+    assert isinstance(codec, QuantSpecCodec)
+    assert tokens.codecs[1] == codec._replace(per_channel=False)
+    launch = Launch(warps=2, programs=4 if codec.read_bits == 8 else 6)
+    if padded > 8:
+        launch = Launch(warps=4 if padded <= 32 else 8)
+    return Parameters((), _Attending(codec.read_bits), launch)
+
+
+@triton.jit
+def _load_codes(planes, at, BITS: tl.constexpr, INTERPRETED: tl.constexpr):
+    """Load the parts of the codes of words, float16, above what they are by OFFSET of `attend`."""
+    uppers = tl.load(planes[0].to(tl.pointer_type(tl.uint16)) + at)
+    if BITS == 8:
+        lowers = tl.load(planes[1].to(tl.pointer_type(tl.uint16)) + at)
+        return [both_nibbles_as_half(uppers, lowers, i, INTERPRETED) for i in (0, 1, 2, 3)]
+    else:
+        return [code_as_half(uppers, i, 4, INTERPRETED) for i in (0, 1, 2, 3)]
+
+
+@triton.jit
+def _load_relative_to(planes, at, BITS: tl.constexpr):
+    """Load what codes are relative to, float32: a step of them, and what a code of 0 stands for."""
+    scale = tl.load(planes[2] + at).to(tl.float32)
+    zero = tl.load(planes[3] + at).to(tl.float32)
+    return scale * (0.0625 if BITS == 8 else 1.0), zero
+
+
+@triton.jit
+def attend(
+    key_planes,
+    value_planes,
+    queries,
+    pages,
+    layer,
+    head,
+    start,
+    stop,
+    scale,
+    GROUP: tl.constexpr,
+    PADDED: tl.constexpr,
+    STAGES: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+    LAYOUT: tl.constexpr,
+    CONSTANTS: tl.constexpr,
+):
+    """Attend to the tokens [start, stop), group after group; see `Format`."""
+    HEAD_DIM: tl.constexpr = LAYOUT.head_dim
+    WORDS: tl.constexpr = HEAD_DIM // 4
+    SIZE: tl.constexpr = LAYOUT.group_tokens
+    BITS: tl.constexpr = CONSTANTS.bits
+    OFFSET: tl.constexpr = 1032.0 if BITS == 8 else 64.0
+    dims, row = tl.arange(0, HEAD_DIM), tl.arange(0, PADDED)[:, None]
+    query = tl.load(queries + row * HEAD_DIM + dims[None, :], mask=row < GROUP, other=0.0) * scale
+    word, token = tl.arange(0, WORDS), tl.arange(0, SIZE)
+    largest = tl.full((PADDED,), -1e30, tl.float32)
+    total = tl.zeros((PADDED,), tl.float32)
+    rest = tl.zeros((PADDED,), tl.float32)
+    sums = [tl.zeros((WORDS, PADDED), tl.float32) for _ in (0, 1, 2, 3)]
+    for first in tl.range(start, stop, SIZE, num_stages=STAGES):
+        page = tl.load(pages + first // LAYOUT.page).to(tl.int64)
+        tile = (page * LAYOUT.layers + layer) * LAYOUT.kv_heads + head
+        group = tile * (LAYOUT.page // SIZE) + first % LAYOUT.page // SIZE
+        words = group * SIZE * WORDS
+        # Queries times steps, float16 in a unit of each query, and what is added to its logits.
+        step, zero = _load_relative_to(key_planes, group * HEAD_DIM + dims, BITS)
+        factor = query * step[None, :]
+        unit = power_below(tl.max(tl.abs(factor), axis=1))
+        factor = (factor / unit[:, None]).to(tl.float16)
+        offset = (OFFSET * unit)[:, None] * factor.to(tl.float32)
+        added = tl.sum(query * zero[None, :] - offset, axis=1)
+        # [group tokens, D / 4] codes, and [group tokens, PADDED] logits
+        codes = _load_codes(
+            key_planes,
+            words + token[:, None] * WORDS + word[None, :],
+            BITS,
+            INTERPRETED,
+        )
+        factors = parts_of_words(factor, PADDED, 4)
+        logits = tl.dot(codes[0], tl.trans(factors[0]))
+        for i in tl.static_range(1, 4):
+            logits = tl.dot(codes[i], tl.trans(factors[i]), logits)
+        logits = logits * unit[None, :] + added[None, :]
+        # Weights, so scaled that weights times steps are below 2, and fit float16 whatever steps.
+        step, zero = _load_relative_to(value_planes, group * SIZE + token, BITS)
+        bits = tl.maximum(step, _LEAST_STEP).to(tl.int32, bitcast=True)
+        exponent = ((bits >> 23) - 127).to(tl.float32)
+        of_block = tl.max(logits + exponent[:, None], axis=0)
+        before, largest = largest, tl.maximum(largest, of_block)
+        weights = tl.exp2(logits - largest[None, :])
+        factor = (weights * step[:, None]).to(tl.float16)
+        decay = tl.exp2(before - largest)
+        total = total * decay + tl.sum(weights, axis=0)
+        added = weights * zero[:, None] - OFFSET * factor.to(tl.float32)
+        rest = rest * decay + tl.sum(added, axis=0)
+        # [D / 4, group tokens]
+        codes = _load_codes(
+            value_planes,
+            words + token[None, :] * WORDS + word[:, None],
+            BITS,
+            INTERPRETED,
+        )
+        sums = [tl.dot(codes[i], factor, sums[i] * decay[None, :]) for i in (0, 1, 2, 3)]
+    return [sums[i] + rest[None, :] for i in (0, 1, 2, 3)], largest, total

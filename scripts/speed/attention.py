@@ -1,0 +1,231 @@
+"""Times attention of one layer over codes where they lie, and over bfloat16, on one GPU."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from cache_rank.kernels.coded import attend_codes, encode_groups, gather_codes
+from cache_rank.kernels.coded.reference import Codec, CodedTokens
+from cache_rank.kernels.hack.reference import GROUP as HACK_GROUP
+from cache_rank.kernels.hack.reference import HackCodec
+from cache_rank.kernels.quantspec.reference import GROUP as QUANTSPEC_GROUP
+from cache_rank.kernels.quantspec.reference import QuantSpecCodec
+from cache_rank.kernels.rows import PagedRows
+from cache_rank.measure.timing import median_microseconds
+from cache_rank.pages import PAGE_TOKENS
+from scripts.shared.report import number, percent, table_of
+
+SHAPES = ((8, 8192), (8, 32768), (8, 131072), (1, 262144))
+"""Requests, and the tokens of each."""
+
+QUERY_HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
+SCALE = HEAD_DIM**-0.5
+
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Of queries (B, Q, Hq, D), keys and values (B, Hkv, n, D): outputs (B, Q, Hq, D)."""
+
+
+class Format(NamedTuple):
+    """A way of holding codes, and what attention reads of it.
+
+    Attributes:
+        codecs: those of keys and of values.
+        group: the tokens that are encoded together.
+        groups: how many groups a ring has.
+        planes: which planes of keys and values attention reads; None for all.
+    """
+
+    codecs: tuple[Codec, Codec]
+    group: int
+    groups: int
+    planes: tuple[int, ...] | None = None
+
+
+def _quantspec(bits: int) -> Format:
+    codecs = tuple(QuantSpecCodec(of_keys, torch.bfloat16, bits) for of_keys in (True, False))
+    return Format((codecs[0], codecs[1]), QUANTSPEC_GROUP, 2, (0, 2, 3) if bits == 4 else None)
+
+
+def _hack(bits: int) -> Format:
+    keys = HackCodec(True, torch.bfloat16, bits)
+    return Format((keys, keys._replace(of_keys=False, value_sums=True)), HACK_GROUP, 1)
+
+
+FORMATS = {
+    "quantspec, 4 bits": _quantspec(4),
+    "quantspec, 8 bits": _quantspec(8),
+    "hack, 4 bits": _hack(4),
+    "hack, 2 bits": _hack(2),
+}
+
+
+def _torch_attention(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    by_head = queries.transpose(1, 2)
+    out = scaled_dot_product_attention(by_head, keys, values, scale=SCALE, enable_gqa=True)
+    return out.transpose(1, 2)
+
+
+def _flash_attention(rows: int, tokens: int, device: torch.device) -> Attention | None:
+    """FlashAttention-3 of sgl_kernel, if it is there and runs."""
+    try:
+        from sgl_kernel.flash_attn import flash_attn_with_kvcache
+    except ImportError as error:
+        print(f"no FlashAttention-3: {error}", file=sys.stderr)
+        return None
+    lengths = torch.full((rows,), tokens, dtype=torch.int32, device=device)
+
+    def attention(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        out: Tensor = flash_attn_with_kvcache(
+            q=queries,
+            k_cache=keys.transpose(1, 2),
+            v_cache=values.transpose(1, 2),
+            cache_seqlens=lengths,
+            softmax_scale=SCALE,
+        )
+        return out
+
+    return attention
+
+
+def _hold(held_as: Format, rows: int, tokens: int, device: torch.device) -> CodedTokens:
+    """Random tokens as codes, so many of each row, and none that is newer."""
+    pages, groups = rows * tokens // PAGE_TOKENS, PAGE_TOKENS // held_as.group
+    by_part = [
+        tuple(
+            torch.empty(
+                (pages, 1, KV_HEADS, groups * plane.entries, plane.width),
+                dtype=plane.dtype,
+                device=device,
+            )
+            for plane in codec.planes(HEAD_DIM)
+        )
+        for codec in held_as.codecs
+    ]
+    ring = (1, 1, KV_HEADS, held_as.groups * held_as.group, HEAD_DIM)
+    rings = torch.zeros((2, *ring), dtype=torch.bfloat16, device=device)
+    held = CodedTokens(
+        codecs=held_as.codecs,
+        planes=(by_part[0], by_part[1]),
+        rings=(rings[0], rings[1]),
+        not_finite=torch.zeros(1, dtype=torch.int32, device=device),
+        group_tokens=held_as.group,
+        page_tokens=PAGE_TOKENS,
+    )
+    paged = paged_rows(held, rows, tokens, device)
+    count = tokens + held.full_tokens
+    for row in range(rows):
+        shipment = torch.randn(
+            (2, 1, count, KV_HEADS, HEAD_DIM), dtype=torch.bfloat16, device=device
+        )
+        one = PagedRows(
+            paged.page_table[row : row + 1].clone(),
+            torch.zeros(1, dtype=torch.int32, device=device),
+            torch.zeros(1, dtype=torch.int32, device=device),
+        )
+        encode_groups(held, one, count, range(1), shipment)
+    return held
+
+
+def paged_rows(held: CodedTokens, rows: int, tokens: int, device: torch.device) -> PagedRows:
+    """Rows that have so many codes each, in pages without order."""
+    generator = torch.Generator(device).manual_seed(1)
+    pages = torch.randperm(rows * tokens // PAGE_TOKENS, generator=generator, device=device)
+    positions = torch.full((rows,), tokens + held.full_tokens - 1, device=device)
+    slots = torch.zeros(rows, dtype=torch.int32, device=device)
+    return PagedRows(pages.view(rows, -1).to(torch.int32), slots, positions.to(torch.int32))
+
+
+def attention_rows(
+    rows: int, tokens: int, queries: int, device: torch.device
+) -> Iterator[dict[str, Any]]:
+    """Time every kind of attention over so many tokens, with so many queries a request."""
+    torch.manual_seed(0)
+    shape = (rows, queries, QUERY_HEADS, HEAD_DIM)
+    query = torch.randn(shape, dtype=torch.bfloat16, device=device)
+    decoded = torch.empty(
+        (2, rows, 1, KV_HEADS, tokens, HEAD_DIM), dtype=torch.bfloat16, device=device
+    )
+    decoded.normal_()
+    keys, values = decoded[:, :, 0]
+    positions = torch.arange(tokens, dtype=torch.int32, device=device)
+    everything = positions.expand(rows, 1, KV_HEADS, tokens).contiguous()
+    shape_of = {"requests": rows, "tokens": tokens, "queries": queries}
+
+    def timed(name: str, action: Callable[[], Any], moved: int, **more: Any) -> dict[str, Any]:
+        us = median_microseconds(action, device=device)
+        return {**shape_of, "attention": name, "ms": us / 1e3, "bytes": moved, **more}
+
+    kinds: dict[str, Attention] = {"PyTorch": _torch_attention}
+    if device.type == "cuda" and (flash := _flash_attention(rows, tokens, device)):
+        kinds["FlashAttention-3"] = flash
+    for name, attention in kinds.items():
+        plain = partial(attention, query, keys, values)
+        yield timed(f"{name}, bfloat16", plain, decoded.nbytes)
+    best, attention = list(kinds.items())[-1]
+
+    for name, held_as in FORMATS.items():
+        held = _hold(held_as, rows, tokens, device)
+        paged = paged_rows(held, rows, tokens, device)
+
+        def decode(held: CodedTokens = held, paged: PagedRows = paged) -> None:
+            gather_codes(held, paged, 0, everything, decoded[0], decoded[1])
+
+        def decode_and_attend(decode: Callable[[], None] = decode) -> Tensor:
+            decode()
+            return attention(query, keys, values)
+
+        def attend(held: CodedTokens = held, paged: PagedRows = paged) -> Tensor:
+            return attend_codes(held, query, paged, 0, SCALE)[0]
+
+        all_codes = sum(plane.nbytes for planes in held.planes for plane in planes)
+        read = sum(
+            plane.nbytes
+            for planes in held.planes
+            for index, plane in enumerate(planes)
+            if held_as.planes is None or index in held_as.planes
+        )
+        moved = all_codes + 2 * decoded.nbytes
+        if held_as.planes is None:  # tokens are decoded in full
+            yield timed(f"{name}: decoded, then {best}", decode_and_attend, moved)
+        expected, found = decode_and_attend().float(), attend()
+        error = float((found - expected).square().mean() / expected.square().mean()) ** 0.5
+        yield timed(f"{name}: on codes", attend, read, error=error)
+        del held, decode, decode_and_attend, attend
+
+
+def measure_attention(queries: int, bandwidth: float, device: torch.device) -> dict[str, Any]:
+    """Time attention at all SHAPES; `--attend --json`.
+
+    Says each time as soon as there is one: some kernels take long to compile.
+    """
+    results = []
+    for rows, tokens in SHAPES:
+        for row in attention_rows(rows, tokens, queries, device):
+            row["share"] = row["bytes"] / (1e-3 * row["ms"]) / bandwidth
+            results.append(row)
+            line = f"{rows} x {tokens}, {row['attention']}: {row['ms']:.3f} ms"
+            print(line, file=sys.stderr, flush=True)
+    shape = f"{queries} queries a request, {torch.cuda.get_device_name()}"
+    return {"shape": shape, "copy_bytes_per_second": bandwidth, "rows": results}
+
+
+def attention_table(rows: Sequence[dict[str, Any]]) -> str:
+    """A table of what `measure_attention` returns."""
+    return table_of(
+        {
+            "requests x tokens": f"{row['requests']} x {row['tokens'] // 1024} K",
+            "attention": row["attention"],
+            "ms": number(row["ms"], 3),
+            "MB moved": number(row["bytes"] / 1e6, 0),
+            "share of copy": number(row["share"]),
+            "off by": percent(row["error"], 2) if "error" in row else "",
+        }
+        for row in rows
+    )
