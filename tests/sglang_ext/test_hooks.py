@@ -13,7 +13,8 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from sglang_ext import compat, hook, hooks, inference_rank, plugin, processes
+from sglang_ext import compat, hooks, inference_rank, plugin, processes
+from sglang_ext import hook as hook_module
 from sglang_ext.hook import Hook
 from sglang_ext.hooks import HOOKS
 from sglang_ext.refusals import UnsupportedError
@@ -155,7 +156,7 @@ def test_plain_sglang_has_pools_without_reserve(
     plain: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     args = object() if plain == "another class" else cache_rank_args(cache_rank_gpus=0)
-    monkeypatch.setattr(hook, "get_server_args", lambda: args)
+    monkeypatch.setattr(hook_module, "get_server_args", lambda: args)
     assert kv_pool().k_buffer[0].shape == (33, 2, 8)
     assert hooks.leave_room_beyond_allocator(10_000, CONFIGURATOR) == 10_000
 
@@ -165,7 +166,7 @@ def test_a_cache_rank_puts_its_reserve_behind_the_pool_whose_size_stays(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     args = cache_rank_args()
-    monkeypatch.setattr(hook, "get_server_args", lambda: args)
+    monkeypatch.setattr(hook_module, "get_server_args", lambda: args)
     reserve = 3 * (4 + 20)
     pool = kv_pool()
     assert pool.size == 32
@@ -187,7 +188,7 @@ def test_dense_layers_alone_have_rows_for_tokens_that_lose_theirs(
 
     def with_arguments(**changes: Any) -> tuple[Any, int]:
         args = cache_rank_args(context_length=100, **changes)
-        monkeypatch.setattr(hook, "get_server_args", lambda: args)
+        monkeypatch.setattr(hook_module, "get_server_args", lambda: args)
         return kv_pool(), hooks.leave_room_beyond_allocator(10_000_000, CONFIGURATOR)
 
     for changes in ({"inference_kv": "full"}, {"inference_kv": "working-set", "dense_layers": 0}):
@@ -206,7 +207,7 @@ def test_dense_layers_alone_have_rows_for_tokens_that_lose_theirs(
 @pytest.mark.usefixtures("environment")
 def test_what_leaves_no_memory_for_a_pool_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     args = cache_rank_args(context_length=100, inference_kv="working-set")
-    monkeypatch.setattr(hook, "get_server_args", lambda: args)
+    monkeypatch.setattr(hook_module, "get_server_args", lambda: args)
     taken = 10_000_000 - hooks.leave_room_beyond_allocator(10_000_000, CONFIGURATOR)
     assert hooks.leave_room_beyond_allocator(taken + 1, CONFIGURATOR) == 1
     with pytest.raises(UnsupportedError, match=r"--max-sparse-requests 3 .* --dense-layers"):
