@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
@@ -15,7 +16,7 @@ from cache_rank.config import CacheRankConfig, ModelShape, ScoreKeys
 from scripts.profile_tpot import main, parse_options
 from scripts.shared import machine
 from scripts.shared.models import MODEL_SHAPES, model_config
-from scripts.speed import profile, report
+from scripts.speed import profile, report, serving
 from scripts.speed.bench import (
     NotMeasuredError,
     Stream,
@@ -35,7 +36,6 @@ from scripts.speed.records import (
     summarize,
     wire_between,
 )
-from scripts.speed.runner import run_job
 from scripts.speed.weights import DUMMY_LARGEST, norms_for_unit_logits
 from sglang_ext.calibration.files import read, sources
 
@@ -282,11 +282,16 @@ class TestCommandLine:
         assert why in capsys.readouterr().err
 
 
-def test_a_worker_that_fails_is_explained(tmp_path: Path) -> None:
-    job, noted = job_of("cache-rank", Shape(1, 400), model="bundled"), list[Measurement]()
-    why = run_job(job, [], tmp_path, 0.0, noted.append)
-    assert why.startswith("did not start in time")
-    assert noted == []
+def test_a_server_that_does_not_start_is_explained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serving, "START_SECONDS", 0)
+    line = "--model bundled --shapes 1x400 2x400 --systems dense --out"
+    assert main([*line.split(), str(tmp_path)]) == 1
+    measurements = report.read_results(tmp_path / "results.json").measurements
+    assert [m.shape for m in measurements] == [Shape(1, 400), Shape(2, 400)]
+    assert all(m.failure.startswith("did not start in time") for m in measurements)
+    assert len([*(tmp_path / "logs").iterdir()]) == 1
 
 
 @pytest.mark.thorough
@@ -302,7 +307,6 @@ def test_systems_are_measured_side_by_side_without_a_gpu(tmp_path: Path) -> None
         assert one.failure == ""
         assert len(one.repeats) == 3
         assert one.tpot_ms is not None
-        assert 0 < one.started < one.ended
     assert ours.wire is not None
     assert ours.wire.down_bytes > 0
     assert row_of((tmp_path / "results.md").read_text(), "2 × 400", "cache-rank")
@@ -316,21 +320,17 @@ class TestRecord:
         """Profile systems, of which fp8 fails, on GPUs of a kind; the exit status."""
         gpus: list[str] = []
 
-        def run_job(job: Job, *rest: object) -> str:
-            note = rest[-1]
-            assert callable(note)
-            for shape in job.shapes if job.system != "fp8" else ():
-                ended = measured(job.system, shape, 5.0)
-                ended.ended = 1.0
-                note(ended)
-            return "out of memory"
+        def measure_each(left: list[Measurement], _: object, note: Any, *rest: object) -> None:
+            for one in left:
+                failed = Measurement(one.system, one.shape, "out of memory")
+                note(failed if one.system == "fp8" else measured(one.system, one.shape, 5.0))
 
         def run(systems: str, *options: str, kinds: Sequence[str] = ("H200",)) -> int:
             gpus[:] = kinds
             out = ["--shapes", "8x32768", "--out", str(tmp_path)]
             return main(["--systems", *systems.split(), *out, *options])
 
-        monkeypatch.setattr(profile, "run_job", run_job)
+        monkeypatch.setattr(profile, "measure_each", measure_each)
         monkeypatch.setattr(machine, "visible_gpus", lambda: [str(n) for n in range(len(gpus))])
         monkeypatch.setattr(machine, "describe", lambda _: {"gpus": list(gpus)})
         return run
