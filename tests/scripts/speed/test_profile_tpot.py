@@ -10,12 +10,10 @@ from typing import Any
 
 import msgspec
 import pytest
-import torch
 
-from cache_rank.config import CacheRankConfig, ModelShape, ScoreKeys
 from scripts.profile_tpot import main, parse_options
 from scripts.shared import machine
-from scripts.shared.models import MODEL_SHAPES, model_config
+from scripts.shared.models import MODEL_SHAPES
 from scripts.speed import profile, report, serving
 from scripts.speed.bench import (
     NotMeasuredError,
@@ -25,8 +23,6 @@ from scripts.speed.bench import (
     progress_of,
     unmeasurable,
 )
-from scripts.speed.cache_step import measure_cache_step
-from scripts.speed.calibration import needs_calibration, write_blank
 from scripts.speed.jobs import Job, Settings, Shape, make_job
 from scripts.speed.records import (
     Measurement,
@@ -36,8 +32,6 @@ from scripts.speed.records import (
     summarize,
     wire_between,
 )
-from scripts.speed.weights import DUMMY_LARGEST, norms_for_unit_logits
-from sglang_ext.calibration.files import read, sources
 
 SHAPE = Shape(8, 32768)
 
@@ -394,75 +388,3 @@ class TestRecord:
         said = f"{tmp_path} was measured with {why}: pass another --out"
         assert said in capsys.readouterr().err
         assert self.read(tmp_path) == before
-
-
-class TestWeights:
-    @pytest.mark.parametrize("name", ["qwen3-8b", "llama-3.1-8b"])
-    def test_logits_have_about_unit_variance(self, name: str) -> None:
-        config = model_config(name)
-        norms = dict(norms_for_unit_logits(config))
-        assert {int(name.split(".")[2]) for name in norms} == set(
-            range(config["num_hidden_layers"])
-        )
-        torch.manual_seed(0)
-        hidden, head_dim = config["hidden_size"], 128
-        normalized = torch.nn.functional.rms_norm(torch.randn(200, hidden), (hidden,))
-        normalized *= norms["model.layers.3.input_layernorm.weight"].float()
-        projected = [
-            normalized @ torch.empty(hidden, head_dim).uniform_(-DUMMY_LARGEST, DUMMY_LARGEST)
-            for _ in range(2)
-        ]
-        if name.startswith("qwen3"):
-            projected = [
-                torch.nn.functional.rms_norm(
-                    part,
-                    (head_dim,),
-                    norms[f"model.layers.3.self_attn.{which}_norm.weight"].float(),
-                )
-                for part, which in zip(projected, "qk", strict=True)
-            ]
-        logits = projected[0] @ projected[1].T * head_dim**-0.5
-        assert 0.8 < float(logits.std()) < 1.2
-
-
-class TestCacheStep:
-    @pytest.mark.parametrize("score_keys", ["resident", "sketch"])
-    def test_steps_are_timed_once_the_slots_are_full(self, score_keys: ScoreKeys) -> None:
-        model = ModelShape(4, 4, 2, 32, "float32", 0.25)
-        config = CacheRankConfig(
-            model,
-            layers_per_group=3,
-            sparse_budget=40,
-            hysteresis=0,
-            max_swap_tokens=16,
-            max_rows=2,
-            score_keys=score_keys,
-        )
-        found = measure_cache_step(config, 512, 5, torch.device("cpu"))
-        assert len(found) == 5
-        assert min(found) > 0
-
-
-def test_a_blank_calibration_is_of_the_model_and_corrects_no_projection(tmp_path: Path) -> None:
-    config, engine = model_config("llama-3.1-8b"), {"score_keys": "sketch", "dense_layers": 3}
-    write_blank(tmp_path, config, engine)
-    card, corrections, bases = read(tmp_path)
-    layers = config["num_hidden_layers"]
-    assert card.architecture == config["architectures"][0]
-    told = sources(layers, 3, 2, 2)
-    assert [*corrections] == [*told]
-    assert [*bases] == [*range(3, layers)]
-    projection = torch.rand(card.hidden_size + 1, card.query_heads * card.head_dim)
-    for layer, correction in corrections.items():
-        # What only the token before tells starts from nothing, and zeros would be one long tie.
-        assert torch.equal(correction.added_to(projection), projection) != told[layer].is_before
-
-
-@pytest.mark.parametrize(
-    ("changes", "needed"),
-    [("", False), ("score_keys=sketch", True), ("score_keys=sketch,calibration=mine", False)],
-)
-def test_a_calibration_is_made_where_none_is_named_and_one_is_needed(
-    changes: str, needed: bool
-) -> None:
-    assert needs_calibration(job_of(f"cache-rank:{changes}").engine) == needed
