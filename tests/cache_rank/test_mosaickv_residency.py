@@ -10,41 +10,25 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from held_sequences import PAGES
 from hypothesis import given
 from hypothesis import strategies as st
 from modelled_request import Request, pack_up
-from mosaickv_sequence import (
-    CPU,
-    DENSE,
-    PAGES,
-    SHORT,
-    WIDE,
-    Held,
-    Immediately,
-    drifting,
-)
+from mosaickv_sequence import CPU, DENSE, SHORT, WIDE, Held, Immediately, drifting
 from small_models import GQA, MHA, MODELS, small_config
 from torch import Tensor
 
 from cache_rank import residency
 from cache_rank.copies import Readback
-from cache_rank.kernels.mosaickv.store import (
-    load_vectors,
-    packed_tokens,
-)
-from cache_rank.kernels.mosaickv.vectors import (
-    score_packed,
-)
+from cache_rank.kernels.mosaickv.store import load_vectors, packed_tokens
+from cache_rank.kernels.mosaickv.vectors import score_packed
 from cache_rank.kernels.score.reference import score_tokens
 from cache_rank.measure.timeline import Timeline
 from cache_rank.pages import PAGE_TOKENS
 from cache_rank.protocol import DownMessage, Row
 from cache_rank.residency.mosaickv import MosaicKVResidency
 from cache_rank.residency.mosaickv import segments as mosaickv_segments
-from cache_rank.residency.mosaickv.strategy import (
-    BUFFER_TOKENS,
-    SegmentLengths,
-)
+from cache_rank.residency.mosaickv.strategy import BUFFER_TOKENS, SegmentLengths
 from cache_rank.selector import Selector
 
 

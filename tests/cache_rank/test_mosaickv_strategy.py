@@ -8,26 +8,14 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from mosaickv_sequence import (
-    CPU,
-    PAGES,
-    SHORT,
-    WIDE,
-    Held,
-    drifting,
-)
+from held_sequences import PAGES
+from mosaickv_sequence import CPU, SHORT, WIDE, Held, drifting
 from small_models import GQA, MHA, small_config
 from torch import Tensor
 
 from cache_rank import residency
-from cache_rank.kernels.mosaickv.store import (
-    Strategy,
-)
-from cache_rank.kernels.mosaickv.vectors import (
-    decode,
-    lost_energy,
-    rotation_of,
-)
+from cache_rank.kernels.mosaickv.store import Strategy
+from cache_rank.kernels.mosaickv.vectors import decode, lost_energy, rotation_of
 from cache_rank.residency.mosaickv import MosaicKVResidency
 from cache_rank.residency.mosaickv.segments import OPENING_TOKENS
 from cache_rank.residency.mosaickv.strategy import (

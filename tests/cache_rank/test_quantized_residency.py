@@ -216,8 +216,8 @@ def test_gather_is_decoded_in_full_whatever_scores_read(name: str) -> None:
     left.residency.gather(rows, layers, entering, keys, values)
     for row, held in enumerate((left, right)):
         index = entering[row].long()[..., None].expand(-1, -1, -1, GQA.head_dim)
-        for gathered, source in ((keys, held.keys), (values, held.values)):
-            full = decoded(name, source, is_keys=source is held.keys).to(source.dtype)
+        for gathered, source, is_keys in ((keys, held.keys, True), (values, held.values, False)):
+            full = decoded(name, source, is_keys=is_keys).to(source.dtype)
             expected = full[1:3].gather(2, index.clamp(min=0))
             assert torch.equal(gathered[row], expected.where(index >= 0, 7.0))
 

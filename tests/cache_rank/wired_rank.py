@@ -12,14 +12,7 @@ from modelled_request import Computed, Request, pack_up
 from torch import Tensor
 
 from cache_rank.config import CacheRankConfig
-from cache_rank.protocol import (
-    DownMessage,
-    End,
-    Load,
-    Report,
-    Row,
-    Step,
-)
+from cache_rank.protocol import DownMessage, End, Load, Report, Row, Step
 from cache_rank.schedule import LayerMessage
 from sglang_ext.exchange.connection import Placement
 from sglang_ext.supervisor import Supervisor

@@ -14,12 +14,7 @@ from sglang.srt.server_args import ServerArgs
 
 from sglang_ext import compat, server_args
 from sglang_ext.budget import INLINE_CURVE
-from sglang_ext.flags import (
-    BACKEND,
-    CONFIG_FLAG,
-    PREFILL_BACKEND,
-    SHARE_GPU_VARIABLE,
-)
+from sglang_ext.flags import BACKEND, CONFIG_FLAG, PREFILL_BACKEND, SHARE_GPU_VARIABLE
 from sglang_ext.refusals import ALLOW_LARGE_BUDGET_VARIABLE, UnsupportedError
 from sglang_ext.server_args import BUNDLED_MODEL, parse_server_args
 

@@ -16,14 +16,7 @@ from torch import Tensor
 from cache_rank.config import CacheRankConfig, ModelShape
 from cache_rank.kernels.wire.reference import from_wire, to_wire
 from cache_rank.measure.timeline import Timeline
-from cache_rank.protocol import (
-    DownMessage,
-    Load,
-    QueryProjection,
-    Step,
-    UpMessage,
-    down_sizes,
-)
+from cache_rank.protocol import DownMessage, Load, QueryProjection, Step, UpMessage, down_sizes
 from cache_rank.selector import Selector, SelectorStep
 from sglang_ext.exchange.host import HostExchange, HostGate
 from sglang_ext.exchange.slots import ExchangedRows, SlotBuffers
