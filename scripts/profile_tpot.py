@@ -33,7 +33,6 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
     add("--skip-steps", type=int, help="steps before the first window; default: enough to settle")
     add("--shape-seconds", type=float, default=300.0, help="deadline of one shape")
     add("--resume", action="store_true", help="keep what OUT holds and measure the rest")
-    add("--dry-run", action="store_true", help="print the jobs and their engines' arguments")
     options = parser.parse_args(argv)
     if min(options.repeats, options.window) < 1:
         parser.error("--repeats and --window must be at least 1")

@@ -84,7 +84,7 @@ def run_all(results: Results, jobs: Sequence[Job], gpus: Sequence[str], options:
 
 
 def profile(options: Namespace, argv: Sequence[str]) -> int:
-    """Measure what OUT lacks, unless told to describe only.
+    """Measure what OUT lacks.
 
     Returns:
         The exit status: 1 if something that was asked for could not be measured.
@@ -97,9 +97,6 @@ def profile(options: Namespace, argv: Sequence[str]) -> int:
     results = earlier if options.resume else Results()
     settings = Settings(**{name: getattr(options, name) for name in Settings.__struct_fields__})
     jobs = make_jobs(options, settings, results)
-    if options.dry_run:
-        print(report.describe_jobs(jobs))
-        return 0
     if earlier.measurements and not options.resume:
         raise ValueError(f"{options.out} has results: pass --resume, or another --out")
     gpus = machine.visible_gpus()

@@ -279,18 +279,6 @@ def test_channels_of_any_kind_are_served(model: str, kind: str, count: int) -> N
     assert (scores <= 0).all()
 
 
-def test_pages_and_slots_serve_one_sequence_after_another() -> None:
-    first = Held.whole(drifting(MHA, 1000), **SHORT)
-    for count in (300, 1, 700):
-        tokens = drifting(MHA, count, seed=count)
-        following = Held.empty(tokens, beside=first, **SHORT)
-        following.pages = first.pages[::-1]
-        following.load(count)
-        alone = Held.whole(tokens, **SHORT)
-        assert torch.equal(following.read(), alone.read())
-        assert torch.equal(following.score(alone.queries()), alone.score(alone.queries()))
-
-
 def test_a_sequence_that_has_ended_leaves_its_strategies_to_others() -> None:
     """More sequences of a slot than there are strategies, one after another."""
     held = Held.empty(drifting(MHA, 600), **SHORT)

@@ -196,6 +196,18 @@ def test_a_refused_row_is_not_appended(name: str) -> None:
     assert (held.query_ring[other.slot, :, :, 4] == 4).all()
 
 
+@every_format
+def test_pages_and_slots_serve_one_sequence_after_another(name: str) -> None:
+    first = Held.whole(name, 700)
+    for count in (300, 200, 1):
+        following = Held.empty(name, count, beside=first, tokens_seed=count)
+        following.pages = first.pages[::-1]
+        following.load(max(1, count - 1))
+        while following.resident < count:
+            following.append()
+        assert_hold_the_same(following, Held.whole(name, count, tokens_seed=count))
+
+
 def test_an_unknown_format_is_refused_and_the_known_ones_named() -> None:
     with pytest.raises(ValueError, match="kv_residency zip: unknown; use one of bf16"):
         residency.create(small_config(kv_residency="zip"), PAGES, CPU)

@@ -349,7 +349,6 @@ class TestRecord:
         assert len(before.commands) == 1
         assert run("quest") == 2
         assert f"{tmp_path} has results: pass --resume, or another --out" in capsys.readouterr().err
-        assert run("quest", "--dry-run") == 0
         assert self.read(tmp_path) == before
 
     def test_a_resumed_record_names_all_commands_and_gpus(
