@@ -18,7 +18,7 @@ from typing import Any
 
 import requests
 
-from scripts.shared.machine import ProcessTree
+from scripts.shared.machine import kill_session
 
 START_SECONDS = 180
 
@@ -165,7 +165,6 @@ class Server(Client):
                 env={**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})},
                 start_new_session=True,
             )
-        self._tree = ProcessTree(self.process.pid)
 
     def wait_ready(self, seconds: float = START_SECONDS) -> Server:
         deadline = time.monotonic() + seconds
@@ -184,7 +183,7 @@ class Server(Client):
 
     def stop(self, wait_seconds: float = 0.0) -> None:
         """End every process at once, and give them time to free their memory."""
-        self._tree.kill(wait_seconds)
+        kill_session(self.process.pid, wait_seconds)
         self.process.wait()
 
 
