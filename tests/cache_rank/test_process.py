@@ -38,6 +38,7 @@ from sglang_ext.exchange.connection import CacheRankDownError, Connection, Place
 
 ARRIVALS = {0: (40, 15), 6: (90, None), 20: (1, None), 30: (7, 3)}
 """Step -> tokens of the prompt that arrives, and how many a Load ships (None: all)."""
+
 DEPARTURES = {26: 0, 36: 0, 42: 1}
 """Step -> which of the live requests ends."""
 

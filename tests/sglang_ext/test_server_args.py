@@ -20,7 +20,6 @@ from sglang_ext.server_args import BUNDLED_MODEL, parse_server_args
 
 pytestmark = pytest.mark.usefixtures("parses_on_a_cpu")
 
-
 WIDE = {"head_dim": 128}
 CHOSEN, INLINE = "--cache-rank-gpus 1 --kv-residency quantspec", "--sink-tokens 4"
 

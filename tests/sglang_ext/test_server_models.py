@@ -19,7 +19,6 @@ from sglang_ext.server_args import BUNDLED_MODEL, parse_server_args
 
 pytestmark = pytest.mark.usefixtures("parses_on_a_cpu")
 
-
 DEEP = {"num_hidden_layers": 8, "layer_types": ["full_attention"] * 8}
 
 
