@@ -11,7 +11,8 @@ request when its last has ended. PROMPT may be LEAST-MOST, and ANSWER may be MEA
 lengths are drawn. Systems are served one after the other, and have all loads one after the other.
 
 Weights are random numbers in the shapes of `model_shapes`. A system that fails is a line in the
-table, and the exit status is 1 then. JSON, Markdown and a plot are written as results come.
+table, and its log is in OUT/logs. The exit status is 1 then. JSON, Markdown and a plot are written
+as results come.
 """
 
 from __future__ import annotations

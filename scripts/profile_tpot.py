@@ -5,9 +5,9 @@
     python -m scripts.profile_tpot --model bundled --shapes 2x600 --systems dense cache-rank \
         --sparse-threshold 300 --sparse-budget 64                # without a GPU
 
-Each system runs in a process of its own, with a deadline: one that fails is a line in the table,
-and its log is in OUT/logs. The exit status is 1 then. Results are written as they come, in JSON and
-Markdown; `--resume` measures what is missing, on the same machine and with the same settings.
+Each system is served on GPUs of its own: one that fails is a line in the table, and its log is in
+OUT/logs. The exit status is 1 then. Results are written as they come, in JSON and Markdown;
+`--resume` measures what is missing, on the same machine and with the same settings.
 Weights are random numbers in the shapes of `model_shapes`; see scripts.speed.weights for which.
 """
 
@@ -31,10 +31,8 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
     add("--repeats", type=int, default=3, help="windows of decode steps")
     add("--window", type=int, default=64, help="decode steps of a window")
     add("--skip-steps", type=int, help="steps before the first window; default: enough to settle")
-    add("--worker-seconds", type=float, default=600.0, help="deadline of one system")
     add("--shape-seconds", type=float, default=300.0, help="deadline of one shape")
     add("--resume", action="store_true", help="keep what OUT holds and measure the rest")
-    add("--dry-run", action="store_true", help="print the jobs and their engines' arguments")
     options = parser.parse_args(argv)
     if min(options.repeats, options.window) < 1:
         parser.error("--repeats and --window must be at least 1")

@@ -5,7 +5,7 @@ rank, with the current query, before each layer's attention. They share --sparse
 --sink-tokens, --recent-tokens and --dense-layers with a cache rank.
 
     args.py        the flag --decode-mode, and what a baseline needs of SGLang
-    plugin.py      registers the attention backend and hooks; scheduler processes and an engine
+    plugin.py      registers the attention backend and hooks; scheduler processes
     launch.py      python -m scripts.baselines.launch --decode-mode quest
     attention.py   the decode attention backend
     selection.py   what each mode attends to

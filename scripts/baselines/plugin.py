@@ -10,7 +10,7 @@ from sglang.srt.runtime_context import get_server_args
 
 from scripts.baselines.args import BACKEND, BaselineServerArgs
 from scripts.baselines.selection import QUEST_PAGE
-from sglang_ext import engine, processes
+from sglang_ext import processes
 
 _backends: list[Any] = []
 """The decode backend of this process, when it has one."""
@@ -57,14 +57,3 @@ def run_scheduler_process(*args: Any, **kwargs: Any) -> Any:
     """Run SGLang's scheduler process with baselines."""
     register()
     return processes.run_scheduler_process(*args, **kwargs)
-
-
-class Engine(engine.Engine):
-    """`sglang.Engine` that decodes by a baseline; it takes the arguments of BaselineServerArgs."""
-
-    server_args_class = BaselineServerArgs
-    run_scheduler_process_func = staticmethod(run_scheduler_process)
-
-    def __init__(self, **kwargs: Any) -> None:
-        register()
-        super().__init__(**{"cache_rank_gpus": 0, **kwargs})

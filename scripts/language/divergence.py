@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
+import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -14,7 +14,7 @@ LOW_RATIO = 0.05
 """The quantile of the probability ratio that is reported, as in Sparrow (arXiv 2606.08446)."""
 
 
-class Divergence(NamedTuple):
+class Divergence(msgspec.Struct, frozen=True, kw_only=True):
     """Distributions over the whole vocabulary, compared; means over tokens.
 
     Attributes:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from scripts.language.divergence import Divergence
 from scripts.shared.comparison import Run
 from scripts.shared.systems import SYSTEMS
 
@@ -25,8 +26,8 @@ class ReadText(msgspec.Struct, frozen=True):
     tokens: int
 
 
-class Score(msgspec.Struct, frozen=True):
-    """How far a system is from dense decoding on one text; means over the tokens that count.
+class Score(Divergence, frozen=True, kw_only=True):
+    """How far a system is from dense decoding on one text, in the tokens that count.
 
     Attributes:
         text: its name.
@@ -34,13 +35,6 @@ class Score(msgspec.Struct, frozen=True):
         budget: k, tokens that each KV head selects; None for a system that selects none.
         attended: most tokens that a sparse layer attends to.
         tokens: tokens that count.
-        kl: KL(dense ‖ system), nats a token.
-        nll_difference: what a token of the text costs more than in dense decoding, nats.
-        top1_agreement: share of tokens where both have the same most probable one.
-        ratio_mean: mean of the probability ratio system / dense, at most 1 a token, of tokens drawn
-            from dense decoding; see divergence.py.
-        ratio_p5: its 5th percentile.
-        largest_difference: of two log-probabilities of a token of the text.
         sparse_from: tokens that were decoded before attention was sparse.
         kl_after_transition: KL of each token from the first that sparse attention predicted, also
             of those that do not count.
@@ -52,12 +46,6 @@ class Score(msgspec.Struct, frozen=True):
     budget: int | None
     attended: int
     tokens: int
-    kl: float
-    nll_difference: float
-    top1_agreement: float
-    ratio_mean: float
-    ratio_p5: float
-    largest_difference: float
     sparse_from: int | None
     kl_after_transition: list[float]
     late_steps: int = 0

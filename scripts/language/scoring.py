@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 from transformers import AutoTokenizer
 
 from scripts.language import forcing
@@ -119,12 +120,12 @@ class Scoring:
             said = statistics.get("attended_tokens")  # baselines say nothing
             attended = said or min(attended, attended_tokens(system, self._options.settings))
         return Score(
-            name,
-            label,
-            budget,
-            attended,
-            self._options.tokens,
-            **divergence._asdict(),
+            text=name,
+            system=label,
+            budget=budget,
+            attended=attended,
+            tokens=self._options.tokens,
+            **msgspec.structs.asdict(divergence),
             sparse_from=sparse_from if system.is_sparse else None,
             kl_after_transition=kl_by_token(dense, found).round(DIGITS).tolist(),
             **{key: statistics[key] for key in STATISTICS if key in statistics},

@@ -13,10 +13,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import aiohttp
-import msgspec
 
 from scripts.reasoning.loads import Request
 from scripts.shared.serving import ServerError
+from scripts.shared.streaming import chunks_of, connect
 
 
 @dataclass
@@ -58,11 +58,10 @@ async def send(
         for request in left:
             url = min(in_flight, key=in_flight.__getitem__)
             in_flight[url] += 1
-            answers.append(await _ask(session, f"{url}/generate", request, note))
+            answers.append(await _ask(session, url, request, note))
             in_flight[url] -= 1
 
-    connections, timeout = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=None)
-    async with aiohttp.ClientSession(connector=connections, timeout=timeout) as session:
+    async with connect() as session:
         await asyncio.gather(*(stream() for _ in range(streams)))
     return answers
 
@@ -71,21 +70,15 @@ async def _ask(
     session: aiohttp.ClientSession, url: str, request: Request, note: Callable[[int], object]
 ) -> Answer:
     parameters = {"max_new_tokens": request.answer, "temperature": 0.0, "ignore_eos": True}
-    body = {"input_ids": request.prompt, "sampling_params": parameters, "stream": True}
+    body = {"input_ids": request.prompt, "sampling_params": parameters}
     answer, seen = Answer(len(request.prompt), time.perf_counter()), 0
-    async with session.post(url, json=body) as response:
-        async for line in response.content:
-            if response.status != 200 or line.startswith(b'data: {"error"'):
-                raise ServerError(f"{url} answers {response.status}: {line.decode()}")
-            if not line.startswith(b"data: {"):
-                continue
-            meta = msgspec.json.decode(line.removeprefix(b"data: "))["meta_info"]
-            if (tokens := meta["completion_tokens"]) > seen:
-                answer.times.append(time.perf_counter())
-                answer.tokens.append(tokens)
-                note(tokens - seen)
-                seen = tokens
-            answer.sparse_steps = (meta.get("cache_rank") or {}).get("sparse_steps", 0)
+    async for meta in chunks_of(session, url, body):
+        if (tokens := meta["completion_tokens"]) > seen:
+            answer.times.append(time.perf_counter())
+            answer.tokens.append(tokens)
+            note(tokens - seen)
+            seen = tokens
+        answer.sparse_steps = (meta.get("cache_rank") or {}).get("sparse_steps", 0)
     if seen != request.answer:
         raise ServerError(f"an answer ended after {seen} of {request.answer} tokens")
     return answer

@@ -153,24 +153,20 @@ def run_jobs(
             raise
 
 
-class ProcessTree:
-    """A process and all that it has started, also what outlives it."""
+def kill_session(leader: int, wait_seconds: float = 0.0) -> None:
+    """End all processes of a session at once, and give them time to free their memory.
 
-    def __init__(self, pid: int) -> None:
-        self._seen: dict[int, psutil.Process] = {}
-        self._root = psutil.Process(pid)
-
-    def look(self) -> None:
-        """Remember the children of the moment: those of a dead process cannot be found."""
+    Those that have outlived their leader are found as well.
+    """
+    members = [one for one in psutil.process_iter() if _session_of(one.pid) == leader]
+    for process in members:
         with contextlib.suppress(psutil.NoSuchProcess):
-            for child in self._root.children(recursive=True):
-                self._seen.setdefault(child.pid, child)
+            process.kill()
+    others = [process for process in members if process.pid != leader]
+    psutil.wait_procs(others, timeout=wait_seconds)
 
-    def kill(self, wait_seconds: float = 0.0) -> None:
-        """End all that is left at once, and give it time to free its memory."""
-        self.look()
-        children = [process for process in self._seen.values() if process.is_running()]
-        for process in (self._root, *children):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
-        psutil.wait_procs(children, timeout=wait_seconds)
+
+def _session_of(pid: int) -> int | None:
+    with contextlib.suppress(OSError):  # it has ended meanwhile
+        return os.getsid(pid)
+    return None

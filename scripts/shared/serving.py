@@ -18,7 +18,7 @@ from typing import Any
 
 import requests
 
-from scripts.shared.machine import ProcessTree
+from scripts.shared.machine import kill_session
 
 START_SECONDS = 180
 
@@ -145,10 +145,15 @@ class Client:
 class Server(Client):
     """One server that this process starts: with a cache rank, plain SGLang, or a baseline."""
 
-    def __init__(self, arguments: Sequence[str], environment: dict[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        environment: dict[str, str] | None = None,
+        log: Path | None = None,
+    ) -> None:
         self.port = free_port()
         super().__init__(f"http://127.0.0.1:{self.port}")
-        self.log = Path(tempfile.mkstemp(prefix="server-", suffix=".log")[1])
+        self.log = log or Path(tempfile.mkstemp(prefix="server-", suffix=".log")[1])
         launcher = "scripts.baselines" if "--decode-mode" in arguments else "sglang_ext"
         command = [sys.executable, "-m", f"{launcher}.launch", "--port", str(self.port)]
         command += ["--skip-server-warmup", "--log-level-http", "warning", *arguments]
@@ -160,7 +165,6 @@ class Server(Client):
                 env={**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})},
                 start_new_session=True,
             )
-        self._tree = ProcessTree(self.process.pid)
 
     def wait_ready(self, seconds: float = START_SECONDS) -> Server:
         deadline = time.monotonic() + seconds
@@ -177,9 +181,9 @@ class Server(Client):
         lines = self.log.read_text(errors="replace").splitlines()
         return "\n".join(line for line in lines if " HTTP/1.1" not in line)[-6000:]
 
-    def stop(self) -> None:
-        """End every process at once; the graceful way is a test of its own."""
-        self._tree.kill()
+    def stop(self, wait_seconds: float = 0.0) -> None:
+        """End every process at once, and give them time to free their memory."""
+        kill_session(self.process.pid, wait_seconds)
         self.process.wait()
 
 

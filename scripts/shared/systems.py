@@ -156,11 +156,13 @@ def to_flags(arguments: Mapping[str, Any]) -> list[str]:
     if settings:
         flags += [CONFIG_FLAG, json.dumps(settings)]
     for name, value in arguments.items():
-        if name in settings or value is None:
+        if name in settings or value is None or value is False:
             continue
         flags.append(f"--{name.replace('_', '-')}")
         if isinstance(value, list):
             flags += map(str, value)
+        elif isinstance(value, dict):
+            flags.append(json.dumps(value))
         elif value is not True:
             flags.append(str(_listed(value)))
     return flags

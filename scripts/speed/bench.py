@@ -1,4 +1,4 @@
-"""Measures shapes on an engine that runs.
+"""Measures shapes on a server that runs.
 
 Every system is measured alike: all requests of a batch stream; the first, the *witness*, reports
 every token, and the others now and then, so that reporting does not become what is measured. Once
@@ -9,13 +9,19 @@ witness is the time of a decode step of the whole batch.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import aiohttp
+
+from scripts.shared.serving import Client, ServerError, cache_rank_state
+from scripts.shared.streaming import chunks_of, connect
 from scripts.speed.jobs import Job, Shape
 from scripts.speed.records import Measurement, step_times, summarize, wire_between
 from sglang_ext.flags import SPARSE_THRESHOLD
@@ -37,7 +43,7 @@ class Stream:
 
     arrivals: list[tuple[int, float]] = field(default_factory=list)  # (tokens so far, when)
     statistics: dict[str, int] = field(default_factory=dict)  # the cache rank's, in the last report
-    ended: str = ""  # why it is over
+    changed: asyncio.Event = field(default_factory=asyncio.Event)  # is set by every report
 
     @property
     def tokens(self) -> int:
@@ -52,7 +58,7 @@ class Plan(NamedTuple):
 
 
 def unmeasurable(job: Job, shape: Shape) -> str:
-    """Why a shape makes no sense for the engine of a job, or nothing."""
+    """Why a shape makes no sense for the server of a job, or nothing."""
     threshold, longest = job.engine.get("sparse_threshold"), job.engine["context_length"]
     if threshold is None:
         threshold = SPARSE_THRESHOLD if job.cache_rank else 0
@@ -69,7 +75,7 @@ def plan_batch(
     Args:
         job: names the settings.
         shape: the batch.
-        arguments: the engine's, with defaults filled in.
+        arguments: the server's, with defaults filled in.
         pool_tokens: tokens that the inference rank's pool holds.
         cache_rank_tokens: tokens that the cache rank holds, if there is one and it says.
 
@@ -113,69 +119,66 @@ def progress_of(stream: Stream, cache_rank: bool) -> int:
     return stream.statistics.get("sparse_steps", 0) if cache_rank else stream.tokens
 
 
-class Bench:
-    """Measures shapes on a running engine.
+def measure_shape(servers: Sequence[Client], job: Job, measurement: Measurement) -> None:
+    """Fill in the measurement of a shape on the server of a job; see `measure_each`."""
+    (client,) = servers
+    info = client.read("/server_info")
+    pool_tokens = int(info["max_total_num_tokens"])
+    cache_rank_tokens = cache_rank_state(info).get("capacity_tokens")
+    arguments = SimpleNamespace(**info)
+    try:
+        plan = plan_batch(job, measurement.shape, arguments, pool_tokens, cache_rank_tokens)
+        asyncio.run(_Bench(client.url, job, arguments).measure(measurement, plan))
+    except NotMeasuredError as error:
+        measurement.failure = str(error)
 
-    Attributes:
-        pool_tokens: tokens that the inference rank's pool holds.
-        cache_rank_tokens: tokens that the cache rank holds, if there is one and it says.
-    """
 
-    def __init__(self, engine: Any, job: Job) -> None:
-        self._engine, self._job = engine, job
-        self._manager = engine.tokenizer_manager
-        self._arguments = self._manager.server_args
-        info = engine.get_server_info()
-        self.pool_tokens = int(info["max_total_num_tokens"])
-        state = info["internal_states"][0].get("cache_rank", {})
-        self.cache_rank_tokens: int | None = state.get("capacity_tokens")
+class _Bench:
+    """Measures a shape on a running server; what the server refuses is NotMeasuredError."""
 
-    def measure(self, measurement: Measurement) -> None:
-        """Fill in the measurement of a shape; a failure becomes a field."""
-        capacities = self.pool_tokens, self.cache_rank_tokens
-        try:
-            plan = plan_batch(self._job, measurement.shape, self._arguments, *capacities)
-            self._engine.loop.run_until_complete(self._measure(measurement, plan))
-        except NotMeasuredError as error:
-            measurement.failure = str(error)
-        measurement.ended = time.time()
+    def __init__(self, url: str, job: Job, arguments: Any) -> None:
+        self._url, self._job, self._arguments = url, job, arguments
 
-    async def _measure(self, measurement: Measurement, plan: Plan) -> None:
+    async def measure(self, measurement: Measurement, plan: Plan) -> None:
         shape, settings, cache_rank = measurement.shape, self._job.settings, self._job.cache_rank
+        lengths, seed = [shape.context] * shape.batch, f"{settings.seed} {shape}"
+        prompts = make_prompts(lengths, self._job.vocabulary, seed)
         changed = asyncio.Event()
-        streams: list[Stream] = []
+        batch = [Stream(changed=changed) for _ in prompts]
+        witness = batch[0]
         tasks: list[asyncio.Task[None]] = []
-
-        def send(prompt: list[int], report_interval: int) -> Stream:
-            streams.append(stream := Stream())
-            follow = self._follow(stream, prompt, plan.most_tokens, report_interval, changed)
-            tasks.append(asyncio.create_task(follow))
-            return stream
 
         async def until(condition: Callable[[], bool]) -> None:
             while not condition():
-                if ended := next((stream.ended for stream in streams if stream.ended), ""):
-                    raise NotMeasuredError(f"{ended}; {self._situation(streams, plan)}")
+                for task in tasks:
+                    if task.done():
+                        raise NotMeasuredError(f"{_ending(task)}; {self._situation(batch, plan)}")
                 changed.clear()
                 await changed.wait()
 
-        lengths, seed = [shape.context] * shape.batch, f"{settings.seed} {shape}"
-        first_prompt, *prompts = make_prompts(lengths, self._job.vocabulary, seed)
-        begun = time.perf_counter()
-        start = await self._state()
-        witness = send(first_prompt, 1)
-        batch = [witness, *(send(prompt, REPORT_INTERVAL) for prompt in prompts)]
-        try:
-            async with asyncio.timeout(settings.shape_seconds):
-                await until(lambda: min(progress_of(s, cache_rank) for s in batch) >= plan.settle)
-                before = await self._state()
-                first = witness.tokens + 2  # not the step that answered
-                await until(lambda: witness.tokens >= first + settings.steps)
-                after = await self._state()
-        except TimeoutError:
-            raise NotMeasuredError(f"ran out of time; {self._situation(streams, plan)}") from None
-        finally:
-            await self._abort(tasks)
+        def is_settled() -> bool:
+            return min(progress_of(stream, cache_rank) for stream in batch) >= plan.settle
+
+        async with connect() as session:
+            try:
+                async with asyncio.timeout(settings.shape_seconds):
+                    begun = time.perf_counter()
+                    start = await self._state(session)
+                    for stream, prompt in zip(batch, prompts, strict=True):
+                        interval = 1 if stream is witness else REPORT_INTERVAL
+                        follow = self._follow(session, stream, prompt, plan.most_tokens, interval)
+                        tasks.append(asyncio.create_task(follow))
+                        tasks[-1].add_done_callback(lambda _: changed.set())
+                    await until(is_settled)
+                    before = await self._state(session)
+                    first = witness.tokens + 2  # not the step that answered
+                    await until(lambda: witness.tokens >= first + settings.steps)
+                    after = await self._state(session)
+            except TimeoutError:
+                situation = self._situation(batch, plan)
+                raise NotMeasuredError(f"ran out of time; {situation}") from None
+            finally:
+                await self._abort(session, tasks)
         seconds = step_times(witness.arrivals, first, settings.steps)
         summarize(measurement, seconds, settings.window)
         measurement.prefill_seconds = max(stream.arrivals[0][1] for stream in batch) - begun
@@ -187,11 +190,11 @@ class Bench:
 
     async def _follow(
         self,
+        session: aiohttp.ClientSession,
         stream: Stream,
         prompt: list[int],
         most_tokens: int,
         report_interval: int,
-        changed: asyncio.Event,
     ) -> None:
         """Decode one request, and note what it reports."""
         parameters = {
@@ -200,37 +203,32 @@ class Bench:
             "ignore_eos": True,
             "stream_interval": report_interval,
         }
-        try:
-            outputs = await self._engine.async_generate(
-                input_ids=prompt, sampling_params=parameters, stream=True
-            )
-            async for output in outputs:
-                meta = output["meta_info"]
-                tokens = int(meta["completion_tokens"])
-                if tokens > stream.tokens:
-                    stream.arrivals.append((tokens, time.perf_counter()))
-                stream.statistics = meta.get("cache_rank") or stream.statistics
-                changed.set()
-            stream.ended = f"a request ended after {stream.tokens} tokens"
-        except Exception as error:  # the engine's complaints are of many types
-            stream.ended = f"{type(error).__name__}: {error}"
-        changed.set()
+        body = {"input_ids": prompt, "sampling_params": parameters}
+        async for meta in chunks_of(session, self._url, body):
+            tokens = int(meta["completion_tokens"])
+            if tokens > stream.tokens:
+                stream.arrivals.append((tokens, time.perf_counter()))
+            stream.statistics = meta.get("cache_rank") or stream.statistics
+            stream.changed.set()
 
-    async def _abort(self, tasks: list[asyncio.Task[None]]) -> None:
-        """End all requests, and give the engine time to free what they held."""
-        self._manager.abort_request(abort_all=True)
-        _, pending = await asyncio.wait(tasks, timeout=ABORT_SECONDS)
-        for task in pending:
-            task.cancel()
+    async def _abort(
+        self, session: aiohttp.ClientSession, tasks: Sequence[asyncio.Task[None]]
+    ) -> None:
+        """End all requests, and give the server time to free what they held."""
+        url = f"{self._url}/abort_request"
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(ABORT_SECONDS):
+                with contextlib.suppress(aiohttp.ClientError):  # it is gone, and they end as well
+                    await session.post(url, json={"abort_all": True})
+                await asyncio.gather(*tasks, return_exceptions=True)
         await asyncio.sleep(0.5)
 
-    async def _state(self) -> dict[str, Any]:
+    async def _state(self, session: aiohttp.ClientSession) -> dict[str, Any]:
         """The state of the inference rank; empty without a cache rank."""
-        states = await self._manager.get_internal_state()
-        state: dict[str, Any] = states[0].get("cache_rank") or {}
-        return state
+        async with session.get(f"{self._url}/server_info") as response:
+            return cache_rank_state(await response.json())
 
-    def _situation(self, streams: list[Stream], plan: Plan) -> str:
+    def _situation(self, streams: Sequence[Stream], plan: Plan) -> str:
         settled = sum(progress_of(s, self._job.cache_rank) >= plan.settle for s in streams)
         started = sum(stream.tokens > 0 for stream in streams)
         return (
@@ -245,3 +243,16 @@ class Bench:
             always = arguments.sink_tokens + arguments.recent_tokens + 1
             return always + min(arguments.sparse_budget, shape.context - always)
         return None if "decode_mode" in self._job.engine else shape.context + generated
+
+
+def _ending(task: asyncio.Task[None]) -> str:
+    """How a request ended before its time.
+
+    Raises:
+        aiohttp.ClientError: the server is gone.
+    """
+    try:
+        task.result()
+    except ServerError as error:
+        return str(error)
+    return "a request ended"

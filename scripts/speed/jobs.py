@@ -1,6 +1,6 @@
-"""What `profile_tpot` can run: shapes, settings, and the engine of each job.
+"""What can be profiled: shapes, settings, and the server of each job.
 
-A job is one engine and every shape it measures: starting an engine costs a minute or two, a shape
+A job is one server and every shape it measures: starting a server costs a minute or two, a shape
 costs seconds.
 """
 
@@ -97,12 +97,12 @@ def add_engine_options(parser: argparse.ArgumentParser, budget: int | None) -> N
 
 
 class Job(msgspec.Struct):
-    """What a worker process is given: one engine and the shapes that it measures."""
+    """One server and the shapes that it measures."""
 
     system: str
     gpus: int  # GPUs that it needs
     cache_rank: bool
-    engine: dict[str, Any]  # arguments of `sglang_ext.Engine`
+    engine: dict[str, Any]  # arguments of the server
     shapes: list[Shape]  # shapes as they are run
     vocabulary: int
     settings: Settings
@@ -159,6 +159,8 @@ def _engine_arguments(
         "max_running_requests": max(batches) + 1,
         "chunked_prefill_size": 8192,
         "stream_interval": 1,
+        # Chunks would otherwise repeat all tokens before them.
+        "incremental_streaming_output": True,
         "log_level": "info",
         "sampling_backend": "pytorch",
         "grammar_backend": "none",

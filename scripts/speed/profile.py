@@ -15,9 +15,10 @@ from scripts.shared import machine
 from scripts.shared.command import command_line
 from scripts.shared.serving import stop_on_sigterm
 from scripts.speed import report
+from scripts.speed.bench import measure_shape
 from scripts.speed.jobs import Job, Settings, make_job
 from scripts.speed.records import Measurement, Results
-from scripts.speed.runner import run_job
+from scripts.speed.serving import measure_each
 
 
 def read_earlier(out: Path) -> Results:
@@ -70,34 +71,20 @@ def run_all(results: Results, jobs: Sequence[Job], gpus: Sequence[str], options:
     """Run jobs, and add what they measure to the results, which are written as they come."""
     bar = tqdm(total=sum(len(job.shapes) for job in jobs), unit="shape", dynamic_ncols=True)
 
-    def add(measurements: list[Measurement]) -> None:
-        results.measurements += measurements
-        report.write_results(results, options.out)
-        bar.update(len(measurements))
-
     def note(measurement: Measurement) -> None:
-        if measurement.ended:
-            add([measurement])
-        else:
-            bar.set_description(f"{measurement.system} {measurement.shape}")
+        results.measurements.append(measurement)
+        report.write_results(results, options.out)
+        bar.update()
 
     with bar:
         for job in jobs:
-            bar.set_description(f"starting {job.system}")
-            reason = f"needs {job.gpus} GPUs, and there are {len(gpus)}"
-            if job.gpus <= len(gpus):
-                reason = run_job(job, gpus[: job.gpus], options.out, options.worker_seconds, note)
-            add(unmeasured(job, results, reason))
-
-
-def unmeasured(job: Job, results: Results, reason: str) -> list[Measurement]:
-    """The shapes that a job did not come to, with the reason."""
-    seen = {m.shape for m in results.of(job)}
-    return [Measurement(job.system, shape, reason) for shape in job.shapes if shape not in seen]
+            bar.set_description(job.system)
+            left = [Measurement(job.system, shape) for shape in job.shapes]
+            measure_each(left, measure_shape, note, job, gpus, options.out)
 
 
 def profile(options: Namespace, argv: Sequence[str]) -> int:
-    """Measure what OUT lacks, unless told to describe only.
+    """Measure what OUT lacks.
 
     Returns:
         The exit status: 1 if something that was asked for could not be measured.
@@ -110,9 +97,6 @@ def profile(options: Namespace, argv: Sequence[str]) -> int:
     results = earlier if options.resume else Results()
     settings = Settings(**{name: getattr(options, name) for name in Settings.__struct_fields__})
     jobs = make_jobs(options, settings, results)
-    if options.dry_run:
-        print(report.describe_jobs(jobs))
-        return 0
     if earlier.measurements and not options.resume:
         raise ValueError(f"{options.out} has results: pass --resume, or another --out")
     gpus = machine.visible_gpus()

@@ -37,7 +37,7 @@ class Wire(msgspec.Struct, frozen=True):
 
 
 class Measurement(msgspec.Struct):
-    """One system at one shape, from when a worker begins it until it is a line of a table."""
+    """One system at one shape."""
 
     system: str
     shape: Shape
@@ -52,9 +52,7 @@ class Measurement(msgspec.Struct):
     sparse_steps: int | None = None  # steps over a working set, of the request with fewest
     late_steps: int | None = None
     wire: Wire | None = None
-    started: float = 0.0  # Unix time
-    ended: float = 0.0  # Unix time; 0 while it is measured
-    memory_gib: list[float] = []  # most memory in use meanwhile, one entry a GPU
+    memory_gib: list[float] = []  # in use at the end, one entry a GPU
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -142,7 +140,7 @@ def wire_between(
 
 
 def explain_failure(log: str, was_ready: bool, ran_out_of_time: bool) -> str:
-    """One phrase for a worker that ended without a measurement, from its log."""
+    """One phrase for a server that was not measured, from what it and its client say."""
     if re.search("out of memory|outofmemory|not enough memory", log, re.IGNORECASE):
         return "out of memory"
     if ran_out_of_time:

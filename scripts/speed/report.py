@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 
 from scripts.shared.report import number, percent, provenance, table_of, write_report
-from scripts.speed.jobs import Job
 from scripts.speed.records import Measurement, Results, Wire
 
 FLOOR = "floor"
@@ -92,12 +90,3 @@ def tpot_table(results: Results) -> str:
 
     by_shape = sorted(results.measurements, key=lambda m: (m.shape.context, m.shape.batch))
     return table_of(map(row, by_shape))
-
-
-def describe_jobs(jobs: Sequence[Job]) -> str:
-    """The engines and their arguments, for a dry run."""
-    lines = []
-    for job in jobs:
-        lines.append(f"{job.system}  {job.gpus} GPUs  {' '.join(map(str, job.shapes))}")
-        lines.append(f"    {json.dumps(job.engine)}")
-    return "\n".join(lines)

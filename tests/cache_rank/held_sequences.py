@@ -24,13 +24,12 @@ PAGES = 16
 
 @dataclass
 class Held:
-    """K and V are (layers, Hkv, tokens, D) each, of which the first tokens are resident."""
+    """K and V are (2, layers, Hkv, tokens, D), of which the first tokens are resident."""
 
     config: CacheRankConfig
     residency: Any
     query_ring: Tensor
-    keys: Tensor
-    values: Tensor
+    tokens: Tensor
     slot: int
     pages: list[int]
     resident: int = 0
@@ -49,18 +48,26 @@ class Held:
     ) -> Held:
         """Nothing yet of a sequence of `count` random tokens, in a residency or beside another."""
         config = small_config(model, kv_residency=name, kv_residency_options=options)
+        generator = torch.Generator().manual_seed(tokens_seed)
+        shape = (2, model.layers, model.kv_heads, count, model.head_dim)
+        tokens = torch.randn(shape, generator=generator).to(device, model.torch_dtype)
+        return cls.of(config, tokens, slot, beside, tokens_seed)
+
+    @classmethod
+    def of(
+        cls, config: CacheRankConfig, tokens: Tensor, slot: int, beside: Held | None, seed: int
+    ) -> Held:
+        """Nothing yet of a sequence of tokens, whose pages are in the order of a seed."""
+        model, device = config.model, tokens.device
         if beside is not None:
-            held, ring, device = beside.residency, beside.query_ring, beside.keys.device
+            held, ring = beside.residency, beside.query_ring
         else:
             held = residency.create(config, PAGES, device)
             shape = (4, model.layers, model.query_heads, 5, model.head_dim)
             ring = torch.zeros(shape, dtype=model.torch_dtype, device=device)
-        generator = torch.Generator().manual_seed(tokens_seed)
-        shape = (2, model.layers, model.kv_heads, count, model.head_dim)
-        keys, values = torch.randn(shape, generator=generator).to(device, model.torch_dtype)
         pages = list(range(PAGES))
-        random.Random(tokens_seed).shuffle(pages)
-        return cls(config, held, ring, keys, values, slot, pages)
+        random.Random(seed).shuffle(pages)
+        return cls(config, held, ring, tokens, slot, pages)
 
     @classmethod
     def whole(cls, name: str, count: int, **arguments: Any) -> Held:
@@ -78,8 +85,16 @@ class Held:
         return one, other
 
     @property
+    def keys(self) -> Tensor:
+        return self.tokens[0]
+
+    @property
+    def values(self) -> Tensor:
+        return self.tokens[1]
+
+    @property
     def page_table(self) -> Tensor:
-        return torch.tensor(self.pages, dtype=torch.int32, device=self.keys.device)
+        return torch.tensor(self.pages, dtype=torch.int32, device=self.tokens.device)
 
     @property
     def layers(self) -> range:
@@ -90,8 +105,7 @@ class Held:
         return torch.randn(model.layers, model.query_heads, model.head_dim)
 
     def load(self, count: int) -> None:
-        part = slice(self.resident, self.resident + count)
-        shipment = torch.stack((self.keys, self.values))[:, :, :, part].transpose(2, 3)
+        shipment = self.tokens[:, :, :, self.resident : self.resident + count].transpose(2, 3)
         self.residency.load(self.page_table, self.slot, self.resident, shipment.contiguous())
         self.resident += count
 
@@ -101,7 +115,7 @@ class Held:
     def message(self, layers: range) -> Tensor:
         """The next token: (1, len(layers), Hq + 2 Hkv, D). Its queries are its position."""
         group = slice(layers.start, layers.stop)
-        keys, values = (part[group, :, self.resident] for part in (self.keys, self.values))
+        keys, values = self.tokens[:, group, :, self.resident]
         queries = torch.full_like(self.query_ring[0, group, :, 0], float(self.resident))
         return torch.cat((queries, keys, values), dim=1).unsqueeze(0)
 
@@ -114,7 +128,7 @@ class Held:
             positions = torch.arange(self.resident)
         shape = (len(layers), self.config.model.kv_heads, positions.shape[-1])
         rows = rows_of([self], [self.resident - 1])
-        return self.residency.read(rows, layers, positions.to(self.keys.device).expand(shape))
+        return self.residency.read(rows, layers, positions.to(self.tokens.device).expand(shape))
 
     def score(
         self,
@@ -125,7 +139,8 @@ class Held:
         """Scores of the tokens up to a position, or of all."""
         layers = layers or self.layers
         position = self.resident - 1 if position is None else position
-        scores = self.residency.score(rows_of([self], [position]), layers, queries.unsqueeze(0))
+        one_row = queries.unsqueeze(0).to(self.tokens.device)
+        scores = self.residency.score(rows_of([self], [position]), layers, one_row)
         assert scores.dtype == torch.float32
         assert scores.shape[:3] == (1, len(layers), self.config.model.kv_heads)
         return scores[0, :, :, : position + 1].clone()

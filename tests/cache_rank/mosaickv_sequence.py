@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
-from dataclasses import dataclass
 from typing import Any
 
+import held_sequences
 import torch
-from held_sequences import CPU, PAGES, rows_of
+from held_sequences import CPU
 from small_models import MHA, small_config
 from torch import Tensor
 
-from cache_rank import residency
-from cache_rank.batch_metadata import BatchMetadata
-from cache_rank.config import CacheRankConfig, ModelShape
+from cache_rank.config import ModelShape
 from cache_rank.kernels.mosaickv.store import Run, Strategy, load_vectors, packed_tokens, runs_of
-from cache_rank.residency.mosaickv import MosaicKVResidency
 from cache_rank.residency.mosaickv.strategy import BUFFER_TOKENS
 
 DENSE: dict[str, Any] = {"rate": 0, "dropped": 0}
@@ -42,16 +38,8 @@ def drifting(model: ModelShape, count: int, seed: int = 0) -> Tensor:
     return (torch.cat(parts, dim=3) + 0.1 * noise).to(model.torch_dtype)
 
 
-@dataclass
-class Held:
-    """A sequence in a residency; tokens are (2, layers, Hkv, count, D)."""
-
-    config: CacheRankConfig
-    residency: MosaicKVResidency
-    tokens: Tensor
-    slot: int
-    pages: list[int]
-    resident: int = 0
+class Held(held_sequences.Held):
+    """A sequence of given tokens in the residency."""
 
     @classmethod
     def empty(
@@ -64,11 +52,7 @@ class Held:
         **options: Any,
     ) -> Held:
         config = small_config(model, kv_residency="mosaickv", kv_residency_options=options)
-        held = beside.residency if beside else residency.create(config, PAGES, device)
-        assert isinstance(held, MosaicKVResidency)
-        pages = list(range(PAGES))
-        random.Random(slot).shuffle(pages)
-        return cls(config, held, tokens.to(device), slot, pages)
+        return cls.of(config, tokens.to(device), slot, beside, seed=slot)
 
     @classmethod
     def whole(cls, tokens: Tensor, model: ModelShape = MHA, **options: Any) -> Held:
@@ -77,55 +61,24 @@ class Held:
         return held
 
     @property
-    def page_table(self) -> Tensor:
-        return torch.tensor(self.pages, dtype=torch.int32, device=self.tokens.device)
-
-    @property
-    def layers(self) -> range:
-        return range(self.config.model.layers)
-
-    @property
     def segments(self) -> Any:
         return self.residency._segments[self.slot]
 
-    def load(self, count: int) -> None:
-        shipment = self.tokens[:, :, :, self.resident : self.resident + count].transpose(2, 3)
-        self.residency.load(self.page_table, self.slot, self.resident, shipment)
-        self.resident += count
-
-    def append(self) -> None:
-        """The next token, layer by layer."""
-        model, device = self.config.model, self.tokens.device
-        shape = (4, model.layers, model.query_heads, 5, model.head_dim)
-        ring = torch.zeros(shape, dtype=model.torch_dtype, device=device)
-        rows = self.rows(self.resident)
-        for layer in self.layers:
-            keys, values = self.tokens[:, layer, :, self.resident]
-            up = torch.cat((ring[0, 0, :, 0], keys, values))
-            self.residency.append(rows, range(layer, layer + 1), up.view(1, 1, *up.shape), ring)
-        self.resident += 1
-
-    def rows(self, position: int) -> BatchMetadata:
-        return rows_of([self], [position])
-
     def read(self, tokens: range | None = None) -> Tensor:
-        positions = torch.tensor(tokens or range(self.resident), device=self.tokens.device)
-        positions = positions.expand(*self.tokens.shape[1:3], -1)
-        found = self.residency.read(self.rows(self.resident - 1), self.layers, positions)
-        return torch.stack(found)
+        positions = torch.tensor(tokens or range(self.resident))
+        return torch.stack(super().read(positions=positions))
 
     def score(self, queries: Tensor, by_tokens: bool = False) -> Tensor:
         """Of queries (layers, Hq, D), all tokens: (layers, Hkv, resident).
 
         `by_tokens` scores each by its own key, as the option scored=100.
         """
-        rows, one_row = self.rows(self.resident - 1), queries.unsqueeze(0).to(self.tokens.device)
         configured = self.residency._scored
         if by_tokens:
             self.residency._scored = (1_000_000, 0)
-        scores = self.residency.score(rows, self.layers, one_row)
+        scores = super().score(queries)
         self.residency._scored = configured
-        return scores[0, ..., : self.resident].clone()
+        return scores
 
     def queries(self, seed: int = 5) -> Tensor:
         model = self.config.model

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from held_sequences import rows_of
 from mosaickv_sequence import CPU, SHORT, Held, Immediately, drifting
 from small_models import small_config
 from torch import Tensor
@@ -64,7 +65,7 @@ def shipped_by(held: Held) -> Tensor:
     entering = entering.expand(1, model.layers, model.kv_heads, -1).contiguous()
     shape = (2, *entering.shape, model.head_dim)
     shipped = torch.full(shape, 7.0, dtype=model.torch_dtype, device=device)
-    rows = held.rows(held.resident - 1)
+    rows = rows_of([held], [held.resident - 1])
     held.residency.gather(rows, held.layers, entering, shipped[0], shipped[1])
     written = torch.full_like(to_wire(shipped, torch.int8), 7)
     held.residency.gather(rows, held.layers, entering, written[0], written[1])

@@ -102,19 +102,6 @@ def test_gather_leaves_padding_and_refused_rows_alone(name: str, dtype: torch.dt
             assert torch.equal(part[row, :, :, [0, 2]], to_wire(expected, dtype))
 
 
-def test_gather_reads_other_tokens_for_every_row_layer_and_head() -> None:
-    left, right = loaded("bf16")
-    generator = torch.Generator().manual_seed(0)
-    entering = torch.randint(0, 300, (2, 2, 2, 5), generator=generator, dtype=torch.int32)
-    out = torch.zeros((2, *entering.shape, 8), dtype=torch.bfloat16)
-    rows = rows_of([left, right], [399, 299])
-    left.residency.gather(rows, range(1, 3), entering, out[0], out[1])
-    for row, held in enumerate((left, right)):
-        index = entering[row].long()[..., None].expand(-1, -1, -1, 8)
-        for part, source in zip(out, (held.keys, held.values), strict=True):
-            assert torch.equal(part[row], source[1:3].gather(2, index))
-
-
 @pytest.mark.parametrize(
     ("model", "count"),
     [("mha", 1), ("gqa", 77), ("mqa", PAGE_TOKENS), ("gqa", PAGE_TOKENS + 1)],
@@ -194,6 +181,18 @@ def test_a_refused_row_is_not_appended(name: str) -> None:
         assert torch.equal(now, source)
     assert (held.query_ring[held.slot] == 0).all()
     assert (held.query_ring[other.slot, :, :, 4] == 4).all()
+
+
+@every_format
+def test_pages_and_slots_serve_one_sequence_after_another(name: str) -> None:
+    first = Held.whole(name, 700)
+    for count in (300, 200, 1):
+        following = Held.empty(name, count, beside=first, tokens_seed=count)
+        following.pages = first.pages[::-1]
+        following.load(max(1, count - 1))
+        while following.resident < count:
+            following.append()
+        assert_hold_the_same(following, Held.whole(name, count, tokens_seed=count))
 
 
 def test_an_unknown_format_is_refused_and_the_known_ones_named() -> None:

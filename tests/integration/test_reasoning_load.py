@@ -10,9 +10,9 @@ import pytest
 from scripts.reasoning.client import send
 from scripts.reasoning.loads import Load, Request
 from scripts.reasoning.measures import measure
-from scripts.reasoning.serving import spread_logits
 from scripts.shared.models import BUNDLED, BUNDLED_FOLDER, model_config
 from scripts.shared.serving import Server, ServerError
+from scripts.speed.serving import spread_logits
 
 pytestmark = pytest.mark.xdist_group("bundled server")
 

@@ -14,7 +14,7 @@ are those of tokens that this step reads from the ring.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -22,9 +22,6 @@ from torch import Tensor
 from cache_rank.kernels.rows import PagedRows
 from cache_rank.kernels.score.reference import ScoreWorkspace
 from cache_rank.kernels.wire.reference import to_wire
-
-if TYPE_CHECKING:
-    from cache_rank.kernels.coded.format import Format
 
 _TILE_TOKENS = 4096
 """This many tokens of one sequence are decoded at once for scoring."""
@@ -72,9 +69,6 @@ class Codec(Protocol):
             planes: (..., entries, width) each, the codes of the groups.
             scale: factor on the logits.
         """
-
-    def kernels(self) -> Format:
-        """Import what triton.py compiles for the format."""
 
 
 @runtime_checkable

@@ -1,9 +1,9 @@
 """The launches on tokens held as codes, for every format, Triton.
 
 The reference beside this file specifies them. What differs between formats is in the folder of
-each, as a `Format`, which its codec imports: how a group becomes codes, how codes become tokens of
-a message, and what the logits of keys are. These functions are compiled into the kernels here,
-which know which group a program encodes, which tokens it gathers, and what becomes of logits.
+each, as a `Format`: how a group becomes codes, how codes become tokens of a message, and what the
+logits of keys are. These functions are compiled into the kernels here, which know which group a
+program encodes, which tokens it gathers, and what becomes of logits.
 """
 
 from __future__ import annotations
@@ -15,9 +15,15 @@ from torch import Tensor
 
 from cache_rank.kernels.attend.triton import merge_splits
 from cache_rank.kernels.coded.attending import attend_split
-from cache_rank.kernels.coded.format import Layout
+from cache_rank.kernels.coded.format import Format, Layout
 from cache_rank.kernels.coded.reference import CodedTokens, by_kv_head, by_query
 from cache_rank.kernels.coded.tokens import GatherTarget, GroupSource, coded_tokens
+from cache_rank.kernels.hack.reference import HackCodec
+from cache_rank.kernels.hack.triton import FORMAT as HACK
+from cache_rank.kernels.lynx.reference import LynxCodec
+from cache_rank.kernels.lynx.triton import FORMAT as LYNX
+from cache_rank.kernels.quantspec.reference import QuantSpecCodec
+from cache_rank.kernels.quantspec.triton import FORMAT as QUANTSPEC
 from cache_rank.kernels.rows import PagedRows
 from cache_rank.kernels.score.reference import ScoreWorkspace
 from cache_rank.kernels.score.triton import (
@@ -31,6 +37,9 @@ from cache_rank.kernels.score.triton import (
     sum_up_chunk,
 )
 from cache_rank.kernels.wire.reference import wire_width
+
+_FORMATS: dict[type, Format] = {HackCodec: HACK, LynxCodec: LYNX, QuantSpecCodec: QUANTSPEC}
+"""What is compiled for tokens of each codec."""
 
 _GATHERED_ELEMENTS = 2048
 """A program gathers at most this many elements of keys, and as many of values."""
@@ -54,7 +63,7 @@ def encode_groups(
 ) -> None:
     """See the reference. One launch; D is a power of two."""
     assert shipment is None or (shipment.is_contiguous() and len(rows.slots) == 1)
-    of, layout = tokens.codecs[0].kernels(), Layout.of(tokens)
+    of, layout = _FORMATS[type(tokens.codecs[0])], Layout.of(tokens)
     parameters = of.encoding(tokens)
     most_groups = triton.cdiv(count, tokens.group_tokens)
     # Groups of a row; keys and values of each layer and kv head; rows.
@@ -87,7 +96,7 @@ def gather_codes(
 ) -> None:
     """See the reference. One launch; D is a power of two."""
     count, layers, kv_heads, capacity = entering.shape
-    of, layout = tokens.codecs[0].kernels(), Layout.of(tokens)
+    of, layout = _FORMATS[type(tokens.codecs[0])], Layout.of(tokens)
     parameters = of.encoding(tokens)
     assert entering.is_contiguous()
     for out in (out_keys, out_values):
@@ -131,7 +140,7 @@ def score_codes(
     Args:
         rounded: whether logits are kept in float16.
     """
-    of, key_ring = tokens.codecs[0].kernels(), tokens.rings[0]
+    of, key_ring = _FORMATS[type(tokens.codecs[0])], tokens.rings[0]
     parameters = of.scoring(tokens, queries, out)
     launch = parameters.launch
     chunk = launch.chunks * CHUNK_TOKENS
@@ -167,7 +176,7 @@ def attend_codes(
     tokens: CodedTokens, queries: Tensor, rows: PagedRows, layer: int, scale: float
 ) -> tuple[Tensor, Tensor]:
     """See the reference. Two launches; D is a power of two, on a GPU of at least 64."""
-    of, layout = tokens.codecs[0].kernels(), Layout.of(tokens)
+    of, layout = _FORMATS[type(tokens.codecs[0])], Layout.of(tokens)
     assert of.attending is not None
     grouped = by_kv_head(queries, layout.kv_heads).contiguous()
     units, group = grouped.shape[0] * layout.kv_heads, grouped.shape[2]

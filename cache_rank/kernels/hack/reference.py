@@ -28,16 +28,13 @@ whatever batches and order groups are encoded.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from cache_rank.kernels.coded.reference import Plane, quotient
 from cache_rank.kernels.nibbles.reference import pack, unpack
-
-if TYPE_CHECKING:
-    from cache_rank.kernels.coded.format import Format
 
 GROUP = 64
 """This many tokens are quantized together; partitions divide it."""
@@ -215,12 +212,6 @@ class HackCodec(NamedTuple):
         """Add up the values of groups by their weights: what the codes of both decode to."""
         decoded = decode_keys(encode_queries(weights, self.partition), QUERY_BITS, self.partition)
         return decoded @ decode_values(HackValues(*planes[:3]), self.bits, self.partition)
-
-    def kernels(self) -> Format:
-        """Import what is compiled for the format."""
-        from cache_rank.kernels.hack.triton import FORMAT
-
-        return FORMAT
 
 
 def sums_dtype(bits: int, partition: int) -> torch.dtype:

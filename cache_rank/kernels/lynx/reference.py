@@ -22,16 +22,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from cache_rank.kernels.coded.reference import Plane, quotient
 from cache_rank.kernels.nibbles.reference import pack, unpack_signed
-
-if TYPE_CHECKING:
-    from cache_rank.kernels.coded.format import Format
 
 PAGE = 256
 """This many tokens are normalized together."""
@@ -172,12 +169,6 @@ class LynxCodec(NamedTuple):
         """Compute the logits of pages of keys."""
         keys = decode_page(LynxCodes(*planes), self.alpha, self.scores_in_full)
         return (queries @ keys.transpose(-1, -2)) * scale
-
-    def kernels(self) -> Format:
-        """Import what is compiled for the format."""
-        from cache_rank.kernels.lynx.triton import FORMAT
-
-        return FORMAT
 
 
 def fraction_of(level: float, alpha: float) -> float:

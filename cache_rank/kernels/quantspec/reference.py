@@ -18,16 +18,13 @@ device, and however many groups are encoded at once.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from cache_rank.kernels.coded.reference import Plane, quotient
 from cache_rank.kernels.nibbles.reference import pack, unpack, unpack_signed
-
-if TYPE_CHECKING:
-    from cache_rank.kernels.coded.format import Format
 
 GROUP = 128
 """This many tokens are quantized together; at least as many newest ones stay in full precision."""
@@ -132,12 +129,6 @@ class QuantSpecCodec(NamedTuple):
     def weigh(self, weights: Tensor, planes: Sequence[Tensor]) -> Tensor:
         """Add up the values of groups by their weights."""
         return weights @ decode(QuantSpecCodes(*planes), self.read_bits)
-
-    def kernels(self) -> Format:
-        """Import what is compiled for the format."""
-        from cache_rank.kernels.quantspec.triton import FORMAT
-
-        return FORMAT
 
 
 def _pack(codes: Tensor) -> Tensor:

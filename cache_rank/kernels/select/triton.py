@@ -21,19 +21,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from cache_rank.kernels.select.exchanging import LOWEST, append, exchange
 from cache_rank.kernels.select.reference import MOST_SLOTS
-from cache_rank.kernels.select.search import (
-    distance,
-    find_rank,
-    narrow,
-    reaches,
-    reaching,
-    search,
-    thirds,
-)
-
-_LOWEST = tl.constexpr(-(2**31))
-"""The key of a token that does not compete."""
+from cache_rank.kernels.select.search import distance, narrow, reaching, search, thirds
 
 _FLOOR = tl.constexpr(-(2**31) + 1)
 """The key of a NaN, the lowest of a token that competes."""
@@ -147,16 +137,16 @@ def select_step(
 def _order_keys(bits):
     """Map the bits of float32 scores to int32 keys in the order of the scores."""
     keys = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    keys = tl.where(bits == _LOWEST, 0, keys)  # -0.0 equals 0.0
+    keys = tl.where(bits == LOWEST, 0, keys)  # -0.0 equals 0.0
     keys = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, _FLOOR, keys)
-    return tl.where(bits == _RESIDENT, _LOWEST, keys)
+    return tl.where(bits == _RESIDENT, LOWEST, keys)
 
 
 @triton.jit
 def _load_keys(scores, token, mask, start, stop):
-    """Load the keys of tokens; those masked and those outside [start, stop) get `_LOWEST`."""
+    """Load the keys of tokens; those masked and those outside [start, stop) get `LOWEST`."""
     bits = tl.load(scores + token, mask=mask, other=_RESIDENT)
-    return tl.where((token >= start) & (token < stop), _order_keys(bits), _LOWEST)
+    return tl.where((token >= start) & (token < stop), _order_keys(bits), LOWEST)
 
 
 @triton.jit
@@ -168,8 +158,8 @@ def _ranks(keys, token):
 @triton.jit
 def _group_maxima(scores, start, stop, WIDTH: tl.constexpr):
     """Find the largest key of each group, (WIDTH,) twice; token t is in group t % (2 * WIDTH)."""
-    lower = tl.full((WIDTH,), _LOWEST, tl.int32)
-    upper = tl.full((WIDTH,), _LOWEST, tl.int32)
+    lower = tl.full((WIDTH,), LOWEST, tl.int32)
+    upper = tl.full((WIDTH,), LOWEST, tl.int32)
     for first in range(0, stop, 2 * WIDTH):
         token = first + tl.arange(0, WIDTH)
         lower = tl.maximum(lower, _load_keys(scores, token, token < stop, start, stop))
@@ -186,7 +176,7 @@ def _find_key_bound(maxima, slot_keys, highest, needed):
     high = highest + 1
     # The lowest group is a better first guess than the middle of all numbers.
     lowest = tl.minimum(
-        tl.where(lower > _LOWEST, lower, highest), tl.where(upper > _LOWEST, upper, highest)
+        tl.where(lower > LOWEST, lower, highest), tl.where(upper > LOWEST, upper, highest)
     )
     guess = tl.maximum(tl.min(lowest), low)
     found = (lower >= guess).to(tl.int32) + (upper >= guess).to(tl.int32)
@@ -194,14 +184,6 @@ def _find_key_bound(maxima, slot_keys, highest, needed):
     low = tl.where(found >= needed, guess, low)
     high = tl.where(found >= needed, high, guess)
     return search((lower, upper, slot_keys), low, high, needed, needed + needed // 16)
-
-
-@triton.jit
-def _append(entries, counter, capacity, values, mask, SIZE: tl.constexpr):
-    """Append the masked values to a list, in any order; those beyond its capacity only count."""
-    one = tl.full((SIZE,), 1, tl.int32)
-    index = tl.atomic_add(counter + tl.zeros((SIZE,), tl.int32), one, mask, sem="relaxed")
-    tl.store(entries + index, values, mask=mask & (index < capacity))
 
 
 @triton.jit
@@ -218,7 +200,7 @@ def _list_outsiders(scores, start, stop, maxima, bound, counters, entries, WIDTH
     groups = (entries + SIZE).to(tl.pointer_type(tl.int32))
     for half in tl.static_range(2):
         numbers = half * WIDTH + tl.arange(0, WIDTH)
-        _append(groups, counters, SIZE, numbers, maxima[half] >= key, WIDTH)
+        append(groups, counters, SIZE, numbers, maxima[half] >= key, WIDTH)
     tl.debug_barrier()
     # How many tokens a group has: never one, whose reciprocal would have 33 bits.
     rounds = tl.maximum(tl.cdiv(stop, SIZE), 2)
@@ -231,7 +213,7 @@ def _list_outsiders(scores, start, stop, maxima, bound, counters, entries, WIDTH
         token = group + (index - entry * rounds) * SIZE
         keys = _load_keys(scores, token, (index < looked_at) & (token < stop), start, stop)
         ranks = _ranks(keys, token)
-        _append(entries, counters + 1, SIZE, ranks, ranks >= bound, SIZE)
+        append(entries, counters + 1, SIZE, ranks, ranks >= bound, SIZE)
     tl.debug_barrier()
     return tl.load(counters + 1, volatile=True)
 
@@ -251,113 +233,6 @@ def _raise_bound(scores, start, stop, slot_ranks, low, high, fewest, WIDTH: tl.c
             reached += reaching(_ranks(keys, token), first, second)
         low, high = narrow(low, high, first, second, tl.sum(reached), fewest, 2 * WIDTH)
     return low
-
-
-@triton.jit
-def _write_entering(keys, tokens, key, token, counter, entering, count, ENTERING: tl.constexpr):
-    """Write the `count` tokens whose ranks reach the given one, in the order of tokens."""
-    tl.store(counter, 0)
-    tl.debug_barrier()
-    for index in tl.static_range(len(keys)):
-        enters = reaches(keys[index], tokens[index], key, token)
-        _append(entering, counter, count, tokens[index], enters, keys[0].shape[0])
-    tl.debug_barrier()
-    # Sorted: a token's place is how many others are smaller.
-    OTHERS: tl.constexpr = min(ENTERING, 64)
-    place = tl.arange(0, ENTERING)
-    used = place < count
-    found = tl.load(entering + place, mask=used, other=0)
-    order = tl.zeros((ENTERING,), tl.int32)
-    for first in range(0, count, OTHERS):
-        other = first + tl.arange(0, OTHERS)
-        others = tl.load(entering + other, mask=other < count, other=0x7FFFFFFF)
-        order += tl.sum((others[None, :] < found[:, None]).to(tl.int32), axis=1)
-    tl.debug_barrier()
-    tl.store(entering + order, found, mask=used)
-
-
-@triton.jit
-def _spare_highest(stays, keys, tokens, highest, count):
-    """Let the `count` best of the tokens in slots that do not stay, none above `highest`, stay too.
-
-    Those that do not compete are not spared, even if that leaves fewer.
-    """
-    left = tl.where(stays > 0, _LOWEST, keys)
-    competes = left > _LOWEST
-    count = tl.minimum(count, tl.sum(competes.to(tl.int32)))
-    if count > 0:
-        lowest = tl.min(tl.where(competes, left, highest))
-        key, token = find_rank((left,), (tokens,), lowest, highest + 1, count)
-        stays += reaches(left, tokens, key, token).to(tl.int32)
-    return stays
-
-
-@triton.jit
-def _fill_slots(slot_map, stays, entering, entering_slots, empties, count, BUDGET: tl.constexpr):
-    """Put the entering tokens into empty slots, and then into those whose token does not stay.
-
-    Where those are more, the first are taken. `empties` is how many slots are empty.
-    """
-    slot = tl.arange(0, stays.shape[0])
-    inside = slot < BUDGET
-    token = tl.load(slot_map + slot, mask=inside, other=0)
-    empty = (inside & (token < 0)).to(tl.int32)
-    left = (inside & (token >= 0) & (stays == 0)).to(tl.int32)
-    before = tl.cumsum(empty + (left << 16))  # two sums in one
-    order = tl.where(empty > 0, before & 0xFFFF, empties + (before >> 16)) - 1
-    takes = (empty + left > 0) & (order < count)
-    tl.store(slot_map + slot, tl.load(entering + order, mask=takes), mask=takes)
-    tl.store(entering_slots + order, slot, mask=takes)
-
-
-@triton.jit
-def _exchange(
-    keys,
-    tokens,
-    in_slots,
-    bounds,
-    scratch,
-    out,
-    BUDGET: tl.constexpr,
-    CAPACITY: tl.constexpr,
-    ENTERING: tl.constexpr,
-):
-    """Let the best tokens stay in their slots, and others of the best enter; return how many.
-
-    Args:
-        keys, tokens: vectors of the tokens that are listed.
-        in_slots: keys and tokens of those in slots; how many slots are empty, and how many tokens
-            are to be in slots.
-        bounds: a key that `depth` keys reach, the highest of all, and `depth`: so many of the best
-            stay, if they are in slots.
-        scratch: a counter.
-        out: the unit's slot map, entering tokens and their slots, and its row's counts.
-    """
-    slot_keys, slot_tokens, empties, wished = in_slots
-    low, highest, depth = bounds
-    slot_map, entering, entering_slots, counts = out
-    # The exact rank of the best `depth`: which tokens stay in their slots.
-    every_key, every_token = (slot_keys,) + keys, (slot_tokens,) + tokens  # noqa: RUF005
-    key, token = find_rank(every_key, every_token, low, highest + 1, depth)
-    stays = reaches(slot_keys, slot_tokens, key, token).to(tl.int32)
-    staying = tl.sum(stays)
-    wanted = wished - staying
-    enter_count = tl.minimum(wanted, CAPACITY)
-    if enter_count > 0:
-        if wanted > CAPACITY:
-            # Of the tokens that fell out as many stay as do not have to leave.
-            leaving = tl.maximum(enter_count - empties, 0)
-            spared = BUDGET - empties - staying - leaving
-            stays = _spare_highest(stays, slot_keys, slot_tokens, key, spared)
-        # Those that enter are among the best `depth`, and so in the list.
-        key, token = find_rank(keys, tokens, key, highest + 1, enter_count)
-        _write_entering(keys, tokens, key, token, scratch, entering, enter_count, ENTERING)
-        tl.debug_barrier()
-        _fill_slots(slot_map, stays, entering, entering_slots, empties, enter_count, BUDGET)
-        tl.atomic_add(counts, enter_count)
-        if wanted > CAPACITY:
-            tl.atomic_add(counts + 1, wanted - CAPACITY)
-    return enter_count
 
 
 @triton.jit(
@@ -422,7 +297,7 @@ def _select(
         empties = tl.sum(((slot < BUDGET) & (slot_tokens < 0)).to(tl.int32))
         slot_tokens = tl.where(competes, slot_tokens, 0)
         slot_keys = _load_keys(scores, slot_tokens, competes, start, stop)
-        slot_keys = tl.where(competes, slot_keys, _LOWEST)
+        slot_keys = tl.where(competes, slot_keys, LOWEST)
         tl.debug_barrier()
         tl.store(scores + slot_tokens, tl.full((WIDTH,), _RESIDENT, tl.int32), mask=competes)
         tl.debug_barrier()
@@ -447,7 +322,7 @@ def _select(
         out = (slot_map, entering, entering_slots, counts + row * 2)
         if listed > WIDTH:
             upper = tl.load(entries + WIDTH + slot, mask=WIDTH + slot < listed, other=_LOWEST_RANK)
-            enter_count = _exchange(
+            enter_count = exchange(
                 (key, (upper >> 32).to(tl.int32)),
                 (token, upper.to(tl.int32)),
                 in_slots,
@@ -459,7 +334,7 @@ def _select(
                 ENTERING,
             )
         else:  # as nearly always: counts are of fewer
-            enter_count = _exchange(
+            enter_count = exchange(
                 (key,), (token,), in_slots, bounds, counters, out, BUDGET, CAPACITY, ENTERING
             )
 

@@ -182,22 +182,6 @@ def test_quest_knows_pages_from_prompts_in_chunks_and_from_decode(pool_page: int
         for found in lists:
             assert {*range(QUEST_PAGE), *newest} <= found
             assert len(found) == QUEST_PAGE + len(newest) + QUEST_PAGE
-    (only, _), _, _ = pools.listed(whole, 0)
-    assert only == best_page_by_hand(pools, 0)
-
-
-def best_page_by_hand(pools: Pools, row: int) -> set[int]:
-    slot, length = int(pools.slots[row]), int(pools.lengths[row])
-    first_recent = (length - 1 - RECENT) // QUEST_PAGE
-    bounds = {}
-    for page in range(1, first_recent):
-        tokens = pools.table[slot, page * QUEST_PAGE : (page + 1) * QUEST_PAGE].to(torch.int64)
-        keys = pools.keys[0][tokens, 0]
-        queries = pools.queries[row, : HEADS // KV_HEADS, None]
-        bounds[page] = float((queries * keys).amax(dim=1).sum(dim=-1).max())
-    best = max(bounds, key=lambda page: bounds[page])
-    pages = [*range(first_recent * QUEST_PAGE, length), *range(QUEST_PAGE)]
-    return {*pages, *range(best * QUEST_PAGE, (best + 1) * QUEST_PAGE)}
 
 
 # What SGLang sees of it.

@@ -16,9 +16,9 @@ from scripts.score_text import parse_options
 
 def score(text: str, system: str, budget: int | None, kl: float) -> Score:
     return Score(
-        text,
-        system,
-        budget,
+        text=text,
+        system=system,
+        budget=budget,
         attended=budget or 4096,
         tokens=2,
         kl=kl,

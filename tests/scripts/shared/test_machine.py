@@ -1,15 +1,18 @@
-"""GPUs are shared out among jobs."""
+"""GPUs are shared out among jobs, and sessions are ended whole."""
 
 from __future__ import annotations
 
+import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from dataclasses import dataclass
 
 import pytest
 
-from scripts.shared.machine import GpuPool, run_jobs
+from scripts.shared.machine import GpuPool, kill_session, run_jobs
 
 
 def test_gpus_are_shared_out() -> None:
@@ -92,3 +95,16 @@ def test_an_interrupt_ends_what_runs_and_starts_nothing_more() -> None:
         )
     assert begun == ["one"]
     assert failed == []
+
+
+def test_processes_that_outlive_their_leader_end_with_its_session() -> None:
+    program = "import subprocess; print(subprocess.Popen(['sleep', '60']).pid, flush=True)"
+    command = [sys.executable, "-c", program]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True) as leader:
+        assert leader.stdout is not None
+        child = int(leader.stdout.readline())
+        leader.wait()
+        os.kill(child, 0)
+        kill_session(leader.pid, wait_seconds=10)
+        with pytest.raises(ProcessLookupError):
+            os.kill(child, 0)

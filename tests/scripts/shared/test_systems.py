@@ -61,3 +61,6 @@ def test_flags_of_lists_and_switches() -> None:
         *("--cache-rank-config", '{"kv_residency_options": "bits=2,partition=16"}'),
         "--enable-metrics",
     ]
+    given = {"cuda_graph_bs_decode": [1, 2], "cuda_graph_config": {"bs": [1]}, "trust": False}
+    flags = to_flags(given)
+    assert flags == ["--cuda-graph-bs-decode", "1", "2", "--cuda-graph-config", '{"bs": [1]}']

@@ -6,16 +6,15 @@ import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
-import torch
 
-from cache_rank.config import CacheRankConfig, ModelShape, ScoreKeys
 from scripts.profile_tpot import main, parse_options
 from scripts.shared import machine
-from scripts.shared.models import MODEL_SHAPES, model_config
-from scripts.speed import profile, report
+from scripts.shared.models import MODEL_SHAPES
+from scripts.speed import profile, report, serving
 from scripts.speed.bench import (
     NotMeasuredError,
     Stream,
@@ -24,8 +23,6 @@ from scripts.speed.bench import (
     progress_of,
     unmeasurable,
 )
-from scripts.speed.cache_step import measure_cache_step
-from scripts.speed.calibration import needs_calibration, write_blank
 from scripts.speed.jobs import Job, Settings, Shape, make_job
 from scripts.speed.records import (
     Measurement,
@@ -35,9 +32,6 @@ from scripts.speed.records import (
     summarize,
     wire_between,
 )
-from scripts.speed.runner import run_job
-from scripts.speed.weights import DUMMY_LARGEST, norms_for_unit_logits
-from sglang_ext.calibration.files import read, sources
 
 SHAPE = Shape(8, 32768)
 
@@ -282,11 +276,16 @@ class TestCommandLine:
         assert why in capsys.readouterr().err
 
 
-def test_a_worker_that_fails_is_explained(tmp_path: Path) -> None:
-    job, noted = job_of("cache-rank", Shape(1, 400), model="bundled"), list[Measurement]()
-    why = run_job(job, [], tmp_path, 0.0, noted.append)
-    assert why.startswith("did not start in time")
-    assert noted == []
+def test_a_server_that_does_not_start_is_explained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serving, "START_SECONDS", 0)
+    line = "--model bundled --shapes 1x400 2x400 --systems dense --out"
+    assert main([*line.split(), str(tmp_path)]) == 1
+    measurements = report.read_results(tmp_path / "results.json").measurements
+    assert [m.shape for m in measurements] == [Shape(1, 400), Shape(2, 400)]
+    assert all(m.failure.startswith("did not start in time") for m in measurements)
+    assert len([*(tmp_path / "logs").iterdir()]) == 1
 
 
 @pytest.mark.thorough
@@ -302,7 +301,6 @@ def test_systems_are_measured_side_by_side_without_a_gpu(tmp_path: Path) -> None
         assert one.failure == ""
         assert len(one.repeats) == 3
         assert one.tpot_ms is not None
-        assert 0 < one.started < one.ended
     assert ours.wire is not None
     assert ours.wire.down_bytes > 0
     assert row_of((tmp_path / "results.md").read_text(), "2 × 400", "cache-rank")
@@ -316,21 +314,17 @@ class TestRecord:
         """Profile systems, of which fp8 fails, on GPUs of a kind; the exit status."""
         gpus: list[str] = []
 
-        def run_job(job: Job, *rest: object) -> str:
-            note = rest[-1]
-            assert callable(note)
-            for shape in job.shapes if job.system != "fp8" else ():
-                ended = measured(job.system, shape, 5.0)
-                ended.ended = 1.0
-                note(ended)
-            return "out of memory"
+        def measure_each(left: list[Measurement], _: object, note: Any, *rest: object) -> None:
+            for one in left:
+                failed = Measurement(one.system, one.shape, "out of memory")
+                note(failed if one.system == "fp8" else measured(one.system, one.shape, 5.0))
 
         def run(systems: str, *options: str, kinds: Sequence[str] = ("H200",)) -> int:
             gpus[:] = kinds
             out = ["--shapes", "8x32768", "--out", str(tmp_path)]
             return main(["--systems", *systems.split(), *out, *options])
 
-        monkeypatch.setattr(profile, "run_job", run_job)
+        monkeypatch.setattr(profile, "measure_each", measure_each)
         monkeypatch.setattr(machine, "visible_gpus", lambda: [str(n) for n in range(len(gpus))])
         monkeypatch.setattr(machine, "describe", lambda _: {"gpus": list(gpus)})
         return run
@@ -355,7 +349,6 @@ class TestRecord:
         assert len(before.commands) == 1
         assert run("quest") == 2
         assert f"{tmp_path} has results: pass --resume, or another --out" in capsys.readouterr().err
-        assert run("quest", "--dry-run") == 0
         assert self.read(tmp_path) == before
 
     def test_a_resumed_record_names_all_commands_and_gpus(
@@ -394,75 +387,3 @@ class TestRecord:
         said = f"{tmp_path} was measured with {why}: pass another --out"
         assert said in capsys.readouterr().err
         assert self.read(tmp_path) == before
-
-
-class TestWeights:
-    @pytest.mark.parametrize("name", ["qwen3-8b", "llama-3.1-8b"])
-    def test_logits_have_about_unit_variance(self, name: str) -> None:
-        config = model_config(name)
-        norms = dict(norms_for_unit_logits(config))
-        assert {int(name.split(".")[2]) for name in norms} == set(
-            range(config["num_hidden_layers"])
-        )
-        torch.manual_seed(0)
-        hidden, head_dim = config["hidden_size"], 128
-        normalized = torch.nn.functional.rms_norm(torch.randn(200, hidden), (hidden,))
-        normalized *= norms["model.layers.3.input_layernorm.weight"].float()
-        projected = [
-            normalized @ torch.empty(hidden, head_dim).uniform_(-DUMMY_LARGEST, DUMMY_LARGEST)
-            for _ in range(2)
-        ]
-        if name.startswith("qwen3"):
-            projected = [
-                torch.nn.functional.rms_norm(
-                    part,
-                    (head_dim,),
-                    norms[f"model.layers.3.self_attn.{which}_norm.weight"].float(),
-                )
-                for part, which in zip(projected, "qk", strict=True)
-            ]
-        logits = projected[0] @ projected[1].T * head_dim**-0.5
-        assert 0.8 < float(logits.std()) < 1.2
-
-
-class TestCacheStep:
-    @pytest.mark.parametrize("score_keys", ["resident", "sketch"])
-    def test_steps_are_timed_once_the_slots_are_full(self, score_keys: ScoreKeys) -> None:
-        model = ModelShape(4, 4, 2, 32, "float32", 0.25)
-        config = CacheRankConfig(
-            model,
-            layers_per_group=3,
-            sparse_budget=40,
-            hysteresis=0,
-            max_swap_tokens=16,
-            max_rows=2,
-            score_keys=score_keys,
-        )
-        found = measure_cache_step(config, 512, 5, torch.device("cpu"))
-        assert len(found) == 5
-        assert min(found) > 0
-
-
-def test_a_blank_calibration_is_of_the_model_and_corrects_no_projection(tmp_path: Path) -> None:
-    config, engine = model_config("llama-3.1-8b"), {"score_keys": "sketch", "dense_layers": 3}
-    write_blank(tmp_path, config, engine)
-    card, corrections, bases = read(tmp_path)
-    layers = config["num_hidden_layers"]
-    assert card.architecture == config["architectures"][0]
-    told = sources(layers, 3, 2, 2)
-    assert [*corrections] == [*told]
-    assert [*bases] == [*range(3, layers)]
-    projection = torch.rand(card.hidden_size + 1, card.query_heads * card.head_dim)
-    for layer, correction in corrections.items():
-        # What only the token before tells starts from nothing, and zeros would be one long tie.
-        assert torch.equal(correction.added_to(projection), projection) != told[layer].is_before
-
-
-@pytest.mark.parametrize(
-    ("changes", "needed"),
-    [("", False), ("score_keys=sketch", True), ("score_keys=sketch,calibration=mine", False)],
-)
-def test_a_calibration_is_made_where_none_is_named_and_one_is_needed(
-    changes: str, needed: bool
-) -> None:
-    assert needs_calibration(job_of(f"cache-rank:{changes}").engine) == needed

@@ -1,0 +1,191 @@
+"""`mosaickv`: which strategy each token has and when, and how strategies are chosen."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from held_sequences import PAGES
+from mosaickv_sequence import CPU, SHORT, WIDE, Held, drifting
+from small_models import GQA, MHA, small_config
+from torch import Tensor
+
+from cache_rank import residency
+from cache_rank.kernels.mosaickv.store import Strategy
+from cache_rank.kernels.mosaickv.vectors import decode, lost_energy, rotation_of
+from cache_rank.residency.mosaickv import MosaicKVResidency
+from cache_rank.residency.mosaickv.segments import OPENING_TOKENS
+from cache_rank.residency.mosaickv.strategy import (
+    BUFFER_TOKENS,
+    Candidates,
+    CompressedTokens,
+    SegmentLengths,
+    compress,
+)
+from cache_rank.residency.options import with_defaults
+
+
+def token_losses(tokens: Tensor, compressed: CompressedTokens) -> Tensor:
+    """Of tokens (2, Hkv, n, D), each of its mean vector: (n,)."""
+    parts = zip(tokens, (compressed.keys, compressed.values), strict=True)
+    return torch.stack([lost_energy(*part) for part in parts]).mean(dim=(0, 1))
+
+
+@dataclass
+class Expected:
+    """What a sequence should hold, from the whole of it at once."""
+
+    ends: list[int]
+    strategies: list[list[Strategy]]
+    buffers: list[int]
+
+    @classmethod
+    def of(cls, held: Held) -> Expected:
+        options, model = held.config.kv_residency_options, held.config.model
+        candidates = Candidates(with_defaults(options, MosaicKVResidency.options), model)
+        lengths = SegmentLengths(int(options["segment"]), float(options["threshold"]))
+        count = held.resident // BUFFER_TOKENS * BUFFER_TOKENS
+        ends: list[int] = []
+        strategies: list[list[Strategy]] = []
+        temporary: list[int] = []  # strategy that each buffer is first compressed by
+        losses: list[float] = []
+
+        def due(index: int) -> int:
+            return ends[index] + (lengths.delay if index else 0)
+
+        start = 0
+        for last in range(BUFFER_TOKENS, count + 1, BUFFER_TOKENS):
+            first = last - BUFFER_TOKENS
+            if last <= OPENING_TOKENS:
+                temporary.append(0)
+            else:
+                temporary.append(max(i for i in range(len(ends)) if due(i) <= first))
+                part = held.tokens[..., first:last, :]
+                losses.append(
+                    sum(
+                        float(
+                            token_losses(part[:, layer], compress(part[:, layer], strategy)).sum()
+                        )
+                        for layer, strategy in enumerate(strategies[temporary[-1]])
+                    )
+                    / model.layers
+                )
+            length = last - start
+            if last == OPENING_TOKENS or (
+                last > OPENING_TOKENS
+                and length >= lengths.least
+                and (length == lengths.most or sum(losses) > lengths.threshold)
+            ):
+                segment = held.tokens[..., start:last, :]
+                exact = segment.double()
+                covariance = exact.transpose(-1, -2) @ exact
+                strategies.append(
+                    [
+                        candidates.choose(
+                            segment[:, layer], candidates.rotations(covariance[:, layer])
+                        )
+                        for layer in range(model.layers)
+                    ]
+                )
+                ends.append(last)
+                start, losses = last, []
+        buffers = temporary if count >= OPENING_TOKENS else []
+        for index, end in enumerate(ends):
+            if due(index) <= count:
+                begin = ends[index - 1] if index else 0
+                size = (end - begin) // BUFFER_TOKENS
+                buffers[begin // BUFFER_TOKENS : end // BUFFER_TOKENS] = [index] * size
+        return cls(ends, strategies, buffers)
+
+    def decoded(self, held: Held) -> Tensor:
+        """(2, layers, Hkv, resident, D) float32."""
+        out = held.tokens[:, :, :, : held.resident].float().clone()
+        for buffer, index in enumerate(self.buffers):
+            part = slice(buffer * BUFFER_TOKENS, (buffer + 1) * BUFFER_TOKENS)
+            for layer, strategy in enumerate(self.strategies[index]):
+                compressed = compress(held.tokens[:, layer, :, part], strategy)
+                for side, vectors in enumerate((compressed.keys, compressed.values)):
+                    rotation = strategy.rotations[side]
+                    out[side, layer, :, part] = decode(vectors, rotation, strategy.group)
+        return out
+
+
+@pytest.mark.parametrize(
+    ("count", "options"),
+    [
+        (255, SHORT),
+        (256, {**SHORT, "rate": 75, "group": 2, "block": 8}),
+        (700, {**SHORT, "threshold": 0}),
+        (1100, {**SHORT, "threshold": 65536}),
+        (1300, SHORT),
+        (1500, {**SHORT, "segment": 1024, "loss": 0.3, "variance": 1}),
+    ],
+)
+def test_every_buffer_has_the_strategy_of_its_segment_or_the_newest_before_it(
+    count: int, options: dict[str, Any]
+) -> None:
+    held = Held.whole(drifting(MHA, count), **options)
+    expected = Expected.of(held)
+    for layer in held.layers:
+        found = held.strategies(layer)
+        assert len(found) == len(expected.buffers)
+        for strategy, index in zip(found, expected.buffers, strict=True):
+            wanted = expected.strategies[index][layer]
+            assert strategy[:3] == wanted[:3]
+            # The columns of a rotation are eigenvectors, up to their sign.
+            assert torch.allclose(strategy.rotations.abs(), wanted.rotations.abs(), atol=1e-4)
+    torch.testing.assert_close(held.read(), expected.decoded(held), rtol=1e-3, atol=1e-3)
+    packed = len(expected.buffers) * BUFFER_TOKENS
+    assert torch.equal(held.read()[..., packed:, :], held.tokens[..., packed:, :])
+
+
+@pytest.mark.parametrize(("directions", "expected"), [(2, (8, 4)), (20, (16, 4)), (64, (24, 1))])
+def test_the_highest_rate_and_the_largest_group_without_much_loss_are_chosen(
+    directions: int, expected: tuple[int, int]
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    basis = torch.randn((2, 2, directions, 64), generator=generator)
+    tokens = torch.randn((2, 2, 512, directions), generator=generator) @ basis
+    exact = tokens.double()
+    candidates = Candidates(
+        with_defaults({"loss": 0.1, "dropped": 25}, MosaicKVResidency.options), WIDE
+    )
+    strategy = candidates.choose(tokens, candidates.rotations(exact.transpose(-1, -2) @ exact))
+    assert (strategy.kept, strategy.group) == expected
+    assert strategy.rotations.shape == (2, 2, 64, 48)
+    rotation = rotation_of(exact.transpose(-1, -2) @ exact, 48).float()
+    assert torch.equal(strategy.rotations, rotation)
+
+
+@pytest.mark.parametrize(("alike", "block"), [(1, 1), (4, 4), (8, 8), (16, 16), (64, 16)])
+def test_the_largest_blocks_of_keys_that_are_alike_are_chosen(alike: int, block: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    keys = torch.randn((2, 1, 512 // alike, 64), generator=generator)
+    tokens = keys.repeat_interleave(alike, dim=2).expand(2, 2, -1, -1)
+    exact = tokens.double()
+    candidates = Candidates(
+        with_defaults({"variance": 0.25, "block": "auto"}, MosaicKVResidency.options), WIDE
+    )
+    rotations = candidates.rotations(exact.transpose(-1, -2) @ exact)
+    assert candidates.choose(tokens, rotations).block == block
+
+
+def test_options_fix_what_is_chosen() -> None:
+    tokens = drifting(WIDE, 900)
+    held = Held.whole(tokens, WIDE, rate=62.5, group=2, block=16, dropped=50, segment=512)
+    assert len(held.segments.strategies) > 1
+    for strategy in held.strategies():
+        assert strategy[:3] == (24, 2, 16)
+        assert strategy.rotations.shape == (2, 2, 64, 32)
+
+
+def test_a_group_that_does_not_divide_the_head_dimension_is_refused_or_not_chosen() -> None:
+    model = msgspec.structs.replace(GQA, head_dim=6)
+    config = small_config(model, kv_residency="mosaickv", kv_residency_options={"group": 4})
+    with pytest.raises(ValueError, match="group=4: does not divide the head dimension 6"):
+        residency.create(config, PAGES, CPU)
+    held = Held.whole(drifting(model, 600), model, **SHORT)
+    assert {strategy.group for strategy in held.strategies()} <= {1, 2}

@@ -1,0 +1,155 @@
+"""What the flags of a server become in the configuration of the cache rank."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import re
+
+import pytest
+import torch
+from parsed_args import parse
+
+from cache_rank.config import CacheRankConfig, ModelShape
+from sglang_ext import compat
+from sglang_ext.budget import INLINE_CURVE, BudgetCurve
+from sglang_ext.flags import (
+    CACHE_RANK_FIELDS,
+    CHECKSUM_VARIABLE,
+    CONFIG_FLAG,
+    CONFIG_KEYS,
+    flag_of,
+    read_config,
+)
+from sglang_ext.refusals import UnsupportedError
+from sglang_ext.server_args import BUNDLED_MODEL, CacheRankServerArgs, parse_server_args
+
+pytestmark = pytest.mark.usefixtures("parses_on_a_cpu")
+
+
+def test_the_config_of_the_cache_rank_carries_the_flags(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = {
+        "layers_per_group": 3,
+        "forecast_lead": 4,
+        "sparse_budget": 77,
+        "sink_tokens": 5,
+        "recent_tokens": 9,
+        "query_window": 2,
+        "query_predictor": "spade",
+        "hysteresis": 11,
+        "max_swap_tokens": 13,
+        "wire_dtype": "int8",
+        "sketch_bits": 3,
+        "kv_residency": "lynx",
+    }
+    shared = {*CACHE_RANK_FIELDS} & {*CacheRankConfig.__struct_fields__}
+    scores = {"score_keys", "score_normalizer", "kv_residency_options"}
+    assert {*given} | scores == shared
+    keys = {name: value for name, value in given.items() if name in CONFIG_KEYS}
+    flags = [CONFIG_FLAG, json.dumps(keys)]
+    for name, value in given.items():
+        if name not in keys:
+            flags += [flag_of(name), str(value)]
+    args = parse(flags)
+    model = ModelShape(1, 1, 1, 8, "float32", 1.0, rotary_frequency=(1.0,))
+    config, usual = args.cache_rank_config(model, max_rows=6), CacheRankConfig(model)
+    assert {name: getattr(config, name) for name in given} == given
+    assert all(getattr(usual, name) != value for name, value in given.items())
+    assert (config.model, config.max_rows, config.checksum) == (model, 6, False)
+    monkeypatch.setenv(CHECKSUM_VARIABLE, "1")
+    assert parse(["--kv-residency", "bf16"]).cache_rank_config(model, 6).checksum
+
+
+def test_a_flag_of_the_policy_has_the_default_of_the_policy() -> None:
+    policy = CacheRankConfig(ModelShape(1, 1, 1, 8, "float32", 1.0))
+    chosen_later = {
+        *("query_predictor", "layers_per_group", "sparse_budget", "hysteresis", "max_swap_tokens")
+    }
+    for name, default in compat.default_values(CacheRankServerArgs).items():
+        if name in CACHE_RANK_FIELDS and name in CacheRankConfig.__struct_fields__:
+            if name in chosen_later:
+                assert default is None
+            elif name != "kv_residency_options":  # a text here
+                assert default == getattr(policy, name)
+
+
+@pytest.mark.parametrize(
+    ("flags", "sizes"),
+    [
+        ("", (256, 128)),
+        ("--sparse-budget 512", (64, 64)),
+        ("--sparse-budget 40", (5, 40)),
+        ("--sparse-budget 7", (0, 7)),
+        ("--sparse-budget 40 --hysteresis 0", (0, 40)),
+        ("--sparse-budget 40 --max-swap-tokens 3", (5, 3)),
+    ],
+)
+def test_what_stays_and_what_enters_follows_the_budget(flags: str, sizes: tuple[int, int]) -> None:
+    args = parse(flags.split())
+    assert (args.hysteresis, args.max_swap_tokens) == sizes
+    config = args.cache_rank_config(ModelShape(1, 1, 1, 8, "float32", 1.0), max_rows=6)
+    assert (config.hysteresis, config.max_swap_tokens) == sizes
+
+
+@pytest.mark.parametrize(
+    ("flags", "curve"),
+    [
+        ("", INLINE_CURVE),
+        ("--cache-rank-gpus 1", BudgetCurve.flat(2048)),
+        ("--sparse-budget 40", BudgetCurve.flat(40)),
+        ("--sparse-budget 40 --cache-rank-gpus 1", BudgetCurve.flat(40)),
+    ],
+)
+def test_budgets_follow_lengths_only_inline_and_by_default(flags: str, curve: BudgetCurve) -> None:
+    args = parse_server_args(["--model-path", str(BUNDLED_MODEL), *flags.split()])
+    assert args.budget_curve == curve
+    assert pickle.loads(pickle.dumps(args)).budget_curve == curve
+
+
+def test_checksums_of_rounded_tokens_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = ModelShape(1, 1, 1, 8, "bfloat16", 1.0)
+    config = parse([CONFIG_FLAG, '{"wire_dtype": "int8"}']).cache_rank_config(model, max_rows=6)
+    assert config.wire_torch_dtype == torch.int8
+    monkeypatch.setenv(CHECKSUM_VARIABLE, "1")
+    with pytest.raises(UnsupportedError, match=r"^--cache-rank-config wire_dtype int8: "):
+        parse([CONFIG_FLAG, '{"wire_dtype": "int8"}'])
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("{", "truncated"),
+        ("[1]", "Expected `object`"),
+        ('{"sketch_bit": 3}', "unknown key sketch_bit; the keys are kv_residency_options, layers"),
+        ('{"sketch_bits": 5}', "sketch_bits: Invalid enum value 5"),
+        ('{"trace_steps": "8"}', "trace_steps: Expected `int`, got `str`"),
+        ('{"wire_dtype": "fp8"}', "wire_dtype: Invalid enum value 'fp8'"),
+    ],
+)
+def test_a_setting_that_cannot_be_read_is_refused(
+    text: str, why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(ValueError, match=re.escape(why)):
+        read_config(text)
+    with pytest.raises(SystemExit, match="2"):
+        parse([CONFIG_FLAG, text])
+    assert f"argument {CONFIG_FLAG}: " in capsys.readouterr().err
+
+
+def test_settings_of_flags_given_twice_add_up_and_the_last_of_a_key_wins() -> None:
+    first, second = '{"query_window": 4, "trace_steps": 3}', '{"trace_steps": 5}'
+    args = parse([CONFIG_FLAG, first, CONFIG_FLAG, second])
+    assert (args.query_window, args.trace_steps) == (4, 5)
+
+
+def test_options_of_the_residency_are_numbers_where_they_can_be() -> None:
+    model = ModelShape(1, 1, 1, 8, "float32", 1.0)
+    for given, options in (
+        ("alpha=5, reading=anchor", {"alpha": 5, "reading": "anchor"}),
+        ("alpha=0.5", {"alpha": 0.5}),
+        ("", {}),
+    ):
+        args = parse(
+            ["--kv-residency", "lynx", CONFIG_FLAG, json.dumps({"kv_residency_options": given})]
+        )
+        assert args.cache_rank_config(model, max_rows=6).kv_residency_options == options
