@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -64,14 +65,18 @@ class Forwards:
         finally:
             self._runner.spec_algorithm = algorithm
 
-    @contextlib.contextmanager
-    def as_decode(self) -> Iterator[None]:
+    def as_decode(self) -> AbstractContextManager[None]:
         """Have the model's runner take decode steps for what they are without drafts."""
-        self._runner.decode_cuda_graph_runner = self._decode_graphs
+        return self._with_graphs(self._decode_graphs)
+
+    @contextlib.contextmanager
+    def _with_graphs(self, graphs: Any) -> Iterator[None]:
+        before = self._runner.decode_cuda_graph_runner
+        self._runner.decode_cuda_graph_runner = graphs
         try:
             yield
         finally:
-            self._runner.decode_cuda_graph_runner = self._verify_graphs
+            self._runner.decode_cuda_graph_runner = before
 
     def decode(self, tokens: Tensor, slots: Tensor, lengths: Lengths, rows: Tensor) -> Tensor:
         """Run a decode step; see `decode_batch`. Returns logits, (B, vocabulary)."""
@@ -105,7 +110,8 @@ class Forwards:
         batch.spec_algorithm = self._runner.spec_algorithm
         if torch.device(self._runner.device).type == "cpu":  # it verifies as it prefills
             _as_extend(batch, lengths, self.width)
-        return self._runner.forward(batch)
+        with self._with_graphs(self._verify_graphs):
+            return self._runner.forward(batch)
 
 
 def _as_extend(batch: ForwardBatch, lengths: Lengths, width: int) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import numpy
 import pytest
 import torch
 from coded_cases import (
@@ -19,6 +21,7 @@ from coded_cases import (
     random_shipment,
 )
 from torch import Tensor
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from cache_rank.kernels.attend.reference import merge_parts
 from cache_rank.kernels.coded import reference, triton
@@ -229,6 +232,7 @@ def assert_same(sequences: Held, queries: Tensor) -> None:
         ("quantspec 8", 1, 5, 128, torch.float32),
         ("quantspec 8", 4, 5, 64, NARROW),
         ("quantspec 8", 8, 5, 64, torch.float16),
+        ("quantspec 8", 3, 3, 256, torch.float32),  # more queries than a launch takes
         ("hack 4, sums", 1, 1, 128, torch.float32),
         ("hack 4, sums", 4, 1, 128, NARROW),
         ("hack 4, sums", 8, 5, 64, torch.float16),
@@ -263,6 +267,56 @@ def test_values_of_any_size(device: torch.device, name: str) -> None:
             plane.mul_(2.0**40)
     out = attended(triton, sequences, queries)[0]
     assert (out - expected).abs().max() <= 1e-4 * expected.abs().max()
+
+
+@pytest.fixture
+def sums_cut_off(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the interpreter sum as the matrix unit does, which rounds towards 0, not to the nearest.
+
+    It adds 16 products at a time.
+    """
+    if device.type == "cuda":
+        return
+
+    def dot(self: Any, left: Any, right: Any, start: Any, *options: Any) -> TensorHandle:
+        sums = start.data
+        if sums.dtype != numpy.float32:
+            products = numpy.matmul(left.data, right.data, dtype=sums.dtype)
+            return TensorHandle(products + sums, start.dtype.scalar)
+        left, right = left.data.astype(numpy.float64), right.data.astype(numpy.float64)
+        for first in range(0, left.shape[1], 16):
+            exact = left[:, first : first + 16] @ right[first : first + 16] + sums
+            sums = exact.astype(numpy.float32)
+            too_large = numpy.abs(sums) > numpy.abs(exact)
+            sums = numpy.where(too_large, numpy.nextafter(sums, numpy.float32(0)), sums)
+        return TensorHandle(sums, start.dtype.scalar)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_dot", dot)
+
+
+@pytest.mark.usefixtures("sums_cut_off")
+@pytest.mark.parametrize("name", ["quantspec 4", "quantspec 8", "hack 4, sums"])
+def test_sums_over_many_tokens_are_as_exact_as_over_few(
+    device: torch.device, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One program attends 16 times to the same pages: outputs are as of once."""
+    monkeypatch.setattr(triton, "_MOST_SPLITS", 1)
+    tokens = empty(of(name), device, torch.float32, pages=5, head_dim=64)
+    pages = torch.arange(4, dtype=torch.int32, device=device)
+    full, times = tokens.full_tokens, 16
+    generator = torch.Generator().manual_seed(0)
+    shipment = torch.randn((2, 2, 1024 + full, KV_HEADS, 64), generator=generator)
+    load(tokens, pages, 0, 0, shipment.to(device))
+    held_once, held_often = (
+        Held(tokens, PagedRows(table[None], on(device, 0), on(device, count + full - 1)))
+        for table, count in ((pages, 1024), (pages.repeat(times), 1024 * times))
+    )
+    queries = random_queries(held_once, 1, 1)
+    out, log_sums = attended(triton, held_once, queries)
+    out_often, log_sums_often = attended(triton, held_often, queries)
+    torch.testing.assert_close(log_sums_often, log_sums + math.log(times), atol=1e-4, rtol=0)
+    error = (out_often - out).norm() / out.norm()
+    assert error <= 2e-3
 
 
 @pytest.mark.gpu

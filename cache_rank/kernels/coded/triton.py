@@ -47,6 +47,13 @@ _GATHERED_ELEMENTS = 2048
 _LEAST_QUERIES = 8
 """The matrix unit multiplies codes with so many queries at a time."""
 
+_WIDE = 256
+"""Queries of heads as wide as this are taken _LEAST_QUERIES at a time.
+
+More do not fit registers: such a kernel, of 20 queries and D = 256, accessed memory that is not its
+own on an H200. So few are multiplied without instructions of a whole warp group.
+"""
+
 _MULTIPROCESSORS = 132
 """Of an H100 or H200, which are kept busy with attention to codes."""
 
@@ -175,10 +182,30 @@ def score_codes(
 def attend_codes(
     tokens: CodedTokens, queries: Tensor, rows: PagedRows, layer: int, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """See the reference. Two launches; D is a power of two, on a GPU of at least 64."""
+    """See the reference. D is a power of two, on a GPU of at least 64.
+
+    Two launches, or two for every _LEAST_QUERIES queries of a KV head if heads are _WIDE.
+    """
+    head_dim = queries.shape[-1]
+    grouped = by_kv_head(queries, tokens.rings[0].shape[2])
+    at_once = _LEAST_QUERIES if head_dim >= _WIDE else grouped.shape[2]
+    parts = [
+        _attend_at_once(tokens, part.contiguous(), rows, layer, scale)
+        for part in grouped.split(at_once, dim=2)
+    ]
+    if len(parts) == 1:
+        out, total = parts[0]
+    else:
+        out, total = (torch.cat(of_parts, dim=2) for of_parts in zip(*parts, strict=True))
+    return by_query(out, queries), by_query(total, queries)
+
+
+def _attend_at_once(
+    tokens: CodedTokens, grouped: Tensor, rows: PagedRows, layer: int, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Attend with queries (R, Hkv, queries, D): outputs like them, and log-sum-exps."""
     of, layout = _FORMATS[type(tokens.codecs[0])], Layout.of(tokens)
     assert of.attending is not None
-    grouped = by_kv_head(queries, layout.kv_heads).contiguous()
     units, group = grouped.shape[0] * layout.kv_heads, grouped.shape[2]
     padded = max(_LEAST_QUERIES, triton.next_power_of_2(group))
     parameters = of.attending(tokens, padded)
@@ -209,7 +236,7 @@ def attend_codes(
     )
     out, total = torch.empty_like(grouped), torch.empty_like(grouped[..., 0])
     merge_splits(partial, log_sums, out, total)
-    return by_query(out, queries), by_query(total, queries)
+    return out, total
 
 
 @triton.jit(

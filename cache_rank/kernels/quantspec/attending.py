@@ -93,7 +93,6 @@ def attend(
     word, token = tl.arange(0, WORDS), tl.arange(0, SIZE)
     largest = tl.full((PADDED,), -1e30, tl.float32)
     total = tl.zeros((PADDED,), tl.float32)
-    rest = tl.zeros((PADDED,), tl.float32)
     sums = [tl.zeros((WORDS, PADDED), tl.float32) for _ in (0, 1, 2, 3)]
     for first in tl.range(start, stop, SIZE, num_stages=STAGES):
         page = tl.load(pages + first // LAYOUT.page).to(tl.int64)
@@ -129,8 +128,8 @@ def attend(
         factor = (weights * step[:, None]).to(tl.float16)
         decay = tl.exp2(before - largest)
         total = total * decay + tl.sum(weights, axis=0)
-        added = weights * zero[:, None] - OFFSET * factor.to(tl.float32)
-        rest = rest * decay + tl.sum(added, axis=0)
+        added = tl.sum(weights * zero[:, None] - OFFSET * factor.to(tl.float32), axis=0)
+        added = tl.broadcast_to(added[None, :], (WORDS, PADDED))
         # [D / 4, group tokens]
         codes = _load_codes(
             value_planes,
@@ -138,5 +137,7 @@ def attend(
             BITS,
             INTERPRETED,
         )
-        sums = [tl.dot(codes[i], factor, sums[i] * decay[None, :]) for i in (0, 1, 2, 3)]
-    return [sums[i] + rest[None, :] for i in (0, 1, 2, 3)], largest, total
+        # The matrix unit cuts off what does not fit its sums, OFFSET among them. Over many groups
+        # that would add up, so each has its own.
+        sums = [sums[i] * decay[None, :] + tl.dot(codes[i], factor, added) for i in (0, 1, 2, 3)]
+    return sums, largest, total

@@ -11,8 +11,10 @@ import torch
 
 from sglang_ext.drafts import sampling
 from sglang_ext.drafts.acceptance import ForcedAcceptance, accepted
+from sglang_ext.drafts.forwards import Forwards
 from sglang_ext.drafts.noise import murmur_hash32
 from sglang_ext.drafts.worker import CurrentTokens
+from sglang_ext.inline.steps import Lengths
 
 
 def murmur3(data: bytes) -> int:
@@ -132,3 +134,28 @@ def test_current_tokens_follow_their_requests() -> None:
         one.filter_batch(torch.tensor([2, 0]))
         one.merge_batch(other)
         assert getattr(one, field).tolist() == [3, 1, 4]
+
+
+def test_each_forward_pass_has_graphs_of_its_own() -> None:
+    """Also where steps are measured that have no drafts."""
+    seen: list[tuple[str, int, list[int]]] = []
+
+    def forward(batch: Any) -> Any:
+        graphs = runner.decode_cuda_graph_runner
+        seen.append((graphs, len(batch.input_ids), batch.positions.tolist()))
+        output = SimpleNamespace(next_token_logits=torch.zeros(len(batch.input_ids), 3))
+        return SimpleNamespace(logits_output=output)
+
+    runner: Any = SimpleNamespace(
+        device="cpu", decode_cuda_graph_runner="verify", spec_algorithm=None, forward=forward
+    )
+    forwards = Forwards(runner, width=2)
+    forwards._decode_graphs, forwards._verify_graphs = "decode", "verify"
+    slots, host = torch.tensor([1, 2]), torch.tensor([10, 20])
+    lengths, rows = Lengths(host, host), torch.zeros(2, 2, dtype=torch.int64)
+    positions = host[:, None] + torch.arange(2)
+    with forwards.as_decode():
+        forwards.decode(slots, slots, lengths.after(1), rows[:, 0])
+        forwards.verify(rows, positions, slots, lengths, rows)
+    assert runner.decode_cuda_graph_runner == "verify"
+    assert seen == [("decode", 2, [10, 20]), ("verify", 4, [10, 11, 20, 21])]
