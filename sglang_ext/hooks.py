@@ -152,16 +152,18 @@ def process_result(
 ) -> None:
     """Process what a step computed, but for requests whose answers were lost with a cache rank."""
     rank, plan = inference_rank.current(), getattr(result, "cache_rank_plan", None)
+    inline = starting.current()
     drafts = getattr(result, "cache_rank_drafts", 0)
-    if (plan is not None or drafts) and result.copy_done is not None:
+    is_round = inline is not None and (getattr(result, "speculative_num_draft_tokens", 0) or 0) > 1
+    if (plan is not None or is_round) and result.copy_done is not None:
         result.copy_done.synchronize()  # the next that SGLang does
-    if drafts:
+    if is_round:
         repeat(batch.reqs, result)
     if rank is None or plan is None:
         original(scheduler, batch, result, *args, **kw)
         if rank is not None:
             rank.on_prefilled(batch.reqs)
-        if drafts and (inline := starting.current()) is not None:
+        if drafts and inline is not None:
             inline.on_verified(result.num_correct_drafts_per_req_cpu, drafts)
         return
     with rank.cache_rank.without_stale(plan):

@@ -78,11 +78,10 @@ class Forwards:
         finally:
             self._runner.decode_cuda_graph_runner = before
 
-    def decode(self, tokens: Tensor, slots: Tensor, lengths: Lengths, rows: Tensor) -> Tensor:
-        """Run a decode step; see `decode_batch`. Returns logits, (B, vocabulary)."""
+    def decode(self, tokens: Tensor, slots: Tensor, lengths: Lengths, rows: Tensor) -> Any:
+        """Run a decode step; see `decode_batch`. Its logits are (B, vocabulary)."""
         with self.as_decode():
-            batch = decode_batch(self._runner, tokens, slots, lengths, rows)
-            return self._runner.forward(batch).logits_output.next_token_logits
+            return self._runner.forward(decode_batch(self._runner, tokens, slots, lengths, rows))
 
     def verify(
         self, tokens: Tensor, positions: Tensor, slots: Tensor, lengths: Lengths, rows: Tensor

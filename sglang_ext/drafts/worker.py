@@ -32,6 +32,9 @@ from sglang_ext.reports import report
 
 Publish = Callable[[Tensor], None]
 
+DENSE_STEPS = 4
+"""Steps of a round without drafts. A request that ends within it has run in vain since then."""
+
 
 @dataclasses.dataclass
 class CurrentTokens(SpecInput):
@@ -94,12 +97,15 @@ class DraftWorker(BaseSpecWorker):
         assert rank is not None
         # The current token has no row yet: it is one more than SGLang's lengths say.
         lengths = Lengths(batch.seq_lens, batch.seq_lens_cpu)
+        runs_ahead = _can_run_ahead(batch)
         drafts = 0
-        if _can_draft(batch):
+        if runs_ahead:
             drafts = rank.plan_drafts(batch.reqs, (lengths.host + 1).tolist())
-        if drafts == 0:
-            return self._decode(batch, lengths, on_publish)
-        return self._round(rank, batch, lengths, drafts, on_publish)
+        if drafts:
+            return self._round(rank, batch, lengths, drafts, on_publish)
+        if runs_ahead and not batch.return_logprob:
+            return self._dense_round(rank, batch, lengths, on_publish)
+        return self._decode(batch, lengths, on_publish)
 
     def _read(self, batch: Any, on_publish: Publish | None) -> GenerationBatchResult:
         """Run a prefill, which samples first tokens."""
@@ -115,7 +121,7 @@ class DraftWorker(BaseSpecWorker):
         """Decode one token of each request as without drafts."""
         after = lengths.after(1)
         batch.input_ids = batch.spec_info.bonus_tokens
-        batch.out_cache_loc = self._rows(batch, lengths, 1).flatten()
+        batch.out_cache_loc = self._places(batch, lengths, 1)[1].flatten()
         batch.seq_lens, batch.seq_lens_cpu = after.device, after.host
         batch.seq_lens_sum = int(after.host.sum())
         batch.spec_info = None
@@ -127,6 +133,17 @@ class DraftWorker(BaseSpecWorker):
         ones = torch.ones_like(after.device, dtype=torch.int32)
         return self._finish(result, result.next_token_ids, ones, lengths, 1, on_publish)
 
+    def _dense_round(
+        self, rank: InlineRank, batch: Any, lengths: Lengths, on_publish: Publish | None
+    ) -> GenerationBatchResult:
+        """Decode a few tokens of each request: the host need not wait for each."""
+        steps = min(DENSE_STEPS, self._width)
+        places = self._places(batch, lengths, steps)
+        tokens, output = self._run_ahead(batch, lengths, *places, steps)
+        counts = torch.full_like(lengths.device, steps, dtype=torch.int32)
+        result = self._result(rank, batch, output)
+        return self._finish(result, tokens[:, 1:].flatten(), counts, lengths, steps, on_publish)
+
     def _round(
         self,
         rank: InlineRank,
@@ -135,31 +152,48 @@ class DraftWorker(BaseSpecWorker):
         drafts: int,
         on_publish: Publish | None,
     ) -> GenerationBatchResult:
-        slots, rows = batch.req_pool_indices, self._rows(batch, lengths, self._width)
-        positions = lengths.device[:, None] + torch.arange(self._width, device=rows.device)
-        sampling, seeds = batch.sampling_info, batch.sampling_info.sampling_seed
-        tokens = torch.zeros_like(positions)
-        tokens[:, 0] = batch.spec_info.bonus_tokens
+        """Draft, verify, accept."""
+        positions, rows = self._places(batch, lengths, self._width)
         with rank.selecting():
-            for step in range(drafts):
-                of_step = tokens[:, step], slots, lengths.after(step + 1), rows[:, step]
-                logits = self.forwards.decode(*of_step)
-                tokens[:, step + 1] = draw(logits, sampling, seeds, positions[:, step])
+            drafted, _ = self._run_ahead(batch, lengths, positions, rows, drafts)
+        tokens = torch.zeros_like(positions)
+        tokens[:, : drafts + 1] = drafted
 
+        slots, sampling = batch.req_pool_indices, batch.sampling_info
         output = self.forwards.verify(tokens, positions, slots, lengths, rows)
-        verified = draw(
-            output.logits_output.next_token_logits, sampling, seeds, positions.flatten()
-        )
-        right = accepted(tokens[:, 1 : drafts + 1], verified.view(-1, self._width))
+        logits = output.logits_output.next_token_logits
+        verified = draw(logits, sampling, sampling.sampling_seed, positions.flatten())
+        right = accepted(drafted[:, 1:], verified.view(-1, self._width))
         right = self._forced(right, drafts)
         if batch.return_logprob:
             compat.add_spec_logprobs(batch, output.logits_output, verified, self._width)
+        result = self._result(rank, batch, output)
+        result.cache_rank_drafts = drafts
+        return self._finish(result, verified, right + 1, lengths, self._width, on_publish)
+
+    def _run_ahead(
+        self, batch: Any, lengths: Lengths, positions: Tensor, rows: Tensor, steps: int
+    ) -> tuple[Tensor, Any]:
+        """Run decode steps one after the other.
+
+        Returns:
+            The current tokens and those that are drawn, (B, steps + 1), and the last step's output.
+        """
+        slots, sampling = batch.req_pool_indices, batch.sampling_info
+        tokens = [batch.spec_info.bonus_tokens.long()]
+        for step in range(steps):
+            of_step = tokens[-1], slots, lengths.after(step + 1), rows[:, step]
+            output = self.forwards.decode(*of_step)
+            logits = output.logits_output.next_token_logits
+            tokens.append(draw(logits, sampling, sampling.sampling_seed, positions[:, step]))
+        return torch.stack(tokens, dim=1), output
+
+    def _result(self, rank: InlineRank, batch: Any, output: Any) -> GenerationBatchResult:
         result = GenerationBatchResult(
             logits_output=output.logits_output, can_run_cuda_graph=output.can_run_graph
         )
-        result.cache_rank_drafts = drafts
         report(result, rank.statistics_of(batch.reqs))
-        return self._finish(result, verified, right + 1, lengths, self._width, on_publish)
+        return result
 
     def _finish(
         self,
@@ -180,11 +214,11 @@ class DraftWorker(BaseSpecWorker):
         result.next_draft_input = CurrentTokens(last.flatten().long())
         return result
 
-    def _rows(self, batch: Any, lengths: Lengths, count: int) -> Tensor:
-        """The pool rows of the tokens behind those that requests have, (B, count) int64."""
+    def _places(self, batch: Any, lengths: Lengths, count: int) -> tuple[Tensor, Tensor]:
+        """Positions and pool rows of the next tokens of requests, (B, count) int64 each."""
         table = batch.req_to_token_pool.req_to_token
-        columns = lengths.device[:, None] + torch.arange(count, device=table.device)
-        return table[batch.req_pool_indices[:, None], columns].long()
+        positions = lengths.device[:, None] + torch.arange(count, device=table.device)
+        return positions, table[batch.req_pool_indices[:, None], positions].long()
 
     # SGLang loads weights into drafts' models too, up to 0.5.18; here they are the model's.
 
@@ -197,11 +231,11 @@ class DraftWorker(BaseSpecWorker):
     update_weights_from_ipc = update_weights_from_disk
 
 
-def _can_draft(batch: Any) -> bool:
+def _can_run_ahead(batch: Any) -> bool:
     """Whether all that a token's probabilities depend on is known before those before it are.
 
-    Penalties and grammars depend on all tokens before; a batch with such a request decodes as
-    without drafts.
+    Penalties and grammars depend on all tokens before; a batch with such a request decodes one
+    token at a time.
     """
     sampling = batch.sampling_info
     return not (

@@ -218,6 +218,28 @@ def test_stops_within_a_round_end_an_answer_there(
         assert found["meta_info"]["cache_rank"]["sparse_steps"] > 0
 
 
+@pytest.mark.parametrize("length", [40, 80])
+def test_rounds_without_drafts_have_several_tokens(
+    drafting_server: Server, plain_server: Server, length: int
+) -> None:
+    """The longer prompt comes to drafts in the middle of its answer, and both may stop early."""
+    (prompt,) = random_prompts([length], seed=13)
+    plain = plain_server.generate(prompt, 50)
+    found = drafting_server.generate(prompt, 50)
+    assert found["output_ids"] == plain["output_ids"]
+    if length == 40:
+        assert found["meta_info"]["cache_rank"]["dense_reason"] == "below_threshold"
+        assert found["meta_info"]["spec_verify_ct"] == 13  # 49 tokens behind the prefill's
+    else:
+        assert found["meta_info"]["cache_rank"]["sparse_steps"] > 0
+    for stop in plain["output_ids"][8:14]:
+        options = {"sampling_params": {"stop_token_ids": [stop]}}
+        found, expected = (
+            server.generate(prompt, 50, **options) for server in (drafting_server, plain_server)
+        )
+        assert found["output_ids"] == expected["output_ids"]
+
+
 def test_a_stream_reports_as_much_as_an_answer(drafting_server: Server) -> None:
     (prompt,) = random_prompts([210], seed=8)
     whole = drafting_server.generate(prompt, NEW_TOKENS)
