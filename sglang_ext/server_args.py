@@ -206,6 +206,8 @@ class CacheRankServerArgs(CacheRankFlags):
         self._set("speculative_num_steps", drafts, "a chain of drafts")
         self._set("speculative_eagle_topk", 1, "a chain of drafts")
         self._set("sampling_backend", "pytorch", "drafts and verification draw with one noise")
+        if not self.on_gpu:
+            self._set("disable_overlap_schedule", True, "as SGLang has it on CPUs with drafts")
 
     def _set_for_device(self) -> None:
         if self.on_gpu:

@@ -29,10 +29,6 @@ class DraftsBySelection(CustomSpecAlgo):
         device, *others = args
         return FutureMap(device, self, *others, **kwargs)
 
-    def handle_server_args(self, server_args: Any) -> None:
-        if server_args.device == "cpu":
-            server_args.disable_overlap_schedule = True  # SGLang has none there with drafts
-
 
 @functools.cache
 def register() -> None:

@@ -82,7 +82,7 @@ EXCHANGE_CASES: list[tuple[str, dict[str, Any]]] = [
     ("--disaggregation-mode", {"disaggregation_mode": "decode"}),
     ("--cache-rank-address", {"cache_rank_address": "not.an.address.invalid"}),
     ("--enable-hierarchical-cache", {"enable_hierarchical_cache": True}),
-    ("--speculative-algorithm", {"speculative_algorithm": "NGRAM"}),
+    ("--speculative-algorithm", {"speculative_algorithm": "CACHE_RANK"}),
     ("--cache-rank-gpus", {"cache_rank_gpus": 2}),
     ("--calibration", {"calibration": "auto"}),
     ("--trace", {"trace": "missing-folder/trace.json"}),
@@ -118,6 +118,18 @@ INLINE_CASES: list[tuple[str, dict[str, Any]]] = [
     ("--sparse-threshold", {"sparse_threshold": 68}),
     ("--sparse-threshold", {"sparse_threshold": 259}),  # 192 tokens are selected of so many
     ("--sparse-threshold --sparse-budget", {"sparse_threshold": 2115, "sparse_budget": 2048}),
+    *(
+        (flag, {"speculative_algorithm": "CACHE_RANK", **fields})
+        for flag, fields in (
+            ("--enable-deterministic-inference", {"enable_deterministic_inference": True}),
+            ("--reuse-sparse-tokens", {"reuse_sparse_tokens": "on"}),
+            ("--speculative-draft-model-path", {"speculative_draft_model_path": "draft"}),
+            ("--speculative-num-draft-tokens", {"speculative_num_draft_tokens": 1}),
+            ("--speculative-num-draft-tokens", {"speculative_num_draft_tokens": 34}),
+            ("--speculative-num-steps", {"speculative_num_steps": 5}),
+            ("--speculative-eagle-topk", {"speculative_eagle_topk": 2}),
+        )
+    ),
 ]
 GPU_CASES: list[tuple[int, Object, str, dict[str, Any]]] = [
     (2, servers.sparse_decode, "--attention-backend", {"attention_backend": "trtllm_mha"}),
