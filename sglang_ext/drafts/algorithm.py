@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import functools
+import pkgutil
 from typing import Any
 
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
 from sglang_ext.flags import ALGORITHM
+
+_WORKER = "sglang_ext.drafts.worker:DraftWorker"
+"""Found where a model runs: arguments are read without SGLang's layers, which it brings."""
 
 
 class DraftsBySelection(CustomSpecAlgo):
@@ -35,9 +39,7 @@ def register() -> None:
     """Make the algorithm known to SGLang, in every process that reads arguments or runs a model."""
 
     def worker(server_args: Any) -> type:
-        from sglang_ext.drafts.worker import DraftWorker
-
-        return DraftWorker
+        return pkgutil.resolve_name(_WORKER)
 
     SpeculativeAlgorithm.register(ALGORITHM, supports_overlap=True, spec_class=DraftsBySelection)(
         worker
