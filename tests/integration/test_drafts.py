@@ -24,7 +24,7 @@ from scripts.shared.serving import Server, log_probabilities, serve
 from sglang_ext import compat
 from sglang_ext.drafts.noise import murmur_hash32
 
-pytestmark = pytest.mark.xdist_group("plain server")
+pytestmark = pytest.mark.xdist_group("drafts")
 
 NEW_TOKENS = 80
 PROMPTS = random_prompts([30, 60, 99, 101, 150, 300, 700])
@@ -92,7 +92,6 @@ def test_top_log_probabilities_and_biases_equal_plain_sglang(
 
 SAMPLING = [
     {"temperature": 1.0},
-    {"temperature": 0.5},
     {"temperature": 0.8, "top_p": 0.9},
     {"temperature": 1.2, "top_k": 20, "top_p": 0.95},
 ]
@@ -161,7 +160,7 @@ def draw_as_plain(
 
 def test_answers_follow_their_distribution(drafting_server: Server, plain_server: Server) -> None:
     """Chi-square over answers of three tokens out of five, without seeds."""
-    (prompt,), allowed, samples = random_prompts([120], seed=5), [7, 40, 99, 180, 250], 1500
+    (prompt,), allowed, samples = random_prompts([120], seed=5), [7, 40, 99, 180, 250], 1200
     bias = {str(token): -1000.0 for token in range(VOCABULARY) if token not in allowed}
     # At this temperature all answers are likely.
     sampling = {"temperature": 3.0, "logit_bias": bias}
@@ -207,7 +206,7 @@ def test_stops_within_a_round_end_an_answer_there(
 ) -> None:
     (prompt,) = random_prompts([180], seed=7)
     text = plain_server.generate(prompt, NEW_TOKENS)["output_ids"]
-    for stop in text[20:40:3]:
+    for stop in text[20:40:5]:
         options = {"sampling_params": {"stop_token_ids": [stop]}}
         found, plain = (
             server.generate(prompt, NEW_TOKENS, **options)
