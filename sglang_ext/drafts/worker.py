@@ -80,8 +80,9 @@ class DraftWorker(BaseSpecWorker):
 
     def init_cuda_graphs(self) -> None:
         runner = self._target_worker.model_runner
-        backend = starting.create_backend(runner, self._args)
-        self.forwards.capture(backend.selection, backend)
+        backend, rank = starting.create_backend(runner, self._args), starting.current()
+        assert rank is not None
+        self.forwards.capture(rank.selection, backend)
 
     def forward_batch_generation(
         self, batch: Any, on_publish: Publish | None = None, pp_proxy_tensors: Any = None

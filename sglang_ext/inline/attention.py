@@ -48,7 +48,7 @@ class InlineAttnBackend(AroundDenseKernels):
         # In sparse steps, whose graphs must not share buffers with those of dense steps.
         make = ATTENTION_BACKENDS[args.attention_backend]
         self._for_dense_layers = make(runner) if args.dense_layers else None
-        self.selection = self._selection = selection
+        self._selection = selection
         self._branch = Branch(runner.device)
 
     def _selects(self, forward_batch: Any) -> bool:

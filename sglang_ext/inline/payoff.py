@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import functools
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -136,7 +137,7 @@ def measure(
     """
     requests, longest = _load(runner)
     shortest = max(longest // 8, width)
-    if longest < 2 * shortest:
+    if longest < max(8, 2 * shortest):
         return None
     few = max(1, requests // 4)
     seconds: dict[str, float] = {}
@@ -215,12 +216,17 @@ class _Steps:
         """Seconds of a decode step of requests of so many tokens."""
         requests = len(self._rows)
         zeros, slots, lengths = self._requests(requests, tokens)
-        batch = decode_batch(self._runner, zeros, slots, lengths, self._rows[:, tokens - 1])
+        rows = self._rows[:, tokens - 1]
+
+        def make() -> Callable[[], Any]:
+            batch = decode_batch(self._runner, zeros, slots, lengths, rows)
+            return functools.partial(self._runner.forward, batch)
+
         before, sparse_from = self._selection.step_is_sparse, self._selection.sparse_from
         self._selection.step_is_sparse = is_sparse
         sparse_from[:requests] = 0 if is_sparse else NEVER
         try:
-            return self._time(lambda: self._runner.forward(batch))
+            return self._time(make)
         finally:
             self._selection.step_is_sparse = before
             sparse_from[:requests] = NEVER
@@ -231,7 +237,7 @@ class _Steps:
         positions = lengths.device[:, None] + torch.arange(width, device=slots.device)
         rows = self._rows[:requests, tokens - width : tokens]
         of_step = zeros[:, None].expand(requests, width), positions, slots, lengths, rows
-        return self._time(lambda: verify(*of_step))
+        return self._time(lambda: functools.partial(verify, *of_step))
 
     def _requests(self, count: int, tokens: int) -> tuple[Tensor, Tensor, Lengths]:
         """Token 0 for each of the first slots, these, and their lengths."""
@@ -240,10 +246,12 @@ class _Steps:
         return torch.zeros_like(slots), slots, Lengths(host.to(device), host)
 
     @torch.inference_mode()
-    def _time(self, step: Callable[[], Any]) -> float:
+    def _time(self, make: Callable[[], Callable[[], Any]]) -> float:
+        """The least seconds of several steps, each made anew: SGLang writes to batches."""
         wait = torch.get_device_module(self._runner.device).synchronize
         taken = []
         for _ in range(STEPS):
+            step = make()
             wait()
             started = time.perf_counter()
             step()
