@@ -1,32 +1,57 @@
-"""Count the drafts that verifications confirm: tokens a verification, by drafts and budget.
+"""Count the drafts that a verification confirms, by what drafts attend to.
 
     python -m scripts.fetch_model smollm2
-    python -m scripts.profile_drafts --drafts 4 8 16 --budgets 128 384 --out results/drafts
+    python -m scripts.profile_drafts --selectors sketches quest --budgets 128 384
 
-A server with drafts is started for each pair. The model reads the first --context tokens of texts
-and goes on by itself, greedily and then with temperature 1. Every round has all drafts, whatever
-they cost. Writes results.json and results.md.
+At each of --places in each text, a server reads the text up to there, drafts --drafts tokens, and
+verifies them, greedily and with temperature 1; noise is shared by both. So every round begins with
+what a person has written. The table says what fewer drafts would have given, too.
+
+Selectors: `sketches` are those of a server. All others read true keys, on a CPU: `newest` tokens;
+`once-a-round`, by the queries that the verification before has confirmed; `quest`, pages of 16;
+`last-query`, the query of the token before; `exact`, the query itself. Writes results.json and
+results.md.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
+import msgspec
 from tokenizers import Tokenizer
 from tqdm import tqdm
 
 from scripts.shared.command import command_line, make_parser, run
 from scripts.shared.machine import describe, visible_gpus
 from scripts.shared.models import folder_of
-from scripts.shared.report import number, percent, provenance, table_of, write_report
+from scripts.shared.report import number, provenance, table_of, write_report
 from scripts.shared.serving import Server, ServerError, serve
 from sglang_ext.calibration.texts import TEXTS
 
+SKETCHES = "sketches"
+SELECTORS = (SKETCHES, "newest", "once-a-round", "quest", "last-query", "exact")
 TEMPERATURES = (0.0, 1.0)
+
+
+class Confirmed(msgspec.Struct):
+    """How many drafts were right, of a selector with a budget.
+
+    Attributes:
+        first: of each round, how many drafts were confirmed before the first wrong one.
+    """
+
+    selector: str
+    budget: int
+    temperature: float
+    first: list[int] = []
+
+    def tokens_a_verification(self, drafts: int) -> float:
+        """What a round of so many drafts gives, in the mean: one token is no draft."""
+        return 1 + sum(min(confirmed, drafts) for confirmed in self.first) / len(self.first)
 
 
 def parse_options(argv: Sequence[str]) -> argparse.Namespace:
@@ -34,10 +59,13 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
     parser = make_parser("profile_drafts", __doc__)
     add = parser.add_argument
     add("--model", default="smollm2", help="a fetched model or a folder; default: %(default)s")
-    add("--drafts", type=int, nargs="+", default=[4, 8, 16], help="of a round")
+    add("--selectors", nargs="+", choices=SELECTORS, default=[SKETCHES], metavar="SELECTOR",
+        help="any of the above; default: sketches")  # fmt: skip
+    add("--drafts", type=int, default=16, help="of a round; default: %(default)s")
     add("--budgets", type=int, nargs="+", default=[128, 384], help="tokens that a draft selects")
-    add("--context", type=int, default=4000, help="tokens of each text; default: %(default)s")
-    add("--tokens", type=int, default=192, help="of each answer; default: %(default)s")
+    add("--context", type=int, default=4096, help="tokens before the first place of a text; "
+        "default: %(default)s")  # fmt: skip
+    add("--places", type=int, default=16, help="of each text, as far apart as a round is long")
     add("--texts", type=int, default=4, help="how many are read; default: %(default)s")
     add("--flags", nargs="*", default=[], help="of the server, beside those of drafts")
     add("--out", type=Path, default=Path("results/drafts"))
@@ -49,59 +77,67 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
     return options
 
 
-def read_prompts(options: argparse.Namespace) -> list[list[int]]:
-    """The first tokens of each text."""
+def flags_of(options: argparse.Namespace, selector: str, budget: int) -> list[str]:
+    """The command line of a server that drafts as many tokens as it may, whatever they cost."""
+    flags = f"--speculative-algorithm CACHE_RANK --sparse-threshold 1024 --sparse-budget {budget} "
+    flags += f"--speculative-num-draft-tokens {options.drafts + 1}"
+    own = [] if selector == SKETCHES else ["--draft-selector", selector]
+    return [*flags.split(), *own, "--model-path", str(options.folder), *options.flags]
+
+
+def read_texts(options: argparse.Namespace) -> list[list[int]]:
+    """The tokens of each text."""
     tokenizer = Tokenizer.from_file(str(options.folder / "tokenizer.json"))
-    texts = list(TEXTS.values())[: options.texts]
-    return [tokenizer.encode(text.read()).ids[: options.context] for text in texts]
+    return [tokenizer.encode(text.read()).ids for text in list(TEXTS.values())[: options.texts]]
 
 
-def measure(server: Server, prompts: list[list[int]], tokens: int) -> Iterator[dict[str, Any]]:
-    """Have each prompt continued, and count rounds and what they confirm, by temperature."""
-    for temperature in TEMPERATURES:
-        verifications = confirmed = proposed = 0
-        for prompt in prompts:
-            sampling = {"temperature": temperature, "sampling_seed": 1}
-            answer = server.generate(prompt, tokens, sampling_params=sampling)
-            meta = answer["meta_info"]
-            verifications += meta["spec_verify_ct"]
-            confirmed += meta["spec_num_correct_drafts"]
-            proposed += meta["spec_num_proposed_drafts"]
-        yield {
-            "temperature": temperature,
-            "tokens_a_verification": 1 + confirmed / verifications,
-            "confirmed": confirmed / proposed,
+def measure(
+    server: Server, texts: list[list[int]], lengths: Sequence[int], found: Confirmed
+) -> None:
+    """Have a round drafted behind so many tokens of each text."""
+    sampling = {"temperature": found.temperature, "sampling_seed": 1}
+    for length in lengths:
+        prompts = [text[:length] for text in texts]
+        # The prefill gives the first token and one round gives all others.
+        for answer in server.generate_all(prompts, 2, sampling_params=sampling):
+            assert answer["meta_info"]["spec_verify_ct"] == 1
+            found.first.append(answer["meta_info"]["spec_num_correct_drafts"])
+
+
+def report_of(found: Sequence[Confirmed], drafts: int, head: str) -> str:
+    """The results in Markdown."""
+    columns = sorted({min(4, drafts), min(8, drafts), drafts})
+    rows = [
+        {
+            "drafts attend to": each.selector,
+            "budget": str(each.budget),
+            "temperature": f"{each.temperature:g}",
+            **{f"of {n} drafts": number(each.tokens_a_verification(n)) for n in columns},
         }
+        for each in found
+    ]
+    rounds = len(found[0].first)
+    return f"{head}\n\nTokens a verification, means of {rounds} rounds.\n\n{table_of(rows)}\n"
 
 
 def main(argv: Sequence[str]) -> int:
     """Measure; the exit status."""
     options = parse_options(argv)
-    prompts, found = read_prompts(options), []
-    pairs = [(drafts, budget) for budget in options.budgets for drafts in options.drafts]
-    for drafts, budget in tqdm(pairs, unit="server"):
-        flags = f"--speculative-algorithm CACHE_RANK --speculative-num-draft-tokens {drafts + 1} "
-        flags += f"--sparse-budget {budget} --sparse-threshold 1024"
+    texts, found = read_texts(options), []
+    first, step = options.context, options.drafts
+    lengths = range(first, first + options.places * step, step)
+    servers = list(itertools.product(options.budgets, options.selectors))
+    for budget, selector in tqdm(servers, unit="server"):
         try:
-            with serve(
-                [*flags.split(), "--model-path", str(options.folder), *options.flags]
-            ) as own:
-                for result in measure(own, prompts, options.tokens):
-                    found.append({"budget": budget, "drafts": drafts, **result})
+            with serve(flags_of(options, selector, budget)) as server:
+                for temperature in TEMPERATURES:
+                    found.append(Confirmed(selector, budget, temperature))
+                    measure(server, texts, lengths, found[-1])
         except ServerError as error:
             sys.exit(f"error: {error}")
-        rows = [
-            {
-                "budget": str(each["budget"]),
-                "drafts": str(each["drafts"]),
-                "temperature": f"{each['temperature']:g}",
-                "tokens a verification": number(each["tokens_a_verification"]),
-                "confirmed": percent(each["confirmed"]),
-            }
-            for each in found
-        ]
         head = provenance([command_line("profile_drafts", argv)], describe(visible_gpus()))
-        files = write_report(options.out, "results", found, f"{head}\n\n{table_of(rows)}\n")
+        text = report_of(found, options.drafts, head)
+        files = write_report(options.out, "results", msgspec.to_builtins(found), text)
     for path in files:
         print(path)
     return 0

@@ -1,16 +1,36 @@
-"""Serve with a baseline in place of a cache rank.
+"""Serve with a baseline in place of a cache rank, or with drafts that select in another way.
 
 python -m scripts.baselines.launch --decode-mode quest --sparse-budget 2048 [any SGLang flag]
+python -m scripts.baselines.launch --draft-selector quest --speculative-algorithm CACHE_RANK [...]
 """
 
 from __future__ import annotations
 
+import argparse
+import functools
 import sys
+from collections.abc import Sequence
 
-from scripts.baselines import plugin
-from scripts.baselines.args import BaselineServerArgs
 from sglang_ext.launch import main
 
-if __name__ == "__main__":
+
+def serve(argv: Sequence[str]) -> int:
+    """Serve until stopped; the exit status."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--draft-selector")
+    own, others = parser.parse_known_args(argv)
+    if own.draft_selector is not None:
+        from scripts.baselines import drafting
+
+        run = functools.partial(drafting.run_scheduler_process, own.draft_selector)
+        return main(others, run_scheduler_process=run)
+
+    from scripts.baselines import plugin
+    from scripts.baselines.args import BaselineServerArgs
+
     plugin.register()
-    sys.exit(main(sys.argv[1:], BaselineServerArgs, plugin.run_scheduler_process))
+    return main(others, BaselineServerArgs, plugin.run_scheduler_process)
+
+
+if __name__ == "__main__":
+    sys.exit(serve(sys.argv[1:]))

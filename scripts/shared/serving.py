@@ -154,7 +154,8 @@ class Server(Client):
         self.port = free_port()
         super().__init__(f"http://127.0.0.1:{self.port}")
         self.log = log or Path(tempfile.mkstemp(prefix="server-", suffix=".log")[1])
-        launcher = "scripts.baselines" if "--decode-mode" in arguments else "sglang_ext"
+        is_baseline = not {"--decode-mode", "--draft-selector"}.isdisjoint(arguments)
+        launcher = "scripts.baselines" if is_baseline else "sglang_ext"
         command = [sys.executable, "-m", f"{launcher}.launch", "--port", str(self.port)]
         command += ["--skip-server-warmup", "--log-level-http", "warning", *arguments]
         with self.log.open("wb") as output:

@@ -1,0 +1,190 @@
+"""What drafts might attend to instead: selectors of published systems, in plain torch.
+
+They take the place of the sketches in a server with drafts, which is otherwise the same: budgets,
+sinks, recent tokens, verification. All but `newest` read true keys. They are compared for what they
+select, and not for how long they take.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from cache_rank.kernels.row_sketch.reference import pick
+from scripts.baselines.selection import QUEST_PAGE
+from sglang_ext import processes
+from sglang_ext.flags import CacheRankFlags
+from sglang_ext.inline import starting
+from sglang_ext.inline.attention import InlineAttnBackend
+from sglang_ext.inline.selection import Heads, Selection
+
+PASS_TOKENS = 32
+"""Queries that are kept of a prefill; a verification has no more."""
+
+
+class Seen(NamedTuple):
+    """Queries of a request in a layer.
+
+    Attributes:
+        start: the position of the first one.
+        queries: (n, Hq, D), one after the other.
+    """
+
+    start: int
+    queries: Tensor
+
+    def before(self, position: int) -> Tensor:
+        """Those before a position."""
+        return self.queries[: position - self.start]
+
+
+class ComparedSelection(Selection):
+    """Selects by `score_by`, from true keys.
+
+    Attributes:
+        score_by: scores the tokens of a request.
+        last_pass: of each layer and request slot, the queries of the last prefill or verification.
+        last_query: of each layer and request slot, the newest of a draft since.
+        round_scores: of each layer and request slot, what `once-a-round` has scored in this round.
+    """
+
+    def __init__(
+        self, score_by: str, args: CacheRankFlags, heads: Heads, codes: Tensor, row_table: Tensor
+    ) -> None:
+        super().__init__(args, heads, codes, row_table)
+        shape = *codes.shape[1:3], heads.head_dim
+        self._keys = [torch.zeros(shape) for _ in range(heads.layers)]
+        self.score_by = SELECTORS[score_by]
+        self.last_pass: dict[tuple[int, int], Seen] = {}
+        self.last_query: dict[tuple[int, int], Tensor] = {}
+        self.round_scores: dict[tuple[int, int], Tensor] = {}
+
+    def encode(self, layer: int, keys: Tensor, rows: Tensor) -> None:
+        """Keep keys as they are, beside their sketches."""
+        super().encode(layer, keys, rows)
+        self._keys[layer][:, rows.long()] = keys.transpose(0, 1).float()
+
+    def note_pass(self, layer: int, slot: int, seen: Seen) -> None:
+        """Keep the queries of a prefill or verification."""
+        self.last_pass[layer, slot] = seen
+        self.last_query.pop((layer, slot), None)
+        self.round_scores.pop((layer, slot), None)
+
+    def select(
+        self, layer: int, queries: Tensor, slots: Tensor, lengths: Tensor, scale: float
+    ) -> Tensor:
+        """See Selection."""
+        picked = super().select(layer, queries, slots, lengths, scale)
+        requests = zip(slots.tolist(), lengths.tolist(), self._budgets.tolist(), strict=True)
+        for request, (slot, length, budget) in enumerate(requests):
+            if length < self.sparse_from[slot]:
+                continue
+            rows = self._row_table[slot, :length].long()
+            keys = self._keys[layer][:, rows[:-1]]
+            scores = self.score_by(self, (layer, slot), queries[request].float(), keys, scale)
+            attended = rows[pick(scores, length, self._sinks, self._recent, budget)]
+            picked[request, :, : attended.shape[-1]] = attended
+            self.last_query[layer, slot] = queries[request].float().clone()
+        return picked
+
+
+def _probabilities(queries: Tensor, keys: Tensor, scale: float) -> Tensor:
+    """Attention of queries, (n, Hq, D), to keys, (Hkv, T, D): (n, Hkv, G, T)."""
+    logits = queries.float().unflatten(1, (len(keys), -1)) @ keys.mT * scale
+    return logits.softmax(dim=-1)
+
+
+def by_newest(
+    _selection: ComparedSelection, _place: tuple[int, int], _query: Tensor, keys: Tensor, _: float
+) -> Tensor:
+    """Score by position, as in StreamingLLM: (Hkv, T)."""
+    return torch.arange(keys.shape[1], dtype=torch.float32).expand(len(keys), -1)
+
+
+def by_pass(
+    selection: ComparedSelection, place: tuple[int, int], _query: Tensor, keys: Tensor, scale: float
+) -> Tensor:
+    """Score once a round, by the queries of all tokens that the verification before confirmed."""
+    if place not in selection.round_scores:
+        confirmed = selection.last_pass[place].before(keys.shape[1])
+        scores = _probabilities(confirmed, keys, scale).sum(dim=(0, 2))
+        selection.round_scores[place] = scores
+    scores = selection.round_scores[place]
+    return torch.nn.functional.pad(scores, (0, keys.shape[1] - scores.shape[1]), value=-1.0)
+
+
+def by_quest(
+    _selection: ComparedSelection, _place: tuple[int, int], query: Tensor, keys: Tensor, _: float
+) -> Tensor:
+    """Score pages by an upper bound of their logits (Quest, section 3.2); pages start at 0."""
+    tokens = keys.shape[1]
+    missing = -tokens % QUEST_PAGE
+    pages = torch.nn.functional.pad(keys.mT, (0, missing), mode="replicate").mT
+    pages = pages.unflatten(1, (-1, QUEST_PAGE))
+    bounds = torch.stack((pages.amin(dim=2), pages.amax(dim=2)))[:, :, None]  # (2, Hkv, 1, P, D)
+    products = query.unflatten(0, (len(keys), -1)).unsqueeze(2) * bounds
+    scores = products.amax(dim=0).sum(dim=-1).amax(dim=1)  # (Hkv, P)
+    return scores.repeat_interleave(QUEST_PAGE, dim=-1)[:, :tokens]
+
+
+def by_last_query(
+    selection: ComparedSelection, place: tuple[int, int], _query: Tensor, keys: Tensor, scale: float
+) -> Tensor:
+    """Score by the query of the token before."""
+    query = selection.last_query.get(place)
+    if query is None:
+        query = selection.last_pass[place].before(keys.shape[1])[-1]
+    return _probabilities(query[None], keys, scale)[0].amax(dim=1)
+
+
+def by_query(
+    _selection: ComparedSelection,
+    _place: tuple[int, int],
+    query: Tensor,
+    keys: Tensor,
+    scale: float,
+) -> Tensor:
+    """Score by the query itself."""
+    return _probabilities(query[None], keys, scale)[0].amax(dim=1)
+
+
+SELECTORS: dict[str, Callable[[ComparedSelection, tuple[int, int], Tensor, Tensor, float], Tensor]]
+SELECTORS = {
+    "newest": by_newest,
+    "once-a-round": by_pass,
+    "quest": by_quest,
+    "last-query": by_last_query,
+    "exact": by_query,
+}
+
+
+class NotingBackend(InlineAttnBackend):
+    """Shows the selection the queries of prefills and verifications."""
+
+    _selection: ComparedSelection
+
+    def forward_extend(
+        self, q: Tensor, k: Tensor, v: Tensor, layer: Any, forward_batch: Any, *args: Any, **kw: Any
+    ) -> Tensor:
+        index = layer.layer_id - self._dense_layers
+        if index >= 0 and forward_batch.extend_seq_lens_cpu is not None:
+            queries = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
+            parts = queries.split(list(forward_batch.extend_seq_lens_cpu))
+            slots = forward_batch.req_pool_indices.tolist()
+            starts = forward_batch.extend_prefix_lens.tolist()
+            for slot, start, part in zip(slots, starts, parts, strict=True):
+                kept = part[-PASS_TOKENS:].clone()
+                self._selection.note_pass(index, slot, Seen(start + len(part) - len(kept), kept))
+        return super().forward_extend(q, k, v, layer, forward_batch, *args, **kw)
+
+
+def run_scheduler_process(selector: str, *args: Any, **kwargs: Any) -> Any:
+    """Run SGLang's scheduler process, on a CPU, with drafts that select in another way."""
+    vars(starting).update(
+        Selection=functools.partial(ComparedSelection, selector), InlineAttnBackend=NotingBackend
+    )
+    return processes.run_scheduler_process(*args, **kwargs)
