@@ -30,7 +30,7 @@ from sglang_ext.calibration.held_out import SELECTED
 from sglang_ext.calibration.serving import Described, Schedule
 from sglang_ext.calibration.texts import CALIBRATION_TEXTS, LONGEST_TOKEN, Text, find_text
 from sglang_ext.command_line import make_parser, table
-from sglang_ext.flags import FORECAST_GROUP_LAYERS
+from sglang_ext.prediction import FORECAST_GROUP_LAYERS
 from sglang_ext.server_args import CacheRankServerArgs
 
 CONTEXT = 4096

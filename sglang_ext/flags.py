@@ -17,6 +17,7 @@ from cache_rank.residency import FORMATS, require_format
 from cache_rank.residency.options import parse_options
 from sglang_ext import compat, cpu
 from sglang_ext.budget import INLINE_CURVE, BudgetCurve, inline_curve
+from sglang_ext.prediction import FORECAST_GROUP_LAYERS, HISTORY_GROUP_LAYERS
 from sglang_ext.restart_backoff import LONGEST_DELAY_SECONDS
 
 BACKEND = "cache_rank"
@@ -36,16 +37,6 @@ DRAFT_TOKENS, MOST_DRAFT_TOKENS = 9, 33
 
 _DEFAULTS = CacheRankConfig(ModelShape(1, 1, 1, 8, "bfloat16", 1.0))
 """What the cache rank does unless it is told otherwise is the default of a flag, too."""
-
-FORECAST_ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-"""Queries of these are forecast by default; those of others can be, if the user says so."""
-
-FORECAST_ROTARY_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
-"""Of these, a position is rotated at rates that no request's length changes; see rotary.py."""
-
-FORECAST_GROUP_LAYERS = 2
-HISTORY_GROUP_LAYERS = _DEFAULTS.layers_per_group
-"""Layers of a group where queries are forecast, and where they are predicted from earlier ones."""
 
 CHECKSUM_VARIABLE = "CACHE_RANK_CHECKSUM"
 """Set to 1, this variable makes both ranks compare checksums of every slot at every step."""
@@ -70,42 +61,6 @@ CONFIG_KEYS = (
     "allow_untested_sglang",
 )
 """The keys of CONFIG_FLAG; each is a field of the arguments."""
-
-
-def choose_schedule(
-    query_predictor: str | None,
-    layers_per_group: int | None,
-    forecast_lead: int,
-    architecture: str,
-    rotary_type: str,
-    sparse_layers: int,
-) -> tuple[str, int, str]:
-    """Choose what the user leaves open (None), by the model's class and its sparse layers.
-
-    Returns:
-        The query predictor, the layers of a group, and why it is that predictor.
-    """
-    why = "as asked for"
-    if query_predictor is None:
-        groups = -(-sparse_layers // (layers_per_group or FORECAST_GROUP_LAYERS))
-        query_predictor, why = "forecast", "from the hidden state of the same step"
-        if architecture not in FORECAST_ARCHITECTURES:
-            query_predictor, why = "last", "forecasts are not tested with this model"
-        elif rotary_type not in FORECAST_ROTARY_TYPES:
-            query_predictor, why = "last", f"a forecast cannot rotate by {rotary_type}"
-        elif groups <= forecast_lead:
-            query_predictor = "last"
-            why = f"--forecast-lead {forecast_lead} needs more layer groups than {groups}"
-    if layers_per_group is None:
-        is_forecast = query_predictor == "forecast"
-        layers_per_group = FORECAST_GROUP_LAYERS if is_forecast else HISTORY_GROUP_LAYERS
-    return query_predictor, layers_per_group, why
-
-
-def rotary_type(model: Mapping[str, Any]) -> str:
-    """The kind of rotary embedding that a model's config.json names, in either of its forms."""
-    rotary = model.get("rope_parameters") or model.get("rope_scaling") or {}
-    return str(rotary.get("rope_type") or rotary.get("type") or "default")
 
 
 def flag_of(field: str) -> str:

@@ -15,7 +15,8 @@ from cache_rank.config import CacheRankConfig, ModelShape
 from cache_rank.kernels.sketch.reference import sketch_shape
 from cache_rank.residency import capacity_tokens, memory_for_tokens
 from sglang_ext.budget import BudgetCurve, inline_curve
-from sglang_ext.flags import choose_schedule, make_config, rotary_type
+from sglang_ext.flags import make_config
+from sglang_ext.prediction import choose_schedule, rotary_type
 
 # Seconds beside bytes: of a layer of the model; of a layer and of a layer group in the cache rank;
 # and there, in a layer for each request and KV head, to gather, and to compare heads by the tokens

@@ -26,13 +26,12 @@ from sglang_ext.flags import (
     PREFILL_BACKEND,
     CacheRankFlags,
     add_flags,
-    choose_schedule,
     flag_of,
-    rotary_type,
 )
 from sglang_ext.ineffective_flags import warn_ineffective_flags
 from sglang_ext.model_path import require_model
 from sglang_ext.planning import Planner, find_gpu, make_planner
+from sglang_ext.prediction import choose_schedule, rotary_type
 from sglang_ext.refusals import refuse, refuse_untested_sglang, servers
 from sglang_ext.refusals.known import say_unknown
 

@@ -16,7 +16,7 @@ from sglang_ext import compat
 from sglang_ext.calibration.files import Calibration, Card, Fit, sources, write
 from sglang_ext.calibration.fitting import Correction
 from sglang_ext.calibration.key_statistics import KeyBasis
-from sglang_ext.flags import FORECAST_GROUP_LAYERS
+from sglang_ext.prediction import FORECAST_GROUP_LAYERS
 from sglang_ext.server_args import CacheRankServerArgs
 
 

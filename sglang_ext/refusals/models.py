@@ -17,9 +17,10 @@ from sglang.srt.configs.model_config import AttentionArch
 from cache_rank.config import DTYPES
 from sglang_ext import compat
 from sglang_ext.calibration.files import TENSORS, CalibrationError, read_card
-from sglang_ext.flags import FORECAST_ROTARY_TYPES, CacheRankFlags, rotary_type
+from sglang_ext.flags import CacheRankFlags
 from sglang_ext.memory import bytes_beyond_allocator
 from sglang_ext.model_path import find_file
+from sglang_ext.prediction import FORECAST_ROTARY_TYPES, rotary_type
 from sglang_ext.refusals import PLAIN, Objection
 
 MAX_HEAD_DIM = 256
