@@ -162,6 +162,10 @@ class CacheRankFlags(ServerArgs):
             help="Keys that are scored: those held, or a sketch of them, which needs --calibration."
         ),
     ] = _DEFAULTS.score_keys
+    speculative_draft_weights: A[
+        Literal["model", "int4"],
+        Arg(help="Weights of drafts: the model's, or a copy of its linear layers with 4 bits."),
+    ] = "model"
     cache_rank_timeout: A[
         float, Arg(help="Seconds without an answer after which a cache rank counts as down.")
     ] = 5.0
@@ -273,6 +277,11 @@ class CacheRankFlags(ServerArgs):
         return self.is_inline and self.speculative_algorithm is not None
 
     @property
+    def rounds_draft_weights(self) -> bool:
+        """Whether drafts have weights of 4 bits beside the model's."""
+        return self.speculative_draft_weights == "int4"
+
+    @property
     def selects_when_shorter(self) -> bool:
         """Whether a step is dense that selection would not make shorter."""
         chosen_by_user = self.sparse_threshold is not None
@@ -330,6 +339,7 @@ _INLINE_FIELDS = {
     "reuse_sparse_tokens",
     "calibration",
     "sketch_bits",
+    "speculative_draft_weights",
     "allow_untested_sglang",
 }
 

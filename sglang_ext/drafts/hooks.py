@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from sglang.srt.constants import GPU_MEMORY_TYPE_WEIGHTS
 from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_ext import compat
@@ -20,6 +21,19 @@ def prepare_moves(original: Callable[..., None], pool: Any) -> None:
     if args is None or not args.has_drafts:
         return original(pool)
     pool._kv_copy_config = None
+
+
+def round_draft_weights(result: None, runner: Any) -> None:
+    """Round the model's weights for drafts, before what is left of memory is shared out."""
+    args = sparse_args()
+    if args is None or not args.rounds_draft_weights:
+        return
+    # Imported here: it brings SGLang's layers, which only a process with a model needs.
+    from sglang_ext.inline.draft_weights import DraftWeights
+
+    is_kept = bool(args.enable_weights_cpu_backup)
+    with runner.memory_saver_adapter.region(GPU_MEMORY_TYPE_WEIGHTS, enable_cpu_backup=is_kept):
+        runner.cache_rank_draft_weights = DraftWeights(runner.model)
 
 
 def find_drafts_pool(original: Callable[..., Any], **kwargs: Any) -> Any:
@@ -75,6 +89,12 @@ def describe_verification(result: Any, runner: Any, *_: Any, **__: Any) -> Any:
 
 
 DRAFT_HOOKS = (
+    Hook(
+        "sglang.srt.model_executor.model_runner.ModelRunner.load_model",
+        HookType.AFTER,
+        round_draft_weights,
+        "the KV pool gets what is left of memory behind it",
+    ),
     Hook(
         "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool._init_kv_copy_and_warmup",
         HookType.AROUND,

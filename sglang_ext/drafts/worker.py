@@ -82,6 +82,9 @@ class DraftWorker(BaseSpecWorker):
         runner = self._target_worker.model_runner
         backend, rank = starting.create_backend(runner, self._args), starting.current()
         assert rank is not None
+        rank.draft_weights = getattr(runner, "cache_rank_draft_weights", None)
+        if rank.draft_weights is not None:
+            rank.draft_weights.selection = rank.selection
         self.forwards.capture(rank.selection, backend)
 
     def forward_batch_generation(

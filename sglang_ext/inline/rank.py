@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -15,6 +15,9 @@ from sglang_ext.inline.payoff import Payoff
 from sglang_ext.inline.selection import NEVER, Selection
 from sglang_ext.lifecycle import DenseReason, asks_to_stay_dense, prepare_requests
 from sglang_ext.server_args import CacheRankServerArgs
+
+if TYPE_CHECKING:
+    from sglang_ext.inline.draft_weights import DraftWeights
 
 Result = TypeVar("Result")
 
@@ -30,6 +33,7 @@ class InlineRank:
         selection: of this process.
         payoff: tells which steps selection makes shorter; None where it does not matter.
         drafts: tells how many drafts a round has; None without drafts.
+        draft_weights: of 4 bits; None where drafts run with the model's.
         fit_again: fits the sketches to weights that will be loaded, and says whether it could; None
             where they are fitted to those of today.
     """
@@ -38,6 +42,7 @@ class InlineRank:
         self.selection = selection
         self.payoff: Payoff | None = None
         self.drafts: DraftNumber | None = None
+        self.draft_weights: DraftWeights | None = None
         self.fit_again: Callable[[], bool] | None = None
         self._args = args
         self._weight_updates = 0
@@ -86,6 +91,8 @@ class InlineRank:
             drafts = self.drafts.choose(len(requests), *self._load(long_ones, lengths))
         if drafts == 0:
             _give_reason(long_ones, "not_shorter")
+        elif self.draft_weights is not None:
+            self.draft_weights.before_drafts()
         self._count(requests, long_ones if drafts else [], drafts or 1)
         return drafts
 
@@ -170,6 +177,8 @@ class InlineRank:
     def on_weights_updated(self) -> None:
         """Keep what other weights have computed apart."""
         self._weight_updates += 1
+        if self.draft_weights is not None:
+            self.draft_weights.on_weights_updated()
 
     @contextlib.contextmanager
     def selecting(self) -> Iterator[None]:
@@ -207,6 +216,7 @@ class InlineRank:
             "sketch_bytes": self.selection.sketch_bytes,
             "seconds_of_steps": self.payoff and self.payoff._asdict(),
             "drafts": self.drafts and self.drafts.state(),
+            "draft_weight_bytes": self.draft_weights and self.draft_weights.bytes,
         }
 
 

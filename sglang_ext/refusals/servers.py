@@ -53,7 +53,9 @@ EXCHANGE_FLAGS = {
     "--enable-session-radix-cache --enable-unified-cache-external-linker": (
         "only SGLang's own radix cache, in the KV pool, is told what was computed densely"
     ),
-    "--speculative-algorithm": "it verifies several queries a step, and one is predicted",
+    "--speculative-algorithm --speculative-draft-weights": (
+        "it verifies several queries a step, and one is predicted"
+    ),
     "--startup-weight-load-mode": "the cache rank gets weights that are not loaded by then",
 }
 """Flags that a cache rank in a process of its own does not allow, and why."""
@@ -180,6 +182,10 @@ def inline(args: CacheRankFlags) -> Iterator[Objection]:
         yield Objection("--prefill-attention-backend", why, remedy)
     if args.has_drafts:
         yield from _drafts(args)
+    elif args.rounds_draft_weights:
+        why = "nothing drafts"
+        remedy = f"pass --speculative-algorithm {ALGORITHM}, or {DROP}"
+        yield Objection("--speculative-draft-weights", why, remedy)
     if args.recent_tokens < 1:
         yield Objection("--recent-tokens", "the current token is one of them", "pass 1 or more")
     yield from _threshold(args)
@@ -202,6 +208,15 @@ def _drafts(args: CacheRankFlags) -> Iterator[Objection]:
         yield Objection("--speculative-num-steps", why)
     if args.speculative_eagle_topk not in (None, 1):
         yield Objection("--speculative-eagle-topk", "drafts are a chain")
+    if args.rounds_draft_weights:
+        yield from _rounded_weights(args)
+
+
+def _rounded_weights(args: CacheRankFlags) -> Iterator[Objection]:
+    late = {"--startup-weight-load-mode": "weights that come late cannot be rounded for drafts"}
+    yield from of_flags(args, late)
+    if args.on_gpu and _compute_capability() < (8, 0):
+        yield Objection("--speculative-draft-weights", "this GPU does not run SGLang's kernel")
 
 
 def _compute_capability() -> tuple[int, int]:

@@ -165,6 +165,7 @@ def test_the_state_names_requests_that_are_sparse_now(scheduler: Scheduler) -> N
         "sketch_bytes": 12,
         "seconds_of_steps": None,
         "drafts": None,
+        "draft_weight_bytes": None,
     }
     scheduler.decode([200, 99], one, other)
     assert scheduler.state()["sparse_requests"] == 1
