@@ -17,7 +17,6 @@ from sglang.srt.speculative.dflash_info import DFlashVerifyInput
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from torch import Tensor
 
-from sglang_ext.inline.selection import Selection
 from sglang_ext.inline.steps import Lengths, batch_of, decode_batch
 
 
@@ -44,14 +43,12 @@ class Forwards:
         self._verify_graphs: Any = None
         self._decode_graphs: Any = None
 
-    def capture(self, selection: Selection, backend: Any) -> None:
+    def capture(self, backend: Any) -> None:
         """Capture decode steps beside the verifications that SGLang has captured, on a GPU.
 
         Args:
-            selection: of this process.
             backend: of attention, whose buffers belong to these graphs.
         """
-        selection.step_is_sparse = False
         self._verify_graphs = self._runner.decode_cuda_graph_runner
         if not hasattr(self._verify_graphs, "captured_req_width"):
             self._decode_graphs = self._verify_graphs  # there are no graphs

@@ -80,12 +80,7 @@ class DraftWorker(BaseSpecWorker):
 
     def init_cuda_graphs(self) -> None:
         runner = self._target_worker.model_runner
-        backend, rank = starting.create_backend(runner, self._args), starting.current()
-        assert rank is not None
-        rank.draft_weights = getattr(runner, "cache_rank_draft_weights", None)
-        if rank.draft_weights is not None:
-            rank.draft_weights.selection = rank.selection
-        self.forwards.capture(rank.selection, backend)
+        self.forwards.capture(starting.create_backend(runner, self._args))
 
     def forward_batch_generation(
         self, batch: Any, on_publish: Publish | None = None, pp_proxy_tensors: Any = None

@@ -38,7 +38,13 @@ def create_backend(runner: Any, args: CacheRankServerArgs) -> InlineAttnBackend:
     """
     global _current
     if _current is None:
-        _current = InlineRank(args, _make_selection(runner, args), get_parallel().tp_rank)
+        selection = _make_selection(runner, args)
+        _current = InlineRank(args, selection, get_parallel().tp_rank)
+        if args.has_drafts:
+            selection.step_is_sparse = False  # until a round drafts
+        if args.rounds_draft_weights:
+            _current.draft_weights = runner.cache_rank_draft_weights
+            _current.draft_weights.selection = selection
     return InlineAttnBackend(runner, args, _current.selection)
 
 

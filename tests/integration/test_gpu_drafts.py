@@ -26,6 +26,7 @@ FLAGS = (
         pytest.param("--attention-backend fa3", marks=pytest.mark.gpu(1)),
         pytest.param("--attention-backend triton", marks=pytest.mark.gpu(1)),
         pytest.param("--attention-backend fa3 --tp-size 2", marks=pytest.mark.gpu(2)),
+        pytest.param("--speculative-draft-weights int4", marks=pytest.mark.gpu(1)),
     ],
 )
 def drafting_server(request: pytest.FixtureRequest, deep_model: Path) -> Iterator[Server]:
@@ -45,7 +46,8 @@ def test_answers_equal_those_without_drafts_but_for_rounding(drafting_server: Se
         confirmed += found["meta_info"]["spec_num_correct_drafts"]
         rounds += found["meta_info"]["spec_verify_ct"]
     assert compared > 60  # texts of random weights come to near ties, and then part
-    assert confirmed > rounds  # of eight in a round
+    has_own_weights = drafting_server.cache_rank()["draft_weight_bytes"] is not None
+    assert confirmed > rounds * (0.2 if has_own_weights else 1)  # of eight in a round
 
 
 def test_a_batch_of_many_lengths_gets_all_its_tokens(drafting_server: Server) -> None:

@@ -106,8 +106,8 @@ def test_a_captured_product_is_with_the_weight_that_is_loaded_later() -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         found = rounded.product(x, None)
-    for weight in (weight, -weight):
-        rounded.load(weight)
+    for loaded in (weight, -weight):
+        rounded.load(loaded)
         graph.replay()
         assert torch.equal(found, expected)
         expected = -expected

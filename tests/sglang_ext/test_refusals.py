@@ -74,6 +74,11 @@ SPARSE_DECODE_CASES: list[tuple[str, dict[str, Any]]] = [
     ("--prefill-attention-backend", {"prefill_attention_backend": "fa3"}),
     ("--preferred-sampling-params", {"preferred_sampling_params": '{"beam_width": 4}'}),
 ]
+LATE_WEIGHTS: list[dict[str, Any]] = (
+    [{"startup_weight_load_mode": "overlap"}]
+    if "--startup-weight-load-mode" not in compat.ABSENT_FLAGS
+    else []
+)
 EXCHANGE_CASES: list[tuple[str, dict[str, Any]]] = [
     ("--kv-cache-dtype", {"kv_cache_dtype": "fp8_e4m3"}),
     ("--page-size", {"page_size": 16}),
@@ -99,11 +104,8 @@ EXCHANGE_CASES: list[tuple[str, dict[str, Any]]] = [
     ("--sparse-threshold", {"sparse_threshold": 68}),
     ("--sparse-threshold", {"sparse_threshold": 2115}),
     ("--sparse-budget", {"sparse_budget": 4029}),
-    *(
-        [("--startup-weight-load-mode", {"startup_weight_load_mode": "overlap"})]
-        if "--startup-weight-load-mode" not in compat.ABSENT_FLAGS
-        else []
-    ),
+    ("--speculative-draft-weights", {"speculative_draft_weights": "int4"}),
+    *(("--startup-weight-load-mode", late) for late in LATE_WEIGHTS),
 ]
 INLINE_CASES: list[tuple[str, dict[str, Any]]] = [
     ("--pp-size --nnodes", {"pp_size": 2, "nnodes": 2}),
@@ -113,6 +115,7 @@ INLINE_CASES: list[tuple[str, dict[str, Any]]] = [
     ("--inference-kv", {"inference_kv": "working-set"}),
     ("--kv-cache-dtype", {"kv_cache_dtype": "fp8_e5m2"}),
     ("--recent-tokens", {"recent_tokens": 0}),
+    ("--speculative-draft-weights", {"speculative_draft_weights": "int4"}),
     ("--moe-a2a-backend", {"moe_a2a_backend": "deepep"}),
     ("--prefill-attention-backend", {"prefill_attention_backend": "torch_native"}),
     ("--sparse-threshold", {"sparse_threshold": 68}),
@@ -128,6 +131,10 @@ INLINE_CASES: list[tuple[str, dict[str, Any]]] = [
             ("--speculative-num-draft-tokens", {"speculative_num_draft_tokens": 34}),
             ("--speculative-num-steps", {"speculative_num_steps": 5}),
             ("--speculative-eagle-topk", {"speculative_eagle_topk": 2}),
+            *(
+                ("--startup-weight-load-mode", {**late, "speculative_draft_weights": "int4"})
+                for late in LATE_WEIGHTS
+            ),
         )
     ),
 ]
@@ -199,6 +206,20 @@ def test_refuses_what_gpus_cannot_do(
 ) -> None:
     pretend_gpus(gpus, monkeypatch)
     check(make(**fields), object_to, flags)
+
+
+@pytest.mark.parametrize("generation", [7, 8])
+def test_old_gpus_have_no_kernel_for_weights_of_4_bits(
+    generation: int, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend_gpus(1, monkeypatch)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (generation, 0))
+    asked = {"speculative_algorithm": "CACHE_RANK", "speculative_draft_weights": "int4"}
+    args = make(cache_rank_gpus=None, **asked)
+    if generation < 8:
+        check(args, servers.inline, "--speculative-draft-weights")
+    else:
+        assert not [*servers.inline(args)]
 
 
 @pytest.mark.parametrize("gpus", [0, 2])

@@ -37,6 +37,7 @@ WINDOWS = {
     "layer_types": None,
 }
 FP8 = {"num_bits": 8, "type": "float"}
+DRAFT_WEIGHTS = "--speculative-algorithm CACHE_RANK --speculative-draft-weights int4"
 
 
 @pytest.mark.parametrize(
@@ -82,6 +83,52 @@ def test_an_inline_server_refuses_a_model_whose_keys_have_no_sketch(tmp_path: Pa
     model = LLAMA.write(tmp_path)
     with pytest.raises(UnsupportedError, match=r"^--model-path .*: heads have 16 elements"):
         parse_server_args(["--model-path", str(model)])
+
+
+WIDE = {
+    **{"hidden_size": 256, "intermediate_size": 384, "num_attention_heads": 4, "head_dim": 64},
+    "dtype": "bfloat16",
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "flags", "why"),
+    [
+        ({}, "", None),
+        ({}, "--dtype float32", "multiplies bfloat16 and float16, and the model has float32"),
+        ({"hidden_size": 192}, "", "layers over the hidden size have 192 inputs"),
+        (
+            {"hidden_size": 384, "num_attention_heads": 6},
+            "--tp-size 2",
+            "layers over the heads have 192 inputs",
+        ),
+        ({}, "--tp-size 2", "layers over the intermediate size have 192 inputs"),
+    ],
+)
+def test_weights_of_drafts_must_suit_the_kernel_of_gpus(
+    changes: dict[str, Any],
+    flags: str,
+    why: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ServerArgs, compat.RESOLVED_IN, lambda self: None)  # it looks for the GPUs
+    pretend_gpus(2, monkeypatch)
+    model = Model("Llama", WIDE | changes).write(tmp_path)
+    given = f"--model-path {model} {DRAFT_WEIGHTS} {flags}".split()
+    if why is None:
+        assert parse_server_args(given).rounds_draft_weights
+        return
+    with pytest.raises(UnsupportedError, match=why):
+        parse_server_args(given)
+
+
+def test_weights_that_are_quantized_are_not_rounded_for_drafts(tmp_path: Path) -> None:
+    config = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+    changes = {"head_dim": 32, "dtype": "bfloat16", "quantization_config": config}
+    model = Model("Llama", changes).write(tmp_path)
+    with pytest.raises(UnsupportedError, match=r"own weights are quantized \(fp8\)"):
+        parse_server_args(f"--model-path {model} {DRAFT_WEIGHTS}".split())
 
 
 @pytest.mark.parametrize(

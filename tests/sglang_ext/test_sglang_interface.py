@@ -57,6 +57,7 @@ HOOKED_PARAMETERS = {
     "answer_error": "self message err_type status_code param",
     "name_sample": "self",
     "abort_samples": "self rid abort_all",
+    "round_draft_weights": "self",
     "prepare_moves": "self",
     "find_drafts_pool": "draft_worker",
     "widen_table": "self size max_context_len",
@@ -74,6 +75,14 @@ CALLED = {
         "run_detokenizer_process_func"
     ),
     "layers.attention.attention_registry.register_attention_backend": "name",
+    "layers.quantization.marlin_utils.apply_gptq_marlin_linear": (
+        "input weight weight_scale weight_zp g_idx g_idx_sort_indices workspace wtype "
+        "output_size_per_partition input_size_per_partition is_k_full bias"
+    ),
+    "layers.quantization.marlin_utils.marlin_make_empty_g_idx": "device",
+    "layers.quantization.marlin_utils.marlin_make_workspace": "device",
+    "layers.quantization.marlin_utils.marlin_permute_scales": "s size_k size_n group_size",
+    "layers.quantization.unquant.UnquantizedLinearMethod.apply": "layer x bias",
     "managers.detokenizer_manager.run_detokenizer_process": "server_args",
     "managers.schedule_batch.ScheduleBatch.filter_batch": "keep_indices",
     "managers.schedule_batch.ScheduleBatch.release_req": "idx remaing_req_count",
@@ -123,11 +132,12 @@ ATTRIBUTES = {
     "configs.model_config.ModelConfig": (
         "attention_arch context_len dtype get_num_kv_heads head_dim hf_config hf_text_config "
         "hidden_size is_generation is_hybrid_swa is_multimodal num_attention_heads "
-        "num_hidden_layers sliding_window_size"
+        "num_hidden_layers quantization sliding_window_size"
     ),
     "entrypoints.engine.Engine": (
         "server_args_class run_scheduler_process_func run_detokenizer_process_func shutdown"
     ),
+    "layers.linear.LinearBase": "quant_method",
     "layers.layernorm.RMSNorm": "variance_epsilon weight",
     "layers.logits_processor.LogitsProcessorOutput": "customized_info",
     "layers.radix_attention.RadixAttention": (
@@ -163,8 +173,8 @@ ATTRIBUTES = {
     ),
     "model_executor.forward_batch_info.ForwardMode": "is_decode is_decode_or_idle is_extend",
     "model_executor.model_runner.ModelRunner": (
-        "model model_config page_size req_to_token_pool server_args token_to_kv_pool "
-        "token_to_kv_pool_allocator"
+        "memory_saver_adapter model model_config page_size req_to_token_pool server_args "
+        "token_to_kv_pool token_to_kv_pool_allocator"
     ),
     "plugins.hook_registry.HookRegistry": "_hooks _patched",
     "runtime_context.ParallelContext": "tp_rank",
