@@ -69,11 +69,11 @@ def test_answers_equal_plain_sglang_and_drafts_are_others(
     assert 0.03 < right_drafts(answers) < 0.5
 
 
-def rounded(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The weights of linear layers as 4 bits keep them, which rounding does not change again."""
+def other_rounded(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Other weights of linear layers, as 4 bits keep them: rounding does not change them again."""
     linear = {name: weight for name, weight in weights.items() if "_proj.weight" in name}
     return {
-        name: restore(*round_groups(weight, min(GROUP, weight.shape[1])))
+        name: restore(*round_groups(weight.flip(0), min(GROUP, weight.shape[1])))
         for name, weight in linear.items()
     }
 
@@ -91,7 +91,7 @@ def test_other_weights_are_rounded_too(
 ) -> None:
     """Of weights that have 4 bits, drafts have the same: all are right."""
     model = random_model()
-    other = copy_model(model, tmp_path, rounded(load_file(model / "model.safetensors")))
+    other = copy_model(model, tmp_path, other_rounded(load_file(model / "model.safetensors")))
     for folder, is_rounded in ((other, True), (model, False)):
         load(server, folder)
         answers = [server.generate(prompt, NEW_TOKENS) for prompt in PROMPTS]
@@ -120,7 +120,7 @@ def test_captured_drafts_have_weights_of_4_bits_that_follow_the_models(
     tp_size: int, deep_model: Path, tmp_path: Path
 ) -> None:
     weights = load_file(deep_model / "model.safetensors")
-    other = copy_model(deep_model, tmp_path, rounded(weights))
+    other = copy_model(deep_model, tmp_path, other_rounded(weights))
     linear = sum(weight.nbytes for name, weight in weights.items() if "_proj.weight" in name)
     flags = [*ON_GPUS, *INT4, "--model-path", str(deep_model), "--tp-size", str(tp_size)]
     with serve(flags, {ALLOW_LARGE_BUDGET_VARIABLE: "1"}) as server:
