@@ -133,7 +133,7 @@ def test_captured_drafts_have_weights_of_4_bits_that_follow_the_models(
                 server.generate(prompt, 200, **LIKELY_TOKENS, **DENSE) for prompt in PROMPTS
             ]
             pairs = zip(answers, expected, strict=True)
-            assert sum(same_but_for_rounding(*pair) for pair in pairs) > 200
+            assert sum(same_but_for_rounding(*pair) for pair in pairs) > 60
             shares.append(right_drafts(answers))
     assert min(shares[0], shares[2]) > 0.05
     assert shares[1] > max(0.8, shares[0] + 0.1, shares[2] + 0.1), shares
