@@ -21,8 +21,9 @@ def drafting_server(
     request: pytest.FixtureRequest, random_model: Callable[..., Path], cache_home: Path
 ) -> Iterator[Server]:
     flags = [*SMALL_INLINE, "--model-path", str(random_model()), "--sparse-budget", "40"]
-    flags += ["--speculative-algorithm", "CACHE_RANK", "--max-total-tokens", "20000"]
+    flags += ["--speculative-algorithm", "CACHE_RANK", "--sparse-threshold", "64"]
     flags += ["--speculative-num-draft-tokens", str(request.param + 1)]
+    flags += ["--max-total-tokens", "20000"]
     with serve(flags, {"XDG_CACHE_HOME": str(cache_home), **STRICT_POOL}) as server:
         yield server
 
@@ -32,7 +33,7 @@ def test_greedy_answers_equal_plain_sglang(drafting_server: Server, plain_server
     expected = plain_server.generate_all(PROMPTS, NEW_TOKENS)
     for answer, plain in zip(answers, expected, strict=True):
         assert answer["output_ids"] == plain["output_ids"]
-        assert answer["meta_info"]["spec_num_correct_drafts"] > 0
+        assert answer["meta_info"]["cache_rank"]["sparse_steps"] > 0
 
 
 def test_sampled_answers_equal_those_of_requests_that_stay_dense(drafting_server: Server) -> None:
@@ -43,5 +44,5 @@ def test_sampled_answers_equal_those_of_requests_that_stay_dense(drafting_server
     )
     for answer, plain in zip(drafted, dense, strict=True):
         assert answer["output_ids"] == plain["output_ids"]
-        assert plain["meta_info"]["spec_num_correct_drafts"] == 0
-    assert sum(answer["meta_info"]["spec_num_correct_drafts"] for answer in drafted) > 500
+        assert answer["meta_info"]["cache_rank"]["sparse_steps"] > 0
+        assert plain["meta_info"]["cache_rank"]["sparse_steps"] == 0
