@@ -245,8 +245,11 @@ class Lifecycle:
             sequence.statistics.dense_reason = "warming"
         if sequence.phase is not Phase.WARMING:
             return False
-        warm = sequence.exchanged > self._config.query_window
-        if warm and sequence.filled == self._config.slots_wanted_after(position - 1):
+        config = self._config
+        warm = sequence.exchanged > config.query_window
+        # Drafts follow the slots in their rows, so that all of these must be in use.
+        wanted = config.slots_wanted_after(position - 1)
+        if warm and sequence.filled == (config.sparse_budget if config.draft_steps else wanted):
             sequence.phase = Phase.SPARSE
             sequence.statistics.dense_reason = None
             return True

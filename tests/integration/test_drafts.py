@@ -18,7 +18,7 @@ from sglang.srt.layers.sampler import (
     sampling_from_probs_torch,
     top_k_top_p_min_p_sampling_from_probs_torch,
 )
-from workload import REUSE, SMALL_INLINE, STRICT_POOL, VOCABULARY, difference, random_prompts
+from workload import REUSE, SMALL_CACHE_RANK, SMALL_INLINE, STRICT, VOCABULARY, difference, random_prompts
 
 from scripts.shared.serving import Server, log_probabilities, serve
 from sglang_ext import compat
@@ -30,14 +30,22 @@ NEW_TOKENS = 80
 PROMPTS = random_prompts([30, 60, 99, 101, 150, 300, 700])
 
 
-@pytest.fixture(scope="module")
-def drafting_server(random_model: Callable[..., Path], cache_home: Path) -> Iterator[Server]:
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(SMALL_INLINE, id="inline"),
+        pytest.param(SMALL_CACHE_RANK, id="cache rank"),
+    ],
+)
+def drafting_server(
+    request: pytest.FixtureRequest, random_model: Callable[..., Path], cache_home: Path
+) -> Iterator[Server]:
     """Drafts attend to 52 tokens: many of them are wrong."""
-    flags = [*SMALL_INLINE, *REUSE, "--model-path", str(random_model()), "--sparse-budget", "40"]
+    flags = [*request.param, *REUSE, "--model-path", str(random_model()), "--sparse-budget", "40"]
     flags += ["--speculative-algorithm", "CACHE_RANK"]
     if compat.HAS_GRAMMARS_ON_CPUS:
         flags += ["--grammar-backend", "xgrammar"]
-    with serve(flags, {"XDG_CACHE_HOME": str(cache_home), **STRICT_POOL}) as server:
+    with serve(flags, {"XDG_CACHE_HOME": str(cache_home), **STRICT}) as server:
         yield server
 
 
