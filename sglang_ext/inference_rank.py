@@ -18,8 +18,8 @@ from sglang_ext.eviction import DenseStore, Eviction
 from sglang_ext.exchange import make_exchange, make_gate
 from sglang_ext.exchange.base import Exchange
 from sglang_ext.exchange.connection import Connection, Placement
-from sglang_ext.inline.draft_number import DraftNumber
 from sglang_ext.ineffective_flags import warn_small_capacity
+from sglang_ext.inline.draft_number import DraftNumber
 from sglang_ext.lifecycle import Phase, prepare_requests
 from sglang_ext.memory import dense_store_rows_per_request, reserve_block_rows
 from sglang_ext.metrics import CacheRankMetrics
@@ -79,7 +79,8 @@ class InferenceRank:
         self._selection_weights = selection_weights
         self._weights_have_changed = False
         # How long steps take is not measured: rounds have all drafts.
-        self.drafts = DraftNumber(args.draft_steps, None) if args.has_drafts else None
+        steps = self.config.draft_steps
+        self.drafts = DraftNumber(steps, None) if steps else None
         if selection_weights is not None and selection_weights.forecasts:
             selection_weights.watch(self.config.groups, self._on_input)
         planner = StepPlanner(
@@ -110,7 +111,7 @@ class InferenceRank:
             self.table,
             self.metrics,
             recomputes=evicts,
-            drafts=args.has_drafts,
+            drafts=self.drafts is not None,
         )
         self._shipping = Shipping(
             self.cache_rank,
