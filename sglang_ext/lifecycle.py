@@ -284,8 +284,8 @@ class Lifecycle:
 
     def _final_length(self, request: Any) -> int:
         wanted = len(request.origin_input_ids) + (request.sampling_params.max_new_tokens or 0)
-        # One token more than asked for: the overlap schedule runs one step beyond the end.
-        return min(wanted, self._context_length) + 1
+        # The overlap schedule runs one step beyond the end, or behind a round of drafts one more.
+        return min(wanted, self._context_length) + 1 + self._config.draft_steps
 
 
 def asks_to_stay_dense(request: Any) -> bool:

@@ -86,6 +86,15 @@ def test_greedy_answers_equal_plain_sglang(
     assert rounds < confirmed < 7 * rounds  # of eight in a round, some are wrong
 
 
+def test_the_radix_cache_keeps_whole_answers(drafting_server: Server) -> None:
+    (prompt,) = random_prompts([200], seed=14)
+    answer = drafting_server.generate(prompt, NEW_TOKENS)
+    assert answer["meta_info"]["cache_rank"]["sparse_steps"] > 0
+    text = prompt + answer["output_ids"]
+    # The last token's K and V are not computed, and one is left to be.
+    assert drafting_server.generate(text, 5)["meta_info"]["cached_tokens"] >= len(text) - 2
+
+
 def test_top_log_probabilities_and_biases_equal_plain_sglang(
     drafting_server: Server, plain_server: Server
 ) -> None:

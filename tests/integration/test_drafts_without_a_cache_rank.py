@@ -15,7 +15,8 @@ from sglang_ext.exchange.host import LET_GO_VARIABLE
 
 DRAFTS = (
     "--sparse-threshold 264 --sparse-budget 40 --hysteresis 8 --max-swap-tokens 40 "
-    "--dense-layers 0 --speculative-algorithm CACHE_RANK"
+    "--dense-layers 0 --query-predictor forecast --forecast-lead 1 "
+    "--speculative-algorithm CACHE_RANK"
 ).split()
 
 LETTING_GO = [pytest.mark.thorough, pytest.mark.xdist_group("drafts let go")]
