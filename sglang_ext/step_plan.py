@@ -157,15 +157,19 @@ class StepPlanner:
             Whether a request is exchanged.
         """
         prepare_requests(requests)
-        exchanged, sparse = False, []
+        sequences: list[tuple[SparseSequence, int]] = []
         for request, length in zip(requests, lengths, strict=True):
-            row, position = pool_state(request).req_pool_idx, length - 1
-            sequence = self.lifecycle.live.get(row) or self._begin(request, length, is_up)
+            sequence = self.lifecycle.live.get(pool_state(request).req_pool_idx)
             if sequence is None:
-                continue
-            if ship is not None and is_up:
-                ship(sequence, position)
-            if sequence.ended:  # the cache rank was lost, or has no room
+                sequence = self._begin(request, length, is_up, ships=ship is not None)
+            if sequence is not None:
+                sequences.append((sequence, length - 1))
+        if ship is not None and is_up:
+            for each in sequences:
+                ship(*each)
+        exchanged, sparse = False, []
+        for sequence, position in sequences:
+            if sequence.ended:  # the cache rank was lost just now, or has no room
                 continue
             if ship is None or sequence.shipped != position:
                 self._park(sequence)
@@ -173,7 +177,7 @@ class StepPlanner:
             exchanged = True
             self._move_on(sequence, position)
             if sequence.phase is Phase.SPARSE:
-                sparse.append((row, position))
+                sparse.append((sequence.row, position))
         if sparse:
             self.table.begin_round(*zip(*sparse, strict=True))
         return exchanged
@@ -265,11 +269,16 @@ class StepPlanner:
         self.numbers.collect()
         self.table.add(self.numbers["sources"], self.numbers["targets"])
 
-    def _begin(self, request: Any, length: int, is_up: bool) -> SparseSequence | None:
-        """Begin a sequence, unless there is a reason against it."""
+    def _begin(
+        self, request: Any, length: int, is_up: bool, ships: bool = True
+    ) -> SparseSequence | None:
+        """Begin a sequence, unless there is a reason against it.
+
+        One that begins must be shipped before others begin: the cache rank takes them in order.
+        """
         reason = self.lifecycle.reason_to_stay_dense(request, length, is_up)
         if reason is None:
-            return self.lifecycle.begin(request, length)
+            return self.lifecycle.begin(request, length) if ships else None
         statistics = request.cache_rank_statistics
         if statistics.dense_reason != reason:
             statistics.dense_reason = reason

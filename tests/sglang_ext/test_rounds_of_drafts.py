@@ -88,10 +88,29 @@ def test_a_rank_that_is_lost_while_a_round_begins_leaves_it_dense() -> None:
     planner: StepPlanner = rounds.planner
 
     def lose(sequence: SparseSequence, tokens: int) -> None:
-        planner.lifecycle.end(sequence.row)
-        planner.table.forget(sequence.row)
+        for row in list(planner.lifecycle.live):
+            planner.lifecycle.end(row)
+            planner.table.forget(row)
 
-    assert not planner.begin_round([request], [16], True, lose)
-    plan = planner.plan([request], [16], True)
-    assert plan.attended_lengths == [16]
+    others = [request, request_on(2)]
+    assert not planner.begin_round(others, [16, 20], True, lose)
+    assert planner.lifecycle.live == {}  # what began then would reach the next one out of order
+    plan = planner.plan(others, [16, 20], True)
+    assert plan.attended_lengths == [16, 20]
     assert not plan.rows
+
+
+def test_a_sequence_begins_when_it_is_shipped() -> None:
+    """The cache rank takes sequences in the order of their numbers."""
+    rounds, early, late = Rounds(), request_on(1), request_on(2)
+    shipped: list[int] = []
+
+    def ship(sequence: SparseSequence, tokens: int) -> None:
+        shipped.append(sequence.sequence_id)
+
+    begin = rounds.planner.begin_round
+    assert not begin([late, early], [3, 14], True, None)
+    assert early.cache_rank_statistics.dense_reason == "prefill"
+    assert late.cache_rank_statistics.dense_reason == "below_threshold"
+    begin([late, early], [15, 16], True, ship)
+    assert shipped == [1, 2]
