@@ -77,7 +77,10 @@ class DecodeStep:
         self._cache_rank.follow_supervisor()
         is_up = self._cache_rank.exchange is not None
         ship = self._ship if exchanges else None
-        return self._planner.begin_round(requests, lengths, is_up, ship)
+        is_exchanged = self._planner.begin_round(requests, lengths, is_up, ship)
+        if not is_exchanged and self._planner.lifecycle.live:
+            self._metrics.on_no_sparse_requests()
+        return is_exchanged
 
     def _ship(self, sequence: SparseSequence, tokens: int) -> None:
         for _ in range(CHUNKS_OF_A_ROUND):
