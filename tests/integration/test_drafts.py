@@ -23,6 +23,7 @@ from workload import (
     SMALL_CACHE_RANK,
     SMALL_INLINE,
     STRICT,
+    STRICT_POOL,
     VOCABULARY,
     difference,
     random_prompts,
@@ -38,22 +39,24 @@ NEW_TOKENS = 80
 PROMPTS = random_prompts([30, 60, 99, 101, 150, 300, 700])
 
 
-INLINE = pytest.param(SMALL_INLINE, id="inline")
+INLINE = pytest.param((SMALL_INLINE, STRICT_POOL), id="inline")
+CACHE_RANK = pytest.param((SMALL_CACHE_RANK, STRICT), id="cache rank")
 
 inline = pytest.mark.parametrize("drafting_server", [INLINE], indirect=True)
 """What happens is the same with a cache rank."""
 
 
-@pytest.fixture(scope="module", params=[INLINE, pytest.param(SMALL_CACHE_RANK, id="cache rank")])
+@pytest.fixture(scope="module", params=[INLINE, CACHE_RANK])
 def drafting_server(
     request: pytest.FixtureRequest, random_model: Callable[..., Path], cache_home: Path
 ) -> Iterator[Server]:
     """Drafts attend to 52 tokens: many of them are wrong."""
-    flags = [*request.param, *REUSE, "--model-path", str(random_model()), "--sparse-budget", "40"]
+    placement, strict = request.param
+    flags = [*placement, *REUSE, "--model-path", str(random_model()), "--sparse-budget", "40"]
     flags += ["--speculative-algorithm", "CACHE_RANK"]
     if compat.HAS_GRAMMARS_ON_CPUS:
         flags += ["--grammar-backend", "xgrammar"]
-    with serve(flags, {"XDG_CACHE_HOME": str(cache_home), **STRICT}) as server:
+    with serve(flags, {"XDG_CACHE_HOME": str(cache_home), **strict}) as server:
         yield server
 
 
@@ -242,8 +245,7 @@ def test_drafts_go_on_where_there_were_none_for_a_while(
     assert short["meta_info"]["spec_num_correct_drafts"] == 0
     assert found["output_ids"] == expected["output_ids"]
     assert found["meta_info"]["cache_rank"]["dense_reason"] is None
-    meta = found["meta_info"]
-    assert meta["spec_num_correct_drafts"] > meta["spec_verify_ct"] - 20 > 20
+    assert found["meta_info"]["spec_num_correct_drafts"] > 100
 
 
 def test_stops_within_a_round_end_an_answer_there(
