@@ -325,7 +325,8 @@ class CacheRankFlags(ServerArgs):
         """
         flags = {field: getattr(self, field) for field in CACHE_RANK_FIELDS}
         checksum = os.environ.get(CHECKSUM_VARIABLE) == "1"
-        return make_config(flags, model, max_rows, checksum, self.draft_steps)
+        config = make_config(flags, model, max_rows, checksum)
+        return msgspec.structs.replace(config, draft_steps=self.draft_steps)
 
 
 SGLANG_FIELDS = compat.default_values(ServerArgs)
@@ -425,11 +426,7 @@ _SHARED_FIELDS = {*CACHE_RANK_FIELDS} & {*CacheRankConfig.__struct_fields__} - {
 
 
 def make_config(
-    flags: Mapping[str, Any],
-    model: ModelShape,
-    max_rows: int,
-    checksum: bool = False,
-    draft_steps: int = 0,
+    flags: Mapping[str, Any], model: ModelShape, max_rows: int, checksum: bool = False
 ) -> CacheRankConfig:
     """What a cache rank is opened with that is given these flags, by their fields.
 
@@ -443,7 +440,6 @@ def make_config(
         {
             "model": model,
             "max_rows": max_rows,
-            "draft_steps": draft_steps,
             "kv_residency_options": options,
             "checksum": checksum,
             **chosen,
