@@ -100,6 +100,9 @@ class CacheRankConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             over those that are attended to, which is known before the others are read.
         wire_dtype: dtype of the keys and values of an answer; bf16 is the KV pool's own dtype,
             whichever it is, and int8 has a scale for 8 channels.
+        draft_steps: 0, or the most steps that follow one another of a request from the newest token
+            that is held: they only draft. What they bring of K and V is not held; the tokens that
+            come of them are shipped.
         max_rows: most requests of one step.
         checksum: both ranks compare checksums of the slots at every step (slow, for debugging).
 
@@ -124,6 +127,7 @@ class CacheRankConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sketch_bits: Literal[1, 2, 3, 4] = 2
     score_normalizer: ScoreNormalizer = "all"
     wire_dtype: WireDtype = "bf16"
+    draft_steps: int = 0
     max_rows: int = 256
     checksum: bool = False
 
@@ -147,7 +151,7 @@ class CacheRankConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         for name in at_least_one:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("sink_tokens", "recent_tokens", "hysteresis"):
+        for name in ("sink_tokens", "recent_tokens", "hysteresis", "draft_steps"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
         margin = self.hysteresis

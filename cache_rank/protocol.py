@@ -25,12 +25,15 @@ from torch import Tensor
 from cache_rank.config import CacheRankConfig
 from cache_rank.schedule import LayerMessage
 
-PROTOCOL_VERSION = 11
+PROTOCOL_VERSION = 12
 NO_SEQUENCE = -1
 
 
 class Row(msgspec.Struct, frozen=True, array_like=True):
-    """One request in a step: its sequence's id, and the position of the token being computed."""
+    """One request in a step: its sequence's id, and the position of the token being computed.
+
+    That is the first token that is not held, or where steps draft one of those behind it.
+    """
 
     sequence_id: int
     position: int

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from cache_rank.batch_metadata import BatchMetadata
 from cache_rank.config import CacheRankConfig
+from cache_rank.kernels.append import append_step
 from cache_rank.kernels.predict import predict_step
 
 
@@ -17,7 +18,7 @@ class QueryRing:
 
     Attributes:
         entries: (slots, layers, Hq, W + 1, D) in the model's dtype; the query of position p is
-            entry p % (W + 1). `Residency.append` writes them.
+            entry p % (W + 1). `Residency.append` writes them, or `append` of drafts.
     """
 
     def __init__(self, config: CacheRankConfig, device: torch.device) -> None:
@@ -36,6 +37,15 @@ class QueryRing:
         self._predicted = torch.empty(
             slots * largest_group * heads * model.head_dim, dtype=torch.float32, device=device
         )
+
+        # Where keys and values of drafts go, which nobody reads.
+        unread = (1, model.layers, model.kv_heads, 1, model.head_dim) if config.draft_steps else 0
+        self._unread = torch.empty(unread, dtype=model.torch_dtype, device=device)
+
+    def append(self, rows: BatchMetadata, layers: range, up: Tensor) -> None:
+        """Take over the queries of drafts alone; see `Residency.append`."""
+        nowhere = rows.paged._replace(page_table=torch.zeros_like(rows.slots).unsqueeze(1))
+        append_step(up, self._unread, self._unread, self.entries, nowhere, layers.start)
 
     def predict(self, rows: BatchMetadata, layers: range) -> Tensor:
         """Predict the queries of the tokens after those of a step.

@@ -113,7 +113,7 @@ class CacheRank:
 
     def _warm_up_step(self, sequence: ResidentSequence) -> None:
         selector = self.selector
-        rows = [Row(sequence.sequence_id, sequence.tokens)]
+        rows = [Row(sequence.sequence_id, max(sequence.tokens, sequence.stepped))]
         step, messages = selector.begin_step(0, rows), self._messages.of(1)
         for layer_message, up in zip(self._layer_messages, messages.up, strict=True):
             selector.serve(
@@ -333,7 +333,7 @@ class CacheRank:
             sequence = self.selector.sequences.get(row.sequence_id)
             if sequence is None:
                 refused[index] = f"row of sequence {row.sequence_id}, which is not live"
-            elif row.position != sequence.tokens:
+            elif not 0 <= row.position - sequence.tokens < max(1, self.config.draft_steps):
                 held = sequence.tokens
                 refused[index] = f"row at {row.position} of sequence {row.sequence_id} at {held}"
             elif message.step <= self._last_step:

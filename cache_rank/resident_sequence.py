@@ -16,9 +16,11 @@ class ResidentSequence:
         slot: its row in the selector's state tensors.
         pages: the pages that hold its K and V, in order.
         tokens: how many of its tokens are resident.
+        stepped: where its last step ended: the position behind it.
         shared: how many of its pages have a name, by which other sequences may hold them, too.
         adopted: how many of its first tokens were in pages of others when it began.
-        queries: how many of its newest tokens have their query in the query ring, at most W + 1.
+        queries: how many of the tokens before `stepped` have their query in the query ring, at most
+            W + 1.
         filled: how many slots are in use once the answer to its last step is applied.
         fresh_filled: the same of groups that are answered for the step itself.
     """
@@ -27,6 +29,7 @@ class ResidentSequence:
     slot: int
     pages: list[int] = dataclasses.field(default_factory=list)
     tokens: int = 0
+    stepped: int = 0
     shared: int = 0
     adopted: int = 0
     queries: int = 0
@@ -35,7 +38,15 @@ class ResidentSequence:
 
     def advance(self, config: CacheRankConfig, position: int) -> None:
         """Account for the step at `position`."""
-        self.tokens = position + 1
+        newest, before = position, position - 1
+        if config.draft_steps:
+            newest = before = self.tokens - 1
+        else:
+            self.tokens = position + 1
+        # Drafts may have been wrong, or there were steps of which this rank has no query.
+        back = self.stepped - position
+        self.queries = max(0, self.queries - back) if back >= 0 else 0
         self.queries = min(self.queries + 1, config.query_window + 1)
-        self.filled = config.filled_after(position, self.filled)
-        self.fresh_filled = config.filled_after(position - 1, self.fresh_filled)
+        self.stepped = position + 1
+        self.filled = config.filled_after(newest, self.filled)
+        self.fresh_filled = config.filled_after(before, self.fresh_filled)

@@ -50,9 +50,11 @@ class SelectorStep(NamedTuple):
 
     Attributes:
         number: the step's number.
-        rows: the rows on the device, when a group has appended the step's token.
-        earlier: the same rows before: their newest token is the one before, and their header is
-            that of an answer for the step itself.
+        rows: the rows on the device, at the positions of the step.
+        after: the same rows at the newest token that is held when a group has appended the step's,
+            if it does: drafts are not held. Their header is that of an answer for the next step.
+        earlier: the same at the newest token that is held before; their header is that of an answer
+            for the step itself.
         key: two steps of the same key differ only in what their rows hold.
         live: index, row and sequence of each row that is exchanged.
         changed: (groups, R, 2) int32: tokens that entered, and that must wait for a later step.
@@ -60,6 +62,7 @@ class SelectorStep(NamedTuple):
 
     number: int
     rows: BatchMetadata
+    after: BatchMetadata
     earlier: BatchMetadata
     key: tuple[int, ...]
     live: Sequence[tuple[int, Row, ResidentSequence]]
@@ -67,7 +70,7 @@ class SelectorStep(NamedTuple):
 
     def rows_of(self, layer_message: LayerMessage) -> BatchMetadata:
         """The rows as the group that is selected for has them."""
-        return self.earlier if layer_message.same_step else self.rows
+        return self.earlier if layer_message.same_step else self.after
 
 
 class Selector:
@@ -220,14 +223,17 @@ class Selector:
             if index not in refused
         ]
         count = len(rows)
-        slots, positions, earlier, counts = ([-1] * count, [0] * count, [0] * count, [0] * count)
+        slots, counts = [-1] * count, [0] * count
+        positions, after, earlier = [0] * count, [0] * count, [0] * count
         header = [[NO_SEQUENCE] * len(AnswerHeader._fields)] * count
         fresh_header = list(header)
         for index, row, sequence in live:
-            self._extend(sequence, row.position + 1)
+            earlier[index] = sequence.tokens - 1
             sequence.advance(self.config, row.position)
+            self._extend(sequence, sequence.tokens)
+            after[index] = sequence.tokens - 1
             slots[index], positions[index] = sequence.slot, row.position
-            earlier[index], counts[index] = row.position - 1, sequence.queries
+            counts[index] = sequence.queries
             header[index] = [number, row.sequence_id, row.position + 1, sequence.filled, 0, 0]
             fresh_header[index] = [
                 number,
@@ -242,27 +248,27 @@ class Selector:
         if on_gpu:
             width = -(-width // _PAGES_ROUNDING) * _PAGES_ROUNDING
         page_table = self._slot_pages[[max(slot, 0) for slot in slots], :width]
-        small = torch.tensor((slots, positions, earlier, counts), dtype=torch.int32)
+        small = torch.tensor((slots, positions, after, earlier, counts), dtype=torch.int32)
         on_host = (small, page_table, torch.tensor((header, fresh_header)))
         changed = self._slot_map.zero_changes(count)
-        capacity = width * PAGE_TOKENS if on_gpu else max(positions) + 1
+        capacity = width * PAGE_TOKENS if on_gpu else max(after) + 1
         numbers, table, headers = upload(on_host, self._device, self._step_memory)
-        current, before = (
+        current, held, before = (
             BatchMetadata(
                 PagedRows(table, numbers[0], numbers[column]),
-                numbers[3],
-                headers[column - 1],
+                numbers[4],
+                headers[is_fresh],
                 capacity,
                 list(zip(slots, of_rows, strict=True)),
             )
-            for column, of_rows in ((1, positions), (2, earlier))
+            for column, of_rows, is_fresh in ((1, positions, 0), (2, after, 0), (3, earlier, 1))
         )
         self._graphs.allow_more()
         moved = self._residency.prepare_scores(count, len(self.config.groups[0]), capacity)
         if moved != self._scores_moved:
             self._graphs.clear()
             self._scores_moved = moved
-        return SelectorStep(number, current, before, (count, width), live, changed)
+        return SelectorStep(number, current, held, before, (count, width), live, changed)
 
     def serve(
         self,
@@ -310,7 +316,10 @@ class Selector:
         """Take over the tokens of a group, if the message brought some."""
         if layer_message.kv_of is not None:
             layers = self.config.groups[layer_message.kv_of]
-            self._residency.append(step.rows, layers, up.tokens, self._queries.entries)
+            if self.config.draft_steps:
+                self._queries.append(step.rows, layers, up.tokens)
+            else:
+                self._residency.append(step.rows, layers, up.tokens, self._queries.entries)
             timeline.mark(layer_message, "append")
 
     def _answer(
@@ -402,8 +411,8 @@ class Selector:
     ) -> int:
         layers = self.config.groups[layer_message.selects_for or 0]
         same_step = layer_message.same_step
-        newest = sequence.tokens - 1 - same_step
-        rows = step.rows_of(layer_message).row_at(index, newest)
+        rows = step.rows_of(layer_message)
+        rows = rows.row_at(index, rows.numbers()[index][1])
         filled = sequence.fresh_filled if same_step else sequence.filled
         slots = self._residency.read(rows, layers, self.slot_map(sequence, layers))
         keys, values = (part[..., :filled, :] for part in slots)

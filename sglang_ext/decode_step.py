@@ -5,6 +5,8 @@
     forward    is SGLang's; attention.py meets the exchange at the gate, layer group by layer group
     end        accounts for the step, ships chunks of prompts, and evicts what the cache rank has
 
+With drafts, `begin_round` comes before the steps of a round: it ships what has been verified.
+
 Whatever goes wrong with the cache rank in between is in recovery.py.
 """
 
@@ -15,7 +17,7 @@ from typing import Any, TypeVar
 
 from sglang_ext.eviction import Eviction
 from sglang_ext.exchange.base import Exchange, Gate
-from sglang_ext.lifecycle import Phase
+from sglang_ext.lifecycle import Phase, SparseSequence
 from sglang_ext.metrics import CacheRankMetrics
 from sglang_ext.recovery import CacheRankClient
 from sglang_ext.shipping import Shipping
@@ -23,6 +25,9 @@ from sglang_ext.step_plan import StepPlan, StepPlanner
 from sglang_ext.tracing import Tracer
 
 Result = TypeVar("Result")
+
+CHUNKS_OF_A_ROUND = 4
+"""So many chunks of a prompt are shipped before a round, which has as many steps or more."""
 
 
 class DecodeStep:
@@ -61,6 +66,25 @@ class DecodeStep:
         self._eviction = eviction
         self._metrics = metrics
         self._tracer = tracer
+
+    def begin_round(self, requests: list[Any], lengths: list[int], exchanges: bool) -> bool:
+        """Before the steps of a round; see `StepPlanner.begin_round`.
+
+        Args:
+            requests, lengths: see `run`.
+            exchanges: whether steps of the round may be exchanged: they draft.
+        """
+        self._cache_rank.follow_supervisor()
+        is_up = self._cache_rank.exchange is not None
+        ship = self._ship if exchanges else None
+        is_exchanged = self._planner.begin_round(requests, lengths, is_up, ship)
+        if not is_exchanged and self._planner.lifecycle.live:
+            self._metrics.on_no_sparse_requests()
+        return is_exchanged
+
+    def _ship(self, sequence: SparseSequence, tokens: int) -> None:
+        for _ in range(CHUNKS_OF_A_ROUND):
+            self._shipping.advance(sequence, tokens)
 
     def run(
         self, requests: list[Any], lengths: list[int], forward: Callable[[], Result]

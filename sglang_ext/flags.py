@@ -274,7 +274,12 @@ class CacheRankFlags(ServerArgs):
     @property
     def has_drafts(self) -> bool:
         """Whether selection only drafts, and all that is answered is verified densely."""
-        return self.is_inline and self.speculative_algorithm is not None
+        return self.is_sparse and self.speculative_algorithm is not None
+
+    @property
+    def draft_steps(self) -> int:
+        """The most drafts of a round; 0 without."""
+        return int(self.speculative_num_draft_tokens or DRAFT_TOKENS) - 1 if self.has_drafts else 0
 
     @property
     def rounds_draft_weights(self) -> bool:
@@ -319,7 +324,9 @@ class CacheRankFlags(ServerArgs):
             ValueError: a flag is out of range; the message begins with its field.
         """
         flags = {field: getattr(self, field) for field in CACHE_RANK_FIELDS}
-        return make_config(flags, model, max_rows, os.environ.get(CHECKSUM_VARIABLE) == "1")
+        checksum = os.environ.get(CHECKSUM_VARIABLE) == "1"
+        config = make_config(flags, model, max_rows, checksum)
+        return msgspec.structs.replace(config, draft_steps=self.draft_steps)
 
 
 SGLANG_FIELDS = compat.default_values(ServerArgs)

@@ -21,6 +21,7 @@ from sglang.srt.plugins.hook_registry import HookType
 from cache_rank.config import ModelShape
 from sglang_ext import compat, inference_rank, reuse
 from sglang_ext.calibration.serving import CALLS
+from sglang_ext.drafts import placement
 from sglang_ext.drafts.hooks import DRAFT_HOOKS
 from sglang_ext.hook import DECODE_GRAPHS, Hook, sparse_args, verifies
 from sglang_ext.inference_rank import InferenceRank
@@ -152,19 +153,19 @@ def process_result(
 ) -> None:
     """Process what a step computed, but for requests whose answers were lost with a cache rank."""
     rank, plan = inference_rank.current(), getattr(result, "cache_rank_plan", None)
-    inline = starting.current()
-    drafts = getattr(result, "cache_rank_drafts", 0)
-    is_round = inline is not None and (getattr(result, "speculative_num_draft_tokens", 0) or 0) > 1
+    drafting, drafts = placement.current(), getattr(result, "cache_rank_drafts", 0)
+    width = getattr(result, "speculative_num_draft_tokens", 0) or 0
+    is_round = drafting is not None and width > 1
     if (plan is not None or is_round) and result.copy_done is not None:
         result.copy_done.synchronize()  # the next that SGLang does
     if is_round:
         repeat(batch.reqs, result)
     if rank is None or plan is None:
         original(scheduler, batch, result, *args, **kw)
-        if rank is not None:
+        if rank is not None and not width:
             rank.on_prefilled(batch.reqs)
-        if drafts and inline is not None:
-            inline.on_verified(result.num_correct_drafts_per_req_cpu, drafts)
+        if drafts and drafting is not None:
+            drafting.on_verified(result.num_correct_drafts_per_req_cpu, drafts)
         return
     with rank.cache_rank.without_stale(plan):
         original(scheduler, batch, result, *args, **kw)

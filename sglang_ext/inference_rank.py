@@ -19,6 +19,7 @@ from sglang_ext.exchange import make_exchange, make_gate
 from sglang_ext.exchange.base import Exchange
 from sglang_ext.exchange.connection import Connection, Placement
 from sglang_ext.ineffective_flags import warn_small_capacity
+from sglang_ext.inline.draft_number import DraftNumber
 from sglang_ext.lifecycle import Phase, prepare_requests
 from sglang_ext.memory import dense_store_rows_per_request, reserve_block_rows
 from sglang_ext.metrics import CacheRankMetrics
@@ -45,6 +46,7 @@ class InferenceRank:
         decode_step: runs decode steps.
         cache_rank: the cache rank while it is up, and what its loss leaves to be done.
         eviction: of tokens from the pool; None when every token stays there.
+        drafts: how many a round has; None where sparse steps answer.
     """
 
     def __init__(
@@ -76,6 +78,9 @@ class InferenceRank:
         self.metrics = CacheRankMetrics(args, tp_rank)
         self._selection_weights = selection_weights
         self._weights_have_changed = False
+        # How long steps take is not measured: rounds have all drafts.
+        steps = self.config.draft_steps
+        self.drafts = DraftNumber(steps, None) if steps else None
         if selection_weights is not None and selection_weights.forecasts:
             selection_weights.watch(self.config.groups, self._on_input)
         planner = StepPlanner(
@@ -106,6 +111,7 @@ class InferenceRank:
             self.table,
             self.metrics,
             recomputes=evicts,
+            drafts=self.drafts is not None,
         )
         self._shipping = Shipping(
             self.cache_rank,
@@ -164,10 +170,41 @@ class InferenceRank:
     def run_decode(
         self, requests: list[Any], lengths: list[int], forward: Callable[[], Result]
     ) -> Result:
-        """Run a decode step, and leave its plan with what it computes."""
+        """Run a decode step, and leave its plan with what it computes.
+
+        With drafts it is one that does not draft, and there is nothing of it to be taken back.
+        """
+        if self.drafts is not None:
+            self.decode_step.begin_round(requests, lengths, exchanges=False)
         result, plan = self.decode_step.run(requests, lengths, forward)
-        result.cache_rank_plan = plan  # type: ignore[attr-defined]
+        if self.drafts is None:
+            result.cache_rank_plan = plan  # type: ignore[attr-defined]
         return result
+
+    # Drafts; see `drafts/placement.py`.
+
+    def draft_backend(self, runner: Any) -> Any:
+        """The attention backend of steps that draft, and of other decode steps."""
+        return runner.attn_backend.decode_backend
+
+    def plan_drafts(self, requests: list[Any], lengths: list[int]) -> int:
+        """Begin a round, and decide how many drafts it has."""
+        assert self.drafts is not None
+        is_exchanged = self.decode_step.begin_round(requests, lengths, exchanges=True)
+        return self.drafts.most if is_exchanged else 0
+
+    def run_draft(
+        self, requests: list[Any], lengths: list[int], forward: Callable[[], Result]
+    ) -> Result:
+        """Run a decode step of a round."""
+        return self.decode_step.run(requests, lengths, forward)[0]
+
+    run_dense = run_draft
+
+    def on_verified(self, accepted: list[int], drafts: int) -> None:
+        """Note how many drafts of each request a verification has confirmed."""
+        assert self.drafts is not None
+        self.drafts.note(accepted, drafts)
 
     # Events of the model.
 
@@ -264,6 +301,7 @@ class InferenceRank:
             ),
             "pool_free_tokens": self._allocator.available_size() + tree_cache.evictable_size(),
             "retractions": self.cache_rank.retractions,
+            "drafts": self.drafts and self.drafts.state(),
             "steps": self._planner.steps,
             **dataclasses.asdict(self.cache_rank.counters),
             **self.metrics.state(),

@@ -245,8 +245,11 @@ class Lifecycle:
             sequence.statistics.dense_reason = "warming"
         if sequence.phase is not Phase.WARMING:
             return False
-        warm = sequence.exchanged > self._config.query_window
-        if warm and sequence.filled == self._config.slots_wanted_after(position - 1):
+        config = self._config
+        warm = sequence.exchanged > config.query_window
+        # Drafts follow the slots in their rows, so that all of these must be in use.
+        wanted = config.slots_wanted_after(position - 1)
+        if warm and sequence.filled == (config.sparse_budget if config.draft_steps else wanted):
             sequence.phase = Phase.SPARSE
             sequence.statistics.dense_reason = None
             return True
@@ -281,8 +284,8 @@ class Lifecycle:
 
     def _final_length(self, request: Any) -> int:
         wanted = len(request.origin_input_ids) + (request.sampling_params.max_new_tokens or 0)
-        # One token more than asked for: the overlap schedule runs one step beyond the end.
-        return min(wanted, self._context_length) + 1
+        # The overlap schedule runs one step beyond the end, or behind a round of drafts one more.
+        return min(wanted, self._context_length) + 1 + self._config.draft_steps
 
 
 def asks_to_stay_dense(request: Any) -> bool:

@@ -45,6 +45,7 @@ class CacheRankClient:
         table: WorkingSetTable,
         metrics: CacheRankMetrics,
         recomputes: bool,
+        drafts: bool = False,
     ) -> None:
         """Connect to the cache rank that is up.
 
@@ -55,6 +56,7 @@ class CacheRankClient:
             metrics: told of connections and losses.
             recomputes: whether sparse requests must be recomputed after a loss; else they go on
                 dense.
+            drafts: whether sparse steps only draft: one without its selection is not stale.
         """
         self.exchange: Exchange | None = None
         self.retractions = 0
@@ -65,6 +67,7 @@ class CacheRankClient:
         self._table = table
         self._metrics = metrics
         self._recomputes = recomputes
+        self._drafts = drafts
         self._orphans: list[Any] = []
         self._finished = ExchangeCounters()
         self._connect()
@@ -129,8 +132,9 @@ class CacheRankClient:
         self._end_exchange(self.exchange)
         for row, sequence in list(self._lifecycle.live.items()):
             is_sparse = sequence.phase is Phase.SPARSE
-            sequence.statistics.stale_steps += is_sparse
-            self._metrics.on_stale(is_sparse)
+            is_stale = is_sparse and not self._drafts
+            sequence.statistics.stale_steps += is_stale
+            self._metrics.on_stale(is_stale)
             sequence.request.cache_rank_losses += 1
             if self._recomputes and is_sparse:
                 sequence.orphaned = True

@@ -77,6 +77,8 @@ class CacheRankServerArgs(CacheRankFlags):
         self._refuse_arguments()
         say_unknown(self)
         self._set_required()
+        if self.has_drafts:
+            self._set_for_drafts()
         try:
             let_sglang()
         except AssertionError:  # some models ask something of a machine

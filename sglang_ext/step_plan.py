@@ -9,7 +9,7 @@ date.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -134,6 +134,61 @@ class StepPlanner:
             if pools.req_to_token.is_cuda:
                 self._graph = capture(self._take_numbers)
 
+    def begin_round(
+        self,
+        requests: Sequence[Any],
+        lengths: Sequence[int],
+        is_up: bool,
+        ship: Callable[[SparseSequence, int], None] | None,
+    ) -> bool:
+        """Before the steps of a round of drafts, or dense ones: bring sequences up to its start.
+
+        Those of which the cache rank has all but the current token are exchanged in the round. All
+        others are dense.
+
+        Args:
+            requests: SGLang's Req objects, in batch order.
+            lengths: of each, the current token included; those before it are verified.
+            is_up: whether there is a cache rank.
+            ship: ships what is verified of a sequence that has so many tokens; None in a round
+                without drafts, where none is exchanged.
+
+        Returns:
+            Whether a request is exchanged.
+        """
+        prepare_requests(requests)
+        sequences: list[tuple[SparseSequence, int]] = []
+        for request, length in zip(requests, lengths, strict=True):
+            sequence = self.lifecycle.live.get(pool_state(request).req_pool_idx)
+            if sequence is None:
+                sequence = self._begin(request, length, is_up, ships=ship is not None)
+            if sequence is not None:
+                sequences.append((sequence, length - 1))
+        if ship is not None and is_up:
+            for each in sequences:
+                ship(*each)
+        exchanged, sparse = False, []
+        for sequence, position in sequences:
+            if sequence.ended:  # the cache rank was lost just now, or has no room
+                continue
+            if ship is None or sequence.shipped != position:
+                self._park(sequence)
+                continue
+            exchanged = True
+            self._move_on(sequence, position)
+            if sequence.phase is Phase.SPARSE:
+                sparse.append((sequence.row, position))
+        if sparse:
+            self.table.begin_round(*zip(*sparse, strict=True))
+        return exchanged
+
+    def _park(self, sequence: SparseSequence) -> None:
+        """Let a sequence attend to everything, and stay out of the exchange, until it moves on."""
+        if sequence.phase is not Phase.SHIPPING:
+            sequence.phase = Phase.SHIPPING
+            sequence.statistics.dense_reason = "shipping"
+            self.table.forget(sequence.row)
+
     def plan(self, requests: Sequence[Any], lengths: Sequence[int], is_up: bool) -> StepPlan:
         """Decide what every request of a decode step does.
 
@@ -144,27 +199,35 @@ class StepPlanner:
         """
         prepare_requests(requests)
         live, table, budget = self.lifecycle.live, self.table, self._config.sparse_budget
+        drafts = self._config.draft_steps > 0
         shipping, sparse = Phase.SHIPPING, Phase.SPARSE  # slow to look up in every row
         plan = StepPlan()
         for index, (request, length) in enumerate(zip(requests, lengths, strict=True)):
             slot, position, is_sparse = pool_state(request).req_pool_idx, length - 1, False
-            sequence = live.get(slot) or self._begin(request, length, is_up)
+            sequence = live.get(slot)
+            if sequence is None and not drafts:
+                sequence = self._begin(request, length, is_up)
             if sequence is not None:
-                if sequence.phase is not sparse and is_up:
+                if sequence.phase is not sparse and is_up and not drafts:
                     self._move_on(sequence, position)
                 phase, filled = sequence.phase, sequence.filled
                 is_sparse = phase is sparse
                 if is_sparse:
                     plan.sparse.append(sequence)
                     length = table.sparse_length(filled)
+                    if drafts:
+                        length += position - sequence.shipped
                     sequence.statistics.attended_tokens = length
-                elif phase is shipping:
+                elif phase is shipping and not drafts:
                     plan.shipping.append((sequence, length))
                 if phase is not shipping and not sequence.orphaned:
                     fresh = filled
                     if not is_sparse or filled != budget:  # else all slots stay in use
-                        filled = self._config.filled_after(position, filled)
-                        fresh = self._config.filled_after(position - 1, sequence.fresh_filled)
+                        newest, before = position, position - 1
+                        if drafts:
+                            newest = before = sequence.shipped - 1
+                        filled = self._config.filled_after(newest, filled)
+                        fresh = self._config.filled_after(before, sequence.fresh_filled)
                         plan.unsettled.append((sequence, filled, fresh))
                     plan.rows.add(sequence, index, position, filled, fresh)
             plan.attended_lengths.append(length)
@@ -206,11 +269,16 @@ class StepPlanner:
         self.numbers.collect()
         self.table.add(self.numbers["sources"], self.numbers["targets"])
 
-    def _begin(self, request: Any, length: int, is_up: bool) -> SparseSequence | None:
-        """Begin a sequence, unless there is a reason against it."""
+    def _begin(
+        self, request: Any, length: int, is_up: bool, ships: bool = True
+    ) -> SparseSequence | None:
+        """Begin a sequence, unless there is a reason against it.
+
+        One that begins must be shipped before others begin: the cache rank takes them in order.
+        """
         reason = self.lifecycle.reason_to_stay_dense(request, length, is_up)
         if reason is None:
-            return self.lifecycle.begin(request, length)
+            return self.lifecycle.begin(request, length) if ships else None
         statistics = request.cache_rank_statistics
         if statistics.dense_reason != reason:
             statistics.dense_reason = reason
@@ -222,7 +290,8 @@ class StepPlanner:
         """Move a sequence on; from where it turns sparse it attends to its working set."""
         if self.lifecycle.move_on(sequence, position):
             self.table.enter(sequence.row, position, sequence.block)
-            reuse.note_sparse(sequence.request, position)
+            if not self._config.draft_steps:  # all that drafts leave is verified
+                reuse.note_sparse(sequence.request, position)
             self._copy_sinks(sequence)
 
     def _copy_sinks(self, sequence: SparseSequence) -> None:

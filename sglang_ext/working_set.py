@@ -6,6 +6,10 @@ request's row is its true row. A sparse request's row is
 
     sinks | recent tokens and the current one, as a ring | selected tokens
 
+where drafts are verified
+
+    sinks | selected tokens | recent tokens, the current one, drafts
+
 with a short length; keys carry their rotation, so order is free. Sinks and selected tokens live in
 the *reserve*: pool rows beyond those that SGLang's allocator hands out, one block a request. What a
 reserve row holds differs per layer and kv head, which is what makes selection token by token and
@@ -14,12 +18,13 @@ head by head.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 from cache_rank.config import CacheRankConfig
+from cache_rank.copies import upload
 
 
 class Reserve:
@@ -60,7 +65,9 @@ class WorkingSetTable:
         self._sinks = config.sink_tokens
         self._ring = config.recent_tokens + 1
         self._slots = config.sparse_budget
-        width = max(req_to_token.shape[1], self._sinks + self._ring + self._slots)
+        self._drafts = config.draft_steps
+        width = self._sinks + self._ring + self._slots + self._drafts
+        width = max(req_to_token.shape[1], width)
         self.nowhere = req_to_token.shape[0] * width
         self._flat_true = req_to_token.view(-1)
         self._flat_table = req_to_token.new_zeros(self.nowhere + 1)
@@ -89,10 +96,26 @@ class WorkingSetTable:
             block, block + self._sinks + self._slots, dtype=torch.int32, device=self.table.device
         )
         working_set[: self._sinks] = reserve[: self._sinks]
+        if self._drafts:  # `begin_round` writes the rest
+            working_set[self._sinks : self._sinks + self._slots] = reserve[self._sinks :]
+            return
         after_ring = self._sinks + self._ring
         working_set[after_ring : after_ring + self._slots] = reserve[self._sinks :]
         recent = torch.arange(position - self._ring + 1, position + 1, device=self.table.device)
         working_set[self._sinks + recent % self._ring] = self._true[row, recent]
+
+    def begin_round(self, rows: Sequence[int], positions: Sequence[int]) -> None:
+        """Let sparse rows have the newest tokens, and the drafts to come: pool rows are taken.
+
+        Args:
+            rows: request slots.
+            positions: of the current token of each.
+        """
+        (of_rows,) = upload((torch.tensor((rows, positions)),), self.table.device)
+        newest = torch.arange(1 - self._ring, self._drafts, device=self.table.device)
+        row, position = of_rows[0, :, None], of_rows[1, :, None] + newest
+        columns = self._sinks + self._slots + self._ring - 1 + newest
+        self.table[row, columns] = self._true[row, position]
 
     def places_of_current_token(self, row: int, position: int, is_sparse: bool) -> tuple[int, int]:
         """Find where the current token of a request comes from and goes to.
@@ -100,18 +123,21 @@ class WorkingSetTable:
         Args:
             row: request slot.
             position: of the current token.
-            is_sparse: whether the row is sparse; a dense row that is new here is copied whole.
+            is_sparse: whether the row is sparse; of a dense one, what is new here is copied.
 
         Returns:
             Places in the two flattened tables, for `add`.
         """
         column = position
+        if is_sparse and self._drafts:
+            return row * self._true_width + position, self.nowhere
         if is_sparse:
             column = self._sinks + position % self._ring
         else:
-            if self._copied.get(row) != position:
-                self.table[row, :position] = self._true[row, :position]
-            self._copied[row] = position + 1
+            copied = self._copied.get(row, 0)
+            if copied < position:
+                self.table[row, copied:position] = self._true[row, copied:position]
+            self._copied[row] = max(copied, position + 1)
         return row * self._true_width + position, row * self._width + column
 
     def add(self, sources: Tensor, targets: Tensor) -> None:

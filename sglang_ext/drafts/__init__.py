@@ -1,6 +1,7 @@
 """Exact decoding: selection drafts tokens, and one dense forward pass verifies them.
 
     algorithm    what SGLang's registry of speculative algorithms knows
+    placement    what selects for drafts
     worker       a round of decoding, from top to bottom
     forwards     the three forward passes of a round, and their CUDA graphs
     sampling     tokens drawn with noise that drafts and verification share

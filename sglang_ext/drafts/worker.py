@@ -12,6 +12,7 @@ written over by the next round. So nothing is ever taken back.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -22,11 +23,11 @@ from sglang.srt.speculative.spec_info import SpecInput, SpecInputType
 from torch import Tensor
 
 from sglang_ext import compat
+from sglang_ext.drafts import placement
 from sglang_ext.drafts.acceptance import ForcedAcceptance, accepted
 from sglang_ext.drafts.forwards import Forwards
+from sglang_ext.drafts.placement import DraftingRank
 from sglang_ext.drafts.sampling import draw, seeds_of
-from sglang_ext.inline import starting
-from sglang_ext.inline.rank import InlineRank
 from sglang_ext.inline.steps import Lengths
 from sglang_ext.reports import report
 
@@ -79,8 +80,9 @@ class DraftWorker(BaseSpecWorker):
         self.forwards = Forwards(target_worker.model_runner, self._width)
 
     def init_cuda_graphs(self) -> None:
-        runner = self._target_worker.model_runner
-        self.forwards.capture(starting.create_backend(runner, self._args))
+        rank = placement.current()
+        assert rank is not None
+        self.forwards.capture(rank.draft_backend(self._target_worker.model_runner))
 
     def forward_batch_generation(
         self, batch: Any, on_publish: Publish | None = None, pp_proxy_tensors: Any = None
@@ -92,7 +94,7 @@ class DraftWorker(BaseSpecWorker):
             sampling.sampling_seed = seeds_of(batch.reqs, batch.device)
         if not batch.forward_mode.is_decode():
             return self._read(batch, on_publish)
-        rank = starting.current()
+        rank = placement.current()
         assert rank is not None
         # The current token has no row yet: it is one more than SGLang's lengths say.
         lengths = Lengths(batch.seq_lens, batch.seq_lens_cpu)
@@ -133,19 +135,19 @@ class DraftWorker(BaseSpecWorker):
         return self._finish(result, result.next_token_ids, ones, lengths, 1, on_publish)
 
     def _dense_round(
-        self, rank: InlineRank, batch: Any, lengths: Lengths, on_publish: Publish | None
+        self, rank: DraftingRank, batch: Any, lengths: Lengths, on_publish: Publish | None
     ) -> GenerationBatchResult:
         """Decode a few tokens of each request: the host need not wait for each."""
         steps = min(DENSE_STEPS, self._width)
         places = self._places(batch, lengths, steps)
-        tokens, output = self._run_ahead(batch, lengths, *places, steps)
+        tokens, output = self._run_ahead(rank.run_dense, batch, lengths, *places, steps)
         counts = torch.full_like(lengths.device, steps, dtype=torch.int32)
         result = self._result(rank, batch, output)
         return self._finish(result, tokens[:, 1:].flatten(), counts, lengths, steps, on_publish)
 
     def _round(
         self,
-        rank: InlineRank,
+        rank: DraftingRank,
         batch: Any,
         lengths: Lengths,
         drafts: int,
@@ -153,8 +155,7 @@ class DraftWorker(BaseSpecWorker):
     ) -> GenerationBatchResult:
         """Draft, verify, accept."""
         positions, rows = self._places(batch, lengths, self._width)
-        with rank.selecting():
-            drafted, _ = self._run_ahead(batch, lengths, positions, rows, drafts)
+        drafted, _ = self._run_ahead(rank.run_draft, batch, lengths, positions, rows, drafts)
         tokens = torch.zeros_like(positions)
         tokens[:, : drafts + 1] = drafted
 
@@ -171,9 +172,15 @@ class DraftWorker(BaseSpecWorker):
         return self._finish(result, verified, right + 1, lengths, self._width, on_publish)
 
     def _run_ahead(
-        self, batch: Any, lengths: Lengths, positions: Tensor, rows: Tensor, steps: int
+        self,
+        run: Callable[..., Any],
+        batch: Any,
+        lengths: Lengths,
+        positions: Tensor,
+        rows: Tensor,
+        steps: int,
     ) -> tuple[Tensor, Any]:
-        """Run decode steps one after the other.
+        """Run decode steps one after the other, by a method of DraftingRank.
 
         Returns:
             The current tokens and those that are drawn, (B, steps + 1), and the last step's output.
@@ -181,13 +188,15 @@ class DraftWorker(BaseSpecWorker):
         slots, sampling = batch.req_pool_indices, batch.sampling_info
         tokens = [batch.spec_info.bonus_tokens.long()]
         for step in range(steps):
-            of_step = tokens[-1], slots, lengths.after(step + 1), rows[:, step]
-            output = self.forwards.decode(*of_step)
+            after = lengths.after(step + 1)
+            of_step = tokens[-1], slots, after, rows[:, step]
+            forward = functools.partial(self.forwards.decode, *of_step)
+            output = run(batch.reqs, after.host.tolist(), forward)
             logits = output.logits_output.next_token_logits
             tokens.append(draw(logits, sampling, sampling.sampling_seed, positions[:, step]))
         return torch.stack(tokens, dim=1), output
 
-    def _result(self, rank: InlineRank, batch: Any, output: Any) -> GenerationBatchResult:
+    def _result(self, rank: DraftingRank, batch: Any, output: Any) -> GenerationBatchResult:
         result = GenerationBatchResult(
             logits_output=output.logits_output, can_run_cuda_graph=output.can_run_graph
         )

@@ -12,7 +12,7 @@ from torch import Tensor
 from cache_rank.kernels.pinned_ring import collect, post
 from cache_rank.kernels.pinned_ring.reference import blocks
 
-RING_ENTRIES = 16
+RING_ENTRIES = 64
 """A ring holds far more entries than a host is steps ahead of its device, or behind it."""
 
 
@@ -52,7 +52,8 @@ class HostToDeviceRing:
         """Write the numbers of the next step.
 
         No more than RING_ENTRIES may wait to be collected. They do not: the forward pass of a step
-        waits for the one before, so that a host is a few steps ahead at most.
+        waits for the one before, and the host waits for lengths after a round of drafts, so that it
+        is a round and a few steps ahead at most.
         """
         self._entries[self._turn].write(numbers)
         self._turn = (self._turn + 1) % RING_ENTRIES

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from sglang_ext import compat, reuse
+from sglang_ext.inline.attention import InlineAttnBackend
 from sglang_ext.inline.draft_number import DraftNumber
 from sglang_ext.inline.metrics import InlineMetrics
 from sglang_ext.inline.payoff import Payoff
@@ -180,14 +180,25 @@ class InlineRank:
         if self.draft_weights is not None:
             self.draft_weights.on_weights_updated()
 
-    @contextlib.contextmanager
-    def selecting(self) -> Iterator[None]:
-        """Have decode steps select, which draft."""
+    def draft_backend(self, runner: Any) -> Any:
+        """Make the attention backend of steps that draft, and of other decode steps."""
+        return InlineAttnBackend(runner, self._args, self.selection)
+
+    def run_draft(
+        self, requests: list[Any], lengths: list[int], forward: Callable[[], Result]
+    ) -> Result:
+        """Run a decode step that drafts, for which requests have been planned."""
         self.selection.step_is_sparse = True
         try:
-            yield
+            return forward()
         finally:
             self.selection.step_is_sparse = False
+
+    def run_dense(
+        self, requests: list[Any], lengths: list[int], forward: Callable[[], Result]
+    ) -> Result:
+        """Run a decode step of a round without drafts."""
+        return forward()
 
     def capture_both_kinds(self, capture: Callable[[], None]) -> None:
         """Capture the graphs of steps without sparse requests, then those of steps with some."""

@@ -53,9 +53,7 @@ EXCHANGE_FLAGS = {
     "--enable-session-radix-cache --enable-unified-cache-external-linker": (
         "only SGLang's own radix cache, in the KV pool, is told what was computed densely"
     ),
-    "--speculative-algorithm --speculative-draft-weights": (
-        "it verifies several queries a step, and one is predicted"
-    ),
+    "--speculative-draft-weights": "drafts of a cache rank run with the model's own weights",
     "--startup-weight-load-mode": "the cache rank gets weights that are not loaded by then",
 }
 """Flags that a cache rank in a process of its own does not allow, and why."""
@@ -146,7 +144,12 @@ def exchange(args: CacheRankFlags) -> Iterator[Objection]:
         yield Objection("--trace", "this file cannot be written", remedy)
     yield from _threshold(args)
     frees_rows = args.inference_kv == "working-set"
-    if (args.on_gpu or frees_rows) and (
+    if args.has_drafts:
+        yield from _drafts(args)
+    if args.has_drafts and frees_rows:
+        why = "drafts are verified over all tokens, in SGLang's KV pool"
+        yield Objection("--inference-kv", why, "pass full, or drop --speculative-algorithm")
+    if ((args.on_gpu and not args.has_drafts) or frees_rows) and (
         args.disable_overlap_schedule or args.max_queued_requests is not None
     ):
         yield Objection(

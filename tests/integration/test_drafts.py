@@ -18,7 +18,16 @@ from sglang.srt.layers.sampler import (
     sampling_from_probs_torch,
     top_k_top_p_min_p_sampling_from_probs_torch,
 )
-from workload import REUSE, SMALL_INLINE, STRICT_POOL, VOCABULARY, difference, random_prompts
+from workload import (
+    REUSE,
+    SMALL_CACHE_RANK,
+    SMALL_INLINE,
+    STRICT,
+    STRICT_POOL,
+    VOCABULARY,
+    difference,
+    random_prompts,
+)
 
 from scripts.shared.serving import Server, log_probabilities, serve
 from sglang_ext import compat
@@ -30,14 +39,24 @@ NEW_TOKENS = 80
 PROMPTS = random_prompts([30, 60, 99, 101, 150, 300, 700])
 
 
-@pytest.fixture(scope="module")
-def drafting_server(random_model: Callable[..., Path], cache_home: Path) -> Iterator[Server]:
+INLINE = pytest.param((SMALL_INLINE, STRICT_POOL), id="inline")
+CACHE_RANK = pytest.param((SMALL_CACHE_RANK, STRICT), id="cache rank")
+
+inline = pytest.mark.parametrize("drafting_server", [INLINE], indirect=True)
+"""What happens is the same with a cache rank."""
+
+
+@pytest.fixture(scope="module", params=[INLINE, CACHE_RANK])
+def drafting_server(
+    request: pytest.FixtureRequest, random_model: Callable[..., Path], cache_home: Path
+) -> Iterator[Server]:
     """Drafts attend to 52 tokens: many of them are wrong."""
-    flags = [*SMALL_INLINE, *REUSE, "--model-path", str(random_model()), "--sparse-budget", "40"]
+    placement, strict = request.param
+    flags = [*placement, *REUSE, "--model-path", str(random_model()), "--sparse-budget", "40"]
     flags += ["--speculative-algorithm", "CACHE_RANK"]
     if compat.HAS_GRAMMARS_ON_CPUS:
         flags += ["--grammar-backend", "xgrammar"]
-    with serve(flags, {"XDG_CACHE_HOME": str(cache_home), **STRICT_POOL}) as server:
+    with serve(flags, {"XDG_CACHE_HOME": str(cache_home), **strict}) as server:
         yield server
 
 
@@ -70,6 +89,16 @@ def test_greedy_answers_equal_plain_sglang(
     assert rounds < confirmed < 7 * rounds  # of eight in a round, some are wrong
 
 
+def test_the_radix_cache_keeps_whole_answers(drafting_server: Server) -> None:
+    (prompt,) = random_prompts([200], seed=14)
+    answer = drafting_server.generate(prompt, NEW_TOKENS)
+    assert answer["meta_info"]["cache_rank"]["sparse_steps"] > 0
+    text = prompt + answer["output_ids"]
+    # The last token's K and V are not computed, and one is left to be.
+    assert drafting_server.generate(text, 5)["meta_info"]["cached_tokens"] >= len(text) - 2
+
+
+@inline
 def test_top_log_probabilities_and_biases_equal_plain_sglang(
     drafting_server: Server, plain_server: Server
 ) -> None:
@@ -158,6 +187,7 @@ def draw_as_plain(
     return int(top_k_top_p_min_p_sampling_from_probs_torch(probabilities, *bounds, False, *of_row))
 
 
+@inline
 def test_answers_follow_their_distribution(drafting_server: Server, plain_server: Server) -> None:
     """Chi-square over answers of three tokens out of five, without seeds."""
     (prompt,), allowed, samples = random_prompts([120], seed=5), [7, 40, 99, 180, 250], 1200
@@ -201,6 +231,23 @@ def test_what_depends_on_all_tokens_before_is_decoded_without_drafts(
         counts[token] += 1
 
 
+def test_drafts_go_on_where_there_were_none_for_a_while(
+    drafting_server: Server, plain_server: Server
+) -> None:
+    """A request with a penalty decodes beside, for which all of the batch has no drafts."""
+    prompt, beside = random_prompts([200, 60], seed=15)
+    expected = plain_server.generate(prompt, 500)
+    with ThreadPoolExecutor() as pool:
+        answer = pool.submit(drafting_server.generate, prompt, 500)
+        drafting_server.wait_for(30, sparse_requests=1)
+        short = drafting_server.generate(beside, 20, sampling_params={"frequency_penalty": 1.5})
+        found = answer.result()
+    assert short["meta_info"]["spec_num_correct_drafts"] == 0
+    assert found["output_ids"] == expected["output_ids"]
+    assert found["meta_info"]["cache_rank"]["dense_reason"] is None
+    assert found["meta_info"]["spec_num_correct_drafts"] > 100
+
+
 def test_stops_within_a_round_end_an_answer_there(
     drafting_server: Server, plain_server: Server
 ) -> None:
@@ -239,6 +286,7 @@ def test_rounds_without_drafts_have_several_tokens(
         assert found["output_ids"] == expected["output_ids"]
 
 
+@inline
 def test_a_stream_reports_as_much_as_an_answer(drafting_server: Server) -> None:
     (prompt,) = random_prompts([210], seed=8)
     whole = drafting_server.generate(prompt, NEW_TOKENS)
@@ -284,6 +332,7 @@ def test_a_request_reaches_the_end_of_the_context_beside_others(
         assert answer["output_ids"] == plain["output_ids"]
 
 
+@inline
 def test_several_samples_of_a_prompt_differ(drafting_server: Server) -> None:
     (prompt,) = random_prompts([150], seed=11)
     body = {

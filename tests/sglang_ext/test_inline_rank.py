@@ -269,9 +269,9 @@ def test_a_round_drafts_for_those_that_are_long(scheduler: Scheduler) -> None:
     assert statistics(scheduler, short) == (0, "below_threshold")
     assert statistics(scheduler, dense) == (0, "asked")
     scheduler.selection.step_is_sparse = False
-    with scheduler.rank.selecting():
-        assert scheduler.selection.step_is_sparse
-    assert not scheduler.selection.step_is_sparse
+    step = [one, short, dense], [200, 50, 300], lambda: scheduler.selection.step_is_sparse
+    assert scheduler.rank.run_draft(*step)
+    assert not scheduler.rank.run_dense(*step)
     assert scheduler.state()["steps"] == 3
     assert reuse.dense_tokens(one) is None
 

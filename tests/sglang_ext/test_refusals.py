@@ -87,7 +87,11 @@ EXCHANGE_CASES: list[tuple[str, dict[str, Any]]] = [
     ("--disaggregation-mode", {"disaggregation_mode": "decode"}),
     ("--cache-rank-address", {"cache_rank_address": "not.an.address.invalid"}),
     ("--enable-hierarchical-cache", {"enable_hierarchical_cache": True}),
-    ("--speculative-algorithm", {"speculative_algorithm": "CACHE_RANK"}),
+    ("--speculative-algorithm", {"speculative_algorithm": "NGRAM"}),
+    (
+        "--inference-kv",
+        {"inference_kv": "working-set", "speculative_algorithm": "CACHE_RANK"},
+    ),
     ("--cache-rank-gpus", {"cache_rank_gpus": 2}),
     ("--calibration", {"calibration": "auto"}),
     ("--trace", {"trace": "missing-folder/trace.json"}),

@@ -225,9 +225,12 @@ def test_an_inline_server_may_have_what_a_cache_rank_may_not() -> None:
     assert args.kv_cache_dtype == "fp8_e4m3"
 
 
+@pytest.mark.parametrize("placement", ["", "--cache-rank-gpus 1"])
 @pytest.mark.parametrize(("tokens", "drafts"), [("", 8), ("--speculative-num-draft-tokens 5", 4)])
-def test_drafts_are_a_chain_and_share_noise(tokens: str, drafts: int) -> None:
-    args = parse_server_args(f"--speculative-algorithm cache_rank {tokens}".split())
+def test_drafts_are_a_chain_and_share_noise(tokens: str, drafts: int, placement: str) -> None:
+    flags = f"--speculative-algorithm cache_rank {tokens} {placement}"
+    args = parse_server_args(flags.split())
+    assert args.draft_steps == drafts
     assert args.speculative_num_draft_tokens == drafts + 1
     assert (args.speculative_num_steps, args.speculative_eagle_topk) == (drafts, 1)
     assert args.sampling_backend == "pytorch"

@@ -1,0 +1,81 @@
+"""The cache rank is lost while it selects for drafts: they are poor, and answers are the same."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+
+import pytest
+from test_failure import ARGUMENTS, CHAINS, Streams, assert_exact, statistics
+from waiting import wait_until
+
+from scripts.shared.serving import Server, serve
+from sglang_ext.exchange.host import LET_GO_VARIABLE
+
+DRAFTS = (
+    "--sparse-threshold 264 --sparse-budget 40 --hysteresis 8 --max-swap-tokens 40 "
+    "--dense-layers 0 --query-predictor forecast --forecast-lead 1 "
+    "--speculative-algorithm CACHE_RANK"
+).split()
+
+LETTING_GO = [pytest.mark.thorough, pytest.mark.xdist_group("drafts let go")]
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param("0", marks=pytest.mark.xdist_group("drafts and losses"), id="at once"),
+        pytest.param("1", marks=LETTING_GO, id="as on GPUs"),
+    ],
+)
+def server(request: pytest.FixtureRequest) -> Iterator[Server]:
+    """Pools are checked after every batch; K and V are held in the default format."""
+    environment = {
+        LET_GO_VARIABLE: request.param,
+        "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "2",
+    }
+    with serve([*ARGUMENTS, *DRAFTS], environment) as running:
+        yield running
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_lost_cache_rank_changes_no_answer(server: Server, number: int) -> None:
+    streams = Streams(server)
+    state = server.wait_for(60, up=True)
+
+    def disturb() -> None:
+        server.signal_cache_rank(number)
+        wait_until(lambda: not server.metrics()["sglang_cache_rank_up"], 60)
+
+    responses = streams.run(disturb)
+    assert_exact(streams, responses)
+    for name in ("retractions", "stale_steps"):
+        assert statistics(responses, name) == 0
+    state = server.wait_for(60, up=True, starts=state["starts"] + 1)
+    assert state["retractions"] == 0
+
+    after = streams.run()
+    assert_exact(streams, after)
+    for response in after:
+        meta = response["meta_info"]
+        assert meta["cache_rank"]["sparse_steps"] > 20
+        assert meta["spec_num_correct_drafts"] > meta["spec_verify_ct"]
+    assert server.wait_for(10, sequences=0)["tokens_held"] == state["tokens_kept"]
+
+
+def test_requests_are_drafted_for_again_by_the_next_cache_rank(server: Server) -> None:
+    streams = Streams(server)
+
+    def disturb() -> None:
+        os.kill(int(server.cache_rank()["pid"]), signal.SIGKILL)
+        wait_until(lambda: not server.cache_rank()["up"])
+        server.post("/pause_generation", {"mode": "in_place"}).raise_for_status()
+        server.wait_for(60, up=True)
+        server.post("/continue_generation").raise_for_status()
+
+    server.wait_for(60, up=True)
+    responses = streams.run(disturb)
+    assert_exact(streams, responses)
+    reasons = [response["meta_info"]["cache_rank"]["dense_reason"] for response in responses]
+    assert reasons == [None] * len(CHAINS)
