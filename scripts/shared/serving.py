@@ -20,7 +20,8 @@ import requests
 
 from scripts.shared.machine import kill_session
 
-START_SECONDS = 180
+START_SECONDS = 400
+"""A first server on a GPU compiles kernels for minutes."""
 
 PORTS = (10_000, 32_000)
 """Servers listen on a port from the first to below the last of these."""

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from modelled_request import Request
+from modelled_request import Request, assert_refused
 from small_models import FORECAST, GQA, small_config, with_rotary
 from test_selector import Served, load_projections
 from torch import Tensor
+from wired_rank import InferenceRank
 
 from cache_rank.config import CacheRankConfig
 from cache_rank.pages import PAGE_TOKENS
+from cache_rank.protocol import Row
 from cache_rank.residency import FORMATS
 
 
@@ -113,3 +115,19 @@ def assert_held(served: Served, request: Drafting, is_exact: bool) -> None:
         error = (torch.stack(held).float() - parts.float()).abs()
         assert error.mean() <= (0 if is_exact else 0.5)
         assert error[:, :, -7:].max() == 0  # the newest are in full precision in any format
+
+
+def test_drafts_beyond_those_of_a_round_are_refused() -> None:
+    rank = InferenceRank(small_config(draft_steps=3))
+    try:
+        request = rank.arrive(prompt=20)
+        tensors = request.compute()
+        for position in (19, 23, 22, 20):
+            answers = rank.exchange([Row(request.sequence_id, position)], [tensors])
+            if position in (19, 23):
+                assert_refused(answers, 0)
+            else:
+                assert answers[0].header[0, 1] == request.sequence_id
+        rank.expect_refused(2)
+    finally:
+        rank.close()

@@ -147,22 +147,6 @@ def test_refused_rows_are_answered_for_no_sequence_and_the_others_are_served(
     rank.end(request)
 
 
-def test_drafts_beyond_those_of_a_round_are_refused() -> None:
-    rank = InferenceRank(small_config(draft_steps=3))
-    try:
-        request = rank.arrive(prompt=20)
-        tensors = request.compute()
-        for position in (19, 23, 22, 20):
-            answers = rank.exchange([Row(request.sequence_id, position)], [tensors])
-            if position in (19, 23):
-                assert_refused(answers, 0)
-            else:
-                assert answers[0].header[0, 1] == request.sequence_id
-        rank.expect_refused(2)
-    finally:
-        rank.close()
-
-
 def test_a_second_row_of_one_request_is_refused(rank: InferenceRank) -> None:
     request = rank.arrive(prompt=20)
     tensors = request.compute()

@@ -13,7 +13,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from sglang_ext import compat, hooks, inference_rank, plugin, processes
+from sglang_ext import compat, hooks, inference_rank, plugin, pool_hooks, processes
 from sglang_ext import hook as hook_module
 from sglang_ext.hook import Hook
 from sglang_ext.hooks import HOOKS
@@ -158,7 +158,7 @@ def test_plain_sglang_has_pools_without_reserve(
     args = object() if plain == "another class" else cache_rank_args(cache_rank_gpus=0)
     monkeypatch.setattr(hook_module, "get_server_args", lambda: args)
     assert kv_pool().k_buffer[0].shape == (33, 2, 8)
-    assert hooks.leave_room_beyond_allocator(10_000, CONFIGURATOR) == 10_000
+    assert pool_hooks.leave_room_beyond_allocator(10_000, CONFIGURATOR) == 10_000
 
 
 @pytest.mark.usefixtures("environment")
@@ -173,7 +173,7 @@ def test_a_cache_rank_puts_its_reserve_behind_the_pool_whose_size_stays(
     for buffer in (*pool.k_buffer, *pool.v_buffer):
         assert buffer.shape == (33 + reserve, 2, 8)
     row = torch.empty((2, 2, 8), dtype=torch.float32)  # K and V of one token in one layer
-    left = hooks.leave_room_beyond_allocator(10_000_000, CONFIGURATOR)
+    left = pool_hooks.leave_room_beyond_allocator(10_000_000, CONFIGURATOR)
     staged = 3 * 2 * (4 + 2 * 2) * 8 * 4  # q, k and v of three requests in the two sparse layers
     entering = 3 * 2 * 2 * args.max_swap_tokens * (2 * 8 * 4 + 4)  # K, V and slots
     left_for_headers = 10_000_000 - reserve * 3 * row.nbytes - staged - entering - left
@@ -189,7 +189,7 @@ def test_dense_layers_alone_have_rows_for_tokens_that_lose_theirs(
     def with_arguments(**changes: Any) -> tuple[Any, int]:
         args = cache_rank_args(context_length=100, **changes)
         monkeypatch.setattr(hook_module, "get_server_args", lambda: args)
-        return kv_pool(), hooks.leave_room_beyond_allocator(10_000_000, CONFIGURATOR)
+        return kv_pool(), pool_hooks.leave_room_beyond_allocator(10_000_000, CONFIGURATOR)
 
     for changes in ({"inference_kv": "full"}, {"inference_kv": "working-set", "dense_layers": 0}):
         pool, _ = with_arguments(**changes)
@@ -208,10 +208,10 @@ def test_dense_layers_alone_have_rows_for_tokens_that_lose_theirs(
 def test_what_leaves_no_memory_for_a_pool_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     args = cache_rank_args(context_length=100, inference_kv="working-set")
     monkeypatch.setattr(hook_module, "get_server_args", lambda: args)
-    taken = 10_000_000 - hooks.leave_room_beyond_allocator(10_000_000, CONFIGURATOR)
-    assert hooks.leave_room_beyond_allocator(taken + 1, CONFIGURATOR) == 1
+    taken = 10_000_000 - pool_hooks.leave_room_beyond_allocator(10_000_000, CONFIGURATOR)
+    assert pool_hooks.leave_room_beyond_allocator(taken + 1, CONFIGURATOR) == 1
     with pytest.raises(UnsupportedError, match=r"--max-sparse-requests 3 .* --dense-layers"):
-        hooks.leave_room_beyond_allocator(taken, CONFIGURATOR)
+        pool_hooks.leave_room_beyond_allocator(taken, CONFIGURATOR)
 
 
 # With an inference rank.
