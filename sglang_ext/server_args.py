@@ -218,7 +218,8 @@ class CacheRankServerArgs(CacheRankFlags):
 
     def _set_for_gpu(self) -> None:
         self.device = "cuda"
-        self._set_missing("attention_backend", _kernels_of_this_gpu(), "kernels of this GPU")
+        kernels = _kernels_of_this_gpu(runs_ahead=self.has_drafts)
+        self._set_missing("attention_backend", kernels, "kernels of this GPU")
 
     def _set_for_cpu(self) -> None:
         cpu.say_once()
@@ -331,11 +332,15 @@ def argument_parser(
     return parser
 
 
-def _kernels_of_this_gpu() -> str:
-    """Choose as SGLang does, but for trtllm_mha, its choice for B200: pages of it are larger."""
+def _kernels_of_this_gpu(runs_ahead: bool) -> str:
+    """Choose as SGLang does, but for trtllm_mha, its choice for B200: pages of it are larger.
+
+    Args:
+        runs_ahead: whether the host queues several steps, for which FlashInfer has no plan.
+    """
     if torch.cuda.get_device_capability()[0] == 9:
         return "fa3"
-    return "flashinfer" if is_flashinfer_available() else "triton"
+    return "flashinfer" if is_flashinfer_available() and not runs_ahead else "triton"
 
 
 def _config_dtype(model_path: str) -> str | None:

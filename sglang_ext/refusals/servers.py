@@ -200,6 +200,9 @@ def _drafts(args: CacheRankFlags) -> Iterator[Objection]:
         remedy = f"pass --speculative-algorithm {ALGORITHM}, {DROP}, or {PLAIN}"
         yield Objection("--speculative-algorithm", why, remedy)
     yield from of_flags(args, DRAFTS_FLAGS)
+    if args.attention_backend == "flashinfer":
+        why = "the host queues several steps, and each writes over the plan of the one before"
+        yield Objection("--attention-backend", why, "pass --attention-backend triton, or fa3")
     tokens = args.speculative_num_draft_tokens
     if tokens is not None and not 2 <= tokens <= MOST_DRAFT_TOKENS:
         why = f"a round has 1 to {MOST_DRAFT_TOKENS - 1} drafts beside the current token"

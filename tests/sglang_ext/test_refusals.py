@@ -130,6 +130,7 @@ INLINE_CASES: list[tuple[str, dict[str, Any]]] = [
         for flag, fields in (
             ("--enable-deterministic-inference", {"enable_deterministic_inference": True}),
             ("--reuse-sparse-tokens", {"reuse_sparse_tokens": "on"}),
+            ("--attention-backend", {"attention_backend": "flashinfer"}),
             ("--speculative-draft-model-path", {"speculative_draft_model_path": "draft"}),
             ("--speculative-num-draft-tokens", {"speculative_num_draft_tokens": 1}),
             ("--speculative-num-draft-tokens", {"speculative_num_draft_tokens": 34}),

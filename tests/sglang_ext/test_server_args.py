@@ -70,6 +70,8 @@ def test_gpus_have_the_kernels_of_their_generation(
     )
     args = parse(given.split())
     assert (args.first_cache_rank_gpu, args.attention_backend) == (1, "triton")
+    runs_ahead = parse(["--speculative-algorithm", "CACHE_RANK"])
+    assert runs_ahead.attention_backend == kernels.replace("flashinfer", "triton")
 
 
 @pytest.mark.parametrize(
