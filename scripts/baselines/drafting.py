@@ -78,7 +78,8 @@ class ComparedSelection(Selection):
         self, layer: int, queries: Tensor, slots: Tensor, lengths: Tensor, scale: float
     ) -> Tensor:
         """See Selection."""
-        picked = super().select(layer, queries, slots, lengths, scale)
+        width = self._sinks + self.curve.most + self._recent
+        picked = slots.new_empty((len(queries), self._codes.shape[1], width), dtype=torch.int32)
         requests = zip(slots.tolist(), lengths.tolist(), self._budgets.tolist(), strict=True)
         for request, (slot, length, budget) in enumerate(requests):
             if length < self.sparse_from[slot]:
