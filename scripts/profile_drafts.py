@@ -67,7 +67,7 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
         "default: %(default)s")  # fmt: skip
     add("--places", type=int, default=16, help="of each text, as far apart as a round is long")
     add("--texts", type=int, default=4, help="how many are read; default: %(default)s")
-    add("--flags", nargs="*", default=[], help="of the server, beside those of drafts")
+    add("--flags", default="", help="of the server, as one argument: --flags='--dtype bfloat16'")
     add("--out", type=Path, default=Path("results/drafts"))
     options = parser.parse_args(argv)
     try:
@@ -80,9 +80,12 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
 def flags_of(options: argparse.Namespace, selector: str, budget: int) -> list[str]:
     """The command line of a server that drafts as many tokens as it may, whatever they cost."""
     flags = f"--speculative-algorithm CACHE_RANK --sparse-threshold 1024 --sparse-budget {budget} "
-    flags += f"--speculative-num-draft-tokens {options.drafts + 1}"
+    flags += f"--speculative-num-draft-tokens {options.drafts + 1} "
+    # All texts, and as much again for what the radix cache keeps beside them.
+    rows = 2 * options.texts * (options.context + (options.places + 4) * options.drafts)
+    flags += f"--max-total-tokens {rows} {options.flags}"
     own = [] if selector == SKETCHES else ["--draft-selector", selector]
-    return [*flags.split(), *own, "--model-path", str(options.folder), *options.flags]
+    return [*flags.split(), *own, "--model-path", str(options.folder)]
 
 
 def read_texts(options: argparse.Namespace) -> list[list[int]]:
