@@ -24,9 +24,7 @@ from sglang_ext.calibration.serving import CALLS
 from sglang_ext.drafts import placement
 from sglang_ext.drafts.hooks import DRAFT_HOOKS
 from sglang_ext.hook import DECODE_GRAPHS, Hook, sparse_args, verifies
-from sglang_ext.inference_rank import InferenceRank
 from sglang_ext.inline import starting
-from sglang_ext.inline.rank import InlineRank
 from sglang_ext.pool_hooks import POOL_HOOKS
 from sglang_ext.reports import repeat, report
 from sglang_ext.requests import serving
@@ -39,16 +37,11 @@ Its tokens are of the KV cache, and an exchange begins with projections of the w
 """
 
 
-def _rank() -> InferenceRank | InlineRank | None:
-    """What selects in this process, or has a cache rank select."""
-    return starting.current() or inference_rank.current()
-
-
 def run_step(
     original: Callable[..., Any], worker: Any, batch: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """Run a batch, as one of our decode steps when it is one."""
-    rank = _rank()
+    rank = placement.current()
     if rank is None or batch is None:
         return original(worker, batch, *args, **kwargs)
 
@@ -95,7 +88,7 @@ def after_request(result: None, request: Any, *_: Any, **__: Any) -> None:
 
 def before_match(request: Any, *_: Any, **__: Any) -> None:
     """Keep a prompt apart from what other weights have computed; it may have waited meanwhile."""
-    rank = _rank()
+    rank = placement.current()
     if rank is not None:
         rank.before_match(request)
 
@@ -113,7 +106,7 @@ def insert_prefix(
 
 def end_sequence(pool: Any, request: Any) -> None:
     """End the sequence of a request whose slot is about to be freed."""
-    rank = _rank()
+    rank = placement.current()
     if rank is not None:
         rank.on_request_freed(request)
 
@@ -175,7 +168,7 @@ def resume_memory(result: Any, updater: Any, *_: Any, **__: Any) -> Any:
 
 def note_new_weights(result: Any, *_: Any, **__: Any) -> Any:
     """Let the cache rank forecast by the weights that were loaded."""
-    rank = _rank()
+    rank = placement.current()
     if rank is not None:
         rank.on_weights_updated()
     return result
@@ -183,7 +176,7 @@ def note_new_weights(result: Any, *_: Any, **__: Any) -> Any:
 
 def add_internal_state(result: Any, scheduler: Any, *_: Any, **__: Any) -> Any:
     """Show the cache rank in `/server_info`."""
-    rank = _rank()
+    rank = placement.current()
     if rank is not None:
         result.internal_state[CACHE_RANK] = rank.state(scheduler.tree_cache)
     return result

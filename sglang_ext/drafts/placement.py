@@ -6,7 +6,9 @@ from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
 from sglang_ext import inference_rank
+from sglang_ext.inference_rank import InferenceRank
 from sglang_ext.inline import starting
+from sglang_ext.inline.rank import InlineRank
 
 Result = TypeVar("Result")
 
@@ -41,6 +43,6 @@ class DraftingRank(Protocol):
         """What responses report, one entry a request."""
 
 
-def current() -> DraftingRank | None:
+def current() -> InlineRank | InferenceRank | None:
     """What selects in this process, or has a cache rank select; None where nothing does."""
     return starting.current() or inference_rank.current()
