@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import signal
 from collections.abc import Iterator
 
 import pytest
-from test_failure import ARGUMENTS, CHAINS, Streams, assert_exact, statistics
+from test_failure import (
+    ARGUMENTS,
+    CHAINS,
+    Streams,
+    assert_exact,
+    replace_the_cache_rank,
+    statistics,
+)
 from waiting import wait_until
 
 from scripts.shared.serving import Server, serve
@@ -66,16 +72,8 @@ def test_a_lost_cache_rank_changes_no_answer(server: Server, number: int) -> Non
 
 def test_requests_are_drafted_for_again_by_the_next_cache_rank(server: Server) -> None:
     streams = Streams(server)
-
-    def disturb() -> None:
-        os.kill(int(server.cache_rank()["pid"]), signal.SIGKILL)
-        wait_until(lambda: not server.cache_rank()["up"])
-        server.post("/pause_generation", {"mode": "in_place"}).raise_for_status()
-        server.wait_for(60, up=True)
-        server.post("/continue_generation").raise_for_status()
-
     server.wait_for(60, up=True)
-    responses = streams.run(disturb)
+    responses = streams.run(lambda: replace_the_cache_rank(server))
     assert_exact(streams, responses)
     reasons = [response["meta_info"]["cache_rank"]["dense_reason"] for response in responses]
     assert reasons == [None] * len(CHAINS)

@@ -157,19 +157,20 @@ def test_a_cache_rank_is_stopped(server: Server, streams: Streams) -> None:
     lose_the_cache_rank(server, streams, signal.SIGSTOP)
 
 
+def replace_the_cache_rank(server: Server) -> None:
+    """Kill it, and pause: else the answers could end before the next one is up."""
+    kill(server)
+    wait_until(lambda: not server.cache_rank()["up"])
+    server.post("/pause_generation", {"mode": "in_place"}).raise_for_status()
+    server.wait_for(60, up=True)
+    server.post("/continue_generation").raise_for_status()
+
+
 def test_what_was_sparse_is_sparse_again_with_the_next_cache_rank(
     server: Server, streams: Streams
 ) -> None:
-    def disturb() -> None:
-        kill(server)
-        wait_until(lambda: not server.cache_rank()["up"])
-        # Else the answers could end before the next one is up.
-        server.post("/pause_generation", {"mode": "in_place"}).raise_for_status()
-        server.wait_for(60, up=True)
-        server.post("/continue_generation").raise_for_status()
-
     server.wait_for(60, up=True)
-    responses = streams.run(disturb)
+    responses = streams.run(lambda: replace_the_cache_rank(server))
     assert_exact(streams, responses)
     assert statistics(responses, "stale_steps") > 0
     recomputes = server.mode == "working-set"  # type: ignore[attr-defined]
