@@ -87,13 +87,18 @@ class DraftWorker(BaseSpecWorker):
     def forward_batch_generation(
         self, batch: Any, on_publish: Publish | None = None, pp_proxy_tensors: Any = None
     ) -> GenerationBatchResult:
-        """Read prompts, or decode a round."""
+        """Read prompts, or decode a round.
+
+        The host waits for what is published, the lengths after this, before it prepares the next
+        round. So they are published as soon as they are known.
+        """
+        publish = on_publish or _tell_nobody
         sampling = batch.sampling_info
         if not sampling.is_all_greedy and not sampling.need_min_p_sampling:
             # SGLang's own sampler has no seeds for min_p.
             sampling.sampling_seed = seeds_of(batch.reqs, batch.device)
         if not batch.forward_mode.is_decode():
-            return self._read(batch, on_publish)
+            return self._read(batch, publish)
         rank = placement.current()
         assert rank is not None
         # The current token has no row yet: it is one more than SGLang's lengths say.
@@ -103,24 +108,22 @@ class DraftWorker(BaseSpecWorker):
         if runs_ahead:
             drafts = rank.plan_drafts(batch.reqs, (lengths.host + 1).tolist())
         if drafts:
-            return self._round(rank, batch, lengths, drafts, on_publish)
+            return self._round(rank, batch, lengths, drafts, publish)
         if runs_ahead and not batch.return_logprob:
-            return self._dense_round(rank, batch, lengths, on_publish)
-        return self._decode(batch, lengths, on_publish)
+            return self._dense_round(rank, batch, lengths, publish)
+        return self._decode(batch, lengths, publish)
 
-    def _read(self, batch: Any, on_publish: Publish | None) -> GenerationBatchResult:
+    def _read(self, batch: Any, publish: Publish) -> GenerationBatchResult:
         """Run a prefill, which samples first tokens."""
+        publish(batch.seq_lens)
         result = self._target_worker.forward_batch_generation(batch)
-        if on_publish is not None:
-            on_publish(batch.seq_lens)
         result.next_draft_input = CurrentTokens(result.next_token_ids)
         return result
 
-    def _decode(
-        self, batch: Any, lengths: Lengths, on_publish: Publish | None
-    ) -> GenerationBatchResult:
+    def _decode(self, batch: Any, lengths: Lengths, publish: Publish) -> GenerationBatchResult:
         """Decode one token of each request as without drafts."""
         after = lengths.after(1)
+        publish(after.device)
         batch.input_ids = batch.spec_info.bonus_tokens
         batch.out_cache_loc = self._places(batch, lengths, 1)[1].flatten()
         batch.seq_lens, batch.seq_lens_cpu = after.device, after.host
@@ -132,18 +135,19 @@ class DraftWorker(BaseSpecWorker):
             logprobs = result.logits_output.next_token_logprobs
             result.logits_output.next_token_logprobs = logprobs.view(-1, 1)
         ones = torch.ones_like(after.device, dtype=torch.int32)
-        return self._finish(result, result.next_token_ids, ones, lengths, 1, on_publish)
+        return self._finish(result, result.next_token_ids, ones, lengths, 1)
 
     def _dense_round(
-        self, rank: DraftingRank, batch: Any, lengths: Lengths, on_publish: Publish | None
+        self, rank: DraftingRank, batch: Any, lengths: Lengths, publish: Publish
     ) -> GenerationBatchResult:
-        """Decode a few tokens of each request: the host need not wait for each."""
+        """Decode a few tokens of each request: less is left for the host to do for each."""
         steps = min(DENSE_STEPS, self._width)
+        publish(lengths.after(steps).device)
         places = self._places(batch, lengths, steps)
         tokens, output = self._run_ahead(rank.run_dense, batch, lengths, *places, steps)
         counts = torch.full_like(lengths.device, steps, dtype=torch.int32)
         result = self._result(rank, batch, output)
-        return self._finish(result, tokens[:, 1:].flatten(), counts, lengths, steps, on_publish)
+        return self._finish(result, tokens[:, 1:].flatten(), counts, lengths, steps)
 
     def _round(
         self,
@@ -151,7 +155,7 @@ class DraftWorker(BaseSpecWorker):
         batch: Any,
         lengths: Lengths,
         drafts: int,
-        on_publish: Publish | None,
+        publish: Publish,
     ) -> GenerationBatchResult:
         """Draft, verify, accept."""
         positions, rows = self._places(batch, lengths, self._width)
@@ -164,12 +168,13 @@ class DraftWorker(BaseSpecWorker):
         logits = output.logits_output.next_token_logits
         verified = draw(logits, sampling, sampling.sampling_seed, positions.flatten())
         right = accepted(drafted[:, 1:], verified.view(-1, self._width))
-        right = self._forced(right, drafts)
+        counts = self._forced(right, drafts) + 1
+        publish(lengths.device + counts)
         if batch.return_logprob:
             compat.add_spec_logprobs(batch, output.logits_output, verified, self._width)
         result = self._result(rank, batch, output)
         result.cache_rank_drafts = drafts
-        return self._finish(result, verified, right + 1, lengths, self._width, on_publish)
+        return self._finish(result, verified, counts, lengths, self._width)
 
     def _run_ahead(
         self,
@@ -210,15 +215,12 @@ class DraftWorker(BaseSpecWorker):
         counts: Tensor,
         lengths: Lengths,
         width: int,
-        on_publish: Publish | None,
     ) -> GenerationBatchResult:
         """Say which of (B * width,) tokens stand: the first ones of each request."""
-        after = lengths.device + counts
-        if on_publish is not None:
-            on_publish(after)
         last = tokens.view(-1, width).gather(1, counts.long()[:, None] - 1)
         result.next_token_ids, result.accept_lens = tokens.to(torch.int32), counts
-        result.new_seq_lens, result.speculative_num_draft_tokens = after, width
+        result.new_seq_lens = lengths.device + counts
+        result.speculative_num_draft_tokens = width
         result.next_draft_input = CurrentTokens(last.flatten().long())
         return result
 
@@ -237,6 +239,10 @@ class DraftWorker(BaseSpecWorker):
         return True, "drafts have no weights of their own"
 
     update_weights_from_ipc = update_weights_from_disk
+
+
+def _tell_nobody(lengths: Tensor) -> None:
+    """Publish where steps do not overlap."""
 
 
 def _can_run_ahead(batch: Any) -> bool:
