@@ -48,7 +48,7 @@ VARIANTS = (
     Variant("hack", {"bits": 2, "partition": 16}),
     Variant("mosaickv", {}),
     Variant("mosaickv", {"rate": 87.5}),
-    Variant("mosaickv", {"dropped": 25, "block": "auto"}),  # as in the paper
+    Variant("mosaickv", {"dropped": 25}),  # as in the paper
 )
 
 

@@ -17,11 +17,8 @@ from cache_rank.kernels.mosaickv.store import Run, Strategy, load_vectors, packe
 from cache_rank.residency.mosaickv.strategy import BUFFER_TOKENS
 
 DENSE: dict[str, Any] = {"rate": 0, "dropped": 0}
-SHORT: dict[str, Any] = {
-    **{"segment": 512, "threshold": 20, "variance": 0.75},
-    **{"block": "auto", "dropped": 25},
-}
-"""Segments of 128 to 512 tokens, some in blocks; their own strategies are due after 64 more."""
+SHORT: dict[str, Any] = {"segment": 512, "threshold": 20, "dropped": 25}
+"""Segments of 128 to 512 tokens; their own strategies are due after 64 more."""
 WIDE = ModelShape(2, 4, 2, 64, "float32", 1 / 8)
 
 
@@ -68,18 +65,6 @@ class Held(held_sequences.Held):
         positions = torch.tensor(tokens or range(self.resident))
         return torch.stack(super().read(positions=positions))
 
-    def score(self, queries: Tensor, by_tokens: bool = False) -> Tensor:
-        """Of queries (layers, Hq, D), all tokens: (layers, Hkv, resident).
-
-        `by_tokens` scores each by its own key, as the option scored=100.
-        """
-        configured = self.residency._scored
-        if by_tokens:
-            self.residency._scored = (1_000_000, 0)
-        scores = super().score(queries)
-        self.residency._scored = configured
-        return scores
-
     def queries(self, seed: int = 5) -> Tensor:
         model = self.config.model
         generator = torch.Generator().manual_seed(seed)
@@ -103,12 +88,9 @@ class Held(held_sequences.Held):
         for layer in self.layers:
             for first, last, strategy in self.runs(layer):
                 position = torch.arange(first, last)
-                planes = [(store.keys, position), (store.values, position)]
-                if strategy.block > 1:
-                    planes.append((store.block_keys, position[:: strategy.block]))
                 vectors_of_run = [
-                    load_vectors(store, plane, pages, layer, heads, place, strategy)
-                    for plane, place in planes
+                    load_vectors(store, plane, pages, layer, heads, position, strategy)
+                    for plane in (store.keys, store.values)
                 ]
                 for vectors in (*vectors_of_run, (strategy.rotations,)):
                     found += [

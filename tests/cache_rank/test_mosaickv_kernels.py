@@ -28,29 +28,25 @@ class Said(NamedTuple):
     """What a sequence says of itself.
 
     Attributes:
-        strategies: r, g and block of each buffer in the pages, by layer.
+        strategies: r and g of each buffer in the pages, by layer.
         tokens: (2, layers, Hkv, T / 3, D), every third token as it is read.
-        scores: (layers, Hkv, T), some tokens by their blocks.
-        by_tokens: the same, all tokens by themselves.
+        scores: (layers, Hkv, T).
         shipped: (2, layers, Hkv, n, D), some of them.
     """
 
-    strategies: list[list[tuple[int, int, int]]]
+    strategies: list[list[tuple[int, int]]]
     tokens: Tensor
     scores: Tensor
-    by_tokens: Tensor
     shipped: Tensor
 
     @classmethod
     def of(cls, held: Held) -> Said:
-        queries = held.queries()
         strategies = [
-            [strategy[:3] for strategy in held.strategies(layer)] for layer in held.layers
+            [strategy[:2] for strategy in held.strategies(layer)] for layer in held.layers
         ]
         found = (
             held.read(range(0, held.resident, 3)),
-            held.score(queries),
-            held.score(queries, by_tokens=True),
+            held.score(held.queries()),
             shipped_by(held),
         )
         return cls(strategies, *(part.cpu().float() for part in found))
@@ -108,12 +104,11 @@ def assert_agree(found: Said, expected: Said) -> None:
         assert (one - other).square().mean() < 1e-4 * energy
         assert ((one - other).abs() > 0.05 * energy.sqrt()).float().mean() < 1e-3
     assert (found.shipped[..., 0, :] == 7).all()
-    for one, other in ((found.scores, expected.scores), (found.by_tokens, expected.by_tokens)):
-        assert ((one - other).abs() > 0.05).float().mean() < 2e-3
+    assert ((found.scores - expected.scores).abs() > 0.05).float().mean() < 2e-3
 
 
 def test_kernels_hold_and_say_what_the_references_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    options: dict[str, Any] = {"threshold": 0, "block": 8, "group": 2}
+    options: dict[str, Any] = {"threshold": 0, "group": 2}
     if torch.cuda.is_available():
         pytest.skip("the GPU runs them")
     expected = said_on_the_way(ONE_LAYER, CPU, beside=False, **options)
@@ -132,14 +127,13 @@ def test_kernels_read_bitmaps_of_several_words(
     if torch.cuda.is_available():
         pytest.skip("the GPU runs them")
     model = ModelShape(1, 4, 1, 128, "bfloat16", 128**-0.5)
-    options = {**SHORT, "rate": 62.5, "group": group, "dropped": dropped, "block": 8}
+    options = {**SHORT, "rate": 62.5, "group": group, "dropped": dropped}
     expected, found = (Held.whole(drifting(model, 300), model, **options) for _ in range(2))
     queries = expected.queries()
-    scores = [expected.score(queries, by_tokens) for by_tokens in (False, True)]
+    scores = expected.score(queries)
     shipped = shipped_by(expected)[..., 1:, :].float()
     monkeypatch.setattr(by_device, "is_on_gpu", lambda *arguments: True)
-    for by_tokens, wanted in zip((False, True), scores, strict=True):
-        torch.testing.assert_close(found.score(queries, by_tokens), wanted, rtol=0, atol=1e-4)
+    torch.testing.assert_close(found.score(queries), scores, rtol=0, atol=1e-4)
     # Decoded numbers are rounded to bfloat16, from sums in another order.
     torch.testing.assert_close(
         shipped_by(found)[..., 1:, :].float(), shipped, rtol=2**-7, atol=1e-4
@@ -151,8 +145,8 @@ def test_kernels_read_bitmaps_of_several_words(
     "options",
     [
         {"threshold": 0},
-        {"threshold": 20, "rate": 0, "dropped": 0, "block": 1},
-        {"threshold": 20, "dropped": 0, "block": 1},  # the defaults of the format
+        {"threshold": 20, "rate": 0, "dropped": 0},
+        {"threshold": 20, "dropped": 0},  # the defaults of the format
     ],
     ids=str,
 )

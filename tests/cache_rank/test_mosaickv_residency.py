@@ -20,8 +20,6 @@ from torch import Tensor
 
 from cache_rank import residency
 from cache_rank.copies import Readback
-from cache_rank.kernels.mosaickv.store import load_vectors, packed_tokens
-from cache_rank.kernels.mosaickv.vectors import score_packed
 from cache_rank.kernels.score.reference import score_tokens
 from cache_rank.measure.timeline import Timeline
 from cache_rank.pages import PAGE_TOKENS
@@ -46,9 +44,8 @@ def test_codes_and_scores_are_the_same_bits_however_tokens_arrive(data: st.DataO
             held.load(count)
     assert held.codes() == whole.codes()
     assert torch.equal(held.read(), whole.read())
-    for by_tokens in (False, True):
-        queries = held.queries()
-        assert torch.equal(held.score(queries, by_tokens), whole.score(queries, by_tokens))
+    queries = held.queries()
+    assert torch.equal(held.score(queries), whole.score(queries))
 
 
 def test_token_by_token_equals_the_whole_through_several_segments() -> None:
@@ -137,80 +134,21 @@ def test_the_thread_is_another_and_a_step_does_not_wait_before_the_result_is_due
 )
 def test_all_elements_of_all_channels_are_dense_but_for_rounding(model: str, count: int) -> None:
     shape = MODELS[model]
-    held = Held.whole(drifting(shape, count), shape, segment=512, scored=100, **DENSE)
+    held = Held.whole(drifting(shape, count), shape, segment=512, **DENSE)
     eps = torch.finfo(shape.torch_dtype).eps
     for found, source in zip(held.read(), held.tokens, strict=True):
         assert (found.float() - source.float()).abs().max() <= 8 * eps * source.float().abs().max()
     queries = held.queries()
     expected = score_tokens(queries, held.tokens[0], shape.scale)
-    for by_tokens in (False, True):
-        torch.testing.assert_close(
-            held.score(queries, by_tokens), expected, rtol=16 * eps, atol=64 * eps
-        )
+    torch.testing.assert_close(held.score(queries), expected, rtol=16 * eps, atol=64 * eps)
 
 
 @pytest.mark.parametrize("count", [40, 300, 1500])
-def test_scores_by_tokens_are_those_of_the_decoded_keys(count: int) -> None:
+def test_scores_are_those_of_the_decoded_keys(count: int) -> None:
     held = Held.whole(drifting(MHA, count), **SHORT)
     queries = held.queries()
     expected = score_tokens(queries, held.read()[0], MHA.scale)
-    torch.testing.assert_close(held.score(queries, by_tokens=True), expected, rtol=1e-4, atol=1e-4)
-    configured = Held.whole(drifting(MHA, count), **SHORT, scored=100)
-    assert torch.equal(configured.score(queries), held.score(queries, by_tokens=True))
-
-
-@pytest.mark.parametrize(("scored", "wanted"), [(0, 11), (10, 152), (25, 379)])
-@pytest.mark.parametrize("options", [{"block": 4}, {"block": 16}, {}])
-def test_tokens_of_the_best_blocks_are_scored_and_others_keep_their_block(
-    scored: int, wanted: int, options: dict[str, Any]
-) -> None:
-    held = Held.whole(drifting(MHA, 1515), **{**SHORT, **options}, scored=scored)
-    queries, found = held.queries(), held.score(held.queries())
-    grouped = queries.unflatten(1, (MHA.kv_heads, -1))
-    pages, store = torch.tensor(held.pages), held.residency._memory.store
-    heads = torch.arange(MHA.kv_heads).unsqueeze(-1)
-    keys = held.read()[0]
-    blocks = set()
-    for layer in held.layers:
-        packed = packed_tokens(store, held.slot, held.resident)
-        by_token = (grouped[layer] @ keys[layer].transpose(-1, -2)) * MHA.scale
-        logits = by_token.clone()
-        for first, last, strategy in held.runs(layer):
-            blocks.add(strategy.block)
-            if strategy.block == 1:
-                continue
-            position = torch.arange(first, last, strategy.block)
-            vectors = load_vectors(store, store.block_keys, pages, layer, heads, position, strategy)
-            of_blocks = score_packed(
-                grouped[layer], vectors, strategy.rotations[0], strategy.group, MHA.scale
-            )
-            logits[..., first:last] = of_blocks.repeat_interleave(strategy.block, dim=-1)
-        coarse = logits.log_softmax(dim=-1).amax(dim=1)[:, :packed]
-        for head in range(MHA.kv_heads):
-            order = sorted(range(packed), key=lambda token: (-float(coarse[head, token]), -token))
-            logits[head, :, order[:wanted]] = by_token[head][:, order[:wanted]]
-        expected = logits.log_softmax(dim=-1).amax(dim=1)
-        torch.testing.assert_close(found[layer], expected, rtol=1e-4, atol=1e-4)
-    assert blocks == {options["block"]} if "block" in options else len(blocks) > 1
-
-
-def test_enough_tokens_are_scored_for_the_budget() -> None:
-    """Tokens that are almost all of a selection are never chosen by their blocks alone."""
-    tokens = drifting(WIDE, 2000)
-    config = small_config(
-        WIDE,
-        kv_residency="mosaickv",
-        kv_residency_options={"scored": 0, "block": 16},
-        sparse_budget=1900,
-        hysteresis=50,
-    )
-    held = Held.empty(tokens, WIDE)
-    created = residency.create(config, PAGES, CPU)
-    assert isinstance(created, MosaicKVResidency)
-    held.residency = created
-    held.load(2000)
-    by_tokens, found = held.score(held.queries(), by_tokens=True), held.score(held.queries())
-    assert (~torch.isclose(by_tokens, found, atol=0.02)).sum(dim=-1).max() <= 50
+    torch.testing.assert_close(held.score(queries), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_nothing_more_is_computed_for_a_segment_whose_sequence_is_over() -> None:
@@ -275,7 +213,7 @@ def test_channels_of_any_kind_are_served(model: str, kind: str, count: int) -> N
     assert found.isfinite().all()
     if kind in ("constant", "zero"):  # one direction, which any strategy keeps
         torch.testing.assert_close(found, held.tokens, rtol=0.02, atol=0)
-    scores = held.score(held.queries(), by_tokens=True)
+    scores = held.score(held.queries())
     assert (scores <= 0).all()
 
 
@@ -307,20 +245,15 @@ def test_a_token_takes_the_bytes_of_the_largest_candidate(
     options: dict[str, Any], of_vector: int
 ) -> None:
     model = msgspec.structs.replace(WIDE, dtype="bfloat16")
-    config = small_config(
-        model, kv_residency="mosaickv", kv_residency_options={**options, "block": 8}
-    )
+    config = small_config(model, kv_residency="mosaickv", kv_residency_options=options)
     heads = model.layers * model.kv_heads
     channels = 48 if options.get("dropped") else 64
     rotations = -(-heads * 2 * 64 * channels * 2 // 2048)
-    assert (
-        residency.bytes_per_token(config)
-        == (2 * heads + heads // 8) * of_vector + -(-(heads % 8) * of_vector // 8) + rotations
-    )
+    assert residency.bytes_per_token(config) == 2 * heads * of_vector + rotations
     held = residency.create(config, PAGES, CPU)
     assert isinstance(held, MosaicKVResidency)
     planes = [
-        plane for vectors in held._memory.store[:3] for plane in (vectors.elements, vectors.bitmap)
+        plane for vectors in held._memory.store[:2] for plane in (vectors.elements, vectors.bitmap)
     ]
     of_token = residency.bytes_per_token(config)
     assert sum(plane.nbytes for plane in planes) <= PAGES * PAGE_TOKENS * of_token
@@ -336,7 +269,7 @@ def test_memory_beside_the_pages_is_bounded_by_what_is_accounted_for() -> None:
     originals = lengths.originals * MHA.bytes_per_token
     assert residency.fixed_bytes(config) <= 4 * (originals + codes + 2 * covariance + rotations)
     assert residency.fixed_bytes(config) >= 4 * (originals + 2 * covariance + rotations)
-    store, planes = held.residency._memory.store, held.residency._memory.store[:3]
+    store, planes = held.residency._memory.store, held.residency._memory.store[:2]
     assert sum(ring.nbytes for ring in store.rings) == 4 * originals
     in_pages = sum(plane.nbytes for vectors in planes for plane in vectors) + store.rotations.nbytes
     assert in_pages <= PAGES * PAGE_TOKENS * residency.bytes_per_token(config) + 4 * rotations

@@ -117,11 +117,11 @@ class Expected:
     ("count", "options"),
     [
         (255, SHORT),
-        (256, {**SHORT, "rate": 75, "group": 2, "block": 8}),
+        (256, {**SHORT, "rate": 75, "group": 2}),
         (700, {**SHORT, "threshold": 0}),
         (1100, {**SHORT, "threshold": 65536}),
         (1300, SHORT),
-        (1500, {**SHORT, "segment": 1024, "loss": 0.3, "variance": 1}),
+        (1500, {**SHORT, "segment": 1024, "loss": 0.3}),
     ],
 )
 def test_every_buffer_has_the_strategy_of_its_segment_or_the_newest_before_it(
@@ -134,7 +134,7 @@ def test_every_buffer_has_the_strategy_of_its_segment_or_the_newest_before_it(
         assert len(found) == len(expected.buffers)
         for strategy, index in zip(found, expected.buffers, strict=True):
             wanted = expected.strategies[index][layer]
-            assert strategy[:3] == wanted[:3]
+            assert strategy[:2] == wanted[:2]
             # The columns of a rotation are eigenvectors, up to their sign.
             assert torch.allclose(strategy.rotations.abs(), wanted.rotations.abs(), atol=1e-4)
     torch.testing.assert_close(held.read(), expected.decoded(held), rtol=1e-3, atol=1e-3)
@@ -160,25 +160,12 @@ def test_the_highest_rate_and_the_largest_group_without_much_loss_are_chosen(
     assert torch.equal(strategy.rotations, rotation)
 
 
-@pytest.mark.parametrize(("alike", "block"), [(1, 1), (4, 4), (8, 8), (16, 16), (64, 16)])
-def test_the_largest_blocks_of_keys_that_are_alike_are_chosen(alike: int, block: int) -> None:
-    generator = torch.Generator().manual_seed(0)
-    keys = torch.randn((2, 1, 512 // alike, 64), generator=generator)
-    tokens = keys.repeat_interleave(alike, dim=2).expand(2, 2, -1, -1)
-    exact = tokens.double()
-    candidates = Candidates(
-        with_defaults({"variance": 0.25, "block": "auto"}, MosaicKVResidency.options), WIDE
-    )
-    rotations = candidates.rotations(exact.transpose(-1, -2) @ exact)
-    assert candidates.choose(tokens, rotations).block == block
-
-
 def test_options_fix_what_is_chosen() -> None:
     tokens = drifting(WIDE, 900)
-    held = Held.whole(tokens, WIDE, rate=62.5, group=2, block=16, dropped=50, segment=512)
+    held = Held.whole(tokens, WIDE, rate=62.5, group=2, dropped=50, segment=512)
     assert len(held.segments.strategies) > 1
     for strategy in held.strategies():
-        assert strategy[:3] == (24, 2, 16)
+        assert strategy[:2] == (24, 2)
         assert strategy.rotations.shape == (2, 2, 64, 32)
 
 

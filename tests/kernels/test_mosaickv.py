@@ -1,6 +1,6 @@
 """Packed vectors: which elements are kept, where they go, and products with them.
 
-They are tested against loops and dense products, and bounds of scores against sorting.
+They are tested against loops and dense products.
 """
 
 from __future__ import annotations
@@ -12,19 +12,15 @@ from hypothesis import strategies as st
 from quantization_cases import tokens
 from torch import Tensor
 
-from cache_rank.kernels.mosaickv.bounds import bound_unit
-from cache_rank.kernels.mosaickv.layout import Layout
 from cache_rank.kernels.mosaickv.vectors import (
     bitmap_bytes,
     decode,
     encode,
     lost_energy,
-    mean_keys,
     pack_vectors,
     rotate,
     rotation_of,
     score_packed,
-    unexplained_variance,
     unpack_vectors,
 )
 
@@ -182,84 +178,3 @@ def test_products_with_packed_vectors_are_those_with_decoded_ones(
     found = score_packed(queries, packed, rotation, group, 0.5)
     expected = (queries @ decoded.transpose(-1, -2)) * 0.5
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("block", [4, 8, 16])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_block_keys_are_means(block: int, dtype: torch.dtype) -> None:
-    keys = normal(2, 48, 8).to(dtype)
-    means = mean_keys(keys, block)
-    assert means.dtype == dtype
-    assert means.shape == (2, 48 // block, 8)
-    for index in range(48 // block):
-        part = keys[:, index * block : (index + 1) * block].double()
-        assert torch.equal(means[:, index], (part.sum(dim=1) / block).to(dtype))
-
-
-@given(part=tokens((16, 48)), block=st.sampled_from((4, 8, 16)))
-def test_variance_within_blocks_is_a_share_that_grows_with_them(part: Tensor, block: int) -> None:
-    share = unexplained_variance(part, block)
-    assert share.shape == part.shape[:1]
-    assert ((share >= 0) & (share <= 1)).all()
-    assert (share + 1e-9 >= unexplained_variance(part, block // 2)).all()
-
-
-def test_variance_within_blocks_is_nothing_where_all_keys_of_a_block_are_the_same() -> None:
-    means = normal(2, 6, 8)
-    keys = means.repeat_interleave(8, dim=1)
-    assert unexplained_variance(keys, 8).max() < 1e-12
-    assert unexplained_variance(keys, 16).min() > 0.1
-    assert unexplained_variance(torch.ones(2, 16, 8), 16).tolist() == [0, 0]
-    assert unexplained_variance(normal(1, 4096, 8), 4) == pytest.approx(3 / 4, abs=0.03)
-
-
-@pytest.mark.parametrize(
-    ("kind", "wanted"),
-    [("normal", 1), ("normal", 200), ("blocks", 70), ("same", 200), ("infinite", 351)],
-)
-def test_bounds_leave_as_many_tokens_as_are_wanted(
-    device: torch.device, kind: str, wanted: int
-) -> None:
-    """The best ones, and of those with the same score the newest; of more than fit at once."""
-    capacity, packed = 400, 352
-    scores = {
-        "normal": normal(capacity),
-        "blocks": normal(capacity // 16).repeat_interleave(16),
-        "same": torch.zeros(capacity),
-        "infinite": torch.where(normal(capacity) > 0, normal(capacity), -float("inf")),
-    }[kind]
-
-    def integers(*numbers: int) -> Tensor:
-        return torch.tensor(numbers, dtype=torch.int32, device=device)
-
-    bounds, oldest = torch.empty(1, device=device), integers(0)
-    layout = Layout(1, 1, 8, 64, 8, 16, 16, 1, 8, 4, 256, 64, 32)
-    bound_unit[(1,)](
-        scores.to(device),
-        torch.zeros((1, 13), dtype=torch.int32, device=device),
-        integers(0),
-        integers(8, 1, 16),
-        integers(0),
-        integers(packed + 4),
-        torch.empty(capacity, dtype=torch.int32, device=device),
-        bounds,
-        oldest,
-        0,
-        0,
-        wanted,
-        capacity,
-        1,
-        13,
-        1,
-        LAYERS=1,
-        BLOCK=64,
-        LAYOUT=layout,
-    )
-    order = sorted(range(packed), key=lambda token: (-float(scores[token]), -token))
-    bound, first = float(bounds), int(oldest)
-    chosen = {
-        token
-        for token in range(packed)
-        if float(scores[token]) > bound or (float(scores[token]) == bound and token >= first)
-    }
-    assert chosen == set(order[:wanted])

@@ -1,8 +1,4 @@
-"""Buffers of newest tokens are compressed, Triton: covariances, and packed vectors of a strategy.
-
-The means of a buffer's keys over blocks of every size are rotated, 14 vectors beside 32, and those
-of the strategy's own blocks are packed.
-"""
+"""Buffers of newest tokens: their covariances, and packed vectors of a strategy, Triton."""
 
 from __future__ import annotations
 
@@ -12,11 +8,8 @@ import triton.language as tl
 from torch import Tensor
 
 from cache_rank.kernels.mosaickv.layout import Layout
-from cache_rank.kernels.mosaickv.packing import pack_rows, rounded
+from cache_rank.kernels.mosaickv.packing import pack_rows
 from cache_rank.kernels.mosaickv.store import PackedStore
-
-_MEANS = tl.constexpr(16)
-"""A buffer has this many rows of means: 8 means of 4 keys, 4 of 8, 2 of 16, and 2 unused."""
 
 _COVARIANCE_TILE = 64
 """A program multiplies this many channels with as many others."""
@@ -61,15 +54,14 @@ def compress_buffers(
     last: int,
     losses: Tensor,
 ) -> None:
-    """See the reference. Three launches, and scratch for 48 rotated vectors a buffer.
+    """See the reference. Three launches, and scratch for the rotated vectors of a buffer.
 
     What becomes of a buffer does not depend on which others come with it.
     """
     layout, buffers = Layout.of(store), (last - first) // store.buffer_tokens
-    assert layout.buffer == 2 * _MEANS.value
     keys, values = store.rings
     units = len(layers) * layout.kv_heads
-    vectors = (buffers, units, 2, layout.buffer + _MEANS.value, layout.columns)
+    vectors = (buffers, units, 2, layout.buffer, layout.columns)
     rotated = torch.empty(vectors, dtype=torch.float32, device=keys.device)
     lost = torch.empty((buffers, units, 2), dtype=torch.float64, device=keys.device)
     numbers = (slot, row, layers.start, first)
@@ -83,12 +75,11 @@ def compress_buffers(
         EXACT=not keys.is_cuda or keys.dtype == torch.float32,
         num_warps=8,
     )
-    _pack_buffer[(2 * buffers, units, 2)](
+    _pack_buffer[(buffers, units, 2)](
         keys,
         values,
         tuple(store.keys),
         tuple(store.values),
-        tuple(store.block_keys),
         store.numbers,
         rotated,
         lost,
@@ -154,12 +145,6 @@ def _covariance(
     tl.store(after + at, total)
 
 
-@triton.jit
-def _first_mean(block, LAYOUT: tl.constexpr):
-    """The index of the first mean over blocks of that size: means over smaller ones precede it."""
-    return LAYOUT.buffer // 2 - 2 * LAYOUT.buffer // block
-
-
 @triton.jit(do_not_specialize=["slot", "row", "first_layer", "first"])
 def _rotate(
     keys,
@@ -175,7 +160,7 @@ def _rotate(
 ):
     """One program rotates a buffer's keys, or values, of one layer and kv head.
 
-    It writes rows of COLUMNS float32: those of the tokens, and for keys those of the means too.
+    It writes a row of COLUMNS float32 for each token.
     """
     # The rotation: [D, COLUMNS]
     unit, part, buffer = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -191,23 +176,10 @@ def _rotate(
     # The tokens: [buffer, D]
     tokens = _load_buffer(keys, values, part, slot, layer, head, first, LAYOUT)
     product = tl.dot(tokens.to(DTYPE), rotation, input_precision="ieee")
-    own = ((buffer.to(tl.int64) * tl.num_programs(0) + unit) * 2 + part) * (LAYOUT.buffer + _MEANS)
+    own = ((buffer.to(tl.int64) * tl.num_programs(0) + unit) * 2 + part) * LAYOUT.buffer
     target = rotated + own * LAYOUT.columns
     token = tl.arange(0, LAYOUT.buffer)
     tl.store(target + token[:, None] * LAYOUT.columns + channel[None, :], product)
-    if part == 0:
-        # The means, as a product with weights: [_MEANS, D]
-        mean = tl.arange(0, _MEANS)
-        block = tl.where(mean < _first_mean(16, LAYOUT), 8, 16)
-        block = tl.where(mean < _first_mean(8, LAYOUT), 4, block)
-        index = mean - _first_mean(block, LAYOUT)
-        is_in_block = (token[None, :] // block[:, None] == index[:, None]).to(tl.float32)
-        weight = is_in_block / block[:, None]
-        means = tl.dot(weight, tokens.to(tl.float32), input_precision="ieee")
-        means = rounded(means, keys.dtype.element_ty).to(DTYPE)
-        of_means = tl.dot(means, rotation, input_precision="ieee")
-        target += LAYOUT.buffer * LAYOUT.columns
-        tl.store(target + mean[:, None] * LAYOUT.columns + channel[None, :], of_means)
 
 
 @triton.jit(
@@ -219,7 +191,6 @@ def _pack_buffer(
     values,
     packed_keys,
     packed_values,
-    packed_blocks,
     numbers,
     rotated,
     lost,
@@ -231,69 +202,46 @@ def _pack_buffer(
     limit,
     LAYOUT: tl.constexpr,
 ):
-    """One program packs rows of `_rotate` into the pages: tokens, or means, of a buffer.
+    """One program packs a buffer's rows of `_rotate` into the pages.
 
-    They are the keys or the values of one layer and kv head. With the tokens it also writes what
-    share of their energy they lose.
+    They are the keys or the values of one layer and kv head. It also writes what share of their
+    energy they lose.
     """
     # The strategy, and where the buffer goes.
-    is_means, unit, part = tl.program_id(0) % 2, tl.program_id(1), tl.program_id(2)
-    own = (tl.program_id(0) // 2 * tl.num_programs(1) + unit).to(tl.int64) * 2 + part
-    first += tl.program_id(0) // 2 * LAYOUT.buffer
+    buffer, unit, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    own = (buffer * tl.num_programs(1) + unit).to(tl.int64) * 2 + part
+    first += buffer * LAYOUT.buffer
     layer, head = first_layer + unit // LAYOUT.kv_heads, unit % LAYOUT.kv_heads
-    of_strategy = numbers + (row.to(tl.int64) * LAYOUT.layers + layer) * 3
+    of_strategy = numbers + (row.to(tl.int64) * LAYOUT.layers + layer) * 2
     kept, group = tl.load(of_strategy), tl.load(of_strategy + 1)
-    block = tl.load(of_strategy + 2)
     width = (LAYOUT.channels // group + 7) // 8
-    rows = own * (LAYOUT.buffer + _MEANS)
     page = tl.load(pages + first // LAYOUT.page).to(tl.int64)
     tile = (page * LAYOUT.layers + layer) * LAYOUT.kv_heads + head
-    in_page = first % LAYOUT.page
     BUFFER: tl.constexpr = LAYOUT.buffer
     index = tl.arange(0, BUFFER)
-    if is_means == 0:
-        entry = tile * LAYOUT.page + in_page + index
-        if part == 0:
-            elements, bitmap = packed_keys
-        else:
-            elements, bitmap = packed_values
-        targets = (elements, bitmap, entry * LAYOUT.kept, entry * LAYOUT.bytes, width)
-        stored = pack_rows(
-            rotated,
-            rows + index,
-            tl.full((BUFFER,), True, tl.int1),
-            targets,
-            kept,
-            group,
-            limit,
-            CHANNELS=LAYOUT.channels,
-            STRIDE=LAYOUT.columns,
-            COLUMNS=LAYOUT.columns,
-        )  # [buffer, COLUMNS]
-        # The share of energy that the tokens lose.
-        tokens = _load_buffer(keys, values, part, slot, layer, head, first, LAYOUT).to(tl.float64)
-        energy = tl.sum(tokens * tokens, axis=1)
-        exact = stored.to(tl.float64)
-        share = 1 - tl.sum(exact * exact, axis=1) / tl.where(energy == 0, 1, energy)
-        share = tl.where(energy == 0, 0, tl.maximum(share, 0))
-        tl.store(lost + own, tl.sum(share, axis=0))
-    elif (part == 0) & (block > 1):
-        entry = in_page + index * block
-        entry = tile * LAYOUT.page_blocks + entry * LAYOUT.page_blocks // LAYOUT.page
-        elements, bitmap = packed_blocks
-        targets = (elements, bitmap, entry * LAYOUT.kept, entry * LAYOUT.bytes, width)
-        pack_rows(
-            rotated,
-            rows + BUFFER + _first_mean(block, LAYOUT) + index,
-            index < BUFFER // block,
-            targets,
-            kept,
-            group,
-            limit,
-            CHANNELS=LAYOUT.channels,
-            STRIDE=LAYOUT.columns,
-            COLUMNS=LAYOUT.columns,
-        )
+    entry = tile * LAYOUT.page + first % LAYOUT.page + index
+    if part == 0:
+        elements, bitmap = packed_keys
+    else:
+        elements, bitmap = packed_values
+    targets = (elements, bitmap, entry * LAYOUT.kept, entry * LAYOUT.bytes, width)
+    stored = pack_rows(
+        rotated,
+        own * BUFFER + index,
+        targets,
+        kept,
+        group,
+        limit,
+        CHANNELS=LAYOUT.channels,
+        COLUMNS=LAYOUT.columns,
+    )  # [buffer, COLUMNS]
+    # The share of energy that the tokens lose.
+    tokens = _load_buffer(keys, values, part, slot, layer, head, first, LAYOUT).to(tl.float64)
+    energy = tl.sum(tokens * tokens, axis=1)
+    exact = stored.to(tl.float64)
+    share = 1 - tl.sum(exact * exact, axis=1) / tl.where(energy == 0, 1, energy)
+    share = tl.where(energy == 0, 0, tl.maximum(share, 0))
+    tl.store(lost + own, tl.sum(share, axis=0))
 
 
 @triton.jit(do_not_specialize=["first_layer", "buffers"])

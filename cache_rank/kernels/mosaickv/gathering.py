@@ -138,7 +138,7 @@ def _gather(
     own = tl.max(strategy)
     while own >= 0:
         table = tl.load(rows + slot * strategies + own).to(tl.int64)
-        group = tl.load(numbers + (table * LAYOUT.layers + layer) * 3 + 1)
+        group = tl.load(numbers + (table * LAYOUT.layers + layer) * 2 + 1)
         matrix = ((table * LAYOUT.layers + layer) * 2 + part) * LAYOUT.kv_heads + head
         rotation = rotations + matrix * LAYOUT.head_dim * LAYOUT.channels
         word, before = no_word(token)

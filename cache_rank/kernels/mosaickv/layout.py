@@ -19,7 +19,6 @@ class Layout(NamedTuple):
         parts: how many times that is for all channels.
         kept, bytes: the elements, and the bytes of a bitmap, that a packed vector has room for.
         page: how many tokens a page holds.
-        page_blocks: how many per-block keys a page has room for.
         buffer: how many tokens are compressed together.
     """
 
@@ -34,13 +33,12 @@ class Layout(NamedTuple):
     kept: int
     bytes: int
     page: int
-    page_blocks: int
     buffer: int
 
     @classmethod
     def of(cls, store: PackedStore) -> Layout:
         """The layout of a store, whose tensors must be contiguous."""
-        for tensor in (*store.keys, *store.values, *store.block_keys, *store.rings, *store[4:8]):
+        for tensor in (*store.keys, *store.values, *store.rings, *store[3:7]):
             assert tensor.is_contiguous()
         _, layers, kv_heads, ring, head_dim = store.rings[0].shape
         channels = store.rotations.shape[-1]
@@ -59,6 +57,5 @@ class Layout(NamedTuple):
             kept=store.keys.elements.shape[-1],
             bytes=store.keys.bitmap.shape[-1],
             page=store.page_tokens,
-            page_blocks=store.block_keys.elements.shape[-2],
             buffer=store.buffer_tokens,
         )

@@ -37,13 +37,10 @@ def load_queries(parts, weights, strategy, COUNT: tl.constexpr, LAYOUT: tl.const
 def score_vectors(
     vectors,
     first,
-    count,
-    stride,
-    listed,
+    last,
     pages,
     layer,
     head,
-    page_entries,
     group,
     queries,
     weight,
@@ -51,21 +48,16 @@ def score_vectors(
     PADDED: tl.constexpr,
     PARTS: tl.constexpr,
     VECTORS: tl.constexpr,
-    LISTED: tl.constexpr,
     LAYOUT: tl.constexpr,
     EXACT: tl.constexpr,
 ):
-    """Write the logits of packed keys, or of per-block keys, that have one strategy.
+    """Write the logits of packed keys that have one strategy.
 
     Args:
-        vectors: the keys or per-block keys, see `in_words`.
-        first: the token of the first vector.
-        count: how many vectors.
-        stride: how many tokens a vector stands for.
-        listed: how many tokens each is from the first one, if LISTED; else vectors are successive.
+        vectors: the keys, see `in_words`.
+        first, last: the tokens [first, last).
         pages: the pages of the sequence.
         layer, head: which keys.
-        page_entries: how many vectors a page has room for.
         group: the element group of the strategy.
         queries, weight: what `load_queries` returned; the scale is in the weight.
         unit_logits: (capacity, PADDED), scratch of the unit.
@@ -74,25 +66,18 @@ def score_vectors(
     """
     DTYPE: tl.constexpr = tl.float32 if EXACT else vectors[0].dtype.element_ty
     CHANNEL_PARTS: tl.constexpr = LAYOUT.parts
-    for begin in range(0, count, VECTORS):
+    for begin in range(first, last, VECTORS):
         # Which tokens, and where their vectors are.
-        index = begin + tl.arange(0, VECTORS)
-        used = index < count
-        if LISTED:
-            token = first + tl.load(listed + index, mask=used, other=0).to(tl.int32)
-        else:
-            token = first + index * stride
+        token = begin + tl.arange(0, VECTORS)
+        used = token < last
         page = tl.load(pages + token // LAYOUT.page, mask=used, other=0).to(tl.int64)
         tile = (page * LAYOUT.layers + layer) * LAYOUT.kv_heads + head
-        entry = tile * page_entries + token % LAYOUT.page * page_entries // LAYOUT.page
+        entry = tile * LAYOUT.page + token % LAYOUT.page
         # Products, some channels after the other: [VECTORS, PARTS * PADDED]
         product = tl.zeros((VECTORS, PARTS * PADDED), tl.float32)
         word, before = no_word(entry)
         for part in tl.static_range(CHANNEL_PARTS):
             key, word, before = unpack_part(vectors, entry, used, word, before, part, group, LAYOUT)
             product = tl.dot(key.to(DTYPE), queries[part], product, input_precision="ieee")
-        # Logits, for all tokens that a vector stands for.
         weighted = tl.reshape(product * weight[None, :], (VECTORS, PARTS, PADDED))
-        logit = tl.sum(weighted, axis=1)
-        for place in range(stride):
-            store_logits(logit, token + place, used, unit_logits, PADDED)
+        store_logits(tl.sum(weighted, axis=1), token, used, unit_logits, PADDED)

@@ -1,7 +1,7 @@
 """Vectors are packed in kernels of `mosaickv`, Triton.
 
-Rate, element group and block are numbers that kernels load, not constants that they are compiled
-for: there are 27 strategies, and the first segment that has one must not wait for a compiler.
+Rate and element group are numbers that kernels load, not constants that they are compiled for: the
+first segment that has a strategy must not wait for a compiler.
 
 The place of an element in a packed vector is how many elements are kept before it. This count is a
 product with a triangular matrix of ones on the matrix unit, which is exact in float16, because
@@ -90,21 +90,18 @@ def _of_most_energy(energy, used, kept, COLUMNS: tl.constexpr):
 def pack_rows(
     rotated,
     vector,
-    is_vector,
     targets,
     kept,
     group,
     limit,
     CHANNELS: tl.constexpr,
-    STRIDE: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
     """Pack rotated vectors to the same bits as `pack_vectors` of the reference.
 
     Args:
-        rotated: rows of STRIDE float32, of which the first CHANNELS are the vector's.
+        rotated: rows of COLUMNS float32, of which the first CHANNELS are the vector's.
         vector: (vectors,) int64, the row of each vector.
-        is_vector: (vectors,) whether there is one.
         targets: the elements and the bitmaps, (vectors,) int64 indices of each vector's first
             element and first byte in them, and how many bytes a bitmap has.
         kept, group: r and g.
@@ -117,11 +114,12 @@ def pack_rows(
     elements, bitmap, first_element, first_byte, width = targets
     channel = tl.arange(0, COLUMNS)
     of_group = channel // group
-    used = is_vector[:, None] & (channel < CHANNELS)[None, :]
-    content = tl.load(rotated + vector[:, None] * STRIDE + channel[None, :], mask=used, other=0.0)
+    at = vector[:, None] * COLUMNS
+    used = (channel < CHANNELS)[None, :]
+    content = tl.load(rotated + at + channel[None, :], mask=used, other=0.0)
     largest = tl.max(tl.abs(content), axis=1)
     largest = tl.where(largest >= _SMALLEST_NORMAL, largest, 1.0)
-    first = vector[:, None] * STRIDE + (of_group * group)[None, :]
+    first = at + (of_group * group)[None, :]
     energy = _relative_energy(rotated, first, largest[:, None], used, group)
 
     # The chosen elements, in the order of their channels.
@@ -136,7 +134,7 @@ def pack_rows(
     for byte in tl.static_range((CHANNELS + 7) // 8):
         in_byte = is_first & (of_group // 8 == byte)[None, :]
         packed = tl.sum(tl.where(in_byte, bits << (of_group % 8)[None, :], 0), axis=1)
-        tl.store(bitmap + first_byte + byte, packed.to(tl.uint8), is_vector & (byte < width))
+        tl.store(bitmap + first_byte + byte, packed.to(tl.uint8), byte < width)
     return tl.where(chosen, stored.to(tl.float32), 0.0)
 
 

@@ -25,7 +25,6 @@ from cache_rank.kernels.mosaickv.vectors import (
     decode,
     encode,
     lost_energy,
-    mean_keys,
     score_packed,
 )
 from cache_rank.kernels.rows import PagedRows
@@ -110,11 +109,6 @@ def _compress_buffer(
         packed = encode(part, rotation, strategy.kept, strategy.group)
         store_vectors(store, vectors, pages, layer, head, position, packed)
         lost += lost_energy(part, packed).mean(dim=0).sum() / 2
-    if strategy.block > 1:
-        means = mean_keys(tokens[0], strategy.block)
-        packed = encode(means, strategy.rotations[0], strategy.kept, strategy.group)
-        blocks = position[:: strategy.block]
-        store_vectors(store, store.block_keys, pages, layer, head, blocks, packed)
     return lost
 
 
@@ -198,20 +192,15 @@ def score_packed_step(
     rows: PagedRows,
     first_layer: int,
     scale: float,
-    scored: tuple[int, int],
     workspace: Any,
     out: Tensor,
 ) -> None:
     """Score the resident tokens of every row of a step.
 
-    All blocks are scored by their mean keys, and then the tokens of the best blocks by their own
-    (section 4.2, stage 2). All other tokens keep the logit of their block. It is a better guess
-    than none, for the token and for the sum that probabilities are relative to.
+    Each is scored by its own key. The paper scores blocks of tokens first (section 4.2, stage 2).
 
     Args:
         store: where the tokens are.
-        scored: how many tokens of each kv head are scored by themselves: in millionths of a row's
-            tokens, and at least. The last of the blocks may be scored in part.
         workspace: what `score_packed_workspace` made.
         queries, rows, first_layer, scale, out: as for `score_step` of score/reference.py.
     """
@@ -219,7 +208,6 @@ def score_packed_step(
     grouped = queries.unflatten(2, (out.shape[2], -1))  # (R, L, Hkv, G, D)
     for row, (slot, position) in enumerate(zip(slots.tolist(), positions.tolist(), strict=True)):
         resident = position + 1
-        wanted = max(-(-resident * scored[0] // 1_000_000), scored[1])
         for index in range(queries.shape[1] if slot >= 0 else 0):
             logits = _logits(
                 store,
@@ -228,7 +216,6 @@ def score_packed_step(
                 slot,
                 first_layer + index,
                 resident,
-                wanted,
                 scale,
             )
             out[row, index, :, :resident] = _scores(logits)
@@ -246,75 +233,24 @@ def _logits(
     slot: int,
     layer: int,
     resident: int,
-    wanted: int,
     scale: float,
 ) -> Tensor:
     """Logits of a sequence's first tokens, (Hkv, G, resident), with queries (Hkv, G, D)."""
     packed = packed_tokens(store, slot, resident)
-    runs = list(runs_of(store, slot, layer, packed, _TILE_TOKENS))
-    by_token = wanted >= packed
-    logits = []
-    for run in runs:
-        in_blocks = not by_token and run.strategy.block > 1
-        logits.append(_score_run(store, queries, pages, layer, run, in_blocks, scale))
+    runs = runs_of(store, slot, layer, packed, _TILE_TOKENS)
+    logits = [_score_run(store, queries, pages, layer, run, scale) for run in runs]
     if packed < resident:
         keys = newest_tokens(store, slot, layer, packed, resident)[0].float()
         logits.append((queries @ keys.transpose(-1, -2)) * scale)
-    together = torch.cat(logits, dim=-1)
-    if not by_token:
-        _refine(store, together, queries, pages, layer, runs, wanted, scale)
-    return together
+    return torch.cat(logits, dim=-1)
 
 
 def _score_run(
-    store: PackedStore,
-    queries: Tensor,
-    pages: Tensor,
-    layer: int,
-    run: Run,
-    in_blocks: bool,
-    scale: float,
+    store: PackedStore, queries: Tensor, pages: Tensor, layer: int, run: Run, scale: float
 ) -> Tensor:
-    """Logits of a run, by the keys of its tokens or of their blocks: (Hkv, G, n)."""
-    strategy, vectors = run.strategy, store.block_keys if in_blocks else store.keys
-    block = strategy.block if in_blocks else 1
+    """Logits of a run: (Hkv, G, n)."""
+    strategy = run.strategy
     head = torch.arange(queries.shape[0], device=queries.device).unsqueeze(-1)
-    position = torch.arange(run.first, run.last, block, device=queries.device)
-    keys = load_vectors(store, vectors, pages, layer, head, position, strategy)
-    logits = score_packed(queries, keys, strategy.rotations[0], strategy.group, scale)
-    return logits.repeat_interleave(block, dim=-1) if in_blocks else logits
-
-
-def _refine(
-    store: PackedStore,
-    logits: Tensor,
-    queries: Tensor,
-    pages: Tensor,
-    layer: int,
-    runs: list[Run],
-    wanted: int,
-    scale: float,
-) -> None:
-    """Score the tokens of the best blocks by their own keys: `wanted` tokens of each kv head.
-
-    Args:
-        store: where the tokens are.
-        logits: (Hkv, G, T), the logits of tokens by their blocks; written in place.
-        queries: (Hkv, G, D).
-        pages: the pages of the sequence.
-        layer: which layer.
-        runs: the runs of all tokens in the pages.
-        wanted: fewer than those tokens; the last of the blocks may be scored in part.
-        scale: factor on the logits.
-    """
-    newest_first = _scores(logits)[:, : runs[-1].last].flip(-1)
-    order = newest_first.sort(dim=-1, descending=True, stable=True).indices
-    best = (runs[-1].last - 1 - order[:, :wanted]).sort(dim=-1).values  # (Hkv, wanted)
-    for head, of_head in enumerate(best):
-        for run in (run for run in runs if run.strategy.block > 1):
-            position = of_head[(of_head >= run.first) & (of_head < run.last)]
-            strategy, which = run.strategy, torch.tensor(head, device=position.device)
-            keys = load_vectors(store, store.keys, pages, layer, which, position, strategy)
-            logits[head, :, position] = score_packed(
-                queries[head], keys, strategy.rotations[0, head], strategy.group, scale
-            )
+    position = torch.arange(run.first, run.last, device=queries.device)
+    keys = load_vectors(store, store.keys, pages, layer, head, position, strategy)
+    return score_packed(queries, keys, strategy.rotations[0], strategy.group, scale)

@@ -1,13 +1,10 @@
-"""Packed keys are scored, blocks first and then the tokens of the best blocks, Triton.
+"""Packed keys are scored, Triton.
 
-A step takes six launches:
+A step takes three launches:
 
     rotate_queries  rotates queries by each strategy of their sequence
-    _score          computes the logits of all tokens, those in blocks by the keys of their blocks
+    _score          computes the logits of all tokens
     finish_scores   turns logits into scores
-    bound_unit      finds the score that as many tokens reach as are scored by themselves
-    _score          computes the logits of these tokens by their own keys
-    finish_scores   turns the logits of all tokens into scores again
 """
 
 from __future__ import annotations
@@ -19,12 +16,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cache_rank.kernels.mosaickv.bounds import (
-    BOUND_TOKENS,
-    bound_unit,
-    list_wanted,
-    wanted_tokens,
-)
 from cache_rank.kernels.mosaickv.layout import Layout
 from cache_rank.kernels.mosaickv.logits import load_queries, run_at, score_vectors
 from cache_rank.kernels.mosaickv.packing import tokens_in_pages
@@ -62,17 +53,12 @@ class PackedWorkspace(NamedTuple):
         parts: (units, strategies, PARTS * PADDED, columns) in the dtype that keys are multiplied
             in, see `load_query_parts`.
         weights: (units, strategies, PARTS * PADDED) float32, the weights of the parts.
-        listed: (units, capacity) int32, for each chunk the tokens that are scored by themselves.
-        bounds, oldest: (units,) float32 and int32, see `bound_unit`.
     """
 
     of_tokens: ScoreWorkspace
     exact: Tensor
     parts: Tensor
     weights: Tensor
-    listed: Tensor
-    bounds: Tensor
-    oldest: Tensor
 
 
 def score_packed_workspace(
@@ -97,9 +83,6 @@ def score_packed_workspace(
         torch.empty((units, strategies, group, layout.columns), device=device),
         torch.empty((*parts, layout.columns), dtype=dtype, device=device),
         torch.empty(parts, device=device),
-        torch.empty((units, capacity), dtype=torch.int32, device=device),
-        torch.empty(units, device=device),
-        torch.empty(units, dtype=torch.int32, device=device),
     )
 
 
@@ -109,84 +92,52 @@ def score_packed_step(
     rows: PagedRows,
     first_layer: int,
     scale: float,
-    scored: tuple[int, int],
     workspace: Any,
     out: Tensor,
 ) -> None:
-    """See the reference, with a `PackedWorkspace`. 16 divides the capacity."""
+    """See the reference, with a `PackedWorkspace`."""
     chunk = 2 * CHUNK_TOKENS
     layout, constants = Layout.of(store), score_constants(queries, workspace.of_tokens, out, chunk)
     key_ring, (chunks, units) = store.rings[0], score_grid(out, chunk)
     logits, partial = scratch(workspace.of_tokens, rounded=False)
     strategies = workspace.parts.shape[1]
-    assert out.shape[-1] % 16 == 0
     assert workspace.parts.shape[0] >= units
     assert workspace.parts.shape[2] == constants["PARTS"] * constants["PADDED"]
-    millionths, fewest = scored
-    numbers = {
-        "first_layer": first_layer,
-        "millionths": millionths,
-        "fewest": fewest,
-        "capacity": out.shape[-1],
-        "strategies": strategies,
-        "buffers": store.strategy_of.shape[1],
-        "in_table": store.rows.shape[1],
-    }
     rotated = (workspace.exact, workspace.parts, workspace.weights)
     rotate_queries(store, queries, rows.slots, first_layer, constants["PADDED"], rotated)
-    for refines in (False, True):
-        if refines:
-            bound_unit[(units,)](
-                out,
-                store.strategy_of,
-                store.rows,
-                store.numbers,
-                rows.slots,
-                rows.positions,
-                workspace.listed,
-                workspace.bounds,
-                workspace.oldest,
-                **numbers,
-                LAYERS=constants["LAYERS"],
-                BLOCK=BOUND_TOKENS,
-                LAYOUT=layout,
-                num_warps=16,
-            )
-        _score[(chunks, units)](
-            queries,
-            workspace.parts,
-            workspace.weights,
-            in_words(store.keys),
-            in_words(store.block_keys),
-            key_ring,
-            store.strategy_of,
-            store.rows,
-            rows.slots,
-            rows.positions,
-            store.numbers,
-            rows.page_table,
-            workspace.listed,
-            workspace.bounds,
-            workspace.oldest,
-            logits=logits,
-            partial=partial,
-            out=out,
-            scale=scale,
-            page_stride=rows.page_table.stride(0),
-            **numbers,
-            **constants,
-            VECTORS=_VECTORS,
-            REFINES=refines,
-            LAYOUT=layout,
-            EXACT=multiplies_float32(key_ring),
-            maxnreg=_REGISTERS,
-        )
-        finish_scores(logits, partial, rows, constants, out)
+    _score[(chunks, units)](
+        queries,
+        workspace.parts,
+        workspace.weights,
+        in_words(store.keys),
+        key_ring,
+        store.strategy_of,
+        store.rows,
+        rows.slots,
+        rows.positions,
+        store.numbers,
+        rows.page_table,
+        logits=logits,
+        partial=partial,
+        first_layer=first_layer,
+        scale=scale,
+        page_stride=rows.page_table.stride(0),
+        capacity=out.shape[-1],
+        strategies=strategies,
+        buffers=store.strategy_of.shape[1],
+        in_table=store.rows.shape[1],
+        **constants,
+        VECTORS=_VECTORS,
+        LAYOUT=layout,
+        EXACT=multiplies_float32(key_ring),
+        maxnreg=_REGISTERS,
+    )
+    finish_scores(logits, partial, rows, constants, out)
 
 
 @triton.jit(
     do_not_specialize=[
-        *("first_layer", "page_stride", "capacity", "millionths", "fewest"),
+        *("first_layer", "page_stride", "capacity"),
         *("strategies", "buffers", "in_table"),
     ],
     do_not_specialize_on_alignment=["page_table", "slots", "positions"],
@@ -196,7 +147,6 @@ def _score(
     query_parts,
     query_weights,
     keys,
-    block_keys,
     key_ring,
     strategy_of,
     rows,
@@ -204,18 +154,12 @@ def _score(
     positions,
     numbers,
     page_table,
-    listed,
-    bounds,
-    oldest,
     logits,
     partial,
-    out,
     first_layer,
     scale,
     page_stride,
     capacity,
-    millionths,
-    fewest,
     strategies,
     buffers,
     in_table,
@@ -227,15 +171,10 @@ def _score(
     HEAD_DIM: tl.constexpr,
     CHUNK: tl.constexpr,
     VECTORS: tl.constexpr,
-    REFINES: tl.constexpr,
     LAYOUT: tl.constexpr,
     EXACT: tl.constexpr,
 ):
-    """One program scores CHUNK tokens of a unit, a row, layer and kv head.
-
-    If REFINES, it computes the logits of only those packed tokens that are scored by themselves;
-    the other logits of the chunk are there already.
-    """
+    """One program scores CHUNK tokens of a unit, a row, layer and kv head."""
     # The chunk, how many of its tokens are packed, and whether there is anything to do.
     chunk, unit = tl.program_id(0), tl.program_id(1).to(tl.int64)
     row = unit // (LAYERS * KV_HEADS)
@@ -246,36 +185,16 @@ def _score(
         return
     unit_strategies = strategy_of + slot * buffers
     packed = tokens_in_pages(unit_strategies, tokens, LAYOUT)
-    in_blocks = wanted_tokens(tokens, millionths, fewest) < packed
-    bound = float("inf")
-    if REFINES:
-        bound = tl.load(bounds + unit)
-        if bound == float("inf"):
-            return
     # Where the unit's tensors are.
     layer, head = first_layer + (unit // KV_HEADS) % LAYERS, unit % KV_HEADS
     unit_logits = logits + unit * capacity * PADDED
-    unit_out = out + unit * capacity
-    chunk_list = listed + unit * capacity + start
     pages = page_table + row * page_stride
     stop = tl.minimum(start + CHUNK, tokens)
-    # Packed tokens, a run of one strategy after the other, by their own or by per-block keys.
+    # Packed tokens, a run of one strategy after the other.
     first, last_packed = start, tl.minimum(stop, packed)
     while first < last_packed:
         strategy, last = run_at(unit_strategies, first, last_packed, CHUNK // LAYOUT.buffer, LAYOUT)
         table = tl.load(rows + slot * in_table + strategy).to(tl.int64) * LAYOUT.layers + layer
-        group, block = tl.load(numbers + table * 3 + 1), tl.load(numbers + table * 3 + 2)
-        elements, bitmap = keys
-        page_entries, stride, count = LAYOUT.page, 1, last - first
-        if REFINES:
-            count = 0
-            if block > 1:
-                count = list_wanted(
-                    unit_out, bound, tl.load(oldest + unit), first, last, chunk_list, CHUNK
-                )
-        elif in_blocks & (block > 1):
-            elements, bitmap = block_keys
-            page_entries, stride, count = LAYOUT.page_blocks, block, (last - first) // block
         of_unit = unit * strategies * PARTS * PADDED
         own_queries, weight = load_queries(
             query_parts + of_unit * LAYOUT.columns,
@@ -285,29 +204,25 @@ def _score(
             LAYOUT,
         )
         score_vectors(
-            (elements, bitmap),
+            keys,
             first=first,
-            count=count,
-            stride=stride,
-            listed=chunk_list,
+            last=last,
             pages=pages,
             layer=layer,
             head=head,
-            page_entries=page_entries,
-            group=group,
+            group=tl.load(numbers + table * 2 + 1),
             queries=own_queries,
             weight=weight * scale,
             unit_logits=unit_logits,
             PADDED=PADDED,
             PARTS=PARTS,
             VECTORS=VECTORS,
-            LISTED=REFINES,
             LAYOUT=LAYOUT,
             EXACT=EXACT,
         )
         first = last
     # Tokens that are still in the ring, and then the scores of the unit.
-    if (not REFINES) & (packed < stop):
+    if packed < stop:
         score_full_precision(
             queries + unit * GROUP * HEAD_DIM,
             key_ring,

@@ -20,14 +20,13 @@ class PackedStore(NamedTuple):
     they came in a ring of the sequence's slot, position p in entry p % ring.
 
     Attributes:
-        keys, values, block_keys: packed vectors, (pages, layers, Hkv, entries, ...) each. Among the
-            P tokens of a page, position p has entry p % P, and the per-block key of a block that
-            begins there has entry p % P * entries // P.
+        keys, values: packed vectors, (pages, layers, Hkv, P, ...) each, where position p has entry
+            p % P.
         rings: keys and values, (slots, layers, Hkv, ring, D) each.
         strategy_of: (slots, buffers) int32, the strategy of each buffer in the pages, counted among
             those of the sequence; -1 for buffers that are not there.
         rows: (slots, strategies) int32, the row of each strategy in the next two tables.
-        numbers: (rows, layers, 3) int32: r, g, and how many tokens a block has.
+        numbers: (rows, layers, 2) int32: r and g.
         rotations: (rows, layers, 2, Hkv, D, C) in the dtype of the rings.
         page_tokens: P.
         buffer_tokens: how many tokens a buffer has; divides the ring.
@@ -35,7 +34,6 @@ class PackedStore(NamedTuple):
 
     keys: PackedVectors
     values: PackedVectors
-    block_keys: PackedVectors
     rings: tuple[Tensor, Tensor]
     strategy_of: Tensor
     rows: Tensor
@@ -51,14 +49,11 @@ class Strategy(NamedTuple):
     Attributes:
         kept: r, how many elements each vector keeps.
         group: g, how many neighbouring elements share a bit.
-        block: how many tokens share a per-block key; with 1 there are none, and tokens are scored
-            by themselves.
         rotations: (2, Hkv, D, C), those of keys and of values, in the dtype of the rings.
     """
 
     kept: int
     group: int
-    block: int
     rotations: Tensor
 
 
@@ -72,8 +67,8 @@ class Run(NamedTuple):
 
 def strategy_at(store: PackedStore, row: int, layer: int) -> Strategy:
     """Read the strategy of a layer from a row of the tables."""
-    kept, group, block = store.numbers[row, layer].tolist()
-    return Strategy(kept, group, block, store.rotations[row, layer])
+    kept, group = store.numbers[row, layer].tolist()
+    return Strategy(kept, group, store.rotations[row, layer])
 
 
 def packed_tokens(store: PackedStore, slot: int, tokens: int) -> int:
@@ -120,13 +115,13 @@ def load_vectors(
 
     Args:
         store: where the vectors are.
-        vectors: the store's keys, values or per-block keys.
+        vectors: the store's keys or values.
         pages: (pages,) int32, the pages of the sequence.
         layer: which layer.
         head, position: int64, which broadcast to the leading dimensions of the result.
         strategy: the strategy that packed all of them.
     """
-    place = _place(store, vectors, pages, layer, head, position)
+    place = _place(store, pages, layer, head, position)
     width = bitmap_bytes(strategy.rotations.shape[-1], strategy.group)
     return PackedVectors(
         vectors.elements[..., : strategy.kept][place], vectors.bitmap[..., :width][place]
@@ -143,20 +138,14 @@ def store_vectors(
     packed: PackedVectors,
 ) -> None:
     """Write vectors that a strategy packed, with the arguments of `load_vectors`."""
-    place = _place(store, vectors, pages, layer, head, position)
+    place = _place(store, pages, layer, head, position)
     for plane, part in zip(vectors, packed, strict=True):
         plane[..., : part.shape[-1]][place] = part
 
 
 def _place(
-    store: PackedStore,
-    vectors: PackedVectors,
-    pages: Tensor,
-    layer: int,
-    head: Tensor,
-    position: Tensor,
+    store: PackedStore, pages: Tensor, layer: int, head: Tensor, position: Tensor
 ) -> tuple[Tensor, int, Tensor, Tensor]:
-    """The index of each vector in the planes of `vectors`."""
-    page_tokens, entries = store.page_tokens, vectors.elements.shape[-2]
-    page = pages[position // page_tokens].to(torch.int64)
-    return page, layer, head, position % page_tokens * entries // page_tokens
+    """The index of each vector in the planes of keys and of values."""
+    page = pages[position // store.page_tokens].to(torch.int64)
+    return page, layer, head, position % store.page_tokens

@@ -109,15 +109,10 @@ def decode(packed: PackedVectors, rotation: Tensor, group: int) -> Tensor:
     return unpacked @ rotation.float().transpose(-1, -2)
 
 
-def mean_keys(keys: Tensor, block: int) -> Tensor:
-    """Average keys over blocks (section 4.2, stage 2): (..., n, D) to (..., n / block, D)."""
-    return keys.double().unflatten(-2, (-1, block)).mean(dim=-2).to(keys.dtype)
-
-
 def score_packed(
     queries: Tensor, packed: PackedVectors, rotation: Tensor, group: int, scale: float
 ) -> Tensor:
-    """Compute the attention logits of packed keys, or of packed per-block keys (section 5.3).
+    """Compute the attention logits of packed keys (section 5.3).
 
     Args:
         queries: (..., G, D) float32, the query heads of the keys' kv head.
@@ -150,26 +145,6 @@ def lost_energy(tokens: Tensor, packed: PackedVectors) -> Tensor:
     kept = packed.elements.double().square().sum(dim=-1)
     share = 1 - kept / torch.where(energy == 0, torch.ones_like(energy), energy)
     return torch.where(energy == 0, torch.zeros_like(share), share.clamp(min=0))
-
-
-def unexplained_variance(keys: Tensor, block: int) -> Tensor:
-    """Measure the share of the variance of keys that is within blocks, and so lost to mean keys.
-
-    The paper compares the variance within blocks with a threshold (section 5.5) and gives no unit;
-    here it is relative to the variance of all keys, so that a threshold holds for any model.
-
-    Args:
-        keys: (..., n, D).
-        block: how many tokens a block has, which divides n.
-
-    Returns:
-        (...) float64, from 0 to 1; 0 for keys that are all the same.
-    """
-    exact = keys.double()
-    blocks = exact.unflatten(-2, (-1, block))
-    within = (blocks - blocks.mean(dim=-2, keepdim=True)).square().sum(dim=(-3, -2, -1))
-    total = (exact - exact.mean(dim=-2, keepdim=True)).square().sum(dim=(-2, -1))
-    return torch.where(total == 0, torch.zeros_like(total), within / total).clamp(0, 1)
 
 
 def _pack_bits(bits: Tensor) -> Tensor:

@@ -1,9 +1,8 @@
 """Device memory of `mosaickv`: pages of packed vectors, rings of newest tokens, strategies.
 
-Every packed vector has room for the most elements and bits that any candidate strategy may need,
-and there is a per-block key for every block of the smallest size; a strategy that needs less leaves
-the rest unused. The host says what changes here; it reads nothing back but what may be some steps
-old.
+Every packed vector has room for the most elements and bits that any candidate strategy may need; a
+strategy that needs less leaves the rest unused. The host says what changes here; it reads nothing
+back but what may be some steps old.
 """
 
 from __future__ import annotations
@@ -42,10 +41,9 @@ class PackedMemory:
 
     @staticmethod
     def bytes_per_token(candidates: Candidates, model: ModelShape) -> int:
-        """Memory of a token's key and value and its share of per-block keys, all layers."""
+        """Memory of a token's key and value, all layers."""
         vector = candidates.kept * model.torch_dtype.itemsize + candidates.bitmap_bytes
-        of_page = (2 * PAGE_TOKENS + candidates.page_blocks) * vector
-        return -(-of_page * model.layers * model.kv_heads // PAGE_TOKENS)
+        return 2 * vector * model.layers * model.kv_heads
 
     def __init__(
         self,
@@ -60,8 +58,8 @@ class PackedMemory:
         tokens = pages * PAGE_TOKENS
         strategies = -(-tokens // lengths.least) + slots  # most of all sequences
 
-        def vectors(entries: int) -> PackedVectors:
-            shape = (pages, model.layers, model.kv_heads, entries)
+        def vectors() -> PackedVectors:
+            shape = (pages, model.layers, model.kv_heads, PAGE_TOKENS)
             elements = (*shape, candidates.kept)
             return PackedVectors(
                 torch.empty(elements, dtype=model.torch_dtype, device=device),
@@ -74,16 +72,15 @@ class PackedMemory:
         buffers = max(1, tokens // BUFFER_TOKENS)
         rotation = (2, model.kv_heads, model.head_dim, candidates.channels)
         self.store = PackedStore(
-            keys=vectors(PAGE_TOKENS),
-            values=vectors(PAGE_TOKENS),
-            block_keys=vectors(candidates.page_blocks),
+            keys=vectors(),
+            values=vectors(),
             rings=(
                 torch.empty(ring, dtype=model.torch_dtype, device=device),
                 torch.empty(ring, dtype=model.torch_dtype, device=device),
             ),
             strategy_of=torch.full((slots, buffers), -1, dtype=torch.int32, device=device),
             rows=torch.full(of_slot, -1, dtype=torch.int32, device=device),
-            numbers=torch.zeros((*in_table, 3), dtype=torch.int32, device=device),
+            numbers=torch.zeros((*in_table, 2), dtype=torch.int32, device=device),
             rotations=torch.empty((*in_table, *rotation), dtype=model.torch_dtype, device=device),
             page_tokens=PAGE_TOKENS,
             buffer_tokens=BUFFER_TOKENS,
@@ -111,7 +108,7 @@ class PackedMemory:
     def add(self, slot: int, index: int, tokens: Sequence[CompressedTokens]) -> int:
         """Store the strategies of a segment, the sequence's number `index`; return their row."""
         row = self._free_rows.pop()
-        numbers = torch.tensor([of_layer.strategy[:3] for of_layer in tokens], dtype=torch.int32)
+        numbers = torch.tensor([of_layer.strategy[:2] for of_layer in tokens], dtype=torch.int32)
         self.store.numbers[row].copy_(upload((numbers,), self._device)[0])
         for layer, of_layer in enumerate(tokens):
             self.store.rotations[row, layer].copy_(of_layer.strategy.rotations)
@@ -132,17 +129,14 @@ class PackedMemory:
         Args:
             pages: (pages,) int32, the sequence's pages.
             layer: the tokens' layer.
-            first: position of the first token, a multiple of the block.
+            first: position of the first token.
             tokens: the tokens of all KV heads.
         """
-        count, block = tokens.keys.elements.shape[-2], tokens.strategy.block
-        position = torch.arange(first, first + count, device=self._device)
-        parts = [(self.store.keys, position, tokens.keys)]
-        parts.append((self.store.values, position, tokens.values))
-        if block > 1:
-            parts.append((self.store.block_keys, position[::block], tokens.block_keys))
-        for vectors, place, packed in parts:
-            store_vectors(self.store, vectors, pages, layer, self._heads, place, packed)
+        last = first + tokens.keys.elements.shape[-2]
+        position = torch.arange(first, last, device=self._device)
+        store = self.store
+        for vectors, packed in ((store.keys, tokens.keys), (store.values, tokens.values)):
+            store_vectors(store, vectors, pages, layer, self._heads, position, packed)
 
     def require_finite(self, slot: int, layers: range, first: int, last: int) -> None:
         """Check that tokens of a slot are finite: otherwise they cannot be rotated.

@@ -1,7 +1,7 @@
 """Strategies of `mosaickv`: how a segment is compressed (MosaicKV sections 4.3 and 5.5).
 
 A strategy is of one layer and segment. The rotations are of each kv head, of keys and of values by
-themselves; rate, element group and block are shared by all of them.
+themselves; rate and element group are shared by all of them.
 """
 
 from __future__ import annotations
@@ -18,18 +18,14 @@ from cache_rank.kernels.mosaickv.vectors import (
     bitmap_bytes,
     encode,
     lost_energy,
-    mean_keys,
     pack_vectors,
     rotate,
     rotation_of,
-    unexplained_variance,
 )
-from cache_rank.pages import PAGE_TOKENS
 
 _AUTO: Mapping[str, tuple[float, ...]] = {
     "rate": (87.5, 75, 62.5),
     "group": (4, 2, 1),
-    "block": (16, 8, 4, 1),
 }
 """`auto` chooses from these; what compresses most comes first."""
 
@@ -82,13 +78,11 @@ class CompressedTokens(NamedTuple):
     Attributes:
         strategy: the strategy that they are compressed by.
         keys, values: (Hkv, n, r).
-        block_keys: (Hkv, n / block, r), or (Hkv, 0, r) for blocks of 1.
     """
 
     strategy: Strategy
     keys: PackedVectors
     values: PackedVectors
-    block_keys: PackedVectors
 
 
 class Candidates:
@@ -98,11 +92,10 @@ class Candidates:
         channels: C, the number of channels that are left; a multiple of every group.
         kept: most elements of a vector.
         bitmap_bytes: most bytes of a bitmap, in whole words of 4.
-        page_blocks: most per-block keys of a page.
     """
 
     def __init__(self, options: Mapping[str, OptionValue], model: ModelShape) -> None:
-        rates, groups, blocks = (_candidates(options, name) for name in ("rate", "group", "block"))
+        rates, groups = (_candidates(options, name) for name in ("rate", "group"))
         head_dim = model.head_dim
         self._dtype = model.torch_dtype
         self._groups = tuple(int(group) for group in groups if head_dim % group == 0)
@@ -119,12 +112,9 @@ class Candidates:
             for rate in rates
             for group in self._groups
         ]
-        self._blocks = tuple(int(block) for block in blocks)
         self.kept = max(kept for kept, _ in self._choices)
         self.bitmap_bytes = -(-bitmap_bytes(self.channels, self._groups[-1]) // 4) * 4
-        self.page_blocks = max(PAGE_TOKENS // block if block > 1 else 0 for block in self._blocks)
         self._largest_loss = float(options["loss"])
-        self._largest_variance = float(options["variance"])
 
     def _elements(self, wanted: float, group: int) -> int:
         """The largest number of elements up to `wanted` that is whole groups; at least one."""
@@ -139,11 +129,10 @@ class Candidates:
 
         The paper wants the highest rate and the largest group whose loss is below a threshold, and
         does not say which of the two goes first: here the rate does. Where none is below it, the
-        last one loses least and is taken. Blocks are chosen by their variance in the same way, and
-        where the mean of as few as 4 keys says little of them, there are none.
+        last one loses least and is taken.
 
         Args:
-            tokens: (2, Hkv, n, D), keys and values; n is a multiple of 16.
+            tokens: (2, Hkv, n, D), keys and values.
             rotations: (2, Hkv, D, C), rotations of their covariance.
         """
         sample = tokens[:, :, :: -(-tokens.shape[2] // _SAMPLE_TOKENS)]
@@ -152,25 +141,17 @@ class Candidates:
             packed = pack_vectors(rotated, kept, group, tokens.dtype)
             if lost_energy(sample, packed).mean() <= self._largest_loss:
                 break
-        for block in self._blocks:
-            if unexplained_variance(tokens[0], block).mean() <= self._largest_variance:
-                break
-        return Strategy(kept, group, block, rotations)
+        return Strategy(kept, group, rotations)
 
 
 def compress(tokens: Tensor, strategy: Strategy) -> CompressedTokens:
-    """Compress keys and values of one layer, (2, Hkv, n, D); n is a multiple of the block."""
-    kept, group, block, rotations = strategy
-    blocked = tokens[0] if block > 1 else tokens[0, :, :0]
-    keys, values, block_keys = (
+    """Compress keys and values of one layer, (2, Hkv, n, D)."""
+    kept, group, rotations = strategy
+    keys, values = (
         encode(part, rotation, kept, group)
-        for part, rotation in (
-            (tokens[0], rotations[0]),
-            (tokens[1], rotations[1]),
-            (mean_keys(blocked, block), rotations[0]),
-        )
+        for part, rotation in zip(tokens, rotations, strict=True)
     )
-    return CompressedTokens(strategy, keys, values, block_keys)
+    return CompressedTokens(strategy, keys, values)
 
 
 def recompress(
