@@ -37,10 +37,6 @@ def test_an_upload_may_be_overwritten_at_once(device: torch.device) -> None:
     assert first.tolist() == [0, 1, 2, 3]
 
 
-def test_nothing_can_be_uploaded(device: torch.device) -> None:
-    assert upload((), device) == []
-
-
 def settle(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -11,8 +11,6 @@ from typing import Any
 
 import pytest
 
-from scripts import soak as command
-from scripts.operations.disturbances import DISTURBANCES
 from scripts.operations.soak import Verdict, files_in
 from scripts.operations.streams import Chain, Streams
 from scripts.operations.watch import Memory
@@ -101,33 +99,3 @@ def test_metrics_of_a_process_are_left_behind_once_it_has_ended(tmp_path: Path) 
         (tmp_path / name).touch()
     found = {Path(name).name for name in files_in(tmp_path)}
     assert found == {f"gauge_livesum_{ended.pid}.db", "meeting-1a2b"}
-
-
-def test_every_disturbance_can_come() -> None:
-    assert all(one.weight > 0 and one.act.__doc__ for one in DISTURBANCES.values())
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["--seconds", "0"],
-        ["--streams", "0"],
-        ["--requests", "0"],
-        ["--modes", "none"],
-        ["--disturbances", "none"],
-    ],
-)
-def test_what_cannot_be_is_refused(
-    arguments: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as ended:
-        command.parse_options(arguments)
-    assert ended.value.code == 2
-    assert arguments[0] in capsys.readouterr().err
-
-
-def test_flags_of_the_server_stand_behind_two_dashes() -> None:
-    given = "--disturbances kill stall -- --cache-rank-mem-fraction 0.2"
-    options = command.parse_options(given.split())
-    assert options.disturbances == ["kill", "stall"]
-    assert options.flags == ["--cache-rank-mem-fraction", "0.2"]
