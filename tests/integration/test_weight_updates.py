@@ -1,4 +1,4 @@
-"""When SGLang loads other weights, nothing of the old ones is reused, and forecasts are by the new.
+"""When SGLang loads other weights, nothing of the old ones is reused.
 
 When SGLang releases memory, the cache rank has none, and comes back with it.
 """
@@ -27,11 +27,9 @@ from workload import (
     STRICT_POOL,
     copy_model,
     difference,
-    negated_queries,
     random_prompts,
 )
 
-from cache_rank.measure.recording import RECORD_VARIABLE, read_events
 from cache_rank.pages import PAGE_TOKENS
 from scripts.shared.serving import Server, log_probabilities, serve
 
@@ -48,41 +46,16 @@ CACHE_RANK = [
 AT_A_TIME = 4
 
 
-def test_new_weights_reach_the_cache_rank(
-    random_model: Callable[..., Path], tmp_path: Path
-) -> None:
-    model = random_model("qwen3", 4)
-    other = copy_model(model, tmp_path / "other", negated_queries(model))
-    recorded = tmp_path / "recorded"
-    flags = [*CACHE_RANK, *FLAGS, "--model-path", str(model)]
-    (prompt,) = random_prompts([140])
-    with serve(flags, {RECORD_VARIABLE: str(recorded)}) as server:
-        before = server.generate(prompt, 40)["output_ids"]
-        server.wait_for(10, sequences=0)  # SGLang refuses while a step is under way
-        answer = server.post("/update_weights_from_disk", {"model_path": str(other)})
-        assert answer.json()["success"], answer.text
-        after = server.generate(prompt, 40)
-        assert after["meta_info"]["cache_rank"]["sparse_steps"] > 20
-        assert after["output_ids"] != before
-        assert after["meta_info"]["cached_tokens"] == 0  # its prefix is in no tree any more
-        assert server.cache_rank()["starts"] == 1
-    events = [e for e in read_events(recorded) if e["kind"] == "projection"]
-    forecast = [1, 2]  # of three sparse layers, the first is served by the last step's queries
-    assert [event["layer"] for event in events] == forecast * 2
-    for first, second in zip(events[:2], events[2:], strict=True):
-        torch.testing.assert_close(second["projection"][:-2], -first["projection"][:-2])
-        assert torch.equal(second["projection"][-1], first["projection"][-1])
-
-
 # What loops of reinforcement learning call between steps.
 
 
-@pytest.fixture(scope="module", params=["cache rank", "inline"])
+WITH_A_CACHE_RANK = pytest.param("cache rank", marks=pytest.mark.releases)
+with_a_cache_rank = pytest.mark.parametrize("placement", [WITH_A_CACHE_RANK], indirect=True)
+
+
+@pytest.fixture(scope="module", params=[WITH_A_CACHE_RANK, "inline"])
 def placement(request: pytest.FixtureRequest) -> str:
     return str(request.param)
-
-
-WITH_A_CACHE_RANK = pytest.mark.parametrize("placement", ["cache rank"], indirect=True)
 
 
 @pytest.fixture(scope="module")
@@ -257,7 +230,7 @@ def assert_same(response: Any, expected: Any) -> None:
     assert difference(log_probabilities(response), log_probabilities(expected)) < 1e-5
 
 
-@WITH_A_CACHE_RANK
+@with_a_cache_rank
 def test_memory_that_is_released_comes_back_without_what_it_held(server: Server) -> None:
     server.flush_cache()
     (prompt,) = random_prompts([700], seed=10)
@@ -322,7 +295,7 @@ def test_weights_change_while_memory_is_released(
     assert server.cache_rank().get("losses") == before.get("losses")
 
 
-@WITH_A_CACHE_RANK
+@with_a_cache_rank
 def test_memory_is_released_while_a_lost_cache_rank_starts_again(server: Server) -> None:
     server.flush_cache()
     (prompt,) = random_prompts([700], seed=12)
