@@ -1,4 +1,4 @@
-"""When SGLang loads other weights, nothing of the old ones is reused.
+"""When SGLang loads other weights, nothing of the old ones is reused, and forecasts are by the new.
 
 When SGLang releases memory, the cache rank has none, and comes back with it.
 """
@@ -27,9 +27,11 @@ from workload import (
     STRICT_POOL,
     copy_model,
     difference,
+    negated_queries,
     random_prompts,
 )
 
+from cache_rank.measure.recording import RECORD_VARIABLE, read_events
 from cache_rank.pages import PAGE_TOKENS
 from scripts.shared.serving import Server, log_probabilities, serve
 
@@ -44,6 +46,32 @@ CACHE_RANK = [
 ]
 
 AT_A_TIME = 4
+
+
+def test_new_weights_reach_the_cache_rank(
+    random_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    model = random_model("qwen3", 4)
+    other = copy_model(model, tmp_path / "other", negated_queries(model))
+    recorded = tmp_path / "recorded"
+    flags = [*CACHE_RANK, *FLAGS, "--model-path", str(model)]
+    (prompt,) = random_prompts([140])
+    with serve(flags, {RECORD_VARIABLE: str(recorded)}) as server:
+        before = server.generate(prompt, 40)["output_ids"]
+        server.wait_for(10, sequences=0)  # SGLang refuses while a step is under way
+        answer = server.post("/update_weights_from_disk", {"model_path": str(other)})
+        assert answer.json()["success"], answer.text
+        after = server.generate(prompt, 40)
+        assert after["meta_info"]["cache_rank"]["sparse_steps"] > 20
+        assert after["output_ids"] != before
+        assert after["meta_info"]["cached_tokens"] == 0  # its prefix is in no tree any more
+        assert server.cache_rank()["starts"] == 1
+    events = [e for e in read_events(recorded) if e["kind"] == "projection"]
+    forecast = [1, 2]  # of three sparse layers, the first is served by the last step's queries
+    assert [event["layer"] for event in events] == forecast * 2
+    for first, second in zip(events[:2], events[2:], strict=True):
+        torch.testing.assert_close(second["projection"][:-2], -first["projection"][:-2])
+        assert torch.equal(second["projection"][-1], first["projection"][-1])
 
 
 # What loops of reinforcement learning call between steps.

@@ -115,3 +115,9 @@ def copy_model(model: Path, folder: Path, changed: dict[str, Tensor]) -> Path:
     weights = {**load_file(model / "model.safetensors"), **changed}
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     return folder
+
+
+def negated_queries(model: Path) -> dict[str, Tensor]:
+    """Weights by which a model attends to other tokens."""
+    weights = load_file(model / "model.safetensors")
+    return {name: -weight for name, weight in weights.items() if "q_proj.weight" in name}
