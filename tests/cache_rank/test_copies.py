@@ -42,10 +42,6 @@ def settle(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def test_a_readback_has_no_value_before_its_first_tensor() -> None:
-    assert Readback().value() is None
-
-
 def test_a_readback_gives_the_tensor_as_it_was(device: torch.device) -> None:
     readback = Readback()
     tensor = torch.tensor([1.0, 2.0], device=device)

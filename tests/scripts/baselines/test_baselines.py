@@ -8,12 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from scripts.baselines.args import BaselineServerArgs
 from scripts.baselines.reference import Budget
 from scripts.baselines.selection import PER_HEAD, QUEST_PAGE, Selection, attend
-from sglang_ext import cpu
-from sglang_ext.refusals import UnsupportedError
-from sglang_ext.server_args import CacheRankServerArgs, parse_server_args
 
 pytestmark = pytest.mark.thorough  # these are systems to compare with
 
@@ -170,24 +166,3 @@ def test_quest_knows_pages_from_prompts_in_chunks_and_from_decode(pool_page: int
         for found in lists:
             assert {*range(QUEST_PAGE), *newest} <= found
             assert len(found) == QUEST_PAGE + len(newest) + QUEST_PAGE
-
-
-# What SGLang sees of it.
-
-
-@pytest.fixture
-def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu, "has_gpu", lambda: False)
-
-
-def baseline(mode: str, *flags: str) -> CacheRankServerArgs:
-    return parse_server_args(["--decode-mode", mode, *flags], BaselineServerArgs)
-
-
-@pytest.mark.usefixtures("_no_gpu")
-@pytest.mark.parametrize(
-    "flags", ["--cache-rank-gpus 1", "--enable-mixed-chunk", "--tp-size 2", "--dense-layers 9"]
-)
-def test_what_a_baseline_cannot_have_is_refused(flags: str) -> None:
-    with pytest.raises(UnsupportedError):
-        baseline("quest", *flags.split())
