@@ -2,7 +2,6 @@
 # make test       run the tests: 9 minutes on 2 cores; ARGS="tests/kernels -q" is one pytest run of what it names
 #                 TESTS="tests/integration" runs what it names as all are: in parallel
 # make test-all   run the thorough tests too, and try more examples of each property
-# make test-remaining   run what test-all adds to test
 # make serve      serve; ARGS="..." takes any flag of SGLang and ours
 # make lint       formatter, linter, type checker
 # make soak      use servers for two minutes, disturb them and their cache ranks, check every answer; ARGS="--seconds 1800"
@@ -19,15 +18,17 @@ PYTHON ?= $(shell for p in python3 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null \
 	&& echo $$p && break; done)
 BIN := $(VENV)/bin
+# `uv pip` takes a third of the time, and reads no settings of pip.
+INSTALLER ?= pip
 INSTALLED := $(VENV)/.installed-$(SGLANG)
 
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 # Tests that share a server are a group. conftest.py puts the longest groups first.
 IN_PARALLEL := -n auto --dist loadgroup --no-loadscope-reorder
-THOROUGHLY := --hypothesis-profile thorough
 CHOSEN ?= not thorough
+PROFILE ?= default
 
-.PHONY: demo serve test test-all test-remaining lint soak bench clean install
+.PHONY: demo serve test test-all lint soak bench clean install
 
 demo: install
 	$(BIN)/python -m scripts.demo
@@ -39,14 +40,11 @@ test: install
 ifdef ARGS
 	$(PYTEST) $(ARGS)
 else
-	$(PYTEST) $(IN_PARALLEL) -m "$(CHOSEN)" $(TESTS)
+	$(PYTEST) $(IN_PARALLEL) --hypothesis-profile $(PROFILE) -m "$(CHOSEN)" $(TESTS)
 endif
 
-test-all: install
-	$(PYTEST) $(IN_PARALLEL) $(THOROUGHLY)
-
-test-remaining: install
-	$(PYTEST) $(IN_PARALLEL) $(THOROUGHLY) -m "thorough or hypothesis"
+test-all:
+	$(MAKE) test CHOSEN= PROFILE=thorough
 
 lint: install
 	$(BIN)/ruff format --check .
@@ -66,8 +64,8 @@ $(INSTALLED): pyproject.toml
 	@test -n "$(PYTHON)" || { echo "error: needs Python 3.11 or 3.12; pass PYTHON=/path/to/it" >&2; exit 1; }
 	@echo "Installing SGLang $(SGLANG) and this package into $(VENV): about 4 minutes and 11 GB the first time."
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --editable '.[dev]' 'sglang==$(SGLANG)'
+	$(BIN)/python -m pip install --quiet --upgrade $(INSTALLER)
+	$(BIN)/python -m $(INSTALLER) install --editable '.[dev]' 'sglang==$(SGLANG)'
 	@touch $@
 
 clean:

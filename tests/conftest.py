@@ -37,8 +37,6 @@ settings.load_profile("default")  # `--hypothesis-profile thorough` takes the ot
 LONGEST_FIRST = [
     "test_sglang_interface",  # takes seconds, and says what a new release of SGLang has moved
     "test_dense_equivalence",  # with others that take plain SGLang as well
-    "test_drafts",
-    "test_numbers_of_drafts",  # of the same group, among the thorough ones
     "test_failure",
     "test_server",  # with others of the bundled model
     "test_weight_updates",

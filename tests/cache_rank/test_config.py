@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from small_models import GQA, MHA, ROTARY_FREQUENCY, small_config
 
-from cache_rank.config import DTYPES, CacheRankConfig
+from cache_rank.config import CacheRankConfig
 
 AT_LEAST_ONE = (
     "layers_per_group",
@@ -83,14 +83,6 @@ def test_travels_as_msgpack_and_is_checked_again_on_arrival() -> None:
         damaged = msgspec.msgpack.encode({**fields, **change})
         with pytest.raises(msgspec.ValidationError):
             msgspec.msgpack.decode(damaged, type=CacheRankConfig)
-
-
-@pytest.mark.parametrize("name", DTYPES)
-def test_bytes_per_token_are_those_of_keys_and_values_of_all_layers(name: str) -> None:
-    model = msgspec.structs.replace(MHA, dtype=name)
-    shape = (model.layers, model.kv_heads, model.head_dim)
-    key, value = torch.empty(shape, dtype=model.torch_dtype), torch.empty(shape).to(DTYPES[name])
-    assert model.bytes_per_token == key.nbytes + value.nbytes
 
 
 @given(st.integers(1, 40), st.integers(1, 50))

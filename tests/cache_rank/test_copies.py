@@ -37,17 +37,9 @@ def test_an_upload_may_be_overwritten_at_once(device: torch.device) -> None:
     assert first.tolist() == [0, 1, 2, 3]
 
 
-def test_nothing_can_be_uploaded(device: torch.device) -> None:
-    assert upload((), device) == []
-
-
 def settle(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def test_a_readback_has_no_value_before_its_first_tensor() -> None:
-    assert Readback().value() is None
 
 
 def test_a_readback_gives_the_tensor_as_it_was(device: torch.device) -> None:

@@ -10,11 +10,10 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from held_sequences import PAGES
 from hypothesis import given
 from hypothesis import strategies as st
 from modelled_request import Request, pack_up
-from mosaickv_sequence import CPU, DENSE, SHORT, WIDE, Held, Immediately, drifting
+from mosaickv_sequence import CPU, DENSE, SHORT, Held, Immediately, drifting
 from small_models import GQA, MHA, MODELS, small_config
 from torch import Tensor
 
@@ -24,9 +23,8 @@ from cache_rank.kernels.score.reference import score_tokens
 from cache_rank.measure.timeline import Timeline
 from cache_rank.pages import PAGE_TOKENS
 from cache_rank.protocol import DownMessage, Row
-from cache_rank.residency.mosaickv import MosaicKVResidency
 from cache_rank.residency.mosaickv import segments as mosaickv_segments
-from cache_rank.residency.mosaickv.strategy import BUFFER_TOKENS, SegmentLengths
+from cache_rank.residency.mosaickv.strategy import BUFFER_TOKENS
 from cache_rank.selector import Selector
 
 
@@ -46,15 +44,6 @@ def test_codes_and_scores_are_the_same_bits_however_tokens_arrive(data: st.DataO
     assert torch.equal(held.read(), whole.read())
     queries = held.queries()
     assert torch.equal(held.score(queries), whole.score(queries))
-
-
-def test_token_by_token_equals_the_whole_through_several_segments() -> None:
-    tokens = drifting(GQA, 700)
-    held = Held.empty(tokens, GQA, **SHORT)
-    while held.resident < 700:
-        held.append()
-    assert len(held.segments.strategies) > 2
-    assert held.codes() == Held.whole(tokens, GQA, **SHORT).codes()
 
 
 class WhenAsked(Future[Any]):
@@ -151,19 +140,6 @@ def test_scores_are_those_of_the_decoded_keys(count: int) -> None:
     torch.testing.assert_close(held.score(queries), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_nothing_more_is_computed_for_a_segment_whose_sequence_is_over() -> None:
-    held = Held.empty(drifting(MHA, 400), segment=512, threshold=0)
-    held.load(383)
-    go_on = threading.Event()
-    busy = held.residency._executor.submit(go_on.wait, 60)
-    held.append()  # the segment waits for its strategy
-    waiting = held.segments._recompression.result
-    Held.empty(drifting(MHA, 10), beside=held).load(10)
-    assert waiting.cancelled()
-    go_on.set()
-    assert busy.result()
-
-
 @pytest.mark.parametrize(
     ("part", "position", "wrong"),
     [
@@ -229,54 +205,6 @@ def test_a_sequence_that_has_ended_leaves_its_strategies_to_others() -> None:
             assert held.residency._segments == {}
             assert len(held.residency._memory._free_rows) == free
         held.resident = 0
-
-
-@pytest.mark.parametrize(
-    ("options", "of_vector"),
-    [
-        ({}, 24 * 2 + 8),
-        ({"dropped": 25}, 24 * 2 + 8),  # bitmaps are whole words
-        ({"rate": 75, "dropped": 25}, 16 * 2 + 8),
-        ({"rate": 75, "group": 4}, 16 * 2 + 4),
-        (DENSE, 64 * 2 + 8),
-    ],
-)
-def test_a_token_takes_the_bytes_of_the_largest_candidate(
-    options: dict[str, Any], of_vector: int
-) -> None:
-    model = msgspec.structs.replace(WIDE, dtype="bfloat16")
-    config = small_config(model, kv_residency="mosaickv", kv_residency_options=options)
-    heads = model.layers * model.kv_heads
-    channels = 48 if options.get("dropped") else 64
-    rotations = -(-heads * 2 * 64 * channels * 2 // 2048)
-    assert residency.bytes_per_token(config) == 2 * heads * of_vector + rotations
-    held = residency.create(config, PAGES, CPU)
-    assert isinstance(held, MosaicKVResidency)
-    planes = [
-        plane for vectors in held._memory.store[:2] for plane in (vectors.elements, vectors.bitmap)
-    ]
-    of_token = residency.bytes_per_token(config)
-    assert sum(plane.nbytes for plane in planes) <= PAGES * PAGE_TOKENS * of_token
-    assert options == DENSE or of_token < 0.62 * model.bytes_per_token
-
-
-def test_memory_beside_the_pages_is_bounded_by_what_is_accounted_for() -> None:
-    held = Held.empty(drifting(MHA, 3000), **SHORT)
-    config, lengths = held.config, SegmentLengths(512, 0)
-    rotations = 2 * 3 * 2 * 8 * 8 * 4
-    covariance = 3 * 2 * 2 * 8 * 8 * 8
-    codes = lengths.most * residency.bytes_per_token(config)
-    originals = lengths.originals * MHA.bytes_per_token
-    assert residency.fixed_bytes(config) <= 4 * (originals + codes + 2 * covariance + rotations)
-    assert residency.fixed_bytes(config) >= 4 * (originals + 2 * covariance + rotations)
-    store, planes = held.residency._memory.store, held.residency._memory.store[:2]
-    assert sum(ring.nbytes for ring in store.rings) == 4 * originals
-    in_pages = sum(plane.nbytes for vectors in planes for plane in vectors) + store.rotations.nbytes
-    assert in_pages <= PAGES * PAGE_TOKENS * residency.bytes_per_token(config) + 4 * rotations
-    while held.resident < 3000:
-        held.load(20)
-        assert held.segments._covariance.nbytes == covariance
-        assert len(held.segments.strategies) <= 1 + held.resident // lengths.least
 
 
 def test_selections_are_those_of_the_synchronous_reference_where_nothing_is_lost() -> None:

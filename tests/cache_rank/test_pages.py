@@ -22,15 +22,6 @@ def test_pages_come_only_when_the_last_one_is_full() -> None:
     assert (set(held), allocator.free) == ({0, 1, 2}, 0)
 
 
-def test_fewer_tokens_than_are_held_take_nothing_away() -> None:
-    allocator = PageAllocator(3)
-    held: list[int] = []
-    allocator.extend(held, 2 * PAGE_TOKENS)
-    before = list(held)
-    allocator.extend(held, 3)
-    assert (held, allocator.free) == (before, 1)
-
-
 def test_running_out_changes_nothing() -> None:
     allocator = PageAllocator(3)
     other: list[int] = []

@@ -197,30 +197,6 @@ def test_loads_and_ends_of_what_is_not_live_are_refused(rank: InferenceRank) -> 
     rank.end(request)
 
 
-def test_a_request_on_pages_of_another_is_served_as_if_it_had_shipped_them(
-    rank: InferenceRank,
-) -> None:
-    send = rank.connection.control.send
-    first = rank.arrive(prompt=PAGE_TOKENS + 40)
-    twin = Request(rank.config, first.sequence_id, PAGE_TOKENS + 40)
-    twin.sequence_id = rank.new_request(prompt=1).sequence_id
-    send(Adopt(twin.sequence_id, []))  # waits, and is overtaken
-    later = rank.arrive(prompt=20)
-    send(Share(first.sequence_id, [1]))
-    send(Adopt(twin.sequence_id, [1]))
-    rest = twin.prompt[:, :, PAGE_TOKENS:].contiguous()
-    rank.send_load(Load(twin.sequence_id, PAGE_TOKENS, 40), rest)
-    rank.decode([first, twin, later])
-    rank.reports.wait_for(lambda report: report.tokens_held == PAGE_TOKENS + 2 * 41 + 21)
-    rank.end(first)
-    for _ in range(20):
-        rank.decode([twin, later])
-    rank.end(twin, later)
-    rank.reports.wait_for(lambda report: report.tokens_held == report.tokens_kept == PAGE_TOKENS)
-    send(Drop([1]))
-    rank.reports.wait_for(lambda report: report.bytes_held == 0)
-
-
 def test_pages_that_there_are_not_are_refused(rank: InferenceRank) -> None:
     request, ended, long = rank.arrive(20), rank.arrive(20), rank.arrive(2 * PAGE_TOKENS + 1)
     rank.end(ended)
@@ -279,28 +255,6 @@ def test_frames_that_are_not_genuine_are_refused_and_serving_goes_on(rank: Infer
     for _ in range(3):
         rank.decode([request])
     rank.end(request)
-
-
-@pytest.mark.parametrize("ending", ["end", "flush"])
-def test_memory_is_back_to_nothing_when_the_last_request_ends(
-    rank: InferenceRank, ending: str
-) -> None:
-    requests = [rank.arrive(prompt=30), rank.arrive(prompt=300, chunk=100)]
-    rank.decode(requests)
-    rank.reports.wait_for(lambda report: report.tokens_held == 332)
-    assert rank.reports.latest is not None
-    assert rank.reports.latest.sequences == 2
-    assert rank.reports.latest.bytes_held >= 332 * rank.config.model.bytes_per_token
-    if ending == "end":
-        rank.end(*requests)
-    else:
-        rank.connection.control.send(Flush())
-    rank.reports.wait_for(lambda report: report.sequences == 0)
-    assert rank.reports.latest.tokens_held == 0
-    assert rank.reports.latest.bytes_held == 0
-    again = rank.arrive(prompt=20)
-    rank.decode([again])
-    rank.end(again)
 
 
 def test_a_sequence_id_is_never_used_again(rank: InferenceRank) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
 import torch
 from hypothesis import given
@@ -18,7 +16,6 @@ from cache_rank.protocol import (
     DownMessage,
     Open,
     UpMessage,
-    up_sizes,
 )
 from cache_rank.schedule import by_forecast
 
@@ -141,30 +138,6 @@ def test_down_message_fields_tile_the_buffer(config: CacheRankConfig, rows: int)
             assert extent(buffer, field).start % 16 == 0, "for wide loads"
         assert_tiles(buffer, fields, padding=sum(-field.nbytes % 16 for field in fields.values()))
         assert_fields_are_independent(fields)
-
-
-@given(configs(), rows_of_a_step)
-def test_a_message_laid_over_a_larger_buffer_uses_only_its_own_bytes(
-    config: CacheRankConfig, rows: int
-) -> None:
-    kinds: list[tuple[Any, Any]] = [
-        (UpMessage, config.layer_messages[0]),
-        (DownMessage, len(config.groups[0])),
-    ]
-    for kind, part in kinds:
-        size = kind.size(config, part, rows)
-        larger = torch.full((kind.size(config, part, rows + 3),), 7, dtype=torch.uint8)
-        kind(config, part, rows, larger[:size]).keys.fill_(0)
-        assert (larger[size:] == 7).all()
-
-
-def test_in_8_bits_tokens_take_a_byte_an_element() -> None:
-    model = ModelShape(36, query_heads=32, kv_heads=8, head_dim=128, dtype="bfloat16", scale=1.0)
-    config = CacheRankConfig(model)
-    entries = 8 * 6 * model.kv_heads * config.max_swap_tokens
-    integers = msgspec.structs.replace(config, wire_dtype="int8")
-    assert DownMessage.size(integers, 6, 8) == 8 * 48 + entries * (4 + 2 * (model.head_dim + 16))
-    assert up_sizes(config, 8) == up_sizes(integers, 8)
 
 
 def test_the_rendezvous_travels_as_bytes() -> None:

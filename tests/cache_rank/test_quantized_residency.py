@@ -87,10 +87,7 @@ def codes_of(held: Held) -> list[bytes]:
 @pytest.mark.parametrize(
     ("count", "model"),
     [
-        (1, "mha"),
         (127, "gqa"),
-        (128, "mqa"),
-        (255, "gqa"),
         (256, "mqa"),
         (257, "mha"),
         (700, "gqa"),
@@ -137,7 +134,7 @@ def test_a_group_is_encoded_when_it_is_complete_and_never_again(name: str) -> No
 
 
 @pytest.mark.parametrize("name", ["lynx", "quantspec"])
-@pytest.mark.parametrize("count", [5, 256, 2900])
+@pytest.mark.parametrize("count", [256, 2900])
 @pytest.mark.parametrize("coarse", [False, True])
 def test_scores_are_those_of_the_decoded_keys(name: str, count: int, coarse: bool) -> None:
     options = (COARSE if coarse else FINE)[name]
@@ -169,7 +166,7 @@ def test_scores_of_hack_take_the_query_in_8_bits_but_for_the_newest_keys(count: 
 
 @pytest.mark.parametrize(
     ("bits", "partition", "seed"),
-    [(2, 16, None), (2, 32, 0), (2, 64, 7), (4, 16, 7), (4, 32, None), (4, 64, 0)],
+    [(2, 16, None), (2, 64, 7), (4, 32, 0)],
 )
 def test_hack_encodes_by_its_options(bits: int, partition: int, seed: int | None) -> None:
     options: dict[str, Any] = {"bits": bits, "partition": partition}

@@ -296,20 +296,6 @@ def test_a_refused_row_changes_nothing(place: int) -> None:
     served.decode([bystander, *requests])
 
 
-def test_a_step_may_have_refused_rows_only() -> None:
-    served = Served(small_config())
-    request = served.arrive(1, 40)
-    for _ in range(8):
-        served.decode([request])
-    overflow = int(served.selector.overflow)
-    rows, tensors = [request.row] * 2, [request.compute()] * 2
-    answers = served.exchange(rows, tensors, refused=[0, 1])
-    for row in range(2):
-        assert_refused(answers, row)
-    assert int(served.selector.overflow) == overflow
-    served.decode([request])
-
-
 def test_a_poisoned_row_leaves_its_batch_mates_alone() -> None:
     served = Served(small_config(query_predictor="spade"))
     healthy, poisoned = served.arrive(1, 30), served.arrive(2, 30)
@@ -384,26 +370,6 @@ def test_what_fits_by_capacity_fits_however_it_is_divided(worst: bool) -> None:
     assert selector.tokens_held == selector.capacity_tokens
     assert selector.bytes_held >= selector.capacity_tokens * model.bytes_per_token
     assert selector.bytes_held <= 12 * PAGE_TOKENS * model.bytes_per_token
-
-
-def test_memory_below_a_page_a_row_holds_nothing_by_capacity() -> None:
-    config = small_config(max_rows=4)
-    for pages in (0, 1, 4):
-        assert Served(config, pages).selector.capacity_tokens == 0
-    assert Served(config, 5).selector.capacity_tokens == PAGE_TOKENS
-
-
-def test_it_counts_what_it_holds() -> None:
-    served = Served(small_config())
-    selector = served.selector
-    page = PAGE_TOKENS * GQA.bytes_per_token
-    assert (selector.tokens_held, selector.bytes_held) == (0, 0)
-    requests = [served.arrive(1, 10), served.arrive(2, PAGE_TOKENS)]
-    assert (selector.tokens_held, selector.bytes_held) == (PAGE_TOKENS + 10, 2 * page)
-    served.decode(requests)
-    assert (selector.tokens_held, selector.bytes_held) == (PAGE_TOKENS + 12, 3 * page)
-    served.end(requests[1])
-    assert (selector.tokens_held, selector.bytes_held) == (11, page)
 
 
 def test_overflow_counts_tokens_that_waited() -> None:

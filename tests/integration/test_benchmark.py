@@ -97,27 +97,6 @@ def test_the_two_are_compared(
     assert comparison["tokens_ratio"] == [1, 1, 1]
 
 
-@pytest.mark.thorough
-def test_a_run_that_was_never_sparse_says_so(ask: Command, tmp_path: Path) -> None:
-    # A prompt of 259 tokens and an answer of 3 do not come to the threshold of 264.
-    finished = ask(tmp_path, "--num-examples", "2", "--n-repeats", "1", "--max-tokens", "3")
-    assert finished.returncode == 0, finished.stderr
-    assert "warning: no decode step was sparse" in finished.stdout
-    run = read_run(tmp_path / "custom")
-    assert [answer.is_right for answer in run.answers] == [False, False]
-    assert "this is a dense run" in run.record.warnings[0]
-
-
-@pytest.mark.thorough
-def test_what_could_not_be_compared_is_refused(ask: Command, systems: Path, tmp_path: Path) -> None:
-    finished = ask(tmp_path, "--max-tokens", "4096")
-    assert finished.returncode == 2
-    assert "at most 2048 tokens, prompt included: no room" in finished.stderr
-    finished = ask(systems / "dense", "--max-tokens", str(WALK_TOKENS))
-    assert finished.returncode == 2
-    assert "is there already" in finished.stderr
-
-
 def test_requests_at_a_time_are_those_that_the_cache_rank_holds(bundled_server: Server) -> None:
     server = EvaluatedServer(bundled_server.url)
     assert server.most_sparse_requests(WALK_TOKENS) == server.info["max_sparse_requests"] == 32

@@ -48,7 +48,7 @@ def server(random_model: Callable[..., Path]) -> Iterator[Server]:
         yield running
 
 
-@pytest.mark.parametrize("batch", [1, 8])
+@pytest.mark.parametrize("batch", [1, pytest.param(8, marks=pytest.mark.releases)])
 def test_log_probabilities_equal_plain_sglang(
     server: Server, plain_server: Server, batch: int
 ) -> None:
@@ -64,6 +64,7 @@ def test_log_probabilities_equal_plain_sglang(
         assert statistics["dense_reason"] == (None if is_long else "below_threshold")
 
 
+@pytest.mark.releases
 def test_a_long_prompt_is_prefilled_in_chunks_first(plain_server: Server, server: Server) -> None:
     (prompt,) = random_prompts([1900], seed=1)
     dense = plain_server.generate(prompt, 40, return_logprob=True)
@@ -86,6 +87,7 @@ def test_a_request_may_stay_dense(server: Server) -> None:
     }
 
 
+@pytest.mark.releases
 def test_memory_returns_on_both_ranks(server: Server) -> None:
     free = server.cache_rank()["pool_free_tokens"]
     server.generate_all(PROMPTS, 20)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from test_failure import (
@@ -17,6 +18,7 @@ from test_failure import (
 from waiting import wait_until
 
 from scripts.shared.serving import Server, serve
+from sglang_ext import compat
 from sglang_ext.exchange.host import LET_GO_VARIABLE
 
 DRAFTS = (
@@ -24,6 +26,8 @@ DRAFTS = (
     "--dense-layers 0 --query-predictor forecast --forecast-lead 1 "
     "--speculative-algorithm CACHE_RANK"
 ).split()
+if compat.HAS_GRAMMARS_ON_CPUS:
+    DRAFTS += ["--grammar-backend", "xgrammar"]
 
 LETTING_GO = [pytest.mark.thorough, pytest.mark.xdist_group("drafts let go")]
 
@@ -77,3 +81,27 @@ def test_requests_are_drafted_for_again_by_the_next_cache_rank(server: Server) -
     assert_exact(streams, responses)
     reasons = [response["meta_info"]["cache_rank"]["dense_reason"] for response in responses]
     assert reasons == [None] * len(CHAINS)
+
+
+def test_stops_and_grammars_of_texts_are_heeded(server: Server) -> None:
+    """A walk has one right text, and a token of a grammar depends on all before."""
+    server.wait_for(60, up=True)
+    words = list(CHAINS[0].answer)
+    place = next(n for n in range(60, 88) if words[n] not in " ".join(words[:n]))
+    asked: list[dict[str, Any]] = [{}, {"stop": [words[place]]}]
+    if compat.HAS_GRAMMARS_ON_CPUS:
+        asked.append({"regex": "s1( s1)*"})
+    answers = []
+    for each in asked:  # one by one: beside a grammar, nobody has drafts
+        sampling = {"temperature": 0, "max_new_tokens": 90, **each}
+        body = {"text": CHAINS[0].prompt, "sampling_params": sampling}
+        answers.append(server.post("/generate", body).json())
+    free, stopped, *constrained = answers
+    assert free["text"].split() == words[:90]
+    assert stopped["text"].split() == words[:place]
+    assert stopped["meta_info"]["finish_reason"] == {"type": "stop", "matched": words[place]}
+    for answer in (free, stopped):
+        assert answer["meta_info"]["spec_num_correct_drafts"] > 0
+    for answer in constrained:
+        assert {*answer["text"].split()} == {"s1"}
+        assert answer["meta_info"]["spec_num_correct_drafts"] == 0

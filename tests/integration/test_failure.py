@@ -36,7 +36,9 @@ ARGUMENTS = (
 
 
 FULL = pytest.param("full", marks=[pytest.mark.thorough, pytest.mark.xdist_group("failure full")])
-WORKING_SET = pytest.param("working-set", marks=pytest.mark.xdist_group("failure working-set"))
+WORKING_SET = pytest.param(
+    "working-set", marks=[pytest.mark.releases, pytest.mark.xdist_group("failure working-set")]
+)
 
 with_working_sets = pytest.mark.parametrize("server", [WORKING_SET], indirect=True)
 """What happens is the same with whole contexts."""

@@ -221,17 +221,3 @@ def test_tensor_parallel_ranks_select_for_their_own_heads(
         found = server.generate_all(PROMPTS, NEW_TOKENS, return_logprob=True)
     assert_as_plain(found, expected)
     assert statistics(found[-1])["sparse_steps"] == NEW_TOKENS - 1
-
-
-@pytest.mark.thorough
-def test_a_model_of_experts_is_dense_where_all_is_selected(
-    model_of_experts: Path, cache_home: Path
-) -> None:
-    with select_everything(model_of_experts, cache_home) as server:
-        sparse, dense = (
-            server.generate_all(PROMPTS, NEW_TOKENS, return_logprob=True, **options)
-            for options in ({}, DENSE)
-        )
-    assert statistics(sparse[-1])["sparse_steps"] == NEW_TOKENS - 1
-    assert statistics(dense[-1])["sparse_steps"] == 0
-    assert_as_plain(sparse, dense)

@@ -160,7 +160,11 @@ def assert_all_can_be_sparse(server: Server) -> None:
 
 
 @pytest.mark.parametrize(
-    "inference_kv", ["full", pytest.param("working-set", marks=pytest.mark.thorough)]
+    "inference_kv",
+    [
+        pytest.param("full", marks=pytest.mark.releases),
+        pytest.param("working-set", marks=pytest.mark.thorough),
+    ],
 )
 def test_nothing_is_left_behind(inference_kv: str, random_model: Callable[..., Path]) -> None:
     arguments = [
@@ -184,6 +188,7 @@ def test_nothing_is_left_behind(inference_kv: str, random_model: Callable[..., P
             assert_it_stops(server, signal.SIGINT)
 
 
+@pytest.mark.releases
 @pytest.mark.xdist_group("plain server")
 def test_nothing_is_left_behind_where_nothing_is_shipped(inline_server: Server) -> None:
     inline_server.flush_cache()

@@ -24,7 +24,10 @@ NEW_TOKENS = 60
 PROMPT, OTHER, QUESTION = random_prompts([300, 300, 25], seed=3)
 
 
-@pytest.fixture(scope="module", params=["reusing_server", "inline_server"])
+@pytest.fixture(
+    scope="module",
+    params=["reusing_server", pytest.param("inline_server", marks=pytest.mark.releases)],
+)
 def server(request: pytest.FixtureRequest) -> Server:
     found: Server = request.getfixturevalue(request.param)
     return found

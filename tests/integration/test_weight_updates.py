@@ -77,12 +77,13 @@ def test_new_weights_reach_the_cache_rank(
 # What loops of reinforcement learning call between steps.
 
 
-@pytest.fixture(scope="module", params=["cache rank", "inline"])
+WITH_A_CACHE_RANK = pytest.param("cache rank", marks=pytest.mark.releases)
+with_a_cache_rank = pytest.mark.parametrize("placement", [WITH_A_CACHE_RANK], indirect=True)
+
+
+@pytest.fixture(scope="module", params=[WITH_A_CACHE_RANK, "inline"])
 def placement(request: pytest.FixtureRequest) -> str:
     return str(request.param)
-
-
-WITH_A_CACHE_RANK = pytest.mark.parametrize("placement", ["cache rank"], indirect=True)
 
 
 @pytest.fixture(scope="module")
@@ -257,7 +258,7 @@ def assert_same(response: Any, expected: Any) -> None:
     assert difference(log_probabilities(response), log_probabilities(expected)) < 1e-5
 
 
-@WITH_A_CACHE_RANK
+@with_a_cache_rank
 def test_memory_that_is_released_comes_back_without_what_it_held(server: Server) -> None:
     server.flush_cache()
     (prompt,) = random_prompts([700], seed=10)
@@ -322,7 +323,7 @@ def test_weights_change_while_memory_is_released(
     assert server.cache_rank().get("losses") == before.get("losses")
 
 
-@WITH_A_CACHE_RANK
+@with_a_cache_rank
 def test_memory_is_released_while_a_lost_cache_rank_starts_again(server: Server) -> None:
     server.flush_cache()
     (prompt,) = random_prompts([700], seed=12)

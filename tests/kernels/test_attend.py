@@ -113,19 +113,19 @@ def test_a_request_attends_to_its_picked_rows_or_to_all(
 def test_requests_attend_to_as_many_rows_as_each_may(device: torch.device) -> None:
     """None of them more than it has: the last has fewer tokens than it may attend to."""
     budgets = [0, 1, 12, 44, 300, MOST, MOST]
-    step = a_step([900, 1000, 700, 2000, 701, 5000, 550], device, budgets=budgets)
+    step = a_step([900, 1000, 700, 1100, 701, 2000, 550], device, budgets=budgets)
     step.sparse_from.fill_(500)
     assert_same(step)
 
 
-@pytest.mark.parametrize("length", [1, 32, 33, 63, 64, 65, 127, 128, 129, 600, 699, 700])
+@pytest.mark.parametrize("length", [1, 33, 64, 127, 129, 600, 699, 700])
 def test_lengths_around_blocks_and_splits(length: int, device: torch.device) -> None:
     assert_same(a_step([length, 64], device))
 
 
-@pytest.mark.parametrize("length", [700, 3000])
+@pytest.mark.parametrize("length", [700, 2000])
 def test_a_long_dense_request_beside_sparse_ones(length: int, device: torch.device) -> None:
-    assert_same(a_step([2000, length, 900], device, always_dense=(1,)))
+    assert_same(a_step([1000, length, 900], device, always_dense=(1,)))
 
 
 def test_more_requests_than_programs(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,7 +133,7 @@ def test_more_requests_than_programs(device: torch.device, monkeypatch: pytest.M
     assert_same(a_step([3, 40] * 5, device, 2, 2, 16))
 
 
-@pytest.mark.parametrize("group", [1, 3, 8, 16])
+@pytest.mark.parametrize("group", [1, 3, 16])
 def test_query_heads_of_a_kv_head(group: int, device: torch.device) -> None:
     assert_same(a_step([11, 300, 800], device, 2 * group, 2))
 
@@ -141,12 +141,10 @@ def test_query_heads_of_a_kv_head(group: int, device: torch.device) -> None:
 @pytest.mark.parametrize(
     ("head_dim", "dtype", "is_fp8"),
     [
-        (64, torch.float32, False),
         (64, torch.bfloat16, True),
         (128, torch.float32, True),
         (128, torch.bfloat16, False),
         (256, torch.float32, False),
-        (256, torch.bfloat16, True),
     ],
     ids=str,
 )

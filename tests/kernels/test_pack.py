@@ -178,19 +178,6 @@ def test_the_hidden_state_of_the_rows_that_take_part_is_packed(
     assert torch.equal(message, expected)
 
 
-def test_a_hidden_state_is_rounded_once(device: torch.device) -> None:
-    generator = torch.Generator().manual_seed(0)
-    hidden, residual = torch.randn((2, 3, 40), generator=generator).to(device, torch.float16)
-    index = torch.tensor([2, 0, 1], dtype=torch.int32, device=device)
-    staged = []
-    for implementation in (reference, triton):
-        staging = torch.zeros((3, 40), dtype=torch.float16, device=device)
-        implementation.pack_hidden(staging, index, hidden, residual)
-        staged.append(staging)
-    assert torch.equal(*staged)
-    assert torch.equal(staged[0][index.long()], (hidden.float() + residual.float()).half())
-
-
 def test_messages_whose_rows_hold_more_than_tokens(device: torch.device) -> None:
     parts = random_layer(device, 3)
     expected = pack(reference, [0, 2, 1], 1, parts)

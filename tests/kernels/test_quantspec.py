@@ -80,25 +80,6 @@ def test_codes_are_those_of_the_formula(encode: Encode, dim: int) -> None:
         assert clear.float().mean() > 0.99
 
 
-@given(group=groups, encode=encoders)
-def test_codes_do_not_depend_on_what_is_encoded_beside(group: Tensor, encode: Encode) -> None:
-    together = encode(group)
-    for head in range(group.shape[0]):
-        alone = encode(group[head].clone())
-        strided = encode(group[head].t().contiguous().t())
-        for one, other, third in zip(together, alone, strided, strict=True):
-            assert torch.equal(one[head], other)
-            assert torch.equal(other, third)
-
-
-@either
-def test_constants_come_back_exactly(encode: Encode, dim: int) -> None:
-    constants = torch.tensor([0.0, -3.25, 1e30, 7e-41])
-    group = constants.expand(GROUP, 4) if dim == -2 else constants.unsqueeze(-1).expand(4, 16)
-    for bits in (4, 8):
-        assert torch.equal(decode(encode(group), bits), group)
-
-
 @either
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -float("inf")])
 def test_what_is_not_finite_shows_in_the_scale(encode: Encode, dim: int, wrong: float) -> None:

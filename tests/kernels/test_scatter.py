@@ -209,18 +209,6 @@ def test_a_row_of_another_step_writes_nothing(
 
 
 @IMPLEMENTATIONS
-def test_rows_without_entries_and_no_rows_are_applied(device: torch.device, implementation) -> None:
-    """Whatever the last two columns of their headers are."""
-    for rows, entries in ((2, 0), (0, 2)):
-        shipment = random_shipment(device, rows, 1, 1, entries, 2, 16)
-        shipment.header[:, 4:] += 1
-        keys, values, applied = shipment.written_by(implementation)
-        assert applied == [1] * rows
-        assert same_buffers(keys, shipment.key_rows)
-        assert same_buffers(values, shipment.value_rows)
-
-
-@IMPLEMENTATIONS
 def test_nothing_is_applied_when_answers_are_refused(device: torch.device, implementation) -> None:
     shipment = random_shipment(device, 2, 2, 2, 3, 4, 16)
     refused, accepted = torch.tensor([[0], [1]], dtype=torch.int32, device=device)
@@ -335,13 +323,6 @@ def test_collecting_and_copying_by_several_programs(
     triton.copy_tokens(keys, values, rows, target)
     reference.collect_tokens(keys, values, target, collected)
     assert torch.equal(collected, expected)
-
-
-def test_buffers_of_different_kinds_are_refused() -> None:
-    buffer = torch.zeros(4, 2, 8)
-    for other in (buffer[:3], buffer.half(), torch.zeros(4, 8, 2).transpose(1, 2)):
-        with pytest.raises(ValueError, match="buffer"):
-            layer_buffers([buffer, other])
 
 
 @pytest.mark.gpu

@@ -161,31 +161,6 @@ def test_follows_the_rules_step_after_step(policy: Policy, data: st.DataObject) 
         tokens += data.draw(st.integers(0, 4))
 
 
-SHAPES = (
-    (Policy(budget=1, margin=0, capacity=1), 40),
-    (Policy(budget=37, margin=0, capacity=5), 40),  # as many slots as candidates
-    (Policy(budget=64, margin=0, capacity=5), 40),
-    (Policy(budget=4, margin=3, capacity=2), 3),  # no candidates
-    (Policy(budget=4, margin=3, capacity=2), 4),  # one
-    (Policy(budget=8, margin=0, capacity=20), 40),
-    (Policy(budget=8, margin=1000, capacity=4), 40),
-    (Policy(budget=32, margin=8, capacity=4, sinks=4, recent=16), 200),
-)
-every_shape = pytest.mark.parametrize(("policy", "tokens"), SHAPES, ids=str)
-
-
-@every_shape
-def test_follows_the_rules_while_scores_drift(policy: Policy, tokens: int) -> None:
-    torch.manual_seed(0)
-    scores = torch.randn(LAYERS, HEADS, tokens)
-    slot_map = policy.empty_slot_map()
-    for _ in range(12):
-        change = policy.apply(scores, slot_map)
-        assert_rules_hold(policy, scores, slot_map, change)
-        slot_map = change.slot_map
-        scores = 0.9 * scores + 0.4 * torch.randn_like(scores)
-
-
 @pytest.mark.parametrize(
     ("policy", "before", "scores", "after", "entering", "slots", "overflow"),
     [

@@ -59,15 +59,6 @@ def test_every_format_has_a_line_and_is_worth_what_it_holds(
     assert four.key_error < two.key_error / 10
 
 
-def test_a_comparison_comes_back_from_its_file(comparison: tuple[Comparison, Path]) -> None:
-    read, out = comparison
-    assert read.tokens == 600
-    assert read.command.endswith(str(out))
-    text = (out / "formats.md").read_text()
-    assert "| bf16 |  | 128.0 | 16.000 | 0.0e+00 |" in text
-    assert text.count("| lynx | reading=anchor |") == 1
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -91,10 +82,3 @@ def test_bad_data_is_refused(
     assert main([*words, "--out", str(tmp_path / "out")]) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("arguments", ["--formats bf16 int5", "--steps 0", "--device tpu"])
-def test_bad_arguments_are_refused(arguments: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        main(arguments.split())
-    assert arguments.split()[0] in capsys.readouterr().err

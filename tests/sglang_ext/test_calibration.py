@@ -66,21 +66,6 @@ def test_a_few_directions_explain_what_differs_in_as_many(
     assert shares[2] == pytest.approx(0, abs=1e-5)
 
 
-def test_without_data_the_projection_stays(sample: tuple[Tensor, Tensor, Tensor]) -> None:
-    states, projection, true = sample
-    equations = equations_of(states, states @ true)
-    corrected = fit(equations, projection, rank=8, ridge=1e6).added_to(projection)
-    torch.testing.assert_close(corrected, projection, atol=1e-3, rtol=1e-3)
-
-
-def test_unexplained_is_the_share_of_squares(sample: tuple[Tensor, Tensor, Tensor]) -> None:
-    states, projection, true = sample
-    queries = states @ true
-    expected = (queries - states @ projection).square().sum() / queries.square().sum()
-    found = equations_of(states, queries).unexplained(projection)
-    assert found == pytest.approx(float(expected), rel=1e-4)
-
-
 CARD = make_card(
     layers=5,
     query_heads=4,

@@ -82,17 +82,6 @@ def test_nothing_of_a_request_that_left_meanwhile_is_freed(
     assert sequence.request.cache_protected_len == before
 
 
-def test_a_request_that_is_noted_twice_is_freed_once(
-    eviction: Eviction, allocator: Allocator
-) -> None:
-    sequence = sequence_of(row=1)
-    eviction.note(sequence, 100)
-    eviction.note(sequence, 101)
-    assert eviction.evict()
-    assert allocator.freed == REQ_TO_TOKEN[1, : 101 - RECENT].tolist()
-    assert not eviction.evict()
-
-
 @pytest.mark.parametrize("dense_layers", [1, 2])
 def test_dense_layers_find_every_token_where_the_table_says(
     allocator: Allocator, dense_layers: int

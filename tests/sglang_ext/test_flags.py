@@ -136,12 +136,6 @@ def test_a_setting_that_cannot_be_read_is_refused(
     assert f"argument {CONFIG_FLAG}: " in capsys.readouterr().err
 
 
-def test_settings_of_flags_given_twice_add_up_and_the_last_of_a_key_wins() -> None:
-    first, second = '{"query_window": 4, "trace_steps": 3}', '{"trace_steps": 5}'
-    args = parse([CONFIG_FLAG, first, CONFIG_FLAG, second])
-    assert (args.query_window, args.trace_steps) == (4, 5)
-
-
 def test_options_of_the_residency_are_numbers_where_they_can_be() -> None:
     model = ModelShape(1, 1, 1, 8, "float32", 1.0)
     for given, options in (

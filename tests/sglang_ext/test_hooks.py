@@ -18,7 +18,6 @@ from sglang_ext import hook as hook_module
 from sglang_ext.hook import Hook
 from sglang_ext.hooks import HOOKS
 from sglang_ext.refusals import UnsupportedError
-from sglang_ext.reports import summary
 from sglang_ext.requests import CACHE_RANK, serving
 from sglang_ext.server_args import BUNDLED_MODEL, CacheRankServerArgs
 
@@ -240,12 +239,6 @@ def test_what_others_report_of_a_step_is_kept(rank: Mock) -> None:
     assert logits.customized_info == {"other": [1], CACHE_RANK: [(1, 2, 3, 4, 5)]}
 
 
-def test_a_step_without_logits_or_without_batch_passes(rank: Mock) -> None:
-    result = SimpleNamespace(logits_output=None)
-    assert hooks.run_step(Mock(return_value=result), "worker", batch_of(False)) is result
-    assert hooks.run_step(Mock(return_value=result), "worker", None) is result
-
-
 @pytest.mark.parametrize(("mode", "retracts"), [("retract", True), ("in_place", False)])
 def test_orphans_leave_the_batch_before_a_pause_takes_their_last_result(
     rank: Mock, mode: str, retracts: bool
@@ -302,28 +295,6 @@ NAMES = [
 ]
 NOTHING = (0, "prefill", 0, 0, 0, 0, 0)
 EARLY = (1, "down", 11, 2, 3, 4, 5)
-LATE = (6, None, 12, 7, 8, 9, 10)
-
-
-@pytest.mark.parametrize(
-    ("per_token", "values"),
-    [
-        ([], NOTHING),
-        ([None], NOTHING),
-        ([None, None, None], NOTHING),
-        ([EARLY], EARLY),
-        ([EARLY, LATE], LATE),
-        ([None, EARLY, None], EARLY),
-    ],
-    ids=str,
-)
-def test_the_summary_is_the_last_that_is_known(per_token: list[Any], values: Any) -> None:
-    assert summary(per_token) == summary_of(values)
-
-
-def test_statistics_of_another_length_are_not_guessed_at() -> None:
-    with pytest.raises(ValueError, match="zip"):
-        summary([(1, 2, 3)])
 
 
 def responses(outputs: list[Any], sampling_params: Any = None) -> list[Any]:
@@ -359,21 +330,4 @@ def test_each_response_of_a_stream_has_its_own_summary() -> None:
     assert responses(stream) == [
         {"text": "a", "meta_info": {CACHE_RANK: summary_of(NOTHING), "id": "x"}},
         {"text": "b", "meta_info": {CACHE_RANK: summary_of(EARLY), "id": "x"}},
-    ]
-
-
-def test_responses_without_statistics_pass_unchanged() -> None:
-    others = [{"text": "a"}, {"meta_info": None}, {"meta_info": {"id": "x"}}, [{"embedding": [1]}]]
-    assert responses(others) == [
-        {"text": "a"},
-        {"meta_info": None},
-        {"meta_info": {"id": "x"}},
-        [{"embedding": [1]}],
-    ]
-
-
-def test_a_summary_that_is_already_one_passes_unchanged() -> None:
-    summary = summary_of(LATE)
-    assert responses([{"meta_info": {CACHE_RANK: dict(summary)}}]) == [
-        {"meta_info": {CACHE_RANK: summary}}
     ]

@@ -87,20 +87,6 @@ def test_what_is_damaged_counts_as_not_there(tmp_path: Path, damage: Callable[[P
     assert kept(file, HEADS) is None
 
 
-def test_a_folder_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("in the way")
-    keep(tmp_path / "file" / "kept.safetensors", random_bases())
-
-
-def test_what_is_kept_lies_in_the_users_cache(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert calibrating.cache_file("name").is_relative_to(tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", "")
-    assert calibrating.cache_file("name").is_relative_to(Path.home() / ".cache")
-
-
 def model(seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
     torch.manual_seed(seed)
     return torch.nn.Sequential(torch.nn.Linear(40, 30), torch.nn.Linear(30, 20)).to(dtype)

@@ -114,16 +114,3 @@ def test_a_line_sums_up_the_steps_of_an_interval_that_had_sparse_ones(
         "Sparse decode, #sparse-req: 1, #dense-req: 1, sparse: 0.5 requests/step, "
         "attended: 14 tokens/request"
     ]
-
-
-def test_without_series_the_state_is_kept_and_one_rank_logs(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    args: Any = SimpleNamespace(**{**vars(ARGS), "enable_metrics": False})
-    decoding, request = Decoding(args, tp_rank=1), make_request(1)
-    with caplog.at_level("INFO", logger="sglang_ext.inline.metrics"):
-        decoding.run([request, make_request(2, stays_dense=True)], steps=10)
-    assert caplog.messages == []
-    assert decoding.rank.state(decoding.tree)["sparse_requests"] == 1
-    decoding.rank.on_request_freed(request)
-    assert decoding.rank.state(decoding.tree)["sparse_requests"] == 0

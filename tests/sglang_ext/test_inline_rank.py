@@ -143,16 +143,6 @@ def test_steps_from_the_threshold_on_are_sparse_and_counted(scheduler: Scheduler
     assert reuse.dense_tokens(dense) is None
 
 
-def test_the_tokens_of_the_last_sparse_step_are_reported(scheduler: Scheduler) -> None:
-    one = request(0)
-    scheduler.prefill(one)
-    found = []
-    for length in (99, 100, 150):
-        scheduler.decode([length], one)
-        found.append(scheduler.rank.statistics_of([one])[0][2])
-    assert found == [0, 10, 15]
-
-
 def test_the_state_names_requests_that_are_sparse_now(scheduler: Scheduler) -> None:
     one, other = request(0), request(1)
     scheduler.prefill(one, other)
@@ -189,13 +179,6 @@ def test_a_request_is_kept_apart_from_other_weights_while_it_has_no_slot(
         scheduler.rank.before_match(one)
     assert waiting.extra_key is not None
     assert running.extra_key is None
-
-
-def test_a_request_that_never_ran_may_be_freed(scheduler: Scheduler) -> None:
-    never = request(0)
-    scheduler.rank.on_request_freed(never)
-    scheduler.prefill(never)
-    assert scheduler.seen[-1][0] == THRESHOLD
 
 
 def test_sketches_are_fitted_again_at_the_first_prefill_by_other_weights(
@@ -299,12 +282,3 @@ def test_requests_are_sparse_together_where_that_is_shorter(scheduler: Scheduler
         ]
     assert statistics(scheduler, one)[0] == 2
     assert reuse.dense_tokens(one) == 199  # a sparse step has computed the last one
-
-
-def test_no_step_is_weighed_of_requests_that_all_stay_dense(scheduler: Scheduler) -> None:
-    dense = request(2, dense=True)
-    scheduler.rank.payoff = Payoff(StepTime(9.0, 0.0), StepTime(0.0, 0.0), 1, 1)
-    scheduler.prefill(dense)
-    scheduler.decode([500], dense)
-    assert statistics(scheduler, dense) == (0, "asked")
-    assert scheduler.was_sparse == [True, False]

@@ -17,60 +17,14 @@ from packaging.version import Version
 import sglang_ext
 from scripts.shared.serving import free_port
 from sglang_ext import compat, launch
-from sglang_ext.flags import CACHE_RANK_FIELDS, CONFIG_KEYS
-from sglang_ext.model_path import find_file, require_model
+from sglang_ext.model_path import require_model
 from sglang_ext.port import reserved
 from sglang_ext.refusals import UnsupportedError
-from sglang_ext.server_args import BUNDLED_MODEL, argument_parser
 
 ROOT = Path(sglang_ext.__file__).parent.parent
 
 
 # Help.
-
-
-def printed(option: str, capsys: pytest.CaptureFixture[str]) -> str:
-    with pytest.raises(SystemExit) as caught:
-        argument_parser().parse_args([option])
-    assert caught.value.code == 0
-    return capsys.readouterr().out
-
-
-def test_help_is_of_our_flags_and_says_where_sglangs_are(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    output = printed("--help", capsys)
-    assert output.startswith("usage: python -m sglang_ext.launch [--model-path MODEL] ")
-    (section,) = re.findall(r"^cache rank:\n((?:(?: .*)?\n)+)", output, flags=re.MULTILINE)
-    shown = re.findall(r"^  --([a-z-]+)", section, flags=re.MULTILINE)
-    flags = [name.replace("_", "-") for name in CACHE_RANK_FIELDS if name not in CONFIG_KEYS]
-    assert shown == [*flags, "cache-rank-config"]
-    keys = output.partition("keys of --cache-rank-config:\n")[2].splitlines()
-    assert [line.split()[0] for line in keys[: len(CONFIG_KEYS)]] == list(CONFIG_KEYS)
-    assert all(len(line) <= 100 for line in keys)
-    assert "--help-all" in output
-    assert "--page-size" not in output
-
-
-def test_all_of_the_help_has_our_flags_before_sglangs(capsys: pytest.CaptureFixture[str]) -> None:
-    output = printed("--help-all", capsys)
-    assert 0 < output.index("\n  --cache-rank-gpus") < output.index("\n  --page-size")
-    assert output.count("usage:") == 1
-
-
-@pytest.mark.parametrize(
-    "flags",
-    ["--sparse-budgets 7", "--kv-residency fp3", '--cache-rank-config {"trace_steps":"few"}'],
-)
-def test_a_flag_that_cannot_be_read_exits_with_status_2(
-    flags: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as caught:
-        argument_parser().parse_args(["--model-path", "m", *flags.split()])
-    assert caught.value.code == 2
-    usage, *_, error = capsys.readouterr().err.splitlines()
-    assert usage.startswith("usage: python -m sglang_ext.launch")
-    assert flags.split()[0] in error
 
 
 # The port.
@@ -130,21 +84,10 @@ def test_a_server_whose_port_another_one_holds_is_refused_before_it_loads_anythi
 # The model.
 
 
-def test_a_model_is_found_in_a_folder() -> None:
-    require_model(str(BUNDLED_MODEL))
-    assert find_file(str(BUNDLED_MODEL), "config.json") == BUNDLED_MODEL / "config.json"
-    assert find_file(str(BUNDLED_MODEL), "no.json") is None
-
-
 @pytest.mark.parametrize("path", ["/nowhere", "./nowhere", "../nowhere", "~/nowhere", "a/b/c"])
 def test_a_folder_that_is_not_there_is_named(path: str) -> None:
     with pytest.raises(FileNotFoundError, match=rf"^--model-path {re.escape(path)}: this does not"):
         require_model(path)
-
-
-def test_a_folder_without_a_configuration_is_no_model(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"has no config\.json"):
-        require_model(str(tmp_path))
 
 
 def test_a_model_in_the_cache_needs_no_network(

@@ -16,7 +16,6 @@ from sglang_ext.lifecycle import (
     MOST_LOSSES,
     Lifecycle,
     Phase,
-    RequestStatistics,
     SparseSequence,
     prepare_requests,
 )
@@ -71,8 +70,6 @@ def test_a_sequence_may_begin_from_the_threshold_on(length: int) -> None:
     ("custom", "reason"),
     [
         (None, None),
-        ({}, None),
-        ({"other": False}, None),
         ({"cache_rank": True}, None),
         ({"cache_rank": None}, None),
         ({"cache_rank": False}, "asked"),
@@ -290,21 +287,3 @@ def test_sequence_ids_only_grow_and_their_ends_give_everything_back(
 
 
 # What a request carries.
-
-
-def test_preparing_a_request_again_keeps_what_it_carries() -> None:
-    request = request_on(1)
-    request.cache_rank_statistics.retractions = 2
-    request.cache_rank_losses = 1
-    request.cache_rank_dense_reasons.add("asked")
-    prepare_requests([request])
-    assert request.cache_rank_statistics.retractions == 2
-    assert request.cache_rank_losses == 1
-    assert request.cache_rank_dense_reasons == {"asked"}
-
-
-def test_statistics_travel_in_the_order_of_their_fields() -> None:
-    names = [field.name for field in dataclasses.fields(RequestStatistics)]
-    values: dict[str, Any] = {name: index for index, name in enumerate(names)}
-    statistics = RequestStatistics(**values)
-    assert statistics.as_tuple() == tuple(range(len(names)))

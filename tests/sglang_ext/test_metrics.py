@@ -74,21 +74,6 @@ def test_counters_are_exported_every_so_many_steps(exchanging: Exchanging) -> No
     assert exported("up_bytes_total") == 2 * EXPORT_STEPS * UP_BYTES
 
 
-def test_the_rest_is_exported_when_the_last_request_ends_and_only_once(
-    exchanging: Exchanging,
-) -> None:
-    exchanging.run(EXPORT_STEPS + 3)
-    for _ in range(2):
-        exchanging.metrics.on_no_sparse_requests()
-        assert exported("up_bytes_total") == (EXPORT_STEPS + 3) * UP_BYTES
-
-
-def test_what_is_shipped_before_the_first_step_is_exported(exchanging: Exchanging) -> None:
-    exchanging.counters.bulk_bytes += BULK_BYTES
-    exchanging.metrics.on_no_sparse_requests()
-    assert exported("bulk_bytes_total") == BULK_BYTES
-
-
 @pytest.mark.parametrize("told", [False, True])
 def test_counts_of_a_lost_cache_rank_and_of_the_next_one_add_up(
     exchanging: Exchanging, told: bool
@@ -159,17 +144,6 @@ def test_waits_and_losses_are_counted(
     metrics.on_stale(3)
     metrics.on_retraction()
     assert (exported("stale_steps_total"), exported("retractions_total")) == (3, 1)
-
-
-def test_without_series_the_state_is_kept() -> None:
-    args: Any = SimpleNamespace(**{**vars(ARGS), "enable_metrics": False})
-    metrics = CacheRankMetrics(args, tp_rank=0)
-    metrics.on_report(Report(tokens_held=5))
-    metrics.on_stale(1)
-    metrics.on_retraction()
-    metrics.on_dense(SimpleNamespace(cache_rank_dense_reasons=set()), "down")
-    metrics.on_no_sparse_requests()
-    assert metrics.state()["tokens_held"] == 5
 
 
 def test_losses_and_failed_starts_are_counted_with_the_delay(exchanging: Exchanging) -> None:

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from cache_rank.config import CacheRankConfig, ModelShape
-from cache_rank.kernels.sketch.reference import sketch_shape
 from cache_rank.residency import FORMATS, bytes_per_token, fixed_bytes, memory_for_tokens
 from cache_rank.selector import Selector
 from scripts.shared.models import model_config
@@ -50,12 +49,9 @@ FP8_14B = {**H100, "model": "qwen3-14b", "quantization": "fp8"}
 @pytest.mark.parametrize(
     ("policy", "batch", "context", "milliseconds"),
     [
-        ({}, 8, 32 * K, 6.32),
         ({}, 16, 32 * K, 7.09),
         (SKETCH, 32, 32 * K, 9.02),
-        (SKETCH | {"kv_residency": "hack"}, 64, 32 * K, 15.24),
         (LAST | BF16, 16, 32 * K, 12.20),
-        (LAST | LARGE, 8, 32 * K, 19.88),
         (H100, 16, 32 * K, 9.64),
         (FP8_14B, 16, 32 * K, 11.82),
     ],
@@ -71,11 +67,8 @@ def test_steps_with_a_cache_rank_are_near_those_measured(
     ("policy", "batch", "gpus", "kv_bytes", "milliseconds"),
     [
         ({}, 8, 1, 2, 13.97),
-        ({}, 16, 1, 1, 20.52),
-        ({}, 16, 2, 1, 11.34),
         ({}, 64, 2, 1, 34.01),
         (LARGE, 8, 2, 1, 17.80),
-        (H100, 16, 2, 1, 13.64),
         (FP8_14B, 16, 2, 1, 15.09),
     ],
 )
@@ -84,10 +77,6 @@ def test_steps_of_plain_sglang_are_near_those_measured(
 ) -> None:
     found = planner(**policy).dense(batch, 32 * K, gpus, kv_bytes)
     assert 1000 * found == pytest.approx(milliseconds, rel=0.1)
-
-
-def test_the_work_of_the_cache_rank_is_near_that_measured() -> None:
-    assert 1000 * planner().cache_rank(8, 32 * K).cache == pytest.approx(4.70, rel=0.1)
 
 
 @pytest.mark.parametrize(
@@ -100,12 +89,6 @@ def test_steps_that_select_in_the_process_are_near_those_measured(
     found = planner().inline(batch, 32 * K, gpus, kv_bytes)
     assert 1000 * found == pytest.approx(milliseconds, rel=0.1)
     assert planner(sketch_bits=4).inline(batch, 32 * K, gpus, kv_bytes) > found
-
-
-def test_sketches_take_room_of_the_pool() -> None:
-    token, sketch = 36 * 2 * 8 * 128 * 2, 35 * 8 * sketch_shape(128, 2).bytes
-    room = planner().dense_tokens() * token / (token + sketch)
-    assert planner().inline_tokens() == pytest.approx(room, rel=1e-5)
 
 
 def test_a_summary_says_where_a_cache_rank_pays() -> None:
@@ -127,11 +110,6 @@ def test_a_summary_says_where_a_cache_rank_pays() -> None:
     assert last == found.cache_rank_tokens() // (32 * K)
     assert found.summary(context=16).endswith("for no batch that fits")
     assert "(A100, by its data sheet, " in planner(gpu="A100").summary()
-
-
-def test_a_summary_says_nothing_of_more_requests_than_are_held() -> None:
-    held = planner().cache_rank_tokens(0.1) // (8 * K)
-    assert f"up to {held} requests" in planner().summary(8 * K, memory_fraction=0.1)
 
 
 SKETCHES = [{"score_keys": "sketch", "sketch_bits": bits} for bits in (1, 2, 3, 4, 2)]
@@ -219,11 +197,6 @@ def test_what_cannot_be_estimated_is_said(changes: dict[str, Any], why: str) -> 
         Decoder.of_config(config)
 
 
-def test_a_format_that_cannot_be_estimated_is_said() -> None:
-    with pytest.raises(ValueError, match="mosaickv is not estimated"):
-        planner(kv_residency="mosaickv")
-
-
 @pytest.mark.parametrize(
     ("name", "found"),
     [
@@ -231,10 +204,7 @@ def test_a_format_that_cannot_be_estimated_is_said() -> None:
         ("NVIDIA H100 80GB HBM3", "H100"),
         ("NVIDIA A100-SXM4-80GB", "A100"),
         ("NVIDIA H100 PCIe", None),
-        ("NVIDIA H100 NVL", None),
         ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
-        ("NVIDIA A100-SXM4-40GB", None),
-        ("NVIDIA A100-PCIE-40GB", None),
         ("NVIDIA A100 80GB PCIe", None),
         ("NVIDIA GeForce RTX 4090", None),
     ],

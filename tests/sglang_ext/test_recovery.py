@@ -142,22 +142,6 @@ def test_what_a_step_says_of_requests_that_missed_their_answers_is_skipped(
     assert batch_of.client.to_queue == [sequence.request for sequence in retracted]
 
 
-def test_a_request_that_sglang_has_retracted_stays_retracted() -> None:
-    batch_of = Requests(Phase.SPARSE)
-    batch_of.requests[0].is_retracted = True
-    with batch_of.client.without_stale(batch_of.plan(missed=batch_of.sequences)):
-        pass
-    assert batch_of.requests[0].is_retracted is True
-
-
-def test_a_step_that_got_its_answers_is_processed_as_it_is() -> None:
-    batch_of = Requests(Phase.SPARSE)
-    for plan in (batch_of.plan(missed=[]), StepPlan(step=7, sparse=batch_of.sequences)):
-        with batch_of.client.without_stale(plan):
-            assert batch_of.requests[0].is_retracted is False
-    assert batch_of.client.exchange is batch_of.exchange
-
-
 def test_without_recomputing_every_sequence_ends_and_nothing_is_retracted() -> None:
     batch_of = Requests(Phase.SHIPPING, Phase.SPARSE, recomputes=False)
     batch_of.lose()

@@ -40,16 +40,6 @@ def test_the_command_line_is_refused_where_a_table_refuses_it(flags: str) -> Non
 
 
 @pytest.mark.parametrize(
-    "flags", ["", "--cache-rank-base-gpu-id 0", "--attention-backend torch_native"]
-)
-def test_cpu_ranks_of_a_machine_with_gpus_need_none_of_them(
-    flags: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pretend_gpus(1, monkeypatch)
-    assert parse(["--device", "cpu", *flags.split()]).device == "cpu"
-
-
-@pytest.mark.parametrize(
     ("generation", "has_flashinfer", "kernels"),
     [(8, True, "flashinfer"), (8, False, "triton"), (9, True, "fa3"), (10, True, "flashinfer")],
 )
@@ -95,10 +85,6 @@ def test_ranks_share_a_gpu_if_they_are_told_to(monkeypatch: pytest.MonkeyPatch) 
     for flags in ([], ["--cache-rank-config", '{"cache_rank_transfer_backend": "peer"}']):
         args = parse(flags)
         assert (args.base_gpu_id, args.first_cache_rank_gpu) == (0, 0)
-
-
-def test_the_name_of_our_backend_is_accepted_for_decode() -> None:
-    assert parse(["--decode-attention-backend", BACKEND]).attention_backend != BACKEND
 
 
 def test_the_environment_allows_a_working_set_above_the_threshold(
@@ -171,20 +157,6 @@ def test_an_sglang_that_was_not_tested_can_be_tried(
     assert "SGLang 0.5.99 is not tested (--cache-rank-config" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("version", "tested"), [("0.5.16", True), ("0.5.17", False), ("0.5.23", True)]
-)
-def test_start_up_says_which_releases_are_not_tested_on_gpus(
-    version: str, tested: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    pretend_sglang_is(version, monkeypatch)
-    pretend_gpus(2, monkeypatch)
-    monkeypatch.setattr(ServerArgs, compat.RESOLVED_IN, lambda self: None)  # it looks for the GPUs
-    parse([])
-    said = f"SGLang {version} is not tested on GPUs: 0.5.16 and 0.5.23 are"
-    assert (said in capsys.readouterr().err) is not tested
-
-
 def test_no_arguments_serve_the_bundled_model_and_log_what_was_set(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -220,13 +192,6 @@ def test_by_default_the_servers_own_process_selects(capsys: pytest.CaptureFixtur
     assert "heeds" not in capsys.readouterr().err
 
 
-def test_an_inline_server_may_have_what_a_cache_rank_may_not() -> None:
-    flags = "--dtype bfloat16 --kv-cache-dtype fp8_e4m3 --disable-overlap-schedule"
-    args = parse_server_args([*flags.split(), "--max-queued-requests", "8"])
-    assert args.is_inline
-    assert args.kv_cache_dtype == "fp8_e4m3"
-
-
 @pytest.mark.parametrize("placement", ["", "--cache-rank-gpus 1"])
 @pytest.mark.parametrize(("tokens", "drafts"), [("", 8), ("--speculative-num-draft-tokens 5", 4)])
 def test_drafts_are_a_chain_and_share_noise(tokens: str, drafts: int, placement: str) -> None:
@@ -238,37 +203,6 @@ def test_drafts_are_a_chain_and_share_noise(tokens: str, drafts: int, placement:
     assert args.sampling_backend == "pytorch"
     assert args.disable_overlap_schedule  # as SGLang has it on CPUs
     assert args.has_drafts
-
-
-def test_keeps_what_the_user_chose_and_does_not_claim_to_have_set_it(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    chosen = {
-        "attention_backend": "torch_native",
-        "grammar_backend": "xgrammar",
-        "max_total_tokens": 5000,
-        "max_running_requests": 3,
-        "dtype": "bfloat16",
-        "dense_layers": 0,
-    }
-    flags = [
-        word
-        for name, value in chosen.items()
-        for word in (f"--{name.replace('_', '-')}", str(value))
-    ]
-    args = parse(flags)
-    assert {name: getattr(args, name) for name in chosen} == chosen
-    logged = capsys.readouterr().err
-    for name in chosen:
-        assert f"cache rank: --{name.replace('_', '-')} " not in logged
-
-
-def test_nothing_is_reused_where_rows_are_freed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert parse(["--inference-kv", "working-set"]).disable_radix_cache
-    assert re.search(
-        r"--disable-radix-cache True \(--inference-kv working-set frees the rows .+\)\n",
-        capsys.readouterr().err,
-    )
 
 
 def test_without_a_cache_rank_it_is_plain_sglang() -> None:
@@ -312,28 +246,6 @@ def test_one_line_names_the_flags_that_are_ignored(
     assert said == ([] if line is None else [line])
 
 
-@pytest.mark.parametrize(
-    ("flags", "line"),
-    [
-        ("--sparse-budget 512 --calibration auto --reuse-sparse-tokens on", None),
-        ('--tp-size 1 --page-size 1 --cache-rank-config {"sketch_bits":3}', None),
-        (
-            "--kv-residency lynx --hysteresis 3 --max-sparse-requests 4 --sink-tokens 5",
-            "--max-sparse-requests, --hysteresis, --kv-residency",
-        ),
-        ('--cache-rank-config {"trace_steps":3}', "--cache-rank-config trace_steps"),
-    ],
-)
-def test_one_line_names_the_flags_that_only_a_cache_rank_heeds(
-    flags: str, line: str | None, capsys: pytest.CaptureFixture[str]
-) -> None:
-    parse_server_args(flags.split())
-    said = re.findall(
-        "only a cache rank with --cache-rank-gpus 1 heeds these: (.+)", capsys.readouterr().err
-    )
-    assert said == ([] if line is None else [line])
-
-
 def test_a_config_file_gives_our_flags_and_the_command_line_wins(tmp_path: Path) -> None:
     model = tmp_path / "model"
     model.mkdir()
@@ -352,13 +264,6 @@ def test_a_config_file_gives_our_flags_and_the_command_line_wins(tmp_path: Path)
     assert args.sparse_budget == 256
     assert args.query_predictor == "spade"
     assert args.disable_overlap_schedule
-
-
-def test_a_config_file_without_a_model_serves_the_bundled_one(tmp_path: Path) -> None:
-    config = tmp_path / "server.yaml"
-    config.write_text("sparse-budget: 512\n")
-    args = parse(["--config", str(config)])
-    assert (args.model_path, args.sparse_budget) == (str(BUNDLED_MODEL), 512)
 
 
 def test_a_config_file_is_refused_like_the_command_line(tmp_path: Path) -> None:

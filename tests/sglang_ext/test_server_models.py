@@ -152,13 +152,6 @@ def test_refuses_a_checkpoint_of_quantized_k_and_v(
     assert said.startswith(f"--model-path {model}: its K and V are declared to be quantized")
 
 
-@pytest.mark.parametrize("spelling", ["auto", "bf16", "bfloat16"])
-def test_takes_each_spelling_of_the_models_dtype(spelling: str, tmp_path: Path) -> None:
-    model = Model("Llama", {"dtype": "bfloat16"}).write(tmp_path)
-    flags = ["--model-path", str(model), "--kv-cache-dtype", spelling]
-    assert parse(flags).kv_cache_dtype == spelling
-
-
 def test_refuses_a_pool_of_a_dtype_that_kernels_do_not_take(tmp_path: Path) -> None:
     model = Model("Llama", {"dtype": "float64"}).write(tmp_path)
     assert refusal_of("", model).startswith("--dtype auto: a KV pool of float64")

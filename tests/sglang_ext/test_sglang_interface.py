@@ -24,6 +24,8 @@ from sglang_ext.flags import CacheRankFlags, field_of
 from sglang_ext.hooks import HOOKS, Hook
 from sglang_ext.refusals import servers
 
+pytestmark = pytest.mark.releases
+
 SRT = "sglang.srt."
 REQUEST = "managers.schedule_batch.Req"
 BATCH = "model_executor.forward_batch_info.ForwardBatch"

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import zlib
-from importlib import metadata
 from pathlib import Path
 
 import pytest
-from packaging.requirements import Requirement
-from packaging.utils import canonicalize_name
 from transformers import AutoTokenizer
 
 from sglang_ext.calibration.texts import TEXTS, Text, find_text
@@ -32,29 +29,6 @@ def test_every_text_fills_the_context(language_model: Path) -> None:
         assert len(tokenizer(text.read()[:100_000])["input_ids"]) >= 12_000, name
 
 
-def test_packages_come_with_sglang() -> None:
-    """SGLang requires each package, or what it requires does, and so on."""
-    required, new = set[str](), {"sglang"}
-    while new:
-        required |= new
-        new = {other for name in new for other in requirements(name)} - required
-    assert {canonicalize_name(text.package) for text in TEXTS.values()} <= required
-
-
-def requirements(package: str) -> set[str]:
-    """What a package requires on this machine; nothing if this machine does without it."""
-    try:
-        wanted = [Requirement(line) for line in metadata.requires(package) or []]
-    except metadata.PackageNotFoundError:
-        return set()
-    extra = {"extra": "cublas" if package == "cuda-toolkit" else ""}
-    return {
-        canonicalize_name(one.name)
-        for one in wanted
-        if one.marker is None or one.marker.evaluate(extra)
-    }
-
-
 def test_a_file_is_a_text(tmp_path: Path) -> None:
     path = tmp_path / "story.txt"
     path.write_text("Once.")
@@ -69,11 +43,3 @@ def test_what_is_not_there_is_refused(tmp_path: Path) -> None:
         Text("a", "b", "c", "no-such-package").read()
     with pytest.raises(ValueError, match=r"torch 2\S+ has no no/such\.txt"):
         Text("a", "b", "no/such.txt", "torch").read()
-
-
-@pytest.mark.parametrize(("content", "reason"), [(b"\xff\xfe\x00", "utf-8"), (b" \n", "is empty")])
-def test_a_file_that_is_no_text_is_refused(tmp_path: Path, content: bytes, reason: str) -> None:
-    path = tmp_path / "binary"
-    path.write_bytes(content)
-    with pytest.raises(ValueError, match=reason):
-        find_text(str(path)).read()

@@ -43,21 +43,6 @@ def test_consecutive_steps_are_traced_once_after_some_to_warm_up(
     assert {event["pid"] for event in events} == {"inference rank"}
 
 
-def test_steps_without_sparse_requests_do_not_count(tmp_path: Path) -> None:
-    dense_first = [0] * 50 + [3] * ENOUGH
-    traced, written = run(Tracer(str(tmp_path / "trace"), 4), dense_first)
-    assert traced == list(range(50 + WARM_UP_STEPS, 50 + WARM_UP_STEPS + 4))
-    assert len(written) == 1
-
-
-def test_a_dense_step_between_is_not_traced(tmp_path: Path) -> None:
-    sparse = [2] * (WARM_UP_STEPS + 2) + [0, 0] + [1] * ENOUGH
-    traced, written = run(Tracer(str(tmp_path / "trace"), 4), sparse)
-    first = WARM_UP_STEPS
-    assert traced == [first, first + 1, first + 4, first + 5]
-    assert len(written) == 1
-
-
 def test_a_server_that_stays_dense_traces_nothing(tmp_path: Path) -> None:
     path = tmp_path / "trace"
     assert run(Tracer(str(path), 4), [0] * ENOUGH) == ([], [])

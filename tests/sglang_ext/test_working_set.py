@@ -200,7 +200,7 @@ MACHINES = [TableTrace, TraceWithoutSinksOrRing, TraceWithBudgetBeyondContext]
 @pytest.mark.parametrize("machine", MACHINES, ids=lambda machine: machine.__name__)
 def test_rows_attended_to_are_those_of_a_naive_model(machine: type[TableTrace]) -> None:
     run_state_machine_as_test(
-        machine, settings=settings(max_examples=100, stateful_step_count=25, deadline=None)
+        machine, settings=settings(max_examples=40, stateful_step_count=25, deadline=None)
     )
 
 

@@ -71,11 +71,6 @@ def test_a_sequence_number_that_does_not_grow_is_refused(
         unseal(SECRET, last, seal(SECRET, sequence, b"payload"))
 
 
-def test_another_secret_is_refused() -> None:
-    with pytest.raises(RefusedFrameError, match="wrong secret"):
-        unseal(SECRET, 0, seal(OTHER_SECRET, 1, b"payload"))
-
-
 def test_another_protocol_version_is_refused_by_number() -> None:
     frame = bytearray(seal(SECRET, 1, b"payload"))
     frame[VERSION_OFFSET] += 1
@@ -204,11 +199,6 @@ def test_a_frame_beyond_the_socket_limit_cuts_off_only_its_sender(channel: Chann
     assert tuple(channel.receive() for _ in MESSAGES) == MESSAGES
 
 
-def test_parts_of_one_message_are_separate_frames(channel: Channel) -> None:
-    channel.stranger.send_multipart([b"x", sealed(packed(Flush()), secret=OTHER_SECRET)])
-    channel.expect_refused(2)
-
-
 def test_bytes_that_are_not_zmq_are_survived(channel: Channel) -> None:
     host, port = channel.receiver.endpoint.removeprefix("tcp://").rsplit(":", 1)
     with socket.create_connection((host, int(port))) as raw:
@@ -255,15 +245,3 @@ def test_a_sender_raises_and_does_not_block_once_its_queue_is_full(channel: Chan
     sender.close()
     with pytest.raises(ControlError, match="not sent"):
         sender.send(Flush())
-
-
-def test_refused_messages_are_logged_with_their_reason(
-    channel: Channel, caplog: pytest.LogCaptureFixture
-) -> None:
-    channel.stranger.send(sealed(packed(Flush()), secret=OTHER_SECRET))
-    channel.expect_refused(1)
-    channel.receiver.refuse("out of place")
-    assert [record.getMessage() for record in caplog.records] == [
-        "refused control message 1: wrong secret",
-        "refused control message 2: out of place",
-    ]

@@ -76,15 +76,6 @@ def test_equals_counting_by_hand(model: str, held: list[int], beyond: int) -> No
             assert float(measured[1, layer, head]) == pytest.approx(mass, rel=1e-4)
 
 
-def test_no_slots_in_use_is_not_a_number() -> None:
-    config = small_config()
-    keys, queries = random_keys(config), random_queries(config, 3)
-    scores = score_tokens(queries, keys, config.model.scale)
-    measured = measure_recall(scores, slots_of(config, 3, []), config, TOKENS)
-    assert measured.shape == (2, 3, config.model.kv_heads)
-    assert measured.isnan().all()
-
-
 def test_the_overlap_of_two_selections_is_what_they_share() -> None:
     first = torch.tensor([[0, 1, 2, 3], [4, 5, 6, 7]])
     second = torch.tensor([[3, 9, 0, 8], [7, 6, 5, 4]])

@@ -9,7 +9,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 from cache_rank.measure.timeline import Span, Timeline, TraceFile
@@ -26,13 +25,6 @@ def events_of(path: Path) -> list[dict[str, Any]]:
     events = json.loads(text.rstrip().rstrip(",") + "]")
     assert isinstance(events, list)
     return events
-
-
-def test_a_trace_that_has_just_begun_is_empty(tmp_path: Path) -> None:
-    path = tmp_path / "trace"
-    path.write_text("of another launch")
-    TraceFile(str(path), "inference").begin()
-    assert events_of(path) == []
 
 
 def test_spans_are_complete_events_in_microseconds(tmp_path: Path) -> None:
@@ -136,16 +128,3 @@ def test_traced_steps_are_written_by_the_first_that_is_not(tmp_path: Path) -> No
     run_step(timeline, 6, traced=True)
     run_step(timeline, 7, traced=False)
     assert {event["args"]["step"] for event in events_of(path)[len(events) :]} == {6}
-
-
-@pytest.mark.parametrize("traced", [False, True])
-def test_without_a_file_nothing_is_kept(
-    traced: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    timeline = Timeline("", CPU)
-    for step in range(3):
-        run_step(timeline, step, traced)
-    timeline.enter_step(4, traced=False)
-    assert timeline._traced == []
-    assert list(tmp_path.iterdir()) == []

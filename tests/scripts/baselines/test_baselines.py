@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
 from torch import Tensor
 
-from scripts.baselines import plugin
-from scripts.baselines.args import BACKEND, BaselineServerArgs
 from scripts.baselines.reference import Budget
 from scripts.baselines.selection import PER_HEAD, QUEST_PAGE, Selection, attend
-from scripts.shared.systems import DECODE_MODES
-from sglang_ext import cpu
-from sglang_ext.refusals import UnsupportedError
-from sglang_ext.server_args import CacheRankServerArgs, parse_server_args
 
 pytestmark = pytest.mark.thorough  # these are systems to compare with
 
@@ -103,15 +96,6 @@ def test_a_budget_of_at_least_the_length_is_dense(mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", PER_HEAD)
-@pytest.mark.parametrize("lengths", [[60], [60, 9]])
-def test_lengths_of_lists_are_as_flash_attention_wants_them(mode: str, lengths: list[int]) -> None:
-    pools = Pools(lengths)
-    step = pools.selection(mode).prepare_step(pools.slots, pools.lengths)
-    assert step.attended.is_contiguous()
-    assert step.attended.dtype == torch.int32
-
-
-@pytest.mark.parametrize("mode", PER_HEAD)
 def test_attention_is_over_what_is_listed(mode: str) -> None:
     pools = Pools(LENGTHS)
     selection = pools.selection(mode)
@@ -182,41 +166,3 @@ def test_quest_knows_pages_from_prompts_in_chunks_and_from_decode(pool_page: int
         for found in lists:
             assert {*range(QUEST_PAGE), *newest} <= found
             assert len(found) == QUEST_PAGE + len(newest) + QUEST_PAGE
-
-
-# What SGLang sees of it.
-
-
-@pytest.fixture
-def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu, "has_gpu", lambda: False)
-
-
-def baseline(mode: str, *flags: str) -> CacheRankServerArgs:
-    return parse_server_args(["--decode-mode", mode, *flags], BaselineServerArgs)
-
-
-@pytest.mark.usefixtures("_no_gpu")
-@pytest.mark.parametrize("mode", DECODE_MODES)
-def test_a_baseline_decodes_in_its_own_backend_without_a_cache_rank(mode: str) -> None:
-    args = baseline(mode)
-    assert not args.has_cache_rank
-    assert args.decode_attention_backend == BACKEND
-    assert args.disable_radix_cache
-    assert (args.page_size, args.dense_layers) == (1, 1)
-
-
-@pytest.mark.usefixtures("_no_gpu")
-@pytest.mark.parametrize(
-    "flags", ["--cache-rank-gpus 1", "--enable-mixed-chunk", "--tp-size 2", "--dense-layers 9"]
-)
-def test_what_a_baseline_cannot_have_is_refused(flags: str) -> None:
-    with pytest.raises(UnsupportedError):
-        baseline("quest", *flags.split())
-
-
-def test_quest_takes_its_bounds_out_of_the_pools_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    for mode, left in (("quest", 1600), ("oracle", 1700)):
-        args: Any = Mock(spec=BaselineServerArgs, decode_mode=mode)
-        monkeypatch.setattr(plugin, "get_server_args", lambda args=args: args)
-        assert plugin.leave_room_for_bounds(1700, Mock()) == left

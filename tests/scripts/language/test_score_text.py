@@ -8,8 +8,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from scripts.language.records import ReadText, Report, Score, TextRun, cells_of
-from scripts.language.report import interval, markdown, write_report
+from scripts.language.records import ReadText, Report, Score, TextRun
+from scripts.language.report import markdown, write_report
 from scripts.language.scoring import tokenize
 from scripts.score_text import parse_options
 
@@ -56,16 +56,6 @@ SCORES = [
 ]
 
 
-def test_cells_are_ordered_by_system_and_budget() -> None:
-    order = [(cell.system, cell.budget, len(cell.scores)) for cell in cells_of(SCORES)]
-    assert order == [
-        ("oracle", 64, 1),
-        ("cache-rank:kv_residency=hack", 64, 1),
-        ("cache-rank", 64, 2),
-        ("cache-rank", 128, 1),
-    ]
-
-
 def test_a_report_has_tables_and_a_plot(tmp_path: Path) -> None:
     files = write_report(Report(RUN, SCORES), tmp_path)
     plots = {path.name for path in files if path.suffix == ".png"}
@@ -77,35 +67,6 @@ def test_a_report_has_tables_and_a_plot(tmp_path: Path) -> None:
     cells = json.loads((tmp_path / "results.json").read_text())["cells"]
     assert {"text", "system", "budget", "kl", "ratio_p5"} <= set(cells[0])
     assert msgspec.convert(cells, list[Score]) == SCORES
-
-
-def test_servers_that_choose_their_budgets_have_a_table_and_no_plot(tmp_path: Path) -> None:
-    own = [score("opticks", "inline", None, 0.2)]
-    files = write_report(Report(RUN, own), tmp_path)
-    assert {path.name for path in files} == {"results.json", "results.md"}
-    assert "| inline | – | 4096 | 0.2000 |" in (tmp_path / "results.md").read_text()
-
-
-def test_one_text_has_no_interval() -> None:
-    assert interval([0.25], 2) == "0.25"
-    assert interval([None], 2) == "–"
-    assert interval([1.0, 3.0], 1) == "2.0 [1.0, 3.0]"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "reason"),
-    [
-        ("--tokens 0", "must be at least 1"),
-        ("--context 152", "--context must be longer"),
-        ("--text nothing", "no text 'nothing'"),
-    ],
-)
-def test_wrong_options_are_refused(
-    arguments: str, reason: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        parse_options(["--out", "x", "--gpus", "--model", "bundled", *arguments.split()])
-    assert reason in capsys.readouterr().err
 
 
 @pytest.mark.language_model

@@ -5,15 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from scripts import soak as command
-from scripts.operations.disturbances import DISTURBANCES
-from scripts.operations.soak import Verdict, files_in
+from scripts.operations.soak import files_in
 from scripts.operations.streams import Chain, Streams
 from scripts.operations.watch import Memory
 from scripts.shared.serving import Client
@@ -66,34 +62,6 @@ def test_memory_is_flat_if_it_does_not_go_on_growing(samples: list[int], flat: b
     assert Memory.of([sample * MIB for sample in samples]).flat is flat
 
 
-def verdict(**changes: Any) -> Verdict:
-    values: dict[str, Any] = {
-        "requests": Counter(finished=90, aborted=10),
-        "sparse_requests": 80,
-        "mistakes": [],
-        "interrupted": False,
-        "disturbances": Counter(kill=2, abort=9),
-        "losses": 2,
-        "requests_at_losses": 13,
-        "outages": [2.0, 4.0],
-        "longest_seconds": 8.25,
-        "inference_memory": Memory(2000 * MIB, 2010 * MIB),
-        "cache_rank_memory": Memory(400 * MIB, 400 * MIB),
-    }
-    return Verdict(**{**values, **changes})
-
-
-def test_the_verdict_is_one_line() -> None:
-    passed = str(verdict())
-    assert passed.startswith("PASSED: 100 requests (10 aborted, 90 finished; 80 sparse)")
-    assert "2 losses of 13 sparse requests, up again after 3.0 s, 4.0 at most" in passed
-    assert "never down" in str(verdict(outages=[]))
-    assert "losses" not in str(verdict(cache_rank_memory=None))
-    assert str(verdict(mistakes=["soak-3: token 1 of 2 is wrong"])).startswith("FAILED")
-    assert str(verdict(interrupted=True)).startswith("INTERRUPTED")
-    assert str(verdict(interrupted=True, mistakes=["no"])).startswith("FAILED")
-
-
 def test_metrics_of_a_process_are_left_behind_once_it_has_ended(tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", ""]) as ended:
         pass
@@ -101,33 +69,3 @@ def test_metrics_of_a_process_are_left_behind_once_it_has_ended(tmp_path: Path) 
         (tmp_path / name).touch()
     found = {Path(name).name for name in files_in(tmp_path)}
     assert found == {f"gauge_livesum_{ended.pid}.db", "meeting-1a2b"}
-
-
-def test_every_disturbance_can_come() -> None:
-    assert all(one.weight > 0 and one.act.__doc__ for one in DISTURBANCES.values())
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["--seconds", "0"],
-        ["--streams", "0"],
-        ["--requests", "0"],
-        ["--modes", "none"],
-        ["--disturbances", "none"],
-    ],
-)
-def test_what_cannot_be_is_refused(
-    arguments: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as ended:
-        command.parse_options(arguments)
-    assert ended.value.code == 2
-    assert arguments[0] in capsys.readouterr().err
-
-
-def test_flags_of_the_server_stand_behind_two_dashes() -> None:
-    given = "--disturbances kill stall -- --cache-rank-mem-fraction 0.2"
-    options = command.parse_options(given.split())
-    assert options.disturbances == ["kill", "stall"]
-    assert options.flags == ["--cache-rank-mem-fraction", "0.2"]

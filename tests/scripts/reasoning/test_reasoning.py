@@ -5,27 +5,20 @@ from __future__ import annotations
 import statistics
 from array import array
 from collections.abc import Iterable
-from pathlib import Path
 
-import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scripts.profile_reasoning import main, parse_options
+from scripts.profile_reasoning import parse_options
 from scripts.reasoning.client import Answer
 from scripts.reasoning.loads import Load
 from scripts.reasoning.measures import (
-    Gap,
-    Measurement,
-    Results,
     curve,
     longest_gap,
     measure,
     time_per_token,
 )
-from scripts.reasoning.report import write_results
-from scripts.shared.plots import can_draw
 from scripts.shared.systems import to_flags
 
 DRAWN = Load.parse("64x200-1000+8000/32000")
@@ -47,14 +40,6 @@ class TestLoads:
         assert Load.parse("64x512+12000")[1:] == (64, 512, 512, 12000, 12000)
         assert DRAWN[1:] == (64, 200, 1000, 8000, 32000)
         assert DRAWN.longest == 33000
-
-    @pytest.mark.parametrize(
-        "text",
-        ["", "64", "64x512", "0x512+9", "1x0+9", "1x1+0", "1x9-8+9", "1x1+9/8", "1x1+2+3", "axb+c"],
-    )
-    def test_what_is_none_is_refused(self, text: str) -> None:
-        with pytest.raises(ValueError, match="write STREAMSxPROMPT"):
-            Load.parse(text)
 
     def test_fixed_lengths_are_as_they_are_asked_for(self) -> None:
         requests = Load.parse("3x20+40").draw(2, 300, seed=1)
@@ -92,22 +77,6 @@ class TestMeasures:
         assert list(found.values()) == pytest.approx([streams / pace] * len(found))
         assert longest_gap(answers[0], 0.0).seconds == pytest.approx(max(sizes[1:]) * pace)
 
-    @given(
-        gaps=st.lists(st.floats(0.001, 5), min_size=1, max_size=50),
-        begun=st.floats(0, 100),
-    )
-    def test_the_longest_gap_is_one_after_the_first_token(
-        self, gaps: list[float], begun: float
-    ) -> None:
-        times = [begun + 100 + sum(gaps[:n]) for n in range(len(gaps) + 1)]
-        gap = longest_gap(answer(7, enumerate(times, start=1)), begun)
-        assert gap.seconds == pytest.approx(max(gaps))
-        assert gaps[gap.context - 8] == pytest.approx(max(gaps))
-        assert gap.after == pytest.approx(times[gap.context - 8] - begun)
-
-    def test_an_answer_of_one_chunk_has_no_gap(self) -> None:
-        assert longest_gap(answer(7, [(1, 3.0)]), 0.0) == Gap(0.0, 7, 0.0)
-
     def test_the_curve_falls_where_tokens_take_longer(self) -> None:
         slower = [0.001 * (n if n <= 100 else 100 + 2 * (n - 100)) for n in range(1, 301)]
         answers = [answer(0, enumerate(slower, start=1)) for _ in range(8)]
@@ -115,14 +84,6 @@ class TestMeasures:
         assert list(found) == [0, 50, 100, 150, 200, 250]
         assert [found[0], found[50]] == pytest.approx([8000, 8000], rel=0.02)
         assert [found[100], found[250]] == pytest.approx([4000, 4000], rel=0.02)
-
-    def test_the_curve_leaves_out_when_few_streams_decode(self) -> None:
-        answers = [steady(0, 100, 0.01), steady(0, 400, 0.01)]
-        assert max(curve(answers, 2, width=10)) == 90
-        assert curve(answers, 3, width=10) == {}
-
-    def test_the_curve_is_by_the_mean_context(self) -> None:
-        assert list(curve([steady(0, 60, 0.01), steady(1000, 60, 0.01)], 2, width=100)) == [500]
 
     def test_a_load_is_measured_from_its_first_request_to_its_last_token(self) -> None:
         load = Load.parse("2x100+100")
@@ -136,36 +97,6 @@ class TestMeasures:
         assert (run.tpot_p50, run.tpot_p99) == pytest.approx((0.01, 0.02))
         assert (run.sparse_requests, run.sparse_share) == (1, 0.25)
         assert run.client_share == pytest.approx(0.1)
-
-
-def example() -> Results:
-    load = Load.parse("2x100+100")
-    paces = (0.010, 0.012, 0.011)
-    runs = [measure(load, [steady(100, 100, pace)] * 2, 0.1) for pace in paces]
-    options = parse_options(["--systems", "dense", "--loads", "2x100+100"])
-    results = Results(["python -m scripts.profile_reasoning"], {"gpus": ["H100"]}, options.jobs)
-    results.measurements = [
-        Measurement("dense", load.name, runs=runs, memory_gib=[70.0, 71.5]),
-        Measurement("inline", load.name, "out of memory: a|b"),
-    ]
-    return results
-
-
-def test_a_report_has_the_median_run_and_every_failure(tmp_path: Path) -> None:
-    results = example()
-    files = write_results(results, tmp_path)
-    assert msgspec.json.decode(files[0].read_bytes(), type=Results) == results
-    text = files[1].read_text()
-    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()]
-    dense, failed = (line for line in lines if line[:1] == ["2x100+100"] and len(line) > 3)
-    assert dense[1:4] == ["dense", "182", "167–200"]
-    assert "70.0 + 71.5" in dense
-    assert "0.012 s at " in "".join(dense)
-    assert failed[1:3] == ["inline", "out of memory: a/b"]
-    assert ["2x100+100", "144", "182"] in [line[:3] for line in lines]
-    drawn = ["tokens-by-context.png", "tokens-by-context.svg"] if can_draw() else []
-    assert [file.name for file in files] == ["results.json", "results.md", *drawn]
-    assert all(file.stat().st_size for file in files)
 
 
 class TestCommandLine:
@@ -199,22 +130,3 @@ class TestCommandLine:
         assert flags[at + 1 : at + 7] == ["1", "2", "4", "8", "16", "32"]
         assert flags[at + 7].startswith("--")
         assert "--incremental-streaming-output" in flags
-
-    def test_servers_choose_their_budgets_unless_one_is_given(self) -> None:
-        line = "--systems inline --loads 1x10+10".split()
-        (own,), (given,) = (
-            parse_options([*line, *more]).jobs for more in ([], ["--sparse-budget", "64"])
-        )
-        assert "--sparse-budget" not in to_flags(own.engine)
-        flags = to_flags(given.engine)
-        assert flags[flags.index("--sparse-budget") + 1] == "64"
-
-    def test_too_few_gpus_are_lines_of_the_table(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-        line = f"--systems dense --loads 1x10+10 2x10+10 --out {tmp_path}"
-        assert main(line.split()) == 1
-        results = msgspec.json.decode((tmp_path / "results.json").read_bytes(), type=Results)
-        assert [m.load for m in results.measurements] == ["1x10+10", "2x10+10"]
-        assert "needs 1 GPUs, and there are 0" in results.measurements[0].failure

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from scripts.evaluate import SETTINGS, main, parse_options
-from scripts.shared.comparison import Load, attended_tokens, make_systems, server_flags
+from scripts.evaluate import parse_options
+from scripts.shared.comparison import Load, make_systems, server_flags
 from scripts.shared.systems import DECODE_MODES, System
 
 LOAD = Load(4, 4 * 579, 259)
@@ -61,25 +61,6 @@ def test_a_request_turns_sparse_at_its_threshold_whatever_the_budget() -> None:
     assert value_of(flags, "--max-swap-tokens") == "9999"
 
 
-def test_a_label_goes_before_the_settings_of_a_run_and_those_before_the_default() -> None:
-    options = options_of("--gpus", "--set", "sink_tokens=3,recent_tokens=7")
-    system = System.parse("cache-rank:recent_tokens=5,sparse_budget=40")
-    flags = server_flags(system, options, LOAD)
-    assert (value_of(flags, "--sink-tokens"), value_of(flags, "--recent-tokens")) == ("3", "5")
-    assert value_of(flags, "--hysteresis") == str(SETTINGS["hysteresis"])
-    assert attended_tokens(system, options.settings) == 3 + 40 + 5 + 1
-
-
-def test_baselines_take_what_they_share_with_a_cache_rank() -> None:
-    for mode in DECODE_MODES:
-        system = System.parse(f"{mode}:sparse_budget=32")
-        flags = server_flags(system, options_of("--gpus"), LOAD)
-        assert value_of(flags, "--decode-mode") == mode
-        assert value_of(flags, "--sparse-budget") == "32"
-        assert "--sparse-threshold" not in flags
-    assert "--sparse-budget" not in server_flags(System.parse("dense"), options_of("--gpus"), LOAD)
-
-
 @pytest.mark.usefixtures("quiet")
 def test_a_server_accepts_the_flags(monkeypatch: pytest.MonkeyPatch) -> None:
     from scripts.baselines.args import BaselineServerArgs
@@ -93,29 +74,3 @@ def test_a_server_accepts_the_flags(monkeypatch: pytest.MonkeyPatch) -> None:
         kind = CacheRankServerArgs if system.has_cache_rank else BaselineServerArgs
         parsed = parse_server_args(server_flags(system, options, LOAD), kind)
         assert (parsed.sparse_budget, parsed.recent_tokens) == (32, 16)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "why"),
-    [
-        ("--chains 1", "--chains must be at least 2"),
-        ("--base-url http://x --systems quest --budgets 1 2", "--base-url serves one system"),
-        ("--budgets 0", "--budgets must be at least 1"),
-        ("--model /nowhere", "no model '/nowhere'"),
-        ("--systems no", "no system 'no'"),
-        ("--systems floor", "one of speed"),
-        ("--set facts", "--set: 'facts': write ARGUMENT=VALUE"),
-        ("--server-flags '", "--server-flags: No closing quotation"),
-    ],
-)
-def test_wrong_options_are_refused(
-    arguments: str, why: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        options_of("--gpus", *arguments.split())
-    assert why in capsys.readouterr().err
-
-
-def test_impossible_chains_are_refused() -> None:
-    with pytest.raises(SystemExit, match="facts must be in"):
-        main(["--out", "out", "--gpus", "--facts", "1"])

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 import threading
-import time
 from dataclasses import dataclass
 
 import pytest
@@ -65,36 +63,6 @@ def test_jobs_run_on_gpus_of_their_own_and_a_failure_is_noted() -> None:
     run_jobs(jobs, ["0", "1"], run, fail, lambda: None)
     assert sorted(taken["one"] + taken["other"]) == ["0", "1"]
     assert failed == {"broken": "no memory", "large": "needs 3 GPUs, and 2 are listed"}
-
-
-def test_an_interrupt_ends_what_runs_and_starts_nothing_more() -> None:
-    begun: list[str] = []
-    failed: list[str] = []
-    stopped = threading.Event()
-
-    def run(job: Job, gpus: list[str]) -> None:
-        begun.append(job.name)
-        stopped.wait(10)
-        raise RuntimeError("its server was stopped")
-
-    main = threading.get_ident()
-
-    def interrupt() -> None:
-        while not begun:
-            time.sleep(0.01)
-        signal.pthread_kill(main, signal.SIGINT)
-
-    threading.Thread(target=interrupt).start()
-    with pytest.raises(KeyboardInterrupt):
-        run_jobs(
-            [Job("one", 1), Job("two", 1)],
-            ["0"],
-            run,
-            lambda job, error: failed.append(job.name),
-            stopped.set,
-        )
-    assert begun == ["one"]
-    assert failed == []
 
 
 def test_processes_that_outlive_their_leader_end_with_its_session() -> None:

@@ -44,17 +44,6 @@ def test_a_label_may_leave_its_budget_to_the_server() -> None:
     assert system.without_budget() == ("inline", None)
 
 
-def test_a_label_without_its_budget_names_the_other_changes() -> None:
-    system = System.parse("cache-rank:sparse_budget=7,query_predictor=spade")
-    assert system.without_budget() == ("cache-rank:query_predictor=spade", 7)
-    assert System.parse("dense").without_budget() == ("dense", None)
-
-
-def test_options_of_a_format_are_one_text_for_servers() -> None:
-    changes = System.parse(f"cache-rank:{HACK}").server_changes
-    assert changes["kv_residency_options"] == "bits=2,partition=64"
-
-
 def test_flags_of_lists_and_switches() -> None:
     flags = to_flags({"enable_metrics": True, "kv_residency_options": "bits=2+partition=16"})
     assert flags == [

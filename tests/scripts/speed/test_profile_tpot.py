@@ -13,21 +13,15 @@ import pytest
 
 from scripts.profile_tpot import main, parse_options
 from scripts.shared import machine
-from scripts.shared.models import MODEL_SHAPES
 from scripts.speed import profile, report, serving
 from scripts.speed.bench import (
     NotMeasuredError,
-    Stream,
-    make_prompts,
     plan_batch,
-    progress_of,
-    unmeasurable,
 )
 from scripts.speed.jobs import Job, Settings, Shape, make_job
 from scripts.speed.records import (
     Measurement,
     Results,
-    explain_failure,
     step_times,
     summarize,
     wire_between,
@@ -41,11 +35,6 @@ def job_of(system: str, *shapes: Shape, **settings: object) -> Job:
 
 
 class TestJobs:
-    @pytest.mark.parametrize("text", ["8", "8x", "x8", "8x1x1", "0x5", "8x-1", "axb", ""])
-    def test_shape_refuses_what_is_none(self, text: str) -> None:
-        with pytest.raises(ValueError, match=r"shape|at least 1"):
-            Shape.parse(text)
-
     def test_cache_rank_job(self) -> None:
         job = job_of("cache-rank:sparse_budget=1024", SHAPE, Shape(4, 8192))
         assert job.gpus == 2
@@ -72,20 +61,6 @@ class TestJobs:
         assert job.shapes == [Shape(8, 2048), Shape(16, 2048)]
         assert job_of("floor:sparse_budget=512").shapes == [Shape(8, 512)]
         assert "sparse_budget" not in job_of("floor:sparse_budget=512").engine
-
-    def test_short_context_is_not_measured_sparsely(self) -> None:
-        assert "threshold" in unmeasurable(job_of("cache-rank"), Shape(8, 1024))
-        assert not unmeasurable(job_of("dense"), Shape(8, 1024))
-        assert "beyond" in unmeasurable(job_of("dense"), Shape(8, 1 << 20))
-
-    @pytest.mark.parametrize("model", sorted(path.name for path in MODEL_SHAPES.iterdir()))
-    def test_model_shapes_load(self, model: str) -> None:
-        from transformers import AutoConfig
-
-        config = AutoConfig.from_pretrained(MODEL_SHAPES / model)
-        assert str(config.dtype) == "torch.bfloat16"
-        assert config.num_attention_heads % config.num_key_value_heads == 0
-        assert config.head_dim == 128
 
 
 class TestStatistics:
@@ -119,21 +94,6 @@ class TestStatistics:
         assert wire.late_share == pytest.approx(0.1)
         assert wire_between({}, {}, {}) is None
 
-    @pytest.mark.parametrize(
-        ("log", "ready", "late", "phrase"),
-        [
-            ("torch.OutOfMemoryError: CUDA out of memory", False, False, "out of memory"),
-            ("RuntimeError: Not enough memory. Please", False, True, "out of memory"),
-            ("", False, False, "did not start"),
-            ("a.BError: no\nlog\nTypeError: x\nlog", False, False, "did not start (TypeError: x)"),
-            ("", False, True, "did not start in time"),
-            ("", True, True, "ran out of time"),
-            ("", True, False, "ended while measuring"),
-        ],
-    )
-    def test_failures_have_a_phrase(self, log: str, ready: bool, late: bool, phrase: str) -> None:
-        assert explain_failure(log, ready, late) == phrase
-
 
 ARGUMENTS = SimpleNamespace(
     sparse_budget=2048,
@@ -145,15 +105,6 @@ ARGUMENTS = SimpleNamespace(
 
 
 class TestBench:
-    def test_prompts_are_of_the_seed(self) -> None:
-        lengths = [50, 3, 50]
-        prompts = make_prompts(lengths, 1000, seed=1)
-        assert prompts == make_prompts(lengths, 1000, seed=1)
-        assert prompts != make_prompts(lengths, 1000, seed=2)
-        assert [len(prompt) for prompt in prompts] == lengths
-        assert all(0 <= token < 1000 for prompt in prompts for token in prompt)
-        assert all(token < 260 for token in make_prompts(lengths, 260, seed=1)[0])
-
     def test_plan_waits_until_slots_are_full(self) -> None:
         plan = plan_batch(job_of("cache-rank"), SHAPE, ARGUMENTS, 1 << 20, 1 << 20)
         assert plan.settle == 20 + 16 + 16
@@ -171,12 +122,6 @@ class TestBench:
         with pytest.raises(NotMeasuredError, match="does not fit"):
             plan_batch(job_of("cache-rank"), SHAPE, ARGUMENTS, pool, cache_rank)
 
-    def test_progress(self) -> None:
-        stream = Stream([(1, 0.0), (40, 1.0)], {"sparse_steps": 12})
-        assert progress_of(stream, cache_rank=True) == 12
-        assert progress_of(stream, cache_rank=False) == 40
-        assert progress_of(Stream(), cache_rank=False) == 0
-
 
 def measured(system: str, shape: Shape, milliseconds: float) -> Measurement:
     measurement = Measurement(system, shape, memory_gib=[100.0, 20.5])
@@ -185,65 +130,10 @@ def measured(system: str, shape: Shape, milliseconds: float) -> Measurement:
     return measurement
 
 
-def example() -> Results:
-    results = Results(["python -m scripts.profile_tpot"], settings=Settings())
-    results.measurements = [
-        measured("floor", Shape(8, 2048), 6.0),
-        measured("dense", SHAPE, 14.0),
-        measured("cache-rank", SHAPE, 6.3),
-        Measurement("tp2", SHAPE, "out of memory: see logs/a|b.log"),
-    ]
-    wire = wire_between({}, {}, {"steps": 10, "down_bytes": 5e8, "up_bytes": 1e7})
-    results.measurements[2].wire = wire
-    return results
-
-
 def row_of(text: str, *cells: str) -> list[str]:
     """The cells of the table line that begins with these."""
     lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()]
     return next(line for line in lines if line[: len(cells)] == list(cells))
-
-
-class TestReport:
-    def test_table(self) -> None:
-        text = report.markdown(example())
-        row = row_of(text, "8 × 32768", "cache-rank")
-        assert row[2:6] == ["6.62", "6.30–6.93", "6.30–6.93", "6.62"]
-        assert row[6:8] == ["1209", "1.05"]
-        assert row[-1] == "100.0 + 20.5"
-        assert "50.00" in row
-        failed = row_of(text, "8 × 32768", "tp2")
-        assert failed[2] == "out of memory: see logs/a/b.log"
-        assert len(failed) == len(row)
-
-    def test_written_and_read_again(self, tmp_path: Path) -> None:
-        results = example()
-        results.jobs = [job_of("dense")]
-        files = report.write_results(results, tmp_path)
-        assert [path.name for path in files] == ["results.json", "results.md"]
-        assert sorted(tmp_path.iterdir()) == sorted(files)
-        assert report.read_results(files[0]) == results
-
-    @pytest.mark.parametrize(
-        ("system", "floor"),
-        [
-            ("cache-rank", 6.3),
-            ("floor", 6.3),
-            ("cache-rank:calibration=blank,attention_backend=triton", 6.51),
-            ("floor:attention_backend=triton", 6.51),
-            ("cache-rank:attention_backend=flashinfer", 6.3),  # whose floor has no number
-        ],
-    )
-    def test_a_floor_is_that_of_the_systems_changes(self, system: str, floor: float) -> None:
-        results = example()
-        results.measurements += [
-            Measurement("floor:attention_backend=flashinfer", Shape(8, 2048), "no memory"),
-            measured("floor:attention_backend=triton", Shape(8, 2048), 6.2),
-            measured("floor:attention_backend=triton,page_size=1", Shape(8, 2048), 6.4),
-            Measurement("floor", Shape(8, 2048), "out of memory"),
-        ]
-        assert report.floor_of(results, system, 8) == pytest.approx(floor)
-        assert report.floor_of(results, system, 16) is None
 
 
 class TestCommandLine:
@@ -255,7 +145,6 @@ class TestCommandLine:
             ("--systems dense --shapes 8", "--shapes: '8' is not a shape: write BATCHxCONTEXT"),
             ("--engine-args {", "--engine-args: Expecting property name"),
             ("--systems x --shapes 1x1 --window 0", "--repeats and --window must be at least 1"),
-            ("--systems x --shapes 1x1 --repeats 0", "--repeats and --window must be at least 1"),
         ],
     )
     def test_what_is_wrong_is_said(
@@ -263,16 +152,6 @@ class TestCommandLine:
     ) -> None:
         with pytest.raises(SystemExit, match="2"):
             parse_options(line.split())
-        assert why in capsys.readouterr().err
-
-    @pytest.mark.parametrize(
-        ("line", "why"),
-        [("--systems nothing", "no system"), ("--systems dense --model nothing", "no model")],
-    )
-    def test_an_unknown_system_or_model_is_said(
-        self, line: str, why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        assert main(["--shapes", "1x10", "--out", str(tmp_path), *line.split()]) == 2
         assert why in capsys.readouterr().err
 
 
@@ -289,18 +168,15 @@ def test_a_server_that_does_not_start_is_explained(
 
 
 @pytest.mark.thorough
-def test_systems_are_measured_side_by_side_without_a_gpu(tmp_path: Path) -> None:
-    line = f"--model bundled --shapes 2x400 --systems floor cache-rank --out {tmp_path}"
+def test_a_system_is_measured_without_a_gpu(tmp_path: Path) -> None:
+    line = f"--model bundled --shapes 2x400 --systems cache-rank --out {tmp_path}"
     sparse = "--sparse-threshold 300 --sparse-budget 32 --window 8 --skip-steps 2"
     assert main([*line.split(), *sparse.split()]) == 0
     results = report.read_results(tmp_path / "results.json")
-    floor, ours = results.measurements
-    assert (floor.system, floor.shape) == ("floor", Shape(2, 32))
-    assert (ours.system, ours.shape) == ("cache-rank", Shape(2, 400))
-    for one in (floor, ours):
-        assert one.failure == ""
-        assert len(one.repeats) == 3
-        assert one.tpot_ms is not None
+    (ours,) = results.measurements
+    assert (ours.system, ours.shape, ours.failure) == ("cache-rank", Shape(2, 400), "")
+    assert len(ours.repeats) == 3
+    assert ours.tpot_ms is not None
     assert ours.wire is not None
     assert ours.wire.down_bytes > 0
     assert row_of((tmp_path / "results.md").read_text(), "2 × 400", "cache-rank")
@@ -332,14 +208,6 @@ class TestRecord:
     def read(self, out: Path) -> Results:
         return report.read_results(out / "results.json")
 
-    def test_the_status_says_whether_something_is_missing(
-        self, run: Callable[..., int], tmp_path: Path
-    ) -> None:
-        assert run("dense fp8") == 1
-        assert [m.failure for m in self.read(tmp_path).measurements] == ["", "out of memory"]
-        assert run("dense", "--resume") == 0
-        assert [m.system for m in self.read(tmp_path).measurements] == ["dense"]
-
     def test_what_was_measured_is_not_overwritten(
         self, run: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
@@ -351,24 +219,10 @@ class TestRecord:
         assert f"{tmp_path} has results: pass --resume, or another --out" in capsys.readouterr().err
         assert self.read(tmp_path) == before
 
-    def test_a_resumed_record_names_all_commands_and_gpus(
-        self, run: Callable[..., int], tmp_path: Path
-    ) -> None:
-        assert run("dense tp2", kinds=("H200", "H200")) == 0
-        assert run("quest", "--resume", "--shape-seconds", "9") == 0
-        results = self.read(tmp_path)
-        assert [m.system for m in results.measurements] == ["dense", "tp2", "quest"]
-        assert results.machine["gpus"] == ["H200", "H200"]
-        assert [command.split()[4] for command in results.commands] == ["dense", "quest"]
-        text = (tmp_path / "results.md").read_text()
-        assert all(f"    {command}\n" in text for command in results.commands)
-
     @pytest.mark.parametrize(
         ("options", "kind", "why"),
         [
             ("--model qwen3-4b", "H200", "model qwen3-8b, not qwen3-4b"),
-            ("--seed 2", "H200", "seed 1, not 2"),
-            ('--engine-args {"page_size":2}', "H200", "engine {}, not {'page_size': 2}"),
             ("", "H100", "GPUs H200, not H100"),
         ],
     )

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from scripts.shared.models import model_config
-from scripts.speed.calibration import needs_calibration, write_blank
-from scripts.speed.jobs import Settings, Shape, make_job
+from scripts.speed.calibration import write_blank
 from scripts.speed.weights import DUMMY_LARGEST, norms_for_unit_logits
 from sglang_ext.calibration.files import read, sources
 
@@ -56,14 +55,3 @@ def test_a_blank_calibration_is_of_the_model_and_corrects_no_projection(tmp_path
     for layer, correction in corrections.items():
         # What only the token before tells starts from nothing, and zeros would be one long tie.
         assert torch.equal(correction.added_to(projection), projection) != told[layer].is_before
-
-
-@pytest.mark.parametrize(
-    ("changes", "needed"),
-    [("", False), ("score_keys=sketch", True), ("score_keys=sketch,calibration=mine", False)],
-)
-def test_a_calibration_is_made_where_none_is_named_and_one_is_needed(
-    changes: str, needed: bool
-) -> None:
-    job = make_job(f"cache-rank:{changes}", [Shape(8, 32768)], Settings())
-    assert needs_calibration(job.engine) == needed

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import time
-
 import msgspec
 import pytest
 import torch
@@ -21,9 +18,7 @@ from cache_rank.protocol import (
     Load,
     Row,
     Step,
-    down_sizes,
     projection_shape,
-    up_sizes,
 )
 from sglang_ext.exchange.connection import CacheRankDownError
 from sglang_ext.exchange.host import MAX_SHIPMENTS_UNDER_WAY, HostGate
@@ -224,40 +219,6 @@ def test_a_shipment_is_what_the_pool_holds() -> None:
     side.exchange.ship(sequence, pool_rows)
     for part, buffers in zip(shipments[0], (side.keys, side.values), strict=True):
         assert torch.equal(part, torch.stack([buffer[pool_rows] for buffer in buffers]))
-
-
-def test_spans_are_those_of_traced_steps() -> None:
-    side = InferenceSide()
-    request = side.arrive(20)
-    before = time.monotonic_ns() / 1e3
-    for traced in (False, True, True, False):
-        side.step([request], traced)
-    after = time.monotonic_ns() / 1e3
-    spans = side.exchange.spans()
-    assert [(span.name, span.step, span.group) for span in spans] == [
-        (name, step, group)
-        for step in (2, 3)
-        for group in (0, 1)
-        for name in ("wait", "scatter", "group")
-    ]
-    for span in spans:
-        assert before <= span.start <= span.stop <= after
-    for previous, span in itertools.pairwise(spans):
-        assert previous.stop <= span.start, "spans of one track do not overlap"
-    assert side.exchange.spans() == []
-
-
-def test_bytes_are_counted_as_they_are_sent() -> None:
-    side = InferenceSide()
-    requests = [side.arrive(20), side.arrive(20)]
-    side.step([requests[0]])
-    side.step([None, None])
-    side.step([requests[1], requests[0]])
-    for sizes, counted in (
-        (up_sizes, side.exchange.counters.up_bytes),
-        (down_sizes, side.exchange.counters.down_bytes),
-    ):
-        assert counted == sum(sum(sizes(CONFIG, rows)) for rows in (1, 2))
 
 
 def test_a_loss_in_a_forward_pass_closes_the_gate_and_ends_the_step() -> None:
