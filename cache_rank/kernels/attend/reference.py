@@ -56,19 +56,3 @@ def attend_rows(
         query = queries[request].float().unflatten(0, (kv_heads, -1))  # (Hkv, G, D)
         weights = (query @ key.mT * (scale * k_scale)).softmax(-1)
         out[request] = (weights @ value * v_scale).flatten(0, 1).to(out.dtype)
-
-
-def merge_parts(outputs: Tensor, log_sums: Tensor) -> tuple[Tensor, Tensor]:
-    """Merge attention of the same queries to different tokens.
-
-    Args:
-        outputs: (parts, ..., D), each of some of the tokens.
-        log_sums: (parts, ...), natural log-sum-exps; minus infinity where a part has no token.
-
-    Returns:
-        The output for all tokens, (..., D), and its log-sum-exp; 0 and minus infinity where there
-        is none.
-    """
-    total = log_sums.logsumexp(dim=0)
-    weights = (log_sums - total.clamp(min=torch.finfo(total.dtype).min)).exp()
-    return (outputs * weights.unsqueeze(-1)).sum(dim=0), total

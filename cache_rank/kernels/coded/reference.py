@@ -244,8 +244,8 @@ def attend_codes(
 ) -> tuple[Tensor, Tensor]:
     """Attend to the tokens of every row that are held as codes, and decode none of them to memory.
 
-    All queries of a row are later than its codes. With newer tokens `merge_parts` of
-    attend/reference.py merges what is returned.
+    All queries of a row are later than its codes. With newer tokens what is returned is merged by
+    log-sum-exp.
 
     Args:
         tokens: what is held; its codecs are `AttendedCodec`.
