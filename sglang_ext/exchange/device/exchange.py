@@ -12,10 +12,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from cache_rank.channels.transport import Pending, StreamPending
 from cache_rank.config import CacheRankConfig
 from cache_rank.kernels.scatter import collect_tokens, copy_tokens
 from cache_rank.measure.timeline import Span
@@ -27,6 +29,9 @@ from sglang_ext.exchange.device.transfers import make_transfers
 from sglang_ext.exchange.pinned_ring import RING_ENTRIES
 from sglang_ext.exchange.slots import ExchangedRows, SlotBuffers
 from sglang_ext.lifecycle import SparseSequence
+
+_POLL_SECONDS = 5e-5
+"""The host looks this often whether a page has come back."""
 
 Outcome = Sequence[Sequence[int]]
 """For each request of a step, the groups in which its answer was applied, and the tokens."""
@@ -211,6 +216,29 @@ class DeviceExchange(Exchange):
         with self.connection.link.in_background():
             shipment.record_stream(torch.cuda.current_stream())
 
+    def restore(self, names: list[int], pool_rows: Tensor, forward: Any = None) -> None:
+        link = self.connection.link
+        pages_wait_for = (torch.cuda.current_stream(), forward)
+        with link.in_background():
+            stream = torch.cuda.current_stream()
+            for before in filter(None, pages_wait_for):
+                stream.wait_stream(before)
+            super().restore(names, pool_rows)
+            self._wait_on_host(StreamPending(pool_rows, stream))
+
+    def _receive_back(self, tensor: Tensor) -> None:
+        self._wait_on_host(self.connection.link.bulk.receive(tensor))
+
+    def _wait_on_host(self, pending: Pending) -> None:
+        """Wait for a transfer, which the end of a connection ends, too, with arbitrary contents."""
+        deadline = time.monotonic() + self.connection.timeout
+        while not pending.is_done() and self._gate.is_open:
+            if time.monotonic() > deadline:
+                raise CacheRankDownError(f"nothing came back in {self.connection.timeout:g} s")
+            time.sleep(_POLL_SECONDS)
+        if not self._gate.is_open:
+            raise CacheRankDownError("it was lost while pages came back")
+
     def close(self) -> None:
         self._is_closed = True
         self._gate.close()
@@ -221,6 +249,8 @@ class DeviceExchange(Exchange):
         # because `finish` ends every transfer that it waits for.
         self.connection.link.finish()
         self._transfers.scatter_stream.synchronize()
+        with self.connection.link.in_background():  # pages that came are being put into rows
+            torch.cuda.current_stream().synchronize()
 
     def spans(self) -> list[Span]:
         self._read_clock()
