@@ -217,24 +217,23 @@ class DeviceExchange(Exchange):
             shipment.record_stream(torch.cuda.current_stream())
 
     def restore(self, names: list[int], pool_rows: Tensor, forward: Any = None) -> None:
-        link = self.connection.link
-        pages_wait_for = (torch.cuda.current_stream(), forward)
-        with link.in_background():
-            stream = torch.cuda.current_stream()
-            for before in filter(None, pages_wait_for):
-                stream.wait_stream(before)
+        # What is queued may still read these rows. It ends by itself, if it takes its time.
+        for stream in filter(None, (torch.cuda.current_stream(), forward)):
+            stream.synchronize()
+        with self.connection.link.in_background():
             super().restore(names, pool_rows)
-            self._wait_on_host(StreamPending(pool_rows, stream))
+            deadline = time.monotonic() + self.connection.timeout
+            written = StreamPending(pool_rows, torch.cuda.current_stream())
+            self._wait_on_host(written, deadline)
 
-    def _receive_back(self, tensor: Tensor) -> None:
-        self._wait_on_host(self.connection.link.bulk.receive(tensor))
+    def _receive_back(self, tensor: Tensor, deadline: float) -> None:
+        self._wait_on_host(self.connection.link.bulk.receive(tensor), deadline)
 
-    def _wait_on_host(self, pending: Pending) -> None:
+    def _wait_on_host(self, pending: Pending, deadline: float) -> None:
         """Wait for a transfer, which the end of a connection ends, too, with arbitrary contents."""
-        deadline = time.monotonic() + self.connection.timeout
         while not pending.is_done() and self._gate.is_open:
             if time.monotonic() > deadline:
-                raise CacheRankDownError(f"nothing came back in {self.connection.timeout:g} s")
+                raise CacheRankDownError(f"no pages came back in {self.connection.timeout:g} s")
             time.sleep(_POLL_SECONDS)
         if not self._gate.is_open:
             raise CacheRankDownError("it was lost while pages came back")
