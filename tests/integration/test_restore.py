@@ -194,7 +194,7 @@ def test_what_comes_back_of_codes_is_close(
     random_model: Callable[..., Path], family: str, kv_residency: str
 ) -> None:
     flags = [*SMALL_CACHE_RANK, *REUSE, *WORKING_SET, "--kv-residency", kv_residency]
-    model = ["--model-path", str(random_model(family))]
+    model = ["--model-path", str(random_model(family, heads=2, kv_heads=2))]
     with serve([*flags, *model], {ALLOW_LARGE_BUDGET_VARIABLE: "1", **STRICT_POOL}) as server:
         dense = server.generate(PROMPT, 1, **LIKELY_TOKENS)
         server.generate(PROMPT, NEW_TOKENS)
