@@ -10,8 +10,8 @@ whose sizes follow from control messages alone. A step of R rows exchanges, for 
 
 and on the bulk channel travel n tokens, keys and values (2, layers, n, Hkv, D), and what a layer's
 queries are forecast by, (H + 2, Hq, D). Back on the bulk channel travels what a Restore asks for:
-how many tokens, () int64, and their pages, (2, layers, Hkv, PAGE_TOKENS, D) each. Tokens are in the
-dtype of the KV pool, but for those of a down message, which are in the wire dtype.
+how many tokens, (1,) int64, and their pages, (2, layers, Hkv, PAGE_TOKENS, D) each. Tokens are in
+the dtype of the KV pool, but for those of a down message, which are in the wire dtype.
 """
 
 from __future__ import annotations

@@ -220,7 +220,7 @@ class CacheRank:
         pages = [named[name] for name in names if name in named]
         tokens = PAGE_TOKENS * len(pages) if len(pages) == len(names) else 0
         with self._link.in_background():  # behind the shipments that the pages came with
-            sent = self._link.bulk.send(torch.tensor(tokens, device=self._device))
+            sent = self._link.bulk.send(torch.tensor([tokens], device=self._device))
             for page in pages if tokens else ():
                 decoded = self.selector.read_page(page)
                 sent.wait(PEER_SECONDS)

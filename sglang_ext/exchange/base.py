@@ -215,7 +215,7 @@ class Exchange(ABC):
         """
         self.connection.control.send(Restore(names))
         deadline = time.monotonic() + self.connection.timeout
-        count = pool_rows.new_zeros(())
+        count = pool_rows.new_zeros(1)
         self._receive_back(count, deadline)
         if int(count) != len(pool_rows):
             raise CacheRankDownError(f"restores {int(count)} tokens of {len(pool_rows)}")

@@ -33,14 +33,14 @@ def test_pages_come_back_as_they_were_shipped(rank: InferenceRank) -> None:
     rank.end(request)
     for names in ([1, 2], [2], [2, 1]):
         send(Restore(names))
-        assert int(receive(rank, torch.zeros((), dtype=torch.int64))) == PAGE_TOKENS * len(names)
+        assert int(receive(rank, torch.zeros(1, dtype=torch.int64))) == PAGE_TOKENS * len(names)
         for name in names:
             page = receive(rank, torch.empty(page_shape(rank.config), dtype=dtype))
             shipped = request.prompt[:, :, (name - 1) * PAGE_TOKENS : name * PAGE_TOKENS]
             assert torch.equal(page, shipped.transpose(2, 3))
     for names in ([1, 3], []):
         send(Restore(names))
-        assert int(receive(rank, torch.ones((), dtype=torch.int64))) == 0
+        assert int(receive(rank, torch.ones(1, dtype=torch.int64))) == 0
     rank.expect_refused(2)
     send(Drop([1, 2]))
     rank.reports.wait_for(lambda report: report.bytes_held == 0)
