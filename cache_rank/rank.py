@@ -108,7 +108,7 @@ class CacheRank:
         queries = config.query_window + 1 if on_gpu else 1
         while sequence.filled < wanted or sequence.queries < queries:
             self._warm_up_step(sequence)
-        if on_gpu:
+        if on_gpu and residency.shared_tail(config) is not None:
             selector.read_page(sequence.pages[0])
         selector.end(NO_SEQUENCE)
         if on_gpu:
