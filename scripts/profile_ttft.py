@@ -136,13 +136,14 @@ def measure(client: Client, job: Job, repeats: int, measurement: Measurement) ->
 
 
 def _rows(measurement: Measurement) -> list[dict[str, str]]:
-    cells = {"system": measurement.system, "length": str(measurement.length)}
+    system, length = {"system": measurement.system}, {"length": str(measurement.length)}
     if measurement.failure:
-        return [cells | {"request": measurement.failure.replace("|", "/")}]
+        return [system | {"request": measurement.failure.replace("|", "/")} | length]
     return [
-        cells
+        system
+        | {"request": each.kind}
+        | length
         | {
-            "request": each.kind,
             "TTFT ms": number(1e3 * median(each.seconds), 1),
             "least, most": ", ".join(
                 number(1e3 * bound, 1) for bound in (min(each.seconds), max(each.seconds))

@@ -61,7 +61,7 @@ def test_a_system_that_fails_is_a_line_of_the_table(
     assert main([*ARGUMENTS, "--repeats", "1", "--out", str(tmp_path)]) == 1
     text = (tmp_path / "results.md").read_text()
     assert "no / room" in text
-    assert "| dense | 400 | again |" in text.replace("  ", " ")
+    assert "| dense | again | 400 |" in text
 
 
 @pytest.mark.parametrize(
