@@ -35,6 +35,7 @@ from cache_rank.protocol import (
     Opened,
     QueryProjection,
     Ready,
+    Restore,
     Share,
     Step,
     ToCacheRank,
@@ -112,6 +113,8 @@ def serve(launch: Launch) -> None:
             reason = rank.share(message)
         elif isinstance(message, Drop):
             reason = rank.drop(message.names)
+        elif isinstance(message, Restore):
+            reason = rank.restore(message.names)
         elif isinstance(message, QueryProjection):
             reason = rank.load_projection(message)
         elif isinstance(message, KeyBasis):

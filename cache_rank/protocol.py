@@ -9,8 +9,9 @@ whose sizes follow from control messages alone. A step of R rows exchanges, for 
     down  header (R, 6) int64, slots (R, L, Hkv, C) int32, keys and values (R, L, Hkv, C, D)
 
 and on the bulk channel travel n tokens, keys and values (2, layers, n, Hkv, D), and what a layer's
-queries are forecast by, (H + 2, Hq, D). All is in the dtype of the KV pool, but for the tokens of a
-down message, which are in the wire dtype.
+queries are forecast by, (H + 2, Hq, D). Back on the bulk channel travels what a Restore asks for:
+how many tokens, (1,) int64, and their pages, (2, layers, Hkv, PAGE_TOKENS, D) each. Tokens are in
+the dtype of the KV pool, but for those of a down message, which are in the wire dtype.
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ import torch
 from torch import Tensor
 
 from cache_rank.config import CacheRankConfig
+from cache_rank.pages import PAGE_TOKENS
 from cache_rank.schedule import LayerMessage
 
-PROTOCOL_VERSION = 12
+PROTOCOL_VERSION = 13
 NO_SEQUENCE = -1
 
 
@@ -109,6 +111,16 @@ class Drop(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     names: list[int]
 
 
+class Restore(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """The pages of these names are wanted back, decoded; their tensors follow on the bulk channel.
+
+    Before them comes how many tokens they hold, or 0 where there are none of some names. The
+    inference rank sends nothing else until it has them.
+    """
+
+    names: list[int]
+
+
 class QueryProjection(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """By what the queries of a layer are forecast; the tensor follows on the bulk channel.
 
@@ -177,7 +189,9 @@ class Report(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     refused_messages: int = 0
 
 
-ToCacheRank = Open | Step | Load | Adopt | Share | Drop | QueryProjection | KeyBasis | End | Flush
+ToCacheRank = (
+    Open | Step | Load | Adopt | Share | Drop | Restore | QueryProjection | KeyBasis | End | Flush
+)
 ToInferenceRank = Ready | Opened | Report
 
 
@@ -320,3 +334,9 @@ def bulk_shape(config: CacheRankConfig, count: int) -> tuple[int, int, int, int,
     """Shape of a bulk shipment of `count` tokens, in the dtype of the KV pool."""
     model = config.model
     return (2, model.layers, count, model.kv_heads, model.head_dim)
+
+
+def page_shape(config: CacheRankConfig) -> tuple[int, int, int, int, int]:
+    """Shape of a page that is restored, in the dtype of the KV pool."""
+    model = config.model
+    return (2, model.layers, model.kv_heads, PAGE_TOKENS, model.head_dim)

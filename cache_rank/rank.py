@@ -18,6 +18,7 @@ from cache_rank.channels.transport import Pending
 from cache_rank.copies import Readback
 from cache_rank.measure.observer import Observer
 from cache_rank.messages import MessageBuffers
+from cache_rank.pages import PAGE_TOKENS
 from cache_rank.protocol import (
     NO_SEQUENCE,
     Adopt,
@@ -107,6 +108,8 @@ class CacheRank:
         queries = config.query_window + 1 if on_gpu else 1
         while sequence.filled < wanted or sequence.queries < queries:
             self._warm_up_step(sequence)
+        if on_gpu and residency.shared_tail(config) is not None:
+            selector.read_page(sequence.pages[0])
         selector.end(NO_SEQUENCE)
         if on_gpu:
             torch.cuda.synchronize(self._device)
@@ -207,6 +210,23 @@ class CacheRank:
         self.selector.drop(known)
         unknown = sorted({*names} - known)
         return f"Drop of pages {unknown}, which there are not" if unknown else None
+
+    def restore(self, names: Sequence[int]) -> str | None:
+        """Send pages back, decoded; return the reason when some of the names were not known.
+
+        A page is read when the one before it is gone, or on a GPU on its way.
+        """
+        named = self.selector.named
+        pages = [named[name] for name in names if name in named]
+        tokens = PAGE_TOKENS * len(pages) if len(pages) == len(names) else 0
+        with self._link.in_background():  # behind the shipments that the pages came with
+            sent = self._link.bulk.send(torch.tensor([tokens], device=self._device))
+            for page in pages if tokens else ():
+                decoded = self.selector.read_page(page)
+                sent.wait(PEER_SECONDS)
+                sent = self._link.bulk.send(decoded)
+            sent.wait(PEER_SECONDS)
+        return None if tokens else f"Restore of pages {names}, some of which there are not"
 
     def load_projection(self, message: QueryProjection) -> str | None:
         """Take over by what a layer's queries are forecast; return the reason when it is refused.

@@ -201,6 +201,18 @@ class Selector:
         """Let pages of these names go, but for those that sequences have."""
         self.pages.give_back([self.named.pop(name) for name in names])
 
+    def read_page(self, page: int) -> Tensor:
+        """Decode a page that has a name, (2, layers, Hkv, PAGE_TOKENS, D) in the pool's dtype."""
+        # Of a sequence with so many tokens more, no token of the page is in a ring.
+        last = PAGE_TOKENS + self._tail_tokens - 1
+        numbers = torch.tensor((page, 0, last), dtype=torch.int32)
+        table, slots, positions = upload([part.clone() for part in numbers.split(1)], self._device)
+        paged, model = PagedRows(table.unsqueeze(0), slots, positions), self.config.model
+        rows = BatchMetadata(paged, counts=slots, header=slots, capacity=PAGE_TOKENS)
+        tokens = torch.arange(PAGE_TOKENS, device=self._device)
+        tokens = tokens.expand(model.layers, model.kv_heads, -1)
+        return torch.stack(self._residency.read(rows, range(model.layers), tokens))
+
     def load_projection(self, layer: int, projection: Tensor) -> None:
         """Take over by what a layer's queries are forecast, (H + 2, Hq, D)."""
         if self._forecast is not None:

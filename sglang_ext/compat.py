@@ -264,6 +264,29 @@ Args:
 """
 
 
+PREFIX_CACHE = _CACHE + (
+    "unified_radix_cache.UnifiedRadixCache" if _SINCE_0_5_22 else "chunk_cache.ChunkCache"
+)
+"""The class of the prefix cache of a server whose radix cache is off."""
+
+
+def loaded_back(request: Any, rows: Tensor | None) -> tuple[Any, Any]:
+    """Return what `init_load_back` does of a request's first rows, (n,) int64, if there are any.
+
+    From 0.5.22 on it returns how many, and `prefix_device_indices` which.
+    """
+    if _SINCE_0_5_22:
+        return 0 if rows is None else len(rows), request.last_node
+    if rows is None:
+        return request.prefix_indices[:0], request.last_node
+    request.prefix_indices = rows[:0]  # which they are put behind, on their device
+    return rows, request.last_node
+
+
+ASKS_FOR_ROWS = _SINCE_0_5_22
+"""Before, a prefix is known by its rows, and from then on by its length."""
+
+
 WEIGHT_UPDATES = (
     *(f"update_weights_from_{source}" for source in ("disk", "distributed", "tensor", "ipc")),
     *(("end_weight_update",) if _SINCE_0_5_21 else ()),

@@ -93,6 +93,51 @@ def before_match(request: Any, *_: Any, **__: Any) -> None:
         rank.before_match(request)
 
 
+def find_prefix(result: Any, tree: Any, params: Any, *_: Any, **__: Any) -> Any:
+    """Tell SGLang of the pages of a prompt that the cache rank has."""
+    rank = inference_rank.current()
+    if rank is None or rank.restoring is None or params.req is None:
+        return result
+    tokens = rank.restoring.match(params.req, len(params.key))
+    return result._replace(host_hit_length=tokens) if tokens else result
+
+
+def admit_request(
+    original: Callable[..., Any], adder: Any, request: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Begin a request with what is restored of it, which then is its own."""
+    rank = inference_rank.current()
+    if rank is None or rank.restoring is None or not request.host_hit_length:
+        return original(adder, request, *args, **kwargs)
+    if adder.rem_chunk_tokens is not None and adder.rem_chunk_tokens <= 0:
+        request.host_hit_length = 0  # it will not begin, which is found out late
+    params = request.sampling_params
+    ignores_eos, params.ignore_eos = params.ignore_eos, False  # else nothing is loaded back
+    try:
+        result = original(adder, request, *args, **kwargs)
+    finally:
+        params.ignore_eos = ignores_eos
+    rank.restoring.settle(request, request in adder.can_run_list)
+    return result
+
+
+def load_back(
+    original: Callable[..., Any], tree: Any, params: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Restore what the cache rank has of a prompt."""
+    rank = inference_rank.current()
+    if rank is None or rank.restoring is None:
+        return original(tree, params, *args, **kwargs)
+    rows = rank.restoring.restore(params.req, params.host_hit_length)
+    return compat.loaded_back(params.req, rows)
+
+
+def restored_rows(original: Callable[..., Any], tree: Any, request: Any) -> Any:
+    """Return the rows of what was restored, which is in no tree."""
+    rows = getattr(request, "cache_rank_restored", None)
+    return original(tree, request) if rows is None else rows
+
+
 def insert_prefix(
     original: Callable[..., None], tree: Any, request: Any, *args: Any, **kwargs: Any
 ) -> None:
@@ -258,6 +303,36 @@ HOOKS = (
         HookType.BEFORE,
         before_match,
         "the prefix is matched by extra_key, right before the prefill",
+    ),
+    Hook(
+        f"{compat.PREFIX_CACHE}.match_prefix",
+        HookType.AFTER,
+        find_prefix,
+        "the scheduler counts on what it finds, in the pool or on the host",
+    ),
+    Hook(
+        "sglang.srt.managers.schedule_policy.PrefillAdder.add_one_req",
+        HookType.AROUND,
+        admit_request,
+        "decides whether a request begins, and takes what was loaded for the tree's",
+    ),
+    Hook(
+        f"{compat.PREFIX_CACHE}.init_load_back",
+        HookType.AROUND,
+        load_back,
+        "what a request has on the host is loaded when it begins",
+    ),
+    *(
+        (
+            Hook(
+                f"{compat.PREFIX_CACHE}.prefix_device_indices",
+                HookType.AROUND,
+                restored_rows,
+                "from 0.5.22 on; the rows of a prefix are read off the tree",
+            ),
+        )
+        if compat.ASKS_FOR_ROWS
+        else ()
     ),
     Hook(
         compat.INSERT_PREFIX,

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import torch
 from sglang.srt.runtime_context import get_parallel
 from torch import Tensor
 
 from cache_rank.config import ModelShape
-from cache_rank.residency import shared_tail
+from cache_rank.residency import FORMATS, shared_tail
 from sglang_ext import compat, reuse
 from sglang_ext.decode_step import DecodeStep
 from sglang_ext.eviction import DenseStore, Eviction
 from sglang_ext.exchange import make_exchange, make_gate
 from sglang_ext.exchange.base import Exchange
 from sglang_ext.exchange.connection import Connection, Placement
+from sglang_ext.first_layer import FirstLayer
 from sglang_ext.ineffective_flags import warn_small_capacity
 from sglang_ext.inline.draft_number import DraftNumber
 from sglang_ext.lifecycle import Phase, prepare_requests
@@ -25,6 +28,7 @@ from sglang_ext.memory import dense_store_rows_per_request, reserve_block_rows
 from sglang_ext.metrics import CacheRankMetrics
 from sglang_ext.pools import Pools, first_reserve_row, model_shape, pools_of
 from sglang_ext.recovery import CacheRankClient
+from sglang_ext.restoring import Restoring
 from sglang_ext.selection_weights import SelectionWeights
 from sglang_ext.server_args import CacheRankServerArgs
 from sglang_ext.shipping import Shipping
@@ -33,6 +37,8 @@ from sglang_ext.supervisor import Supervisor
 from sglang_ext.tracing import Tracer
 
 Result = TypeVar("Result")
+
+logger = logging.getLogger(__name__)
 
 
 class InferenceRank:
@@ -47,6 +53,8 @@ class InferenceRank:
         cache_rank: the cache rank while it is up, and what its loss leaves to be done.
         eviction: of tokens from the pool; None when every token stays there.
         drafts: how many a round has; None where sparse steps answer.
+        restoring: of prompts into the pool; None where the radix cache has them, or where they
+            cannot be.
     """
 
     def __init__(
@@ -96,6 +104,7 @@ class InferenceRank:
         self._planner = planner
         evicts = args.inference_kv == "working-set"
         self.eviction = _eviction(args, pools, self.config.recent_tokens) if evicts else None
+        self.restoring: Restoring | None = None
         self._allocator = pools.allocator
         self._supervisor = supervisor
         tracer = Tracer(args.trace, args.trace_steps) if args.trace else None
@@ -128,6 +137,25 @@ class InferenceRank:
             self.eviction,
             self.metrics,
             tracer,
+        )
+
+    def restore_prompts(self, model: torch.nn.Module, pools: Pools) -> None:
+        """Restore prompts from now on, where the pool does not keep them and they can be."""
+        if self.eviction is None or self.lifecycle.prompts is None:
+            return
+        if self.args.dense_layers > 1:
+            logger.info("cache rank: prompts are not restored: --dense-layers is more than 1")
+            return
+        first_layer = None
+        if self.args.dense_layers:
+            try:
+                first_layer = FirstLayer(model, pools.keys[0], pools.values[0])
+            except ValueError as error:
+                logger.info("cache rank: prompts are not restored: %s", error)
+                return
+        is_exact = FORMATS[self.config.kv_residency].lossless
+        self.restoring = Restoring(
+            self.cache_rank, self.lifecycle, self._allocator, first_layer, is_exact
         )
 
     @property
@@ -165,6 +193,8 @@ class InferenceRank:
 
     def run_other(self, requests: list[Any], forward: Callable[[], Result]) -> Result:
         """Run a step that is no decode step."""
+        if self.restoring is not None and self.device.type == "cuda":
+            self.restoring.forward_stream = torch.cuda.current_stream()
         return forward()
 
     def run_decode(
@@ -363,14 +393,16 @@ def create(runner: Any, args: CacheRankServerArgs) -> InferenceRank:
     forecasts = args.query_predictor == "forecast"
     is_told = forecasts or args.score_keys == "sketch"
     weights = SelectionWeights(runner.model, args) if is_told else None
+    pools = pools_of(runner, args)
     _current = InferenceRank(
         args,
         model_shape(runner, args.dense_layers, forecasts),
-        pools_of(runner, args),
+        pools,
         get_parallel().tp_rank,
         _supervisor,
         weights,
     )
+    _current.restore_prompts(runner.model, pools)
     return _current
 
 

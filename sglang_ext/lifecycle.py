@@ -301,6 +301,5 @@ def prepare_requests(requests: Sequence[Any]) -> None:
             request.cache_rank_statistics = RequestStatistics()
             request.cache_rank_losses = 0
             request.cache_rank_dense_tokens = None
-            request.cache_rank_page_keys = None
             request.cache_rank_dense_reasons = set()
             request.cache_rank_sparse_from = None

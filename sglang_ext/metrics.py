@@ -42,6 +42,7 @@ _EXCHANGE_COUNTERS = {
     "up_bytes": "Bytes of queries, keys and values sent",
     "down_bytes": "Bytes of answers received",
     "bulk_bytes": "Bytes of prompts shipped",
+    "tokens_restored": "Tokens of prompts that came back, and were not prefilled again",
 }
 """The fields of ExchangeCounters that are exported."""
 

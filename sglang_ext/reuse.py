@@ -36,7 +36,7 @@ def dense_tokens(request: Any) -> int | None:
 
 def forget(request: Any) -> None:
     """Forget what was computed of a request: SGLang has taken its slot, and prefills it anew."""
-    request.cache_rank_dense_tokens = request.cache_rank_page_keys = None
+    request.cache_rank_dense_tokens = request.cache_rank_restored = None
 
 
 def set_namespace(request: Any, sparse_tokens: bool, weight_updates: int) -> None:

@@ -81,20 +81,21 @@ class SharedPrompts:
         Each is a hash of all tokens up to the page's end, and of what prefixes are kept apart by.
         A page is complete when its tail can be shipped, too: others may wait for it.
         """
-        tokens = array("q", request.origin_input_ids) + array("q", request.output_ids)
-        digest = hashlib.blake2b(repr(compat.prefix_namespace(request)).encode(), digest_size=16)
-        keys = []
-        complete = min(length, len(tokens)) - self._tail
-        for stop in range(PAGE_TOKENS, complete + 1, PAGE_TOKENS):
-            digest.update(tokens[stop - PAGE_TOKENS : stop].tobytes())
-            keys.append(digest.digest())
-        return keys
+        tokens = len(request.origin_input_ids) + len(request.output_ids)
+        return _keys_of(request, max(0, min(length, tokens) - self._tail) // PAGE_TOKENS)
+
+    def names_of(self, request: Any, most: int) -> list[int]:
+        """Return the names of a request's first pages that are there, `most` at most."""
+        names = []
+        for key in _keys_of(request, most) if self._pages else ():
+            if (page := self._pages.get(key)) is None:
+                break
+            names.append(page.name)
+        return names
 
     def prefix_of(self, request: Any, length: int) -> SharedPrefix:
         """Look up how many pages of a request of `length` tokens are there, or being shipped."""
-        keys = request.cache_rank_page_keys
-        if keys is None:  # a request that finds no room asks in every step
-            keys = request.cache_rank_page_keys = self.keys_of(request, length)
+        keys = self.keys_of(request, length)
         known = (key in self._pages or key in self._shippers for key in keys)
         expected = next((index for index, found in enumerate(known) if not found), len(keys))
         return SharedPrefix(keys, expected=expected)
@@ -182,6 +183,22 @@ class SharedPrompts:
         """How many of a prompt's first pages are there."""
         found = (index for index, key in enumerate(prefix.keys) if key not in self._pages)
         return next(found, len(prefix.keys))
+
+
+def _keys_of(request: Any, pages: int) -> list[bytes]:
+    """Compute the keys of a request's first pages, unless it has them: it asks again and again."""
+    namespace = compat.prefix_namespace(request)
+    keys: list[bytes]
+    of_namespace, keys = getattr(request, "cache_rank_page_keys", (None, []))
+    if of_namespace != namespace or len(keys) < pages:
+        tokens = array("q", request.origin_input_ids) + array("q", request.output_ids)
+        digest = hashlib.blake2b(repr(namespace).encode(), digest_size=16)
+        keys = []
+        for first in range(0, PAGE_TOKENS * pages, PAGE_TOKENS):
+            digest.update(tokens[first : first + PAGE_TOKENS].tobytes())
+            keys.append(digest.digest())
+        request.cache_rank_page_keys = namespace, keys
+    return keys[:pages]
 
 
 def shared_prompts(args: CacheRankFlags, config: CacheRankConfig) -> SharedPrompts | None:

@@ -1,7 +1,7 @@
 """The channels between an inference rank and its cache rank.
 
 Three, so that none waits behind another: `up` carries what a step computes, `down` the answers,
-`bulk` whole prompts and weights.
+`bulk` whole prompts and weights, and the pages of prompts that come back.
 """
 
 from __future__ import annotations

@@ -125,10 +125,16 @@ class NcclChannel:
         return formed[0]
 
     def _connect(self, rank: int, timeout: float) -> None:
-        """Exchange a tensor, so that the connection is built now and not in the first step."""
+        """Exchange a tensor, so that the connection is built now and not in the first step.
+
+        On the bulk channel it comes back.
+        """
         probe = torch.zeros(1 << 20, dtype=torch.uint8, device=self._device)
-        sends = (rank == INFERENCE) == (self.name != "down")
-        (self.send(probe) if sends else self.receive(probe)).wait(timeout)
+        ways: list[Callable[[Tensor], Pending]] = [self.send, self.receive]
+        if (rank == INFERENCE) == (self.name == "down"):
+            ways.reverse()
+        for transfer in ways if self.name == "bulk" else ways[:1]:
+            transfer(probe).wait(timeout)
         self._finish(timeout)
 
     def exchange(self, given: bytes, timeout: float) -> bytes:

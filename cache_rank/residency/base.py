@@ -209,7 +209,7 @@ class Residency(ABC):
         return self._scores.prepare(rows, layers, capacity)
 
     def read(self, rows: BatchMetadata, layers: range, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Decode tokens of one sequence, for checksums and measurements.
+        """Decode tokens of one sequence.
 
         Args:
             rows: a step of this sequence alone.

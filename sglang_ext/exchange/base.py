@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,14 +25,19 @@ from cache_rank.protocol import (
     KeyBasis,
     Load,
     QueryProjection,
+    Restore,
     Row,
     Share,
     Step,
     bulk_shape,
+    page_shape,
 )
-from sglang_ext.exchange.connection import Connection
+from sglang_ext.exchange.connection import CacheRankDownError, Connection
 from sglang_ext.exchange.slots import ExchangedRows, SlotBuffers
 from sglang_ext.lifecycle import SparseSequence
+
+_LEAST_WAIT_SECONDS = 1e-3
+"""What has come by a deadline is taken."""
 
 LATE_SECONDS = 1e-3
 """A step that waited longer than this for answers counts as late."""
@@ -100,6 +107,7 @@ class ExchangeCounters:
     bulk_bytes: int = 0
     tokens_shipped: int = 0
     tokens_adopted: int = 0
+    tokens_restored: int = 0
 
     def add(self, other: ExchangeCounters) -> None:
         """Add the totals of another exchange."""
@@ -196,6 +204,34 @@ class Exchange(ABC):
     def drop(self, names: list[int]) -> None:
         """Let pages of these names go."""
         self.connection.control.send(Drop(names))
+
+    def restore(self, names: list[int], pool_rows: Tensor, forward: Any = None) -> None:
+        """Bring pages of these names back into pool rows; the host waits for them.
+
+        Args:
+            names: of the pages, in order.
+            pool_rows: (n,) int64, of their tokens.
+            forward: on a GPU the stream of forward passes, which may still read these rows.
+        """
+        self.connection.control.send(Restore(names))
+        deadline = time.monotonic() + self.connection.timeout
+        count = pool_rows.new_zeros(1)
+        self._receive_back(count, deadline)
+        if int(count) != len(pool_rows):
+            raise CacheRankDownError(f"restores {int(count)} tokens of {len(pool_rows)}")
+        model, device = self._config.model, self._slots.device
+        page = torch.empty(page_shape(self._config), dtype=model.torch_dtype, device=device)
+        for rows in pool_rows.split(PAGE_TOKENS):
+            self._receive_back(page, deadline)
+            for part, buffers in zip(page, (self._slots.keys, self._slots.values), strict=True):
+                for tokens, buffer in zip(part, buffers.tensors, strict=True):
+                    buffer.index_copy_(0, rows, tokens.transpose(0, 1))
+        self.counters.tokens_restored += len(pool_rows)
+
+    def _receive_back(self, tensor: Tensor, deadline: float) -> None:
+        """Receive what the cache rank sends on the bulk channel; the host waits for it."""
+        left = max(_LEAST_WAIT_SECONDS, deadline - time.monotonic())
+        self.connection.link.bulk.receive(tensor).wait(left)
 
     def end(self, sequence_ids: list[int]) -> None:
         """Tell the cache rank that sequences are over."""

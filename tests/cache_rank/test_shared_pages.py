@@ -159,3 +159,20 @@ def test_pages_that_are_still_written_cannot_be_shared(options: dict[str, Any]) 
 
 def test_mosaickv_shares_nothing() -> None:
     assert residency.shared_tail(config_with(kv_residency="mosaickv")) is None
+
+
+@every_format
+def test_a_page_is_read_from_its_codes_whatever_else_there_is(options: dict[str, Any]) -> None:
+    config = config_with(**options)
+    selector = selector_with(config)
+    first, second = (selector.begin(sequence_id) for sequence_id in (1, 2))
+    prompts = [Request(config, number, PROMPT).prompt for number in (1, 2)]
+    ship(selector, first, prompts[0], 100)
+    selector.share(first, [7, 8])
+    ship(selector, second, prompts[1], 100)
+    selector.end(1)
+    for index, name in enumerate((7, 8)):
+        page = selector.read_page(selector.named[name])
+        shipped = prompts[0][:, :, index * PAGE_TOKENS : (index + 1) * PAGE_TOKENS].transpose(2, 3)
+        lost = torch.linalg.vector_norm(page - shipped) / torch.linalg.vector_norm(shipped)
+        assert lost < {"bf16": 1e-9, "hack": 0.2}.get(config.kv_residency, 0.03)

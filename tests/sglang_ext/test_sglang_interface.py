@@ -42,6 +42,10 @@ HOOKED_PARAMETERS = {
     "process_result": "self batch result",
     "after_request": "self",
     "before_match": "self",
+    "find_prefix": "self params",
+    "admit_request": "self req",
+    "load_back": "self params",
+    "restored_rows": "self req",
     "insert_prefix": "self req"
     + ("" if "cache_finished_req" in compat.INSERT_PREFIX else " up_to"),
     "end_sequence": "self req",
@@ -146,7 +150,11 @@ ATTRIBUTES = {
         "layer_id logit_cap qk_head_dim scaling tp_k_head_num tp_q_head_num tp_v_head_num "
         "v_head_dim"
     ),
-    REQUEST: "finished origin_input_ids sampling_params extra_key"
+    "managers.schedule_policy.PrefillAdder": "can_run_list rem_chunk_tokens",
+    "mem_cache.base_prefix_cache.InitLoadBackParams": "host_hit_length req",
+    "mem_cache.base_prefix_cache.MatchPrefixParams": "key req",
+    "mem_cache.base_prefix_cache.MatchResult": "host_hit_length",
+    REQUEST: "finished host_hit_length last_node origin_input_ids sampling_params extra_key"
     + (" cache_salt" if compat.HAS_SALT else ""),
     "managers.schedule_batch.ScheduleBatch": "batch_is_full forward_mode reqs seq_lens_cpu",
     "managers.scheduler.Scheduler": (
@@ -305,4 +313,7 @@ def test_layers_that_are_forecast_have_the_parts_that_we_look_for(model: str) ->
         assert parameters(getattr(stream, compat.EXPORT))[:2] == ["self", "hidden"]
         assert "residual_stream" in attributes(found(SRT + BATCH))
     attention = found(f"{SRT}models.{model}Attention")
-    assert {"attn", "qkv_proj"} <= attributes(attention)
+    assert {"attn", "qkv_proj", "rotary_emb"} <= attributes(attention)
+    assert ("k_norm" in attributes(attention)) == ("Qwen3" in model)
+    whole = found(f"{SRT}models.{'qwen2.Qwen2' if 'wen' in model else model}Model")
+    assert "embed_tokens" in attributes(whole)

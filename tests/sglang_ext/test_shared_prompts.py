@@ -253,3 +253,26 @@ def test_the_books_balance_after_any_course_of_events(seed: int, tail: int) -> N
         rank.end(sequence)
     assert rank.prompts._shippers == {}
     assert rank.prompts.droppable() == rank.prompts.tokens
+
+
+@pytest.mark.parametrize("tail", [0, 128])
+def test_a_prompt_finds_the_names_of_its_first_pages(tail: int) -> None:
+    rank = Rank(tail=tail)
+    names = rank.prompts.names_of
+    first = rank.begun(TEXT[: pages(4)])
+    assert names(rank.request(TEXT[: pages(3)]), 3) == []
+    rank.ship(first, pages(2) + tail)
+    assert names(rank.request(TEXT[: pages(4)]), 4) == [1, 2]  # not those that are being shipped
+    rank.ship(first)
+    held = 4 - (tail > 0)
+    assert len(names(rank.request(TEXT[: pages(4) + 1]), 4)) == held
+    again = rank.request(TEXT[: pages(3)])
+    assert names(again, 1) == [1]
+    assert names(again, 3) == [1, 2, 3]
+    again.extra_key = "other"
+    assert names(again, 3) == []
+    other = TEXT[: pages(1)] + TEXT[: pages(1)]
+    assert names(rank.request(other), 2) == [1]
+    retracted = rank.request(TEXT[: pages(1)])
+    retracted.output_ids += TEXT[pages(1) : pages(2)]
+    assert names(retracted, 2) == [1, 2]

@@ -12,10 +12,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from cache_rank.channels.transport import Pending, StreamPending
 from cache_rank.config import CacheRankConfig
 from cache_rank.kernels.scatter import collect_tokens, copy_tokens
 from cache_rank.measure.timeline import Span
@@ -27,6 +29,9 @@ from sglang_ext.exchange.device.transfers import make_transfers
 from sglang_ext.exchange.pinned_ring import RING_ENTRIES
 from sglang_ext.exchange.slots import ExchangedRows, SlotBuffers
 from sglang_ext.lifecycle import SparseSequence
+
+_POLL_SECONDS = 5e-5
+"""The host looks this often whether a page has come back."""
 
 Outcome = Sequence[Sequence[int]]
 """For each request of a step, the groups in which its answer was applied, and the tokens."""
@@ -211,6 +216,28 @@ class DeviceExchange(Exchange):
         with self.connection.link.in_background():
             shipment.record_stream(torch.cuda.current_stream())
 
+    def restore(self, names: list[int], pool_rows: Tensor, forward: Any = None) -> None:
+        # What is queued may still read these rows. It ends by itself, if it takes its time.
+        for stream in filter(None, (torch.cuda.current_stream(), forward)):
+            stream.synchronize()
+        with self.connection.link.in_background():
+            super().restore(names, pool_rows)
+            deadline = time.monotonic() + self.connection.timeout
+            written = StreamPending(pool_rows, torch.cuda.current_stream())
+            self._wait_on_host(written, deadline)
+
+    def _receive_back(self, tensor: Tensor, deadline: float) -> None:
+        self._wait_on_host(self.connection.link.bulk.receive(tensor), deadline)
+
+    def _wait_on_host(self, pending: Pending, deadline: float) -> None:
+        """Wait for a transfer, which the end of a connection ends, too, with arbitrary contents."""
+        while not pending.is_done() and self._gate.is_open:
+            if time.monotonic() > deadline:
+                raise CacheRankDownError(f"no pages came back in {self.connection.timeout:g} s")
+            time.sleep(_POLL_SECONDS)
+        if not self._gate.is_open:
+            raise CacheRankDownError("it was lost while pages came back")
+
     def close(self) -> None:
         self._is_closed = True
         self._gate.close()
@@ -221,6 +248,8 @@ class DeviceExchange(Exchange):
         # because `finish` ends every transfer that it waits for.
         self.connection.link.finish()
         self._transfers.scatter_stream.synchronize()
+        with self.connection.link.in_background():  # pages that came are being put into rows
+            torch.cuda.current_stream().synchronize()
 
     def spans(self) -> list[Span]:
         self._read_clock()

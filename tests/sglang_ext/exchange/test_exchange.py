@@ -10,14 +10,17 @@ from torch import Tensor
 
 from cache_rank.channels.transport import TransportError
 from cache_rank.config import CacheRankConfig
+from cache_rank.pages import PAGE_TOKENS
 from cache_rank.protocol import (
     AnswerHeader,
     DownMessage,
     End,
     Flush,
     Load,
+    Restore,
     Row,
     Step,
+    page_shape,
     projection_shape,
 )
 from sglang_ext.exchange.connection import CacheRankDownError
@@ -247,3 +250,34 @@ def test_a_closed_gate_lets_forward_passes_through() -> None:
     gate.stage(0, 0, *torch.zeros(3, 1, 1, 8))
     gate.leave_group(0)
     assert gate.failure is None
+
+
+@pytest.mark.parametrize("counted", [PAGE_TOKENS, 0, None])
+def test_a_page_comes_back_into_its_rows_or_the_cache_rank_is_lost(counted: int | None) -> None:
+    """It says how many tokens come; None never comes."""
+    side = InferenceSide()
+    page = torch.randn(page_shape(CONFIG))
+    coming = iter([] if counted is None else [torch.tensor(counted), page])
+
+    def receive(into: Tensor) -> Transfer:
+        def finish() -> None:
+            if (tensor := next(coming, None)) is None:
+                raise TransportError("nothing came")
+            into.copy_(tensor)
+
+        return Transfer(side.connection.log, "bulk", finish)
+
+    side.connection.link.bulk.receive = receive
+    before = [buffer.clone() for buffer in (*side.keys, *side.values)]
+    rows = torch.randperm(PAGE_TOKENS) + 9
+    if not counted:
+        with pytest.raises((CacheRankDownError, TransportError)):
+            side.exchange.restore([7], rows)
+    else:
+        side.exchange.restore([7], rows)
+        for index, buffer in enumerate(before):
+            buffer[rows] = page.flatten(0, 1)[index].transpose(0, 1)
+    assert side.connection.sent == [Restore([7])]
+    assert side.exchange.counters.tokens_restored == (counted or 0)
+    for held, expected in zip((*side.keys, *side.values), before, strict=True):
+        assert torch.equal(held, expected)
