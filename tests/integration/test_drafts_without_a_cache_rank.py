@@ -71,7 +71,8 @@ def test_a_lost_cache_rank_changes_no_answer(server: Server, number: int) -> Non
         meta = response["meta_info"]
         assert meta["cache_rank"]["sparse_steps"] > 20
         assert meta["spec_num_correct_drafts"] > meta["spec_verify_ct"]
-    assert server.wait_for(10, sequences=0)["tokens_held"] == state["tokens_kept"]
+    state = server.wait_for(10, sequences=0)
+    assert state["tokens_held"] == state["tokens_kept"]
 
 
 def test_requests_are_drafted_for_again_by_the_next_cache_rank(server: Server) -> None:
