@@ -18,8 +18,9 @@ PYTHON ?= $(shell for p in python3 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null \
 	&& echo $$p && break; done)
 BIN := $(VENV)/bin
-# `uv pip` takes a third of the time, and reads no settings of pip.
+# `uv pip` takes a third of the time, and reads no settings of pip. What is not compiled, every server compiles.
 INSTALLER ?= pip
+export UV_COMPILE_BYTECODE := 1
 INSTALLED := $(VENV)/.installed-$(SGLANG)
 
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
