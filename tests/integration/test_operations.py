@@ -74,7 +74,7 @@ def wait_for_samples(client: Client) -> None:
         try:
             if query(client, "count_over_time(sglang_cache_rank_up[1m]) > 1"):
                 return
-        except ServerError:
+        except (ServerError, ValueError):  # while it starts, it answers with words
             pass
         assert time.monotonic() < deadline, "no samples arrived"
         time.sleep(0.2)
