@@ -18,9 +18,6 @@ PYTHON ?= $(shell for p in python3 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null \
 	&& echo $$p && break; done)
 BIN := $(VENV)/bin
-# `uv pip` takes a third of the time, and reads no settings of pip. What is not compiled, every server compiles.
-INSTALLER ?= pip
-export UV_COMPILE_BYTECODE := 1
 INSTALLED := $(VENV)/.installed-$(SGLANG)
 
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
@@ -65,8 +62,8 @@ $(INSTALLED): pyproject.toml
 	@test -n "$(PYTHON)" || { echo "error: needs Python 3.11 or 3.12; pass PYTHON=/path/to/it" >&2; exit 1; }
 	@echo "Installing SGLang $(SGLANG) and this package into $(VENV): about 4 minutes and 11 GB the first time."
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade $(INSTALLER)
-	$(BIN)/python -m $(INSTALLER) install --editable '.[dev]' 'sglang==$(SGLANG)'
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --editable '.[dev]' 'sglang==$(SGLANG)'
 	@touch $@
 
 clean:
