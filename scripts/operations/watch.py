@@ -99,6 +99,8 @@ class Watch:
                 weighed = now
 
     def _weigh(self) -> None:
+        if not self._is_up:  # one that starts has no name yet, and has not loaded what it needs
+            return
         inference = cache_rank = 0
         with contextlib.suppress(psutil.NoSuchProcess):
             for process in (self._root, *self._root.children(recursive=True)):
@@ -109,5 +111,5 @@ class Watch:
                     else:
                         inference += taken
         self._inference.append(inference)
-        if cache_rank and self._is_up:  # one that starts has not loaded all that it needs
+        if cache_rank:
             self._cache_rank.append(cache_rank)
