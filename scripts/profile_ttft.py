@@ -14,20 +14,20 @@ a line in the table, and its log is in OUT/logs; the exit status is 1 then.
 from __future__ import annotations
 
 import argparse
-import json
+import asyncio
 import time
 from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
 import msgspec
-import requests
 from tqdm import tqdm
 
 from scripts.shared import machine
 from scripts.shared.command import command_line, make_parser, run
 from scripts.shared.report import number, provenance, table_of, write_report
-from scripts.shared.serving import Client, Server, ServerError
+from scripts.shared.serving import Client, Server
+from scripts.shared.streaming import chunks_of, connect
 from scripts.speed.bench import make_prompts
 from scripts.speed.jobs import Job, Settings, Shape, add_engine_options, make_job
 from scripts.speed.serving import measure_each
@@ -95,21 +95,20 @@ def _answer(length: int) -> int:
 
 def ask(client: Client, prompt: list[int], asked: Asked) -> list[int]:
     """Ask, note when the first token came and what was cached, and return the answer."""
+    return asyncio.run(_ask(client.url, prompt, asked))
+
+
+async def _ask(url: str, prompt: list[int], asked: Asked) -> list[int]:
     parameters = {"max_new_tokens": _answer(len(prompt)), "temperature": 0.0, "ignore_eos": True}
-    body = {"input_ids": prompt, "sampling_params": parameters, "stream": True}
-    sent, first, answer, meta = time.perf_counter(), 0.0, list[int](), dict[str, Any]()
-    url, seconds = f"{client.url}/generate", REQUEST_SECONDS
-    with requests.post(url, json=body, stream=True, timeout=seconds) as response:
-        for line in response.iter_lines():
-            if response.status_code != 200 or line.startswith(b'data: {"error"'):
-                raise ServerError(f"{url} answers {response.status_code}: {line.decode()}")
-            if line.startswith(b"data: {"):
-                first = first or time.perf_counter()
-                chunk = json.loads(line.removeprefix(b"data: "))
-                meta = chunk["meta_info"]
-                answer += chunk["output_ids"]
-    asked.seconds.append(first - sent)
-    asked.cached.append(meta["cached_tokens"])
+    body = {"input_ids": prompt, "sampling_params": parameters}
+    answer = list[int]()
+    async with asyncio.timeout(REQUEST_SECONDS), connect() as session:
+        sent = time.perf_counter()
+        async for chunk in chunks_of(session, url, body):
+            if not answer:
+                asked.seconds.append(time.perf_counter() - sent)
+                asked.cached.append(chunk["meta_info"]["cached_tokens"])
+            answer += chunk["output_ids"]
     return answer
 
 

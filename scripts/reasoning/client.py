@@ -72,7 +72,8 @@ async def _ask(
     parameters = {"max_new_tokens": request.answer, "temperature": 0.0, "ignore_eos": True}
     body = {"input_ids": request.prompt, "sampling_params": parameters}
     answer, seen = Answer(len(request.prompt), time.perf_counter()), 0
-    async for meta in chunks_of(session, url, body):
+    async for chunk in chunks_of(session, url, body):
+        meta = chunk["meta_info"]
         if (tokens := meta["completion_tokens"]) > seen:
             answer.times.append(time.perf_counter())
             answer.tokens.append(tokens)

@@ -20,7 +20,7 @@ def connect() -> aiohttp.ClientSession:
 async def chunks_of(
     session: aiohttp.ClientSession, url: str, body: dict[str, Any]
 ) -> AsyncIterator[dict[str, Any]]:
-    """Ask `/generate` of a server, and give the `meta_info` of each chunk when it comes.
+    """Ask `/generate` of a server, and give each chunk when it comes.
 
     Raises:
         ServerError: the server refuses the request, or ends it with an error.
@@ -31,4 +31,4 @@ async def chunks_of(
             if response.status != 200 or line.startswith(b'data: {"error"'):
                 raise ServerError(f"{url} answers {response.status}: {line.decode()}")
             if line.startswith(b"data: {"):
-                yield msgspec.json.decode(line.removeprefix(b"data: "))["meta_info"]
+                yield msgspec.json.decode(line.removeprefix(b"data: "))

@@ -204,7 +204,8 @@ class _Bench:
             "stream_interval": report_interval,
         }
         body = {"input_ids": prompt, "sampling_params": parameters}
-        async for meta in chunks_of(session, self._url, body):
+        async for chunk in chunks_of(session, self._url, body):
+            meta = chunk["meta_info"]
             tokens = int(meta["completion_tokens"])
             if tokens > stream.tokens:
                 stream.arrivals.append((tokens, time.perf_counter()))
