@@ -17,6 +17,7 @@ class BatchMetadata(NamedTuple):
     Attributes:
         paged: slot, position and pages of each row; a refused row has slot -1.
         counts: (R,) int32, queries in the ring, the current one included.
+        budgets: (R,) int32, slots that each row may fill.
         header: (R, 6) int64, see AnswerHeader.
         capacity: no row has more tokens after the step.
         on_host: slot and position of each row, so that nobody has to ask the device.
@@ -24,6 +25,7 @@ class BatchMetadata(NamedTuple):
 
     paged: PagedRows
     counts: Tensor
+    budgets: Tensor
     header: Tensor
     capacity: int
     on_host: Sequence[tuple[int, int]] | None = None
@@ -55,6 +57,7 @@ class BatchMetadata(NamedTuple):
                 torch.full_like(self.positions[one], position),
             ),
             self.counts[one].clone(),
+            self.budgets[one].clone(),
             self.header[one],
             capacity=position + 1,
         )

@@ -8,6 +8,7 @@ from typing import Literal
 import msgspec
 import torch
 
+from cache_rank.budget import DEFAULT_CURVE, BudgetCurve
 from cache_rank.kernels.select.reference import MOST_SLOTS
 from cache_rank.kernels.wire.reference import wire_width
 from cache_rank.schedule import LayerMessage, by_forecast, by_history
@@ -81,14 +82,17 @@ class CacheRankConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Attributes:
         model: shape of the sparse layers.
         layers_per_group: consecutive layers packed in one message.
-        sparse_budget: k, tokens in the slots of each (layer, request, kv head).
+        sparse_budget: k, slots of each (layer, request, kv head).
+        budget_factor, least_budget: how many of them a request fills, by its length, see
+            BudgetCurve; all, if the factor is 0, or in drafts, whose rows end with them.
         sink_tokens, recent_tokens: always attended; never compete for slots.
         query_window: W, predecessors the next query is regressed on.
         query_predictor: how the next query is predicted: from earlier ones, rotated to its
             position, or by `forecast`, from the hidden state of the step itself, which needs more
             layer groups than `forecast_lead`.
         forecast_lead: a group's queries are forecast from what enters the group so many before it.
-        hysteresis: a token stays while it is among the best k + hysteresis; by default k // 8.
+        hysteresis: a token stays while it is among the best k + hysteresis; by default k // 8. Less
+            in proportion, where a request fills fewer slots.
         max_swap_tokens: most tokens that enter a (layer, request, kv head) in one step; by default
             k // 16, but up to SMALL_SWAP_TOKENS whatever k is.
         kv_residency: how K and V are held. By default scores read an eighth of what they would of
@@ -112,7 +116,9 @@ class CacheRankConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     model: ModelShape
     layers_per_group: int = 6
-    sparse_budget: int = 2048
+    sparse_budget: int = DEFAULT_CURVE.most
+    budget_factor: int = 0
+    least_budget: int = 0
     sink_tokens: int = 4
     recent_tokens: int = 64
     query_window: int = 16
@@ -151,7 +157,8 @@ class CacheRankConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         for name in at_least_one:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("sink_tokens", "recent_tokens", "hysteresis", "draft_steps"):
+        not_negative = ("sink_tokens", "recent_tokens", "hysteresis", "draft_steps")
+        for name in (*not_negative, "budget_factor", "least_budget"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
         margin = self.hysteresis
@@ -208,6 +215,12 @@ class CacheRankConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return "last" if self.query_predictor == "forecast" else self.query_predictor
 
     @property
+    def budget_curve(self) -> BudgetCurve:
+        """How many slots a request fills, by its length."""
+        factor = 0 if self.draft_steps else self.budget_factor
+        return _curve_of(factor, self.least_budget, self.sparse_budget)
+
+    @property
     def layer_messages(self) -> tuple[LayerMessage, ...]:
         """The messages of a step, in order."""
         groups = len(self.groups)
@@ -228,8 +241,17 @@ class CacheRankConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return min(self.slots_wanted_after(position), filled + self.max_swap_tokens)
 
     def slots_wanted_after(self, position: int) -> int:
-        """Slots that the step after `position` can use: one a candidate, at most k."""
-        return min(self.sparse_budget, len(self.candidates_after(position)))
+        """Slots that the step after `position` can use: one a candidate, within the budget."""
+        return min(self.budget_after(position), len(self.candidates_after(position)))
+
+    def budget_after(self, position: int) -> int:
+        """Slots that the step after `position` may fill."""
+        return self.budget_curve.at(position + 1)
+
+
+@functools.cache
+def _curve_of(factor: int, least: int, most: int) -> BudgetCurve:
+    return BudgetCurve(factor, least, most) if factor else BudgetCurve.flat(most)
 
 
 @functools.cache

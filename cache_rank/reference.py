@@ -144,14 +144,15 @@ class SynchronousReference:
         ranking = sorted(candidates, key=lambda token: (scores[token], token), reverse=True)
         rank = {token: place for place, token in enumerate(ranking)}
 
-        stays = config.sparse_budget + config.hysteresis
+        budget = config.budget_after(position)
+        stays = budget + config.hysteresis * budget // config.sparse_budget
         kept = {token for token in slots if token is not None and rank[token] < stays}
-        wanted = min(config.sparse_budget, len(ranking)) - len(kept)
+        wanted = min(budget, len(ranking)) - len(kept)
         resident = {token for token in slots if token is not None}
         entering = [token for token in ranking if token not in resident]
         entering = sorted(entering[: max(0, min(wanted, config.max_swap_tokens))])
 
-        empty = [slot for slot, token in enumerate(slots) if token is None]
+        empty = [slot for slot, token in enumerate(slots[:budget]) if token is None]
         fallen = [
             (rank[token], slot)
             for slot, token in enumerate(slots)

@@ -208,7 +208,7 @@ class Selector:
         numbers = torch.tensor((page, 0, last), dtype=torch.int32)
         table, slots, positions = upload([part.clone() for part in numbers.split(1)], self._device)
         paged, model = PagedRows(table.unsqueeze(0), slots, positions), self.config.model
-        rows = BatchMetadata(paged, counts=slots, header=slots, capacity=PAGE_TOKENS)
+        rows = BatchMetadata(paged, slots, slots, slots, capacity=PAGE_TOKENS)
         tokens = torch.arange(PAGE_TOKENS, device=self._device)
         tokens = tokens.expand(model.layers, model.kv_heads, -1)
         return torch.stack(self._residency.read(rows, range(model.layers), tokens))
@@ -237,6 +237,7 @@ class Selector:
         count = len(rows)
         slots, counts = [-1] * count, [0] * count
         positions, after, earlier = [0] * count, [0] * count, [0] * count
+        budgets, fresh_budgets = [1] * count, [1] * count
         header = [[NO_SEQUENCE] * len(AnswerHeader._fields)] * count
         fresh_header = list(header)
         for index, row, sequence in live:
@@ -246,6 +247,8 @@ class Selector:
             after[index] = sequence.tokens - 1
             slots[index], positions[index] = sequence.slot, row.position
             counts[index] = sequence.queries
+            budgets[index] = self.config.budget_after(after[index])
+            fresh_budgets[index] = self.config.budget_after(earlier[index])
             header[index] = [number, row.sequence_id, row.position + 1, sequence.filled, 0, 0]
             fresh_header[index] = [
                 number,
@@ -260,7 +263,8 @@ class Selector:
         if on_gpu:
             width = -(-width // _PAGES_ROUNDING) * _PAGES_ROUNDING
         page_table = self._slot_pages[[max(slot, 0) for slot in slots], :width]
-        small = torch.tensor((slots, positions, after, earlier, counts), dtype=torch.int32)
+        columns = (slots, counts, positions, after, earlier, budgets, fresh_budgets)
+        small = torch.tensor(columns, dtype=torch.int32)
         on_host = (small, page_table, torch.tensor((header, fresh_header)))
         changed = self._slot_map.zero_changes(count)
         capacity = width * PAGE_TOKENS if on_gpu else max(after) + 1
@@ -268,12 +272,13 @@ class Selector:
         current, held, before = (
             BatchMetadata(
                 PagedRows(table, numbers[0], numbers[column]),
-                numbers[4],
+                numbers[1],
+                numbers[6 if is_fresh else 5],
                 headers[is_fresh],
                 capacity,
-                list(zip(slots, of_rows, strict=True)),
+                list(zip(slots, columns[column], strict=True)),
             )
-            for column, of_rows, is_fresh in ((1, positions, 0), (2, after, 0), (3, earlier, 1))
+            for column, is_fresh in ((2, 0), (3, 0), (4, 1))
         )
         self._graphs.allow_more()
         moved = self._residency.prepare_scores(count, len(self.config.groups[0]), capacity)

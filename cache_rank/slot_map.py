@@ -90,6 +90,7 @@ class SlotMap:
             self._tokens,
             rows.slots,
             rows.positions,
+            rows.budgets,
             layers.start,
             config.sink_tokens,
             config.recent_tokens,

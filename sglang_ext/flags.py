@@ -12,11 +12,11 @@ import msgspec
 from sglang.srt.arg_groups.arg_utils import A, Arg, add_cli_args_from_dataclass
 from sglang.srt.server_args import ServerArgs
 
+from cache_rank.budget import DEFAULT_CURVE, BudgetCurve
 from cache_rank.config import CacheRankConfig, ModelShape
 from cache_rank.residency import FORMATS, require_format
 from cache_rank.residency.options import parse_options
 from sglang_ext import compat, cpu
-from sglang_ext.budget import INLINE_CURVE, BudgetCurve, inline_curve
 from sglang_ext.prediction import FORECAST_GROUP_LAYERS, HISTORY_GROUP_LAYERS
 from sglang_ext.restart_backoff import LONGEST_DELAY_SECONDS
 
@@ -105,7 +105,7 @@ class CacheRankFlags(ServerArgs):
         int | None,
         Arg(
             help="Tokens that each KV head attends to beside sinks and recent ones; default: "
-            f"{INLINE_CURVE}, or {_DEFAULTS.sparse_budget} at every length with a cache rank."
+            f"{DEFAULT_CURVE}."
         ),
     ] = None
     sink_tokens: A[int, Arg(help="First tokens that are always attended to.")] = (
@@ -248,10 +248,10 @@ class CacheRankFlags(ServerArgs):
     @property
     def budget_curve(self) -> BudgetCurve:
         """How many tokens a request selects, by its length."""
-        if self.is_inline:
-            return inline_curve(self.sparse_budget)
-        given = self.sparse_budget
-        return BudgetCurve.flat(_DEFAULTS.sparse_budget if given is None else given)
+        curve = BudgetCurve.given(self.sparse_budget)
+        # The rows of drafts by a cache rank end with all slots.
+        of_rows = self.has_drafts and self.has_cache_rank
+        return BudgetCurve.flat(curve.most) if of_rows else curve
 
     @property
     def least_sparse_length(self) -> int:
@@ -436,12 +436,16 @@ def make_config(
     # Some are chosen only when the model is known.
     chosen = {name: flags[name] for name in _SHARED_FIELDS if flags[name] is not None}
     options = parse_options(flags["kv_residency_options"])
+    curve = BudgetCurve.given(chosen.pop("sparse_budget", None))
     config = msgspec.convert(
         {
             "model": model,
             "max_rows": max_rows,
             "kv_residency_options": options,
             "checksum": checksum,
+            "sparse_budget": curve.most,
+            "budget_factor": curve.factor,
+            "least_budget": curve.least,
             **chosen,
         },
         CacheRankConfig,

@@ -17,8 +17,7 @@ from sglang_ext.flags import CacheRankFlags
 
 def reserve_block_rows(args: CacheRankFlags) -> int:
     """Return the pool rows of one request's block in the reserve."""
-    assert args.sparse_budget is not None
-    return args.sink_tokens + args.sparse_budget
+    return args.sink_tokens + args.budget_curve.most
 
 
 def reserve_rows(args: CacheRankFlags) -> int:

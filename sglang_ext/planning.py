@@ -14,7 +14,6 @@ import msgspec
 from cache_rank.config import CacheRankConfig, ModelShape
 from cache_rank.kernels.sketch.reference import sketch_shape
 from cache_rank.residency import capacity_tokens, memory_for_tokens
-from sglang_ext.budget import BudgetCurve, inline_curve
 from sglang_ext.flags import make_config
 from sglang_ext.prediction import choose_schedule, rotary_type
 
@@ -173,32 +172,23 @@ def make_planner(
     )
     chosen = {**flags, "query_predictor": predictor, "layers_per_group": group_layers}
     shape = model.sparse_shape(flags["dense_layers"])
-    return Planner(
-        model,
-        gpu,
-        make_config(chosen, shape, flags["max_sparse_requests"]),
-        inline_curve(flags["sparse_budget"]),
-    )
+    return Planner(model, gpu, make_config(chosen, shape, flags["max_sparse_requests"]))
 
 
 class Planner:
     """Estimates for a model and a GPU.
 
     Args:
-        config: of the cache rank, of the sparse layers.
-        inline_curve: the budgets where SGLang's process selects.
+        config: of the cache rank, of the sparse layers; budgets are the same inline.
 
     Raises:
         ValueError: the format of the cache rank cannot be estimated.
     """
 
-    def __init__(
-        self, model: Decoder, gpu: Gpu, config: CacheRankConfig, inline_curve: BudgetCurve
-    ) -> None:
+    def __init__(self, model: Decoder, gpu: Gpu, config: CacheRankConfig) -> None:
         if config.kv_residency not in _KEY_BITS:
             raise ValueError(f"kv_residency {config.kv_residency} is not estimated")
         self._model, self._gpu, self._config = model, gpu, config
-        self._inline_curve = inline_curve
 
     def dense(self, batch: int, context: int, gpus: int = 1, kv_bytes: int = 2) -> float:
         """Seconds of a step of plain SGLang, tensor parallel over so many GPUs."""
@@ -215,15 +205,14 @@ class Planner:
         """Seconds of a step in which SGLang's process selects for all requests."""
         scored = self._config.model.layers * batch * context * self._sketch_bytes
         overhead = self._config.model.layers * _INLINE_LAYER
-        budget = self._inline_curve.at(context)
-        attended = self._over_selected(batch, context, budget, gpus, kv_bytes)
+        attended = self._over_selected(batch, context, gpus, kv_bytes)
         return attended + scored / (self._gpu.bandwidth * _SKETCH_SHARE) / gpus + overhead
 
     def cache_rank(self, batch: int, context: int) -> Estimate:
         """A step in which a cache rank selects for all requests."""
         model, config, bandwidth = self._model.attention, self._config, self._gpu.bandwidth
         sparse_layers = config.model.layers
-        inference = self._over_selected(batch, context, config.sparse_budget)
+        inference = self._over_selected(batch, context)
         sketched = config.score_keys == "sketch"
         bits = config.sketch_bits if sketched else _KEY_BITS[config.kv_residency]
         # Heads are compared by what all their logits add up to, unless that is known before.
@@ -280,11 +269,10 @@ class Planner:
         model = self._config.model
         return model.kv_heads * sketch_shape(model.head_dim, self._config.sketch_bits).bytes
 
-    def _over_selected(
-        self, batch: int, context: int, budget: int, gpus: int = 1, kv_bytes: int = 2
-    ) -> float:
+    def _over_selected(self, batch: int, context: int, gpus: int = 1, kv_bytes: int = 2) -> float:
         """Seconds of a step whose sparse layers attend to what is selected."""
         config, layers = self._config, self._model.attention.layers
+        budget = config.budget_curve.at(context)
         attended = config.sink_tokens + budget + config.recent_tokens + 1
         left_out = batch * max(0, context - attended)
         of_dense_layers = (layers - config.model.layers) * self._attention(left_out, kv_bytes)

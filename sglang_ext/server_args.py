@@ -137,11 +137,10 @@ class CacheRankServerArgs(CacheRankFlags):
         compat.decide(self, query_predictor=predictor, layers_per_group=group_layers)
 
     def _follow_budget(self) -> None:
-        """Set --sparse-budget and what follows it where the user does not."""
+        """Set what follows --sparse-budget where the user does not."""
         config = self.cache_rank_config(servers.ANY_SHAPE, max_rows=1)
         compat.decide(
             self,
-            sparse_budget=config.sparse_budget,
             hysteresis=config.hysteresis,
             max_swap_tokens=config.max_swap_tokens,
         )

@@ -62,6 +62,7 @@ def kernel_rows(config: CacheRankConfig, rows: int, tokens: int) -> Iterator[dic
         slot_map = torch.full((*heads, budget), -1, dtype=torch.int32)
         entering, entering_slots = torch.empty((2, *heads, capacity), dtype=torch.int32)
         changed = torch.zeros((rows, 2), dtype=torch.int32)
+        budgets = torch.full((rows,), budget, dtype=torch.int32)
         out, out_values = torch.empty((2, *heads, capacity, HEAD_DIM), dtype=torch.bfloat16)
         everywhere = torch.randint(0, tokens, entering.shape, dtype=torch.int32)
         places = torch.randint(0, budget, entering.shape, dtype=torch.int32)
@@ -88,7 +89,7 @@ def kernel_rows(config: CacheRankConfig, rows: int, tokens: int) -> Iterator[dic
     def select() -> None:
         policy = (config.sink_tokens, config.recent_tokens, config.hysteresis)
         into = (scratch, entering, entering_slots, changed)
-        select_step(scores, slot_map, slots, positions, 0, *policy, *into)
+        select_step(scores, slot_map, slots, positions, budgets, 0, *policy, *into)
 
     for _ in range(2 * budget // capacity):  # fill the slots
         scores.copy_(fresh)

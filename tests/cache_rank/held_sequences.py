@@ -157,7 +157,7 @@ def rows_of(
             torch.tensor(slots, dtype=torch.int32, device=device),
             torch.tensor(positions, dtype=torch.int32, device=device),
         ),
-        torch.ones(count, dtype=torch.int32, device=device),
+        *torch.ones((2, count), dtype=torch.int32, device=device),
         torch.zeros((count, len(AnswerHeader._fields)), dtype=torch.int64, device=device),
         capacity=max(positions) + 1,
     )

@@ -113,6 +113,7 @@ class Driven:
                 torch.tensor([sequence.tokens - 1], dtype=torch.int32, device="cuda"),
             ),
             counts=torch.ones(1, dtype=torch.int32, device="cuda"),
+            budgets=torch.ones(1, dtype=torch.int32, device="cuda"),
             header=torch.zeros((1, len(AnswerHeader._fields)), dtype=torch.int64, device="cuda"),
             capacity=sequence.tokens,
         )

@@ -177,6 +177,30 @@ def test_forecasts_select_for_the_step_itself_and_the_first_groups_for_the_next(
     assert int(served.selector.overflow) > 0
 
 
+@pytest.mark.parametrize("predictor", ["last", "forecast"])
+def test_rows_fill_as_many_slots_as_their_lengths_ask_for(predictor: str) -> None:
+    config = small_config(
+        FORECAST["gqa"],
+        query_predictor=predictor,
+        layers_per_group=1,
+        sparse_budget=16,
+        budget_factor=1,
+        least_budget=2,
+        checksum=True,
+    )
+    served = Served(config)
+    projections = load_projections(served, first=0) if predictor == "forecast" else {}
+    requests = [
+        served.arrive(sequence_id + 1, prompt) for sequence_id, prompt in enumerate(PROMPTS)
+    ]
+    for request in requests:
+        request.reference.projections = projections
+    for _ in range(12):
+        served.decode(requests)
+    filled = [served.selector.sequences[request.sequence_id].filled for request in requests]
+    assert filled == [3, 7, 16, 16]  # roots of 13, 57, 265 and 312, at most 16
+
+
 class Seen(CudaGraphCache):
     """It captures nothing, and remembers for what it was asked, but for where messages are."""
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import requests
 
+from cache_rank.budget import DEFAULT_CURVE
 from scripts.shared.serving import Server, serve
-from sglang_ext.budget import INLINE_CURVE
 from sglang_ext.flags import LEAST_INLINE_TOKENS
 
 pytestmark = pytest.mark.xdist_group("bundled server")
@@ -36,14 +36,14 @@ def test_a_request_that_grows_gets_growing_budgets(bundled_inline_server: Server
     attended = [one["cache_rank"]["attended_tokens"] for one in said if one["cache_rank"]]
     found = sorted({*attended} - {0})
     assert attended == sorted(attended)
-    assert found[0] == ALWAYS + INLINE_CURVE.least  # 192 up to a length of 1,024
-    assert found[-1] == ALWAYS + INLINE_CURVE.at(900 + 399)
+    assert found[0] == ALWAYS + DEFAULT_CURVE.least  # 192 up to a length of 1,024
+    assert found[-1] == ALWAYS + DEFAULT_CURVE.at(900 + 399)
     assert len(found) > 10
 
 
 def test_the_server_says_what_its_budgets_are(bundled_inline_server: Server) -> None:
-    assert bundled_inline_server.cache_rank()["sparse_budget"] == str(INLINE_CURVE)
-    assert f"--sparse-budget {INLINE_CURVE}" in bundled_inline_server.log.read_text()
+    assert bundled_inline_server.cache_rank()["sparse_budget"] == str(DEFAULT_CURVE)
+    assert f"--sparse-budget {DEFAULT_CURVE}" in bundled_inline_server.log.read_text()
 
 
 @pytest.mark.thorough

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -213,7 +214,10 @@ def int32(values: Sequence[int], device: torch.device) -> Tensor:
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows of a step, of a state with ten slots and a layer before those of the group."""
+    """Rows of a step, of a state with ten slots and a layer before those of the group.
+
+    Each row may fill as many slots as its budget; by default all.
+    """
 
     name: str
     positions: tuple[int, ...]
@@ -223,6 +227,7 @@ class Batch:
     width: int = 32
     layers: int = 1
     kv_heads: int = 1
+    budgets: tuple[int, ...] = ()
 
     def empty_slot_map(self, device: torch.device) -> Tensor:
         shape = (10, self.layers + 1, self.kv_heads, self.policy.budget)
@@ -264,6 +269,7 @@ class Batch:
             slot_map,
             int32(self.slots, device),
             int32([position + grown for position in self.positions], device),
+            int32(self.budgets or [policy.budget] * len(self.slots), device),
             1,
             policy.sinks,
             policy.recent,
@@ -276,7 +282,8 @@ class Batch:
 
 
 def test_reference_step_selects_for_every_row_alone() -> None:
-    batch = Batch("", (30, 3, 2, 17), (4, 0, -1, 9), Policy(5, 2, 3), layers=2)
+    budgets = (5, 2, 5, 3)
+    batch = Batch("", (30, 3, 2, 17), (4, 0, -1, 9), Policy(5, 2, 3), layers=2, budgets=budgets)
     scores = batch.draw_scores(torch.Generator().manual_seed(0), 40)
     slot_map = batch.empty_slot_map(torch.device("cpu"))
     slot_map[4, 1:] = torch.arange(1, 6)
@@ -288,8 +295,11 @@ def test_reference_step_selects_for_every_row_alone() -> None:
             assert (outputs.entering_slots[row] == EMPTY).all()
             assert outputs.counts[row].tolist() == [5, 5]
             continue
-        change = batch.policy.apply(scores[row, :, :, : position + 1], before[slot, 1:])
-        assert torch.equal(slot_map[slot, 1:], change.slot_map)
+        budget = budgets[row]
+        policy = dataclasses.replace(batch.policy, budget=budget, margin=2 * budget // 5)
+        change = policy.apply(scores[row, :, :, : position + 1], before[slot, 1:, :, :budget])
+        assert torch.equal(slot_map[slot, 1:, :, :budget], change.slot_map)
+        assert (slot_map[slot, 1:, :, budget:] == EMPTY).all()
         assert torch.equal(outputs.entering[row], change.entering)
         assert torch.equal(outputs.entering_slots[row], change.slots)
         entered = int((change.entering != EMPTY).sum())
@@ -304,6 +314,7 @@ SMALL = Policy(budget=12, margin=4, capacity=7)
 
 BATCHES = (
     Batch("ragged", RAGGED, (7, 3, 9, -1), SMALL, layers=2, kv_heads=2),
+    Batch("budgets", RAGGED, (7, 3, 9, -1), SMALL, layers=2, kv_heads=2, budgets=(9, 2, 1, 12)),
     Batch("ties", LONG, (0,), SMALL, "ties"),
     Batch("equal-in-a-short-list", LONG, (0,), SMALL, "equal", 16),
     Batch("not-finite-in-a-short-list", LONG, (0,), SMALL, "not-finite", 16),
@@ -361,6 +372,7 @@ FULL_BATCHES = (
     Batch("32k", (32700,) * 6, tuple(range(6)), FULL_POLICY, layers=8, kv_heads=8),
     Batch("128k", (131000, 99999, 2500, 300), (1, 0, 3, 2), FULL_POLICY, layers=2, kv_heads=8),
     Batch("32k-ties", (32700,) * 2, (0, 1), FULL_POLICY, "ties", layers=2, kv_heads=8),
+    Batch("32k-budgets", (32700,) * 2, (0, 1), FULL_POLICY, layers=2, budgets=(2048, 999)),
     Batch("32k-equal", (32700,) * 2, (0, 1), FULL_POLICY, "equal", layers=2, kv_heads=8),
     Batch("most-slots", (60000,) * 2, (0, 1), Policy(MOST_SLOTS, MOST_SLOTS, 512)),
 )

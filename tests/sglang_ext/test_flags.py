@@ -10,9 +10,9 @@ import pytest
 import torch
 from parsed_args import parse
 
+from cache_rank.budget import DEFAULT_CURVE, BudgetCurve
 from cache_rank.config import CacheRankConfig, ModelShape
 from sglang_ext import compat
-from sglang_ext.budget import INLINE_CURVE, BudgetCurve
 from sglang_ext.flags import (
     CACHE_RANK_FIELDS,
     CHECKSUM_VARIABLE,
@@ -94,15 +94,18 @@ def test_what_stays_and_what_enters_follows_the_budget(flags: str, sizes: tuple[
 @pytest.mark.parametrize(
     ("flags", "curve"),
     [
-        ("", INLINE_CURVE),
-        ("--cache-rank-gpus 1", BudgetCurve.flat(2048)),
+        ("", DEFAULT_CURVE),
+        ("--cache-rank-gpus 1", DEFAULT_CURVE),
+        ("--cache-rank-gpus 1 --speculative-algorithm CACHE_RANK", BudgetCurve.flat(1024)),
         ("--sparse-budget 40", BudgetCurve.flat(40)),
         ("--sparse-budget 40 --cache-rank-gpus 1", BudgetCurve.flat(40)),
     ],
 )
-def test_budgets_follow_lengths_only_inline_and_by_default(flags: str, curve: BudgetCurve) -> None:
+def test_budgets_follow_lengths_by_default(flags: str, curve: BudgetCurve) -> None:
     args = parse_server_args(["--model-path", str(BUNDLED_MODEL), *flags.split()])
     assert args.budget_curve == curve
+    config = args.cache_rank_config(ModelShape(1, 1, 1, 8, "float32", 1.0), max_rows=6)
+    assert config.budget_curve == curve
     assert pickle.loads(pickle.dumps(args)).budget_curve == curve
 
 

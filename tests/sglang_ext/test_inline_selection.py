@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sglang_ext.budget import INLINE_CURVE, BudgetCurve
+from cache_rank.budget import DEFAULT_CURVE, BudgetCurve
 from sglang_ext.inline.selection import NEVER, REQUESTS_AT_ONCE, Heads, Selection, make_codes
 
 LAYERS, KV_HEADS, GROUP, HEAD_DIM = 2, 4, 2, 32
@@ -96,7 +96,7 @@ def test_ranks_of_half_the_heads_find_the_halves_of_what_one_rank_finds(pool: Po
             assert torch.equal(pool.attend(half, layer, heads), pool.attend(whole, layer)[:, heads])
 
 
-@pytest.mark.parametrize("budget", [CONTEXT, INLINE_CURVE])
+@pytest.mark.parametrize("budget", [CONTEXT, DEFAULT_CURVE])
 def test_a_budget_of_all_tokens_is_dense_attention(budget: int | BudgetCurve, pool: Pool) -> None:
     selection = pool.selection(budget)
     for layer in range(LAYERS):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sglang_ext.budget import INLINE_CURVE
+from cache_rank.budget import DEFAULT_CURVE
 from sglang_ext.inline.payoff import Payoff, StepTime
 
 # A model reads 4 bytes of K and V and 1 of a sketch a token; selection takes 10 seconds beside.
@@ -42,6 +42,6 @@ def test_the_shortest_length_that_pays_is_found() -> None:
 def test_more_requests_pay_from_shorter_lengths_on() -> None:
     """With what one H200 takes for Qwen3-8B, as measured."""
     payoff = Payoff(StepTime(4e-3, 2.3e-13), StepTime(5.3e-3, 2.9e-13), 143_360, 8_960)
-    found = [payoff.shortest(n, INLINE_CURVE.at, range(1024, 32768)) for n in (1, 4, 16, 64)]
+    found = [payoff.shortest(n, DEFAULT_CURVE.at, range(1024, 32768)) for n in (1, 4, 16, 64)]
     assert all(lengths is not None for lengths in found[1:])
     assert found[1:] == sorted(found[1:], reverse=True)

@@ -12,7 +12,6 @@ from cache_rank.config import CacheRankConfig, ModelShape
 from cache_rank.residency import FORMATS, bytes_per_token, fixed_bytes, memory_for_tokens
 from cache_rank.selector import Selector
 from scripts.shared.models import model_config
-from sglang_ext.budget import INLINE_CURVE, BudgetCurve
 from sglang_ext.planning import CONTEXT_BYTES, GPUS, Decoder, Planner, find_gpu
 
 K = 1024
@@ -35,7 +34,7 @@ def planner(
         **policy,
     }
     config = CacheRankConfig(decoder.sparse_shape(dense_layers), **fields)
-    return Planner(decoder, GPUS[gpu], config, BudgetCurve.flat(config.sparse_budget))
+    return Planner(decoder, GPUS[gpu], config)
 
 
 LAST = {"query_predictor": "last", "layers_per_group": 6, "dense_layers": 0}
@@ -157,7 +156,7 @@ def test_a_cache_rank_holds_what_is_planned_in_the_memory_that_it_is_given(
     else:
         least = held
         gpu = GPUS["H200"]._replace(memory=CONTEXT_BYTES + 2 * memory)
-        planned = Planner(decoder, gpu, config, INLINE_CURVE).cache_rank_tokens(share)
+        planned = Planner(decoder, gpu, config).cache_rank_tokens(share)
         assert planned == selector.capacity_tokens > 0
     assert held <= memory <= 1.02 * least
     of_pages = memory - fixed_bytes(config)

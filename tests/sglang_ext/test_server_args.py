@@ -12,8 +12,8 @@ from packaging.version import Version
 from parsed_args import LLAMA, Model, parse, pretend_gpus, refusal_of
 from sglang.srt.server_args import ServerArgs
 
+from cache_rank.budget import DEFAULT_CURVE
 from sglang_ext import compat, server_args
-from sglang_ext.budget import INLINE_CURVE
 from sglang_ext.flags import BACKEND, CONFIG_FLAG, PREFILL_BACKEND, SHARE_GPU_VARIABLE
 from sglang_ext.refusals import ALLOW_LARGE_BUDGET_VARIABLE, UnsupportedError
 from sglang_ext.server_args import BUNDLED_MODEL, parse_server_args
@@ -311,7 +311,7 @@ def test_what_was_chosen_and_what_to_expect_is_said_at_start_up(
     logged = capsys.readouterr().err
     if flags == INLINE:
         selected = r"cache rank: tokens are selected in this process \(.+\), --sparse-budget "
-        assert re.search(selected + re.escape(str(INLINE_CURVE)), logged)
+        assert re.search(selected + re.escape(str(DEFAULT_CURVE)), logged)
     else:
         assert "cache rank: --kv-residency quantspec\n" in logged
         assert "cache rank: --query-predictor last (" in logged

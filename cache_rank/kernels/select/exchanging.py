@@ -59,13 +59,13 @@ def _spare_highest(stays, keys, tokens, highest, count):
 
 
 @triton.jit
-def _fill_slots(slot_map, stays, entering, entering_slots, empties, count, BUDGET: tl.constexpr):
+def _fill_slots(slot_map, stays, entering, entering_slots, empties, count, budget):
     """Put the entering tokens into empty slots, and then into those whose token does not stay.
 
     Where those are more, the first are taken. `empties` is how many slots are empty.
     """
     slot = tl.arange(0, stays.shape[0])
-    inside = slot < BUDGET
+    inside = slot < budget
     token = tl.load(slot_map + slot, mask=inside, other=0)
     empty = (inside & (token < 0)).to(tl.int32)
     left = (inside & (token >= 0) & (stays == 0)).to(tl.int32)
@@ -84,7 +84,7 @@ def exchange(
     bounds,
     scratch,
     out,
-    BUDGET: tl.constexpr,
+    budget,
     CAPACITY: tl.constexpr,
     ENTERING: tl.constexpr,
 ):
@@ -98,6 +98,7 @@ def exchange(
             stay, if they are in slots.
         scratch: a counter.
         out: the unit's slot map, entering tokens and their slots, and its row's counts.
+        budget: how many slots the row has.
     """
     slot_keys, slot_tokens, empties, wished = in_slots
     low, highest, depth = bounds
@@ -113,13 +114,13 @@ def exchange(
         if wanted > CAPACITY:
             # Of the tokens that fell out as many stay as do not have to leave.
             leaving = tl.maximum(enter_count - empties, 0)
-            spared = BUDGET - empties - staying - leaving
+            spared = budget - empties - staying - leaving
             stays = _spare_highest(stays, slot_keys, slot_tokens, key, spared)
         # Those that enter are among the best `depth`, and so in the list.
         key, token = find_rank(keys, tokens, key, highest + 1, enter_count)
         _write_entering(keys, tokens, key, token, scratch, entering, enter_count, ENTERING)
         tl.debug_barrier()
-        _fill_slots(slot_map, stays, entering, entering_slots, empties, enter_count, BUDGET)
+        _fill_slots(slot_map, stays, entering, entering_slots, empties, enter_count, budget)
         tl.atomic_add(counts, enter_count)
         if wanted > CAPACITY:
             tl.atomic_add(counts + 1, wanted - CAPACITY)

@@ -145,6 +145,7 @@ def select_step(
     slot_map: Tensor,
     slots: Tensor,
     positions: Tensor,
+    budgets: Tensor,
     first_layer: int,
     sink_tokens: int,
     recent_tokens: int,
@@ -157,17 +158,18 @@ def select_step(
     """Apply `select_tokens` to every row of a step.
 
     The first `sink_tokens` tokens and the newest `recent_tokens` are attended to anyway and do not
-    compete.
+    compete. A row has the first of its slots, as many as its budget, which grows or stays.
 
     Args:
         scores: (R, L, Hkv, capacity) float32, of tokens [0, position]; may be overwritten.
         slot_map: (slots, layers, Hkv, k) int32, changed in place.
         slots: (R,) int32 state slots, no two the same; for a row of slot -1 nothing enters.
         positions: (R,) int32, of each row's current token.
+        budgets: (R,) int32, at most k, and at least 1.
         first_layer: index of the first of the L layers in the slot map.
         sink_tokens: how many of the oldest tokens do not compete.
         recent_tokens: how many of the newest tokens do not compete.
-        margin: how far beyond k a token may fall before it leaves.
+        margin: how far beyond k a token may fall before it leaves; in proportion for fewer slots.
         workspace: what `select_workspace` made.
         entering: (R, L, Hkv, C) int32, written in place; see `Selection.entering`.
         entering_slots: (R, L, Hkv, C) int32, written in place; see `Selection.slots`.
@@ -177,16 +179,17 @@ def select_step(
     layers = scores.shape[1]
     entering.fill_(EMPTY)
     entering_slots.fill_(EMPTY)
-    for row, (slot, position) in enumerate(zip(slots.tolist(), positions.tolist(), strict=True)):
+    numbers = zip(slots.tolist(), positions.tolist(), budgets.tolist(), strict=True)
+    for row, (slot, position, budget) in enumerate(numbers):
         if slot < 0:
             continue
         tokens = position + 1
-        working_set = slot_map[slot, first_layer : first_layer + layers]
+        working_set = slot_map[slot, first_layer : first_layer + layers, :, :budget]
         change = select_tokens(
             scores[row, :, :, :tokens],
             working_set,
             range(sink_tokens, max(sink_tokens, tokens - recent_tokens)),
-            margin,
+            margin * budget // slot_map.shape[-1],
             entering.shape[-1],
         )
         working_set.copy_(change.slot_map)

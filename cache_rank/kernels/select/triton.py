@@ -70,6 +70,7 @@ def select_step(
     slot_map: Tensor,
     slots: Tensor,
     positions: Tensor,
+    budgets: Tensor,
     first_layer: int,
     sink_tokens: int,
     recent_tokens: int,
@@ -94,7 +95,8 @@ def select_step(
     units = rows * layers * kv_heads
     width = width or _default_width(budget, margin)
     warps = min(16, max(1, width // 128))
-    for tensor in (scores, slot_map, slots, positions, workspace, entering, entering_slots, counts):
+    into = (workspace, entering, entering_slots, counts)
+    for tensor in (scores, slot_map, slots, positions, budgets, *into):
         assert tensor.is_contiguous()
     assert slot_map.shape[2] == kv_heads
     assert entering.shape == entering_slots.shape == (*scores.shape[:3], capacity)
@@ -110,6 +112,7 @@ def select_step(
         slot_map,
         slots,
         positions,
+        budgets,
         workspace,
         entering,
         entering_slots,
@@ -244,13 +247,14 @@ def _raise_bound(scores, start, stop, slot_ranks, low, high, fewest, WIDTH: tl.c
         "recent_tokens",
         "workspace_width",
     ],
-    do_not_specialize_on_alignment=["slots", "positions", "counts"],
+    do_not_specialize_on_alignment=["slots", "positions", "budgets", "counts"],
 )
 def _select(
     scores,
     slot_map,
     slots,
     positions,
+    budgets,
     workspace,
     entering,
     entering_slots,
@@ -289,12 +293,13 @@ def _select(
         stop = tl.load(positions + row) - recent_tokens + 1
         stop = tl.where(stop > start, stop, 0)
         candidates = tl.maximum(stop - start, 0)
+        budget = tl.load(budgets + row)
 
         # The tokens in slots are taken out of the row.
         slot = tl.arange(0, WIDTH)  # [WIDTH], as all vectors below
-        slot_tokens = tl.load(slot_map + slot, mask=slot < BUDGET, other=-1)
+        slot_tokens = tl.load(slot_map + slot, mask=slot < budget, other=-1)
         competes = (slot_tokens >= start) & (slot_tokens < stop)
-        empties = tl.sum(((slot < BUDGET) & (slot_tokens < 0)).to(tl.int32))
+        empties = tl.sum(((slot < budget) & (slot_tokens < 0)).to(tl.int32))
         slot_tokens = tl.where(competes, slot_tokens, 0)
         slot_keys = _load_keys(scores, slot_tokens, competes, start, stop)
         slot_keys = tl.where(competes, slot_keys, LOWEST)
@@ -305,7 +310,7 @@ def _select(
         # A bound that not many more tokens reach than the best `depth`, and a list of those.
         maxima = _group_maxima(scores, start, stop, WIDTH)
         highest = tl.max(tl.maximum(tl.maximum(maxima[0], maxima[1]), slot_keys))
-        depth = tl.minimum(BUDGET + MARGIN, candidates)
+        depth = tl.minimum(budget + MARGIN * budget // BUDGET, candidates)
         low = _find_key_bound(maxima, slot_keys, highest, depth)
         bound = low.to(tl.int64) << 32
         listed = _list_outsiders(scores, start, stop, maxima, bound, counters, entries, WIDTH)
@@ -317,7 +322,7 @@ def _select(
             listed = _list_outsiders(scores, start, stop, maxima, bound, counters, entries, WIDTH)
         lower = tl.load(entries + slot, mask=slot < listed, other=_LOWEST_RANK)
         key, token = (lower >> 32).to(tl.int32), lower.to(tl.int32)
-        in_slots = (slot_keys, slot_tokens, empties, tl.minimum(BUDGET, candidates))
+        in_slots = (slot_keys, slot_tokens, empties, tl.minimum(budget, candidates))
         bounds = (low, highest, depth)
         out = (slot_map, entering, entering_slots, counts + row * 2)
         if listed > WIDTH:
@@ -329,13 +334,13 @@ def _select(
                 bounds,
                 counters,
                 out,
-                BUDGET,
+                budget,
                 CAPACITY,
                 ENTERING,
             )
         else:  # as nearly always: counts are of fewer
             enter_count = exchange(
-                (key,), (token,), in_slots, bounds, counters, out, BUDGET, CAPACITY, ENTERING
+                (key,), (token,), in_slots, bounds, counters, out, budget, CAPACITY, ENTERING
             )
 
     # Padding behind the tokens that enter.

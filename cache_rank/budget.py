@@ -26,6 +26,11 @@ class BudgetCurve(NamedTuple):
     most: int
 
     @classmethod
+    def given(cls, budget: int | None) -> BudgetCurve:
+        """The same budget at every length, if one is given, or the default."""
+        return DEFAULT_CURVE if budget is None else cls.flat(budget)
+
+    @classmethod
     def flat(cls, budget: int) -> BudgetCurve:
         """The same budget at every length."""
         return cls(0, budget, budget)
@@ -44,10 +49,5 @@ class BudgetCurve(NamedTuple):
         return f"{self.factor} * sqrt(length), from {self.least} to {self.most}"
 
 
-INLINE_CURVE = BudgetCurve(6, 192, 1024)
-"""What SGLang's process selects unless it is told otherwise."""
-
-
-def inline_curve(budget: int | None) -> BudgetCurve:
-    """What SGLang's process selects, if `--sparse-budget` is this."""
-    return INLINE_CURVE if budget is None else BudgetCurve.flat(budget)
+DEFAULT_CURVE = BudgetCurve(6, 192, 1024)
+"""What a request selects unless a server is told otherwise."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sglang_ext.budget import INLINE_CURVE, BudgetCurve
+from cache_rank.budget import DEFAULT_CURVE, BudgetCurve
 
 
 def test_a_budget_follows_the_square_root_between_its_bounds() -> None:
@@ -16,7 +16,7 @@ def test_a_budget_follows_the_square_root_between_its_bounds() -> None:
     ]
 
 
-@pytest.mark.parametrize("curve", [INLINE_CURVE, BudgetCurve.flat(2048), BudgetCurve.flat(1)])
+@pytest.mark.parametrize("curve", [DEFAULT_CURVE, BudgetCurve.flat(2048), BudgetCurve.flat(1)])
 @pytest.mark.parametrize("index", [torch.int32, torch.int64])
 def test_a_batch_has_the_budgets_of_its_requests(
     curve: BudgetCurve, index: torch.dtype, device: torch.device
