@@ -117,7 +117,7 @@ class CacheRankFlags(ServerArgs):
     dense_layers: A[int, Arg(help="First layers that attend to every token.")] = 1
     max_sparse_requests: A[
         int, Arg(help="Requests that are sparse at once; each reserves a working set of rows.")
-    ] = 32
+    ] = 64
     inference_kv: A[
         Literal["full", "working-set"],
         Arg(

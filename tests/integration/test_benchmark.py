@@ -99,7 +99,7 @@ def test_the_two_are_compared(
 
 def test_requests_at_a_time_are_those_that_the_cache_rank_holds(bundled_server: Server) -> None:
     server = EvaluatedServer(bundled_server.url)
-    assert server.most_sparse_requests(WALK_TOKENS) == server.info["max_sparse_requests"] == 32
+    assert server.most_sparse_requests(WALK_TOKENS) == server.info["max_sparse_requests"] == 64
     assert server.capacity_tokens > 32 * 2049
     server.capacity_tokens = 3 * 2049 - 1
     assert server.most_sparse_requests(10_000) == 2  # a request has at most 2048 tokens

@@ -180,7 +180,7 @@ def test_nothing_is_left_behind(inference_kv: str, random_model: Callable[..., P
         free = server.cache_rank()["pool_free_tokens"]
         trace = run_trace(server, OPERATIONS_A_LOSS)
         cached = cached_tokens(trace)
-        assert cached > 2000 if inference_kv == "full" else cached == 0
+        assert cached > 2000 if inference_kv == "full" else cached > 0, cached
         assert_nothing_is_left_on_both_ranks(server, free, trace.losses)
         if inference_kv == "working-set":
             assert_its_processes_follow_a_dead_scheduler(server)

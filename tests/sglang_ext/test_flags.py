@@ -76,7 +76,7 @@ def test_a_flag_of_the_policy_has_the_default_of_the_policy() -> None:
 @pytest.mark.parametrize(
     ("flags", "sizes"),
     [
-        ("", (256, 128)),
+        ("", (128, 64)),
         ("--sparse-budget 512", (64, 64)),
         ("--sparse-budget 40", (5, 40)),
         ("--sparse-budget 7", (0, 7)),

@@ -14,6 +14,7 @@ import torch
 from fake_requests import fake_request
 from test_metrics import exported, own_series
 
+from cache_rank.budget import BudgetCurve
 from cache_rank.config import CacheRankConfig, ModelShape
 from sglang_ext.exchange.base import Exchange
 from sglang_ext.exchange.connection import Connection, Placement
@@ -58,7 +59,7 @@ ARGS: Any = SimpleNamespace(
     max_sparse_requests=2,
     served_model_name="model",
     sink_tokens=2,
-    sparse_budget=8,
+    budget_curve=BudgetCurve.flat(8),
     sparse_from=100,
     trace=None,
 )

@@ -11,6 +11,7 @@ import torch
 from fake_requests import fake_request
 from test_working_set import small_config
 
+from cache_rank.budget import BudgetCurve
 from sglang_ext.exchange.pinned_ring import RING_ENTRIES
 from sglang_ext.lifecycle import Phase, RequestStatistics, SparseSequence
 from sglang_ext.memory import reserve_rows
@@ -23,7 +24,7 @@ ARGS: Any = SimpleNamespace(
     dense_layers=0,
     sparse_from=12,
     sink_tokens=CONFIG.sink_tokens,
-    sparse_budget=CONFIG.sparse_budget,
+    budget_curve=BudgetCurve.flat(CONFIG.sparse_budget),
     disable_radix_cache=True,
     inference_kv="full",
     max_sparse_requests=2,
