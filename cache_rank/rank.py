@@ -16,7 +16,7 @@ from cache_rank import residency
 from cache_rank.channels.link import Link
 from cache_rank.channels.transport import Pending
 from cache_rank.copies import Readback
-from cache_rank.measure.observer import Observer
+from cache_rank.measure.recording import Recorder
 from cache_rank.messages import MessageBuffers
 from cache_rank.pages import PAGE_TOKENS
 from cache_rank.protocol import (
@@ -62,7 +62,7 @@ class CacheRank:
         self.config = config
         free, on_gpu = _free_memory(device), device.type == "cuda"
         memory = memory_for_tokens(free, message.memory_fraction, on_gpu)
-        self.selector = Selector(config, device, memory)
+        self.selector = Selector(config, device, memory, message.trace)
         if self.selector.pages.pages == 0:
             raise ValueError(
                 f"{memory / 1e9:.3f} GB hold no page of tokens beside what {config.max_rows} "
@@ -71,7 +71,8 @@ class CacheRank:
             )
         self._link = link
         self._device = device
-        self._observer = Observer(config, message.trace, device)
+        self._recorder = Recorder(config)
+        self._mark_time = self.selector.timeline.mark
         self._overflow, self._overflow_tokens = Readback(), 0
         self._last_sequence_id = 0
         self._last_step = 0
@@ -119,9 +120,7 @@ class CacheRank:
         rows = [Row(sequence.sequence_id, max(sequence.tokens, sequence.stepped))]
         step, messages = selector.begin_step(0, rows), self._messages.of(1)
         for layer_message, up in zip(self._layer_messages, messages.up, strict=True):
-            selector.serve(
-                step, layer_message, up, messages.answer_of(layer_message), self._observer.timeline
-            )
+            selector.serve(step, layer_message, up, messages.answer_of(layer_message))
 
     def load(self, message: Load) -> str | None:
         """Take over a bulk shipment; return the reason when it is refused.
@@ -157,7 +156,7 @@ class CacheRank:
         selector.load(sequence, shipment)
         if shipment.is_cuda:
             self._loaded[sequence_id] = self._mark()
-        self._observer.recorder.record_load(message, shipment)
+        self._recorder.write("load", sequence_id=sequence_id, shipment=shipment)
         return None
 
     def _begin(self, sequence_id: int) -> bool:
@@ -239,7 +238,7 @@ class CacheRank:
         dtype = config.model.torch_dtype
         with self._receive_of_layer(projection_shape(config), dtype) as projection:
             self.selector.load_projection(message.layer, projection)
-            self._observer.recorder.record_projection(message, projection)
+            self._recorder.write("projection", layer=message.layer, projection=projection)
         return None
 
     def load_basis(self, message: KeyBasis) -> str | None:
@@ -252,7 +251,7 @@ class CacheRank:
             return f"KeyBasis of layer {message.layer}, which has no sketch"
         with self._receive_of_layer(basis_shape(config), torch.float32) as basis:
             self.selector.load_basis(message.layer, basis)
-            self._observer.recorder.record_basis(message, basis)
+            self._recorder.write("basis", layer=message.layer, basis=basis)
         return None
 
     @contextlib.contextmanager
@@ -296,7 +295,7 @@ class CacheRank:
             torch.cuda.current_stream().wait_event(self._received_of_layers)
             self._received_of_layers = None
         step = self.selector.begin_step(message.step, message.rows, refused.keys())
-        self._observer.on_step(message)
+        self.selector.timeline.enter_step(message.step, message.traced)
         messages = self._messages.of(len(message.rows))
         for index, (layer_message, up) in enumerate(
             zip(self._layer_messages, messages.up, strict=True)
@@ -304,10 +303,10 @@ class CacheRank:
             answer = messages.answer_of(layer_message)
             self._receive(index, up)
             self._wait_until_sent(layer_message)
-            self.selector.serve(step, layer_message, up, answer, self._observer.timeline)
+            self.selector.serve(step, layer_message, up, answer)
             self._send(layer_message, answer)
             self._release(index, up)
-            self._observer.on_answer(self.selector, step, layer_message, up)
+            self._recorder.write_step(self.selector, step, layer_message, up)
         self.selector.end_step(step)
         self._last_step = max(self._last_step, message.step)
         return "; ".join(refused.values()) or None
@@ -325,9 +324,9 @@ class CacheRank:
         """
         layer_message = self._layer_messages[index]
         received = self._link.up.receive(up.buffer, self._taken[index], buffer_index=index)
-        self._observer.on_wait(layer_message)
+        self._mark_time(layer_message, "begin")
         received.wait(PEER_SECONDS)
-        self._observer.on_message(layer_message)
+        self._mark_time(layer_message, "receive")
 
     def _release(self, index: int, up: UpMessage) -> None:
         """Let the buffer of a message be written again once what is queued has read it."""

@@ -160,6 +160,7 @@ def rows_of(
         torch.ones(count, dtype=torch.int32, device=device),
         torch.zeros((count, len(AnswerHeader._fields)), dtype=torch.int64, device=device),
         capacity=max(positions) + 1,
+        on_host=list(zip(slots, positions, strict=True)),
     )
 
 

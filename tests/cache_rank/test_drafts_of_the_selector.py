@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from modelled_request import Request, assert_refused
+from served_selector import Served, load_projections
 from small_models import FORECAST, GQA, small_config, with_rotary
-from test_selector import Served, load_projections
 from torch import Tensor
 from wired_rank import InferenceRank
 
@@ -59,7 +59,7 @@ class Drafting(Request):
 
 def drafting(served: Served, sequence_id: int, prompt: int) -> Drafting:
     request = Drafting(served.config, sequence_id, prompt)
-    served.selector.load(served.selector.begin(sequence_id), request.prompt)
+    served.ship(served.selector.begin(sequence_id), request.prompt)
     return request
 
 
@@ -83,7 +83,7 @@ def test_drafts_are_selected_for_among_what_is_verified(predictor: str, kv_resid
         checksum=is_exact,
         kv_residency=kv_residency,
     )
-    served = Served(config, pages=600)
+    served = Served(config)
     projections = load_projections(served, 2) if predictor == "forecast" else {}
     requests = [drafting(served, 1, 45), drafting(served, 2, PAGE_TOKENS - 8)]
     for request in requests:

@@ -13,11 +13,9 @@ from torch import Tensor
 from torch.cuda import Event
 
 from cache_rank import rank
-from cache_rank.batch_metadata import BatchMetadata
 from cache_rank.config import CacheRankConfig, ModelShape
-from cache_rank.kernels.rows import PagedRows
 from cache_rank.pages import PAGE_TOKENS
-from cache_rank.protocol import AnswerHeader, Load, Open, Row, Step, up_sizes
+from cache_rank.protocol import Load, Open, Row, Step, up_sizes
 
 MODEL = ModelShape(3, query_heads=8, kv_heads=2, head_dim=64, dtype="bfloat16", scale=64**-0.5)
 MEMORY_BYTES = 1 << 24
@@ -106,17 +104,9 @@ class Driven:
         sequence = selector.sequences[request.sequence_id]
         positions = torch.arange(first, sequence.tokens, device="cuda")
         positions = positions.expand(MODEL.layers, MODEL.kv_heads, -1)
-        rows = BatchMetadata(
-            PagedRows(
-                selector._pages_of(sequence).unsqueeze(0),
-                torch.tensor([sequence.slot], dtype=torch.int32, device="cuda"),
-                torch.tensor([sequence.tokens - 1], dtype=torch.int32, device="cuda"),
-            ),
-            counts=torch.ones(1, dtype=torch.int32, device="cuda"),
-            header=torch.zeros((1, len(AnswerHeader._fields)), dtype=torch.int64, device="cuda"),
-            capacity=sequence.tokens,
-        )
-        return torch.stack(selector._residency.read(rows, range(MODEL.layers), positions)).cpu()
+        pages, newest = torch.tensor(sequence.pages, dtype=torch.int32), sequence.tokens - 1
+        read = selector._read(pages, sequence.slot, newest, range(MODEL.layers), positions)
+        return torch.stack(read).cpu()
 
 
 @pytest.mark.gpu

@@ -12,20 +12,15 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from modelled_request import Request, pack_up
-from mosaickv_sequence import CPU, DENSE, SHORT, Held, Immediately, drifting
+from mosaickv_sequence import DENSE, SHORT, Held, Immediately, drifting
+from served_selector import Served
 from small_models import GQA, MHA, MODELS, small_config
 from torch import Tensor
 
-from cache_rank import residency
 from cache_rank.copies import Readback
 from cache_rank.kernels.score.reference import score_tokens
-from cache_rank.measure.timeline import Timeline
-from cache_rank.pages import PAGE_TOKENS
-from cache_rank.protocol import DownMessage, Row
 from cache_rank.residency.mosaickv import segments as mosaickv_segments
 from cache_rank.residency.mosaickv.strategy import BUFFER_TOKENS
-from cache_rank.selector import Selector
 
 
 @given(data=st.data())
@@ -215,31 +210,15 @@ def test_selections_are_those_of_the_synchronous_reference_where_nothing_is_lost
         kv_residency="mosaickv",
         kv_residency_options={**DENSE, "segment": 512, "threshold": 0},
     )
-    memory = residency.fixed_bytes(config) + 4 * PAGE_TOKENS * residency.bytes_per_token(config)
-    selector, request = Selector(config, CPU, memory), Request(config, sequence_id=1, prompt=350)
-    sequence = selector.begin(1)
-    selector.load(sequence, request.prompt)
-    for number in range(110):
-        step = selector.begin_step(number, [Row(1, request.position)])
-        computed = request.compute()
+    served = Served(config)
+    request = served.arrive(1, prompt=350)
+    for _ in range(110):
+        row, computed = request.row, request.compute()
         request.choose(*computed)
-        for layer_message, layers in zip(config.layer_messages, config.groups, strict=True):
-            up = pack_up(config, layer_message, [computed])
-            size = DownMessage.size(config, len(layers), 1)
-            down = DownMessage(config, len(layers), 1, torch.zeros(size, dtype=torch.uint8))
-            selector.serve(step, layer_message, up, down, Timeline("", CPU))
-            slots, keys, values = (getattr(down, name)[0] for name in ("slots", "keys", "values"))
-            request.apply(layers, slots, keys, values)
-            for layer in layers:
-                expected = torch.tensor(
-                    [
-                        [-1 if token is None else token for token in tokens]
-                        for tokens in request.reference.slots[layer]
-                    ]
-                )
-                found = selector.slot_map(sequence, range(layer, layer + 1))[0]
-                assert torch.equal(found.long(), expected)
-        selector.end_step(step)
+        answers = served.exchange([row], [computed])
+        for layers, down in zip(config.groups, answers, strict=True):
+            request.apply(layers, down.slots[0], down.keys[0], down.values[0])
+        served.check_slots(request)
     for layer in range(shape.layers):
         index = torch.tensor(request.reference.slots[layer])
         for head, tokens in enumerate(index):

@@ -122,8 +122,7 @@ class MosaicKVResidency(Residency):
             begin = end
 
     def _append(self, rows: BatchMetadata, layers: range, up: Tensor, query_ring: Tensor) -> None:
-        on_host = rows.numbers()
-        for slot, position in on_host:
+        for slot, position in rows.on_host:
             if slot >= 0 and position == 0 and layers.start == 0:
                 self._begin(slot)
         append_step(
@@ -133,7 +132,7 @@ class MosaicKVResidency(Residency):
             rows.paged._replace(page_table=rows.slots.unsqueeze(1)),
             layers.start,
         )
-        for row, (slot, position) in enumerate(on_host):
+        for row, (slot, position) in enumerate(rows.on_host):
             if slot >= 0:
                 self._segments[slot].append(rows.paged.page_table[row], layers, position + 1)
 
