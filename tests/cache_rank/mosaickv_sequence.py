@@ -13,7 +13,7 @@ from small_models import MHA, small_config
 from torch import Tensor
 
 from cache_rank.config import ModelShape
-from cache_rank.kernels.mosaickv.store import Run, Strategy, load_vectors, packed_tokens, runs_of
+from cache_rank.kernels.mosaickv.store import Strategy, load_vectors, packed_tokens, runs_of
 from cache_rank.residency.mosaickv.strategy import BUFFER_TOKENS
 
 DENSE: dict[str, Any] = {"rate": 0, "dropped": 0}
@@ -72,13 +72,17 @@ class Held(held_sequences.Held):
 
     def strategies(self, layer: int = 0) -> list[Strategy]:
         """Of each buffer in the pages."""
-        return [run.strategy for run in self.runs(layer, BUFFER_TOKENS)]
+        return [
+            strategy
+            for first, last, strategy in self.runs(layer)
+            for _ in range(first, last, BUFFER_TOKENS)
+        ]
 
-    def runs(self, layer: int, longest: int = 4096) -> list[Run]:
+    def runs(self, layer: int) -> list[tuple[int, int, Strategy]]:
         """The strategies of the tokens in the pages."""
         store = self.residency._memory.store
         packed = packed_tokens(store, self.slot, self.resident)
-        return list(runs_of(store, self.slot, layer, packed, longest))
+        return list(runs_of(store, self.slot, layer, packed))
 
     def codes(self) -> list[bytes]:
         """Of all that is in the pages, with the rotations that it is relative to."""

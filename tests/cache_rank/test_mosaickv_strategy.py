@@ -18,20 +18,8 @@ from cache_rank.kernels.mosaickv.store import Strategy
 from cache_rank.kernels.mosaickv.vectors import decode, lost_energy, rotation_of
 from cache_rank.residency.mosaickv import MosaicKVResidency
 from cache_rank.residency.mosaickv.segments import OPENING_TOKENS
-from cache_rank.residency.mosaickv.strategy import (
-    BUFFER_TOKENS,
-    Candidates,
-    CompressedTokens,
-    SegmentLengths,
-    compress,
-)
+from cache_rank.residency.mosaickv.strategy import BUFFER_TOKENS, Candidates, SegmentLengths
 from cache_rank.residency.options import with_defaults
-
-
-def token_losses(tokens: Tensor, compressed: CompressedTokens) -> Tensor:
-    """Of tokens (2, Hkv, n, D), each of its mean vector: (n,)."""
-    parts = zip(tokens, (compressed.keys, compressed.values), strict=True)
-    return torch.stack([lost_energy(*part) for part in parts]).mean(dim=(0, 1))
 
 
 @dataclass
@@ -66,12 +54,10 @@ class Expected:
                 part = held.tokens[..., first:last, :]
                 losses.append(
                     sum(
-                        float(
-                            token_losses(part[:, layer], compress(part[:, layer], strategy)).sum()
-                        )
+                        float(lost_energy(part[:, layer], strategy.compress(part[:, layer])).sum())
                         for layer, strategy in enumerate(strategies[temporary[-1]])
                     )
-                    / model.layers
+                    / (2 * model.kv_heads * model.layers)
                 )
             length = last - start
             if last == OPENING_TOKENS or (
@@ -106,10 +92,8 @@ class Expected:
         for buffer, index in enumerate(self.buffers):
             part = slice(buffer * BUFFER_TOKENS, (buffer + 1) * BUFFER_TOKENS)
             for layer, strategy in enumerate(self.strategies[index]):
-                compressed = compress(held.tokens[:, layer, :, part], strategy)
-                for side, vectors in enumerate((compressed.keys, compressed.values)):
-                    rotation = strategy.rotations[side]
-                    out[side, layer, :, part] = decode(vectors, rotation, strategy.group)
+                packed = strategy.compress(held.tokens[:, layer, :, part])
+                out[:, layer, :, part] = decode(packed, strategy.rotations, strategy.group)
         return out
 
 

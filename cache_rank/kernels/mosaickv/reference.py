@@ -12,8 +12,6 @@ from torch import Tensor
 
 from cache_rank.kernels.mosaickv.store import (
     PackedStore,
-    Run,
-    Strategy,
     load_vectors,
     newest_tokens,
     packed_tokens,
@@ -21,30 +19,16 @@ from cache_rank.kernels.mosaickv.store import (
     store_vectors,
     strategy_at,
 )
-from cache_rank.kernels.mosaickv.vectors import (
-    decode,
-    encode,
-    lost_energy,
-    score_packed,
-)
+from cache_rank.kernels.mosaickv.vectors import decode, lost_energy, score_packed
 from cache_rank.kernels.rows import PagedRows
 from cache_rank.kernels.wire.reference import to_wire
-
-_TILE_TOKENS = 4096
-"""This many tokens of one sequence are unpacked at once for scoring."""
 
 _DECODED_TOKENS = 512
 """This many tokens are decoded at once, each beside a copy of its rotation."""
 
 
 def add_covariance(
-    store: PackedStore,
-    slot: int,
-    layers: range,
-    first: int,
-    last: int,
-    before: Tensor,
-    after: Tensor,
+    store: PackedStore, slot: int, layers: range, first: int, last: int, covariance: Tensor
 ) -> None:
     """Add tokens x from the ring to covariances, the sums of xᵀx (section 5.5).
 
@@ -56,14 +40,13 @@ def add_covariance(
         slot: the slot of their sequence.
         layers: which layers.
         first, last: the tokens [first, last), whole buffers.
-        before, after: (layers, 2, Hkv, D, D) float64, the covariances of keys and of values before
-            and after; the given layers of `after` are written. They may be the same tensor.
+        covariance: (layers, 2, Hkv, D, D) float64, of keys and of values; the given layers are
+            added to.
     """
     for layer in layers:
-        after[layer] = before[layer]
         for start in range(first, last, store.buffer_tokens):
             tokens = newest_tokens(store, slot, layer, start, start + store.buffer_tokens).double()
-            after[layer] += tokens.transpose(-1, -2) @ tokens
+            covariance[layer] += tokens.transpose(-1, -2) @ tokens
 
 
 def compress_buffers(
@@ -91,25 +74,10 @@ def compress_buffers(
     for layer in layers:
         strategy = strategy_at(store, row, layer)
         for start in range(first, last, store.buffer_tokens):
-            losses[layer] += _compress_buffer(store, pages, slot, layer, strategy, start)
-
-
-def _compress_buffer(
-    store: PackedStore, pages: Tensor, slot: int, layer: int, strategy: Strategy, first: int
-) -> Tensor:
-    """Compress a buffer of a layer, and return what it loses."""
-    last = first + store.buffer_tokens
-    head = torch.arange(store.rings[0].shape[2], device=pages.device).unsqueeze(-1)
-    position = torch.arange(first, last, device=pages.device)
-    tokens = newest_tokens(store, slot, layer, first, last)
-    lost = torch.zeros((), dtype=torch.float64, device=pages.device)
-    for vectors, part, rotation in zip(
-        (store.keys, store.values), tokens, strategy.rotations, strict=True
-    ):
-        packed = encode(part, rotation, strategy.kept, strategy.group)
-        store_vectors(store, vectors, pages, layer, head, position, packed)
-        lost += lost_energy(part, packed).mean(dim=0).sum() / 2
-    return lost
+            tokens = newest_tokens(store, slot, layer, start, start + store.buffer_tokens)
+            packed = strategy.compress(tokens)
+            store_vectors(store, pages, layer, start, packed)
+            losses[layer] += lost_energy(tokens, packed).mean(dim=(0, 1)).sum()
 
 
 def gather_packed(
@@ -218,12 +186,8 @@ def score_packed_step(
                 resident,
                 scale,
             )
-            out[row, index, :, :resident] = _scores(logits)
-
-
-def _scores(logits: Tensor) -> Tensor:
-    """The largest log-probability over the heads of a group: (Hkv, G, T) to (Hkv, T)."""
-    return torch.log_softmax(logits, dim=-1).amax(dim=-2)
+            # The largest log-probability over the heads of a group.
+            out[row, index, :, :resident] = torch.log_softmax(logits, dim=-1).amax(dim=-2)
 
 
 def _logits(
@@ -236,21 +200,13 @@ def _logits(
     scale: float,
 ) -> Tensor:
     """Logits of a sequence's first tokens, (Hkv, G, resident), with queries (Hkv, G, D)."""
-    packed = packed_tokens(store, slot, resident)
-    runs = runs_of(store, slot, layer, packed, _TILE_TOKENS)
-    logits = [_score_run(store, queries, pages, layer, run, scale) for run in runs]
-    if packed < resident:
-        keys = newest_tokens(store, slot, layer, packed, resident)[0].float()
-        logits.append((queries @ keys.transpose(-1, -2)) * scale)
-    return torch.cat(logits, dim=-1)
-
-
-def _score_run(
-    store: PackedStore, queries: Tensor, pages: Tensor, layer: int, run: Run, scale: float
-) -> Tensor:
-    """Logits of a run: (Hkv, G, n)."""
-    strategy = run.strategy
+    packed, logits = packed_tokens(store, slot, resident), []
     head = torch.arange(queries.shape[0], device=queries.device).unsqueeze(-1)
-    position = torch.arange(run.first, run.last, device=queries.device)
-    keys = load_vectors(store, store.keys, pages, layer, head, position, strategy)
-    return score_packed(queries, keys, strategy.rotations[0], strategy.group, scale)
+    for first, last, strategy in runs_of(store, slot, layer, packed):
+        position = torch.arange(first, last, device=queries.device)
+        keys = load_vectors(store, store.keys, pages, layer, head, position, strategy)
+        logits.append(score_packed(queries, keys, strategy.rotations[0], strategy.group, scale))
+    if packed < resident:
+        newest = newest_tokens(store, slot, layer, packed, resident)[0].float()
+        logits.append((queries @ newest.transpose(-1, -2)) * scale)
+    return torch.cat(logits, dim=-1)

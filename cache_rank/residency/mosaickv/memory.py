@@ -7,7 +7,6 @@ back but what may be some steps old.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,15 +15,10 @@ from torch import Tensor
 
 from cache_rank.config import ModelShape
 from cache_rank.copies import upload
-from cache_rank.kernels.mosaickv.store import PackedStore, store_vectors
+from cache_rank.kernels.mosaickv.store import PackedStore, Strategy, store_vectors
 from cache_rank.kernels.mosaickv.vectors import PackedVectors
 from cache_rank.pages import PAGE_TOKENS
-from cache_rank.residency.mosaickv.strategy import (
-    BUFFER_TOKENS,
-    Candidates,
-    CompressedTokens,
-    SegmentLengths,
-)
+from cache_rank.residency.mosaickv.strategy import BUFFER_TOKENS, Candidates, SegmentLengths
 from cache_rank.residency.not_finite import NotFinite
 
 _LARGEST_NORM = torch.finfo(torch.float32).max / 2
@@ -38,12 +32,6 @@ class PackedMemory:
         store: the tensors that the operations of a step read and write.
         not_finite: reports tokens that cannot be rotated.
     """
-
-    @staticmethod
-    def bytes_per_token(candidates: Candidates, model: ModelShape) -> int:
-        """Memory of a token's key and value, all layers."""
-        vector = candidates.kept * model.torch_dtype.itemsize + candidates.bitmap_bytes
-        return 2 * vector * model.layers * model.kv_heads
 
     def __init__(
         self,
@@ -86,7 +74,6 @@ class PackedMemory:
             buffer_tokens=BUFFER_TOKENS,
         )
         self._free_rows = list(range(strategies))[::-1]
-        self._heads = torch.arange(model.kv_heads, device=device).unsqueeze(-1)
         # A flag a slot: other sequences may be loading beside a step, on a stream of their own.
         self.not_finite = NotFinite(model, device, flags=slots)
         self._beside = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -96,23 +83,37 @@ class PackedMemory:
         self.store.strategy_of[slot].fill_(-1)
         self.store.rows[slot].fill_(-1)
 
-    def adopt(self, tokens: list[CompressedTokens]) -> list[CompressedTokens]:
-        """Let the current stream use the tokens of a segment, which come from another thread."""
-        if self._beside is not None:
-            current = torch.cuda.current_stream()
-            for strategy, *vectors in tokens:
-                for tensor in (strategy.rotations, *itertools.chain(*vectors)):
-                    tensor.record_stream(current)
-        return tokens
+    def adopt(
+        self,
+        pages: Tensor,
+        slot: int,
+        index: int,
+        first: int,
+        found: Sequence[tuple[Strategy, PackedVectors]],
+    ) -> int:
+        """Take over a segment from another thread.
 
-    def add(self, slot: int, index: int, tokens: Sequence[CompressedTokens]) -> int:
-        """Store the strategies of a segment, the sequence's number `index`; return their row."""
-        row = self._free_rows.pop()
-        numbers = torch.tensor([of_layer.strategy[:2] for of_layer in tokens], dtype=torch.int32)
-        self.store.numbers[row].copy_(upload((numbers,), self._device)[0])
-        for layer, of_layer in enumerate(tokens):
-            self.store.rotations[row, layer].copy_(of_layer.strategy.rotations)
-        self.store.rows[slot, index].fill_(row)
+        Args:
+            pages: (pages,) int32, the sequence's pages.
+            slot: the sequence's slot.
+            index: the segment's number in the sequence, and so that of its strategy.
+            first: position of its first token.
+            found: the strategy and the tokens of each layer.
+
+        Returns:
+            The row of the strategy in the tables.
+        """
+        row, store = self._free_rows.pop(), self.store
+        numbers = torch.tensor([strategy[:2] for strategy, _ in found], dtype=torch.int32)
+        store.numbers[row].copy_(upload((numbers,), self._device)[0])
+        store.rows[slot, index].fill_(row)
+        for layer, (strategy, vectors) in enumerate(found):
+            if self._beside is not None:
+                for tensor in (strategy.rotations, *vectors):
+                    tensor.record_stream(torch.cuda.current_stream())
+            store.rotations[row, layer].copy_(strategy.rotations)
+            store_vectors(store, pages, layer, first, vectors)
+        self.assign(slot, first, first + found[0][1].elements.shape[2], index)
         return row
 
     def release(self, rows: Sequence[int]) -> None:
@@ -122,21 +123,6 @@ class PackedMemory:
     def assign(self, slot: int, first: int, last: int, index: int) -> None:
         """Note that tokens [first, last) are compressed by the sequence's strategy `index`."""
         self.store.strategy_of[slot, first // BUFFER_TOKENS : last // BUFFER_TOKENS].fill_(index)
-
-    def write(self, pages: Tensor, layer: int, first: int, tokens: CompressedTokens) -> None:
-        """Write successive tokens of a layer, the first of them at position `first`.
-
-        Args:
-            pages: (pages,) int32, the sequence's pages.
-            layer: the tokens' layer.
-            first: position of the first token.
-            tokens: the tokens of all KV heads.
-        """
-        last = first + tokens.keys.elements.shape[-2]
-        position = torch.arange(first, last, device=self._device)
-        store = self.store
-        for vectors, packed in ((store.keys, tokens.keys), (store.values, tokens.values)):
-            store_vectors(store, vectors, pages, layer, self._heads, position, packed)
 
     def require_finite(self, slot: int, layers: range, first: int, last: int) -> None:
         """Check that tokens of a slot are finite: otherwise they cannot be rotated.

@@ -31,7 +31,7 @@ from cache_rank.kernels.mosaickv import (
 from cache_rank.residency.base import Residency
 from cache_rank.residency.mosaickv.memory import PackedMemory
 from cache_rank.residency.mosaickv.segments import Segments
-from cache_rank.residency.mosaickv.strategy import Candidates, SegmentLengths, strategy_bytes
+from cache_rank.residency.mosaickv.strategy import Candidates, SegmentLengths
 from cache_rank.residency.options import Between, OneOf, Ranges
 
 
@@ -76,10 +76,8 @@ class MosaicKVResidency(Residency):
     def bytes_per_token(cls, config: CacheRankConfig) -> int:
         """Memory of a token, and its share of the strategies: the shortest segments have most."""
         options = cls.settings(config)
-        candidates = Candidates(options, config.model)
-        strategies = strategy_bytes(candidates.channels, config.model)
-        of_token = -(-strategies // SegmentLengths.of(options).least)
-        return PackedMemory.bytes_per_token(candidates, config.model) + of_token
+        candidates, least = Candidates(options, config.model), SegmentLengths.of(options).least
+        return candidates.token_bytes - (-candidates.strategy_bytes // least)
 
     @classmethod
     def fixed_bytes(cls, config: CacheRankConfig) -> int:
@@ -89,9 +87,9 @@ class MosaicKVResidency(Residency):
         covariance = 2 * model.layers * model.kv_heads * model.head_dim**2 * 8
         of_slot = (
             lengths.originals * model.bytes_per_token
-            + lengths.most * PackedMemory.bytes_per_token(candidates, model)
+            + lengths.most * candidates.token_bytes
             + 2 * covariance  # one of the finished segment, and one of the next
-            + strategy_bytes(candidates.channels, model)  # those of the opening
+            + candidates.strategy_bytes  # those of the opening
         )
         return config.max_rows * of_slot
 

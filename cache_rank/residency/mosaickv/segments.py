@@ -30,12 +30,12 @@ from torch import Tensor
 from cache_rank.config import ModelShape
 from cache_rank.copies import Readback
 from cache_rank.kernels.mosaickv import add_covariance, compress_buffers
-from cache_rank.kernels.mosaickv.store import newest_tokens
+from cache_rank.kernels.mosaickv.store import Strategy, newest_tokens
+from cache_rank.kernels.mosaickv.vectors import PackedVectors
 from cache_rank.residency.mosaickv.memory import PackedMemory
 from cache_rank.residency.mosaickv.strategy import (
     BUFFER_TOKENS,
     Candidates,
-    CompressedTokens,
     SegmentLengths,
     recompress,
 )
@@ -48,12 +48,11 @@ MOST_BUFFERS = 8
 
 
 class _Recompression(NamedTuple):
-    """A finished segment, tokens [first, last), whose own strategy serves from token `due` on."""
+    """A finished segment from token `first` on, whose own strategy serves from token `due` on."""
 
     first: int
-    last: int
     due: int
-    result: Future[list[CompressedTokens]]
+    result: Future[list[tuple[Strategy, PackedVectors]]]
 
 
 class Segments:
@@ -139,8 +138,8 @@ class Segments:
             self._complete = resident
             if self.strategies:
                 self._memory.assign(self._slot, first, resident, len(self.strategies) - 1)
-        store, covariance = self._memory.store, self._covariance
-        add_covariance(store, self._slot, layers, first, resident, covariance, covariance)
+        store = self._memory.store
+        add_covariance(store, self._slot, layers, first, resident, self._covariance)
         if self.strategies:
             row = self.strategies[-1]
             compress_buffers(store, pages, self._slot, row, layers, first, resident, self._losses)
@@ -188,7 +187,7 @@ class Segments:
         def tokens_of(layer: int) -> Tensor:
             return newest_tokens(self._memory.store, self._slot, layer, first, last)
 
-        result: Future[list[CompressedTokens]]
+        result: Future[list[tuple[Strategy, PackedVectors]]]
         if self.strategies:
             due = last + self._lengths.delay
             result = self._executor.submit(
@@ -198,15 +197,12 @@ class Segments:
             self._memory.not_finite.check(wait=True)
             due, result = last, Future()
             result.set_result(recompress(tokens_of, self._covariance, self._candidates))
-        self._recompression = _Recompression(first, last, due, result)
+        self._recompression = _Recompression(first, due, result)
         self._begin_segment(last)
 
     def _switch(self, pages: Tensor, finished: _Recompression) -> None:
         """Let the finished segment's own strategy serve."""
-        layers = self._memory.adopt(finished.result.result())
-        index = len(self.strategies)
-        self.strategies.append(self._memory.add(self._slot, index, layers))
-        self._memory.assign(self._slot, finished.first, finished.last, index)
-        for layer, tokens in enumerate(layers):
-            self._memory.write(pages, layer, finished.first, tokens)
+        index, found = len(self.strategies), finished.result.result()
+        row = self._memory.adopt(pages, self._slot, index, finished.first, found)
+        self.strategies.append(row)
         self._recompression = None

@@ -16,7 +16,6 @@ from cache_rank.kernels.mosaickv.store import Strategy
 from cache_rank.kernels.mosaickv.vectors import (
     PackedVectors,
     bitmap_bytes,
-    encode,
     lost_energy,
     pack_vectors,
     rotate,
@@ -72,19 +71,6 @@ class SegmentLengths(NamedTuple):
         return self.most + self.delay
 
 
-class CompressedTokens(NamedTuple):
-    """n successive tokens of one layer.
-
-    Attributes:
-        strategy: the strategy that they are compressed by.
-        keys, values: (Hkv, n, r).
-    """
-
-    strategy: Strategy
-    keys: PackedVectors
-    values: PackedVectors
-
-
 class Candidates:
     """The strategies that there are to choose from, and the memory that any of them may need.
 
@@ -92,6 +78,8 @@ class Candidates:
         channels: C, the number of channels that are left; a multiple of every group.
         kept: most elements of a vector.
         bitmap_bytes: most bytes of a bitmap, in whole words of 4.
+        token_bytes: memory of a token's key and value, all layers.
+        strategy_bytes: memory of one segment's strategies, all layers.
     """
 
     def __init__(self, options: Mapping[str, OptionValue], model: ModelShape) -> None:
@@ -115,6 +103,9 @@ class Candidates:
         self.kept = max(kept for kept, _ in self._choices)
         self.bitmap_bytes = -(-bitmap_bytes(self.channels, self._groups[-1]) // 4) * 4
         self._largest_loss = float(options["loss"])
+        heads, itemsize = 2 * model.layers * model.kv_heads, model.torch_dtype.itemsize
+        self.token_bytes = heads * (self.kept * itemsize + self.bitmap_bytes)
+        self.strategy_bytes = heads * head_dim * self.channels * itemsize
 
     def _elements(self, wanted: float, group: int) -> int:
         """The largest number of elements up to `wanted` that is whole groups; at least one."""
@@ -144,19 +135,9 @@ class Candidates:
         return Strategy(kept, group, rotations)
 
 
-def compress(tokens: Tensor, strategy: Strategy) -> CompressedTokens:
-    """Compress keys and values of one layer, (2, Hkv, n, D)."""
-    kept, group, rotations = strategy
-    keys, values = (
-        encode(part, rotation, kept, group)
-        for part, rotation in zip(tokens, rotations, strict=True)
-    )
-    return CompressedTokens(strategy, keys, values)
-
-
 def recompress(
     tokens_of: Callable[[int], Tensor], covariance: Tensor, candidates: Candidates
-) -> list[CompressedTokens]:
+) -> list[tuple[Strategy, PackedVectors]]:
     """Choose the strategies of a finished segment, and compress it by them.
 
     Args:
@@ -165,20 +146,15 @@ def recompress(
         candidates: the strategies to choose from.
 
     Returns:
-        The compressed tokens of each layer.
+        Of each layer, its strategy and the tokens that it has compressed.
     """
     found = []
     # All layers are rotated at once: on a GPU, each by itself would take far longer.
     for layer, rotations in enumerate(candidates.rotations(covariance)):
         tokens = tokens_of(layer)
-        found.append(compress(tokens, candidates.choose(tokens, rotations)))
+        strategy = candidates.choose(tokens, rotations)
+        found.append((strategy, strategy.compress(tokens)))
     return found
-
-
-def strategy_bytes(channels: int, model: ModelShape) -> int:
-    """Memory of one segment's strategies, all layers."""
-    rotation = model.head_dim * channels * model.torch_dtype.itemsize
-    return 2 * model.layers * model.kv_heads * rotation
 
 
 def _candidates(options: Mapping[str, OptionValue], name: str) -> tuple[float, ...]:
