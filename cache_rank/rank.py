@@ -38,7 +38,6 @@ from cache_rank.protocol import (
     projection_shape,
 )
 from cache_rank.residency import memory_for_tokens
-from cache_rank.resident_sequence import ResidentSequence
 from cache_rank.schedule import LayerMessage
 from cache_rank.selector import Selector
 
@@ -72,7 +71,7 @@ class CacheRank:
         self._link = link
         self._device = device
         self._recorder = Recorder(config)
-        self._mark_time = self.selector.timeline.mark
+        self._timeline = self.selector.timeline
         self._overflow, self._overflow_tokens = Readback(), 0
         self._last_sequence_id = 0
         self._last_step = 0
@@ -85,7 +84,7 @@ class CacheRank:
         self._layer_messages = config.layer_messages
         self._taken: list[torch.cuda.Event | None] = [None] * len(self._layer_messages)
         self._sent: list[Pending | None] = [None] * len(config.groups)
-        self._loaded: dict[int, torch.cuda.Event] = {}
+        self._loaded: dict[int, torch.cuda.Event | None] = {}
         self._received_of_layers: torch.cuda.Event | None = None
         self._warm_up()
 
@@ -108,19 +107,15 @@ class CacheRank:
         wanted = config.slots_wanted_after(tokens)
         queries = config.query_window + 1 if on_gpu else 1
         while sequence.filled < wanted or sequence.queries < queries:
-            self._warm_up_step(sequence)
+            rows = [Row(sequence.sequence_id, max(sequence.tokens, sequence.stepped))]
+            step, messages = selector.begin_step(0, rows), self._messages.of(1)
+            for layer_message, up in zip(self._layer_messages, messages.up, strict=True):
+                selector.serve(step, layer_message, up, messages.answer_of(layer_message))
         if on_gpu and residency.shared_tail(config) is not None:
             selector.read_page(sequence.pages[0])
         selector.end(NO_SEQUENCE)
         if on_gpu:
             torch.cuda.synchronize(self._device)
-
-    def _warm_up_step(self, sequence: ResidentSequence) -> None:
-        selector = self.selector
-        rows = [Row(sequence.sequence_id, max(sequence.tokens, sequence.stepped))]
-        step, messages = selector.begin_step(0, rows), self._messages.of(1)
-        for layer_message, up in zip(self._layer_messages, messages.up, strict=True):
-            selector.serve(step, layer_message, up, messages.answer_of(layer_message))
 
     def load(self, message: Load) -> str | None:
         """Take over a bulk shipment; return the reason when it is refused.
@@ -131,15 +126,9 @@ class CacheRank:
         config, selector = self.config, self.selector
         if not 0 < message.count <= selector.capacity_tokens:
             return f"Load of {message.count} tokens, {selector.capacity_tokens} fit"
-        with self._link.in_background():
-            shipment = torch.empty(
-                bulk_shape(config, message.count),
-                dtype=config.model.torch_dtype,
-                device=self._device,
-            )
-            # Steps of ended sequences may still write into the pages that this shipment gets.
-            after = self._mark(torch.cuda.default_stream()) if shipment.is_cuda else None
-            self._link.bulk.receive(shipment, after).wait(PEER_SECONDS)
+        with self._receive_bulk(
+            bulk_shape(config, message.count), config.model.torch_dtype
+        ) as shipment:
             return self._load(message, shipment)
 
     def _load(self, message: Load, shipment: Tensor) -> str | None:
@@ -154,8 +143,7 @@ class CacheRank:
             held = sequence.tokens
             return f"Load at {message.start} for sequence {sequence_id}, which holds {held} tokens"
         selector.load(sequence, shipment)
-        if shipment.is_cuda:
-            self._loaded[sequence_id] = self._mark()
+        self._loaded[sequence_id] = self._mark()
         self._recorder.write("load", sequence_id=sequence_id, shipment=shipment)
         return None
 
@@ -184,8 +172,7 @@ class CacheRank:
                 # Steps of ended sequences may still write into the page that a copy gets.
                 torch.cuda.current_stream().wait_stream(torch.cuda.default_stream())
             selector.adopt(sequence, message.names)
-            if self._device.type == "cuda":
-                self._loaded[sequence_id] = self._mark()
+            self._loaded[sequence_id] = self._mark()
         return None
 
     def share(self, message: Share) -> str | None:
@@ -236,8 +223,9 @@ class CacheRank:
         if not config.forecasts or not 0 <= message.layer < config.model.layers:
             return f"QueryProjection of layer {message.layer}, which is not forecast"
         dtype = config.model.torch_dtype
-        with self._receive_of_layer(projection_shape(config), dtype) as projection:
+        with self._receive_bulk(projection_shape(config), dtype) as projection:
             self.selector.load_projection(message.layer, projection)
+            self._received_of_layers = self._mark()
             self._recorder.write("projection", layer=message.layer, projection=projection)
         return None
 
@@ -249,21 +237,21 @@ class CacheRank:
         config = self.config
         if config.score_keys != "sketch" or not 0 <= message.layer < config.model.layers:
             return f"KeyBasis of layer {message.layer}, which has no sketch"
-        with self._receive_of_layer(basis_shape(config), torch.float32) as basis:
+        with self._receive_bulk(basis_shape(config), torch.float32) as basis:
             self.selector.load_basis(message.layer, basis)
+            self._received_of_layers = self._mark()
             self._recorder.write("basis", layer=message.layer, basis=basis)
         return None
 
     @contextlib.contextmanager
-    def _receive_of_layer(self, shape: Sequence[int], dtype: torch.dtype) -> Iterator[Tensor]:
-        """Receive what belongs to a layer; the next step waits for what is done with it inside."""
+    def _receive_bulk(self, shape: tuple[int, ...], dtype: torch.dtype) -> Iterator[Tensor]:
+        """Receive a tensor, and run beside the steps what is done with it inside."""
         with self._link.in_background():
-            received = torch.empty(tuple(shape), dtype=dtype, device=self._device)
-            after = self._mark(torch.cuda.default_stream()) if received.is_cuda else None
+            received = torch.empty(shape, dtype=dtype, device=self._device)
+            # Steps of ended sequences may still write into the pages that a shipment gets.
+            after = torch.cuda.default_stream().record_event() if received.is_cuda else None
             self._link.bulk.receive(received, after).wait(PEER_SECONDS)
             yield received
-            if received.is_cuda:
-                self._received_of_layers = self._mark()
 
     def end(self, sequence_ids: Collection[int]) -> str | None:
         """Forget sequences; return the reason when one of them was not live."""
@@ -295,7 +283,7 @@ class CacheRank:
             torch.cuda.current_stream().wait_event(self._received_of_layers)
             self._received_of_layers = None
         step = self.selector.begin_step(message.step, message.rows, refused.keys())
-        self.selector.timeline.enter_step(message.step, message.traced)
+        self._timeline.enter_step(message.step, message.traced)
         messages = self._messages.of(len(message.rows))
         for index, (layer_message, up) in enumerate(
             zip(self._layer_messages, messages.up, strict=True)
@@ -305,7 +293,7 @@ class CacheRank:
             self._wait_until_sent(layer_message)
             self.selector.serve(step, layer_message, up, answer)
             self._send(layer_message, answer)
-            self._release(index, up)
+            self._taken[index] = self._mark()  # the buffer may be written again then
             self._recorder.write_step(self.selector, step, layer_message, up)
         self.selector.end_step(step)
         self._last_step = max(self._last_step, message.step)
@@ -324,14 +312,9 @@ class CacheRank:
         """
         layer_message = self._layer_messages[index]
         received = self._link.up.receive(up.buffer, self._taken[index], buffer_index=index)
-        self._mark_time(layer_message, "begin")
+        self._timeline.mark(layer_message, "begin")
         received.wait(PEER_SECONDS)
-        self._mark_time(layer_message, "receive")
-
-    def _release(self, index: int, up: UpMessage) -> None:
-        """Let the buffer of a message be written again once what is queued has read it."""
-        if up.buffer.is_cuda:
-            self._taken[index] = self._mark()
+        self._timeline.mark(layer_message, "receive")
 
     def _wait_until_sent(self, layer_message: LayerMessage) -> None:
         """Wait until the answer of the step before has left the buffer of this one."""
@@ -377,10 +360,9 @@ class CacheRank:
             refused_messages=refused_messages,
         )
 
-    def _mark(self, stream: torch.cuda.Stream | None = None) -> torch.cuda.Event:
-        event = torch.cuda.Event()
-        event.record(stream or torch.cuda.current_stream())
-        return event
+    def _mark(self) -> torch.cuda.Event | None:
+        """An event behind what is queued; on a CPU, where nothing is, none."""
+        return torch.cuda.current_stream().record_event() if self._device.type == "cuda" else None
 
 
 def _free_memory(device: torch.device) -> int:

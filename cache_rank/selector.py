@@ -110,7 +110,6 @@ class Selector:
         # Pages of the sequence in each slot, so that no step builds its page table from lists.
         self._slot_pages = torch.zeros((slots, max(1, self.pages.pages)), dtype=torch.int32)
         self._graphs = CudaGraphCache(device)
-        self._scores_moved = 0
         self._step_memory: Tensor | None = None
         if device.type == "cuda":
             step_bytes = slots * (_STEP_BYTES + 4 * (self.pages.pages + _PAGES_ROUNDING))
@@ -276,10 +275,11 @@ class Selector:
             for column, of_rows, is_fresh in ((1, positions, 0), (2, after, 0), (3, earlier, 1))
         )
         self._graphs.allow_more()
-        moved = self._residency.prepare_scores(count, len(self.config.groups[0]), capacity)
-        if moved != self._scores_moved:
+        scores = self._residency.scores
+        moves = scores.moves
+        scores.take(count, len(self.config.groups[0]), capacity)
+        if scores.moves > moves:
             self._graphs.clear()
-            self._scores_moved = moved
         return SelectorStep(number, current, held, before, (count, width), live, changed)
 
     def serve(

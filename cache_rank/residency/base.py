@@ -18,13 +18,17 @@ from torch import Tensor
 from cache_rank.batch_metadata import BatchMetadata
 from cache_rank.config import CacheRankConfig, OptionValue
 from cache_rank.kernels.score import score_workspace
-from cache_rank.residency.options import Ranges, require_options, with_defaults
+from cache_rank.residency.options import Ranges
 from cache_rank.residency.scores import ScoreBuffers
 from cache_rank.residency.sketched import KeySketches
 
 
 class Residency(ABC):
-    """K and V of all sequences, in pages of PAGE_TOKENS tokens."""
+    """K and V of all sequences, in pages of PAGE_TOKENS tokens.
+
+    Attributes:
+        scores: the memory that scores are written to.
+    """
 
     name: ClassVar[str]
     """The format is called so by `--kv-residency`."""
@@ -54,12 +58,18 @@ class Residency(ABC):
             ValueError: one is unknown or out of range; the message names those that there are,
                 with their ranges.
         """
-        require_options(cls.name, options, cls.options)
+        described = ", ".join(f"{name} {values}" for name, values in cls.options.items())
+        for name, value in options.items():
+            if name not in cls.options or not cls.options[name].accepts(value):
+                raise ValueError(
+                    f"kv_residency_options {name}={value}: {cls.name} takes "
+                    f"{described or 'no options'}"
+                )
 
     @classmethod
-    def settings(cls, config: CacheRankConfig) -> dict[str, OptionValue]:
+    def settings(cls, options: Mapping[str, OptionValue]) -> dict[str, OptionValue]:
         """All options, with the defaults of those that are not given."""
-        return with_defaults(config.kv_residency_options, cls.options)
+        return {name: options.get(name, values.default) for name, values in cls.options.items()}
 
     @classmethod
     @abstractmethod
@@ -91,7 +101,7 @@ class Residency(ABC):
         sketched = config.score_keys == "sketch"
         self._sketches = KeySketches(config, pages, device) if sketched else None
         make_workspace = (self._sketches or self).score_workspace
-        self._scores = ScoreBuffers(config.model, make_workspace, device)
+        self.scores = ScoreBuffers(config.model.kv_heads, make_workspace, device)
 
     def load_basis(self, layer: int, basis: Tensor) -> None:
         """Take over the directions of a layer's keys, (Hkv, D + 1, D); see protocol.KeyBasis.
@@ -141,7 +151,7 @@ class Residency(ABC):
             chosen: (slots, layers, Hkv, k) int32, the tokens in the slots of all sequences, for
                 what normalizes by these; see `score_normalizer`.
         """
-        workspace, out = self._scores.take(queries.shape[0], len(layers), rows.capacity)
+        workspace, out = self.scores.take(queries.shape[0], len(layers), rows.capacity)
         if self._sketches is None:
             self._score(rows, layers, queries, workspace, out)
         else:
@@ -194,19 +204,11 @@ class Residency(ABC):
         """
         return
 
-    def score_workspace(
-        self, rows: int, layers: int, kv_heads: int, group: int, capacity: int, device: torch.device
-    ) -> Any:
+    def score_workspace(self, rows: int, layers: int, capacity: int) -> Any:
         """Allocate the scratch memory of a scoring of at most so many rows, layers and tokens."""
-        return score_workspace(rows, layers, kv_heads, group, capacity, device)
-
-    def prepare_scores(self, rows: int, layers: int, capacity: int) -> int:
-        """Make room for scores of so many rows, layers and tokens.
-
-        Returns:
-            A number that changes whenever the memory that scores take has moved.
-        """
-        return self._scores.prepare(rows, layers, capacity)
+        model = self._model
+        heads = (model.kv_heads, model.query_heads // model.kv_heads)
+        return score_workspace(rows, layers, *heads, capacity, self._device)
 
     def read(self, rows: BatchMetadata, layers: range, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Decode tokens of one sequence.

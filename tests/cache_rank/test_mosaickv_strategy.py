@@ -19,7 +19,6 @@ from cache_rank.kernels.mosaickv.vectors import decode, lost_energy, rotation_of
 from cache_rank.residency.mosaickv import MosaicKVResidency
 from cache_rank.residency.mosaickv.segments import OPENING_TOKENS
 from cache_rank.residency.mosaickv.strategy import BUFFER_TOKENS, Candidates, SegmentLengths
-from cache_rank.residency.options import with_defaults
 
 
 @dataclass
@@ -33,7 +32,7 @@ class Expected:
     @classmethod
     def of(cls, held: Held) -> Expected:
         options, model = held.config.kv_residency_options, held.config.model
-        candidates = Candidates(with_defaults(options, MosaicKVResidency.options), model)
+        candidates = Candidates(MosaicKVResidency.settings(options), model)
         lengths = SegmentLengths(int(options["segment"]), float(options["threshold"]))
         count = held.resident // BUFFER_TOKENS * BUFFER_TOKENS
         ends: list[int] = []
@@ -134,9 +133,7 @@ def test_the_highest_rate_and_the_largest_group_without_much_loss_are_chosen(
     basis = torch.randn((2, 2, directions, 64), generator=generator)
     tokens = torch.randn((2, 2, 512, directions), generator=generator) @ basis
     exact = tokens.double()
-    candidates = Candidates(
-        with_defaults({"loss": 0.1, "dropped": 25}, MosaicKVResidency.options), WIDE
-    )
+    candidates = Candidates(MosaicKVResidency.settings({"loss": 0.1, "dropped": 25}), WIDE)
     strategy = candidates.choose(tokens, candidates.rotations(exact.transpose(-1, -2) @ exact))
     assert (strategy.kept, strategy.group) == expected
     assert strategy.rotations.shape == (2, 2, 64, 48)

@@ -75,14 +75,14 @@ class MosaicKVResidency(Residency):
     @classmethod
     def bytes_per_token(cls, config: CacheRankConfig) -> int:
         """Memory of a token, and its share of the strategies: the shortest segments have most."""
-        options = cls.settings(config)
+        options = cls.settings(config.kv_residency_options)
         candidates, least = Candidates(options, config.model), SegmentLengths.of(options).least
         return candidates.token_bytes - (-candidates.strategy_bytes // least)
 
     @classmethod
     def fixed_bytes(cls, config: CacheRankConfig) -> int:
         """Memory of the slots, if each has its longest segment, which is being recompressed."""
-        model, options = config.model, cls.settings(config)
+        model, options = config.model, cls.settings(config.kv_residency_options)
         lengths, candidates = SegmentLengths.of(options), Candidates(options, model)
         covariance = 2 * model.layers * model.kv_heads * model.head_dim**2 * 8
         of_slot = (
@@ -94,7 +94,7 @@ class MosaicKVResidency(Residency):
         return config.max_rows * of_slot
 
     def __init__(self, config: CacheRankConfig, pages: int, device: torch.device) -> None:
-        model, options = config.model, self.settings(config)
+        model, options = config.model, self.settings(config.kv_residency_options)
         lengths = SegmentLengths.of(options)
         super().__init__(config, pages, device)
         self._lengths = lengths
@@ -166,12 +166,11 @@ class MosaicKVResidency(Residency):
     def check(self) -> None:
         self._memory.not_finite.check()
 
-    def score_workspace(
-        self, rows: int, layers: int, kv_heads: int, group: int, capacity: int, device: torch.device
-    ) -> Any:
+    def score_workspace(self, rows: int, layers: int, capacity: int) -> Any:
+        group = self._model.query_heads // self._model.kv_heads
         strategies = self._lengths.most_strategies(capacity)
         return score_packed_workspace(
-            self._memory.store, rows, layers, group, capacity, strategies, device
+            self._memory.store, rows, layers, group, capacity, strategies, self._device
         )
 
     def _begin(self, slot: int) -> None:
