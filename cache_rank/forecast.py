@@ -21,16 +21,9 @@ from cache_rank.kernels.forecast import forecast_step, forecast_workspace, refer
 def forecast_layer(
     model: ModelShape, projection: Tensor, hidden: Tensor, positions: Tensor
 ) -> Tensor:
-    """Forecast the queries of one layer in plain torch.
+    """Forecast the queries of one layer in plain torch: (T, Hq, D) float32.
 
-    Args:
-        model: the layer's shape.
-        projection: (H + 2, Hq, D), see protocol.QueryProjection.
-        hidden: (T, H), what entered an earlier layer.
-        positions: (T,) integer.
-
-    Returns:
-        (T, Hq, D) float32.
+    `projection` is as in protocol.QueryProjection; `hidden`, (T, H), entered an earlier layer.
     """
     constant, query_norm = projection[-2:]
     heads = (model.query_heads, model.head_dim)
@@ -94,16 +87,10 @@ class Forecast:
         return not self._missing[group]
 
     def predict(self, rows: BatchMetadata, group: int, hidden: Tensor, same_step: bool) -> Tensor:
-        """Forecast the queries of a group.
+        """Forecast the queries of a group whose projections have come, (R, L, Hq, D) float32.
 
-        Args:
-            rows: the rows of the step.
-            group: one whose projections have come.
-            hidden: (R, H), what entered the group that the message names.
-            same_step: whether the queries are those of this step; they are of the next otherwise.
-
-        Returns:
-            (R, L, Hq, D) float32, valid until the next call; those of a refused row are arbitrary.
+        They are valid until the next call; those of a refused row are arbitrary. They are those of
+        this step, or of the next one. `hidden`, (R, H), entered the group that the message names.
         """
         model = self._config.model
         query_norms = self._query_norms[group]

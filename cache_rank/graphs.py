@@ -24,10 +24,7 @@ def capture(
     The action has run before, so that its kernels are compiled. It waits for no other stream, and
     what it reads and writes stays where it is; what it allocates, the graph keeps. Other streams,
     and other threads of the process, may use the device meanwhile, but none may wait for all of it.
-
-    Args:
-        action: the work to capture.
-        stream: the current stream inside, where it matters; it must not be the default one.
+    `stream` is the current one inside, where it matters; it must not be the default one.
     """
     graph = torch.cuda.CUDAGraph()
     with (
@@ -71,10 +68,8 @@ class CudaGraphCache:
     def run(self, key: Hashable, *actions: Callable[[], None]) -> None:
         """Do what actions do, one after the other; see `capture` for what they must be like.
 
-        Args:
-            key: actions of the same key do the same, with the same memory.
-            actions: the work. It runs as it is at first, which compiles its kernels, and is
-                captured later.
+        Actions of the same key do the same, with the same memory. They run as they are at first,
+        which compiles their kernels, and are captured later.
         """
 
         def act() -> None:

@@ -33,13 +33,7 @@ class MessageBuffers:
     def __init__(
         self, config: CacheRankConfig, ups: Sequence[Tensor], answers: Sequence[Tensor]
     ) -> None:
-        """Lay messages out over buffers.
-
-        Args:
-            config: that both ranks have agreed on.
-            ups: (bytes,) uint8 of each layer message, for `config.max_rows` requests.
-            answers: (bytes,) uint8 of each group, likewise.
-        """
+        """Lay messages out over memory, (bytes,) uint8 of each message and of each answer."""
         self._config = config
         self._ups, self._answers = ups, answers
         self._messages: dict[int, StepMessages] = {}

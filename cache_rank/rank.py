@@ -83,7 +83,7 @@ class CacheRank:
         self._messages = MessageBuffers(config, link.buffers, answers)
         self._layer_messages = config.layer_messages
         self._taken: list[torch.cuda.Event | None] = [None] * len(self._layer_messages)
-        self._sent: list[Pending | None] = [None] * len(config.groups)
+        self._sent: dict[int | None, Pending] = {}
         self._loaded: dict[int, torch.cuda.Event | None] = {}
         self._received_of_layers: torch.cuda.Event | None = None
         self._warm_up()
@@ -290,7 +290,8 @@ class CacheRank:
         ):
             answer = messages.answer_of(layer_message)
             self._receive(index, up)
-            self._wait_until_sent(layer_message)
+            if (before := self._sent.get(layer_message.selects_for)) is not None:
+                before.wait(PEER_SECONDS)  # until the last step's answer has left its buffer
             self.selector.serve(step, layer_message, up, answer)
             self._send(layer_message, answer)
             self._taken[index] = self._mark()  # the buffer may be written again then
@@ -315,12 +316,6 @@ class CacheRank:
         self._timeline.mark(layer_message, "begin")
         received.wait(PEER_SECONDS)
         self._timeline.mark(layer_message, "receive")
-
-    def _wait_until_sent(self, layer_message: LayerMessage) -> None:
-        """Wait until the answer of the step before has left the buffer of this one."""
-        group = layer_message.selects_for
-        if group is not None and (sent := self._sent[group]) is not None:
-            sent.wait(PEER_SECONDS)
 
     def _send(self, layer_message: LayerMessage, answer: DownMessage | None) -> None:
         """Send an answer, if there is one, when what is queued has written it."""

@@ -291,13 +291,8 @@ class Selector:
     ) -> None:
         """Take over what a message brought, and lay out the answer.
 
-        What is queued is one graph.
-
-        Args:
-            step: under way.
-            layer_message: one of `config.layer_messages`, in their order.
-            up: what came; it is read when the work runs.
-            down: the answer, which the work writes; None where the message has none.
+        What is queued is one graph, which reads `up` and writes `down` when it runs. Messages come
+        in the order of `config.layer_messages`.
         """
         messages = [message.buffer.data_ptr() for message in (up, down) if message is not None]
         key = (layer_message, step.key, self._forecasts(layer_message), *messages)

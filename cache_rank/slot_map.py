@@ -52,14 +52,9 @@ class SlotMap:
     ) -> None:
         """Choose the tokens of the next step, with hysteresis, and put them into slots.
 
-        Args:
-            rows: the rows of the step.
-            layers: the layers of the group.
-            scores: (R, len(layers), Hkv, capacity) float32; may be overwritten.
-            slots: (R, len(layers), Hkv, C) int32, written: the slots that tokens enter; -1 is
-                padding. `entering` says which tokens these are.
-            changed: (R, 2) int32, added to: how many tokens entered, and how many must wait for a
-                later step.
+        The slots that tokens enter are written to `slots`, (R, len(layers), Hkv, C) int32, with -1
+        as padding; `entering` says which tokens these are. How many entered, and how many must wait
+        for a later step, is added to `changed`, (R, 2) int32. `scores` may be overwritten.
         """
         config = self._config
         select_step(

@@ -42,7 +42,8 @@ class ScoreBuffers:
         of_row = layers * self._kv_heads * capacity
         if self._scores.numel() < rows * of_row:
             self.moves += 1
-            self._scores = torch.empty(rounded_rows * of_row, device=self._device)
+            size = rounded_rows * of_row
+            self._scores = torch.empty(size, dtype=torch.float32, device=self._device)
         needed = (rounded_rows, layers, capacity)
         if any(have < need for have, need in zip(self._workspace_for, needed, strict=True)):
             self.moves += 1

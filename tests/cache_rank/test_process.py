@@ -6,11 +6,10 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 import torch
-from modelled_request import Request, assert_refused, pack_up
+from modelled_request import Request, assert_refused
 from small_models import GQA, MHA, small_config, with_rotary
 from waiting import wait_until
 from wired_rank import LONG, PLACEMENT, InferenceRank
@@ -20,7 +19,6 @@ from cache_rank.pages import PAGE_TOKENS
 from cache_rank.protocol import (
     NO_SEQUENCE,
     Adopt,
-    DownMessage,
     Drop,
     End,
     Flush,
@@ -80,39 +78,6 @@ def rank(lasting_rank: InferenceRank) -> Iterator[InferenceRank]:
     yield lasting_rank
     lasting_rank.connection.control.send(Flush())
     assert lasting_rank.supervisor.connection is lasting_rank.connection
-
-
-def test_the_next_step_may_be_announced_before_the_last_answer_is_read(
-    rank: InferenceRank,
-) -> None:
-    """As the inference rank works: an answer is read in the step after its own."""
-    request = rank.arrive(prompt=20)
-    config, link = rank.config, rank.connection.link
-    pending: list[Any] = [None] * len(config.groups)
-    buffers = []
-    for _ in range(10):
-        tensors = request.compute()
-        rank.announce([request.row])
-        for group, layers in enumerate(config.groups):
-            if pending[group] is not None:
-                down, receive, sent = pending[group]
-                receive.wait(LONG)
-                sent.wait(LONG)
-                request.apply(layers, down.slots[0], down.keys[0], down.values[0])
-            up = pack_up(config, config.layer_messages[group], [tensors])
-            buffers.append(up)
-            sent = link.up.send(up.buffer)
-            size = DownMessage.size(config, len(layers), 1)
-            down = DownMessage(config, len(layers), 1, torch.zeros(size, dtype=torch.uint8))
-            pending[group] = (down, link.down.receive(down.buffer), sent)
-        if request.position > 20:
-            request.assert_slots_are_those_of_the_reference()
-        request.choose(*tensors)
-    for layers, (down, receive, _) in zip(config.groups, pending, strict=True):
-        receive.wait(LONG)
-        request.apply(layers, down.slots[0], down.keys[0], down.values[0])
-    request.assert_slots_are_those_of_the_reference()
-    rank.end(request)
 
 
 def test_refused_rows_are_answered_for_no_sequence_and_the_others_are_served(

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from held_sequences import CPU, PAGES, Held, append_together, rows_of
+from held_sequences import CPU, Held, append_together, rows_of
 from small_models import GQA, MODELS, small_config
 from torch import Tensor
 
@@ -200,24 +200,28 @@ def test_alpha_is_that_of_the_options() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "part", "wrong"),
+    ("name", "part", "position", "wrong", "complete"),
     [
-        ("lynx", "keys", float("nan")),
-        ("quantspec", "values", float("inf")),
-        ("hack", "keys", -float("inf")),
+        ("lynx", "keys", 77, float("nan"), 256),
+        ("quantspec", "values", 77, float("inf"), 256),
+        ("hack", "keys", 77, -float("inf"), 128),
+        ("mosaickv", "keys", 77, float("nan"), 96),
+        ("mosaickv", "values", 77, -float("inf"), 96),
+        ("mosaickv", "keys", 290, 3e38, 320),
+        ("mosaickv", "values", 290, float("inf"), 320),
     ],
 )
 def test_what_is_not_finite_is_refused_with_its_layer_and_head(
-    name: str, part: str, wrong: float
+    name: str, part: str, position: int, wrong: float, complete: int
 ) -> None:
-    held = Held.empty(name, 400)
-    getattr(held, part)[2, 1, 77, 3] = wrong
-    message = f"{part} of layer 2, kv head 1 are not finite"
+    """When its group, or its buffer, is complete."""
+    held, by_steps = Held.empty(name, 400), Held.empty(name, 400)
+    for one in (held, by_steps):
+        getattr(one, part)[2, 1, position, 3] = wrong
+    message = f"{part} of layer 2, kv head 1 are not finite, or span more than float32"
     with pytest.raises(ValueError, match=message):
         held.load(400)
-    by_steps = Held.empty(name, 400)
-    getattr(by_steps, part)[2, 1, 77, 3] = wrong
-    by_steps.load(127 if name == "hack" else 255)
+    by_steps.load(complete - 1)
     with pytest.raises(ValueError, match=message):
         by_steps.append()
 
@@ -261,14 +265,14 @@ def test_options_are_refused_with_those_that_there_are(
 ) -> None:
     config = small_config(kv_residency=name, kv_residency_options=options)
     with pytest.raises(ValueError, match=message):
-        residency.create(config, PAGES, CPU)
+        residency.require_format(config)
 
 
 @pytest.mark.parametrize("name", [*COARSE, "mosaickv"])
 def test_checksums_are_refused(name: str) -> None:
     message = f"kv_residency {name}: checksums compare tokens bit for bit"
     with pytest.raises(ValueError, match=message):
-        residency.create(small_config(kv_residency=name, checksum=True), PAGES, CPU)
+        residency.require_format(small_config(kv_residency=name, checksum=True))
 
 
 def held_after_arrivals(

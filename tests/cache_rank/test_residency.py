@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from held_sequences import CPU, PAGES, Held, append_together, assert_hold_the_same, rows_of
+from held_sequences import Held, append_together, assert_hold_the_same, rows_of
 from hypothesis import given
 from hypothesis import strategies as st
 from small_models import small_config
@@ -160,4 +160,4 @@ def test_pages_and_slots_serve_one_sequence_after_another(name: str) -> None:
 
 def test_an_unknown_format_is_refused_and_the_known_ones_named() -> None:
     with pytest.raises(ValueError, match="kv_residency zip: unknown; use one of bf16"):
-        residency.create(small_config(kv_residency="zip"), PAGES, CPU)
+        residency.require_format(small_config(kv_residency="zip"))

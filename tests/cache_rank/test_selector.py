@@ -8,9 +8,10 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from modelled_request import Computed, assert_refused
+from modelled_request import Computed, Request, assert_refused
 from served_selector import CPU, Served, load_bases, load_projections
 from small_models import FORECAST, GQA, MODELS, small_config, with_rotary
+from torch import Tensor
 
 from cache_rank.graphs import CudaGraphCache
 from cache_rank.kernels.select.reference import EMPTY
@@ -19,6 +20,26 @@ from cache_rank.protocol import NO_SEQUENCE, Row
 
 PROMPTS = (1, 45, PAGE_TOKENS - 3, PAGE_TOKENS + 44)
 """Short, usual, crossing into a second page, and beyond it."""
+
+
+def decode_together(served: Served, **weights: dict[int, Tensor]) -> list[Request]:
+    """Requests of any length, whose references get some weights, in batches of some of them."""
+    requests = [
+        served.arrive(sequence_id, prompt) for sequence_id, prompt in enumerate(PROMPTS, start=1)
+    ]
+    for request in requests:
+        vars(request.reference).update(weights)
+    for batch in (
+        *([requests] * 4),
+        requests[::-1],
+        requests[1:2],  # the others skip a step
+        [requests[2], requests[0]],
+        requests[1:],
+        [requests[3], requests[0], requests[2]],
+    ):
+        served.decode(batch)
+    assert int(served.selector.overflow) > 0
+    return requests
 
 
 @pytest.mark.parametrize(
@@ -34,20 +55,7 @@ def test_a_step_of_rows_of_any_length_equals_the_reference_row_by_row(
         layers_per_group=layers_per_group,
         checksum=True,
     )
-    served = Served(config)
-    requests = [
-        served.arrive(sequence_id + 1, prompt) for sequence_id, prompt in enumerate(PROMPTS)
-    ]
-    for batch in (
-        *([requests] * 4),
-        requests[::-1],
-        requests[1:2],  # the others skip a step
-        [requests[2], requests[0]],
-        requests[1:],
-        [requests[3], requests[0], requests[2]],
-    ):
-        served.decode(batch)
-    assert int(served.selector.overflow) > 0
+    decode_together(Served(config))
 
 
 @pytest.mark.parametrize(
@@ -76,18 +84,11 @@ def test_forecasts_select_for_the_step_itself_and_the_first_groups_for_the_next(
     served = Served(config)
     first = 0 if is_fitted else lead * layers_per_group
     projections = load_projections(served, first)
-    requests = [
-        served.arrive(sequence_id + 1, prompt) for sequence_id, prompt in enumerate(PROMPTS)
-    ]
-    for request in requests:
-        request.reference.projections = projections
-    for batch in (*([requests] * 4), requests[::-1], requests[1:2], *([requests[1:]] * 2)):
-        served.decode(batch)
+    requests = decode_together(served, projections=projections)
     # Weights may change in the middle of a request.
     projections.update(load_projections(served, first, seed=1))
     for _ in range(3):
         served.decode(requests)
-    assert int(served.selector.overflow) > 0
 
 
 class Seen(CudaGraphCache):
@@ -136,25 +137,13 @@ def test_scores_of_sketches_are_those_of_the_reference(
         checksum=True,
     )
     served = Served(config)
-    bases = load_bases(served)
-    requests = [
-        served.arrive(sequence_id + 1, prompt) for sequence_id, prompt in enumerate(PROMPTS)
-    ]
-    for request in requests:
-        request.reference.bases = bases
-    for batch in (*([requests] * 4), requests[::-1], requests[1:2], *([requests[1:]] * 2)):
-        served.decode(batch)
-    assert int(served.selector.overflow) > 0
+    decode_together(served, bases=load_bases(served))
 
 
 @pytest.mark.parametrize("model", MODELS)
 def test_tokens_shipped_in_8_bits_are_the_same_tokens_rounded(model: str) -> None:
     served = Served(small_config(MODELS[model], wire_dtype="int8"))
-    requests = [
-        served.arrive(sequence_id + 1, prompt) for sequence_id, prompt in enumerate(PROMPTS)
-    ]
-    for _ in range(8):
-        served.decode(requests)
+    requests = decode_together(served)
     assert max(request.filled for request in requests) == served.config.sparse_budget
 
 

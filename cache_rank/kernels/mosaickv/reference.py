@@ -32,16 +32,8 @@ def add_covariance(
 ) -> None:
     """Add tokens x from the ring to covariances, the sums of xᵀx (section 5.5).
 
-    Each buffer is summed up by itself, and then added, so that no bit depends on how many come at
-    once.
-
-    Args:
-        store: where the tokens are.
-        slot: the slot of their sequence.
-        layers: which layers.
-        first, last: the tokens [first, last), whole buffers.
-        covariance: (layers, 2, Hkv, D, D) float64, of keys and of values; the given layers are
-            added to.
+    Tokens [first, last) are whole buffers. Each is summed up by itself, and then added, so that no
+    bit depends on how many come at once. Covariances are (layers, 2, Hkv, D, D) float64.
     """
     for layer in layers:
         for start in range(first, last, store.buffer_tokens):
@@ -59,17 +51,10 @@ def compress_buffers(
     last: int,
     losses: Tensor,
 ) -> None:
-    """Compress tokens from the ring to the pages.
+    """Compress tokens [first, last), whole buffers, from the ring of a slot to pages.
 
-    Args:
-        store: where the tokens are; pages are written in place.
-        pages: (pages,) int32, the pages of the sequence.
-        slot: the slot of the sequence.
-        row: the row of the strategy in the tables.
-        layers: which layers.
-        first, last: the tokens [first, last), whole buffers.
-        losses: (layers,) float64. To those of the given layers is added, buffer after buffer, the
-            sum over tokens of the share of energy that their vectors lose on average.
+    The strategy is at `row` of the tables. To `losses`, (layers,) float64, is added, buffer after
+    buffer, the sum over tokens of the share of energy that their vectors lose on average.
     """
     for layer in layers:
         strategy = strategy_at(store, row, layer)
@@ -90,10 +75,7 @@ def gather_packed(
 ) -> None:
     """Read K and V of the tokens that enter the working sets, decoded where they are packed.
 
-    Args:
-        store: where the tokens are.
-        rows, first_layer, entering, out_keys, out_values: as for `gather_step` of
-            gather/reference.py, in the dtype of the rings or in another of a message.
+    It is `gather_step` of gather/reference.py, in the dtype of the rings or another of a message.
     """
     page_table, slots, positions = rows
     used = (entering >= 0) & (slots >= 0).view(-1, 1, 1, 1)
@@ -166,11 +148,7 @@ def score_packed_step(
     """Score the resident tokens of every row of a step.
 
     Each is scored by its own key. The paper scores blocks of tokens first (section 4.2, stage 2).
-
-    Args:
-        store: where the tokens are.
-        workspace: what `score_packed_workspace` made.
-        queries, rows, first_layer, scale, out: as for `score_step` of score/reference.py.
+    Arguments are as for `score_step` of score/reference.py.
     """
     page_table, slots, positions = rows
     grouped = queries.unflatten(2, (out.shape[2], -1))  # (R, L, Hkv, G, D)

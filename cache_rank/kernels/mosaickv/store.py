@@ -99,15 +99,9 @@ def load_vectors(
     position: Tensor,
     strategy: Strategy,
 ) -> PackedVectors:
-    """Load vectors of a layer as a strategy packed them.
+    """Load vectors, the store's keys or values, of a layer as one strategy packed them.
 
-    Args:
-        store: where the vectors are.
-        vectors: the store's keys or values.
-        pages: (pages,) int32, the pages of the sequence.
-        layer: which layer.
-        head, position: int64, which broadcast to the leading dimensions of the result.
-        strategy: the strategy that packed all of them.
+    Heads and positions broadcast to the leading dimensions of the result.
     """
     place = _place(store, pages, layer, head, position)
     width = bitmap_bytes(strategy.rotations.shape[-1], strategy.group)
