@@ -8,8 +8,7 @@ from typing import Any
 
 import held_sequences
 import torch
-from held_sequences import CPU
-from small_models import MHA, small_config
+from small_models import MHA
 from torch import Tensor
 
 from cache_rank.config import ModelShape
@@ -39,23 +38,8 @@ class Held(held_sequences.Held):
     """A sequence of given tokens in the residency."""
 
     @classmethod
-    def empty(
-        cls,
-        tokens: Tensor,
-        model: ModelShape = MHA,
-        slot: int = 1,
-        beside: Held | None = None,
-        device: torch.device = CPU,
-        **options: Any,
-    ) -> Held:
-        config = small_config(model, kv_residency="mosaickv", kv_residency_options=options)
-        return cls.of(config, tokens.to(device), slot, beside, seed=slot)
-
-    @classmethod
-    def whole(cls, tokens: Tensor, model: ModelShape = MHA, **options: Any) -> Held:
-        held = cls.empty(tokens, model, **options)
-        held.load(tokens.shape[3])
-        return held
+    def empty(cls, tokens: Tensor, model: ModelShape = MHA, **arguments: Any) -> Held:
+        return super().empty("mosaickv", tokens, model, **arguments)
 
     @property
     def segments(self) -> Any:

@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from held_sequences import rows_of
+from held_sequences import CPU, rows_of
 from modelled_request import Computed
-from mosaickv_sequence import CPU, SHORT, Held, Immediately, drifting
+from mosaickv_sequence import SHORT, Held, Immediately, drifting
 from served_selector import Served
 from small_models import small_config
 from torch import Tensor

@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from held_sequences import PAGES
-from mosaickv_sequence import CPU, SHORT, WIDE, Held, drifting
+from held_sequences import CPU, PAGES
+from mosaickv_sequence import SHORT, WIDE, Held, drifting
 from small_models import GQA, MHA, small_config
 from torch import Tensor
 
@@ -18,7 +18,7 @@ from cache_rank.kernels.mosaickv.store import Strategy
 from cache_rank.kernels.mosaickv.vectors import decode, lost_energy, rotation_of
 from cache_rank.residency.mosaickv import MosaicKVResidency
 from cache_rank.residency.mosaickv.segments import OPENING_TOKENS
-from cache_rank.residency.mosaickv.strategy import BUFFER_TOKENS, Candidates, SegmentLengths
+from cache_rank.residency.mosaickv.strategy import BUFFER_TOKENS, Compression
 
 
 @dataclass
@@ -32,8 +32,7 @@ class Expected:
     @classmethod
     def of(cls, held: Held) -> Expected:
         options, model = held.config.kv_residency_options, held.config.model
-        candidates = Candidates(MosaicKVResidency.settings(options), model)
-        lengths = SegmentLengths(int(options["segment"]), float(options["threshold"]))
+        compression = Compression(MosaicKVResidency.settings(options), model)
         count = held.resident // BUFFER_TOKENS * BUFFER_TOKENS
         ends: list[int] = []
         strategies: list[list[Strategy]] = []
@@ -41,7 +40,7 @@ class Expected:
         losses: list[float] = []
 
         def due(index: int) -> int:
-            return ends[index] + (lengths.delay if index else 0)
+            return ends[index] + (compression.delay if index else 0)
 
         start = 0
         for last in range(BUFFER_TOKENS, count + 1, BUFFER_TOKENS):
@@ -61,16 +60,16 @@ class Expected:
             length = last - start
             if last == OPENING_TOKENS or (
                 last > OPENING_TOKENS
-                and length >= lengths.least
-                and (length == lengths.most or sum(losses) > lengths.threshold)
+                and length >= compression.shortest
+                and (length == compression.longest or sum(losses) > compression.threshold)
             ):
                 segment = held.tokens[..., start:last, :]
                 exact = segment.double()
                 covariance = exact.transpose(-1, -2) @ exact
                 strategies.append(
                     [
-                        candidates.choose(
-                            segment[:, layer], candidates.rotations(covariance[:, layer])
+                        compression.choose(
+                            segment[:, layer], compression.rotations(covariance[:, layer])
                         )
                         for layer in range(model.layers)
                     ]
@@ -133,8 +132,8 @@ def test_the_highest_rate_and_the_largest_group_without_much_loss_are_chosen(
     basis = torch.randn((2, 2, directions, 64), generator=generator)
     tokens = torch.randn((2, 2, 512, directions), generator=generator) @ basis
     exact = tokens.double()
-    candidates = Candidates(MosaicKVResidency.settings({"loss": 0.1, "dropped": 25}), WIDE)
-    strategy = candidates.choose(tokens, candidates.rotations(exact.transpose(-1, -2) @ exact))
+    compression = Compression(MosaicKVResidency.settings({"loss": 0.1, "dropped": 25}), WIDE)
+    strategy = compression.choose(tokens, compression.rotations(exact.transpose(-1, -2) @ exact))
     assert (strategy.kept, strategy.group) == expected
     assert strategy.rotations.shape == (2, 2, 64, 48)
     rotation = rotation_of(exact.transpose(-1, -2) @ exact, 48).float()

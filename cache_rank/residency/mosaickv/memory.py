@@ -7,18 +7,18 @@ back but what may be some steps old.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from cache_rank.config import ModelShape
+from cache_rank.config import CacheRankConfig, OptionValue
 from cache_rank.copies import upload
 from cache_rank.kernels.mosaickv.store import PackedStore, Strategy, store_vectors
 from cache_rank.kernels.mosaickv.vectors import PackedVectors
 from cache_rank.pages import PAGE_TOKENS
-from cache_rank.residency.mosaickv.strategy import BUFFER_TOKENS, Candidates, SegmentLengths
+from cache_rank.residency.mosaickv.strategy import BUFFER_TOKENS, Compression
 from cache_rank.residency.not_finite import NotFinite
 
 _LARGEST_NORM = torch.finfo(torch.float32).max / 2
@@ -26,39 +26,42 @@ _LARGEST_NORM = torch.finfo(torch.float32).max / 2
 
 
 class PackedMemory:
-    """A store, and which rows of its tables are free.
+    """A store, what is in it, and which rows of its tables are free.
 
     Attributes:
+        model: the layers that are held.
+        compression: what the options ask for.
+        free_rows: of the tables of strategies.
         store: the tensors that the operations of a step read and write.
         not_finite: reports tokens that cannot be rotated.
     """
 
     def __init__(
         self,
-        candidates: Candidates,
-        model: ModelShape,
-        lengths: SegmentLengths,
+        options: Mapping[str, OptionValue],
+        config: CacheRankConfig,
         pages: int,
-        slots: int,
         device: torch.device,
     ) -> None:
+        model, slots = config.model, config.max_rows
+        self.model, self.compression = model, Compression(options, model)
         self._device = device
-        tokens = pages * PAGE_TOKENS
-        strategies = -(-tokens // lengths.least) + slots  # most of all sequences
+        tokens, compression = pages * PAGE_TOKENS, self.compression
+        strategies = -(-tokens // compression.shortest) + slots  # most of all sequences
 
         def vectors() -> PackedVectors:
             shape = (pages, model.layers, model.kv_heads, PAGE_TOKENS)
-            elements = (*shape, candidates.kept)
+            elements = (*shape, compression.kept)
             return PackedVectors(
                 torch.empty(elements, dtype=model.torch_dtype, device=device),
-                torch.empty((*shape, candidates.bitmap_bytes), dtype=torch.uint8, device=device),
+                torch.empty((*shape, compression.bitmap_bytes), dtype=torch.uint8, device=device),
             )
 
-        ring = (slots, model.layers, model.kv_heads, lengths.originals, model.head_dim)
+        ring = (slots, model.layers, model.kv_heads, compression.originals, model.head_dim)
         in_table = (strategies, model.layers)
-        of_slot = (slots, lengths.most_strategies(tokens))
+        of_slot = (slots, compression.most_strategies(tokens))
         buffers = max(1, tokens // BUFFER_TOKENS)
-        rotation = (2, model.kv_heads, model.head_dim, candidates.channels)
+        rotation = (2, model.kv_heads, model.head_dim, compression.channels)
         self.store = PackedStore(
             keys=vectors(),
             values=vectors(),
@@ -73,7 +76,7 @@ class PackedMemory:
             page_tokens=PAGE_TOKENS,
             buffer_tokens=BUFFER_TOKENS,
         )
-        self._free_rows = list(range(strategies))[::-1]
+        self.free_rows = list(range(strategies))[::-1]
         # A flag a slot: other sequences may be loading beside a step, on a stream of their own.
         self.not_finite = NotFinite(model, device, flags=slots)
         self._beside = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -91,19 +94,12 @@ class PackedMemory:
         first: int,
         found: Sequence[tuple[Strategy, PackedVectors]],
     ) -> int:
-        """Take over a segment from another thread.
+        """Take over the sequence's segment `index`, which begins at token `first`.
 
-        Args:
-            pages: (pages,) int32, the sequence's pages.
-            slot: the sequence's slot.
-            index: the segment's number in the sequence, and so that of its strategy.
-            first: position of its first token.
-            found: the strategy and the tokens of each layer.
-
-        Returns:
-            The row of the strategy in the tables.
+        Another thread has found the strategy and compressed the tokens of each layer. Returns the
+        row of the strategies in the tables.
         """
-        row, store = self._free_rows.pop(), self.store
+        row, store = self.free_rows.pop(), self.store
         numbers = torch.tensor([strategy[:2] for strategy, _ in found], dtype=torch.int32)
         store.numbers[row].copy_(upload((numbers,), self._device)[0])
         store.rows[slot, index].fill_(row)
@@ -115,10 +111,6 @@ class PackedMemory:
             store_vectors(store, pages, layer, first, vectors)
         self.assign(slot, first, first + found[0][1].elements.shape[2], index)
         return row
-
-    def release(self, rows: Sequence[int]) -> None:
-        """Free the rows of strategies that are needed no more."""
-        self._free_rows += rows
 
     def assign(self, slot: int, first: int, last: int, index: int) -> None:
         """Note that tokens [first, last) are compressed by the sequence's strategy `index`."""
