@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import closing
+
 import pytest
 import torch
 from modelled_request import Request, assert_refused
@@ -118,8 +120,7 @@ def assert_held(served: Served, request: Drafting, is_exact: bool) -> None:
 
 
 def test_drafts_beyond_those_of_a_round_are_refused() -> None:
-    rank = InferenceRank(small_config(draft_steps=3))
-    try:
+    with closing(InferenceRank(small_config(draft_steps=3))) as rank:
         request = rank.arrive(prompt=20)
         tensors = request.compute()
         for position in (19, 23, 22, 20):
@@ -129,5 +130,3 @@ def test_drafts_beyond_those_of_a_round_are_refused() -> None:
             else:
                 assert answers[0].header[0, 1] == request.sequence_id
         rank.expect_refused(2)
-    finally:
-        rank.close()

@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 
 import pytest
 import torch
@@ -41,9 +42,8 @@ def test_selections_equal_the_synchronous_reference_slot_by_slot() -> None:
     """test_selector.py steps other models in this process."""
     model = with_rotary(GQA, interleaved=True)
     config = small_config(model, query_predictor="spade", checksum=True)
-    rank = InferenceRank(config)
-    try:
-        live: list[Request] = []
+    live: list[Request] = []
+    with closing(InferenceRank(config)) as rank:
         for step in range(50):
             if step in DEPARTURES:
                 rank.end(live.pop(DEPARTURES[step]))
@@ -51,8 +51,6 @@ def test_selections_equal_the_synchronous_reference_slot_by_slot() -> None:
                 live.append(rank.arrive(*ARRIVALS[step]))
             rank.decode(live if step % 2 else live[::-1])
         assert rank.supervisor.starts == 1
-    finally:
-        rank.close()
 
 
 def test_says_what_to_do_when_no_token_fits(capfd: pytest.CaptureFixture[str]) -> None:
@@ -67,9 +65,8 @@ def test_says_what_to_do_when_no_token_fits(capfd: pytest.CaptureFixture[str]) -
 def lasting_rank() -> Iterator[InferenceRank]:
     """One process for all tests that leave it serving."""
     config = small_config(with_rotary(GQA), query_predictor="spade", checksum=True)
-    rank = InferenceRank(config)
-    yield rank
-    rank.close()
+    with closing(InferenceRank(config)) as rank:
+        yield rank
 
 
 @pytest.fixture
@@ -221,9 +218,8 @@ SILENCE_SECONDS = 5.0
 @pytest.fixture(scope="module")
 def fragile() -> Iterator[InferenceRank]:
     """A rank whose cache rank is ended by tests, and starts again."""
-    rank = InferenceRank(small_config(GQA), timeout=SILENCE_SECONDS)
-    yield rank
-    rank.close()
+    with closing(InferenceRank(small_config(GQA), timeout=SILENCE_SECONDS)) as rank:
+        yield rank
 
 
 @pytest.mark.xdist_group("fragile cache rank")

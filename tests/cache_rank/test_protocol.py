@@ -115,7 +115,7 @@ def test_the_rendezvous_travels_as_bytes() -> None:
         small_config(GQA),
         {"up": b"/a/path", "down": bytes(range(128)), "bulk": b""},
         trace="/a/file",
+        memory_fraction=0.25,
     )
-    message = msgspec.structs.replace(message, memory_fraction=0.25)
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=Open) == message
     assert Open(small_config(GQA), {}).trace == ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -147,12 +148,6 @@ def test_tokens_shipped_in_8_bits_are_the_same_tokens_rounded(model: str) -> Non
     assert max(request.filled for request in requests) == served.config.sparse_budget
 
 
-def vars_of(sequence: Any) -> dict[str, Any]:
-    return {name: getattr(sequence, name) for name in type(sequence).__slots__} | {
-        "pages": list(sequence.pages)
-    }
-
-
 @pytest.mark.parametrize("place", [0, 1, 2])
 def test_a_refused_row_changes_nothing(place: int) -> None:
     served = Served(small_config(checksum=True))
@@ -161,7 +156,7 @@ def test_a_refused_row_changes_nothing(place: int) -> None:
     served.decode([bystander, *requests])
     selector = served.selector
     sequence = selector.sequences[1]
-    before = vars_of(sequence)
+    before = dataclasses.asdict(sequence)
     slot_map = selector.slot_map(sequence, range(3)).clone()
     for bad in (bystander.row, Row(77, 0), Row(1, 2**40), Row(NO_SEQUENCE, -1)):
         tensors = [request.compute() for request in requests]
@@ -176,7 +171,7 @@ def test_a_refused_row_changes_nothing(place: int) -> None:
         for request, computed, index in zip(requests, tensors, live, strict=True):
             request.choose(*computed)
             served.check(request, index, answers)
-        assert vars_of(sequence) == before
+        assert dataclasses.asdict(sequence) == before
         assert torch.equal(selector.slot_map(sequence, range(3)), slot_map)
     served.decode([bystander, *requests])
 
