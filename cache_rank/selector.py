@@ -179,13 +179,13 @@ class Selector:
         sequence.shared = len(pages)
         tail = self._tail_tokens if pages else 0
         sequence.tokens = sequence.adopted - tail
-        own: list[int] = []
         if tail:  # the last page is written again, from tokens that are newest until then
             sequence.shared -= 1
-            self.pages.extend(own, PAGE_TOKENS)
-            self._residency.copy_page(pages.pop(), own[0])
-        self.pages.share(pages)
-        self._add_pages(sequence, pages + own)
+            (own,) = self.pages.take(1)
+            self._residency.copy_page(pages[-1], own)
+            pages[-1] = own
+        self.pages.share(pages[: sequence.shared])
+        self._add_pages(sequence, pages)
 
     def may_share(self, sequence: ResidentSequence, names: Sequence[int]) -> bool:
         """Whether the next pages of a sequence are complete, for ever."""
@@ -245,11 +245,11 @@ class Selector:
         header = [(NO_SEQUENCE,) * len(AnswerHeader._fields)] * count
         fresh_header = list(header)
         for index, row, sequence in live:
-            newest, position = sequence.tokens - 1, row.position
+            position, newest_before = row.position, sequence.tokens - 1
             sequence.advance(self.config, position)
             self._extend(sequence, sequence.tokens)
-            then = sequence.tokens - 1
-            by_row[index] = (sequence.slot, position, then, newest, sequence.queries)
+            newest = sequence.tokens - 1
+            by_row[index] = (sequence.slot, position, newest, newest_before, sequence.queries)
             of_row = (number, row.sequence_id)
             header[index] = (*of_row, position + 1, sequence.filled, 0, 0)
             fresh_header[index] = (*of_row, position, sequence.fresh_filled, 0, 0)
@@ -365,10 +365,9 @@ class Selector:
         return self._slot_map.tokens[sequence.slot, layers.start : layers.stop]
 
     def _extend(self, sequence: ResidentSequence, tokens: int) -> None:
-        new: list[int] = []
-        self.pages.extend(new, tokens - PAGE_TOKENS * len(sequence.pages))
-        if new:
-            self._add_pages(sequence, new)
+        missing = -(-tokens // PAGE_TOKENS) - len(sequence.pages)
+        if missing > 0:
+            self._add_pages(sequence, self.pages.take(missing))
 
     def _add_pages(self, sequence: ResidentSequence, new: list[int]) -> None:
         held = len(sequence.pages)
@@ -399,7 +398,7 @@ class Selector:
     def _read(
         self, pages: Tensor, slot: int, newest: int, layers: range, tokens: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Decode tokens of a sequence that has pages, a slot and a newest position."""
+        """Decode tokens of a sequence, given its pages on the host, slot and newest position."""
         numbers = torch.tensor([[slot], [newest]], dtype=torch.int32).unbind()
         table, slots, positions = upload((pages.unsqueeze(0), *numbers), self._device)
         rows = BatchMetadata(

@@ -58,7 +58,11 @@ class Strategy(NamedTuple):
 
     def compress(self, tokens: Tensor) -> PackedVectors:
         """Compress keys and values, (2, Hkv, n, D)."""
-        return encode(tokens, self.rotations, self.kept, self.group)
+        sides = [  # one after the other, because sorting a long segment takes memory
+            encode(part, rotation, self.kept, self.group)
+            for part, rotation in zip(tokens, self.rotations, strict=True)
+        ]
+        return PackedVectors(*map(torch.stack, zip(*sides, strict=True)))
 
 
 def strategy_at(store: PackedStore, row: int, layer: int) -> Strategy:
