@@ -28,9 +28,6 @@ def forecast_layer(
     constant, query_norm = projection[-2:]
     heads = (model.query_heads, model.head_dim)
     queries = torch.empty((len(hidden), 1, *heads), dtype=torch.float32, device=hidden.device)
-    frequency = None
-    if model.rotary_frequency:
-        frequency = torch.tensor(model.rotary_frequency, device=hidden.device)
     reference.forecast_step(
         hidden,
         projection[None, :-2].transpose(1, 2),
@@ -38,7 +35,7 @@ def forecast_layer(
         None if model.query_norm_epsilon is None else query_norm[None],
         positions,
         torch.zeros_like(positions),
-        frequency,
+        model.frequency(hidden.device),
         model.rotary_interleaved,
         model.rotary_scale,
         model.norm_epsilon,
@@ -56,9 +53,7 @@ class Forecast:
         """Take memory; forecasts are zero until `load` has brought the projections."""
         model = config.model
         self._config = config
-        self._frequency: Tensor | None = None
-        if model.rotary_frequency:
-            self._frequency = torch.tensor(model.rotary_frequency, device=device)
+        self._frequency = model.frequency(device)
         self._projections: dict[int, Tensor] = {}
         self._constants: dict[int, Tensor] = {}
         self._query_norms: dict[int, Tensor] = {}

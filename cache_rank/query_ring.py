@@ -30,9 +30,7 @@ class QueryRing:
             device=device,
         )
         self._config = config
-        self._frequency: Tensor | None = None
-        if model.rotary_frequency:
-            self._frequency = torch.tensor(model.rotary_frequency, device=device)
+        self._frequency = model.frequency(device)
         largest_group = max(len(layers) for layers in config.groups)
         self._predicted = torch.empty(
             slots * largest_group * heads * model.head_dim, dtype=torch.float32, device=device

@@ -126,9 +126,8 @@ class CacheRank:
         config, selector = self.config, self.selector
         if not 0 < message.count <= selector.capacity_tokens:
             return f"Load of {message.count} tokens, {selector.capacity_tokens} fit"
-        with self._receive_bulk(
-            bulk_shape(config, message.count), config.model.torch_dtype
-        ) as shipment:
+        shape = bulk_shape(config, message.count)
+        with self._receive_bulk(shape, config.model.torch_dtype) as shipment:
             return self._load(message, shipment)
 
     def _load(self, message: Load, shipment: Tensor) -> str | None:
