@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from cache_rank.kernels.rows import PagedRows
@@ -28,7 +27,7 @@ class BatchMetadata(NamedTuple):
     budgets: Tensor
     header: Tensor
     capacity: int
-    on_host: Sequence[tuple[int, int]] | None = None
+    on_host: Sequence[tuple[int, int]]
 
     @property
     def slots(self) -> Tensor:
@@ -39,25 +38,3 @@ class BatchMetadata(NamedTuple):
     def positions(self) -> Tensor:
         """(R,) int32, position of each row's current token."""
         return self.paged.positions
-
-    def numbers(self) -> Sequence[tuple[int, int]]:
-        """Slot and position of each row, on the host."""
-        if self.on_host is not None:
-            return self.on_host
-        return list(zip(self.slots.tolist(), self.positions.tolist(), strict=True))
-
-    def row_at(self, index: int, position: int) -> BatchMetadata:
-        """One of the rows as a step of its own, whose current token is at `position`."""
-        one = slice(index, index + 1)
-        # Copies, because kernels are compiled anew for numbers that lie at odd addresses.
-        return BatchMetadata(
-            PagedRows(
-                self.paged.page_table[one].clone(),
-                self.slots[one].clone(),
-                torch.full_like(self.positions[one], position),
-            ),
-            self.counts[one].clone(),
-            self.budgets[one].clone(),
-            self.header[one],
-            capacity=position + 1,
-        )

@@ -70,6 +70,10 @@ class ModelShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def torch_dtype(self) -> torch.dtype:
         return DTYPES[self.dtype]
 
+    def frequency(self, device: torch.device) -> torch.Tensor | None:
+        """`rotary_frequency` as kernels take it; None without rotary embedding."""
+        return torch.tensor(self.rotary_frequency, device=device) if self.rotary_frequency else None
+
     @property
     def bytes_per_token(self) -> int:
         """Bytes of one token's K and V over all layers, as the inference rank holds them."""

@@ -21,23 +21,13 @@ from cache_rank.kernels.forecast import forecast_step, forecast_workspace, refer
 def forecast_layer(
     model: ModelShape, projection: Tensor, hidden: Tensor, positions: Tensor
 ) -> Tensor:
-    """Forecast the queries of one layer in plain torch.
+    """Forecast the queries of one layer in plain torch: (T, Hq, D) float32.
 
-    Args:
-        model: the layer's shape.
-        projection: (H + 2, Hq, D), see protocol.QueryProjection.
-        hidden: (T, H), what entered an earlier layer.
-        positions: (T,) integer.
-
-    Returns:
-        (T, Hq, D) float32.
+    `projection` is as in protocol.QueryProjection; `hidden`, (T, H), entered an earlier layer.
     """
     constant, query_norm = projection[-2:]
     heads = (model.query_heads, model.head_dim)
     queries = torch.empty((len(hidden), 1, *heads), dtype=torch.float32, device=hidden.device)
-    frequency = None
-    if model.rotary_frequency:
-        frequency = torch.tensor(model.rotary_frequency, device=hidden.device)
     reference.forecast_step(
         hidden,
         projection[None, :-2].transpose(1, 2),
@@ -45,7 +35,7 @@ def forecast_layer(
         None if model.query_norm_epsilon is None else query_norm[None],
         positions,
         torch.zeros_like(positions),
-        frequency,
+        model.frequency(hidden.device),
         model.rotary_interleaved,
         model.rotary_scale,
         model.norm_epsilon,
@@ -63,9 +53,7 @@ class Forecast:
         """Take memory; forecasts are zero until `load` has brought the projections."""
         model = config.model
         self._config = config
-        self._frequency: Tensor | None = None
-        if model.rotary_frequency:
-            self._frequency = torch.tensor(model.rotary_frequency, device=device)
+        self._frequency = model.frequency(device)
         self._projections: dict[int, Tensor] = {}
         self._constants: dict[int, Tensor] = {}
         self._query_norms: dict[int, Tensor] = {}
@@ -94,16 +82,10 @@ class Forecast:
         return not self._missing[group]
 
     def predict(self, rows: BatchMetadata, group: int, hidden: Tensor, same_step: bool) -> Tensor:
-        """Forecast the queries of a group.
+        """Forecast the queries of a group whose projections have come, (R, L, Hq, D) float32.
 
-        Args:
-            rows: the rows of the step.
-            group: one whose projections have come.
-            hidden: (R, H), what entered the group that the message names.
-            same_step: whether the queries are those of this step; they are of the next otherwise.
-
-        Returns:
-            (R, L, Hq, D) float32, valid until the next call; those of a refused row are arbitrary.
+        They are valid until the next call; those of a refused row are arbitrary. They are those of
+        this step, or of the next one. `hidden`, (R, H), entered the group that the message names.
         """
         model = self._config.model
         query_norms = self._query_norms[group]

@@ -5,11 +5,9 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections.abc import Callable, Hashable, Iterator
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-
-Result = TypeVar("Result")
 
 MOST_KEYS = 4096
 """When there are more keys, all graphs are dropped: some key changes that should not."""
@@ -26,10 +24,7 @@ def capture(
     The action has run before, so that its kernels are compiled. It waits for no other stream, and
     what it reads and writes stays where it is; what it allocates, the graph keeps. Other streams,
     and other threads of the process, may use the device meanwhile, but none may wait for all of it.
-
-    Args:
-        action: the work to capture.
-        stream: the current stream inside, where it matters; it must not be the default one.
+    `stream` is the current one inside, where it matters; it must not be the default one.
     """
     graph = torch.cuda.CUDAGraph()
     with (
@@ -64,42 +59,34 @@ class CudaGraphCache:
         self._stream = torch.cuda.Stream(device) if self._captures else None
         self._left = 0
         self._seen: set[Hashable] = set()
-        self._graphs: dict[Hashable, tuple[torch.cuda.CUDAGraph, Any]] = {}
+        self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
 
     def allow_more(self) -> None:
         """Allow a few more captures: a step begins."""
         self._left = CAPTURES_A_STEP
 
-    def run(self, key: Hashable, action: Callable[[], Result]) -> Result:
-        """Do what an action does; see `capture` for what it must be like.
+    def run(self, key: Hashable, *actions: Callable[[], None]) -> None:
+        """Do what actions do, one after the other; see `capture` for what they must be like.
 
-        Args:
-            key: two actions of the same key do the same, with the same memory.
-            action: the work. It runs as it is at first, which compiles its kernels, and is captured
-                later.
-
-        Returns:
-            The result of the action now, or of the run that was captured.
+        Actions of the same key do the same, with the same memory. They run as they are at first,
+        which compiles their kernels, and are captured later.
         """
-        if not self._captures:
-            return action()
+
+        def act() -> None:
+            for action in actions:
+                action()
+
+        if key in self._seen and key not in self._graphs and self._left:
+            self._left -= 1
+            self._graphs[key] = capture(act, self._stream)
         if key in self._graphs:
-            graph, result = self._graphs[key]
-            graph.replay()
-            return result
-        if key not in self._seen:
+            self._graphs[key].replay()
+            return
+        if self._captures and key not in self._seen:
             if len(self._seen) >= MOST_KEYS:
                 self.clear()
             self._seen.add(key)
-            return action()
-        if not self._left:
-            return action()
-        self._left -= 1
-        results: list[Result] = []
-        graph = capture(lambda: results.append(action()), self._stream)
-        self._graphs[key] = (graph, results[0])
-        graph.replay()
-        return results[0]
+        act()
 
     def clear(self) -> None:
         """Forget all graphs: what they read or write has moved."""

@@ -33,13 +33,7 @@ class MessageBuffers:
     def __init__(
         self, config: CacheRankConfig, ups: Sequence[Tensor], answers: Sequence[Tensor]
     ) -> None:
-        """Lay messages out over buffers.
-
-        Args:
-            config: that both ranks have agreed on.
-            ups: (bytes,) uint8 of each layer message, for `config.max_rows` requests.
-            answers: (bytes,) uint8 of each group, likewise.
-        """
+        """Lay messages out over memory, (bytes,) uint8 of each message and of each answer."""
         self._config = config
         self._ups, self._answers = ups, answers
         self._messages: dict[int, StepMessages] = {}
@@ -47,7 +41,13 @@ class MessageBuffers:
     def of(self, rows: int) -> StepMessages:
         """Return the messages of a step of so many requests."""
         if rows not in self._messages:
-            self._messages[rows] = self._make(rows)
+            config = self._config
+            ups = zip(config.layer_messages, self._ups, strict=True)
+            answers = zip(config.groups, self._answers, strict=True)
+            self._messages[rows] = StepMessages(
+                [UpMessage(config, layer_message, rows, memory) for layer_message, memory in ups],
+                [DownMessage(config, len(layers), rows, memory) for layers, memory in answers],
+            )
         return self._messages[rows]
 
     def nbytes(self, rows: int) -> tuple[int, int]:
@@ -57,13 +57,3 @@ class MessageBuffers:
             sum(message.buffer.nbytes for message in messages.up),
             sum(message.buffer.nbytes for message in messages.down),
         )
-
-    def _make(self, rows: int) -> StepMessages:
-        config, up, down = self._config, [], []
-        for layer_message, buffer in zip(config.layer_messages, self._ups, strict=True):
-            size = UpMessage.size(config, layer_message, rows)
-            up.append(UpMessage(config, layer_message, rows, buffer[:size]))
-        for layers, answer in zip(map(len, config.groups), self._answers, strict=True):
-            size = DownMessage.size(config, layers, rows)
-            down.append(DownMessage(config, layers, rows, answer[:size]))
-        return StepMessages(up, down)

@@ -25,18 +25,17 @@ class PageAllocator:
         """How many pages nobody has."""
         return len(self._free)
 
-    def extend(self, held: list[int], tokens: int) -> None:
-        """Add pages to `held` until they hold `tokens` tokens.
+    def take(self, count: int) -> list[int]:
+        """Hand out so many pages.
 
         Raises:
-            OutOfPagesError: too few are free; `held` is as before.
+            OutOfPagesError: too few are free.
         """
-        missing = -(-tokens // PAGE_TOKENS) - len(held)
-        if missing > len(self._free):
-            raise OutOfPagesError(f"{missing} pages wanted, {len(self._free)} free")
-        new = [self._free.pop() for _ in range(missing)]
-        self.share(new)
-        held.extend(new)
+        if count > len(self._free):
+            raise OutOfPagesError(f"{count} pages wanted, {len(self._free)} free")
+        pages = [self._free.pop() for _ in range(count)]
+        self.share(pages)
+        return pages
 
     def share(self, pages: Iterable[int]) -> None:
         """Count one holder more of each page."""

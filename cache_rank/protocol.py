@@ -221,13 +221,13 @@ class UpMessage:
     """
 
     def __init__(
-        self, config: CacheRankConfig, layer_message: LayerMessage, rows: int, buffer: Tensor
+        self, config: CacheRankConfig, layer_message: LayerMessage, rows: int, memory: Tensor
     ) -> None:
-        """Lay the message out over a buffer of its size."""
+        """Lay the message out over the first bytes of some memory."""
         model = config.model
         tokens, hidden = _up_shapes(config, layer_message)
-        self.buffer = buffer
-        by_row = buffer.view(model.torch_dtype).view(rows, -1)
+        self.buffer = memory[: self.size(config, layer_message, rows)]
+        by_row = self.buffer.view(model.torch_dtype).view(rows, -1)
         self.tokens = by_row[:, : math.prod(tokens)].view(rows, *tokens)
         self.queries, self.keys, self.values = self.tokens.split(
             (model.query_heads, model.kv_heads, model.kv_heads), dim=2
@@ -267,19 +267,19 @@ class DownMessage:
         keys, values: (rows, layers, Hkv, C, width) in the wire dtype, see `to_wire`.
     """
 
-    def __init__(self, config: CacheRankConfig, layers: int, rows: int, buffer: Tensor) -> None:
-        """Lay the message out over a buffer of its size."""
-        self.buffer = buffer
+    def __init__(self, config: CacheRankConfig, layers: int, rows: int, memory: Tensor) -> None:
+        """Lay the message out over the first bytes of some memory."""
         views, start = [], 0
         for part in self._parts(config, layers, rows):
-            views.append(buffer[start : start + part.bytes].view(part.dtype).view(part.shape))
-            start += part.aligned_bytes
+            views.append(memory[start : start + part.bytes].view(part.dtype).view(part.shape))
+            start += _aligned(part.bytes)
+        self.buffer = memory[:start]
         self.header, self.slots, self.keys, self.values = views
 
     @classmethod
     def size(cls, config: CacheRankConfig, layers: int, rows: int) -> int:
         """Bytes of the message."""
-        return sum(part.aligned_bytes for part in cls._parts(config, layers, rows))
+        return sum(_aligned(part.bytes) for part in cls._parts(config, layers, rows))
 
     @staticmethod
     def _parts(config: CacheRankConfig, layers: int, rows: int) -> tuple[_Part, ...]:
@@ -308,10 +308,6 @@ class _Part(NamedTuple):
     @property
     def bytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
-
-    @property
-    def aligned_bytes(self) -> int:
-        return _aligned(self.bytes)
 
 
 def _aligned(size: int) -> int:

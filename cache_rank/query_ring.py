@@ -30,9 +30,7 @@ class QueryRing:
             device=device,
         )
         self._config = config
-        self._frequency: Tensor | None = None
-        if model.rotary_frequency:
-            self._frequency = torch.tensor(model.rotary_frequency, device=device)
+        self._frequency = model.frequency(device)
         largest_group = max(len(layers) for layers in config.groups)
         self._predicted = torch.empty(
             slots * largest_group * heads * model.head_dim, dtype=torch.float32, device=device
@@ -48,15 +46,9 @@ class QueryRing:
         append_step(up, self._unread, self._unread, self.entries, nowhere, layers.start)
 
     def predict(self, rows: BatchMetadata, layers: range) -> Tensor:
-        """Predict the queries of the tokens after those of a step.
+        """Predict the queries of the tokens after those of a step, (R, len(layers), Hq, D) float32.
 
-        Args:
-            rows: the rows of the step, whose queries are in the ring.
-            layers: the layers of one group.
-
-        Returns:
-            (R, len(layers), Hq, D) float32, valid until the next call; those of a refused row are
-            arbitrary.
+        They are valid until the next call; those of a refused row are arbitrary.
         """
         config, model = self._config, self._config.model
         shape = (rows.slots.shape[0], len(layers), model.query_heads, model.head_dim)

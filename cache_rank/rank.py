@@ -16,7 +16,7 @@ from cache_rank import residency
 from cache_rank.channels.link import Link
 from cache_rank.channels.transport import Pending
 from cache_rank.copies import Readback
-from cache_rank.measure.observer import Observer
+from cache_rank.measure.recording import Recorder
 from cache_rank.messages import MessageBuffers
 from cache_rank.pages import PAGE_TOKENS
 from cache_rank.protocol import (
@@ -38,7 +38,6 @@ from cache_rank.protocol import (
     projection_shape,
 )
 from cache_rank.residency import memory_for_tokens
-from cache_rank.resident_sequence import ResidentSequence
 from cache_rank.schedule import LayerMessage
 from cache_rank.selector import Selector
 
@@ -62,7 +61,7 @@ class CacheRank:
         self.config = config
         free, on_gpu = _free_memory(device), device.type == "cuda"
         memory = memory_for_tokens(free, message.memory_fraction, on_gpu)
-        self.selector = Selector(config, device, memory)
+        self.selector = Selector(config, device, memory, message.trace)
         if self.selector.pages.pages == 0:
             raise ValueError(
                 f"{memory / 1e9:.3f} GB hold no page of tokens beside what {config.max_rows} "
@@ -71,7 +70,8 @@ class CacheRank:
             )
         self._link = link
         self._device = device
-        self._observer = Observer(config, message.trace, device)
+        self._recorder = Recorder(config)
+        self._timeline = self.selector.timeline
         self._overflow, self._overflow_tokens = Readback(), 0
         self._last_sequence_id = 0
         self._last_step = 0
@@ -83,8 +83,8 @@ class CacheRank:
         self._messages = MessageBuffers(config, link.buffers, answers)
         self._layer_messages = config.layer_messages
         self._taken: list[torch.cuda.Event | None] = [None] * len(self._layer_messages)
-        self._sent: list[Pending | None] = [None] * len(config.groups)
-        self._loaded: dict[int, torch.cuda.Event] = {}
+        self._sent: dict[int | None, Pending] = {}
+        self._loaded: dict[int, torch.cuda.Event | None] = {}
         self._received_of_layers: torch.cuda.Event | None = None
         self._warm_up()
 
@@ -107,21 +107,15 @@ class CacheRank:
         wanted = config.slots_wanted_after(tokens)
         queries = config.query_window + 1 if on_gpu else 1
         while sequence.filled < wanted or sequence.queries < queries:
-            self._warm_up_step(sequence)
+            rows = [Row(sequence.sequence_id, max(sequence.tokens, sequence.stepped))]
+            step, messages = selector.begin_step(0, rows), self._messages.of(1)
+            for layer_message, up in zip(self._layer_messages, messages.up, strict=True):
+                selector.serve(step, layer_message, up, messages.answer_of(layer_message))
         if on_gpu and residency.shared_tail(config) is not None:
             selector.read_page(sequence.pages[0])
         selector.end(NO_SEQUENCE)
         if on_gpu:
             torch.cuda.synchronize(self._device)
-
-    def _warm_up_step(self, sequence: ResidentSequence) -> None:
-        selector = self.selector
-        rows = [Row(sequence.sequence_id, max(sequence.tokens, sequence.stepped))]
-        step, messages = selector.begin_step(0, rows), self._messages.of(1)
-        for layer_message, up in zip(self._layer_messages, messages.up, strict=True):
-            selector.serve(
-                step, layer_message, up, messages.answer_of(layer_message), self._observer.timeline
-            )
 
     def load(self, message: Load) -> str | None:
         """Take over a bulk shipment; return the reason when it is refused.
@@ -132,15 +126,8 @@ class CacheRank:
         config, selector = self.config, self.selector
         if not 0 < message.count <= selector.capacity_tokens:
             return f"Load of {message.count} tokens, {selector.capacity_tokens} fit"
-        with self._link.in_background():
-            shipment = torch.empty(
-                bulk_shape(config, message.count),
-                dtype=config.model.torch_dtype,
-                device=self._device,
-            )
-            # Steps of ended sequences may still write into the pages that this shipment gets.
-            after = self._mark(torch.cuda.default_stream()) if shipment.is_cuda else None
-            self._link.bulk.receive(shipment, after).wait(PEER_SECONDS)
+        shape = bulk_shape(config, message.count)
+        with self._receive_bulk(shape, config.model.torch_dtype) as shipment:
             return self._load(message, shipment)
 
     def _load(self, message: Load, shipment: Tensor) -> str | None:
@@ -155,9 +142,8 @@ class CacheRank:
             held = sequence.tokens
             return f"Load at {message.start} for sequence {sequence_id}, which holds {held} tokens"
         selector.load(sequence, shipment)
-        if shipment.is_cuda:
-            self._loaded[sequence_id] = self._mark()
-        self._observer.recorder.record_load(message, shipment)
+        self._loaded[sequence_id] = self._mark()
+        self._recorder.write("load", sequence_id=sequence_id, shipment=shipment)
         return None
 
     def _begin(self, sequence_id: int) -> bool:
@@ -185,8 +171,7 @@ class CacheRank:
                 # Steps of ended sequences may still write into the page that a copy gets.
                 torch.cuda.current_stream().wait_stream(torch.cuda.default_stream())
             selector.adopt(sequence, message.names)
-            if self._device.type == "cuda":
-                self._loaded[sequence_id] = self._mark()
+            self._loaded[sequence_id] = self._mark()
         return None
 
     def share(self, message: Share) -> str | None:
@@ -237,9 +222,10 @@ class CacheRank:
         if not config.forecasts or not 0 <= message.layer < config.model.layers:
             return f"QueryProjection of layer {message.layer}, which is not forecast"
         dtype = config.model.torch_dtype
-        with self._receive_of_layer(projection_shape(config), dtype) as projection:
+        with self._receive_bulk(projection_shape(config), dtype) as projection:
             self.selector.load_projection(message.layer, projection)
-            self._observer.recorder.record_projection(message, projection)
+            self._received_of_layers = self._mark()
+            self._recorder.write("projection", layer=message.layer, projection=projection)
         return None
 
     def load_basis(self, message: KeyBasis) -> str | None:
@@ -250,21 +236,21 @@ class CacheRank:
         config = self.config
         if config.score_keys != "sketch" or not 0 <= message.layer < config.model.layers:
             return f"KeyBasis of layer {message.layer}, which has no sketch"
-        with self._receive_of_layer(basis_shape(config), torch.float32) as basis:
+        with self._receive_bulk(basis_shape(config), torch.float32) as basis:
             self.selector.load_basis(message.layer, basis)
-            self._observer.recorder.record_basis(message, basis)
+            self._received_of_layers = self._mark()
+            self._recorder.write("basis", layer=message.layer, basis=basis)
         return None
 
     @contextlib.contextmanager
-    def _receive_of_layer(self, shape: Sequence[int], dtype: torch.dtype) -> Iterator[Tensor]:
-        """Receive what belongs to a layer; the next step waits for what is done with it inside."""
+    def _receive_bulk(self, shape: tuple[int, ...], dtype: torch.dtype) -> Iterator[Tensor]:
+        """Receive a tensor, and run beside the steps what is done with it inside."""
         with self._link.in_background():
-            received = torch.empty(tuple(shape), dtype=dtype, device=self._device)
-            after = self._mark(torch.cuda.default_stream()) if received.is_cuda else None
+            received = torch.empty(shape, dtype=dtype, device=self._device)
+            # Steps of ended sequences may still write into the pages that a shipment gets.
+            after = torch.cuda.default_stream().record_event() if received.is_cuda else None
             self._link.bulk.receive(received, after).wait(PEER_SECONDS)
             yield received
-            if received.is_cuda:
-                self._received_of_layers = self._mark()
 
     def end(self, sequence_ids: Collection[int]) -> str | None:
         """Forget sequences; return the reason when one of them was not live."""
@@ -296,18 +282,19 @@ class CacheRank:
             torch.cuda.current_stream().wait_event(self._received_of_layers)
             self._received_of_layers = None
         step = self.selector.begin_step(message.step, message.rows, refused.keys())
-        self._observer.on_step(message)
+        self._timeline.enter_step(message.step, message.traced)
         messages = self._messages.of(len(message.rows))
         for index, (layer_message, up) in enumerate(
             zip(self._layer_messages, messages.up, strict=True)
         ):
             answer = messages.answer_of(layer_message)
             self._receive(index, up)
-            self._wait_until_sent(layer_message)
-            self.selector.serve(step, layer_message, up, answer, self._observer.timeline)
+            if (before := self._sent.get(layer_message.selects_for)) is not None:
+                before.wait(PEER_SECONDS)  # until the last step's answer has left its buffer
+            self.selector.serve(step, layer_message, up, answer)
             self._send(layer_message, answer)
-            self._release(index, up)
-            self._observer.on_answer(self.selector, step, layer_message, up)
+            self._taken[index] = self._mark()  # the buffer may be written again then
+            self._recorder.write_step(self.selector, step, layer_message, up)
         self.selector.end_step(step)
         self._last_step = max(self._last_step, message.step)
         return "; ".join(refused.values()) or None
@@ -325,20 +312,9 @@ class CacheRank:
         """
         layer_message = self._layer_messages[index]
         received = self._link.up.receive(up.buffer, self._taken[index], buffer_index=index)
-        self._observer.on_wait(layer_message)
+        self._timeline.mark(layer_message, "begin")
         received.wait(PEER_SECONDS)
-        self._observer.on_message(layer_message)
-
-    def _release(self, index: int, up: UpMessage) -> None:
-        """Let the buffer of a message be written again once what is queued has read it."""
-        if up.buffer.is_cuda:
-            self._taken[index] = self._mark()
-
-    def _wait_until_sent(self, layer_message: LayerMessage) -> None:
-        """Wait until the answer of the step before has left the buffer of this one."""
-        group = layer_message.selects_for
-        if group is not None and (sent := self._sent[group]) is not None:
-            sent.wait(PEER_SECONDS)
+        self._timeline.mark(layer_message, "receive")
 
     def _send(self, layer_message: LayerMessage, answer: DownMessage | None) -> None:
         """Send an answer, if there is one, when what is queued has written it."""
@@ -378,10 +354,9 @@ class CacheRank:
             refused_messages=refused_messages,
         )
 
-    def _mark(self, stream: torch.cuda.Stream | None = None) -> torch.cuda.Event:
-        event = torch.cuda.Event()
-        event.record(stream or torch.cuda.current_stream())
-        return event
+    def _mark(self) -> torch.cuda.Event | None:
+        """An event behind what is queued; on a CPU, where nothing is, none."""
+        return torch.cuda.current_stream().record_event() if self._device.type == "cuda" else None
 
 
 def _free_memory(device: torch.device) -> int:

@@ -72,12 +72,9 @@ class SynchronousReference:
         return torch.cat(outputs)
 
     def select(self, layer: int, position: int, hidden: Tensor | None = None) -> None:
-        """Choose the tokens of the step after `position` in one layer.
+        """Choose the tokens of the step after `position`, that of the newest token, in one layer.
 
-        Args:
-            layer: to choose for.
-            position: of the newest token.
-            hidden: (H,), what entered a later layer in this step, if that tells the query.
+        `hidden`, (H,), entered a later layer in this step, if that tells the query.
         """
         if hidden is None or layer not in self.projections:
             queries = self.predict(layer)
@@ -88,10 +85,7 @@ class SynchronousReference:
     def select_now(self, layer: int, hidden: Tensor, position: int) -> None:
         """Choose the tokens of the step at `position` in one layer, whose token is to come.
 
-        Args:
-            layer: one of `projections`.
-            hidden: (H,), what entered an earlier layer in this step.
-            position: of the step.
+        `hidden`, (H,), entered an earlier layer in this step.
         """
         self._choose(layer, self.forecast(layer, hidden, position), position - 1)
 

@@ -51,9 +51,7 @@ def by_history(groups: int) -> tuple[LayerMessage, ...]:
 def by_forecast(groups: int, lead: int) -> tuple[LayerMessage, ...]:
     """The messages of a step whose selections are for groups that lie `lead` ahead.
 
-    Args:
-        groups: layer groups, more than `lead`.
-        lead: at least 1.
+    There are more groups than `lead`, which is at least 1.
     """
     layer_messages = []
     for group in range(groups):

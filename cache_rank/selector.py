@@ -14,6 +14,7 @@ steps, see `Residency.captures_append`.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -27,6 +28,7 @@ from cache_rank.forecast import Forecast
 from cache_rank.graphs import CudaGraphCache
 from cache_rank.kernels.checksum.reference import slots_checksum
 from cache_rank.kernels.rows import PagedRows
+from cache_rank.kernels.select.reference import EMPTY
 from cache_rank.measure.timeline import Timeline
 from cache_rank.pages import PAGE_TOKENS, PageAllocator
 from cache_rank.protocol import NO_SEQUENCE, AnswerHeader, DownMessage, Row, UpMessage
@@ -82,10 +84,16 @@ class Selector:
         named: pages that have a name, by it: their tokens are complete; sequences may share them.
         overflow: () int64, tokens that had to wait for a later step, summed over layers and heads.
         capacity_tokens: how many tokens fit.
+        timeline: marked after each part of what a message asks for.
     """
 
-    def __init__(self, config: CacheRankConfig, device: torch.device, memory_bytes: int) -> None:
-        """Take about `memory_bytes` for resident tokens, and some for working memory beside."""
+    def __init__(
+        self, config: CacheRankConfig, device: torch.device, memory_bytes: int, trace: str = ""
+    ) -> None:
+        """Take about `memory_bytes` for resident tokens, and some for working memory beside.
+
+        The timeline is appended to the file `trace`, if any.
+        """
         slots = config.max_rows
         self.config = config
         self.sequences: dict[int, ResidentSequence] = {}
@@ -93,6 +101,7 @@ class Selector:
         self.pages = PageAllocator(residency.pages_in(config, memory_bytes))
         self.capacity_tokens = residency.capacity_tokens(config, memory_bytes)
         self.overflow = torch.zeros((), dtype=torch.int64, device=device)
+        self.timeline = Timeline(trace, device, config.layer_messages)
         self._device = device
         self._page_bytes = PAGE_TOKENS * residency.bytes_per_token(config)
         self._residency = residency.create(config, self.pages.pages, device)
@@ -101,7 +110,6 @@ class Selector:
         # Pages of the sequence in each slot, so that no step builds its page table from lists.
         self._slot_pages = torch.zeros((slots, max(1, self.pages.pages)), dtype=torch.int32)
         self._graphs = CudaGraphCache(device)
-        self._scores_moved = 0
         self._step_memory: Tensor | None = None
         if device.type == "cuda":
             step_bytes = slots * (_STEP_BYTES + 4 * (self.pages.pages + _PAGES_ROUNDING))
@@ -138,7 +146,7 @@ class Selector:
     def begin(self, sequence_id: int) -> ResidentSequence:
         """Begin a sequence, when not full."""
         slot = self._free_slots.pop()
-        self._slot_map.clear(slot)
+        self._slot_map.tokens[slot].fill_(EMPTY)
         self.sequences[sequence_id] = ResidentSequence(sequence_id, slot)
         return self.sequences[sequence_id]
 
@@ -171,13 +179,13 @@ class Selector:
         sequence.shared = len(pages)
         tail = self._tail_tokens if pages else 0
         sequence.tokens = sequence.adopted - tail
-        own: list[int] = []
         if tail:  # the last page is written again, from tokens that are newest until then
             sequence.shared -= 1
-            self.pages.extend(own, PAGE_TOKENS)
-            self._residency.copy_page(pages.pop(), own[0])
-        self.pages.share(pages)
-        self._add_pages(sequence, pages + own)
+            (own,) = self.pages.take(1)
+            self._residency.copy_page(pages[-1], own)
+            pages[-1] = own
+        self.pages.share(pages[: sequence.shared])
+        self._add_pages(sequence, pages)
 
     def may_share(self, sequence: ResidentSequence, names: Sequence[int]) -> bool:
         """Whether the next pages of a sequence are complete, for ever."""
@@ -203,15 +211,13 @@ class Selector:
 
     def read_page(self, page: int) -> Tensor:
         """Decode a page that has a name, (2, layers, Hkv, PAGE_TOKENS, D) in the pool's dtype."""
+        model = self.config.model
         # Of a sequence with so many tokens more, no token of the page is in a ring.
         last = PAGE_TOKENS + self._tail_tokens - 1
-        numbers = torch.tensor((page, 0, last), dtype=torch.int32)
-        table, slots, positions = upload([part.clone() for part in numbers.split(1)], self._device)
-        paged, model = PagedRows(table.unsqueeze(0), slots, positions), self.config.model
-        rows = BatchMetadata(paged, slots, slots, slots, capacity=PAGE_TOKENS)
         tokens = torch.arange(PAGE_TOKENS, device=self._device)
         tokens = tokens.expand(model.layers, model.kv_heads, -1)
-        return torch.stack(self._residency.read(rows, range(model.layers), tokens))
+        table = torch.tensor([page], dtype=torch.int32)
+        return torch.stack(self._read(table, 0, last, range(model.layers), tokens))
 
     def load_projection(self, layer: int, projection: Tensor) -> None:
         """Take over by what a layer's queries are forecast, (H + 2, Hq, D)."""
@@ -235,38 +241,30 @@ class Selector:
             if index not in refused
         ]
         count = len(rows)
-        slots, counts = [-1] * count, [0] * count
-        positions, after, earlier = [0] * count, [0] * count, [0] * count
-        budgets, fresh_budgets = [1] * count, [1] * count
-        header = [[NO_SEQUENCE] * len(AnswerHeader._fields)] * count
+        by_row: list[tuple[int, ...]] = [(-1, 0, 0, 0, 0, 1, 1)] * count
+        header = [(NO_SEQUENCE,) * len(AnswerHeader._fields)] * count
         fresh_header = list(header)
         for index, row, sequence in live:
-            earlier[index] = sequence.tokens - 1
-            sequence.advance(self.config, row.position)
+            position, newest_before = row.position, sequence.tokens - 1
+            sequence.advance(self.config, position)
             self._extend(sequence, sequence.tokens)
-            after[index] = sequence.tokens - 1
-            slots[index], positions[index] = sequence.slot, row.position
-            counts[index] = sequence.queries
-            budgets[index] = self.config.budget_after(after[index])
-            fresh_budgets[index] = self.config.budget_after(earlier[index])
-            header[index] = [number, row.sequence_id, row.position + 1, sequence.filled, 0, 0]
-            fresh_header[index] = [
-                number,
-                row.sequence_id,
-                row.position,
-                sequence.fresh_filled,
-                0,
-                0,
-            ]
+            newest = sequence.tokens - 1
+            of_slot, after_and_before = (sequence.slot, sequence.queries), (newest, newest_before)
+            budgets = map(self.config.budget_after, after_and_before)
+            by_row[index] = (*of_slot, position, *after_and_before, *budgets)
+            of_row = (number, row.sequence_id)
+            header[index] = (*of_row, position + 1, sequence.filled, 0, 0)
+            fresh_header[index] = (*of_row, position, sequence.fresh_filled, 0, 0)
+        columns = list(zip(*by_row, strict=True))
+        slots, after = columns[0], columns[3]
         width = max((len(sequence.pages) for _, _, sequence in live), default=1)
         on_gpu = self._step_memory is not None
         if on_gpu:
             width = -(-width // _PAGES_ROUNDING) * _PAGES_ROUNDING
         page_table = self._slot_pages[[max(slot, 0) for slot in slots], :width]
-        columns = (slots, counts, positions, after, earlier, budgets, fresh_budgets)
         small = torch.tensor(columns, dtype=torch.int32)
         on_host = (small, page_table, torch.tensor((header, fresh_header)))
-        changed = self._slot_map.zero_changes(count)
+        changed = self._slot_map.changed[:, :count].zero_()
         capacity = width * PAGE_TOKENS if on_gpu else max(after) + 1
         numbers, table, headers = upload(on_host, self._device, self._step_memory)
         current, held, before = (
@@ -281,10 +279,11 @@ class Selector:
             for column, is_fresh in ((2, 0), (3, 0), (4, 1))
         )
         self._graphs.allow_more()
-        moved = self._residency.prepare_scores(count, len(self.config.groups[0]), capacity)
-        if moved != self._scores_moved:
+        scores = self._residency.scores
+        moves = scores.moves
+        scores.take(count, len(self.config.groups[0]), capacity)
+        if scores.moves > moves:
             self._graphs.clear()
-            self._scores_moved = moved
         return SelectorStep(number, current, held, before, (count, width), live, changed)
 
     def serve(
@@ -293,43 +292,25 @@ class Selector:
         layer_message: LayerMessage,
         up: UpMessage,
         down: DownMessage | None,
-        timeline: Timeline,
     ) -> None:
         """Take over what a message brought, and lay out the answer.
 
-        What is queued is one graph.
-
-        Args:
-            step: under way.
-            layer_message: one of `config.layer_messages`, in their order.
-            up: what came; it is read when the work runs.
-            down: the answer, which the work writes; None where the message has none.
-            timeline: marked after each part.
+        What is queued is one graph, which reads `up` and writes `down` when it runs. Messages come
+        in the order of `config.layer_messages`.
         """
         messages = [message.buffer.data_ptr() for message in (up, down) if message is not None]
         key = (layer_message, step.key, self._forecasts(layer_message), *messages)
+        append = partial(self._append, step, layer_message, up)
+        answer = partial(self._answer, step, layer_message, up, down)
         if self._residency.captures_append:
-            self._graphs.run(key, lambda: self._serve(step, layer_message, up, down, timeline))
+            self._graphs.run(key, append, answer)
         else:
-            self._append(step, layer_message, up, timeline)
-            self._graphs.run(key, lambda: self._answer(step, layer_message, up, down, timeline))
-        if self.config.checksum:
+            append()
+            self._graphs.run(key, answer)
+        if self.config.checksum and down is not None:
             self._add_checksums(step, layer_message, down)
 
-    def _serve(
-        self,
-        step: SelectorStep,
-        layer_message: LayerMessage,
-        up: UpMessage,
-        down: DownMessage | None,
-        timeline: Timeline,
-    ) -> None:
-        self._append(step, layer_message, up, timeline)
-        self._answer(step, layer_message, up, down, timeline)
-
-    def _append(
-        self, step: SelectorStep, layer_message: LayerMessage, up: UpMessage, timeline: Timeline
-    ) -> None:
+    def _append(self, step: SelectorStep, layer_message: LayerMessage, up: UpMessage) -> None:
         """Take over the tokens of a group, if the message brought some."""
         if layer_message.kv_of is not None:
             layers = self.config.groups[layer_message.kv_of]
@@ -337,7 +318,7 @@ class Selector:
                 self._queries.append(step.rows, layers, up.tokens)
             else:
                 self._residency.append(step.rows, layers, up.tokens, self._queries.entries)
-            timeline.mark(layer_message, "append")
+            self.timeline.mark(layer_message, "append")
 
     def _answer(
         self,
@@ -345,22 +326,24 @@ class Selector:
         layer_message: LayerMessage,
         up: UpMessage,
         down: DownMessage | None,
-        timeline: Timeline,
     ) -> None:
         """Choose the tokens that a group attends to, if an answer is due, and lay out changes."""
         group = layer_message.selects_for
         if group is None or down is None:
             return
         rows, layers = step.rows_of(layer_message), self.config.groups[group]
-        changed = step.changed[group]
+        changed, mark = step.changed[group], partial(self.timeline.mark, layer_message)
         queries = self._predict(step, layer_message, group, up)
-        timeline.mark(layer_message, "predict")
-        scores = self._residency.score(rows, layers, queries, chosen=self._slot_map.chosen)
-        timeline.mark(layer_message, "score")
+        mark("predict")
+        scores = self._residency.score(rows, layers, queries, chosen=self._slot_map.tokens)
+        mark("score")
         self._slot_map.select(rows, layers, scores, down.slots, changed)
-        timeline.mark(layer_message, "select")
-        self._gather(rows, layers, changed, down)
-        timeline.mark(layer_message, "gather")
+        mark("select")
+        entering = self._slot_map.entering(down.slots)
+        self._residency.gather(rows, layers, entering, down.keys, down.values)
+        down.header.copy_(rows.header)
+        down.header[:, _SHIPPED] += changed[:, 0]  # 0 so far; refused rows stay
+        mark("gather")
 
     def _predict(
         self, step: SelectorStep, layer_message: LayerMessage, group: int, up: UpMessage
@@ -376,14 +359,6 @@ class Selector:
             return False
         return layer_message.same_step or self._forecast.knows(layer_message.selects_for)
 
-    def _gather(
-        self, rows: BatchMetadata, layers: range, changed: Tensor, down: DownMessage
-    ) -> None:
-        entering = self._slot_map.entering(down.slots)
-        self._residency.gather(rows, layers, entering, down.keys, down.values)
-        down.header.copy_(rows.header)
-        down.header[:, _SHIPPED] += changed[:, 0]  # 0 so far; refused rows stay
-
     def end_step(self, step: SelectorStep) -> None:
         """Account for what the answers to all groups could not ship, and check what came."""
         self.overflow += step.changed[..., 1].sum()
@@ -391,13 +366,12 @@ class Selector:
 
     def slot_map(self, sequence: ResidentSequence, layers: range) -> Tensor:
         """Which token sits in which slot, (len(layers), Hkv, k) int32; a view."""
-        return self._slot_map.tokens(sequence.slot, layers)
+        return self._slot_map.tokens[sequence.slot, layers.start : layers.stop]
 
     def _extend(self, sequence: ResidentSequence, tokens: int) -> None:
-        new: list[int] = []
-        self.pages.extend(new, tokens - PAGE_TOKENS * len(sequence.pages))
-        if new:
-            self._add_pages(sequence, new)
+        missing = -(-tokens // PAGE_TOKENS) - len(sequence.pages)
+        if missing > 0:
+            self._add_pages(sequence, self.pages.take(missing))
 
     def _add_pages(self, sequence: ResidentSequence, new: list[int]) -> None:
         held = len(sequence.pages)
@@ -406,31 +380,32 @@ class Selector:
         self._slot_pages[sequence.slot, held : held + len(new)] = pages
 
     def _pages_of(self, sequence: ResidentSequence) -> Tensor:
-        pages: Tensor
-        (pages,) = upload((self._slot_pages[sequence.slot, : len(sequence.pages)],), self._device)
+        (pages,) = upload((self._pages_on_host(sequence),), self._device)
         return pages
 
-    def _add_checksums(
-        self, step: SelectorStep, layer_message: LayerMessage, down: DownMessage | None
-    ) -> None:
-        """Put into an answer, if there is one, what its slots hold."""
-        if layer_message.selects_for is None or down is None:
-            return
-        for index, _, sequence in step.live:
-            down.header[index, _CHECKSUM] = self._checksum(step, layer_message, index, sequence)
+    def _pages_on_host(self, sequence: ResidentSequence) -> Tensor:
+        return self._slot_pages[sequence.slot, : len(sequence.pages)]
 
-    def _checksum(
-        self,
-        step: SelectorStep,
-        layer_message: LayerMessage,
-        index: int,
-        sequence: ResidentSequence,
-    ) -> int:
+    def _add_checksums(
+        self, step: SelectorStep, layer_message: LayerMessage, down: DownMessage
+    ) -> None:
+        """Put into an answer what its slots hold."""
         layers = self.config.groups[layer_message.selects_for or 0]
-        same_step = layer_message.same_step
-        rows = step.rows_of(layer_message)
-        rows = rows.row_at(index, rows.numbers()[index][1])
-        filled = sequence.fresh_filled if same_step else sequence.filled
-        slots = self._residency.read(rows, layers, self.slot_map(sequence, layers))
-        keys, values = (part[..., :filled, :] for part in slots)
-        return slots_checksum(keys, values)
+        for index, _, sequence in step.live:
+            _, newest = step.rows_of(layer_message).on_host[index]
+            chosen, pages = self.slot_map(sequence, layers), self._pages_on_host(sequence)
+            slots = self._read(pages, sequence.slot, newest, layers, chosen)
+            filled = sequence.fresh_filled if layer_message.same_step else sequence.filled
+            keys, values = (part[..., :filled, :] for part in slots)
+            down.header[index, _CHECKSUM] = slots_checksum(keys, values)
+
+    def _read(
+        self, pages: Tensor, slot: int, newest: int, layers: range, tokens: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Decode tokens of a sequence, given its pages on the host, slot and newest position."""
+        numbers = torch.tensor([[slot], [newest]], dtype=torch.int32).unbind()
+        table, slots, positions = upload((pages.unsqueeze(0), *numbers), self._device)
+        rows = BatchMetadata(
+            PagedRows(table, slots, positions), slots, slots, slots, newest + 1, [(slot, newest)]
+        )
+        return self._residency.read(rows, layers, tokens)

@@ -15,20 +15,23 @@ from cache_rank.kernels.select.reference import EMPTY
 
 
 class SlotMap:
-    """Slots of all sequences, and memory for changes to them: both stay where they are."""
+    """Slots of all sequences, and memory for changes to them: both stay where they are.
+
+    Attributes:
+        tokens: (slots, layers, Hkv, k) int32, which token sits in which slot, if any.
+        changed: (groups, R, 2) int32, for the counts of `select`.
+    """
 
     def __init__(self, config: CacheRankConfig, device: torch.device) -> None:
         model, slots = config.model, config.max_rows
         self._config = config
-        self._tokens = torch.full(
+        self.tokens = torch.full(
             (slots, model.layers, model.kv_heads, config.sparse_budget),
             EMPTY,
             dtype=torch.int32,
             device=device,
         )
-        self._changed = torch.zeros(
-            (len(config.groups), slots, 2), dtype=torch.int32, device=device
-        )
+        self.changed = torch.zeros((len(config.groups), slots, 2), dtype=torch.int32, device=device)
         largest_group = max(len(layers) for layers in config.groups)
         self._entering = torch.empty(
             slots * largest_group * model.kv_heads * config.max_swap_tokens,
@@ -44,50 +47,19 @@ class SlotMap:
             device,
         )
 
-    @property
-    def chosen(self) -> Tensor:
-        """What sits in the slots of all sequences, (slots, layers, Hkv, k) int32; a view."""
-        return self._tokens
-
-    def tokens(self, slot: int, layers: range) -> Tensor:
-        """Which token sits in which slot, (len(layers), Hkv, k) int32, -1 where empty; a view.
-
-        Args:
-            slot: the sequence's slot, see BatchMetadata.
-            layers: the layers that are wanted.
-        """
-        return self._tokens[slot, layers.start : layers.stop]
-
-    def clear(self, slot: int) -> None:
-        """Empty the slots of a sequence; see `tokens`."""
-        self._tokens[slot].fill_(EMPTY)
-
-    def zero_changes(self, rows: int) -> Tensor:
-        """Zero the counts of what a step of so many rows changes, see `select`.
-
-        Returns:
-            (groups, R, 2) int32; a view.
-        """
-        return self._changed[:, :rows].zero_()
-
     def select(
         self, rows: BatchMetadata, layers: range, scores: Tensor, slots: Tensor, changed: Tensor
     ) -> None:
         """Choose the tokens of the next step, with hysteresis, and put them into slots.
 
-        Args:
-            rows: the rows of the step.
-            layers: the layers of the group.
-            scores: (R, len(layers), Hkv, capacity) float32; may be overwritten.
-            slots: (R, len(layers), Hkv, C) int32, written: the slots that tokens enter; -1 is
-                padding. `entering` says which tokens these are.
-            changed: (R, 2) int32, added to: how many tokens entered, and how many must wait for a
-                later step.
+        The slots that tokens enter are written to `slots`, (R, len(layers), Hkv, C) int32, with -1
+        as padding; `entering` says which tokens these are. How many entered, and how many must wait
+        for a later step, is added to `changed`, (R, 2) int32. `scores` may be overwritten.
         """
         config = self._config
         select_step(
             scores,
-            self._tokens,
+            self.tokens,
             rows.slots,
             rows.positions,
             rows.budgets,

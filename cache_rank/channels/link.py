@@ -55,17 +55,12 @@ class Link:
     ) -> None:
         """Connect all channels; both sides call this at about the same time.
 
-        Args:
-            config: the agreed policy, which gives the sizes of messages.
-            rendezvous: the result of `make_rendezvous`.
-            rank: INFERENCE or CACHE.
-            device: the device that the tensors of this rank are on.
-            address: host name or IP of the interface that the channels bind to.
-            secret: the secret of this launch; each channel proves that both ends know it.
-            timeout: seconds for the peer to appear.
+        `rendezvous` is from `make_rendezvous`, and `rank` is INFERENCE or CACHE. Channels bind to
+        the interface of `address`, and each proves that both ends know the secret.
 
         Raises:
-            TransportError: the peer did not appear, or does not know the secret.
+            TransportError: the peer did not appear in `timeout` seconds, or does not know the
+                secret.
         """
         self._on_gpu = device.type == "cuda"
         channels: dict[str, Any] = {}

@@ -51,12 +51,9 @@ class FlagMoves:
         awaited: Sequence[int] = (),
         taken: Sequence[int] = (),
     ) -> None:
-        """Describe the moves.
+        """Take the addresses of flags, which are in memory of this GPU or of the host.
 
-        Args:
-            raised: addresses of flags in mapped memory of any GPU, or of the host.
-            awaited: addresses of flags in memory of this GPU, or of the host.
-            taken: addresses of flags that are 0 or 1, in memory of this GPU, or of the host.
+        Those that are raised may be in that of another GPU, too; those that are taken are 0 or 1.
         """
         self._operations = [_write(address, 1) for address in raised]
         self._operations += [_wait(address) for address in awaited]

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from cache_rank.config import CacheRankConfig
-from cache_rank.protocol import KeyBasis, Load, QueryProjection, UpMessage
+from cache_rank.protocol import UpMessage
 from cache_rank.schedule import LayerMessage
 from cache_rank.selector import Selector, SelectorStep
 
@@ -51,39 +51,17 @@ def _read_event(path: Path) -> dict[str, Any]:
 
 
 class Recorder:
-    """Writes events to a folder, or does nothing when there is none."""
+    """Writes events to the folder that the environment names, or does nothing without one."""
 
-    def __init__(self, folder: Path | None, config: CacheRankConfig) -> None:
-        self._folder = folder
-        self._events = 0
-        if folder is not None:
-            folder.mkdir(parents=True, exist_ok=True)
-            self._write({"kind": "config", "config": msgspec.to_builtins(config)})
-
-    @classmethod
-    def from_environment(cls, config: CacheRankConfig) -> Recorder:
+    def __init__(self, config: CacheRankConfig) -> None:
         folder = os.environ.get(RECORD_VARIABLE)
-        return cls(Path(folder) if folder else None, config)
-
-    def record_load(self, message: Load, shipment: Tensor) -> None:
-        """Record a bulk shipment."""
+        self._folder = Path(folder) if folder else None
+        self._events = 0
         if self._folder is not None:
-            self._write(
-                {"kind": "load", "sequence_id": message.sequence_id, "shipment": shipment.cpu()}
-            )
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self.write("config", config=msgspec.to_builtins(config))
 
-    def record_projection(self, message: QueryProjection, projection: Tensor) -> None:
-        """Record by what a layer's queries are forecast."""
-        if self._folder is not None:
-            event = {"kind": "projection", "layer": message.layer}
-            self._write({**event, "projection": projection.cpu()})
-
-    def record_basis(self, message: KeyBasis, basis: Tensor) -> None:
-        """Record how a layer's keys are sketched."""
-        if self._folder is not None:
-            self._write({"kind": "basis", "layer": message.layer, "basis": basis.cpu()})
-
-    def record_step(
+    def write_step(
         self, selector: Selector, step: SelectorStep, layer_message: LayerMessage, up: UpMessage
     ) -> None:
         """Record one message of a step.
@@ -95,7 +73,6 @@ class Recorder:
             return
         groups = selector.config.groups
         kv_of, selects_for = layer_message.kv_of, layer_message.selects_for
-        layers = range(0) if kv_of is None else groups[kv_of]
         answered = range(0) if selects_for is None else groups[selects_for]
         came = UpMessage(selector.config, layer_message, len(up.hidden), up.buffer.cpu())
         rows = [
@@ -110,12 +87,22 @@ class Recorder:
             }
             for index, row, sequence in step.live
         ]
-        event = {"kind": "step", "step": step.number, "layers": layers, "answered": answered}
-        self._write({**event, "same_step": layer_message.same_step, "rows": rows})
+        self.write(
+            "step",
+            step=step.number,
+            layers=range(0) if kv_of is None else groups[kv_of],
+            answered=answered,
+            same_step=layer_message.same_step,
+            rows=rows,
+        )
 
-    def _write(self, event: dict[str, Any]) -> None:
-        assert self._folder is not None
+    def write(self, kind: str, **content: Any) -> None:
+        """Record an event of what the cache rank was sent; tensors go to the CPU."""
+        if self._folder is None:
+            return
+        for name, part in content.items():
+            content[name] = part.cpu() if isinstance(part, Tensor) else part
         self._events += 1
         temporary = self._folder / f"{self._events:08d}.writing"
-        torch.save(event, temporary)
+        torch.save({"kind": kind, **content}, temporary)
         temporary.rename(self._folder / f"{self._events:08d}.pt")

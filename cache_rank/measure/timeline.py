@@ -87,7 +87,7 @@ class Timeline:
     """
 
     def __init__(
-        self, path: str, device: torch.device, layer_messages: Sequence[LayerMessage] = ()
+        self, path: str, device: torch.device, layer_messages: Sequence[LayerMessage]
     ) -> None:
         """Append to a file, if there is one, when the parts of each message end."""
         self._file = TraceFile(path, "cache") if path else None

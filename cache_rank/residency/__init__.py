@@ -71,12 +71,7 @@ def require_format(config: CacheRankConfig) -> None:
 
 
 def create(config: CacheRankConfig, pages: int, device: torch.device) -> Residency:
-    """Allocate `pages` pages in the configured format.
-
-    Raises:
-        ValueError: the format does not exist, or cannot do what is configured.
-    """
-    require_format(config)
+    """Allocate `pages` pages in the configured format, see `require_format`."""
     return FORMATS[config.kv_residency](config, pages, device)
 
 

@@ -18,13 +18,17 @@ from torch import Tensor
 from cache_rank.batch_metadata import BatchMetadata
 from cache_rank.config import CacheRankConfig, OptionValue
 from cache_rank.kernels.score import score_workspace
-from cache_rank.residency.options import Ranges, require_options, with_defaults
+from cache_rank.residency.options import Ranges
 from cache_rank.residency.scores import ScoreBuffers
 from cache_rank.residency.sketched import KeySketches
 
 
 class Residency(ABC):
-    """K and V of all sequences, in pages of PAGE_TOKENS tokens."""
+    """K and V of all sequences, in pages of PAGE_TOKENS tokens.
+
+    Attributes:
+        scores: the memory that scores are written to.
+    """
 
     name: ClassVar[str]
     """The format is called so by `--kv-residency`."""
@@ -54,12 +58,18 @@ class Residency(ABC):
             ValueError: one is unknown or out of range; the message names those that there are,
                 with their ranges.
         """
-        require_options(cls.name, options, cls.options)
+        described = ", ".join(f"{name} {values}" for name, values in cls.options.items())
+        for name, value in options.items():
+            if name not in cls.options or not cls.options[name].accepts(value):
+                raise ValueError(
+                    f"kv_residency_options {name}={value}: {cls.name} takes "
+                    f"{described or 'no options'}"
+                )
 
     @classmethod
-    def settings(cls, config: CacheRankConfig) -> dict[str, OptionValue]:
+    def settings(cls, options: Mapping[str, OptionValue]) -> dict[str, OptionValue]:
         """All options, with the defaults of those that are not given."""
-        return with_defaults(config.kv_residency_options, cls.options)
+        return {name: options.get(name, values.default) for name, values in cls.options.items()}
 
     @classmethod
     @abstractmethod
@@ -91,7 +101,7 @@ class Residency(ABC):
         sketched = config.score_keys == "sketch"
         self._sketches = KeySketches(config, pages, device) if sketched else None
         make_workspace = (self._sketches or self).score_workspace
-        self._scores = ScoreBuffers(config.model, make_workspace, device)
+        self.scores = ScoreBuffers(config.model.kv_heads, make_workspace, device)
 
     def load_basis(self, layer: int, basis: Tensor) -> None:
         """Take over the directions of a layer's keys, (Hkv, D + 1, D); see protocol.KeyBasis.
@@ -102,26 +112,18 @@ class Residency(ABC):
             self._sketches.load_basis(layer, basis)
 
     def load(self, pages: Tensor, slot: int, start: int, shipment: Tensor) -> None:
-        """Take over a bulk shipment.
+        """Take over a bulk shipment, (2, layers, n, Hkv, D), whose first token is at `start`.
 
-        Args:
-            pages: (pages,) int32, the sequence's pages.
-            slot: the sequence's slot, see BatchMetadata.
-            start: position of the first token.
-            shipment: (2, layers, n, Hkv, D), keys and values.
+        The sequence has these pages, (pages,) int32, and this slot, see BatchMetadata.
         """
         self._load(pages, slot, start, shipment)
         if self._sketches is not None:
             self._sketches.load(pages, start, shipment[0])
 
     def append(self, rows: BatchMetadata, layers: range, up: Tensor, query_ring: Tensor) -> None:
-        """Take over one token a row, and its queries.
+        """Take over one token a row, and its queries, from `up`; see UpMessage.tokens.
 
-        Args:
-            rows: the rows of the step.
-            layers: the layers of the message.
-            up: (R, len(layers), Hq + 2 Hkv, D), see UpMessage.
-            query_ring: (slots, layers, Hq, W + 1, D), written in place.
+        Queries are written to the ring, (slots, layers, Hq, W + 1, D).
         """
         self._append(rows, layers, up, query_ring)
         if self._sketches is not None:
@@ -132,16 +134,11 @@ class Residency(ABC):
     ) -> Tensor:
         """Score all resident tokens: (R, len(layers), Hkv, >= capacity) float32.
 
-        The result is valid until the next call.
-
-        Args:
-            rows: the rows of the step.
-            layers: the layers to score.
-            queries: (R, len(layers), Hq, D) float32.
-            chosen: (slots, layers, Hkv, k) int32, the tokens in the slots of all sequences, for
-                what normalizes by these; see `score_normalizer`.
+        The result is valid until the next call. Queries are (R, len(layers), Hq, D) float32;
+        `chosen` are the tokens in the slots of all sequences, for what normalizes by these, see
+        `score_normalizer`.
         """
-        workspace, out = self._scores.take(queries.shape[0], len(layers), rows.capacity)
+        workspace, out = self.scores.take(queries.shape[0], len(layers), rows.capacity)
         if self._sketches is None:
             self._score(rows, layers, queries, workspace, out)
         else:
@@ -154,21 +151,15 @@ class Residency(ABC):
     ) -> None:
         """Decode tokens into a message.
 
-        Args:
-            rows: the rows of the step.
-            layers: the layers of the message.
-            entering: (R, len(layers), Hkv, C) int32 positions; -1 leaves its entry alone.
-            keys, values: (R, len(layers), Hkv, C, width) in the pool's dtype or in another of a
-                message, see `to_wire`; written in place.
+        They are at positions `entering`, (R, len(layers), Hkv, C) int32; -1 leaves its entry alone.
+        Keys and values, (..., C, width), are in the pool's dtype or another of a message, see
+        `to_wire`.
         """
 
     def load_tail(self, slot: int, start: int, shipment: Tensor) -> None:
         """Take over tokens whose page the sequence has from another, so that they can be newest.
 
-        Args:
-            slot: the sequence's slot.
-            start: the position of the first, `tail_tokens` before the end of its page or later.
-            shipment: (2, layers, n, Hkv, D).
+        The first one is at `start`, `tail_tokens` before the end of its page or later.
         """
         return
 
@@ -194,30 +185,17 @@ class Residency(ABC):
         """
         return
 
-    def score_workspace(
-        self, rows: int, layers: int, kv_heads: int, group: int, capacity: int, device: torch.device
-    ) -> Any:
+    def score_workspace(self, rows: int, layers: int, capacity: int) -> Any:
         """Allocate the scratch memory of a scoring of at most so many rows, layers and tokens."""
-        return score_workspace(rows, layers, kv_heads, group, capacity, device)
-
-    def prepare_scores(self, rows: int, layers: int, capacity: int) -> int:
-        """Make room for scores of so many rows, layers and tokens.
-
-        Returns:
-            A number that changes whenever the memory that scores take has moved.
-        """
-        return self._scores.prepare(rows, layers, capacity)
+        model = self._model
+        heads = (model.kv_heads, model.query_heads // model.kv_heads)
+        return score_workspace(rows, layers, *heads, capacity, self._device)
 
     def read(self, rows: BatchMetadata, layers: range, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Decode tokens of one sequence.
+        """Decode tokens of one sequence, which is alone in a step.
 
-        Args:
-            rows: a step of this sequence alone.
-            layers: the layers to read.
-            positions: (len(layers), Hkv, n) integer; what -1 reads is arbitrary.
-
-        Returns:
-            Keys and values, (len(layers), Hkv, n, D) each, in the pool's dtype.
+        They are at positions (len(layers), Hkv, n); what -1 reads is arbitrary. Keys and values,
+        (len(layers), Hkv, n, D) each, are in the pool's dtype.
         """
         entering = positions.to(torch.int32).unsqueeze(0).contiguous()
         shape = (*entering.shape, self._model.head_dim)

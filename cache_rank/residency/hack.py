@@ -30,7 +30,7 @@ class HackResidency(CodedResidency):
 
     @classmethod
     def codecs(cls, config: CacheRankConfig) -> tuple[Codec, Codec]:
-        options, dtype = cls.settings(config), config.model.torch_dtype
+        options, dtype = cls.settings(config.kv_residency_options), config.model.torch_dtype
         bits, partition = int(options["bits"]), int(options["partition"])
         seed = int(options["seed"]) if options["rounding"] == "stochastic" else None
         return (

@@ -27,6 +27,6 @@ class LynxResidency(CodedResidency):
 
     @classmethod
     def codecs(cls, config: CacheRankConfig) -> tuple[Codec, Codec]:
-        options = cls.settings(config)
+        options = cls.settings(config.kv_residency_options)
         codec = LynxCodec(float(options["alpha"]), scores_in_full=options["reading"] == "full")
         return codec, codec

@@ -28,22 +28,12 @@ class NotFinite:
         self._found.start(self.flags)
 
     def note(self, flag: int, layers: range, refused: Tensor) -> None:
-        """Note on the current stream what was found in some layers.
-
-        Args:
-            flag: index of the flag to write.
-            layers: the layers that were looked at.
-            refused: (2, len(layers), Hkv) bool, for keys and for values.
-        """
+        """Note on the current stream what was refused, (2, len(layers), Hkv) bool, K and V."""
         found = (self._places[:, layers.start : layers.stop] * refused).amax()
         torch.maximum(self.flags[flag], found, out=self.flags[flag])
 
     def check(self, wait: bool = False) -> None:
-        """Report what was found; on a GPU, some steps later.
-
-        Args:
-            wait: wait for the device, and report all that the work queued on the current stream
-                found.
+        """Report what was found; on a GPU, some steps later, or wait for what is queued.
 
         Raises:
             ValueError: some token cannot be held; the message names its layer and kv head.

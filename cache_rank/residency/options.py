@@ -47,26 +47,6 @@ Ranges = Mapping[str, Between | OneOf]
 """The values that each option of a format may take, and its default."""
 
 
-def with_defaults(options: Mapping[str, OptionValue], allowed: Ranges) -> dict[str, OptionValue]:
-    """All options of a format: those that are given, and the defaults of the others."""
-    return {name: options.get(name, values.default) for name, values in allowed.items()}
-
-
-def require_options(format_name: str, options: Mapping[str, OptionValue], allowed: Ranges) -> None:
-    """Check that every option is known and in range.
-
-    Raises:
-        ValueError: one is not; names the allowed options with their ranges.
-    """
-    described = ", ".join(f"{name} {values}" for name, values in allowed.items())
-    for name, value in options.items():
-        if name not in allowed or not allowed[name].accepts(value):
-            raise ValueError(
-                f"kv_residency_options {name}={value}: {format_name} takes "
-                f"{described or 'no options'}"
-            )
-
-
 def parse_options(text: str) -> dict[str, OptionValue]:
     """Parse options written as name=value, separated by commas.
 

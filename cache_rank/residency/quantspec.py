@@ -26,7 +26,7 @@ class QuantSpecResidency(CodedResidency):
     @classmethod
     def codecs(cls, config: CacheRankConfig) -> tuple[Codec, Codec]:
         dtype = config.model.torch_dtype
-        bits = int(cls.settings(config)["reading"])
+        bits = int(cls.settings(config.kv_residency_options)["reading"])
         return (
             QuantSpecCodec(per_channel=True, dtype=dtype, read_bits=bits),
             QuantSpecCodec(per_channel=False, dtype=dtype),

@@ -8,32 +8,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cache_rank.config import ModelShape
-
 _TOKENS = 4096
 _ROWS = 8
 """Buffers grow to multiples of so many tokens and so many rows, so that they rarely grow."""
 
 
 class ScoreBuffers:
-    """A buffer of scores and a workspace, which grow when a step needs more."""
+    """A buffer of scores and a workspace, which grow when a step needs more.
+
+    Attributes:
+        moves: how often the memory has moved.
+    """
 
     def __init__(
-        self, model: ModelShape, workspace: Callable[..., Any], device: torch.device
+        self, kv_heads: int, make_workspace: Callable[[int, int, int], Any], device: torch.device
     ) -> None:
-        """Start empty; `workspace` makes the scratch, see `score_workspace` of kernels/score."""
-        self._model = model
-        self._make_workspace = workspace
+        """Start empty; `make_workspace` is that of a residency."""
+        self.moves = 0
+        self._kv_heads = kv_heads
+        self._make_workspace = make_workspace
         self._device = device
         self._scores = torch.empty(0, device=device)
         self._workspace: Any = None
         self._workspace_for = (0, 0, 0)
-        self._moves = 0
-
-    def prepare(self, rows: int, layers: int, capacity: int) -> int:
-        """Make room; return a number that changes whenever the memory has moved."""
-        self.take(rows, layers, capacity)
-        return self._moves
 
     def take(self, rows: int, layers: int, capacity: int) -> tuple[Any, Tensor]:
         """Return the workspace, and (rows, layers, Hkv, >= capacity) float32 for scores.
@@ -41,24 +38,17 @@ class ScoreBuffers:
         Either holds until the next call.
         """
         capacity = -(-capacity // _TOKENS) * _TOKENS
-        kv_heads = self._model.kv_heads
-        size = rows * layers * kv_heads * capacity
         rounded_rows = -(-rows // _ROWS) * _ROWS if self._device.type == "cuda" else rows
-        if self._scores.numel() < size:
-            self._moved()
-            self._scores = torch.empty(
-                size // rows * rounded_rows, dtype=torch.float32, device=self._device
-            )
-        scores = self._scores[:size].view(rows, layers, kv_heads, capacity)
+        of_row = layers * self._kv_heads * capacity
+        if self._scores.numel() < rows * of_row:
+            self.moves += 1
+            size = rounded_rows * of_row
+            self._scores = torch.empty(size, dtype=torch.float32, device=self._device)
         needed = (rounded_rows, layers, capacity)
         if any(have < need for have, need in zip(self._workspace_for, needed, strict=True)):
-            rows, layers, capacity = map(max, self._workspace_for, needed)
-            self._workspace_for = (rows, layers, capacity)
-            self._moved()
-            self._workspace = self._make_workspace(
-                rows, layers, kv_heads, self._model.query_heads // kv_heads, capacity, self._device
-            )
+            self.moves += 1
+            most_rows, most_layers, most_tokens = map(max, self._workspace_for, needed)
+            self._workspace_for = (most_rows, most_layers, most_tokens)
+            self._workspace = self._make_workspace(*self._workspace_for)
+        scores = self._scores[: rows * of_row].view(rows, layers, self._kv_heads, capacity)
         return self._workspace, scores
-
-    def _moved(self) -> None:
-        self._moves += 1

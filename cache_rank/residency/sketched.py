@@ -114,9 +114,9 @@ class KeySketches:
             attended,
         )
 
-    def score_workspace(
-        self, rows: int, layers: int, kv_heads: int, group: int, capacity: int, device: torch.device
-    ) -> SketchWorkspace:
-        """Allocate the scratch memory of a scoring of at most so many rows, layers and tokens."""
-        scores = score_workspace(rows, layers, kv_heads, group, capacity, device)
-        return sketch_workspace(scores, rows, layers, kv_heads, group, self._shape)
+    def score_workspace(self, rows: int, layers: int, capacity: int) -> SketchWorkspace:
+        """See `Residency.score_workspace`."""
+        model = self._config.model
+        sizes = (rows, layers, model.kv_heads, model.query_heads // model.kv_heads)
+        scores = score_workspace(*sizes, capacity, self._codes.device)
+        return sketch_workspace(scores, *sizes, self._shape)

@@ -16,7 +16,6 @@ from cache_rank.config import CacheRankConfig, HistoryPredictor
 from cache_rank.kernels.score.reference import score_tokens
 from cache_rank.measure.recall import measure_recall
 from cache_rank.measure.recording import RECORD_VARIABLE
-from cache_rank.measure.timeline import Timeline
 from cache_rank.protocol import DownMessage, Row, UpMessage
 from cache_rank.resident_sequence import ResidentSequence
 from cache_rank.selector import Selector
@@ -74,7 +73,7 @@ class StepResult(NamedTuple):
 
 def replay(config: CacheRankConfig, recorded: Recorded) -> Iterator[StepResult]:
     """Select again for a recorded sequence; one result a step that is sparse."""
-    selector, timeline = Selector(config, CPU, MEMORY_BYTES), Timeline("", CPU)
+    selector = Selector(config, CPU, MEMORY_BYTES)
     (layers,), (layer_message,) = config.groups, config.layer_messages
     up = UpMessage(config, layer_message, 1, _buffer(UpMessage.size(config, layer_message, 1)))
     down = DownMessage(config, len(layers), 1, _buffer(DownMessage.size(config, len(layers), 1)))
@@ -86,7 +85,7 @@ def replay(config: CacheRankConfig, recorded: Recorded) -> Iterator[StepResult]:
         step = selector.begin_step(number, [Row(1, position)])
         up.queries[0] = queries
         up.keys[0], up.values[0] = (kv[:, :, position] for kv in (recorded.keys, recorded.values))
-        selector.serve(step, layer_message, up, down, timeline)
+        selector.serve(step, layer_message, up, down)
         selector.end_step(step)
         if worth is not None:
             entering = (down.slots >= 0).sum(-1)

@@ -156,7 +156,7 @@ class _Held:
         header = slots.new_zeros((1, len(AnswerHeader._fields)), dtype=torch.int64)
         positions, counts = torch.full_like(slots, position), torch.ones_like(slots)
         rows = PagedRows(self._pages, slots, positions)
-        return BatchMetadata(rows, counts, counts, header, position + 1)
+        return BatchMetadata(rows, counts, counts, header, position + 1, [(0, position)])
 
 
 def write_comparison(found: Comparison, out: Path) -> list[Path]:

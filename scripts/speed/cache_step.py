@@ -7,7 +7,6 @@ from functools import partial
 import torch
 
 from cache_rank.config import CacheRankConfig
-from cache_rank.measure.timeline import Timeline
 from cache_rank.measure.timing import device_seconds
 from cache_rank.messages import MessageBuffers
 from cache_rank.pages import PAGE_TOKENS
@@ -68,13 +67,12 @@ def measure_cache_step(
     ]
     buffers = MessageBuffers(config, [tensor.view(torch.uint8) for tensor in current], answers)
     messages = buffers.of(rows)
-    timeline = Timeline("", device)
 
     def step(number: int) -> None:
         announced = [Row(sequence_id, tokens - 1 + number) for sequence_id in range(1, rows + 1)]
         step = selector.begin_step(number, announced)
         for layer_message, up in zip(config.layer_messages, messages.up, strict=True):
-            selector.serve(step, layer_message, up, messages.answer_of(layer_message), timeline)
+            selector.serve(step, layer_message, up, messages.answer_of(layer_message))
         selector.end_step(step)
 
     seconds = []

@@ -38,7 +38,7 @@ class Held:
     def empty(
         cls,
         name: str,
-        count: int,
+        tokens: int | Tensor,
         model: ModelShape = GQA,
         slot: int = 1,
         beside: Held | None = None,
@@ -46,19 +46,14 @@ class Held:
         device: torch.device = CPU,
         **options: Any,
     ) -> Held:
-        """Nothing yet of a sequence of `count` random tokens, in a residency or beside another."""
+        """Nothing yet of a sequence, of so many random tokens or of some, in a residency or beside
+        another."""
         config = small_config(model, kv_residency=name, kv_residency_options=options)
-        generator = torch.Generator().manual_seed(tokens_seed)
-        shape = (2, model.layers, model.kv_heads, count, model.head_dim)
-        tokens = torch.randn(shape, generator=generator).to(device, model.torch_dtype)
-        return cls.of(config, tokens, slot, beside, tokens_seed)
-
-    @classmethod
-    def of(
-        cls, config: CacheRankConfig, tokens: Tensor, slot: int, beside: Held | None, seed: int
-    ) -> Held:
-        """Nothing yet of a sequence of tokens, whose pages are in the order of a seed."""
-        model, device = config.model, tokens.device
+        if isinstance(tokens, int):
+            generator = torch.Generator().manual_seed(tokens_seed)
+            shape = (2, model.layers, model.kv_heads, tokens, model.head_dim)
+            tokens = torch.randn(shape, generator=generator)
+        tokens = tokens.to(device, model.torch_dtype, copy=True)
         if beside is not None:
             held, ring = beside.residency, beside.query_ring
         else:
@@ -66,14 +61,14 @@ class Held:
             shape = (4, model.layers, model.query_heads, 5, model.head_dim)
             ring = torch.zeros(shape, dtype=model.torch_dtype, device=device)
         pages = list(range(PAGES))
-        random.Random(seed).shuffle(pages)
+        random.Random(tokens_seed).shuffle(pages)
         return cls(config, held, ring, tokens, slot, pages)
 
     @classmethod
-    def whole(cls, name: str, count: int, **arguments: Any) -> Held:
+    def whole(cls, *arguments: Any, **options: Any) -> Held:
         """All tokens, in one shipment."""
-        held = cls.empty(name, count, **arguments)
-        held.load(count)
+        held = cls.empty(*arguments, **options)
+        held.load(held.tokens.shape[3])
         return held
 
     @classmethod
@@ -160,6 +155,7 @@ def rows_of(
         *torch.ones((2, count), dtype=torch.int32, device=device),
         torch.zeros((count, len(AnswerHeader._fields)), dtype=torch.int64, device=device),
         capacity=max(positions) + 1,
+        on_host=list(zip(slots, positions, strict=True)),
     )
 
 

@@ -37,10 +37,19 @@ def pack_up(
     device: torch.device | str = "cpu",
 ) -> UpMessage:
     """A message in which each row computed something."""
-    rows = len(computed)
-    size = UpMessage.size(config, layer_message, rows)
-    buffer = torch.zeros(size, dtype=torch.uint8, device=device)
-    up = UpMessage(config, layer_message, rows, buffer)
+    size = UpMessage.size(config, layer_message, len(computed))
+    memory = torch.zeros(size, dtype=torch.uint8, device=device)
+    up = UpMessage(config, layer_message, len(computed), memory)
+    fill_up(up, config, layer_message, computed)
+    return up
+
+
+def fill_up(
+    up: UpMessage,
+    config: CacheRankConfig,
+    layer_message: LayerMessage,
+    computed: Sequence[Computed],
+) -> None:
     for index, (queries, keys, values, hidden) in enumerate(computed):
         if layer_message.kv_of is not None:
             layers = config.groups[layer_message.kv_of]
@@ -50,7 +59,6 @@ def pack_up(
             up.values[index] = values[of_group]
         if layer_message.hidden_of is not None:
             up.hidden[index] = hidden[layer_message.hidden_of]
-    return up
 
 
 def assert_refused(answers: Sequence[DownMessage], row: int) -> None:

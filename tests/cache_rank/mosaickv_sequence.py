@@ -8,12 +8,11 @@ from typing import Any
 
 import held_sequences
 import torch
-from held_sequences import CPU
-from small_models import MHA, small_config
+from small_models import MHA
 from torch import Tensor
 
 from cache_rank.config import ModelShape
-from cache_rank.kernels.mosaickv.store import Run, Strategy, load_vectors, packed_tokens, runs_of
+from cache_rank.kernels.mosaickv.store import Strategy, load_vectors, packed_tokens, runs_of
 from cache_rank.residency.mosaickv.strategy import BUFFER_TOKENS
 
 DENSE: dict[str, Any] = {"rate": 0, "dropped": 0}
@@ -39,23 +38,8 @@ class Held(held_sequences.Held):
     """A sequence of given tokens in the residency."""
 
     @classmethod
-    def empty(
-        cls,
-        tokens: Tensor,
-        model: ModelShape = MHA,
-        slot: int = 1,
-        beside: Held | None = None,
-        device: torch.device = CPU,
-        **options: Any,
-    ) -> Held:
-        config = small_config(model, kv_residency="mosaickv", kv_residency_options=options)
-        return cls.of(config, tokens.to(device), slot, beside, seed=slot)
-
-    @classmethod
-    def whole(cls, tokens: Tensor, model: ModelShape = MHA, **options: Any) -> Held:
-        held = cls.empty(tokens, model, **options)
-        held.load(tokens.shape[3])
-        return held
+    def empty(cls, tokens: Tensor, model: ModelShape = MHA, **arguments: Any) -> Held:
+        return super().empty("mosaickv", tokens, model, **arguments)
 
     @property
     def segments(self) -> Any:
@@ -72,13 +56,17 @@ class Held(held_sequences.Held):
 
     def strategies(self, layer: int = 0) -> list[Strategy]:
         """Of each buffer in the pages."""
-        return [run.strategy for run in self.runs(layer, BUFFER_TOKENS)]
+        return [
+            strategy
+            for first, last, strategy in self.runs(layer)
+            for _ in range(first, last, BUFFER_TOKENS)
+        ]
 
-    def runs(self, layer: int, longest: int = 4096) -> list[Run]:
+    def runs(self, layer: int) -> list[tuple[int, int, Strategy]]:
         """The strategies of the tokens in the pages."""
         store = self.residency._memory.store
         packed = packed_tokens(store, self.slot, self.resident)
-        return list(runs_of(store, self.slot, layer, packed, longest))
+        return list(runs_of(store, self.slot, layer, packed))
 
     def codes(self) -> list[bytes]:
         """Of all that is in the pages, with the rotations that it is relative to."""

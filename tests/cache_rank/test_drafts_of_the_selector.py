@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import closing
+
 import pytest
 import torch
 from modelled_request import Request, assert_refused
+from served_selector import Served, load_projections
 from small_models import FORECAST, GQA, small_config, with_rotary
-from test_selector import Served, load_projections
 from torch import Tensor
 from wired_rank import InferenceRank
 
@@ -59,7 +61,7 @@ class Drafting(Request):
 
 def drafting(served: Served, sequence_id: int, prompt: int) -> Drafting:
     request = Drafting(served.config, sequence_id, prompt)
-    served.selector.load(served.selector.begin(sequence_id), request.prompt)
+    served.ship(served.selector.begin(sequence_id), request.prompt)
     return request
 
 
@@ -83,7 +85,7 @@ def test_drafts_are_selected_for_among_what_is_verified(predictor: str, kv_resid
         checksum=is_exact,
         kv_residency=kv_residency,
     )
-    served = Served(config, pages=600)
+    served = Served(config)
     projections = load_projections(served, 2) if predictor == "forecast" else {}
     requests = [drafting(served, 1, 45), drafting(served, 2, PAGE_TOKENS - 8)]
     for request in requests:
@@ -118,8 +120,7 @@ def assert_held(served: Served, request: Drafting, is_exact: bool) -> None:
 
 
 def test_drafts_beyond_those_of_a_round_are_refused() -> None:
-    rank = InferenceRank(small_config(draft_steps=3))
-    try:
+    with closing(InferenceRank(small_config(draft_steps=3))) as rank:
         request = rank.arrive(prompt=20)
         tensors = request.compute()
         for position in (19, 23, 22, 20):
@@ -129,5 +130,3 @@ def test_drafts_beyond_those_of_a_round_are_refused() -> None:
             else:
                 assert answers[0].header[0, 1] == request.sequence_id
         rank.expect_refused(2)
-    finally:
-        rank.close()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from cache_rank.residency import FORMATS
-from cache_rank.residency.options import parse_options, with_defaults
+from cache_rank.residency.options import parse_options
 
 GUIDE = Path(__file__).parents[2] / "docs" / "guide.md"
 
@@ -17,15 +17,15 @@ GUIDE = Path(__file__).parents[2] / "docs" / "guide.md"
 def test_the_documented_defaults_are_those_of_the_code(name: str) -> None:
     (row,) = re.findall(rf"^\| `{name}` \| (.+=.+|none) \|$", GUIDE.read_text(), re.MULTILINE)
     documented = parse_options(",".join(re.findall(r"`(\w+=[^`]+)`", row)))
-    assert documented == with_defaults({}, FORMATS[name].options)
+    assert documented == FORMATS[name].settings({})
     assert ("none" in row) == (not documented)
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_defaults_are_accepted_and_give_way_to_what_is_given(name: str) -> None:
     options = FORMATS[name].options
-    FORMATS[name].validate(with_defaults({}, options))
+    FORMATS[name].validate(FORMATS[name].settings({}))
     for option, values in options.items():
-        found = with_defaults({option: 7}, options)
+        found = FORMATS[name].settings({option: 7})
         assert found == {**{other: options[other].default for other in options}, option: 7}
         assert values.accepts(values.default)

@@ -14,16 +14,15 @@ class Doubled:
         self.out = torch.zeros(4, device=device)
         self.runs = 0
 
-    def __call__(self) -> torch.Tensor:
+    def __call__(self) -> None:
         self.runs += 1
         torch.mul(self.given, 2, out=self.out)
-        return self.out
 
 
 def check(graphs: CudaGraphCache, action: Doubled, key: str, value: float) -> None:
     action.given.fill_(value)
     graphs.allow_more()
-    assert graphs.run(key, action) is action.out
+    graphs.run(key, action)
     assert action.out.tolist() == [2 * value] * 4
 
 

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
 import torch
+from lone_link import LoneLink
 from modelled_request import Request, pack_up
 from small_models import small_config
 from torch import Tensor
-from torch.cuda import Event
 
 from cache_rank import rank
-from cache_rank.batch_metadata import BatchMetadata
-from cache_rank.config import CacheRankConfig, ModelShape
-from cache_rank.kernels.rows import PagedRows
+from cache_rank.config import ModelShape
 from cache_rank.pages import PAGE_TOKENS
-from cache_rank.protocol import AnswerHeader, Load, Open, Row, Step, up_sizes
+from cache_rank.protocol import Load, Open, Row, Step
 
 MODEL = ModelShape(3, query_heads=8, kv_heads=2, head_dim=64, dtype="bfloat16", scale=64**-0.5)
 MEMORY_BYTES = 1 << 24
@@ -26,58 +23,12 @@ LATE_CYCLES = 2_000_000_000
 """About a second, of which the host needs a small part to queue a step."""
 
 
-class Channel:
-    """A channel whose peer is on the same GPU: what is received is there already.
-
-    As with NCCL, transfers are queued on the channel's own stream.
-    """
-
-    def __init__(self) -> None:
-        self.stream = torch.cuda.Stream()
-        self.late_cycles = 0
-        self._sent: list[Tensor] = []
-        self._received = 0
-
-    def put(self, tensor: Tensor) -> None:
-        """As the peer sends; not in the middle of a test, because it waits for the device."""
-        self._sent.append(tensor.to("cuda"))
-
-    def send(self, tensor: Tensor, after: Event | None = None, buffer_index: int = 0) -> Channel:
-        return self
-
-    def receive(self, tensor: Tensor, after: Event | None = None, buffer_index: int = 0) -> Channel:
-        if after is None:
-            self.stream.wait_stream(torch.cuda.current_stream())
-        else:
-            self.stream.wait_event(after)
-        with torch.cuda.stream(self.stream):
-            torch.cuda._sleep(self.late_cycles)
-            tensor.copy_(self._sent[self._received])
-        self._received += 1
-        return self
-
-    def wait(self, timeout: float) -> None:
-        torch.cuda.current_stream().wait_stream(self.stream)
-
-
-class Link:
-    """The cache rank's end of three such channels."""
-
-    def __init__(self, config: CacheRankConfig) -> None:
-        self.up, self.down, self.bulk = Channel(), Channel(), Channel()
-        sizes = up_sizes(config, config.max_rows)
-        self.buffers = [torch.zeros(size, dtype=torch.uint8, device="cuda") for size in sizes]
-
-    def in_background(self) -> AbstractContextManager[Any]:
-        return torch.cuda.stream(self.bulk.stream)
-
-
 class Driven:
     """A cache rank on a GPU, and the inference rank's side of its link."""
 
     def __init__(self) -> None:
         self.config = small_config(MODEL)
-        self.link: Any = Link(self.config)
+        self.link: Any = LoneLink(self.config)
         self.rank = rank.CacheRank(Open(self.config, {}), self.link, torch.device("cuda"))
         self._steps = 0
 
@@ -106,18 +57,9 @@ class Driven:
         sequence = selector.sequences[request.sequence_id]
         positions = torch.arange(first, sequence.tokens, device="cuda")
         positions = positions.expand(MODEL.layers, MODEL.kv_heads, -1)
-        rows = BatchMetadata(
-            PagedRows(
-                selector._pages_of(sequence).unsqueeze(0),
-                torch.tensor([sequence.slot], dtype=torch.int32, device="cuda"),
-                torch.tensor([sequence.tokens - 1], dtype=torch.int32, device="cuda"),
-            ),
-            counts=torch.ones(1, dtype=torch.int32, device="cuda"),
-            budgets=torch.ones(1, dtype=torch.int32, device="cuda"),
-            header=torch.zeros((1, len(AnswerHeader._fields)), dtype=torch.int64, device="cuda"),
-            capacity=sequence.tokens,
-        )
-        return torch.stack(selector._residency.read(rows, range(MODEL.layers), positions)).cpu()
+        pages, newest = torch.tensor(sequence.pages, dtype=torch.int32), sequence.tokens - 1
+        read = selector._read(pages, sequence.slot, newest, range(MODEL.layers), positions)
+        return torch.stack(read).cpu()
 
 
 @pytest.mark.gpu

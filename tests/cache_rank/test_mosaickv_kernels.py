@@ -6,19 +6,17 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from held_sequences import rows_of
-from mosaickv_sequence import CPU, SHORT, Held, Immediately, drifting
+from held_sequences import CPU, rows_of
+from modelled_request import Computed
+from mosaickv_sequence import SHORT, Held, Immediately, drifting
+from served_selector import Served
 from small_models import small_config
 from torch import Tensor
 
-from cache_rank import residency
 from cache_rank.config import ModelShape
 from cache_rank.kernels import by_device
 from cache_rank.kernels.wire.reference import to_wire
-from cache_rank.measure.timeline import Timeline
-from cache_rank.pages import PAGE_TOKENS
-from cache_rank.protocol import DownMessage, Row, UpMessage, down_sizes, up_sizes
-from cache_rank.selector import Selector
+from cache_rank.protocol import Row
 
 ONE_LAYER = ModelShape(1, 3, 1, 8, "bfloat16", 8**-0.5)
 LARGE = ModelShape(3, 8, 2, 128, "bfloat16", 128**-0.5)
@@ -173,77 +171,43 @@ def test_a_gpu_holds_the_same_bits_however_tokens_arrive() -> None:
         assert torch.equal(one, other) if isinstance(one, Tensor) else one == other
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("position", [77, 290])
-def test_gpus_refuse_what_is_not_finite_before_it_is_rotated(position: int) -> None:
-    """At the latest some steps later."""
-    held = Held.empty(drifting(LARGE, 700), LARGE, device=torch.device("cuda"), **SHORT)
-    held.tokens[1, 2, 1, position, 3] = float("nan")
-    with pytest.raises(ValueError, match="values of layer 2, kv head 1 are not finite"):  # noqa: PT012
-        held.load(330)
-        for _ in range(100):
-            torch.cuda.synchronize()
-            held.append()
-            held.residency.check()
-
-
-class Selecting:
-    """A selector of two sequences, with messages that stay where they are, as the process's do."""
+class Selecting(Served):
+    """A selector of two sequences, whose queries look for tokens of theirs."""
 
     def __init__(self, device: torch.device) -> None:
-        self.config = small_config(
+        options = {**SHORT, "threshold": 0}
+        config = small_config(
             LARGE,
             kv_residency="mosaickv",
-            kv_residency_options={**SHORT, "threshold": 0},
+            kv_residency_options=options,
             sparse_budget=48,
             max_swap_tokens=48,
             recent_tokens=16,
             query_window=16,
         )
-        memory = 12 * PAGE_TOKENS * residency.bytes_per_token(self.config)
-        self.selector = Selector(self.config, device, residency.fixed_bytes(self.config) + memory)
-        self._device = device
-        self._tokens = [drifting(LARGE, 500, seed) for seed in (1, 2)]
-        sizes = zip(up_sizes(self.config, 2), down_sizes(self.config, 2), strict=True)
-        self._messages = [
-            tuple(torch.zeros(size, dtype=torch.uint8, device=device) for size in both)
-            for both in sizes
-        ]
-        self._steps = 0
-        for sequence_id, chunks in enumerate(((200, 180), (250,)), start=1):
-            sequence = self.selector.begin(sequence_id)
-            for chunk in chunks:
-                part = slice(sequence.tokens, sequence.tokens + chunk)
-                shipment = self._tokens[sequence_id - 1][:, :, :, part].transpose(2, 3)
-                self.selector.load(sequence, shipment.contiguous().to(device))
+        super().__init__(config, device=device)
+        self._tokens = {seed: drifting(LARGE, 500, seed) for seed in (1, 2)}
+        for sequence_id, prompt, chunk in ((1, 380, 200), (2, 250, 250)):
+            shipment = self._tokens[sequence_id][:, :, :, :prompt].transpose(2, 3)
+            self.ship(self.selector.begin(sequence_id), shipment, chunk)
 
     def step(self) -> Tensor:
         """Decode a token of each: (2, layers, Hkv, k) which token sits in which slot."""
-        config, sequences = self.config, list(self.selector.sequences.values())
-        self._steps += 1
+        sequences = list(self.selector.sequences.values())
         rows = [Row(sequence.sequence_id, sequence.tokens) for sequence in sequences]
-        timeline = Timeline("", self._device)
-        step = self.selector.begin_step(self._steps, rows)
-        for layer_message, layers, buffers in zip(
-            config.layer_messages, config.groups, self._messages, strict=True
-        ):
-            up = UpMessage(config, layer_message, 2, buffers[0])
-            down = DownMessage(config, len(layers), 2, buffers[1])
-            for index, row in enumerate(rows):
-                tokens = self._tokens[index][:, layers.start : layers.stop]
-                generator = torch.Generator().manual_seed(1000 * layers.start + row.position)
-                looked_for = torch.randint(
-                    row.position, (config.model.query_heads,), generator=generator
-                )
-                heads = torch.arange(config.model.query_heads) // 4
-                up.queries[index] = tokens[0][:, heads, looked_for].to(self._device)
-                up.keys[index] = tokens[0, :, :, row.position].to(self._device)
-                up.values[index] = tokens[1, :, :, row.position].to(self._device)
-            self.selector.serve(step, layer_message, up, down, timeline)
-        self.selector.end_step(step)
-        every_layer = range(config.model.layers)
+        self.exchange(rows, [self._compute(row) for row in rows])
+        every_layer = range(LARGE.layers)
         slots = [self.selector.slot_map(sequence, every_layer) for sequence in sequences]
         return torch.stack(slots).cpu()
+
+    def _compute(self, row: Row) -> Computed:
+        tokens = self._tokens[row.sequence_id]
+        generator = torch.Generator().manual_seed(row.position)
+        shape = (LARGE.layers, LARGE.query_heads)
+        looked_for = torch.randint(row.position, shape, generator=generator)
+        layers, heads = torch.arange(LARGE.layers).unsqueeze(1), torch.arange(shape[1]) // 4
+        keys, values = tokens[:, :, :, row.position]
+        return Computed(tokens[0, layers, heads, looked_for], keys, values, torch.empty(0))
 
 
 @pytest.mark.gpu

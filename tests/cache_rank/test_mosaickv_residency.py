@@ -12,20 +12,15 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from modelled_request import Request, pack_up
-from mosaickv_sequence import CPU, DENSE, SHORT, Held, Immediately, drifting
+from mosaickv_sequence import DENSE, SHORT, Held, Immediately, drifting
+from served_selector import Served
 from small_models import GQA, MHA, MODELS, small_config
 from torch import Tensor
 
-from cache_rank import residency
 from cache_rank.copies import Readback
 from cache_rank.kernels.score.reference import score_tokens
-from cache_rank.measure.timeline import Timeline
-from cache_rank.pages import PAGE_TOKENS
-from cache_rank.protocol import DownMessage, Row
 from cache_rank.residency.mosaickv import segments as mosaickv_segments
 from cache_rank.residency.mosaickv.strategy import BUFFER_TOKENS
-from cache_rank.selector import Selector
 
 
 @given(data=st.data())
@@ -140,29 +135,6 @@ def test_scores_are_those_of_the_decoded_keys(count: int) -> None:
     torch.testing.assert_close(held.score(queries), expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("part", "position", "wrong"),
-    [
-        ("keys", 77, float("nan")),
-        ("values", 77, -float("inf")),
-        ("keys", 290, 3e38),
-        ("values", 290, float("inf")),
-    ],
-)
-def test_what_is_not_finite_is_refused_with_its_layer_and_head(
-    wrong: float, part: str, position: int
-) -> None:
-    tokens = drifting(MHA, 400)
-    tokens[("keys", "values").index(part), 2, 1, position, 3] = wrong
-    message = f"{part} of layer 2, kv head 1 are not finite, or span more than float32"
-    with pytest.raises(ValueError, match=message):
-        Held.whole(tokens)
-    by_steps = Held.empty(tokens)
-    by_steps.load(95 if position == 77 else 319)
-    with pytest.raises(ValueError, match=message):
-        by_steps.append()
-
-
 @given(
     model=st.sampled_from(sorted(MODELS)),
     kind=st.sampled_from(("constant", "zero", "large", "tiny", "outlier channel", "outlier token")),
@@ -196,14 +168,14 @@ def test_channels_of_any_kind_are_served(model: str, kind: str, count: int) -> N
 def test_a_sequence_that_has_ended_leaves_its_strategies_to_others() -> None:
     """More sequences of a slot than there are strategies, one after another."""
     held = Held.empty(drifting(MHA, 600), **SHORT)
-    free = len(held.residency._memory._free_rows)
+    free = len(held.residency._memory.free_rows)
     for turn in range(free // 2):
         held.load(600)
-        assert len(held.residency._memory._free_rows) < free
+        assert len(held.residency._memory.free_rows) < free
         if turn % 2:  # else it is taken to have ended when another begins
             held.residency.end(held.slot)
             assert held.residency._segments == {}
-            assert len(held.residency._memory._free_rows) == free
+            assert len(held.residency._memory.free_rows) == free
         held.resident = 0
 
 
@@ -215,31 +187,15 @@ def test_selections_are_those_of_the_synchronous_reference_where_nothing_is_lost
         kv_residency="mosaickv",
         kv_residency_options={**DENSE, "segment": 512, "threshold": 0},
     )
-    memory = residency.fixed_bytes(config) + 4 * PAGE_TOKENS * residency.bytes_per_token(config)
-    selector, request = Selector(config, CPU, memory), Request(config, sequence_id=1, prompt=350)
-    sequence = selector.begin(1)
-    selector.load(sequence, request.prompt)
-    for number in range(110):
-        step = selector.begin_step(number, [Row(1, request.position)])
-        computed = request.compute()
+    served = Served(config)
+    request = served.arrive(1, prompt=350)
+    for _ in range(110):
+        row, computed = request.row, request.compute()
         request.choose(*computed)
-        for layer_message, layers in zip(config.layer_messages, config.groups, strict=True):
-            up = pack_up(config, layer_message, [computed])
-            size = DownMessage.size(config, len(layers), 1)
-            down = DownMessage(config, len(layers), 1, torch.zeros(size, dtype=torch.uint8))
-            selector.serve(step, layer_message, up, down, Timeline("", CPU))
-            slots, keys, values = (getattr(down, name)[0] for name in ("slots", "keys", "values"))
-            request.apply(layers, slots, keys, values)
-            for layer in layers:
-                expected = torch.tensor(
-                    [
-                        [-1 if token is None else token for token in tokens]
-                        for tokens in request.reference.slots[layer]
-                    ]
-                )
-                found = selector.slot_map(sequence, range(layer, layer + 1))[0]
-                assert torch.equal(found.long(), expected)
-        selector.end_step(step)
+        answers = served.exchange([row], [computed])
+        for layers, down in zip(config.groups, answers, strict=True):
+            request.apply(layers, down.slots[0], down.keys[0], down.values[0])
+        served.check_slots(request)
     for layer in range(shape.layers):
         index = torch.tensor(request.reference.slots[layer])
         for head, tokens in enumerate(index):

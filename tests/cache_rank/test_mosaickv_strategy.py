@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from held_sequences import PAGES
-from mosaickv_sequence import CPU, SHORT, WIDE, Held, drifting
+from held_sequences import CPU, PAGES
+from mosaickv_sequence import SHORT, WIDE, Held, drifting
 from small_models import GQA, MHA, small_config
 from torch import Tensor
 
@@ -18,20 +18,7 @@ from cache_rank.kernels.mosaickv.store import Strategy
 from cache_rank.kernels.mosaickv.vectors import decode, lost_energy, rotation_of
 from cache_rank.residency.mosaickv import MosaicKVResidency
 from cache_rank.residency.mosaickv.segments import OPENING_TOKENS
-from cache_rank.residency.mosaickv.strategy import (
-    BUFFER_TOKENS,
-    Candidates,
-    CompressedTokens,
-    SegmentLengths,
-    compress,
-)
-from cache_rank.residency.options import with_defaults
-
-
-def token_losses(tokens: Tensor, compressed: CompressedTokens) -> Tensor:
-    """Of tokens (2, Hkv, n, D), each of its mean vector: (n,)."""
-    parts = zip(tokens, (compressed.keys, compressed.values), strict=True)
-    return torch.stack([lost_energy(*part) for part in parts]).mean(dim=(0, 1))
+from cache_rank.residency.mosaickv.strategy import BUFFER_TOKENS, Compression
 
 
 @dataclass
@@ -45,8 +32,7 @@ class Expected:
     @classmethod
     def of(cls, held: Held) -> Expected:
         options, model = held.config.kv_residency_options, held.config.model
-        candidates = Candidates(with_defaults(options, MosaicKVResidency.options), model)
-        lengths = SegmentLengths(int(options["segment"]), float(options["threshold"]))
+        compression = Compression(MosaicKVResidency.settings(options), model)
         count = held.resident // BUFFER_TOKENS * BUFFER_TOKENS
         ends: list[int] = []
         strategies: list[list[Strategy]] = []
@@ -54,7 +40,7 @@ class Expected:
         losses: list[float] = []
 
         def due(index: int) -> int:
-            return ends[index] + (lengths.delay if index else 0)
+            return ends[index] + (compression.delay if index else 0)
 
         start = 0
         for last in range(BUFFER_TOKENS, count + 1, BUFFER_TOKENS):
@@ -66,26 +52,24 @@ class Expected:
                 part = held.tokens[..., first:last, :]
                 losses.append(
                     sum(
-                        float(
-                            token_losses(part[:, layer], compress(part[:, layer], strategy)).sum()
-                        )
+                        float(lost_energy(part[:, layer], strategy.compress(part[:, layer])).sum())
                         for layer, strategy in enumerate(strategies[temporary[-1]])
                     )
-                    / model.layers
+                    / (2 * model.kv_heads * model.layers)
                 )
             length = last - start
             if last == OPENING_TOKENS or (
                 last > OPENING_TOKENS
-                and length >= lengths.least
-                and (length == lengths.most or sum(losses) > lengths.threshold)
+                and length >= compression.shortest
+                and (length == compression.longest or sum(losses) > compression.threshold)
             ):
                 segment = held.tokens[..., start:last, :]
                 exact = segment.double()
                 covariance = exact.transpose(-1, -2) @ exact
                 strategies.append(
                     [
-                        candidates.choose(
-                            segment[:, layer], candidates.rotations(covariance[:, layer])
+                        compression.choose(
+                            segment[:, layer], compression.rotations(covariance[:, layer])
                         )
                         for layer in range(model.layers)
                     ]
@@ -106,10 +90,8 @@ class Expected:
         for buffer, index in enumerate(self.buffers):
             part = slice(buffer * BUFFER_TOKENS, (buffer + 1) * BUFFER_TOKENS)
             for layer, strategy in enumerate(self.strategies[index]):
-                compressed = compress(held.tokens[:, layer, :, part], strategy)
-                for side, vectors in enumerate((compressed.keys, compressed.values)):
-                    rotation = strategy.rotations[side]
-                    out[side, layer, :, part] = decode(vectors, rotation, strategy.group)
+                packed = strategy.compress(held.tokens[:, layer, :, part])
+                out[:, layer, :, part] = decode(packed, strategy.rotations, strategy.group)
         return out
 
 
@@ -150,10 +132,8 @@ def test_the_highest_rate_and_the_largest_group_without_much_loss_are_chosen(
     basis = torch.randn((2, 2, directions, 64), generator=generator)
     tokens = torch.randn((2, 2, 512, directions), generator=generator) @ basis
     exact = tokens.double()
-    candidates = Candidates(
-        with_defaults({"loss": 0.1, "dropped": 25}, MosaicKVResidency.options), WIDE
-    )
-    strategy = candidates.choose(tokens, candidates.rotations(exact.transpose(-1, -2) @ exact))
+    compression = Compression(MosaicKVResidency.settings({"loss": 0.1, "dropped": 25}), WIDE)
+    strategy = compression.choose(tokens, compression.rotations(exact.transpose(-1, -2) @ exact))
     assert (strategy.kept, strategy.group) == expected
     assert strategy.rotations.shape == (2, 2, 64, 48)
     rotation = rotation_of(exact.transpose(-1, -2) @ exact, 48).float()

@@ -6,58 +6,28 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cache_rank.pages import PAGE_TOKENS, OutOfPagesError, PageAllocator
-
-
-def test_pages_come_only_when_the_last_one_is_full() -> None:
-    allocator = PageAllocator(3)
-    held: list[int] = []
-    allocator.extend(held, 0)
-    assert held == []
-    for tokens in range(1, 3 * PAGE_TOKENS + 1):
-        before = list(held)
-        allocator.extend(held, tokens)
-        assert held[: len(before)] == before, "earlier pages keep their place"
-        assert len(held) == (tokens - 1) // PAGE_TOKENS + 1
-    assert (set(held), allocator.free) == ({0, 1, 2}, 0)
-
-
-def test_running_out_changes_nothing() -> None:
-    allocator = PageAllocator(3)
-    other: list[int] = []
-    allocator.extend(other, 1)
-    held: list[int] = []
-    allocator.extend(held, 1)
-    before = list(held)
-    with pytest.raises(OutOfPagesError, match="2 pages wanted, 1 free"):
-        allocator.extend(held, 2 * PAGE_TOKENS + 1)
-    assert (held, allocator.free) == (before, 1)
-    allocator.extend(held, 2 * PAGE_TOKENS)
-    assert allocator.free == 0
-    with pytest.raises(OutOfPagesError):
-        PageAllocator(0).extend([], 1)
+from cache_rank.pages import OutOfPagesError, PageAllocator
 
 
 @given(
     pages=st.integers(0, 6),
-    events=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 4 * PAGE_TOKENS)), max_size=40),
+    events=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 4)), max_size=40),
 )
 def test_every_page_is_free_or_one_sequences(pages: int, events: list[tuple[int, int]]) -> None:
-    """An event is a sequence and how many tokens it must hold; 0 ends it."""
+    """An event is a sequence and how many pages it takes; 0 ends it."""
     allocator = PageAllocator(pages)
     sequences: list[list[int]] = [[] for _ in range(4)]
-    for sequence, tokens in events:
-        held = sequences[sequence]
-        if tokens == 0:
+    for sequence, count in events:
+        held, free = sequences[sequence], allocator.free
+        if count == 0:
             allocator.give_back(held)
             assert held == []
+        elif count > free:
+            with pytest.raises(OutOfPagesError, match=f"{count} pages wanted, {free} free"):
+                allocator.take(count)
         else:
-            missing = max(0, -(-tokens // PAGE_TOKENS) - len(held))
-            if missing > allocator.free:
-                with pytest.raises(OutOfPagesError):
-                    allocator.extend(held, tokens)
-            else:
-                allocator.extend(held, tokens)
+            held += allocator.take(count)
+            assert allocator.free == free - count
         taken = [page for held in sequences for page in held]
         assert len(set(taken)) == len(taken)
         assert set(taken) <= set(range(pages))
@@ -66,8 +36,7 @@ def test_every_page_is_free_or_one_sequences(pages: int, events: list[tuple[int,
 
 def test_a_shared_page_is_free_when_its_last_holder_gives_it_back() -> None:
     allocator = PageAllocator(2)
-    held: list[int] = []
-    allocator.extend(held, 1)
+    held = allocator.take(1)
     other = list(held)
     allocator.share(other)
     allocator.give_back(held)

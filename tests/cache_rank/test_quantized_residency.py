@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from held_sequences import CPU, PAGES, Held, append_together, rows_of
+from held_sequences import CPU, Held, append_together, rows_of
 from small_models import GQA, MODELS, small_config
 from torch import Tensor
 
@@ -33,6 +33,8 @@ SCORE_TOLERANCE = 5e-3
 
 every_format = pytest.mark.parametrize("name", COARSE)
 SINGLE = msgspec.structs.replace(GQA, dtype="float32")
+LARGE = ModelShape(3, 8, 2, 128, "bfloat16", 128**-0.5)
+"""As GPUs take it."""
 
 
 def coded_tokens(name: str, resident: int) -> int:
@@ -96,7 +98,8 @@ def codes_of(held: Held) -> list[bytes]:
 def test_complete_groups_are_decoded_and_the_newest_tokens_as_they_came(
     name: str, count: int, model: str
 ) -> None:
-    held = Held.whole(name, count, model=MODELS[model])
+    """Decoded in full, whatever scores read."""
+    held = Held.whole(name, count, model=MODELS[model], **COARSE[name])
     coded = coded_tokens(name, count)
     for read, source, is_keys in zip(
         held.read(), (held.keys, held.values), (True, False), strict=True
@@ -198,46 +201,29 @@ def test_alpha_is_that_of_the_options() -> None:
     assert not torch.equal(held.read()[0], decoded("lynx", held.keys, is_keys=True))
 
 
-@every_format
-def test_gather_is_decoded_in_full_whatever_scores_read(name: str) -> None:
-    left, right = Held.two(name, 700, 300, **COARSE[name])
-    left.load(700)
-    right.load(300)
-    layers = range(1, 3)
-    generator = torch.Generator().manual_seed(0)
-    entering = torch.randint(-1, 300, (2, 2, 2, 9), generator=generator, dtype=torch.int32)
-    entering[0, ..., 0] = 699
-    shape = (*entering.shape, GQA.head_dim)
-    keys, values = (torch.full(shape, 7.0, dtype=GQA.torch_dtype) for _ in range(2))
-    rows = rows_of([left, right], [699, 299])
-    left.residency.gather(rows, layers, entering, keys, values)
-    for row, held in enumerate((left, right)):
-        index = entering[row].long()[..., None].expand(-1, -1, -1, GQA.head_dim)
-        for gathered, source, is_keys in ((keys, held.keys, True), (values, held.values, False)):
-            full = decoded(name, source, is_keys=is_keys).to(source.dtype)
-            expected = full[1:3].gather(2, index.clamp(min=0))
-            assert torch.equal(gathered[row], expected.where(index >= 0, 7.0))
-
-
 @pytest.mark.parametrize(
-    ("name", "part", "wrong"),
+    ("name", "part", "position", "wrong", "complete"),
     [
-        ("lynx", "keys", float("nan")),
-        ("quantspec", "values", float("inf")),
-        ("hack", "keys", -float("inf")),
+        ("lynx", "keys", 77, float("nan"), 256),
+        ("quantspec", "values", 77, float("inf"), 256),
+        ("hack", "keys", 77, -float("inf"), 128),
+        ("mosaickv", "keys", 77, float("nan"), 96),
+        ("mosaickv", "values", 77, -float("inf"), 96),
+        ("mosaickv", "keys", 290, 3e38, 320),
+        ("mosaickv", "values", 290, float("inf"), 320),
     ],
 )
 def test_what_is_not_finite_is_refused_with_its_layer_and_head(
-    name: str, part: str, wrong: float
+    name: str, part: str, position: int, wrong: float, complete: int
 ) -> None:
-    held = Held.empty(name, 400)
-    getattr(held, part)[2, 1, 77, 3] = wrong
-    message = f"{part} of layer 2, kv head 1 are not finite"
+    """When its group, or its buffer, is complete."""
+    held, by_steps = Held.empty(name, 400), Held.empty(name, 400)
+    for one in (held, by_steps):
+        getattr(one, part)[2, 1, position, 3] = wrong
+    message = f"{part} of layer 2, kv head 1 are not finite, or span more than float32"
     with pytest.raises(ValueError, match=message):
         held.load(400)
-    by_steps = Held.empty(name, 400)
-    getattr(by_steps, part)[2, 1, 77, 3] = wrong
-    by_steps.load(127 if name == "hack" else 255)
+    by_steps.load(complete - 1)
     with pytest.raises(ValueError, match=message):
         by_steps.append()
 
@@ -281,14 +267,14 @@ def test_options_are_refused_with_those_that_there_are(
 ) -> None:
     config = small_config(kv_residency=name, kv_residency_options=options)
     with pytest.raises(ValueError, match=message):
-        residency.create(config, PAGES, CPU)
+        residency.require_format(config)
 
 
 @pytest.mark.parametrize("name", [*COARSE, "mosaickv"])
 def test_checksums_are_refused(name: str) -> None:
     message = f"kv_residency {name}: checksums compare tokens bit for bit"
     with pytest.raises(ValueError, match=message):
-        residency.create(small_config(kv_residency=name, checksum=True), PAGES, CPU)
+        residency.require_format(small_config(kv_residency=name, checksum=True))
 
 
 def held_after_arrivals(
@@ -334,10 +320,9 @@ def test_kernels_hold_and_say_what_the_references_do(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("name", WITH_KERNELS)
 @pytest.mark.parametrize("coarse", [False, True])
 def test_gpus_hold_and_say_what_cpus_do(name: str, coarse: bool) -> None:
-    model = ModelShape(3, 8, 2, 128, "bfloat16", 128**-0.5)
     options = (COARSE if coarse else FINE)[name]
-    expected, expected_said = held_after_arrivals(name, model, CPU, **options)
-    held, said = held_after_arrivals(name, model, torch.device("cuda"), **options)
+    expected, expected_said = held_after_arrivals(name, LARGE, CPU, **options)
+    held, said = held_after_arrivals(name, LARGE, torch.device("cuda"), **options)
     assert codes_of(held) == codes_of(expected)
     for one, other in zip(said[:-2], expected_said[:-2], strict=True):
         assert torch.equal(one.cpu(), other)
@@ -346,12 +331,14 @@ def test_gpus_hold_and_say_what_cpus_do(name: str, coarse: bool) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", WITH_KERNELS)
-def test_gpus_refuse_what_is_not_finite_some_steps_later(name: str) -> None:
-    held = Held.empty(name, 700, device=torch.device("cuda"))
-    held.values[2, 1, 77, 3] = float("nan")
+@pytest.mark.parametrize(
+    ("name", "position"), [("quantspec", 77), ("lynx", 77), ("mosaickv", 77), ("mosaickv", 290)]
+)
+def test_gpus_refuse_what_is_not_finite_some_steps_later(name: str, position: int) -> None:
+    held = Held.empty(name, 700, model=LARGE, device=torch.device("cuda"))
+    held.values[2, 1, position, 3] = float("nan")
     with pytest.raises(ValueError, match="values of layer 2, kv head 1 are not finite"):  # noqa: PT012
-        held.load(600)
+        held.load(330)
         for _ in range(100):
             torch.cuda.synchronize()
             held.append()

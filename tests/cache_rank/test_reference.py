@@ -2,50 +2,30 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import pytest
 import torch
+from modelled_request import Request
 from small_models import MODELS, small_config
 from torch import Tensor
 
-from cache_rank.config import CacheRankConfig, ModelShape
+from cache_rank.config import ModelShape
 from cache_rank.reference import SynchronousReference
 
 UNIT_ROUNDOFF = torch.finfo(torch.float32).eps / 2
 
 
-@dataclass
-class Decode:
-    """A request with random tensors, decoded step by step."""
+def append(request: Request) -> Tensor:
+    """The next token joins every layer; returns its queries (layers, Hq, D)."""
+    computed = request.compute()
+    for layer, of_layer in enumerate(zip(*computed[:3], strict=True)):
+        request.reference.append(layer, *of_layer)
+    return computed.queries
 
-    config: CacheRankConfig
-    reference: SynchronousReference
-    position: int
-    """Of the next token."""
 
-    @classmethod
-    def start(cls, config: CacheRankConfig, prompt: int) -> Decode:
-        torch.manual_seed(0)
-        model = config.model
-        keys, values = torch.randn(2, model.layers, prompt, model.kv_heads, model.head_dim)
-        dtype = model.torch_dtype
-        return cls(config, SynchronousReference(config, keys.to(dtype), values.to(dtype)), prompt)
-
-    def append(self) -> Tensor:
-        """The token at `position` joins every layer; returns its queries (layers, Hq, D)."""
-        model = self.config.model
-        dtype = model.torch_dtype
-        queries = torch.randn(model.layers, model.query_heads, model.head_dim).to(dtype)
-        for layer in range(model.layers):
-            key, value = torch.randn(2, model.kv_heads, model.head_dim).to(dtype)
-            self.reference.append(layer, queries[layer], key, value)
-        return queries
-
-    def select(self) -> None:
-        for layer in range(self.config.model.layers):
-            self.reference.select(layer, self.position)
-        self.position += 1
+def select(request: Request) -> None:
+    for layer in range(request.config.model.layers):
+        request.reference.select(layer, request.position)
+    request.position += 1
 
 
 def attention(reference: SynchronousReference, layer: int, query: Tensor, position: int) -> Tensor:
@@ -76,20 +56,19 @@ def tolerance(reference: SynchronousReference, layer: int, query: Tensor) -> flo
 def test_attention_is_that_of_the_attended_tokens_alone(model: str, budget: int) -> None:
     """With a budget beyond the length, these are all tokens."""
     config = small_config(MODELS[model], sparse_budget=budget, max_swap_tokens=budget)
-    decode = Decode.start(config, prompt=30)
-    decode.append()
-    decode.select()
+    request = Request(config, 1, prompt=30)
+    reference = request.reference
+    append(request)
+    select(request)
     for _ in range(10):
-        queries = decode.append()
-        for layer in range(config.model.layers):
-            attended = decode.reference.attended(layer, 0, decode.position)
-            assert (attended == list(range(decode.position + 1))) == (budget == 100)
-            found = decode.reference.attend(layer, queries[layer], decode.position)
-            expected = attention(decode.reference, layer, queries[layer], decode.position)
+        for layer, query in enumerate(append(request)):
+            attended = reference.attended(layer, 0, request.position)
+            assert (attended == list(range(request.position + 1))) == (budget == 100)
+            found = reference.attend(layer, query, request.position)
+            expected = attention(reference, layer, query, request.position)
             assert found.dtype == torch.float32
-            error = (found - expected).abs().max()
-            assert error <= tolerance(decode.reference, layer, queries[layer])
-        decode.select()
+            assert (found - expected).abs().max() <= tolerance(reference, layer, query)
+        select(request)
 
 
 @pytest.mark.parametrize(
@@ -108,44 +87,44 @@ def test_attends_to_sinks_slots_recent_tokens_and_the_current_one(
     sinks: int, recent: int, budget: int, prompt: int
 ) -> None:
     config = small_config(sink_tokens=sinks, recent_tokens=recent, sparse_budget=budget)
-    decode = Decode.start(config, prompt)
-    filled = 0
+    request = Request(config, 1, prompt)
+    reference, filled = request.reference, 0
     for _ in range(15):
-        decode.append()
-        position = decode.position
+        append(request)
+        position = request.position
         anyway = {*range(min(sinks, position + 1)), *range(max(0, position - recent), position + 1)}
         for layer in range(config.model.layers):
             for kv_head in range(config.model.kv_heads):
-                attended = decode.reference.attended(layer, kv_head, position)
-                slots = decode.reference.slots[layer][kv_head]
+                attended = reference.attended(layer, kv_head, position)
+                slots = reference.slots[layer][kv_head]
                 chosen = {token for token in slots if token is not None}
                 assert len(chosen) == filled, "not as the configuration says"
                 assert attended == sorted(set(attended)), "not ascending, or a token twice"
                 assert set(attended) == chosen | anyway
                 assert not chosen & anyway, "a slot is wasted"
         filled = config.filled_after(position, filled)
-        decode.select()
+        select(request)
 
 
 def test_constant_queries_settle_on_the_exact_top_tokens() -> None:
     """With `last` and no margin, the same query again and again leaves nothing to exchange."""
     config = small_config(query_predictor="last", hysteresis=0)
-    decode = Decode.start(config, prompt=60)
-    model = config.model
+    reference, model = Request(config, 1, prompt=60).reference, config.model
+    torch.manual_seed(0)
     query = torch.randn(model.query_heads, model.head_dim).to(model.torch_dtype)
     # New keys are zero: no logit, so no competition for tokens with a high one.
     zero = torch.zeros(model.kv_heads, model.head_dim, dtype=model.torch_dtype)
     for position in range(60, 66):
-        decode.reference.append(0, query, zero, zero)
-        decode.reference.select(0, position)
+        reference.append(0, query, zero, zero)
+        reference.select(0, position)
     group = model.query_heads // model.kv_heads
     candidates = config.candidates_after(65)
     for kv_head in range(model.kv_heads):
-        keys = decode.reference.keys[0][kv_head].double()
+        keys = reference.keys[0][kv_head].double()
         heads = query[kv_head * group : (kv_head + 1) * group].double()
         score = (heads @ keys.T * model.scale).softmax(-1).amax(0).tolist()
         exact = sorted(candidates, key=lambda t: (score[t], t), reverse=True)
-        assert set(decode.reference.slots[0][kv_head]) == set(exact[: config.sparse_budget])
+        assert set(reference.slots[0][kv_head]) == set(exact[: config.sparse_budget])
 
 
 def test_a_token_within_the_margin_stays_and_one_beyond_it_leaves() -> None:

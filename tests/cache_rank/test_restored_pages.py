@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 
 import pytest
 import torch
@@ -16,9 +17,8 @@ from cache_rank.protocol import Drop, Restore, Share, page_shape
 
 @pytest.fixture
 def rank() -> Iterator[InferenceRank]:
-    rank = InferenceRank(small_config(GQA))
-    yield rank
-    rank.close()
+    with closing(InferenceRank(small_config(GQA))) as rank:
+        yield rank
 
 
 def receive(rank: InferenceRank, into: Tensor) -> Tensor:

@@ -2,110 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Sequence
+import dataclasses
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import msgspec
 import pytest
 import torch
-from modelled_request import Request, assert_refused, pack_up
+from modelled_request import Computed, Request, assert_refused
+from served_selector import CPU, Served, load_bases, load_projections
 from small_models import FORECAST, GQA, MODELS, small_config, with_rotary
 from torch import Tensor
 
-from cache_rank import residency
-from cache_rank.config import CacheRankConfig
 from cache_rank.graphs import CudaGraphCache
 from cache_rank.kernels.select.reference import EMPTY
-from cache_rank.measure.timeline import Timeline
 from cache_rank.pages import PAGE_TOKENS
-from cache_rank.protocol import (
-    NO_SEQUENCE,
-    DownMessage,
-    Row,
-    basis_shape,
-    projection_shape,
-)
-from cache_rank.selector import Selector
-
-CPU = torch.device("cpu")
-PAGES = 12
-
-
-class Served:
-    """A selector, driven as the process drives it."""
-
-    def __init__(
-        self, config: CacheRankConfig, pages: int = PAGES, device: torch.device = CPU
-    ) -> None:
-        self.config = config
-        token = residency.bytes_per_token(config)
-        self.selector = Selector(config, device, pages * PAGE_TOKENS * token)
-        self.steps = 0
-        self._device = device
-        self.timeline = Timeline("", device)
-
-    def arrive(self, sequence_id: int, prompt: int, chunk: int | None = None) -> Request:
-        request = Request(self.config, sequence_id, prompt)
-        sequence = self.selector.begin(sequence_id)
-        for start in range(0, prompt, chunk or prompt):
-            shipment = request.prompt[:, :, start : start + (chunk or prompt)]
-            self.selector.load(sequence, shipment.to(self._device))
-        assert sequence.tokens == prompt
-        return request
-
-    def exchange(
-        self,
-        rows: Sequence[Row],
-        tensors: Sequence[Any],
-        refused: Collection[int] = (),
-    ) -> list[DownMessage]:
-        """One step; `tensors` are those of `Request.compute`, one entry a row."""
-        config, selector = self.config, self.selector
-        answers: dict[int, DownMessage] = {}
-        self.steps += 1
-        step = selector.begin_step(self.steps, rows, refused)
-        for layer_message in config.layer_messages:
-            up = pack_up(config, layer_message, tensors, self._device)
-            if layer_message.selects_for is None:
-                selector.serve(step, layer_message, up, None, self.timeline)
-                continue
-            layers = len(config.groups[layer_message.selects_for])
-            size = DownMessage.size(config, layers, len(rows))
-            buffer = torch.ones(size, dtype=torch.uint8, device=self._device)
-            down = DownMessage(config, layers, len(rows), buffer)
-            selector.serve(step, layer_message, up, down, self.timeline)
-            answers[layer_message.selects_for] = down
-        selector.end_step(step)
-        return [answers[group] for group in sorted(answers)]
-
-    def decode(self, requests: Sequence[Request]) -> None:
-        """One step of some requests, whose answers must be those of the reference."""
-        tensors = [request.compute() for request in requests]
-        rows = [request.row for request in requests]
-        answers = self.exchange(rows, tensors)
-        for index, (request, computed) in enumerate(zip(requests, tensors, strict=True)):
-            request.choose(*computed)
-            self.check(request, index, answers)
-
-    def check(self, request: Request, index: int, answers: Sequence[DownMessage]) -> None:
-        """A row's answers and what the selector holds are those of the reference, which has
-        chosen already."""
-        request.check_answers(self.steps, index, answers)
-        sequence = self.selector.sequences[request.sequence_id]
-        for layers in self.config.groups:
-            chosen = self.selector.slot_map(sequence, layers).tolist()
-            assert chosen == [
-                [[EMPTY if token is None else token for token in head] for head in layer]
-                for layer in request.reference.slots[layers.start : layers.stop]
-            ]
-
-    def end(self, *requests: Request) -> None:
-        for request in requests:
-            assert self.selector.end(request.sequence_id)
-
+from cache_rank.protocol import NO_SEQUENCE, Row
 
 PROMPTS = (1, 45, PAGE_TOKENS - 3, PAGE_TOKENS + 44)
 """Short, usual, crossing into a second page, and beyond it."""
+
+
+def decode_together(served: Served, **weights: dict[int, Tensor]) -> list[Request]:
+    """Requests of any length, whose references get some weights, in batches of some of them."""
+    requests = [
+        served.arrive(sequence_id, prompt) for sequence_id, prompt in enumerate(PROMPTS, start=1)
+    ]
+    for request in requests:
+        vars(request.reference).update(weights)
+    for batch in (
+        *([requests] * 4),
+        requests[::-1],
+        requests[1:2],  # the others skip a step
+        [requests[2], requests[0]],
+        requests[1:],
+        [requests[3], requests[0], requests[2]],
+    ):
+        served.decode(batch)
+    assert int(served.selector.overflow) > 0
+    return requests
 
 
 @pytest.mark.parametrize(
@@ -121,20 +56,7 @@ def test_a_step_of_rows_of_any_length_equals_the_reference_row_by_row(
         layers_per_group=layers_per_group,
         checksum=True,
     )
-    served = Served(config)
-    requests = [
-        served.arrive(sequence_id + 1, prompt) for sequence_id, prompt in enumerate(PROMPTS)
-    ]
-    for batch in (
-        *([requests] * 4),
-        requests[::-1],
-        requests[1:2],  # the others skip a step
-        [requests[2], requests[0]],
-        requests[1:],
-        [requests[3], requests[0], requests[2]],
-    ):
-        served.decode(batch)
-    assert int(served.selector.overflow) > 0
+    decode_together(Served(config))
 
 
 @pytest.mark.parametrize(
@@ -163,18 +85,11 @@ def test_forecasts_select_for_the_step_itself_and_the_first_groups_for_the_next(
     served = Served(config)
     first = 0 if is_fitted else lead * layers_per_group
     projections = load_projections(served, first)
-    requests = [
-        served.arrive(sequence_id + 1, prompt) for sequence_id, prompt in enumerate(PROMPTS)
-    ]
-    for request in requests:
-        request.reference.projections = projections
-    for batch in (*([requests] * 4), requests[::-1], requests[1:2], *([requests[1:]] * 2)):
-        served.decode(batch)
+    requests = decode_together(served, projections=projections)
     # Weights may change in the middle of a request.
     projections.update(load_projections(served, first, seed=1))
     for _ in range(3):
         served.decode(requests)
-    assert int(served.selector.overflow) > 0
 
 
 @pytest.mark.parametrize("predictor", ["last", "forecast"])
@@ -208,9 +123,9 @@ class Seen(CudaGraphCache):
         super().__init__(CPU)
         self.keys: list[Hashable] = []
 
-    def run(self, key: Any, action: Callable[[], Any]) -> Any:
+    def run(self, key: Any, *actions: Callable[[], None]) -> None:
         self.keys.append(tuple(part for part in key if type(part) is not int))
-        return action()
+        super().run(key, *actions)
 
 
 def test_what_was_captured_before_projections_came_is_not_replayed_after() -> None:
@@ -231,17 +146,6 @@ def test_what_was_captured_before_projections_came_is_not_replayed_after() -> No
     assert any(changed)
 
 
-def load_projections(served: Served, first: int, seed: int = 0) -> dict[int, Tensor]:
-    """Random weights for forecasts, of each layer from the first one on."""
-    config, projections = served.config, {}
-    generator = torch.Generator().manual_seed(seed)
-    for layer in range(first, config.model.layers):
-        projection = torch.randn(projection_shape(config), generator=generator)
-        projections[layer] = projection.to(config.model.torch_dtype)
-        served.selector.load_projection(layer, projections[layer])
-    return projections
-
-
 @pytest.mark.parametrize(
     ("model", "bits", "normalizer"),
     [("mha", 1, "attended"), ("gqa", 2, "attended"), ("gqa", 2, "all"), ("mqa", 4, "all")],
@@ -258,38 +162,14 @@ def test_scores_of_sketches_are_those_of_the_reference(
         checksum=True,
     )
     served = Served(config)
-    generator = torch.Generator().manual_seed(0)
-    bases = {}
-    for layer in range(config.model.layers):
-        basis = 0.1 * torch.randn(basis_shape(config), generator=generator)
-        basis[:, :-1] += 2 * torch.eye(32)
-        bases[layer] = basis
-        served.selector.load_basis(layer, basis)
-    requests = [
-        served.arrive(sequence_id + 1, prompt) for sequence_id, prompt in enumerate(PROMPTS)
-    ]
-    for request in requests:
-        request.reference.bases = bases
-    for batch in (*([requests] * 4), requests[::-1], requests[1:2], *([requests[1:]] * 2)):
-        served.decode(batch)
-    assert int(served.selector.overflow) > 0
+    decode_together(served, bases=load_bases(served))
 
 
 @pytest.mark.parametrize("model", MODELS)
 def test_tokens_shipped_in_8_bits_are_the_same_tokens_rounded(model: str) -> None:
     served = Served(small_config(MODELS[model], wire_dtype="int8"))
-    requests = [
-        served.arrive(sequence_id + 1, prompt) for sequence_id, prompt in enumerate(PROMPTS)
-    ]
-    for _ in range(8):
-        served.decode(requests)
+    requests = decode_together(served)
     assert max(request.filled for request in requests) == served.config.sparse_budget
-
-
-def vars_of(sequence: Any) -> dict[str, Any]:
-    return {name: getattr(sequence, name) for name in type(sequence).__slots__} | {
-        "pages": list(sequence.pages)
-    }
 
 
 @pytest.mark.parametrize("place", [0, 1, 2])
@@ -300,12 +180,12 @@ def test_a_refused_row_changes_nothing(place: int) -> None:
     served.decode([bystander, *requests])
     selector = served.selector
     sequence = selector.sequences[1]
-    before = vars_of(sequence)
+    before = dataclasses.asdict(sequence)
     slot_map = selector.slot_map(sequence, range(3)).clone()
     for bad in (bystander.row, Row(77, 0), Row(1, 2**40), Row(NO_SEQUENCE, -1)):
         tensors = [request.compute() for request in requests]
         rows = [request.row for request in requests]
-        garbage = tuple(torch.full_like(part, float("nan")) for part in tensors[0])
+        garbage = Computed(*(torch.full_like(part, float("nan")) for part in tensors[0]))
         rows.insert(place, bad)
         tensors.insert(place, garbage)
         answers = served.exchange(rows, tensors, refused={place})
@@ -315,7 +195,7 @@ def test_a_refused_row_changes_nothing(place: int) -> None:
         for request, computed, index in zip(requests, tensors, live, strict=True):
             request.choose(*computed)
             served.check(request, index, answers)
-        assert vars_of(sequence) == before
+        assert dataclasses.asdict(sequence) == before
         assert torch.equal(selector.slot_map(sequence, range(3)), slot_map)
     served.decode([bystander, *requests])
 

@@ -7,19 +7,17 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from modelled_request import Computed, Request, pack_up
+from modelled_request import Computed, Request
+from served_selector import Served, load_bases
 from small_models import GQA, small_config
 from torch import Tensor
 
 from cache_rank import residency
 from cache_rank.config import CacheRankConfig
-from cache_rank.measure.timeline import Timeline
 from cache_rank.pages import PAGE_TOKENS
-from cache_rank.protocol import DownMessage, Row
+from cache_rank.protocol import Row
 from cache_rank.resident_sequence import ResidentSequence
-from cache_rank.selector import Selector
 
-CPU = torch.device("cpu")
 PROMPT = 3 * PAGE_TOKENS - 8
 WANTED = 2
 """Of this prompt, so many pages are shared."""
@@ -43,39 +41,17 @@ def config_with(**options: Any) -> CacheRankConfig:
     return small_config(model, **options)
 
 
-def selector_with(config: CacheRankConfig) -> Selector:
-    selector = Selector(config, CPU, residency.fixed_bytes(config) + 40 * 2**20)
-    model = config.model
-    if config.score_keys == "sketch":
-        basis = torch.eye(model.head_dim + 1, model.head_dim).expand(model.kv_heads, -1, -1)
-        for layer in range(model.layers):
-            selector.load_basis(layer, basis.contiguous())
-    return selector
+def served_with(options: dict[str, Any]) -> Served:
+    served = Served(config_with(**options), pages=40)
+    if "score_keys" in options:
+        load_bases(served)
+    return served
 
 
-def ship(selector: Selector, sequence: ResidentSequence, prompt: Tensor, chunk: int) -> None:
-    for start in range(sequence.tokens, prompt.shape[2], chunk):
-        selector.load(sequence, prompt[:, :, start : start + chunk].contiguous())
-
-
-def step(
-    selector: Selector, number: int, sequence: ResidentSequence, computed: Computed
-) -> list[Tensor]:
+def step(served: Served, sequence: ResidentSequence, computed: Computed) -> list[Tensor]:
     """One decode step; the answers to its messages."""
-    config, answers = selector.config, []
-    begun = selector.begin_step(number, [Row(sequence.sequence_id, sequence.tokens)])
-    for layer_message in config.layer_messages:
-        down = None
-        if layer_message.selects_for is not None:
-            layers = len(config.groups[layer_message.selects_for])
-            buffer = torch.zeros(DownMessage.size(config, layers, 1), dtype=torch.uint8)
-            down = DownMessage(config, layers, 1, buffer)
-        up = pack_up(config, layer_message, [computed])
-        selector.serve(begun, layer_message, up, down, Timeline("", CPU))
-        if down is not None:
-            answers += [down.slots.clone(), down.keys.clone(), down.values.clone()]
-    selector.end_step(begun)
-    return answers
+    answers = served.exchange([Row(sequence.sequence_id, sequence.tokens)], [computed])
+    return [part.clone() for down in answers for part in (down.slots, down.keys, down.values)]
 
 
 @every_format
@@ -83,11 +59,11 @@ def step(
 def test_a_sequence_on_pages_of_another_answers_as_if_they_were_its_own(
     options: dict[str, Any], chunk: int
 ) -> None:
-    config = config_with(**options)
-    request = Request(config, 1, PROMPT + 300)
-    selector = selector_with(config)
+    served = served_with(options)
+    config, selector = served.config, served.selector
+    request = Request(config, 1, PROMPT)
     first, second, alone = (selector.begin(sequence_id) for sequence_id in (1, 2, 3))
-    ship(selector, first, request.prompt[:, :, :PROMPT], chunk)
+    served.ship(first, request.prompt, chunk)
     assert selector.may_share(first, [7, 8])
     selector.share(first, [7, 8])
     selector.adopt(second, [7, 8])
@@ -98,27 +74,25 @@ def test_a_sequence_on_pages_of_another_answers_as_if_they_were_its_own(
     assert second.pages[0] == pages[0]
     assert (second.pages[1] == pages[1]) == (tail == 0)
     for sequence in (second, alone):
-        ship(selector, sequence, request.prompt[:, :, :PROMPT], chunk)
+        served.ship(sequence, request.prompt, chunk)
     # The first one goes another way: what it appends must not show in the pages.
     noise = Request(config, 9, 1)
-    for number in range(1, 61, 3):  # into a fourth page
+    for _ in range(20):  # into a fourth page
         computed = request.compute()
-        step(selector, number, first, noise.compute())
-        answers = step(selector, number + 1, second, computed)
-        for ours, expected in zip(
-            answers, step(selector, number + 2, alone, computed), strict=True
-        ):
+        step(served, first, noise.compute())
+        answers = step(served, second, computed)
+        for ours, expected in zip(answers, step(served, alone, computed), strict=True):
             assert torch.equal(ours, expected)
 
 
 @every_format
 def test_pages_are_counted_once_and_stay_until_they_are_dropped(options: dict[str, Any]) -> None:
-    config = config_with(**options)
+    served = served_with(options)
+    config, selector = served.config, served.selector
     prompt = Request(config, 1, PROMPT).prompt
-    selector = selector_with(config)
     free = selector.pages.free
     first = selector.begin(1)
-    ship(selector, first, prompt, 200)
+    served.ship(first, prompt, 200)
     assert selector.tokens_held == PROMPT
     selector.share(first, [1, 2])
     assert selector.tokens_held == PROMPT
@@ -126,7 +100,7 @@ def test_pages_are_counted_once_and_stay_until_they_are_dropped(options: dict[st
     copied = 1 if residency.shared_tail(config) else 0
     second = selector.begin(2)
     selector.adopt(second, [1, 2])
-    ship(selector, second, prompt, 200)
+    served.ship(second, prompt, 200)
     assert selector.tokens_held == 2 * PROMPT - (WANTED - copied) * PAGE_TOKENS
     assert selector.pages.free == free - 2 * 3 + WANTED - copied
     selector.end(1)
@@ -144,15 +118,15 @@ def test_pages_are_counted_once_and_stay_until_they_are_dropped(options: dict[st
 
 @every_format
 def test_pages_that_are_still_written_cannot_be_shared(options: dict[str, Any]) -> None:
-    config = config_with(**options)
-    tail = residency.shared_tail(config)
+    served = served_with(options)
+    selector = served.selector
+    tail = residency.shared_tail(served.config)
     assert tail is not None
-    request = Request(config, 1, PAGE_TOKENS + tail)
-    selector = selector_with(config)
+    request = Request(served.config, 1, PAGE_TOKENS + tail)
     sequence = selector.begin(1)
-    ship(selector, sequence, request.prompt[:, :, :-1], 200)
+    served.ship(sequence, request.prompt[:, :, :-1], 200)
     assert not selector.may_share(sequence, [1])
-    ship(selector, sequence, request.prompt, 200)
+    served.ship(sequence, request.prompt, 200)
     assert selector.may_share(sequence, [1])
     assert not selector.may_share(sequence, [1, 2])
 
@@ -163,13 +137,13 @@ def test_mosaickv_shares_nothing() -> None:
 
 @every_format
 def test_a_page_is_read_from_its_codes_whatever_else_there_is(options: dict[str, Any]) -> None:
-    config = config_with(**options)
-    selector = selector_with(config)
+    served = served_with(options)
+    config, selector = served.config, served.selector
     first, second = (selector.begin(sequence_id) for sequence_id in (1, 2))
     prompts = [Request(config, number, PROMPT).prompt for number in (1, 2)]
-    ship(selector, first, prompts[0], 100)
+    served.ship(first, prompts[0], 100)
     selector.share(first, [7, 8])
-    ship(selector, second, prompts[1], 100)
+    served.ship(second, prompts[1], 100)
     selector.end(1)
     for index, name in enumerate((7, 8)):
         page = selector.read_page(selector.named[name])

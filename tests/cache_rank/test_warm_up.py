@@ -2,49 +2,22 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
 import torch
 import triton
+from lone_link import LoneLink
 from small_models import small_config
-from torch import Tensor
 
 from cache_rank import rank
-from cache_rank.config import CacheRankConfig, ModelShape
-from cache_rank.protocol import Load, Open, Row, Step, up_sizes
+from cache_rank.config import ModelShape
+from cache_rank.protocol import Load, Open, Row, Step
 
 MODEL = ModelShape(5, query_heads=8, kv_heads=2, head_dim=64, dtype="bfloat16", scale=64**-0.5)
 MEMORY_BYTES = 1 << 30
 LENGTHS = (1, 40, 700, 4095, 5000, 33_000, 70_001, 131_071)
 """Tokens of the prompts that come one after the other; the last one grows to more than 128 K."""
-
-
-class Silent:
-    """A channel on which all messages are zeros."""
-
-    def send(self, tensor: Tensor, after: Any = None, buffer_index: int = 0) -> Silent:
-        return self
-
-    def receive(self, tensor: Tensor, after: Any = None, buffer_index: int = 0) -> Silent:
-        tensor.zero_()
-        return self
-
-    def wait(self, timeout: float) -> None:
-        """All has arrived."""
-
-
-class Link:
-    """The cache rank's end of three of them."""
-
-    def __init__(self, config: CacheRankConfig) -> None:
-        self.up = self.down = self.bulk = Silent()
-        sizes = up_sizes(config, config.max_rows)
-        self.buffers = [torch.zeros(size, dtype=torch.uint8, device="cuda") for size in sizes]
-
-    def in_background(self) -> AbstractContextManager[None]:
-        return nullcontext()
 
 
 @pytest.mark.gpu
@@ -63,7 +36,7 @@ class Link:
 def test_no_step_compiles_a_kernel(policy: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rank, "memory_for_tokens", lambda *of: MEMORY_BYTES)
     config = small_config(MODEL, **policy, max_rows=len(LENGTHS))
-    link: Any = Link(config)
+    link: Any = LoneLink(config)
     opened = rank.CacheRank(Open(config, {}), link, torch.device("cuda"))
     compiled: list[str] = []
 

@@ -15,7 +15,6 @@ from workload import assert_sparse_is_dense, random_prompts
 
 from cache_rank.config import CacheRankConfig, Predictor
 from cache_rank.measure.recording import RECORD_VARIABLE, read_events
-from cache_rank.measure.timeline import Timeline
 from cache_rank.protocol import DownMessage, Row, UpMessage
 from cache_rank.schedule import LayerMessage
 from cache_rank.selector import Selector
@@ -62,7 +61,7 @@ def replay(config: CacheRankConfig, events: list[Any], sequence_id: int) -> int:
     """Select for one request alone, wait for every step, and count the selections compared."""
     device = torch.device("cuda")
     selector = Selector(config, device, 4 << 30)
-    sequence, timeline, compared = selector.begin(sequence_id), Timeline("", device), 0
+    sequence, compared = selector.begin(sequence_id), 0
     messages = itertools.cycle(messages_of(config, device))
     for event in events:
         if event["kind"] == "load":
@@ -80,7 +79,7 @@ def replay(config: CacheRankConfig, events: list[Any], sequence_id: int) -> int:
                 getattr(up, part)[0] = row[part]
             answered = event["answered"]
             assert answered == (config.groups[layer_message.selects_for] if down else range(0))
-            selector.serve(step, layer_message, up, down, timeline)
+            selector.serve(step, layer_message, up, down)
             torch.cuda.synchronize()
             slot_map = selector.slot_map(sequence, answered)
             where = (event["step"], answered, sequence_id)

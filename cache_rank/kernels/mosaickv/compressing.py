@@ -21,20 +21,18 @@ def add_covariance(
     layers: range,
     first: int,
     last: int,
-    before: Tensor,
-    after: Tensor,
+    covariance: Tensor,
 ) -> None:
     """See the reference. One launch; D is a power of two."""
     layout, (keys, values) = Layout.of(store), store.rings
-    assert before.is_contiguous()
-    assert after.is_contiguous()
+    assert covariance.is_contiguous()
     tile = min(_COVARIANCE_TILE, layout.head_dim)
     tiles = layout.head_dim // tile
     _covariance[(len(layers) * layout.kv_heads * 2, tiles, tiles)](
         keys,
         values,
-        before,
-        after,
+        covariance,
+        covariance,
         slot,
         layers.start,
         first,

@@ -21,14 +21,8 @@ def rotate_queries(
 ) -> None:
     """Rotate the queries of every row as each strategy of its sequence rotates keys. One launch.
 
-    Args:
-        store: where the keys are.
-        queries: (R, L, Hq, D) float32.
-        slots: (R,) int32; a row of slot -1 is left alone.
-        first_layer: index of the first of the L layers in the store.
-        padded: PADDED, the query heads of a kv head, padded to a power of two.
-        rotated: memory for at least R * L * Hkv units, written in place: `exact`, `parts` and
-            `weights` of a `PackedWorkspace`.
+    Queries are (R, L, Hq, D) float32; a row of slot -1 is left alone. Written are `exact`, `parts`
+    and `weights` of a `PackedWorkspace` for at least R * L * Hkv units, whose heads are `padded`.
     """
     layout = Layout.of(store)
     rows, layers, query_heads, _ = queries.shape

@@ -12,8 +12,6 @@ from torch import Tensor
 
 from cache_rank.kernels.mosaickv.store import (
     PackedStore,
-    Run,
-    Strategy,
     load_vectors,
     newest_tokens,
     packed_tokens,
@@ -21,49 +19,26 @@ from cache_rank.kernels.mosaickv.store import (
     store_vectors,
     strategy_at,
 )
-from cache_rank.kernels.mosaickv.vectors import (
-    decode,
-    encode,
-    lost_energy,
-    score_packed,
-)
+from cache_rank.kernels.mosaickv.vectors import decode, lost_energy, score_packed
 from cache_rank.kernels.rows import PagedRows
 from cache_rank.kernels.wire.reference import to_wire
-
-_TILE_TOKENS = 4096
-"""This many tokens of one sequence are unpacked at once for scoring."""
 
 _DECODED_TOKENS = 512
 """This many tokens are decoded at once, each beside a copy of its rotation."""
 
 
 def add_covariance(
-    store: PackedStore,
-    slot: int,
-    layers: range,
-    first: int,
-    last: int,
-    before: Tensor,
-    after: Tensor,
+    store: PackedStore, slot: int, layers: range, first: int, last: int, covariance: Tensor
 ) -> None:
     """Add tokens x from the ring to covariances, the sums of xᵀx (section 5.5).
 
-    Each buffer is summed up by itself, and then added, so that no bit depends on how many come at
-    once.
-
-    Args:
-        store: where the tokens are.
-        slot: the slot of their sequence.
-        layers: which layers.
-        first, last: the tokens [first, last), whole buffers.
-        before, after: (layers, 2, Hkv, D, D) float64, the covariances of keys and of values before
-            and after; the given layers of `after` are written. They may be the same tensor.
+    Tokens [first, last) are whole buffers. Each is summed up by itself, and then added, so that no
+    bit depends on how many come at once. Covariances are (layers, 2, Hkv, D, D) float64.
     """
     for layer in layers:
-        after[layer] = before[layer]
         for start in range(first, last, store.buffer_tokens):
             tokens = newest_tokens(store, slot, layer, start, start + store.buffer_tokens).double()
-            after[layer] += tokens.transpose(-1, -2) @ tokens
+            covariance[layer] += tokens.transpose(-1, -2) @ tokens
 
 
 def compress_buffers(
@@ -76,40 +51,18 @@ def compress_buffers(
     last: int,
     losses: Tensor,
 ) -> None:
-    """Compress tokens from the ring to the pages.
+    """Compress tokens [first, last), whole buffers, from the ring of a slot to pages.
 
-    Args:
-        store: where the tokens are; pages are written in place.
-        pages: (pages,) int32, the pages of the sequence.
-        slot: the slot of the sequence.
-        row: the row of the strategy in the tables.
-        layers: which layers.
-        first, last: the tokens [first, last), whole buffers.
-        losses: (layers,) float64. To those of the given layers is added, buffer after buffer, the
-            sum over tokens of the share of energy that their vectors lose on average.
+    The strategy is at `row` of the tables. To `losses`, (layers,) float64, is added, buffer after
+    buffer, the sum over tokens of the share of energy that their vectors lose on average.
     """
     for layer in layers:
         strategy = strategy_at(store, row, layer)
         for start in range(first, last, store.buffer_tokens):
-            losses[layer] += _compress_buffer(store, pages, slot, layer, strategy, start)
-
-
-def _compress_buffer(
-    store: PackedStore, pages: Tensor, slot: int, layer: int, strategy: Strategy, first: int
-) -> Tensor:
-    """Compress a buffer of a layer, and return what it loses."""
-    last = first + store.buffer_tokens
-    head = torch.arange(store.rings[0].shape[2], device=pages.device).unsqueeze(-1)
-    position = torch.arange(first, last, device=pages.device)
-    tokens = newest_tokens(store, slot, layer, first, last)
-    lost = torch.zeros((), dtype=torch.float64, device=pages.device)
-    for vectors, part, rotation in zip(
-        (store.keys, store.values), tokens, strategy.rotations, strict=True
-    ):
-        packed = encode(part, rotation, strategy.kept, strategy.group)
-        store_vectors(store, vectors, pages, layer, head, position, packed)
-        lost += lost_energy(part, packed).mean(dim=0).sum() / 2
-    return lost
+            tokens = newest_tokens(store, slot, layer, start, start + store.buffer_tokens)
+            packed = strategy.compress(tokens)
+            store_vectors(store, pages, layer, start, packed)
+            losses[layer] += lost_energy(tokens, packed).mean(dim=(0, 1)).sum()
 
 
 def gather_packed(
@@ -122,10 +75,7 @@ def gather_packed(
 ) -> None:
     """Read K and V of the tokens that enter the working sets, decoded where they are packed.
 
-    Args:
-        store: where the tokens are.
-        rows, first_layer, entering, out_keys, out_values: as for `gather_step` of
-            gather/reference.py, in the dtype of the rings or in another of a message.
+    It is `gather_step` of gather/reference.py, in the dtype of the rings or another of a message.
     """
     page_table, slots, positions = rows
     used = (entering >= 0) & (slots >= 0).view(-1, 1, 1, 1)
@@ -198,11 +148,7 @@ def score_packed_step(
     """Score the resident tokens of every row of a step.
 
     Each is scored by its own key. The paper scores blocks of tokens first (section 4.2, stage 2).
-
-    Args:
-        store: where the tokens are.
-        workspace: what `score_packed_workspace` made.
-        queries, rows, first_layer, scale, out: as for `score_step` of score/reference.py.
+    Arguments are as for `score_step` of score/reference.py.
     """
     page_table, slots, positions = rows
     grouped = queries.unflatten(2, (out.shape[2], -1))  # (R, L, Hkv, G, D)
@@ -218,12 +164,8 @@ def score_packed_step(
                 resident,
                 scale,
             )
-            out[row, index, :, :resident] = _scores(logits)
-
-
-def _scores(logits: Tensor) -> Tensor:
-    """The largest log-probability over the heads of a group: (Hkv, G, T) to (Hkv, T)."""
-    return torch.log_softmax(logits, dim=-1).amax(dim=-2)
+            # The largest log-probability over the heads of a group.
+            out[row, index, :, :resident] = torch.log_softmax(logits, dim=-1).amax(dim=-2)
 
 
 def _logits(
@@ -236,21 +178,13 @@ def _logits(
     scale: float,
 ) -> Tensor:
     """Logits of a sequence's first tokens, (Hkv, G, resident), with queries (Hkv, G, D)."""
-    packed = packed_tokens(store, slot, resident)
-    runs = runs_of(store, slot, layer, packed, _TILE_TOKENS)
-    logits = [_score_run(store, queries, pages, layer, run, scale) for run in runs]
-    if packed < resident:
-        keys = newest_tokens(store, slot, layer, packed, resident)[0].float()
-        logits.append((queries @ keys.transpose(-1, -2)) * scale)
-    return torch.cat(logits, dim=-1)
-
-
-def _score_run(
-    store: PackedStore, queries: Tensor, pages: Tensor, layer: int, run: Run, scale: float
-) -> Tensor:
-    """Logits of a run: (Hkv, G, n)."""
-    strategy = run.strategy
+    packed, logits = packed_tokens(store, slot, resident), []
     head = torch.arange(queries.shape[0], device=queries.device).unsqueeze(-1)
-    position = torch.arange(run.first, run.last, device=queries.device)
-    keys = load_vectors(store, store.keys, pages, layer, head, position, strategy)
-    return score_packed(queries, keys, strategy.rotations[0], strategy.group, scale)
+    for first, last, strategy in runs_of(store, slot, layer, packed):
+        position = torch.arange(first, last, device=queries.device)
+        keys = load_vectors(store, store.keys, pages, layer, head, position, strategy)
+        logits.append(score_packed(queries, keys, strategy.rotations[0], strategy.group, scale))
+    if packed < resident:
+        newest = newest_tokens(store, slot, layer, packed, resident)[0].float()
+        logits.append((queries @ newest.transpose(-1, -2)) * scale)
+    return torch.cat(logits, dim=-1)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cache_rank.kernels.mosaickv.vectors import PackedVectors, bitmap_bytes
+from cache_rank.kernels.mosaickv.vectors import PackedVectors, bitmap_bytes, encode
 
 
 class PackedStore(NamedTuple):
@@ -56,13 +56,13 @@ class Strategy(NamedTuple):
     group: int
     rotations: Tensor
 
-
-class Run(NamedTuple):
-    """Successive tokens of one strategy, at positions [first, last)."""
-
-    first: int
-    last: int
-    strategy: Strategy
+    def compress(self, tokens: Tensor) -> PackedVectors:
+        """Compress keys and values, (2, Hkv, n, D)."""
+        sides = [  # one after the other, because sorting a long segment takes memory
+            encode(part, rotation, self.kept, self.group)
+            for part, rotation in zip(tokens, self.rotations, strict=True)
+        ]
+        return PackedVectors(*map(torch.stack, zip(*sides, strict=True)))
 
 
 def strategy_at(store: PackedStore, row: int, layer: int) -> Strategy:
@@ -77,22 +77,14 @@ def packed_tokens(store: PackedStore, slot: int, tokens: int) -> int:
     return tokens // store.buffer_tokens * store.buffer_tokens if is_open else 0
 
 
-def runs_of(store: PackedStore, slot: int, layer: int, packed: int, longest: int) -> Iterator[Run]:
-    """List the runs of a layer's first `packed` tokens, in order.
-
-    Args:
-        store: where the tokens are.
-        slot: the slot of their sequence.
-        layer: which layer.
-        packed: what `packed_tokens` returned.
-        longest: the most tokens of a run, a multiple of the buffer.
-    """
+def runs_of(
+    store: PackedStore, slot: int, layer: int, packed: int
+) -> Iterator[tuple[int, int, Strategy]]:
+    """List the runs of a layer's first `packed` tokens: tokens [first, last) of one strategy."""
     first, size = 0, store.buffer_tokens
     for index, group in groupby(store.strategy_of[slot, : packed // size].tolist()):
-        strategy = strategy_at(store, int(store.rows[slot, index]), layer)
         last = first + sum(size for _ in group)
-        for start in range(first, last, longest):
-            yield Run(start, min(start + longest, last), strategy)
+        yield first, last, strategy_at(store, int(store.rows[slot, index]), layer)
         first = last
 
 
@@ -111,15 +103,9 @@ def load_vectors(
     position: Tensor,
     strategy: Strategy,
 ) -> PackedVectors:
-    """Load vectors of a layer as a strategy packed them.
+    """Load vectors, the store's keys or values, of a layer as one strategy packed them.
 
-    Args:
-        store: where the vectors are.
-        vectors: the store's keys or values.
-        pages: (pages,) int32, the pages of the sequence.
-        layer: which layer.
-        head, position: int64, which broadcast to the leading dimensions of the result.
-        strategy: the strategy that packed all of them.
+    Heads and positions broadcast to the leading dimensions of the result.
     """
     place = _place(store, pages, layer, head, position)
     width = bitmap_bytes(strategy.rotations.shape[-1], strategy.group)
@@ -129,18 +115,16 @@ def load_vectors(
 
 
 def store_vectors(
-    store: PackedStore,
-    vectors: PackedVectors,
-    pages: Tensor,
-    layer: int,
-    head: Tensor,
-    position: Tensor,
-    packed: PackedVectors,
+    store: PackedStore, pages: Tensor, layer: int, first: int, packed: PackedVectors
 ) -> None:
-    """Write vectors that a strategy packed, with the arguments of `load_vectors`."""
+    """Write successive tokens of a layer, (2, Hkv, n, ...), the first of them at a position."""
+    _, kv_heads, count = packed.elements.shape[:3]
+    head = torch.arange(kv_heads, device=pages.device).unsqueeze(-1)
+    position = torch.arange(first, first + count, device=pages.device)
     place = _place(store, pages, layer, head, position)
-    for plane, part in zip(vectors, packed, strict=True):
-        plane[..., : part.shape[-1]][place] = part
+    for side, vectors in enumerate((store.keys, store.values)):
+        for plane, part in zip(vectors, packed, strict=True):
+            plane[..., : part.shape[-1]][place] = part[side]
 
 
 def _place(

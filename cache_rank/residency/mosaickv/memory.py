@@ -7,24 +7,18 @@ back but what may be some steps old.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from cache_rank.config import ModelShape
+from cache_rank.config import CacheRankConfig, OptionValue
 from cache_rank.copies import upload
-from cache_rank.kernels.mosaickv.store import PackedStore, store_vectors
+from cache_rank.kernels.mosaickv.store import PackedStore, Strategy, store_vectors
 from cache_rank.kernels.mosaickv.vectors import PackedVectors
 from cache_rank.pages import PAGE_TOKENS
-from cache_rank.residency.mosaickv.strategy import (
-    BUFFER_TOKENS,
-    Candidates,
-    CompressedTokens,
-    SegmentLengths,
-)
+from cache_rank.residency.mosaickv.strategy import BUFFER_TOKENS, Compression
 from cache_rank.residency.not_finite import NotFinite
 
 _LARGEST_NORM = torch.finfo(torch.float32).max / 2
@@ -32,45 +26,42 @@ _LARGEST_NORM = torch.finfo(torch.float32).max / 2
 
 
 class PackedMemory:
-    """A store, and which rows of its tables are free.
+    """A store, what is in it, and which rows of its tables are free.
 
     Attributes:
+        model: the layers that are held.
+        compression: what the options ask for.
+        free_rows: of the tables of strategies.
         store: the tensors that the operations of a step read and write.
         not_finite: reports tokens that cannot be rotated.
     """
 
-    @staticmethod
-    def bytes_per_token(candidates: Candidates, model: ModelShape) -> int:
-        """Memory of a token's key and value, all layers."""
-        vector = candidates.kept * model.torch_dtype.itemsize + candidates.bitmap_bytes
-        return 2 * vector * model.layers * model.kv_heads
-
     def __init__(
         self,
-        candidates: Candidates,
-        model: ModelShape,
-        lengths: SegmentLengths,
+        options: Mapping[str, OptionValue],
+        config: CacheRankConfig,
         pages: int,
-        slots: int,
         device: torch.device,
     ) -> None:
+        model, slots = config.model, config.max_rows
+        self.model, self.compression = model, Compression(options, model)
         self._device = device
-        tokens = pages * PAGE_TOKENS
-        strategies = -(-tokens // lengths.least) + slots  # most of all sequences
+        tokens, compression = pages * PAGE_TOKENS, self.compression
+        strategies = -(-tokens // compression.shortest) + slots  # most of all sequences
 
         def vectors() -> PackedVectors:
             shape = (pages, model.layers, model.kv_heads, PAGE_TOKENS)
-            elements = (*shape, candidates.kept)
+            elements = (*shape, compression.kept)
             return PackedVectors(
                 torch.empty(elements, dtype=model.torch_dtype, device=device),
-                torch.empty((*shape, candidates.bitmap_bytes), dtype=torch.uint8, device=device),
+                torch.empty((*shape, compression.bitmap_bytes), dtype=torch.uint8, device=device),
             )
 
-        ring = (slots, model.layers, model.kv_heads, lengths.originals, model.head_dim)
+        ring = (slots, model.layers, model.kv_heads, compression.originals, model.head_dim)
         in_table = (strategies, model.layers)
-        of_slot = (slots, lengths.most_strategies(tokens))
+        of_slot = (slots, compression.most_strategies(tokens))
         buffers = max(1, tokens // BUFFER_TOKENS)
-        rotation = (2, model.kv_heads, model.head_dim, candidates.channels)
+        rotation = (2, model.kv_heads, model.head_dim, compression.channels)
         self.store = PackedStore(
             keys=vectors(),
             values=vectors(),
@@ -85,8 +76,7 @@ class PackedMemory:
             page_tokens=PAGE_TOKENS,
             buffer_tokens=BUFFER_TOKENS,
         )
-        self._free_rows = list(range(strategies))[::-1]
-        self._heads = torch.arange(model.kv_heads, device=device).unsqueeze(-1)
+        self.free_rows = list(range(strategies))[::-1]
         # A flag a slot: other sequences may be loading beside a step, on a stream of their own.
         self.not_finite = NotFinite(model, device, flags=slots)
         self._beside = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -96,47 +86,35 @@ class PackedMemory:
         self.store.strategy_of[slot].fill_(-1)
         self.store.rows[slot].fill_(-1)
 
-    def adopt(self, tokens: list[CompressedTokens]) -> list[CompressedTokens]:
-        """Let the current stream use the tokens of a segment, which come from another thread."""
-        if self._beside is not None:
-            current = torch.cuda.current_stream()
-            for strategy, *vectors in tokens:
-                for tensor in (strategy.rotations, *itertools.chain(*vectors)):
-                    tensor.record_stream(current)
-        return tokens
+    def adopt(
+        self,
+        pages: Tensor,
+        slot: int,
+        index: int,
+        first: int,
+        found: Sequence[tuple[Strategy, PackedVectors]],
+    ) -> int:
+        """Take over the sequence's segment `index`, which begins at token `first`.
 
-    def add(self, slot: int, index: int, tokens: Sequence[CompressedTokens]) -> int:
-        """Store the strategies of a segment, the sequence's number `index`; return their row."""
-        row = self._free_rows.pop()
-        numbers = torch.tensor([of_layer.strategy[:2] for of_layer in tokens], dtype=torch.int32)
-        self.store.numbers[row].copy_(upload((numbers,), self._device)[0])
-        for layer, of_layer in enumerate(tokens):
-            self.store.rotations[row, layer].copy_(of_layer.strategy.rotations)
-        self.store.rows[slot, index].fill_(row)
+        Another thread has found the strategy and compressed the tokens of each layer. Returns the
+        row of the strategies in the tables.
+        """
+        row, store = self.free_rows.pop(), self.store
+        numbers = torch.tensor([strategy[:2] for strategy, _ in found], dtype=torch.int32)
+        store.numbers[row].copy_(upload((numbers,), self._device)[0])
+        store.rows[slot, index].fill_(row)
+        for layer, (strategy, vectors) in enumerate(found):
+            if self._beside is not None:
+                for tensor in (strategy.rotations, *vectors):
+                    tensor.record_stream(torch.cuda.current_stream())
+            store.rotations[row, layer].copy_(strategy.rotations)
+            store_vectors(store, pages, layer, first, vectors)
+        self.assign(slot, first, first + found[0][1].elements.shape[2], index)
         return row
-
-    def release(self, rows: Sequence[int]) -> None:
-        """Free the rows of strategies that are needed no more."""
-        self._free_rows += rows
 
     def assign(self, slot: int, first: int, last: int, index: int) -> None:
         """Note that tokens [first, last) are compressed by the sequence's strategy `index`."""
         self.store.strategy_of[slot, first // BUFFER_TOKENS : last // BUFFER_TOKENS].fill_(index)
-
-    def write(self, pages: Tensor, layer: int, first: int, tokens: CompressedTokens) -> None:
-        """Write successive tokens of a layer, the first of them at position `first`.
-
-        Args:
-            pages: (pages,) int32, the sequence's pages.
-            layer: the tokens' layer.
-            first: position of the first token.
-            tokens: the tokens of all KV heads.
-        """
-        last = first + tokens.keys.elements.shape[-2]
-        position = torch.arange(first, last, device=self._device)
-        store = self.store
-        for vectors, packed in ((store.keys, tokens.keys), (store.values, tokens.values)):
-            store_vectors(store, vectors, pages, layer, self._heads, position, packed)
 
     def require_finite(self, slot: int, layers: range, first: int, last: int) -> None:
         """Check that tokens of a slot are finite: otherwise they cannot be rotated.

@@ -31,7 +31,7 @@ from cache_rank.kernels.mosaickv import (
 from cache_rank.residency.base import Residency
 from cache_rank.residency.mosaickv.memory import PackedMemory
 from cache_rank.residency.mosaickv.segments import Segments
-from cache_rank.residency.mosaickv.strategy import Candidates, SegmentLengths, strategy_bytes
+from cache_rank.residency.mosaickv.strategy import Compression
 from cache_rank.residency.options import Between, OneOf, Ranges
 
 
@@ -75,35 +75,27 @@ class MosaicKVResidency(Residency):
     @classmethod
     def bytes_per_token(cls, config: CacheRankConfig) -> int:
         """Memory of a token, and its share of the strategies: the shortest segments have most."""
-        options = cls.settings(config)
-        candidates = Candidates(options, config.model)
-        strategies = strategy_bytes(candidates.channels, config.model)
-        of_token = -(-strategies // SegmentLengths.of(options).least)
-        return PackedMemory.bytes_per_token(candidates, config.model) + of_token
+        compression = Compression(cls.settings(config.kv_residency_options), config.model)
+        return compression.token_bytes - (-compression.strategy_bytes // compression.shortest)
 
     @classmethod
     def fixed_bytes(cls, config: CacheRankConfig) -> int:
         """Memory of the slots, if each has its longest segment, which is being recompressed."""
-        model, options = config.model, cls.settings(config)
-        lengths, candidates = SegmentLengths.of(options), Candidates(options, model)
+        model = config.model
+        compression = Compression(cls.settings(config.kv_residency_options), model)
         covariance = 2 * model.layers * model.kv_heads * model.head_dim**2 * 8
         of_slot = (
-            lengths.originals * model.bytes_per_token
-            + lengths.most * PackedMemory.bytes_per_token(candidates, model)
+            compression.originals * model.bytes_per_token
+            + compression.longest * compression.token_bytes
             + 2 * covariance  # one of the finished segment, and one of the next
-            + strategy_bytes(candidates.channels, model)  # those of the opening
+            + compression.strategy_bytes  # those of the opening
         )
         return config.max_rows * of_slot
 
     def __init__(self, config: CacheRankConfig, pages: int, device: torch.device) -> None:
-        model, options = config.model, self.settings(config)
-        lengths = SegmentLengths.of(options)
         super().__init__(config, pages, device)
-        self._lengths = lengths
-        self._candidates = Candidates(options, model)
-        self._memory = PackedMemory(
-            self._candidates, model, lengths, pages, config.max_rows, device
-        )
+        options = self.settings(config.kv_residency_options)
+        self._memory = PackedMemory(options, config, pages, device)
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="mosaickv")
         self._segments: dict[int, Segments] = {}
 
@@ -122,8 +114,7 @@ class MosaicKVResidency(Residency):
             begin = end
 
     def _append(self, rows: BatchMetadata, layers: range, up: Tensor, query_ring: Tensor) -> None:
-        on_host = rows.numbers()
-        for slot, position in on_host:
+        for slot, position in rows.on_host:
             if slot >= 0 and position == 0 and layers.start == 0:
                 self._begin(slot)
         append_step(
@@ -133,7 +124,7 @@ class MosaicKVResidency(Residency):
             rows.paged._replace(page_table=rows.slots.unsqueeze(1)),
             layers.start,
         )
-        for row, (slot, position) in enumerate(on_host):
+        for row, (slot, position) in enumerate(rows.on_host):
             if slot >= 0:
                 self._segments[slot].append(rows.paged.page_table[row], layers, position + 1)
 
@@ -169,16 +160,13 @@ class MosaicKVResidency(Residency):
     def check(self) -> None:
         self._memory.not_finite.check()
 
-    def score_workspace(
-        self, rows: int, layers: int, kv_heads: int, group: int, capacity: int, device: torch.device
-    ) -> Any:
-        strategies = self._lengths.most_strategies(capacity)
+    def score_workspace(self, rows: int, layers: int, capacity: int) -> Any:
+        group = self._model.query_heads // self._model.kv_heads
+        strategies = self._memory.compression.most_strategies(capacity)
         return score_packed_workspace(
-            self._memory.store, rows, layers, group, capacity, strategies, device
+            self._memory.store, rows, layers, group, capacity, strategies, self._device
         )
 
     def _begin(self, slot: int) -> None:
         self.end(slot)
-        self._segments[slot] = Segments(
-            self._model, self._candidates, self._lengths, self._executor, self._memory, slot
-        )
+        self._segments[slot] = Segments(self._memory, self._executor, slot)

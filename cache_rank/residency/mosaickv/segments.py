@@ -27,18 +27,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cache_rank.config import ModelShape
 from cache_rank.copies import Readback
 from cache_rank.kernels.mosaickv import add_covariance, compress_buffers
-from cache_rank.kernels.mosaickv.store import newest_tokens
+from cache_rank.kernels.mosaickv.store import Strategy, newest_tokens
+from cache_rank.kernels.mosaickv.vectors import PackedVectors
 from cache_rank.residency.mosaickv.memory import PackedMemory
-from cache_rank.residency.mosaickv.strategy import (
-    BUFFER_TOKENS,
-    Candidates,
-    CompressedTokens,
-    SegmentLengths,
-    recompress,
-)
+from cache_rank.residency.mosaickv.strategy import BUFFER_TOKENS, recompress
 
 OPENING_TOKENS = 256
 """The first segment, which has no previous strategy, has so many tokens."""
@@ -48,12 +42,11 @@ MOST_BUFFERS = 8
 
 
 class _Recompression(NamedTuple):
-    """A finished segment, tokens [first, last), whose own strategy serves from token `due` on."""
+    """A finished segment from token `first` on, whose own strategy serves from token `due` on."""
 
     first: int
-    last: int
     due: int
-    result: Future[list[CompressedTokens]]
+    result: Future[list[tuple[Strategy, PackedVectors]]]
 
 
 class Segments:
@@ -65,20 +58,10 @@ class Segments:
         strategies: rows of the strategy tables, one for each finished segment whose own serves.
     """
 
-    def __init__(
-        self,
-        model: ModelShape,
-        candidates: Candidates,
-        lengths: SegmentLengths,
-        executor: Executor,
-        memory: PackedMemory,
-        slot: int,
-    ) -> None:
-        self.resident = [0] * model.layers
+    def __init__(self, memory: PackedMemory, executor: Executor, slot: int) -> None:
+        self.resident = [0] * memory.model.layers
         self.strategies: list[int] = []
-        self._model = model
-        self._candidates = candidates
-        self._lengths = lengths
+        self._compression = memory.compression
         self._executor = executor
         self._memory = memory
         self._slot = slot
@@ -91,7 +74,7 @@ class Segments:
 
     def _begin_segment(self, first: int) -> None:
         """Begin to account for the segment whose first token is at `first`."""
-        model, device = self._model, self._memory.store.rings[0].device
+        model, device = self._memory.model, self._memory.store.rings[0].device
         shape = (model.layers, 2, model.kv_heads, model.head_dim, model.head_dim)
         self._first = first
         self._losses = torch.zeros(model.layers, dtype=torch.float64, device=device)
@@ -103,15 +86,16 @@ class Segments:
     def at_once(self, stop: int) -> int:
         """How many tokens all layers may have after an `append`, of `stop` that there are."""
         self._end_if_lossy(wait=True)
-        lengths = self._lengths
+        compression = self._compression
         if stop < self._complete + BUFFER_TOKENS:
             return stop
-        last = self._first + (lengths.most if self.strategies else OPENING_TOKENS)
+        last = self._first + (compression.longest if self.strategies else OPENING_TOKENS)
         if self._recompression is not None:
             last = min(last, self._recompression.due)
         if self.strategies:  # with more tokens than these, losses may end the segment
-            spared = int(max(0.0, lengths.threshold - self._lost))
-            undecided = max(self._first + lengths.least - BUFFER_TOKENS, self._lost_at + spared)
+            spared = int(max(0.0, compression.threshold - self._lost))
+            sure = self._first + compression.shortest - BUFFER_TOKENS
+            undecided = max(sure, self._lost_at + spared)
             last = min(last, max(undecided, self._complete) + BUFFER_TOKENS)
         last = min(last, stop, self._complete + MOST_BUFFERS * BUFFER_TOKENS)
         return last // BUFFER_TOKENS * BUFFER_TOKENS
@@ -119,12 +103,9 @@ class Segments:
     def append(self, pages: Tensor, layers: range, resident: int) -> None:
         """Account for the next tokens of some layers, which are in the ring.
 
-        Args:
-            pages: (pages,) int32, the sequence's pages.
-            layers: the layers that have them. All layers take one token over before any takes
-                another buffer.
-            resident: tokens of these layers. They end with a buffer or before; those of all layers
-                may end where `at_once` says.
+        These layers have `resident` tokens then, which end with a buffer or before; those of all
+        layers may end where `at_once` says. All layers take one token over before any takes another
+        buffer.
 
         Raises:
             ValueError: a token of a complete buffer is not finite.
@@ -139,8 +120,8 @@ class Segments:
             self._complete = resident
             if self.strategies:
                 self._memory.assign(self._slot, first, resident, len(self.strategies) - 1)
-        store, covariance = self._memory.store, self._covariance
-        add_covariance(store, self._slot, layers, first, resident, covariance, covariance)
+        store = self._memory.store
+        add_covariance(store, self._slot, layers, first, resident, self._covariance)
         if self.strategies:
             row = self.strategies[-1]
             compress_buffers(store, pages, self._slot, row, layers, first, resident, self._losses)
@@ -151,14 +132,14 @@ class Segments:
         """Compute nothing more for the sequence, and hold nothing of it."""
         if self._recompression is not None:
             self._recompression.result.cancel()
-        self._memory.release(self.strategies)
+        self._memory.free_rows += self.strategies
 
     def _advance(self, pages: Tensor, resident: int) -> None:
         """End what ends now that all layers have so many tokens, in complete buffers."""
         length = resident - self._first
-        if length == (self._lengths.most if self.strategies else OPENING_TOKENS):
+        if length == (self._compression.longest if self.strategies else OPENING_TOKENS):
             self._finish(resident)
-        elif self.strategies and length >= self._lengths.least:
+        elif self.strategies and length >= self._compression.shortest:
             self._loss, self._loss_at = Readback(), resident
             self._loss.start(self._losses.mean())
             self._end_if_lossy(wait=False)
@@ -174,11 +155,11 @@ class Segments:
         if self._loss is None:
             return
         most_lost = self._lost + (self._complete - self._lost_at)
-        must_know = wait and most_lost > self._lengths.threshold
+        must_know = wait and most_lost > self._compression.threshold
         loss = self._loss.wait() if must_know else self._loss.value()
         if loss is not None:
             self._loss, self._lost, self._lost_at = None, float(loss), self._loss_at
-            if self._lost > self._lengths.threshold:
+            if self._lost > self._compression.threshold:
                 self._finish(self._complete)
 
     def _finish(self, last: int) -> None:
@@ -188,25 +169,21 @@ class Segments:
         def tokens_of(layer: int) -> Tensor:
             return newest_tokens(self._memory.store, self._slot, layer, first, last)
 
-        result: Future[list[CompressedTokens]]
+        arguments = (tokens_of, self._covariance, self._compression)
+        result: Future[list[tuple[Strategy, PackedVectors]]]
         if self.strategies:
-            due = last + self._lengths.delay
-            result = self._executor.submit(
-                self._memory.beside(recompress), tokens_of, self._covariance, self._candidates
-            )
+            due = last + self._compression.delay
+            result = self._executor.submit(self._memory.beside(recompress), *arguments)
         else:  # the opening, which waits for no other sequence's
             self._memory.not_finite.check(wait=True)
             due, result = last, Future()
-            result.set_result(recompress(tokens_of, self._covariance, self._candidates))
-        self._recompression = _Recompression(first, last, due, result)
+            result.set_result(recompress(*arguments))
+        self._recompression = _Recompression(first, due, result)
         self._begin_segment(last)
 
     def _switch(self, pages: Tensor, finished: _Recompression) -> None:
         """Let the finished segment's own strategy serve."""
-        layers = self._memory.adopt(finished.result.result())
-        index = len(self.strategies)
-        self.strategies.append(self._memory.add(self._slot, index, layers))
-        self._memory.assign(self._slot, finished.first, finished.last, index)
-        for layer, tokens in enumerate(layers):
-            self._memory.write(pages, layer, finished.first, tokens)
+        index, found = len(self.strategies), finished.result.result()
+        row = self._memory.adopt(pages, self._slot, index, finished.first, found)
+        self.strategies.append(row)
         self._recompression = None

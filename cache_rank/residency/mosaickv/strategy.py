@@ -7,7 +7,6 @@ themselves; rate and element group are shared by all of them.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
 
 from torch import Tensor
 
@@ -16,7 +15,6 @@ from cache_rank.kernels.mosaickv.store import Strategy
 from cache_rank.kernels.mosaickv.vectors import (
     PackedVectors,
     bitmap_bytes,
-    encode,
     lost_energy,
     pack_vectors,
     rotate,
@@ -36,85 +34,56 @@ _SAMPLE_TOKENS = 1024
 """Rate and element group are chosen by so many tokens of a segment, evenly spaced."""
 
 
-class SegmentLengths(NamedTuple):
-    """Where a segment is finished, and when its own strategy takes effect.
+class Compression:
+    """What options ask for: segments, the strategies to choose from, and the memory of any.
 
     Attributes:
-        most: most tokens of a segment, a multiple of 512.
+        longest, shortest: most tokens of a segment, a multiple of 512, and fewest of one other than
+            the opening.
+        delay: tokens between the end of a segment and the step from which its own strategy serves.
+        originals: most tokens of a sequence that are held in full precision.
         threshold: the accumulated loss that ends a segment, in tokens that are lost altogether.
-    """
-
-    most: int
-    threshold: float
-
-    @classmethod
-    def of(cls, options: Mapping[str, OptionValue]) -> SegmentLengths:
-        """The lengths that the options `segment` and `threshold` ask for."""
-        return cls(int(options["segment"]), float(options["threshold"]))
-
-    @property
-    def least(self) -> int:
-        """Fewest tokens of a segment other than the opening."""
-        return self.most // 4
-
-    @property
-    def delay(self) -> int:
-        """Tokens between the end of a segment and the step from which its own strategy serves."""
-        return self.most // 8
-
-    def most_strategies(self, tokens: int) -> int:
-        """Most strategies of a sequence of so many tokens."""
-        return tokens // self.least + 2
-
-    @property
-    def originals(self) -> int:
-        """Most tokens of a sequence that are held in full precision."""
-        return self.most + self.delay
-
-
-class CompressedTokens(NamedTuple):
-    """n successive tokens of one layer.
-
-    Attributes:
-        strategy: the strategy that they are compressed by.
-        keys, values: (Hkv, n, r).
-    """
-
-    strategy: Strategy
-    keys: PackedVectors
-    values: PackedVectors
-
-
-class Candidates:
-    """The strategies that there are to choose from, and the memory that any of them may need.
-
-    Attributes:
         channels: C, the number of channels that are left; a multiple of every group.
         kept: most elements of a vector.
         bitmap_bytes: most bytes of a bitmap, in whole words of 4.
+        token_bytes: memory of a token's key and value, all layers.
+        strategy_bytes: memory of one segment's strategies, all layers.
     """
 
     def __init__(self, options: Mapping[str, OptionValue], model: ModelShape) -> None:
-        rates, groups = (_candidates(options, name) for name in ("rate", "group"))
+        self.longest, self.threshold = int(options["segment"]), float(options["threshold"])
+        self.shortest, self.delay = self.longest // 4, self.longest // 8
+        self.originals = self.longest + self.delay
+        rates, wanted = (
+            chosen if options[name] == "auto" else (float(options[name]),)
+            for name, chosen in _AUTO.items()
+        )
         head_dim = model.head_dim
         self._dtype = model.torch_dtype
-        self._groups = tuple(int(group) for group in groups if head_dim % group == 0)
-        if not self._groups:
+        groups = tuple(int(group) for group in wanted if head_dim % group == 0)
+        if not groups:
             raise ValueError(
                 f"kv_residency_options group={options['group']}: does not divide the head "
                 f"dimension {head_dim}"
             )
-        largest = self._groups[0]
+        largest = groups[0]
         left = head_dim - int(head_dim * float(options["dropped"]) / 100)
         self.channels = -(-left // largest) * largest
         self._choices = [
             (self._elements(head_dim * (1 - rate / 100), group), group)
             for rate in rates
-            for group in self._groups
+            for group in groups
         ]
         self.kept = max(kept for kept, _ in self._choices)
-        self.bitmap_bytes = -(-bitmap_bytes(self.channels, self._groups[-1]) // 4) * 4
+        self.bitmap_bytes = -(-bitmap_bytes(self.channels, groups[-1]) // 4) * 4
         self._largest_loss = float(options["loss"])
+        heads, itemsize = 2 * model.layers * model.kv_heads, model.torch_dtype.itemsize
+        self.token_bytes = heads * (self.kept * itemsize + self.bitmap_bytes)
+        self.strategy_bytes = heads * head_dim * self.channels * itemsize
+
+    def most_strategies(self, tokens: int) -> int:
+        """Most strategies of a sequence of so many tokens."""
+        return tokens // self.shortest + 2
 
     def _elements(self, wanted: float, group: int) -> int:
         """The largest number of elements up to `wanted` that is whole groups; at least one."""
@@ -129,11 +98,8 @@ class Candidates:
 
         The paper wants the highest rate and the largest group whose loss is below a threshold, and
         does not say which of the two goes first: here the rate does. Where none is below it, the
-        last one loses least and is taken.
-
-        Args:
-            tokens: (2, Hkv, n, D), keys and values.
-            rotations: (2, Hkv, D, C), rotations of their covariance.
+        last one loses least and is taken. Tokens are (2, Hkv, n, D), keys and values; `rotations`
+        are those of their covariance.
         """
         sample = tokens[:, :, :: -(-tokens.shape[2] // _SAMPLE_TOKENS)]
         rotated = rotate(sample, rotations)
@@ -144,43 +110,18 @@ class Candidates:
         return Strategy(kept, group, rotations)
 
 
-def compress(tokens: Tensor, strategy: Strategy) -> CompressedTokens:
-    """Compress keys and values of one layer, (2, Hkv, n, D)."""
-    kept, group, rotations = strategy
-    keys, values = (
-        encode(part, rotation, kept, group)
-        for part, rotation in zip(tokens, rotations, strict=True)
-    )
-    return CompressedTokens(strategy, keys, values)
-
-
 def recompress(
-    tokens_of: Callable[[int], Tensor], covariance: Tensor, candidates: Candidates
-) -> list[CompressedTokens]:
-    """Choose the strategies of a finished segment, and compress it by them.
+    tokens_of: Callable[[int], Tensor], covariance: Tensor, compression: Compression
+) -> list[tuple[Strategy, PackedVectors]]:
+    """Choose the strategy of each layer of a finished segment, and compress its tokens by it.
 
-    Args:
-        tokens_of: given a layer, returns all tokens of the segment, (2, Hkv, n, D).
-        covariance: (layers, 2, Hkv, D, D) float64, of its keys and values.
-        candidates: the strategies to choose from.
-
-    Returns:
-        The compressed tokens of each layer.
+    `tokens_of` a layer are all tokens of the segment, (2, Hkv, n, D); their covariance is
+    (layers, 2, Hkv, D, D) float64.
     """
     found = []
     # All layers are rotated at once: on a GPU, each by itself would take far longer.
-    for layer, rotations in enumerate(candidates.rotations(covariance)):
+    for layer, rotations in enumerate(compression.rotations(covariance)):
         tokens = tokens_of(layer)
-        found.append(compress(tokens, candidates.choose(tokens, rotations)))
+        strategy = compression.choose(tokens, rotations)
+        found.append((strategy, strategy.compress(tokens)))
     return found
-
-
-def strategy_bytes(channels: int, model: ModelShape) -> int:
-    """Memory of one segment's strategies, all layers."""
-    rotation = model.head_dim * channels * model.torch_dtype.itemsize
-    return 2 * model.layers * model.kv_heads * rotation
-
-
-def _candidates(options: Mapping[str, OptionValue], name: str) -> tuple[float, ...]:
-    value = options[name]
-    return _AUTO[name] if isinstance(value, str) else (value,)

@@ -14,23 +14,6 @@ from cache_rank.measure.recall import measure_recall, overlap_ratio
 TOKENS = 40
 
 
-def random_keys(config: CacheRankConfig) -> Tensor:
-    """Resident keys (layers, Hkv, tokens, D)."""
-    torch.manual_seed(0)
-    model = config.model
-    keys = torch.randn(model.layers, model.kv_heads, TOKENS, model.head_dim)
-    return keys.to(model.torch_dtype)
-
-
-def random_queries(config: CacheRankConfig, layers: int) -> Tensor:
-    return torch.randn(layers, config.model.query_heads, config.model.head_dim)
-
-
-def slots_of(config: CacheRankConfig, layers: int, tokens: list[int]) -> Tensor:
-    """The same tokens in the slots of every head."""
-    return torch.tensor(tokens, dtype=torch.int32).expand(layers, config.model.kv_heads, -1)
-
-
 def by_hand(
     config: CacheRankConfig, keys: Tensor, query: Tensor, held: list[int]
 ) -> list[tuple[float, float]]:
@@ -59,17 +42,19 @@ def by_hand(
     ids=str,
 )
 def test_equals_counting_by_hand(model: str, held: list[int], beyond: int) -> None:
-    config = small_config(MODELS[model])
-    keys = random_keys(config)
-    queries = random_queries(config, 2)
-    scores = score_tokens(queries, keys[1:3], config.model.scale)
+    config, shape = small_config(MODELS[model]), MODELS[model]
+    generator = torch.Generator().manual_seed(0)
+    keys = torch.randn((2, shape.kv_heads, TOKENS, shape.head_dim), generator=generator)
+    queries = torch.randn((2, shape.query_heads, shape.head_dim), generator=generator)
+    scores = score_tokens(queries, keys, shape.scale)
     # What a score buffer holds beyond the tokens is not looked at.
     garbage = torch.full((*scores.shape[:2], beyond), float("nan"))
     scores = torch.cat((scores, garbage), dim=-1)
-    measured = measure_recall(scores, slots_of(config, 2, held), config, TOKENS)
-    assert measured.shape == (2, 2, config.model.kv_heads)
+    slots = torch.tensor(held, dtype=torch.int32).expand(2, shape.kv_heads, -1)
+    measured = measure_recall(scores, slots, config, TOKENS)
+    assert measured.shape == (2, 2, shape.kv_heads)
     for layer in range(2):
-        expected = by_hand(config, keys[1 + layer], queries[layer], held)
+        expected = by_hand(config, keys[layer], queries[layer], held)
         for head, (recall, mass) in enumerate(expected):
             assert float(measured[0, layer, head]) == pytest.approx(recall, rel=1e-6)
             # A ratio of sums of a few float32 probabilities.

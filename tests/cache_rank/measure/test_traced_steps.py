@@ -10,7 +10,6 @@ import torch
 from small_models import small_config
 
 from cache_rank.config import ModelShape
-from cache_rank.measure.timeline import Timeline
 from cache_rank.messages import MessageBuffers
 from cache_rank.protocol import Row, bulk_shape, down_sizes, up_sizes
 from cache_rank.selector import Selector
@@ -22,8 +21,8 @@ def test_a_traced_step_is_what_every_step_is(device: str, tmp_path: Path) -> Non
     model = ModelShape(6, 8, 2, 128, "bfloat16", 128**-0.5, hidden_size=64)
     config = small_config(model, query_predictor="forecast", forecast_lead=1, max_rows=1)
     on, path = torch.device(device), tmp_path / "trace.json"
-    selector = Selector(config, on, 1 << 24)
-    timeline = Timeline(str(path), on, config.layer_messages)
+    selector = Selector(config, on, 1 << 24, trace=str(path))
+    timeline = selector.timeline
     sequence = selector.begin(1)
     selector.load(sequence, torch.randn(bulk_shape(config, 45)).to(on, torch.bfloat16))
     ups, downs = (
@@ -37,7 +36,7 @@ def test_a_traced_step_is_what_every_step_is(device: str, tmp_path: Path) -> Non
         for layer_message, up in zip(config.layer_messages, messages.up, strict=True):
             timeline.mark(layer_message, "begin")
             timeline.mark(layer_message, "receive")
-            selector.serve(step, layer_message, up, messages.answer_of(layer_message), timeline)
+            selector.serve(step, layer_message, up, messages.answer_of(layer_message))
         selector.end_step(step)
     if device == "cuda":
         assert len(selector._graphs._graphs) == len(config.layer_messages)

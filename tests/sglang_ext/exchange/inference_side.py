@@ -15,7 +15,6 @@ from torch import Tensor
 
 from cache_rank.config import CacheRankConfig, ModelShape
 from cache_rank.kernels.wire.reference import from_wire, to_wire
-from cache_rank.measure.timeline import Timeline
 from cache_rank.protocol import DownMessage, Load, QueryProjection, Step, UpMessage, down_sizes
 from cache_rank.selector import Selector, SelectorStep
 from sglang_ext.exchange.host import HostExchange, HostGate
@@ -84,7 +83,6 @@ class CacheRankInProcess:
         self._step: SelectorStep | None = None
         self._up: UpMessage | None = None
         self._layer_message = config.layer_messages[0]
-        self._timeline = Timeline("", CPU)
 
     def _take_control(self, message: Any) -> None:
         self.sent.append(message)
@@ -120,7 +118,7 @@ class CacheRankInProcess:
     def _serve(self, down: DownMessage | None) -> None:
         assert self._step is not None
         assert self._up is not None
-        self.selector.serve(self._step, self._layer_message, self._up, down, self._timeline)
+        self.selector.serve(self._step, self._layer_message, self._up, down)
 
     def _give_down(self, buffer: Tensor, buffer_index: int) -> Transfer:
         assert buffer_index == self._layer_message.selects_for
