@@ -30,7 +30,6 @@ from sglang_ext.flags import (
 )
 from sglang_ext.ineffective_flags import warn_ineffective_flags
 from sglang_ext.model_path import require_model
-from sglang_ext.planning import Planner, find_gpu, make_planner
 from sglang_ext.prediction import choose_schedule, rotary_type
 from sglang_ext.refusals import refuse, refuse_untested_sglang, servers
 from sglang_ext.refusals.known import say_unknown
@@ -87,7 +86,8 @@ class CacheRankServerArgs(CacheRankFlags):
         self._choose_schedule()
         self._follow_budget()
         self._refuse_model()
-        self._say_what_to_expect()
+        options = f" ({self.kv_residency_options})" if self.kv_residency_options else ""
+        logger.info("cache rank: --kv-residency %s%s", self.kv_residency, options)
         warn_ineffective_flags(self, compat.model_config(self).context_len)
 
     def _resolve_inline(self, let_sglang: Callable[[], None]) -> None:
@@ -102,7 +102,11 @@ class CacheRankServerArgs(CacheRankFlags):
             self._set_for_drafts()
         let_sglang()
         self._refuse_model()
-        self._say_what_to_expect_inline()
+        logger.info(
+            "cache rank: tokens are selected in this process (without --cache-rank-gpus, which "
+            "names a GPU for it or switches it off), --sparse-budget %s",
+            self.budget_curve,
+        )
         warn_ineffective_flags(self, compat.model_config(self).context_len)
 
     def _refuse_arguments(self) -> None:
@@ -145,48 +149,6 @@ class CacheRankServerArgs(CacheRankFlags):
             hysteresis=config.hysteresis,
             max_swap_tokens=config.max_swap_tokens,
         )
-
-    def _say_what_to_expect(self) -> None:
-        """Log how K and V are held, and where that pays, if it can be estimated."""
-        options = f" ({self.kv_residency_options})" if self.kv_residency_options else ""
-        logger.info("cache rank: --kv-residency %s%s", self.kv_residency, options)
-        planner = self._planner()
-        if planner is not None:
-            said = planner.summary(memory_fraction=self.cache_rank_mem_fraction)
-            logger.info("cache rank: %s", said)
-
-    def _say_what_to_expect_inline(self) -> None:
-        """Log that this process selects, and how long a step takes, if it can be estimated."""
-        said, planner = f"--sparse-budget {self.budget_curve}", self._planner()
-        if planner is not None:
-            batch, context = 8, min(32768, compat.model_config(self).context_len)
-            split = self.tp_size, 1 if self.kv_cache_dtype.startswith("fp8") else 2
-            inline, dense = (
-                1e3 * step(batch, context, *split) for step in (planner.inline, planner.dense)
-            )
-            said += (
-                f"; {batch} requests of {context} tokens: {inline:.1f} ms a step estimated, "
-                f"dense {dense:.1f}"
-            )
-        why = "without --cache-rank-gpus, which names a GPU for it or switches it off"
-        logger.info("cache rank: tokens are selected in this process (%s), %s", why, said)
-
-    def _planner(self) -> Planner | None:
-        """Return what estimates this server's steps; the log says why if nothing does."""
-        gpu = find_gpu(torch.cuda.get_device_name()) if self.on_gpu else None
-        if gpu is None:
-            return None
-        config = compat.model_config(self).hf_text_config.to_dict()
-        defaults, heeded = compat.default_values(type(self)), HEEDED_FIELDS[self.placement]
-        flags = {
-            field: getattr(self, field) if field in heeded else defaults[field]
-            for field in CACHE_RANK_FIELDS
-        }
-        try:
-            return make_planner(gpu, config, self.quantization, flags)
-        except ValueError as error:
-            logger.info("cache rank: no estimate of its speed: %s", error)
-            return None
 
     def _set_required(self) -> None:
         """Set what decode over working sets needs, and say so."""

@@ -72,7 +72,6 @@ def pretend_gpus(count: int, monkeypatch: pytest.MonkeyPatch, generation: int = 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (generation, 0))
     monkeypatch.setattr(server_args, "is_flashinfer_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: False)
 
 
