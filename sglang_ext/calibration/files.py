@@ -45,8 +45,6 @@ class Fit(msgspec.Struct, frozen=True):
         plain, plain_held_out: the share of their squares that is missed by the projection as it
             is, of tokens that were fitted to and of others.
         fitted, held_out: by the corrected projection, likewise.
-        recall: of the tokens that true queries select in texts that were not fitted to, the share
-            that forecasts select; see held_out.py. Null where these texts are too short.
     """
 
     source: int
@@ -54,7 +52,6 @@ class Fit(msgspec.Struct, frozen=True):
     fitted: float
     plain_held_out: float
     held_out: float
-    recall: float | None
     is_before: bool = False
 
 
