@@ -50,13 +50,7 @@ class DecodeStep:
         """Put the parts of a step together.
 
         Args:
-            planner: plans it.
-            gate: says which step's answers are awaited.
-            cache_rank: which it is exchanged with.
-            shipping: of prompts to it.
             eviction: told of steps of sparse requests; None when every token stays in the pool.
-            metrics: told of what happens.
-            tracer: chooses the steps that are traced; None without.
         """
         self.running: StepPlan | None = None
         self._planner = planner
@@ -71,7 +65,6 @@ class DecodeStep:
         """Before the steps of a round; see `StepPlanner.begin_round`.
 
         Args:
-            requests, lengths: see `run`.
             exchanges: whether steps of the round may be exchanged: they draft.
         """
         self._cache_rank.follow_supervisor()

@@ -364,11 +364,7 @@ def _types_of_fields() -> dict[str, Any]:
 
 
 def read_config(text: str) -> dict[str, Any]:
-    """Read the JSON object of CONFIG_FLAG.
-
-    Raises:
-        ValueError: it is no JSON object, or a key is unknown or has a value of another kind.
-    """
+    """Read the JSON object of CONFIG_FLAG."""
     try:
         given = msgspec.json.decode(text, type=dict[str, Any])
     except msgspec.DecodeError as error:

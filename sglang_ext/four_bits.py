@@ -29,7 +29,6 @@ def round_groups(weight: Tensor, group: int = GROUP) -> tuple[Tensor, Tensor]:
 
     Args:
         weight: (outputs, inputs), the inputs a multiple of `group`.
-        group: elements that share a scale.
 
     Returns:
         Codes, (outputs, inputs) int32 from 0 to 15, of which 8 stands for zero, and scales,

@@ -45,12 +45,6 @@ class InferenceRank:
     """Builds the parts of a decode step, and passes on SGLang's events.
 
     Attributes:
-        config: agreed with the cache rank.
-        gate: where forward passes meet the exchange.
-        table: the working-set table.
-        lifecycle: the sequences of requests.
-        decode_step: runs decode steps.
-        cache_rank: the cache rank while it is up, and what its loss leaves to be done.
         eviction: of tokens from the pool; None when every token stays there.
         drafts: how many a round has; None where sparse steps answer.
         restoring: of prompts into the pool; None where the radix cache has them, or where they
@@ -69,16 +63,12 @@ class InferenceRank:
         """Open the cache rank for a loaded model.
 
         Args:
-            args: the server's arguments.
             model: shape of the sparse layers.
-            pools: SGLang's, with rows of our own behind them.
-            tp_rank: tensor-parallel rank of this process.
             supervisor: its process has been spawned.
             selection_weights: what the cache rank is told of layers, if it has to be told.
 
         Raises:
             CacheRankDownError: the cache rank did not start.
-            ValueError: a flag does not suit the model.
         """
         self.args = args
         self.config = args.cache_rank_config(model, args.max_sparse_requests)

@@ -29,7 +29,6 @@ def main(
     """Serve until stopped.
 
     Args:
-        argv: the command line.
         kind: of the arguments, if not CacheRankServerArgs.
         run_scheduler_process: runs a scheduler process, if not ours.
 
@@ -62,11 +61,7 @@ def _without_collections() -> Iterator[None]:
 
 
 def _require_named_model(argv: Sequence[str]) -> None:
-    """Check before SGLang is imported that there is the model which a command line names.
-
-    Raises:
-        FileNotFoundError: there is none.
-    """
+    """Check before SGLang is imported that there is the model which a command line names."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--model-path", "--model", nargs="?")
     parser.add_argument("--revision", nargs="?")

@@ -104,11 +104,8 @@ class SparseSequence:
 
     Attributes:
         sequence_id: its number; only grows.
-        request: SGLang's Req.
-        row: request slot.
         block: first pool row of its reserve block.
         reserved_tokens: cache-rank capacity set aside for what it holds alone.
-        phase: see the module.
         shipped: tokens sent in bulk so far.
         exchanged: steps exchanged so far, counted until it has settled: sparse, all slots in use.
         filled: slots in use in the step being computed.
@@ -139,7 +136,6 @@ class Lifecycle:
     """All live sequences of one inference rank.
 
     Attributes:
-        capacity_tokens: how many tokens fit in the cache rank.
         live: the sequences by request slot.
         prompts: what prompts have in common; None where nothing is shared.
         weight_updates: how often SGLang has loaded other weights.

@@ -52,7 +52,6 @@ class Gpu(NamedTuple):
 
     Attributes:
         bandwidth: of a large copy, bytes read and written, in bytes a second.
-        memory: in bytes.
         fp8_kv_share: of the bandwidth, at which attention reads an FP8 cache: it computes more for
             each byte.
     """
@@ -76,7 +75,6 @@ class Decoder(NamedTuple):
 
     Attributes:
         attention: its shape, of all layers.
-        hidden_size: elements of a hidden state.
         layer_bytes, head_bytes: weights of a layer, and of the language model's head.
     """
 
@@ -130,9 +128,7 @@ class Planner:
         """Read a model and the flags of a server, chosen or not.
 
         Args:
-            config: the model's config.json.
             quantization: of its weights, if not its own.
-            flags: ours, by their fields.
 
         Raises:
             ValueError: the model or the format cannot be estimated, or a flag is wrong.

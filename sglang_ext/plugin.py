@@ -28,11 +28,7 @@ def register() -> None:
 
 
 def assert_live() -> None:
-    """Check that every hook is in place.
-
-    Raises:
-        RuntimeError: some are not, which SGLang has only logged; the message names them.
-    """
+    """Check that every hook is in place."""
     from sglang.srt.plugins.hook_registry import HookRegistry
 
     from sglang_ext.hooks import HOOKS

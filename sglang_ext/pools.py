@@ -24,7 +24,6 @@ class Pools(NamedTuple):
         req_to_token: (request slots, context length) int32 pool rows.
         keys, values: per layer (pool rows and reserve rows, Hkv, D); those of dense layers may have
             the dense store behind them; see memory.py.
-        allocator: hands out pool rows.
     """
 
     req_to_token: Tensor
@@ -34,11 +33,7 @@ class Pools(NamedTuple):
 
 
 def pools_of(runner: Any, args: CacheRankServerArgs) -> Pools:
-    """Return SGLang's pools, whose buffers have been made with rows of our own.
-
-    Raises:
-        ValueError: they have not.
-    """
+    """Return SGLang's pools, whose buffers have been made with rows of our own."""
     pool = runner.token_to_kv_pool
     rows = pool.size + pool.page_size + reserve_rows(args)
     found = pool.k_buffer[0].shape[0], pool.k_buffer[-1].shape[0]
@@ -64,12 +59,7 @@ def model_shape(runner: Any, dense_layers: int, forecasts: bool) -> ModelShape:
     """Read the shape of the sparse layers off a loaded model.
 
     Args:
-        runner: SGLang's, whose model is loaded.
-        dense_layers: first layers that are not sparse.
         forecasts: whether the shape says what forecasts need to know.
-
-    Raises:
-        ValueError: they are not built as they have to be.
     """
     pool = runner.token_to_kv_pool
     attention = [

@@ -16,9 +16,6 @@ def reserved(host: str, port: int) -> Iterator[None]:
 
     SGLang binds the port itself, so that it cannot be bound here. What is bound is a name that,
     like ports, one process of a network namespace can have, and that leaves nothing behind.
-
-    Raises:
-        UnsupportedError: another process has the port, or this host cannot be bound to.
     """
     if not 0 < port < 1 << 16:
         raise UnsupportedError(f"--port {port}: ports go from 1 to 65535. Choose one of them.")

@@ -33,7 +33,6 @@ class CacheRankClient:
 
     Attributes:
         exchange: with the cache rank, or None while it is down.
-        retractions: how often SGLang had to recompute a request.
         to_queue: requests that were retracted in this turn, and are queued in the next.
     """
 
@@ -50,10 +49,6 @@ class CacheRankClient:
         """Connect to the cache rank that is up.
 
         Args:
-            supervisor: keeps a cache rank running.
-            begin_exchange: makes the exchange over a connection.
-            lifecycle, table: the sequences, and the table that their rows are in.
-            metrics: told of connections and losses.
             recomputes: whether sparse requests must be recomputed after a loss; else they go on
                 dense.
             drafts: whether sparse steps only draft: one without its selection is not stale.
@@ -159,9 +154,6 @@ class CacheRankClient:
         """Let SGLang skip, in the result of a step, the requests that missed their answers.
 
         They are retracted before the next batch, so that the step under way is skipped as well.
-
-        Args:
-            plan: of the step, which has been computed.
         """
         stale = self._take_stale(plan)
         were_retracted = [request.is_retracted for request in stale]

@@ -48,7 +48,6 @@ def set_namespace(request: Any, sparse_tokens: bool, weight_updates: int) -> Non
     Args:
         request: SGLang's Req, which has no slot.
         sparse_tokens: whether the tree is offered tokens that sparse steps have computed.
-        weight_updates: how often other weights have been loaded.
     """
     apart = [DENSE_NAMESPACE] if sparse_tokens and asks_to_stay_dense(request) else []
     if weight_updates:

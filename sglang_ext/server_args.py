@@ -47,13 +47,7 @@ _CPU_RUNNING_REQUESTS = 64
 
 
 class CacheRankServerArgs(CacheRankFlags):
-    """SGLang's ServerArgs with the flags of the cache rank.
-
-    Raises:
-        UnsupportedError: an argument cannot be combined with a cache rank; the message has the
-            remedy.
-        FileNotFoundError: there is no such model.
-    """
+    """SGLang's ServerArgs with the flags of the cache rank."""
 
     def __post_init__(self) -> None:
         if compat.RESOLVED_IN == "__post_init__":
@@ -226,12 +220,7 @@ def parse_server_args(
     Without a model path, the bundled model is served.
 
     Args:
-        argv: the command line.
         kind: of the arguments; a class that is derived from ours may have more flags.
-
-    Raises:
-        UnsupportedError: an argument cannot be combined with a cache rank.
-        FileNotFoundError: there is no such model.
     """
     parser = argument_parser(kind)
     arguments = list(argv)

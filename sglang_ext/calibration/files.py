@@ -41,7 +41,6 @@ class Fit(msgspec.Struct, frozen=True):
     """How well the queries of a layer are forecast.
 
     Attributes:
-        source, is_before: see Source.
         plain, plain_held_out: the share of their squares that is missed by the projection as it
             is, of tokens that were fitted to and of others.
         fitted, held_out: by the corrected projection, likewise.
@@ -59,8 +58,6 @@ class Card(msgspec.Struct, frozen=True, kw_only=True):
     """What a calibration is of.
 
     Attributes:
-        version: of the folder's layout.
-        model: where the model was read from.
         revision: the commit of a repository; None for a folder.
         architecture: SGLang's class of the model.
         hidden_size, layers, query_heads, kv_heads, head_dim: its shape; of all tensor-parallel
@@ -72,7 +69,6 @@ class Card(msgspec.Struct, frozen=True, kw_only=True):
         texts: SHA-256 of each text that was fitted to.
         held_out: of each that was not.
         tokens: that were fitted to.
-        fits: by layer.
     """
 
     version: int = VERSION
@@ -99,7 +95,6 @@ class Calibration(NamedTuple):
     """What is fitted by layer, counted from the model's first, and the card.
 
     Attributes:
-        card: of what it is.
         corrections: of the layers that are forecast: what is added to their projections; or, where
             the source is of the token before, by what they are forecast.
         bases: how the keys of all layers that may be sparse are sketched.
@@ -127,11 +122,7 @@ def write(folder: Path, calibration: Calibration) -> None:
 
 
 def read_card(folder: Path) -> Card:
-    """Read the card of a folder.
-
-    Raises:
-        CalibrationError: there is none, or it is not of this version.
-    """
+    """Read the card of a folder."""
     try:
         card = msgspec.json.decode((folder / CARD).read_bytes(), type=Card)
     except FileNotFoundError:
@@ -148,11 +139,7 @@ def read_card(folder: Path) -> Card:
 
 
 def read(folder: Path) -> Calibration:
-    """Read a folder.
-
-    Raises:
-        CalibrationError: it is no calibration.
-    """
+    """Read a folder."""
     card = read_card(folder)
     corrections, bases = {}, {}
     try:
@@ -183,10 +170,6 @@ def sources(
 
     That is the input of a group, of the token itself; or, for the first groups, that of the last
     groups, of the token before. See cache_rank/schedule.py.
-
-    Args:
-        layers: of the model, from whose first one all are counted.
-        dense_layers, layers_per_group, forecast_lead: see Card.
 
     Raises:
         ValueError: no layer's queries are told by the token itself.

@@ -19,8 +19,6 @@ class Text(msgspec.Struct, frozen=True):
     """A text.
 
     Attributes:
-        name: names it in reports.
-        kind: what sort of text it is.
         path: below site-packages, where `*` stands for a version; without a package, a file.
         package: the distribution that has installed it, as pip calls it, or empty.
     """
@@ -112,11 +110,7 @@ CALIBRATION_TEXTS = {
 
 
 def find_text(name: str) -> Text:
-    """A text of TEXTS by its name, or a file by its path.
-
-    Raises:
-        ValueError: there is neither; names the texts that there are.
-    """
+    """A text of TEXTS by its name, or a file by its path."""
     known = {**TEXTS, **CALIBRATION_TEXTS}
     if name in known:
         return known[name]

@@ -27,7 +27,6 @@ def make_gate(config: CacheRankConfig, steps: Tensor | None, exchanged: Tensor |
     """Make the gate of this process, which outlives connections.
 
     Args:
-        config: agreed with the cache rank.
         steps: (2,) int64 on a GPU, see `DeviceGate`; None on a CPU.
         exchanged: (max batch,) int64 on a GPU, see `DeviceGate`; None on a CPU.
     """

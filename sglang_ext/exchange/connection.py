@@ -47,7 +47,6 @@ class Placement(NamedTuple):
 
     Attributes:
         address: host name or IP of the interface that the channels bind to.
-        inference_device, cache_device: their devices, as torch names them.
         trace: file that the cache rank appends its timeline to; empty for none.
         memory_fraction: share of its free memory that the cache rank takes for tokens; None leaves
             the choice to the cache rank.
@@ -76,9 +75,6 @@ class Connection:
     Attributes:
         control: sends control messages; used by the scheduler thread only.
         link: the data channels; used by the scheduler thread only.
-        capacity_tokens: how many tokens fit in the cache rank's memory.
-        transfer_backend: what carries the steps.
-        process: of the cache rank.
         is_dismissed: whether its end is wanted, so that it is no loss.
         before_abort: called before transfers under way are cut off, from any thread.
         check: called a few times a second by the watching thread; raises CacheRankDownError.
@@ -120,21 +116,13 @@ class Connection:
         self._cut_off = threading.Lock()
 
     def stand_by(self, until: threading.Event) -> None:
-        """Wait until the process may open.
-
-        Raises:
-            CacheRankDownError: it ended meanwhile.
-        """
+        """Wait until the process may open."""
         while not until.wait(STAND_BY_SECONDS):
             if self.process.poll() is not None:
                 raise CacheRankDownError(f"process {self.process.pid} ended")
 
     def open(self, config: CacheRankConfig) -> None:
-        """Wait until the process is ready, and connect the data channels.
-
-        Raises:
-            CacheRankDownError: it died or was not ready in time.
-        """
+        """Wait until the process is ready, and connect the data channels."""
         ready = self._expect(Ready)
         self.control = ControlSender(self._context, ready.endpoint, self._secret)
         folder = tempfile.mkdtemp(prefix="cache-rank-")  # readable by this user only

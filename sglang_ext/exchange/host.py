@@ -41,7 +41,6 @@ class HostTransfers:
     """The transfers of one connection, a message at a time.
 
     Attributes:
-        messages: the memory of messages.
         waited: seconds that the current step has waited for answers.
         brought: tokens that answers brought to sequences, which the exchange accounts for.
     """
@@ -76,12 +75,7 @@ class HostTransfers:
         self.waited = 0.0
 
     def take_answer(self, group: int) -> None:
-        """Write the answer that the group's attention needs into its slots, if there is one.
-
-        Raises:
-            TransportError: it did not come in time.
-            CacheRankDownError: it is not the one that was expected.
-        """
+        """Write the answer that the group's attention needs into its slots, if there is one."""
         answer, self._answers[group] = self._answers[group], None
         if answer is not None:
             self._wait_for(group, answer)

@@ -89,9 +89,6 @@ def collect(
 ) -> list[KeyBasis]:
     """Let a model read prompts, the first at the beginning of the context, the last at its end.
 
-    Returns:
-        How the keys of the sparse layers are sketched.
-
     Raises:
         ValueError: a prefill did not show its tokens, and nothing else.
     """
@@ -224,11 +221,7 @@ def keep(file: Path, bases: list[KeyBasis]) -> None:
 
 
 def of_folder(folder: Path, first: int, heads: Heads, tp_rank: int, tp_size: int) -> list[KeyBasis]:
-    """Read a folder that `sglang_ext.calibrate` has written; a rank takes its own heads.
-
-    Raises:
-        CalibrationError: it cannot be read.
-    """
+    """Read a folder that `sglang_ext.calibrate` has written; a rank takes its own heads."""
     card, _, bases = read(folder)
     start = tp_rank * card.kv_heads // tp_size
     own = slice(start, start + heads.kv_heads)

@@ -35,11 +35,7 @@ class DraftWeights:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        """Round the weights of a model, whose linear layers look here from now on.
-
-        Raises:
-            UnsupportedError: a layer cannot be rounded, or there is none.
-        """
+        """Round the weights of a model, whose linear layers look here from now on."""
         self.selection: Selection | None = None
         self._is_stale = False
         self._rounded: list[tuple[Any, RoundedWeight]] = []

@@ -30,7 +30,6 @@ class InlineRank:
     Where selection only drafts, all other steps are dense.
 
     Attributes:
-        selection: of this process.
         payoff: tells which steps selection makes shorter; None where it does not matter.
         drafts: tells how many drafts a round has; None without drafts.
         draft_weights: of 4 bits; None where drafts run with the model's.

@@ -34,11 +34,9 @@ class Selection:
     """Selects for every sparse layer of one scheduler process; layers count from the first.
 
     Attributes:
-        curve: the budget of a request by its length.
         sparse_from: (request slots,) int32, the length from which the request of a slot is sparse.
         step_is_sparse: whether the decode step under way, or being captured, may have a sparse
             request; all others are SGLang's own.
-        layers: that may be sparse.
         moments: by layer, of the tokens that a calibration prefills; None outside of one.
     """
 
@@ -46,8 +44,6 @@ class Selection:
         """Take memory; what is encoded means nothing until `load_basis` has brought the bases.
 
         Args:
-            args: the server's arguments.
-            heads: of the sparse layers.
             codes: what `make_codes` made.
             row_table: (request slots, context) int32, SGLang's `req_to_token`.
         """
@@ -114,7 +110,6 @@ class Selection:
         The step has begun by `begin_step`.
 
         Args:
-            layer: which.
             queries: (B, Hq, D).
             slots: (B,) request slots.
             lengths: (B,) tokens of each request, the current one included.
@@ -188,17 +183,12 @@ def bytes_beside_sketches(
     """Share the memory of SGLang's KV pool between K and V and what selection takes.
 
     Args:
-        args: the server's arguments.
         available: bytes of both.
         layers: of the pool, dense ones among them.
         dtype: of the pool.
-        model: SGLang's configuration of the model.
 
     Returns:
         The bytes of K and V.
-
-    Raises:
-        UnsupportedError: nothing is left for them.
     """
     kv_heads = model.get_num_kv_heads(args.tp_size)
     group = model.num_attention_heads // args.tp_size // kv_heads

@@ -38,7 +38,6 @@ class Objection(NamedTuple):
     Attributes:
         asked: the flags that ask for it, separated by blanks; a key of --cache-rank-config is
             written as a flag, too. Those that are not at their defaults are named.
-        why: why it cannot be had.
         remedy: what to do. `{given}` stands for the flags that are named.
     """
 
@@ -58,7 +57,6 @@ def of_flags(args: CacheRankFlags, reasons: Mapping[str, str]) -> Iterator[Objec
     """Object to flags that are not at their defaults.
 
     Args:
-        args: the server's arguments.
         reasons: why flags, separated by blanks, can have no other value.
     """
     for asked, why in reasons.items():
@@ -67,21 +65,13 @@ def of_flags(args: CacheRankFlags, reasons: Mapping[str, str]) -> Iterator[Objec
 
 
 def refuse(args: CacheRankFlags, objections: Iterable[Objection]) -> None:
-    """Refuse arguments by the first objection; those behind it may rely on there being none.
-
-    Raises:
-        UnsupportedError: there is an objection.
-    """
+    """Refuse arguments by the first objection; those behind it may rely on there being none."""
     for objection in objections:
         raise UnsupportedError(objection.message(args))
 
 
 def refuse_untested_sglang(args: CacheRankFlags) -> None:
-    """Refuse a release of SGLang that nobody has tested, and say so of one not tested on GPUs.
-
-    Raises:
-        UnsupportedError: the installed release is not tested, and nobody asked for it all the same.
-    """
+    """Refuse a release of SGLang that nobody has tested, and say so of one not tested on GPUs."""
     release, key = compat.RELEASE, "--cache-rank-config '{\"allow_untested_sglang\": true}'"
     if not compat.is_in(compat.TESTED):
         if not args.allow_untested_sglang:

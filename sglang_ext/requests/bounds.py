@@ -43,11 +43,7 @@ class Bound(NamedTuple):
     holds: Callable[[Any], bool]
 
     def check(self, name: str, value: Any) -> None:
-        """Refuse a value.
-
-        Raises:
-            ValueError: the field must not hold it.
-        """
+        """Refuse a value."""
         if value is not None and not self.holds(value):
             raise ValueError(f"{name} must be {self.what}, got {reprlib.repr(value)}")
 
