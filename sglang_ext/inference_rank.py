@@ -201,10 +201,10 @@ class InferenceRank:
             result.cache_rank_plan = plan  # type: ignore[attr-defined]
         return result
 
-    # Drafts; see `drafts/placement.py`.
+    # Drafts; `InlineRank` has the same methods.
 
     def draft_backend(self, runner: Any) -> Any:
-        """The attention backend of steps that draft, and of other decode steps."""
+        """The attention backend of decode steps; the runner's own verifies, too."""
         return runner.attn_backend.decode_backend
 
     def plan_drafts(self, requests: list[Any], lengths: list[int]) -> int:

@@ -102,14 +102,14 @@ class CacheRankClient:
         if self.exchange is not None:
             self._end_exchange(self.exchange)
         self._lifecycle.forget_shared()
-        self._metrics.on_memory(is_released=True)
+        self._metrics.series.set("memory_released", 1)
 
     def resume(self) -> None:
         """Start a cache rank again, because SGLang has its memory back, and connect to it."""
         if not self._supervisor.is_released:
             return
         self._supervisor.resume()
-        self._metrics.on_memory(is_released=False)
+        self._metrics.series.set("memory_released", 0)
         self.follow_supervisor()
 
     def _connect(self) -> None:
@@ -129,7 +129,7 @@ class CacheRankClient:
             is_sparse = sequence.phase is Phase.SPARSE
             is_stale = is_sparse and not self._drafts
             sequence.statistics.stale_steps += is_stale
-            self._metrics.on_stale(is_stale)
+            self._metrics.series.add("stale_steps", int(is_stale))
             sequence.request.cache_rank_losses += 1
             if self._recomputes and is_sparse:
                 sequence.orphaned = True
@@ -219,7 +219,7 @@ class CacheRankClient:
     def _queue_later(self, request: Any) -> None:
         request.cache_rank_statistics.retractions += 1
         self.retractions += 1
-        self._metrics.on_retraction()
+        self._metrics.series.add("retractions", 1)
         self.to_queue.append(request)
 
 

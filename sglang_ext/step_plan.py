@@ -274,7 +274,7 @@ class StepPlanner:
         if statistics.dense_reason != reason:
             statistics.dense_reason = reason
             if reason != "below_threshold":
-                self._metrics.on_dense(request, reason)
+                self._metrics.series.count_dense(request, reason)
         return None
 
     def _move_on(self, sequence: SparseSequence, position: int) -> None:

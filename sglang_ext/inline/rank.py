@@ -103,7 +103,7 @@ class InlineRank:
                 request.cache_rank_statistics.dense_reason = "below_threshold"
             elif request.cache_rank_sparse_from == NEVER:
                 request.cache_rank_statistics.dense_reason = "asked"
-                self._metrics.on_asked(request)
+                self._metrics.series.count_dense(request, "asked")
             else:
                 found.append((request, length))
         return found
@@ -180,7 +180,7 @@ class InlineRank:
             self.draft_weights.on_weights_updated()
 
     def draft_backend(self, runner: Any) -> Any:
-        """Make the attention backend of steps that draft, and of other decode steps."""
+        """Make the attention backend of decode steps, for whose graphs it may be captured."""
         return InlineAttnBackend(runner, self._args, self.selection)
 
     def run_draft(
