@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 from argparse import ArgumentParser
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,8 @@ import transformers
 from sglang_ext import cpu, plugin, server_args
 from sglang_ext.refusals import UnsupportedError
 from sglang_ext.server_args import BUNDLED_MODEL, CacheRankServerArgs, parse_server_args
+
+Make = Callable[..., CacheRankServerArgs]
 
 
 def parse(argv: Sequence[str]) -> CacheRankServerArgs:

@@ -63,20 +63,6 @@ def decoding() -> Iterator[Decoding]:
         yield Decoding()
 
 
-def test_the_gauge_follows_the_sparse_requests_until_the_last_is_freed(decoding: Decoding) -> None:
-    requests = [make_request(slot) for slot in (1, 2)]
-    assert exported("sparse_requests") == 0
-    decoding.run(requests, THRESHOLD - 1)
-    assert exported("sparse_requests") == 0
-    decoding.run(requests)
-    assert exported("sparse_requests") == 2
-    decoding.rank.on_request_freed(requests[0])
-    decoding.run(requests[1:])
-    assert exported("sparse_requests") == 1
-    decoding.rank.on_request_freed(requests[1])
-    assert exported("sparse_requests") == 0
-
-
 def test_steps_are_exported_every_so_many_and_the_rest_when_no_request_is_sparse(
     decoding: Decoding,
 ) -> None:

@@ -101,15 +101,6 @@ def test_a_request_that_stays_dense_is_counted_once_a_reason(exchanging: Exchang
     assert counted == [1, 2, 0]
 
 
-def test_the_gauge_follows_the_sparse_requests(exchanging: Exchanging) -> None:
-    assert exported("sparse_requests") == 0
-    for requests in (1, 3, 2):
-        exchanging.run(1, requests)
-        assert exported("sparse_requests") == requests
-    exchanging.metrics.on_no_sparse_requests()
-    assert exported("sparse_requests") == 0
-
-
 def test_a_report_sets_what_is_held_and_adds_what_is_new(exchanging: Exchanging) -> None:
     def shown() -> list[float | None]:
         names = ("up", "tokens_held", "bytes_held", "delta_overflow_total")

@@ -262,13 +262,6 @@ def test_a_config_file_gives_our_flags_and_the_command_line_wins(tmp_path: Path)
     assert args.disable_overlap_schedule
 
 
-def test_a_config_file_is_refused_like_the_command_line(tmp_path: Path) -> None:
-    config = tmp_path / "server.yaml"
-    config.write_text("page-size: 16\n")
-    with pytest.raises(UnsupportedError, match=r"^--page-size 16: "):
-        parse(["--config", str(config)])
-
-
 @pytest.mark.parametrize(
     "spelling", ["--model-path {}", "--model {}", "--model-path={}", "--model={}", "--model-pat {}"]
 )

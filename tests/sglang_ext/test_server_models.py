@@ -186,12 +186,6 @@ def test_accepts_a_model_of_full_attention(model: Model, tmp_path: Path) -> None
     assert args.decode_attention_backend == BACKEND
 
 
-def test_without_a_cache_rank_no_model_is_refused(tmp_path: Path) -> None:
-    model = Model("Mistral", {"sliding_window": 8})
-    flags = f"--cache-rank-gpus 0 --device cpu --model-path {model.write(tmp_path)}"
-    assert not parse(flags.split()).has_cache_rank
-
-
 def card(model: Path, **changes: Any) -> Card:
     """What a calibration of a model says."""
     config = json.loads((model / "config.json").read_text())
