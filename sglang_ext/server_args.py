@@ -64,12 +64,15 @@ class CacheRankServerArgs(CacheRankFlags):
             self._say_ignored("without a cache rank these have no effect")
             let_sglang()
             return
-        if self.is_inline:
-            self._resolve_inline(let_sglang)
-            return
         self._refuse_arguments()
         say_unknown(self)
-        self._set_required()
+        if self.is_inline:
+            self._say_ignored("cache rank: only a cache rank with --cache-rank-gpus 1 heeds these")
+            self._set("prefill_attention_backend", PREFILL_BACKEND, "prefill writes sketches")
+        else:
+            self._set_for_working_sets()
+        self._set_for_device()
+        self._set("decode_attention_backend", BACKEND, "sparse decode")
         if self.has_drafts:
             self._set_for_drafts()
         try:
@@ -77,31 +80,23 @@ class CacheRankServerArgs(CacheRankFlags):
         except AssertionError:  # some models ask something of a machine
             self._refuse_model()
             raise
-        self._choose_schedule()
-        self._follow_budget()
+        if self.has_cache_rank:
+            self._choose_schedule()
+            self._follow_budget()
         self._refuse_model()
-        options = f" ({self.kv_residency_options})" if self.kv_residency_options else ""
-        logger.info("cache rank: --kv-residency %s%s", self.kv_residency, options)
+        self._say_how_it_selects()
         warn_ineffective_flags(self, compat.model_config(self).context_len)
 
-    def _resolve_inline(self, let_sglang: Callable[[], None]) -> None:
-        """Check and choose for selection in SGLang's process."""
-        self._refuse_arguments()
-        say_unknown(self)
-        self._say_ignored("cache rank: only a cache rank with --cache-rank-gpus 1 heeds these")
-        self._set_for_device()
-        self._set("prefill_attention_backend", PREFILL_BACKEND, "prefill writes sketches of keys")
-        self._set("decode_attention_backend", BACKEND, "sparse decode by sketches")
-        if self.has_drafts:
-            self._set_for_drafts()
-        let_sglang()
-        self._refuse_model()
-        logger.info(
-            "cache rank: tokens are selected in this process (without --cache-rank-gpus, which "
-            "names a GPU for it or switches it off), --sparse-budget %s",
-            self.budget_curve,
-        )
-        warn_ineffective_flags(self, compat.model_config(self).context_len)
+    def _say_how_it_selects(self) -> None:
+        if self.is_inline:
+            logger.info(
+                "cache rank: tokens are selected in this process (without --cache-rank-gpus, which "
+                "names a GPU for it or switches it off), --sparse-budget %s",
+                self.budget_curve,
+            )
+        else:
+            options = f" ({self.kv_residency_options})" if self.kv_residency_options else ""
+            logger.info("cache rank: --kv-residency %s%s", self.kv_residency, options)
 
     def _refuse_arguments(self) -> None:
         """Refuse what the user explicitly asked for and cannot have."""
@@ -144,14 +139,11 @@ class CacheRankServerArgs(CacheRankFlags):
             max_swap_tokens=config.max_swap_tokens,
         )
 
-    def _set_required(self) -> None:
-        """Set what decode over working sets needs, and say so."""
+    def _set_for_working_sets(self) -> None:
         if not self.reuses_prefixes:
             why = "--inference-kv working-set frees the rows that could be reused; full keeps them"
             self._set("disable_radix_cache", True, why)
         self._set("page_size", 1, "tokens are selected one by one")
-        self._set_for_device()
-        self._set("decode_attention_backend", BACKEND, "sparse decode over the working set")
 
     def _set_for_drafts(self) -> None:
         # Imported here: a refused flag need not wait for it.

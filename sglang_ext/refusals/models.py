@@ -18,7 +18,6 @@ from cache_rank.config import DTYPES
 from sglang_ext import compat
 from sglang_ext.calibration.files import TENSORS, CalibrationError, read_card
 from sglang_ext.flags import CacheRankFlags
-from sglang_ext.four_bits import GROUP
 from sglang_ext.memory import bytes_beyond_allocator
 from sglang_ext.model_path import find_file
 from sglang_ext.prediction import FORECAST_ROTARY_TYPES, rotary_type
@@ -95,7 +94,7 @@ def inline(args: CacheRankFlags) -> Iterator[Objection]:
 
 
 def _rounded_weights(args: CacheRankFlags, model: Any) -> Iterator[Objection]:
-    """Object to weights that cannot be rounded; layers of unusual sizes are found as they load."""
+    """Object to weights that cannot be rounded; layers of other sizes are found as they load."""
     flag = "--speculative-draft-weights"
     if model.quantization is not None:
         yield Objection(flag, f"the model's own weights are quantized ({model.quantization})")
@@ -105,15 +104,6 @@ def _rounded_weights(args: CacheRankFlags, model: Any) -> Iterator[Objection]:
     if dtype not in ("bfloat16", "float16"):
         why = f"the kernel multiplies bfloat16 and float16, and the model has {dtype}"
         yield Objection(flag, why, f"{DROP}, or pass --dtype bfloat16")
-    split = {
-        "hidden size": model.hidden_size,
-        "heads": model.num_attention_heads * model.head_dim // args.tp_size,
-        "intermediate size": getattr(model.hf_text_config, "intermediate_size", 0) // args.tp_size,
-    }
-    for name, inputs in split.items():
-        if inputs % GROUP:
-            why = f"layers over the {name} have {inputs} inputs, and the kernel takes multiples of"
-            yield Objection(flag, f"{why} {GROUP}", f"{DROP}, or pass another --tp-size")
 
 
 def calibration(args: CacheRankFlags) -> Iterator[Objection]:

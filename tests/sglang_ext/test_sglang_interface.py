@@ -299,7 +299,6 @@ def test_the_flags_that_are_refused_exist() -> None:
         **servers.SPARSE_DECODE_FLAGS,
         **servers.EXCHANGE_FLAGS,
         **servers.INLINE_FLAGS,
-        **servers.DRAFTS_FLAGS,
     }
     asked = {field_of(flag) for flags in tables for flag in flags.split()}
     absent = {field_of(flag) for flag in compat.ABSENT_FLAGS}
