@@ -1,7 +1,4 @@
-"""What differs between releases of SGLang: one function a difference, with the release it is of.
-
-Nothing else asks for a release.
-"""
+"""What differs between releases of SGLang: one function a difference, with the release it is of."""
 
 from __future__ import annotations
 

@@ -6,8 +6,6 @@
     end        accounts for the step, ships chunks of prompts, and evicts what the cache rank has
 
 With drafts, `begin_round` comes before the steps of a round: it ships what has been verified.
-
-Whatever goes wrong with the cache rank in between is in recovery.py.
 """
 
 from __future__ import annotations

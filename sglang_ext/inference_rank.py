@@ -85,12 +85,7 @@ class InferenceRank:
             args, self.config, pools, self.metrics, by_kernels=self.device.type == "cuda"
         )
         self.table, self.lifecycle = planner.table, planner.lifecycle
-        numbers = planner.numbers
-        self.gate = (
-            make_gate(self.config, None, None)
-            if numbers is None
-            else make_gate(self.config, numbers["steps"], numbers["exchanged"])
-        )
+        self.gate = make_gate(self.config, planner.numbers)
         self._planner = planner
         evicts = args.inference_kv == "working-set"
         self.eviction = _eviction(args, pools, self.config.recent_tokens) if evicts else None
@@ -255,10 +250,7 @@ class InferenceRank:
                 self.table.forget(row)
 
     def on_request_freed(self, request: Any) -> None:
-        """End the sequence of a request whose slot SGLang takes back.
-
-        It finished, or was aborted, retracted or preempted.
-        """
+        """End the sequence of a request whose slot SGLang takes back."""
         reuse.forget(request)
         row = compat.pool_state(request).req_pool_idx
         self.table.forget(row)

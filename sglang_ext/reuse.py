@@ -4,8 +4,6 @@ K and V of tokens from a request's first sparse step on come from attention to a
 default only the tokens before them are offered to the tree: what it holds is what plain SGLang
 would have computed, so that reuse changes no answer. With `--reuse-sparse-tokens on` all tokens
 are, and requests that ask to stay dense have a part of the tree for themselves.
-
-Prefill is dense, so what SGLang offers of requests that go on is reusable in any case.
 """
 
 from __future__ import annotations

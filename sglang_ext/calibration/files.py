@@ -1,7 +1,4 @@
-"""A calibration is a folder: what is fitted to a model's layers, and a card that says of what.
-
-It holds corrections of the forecast of queries, and how the keys of layers are sketched.
-"""
+"""A calibration is a folder: what is fitted to a model's layers, and a card that says of what."""
 
 from __future__ import annotations
 

@@ -19,9 +19,6 @@ from sglang_ext.lifecycle import SparseSequence
 class ExchangedRows:
     """The requests in the exchange of a step.
 
-    Lists and not arrays: of so few numbers a step, each kind of array operation costs the host more
-    than all of them.
-
     Attributes:
         filled_after: slots in use once answers for the next step are applied.
         fresh_filled: slots in use once answers for this step are applied.

@@ -25,10 +25,6 @@ Result = TypeVar("Result")
 class InlineRank:
     """Tells the selection which request has which slot, and counts.
 
-    A request is sparse from `--sparse-threshold` tokens on, whatever else the server does. Without
-    this flag, all of a batch that are long enough are sparse in steps that this makes shorter.
-    Where selection only drafts, all other steps are dense.
-
     Attributes:
         payoff: tells which steps selection makes shorter; None where it does not matter.
         drafts: tells how many drafts a round has; None without drafts.
