@@ -5,14 +5,11 @@ python -m sglang_ext.launch --model-path MODEL [any SGLang flag]
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import gc
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
-
-from sglang_ext.model_path import require_model
 
 if TYPE_CHECKING:
     from sglang_ext.server_args import CacheRankServerArgs
@@ -37,7 +34,6 @@ def main(
     """
     with contextlib.ExitStack() as held:
         try:
-            _require_named_model(argv)
             with _without_collections():  # these import SGLang
                 from sglang_ext.port import reserved
                 from sglang_ext.server_args import CacheRankServerArgs, parse_server_args
@@ -58,17 +54,6 @@ def _without_collections() -> Iterator[None]:
         yield
     finally:
         gc.enable()
-
-
-def _require_named_model(argv: Sequence[str]) -> None:
-    """Check before SGLang is imported that there is the model which a command line names."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--model-path", "--model", nargs="?")
-    parser.add_argument("--revision", nargs="?")
-    parser.add_argument("--cache-rank-gpus", nargs="?")
-    named, _ = parser.parse_known_args(argv)
-    if named.model_path is not None and named.cache_rank_gpus != "0":
-        require_model(named.model_path, named.revision)
 
 
 def _serve(

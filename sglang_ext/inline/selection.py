@@ -12,6 +12,7 @@ from cache_rank.kernels.row_sketch import encode_rows, row_scratch, select_rows
 from cache_rank.kernels.sketch.reference import Sketch, make_sketch, sketch_shape
 from sglang_ext.calibration.key_statistics import KeyMoments
 from sglang_ext.flags import CacheRankFlags
+from sglang_ext.pools import attention_layers
 from sglang_ext.refusals import UnsupportedError
 
 REQUESTS_AT_ONCE = 64
@@ -215,11 +216,8 @@ def heads_of(runner: Any, dense_layers: int) -> Heads:
     Raises:
         ValueError: its attention layers are not those of SGLang's KV pool, or not plain ones.
     """
-    pool = runner.token_to_kv_pool
-    attention = [part for part in runner.model.modules() if type(part).__name__ == "RadixAttention"]
+    attention = attention_layers(runner)
     first = attention[0]
-    if len(attention) != len(pool.k_buffer) or first.qk_head_dim != first.v_head_dim:
-        raise ValueError("the model's attention layers do not match its KV pool")
     if any(part.logit_cap or part.xai_temperature_len > 0 for part in attention):
         raise ValueError("the model caps logits of attention, which inline selection does not")
     layers = len(attention) - dense_layers

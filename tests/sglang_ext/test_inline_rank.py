@@ -28,7 +28,7 @@ SLOTS, THRESHOLD = 4, 100
 class Scheduler:
     """Gives requests slots, and steps, as SGLang does."""
 
-    def __init__(self, deterministic: bool = False) -> None:
+    def __init__(self, deterministic: bool = False, **changes: Any) -> None:
         self.sparse_from = torch.full((SLOTS,), NEVER, dtype=torch.int32)
         self.selection: Any = SimpleNamespace(
             sparse_from=self.sparse_from,
@@ -37,14 +37,16 @@ class Scheduler:
             curve="a tenth",
             attended=lambda length: length // 10,
         )
-        args: Any = SimpleNamespace(
-            sparse_from=THRESHOLD,
-            reuse_sparse_tokens="off",
-            placement="inline",
-            enable_metrics=False,
-            decode_log_interval=40,
-            enable_deterministic_inference=deterministic,
-        )
+        usual = {
+            "sparse_from": THRESHOLD,
+            "reuse_sparse_tokens": "off",
+            "placement": "inline",
+            "served_model_name": "model",
+            "enable_metrics": False,
+            "decode_log_interval": 40,
+            "enable_deterministic_inference": deterministic,
+        }
+        args: Any = SimpleNamespace(**usual | changes)
         self.rank = InlineRank(args, self.selection, tp_rank=0)
         self.seen: list[list[int]] = []
         """What the selection knew of slots in each forward pass."""
