@@ -45,11 +45,7 @@ class DecodeStep:
         metrics: CacheRankMetrics,
         tracer: Tracer | None,
     ) -> None:
-        """Put the parts of a step together.
-
-        Args:
-            eviction: told of steps of sparse requests; None when every token stays in the pool.
-        """
+        """Put the parts of a step together."""
         self.running: StepPlan | None = None
         self._planner = planner
         self._gate = gate

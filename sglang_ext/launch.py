@@ -23,15 +23,7 @@ def main(
     kind: type[CacheRankServerArgs] | None = None,
     run_scheduler_process: Callable[..., Any] | None = None,
 ) -> int:
-    """Serve until stopped.
-
-    Args:
-        kind: of the arguments, if not CacheRankServerArgs.
-        run_scheduler_process: runs a scheduler process, if not ours.
-
-    Returns:
-        The exit status: 2 if the arguments are refused.
-    """
+    """Serve until stopped."""
     with contextlib.ExitStack() as held:
         try:
             with _without_collections():  # these import SGLang

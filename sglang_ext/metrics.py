@@ -192,7 +192,6 @@ class Series:
         Args:
             labels: values by name, beside those of all series.
             gauges, counters: help texts by name.
-            reasons: why requests stay dense that are counted.
         """
         self._is_on = args.enable_metrics
         self._shown: dict[str, float] = {}

@@ -56,11 +56,7 @@ def first_reserve_row(pools: Pools, args: CacheRankServerArgs) -> int:
 
 
 def attention_layers(runner: Any) -> list[Any]:
-    """SGLang's attention layers of a loaded model.
-
-    Raises:
-        ValueError: they are not those of its KV pool.
-    """
+    """SGLang's attention layers of a loaded model."""
     found = [part for part in runner.model.modules() if type(part).__name__ == "RadixAttention"]
     pool_layers = len(runner.token_to_kv_pool.k_buffer)
     if len(found) != pool_layers or found[0].qk_head_dim != found[0].v_head_dim:
@@ -69,11 +65,7 @@ def attention_layers(runner: Any) -> list[Any]:
 
 
 def model_shape(runner: Any, dense_layers: int, forecasts: bool) -> ModelShape:
-    """Read the shape of the sparse layers off a loaded model.
-
-    Args:
-        forecasts: whether the shape says what forecasts need to know.
-    """
+    """Read the shape of the sparse layers off a loaded model."""
     pool, first = runner.token_to_kv_pool, attention_layers(runner)[0]
     rotary = _rotary(runner.model, forecasts)
     return ModelShape(

@@ -38,11 +38,7 @@ class DecoderLayer(NamedTuple):
 
 
 def decoder_layers(model: torch.nn.Module) -> list[DecoderLayer]:
-    """The decoder layers of a model, in order.
-
-    Raises:
-        ValueError: some are not built as a forecast needs them.
-    """
+    """The decoder layers of a model, in order."""
     modules = dict(model.named_modules())
     layers = []
     for name, attention in modules.items():

@@ -32,7 +32,6 @@ class CacheRankClient:
     """The cache rank while it is up, and what its loss leaves to be done.
 
     Attributes:
-        exchange: with the cache rank, or None while it is down.
         to_queue: requests that were retracted in this turn, and are queued in the next.
     """
 

@@ -23,11 +23,7 @@ class SelectionWeights:
     """What the cache rank selects by; sparse layers are counted from the first sparse one."""
 
     def __init__(self, model: torch.nn.Module, args: CacheRankServerArgs) -> None:
-        """Read the layers, and the calibration if there is one.
-
-        Raises:
-            ValueError: the model is not built as a forecast needs it.
-        """
+        """Read the layers, and the calibration if there is one."""
         self.forecasts = args.query_predictor == "forecast"
         self.sketches = args.score_keys == "sketch"
         self._first = args.dense_layers

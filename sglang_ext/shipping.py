@@ -25,7 +25,6 @@ class Shipping:
 
         Args:
             req_to_token: SGLang's table, (request slots, context length) int32 pool rows.
-            chunk_tokens: most tokens of a prompt that are shipped in one step.
             tail_tokens: see `residency.shared_tail`.
         """
         self._cache_rank = cache_rank

@@ -97,7 +97,6 @@ class StepPlanner:
         """Begin with no sequence.
 
         Args:
-            pools: SGLang's, with the reserve behind them.
             by_kernels: whether kernels bring the table up to date; else the host does, in whose
                 memory it is.
         """
@@ -145,9 +144,6 @@ class StepPlanner:
             lengths: of each, the current token included; those before it are verified.
             ship: ships what is verified of a sequence that has so many tokens; None in a round
                 without drafts, where none is exchanged.
-
-        Returns:
-            Whether a request is exchanged.
         """
         prepare_requests(requests)
         sequences: list[tuple[SparseSequence, int]] = []

@@ -53,11 +53,7 @@ class Supervisor:
         timeout: float,
         longest_delay: float = LONGEST_DELAY_SECONDS,
     ) -> None:
-        """Spawn the first process at once, so that it loads while the model does.
-
-        Args:
-            timeout: seconds without a sign of life after which it counts as down.
-        """
+        """Spawn the first process at once, so that it loads while the model does."""
         self.connection: Connection | None = None
         self.starts = 0
         self.start_seconds = 0.0

@@ -56,7 +56,6 @@ class Card(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         revision: the commit of a repository; None for a folder.
-        architecture: SGLang's class of the model.
         hidden_size, layers, query_heads, kv_heads, head_dim: its shape; of all tensor-parallel
             ranks.
         dense_layers, layers_per_group, forecast_lead: the flags that say which layer's input tells

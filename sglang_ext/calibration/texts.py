@@ -29,11 +29,7 @@ class Text(msgspec.Struct, frozen=True):
     package: str = ""
 
     def read(self) -> str:
-        """The whole text.
-
-        Raises:
-            ValueError: there is no such file, or it is empty or not in UTF-8.
-        """
+        """The whole text."""
         path = self._locate()
         try:
             text = path.read_text(encoding="utf-8")

@@ -50,7 +50,6 @@ class Placement(NamedTuple):
         trace: file that the cache rank appends its timeline to; empty for none.
         memory_fraction: share of its free memory that the cache rank takes for tokens; None leaves
             the choice to the cache rank.
-        transfer_backend: what the user wants to carry the steps.
     """
 
     address: str

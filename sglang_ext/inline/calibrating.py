@@ -55,11 +55,7 @@ _SAMPLED = 4096
 
 
 def prompts(tokenizer: Any, vocabulary: int, tokens: int) -> Iterator[list[int]]:
-    """The pieces that a model reads, in its tokens; random tokens where it has none for a text.
-
-    Raises:
-        ValueError: a text is not installed.
-    """
+    """The pieces that a model reads, in its tokens; random tokens where it has none for a text."""
     for seed, name in enumerate(TEXTS):
         length = PIECES * tokens
         text = CALIBRATION_TEXTS[name].read()[: LONGEST_TOKEN * length]

@@ -127,7 +127,6 @@ def measure(
 
     Args:
         tp_group: of the ranks, on CPUs.
-        verify: verifies drafts, if there are any.
         width: tokens of a request that it verifies.
     """
     requests, longest = _load(runner)

@@ -45,7 +45,6 @@ class Selection:
         """Take memory; what is encoded means nothing until `load_basis` has brought the bases.
 
         Args:
-            codes: what `make_codes` made.
             row_table: (request slots, context) int32, SGLang's `req_to_token`.
         """
         self._sinks, self._recent = args.sink_tokens, args.recent_tokens
@@ -186,10 +185,6 @@ def bytes_beside_sketches(
     Args:
         available: bytes of both.
         layers: of the pool, dense ones among them.
-        dtype: of the pool.
-
-    Returns:
-        The bytes of K and V.
     """
     kv_heads = model.get_num_kv_heads(args.tp_size)
     group = model.num_attention_heads // args.tp_size // kv_heads
@@ -211,11 +206,7 @@ def bytes_beside_sketches(
 
 
 def heads_of(runner: Any, dense_layers: int) -> Heads:
-    """Read the heads off a loaded model, as far as layers may be sparse.
-
-    Raises:
-        ValueError: its attention layers are not those of SGLang's KV pool, or not plain ones.
-    """
+    """Read the heads off a loaded model, as far as layers may be sparse."""
     attention = attention_layers(runner)
     first = attention[0]
     if any(part.logit_cap or part.xai_temperature_len > 0 for part in attention):
