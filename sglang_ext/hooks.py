@@ -53,7 +53,7 @@ def run_step(
     else:
         result = rank.run_other(batch.reqs, forward)
     if result.logits_output is not None:
-        report(result, rank.statistics_of(batch.reqs))
+        report(result, batch.reqs)
     return result
 
 

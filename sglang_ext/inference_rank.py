@@ -23,7 +23,7 @@ from sglang_ext.exchange.connection import Connection, Placement
 from sglang_ext.first_layer import FirstLayer
 from sglang_ext.ineffective_flags import warn_small_capacity
 from sglang_ext.inline.draft_number import DraftNumber
-from sglang_ext.lifecycle import Phase, prepare_requests
+from sglang_ext.lifecycle import Phase
 from sglang_ext.memory import dense_store_rows_per_request, reserve_block_rows
 from sglang_ext.metrics import CacheRankMetrics
 from sglang_ext.pools import Pools, first_reserve_row, model_shape, pools_of
@@ -285,11 +285,6 @@ class InferenceRank:
         self.cache_rank.retract_orphans(scheduler, running_batch)
 
     # What users see.
-
-    def statistics_of(self, requests: list[Any]) -> list[tuple[int | str | None, ...]]:
-        """Return what the responses report so far, one entry a request; see RequestStatistics."""
-        prepare_requests(requests)
-        return [request.cache_rank_statistics.as_tuple() for request in requests]
 
     def state(self, tree_cache: Any) -> dict[str, Any]:
         """Return what `/server_info` shows; what SGLang's tree can give up counts as free."""

@@ -205,11 +205,6 @@ class InlineRank:
 
     # What users see.
 
-    def statistics_of(self, requests: list[Any]) -> list[tuple[int | str | None, ...]]:
-        """Return what the responses report so far, one entry a request; see RequestStatistics."""
-        prepare_requests(requests)
-        return [request.cache_rank_statistics.as_tuple() for request in requests]
-
     def state(self, tree_cache: Any) -> dict[str, Any]:
         """Return what `/server_info` shows; what SGLang's tree can give up counts as free."""
         free = tree_cache.token_to_kv_pool_allocator.available_size()

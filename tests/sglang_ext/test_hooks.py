@@ -211,8 +211,6 @@ def test_what_leaves_no_memory_for_a_pool_is_refused(monkeypatch: pytest.MonkeyP
 def rank(monkeypatch: pytest.MonkeyPatch) -> Mock:
     """A stand-in for the inference rank of this process."""
     rank = Mock()
-    rank.statistics_of.return_value = [(1, 2, 3, 4, 5)]
-    rank.run_other.side_effect = lambda requests, forward: forward()
     monkeypatch.setattr(inference_rank, "_current", rank)
     return rank
 
