@@ -24,17 +24,16 @@ def main(
     run_scheduler_process: Callable[..., Any] | None = None,
 ) -> int:
     """Serve until stopped."""
-    with contextlib.ExitStack() as held:
-        try:
-            with _without_collections():  # these import SGLang
-                from sglang_ext.port import reserved
-                from sglang_ext.server_args import CacheRankServerArgs, parse_server_args
-            server_args = parse_server_args(argv, kind or CacheRankServerArgs)
-            held.enter_context(reserved(server_args.host, server_args.port))
-        except COMPLAINTS as error:
-            print(f"error: {error}", file=sys.stderr)
-            return 2
-        _serve(server_args, run_scheduler_process)
+    try:
+        with _without_collections():  # these import SGLang
+            from sglang_ext.port import require_free
+            from sglang_ext.server_args import CacheRankServerArgs, parse_server_args
+        server_args = parse_server_args(argv, kind or CacheRankServerArgs)
+        require_free(server_args.host, server_args.port)
+    except COMPLAINTS as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    _serve(server_args, run_scheduler_process)
     return 0
 
 
