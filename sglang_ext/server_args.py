@@ -170,7 +170,11 @@ class CacheRankServerArgs(CacheRankFlags):
         self._set_missing("attention_backend", kernels, "kernels of this GPU")
 
     def _set_for_cpu(self) -> None:
-        cpu.say_once()
+        if not cpu.has_gpu():
+            logger.warning(
+                "no GPU found: this is served by CPU processes, and sgl_kernel is a stand-in that "
+                "cannot compute"
+            )
         self._set("device", "cpu", "no GPU found")
         self._set_missing("attention_backend", "torch_native", "the CPU engine's backend")
         self._set_missing("sampling_backend", "pytorch", "the CPU engine's sampler")

@@ -154,6 +154,7 @@ def test_no_arguments_serve_the_bundled_model_and_log_what_was_set(
     }
     assert {name: getattr(args, name) for name in settings} == settings
     logged = capsys.readouterr().err
+    assert "no GPU found: this is served by CPU processes" in logged
     for name, value in settings.items():
         assert re.search(rf"cache rank: --{name.replace('_', '-')} {value} \(.+\)\n", logged), name
 
