@@ -230,9 +230,8 @@ class InferenceRank:
 
     def before_match(self, request: Any) -> None:
         """Let a request find what the weights of today have computed, if it has nothing yet."""
-        if compat.pool_state(request).req_pool_idx is None:
-            sparse_tokens = self.args.reuse_sparse_tokens == "on"
-            reuse.set_namespace(request, sparse_tokens, self.lifecycle.weight_updates)
+        sparse_tokens = self.args.reuse_sparse_tokens == "on"
+        reuse.set_namespace(request, sparse_tokens, self.lifecycle.weight_updates)
 
     def on_prefilled(self, requests: list[Any]) -> None:
         """Read the rows of prompts anew in the next step.

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from sglang_ext.compat import pool_state
 from sglang_ext.lifecycle import asks_to_stay_dense
 
 DENSE_NAMESPACE = "cache_rank: false"
@@ -44,9 +45,10 @@ def set_namespace(request: Any, sparse_tokens: bool, weight_updates: int) -> Non
     stays where nobody begins any more.
 
     Args:
-        request: SGLang's Req, which has no slot.
         sparse_tokens: whether the tree is offered tokens that sparse steps have computed.
     """
+    if pool_state(request).req_pool_idx is not None:
+        return
     apart = [DENSE_NAMESPACE] if sparse_tokens and asks_to_stay_dense(request) else []
     if weight_updates:
         apart.append(f"weights {weight_updates}")

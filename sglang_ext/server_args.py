@@ -71,7 +71,12 @@ class CacheRankServerArgs(CacheRankFlags):
             self._set("prefill_attention_backend", PREFILL_BACKEND, "prefill writes sketches")
         else:
             self._set_for_working_sets()
-        self._set_for_device()
+        if self.on_gpu:
+            self.device = "cuda"
+            kernels = _kernels_of_this_gpu(runs_ahead=self.has_drafts)
+            self._set_missing("attention_backend", kernels, "kernels of this GPU")
+        else:
+            self._set_for_cpu()
         self._set("decode_attention_backend", BACKEND, "sparse decode")
         if self.has_drafts:
             self._set_for_drafts()
@@ -140,7 +145,7 @@ class CacheRankServerArgs(CacheRankFlags):
         )
 
     def _set_for_working_sets(self) -> None:
-        if not self.reuses_prefixes:
+        if self.inference_kv == "working-set":
             why = "--inference-kv working-set frees the rows that could be reused; full keeps them"
             self._set("disable_radix_cache", True, why)
         self._set("page_size", 1, "tokens are selected one by one")
@@ -157,17 +162,6 @@ class CacheRankServerArgs(CacheRankFlags):
         self._set("sampling_backend", "pytorch", "drafts and verification draw with one noise")
         if not self.on_gpu:
             self._set("disable_overlap_schedule", True, "as SGLang has it on CPUs with drafts")
-
-    def _set_for_device(self) -> None:
-        if self.on_gpu:
-            self._set_for_gpu()
-        else:
-            self._set_for_cpu()
-
-    def _set_for_gpu(self) -> None:
-        self.device = "cuda"
-        kernels = _kernels_of_this_gpu(runs_ahead=self.has_drafts)
-        self._set_missing("attention_backend", kernels, "kernels of this GPU")
 
     def _set_for_cpu(self) -> None:
         if not cpu.has_gpu():

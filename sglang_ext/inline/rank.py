@@ -50,9 +50,8 @@ class InlineRank:
 
     def before_match(self, request: Any) -> None:
         """Let a request find what the weights of today have computed, if it has nothing yet."""
-        if compat.pool_state(request).req_pool_idx is None:
-            sparse_tokens = self._args.reuse_sparse_tokens == "on"
-            reuse.set_namespace(request, sparse_tokens, self._weight_updates)
+        sparse_tokens = self._args.reuse_sparse_tokens == "on"
+        reuse.set_namespace(request, sparse_tokens, self._weight_updates)
 
     def run_other(self, requests: list[Any], forward: Callable[[], Result]) -> Result:
         """Run a step that is no decode step, a prefill say."""
