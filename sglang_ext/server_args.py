@@ -71,12 +71,7 @@ class CacheRankServerArgs(CacheRankFlags):
             self._set("prefill_attention_backend", PREFILL_BACKEND, "prefill writes sketches")
         else:
             self._set_for_working_sets()
-        if self.on_gpu:
-            self.device = "cuda"
-            kernels = _kernels_of_this_gpu(runs_ahead=self.has_drafts)
-            self._set_missing("attention_backend", kernels, "kernels of this GPU")
-        else:
-            self._set_for_cpu()
+        self._set_for_device()
         self._set("decode_attention_backend", BACKEND, "sparse decode")
         if self.has_drafts:
             self._set_for_drafts()
@@ -162,6 +157,14 @@ class CacheRankServerArgs(CacheRankFlags):
         self._set("sampling_backend", "pytorch", "drafts and verification draw with one noise")
         if not self.on_gpu:
             self._set("disable_overlap_schedule", True, "as SGLang has it on CPUs with drafts")
+
+    def _set_for_device(self) -> None:
+        if not self.on_gpu:
+            self._set_for_cpu()
+            return
+        self.device = "cuda"
+        kernels = _kernels_of_this_gpu(runs_ahead=self.has_drafts)
+        self._set_missing("attention_backend", kernels, "kernels of this GPU")
 
     def _set_for_cpu(self) -> None:
         if not cpu.has_gpu():
