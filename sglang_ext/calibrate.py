@@ -74,7 +74,12 @@ def _json_object(text: str) -> dict[str, Any]:
 
 
 def calibrate(options: argparse.Namespace) -> None:
-    """Serve the model, let it read the texts, and write the calibration."""
+    """Serve the model, let it read the texts, and write the calibration.
+
+    Raises:
+        ValueError: the model has too few layers.
+        RuntimeError, AssertionError: the engine could not do it.
+    """
     schedule = Schedule(*(getattr(options, field) for field in Schedule.__struct_fields__))
     layers = AutoConfig.from_pretrained(options.model_path).num_hidden_layers
     sources(layers, *msgspec.structs.astuple(schedule))  # or there is nothing to fit

@@ -289,6 +289,9 @@ def load_weights(engine: Any, weights: Sequence[tuple[str, Tensor]]) -> None:
     """Give the model of an engine other weights, by their names in a checkpoint.
 
     From 0.5.21 on SGLang wants to be told before and after, and refuses them otherwise.
+
+    Raises:
+        RuntimeError: SGLang did not load them; says why.
     """
 
     def done(answer: tuple[bool, str]) -> None:

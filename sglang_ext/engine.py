@@ -15,6 +15,9 @@ class Engine(engine.Engine):
 
     Without `model_path` it serves the bundled model. With `cache_rank_gpus=1` a cache rank selects
     tokens, and with `cache_rank_gpus=0` it is plain SGLang.
+
+    Raises:
+        UnsupportedError: an argument cannot be combined with a cache rank.
     """
 
     server_args_class = CacheRankServerArgs

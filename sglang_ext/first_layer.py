@@ -26,6 +26,9 @@ class FirstLayer:
 
         Args:
             keys, values: the layer's buffers in the KV pool, (rows, Hkv, D).
+
+        Raises:
+            ValueError: the model is not known to be built so.
         """
         if type(model).__name__ not in FORECAST_ARCHITECTURES:
             raise ValueError(f"{type(model).__name__} is not {', '.join(FORECAST_ARCHITECTURES)}")

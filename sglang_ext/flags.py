@@ -358,7 +358,11 @@ def _types_of_fields() -> dict[str, Any]:
 
 
 def read_config(text: str) -> dict[str, Any]:
-    """Read the JSON object of CONFIG_FLAG."""
+    """Read the JSON object of CONFIG_FLAG.
+
+    Raises:
+        ValueError: it is no JSON object, or a key is unknown or has a value of another kind.
+    """
     try:
         given = msgspec.json.decode(text, type=dict[str, Any])
     except msgspec.DecodeError as error:

@@ -66,6 +66,10 @@ class InferenceRank:
             model: shape of the sparse layers.
             supervisor: its process has been spawned.
             selection_weights: what the cache rank is told of layers, if it has to be told.
+
+        Raises:
+            CacheRankDownError: the cache rank did not start.
+            ValueError: a flag does not suit the model.
         """
         self.args = args
         self.config = args.cache_rank_config(model, args.max_sparse_requests)

@@ -26,7 +26,11 @@ def find_file(model_path: str, name: str, revision: str | None = None) -> Path |
 
 
 def require_model(model_path: str, revision: str | None = None) -> None:
-    """Check within seconds that there is a model: in a folder, in the cache, or on the hub."""
+    """Check within seconds that there is a model: in a folder, in the cache, or on the hub.
+
+    Raises:
+        FileNotFoundError: there is none; the message says where it was looked for.
+    """
     if find_file(model_path, "config.json", revision):
         return
     asked = f"--model-path {model_path}"

@@ -55,7 +55,12 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def plan(options: argparse.Namespace) -> str:
-    """The table, and what is in memory, as text."""
+    """The table, and what is in memory, as text.
+
+    Raises:
+        OSError: the model has no config.json.
+        ValueError: the model cannot be estimated, or a flag is wrong.
+    """
     config = PretrainedConfig.get_config_dict(options.model_path)[0]
     planner = Planner(GPUS[options.gpu], config, options.quantization, vars(options))
     held = planner.cache_rank_tokens(options.cache_rank_mem_fraction)

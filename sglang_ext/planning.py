@@ -116,7 +116,11 @@ class Decoder(NamedTuple):
 
 
 class Planner:
-    """Estimates of steps in which all requests are sparse, for two GPUs of a kind."""
+    """Estimates of steps in which all requests are sparse, for two GPUs of a kind.
+
+    Raises:
+        ValueError: the format of the cache rank cannot be estimated.
+    """
 
     def __init__(
         self,

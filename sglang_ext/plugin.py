@@ -28,7 +28,11 @@ def register() -> None:
 
 
 def assert_live() -> None:
-    """Check that every hook is in place."""
+    """Check that every hook is in place.
+
+    Raises:
+        RuntimeError: some are not, which SGLang has only logged; the message names them.
+    """
     from sglang.srt.plugins.hook_registry import HookRegistry
 
     from sglang_ext.hooks import HOOKS

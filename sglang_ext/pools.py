@@ -33,7 +33,11 @@ class Pools(NamedTuple):
 
 
 def pools_of(runner: Any, args: CacheRankServerArgs) -> Pools:
-    """Return SGLang's pools, whose buffers have been made with rows of our own."""
+    """Return SGLang's pools, whose buffers have been made with rows of our own.
+
+    Raises:
+        ValueError: they have not.
+    """
     pool = runner.token_to_kv_pool
     rows = pool.size + pool.page_size + reserve_rows(args)
     found = pool.k_buffer[0].shape[0], pool.k_buffer[-1].shape[0]
@@ -65,7 +69,11 @@ def attention_layers(runner: Any) -> list[Any]:
 
 
 def model_shape(runner: Any, dense_layers: int, forecasts: bool) -> ModelShape:
-    """Read the shape of the sparse layers off a loaded model."""
+    """Read the shape of the sparse layers off a loaded model.
+
+    Raises:
+        ValueError: they are not built as they have to be.
+    """
     pool, first = runner.token_to_kv_pool, attention_layers(runner)[0]
     rotary = _rotary(runner.model, forecasts)
     return ModelShape(

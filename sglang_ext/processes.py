@@ -18,7 +18,11 @@ from sglang_ext.server_args import CacheRankServerArgs
 
 
 def load_plugin() -> None:
-    """Load SGLang's plugins, ours among them."""
+    """Load SGLang's plugins, ours among them.
+
+    Raises:
+        RuntimeError: some of our hooks are not in place.
+    """
     # Ours may have no installed metadata (in a checkout), or be left out by SGLANG_PLUGINS.
     plugin.register()
     load_plugins()

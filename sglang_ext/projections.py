@@ -38,7 +38,11 @@ class DecoderLayer(NamedTuple):
 
 
 def decoder_layers(model: torch.nn.Module) -> list[DecoderLayer]:
-    """The decoder layers of a model, in order."""
+    """The decoder layers of a model, in order.
+
+    Raises:
+        ValueError: some are not built as a forecast needs them.
+    """
     modules = dict(model.named_modules())
     layers = []
     for name, attention in modules.items():

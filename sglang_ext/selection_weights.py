@@ -23,7 +23,12 @@ class SelectionWeights:
     """What the cache rank selects by; sparse layers are counted from the first sparse one."""
 
     def __init__(self, model: torch.nn.Module, args: CacheRankServerArgs) -> None:
-        """Read the layers, and the calibration if there is one."""
+        """Read the layers, and the calibration if there is one.
+
+        Raises:
+            ValueError: the model is not built as a forecast needs it.
+            CalibrationError: the calibration cannot be read.
+        """
         self.forecasts = args.query_predictor == "forecast"
         self.sketches = args.score_keys == "sketch"
         self._first = args.dense_layers

@@ -47,7 +47,13 @@ _CPU_RUNNING_REQUESTS = 64
 
 
 class CacheRankServerArgs(CacheRankFlags):
-    """SGLang's ServerArgs with the flags of the cache rank."""
+    """SGLang's ServerArgs with the flags of the cache rank.
+
+    Raises:
+        UnsupportedError: an argument cannot be combined with a cache rank; the message has the
+            remedy.
+        FileNotFoundError: there is no such model.
+    """
 
     def __post_init__(self) -> None:
         if compat.RESOLVED_IN == "__post_init__":
@@ -214,6 +220,10 @@ def parse_server_args(
 
     Args:
         kind: of the arguments; a class that is derived from ours may have more flags.
+
+    Raises:
+        UnsupportedError: an argument cannot be combined with a cache rank.
+        FileNotFoundError: there is no such model.
     """
     parser = argument_parser(kind)
     arguments = list(argv)

@@ -118,7 +118,11 @@ def write(folder: Path, calibration: Calibration) -> None:
 
 
 def read_card(folder: Path) -> Card:
-    """Read the card of a folder."""
+    """Read the card of a folder.
+
+    Raises:
+        CalibrationError: there is none, or it is not of this version.
+    """
     try:
         card = msgspec.json.decode((folder / CARD).read_bytes(), type=Card)
     except FileNotFoundError:
@@ -135,7 +139,11 @@ def read_card(folder: Path) -> Card:
 
 
 def read(folder: Path) -> Calibration:
-    """Read a folder."""
+    """Read a folder.
+
+    Raises:
+        CalibrationError: it is no calibration.
+    """
     card = read_card(folder)
     corrections, bases = {}, {}
     try:

@@ -29,7 +29,11 @@ class Text(msgspec.Struct, frozen=True):
     package: str = ""
 
     def read(self) -> str:
-        """The whole text."""
+        """The whole text.
+
+        Raises:
+            ValueError: there is no such file, or it is empty or not in UTF-8.
+        """
         path = self._locate()
         try:
             text = path.read_text(encoding="utf-8")
@@ -106,7 +110,11 @@ CALIBRATION_TEXTS = {
 
 
 def find_text(name: str) -> Text:
-    """A text of TEXTS by its name, or a file by its path."""
+    """A text of TEXTS by its name, or a file by its path.
+
+    Raises:
+        ValueError: there is neither; names the texts that there are.
+    """
     known = {**TEXTS, **CALIBRATION_TEXTS}
     if name in known:
         return known[name]

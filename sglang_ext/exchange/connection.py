@@ -115,13 +115,21 @@ class Connection:
         self._cut_off = threading.Lock()
 
     def stand_by(self, until: threading.Event) -> None:
-        """Wait until the process may open."""
+        """Wait until the process may open.
+
+        Raises:
+            CacheRankDownError: it ended meanwhile.
+        """
         while not until.wait(STAND_BY_SECONDS):
             if self.process.poll() is not None:
                 raise CacheRankDownError(f"process {self.process.pid} ended")
 
     def open(self, config: CacheRankConfig) -> None:
-        """Wait until the process is ready, and connect the data channels."""
+        """Wait until the process is ready, and connect the data channels.
+
+        Raises:
+            CacheRankDownError: it died or was not ready in time.
+        """
         ready = self._expect(Ready)
         self.control = ControlSender(self._context, ready.endpoint, self._secret)
         folder = tempfile.mkdtemp(prefix="cache-rank-")  # readable by this user only

@@ -75,7 +75,12 @@ class HostTransfers:
         self.waited = 0.0
 
     def take_answer(self, group: int) -> None:
-        """Write the answer that the group's attention needs into its slots, if there is one."""
+        """Write the answer that the group's attention needs into its slots, if there is one.
+
+        Raises:
+            TransportError: it did not come in time.
+            CacheRankDownError: it is not the one that was expected.
+        """
         answer, self._answers[group] = self._answers[group], None
         if answer is not None:
             self._wait_for(group, answer)

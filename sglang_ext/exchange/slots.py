@@ -111,6 +111,9 @@ class SlotBuffers:
 
         Args:
             headers: (R, 6) int64 of the answer, see AnswerHeader.
+
+        Raises:
+            AssertionError: they differ.
         """
         for sequence, position, filled, columns in zip(
             rows.sequences,

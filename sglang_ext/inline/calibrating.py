@@ -55,7 +55,11 @@ _SAMPLED = 4096
 
 
 def prompts(tokenizer: Any, vocabulary: int, tokens: int) -> Iterator[list[int]]:
-    """The pieces that a model reads, in its tokens; random tokens where it has none for a text."""
+    """The pieces that a model reads, in its tokens; random tokens where it has none for a text.
+
+    Raises:
+        ValueError: a text is not installed.
+    """
     for seed, name in enumerate(TEXTS):
         length = PIECES * tokens
         text = CALIBRATION_TEXTS[name].read()[: LONGEST_TOKEN * length]
@@ -217,7 +221,11 @@ def keep(file: Path, bases: list[KeyBasis]) -> None:
 
 
 def of_folder(folder: Path, first: int, heads: Heads, tp_rank: int, tp_size: int) -> list[KeyBasis]:
-    """Read a folder that `sglang_ext.calibrate` has written; a rank takes its own heads."""
+    """Read a folder that `sglang_ext.calibrate` has written; a rank takes its own heads.
+
+    Raises:
+        CalibrationError: it cannot be read.
+    """
     card, _, bases = read(folder)
     start = tp_rank * card.kv_heads // tp_size
     own = slice(start, start + heads.kv_heads)

@@ -35,7 +35,11 @@ class DraftWeights:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        """Round the weights of a model, whose linear layers look here from now on."""
+        """Round the weights of a model, whose linear layers look here from now on.
+
+        Raises:
+            UnsupportedError: a layer cannot be rounded, or there is none.
+        """
         self.selection: Selection | None = None
         self._is_stale = False
         self._rounded: list[tuple[Any, RoundedWeight]] = []

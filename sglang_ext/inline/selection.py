@@ -185,6 +185,9 @@ def bytes_beside_sketches(
     Args:
         available: bytes of both.
         layers: of the pool, dense ones among them.
+
+    Raises:
+        UnsupportedError: nothing is left for them.
     """
     kv_heads = model.get_num_kv_heads(args.tp_size)
     group = model.num_attention_heads // args.tp_size // kv_heads
@@ -206,7 +209,11 @@ def bytes_beside_sketches(
 
 
 def heads_of(runner: Any, dense_layers: int) -> Heads:
-    """Read the heads off a loaded model, as far as layers may be sparse."""
+    """Read the heads off a loaded model, as far as layers may be sparse.
+
+    Raises:
+        ValueError: its attention layers are not those of SGLang's KV pool, or not plain ones.
+    """
     attention = attention_layers(runner)
     first = attention[0]
     if any(part.logit_cap or part.xai_temperature_len > 0 for part in attention):

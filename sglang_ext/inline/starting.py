@@ -32,6 +32,9 @@ def create_backend(runner: Any, args: CacheRankServerArgs) -> InlineAttnBackend:
     """Make an attention backend of a model runner, and with the first one the rank around both.
 
     SGLang asks for two, one of prefill and one of decode, which share a selection.
+
+    Raises:
+        ValueError: the model's attention layers are not those of SGLang's KV pool.
     """
     global _current
     if _current is None:
@@ -56,6 +59,9 @@ def prepare(scheduler: Any, args: CacheRankServerArgs) -> None:
     """Fit sketches to the model of a scheduler that is about to serve, and measure its steps.
 
     Dummies tell nothing of the weights that come in their place: sketches are fitted again then.
+
+    Raises:
+        CalibrationError: the folder that the user names cannot be read.
     """
     assert _current is not None
     if args.calibration in (None, "auto"):

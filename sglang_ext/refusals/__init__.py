@@ -65,13 +65,21 @@ def of_flags(args: CacheRankFlags, reasons: Mapping[str, str]) -> Iterator[Objec
 
 
 def refuse(args: CacheRankFlags, objections: Iterable[Objection]) -> None:
-    """Refuse arguments by the first objection; those behind it may rely on there being none."""
+    """Refuse arguments by the first objection; those behind it may rely on there being none.
+
+    Raises:
+        UnsupportedError: there is an objection.
+    """
     for objection in objections:
         raise UnsupportedError(objection.message(args))
 
 
 def refuse_untested_sglang(args: CacheRankFlags) -> None:
-    """Refuse a release of SGLang that nobody has tested, and say so of one not tested on GPUs."""
+    """Refuse a release of SGLang that nobody has tested, and say so of one not tested on GPUs.
+
+    Raises:
+        UnsupportedError: the installed release is not tested, and nobody asked for it all the same.
+    """
     release, key = compat.RELEASE, "--cache-rank-config '{\"allow_untested_sglang\": true}'"
     if not compat.is_in(compat.TESTED):
         if not args.allow_untested_sglang:

@@ -320,7 +320,11 @@ RANGES = {
 
 
 def refuse_out_of_range(args: CacheRankFlags) -> None:
-    """Refuse numbers that are too small or too large."""
+    """Refuse numbers that are too small or too large.
+
+    Raises:
+        UnsupportedError: one is; the message has the range.
+    """
     for field, (least, most) in RANGES.items():
         value = getattr(args, field)
         if value is not None and not least <= value <= most:

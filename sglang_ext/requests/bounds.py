@@ -43,7 +43,11 @@ class Bound(NamedTuple):
     holds: Callable[[Any], bool]
 
     def check(self, name: str, value: Any) -> None:
-        """Refuse a value."""
+        """Refuse a value.
+
+        Raises:
+            ValueError: the field must not hold it.
+        """
         if value is not None and not self.holds(value):
             raise ValueError(f"{name} must be {self.what}, got {reprlib.repr(value)}")
 

@@ -31,7 +31,11 @@ class ExpensiveError(ValueError):
 
 
 def refuse_patterns(patterns: str | list[str] | None) -> None:
-    """Refuse patterns of `stop_regex` that are wrong, or that some text would make expensive."""
+    """Refuse patterns of `stop_regex` that are wrong, or that some text would make expensive.
+
+    Raises:
+        ValueError: says which one and why.
+    """
     steps = 0
     for pattern in [patterns] if isinstance(patterns, str) else patterns or ():
         named = f"stop_regex {pattern!r:.80}"

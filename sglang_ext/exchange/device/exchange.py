@@ -81,6 +81,9 @@ class InflightSteps:
         Args:
             newest: the last step whose answers have been applied.
             outcome_of: gives the outcome of a step.
+
+        Raises:
+            CacheRankDownError: an answer was not for its request.
         """
         while self._steps and self._steps[0].step <= newest:
             oldest = self._steps[0]
@@ -121,6 +124,9 @@ class InflightSteps:
         Args:
             applied: the last step whose answers have been applied.
             computed: the last step whose first message has been computed.
+
+        Raises:
+            CacheRankDownError: an answer is overdue.
         """
         with self._lock:
             oldest = self._steps[0] if self._steps else None
