@@ -26,7 +26,6 @@ from transformers import AutoConfig, AutoTokenizer
 
 from sglang_ext import compat, cpu
 from sglang_ext.calibration.files import read_card, sources
-from sglang_ext.calibration.held_out import SELECTED
 from sglang_ext.calibration.serving import Described, Schedule
 from sglang_ext.calibration.texts import CALIBRATION_TEXTS, LONGEST_TOKEN, Text, find_text
 from sglang_ext.command_line import make_parser, table
@@ -150,12 +149,10 @@ def summary(folder: Path) -> str:
         "corrected",
         "held out: missed",
         "corrected",
-        "recall",
     )
     rows = [
         [str(layer), f"layer {fit.source}" + (", the token before" if fit.is_before else "")]
         + [f"{share:.3f}" for share in (fit.plain, fit.fitted, fit.plain_held_out, fit.held_out)]
-        + ["–" if fit.recall is None else f"{fit.recall:.2f}"]
         for layer, fit in read_card(folder).fits.items()
     ]
     return table(header, rows)
@@ -172,8 +169,7 @@ def main(argv: Sequence[str]) -> int:
         return 1
     print(summary(options.out))
     print("Shares of the squares of queries that a forecast misses, of tokens that were fitted to "
-          "and of others.\n"
-          f"Recall: of the {SELECTED} tokens that their true queries select.")  # fmt: skip
+          "and of others.")  # fmt: skip
     print(f"{options.out}: {time.monotonic() - started:.0f} s")
     return 0
 

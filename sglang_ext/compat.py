@@ -1,7 +1,4 @@
-"""What differs between releases of SGLang: one function a difference, with the release it is of.
-
-Nothing else asks for a release.
-"""
+"""What differs between releases of SGLang: one function a difference, with the release it is of."""
 
 from __future__ import annotations
 
@@ -190,13 +187,7 @@ def release_left(request: Any, scheduler: Any) -> None:
 
 
 def release_request(batch: Any, index: int, server_args: Any) -> None:
-    """Take a request's slot and rows back, to be computed again; without arguments from 0.5.19 on.
-
-    Args:
-        batch: SGLang's ScheduleBatch.
-        index: of the request in it.
-        server_args: SGLang's.
-    """
+    """Take a request's slot and rows back, to be computed again; changed in 0.5.19."""
     if _SINCE_0_5_19:
         batch.release_req(index, len(batch.reqs))
     else:
@@ -347,7 +338,6 @@ def add_spec_logprobs(batch: Any, output: Any, tokens: Tensor, width: int) -> No
     """Add log-probabilities to a verification's output; the function was renamed by 0.5.23.
 
     Args:
-        batch: SGLang's ScheduleBatch of B requests.
         output: of the logits processor, of (B * width, vocabulary) logits.
         tokens: (B * width,) that were drawn.
         width: tokens of a request.
@@ -369,7 +359,6 @@ def translator_over(runner: Any, table: Tensor) -> Any:
     rows depends on the pool, and is the same for another table.
 
     Args:
-        runner: SGLang's model runner.
         table: (request slots, width) int32 pool rows.
     """
     translator = copy.copy(getattr(runner, "kv_index_translator", None))
@@ -394,11 +383,7 @@ EXPORT = "export" if _SINCE_0_5_22 else "finish"
 
 
 def residual_of(arguments: Mapping[str, Any]) -> Tensor | None:
-    """Return the residual that a decoder layer is given beside its hidden state, if it is.
-
-    Args:
-        arguments: of the layer, by name.
-    """
+    """Return the residual that a decoder layer is given beside its hidden state, if it is."""
     if "residual" in arguments:
         return arguments["residual"]
     stream = arguments["forward_batch"].residual_stream

@@ -15,17 +15,11 @@ import functools
 import importlib.abc
 import importlib.machinery
 import importlib.util
-import logging
 import os
 import sys
 import types
 from collections.abc import Sequence
 from typing import Any
-
-logger = logging.getLogger(__name__)
-
-_SAID = "SGLANG_EXT_CPU_SAID"
-"""This variable is set once a process of the launch has said that it runs without a GPU."""
 
 
 @functools.cache
@@ -107,13 +101,3 @@ def name_the_device() -> None:
         return module_of("cpu" if device is None else device)
 
     torch.get_device_module = functools.cache(get_device_module)
-
-
-def say_once() -> None:
-    """Log, once a launch, that CPUs serve."""
-    if not has_gpu() and _SAID not in os.environ:
-        os.environ[_SAID] = "1"
-        logger.warning(
-            "no GPU found: this is served by CPU processes, and sgl_kernel is a stand-in that "
-            "cannot compute"
-        )

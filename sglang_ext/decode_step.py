@@ -6,8 +6,6 @@
     end        accounts for the step, ships chunks of prompts, and evicts what the cache rank has
 
 With drafts, `begin_round` comes before the steps of a round: it ships what has been verified.
-
-Whatever goes wrong with the cache rank in between is in recovery.py.
 """
 
 from __future__ import annotations
@@ -47,17 +45,7 @@ class DecodeStep:
         metrics: CacheRankMetrics,
         tracer: Tracer | None,
     ) -> None:
-        """Put the parts of a step together.
-
-        Args:
-            planner: plans it.
-            gate: says which step's answers are awaited.
-            cache_rank: which it is exchanged with.
-            shipping: of prompts to it.
-            eviction: told of steps of sparse requests; None when every token stays in the pool.
-            metrics: told of what happens.
-            tracer: chooses the steps that are traced; None without.
-        """
+        """Put the parts of a step together."""
         self.running: StepPlan | None = None
         self._planner = planner
         self._gate = gate
@@ -71,7 +59,6 @@ class DecodeStep:
         """Before the steps of a round; see `StepPlanner.begin_round`.
 
         Args:
-            requests, lengths: see `run`.
             exchanges: whether steps of the round may be exchanged: they draft.
         """
         self._cache_rank.follow_supervisor()

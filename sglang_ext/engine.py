@@ -7,7 +7,6 @@ from typing import Any
 from sglang.srt.entrypoints import engine
 
 from sglang_ext import processes
-from sglang_ext.refusals import UnsupportedError
 from sglang_ext.server_args import BUNDLED_MODEL, CacheRankServerArgs
 
 
@@ -29,11 +28,4 @@ class Engine(engine.Engine):
         processes.load_plugin()
         if "server_args" not in kwargs:
             kwargs.setdefault("model_path", str(BUNDLED_MODEL))
-            has_cache_rank = (kwargs.get("cache_rank_gpus") or 0) > 0
-            frees_rows = has_cache_rank and kwargs.get("inference_kv") == "working-set"
-            if frees_rows and kwargs.get("disable_radix_cache") is False:
-                raise UnsupportedError(
-                    "disable_radix_cache=False: with inference_kv='working-set' the rows that "
-                    "could be reused are freed; drop one of the two."
-                )
         super().__init__(**kwargs)

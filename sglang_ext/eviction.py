@@ -77,8 +77,6 @@ class Eviction:
         """Free, through SGLang's allocator, rows that its own table names.
 
         Args:
-            req_to_token: SGLang's table.
-            allocator: SGLang's.
             recent_tokens: newest tokens before the current one, which stay in the pool.
             dense_store: holds evicted tokens for dense layers; None without any.
         """

@@ -25,7 +25,6 @@ class FirstLayer:
         """Find what makes them.
 
         Args:
-            model: SGLang's.
             keys, values: the layer's buffers in the KV pool, (rows, Hkv, D).
 
         Raises:

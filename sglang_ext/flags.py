@@ -293,12 +293,6 @@ class CacheRankFlags(ServerArgs):
         return self.is_inline and not chosen_by_user and not self.enable_deterministic_inference
 
     @property
-    def reuses_prefixes(self) -> bool:
-        """Whether SGLang's radix cache can be on: with `--inference-kv working-set` the rows that
-        could be reused are freed."""
-        return self.inference_kv == "full"
-
-    @property
     def on_gpu(self) -> bool:
         """Whether the ranks run on GPUs."""
         return cpu.has_gpu() and self.device != "cpu"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -29,7 +28,6 @@ def round_groups(weight: Tensor, group: int = GROUP) -> tuple[Tensor, Tensor]:
 
     Args:
         weight: (outputs, inputs), the inputs a multiple of `group`.
-        group: elements that share a scale.
 
     Returns:
         Codes, (outputs, inputs) int32 from 0 to 15, of which 8 stands for zero, and scales,
@@ -54,22 +52,6 @@ def restore(codes: Tensor, scales: Tensor) -> Tensor:
     return (groups * scales[..., None].float()).flatten(1).to(scales.dtype)
 
 
-class RoundedWeight(Protocol):
-    """A weight of 4 bits, (outputs, inputs), where a model runs.
-
-    Attributes:
-        bytes: of memory.
-    """
-
-    bytes: int
-
-    def load(self, weight: Tensor) -> None:
-        """Round another weight. What is held stays where it is: captured graphs read it."""
-
-    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """Multiply (..., inputs) by it: (..., outputs)."""
-
-
 class RestoredWeight:
     """The rounded weight in the model's dtype, for CPUs; its groups may be smaller."""
 
@@ -88,7 +70,10 @@ class RestoredWeight:
 
 
 class MarlinWeight:
-    """Codes and scales as SGLang's GPTQ-Marlin kernel reads them."""
+    """Codes and scales as SGLang's GPTQ-Marlin kernel reads them.
+
+    They stay where they are when another weight is loaded: captured graphs read them.
+    """
 
     def __init__(self, weight: Tensor) -> None:
         from sglang.srt.layers.quantization.marlin_utils import (
@@ -126,6 +111,9 @@ class MarlinWeight:
             is_k_full=True,
             bias=bias,
         )
+
+
+RoundedWeight = RestoredWeight | MarlinWeight
 
 
 def _pack(weight: Tensor) -> tuple[Tensor, Tensor]:

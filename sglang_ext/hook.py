@@ -14,12 +14,13 @@ DECODE_GRAPHS = "sglang.srt.model_executor.runner.decode_cuda_graph_runner.Decod
 
 
 class Hook(NamedTuple):
-    """A function of ours, and where and why SGLang runs it."""
+    """A function of ours, and where and why SGLang runs it, if the installed release has that."""
 
     target: str
     kind: HookType
     function: Callable[..., Any]
     why: str
+    is_there: bool = True
 
 
 def sparse_args() -> CacheRankServerArgs | None:

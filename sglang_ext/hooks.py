@@ -53,7 +53,7 @@ def run_step(
     else:
         result = rank.run_other(batch.reqs, forward)
     if result.logits_output is not None:
-        report(result, rank.statistics_of(batch.reqs))
+        report(result, batch.reqs)
     return result
 
 
@@ -260,7 +260,7 @@ def add_calls() -> None:
         setattr(Scheduler, call.__name__, call)
 
 
-HOOKS = (
+_ALL_HOOKS = (
     *POOL_HOOKS,
     Hook(
         "sglang.srt.managers.scheduler.Scheduler.__init__",
@@ -322,17 +322,12 @@ HOOKS = (
         load_back,
         "what a request has on the host is loaded when it begins",
     ),
-    *(
-        (
-            Hook(
-                f"{compat.PREFIX_CACHE}.prefix_device_indices",
-                HookType.AROUND,
-                restored_rows,
-                "from 0.5.22 on; the rows of a prefix are read off the tree",
-            ),
-        )
-        if compat.ASKS_FOR_ROWS
-        else ()
+    Hook(
+        f"{compat.PREFIX_CACHE}.prefix_device_indices",
+        HookType.AROUND,
+        restored_rows,
+        "from 0.5.22 on; the rows of a prefix are read off the tree",
+        compat.ASKS_FOR_ROWS,
     ),
     Hook(
         compat.INSERT_PREFIX,
@@ -406,36 +401,37 @@ HOOKS = (
         resume_memory,
         "the cache rank comes back with SGLang's memory",
     ),
-    *(
-        Hook(target, HookType.AROUND, function, why)
-        for target, function, why in (
-            (
-                "starlette.requests.Request.body",
-                serving.read_body,
-                "what is ours is dropped by APIs that do not know it",
-            ),
-            (
-                "sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request",
-                serving.generate,
-                "every API's requests and responses pass through it",
-            ),
-            (
-                "sglang.srt.entrypoints.openai.serving_base.OpenAIServingBase"
-                ".create_error_response",
-                serving.answer_error,
-                "what a request has broken is answered as a fault of the server",
-            ),
-            (
-                "sglang.srt.managers.io_struct.GenerateReqInput.regenerate_rid",
-                serving.name_sample,
-                "samples get names that have nothing of their request's",
-            ),
-            (
-                "sglang.srt.managers.tokenizer_manager.TokenizerManager.abort_request",
-                serving.abort_samples,
-                "it looks for a request by its name only",
-            ),
-        )
+    Hook(
+        "starlette.requests.Request.body",
+        HookType.AROUND,
+        serving.read_body,
+        "what is ours is dropped by APIs that do not know it",
+    ),
+    Hook(
+        "sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request",
+        HookType.AROUND,
+        serving.generate,
+        "every API's requests and responses pass through it",
+    ),
+    Hook(
+        "sglang.srt.entrypoints.openai.serving_base.OpenAIServingBase.create_error_response",
+        HookType.AROUND,
+        serving.answer_error,
+        "what a request has broken is answered as a fault of the server",
+    ),
+    Hook(
+        "sglang.srt.managers.io_struct.GenerateReqInput.regenerate_rid",
+        HookType.AROUND,
+        serving.name_sample,
+        "samples get names that have nothing of their request's",
+    ),
+    Hook(
+        "sglang.srt.managers.tokenizer_manager.TokenizerManager.abort_request",
+        HookType.AROUND,
+        serving.abort_samples,
+        "it looks for a request by its name only",
     ),
     *DRAFT_HOOKS,
 )
+
+HOOKS = tuple(hook for hook in _ALL_HOOKS if hook.is_there)

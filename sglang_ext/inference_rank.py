@@ -23,7 +23,7 @@ from sglang_ext.exchange.connection import Connection, Placement
 from sglang_ext.first_layer import FirstLayer
 from sglang_ext.ineffective_flags import warn_small_capacity
 from sglang_ext.inline.draft_number import DraftNumber
-from sglang_ext.lifecycle import Phase, prepare_requests
+from sglang_ext.lifecycle import Phase
 from sglang_ext.memory import dense_store_rows_per_request, reserve_block_rows
 from sglang_ext.metrics import CacheRankMetrics
 from sglang_ext.pools import Pools, first_reserve_row, model_shape, pools_of
@@ -45,12 +45,6 @@ class InferenceRank:
     """Builds the parts of a decode step, and passes on SGLang's events.
 
     Attributes:
-        config: agreed with the cache rank.
-        gate: where forward passes meet the exchange.
-        table: the working-set table.
-        lifecycle: the sequences of requests.
-        decode_step: runs decode steps.
-        cache_rank: the cache rank while it is up, and what its loss leaves to be done.
         eviction: of tokens from the pool; None when every token stays there.
         drafts: how many a round has; None where sparse steps answer.
         restoring: of prompts into the pool; None where the radix cache has them, or where they
@@ -69,10 +63,7 @@ class InferenceRank:
         """Open the cache rank for a loaded model.
 
         Args:
-            args: the server's arguments.
             model: shape of the sparse layers.
-            pools: SGLang's, with rows of our own behind them.
-            tp_rank: tensor-parallel rank of this process.
             supervisor: its process has been spawned.
             selection_weights: what the cache rank is told of layers, if it has to be told.
 
@@ -95,12 +86,7 @@ class InferenceRank:
             args, self.config, pools, self.metrics, by_kernels=self.device.type == "cuda"
         )
         self.table, self.lifecycle = planner.table, planner.lifecycle
-        numbers = planner.numbers
-        self.gate = (
-            make_gate(self.config, None, None)
-            if numbers is None
-            else make_gate(self.config, numbers["steps"], numbers["exchanged"])
-        )
+        self.gate = make_gate(self.config, planner.numbers)
         self._planner = planner
         evicts = args.inference_kv == "working-set"
         self.eviction = _eviction(args, pools, self.config.recent_tokens) if evicts else None
@@ -211,10 +197,10 @@ class InferenceRank:
             result.cache_rank_plan = plan  # type: ignore[attr-defined]
         return result
 
-    # Drafts; see `drafts/placement.py`.
+    # Drafts; `InlineRank` has the same methods.
 
     def draft_backend(self, runner: Any) -> Any:
-        """The attention backend of steps that draft, and of other decode steps."""
+        """The attention backend of decode steps; the runner's own verifies, too."""
         return runner.attn_backend.decode_backend
 
     def plan_drafts(self, requests: list[Any], lengths: list[int]) -> int:
@@ -248,9 +234,8 @@ class InferenceRank:
 
     def before_match(self, request: Any) -> None:
         """Let a request find what the weights of today have computed, if it has nothing yet."""
-        if compat.pool_state(request).req_pool_idx is None:
-            sparse_tokens = self.args.reuse_sparse_tokens == "on"
-            reuse.set_namespace(request, sparse_tokens, self.lifecycle.weight_updates)
+        sparse_tokens = self.args.reuse_sparse_tokens == "on"
+        reuse.set_namespace(request, sparse_tokens, self.lifecycle.weight_updates)
 
     def on_prefilled(self, requests: list[Any]) -> None:
         """Read the rows of prompts anew in the next step.
@@ -265,10 +250,7 @@ class InferenceRank:
                 self.table.forget(row)
 
     def on_request_freed(self, request: Any) -> None:
-        """End the sequence of a request whose slot SGLang takes back.
-
-        It finished, or was aborted, retracted or preempted.
-        """
+        """End the sequence of a request whose slot SGLang takes back."""
         reuse.forget(request)
         row = compat.pool_state(request).req_pool_idx
         self.table.forget(row)
@@ -306,11 +288,6 @@ class InferenceRank:
         self.cache_rank.retract_orphans(scheduler, running_batch)
 
     # What users see.
-
-    def statistics_of(self, requests: list[Any]) -> list[tuple[int | str | None, ...]]:
-        """Return what the responses report so far, one entry a request; see RequestStatistics."""
-        prepare_requests(requests)
-        return [request.cache_rank_statistics.as_tuple() for request in requests]
 
     def state(self, tree_cache: Any) -> dict[str, Any]:
         """Return what `/server_info` shows; what SGLang's tree can give up counts as free."""

@@ -26,28 +26,18 @@ def main(
     kind: type[CacheRankServerArgs] | None = None,
     run_scheduler_process: Callable[..., Any] | None = None,
 ) -> int:
-    """Serve until stopped.
-
-    Args:
-        argv: the command line.
-        kind: of the arguments, if not CacheRankServerArgs.
-        run_scheduler_process: runs a scheduler process, if not ours.
-
-    Returns:
-        The exit status: 2 if the arguments are refused.
-    """
-    with contextlib.ExitStack() as held:
-        try:
-            _require_named_model(argv)
-            with _without_collections():  # these import SGLang
-                from sglang_ext.port import reserved
-                from sglang_ext.server_args import CacheRankServerArgs, parse_server_args
-            server_args = parse_server_args(argv, kind or CacheRankServerArgs)
-            held.enter_context(reserved(server_args.host, server_args.port))
-        except COMPLAINTS as error:
-            print(f"error: {error}", file=sys.stderr)
-            return 2
-        _serve(server_args, run_scheduler_process)
+    """Serve until stopped; the exit status, 2 if the arguments are refused."""
+    try:
+        _require_named_model(argv)
+        with _without_collections():  # these import SGLang
+            from sglang_ext.port import require_free
+            from sglang_ext.server_args import CacheRankServerArgs, parse_server_args
+        server_args = parse_server_args(argv, kind or CacheRankServerArgs)
+        require_free(server_args.host, server_args.port)
+    except COMPLAINTS as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    _serve(server_args, run_scheduler_process)
     return 0
 
 
@@ -62,11 +52,7 @@ def _without_collections() -> Iterator[None]:
 
 
 def _require_named_model(argv: Sequence[str]) -> None:
-    """Check before SGLang is imported that there is the model which a command line names.
-
-    Raises:
-        FileNotFoundError: there is none.
-    """
+    """Check before SGLang is imported that there is the model which a command line names."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--model-path", "--model", nargs="?")
     parser.add_argument("--revision", nargs="?")

@@ -43,18 +43,7 @@ DenseReason = Literal[
     "shipping",
     "warming",
 ]
-"""Why a request attends to everything; responses and metrics name these.
-
-    prefill              it has not decoded yet
-    below_threshold      it is shorter than the sparse threshold
-    not_shorter          selection would not make the step of its batch shorter
-    asked                its custom_params say so
-    cache_rank_losses    it was there when MOST_LOSSES cache ranks were lost
-    down                 there is no cache rank at the moment
-    max_sparse_requests  no block of the reserve is free
-    cache_rank_memory    the cache rank has no room for all of its tokens
-    shipping, warming    its sequence is in this phase
-"""
+"""Why a request attends to everything; docs/guide.md says what each means."""
 
 
 class Phase(enum.Enum):
@@ -65,17 +54,7 @@ class Phase(enum.Enum):
 
 @dataclasses.dataclass(slots=True)
 class RequestStatistics:
-    """What the response reports of one request, over all its sequences.
-
-    Attributes:
-        sparse_steps: decode steps over selected tokens.
-        dense_reason: why the last decode step attended to everything; None when it did not.
-        attended_tokens: those that a KV head attended to in the last sparse step; 0 before one.
-        tokens_shipped: tokens that entered slots, per (layer, kv head), summed.
-        late_steps: exchanged steps that waited for an answer.
-        stale_steps: steps whose answer was lost with a cache rank, so that it was not applied.
-        retractions: times SGLang had to recompute it because a cache rank was lost.
-    """
+    """What the response reports of one request, over all its sequences; see docs/guide.md."""
 
     sparse_steps: int = 0
     dense_reason: DenseReason | None = "prefill"
@@ -104,11 +83,8 @@ class SparseSequence:
 
     Attributes:
         sequence_id: its number; only grows.
-        request: SGLang's Req.
-        row: request slot.
         block: first pool row of its reserve block.
         reserved_tokens: cache-rank capacity set aside for what it holds alone.
-        phase: see the module.
         shipped: tokens sent in bulk so far.
         exchanged: steps exchanged so far, counted until it has settled: sparse, all slots in use.
         filled: slots in use in the step being computed.
@@ -139,7 +115,6 @@ class Lifecycle:
     """All live sequences of one inference rank.
 
     Attributes:
-        capacity_tokens: how many tokens fit in the cache rank.
         live: the sequences by request slot.
         prompts: what prompts have in common; None where nothing is shared.
         weight_updates: how often SGLang has loaded other weights.

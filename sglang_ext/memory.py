@@ -41,8 +41,6 @@ def bytes_beyond_allocator(args: CacheRankFlags, layers: int, token_bytes: int) 
     """Return the bytes of all rows beyond those that SGLang's allocator hands out.
 
     Args:
-        args: the server's arguments.
-        layers: how many the model has.
         token_bytes: bytes of K and V of a token in one layer.
     """
     return token_bytes * (layers * reserve_rows(args) + args.dense_layers * dense_store_rows(args))

@@ -75,7 +75,11 @@ class _Totals(NamedTuple):
 
 
 class CacheRankMetrics:
-    """Counts what happens between the ranks, and exports it when SGLang exports metrics."""
+    """Counts what happens between the ranks, and exports it when SGLang exports metrics.
+
+    Attributes:
+        series: of these; whoever knows of a value that nothing else depends on, sets it there.
+    """
 
     def __init__(self, args: CacheRankFlags, tp_rank: int) -> None:
         self._report = Report()
@@ -86,16 +90,14 @@ class CacheRankMetrics:
         self._counters = ExchangeCounters()
         self._exported = dict.fromkeys(_EXCHANGE_COUNTERS, 0)
         labels = {"residency": args.kv_residency}
-        self._series = make_series(args, tp_rank, labels, _GAUGES, _COUNTERS, _DENSE_REASONS)
-        if self._series is not None:
-            self._series.set("memory_released", 0)
-            text = "Time that a decode step waited for the cache rank"
-            self._waits = self._series.histogram("step_wait_seconds", text, _WAIT_BUCKETS)
+        self.series = Series(args, tp_rank, labels, _GAUGES, _COUNTERS, _DENSE_REASONS)
+        self.series.set("memory_released", 0)
+        text = "Time that a decode step waited for the cache rank"
+        self._waits = self.series.histogram("step_wait_seconds", text, _WAIT_BUCKETS)
 
     def on_connect(self, counters: ExchangeCounters, capacity_tokens: int) -> None:
         """A new exchange begins: its counters are at zero, and count on from here."""
-        if self._series is not None:
-            self._series.set("capacity_tokens", capacity_tokens)
+        self.series.set("capacity_tokens", capacity_tokens)
         self._export_counters()
         self._counters = counters
         self._exported = dict.fromkeys(_EXCHANGE_COUNTERS, 0)
@@ -105,11 +107,11 @@ class CacheRankMetrics:
         """Count a step that was exchanged."""
         self._wait_seconds += exchange.waited
         self._steps_waited += exchange.was_late
-        if self._series is not None:
+        if self._waits is not None:
             self._waits.observe(exchange.waited)
-            self._series.set("sparse_requests", sparse_requests)
-            if step % EXPORT_STEPS == 0:
-                self._export_counters()
+        self.series.set("sparse_requests", sparse_requests)
+        if step % EXPORT_STEPS == 0:
+            self._export_counters()
         if step % self._log_interval == 0:
             self._log(step, exchange, sparse_requests)
 
@@ -117,46 +119,22 @@ class CacheRankMetrics:
         """The cache rank reported, or went down. Called in the supervisor's thread."""
         last, self._report = self._report, report or Report()
         now = self._report
-        if self._series is None:
-            return
-        self._series.set("up", report is not None)
+        self.series.set("up", report is not None)
         if report is not None:
-            self._series.set("restart_delay_seconds", 0)
-        self._series.set("tokens_held", now.tokens_held)
-        self._series.set("bytes_held", now.bytes_held)
-        self._series.add("delta_overflow", now.overflow_tokens - last.overflow_tokens)
-        self._series.add("refused_messages", now.refused_messages - last.refused_messages)
+            self.series.set("restart_delay_seconds", 0)
+        self.series.set("tokens_held", now.tokens_held)
+        self.series.set("bytes_held", now.bytes_held)
+        self.series.add("delta_overflow", now.overflow_tokens - last.overflow_tokens)
+        self.series.add("refused_messages", now.refused_messages - last.refused_messages)
 
     def on_loss(self, loss: Loss) -> None:
         """A cache rank was lost, or did not start. Called in the supervisor's thread."""
-        if self._series is not None:
-            self._series.add("losses" if loss.was_up else "failed_starts", 1)
-            self._series.set("restart_delay_seconds", loss.restart_delay_seconds)
-
-    def on_memory(self, is_released: bool) -> None:
-        """SGLang's memory was released, or is there again."""
-        if self._series is not None:
-            self._series.set("memory_released", is_released)
-
-    def on_stale(self, steps: int) -> None:
-        """This many requests made a step whose answer was lost."""
-        if self._series is not None:
-            self._series.add("stale_steps", steps)
-
-    def on_retraction(self) -> None:
-        """A request is recomputed because a cache rank was lost."""
-        if self._series is not None:
-            self._series.add("retractions", 1)
-
-    def on_dense(self, request: Any, reason: DenseReason) -> None:
-        """A long request stays dense; counted once a request and reason."""
-        if self._series is not None:
-            self._series.count_dense(request, reason)
+        self.series.add("losses" if loss.was_up else "failed_starts", 1)
+        self.series.set("restart_delay_seconds", loss.restart_delay_seconds)
 
     def on_no_sparse_requests(self) -> None:
         """No request is sparse any more."""
-        if self._series is not None:
-            self._series.set("sparse_requests", 0)
+        self.series.set("sparse_requests", 0)
         self._export_counters()
 
     def state(self) -> dict[str, Any]:
@@ -175,11 +153,9 @@ class CacheRankMetrics:
 
     def _export_counters(self) -> None:
         """Export what was counted since the last time."""
-        if self._series is None:
-            return
         for name, last in self._exported.items():
             value = getattr(self._counters, name)
-            self._series.add(name, value - last)
+            self.series.add(name, value - last)
             self._exported[name] = value
 
     def _log(self, step: int, exchange: Exchange, sparse_requests: int) -> None:
@@ -200,11 +176,13 @@ class CacheRankMetrics:
 
 
 class Series:
-    """Prometheus series of this process, all with the same labels."""
+    """Prometheus series of this process, all with the same labels; none if SGLang exports none."""
 
     def __init__(
         self,
-        labels: dict[str, str],
+        args: CacheRankFlags,
+        tp_rank: int,
+        labels: Mapping[str, str],
         gauges: Mapping[str, str],
         counters: Mapping[str, str],
         reasons: Iterable[DenseReason],
@@ -212,69 +190,60 @@ class Series:
         """Create series; `sparse_requests` and the requests that stay dense begin at zero.
 
         Args:
-            labels: their values by name.
+            labels: values by name, beside those of all series.
             gauges, counters: help texts by name.
-            reasons: why requests stay dense that are counted.
         """
+        self._is_on = args.enable_metrics
+        self._shown: dict[str, float] = {}
+        if not self._is_on:
+            return
         # Imported here, because SGLang sets the multiprocess folder first.
         from prometheus_client import Counter, Gauge
 
-        self._labels = labels
+        model = args.served_model_name or args.model_path
+        self._labels = {"model_name": model, "tp_rank": str(tp_rank), **labels}
+        names = [*self._labels]
         self._gauges = {
-            name: Gauge(_PREFIX + name, text, [*labels], multiprocess_mode="mostrecent").labels(
-                **labels
+            name: Gauge(_PREFIX + name, text, names, multiprocess_mode="mostrecent").labels(
+                **self._labels
             )
             for name, text in gauges.items()
         }
         self._counters = {
-            name: Counter(_PREFIX + name, text, [*labels]).labels(**labels)
+            name: Counter(_PREFIX + name, text, names).labels(**self._labels)
             for name, text in counters.items()
         }
         self._dense_requests = Counter(
             f"{_PREFIX}dense_requests",
             "Requests beyond the sparse threshold that stay dense",
-            [*labels, "reason"],
+            [*names, "reason"],
         )
-        self._shown: dict[str, float] = {}
         self.set("sparse_requests", 0)
         for reason in reasons:
-            self._dense_requests.labels(**labels, reason=reason)
+            self._dense_requests.labels(**self._labels, reason=reason)
 
     def set(self, gauge: str, value: float) -> None:
         """Set a gauge."""
-        if self._shown.get(gauge) != value:
+        if self._is_on and self._shown.get(gauge) != value:
             self._gauges[gauge].set(value)
             self._shown[gauge] = value
 
     def add(self, counter: str, amount: int) -> None:
         """Add to a counter; what it counts may have begun again at zero, which adds nothing."""
-        if amount > 0:
+        if self._is_on and amount > 0:
             self._counters[counter].inc(amount)
 
     def count_dense(self, request: Any, reason: DenseReason) -> None:
         """Count a request that stays dense, once a request and reason."""
-        if reason not in request.cache_rank_dense_reasons:
+        if self._is_on and reason not in request.cache_rank_dense_reasons:
             request.cache_rank_dense_reasons.add(reason)
             self._dense_requests.labels(**self._labels, reason=reason).inc()
 
     def histogram(self, name: str, text: str, buckets: Sequence[float]) -> Any:
-        """Create a histogram of these upper bounds."""
+        """Create a histogram of these upper bounds; None if nothing is exported."""
+        if not self._is_on:
+            return None
         from prometheus_client import Histogram
 
         made = Histogram(_PREFIX + name, text, [*self._labels], buckets=buckets)
         return made.labels(**self._labels)
-
-
-def make_series(
-    args: CacheRankFlags,
-    tp_rank: int,
-    labels: Mapping[str, str],
-    gauges: Mapping[str, str],
-    counters: Mapping[str, str],
-    reasons: Iterable[DenseReason],
-) -> Series | None:
-    """Create the series of a tensor-parallel rank, with labels of their own, if SGLang has any."""
-    if not args.enable_metrics:
-        return None
-    of_all = {"model_name": args.served_model_name or args.model_path, "tp_rank": str(tp_rank)}
-    return Series({**of_all, **labels}, gauges, counters, reasons)

@@ -27,7 +27,7 @@ from sglang_ext.flags import (
     CacheRankFlags,
     add_flags,
 )
-from sglang_ext.planning import GPUS, TENSOR_PARALLEL, make_planner
+from sglang_ext.planning import GPUS, TENSOR_PARALLEL, Planner
 
 ON_GPUS = {"": (1, 2), " TP": (TENSOR_PARALLEL, 1)}
 """How many GPUs SGLang's process has, and how many bytes an element of the KV cache."""
@@ -62,15 +62,14 @@ def plan(options: argparse.Namespace) -> str:
         ValueError: the model cannot be estimated, or a flag is wrong.
     """
     config = PretrainedConfig.get_config_dict(options.model_path)[0]
-    planner = make_planner(GPUS[options.gpu], config, options.quantization, vars(options))
-    share, longest = options.cache_rank_mem_fraction, options.contexts[-1]
-    held = planner.cache_rank_tokens(share)
+    planner = Planner(GPUS[options.gpu], config, options.quantization, vars(options))
+    held = planner.cache_rank_tokens(options.cache_rank_mem_fraction)
     inline_from = options.sparse_threshold or LEAST_INLINE_TOKENS
     sparse_from = options.sparse_threshold or SPARSE_THRESHOLD
 
     def row(batch: int, context: int) -> tuple[str, ...]:
-        with_cache_rank = planner.cache_rank(batch, context)
-        hidden = "yes" if with_cache_rank.is_hidden else "no"
+        inference, cache = planner.cache_rank(batch, context)
+        hidden = "yes" if cache <= inference else "no"
         steps, room = dict[str, float](), dict[str, int]()
         for name, of_gpus in ON_GPUS.items():
             dense = steps[f"dense{name}"] = planner.dense(batch, context, *of_gpus)
@@ -82,7 +81,7 @@ def plan(options: argparse.Namespace) -> str:
             steps[f"inline{name}"] = inline if options.sparse_threshold else min(inline, dense)
             room[f"inline{name}"] = planner.inline_tokens(*of_gpus)
         if context >= sparse_from:
-            steps["cache rank"], room["cache rank"] = with_cache_rank.step, held
+            steps["cache rank"], room["cache rank"] = max(inference, cache), held
         else:
             hidden = "stays dense"
         if batch * context > held:
@@ -94,7 +93,6 @@ def plan(options: argparse.Namespace) -> str:
 
     rows = [row(batch, context) for context in options.contexts for batch in options.batches]
     on_both = planner.dense_tokens(TENSOR_PARALLEL, kv_bytes=1)
-    turns_sparse = longest >= sparse_from
     return (
         f"{table(HEADER, rows)}\n\n"
         "Take: what decodes the most tokens a second for each GPU. TP is tensor parallel over "
@@ -104,7 +102,6 @@ def plan(options: argparse.Namespace) -> str:
         "one GPU, which is also what fits beside a cache rank without --inference-kv working-set, "
         f"{planner.inline_tokens():,} with sketches; in FP8 on {TENSOR_PARALLEL} GPUs {on_both:,}, "
         f"and {planner.inline_tokens(TENSOR_PARALLEL, 1):,} with sketches."
-        + (f"\n\n{planner.summary(longest, share)}" if turns_sparse else "")
     )
 
 

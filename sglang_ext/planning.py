@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from cache_rank.config import CacheRankConfig, ModelShape
+from cache_rank.config import ModelShape
 from cache_rank.kernels.sketch.reference import sketch_shape
 from cache_rank.residency import capacity_tokens, memory_for_tokens
 from sglang_ext.flags import make_config
@@ -50,33 +50,23 @@ class Gpu(NamedTuple):
     """What a step is bound by.
 
     Attributes:
-        name: what estimates say that they are of.
-        driver_name: variants have others, and less or other memory.
         bandwidth: of a large copy, bytes read and written, in bytes a second.
-        memory: in bytes.
         fp8_kv_share: of the bandwidth, at which attention reads an FP8 cache: it computes more for
             each byte.
     """
 
-    name: str
-    driver_name: str
     bandwidth: float
     memory: float
     fp8_kv_share: float = 0.6
 
 
 GPUS = {
-    "H200": Gpu("H200", "NVIDIA H200", 4.30e12, 150e9),
-    "H100": Gpu("H100", "NVIDIA H100 80GB HBM3", 3.00e12, 85e9, fp8_kv_share=0.7),
-    # By their bandwidths, as the H200's copy is to its own.
-    "A100": Gpu("A100, by its data sheet", "NVIDIA A100-SXM4-80GB", 1.83e12, 85e9),
-    "B200": Gpu("B200, by its data sheet", "NVIDIA B200", 7.17e12, 192e9),
+    "H200": Gpu(4.30e12, 150e9),
+    "H100": Gpu(3.00e12, 85e9, fp8_kv_share=0.7),
+    # By their data sheets' bandwidths, as the H200's copy is to its own.
+    "A100": Gpu(1.83e12, 85e9),
+    "B200": Gpu(7.17e12, 192e9),
 }
-
-
-def find_gpu(driver_name: str) -> Gpu | None:
-    """The GPU of a driver's name, if it is one of GPUS."""
-    return next((gpu for gpu in GPUS.values() if gpu.driver_name == driver_name), None)
 
 
 class Decoder(NamedTuple):
@@ -84,7 +74,6 @@ class Decoder(NamedTuple):
 
     Attributes:
         attention: its shape, of all layers.
-        hidden_size: elements of a hidden state.
         layer_bytes, head_bytes: weights of a layer, and of the language model's head.
     """
 
@@ -119,76 +108,46 @@ class Decoder(NamedTuple):
         shape = ModelShape(layers, heads, kv_heads, head_dim, "bfloat16", scale, (1.0,))
         return cls(shape, hidden, weights * (1 if chosen == "fp8" else 2), 2 * head)
 
-    def sparse_shape(self, dense_layers: int) -> ModelShape:
-        """The attention of all but the first layers, which stay dense."""
-        layers = max(1, self.attention.layers - dense_layers)
-        return msgspec.structs.replace(self.attention, layers=layers)
-
     @property
     def step_bytes(self) -> int:
         """What a step reads of the weights."""
         return self.attention.layers * self.layer_bytes + self.head_bytes
 
 
-class Estimate(NamedTuple):
-    """Seconds of a decode step of the inference rank alone, and of the cache rank alone."""
-
-    inference: float
-    cache: float
-
-    @property
-    def step(self) -> float:
-        """What a step takes: both work at the same time."""
-        return max(self)
-
-    @property
-    def is_hidden(self) -> bool:
-        """Whether the cache rank takes no longer than the model."""
-        return self.cache <= self.inference
-
-
-def make_planner(
-    gpu: Gpu, config: Mapping[str, Any], quantization: str | None, flags: Mapping[str, Any]
-) -> Planner:
-    """Estimates for a model and the flags of a server, chosen or not.
-
-    Args:
-        gpu: both ranks have such a one.
-        config: the model's config.json.
-        quantization: of its weights, if not its own.
-        flags: ours, by their fields.
-
-    Raises:
-        ValueError: the model or the format cannot be estimated, or a flag is wrong.
-    """
-    model = Decoder.of_config(config, quantization)
-    predictor, group_layers, _ = choose_schedule(
-        flags["query_predictor"],
-        flags["layers_per_group"],
-        flags["forecast_lead"],
-        architecture=(config.get("architectures") or [""])[0],
-        sparse_layers=model.attention.layers - flags["dense_layers"],
-        rotary_type=rotary_type(config),
-    )
-    chosen = {**flags, "query_predictor": predictor, "layers_per_group": group_layers}
-    shape = model.sparse_shape(flags["dense_layers"])
-    return Planner(model, gpu, make_config(chosen, shape, flags["max_sparse_requests"]))
-
-
 class Planner:
-    """Estimates for a model and a GPU.
+    """Estimates of steps in which all requests are sparse, for two GPUs of a kind."""
 
-    Args:
-        config: of the cache rank, of the sparse layers; budgets are the same inline.
+    def __init__(
+        self,
+        gpu: Gpu,
+        config: Mapping[str, Any],
+        quantization: str | None,
+        flags: Mapping[str, Any],
+    ) -> None:
+        """Read a model and the flags of a server, chosen or not.
 
-    Raises:
-        ValueError: the format of the cache rank cannot be estimated.
-    """
+        Args:
+            quantization: of its weights, if not its own.
 
-    def __init__(self, model: Decoder, gpu: Gpu, config: CacheRankConfig) -> None:
-        if config.kv_residency not in _KEY_BITS:
-            raise ValueError(f"kv_residency {config.kv_residency} is not estimated")
-        self._model, self._gpu, self._config = model, gpu, config
+        Raises:
+            ValueError: the model or the format cannot be estimated, or a flag is wrong.
+        """
+        self._model, self._gpu = Decoder.of_config(config, quantization), gpu
+        attention = self._model.attention
+        predictor, group_layers, _ = choose_schedule(
+            flags["query_predictor"],
+            flags["layers_per_group"],
+            flags["forecast_lead"],
+            architecture=(config.get("architectures") or [""])[0],
+            sparse_layers=attention.layers - flags["dense_layers"],
+            rotary_type=rotary_type(config),
+        )
+        chosen = {**flags, "query_predictor": predictor, "layers_per_group": group_layers}
+        sparse_layers = max(1, attention.layers - flags["dense_layers"])
+        sparse = msgspec.structs.replace(attention, layers=sparse_layers)
+        self._config = make_config(chosen, sparse, flags["max_sparse_requests"])
+        if self._config.kv_residency not in _KEY_BITS:
+            raise ValueError(f"kv_residency {self._config.kv_residency} is not estimated")
 
     def dense(self, batch: int, context: int, gpus: int = 1, kv_bytes: int = 2) -> float:
         """Seconds of a step of plain SGLang, tensor parallel over so many GPUs."""
@@ -197,10 +156,6 @@ class Planner:
         attention = layers * self._attention(batch * context, kv_bytes)
         return (weights + attention) / gpus + layers * _LAYER
 
-    def tensor_parallel(self, batch: int, context: int) -> float:
-        """Seconds of a step of plain SGLang on as many GPUs as a cache rank takes, FP8 cache."""
-        return self.dense(batch, context, TENSOR_PARALLEL, kv_bytes=1)
-
     def inline(self, batch: int, context: int, gpus: int = 1, kv_bytes: int = 2) -> float:
         """Seconds of a step in which SGLang's process selects for all requests."""
         scored = self._config.model.layers * batch * context * self._sketch_bytes
@@ -208,8 +163,8 @@ class Planner:
         attended = self._over_selected(batch, context, gpus, kv_bytes)
         return attended + scored / (self._gpu.bandwidth * _SKETCH_SHARE) / gpus + overhead
 
-    def cache_rank(self, batch: int, context: int) -> Estimate:
-        """A step in which a cache rank selects for all requests."""
+    def cache_rank(self, batch: int, context: int) -> tuple[float, float]:
+        """Seconds of a step of the inference rank and of the cache rank, which work at once."""
         model, config, bandwidth = self._model.attention, self._config, self._gpu.bandwidth
         sparse_layers = config.model.layers
         inference = self._over_selected(batch, context)
@@ -226,7 +181,7 @@ class Planner:
             projection = 2 * self._model.hidden_size * model.query_heads * model.head_dim
             layer += projection / (bandwidth * _FORECAST_SHARE)
         groups = -(-sparse_layers // config.layers_per_group)
-        return Estimate(inference, sparse_layers * layer + groups * _CACHE_GROUP)
+        return inference, sparse_layers * layer + groups * _CACHE_GROUP
 
     def dense_tokens(self, gpus: int = 1, kv_bytes: int = 2) -> int:
         """How many tokens the pool of plain SGLang holds on so many GPUs."""
@@ -242,26 +197,6 @@ class Planner:
         """How many tokens the cache rank holds in such a share of its GPU."""
         free = int(self._gpu.memory) - CONTEXT_BYTES
         return capacity_tokens(self._config, memory_for_tokens(free, memory_fraction, on_gpu=True))
-
-    def summary(self, context: int = 32768, memory_fraction: float | None = None) -> str:
-        """Say in a line up to what the cache rank hides, and for what batches it pays.
-
-        Of the batches that it holds in such a share of its GPU.
-        """
-        held = self.cache_rank_tokens(memory_fraction) // context
-        batches = range(1, 1 + min(held, 1024))
-        ours = {batch: self.cache_rank(batch, context) for batch in batches}
-        hidden = sum(ours[batch].is_hidden for batch in batches)
-        won = [b for b in batches if ours[b].step < self.tensor_parallel(b, context)]
-        pays = f"from {won[0]} to {won[-1]} requests" if won else "for no batch that fits"
-        inline = (self.inline(batch, context, TENSOR_PARALLEL, kv_bytes=1) for batch in won)
-        if shorter := sum(step < ours[batch].step for batch, step in zip(won, inline, strict=True)):
-            pays += f"; inline on those GPUs is shorter for {shorter} of these {len(won)} batches"
-        return (
-            f"estimates ({self._gpu.name}, {context:,} tokens a request; python -m sglang_ext.plan "
-            f"has more): hidden behind the model up to {hidden} requests, and a step is shorter "
-            f"than of {TENSOR_PARALLEL} tensor-parallel GPUs with an FP8 cache {pays}"
-        )
 
     @property
     def _sketch_bytes(self) -> int:

@@ -112,17 +112,12 @@ POOL_HOOKS = (
         add_dense_store,
         "dense layers keep tokens that lose their pool rows",
     ),
-    *(
-        (
-            Hook(
-                "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool._build_kv_buffer_descs",
-                HookType.AROUND,
-                describe_rows_of_the_allocator,
-                "from 0.5.23 on; it checks that the buffers are the allocator's",
-            ),
-        )
-        if compat.DESCRIBES_BUFFERS
-        else ()
+    Hook(
+        "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool._build_kv_buffer_descs",
+        HookType.AROUND,
+        describe_rows_of_the_allocator,
+        "from 0.5.23 on; it checks that the buffers are the allocator's",
+        compat.DESCRIBES_BUFFERS,
     ),
     Hook(
         "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._profile_available_bytes",

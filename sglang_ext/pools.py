@@ -24,7 +24,6 @@ class Pools(NamedTuple):
         req_to_token: (request slots, context length) int32 pool rows.
         keys, values: per layer (pool rows and reserve rows, Hkv, D); those of dense layers may have
             the dense store behind them; see memory.py.
-        allocator: hands out pool rows.
     """
 
     req_to_token: Tensor
@@ -60,24 +59,22 @@ def first_reserve_row(pools: Pools, args: CacheRankServerArgs) -> int:
     return pools.keys[-1].shape[0] - reserve_rows(args)
 
 
+def attention_layers(runner: Any) -> list[Any]:
+    """SGLang's attention layers of a loaded model."""
+    found = [part for part in runner.model.modules() if type(part).__name__ == "RadixAttention"]
+    pool_layers = len(runner.token_to_kv_pool.k_buffer)
+    if len(found) != pool_layers or found[0].qk_head_dim != found[0].v_head_dim:
+        raise ValueError("the model's attention layers do not match its KV pool")
+    return found
+
+
 def model_shape(runner: Any, dense_layers: int, forecasts: bool) -> ModelShape:
     """Read the shape of the sparse layers off a loaded model.
-
-    Args:
-        runner: SGLang's, whose model is loaded.
-        dense_layers: first layers that are not sparse.
-        forecasts: whether the shape says what forecasts need to know.
 
     Raises:
         ValueError: they are not built as they have to be.
     """
-    pool = runner.token_to_kv_pool
-    attention = [
-        module for module in runner.model.modules() if type(module).__name__ == "RadixAttention"
-    ]
-    first = attention[0]
-    if len(attention) != len(pool.k_buffer) or first.qk_head_dim != first.v_head_dim:
-        raise ValueError("the model's attention layers do not match its KV pool")
+    pool, first = runner.token_to_kv_pool, attention_layers(runner)[0]
     rotary = _rotary(runner.model, forecasts)
     return ModelShape(
         layers=len(pool.k_buffer) - dense_layers,

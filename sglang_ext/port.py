@@ -1,40 +1,21 @@
-"""A port is taken before the model is loaded, not when SGLang listens on it at the end."""
+"""Whether a port can be had, asked before the model is loaded: SGLang listens at the end."""
 
 from __future__ import annotations
 
 import errno
 import socket
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 from sglang_ext.refusals import UnsupportedError
 
 
-@contextmanager
-def reserved(host: str, port: int) -> Iterator[None]:
-    """Hold a port among servers of ours until this process ends or the context does.
-
-    SGLang binds the port itself, so that it cannot be bound here. What is bound is a name that,
-    like ports, one process of a network namespace can have, and that leaves nothing behind.
+def require_free(host: str, port: int) -> None:
+    """Bind a port for a moment as SGLang will.
 
     Raises:
         UnsupportedError: another process has the port, or this host cannot be bound to.
     """
     if not 0 < port < 1 << 16:
         raise UnsupportedError(f"--port {port}: ports go from 1 to 65535. Choose one of them.")
-    with socket.socket(socket.AF_UNIX) as name:
-        try:
-            name.bind(f"\0sglang-cache-rank-port-{port}")
-        except OSError:
-            raise UnsupportedError(
-                f"--port {port}: a server that is starting has taken that port. Choose another one."
-            ) from None
-        _require_free(host, port)
-        yield
-
-
-def _require_free(host: str, port: int) -> None:
-    """Bind the port for a moment as SGLang will."""
     try:
         addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError as error:

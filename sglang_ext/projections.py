@@ -22,11 +22,9 @@ class DecoderLayer(NamedTuple):
     """The parts of a decoder layer that a forecast needs.
 
     Attributes:
-        module: the layer.
         input_norm: the norm of what enters it, root mean square with weights.
         projection: to queries, keys and values.
         query_norm: of query heads, likewise; None without one.
-        attention: SGLang's attention of the layer.
         query_heads, head_dim: of this tensor-parallel rank.
     """
 
@@ -126,7 +124,6 @@ def watch_inputs(
     """Tell of every hidden state that enters one of some layers.
 
     Args:
-        layers: of a loaded model.
         watch: called with the index of the layer among these, hidden_states (T, H), residual (T, H)
             or None, and SGLang's forward batch, before the layer.
     """

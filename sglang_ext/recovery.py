@@ -32,8 +32,6 @@ class CacheRankClient:
     """The cache rank while it is up, and what its loss leaves to be done.
 
     Attributes:
-        exchange: with the cache rank, or None while it is down.
-        retractions: how often SGLang had to recompute a request.
         to_queue: requests that were retracted in this turn, and are queued in the next.
     """
 
@@ -50,10 +48,6 @@ class CacheRankClient:
         """Connect to the cache rank that is up.
 
         Args:
-            supervisor: keeps a cache rank running.
-            begin_exchange: makes the exchange over a connection.
-            lifecycle, table: the sequences, and the table that their rows are in.
-            metrics: told of connections and losses.
             recomputes: whether sparse requests must be recomputed after a loss; else they go on
                 dense.
             drafts: whether sparse steps only draft: one without its selection is not stale.
@@ -107,14 +101,14 @@ class CacheRankClient:
         if self.exchange is not None:
             self._end_exchange(self.exchange)
         self._lifecycle.forget_shared()
-        self._metrics.on_memory(is_released=True)
+        self._metrics.series.set("memory_released", 1)
 
     def resume(self) -> None:
         """Start a cache rank again, because SGLang has its memory back, and connect to it."""
         if not self._supervisor.is_released:
             return
         self._supervisor.resume()
-        self._metrics.on_memory(is_released=False)
+        self._metrics.series.set("memory_released", 0)
         self.follow_supervisor()
 
     def _connect(self) -> None:
@@ -134,7 +128,7 @@ class CacheRankClient:
             is_sparse = sequence.phase is Phase.SPARSE
             is_stale = is_sparse and not self._drafts
             sequence.statistics.stale_steps += is_stale
-            self._metrics.on_stale(is_stale)
+            self._metrics.series.add("stale_steps", int(is_stale))
             sequence.request.cache_rank_losses += 1
             if self._recomputes and is_sparse:
                 sequence.orphaned = True
@@ -159,9 +153,6 @@ class CacheRankClient:
         """Let SGLang skip, in the result of a step, the requests that missed their answers.
 
         They are retracted before the next batch, so that the step under way is skipped as well.
-
-        Args:
-            plan: of the step, which has been computed.
         """
         stale = self._take_stale(plan)
         were_retracted = [request.is_retracted for request in stale]
@@ -227,7 +218,7 @@ class CacheRankClient:
     def _queue_later(self, request: Any) -> None:
         request.cache_rank_statistics.retractions += 1
         self.retractions += 1
-        self._metrics.on_retraction()
+        self._metrics.series.add("retractions", 1)
         self.to_queue.append(request)
 
 

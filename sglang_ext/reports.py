@@ -5,14 +5,15 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from sglang_ext.lifecycle import RequestStatistics
+from sglang_ext.lifecycle import RequestStatistics, prepare_requests
 from sglang_ext.requests.bodies import CACHE_RANK
 
 
-def report(result: Any, statistics: list[tuple[int | str | None, ...]]) -> None:
-    """Let a step's result carry what responses report, one entry a request."""
+def report(result: Any, requests: list[Any]) -> None:
+    """Let a step's result carry what responses report so far, one entry a request."""
+    prepare_requests(requests)
     info = result.logits_output.customized_info or {}
-    info[CACHE_RANK] = statistics
+    info[CACHE_RANK] = [request.cache_rank_statistics.as_tuple() for request in requests]
     result.logits_output.customized_info = info
 
 

@@ -20,9 +20,7 @@ class Loss:
     """A cache rank that was lost, or did not start.
 
     Attributes:
-        was_up: whether it had started.
         reason: what was noticed first.
-        ending: exit status or signal of its process.
         last_words: the last line of its standard error; may be empty.
         lifetime_seconds: from its spawn to its end.
         restart_delay_seconds: from its end to the next spawn.

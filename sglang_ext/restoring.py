@@ -42,9 +42,6 @@ class Restoring:
         """Restore from a cache rank.
 
         Args:
-            cache_rank: while it is up.
-            lifecycle: the sequences, which know what prompts have in common.
-            allocator: SGLang's, of pool rows.
             first_layer: writes what the cache rank does not hold; None where it holds all layers.
             is_exact: whether tokens come back as they were shipped.
         """

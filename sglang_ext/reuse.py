@@ -4,14 +4,13 @@ K and V of tokens from a request's first sparse step on come from attention to a
 default only the tokens before them are offered to the tree: what it holds is what plain SGLang
 would have computed, so that reuse changes no answer. With `--reuse-sparse-tokens on` all tokens
 are, and requests that ask to stay dense have a part of the tree for themselves.
-
-Prefill is dense, so what SGLang offers of requests that go on is reusable in any case.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+from sglang_ext.compat import pool_state
 from sglang_ext.lifecycle import asks_to_stay_dense
 
 DENSE_NAMESPACE = "cache_rank: false"
@@ -46,10 +45,10 @@ def set_namespace(request: Any, sparse_tokens: bool, weight_updates: int) -> Non
     stays where nobody begins any more.
 
     Args:
-        request: SGLang's Req, which has no slot.
         sparse_tokens: whether the tree is offered tokens that sparse steps have computed.
-        weight_updates: how often other weights have been loaded.
     """
+    if pool_state(request).req_pool_idx is not None:
+        return
     apart = [DENSE_NAMESPACE] if sparse_tokens and asks_to_stay_dense(request) else []
     if weight_updates:
         apart.append(f"weights {weight_updates}")

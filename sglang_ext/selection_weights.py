@@ -20,12 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 class SelectionWeights:
-    """What the cache rank selects by; sparse layers are counted from the first sparse one.
-
-    Attributes:
-        forecasts: whether queries are forecast, by `projection`.
-        sketches: whether keys are sketched, by `basis`.
-    """
+    """What the cache rank selects by; sparse layers are counted from the first sparse one."""
 
     def __init__(self, model: torch.nn.Module, args: CacheRankServerArgs) -> None:
         """Read the layers, and the calibration if there is one.

@@ -30,7 +30,6 @@ from sglang_ext.flags import (
 )
 from sglang_ext.ineffective_flags import warn_ineffective_flags
 from sglang_ext.model_path import require_model
-from sglang_ext.planning import Planner, find_gpu, make_planner
 from sglang_ext.prediction import choose_schedule, rotary_type
 from sglang_ext.refusals import refuse, refuse_untested_sglang, servers
 from sglang_ext.refusals.known import say_unknown
@@ -71,12 +70,15 @@ class CacheRankServerArgs(CacheRankFlags):
             self._say_ignored("without a cache rank these have no effect")
             let_sglang()
             return
-        if self.is_inline:
-            self._resolve_inline(let_sglang)
-            return
         self._refuse_arguments()
         say_unknown(self)
-        self._set_required()
+        if self.is_inline:
+            self._say_ignored("cache rank: only a cache rank with --cache-rank-gpus 1 heeds these")
+            self._set("prefill_attention_backend", PREFILL_BACKEND, "prefill writes sketches")
+        else:
+            self._set_for_working_sets()
+        self._set_for_device()
+        self._set("decode_attention_backend", BACKEND, "sparse decode")
         if self.has_drafts:
             self._set_for_drafts()
         try:
@@ -84,26 +86,23 @@ class CacheRankServerArgs(CacheRankFlags):
         except AssertionError:  # some models ask something of a machine
             self._refuse_model()
             raise
-        self._choose_schedule()
-        self._follow_budget()
+        if self.has_cache_rank:
+            self._choose_schedule()
+            self._follow_budget()
         self._refuse_model()
-        self._say_what_to_expect()
+        self._say_how_it_selects()
         warn_ineffective_flags(self, compat.model_config(self).context_len)
 
-    def _resolve_inline(self, let_sglang: Callable[[], None]) -> None:
-        """Check and choose for selection in SGLang's process."""
-        self._refuse_arguments()
-        say_unknown(self)
-        self._say_ignored("cache rank: only a cache rank with --cache-rank-gpus 1 heeds these")
-        self._set_for_device()
-        self._set("prefill_attention_backend", PREFILL_BACKEND, "prefill writes sketches of keys")
-        self._set("decode_attention_backend", BACKEND, "sparse decode by sketches")
-        if self.has_drafts:
-            self._set_for_drafts()
-        let_sglang()
-        self._refuse_model()
-        self._say_what_to_expect_inline()
-        warn_ineffective_flags(self, compat.model_config(self).context_len)
+    def _say_how_it_selects(self) -> None:
+        if self.is_inline:
+            logger.info(
+                "cache rank: tokens are selected in this process (without --cache-rank-gpus, which "
+                "names a GPU for it or switches it off), --sparse-budget %s",
+                self.budget_curve,
+            )
+        else:
+            options = f" ({self.kv_residency_options})" if self.kv_residency_options else ""
+            logger.info("cache rank: --kv-residency %s%s", self.kv_residency, options)
 
     def _refuse_arguments(self) -> None:
         """Refuse what the user explicitly asked for and cannot have."""
@@ -145,56 +144,11 @@ class CacheRankServerArgs(CacheRankFlags):
             max_swap_tokens=config.max_swap_tokens,
         )
 
-    def _say_what_to_expect(self) -> None:
-        """Log how K and V are held, and where that pays, if it can be estimated."""
-        options = f" ({self.kv_residency_options})" if self.kv_residency_options else ""
-        logger.info("cache rank: --kv-residency %s%s", self.kv_residency, options)
-        planner = self._planner()
-        if planner is not None:
-            said = planner.summary(memory_fraction=self.cache_rank_mem_fraction)
-            logger.info("cache rank: %s", said)
-
-    def _say_what_to_expect_inline(self) -> None:
-        """Log that this process selects, and how long a step takes, if it can be estimated."""
-        said, planner = f"--sparse-budget {self.budget_curve}", self._planner()
-        if planner is not None:
-            batch, context = 8, min(32768, compat.model_config(self).context_len)
-            split = self.tp_size, 1 if self.kv_cache_dtype.startswith("fp8") else 2
-            inline, dense = (
-                1e3 * step(batch, context, *split) for step in (planner.inline, planner.dense)
-            )
-            said += (
-                f"; {batch} requests of {context} tokens: {inline:.1f} ms a step estimated, "
-                f"dense {dense:.1f}"
-            )
-        why = "without --cache-rank-gpus, which names a GPU for it or switches it off"
-        logger.info("cache rank: tokens are selected in this process (%s), %s", why, said)
-
-    def _planner(self) -> Planner | None:
-        """Return what estimates this server's steps; the log says why if nothing does."""
-        gpu = find_gpu(torch.cuda.get_device_name()) if self.on_gpu else None
-        if gpu is None:
-            return None
-        config = compat.model_config(self).hf_text_config.to_dict()
-        defaults, heeded = compat.default_values(type(self)), HEEDED_FIELDS[self.placement]
-        flags = {
-            field: getattr(self, field) if field in heeded else defaults[field]
-            for field in CACHE_RANK_FIELDS
-        }
-        try:
-            return make_planner(gpu, config, self.quantization, flags)
-        except ValueError as error:
-            logger.info("cache rank: no estimate of its speed: %s", error)
-            return None
-
-    def _set_required(self) -> None:
-        """Set what decode over working sets needs, and say so."""
-        if not self.reuses_prefixes:
+    def _set_for_working_sets(self) -> None:
+        if self.inference_kv == "working-set":
             why = "--inference-kv working-set frees the rows that could be reused; full keeps them"
             self._set("disable_radix_cache", True, why)
         self._set("page_size", 1, "tokens are selected one by one")
-        self._set_for_device()
-        self._set("decode_attention_backend", BACKEND, "sparse decode over the working set")
 
     def _set_for_drafts(self) -> None:
         # Imported here: a refused flag need not wait for it.
@@ -210,18 +164,19 @@ class CacheRankServerArgs(CacheRankFlags):
             self._set("disable_overlap_schedule", True, "as SGLang has it on CPUs with drafts")
 
     def _set_for_device(self) -> None:
-        if self.on_gpu:
-            self._set_for_gpu()
-        else:
+        if not self.on_gpu:
             self._set_for_cpu()
-
-    def _set_for_gpu(self) -> None:
+            return
         self.device = "cuda"
         kernels = _kernels_of_this_gpu(runs_ahead=self.has_drafts)
         self._set_missing("attention_backend", kernels, "kernels of this GPU")
 
     def _set_for_cpu(self) -> None:
-        cpu.say_once()
+        if not cpu.has_gpu():
+            logger.warning(
+                "no GPU found: this is served by CPU processes, and sgl_kernel is a stand-in that "
+                "cannot compute"
+            )
         self._set("device", "cpu", "no GPU found")
         self._set_missing("attention_backend", "torch_native", "the CPU engine's backend")
         self._set_missing("sampling_backend", "pytorch", "the CPU engine's sampler")
@@ -263,7 +218,6 @@ def parse_server_args(
     Without a model path, the bundled model is served.
 
     Args:
-        argv: the command line.
         kind: of the arguments; a class that is derived from ours may have more flags.
 
     Raises:

@@ -24,10 +24,7 @@ class Shipping:
         """Ship to a cache rank.
 
         Args:
-            cache_rank: while it is up.
-            lifecycle: the sequences, which know what prompts have in common.
             req_to_token: SGLang's table, (request slots, context length) int32 pool rows.
-            chunk_tokens: most tokens of a prompt that are shipped in one step.
             tail_tokens: see `residency.shared_tail`.
         """
         self._cache_rank = cache_rank

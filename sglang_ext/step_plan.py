@@ -44,10 +44,8 @@ class StepPlan:
         attended_lengths: per batch row, tokens that layers over the working-set table attend to.
         lengths: the same on a GPU, (max batch,) int64, 1 beyond the batch.
         sources, targets: per batch row, see WorkingSetTable.places_of_current_token.
-        rows: the exchanged requests.
-        unsettled: those among them that are still to turn sparse or to fill their slots, and slots
-            in use after the step: `filled` and `fresh_filled` of SparseSequence.
-        sparse: the sparse requests.
+        unsettled: requests in the exchange that are still to turn sparse or to fill their slots,
+            and slots in use after the step: `filled` and `fresh_filled` of SparseSequence.
         shipping: requests whose prompt is being shipped, and their length.
         exchange: with the cache rank that was up when it was planned; None if none was.
     """
@@ -81,7 +79,6 @@ class StepPlanner:
 
     Attributes:
         lifecycle: the sequences, which move on as their steps are planned.
-        table: the working-set table, which is brought up to date.
         slots: where its sparse rows point to.
         numbers: what the kernels of a step read, if they bring the table up to date: `steps`, the
             step whose answers are awaited and the step's own number, `exchanged` as
@@ -100,10 +97,6 @@ class StepPlanner:
         """Begin with no sequence.
 
         Args:
-            args: the server's arguments.
-            config: agreed with the cache rank.
-            pools: SGLang's, with the reserve behind them.
-            metrics: told of requests that stay dense.
             by_kernels: whether kernels bring the table up to date; else the host does, in whose
                 memory it is.
         """
@@ -149,12 +142,8 @@ class StepPlanner:
         Args:
             requests: SGLang's Req objects, in batch order.
             lengths: of each, the current token included; those before it are verified.
-            is_up: whether there is a cache rank.
             ship: ships what is verified of a sequence that has so many tokens; None in a round
                 without drafts, where none is exchanged.
-
-        Returns:
-            Whether a request is exchanged.
         """
         prepare_requests(requests)
         sequences: list[tuple[SparseSequence, int]] = []
@@ -195,7 +184,6 @@ class StepPlanner:
         Args:
             requests: SGLang's Req objects, in batch order.
             lengths: of each, the current token included.
-            is_up: whether there is a cache rank.
         """
         prepare_requests(requests)
         live, table, budget = self.lifecycle.live, self.table, self._config.sparse_budget
@@ -243,7 +231,6 @@ class StepPlanner:
         """Bring the table up to date, and to the device what the step's kernels read.
 
         Args:
-            plan: of the step.
             awaited_step: the step whose answers the forward pass waits for.
         """
         numbers = self.numbers
@@ -283,7 +270,7 @@ class StepPlanner:
         if statistics.dense_reason != reason:
             statistics.dense_reason = reason
             if reason != "below_threshold":
-                self._metrics.on_dense(request, reason)
+                self._metrics.series.count_dense(request, reason)
         return None
 
     def _move_on(self, sequence: SparseSequence, position: int) -> None:

@@ -34,11 +34,7 @@ class Stopping(SignalHandler):
     """Stops the HTTP server of this process; SGLang makes one when the first request comes."""
 
     def __init__(self, manager: Any) -> None:
-        """Take the signals over from the HTTP server.
-
-        Args:
-            manager: SGLang's TokenizerManager.
-        """
+        """Take the signals over from the HTTP server."""
         super().__init__(manager)
         self._loop = asyncio.get_running_loop()
         self._is_stopping = False

@@ -37,13 +37,10 @@ class Supervisor:
 
     Attributes:
         connection: to the running cache rank, or None while it is down.
-        starts: how many times a cache rank was opened.
         start_seconds: how long the last one took from spawn to open, without the time in which it
             was not to open yet.
         is_released: whether there is to be none, because memory is released.
-        losses: how many cache ranks were lost after they had come up.
-        failed_starts: how many did not come up.
-        last_loss: the last of both, or None.
+        last_loss: the last cache rank that was lost or did not start, or None.
         on_report: called in the supervisor's thread with each report, the first when the cache rank
             comes up, and with None when it goes down.
         on_loss: called in the supervisor's thread with each loss and each failed start.
@@ -56,14 +53,7 @@ class Supervisor:
         timeout: float,
         longest_delay: float = LONGEST_DELAY_SECONDS,
     ) -> None:
-        """Spawn the first process at once, so that it loads while the model does.
-
-        Args:
-            name: of the cache rank, in logs.
-            placement: where the ranks run.
-            timeout: seconds without a sign of life after which it counts as down.
-            longest_delay: seconds that a restart is put off at most.
-        """
+        """Spawn the first process at once, so that it loads while the model does."""
         self.connection: Connection | None = None
         self.starts = 0
         self.start_seconds = 0.0

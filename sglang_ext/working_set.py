@@ -86,7 +86,6 @@ class WorkingSetTable:
         """Make a row sparse, before the step at `position`.
 
         Args:
-            row: request slot.
             position: of the current token; at least sinks + recent tokens.
             block: first pool row of its reserve block.
         """
@@ -108,7 +107,6 @@ class WorkingSetTable:
         """Let sparse rows have the newest tokens, and the drafts to come: pool rows are taken.
 
         Args:
-            rows: request slots.
             positions: of the current token of each.
         """
         (of_rows,) = upload((torch.tensor((rows, positions)),), self.table.device)
@@ -121,7 +119,6 @@ class WorkingSetTable:
         """Find where the current token of a request comes from and goes to.
 
         Args:
-            row: request slot.
             position: of the current token.
             is_sparse: whether the row is sparse; of a dense one, what is new here is copied.
 
@@ -151,11 +148,7 @@ class WorkingSetTable:
         self._flat_table.index_copy_(0, targets, current)
 
     def add_in_host_memory(self, sources: Iterable[int], targets: Iterable[int]) -> None:
-        """Do what `add` does to tables of a CPU: torch would take far longer for so few numbers.
-
-        Args:
-            sources, targets: of `places_of_current_token`.
-        """
+        """Do what `add` does to tables of a CPU: torch would take far longer for so few numbers."""
         assert self._in_host_memory is not None
         true, table = self._in_host_memory
         for source, target in zip(sources, targets, strict=True):

@@ -68,7 +68,7 @@ def write_blank(folder: Path, config: dict[str, Any], engine: dict[str, Any]) ->
         held_out={},
         tokens=0,
         fits={
-            layer: Fit(source.layer, 1.0, 1.0, 1.0, 1.0, None, source.is_before)
+            layer: Fit(source.layer, 1.0, 1.0, 1.0, 1.0, source.is_before)
             for layer, source in forecast.items()
         },
     )

@@ -22,12 +22,7 @@ class Collector:
     """
 
     def __init__(self, layers: Sequence[DecoderLayer], sources: Mapping[int, Source]) -> None:
-        """Watch a loaded model.
-
-        Args:
-            layers: its decoder layers.
-            sources: what tells the queries, of each that is forecast.
-        """
+        """Watch a loaded model."""
         self.equations: dict[int, NormalEquations] = {}
         self._layers, self._sources = layers, sources
         self._grams: dict[int, Tensor] = {}
@@ -88,11 +83,7 @@ class Collector:
 
 
 class KeyCollector:
-    """Moments of the queries and keys of layers, of what a model prefills until it is stopped.
-
-    Attributes:
-        moments: by layer.
-    """
+    """Moments of the queries and keys of layers, of what a model prefills until it is stopped."""
 
     def __init__(self, layers: Sequence[DecoderLayer], first: int) -> None:
         """Watch the attention of a loaded model from a layer on."""

@@ -1,7 +1,4 @@
-"""A calibration is a folder: what is fitted to a model's layers, and a card that says of what.
-
-It holds corrections of the forecast of queries, and how the keys of layers are sketched.
-"""
+"""A calibration is a folder: what is fitted to a model's layers, and a card that says of what."""
 
 from __future__ import annotations
 
@@ -41,12 +38,9 @@ class Fit(msgspec.Struct, frozen=True):
     """How well the queries of a layer are forecast.
 
     Attributes:
-        source, is_before: see Source.
         plain, plain_held_out: the share of their squares that is missed by the projection as it
             is, of tokens that were fitted to and of others.
         fitted, held_out: by the corrected projection, likewise.
-        recall: of the tokens that true queries select in texts that were not fitted to, the share
-            that forecasts select; see held_out.py. Null where these texts are too short.
     """
 
     source: int
@@ -54,7 +48,6 @@ class Fit(msgspec.Struct, frozen=True):
     fitted: float
     plain_held_out: float
     held_out: float
-    recall: float | None
     is_before: bool = False
 
 
@@ -62,10 +55,7 @@ class Card(msgspec.Struct, frozen=True, kw_only=True):
     """What a calibration is of.
 
     Attributes:
-        version: of the folder's layout.
-        model: where the model was read from.
         revision: the commit of a repository; None for a folder.
-        architecture: SGLang's class of the model.
         hidden_size, layers, query_heads, kv_heads, head_dim: its shape; of all tensor-parallel
             ranks.
         dense_layers, layers_per_group, forecast_lead: the flags that say which layer's input tells
@@ -75,7 +65,6 @@ class Card(msgspec.Struct, frozen=True, kw_only=True):
         texts: SHA-256 of each text that was fitted to.
         held_out: of each that was not.
         tokens: that were fitted to.
-        fits: by layer.
     """
 
     version: int = VERSION
@@ -102,7 +91,6 @@ class Calibration(NamedTuple):
     """What is fitted by layer, counted from the model's first, and the card.
 
     Attributes:
-        card: of what it is.
         corrections: of the layers that are forecast: what is added to their projections; or, where
             the source is of the token before, by what they are forecast.
         bases: how the keys of all layers that may be sparse are sketched.
@@ -186,10 +174,6 @@ def sources(
 
     That is the input of a group, of the token itself; or, for the first groups, that of the last
     groups, of the token before. See cache_rank/schedule.py.
-
-    Args:
-        layers: of the model, from whose first one all are counted.
-        dense_layers, layers_per_group, forecast_lead: see Card.
 
     Raises:
         ValueError: no layer's queries are told by the token itself.

@@ -30,7 +30,6 @@ class NormalEquations:
         gram: (H + 1, H + 1) float32, HᵀH.
         cross: (H + 1, N) float32, HᵀQ.
         energy: () float64, the sum of squares of Q.
-        tokens: how many.
     """
 
     def __init__(self, gram: Tensor, width: int) -> None:
@@ -73,7 +72,6 @@ def fit(equations: NormalEquations, projection: Tensor, rank: int, ridge: float)
     """Fit the correction of a projection.
 
     Args:
-        equations: of the tokens to fit to.
         projection: (H + 1, N), with the weights of the input norm in it, and its constant.
         rank: directions that are kept; fewer where there are fewer.
         ridge: λ as a share of the mean of the diagonal of HᵀH.

@@ -15,7 +15,6 @@ class KeyMoments:
     """Sums over tokens of one layer, by KV head, after rotary embedding.
 
     Attributes:
-        tokens: how many.
         keys: (Hkv, D) float64, Σ k.
         squares: (Hkv, D, D) float64, Σ k kᵀ.
         queries: (Hkv, D, D) float64, Σ q qᵀ over the query heads of each.

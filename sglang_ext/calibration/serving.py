@@ -15,7 +15,6 @@ import torch
 from sglang_ext.calibration.collecting import Collector, KeyCollector
 from sglang_ext.calibration.files import Calibration, Card, Fit, sources, write
 from sglang_ext.calibration.fitting import Correction, NormalEquations, fit
-from sglang_ext.calibration.held_out import HeldOutRecall
 from sglang_ext.calibration.key_statistics import KeyBasis, key_basis
 from sglang_ext.pools import model_shape
 from sglang_ext.projections import decoder_layers, projection_of
@@ -39,7 +38,6 @@ class _Fitted(NamedTuple):
     corrections: dict[int, Correction]
     corrected: dict[int, torch.Tensor]
     bases: dict[int, KeyBasis]
-    recall: HeldOutRecall
 
 
 class Calibrating:
@@ -77,8 +75,7 @@ class Calibrating:
         corrected = {layer: projection.clone() for layer, projection in plain.items()}
         for layer, projection in corrected.items():
             _flat(projection).copy_(corrections[layer].added_to(_flat(projection)))
-        recall = HeldOutRecall(self._shape, self._layers, self._sources, corrected)
-        self._fitted = _Fitted(rank, ridge, equations, plain, corrections, corrected, bases, recall)
+        self._fitted = _Fitted(rank, ridge, equations, plain, corrections, corrected, bases)
 
     def finish(self, folder: Path, described: Described) -> None:
         """Write the calibration, with how good it is on what was prefilled after the fit."""
@@ -95,8 +92,7 @@ class Calibrating:
                     ("held_out", held_out, fitted.corrected),
                 )
             }
-            recall = fitted.recall.mean(layer)
-            fits[layer] = Fit(source.layer, recall=recall, is_before=source.is_before, **shares)
+            fits[layer] = Fit(source.layer, is_before=source.is_before, **shares)
         card = Card(
             model=described.model,
             revision=self._revision,

@@ -19,8 +19,6 @@ class Text(msgspec.Struct, frozen=True):
     """A text.
 
     Attributes:
-        name: names it in reports.
-        kind: what sort of text it is.
         path: below site-packages, where `*` stands for a version; without a package, a file.
         package: the distribution that has installed it, as pip calls it, or empty.
     """

@@ -31,11 +31,7 @@ def verify_input(tokens: Tensor | None, positions: Tensor | None, width: int) ->
 
 
 class Forwards:
-    """Runs the model of a scheduler process.
-
-    Attributes:
-        width: tokens of a request in a verification.
-    """
+    """Runs the model of a scheduler process."""
 
     def __init__(self, runner: Any, width: int) -> None:
         self.width = width

@@ -101,17 +101,12 @@ DRAFT_HOOKS = (
         prepare_moves,
         "drafts are a chain, and the kernel that it runs is missing on CPUs",
     ),
-    *(
-        (
-            Hook(
-                "sglang.srt.mem_cache.kv_cache_builder.get_draft_kv_pool",
-                HookType.AROUND,
-                find_drafts_pool,
-                "up to 0.5.18; it takes each speculative algorithm for one with a model",
-            ),
-        )
-        if compat.ASKS_FOR_DRAFTS_POOL
-        else ()
+    Hook(
+        "sglang.srt.mem_cache.kv_cache_builder.get_draft_kv_pool",
+        HookType.AROUND,
+        find_drafts_pool,
+        "up to 0.5.18; it takes each speculative algorithm for one with a model",
+        compat.ASKS_FOR_DRAFTS_POOL,
     ),
     Hook(
         "sglang.srt.mem_cache.memory_pool.ReqToTokenPool.__init__",

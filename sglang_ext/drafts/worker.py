@@ -146,7 +146,7 @@ class DraftWorker(BaseSpecWorker):
         places = self._places(batch, lengths, steps)
         tokens, output = self._run_ahead(rank.run_dense, batch, lengths, *places, steps)
         counts = torch.full_like(lengths.device, steps, dtype=torch.int32)
-        result = self._result(rank, batch, output)
+        result = self._result(batch, output)
         return self._finish(result, tokens[:, 1:].flatten(), counts, lengths, steps)
 
     def _round(
@@ -172,7 +172,7 @@ class DraftWorker(BaseSpecWorker):
         publish(lengths.device + counts)
         if batch.return_logprob:
             compat.add_spec_logprobs(batch, output.logits_output, verified, self._width)
-        result = self._result(rank, batch, output)
+        result = self._result(batch, output)
         result.cache_rank_drafts = drafts
         return self._finish(result, verified, counts, lengths, self._width)
 
@@ -201,11 +201,11 @@ class DraftWorker(BaseSpecWorker):
             tokens.append(draw(logits, sampling, sampling.sampling_seed, positions[:, step]))
         return torch.stack(tokens, dim=1), output
 
-    def _result(self, rank: DraftingRank, batch: Any, output: Any) -> GenerationBatchResult:
+    def _result(self, batch: Any, output: Any) -> GenerationBatchResult:
         result = GenerationBatchResult(
             logits_output=output.logits_output, can_run_cuda_graph=output.can_run_graph
         )
-        report(result, rank.statistics_of(batch.reqs))
+        report(result, batch.reqs)
         return result
 
     def _finish(

@@ -14,28 +14,25 @@ rank has a whole step for it. `cache_rank/schedule.py` says which is which.
 
 from __future__ import annotations
 
-from torch import Tensor
-
 from cache_rank.config import CacheRankConfig
 from sglang_ext.exchange.base import Exchange, Gate
 from sglang_ext.exchange.connection import Connection
 from sglang_ext.exchange.host import HostExchange, HostGate
+from sglang_ext.exchange.pinned_ring import HostToDeviceRing
 from sglang_ext.exchange.slots import SlotBuffers
 
 
-def make_gate(config: CacheRankConfig, steps: Tensor | None, exchanged: Tensor | None) -> Gate:
+def make_gate(config: CacheRankConfig, numbers: HostToDeviceRing | None) -> Gate:
     """Make the gate of this process, which outlives connections.
 
     Args:
-        config: agreed with the cache rank.
-        steps: (2,) int64 on a GPU, see `DeviceGate`; None on a CPU.
-        exchanged: (max batch,) int64 on a GPU, see `DeviceGate`; None on a CPU.
+        numbers: on a GPU, of which the gate reads `steps` and `exchanged`; None on a CPU.
     """
-    if steps is None or exchanged is None:
+    if numbers is None:
         return HostGate()
     from sglang_ext.exchange.device.gate import DeviceGate
 
-    return DeviceGate(config, steps, exchanged)
+    return DeviceGate(config, numbers["steps"], numbers["exchanged"])
 
 
 def make_exchange(

@@ -69,7 +69,6 @@ class Gate(ABC):
         """Let the hidden state that enters a group go, with what the group before it left.
 
         Args:
-            group: the layer group.
             hidden: (batch, H).
             residual: (batch, H), which is added; None is zero.
         """
@@ -85,8 +84,6 @@ class Gate(ABC):
         """Keep one layer's tensors of the exchanged requests for the cache rank.
 
         Args:
-            group: the layer group.
-            layer_in_group: index of the layer in it.
             queries, keys, values: (batch, heads, D) each.
         """
 
@@ -123,8 +120,6 @@ class Exchange(ABC):
     down.
 
     Attributes:
-        connection: to the cache rank.
-        counters: totals.
         waited: seconds that a step waited for answers: the current step, or on a GPU the last one
             whose times are known.
     """
@@ -209,7 +204,6 @@ class Exchange(ABC):
         """Bring pages of these names back into pool rows; the host waits for them.
 
         Args:
-            names: of the pages, in order.
             pool_rows: (n,) int64, of their tokens.
             forward: on a GPU the stream of forward passes, which may still read these rows.
         """

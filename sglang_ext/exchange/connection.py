@@ -47,11 +47,9 @@ class Placement(NamedTuple):
 
     Attributes:
         address: host name or IP of the interface that the channels bind to.
-        inference_device, cache_device: their devices, as torch names them.
         trace: file that the cache rank appends its timeline to; empty for none.
         memory_fraction: share of its free memory that the cache rank takes for tokens; None leaves
             the choice to the cache rank.
-        transfer_backend: what the user wants to carry the steps.
     """
 
     address: str
@@ -76,9 +74,6 @@ class Connection:
     Attributes:
         control: sends control messages; used by the scheduler thread only.
         link: the data channels; used by the scheduler thread only.
-        capacity_tokens: how many tokens fit in the cache rank's memory.
-        transfer_backend: what carries the steps.
-        process: of the cache rank.
         is_dismissed: whether its end is wanted, so that it is no loss.
         before_abort: called before transfers under way are cut off, from any thread.
         check: called a few times a second by the watching thread; raises CacheRankDownError.

@@ -41,7 +41,6 @@ class HostTransfers:
     """The transfers of one connection, a message at a time.
 
     Attributes:
-        messages: the memory of messages.
         waited: seconds that the current step has waited for answers.
         brought: tokens that answers brought to sequences, which the exchange accounts for.
     """

@@ -19,13 +19,7 @@ from sglang_ext.lifecycle import SparseSequence
 class ExchangedRows:
     """The requests in the exchange of a step.
 
-    Lists and not arrays: of so few numbers a step, each kind of array operation costs the host more
-    than all of them.
-
     Attributes:
-        sequences: one for each request.
-        batch_indices: their rows in the batch.
-        positions: the positions of their current tokens.
         filled_after: slots in use once answers for the next step are applied.
         fresh_filled: slots in use once answers for this step are applied.
     """
@@ -69,7 +63,6 @@ class ExchangedRows:
         """Return what the header of an answer must begin with, for each request.
 
         Args:
-            step: the step that is answered.
             same_step: whether for itself; for the next one otherwise.
         """
         return [
@@ -117,10 +110,7 @@ class SlotBuffers:
         """Compare the slots in use with those of the cache rank's slot map; stops the device.
 
         Args:
-            group: the layer group.
-            rows: the requests of the step.
             headers: (R, 6) int64 of the answer, see AnswerHeader.
-            same_step: whether the answer is for the step itself.
 
         Raises:
             AssertionError: they differ.

@@ -4,12 +4,4 @@ The KV cache stays in SGLang's pool. Every pool row of a sparse layer has a sket
 is written where the key is. A decode step scores the sketches by its own queries, picks tokens, and
 attends to their rows, all in the captured graph: no message, no copy of K and V, no work of the
 host.
-
-selection       the sketches, and a layer's selection and attention
-attention       the attention backend
-rank            which requests are sparse, and what users see
-draft_weights   weights of 4 bits, where selection only drafts
-metrics         what is exported of them, and logged
-calibrating     fits the sketch to the loaded model, once
-starting        builds all of this when SGLang has loaded the model
 """

@@ -89,9 +89,6 @@ def collect(
 ) -> list[KeyBasis]:
     """Let a model read prompts, the first at the beginning of the context, the last at its end.
 
-    Returns:
-        How the keys of the sparse layers are sketched.
-
     Raises:
         ValueError: a prefill did not show its tokens, and nothing else.
     """

@@ -41,7 +41,6 @@ class DraftNumber:
     """Chooses for each round.
 
     Attributes:
-        most: drafts of a round.
         payoff: the times of steps; None where every round with a long request has the most.
     """
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from sglang_ext.flags import CacheRankFlags
-from sglang_ext.metrics import EXPORT_STEPS, make_series
+from sglang_ext.metrics import EXPORT_STEPS, Series
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ class InlineMetrics:
 
     def __init__(self, args: CacheRankFlags, tp_rank: int) -> None:
         labels = {"placement": args.placement}
-        self._series = make_series(args, tp_rank, labels, _GAUGES, _COUNTERS, ("asked",))
+        self.series = Series(args, tp_rank, labels, _GAUGES, _COUNTERS, ("asked",))
         # The ranks of a server say the same.
         self._log_interval = args.decode_log_interval if tp_rank == 0 else 0
         self._steps = 0
@@ -42,28 +42,20 @@ class InlineMetrics:
             self._totals.sparse_steps + sparse_requests,
             self._totals.attended_tokens + attended_tokens,
         )
-        if self._series is not None:
-            self._series.set("sparse_requests", sparse_requests)
-            if self._steps % EXPORT_STEPS == 0:
-                self._export()
+        self.series.set("sparse_requests", sparse_requests)
+        if self._steps % EXPORT_STEPS == 0:
+            self._export()
         if self._log_interval and self._steps % self._log_interval == 0:
             self._log(requests, sparse_requests)
 
-    def on_asked(self, request: Any) -> None:
-        """A long request stays dense because it asks for it."""
-        if self._series is not None:
-            self._series.count_dense(request, "asked")
-
     def on_no_sparse_requests(self) -> None:
         """No request is sparse any more."""
-        if self._series is not None:
-            self._series.set("sparse_requests", 0)
-            self._export()
+        self.series.set("sparse_requests", 0)
+        self._export()
 
     def _export(self) -> None:
-        assert self._series is not None
         for name, now, before in zip(_COUNTERS, self._totals, self._exported, strict=True):
-            self._series.add(name, now - before)
+            self.series.add(name, now - before)
         self._exported = self._totals
 
     def _log(self, requests: int, sparse_requests: int) -> None:

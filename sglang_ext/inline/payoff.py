@@ -38,7 +38,6 @@ class StepTime(NamedTuple):
 
     Attributes:
         least: seconds of one that reads no keys.
-        of_byte: seconds.
     """
 
     least: float
@@ -71,7 +70,6 @@ class Payoff(NamedTuple):
     """What steps of both kinds take.
 
     Attributes:
-        dense, sparse: their times.
         token_bytes: K and V of a token in all sparse layers.
         sketch_bytes: its sketches there.
         verification: of drafts; None without them.
@@ -110,7 +108,6 @@ class Payoff(NamedTuple):
         Args:
             requests: all of one length.
             attended: tokens that a request of a length attends to.
-            lengths: that are tried.
         """
 
         def is_shorter(length: int) -> bool:
@@ -129,10 +126,7 @@ def measure(
     Tensor-parallel ranks measure together, and agree.
 
     Args:
-        runner: SGLang's model runner.
-        selection: of this process.
         tp_group: of the ranks, on CPUs.
-        verify: verifies drafts, if there are any.
         width: tokens of a request that it verifies.
     """
     requests, longest = _load(runner)

@@ -25,12 +25,7 @@ Result = TypeVar("Result")
 class InlineRank:
     """Tells the selection which request has which slot, and counts.
 
-    A request is sparse from `--sparse-threshold` tokens on, whatever else the server does. Without
-    this flag, all of a batch that are long enough are sparse in steps that this makes shorter.
-    Where selection only drafts, all other steps are dense.
-
     Attributes:
-        selection: of this process.
         payoff: tells which steps selection makes shorter; None where it does not matter.
         drafts: tells how many drafts a round has; None without drafts.
         draft_weights: of 4 bits; None where drafts run with the model's.
@@ -55,9 +50,8 @@ class InlineRank:
 
     def before_match(self, request: Any) -> None:
         """Let a request find what the weights of today have computed, if it has nothing yet."""
-        if compat.pool_state(request).req_pool_idx is None:
-            sparse_tokens = self._args.reuse_sparse_tokens == "on"
-            reuse.set_namespace(request, sparse_tokens, self._weight_updates)
+        sparse_tokens = self._args.reuse_sparse_tokens == "on"
+        reuse.set_namespace(request, sparse_tokens, self._weight_updates)
 
     def run_other(self, requests: list[Any], forward: Callable[[], Result]) -> Result:
         """Run a step that is no decode step, a prefill say."""
@@ -104,7 +98,7 @@ class InlineRank:
                 request.cache_rank_statistics.dense_reason = "below_threshold"
             elif request.cache_rank_sparse_from == NEVER:
                 request.cache_rank_statistics.dense_reason = "asked"
-                self._metrics.on_asked(request)
+                self._metrics.series.count_dense(request, "asked")
             else:
                 found.append((request, length))
         return found
@@ -181,7 +175,7 @@ class InlineRank:
             self.draft_weights.on_weights_updated()
 
     def draft_backend(self, runner: Any) -> Any:
-        """Make the attention backend of steps that draft, and of other decode steps."""
+        """Make the attention backend of decode steps, for whose graphs it may be captured."""
         return InlineAttnBackend(runner, self._args, self.selection)
 
     def run_draft(
@@ -209,11 +203,6 @@ class InlineRank:
         self.selection.step_is_sparse = before
 
     # What users see.
-
-    def statistics_of(self, requests: list[Any]) -> list[tuple[int | str | None, ...]]:
-        """Return what the responses report so far, one entry a request; see RequestStatistics."""
-        prepare_requests(requests)
-        return [request.cache_rank_statistics.as_tuple() for request in requests]
 
     def state(self, tree_cache: Any) -> dict[str, Any]:
         """Return what `/server_info` shows; what SGLang's tree can give up counts as free."""

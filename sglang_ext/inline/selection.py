@@ -12,6 +12,7 @@ from cache_rank.kernels.row_sketch import encode_rows, row_scratch, select_rows
 from cache_rank.kernels.sketch.reference import Sketch, make_sketch, sketch_shape
 from sglang_ext.calibration.key_statistics import KeyMoments
 from sglang_ext.flags import CacheRankFlags
+from sglang_ext.pools import attention_layers
 from sglang_ext.refusals import UnsupportedError
 
 REQUESTS_AT_ONCE = 64
@@ -34,11 +35,9 @@ class Selection:
     """Selects for every sparse layer of one scheduler process; layers count from the first.
 
     Attributes:
-        curve: the budget of a request by its length.
         sparse_from: (request slots,) int32, the length from which the request of a slot is sparse.
         step_is_sparse: whether the decode step under way, or being captured, may have a sparse
             request; all others are SGLang's own.
-        layers: that may be sparse.
         moments: by layer, of the tokens that a calibration prefills; None outside of one.
     """
 
@@ -46,9 +45,6 @@ class Selection:
         """Take memory; what is encoded means nothing until `load_basis` has brought the bases.
 
         Args:
-            args: the server's arguments.
-            heads: of the sparse layers.
-            codes: what `make_codes` made.
             row_table: (request slots, context) int32, SGLang's `req_to_token`.
         """
         self._sinks, self._recent = args.sink_tokens, args.recent_tokens
@@ -114,7 +110,6 @@ class Selection:
         The step has begun by `begin_step`.
 
         Args:
-            layer: which.
             queries: (B, Hq, D).
             slots: (B,) request slots.
             lengths: (B,) tokens of each request, the current one included.
@@ -188,14 +183,8 @@ def bytes_beside_sketches(
     """Share the memory of SGLang's KV pool between K and V and what selection takes.
 
     Args:
-        args: the server's arguments.
         available: bytes of both.
         layers: of the pool, dense ones among them.
-        dtype: of the pool.
-        model: SGLang's configuration of the model.
-
-    Returns:
-        The bytes of K and V.
 
     Raises:
         UnsupportedError: nothing is left for them.
@@ -225,11 +214,8 @@ def heads_of(runner: Any, dense_layers: int) -> Heads:
     Raises:
         ValueError: its attention layers are not those of SGLang's KV pool, or not plain ones.
     """
-    pool = runner.token_to_kv_pool
-    attention = [part for part in runner.model.modules() if type(part).__name__ == "RadixAttention"]
+    attention = attention_layers(runner)
     first = attention[0]
-    if len(attention) != len(pool.k_buffer) or first.qk_head_dim != first.v_head_dim:
-        raise ValueError("the model's attention layers do not match its KV pool")
     if any(part.logit_cap or part.xai_temperature_len > 0 for part in attention):
         raise ValueError("the model caps logits of attention, which inline selection does not")
     layers = len(attention) - dense_layers

@@ -84,8 +84,6 @@ def prepare(scheduler: Any, args: CacheRankServerArgs) -> None:
                 measured = payoff.measure(*of_group, forwards.verify, forwards.width)
         _current.payoff = measured
         _current.drafts = DraftNumber(forwards.width - 1, measured)
-        if measured is not None:
-            _say_how_long_rounds_take(_current, int(runner.model_config.context_len))
     elif args.selects_when_shorter:
         _current.payoff = payoff.measure(runner, _current.selection, group)
         _say_when_steps_select(_current, args.sparse_from, int(runner.model_config.context_len))
@@ -100,20 +98,6 @@ def _say_when_steps_select(rank: InlineRank, least: int, longest: int) -> None:
     logger.info(
         "cache rank: steps select where that is shorter; tokens of so many requests: %s", said
     )
-
-
-def _say_how_long_rounds_take(rank: InlineRank, longest: int) -> None:
-    assert rank.payoff is not None
-    assert rank.drafts is not None
-    length = min(longest, 32768)
-    for requests in (1, 8, 16):
-        load = requests * length, requests * length, requests * rank.selection.attended(length)
-        times = [1e3 * seconds for seconds in rank.payoff.of_round(requests, *load)]
-        logger.info(
-            "cache rank: %d requests of %d tokens: a dense step takes %.2f ms, a draft %.2f, a "
-            "verification %.2f; drafts of a round: %d",
-            *(requests, length, *times, rank.drafts.choose(requests, *load)),
-        )
 
 
 def _fit(rank: InlineRank, scheduler: Any, args: CacheRankServerArgs) -> bool:

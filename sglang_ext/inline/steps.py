@@ -38,8 +38,6 @@ def batch_of(
     """Make a batch for `runner.forward`.
 
     Args:
-        runner: SGLang's model runner.
-        mode: of the forward pass.
         tokens, positions, rows: (n,) int64, of the tokens that are read; rows are the pool's.
         slots: (B,) request slots.
         lengths: of the requests, as the mode counts them.

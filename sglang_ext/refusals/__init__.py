@@ -2,8 +2,8 @@
 
 What would give wrong tokens or end in a crash is refused. `servers` and `models` object to what
 sparse decode does not allow, wherever tokens are selected, and separately to what the exchange with
-a cache rank in a process of its own does not. `ineffective_flags` warns of what has no effect, and
-`known` of flags that nobody has tried.
+a cache rank in a process of its own does not. `ineffective_flags` warns of what keeps requests
+dense, and `known` of flags that nobody has tried.
 """
 
 from __future__ import annotations
@@ -38,7 +38,6 @@ class Objection(NamedTuple):
     Attributes:
         asked: the flags that ask for it, separated by blanks; a key of --cache-rank-config is
             written as a flag, too. Those that are not at their defaults are named.
-        why: why it cannot be had.
         remedy: what to do. `{given}` stands for the flags that are named.
     """
 
@@ -58,7 +57,6 @@ def of_flags(args: CacheRankFlags, reasons: Mapping[str, str]) -> Iterator[Objec
     """Object to flags that are not at their defaults.
 
     Args:
-        args: the server's arguments.
         reasons: why flags, separated by blanks, can have no other value.
     """
     for asked, why in reasons.items():

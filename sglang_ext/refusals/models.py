@@ -1,7 +1,4 @@
-"""What a model may not be, and what this machine must have room for.
-
-SGLang has read the configuration of the model by then.
-"""
+"""What a model may not be, and what this machine must have room for."""
 
 from __future__ import annotations
 

@@ -24,8 +24,6 @@ def refuse_request(request: Any, limits: Limits, is_sparse: bool) -> None:
 
     Args:
         request: SGLang's GenerateReqInput or EmbeddingReqInput, not yet normalized.
-        limits: what requests may ask of this model.
-        is_sparse: whether the server decodes sparsely.
 
     Raises:
         ValueError: the request says what cannot be served; clients get its text with a 400.

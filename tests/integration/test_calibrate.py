@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -36,10 +35,7 @@ def test_forecasts_get_better_on_texts_that_were_not_fitted_to(
         assert fit.is_before == (layer < 5)  # behind the dense layer and two groups of 2
         assert fit.source in ((27, 29) if fit.is_before else (layer - 4, layer - 5))
         assert fit.fitted < fit.held_out < fit.plain_held_out
-        assert fit.recall is not None
-        assert 0.3 < fit.recall < 1
         assert corrections[layer].left.shape == (577, 32)
-    assert statistics.mean(fit.recall or 0 for fit in card.fits.values()) > 0.6
     table = ran.stdout.splitlines()
     assert sum(line.startswith("| ") for line in table) == 2 + 29
 

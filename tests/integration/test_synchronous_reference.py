@@ -126,7 +126,7 @@ class Case:
             layer: Correction(random(WIDTH + 1, 3), random(3, width) / 8)
             for layer in self.sources()
         }
-        fit = Fit(0, 1.0, 1.0, 1.0, 1.0, None)
+        fit = Fit(0, 1.0, 1.0, 1.0, 1.0)
         card = make_card(
             architecture={"qwen3": "Qwen3ForCausalLM", "qwen2": "Qwen2ForCausalLM"}[self.family],
             hidden_size=WIDTH,

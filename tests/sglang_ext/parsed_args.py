@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 from argparse import ArgumentParser
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,8 @@ import transformers
 from sglang_ext import cpu, plugin, server_args
 from sglang_ext.refusals import UnsupportedError
 from sglang_ext.server_args import BUNDLED_MODEL, CacheRankServerArgs, parse_server_args
+
+Make = Callable[..., CacheRankServerArgs]
 
 
 def parse(argv: Sequence[str]) -> CacheRankServerArgs:
@@ -72,7 +74,6 @@ def pretend_gpus(count: int, monkeypatch: pytest.MonkeyPatch, generation: int = 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (generation, 0))
     monkeypatch.setattr(server_args, "is_flashinfer_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: False)
 
 

@@ -74,8 +74,8 @@ CARD = make_card(
     forecast_lead=2,
     texts={"a": "0" * 64},
     fits={
-        **{layer: Fit(layer + 2, 1.0, 0.2, 1.0, 0.3, 0.7, is_before=True) for layer in (1, 2)},
-        **{layer: Fit(layer - 2, 0.5, 0.1, 0.6, 0.2, 0.8) for layer in (3, 4)},
+        **{layer: Fit(layer + 2, 1.0, 0.2, 1.0, 0.3, is_before=True) for layer in (1, 2)},
+        **{layer: Fit(layer - 2, 0.5, 0.1, 0.6, 0.2) for layer in (3, 4)},
     },
 )
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import pkgutil
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -18,7 +17,6 @@ from sglang_ext import hook as hook_module
 from sglang_ext.hook import Hook
 from sglang_ext.hooks import HOOKS
 from sglang_ext.refusals import UnsupportedError
-from sglang_ext.requests import CACHE_RANK, serving
 from sglang_ext.server_args import BUNDLED_MODEL, CacheRankServerArgs
 
 # After ours, which makes SGLang importable without a GPU.
@@ -75,17 +73,10 @@ def test_the_plugin_is_live_and_loading_it_again_hooks_nothing_twice() -> None:
         assert registered == [(hook.kind, hook.function)]
 
 
-@pytest.mark.parametrize(
-    "target",
-    [
-        "sglang.srt.managers.scheduler.Scheduler.no_such_method",
-        "sglang.srt.managers.scheduler.NoSuchClass.method",
-        "sglang.srt.no_such_module.function",
-    ],
-)
 def test_a_hook_that_cannot_be_applied_is_an_error_that_names_it(
-    target: str, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    target = "sglang.srt.managers.scheduler.Scheduler.no_such_method"
     missing = Hook(target, HookType.BEFORE, hooks.end_all_sequences, "gone in this version")
     monkeypatch.setattr(hooks, "HOOKS", (*HOOKS, missing))
     registered = [(missing.kind, missing.function, None)]
@@ -220,23 +211,8 @@ def test_what_leaves_no_memory_for_a_pool_is_refused(monkeypatch: pytest.MonkeyP
 def rank(monkeypatch: pytest.MonkeyPatch) -> Mock:
     """A stand-in for the inference rank of this process."""
     rank = Mock()
-    rank.statistics_of.return_value = [(1, 2, 3, 4, 5)]
-    rank.run_other.side_effect = lambda requests, forward: forward()
     monkeypatch.setattr(inference_rank, "_current", rank)
     return rank
-
-
-def batch_of(decode: bool) -> Any:
-    mode = SimpleNamespace(is_decode=lambda: decode)
-    return SimpleNamespace(forward_mode=mode, reqs=["request"], seq_lens_cpu=torch.tensor([7]))
-
-
-def test_what_others_report_of_a_step_is_kept(rank: Mock) -> None:
-    logits = SimpleNamespace(customized_info={"other": [1]})
-    hooks.run_step(
-        Mock(return_value=SimpleNamespace(logits_output=logits)), "worker", batch_of(False)
-    )
-    assert logits.customized_info == {"other": [1], CACHE_RANK: [(1, 2, 3, 4, 5)]}
 
 
 @pytest.mark.parametrize(("mode", "retracts"), [("retract", True), ("in_place", False)])
@@ -285,49 +261,3 @@ def test_the_cache_rank_is_there_while_what_it_needs_is(
         updater.offload_tags -= {*(tags or everything)}
         assert hooks.resume_memory("answer", updater, SimpleNamespace(tags=tags)) == "answer"
     assert rank.cache_rank.resume.call_count == ups
-
-
-# What responses report, and what requests may ask.
-
-NAMES = [
-    *("sparse_steps", "dense_reason", "attended_tokens", "tokens_shipped", "late_steps"),
-    *("stale_steps", "retractions"),
-]
-NOTHING = (0, "prefill", 0, 0, 0, 0, 0)
-EARLY = (1, "down", 11, 2, 3, 4, 5)
-
-
-def responses(outputs: list[Any], sampling_params: Any = None) -> list[Any]:
-    """What a client gets for these outputs of SGLang's tokenizer manager."""
-
-    manager = SimpleNamespace(
-        model_config=SimpleNamespace(vocab_size=300, context_len=2048),
-        server_args=SimpleNamespace(),
-    )
-
-    async def original(given: Any, request: Any, *args: Any) -> AsyncIterator[Any]:
-        assert (given, args) == (manager, ("http request",))
-        for output in outputs:
-            yield output
-
-    async def collect() -> list[Any]:
-        request = SimpleNamespace(sampling_params=sampling_params)
-        stream = serving.generate(original, manager, request, "http request")
-        return [output async for output in stream]
-
-    return asyncio.run(collect())
-
-
-def summary_of(values: Sequence[Any]) -> dict[str, Any]:
-    return dict(zip(NAMES, values, strict=True))
-
-
-def test_each_response_of_a_stream_has_its_own_summary() -> None:
-    stream = [
-        {"text": "a", "meta_info": {CACHE_RANK: [None], "id": "x"}},
-        {"text": "b", "meta_info": {CACHE_RANK: [None, EARLY], "id": "x"}},
-    ]
-    assert responses(stream) == [
-        {"text": "a", "meta_info": {CACHE_RANK: summary_of(NOTHING), "id": "x"}},
-        {"text": "b", "meta_info": {CACHE_RANK: summary_of(EARLY), "id": "x"}},
-    ]

@@ -15,6 +15,7 @@ from sglang_ext.inline.draft_number import DraftNumber
 from sglang_ext.inline.payoff import Payoff, StepTime
 from sglang_ext.inline.rank import InlineRank
 from sglang_ext.inline.selection import NEVER
+from sglang_ext.lifecycle import prepare_requests
 
 # After ours, which makes SGLang importable without a GPU.
 from sglang.srt.model_executor.forward_batch_info import ForwardMode  # isort: skip
@@ -28,7 +29,7 @@ SLOTS, THRESHOLD = 4, 100
 class Scheduler:
     """Gives requests slots, and steps, as SGLang does."""
 
-    def __init__(self, deterministic: bool = False) -> None:
+    def __init__(self, deterministic: bool = False, **changes: Any) -> None:
         self.sparse_from = torch.full((SLOTS,), NEVER, dtype=torch.int32)
         self.selection: Any = SimpleNamespace(
             sparse_from=self.sparse_from,
@@ -37,14 +38,16 @@ class Scheduler:
             curve="a tenth",
             attended=lambda length: length // 10,
         )
-        args: Any = SimpleNamespace(
-            sparse_from=THRESHOLD,
-            reuse_sparse_tokens="off",
-            placement="inline",
-            enable_metrics=False,
-            decode_log_interval=40,
-            enable_deterministic_inference=deterministic,
-        )
+        usual = {
+            "sparse_from": THRESHOLD,
+            "reuse_sparse_tokens": "off",
+            "placement": "inline",
+            "served_model_name": "model",
+            "enable_metrics": False,
+            "decode_log_interval": 40,
+            "enable_deterministic_inference": deterministic,
+        }
+        args: Any = SimpleNamespace(**usual | changes)
         self.rank = InlineRank(args, self.selection, tp_rank=0)
         self.seen: list[list[int]] = []
         """What the selection knew of slots in each forward pass."""
@@ -86,8 +89,10 @@ def request(slot: int | None, dense: bool = False) -> Any:
     )
 
 
-def statistics(scheduler: Scheduler, one: Any) -> tuple[Any, ...]:
-    return scheduler.rank.statistics_of([one])[0][:2]
+def statistics(one: Any) -> tuple[int, str | None]:
+    prepare_requests([one])
+    found = one.cache_rank_statistics
+    return found.sparse_steps, found.dense_reason
 
 
 def test_a_slot_is_told_before_its_first_step_and_not_again(scheduler: Scheduler) -> None:
@@ -124,21 +129,21 @@ def test_a_request_that_was_retracted_is_told_of_its_new_slot(scheduler: Schedul
     scheduler.prefill(one)
     assert scheduler.seen[-1] == [NEVER, NEVER, NEVER, THRESHOLD]
     scheduler.decode([151, 200], one, dense)
-    assert statistics(scheduler, one) == (2, None)  # over both of its lives
-    assert statistics(scheduler, dense) == (0, "asked")
+    assert statistics(one) == (2, None)  # over both of its lives
+    assert statistics(dense) == (0, "asked")
     assert reuse.dense_tokens(one) == 150
 
 
 def test_steps_from_the_threshold_on_are_sparse_and_counted(scheduler: Scheduler) -> None:
     one, dense = request(0), request(1, dense=True)
-    assert statistics(scheduler, one) == (0, "prefill")
+    assert statistics(one) == (0, "prefill")
     scheduler.prefill(one, dense)
     expected = [(0, "below_threshold"), (0, "below_threshold"), (1, None), (2, None)]
     for length, found in zip(range(98, 102), expected, strict=True):
         scheduler.decode([length, length], one, dense)
-        assert statistics(scheduler, one) == found
+        assert statistics(one) == found
         why = "below_threshold" if length < THRESHOLD else "asked"
-        assert statistics(scheduler, dense) == (0, why)
+        assert statistics(dense) == (0, why)
     assert reuse.dense_tokens(one) == THRESHOLD - 1  # the first sparse step wrote token 99
     assert reuse.dense_tokens(dense) is None
 
@@ -248,9 +253,9 @@ def test_a_round_drafts_for_those_that_are_long(scheduler: Scheduler) -> None:
     scheduler.rank.drafts = DraftNumber(3, None)
     scheduler.prefill(one, short, dense)
     assert scheduler.rank.plan_drafts([one, short, dense], [200, 50, 300]) == 3
-    assert statistics(scheduler, one) == (3, None)
-    assert statistics(scheduler, short) == (0, "below_threshold")
-    assert statistics(scheduler, dense) == (0, "asked")
+    assert statistics(one) == (3, None)
+    assert statistics(short) == (0, "below_threshold")
+    assert statistics(dense) == (0, "asked")
     scheduler.selection.step_is_sparse = False
     step = [one, short, dense], [200, 50, 300], lambda: scheduler.selection.step_is_sparse
     assert scheduler.rank.run_draft(*step)
@@ -261,7 +266,7 @@ def test_a_round_drafts_for_those_that_are_long(scheduler: Scheduler) -> None:
     assert scheduler.rank.plan_drafts([short], [51]) == 0  # there is nothing to select
     scheduler.decode([204, 52, 301], one, short, dense)
     assert scheduler.was_sparse[-1] is False
-    assert statistics(scheduler, one)[0] == 3
+    assert statistics(one)[0] == 3
 
 
 def test_requests_are_sparse_together_where_that_is_shorter(scheduler: Scheduler) -> None:
@@ -274,11 +279,11 @@ def test_requests_are_sparse_together_where_that_is_shorter(scheduler: Scheduler
         scheduler.rank.payoff = Payoff(StepTime(dense_least, 0.01), costs, 1, 0)
         scheduler.decode(lengths, one, short, dense)
         assert scheduler.was_sparse[-1] == is_shorter
-        reasons = [statistics(scheduler, each)[1] for each in (one, short, dense)]
+        reasons = [statistics(each)[1] for each in (one, short, dense)]
         assert reasons == [
             None if is_shorter else "not_shorter",
             "below_threshold",
             "below_threshold",
         ]
-    assert statistics(scheduler, one)[0] == 2
+    assert statistics(one)[0] == 2
     assert reuse.dense_tokens(one) == 199  # a sparse step has computed the last one

@@ -15,32 +15,15 @@ from huggingface_hub import constants
 from packaging.version import Version
 
 import sglang_ext
-from scripts.shared.serving import free_port
 from sglang_ext import compat, launch
 from sglang_ext.model_path import require_model
-from sglang_ext.port import reserved
+from sglang_ext.port import require_free
 from sglang_ext.refusals import UnsupportedError
 
 ROOT = Path(sglang_ext.__file__).parent.parent
 
 
-# Help.
-
-
 # The port.
-
-
-def test_one_server_of_ours_holds_a_port_that_sglang_can_bind() -> None:
-    port = free_port()
-    with reserved("127.0.0.1", port):
-        with socket.socket() as sglangs:
-            sglangs.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            sglangs.bind(("127.0.0.1", port))
-        said = f"^--port {port}: a server that is starting "
-        with pytest.raises(UnsupportedError, match=said), reserved("0.0.0.0", port):
-            pass
-    with reserved("127.0.0.1", port):
-        pass
 
 
 def test_refuses_a_port_that_somebody_listens_on() -> None:
@@ -48,12 +31,11 @@ def test_refuses_a_port_that_somebody_listens_on() -> None:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
-        with reserved("127.0.0.1", port):
-            pass  # bound, and nobody listens yet
+        require_free("127.0.0.1", port)  # bound, and nobody listens yet
         listener.listen()
         for host in ("127.0.0.1", "0.0.0.0", "localhost"):
-            with pytest.raises(UnsupportedError, match=f"^--port {port}: "), reserved(host, port):
-                pass
+            with pytest.raises(UnsupportedError, match=f"^--port {port}: "):
+                require_free(host, port)
 
 
 @pytest.mark.parametrize(
@@ -66,19 +48,19 @@ def test_refuses_a_port_that_somebody_listens_on() -> None:
     ],
 )
 def test_refuses_a_port_that_cannot_be_had(host: str, port: int, flag: str) -> None:
-    with pytest.raises(UnsupportedError, match=f"^{flag} "), reserved(host, port):
-        pass
+    with pytest.raises(UnsupportedError, match=f"^{flag} "):
+        require_free(host, port)
 
 
-def test_a_server_whose_port_another_one_holds_is_refused_before_it_loads_anything(
+def test_a_server_whose_port_another_one_has_is_refused_before_it_loads_anything(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(launch, "_serve", lambda *_: pytest.fail("it is started"))
-    port = free_port()
-    with reserved("127.0.0.1", port):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
         assert launch.main(["--port", str(port)]) == 2
     said = capsys.readouterr().err.splitlines()[-1]
-    assert said.startswith(f"error: --port {port}: a server that is starting")
+    assert said.startswith(f"error: --port {port}: it cannot be had on 127.0.0.1")
 
 
 # The model.

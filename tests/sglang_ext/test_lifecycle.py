@@ -59,13 +59,6 @@ def request_on(
 # Reasons to stay dense.
 
 
-@pytest.mark.parametrize("length", [1, THRESHOLD - 1, THRESHOLD, THRESHOLD + 1])
-def test_a_sequence_may_begin_from_the_threshold_on(length: int) -> None:
-    lifecycle, _ = lifecycle_with()
-    reason = lifecycle.reason_to_stay_dense(request_on(1), length, is_up=True)
-    assert reason == ("below_threshold" if length < THRESHOLD else None)
-
-
 @pytest.mark.parametrize(
     ("custom", "reason"),
     [
@@ -247,43 +240,6 @@ def test_a_request_that_comes_back_has_a_new_sequence_and_its_old_statistics() -
     assert (second.phase, second.ended, second.orphaned) == (Phase.SHIPPING, False, False)
     assert (second.shipped, second.exchanged, second.filled) == (0, 0, 0)
     assert second.statistics is first.statistics is request.cache_rank_statistics
-
-
-@settings(deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 7), st.integers(1, 300)), max_size=60))
-def test_sequence_ids_only_grow_and_their_ends_give_everything_back(
-    events: list[tuple[int, int]],
-) -> None:
-    """A slot with a sequence ends it; a slot without one begins one where there is room."""
-    blocks, capacity = 3, 400
-    lifecycle, reserve = lifecycle_with(blocks=blocks, capacity=capacity)
-    sequence_ids: list[int] = []
-    for slot, new_tokens in events:
-        if slot in lifecycle.live:
-            lifecycle.end(slot)
-            continue
-        request = request_on(slot, new_tokens=new_tokens)
-        held = sum(sequence.reserved_tokens for sequence in lifecycle.live.values())
-        needed = min(20 + new_tokens, CONTEXT) + 1
-        reason = None
-        if len(lifecycle.live) == blocks:
-            reason = "max_sparse_requests"
-        elif held + needed > capacity:
-            reason = "cache_rank_memory"
-        assert lifecycle.reason_to_stay_dense(request, THRESHOLD, is_up=True) == reason
-        if reason is None:
-            sequence = lifecycle.begin(request)
-            assert sequence.reserved_tokens == needed
-            sequence_ids.append(sequence.sequence_id)
-        live = lifecycle.live.values()
-        assert len({sequence.block for sequence in live}) == len(live)
-        assert reserve.free_blocks == blocks - len(live)
-    assert sequence_ids == sorted(set(sequence_ids))
-    for slot in list(lifecycle.live):
-        lifecycle.end(slot)
-    assert reserve.free_blocks == blocks
-    lifecycle.capacity_tokens = 31
-    assert lifecycle.reason_to_stay_dense(request_on(1), THRESHOLD, is_up=True) is None
 
 
 # What a request carries.

@@ -171,23 +171,6 @@ def test_metrics_follow_while_prompts_are_shipped_and_nothing_is_sparse(
     decoding.rank.on_request_freed(shipped)
 
 
-def test_an_idle_rank_lets_go_of_one_that_ended_and_takes_the_next(decoding: Decoding) -> None:
-    rank, lost = decoding.rank, decoding.supervisor.connection
-    exchange = rank.cache_rank.exchange
-    assert lost is not None
-    os.kill(lost.process.pid, signal.SIGKILL)
-
-    def follow() -> bool:
-        rank.cache_rank.follow_supervisor()
-        return rank.cache_rank.exchange is not exchange
-
-    decoding.wait_until(follow)
-    decoding.wait_until(lambda: decoding.supervisor.connection is not None)
-    rank.cache_rank.follow_supervisor()
-    assert rank.cache_rank.exchange is not None
-    assert rank.cache_rank.exchange.connection is decoding.supervisor.connection is not lost
-
-
 def test_another_is_started_when_a_lost_connection_cannot_be_closed(
     decoding: Decoding, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -91,23 +91,14 @@ def test_counts_of_a_lost_cache_rank_and_of_the_next_one_add_up(
 def test_a_request_that_stays_dense_is_counted_once_a_reason(exchanging: Exchanging) -> None:
     first, second = (SimpleNamespace(cache_rank_dense_reasons=set()) for _ in range(2))
     for _ in range(2):
-        exchanging.metrics.on_dense(first, "max_sparse_requests")
-        exchanging.metrics.on_dense(first, "down")
-    exchanging.metrics.on_dense(second, "down")
+        exchanging.metrics.series.count_dense(first, "max_sparse_requests")
+        exchanging.metrics.series.count_dense(first, "down")
+    exchanging.metrics.series.count_dense(second, "down")
     counted = [
         exported("dense_requests_total", reason=reason)
         for reason in ("max_sparse_requests", "down", "asked")
     ]
     assert counted == [1, 2, 0]
-
-
-def test_the_gauge_follows_the_sparse_requests(exchanging: Exchanging) -> None:
-    assert exported("sparse_requests") == 0
-    for requests in (1, 3, 2):
-        exchanging.run(1, requests)
-        assert exported("sparse_requests") == requests
-    exchanging.metrics.on_no_sparse_requests()
-    assert exported("sparse_requests") == 0
 
 
 def test_a_report_sets_what_is_held_and_adds_what_is_new(exchanging: Exchanging) -> None:
@@ -141,9 +132,6 @@ def test_waits_and_losses_are_counted(
     assert exported("step_wait_seconds_sum") == 0.25
     state = metrics.state()
     assert (state["steps_waited"], state["wait_seconds"]) == (1, 0.25)
-    metrics.on_stale(3)
-    metrics.on_retraction()
-    assert (exported("stale_steps_total"), exported("retractions_total")) == (3, 1)
 
 
 def test_losses_and_failed_starts_are_counted_with_the_delay(exchanging: Exchanging) -> None:

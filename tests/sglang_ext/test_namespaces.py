@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 from types import SimpleNamespace
-from typing import Any
+
+from fake_requests import fake_request
 
 from sglang_ext.reuse import set_namespace
 
@@ -13,11 +14,11 @@ KEYS = (None, "tenant", " cache_rank: false", " weights 1", "cache rank [weights
 
 def namespace(key: str | None, dense: bool, sparse_tokens: bool, updates: int) -> str | None:
     custom = {"cache_rank": False} if dense else None
-    request: Any = SimpleNamespace(
-        extra_key=key, sampling_params=SimpleNamespace(custom_params=custom)
-    )
+    params = SimpleNamespace(custom_params=custom)
+    request = fake_request(req_pool_idx=None, extra_key=key, sampling_params=params)
     set_namespace(request, sparse_tokens, updates)
-    return request.extra_key
+    found: str | None = request.extra_key
+    return found
 
 
 def test_no_client_can_name_the_part_of_another() -> None:

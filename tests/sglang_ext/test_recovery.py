@@ -14,6 +14,7 @@ from sglang_ext import compat
 from sglang_ext.exchange.base import ExchangeCounters
 from sglang_ext.inference_rank import InferenceRank
 from sglang_ext.lifecycle import Phase, RequestStatistics, SparseSequence
+from sglang_ext.metrics import _COUNTERS
 from sglang_ext.recovery import CacheRankClient
 from sglang_ext.step_plan import StepPlan
 
@@ -80,6 +81,8 @@ def test_sparse_requests_leave_the_batch_and_are_queued_a_turn_later() -> None:
     batch.filter_batch.assert_called_once_with(keep_indices=[0, 2])
     assert batch.batch_is_full is False
     assert batch_of.client.to_queue == [orphan]
+    counted = {call.args[0] for call in batch_of.metrics.series.add.call_args_list}
+    assert counted == {"stale_steps", "retractions"} <= {*_COUNTERS}
     assert (batch_of.client.retractions, orphan.cache_rank_statistics.retractions) == (1, 1)
     scheduler._add_request_to_queue.assert_not_called()
 

@@ -7,30 +7,31 @@ from typing import Any
 
 import torch
 
+from sglang_ext.lifecycle import RequestStatistics
 from sglang_ext.reports import repeat, report, summary
 from sglang_ext.requests.bodies import CACHE_RANK
 
 
+def request(steps: int, finished: bool = False) -> Any:
+    return SimpleNamespace(
+        customized_info={CACHE_RANK: ["of the prefill"]},
+        finished=lambda: finished,
+        is_retracted=False,
+        cache_rank_statistics=RequestStatistics(steps),
+    )
+
+
 def test_every_token_of_a_round_has_an_entry() -> None:
-    """SGLang adds one entry itself, for requests that go on."""
-
-    def request(finished: bool = False) -> Any:
-        info = {CACHE_RANK: ["of the prefill"]}
-        return SimpleNamespace(customized_info=info, finished=lambda: finished, is_retracted=False)
-
-    output = SimpleNamespace(customized_info=None)
+    """SGLang adds one entry itself, for requests that go on; other info of a step is kept."""
+    output = SimpleNamespace(customized_info={"other": [1]})
     result = SimpleNamespace(logits_output=output, accept_lens=torch.tensor([3, 1, 2]))
-    requests = [request(), request(), request(finished=True)]
-    report(result, [("a",), ("b",), ("c",)])
+    requests = [request(5), request(6), request(7, finished=True)]
+    report(result, requests)
+    entries = [RequestStatistics(steps).as_tuple() for steps in (5, 6, 7)]
+    assert output.customized_info == {"other": [1], CACHE_RANK: entries}
     repeat(requests, result)
     found = [each.customized_info[CACHE_RANK][1:] for each in requests]
-    assert found == [[("a",)] * 2, [], []]
-
-
-def test_other_info_of_a_step_is_kept() -> None:
-    result = SimpleNamespace(logits_output=SimpleNamespace(customized_info={"other": [1]}))
-    report(result, [("a",)])
-    assert result.logits_output.customized_info == {"other": [1], CACHE_RANK: [("a",)]}
+    assert found == [[entries[0]] * 2, [], []]
 
 
 def test_the_last_entry_counts() -> None:

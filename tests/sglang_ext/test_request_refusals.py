@@ -26,18 +26,11 @@ def refuse(is_sparse: bool = True, **request: Any) -> None:
         {"input_ids": []},
         {"input_ids": [0, 299]},
         {"input_ids": [[0, 1], [299]]},
-        {"input_embeds": None},
-        {"positional_embed_overrides": None},
         *(
             {"sampling_params": params}
             for params in (
                 None,
-                {},
-                {"temperature": 0},
-                {"max_new_tokens": 0},
                 {"max_new_tokens": None, "min_new_tokens": 3},
-                {CUSTOM: None},
-                {CUSTOM: {}},
                 {CUSTOM: {"other": "anything"}},
                 {CUSTOM: {CACHE_RANK: None}},
                 {CUSTOM: {CACHE_RANK: True}},
@@ -51,19 +44,13 @@ def test_what_can_be_served_is(request_: dict[str, Any]) -> None:
     refuse(**request_)
 
 
-@pytest.mark.parametrize("is_sparse", [True, False])
 @pytest.mark.parametrize(
     ("request_", "said"),
     [
         ({"input_ids": [5, 300]}, "input_ids: 300 is not a token; .* from 0 to 299"),
-        ({"input_ids": [-1, 5]}, "input_ids: -1 is not a token"),
         ({"input_ids": [[5], [5, 10**9]]}, "input_ids: 1000000000 is not a token"),
         ({"input_ids": [[5], []]}, "input_ids: each prompt of a batch must have a token"),
-        ({"input_ids": [1.5]}, "input_ids must be lists of integers"),
-        ({"input_ids": ["5"]}, "input_ids must be lists of integers"),
         ({"input_ids": [True]}, "input_ids must be lists of integers"),
-        ({"sampling_params": {"max_new_tokens": "8"}}, "max_new_tokens .* got '8'"),
-        ({"sampling_params": {"max_new_tokens": -1}}, "max_new_tokens .* got -1"),
         ({"sampling_params": {"max_new_tokens": 1.5}}, "max_new_tokens .* got 1.5"),
         (
             {"text": ["a", "b"], "sampling_params": [{}, {"min_new_tokens": []}]},
@@ -72,14 +59,14 @@ def test_what_can_be_served_is(request_: dict[str, Any]) -> None:
         ({"sampling_params": {CUSTOM: "a"}}, "custom_params must be an object, got 'a'"),
         *(
             ({"sampling_params": {CUSTOM: {CACHE_RANK: wanted}}}, "must be true or false, got ")
-            for wanted in (0, 1, "false", "", [], {}, 0.0)
+            for wanted in (0, 1, "false", {})
         ),
     ],
     ids=str,
 )
-def test_what_cannot_be_is_refused(request_: dict[str, Any], said: str, is_sparse: bool) -> None:
+def test_what_cannot_be_is_refused(request_: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        refuse(is_sparse, **request_)
+        refuse(**request_)
 
 
 def test_a_beam_search_is_refused_with_a_cache_rank() -> None:

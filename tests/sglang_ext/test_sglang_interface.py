@@ -295,7 +295,11 @@ def test_every_method_that_a_backend_must_have_is_one_of_ours() -> None:
 
 def test_the_flags_that_are_refused_exist() -> None:
     fields = compat.default_values(CacheRankFlags)
-    tables = {**servers.SPARSE_DECODE_FLAGS, **servers.EXCHANGE_FLAGS}
+    tables = {
+        **servers.SPARSE_DECODE_FLAGS,
+        **servers.EXCHANGE_FLAGS,
+        **servers.INLINE_FLAGS,
+    }
     asked = {field_of(flag) for flags in tables for flag in flags.split()}
     absent = {field_of(flag) for flag in compat.ABSENT_FLAGS}
     assert sorted(asked - fields.keys()) == sorted(absent)

@@ -35,13 +35,6 @@ def args_of(device: str, trace: str | None = None, memory: float | None = None) 
     )
 
 
-def test_cpu_ranks_are_on_the_cpu(placements: list[tuple[str, Placement, float, float]]) -> None:
-    inference_rank.spawn(args_of("cpu", "/a/trace", 0.5), 0, 0)
-    placement = Placement("127.0.0.1", "cpu", "cpu", "/a/trace", 0.5)
-    assert placements == [("cache-rank-0", placement, 5.0, 30.0)]
-    assert inference_rank.os.environ == {}
-
-
 def test_gpu_ranks_are_on_the_gpus_that_they_were_given(
     placements: list[tuple[str, Placement, float, float]],
 ) -> None:

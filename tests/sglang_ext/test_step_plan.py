@@ -155,7 +155,7 @@ def test_without_a_cache_rank_no_sequence_begins_and_long_requests_are_counted()
         plan = planner.plan([long, short], [12, 11], False)
         assert planner.lifecycle.live == {}
         assert plan.attended_lengths == [12, 11]
-    metrics.on_dense.assert_called_once_with(long, "down")
+    metrics.series.count_dense.assert_called_once_with(long, "down")
     assert long.cache_rank_statistics.dense_reason == "down"
     assert short.cache_rank_statistics.dense_reason == "below_threshold"
 

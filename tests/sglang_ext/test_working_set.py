@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -223,22 +223,3 @@ def test_the_table_leaves_sglangs_own_alone() -> None:
     advance(table, [1, 0], [31, 21], [True, False])
     assert torch.equal(true, before)
     assert table.table.dtype == true.dtype
-
-
-@settings(deadline=None)
-@given(st.integers(1, 9), st.integers(0, 5), st.lists(st.booleans(), max_size=40))
-def test_reserve_hands_out_disjoint_blocks_until_none_is_left(
-    block_rows: int, blocks: int, takes: list[bool]
-) -> None:
-    reserve = Reserve(FIRST_RESERVE_ROW, block_rows, blocks)
-    held: list[int] = []
-    for take in takes:
-        if take and len(held) < blocks:
-            held.append(reserve.take())
-        elif held and not take:
-            reserve.give_back(held.pop(0))
-        rows = [row for block in held for row in range(block, block + block_rows)]
-        assert len(set(rows)) == len(rows)
-        end = FIRST_RESERVE_ROW + blocks * block_rows
-        assert all(FIRST_RESERVE_ROW <= row < end for row in rows)
-        assert reserve.free_blocks == blocks - len(held)

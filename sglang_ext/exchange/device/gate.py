@@ -47,7 +47,6 @@ class StepTimes:
     """When the layers of a step were reached, in nanoseconds of the GPU's timer.
 
     Attributes:
-        step: its number.
         start: of the forward pass.
         layers: when each sparse layer's attention could begin.
     """
@@ -134,7 +133,6 @@ class DeviceGate(Gate):
         """Read, in every forward pass, two tensors that the caller fills before it.
 
         Args:
-            config: agreed with the cache rank.
             steps: (2,) int64, the step whose answers the forward pass waits for, and its own
                 number, or 0 when it exchanges nothing.
             exchanged: (max batch,) int64, the index among the exchanged requests of each batch row,

@@ -24,7 +24,7 @@ from cache_rank.protocol import (
     projection_shape,
 )
 from sglang_ext.exchange.connection import CacheRankDownError
-from sglang_ext.exchange.host import MAX_SHIPMENTS_UNDER_WAY, HostGate
+from sglang_ext.exchange.host import MAX_SHIPMENTS_UNDER_WAY
 from sglang_ext.lifecycle import RequestStatistics, SparseSequence
 
 FORECAST = msgspec.structs.replace(
@@ -190,24 +190,6 @@ def test_only_so_many_shipments_are_under_way() -> None:
     assert sequence.shipped == 10 * (MAX_SHIPMENTS_UNDER_WAY + 3)
 
 
-def test_shipments_that_have_arrived_are_let_go() -> None:
-    side = InferenceSide()
-    sent: list[Transfer] = []
-
-    def send(shipment: Tensor) -> Transfer:
-        sent.append(Transfer([], "bulk", lambda: None))
-        return sent[-1]
-
-    side.connection.link.bulk.send = send
-    sequence = SparseSequence(1, None, 1, 300, 100, RequestStatistics())
-    for arrived in (0, 2, 1):  # of those that are under way when the next is shipped
-        for transfer in sent[-arrived:] if arrived else []:
-            transfer.wait(1.0)
-        side.exchange.ship(sequence, torch.arange(10))
-        side.exchange.ship(sequence, torch.arange(10))
-    assert list(side.exchange._shipments) == sent[-4:], "in order, behind one that has not arrived"
-
-
 def test_a_shipment_is_what_the_pool_holds() -> None:
     side = InferenceSide()
     shipments: list[Tensor] = []
@@ -240,16 +222,6 @@ def test_a_loss_in_a_forward_pass_closes_the_gate_and_ends_the_step() -> None:
     assert isinstance(side.gate.failure, TransportError)
     side.gate.close()
     assert side.gate.failure is None, "its traceback holds the buffers of the lost connection"
-
-
-def test_a_closed_gate_lets_forward_passes_through() -> None:
-    gate = HostGate()
-    assert not gate.is_open
-    gate.begin_forward()
-    gate.enter_group(0)
-    gate.stage(0, 0, *torch.zeros(3, 1, 1, 8))
-    gate.leave_group(0)
-    assert gate.failure is None
 
 
 @pytest.mark.parametrize("counted", [PAGE_TOKENS, 0, None])
