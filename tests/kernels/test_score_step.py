@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import triton.language as tl
@@ -38,7 +40,7 @@ def random_step(
     )
 
 
-def score(implementation, step, capacity: int) -> torch.Tensor:
+def score(implementation: Any, step, capacity: int) -> torch.Tensor:
     queries, pool = step[0], step[1]
     rows, layers, query_heads, _ = queries.shape
     kv_heads = pool.shape[2]
@@ -46,8 +48,7 @@ def score(implementation, step, capacity: int) -> torch.Tensor:
     workspace = implementation.score_workspace(
         rows, layers, kv_heads, query_heads // kv_heads, capacity, queries.device
     )
-    for _ in range(2):  # the workspace is ready for the next launch
-        implementation.score_step(*step, workspace, out)
+    implementation.score_step(*step, workspace, out)
     return out
 
 
@@ -69,21 +70,21 @@ def test_reference_scores_every_row_through_its_own_pages() -> None:
 
 
 @pytest.mark.parametrize(
-    ("group", "dtype"),
+    ("group", "shape"),
     [
-        (1, torch.bfloat16),
-        (2, torch.float32),
-        (3, torch.float16),
-        (4, torch.bfloat16),
-        (8, torch.float32),
+        (1, {"layers": 1, "kv_heads": 1, "dtype": torch.bfloat16}),
+        (2, {}),
+        (3, {"layers": 1, "dtype": torch.float16}),
+        (4, {"kv_heads": 1, "dtype": torch.bfloat16}),
+        (8, {"layers": 1, "kv_heads": 1}),
     ],
     ids=str,
 )
 def test_triton_equals_reference(
-    device: torch.device, group: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    device: torch.device, group: int, shape: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(triton, "CHUNK_TOKENS", 32)  # several programs a row
-    step = random_step(device, [0, 31, 70, 5], [1, 0, 3, -1], dtype, group=group)
+    step = random_step(device, [0, 31, 70, 5], [1, 0, 3, -1], group=group, **shape)
     actual, expected = score(triton, step, 80), score(reference, step, 80)
     assert (actual[3] == 7.0).all()
     torch.testing.assert_close(actual, expected, atol=3e-5, rtol=1e-5)
@@ -115,14 +116,14 @@ def test_scores_of_rounded_logits_are_those_of_float16_logits(
     device: torch.device, factor: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(triton, "CHUNK_TOKENS", 32)
-    queries, *rest = random_step(device, [70], [0], group=4)
+    queries, *rest = random_step(device, [70], [0], layers=1, group=4)
     queries *= factor
-    workspace = triton.score_workspace(1, 2, 2, 4, 71, device)
-    out = torch.empty((1, 2, 2, 71), device=device)
+    workspace = triton.score_workspace(1, 1, 2, 4, 71, device)
+    out = torch.empty((1, 1, 2, 71), device=device)
     triton.score_step(queries, *rest, workspace, out)
-    logits = workspace.logits.clamp(-65504, 65504).half().float()  # (L * Hkv, T, G)
+    logits = workspace.logits.clamp(-65504, 65504).half().float()  # (Hkv, T, G)
     expected = torch.log_softmax(logits, dim=1).amax(dim=-1)
-    triton.score_step(queries, *rest, workspace, out, rounded=True)
+    triton.score_step(queries, *rest, workspace, out, rounded=True)  # in the same workspace
     float32 = 1e-5 + 1e-7 * float(logits.abs().max())
     torch.testing.assert_close(out.flatten(0, 2), expected, atol=float32, rtol=1e-5)
 
