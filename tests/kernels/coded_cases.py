@@ -76,9 +76,12 @@ def of_partitions(tokens: CodedTokens, queries: Tensor) -> float:
     return 2 * 8 * torch.finfo(torch.float32).eps * sizes + of_ring
 
 
-def quantspec(bits: int) -> Format:
+def quantspec(bits: int, bits_of_values: int = 8) -> Format:
     return Format(
-        lambda dtype: (QuantSpecCodec(True, dtype, bits), QuantSpecCodec(False, dtype)),
+        lambda dtype: (
+            QuantSpecCodec(True, dtype, bits),
+            QuantSpecCodec(False, dtype, bits_of_values),
+        ),
         128,
         256,
         of_rounded_queries(lambda planes: largest(planes[2]), 15 if bits == 4 else 8),
@@ -98,12 +101,16 @@ def lynx(in_full: bool, alpha: float = DEFAULT_ALPHA) -> Format:
 
 
 def hack(
-    bits: int = 2, partition: int = 64, seed: int | None = None, value_sums: bool = False
+    bits: int = 2,
+    partition: int = 64,
+    seed: int | None = None,
+    value_sums: bool = False,
+    values_by: int | None = None,
 ) -> Format:
     return Format(
         lambda dtype: (
             HackCodec(True, dtype, bits, partition, seed),
-            HackCodec(False, dtype, bits, partition, seed, value_sums),
+            HackCodec(False, dtype, bits, values_by or partition, seed, value_sums),
         ),
         GROUP,
         GROUP,
@@ -126,12 +133,19 @@ FORMATS = {
     "hack 2, sums": hack(value_sums=True),
     "hack 4, stochastic": hack(bits=4, seed=0),
 }
+ATTENDED = {
+    "quantspec 4, values too": quantspec(4, bits_of_values=4),
+    **{name: FORMATS[name] for name in ("quantspec 8", "hack 4, sums", "hack 2, sums")},
+    "hack 4, keys by 16": hack(bits=4, partition=16, value_sums=True, values_by=64),
+}
+"""Formats whose codes can be attended to."""
+
 NARROW = torch.bfloat16 if torch.cuda.is_available() else torch.float16
 """A dtype of 16 bits that this machine rounds to the nearest: not bfloat16 in the interpreter."""
 
 
 def empty(
-    held_as: Format,
+    name: str,
     device: torch.device,
     dtype: torch.dtype,
     pages: int = 12,
@@ -142,6 +156,7 @@ def empty(
     """No tokens yet; what was never written is not a number, or an odd code."""
     if head_dim is None:  # matrix units multiply no fewer channels than 64
         head_dim = 64 if device.type == "cuda" else 16
+    held_as = (FORMATS | ATTENDED)[name]
     codecs = held_as.codecs(dtype)
 
     def planes(codec: Codec) -> tuple[Tensor, ...]:
