@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from bit_planes import keys_of
+from sketch_cases import keys_of
 
 from cache_rank.kernels.row_sketch import picking, reference
 from cache_rank.kernels.row_sketch.reference import RowScratch, to_keys

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
-from bit_planes import keys_of
+from sketch_cases import keys_of, random_sketch
 from torch import Tensor
 
 from cache_rank.kernels.attend import reference as attend_reference
@@ -17,9 +17,7 @@ from cache_rank.kernels.row_sketch.reference import KEY_UNIT, RowScratch
 from cache_rank.kernels.sketch.reference import (
     Sketch,
     SketchShape,
-    make_sketch,
     query_weights,
-    sketch_shape,
     unpack_int2,
 )
 
@@ -39,11 +37,8 @@ def sketch_of_a_layer(
     kv_heads: int, head_dim: int, bits: int, device: torch.device
 ) -> tuple[Sketch, SketchShape]:
     """The sketch of one of several layers, whose maps are those of no other head."""
-    torch.manual_seed(0)
-    basis = torch.eye(head_dim) + 0.05 * torch.randn(3, kv_heads, head_dim, head_dim)
-    mean = torch.randn(3, kv_heads, head_dim)
-    shape = sketch_shape(head_dim, bits)
-    return Sketch(*(part[1:2].to(device) for part in make_sketch(basis, mean, shape))), shape
+    sketch, shape = random_sketch(3, kv_heads, head_dim, bits, device)
+    return Sketch(*(part[1:2] for part in sketch)), shape
 
 
 @pytest.mark.parametrize("count", [1, 65])
@@ -187,28 +182,22 @@ FEW = [258, SPARSE_FROM - 1, SPARSE_FROM, 129], [MOST, MOST, MOST, 7]
 
 
 @pytest.mark.parametrize(
-    ("requests", "kv_heads", "group", "head_dim", "bits", "dtype", "index"),
+    ("requests", "shape"),
     [
-        (EDGES, 1, 1, 64, 2, torch.float16, torch.int32),
-        (FEW, 2, 4, 128, 2, torch.bfloat16, torch.int64),
-        (FEW, 3, 3, 64, 1, torch.float32, torch.int64),
-        (FEW, 1, 16, 64, 4, torch.bfloat16, torch.int32),
-        (FEW, 1, 8, 256, 2, torch.bfloat16, torch.int64),
-        (FEW, 1, 2, 128, 3, torch.float16, torch.int64),
+        (EDGES, (1, 1, 64, 2, torch.float16, torch.int32)),
+        (FEW, (2, 4, 128, 2, torch.bfloat16, torch.int64)),
+        (FEW, (3, 3, 64, 1, torch.float32, torch.int64)),
+        (FEW, (1, 16, 64, 4, torch.bfloat16, torch.int32)),
+        (FEW, (1, 8, 256, 2, torch.bfloat16, torch.int64)),
+        (FEW, (1, 2, 128, 3, torch.float16, torch.int64)),
     ],
+    ids=str,
 )
 def test_keys_and_picks_are_those_of_the_reference(
-    requests: tuple[list[int], list[int]],
-    kv_heads: int,
-    group: int,
-    head_dim: int,
-    bits: int,
-    dtype: torch.dtype,
-    index: torch.dtype,
-    device: torch.device,
+    requests: tuple[list[int], list[int]], shape: tuple[Any, ...], device: torch.device
 ) -> None:
-    lengths, budgets = requests
-    step, _ = decode_step(device, *requests, kv_heads, group, head_dim, bits, dtype, index)
+    (lengths, budgets), kv_heads = requests, shape[0]
+    step, _ = decode_step(device, lengths, budgets, *shape)
     picked, scratch = selected(triton, step, max(lengths))
     planes = scratch.keys[: len(lengths) * kv_heads].unflatten(0, (len(lengths), kv_heads))
     for request, length in enumerate(lengths):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from sketch_cases import random_sketch
 from torch import Tensor
 
 from cache_rank.kernels.rows import PagedRows
@@ -15,21 +16,9 @@ from cache_rank.kernels.sketch.reference import (
     Sketch,
     SketchShape,
     attended_normalizer,
-    make_sketch,
-    sketch_shape,
 )
 
 PAGE = 256
-
-
-def random_sketch(
-    layers: int, kv_heads: int, head_dim: int, bits: int, device: torch.device
-) -> tuple[Sketch, SketchShape]:
-    torch.manual_seed(0)
-    basis = torch.eye(head_dim) + 0.05 * torch.randn(layers, kv_heads, head_dim, head_dim)
-    mean = torch.randn(layers, kv_heads, head_dim)
-    shape = sketch_shape(head_dim, bits)
-    return Sketch(*(part.to(device) for part in make_sketch(basis, mean, shape))), shape
 
 
 @pytest.mark.parametrize("bits", [1, 2, 3, 4])
