@@ -8,10 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from quantization_cases import (
-    normalized_error,
-    tokens,
-)
+from quantization_cases import normalized_error, tokens
 from torch import Tensor
 
 from cache_rank.kernels.hack.reference import (

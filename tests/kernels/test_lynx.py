@@ -10,9 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from quantization_cases import (
-    tokens,
-)
+from quantization_cases import tokens
 from torch import Tensor
 
 from cache_rank.kernels.lynx.decoding import instructions, table_words

@@ -14,12 +14,7 @@ from cache_rank.kernels.attend import reference as attend_reference
 from cache_rank.kernels.attend import triton as attend_triton
 from cache_rank.kernels.row_sketch import picking, reference, triton
 from cache_rank.kernels.row_sketch.reference import KEY_UNIT, RowScratch
-from cache_rank.kernels.sketch.reference import (
-    Sketch,
-    SketchShape,
-    query_weights,
-    unpack_int2,
-)
+from cache_rank.kernels.sketch.reference import Sketch, SketchShape, query_weights, unpack_int2
 
 UNTOUCHED = 7
 SPARSE_FROM = 20

@@ -21,10 +21,6 @@ def same_bits(left: Tensor, right: Tensor) -> bool:
     return torch.equal(*(part.contiguous().view(torch.uint8) for part in (left, right)))
 
 
-def same_buffers(left: LayerBuffers, right: LayerBuffers) -> bool:
-    return all(map(same_bits, left.tensors, right.tensors))
-
-
 def copy_of(buffers: LayerBuffers) -> LayerBuffers:
     return layer_buffers([tensor.clone() for tensor in buffers.tensors])
 
@@ -101,9 +97,9 @@ def random_shipment(
 
 
 def assert_same_writes(left, right) -> None:
-    assert left[2] == right[2]
-    assert same_buffers(left[0], right[0])
-    assert same_buffers(left[1], right[1])
+    assert left[2:] == right[2:]
+    for pool, other in zip(left[:2], right[:2], strict=True):
+        assert all(map(same_bits, pool.tensors, other.tensors))
 
 
 @pytest.mark.parametrize(
@@ -189,15 +185,15 @@ def test_integers_of_every_exponent_are_what_they_stand_for(
 
 
 def random_pool(
-    device: torch.device, dtype: torch.dtype, kv_heads: int = 3, head_dim: int = 16, rows: int = 10
+    device: torch.device, dtype: torch.dtype, rows: int = 10
 ) -> tuple[LayerBuffers, LayerBuffers]:
     generator = torch.Generator().manual_seed(0)
-    shape = (rows, kv_heads, head_dim)
+    shape = (rows, 3, 16)
     keys = random_buffers(shape, 2, device, dtype, generator)
     return keys, random_buffers(shape, 2, device, dtype, generator)
 
 
-MOVES = pytest.mark.parametrize(
+@pytest.mark.parametrize(
     ("moves", "dtype"),
     [
         ({}, torch.float32),
@@ -207,33 +203,19 @@ MOVES = pytest.mark.parametrize(
     ],
     ids=str,
 )
-
-
-@MOVES
-def test_collects_whole_tokens_of_all_layers(
-    device: torch.device, implementation: Any, dtype: torch.dtype, moves: dict[int, int]
-) -> None:
-    keys, values = random_pool(device, dtype)
-    rows = [*moves.values(), *moves.values()]
-    out = torch.full((2, 2, len(rows), 3, 16), POISON, dtype=dtype, device=device)
-    index = torch.tensor(rows, dtype=torch.int64, device=device)
-    implementation.collect_tokens(keys, values, index, out)
-    for part, buffers in zip(out, (keys, values), strict=True):
-        for layer, buffer in zip(part, buffers.tensors, strict=True):
-            for place, row in enumerate(rows):
-                assert same_bits(layer[place], buffer[row])
-
-
-@MOVES
-def test_copies_whole_tokens_between_rows(
+def test_collects_and_copies_whole_tokens_of_all_layers(
     device: torch.device, implementation: Any, dtype: torch.dtype, moves: dict[int, int]
 ) -> None:
     keys, values = random_pool(device, dtype)
     before = [buffer.clone() for buffer in (*keys.tensors, *values.tensors)]
-    source = torch.tensor(list(moves.values()), dtype=torch.int64, device=device)
+    source = torch.tensor([*moves.values()] * 2, dtype=torch.int64, device=device)
     target = torch.tensor(list(moves), dtype=torch.int64, device=device)
-    implementation.copy_tokens(keys, values, source, target)
-    for buffer, old in zip((*keys.tensors, *values.tensors), before, strict=True):
+    out = torch.full((2, 2, len(source), 3, 16), POISON, dtype=dtype, device=device)
+    implementation.collect_tokens(keys, values, source, out)
+    implementation.copy_tokens(keys, values, source[: len(moves)], target)
+    after = (*keys.tensors, *values.tensors)
+    for buffer, old, collected in zip(after, before, out.flatten(0, 1), strict=True):
+        assert same_bits(collected, old[source])
         for row in range(10):
             assert same_bits(buffer[row], old[moves.get(row, row)])
 
@@ -267,14 +249,13 @@ def test_triton_at_full_size(dtype: torch.dtype) -> None:
     assert_same_writes(rounded.written_by(triton), rounded.written_by(reference))
     rows = torch.randperm(16 * 512, device=device)[:4096]
     collected, expected = torch.zeros((2, 2, 6, 4096, 8, 128), dtype=dtype, device=device)
-    triton.collect_tokens(shipment.key_rows, shipment.value_rows, rows, collected)
-    reference.collect_tokens(shipment.key_rows, shipment.value_rows, rows, expected)
+    triton.collect_tokens(*shipment[:2], rows, collected)
+    reference.collect_tokens(*shipment[:2], rows, expected)
     assert torch.equal(collected, expected)
-    keys, values = copy_of(shipment.key_rows), copy_of(shipment.value_rows)
-    triton.copy_tokens(keys, values, rows[:2048], rows[2048:])
-    reference.copy_tokens(shipment.key_rows, shipment.value_rows, rows[:2048], rows[2048:])
-    assert same_buffers(keys, shipment.key_rows)
-    assert same_buffers(values, shipment.value_rows)
+    pools = copy_of(shipment.key_rows), copy_of(shipment.value_rows)
+    triton.copy_tokens(*pools, rows[:2048], rows[2048:])
+    reference.copy_tokens(*shipment[:2], rows[:2048], rows[2048:])
+    assert_same_writes(pools, shipment[:2])
 
 
 @pytest.mark.gpu

@@ -11,12 +11,7 @@ from cache_rank.kernels.rows import PagedRows
 from cache_rank.kernels.score import reference as score_reference
 from cache_rank.kernels.score import triton as score_triton
 from cache_rank.kernels.sketch import reference, triton
-from cache_rank.kernels.sketch.reference import (
-    Attended,
-    Sketch,
-    SketchShape,
-    attended_normalizer,
-)
+from cache_rank.kernels.sketch.reference import Attended, Sketch, SketchShape, attended_normalizer
 
 PAGE = 256
 
