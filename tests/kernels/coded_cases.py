@@ -22,18 +22,13 @@ SLOTS, LAYERS, KV_HEADS = 4, 2, 2
 
 @dataclass(frozen=True)
 class Format:
-    """One way of holding codes.
-
-    Attributes:
-        codecs: makes those of keys and values for tokens of a dtype.
-        group_tokens, ring: see `CodedTokens`.
-        tolerance: how far a score of some queries may be off, by what float32 and the format round.
-    """
+    """One way of holding codes; for the numbers of tokens see `CodedTokens`."""
 
     codecs: Callable[[torch.dtype], tuple[Codec, Codec]]
     group_tokens: int
     ring: int
     tolerance: Callable[[CodedTokens, Tensor], float]
+    """How far a score of some queries may be off, by what float32 and the format round."""
 
 
 def largest(numbers: Tensor) -> float:
@@ -46,13 +41,10 @@ def of_rounded_queries(
     largest_code: float,
     rounding_on_gpu: float = 0.0,
 ) -> Callable[[CodedTokens, Tensor], float]:
-    """A logit is off by what its query and codes were rounded, and a score by twice that; see
-    `split_int8`. Float32 sums round beside it.
+    """A logit is off by what its query and codes were rounded, and a score by twice that.
 
-    Args:
-        largest_scale: finds in the planes of keys what a query is multiplied with first.
-        largest_code: the largest code that it is multiplied with then.
-        rounding_on_gpu: how far that product may be off on a GPU.
+    A query is multiplied with scales of keys, is split (`split_int8`), and meets codes; on a GPU
+    that product may be rounded too. Float32 sums round beside it.
     """
 
     def tolerance(tokens: CodedTokens, queries: Tensor) -> float:
@@ -181,15 +173,6 @@ def empty(
         not_finite=torch.zeros(1, dtype=torch.int32, device=device),
         group_tokens=held_as.group_tokens,
         page_tokens=PAGE,
-    )
-
-
-def copy_of(tokens: CodedTokens) -> CodedTokens:
-    keys, values = (tuple(plane.clone() for plane in planes) for planes in tokens.planes)
-    return tokens._replace(
-        planes=(keys, values),
-        rings=(tokens.rings[0].clone(), tokens.rings[1].clone()),
-        not_finite=tokens.not_finite.clone(),
     )
 
 

@@ -132,25 +132,19 @@ def test_more_requests_than_programs(device: torch.device, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize(
-    ("query_heads", "kv_heads", "head_dim", "dtype", "is_fp8"),
+    ("shape", "is_fp8"),
     [
-        (1, 1, 64, torch.bfloat16, True),
-        (4, 2, 128, torch.float32, True),
-        (3, 1, 128, torch.bfloat16, False),
-        (16, 1, 256, torch.float32, False),
+        ((1, 1, 64, torch.bfloat16), True),
+        ((4, 2, 128, torch.float32), True),
+        ((3, 1, 128, torch.bfloat16), False),
+        ((16, 1, 256, torch.float32), False),
     ],
     ids=str,
 )
-def test_heads_and_types(
-    query_heads: int,
-    kv_heads: int,
-    head_dim: int,
-    dtype: torch.dtype,
-    is_fp8: bool,
-    device: torch.device,
-) -> None:
+def test_heads_and_types(shape: tuple[Any, ...], is_fp8: bool, device: torch.device) -> None:
+    """Query heads, KV heads, D and dtype."""
     pool_dtype = torch.float8_e4m3fn if is_fp8 else None
-    step = a_step([11, 300, 800], device, query_heads, kv_heads, head_dim, dtype, pool_dtype)
+    step = a_step([11, 300, 800], device, *shape, pool_dtype)
     assert_same(step, **({"k_scale": 0.5, "v_scale": 1.5} if is_fp8 else {}))
 
 

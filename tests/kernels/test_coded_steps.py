@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -12,7 +13,6 @@ from coded_cases import (
     LAYERS,
     NARROW,
     assert_same,
-    copy_of,
     empty,
     load,
     on,
@@ -76,7 +76,7 @@ def test_triton_encodes_of_a_shipment_what_the_reference_encodes(
         load(tokens, pages, 2, 0, shipment[:, :, :start].contiguous())
     found = []
     for encode_groups in (reference.encode_groups, triton.encode_groups):
-        found.append(copy_of(tokens))
+        found.append(deepcopy(tokens))
         new = shipment[:, :, start:].contiguous()
         rows = PagedRows(pages[None], on(device, 2), on(device, start))
         encode_groups(found[-1], rows, count, range(1), new)
@@ -107,7 +107,7 @@ def test_triton_encodes_of_a_step_what_the_reference_encodes(
     for slots, starts in (((3, -1, 1, 0), (255, 255, 100, 255)), ((), ())):
         found = []
         for encode_groups in (reference.encode_groups, triton.encode_groups):
-            found.append(copy_of(tokens))
+            found.append(deepcopy(tokens))
             rows = PagedRows(table[: len(slots)], on(device, *slots), on(device, *starts))
             encode_groups(found[-1], rows, 1, range(1, LAYERS))
         assert_same(*found)

@@ -91,18 +91,19 @@ class Step:
         return rotated
 
 
-# All elements rotate, some, or none; as halves, or interleaved.
-KINDS = pytest.mark.parametrize(
-    ("pairs", "interleaved", "has_query_norm"),
-    [(8, False, True), (8, True, False), (4, False, False), (4, True, True), (None, False, True)],
-)
+KINDS = [
+    {"pairs": 8, "interleaved": False, "has_query_norm": True},
+    {"pairs": 8, "interleaved": True, "has_query_norm": False},
+    {"pairs": 4, "interleaved": False, "has_query_norm": False},
+    {"pairs": 4, "interleaved": True, "has_query_norm": True},
+    {"pairs": None, "interleaved": False, "has_query_norm": True},
+]
+"""All elements rotate, some, or none; as halves, or interleaved."""
 
 
-@KINDS
-def test_reference_is_the_equation(
-    pairs: int | None, interleaved: bool, has_query_norm: bool
-) -> None:
-    step = Step([2, -1, 0], pairs=pairs, interleaved=interleaved, has_query_norm=has_query_norm)
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_reference_is_the_equation(kind: dict[str, Any]) -> None:
+    step = Step([2, -1, 0], **kind)
     found = step.forecast(reference)
     for row in (0, 2):
         for layer in range(2):
@@ -111,43 +112,27 @@ def test_reference_is_the_equation(
                 torch.testing.assert_close(found[row, layer, head], expected, rtol=1e-4, atol=1e-4)
 
 
-def assert_equals_the_reference(step: Step) -> None:
+@pytest.mark.parametrize(
+    ("slots", "shape"),
+    [
+        *(([2, -1, 0], kind) for kind in KINDS),
+        ([0], {"layers": 1, "heads": 1, "width": 16, "dtype": torch.float16}),
+        ([-1], {"head_dim": 32, "pairs": 16, "dtype": torch.bfloat16}),
+        ([5, 1, 0, 3, -1, 2], {"layers": 3, "head_dim": 64, "width": 129, "pairs": 32}),
+        ([0, 1], {"head_dim": 128, "width": 600, "pairs": 64, "dtype": torch.bfloat16}),
+        ([*range(19)], {"head_dim": 8, "width": 24, "pairs": 4, "dtype": torch.float16}),
+    ],
+    ids=str,
+)
+def test_triton_equals_the_reference(
+    device: torch.device, slots: list[int], shape: dict[str, Any]
+) -> None:
+    step = Step(slots, device=device, **shape)
     found, expected = step.forecast(triton), step.forecast(reference)
     live = step.slots >= 0
     # Products are summed up in another order.
     torch.testing.assert_close(found[live], expected[live], rtol=2e-3, atol=2e-3)
     assert (found[~live] == POISON).all()
-
-
-@KINDS
-def test_triton_equals_the_reference(
-    device: torch.device, pairs: int | None, interleaved: bool, has_query_norm: bool
-) -> None:
-    kinds = {"pairs": pairs, "interleaved": interleaved, "has_query_norm": has_query_norm}
-    assert_equals_the_reference(Step([2, -1, 0], device=device, **kinds))
-
-
-@pytest.mark.parametrize(
-    ("slots", "layers", "heads", "head_dim", "width", "dtype"),
-    [
-        ([0], 1, 1, 16, 16, torch.float16),
-        ([-1], 2, 3, 32, 40, torch.bfloat16),
-        ([5, 1, 0, 3, -1, 2], 3, 2, 64, 129, torch.float32),
-        ([0, 1], 1, 4, 128, 600, torch.bfloat16),
-        ([*range(19)], 1, 2, 8, 24, torch.float16),
-    ],
-)
-def test_triton_equals_the_reference_at_any_size(
-    device: torch.device,
-    slots: list[int],
-    layers: int,
-    heads: int,
-    head_dim: int,
-    width: int,
-    dtype: torch.dtype,
-) -> None:
-    step = Step(slots, layers, heads, head_dim, width, dtype, head_dim // 2, device=device)
-    assert_equals_the_reference(step)
 
 
 def test_a_row_does_not_depend_on_the_others(device: torch.device) -> None:

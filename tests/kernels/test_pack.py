@@ -45,27 +45,21 @@ def pack(
 
 
 @pytest.mark.parametrize(
-    ("index", "query_heads", "kv_heads", "head_dim", "dtype"),
+    ("index", "shape"),
     [
-        ([], 4, 2, 16, torch.float32),
-        ([-1], 3, 1, 32, torch.bfloat16),
-        ([0], 2, 2, 64, torch.float16),
-        ([3, -1, 0, 1], 4, 2, 16, torch.bfloat16),
-        ([3, -1, 0, 1], 14, 2, 64, torch.float32),
-        ([-1, -1, 4], 3, 1, 32, torch.float16),
+        ([], (4, 2, 16, torch.float32)),
+        ([-1], (3, 1, 32, torch.bfloat16)),
+        ([0], (2, 2, 64, torch.float16)),
+        ([3, -1, 0, 1], (4, 2, 16, torch.bfloat16)),
+        ([3, -1, 0, 1], (14, 2, 64, torch.float32)),
+        ([-1, -1, 4], (3, 1, 32, torch.float16)),
     ],
     ids=str,
 )
 def test_writes_the_rows_that_take_part(
-    device: torch.device,
-    implementation: Any,
-    index: list[int],
-    query_heads: int,
-    kv_heads: int,
-    head_dim: int,
-    dtype: torch.dtype,
+    device: torch.device, implementation: Any, index: list[int], shape: tuple[Any, ...]
 ) -> None:
-    parts = random_layer(device, len(index), query_heads, kv_heads, head_dim, dtype)
+    parts = random_layer(device, len(index), *shape)
     for layer in range(3):
         staging = pack(implementation, index, layer, parts)
         expected = torch.full_like(staging, POISON)

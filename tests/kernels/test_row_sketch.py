@@ -38,24 +38,24 @@ def sketch_of_a_layer(
 
 @pytest.mark.parametrize("count", [1, 65])
 @pytest.mark.parametrize(
-    ("kv_heads", "head_dim", "bits", "dtype", "index"),
+    ("sizes", "dtype", "index"),
     [
-        (2, 64, 1, torch.float16, torch.int32),
-        (1, 128, 2, torch.bfloat16, torch.int64),
-        (3, 64, 3, torch.float32, torch.int32),
-        (1, 256, 4, torch.bfloat16, torch.int64),
+        ((2, 64, 1), torch.float16, torch.int32),
+        ((1, 128, 2), torch.bfloat16, torch.int64),
+        ((3, 64, 3), torch.float32, torch.int32),
+        ((1, 256, 4), torch.bfloat16, torch.int64),
     ],
+    ids=str,
 )
 def test_keys_are_encoded_into_their_rows(
-    kv_heads: int,
-    head_dim: int,
-    bits: int,
+    sizes: tuple[int, int, int],
     dtype: torch.dtype,
     index: torch.dtype,
     count: int,
     device: torch.device,
 ) -> None:
-    sketch, shape = sketch_of_a_layer(kv_heads, head_dim, bits, device)
+    """Of so many KV heads, channels and bits."""
+    (sketch, shape), (kv_heads, head_dim, _) = sketch_of_a_layer(*sizes, device), sizes
     projected = torch.randn(count, 2 * kv_heads + 3, head_dim, device=device).to(dtype)
     keys = projected[:, 3 : 3 + kv_heads]  # between queries and values
     rows = torch.randperm(100)[:count].to(device, index)

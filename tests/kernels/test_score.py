@@ -61,15 +61,6 @@ def test_equals_the_best_log_probability_of_the_group(
     assert difference <= tolerance(queries, keys, 0.25)
 
 
-def test_a_head_that_needs_a_token_is_not_outvoted_by_one_with_larger_logits() -> None:
-    """The loud head is nearly uniform; the quiet one puts most of its probability on token 3."""
-    keys = torch.zeros(1, 1, 8, 2)
-    keys[..., 0] = torch.linspace(100.0, 100.1, 8)
-    keys[0, 0, 3, 1] = 6.0
-    queries = torch.tensor([[[1.0, 0.0], [0.0, 1.0]]])
-    assert int(score_tokens(queries, keys, 1.0).argmax()) == 3
-
-
 def random_step(
     device: torch.device,
     positions: list[int],
