@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -11,73 +11,38 @@ from torch import Tensor
 from cache_rank.kernels.forecast import reference, triton
 
 POISON = 7.0
-NORM_EPSILON, QUERY_NORM_EPSILON = 1e-5, 1e-6
 
 
-class Step:
+class Step(NamedTuple):
     """The hidden states of a step, and by what the queries of a group are forecast."""
 
-    def __init__(
-        self,
-        slots: list[int],
-        layers: int = 2,
-        heads: int = 3,
-        head_dim: int = 16,
-        width: int = 40,
-        dtype: torch.dtype = torch.float32,
-        pairs: int | None = 8,
-        interleaved: bool = False,
-        has_query_norm: bool = True,
-        device: torch.device | str = "cpu",
-    ) -> None:
-        generator = torch.Generator().manual_seed(len(slots) + head_dim)
-
-        def random(*shape: int) -> Tensor:
-            return torch.randn(shape, generator=generator).to(device, dtype)
-
-        rows = len(slots)
-        # As in a message, a row is a part of a longer one.
-        self.hidden = (30 * random(rows, width + 8))[:, :width]
-        self.projections = random(layers, heads, width, head_dim)
-        self.constants = random(layers, heads, head_dim)
-        self.query_norms = random(layers, heads, head_dim) if has_query_norm else None
-        self.slots = torch.tensor(slots, dtype=torch.int32, device=device)
-        self.positions = torch.arange(rows, dtype=torch.int32, device=device) * 32_100 + 7
-        self.frequency = None
-        if pairs is not None:
-            self.frequency = 10_000.0 ** -(torch.arange(pairs, device=device).float() / pairs)
-        self.interleaved = interleaved
-        self.scale = 1.25
-        self.shape = (rows, layers, heads, head_dim)
+    hidden: Tensor
+    projections: Tensor
+    constants: Tensor
+    query_norms: Tensor | None
+    positions: Tensor
+    slots: Tensor
+    frequency: Tensor | None
+    interleaved: bool
+    scale: float = 1.25
+    norm_epsilon: float = 1e-5
+    query_norm_epsilon: float = 1e-6
 
     def forecast(self, implementation: Any) -> Tensor:
-        out = torch.full(self.shape, POISON, device=self.slots.device)
-        workspace = implementation.forecast_workspace(*self.shape, self.slots.device)
-        implementation.forecast_step(
-            self.hidden,
-            self.projections,
-            self.constants,
-            self.query_norms,
-            self.positions,
-            self.slots,
-            self.frequency,
-            self.interleaved,
-            self.scale,
-            NORM_EPSILON,
-            QUERY_NORM_EPSILON,
-            workspace,
-            out,
-        )
+        shape = (len(self.slots), *self.constants.shape)
+        out = torch.full(shape, POISON, device=self.slots.device)
+        workspace = implementation.forecast_workspace(*shape, self.slots.device)
+        implementation.forecast_step(*self, workspace, out)
         return out
 
     def expected(self, row: int, layer: int, head: int) -> Tensor:
         """The equation, in float64: (D,)."""
         state = self.hidden[row].double()
-        state = state / (state.pow(2).mean() + NORM_EPSILON).sqrt()
+        state = state / (state.pow(2).mean() + self.norm_epsilon).sqrt()
         query = state @ self.projections[layer, head].double()
         query = query + self.constants[layer, head].double()
         if self.query_norms is not None:
-            query = query / (query.pow(2).mean() + QUERY_NORM_EPSILON).sqrt()
+            query = query / (query.pow(2).mean() + self.query_norm_epsilon).sqrt()
             query = query * self.query_norms[layer, head].double()
         if self.frequency is None:
             return query
@@ -89,6 +54,36 @@ class Step:
             )
             rotated[places[0]], rotated[places[1]] = turned.real, turned.imag
         return rotated
+
+
+def step_of(
+    slots: list[int],
+    layers: int = 2,
+    heads: int = 3,
+    head_dim: int = 16,
+    width: int = 40,
+    dtype: torch.dtype = torch.float32,
+    pairs: int | None = 8,
+    interleaved: bool = False,
+    has_query_norm: bool = True,
+    device: torch.device | str = "cpu",
+) -> Step:
+    """Random states; as in a message, a row is a part of a longer one."""
+    generator = torch.Generator().manual_seed(len(slots) + head_dim)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(device, dtype)
+
+    return Step(
+        (30 * random(len(slots), width + 8))[:, :width],
+        random(layers, heads, width, head_dim),
+        random(layers, heads, head_dim),
+        random(layers, heads, head_dim) if has_query_norm else None,
+        torch.arange(len(slots), dtype=torch.int32, device=device) * 32_100 + 7,
+        torch.tensor(slots, dtype=torch.int32, device=device),
+        10_000.0 ** -(torch.arange(pairs, device=device) / pairs) if pairs else None,
+        interleaved,
+    )
 
 
 KINDS = [
@@ -103,7 +98,7 @@ KINDS = [
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_reference_is_the_equation(kind: dict[str, Any]) -> None:
-    step = Step([2, -1, 0], **kind)
+    step = step_of([2, -1, 0], **kind)
     found = step.forecast(reference)
     for row in (0, 2):
         for layer in range(2):
@@ -127,7 +122,7 @@ def test_reference_is_the_equation(kind: dict[str, Any]) -> None:
 def test_triton_equals_the_reference(
     device: torch.device, slots: list[int], shape: dict[str, Any]
 ) -> None:
-    step = Step(slots, device=device, **shape)
+    step = step_of(slots, device=device, **shape)
     found, expected = step.forecast(triton), step.forecast(reference)
     live = step.slots >= 0
     # Products are summed up in another order.
@@ -136,12 +131,13 @@ def test_triton_equals_the_reference(
 
 
 def test_a_row_does_not_depend_on_the_others(device: torch.device) -> None:
-    together = Step([*range(18)], 1, 2, 64, 200, torch.bfloat16, 32, device=device)
+    together = step_of([*range(18)], 1, 2, 64, 200, torch.bfloat16, 32, device=device)
     expected = together.forecast(triton)
     for row in (0, 15, 17):
-        alone = Step([0], 1, 2, 64, 200, torch.bfloat16, 32, device=device)
-        for name in ("projections", "constants", "query_norms"):
-            setattr(alone, name, getattr(together, name))
         one = slice(row, row + 1)
-        alone.hidden, alone.positions = together.hidden[one], together.positions[one].clone()
+        alone = together._replace(
+            hidden=together.hidden[one],
+            positions=together.positions[one].clone(),
+            slots=together.slots[:1],
+        )
         assert torch.equal(alone.forecast(triton)[0], expected[row])
