@@ -42,6 +42,31 @@ def four_sequences(
     return tokens, table
 
 
+def encoded_by_both(tokens: CodedTokens, *step: Any) -> CodedTokens:
+    """What is held after `encode_groups`, by the reference and by Triton."""
+    found = deepcopy(tokens), deepcopy(tokens)
+    for implementation, held in zip((reference, triton), found, strict=True):
+        implementation.encode_groups(held, *step)
+    assert_same(*found)
+    return found[0]
+
+
+def gathered(
+    implementation: Any,
+    tokens: CodedTokens,
+    rows: PagedRows,
+    entering: Tensor,
+    shipped_as: torch.dtype | None = None,
+) -> Tensor:
+    """Keys and values of the second layer, with 7 where nothing is written."""
+    ring = tokens.rings[0]
+    dtype = shipped_as or ring.dtype
+    shape = (2, *entering.shape, wire_width(ring.shape[-1], dtype))
+    out = torch.full(shape, 7.0, device=ring.device).to(dtype)
+    implementation.gather_codes(tokens, rows, 1, entering.contiguous(), out[0], out[1])
+    return out
+
+
 @pytest.mark.parametrize(
     ("name", "start", "count", "dtype"),
     [
@@ -74,13 +99,8 @@ def test_triton_encodes_of_a_shipment_what_the_reference_encodes(
     pages = on(device, 5, 0, 11)
     if start:
         load(tokens, pages, 2, 0, shipment[:, :, :start].contiguous())
-    found = []
-    for encode_groups in (reference.encode_groups, triton.encode_groups):
-        found.append(deepcopy(tokens))
-        new = shipment[:, :, start:].contiguous()
-        rows = PagedRows(pages[None], on(device, 2), on(device, start))
-        encode_groups(found[-1], rows, count, range(1), new)
-    assert_same(*found)
+    rows = PagedRows(pages[None], on(device, 2), on(device, start))
+    encoded_by_both(tokens, rows, count, range(1), shipment[:, :, start:].contiguous())
 
 
 @pytest.mark.parametrize(
@@ -105,14 +125,9 @@ def test_triton_encodes_of_a_step_what_the_reference_encodes(
         for ring in tokens.rings:
             ring[slot, :, :, 255 % ring.shape[3]] = slot - 1.5
     for slots, starts in (((3, -1, 1, 0), (255, 255, 100, 255)), ((), ())):
-        found = []
-        for encode_groups in (reference.encode_groups, triton.encode_groups):
-            found.append(deepcopy(tokens))
-            rows = PagedRows(table[: len(slots)], on(device, *slots), on(device, *starts))
-            encode_groups(found[-1], rows, 1, range(1, LAYERS))
-        assert_same(*found)
-        if slots:
-            assert not torch.equal(found[0].planes[0][0], tokens.planes[0][0])
+        rows = PagedRows(table[: len(slots)], on(device, *slots), on(device, *starts))
+        found = encoded_by_both(tokens, rows, 1, range(1, LAYERS))
+        assert bool(slots) != torch.equal(found.planes[0][0], tokens.planes[0][0])
 
 
 NAN, INFINITY, LARGEST = float("nan"), float("inf"), torch.finfo(torch.float32).max
@@ -179,21 +194,14 @@ def test_triton_gathers_what_the_reference_gathers(
     entering = entering.to(device, torch.int32).minimum(positions.view(-1, 1, 1, 1))
     left_alone = (entering < 0) | (slots < 0).view(-1, 1, 1, 1)
     rows = PagedRows(table[[1, 0, 3]], slots, positions)
-
-    def gathered(implementation: Any, shipped_as: torch.dtype) -> Tensor:
-        shape = (2, *entering.shape, wire_width(tokens.rings[0].shape[-1], shipped_as))
-        out = torch.full(shape, 7.0, device=device).to(shipped_as)
-        implementation.gather_codes(tokens, rows, 1, entering, out[0], out[1])
-        return out
-
-    expected = gathered(reference, dtype)
+    expected = gathered(reference, tokens, rows, entering)
     assert expected.isfinite().all()
     assert (expected[:, left_alone] == 7.0).all()
     if is_rounded:
         expected = to_wire(expected, torch.int8)
         expected[:, left_alone] = 7
-        assert torch.equal(gathered(reference, torch.int8), expected)
-    assert torch.equal(gathered(triton, expected.dtype), expected)
+        assert torch.equal(gathered(reference, tokens, rows, entering, torch.int8), expected)
+    assert torch.equal(gathered(triton, tokens, rows, entering, expected.dtype), expected)
 
 
 def test_what_decodes_beyond_the_range_of_the_dtype_is_gathered_as_its_largest_number(
@@ -204,14 +212,9 @@ def test_what_decodes_beyond_the_range_of_the_dtype_is_gathered_as_its_largest_n
         planes[2].fill_(60000.0)
     entering = on(device, *range(300)).expand(1, 1, KV_HEADS, 300)
     rows = PagedRows(table[:1], on(device, 0), on(device, 299))
-    found = []
-    for gather_codes in (reference.gather_codes, triton.gather_codes):
-        shape = (2, *entering.shape, tokens.rings[0].shape[-1])
-        out = torch.zeros(shape, dtype=torch.float16, device=device)
-        gather_codes(tokens, rows, 0, entering.contiguous(), out[0], out[1])
-        found.append(out)
-    assert torch.equal(*found)
-    assert found[0].max() == torch.finfo(torch.float16).max
+    expected = gathered(reference, tokens, rows, entering)
+    assert torch.equal(gathered(triton, tokens, rows, entering), expected)
+    assert expected.max() == torch.finfo(torch.float16).max
 
 
 def scored(
@@ -323,7 +326,6 @@ def test_triton_at_full_size(name: str, group: int, head_dim: int) -> None:
     torch.testing.assert_close(actual, expected, atol=allowed, rtol=1e-6)
 
     entering = torch.randint(-1, count, (1, 1, 8, 3000), generator=generator, device=device)
-    outs = torch.zeros((2, 2, 1, 1, 8, 3000, head_dim), dtype=torch.bfloat16, device=device)
-    for implementation, out in zip((reference, triton), outs, strict=True):
-        implementation.gather_codes(tokens, rows, 1, entering.to(torch.int32), out[0], out[1])
-    assert torch.equal(*outs)
+    entering = entering.to(torch.int32)
+    expected = gathered(reference, tokens, rows, entering)
+    assert torch.equal(gathered(triton, tokens, rows, entering), expected)
