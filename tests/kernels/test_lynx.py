@@ -20,7 +20,7 @@ from cache_rank.kernels.lynx.reference import (
     PAGE,
     LynxCodes,
     align,
-    decode_page,
+    decode_tokens,
     encode_page,
     fraction_of,
 )
@@ -57,7 +57,7 @@ def levels_and_signs(codes: LynxCodes) -> tuple[Tensor, Tensor]:
 @given(page=pages, alpha=alphas, full=st.booleans())
 def test_decoding_is_within_a_step(page: Tensor, alpha: float, full: bool) -> None:
     codes = encode_page(page, alpha)
-    decoded = decode_page(codes, alpha, full)
+    decoded = decode_tokens(align(codes), alpha, full)
     assert decoded.dtype == torch.float32
     assert decoded.shape == page.shape
     spread = align(codes).spread.double()
