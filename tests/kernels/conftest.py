@@ -39,4 +39,4 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def few_splits(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton's interpreter takes its time for each program, also for one without work."""
     if device.type == "cpu":
-        monkeypatch.setattr(triton, "LAUNCH", triton.LAUNCH._replace(most_splits=4))
+        monkeypatch.setattr(triton, "LAUNCH", triton.LAUNCH._replace(most_splits=3))

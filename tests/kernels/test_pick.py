@@ -13,7 +13,7 @@ from cache_rank.kernels.row_sketch.reference import RowScratch, to_keys
 
 POISON = -7
 SINKS, RECENT, MOST, SPARSE_FROM = 2, 3, 7, 10
-CHUNK = 32
+CHUNK = 8
 
 
 @pytest.fixture(autouse=True)
