@@ -64,6 +64,7 @@ def test_a_program_picks_by_the_keys_that_it_has_made(
     kv_heads, capacity, padded = 2, 640, 4
     units, chunks = len(lengths) * kv_heads, -(-capacity // CHUNK)
     logits = spread * torch.randn((units, capacity, padded), generator=generator)
+    logits[:, 560:570] += 4 * spread  # behind the chunks that are summed at once
     sums = torch.full((units, chunks, 2, padded), torch.nan)
     for unit in range(units):
         scored = lengths[unit // kv_heads] - 1
