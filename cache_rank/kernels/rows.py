@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 
@@ -21,3 +23,18 @@ class PagedRows(NamedTuple):
     page_table: Tensor
     slots: Tensor
     positions: Tensor
+
+    def used(self) -> Iterator[tuple[int, int, int]]:
+        """The row, slot and position of each row that is not skipped."""
+        places = zip(self.slots.tolist(), self.positions.tolist(), strict=True)
+        return ((row, slot, position) for row, (slot, position) in enumerate(places) if slot >= 0)
+
+    def resident(self, pool: Tensor, layers: slice, row: int, position: int) -> Tensor:
+        """Read the tokens [0, position] of a row: (L, Hkv, position + 1, width).
+
+        Args:
+            pool: (pages, layers, Hkv, P, width).
+        """
+        pages = self.page_table[row, : position // pool.shape[3] + 1].to(torch.int64)
+        tokens = pool[:, layers][pages]  # (pages, L, Hkv, P, width)
+        return tokens.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, : position + 1]

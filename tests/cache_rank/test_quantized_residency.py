@@ -54,7 +54,7 @@ def decoded(
     complete, rest = tokens[..., :coded, :], tokens[..., coded:, :]
     if name == "lynx":
         pages = complete.unflatten(-2, (-1, 256))
-        groups = lynx.decode_page(lynx.encode_page(pages, alpha), alpha, fine)
+        groups = lynx.decode_tokens(lynx.align(lynx.encode_page(pages, alpha)), alpha, fine)
     elif name == "hack":
         if is_keys:
             groups = hack.decode_keys(hack.encode_keys(complete, 4, 64), 4, 64)

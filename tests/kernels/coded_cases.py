@@ -22,18 +22,13 @@ SLOTS, LAYERS, KV_HEADS = 4, 2, 2
 
 @dataclass(frozen=True)
 class Format:
-    """One way of holding codes.
-
-    Attributes:
-        codecs: makes those of keys and values for tokens of a dtype.
-        group_tokens, ring: see `CodedTokens`.
-        tolerance: how far a score of some queries may be off, by what float32 and the format round.
-    """
+    """One way of holding codes; for the numbers of tokens see `CodedTokens`."""
 
     codecs: Callable[[torch.dtype], tuple[Codec, Codec]]
     group_tokens: int
     ring: int
     tolerance: Callable[[CodedTokens, Tensor], float]
+    """How far a score of some queries may be off, by what float32 and the format round."""
 
 
 def largest(numbers: Tensor) -> float:
@@ -46,13 +41,10 @@ def of_rounded_queries(
     largest_code: float,
     rounding_on_gpu: float = 0.0,
 ) -> Callable[[CodedTokens, Tensor], float]:
-    """A logit is off by what its query and codes were rounded, and a score by twice that; see
-    `split_int8`. Float32 sums round beside it.
+    """A logit is off by what its query and codes were rounded, and a score by twice that.
 
-    Args:
-        largest_scale: finds in the planes of keys what a query is multiplied with first.
-        largest_code: the largest code that it is multiplied with then.
-        rounding_on_gpu: how far that product may be off on a GPU.
+    A query is multiplied with scales of keys, is split (`split_int8`), and meets codes; on a GPU
+    that product may be rounded too. Float32 sums round beside it.
     """
 
     def tolerance(tokens: CodedTokens, queries: Tensor) -> float:
@@ -76,9 +68,12 @@ def of_partitions(tokens: CodedTokens, queries: Tensor) -> float:
     return 2 * 8 * torch.finfo(torch.float32).eps * sizes + of_ring
 
 
-def quantspec(bits: int) -> Format:
+def quantspec(bits: int, bits_of_values: int = 8) -> Format:
     return Format(
-        lambda dtype: (QuantSpecCodec(True, dtype, bits), QuantSpecCodec(False, dtype)),
+        lambda dtype: (
+            QuantSpecCodec(True, dtype, bits),
+            QuantSpecCodec(False, dtype, bits_of_values),
+        ),
         128,
         256,
         of_rounded_queries(lambda planes: largest(planes[2]), 15 if bits == 4 else 8),
@@ -98,12 +93,16 @@ def lynx(in_full: bool, alpha: float = DEFAULT_ALPHA) -> Format:
 
 
 def hack(
-    bits: int = 2, partition: int = 64, seed: int | None = None, value_sums: bool = False
+    bits: int = 2,
+    partition: int = 64,
+    seed: int | None = None,
+    value_sums: bool = False,
+    values_by: int | None = None,
 ) -> Format:
     return Format(
         lambda dtype: (
             HackCodec(True, dtype, bits, partition, seed),
-            HackCodec(False, dtype, bits, partition, seed, value_sums),
+            HackCodec(False, dtype, bits, values_by or partition, seed, value_sums),
         ),
         GROUP,
         GROUP,
@@ -126,12 +125,19 @@ FORMATS = {
     "hack 2, sums": hack(value_sums=True),
     "hack 4, stochastic": hack(bits=4, seed=0),
 }
+ATTENDED = {
+    "quantspec 4, values too": quantspec(4, bits_of_values=4),
+    **{name: FORMATS[name] for name in ("quantspec 8", "hack 4, sums", "hack 2, sums")},
+    "hack 4, keys by 16": hack(bits=4, partition=16, value_sums=True, values_by=64),
+}
+"""Formats whose codes can be attended to."""
+
 NARROW = torch.bfloat16 if torch.cuda.is_available() else torch.float16
 """A dtype of 16 bits that this machine rounds to the nearest: not bfloat16 in the interpreter."""
 
 
 def empty(
-    held_as: Format,
+    name: str,
     device: torch.device,
     dtype: torch.dtype,
     pages: int = 12,
@@ -142,6 +148,7 @@ def empty(
     """No tokens yet; what was never written is not a number, or an odd code."""
     if head_dim is None:  # matrix units multiply no fewer channels than 64
         head_dim = 64 if device.type == "cuda" else 16
+    held_as = (FORMATS | ATTENDED)[name]
     codecs = held_as.codecs(dtype)
 
     def planes(codec: Codec) -> tuple[Tensor, ...]:
@@ -166,15 +173,6 @@ def empty(
         not_finite=torch.zeros(1, dtype=torch.int32, device=device),
         group_tokens=held_as.group_tokens,
         page_tokens=PAGE,
-    )
-
-
-def copy_of(tokens: CodedTokens) -> CodedTokens:
-    keys, values = (tuple(plane.clone() for plane in planes) for planes in tokens.planes)
-    return tokens._replace(
-        planes=(keys, values),
-        rings=(tokens.rings[0].clone(), tokens.rings[1].clone()),
-        not_finite=tokens.not_finite.clone(),
     )
 
 

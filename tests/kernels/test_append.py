@@ -1,8 +1,9 @@
-"""Append of a step's tokens to the pools: reference against loops, Triton against it."""
+"""Tokens enter the paged pools, one a row or in bulk: both implementations against loops."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -11,9 +12,7 @@ from torch import Tensor
 from cache_rank.kernels.append import reference, triton
 from cache_rank.kernels.rows import PagedRows
 
-IMPLEMENTATIONS = pytest.mark.parametrize(
-    "implementation", [reference, triton], ids=["reference", "triton"]
-)
+IMPLEMENTATIONS = (reference, triton)
 POISON = 7.0
 
 
@@ -25,7 +24,7 @@ class Step:
     pools: tuple[Tensor, Tensor, Tensor]
     rows: PagedRows
 
-    def appended_by(self, implementation) -> tuple[Tensor, ...]:
+    def appended_by(self, implementation: Any) -> tuple[Tensor, ...]:
         pools = tuple(pool.clone() for pool in self.pools)
         implementation.append_step(self.up, *pools, self.rows, 1)
         return pools
@@ -41,12 +40,9 @@ class Step:
                 continue
             page = int(self.rows.page_table[row, position // page_tokens])
             for layer, heads in enumerate(self.up[row], start=1):
-                for head in range(query_heads):
-                    ring[slot, layer, head, position % window] = heads[head]
-                for head in range(kv_heads):
-                    place = (page, layer, head, position % page_tokens)
-                    keys[place] = heads[query_heads + head]
-                    values[place] = heads[query_heads + kv_heads + head]
+                ring[slot, layer, :, position % window] = heads[:query_heads]
+                keys[page, layer, :, position % page_tokens] = heads[query_heads:-kv_heads]
+                values[page, layer, :, position % page_tokens] = heads[-kv_heads:]
         return keys, values, ring
 
 
@@ -92,46 +88,29 @@ def assert_same_pools(left: tuple[Tensor, ...], right: tuple[Tensor, ...]) -> No
 
 
 @pytest.mark.parametrize(
-    ("positions", "slots"),
+    ("positions", "slots", "shape"),
     [
-        ([], []),
-        ([0], [0]),
-        ([5], [-1]),
-        ([7, 8, 9], [2, 0, 1]),  # the last of a page, the first of the next
-        ([23, 4, 0, 5, 31], [3, -1, 0, 2, 1]),
+        ([], [], {}),
+        ([0], [0], {}),
+        ([5], [-1], {}),
+        ([7, 8, 9], [2, 0, 1], {}),  # the last of a page, the first of the next
+        ([23, 4, 0, 5, 31], [3, -1, 0, 2, 1], {}),
+        ([19, 3], [1, 0], {"layers": 1, "query_heads": 1, "kv_heads": 1, "window": 1}),
+        ([19, 3], [1, 0], {"layers": 3, "query_heads": 3, "kv_heads": 1, "window": 16}),
+        ([19, 3], [1, 0], {"head_dim": 128, "dtype": torch.float16}),
+        ([19, 3], [1, 0], {"query_heads": 14, "head_dim": 64, "dtype": torch.bfloat16}),
     ],
     ids=str,
 )
-@IMPLEMENTATIONS
 def test_writes_the_place_of_each_token_and_nothing_else(
-    device: torch.device, implementation, positions: list[int], slots: list[int]
-) -> None:
-    step = random_step(device, positions, slots)
-    assert_same_pools(step.appended_by(implementation), step.appended_by_loops())
-
-
-@pytest.mark.parametrize(
-    ("layers", "query_heads", "kv_heads", "head_dim", "window", "dtype"),
-    [
-        (1, 1, 1, 16, 1, torch.bfloat16),
-        (3, 3, 1, 32, 16, torch.float32),
-        (1, 2, 2, 128, 5, torch.float16),
-        (2, 14, 2, 64, 2, torch.bfloat16),
-    ],
-)
-def test_triton_equals_reference(
     device: torch.device,
-    layers: int,
-    query_heads: int,
-    kv_heads: int,
-    head_dim: int,
-    window: int,
-    dtype: torch.dtype,
+    implementation: Any,
+    positions: list[int],
+    slots: list[int],
+    shape: dict[str, Any],
 ) -> None:
-    step = random_step(
-        device, [19, 3, 8], [1, -1, 0], dtype, layers, query_heads, kv_heads, head_dim, window
-    )
-    assert_same_pools(step.appended_by(triton), step.appended_by(reference))
+    step = random_step(device, positions, slots, **shape)
+    assert_same_pools(step.appended_by(implementation), step.appended_by_loops())
 
 
 def test_more_heads_than_one_program_takes(
@@ -142,8 +121,7 @@ def test_more_heads_than_one_program_takes(
     assert_same_pools(step.appended_by(triton), step.appended_by(reference))
 
 
-@IMPLEMENTATIONS
-def test_a_table_of_one_page_makes_of_it_a_ring(device: torch.device, implementation) -> None:
+def test_a_table_of_one_page_makes_of_it_a_ring(device: torch.device, implementation: Any) -> None:
     step = random_step(device, [7, 29, 5], [2, -1, 0])
     rows = step.rows._replace(page_table=step.rows.slots.unsqueeze(1))
     step = Step(step.up, step.pools, rows)
@@ -151,6 +129,32 @@ def test_a_table_of_one_page_makes_of_it_a_ring(device: torch.device, implementa
     keys, values, _ = in_page.appended_by_loops()
     found = step.appended_by(implementation)
     assert_same_pools(found[:2], (keys, values))
+
+
+@pytest.mark.parametrize(
+    ("pages", "start", "count"),
+    [
+        ([3], 0, 1),
+        ([3], 3, 21),
+        ([3, 1], 5, 8),
+        ([3, 1], 3, 21),
+        ([5, 0, 3, 2, 4], 3, 9),
+        ([5, 0, 3, 2, 4], 8, 12),
+    ],
+)
+def test_tokens_of_a_shipment_are_in_place_and_a_ring_of_pages_keeps_the_newest(
+    device: torch.device, implementation: Any, pages: list[int], start: int, count: int
+) -> None:
+    generator = torch.Generator().manual_seed(count)
+    shipment = torch.randn((2, 2, count, 3, 16), generator=generator).to(device, torch.bfloat16)
+    expected = torch.full((2, 6, 2, 3, 4, 16), POISON, dtype=torch.bfloat16, device=device)
+    pools = expected.clone()
+    ring = torch.tensor(pages, dtype=torch.int32, device=device)
+    implementation.load_tokens(shipment, *pools, ring, start)
+    for token in range(count):  # the later of two tokens in one place stays
+        page = pages[(start + token) // 4 % len(pages)]
+        expected[:, page, :, :, (start + token) % 4] = shipment[:, :, token]
+    assert torch.equal(pools, expected)
 
 
 @pytest.mark.gpu

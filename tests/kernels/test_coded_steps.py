@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -11,9 +12,7 @@ from coded_cases import (
     KV_HEADS,
     LAYERS,
     NARROW,
-    Format,
     assert_same,
-    copy_of,
     empty,
     load,
     on,
@@ -32,15 +31,40 @@ RESIDENT = (300, 1, 127, 512)
 
 
 def four_sequences(
-    held_as: Format, device: torch.device, dtype: torch.dtype, head_dim: int | None = None
+    name: str, device: torch.device, dtype: torch.dtype, head_dim: int | None = None
 ) -> tuple[CodedTokens, Tensor]:
     """RESIDENT tokens in slots 0 to 3; with the page table of all."""
-    tokens = empty(held_as, device, dtype, head_dim=head_dim)
+    tokens = empty(name, device, dtype, head_dim=head_dim)
     generator = torch.Generator().manual_seed(1)
     table = torch.randperm(12, generator=generator).view(4, 3).to(device, torch.int32)
     for slot, count in enumerate(RESIDENT):
         load(tokens, table[slot], slot, 0, random_shipment(tokens, count, seed=slot))
     return tokens, table
+
+
+def encoded_by_both(tokens: CodedTokens, *step: Any) -> CodedTokens:
+    """What is held after `encode_groups`, by the reference and by Triton."""
+    found = deepcopy(tokens), deepcopy(tokens)
+    for implementation, held in zip((reference, triton), found, strict=True):
+        implementation.encode_groups(held, *step)
+    assert_same(*found)
+    return found[0]
+
+
+def gathered(
+    implementation: Any,
+    tokens: CodedTokens,
+    rows: PagedRows,
+    entering: Tensor,
+    shipped_as: torch.dtype | None = None,
+) -> Tensor:
+    """Keys and values of the second layer, with 7 where nothing is written."""
+    ring = tokens.rings[0]
+    dtype = shipped_as or ring.dtype
+    shape = (2, *entering.shape, wire_width(ring.shape[-1], dtype))
+    out = torch.full(shape, 7.0, device=ring.device).to(dtype)
+    implementation.gather_codes(tokens, rows, 1, entering.contiguous(), out[0], out[1])
+    return out
 
 
 @pytest.mark.parametrize(
@@ -67,23 +91,16 @@ def four_sequences(
 def test_triton_encodes_of_a_shipment_what_the_reference_encodes(
     device: torch.device, name: str, start: int, count: int, dtype: torch.dtype
 ) -> None:
-    held_as = FORMATS[name]
-    tokens = empty(
-        held_as, device, dtype, layers=1, head_dim=64 if name.startswith("hack") else None
-    )
+    head_dim = 64 if name.startswith("hack") else None
+    tokens = empty(name, device, dtype, layers=1, head_dim=head_dim)
     shipment = random_shipment(tokens, start + count)
     shipment[:, :, ::7, 0, 5] = 0.0
     shipment[:, :, 1::7, 0, 5] = -0.0
     pages = on(device, 5, 0, 11)
     if start:
         load(tokens, pages, 2, 0, shipment[:, :, :start].contiguous())
-    found = []
-    for encode_groups in (reference.encode_groups, triton.encode_groups):
-        found.append(copy_of(tokens))
-        new = shipment[:, :, start:].contiguous()
-        rows = PagedRows(pages[None], on(device, 2), on(device, start))
-        encode_groups(found[-1], rows, count, range(1), new)
-    assert_same(*found)
+    rows = PagedRows(pages[None], on(device, 2), on(device, start))
+    encoded_by_both(tokens, rows, count, range(1), shipment[:, :, start:].contiguous())
 
 
 @pytest.mark.parametrize(
@@ -101,22 +118,16 @@ def test_triton_encodes_of_a_step_what_the_reference_encodes(
     device: torch.device, name: str, head_dim: int | None
 ) -> None:
     """Rows that complete a group, that do not, and that are refused."""
-    held_as = FORMATS[name]
-    tokens = empty(held_as, device, torch.float32, head_dim=head_dim)
+    tokens = empty(name, device, torch.float32, head_dim=head_dim)
     table = torch.arange(12, device=device, dtype=torch.int32).view(4, 3)
     for slot in range(4):
         load(tokens, table[slot], slot, 0, random_shipment(tokens, 255, seed=slot))
         for ring in tokens.rings:
             ring[slot, :, :, 255 % ring.shape[3]] = slot - 1.5
     for slots, starts in (((3, -1, 1, 0), (255, 255, 100, 255)), ((), ())):
-        found = []
-        for encode_groups in (reference.encode_groups, triton.encode_groups):
-            found.append(copy_of(tokens))
-            rows = PagedRows(table[: len(slots)], on(device, *slots), on(device, *starts))
-            encode_groups(found[-1], rows, 1, range(1, LAYERS))
-        assert_same(*found)
-        if slots:
-            assert not torch.equal(found[0].planes[0][0], tokens.planes[0][0])
+        rows = PagedRows(table[: len(slots)], on(device, *slots), on(device, *starts))
+        found = encoded_by_both(tokens, rows, 1, range(1, LAYERS))
+        assert bool(slots) != torch.equal(found.planes[0][0], tokens.planes[0][0])
 
 
 NAN, INFINITY, LARGEST = float("nan"), float("inf"), torch.finfo(torch.float32).max
@@ -138,80 +149,72 @@ def test_what_cannot_be_encoded_is_noted_by_its_place(
     device: torch.device, name: str, part: int, wrong: float, beside: float
 ) -> None:
     """What is not finite, or too far apart."""
-    held_as = FORMATS[name]
-    tokens = empty(held_as, device, torch.float32)
-    shipment = random_shipment(tokens, 300)
-    shipment[part, 0, 33, 1, 3] = shipment[part, 1, 77, 0, -1] = wrong
-    shipment[part, 1, 77, 0, -2] = shipment[part, 1, 78, 0, -1] = beside
-    shipment[part, 1, 299, 1, 3] = float("nan")  # not in a complete group
+    tokens = empty(name, device, torch.float32)
+    count = tokens.full_tokens + tokens.group_tokens + 44
+    shipment = random_shipment(tokens, count)
+    shipment[part, 0, 33, 1, 3] = shipment[part, 1, 47, 0, -1] = wrong
+    shipment[part, 1, 47, 0, -2] = shipment[part, 1, 48, 0, -1] = beside
+    shipment[part, 1, -1, 1, 3] = float("nan")  # not in a complete group
     rows = PagedRows(on(device, 1, 2, 3)[None], on(device, 0), on(device, 0))
     for encode_groups in (reference.encode_groups, triton.encode_groups):
         tokens.not_finite.zero_()
-        encode_groups(tokens, rows, 300, range(LAYERS), shipment)
+        encode_groups(tokens, rows, count, range(LAYERS), shipment)
         assert int(tokens.not_finite) == 1 + (part * LAYERS + 1) * KV_HEADS
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype", "head_dim", "capacity"),
+    ("name", "dtype", "head_dim", "capacity", "is_rounded"),
     [
-        ("quantspec 8", torch.float32, None, 0),
-        ("quantspec 8", NARROW, None, 21),
-        ("lynx full", torch.float32, None, 21),
-        ("lynx full", NARROW, None, 1),
-        ("hack 2", torch.float32, 64, 21),
-        ("hack 2, 16, stochastic", torch.float16, 64, 21),
-        ("hack 4", NARROW, 128, 21),
-        ("hack 4, 16", torch.float32, 16, 21),
-        ("hack 4, sums", torch.float32, 16, 21),
+        ("quantspec 8", torch.float32, None, 0, False),
+        ("quantspec 8", NARROW, None, 21, False),
+        ("quantspec 8", torch.float32, None, 21, True),
+        ("lynx full", torch.float32, None, 21, False),
+        ("lynx full", NARROW, None, 1, True),
+        ("hack 2", torch.float32, 64, 21, True),
+        ("hack 2, 16, stochastic", torch.float16, 64, 21, False),
+        ("hack 4", NARROW, 128, 21, False),
+        ("hack 4, 16", torch.float32, 16, 21, True),
+        ("hack 4, sums", torch.float32, 16, 21, False),
     ],
     ids=str,
 )
 def test_triton_gathers_what_the_reference_gathers(
-    device: torch.device, name: str, dtype: torch.dtype, head_dim: int | None, capacity: int
+    device: torch.device,
+    name: str,
+    dtype: torch.dtype,
+    head_dim: int | None,
+    capacity: int,
+    is_rounded: bool,
 ) -> None:
-    """From codes and from rings, with padding and a refused row."""
-    held_as = FORMATS[name]
-    tokens, table = four_sequences(held_as, device, dtype, head_dim)
-    slots, positions = on(device, 2, -1, 0, 3), on(device, 126, 0, 299, 511)
+    """From codes and from rings, with padding and a refused row, as they are or in int8."""
+    tokens, table = four_sequences(name, device, dtype, head_dim)
+    slots, positions = on(device, -1, 0, 3), on(device, 0, 299, 511)
     generator = torch.Generator().manual_seed(0)
-    entering = torch.randint(-100, 512, (4, 1, KV_HEADS, capacity), generator=generator)
+    entering = torch.randint(-100, 512, (3, 1, KV_HEADS, capacity), generator=generator)
     entering = entering.to(device, torch.int32).minimum(positions.view(-1, 1, 1, 1))
-    rows = PagedRows(table[[2, 1, 0, 3]], slots, positions)
-    found = []
-    for gather_codes in (reference.gather_codes, triton.gather_codes):
-        for shipped_as in (dtype, torch.int8):
-            shape = (2, *entering.shape, wire_width(tokens.rings[0].shape[-1], shipped_as))
-            out = torch.full(shape, 7.0, device=device).to(shipped_as)
-            gather_codes(tokens, rows, 1, entering, out[0], out[1])
-            found.append(out)
-    as_held, *by_reference = found[:2]
-    assert torch.equal(as_held, found[2])
-    assert as_held.isfinite().all()
     left_alone = (entering < 0) | (slots < 0).view(-1, 1, 1, 1)
-    assert (as_held[:, left_alone] == 7.0).all()
-    expected = to_wire(as_held, torch.int8)
-    expected[:, left_alone] = 7
-    for out in (*by_reference, found[3]):
-        assert torch.equal(out, expected)
+    rows = PagedRows(table[[1, 0, 3]], slots, positions)
+    expected = gathered(reference, tokens, rows, entering)
+    assert expected.isfinite().all()
+    assert (expected[:, left_alone] == 7.0).all()
+    if is_rounded:
+        expected = to_wire(expected, torch.int8)
+        expected[:, left_alone] = 7
+        assert torch.equal(gathered(reference, tokens, rows, entering, torch.int8), expected)
+    assert torch.equal(gathered(triton, tokens, rows, entering, expected.dtype), expected)
 
 
 def test_what_decodes_beyond_the_range_of_the_dtype_is_gathered_as_its_largest_number(
     device: torch.device,
 ) -> None:
-    held_as = FORMATS["quantspec 8"]
-    tokens, table = four_sequences(held_as, device, torch.float16)
+    tokens, table = four_sequences("quantspec 8", device, torch.float16)
     for planes in tokens.planes:
         planes[2].fill_(60000.0)
-    entering = torch.arange(300, dtype=torch.int32, device=device).expand(1, 1, KV_HEADS, 300)
+    entering = on(device, *range(300)).expand(1, 1, KV_HEADS, 300)
     rows = PagedRows(table[:1], on(device, 0), on(device, 299))
-    found = []
-    for gather_codes in (reference.gather_codes, triton.gather_codes):
-        shape = (2, *entering.shape, tokens.rings[0].shape[-1])
-        out = torch.zeros(shape, dtype=torch.float16, device=device)
-        gather_codes(tokens, rows, 0, entering.contiguous(), out[0], out[1])
-        found.append(out)
-    assert torch.equal(*found)
-    assert found[0].max() == torch.finfo(torch.float16).max
+    expected = gathered(reference, tokens, rows, entering)
+    assert torch.equal(gathered(triton, tokens, rows, entering), expected)
+    assert expected.max() == torch.finfo(torch.float16).max
 
 
 def scored(
@@ -261,8 +264,7 @@ def test_triton_scores_as_the_reference_but_for_rounding(
     """Of codes and newest tokens, of a refused row, of newest tokens only, of codes only."""
     for module in (score, triton):
         monkeypatch.setattr(module, "CHUNK_TOKENS", 128)  # several programs a row
-    held_as = FORMATS[name]
-    tokens, table = four_sequences(held_as, device, torch.float16, head_dim)
+    tokens, table = four_sequences(name, device, torch.float16, head_dim)
     shape = (4, 1, KV_HEADS * group, tokens.rings[0].shape[-1])
     queries = 2 * torch.randn(shape, generator=torch.Generator().manual_seed(2))
     queries[0, 0, 0] = 0.5  # no range to encode
@@ -270,7 +272,7 @@ def test_triton_scores_as_the_reference_but_for_rounding(
     rows = PagedRows(table[[0, 3, 1, 3]], on(device, 0, -1, 1, 3), on(device, 299, 5, 0, 511))
     expected = scored(reference.score_codes, tokens, queries, rows, 513)
     actual = scored(triton.score_codes, tokens, queries, rows, 513, rounded=False)
-    allowed = held_as.tolerance(tokens, queries)
+    allowed = FORMATS[name].tolerance(tokens, queries)
     torch.testing.assert_close(actual, expected, atol=allowed, rtol=1e-6)
     assert (actual[1] == 7.0).all()
     assert (actual[0, ..., 300:] == 7.0).all()
@@ -278,14 +280,13 @@ def test_triton_scores_as_the_reference_but_for_rounding(
 
 @pytest.mark.parametrize("name", ["quantspec 4", "lynx full", "hack 2"])
 def test_scores_do_not_depend_on_what_is_scored_beside(device: torch.device, name: str) -> None:
-    held_as = FORMATS[name]
-    tokens, table = four_sequences(held_as, device, torch.float16)
+    tokens, table = four_sequences(name, device, torch.float16)
     generator = torch.Generator().manual_seed(2)
     queries = torch.randn((4, 1, 4, tokens.rings[0].shape[-1]), generator=generator).to(device)
     slots, positions = on(device, 0, 1, 2, 3), on(device, *(count - 1 for count in RESIDENT))
     together = scored(triton.score_codes, tokens, queries, PagedRows(table, slots, positions), 512)
-    for row, count in enumerate(RESIDENT):
-        one = slice(row, row + 1)
+    for row in (0, 2):
+        one, count = slice(row, row + 1), RESIDENT[row]
         rows = PagedRows(table[one], slots[one], positions[one])
         alone = scored(triton.score_codes, tokens, queries[one], rows, 512)
         assert torch.equal(alone[0, ..., :count], together[row, ..., :count])
@@ -306,9 +307,9 @@ def test_scores_do_not_depend_on_what_is_scored_beside(device: torch.device, nam
 )
 def test_triton_at_full_size(name: str, group: int, head_dim: int) -> None:
     """20001 tokens in bfloat16, read through a page table of 80 random pages."""
-    held_as, device, count, kv_heads = FORMATS[name], torch.device("cuda"), 20001, 8
+    device, count, kv_heads = torch.device("cuda"), 20001, 8
     shape = {"pages": 80, "layers": 2, "kv_heads": kv_heads, "head_dim": head_dim}
-    tokens, by_triton = (empty(held_as, device, torch.bfloat16, **shape) for _ in range(2))
+    tokens, by_triton = (empty(name, device, torch.bfloat16, **shape) for _ in range(2))
     generator = torch.Generator(device).manual_seed(0)
     pages = torch.randperm(80, generator=generator, device=device).to(torch.int32)
     shipment = random_shipment(tokens, count)
@@ -321,11 +322,10 @@ def test_triton_at_full_size(name: str, group: int, head_dim: int) -> None:
     rows = PagedRows(pages[None], on(device, 1), on(device, count - 1))
     expected = scored(reference.score_codes, tokens, queries, rows, 20480)
     actual = scored(triton.score_codes, tokens, queries, rows, 20480, rounded=False)
-    allowed = held_as.tolerance(tokens, queries)
+    allowed = FORMATS[name].tolerance(tokens, queries)
     torch.testing.assert_close(actual, expected, atol=allowed, rtol=1e-6)
 
     entering = torch.randint(-1, count, (1, 1, 8, 3000), generator=generator, device=device)
-    outs = torch.zeros((2, 2, 1, 1, 8, 3000, head_dim), dtype=torch.bfloat16, device=device)
-    for implementation, out in zip((reference, triton), outs, strict=True):
-        implementation.gather_codes(tokens, rows, 1, entering.to(torch.int32), out[0], out[1])
-    assert torch.equal(*outs)
+    entering = entering.to(torch.int32)
+    expected = gathered(reference, tokens, rows, entering)
+    assert torch.equal(gathered(triton, tokens, rows, entering), expected)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -11,73 +11,38 @@ from torch import Tensor
 from cache_rank.kernels.forecast import reference, triton
 
 POISON = 7.0
-NORM_EPSILON, QUERY_NORM_EPSILON = 1e-5, 1e-6
 
 
-class Step:
+class Step(NamedTuple):
     """The hidden states of a step, and by what the queries of a group are forecast."""
 
-    def __init__(
-        self,
-        slots: list[int],
-        layers: int = 2,
-        heads: int = 3,
-        head_dim: int = 16,
-        width: int = 40,
-        dtype: torch.dtype = torch.float32,
-        pairs: int | None = 8,
-        interleaved: bool = False,
-        has_query_norm: bool = True,
-        device: torch.device | str = "cpu",
-    ) -> None:
-        generator = torch.Generator().manual_seed(len(slots) + head_dim)
-
-        def random(*shape: int) -> Tensor:
-            return torch.randn(shape, generator=generator).to(device, dtype)
-
-        rows = len(slots)
-        # As in a message, a row is a part of a longer one.
-        self.hidden = (30 * random(rows, width + 8))[:, :width]
-        self.projections = random(layers, heads, width, head_dim)
-        self.constants = random(layers, heads, head_dim)
-        self.query_norms = random(layers, heads, head_dim) if has_query_norm else None
-        self.slots = torch.tensor(slots, dtype=torch.int32, device=device)
-        self.positions = torch.arange(rows, dtype=torch.int32, device=device) * 32_100 + 7
-        self.frequency = None
-        if pairs is not None:
-            self.frequency = 10_000.0 ** -(torch.arange(pairs, device=device).float() / pairs)
-        self.interleaved = interleaved
-        self.scale = 1.25
-        self.shape = (rows, layers, heads, head_dim)
+    hidden: Tensor
+    projections: Tensor
+    constants: Tensor
+    query_norms: Tensor | None
+    positions: Tensor
+    slots: Tensor
+    frequency: Tensor | None
+    interleaved: bool
+    scale: float = 1.25
+    norm_epsilon: float = 1e-5
+    query_norm_epsilon: float = 1e-6
 
     def forecast(self, implementation: Any) -> Tensor:
-        out = torch.full(self.shape, POISON, device=self.slots.device)
-        workspace = implementation.forecast_workspace(*self.shape, self.slots.device)
-        implementation.forecast_step(
-            self.hidden,
-            self.projections,
-            self.constants,
-            self.query_norms,
-            self.positions,
-            self.slots,
-            self.frequency,
-            self.interleaved,
-            self.scale,
-            NORM_EPSILON,
-            QUERY_NORM_EPSILON,
-            workspace,
-            out,
-        )
+        shape = (len(self.slots), *self.constants.shape)
+        out = torch.full(shape, POISON, device=self.slots.device)
+        workspace = implementation.forecast_workspace(*shape, self.slots.device)
+        implementation.forecast_step(*self, workspace, out)
         return out
 
     def expected(self, row: int, layer: int, head: int) -> Tensor:
         """The equation, in float64: (D,)."""
         state = self.hidden[row].double()
-        state = state / (state.pow(2).mean() + NORM_EPSILON).sqrt()
+        state = state / (state.pow(2).mean() + self.norm_epsilon).sqrt()
         query = state @ self.projections[layer, head].double()
         query = query + self.constants[layer, head].double()
         if self.query_norms is not None:
-            query = query / (query.pow(2).mean() + QUERY_NORM_EPSILON).sqrt()
+            query = query / (query.pow(2).mean() + self.query_norm_epsilon).sqrt()
             query = query * self.query_norms[layer, head].double()
         if self.frequency is None:
             return query
@@ -91,18 +56,49 @@ class Step:
         return rotated
 
 
-# All elements rotate, some, or none; as halves, or interleaved.
-KINDS = pytest.mark.parametrize(
-    ("pairs", "interleaved", "has_query_norm"),
-    [(8, False, True), (8, True, False), (4, False, False), (4, True, True), (None, False, True)],
-)
+def step_of(
+    slots: list[int],
+    layers: int = 2,
+    heads: int = 3,
+    head_dim: int = 16,
+    width: int = 40,
+    dtype: torch.dtype = torch.float32,
+    pairs: int | None = 8,
+    interleaved: bool = False,
+    has_query_norm: bool = True,
+    device: torch.device | str = "cpu",
+) -> Step:
+    """Random states; as in a message, a row is a part of a longer one."""
+    generator = torch.Generator().manual_seed(len(slots) + head_dim)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(device, dtype)
+
+    return Step(
+        (30 * random(len(slots), width + 8))[:, :width],
+        random(layers, heads, width, head_dim),
+        random(layers, heads, head_dim),
+        random(layers, heads, head_dim) if has_query_norm else None,
+        torch.arange(len(slots), dtype=torch.int32, device=device) * 32_100 + 7,
+        torch.tensor(slots, dtype=torch.int32, device=device),
+        10_000.0 ** -(torch.arange(pairs, device=device) / pairs) if pairs else None,
+        interleaved,
+    )
 
 
-@KINDS
-def test_reference_is_the_equation(
-    pairs: int | None, interleaved: bool, has_query_norm: bool
-) -> None:
-    step = Step([2, -1, 0], pairs=pairs, interleaved=interleaved, has_query_norm=has_query_norm)
+KINDS = [
+    {"pairs": 8, "interleaved": False, "has_query_norm": True},
+    {"pairs": 8, "interleaved": True, "has_query_norm": False},
+    {"pairs": 4, "interleaved": False, "has_query_norm": False},
+    {"pairs": 4, "interleaved": True, "has_query_norm": True},
+    {"pairs": None, "interleaved": False, "has_query_norm": True},
+]
+"""All elements rotate, some, or none; as halves, or interleaved."""
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_reference_is_the_equation(kind: dict[str, Any]) -> None:
+    step = step_of([2, -1, 0], **kind)
     found = step.forecast(reference)
     for row in (0, 2):
         for layer in range(2):
@@ -111,7 +107,22 @@ def test_reference_is_the_equation(
                 torch.testing.assert_close(found[row, layer, head], expected, rtol=1e-4, atol=1e-4)
 
 
-def assert_equals_the_reference(step: Step) -> None:
+@pytest.mark.parametrize(
+    ("slots", "shape"),
+    [
+        *(([2, -1, 0], kind) for kind in KINDS),
+        ([0], {"layers": 1, "heads": 1, "width": 16, "dtype": torch.float16}),
+        ([-1], {"head_dim": 32, "pairs": 16, "dtype": torch.bfloat16}),
+        ([5, 1, 0, 3, -1, 2], {"layers": 3, "head_dim": 64, "width": 129, "pairs": 32}),
+        ([0, 1], {"head_dim": 128, "width": 600, "pairs": 64, "dtype": torch.bfloat16}),
+        ([*range(19)], {"head_dim": 8, "width": 24, "pairs": 4, "dtype": torch.float16}),
+    ],
+    ids=str,
+)
+def test_triton_equals_the_reference(
+    device: torch.device, slots: list[int], shape: dict[str, Any]
+) -> None:
+    step = step_of(slots, device=device, **shape)
     found, expected = step.forecast(triton), step.forecast(reference)
     live = step.slots >= 0
     # Products are summed up in another order.
@@ -119,44 +130,14 @@ def assert_equals_the_reference(step: Step) -> None:
     assert (found[~live] == POISON).all()
 
 
-@KINDS
-def test_triton_equals_the_reference(
-    device: torch.device, pairs: int | None, interleaved: bool, has_query_norm: bool
-) -> None:
-    kinds = {"pairs": pairs, "interleaved": interleaved, "has_query_norm": has_query_norm}
-    assert_equals_the_reference(Step([2, -1, 0], device=device, **kinds))
-
-
-@pytest.mark.parametrize(
-    ("slots", "layers", "heads", "head_dim", "width", "dtype"),
-    [
-        ([0], 1, 1, 16, 16, torch.float16),
-        ([-1], 2, 3, 32, 40, torch.bfloat16),
-        ([5, 1, 0, 3, -1, 2], 3, 2, 64, 129, torch.float32),
-        ([0, 1], 1, 4, 128, 600, torch.bfloat16),
-        ([*range(19)], 1, 2, 8, 24, torch.float16),
-    ],
-)
-def test_triton_equals_the_reference_at_any_size(
-    device: torch.device,
-    slots: list[int],
-    layers: int,
-    heads: int,
-    head_dim: int,
-    width: int,
-    dtype: torch.dtype,
-) -> None:
-    step = Step(slots, layers, heads, head_dim, width, dtype, head_dim // 2, device=device)
-    assert_equals_the_reference(step)
-
-
 def test_a_row_does_not_depend_on_the_others(device: torch.device) -> None:
-    together = Step([*range(18)], 1, 2, 64, 200, torch.bfloat16, 32, device=device)
+    together = step_of([*range(18)], 1, 2, 64, 200, torch.bfloat16, 32, device=device)
     expected = together.forecast(triton)
     for row in (0, 15, 17):
-        alone = Step([0], 1, 2, 64, 200, torch.bfloat16, 32, device=device)
-        for name in ("projections", "constants", "query_norms"):
-            setattr(alone, name, getattr(together, name))
         one = slice(row, row + 1)
-        alone.hidden, alone.positions = together.hidden[one], together.positions[one].clone()
+        alone = together._replace(
+            hidden=together.hidden[one],
+            positions=together.positions[one].clone(),
+            slots=together.slots[:1],
+        )
         assert torch.equal(alone.forecast(triton)[0], expected[row])

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
+from typing import Any
 
 import pytest
 import torch
 
 from cache_rank.kernels.gate import reference, triton
 
-
-@pytest.fixture(params=[reference, triton], ids=["reference", "triton"])
-def implementation(request: pytest.FixtureRequest, device: torch.device):
-    return request.param
+IMPLEMENTATIONS = (reference, triton)
 
 
 def host_flag(device: torch.device, value: int) -> torch.Tensor:
@@ -26,14 +24,14 @@ def nobody(device: torch.device) -> torch.Tensor:
     return torch.zeros(4, dtype=torch.int64, pin_memory=device.type == "cuda")
 
 
-def test_a_signal_sets_one_flag(implementation, device: torch.device) -> None:
+def test_a_signal_sets_one_flag(implementation: Any, device: torch.device) -> None:
     flags = torch.zeros(3, dtype=torch.int64, device=device)
     implementation.signal(flags, 1, torch.tensor([1 << 40], device=device))
     implementation.signal(flags, 2, torch.tensor([7, 9], device=device)[1:])
     assert flags.tolist() == [0, 1 << 40, 9]
 
 
-def test_flags_count_how_often_they_are_raised(implementation, device: torch.device) -> None:
+def test_flags_count_how_often_they_are_raised(implementation: Any, device: torch.device) -> None:
     flags = torch.zeros(3, dtype=torch.int64, device=device)
     for number in (5, 0, 1 << 40, 6):
         implementation.raise_flag(flags, 1, torch.tensor([number], device=device))
@@ -43,7 +41,7 @@ def test_flags_count_how_often_they_are_raised(implementation, device: torch.dev
     assert flags.tolist() == [0, 2, 1]
 
 
-def test_a_copy_follows_what_the_host_says(implementation, device: torch.device) -> None:
+def test_a_copy_follows_what_the_host_says(implementation: Any, device: torch.device) -> None:
     source, copy = host_flag(device, 0), torch.full((1,), 7, dtype=torch.int32, device=device)
     for said in (0, 1, 0):
         source[0] = said
@@ -53,7 +51,7 @@ def test_a_copy_follows_what_the_host_says(implementation, device: torch.device)
 
 @pytest.mark.parametrize("count", [5, 4])
 def test_a_wait_for_what_has_happened_ends(
-    implementation, device: torch.device, count: int
+    implementation: Any, device: torch.device, count: int
 ) -> None:
     flags, given_up = torch.tensor([0, 5], device=device), nobody(device)
     awaited, waiter = torch.tensor([[count], [17]], device=device)
@@ -64,7 +62,7 @@ def test_a_wait_for_what_has_happened_ends(
 
 
 def test_a_wait_for_what_never_happens_ends_when_the_host_says_so(
-    implementation, device: torch.device
+    implementation: Any, device: torch.device
 ) -> None:
     flags = torch.zeros(1, dtype=torch.int64, device=device)
     accepts, given_up = host_flag(device, 1), nobody(device)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 from cache_rank.kernels.pinned_ring import reference, triton
 
-
-@pytest.fixture(params=[reference, triton], ids=["reference", "triton"])
-def implementation(request: pytest.FixtureRequest, device: torch.device):
-    return request.param
+IMPLEMENTATIONS = (reference, triton)
 
 
 def host_ring(device: torch.device, rows: int, width: int) -> Tensor:
@@ -25,7 +24,7 @@ def settle(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("width", [1, 2, 81, 1024, 1025, 5000])
-def test_rows_are_read_in_turn(implementation, device: torch.device, width: int) -> None:
+def test_rows_are_read_in_turn(implementation: Any, device: torch.device, width: int) -> None:
     ring = host_ring(device, 3, width)
     collected = torch.zeros(reference.blocks(width), dtype=torch.int64, device=device)
     around = torch.full((width + 2,), -7, dtype=torch.int64, device=device)
@@ -37,7 +36,7 @@ def test_rows_are_read_in_turn(implementation, device: torch.device, width: int)
 
 @pytest.mark.parametrize("shape", [(1,), (37,), (2, 6, 16), (2, 1, 300)])
 def test_rows_are_written_where_their_number_says(
-    implementation, device: torch.device, shape: tuple[int, ...]
+    implementation: Any, device: torch.device, shape: tuple[int, ...]
 ) -> None:
     values = torch.arange(torch.Size(shape).numel(), device=device).view(shape)
     ring, newest = host_ring(device, 4, values.numel()).fill_(-1), host_ring(device, 1, 1)[0]

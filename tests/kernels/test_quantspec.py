@@ -8,9 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from quantization_cases import (
-    tokens,
-)
+from quantization_cases import tokens
 from torch import Tensor
 
 from cache_rank.kernels.nibbles.reference import unpack, unpack_signed

@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
-from bit_planes import keys_of
+from sketch_cases import keys_of, random_sketch
 from torch import Tensor
 
 from cache_rank.kernels.attend import reference as attend_reference
 from cache_rank.kernels.attend import triton as attend_triton
 from cache_rank.kernels.row_sketch import picking, reference, triton
 from cache_rank.kernels.row_sketch.reference import KEY_UNIT, RowScratch
-from cache_rank.kernels.sketch.reference import (
-    Sketch,
-    SketchShape,
-    make_sketch,
-    query_weights,
-    sketch_shape,
-    unpack_int2,
-)
+from cache_rank.kernels.sketch.reference import Sketch, SketchShape, query_weights, unpack_int2
 
 UNTOUCHED = 7
 SPARSE_FROM = 20
@@ -39,41 +32,38 @@ def sketch_of_a_layer(
     kv_heads: int, head_dim: int, bits: int, device: torch.device
 ) -> tuple[Sketch, SketchShape]:
     """The sketch of one of several layers, whose maps are those of no other head."""
-    torch.manual_seed(0)
-    basis = torch.eye(head_dim) + 0.05 * torch.randn(3, kv_heads, head_dim, head_dim)
-    mean = torch.randn(3, kv_heads, head_dim)
-    shape = sketch_shape(head_dim, bits)
-    return Sketch(*(part[1:2].to(device) for part in make_sketch(basis, mean, shape))), shape
+    sketch, shape = random_sketch(3, kv_heads, head_dim, bits, device)
+    return Sketch(*(part[1:2] for part in sketch)), shape
 
 
-@pytest.mark.parametrize("count", [1, 33, 200])
+@pytest.mark.parametrize("count", [1, 65])
 @pytest.mark.parametrize(
-    ("kv_heads", "head_dim", "bits", "dtype", "index"),
+    ("sizes", "dtype", "index"),
     [
-        (2, 64, 1, torch.float16, torch.int32),
-        (1, 128, 2, torch.bfloat16, torch.int64),
-        (3, 64, 3, torch.float32, torch.int32),
-        (2, 256, 4, torch.bfloat16, torch.int64),
+        ((2, 64, 1), torch.float16, torch.int32),
+        ((1, 128, 2), torch.bfloat16, torch.int64),
+        ((3, 64, 3), torch.float32, torch.int32),
+        ((1, 256, 4), torch.bfloat16, torch.int64),
     ],
+    ids=str,
 )
 def test_keys_are_encoded_into_their_rows(
-    kv_heads: int,
-    head_dim: int,
-    bits: int,
+    sizes: tuple[int, int, int],
     dtype: torch.dtype,
     index: torch.dtype,
     count: int,
     device: torch.device,
 ) -> None:
-    sketch, shape = sketch_of_a_layer(kv_heads, head_dim, bits, device)
+    """Of so many KV heads, channels and bits."""
+    (sketch, shape), (kv_heads, head_dim, _) = sketch_of_a_layer(*sizes, device), sizes
     projected = torch.randn(count, 2 * kv_heads + 3, head_dim, device=device).to(dtype)
     keys = projected[:, 3 : 3 + kv_heads]  # between queries and values
-    rows = torch.randperm(300)[:count].to(device, index)
-    found = torch.full((kv_heads, 300, shape.bytes), UNTOUCHED, dtype=torch.uint8, device=device)
+    rows = torch.randperm(100)[:count].to(device, index)
+    found = torch.full((kv_heads, 100, shape.bytes), UNTOUCHED, dtype=torch.uint8, device=device)
     expected = found.clone()
     triton.encode_rows(keys, rows, sketch, shape, found)
     reference.encode_rows(keys, rows, sketch, shape, expected)
-    others = torch.ones(300, dtype=torch.bool, device=device).index_fill(0, rows.long(), False)
+    others = torch.ones(100, dtype=torch.bool, device=device).index_fill(0, rows.long(), False)
     assert bool((found[:, others] == UNTOUCHED).all())
     # A key between two codes may get either, as float32 or float64 decide.
     assert int((found != expected).sum()) <= 1e-4 * count * kv_heads * shape.bytes
@@ -95,15 +85,15 @@ class Step(NamedTuple):
 
 
 def decode_step(
-    lengths: list[int],
-    kv_heads: int,
-    group: int,
-    head_dim: int,
-    bits: int,
-    dtype: torch.dtype,
-    index: torch.dtype,
     device: torch.device,
+    lengths: list[int],
     budgets: list[int] | None = None,
+    kv_heads: int = 2,
+    group: int = 2,
+    head_dim: int = 64,
+    bits: int = 2,
+    dtype: torch.dtype = torch.float32,
+    index: torch.dtype = torch.int64,
 ) -> tuple[Step, Tensor]:
     """Requests whose tokens lie in scattered rows, and the pool's keys, (rows, Hkv, D).
 
@@ -138,7 +128,7 @@ def selected(module: ModuleType, step: Step, capacity: int) -> tuple[Tensor, Row
     """What a version of `select_rows` picks, (B, Hkv, attended), and its scratch."""
     requests, query_heads, _ = step.queries.shape
     kv_heads = len(step.codes)
-    size = (requests + 1, query_heads, kv_heads, capacity + 300)  # more than it takes
+    size = (requests + 1, query_heads, kv_heads, capacity)  # one more than it takes
     scratch = module.row_scratch(*size, step.codes)
     scratch.keys.fill_(UNTOUCHED)
     picked = torch.full(
@@ -174,34 +164,36 @@ def rounding_of(step: Step) -> float:
     return float(logits.abs().max()) * KEY_UNIT * 2.0**-11 + 1
 
 
+EDGES = (
+    [300, SPARSE_FROM - 1, 256, SPARSE_FROM, 1, 257, 258, 600, 129, 128],
+    [MOST, MOST, 7, MOST, 3, 0, MOST - 1, 1, MOST, 23],
+)
+"""Lengths around those of blocks, chunks and parts, with dense requests between; and budgets.
+
+Budgets are all that is allowed, more than there is, nothing, and between.
+"""
+
+FEW = [258, SPARSE_FROM - 1, SPARSE_FROM, 129], [MOST, MOST, MOST, 7]
+
+
 @pytest.mark.parametrize(
-    ("kv_heads", "group", "head_dim", "bits", "dtype", "index"),
+    ("requests", "shape"),
     [
-        (2, 4, 128, 2, torch.bfloat16, torch.int64),
-        (1, 1, 64, 2, torch.float16, torch.int32),
-        (3, 3, 64, 1, torch.float32, torch.int64),
-        (2, 16, 64, 4, torch.bfloat16, torch.int32),
-        (1, 8, 256, 2, torch.bfloat16, torch.int64),
-        (2, 2, 128, 3, torch.float16, torch.int64),
+        (EDGES, (1, 1, 64, 2, torch.float16, torch.int32)),
+        (FEW, (2, 4, 128, 2, torch.bfloat16, torch.int64)),
+        (FEW, (3, 3, 64, 1, torch.float32, torch.int64)),
+        (FEW, (1, 16, 64, 4, torch.bfloat16, torch.int32)),
+        (FEW, (1, 8, 256, 2, torch.bfloat16, torch.int64)),
+        (FEW, (1, 2, 128, 3, torch.float16, torch.int64)),
     ],
+    ids=str,
 )
 def test_keys_and_picks_are_those_of_the_reference(
-    kv_heads: int,
-    group: int,
-    head_dim: int,
-    bits: int,
-    dtype: torch.dtype,
-    index: torch.dtype,
-    device: torch.device,
+    requests: tuple[list[int], list[int]], shape: tuple[Any, ...], device: torch.device
 ) -> None:
-    """Of lengths around those of blocks, chunks and parts, and with dense requests between.
-
-    Budgets are all that is allowed, more than there is, nothing, and between.
-    """
-    lengths = [300, SPARSE_FROM - 1, 256, SPARSE_FROM, 1, 257, 258, 600, 129, 128]
-    budgets = [MOST, MOST, 7, MOST, 3, 0, MOST - 1, 1, MOST, 23]
-    step, _ = decode_step(lengths, kv_heads, group, head_dim, bits, dtype, index, device, budgets)
-    picked, scratch = selected(triton, step, 777)
+    (lengths, budgets), kv_heads = requests, shape[0]
+    step, _ = decode_step(device, lengths, budgets, *shape)
+    picked, scratch = selected(triton, step, max(lengths))
     planes = scratch.keys[: len(lengths) * kv_heads].unflatten(0, (len(lengths), kv_heads))
     for request, length in enumerate(lengths):
         is_sparse = length >= SPARSE_FROM
@@ -221,61 +213,56 @@ def test_keys_and_picks_are_those_of_the_reference(
 
 
 def test_requests_are_sparse_by_the_length_of_their_slot(device: torch.device) -> None:
-    step, _ = decode_step([90, 90, 90], 2, 2, 64, 2, torch.float32, torch.int64, device)
+    step, _ = decode_step(device, [90, 90, 90])
     step.sparse_from[step.slots] = torch.tensor([90, 91, 5], dtype=torch.int32, device=device)
     is_scored = (selected(triton, step, 90)[0] != -1).flatten(1).all(dim=1)
     assert is_scored.tolist() == [True, False, True]
 
 
-@pytest.mark.parametrize("value", [torch.inf, torch.nan])
-def test_queries_that_are_no_numbers_harm_no_others(value: float, device: torch.device) -> None:
-    step, _ = decode_step([90, 300], 2, 2, 64, 2, torch.float32, torch.int64, device)
-    before = scored(step, 300)
-    step.queries[0, 1, 5] = value
-    after = scored(step, 300)
-    assert torch.equal(after[1, :, : 300 - RECENT], before[1, :, : 300 - RECENT])
-    assert torch.equal(after[0, 1, : 90 - RECENT], before[0, 1, : 90 - RECENT])
+def test_queries_that_are_no_numbers_harm_no_others(device: torch.device) -> None:
+    step, _ = decode_step(device, [90, 140])
+    before = scored(step, 140)
+    for value in (torch.inf, torch.nan):
+        step.queries[0, 1, 5] = value
+        after = scored(step, 140)
+        assert torch.equal(after[1, :, : 140 - RECENT], before[1, :, : 140 - RECENT])
+        assert torch.equal(after[0, 1, : 90 - RECENT], before[0, 1, : 90 - RECENT])
 
 
 @pytest.mark.usefixtures("few_splits")
-@pytest.mark.parametrize(("kv_heads", "group", "dtype"), [(2, 4, torch.bfloat16), (1, 3, None)])
+@pytest.mark.parametrize(
+    ("kv_heads", "group", "dtype"), [(2, 4, torch.bfloat16), (1, 3, torch.float32)]
+)
 def test_a_decode_step_attends_to_what_it_would_by_the_references(
-    kv_heads: int, group: int, dtype: torch.dtype | None, device: torch.device
+    kv_heads: int, group: int, dtype: torch.dtype, device: torch.device
 ) -> None:
     """Tokens that are worth picking have keys beside which roundings are small."""
-    dtype = dtype or torch.float32
-    head_dim, attended = 64, SINKS + MOST + RECENT
-    lengths, budgets = [700, SPARSE_FROM - 1, 90, 56], [MOST, MOST, 17, MOST]
-    step, keys = decode_step(
-        lengths, kv_heads, group, head_dim, 2, dtype, torch.int64, device, budgets
-    )
+    attended = SINKS + MOST + RECENT
+    lengths, budgets = [300, SPARSE_FROM - 1, 90, 56], [MOST, MOST, 17, MOST]
+    step, keys = decode_step(device, lengths, budgets, kv_heads, group, dtype=dtype)
     step.sparse_from[step.slots[0]] = attended
     step.sparse_from[step.slots[2:]] = attended + 1
-    # The keys of as many tokens as are picked are along the mean of their head's queries.
+    # The queries of a KV head are alike, and the keys of as many tokens as are picked, too.
+    step.queries.add_(2 * step.queries[:, ::group].repeat_interleave(group, dim=1))
     for request, length in enumerate(lengths):
-        slot = int(step.slots[request])
-        chosen = torch.randperm(max(0, length - SINKS - RECENT))[: budgets[request]]
-        chosen = chosen.to(device) + SINKS
-        rows = step.row_table[slot, chosen].long()
+        chosen = torch.randperm(max(0, length - SINKS - RECENT))[: budgets[request]] + SINKS
+        rows = step.row_table[step.slots[request], chosen.to(device)].long()
         mean = step.queries[request].float().unflatten(0, (kv_heads, group)).mean(dim=1)
-        keys[rows] = 3 * mean * group**0.5 + 0.1 * torch.randn(len(rows), kv_heads, head_dim).to(
-            device
-        )
-    every = torch.arange(len(keys), device=device)
-    triton.encode_rows(keys, every, step.sketch, step.shape, step.codes)
+        keys[rows] = mean + 0.1 * torch.randn(len(rows), kv_heads, 64).to(device)
+        triton.encode_rows(keys[rows], rows, step.sketch, step.shape, step.codes)
     for request, (length, budget) in enumerate(zip(lengths, budgets, strict=True)):
-        keys_of = expected_keys(step, request)[:, SINKS : length - RECENT]
-        best = keys_of.sort(descending=True).values
+        candidates = expected_keys(step, request)[:, SINKS : length - RECENT]
+        best = candidates.sort(descending=True).values
         if length >= int(step.sparse_from[step.slots[request]]) and best.shape[-1] > budget:
             assert int((best[:, budget - 1] - best[:, budget]).min()) > 2 * rounding_of(step)
     values = torch.randn_like(keys)
     pool = [part.to(dtype) for part in (keys, values)]
     results = []
     for selecting, attending in ((triton, attend_triton), (reference, attend_reference)):
-        picked, _ = selected(selecting, step, 705)
+        picked, _ = selected(selecting, step, 300)
         out = torch.empty(step.queries.shape, dtype=dtype, device=device)
         requests = *step[4:9], SINKS + RECENT
-        attending.attend_rows(step.queries, *pool, picked, *requests, head_dim**-0.5, out)
+        attending.attend_rows(step.queries, *pool, picked, *requests, 64**-0.5, out)
         results.append((picked, out))
     (found_rows, found), (expected_rows, expected) = results
     assert torch.equal(found_rows, expected_rows)

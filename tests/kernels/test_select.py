@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -36,18 +36,10 @@ def python_ranking(scores: list[float], candidates: range) -> list[int]:
     return sorted(candidates, key=key, reverse=True)
 
 
-@dataclass(frozen=True)
-class PythonSelection:
-    slot_map: list[int]
-    entering: list[int]
-    slots: list[int]
-    overflow: int
-
-
 def python_select(
     scores: list[float], slot_map: list[int], candidates: range, margin: int, capacity: int
-) -> PythonSelection:
-    """One head."""
+) -> tuple[list[int], list[int], list[int], int]:
+    """One head of a `Selection`."""
     budget = len(slot_map)
     ranking = python_ranking(scores, candidates)
     resident = [token for token in slot_map if token != EMPTY]
@@ -65,7 +57,8 @@ def python_select(
     after = list(slot_map)
     for slot, token in zip(slots, entering, strict=True):
         after[slot] = token
-    return PythonSelection(after, entering, slots, max(0, wanted - capacity))
+    padding = [EMPTY] * (capacity - len(entering))
+    return after, entering + padding, slots + padding, max(0, wanted - capacity)
 
 
 @dataclass(frozen=True)
@@ -87,30 +80,14 @@ class Policy:
         return select_tokens(scores, slot_map, candidates, self.margin, self.capacity)
 
 
-def heads(tensor: Tensor) -> list[list]:
-    return tensor.flatten(0, 1).tolist()
-
-
 def assert_rules_hold(policy: Policy, scores: Tensor, before: Tensor, change: Selection) -> None:
     """Compare with the Python statement, and check what must hold whatever the scores."""
     candidates = policy.candidates(scores.shape[-1])
     wanted = min(policy.budget, len(candidates))
-    rows = zip(
-        heads(scores),
-        heads(before),
-        heads(change.slot_map),
-        heads(change.entering),
-        heads(change.slots),
-        change.overflow.flatten().tolist(),
-        strict=True,
-    )
-    for score, old, new, entering, slots, overflow in rows:
+    of_heads = (part.flatten(0, 1).tolist() for part in (scores, before, *change))
+    for score, old, new, *rest in zip(*of_heads, strict=True):
         expected = python_select(score, old, candidates, policy.margin, policy.capacity)
-        padding = [EMPTY] * (policy.capacity - len(expected.entering))
-        assert new == expected.slot_map
-        assert entering == expected.entering + padding
-        assert slots == expected.slots + padding
-        assert overflow == expected.overflow
+        assert (new, *rest) == expected
 
         filled = [token for token in new if token != EMPTY]
         assert len(set(filled)) == len(filled), "a token sits in two slots"
@@ -163,33 +140,31 @@ def test_follows_the_rules_step_after_step(policy: Policy, data: st.DataObject) 
 
 
 @pytest.mark.parametrize(
-    ("policy", "before", "scores", "after", "entering", "slots", "overflow"),
+    ("policy", "before", "scores", "expected"),
     [
         # Token 1 is third best, within k + margin = 3; token 0 is fourth.
-        (Policy(2, 1, 2, 0, 0), [0, 1], [-4, -3, -1, -2], [2, 1], [2, EMPTY], [0, EMPTY], 0),
+        (Policy(2, 1, 2, 0, 0), [0, 1], [-4, -3, -1, -2], ([2, 1], [2, -1], [0, -1], 0)),
         # The best enter, and take the slots in ascending order.
-        (Policy(3, 0, 2, 0, 0), [1, 0, 2], [-9, -8, -7, -2, -1, -3], [3, 4, 2], [3, 4], [0, 1], 1),
+        (
+            Policy(3, 0, 2, 0, 0),
+            [1, 0, 2],
+            [-9, -8, -7, -2, -1, -3],
+            ([3, 4, 2], [3, 4], [0, 1], 1),
+        ),
         # The lowest leave where not all that fell out can.
-        (Policy(3, 0, 1, 0, 0), [1, 0, 2], [-9, -8, -7, -2, -1, -3], [1, 4, 2], [4], [1], 2),
+        (Policy(3, 0, 1, 0, 0), [1, 0, 2], [-9, -8, -7, -2, -1, -3], ([1, 4, 2], [4], [1], 2)),
         # Empty slots fill before others are taken.
-        (Policy(4, 0, 3, 0, 0), [0, -1, 1, -1], range(8), [7, 5, 1, 6], [5, 6, 7], [1, 3, 0], 1),
+        (Policy(4, 0, 3, 0, 0), [0, -1, 1, -1], range(8), ([7, 5, 1, 6], [5, 6, 7], [1, 3, 0], 1)),
         # A token that no longer competes gives its slot up.
-        (Policy(2, 9, 2, 1, 0), [0, 9], [0] * 4, [2, 3], [2, 3], [0, 1], 0),
+        (Policy(2, 9, 2, 1, 0), [0, 9], [0] * 4, ([2, 3], [2, 3], [0, 1], 0)),
     ],
 )
 def test_by_hand(
-    policy: Policy,
-    before: list[int],
-    scores: Sequence[float],
-    after: list[int],
-    entering: list[int],
-    slots: list[int],
-    overflow: int,
+    policy: Policy, before: list[int], scores: Sequence[float], expected: tuple[Any, ...]
 ) -> None:
     slot_map = torch.tensor(before, dtype=torch.int32).expand(LAYERS, HEADS, -1)
     change = policy.apply(torch.tensor(scores).float().expand(LAYERS, HEADS, -1), slot_map)
-    found = [part[1, 0].tolist() for part in change]
-    assert found == [after, entering, slots, overflow]
+    assert tuple(part[1, 0].tolist() for part in change) == expected
 
 
 @given(st.lists(one_score, min_size=1, max_size=12), st.integers(0, 14), st.data())
@@ -251,16 +226,13 @@ class Batch:
         return scores
 
     def select(
-        self, implementation, scores: Tensor, slot_map: Tensor, grown: int, **options: int
+        self, implementation: Any, scores: Tensor, slot_map: Tensor, grown: int, **options: int
     ) -> Outputs:
         """Change the slot map in place; the rows have grown by that many tokens."""
         device, policy = slot_map.device, self.policy
-        shape = (*scores.shape[:3], policy.capacity)
-        outputs = Outputs(
-            torch.full(shape, 77, dtype=torch.int32, device=device),
-            torch.full(shape, 77, dtype=torch.int32, device=device),
-            torch.full((len(self.slots), 2), 5, dtype=torch.int32, device=device),
-        )
+        lists = torch.full((2, *scores.shape[:3], policy.capacity), 77, dtype=torch.int32)
+        counts = torch.full((len(self.slots), 2), 5, dtype=torch.int32, device=device)
+        outputs = Outputs(*lists.to(device), counts)
         workspace = implementation.select_workspace(
             len(self.slots), self.layers, self.kv_heads, policy.budget, policy.margin, device
         )

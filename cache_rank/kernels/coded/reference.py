@@ -141,14 +141,12 @@ def encode_groups(
             rings hold them already, which they may if each row has one new token.
     """
     size, ring_tokens = tokens.group_tokens, tokens.rings[0].shape[3]
-    page_table, slots, starts = rows
-    for pages, slot, start in zip(page_table, slots.tolist(), starts.tolist(), strict=True):
-        if slot < 0:
-            continue
+    for row, slot, start in rows.used():
         for first in range(tokens.coded(start), tokens.coded(start + count), size):
-            positions = torch.arange(first, first + size, device=slots.device)
+            positions = torch.arange(first, first + size, device=rows.slots.device)
             is_new = positions >= start if shipment is not None else torch.zeros_like(positions) > 0
-            page, entry = int(pages[first // tokens.page_tokens]), first % tokens.page_tokens
+            page = int(rows.page_table[row, first // tokens.page_tokens])
+            entry = first % tokens.page_tokens
             for part, (codec, planes, ring) in enumerate(
                 zip(tokens.codecs, tokens.planes, tokens.rings, strict=True)
             ):
@@ -218,20 +216,16 @@ def score_codes(
         tokens: what is held.
         queries, rows, first_layer, scale, workspace, out: as for `score_step` beside it.
     """
-    page_table, slots, positions = rows
     kv_heads = out.shape[2]
     layers = slice(first_layer, first_layer + out.shape[1])
     grouped = queries.unflatten(2, (kv_heads, -1))  # (R, L, Hkv, G, D)
-    for row, (slot, position) in enumerate(zip(slots.tolist(), positions.tolist(), strict=True)):
-        if slot < 0:
-            continue
-        coded = tokens.coded(position + 1)
-        logits = [
-            _coded_logits(tokens, grouped[row], page_table[row], layers, first, last, scale)
-            for first in range(0, coded, _TILE_TOKENS)
-            for last in (min(first + _TILE_TOKENS, coded),)
-        ]
-        entries = torch.arange(coded, position + 1, device=slots.device)
+    for row, slot, position in rows.used():
+        coded, pages, logits = tokens.coded(position + 1), rows.page_table[row], []
+        for first in range(0, coded, _TILE_TOKENS):
+            planes = _groups(tokens, 0, pages, layers, first, min(first + _TILE_TOKENS, coded))
+            of_groups = tokens.codecs[0].score(grouped[row], planes, scale)
+            logits.append(of_groups.permute(1, 2, 3, 0, 4).flatten(3))  # (L, Hkv, G, n)
+        entries = torch.arange(coded, position + 1, device=pages.device)
         ring = tokens.rings[0]
         newest = ring[slot, layers, :, entries % ring.shape[3]].float()
         logits.append((grouped[row] @ newest.transpose(-1, -2)) * scale)
@@ -262,10 +256,9 @@ def attend_codes(
     out, log_sums = torch.zeros_like(grouped), torch.full_like(grouped[..., 0], -torch.inf)
     keys, values = tokens.codecs
     assert isinstance(values, AttendedCodec)
-    places = zip(rows.slots.tolist(), rows.positions.tolist(), strict=True)
-    for row, (slot, position) in enumerate(places):
+    for row, _, position in rows.used():
         coded = tokens.coded(position + 1)
-        if slot < 0 or coded == 0:
+        if coded == 0:
             continue
         layers = slice(layer, layer + 1)
         key_planes, value_planes = (
@@ -287,21 +280,6 @@ def by_kv_head(queries: Tensor, kv_heads: int) -> Tensor:
 def by_query(grouped: Tensor, queries: Tensor) -> Tensor:
     """(R, Hkv, Q G, ...) as (R, Q, Hq, ...)."""
     return grouped.unflatten(2, (queries.shape[1], -1)).transpose(1, 2).flatten(2, 3)
-
-
-def _coded_logits(
-    tokens: CodedTokens,
-    queries: Tensor,
-    pages: Tensor,
-    layers: slice,
-    first: int,
-    last: int,
-    scale: float,
-) -> Tensor:
-    """Logits of a sequence's tokens [first, last), whole groups: (L, Hkv, G, n) float32."""
-    planes = _groups(tokens, 0, pages, layers, first, last)
-    logits = tokens.codecs[0].score(queries, planes, scale)
-    return logits.permute(1, 2, 3, 0, 4).flatten(3)
 
 
 def _groups(

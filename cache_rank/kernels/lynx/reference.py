@@ -134,11 +134,6 @@ def decode_tokens(codes: LynxCodes, alpha: float = DEFAULT_ALPHA, full: bool = T
     return codes.minimum + codes.span * (codes.mean.float() + codes.spread.float() * fraction)
 
 
-def decode_page(codes: LynxCodes, alpha: float = DEFAULT_ALPHA, full: bool = True) -> Tensor:
-    """Decode complete pages: (..., P, D) float32; see `decode_tokens`."""
-    return decode_tokens(align(codes), alpha, full)
-
-
 class LynxCodec(NamedTuple):
     """The codec of keys and of values; see coded/reference.py.
 
@@ -167,7 +162,7 @@ class LynxCodec(NamedTuple):
 
     def score(self, queries: Tensor, planes: Sequence[Tensor], scale: float) -> Tensor:
         """Compute the logits of pages of keys."""
-        keys = decode_page(LynxCodes(*planes), self.alpha, self.scores_in_full)
+        keys = decode_tokens(align(LynxCodes(*planes)), self.alpha, self.scores_in_full)
         return (queries @ keys.transpose(-1, -2)) * scale
 
 

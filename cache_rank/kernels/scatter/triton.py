@@ -7,11 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cache_rank.kernels.scatter.reference import LayerBuffers, layer_buffers
+from cache_rank.kernels.scatter.reference import LayerBuffers
 from cache_rank.kernels.wire import triton as wire
 from cache_rank.kernels.wire.reference import wire_width
-
-__all__ = ["LayerBuffers", "collect_tokens", "copy_tokens", "layer_buffers", "scatter_step"]
 
 _BLOCK_ELEMENTS = 2048
 """A program moves at most this many elements at a time."""

@@ -79,12 +79,7 @@ def score_step(
         out: (R, L, Hkv, capacity) float32, written in place; entries of other tokens keep what they
             hold.
     """
-    layers, page_tokens = queries.shape[1], key_pool.shape[3]
-    page_table, slots, positions = rows
-    for row, (slot, position) in enumerate(zip(slots.tolist(), positions.tolist(), strict=True)):
-        if slot < 0:
-            continue
-        pages = page_table[row, : position // page_tokens + 1].to(torch.int64)
-        keys = key_pool[:, first_layer : first_layer + layers][pages]  # (pages, L, Hkv, P, D)
-        keys = keys.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, : position + 1]
+    layers = slice(first_layer, first_layer + queries.shape[1])
+    for row, _, position in rows.used():
+        keys = rows.resident(key_pool, layers, row, position)
         out[row, :, :, : position + 1] = score_tokens(queries[row], keys, scale)

@@ -214,20 +214,15 @@ def score_sketch(
         queries, rows, first_layer, scale, out: as for `score_step`.
         attended: whose log-sum-exp normalizes logits; by default that of all tokens does.
     """
-    layers, page_tokens = queries.shape[1], code_pool.shape[3]
-    of_layers = Sketch(*(part[first_layer : first_layer + layers] for part in sketch))
-    page_table, slots, positions = rows
-    for row, (slot, position) in enumerate(zip(slots.tolist(), positions.tolist(), strict=True)):
-        if slot < 0:
-            continue
-        pages = page_table[row, : position // page_tokens + 1].to(torch.int64)
-        codes = code_pool[:, first_layer : first_layer + layers][pages]  # (pages, L, Hkv, P, bytes)
-        codes = codes.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, : position + 1]
+    layers = slice(first_layer, first_layer + queries.shape[1])
+    of_layers = Sketch(*(part[layers] for part in sketch))
+    for row, slot, position in rows.used():
+        codes = rows.resident(code_pool, layers, row, position)
         weights = query_weights(queries[row], of_layers, scale)
         logits = weights @ unpack_int2(codes).mT  # (L, Hkv, G, T)
         normalizer = logits.logsumexp(-1, keepdim=True)
         if attended is not None:
-            chosen = attended.chosen[slot, first_layer : first_layer + layers]
+            chosen = attended.chosen[slot, layers]
             normalizer = attended_normalizer(logits, chosen, attended.sinks, attended.recent)
         out[row, :, :, : position + 1] = (logits - normalizer).amax(dim=-2)
 
