@@ -6,7 +6,7 @@ import random
 import re
 from typing import NamedTuple
 
-from scripts.speed.bench import make_prompts
+from scripts.speed.jobs import make_prompts
 
 SKEW = 1.5
 """The first parameter of the Beta distribution of answers: most are short, and few very long."""

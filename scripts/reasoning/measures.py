@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any
 
 import msgspec
 import numpy as np
 
 from scripts.reasoning.client import Answer
 from scripts.reasoning.loads import Load
-from scripts.speed.jobs import Job
+from scripts.speed import serving
 from scripts.speed.records import quantile
 
 CURVE_POINTS, SLICES = 16, 2000
@@ -51,29 +50,11 @@ class Run(msgspec.Struct, frozen=True):
         return self.tokens / self.seconds
 
 
-class Measurement(msgspec.Struct):
+class Measurement(serving.Measurement, kw_only=True):
     """One system under one load."""
 
-    system: str
     load: str
-    failure: str = ""  # why there are no numbers
-    runs: list[Run] = []
-    memory_gib: list[float] = []  # in use at the end, one entry a GPU
-
-    @property
-    def median(self) -> Run:
-        """The run of the median speed; of two in the middle, the slower one."""
-        runs = sorted(self.runs, key=lambda run: run.tokens_per_second)
-        return runs[(len(runs) - 1) // 2]
-
-
-class Results(msgspec.Struct):
-    """All that is written: the command, the machine, the engines, and what was measured."""
-
-    commands: list[str]
-    machine: dict[str, Any]
-    jobs: list[Job]
-    measurements: list[Measurement] = []
+    run: Run | None = None
 
 
 def measure(load: Load, answers: Sequence[Answer], client_seconds: float) -> Run:
