@@ -13,9 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -64,17 +63,15 @@ def _reads_prompt(request: Any) -> bool:
     return compat.tokens_read(request) < len(request.origin_input_ids)
 
 
-class Forced(msgspec.Struct):
+class Forced(NamedTuple):
     """A text that was decoded by force.
 
     Attributes:
-        prompt_tokens: tokens before the first that was forced.
         tokens: the tokens that were forced.
         file: their logits, (tokens, vocabulary) float32.
         statistics: what a cache rank's server says of the request; empty without one.
     """
 
-    prompt_tokens: int
     tokens: list[int]
     file: Path
     statistics: dict[str, Any]
@@ -121,4 +118,4 @@ def force(server: Client, prompt: Sequence[int], tokens: Sequence[int], file: Pa
     if answer["output_ids"] != list(tokens):
         raise ServerError("the server decoded other tokens than those that were forced")
     statistics = answer["meta_info"].get("cache_rank") or {}
-    return Forced(len(prompt), list(tokens), file, statistics)
+    return Forced(list(tokens), file, statistics)

@@ -42,7 +42,6 @@ class Pools:
             Budget.of_pages(SINKS, RECENT, budget, page),
             self.table,
             self.keys,
-            HEADS,
             SCALE,
             pool_page,
         )
